@@ -1,0 +1,52 @@
+# All commands of the project. `make test` on a machine with Python 3.11 or newer and pip needs nothing before it.
+
+PYTHON ?= python3
+VENV := .venv
+DEMO_VENV := .venv-demo
+BIN := $(VENV)/bin
+CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fitflax needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+INSTALL := -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help venv test test-all lint demo clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make test      lint, types and every test that is not marked slow'
+	@echo 'make test-all  lint, types and every test; CI runs this'
+	@echo 'make lint      lint and types alone'
+	@echo 'make demo      train a small network on handwritten digits'
+	@echo 'make venv      only create $(VENV)'
+	@echo 'make clean     remove environments, caches and runs of the demo'
+
+venv: $(VENV)/.installed
+
+# The stamp is newer than pyproject.toml when the environment fits it.
+$(VENV)/.installed: pyproject.toml
+	@$(CHECK_PYTHON)
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python $(INSTALL) --editable '.[test,examples]'
+	@touch $@
+
+$(DEMO_VENV)/.installed: pyproject.toml
+	@$(CHECK_PYTHON)
+	$(PYTHON) -m venv --clear $(DEMO_VENV)
+	$(DEMO_VENV)/bin/python $(INSTALL) --editable '.[examples]'
+	@touch $@
+
+lint: venv
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy --strict fitflax
+
+test: lint
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-all: lint
+	$(BIN)/python -m pytest
+
+demo: $(DEMO_VENV)/.installed
+	$(DEMO_VENV)/bin/python examples/digits.py
+
+clean:
+	rm -rf $(VENV) $(DEMO_VENV) build dist runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,432 @@
+"""The base class of callbacks, and the list that calls them in order.
+
+Hooks have Keras's names and are called positionally. The order of an event is: callbacks that change metrics or weights, then the others as listed, then
+those that decide from a monitored value, then those that record, and only when everything up to this step is on disk those that save the run.
+"""
+
+import contextlib
+import enum
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, Self
+
+from fitflax.checkpoints.checkpoint import Checkpoint
+from fitflax.errors import CallbackError, MonitorError, did_you_mean
+from fitflax.logs import Logs
+from fitflax.state import TrainState
+from fitflax.triggers import Moment, Schedule, Trigger
+
+__all__ = ["Callback", "Phase", "TrainerView"]
+
+HOOKS = (
+    "on_train_begin",
+    "on_train_end",
+    "on_epoch_begin",
+    "on_epoch_end",
+    "on_train_batch_begin",
+    "on_train_batch_end",
+    "on_test_begin",
+    "on_test_end",
+    "on_test_batch_begin",
+    "on_test_batch_end",
+    "on_predict_begin",
+    "on_predict_end",
+    "on_predict_batch_begin",
+    "on_predict_batch_end",
+    "on_checkpoint",
+)
+
+
+class TrainerView(Protocol):
+    """What callbacks may use of a trainer.
+
+    >>> TrainerView.__name__
+    'TrainerView'
+    """
+
+    learning_rate: Any
+    stop_training: bool
+
+    @property
+    def state(self) -> TrainState:
+        """The newest state, which stays valid after later steps."""
+
+    @property
+    def step(self) -> int:
+        """Finished updates."""
+
+    @property
+    def model(self) -> Any:
+        """The module, as the user gave it."""
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why training stopped or is to stop."""
+
+    def stop(self, reason: str) -> None:
+        """Asks training to stop after the present step."""
+
+    def replace_state(self, state: TrainState) -> None:
+        """Puts another state in place of the newest one."""
+
+
+class Phase(enum.IntEnum):
+    """When a callback is called within an event, by the kind of its work.
+
+    >>> Phase.CHANGE < Phase.USER < Phase.DECIDE < Phase.RECORD < Phase.SAVE_BEST < Phase.SAVE
+    True
+    """
+
+    CHANGE = 0
+    USER = 1
+    DECIDE = 2
+    RECORD = 3
+    SAVE_BEST = 4
+    SAVE = 5
+
+
+class Callback:
+    """Something to do at certain points of a run. Subclass it and override hooks; a hook nobody overrides costs nothing.
+
+    `logs` is never `None`: it is one mapping per event, shared by all callbacks, and its values come to the host only when read. In batch hooks they are
+    running values of the epoch. Subclasses need not call `super().__init__()`.
+
+    Attributes:
+        trainer: The trainer that runs; see `TrainerView`.
+        params: `{"epochs", "steps", "test_steps", "log_every", "validation_sets"}` of the running call; `None` for what is not known.
+        every: When `on_checkpoint` is due; `None` for each checkpoint that the loop makes.
+        phase: When it is called within an event.
+
+    >>> class PrintLoss(Callback):
+    ...     def on_epoch_end(self, epoch, logs):
+    ...         print(epoch, logs["loss"])
+    >>> PrintLoss().on_epoch_end(0, {"loss": 0.5})
+    0 0.5
+    """
+
+    trainer: TrainerView
+    params: Mapping[str, Any] = {}
+    every: Trigger | None = None
+    phase: ClassVar[Phase] = Phase.USER
+    _own_schedule: Schedule | None = None
+
+    # -- hooks --
+
+    def on_train_begin(self, logs: Mapping[str, Any]) -> None:
+        """Called once before the first step; resets what an earlier run left. `logs` is empty."""
+
+    def on_train_end(self, logs: Mapping[str, Any]) -> None:
+        """Called once at the end, whatever ended the run. `logs` are those of the last epoch."""
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any]) -> None:
+        """Called before an epoch's first batch, not when a resume enters an epoch in its middle. `logs` is empty."""
+
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        """Called after an epoch's last batch and its validation."""
+
+    def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any]) -> None:
+        """Called before a step. `batch` counts from 0 in each epoch; `logs` is empty."""
+
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+        """Called after a step was dispatched; reading `logs` waits for it."""
+
+    def on_test_begin(self, logs: Mapping[str, Any]) -> None:
+        """Called before an evaluation, also one that validates."""
+
+    def on_test_end(self, logs: Logs) -> None:
+        """Called after an evaluation, with its results."""
+
+    def on_test_batch_begin(self, batch: int, logs: Mapping[str, Any]) -> None:
+        """Called before a batch of an evaluation."""
+
+    def on_test_batch_end(self, batch: int, logs: Logs) -> None:
+        """Called after a batch of an evaluation was dispatched."""
+
+    def on_predict_begin(self, logs: Mapping[str, Any]) -> None:
+        """Called before a prediction."""
+
+    def on_predict_end(self, logs: Mapping[str, Any]) -> None:
+        """Called after a prediction."""
+
+    def on_predict_batch_begin(self, batch: int, logs: Mapping[str, Any]) -> None:
+        """Called before a batch of a prediction."""
+
+    def on_predict_batch_end(self, batch: int, logs: Mapping[str, Any]) -> None:
+        """Called after a batch of a prediction; `logs["outputs"]` are its outputs, NumPy."""
+
+    def on_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Called with a checkpoint when `every` is due."""
+
+    # -- a callback as a plain function --
+
+    def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Acts on `checkpoint` if `every` is due, and returns it; for loops without a trainer."""
+        if self.every is not None:
+            moment = moment_of(checkpoint)
+            if self._own_schedule is None:
+                self._own_schedule = Schedule(self.every, moment.seconds)
+            if not self._own_schedule.due(moment) and not self.takes_last(checkpoint):
+                return checkpoint
+        self.on_checkpoint(checkpoint)
+        return checkpoint
+
+    def takes_last(self, checkpoint: Checkpoint) -> bool:
+        """Returns whether this callback wants `checkpoint` although `every` is not due, because no other follows."""
+        return False
+
+    # -- state --
+
+    @property
+    def state_key(self) -> str:
+        """Under which key `state_dict` is saved: the class and the arguments that tell two instances apart."""
+        return type(self).__name__
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a resume needs: arrays, numbers, strings, `None`, lists and dicts of them. Empty for nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` returned; called after `on_train_begin` on a resume."""
+
+    # -- files --
+
+    def open_run(self, run_id: str, step: int) -> None:
+        """Prepares files before a run's first step.
+
+        Args:
+            run_id: Which run.
+            step: The step that it goes on from; what files hold beyond it is dropped.
+        """
+
+    def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
+        """Called when a run ended inside an epoch, after that epoch was closed over the part seen.
+
+        `checkpoint` is that of the last step again, now with the validation's values; `logs` is the row of the epoch. A resume that goes on knows nothing
+        of this event.
+        """
+
+    def sync(self) -> None:
+        """Puts everything up to now on disk; called before the checkpoint of this step is completed."""
+
+    def close(self) -> None:
+        """Waits for writers and closes files."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def moment_of(checkpoint: Checkpoint) -> Moment:
+    """Returns the moment of a checkpoint, for triggers."""
+    return Moment(
+        step=checkpoint.step,
+        start_step=checkpoint.point.process_start,
+        epochs_done=checkpoint.epoch + checkpoint.point.epoch_ends,
+        epoch_ends=checkpoint.point.epoch_ends,
+        seconds=checkpoint.point.seconds,
+    )
+
+
+class CallbackList:
+    """Callbacks in the order in which they are called.
+
+    Args:
+        callbacks: In the user's order.
+
+    Raises:
+        CallbackError: Something that is no callback, the same one twice, or two whose state would be saved under one key.
+    """
+
+    def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
+        given = list(callbacks)
+        for callback in given:
+            _check(callback)
+        if len({id(callback) for callback in given}) < len(given):
+            raise CallbackError(f"A callback is given twice: {[type(callback).__name__ for callback in given]}.")
+        self._all = sorted(given, key=lambda callback: callback.phase)
+        self._hooks: dict[str, list[Callable[..., None]]] = {
+            name: [getattr(callback, name) for callback in self._all if overrides(callback, name)] for name in HOOKS
+        }
+        self._schedules: list[tuple[Callback, Schedule]] = []
+
+    def __iter__(self) -> Iterator[Callback]:
+        return iter(self._all)
+
+    def wants(self, hook: str) -> bool:
+        """Returns whether any callback overrides `hook`."""
+        return bool(self._hooks[hook])
+
+    def call(self, hook: str, *arguments: Any) -> None:
+        """Calls `hook` of all callbacks that override it."""
+        for method in self._hooks[hook]:
+            method(*arguments)
+
+    def bind(self, trainer: TrainerView, params: Mapping[str, Any]) -> None:
+        """Tells all callbacks who runs, and what of the call is known."""
+        for callback in self._all:
+            callback.trainer = trainer
+            callback.params = params
+
+    def start_schedules(self, seconds: float) -> None:
+        """Starts the triggers of all callbacks that have one."""
+        self._schedules = [(callback, Schedule(callback.every, seconds)) for callback in self._all if callback.every is not None]
+
+    def due(self, moment: Moment) -> set[int]:
+        """Returns the identities of the callbacks whose trigger fires."""
+        return {id(callback) for callback, schedule in self._schedules if schedule.due(moment)} if self._schedules else set()
+
+    def on_checkpoint(self, checkpoint: Checkpoint, due: set[int]) -> None:
+        """Hands a checkpoint to those who want it; everything else is on disk before the first of them saves it."""
+        is_synced = False
+        for callback in self._all:
+            if not overrides(callback, "on_checkpoint"):
+                continue
+            is_due = not checkpoint.point.is_repeat and (callback.every is None or id(callback) in due)
+            if not is_due and not callback.takes_last(checkpoint):
+                continue
+            if callback.phase >= Phase.SAVE_BEST and not is_synced:
+                self.sync()
+                is_synced = True
+            callback.on_checkpoint(checkpoint)
+
+    def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
+        """Calls `on_closing` of all callbacks."""
+        self.sync()
+        for callback in self._all:
+            callback.on_closing(checkpoint, epoch, logs)
+
+    def sync(self) -> None:
+        """Has everything up to now put on disk."""
+        for callback in self._all:
+            callback.sync()
+
+    def finish(self, logs: Mapping[str, Any]) -> None:
+        """Calls `on_train_end` of all callbacks and closes them; an error in one does not keep the others from it."""
+        with contextlib.ExitStack() as stack:
+            # A stack runs backwards.
+            for callback in reversed(self._all):
+                stack.callback(callback.close)
+            for callback in reversed(self._all):
+                stack.callback(callback.on_train_end, logs)
+
+    def state_dict(self, seconds: float) -> dict[str, Any]:
+        """Returns the states of all callbacks and of their triggers, by key.
+
+        Raises:
+            CallbackError: Two callbacks with state have the same key.
+        """
+        states: dict[str, Any] = {}
+        for callback in self._all:
+            state = callback.state_dict()
+            if not state:
+                continue
+            if callback.state_key in states:
+                raise CallbackError(
+                    f"Two callbacks would save their state under the key {callback.state_key!r}. Override state_key in one of them, or give different arguments."
+                )
+            states[callback.state_key] = state
+        schedules = [schedule.state_dict(seconds)["since"] for _, schedule in self._schedules]
+        return {"callbacks": states, "schedules": schedules}
+
+    def load_state_dict(self, saved: Mapping[str, Any], seconds: float) -> list[str]:
+        """Gives every callback back its state; returns the keys of states that no callback wants and of callbacks that found none."""
+        states = dict(saved.get("callbacks", {}))
+        missing = []
+        for callback in self._all:
+            if callback.state_key in states:
+                callback.load_state_dict(states.pop(callback.state_key))
+            elif callback.state_dict():
+                missing.append(callback.state_key)
+        schedules = saved.get("schedules", [])
+        if len(schedules) == len(self._schedules):
+            for (_, schedule), since in zip(self._schedules, schedules, strict=True):
+                schedule.load_state_dict({"since": since}, seconds)
+        return missing + sorted(states)
+
+
+def overrides(callback: Callback, hook: str) -> bool:
+    """Returns whether `callback` does anything in `hook`."""
+    return hook in vars(callback) or getattr(type(callback), hook) is not getattr(Callback, hook)
+
+
+def _check(callback: Any) -> None:
+    if isinstance(callback, type) and issubclass(callback, Callback):
+        raise CallbackError(f"callbacks takes instances. Received: the class {callback.__name__}; call it: {callback.__name__}(...).")
+    if not isinstance(callback, Callback):
+        hint = " Wrap a function in LambdaCallback." if callable(callback) else ""
+        raise CallbackError(f"callbacks takes instances of fitflax.callbacks.Callback. Received: a {type(callback).__name__}.{hint}")
+
+
+class Monitor:
+    """Follows one logged value and knows when it is better. Used by callbacks that decide.
+
+    Args:
+        owner: Who monitors, for errors.
+        key: The flat name of the value.
+        mode: `"min"`, `"max"`, or `None` for the direction that the loss or metric declares.
+        min_delta: What an improvement must exceed.
+
+    Raises:
+        CallbackError: An unknown mode, or a negative `min_delta`.
+    """
+
+    def __init__(self, owner: str, key: str, mode: str | None, min_delta: float = 0.0) -> None:
+        if mode not in (None, "min", "max"):
+            raise CallbackError(f"{owner}(mode=...) must be 'min', 'max' or None. Received: {mode!r}.")
+        if not min_delta >= 0:
+            raise CallbackError(f"{owner}(min_delta=...) must be at least 0. Received: {min_delta!r}.")
+        self.owner = owner
+        self.key = key
+        self.mode = mode
+        self.min_delta = float(min_delta)
+        self._direction = mode
+
+    def check_sets(self, sets: Sequence[str]) -> None:
+        """Checks, before a run, that a value of a validation can come.
+
+        Raises:
+            MonitorError: It is one of a validation, and there is no validation data.
+        """
+        if self.key.startswith("val_") and "val" not in sets:
+            given = f"the validation sets are {list(sets)}" if sets else "there is no validation data"
+            raise MonitorError(f"{self.owner} monitors {self.key!r}, but {given}. Pass validation_data=, or monitor a value of training such as 'loss'.")
+
+    def value(self, logs: Mapping[str, Any], sets: Sequence[str] = ()) -> float | None:
+        """Returns the monitored value, or `None` where it belongs to a validation that did not happen now.
+
+        Args:
+            logs: What is logged.
+            sets: Names of the validation sets.
+
+        Raises:
+            MonitorError: It is not there, or which direction is better is not known.
+        """
+        if self.key not in logs:
+            for name in sets:
+                if self.key.startswith(f"{name}_") and not any(key.startswith(f"{name}_") for key in logs):
+                    return None
+            raise MonitorError(f"{self.owner} monitors {self.key!r}, but only {sorted(logs)} are logged.{did_you_mean(self.key, logs)}")
+        if self.mode is None:
+            default = "min" if self.key == "loss" or self.key.endswith("_loss") else None
+            self._direction = getattr(logs, "directions", {}).get(self.key) or default
+        if self._direction is None:
+            raise MonitorError(f"{self.owner} monitors {self.key!r}, which declares no direction. Pass mode='min' or mode='max'.")
+        return float(logs[self.key])
+
+    @property
+    def direction(self) -> str | None:
+        """`"min"` or `"max"`; `None` until the first value if it is the metric that declares it."""
+        return self._direction
+
+    def take_direction(self, direction: str | None) -> None:
+        """Takes the direction that an earlier process found, before the first value of this one."""
+        self._direction = self.mode or direction
+
+    def is_better(self, value: float, best: float | None) -> bool:
+        """Returns whether `value` improves on `best` by more than `min_delta`. NaN never does; anything else improves on `None`."""
+        if value != value:
+            return False
+        if best is None or best != best:
+            return True
+        return value < best - self.min_delta if self._direction == "min" else value > best + self.min_delta

@@ -1,0 +1,168 @@
+"""`BestCheckpoint`: the checkpoints with the best values of a monitored metric."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from fitflax.callbacks.base import Callback, Monitor, Phase
+from fitflax.callbacks.model_checkpoint import check_keep
+from fitflax.checkpoints.checkpoint import Checkpoint
+from fitflax.checkpoints.msgpack_format import restore_tree
+from fitflax.checkpoints.store import CheckpointStore
+
+__all__ = ["BestCheckpoint"]
+
+
+class BestCheckpoint(Callback):
+    """Saves a checkpoint whenever a monitored value is strictly better than the worst one kept. NaN never is.
+
+    In `fit` it looks where the value is new: at validations, and at the ends of epochs. As a plain function it looks at every checkpoint it gets.
+
+    Args:
+        directory: Where; it may be the directory of a `ModelCheckpoint`.
+        monitor: The flat name of the value, such as `"val_loss"`.
+        mode: `"min"`, `"max"`, or `None` for the direction that the loss or metric declares.
+        keep: How many of the best are kept; `None` for all.
+        restore_best: Whether the best parameters and collections are put back at the end of `fit`, after the last checkpoint.
+        initial_value: Only values better than this are saved.
+        overwrite: Whether a run from the beginning may replace another run in the directory.
+
+    Attributes:
+        best: The best value so far; `None` if there was none.
+        best_step: Its step.
+
+    Raises:
+        CallbackError: An argument out of its range.
+
+    >>> BestCheckpoint("runs/a/best", monitor="val_accuracy").best is None
+    True
+    """
+
+    phase = Phase.SAVE_BEST
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        monitor: str = "val_loss",
+        mode: str | None = None,
+        keep: int | None = 1,
+        restore_best: bool = False,
+        initial_value: float | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        check_keep("BestCheckpoint", keep)
+        self.directory = Path(directory)
+        self.keep = keep
+        self.restore_best = restore_best
+        self.initial_value = initial_value
+        self.overwrite = overwrite
+        self.store = CheckpointStore(self.directory)
+        self._monitor = Monitor("BestCheckpoint", monitor, mode)
+        self._run_id: str | None = None
+        self._in_fit = False
+        # (value, step), the best first; and what a run that ended inside an epoch saved after its last checkpoint.
+        self._kept: list[tuple[float, int]] = []
+        self._closing: tuple[float, int] | None = None
+
+    @property
+    def _ranking(self) -> list[tuple[float, int]]:
+        return self._rank([*self._kept, *([self._closing] if self._closing else [])])
+
+    @property
+    def best(self) -> float | None:
+        """The best value so far."""
+        return self._ranking[0][0] if self._ranking else None
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the best value so far."""
+        return self._ranking[0][1] if self._ranking else None
+
+    @property
+    def owner(self) -> str:
+        """The name under which this callback's wishes are kept in a directory that it may share."""
+        return f"{type(self).__name__}({self._monitor.key})"
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return f"{type(self).__name__}(monitor={self._monitor.key!r}, directory={self.directory.name!r})"
+
+    @override
+    def open_run(self, run_id: str, step: int) -> None:
+        self.store.claim(run_id, overwrite=self.overwrite)
+        self.store.drop_after(step)
+        self._run_id = run_id
+        self._closing = None
+        values = ((self.store.metric(saved, self._monitor.key), saved) for saved in self.store.wanted(self.owner))
+        self._kept = [(value, saved) for value, saved in values if value is not None and value == value]
+
+    @override
+    def on_train_begin(self, logs: Mapping[str, Any]) -> None:
+        self._in_fit = True
+        self._monitor.check_sets(self.params.get("validation_sets", ()))
+
+    @override
+    def on_checkpoint(self, checkpoint: Checkpoint) -> None:
+        if self._in_fit and not checkpoint.point.epoch_ends and self._monitor.key not in checkpoint.evaluated:
+            return
+        value = self._candidate(checkpoint)
+        if value is not None:
+            self._kept = self._rank([*(entry for entry in self._kept if entry[1] != checkpoint.step), (value, checkpoint.step)])[: self.keep]
+            self._save(checkpoint, {step for _, step in self._kept})
+
+    @override
+    def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
+        # The last regular checkpoint does not know of this value, and a resume from it must still find what it knows: nothing is deleted here.
+        value = self._candidate(checkpoint)
+        if value is not None and checkpoint.step not in {step for _, step in self._kept}:
+            self._closing = (value, checkpoint.step)
+            self._save(checkpoint, {step for _, step in self._kept} | {checkpoint.step})
+
+    def _candidate(self, checkpoint: Checkpoint) -> float | None:
+        """Returns the value of `checkpoint` if it is to be saved."""
+        value = self._monitor.value(checkpoint.logs, self.params.get("validation_sets", ()) if self._in_fit else ())
+        if value is None or not self._monitor.is_better(value, self.initial_value):
+            return None
+        others = self._rank([entry for entry in self._kept if entry[1] != checkpoint.step])
+        is_full = self.keep is not None and len(others) >= self.keep
+        return value if not is_full or self._monitor.is_better(value, others[-1][0]) else None
+
+    def _rank(self, entries: list[tuple[float, int]]) -> list[tuple[float, int]]:
+        sign = -1.0 if self._monitor.direction == "max" else 1.0
+        return sorted(entries, key=lambda entry: (sign * entry[0], entry[1]))
+
+    def _save(self, checkpoint: Checkpoint, keep: set[int]) -> None:
+        contents = checkpoint.contents()
+        if self._run_id is None:
+            kept = self._kept
+            self.open_run(contents["metadata"]["run_id"], checkpoint.point.process_start)
+            self._kept = kept
+        self.store.save(step=checkpoint.step, **contents, owner=self.owner, keep=keep)
+
+    @override
+    def on_train_end(self, logs: Mapping[str, Any]) -> None:
+        self._in_fit = False
+        if self.restore_best and self.best_step is not None:
+            saved = self.store.read(self.best_step)
+            state = self.trainer.state
+            impls = saved.metadata["key_impls"]
+            parts = {
+                name: restore_tree(getattr(state, name), saved.train[name], where=str(saved.path), root=f"train/{name}", key_impls=impls)
+                for name in ("params", "model_state")
+            }
+            self.trainer.replace_state(dataclasses.replace(state, **parts))
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": [[value, step] for value, step in self._kept], "direction": self._monitor.direction}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._kept = [(float(value), int(step)) for value, step in state["kept"]]
+        self._monitor.take_direction(state["direction"])

@@ -1,0 +1,150 @@
+"""`EarlyStopping`: ends a run when a monitored value has stopped improving."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from typing_extensions import override
+
+from fitflax.callbacks.base import Callback, Monitor, Phase
+from fitflax.checkpoints.checkpoint import Checkpoint
+from fitflax.errors import CallbackError
+from fitflax.logs import Logs
+
+__all__ = ["EarlyStopping"]
+
+
+class EarlyStopping(Callback):
+    """Stops a run when a monitored value has not improved for more than `patience` observations, one an epoch or one a validation.
+
+    What it ended stays ended on a resume.
+
+    Args:
+        monitor: The flat name of the value.
+        mode: `"min"`, `"max"`, or `None` for the direction that the loss or metric declares.
+        min_delta: What an improvement must exceed.
+        patience: How many observations without improvement are allowed; 0 and 1 both stop at the first.
+        baseline: Observations count as improvements only once they are better than this.
+        restore_best: Whether the parameters and collections of the best observation are put back at the end, after the last checkpoint.
+        start_from_epoch: Epochs before this index are not observed.
+        stopping_threshold: Stop as soon as the value is better than this.
+        divergence_threshold: Stop as soon as the value is worse than this.
+
+    Raises:
+        CallbackError: A number out of its range.
+
+    >>> EarlyStopping("val_loss", patience=3).patience
+    3
+    """
+
+    phase = Phase.DECIDE
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        *,
+        mode: str | None = None,
+        min_delta: float = 0.0,
+        patience: int = 0,
+        baseline: float | None = None,
+        restore_best: bool = False,
+        start_from_epoch: int = 0,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+    ) -> None:
+        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
+            raise CallbackError(f"EarlyStopping(patience=...) must be an integer of at least 0. Received: {patience!r}.")
+        self.patience = patience
+        self.baseline = baseline
+        self.restore_best = restore_best
+        self.start_from_epoch = start_from_epoch
+        self.stopping_threshold = stopping_threshold
+        self.divergence_threshold = divergence_threshold
+        self._monitor = Monitor("EarlyStopping", monitor, mode, min_delta)
+        self._reset()
+
+    def _reset(self) -> None:
+        self.wait = 0
+        self.best: float | None = None
+        self.best_epoch: int | None = None
+        self.stopped_epoch: int | None = None
+        self._reason = ""
+        self._best_leaves: list[Any] | None = None
+
+    @override
+    def on_train_begin(self, logs: Mapping[str, Any]) -> None:
+        self._reset()
+        self._monitor.check_sets(self.params.get("validation_sets", ()))
+
+    @override
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        self._observe(epoch, logs)
+
+    @override
+    def on_checkpoint(self, checkpoint: Checkpoint) -> None:
+        # A validation in the middle of an epoch; those at its end come with on_epoch_end.
+        if not checkpoint.point.epoch_ends and self._monitor.key in checkpoint.evaluated:
+            self._observe(checkpoint.epoch, checkpoint.logs)
+
+    def _observe(self, epoch: int, logs: Logs) -> None:
+        value = self._monitor.value(logs, self.params.get("validation_sets", ()))
+        if value is None or epoch < self.start_from_epoch:
+            return
+        monitor = self._monitor
+        self.wait += 1
+        if monitor.is_better(value, self.best):
+            self.best, self.best_epoch = value, epoch
+            if self.restore_best:
+                # These leaves stay valid: a state that was handed out is copied before the next step.
+                self._best_leaves = jax.tree.leaves(self._weights())
+            if self.baseline is None or monitor.is_better(value, self.baseline):
+                self.wait = 0
+        if self.stopping_threshold is not None and monitor.is_better(value, self.stopping_threshold):
+            self._stop(epoch, f"{monitor.key} is {value:g}, better than {self.stopping_threshold:g}")
+        elif self.divergence_threshold is not None and monitor.is_better(self.divergence_threshold, value):
+            self._stop(epoch, f"{monitor.key} is {value:g}, worse than {self.divergence_threshold:g}")
+        elif self.wait > 0 and self.wait >= self.patience:
+            best = "it never was a number" if self.best is None else f"the best is {self.best:g} of epoch {self.best_epoch}"
+            self._stop(epoch, f"{monitor.key} has not improved for {self.wait} observations; {best}")
+
+    def _stop(self, epoch: int, reason: str) -> None:
+        self.stopped_epoch, self._reason = epoch, f"EarlyStopping: {reason}"
+        self.trainer.stop(self._reason)
+
+    def _weights(self) -> tuple[Any, Any]:
+        state = self.trainer.state
+        return state.params, state.model_state
+
+    @override
+    def on_train_end(self, logs: Mapping[str, Any]) -> None:
+        if self.restore_best and self._best_leaves is not None:
+            params, model_state = jax.tree.unflatten(jax.tree.structure(self._weights()), self._best_leaves)
+            self.trainer.replace_state(dataclasses.replace(self.trainer.state, params=params, model_state=model_state))
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return f"{type(self).__name__}(monitor={self._monitor.key!r})"
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "wait": self.wait,
+            "best": self.best,
+            "best_epoch": self.best_epoch,
+            "stopped_epoch": self.stopped_epoch,
+            "reason": self._reason,
+            "direction": self._monitor.direction,
+            "best_leaves": self._best_leaves,
+        }
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.wait = int(state["wait"])
+        self.best, self.best_epoch, self.stopped_epoch = state["best"], state["best_epoch"], state["stopped_epoch"]
+        self._reason = state["reason"]
+        self._best_leaves = state["best_leaves"]
+        self._monitor.take_direction(state["direction"])
+        if self.stopped_epoch is not None:
+            self.trainer.stop(self._reason)

@@ -1,0 +1,111 @@
+"""`ModelCheckpoint`: regular checkpoints, which a run can be resumed from."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from fitflax.callbacks.base import Callback, Phase
+from fitflax.checkpoints.checkpoint import Checkpoint
+from fitflax.checkpoints.closing import save_closing_row
+from fitflax.checkpoints.store import CheckpointStore
+from fitflax.errors import CallbackError
+from fitflax.triggers import Trigger
+from fitflax.triggers import every as make_every
+
+__all__ = ["ModelCheckpoint"]
+
+
+class ModelCheckpoint(Callback):
+    """Saves the whole run in `directory` when `every` is due and, whatever the trigger, when the run ends or is broken off.
+
+    Args:
+        directory: Where; one directory `step_00002000` a checkpoint. Made if it is not there.
+        every: When; at the end of each epoch and every ten minutes by default.
+        keep: How many of the newest are kept; `None` for all.
+        keep_every: Checkpoints of steps that are multiples of this are kept for ever.
+        save_last: Whether the last step of a run that ends in order is saved though `every` is not due. A run that is broken off always saves.
+        overwrite: Whether a run from the beginning may replace another run in the directory, which is deleted once the first new checkpoint is complete.
+
+    Raises:
+        CallbackError: A number out of its range.
+
+    >>> ModelCheckpoint("runs/a/checkpoints", keep=2).directory.name
+    'checkpoints'
+    """
+
+    phase = Phase.SAVE
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        every: Trigger | None = None,
+        keep: int | None = 3,
+        keep_every: int | None = None,
+        save_last: bool = True,
+        overwrite: bool = False,
+    ) -> None:
+        check_keep("ModelCheckpoint", keep)
+        if every is not None and not isinstance(every, Trigger):
+            raise CallbackError(f"ModelCheckpoint(every=...) takes a trigger, such as fitflax.every(steps=100). Received: {every!r}.")
+        if keep_every is not None and (isinstance(keep_every, bool) or not isinstance(keep_every, int) or keep_every < 1):
+            raise CallbackError(f"ModelCheckpoint(keep_every=...) must be a positive integer or None. Received: {keep_every!r}.")
+        self.directory = Path(directory)
+        self.every = every or make_every(epochs=1) | make_every(seconds=600)
+        self.keep = keep
+        self.keep_every = keep_every
+        self.save_last = save_last
+        self.overwrite = overwrite
+        self.store = CheckpointStore(self.directory)
+        self._run_id: str | None = None
+        self._steps: list[int] = []
+
+    @override
+    def open_run(self, run_id: str, step: int) -> None:
+        self.store.claim(run_id, overwrite=self.overwrite)
+        self.store.drop_after(step)
+        self._run_id = run_id
+        self._steps = self.store.wanted(self.owner)
+
+    @property
+    def owner(self) -> str:
+        """The name under which this callback's wishes are kept in a directory that it may share."""
+        return type(self).__name__
+
+    @override
+    def takes_last(self, checkpoint: Checkpoint) -> bool:
+        wanted = checkpoint.point.is_rescue or (checkpoint.point.is_last and self.save_last)
+        return wanted and checkpoint.step not in self._steps
+
+    @override
+    def on_checkpoint(self, checkpoint: Checkpoint) -> None:
+        contents = checkpoint.contents()
+        if self._run_id is None:
+            # Used as a plain function, without a trainer that opens the run.
+            self.open_run(contents["metadata"]["run_id"], checkpoint.point.process_start)
+        steps = [*(step for step in self._steps if step != checkpoint.step), checkpoint.step]
+        self._steps = self._kept(steps)
+        self.store.save(step=checkpoint.step, **contents, owner=self.owner, keep=self._steps)
+
+    def _kept(self, steps: list[int]) -> list[int]:
+        newest = set(steps if self.keep is None else steps[-self.keep :])
+        for_ever = {step for step in steps if self.keep_every is not None and step % self.keep_every == 0}
+        return sorted(newest | for_ever)
+
+    @override
+    def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
+        if checkpoint.step in self._steps:
+            save_closing_row(self.store.path(checkpoint.step), {"epoch": epoch, "logs": dict(logs)})
+
+
+def check_keep(owner: str, keep: int | None) -> None:
+    """Checks an argument `keep`.
+
+    Raises:
+        CallbackError: It is neither a positive integer nor `None`.
+    """
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise CallbackError(f"{owner}(keep=...) must be a positive integer, or None for all. Received: {keep!r}.")

@@ -1,0 +1,211 @@
+"""`ProgressBar`: how far a run is, as a live bar in a terminal and as one line an epoch anywhere else."""
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from tqdm import tqdm
+from typing_extensions import override
+
+from fitflax.callbacks.base import Callback, Phase
+from fitflax.errors import CallbackError
+from fitflax.logs import Logs
+
+__all__ = ["ProgressBar"]
+
+
+class ProgressBar(Callback):
+    """Shows progress with tqdm: a bar for each epoch, which stays, and one for each evaluation, which goes.
+
+    The bar shows the newest values that the device has finished and never waits for one. Where the output is no terminal (a file, a pipe, a notebook
+    that is executed), each epoch is one plain line.
+
+    Args:
+        refresh_seconds: How often the bar is drawn, at most.
+        file: Where to; standard output by default.
+
+    Raises:
+        CallbackError: `refresh_seconds` is negative.
+
+    >>> import io
+    >>> bar = ProgressBar(file=io.StringIO())
+    >>> bar.on_epoch_begin(0, {})
+    >>> bar.on_epoch_end(0, {"loss": 0.5})
+    >>> bar.file.getvalue()
+    'Epoch 1: loss 0.5\\n'
+    """
+
+    phase = Phase.RECORD
+
+    def __init__(self, *, refresh_seconds: float = 0.1, file: TextIO | None = None) -> None:
+        if not refresh_seconds >= 0:
+            raise CallbackError(f"ProgressBar(refresh_seconds=...) must be at least 0. Received: {refresh_seconds!r}.")
+        self.refresh_seconds = refresh_seconds
+        self.file = file
+        self.is_plain: bool | None = None
+        self._bar: Any = None
+        self._test_bar: Any = None
+        self._in_fit = False
+        self._epoch = 0
+        self._steps = 0
+        self._shown: Any = None
+        self._next_refresh = 0.0
+
+    @property
+    def _stream(self) -> TextIO:
+        # Looked up late: standard output may be another one by now, as under pytest or in a notebook.
+        return self.file or sys.stdout
+
+    @property
+    def _is_live(self) -> bool:
+        if self.is_plain is not None:
+            return not self.is_plain
+        return bool(getattr(self._stream, "isatty", lambda: False)())
+
+    def _make_bar(self, description: str, total: int | None, *, leave: bool, position: int = 0) -> Any:
+        return tqdm(
+            total=total,
+            desc=description,
+            file=self._stream,
+            leave=leave,
+            position=position,
+            dynamic_ncols=True,
+            mininterval=0,
+            miniters=0,
+            unit="batch",
+            bar_format="{desc}: {n_fmt}/{total_fmt} |{bar:20}| {elapsed}<{remaining} {rate_fmt}{postfix}" if total else None,
+        )
+
+    def _epoch_name(self) -> str:
+        epochs = self.params.get("epochs")
+        return f"Epoch {self._epoch + 1}" + (f"/{epochs}" if epochs else "")
+
+    def _line(self, text: str) -> None:
+        stream = self._stream
+        stream.write(f"{text}\n")
+        stream.flush()
+
+    # -- training --
+
+    @override
+    def on_train_begin(self, logs: Mapping[str, Any]) -> None:
+        self._in_fit = True
+        self._close()
+
+    @override
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any]) -> None:
+        self._begin_epoch(epoch, 0)
+
+    def _begin_epoch(self, epoch: int, steps: int) -> None:
+        self._epoch, self._steps = epoch, steps
+        if self._is_live:
+            self._bar = self._make_bar(self._epoch_name(), self.params.get("steps"), leave=True)
+            self._bar.initial = steps
+            self._shown, self._next_refresh = None, 0.0
+
+    @override
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+        self._steps = batch + 1
+        if not self._is_drawing(batch):
+            return
+        now = time.monotonic()
+        if now < self._next_refresh:
+            return
+        self._next_refresh = now + self.refresh_seconds
+        self._bar.n = self._steps
+        # The values of the last refresh: those of this step are still on the device, and nobody waits for them.
+        ready = next((source for source in (logs.source, self._shown) if source is not None and source.is_ready), None)
+        if ready is not None:
+            self._bar.set_postfix_str(_text(ready.metrics()), refresh=False)
+        self._shown = logs.source
+        self._bar.refresh()
+
+    def _is_drawing(self, batch: int) -> bool:
+        if self._bar is None and self._is_live:
+            self._begin_epoch(int(self.params.get("first_epoch") or 0), batch)  # A resume entered this epoch in its middle.
+        return self._bar is not None
+
+    @override
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        if self._bar is not None:
+            self._bar.n = self._steps
+            if not self.params.get("steps"):
+                self._bar.total = self._steps
+            self._bar.set_postfix_str(_text(logs), refresh=False)
+            self._bar.refresh()
+            self._close()
+        elif not self._is_live:
+            self._epoch = epoch
+            self._line(f"{self._epoch_name()}: {_text(logs)}")
+
+    @override
+    def on_train_end(self, logs: Mapping[str, Any]) -> None:
+        self._in_fit = False
+        self._close()
+        if self.trainer.stop_reason:
+            self._line(f"Stopped at step {self.trainer.step}: {self.trainer.stop_reason}.")
+
+    # -- evaluation and prediction --
+
+    @override
+    def on_test_begin(self, logs: Mapping[str, Any]) -> None:
+        self._begin_test("  validation" if self._in_fit else "Evaluation")
+
+    def _begin_test(self, name: str) -> None:
+        if self._is_live:
+            self._test_bar = self._make_bar(name, self.params.get("test_steps"), leave=not self._in_fit, position=1 if self._in_fit else 0)
+            self._next_refresh = 0.0
+
+    @override
+    def on_test_batch_end(self, batch: int, logs: Logs) -> None:
+        self._advance_test(batch)
+
+    def _advance_test(self, batch: int) -> None:
+        if self._test_bar is None:
+            return
+        self._test_bar.n = batch + 1
+        now = time.monotonic()
+        if now >= self._next_refresh:
+            self._next_refresh = now + self.refresh_seconds
+            self._test_bar.refresh()
+
+    @override
+    def on_test_end(self, logs: Logs) -> None:
+        if self._test_bar is not None:
+            if not self._in_fit:
+                self._test_bar.set_postfix_str(_text(logs), refresh=True)
+            self._test_bar.close()
+            self._test_bar = None
+        elif not self._in_fit:
+            self._line(f"Evaluation: {_text(logs)}")
+
+    @override
+    def on_predict_begin(self, logs: Mapping[str, Any]) -> None:
+        self._begin_test("Prediction")
+
+    @override
+    def on_predict_batch_end(self, batch: int, logs: Mapping[str, Any]) -> None:
+        self._advance_test(batch)
+
+    @override
+    def on_predict_end(self, logs: Mapping[str, Any]) -> None:
+        if self._test_bar is not None:
+            self._test_bar.refresh()
+            self._test_bar.close()
+            self._test_bar = None
+
+    @override
+    def close(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        for bar in (self._test_bar, self._bar):
+            if bar is not None:
+                bar.close()
+        self._bar = self._test_bar = None
+
+
+def _text(logs: Mapping[str, Any]) -> str:
+    """Returns values in one line, four digits each."""
+    return ", ".join(f"{key} {value:.4g}" if isinstance(value, int | float) else f"{key} {value}" for key, value in logs.items())

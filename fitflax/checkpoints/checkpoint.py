@@ -1,0 +1,238 @@
+"""What loops yield: `Checkpoint`, a lazy view of a run at one step, and `Summary`, the same with evaluation metrics.
+
+Nothing is read or copied until it is asked for. The state is borrowed: a part that is read is copied then, and stays valid after later steps; a first
+read after the loop has moved on is an error.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+from fitflax.data import Position
+from fitflax.errors import NotReadyError
+from fitflax.logs import Logs, StepValues
+from fitflax.program import LiveState
+from fitflax.state import PyTree, TrainState
+
+__all__ = ["Checkpoint", "Summary"]
+
+
+class Timer:
+    """Measures a stretch of training that ends when the device has finished, leaving out compilation and whoever consumes checkpoints.
+
+    Args:
+        clock: Returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._begin = clock()
+        self._seconds: float | None = None
+        self.excluded = 0.0
+
+    def stop(self, values: StepValues | None) -> float:
+        """Returns the seconds until `values` were finished; waits for them when first called."""
+        if self._seconds is None:
+            if values is not None:
+                values.wait()
+            self._seconds = max(self._clock() - self._begin - self.excluded, 0.0)
+        return self._seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """Where a run is at a checkpoint; host values only.
+
+    Attributes:
+        step: Finished updates.
+        epoch: Index of the epoch, from 0.
+        step_in_epoch: Finished updates of that epoch.
+        position: The position of the data.
+        n_completed_steps: Updates since the last checkpoint.
+        epoch_ends: Whether the epoch ends here.
+        is_last: Whether no step follows in this run.
+        is_rescue: Whether the run is being left by a signal or an exception.
+        is_repeat: Whether this step was a checkpoint already, before it was known to be the last.
+        seconds: The loop's clock.
+        process_start: The step at which this process began.
+    """
+
+    step: int
+    epoch: int
+    step_in_epoch: int
+    position: Position
+    n_completed_steps: int
+    epoch_ends: bool
+    is_last: bool
+    is_rescue: bool
+    is_repeat: bool
+    seconds: float
+    process_start: int
+
+
+class Checkpoint:
+    """A run at one step, as yielded by a `TrainLoop`. Made by loops only.
+
+    Attributes:
+        point: Where the run is.
+        logs: The values of this step by flat name, shared by all who see this checkpoint: group `train` by key, others as `<group>_<key>`.
+        step_values: The step's own values, still on the device; `None` if no step was made in this process.
+
+    >>> import fitflax, optax, numpy as np
+    >>> from flax import linen as nn
+    >>> trainer = fitflax.Trainer(nn.Dense(1))
+    >>> trainer.compile(optax.sgd(0.1), "mse")
+    >>> [c.step for c in trainer.train_loop((np.ones((8, 2)), np.ones((8, 1))), steps=5, every=fitflax.every(steps=2))]
+    [2, 4, 5]
+    """
+
+    def __init__(
+        self,
+        *,
+        point: Point,
+        live: LiveState,
+        logs: Logs,
+        step_values: StepValues | None,
+        timer: Timer,
+        run_state: Callable[[], dict[str, Any]],
+        info: Callable[[], dict[str, Any]],
+        groups: Mapping[str, Mapping[str, float]] | None = None,
+        parts: dict[str, PyTree] | None = None,
+    ) -> None:
+        self.point = point
+        self.logs = logs
+        self.step_values = step_values
+        self._live = live
+        self._version = live.version
+        self._timer = timer
+        self._make_run_state = run_state
+        self._make_info = info
+        self._groups: dict[str, Mapping[str, float]] = dict(groups or {})
+        # Shared with summaries made from this checkpoint, so that no part is copied twice.
+        self._parts: dict[str, PyTree] = {} if parts is None else parts
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(step={self.step}, epoch={self.epoch}, step_in_epoch={self.step_in_epoch})"
+
+    step = property(lambda self: self.point.step, doc="Finished updates.")
+    epoch = property(lambda self: self.point.epoch, doc="Index of the epoch, from 0.")
+    step_in_epoch = property(lambda self: self.point.step_in_epoch, doc="Finished updates of the epoch.")
+    n_completed_steps = property(lambda self: self.point.n_completed_steps, doc="Updates since the last checkpoint.")
+    data_position = property(lambda self: self.point.position, doc="Passes finished, and real examples used of the present one.")
+
+    def borrow(self) -> TrainState:
+        """Returns the live state, not copied; it must not be kept beyond this checkpoint.
+
+        Raises:
+            NotReadyError: The loop has moved on.
+        """
+        if self._live.version != self._version:
+            raise NotReadyError(f"The state of step {self.step} is gone: the loop is at step {self._live.step}. Read it before the loop goes on.")
+        return self._live.borrow()
+
+    def _part(self, name: str) -> PyTree:
+        if name not in self._parts:
+            self._parts[name] = self._live.copy(getattr(self.borrow(), name))
+        return self._parts[name]
+
+    @property
+    def state(self) -> TrainState:
+        """The whole state, copied when first read."""
+        return TrainState(**{field.name: self._part(field.name) for field in dataclasses.fields(TrainState)})
+
+    @property
+    def model_params(self) -> PyTree:
+        """The parameters, copied when first read."""
+        return self._part("params")
+
+    @property
+    def model_state(self) -> dict[str, PyTree]:
+        """The module's other collections, copied when first read."""
+        return dict(self._part("model_state"))
+
+    @property
+    def optimizer_state(self) -> PyTree:
+        """The optax state, copied when first read."""
+        return self._part("opt_state")
+
+    def _values(self) -> StepValues:
+        if self.step_values is None:
+            raise NotReadyError(f"This process has not run step {self.step}; it was restored.")
+        return self.step_values
+
+    @property
+    def loss(self) -> float:
+        """The loss of this step alone."""
+        return self._values().loss
+
+    @property
+    def gradients_norm(self) -> float:
+        """The global L2 norm of this step's gradient."""
+        return self._values().gradients_norm
+
+    @property
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """`{group: {key: value}}`: group `train` over the epoch so far, then the groups of evaluations."""
+        grouped = {f"{group}_{key}" for group, values in self._groups.items() for key in values}
+        train = {key: value for key, value in self.logs.items() if key not in grouped}
+        return {"train": train, **{group: dict(values) for group, values in self._groups.items()}}
+
+    @property
+    def evaluated(self) -> frozenset[str]:
+        """Flat names of the values that were evaluated at this very step."""
+        return frozenset(f"{group}_{key}" for group, values in self._groups.items() for key in values)
+
+    @property
+    def elapsed_time(self) -> float:
+        """Seconds of training since the last checkpoint, without compilation and without the consumer's time. Waits for the device."""
+        return self._timer.stop(self.step_values)
+
+    @property
+    def run_state(self) -> dict[str, Any]:
+        """What a resume needs besides the state: sums of the running epoch, states of callbacks."""
+        return self._make_run_state()
+
+    def with_metrics(self, group: str, values: Mapping[str, float], directions: Mapping[str, str | None]) -> "Summary":
+        """Returns this checkpoint with the metrics of an evaluation; also put into the shared `logs`."""
+        for key, value in values.items():
+            self.logs[f"{group}_{key}"] = value
+        self.logs.directions = {**self.logs.directions, **{f"{group}_{key}": direction for key, direction in directions.items()}}
+        return self._again(Summary, {**self._groups, group: values})
+
+    def _again(self, kind: "type[Summary]", groups: Mapping[str, Mapping[str, float]]) -> "Summary":
+        made = kind(
+            point=self.point,
+            live=self._live,
+            logs=self.logs,
+            step_values=self.step_values,
+            timer=self._timer,
+            run_state=self._make_run_state,
+            info=self._make_info,
+            groups=groups,
+            parts=self._parts,
+        )
+        made._version = self._version
+        return made
+
+    def contents(self) -> dict[str, Any]:
+        """Returns what a store saves: `train` (borrowed), `run` and `metadata`."""
+        metadata = {
+            **self._make_info(),
+            "step": self.step,
+            "epoch": self.epoch,
+            "step_in_epoch": self.step_in_epoch,
+            "metrics": self.metrics,
+            "data_position": dataclasses.asdict(self.data_position),
+        }
+        return {"train": self.borrow(), "run": self.run_state, "metadata": metadata}
+
+    def __copy__(self) -> Self:
+        return self
+
+
+class Summary(Checkpoint):
+    """A `Checkpoint` with evaluation metrics added. Made by an `EvalLoop`; several can follow one another.
+
+    >>> issubclass(Summary, Checkpoint)
+    True
+    """

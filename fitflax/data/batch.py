@@ -1,0 +1,280 @@
+"""From a raw batch to a `Batch` of fixed shape: choosing inputs and targets, checking lengths, weights, padding by repetition.
+
+All of it is NumPy on the host; nothing here knows the device.
+"""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fitflax.errors import ConfigError, DataError, FitflaxWarning, did_you_mean
+from fitflax.state import Batch, PyTree
+
+__all__ = ["Batcher", "FedBatch", "Position", "Selection", "Triple", "full_mask", "leaf_paths", "num_examples"]
+
+
+class Triple(NamedTuple):
+    """What a source yields: inputs, targets (`()` for none) and sample weights (`None` for none), rows not yet padded."""
+
+    x: PyTree
+    y: PyTree
+    weights: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """Where in its data a run is, counted in what finished steps have used.
+
+    Attributes:
+        passes: Finished passes over the data.
+        examples: Real examples used of the present pass.
+
+    >>> Position(passes=1).examples
+    0
+    """
+
+    passes: int = 0
+    examples: int = 0
+
+
+class FedBatch(NamedTuple):
+    """A batch ready for the device, and what the host must know of it.
+
+    Attributes:
+        batch: The padded batch.
+        num_real: How many of its rows are real.
+        position: The position of the data after this batch.
+    """
+
+    batch: Batch
+    num_real: int
+    position: Position
+
+
+@functools.lru_cache(maxsize=64)
+def full_mask(size: int) -> np.ndarray[Any, Any]:
+    """Returns the mask of a batch without padding; always the same array for a size, so that its copy on the device can be reused."""
+    mask = np.ones(size, bool)
+    mask.flags.writeable = False
+    return mask
+
+
+def leaf_paths(tree: PyTree, name: str) -> list[tuple[str, Any]]:
+    """Returns `(path, leaf)` for every leaf, paths written as in Python: `x['image'][0]`."""
+    return [(name + jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def num_examples(tree: PyTree, *, name: str) -> int:
+    """Returns the length of the leading axis that all leaves of `tree` share.
+
+    Args:
+        tree: Arrays of shape `[examples, ...]`.
+        name: What the caller calls this tree; used in the error only.
+
+    Raises:
+        DataError: `tree` has no leaves, a leaf is a scalar, or two leaves disagree.
+
+    >>> num_examples({"image": np.zeros((8, 28, 28)), "label": np.zeros(8)}, name="x")
+    8
+    """
+    leaves = leaf_paths(tree, name)
+    if not leaves:
+        raise DataError(f"`{name}` holds no arrays.")
+    for path, leaf in leaves:
+        if not getattr(leaf, "shape", ()):
+            raise DataError(f"Every array must have a leading axis of examples: {path} is {_describe(leaf)}.")
+    lengths = {path: int(leaf.shape[0]) for path, leaf in leaves}
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{path} has {length}" for path, length in lengths.items())
+        raise DataError(f"All arrays must have the same number of examples: {listed}.")
+    return next(iter(lengths.values()))
+
+
+def _describe(leaf: Any) -> str:
+    shape = getattr(leaf, "shape", None)
+    return f"a {type(leaf).__name__}" if shape is None else f"a {type(leaf).__name__} of shape {tuple(shape)}"
+
+
+def to_numpy(tree: PyTree, *, name: str) -> PyTree:
+    """Returns `tree` with every leaf a NumPy array (JAX arrays stay what they are), checked to be numeric.
+
+    Raises:
+        DataError: A leaf cannot become an array of numbers.
+    """
+
+    def convert(path: Any, leaf: Any) -> Any:
+        where = name + jax.tree_util.keystr(path)
+        if isinstance(leaf, jax.Array):
+            return leaf
+        try:
+            array = np.asarray(leaf)
+        except Exception as error:
+            raise DataError(f"{where} cannot become an array: {error}") from error
+        if array.dtype.kind in "OUSMm":
+            hint = "; encode them as numbers first" if array.dtype.kind in "OUS" else ""
+            raise DataError(f"{where} must hold numbers, but its dtype is {array.dtype}{hint}.")
+        return array
+
+    return jax.tree_util.tree_map_with_path(convert, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """Which parts of a batch that is a dict are inputs and targets.
+
+    Attributes:
+        inputs: A key (one positional argument), a tuple of keys (several), `{argument: key}` (keywords), or `None`.
+        targets: A key, a tuple of keys, `{name: key}`, or `None` for no targets.
+    """
+
+    inputs: str | tuple[str, ...] | dict[str, str] | None = None
+    targets: str | tuple[str, ...] | dict[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        for name, spec in (("inputs", self.inputs), ("targets", self.targets)):
+            keys = spec.values() if isinstance(spec, dict) else spec if isinstance(spec, tuple) else (spec,)
+            if spec is not None and not all(isinstance(key, str) for key in keys):
+                raise ConfigError(f"Trainer({name}=...) must be a key, a tuple of keys or a dict {{name: key}}. Received: {spec!r}.")
+        if self.inputs is None and self.targets is not None:
+            raise ConfigError(f"Trainer(targets={self.targets!r}) needs inputs= as well: both pick from batches that are dicts.")
+
+    def split(self, raw: Any, *, inputs_only: bool = False) -> Triple:
+        """Returns the inputs, targets and weights of a raw batch.
+
+        Args:
+            raw: `x`, `(x,)`, `(x, y)`, `(x, y, sample_weight)`, or a dict where keys were given.
+            inputs_only: Whether nothing but inputs is needed.
+
+        Raises:
+            DataError: The wrong number of elements, no dict where one is needed, or a key that it lacks.
+        """
+        if self.inputs is not None and isinstance(raw, Mapping):
+            y = () if self.targets is None or inputs_only else self._pick(raw, self.targets, "targets")
+            return Triple(self._pick(raw, self.inputs, "inputs"), y, None)
+        if self.inputs is not None and not inputs_only:
+            raise DataError(f"Trainer(inputs={self.inputs!r}) picks from batches that are dicts. Received: a {type(raw).__name__}.")
+        if not isinstance(raw, tuple):
+            return Triple(raw, (), None)
+        if not 1 <= len(raw) <= 3:
+            raise DataError(
+                f"A batch must be x, (x,), (x, y) or (x, y, sample_weight). Received: a tuple of {len(raw)} elements. Several inputs are nested: ((x1, x2), y)."
+            )
+        x, y, weights = (*raw, *(None,) * (3 - len(raw)))
+        return Triple(x, () if y is None else y, weights)
+
+    def _pick(self, raw: Mapping[str, Any], spec: Any, name: str) -> PyTree:
+        if isinstance(spec, tuple):
+            return tuple(self._pick(raw, key, name) for key in spec)
+        if isinstance(spec, dict):
+            return {argument: self._pick(raw, key, name) for argument, key in spec.items()}
+        if spec not in raw:
+            known = [str(key) for key in raw]
+            raise DataError(f"Trainer({name}=...) asks for the key {spec!r}, but batches have {known}.{did_you_mean(spec, known)}")
+        return raw[spec]
+
+
+class Batcher:
+    """Turns triples of any length into batches of one fixed shape.
+
+    Short batches are filled up by repeating their own real rows, in turn, with mask False: no second compilation, and no zeros that would poison
+    gradients.
+
+    Args:
+        num_replicas: The fixed size is a multiple of this.
+        size: The batch size if it is known; otherwise the first batch decides.
+        pad: Whether to pad at all; without it every size has a shape of its own.
+        class_weight: `{label: weight}`, for labels `[batch]`, `[batch, 1]` or one-hot; labels without a weight count 1.
+
+    Raises:
+        ConfigError: A key of `class_weight` that is no integer.
+
+    >>> fed, real = Batcher(num_replicas=2, size=4)(Triple(np.arange(3.0), (), None))
+    >>> fed.x.tolist(), fed.mask.tolist(), real
+    ([0.0, 1.0, 2.0, 0.0], [True, True, True, False], 3)
+    """
+
+    def __init__(self, *, num_replicas: int = 1, size: int | None = None, pad: bool = True, class_weight: Mapping[int, float] | None = None) -> None:
+        self._replicas = num_replicas
+        self.size = None if size is None else self._round_up(size)
+        self._pad = pad
+        self._class_weight = None if class_weight is None else _check_class_weight(class_weight)
+
+    def _round_up(self, rows: int) -> int:
+        return -(-rows // self._replicas) * self._replicas
+
+    def __call__(self, triple: Triple) -> tuple[Batch, int]:
+        """Returns the padded batch and the number of its real rows.
+
+        Raises:
+            DataError: Lengths that differ, an empty batch, values that are no numbers.
+        """
+        x, y = to_numpy(triple.x, name="x"), to_numpy(triple.y, name="y")
+        weights = None if triple.weights is None else np.asarray(to_numpy(triple.weights, name="sample_weight"), np.float32)
+        rows = num_examples({"x": x, "y": y} | ({} if weights is None else {"sample_weight": weights}), name="batch")
+        if rows == 0:
+            raise DataError("The data yielded a batch of 0 examples.")
+        if self._class_weight is not None:
+            by_class = class_weights_of(y, self._class_weight)
+            weights = by_class if weights is None else weights * by_class.reshape(-1, *(1,) * (weights.ndim - 1))
+        size = self._size_for(rows)
+        if rows == size:
+            return Batch(x, y, full_mask(size), weights), rows
+        repeated = np.arange(size) % rows
+        padded = jax.tree.map(lambda leaf: np.asarray(leaf)[repeated], (x, y, weights))
+        return Batch(padded[0], padded[1], np.arange(size) < rows, padded[2]), rows
+
+    def _size_for(self, rows: int) -> int:
+        if not self._pad:
+            if rows % self._replicas:
+                raise DataError(f"A batch of {rows} examples cannot be split over {self._replicas} devices with compile(pad=False). Use drop_remainder=True.")
+            return rows
+        if self.size is None:
+            self.size = self._round_up(rows)
+        elif rows > self.size:
+            warnings.warn(
+                f"A batch of {rows} examples follows batches of {self.size}: the step is compiled again. Yield the largest batch first, or equal sizes.",
+                FitflaxWarning,
+                stacklevel=2,
+            )
+            self.size = self._round_up(rows)
+        return self.size
+
+
+def _check_class_weight(class_weight: Mapping[int, float]) -> dict[int, float]:
+    for key, value in class_weight.items():
+        if isinstance(key, bool) or not isinstance(key, int | np.integer) or not np.isscalar(value) or not float(value) >= 0:
+            raise ConfigError(f"class_weight must map integer labels to weights of at least 0. Received: {key!r}: {value!r}.")
+    return {int(key): float(value) for key, value in class_weight.items()}
+
+
+def class_weights_of(y: PyTree, class_weight: Mapping[int, float]) -> np.ndarray[Any, Any]:
+    """Returns the weight of every example's class, float32 `[batch]`.
+
+    Args:
+        y: Labels: `[batch]`, `[batch, 1]`, or one-hot `[batch, classes]`.
+        class_weight: Weights by label; 1 for others.
+
+    Raises:
+        DataError: `y` is not one array of such labels.
+
+    >>> class_weights_of(np.array([0, 1, 0, 2]), {0: 1, 1: 2, 2: 3}).tolist()
+    [1.0, 2.0, 1.0, 3.0]
+    """
+    if not hasattr(y, "ndim"):
+        raise DataError("class_weight needs targets that are one array of labels. Give sample_weight for several targets.")
+    labels = np.asarray(y)
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    elif labels.ndim == 2 and np.isin(labels, (0, 1)).all():
+        labels = labels.argmax(axis=1)
+    if labels.ndim != 1:
+        raise DataError(f"class_weight needs labels [batch], [batch, 1] or one-hot [batch, classes]. Received: y of shape {labels.shape}.")
+    weights = np.ones(len(labels), np.float32)
+    for label, weight in class_weight.items():
+        weights[labels == label] = weight
+    return weights

@@ -1,0 +1,141 @@
+"""Lazily read values: what a step leaves on the device for logs, and the mapping that callbacks see.
+
+A step returns its values as one vector, which is not donated and stays readable for as long as somebody holds it. Reading any of them reads all, in one
+transfer; reading none costs nothing.
+"""
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+import jax
+import numpy as np
+
+__all__ = ["Logs", "StepValues", "Values"]
+
+# The places of the step's own values in its vector; the running metrics follow.
+STEP_LOSS, GRADIENTS_NORM, STEPS_SINCE_BAD = 0, 1, 2
+NUM_STEP_VALUES = 3
+
+
+class Values:
+    """Metrics on the device until somebody reads them.
+
+    Args:
+        places: The metrics' places in the vector, in the order in which they are shown.
+        vector: float32 `[places]`.
+
+    >>> Values({"loss": 1}, jax.numpy.array([0.5, 0.25])).metrics()
+    {'loss': 0.25}
+    """
+
+    __slots__ = ("_host", "places", "vector")
+
+    def __init__(self, places: Mapping[str, int], vector: jax.Array) -> None:
+        self.places = places
+        self.vector = vector
+        self._host: list[float] | None = None
+
+    def _read(self) -> list[float]:
+        if self._host is None:
+            self._host = [float(value) for value in np.asarray(self.vector)]
+        return self._host
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the step has finished, so that reading does not wait."""
+        return self._host is not None or self.vector.is_ready()
+
+    def wait(self) -> None:
+        """Waits until the step has finished; reads nothing."""
+        self.vector.block_until_ready()
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the metrics; the first call reads them."""
+        read = self._read()
+        return {key: read[place] for key, place in self.places.items()}
+
+
+class StepValues(Values):
+    """The values of one training step: the running metrics of its epoch, and its own loss and gradient.
+
+    >>> StepValues({"loss": 3}, jax.numpy.array([0.5, 1.0, -1.0, 0.25])).loss
+    0.5
+    """
+
+    __slots__ = ()
+
+    @property
+    def loss(self) -> float:
+        """The loss of this step alone."""
+        return self._read()[STEP_LOSS]
+
+    @property
+    def gradients_norm(self) -> float:
+        """The global L2 norm of this step's gradient."""
+        return self._read()[GRADIENTS_NORM]
+
+    @property
+    def steps_since_bad(self) -> int | None:
+        """How many steps ago the loss or the gradient first was not finite, 0 for this step; `None` if it never was in this epoch."""
+        since = self._read()[STEPS_SINCE_BAD]
+        return None if since < 0 else int(since)
+
+
+class Logs(MutableMapping[str, Any]):
+    """What callbacks get as `logs`: one mapping per event, shared by all of them, whose values come to the host when first read.
+
+    Args:
+        values: Values that are still on the device.
+        extra: Values already at hand.
+        directions: For keys that declare one, whether `"max"` or `"min"` is better.
+
+    Attributes:
+        source: The values that were given, for whoever needs more of them than metrics.
+
+    >>> logs = Logs(extra={"loss": 0.5})
+    >>> logs["f1"] = 0.9
+    >>> dict(logs)
+    {'loss': 0.5, 'f1': 0.9}
+    """
+
+    __slots__ = ("_extra", "_pending", "directions", "source")
+
+    def __init__(
+        self,
+        values: Values | None = None,
+        extra: Mapping[str, Any] | None = None,
+        directions: Mapping[str, str | None] | None = None,
+    ) -> None:
+        self.source = self._pending = values
+        self._extra: dict[str, Any] = dict.fromkeys(values.places) if values is not None else {}
+        self._extra.update(extra or {})
+        self.directions: Mapping[str, str | None] = directions or {}
+
+    def _read(self) -> dict[str, Any]:
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            for key, value in pending.metrics().items():
+                if self._extra.get(key) is None:
+                    self._extra[key] = value
+        return self._extra
+
+    def __getitem__(self, key: str) -> Any:
+        return self._read()[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._read()[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._read()[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._extra
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._extra)
+
+    def __len__(self) -> int:
+        return len(self._extra)
+
+    def __repr__(self) -> str:
+        return repr(self._read())

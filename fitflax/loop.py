@@ -1,0 +1,607 @@
+"""The loops: WHEN things happen. `TrainLoop` yields checkpoints, `EvalLoop` adds evaluation metrics to them.
+
+`TrainLoop._epochs` is the whole order of a run, top to bottom; what it calls happens in one place each. The loop never waits for the newest step: it
+keeps a bounded number in flight, and values come to the host when somebody reads them.
+"""
+
+import collections
+import dataclasses
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import jax
+
+from fitflax.callbacks.base import Callback, CallbackList
+from fitflax.checkpoints.checkpoint import Checkpoint, Point, Summary, Timer
+from fitflax.data import FedBatch, Feed, Position
+from fitflax.errors import ConfigError, DataError, FitflaxWarning
+from fitflax.logs import Logs, StepValues, Values
+from fitflax.program import LiveState, Program
+from fitflax.signals import Interruption
+from fitflax.state import TrainState
+from fitflax.step import EvalSums, TrainSums
+from fitflax.triggers import Moment, Schedule, Trigger
+
+__all__ = ["EvalLoop", "Progress", "RunPlan", "TrainLoop", "Validation", "serial"]
+
+
+class Interrupted(Exception):
+    """Leaves an evaluation because a signal asked to stop; never reaches users."""
+
+
+class InFlight:
+    """Bounds how many dispatched steps may be unfinished: memory, and on CPU a deadlock of collectives, depend on it.
+
+    Args:
+        limit: How many.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._pending: collections.deque[Any] = collections.deque()
+
+    def add(self, value: Any) -> None:
+        """Notes a result of a step just dispatched, and waits for the one that is `limit` steps older."""
+        self._pending.append(value)
+        if len(self._pending) > self._limit:
+            jax.block_until_ready(self._pending.popleft())
+
+
+class EvalLoop:
+    """Evaluates a state over data. Called with a checkpoint it returns a `Summary`; several can follow one another.
+
+    Made by `Trainer.eval_loop`.
+
+    Args:
+        program: The compiled steps.
+        make_feed: Makes the batches, anew for each evaluation.
+        steps: Batches of an evaluation; `None` for all.
+        name: The group of its metrics.
+        callbacks: Whose `on_test_*` hooks are called.
+        interruption: A signal noted here ends an evaluation at its next batch.
+
+    >>> import fitflax, numpy as np
+    >>> from flax import linen as nn
+    >>> trainer = fitflax.Trainer(nn.Dense(1))
+    >>> trainer.compile("sgd", "mse")
+    >>> data = (np.ones((8, 2)), np.ones((8, 1)))
+    >>> evaluate = trainer.eval_loop(data, name="valid")
+    >>> [sorted(evaluate(c).metrics) for c in trainer.train_loop(data, steps=1)]
+    [['train', 'valid']]
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        make_feed: Callable[[], Feed],
+        *,
+        steps: int | None = None,
+        name: str = "eval",
+        callbacks: CallbackList | None = None,
+        interruption: Interruption | None = None,
+    ) -> None:
+        self._program = program
+        self._make_feed = make_feed
+        self._steps = steps
+        self.name = name
+        self._callbacks = callbacks or CallbackList()
+        self._interruption = interruption
+
+    def __call__(self, checkpoint: Checkpoint) -> Summary:
+        """Returns `checkpoint` with the metrics of its state; the state is borrowed, not copied."""
+        values = self.evaluate(checkpoint.borrow())
+        return checkpoint.with_metrics(self.name, values, self.directions)
+
+    @property
+    def directions(self) -> dict[str, str | None]:
+        """By key, which direction is better; known after the first evaluation."""
+        return self._program.structure(train=False).directions
+
+    def evaluate(self, state: TrainState) -> dict[str, float]:
+        """Returns the metrics of `state`, read in one transfer at the end.
+
+        Raises:
+            DataError: The data has no batch.
+        """
+        feed = self._make_feed()
+        hooks = self._callbacks
+        in_flight = InFlight(self._program.strategy.max_in_flight)
+        hooks.call("on_test_begin", {})
+        sums: EvalSums | None = None
+        values: Values | None = None
+        batch = 0
+        while self._steps is None or batch < self._steps:
+            if self._interruption is not None and self._interruption.requested:
+                raise Interrupted
+            fed = feed.next()
+            if fed is None:
+                break
+            if sums is None:
+                self._program.prepare(state, fed.batch, train=False)
+                sums = self._program.empty_eval_sums()
+            hooks.call("on_test_batch_begin", batch, {})
+            sums, values = self._program.evaluate(state, sums, fed)
+            in_flight.add(values.vector)
+            if hooks.wants("on_test_batch_end"):
+                hooks.call("on_test_batch_end", batch, Logs(values, directions=self.directions))
+            batch += 1
+        if values is None:
+            raise DataError(f"The data of {self.name!r} yields no batch.")
+        if self._steps is not None and batch < self._steps:
+            warnings.warn(f"The data of {self.name!r} ended after {batch} of {self._steps} batches.", FitflaxWarning, stacklevel=2)
+        logs = Logs(values, directions=self.directions)
+        hooks.call("on_test_end", logs)
+        return dict(logs)
+
+
+@dataclasses.dataclass
+class Progress:
+    """Where a run is, counted on the host; what of it a resume needs is saved as JSON.
+
+    Attributes:
+        step: Finished updates.
+        epoch: Index of the present or next epoch.
+        step_in_epoch: Finished updates of the present epoch.
+        epoch_is_open: Whether the epoch has begun and not ended.
+        epoch_is_over: Whether the open epoch has had all its batches.
+        position: The position of the data after the last finished step.
+        first_step: The step at which this run began, which its total is counted from.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    step_in_epoch: int = 0
+    epoch_is_open: bool = False
+    epoch_is_over: bool = False
+    position: Position = dataclasses.field(default_factory=Position)
+    first_step: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns all of it as a dict that JSON can hold."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> "Progress":
+        """Returns what `as_json` was called on."""
+        return cls(**{**saved, "position": Position(**saved["position"])})
+
+
+@dataclasses.dataclass(frozen=True)
+class RunPlan:
+    """What a run is to do.
+
+    Attributes:
+        end_step: The step after which it ends; `None` for no bound.
+        end_epoch: The epoch index before which it ends; `None` for no bound.
+        steps_per_epoch: Batches of an epoch; `None` for a pass over the data.
+        every: When a checkpoint is yielded, besides the last step.
+        at_epoch_ends: Whether a checkpoint is yielded at the end of each epoch.
+        info: What is saved with every checkpoint, as JSON.
+        process_start: The step at which this process began.
+        repeats_last: Whether a step that was yielded already is yielded once more when it turns out to be the last, for those who save only then.
+    """
+
+    end_step: int | None
+    end_epoch: int | None = None
+    steps_per_epoch: int | None = None
+    every: Trigger | None = None
+    at_epoch_ends: bool = False
+    info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    process_start: int = 0
+    repeats_last: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Validation:
+    """What is evaluated during training, and when.
+
+    Attributes:
+        loops: One for each set.
+        frequency: Every so many epochs, at the end of these epochs (counted from 1), or when a trigger fires.
+    """
+
+    loops: Sequence[EvalLoop] = ()
+    frequency: int | frozenset[int] | Trigger = 1
+
+    def at_epoch(self, epoch: int) -> bool:
+        """Returns whether the end of the epoch with this index validates."""
+        if isinstance(self.frequency, Trigger) or not self.loops:
+            return False
+        return epoch + 1 in self.frequency if isinstance(self.frequency, frozenset) else (epoch + 1) % self.frequency == 0
+
+    @property
+    def trigger(self) -> Trigger | None:
+        """The trigger, where the frequency is one."""
+        return self.frequency if isinstance(self.frequency, Trigger) and self.loops else None
+
+
+class TrainLoop:
+    """Trains, and yields a `Checkpoint` whenever one is due and after the last step. Made by `Trainer.train_loop`.
+
+    A context manager: leaving it ends the run. Its total of steps is never changed by the ways of stepping.
+
+    Args:
+        program: The compiled steps.
+        live: The state that is trained.
+        feed: The batches.
+        plan: What to do.
+        progress: Where the run is; changed as it goes.
+        callbacks: Whose hooks are called.
+        validation: What is evaluated during training.
+        sums: Sums of the epoch in whose middle the run begins.
+        values: The last step's values, where the run begins after a step of another process.
+        should_stop: Returns whether somebody asked to stop.
+        exhausted: Called when the data ended before the plan did.
+        interruption: A signal noted here ends the run after the present step.
+        clock: Returns seconds.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        live: LiveState,
+        feed: Feed,
+        plan: RunPlan,
+        *,
+        progress: Progress | None = None,
+        callbacks: CallbackList | None = None,
+        validation: Validation | None = None,
+        sums: TrainSums | None = None,
+        values: StepValues | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+        exhausted: Callable[[], None] = lambda: None,
+        interruption: Interruption | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._program = program
+        self._live = live
+        self._feed = feed
+        self.plan = plan
+        self.progress = progress or Progress(step=live.step, first_step=live.step)
+        self.callbacks = callbacks or CallbackList()
+        self._validation = validation or Validation()
+        self._sums = sums
+        self._should_stop = should_stop
+        self._exhausted = exhausted
+        self._interruption = interruption
+        self._clock = clock
+        self._schedule = Schedule(plan.every, clock())
+        self._validation_schedule = Schedule(self._validation.trigger, clock())
+        self._in_flight = InFlight(program.strategy.max_in_flight)
+        self._upcoming: FedBatch | None = None
+        self._values = values
+        self._timer = Timer(clock)
+        self._begin_step = self._last_yielded = self.progress.step
+        # The checkpoint that the end of an epoch, or a validation, has made before it is yielded.
+        self._made: Checkpoint | None = None
+        self._is_last = self._is_rescue = self._is_closed = False
+        self._callbacks_before_epoch_end: dict[str, Any] | None = None
+        # For whoever consumes the checkpoints: which callbacks are due, and the logs of the last epoch.
+        self.due: set[int] = set()
+        self.epoch_logs = Logs()
+        self._moments = self._guarded()
+
+    # -- ways of stepping --
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Checkpoint:
+        self._timer = Timer(self._clock)
+        for is_due in self._moments:
+            if is_due:
+                return self._yielded()
+        raise StopIteration
+
+    def next_checkpoint(self) -> Checkpoint | None:
+        """Returns the next checkpoint, or `None` when the run has ended."""
+        return next(self, None)
+
+    def next_step(self) -> Checkpoint | None:
+        """Makes one step and returns its checkpoint, due or not; `None` when the run has ended."""
+        return self.run(1)
+
+    def run(self, steps: int) -> Checkpoint | None:
+        """Makes so many steps, fewer if the run ends before, and returns the checkpoint of the last one; `None` if there was no step left.
+
+        Raises:
+            ConfigError: `steps` is not positive.
+        """
+        if steps < 1:
+            raise ConfigError(f"run(steps) must make at least one step. Received: {steps!r}.")
+        self._timer = Timer(self._clock)
+        begin = self.progress.step
+        for _ in self._moments:
+            if self.progress.step - begin >= steps:
+                break
+        return self._yielded() if self.progress.step > begin else None
+
+    def _yielded(self) -> Checkpoint:
+        checkpoint, self._made = self._made or self._make_checkpoint(), None
+        repeat = self.progress.step == self._last_yielded
+        checkpoint.point = dataclasses.replace(checkpoint.point, is_last=self._is_last, is_rescue=self._is_rescue, is_repeat=repeat)
+        self._last_yielded = self.progress.step
+        return checkpoint
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the run where it is, without a last checkpoint."""
+        self._moments.close()
+        if self._upcoming is not None:
+            self._feed.push_back(self._upcoming)
+            self._upcoming = None
+
+    @property
+    def step(self) -> int:
+        """Finished updates."""
+        return self.progress.step
+
+    @property
+    def seconds(self) -> float:
+        """The loop's clock."""
+        return self._clock()
+
+    @property
+    def has_nothing_to_do(self) -> bool:
+        """Whether the run had ended, when it was saved, where it is to end now."""
+        return self._is_finished()
+
+    def skip_closing(self) -> None:
+        """Leaves out the closing of the epoch in whose middle the run begins, because an earlier process did it."""
+        self._is_closed = True
+
+    # -- the order of a run --
+
+    def _guarded(self) -> Generator[bool, None, None]:
+        """Runs `_epochs`; an exception on the way leaves a checkpoint of the last finished step behind it."""
+        try:
+            yield from self._epochs()
+        except Exception as error:
+            if self._live.is_intact:
+                yield from self._last_checkpoint(rescue=True)
+            if not isinstance(error, Interrupted):
+                raise
+
+    def _epochs(self) -> Iterator[bool]:
+        """Yields after every step whether a checkpoint is due there."""
+        progress = self.progress
+        while True:
+            if not progress.epoch_is_open:
+                if self._is_interrupted():
+                    yield from self._last_checkpoint(rescue=True)
+                    return
+                if self._is_finished():
+                    yield from self._last_checkpoint()
+                    return
+                if not self._fetch():
+                    self._exhausted()
+                    return  # An epoch that gets no batch does not begin.
+                self._open_epoch()
+            while not progress.epoch_is_over:
+                if self._is_interrupted():
+                    yield from self._last_checkpoint(rescue=True)
+                    return
+                if self._is_finished() or not self._fetch():
+                    # The run ends in order, but inside an epoch: first what a resume goes on from, then the epoch's end over the part seen, for show.
+                    if not self._is_finished():
+                        self._exhausted()
+                    yield from self._last_checkpoint()
+                    self._close_partial_epoch()
+                    return
+                self._train_one()
+                self._look_ahead()
+                if not (progress.epoch_is_over or self._is_finished() or self._is_interrupted()) and self._fetch():
+                    yield self._is_due()
+            self._close_epoch()
+            yield self._is_due() or self._is_last or self._is_rescue or self.plan.at_epoch_ends
+
+    def _is_finished(self) -> bool:
+        plan, progress = self.plan, self.progress
+        if plan.end_step is not None and progress.step >= plan.end_step:
+            return True
+        if plan.end_epoch is not None and progress.epoch >= plan.end_epoch:
+            return True
+        return self._should_stop()
+
+    def _is_interrupted(self) -> bool:
+        return self._interruption is not None and self._interruption.requested is not None
+
+    def _last_checkpoint(self, *, rescue: bool = False) -> Iterator[bool]:
+        """Yields the last step's checkpoint, unless it was yielded as the last already or no step was made."""
+        was_yielded = self.progress.step == self._last_yielded
+        if self.progress.step == self._begin_step or (was_yielded and (self._is_last or not self.plan.repeats_last)):
+            return
+        self._is_last, self._is_rescue = True, rescue
+        yield True
+
+    def _fetch(self) -> bool:
+        """Takes the next batch of the data, over the end of a pass if need be; returns whether there is one."""
+        if self._upcoming is None:
+            self._upcoming = self._feed.next()
+            if self._upcoming is None and self._may_pass_again():
+                self.progress.position = Position(self.progress.position.passes + (self.progress.position.examples > 0))
+                self._upcoming = self._feed.next()
+        return self._upcoming is not None
+
+    def _may_pass_again(self) -> bool:
+        # Within an open epoch that is one pass, the end of the pass is the end of the epoch, not a reason to begin another pass.
+        return self._feed.source.can_restart and (self.plan.steps_per_epoch is not None or not self.progress.epoch_is_open)
+
+    def _open_epoch(self) -> None:
+        self.progress.epoch_is_open, self.progress.epoch_is_over, self.progress.step_in_epoch = True, False, 0
+        self._sums = None
+        self.callbacks.call("on_epoch_begin", self.progress.epoch, {})
+
+    def _train_one(self) -> None:
+        """Dispatches one step and calls its hooks."""
+        fed, self._upcoming = self._upcoming, None
+        assert fed is not None
+        progress, hooks = self.progress, self.callbacks
+        hooks.call("on_train_batch_begin", progress.step_in_epoch, {})
+        sums = self._program.empty_train_sums() if self._sums is None else self._sums
+        compiles = not self._program.has_trained
+        begin = self._clock() if compiles else 0.0
+        state, self._sums, self._values = self._program.train(self._live.take(), sums, fed)
+        if compiles:
+            self._timer.excluded += self._clock() - begin
+        self._live.advance(state)
+        progress.step += 1
+        progress.step_in_epoch += 1
+        progress.position = fed.position
+        self._in_flight.add(self._values.vector)
+        if hooks.wants("on_train_batch_end"):
+            hooks.call("on_train_batch_end", progress.step_in_epoch - 1, Logs(self._values, directions=self._program.directions))
+
+    def _look_ahead(self) -> None:
+        """Finds out whether the epoch is over; where only another batch can tell, takes it while the device works."""
+        progress, plan = self.progress, self.plan
+        if plan.steps_per_epoch is not None:
+            progress.epoch_is_over = progress.step_in_epoch >= plan.steps_per_epoch
+            return
+        ended = self._feed.pass_has_ended
+        # An iterator that serves once is not asked for a batch that nobody will use.
+        if ended is None and (self._feed.source.can_restart or not self._is_finished()):
+            self._upcoming = self._feed.next()
+            ended = self._upcoming is None
+        if ended:
+            progress.epoch_is_over = True
+            progress.position = Position(progress.position.passes + 1)
+
+    def _close_epoch(self) -> None:
+        """An epoch's end in order: validation, then `on_epoch_end` of all; the checkpoint that follows holds what they made of it."""
+        progress = self.progress
+        # What is saved if this is broken off: the callbacks as they were, so that a resume closes the epoch once more.
+        self._callbacks_before_epoch_end = self.callbacks.state_dict(self._clock())
+        checkpoint = self._make_checkpoint(epoch_ends=True)
+        if self._validation.at_epoch(progress.epoch) or self._validation_schedule.due(self._moment(epoch_ends=True)):
+            checkpoint = self._validate(checkpoint)
+        self.epoch_logs = checkpoint.logs
+        self.callbacks.call("on_epoch_end", progress.epoch, checkpoint.logs)
+        self._callbacks_before_epoch_end = None
+        progress.epoch += 1
+        progress.epoch_is_open = progress.epoch_is_over = False
+        self._made = checkpoint
+        self._is_rescue = self._is_interrupted()
+        self._is_last = self._is_rescue or self._is_finished() or not self._fetch()
+
+    def _close_partial_epoch(self) -> None:
+        """An epoch's end over the part that was seen, when the run ends inside it; nothing of it is in the checkpoint, only its row beside it."""
+        if self._values is None or self._is_closed:
+            return
+        self._callbacks_before_epoch_end = self.callbacks.state_dict(self._clock())
+        checkpoint = self._make_checkpoint(epoch_ends=True)
+        if self._validation.at_epoch(self.progress.epoch):
+            checkpoint = self._validate(checkpoint)
+        self.epoch_logs = checkpoint.logs
+        self.callbacks.call("on_epoch_end", self.progress.epoch, checkpoint.logs)
+        self.callbacks.on_closing(checkpoint, self.progress.epoch, checkpoint.logs)
+
+    def _validate(self, checkpoint: Checkpoint) -> Checkpoint:
+        for evaluate in self._validation.loops:
+            checkpoint = evaluate(checkpoint)
+        return checkpoint
+
+    def _is_due(self) -> bool:
+        """Returns whether anybody wants a checkpoint of this step; validates if that is due in the middle of an epoch."""
+        moment = self._moment(epoch_ends=not self.progress.epoch_is_open)
+        self.due = self.callbacks.due(moment)
+        is_due = self._schedule.due(moment) or bool(self.due)
+        if self.progress.epoch_is_open and self._validation_schedule.due(moment):
+            self._made = self._validate(self._make_checkpoint())
+            is_due = True
+        return is_due
+
+    def _moment(self, *, epoch_ends: bool) -> Moment:
+        progress = self.progress
+        return Moment(
+            step=progress.step,
+            start_step=self.plan.process_start,
+            epochs_done=progress.epoch + progress.epoch_is_over,
+            epoch_ends=epoch_ends,
+            seconds=self._clock(),
+        )
+
+    # -- checkpoints --
+
+    def _make_checkpoint(self, *, epoch_ends: bool = False) -> Checkpoint:
+        progress = self.progress
+        point = Point(
+            step=progress.step,
+            epoch=progress.epoch,
+            step_in_epoch=progress.step_in_epoch,
+            position=progress.position,
+            n_completed_steps=progress.step - self._last_yielded,
+            epoch_ends=epoch_ends,
+            is_last=False,
+            is_rescue=False,
+            is_repeat=False,
+            seconds=self._clock(),
+            process_start=self.plan.process_start,
+        )
+        return Checkpoint(
+            point=point,
+            live=self._live,
+            logs=Logs(self._values, directions=self._program.directions),
+            step_values=self._values,
+            timer=self._timer,
+            run_state=self._run_state,
+            info=self._info,
+        )
+
+    def _run_state(self) -> dict[str, Any]:
+        """Returns what a resume needs besides the train state; made when it is saved."""
+        callbacks = self._callbacks_before_epoch_end or self.callbacks.state_dict(self._clock())
+        if not self.progress.epoch_is_open or self._values is None:
+            return callbacks
+        return {**callbacks, "sums": self._sums, "values": self._values.vector}
+
+    def _info(self) -> dict[str, Any]:
+        history = self._run_state()["callbacks"].get("History", {}).get("rows", [])
+        return {**self.plan.info, "progress": self.progress.as_json(), "history": history}
+
+
+class Serial:
+    """Functions `checkpoint -> checkpoint` as one; made by `serial`."""
+
+    def __init__(self, steps: Sequence[Callable[[Any], Any]]) -> None:
+        self._steps = tuple(steps)
+
+    def __call__(self, checkpoint: Any) -> Any:
+        """Hands `checkpoint` from one function to the next and returns what the last one returns."""
+        for step in self._steps:
+            checkpoint = step(checkpoint)
+        return checkpoint
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Waits for saves and closes writers."""
+        for step in self._steps:
+            if isinstance(step, Callback | Serial):
+                step.close()
+
+
+def serial(*steps: Callable[[Any], Any]) -> Serial:
+    """Returns functions `checkpoint -> checkpoint` as one: evaluation loops, callbacks, others; a context manager that closes writers.
+
+    Raises:
+        ConfigError: One of them cannot be called.
+
+    >>> serial(lambda c: c + 1, lambda c: c * 2)(3)
+    8
+    """
+    for step in steps:
+        if not callable(step):
+            raise ConfigError(f"serial() takes functions checkpoint -> checkpoint. Received: {step!r}.")
+    return Serial(steps)

@@ -1,0 +1,158 @@
+"""A linen module as two pure functions, `init` and `apply`, with its mode keyword found and passed.
+
+The module stays the user's: it is never subclassed, patched or bound, at most cloned with a mode field set.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax.core import scope as flax_scope
+
+from fitflax.errors import ConfigError, ModelError
+from fitflax.state import PyTree
+
+__all__ = ["LinenModel", "adapt_module", "describe_shapes"]
+
+# The value of each mode keyword when training; its negation otherwise.
+MODE_KEYWORDS = {"train": True, "training": True, "deterministic": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class LinenModel:
+    """A module with the keywords of its two modes.
+
+    Attributes:
+        train_module: The module to train; differs from the user's only in a mode field.
+        eval_module: The module to evaluate.
+        train_kwargs: Keywords of `__call__` when training.
+        eval_kwargs: Keywords of `__call__` otherwise.
+        keyword_inputs: Whether inputs are a dict of keyword arguments.
+    """
+
+    train_module: nn.Module
+    eval_module: nn.Module
+    train_kwargs: Mapping[str, Any]
+    eval_kwargs: Mapping[str, Any]
+    keyword_inputs: bool = False
+
+    def _arguments(self, x: PyTree, train: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        mode = dict(self.train_kwargs if train else self.eval_kwargs)
+        if self.keyword_inputs:
+            return (), {**x, **mode}
+        return (x if isinstance(x, tuple) else (x,)), mode
+
+    def init(self, rngs: dict[str, jax.Array], x: PyTree) -> dict[str, PyTree]:
+        """Returns the module's variables, as in training, without metadata boxes.
+
+        Raises:
+            ModelError: The module fails on `x`.
+        """
+        args, kwargs = self._arguments(x, train=True)
+        try:
+            variables = self.train_module.init(rngs, *args, mutable=True, **kwargs)
+        except Exception as error:
+            raise self._explained(error, x, "initialized") from error
+        return dict(nn.unbox(variables))
+
+    def apply(self, variables: dict[str, PyTree], x: PyTree, *, train: bool, rngs: dict[str, jax.Array], mutable: Any) -> tuple[PyTree, dict[str, PyTree]]:
+        """Returns the module's outputs and the collections that it changed.
+
+        Raises:
+            ModelError: The module fails on `x`.
+        """
+        args, kwargs = self._arguments(x, train)
+        module = self.train_module if train else self.eval_module
+        try:
+            outputs, changed = module.apply(variables, *args, rngs=rngs, mutable=mutable, **kwargs)
+        except Exception as error:
+            raise self._explained(error, x, "run for training" if train else "run for evaluation") from error
+        return outputs, dict(nn.unbox(changed))
+
+    def _explained(self, error: Exception, x: PyTree, what: str) -> Exception:
+        if isinstance(error, ModelError):
+            return error
+        name = type(self.train_module).__name__
+        hint = ""
+        text = str(error)
+        if type(error).__name__ == "InvalidRngError":
+            hint = " Name every random stream that the module uses: Trainer(rngs=('dropout', ...)), or Trainer(rngs={'train': ..., 'eval': ...})."
+        elif type(error).__name__ == "ModifyScopeVariableError":
+            hint = " A collection that the module changes must be mutable: see Trainer(mutable=...)."
+        elif isinstance(error, TypeError) and "argument" in text:
+            hint = " Several inputs are a tuple ((x1, x2), y), or keys of dicts with Trainer(inputs=...); constant arguments go into train_kwargs/eval_kwargs."
+        shapes = describe_shapes(x)
+        return ModelError(f"{name} cannot be {what} on inputs {shapes} (a replica's share of the batch): {type(error).__name__}: {text}{hint}")
+
+
+def describe_shapes(tree: PyTree) -> str:
+    """Returns the shapes and dtypes of a tree of arrays, in one line.
+
+    >>> import numpy as np
+    >>> describe_shapes({"image": np.zeros((8, 28), np.float32)})
+    "{'image': float32[8,28]}"
+    """
+
+    class Text(str):
+        __slots__ = ()
+        __repr__ = str.__str__
+
+    def describe(leaf: Any) -> str:
+        if not hasattr(leaf, "shape"):
+            return Text(type(leaf).__name__)
+        return Text(f"{leaf.dtype}[{','.join(str(size) for size in leaf.shape)}]")
+
+    return repr(jax.tree.map(describe, tree))
+
+
+def adapt_module(
+    model: nn.Module,
+    *,
+    train_kwargs: Mapping[str, Any] | None = None,
+    eval_kwargs: Mapping[str, Any] | None = None,
+    keyword_inputs: bool = False,
+) -> LinenModel:
+    """Returns `model` with its mode keywords.
+
+    A parameter of `__call__` named `train`, `training` or `deterministic` is passed (`**kwargs` alone does not count); where there is none, a field of
+    the module with such a name is set on a clone.
+
+    Args:
+        model: The user's module.
+        train_kwargs: Keywords of `__call__` in training; they override what is found.
+        eval_kwargs: Keywords of `__call__` in evaluation and prediction.
+        keyword_inputs: Whether inputs are a dict of keyword arguments.
+
+    Raises:
+        ConfigError: `model` is no instance of a linen module.
+
+    >>> class Net(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x, *, deterministic):
+    ...         return nn.Dropout(0.5, deterministic=deterministic)(x)
+    >>> adapt_module(Net()).eval_kwargs
+    {'deterministic': True}
+    """
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise ConfigError(f"Trainer takes an instance of a module. Received: the class {model.__name__}; call it: Trainer({model.__name__}(...)).")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"Trainer takes a flax.linen module. Received: a {type(model).__module__}.{type(model).__qualname__}.")
+    parameters = inspect.signature(type(model).__call__).parameters
+    named = [key for key in MODE_KEYWORDS if key in parameters]
+    train_mode = {key: MODE_KEYWORDS[key] for key in named}
+    eval_mode = {key: not MODE_KEYWORDS[key] for key in named}
+    train_module = eval_module = model
+    if not named:
+        fields = {field.name for field in dataclasses.fields(model)} & set(MODE_KEYWORDS)
+        if fields:
+            train_module = model.clone(**{key: MODE_KEYWORDS[key] for key in fields})
+            eval_module = model.clone(**{key: not MODE_KEYWORDS[key] for key in fields})
+    return LinenModel(train_module, eval_module, {**train_mode, **(train_kwargs or {})}, {**eval_mode, **(eval_kwargs or {})}, keyword_inputs)
+
+
+def mutable_filter(mutable: Any, transient: tuple[str, ...]) -> Any:
+    """Returns linen's filter for the collections that may change in a step: `mutable` and `transient`, never the parameters."""
+    return flax_scope.subtract_filters(flax_scope.union_filters(mutable, list(transient)), "params")

@@ -1,0 +1,334 @@
+"""What `compile(loss, metrics)` means for a module's outputs: which function sees which output, and under which log key.
+
+Names are resolved when `compile` is called, so that a misspelling is an error there. Which output goes where can only be known once there are outputs;
+that is decided from their structure alone, so it is the same at every trace.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fitflax import losses, metrics
+from fitflax.errors import ConfigError, DataError, FitflaxError, LossError, MetricError, did_you_mean
+from fitflax.metrics import Metric
+from fitflax.model import describe_shapes
+from fitflax.state import PyTree
+
+__all__ = ["MetricEntry", "Objective"]
+
+LossFn = Callable[..., jax.Array]
+
+
+class MetricEntry(NamedTuple):
+    """One metric that is logged.
+
+    Attributes:
+        key: Its log key.
+        metric: Its empty state.
+        output: The output it sees, by name; `None` for all of them as they are.
+        weighted: Whether it uses sample weights.
+    """
+
+    key: str
+    metric: Metric
+    output: str | None
+    weighted: bool
+
+
+class Objective:
+    """Losses and metrics by output.
+
+    Args:
+        loss: A name, a function `(outputs, targets) -> values`, a list or dict of them by output (`None` skips one), or `None`.
+        metrics: Names, metrics or functions of per-example values: a list, a dict by log key, or lists and dicts by output.
+        weighted_metrics: The same, using sample weights.
+        loss_weights: A number, or numbers by output, that losses are multiplied with.
+
+    Raises:
+        LossError: An unknown loss, or something that is no loss.
+        MetricError: An unknown metric, or something that is no metric.
+        ConfigError: `loss_weights` that are no numbers.
+
+    >>> objective = Objective("mse", ["mae"])
+    >>> values, _ = objective.losses(jnp.ones((2, 3)), jnp.zeros((2, 3)))
+    >>> values["loss"].tolist(), [entry.key for entry in objective.entries(jnp.ones((2, 3)), ("loss",))]
+    ([1.0, 1.0], ['mae'])
+    """
+
+    def __init__(self, loss: Any = None, metrics: Any = None, weighted_metrics: Any = None, loss_weights: Any = None) -> None:
+        self._loss = _map_spec(_resolve_loss, loss)
+        self._specs = ((_map_spec(_resolve_metric, metrics), False), (_map_spec(_resolve_metric, weighted_metrics), True))
+        self._loss_weights = _map_spec(_check_loss_weight, loss_weights)
+
+    @property
+    def has_label_loss(self) -> bool:
+        """Whether a loss takes integer labels, whose range can be checked."""
+        leaves = jax.tree.leaves(self._loss, is_leaf=lambda leaf: isinstance(leaf, _NamedLoss))
+        return any(isinstance(leaf, _NamedLoss) and leaf.fn is losses.sparse_categorical_crossentropy for leaf in leaves)
+
+    @property
+    def has_metrics(self) -> bool:
+        """Whether there are metrics beside the loss."""
+        return any(spec for spec, _ in self._specs)
+
+    def losses(self, outputs: PyTree, targets: PyTree) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        """Returns the losses that add up to the whole, and what else is logged of them.
+
+        Args:
+            outputs: What the module returned.
+            targets: The batch's targets.
+
+        Returns:
+            `{part: values}`, multiplied with the loss weights, and `{"<output>_loss": values}`, where there are several outputs.
+
+        Raises:
+            LossError: A loss does not fit its output and targets.
+        """
+        if self._loss is None:
+            return {}, {}
+        names = output_names(outputs)
+        if names is None or callable(_fn(self._loss)):
+            # A function of the user's sees all outputs at once; so does any loss where there is only one output.
+            spec = self._single(self._loss, "loss")
+            weight = self._single(self._loss_weights, "loss_weights")
+            if spec is None:
+                raise LossError("The only output's loss is None.")
+            values = _call_loss(spec, outputs, targets)
+            return {"loss": values if weight is None else values * weight}, {}
+        fns = _by_output(self._loss, names, "loss", LossError)
+        weights = _by_output(self._loss_weights, names, "loss_weights", ConfigError)
+        parts: dict[str, jax.Array] = {}
+        for index, name in enumerate(names):
+            if fns[name] is not None:
+                values = _call_loss(fns[name], _select(outputs, name, index), _select_target(targets, name, index, names, LossError), name)
+                parts[name] = values
+        scaled = {name: values if weights[name] is None else values * weights[name] for name, values in parts.items()}
+        return scaled, {f"{name}_loss": values for name, values in parts.items()}
+
+    @staticmethod
+    def _single(spec: Any, name: str) -> Any:
+        if isinstance(spec, dict):
+            raise ConfigError(f"compile({name}={list(spec)}) names outputs, but the module has only one output, without a name.")
+        if isinstance(spec, list):
+            if len(spec) != 1:
+                raise ConfigError(f"compile({name}=...) has {len(spec)} entries, but the module has one output.")
+            return spec[0]
+        return spec
+
+    def check_labels(self, outputs: PyTree, targets: PyTree) -> None:
+        """Checks integer labels against the number of classes, for targets that are all at hand.
+
+        Args:
+            outputs: The shapes of the module's outputs.
+            targets: All targets, NumPy.
+
+        Raises:
+            DataError: A label is negative or not smaller than the number of classes.
+        """
+        names = output_names(outputs)
+        if names is None:
+            pairs = [(self._single(self._loss, "loss"), outputs, targets, "y")]
+        elif callable(_fn(self._loss)):
+            return
+        else:
+            fns = _by_output(self._loss, names, "loss", LossError)
+            pairs = [
+                (fns[name], _select(outputs, name, index), _select_target(targets, name, index, names, LossError), f"y[{name!r}]")
+                for index, name in enumerate(names)
+                if fns[name] is not None
+            ]
+        for spec, output, target, where in pairs:
+            if isinstance(spec, _NamedLoss) and spec.fn is losses.sparse_categorical_crossentropy and getattr(target, "size", 0) and output.shape:
+                classes, low, high = output.shape[-1], int(np.min(target)), int(np.max(target))
+                if low < 0 or high >= classes:
+                    raise DataError(f"{where} holds labels from {low} to {high}, but the module has {classes} outputs, for labels 0 to {classes - 1}.")
+
+    def entries(self, outputs: PyTree, taken: Sequence[str]) -> list[MetricEntry]:
+        """Returns the metrics for outputs of this structure, under keys that do not clash.
+
+        Args:
+            outputs: What the module returned, or its shapes.
+            taken: Log keys in use already.
+
+        Raises:
+            MetricError: Metrics by output that do not fit the outputs.
+        """
+        names = output_names(outputs)
+        used = set(taken)
+        result: list[MetricEntry] = []
+        for spec, weighted in self._specs:
+            for output, key, metric in _flatten(spec, names):
+                prefixed = key if output is None else f"{output}_{key}"
+                unique = _unique(prefixed, used, weighted)
+                used.add(unique)
+                result.append(MetricEntry(unique, metric, output, weighted))
+        return result
+
+    @staticmethod
+    def update(entry: MetricEntry, outputs: PyTree, targets: PyTree, weights: jax.Array) -> Metric:
+        """Returns `entry`'s metric over one batch.
+
+        Raises:
+            MetricError: The metric fails on these outputs and targets.
+        """
+        if entry.output is not None:
+            names = output_names(outputs)
+            assert names is not None
+            index = names.index(entry.output)
+            outputs, targets = _select(outputs, entry.output, index), _select_target(targets, entry.output, index, names, MetricError)
+        try:
+            return cast(Metric, entry.metric.empty().update(outputs, targets, weights))
+        except FitflaxError:
+            raise
+        except Exception as error:
+            raise MetricError(
+                f"The metric {entry.key!r} fails on outputs {describe_shapes(outputs)} and targets {describe_shapes(targets)}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+
+class _NamedLoss:
+    """A loss given by name: applied to each output by itself."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.fn = losses.get(name)
+
+    def __repr__(self) -> str:
+        return repr(self.name)
+
+
+def _fn(spec: Any) -> Any:
+    return spec if callable(spec) else None
+
+
+def _map_spec(resolve: Callable[[Any], Any], spec: Any) -> Any:
+    """Returns a spec of lists and dicts with every entry resolved; tuples become lists."""
+    if isinstance(spec, Mapping):
+        return {key: _map_spec(resolve, value) for key, value in spec.items()}
+    if isinstance(spec, list | tuple):
+        return [_map_spec(resolve, value) for value in spec]
+    return None if spec is None else resolve(spec)
+
+
+def _resolve_loss(spec: Any) -> Any:
+    if isinstance(spec, str):
+        return _NamedLoss(spec)
+    if not callable(spec) or isinstance(spec, type):
+        raise LossError(f"A loss is a name or a function (outputs, targets) -> one value per example. Received: {spec!r}.")
+    return spec
+
+
+def _resolve_metric(spec: Any) -> tuple[str, Metric]:
+    metric = metrics.resolve(spec)
+    return spec if isinstance(spec, str) else metrics.metric_name(metric), metric
+
+
+def _check_loss_weight(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"loss_weights must be numbers. Received: {value!r}.")
+    return float(value)
+
+
+def output_names(outputs: PyTree) -> tuple[str, ...] | None:
+    """Returns the names of several outputs, or `None` for a single one.
+
+    >>> output_names((1, 2)), output_names({"a": 1}), output_names(jnp.ones(2))
+    (('output_1', 'output_2'), ('a',), None)
+    """
+    if isinstance(outputs, Mapping):
+        return tuple(outputs)
+    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
+        return tuple(outputs._fields)
+    if isinstance(outputs, list | tuple):
+        return tuple(f"output_{index + 1}" for index in range(len(outputs)))
+    return None
+
+
+def _select(outputs: PyTree, name: str, index: int) -> PyTree:
+    return outputs[name] if isinstance(outputs, Mapping) else outputs[index]
+
+
+def _select_target(targets: PyTree, name: str, index: int, names: Sequence[str], error: type[FitflaxError]) -> PyTree:
+    if isinstance(targets, Mapping):
+        if name not in targets:
+            raise error(f"The output {name!r} has no targets: the targets are {list(targets)}.{did_you_mean(name, targets)}")
+        return targets[name]
+    if isinstance(targets, list | tuple) and len(targets) == len(names):
+        return targets[index]
+    raise error(f"The module has the outputs {list(names)}, so targets must be {len(names)} arrays or a dict. Received: {describe_shapes(targets)}.")
+
+
+def _by_output(spec: Any, names: Sequence[str], what: str, error: type[FitflaxError]) -> dict[str, Any]:
+    if isinstance(spec, dict):
+        unknown = [key for key in spec if key not in names]
+        if unknown:
+            raise error(f"compile({what}=...) names the outputs {unknown}, but the module's outputs are {list(names)}.{did_you_mean(unknown[0], names)}")
+        return {name: spec.get(name) for name in names}
+    if isinstance(spec, list):
+        if len(spec) != len(names):
+            raise error(f"compile({what}=...) has {len(spec)} entries, but the module has {len(names)} outputs: {list(names)}.")
+        return dict(zip(names, spec, strict=True))
+    return dict.fromkeys(names, spec)
+
+
+def _call_loss(spec: Any, outputs: PyTree, targets: PyTree, output: str | None = None) -> jax.Array:
+    where = "" if output is None else f" of output {output!r}"
+    has_targets = bool(jax.tree.leaves(targets))
+    if isinstance(spec, _NamedLoss) and not has_targets:
+        raise LossError(f"The loss {spec!r}{where} needs targets, but the batches hold none. Yield (x, y), pass y=, or name Trainer(targets=...).")
+    fn = spec.fn if isinstance(spec, _NamedLoss) else spec
+    try:
+        values = fn(outputs, targets) if has_targets else fn(outputs)
+    except FitflaxError:
+        raise
+    except Exception as error:
+        name = repr(spec) if isinstance(spec, _NamedLoss) else getattr(spec, "__name__", repr(spec))
+        raise LossError(
+            f"The loss {name}{where} fails on outputs {describe_shapes(outputs)} and targets {describe_shapes(targets)}: {type(error).__name__}: {error}"
+        ) from error
+    if not hasattr(values, "shape") and not isinstance(values, int | float):
+        raise LossError(f"A loss returns one array of values per example. The loss{where} returned a {type(values).__name__}: {describe_shapes(values)}.")
+    return jnp.asarray(values)
+
+
+def _flatten(spec: Any, names: Sequence[str] | None) -> list[tuple[str | None, str, Metric]]:
+    """Returns `(output, key, metric)` for every metric in a spec."""
+    if spec is None:
+        return []
+    if names is None:
+        return [(None, key, metric) for key, metric in _one_output(spec)]
+    if isinstance(spec, dict) and set(spec) & set(names):
+        by_output = _by_output(spec, names, "metrics", MetricError)
+        return [(name, key, metric) for name in names for key, metric in _one_output(by_output[name])]
+    if isinstance(spec, dict):
+        # Log keys instead of outputs: these see everything.
+        return [(None, key, metric) for key, metric in _one_output(spec)]
+    entries = spec if isinstance(spec, list) else [spec]
+    if len(entries) != len(names):
+        if any(isinstance(entry, list | dict) for entry in entries):
+            raise MetricError(f"compile(metrics=...) has {len(entries)} entries, but the module has {len(names)} outputs: {list(names)}.")
+        entries = [entries] * len(names)
+    return [(name, key, metric) for name, entry in zip(names, entries, strict=True) for key, metric in _one_output(entry)]
+
+
+def _one_output(spec: Any) -> list[tuple[str, Metric]]:
+    if spec is None:
+        return []
+    if isinstance(spec, dict):
+        return [(key, value[1]) for key, value in spec.items() if value is not None]
+    if isinstance(spec, list):
+        return functools.reduce(lambda found, entry: found + _one_output(entry), spec, [])
+    return [spec]
+
+
+def _unique(key: str, used: set[str], weighted: bool) -> str:
+    if weighted and key in used:
+        key = f"weighted_{key}"
+    if key not in used:
+        return key
+    return next(f"{key}_{number}" for number in range(1, len(used) + 2) if f"{key}_{number}" not in used)

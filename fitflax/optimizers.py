@@ -1,0 +1,184 @@
+"""Optimizers by name, and the learning rate inside an optax state: found, read and replaced without a new compilation.
+
+An optimizer by name is optax's, with the learning rate, and nothing else, injected by `optax.inject_hyperparams`. Reading and setting work on any optax state
+with exactly one injected `learning_rate`, wherever it is nested and wherever its arrays live. Gradient clipping, accumulation and the like are optax's own.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from fitflax.errors import OptimizerError, did_you_mean
+
+__all__ = ["get", "get_learning_rate", "names", "set_learning_rate"]
+
+# Keras's default learning rate, or None for what Keras does not have: optax has no defaults, and inventing some would be guessing.
+_OPTIMIZERS: dict[str, tuple[Callable[..., optax.GradientTransformation], float | None]] = {
+    "adabelief": (optax.adabelief, None),
+    "adadelta": (optax.adadelta, 0.001),
+    "adafactor": (optax.adafactor, 0.001),
+    "adagrad": (optax.adagrad, 0.001),
+    "adam": (optax.adam, 0.001),
+    "adamax": (optax.adamax, 0.001),
+    "adamaxw": (optax.adamaxw, None),
+    "adamw": (optax.adamw, 0.001),
+    "adan": (optax.adan, None),
+    "amsgrad": (optax.amsgrad, None),
+    "lamb": (optax.lamb, 0.001),
+    "lars": (optax.lars, None),
+    "lion": (optax.lion, 0.001),
+    "nadam": (optax.nadam, 0.001),
+    "nadamw": (optax.nadamw, None),
+    "novograd": (optax.novograd, None),
+    "radam": (optax.radam, None),
+    "rmsprop": (optax.rmsprop, 0.001),
+    "sgd": (optax.sgd, 0.01),
+    "sign_sgd": (optax.sign_sgd, None),
+    "signum": (optax.signum, None),
+    "yogi": (optax.yogi, None),
+}
+
+
+def get(name: str, learning_rate: Any = None) -> optax.GradientTransformation:
+    """Returns optax's optimizer of that name, with a learning rate that can be read and, unless it is a schedule, set.
+
+    All other hyperparameters have optax's defaults, which are not everywhere Keras's (`adamw` decays weights by 1e-4, in Keras by 4e-3). For others build it
+    yourself: `optax.inject_hyperparams(optax.sgd, static_args=("momentum", "nesterov"))(learning_rate=0.1, momentum=0.9)`.
+
+    Args:
+        name: One of `names()`.
+        learning_rate: A number of at least 0, or an optax schedule `step -> rate`; by default Keras's: 0.01 for `sgd`, 0.001 for the others that Keras has.
+
+    Raises:
+        OptimizerError: There is no such optimizer, the rate is no rate, or none is given and Keras has no default.
+
+    >>> state = get("sgd").init({"w": np.ones(3, np.float32)})
+    >>> get_learning_rate(state)
+    Array(0.01, dtype=float32)
+    """
+    if not isinstance(name, str):
+        raise OptimizerError(f"optimizers.get() takes a name. Received: {name!r}. An optax transformation needs no get().")
+    if name not in _OPTIMIZERS:
+        close = did_you_mean(name.lower(), _OPTIMIZERS)
+        raise OptimizerError(f"There is no optimizer {name!r}.{close} Known: {names()}. Or give an optax transformation.")
+    factory, default = _OPTIMIZERS[name]
+    if learning_rate is None and default is None:
+        raise OptimizerError(f"Keras has no {name!r}, so there is no default learning rate. Give learning_rate=.")
+    rate = default if learning_rate is None else learning_rate if callable(learning_rate) else _number(learning_rate)
+    static = tuple(parameter for parameter in inspect.signature(factory).parameters if parameter != "learning_rate")
+    return cast(optax.GradientTransformation, optax.inject_hyperparams(factory, static_args=static)(learning_rate=rate))
+
+
+def names() -> list[str]:
+    """Returns the names that `get` knows, sorted.
+
+    >>> "adam" in names()
+    True
+    """
+    return sorted(_OPTIMIZERS)
+
+
+def get_learning_rate(opt_state: Any) -> jax.Array | None:
+    """Returns the injected learning rate of an optax state, or `None` where there is none.
+
+    Under a schedule it is the rate of the last update. Nothing waits for the device: the array may still be on its way.
+
+    Args:
+        opt_state: Any optax state; chains, `optax.multi_transform`, `optax.MultiSteps` and the like are searched.
+
+    Returns:
+        A float array of shape `[]`, the state's own.
+
+    Raises:
+        OptimizerError: There are several.
+
+    >>> get_learning_rate(optax.chain(optax.clip(1.0), get("adam", 0.5)).init(np.ones(3, np.float32)))
+    Array(0.5, dtype=float32)
+    >>> get_learning_rate(optax.adam(0.5).init(np.ones(3, np.float32))) is None
+    True
+    """
+    found = _find_one(opt_state)
+    return None if found is None else cast(jax.Array, found[1].hyperparams["learning_rate"])
+
+
+def set_learning_rate(opt_state: Any, value: Any) -> Any:
+    """Returns an optax state with another learning rate in the place of the old one; `opt_state` is not changed.
+
+    The new array has the old one's dtype, weak type and sharding, so that what was compiled for the old state takes the new one.
+
+    Args:
+        opt_state: An optax state with one injected `learning_rate`.
+        value: The new rate, a number of at least 0.
+
+    Raises:
+        OptimizerError: The rate is no rate; the state has no injected rate, or several; or a schedule sets it, which would overrule the new value.
+
+    >>> state = set_learning_rate(get("sgd").init(np.ones(3, np.float32)), 0.5)
+    >>> get_learning_rate(state)
+    Array(0.5, dtype=float32)
+    """
+    number = _number(value)
+    found = _find_one(opt_state)
+    if found is None:
+        raise OptimizerError(
+            "The learning rate cannot be set: this optimizer holds it as a constant. Give the optimizer by name, or wrap it: "
+            "optax.inject_hyperparams(optax.adam)(learning_rate=0.001)."
+        )
+    path, node = found
+    if "learning_rate" in getattr(node, "hyperparams_states", ()):
+        raise OptimizerError(
+            f"The learning rate cannot be set: a schedule computes it before every update (opt_state{jax.tree_util.keystr(path)}), and a value put beside it "
+            "would be ignored. Give a number instead of the schedule, to optimizers.get or optax.inject_hyperparams."
+        )
+    target = (*path, jax.tree_util.GetAttrKey("hyperparams"), jax.tree_util.DictKey("learning_rate"))
+    return jax.tree_util.tree_map_with_path(lambda leaf_path, leaf: _like(leaf, number) if leaf_path == target else leaf, opt_state)
+
+
+_Path = tuple[Any, ...]
+
+
+def _find_one(opt_state: Any) -> tuple[_Path, Any] | None:
+    """Returns path and node of the one `inject_hyperparams` state that has a learning rate."""
+    found = list(_find_all(opt_state))
+    if len(found) > 1:
+        paths = [f"opt_state{jax.tree_util.keystr(path)}" for path, _ in found]
+        raise OptimizerError(f"This optimizer has several learning rates: {paths}. Read and set them in the optax state, by these paths.")
+    return found[0] if found else None
+
+
+def _find_all(tree: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
+    for place, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_injected):
+        if _is_injected(node):
+            if "learning_rate" in node.hyperparams:
+                yield (*path, *place), node
+            yield from _find_all(node.inner_state, (*path, *place, jax.tree_util.GetAttrKey("inner_state")))
+
+
+def _is_injected(node: Any) -> bool:
+    return isinstance(getattr(node, "hyperparams", None), dict)
+
+
+def _number(value: Any) -> float:
+    scalar = isinstance(value, (int, float))
+    if isinstance(value, (np.generic, np.ndarray, jax.Array)):
+        scalar = value.ndim == 0 and (jnp.issubdtype(value.dtype, np.floating) or jnp.issubdtype(value.dtype, np.integer))
+    # A Python float: optax injects neither NumPy scalars nor, as a rate, integers.
+    number = float(value) if scalar and not isinstance(value, bool) else math.nan
+    if not 0 <= number < math.inf:
+        raise OptimizerError(f"A learning rate is a finite number of at least 0. Received: {value!r}.")
+    return number
+
+
+def _like(old: Any, number: float) -> Any:
+    """Returns `number` as an array that no compiled function can tell from `old`."""
+    if not isinstance(old, jax.Array):
+        return np.asarray(number, np.result_type(old))
+    value = number if old.weak_type else np.asarray(number, old.dtype)
+    # Whether an array is committed to its devices is part of what a function is compiled for. No aliasing: the state's buffers are donated.
+    return jax.device_put(value, old.sharding if old.committed else None, may_alias=False)

@@ -1,0 +1,83 @@
+"""What every strategy offers to the layers above; the only place besides its subclasses that knows how steps are compiled.
+
+A step is written once, as a pure function of one replica's share of the batch. A strategy compiles it, places what goes in, and joins between replicas
+what must be the same on all of them.
+"""
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from fitflax.state import Batch, PyTree
+
+__all__ = ["Layout", "Strategy"]
+
+Layout = Literal["replicated", "split"]
+"""How an argument or a result lies on the devices: whole on each of them, or its leading axis split over them."""
+
+
+class Strategy(abc.ABC):
+    """Where and how steps run. Give one to `Trainer(parallel=...)`.
+
+    Attributes:
+        num_replicas: Into how many shares a batch is split.
+        max_in_flight: How many steps may be dispatched and not finished. It bounds memory, and on CPU it keeps XLA's collectives from a deadlock.
+
+    >>> from fitflax.parallel import DataParallel
+    >>> isinstance(DataParallel(), Strategy)
+    True
+    """
+
+    num_replicas: int
+    max_in_flight: int
+
+    @abc.abstractmethod
+    def compile(
+        self, fn: Callable[..., Any], *, inputs: Sequence[Layout], outputs: Layout | Sequence[Layout], donate: Sequence[int] = ()
+    ) -> Callable[..., Any]:
+        """Returns `fn`, a pure function of one replica's share, compiled for all replicas.
+
+        Args:
+            fn: Takes positional pytrees only.
+            inputs: The layout of each argument.
+            outputs: The layout of the result, or of each member of a tuple of results. A replicated result must be equal on all replicas.
+            donate: Positions of arguments whose buffers the results may reuse.
+        """
+
+    @abc.abstractmethod
+    def put(self, tree: PyTree) -> PyTree:
+        """Returns `tree` replicated on the devices, in buffers of its own: donating them never touches the caller's arrays."""
+
+    @abc.abstractmethod
+    def feed(self, batch: Batch) -> Batch:
+        """Returns a host batch in the form in which compiled functions take it, in the cheapest way for these devices."""
+
+    @abc.abstractmethod
+    def abstract_feed(self, batch: Batch) -> Batch:
+        """Returns the shapes and dtypes of `feed(batch)`, moving no data."""
+
+    @abc.abstractmethod
+    def join(self, outputs: PyTree) -> PyTree:
+        """Returns split outputs as NumPy arrays `[batch, ...]`, rows in the order of the batch."""
+
+    @abc.abstractmethod
+    def copy(self, tree: PyTree) -> PyTree:
+        """Returns a copy of a tree of device arrays, on the same devices, that later donations cannot touch."""
+
+    # What a step calls from inside, while it is traced.
+
+    @abc.abstractmethod
+    def replica_index(self) -> Any:
+        """Returns this replica's number, int32."""
+
+    @abc.abstractmethod
+    def sum(self, tree: PyTree) -> PyTree:
+        """Returns the sum of `tree` over the replicas."""
+
+    @abc.abstractmethod
+    def gather(self, tree: PyTree) -> list[PyTree]:
+        """Returns every replica's `tree`, in the order of the replicas."""
+
+    @abc.abstractmethod
+    def unify(self, collections: dict[str, PyTree]) -> dict[str, PyTree]:
+        """Returns mutable collections made equal on all replicas."""

@@ -1,0 +1,174 @@
+"""Data parallelism over `jax.pmap`: every device holds the whole state and works on its share of the batch.
+
+The state has no leading device axis: it goes in and out with axis `None`, and stays where it is, donated. `out_axes=None` takes replica 0's value on
+trust, so whatever leaves a step replicated is made equal inside it. On a single device the same step, axis name included, is compiled by
+`jit(shard_map)`, which costs less per call than `pmap` and means the same.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fitflax.data.batch import full_mask
+from fitflax.errors import ConfigError
+from fitflax.parallel.base import Layout, Strategy
+from fitflax.state import Batch, PyTree
+
+__all__ = ["DataParallel"]
+
+Reducer = str | Callable[[jax.Array, str], jax.Array]
+
+
+class DataParallel(Strategy):
+    """Replicates the state over devices and splits each batch between them.
+
+    A loss or metric whose value for an example depends on that example alone comes out the same for any number of devices. Whatever couples examples
+    (batch statistics, in-batch negatives) sees one replica's share, unless the module asks for all by the axis name, as `nn.BatchNorm(axis_name="replica")`.
+    Random keys differ between replicas.
+
+    Args:
+        devices: The devices to use; all local ones by default.
+        axis_name: The name under which collectives inside the module reach the other replicas.
+        reduce: How a mutable collection is made equal on all replicas after a step, by its name: `"mean"`, `"sum"`, `"max"`, or a function
+            `(array, axis_name) -> array`. By default floating-point values are averaged and all others take replica 0's value.
+
+    Raises:
+        ConfigError: No devices, the same device twice, or an unknown reducer.
+
+    >>> DataParallel(jax.devices()[:1]).num_replicas
+    1
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[jax.Device] | None = None,
+        axis_name: str = "replica",
+        reduce: Mapping[str, Reducer] | None = None,
+    ) -> None:
+        self.devices: tuple[jax.Device, ...] = tuple(jax.local_devices() if devices is None else devices)
+        if not self.devices or len(set(self.devices)) != len(self.devices):
+            raise ConfigError(f"DataParallel needs at least one device, and each only once. Received: devices={devices!r}.")
+        for name, reducer in (reduce or {}).items():
+            if reducer not in ("mean", "sum", "max") and not callable(reducer):
+                raise ConfigError(f"DataParallel(reduce=...) takes 'mean', 'sum', 'max' or a function for a collection. Received: {name!r}: {reducer!r}.")
+        self.axis_name = axis_name
+        self.reduce: dict[str, Reducer] = dict(reduce or {})
+        self.num_replicas = len(self.devices)
+        # Two on CPU: more can fill XLA's thread pool with collectives that wait for each other. Others only need enough to hide the dispatch.
+        self.max_in_flight = 2 if self.devices[0].platform == "cpu" else 8
+        mesh = Mesh(np.array(self.devices), (axis_name,))
+        self._mesh = mesh
+        self._replicated = NamedSharding(mesh, PartitionSpec())
+        self._split = NamedSharding(mesh, PartitionSpec(axis_name))
+        self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+        self._put_mask = functools.lru_cache(maxsize=8)(self._put_full_mask)
+
+    def __repr__(self) -> str:
+        return f"DataParallel({self.num_replicas} {self.devices[0].platform} devices, axis_name={self.axis_name!r})"
+
+    def compile(
+        self, fn: Callable[..., Any], *, inputs: Sequence[Layout], outputs: Layout | Sequence[Layout], donate: Sequence[int] = ()
+    ) -> Callable[..., Any]:
+        results = (outputs,) if isinstance(outputs, str) else tuple(outputs)
+        if self.num_replicas == 1:
+            spec = {"replicated": PartitionSpec(), "split": PartitionSpec(self.axis_name)}
+            out_specs = tuple(spec[layout] for layout in results)
+            mapped = jax.shard_map(
+                fn,
+                mesh=self._mesh,
+                in_specs=tuple(spec[layout] for layout in inputs),
+                out_specs=out_specs[0] if isinstance(outputs, str) else out_specs,
+                check_vma=False,
+            )
+            return cast(Callable[..., Any], jax.jit(mapped, donate_argnums=tuple(donate)))
+        axis = {"replicated": None, "split": 0}
+        out_axes = tuple(axis[layout] for layout in results)
+        return cast(
+            Callable[..., Any],
+            jax.pmap(
+                fn,
+                axis_name=self.axis_name,
+                in_axes=tuple(axis[layout] for layout in inputs),
+                out_axes=out_axes[0] if isinstance(outputs, str) else out_axes,
+                devices=self.devices,
+                donate_argnums=tuple(donate),
+            ),
+        )
+
+    def put(self, tree: PyTree) -> PyTree:
+        return jax.device_put(tree, self._replicated, may_alias=False)
+
+    def feed(self, batch: Batch) -> Batch:
+        # Arrays go to the compiled call as they are, which is cheaper on CPU than placing them first. Masks are the exception: the mask of a full
+        # batch stays on the device, and a short batch's must be placed like it, or the step would be compiled a second time.
+        size = len(batch.mask)
+        mask = self._put_mask(size) if batch.mask is full_mask(size) else jax.device_put(self._fold(batch.mask), self._split)
+        if self.num_replicas == 1:
+            return Batch(batch.x, batch.y, mask, batch.weights)
+        return Batch(jax.tree.map(self._fold, batch.x), jax.tree.map(self._fold, batch.y), mask, jax.tree.map(self._fold, batch.weights))
+
+    def abstract_feed(self, batch: Batch) -> Batch:
+        def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+            shape = leaf.shape if self.num_replicas == 1 else (self.num_replicas, leaf.shape[0] // self.num_replicas, *leaf.shape[1:])
+            return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+        return cast(Batch, jax.tree.map(abstract, batch))
+
+    def join(self, outputs: PyTree) -> PyTree:
+        def unfold(leaf: Any) -> np.ndarray[Any, Any]:
+            array = np.asarray(leaf)
+            return array if self.num_replicas == 1 else array.reshape(-1, *array.shape[2:])
+
+        return jax.tree.map(unfold, outputs)
+
+    def copy(self, tree: PyTree) -> PyTree:
+        return self._copy(tree)
+
+    def replica_index(self) -> jax.Array:
+        return lax.axis_index(self.axis_name)
+
+    def sum(self, tree: PyTree) -> PyTree:
+        return tree if self.num_replicas == 1 else lax.psum(tree, self.axis_name)
+
+    def gather(self, tree: PyTree) -> list[PyTree]:
+        if self.num_replicas == 1:
+            return [tree]
+        stacked = lax.all_gather(tree, self.axis_name)
+        return [jax.tree.map(lambda leaf, index=index: leaf[index], stacked) for index in range(self.num_replicas)]
+
+    def unify(self, collections: dict[str, PyTree]) -> dict[str, PyTree]:
+        if self.num_replicas == 1:
+            return collections
+        return {name: jax.tree.map(functools.partial(self._unify, self.reduce.get(name)), tree) for name, tree in collections.items()}
+
+    def _unify(self, reducer: Reducer | None, leaf: jax.Array) -> jax.Array:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            data = self._first(jax.random.key_data(leaf))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+        if callable(reducer):
+            return reducer(leaf, self.axis_name)
+        if reducer == "sum":
+            return lax.psum(leaf, self.axis_name)
+        if reducer == "max":
+            return lax.pmax(leaf, self.axis_name)
+        if reducer == "mean" or jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return lax.pmean(leaf, self.axis_name).astype(leaf.dtype)
+        return self._first(leaf)
+
+    def _first(self, leaf: jax.Array) -> jax.Array:
+        """Returns replica 0's value on all replicas: the sum of it and of zeros elsewhere."""
+        wide = leaf.astype(jnp.int32) if leaf.dtype == jnp.bool_ else leaf
+        return lax.psum(jnp.where(self.replica_index() == 0, wide, jnp.zeros_like(wide)), self.axis_name).astype(leaf.dtype)
+
+    def _fold(self, leaf: Any) -> Any:
+        """Returns `[batch, ...]` as `[replicas, batch / replicas, ...]`, a view."""
+        return leaf if self.num_replicas == 1 else leaf.reshape(self.num_replicas, -1, *leaf.shape[1:])
+
+    def _put_full_mask(self, size: int) -> jax.Array:
+        return jax.device_put(self._fold(full_mask(size)), self._split)

@@ -1,0 +1,259 @@
+"""The compiled steps of one task, and the live state that they pass on from step to step.
+
+Each of training, evaluation and prediction is one compiled function. What they need besides (empty sums, the order of log keys) is found once, by
+evaluating shapes alone, which is also the dry run that reports mistakes before anything is compiled.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+import jax
+import numpy as np
+
+from fitflax.data import FedBatch
+from fitflax.errors import LossError, ModelError, NotReadyError
+from fitflax.logs import NUM_STEP_VALUES, StepValues, Values
+from fitflax.metrics import metric_direction
+from fitflax.model import describe_shapes
+from fitflax.parallel import Strategy
+from fitflax.state import Batch, PyTree, TrainState
+from fitflax.step import SCALAR, EvalSums, Task, TrainSums
+
+__all__ = ["LiveState", "Program"]
+
+
+class LiveState:
+    """The newest state of a run: the one object that is replaced at every step, its buffers reused by the next one.
+
+    Whatever is handed to users must not change under them. `lend` gives the state itself, and has it copied before the next step takes its buffers;
+    `borrow` gives it for use before that step only.
+
+    Args:
+        strategy: Copies.
+        state: A state on the devices, owned by this object from now on.
+        step: `state.step`, known on the host.
+    """
+
+    def __init__(self, strategy: Strategy, state: TrainState, step: int) -> None:
+        self._strategy = strategy
+        self._state = state
+        self._is_lent = False
+        self.step = step
+        self.version = 0
+
+    def borrow(self) -> TrainState:
+        """Returns the state; it must not be kept beyond the next step."""
+        if not self.is_intact:
+            raise NotReadyError("The state was lost: a step failed after it had taken the state's buffers. Restore a checkpoint.")
+        return self._state
+
+    def lend(self) -> TrainState:
+        """Returns the state; it stays valid whatever happens to this object."""
+        self._is_lent = True
+        return self.borrow()
+
+    def copy(self, tree: PyTree) -> PyTree:
+        """Returns a copy of a part of the state."""
+        return self._strategy.copy(tree)
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether no failed step has taken the state's buffers."""
+        return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state))
+
+    def take(self) -> TrainState:
+        """Returns the state for a call that consumes its buffers; a lent one is copied first."""
+        if self._is_lent:
+            self._state = self._strategy.copy(self._state)
+            self._is_lent = False
+        return self._state
+
+    def advance(self, state: TrainState) -> None:
+        """Takes the state after one more update."""
+        self._state = state
+        self._is_lent = False
+        self.step += 1
+        self.version += 1
+
+    def replace(self, state: TrainState, step: int) -> None:
+        """Takes another state, such as one with another learning rate; what is new in it must lie on the devices and be nobody else's."""
+        self._state = state
+        self.step = step
+        self.version += 1
+
+
+class _Structure(NamedTuple):
+    """What a dry run finds out.
+
+    Attributes:
+        places: Each log key's place in the vector of values, in the order in which keys are shown.
+        empty: Empty metrics as NumPy arrays of their final shapes.
+        directions: By log key, which direction is better.
+        scalar_loss: Whether the loss is one number, which padding would falsify.
+    """
+
+    places: dict[str, int]
+    empty: dict[str, Any]
+    directions: dict[str, str | None]
+    scalar_loss: bool
+
+
+class Program:
+    """One task's compiled functions.
+
+    Args:
+        task: What they compute.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.strategy = strategy = task.strategy
+        self._init = strategy.compile(task.init_state, inputs=("replicated", "split"), outputs="replicated")
+        self._train = strategy.compile(task.train_step, inputs=("replicated", "replicated", "split"), outputs=("replicated",) * 3, donate=(0, 1))
+        self._eval = strategy.compile(
+            task.eval_step, inputs=("replicated", "replicated", "replicated", "replicated", "split"), outputs=("replicated",) * 2, donate=(3,)
+        )
+        self._predict = strategy.compile(task.predict_step, inputs=("replicated", "replicated", "replicated", "replicated", "split"), outputs="split")
+        self._structures: dict[bool, _Structure] = {}
+        self.has_trained = False
+
+    # -- preparation --
+
+    def init(self, key: jax.Array, batch: Batch) -> TrainState:
+        """Returns the state at step 0, replicated on the devices."""
+        return cast(TrainState, self._init(self.strategy.put(key), self.strategy.feed(batch)))
+
+    def abstract_state(self, key: jax.Array, batch: Batch) -> TrainState:
+        """Returns the shapes of the state at step 0, computing nothing."""
+        return cast(TrainState, jax.eval_shape(self._init, key, self.strategy.abstract_feed(batch)))
+
+    def prepare(self, state: TrainState, batch: Batch, *, train: bool) -> _Structure:
+        """Dry-runs a step on shapes alone, once, and returns what it finds.
+
+        Raises:
+            ModelError: The module fails, or a training step would change the structure of the state.
+            LossError: The loss does not fit.
+            MetricError: A metric does not fit.
+        """
+        if train not in self._structures:
+            abstract, feed = _abstract(state), self.strategy.abstract_feed(batch)
+            structure = self._dry_run(abstract, feed, train)
+            if train:
+                sums = _abstract(self._train_sums(structure))
+                jax.eval_shape(self._train, abstract, sums, feed)
+            self._structures[train] = structure
+        return self._structures[train]
+
+    def _dry_run(self, state: TrainState, feed: Batch, train: bool) -> _Structure:
+        order: list[str] = []
+
+        def metrics_of(state: TrainState, batch: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
+            metrics = self.task.batch_metrics(state, batch, train=train)
+            order[:] = metrics
+            # Merging once gives the shapes that sums keep from then on; empty ones may begin as scalars.
+            return metrics, {key: metric.empty().merge(metric) for key, metric in metrics.items()}
+
+        compiled = self.strategy.compile(metrics_of, inputs=("replicated", "split"), outputs=("replicated", "replicated"))
+        abstract, merged = jax.eval_shape(compiled, state, feed)
+        empty = {}
+        for key, metric in abstract.items():
+            leaves = jax.tree.map(lambda want, have: np.array(np.broadcast_to(np.asarray(have, want.dtype), want.shape)), merged[key], metric.empty())
+            empty[key] = leaves
+        parts = getattr(abstract.get("loss"), "parts", {})
+        scalar = any(getattr(part, "name", None) == SCALAR for part in parts.values())
+        directions = {key: "min" if key == "loss" or key.endswith("_loss") else metric_direction(abstract[key]) for key in order}
+        begin = NUM_STEP_VALUES if train else 0
+        return _Structure({key: begin + sorted(order).index(key) for key in order}, empty, directions, scalar)
+
+    def structure(self, *, train: bool) -> _Structure:
+        """Returns what the dry run found.
+
+        Raises:
+            NotReadyError: There was none yet.
+        """
+        if train not in self._structures:
+            raise NotReadyError("No batch has been seen yet.")
+        return self._structures[train]
+
+    @staticmethod
+    def _train_sums(structure: _Structure) -> TrainSums:
+        return TrainSums(metrics=structure.empty, steps_since_bad=np.int32(-1))  # type: ignore[arg-type]
+
+    def empty_train_sums(self) -> TrainSums:
+        """Returns the sums of an epoch without batches, on the devices."""
+        return cast(TrainSums, self.strategy.put(self._train_sums(self.structure(train=True))))
+
+    def empty_eval_sums(self) -> EvalSums:
+        """Returns the sums of an evaluation without batches, on the devices."""
+        return cast(EvalSums, self.strategy.put(EvalSums(metrics=self.structure(train=False).empty, index=np.int32(0))))  # type: ignore[arg-type]
+
+    def output_shapes(self, state: TrainState, batch: Batch) -> PyTree:
+        """Returns the shapes of the module's outputs for a replica's share of the batch, computing nothing.
+
+        Raises:
+            ModelError: The module fails.
+        """
+        forward = self.strategy.compile(self._predict_batch, inputs=("replicated", "split"), outputs="replicated")
+        return jax.eval_shape(forward, _abstract(state), self.strategy.abstract_feed(batch))
+
+    def _predict_batch(self, state: TrainState, batch: Batch) -> PyTree:
+        return self.task.predict_step(state.params, state.model_state, state.key, jax.numpy.int32(0), batch.x)
+
+    # -- running --
+
+    def train(self, state: TrainState, sums: TrainSums, fed: FedBatch) -> tuple[TrainState, TrainSums, StepValues]:
+        """Dispatches one update; `state` and `sums` are consumed."""
+        structure = self._structures[True]
+        _check_scalar(structure, fed)
+        state, sums, vector = self._train(state, sums, self.strategy.feed(fed.batch))
+        self.has_trained = True
+        return state, sums, StepValues(structure.places, vector)
+
+    def evaluate(self, state: TrainState, sums: EvalSums, fed: FedBatch) -> tuple[EvalSums, Values]:
+        """Dispatches the evaluation of one batch; `sums` is consumed."""
+        structure = self._structures[False]
+        _check_scalar(structure, fed)
+        sums, vector = self._eval(state.params, state.model_state, state.key, sums, self.strategy.feed(fed.batch))
+        return sums, Values(structure.places, vector)
+
+    def predict(self, state: TrainState, batch: Batch, index: int) -> PyTree:
+        """Dispatches the module on one batch and returns its outputs, on the devices.
+
+        Raises:
+            ModelError: The module fails, or an output has no leading axis of examples.
+        """
+        feed = self.strategy.feed(batch)
+        return self._predict(state.params, state.model_state, state.key, np.int32(index), feed.x)
+
+    def check_predict(self, state: TrainState, batch: Batch) -> None:
+        """Dry-runs prediction on shapes alone.
+
+        Raises:
+            ModelError: The module fails, or an output has no leading axis of examples.
+        """
+        rows = len(batch.mask) // self.strategy.num_replicas
+        outputs = self.output_shapes(state, batch)
+        if any(not leaf.shape or leaf.shape[0] != rows for leaf in jax.tree.leaves(outputs)):
+            raise ModelError(f"predict joins outputs along their first axis, the examples ({rows} here). The module returned {describe_shapes(outputs)}.")
+
+    @property
+    def directions(self) -> Mapping[str, str | None]:
+        """By log key of training, which direction is better."""
+        return self._structures[True].directions if True in self._structures else {}
+
+
+def _check_scalar(structure: _Structure, fed: FedBatch) -> None:
+    if structure.scalar_loss and fed.num_real < len(fed.batch.mask):
+        raise scalar_loss_error(fed.num_real, len(fed.batch.mask))
+
+
+def scalar_loss_error(rows: int, size: int) -> LossError:
+    """Returns the error for a loss that is one number, where a batch must be padded."""
+    return LossError(
+        f"The loss returns one number for a batch, but a batch of {rows} examples has to be padded to {size}, which would falsify it. Return one value per "
+        "example, [batch] or [batch, ...]; or use drop_remainder=True, equal batches that the devices divide, or compile(pad=False)."
+    )
+
+
+def _abstract(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)

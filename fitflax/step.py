@@ -1,0 +1,368 @@
+"""The pure steps: WHAT happens to a batch in training, evaluation and prediction.
+
+Everything here is traced: no clock, no print, no randomness but keys derived from the state's key and step. A `Task` holds what the steps need and never
+changes. Steps are written for one replica's share of the batch; sums over replicas go through the strategy.
+"""
+
+import dataclasses
+import functools
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from fitflax.errors import LossError, MetricError, ModelError
+from fitflax.logs import NUM_STEP_VALUES
+from fitflax.metrics import Mean, Metric, weighted_sums
+from fitflax.model import LinenModel, describe_shapes
+from fitflax.objective import Objective
+from fitflax.parallel import Strategy
+from fitflax.state import Batch, PyTree, TrainState
+
+__all__ = ["ComputeLoss", "EvalSums", "Streams", "Task", "TrainSums", "TrainStep", "split_key"]
+
+ComputeLoss = Callable[..., tuple[Any, dict[str, PyTree], dict[str, Any]]]
+TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
+
+# What keys are folded with, so that initialization, evaluation and steps never share one.
+_INIT, _EVAL = 0x1A17, 0xE7A1
+
+SCALAR = "scalar"
+"""The name of a part of the loss that was returned as one number, which padding would falsify."""
+
+OUTPUTS = "outputs"
+"""The entry of `aux` that metrics are computed from; the others reach the logs."""
+
+
+@struct.dataclass
+class TrainSums:
+    """Sums over the batches of an epoch so far.
+
+    Attributes:
+        metrics: By log key.
+        steps_since_bad: Steps since the loss or gradient first was not finite; -1 for never. int32.
+    """
+
+    metrics: dict[str, Metric]
+    steps_since_bad: jax.Array
+
+
+@struct.dataclass
+class EvalSums:
+    """Sums over the batches of an evaluation so far.
+
+    Attributes:
+        metrics: By log key.
+        index: Number of the next batch; its random keys follow from it. int32.
+    """
+
+    metrics: dict[str, Metric]
+    index: jax.Array
+
+
+class Streams(NamedTuple):
+    """Names of the random streams that the module is given, by occasion."""
+
+    init: tuple[str, ...]
+    train: tuple[str, ...]
+    eval: tuple[str, ...]
+
+
+@struct.dataclass
+class _TotalLoss(Metric):
+    """The loss as logged: weighted means of several parts, added up."""
+
+    parts: dict[str, Mean]
+    name: str = struct.field(pytree_node=False, default="loss")
+    direction: Any = struct.field(pytree_node=False, default="min")
+    additive = True
+
+    def empty(self) -> "_TotalLoss":
+        return dataclasses.replace(self, parts={key: part.empty() for key, part in self.parts.items()})
+
+    def update(self, outputs: PyTree, targets: PyTree, weights: jax.Array) -> "_TotalLoss":
+        raise NotImplementedError("The step makes the parts of the loss.")
+
+    def merge(self, other: "_TotalLoss") -> "_TotalLoss":
+        return dataclasses.replace(self, parts={key: part.merge(other.parts[key]) for key, part in self.parts.items()})
+
+    def compute(self) -> jax.Array:
+        return sum((part.compute() for part in self.parts.values()), start=jnp.float32(0))
+
+
+def split_key(key: jax.Array, names: tuple[str, ...]) -> dict[str, jax.Array]:
+    """Returns a key for each name; a name's key does not depend on the other names.
+
+    >>> sorted(split_key(jax.random.key(0), ("params", "dropout")))
+    ['dropout', 'params']
+    """
+    return {name: jax.random.fold_in(key, zlib.crc32(name.encode())) for name in names}
+
+
+class _Losses(NamedTuple):
+    """What one forward pass yields, before it is summed over replicas."""
+
+    metrics: dict[str, Metric]
+    model_state: dict[str, PyTree]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Task:
+    """What is trained, and how: all that steps need besides state and batch.
+
+    Attributes:
+        model: The module's pure functions.
+        strategy: Joins replicas.
+        objective: Losses and metrics.
+        optimizer: Any optax transformation, called with `params`; `None` where nothing is trained.
+        streams: Names of random streams.
+        mutable: linen's filter for collections that may change.
+        transient: Collections that are taken out after every call.
+        compute_loss: Replaces `default_loss`; see `Trainer.compute_loss`.
+        train_step: Replaces the whole update; see `Trainer.train_step`.
+    """
+
+    model: LinenModel
+    strategy: Strategy
+    objective: Objective
+    optimizer: optax.GradientTransformationExtraArgs | None
+    streams: Streams
+    mutable: Any
+    transient: tuple[str, ...]
+    compute_loss: ComputeLoss | None = None
+    custom_step: TrainStep | None = None
+
+    # -- initialization --
+
+    def init_state(self, key: jax.Array, batch: Batch) -> TrainState:
+        """Returns the state at step 0, from the shapes of `batch` alone; equal on all replicas."""
+        # Values of the batch must not reach the parameters, so that any batch of these shapes gives the same state.
+        x = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), batch.x)
+        rngs = split_key(jax.random.fold_in(key, _INIT), ("params", *self.streams.init))
+        variables = self.model.init(rngs, x)
+        params = variables.pop("params", {})
+        model_state = {name: tree for name, tree in variables.items() if name not in self.transient}
+        opt_state = () if self.optimizer is None else self.optimizer.init(params)
+        state = TrainState(step=jnp.int32(0), params=params, model_state=model_state, opt_state=opt_state, key=key)
+        return strong_types(state)
+
+    # -- one forward pass --
+
+    def default_loss(
+        self, params: PyTree, model_state: dict[str, PyTree], batch: Batch, *, rngs: dict[str, jax.Array], train: bool
+    ) -> tuple[dict[str, jax.Array], dict[str, PyTree], dict[str, Any]]:
+        """Returns `(values, new_model_state, aux)` of the compiled loss; `aux["outputs"]` feeds the metrics."""
+        outputs, changed = self.model.apply({"params": params, **model_state}, batch.x, train=train, rngs=rngs, mutable=self.mutable)
+        values, aux = self.objective.losses(outputs, batch.y)
+        return values, changed, {**aux, OUTPUTS: outputs}
+
+    def _forward(
+        self, params: PyTree, model_state: dict[str, PyTree], batch: Batch, *, rngs: dict[str, jax.Array], train: bool
+    ) -> tuple[jax.Array, _Losses]:
+        """Returns this replica's part of the global loss, and the rest of what the pass yields."""
+        compute = self.compute_loss or self.default_loss
+        values, changed, aux = _checked_triple(compute(params, model_state, batch, rngs=rngs, train=train))
+        parts = values if isinstance(values, Mapping) else {"loss": values}
+        mask = batch.mask.astype(jnp.float32)
+        weights = mask if batch.weights is None else _from_left(mask, batch.weights.ndim) * batch.weights
+        means: dict[str, Mean] = {}
+        local = jnp.float32(0)
+        for name, part in parts.items():
+            means[name], share = self._mean_part(name, part, batch, weights, mask)
+            local += share
+        sown = [leaf for leaf in jax.tree.leaves(changed.get("losses", ())) if "losses" in self.transient]
+        if sown:
+            value = sum((jnp.sum(leaf.astype(jnp.float32)) for leaf in sown), start=jnp.float32(0))
+            means["sown"], share = self._scalar_part(value, mask)
+            local += share
+        if train and not means:
+            raise LossError("There is nothing to minimize: compile() has no loss, and the module sows no 'losses'.")
+        metrics: dict[str, Metric] = {"loss": _TotalLoss(means)} if means else {}
+        outputs = aux.get(OUTPUTS)
+        for key, value in aux.items():
+            if key != OUTPUTS:
+                metrics[key] = self._aux_metric(key, jax.lax.stop_gradient(jnp.asarray(value)), weights, mask)
+        if outputs is None and self.objective.has_metrics:
+            raise MetricError(f"compute_loss returns no aux[{OUTPUTS!r}], which the compiled metrics are computed from.")
+        for entry in () if outputs is None else self.objective.entries(outputs, tuple(metrics)):
+            chosen = weights if entry.weighted else mask
+            metrics[entry.key] = self.objective.update(entry, jax.lax.stop_gradient(outputs), batch.y, chosen)
+        kept = {name: tree for name, tree in changed.items() if name not in self.transient}
+        return local, _Losses(jax.tree.map(jax.lax.stop_gradient, metrics), {**model_state, **kept})
+
+    def _mean_part(self, name: str, values: jax.Array, batch: Batch, weights: jax.Array, mask: jax.Array) -> tuple[Mean, jax.Array]:
+        """Returns the logged mean of one part of the loss, and this replica's share of its global mean."""
+        values = jnp.asarray(values).astype(jnp.float32)
+        if values.ndim == 0:
+            if batch.weights is not None:
+                raise LossError("The loss is a scalar, but the data is weighted. Return one value per example, [batch] or [batch, ...], instead of their mean.")
+            mean, share = self._scalar_part(values, mask)
+            return dataclasses.replace(mean, name=SCALAR), share
+        rows = batch.mask.shape[0]
+        if values.shape[0] != rows:
+            raise LossError(
+                f"A loss returns one value per example: [{rows}] or [{rows}, ...] here. "
+                f"{'It' if name == 'loss' else f'That of output {name!r}'} returned {list(values.shape)}."
+            )
+        if weights.ndim > values.ndim or any(have not in (1, want) for have, want in zip(weights.shape, values.shape, strict=False)):
+            raise LossError(f"sample_weight of shape {list(weights.shape)} does not fit the loss's values of shape {list(values.shape)}, aligned from the left.")
+        total, weight = weighted_sums(values, weights)
+        return Mean().add(values, weights), _ratio(total, self.strategy.sum(jax.lax.stop_gradient(weight)))
+
+    def _scalar_part(self, value: jax.Array, mask: jax.Array) -> tuple[Mean, jax.Array]:
+        """The same for a value that already is the mean of this replica's examples: averaged by the number of real ones."""
+        real = jnp.sum(mask)
+        return Mean().add(value, real), _ratio(value * real, self.strategy.sum(real))
+
+    def _aux_metric(self, key: str, value: jax.Array, weights: jax.Array, mask: jax.Array) -> Mean:
+        if value.ndim == 0:
+            return Mean(name=key).add(value, jnp.sum(mask))
+        if value.shape[0] != mask.shape[0]:
+            raise LossError(f"compute_loss's aux[{key!r}] must be a scalar or [{mask.shape[0]}, ...], one value per example. It is {list(value.shape)}.")
+        return Mean(name=key).add(value, weights if weights.ndim <= value.ndim else mask)
+
+    # -- steps --
+
+    def batch_metrics(self, state: TrainState, batch: Batch, *, train: bool) -> dict[str, Metric]:
+        """Returns the metrics of one batch in the order in which they are shown, not joined over replicas.
+
+        Only their structure is used, which sums are made from.
+        """
+        if train and self.custom_step is not None:
+            return self._custom(state, batch)[1]
+        rngs = self._rngs(self.streams.train if train else self.streams.eval, state.key)
+        return self._forward(state.params, state.model_state, batch, rngs=rngs, train=train)[1].metrics
+
+    def train_step(self, state: TrainState, sums: TrainSums, batch: Batch) -> tuple[TrainState, TrainSums, jax.Array]:
+        """Returns the state after one update, the epoch's sums, and the step's values for logs (see `fitflax.logs`)."""
+        if self.custom_step is None:
+            state, metrics, loss, norm = self.update(state, batch)
+        else:
+            new_state, metrics = self._custom(state, batch)
+            metrics = self._join(metrics)
+            state, loss, norm = new_state, metrics["loss"].compute() if "loss" in metrics else jnp.float32(0), jnp.float32(0)
+        merged = {key: sums.metrics[key].merge(metric) for key, metric in metrics.items()}
+        since = jnp.where(sums.steps_since_bad >= 0, sums.steps_since_bad + 1, jnp.where(jnp.isfinite(loss) & jnp.isfinite(norm), -1, 0))
+        values = jnp.stack([loss, norm, since.astype(jnp.float32), *_computed(merged)])
+        assert values.shape[0] == NUM_STEP_VALUES + len(merged), "fitflax.logs counts another number of step values"
+        return state, TrainSums(merged, since), values
+
+    def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Metric], jax.Array, jax.Array]:
+        """Returns the state after one update by the compiled loss, the batch's metrics, its loss and the norm of its gradient, all global."""
+        assert self.optimizer is not None
+        rngs = self._rngs(self.streams.train, jax.random.fold_in(state.key, state.step))
+        loss_fn = functools.partial(self._forward, model_state=state.model_state, batch=batch, rngs=rngs, train=True)
+        (loss, forward), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        loss, grads = self.strategy.sum((loss, grads))
+        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+        new_state = dataclasses.replace(
+            state,
+            step=state.step + 1,
+            params=optax.apply_updates(state.params, updates),
+            model_state=self.strategy.unify(forward.model_state),
+            opt_state=opt_state,
+        )
+        return same_types(new_state, state), self._join(forward.metrics), loss, optax.global_norm(grads).astype(jnp.float32)
+
+    def _custom(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Metric]]:
+        """Returns the result of the user's own update, its logs as metrics; replicas made equal."""
+        assert self.custom_step is not None
+        new_state, logs = self.custom_step(state, batch)
+        if not isinstance(new_state, TrainState) or not isinstance(logs, Mapping):
+            raise ModelError(f"train_step returns (TrainState, dict). Received: ({type(new_state).__name__}, {type(logs).__name__}).")
+        metrics: dict[str, Metric] = {}
+        for key, pair in logs.items():
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise LossError(f"train_step's logs are pairs (sum, weight). {key!r} is {describe_shapes(pair)}.")
+            total, weight = (jnp.asarray(value, jnp.float32) for value in pair)
+            metrics[key] = Mean(name=key).add(_ratio(total, weight), weight)
+        kept = {name: tree for name, tree in new_state.model_state.items() if name not in self.transient}
+        # A user's update may well forget the other replicas; averaging equal values changes nothing.
+        joined = self.strategy.unify({"params": new_state.params, "opt_state": new_state.opt_state, "model_state": kept})
+        new_state = dataclasses.replace(new_state, step=state.step + 1, key=state.key, **joined)
+        return same_types(new_state, state), metrics
+
+    def eval_step(self, params: PyTree, model_state: dict[str, PyTree], key: jax.Array, sums: EvalSums, batch: Batch) -> tuple[EvalSums, jax.Array]:
+        """Returns the evaluation's sums with one more batch, and their values. The module's state does not change."""
+        rngs = self._rngs(self.streams.eval, jax.random.fold_in(jax.random.fold_in(key, _EVAL), sums.index))
+        _, forward = self._forward(params, model_state, batch, rngs=rngs, train=False)
+        merged = {name: sums.metrics[name].merge(metric) for name, metric in self._join(forward.metrics).items()}
+        return EvalSums(merged, sums.index + 1), jnp.stack(_computed(merged))
+
+    def predict_step(self, params: PyTree, model_state: dict[str, PyTree], key: jax.Array, index: jax.Array, x: PyTree) -> PyTree:
+        """Returns the module's outputs for one batch."""
+        rngs = self._rngs(self.streams.eval, jax.random.fold_in(jax.random.fold_in(key, _EVAL), index))
+        return self.model.apply({"params": params, **model_state}, x, train=False, rngs=rngs, mutable=self.mutable)[0]
+
+    def _rngs(self, names: tuple[str, ...], key: jax.Array) -> dict[str, jax.Array]:
+        return split_key(jax.random.fold_in(key, self.strategy.replica_index()), names) if names else {}
+
+    def _join(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
+        """Returns metrics of all replicas: added where they allow it, merged in the order of the replicas otherwise."""
+        joined = self.strategy.sum({key: metric for key, metric in metrics.items() if getattr(metric, "additive", False)})
+        others = {key: metric for key, metric in metrics.items() if key not in joined}
+        if others:
+            shares = self.strategy.gather(others)
+            joined |= {key: functools.reduce(lambda a, b: a.merge(b), [share[key] for share in shares]) for key in others}
+        return {key: joined[key] for key in metrics}
+
+
+def _checked_triple(result: Any) -> tuple[Any, dict[str, PyTree], dict[str, Any]]:
+    if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[1], Mapping) or not isinstance(result[2], Mapping):
+        raise LossError(f"compute_loss returns (values, new_model_state, aux), the last two dicts. Received: {describe_shapes(result)}.")
+    return result[0], dict(result[1]), dict(result[2])
+
+
+def _ratio(total: jax.Array, weight: jax.Array) -> jax.Array:
+    """Returns `total / weight`, 0 where the weight is 0, with a finite gradient there."""
+    return jnp.where(weight > 0, total / jnp.where(weight > 0, weight, 1.0), 0.0)
+
+
+def _from_left(array: jax.Array, ndim: int) -> jax.Array:
+    return array.reshape(array.shape + (1,) * (ndim - array.ndim))
+
+
+def _computed(metrics: Mapping[str, Metric]) -> list[jax.Array]:
+    # Sorted, because JAX sorts the keys of dicts wherever they pass through a transformation; `Program` knows the order in which they are shown.
+    values = []
+    for key in sorted(metrics):
+        value = jnp.asarray(metrics[key].compute())
+        if value.ndim:
+            raise MetricError(f"The metric {key!r} computes an array of shape {list(value.shape)}; only scalars can be logged.")
+        values.append(value.astype(jnp.float32))
+    return values
+
+
+def strong_types(tree: PyTree) -> PyTree:
+    """Returns `tree` without weakly typed leaves, which the first update would turn into others and so compile the step twice."""
+
+    def strong(leaf: jax.Array) -> jax.Array:
+        return leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else jax.lax.convert_element_type(leaf, leaf.dtype)
+
+    return jax.tree.map(strong, tree)
+
+
+def same_types(new: TrainState, old: TrainState) -> TrainState:
+    """Returns `new`, checked to have the structure, shapes and dtypes of `old`.
+
+    Raises:
+        ModelError: It has not: the step would be compiled again and again.
+    """
+    new = strong_types(new)
+    before, after = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (old, new))
+    named = {jax.tree_util.keystr(path): (before.get(path), after.get(path)) for path in {**before, **after}}
+    faults = []
+    for path, (was, now) in named.items():
+        if was is None or now is None:
+            faults.append(f"{path} {'appears' if was is None else 'disappears'}")
+        elif was.shape != now.shape or was.dtype != now.dtype:
+            faults.append(f"{path} changes from {describe_shapes(was)} to {describe_shapes(now)}")
+    if faults:
+        raise ModelError(f"The state must keep its structure from step to step: {'; '.join(faults)}.")
+    # Containers may differ in kind (a FrozenDict for a dict), which would compile twice as well.
+    # Static parts of the structure are the old ones for the same reason.
+    return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new)) if jax.tree.structure(old) != jax.tree.structure(new) else new

@@ -1,0 +1,236 @@
+"""Triggers: *when* something happens, as values that can be joined, compared and saved.
+
+`every`, `at` and `first` make them, `|` joins them. A trigger is a pure function of a `Moment`; what it has to remember (only the time of its last
+firing) is kept by the `Schedule` that runs it, so one trigger can serve several callbacks. Nothing here reads the device or a clock: the loop puts the
+seconds into the moment.
+"""
+
+import abc
+import dataclasses
+from typing import Any
+
+from fitflax.errors import ConfigError
+
+__all__ = ["Moment", "Schedule", "Trigger", "at", "every", "first"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moment:
+    """A point between two steps of a run, as far as triggers see it.
+
+    Attributes:
+        step: Finished updates since the beginning of the run.
+        start_step: Finished updates when this process began; larger than 0 after a resume.
+        epochs_done: Finished epochs, the one ending here included.
+        epoch_ends: Whether an epoch ends at this step.
+        seconds: Process 0's clock, in seconds from any origin.
+
+    >>> Moment(step=3, start_step=0, epochs_done=1, epoch_ends=True, seconds=0.5).step
+    3
+    """
+
+    step: int
+    start_step: int = 0
+    epochs_done: int = 0
+    epoch_ends: bool = False
+    seconds: float = 0.0
+
+
+class Trigger(abc.ABC):
+    """Says when something is due. Made by `every`, `at` and `first`; joined with `|`.
+
+    >>> isinstance(every(steps=10) | at(1), Trigger)
+    True
+    """
+
+    @abc.abstractmethod
+    def parts(self) -> "tuple[Trigger, ...]":
+        """Returns the simple triggers that this one is made of."""
+
+    @abc.abstractmethod
+    def is_due(self, moment: Moment, last_seconds: float) -> bool:
+        """Returns whether this trigger fires.
+
+        Args:
+            moment: Where the run is.
+            last_seconds: The clock when this trigger last fired, or when its schedule began.
+        """
+
+    def __or__(self, other: "Trigger") -> "Trigger":
+        if not isinstance(other, Trigger):
+            return NotImplemented
+        return _Any(self.parts() + other.parts())
+
+
+class _Simple(Trigger):
+    def parts(self) -> tuple[Trigger, ...]:
+        return (self,)
+
+
+@dataclasses.dataclass(frozen=True)
+class _EverySteps(_Simple):
+    steps: int
+    offset: int | None
+
+    def is_due(self, moment: Moment, last_seconds: float) -> bool:
+        offset = self.steps if self.offset is None else self.offset
+        return moment.step >= offset and (moment.step - offset) % self.steps == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _EveryEpochs(_Simple):
+    epochs: int
+
+    def is_due(self, moment: Moment, last_seconds: float) -> bool:
+        return moment.epoch_ends and moment.epochs_done % self.epochs == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _EverySeconds(_Simple):
+    seconds: float
+
+    def is_due(self, moment: Moment, last_seconds: float) -> bool:
+        return moment.seconds - last_seconds >= self.seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class _At(_Simple):
+    steps: tuple[int, ...]
+
+    def is_due(self, moment: Moment, last_seconds: float) -> bool:
+        return moment.step in self.steps
+
+
+@dataclasses.dataclass(frozen=True)
+class _First(_Simple):
+    steps: int
+    of_process: bool
+
+    def is_due(self, moment: Moment, last_seconds: float) -> bool:
+        begin = moment.start_step if self.of_process else 0
+        return begin < moment.step <= begin + self.steps
+
+
+@dataclasses.dataclass(frozen=True)
+class _Any(Trigger):
+    members: tuple[Trigger, ...]
+
+    def parts(self) -> tuple[Trigger, ...]:
+        return self.members
+
+    def is_due(self, moment: Moment, last_seconds: float) -> bool:
+        return any(member.is_due(moment, last_seconds) for member in self.members)
+
+
+def _positive(name: str, value: Any, *, kind: type = int) -> None:
+    fits = isinstance(value, int) or (kind is float and isinstance(value, float))
+    if not fits or isinstance(value, bool) or not value > 0:
+        raise ConfigError(f"{name} must be a positive {'integer' if kind is int else 'number'}. Received: {value!r}.")
+
+
+def every(*, steps: int | None = None, epochs: int | None = None, seconds: float | None = None, offset: int | None = None) -> Trigger:
+    """Returns a trigger that fires at regular intervals of steps, epochs or time.
+
+    Args:
+        steps: Fire when the step is a multiple of this.
+        epochs: Fire at the end of every so many epochs.
+        seconds: Fire when at least so many seconds have passed since this trigger last fired. Checked between steps.
+        offset: With `steps=n`: fire at `offset`, `offset + n`, `offset + 2n`, ...
+
+    Raises:
+        ConfigError: Not exactly one of `steps`, `epochs`, `seconds`; one that is not positive; `offset` without `steps`.
+
+    >>> schedule = Schedule(every(steps=3, offset=1))
+    >>> [step for step in range(1, 9) if schedule.due(Moment(step))]
+    [1, 4, 7]
+    """
+    given = {name: value for name, value in (("steps", steps), ("epochs", epochs), ("seconds", seconds)) if value is not None}
+    if len(given) != 1:
+        raise ConfigError(f"every() takes exactly one of steps, epochs and seconds. Received: {given or 'none of them'}. Join several with |.")
+    if offset is not None and (steps is None or isinstance(offset, bool) or not isinstance(offset, int) or offset < 0):
+        raise ConfigError(f"every(offset=...) must be an integer of at least 0, and needs steps=. Received: offset={offset!r} with {given}.")
+    if steps is not None:
+        _positive("every(steps=...)", steps)
+        return _EverySteps(steps, offset)
+    if epochs is not None:
+        _positive("every(epochs=...)", epochs)
+        return _EveryEpochs(epochs)
+    assert seconds is not None
+    _positive("every(seconds=...)", seconds, kind=float)
+    return _EverySeconds(float(seconds))
+
+
+def at(*steps: int) -> Trigger:
+    """Returns a trigger that fires at the given steps.
+
+    Args:
+        *steps: Steps, counted from 1.
+
+    Raises:
+        ConfigError: No step, or one that is not a positive integer.
+
+    >>> schedule = Schedule(at(1, 17))
+    >>> [step for step in range(1, 20) if schedule.due(Moment(step))]
+    [1, 17]
+    """
+    if not steps:
+        raise ConfigError("at() takes at least one step.")
+    for step in steps:
+        _positive("at(...)", step)
+    return _At(tuple(steps))
+
+
+def first(steps: int, *, of_process: bool = False) -> Trigger:
+    """Returns a trigger that fires at each of the first `steps` steps.
+
+    Args:
+        steps: How many steps.
+        of_process: Count from the step at which this process began (which a resume moves) instead of the beginning of the run.
+
+    Raises:
+        ConfigError: `steps` is not a positive integer.
+
+    >>> schedule = Schedule(first(2, of_process=True))
+    >>> [step for step in range(101, 106) if schedule.due(Moment(step, start_step=100))]
+    [101, 102]
+    """
+    _positive("first(...)", steps)
+    return _First(steps, of_process)
+
+
+class Schedule:
+    """Runs one trigger over time and remembers when each of its parts last fired.
+
+    Every part is asked at every moment, so that a part that measures time does not go stale when another part fires.
+
+    Args:
+        trigger: What to run; `None` never fires.
+        seconds: The clock at the beginning; intervals of time are counted from it.
+
+    >>> schedule = Schedule(every(seconds=7), seconds=0.0)
+    >>> [t for t in (10, 15, 19, 25, 27) if schedule.due(Moment(1, seconds=t))]
+    [10, 19, 27]
+    """
+
+    def __init__(self, trigger: Trigger | None, seconds: float = 0.0) -> None:
+        self._parts = () if trigger is None else trigger.parts()
+        self._last = [seconds] * len(self._parts)
+
+    def due(self, moment: Moment) -> bool:
+        """Returns whether the trigger fires at `moment`, and remembers it."""
+        fired = False
+        for index, part in enumerate(self._parts):
+            if part.is_due(moment, self._last[index]):
+                self._last[index] = moment.seconds
+                fired = True
+        return fired
+
+    def state_dict(self, seconds: float) -> dict[str, Any]:
+        """Returns the seconds since each part last fired, as seen at `seconds`."""
+        return {"since": [seconds - last for last in self._last]}
+
+    def load_state_dict(self, state: dict[str, Any], seconds: float) -> None:
+        """Takes back what `state_dict` returned; `seconds` is the clock now. A state of another trigger is ignored."""
+        since = list(state.get("since", ()))
+        if len(since) == len(self._last):
+            self._last = [seconds - float(value) for value in since]

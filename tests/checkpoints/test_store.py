@@ -1,0 +1,724 @@
+import builtins
+import contextlib
+import errno
+import json
+import math
+import os
+import pathlib
+import re
+import shutil
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fitflax.checkpoints import store as store_module
+from fitflax.checkpoints.store import CheckpointStore, Saved, find_checkpoint, load_checkpoint, save_checkpoint
+from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, DirectoryInUseError, FitflaxWarning
+
+
+class Killed(BaseException):
+    """What a test raises where a process is to die; the code must not run any further than that, so the disk is then frozen."""
+
+
+def new_process(monkeypatch, name):
+    monkeypatch.setattr(store_module, "_PROCESS", name)
+
+
+def save(store, step, *, owner="model", keep=(), run="a", metrics=None, value=None):
+    metadata = {"run_id": run, "step": step, "epoch": 0, "metrics": metrics or {}}
+    return store.save(step=step, train={"w": jnp.float32(step if value is None else value)}, run={"n": step}, metadata=metadata, owner=owner, keep=keep)
+
+
+def flip(path, position=-1):
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def hidden(store):
+    return sorted(entry.name for entry in store.directory.iterdir() if entry.name.startswith(".") and entry.name != ".run.json")
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = CheckpointStore(tmp_path / "runs" / "checkpoints")
+    store.claim("a", overwrite=False)
+    return store
+
+
+# --- Which checkpoints there are ---
+
+
+def test_a_checkpoint_comes_back_as_it_was_saved(store):
+    path = save(store, 40)
+    saved = store.read()
+    assert isinstance(saved, Saved) and saved.path == path == store.path(40) == store.directory / "step_00000040"
+    assert (saved.train, saved.run) == ({"w": np.float32(40)}, {"n": 40})
+    assert (saved.metadata["step"], saved.metadata["run_id"]) == (40, "a")
+    store.verify(40)
+
+
+def test_a_checkpoint_of_step_0_is_like_any_other(store):
+    save(store, 0)
+    assert (store.steps(), store.latest(), store.read(0).run) == ([0], 0, {"n": 0})
+
+
+def test_steps_ignores_hidden_names_and_foreign_files(store):
+    save(store, 100_000_000)
+    save(store, 3, keep=[100_000_000])
+    for name in (".step_00000004.tmp-1-1", ".old-0.step_00000005.1-1", "step_6", "step_00000007.bak", "step_000000003", "step_000000008", "notes"):
+        (store.directory / name).mkdir()
+    (store.directory / "step_00000009").write_text("a file")
+    assert store.steps() == [3, 100_000_000]
+    assert store.path(100_000_000).name == "step_100000000"
+
+
+def test_an_empty_or_missing_directory_has_no_checkpoints(tmp_path):
+    store = CheckpointStore(tmp_path / "nowhere")
+    assert (store.steps(), store.latest(), store.best("loss", "min"), store.newest_good(), store.run_id()) == ([], None, None, (None, []), None)
+    with pytest.raises(CheckpointNotFoundError, match=r"There is no checkpoint in .*nowhere; it holds none"):
+        store.read()
+
+
+def test_reading_a_step_that_is_not_there_lists_those_that_are(store):
+    for step in range(8):
+        save(store, step, keep=range(8))
+    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint of step 9 in .*; it holds steps 0, 1, ..., 6, 7 \(8 in all\)\.$"):
+        store.read(9)
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, None, "1"])
+def test_a_step_that_is_no_step_is_an_error(store, step):
+    with pytest.raises(ConfigError, match="step must be an integer of at least 0"):
+        save(store, step, value=0)
+
+
+def test_numpy_integers_are_steps(store):
+    save(store, np.int64(1), keep=[np.int32(7)])
+    save(store, np.int64(2), keep=np.array([1]))
+    assert store.steps() == [1, 2]
+
+
+# --- The best ---
+
+
+@pytest.mark.parametrize(
+    ("values", "mode", "best"),
+    [
+        ([10, 9, 2.8, 5, 2.5], "min", 4),
+        ([math.nan, 5, 7, 8], "max", 3),
+        ([math.nan, 8, 7, 5], "min", 3),
+        ([1, 0, 0, 1], "min", 1),
+        ([1, 0, 1], "max", 0),
+        ([math.nan], "min", None),
+    ],
+)
+def test_best_is_the_earliest_best_number(store, values, mode, best):
+    for step, value in enumerate(values):
+        save(store, step, keep=range(9), metrics={"val": {"loss": value}})
+    assert store.best("val_loss", mode) == best
+
+
+def test_metrics_of_the_group_train_go_by_their_key_alone(store):
+    save(store, 1, metrics={"train": {"loss": 0.5}, "dev": {"acc": 1}})
+    save(store, 2, keep=[1], metrics={"train": {"loss": 0.25}})
+    assert (store.best("loss", "min"), store.best("dev_acc", "max")) == (2, 1)
+    assert store.best("train_loss", "min") is store.best("acc", "max") is None
+
+
+def test_best_passes_over_unreadable_metadata_with_a_warning(store):
+    save(store, 1, metrics={"train": {"loss": 0.5}})
+    save(store, 2, keep=[1], metrics={"train": {"loss": 0.25}})
+    flip(store.path(2) / "metadata.json")
+    with pytest.warns(FitflaxWarning, match="Passed over a checkpoint.*step_00000002/metadata.json"):
+        assert store.best("loss", "min") == 1
+
+
+def test_a_mode_that_is_neither_min_nor_max_is_an_error(store):
+    with pytest.raises(ConfigError, match=r"mode must be 'min' or 'max'\. Received: 'auto'"):
+        store.best("loss", "auto")
+
+
+# --- Verifying ---
+
+
+def test_newest_good_says_what_is_wrong_with_newer_ones(store):
+    for step in (10, 20, 30, 40):
+        save(store, step, keep=[10, 20, 30])
+    data = (store.path(40) / "state.msgpack").read_bytes()
+    (store.path(40) / "state.msgpack").write_bytes(data[:-1])
+    (store.path(30) / "metadata.json").unlink()
+    flip(store.path(20) / "state.msgpack")
+    saved, skipped = store.newest_good()
+    assert saved.path == store.path(10)
+    assert skipped == [
+        f"step_00000040: state.msgpack is truncated: {len(data) - 1} bytes instead of {len(data)}.",
+        "step_00000030: metadata.json is missing.",
+        "step_00000020: state.msgpack is damaged: its structure has another checksum than metadata.json says.",
+    ]
+    with pytest.raises(CorruptCheckpointError, match="is truncated"):
+        store.verify(40)
+    with pytest.raises(CorruptCheckpointError, match="is truncated"):
+        store.read()
+
+
+# --- Retention ---
+
+
+def test_an_owner_keeps_exactly_the_steps_it_wants_and_the_new_one(store):
+    for step in range(1, 6):
+        save(store, step, keep=[step - 1])
+    assert store.steps() == [4, 5]
+
+
+def test_retention_is_the_union_of_what_owners_want(store):
+    accuracy = [0.9, 0.5, 0.4, 0.3]
+    for step, value in enumerate(accuracy, start=1):
+        if value == 0.9:
+            save(store, step, owner="best", metrics={"train": {"accuracy": value}})
+        save(store, step, owner="latest", metrics={"train": {"accuracy": value}})
+    assert (store.steps(), store.best("accuracy", "max"), store.latest()) == ([1, 4], 1, 4)
+
+
+def test_a_step_is_written_once_for_two_owners(store, monkeypatch):
+    save(store, 1, owner="latest")
+    before = (store.path(1) / "state.msgpack").stat().st_ino
+    save(store, 1, owner="best")
+    assert (store.path(1) / "state.msgpack").stat().st_ino == before
+    save(store, 2, owner="latest")
+    assert store.steps() == [1, 2]
+    store.retain("best", [])
+    assert store.steps() == [2]
+
+
+def test_saving_a_step_again_for_the_same_owner_replaces_it_and_others_still_want_it(store):
+    save(store, 1, owner="latest")
+    save(store, 1, owner="best")
+    save(store, 1, owner="latest", value=9)
+    assert store.read(1).train["w"] == 9
+    save(store, 2, owner="latest")
+    assert store.steps() == [1, 2] and hidden(store) == []
+
+
+@pytest.mark.parametrize("stale", ["of another process", "of another run", "damaged"])
+def test_a_stale_checkpoint_of_the_same_step_is_replaced_and_so_are_wishes_for_it(store, monkeypatch, stale):
+    save(store, 1, owner="best", run="b" if stale == "of another run" else "a")
+    if stale == "of another process":
+        new_process(monkeypatch, "bbbb")
+    if stale == "damaged":
+        flip(store.path(1) / "metadata.json")
+    save(store, 1, owner="latest", value=9)
+    assert store.read(1).train["w"] == 9 and hidden(store) == []
+    save(store, 2, owner="latest")
+    assert store.steps() == [2]
+
+
+def test_retain_changes_wishes_without_saving(store):
+    for step in (1, 2, 3):
+        save(store, step, keep=[1, 2, 3])
+    store.retain("best", [1])
+    store.retain("model", [3])
+    assert store.steps() == [1, 3]
+
+
+@pytest.mark.parametrize("text", [None, "", "{", "[]", '{"owners": {"model": 3}, "unknown": []}', '{"owners": {}, "unknown": ["1"]}', "\x00" * 50])
+def test_without_readable_retention_nothing_older_is_deleted_until_an_owner_takes_it_over(store, text):
+    for step in (1, 2, 3):
+        save(store, step, keep=[1, 2, 3])
+    file = store.directory / "retention.json"
+    if text is None:
+        file.unlink()
+    else:
+        file.write_text(text)
+    with warnings.catch_warnings() if text is None else pytest.warns(FitflaxWarning, match="retention.json is damaged: steps 1, 2 will be kept"):
+        save(store, 4, keep=[3])
+    save(store, 5, keep=[4])
+    assert store.steps() == [1, 2, 4, 5]
+    save(store, 6, keep=[2, 5])
+    save(store, 7)
+    assert store.steps() == [1, 7]
+
+
+def test_a_failure_in_tidying_up_is_a_warning_and_the_step_is_saved(store, monkeypatch):
+    save(store, 1)
+    monkeypatch.setattr(shutil, "rmtree", failing(lambda *args, **kwargs: True, shutil.rmtree))
+    with pytest.warns(FitflaxWarning, match="step_00000002 is saved, but .* could not be tidied up: .*No space left"):
+        save(store, 2)
+    assert store.steps() == [2]
+    monkeypatch.undo()
+    store.recover()
+    assert hidden(store) == []
+
+
+# --- The disk fails ---
+
+
+def failing(when, function):
+    def wrapper(*args, **kwargs):
+        if when(*args, **kwargs):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+CALLS = [(os, "fsync"), (os, "rename"), (os, "replace"), (builtins, "open"), (pathlib.Path, "mkdir")]
+
+
+def fail_at(monkeypatch, directory, number, error):
+    """Lets the `number`-th call to the disk below `directory` raise `error`; returns the list of calls."""
+    calls = []
+
+    def watch(name, function):
+        def wrapper(first, *args, **kwargs):
+            if isinstance(first, (str, os.PathLike)) and not str(first).startswith(str(directory)):
+                return function(first, *args, **kwargs)
+            calls.append(name)
+            if len(calls) == number or (isinstance(error, Killed) and len(calls) > number):
+                raise error
+            return function(first, *args, **kwargs)
+
+        return wrapper
+
+    for owner, name in CALLS:
+        monkeypatch.setattr(owner, name, watch(name, getattr(owner, name)))
+    if isinstance(error, Killed):  # A dead process cleans nothing up.
+        for owner, name in ((shutil, "rmtree"), (os, "unlink"), (pathlib.Path, "unlink")):
+            monkeypatch.setattr(owner, name, lambda *args, **kwargs: None)
+    return calls
+
+
+def error_of(function, *args):
+    try:
+        function(*args)
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def count_calls(tmp_path, prepare, act):
+    with pytest.MonkeyPatch.context() as patch:
+        store = prepare(tmp_path / "count")
+        calls = fail_at(patch, store.directory, 0, OSError())
+        act(store)
+    return len(calls)
+
+
+def prepared(directory):
+    store = CheckpointStore(directory)
+    store.claim("a", overwrite=False)
+    save(store, 1)
+    save(store, 2, run="stale")
+    return store
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_wherever_the_disk_fails_earlier_checkpoints_are_intact_and_the_failed_step_is_not_listed(tmp_path, step):
+    def act(store):
+        save(store, step, keep=[2])
+
+    num_calls = count_calls(tmp_path, prepared, act)
+    assert num_calls > 10
+    outcomes = set()
+    for number in range(1, num_calls + 1):
+        store = prepared(tmp_path / str(number))
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fail_at(patch, store.directory, number, OSError(errno.ENOSPC, "No space left on device"))
+            error = error_of(act, store)
+        failed = error is not None
+        assert not failed or (str(error).startswith(f"Could not save {store.path(step)}: ") and isinstance(error.__cause__, OSError))
+        outcomes.add((failed, bool(caught)))
+        saved = store.read(step) if step in store.steps() else None
+        assert set(store.steps()) - {3} == {2}
+        assert (saved is not None and saved.metadata["run_id"] == "a") == (not failed)
+        assert saved is not None or step == 3
+        assert [name for name in hidden(store) if not name.startswith((".trash", ".replaced"))] == []
+        store.recover()
+        assert hidden(store) == []
+        save(store, 4, keep=[2, 3])
+        assert store.newest_good()[0].path == store.path(4)
+    assert outcomes == {(True, False), (False, True)} | ({(False, False)} if step == 2 else set())
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_wherever_a_process_is_killed_the_next_one_finds_a_complete_checkpoint(tmp_path, monkeypatch, step):
+    def act(store):
+        save(store, step, keep=[2])
+
+    for number in range(1, count_calls(tmp_path, prepared, act) + 1):
+        new_process(monkeypatch, "aaaa")
+        store = prepared(tmp_path / str(number))
+        with pytest.MonkeyPatch.context() as patch:
+            fail_at(patch, store.directory, number, Killed())
+            with pytest.raises(Killed):
+                act(store)
+        new_process(monkeypatch, "bbbb")
+        store.recover()
+        saved, skipped = store.newest_good()
+        assert skipped == [] and hidden(store) == []
+        assert saved.path in (store.path(2), store.path(step))
+
+
+def test_a_leaf_that_cannot_be_saved_leaves_nothing_behind(store):
+    with pytest.raises(CheckpointError, match="run/x is a object"):
+        store.save(step=1, train={}, run={"x": object()}, metadata={"run_id": "a"}, owner="me", keep=[])
+    assert (store.steps(), hidden(store)) == ([], [])
+
+
+def test_a_file_in_the_place_of_a_checkpoint_is_not_touched(store):
+    store.path(1).write_text("mine")
+    with pytest.raises(CheckpointError, match="step_00000001 is in the way: it is a file"):
+        save(store, 1)
+    assert store.path(1).read_text() == "mine" and hidden(store) == []
+
+
+def test_a_directory_that_cannot_be_listed_is_a_checkpoint_error(store, monkeypatch):
+    monkeypatch.setattr(pathlib.Path, "iterdir", failing(lambda self: True, pathlib.Path.iterdir))
+    with pytest.raises(CheckpointError, match="Could not list"):
+        store.steps()
+
+
+# --- Whose directory it is ---
+
+
+def test_claim_makes_the_directory_and_notes_the_run(tmp_path):
+    store = CheckpointStore(str(tmp_path / "new" / "dir"))
+    store.claim("a", overwrite=False)
+    assert store.run_id() == "a" and store.steps() == []
+
+
+def test_a_directory_with_checkpoints_of_another_run_is_in_use(store):
+    save(store, 100)
+    message = (
+        f"{store.directory} holds checkpoints of run 'a': step 100. Go on with that run with resume=\"auto\", choose another directory, "
+        "or replace it with overwrite=True."
+    )
+    with pytest.raises(DirectoryInUseError, match=f"^{re.escape(message)}$"):
+        store.claim("b", overwrite=False)
+    assert (store.run_id(), store.steps()) == ("a", [100])
+    store.claim("a", overwrite=False)
+
+
+@pytest.mark.parametrize("where", [".", "below"])
+def test_a_file_in_the_way_is_an_error_before_any_work(tmp_path, where):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(DirectoryInUseError, match="a file is in the way"):
+        CheckpointStore(tmp_path / "file" / where).claim("a", overwrite=True)
+
+
+def test_a_directory_that_another_run_claimed_but_never_saved_in_is_free(store, monkeypatch):
+    new_process(monkeypatch, "bbbb")
+    store.claim("b", overwrite=False)
+    assert store.run_id() == "b"
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_damaged_metadata_does_not_make_a_directory_free(store, monkeypatch, noted):
+    save(store, 1)
+    flip(store.path(1) / "metadata.json")
+    if not noted:
+        (store.directory / ".run.json").unlink()
+    with pytest.raises(DirectoryInUseError, match="holds checkpoints of run 'a'" if noted else "holds checkpoints of an unknown run"):
+        store.claim("b", overwrite=False)
+
+
+def test_claim_removes_litter_of_dead_processes_and_nothing_else(store, monkeypatch):
+    save(store, 1)
+    for name in (".step_00000002.tmp-0123-4567", ".trash-0123"):
+        (store.directory / name).mkdir()
+        (store.directory / name / "state.msgpack").write_text("x")
+    (store.directory / ".run.json.tmp-0123-4567").write_text("x")
+    mine = f".step_00000003.tmp-{store_module._PROCESS}-4567"
+    foreign = [mine, ".DS_Store", ".notes.tmp-0123-4567", "data"]
+    for name in foreign:
+        (store.directory / name).mkdir()
+    (store.directory / ".run.json").unlink()
+    store.claim("a", overwrite=False)
+    assert sorted(os.listdir(store.directory)) == sorted([*foreign, ".run.json", "retention.json", "step_00000001"])
+
+
+def test_an_overwritten_run_is_deleted_after_the_first_new_checkpoint(store):
+    for step in (10, 20):
+        save(store, step, keep=[10])
+    store.claim("b", overwrite=True)
+    assert store.steps() == [] and len(hidden(store)) == 1
+    save(store, 10, run="b", owner="other")
+    assert (store.steps(), hidden(store), store.run_id()) == ([10], [], "b")
+    assert json.loads((store.directory / "retention.json").read_text()) == {"owners": {"other": [10]}, "unknown": []}
+
+
+def test_a_second_owner_may_claim_for_the_same_run_with_or_without_overwrite(store):
+    save(store, 10)
+    store.claim("b", overwrite=True)
+    store.claim("b", overwrite=False)
+    store.claim("b", overwrite=True)
+    assert store.steps() == [] and len(hidden(store)) == 1
+    save(store, 1, run="b")
+    store.claim("b", overwrite=True)
+    assert store.steps() == [1]
+
+
+def test_overwrite_does_not_touch_the_same_run(store, monkeypatch):
+    save(store, 10)
+    new_process(monkeypatch, "bbbb")
+    store.claim("a", overwrite=True)
+    assert store.steps() == [10]
+
+
+def test_an_overwritten_run_is_put_back_when_the_new_one_saved_nothing(store, monkeypatch):
+    for step in (10, 20):
+        save(store, step, keep=[10])
+    store.claim("b", overwrite=True)
+    new_process(monkeypatch, "bbbb")
+    with pytest.raises(DirectoryInUseError, match="of run 'a': steps 10, 20"):
+        store.claim("c", overwrite=False)
+    assert (store.steps(), store.run_id(), hidden(store)) == ([10, 20], "a", [])
+    store.claim("c", overwrite=True)
+    save(store, 1, run="c")
+    assert (store.steps(), hidden(store)) == ([1], [])
+
+
+def test_wherever_an_overwriting_process_is_killed_one_run_is_whole(tmp_path, monkeypatch):
+    def prepare(directory):
+        new_process(monkeypatch, "aaaa")
+        store = CheckpointStore(directory)
+        store.claim("a", overwrite=False)
+        for step in (10, 20, 30):
+            save(store, step, keep=[10, 20, 30])
+        new_process(monkeypatch, "bbbb")
+        return store
+
+    def act(store):
+        store.claim("b", overwrite=True)
+        save(store, 20, run="b")
+
+    found = set()
+    for number in range(1, count_calls(tmp_path, prepare, act) + 1):
+        store = prepare(tmp_path / str(number))
+        with pytest.MonkeyPatch.context() as patch:
+            fail_at(patch, store.directory, number, Killed())
+            with pytest.raises(Killed):
+                act(store)
+        new_process(monkeypatch, "cccc")
+        store.recover()
+        assert hidden(store) == []
+        runs = {store.read(step).metadata["run_id"] for step in store.steps()}
+        assert (runs, store.steps()) in (({"a"}, [10, 20, 30]), ({"b"}, [20]))
+        found |= runs
+    assert found == {"a", "b"}
+
+
+def test_claiming_fails_whole_when_the_disk_does(store, monkeypatch):
+    for step in (10, 20):
+        save(store, step, keep=[10])
+    monkeypatch.setattr(os, "rename", failing(lambda old, new: "step_00000020" in str(old), os.rename))
+    with pytest.raises(CheckpointError, match=r"Could not claim .*No space left"):
+        store.claim("b", overwrite=True)
+    assert (store.steps(), store.run_id(), hidden(store)) == ([10, 20], "a", [])
+
+
+# --- Going back to an earlier step ---
+
+
+def test_steps_after_a_resume_point_are_dropped_and_deleted_once_one_is_saved_beyond_it(store):
+    for step in (10, 20, 30):
+        save(store, step, keep=[10, 20, 30], owner="model")
+        save(store, step, keep=[10, 20, 30], owner="best")
+    store.drop_after(10)
+    assert (store.steps(), store.latest(), len(hidden(store))) == ([10], 10, 1)
+    save(store, 20, value=7)
+    assert (store.steps(), hidden(store)) == ([10, 20], [])
+    store.retain("best", [])
+    assert store.steps() == [20]
+    assert store.read(20).train["w"] == 7
+
+
+def test_what_was_dropped_stays_aside_when_the_process_dies_before_it_saves(store, monkeypatch):
+    for step in (10, 20):
+        save(store, step, keep=[10])
+    store.drop_after(10)
+    for process in ("bbbb", "cccc"):
+        new_process(monkeypatch, process)
+        store.claim("a", overwrite=False)
+        store.drop_after(10)
+        assert (store.steps(), len(hidden(store))) == ([10], 1)
+    save(store, 15)
+    assert (store.steps(), hidden(store)) == ([15], [])
+
+
+def test_what_was_dropped_is_deleted_by_the_next_claim_when_the_process_died_after_it_saved(store, monkeypatch):
+    for step in (10, 20):
+        save(store, step, keep=[10])
+    store.drop_after(10)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointStore, "_set_aside_entries", lambda self: [])
+        save(store, 15, keep=[10])
+    assert len(hidden(store)) == 1
+    new_process(monkeypatch, "bbbb")
+    store.claim("a", overwrite=False)
+    assert (store.steps(), hidden(store)) == ([10, 15], [])
+
+
+def test_what_was_dropped_is_put_back_when_nothing_else_is_left(store, monkeypatch):
+    for step in (10, 20):
+        save(store, step, keep=[10])
+    store.drop_after(5)
+    assert store.steps() == []
+    new_process(monkeypatch, "bbbb")
+    store.claim("a", overwrite=False)
+    assert (store.steps(), hidden(store)) == ([10, 20], [])
+    save(store, 30, keep=[20])
+    assert store.steps() == [20, 30]
+
+
+def test_wherever_dropping_is_killed_all_or_none_are_dropped_and_none_is_lost(tmp_path, monkeypatch):
+    def prepare(directory):
+        new_process(monkeypatch, "aaaa")
+        store = CheckpointStore(directory)
+        store.claim("a", overwrite=False)
+        for step in (10, 20, 30):
+            save(store, step, keep=[10, 20, 30])
+        return store
+
+    def act(store):
+        store.drop_after(10)
+
+    found = []
+    for number in range(1, count_calls(tmp_path, prepare, act) + 1):
+        store = prepare(tmp_path / str(number))
+        with pytest.MonkeyPatch.context() as patch:
+            fail_at(patch, store.directory, number, Killed())
+            with pytest.raises(Killed):
+                act(store)
+        new_process(monkeypatch, "bbbb")
+        store.recover()
+        found.append((store.steps(), len([*store.directory.glob(".*/step_*")])))
+    whole, dropped = ([10, 20, 30], 0), ([10], 2)
+    assert whole in found and dropped in found and all(state in (whole, dropped) for state in found)
+
+
+def test_wherever_putting_back_is_killed_none_is_lost(tmp_path, monkeypatch):
+    def prepare(directory):
+        new_process(monkeypatch, "aaaa")
+        store = CheckpointStore(directory)
+        store.claim("a", overwrite=False)
+        for step in (10, 20, 30):
+            save(store, step, keep=[10, 20, 30])
+        store.drop_after(0)
+        return store
+
+    for number in range(1, count_calls(tmp_path, prepare, CheckpointStore.recover) + 1):
+        store = prepare(tmp_path / str(number))
+        with pytest.MonkeyPatch.context() as patch:
+            fail_at(patch, store.directory, number, Killed())
+            with pytest.raises(Killed):
+                store.recover()
+        new_process(monkeypatch, "bbbb")
+        store.recover()
+        assert (store.steps(), hidden(store)) == ([10, 20, 30], [])
+
+
+# --- One checkpoint, anywhere ---
+
+
+def test_a_checkpoint_can_have_any_name_and_is_replaced_whole(tmp_path, monkeypatch):
+    path = tmp_path / "new" / "final"
+    assert save_checkpoint(path, train={"w": 1}, run={}, metadata={"step": 1}) == path
+    monkeypatch.chdir(path.parent)
+    assert str(save_checkpoint("final", train={"w": 2}, run=[1], metadata={"step": 2})) == "final"
+    saved = load_checkpoint("final")
+    assert (saved.train, saved.run, saved.metadata["step"], saved.path) == ({"w": 2}, [1], 2, pathlib.Path("final"))
+    assert os.listdir(path.parent) == ["final"]
+
+
+@pytest.mark.parametrize("kind", ["file", "empty directory", "directory", "checkpoint and more", "broken link"])
+def test_what_is_not_a_checkpoint_is_never_replaced(tmp_path, kind):
+    path = tmp_path / "x"
+    if kind == "file":
+        path.write_text("x")
+    elif kind == "broken link":
+        path.symlink_to("nowhere")
+    else:
+        path.mkdir()
+    if kind == "checkpoint and more":
+        save_checkpoint(tmp_path / "y", train={}, run={}, metadata={})
+        shutil.copytree(tmp_path / "y", path, dirs_exist_ok=True)
+    if kind in ("directory", "checkpoint and more"):
+        (path / "thesis.tex").write_text("x")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match="x is in the way: it is not a checkpoint"):
+        save_checkpoint(path, train={}, run={}, metadata={})
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_damaged_checkpoint_may_be_replaced(tmp_path):
+    save_checkpoint(tmp_path / "x", train={"w": 1}, run={}, metadata={})
+    (tmp_path / "x" / "metadata.json").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"metadata\.json is missing"):
+        load_checkpoint(tmp_path / "x")
+    save_checkpoint(tmp_path / "x", train={"w": 2}, run={}, metadata={})
+    assert load_checkpoint(tmp_path / "x").train == {"w": 2}
+
+
+def test_wherever_saving_is_killed_the_old_or_the_new_checkpoint_is_there_or_named(tmp_path):
+    def prepare(directory):
+        directory.mkdir()
+        save_checkpoint(directory / "x", train={"w": 1}, run={}, metadata={})
+        return CheckpointStore(directory)
+
+    def act(store):
+        save_checkpoint(store.directory / "x", train={"w": 2}, run={}, metadata={})
+
+    moved = 0
+    for number in range(1, count_calls(tmp_path, prepare, act) + 1):
+        directory = prepare(tmp_path / str(number)).directory
+        with pytest.MonkeyPatch.context() as patch:
+            fail_at(patch, directory, number, Killed())
+            with contextlib.suppress(Killed):
+                act(CheckpointStore(directory))
+        if (directory / "x").exists():
+            assert load_checkpoint(directory / "x").train["w"] in (1, 2)
+        else:
+            moved += 1
+            (aside,) = directory.glob(".replaced-x.*")
+            assert load_checkpoint(aside).train == {"w": 1}
+            with pytest.raises(CheckpointNotFoundError, match=f"An earlier one was set aside as {re.escape(str(aside))}"):
+                load_checkpoint(directory / "x")
+        save_checkpoint(directory / "x", train={"w": 3}, run={}, metadata={})
+        assert load_checkpoint(directory / "x").train == {"w": 3}
+    assert moved == 1
+
+
+def test_a_directory_of_checkpoints_stands_for_its_newest_good_one(store):
+    for step in (1, 2):
+        save(store, step, keep=[1])
+    assert find_checkpoint(store.directory) == store.path(2) == find_checkpoint(str(store.path(2)))
+    flip(store.path(2) / "state.msgpack")
+    with pytest.warns(FitflaxWarning, match="Took .*step_00000001, because newer checkpoints are damaged. step_00000002: state.msgpack is damaged"):
+        assert load_checkpoint(store.directory).run == {"n": 1}
+    with pytest.raises(CorruptCheckpointError):
+        load_checkpoint(store.path(2))
+
+
+def test_what_was_looked_for_is_said_when_nothing_is_found(store, tmp_path):
+    with pytest.raises(CheckpointNotFoundError, match=r"There is no checkpoint at .*nowhere: no such directory"):
+        find_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(CheckpointNotFoundError, match=r"There is no checkpoint in .*: looked for metadata\.json or a good step_"):
+        load_checkpoint(store.directory)
+    save(store, 1)
+    (store.path(1) / "state.msgpack").write_bytes(b"")
+    with pytest.raises(CheckpointNotFoundError, match=r"step_00000001: state\.msgpack is empty"):
+        load_checkpoint(store.directory)
+
+
+def test_arrays_of_several_devices_are_saved_once(store, devices):
+    mesh = jax.sharding.Mesh(np.array(devices(2)), ("x",))
+    sharded = jax.device_put(np.arange(4), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
+    replicated = jax.device_put(np.arange(3), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    store.save(step=1, train={"s": sharded, "r": replicated}, run={}, metadata={"run_id": "a"}, owner="me", keep=[])
+    train = store.read(1).train
+    assert train["s"].tolist() == [0, 1, 2, 3] and train["r"].tolist() == [0, 1, 2]

@@ -1,0 +1,112 @@
+"""What all tests share: eight CPU devices, a count of compilations, and an environment for the processes that tests start."""
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Callable, Iterator
+
+# Before JAX starts. On a machine with few cores XLA's thread pool fills with threads that wait for each other's collectives, and the process aborts.
+os.environ.setdefault("PJRT_NPROC", "16")
+# The tests want eight devices, which any CPU can pretend to be; set the variable to run them on something else.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import hypothesis
+import jax
+import pytest
+
+NUM_DEVICES = 8
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+
+# The same examples in every run, and no failure because a machine was slow.
+hypothesis.settings.register_profile("fitflax", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("fitflax")
+
+
+class Compilations:
+    """The programs that XLA compiled while this was listening, in all threads.
+
+    Attributes:
+        names: What was compiled, such as `jit(_fun)`, in order. Every pmapped function is called `jit(_fun)`.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    @property
+    def count(self) -> int:
+        return len(self.names)
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator["Compilations"]:
+        """Yields a count of its own, of the block's compilations alone; it keeps its value after the block."""
+        inner = Compilations()
+        with listening(inner):
+            yield inner
+
+
+# JAX has no public way to take a single listener back, so one is registered for good and hands events on to whoever listens now.
+_listeners: list[Compilations] = []
+
+
+@contextlib.contextmanager
+def listening(compilations: Compilations) -> Iterator[None]:
+    _listeners.append(compilations)
+    try:
+        yield
+    finally:
+        # By identity: two that are nested may hold equal names.
+        _listeners[:] = [other for other in _listeners if other is not compilations]
+
+
+@pytest.fixture(scope="session")
+def _compile_listener() -> None:
+    def on_event(event: str, duration: float, **kwargs: object) -> None:
+        if event == COMPILE_EVENT:
+            for compilations in tuple(_listeners):
+                compilations.names.append(str(kwargs.get("fun_name", "")))
+
+    jax.monitoring.register_event_duration_secs_listener(on_event)
+
+
+@pytest.fixture
+def compilations(_compile_listener: None) -> Iterator[Compilations]:
+    """Counts compilations: `compilations.count` in this test so far, `with compilations.counted() as c:` in a block.
+
+    A program taken from the persistent cache counts as well; one that JAX still has in memory does not.
+    """
+    result = Compilations()
+    with listening(result):
+        yield result
+
+
+@pytest.fixture
+def devices() -> Callable[[int], list[jax.Device]]:
+    """`devices(n)`: the first `n` of the eight CPU devices."""
+
+    def first(n: int) -> list[jax.Device]:
+        available = jax.devices()
+        if len(available) < n:
+            pytest.skip(f"needs {n} devices, this backend has {len(available)}")
+        return available[:n]
+
+    return first
+
+
+@pytest.fixture(scope="session")
+def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Environment variables of a compilation cache on disk, one for the session, for tests that restart processes: only the first of them compiles."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compilation-cache")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
+@pytest.fixture
+def process_env(compilation_cache: dict[str, str]) -> dict[str, str]:
+    """The whole environment for `subprocess`: this checkout importable from any directory, as many devices as here, the shared compilation cache."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | compilation_cache | {"PYTHONPATH": os.pathsep.join(paths), "JAX_NUM_CPU_DEVICES": str(NUM_DEVICES)}

@@ -1,0 +1,103 @@
+"""What `import fitflax` needs and brings along."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tomllib
+import venv
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+REQUIRED = {"jax", "flax", "optax", "msgpack", "tqdm", "tensorboardx", "typing-extensions"}
+NEVER_IMPORTED = ("tensorflow", "torch", "matplotlib", "pandas", "sklearn")
+SUB_MODULES = ("callbacks", "losses", "metrics", "optimizers", "data", "parallel", "checkpoints", "errors")
+
+# Stands in for a library that the user has: says who imports it, and ends the process, so that no `except` can hide it.
+TELL_TALE = """
+import os, sys, traceback
+traceback.print_stack()
+print("imported", __name__, file=sys.stderr, flush=True)
+os._exit(3)
+"""
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def distribution(requirement: str) -> str:
+    """`tensorboardx` for `tensorboardX>=2.6; python_version > "3"`."""
+    return re.sub(r"[-_.]+", "-", re.match(r"[A-Za-z0-9._-]+", requirement)[0]).lower()
+
+
+def run(*command: str | pathlib.Path, **options) -> subprocess.CompletedProcess:
+    return subprocess.run([str(part) for part in command], capture_output=True, text=True, stdin=subprocess.DEVNULL, **options)
+
+
+def test_import_brings_no_other_framework(tmp_path, process_env):
+    for name in NEVER_IMPORTED:
+        (tmp_path / f"{name}.py").write_text(TELL_TALE)
+    process_env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), process_env["PYTHONPATH"]])
+    code = f"import sys, fitflax; print(sorted(set({NEVER_IMPORTED!r}) & set(sys.modules)))"
+    result = run(sys.executable, "-c", code, cwd=tmp_path, env=process_env)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "[]"
+
+
+def test_import_does_not_start_a_device(tmp_path, process_env):
+    # A user sets the number of devices, or starts `jax.distributed`, after the imports.
+    code = "import fitflax, jax; jax.config.update('jax_num_cpu_devices', 3); print(len(jax.devices('cpu')))"
+    result = run(sys.executable, "-c", code, cwd=tmp_path, env=process_env)
+    assert (result.returncode, result.stdout.strip()) == (0, "3"), result.stderr
+
+
+def test_sub_modules_are_attributes(tmp_path, process_env):
+    code = "import fitflax; " + "; ".join(f"fitflax.{name}" for name in SUB_MODULES)
+    result = run(sys.executable, "-W", "error", "-c", code, cwd=tmp_path, env=process_env)
+    assert result.returncode == 0, result.stderr
+
+
+def test_requirements_are_the_agreed_ones():
+    assert {distribution(requirement) for requirement in project()["dependencies"]} == REQUIRED
+
+
+@pytest.mark.parametrize("extra", ["examples", "docs"])
+def test_the_test_extra_covers_what_the_suite_runs(extra: str):
+    extras = project()["optional-dependencies"]
+    assert set(extras[extra]) <= set(extras["test"]), f"examples and documentation run in the suite, so `test` needs what `{extra}` needs"
+
+
+@pytest.mark.slow
+def test_installs_and_imports_with_run_time_requirements_alone(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "PYTHONHOME"}}
+    # What pip needs first in any case, so a failure here means that there is no index to ask, not that the project is wrong.
+    build_backend = run(sys.executable, "-m", "pip", "download", "--no-deps", "--dest", tmp_path / "probe", "hatchling", env=environment)
+    if build_backend.returncode != 0:
+        pytest.skip(f"pip cannot reach a package index: {(build_backend.stderr.strip().splitlines() or ['no message'])[-1]}")
+
+    venv.create(tmp_path / "venv", with_pip=True, symlinks=os.name != "nt")
+    python = tmp_path / "venv" / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    installed = run(python, "-m", "pip", "install", "--disable-pip-version-check", ROOT, cwd=tmp_path, env=environment)
+    assert installed.returncode == 0, installed.stderr
+
+    code = """
+import importlib.metadata as metadata, json, fitflax
+print(json.dumps({
+    "version": [fitflax.__version__, metadata.version("fitflax")],
+    "file": fitflax.__file__,
+    "files": [str(path) for path in metadata.files("fitflax")],
+    "distributions": [distribution.metadata["Name"] for distribution in metadata.distributions()],
+}))
+"""
+    result = run(python, "-I", "-W", "error", "-c", code, cwd=tmp_path, env=environment)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["version"] == [project()["version"]] * 2
+    assert pathlib.Path(found["file"]).is_relative_to(tmp_path / "venv")
+    assert "fitflax/py.typed" in found["files"]
+    assert {re.sub(r"^fitflax-.*\.dist-info$", "dist-info", path.split("/")[0]) for path in found["files"]} == {"fitflax", "dist-info"}
+    assert not {distribution(name) for name in found["distributions"]} & {"tensorflow", "torch", "matplotlib", "pandas", "scikit-learn"}

@@ -1,0 +1,432 @@
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sklearn.metrics
+from flax import struct
+
+from fitflax import losses, metrics
+from fitflax.errors import MetricError
+
+RNG = np.random.default_rng(0)
+ROWS, CLASSES = 23, 7
+LOGITS = RNG.normal(size=(ROWS, CLASSES)).astype(np.float32)
+LABELS = RNG.integers(CLASSES, size=ROWS)
+ONE_HOT = np.eye(CLASSES, dtype=np.float32)[LABELS]
+BINARY = (RNG.random((ROWS, CLASSES)) < 0.5).astype(np.float32)
+VALUES = RNG.normal(size=(ROWS, CLASSES)).astype(np.float32)
+WEIGHTS = RNG.uniform(0.1, 3.0, size=ROWS).astype(np.float32)
+TARGETS = {
+    "binary_crossentropy": BINARY,
+    "binary_accuracy": BINARY,
+    "categorical_crossentropy": ONE_HOT,
+    "categorical_accuracy": ONE_HOT,
+    "top_k_categorical_accuracy": ONE_HOT,
+    "sparse_categorical_crossentropy": LABELS,
+    "sparse_categorical_accuracy": LABELS,
+    "sparse_top_k_categorical_accuracy": LABELS,
+    "top_k_accuracy": LABELS,
+    "accuracy": LABELS,
+    "acc": LABELS,
+    "perplexity": LABELS,
+}
+
+BY_SKLEARN: dict[str, Callable[..., float]] = {
+    "accuracy": lambda w: sklearn.metrics.accuracy_score(LABELS, LOGITS.argmax(-1), sample_weight=w),
+    "categorical_accuracy": lambda w: sklearn.metrics.accuracy_score(LABELS, LOGITS.argmax(-1), sample_weight=w),
+    "sparse_categorical_accuracy": lambda w: sklearn.metrics.accuracy_score(LABELS, LOGITS.argmax(-1), sample_weight=w),
+    "binary_accuracy": lambda w: np.average((LOGITS > 0) == BINARY, axis=0, weights=w).mean(),
+    "top_k_accuracy": lambda w: sklearn.metrics.top_k_accuracy_score(LABELS, LOGITS, k=5, sample_weight=w, labels=range(CLASSES)),
+    "top_k_categorical_accuracy": lambda w: sklearn.metrics.top_k_accuracy_score(LABELS, LOGITS, k=5, sample_weight=w, labels=range(CLASSES)),
+    "sparse_top_k_categorical_accuracy": lambda w: sklearn.metrics.top_k_accuracy_score(LABELS, LOGITS, k=5, sample_weight=w, labels=range(CLASSES)),
+    "mse": lambda w: sklearn.metrics.mean_squared_error(VALUES, LOGITS, sample_weight=w),
+    "mae": lambda w: sklearn.metrics.mean_absolute_error(VALUES, LOGITS, sample_weight=w),
+    "rmse": lambda w: np.sqrt(sklearn.metrics.mean_squared_error(VALUES, LOGITS, sample_weight=w)),
+    "r2": lambda w: sklearn.metrics.r2_score(VALUES, LOGITS, sample_weight=w),
+    "perplexity": lambda w: np.exp(sklearn.metrics.log_loss(LABELS, softmax(LOGITS), sample_weight=w, labels=range(CLASSES))),
+}
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    exp = np.exp(x.astype(np.float64))
+    return exp / exp.sum(-1, keepdims=True)
+
+
+@jax.jit
+def one_batch(metric: Any, outputs: Any, targets: Any, weights: Any) -> Any:
+    return metric.empty().update(outputs, targets, weights)
+
+
+@jax.jit
+def merged(metric: Any, other: Any) -> Any:
+    return metric.merge(other)
+
+
+def over_batches(metric: Any, outputs: Any, targets: Any, weights: Any, *, size: int, order: str = "left") -> Any:
+    """Cuts the rows into padded batches, as the loop does: padding repeats a row that is NaN here, at weight 0."""
+    parts = []
+    for begin in range(0, len(outputs), size):
+        take = np.minimum(np.arange(begin, begin + size), len(outputs) - 1)
+        padding = np.arange(begin, begin + size) >= len(outputs)
+        batch = np.array(outputs[take], np.float32)
+        batch[padding] = np.nan
+        parts.append(one_batch(metric, batch, targets[take], np.where(padding, 0, weights[take]).astype(np.float32)))
+    if order == "right":
+        return functools.reduce(lambda done, part: merged(part, done), reversed(parts), metric.empty())
+    if order == "tree":
+        while len(parts) > 1:
+            parts = [functools.reduce(merged, parts[i : i + 2]) for i in range(0, len(parts), 2)]
+        return parts[0]
+    return functools.reduce(merged, parts, metric.empty())
+
+
+@pytest.mark.parametrize("name", BY_SKLEARN)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_metrics_over_ragged_batches_agree_with_scikit_learn(name: str, weighted: bool):
+    weights = WEIGHTS if weighted else np.ones(ROWS, np.float32)
+    expected = BY_SKLEARN[name](weights if weighted else None)
+    for size, order in ((4, "left"), (5, "right"), (7, "tree"), (ROWS, "left")):
+        result = over_batches(metrics.get(name), LOGITS, TARGETS.get(name, VALUES), weights, size=size, order=order).compute()
+        assert (result.shape, result.dtype) == ((), jnp.float32)
+        np.testing.assert_allclose(result, expected, rtol=1e-5, err_msg=f"{size} {order}")
+
+
+@pytest.mark.parametrize("name", losses.names())
+def test_a_loss_by_name_is_the_mean_of_its_values(name: str):
+    targets = TARGETS.get(name, VALUES)
+    metric = over_batches(metrics.get(name), LOGITS, targets, WEIGHTS, size=6)
+    np.testing.assert_allclose(metric.compute(), np.average(losses.get(name)(LOGITS, targets), weights=WEIGHTS), rtol=1e-5)
+    assert metric.direction == "min"
+
+
+@pytest.mark.parametrize("name", metrics.names())
+def test_structure_shapes_and_dtypes_are_a_fixpoint_and_the_name_is_the_users(name: str):
+    metric = metrics.get(name)
+    assert metrics.metric_name(metric) == name
+    assert isinstance(metric, metrics.Metric)
+
+    def step(running: metrics.Metric, _: None) -> tuple[metrics.Metric, None]:
+        return running.merge(running.empty().update(LOGITS, TARGETS.get(name, VALUES), WEIGHTS)), None
+
+    later = step(metric.empty(), None)[0]
+    begin = jax.tree.map(lambda empty, leaf: jnp.broadcast_to(empty, leaf.shape), metric.empty(), later)
+    with jax.numpy_rank_promotion("raise"):
+        result, _ = jax.lax.scan(step, begin, length=3)  # raises if structure, shape, dtype or weak type changes
+    np.testing.assert_allclose(result.compute(), later.compute(), rtol=1e-5)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(result))
+
+
+@pytest.mark.parametrize("name", metrics.names())
+def test_a_metric_of_nothing_is_zero_and_adds_nothing(name: str):
+    metric = metrics.get(name)
+    assert float(metric.empty().compute()) == 0.0
+    nothing = metric.empty().update(np.full_like(LOGITS, np.nan), TARGETS.get(name, VALUES), np.zeros(ROWS, np.float32))
+    assert float(nothing.compute()) == 0.0
+    some = metric.update(LOGITS, TARGETS.get(name, VALUES), WEIGHTS)
+    for both in (some.merge(nothing), nothing.merge(some), some.merge(metric.empty()), metric.empty().merge(some)):
+        assert float(both.compute()) == float(some.compute())
+
+
+@pytest.mark.parametrize("name", metrics.names())
+def test_equal_metrics_have_equal_structure_so_that_one_program_serves_both(name: str):
+    assert jax.tree.structure(metrics.get(name)) == jax.tree.structure(metrics.get(name))
+    assert jax.tree.structure(metrics.get(name)) == jax.tree.structure(metrics.get(name).update(LOGITS, TARGETS.get(name, VALUES), WEIGHTS))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_million_merges_lose_nothing(compiled: bool):
+    values = RNG.uniform(0.0, 2.0, size=1000).astype(np.float32)
+    expected = values.astype(np.float64).mean()
+
+    def merge_one(metric: metrics.Mean, value: jax.Array) -> tuple[metrics.Mean, None]:
+        return metric.merge(metric.empty().add(value, 1.0)), None
+
+    def epoch(carry: tuple[metrics.Mean, jax.Array], _: None) -> tuple[tuple[metrics.Mean, jax.Array], None]:
+        metric, plain = carry
+        return (jax.lax.scan(merge_one, metric, values)[0], jax.lax.fori_loop(0, 1000, lambda i, total: total + jnp.asarray(values)[i], plain)), None
+
+    def run() -> tuple[metrics.Mean, jax.Array]:
+        begin = jax.tree.map(jnp.asarray, metrics.Mean(name="loss"))
+        return jax.lax.scan(epoch, (begin, jnp.float32(0)), length=1000)[0]
+
+    metric, plain = (jax.jit(run) if compiled else run)()
+    assert abs(float(plain) / 1e6 / expected - 1) > 1e-6, "plain float32 would do: the test shows nothing"
+    assert abs(float(metric.compute()) / expected - 1) < 1e-7
+    hi_and_lo = np.asarray(metric.total, np.float64).sum()
+    assert abs(hi_and_lo / 1e6 / expected - 1) < 1e-10
+    assert float(metric.weight.sum()) == 1e6
+
+
+def test_counting_goes_on_beyond_what_float32_can_count():
+    full = metrics.Mean(name="loss").add(1.0, 2.0**24)
+    for _ in range(3):
+        full = full.add(0.0, 1.0)
+    assert np.asarray(full.weight, np.float64).sum() == 2**24 + 3
+
+
+def test_replicas_are_joined_by_adding_leaves(devices: Callable[[int], list[jax.Device]]):
+    metric = metrics.get("mse")
+    assert metric.additive
+    assert not metrics.R2.additive
+
+    def step(outputs: jax.Array, targets: jax.Array, weights: jax.Array) -> metrics.Metric:
+        return jax.lax.psum(metric.empty().update(outputs, targets, weights), "replica")
+
+    shape = lambda x: x[:20].reshape(4, 5, *x.shape[1:])  # noqa: E731
+    summed = jax.pmap(step, axis_name="replica", out_axes=None, devices=devices(4))(shape(LOGITS), shape(VALUES), shape(WEIGHTS))
+    np.testing.assert_allclose(summed.compute(), metric.update(LOGITS[:20], VALUES[:20], WEIGHTS[:20]).compute(), rtol=1e-6)
+
+
+def test_an_infinite_or_nan_value_stays_what_it_is():
+    mean = metrics.Mean(name="loss")
+    assert float(mean.add(np.inf, 1.0).add(1.0, 1.0).compute()) == np.inf
+    assert np.isnan(float(mean.add(np.nan, 1.0).add(1.0, 1.0).compute()))
+
+
+def test_weights_are_broadcast_from_the_left_before_both_sums():
+    values = VALUES[:6].reshape(2, 3, 7)
+    total, weight = metrics.weighted_sums(values, np.float32([2.0, 0.5]))
+    np.testing.assert_allclose(total, 2 * values[0].sum() + 0.5 * values[1].sum(), rtol=1e-5)
+    assert float(weight) == 2.5 * 21
+    tokens = np.float32([[1, 0, 1], [0, 0, 2]])
+    total, weight = metrics.weighted_sums(values, tokens)
+    np.testing.assert_allclose(total, (values * tokens[..., None]).sum(), rtol=1e-5)
+    assert float(weight) == 4 * 7
+    np.testing.assert_allclose(metrics.weighted_sums(jnp.array([True, False]), np.float32([1, 3])), (1, 4))
+    np.testing.assert_allclose(metrics.weighted_sums(jnp.array([1, 5], jnp.bfloat16), np.float32([1, -1])), (-4, 0))
+
+
+@pytest.mark.parametrize(("weights", "values"), [((4, 2), (4,)), ((3,), (4,)), ((1,), (4,)), ((4, 2), (4, 3)), ((4,), ())])
+def test_weights_that_do_not_fit_the_values_are_an_error_with_both_shapes(weights: tuple[int, ...], values: tuple[int, ...]):
+    with pytest.raises(MetricError, match=r"Weights must have the leading axes of what they weigh, or fewer. Received: weights") as error:
+        metrics.weighted_sums(np.zeros(values), np.ones(weights))
+    assert f"weights {list(weights)} for values {list(values)}" in str(error.value)
+
+
+def test_a_function_of_per_example_values_is_averaged():
+    def top_logit(outputs: jax.Array, targets: jax.Array) -> jax.Array:
+        return outputs.max(-1)
+
+    metric = metrics.resolve(top_logit)
+    assert (metric.name, metric.direction) == ("top_logit", None)
+    np.testing.assert_allclose(over_batches(metric, LOGITS, LABELS, WEIGHTS, size=8).compute(), np.average(LOGITS.max(-1), weights=WEIGHTS), rtol=1e-5)
+    np.testing.assert_allclose(
+        metrics.Mean(top_logit, transform="exp").update(LOGITS, LABELS, WEIGHTS).compute(), np.exp(np.average(LOGITS.max(-1), weights=WEIGHTS)), rtol=1e-5
+    )
+
+
+def test_the_name_of_a_mean_is_its_functions():
+    assert metrics.Mean(functools.partial(functools.partial(losses.huber, delta=2.0))).name == "huber"
+    assert metrics.Mean(functools.partial(losses.huber, delta=2.0)).direction == "min"
+    assert metrics.Mean(lambda outputs, targets: outputs).name == "lambda"
+    assert metrics.Mean(losses.huber, name="h", direction="max").name == "h"
+    assert metrics.Mean().name == "mean"
+
+    class MarginOfSafety:
+        def __call__(self, outputs: Any, targets: Any) -> Any:
+            return outputs
+
+    assert metrics.Mean(MarginOfSafety()).name == "margin_of_safety"
+
+
+def test_a_mean_that_is_fed_takes_scalars_and_token_values():
+    mean = metrics.Mean(name="aux").add(jnp.ones((2, 3)), jnp.array([1.0, 0.0])).add(5, 3)
+    assert float(mean.compute()) == pytest.approx((3 + 15) / 6)
+    with pytest.raises(MetricError, match="Metric 'aux' has no function"):
+        mean.update(LOGITS, LABELS, WEIGHTS)
+    with pytest.raises(MetricError, match=r"Metric 'aux': Weights must .* weights \[3\] for values \[\]"):
+        mean.add(1.0, jnp.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("fn", "returned"),
+    [(lambda outputs, targets: outputs.mean(), r"\[\]"), (lambda outputs, targets: outputs.mean(0), r"\[7\]")],
+)
+def test_a_function_that_averages_over_the_batch_is_an_error(fn: Callable[..., Any], returned: str):
+    with pytest.raises(MetricError, match=rf"Metric 'lambda' must return one value per example.*returned {returned} for weights \[23\]. Leave out the mean"):
+        metrics.Mean(fn).update(LOGITS, VALUES, WEIGHTS)
+
+
+def test_shapes_that_do_not_fit_name_the_metric_by_its_key():
+    with pytest.raises(MetricError, match=r"Metric 'acc': It takes .* with integer or one-hot targets. Received: outputs \[23, 7\], targets \[5\]"):
+        metrics.get("acc").update(LOGITS, LABELS[:5], WEIGHTS)
+    with pytest.raises(MetricError, match=r"Metric 'mse': mean_squared_error takes .* Received: outputs \[23, 7\], targets \[23\]"):
+        metrics.get("mse").update(LOGITS, LABELS, WEIGHTS)
+    with pytest.raises(MetricError, match=r"Metric 'r2_score': It takes outputs and targets of one shape"):
+        metrics.get("r2_score").update(LOGITS, LABELS, WEIGHTS)
+    with pytest.raises(MetricError, match=r"Metric 'r2': Weights must"):
+        metrics.get("r2").update(LOGITS, VALUES, np.ones((ROWS, CLASSES)))
+    with pytest.raises(MetricError, match=r"Metric 'categorical_accuracy': It takes .* with one-hot targets"):
+        metrics.get("categorical_accuracy").update(LOGITS, LABELS, WEIGHTS)
+    with pytest.raises(MetricError, match=r"Metric 'sparse_categorical_accuracy': It takes .* with integer targets"):
+        metrics.get("sparse_categorical_accuracy").update(LOGITS, ONE_HOT, WEIGHTS)
+    with pytest.raises(MetricError, match=r"Metric 'accuracy': It takes outputs and targets of one shape .* Received: outputs \[\], targets \[\]"):
+        metrics.get("accuracy").update(np.float32(1.0), np.float32(1.0), WEIGHTS)
+    with pytest.raises(MetricError, match=r"one array of targets. Received: a dict of 1. Give metrics for each output"):
+        metrics.get("accuracy").update(LOGITS, {"y": LABELS}, WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets", "expected"),
+    [
+        (LOGITS, LABELS, LOGITS.argmax(-1) == LABELS),
+        (LOGITS, LABELS[:, None], LOGITS.argmax(-1) == LABELS),
+        (LOGITS, ONE_HOT, LOGITS.argmax(-1) == LABELS),
+        (LOGITS[:, 0], BINARY[:, 0], (LOGITS[:, 0] > 0) == BINARY[:, 0]),
+        (LOGITS[:, :1], BINARY[:, 0], (LOGITS[:, 0] > 0) == BINARY[:, 0]),
+        (LOGITS[:, 0], BINARY[:, :1], (LOGITS[:, 0] > 0) == BINARY[:, 0]),
+        (LOGITS[:, :1], BINARY[:, :1].astype(bool), (LOGITS[:, 0] > 0) == BINARY[:, 0]),
+        (np.stack([LOGITS, -LOGITS], 1), np.stack([LABELS, LABELS], 1), np.stack([LOGITS.argmax(-1) == LABELS, LOGITS.argmin(-1) == LABELS], 1)),
+    ],
+)
+def test_accuracy_takes_its_kind_from_the_shapes(outputs: np.ndarray, targets: np.ndarray, expected: np.ndarray):
+    weights = WEIGHTS if expected.ndim == 1 else np.stack([WEIGHTS, 2 * WEIGHTS], 1)
+    np.testing.assert_allclose(metrics.Accuracy().update(outputs, targets, weights).compute(), np.average(expected, weights=weights), rtol=1e-5)
+
+
+def test_binary_accuracy_has_a_threshold_on_the_outputs():
+    metric = metrics.BinaryAccuracy(threshold=0.5, name="p")
+    assert float(metric.update(np.float32([0.4, 0.6, 0.9]), np.array([0, 1, 0]), np.ones(3)).compute()) == pytest.approx(2 / 3)
+    assert metric.name == "p"
+
+
+def test_top_k_counts_ties_as_keras_does_and_nothing_that_is_no_number_or_no_class():
+    top2 = metrics.TopKAccuracy(k=2)
+    one = np.ones(1, np.float32)
+    for outputs, label, expected in (
+        ([1.0, 1.0, 1.0, 0.0], 2, 1.0),  # two others are as high, none is higher
+        ([1.0, 2.0, 3.0, 0.0], 0, 0.0),
+        ([1.0, 2.0, 3.0, 0.0], 1, 1.0),
+        ([np.nan, 2.0, 3.0, 0.0], 0, 0.0),
+        ([np.nan, np.nan, np.nan, np.nan], 0, 0.0),
+        ([1.0, 2.0, 3.0, 0.0], -2, 0.0),
+        ([1.0, 2.0, 3.0, 0.0], 4, 0.0),
+    ):
+        assert float(top2.update(np.float32([outputs]), np.array([label]), one).compute()) == expected, (outputs, label)
+    np.testing.assert_allclose(top2.update(LOGITS, ONE_HOT, WEIGHTS).compute(), top2.update(LOGITS, LABELS.astype(np.int8), WEIGHTS).compute())
+    assert float(metrics.TopKAccuracy(k=100).update(LOGITS, LABELS, WEIGHTS).compute()) == 1.0
+    with pytest.raises(MetricError, match=r"k=...\) must be a positive integer. Received: 0"):
+        metrics.TopKAccuracy(k=0)
+
+
+@pytest.mark.parametrize("columns", [None, 1, 3])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_r2_is_right_for_targets_far_from_zero(columns: int | None, weighted: bool):
+    shape = (500,) if columns is None else (500, columns)
+    targets = np.sort(RNG.normal(1000.0, 1.0, size=shape), axis=0).astype(np.float32)  # sorted: every batch has another mean
+    outputs = (targets + RNG.normal(0.0, 0.5, size=shape)).astype(np.float32)
+    weights = RNG.uniform(0.1, 3.0, size=500).astype(np.float32) if weighted else np.ones(500, np.float32)
+    expected = sklearn.metrics.r2_score(targets.astype(np.float64), outputs.astype(np.float64), sample_weight=weights)
+    for size, order in ((7, "left"), (32, "tree"), (500, "left"), (7, "right")):
+        np.testing.assert_allclose(over_batches(metrics.R2(), outputs, targets, weights, size=size, order=order).compute(), expected, atol=1e-5)
+
+
+def test_r2_over_a_hundred_thousand_merges_is_right():
+    targets = np.sort(RNG.normal(1000.0, 1.0, size=(100_000, 1)), axis=0).astype(np.float32)
+    outputs = (targets + RNG.normal(0.0, 0.5, size=targets.shape)).astype(np.float32)
+
+    @jax.jit
+    def run() -> jax.Array:
+        begin = jax.tree.map(lambda empty, leaf: jnp.broadcast_to(empty, leaf.shape), metrics.R2(), metrics.R2().update(outputs[:1], targets[:1], jnp.ones(1)))
+        step = lambda r2, row: (r2.merge(r2.empty().update(row[0][None], row[1][None], jnp.ones(1))), None)  # noqa: E731
+        return jax.lax.scan(step, begin, (outputs, targets))[0].compute()
+
+    np.testing.assert_allclose(run(), sklearn.metrics.r2_score(targets.astype(np.float64), outputs.astype(np.float64)), atol=1e-6)
+
+
+def test_r2_of_constant_targets_is_scikit_learns():
+    for constant in (0.0, 0.5, 1000.25, 0.1, 1000.1):
+        targets = np.full(10, constant, np.float32)
+        for outputs, expected in ((targets, 1.0), (targets + 1, 0.0)):
+            assert float(over_batches(metrics.R2(), outputs, targets, WEIGHTS[:10], size=3).compute()) == expected
+            if constant not in (0.1, 1000.1):  # there scikit-learn divides by the rounding of its mean
+                assert sklearn.metrics.r2_score(targets.astype(np.float64), outputs.astype(np.float64)) == expected
+    rng = np.random.default_rng(0)
+    for constant in rng.normal(size=60) * 10.0 ** rng.integers(-3, 5, size=60):  # of some the mean is not exact
+        targets, weights = np.full(185, constant, np.float32), rng.uniform(0.1, 3.0, 185).astype(np.float32)
+        assert float(over_batches(metrics.R2(), targets + 1, targets, weights, size=37).compute()) == 0.0
+    two_columns = np.stack([np.full(4, 0.3), np.arange(4)], 1).astype(np.float32)
+    assert float(metrics.R2().update(two_columns, two_columns, np.ones(4)).compute()) == 1.0
+
+
+def test_names_directions_and_keys_are_as_documented():
+    highest = {"accuracy", "acc", "binary_accuracy", "categorical_accuracy", "sparse_categorical_accuracy", "top_k_accuracy", "top_k_categorical_accuracy"}
+    highest |= {"sparse_top_k_categorical_accuracy", "r2", "r2_score"}
+    assert set(metrics.names()) == highest | set(losses.names()) | {"rmse", "root_mean_squared_error", "perplexity"}
+    assert {name for name in metrics.names() if metrics.metric_direction(metrics.get(name)) == "max"} == highest
+    assert {metrics.metric_direction(metrics.get(name)) for name in metrics.names()} == {"max", "min"}
+
+
+@pytest.mark.parametrize(("name", "meant"), [("RootMeanSquaredError", "root_mean_squared_error"), ("accurracy", "accuracy"), ("R2Score", "r2_score")])
+def test_unknown_names_are_errors_that_name_the_one_meant(name: str, meant: str):
+    with pytest.raises(MetricError, match=rf"There is no metric '{name}'. Did you mean '{meant}'\? Known: \['acc', "):
+        metrics.get(name)
+
+
+@struct.dataclass
+class CountOfExamples:
+    """Duck-typed: it is no `Metric`."""
+
+    count: Any = 0.0
+
+    def empty(self) -> "CountOfExamples":
+        return CountOfExamples()
+
+    def update(self, outputs: Any, targets: Any, weights: Any) -> "CountOfExamples":
+        return CountOfExamples(self.count + weights.sum())
+
+    def merge(self, other: "CountOfExamples") -> "CountOfExamples":
+        return CountOfExamples(self.count + other.count)
+
+    def compute(self) -> Any:
+        return self.count
+
+
+@struct.dataclass
+class NeedsArgument(CountOfExamples):
+    count: Any = struct.field(kw_only=True)
+
+
+def test_resolve_takes_names_objects_classes_makers_and_functions():
+    assert metrics.resolve("acc").name == "acc"
+    given = CountOfExamples()
+    assert metrics.resolve(given) is given
+    assert isinstance(metrics.resolve(CountOfExamples), CountOfExamples)
+    assert isinstance(metrics.resolve(metrics.R2), metrics.R2)
+    assert metrics.resolve(metrics.Accuracy).name == "accuracy"
+    assert metrics.resolve(losses.huber).direction == "min"
+
+
+@pytest.mark.parametrize("spec", [3, None, object(), dict, NeedsArgument])
+def test_what_is_no_metric_is_an_error(spec: Any):
+    with pytest.raises(MetricError, match="Received: "):
+        metrics.resolve(spec)
+
+
+def test_names_and_directions_of_any_object_are_found():
+    assert metrics.metric_name(CountOfExamples()) == "count_of_examples"
+    assert metrics.metric_direction(CountOfExamples()) is None
+    with pytest.raises(MetricError, match=r"direction of metric 'loss' must be 'max', 'min' or None. Received: 'up'"):
+        metrics.Mean(name="loss", direction="up")  # type: ignore[arg-type]
+
+
+def test_a_mean_of_what_is_no_function_is_an_error():
+    with pytest.raises(MetricError, match=r"Mean takes a function .* Received: 'mse'. For a metric by name: metrics.get"):
+        metrics.Mean("mse")  # type: ignore[arg-type]
+    with pytest.raises(MetricError, match=r"transform=...\) must be one of \[None, 'sqrt', 'exp'\]. Received: 'log'"):
+        metrics.Mean(losses.huber, transform="log")  # type: ignore[arg-type]
+
+
+def test_a_subclass_of_mean_keeps_its_own_fields():
+    @struct.dataclass
+    class Scaled(metrics.Mean):
+        scale: float = struct.field(pytree_node=False, default=2.0, kw_only=True)
+
+        def compute(self) -> jax.Array:
+            return self.scale * super().compute()
+
+    assert float(Scaled(losses.mean_absolute_error, scale=3.0).empty().update(np.ones(2), np.zeros(2), np.ones(2)).compute()) == 3.0

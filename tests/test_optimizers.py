@@ -1,0 +1,189 @@
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from fitflax import optimizers
+from fitflax.errors import OptimizerError
+
+PARAMS = {"w": np.linspace(-1, 1, 6, dtype=np.float32).reshape(3, 2), "b": np.ones(2, np.float32)}
+GRADS = {"w": np.full((3, 2), 0.3, np.float32), "b": np.float32([0.1, -0.2])}
+KERAS_DEFAULTS = {"adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "lamb", "lion", "nadam", "rmsprop"}
+
+
+def three_steps(optimizer: optax.GradientTransformation) -> Any:
+    @jax.jit
+    def step(params: Any, state: Any) -> Any:
+        updates, state = optimizer.update(GRADS, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = PARAMS, optimizer.init(PARAMS)
+    for _ in range(3):
+        params, state = step(params, state)
+    return params
+
+
+@pytest.mark.parametrize("name", optimizers.names())
+def test_an_optimizer_by_name_is_optaxs(name: str):
+    expected = three_steps(getattr(optax, name)(learning_rate=0.05))
+    result = three_steps(optimizers.get(name, 0.05))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), result, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_raises(AssertionError, np.testing.assert_allclose, a, b), result, PARAMS)
+
+
+@pytest.mark.parametrize("name", optimizers.names())
+def test_only_the_learning_rate_is_injected(name: str):
+    state = optimizers.get(name, 0.05).init(PARAMS)
+    assert list(state.hyperparams) == ["learning_rate"]
+    rate = optimizers.get_learning_rate(state)
+    assert (rate.dtype, rate.shape, rate.weak_type) == (jnp.float32, (), False)
+    assert float(rate) == np.float32(0.05)
+
+
+def test_default_rates_are_keras_and_the_others_must_be_given():
+    assert float(optimizers.get_learning_rate(optimizers.get("sgd").init(PARAMS))) == np.float32(0.01)
+    for name in set(optimizers.names()) - {"sgd"}:
+        if name in KERAS_DEFAULTS:
+            assert float(optimizers.get_learning_rate(optimizers.get(name).init(PARAMS))) == np.float32(0.001)
+        else:
+            with pytest.raises(OptimizerError, match=f"Keras has no '{name}', so there is no default learning rate. Give learning_rate="):
+                optimizers.get(name)
+
+
+@pytest.mark.parametrize("rate", [1, np.float32(1), np.int64(1), np.ones(()), jnp.float32(1), jnp.asarray(1.0), jnp.bfloat16(1)])
+def test_a_rate_may_be_any_scalar_and_is_a_float(rate: Any):
+    found = optimizers.get_learning_rate(optimizers.get("sgd", rate).init(PARAMS))
+    assert (float(found), found.dtype) == (1.0, jnp.float32)
+    assert float(optimizers.get_learning_rate(optimizers.set_learning_rate(optimizers.get("sgd").init(PARAMS), rate))) == 1.0
+
+
+@pytest.mark.parametrize("rate", [-0.1, np.nan, np.inf, True, np.True_, "0.1", np.ones(2), [0.1], 1j])
+def test_what_is_no_rate_is_an_error(rate: Any):
+    with pytest.raises(OptimizerError, match=r"A learning rate is a finite number of at least 0. Received: "):
+        optimizers.get("adam", rate)
+    with pytest.raises(OptimizerError, match=r"A learning rate is a finite number of at least 0. Received: "):
+        optimizers.set_learning_rate(optimizers.get("adam").init(PARAMS), rate)
+
+
+@pytest.mark.parametrize(("name", "meant"), [("Adam", "adam"), ("AdamW", "adamw"), ("RMSprop", "rmsprop"), ("adagard", "adagrad")])
+def test_unknown_names_are_errors_that_name_the_one_meant(name: str, meant: str):
+    with pytest.raises(OptimizerError, match=rf"There is no optimizer '{name}'. Did you mean '{meant}'\? Known: \['adabelief', "):
+        optimizers.get(name)
+    with pytest.raises(OptimizerError, match=r"takes a name. Received: 3"):
+        optimizers.get(3)  # type: ignore[arg-type]
+
+
+def test_a_schedule_sets_the_rate_and_is_read():
+    optimizer = optimizers.get("sgd", optax.linear_schedule(1.0, 0.0, 10))
+    state = optimizer.init(PARAMS)
+    rates = []
+    for _ in range(3):
+        _, state = optimizer.update(GRADS, state, PARAMS)
+        rates.append(float(optimizers.get_learning_rate(state)))
+    np.testing.assert_allclose(rates, [1.0, 0.9, 0.8])
+
+
+def test_setting_a_rate_that_a_schedule_sets_is_an_error():
+    state = optax.chain(optax.clip(1.0), optimizers.get("sgd", optax.constant_schedule(0.1))).init(PARAMS)
+    with pytest.raises(OptimizerError, match=r"a schedule computes it before every update \(opt_state\[1\]\)"):
+        optimizers.set_learning_rate(state, 0.5)
+
+
+def test_a_rate_that_is_not_injected_cannot_be_set_but_is_no_error_to_ask_for():
+    for optimizer in (optax.adam(0.1), optax.identity(), optax.inject_hyperparams(optax.clip)(max_delta=1.0)):
+        state = optimizer.init(PARAMS)
+        assert optimizers.get_learning_rate(state) is None
+        with pytest.raises(OptimizerError, match=r"holds it as a constant.*optax.inject_hyperparams\(optax.adam\)\(learning_rate=0.001\)"):
+            optimizers.set_learning_rate(state, 0.5)
+
+
+NESTED = {
+    "chain": lambda sgd: optax.chain(optax.clip(1.0), optax.chain(sgd, optax.identity())),
+    "multi_transform": lambda sgd: optax.multi_transform({"w": sgd, "b": optax.set_to_zero()}, {"w": "w", "b": "b"}),
+    "MultiSteps": lambda sgd: optax.MultiSteps(sgd, 2),
+    "apply_if_finite": lambda sgd: optax.apply_if_finite(sgd, 3),
+    "inside another": lambda sgd: optax.inject_hyperparams(lambda bound: optax.chain(optax.clip(bound), sgd))(bound=1.0),
+}
+
+
+@pytest.mark.parametrize("nest", NESTED)
+def test_the_rate_is_found_and_set_wherever_it_is_nested(nest: str):
+    optimizer = NESTED[nest](optimizers.get("sgd", 0.1))
+    state = optimizer.init(PARAMS)
+    before = jax.tree.map(np.asarray, state)
+    new = optimizers.set_learning_rate(state, 0.5)
+    assert float(optimizers.get_learning_rate(new)) == 0.5
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, state, before)
+    same = [a is b for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(state), strict=True)]
+    assert same.count(False) == 1, "only the rate is another array"
+    for _ in range(2):  # MultiSteps acts on the second
+        updates, new = optimizer.update(GRADS, new, PARAMS)
+    np.testing.assert_allclose(updates["w"], -0.5 * GRADS["w"], rtol=1e-6)
+
+
+def test_several_rates_are_an_error_with_their_paths():
+    optimizer = optax.multi_transform({"w": optimizers.get("sgd"), "b": optimizers.get("adam")}, {"w": "w", "b": "b"})
+    state = optimizer.init(PARAMS)
+    for call in (lambda: optimizers.get_learning_rate(state), lambda: optimizers.set_learning_rate(state, 0.5)):
+        with pytest.raises(OptimizerError, match="several learning rates: ") as error:
+            call()
+        for label in ("b", "w"):
+            assert f"opt_state.inner_states['{label}'].inner_state" in str(error.value)
+
+
+def test_setting_keeps_dtype_and_weak_type():
+    for old in (jnp.bfloat16(0.1), jnp.float32(0.1), jnp.asarray(0.1), np.float32(0.1), 0.1):
+        state = optax.InjectStatefulHyperparamsState(jnp.int32(0), {"learning_rate": old}, {}, optax.EmptyState())
+        new = optimizers.set_learning_rate(state, 0.25).hyperparams["learning_rate"]
+        assert float(new) == 0.25
+        assert jnp.result_type(new) == jnp.result_type(old)
+        if isinstance(old, jax.Array):
+            assert (new.aval, new.sharding, new.committed) == (old.aval, old.sharding, old.committed)
+
+
+@pytest.mark.parametrize("kind", ["pmap", "jit", "jit of committed arrays", "jit of sharded arrays"])
+def test_setting_the_rate_compiles_nothing_and_takes_effect(kind: str, devices: Callable[[int], list[jax.Device]], compilations: Any):
+    optimizer = optax.chain(optax.clip(10.0), optimizers.get("sgd", 0.5))
+    mesh = jax.sharding.Mesh(devices(4), ("replica",))
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        if kind == "pmap":
+            grads = jax.lax.pmean(grads, "replica")
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, grads = {"w": jnp.ones(4)}, {"w": jnp.ones(4)}
+    if kind == "pmap":
+        compiled = jax.pmap(step, axis_name="replica", in_axes=(None, None, 0), out_axes=None, donate_argnums=(0, 1), devices=devices(4))
+        grads = {"w": np.ones((4, 4), np.float32)}
+    else:
+        compiled = jax.jit(step, donate_argnums=(0, 1))
+    state = optimizer.init(params)
+    if kind == "jit of committed arrays":
+        params, state, grads = jax.device_put((params, state, grads), devices(1)[0])
+    elif kind != "jit":
+        params, state = jax.device_put((params, state), replicated)
+    params, state = compiled(params, state, grads)
+    params, state = compiled(params, state, grads)
+    np.testing.assert_array_equal(params["w"], np.zeros(4))
+    with compilations.counted() as count:
+        for rate in (0.25, np.float32(2.0)):
+            old = optimizers.get_learning_rate(state)
+            state = optimizers.set_learning_rate(state, rate)
+            assert optimizers.get_learning_rate(state).sharding == old.sharding
+            params, state = compiled(params, state, grads)
+    assert count.names == []
+    np.testing.assert_array_equal(params["w"], np.full(4, -2.25))
+
+
+def test_setting_again_and_again_does_not_touch_the_callers_array():
+    value = np.ones((), np.float32)
+    state = optimizers.set_learning_rate(optimizers.get("sgd").init(PARAMS), value)
+    value[...] = 7.0
+    assert float(optimizers.get_learning_rate(state)) == 1.0
