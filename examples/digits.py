@@ -1,6 +1,6 @@
 """Trains a small CNN on scikit-learn's handwritten digits; stop it with Ctrl-C and start it again, and it goes on where it was.
 
-    python examples/digits.py [--directory runs/digits] [--epochs 15]
+python examples/digits.py [--directory runs/digits] [--epochs 15]
 """
 
 import argparse

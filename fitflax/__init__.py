@@ -10,8 +10,10 @@ import importlib.metadata
 
 from fitflax import callbacks, checkpoints, data, errors, losses, metrics, optimizers, parallel
 from fitflax.callbacks.history import History
+from fitflax.callbacks.serial import serial
 from fitflax.checkpoints.checkpoint import Checkpoint, Summary
-from fitflax.loop import EvalLoop, TrainLoop, serial
+from fitflax.evaluation import EvalLoop
+from fitflax.loop import TrainLoop
 from fitflax.state import TrainState
 from fitflax.trainer import Trainer
 from fitflax.triggers import at, every, first

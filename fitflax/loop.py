@@ -1,139 +1,26 @@
-"""The loops: WHEN things happen. `TrainLoop` yields checkpoints, `EvalLoop` adds evaluation metrics to them.
+"""The training loop: WHEN things happen. `TrainLoop` yields checkpoints; `fit` is a `for` over one.
 
 `TrainLoop._epochs` is the whole order of a run, top to bottom; what it calls happens in one place each. The loop never waits for the newest step: it
 keeps a bounded number in flight, and values come to the host when somebody reads them.
 """
 
-import collections
 import dataclasses
 import time
-import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Self
 
-import jax
-
-from fitflax.callbacks.base import Callback, CallbackList
-from fitflax.checkpoints.checkpoint import Checkpoint, Point, Summary, Timer
+from fitflax.callbacks.base import CallbackList
+from fitflax.checkpoints.checkpoint import Checkpoint, Point, Timer
 from fitflax.data import FedBatch, Feed, Position
-from fitflax.errors import ConfigError, DataError, FitflaxWarning
-from fitflax.logs import Logs, StepValues, Values
+from fitflax.errors import ConfigError
+from fitflax.evaluation import EvalLoop, InFlight, Interrupted
+from fitflax.logs import Logs, StepValues
 from fitflax.program import LiveState, Program
 from fitflax.signals import Interruption
-from fitflax.state import TrainState
-from fitflax.step import EvalSums, TrainSums
+from fitflax.step import TrainSums
 from fitflax.triggers import Moment, Schedule, Trigger
 
-__all__ = ["EvalLoop", "Progress", "RunPlan", "TrainLoop", "Validation", "serial"]
-
-
-class Interrupted(Exception):
-    """Leaves an evaluation because a signal asked to stop; never reaches users."""
-
-
-class InFlight:
-    """Bounds how many dispatched steps may be unfinished: memory, and on CPU a deadlock of collectives, depend on it.
-
-    Args:
-        limit: How many.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._pending: collections.deque[Any] = collections.deque()
-
-    def add(self, value: Any) -> None:
-        """Notes a result of a step just dispatched, and waits for the one that is `limit` steps older."""
-        self._pending.append(value)
-        if len(self._pending) > self._limit:
-            jax.block_until_ready(self._pending.popleft())
-
-
-class EvalLoop:
-    """Evaluates a state over data. Called with a checkpoint it returns a `Summary`; several can follow one another.
-
-    Made by `Trainer.eval_loop`.
-
-    Args:
-        program: The compiled steps.
-        make_feed: Makes the batches, anew for each evaluation.
-        steps: Batches of an evaluation; `None` for all.
-        name: The group of its metrics.
-        callbacks: Whose `on_test_*` hooks are called.
-        interruption: A signal noted here ends an evaluation at its next batch.
-
-    >>> import fitflax, numpy as np
-    >>> from flax import linen as nn
-    >>> trainer = fitflax.Trainer(nn.Dense(1))
-    >>> trainer.compile("sgd", "mse")
-    >>> data = (np.ones((8, 2)), np.ones((8, 1)))
-    >>> evaluate = trainer.eval_loop(data, name="valid")
-    >>> [sorted(evaluate(c).metrics) for c in trainer.train_loop(data, steps=1)]
-    [['train', 'valid']]
-    """
-
-    def __init__(
-        self,
-        program: Program,
-        make_feed: Callable[[], Feed],
-        *,
-        steps: int | None = None,
-        name: str = "eval",
-        callbacks: CallbackList | None = None,
-        interruption: Interruption | None = None,
-    ) -> None:
-        self._program = program
-        self._make_feed = make_feed
-        self._steps = steps
-        self.name = name
-        self._callbacks = callbacks or CallbackList()
-        self._interruption = interruption
-
-    def __call__(self, checkpoint: Checkpoint) -> Summary:
-        """Returns `checkpoint` with the metrics of its state; the state is borrowed, not copied."""
-        values = self.evaluate(checkpoint.borrow())
-        return checkpoint.with_metrics(self.name, values, self.directions)
-
-    @property
-    def directions(self) -> dict[str, str | None]:
-        """By key, which direction is better; known after the first evaluation."""
-        return self._program.structure(train=False).directions
-
-    def evaluate(self, state: TrainState) -> dict[str, float]:
-        """Returns the metrics of `state`, read in one transfer at the end.
-
-        Raises:
-            DataError: The data has no batch.
-        """
-        feed = self._make_feed()
-        hooks = self._callbacks
-        in_flight = InFlight(self._program.strategy.max_in_flight)
-        hooks.call("on_test_begin", {})
-        sums: EvalSums | None = None
-        values: Values | None = None
-        batch = 0
-        while self._steps is None or batch < self._steps:
-            if self._interruption is not None and self._interruption.requested:
-                raise Interrupted
-            fed = feed.next()
-            if fed is None:
-                break
-            if sums is None:
-                self._program.prepare(state, fed.batch, train=False)
-                sums = self._program.empty_eval_sums()
-            hooks.call("on_test_batch_begin", batch, {})
-            sums, values = self._program.evaluate(state, sums, fed)
-            in_flight.add(values.vector)
-            if hooks.wants("on_test_batch_end"):
-                hooks.call("on_test_batch_end", batch, Logs(values, directions=self.directions))
-            batch += 1
-        if values is None:
-            raise DataError(f"The data of {self.name!r} yields no batch.")
-        if self._steps is not None and batch < self._steps:
-            warnings.warn(f"The data of {self.name!r} ended after {batch} of {self._steps} batches.", FitflaxWarning, stacklevel=2)
-        logs = Logs(values, directions=self.directions)
-        hooks.call("on_test_end", logs)
-        return dict(logs)
+__all__ = ["Progress", "RunPlan", "TrainLoop", "Validation"]
 
 
 @dataclasses.dataclass
@@ -455,7 +342,7 @@ class TrainLoop:
         progress.step += 1
         progress.step_in_epoch += 1
         progress.position = fed.position
-        self._in_flight.add(self._values.vector)
+        self._in_flight.add(self._values)
         if hooks.wants("on_train_batch_end"):
             hooks.call("on_train_batch_end", progress.step_in_epoch - 1, Logs(self._values, directions=self._program.directions))
 
@@ -565,43 +452,3 @@ class TrainLoop:
     def _info(self) -> dict[str, Any]:
         history = self._run_state()["callbacks"].get("History", {}).get("rows", [])
         return {**self.plan.info, "progress": self.progress.as_json(), "history": history}
-
-
-class Serial:
-    """Functions `checkpoint -> checkpoint` as one; made by `serial`."""
-
-    def __init__(self, steps: Sequence[Callable[[Any], Any]]) -> None:
-        self._steps = tuple(steps)
-
-    def __call__(self, checkpoint: Any) -> Any:
-        """Hands `checkpoint` from one function to the next and returns what the last one returns."""
-        for step in self._steps:
-            checkpoint = step(checkpoint)
-        return checkpoint
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Waits for saves and closes writers."""
-        for step in self._steps:
-            if isinstance(step, Callback | Serial):
-                step.close()
-
-
-def serial(*steps: Callable[[Any], Any]) -> Serial:
-    """Returns functions `checkpoint -> checkpoint` as one: evaluation loops, callbacks, others; a context manager that closes writers.
-
-    Raises:
-        ConfigError: One of them cannot be called.
-
-    >>> serial(lambda c: c + 1, lambda c: c * 2)(3)
-    8
-    """
-    for step in steps:
-        if not callable(step):
-            raise ConfigError(f"serial() takes functions checkpoint -> checkpoint. Received: {step!r}.")
-    return Serial(steps)

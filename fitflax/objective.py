@@ -186,8 +186,7 @@ class Objective:
             raise
         except Exception as error:
             raise MetricError(
-                f"The metric {entry.key!r} fails on outputs {describe_shapes(outputs)} and targets {describe_shapes(targets)}: "
-                f"{type(error).__name__}: {error}"
+                f"The metric {entry.key!r} fails on outputs {describe_shapes(outputs)} and targets {describe_shapes(targets)}: {type(error).__name__}: {error}"
             ) from error
 
 

@@ -23,7 +23,7 @@ from fitflax.objective import Objective
 from fitflax.parallel import Strategy
 from fitflax.state import Batch, PyTree, TrainState
 
-__all__ = ["ComputeLoss", "EvalSums", "Streams", "Task", "TrainSums", "TrainStep", "split_key"]
+__all__ = ["ComputeLoss", "EvalSums", "Streams", "Task", "TrainStep", "TrainSums", "split_key"]
 
 ComputeLoss = Callable[..., tuple[Any, dict[str, PyTree], dict[str, Any]]]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
@@ -160,9 +160,7 @@ class Task:
         values, aux = self.objective.losses(outputs, batch.y)
         return values, changed, {**aux, OUTPUTS: outputs}
 
-    def _forward(
-        self, params: PyTree, model_state: dict[str, PyTree], batch: Batch, *, rngs: dict[str, jax.Array], train: bool
-    ) -> tuple[jax.Array, _Losses]:
+    def _forward(self, params: PyTree, model_state: dict[str, PyTree], batch: Batch, *, rngs: dict[str, jax.Array], train: bool) -> tuple[jax.Array, _Losses]:
         """Returns this replica's part of the global loss, and the rest of what the pass yields."""
         compute = self.compute_loss or self.default_loss
         values, changed, aux = _checked_triple(compute(params, model_state, batch, rngs=rngs, train=train))
@@ -192,7 +190,9 @@ class Task:
             chosen = weights if entry.weighted else mask
             metrics[entry.key] = self.objective.update(entry, jax.lax.stop_gradient(outputs), batch.y, chosen)
         kept = {name: tree for name, tree in changed.items() if name not in self.transient}
-        return local, _Losses(jax.tree.map(jax.lax.stop_gradient, metrics), {**model_state, **kept})
+        # One by one: mapping over the dict would sort it, and its order is the order in which values are shown.
+        metrics = {key: jax.tree.map(jax.lax.stop_gradient, metric) for key, metric in metrics.items()}
+        return local, _Losses(metrics, {**model_state, **kept})
 
     def _mean_part(self, name: str, values: jax.Array, batch: Batch, weights: jax.Array, mask: jax.Array) -> tuple[Mean, jax.Array]:
         """Returns the logged mean of one part of the loss, and this replica's share of its global mean."""
@@ -209,7 +209,9 @@ class Task:
                 f"{'It' if name == 'loss' else f'That of output {name!r}'} returned {list(values.shape)}."
             )
         if weights.ndim > values.ndim or any(have not in (1, want) for have, want in zip(weights.shape, values.shape, strict=False)):
-            raise LossError(f"sample_weight of shape {list(weights.shape)} does not fit the loss's values of shape {list(values.shape)}, aligned from the left.")
+            raise LossError(
+                f"sample_weight of shape {list(weights.shape)} does not fit the loss's values of shape {list(values.shape)}, aligned from the left."
+            )
         total, weight = weighted_sums(values, weights)
         return Mean().add(values, weights), _ratio(total, self.strategy.sum(jax.lax.stop_gradient(weight)))
 

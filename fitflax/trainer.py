@@ -14,36 +14,30 @@ import optax
 from flax import linen as nn
 from flax.core.scope import DenyList
 
-from fitflax import optimizers
-from fitflax.callbacks import Callback, ModelCheckpoint, ProgressBar
+from fitflax import arguments, evaluation, optimizers
+from fitflax.callbacks import Callback, ModelCheckpoint
 from fitflax.callbacks.base import CallbackList
 from fitflax.callbacks.history import History
-from fitflax.checkpoints.msgpack_format import from_saved, restore_tree
 from fitflax.checkpoints.closing import load_closing_row
+from fitflax.checkpoints.msgpack_format import from_saved
+from fitflax.checkpoints.resume import check_settings, find_resume, fit_to, restored_state
 from fitflax.checkpoints.store import Saved, load_checkpoint, save_checkpoint
 from fitflax.data import Batcher, Feed, Position, Source, adapt
 from fitflax.data.adapt import is_in_memory
 from fitflax.data.arrays import ArraySource
 from fitflax.data.batch import Selection, Triple
-from fitflax.data.streams import OneShotSource
-from fitflax.errors import (
-    CheckpointNotFoundError,
-    ConfigError,
-    DataError,
-    FitflaxWarning,
-    NotReadyError,
-    OptimizerError,
-    RestoreError,
-)
+from fitflax.data.feeds import Feeder
+from fitflax.errors import ConfigError, DataError, FitflaxWarning, NotReadyError, OptimizerError, RestoreError
+from fitflax.evaluation import EvalLoop
 from fitflax.logs import StepValues
-from fitflax.loop import EvalLoop, Progress, RunPlan, TrainLoop, Validation
+from fitflax.loop import Progress, RunPlan, TrainLoop, Validation
 from fitflax.model import adapt_module, mutable_filter
 from fitflax.objective import Objective
 from fitflax.parallel import DataParallel, Strategy
 from fitflax.program import LiveState, Program, scalar_loss_error
 from fitflax.signals import Interruption
 from fitflax.state import Batch, PyTree, TrainState
-from fitflax.step import Streams, Task, TrainSums
+from fitflax.step import Task, TrainSums
 from fitflax.triggers import Trigger
 from fitflax.triggers import every as make_every
 
@@ -101,7 +95,7 @@ class Trainer:
         self._module = adapt_module(model, train_kwargs=train_kwargs, eval_kwargs=eval_kwargs, keyword_inputs=isinstance(inputs, dict))
         self._model = model
         self._seed = seed
-        self._streams = _streams(rngs)
+        self._streams = arguments.streams_of(rngs)
         self._transient = tuple(transient)
         self._mutable = mutable_filter(mutable, self._transient)
         self._strategy = DataParallel() if parallel is None else parallel
@@ -110,6 +104,7 @@ class Trainer:
         self._program: Program | None = None
         self._is_compiled = False
         self._pad = True
+        self._feeder = Feeder(self._strategy.num_replicas, pad=True)
         self._live: LiveState | None = None
         # A restored optimizer state, until compile() says what it is of.
         self._unplaced: tuple[Any, Saved] | None = None
@@ -118,8 +113,6 @@ class Trainer:
         self._stop_reason: str | None = None
         self._is_stopping = False
         self._last_loop: TrainLoop | None = None
-        self._one_shot: Feed | None = None
-        self._batchers: dict[str, Batcher] = {}
 
     # -- what users may look at --
 
@@ -242,7 +235,7 @@ class Trainer:
         self._pad = pad
         self._is_compiled = True
         self._program = self._make_program(objective)
-        self._batchers = {}
+        self._feeder = Feeder(self._strategy.num_replicas, pad)
         if self._live is not None and not is_same:
             self._start_optimizer()
 
@@ -269,7 +262,7 @@ class Trainer:
         if self._unplaced is not None:
             saved_state, saved = self._unplaced
             target = jax.eval_shape(self._optimizer.init, state.params)
-            opt_state = self._strategy.put(_restored(target, saved_state, saved, "train/opt_state"))
+            opt_state = self._strategy.put(fit_to(target, saved_state, saved, "train/opt_state"))
             self._unplaced = None
         else:
             # Copied, because an optimizer may keep the parameters themselves, whose buffers the step takes only once.
@@ -369,43 +362,10 @@ class Trainer:
     def _adapt(self, data: Any, *arguments: Any, **options: Any) -> Source:
         return adapt(data, *arguments, seed=self._seed, selection=self._selection, **options)
 
-    def _train_feed(self, source: Source, class_weight: Mapping[int, float] | None, position: Position | None = None) -> Feed:
-        """Returns the batches to train on, from where the last run left the passes over the data."""
-        if isinstance(source, OneShotSource) and self._one_shot is not None:
-            earlier = self._one_shot.source
-            if isinstance(earlier, OneShotSource) and earlier.iterator is source.iterator:
-                return self._one_shot
-        size = source.batch_size
-        if size is not None and source.num_examples is not None:
-            size = min(size, source.num_examples)  # Fewer examples than one batch are a smaller batch, not one that is mostly padding.
-        batcher = Batcher(num_replicas=self._strategy.num_replicas, size=size, pad=self._pad, class_weight=class_weight)
-        if position is None:
-            last = Position() if self._last_loop is None else self._last_loop.progress.position
-            position = Position(last.passes + (last.examples > 0)) if source.can_restart else Position()
-        feed = Feed(source, batcher, position)
-        self._one_shot = feed if isinstance(source, OneShotSource) else None
-        return feed
-
-    def _eval_feeds(self, source: Source, name: str, steps: int | None) -> Callable[[], Feed]:
-        """Returns what makes the batches of each evaluation over `source`."""
-        batcher = Batcher(num_replicas=self._strategy.num_replicas, size=source.batch_size, pad=self._pad)
-        if source.is_endless and steps is None:
-            raise ConfigError(f"The data of {name!r} never ends. Say how many batches to evaluate: validation_steps= in fit, steps= elsewhere.")
-        if source.can_restart:
-            return lambda: Feed(source, batcher)
-        once = Feed(source, batcher)
-        served = []
-
-        def serve() -> Feed:
-            if served and steps is None:
-                raise DataError(
-                    f"The data of {name!r} is an iterator that has been used up. Pass a function that makes one, `lambda: ...`, or a list; "
-                    "or say with validation_steps how many of its batches each validation takes."
-                )
-            served.append(True)
-            return once
-
-        return serve
+    def _next_position(self, source: Source) -> Position:
+        """Returns where the passes over the data go on: a new run begins a new pass."""
+        last = Position() if self._last_loop is None else self._last_loop.progress.position
+        return Position(last.passes + (last.examples > 0)) if source.can_restart else Position()
 
     def _check_whole(self, program: Program, source: Source, *, train: bool) -> None:
         """Checks what can be known of in-memory data before the first step."""
@@ -484,16 +444,22 @@ class Trainer:
             CheckpointError: A checkpoint, or the directory of one, cannot be used.
         """
         self._need_compiled("fit")
-        _check_counts(steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch, validation_steps=validation_steps, log_every=log_every)
+        arguments.check_counts(steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch, validation_steps=validation_steps, log_every=log_every)
         source, held_out = self._fit_source(data, y, sample_weight, batch_size, shuffle, drop_remainder, validation_split)
         if held_out is not None and validation_data is not None:
             raise ConfigError("validation_split and validation_data are both given; one of them says what to validate on.")
-        self._check_end(source, steps, epochs, steps_per_epoch, validation_data)
-        frequency = _validation_frequency(validation_freq)
+        validates = validation_data is not None or held_out is not None
+        arguments.check_end(source, steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch, validates=validates)
+        frequency = arguments.validation_frequency(validation_freq)
         self._history, self._is_stopping, self._stop_reason = History(), False, None
-        hooks = CallbackList([*callbacks, self._history, *_default_bar(callbacks, verbose)])
+        callbacks = list(callbacks)
+        hooks = CallbackList([*callbacks, self._history, *arguments.default_bar(callbacks, verbose)])
         settings = {"seed": self._seed, "batch_size": source.batch_size, "steps_per_epoch": steps_per_epoch, "num_examples": source.num_examples}
-        saved = self._find_resume(resume, hooks)
+        stores = [callback.store for callback in hooks if isinstance(callback, ModelCheckpoint)]
+        saved = find_resume(resume, stores)
+        if saved is None and resume == "auto":
+            # A run that died before its first checkpoint is begun again under its own name, so that its other directories are still its own.
+            self._run_id = stores[0].run_id() or self._run_id
         progress = self._start_progress(saved, settings, initial_epoch)
         with Interruption() as interruption:
             validation = Validation(
@@ -506,7 +472,9 @@ class Trainer:
                 ),
                 frequency,
             )
-            feed = self._train_feed(source, class_weight, progress.position if saved is not None else None)
+            if saved is None:
+                progress.position = self._next_position(source)
+            feed = self._feeder.train(source, class_weight, progress.position)
             progress.position = feed.position
             loop = self._prepare_loop(
                 source,
@@ -550,64 +518,25 @@ class Trainer:
         if not isinstance(source, ArraySource):
             raise ConfigError("validation_split can only be taken from in-memory arrays. Pass validation_data.")
         (x, targets, weights), held_out = source.split(split)
-        train = ArraySource(
-            x, targets, weights, batch_size=source.batch_size or 32, shuffle=shuffle, seed=self._seed, drop_remainder=drop_remainder
-        )
+        train = ArraySource(x, targets, weights, batch_size=source.batch_size or 32, shuffle=shuffle, seed=self._seed, drop_remainder=drop_remainder)
         return train, ArraySource(*held_out, batch_size=source.batch_size or 32)
 
-    @staticmethod
-    def _check_end(source: Source, steps: int | None, epochs: int | None, steps_per_epoch: int | None, validation_data: Any) -> None:
-        if not source.is_endless or steps_per_epoch is not None:
-            return
-        if steps is None:
-            raise ConfigError(
-                "This data never ends, and nothing says where to stop: pass steps=, or steps_per_epoch= with epochs=."
-                + ("" if epochs is None else " epochs= alone does not help, because an epoch of it has no end.")
-            )
-        if validation_data is not None:
-            warnings.warn(
-                "This data never ends, so the whole fit is one epoch, validated once at its end. Pass steps_per_epoch=, or validation_freq=every(steps=...).",
-                FitflaxWarning,
-                stacklevel=3,
-            )
-
-    def _validation_loops(
-        self, data: Any, hooks: CallbackList, interruption: Interruption, *, batch_size: int | None, steps: int | None
-    ) -> list[EvalLoop]:
-        if data is None:
-            return []
+    def _validation_loops(self, data: Any, hooks: CallbackList, interruption: Interruption, *, batch_size: int | None, steps: int | None) -> list[EvalLoop]:
         loops = []
-        for name, one in self._validation_sets(data).items():
+        for name, one in arguments.validation_sets(data, self._selection).items():
             size = {"batch_size": batch_size} if is_in_memory(one) else {}
             source = self._adapt(one, shuffle=False, name=f"validation_data {name!r}", **size)
             loops.append(
                 EvalLoop(
-                    self._need_program("fit"), self._eval_feeds(source, name, steps), steps=steps, name=name, callbacks=hooks, interruption=interruption
+                    self._need_program("fit"), self._feeder.evaluations(source, name, steps), steps=steps, name=name, callbacks=hooks, interruption=interruption
                 )
             )
         return loops
 
-    def _validation_sets(self, data: Any) -> dict[str, Any]:
-        """Returns validation sets by name. A dict is one set only where the trainer was told which of its keys are inputs and it has them."""
-        if not isinstance(data, dict):
-            return {"val": data}
-        wanted = self._selection.inputs
-        keys = set(wanted.values() if isinstance(wanted, dict) else wanted if isinstance(wanted, tuple) else [wanted])
-        if wanted is not None and keys <= set(data):
-            return {"val": data}
-        if not data or not all(isinstance(name, str) and name and name != "train" for name in data):
-            raise ConfigError(f"validation_data by name needs names other than 'train'. Received: {list(data)}.")
-        return data
-
     def _start_progress(self, saved: Saved | None, settings: Mapping[str, Any], initial_epoch: int) -> Progress:
         if saved is None:
             return Progress(step=self.step, first_step=self.step, epoch=initial_epoch)
-        if "progress" not in saved.metadata:
-            raise RestoreError(f"{saved.path} holds a state, but no run that could go on. Use trainer.restore(path) and fit without resume.")
-        before = saved.metadata.get("settings", {})
-        differing = [f"{key} was {before.get(key)!r} and is {value!r}" for key, value in settings.items() if before.get(key) != value]
-        if differing:
-            raise RestoreError(f"{saved.path} cannot be resumed, because the order of examples would differ: {'; '.join(differing)}.")
+        check_settings(saved, settings)
         return Progress.from_json(saved.metadata["progress"])
 
     def _prepare_loop(
@@ -644,7 +573,7 @@ class Trainer:
             self._check_labels(program, source, state, fed.batch)
             if saved is not None and "sums" in saved.run:
                 target = TrainSums(metrics=structure.empty, steps_since_bad=np.int32(0))  # type: ignore[arg-type]
-                sums = self._strategy.put(_restored(target, saved.run["sums"], saved, "run/sums"))
+                sums = self._strategy.put(fit_to(target, saved.run["sums"], saved, "run/sums"))
                 values = StepValues(structure.places, self._strategy.put(np.asarray(saved.run["values"])))
         info = {**plan.info, "run_id": self._run_id}
         loop = TrainLoop(
@@ -693,26 +622,6 @@ class Trainer:
             self._history.rows.append(row)
             loop.skip_closing()
 
-    def _find_resume(self, resume: Any, hooks: CallbackList) -> Saved | None:
-        """Returns the checkpoint to go on from, if there is one."""
-        if resume is None or resume is False:
-            return None
-        if resume is not True and resume != "auto":
-            return load_checkpoint(Path(resume))
-        stores = [callback.store for callback in hooks if isinstance(callback, ModelCheckpoint)]
-        if len(stores) != 1:
-            raise ConfigError(f"resume={resume!r} looks in the directory of the one ModelCheckpoint, but there are {len(stores)}. Pass resume=path.")
-        stores[0].recover()
-        saved, skipped = stores[0].newest_good()
-        for message in skipped:
-            warnings.warn(f"Resuming: a damaged checkpoint is passed over: {message}", FitflaxWarning, stacklevel=3)
-        if saved is None and resume is True:
-            raise CheckpointNotFoundError(f"resume=True, but {stores[0].directory} holds no good checkpoint. resume='auto' would begin a run.")
-        if saved is None:
-            # A run that died before its first checkpoint is begun again under its own name, so that its other directories are still its own.
-            self._run_id = stores[0].run_id() or self._run_id
-        return saved
-
     # -- evaluating and predicting --
 
     def evaluate(
@@ -744,8 +653,9 @@ class Trainer:
         """
         self._need_compiled("evaluate")
         live = self._need_state("evaluate")
-        _check_counts(steps=steps)
-        hooks = CallbackList([*callbacks, *_default_bar(callbacks, verbose)])
+        arguments.check_counts(steps=steps)
+        callbacks = list(callbacks)
+        hooks = CallbackList([*callbacks, *arguments.default_bar(callbacks, verbose)])
         loop, source = self._eval_loop(data, y, sample_weight, steps=steps, batch_size=batch_size, name="eval", hooks=hooks)
         hooks.bind(self, {"test_steps": steps or source.num_batches})
         try:
@@ -759,7 +669,7 @@ class Trainer:
     ) -> tuple[EvalLoop, Source]:
         source = self._adapt(data, y, sample_weight, batch_size=batch_size, shuffle=False)
         program = self._need_program("evaluate")
-        return EvalLoop(program, self._eval_feeds(source, name, steps), steps=steps, name=name, callbacks=hooks), source
+        return EvalLoop(program, self._feeder.evaluations(source, name, steps), steps=steps, name=name, callbacks=hooks), source
 
     def predict(
         self, data: Any, *, steps: int | None = None, batch_size: int | None = None, callbacks: Iterable[Callback] = (), verbose: int | str = 0
@@ -779,58 +689,23 @@ class Trainer:
             ModelError: The module does not run on it, or an output has no axis of examples.
         """
         live = self._need_state("predict")
-        _check_counts(steps=steps)
+        arguments.check_counts(steps=steps)
         source = self._adapt(data, batch_size=batch_size, shuffle=False, inputs_only=True)
         if source.is_endless and steps is None:
             raise ConfigError("This data never ends. Pass steps=.")
-        hooks = CallbackList([*callbacks, *(_default_bar(callbacks, verbose) if verbose else [])])
+        callbacks = list(callbacks)
+        hooks = CallbackList([*callbacks, *arguments.default_bar(callbacks, verbose)])
         hooks.bind(self, {"test_steps": steps or source.num_batches})
         try:
-            return self._predict(live.borrow(), Feed(source, self._batcher("predict", source.batch_size)), steps, hooks)
+            return evaluation.predict(self._predict_program(), live.borrow(), self._feeder.prediction(source), steps=steps, callbacks=hooks)
         finally:
             for callback in hooks:
                 callback.close()
-
-    def _predict(self, state: TrainState, feed: Feed, steps: int | None, hooks: CallbackList) -> PyTree:
-        program = self._predict_program()
-        results: list[PyTree] = []
-        pending: list[tuple[int, int, PyTree]] = []
-
-        def collect() -> None:
-            batch, rows, outputs = pending.pop(0)
-            results.append(jax.tree.map(lambda leaf: leaf[:rows], self._strategy.join(outputs)))
-            hooks.call("on_predict_batch_end", batch, {"outputs": results[-1]})
-
-        hooks.call("on_predict_begin", {})
-        batch = 0
-        while steps is None or batch < steps:
-            fed = feed.next()
-            if fed is None:
-                break
-            if batch == 0:
-                program.check_predict(state, fed.batch)
-            hooks.call("on_predict_batch_begin", batch, {})
-            pending.append((batch, fed.num_real, program.predict(state, fed.batch, batch)))
-            batch += 1
-            if len(pending) > 1:
-                collect()  # The outputs of one batch come to the host while the next one is computed.
-        while pending:
-            collect()
-        if not results:
-            raise DataError("The data yields no batch.")
-        hooks.call("on_predict_end", {})
-        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *results)
 
     def _predict_program(self) -> Program:
         if self._program is None:
             self._program = self._make_program(Objective())
         return self._program
-
-    def _batcher(self, kind: str, size: int | None = None) -> Batcher:
-        """Returns the batcher for calls of one kind: it is kept, so that a smaller batch is padded to the shape that is compiled already."""
-        if kind not in self._batchers or size is not None:
-            self._batchers[kind] = Batcher(num_replicas=self._strategy.num_replicas, size=size, pad=self._pad)
-        return self._batchers[kind]
 
     def train_on_batch(self, batch: Any) -> dict[str, float]:
         """Makes one update and returns loss and metrics of this batch alone, from before the update.
@@ -843,9 +718,7 @@ class Trainer:
             DataError, ModelError, LossError, MetricError: What does not fit.
         """
         self._need_compiled("train_on_batch")
-        feed = Feed(_single(self._selection.split(batch)), self._batcher("train"))
-        fed = feed.next()
-        assert fed is not None
+        fed = self._feeder.single(self._selection.split(batch), "train")
         if self._live is None:
             self._build(fed.batch)
         live, program = self._need_state("train_on_batch"), self._need_program("train_on_batch")
@@ -866,8 +739,7 @@ class Trainer:
         """
         self._need_compiled("test_on_batch")
         live, program = self._need_state("test_on_batch"), self._need_program("test_on_batch")
-        fed = Feed(_single(self._selection.split(batch)), self._batcher("test")).next()
-        assert fed is not None
+        fed = self._feeder.single(self._selection.split(batch), "test")
         program.prepare(live.borrow(), fed.batch, train=False)
         return program.evaluate(live.borrow(), program.empty_eval_sums(), fed)[1].metrics()
 
@@ -883,8 +755,7 @@ class Trainer:
         """
         live, program = self._need_state("predict_on_batch"), self._predict_program()
         inputs = self._selection.split(x, inputs_only=True).x if isinstance(x, dict) else x
-        fed = Feed(_single(Triple(inputs, (), None)), self._batcher("predict_on_batch")).next()
-        assert fed is not None
+        fed = self._feeder.single(Triple(inputs, (), None), "predict")
         program.check_predict(live.borrow(), fed.batch)
         outputs = self._strategy.join(program.predict(live.borrow(), fed.batch, 0))
         return jax.tree.map(lambda leaf: leaf[: fed.num_real], outputs)
@@ -924,12 +795,12 @@ class Trainer:
             ConfigError, DataError, ModelError, LossError, MetricError: As in `fit`.
         """
         self._need_compiled("train_loop")
-        _check_counts(steps=steps, steps_per_epoch=steps_per_epoch)
+        arguments.check_counts(steps=steps, steps_per_epoch=steps_per_epoch)
         if not isinstance(every, Trigger):
             raise ConfigError(f"train_loop(every=...) takes a trigger, such as fitflax.every(steps=10). Received: {every!r}.")
         self._is_stopping, self._stop_reason = False, None
         source = self._adapt(data, y, sample_weight, batch_size=batch_size, shuffle=shuffle, drop_remainder=drop_remainder)
-        feed = self._train_feed(source, class_weight)
+        feed = self._feeder.train(source, class_weight, self._next_position(source))
         settings = {"seed": self._seed, "batch_size": source.batch_size, "steps_per_epoch": steps_per_epoch, "num_examples": source.num_examples}
         progress = Progress(step=self.step, first_step=self.step, position=feed.position)
         plan = RunPlan(end_step=self.step + steps, steps_per_epoch=steps_per_epoch, every=every, info={"settings": settings}, process_start=self.step)
@@ -953,7 +824,7 @@ class Trainer:
             ConfigError, DataError: As in `evaluate`.
         """
         self._need_compiled("eval_loop")
-        _check_counts(steps=steps)
+        arguments.check_counts(steps=steps)
         return self._eval_loop(data, y, sample_weight, steps=steps, batch_size=batch_size, name=name)[0]
 
     # -- saving --
@@ -992,25 +863,14 @@ class Trainer:
         What it must look like follows from the live state, or from a batch; without either the file's own structure is taken, and the first batch shows
         whether it fits.
         """
-        program = self._predict_program()
+        key = jax.random.key(self._seed)
         target: Any = None
         if self._live is not None:
             target = self._live.borrow()
         elif batch is not None:
-            target = program.abstract_state(jax.random.key(self._seed), batch)
-        names = ["params", "model_state"] if weights_only else ["step", "params", "model_state", "key", "ema_params"]
-        key = jax.random.key(self._seed)
-        parts: dict[str, Any] = {"step": np.int32(0), "key": key, "ema_params": None, "opt_state": ()}
-        for name in names:
-            wanted = key if name == "key" else None if target is None else getattr(target, name)
-            found = saved.train[name]
-            is_free = target is None and name != "key"
-            parts[name] = found if is_free else _restored(wanted, found, saved, f"train/{name}")
-        if self._optimizer is not None and not weights_only:
-            opt_target = jax.eval_shape(self._optimizer.init, parts["params"]) if target is None else target.opt_state
-            parts["opt_state"] = _restored(opt_target, saved.train["opt_state"], saved, "train/opt_state")
-        state = self._strategy.put(TrainState(**parts))
-        step = int(parts["step"])
+            target = self._predict_program().abstract_state(key, batch)
+        restored = restored_state(saved, target=target, optimizer=self._optimizer, key=key, weights_only=weights_only)
+        state, step = self._strategy.put(restored), int(restored.step)
         if self._live is None:
             self._live = LiveState(self._strategy, state, step)
         else:
@@ -1020,64 +880,3 @@ class Trainer:
             self._start_optimizer()
         if not weights_only:
             self._run_id = str(saved.metadata.get("run_id", self._run_id))
-
-
-def _restored(target: PyTree, found: Any, saved: Saved, root: str) -> PyTree:
-    return restore_tree(target, found, where=str(saved.path), root=root, key_impls=saved.metadata["key_impls"])
-
-
-def _streams(rngs: Any) -> Streams:
-    if isinstance(rngs, Mapping):
-        if set(rngs) - {"init", "train", "eval"}:
-            raise ConfigError(f"Trainer(rngs=...) by occasion has the keys 'init', 'train' and 'eval'. Received: {list(rngs)}.")
-        return Streams(*(_names(rngs.get(occasion, ())) for occasion in ("init", "train", "eval")))
-    return Streams(_names(rngs), _names(rngs), ())
-
-
-def _names(names: Any) -> tuple[str, ...]:
-    if isinstance(names, str):
-        return (names,)
-    if not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"Trainer(rngs=...) takes names of random streams. Received: {names!r}.")
-    return tuple(name for name in names if name != "params")
-
-
-def _check_counts(**counts: int | None) -> None:
-    for name, value in counts.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1):
-            raise ConfigError(f"{name} must be a positive integer. Received: {value!r}.")
-
-
-def _validation_frequency(value: Any) -> int | frozenset[int] | Trigger:
-    if isinstance(value, Trigger):
-        return value
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    if isinstance(value, list | tuple | set | range) and all(isinstance(epoch, int) and epoch > 0 for epoch in value):
-        return frozenset(value)
-    raise ConfigError(f"validation_freq must be a positive integer, a list of epochs counted from 1, or a trigger. Received: {value!r}.")
-
-
-def _default_bar(callbacks: Iterable[Callback], verbose: int | str) -> list[Callback]:
-    if verbose not in ("auto", 0, 1, 2):
-        raise ConfigError(f"verbose must be 0, 1, 2 or 'auto'. Received: {verbose!r}.")
-    if not verbose or any(isinstance(callback, ProgressBar) for callback in callbacks):
-        return []
-    bar = ProgressBar()
-    if verbose == 2:
-        bar.is_plain = True
-    return [bar]
-
-
-class _SingleBatch(Source):
-    """One batch as a source."""
-
-    def __init__(self, triple: Triple) -> None:
-        self._triple = triple
-
-    def open(self, position: Position) -> Any:
-        return iter((self._triple,))
-
-
-def _single(triple: Triple) -> Source:
-    return _SingleBatch(triple)

@@ -44,11 +44,13 @@ __all__ = [
     "STATE_FILE",
     "from_saved",
     "fsync_directory",
+    "read_document",
     "read_metadata",
     "read_state",
     "restore_tree",
     "to_state_dict",
     "write_checkpoint",
+    "write_document",
 ]
 
 FORMAT_VERSION = 1
@@ -364,8 +366,6 @@ class _Reader:
             raise self.damaged("its structure", "has another checksum than metadata.json says")
 
     def _sequence(self, kind: str, length: int, path: str, depth: int) -> Any:
-        if length > self._left:
-            raise self.damaged(path, f"claims a length of {length}, but {self._left} bytes are left")
         if kind == "dict":
             return self._dict(length, path, depth)
         if kind == "list":
@@ -495,12 +495,85 @@ def _library_versions() -> dict[str, str]:
     return versions
 
 
-def _given_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    taken = sorted({"format_version", "crc32", *_OWN_KEYS} & set(metadata))
+def write_document(path: Path, values: Mapping[str, Any]) -> None:
+    """Writes a JSON file by the rules of `metadata.json`: `format_version` first, `crc32` last, fsynced.
+
+    Args:
+        path: The file.
+        values: JSON values and NumPy scalars; numbers need not be finite.
+
+    Raises:
+        CheckpointError: A value that JSON cannot hold, or a name that is taken. Nothing is written then.
+        OSError: The disk is full or fails.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     write_document(Path(directory, "x.json"), {"loss": math.nan})
+    ...     read_document(Path(directory, "x.json"))["loss"]
+    nan
+    """
+    document = {"format_version": FORMAT_VERSION, **_given_values(values, {"format_version", "crc32"})}
+    text = _render({**document, "crc32": _json_crc32(document)}) + "\n"
+    with open(path, "w", encoding="ascii") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """Returns what `write_document` wrote, verified.
+
+    Args:
+        path: The file.
+
+    Raises:
+        CorruptCheckpointError: The file is missing, empty, not JSON, or differs from what was written by as much as one byte.
+        CheckpointError: It was written by a newer fitflax, in a format that this one does not read, or the disk fails.
+
+    >>> read_document(Path("nowhere.json"))
+    Traceback (most recent call last):
+    fitflax.errors.CorruptCheckpointError: nowhere.json is missing.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CorruptCheckpointError(f"{path} is missing.") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be read: {error.strerror}.") from error
+    if not data:
+        raise CorruptCheckpointError(f"{path} is empty.")
+    try:
+        document = json.loads(data.decode("ascii"))
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{path} is damaged: it is not JSON ({error}).") from error
+    _verify_document(document, data, path)
+    return {key: _from_json(value) for key, value in document.items()}
+
+
+def _verify_document(document: Any, data: bytes, path: Path) -> None:
+    version = document.get("format_version") if isinstance(document, dict) else None
+    if not isinstance(version, int):
+        raise CorruptCheckpointError(f"{path} is damaged: it has no format_version.")
+    if version != FORMAT_VERSION:
+        # Before the checksum: another version may sum up differently.
+        raise CheckpointError(f"{path} has format version {version}, but this fitflax reads version {FORMAT_VERSION}. Use the fitflax that wrote it.")
+    try:
+        # The text must be the very one that was written: a changed space is damage, too.
+        same_text = (_render(document) + "\n").encode("ascii") == data
+        same_sum = _json_crc32({key: value for key, value in document.items() if key != "crc32"}) == document.get("crc32")
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{path} is damaged: {error}.") from error
+    if not (same_text and same_sum):
+        raise CorruptCheckpointError(f"{path} is damaged: its checksum differs.")
+
+
+def _given_values(values: Mapping[str, Any], own_names: set[str]) -> dict[str, Any]:
+    taken = sorted(own_names & set(values))
     if taken:
         raise CheckpointError(f"metadata must leave {', '.join(taken)} to the checkpoint format; give the values other names.")
-    given: dict[str, Any] = _to_json(metadata, "metadata")
-    return {**given, "versions": {**_library_versions(), **given.get("versions", {})}}
+    given: dict[str, Any] = _to_json(values, "metadata")
+    return given
 
 
 # --- A checkpoint directory ----------------------------------------------------------------------------------------------------------------------
@@ -528,18 +601,15 @@ def write_checkpoint(directory: Path, *, train: PyTree, run: PyTree, metadata: M
     """
     train_dict, train_impls = to_state_dict(train, root="train")
     run_dict, run_impls = to_state_dict(run, root="run", keep_lists=True)
-    given = _given_metadata(metadata)
+    _given_values(metadata, {"format_version", "crc32", *_OWN_KEYS})  # A fault in the metadata comes before any work.
     with open(directory / STATE_FILE, "wb") as state_file:
         writer = _Writer(state_file)
         writer.node({"train": train_dict, "run": run_dict}, "")
         state_file.flush()
         os.fsync(state_file.fileno())
-    sums = {"structure_crc32": writer.structure_crc32, "state_bytes": writer.num_bytes}
-    document = {"format_version": FORMAT_VERSION, **given, "arrays": writer.arrays, "key_impls": {**train_impls, **run_impls}, **sums}
-    with open(directory / METADATA_FILE, "w", encoding="ascii") as metadata_file:
-        metadata_file.write(_render({**document, "crc32": _json_crc32(document)}) + "\n")
-        metadata_file.flush()
-        os.fsync(metadata_file.fileno())
+    own = {"arrays": writer.arrays, "key_impls": {**train_impls, **run_impls}, "structure_crc32": writer.structure_crc32, "state_bytes": writer.num_bytes}
+    versions = {**_library_versions(), **metadata.get("versions", {})}
+    write_document(directory / METADATA_FILE, {**metadata, "versions": versions, **own})
     fsync_directory(directory)
 
 
@@ -573,42 +643,11 @@ def read_metadata(directory: Path) -> dict[str, Any]:
     path = directory / METADATA_FILE
     if not directory.is_dir():
         raise CheckpointNotFoundError(f"There is no checkpoint directory {directory}{' (it is a file)' if directory.exists() else ''}.")
-    try:
-        with open(path, "rb") as file:
-            data = file.read()
-    except FileNotFoundError as error:
-        raise CorruptCheckpointError(f"{path} is missing.") from error
-    except OSError as error:
-        raise CheckpointError(f"{path} could not be read: {error.strerror}.") from error
-    if not data:
-        raise CorruptCheckpointError(f"{path} is empty.")
-    try:
-        document = json.loads(data.decode("ascii"))
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{path} is damaged: it is not JSON ({error}).") from error
-    return {key: _from_json(value) for key, value in _verified(document, data, path).items()}
-
-
-def _verified(document: Any, data: bytes, path: Path) -> dict[str, Any]:
-    version = document.get("format_version") if isinstance(document, dict) else None
-    if not isinstance(version, int):
-        raise CorruptCheckpointError(f"{path} is damaged: it has no format_version.")
-    if version != FORMAT_VERSION:
-        # Before the checksum: another version may sum up differently.
-        raise CheckpointError(f"{path} has format version {version}, but this fitflax reads version {FORMAT_VERSION}. Use the fitflax that wrote it.")
-    try:
-        # The text must be the very one that was written: a changed space is damage, too.
-        same_text = (_render(document) + "\n").encode("ascii") == data
-        same_sum = _json_crc32({key: value for key, value in document.items() if key != "crc32"}) == document.get("crc32")
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{path} is damaged: {error}.") from error
-    if not (same_text and same_sum):
-        raise CorruptCheckpointError(f"{path} is damaged: its checksum differs.")
+    document = read_document(path)
     lacking = sorted(key for key, kind in _OWN_KEYS.items() if not isinstance(document.get(key), kind))
     if lacking:
         raise CorruptCheckpointError(f"{path} is damaged: it lacks {', '.join(lacking)}.")
-    checked: dict[str, Any] = document
-    return checked
+    return document
 
 
 def read_state(directory: Path, metadata: Mapping[str, Any], *, roots: Collection[str] = ("train", "run")) -> dict[str, Any]:

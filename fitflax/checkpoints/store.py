@@ -23,7 +23,6 @@ A store is used by one thread at a time. Several stores of one process may share
 
 import contextlib
 import dataclasses
-import json
 import math
 import operator
 import os
@@ -36,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from fitflax.checkpoints import msgpack_format
-from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError, DirectoryInUseError, FitflaxWarning
+from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, DirectoryInUseError, FitflaxWarning
 from fitflax.state import PyTree
 
 __all__ = ["CheckpointStore", "Saved", "find_checkpoint", "load_checkpoint", "save_checkpoint"]
@@ -44,7 +43,7 @@ __all__ = ["CheckpointStore", "Saved", "find_checkpoint", "load_checkpoint", "sa
 # Tells this process's files from those of dead ones; a process id would not do, in containers it is the same each time.
 _PROCESS = secrets.token_hex(4)
 
-_STEP = re.compile(r"step_(\d{8,})")
+_STEP = re.compile(r"step_(\d{8}|[1-9]\d{8,})")
 _OLD = re.compile(r"\.old-(?P<since>\d+)\.[0-9a-f]+")
 _UNDO = re.compile(r"\.undo-[0-9a-f]+")
 _REPLACED = re.compile(r"\.replaced-(?P<name>.+)\.[0-9a-f]+")
@@ -101,10 +100,7 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Returns the steps of all complete checkpoints, ascending; hidden names and foreign files do not count. Nothing is verified."""
-        matches = [(entry, _STEP.fullmatch(entry.name)) for entry in self._entries()]
-        # The comparison leaves out step_000000040, which path() would not find again.
-        found = [int(match[1]) for entry, match in matches if match and entry.is_dir()]
-        return sorted(step for step in set(found) if self.path(step).is_dir())
+        return sorted(int(match[1]) for entry in self._entries() if (match := _STEP.fullmatch(entry.name)) and entry.is_dir())
 
     def latest(self) -> int | None:
         """Returns the largest step, or `None`."""
@@ -131,6 +127,16 @@ class CheckpointStore:
             if value is not None and (best is None or (value < best[0] if mode == "min" else value > best[0])):
                 best = value, step
         return None if best is None else best[1]
+
+    def metric(self, step: int, monitor: str) -> float | None:
+        """Returns a metric of a checkpoint by its flat name; `None` if it has no such number, or its metadata cannot be read."""
+        return _metric(self._metadata(step), monitor)
+
+    def wanted(self, owner: str) -> list[int]:
+        """Returns the steps that `owner` wants and that are there, ascending."""
+        retention = self._retention()
+        wishes = set() if retention is None else set(retention["owners"].get(owner, ()))
+        return [step for step in self.steps() if step in wishes]
 
     def read(self, step: int | None = None) -> Saved:
         """Returns the checkpoint of `step`, by default the latest, verified.
@@ -163,7 +169,7 @@ class CheckpointStore:
     def run_id(self) -> str | None:
         """Returns the run that the checkpoints belong to, or, without checkpoints, the one that last claimed the directory; `None` if unknown."""
         found = (self._metadata(step).get("run_id") for step in reversed(self.steps()))
-        return next((run_id for run_id in found if run_id is not None), self._read_json(_RUN).get("run_id"))
+        return next((run_id for run_id in found if run_id is not None), self._read(_RUN).get("run_id"))
 
     def claim(self, run_id: str, *, overwrite: bool) -> None:
         """Makes the directory this run's, and tidies up after processes that died in it. To be called before the first step.
@@ -179,7 +185,7 @@ class CheckpointStore:
         with _disk_errors("claim", self.directory):
             _make_directory(self.directory)
             claim = {"run_id": run_id, "process": _PROCESS}
-            if self._read_json(_RUN) != claim:  # Otherwise another owner of this run was here: what it set aside must not come back.
+            if not claim.items() <= self._read(_RUN).items():  # Otherwise another owner of this run was here: what it set aside must not come back.
                 self.recover()
             others = {step: other for step, other in self._run_ids().items() if other != run_id}
             if others and not overwrite:
@@ -342,21 +348,18 @@ class CheckpointStore:
 
     def _retention(self) -> dict[str, Any] | None:
         """Returns what `retention.json` holds, or `None` when it is missing or damaged."""
-        table = self._read_json(_RETENTION)
+        table = self._read(_RETENTION)
         owners, unknown = table.get("owners"), table.get("unknown")
         lists = [unknown, *(owners.values() if isinstance(owners, dict) else [None])]
         readable = all(isinstance(steps, list) and all(isinstance(step, int) for step in steps) for steps in lists)
         return table if readable else None
 
-    def _read_json(self, name: str) -> dict[str, Any]:
+    def _read(self, name: str) -> dict[str, Any]:
+        """Returns what a file of the directory's own holds, or `{}` when it is missing or damaged."""
         try:
-            with open(self.directory / name, encoding="utf-8") as file:
-                value = json.load(file)
-        except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
-            return {}
-        except OSError as error:
-            raise CheckpointError(f"Could not read {self.directory / name}: {error}.") from error
-        return value if isinstance(value, dict) else {}
+            return msgpack_format.read_document(self.directory / name)
+        except CorruptCheckpointError:
+            return {}  # Both files can be done without; the damage shows in what is kept.
 
     def _metadata(self, step: int, *, warn: bool = False) -> dict[str, Any]:
         """Returns a checkpoint's metadata, or `{}`: those who call this can do without, and reading the checkpoint says what is wrong."""
@@ -369,7 +372,7 @@ class CheckpointStore:
 
     def _run_ids(self) -> dict[int, str | None]:
         """Returns the run of each complete checkpoint; where its metadata is damaged, the run that claimed the directory."""
-        noted = self._read_json(_RUN).get("run_id")
+        noted = self._read(_RUN).get("run_id")
         return {step: self._metadata(step).get("run_id", noted) for step in self.steps()}
 
 
@@ -452,7 +455,7 @@ def _looks_like_checkpoint(path: Path) -> bool:
 
 def _is_only_checkpoint(path: Path) -> bool:
     """Returns whether replacing `path` loses a checkpoint and nothing else."""
-    known = {msgpack_format.METADATA_FILE, msgpack_format.STATE_FILE}
+    known = {msgpack_format.METADATA_FILE, msgpack_format.STATE_FILE, "closing.json"}
     return path.is_dir() and not path.is_symlink() and _looks_like_checkpoint(path) and {entry.name for entry in path.iterdir()} <= known
 
 
@@ -555,13 +558,10 @@ def _delete(entry: Path) -> None:
         trash.unlink()
 
 
-def _replace_file(path: Path, value: Any) -> None:
+def _replace_file(path: Path, values: Mapping[str, Any]) -> None:
     temporary = path.parent / f".{path.name.lstrip('.')}.tmp-{_PROCESS}-{_random()}"
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(json.dumps(value, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        msgpack_format.write_document(temporary, values)
         os.replace(temporary, path)
         msgpack_format.fsync_directory(path.parent)
     except BaseException:

@@ -7,4 +7,4 @@ from fitflax.data.adapt import adapt
 from fitflax.data.batch import Batcher, FedBatch, Position
 from fitflax.data.streams import Feed, Source
 
-__all__ = ["Batcher", "Feed", "FedBatch", "Position", "Source", "adapt"]
+__all__ = ["Batcher", "FedBatch", "Feed", "Position", "Source", "adapt"]

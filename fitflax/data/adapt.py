@@ -59,9 +59,7 @@ def adapt(
         return ArraySource(x, targets, weights, batch_size=size, shuffle=shuffle, seed=seed, drop_remainder=drop_remainder)
     given = [key for key, value in (("y", y), ("sample_weight", sample_weight), ("batch_size", batch_size)) if value is not None]
     if isinstance(data, str | bytes) or data is None or not (callable(data) or hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
-        raise DataError(
-            f"`{name}` must be arrays, an iterable of batches, or a function that makes an iterator of batches. Received: a {type(data).__name__}."
-        )
+        raise DataError(f"`{name}` must be arrays, an iterable of batches, or a function that makes an iterator of batches. Received: a {type(data).__name__}.")
     if given or drop_remainder:
         raise ConfigError(
             f"{', '.join(given or ['drop_remainder'])} can only be given with in-memory arrays; batches of `{name}` (a {type(data).__name__}) hold their own."

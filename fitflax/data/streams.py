@@ -63,9 +63,11 @@ class Feed:
         self._position = position
         self._iterator: Iterator[Triple] | None = None
         self._pushed_back: FedBatch | None = None
+        self._has_begun = False
 
     def next(self) -> FedBatch | None:
         """Returns the next batch, or `None` at the end of a pass; the call after that begins the next pass."""
+        self._has_begun = True
         if self._pushed_back is not None:
             fed, self._pushed_back = self._pushed_back, None
             return fed
@@ -79,6 +81,11 @@ class Feed:
         batch, num_real = self.batcher(triple)
         self._position = Position(self._position.passes, self._position.examples + num_real)
         return FedBatch(batch, num_real, self._position)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a batch has been asked for."""
+        return self._has_begun
 
     @property
     def position(self) -> Position:

@@ -1,7 +1,6 @@
 import builtins
 import contextlib
 import errno
-import json
 import math
 import os
 import pathlib
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 
 from fitflax.checkpoints import store as store_module
+from fitflax.checkpoints.msgpack_format import read_document
 from fitflax.checkpoints.store import CheckpointStore, Saved, find_checkpoint, load_checkpoint, save_checkpoint
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, DirectoryInUseError, FitflaxWarning
 
@@ -216,6 +216,13 @@ def test_a_stale_checkpoint_of_the_same_step_is_replaced_and_so_are_wishes_for_i
     assert store.steps() == [2]
 
 
+def test_what_an_owner_wants_and_what_a_checkpoint_measured_can_be_asked(store):
+    for step in (1, 2):
+        save(store, step, keep=[1, 9], metrics={"val": {"loss": step / 2}})
+    assert (store.wanted("model"), store.wanted("best")) == ([1, 2], [])
+    assert (store.metric(1, "val_loss"), store.metric(1, "loss"), store.metric(9, "val_loss")) == (0.5, None, None)
+
+
 def test_retain_changes_wishes_without_saving(store):
     for step in (1, 2, 3):
         save(store, step, keep=[1, 2, 3])
@@ -224,7 +231,7 @@ def test_retain_changes_wishes_without_saving(store):
     assert store.steps() == [1, 3]
 
 
-@pytest.mark.parametrize("text", [None, "", "{", "[]", '{"owners": {"model": 3}, "unknown": []}', '{"owners": {}, "unknown": ["1"]}', "\x00" * 50])
+@pytest.mark.parametrize("text", [None, "", "{", "[]", '{"owners": {"model": 3}, "unknown": []}', "\x00" * 50])
 def test_without_readable_retention_nothing_older_is_deleted_until_an_owner_takes_it_over(store, text):
     for step in (1, 2, 3):
         save(store, step, keep=[1, 2, 3])
@@ -251,6 +258,16 @@ def test_a_failure_in_tidying_up_is_a_warning_and_the_step_is_saved(store, monke
     monkeypatch.undo()
     store.recover()
     assert hidden(store) == []
+
+
+def test_a_changed_digit_in_retention_deletes_nothing(store):
+    for step in (1, 2, 3):
+        save(store, step, keep=[1, 2, 3])
+    file = store.directory / "retention.json"
+    file.write_text(file.read_text().replace("[1, 2, 3]", "[1, 3, 3]"))
+    with pytest.warns(FitflaxWarning, match=r"retention\.json is damaged: steps 1, 2, 3 will be kept"):
+        store.retain("best", [])
+    assert store.steps() == [1, 2, 3]
 
 
 # --- The disk fails ---
@@ -313,6 +330,16 @@ def prepared(directory):
     save(store, 1)
     save(store, 2, run="stale")
     return store
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_is_renamed_and_the_rename_before_save_returns(store, monkeypatch):
+    events, fsync, rename = [], os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda file: events.append(os.fstat(file).st_ino) or fsync(file))
+    monkeypatch.setattr(os, "rename", lambda old, new: events.append("rename") or rename(old, new))
+    path = save(store, 1)
+    inodes = {file.stat().st_ino for file in (path, path / "state.msgpack", path / "metadata.json")}
+    assert set(events[: events.index("rename")]) == inodes
+    assert events[events.index("rename") + 1] == store.directory.stat().st_ino
 
 
 @pytest.mark.parametrize("step", [2, 3])
@@ -448,7 +475,8 @@ def test_an_overwritten_run_is_deleted_after_the_first_new_checkpoint(store):
     assert store.steps() == [] and len(hidden(store)) == 1
     save(store, 10, run="b", owner="other")
     assert (store.steps(), hidden(store), store.run_id()) == ([10], [], "b")
-    assert json.loads((store.directory / "retention.json").read_text()) == {"owners": {"other": [10]}, "unknown": []}
+    retention = read_document(store.directory / "retention.json")
+    assert (retention["owners"], retention["unknown"]) == ({"other": [10]}, [])
 
 
 def test_a_second_owner_may_claim_for_the_same_run_with_or_without_overwrite(store):
@@ -556,11 +584,11 @@ def test_what_was_dropped_is_deleted_by_the_next_claim_when_the_process_died_aft
     store.drop_after(10)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CheckpointStore, "_set_aside_entries", lambda self: [])
-        save(store, 15, keep=[10])
+        save(store, 11, keep=[10])
     assert len(hidden(store)) == 1
     new_process(monkeypatch, "bbbb")
     store.claim("a", overwrite=False)
-    assert (store.steps(), hidden(store)) == ([10, 15], [])
+    assert (store.steps(), hidden(store)) == ([10, 11], [])
 
 
 def test_what_was_dropped_is_put_back_when_nothing_else_is_left(store, monkeypatch):

@@ -1,0 +1,126 @@
+"""Checks of what users pass to `Trainer` and `fit`, each with one clear error before any work."""
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fitflax.callbacks import Callback, ProgressBar
+from fitflax.data import Source
+from fitflax.data.batch import Selection
+from fitflax.errors import ConfigError, FitflaxWarning
+from fitflax.step import Streams
+from fitflax.triggers import Trigger
+
+__all__ = ["check_counts", "check_end", "default_bar", "streams_of", "validation_frequency", "validation_sets"]
+
+
+def streams_of(rngs: Any) -> Streams:
+    """Returns the names of random streams by occasion.
+
+    Args:
+        rngs: Names for initialization and training, or a dict of names by occasion.
+
+    Raises:
+        ConfigError: Unknown occasions, or names that are none.
+
+    >>> streams_of(("dropout",))
+    Streams(init=('dropout',), train=('dropout',), eval=())
+    """
+    if isinstance(rngs, Mapping):
+        if set(rngs) - {"init", "train", "eval"}:
+            raise ConfigError(f"Trainer(rngs=...) by occasion has the keys 'init', 'train' and 'eval'. Received: {list(rngs)}.")
+        return Streams(*(_names(rngs.get(occasion, ())) for occasion in ("init", "train", "eval")))
+    return Streams(_names(rngs), _names(rngs), ())
+
+
+def _names(names: str | Iterable[str]) -> tuple[str, ...]:
+    listed = (names,) if isinstance(names, str) else tuple(names)
+    if not all(isinstance(name, str) for name in listed):
+        raise ConfigError(f"Trainer(rngs=...) takes names of random streams. Received: {names!r}.")
+    return tuple(name for name in listed if name != "params")
+
+
+def check_counts(**counts: int | None) -> None:
+    """Checks that the given arguments are positive integers or `None`.
+
+    Raises:
+        ConfigError: One is not.
+    """
+    for name, value in counts.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1):
+            raise ConfigError(f"{name} must be a positive integer. Received: {value!r}.")
+
+
+def validation_frequency(value: Any) -> int | frozenset[int] | Trigger:
+    """Returns `validation_freq` in the form that loops take.
+
+    Raises:
+        ConfigError: It is no positive integer, list of epochs, or trigger.
+    """
+    if isinstance(value, Trigger):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    if isinstance(value, list | tuple | set | range) and all(isinstance(epoch, int) and epoch > 0 for epoch in value):
+        return frozenset(value)
+    raise ConfigError(f"validation_freq must be a positive integer, a list of epochs counted from 1, or a trigger. Received: {value!r}.")
+
+
+def validation_sets(data: Any, selection: Selection) -> dict[str, Any]:
+    """Returns validation sets by name. A dict is one set only where the trainer was told which of its keys are inputs, and it has them.
+
+    Args:
+        data: One set, a dict of sets, or `None`.
+        selection: What the trainer picks from dicts.
+
+    Raises:
+        ConfigError: Names that are no text, empty, or `train`.
+    """
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        return {"val": data}
+    wanted = selection.inputs
+    keys = set(wanted.values() if isinstance(wanted, dict) else wanted if isinstance(wanted, tuple) else [wanted])
+    if wanted is not None and keys <= set(data):
+        return {"val": data}
+    if not data or not all(isinstance(name, str) and name and name != "train" for name in data):
+        raise ConfigError(f"validation_data by name needs names other than 'train'. Received: {list(data)}.")
+    return data
+
+
+def check_end(source: Source, *, steps: int | None, epochs: int | None, steps_per_epoch: int | None, validates: bool) -> None:
+    """Checks that a run over this data has an end.
+
+    Raises:
+        ConfigError: The data never ends, and nothing says where to stop.
+    """
+    if not source.is_endless or steps_per_epoch is not None:
+        return
+    if steps is None:
+        alone = "" if epochs is None else " epochs= alone does not help, because an epoch of it has no end."
+        raise ConfigError(f"This data never ends, and nothing says where to stop: pass steps=, or steps_per_epoch= with epochs=.{alone}")
+    if validates:
+        warnings.warn(
+            "This data never ends, so the whole fit is one epoch, validated once at its end. Pass steps_per_epoch=, or validation_freq=every(steps=...).",
+            FitflaxWarning,
+            stacklevel=3,
+        )
+
+
+def default_bar(callbacks: Sequence[Callback], verbose: int | str) -> list[Callback]:
+    """Returns the progress bar that `verbose` asks for, unless the user gave one.
+
+    Raises:
+        ConfigError: `verbose` is not 0, 1, 2 or `"auto"`.
+    """
+    if verbose not in ("auto", 0, 1, 2):
+        raise ConfigError(f"verbose must be 0, 1, 2 or 'auto'. Received: {verbose!r}.")
+    if not verbose or any(isinstance(callback, ProgressBar) for callback in callbacks):
+        return []
+    bar = ProgressBar()
+    if verbose == 2:
+        bar.is_plain = True
+    return [bar]

@@ -1,0 +1,49 @@
+"""`serial`: functions `checkpoint -> checkpoint` as one."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+from fitflax.callbacks.base import Callback
+from fitflax.errors import ConfigError
+
+__all__ = ["serial"]
+
+
+class Serial:
+    """Functions `checkpoint -> checkpoint` as one; made by `serial`."""
+
+    def __init__(self, steps: Sequence[Callable[[Any], Any]]) -> None:
+        self._steps = tuple(steps)
+
+    def __call__(self, checkpoint: Any) -> Any:
+        """Hands `checkpoint` from one function to the next and returns what the last one returns."""
+        for step in self._steps:
+            checkpoint = step(checkpoint)
+        return checkpoint
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Waits for saves and closes writers."""
+        for step in self._steps:
+            if isinstance(step, Callback | Serial):
+                step.close()
+
+
+def serial(*steps: Callable[[Any], Any]) -> Serial:
+    """Returns functions `checkpoint -> checkpoint` as one: evaluation loops, callbacks, others; a context manager that closes writers.
+
+    Raises:
+        ConfigError: One of them cannot be called.
+
+    >>> serial(lambda c: c + 1, lambda c: c * 2)(3)
+    8
+    """
+    for step in steps:
+        if not callable(step):
+            raise ConfigError(f"serial() takes functions checkpoint -> checkpoint. Received: {step!r}.")
+    return Serial(steps)

@@ -1,0 +1,86 @@
+"""Which batches a run or an evaluation gets: feeds over sources, and the rules for sources that serve only once."""
+
+from collections.abc import Callable, Mapping
+
+from fitflax.data.batch import Batcher, FedBatch, Position, Triple
+from fitflax.data.streams import Feed, OneShotSource, Source
+from fitflax.errors import ConfigError, DataError
+
+__all__ = ["Feeder"]
+
+
+class Feeder:
+    """Makes feeds whose batches have the shape that a strategy needs.
+
+    Args:
+        num_replicas: Sizes are multiples of this.
+        pad: Whether short batches are padded.
+    """
+
+    def __init__(self, num_replicas: int, pad: bool) -> None:
+        self._num_replicas = num_replicas
+        self._pad = pad
+        self._one_shot: Feed | None = None
+        self._batchers: dict[str, Batcher] = {}
+
+    def train(self, source: Source, class_weight: Mapping[int, float] | None, position: Position) -> Feed:
+        """Returns the batches to train on.
+
+        An iterator that an earlier run has begun goes on, with the batch that was looked at and not used.
+
+        Args:
+            source: Where they come from.
+            class_weight: `{label: weight}`.
+            position: Where to begin.
+        """
+        if isinstance(source, OneShotSource) and self._one_shot is not None:
+            earlier = self._one_shot.source
+            if isinstance(earlier, OneShotSource) and earlier.iterator is source.iterator:
+                return self._one_shot
+        size = source.batch_size
+        if size is not None and source.num_examples is not None:
+            size = min(size, source.num_examples)  # Fewer examples than one batch are a smaller batch, not one that is mostly padding.
+        feed = Feed(source, Batcher(num_replicas=self._num_replicas, size=size, pad=self._pad, class_weight=class_weight), position)
+        self._one_shot = feed if isinstance(source, OneShotSource) else None
+        return feed
+
+    def evaluations(self, source: Source, name: str, steps: int | None) -> Callable[[], Feed]:
+        """Returns what makes the batches of each evaluation.
+
+        A source that serves once serves one evaluation of all of it, or goes on from one evaluation to the next where `steps` says how far.
+
+        Args:
+            source: Where they come from.
+            name: The caller's name for it, for errors.
+            steps: Batches of an evaluation; `None` for all.
+
+        Raises:
+            ConfigError: The data never ends, and there are no `steps`.
+        """
+        batcher = Batcher(num_replicas=self._num_replicas, size=source.batch_size, pad=self._pad)
+        if source.is_endless and steps is None:
+            raise ConfigError(f"The data of {name!r} never ends. Say how many batches to evaluate: validation_steps= in fit, steps= elsewhere.")
+        if source.can_restart:
+            return lambda: Feed(source, batcher)
+        once = Feed(source, batcher)
+
+        def serve() -> Feed:
+            if once.has_begun and steps is None:
+                raise DataError(
+                    f"The data of {name!r} is an iterator that has been used up. Pass a function that makes one, `lambda: ...`, or a list; "
+                    "or say with validation_steps how many of its batches each validation takes."
+                )
+            return once
+
+        return serve
+
+    def single(self, triple: Triple, kind: str) -> FedBatch:
+        """Returns one batch; smaller batches of a kind are padded to the shape that is compiled already."""
+        if kind not in self._batchers:
+            self._batchers[kind] = Batcher(num_replicas=self._num_replicas, pad=self._pad)
+        batch, num_real = self._batchers[kind](triple)
+        return FedBatch(batch, num_real, Position(examples=num_real))
+
+    def prediction(self, source: Source) -> Feed:
+        """Returns the batches to predict."""
+        return Feed(source, Batcher(num_replicas=self._num_replicas, size=source.batch_size, pad=self._pad))

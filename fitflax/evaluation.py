@@ -1,0 +1,172 @@
+"""Passes over data that do not train: `EvalLoop` adds metrics to checkpoints, `predict` collects outputs."""
+
+import collections
+import warnings
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from fitflax.callbacks.base import CallbackList
+from fitflax.checkpoints.checkpoint import Checkpoint, Summary
+from fitflax.data import Feed
+from fitflax.errors import DataError, FitflaxWarning
+from fitflax.logs import Logs, Values
+from fitflax.program import Program
+from fitflax.signals import Interruption
+from fitflax.state import PyTree, TrainState
+from fitflax.step import EvalSums
+
+__all__ = ["EvalLoop", "InFlight", "Interrupted", "predict"]
+
+
+class Interrupted(Exception):
+    """Leaves an evaluation because a signal asked to stop; never reaches users."""
+
+
+class InFlight:
+    """Bounds how many dispatched steps may be unfinished: memory, and on CPU a deadlock of collectives, depend on it.
+
+    Args:
+        limit: How many.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._pending: collections.deque[Values] = collections.deque()
+
+    def add(self, values: Values) -> None:
+        """Notes the values of a step just dispatched, and waits for those that are `limit` steps older."""
+        self._pending.append(values)
+        if len(self._pending) > self._limit:
+            self._pending.popleft().wait()
+
+
+class EvalLoop:
+    """Evaluates a state over data. Called with a checkpoint it returns a `Summary`; several can follow one another.
+
+    Made by `Trainer.eval_loop`.
+
+    Args:
+        program: The compiled steps.
+        make_feed: Makes the batches, anew for each evaluation.
+        steps: Batches of an evaluation; `None` for all.
+        name: The group of its metrics.
+        callbacks: Whose `on_test_*` hooks are called.
+        interruption: A signal noted here ends an evaluation at its next batch.
+
+    >>> import fitflax, numpy as np
+    >>> from flax import linen as nn
+    >>> trainer = fitflax.Trainer(nn.Dense(1))
+    >>> trainer.compile("sgd", "mse")
+    >>> data = (np.ones((8, 2)), np.ones((8, 1)))
+    >>> evaluate = trainer.eval_loop(data, name="valid")
+    >>> [sorted(evaluate(c).metrics) for c in trainer.train_loop(data, steps=1)]
+    [['train', 'valid']]
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        make_feed: Callable[[], Feed],
+        *,
+        steps: int | None = None,
+        name: str = "eval",
+        callbacks: CallbackList | None = None,
+        interruption: Interruption | None = None,
+    ) -> None:
+        self._program = program
+        self._make_feed = make_feed
+        self._steps = steps
+        self.name = name
+        self._callbacks = callbacks or CallbackList()
+        self._interruption = interruption
+
+    def __call__(self, checkpoint: Checkpoint) -> Summary:
+        """Returns `checkpoint` with the metrics of its state; the state is borrowed, not copied."""
+        values = self.evaluate(checkpoint.borrow())
+        return checkpoint.with_metrics(self.name, values, self.directions)
+
+    @property
+    def directions(self) -> dict[str, str | None]:
+        """By key, which direction is better; known after the first evaluation."""
+        return self._program.structure(train=False).directions
+
+    def evaluate(self, state: TrainState) -> dict[str, float]:
+        """Returns the metrics of `state`, read in one transfer at the end.
+
+        Raises:
+            DataError: The data has no batch.
+        """
+        feed = self._make_feed()
+        hooks = self._callbacks
+        in_flight = InFlight(self._program.strategy.max_in_flight)
+        hooks.call("on_test_begin", {})
+        sums: EvalSums | None = None
+        values: Values | None = None
+        batch = 0
+        while self._steps is None or batch < self._steps:
+            if self._interruption is not None and self._interruption.requested:
+                raise Interrupted
+            fed = feed.next()
+            if fed is None:
+                break
+            if sums is None:
+                self._program.prepare(state, fed.batch, train=False)
+                sums = self._program.empty_eval_sums()
+            hooks.call("on_test_batch_begin", batch, {})
+            sums, values = self._program.evaluate(state, sums, fed)
+            in_flight.add(values)
+            if hooks.wants("on_test_batch_end"):
+                hooks.call("on_test_batch_end", batch, Logs(values, directions=self.directions))
+            batch += 1
+        if values is None:
+            raise DataError(f"The data of {self.name!r} yields no batch.")
+        if self._steps is not None and batch < self._steps:
+            warnings.warn(f"The data of {self.name!r} ended after {batch} of {self._steps} batches.", FitflaxWarning, stacklevel=2)
+        logs = Logs(values, directions=self.directions)
+        hooks.call("on_test_end", logs)
+        return dict(logs)
+
+
+def predict(program: Program, state: TrainState, feed: Feed, *, steps: int | None, callbacks: CallbackList) -> PyTree:
+    """Returns the outputs for the real rows of all batches, joined in order, as NumPy arrays.
+
+    Args:
+        program: The compiled steps.
+        state: Whose parameters and collections are used.
+        feed: The batches.
+        steps: How many batches; `None` for all.
+        callbacks: Whose `on_predict_*` hooks are called.
+
+    Raises:
+        DataError: The data has no batch.
+        ModelError: The module does not run on it, or an output has no axis of examples.
+    """
+    results: list[PyTree] = []
+    pending: list[tuple[int, int, PyTree]] = []
+
+    def collect() -> None:
+        number, rows, outputs = pending.pop()
+        results.append(jax.tree.map(lambda leaf: leaf[:rows], program.strategy.join(outputs)))
+        callbacks.call("on_predict_batch_end", number, {"outputs": results[-1]})
+
+    callbacks.call("on_predict_begin", {})
+    batch = 0
+    while steps is None or batch < steps:
+        fed = feed.next()
+        if fed is None:
+            break
+        if batch == 0:
+            program.check_predict(state, fed.batch)
+        callbacks.call("on_predict_batch_begin", batch, {})
+        outputs = program.predict(state, fed.batch, batch)
+        if pending:
+            collect()  # The outputs of one batch come to the host while the next one is computed.
+        pending.append((batch, fed.num_real, outputs))
+        batch += 1
+    if not pending:
+        raise DataError("The data yields no batch.")
+    collect()
+    callbacks.call("on_predict_end", {})
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *results)
