@@ -5,7 +5,7 @@ transfer; reading none costs nothing.
 """
 
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -43,7 +43,7 @@ class Values:
     @property
     def is_ready(self) -> bool:
         """Whether the step has finished, so that reading does not wait."""
-        return self._host is not None or self.vector.is_ready()
+        return self._host is not None or bool(cast(Any, self.vector).is_ready())
 
     def wait(self) -> None:
         """Waits until the step has finished; reads nothing."""

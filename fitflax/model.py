@@ -146,10 +146,11 @@ def adapt_module(
     eval_mode = {key: not MODE_KEYWORDS[key] for key in named}
     train_module = eval_module = model
     if not named:
-        fields = {field.name for field in dataclasses.fields(model)} & set(MODE_KEYWORDS)
+        fields = [field.name for field in dataclasses.fields(model) if field.name in MODE_KEYWORDS]
         if fields:
-            train_module = model.clone(**{key: MODE_KEYWORDS[key] for key in fields})
-            eval_module = model.clone(**{key: not MODE_KEYWORDS[key] for key in fields})
+            clone: Any = model.clone
+            train_module = clone(**{key: MODE_KEYWORDS[key] for key in fields})
+            eval_module = clone(**{key: not MODE_KEYWORDS[key] for key in fields})
     return LinenModel(train_module, eval_module, {**train_mode, **(train_kwargs or {})}, {**eval_mode, **(eval_kwargs or {})}, keyword_inputs)
 
 

@@ -6,7 +6,7 @@ that is decided from their structure alone, so it is the same at every trace.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +142,7 @@ class Objective:
                 if fns[name] is not None
             ]
         for spec, output, target, where in pairs:
-            if isinstance(spec, _NamedLoss) and spec.fn is losses.sparse_categorical_crossentropy and getattr(target, "size", 0) and output.shape:
+            if isinstance(spec, _NamedLoss) and spec.fn is losses.sparse_categorical_crossentropy and getattr(target, "shape", ()) and output.shape:
                 classes, low, high = output.shape[-1], int(np.min(target)), int(np.max(target))
                 if low < 0 or high >= classes:
                     raise DataError(f"{where} holds labels from {low} to {high}, but the module has {classes} outputs, for labels 0 to {classes - 1}.")
@@ -181,7 +181,7 @@ class Objective:
             index = names.index(entry.output)
             outputs, targets = _select(outputs, entry.output, index), _select_target(targets, entry.output, index, names, MetricError)
         try:
-            return cast(Metric, entry.metric.empty().update(outputs, targets, weights))
+            return entry.metric.empty().update(outputs, targets, weights)
         except FitflaxError:
             raise
         except Exception as error:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -148,7 +148,7 @@ class Task:
         model_state = {name: tree for name, tree in variables.items() if name not in self.transient}
         opt_state = () if self.optimizer is None else self.optimizer.init(params)
         state = TrainState(step=jnp.int32(0), params=params, model_state=model_state, opt_state=opt_state, key=key)
-        return strong_types(state)
+        return cast(TrainState, strong_types(state))
 
     # -- one forward pass --
 

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from typing_extensions import override
+
 from fitflax.data.batch import Position, Triple, num_examples, to_numpy
 from fitflax.data.streams import Source
 from fitflax.errors import ConfigError, DataError
@@ -54,6 +56,7 @@ class ArraySource(Source):
         self._shuffle = shuffle
         self._seed = seed
 
+    @override
     def open(self, position: Position) -> Iterator[Triple]:
         assert self.batch_size is not None and self.num_examples is not None
         order = np.random.default_rng([self._seed, position.passes]).permutation(self._rows) if self._shuffle else None

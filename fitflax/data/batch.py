@@ -164,7 +164,7 @@ class Selection:
             raise DataError(
                 f"A batch must be x, (x,), (x, y) or (x, y, sample_weight). Received: a tuple of {len(raw)} elements. Several inputs are nested: ((x1, x2), y)."
             )
-        x, y, weights = (*raw, *(None,) * (3 - len(raw)))
+        x, y, weights = (*raw, None, None)[:3]
         return Triple(x, () if y is None else y, weights)
 
     def _pick(self, raw: Mapping[str, Any], spec: Any, name: str) -> PyTree:
@@ -247,7 +247,7 @@ class Batcher:
 
 def _check_class_weight(class_weight: Mapping[int, float]) -> dict[int, float]:
     for key, value in class_weight.items():
-        if isinstance(key, bool) or not isinstance(key, int | np.integer) or not np.isscalar(value) or not float(value) >= 0:
+        if isinstance(key, bool) or not isinstance(key, int | np.integer) or not isinstance(value, int | float | np.number) or not value >= 0:
             raise ConfigError(f"class_weight must map integer labels to weights of at least 0. Received: {key!r}: {value!r}.")
     return {int(key): float(value) for key, value in class_weight.items()}
 

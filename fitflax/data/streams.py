@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from typing_extensions import override
+
 from fitflax.data.batch import Batcher, FedBatch, Position, Selection, Triple, num_examples, to_numpy
 from fitflax.errors import DataError, FitflaxWarning
 
@@ -140,6 +142,7 @@ class IterableSource(Source):
         self._inputs_only = inputs_only
         self.num_batches = num_batches
 
+    @override
     def open(self, position: Position) -> Iterator[Triple]:
         raw = self._make()
         try:
@@ -167,6 +170,7 @@ class OneShotSource(Source):
         self.was_opened = False
         self.is_endless = isinstance(iterator, itertools.cycle | itertools.count) or (isinstance(iterator, itertools.repeat) and _repeats_for_ever(iterator))
 
+    @override
     def open(self, position: Position) -> Iterator[Triple]:
         self.was_opened = True
         missing = position.examples - self.taken

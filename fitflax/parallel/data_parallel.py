@@ -15,6 +15,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from typing_extensions import override
+
 from fitflax.data.batch import full_mask
 from fitflax.errors import ConfigError
 from fitflax.parallel.base import Layout, Strategy
@@ -72,6 +74,7 @@ class DataParallel(Strategy):
     def __repr__(self) -> str:
         return f"DataParallel({self.num_replicas} {self.devices[0].platform} devices, axis_name={self.axis_name!r})"
 
+    @override
     def compile(
         self, fn: Callable[..., Any], *, inputs: Sequence[Layout], outputs: Layout | Sequence[Layout], donate: Sequence[int] = ()
     ) -> Callable[..., Any]:
@@ -101,9 +104,11 @@ class DataParallel(Strategy):
             ),
         )
 
+    @override
     def put(self, tree: PyTree) -> PyTree:
         return jax.device_put(tree, self._replicated, may_alias=False)
 
+    @override
     def feed(self, batch: Batch) -> Batch:
         # Arrays go to the compiled call as they are, which is cheaper on CPU than placing them first. Masks are the exception: the mask of a full
         # batch stays on the device, and a short batch's must be placed like it, or the step would be compiled a second time.
@@ -113,6 +118,7 @@ class DataParallel(Strategy):
             return Batch(batch.x, batch.y, mask, batch.weights)
         return Batch(jax.tree.map(self._fold, batch.x), jax.tree.map(self._fold, batch.y), mask, jax.tree.map(self._fold, batch.weights))
 
+    @override
     def abstract_feed(self, batch: Batch) -> Batch:
         def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
             shape = leaf.shape if self.num_replicas == 1 else (self.num_replicas, leaf.shape[0] // self.num_replicas, *leaf.shape[1:])
@@ -120,6 +126,7 @@ class DataParallel(Strategy):
 
         return cast(Batch, jax.tree.map(abstract, batch))
 
+    @override
     def join(self, outputs: PyTree) -> PyTree:
         def unfold(leaf: Any) -> np.ndarray[Any, Any]:
             array = np.asarray(leaf)
@@ -127,41 +134,43 @@ class DataParallel(Strategy):
 
         return jax.tree.map(unfold, outputs)
 
+    @override
     def copy(self, tree: PyTree) -> PyTree:
         return self._copy(tree)
 
-    def replica_index(self) -> jax.Array:
+    @override
+    def replica_index(self) -> Any:
         return lax.axis_index(self.axis_name)
 
+    @override
     def sum(self, tree: PyTree) -> PyTree:
         return tree if self.num_replicas == 1 else lax.psum(tree, self.axis_name)
 
+    @override
     def gather(self, tree: PyTree) -> list[PyTree]:
         if self.num_replicas == 1:
             return [tree]
         stacked = lax.all_gather(tree, self.axis_name)
         return [jax.tree.map(lambda leaf, index=index: leaf[index], stacked) for index in range(self.num_replicas)]
 
+    @override
     def unify(self, collections: dict[str, PyTree]) -> dict[str, PyTree]:
         if self.num_replicas == 1:
             return collections
         return {name: jax.tree.map(functools.partial(self._unify, self.reduce.get(name)), tree) for name, tree in collections.items()}
 
-    def _unify(self, reducer: Reducer | None, leaf: jax.Array) -> jax.Array:
+    def _unify(self, reducer: Reducer | None, leaf: jax.Array) -> Any:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             data = self._first(jax.random.key_data(leaf))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
         if callable(reducer):
             return reducer(leaf, self.axis_name)
-        if reducer == "sum":
-            return lax.psum(leaf, self.axis_name)
-        if reducer == "max":
-            return lax.pmax(leaf, self.axis_name)
-        if reducer == "mean" or jnp.issubdtype(leaf.dtype, jnp.inexact):
-            return lax.pmean(leaf, self.axis_name).astype(leaf.dtype)
-        return self._first(leaf)
+        if reducer is None and not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return self._first(leaf)
+        collective = {"sum": lax.psum, "max": lax.pmax}.get(reducer or "mean", lax.pmean)
+        return collective(leaf, self.axis_name).astype(leaf.dtype)
 
-    def _first(self, leaf: jax.Array) -> jax.Array:
+    def _first(self, leaf: jax.Array) -> Any:
         """Returns replica 0's value on all replicas: the sum of it and of zeros elsewhere."""
         wide = leaf.astype(jnp.int32) if leaf.dtype == jnp.bool_ else leaf
         return lax.psum(jnp.where(self.replica_index() == 0, wide, jnp.zeros_like(wide)), self.axis_name).astype(leaf.dtype)
@@ -170,5 +179,5 @@ class DataParallel(Strategy):
         """Returns `[batch, ...]` as `[replicas, batch / replicas, ...]`, a view."""
         return leaf if self.num_replicas == 1 else leaf.reshape(self.num_replicas, -1, *leaf.shape[1:])
 
-    def _put_full_mask(self, size: int) -> jax.Array:
+    def _put_full_mask(self, size: int) -> Any:
         return jax.device_put(self._fold(full_mask(size)), self._split)
