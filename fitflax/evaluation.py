@@ -2,7 +2,7 @@
 
 import collections
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
@@ -88,7 +88,7 @@ class EvalLoop:
         return checkpoint.with_metrics(self.name, values, self.directions)
 
     @property
-    def directions(self) -> dict[str, str | None]:
+    def directions(self) -> Mapping[str, str | None]:
         """By key, which direction is better; known after the first evaluation."""
         return self._program.structure(train=False).directions
 

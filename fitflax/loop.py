@@ -109,6 +109,14 @@ class TrainLoop:
 
     A context manager: leaving it ends the run. Its total of steps is never changed by the ways of stepping.
 
+    >>> import fitflax, numpy as np
+    >>> from flax import linen as nn
+    >>> trainer = fitflax.Trainer(nn.Dense(1))
+    >>> trainer.compile("sgd", "mse")
+    >>> loop = trainer.train_loop(np.ones((8, 2)), np.ones((8, 1)), steps=5, every=fitflax.every(steps=3))
+    >>> loop.next_step().step, loop.next_checkpoint().step, [checkpoint.step for checkpoint in loop]
+    (1, 3, [5])
+
     Args:
         program: The compiled steps.
         live: The state that is trained.

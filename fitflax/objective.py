@@ -142,7 +142,7 @@ class Objective:
                 if fns[name] is not None
             ]
         for spec, output, target, where in pairs:
-            if isinstance(spec, _NamedLoss) and spec.fn is losses.sparse_categorical_crossentropy and getattr(target, "shape", ()) and output.shape:
+            if isinstance(spec, _NamedLoss) and spec.fn is losses.sparse_categorical_crossentropy and np.size(target) and output.shape:
                 classes, low, high = output.shape[-1], int(np.min(target)), int(np.max(target))
                 if low < 0 or high >= classes:
                     raise DataError(f"{where} holds labels from {low} to {high}, but the module has {classes} outputs, for labels 0 to {classes - 1}.")

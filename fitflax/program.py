@@ -94,7 +94,7 @@ class _Structure(NamedTuple):
 
     places: dict[str, int]
     empty: dict[str, Any]
-    directions: dict[str, str | None]
+    directions: Mapping[str, str | None]
     scalar_loss: bool
 
 
@@ -161,7 +161,7 @@ class Program:
             empty[key] = leaves
         parts = getattr(abstract.get("loss"), "parts", {})
         scalar = any(getattr(part, "name", None) == SCALAR for part in parts.values())
-        directions = {key: "min" if key == "loss" or key.endswith("_loss") else metric_direction(abstract[key]) for key in order}
+        directions: dict[str, str | None] = {key: "min" if key == "loss" or key.endswith("_loss") else metric_direction(abstract[key]) for key in order}
         begin = NUM_STEP_VALUES if train else 0
         return _Structure({key: begin + sorted(order).index(key) for key in order}, empty, directions, scalar)
 

@@ -7,7 +7,6 @@ Ctrl-C leaves at once.
 import signal
 import threading
 import types
-from collections.abc import Callable
 from typing import Any, Self
 
 __all__ = ["Interruption"]
@@ -48,18 +47,19 @@ class Interruption:
         self.requested = signal.Signals(number)
 
     def leave(self) -> None:
-        """Does what the noted signal asks, once everything is saved; returns if there was none.
+        """Does what the noted signal asks, once everything is saved and the earlier handlers are back; returns if there was none.
+
+        A handler that the program had installed is called, and decides what happens.
 
         Raises:
             KeyboardInterrupt: After SIGINT.
-            SystemExit: With status 143 after SIGTERM, unless the program has a handler of its own, which is called instead.
+            SystemExit: With status 143 after SIGTERM.
         """
         if self.requested is None:
             return
         number, self.requested = self.requested, None
-        earlier: Callable[[int, Any], Any] | Any = signal.getsignal(number)
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if callable(earlier) and earlier is not signal.default_int_handler:
-            earlier(number, None)
-        raise SystemExit(128 + number)
+        earlier = signal.getsignal(number)
+        if callable(earlier):
+            earlier(number, None)  # Python's own handler of SIGINT raises KeyboardInterrupt.
+        else:
+            raise SystemExit(128 + number)

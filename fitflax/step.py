@@ -209,9 +209,7 @@ class Task:
                 f"{'It' if name == 'loss' else f'That of output {name!r}'} returned {list(values.shape)}."
             )
         if weights.ndim > values.ndim or any(have not in (1, want) for have, want in zip(weights.shape, values.shape, strict=False)):
-            raise LossError(
-                f"sample_weight of shape {list(weights.shape)} does not fit the loss's values of shape {list(values.shape)}, aligned from the left."
-            )
+            raise LossError(f"sample_weight {list(weights.shape)} does not fit the loss's values {list(values.shape)}, aligned from the left.")
         total, weight = weighted_sums(values, weights)
         return Mean().add(values, weights), _ratio(total, self.strategy.sum(jax.lax.stop_gradient(weight)))
 
@@ -268,7 +266,7 @@ class Task:
             model_state=self.strategy.unify(forward.model_state),
             opt_state=opt_state,
         )
-        return same_types(new_state, state), self._join(forward.metrics), loss, optax.global_norm(grads).astype(jnp.float32)
+        return same_types(new_state, state), self._join(forward.metrics), loss, optax.tree.norm(grads).astype(jnp.float32)
 
     def _custom(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Metric]]:
         """Returns the result of the user's own update, its logs as metrics; replicas made equal."""
@@ -348,6 +346,19 @@ def strong_types(tree: PyTree) -> PyTree:
     return jax.tree.map(strong, tree)
 
 
+def state_faults(old: TrainState, new: TrainState) -> list[str]:
+    """Returns, in words, where `new` differs from `old` in structure, shapes or dtypes."""
+    before, after = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (old, new))
+    faults = []
+    for path in {**before, **after}:
+        was, now, name = before.get(path), after.get(path), jax.tree_util.keystr(path)
+        if was is None or now is None:
+            faults.append(f"{name} {'appears' if was is None else 'disappears'}")
+        elif was.shape != now.shape or was.dtype != now.dtype:
+            faults.append(f"{name} changes from {describe_shapes(was)} to {describe_shapes(now)}")
+    return faults
+
+
 def same_types(new: TrainState, old: TrainState) -> TrainState:
     """Returns `new`, checked to have the structure, shapes and dtypes of `old`.
 
@@ -355,16 +366,8 @@ def same_types(new: TrainState, old: TrainState) -> TrainState:
         ModelError: It has not: the step would be compiled again and again.
     """
     new = strong_types(new)
-    before, after = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (old, new))
-    named = {jax.tree_util.keystr(path): (before.get(path), after.get(path)) for path in {**before, **after}}
-    faults = []
-    for path, (was, now) in named.items():
-        if was is None or now is None:
-            faults.append(f"{path} {'appears' if was is None else 'disappears'}")
-        elif was.shape != now.shape or was.dtype != now.dtype:
-            faults.append(f"{path} changes from {describe_shapes(was)} to {describe_shapes(now)}")
+    faults = state_faults(old, new)
     if faults:
         raise ModelError(f"The state must keep its structure from step to step: {'; '.join(faults)}.")
-    # Containers may differ in kind (a FrozenDict for a dict), which would compile twice as well.
-    # Static parts of the structure are the old ones for the same reason.
-    return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new)) if jax.tree.structure(old) != jax.tree.structure(new) else new
+    # Containers may still differ in kind (a FrozenDict for a dict), which would compile twice as well.
+    return cast(TrainState, jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new)))

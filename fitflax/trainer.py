@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import secrets
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,25 +18,23 @@ from fitflax.callbacks import Callback, ModelCheckpoint
 from fitflax.callbacks.base import CallbackList
 from fitflax.callbacks.history import History
 from fitflax.checkpoints.closing import load_closing_row
-from fitflax.checkpoints.msgpack_format import from_saved
-from fitflax.checkpoints.resume import check_settings, find_resume, fit_to, restored_state
+from fitflax.checkpoints.resume import check_settings, find_resume
 from fitflax.checkpoints.store import Saved, load_checkpoint, save_checkpoint
-from fitflax.data import Batcher, Feed, Position, Source, adapt
+from fitflax.checkpoints.trees import from_saved
+from fitflax.data import Batcher, Source, adapt
 from fitflax.data.adapt import is_in_memory
 from fitflax.data.arrays import ArraySource
 from fitflax.data.batch import Selection, Triple
-from fitflax.data.feeds import Feeder
-from fitflax.errors import ConfigError, DataError, FitflaxWarning, NotReadyError, OptimizerError, RestoreError
+from fitflax.errors import ConfigError, FitflaxWarning, OptimizerError
 from fitflax.evaluation import EvalLoop
-from fitflax.logs import StepValues
 from fitflax.loop import Progress, RunPlan, TrainLoop, Validation
 from fitflax.model import adapt_module, mutable_filter
 from fitflax.objective import Objective
 from fitflax.parallel import DataParallel, Strategy
-from fitflax.program import LiveState, Program, scalar_loss_error
+from fitflax.session import Session
 from fitflax.signals import Interruption
 from fitflax.state import Batch, PyTree, TrainState
-from fitflax.step import Task, TrainSums
+from fitflax.step import Task
 from fitflax.triggers import Trigger
 from fitflax.triggers import every as make_every
 
@@ -91,28 +88,28 @@ class Trainer:
             raise ConfigError(f"Trainer(seed=...) must be an integer of at least 0. Received: {seed!r}.")
         if parallel is not None and not isinstance(parallel, Strategy):
             raise ConfigError(f"Trainer(parallel=...) takes a strategy such as fitflax.parallel.DataParallel(). Received: {parallel!r}.")
-        self._selection = Selection(inputs, targets)
-        self._module = adapt_module(model, train_kwargs=train_kwargs, eval_kwargs=eval_kwargs, keyword_inputs=isinstance(inputs, dict))
         self._model = model
-        self._seed = seed
-        self._streams = arguments.streams_of(rngs)
-        self._transient = tuple(transient)
-        self._mutable = mutable_filter(mutable, self._transient)
-        self._strategy = DataParallel() if parallel is None else parallel
-        self._optimizer: optax.GradientTransformationExtraArgs | None = None
-        self._given_optimizer: Any = None
-        self._program: Program | None = None
-        self._is_compiled = False
-        self._pad = True
-        self._feeder = Feeder(self._strategy.num_replicas, pad=True)
-        self._live: LiveState | None = None
-        # A restored optimizer state, until compile() says what it is of.
-        self._unplaced: tuple[Any, Saved] | None = None
-        self._run_id = secrets.token_hex(8)
+        self._selection = Selection(inputs, targets)
         self._history = History()
-        self._stop_reason: str | None = None
-        self._is_stopping = False
-        self._last_loop: TrainLoop | None = None
+        module = adapt_module(model, train_kwargs=train_kwargs, eval_kwargs=eval_kwargs, keyword_inputs=isinstance(inputs, dict))
+        strategy = DataParallel() if parallel is None else parallel
+        streams, taken_out = arguments.streams_of(rngs), tuple(transient)
+        kind = type(self)
+
+        def make_task(objective: Objective, optimizer: optax.GradientTransformationExtraArgs | None) -> Task:
+            return Task(
+                model=module,
+                strategy=strategy,
+                objective=objective,
+                optimizer=optimizer,
+                streams=streams,
+                mutable=mutable_filter(mutable, taken_out),
+                transient=taken_out,
+                compute_loss=self.compute_loss if kind.compute_loss is not Trainer.compute_loss else None,
+                custom_step=self.train_step if kind.train_step is not Trainer.train_step else None,
+            )
+
+        self._session = Session(make_task, strategy, seed)
 
     # -- what users may look at --
 
@@ -128,12 +125,12 @@ class Trainer:
         Raises:
             NotReadyError: Before `build`, `fit` or `restore`.
         """
-        return self._need_state("state").lend()
+        return self._session.need_state("state").lend()
 
     @property
     def step(self) -> int:
         """Finished updates."""
-        return 0 if self._live is None else self._live.step
+        return 0 if self._session.live is None else self._session.live.step
 
     @property
     def history(self) -> History:
@@ -148,7 +145,7 @@ class Trainer:
             OptimizerError: The optimizer's rate cannot be read; or set, as with a schedule.
             NotReadyError: Before `build`, `fit` or `restore`.
         """
-        rate = optimizers.get_learning_rate(self._need_state("learning_rate").borrow().opt_state)
+        rate = optimizers.get_learning_rate(self._session.need_state("learning_rate").borrow().opt_state)
         if rate is None:
             raise OptimizerError(
                 "This optimizer's learning rate cannot be read. Give the optimizer by name, compile('adam', learning_rate=...), or wrap it: "
@@ -158,26 +155,26 @@ class Trainer:
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
-        live = self._need_state("learning_rate")
+        live = self._session.need_state("learning_rate")
         state = live.borrow()
         live.replace(dataclasses.replace(state, opt_state=optimizers.set_learning_rate(state.opt_state, value)), live.step)
 
     @property
     def stop_training(self) -> bool:
         """Whether somebody asked to stop; setting it to `True` is `stop()`."""
-        return self._is_stopping
+        return self._session.is_stopping
 
     @stop_training.setter
     def stop_training(self, value: bool) -> None:
         if value:
             self.stop("stop_training was set")
         else:
-            self._is_stopping, self._stop_reason = False, None
+            self._session.clear_stop()
 
     @property
     def stop_reason(self) -> str | None:
         """Why the last `fit` stopped before its end, or is about to; `None` if it did not."""
-        return self._stop_reason
+        return self._session.stop_reason
 
     def stop(self, reason: str = "stop() was called") -> None:
         """Asks a running `fit` to stop after the present step. Its validation and end hooks still run.
@@ -185,8 +182,7 @@ class Trainer:
         Args:
             reason: Kept as `stop_reason`; the first one counts.
         """
-        if not self._is_stopping:
-            self._is_stopping, self._stop_reason = True, reason
+        self._session.stop(reason)
 
     # -- preparing --
 
@@ -227,47 +223,7 @@ class Trainer:
             raise OptimizerError(f"optimizer must be a name or an optax transformation. Received: {optimizer!r}.")
         else:
             transformation = optimizer
-        objective = Objective(loss, metrics, weighted_metrics, loss_weights)
-        is_same = self._is_compiled and optimizer is self._given_optimizer and not isinstance(optimizer, str)
-        if not is_same:
-            self._optimizer = optax.with_extra_args_support(transformation)
-        self._given_optimizer = optimizer
-        self._pad = pad
-        self._is_compiled = True
-        self._program = self._make_program(objective)
-        self._feeder = Feeder(self._strategy.num_replicas, pad)
-        if self._live is not None and not is_same:
-            self._start_optimizer()
-
-    def _make_program(self, objective: Objective) -> Program:
-        kind = type(self)
-        return Program(
-            Task(
-                model=self._module,
-                strategy=self._strategy,
-                objective=objective,
-                optimizer=self._optimizer,
-                streams=self._streams,
-                mutable=self._mutable,
-                transient=self._transient,
-                compute_loss=self.compute_loss if kind.compute_loss is not Trainer.compute_loss else None,
-                custom_step=self.train_step if kind.train_step is not Trainer.train_step else None,
-            )
-        )
-
-    def _start_optimizer(self) -> None:
-        """Gives the state an optimizer state: the restored one that waits for it, or a fresh one."""
-        assert self._live is not None and self._optimizer is not None
-        state = self._live.borrow()
-        if self._unplaced is not None:
-            saved_state, saved = self._unplaced
-            target = jax.eval_shape(self._optimizer.init, state.params)
-            opt_state = self._strategy.put(fit_to(target, saved_state, saved, "train/opt_state"))
-            self._unplaced = None
-        else:
-            # Copied, because an optimizer may keep the parameters themselves, whose buffers the step takes only once.
-            opt_state = self._strategy.copy(self._strategy.compile(self._optimizer.init, inputs=("replicated",), outputs="replicated")(state.params))
-        self._live.replace(dataclasses.replace(state, opt_state=opt_state), self._live.step)
+        self._session.compile(optimizer, transformation, Objective(loss, metrics, weighted_metrics, loss_weights), pad=pad)
 
     def build(self, batch: Any) -> None:
         """Initializes the state from a batch's shapes and dtypes; its values do not matter. `fit` does it by itself.
@@ -280,16 +236,9 @@ class Trainer:
             DataError: `batch` is no batch.
             ModelError: The module does not run on it.
         """
-        self._need_compiled("build")
+        self._session.need_compiled("build")
         raw = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, batch)
-        padded, _ = Batcher(num_replicas=self._strategy.num_replicas)(self._selection.split(raw))
-        self._build(padded)
-
-    def _build(self, batch: Batch) -> None:
-        state = self._need_program("build").init(jax.random.key(self._seed), batch)
-        self._live = LiveState(self._strategy, state, 0)
-        self._run_id = secrets.token_hex(8)
-        self._last_loop = self._unplaced = None
+        self._session.build(Batcher(num_replicas=self._session.strategy.num_replicas)(self._selection.split(raw))[0])
 
     def replace_state(self, state: TrainState) -> None:
         """Puts another state in place of the newest one; its arrays are copied.
@@ -301,28 +250,7 @@ class Trainer:
             RestoreError: It differs in structure, shapes or dtypes.
             NotReadyError: Before `build`, `fit` or `restore`.
         """
-        live = self._need_state("replace_state")
-        now = live.borrow()
-        if jax.tree.structure(state) != jax.tree.structure(now):
-            raise RestoreError(f"The new state has another structure: {jax.tree.structure(state)} instead of {jax.tree.structure(now)}.")
-        for (path, new), old in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(now), strict=True):
-            if np.shape(new) != old.shape or jax.numpy.result_type(new) != old.dtype:
-                raise RestoreError(f"The new state's {jax.tree_util.keystr(path)} is {np.shape(new)} {new.dtype}, but {old.shape} {old.dtype} is needed.")
-        live.replace(self._strategy.put(state), int(state.step))
-
-    def _need_compiled(self, what: str) -> None:
-        if not self._is_compiled:
-            raise NotReadyError(f"{what} needs to know what to minimize. Call compile(optimizer, loss, metrics) first.")
-
-    def _need_program(self, what: str) -> Program:
-        if self._program is None:
-            raise NotReadyError(f"{what} comes after compile(optimizer, loss, metrics).")
-        return self._program
-
-    def _need_state(self, what: str) -> LiveState:
-        if self._live is None:
-            raise NotReadyError(f"{what}: there is no state yet. Call build(batch), fit(...) or restore(path) first.")
-        return self._live
+        self._session.replace_state(state)
 
     # -- custom training --
 
@@ -342,7 +270,7 @@ class Trainer:
             `(values, new_model_state, aux)`: values per example, `[batch]` or `[batch, ...]`, or a dict of them whose means are added up; collections that
             changed; and a flat dict of values per example or scalars that reach the logs. Its entry `"outputs"` feeds the compiled metrics.
         """
-        return self._need_program("compute_loss").task.default_loss(params, model_state, batch, rngs=rngs, train=train)
+        return self._session.need_compiled("compute_loss").task.default_loss(params, model_state, batch, rngs=rngs, train=train)
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, tuple[jax.Array, jax.Array]]]:
         """Returns the state after one update, and logs `{key: (sum, weight)}`; override it for another rule of updating. Pure and traced.
@@ -354,31 +282,13 @@ class Trainer:
             state: The state before.
             batch: The replica's share of the batch.
         """
-        new_state, metrics, _, _ = self._need_program("train_step").task.update(state, batch)
+        new_state, metrics, _, _ = self._session.need_compiled("train_step").task.update(state, batch)
         return new_state, {key: (metric.compute(), jax.numpy.float32(1)) for key, metric in metrics.items()}
 
     # -- data --
 
     def _adapt(self, data: Any, *arguments: Any, **options: Any) -> Source:
-        return adapt(data, *arguments, seed=self._seed, selection=self._selection, **options)
-
-    def _next_position(self, source: Source) -> Position:
-        """Returns where the passes over the data go on: a new run begins a new pass."""
-        last = Position() if self._last_loop is None else self._last_loop.progress.position
-        return Position(last.passes + (last.examples > 0)) if source.can_restart else Position()
-
-    def _check_whole(self, program: Program, source: Source, *, train: bool) -> None:
-        """Checks what can be known of in-memory data before the first step."""
-        if not isinstance(source, ArraySource) or source.batch_size is None or source.num_examples is None:
-            return
-        size = min(source.batch_size, source.num_examples)
-        short = source.num_examples % size
-        if program.structure(train=train).scalar_loss and self._pad and (short or size % self._strategy.num_replicas):
-            raise scalar_loss_error(short or size, -(-size // self._strategy.num_replicas) * self._strategy.num_replicas)
-
-    def _check_labels(self, program: Program, source: Source, state: TrainState, batch: Batch) -> None:
-        if isinstance(source, ArraySource) and type(self).compute_loss is Trainer.compute_loss and program.task.objective.has_label_loss:
-            program.task.objective.check_labels(program.output_shapes(state, batch), source.y)
+        return adapt(data, *arguments, seed=self._session.seed, selection=self._selection, **options)
 
     # -- training --
 
@@ -443,68 +353,64 @@ class Trainer:
             CallbackError: Callbacks that cannot work.
             CheckpointError: A checkpoint, or the directory of one, cannot be used.
         """
-        self._need_compiled("fit")
+        session = self._session
+        session.need_compiled("fit")
         arguments.check_counts(steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch, validation_steps=validation_steps, log_every=log_every)
         source, held_out = self._fit_source(data, y, sample_weight, batch_size, shuffle, drop_remainder, validation_split)
         if held_out is not None and validation_data is not None:
             raise ConfigError("validation_split and validation_data are both given; one of them says what to validate on.")
-        validates = validation_data is not None or held_out is not None
-        arguments.check_end(source, steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch, validates=validates)
-        frequency = arguments.validation_frequency(validation_freq)
-        self._history, self._is_stopping, self._stop_reason = History(), False, None
-        callbacks = list(callbacks)
+        sets = arguments.validation_sets(validation_data if held_out is None else held_out, self._selection)
+        arguments.check_end(source, steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch, validates=bool(sets))
+        callbacks, self._history = list(callbacks), History()
         hooks = CallbackList([*callbacks, self._history, *arguments.default_bar(callbacks, verbose)])
-        settings = {"seed": self._seed, "batch_size": source.batch_size, "steps_per_epoch": steps_per_epoch, "num_examples": source.num_examples}
+        settings = self._settings(source, steps_per_epoch)
+        session.clear_stop()
+        saved = self._find_resume(resume, hooks)
+        with Interruption() as interruption:
+            size = validation_batch_size or batch_size or source.batch_size
+            validation = Validation(
+                [self._validation_loop(name, one, hooks, interruption, size, validation_steps) for name, one in sets.items()],
+                arguments.validation_frequency(validation_freq),
+            )
+            progress = self._start_progress(source, saved, settings, initial_epoch)
+            feed = session.feeder.train(source, class_weight, progress.position)
+            plan = RunPlan(
+                end_step=None if steps is None else progress.first_step + steps,
+                end_epoch=initial_epoch + 1 if steps is None and epochs is None else epochs,
+                steps_per_epoch=steps_per_epoch,
+                at_epoch_ends=True,
+                info={"settings": settings},
+                process_start=progress.step,
+                repeats_last=True,
+            )
+            loop = session.prepare_loop(source, feed, plan, progress=progress, callbacks=hooks, validation=validation, interruption=interruption, saved=saved)
+            params = {
+                "epochs": plan.end_epoch,
+                "steps": steps_per_epoch or source.num_batches,
+                "test_steps": validation_steps,
+                "log_every": log_every,
+                "validation_sets": tuple(sets),
+                "first_epoch": progress.epoch,
+                "resumed_step": None if saved is None else progress.step,
+            }
+            self._run(loop, hooks, params, saved)
+            if interruption.requested is not None:
+                session.stop(f"interrupted by {interruption.requested.name}")
+        interruption.leave()
+        return self._history
+
+    def _settings(self, source: Source, steps_per_epoch: int | None) -> dict[str, Any]:
+        """Returns what the order of examples follows from; a run can only be resumed with the same."""
+        session = self._session
+        return {"seed": session.seed, "batch_size": source.batch_size, "steps_per_epoch": steps_per_epoch, "num_examples": source.num_examples}
+
+    def _find_resume(self, resume: Any, hooks: CallbackList) -> Saved | None:
         stores = [callback.store for callback in hooks if isinstance(callback, ModelCheckpoint)]
         saved = find_resume(resume, stores)
         if saved is None and resume == "auto":
             # A run that died before its first checkpoint is begun again under its own name, so that its other directories are still its own.
-            self._run_id = stores[0].run_id() or self._run_id
-        progress = self._start_progress(saved, settings, initial_epoch)
-        with Interruption() as interruption:
-            validation = Validation(
-                self._validation_loops(
-                    held_out if held_out is not None else validation_data,
-                    hooks,
-                    interruption,
-                    batch_size=validation_batch_size or batch_size or source.batch_size,
-                    steps=validation_steps,
-                ),
-                frequency,
-            )
-            if saved is None:
-                progress.position = self._next_position(source)
-            feed = self._feeder.train(source, class_weight, progress.position)
-            progress.position = feed.position
-            loop = self._prepare_loop(
-                source,
-                feed,
-                RunPlan(
-                    end_step=None if steps is None else progress.first_step + steps,
-                    end_epoch=initial_epoch + 1 if steps is None and epochs is None else epochs,
-                    steps_per_epoch=steps_per_epoch,
-                    at_epoch_ends=True,
-                    info={"settings": settings},
-                    process_start=progress.step,
-                    repeats_last=True,
-                ),
-                progress=progress,
-                callbacks=hooks,
-                validation=validation,
-                interruption=interruption,
-                saved=saved,
-            )
-            params = {
-                "epochs": loop.plan.end_epoch,
-                "steps": steps_per_epoch or source.num_batches,
-                "test_steps": validation_steps,
-                "log_every": log_every,
-                "validation_sets": tuple(evaluate.name for evaluate in validation.loops),
-                "first_epoch": progress.epoch,
-            }
-            self._run(loop, hooks, params, saved)
-            interruption.leave()
-        return self._history
+            self._session.run_id = stores[0].run_id() or self._session.run_id
+        return saved
 
     def _fit_source(
         self, data: Any, y: Any, sample_weight: Any, batch_size: int | None, shuffle: bool, drop_remainder: bool, split: float
@@ -518,92 +424,27 @@ class Trainer:
         if not isinstance(source, ArraySource):
             raise ConfigError("validation_split can only be taken from in-memory arrays. Pass validation_data.")
         (x, targets, weights), held_out = source.split(split)
-        train = ArraySource(x, targets, weights, batch_size=source.batch_size or 32, shuffle=shuffle, seed=self._seed, drop_remainder=drop_remainder)
+        train = ArraySource(x, targets, weights, batch_size=source.batch_size or 32, shuffle=shuffle, seed=self._session.seed, drop_remainder=drop_remainder)
         return train, ArraySource(*held_out, batch_size=source.batch_size or 32)
 
-    def _validation_loops(self, data: Any, hooks: CallbackList, interruption: Interruption, *, batch_size: int | None, steps: int | None) -> list[EvalLoop]:
-        loops = []
-        for name, one in arguments.validation_sets(data, self._selection).items():
-            size = {"batch_size": batch_size} if is_in_memory(one) else {}
-            source = self._adapt(one, shuffle=False, name=f"validation_data {name!r}", **size)
-            loops.append(
-                EvalLoop(
-                    self._need_program("fit"), self._feeder.evaluations(source, name, steps), steps=steps, name=name, callbacks=hooks, interruption=interruption
-                )
-            )
-        return loops
+    def _validation_loop(self, name: str, data: Any, hooks: CallbackList, interruption: Interruption, batch_size: int | None, steps: int | None) -> EvalLoop:
+        size = {"batch_size": batch_size} if is_in_memory(data) else {}
+        source = self._adapt(data, shuffle=False, name=f"validation_data {name!r}", **size)
+        feeds = self._session.feeder.evaluations(source, name, steps)
+        return EvalLoop(self._session.need_compiled("fit"), feeds, steps=steps, name=name, callbacks=hooks, interruption=interruption)
 
-    def _start_progress(self, saved: Saved | None, settings: Mapping[str, Any], initial_epoch: int) -> Progress:
-        if saved is None:
-            return Progress(step=self.step, first_step=self.step, epoch=initial_epoch)
-        check_settings(saved, settings)
-        return Progress.from_json(saved.metadata["progress"])
-
-    def _prepare_loop(
-        self,
-        source: Source,
-        feed: Feed,
-        plan: RunPlan,
-        *,
-        progress: Progress,
-        callbacks: CallbackList | None = None,
-        validation: Validation | None = None,
-        interruption: Interruption | None = None,
-        saved: Saved | None = None,
-    ) -> TrainLoop:
-        """Returns a loop that is ready to run: state built or restored, first batch dry-run."""
-        program = self._need_program("fit")
-        # The first batch is looked at, then trained on.
-        fed = feed.next() or (feed.next() if feed.source.can_restart else None)
-        if fed is None and saved is None:
-            raise DataError("The data yields no batch.")
-        if fed is not None:
-            feed.push_back(fed)
+    def _start_progress(self, source: Source, saved: Saved | None, settings: Mapping[str, Any], initial_epoch: int) -> Progress:
         if saved is not None:
-            self._place(saved, None if fed is None else fed.batch)
-        elif self._live is None:
-            assert fed is not None
-            self._build(fed.batch)
-        live = self._need_state("fit")
-        sums = values = None
-        if fed is not None:
-            state = live.borrow()
-            structure = program.prepare(state, fed.batch, train=True)
-            self._check_whole(program, source, train=True)
-            self._check_labels(program, source, state, fed.batch)
-            if saved is not None and "sums" in saved.run:
-                target = TrainSums(metrics=structure.empty, steps_since_bad=np.int32(0))  # type: ignore[arg-type]
-                sums = self._strategy.put(fit_to(target, saved.run["sums"], saved, "run/sums"))
-                values = StepValues(structure.places, self._strategy.put(np.asarray(saved.run["values"])))
-        info = {**plan.info, "run_id": self._run_id}
-        loop = TrainLoop(
-            program,
-            live,
-            feed,
-            dataclasses.replace(plan, info=info),
-            progress=progress,
-            callbacks=callbacks,
-            validation=validation,
-            sums=sums,
-            values=values,
-            should_stop=lambda: self._is_stopping,
-            exhausted=self._data_exhausted,
-            interruption=interruption,
-        )
-        self._last_loop = loop
-        return loop
-
-    def _data_exhausted(self) -> None:
-        self.stop("data_exhausted")
-        warnings.warn("The data ended before the training did.", FitflaxWarning, stacklevel=2)
+            check_settings(saved, settings)
+            return Progress.from_json(saved.metadata["progress"])
+        return Progress(step=self.step, first_step=self.step, epoch=initial_epoch, position=self._session.next_position(source))
 
     def _run(self, loop: TrainLoop, hooks: CallbackList, params: Mapping[str, Any], saved: Saved | None) -> None:
         """Runs a loop with its callbacks, from `on_train_begin` to `on_train_end`, which always comes."""
         hooks.bind(self, params)
+        hooks.open_run(self._session.run_id, loop.progress.step)
+        hooks.start_schedules(loop.seconds)
         try:
-            for callback in hooks:
-                callback.open_run(self._run_id, loop.progress.step)
-            hooks.start_schedules(loop.seconds)
             hooks.call("on_train_begin", {})
             if saved is not None:
                 self._load_callbacks(hooks, saved, loop)
@@ -651,8 +492,8 @@ class Trainer:
             DataError: Data that cannot be turned into batches.
             ModelError, LossError, MetricError: What does not fit the data.
         """
-        self._need_compiled("evaluate")
-        live = self._need_state("evaluate")
+        self._session.need_compiled("evaluate")
+        live = self._session.need_state("evaluate")
         arguments.check_counts(steps=steps)
         callbacks = list(callbacks)
         hooks = CallbackList([*callbacks, *arguments.default_bar(callbacks, verbose)])
@@ -668,8 +509,8 @@ class Trainer:
         self, data: Any, y: Any, sample_weight: Any, *, steps: int | None, batch_size: int | None, name: str, hooks: CallbackList | None = None
     ) -> tuple[EvalLoop, Source]:
         source = self._adapt(data, y, sample_weight, batch_size=batch_size, shuffle=False)
-        program = self._need_program("evaluate")
-        return EvalLoop(program, self._feeder.evaluations(source, name, steps), steps=steps, name=name, callbacks=hooks), source
+        program = self._session.need_compiled("evaluate")
+        return EvalLoop(program, self._session.feeder.evaluations(source, name, steps), steps=steps, name=name, callbacks=hooks), source
 
     def predict(
         self, data: Any, *, steps: int | None = None, batch_size: int | None = None, callbacks: Iterable[Callback] = (), verbose: int | str = 0
@@ -688,7 +529,7 @@ class Trainer:
             DataError: Data that cannot be turned into batches.
             ModelError: The module does not run on it, or an output has no axis of examples.
         """
-        live = self._need_state("predict")
+        live = self._session.need_state("predict")
         arguments.check_counts(steps=steps)
         source = self._adapt(data, batch_size=batch_size, shuffle=False, inputs_only=True)
         if source.is_endless and steps is None:
@@ -697,15 +538,10 @@ class Trainer:
         hooks = CallbackList([*callbacks, *arguments.default_bar(callbacks, verbose)])
         hooks.bind(self, {"test_steps": steps or source.num_batches})
         try:
-            return evaluation.predict(self._predict_program(), live.borrow(), self._feeder.prediction(source), steps=steps, callbacks=hooks)
+            return evaluation.predict(self._session.any_program(), live.borrow(), self._session.feeder.prediction(source), steps=steps, callbacks=hooks)
         finally:
             for callback in hooks:
                 callback.close()
-
-    def _predict_program(self) -> Program:
-        if self._program is None:
-            self._program = self._make_program(Objective())
-        return self._program
 
     def train_on_batch(self, batch: Any) -> dict[str, float]:
         """Makes one update and returns loss and metrics of this batch alone, from before the update.
@@ -717,11 +553,12 @@ class Trainer:
             NotReadyError: Before `compile`.
             DataError, ModelError, LossError, MetricError: What does not fit.
         """
-        self._need_compiled("train_on_batch")
-        fed = self._feeder.single(self._selection.split(batch), "train")
-        if self._live is None:
-            self._build(fed.batch)
-        live, program = self._need_state("train_on_batch"), self._need_program("train_on_batch")
+        self._session.need_compiled("train_on_batch")
+        fed = self._session.feeder.single(self._selection.split(batch), "train")
+        program = self._session.need_compiled("train_on_batch")
+        if self._session.live is None:
+            self._session.build(fed.batch)
+        live = self._session.need_state("train_on_batch")
         program.prepare(live.borrow(), fed.batch, train=True)
         state, _, values = program.train(live.take(), program.empty_train_sums(), fed)
         live.advance(state)
@@ -737,9 +574,9 @@ class Trainer:
             NotReadyError: Before `compile`, or before there is a state.
             DataError, ModelError, LossError, MetricError: What does not fit.
         """
-        self._need_compiled("test_on_batch")
-        live, program = self._need_state("test_on_batch"), self._need_program("test_on_batch")
-        fed = self._feeder.single(self._selection.split(batch), "test")
+        self._session.need_compiled("test_on_batch")
+        live, program = self._session.need_state("test_on_batch"), self._session.need_compiled("test_on_batch")
+        fed = self._session.feeder.single(self._selection.split(batch), "test")
         program.prepare(live.borrow(), fed.batch, train=False)
         return program.evaluate(live.borrow(), program.empty_eval_sums(), fed)[1].metrics()
 
@@ -753,11 +590,11 @@ class Trainer:
             NotReadyError: Before there is a state.
             DataError, ModelError: What does not fit.
         """
-        live, program = self._need_state("predict_on_batch"), self._predict_program()
+        live, program = self._session.need_state("predict_on_batch"), self._session.any_program()
         inputs = self._selection.split(x, inputs_only=True).x if isinstance(x, dict) else x
-        fed = self._feeder.single(Triple(inputs, (), None), "predict")
+        fed = self._session.feeder.single(Triple(inputs, (), None), "predict")
         program.check_predict(live.borrow(), fed.batch)
-        outputs = self._strategy.join(program.predict(live.borrow(), fed.batch, 0))
+        outputs = self._session.strategy.join(program.predict(live.borrow(), fed.batch, 0))
         return jax.tree.map(lambda leaf: leaf[: fed.num_real], outputs)
 
     # -- loops --
@@ -794,17 +631,18 @@ class Trainer:
             NotReadyError: Before `compile`.
             ConfigError, DataError, ModelError, LossError, MetricError: As in `fit`.
         """
-        self._need_compiled("train_loop")
+        self._session.need_compiled("train_loop")
         arguments.check_counts(steps=steps, steps_per_epoch=steps_per_epoch)
         if not isinstance(every, Trigger):
             raise ConfigError(f"train_loop(every=...) takes a trigger, such as fitflax.every(steps=10). Received: {every!r}.")
-        self._is_stopping, self._stop_reason = False, None
+        session = self._session
+        session.clear_stop()
         source = self._adapt(data, y, sample_weight, batch_size=batch_size, shuffle=shuffle, drop_remainder=drop_remainder)
-        feed = self._feeder.train(source, class_weight, self._next_position(source))
-        settings = {"seed": self._seed, "batch_size": source.batch_size, "steps_per_epoch": steps_per_epoch, "num_examples": source.num_examples}
-        progress = Progress(step=self.step, first_step=self.step, position=feed.position)
+        settings = self._settings(source, steps_per_epoch)
+        progress = self._start_progress(source, None, settings, 0)
+        feed = session.feeder.train(source, class_weight, progress.position)
         plan = RunPlan(end_step=self.step + steps, steps_per_epoch=steps_per_epoch, every=every, info={"settings": settings}, process_start=self.step)
-        return self._prepare_loop(source, feed, plan, progress=progress)
+        return session.prepare_loop(source, feed, plan, progress=progress)
 
     def eval_loop(
         self, data: Any, y: Any = None, sample_weight: Any = None, *, steps: int | None = None, name: str = "eval", batch_size: int | None = None
@@ -823,7 +661,7 @@ class Trainer:
             NotReadyError: Before `compile`.
             ConfigError, DataError: As in `evaluate`.
         """
-        self._need_compiled("eval_loop")
+        self._session.need_compiled("eval_loop")
         arguments.check_counts(steps=steps)
         return self._eval_loop(data, y, sample_weight, steps=steps, batch_size=batch_size, name=name)[0]
 
@@ -839,8 +677,8 @@ class Trainer:
             NotReadyError: Before there is a state.
             CheckpointError: Something else is there, or the disk fails.
         """
-        live = self._need_state("save")
-        metadata = {"run_id": self._run_id, "step": live.step, "epoch": 0, "metrics": {}, "settings": {"seed": self._seed}}
+        live = self._session.need_state("save")
+        metadata = {"run_id": self._session.run_id, "step": live.step, "epoch": 0, "metrics": {}, "settings": {"seed": self._session.seed}}
         return save_checkpoint(path, train=live.borrow(), run={}, metadata=metadata)
 
     def restore(self, path: str | os.PathLike[str], *, weights_only: bool = False) -> None:
@@ -855,28 +693,4 @@ class Trainer:
             CorruptCheckpointError: It is damaged.
             RestoreError: It does not fit the model or the optimizer; the message lists all differences.
         """
-        self._place(load_checkpoint(path), None, weights_only=weights_only)
-
-    def _place(self, saved: Saved, batch: Batch | None, *, weights_only: bool = False) -> None:
-        """Puts a saved state in place of the live one.
-
-        What it must look like follows from the live state, or from a batch; without either the file's own structure is taken, and the first batch shows
-        whether it fits.
-        """
-        key = jax.random.key(self._seed)
-        target: Any = None
-        if self._live is not None:
-            target = self._live.borrow()
-        elif batch is not None:
-            target = self._predict_program().abstract_state(key, batch)
-        restored = restored_state(saved, target=target, optimizer=self._optimizer, key=key, weights_only=weights_only)
-        state, step = self._strategy.put(restored), int(restored.step)
-        if self._live is None:
-            self._live = LiveState(self._strategy, state, step)
-        else:
-            self._live.replace(state, step)
-        self._unplaced = None if weights_only or self._optimizer is not None else (saved.train["opt_state"], saved)
-        if weights_only and self._optimizer is not None:
-            self._start_optimizer()
-        if not weights_only:
-            self._run_id = str(saved.metadata.get("run_id", self._run_id))
+        self._session.place(load_checkpoint(path), None, weights_only=weights_only)

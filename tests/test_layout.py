@@ -21,10 +21,10 @@ LAYERS = (
     {"state", "logs", "losses", "metrics", "optimizers"},
     {"data"},
     {"parallel"},
-    {"model", "step", "program"},
+    {"model", "objective", "step", "program"},
     {"checkpoints"},
     {"callbacks"},
-    {"signals", "loop"},
+    {"signals", "arguments", "evaluation", "loop", "session"},
     {"trainer"},
     {"__init__", "__main__", "sklearn"},
 )
@@ -49,7 +49,9 @@ VAGUE_CLASS_ENDINGS = ("Util", "Utils", "Helper", "Helpers", "Manager")
 MAX_FUNCTION_LINES = 70  # of code: no blank lines, comments or docstrings
 MAX_MODULE_LINES = 600
 # "fitflax/loop.py" or "fitflax/loop.py:TrainLoop.run" -> why it is longer than that.
-ALLOWED_LONG: dict[str, str] = {}
+ALLOWED_LONG: dict[str, str] = {
+    "fitflax/trainer.py": "the facade: more than half of it is the docstrings of what users call",
+}
 
 
 def module_name(path: pathlib.Path) -> str:

@@ -268,6 +268,16 @@ class CallbackList:
             callback.trainer = trainer
             callback.params = params
 
+    def open_run(self, run_id: str, step: int) -> None:
+        """Has all callbacks prepare their files; if one cannot, all are closed."""
+        try:
+            for callback in self._all:
+                callback.open_run(run_id, step)
+        except BaseException:
+            for callback in self._all:
+                callback.close()
+            raise
+
     def start_schedules(self, seconds: float) -> None:
         """Starts the triggers of all callbacks that have one."""
         self._schedules = [(callback, Schedule(callback.every, seconds)) for callback in self._all if callback.every is not None]
@@ -323,7 +333,7 @@ class CallbackList:
                 continue
             if callback.state_key in states:
                 raise CallbackError(
-                    f"Two callbacks would save their state under the key {callback.state_key!r}. Override state_key in one of them, or give different arguments."
+                    f"Two callbacks would save their state under the key {callback.state_key!r}. Give them other arguments, or override state_key in one."
                 )
             states[callback.state_key] = state
         schedules = [schedule.state_dict(seconds)["since"] for _, schedule in self._schedules]

@@ -11,8 +11,8 @@ from typing_extensions import override
 from fitflax.callbacks.base import Callback, Monitor, Phase
 from fitflax.callbacks.model_checkpoint import check_keep
 from fitflax.checkpoints.checkpoint import Checkpoint
-from fitflax.checkpoints.msgpack_format import restore_tree
 from fitflax.checkpoints.store import CheckpointStore
+from fitflax.checkpoints.trees import restore_tree
 
 __all__ = ["BestCheckpoint"]
 

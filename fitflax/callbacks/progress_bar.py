@@ -16,7 +16,7 @@ __all__ = ["ProgressBar"]
 
 
 class ProgressBar(Callback):
-    """Shows progress with tqdm: a bar for each epoch, which stays, and one for each evaluation, which goes.
+    r"""Shows progress with tqdm: a bar for each epoch, which stays, and one for each evaluation, which goes.
 
     The bar shows the newest values that the device has finished and never waits for one. Where the output is no terminal (a file, a pipe, a notebook
     that is executed), each epoch is one plain line.
@@ -33,7 +33,7 @@ class ProgressBar(Callback):
     >>> bar.on_epoch_begin(0, {})
     >>> bar.on_epoch_end(0, {"loss": 0.5})
     >>> bar.file.getvalue()
-    'Epoch 1: loss 0.5\\n'
+    'Epoch 1: loss 0.5\n'
     """
 
     phase = Phase.RECORD
@@ -92,6 +92,8 @@ class ProgressBar(Callback):
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:
         self._in_fit = True
         self._close()
+        if self.params.get("resumed_step") is not None:
+            self._line(f"Resumed at step {self.params['resumed_step']}, epoch {int(self.params.get('first_epoch') or 0) + 1}.")
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any]) -> None:

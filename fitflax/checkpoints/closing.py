@@ -4,19 +4,16 @@ A run that ends inside an epoch saves its last step first, and closes the epoch 
 do returns this row; one that goes on ignores it and has one row for the whole epoch.
 """
 
-import json
-import os
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fitflax.checkpoints.msgpack_format import fsync_directory
+from fitflax.checkpoints.documents import read_document, replace_document
 from fitflax.errors import CheckpointError
 
 __all__ = ["load_closing_row", "save_closing_row"]
 
-_NAME = "closing.json"
+CLOSING_FILE = "closing.json"
 
 
 def save_closing_row(directory: Path, row: Mapping[str, Any]) -> None:
@@ -27,30 +24,18 @@ def save_closing_row(directory: Path, row: Mapping[str, Any]) -> None:
         row: `{"epoch": index, "logs": {key: number}}`.
 
     Raises:
-        CheckpointError: The disk fails.
+        CheckpointError: The disk fails, or a value cannot be saved.
     """
-    # Floats as hexadecimal text: exact, and NaN is no JSON.
-    logs = {key: float(value).hex() for key, value in row["logs"].items() if isinstance(value, int | float)}
-    body = json.dumps({"epoch": row["epoch"], "logs": logs})
-    temporary = directory / f".{_NAME}.tmp"
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(json.dumps({"row": body, "crc32": zlib.crc32(body.encode())}))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, directory / _NAME)
-        fsync_directory(directory)
+        replace_document(directory / CLOSING_FILE, row)
     except OSError as error:
-        raise CheckpointError(f"{directory / _NAME} cannot be written: {error}") from error
+        raise CheckpointError(f"{directory / CLOSING_FILE} cannot be written: {error}.") from error
 
 
 def load_closing_row(directory: Path) -> dict[str, Any] | None:
     """Returns the row beside a checkpoint, or `None` where there is none or it is damaged: the epoch is closed once more then."""
     try:
-        document = json.loads((directory / _NAME).read_text(encoding="utf-8"))
-        if zlib.crc32(document["row"].encode()) != document["crc32"]:
-            return None
-        row = json.loads(document["row"])
-        return {"epoch": int(row["epoch"]), "logs": {key: float.fromhex(value) for key, value in row["logs"].items()}}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        document = read_document(directory / CLOSING_FILE)
+    except CheckpointError:
         return None
+    return {"epoch": document["epoch"], "logs": document["logs"]}

@@ -6,16 +6,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import flax.serialization
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fitflax.checkpoints.msgpack_format import from_saved, restore_tree
 from fitflax.checkpoints.store import CheckpointStore, Saved, load_checkpoint
+from fitflax.checkpoints.trees import from_saved, restore_tree
 from fitflax.errors import CheckpointNotFoundError, ConfigError, FitflaxWarning, RestoreError
 from fitflax.state import PyTree, TrainState
 
-__all__ = ["check_settings", "find_resume", "fit_to", "restored_state"]
+__all__ = ["check_fits", "check_settings", "find_resume", "fit_to", "restored_state"]
 
 
 def find_resume(resume: str | os.PathLike[str] | bool | None, stores: Sequence[CheckpointStore]) -> Saved | None:
@@ -102,3 +104,24 @@ def restored_state(
 
 def _fit_parts(targets: dict[str, Any], saved: Saved) -> dict[str, Any]:
     return dict(fit_to(targets, {name: saved.train[name] for name in targets}, saved, "train"))
+
+
+def check_fits(target: TrainState, state: TrainState, where: str) -> None:
+    """Checks a state's parameters and collections against the module's own, path by path.
+
+    Args:
+        target: The shapes of the module's own state.
+        state: The state.
+        where: Where it came from, for the error.
+
+    Raises:
+        RestoreError: It does not fit; all differences are listed.
+    """
+    model = ("params", "model_state")
+    found = flax.serialization.to_state_dict({name: jax.tree.map(_shape_of, getattr(state, name)) for name in model})
+    restore_tree({name: getattr(target, name) for name in model}, found, where=where, root="train", key_impls={})
+
+
+def _shape_of(leaf: Any) -> Any:
+    # The comparison needs no values: an array that takes no memory stands for them.
+    return leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)

@@ -34,14 +34,14 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fitflax.checkpoints import msgpack_format
+from fitflax.checkpoints.documents import PROCESS, fsync_directory, read_document, replace_document
+from fitflax.checkpoints.msgpack_format import METADATA_FILE, STATE_FILE, read_metadata, read_state, write_checkpoint
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, DirectoryInUseError, FitflaxWarning
 from fitflax.state import PyTree
 
 __all__ = ["CheckpointStore", "Saved", "find_checkpoint", "load_checkpoint", "save_checkpoint"]
 
 # Tells this process's files from those of dead ones; a process id would not do, in containers it is the same each time.
-_PROCESS = secrets.token_hex(4)
 
 _STEP = re.compile(r"step_(\d{8}|[1-9]\d{8,})")
 _OLD = re.compile(r"\.old-(?P<since>\d+)\.[0-9a-f]+")
@@ -59,8 +59,8 @@ class Saved:
     Attributes:
         path: Its directory.
         metadata: What `msgpack_format.read_metadata` returns.
-        train: The TrainState as nested dicts of NumPy arrays, for `msgpack_format.restore_tree`.
-        run: Everything else, for `msgpack_format.from_saved`.
+        train: The TrainState as nested dicts of NumPy arrays, for `trees.restore_tree`.
+        run: Everything else, for `trees.from_saved`.
 
     >>> Saved(path=Path("runs/a/step_00000040"), metadata={"step": 40}, train={}, run={}).metadata["step"]
     40
@@ -184,7 +184,7 @@ class CheckpointStore:
         """
         with _disk_errors("claim", self.directory):
             _make_directory(self.directory)
-            claim = {"run_id": run_id, "process": _PROCESS}
+            claim = {"run_id": run_id, "process": PROCESS}
             if not claim.items() <= self._read(_RUN).items():  # Otherwise another owner of this run was here: what it set aside must not come back.
                 self.recover()
             others = {step: other for step, other in self._run_ids().items() if other != run_id}
@@ -195,7 +195,7 @@ class CheckpointStore:
                     'Go on with that run with resume="auto", choose another directory, or replace it with overwrite=True.'
                 )
             # The note first: it fails on a full disk, renames seldom do. A checkpoint's own metadata counts for more than the note.
-            _replace_file(self.directory / _RUN, claim)
+            replace_document(self.directory / _RUN, claim)
             self._set_aside(sorted(others), since=0)
 
     def drop_after(self, step: int) -> None:
@@ -221,7 +221,7 @@ class CheckpointStore:
         with _disk_errors("tidy up", self.directory):
             for entry in self._entries():
                 litter = _LITTER.fullmatch(entry.name)
-                if litter and litter["process"] != _PROCESS:
+                if litter and litter["process"] != PROCESS:
                     _delete(entry)
                 elif replaced := _REPLACED.fullmatch(entry.name):
                     _put_back(entry, self.directory / replaced["name"])
@@ -267,7 +267,7 @@ class CheckpointStore:
             same = self._is_of(step, metadata.get("run_id"))
             retention = self._retention() if same else None
             if retention is None or step in retention["owners"].get(owner, ()):
-                _write_in_place(path, train=train, run=run, metadata={**metadata, "step": step, "process": _PROCESS})
+                _write_in_place(path, train=train, run=run, metadata={**metadata, "step": step, "process": PROCESS})
         try:
             for entry, since in self._set_aside_entries():
                 if step >= since:
@@ -307,9 +307,9 @@ class CheckpointStore:
             undo.mkdir()
             for step in steps:
                 os.rename(self.path(step), undo / self.path(step).name)
-            msgpack_format.fsync_directory(undo)
+            fsync_directory(undo)
             os.rename(undo, self.directory / f".old-{since}.{_random()}")
-            msgpack_format.fsync_directory(self.directory)
+            fsync_directory(self.directory)
         except BaseException:
             with contextlib.suppress(OSError):  # What this leaves undone, recover() does.
                 self._undo(undo)
@@ -323,7 +323,7 @@ class CheckpointStore:
     def _is_of(self, step: int, run_id: Any) -> bool:
         """Returns whether the checkpoint of `step`, if there is one, was written by this process for this run."""
         found = self._metadata(step)
-        return (found.get("process"), found.get("run_id")) == (_PROCESS, run_id)
+        return (found.get("process"), found.get("run_id")) == (PROCESS, run_id)
 
     def _apply_retention(self, owner: str, wanted: set[int], *, fresh: int | None) -> None:
         """Notes that `owner` wants the steps `wanted`, and deletes what nobody wants.
@@ -342,7 +342,7 @@ class CheckpointStore:
         owners = {name: [step for step in steps if step in present and step != fresh] for name, steps in retention["owners"].items()}
         owners[owner] = sorted(wanted & present)
         unknown = sorted((set(retention["unknown"]) & present) - wanted)
-        _replace_file(self.directory / _RETENTION, {"owners": {name: steps for name, steps in owners.items() if steps}, "unknown": unknown})
+        replace_document(self.directory / _RETENTION, {"owners": {name: steps for name, steps in owners.items() if steps}, "unknown": unknown})
         for step in sorted(present.difference(unknown, *owners.values())):
             _delete(self.path(step))
 
@@ -357,14 +357,14 @@ class CheckpointStore:
     def _read(self, name: str) -> dict[str, Any]:
         """Returns what a file of the directory's own holds, or `{}` when it is missing or damaged."""
         try:
-            return msgpack_format.read_document(self.directory / name)
+            return read_document(self.directory / name)
         except CorruptCheckpointError:
             return {}  # Both files can be done without; the damage shows in what is kept.
 
     def _metadata(self, step: int, *, warn: bool = False) -> dict[str, Any]:
         """Returns a checkpoint's metadata, or `{}`: those who call this can do without, and reading the checkpoint says what is wrong."""
         try:
-            return msgpack_format.read_metadata(self.path(step))
+            return read_metadata(self.path(step))
         except CheckpointError as error:
             if warn:
                 warnings.warn(f"Passed over a checkpoint in the search for the best: {error}", FitflaxWarning, stacklevel=3)
@@ -450,12 +450,12 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Saved:
 
 def _looks_like_checkpoint(path: Path) -> bool:
     # One of the files is enough: a damaged checkpoint shall be reported as such.
-    return any((path / name).exists() for name in (msgpack_format.METADATA_FILE, msgpack_format.STATE_FILE))
+    return any((path / name).exists() for name in (METADATA_FILE, STATE_FILE))
 
 
 def _is_only_checkpoint(path: Path) -> bool:
     """Returns whether replacing `path` loses a checkpoint and nothing else."""
-    known = {msgpack_format.METADATA_FILE, msgpack_format.STATE_FILE, "closing.json"}
+    known = {METADATA_FILE, STATE_FILE, "closing.json"}
     return path.is_dir() and not path.is_symlink() and _looks_like_checkpoint(path) and {entry.name for entry in path.iterdir()} <= known
 
 
@@ -466,7 +466,7 @@ def _newest_good_in(path: Path) -> Saved:
     saved, skipped = CheckpointStore(path).newest_good()
     if saved is None:
         faults = "".join(f" {message}" for message in skipped)
-        names = f"{msgpack_format.METADATA_FILE} or a good step_* directory"
+        names = f"{METADATA_FILE} or a good step_* directory"
         raise CheckpointNotFoundError(f"There is no checkpoint in {path}: looked for {names}.{faults}")
     if skipped:
         warnings.warn(f"Took {saved.path}, because newer checkpoints are damaged. {' '.join(skipped)}", FitflaxWarning, stacklevel=3)
@@ -474,8 +474,8 @@ def _newest_good_in(path: Path) -> Saved:
 
 
 def _read(path: Path) -> Saved:
-    metadata = msgpack_format.read_metadata(path)
-    state = msgpack_format.read_state(path, metadata)
+    metadata = read_metadata(path)
+    state = read_state(path, metadata)
     return Saved(path=path, metadata=metadata, train=state["train"], run=state["run"])
 
 
@@ -500,10 +500,10 @@ def _write_in_place(path: Path, *, train: PyTree, run: PyTree, metadata: Mapping
     """Writes a checkpoint beside `path` and renames it there when it is on the disk; an older one is deleted after that."""
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"{path} is in the way: it is a file. Remove it or choose another directory.")
-    temporary = path.parent / f".{path.name}.tmp-{_PROCESS}-{_random()}"
+    temporary = path.parent / f".{path.name}.tmp-{PROCESS}-{_random()}"
     try:
         temporary.mkdir()
-        msgpack_format.write_checkpoint(temporary, train=train, run=run, metadata=metadata)
+        write_checkpoint(temporary, train=train, run=run, metadata=metadata)
         aside = _exchange(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -521,7 +521,7 @@ def _exchange(temporary: Path, path: Path) -> Path | None:
         os.rename(path, aside)
     try:
         os.rename(temporary, path)
-        msgpack_format.fsync_directory(path.parent)
+        fsync_directory(path.parent)
     except BaseException:
         # Best effort: if the disk refuses this too, recover() puts `aside` back.
         with contextlib.suppress(OSError):
@@ -545,7 +545,7 @@ def _put_back(entry: Path, path: Path) -> None:
         _delete(entry)
     else:
         os.rename(entry, path)
-        msgpack_format.fsync_directory(path.parent)
+        fsync_directory(path.parent)
 
 
 def _delete(entry: Path) -> None:
@@ -556,17 +556,6 @@ def _delete(entry: Path) -> None:
         shutil.rmtree(trash)
     else:
         trash.unlink()
-
-
-def _replace_file(path: Path, values: Mapping[str, Any]) -> None:
-    temporary = path.parent / f".{path.name.lstrip('.')}.tmp-{_PROCESS}-{_random()}"
-    try:
-        msgpack_format.write_document(temporary, values)
-        os.replace(temporary, path)
-        msgpack_format.fsync_directory(path.parent)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _checked_step(step: int) -> int:

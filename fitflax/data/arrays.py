@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import numpy as np
-
 from typing_extensions import override
 
 from fitflax.data.batch import Position, Triple, num_examples, to_numpy

@@ -49,6 +49,9 @@ class FedBatch(NamedTuple):
         batch: The padded batch.
         num_real: How many of its rows are real.
         position: The position of the data after this batch.
+
+    >>> FedBatch(Batch(x=np.ones((2, 3)), y=(), mask=full_mask(2)), num_real=2, position=Position(examples=2)).num_real
+    2
     """
 
     batch: Batch

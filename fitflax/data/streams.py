@@ -28,6 +28,12 @@ class Source(abc.ABC):
         can_restart: Whether a second pass is possible.
         is_endless: Whether a pass is known never to end.
         knows_length: Whether `num_batches` is certain, so that the end of a pass is known without asking for one more batch.
+
+    >>> from fitflax.data import adapt
+    >>> import numpy as np
+    >>> source = adapt(np.arange(5.0), batch_size=2, shuffle=False)
+    >>> isinstance(source, Source), [triple.x.tolist() for triple in source.open(Position(examples=2))]
+    (True, [[2.0, 3.0], [4.0]])
     """
 
     num_batches: int | None = None

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
 from typing_extensions import override
 
 from fitflax.data.batch import full_mask
@@ -167,7 +166,8 @@ class DataParallel(Strategy):
             return reducer(leaf, self.axis_name)
         if reducer is None and not jnp.issubdtype(leaf.dtype, jnp.inexact):
             return self._first(leaf)
-        collective = {"sum": lax.psum, "max": lax.pmax}.get(reducer or "mean", lax.pmean)
+        collectives: dict[str, Any] = {"sum": lax.psum, "max": lax.pmax, "mean": lax.pmean}
+        collective = collectives[reducer or "mean"]
         return collective(leaf, self.axis_name).astype(leaf.dtype)
 
     def _first(self, leaf: jax.Array) -> Any:

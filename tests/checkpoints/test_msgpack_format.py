@@ -19,8 +19,9 @@ import optax
 import pytest
 from hypothesis import strategies as st
 
-from fitflax.checkpoints import msgpack_format
-from fitflax.checkpoints.msgpack_format import from_saved, read_metadata, read_state, restore_tree, to_state_dict, write_checkpoint
+from fitflax.checkpoints import codec
+from fitflax.checkpoints.msgpack_format import read_metadata, read_state, write_checkpoint
+from fitflax.checkpoints.trees import from_saved, restore_tree, to_state_dict
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, RestoreError
 from fitflax.state import TrainState
 
@@ -99,7 +100,7 @@ def test_flax_restores_the_train_state_from_the_file(directory):
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 7)])
 def test_large_arrays_are_written_in_chunks_as_flax_does(tmp_path, monkeypatch, shape):
-    monkeypatch.setattr(msgpack_format, "_CHUNK_BYTES", 16)
+    monkeypatch.setattr(codec, "CHUNK_BYTES", 16)
     monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", 16)
     train = {"w": np.arange(math.prod(shape), dtype=np.int64).reshape(shape), "v": np.ones(40, jnp.bfloat16)}
     write_checkpoint(tmp_path, train=train, run=[train["w"]], metadata={})

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from fitflax.checkpoints import store as store_module
-from fitflax.checkpoints.msgpack_format import read_document
+from fitflax.checkpoints.documents import read_document
 from fitflax.checkpoints.store import CheckpointStore, Saved, find_checkpoint, load_checkpoint, save_checkpoint
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, DirectoryInUseError, FitflaxWarning
 
@@ -24,7 +24,7 @@ class Killed(BaseException):
 
 
 def new_process(monkeypatch, name):
-    monkeypatch.setattr(store_module, "_PROCESS", name)
+    monkeypatch.setattr(store_module, "PROCESS", name)
 
 
 def save(store, step, *, owner="model", keep=(), run="a", metrics=None, value=None):
@@ -459,7 +459,7 @@ def test_claim_removes_litter_of_dead_processes_and_nothing_else(store, monkeypa
         (store.directory / name).mkdir()
         (store.directory / name / "state.msgpack").write_text("x")
     (store.directory / ".run.json.tmp-0123-4567").write_text("x")
-    mine = f".step_00000003.tmp-{store_module._PROCESS}-4567"
+    mine = f".step_00000003.tmp-{store_module.PROCESS}-4567"
     foreign = [mine, ".DS_Store", ".notes.tmp-0123-4567", "data"]
     for name in foreign:
         (store.directory / name).mkdir()

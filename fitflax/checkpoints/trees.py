@@ -1,0 +1,272 @@
+"""From pytrees to nested dicts that a checkpoint can hold, and back; `train` by flax's names, `run` with its lists as lists.
+
+A path is the keys from the root joined with `/`; in a key, `~` is written `~0` and `/` is written `~1` (RFC 6901), so no two leaves share a path.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fitflax.errors import CheckpointError, RestoreError
+from fitflax.state import PyTree
+
+__all__ = ["from_saved", "restore_tree", "to_state_dict"]
+
+# The key of the maps in which flax writes large arrays; no dict of the user's may have it.
+CHUNKED = "__msgpack_chunked_array__"
+# Well inside Python's recursion limit and msgpack's own (1024); no model comes near this.
+MAX_DEPTH = 100
+
+
+def to_state_dict(tree: PyTree, *, root: str = "", keep_lists: bool = False) -> tuple[Any, dict[str, str]]:
+    """Returns `tree` as nested dicts of host values, which flax's msgpack functions take, and the implementations of its typed keys.
+
+    The same as `flax.serialization.to_state_dict`, but: all arrays come to the host in one pass, typed keys become key data, and pytrees that JAX knows and
+    flax does not (an `OrderedDict`, registered dataclasses) are taken apart as well.
+
+    Args:
+        tree: Dicts, lists, tuples, named tuples, flax.struct dataclasses and other pytrees; leaves are arrays, NumPy scalars, `str`, `bytes`, `bool`, `int`,
+            `float` and `None`.
+        root: What paths begin with.
+        keep_lists: Lists and tuples become lists instead of dicts with the keys `"0"`, `"1"`, ...: for trees that are read without a target.
+
+    Returns:
+        The nested dict, and `{path: implementation}` of the typed keys in it.
+
+    Raises:
+        CheckpointError: Leaves that cannot be saved (all of them are named), or two keys of a dict that are the same string.
+
+    >>> to_state_dict({"dense": {"bias": jnp.zeros(2)}, "key": jax.random.key(7)}, root="train")
+    ({'dense': {'bias': array([0., 0.], dtype=float32)}, 'key': array([0, 7], dtype=uint32)}, {'train/key': 'threefry2x32'})
+    """
+    plain = _plain(tree, root, keep_lists)
+    leaves = dict(walk(plain, root))
+    faults = [f"{path} {fault}" for path, leaf in leaves.items() if (fault := _fault(leaf))]
+    if faults:
+        raise CheckpointError(f"Cannot be saved in a checkpoint: {'; '.join(faults)}.")
+    impls = {path: str(jax.random.key_impl(leaf)) for path, leaf in leaves.items() if is_key(leaf)}
+    # One device_get over all arrays starts all copies before it waits for the first.
+    host = jax.device_get({path: jax.random.key_data(leaf) if path in impls else leaf for path, leaf in leaves.items() if isinstance(leaf, jax.Array)})
+    return map_leaves(plain, root, lambda path, leaf: _native(host.get(path, leaf))), impls
+
+
+def _plain(node: Any, path: str, keep_lists: bool, depth: int = 0) -> Any:
+    if node is None or isinstance(node, (str, bytes, bool, int, float, np.generic, np.ndarray, jax.Array)):
+        return node
+    if depth > MAX_DEPTH:
+        raise CheckpointError(f"Cannot be saved in a checkpoint: {path[:100]}... is nested more than {MAX_DEPTH} levels deep.")
+    if isinstance(node, (list, tuple)) and not hasattr(node, "_fields"):
+        items = [_plain(item, join(path, str(index)), keep_lists, depth + 1) for index, item in enumerate(node)]
+        return items if keep_lists else {str(index): item for index, item in enumerate(items)}
+    children = _children(node, path)
+    if children is None:
+        return node
+    return {key: _plain(child, join(path, key), keep_lists, depth + 1) for key, child in children.items()}
+
+
+def _children(node: Any, path: str) -> dict[str, Any] | None:
+    """Returns what `node` holds by the names flax gives it, or those JAX gives it where flax does not know its type; `None` for a leaf."""
+    if isinstance(node, Mapping):
+        pairs = [(str(key), child) for key, child in node.items()]
+    elif hasattr(node, "_fields"):
+        # Not flax's function: it would turn the lists deeper inside into dicts.
+        pairs = [(name, getattr(node, name)) for name in node._fields]
+    elif flax.serialization.is_serializable(node):
+        pairs = list(flax.serialization.to_state_dict(node).items())
+    else:
+        entries = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)[0]
+        if len(entries) == 1 and entries[0][0] == ():
+            return None
+        pairs = [(jax.tree_util.keystr(entry, simple=True), child) for entry, child in entries]
+    children = dict(pairs)
+    if len(children) < len(pairs):
+        raise CheckpointError(f"Cannot be saved in a checkpoint: two keys of {path or 'the tree'} are the same string: {[key for key, _ in pairs]}.")
+    if CHUNKED in children:
+        raise CheckpointError(f"Cannot be saved in a checkpoint: {path or 'the tree'} has the key {CHUNKED!r}, which marks large arrays in the file.")
+    return children
+
+
+def _fault(leaf: Any) -> str | None:
+    """Returns why a leaf cannot be saved, as the end of a sentence that begins with its path."""
+    if isinstance(leaf, jax.Array):
+        return _array_fault(leaf)
+    if isinstance(leaf, np.str_) or leaf is None or isinstance(leaf, (bool, bytes)):
+        return None
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return None if _is_storable(leaf.dtype.newbyteorder("=")) else f"has dtype {leaf.dtype}, only numbers and booleans can be saved"
+    if isinstance(leaf, str):
+        return None if leaf.isascii() or _is_unicode(leaf) else f"is {leaf!r}, which is not valid Unicode"
+    if isinstance(leaf, int):
+        return None if -(2**63) <= leaf < 2**64 else f"is the integer {leaf}, which needs more than 64 bits; save it as a string"
+    return None if isinstance(leaf, float) else f"is a {type(leaf).__name__}; only arrays, numbers, strings, bytes and None can be saved"
+
+
+def _array_fault(leaf: jax.Array) -> str | None:
+    if leaf.is_deleted():
+        return "has been deleted (it was donated to a compiled function)"
+    if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+        return "is spread over several processes, which this format cannot write"
+    if is_key(leaf) and not isinstance(jax.random.key_impl(leaf), str):
+        return f"is a key of the unregistered implementation {jax.random.key_impl(leaf)}"
+    return None
+
+
+def _is_unicode(text: str) -> bool:
+    # A lone surrogate, as in a file name that is not UTF-8, has no encoding.
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def is_key(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _is_storable(dtype: np.dtype[Any]) -> bool:
+    """Returns whether flax's reader finds `dtype` again by its name; not so objects, strings, records and dates."""
+    try:
+        return not dtype.hasobject and dtype.itemsize > 0 and dtype.name.isidentifier() and np.dtype(dtype.name) == dtype
+    except TypeError:
+        return False
+
+
+def _native(leaf: Any) -> Any:
+    """Returns a leaf as the file holds it: arrays in the machine's byte order (the file does not name one), no subclasses of Python's types."""
+    if isinstance(leaf, np.ndarray):
+        return np.asarray(leaf, dtype=leaf.dtype.newbyteorder("="), order="C")
+    if isinstance(leaf, str):
+        return str.__str__(leaf)  # str(leaf) of an enum would be its name.
+    if isinstance(leaf, bytes):
+        return bytes(leaf)
+    if leaf is None or isinstance(leaf, (bool, np.generic)):
+        return leaf
+    return int(leaf) if isinstance(leaf, int) else float(leaf)
+
+
+def join(path: str, key: str) -> str:
+    key = key.replace("~", "~0").replace("/", "~1")
+    return f"{path}/{key}" if path else key
+
+
+def walk(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yields `(path, leaf)` of nested dicts and lists; `None` is a leaf, empty containers hold none."""
+    if isinstance(node, dict):
+        for key, child in node.items():
+            yield from walk(child, join(path, key))
+    elif isinstance(node, list):
+        for index, child in enumerate(node):
+            yield from walk(child, join(path, str(index)))
+    else:
+        yield path, node
+
+
+def map_leaves(node: Any, path: str, function: Callable[[str, Any], Any]) -> Any:
+    if isinstance(node, dict):
+        return {key: map_leaves(child, join(path, key), function) for key, child in node.items()}
+    if isinstance(node, list):
+        return [map_leaves(child, join(path, str(index)), function) for index, child in enumerate(node)]
+    return function(path, node)
+
+
+class _Leaf:
+    """A leaf of the target by its place in `jax.tree.leaves`; a class that neither JAX nor flax knows, so both take it for a leaf."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def restore_tree(target: PyTree, saved: Any, *, where: str, root: str, key_impls: Mapping[str, str]) -> PyTree:
+    """Returns `saved` in the structure of `target`.
+
+    `None` and empty containers hold nothing, so they fit each other.
+
+    Args:
+        target: What the tree should look like; leaves are arrays, `jax.ShapeDtypeStruct` or Python values. Its values are not read.
+        saved: Nested dicts as `read_state` returns them.
+        where: What errors call the checkpoint, such as its path.
+        root: The path of `saved` in the file, such as `train` or `train/params`.
+        key_impls: `metadata["key_impls"]`.
+
+    Returns:
+        A tree like `target` with NumPy arrays, typed keys, and Python values where the target has them.
+
+    Raises:
+        RestoreError: Paths, shapes, dtypes or key implementations differ; one error names them all.
+
+    >>> target = {"w": jax.ShapeDtypeStruct((2,), jnp.float32), "b": 0}
+    >>> restore_tree(target, {"w": np.ones(3, np.float32)}, where="runs/a/step_00000001", root="train", key_impls={})
+    Traceback (most recent call last):
+    fitflax.errors.RestoreError: runs/a/step_00000001 does not fit this model: missing b; w is (3,) on disk but (2,) here.
+    """
+    leaves, treedef = jax.tree.flatten(target)
+    # flax's names, JAX's order: number the leaves, let the same walk as in saving find the paths, then put the tree together by number. So everything that
+    # can be saved can be restored, whoever registered its type.
+    numbered = jax.tree.unflatten(treedef, [_Leaf(index) for index in range(len(leaves))])
+    paths = {path: leaf.index for path, leaf in walk(_plain(numbered, "", False), "") if isinstance(leaf, _Leaf)}
+    found: dict[str, Any] = {path: leaf for path, leaf in walk(saved, "") if leaf is not None}
+    faults = [f"{title} {', '.join(sorted(names))}" for title, names in (("missing", paths.keys() - found), ("unexpected", found.keys() - paths)) if names]
+    for path in sorted(paths.keys() & found):
+        try:
+            found[path] = _with_key(found[path], key_impls.get(f"{root}/{path}" if path else root))
+            difference = _difference(found[path], leaves[paths[path]])
+        except (TypeError, ValueError) as error:
+            difference = f"is a key that this JAX cannot make ({error})"
+        faults += [f"{path or root} {difference}"] if difference else []
+    if faults:
+        raise RestoreError(f"{where} does not fit this model: {'; '.join(faults)}.")
+    restored = dict(enumerate(leaves)) | {index: _like(leaves[index], found[path]) for path, index in paths.items()}
+    return jax.tree.unflatten(treedef, [restored[index] for index in range(len(leaves))])
+
+
+def from_saved(saved: Any, *, root: str = "run", key_impls: Mapping[str, str] | None = None) -> Any:
+    """Returns a tree that was saved without a target in mind, as plain dicts and lists, Python values and NumPy arrays.
+
+    Args:
+        saved: As `read_state` returns it.
+        root: The path of `saved` in the file.
+        key_impls: `metadata["key_impls"]`; typed keys become typed keys again. Without it they stay key data.
+
+    Returns:
+        New dicts and lists; the arrays are those of `saved`. Tuples have become lists, and all keys strings.
+
+    Raises:
+        RestoreError: This JAX does not have the implementation of a key.
+
+    >>> from_saved({"rows": [1, 2.0, None, "x"]})
+    {'rows': [1, 2.0, None, 'x']}
+    """
+
+    def restore(path: str, leaf: Any) -> Any:
+        try:
+            return _with_key(leaf, (key_impls or {}).get(path))
+        except (TypeError, ValueError) as error:
+            raise RestoreError(f"{path} is a key that this JAX cannot make ({error}).") from error
+
+    return map_leaves(saved, root, restore)
+
+
+def _with_key(leaf: Any, impl: str | None) -> Any:
+    return leaf if impl is None else jax.random.wrap_key_data(leaf, impl=impl)
+
+
+def _difference(saved: Any, target: Any) -> str | None:
+    (saved_type, saved_shape), (target_type, target_shape) = _describe(saved), _describe(target)
+    if saved_type == target_type:
+        return None if saved_shape == target_shape else f"is {saved_shape} on disk but {target_shape} here"
+    if saved_shape == target_shape:
+        return f"is {saved_type} on disk but {target_type} here"
+    return f"is {f'{saved_type} {saved_shape}'.strip()} on disk but {f'{target_type} {target_shape}'.strip()} here"
+
+
+def _describe(leaf: Any) -> tuple[str, str]:
+    if hasattr(leaf, "dtype"):
+        return str(leaf.dtype.name), str(tuple(leaf.shape))
+    return type(leaf).__name__, ""
+
+
+def _like(target: Any, saved: Any) -> Any:
+    if isinstance(target, np.generic):
+        return np.asarray(saved)[()]
+    return np.asarray(saved) if isinstance(saved, np.generic) else saved

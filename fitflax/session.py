@@ -1,0 +1,291 @@
+"""What a trainer keeps between calls: the compiled task, the live state, where its passes over the data are, and who asked to stop."""
+
+import dataclasses
+import secrets
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import flax.serialization
+import jax
+import numpy as np
+import optax
+
+from fitflax.callbacks.base import CallbackList
+from fitflax.checkpoints.resume import check_fits, fit_to, restored_state
+from fitflax.checkpoints.store import Saved
+from fitflax.data import Feed, Position, Source
+from fitflax.data.arrays import ArraySource
+from fitflax.data.feeds import Feeder
+from fitflax.errors import DataError, FitflaxWarning, NotReadyError, RestoreError
+from fitflax.logs import StepValues
+from fitflax.loop import Progress, RunPlan, TrainLoop, Validation
+from fitflax.objective import Objective
+from fitflax.parallel import Strategy
+from fitflax.program import LiveState, Program, scalar_loss_error
+from fitflax.signals import Interruption
+from fitflax.state import Batch, TrainState
+from fitflax.step import Task, TrainSums, state_faults
+
+__all__ = ["Session"]
+
+MakeTask = Callable[[Objective, optax.GradientTransformationExtraArgs | None], Task]
+
+
+class Session:
+    """The parts that `Trainer` puts to work; each of its calls takes them from here and leaves them here.
+
+    Args:
+        make_task: Makes the task for an objective and an optimizer.
+        strategy: Where steps run.
+        seed: What all randomness follows from.
+    """
+
+    def __init__(self, make_task: MakeTask, strategy: Strategy, seed: int) -> None:
+        self._make_task = make_task
+        self.strategy = strategy
+        self.seed = seed
+        self.feeder = Feeder(strategy.num_replicas, pad=True)
+        self.run_id = secrets.token_hex(8)
+        self.stop_reason: str | None = None
+        self.is_stopping = False
+        self.live: LiveState | None = None
+        self._pad = True
+        self._optimizer: optax.GradientTransformationExtraArgs | None = None
+        self._given_optimizer: Any = None
+        self._program: Program | None = None
+        self._last_loop: TrainLoop | None = None
+        # A restored optimizer state, until compile() says what it is of.
+        self._unplaced: tuple[Any, Saved] | None = None
+        # Where a state came from that was restored without knowing the module's own; the first batch shows whether it fits.
+        self._unchecked: str | None = None
+
+    # -- what must be there --
+
+    def need_compiled(self, what: str) -> Program:
+        """Returns the program.
+
+        Raises:
+            NotReadyError: Before `compile`.
+        """
+        if self._optimizer is None or self._program is None:
+            raise NotReadyError(f"{what} needs to know what to minimize. Call compile(optimizer, loss, metrics) first.")
+        return self._program
+
+    def need_state(self, what: str) -> LiveState:
+        """Returns the live state.
+
+        Raises:
+            NotReadyError: There is none yet.
+        """
+        if self.live is None:
+            raise NotReadyError(f"{what}: there is no state yet. Call build(batch), fit(...) or restore(path) first.")
+        return self.live
+
+    def any_program(self) -> Program:
+        """Returns the program; before `compile` one that can only initialize and predict."""
+        if self._program is None:
+            self._program = Program(self._make_task(Objective(), None))
+        return self._program
+
+    # -- stopping --
+
+    def stop(self, reason: str) -> None:
+        """Notes that training is to stop; the first reason counts."""
+        if not self.is_stopping:
+            self.is_stopping, self.stop_reason = True, reason
+
+    def clear_stop(self) -> None:
+        """Forgets that anybody asked to stop."""
+        self.is_stopping, self.stop_reason = False, None
+
+    def _run_dry(self) -> None:
+        self.stop("data_exhausted")
+        warnings.warn("The data ended before the training did.", FitflaxWarning, stacklevel=2)
+
+    # -- the task and its state --
+
+    def compile(self, given: Any, optimizer: optax.GradientTransformation, objective: Objective, *, pad: bool) -> None:
+        """Takes a new task; parameters and collections stay, and the optimizer's state where the optimizer is the same object.
+
+        Args:
+            given: What the user gave as optimizer.
+            optimizer: The transformation that it means.
+            objective: Losses and metrics.
+            pad: Whether short batches are padded.
+        """
+        is_same = self._optimizer is not None and given is self._given_optimizer and not isinstance(given, str)
+        if not is_same:
+            self._optimizer = optax.with_extra_args_support(optimizer)
+        self._given_optimizer = given
+        self._program = Program(self._make_task(objective, self._optimizer))
+        self._pad = pad
+        self.feeder = Feeder(self.strategy.num_replicas, pad)
+        if self.live is not None and not is_same:
+            self._start_optimizer()
+
+    def _start_optimizer(self) -> None:
+        """Gives the state an optimizer state: the restored one that waits for it, or a fresh one."""
+        assert self._optimizer is not None
+        live = self.need_state("compile")
+        state = live.borrow()
+        if self._unplaced is not None:
+            saved_state, saved = self._unplaced
+            target = jax.eval_shape(self._optimizer.init, state.params)
+            opt_state = self.strategy.put(fit_to(target, saved_state, saved, "train/opt_state"))
+            self._unplaced = None
+        else:
+            # Copied, because an optimizer may keep the parameters themselves, whose buffers the step takes only once.
+            opt_state = self.strategy.copy(self.strategy.compile(self._optimizer.init, inputs=("replicated",), outputs="replicated")(state.params))
+        live.replace(dataclasses.replace(state, opt_state=opt_state), live.step)
+
+    def build(self, batch: Batch) -> None:
+        """Initializes the state from the shapes of a batch; a new run begins."""
+        state = self.need_compiled("build").init(jax.random.key(self.seed), batch)
+        self.live = LiveState(self.strategy, state, 0)
+        self.run_id = secrets.token_hex(8)
+        self._last_loop = self._unplaced = self._unchecked = None
+
+    def place(self, saved: Saved, batch: Batch | None, *, weights_only: bool = False) -> None:
+        """Puts a saved state in place of the live one.
+
+        What it must look like follows from the live state, or from a batch; without either the file's own structure is taken, and the first batch shows
+        whether it fits.
+
+        Raises:
+            RestoreError: It does not fit.
+        """
+        key = jax.random.key(self.seed)
+        target: Any = None
+        if self.live is not None:
+            target = self.live.borrow()
+        elif batch is not None:
+            target = self.any_program().abstract_state(key, batch)
+        restored = restored_state(saved, target=target, optimizer=self._optimizer, key=key, weights_only=weights_only)
+        state, step = self.strategy.put(restored), int(restored.step)
+        if self.live is None:
+            self.live = LiveState(self.strategy, state, step)
+            self._unchecked = str(saved.path) if target is None else None
+        else:
+            self.live.replace(state, step)
+        self._unplaced = None if weights_only or self._optimizer is not None else (saved.train["opt_state"], saved)
+        if weights_only and self._optimizer is not None:
+            self._start_optimizer()
+        if not weights_only:
+            self.run_id = str(saved.metadata.get("run_id", self.run_id))
+
+    def check_restored(self, batch: Batch) -> None:
+        """Checks a state that was restored without knowing the module's own, once there is a batch; it takes the module's own containers.
+
+        Raises:
+            RestoreError: It does not fit the module.
+        """
+        if self._unchecked is None:
+            return
+        live = self.need_state("restore")
+        target = self.any_program().abstract_state(jax.random.key(self.seed), batch)
+        state = live.borrow()
+        check_fits(target, state, self._unchecked)
+        parts = {name: flax.serialization.from_state_dict(getattr(target, name), getattr(state, name)) for name in ("params", "model_state")}
+        live.replace(dataclasses.replace(state, **parts), live.step)
+        self._unchecked = None
+
+    def replace_state(self, state: TrainState) -> None:
+        """Puts another state in place of the live one; its arrays are copied.
+
+        Raises:
+            RestoreError: It differs in structure, shapes or dtypes.
+        """
+        live = self.need_state("replace_state")
+        now = live.borrow()
+        faults = state_faults(now, state)
+        if faults:
+            raise RestoreError(f"The new state is none of this trainer's: {'; '.join(faults)}.")
+        state = jax.tree.unflatten(jax.tree.structure(now), jax.tree.leaves(state))
+        live.replace(self.strategy.put(state), int(state.step))
+
+    # -- runs --
+
+    def next_position(self, source: Source) -> Position:
+        """Returns where the passes over the data go on: a new run begins a new pass."""
+        last = Position() if self._last_loop is None else self._last_loop.progress.position
+        return Position(last.passes + (last.examples > 0)) if source.can_restart else Position()
+
+    def prepare_loop(
+        self,
+        source: Source,
+        feed: Feed,
+        plan: RunPlan,
+        *,
+        progress: Progress,
+        callbacks: CallbackList | None = None,
+        validation: Validation | None = None,
+        interruption: Interruption | None = None,
+        saved: Saved | None = None,
+    ) -> TrainLoop:
+        """Returns a loop that is ready to run: state built or restored, the first batch looked at and dry-run.
+
+        Args:
+            source: The data.
+            feed: Its batches.
+            plan: What to do.
+            progress: Where to begin.
+            callbacks: Whose hooks are called.
+            validation: What is evaluated during training.
+            interruption: Which signals end it.
+            saved: The checkpoint to go on from.
+
+        Raises:
+            DataError: There is no batch, or labels are out of range.
+            ModelError, LossError, MetricError: What does not fit the first batch.
+            RestoreError: The checkpoint does not fit.
+        """
+        program = self.need_compiled("fit")
+        # The first batch is looked at, then trained on.
+        fed = feed.next() or (feed.next() if feed.source.can_restart else None)
+        if fed is None and saved is None:
+            raise DataError("The data yields no batch.")
+        if fed is not None:
+            feed.push_back(fed)
+        if saved is not None:
+            self.place(saved, None if fed is None else fed.batch)
+        elif self.live is None and fed is not None:
+            self.build(fed.batch)
+        live = self.need_state("fit")
+        sums = values = None
+        if fed is not None:
+            self.check_restored(fed.batch)
+            structure = program.prepare(live.borrow(), fed.batch, train=True)
+            self._check_in_memory(program, source, live.borrow(), fed.batch)
+            if saved is not None and "sums" in saved.run:
+                target = TrainSums(metrics=structure.empty, steps_since_bad=np.int32(0))  # type: ignore[arg-type]
+                sums = self.strategy.put(fit_to(target, saved.run["sums"], saved, "run/sums"))
+                values = StepValues(structure.places, self.strategy.put(np.asarray(saved.run["values"])))
+        self._last_loop = TrainLoop(
+            program,
+            live,
+            feed,
+            dataclasses.replace(plan, info={**plan.info, "run_id": self.run_id}),
+            progress=progress,
+            callbacks=callbacks,
+            validation=validation,
+            sums=sums,
+            values=values,
+            should_stop=lambda: self.is_stopping,
+            exhausted=self._run_dry,
+            interruption=interruption,
+        )
+        return self._last_loop
+
+    def _check_in_memory(self, program: Program, source: Source, state: TrainState, batch: Batch) -> None:
+        """Checks what can be known of in-memory data before the first step."""
+        if not isinstance(source, ArraySource) or source.batch_size is None or source.num_examples is None:
+            return
+        size = min(source.batch_size, source.num_examples)
+        replicas = self.strategy.num_replicas
+        short = source.num_examples % size
+        if program.structure(train=True).scalar_loss and self._pad and (short or size % replicas):
+            raise scalar_loss_error(short or size, -(-size // replicas) * replicas)
+        objective = program.task.objective
+        if objective.has_label_loss and program.task.compute_loss is None and program.task.custom_step is None:
+            objective.check_labels(program.output_shapes(state, batch), source.y)
