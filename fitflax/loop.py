@@ -337,6 +337,7 @@ class TrainLoop:
     def _train_one(self) -> None:
         """Dispatches one step and calls its hooks."""
         fed, self._upcoming = self._upcoming, None
+        self._made = None
         assert fed is not None
         progress, hooks = self.progress, self.callbacks
         hooks.call("on_train_batch_begin", progress.step_in_epoch, {})

@@ -78,7 +78,8 @@ class DataParallel(Strategy):
         self, fn: Callable[..., Any], *, inputs: Sequence[Layout], outputs: Layout | Sequence[Layout], donate: Sequence[int] = ()
     ) -> Callable[..., Any]:
         results = (outputs,) if isinstance(outputs, str) else tuple(outputs)
-        if self.num_replicas == 1:
+        # pmap insists on an argument that is split.
+        if self.num_replicas == 1 or "split" not in inputs:
             spec = {"replicated": PartitionSpec(), "split": PartitionSpec(self.axis_name)}
             out_specs = tuple(spec[layout] for layout in results)
             mapped = jax.shard_map(

@@ -1,0 +1,184 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fitflax.data import Position
+from fitflax.data.arrays import ArraySource
+from fitflax.errors import ConfigError, DataError
+
+
+def rows_of(source: ArraySource, passes: int = 0, examples: int = 0) -> list[list[float]]:
+    return [np.asarray(triple.x).tolist() for triple in source.open(Position(passes, examples))]
+
+
+# -- how passes are cut --
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "lengths"),
+    [(34, 16, [16, 16, 2]), (100, 32, [32, 32, 32, 4]), (8, 4, [4, 4]), (3, 8, [3])],
+)
+def test_a_pass_is_full_batches_and_the_rest(rows: int, size: int, lengths: list[int]):
+    source = ArraySource(np.arange(rows), batch_size=size)
+    assert [len(batch) for batch in rows_of(source)] == lengths
+    assert source.num_batches == len(lengths)
+    assert source.num_examples == rows
+
+
+def test_drop_remainder_leaves_the_short_batch_out():
+    source = ArraySource(np.arange(10), batch_size=4, drop_remainder=True)
+    assert rows_of(source) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert (source.num_batches, source.num_examples) == (2, 8)
+
+
+def test_drop_remainder_of_shuffled_rows_drops_other_rows_in_each_pass():
+    source = ArraySource(np.arange(10), batch_size=4, drop_remainder=True, shuffle=True)
+    seen = [sum(rows_of(source, passes), []) for passes in range(6)]
+    assert all(len(set(rows)) == 8 for rows in seen)
+    assert set().union(*seen) == set(range(10))
+
+
+def test_targets_and_weights_follow_their_rows_through_the_shuffle():
+    x = np.arange(50)
+    source = ArraySource({"a": x, "b": (x * 2,)}, x * 3, x * 4.0, batch_size=8, shuffle=True)
+    for triple in source.open(Position(2)):
+        np.testing.assert_array_equal(triple.x["b"][0], triple.x["a"] * 2)
+        np.testing.assert_array_equal(triple.y, triple.x["a"] * 3)
+        np.testing.assert_array_equal(triple.weights, triple.x["a"] * 4)
+
+
+# -- order --
+
+
+def test_every_pass_is_a_permutation_of_its_own_that_follows_from_seed_and_pass():
+    first, again, other = (ArraySource(np.arange(40), batch_size=7, shuffle=True, seed=seed) for seed in (3, 3, 4))
+    passes = [sum(rows_of(first, number), []) for number in range(3)]
+    assert all(sorted(rows) == list(range(40)) for rows in passes)
+    assert passes[0] != passes[1] != passes[2] != passes[0]
+    # Asked in another order, by another object: the same.
+    assert [sum(rows_of(again, number), []) for number in (2, 0, 1)] == [passes[2], passes[0], passes[1]]
+    assert sum(rows_of(other, 0), []) not in passes
+
+
+def test_the_order_does_not_depend_on_the_batch_size():
+    orders = [sum(rows_of(ArraySource(np.arange(40), batch_size=size, shuffle=True), 5), []) for size in (1, 7, 40)]
+    assert orders[0] == orders[1] == orders[2]
+
+
+def test_neither_numpys_global_generator_nor_its_state_matters():
+    np.random.seed(0)  # noqa: NPY002
+    before = np.random.get_state()[1].copy()  # noqa: NPY002
+    one = rows_of(ArraySource(np.arange(10), shuffle=True))
+    np.testing.assert_array_equal(np.random.get_state()[1], before)  # noqa: NPY002
+    np.random.seed(1)  # noqa: NPY002
+    assert rows_of(ArraySource(np.arange(10), shuffle=True)) == one
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("begin", [0, 4, 8, 12])
+def test_seeking_equals_walking_there(shuffle: bool, begin: int):
+    source = ArraySource(np.arange(14), batch_size=4, shuffle=shuffle)
+    assert rows_of(source, 1, begin) == rows_of(source, 1)[begin // 4 :]
+
+
+def test_nothing_is_left_at_the_end_of_a_pass():
+    source = ArraySource(np.arange(14), batch_size=4)
+    assert rows_of(source, 0, 14) == []
+    assert rows_of(ArraySource(np.arange(14), batch_size=4, drop_remainder=True), 0, 12) == []
+
+
+def test_two_passes_can_be_open_at_once():
+    source = ArraySource(np.arange(4), batch_size=2)
+    one, two = source.open(Position()), source.open(Position())
+    assert next(one).x.tolist() == next(two).x.tolist() == [0, 1]
+
+
+# -- what the arrays become --
+
+
+def test_unshuffled_batches_are_views_of_the_users_arrays():
+    x, y = np.arange(8, dtype=np.float32), np.arange(8, dtype=np.int32)
+    for triple in ArraySource(x, y, batch_size=3).open(Position()):
+        assert np.shares_memory(triple.x, x) and np.shares_memory(triple.y, y)
+
+
+def test_shuffling_leaves_the_users_arrays_as_they_were():
+    x = np.arange(8, dtype=np.float32)
+    list(ArraySource(x, batch_size=3, shuffle=True).open(Position()))
+    assert x.tolist() == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("given", "becomes"),
+    [("float64", "float32"), ("float32", "float32"), ("float16", "float16"), ("int64", "int32"), ("uint64", "uint32"), ("uint8", "uint8"), ("bool", "bool")],
+)
+def test_dtypes_are_those_that_jax_computes_in(given: str, becomes: str):
+    source = ArraySource(np.zeros(4, given), np.zeros(4, given))
+    triple = next(source.open(Position()))
+    assert triple.x.dtype == triple.y.dtype == becomes
+
+
+def test_jax_arrays_and_pandas_columns_are_taken():
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"a": [1.0, 2.0, 3.0], "b": [4, 5, 6]}, index=[7, 8, 9])
+    triple = next(ArraySource({"j": jnp.arange(3), "p": frame}, frame["b"], batch_size=2).open(Position()))
+    assert triple.x["j"].tolist() == [0, 1]
+    assert triple.x["p"].tolist() == [[1, 4], [2, 5]] and triple.x["p"].dtype == np.float32
+    assert triple.y.tolist() == [4, 5]
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(triple))
+
+
+# -- splitting --
+
+
+@pytest.mark.parametrize(("rows", "fraction", "cut"), [(100, 0.2, 80), (10, 0.25, 7), (5, 0.5, 2), (3, 0.34, 1)])
+def test_the_split_is_the_last_part_in_the_order_given(rows: int, fraction: float, cut: int):
+    x = np.arange(rows)
+    (x1, y1, w1), (x2, y2, w2) = ArraySource(x, x * 2, x * 3.0, shuffle=True).split(fraction)
+    assert (x1.tolist(), x2.tolist()) == (x[:cut].tolist(), x[cut:].tolist())
+    assert (y1.tolist(), y2.tolist()) == ((x * 2)[:cut].tolist(), (x * 2)[cut:].tolist())
+    assert (w1.tolist(), w2.tolist()) == ((x * 3)[:cut].tolist(), (x * 3)[cut:].tolist())
+
+
+def test_the_split_is_of_all_rows_though_a_remainder_is_dropped():
+    (head, _, _), (tail, _, _) = ArraySource(np.arange(10), batch_size=4, drop_remainder=True).split(0.3)
+    assert (len(head), len(tail)) == (7, 3)
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.999])
+def test_a_split_that_leaves_a_part_empty_is_an_error(fraction: float):
+    with pytest.raises(DataError, match=rf"validation_split={fraction} of 3 examples leaves"):
+        ArraySource(np.arange(3)).split(fraction)
+
+
+# -- what does not fit --
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0, True, "32"])
+def test_a_batch_size_is_a_positive_integer(size: object):
+    with pytest.raises(ConfigError, match="batch_size must be a positive integer"):
+        ArraySource(np.zeros(4), batch_size=size)
+
+
+def test_numpys_integers_are_integers():
+    assert ArraySource(np.zeros(4), batch_size=np.int64(2)).num_batches == 2
+
+
+def test_unequal_lengths_are_named():
+    with pytest.raises(DataError, match="same number of examples: `x` has 4, `y` has 3, `sample_weight` has 2"):
+        ArraySource(np.zeros(4), np.zeros(3), np.zeros(2))
+    with pytest.raises(DataError, match=r"x\['a'\] has 4, x\['b'\] has 5"):
+        ArraySource({"a": np.zeros(4), "b": np.zeros(5)})
+
+
+def test_no_examples_are_an_error():
+    with pytest.raises(DataError, match="0 examples"):
+        ArraySource(np.zeros((0, 3)))
+    with pytest.raises(DataError, match="3 examples, batch_size=4, drop_remainder=True"):
+        ArraySource(np.zeros(3), batch_size=4, drop_remainder=True)
+
+
+def test_text_is_no_number():
+    with pytest.raises(DataError, match=r"y must hold numbers, but its dtype is <U3; encode them"):
+        ArraySource(np.zeros(2), np.array(["cat", "dog"]))

@@ -1,0 +1,250 @@
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fitflax.data import Batcher, Position
+from fitflax.data.batch import Selection, Triple, class_weights_of, full_mask, leaf_paths, num_examples
+from fitflax.errors import ConfigError, DataError, FitflaxWarning
+
+
+def triple(rows: int, **kwargs: object) -> Triple:
+    values = {"x": np.arange(rows, dtype=np.float32), "y": (), "weights": None} | kwargs
+    return Triple(**values)
+
+
+# -- padding --
+
+
+@pytest.mark.parametrize(("rows", "size", "replicas"), [(3, 4, 1), (1, 4, 2), (3, 8, 4), (5, 8, 8), (1, 1, 8), (7, 10, 4)])
+def test_a_short_batch_is_filled_up_with_its_own_rows_in_turn(rows: int, size: int, replicas: int):
+    batch, real = Batcher(num_replicas=replicas, size=size)(triple(rows, y=np.arange(rows) * 10, weights=np.arange(rows) + 1.0))
+    full = -(-size // replicas) * replicas
+    expected = [index % rows for index in range(full)]
+    assert real == rows
+    assert batch.x.tolist() == expected
+    assert batch.y.tolist() == [row * 10 for row in expected]
+    assert batch.weights.tolist() == [row + 1.0 for row in expected]
+    assert batch.mask.dtype == bool
+    assert batch.mask.tolist() == [index < rows for index in range(full)]
+
+
+def test_a_full_batch_is_passed_on_uncopied_with_the_one_full_mask():
+    given = triple(4, y=np.zeros(4))
+    batch, _ = Batcher(num_replicas=2, size=4)(given)
+    assert batch.x is given.x and batch.y is given.y
+    assert batch.mask is full_mask(4)
+
+
+def test_the_full_mask_cannot_be_written_to():
+    with pytest.raises(ValueError, match="read-only"):
+        full_mask(4)[0] = False
+
+
+def test_padding_keeps_structure_dtypes_and_trailing_axes():
+    x = {"image": np.zeros((3, 2, 2), np.uint8), "pair": (np.zeros(3, np.int32), np.ones((3, 1), bool))}
+    batch, _ = Batcher(size=4)(Triple(x, np.zeros((3, 5), np.float32), np.ones((3, 5), np.float32)))
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), batch.x) == {
+        "image": ((4, 2, 2), "uint8"),
+        "pair": (((4,), "int32"), ((4, 1), "bool")),
+    }
+    assert batch.y.shape == batch.weights.shape == (4, 5)
+
+
+def test_the_first_batch_gives_the_size_where_none_is_known():
+    batcher = Batcher(num_replicas=4)
+    assert len(batcher(triple(6))[0].mask) == 8
+    assert len(batcher(triple(1))[0].mask) == 8
+
+
+def test_a_larger_later_batch_is_taken_with_a_warning_that_it_compiles_again():
+    batcher = Batcher(num_replicas=2)
+    batcher(triple(3))
+    with pytest.warns(FitflaxWarning, match="A batch of 5 examples follows batches of 4: the step is compiled again"):
+        assert len(batcher(triple(5))[0].mask) == 6
+    assert len(batcher(triple(3))[0].mask) == 6
+
+
+def test_without_padding_every_size_is_its_own():
+    batcher = Batcher(num_replicas=2, size=4, pad=False)
+    assert [len(batcher(triple(rows))[0].mask) for rows in (4, 2, 6)] == [4, 2, 6]
+
+
+def test_without_padding_a_batch_must_divide_over_the_devices():
+    with pytest.raises(DataError, match=r"A batch of 3 examples cannot be split over 2 devices with compile\(pad=False\)"):
+        Batcher(num_replicas=2, size=4, pad=False)(triple(3))
+
+
+@pytest.mark.parametrize("make", [jnp.asarray, list, lambda array: __import__("pandas").Series(array)])
+def test_jax_arrays_and_what_numpy_understands_make_batches(make):
+    raw = make(np.arange(3.0, dtype=np.float32)) if make is not list else np.arange(3.0)
+    batch, real = Batcher(size=4)(Triple(raw, (), None))
+    assert real == 3
+    np.testing.assert_array_equal(batch.x, [0, 1, 2, 0])
+
+
+# -- what does not fit --
+
+
+def test_leaves_of_unequal_length_are_named_with_their_paths():
+    bad = Triple({"image": np.zeros(4), "label": np.zeros(3)}, np.zeros(4), None)
+    with pytest.raises(DataError, match=r"x.*\['image'\].* has 4.*\['label'\].* has 3"):
+        Batcher()(bad)
+
+
+@pytest.mark.parametrize("bad", [triple(4, y=np.zeros(3)), triple(4, weights=np.zeros(5))])
+def test_targets_and_weights_must_be_as_many_as_the_inputs(bad: Triple):
+    with pytest.raises(DataError, match="same number of examples"):
+        Batcher()(bad)
+
+
+@pytest.mark.parametrize(
+    ("x", "match"),
+    [
+        (np.zeros((0, 3)), "a batch of 0 examples"),
+        (np.array(["a", "b"]), "must hold numbers"),
+        (np.array([1, "a"], object), "must hold numbers.*encode them"),
+        (np.array(["2020-01-01"], "datetime64[D]"), "must hold numbers"),
+        (np.float32(1.0), "leading axis"),
+        ((), "holds no arrays"),
+    ],
+)
+def test_what_is_no_batch_of_numbers_is_an_error(x: object, match: str):
+    with pytest.raises(DataError, match=match):
+        Batcher()(Triple(x, (), None))
+
+
+def test_num_examples_is_the_common_length():
+    assert num_examples({"a": np.zeros((3, 2)), "b": (np.zeros(3),)}, name="x") == 3
+
+
+def test_leaf_paths_are_written_as_in_python():
+    assert [path for path, _ in leaf_paths({"a": [1, 2]}, "x")] == ["x['a'][0]", "x['a'][1]"]
+
+
+# -- class weights --
+
+WEIGHTS = {0: 1, 1: 2, 2: 3}
+LABELS = np.array([0, 1, 0, 2])
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [LABELS, LABELS[:, None], np.eye(3)[LABELS], np.eye(3, dtype=bool)[LABELS], LABELS.astype(np.float32), LABELS.astype(np.uint8), jnp.asarray(LABELS)],
+    ids=["integer", "column", "one-hot", "bool one-hot", "float", "uint8", "jax"],
+)
+def test_class_weights_are_taken_from_labels_in_all_their_forms(labels: np.ndarray):
+    weights = class_weights_of(labels, WEIGHTS)
+    assert weights.dtype == np.float32
+    assert weights.tolist() == [1, 2, 1, 3]
+
+
+def test_labels_without_a_class_weight_count_one():
+    assert class_weights_of(np.array([0, 5, -1]), {0: 0.5}).tolist() == [0.5, 1, 1]
+
+
+def test_class_weights_multiply_sample_weights_per_example_and_per_token():
+    batcher = Batcher(size=4, class_weight=WEIGHTS)
+    per_example, _ = batcher(triple(4, y=LABELS, weights=np.array([1.0, 10, 100, 1000])))
+    assert per_example.weights.tolist() == [1, 20, 100, 3000]
+    per_token, _ = batcher(triple(4, y=LABELS, weights=np.arange(8.0).reshape(4, 2)))
+    np.testing.assert_array_equal(per_token.weights, np.arange(8.0).reshape(4, 2) * np.array([1, 2, 1, 3])[:, None])
+
+
+def test_class_weights_alone_become_sample_weights_and_are_padded_with_their_rows():
+    batch, _ = Batcher(size=4, class_weight=WEIGHTS)(triple(3, y=np.array([2, 1, 0])))
+    assert batch.weights.tolist() == [3, 2, 1, 3]
+
+
+@pytest.mark.parametrize("bad", [{"cat": 1}, {0.5: 1}, {True: 1}, {0: -1}, {0: float("nan")}, {0: None}, {0: "much"}, {0: [1, 2]}])
+def test_class_weights_map_integers_to_weights_of_at_least_zero(bad: dict):
+    with pytest.raises(ConfigError, match="class_weight must map integer labels"):
+        Batcher(class_weight=bad)
+
+
+@pytest.mark.parametrize(
+    "y",
+    [(), (LABELS, LABELS), {"a": LABELS}, np.zeros((4, 2, 2)), np.array([[0.2, 0.8], [0.5, 0.5]]), np.array([[1, 1, 0], [0, 1, 0]])],
+    ids=["none", "tuple", "dict", "cube", "soft", "several labels a row"],
+)
+def test_class_weights_need_one_label_an_example(y: object):
+    with pytest.raises(DataError, match="class_weight needs"):
+        class_weights_of(y, WEIGHTS)
+
+
+# -- choosing inputs and targets --
+
+BATCH = {"image": np.zeros(2), "mask": np.ones(2), "label": np.array([0, 1])}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "x", "y"),
+    [
+        ("image", "label", BATCH["image"], BATCH["label"]),
+        (("image", "mask"), "label", (BATCH["image"], BATCH["mask"]), BATCH["label"]),
+        ({"img": "image", "m": "mask"}, "label", {"img": BATCH["image"], "m": BATCH["mask"]}, BATCH["label"]),
+        ("image", ("label", "mask"), BATCH["image"], (BATCH["label"], BATCH["mask"])),
+        ("image", {"cls": "label"}, BATCH["image"], {"cls": BATCH["label"]}),
+        ("image", None, BATCH["image"], ()),
+    ],
+    ids=["key", "several inputs", "keywords", "several targets", "named targets", "no targets"],
+)
+def test_inputs_and_targets_are_picked_from_dicts(inputs, targets, x, y):
+    picked = Selection(inputs, targets).split(BATCH)
+    jax.tree.map(np.testing.assert_array_equal, (picked.x, picked.y), (x, y))
+    assert picked.weights is None
+
+
+def test_any_mapping_will_do():
+    assert Selection("image").split(collections.UserDict(BATCH)).x is BATCH["image"]
+
+
+def test_predict_needs_no_targets_in_its_dicts():
+    assert Selection("image", "label").split({"image": BATCH["image"]}, inputs_only=True) == (BATCH["image"], (), None)
+
+
+def test_without_keys_a_batch_is_inputs_targets_and_weights():
+    a, b, c = np.zeros(2), np.ones(2), np.full(2, 2.0)
+    assert Selection().split(a) == (a, (), None)
+    assert Selection().split((a,)) == (a, (), None)
+    assert Selection().split((a, b)) == (a, b, None)
+    assert Selection().split((a, b, c)) == (a, b, c)
+    assert Selection().split(((a, b), c)) == ((a, b), c, None)
+    assert Selection().split((a, None, c)) == (a, (), c)
+    assert Selection().split([a, b]).x == [a, b]
+    assert Selection().split(BATCH).x is BATCH
+
+
+@pytest.mark.parametrize("raw", [(), (1, 2, 3, 4)])
+def test_a_batch_of_another_number_of_elements_is_an_error(raw: tuple):
+    with pytest.raises(DataError, match=rf"a tuple of {len(raw)} elements"):
+        Selection().split(raw)
+
+
+def test_a_missing_key_is_an_error_that_lists_what_there_is():
+    with pytest.raises(DataError, match=r"asks for the key 'imag', but batches have \['image', 'mask', 'label'\]. Did you mean 'image'"):
+        Selection("imag").split(BATCH)
+    with pytest.raises(DataError, match=r"Trainer\(targets=...\) asks for the key 'labels'"):
+        Selection("image", "labels").split(BATCH)
+
+
+def test_keys_ask_for_dicts():
+    with pytest.raises(DataError, match="picks from batches that are dicts. Received: a tuple"):
+        Selection("image", "label").split((np.zeros(2), np.zeros(2)))
+
+
+@pytest.mark.parametrize("spec", [3, ("a", 1), {"a": 1}, ["a"]])
+def test_a_selection_is_made_of_keys(spec: object):
+    with pytest.raises(ConfigError, match="must be a key, a tuple of keys or a dict"):
+        Selection(inputs=spec)
+
+
+def test_targets_without_inputs_are_an_error():
+    with pytest.raises(ConfigError, match="needs inputs= as well"):
+        Selection(targets="label")
+
+
+def test_positions_compare_by_value():
+    assert Position(1, 2) == Position(passes=1, examples=2) != Position(1, 3)

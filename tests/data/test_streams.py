@@ -1,0 +1,171 @@
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from fitflax.data import Batcher, Feed, Position, adapt
+from fitflax.data.batch import Selection
+from fitflax.data.streams import IterableSource, OneShotSource
+from fitflax.errors import DataError, FitflaxWarning
+
+SIZES = (4, 4, 2)
+
+
+def batches(sizes: tuple[int, ...] = SIZES) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    begin = 0
+    for size in sizes:
+        rows = np.arange(begin, begin + size, dtype=np.float32)
+        yield rows, rows * 10
+        begin += size
+
+
+def stream(sizes: tuple[int, ...] = SIZES) -> IterableSource:
+    return IterableSource(lambda: batches(sizes), Selection())
+
+
+def real_rows(fed) -> list[float] | None:
+    return None if fed is None else np.asarray(fed.batch.x)[: fed.num_real].tolist()
+
+
+# -- Feed --
+
+
+@pytest.mark.parametrize("make", [stream, lambda: adapt(np.arange(10.0), batch_size=4, shuffle=False)], ids=["stream", "arrays"])
+def test_a_feed_goes_pass_after_pass_and_says_where_it_is(make):
+    feed = Feed(make(), Batcher(size=4))
+    seen = [feed.next() for _ in range(9)]
+    assert [real_rows(fed) for fed in seen] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], None, [0, 1, 2, 3], [4, 5, 6, 7], [8, 9], None, [0, 1, 2, 3]]
+    positions = [fed.position for fed in seen if fed is not None]
+    assert positions == [Position(0, 4), Position(0, 8), Position(0, 10), Position(1, 4), Position(1, 8), Position(1, 10), Position(2, 4)]
+    assert feed.position == Position(2, 4)
+
+
+def test_a_position_counts_real_examples_and_no_padding():
+    feed = Feed(stream((3, 1)), Batcher(num_replicas=4))
+    assert [feed.next().position.examples for _ in range(2)] == [3, 4]
+
+
+def test_a_batch_taken_back_comes_again():
+    feed = Feed(stream(), Batcher(size=4))
+    assert not feed.has_begun
+    fed = feed.next()
+    feed.push_back(fed)
+    assert feed.next() is fed
+    assert feed.has_begun
+    assert real_rows(feed.next()) == [4, 5, 6, 7]
+
+
+def test_a_feed_over_arrays_knows_when_its_pass_has_ended():
+    feed = Feed(adapt(np.arange(6.0), batch_size=4), Batcher(size=4))
+    ended = []
+    for _ in range(2):
+        feed.next()
+        ended.append(feed.pass_has_ended)
+    assert ended == [False, True]
+
+
+def test_a_feed_over_a_stream_cannot_know():
+    feed = Feed(stream(), Batcher(size=4))
+    feed.next()
+    assert feed.pass_has_ended is None
+
+
+def test_batches_are_taken_one_at_a_time():
+    taken = []
+
+    def counting() -> Iterator[np.ndarray]:
+        for number in range(4):
+            taken.append(number)
+            yield np.zeros(2)
+
+    feed = Feed(adapt(counting), Batcher())
+    feed.next()
+    assert taken == [0]
+    feed.next()
+    assert taken == [0, 1]
+
+
+# -- seeking --
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_feed_over_arrays_that_begins_anywhere_goes_on_as_one_that_walked_there(shuffle: bool):
+    def feed(position: Position) -> Feed:
+        return Feed(adapt(np.arange(10.0), batch_size=4, shuffle=shuffle, seed=3), Batcher(size=4), position)
+
+    walked = feed(Position())
+    for _ in range(7):
+        fed = walked.next()
+        if fed is None:
+            continue
+        sought = feed(fed.position)
+        following = Feed(adapt(np.arange(10.0), batch_size=4, shuffle=shuffle, seed=3), Batcher(size=4), fed.position)
+        assert [real_rows(sought.next()) for _ in range(5)] == [real_rows(following.next()) for _ in range(5)]
+    walked, sought = feed(Position()), feed(Position(1, 4))
+    rest = [real_rows(walked.next()) for _ in range(9)][5:]
+    assert [real_rows(sought.next()) for _ in range(4)] == rest
+
+
+def test_a_stream_is_read_up_to_its_position_with_a_warning_that_names_the_cost():
+    feed = Feed(stream(), Batcher(size=4), Position(3, 8))
+    with pytest.warns(FitflaxWarning, match="cannot seek: 8 examples are read and dropped"):
+        fed = feed.next()
+    assert real_rows(fed) == [8, 9]
+    assert fed.position == Position(3, 10)
+
+
+def test_a_stream_at_the_beginning_of_a_pass_needs_no_reading():
+    assert real_rows(Feed(stream(), Batcher(size=4), Position(3, 0)).next()) == [0, 1, 2, 3]
+
+
+def test_a_position_between_batches_is_an_error():
+    feed = Feed(stream(), Batcher(size=4), Position(0, 6))
+    with pytest.warns(FitflaxWarning, match="cannot seek"), pytest.raises(DataError, match="used 6 examples of this pass, which is no boundary.*: 8"):
+        feed.next()
+
+
+def test_a_position_beyond_the_data_is_an_error():
+    feed = Feed(stream(), Batcher(size=4), Position(0, 40))
+    with pytest.warns(FitflaxWarning, match="cannot seek"), pytest.raises(DataError, match="used 40 examples of this pass, but the data ends after 10"):
+        feed.next()
+
+
+# -- functions and iterators --
+
+
+def test_a_function_may_return_a_list_or_a_generator():
+    for make in (lambda: list(batches()), batches):
+        source = IterableSource(make, Selection())
+        assert [len(triple.x) for triple in source.open(Position())] == [4, 4, 2]
+
+
+def test_a_function_that_returns_no_iterable_is_an_error():
+    with pytest.raises(DataError, match="must return an iterable of batches. Received: a int"):
+        IterableSource(lambda: 3, Selection()).open(Position())
+
+
+def test_an_iterator_goes_on_where_it_was_left():
+    source = OneShotSource(batches(), Selection())
+    first = source.open(Position())
+    assert next(first).x.tolist() == [0, 1, 2, 3]
+    assert source.taken == 4
+    # As a run that goes on in the same process: the iterator is there already, nothing is dropped.
+    assert next(source.open(Position(0, 4))).x.tolist() == [4, 5, 6, 7]
+    assert not source.can_restart
+
+
+def test_a_new_iterator_is_read_up_to_the_position_of_the_run():
+    source = OneShotSource(batches(), Selection())
+    with pytest.warns(FitflaxWarning, match="8 examples are read and dropped"):
+        assert next(source.open(Position(0, 8))).x.tolist() == [8, 9]
+
+
+def test_the_exceptions_of_the_users_iterator_come_through():
+    def failing() -> Iterator[np.ndarray]:
+        yield np.zeros(2)
+        raise OSError("the disk is gone")
+
+    feed = Feed(adapt(failing), Batcher())
+    feed.next()
+    with pytest.raises(OSError, match="the disk is gone"):
+        feed.next()
