@@ -1,6 +1,5 @@
 """Passes over data that do not train: `EvalLoop` adds metrics to checkpoints, `predict` collects outputs."""
 
-import collections
 import warnings
 from collections.abc import Callable, Mapping
 
@@ -17,29 +16,11 @@ from fitflax.signals import Interruption
 from fitflax.state import PyTree, TrainState
 from fitflax.step import EvalSums
 
-__all__ = ["EvalLoop", "InFlight", "Interrupted", "predict"]
+__all__ = ["EvalLoop", "Interrupted", "predict"]
 
 
 class Interrupted(Exception):
     """Leaves an evaluation because a signal asked to stop; never reaches users."""
-
-
-class InFlight:
-    """Bounds how many dispatched steps may be unfinished: memory, and on CPU a deadlock of collectives, depend on it.
-
-    Args:
-        limit: How many.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._pending: collections.deque[Values] = collections.deque()
-
-    def add(self, values: Values) -> None:
-        """Notes the values of a step just dispatched, and waits for those that are `limit` steps older."""
-        self._pending.append(values)
-        if len(self._pending) > self._limit:
-            self._pending.popleft().wait()
 
 
 class EvalLoop:
@@ -100,7 +81,7 @@ class EvalLoop:
         """
         feed = self._make_feed()
         hooks = self._callbacks
-        in_flight = InFlight(self._program.strategy.max_in_flight)
+        hooks.params["test_steps"] = self._steps or feed.source.num_batches
         hooks.call("on_test_begin", {})
         sums: EvalSums | None = None
         values: Values | None = None
@@ -116,7 +97,6 @@ class EvalLoop:
                 sums = self._program.empty_eval_sums()
             hooks.call("on_test_batch_begin", batch, {})
             sums, values = self._program.evaluate(state, sums, fed)
-            in_flight.add(values)
             if hooks.wants("on_test_batch_end"):
                 hooks.call("on_test_batch_end", batch, Logs(values, directions=self.directions))
             batch += 1

@@ -13,7 +13,7 @@ from fitflax.callbacks.base import CallbackList
 from fitflax.checkpoints.checkpoint import Checkpoint, Point, Timer
 from fitflax.data import FedBatch, Feed, Position
 from fitflax.errors import ConfigError
-from fitflax.evaluation import EvalLoop, InFlight, Interrupted
+from fitflax.evaluation import EvalLoop, Interrupted
 from fitflax.logs import Logs, StepValues
 from fitflax.program import LiveState, Program
 from fitflax.signals import Interruption
@@ -164,7 +164,6 @@ class TrainLoop:
         self._clock = clock
         self._schedule = Schedule(plan.every, clock())
         self._validation_schedule = Schedule(self._validation.trigger, clock())
-        self._in_flight = InFlight(program.strategy.max_in_flight)
         self._upcoming: FedBatch | None = None
         self._values = values
         self._timer = Timer(clock)
@@ -351,7 +350,6 @@ class TrainLoop:
         progress.step += 1
         progress.step_in_epoch += 1
         progress.position = fed.position
-        self._in_flight.add(self._values)
         if hooks.wants("on_train_batch_end"):
             hooks.call("on_train_batch_end", progress.step_in_epoch - 1, Logs(self._values, directions=self._program.directions))
 

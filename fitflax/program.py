@@ -4,6 +4,7 @@ Each of training, evaluation and prediction is one compiled function. What they 
 evaluating shapes alone, which is also the dry run that reports mistakes before anything is compiled.
 """
 
+import collections
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
@@ -82,6 +83,24 @@ class LiveState:
         self.version += 1
 
 
+class _InFlight:
+    """Bounds how many dispatched steps may be unfinished: memory, and on CPU a deadlock of collectives, depend on it.
+
+    Args:
+        limit: How many.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._pending: collections.deque[Values] = collections.deque()
+
+    def add(self, values: Values) -> None:
+        """Notes the values of a step just dispatched, and waits for those that are `limit` steps older."""
+        self._pending.append(values)
+        if len(self._pending) > self._limit:
+            self._pending.popleft().wait()
+
+
 class _Structure(NamedTuple):
     """What a dry run finds out.
 
@@ -115,6 +134,9 @@ class Program:
         )
         self._predict = strategy.compile(task.predict_step, inputs=("replicated", "replicated", "replicated", "replicated", "split"), outputs="split")
         self._structures: dict[bool, _Structure] = {}
+        self._seen_shapes: dict[bool, set[str]] = {True: set(), False: set()}
+        # Shared by all of them, because a collective of an evaluation can wait for one of a step.
+        self._in_flight = _InFlight(strategy.max_in_flight)
         self.has_trained = False
 
     # -- preparation --
@@ -128,21 +150,23 @@ class Program:
         return cast(TrainState, jax.eval_shape(self._init, key, self.strategy.abstract_feed(batch)))
 
     def prepare(self, state: TrainState, batch: Batch, *, train: bool) -> _Structure:
-        """Dry-runs a step on shapes alone, once, and returns what it finds.
+        """Dry-runs a step on shapes alone, once for batches of the same shapes, and returns what it finds.
 
         Raises:
             ModelError: The module fails, or a training step would change the structure of the state.
             LossError: The loss does not fit.
             MetricError: A metric does not fit.
         """
-        if train not in self._structures:
-            abstract, feed = _abstract(state), self.strategy.abstract_feed(batch)
-            structure = self._dry_run(abstract, feed, train)
-            if train:
-                sums = _abstract(self._train_sums(structure))
-                jax.eval_shape(self._train, abstract, sums, feed)
-            self._structures[train] = structure
-        return self._structures[train]
+        feed = self.strategy.abstract_feed(batch)
+        shapes = str(feed)
+        if train in self._structures and shapes in self._seen_shapes[train]:
+            return self._structures[train]
+        abstract = _abstract(state)
+        structure = self._dry_run(abstract, feed, train)
+        if train:
+            jax.eval_shape(self._train, abstract, _abstract(self._train_sums(structure)), feed)
+        self._seen_shapes[train].add(shapes)
+        return self._structures.setdefault(train, structure)
 
     def _dry_run(self, state: TrainState, feed: Batch, train: bool) -> _Structure:
         order: list[str] = []
@@ -207,14 +231,18 @@ class Program:
         _check_scalar(structure, fed)
         state, sums, vector = self._train(state, sums, self.strategy.feed(fed.batch))
         self.has_trained = True
-        return state, sums, StepValues(structure.places, vector)
+        values = StepValues(structure.places, vector)
+        self._in_flight.add(values)
+        return state, sums, values
 
     def evaluate(self, state: TrainState, sums: EvalSums, fed: FedBatch) -> tuple[EvalSums, Values]:
         """Dispatches the evaluation of one batch; `sums` is consumed."""
         structure = self._structures[False]
         _check_scalar(structure, fed)
         sums, vector = self._eval(state.params, state.model_state, state.key, sums, self.strategy.feed(fed.batch))
-        return sums, Values(structure.places, vector)
+        values = Values(structure.places, vector)
+        self._in_flight.add(values)
+        return sums, values
 
     def predict(self, state: TrainState, batch: Batch, index: int) -> PyTree:
         """Dispatches the module on one batch and returns its outputs, on the devices.

@@ -84,7 +84,7 @@ class Trainer:
         train_kwargs: Mapping[str, Any] | None = None,
         eval_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
             raise ConfigError(f"Trainer(seed=...) must be an integer of at least 0. Received: {seed!r}.")
         if parallel is not None and not isinstance(parallel, Strategy):
             raise ConfigError(f"Trainer(parallel=...) takes a strategy such as fitflax.parallel.DataParallel(). Received: {parallel!r}.")
@@ -109,7 +109,7 @@ class Trainer:
                 custom_step=self.train_step if kind.train_step is not Trainer.train_step else None,
             )
 
-        self._session = Session(make_task, strategy, seed)
+        self._session = Session(make_task, strategy, int(seed))
 
     # -- what users may look at --
 
@@ -387,7 +387,6 @@ class Trainer:
             params = {
                 "epochs": plan.end_epoch,
                 "steps": steps_per_epoch or source.num_batches,
-                "test_steps": validation_steps,
                 "log_every": log_every,
                 "validation_sets": tuple(sets),
                 "first_epoch": progress.epoch,
@@ -402,7 +401,13 @@ class Trainer:
     def _settings(self, source: Source, steps_per_epoch: int | None) -> dict[str, Any]:
         """Returns what the order of examples follows from; a run can only be resumed with the same."""
         session = self._session
-        return {"seed": session.seed, "batch_size": source.batch_size, "steps_per_epoch": steps_per_epoch, "num_examples": source.num_examples}
+        return {
+            "seed": session.seed,
+            "batch_size": source.batch_size,
+            "steps_per_epoch": steps_per_epoch,
+            "num_examples": source.num_examples,
+            "shuffle": source.shuffles,
+        }
 
     def _find_resume(self, resume: Any, hooks: CallbackList) -> Saved | None:
         stores = [callback.store for callback in hooks if isinstance(callback, ModelCheckpoint)]
@@ -497,8 +502,8 @@ class Trainer:
         arguments.check_counts(steps=steps)
         callbacks = list(callbacks)
         hooks = CallbackList([*callbacks, *arguments.default_bar(callbacks, verbose)])
-        loop, source = self._eval_loop(data, y, sample_weight, steps=steps, batch_size=batch_size, name="eval", hooks=hooks)
-        hooks.bind(self, {"test_steps": steps or source.num_batches})
+        loop = self._eval_loop(data, y, sample_weight, steps=steps, batch_size=batch_size, name="eval", hooks=hooks)
+        hooks.bind(self, {})
         try:
             return loop.evaluate(live.borrow())
         finally:
@@ -507,10 +512,10 @@ class Trainer:
 
     def _eval_loop(
         self, data: Any, y: Any, sample_weight: Any, *, steps: int | None, batch_size: int | None, name: str, hooks: CallbackList | None = None
-    ) -> tuple[EvalLoop, Source]:
+    ) -> EvalLoop:
         source = self._adapt(data, y, sample_weight, batch_size=batch_size, shuffle=False)
         program = self._session.need_compiled("evaluate")
-        return EvalLoop(program, self._session.feeder.evaluations(source, name, steps), steps=steps, name=name, callbacks=hooks), source
+        return EvalLoop(program, self._session.feeder.evaluations(source, name, steps), steps=steps, name=name, callbacks=hooks)
 
     def predict(
         self, data: Any, *, steps: int | None = None, batch_size: int | None = None, callbacks: Iterable[Callback] = (), verbose: int | str = 0
@@ -663,7 +668,7 @@ class Trainer:
         """
         self._session.need_compiled("eval_loop")
         arguments.check_counts(steps=steps)
-        return self._eval_loop(data, y, sample_weight, steps=steps, batch_size=batch_size, name=name)[0]
+        return self._eval_loop(data, y, sample_weight, steps=steps, batch_size=batch_size, name=name)
 
     # -- saving --
 

@@ -249,6 +249,8 @@ class CallbackList:
             name: [getattr(callback, name) for callback in self._all if overrides(callback, name)] for name in HOOKS
         }
         self._schedules: list[tuple[Callback, Schedule]] = []
+        # One dict for all of them; an evaluation notes in it how long it will be.
+        self.params: dict[str, Any] = {}
 
     def __iter__(self) -> Iterator[Callback]:
         return iter(self._all)
@@ -264,9 +266,10 @@ class CallbackList:
 
     def bind(self, trainer: TrainerView, params: Mapping[str, Any]) -> None:
         """Tells all callbacks who runs, and what of the call is known."""
+        self.params = dict(params)
         for callback in self._all:
             callback.trainer = trainer
-            callback.params = params
+            callback.params = self.params
 
     def open_run(self, run_id: str, step: int) -> None:
         """Has all callbacks prepare their files; if one cannot, all are closed."""

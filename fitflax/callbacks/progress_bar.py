@@ -73,7 +73,7 @@ class ProgressBar(Callback):
             dynamic_ncols=True,
             mininterval=0,
             miniters=0,
-            unit="batch",
+            unit=" batch",
             bar_format="{desc}: {n_fmt}/{total_fmt} |{bar:20}| {elapsed}<{remaining} {rate_fmt}{postfix}" if total else None,
         )
 
@@ -156,6 +156,9 @@ class ProgressBar(Callback):
 
     def _begin_test(self, name: str) -> None:
         if self._is_live:
+            if self._bar is not None:
+                self._bar.n = self._steps
+                self._bar.refresh()
             self._test_bar = self._make_bar(name, self.params.get("test_steps"), leave=not self._in_fit, position=1 if self._in_fit else 0)
             self._next_refresh = 0.0
 

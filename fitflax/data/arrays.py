@@ -52,13 +52,13 @@ class ArraySource(Source):
         self._rows = rows
         self.batch_size = int(batch_size)
         self.num_batches = math.ceil(self.num_examples / batch_size)
-        self._shuffle = shuffle
+        self.shuffles = shuffle
         self._seed = seed
 
     @override
     def open(self, position: Position) -> Iterator[Triple]:
         assert self.batch_size is not None and self.num_examples is not None
-        order = np.random.default_rng([self._seed, position.passes]).permutation(self._rows) if self._shuffle else None
+        order = np.random.default_rng([self._seed, position.passes]).permutation(self._rows) if self.shuffles else None
         for begin in range(position.examples, self.num_examples, self.batch_size):
             end = min(begin + self.batch_size, self.num_examples)
             # A slice is a view; only shuffled rows are copied.

@@ -27,6 +27,7 @@ class Source(abc.ABC):
         batch_size: The size that batches have by request; `None` if the first one decides.
         can_restart: Whether a second pass is possible.
         is_endless: Whether a pass is known never to end.
+        shuffles: Whether it orders examples by seed and pass; `None` where the order is the data's own.
         knows_length: Whether `num_batches` is certain, so that the end of a pass is known without asking for one more batch.
 
     >>> from fitflax.data import adapt
@@ -41,6 +42,7 @@ class Source(abc.ABC):
     batch_size: int | None = None
     can_restart: bool = True
     is_endless: bool = False
+    shuffles: bool | None = None
     knows_length: bool = False
 
     @abc.abstractmethod

@@ -207,14 +207,11 @@ def test_endless_data_needs_an_end():
     for options in ({}, {"epochs": 2}):
         with pytest.raises(ConfigError, match="never ends, and nothing says where to stop"):
             make_trainer().fit(endless, verbose=0, **options)
-    with pytest.raises(ConfigError, match="never ends"):
-        make_trainer().predict_on_batch(np.zeros((2, 1))) if False else _predict_endless()
-
-
-def _predict_endless() -> None:
     trainer = make_trainer()
     trainer.build(np.zeros((2, 1)))
-    trainer.predict(itertools.cycle([np.zeros((2, 1))]))
+    for method in (trainer.evaluate, trainer.predict):
+        with pytest.raises(ConfigError, match="never ends"):
+            method(endless)
 
 
 @pytest.mark.parametrize("options", [{"steps": 4}, {"epochs": 2, "steps_per_epoch": 2}, {"steps_per_epoch": 4}, {"steps": 4, "epochs": 9}])

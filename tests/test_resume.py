@@ -1,0 +1,731 @@
+"""A run that is stopped and resumed is the run that never was: the whole state, history and every callback's state, bit for bit."""
+
+import contextlib
+import dataclasses
+import pathlib
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax.experimental.compilation_cache import compilation_cache as jax_cache
+
+import fitflax
+from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, TerminateOnNaN
+from fitflax.errors import CallbackError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, DataError, FitflaxWarning, RestoreError
+from tests import run_script
+from tests.run_script import TRAIN, VALID, at, checkpoint_of, differences, directory_of, leaves_of, make_trainer, rows_of, state_of, steps_in
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compile_once(compilation_cache: dict[str, str]) -> Iterator[None]:
+    """Every trainer here is made from scratch, as a new process would; only the compiler's work is shared."""
+    before = {name: getattr(jax.config, name.lower()) for name in compilation_cache}
+    for name, value in compilation_cache.items():
+        jax.config.update(name.lower(), value if name.endswith("DIR") else int(value))
+    jax_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name.lower(), value)
+    jax_cache.reset_cache()
+
+
+@dataclasses.dataclass
+class Ran:
+    """A run that ended, however it did."""
+
+    root: pathlib.Path
+    trainer: fitflax.Trainer
+    history: fitflax.History
+    best: BestCheckpoint
+    early: EarlyStopping
+    error: BaseException | None = None
+
+    @property
+    def checkpoints(self) -> pathlib.Path:
+        return self.root / "checkpoints"
+
+    @property
+    def steps(self) -> list[int]:
+        return steps_in(self.checkpoints)
+
+
+def run(
+    root: pathlib.Path,
+    *,
+    more: Callable[[fitflax.Trainer], list[Callback]] = lambda trainer: [],
+    data: Any = TRAIN,
+    every: Any = None,
+    patience: int = 100,
+    restore_best: bool = False,
+    resume: Any = "auto",
+    raises: type[BaseException] | None = None,
+    model: nn.Module | None = None,
+    seed: int = 0,
+    optimizer: Any = "adam",
+    **options: Any,
+) -> Ran:
+    """Trains with everything made from scratch."""
+    trainer = make_trainer(model=model, seed=seed, optimizer=optimizer)
+    best = BestCheckpoint(root / "best", keep=2, restore_best=restore_best)
+    early = EarlyStopping(patience=patience)
+    model_checkpoint = ModelCheckpoint(root / "checkpoints", keep=None, **({} if every is None else {"every": every}))
+    arguments: dict[str, Any] = {"validation_data": VALID, "verbose": 0, "resume": resume}
+    if data is TRAIN:
+        arguments["batch_size"] = 4
+    with pytest.raises(raises) if raises else contextlib.nullcontext() as caught:
+        trainer.fit(data, callbacks=[model_checkpoint, best, early, *more(trainer)], **(arguments | options))
+    return Ran(root, trainer, trainer.history, best, early, caught.value if raises else None)
+
+
+def assert_equal(one: Ran, other: Ran) -> None:
+    """All that a user could see of two runs is equal, their newest checkpoints and best checkpoints included."""
+    assert rows_of(one.history) == rows_of(other.history)
+    assert (one.trainer.step, one.trainer.stop_reason) == (other.trainer.step, other.trainer.stop_reason)
+    assert not differences(state_of(one.trainer), state_of(other.trainer))
+    assert one.steps[-1] == other.steps[-1]
+    newest = f"step_{one.steps[-1]:08d}"
+    assert not differences(checkpoint_of(one.checkpoints / newest), checkpoint_of(other.checkpoints / newest))
+    assert (one.best.best, one.best.best_step) == (other.best.best, other.best.best_step)
+    assert not differences(directory_of(one.root / "best"), directory_of(other.root / "best"))
+    assert leaves_of(one.early.state_dict()) == leaves_of(other.early.state_dict())
+
+
+def raising(message: str) -> Callable[[int], Any]:
+    def act(step: int) -> None:
+        raise ArithmeticError(message)
+
+    return act
+
+
+# -- processes --
+
+
+@pytest.fixture(scope="module")
+def never_stopped_process(tmp_path_factory: pytest.TempPathFactory, compilation_cache: dict[str, str]) -> tuple[pathlib.Path, dict[str, Any], Any]:
+    root = tmp_path_factory.mktemp("never-stopped")
+    env = process_environment(compilation_cache)
+    return root, run_script.run(root, env, fit={"steps": 12}), env
+
+
+def process_environment(compilation_cache: dict[str, str], devices: int = 2) -> dict[str, str]:
+    import os
+
+    top = pathlib.Path(__file__).resolve().parent.parent
+    path = os.pathsep.join([str(top), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.environ | compilation_cache | {"PYTHONPATH": path, "JAX_NUM_CPU_DEVICES": str(devices)}
+
+
+def assert_same_process(root: pathlib.Path, result: dict[str, Any], other_root: pathlib.Path, other: dict[str, Any]) -> None:
+    assert result["history"] == other["history"]
+    assert not differences(result["state"], other["state"])
+    assert (result["step"], result["stop_reason"]) == (other["step"], other["stop_reason"])
+    assert not differences(directory_of(root / "checkpoints"), directory_of(other_root / "checkpoints"))
+    assert not differences(directory_of(root / "best"), directory_of(other_root / "best"))
+
+
+@pytest.mark.parametrize("k", [4, 5, 6])
+def test_a_killed_run_goes_on_in_a_new_process_bit_for_bit(k, never_stopped_process, tmp_path):
+    """Case 29 and invariant 3: before, at and after the end of an epoch."""
+    never_root, never, env = never_stopped_process
+    run_script.run(tmp_path, env, fit={"steps": 12}, stops=[["on_train_batch_end", k + 1, "kill"]], status=-signal.SIGKILL)
+    assert steps_in(tmp_path / "checkpoints")[-1] == k
+    resumed = run_script.run(tmp_path, env, fit={"steps": 12}, resume=True)
+    assert resumed["began_at"] == k
+    assert_same_process(tmp_path, resumed, never_root, never)
+
+
+def test_a_run_that_ended_inside_an_epoch_goes_on_in_a_new_process_bit_for_bit(never_stopped_process, tmp_path):
+    never_root, never, env = never_stopped_process
+    first = run_script.run(tmp_path, env, fit={"steps": 4})
+    assert (first["step"], len(first["history"])) == (4, 1)
+    resumed = run_script.run(tmp_path, env, fit={"steps": 12})
+    assert resumed["began_at"] == 4
+    assert_same_process(tmp_path, resumed, never_root, never)
+
+
+def test_a_killed_run_on_two_devices_goes_on_bit_for_bit(tmp_path, compilation_cache):
+    env = process_environment(compilation_cache)
+    never = run_script.run(tmp_path / "never", env, fit={"steps": 12}, devices=2)
+    run_script.run(tmp_path / "killed", env, fit={"steps": 12}, devices=2, stops=[["on_train_batch_end", 8, "kill"]], status=-signal.SIGKILL)
+    resumed = run_script.run(tmp_path / "killed", env, fit={"steps": 12}, devices=2)
+    assert resumed["began_at"] == 7
+    assert_same_process(tmp_path / "killed", resumed, tmp_path / "never", never)
+
+
+@pytest.mark.parametrize(("hook", "step"), [("on_test_batch_end", 10), ("on_epoch_end", 10), ("on_epoch_begin", 10)])
+def test_a_run_killed_at_the_end_of_an_epoch_goes_on_bit_for_bit(hook, step, tmp_path, compilation_cache):
+    """Regular checkpoints at step 7 only: everything after it, the best one of the killed epoch included, is done again."""
+    env = process_environment(compilation_cache)
+    never = run_script.run(tmp_path / "never", env, fit={"steps": 12}, every=7)
+    run_script.run(tmp_path / "killed", env, fit={"steps": 12}, every=7, stops=[[hook, step, "kill"]], status=-signal.SIGKILL)
+    assert steps_in(tmp_path / "killed/checkpoints") == [7]
+    resumed = run_script.run(tmp_path / "killed", env, fit={"steps": 12}, every=7)
+    assert resumed["began_at"] == 7
+    assert_same_process(tmp_path / "killed", resumed, tmp_path / "never", never)
+
+
+# -- the end of a run and the beginning of the next --
+
+
+@pytest.mark.parametrize("k", [1, 4, 5, 6, 10])
+def test_a_run_that_ended_after_k_steps_and_goes_on_equals_the_run_never_stopped(k, tmp_path):
+    never = run(tmp_path / "never", steps=12)
+    run(tmp_path / "stopped", steps=k)
+    resumed = run(tmp_path / "stopped", steps=12)
+    assert_equal(resumed, never)
+
+
+@pytest.mark.parametrize("k", [3, 5, 7])
+def test_a_run_that_was_stopped_and_goes_on_equals_the_run_never_stopped(k, tmp_path):
+    """Case 40: one row for the epoch in whose middle it stopped."""
+    never = run(tmp_path / "never", epochs=2)
+    stopped = run(tmp_path / "stopped", epochs=2, more=lambda trainer: [at(trainer, "on_train_batch_end", k, lambda step: trainer.stop("enough"))])
+    assert (stopped.trainer.step, stopped.trainer.stop_reason) == (k, "enough")
+    assert stopped.history.epoch == list(range(-(-k // 5)))
+    resumed = run(tmp_path / "stopped", epochs=2)
+    assert resumed.history.epoch == [0, 1]
+    assert_equal(resumed, never)
+
+
+def test_the_last_checkpoint_of_a_run_that_ended_inside_an_epoch_knows_nothing_of_its_closing(tmp_path):
+    ended = run(tmp_path / "ended", steps=7)
+    metadata = fitflax.checkpoints.CheckpointStore(ended.checkpoints).read(7).metadata
+    assert [row["epoch"] for row in metadata["history"]] == [0]
+    assert list(metadata["metrics"]) == ["train"]
+    assert ended.history.epoch == [0, 1]
+    assert set(ended.history.rows[1]["logs"]) == {"loss", "accuracy", "val_loss", "val_accuracy"}
+
+
+@pytest.mark.parametrize("steps", [7, 10])
+@pytest.mark.parametrize("restore_best", [False, True])
+def test_the_same_script_started_three_times_trains_once(steps, restore_best, tmp_path):
+    first = run(tmp_path / "run", steps=steps, restore_best=restore_best)
+    files = directory_of(first.checkpoints)
+    for _ in range(2):
+        hooks: list[str] = []
+        again = run(
+            tmp_path / "run",
+            steps=steps,
+            restore_best=restore_best,
+            more=lambda trainer, hooks=hooks: [LambdaCallback(on_train_batch_begin=lambda *a: hooks.append("batch"), on_epoch_end=lambda *a: hooks.append("epoch"))],
+        )
+        assert hooks == []
+        assert_equal(again, first)
+        assert directory_of(first.checkpoints) == files
+
+
+def test_a_run_whose_closing_was_broken_off_is_closed_by_the_resume(tmp_path):
+    whole = run(tmp_path / "whole", steps=7)
+    run(tmp_path / "broken", steps=7, more=lambda trainer: [at(trainer, "on_test_begin", 7, raising("no"))], raises=ArithmeticError)
+    resumed = run(tmp_path / "broken", steps=7)
+    assert_equal(resumed, whole)
+    assert_equal(run(tmp_path / "broken", steps=7), whole)
+
+
+def test_steps_count_from_the_beginning_of_the_run_that_is_resumed(tmp_path):
+    trainer = make_trainer()
+    trainer.fit(TRAIN, batch_size=4, steps=3, verbose=0)
+    trainer.fit(TRAIN, batch_size=4, steps=4, verbose=0, callbacks=[ModelCheckpoint(tmp_path)])
+    assert trainer.step == 7
+    again = make_trainer()
+    again.fit(TRAIN, batch_size=4, steps=6, verbose=0, callbacks=[ModelCheckpoint(tmp_path)], resume=True)
+    assert again.step == 9
+
+
+def test_epochs_count_from_the_beginning_of_the_run_that_is_resumed(tmp_path):
+    run(tmp_path / "run", epochs=1)
+    resumed = run(tmp_path / "run", epochs=3)
+    assert (resumed.trainer.step, resumed.history.epoch) == (15, [0, 1, 2])
+    assert_equal(resumed, run(tmp_path / "never", epochs=3))
+
+
+def test_a_run_that_begins_at_another_epoch_goes_on_with_its_numbers(tmp_path):
+    never = run(tmp_path / "never", epochs=5, initial_epoch=3)
+    assert never.history.epoch == [3, 4]
+    run(tmp_path / "run", epochs=5, initial_epoch=3, steps=7)
+    assert_equal(run(tmp_path / "run", epochs=5, initial_epoch=3), never)
+
+
+def test_what_early_stopping_ended_stays_ended(tmp_path):
+    first = run(tmp_path / "run", epochs=20, patience=1)
+    assert first.trainer.step < 100 and first.trainer.stop_reason.startswith("EarlyStopping")
+    again = run(tmp_path / "run", epochs=20, patience=1)
+    assert_equal(again, first)
+
+
+def test_what_early_stopping_ended_inside_an_epoch_stays_ended(tmp_path):
+    options = {"epochs": 20, "patience": 1, "validation_freq": fitflax.every(steps=3)}
+    first = run(tmp_path / "run", **options)
+    assert first.trainer.step % 5 and first.trainer.stop_reason.startswith("EarlyStopping")
+    assert_equal(run(tmp_path / "run", **options), first)
+
+
+def test_what_terminate_on_nan_ended_stays_ended(tmp_path):
+    data = TRAIN[0].copy(), TRAIN[1]
+    data[0][:] = np.nan
+    options = {"steps": 20, "data": data, "batch_size": 4, "log_every": 3, "more": lambda trainer: [TerminateOnNaN()]}
+    first = run(tmp_path / "run", **options)
+    assert (first.trainer.step, first.trainer.stop_reason) == (3, "TerminateOnNaN: the loss or its gradient is not finite since step 1")
+    assert_equal(run(tmp_path / "run", **options), first)
+
+
+def test_early_stopping_goes_on_counting_and_restores_the_best_weights_of_before(tmp_path):
+    def observe(trainer: fitflax.Trainer) -> list[Callback]:
+        return [EarlyStopping("accuracy", mode="max", patience=3, restore_best=True)]
+
+    never = run(tmp_path / "never", epochs=6, more=observe)
+    run(tmp_path / "run", epochs=2, more=observe)
+    assert_equal(run(tmp_path / "run", epochs=6, more=observe), never)
+
+
+# -- exceptions --
+
+
+@pytest.mark.parametrize(
+    ("hook", "step"),
+    [
+        ("on_train_batch_begin", 3),
+        ("on_train_batch_begin", 5),
+        ("on_train_batch_begin", 6),
+        ("on_train_batch_end", 3),
+        ("on_train_batch_end", 5),
+        ("on_train_batch_end", 6),
+        ("on_epoch_begin", 0),
+        ("on_epoch_begin", 5),
+        ("on_epoch_end", 5),
+        ("on_epoch_end", 10),
+        ("on_test_begin", 5),
+        ("on_test_batch_end", 10),
+        ("on_test_end", 5),
+    ],
+)
+@pytest.mark.parametrize("every_epochs", [1, 4])
+def test_a_run_that_a_callback_broke_off_goes_on_as_if_it_had_not(hook, step, every_epochs, tmp_path):
+    trigger = fitflax.every(epochs=every_epochs)
+    never = run(tmp_path / "never", steps=12, every=trigger)
+    broken = run(tmp_path / "broken", steps=12, every=trigger, more=lambda trainer: [at(trainer, hook, step, raising("broken"))], raises=ArithmeticError)
+    assert broken.steps == ([step] if step and every_epochs == 4 else sorted({5, 10, step} & set(range(1, step + 1))))
+    resumed = run(tmp_path / "broken", steps=12, every=trigger)
+    assert_equal(resumed, never)
+
+
+def test_a_run_that_a_callback_broke_off_with_steps_per_epoch_goes_on_as_if_it_had_not(tmp_path):
+    never = run(tmp_path / "never", steps=12, steps_per_epoch=4)
+    run(tmp_path / "broken", steps=12, steps_per_epoch=4, more=lambda t: [at(t, "on_train_batch_end", 4, raising("broken"))], raises=ArithmeticError)
+    assert_equal(run(tmp_path / "broken", steps=12, steps_per_epoch=4), never)
+
+
+def test_what_callbacks_did_to_the_state_before_another_broke_the_epochs_end_off_is_done_once(tmp_path):
+    def halve(trainer: fitflax.Trainer) -> Callback:
+        return LambdaCallback(on_epoch_end=lambda epoch, logs: setattr(trainer, "learning_rate", trainer.learning_rate / 2))
+
+    never = run(tmp_path / "never", epochs=3, more=lambda trainer: [halve(trainer)])
+    run(tmp_path / "broken", epochs=3, more=lambda t: [halve(t), at(t, "on_epoch_end", 10, raising("broken"))], raises=ArithmeticError)
+    assert_equal(run(tmp_path / "broken", epochs=3, more=lambda trainer: [halve(trainer)]), never)
+
+
+def test_an_exception_in_a_user_function_at_a_checkpoint_loses_no_step_that_was_saved(tmp_path):
+    never = run(tmp_path / "never", epochs=3)
+    run(tmp_path / "broken", epochs=3, more=lambda trainer: [at(trainer, "on_checkpoint", 10, raising("broken"))], raises=ArithmeticError)
+    assert_equal(run(tmp_path / "broken", epochs=3), never)
+
+
+def batches_that_break_after(count: int) -> Callable[[], Iterator[Any]]:
+    """A source of 5 batches a pass, of 4 rows and a last one of 2, that fails once."""
+    left = [count]
+
+    def batches() -> Iterator[Any]:
+        for begin in range(0, 18, 4):
+            if left[0] == 0:
+                raise ArithmeticError("the disk is gone")
+            left[0] -= 1
+            yield tuple(part[begin : begin + 4] for part in TRAIN)
+
+    return batches
+
+
+@pytest.mark.parametrize("k", [3, 4, 5, 8, 9])
+def test_a_run_whose_data_broke_off_goes_on_as_if_it_had_not(k, tmp_path):
+    never = run(tmp_path / "never", data=batches_that_break_after(1000), epochs=3)
+    broken = run(tmp_path / "broken", data=batches_that_break_after(k), epochs=3, raises=ArithmeticError)
+    assert broken.steps[-1] == k
+    with pytest.warns(FitflaxWarning, match="cannot seek") if k % 5 else contextlib.nullcontext():
+        resumed = run(tmp_path / "broken", data=batches_that_break_after(1000), epochs=3)
+    assert_equal(resumed, never)
+
+
+def test_a_run_whose_validation_data_broke_off_goes_on_as_if_it_had_not(tmp_path):
+    def validation(breaks: bool) -> Callable[[], Iterator[Any]]:
+        passes = iter(range(100))
+
+        def batches() -> Iterator[Any]:
+            number = next(passes)
+            yield tuple(part[:4] for part in VALID)
+            if breaks and number == 1:
+                raise ArithmeticError("the disk is gone")
+            yield tuple(part[4:] for part in VALID)
+
+        return batches
+
+    never = run(tmp_path / "never", epochs=3, validation_data=validation(False))
+    broken = run(tmp_path / "broken", epochs=3, validation_data=validation(True), raises=ArithmeticError)
+    assert broken.steps == [5, 10] and broken.history.epoch == [0]
+    assert_equal(run(tmp_path / "broken", epochs=3, validation_data=validation(False)), never)
+
+
+# -- triggers in the middle of an epoch --
+
+
+class Counter(Callback):
+    """Has state of its own, counted at checkpoints."""
+
+    def __init__(self) -> None:
+        self.every = fitflax.every(steps=2)
+        self.seen: list[int] = []
+
+    def on_train_begin(self, logs):
+        self.seen = []
+
+    def on_checkpoint(self, checkpoint):
+        self.seen.append(checkpoint.step)
+
+    def state_dict(self):
+        return {"seen": list(self.seen)}
+
+    def load_state_dict(self, state):
+        self.seen = list(state["seen"])
+
+
+STOPS = {
+    "end of steps": {},
+    "stop": {"more": lambda t: [at(t, "on_train_batch_end", 4, lambda step: t.stop("enough"))]},
+    "an exception": {"more": lambda t: [at(t, "on_train_batch_end", 4, raising("broken"))], "raises": ArithmeticError},
+    "an exception before the next": {"more": lambda t: [at(t, "on_train_batch_begin", 4, raising("broken"))], "raises": ArithmeticError},
+    "a signal": {"more": lambda t: [at(t, "on_train_batch_end", 4, lambda step: signal.raise_signal(signal.SIGINT))], "raises": KeyboardInterrupt},
+}
+
+
+@pytest.mark.parametrize("how", STOPS)
+@pytest.mark.parametrize("k", [4, 3])
+def test_a_validation_that_was_due_at_the_step_where_a_run_stopped_is_not_left_out(how, k, tmp_path):
+    """`k` is the period of validation: due at the stop at step 4, and not."""
+    stop = dict(STOPS[how])
+    options = {"validation_freq": fitflax.every(steps=k), "steps_per_epoch": 100}
+    never = run(tmp_path / "never", steps=8, **options)
+    run(tmp_path / "stopped", steps=8 if stop else 4, **options, **stop)
+    assert_equal(run(tmp_path / "stopped", steps=8, **options), never)
+
+
+@pytest.mark.parametrize("how", STOPS)
+def test_a_callback_whose_trigger_was_due_at_the_step_where_a_run_stopped_is_not_left_out(how, tmp_path):
+    stop = dict(STOPS[how])
+    more = stop.pop("more", lambda trainer: [])
+    seen = []
+    for name, steps, extra in (("never", 8, []), ("stopped", 8 if stop or how == "stop" else 4, [more]), ("stopped", 8, [])):
+        counter = Counter()
+        raises = stop.get("raises") if extra else None
+        run(tmp_path / name, steps=steps, steps_per_epoch=100, more=lambda t, c=counter, e=extra: [c, *(one for make in e for one in make(t))], raises=raises)
+        seen.append(counter.seen)
+    assert seen[0] == [2, 4, 6, 8]
+    assert seen[2] == [2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("steps_per_epoch", [5, 100])
+@pytest.mark.parametrize("steps", [4, 5])
+def test_a_trigger_is_asked_at_the_last_step_like_at_any_other(steps, steps_per_epoch, tmp_path):
+    counter = Counter()
+    run(tmp_path / "run", steps=steps, steps_per_epoch=steps_per_epoch, more=lambda trainer: [counter])
+    assert counter.seen == [2, 4]
+
+
+# -- what a resume looks for --
+
+
+def test_resume_auto_without_checkpoints_begins_a_run(tmp_path):
+    assert_equal(run(tmp_path / "auto", steps=7, resume="auto"), run(tmp_path / "none", steps=7, resume=None))
+
+
+def test_resume_true_without_checkpoints_is_an_error_before_the_first_step(tmp_path):
+    ran = run(tmp_path / "run", steps=7, resume=True, raises=CheckpointNotFoundError)
+    assert ran.trainer.step == 0 and "resume='auto' would begin a run" in str(ran.error)
+
+
+def test_resume_without_exactly_one_model_checkpoint_asks_for_a_path(tmp_path):
+    trainer = make_trainer()
+    for callbacks in ([], [ModelCheckpoint(tmp_path / "a"), ModelCheckpoint(tmp_path / "b")]):
+        with pytest.raises(ConfigError, match=f"there are {len(callbacks)}. Pass resume=path"):
+            trainer.fit(TRAIN, verbose=0, callbacks=callbacks, resume="auto")
+
+
+def test_a_run_goes_on_from_the_step_directory_that_resume_names(tmp_path):
+    never = run(tmp_path / "never", steps=12)
+    run(tmp_path / "run", steps=10)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    began: list[int] = []
+    resumed = run(
+        tmp_path / "run",
+        steps=12,
+        resume=tmp_path / "copy/checkpoints/step_00000005",
+        more=lambda trainer: [LambdaCallback(on_train_begin=lambda logs: began.append(trainer.step))],
+    )
+    assert began == [5]
+    assert_equal(resumed, never)
+
+
+def test_a_step_directory_of_the_run_itself_takes_it_back_there(tmp_path):
+    never = run(tmp_path / "never", steps=12)
+    run(tmp_path / "run", steps=12)
+    resumed = run(tmp_path / "run", steps=12, resume=str(tmp_path / "run/checkpoints/step_00000005"))
+    assert resumed.steps == [5, 10, 12]
+    assert_equal(resumed, never)
+
+
+def test_a_path_without_a_checkpoint_is_an_error(tmp_path):
+    run(tmp_path / "run", steps=2, resume=tmp_path / "nowhere", raises=CheckpointNotFoundError)
+
+
+def test_a_state_without_a_run_cannot_be_resumed(tmp_path):
+    trainer = make_trainer()
+    trainer.fit(TRAIN, batch_size=4, steps=2, verbose=0)
+    trainer.save(tmp_path / "state")
+    ran = run(tmp_path / "run", steps=4, resume=tmp_path / "state", raises=RestoreError)
+    assert "no run that could go on" in str(ran.error)
+
+
+# -- damage --
+
+
+def damage(path: pathlib.Path, how: str) -> None:
+    file = path / ("metadata.json" if how.startswith("metadata") else "state.msgpack")
+    content = bytearray(file.read_bytes())
+    if how.endswith("truncated"):
+        content = content[: len(content) // 2]
+    elif how.endswith("flipped"):
+        content[len(content) // 2] ^= 1
+    elif how.endswith("empty"):
+        content = bytearray()
+    if how.endswith("missing"):
+        file.unlink()
+    else:
+        file.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["state truncated", "state flipped", "state missing", "metadata truncated", "metadata flipped", "metadata empty"])
+def test_a_damaged_checkpoint_is_passed_over_and_the_run_equals_the_run_never_stopped(how, tmp_path):
+    never = run(tmp_path / "never", epochs=3)
+    run(tmp_path / "run", epochs=2)
+    damage(tmp_path / "run/checkpoints/step_00000010", how)
+    with pytest.warns(FitflaxWarning, match="a damaged checkpoint is passed over: step_00000010"):
+        resumed = run(tmp_path / "run", epochs=3)
+    assert_equal(resumed, never)
+
+
+def test_a_run_whose_only_checkpoint_is_damaged_begins_again(tmp_path):
+    run(tmp_path / "run", epochs=1)
+    damage(tmp_path / "run/checkpoints/step_00000005", "state truncated")
+    with pytest.warns(FitflaxWarning, match="passed over"):
+        resumed = run(tmp_path / "run", epochs=2)
+    assert_equal(resumed, run(tmp_path / "never", epochs=2))
+
+
+def test_a_damaged_checkpoint_that_resume_names_is_an_error(tmp_path):
+    run(tmp_path / "run", epochs=2)
+    damage(tmp_path / "run/checkpoints/step_00000010", "state flipped")
+    run(tmp_path / "run", epochs=3, resume=tmp_path / "run/checkpoints/step_00000010", raises=CorruptCheckpointError)
+
+
+def test_a_damaged_closing_row_is_made_again(tmp_path):
+    first = run(tmp_path / "run", steps=7)
+    (first.checkpoints / "step_00000007/closing.json").write_text("{")
+    assert_equal(run(tmp_path / "run", steps=7), first)
+
+
+# -- what must be the same --
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ({"seed": 0}, {"seed": 1}, "seed was 0 and is 1"),
+        ({"batch_size": 4}, {"batch_size": 6}, "batch_size was 4 and is 6"),
+        ({"steps_per_epoch": 4}, {"steps_per_epoch": None}, "steps_per_epoch was 4 and is None"),
+        ({}, {"data": tuple(part[:17] for part in TRAIN), "batch_size": 4}, "num_examples was 18 and is 17"),
+    ],
+)
+def test_a_resume_with_another_order_of_examples_is_an_error_with_both_values(before, after, message, tmp_path):
+    run(tmp_path / "run", steps=3, **before)
+    ran = run(tmp_path / "run", steps=6, **after, raises=RestoreError)
+    assert message in str(ran.error)
+    assert ran.trainer.step == 0 and steps_in(tmp_path / "run/checkpoints") == [3]
+
+
+def test_all_settings_that_differ_are_named_at_once(tmp_path):
+    run(tmp_path / "run", steps=3)
+    ran = run(tmp_path / "run", steps=6, seed=5, batch_size=3, raises=RestoreError)
+    assert "seed was 0 and is 5" in str(ran.error) and "batch_size was 4 and is 3" in str(ran.error)
+
+
+def test_another_seed_gives_another_run(tmp_path):
+    """The first control of case 29."""
+    one, other = run(tmp_path / "one", steps=6), run(tmp_path / "other", steps=6, seed=1)
+    assert differences(state_of(one.trainer), state_of(other.trainer))
+
+
+def test_a_run_whose_order_of_examples_is_not_restored_differs(tmp_path):
+    """The second control of case 29: the same state, but passes over the data begin again."""
+    never = run(tmp_path / "never", steps=12)
+    run(tmp_path / "run", steps=6)
+    trainer = make_trainer()
+    trainer.restore(tmp_path / "run/checkpoints")
+    trainer.fit(TRAIN, batch_size=4, steps=6, verbose=0)
+    assert trainer.step == 12
+    assert any("params" in line for line in differences(state_of(trainer), state_of(never.trainer)))
+
+
+def test_a_resume_into_another_model_is_an_error_and_leaves_the_checkpoints(tmp_path):
+    run(tmp_path / "run", steps=3)
+    ran = run(tmp_path / "run", steps=6, model=nn.Dense(3), raises=RestoreError)
+    assert "params/BatchNorm_0" in str(ran.error) and "params/kernel" in str(ran.error)
+    assert steps_in(tmp_path / "run/checkpoints") == [3]
+
+
+def test_a_resume_with_another_list_of_callbacks_warns_by_name(tmp_path):
+    run(tmp_path / "run", steps=3, more=lambda trainer: [Counter()])
+    with pytest.warns(FitflaxWarning, match="Callback Counter"):
+        run(tmp_path / "run", steps=6)
+    with pytest.warns(FitflaxWarning, match="Callback Counter"):
+        run(tmp_path / "run", steps=9, more=lambda trainer: [Counter()])
+
+
+def test_two_callbacks_with_one_key_are_an_error_before_the_first_step(tmp_path):
+    ran = run(tmp_path / "run", steps=6, more=lambda trainer: [Counter(), Counter()], raises=CallbackError)
+    assert "'Counter'" in str(ran.error)
+    assert ran.trainer.step == 0
+
+
+# -- data --
+
+
+def test_steps_per_epoch_runs_one_iterator_on_across_epochs_and_resumes(tmp_path):
+    for k in (3, 4, 5, 7, 10):
+        options = {"steps_per_epoch": 4, "epochs": 4}
+        never = run(tmp_path / f"never-{k}", **options)
+        assert never.trainer.step == 16
+        run(tmp_path / f"run-{k}", steps=k, **options)
+        assert_equal(run(tmp_path / f"run-{k}", **options), never)
+
+
+def streamed() -> Iterator[Any]:
+    for begin in range(0, 18, 4):
+        yield tuple(part[begin : begin + 4] for part in TRAIN)
+
+
+@pytest.mark.parametrize("k", [3, 4, 5, 6, 9])
+@pytest.mark.parametrize("steps_per_epoch", [None, 4])
+def test_a_stream_is_read_again_up_to_the_position_with_a_warning(k, steps_per_epoch, tmp_path):
+    """Step 5 is the ragged batch: a resume right before it must give it the shape that it had."""
+    options = {"data": streamed, "steps": 12, "steps_per_epoch": steps_per_epoch}
+    never = run(tmp_path / "never", **options)
+    run(tmp_path / "run", **options | {"steps": k})
+    with pytest.warns(FitflaxWarning, match=f"{18 * (k // 5) * 0 + (k % 5) * 4} examples are read and dropped") if k % 5 else contextlib.nullcontext():
+        resumed = run(tmp_path / "run", **options)
+    assert_equal(resumed, never)
+
+
+def test_an_endless_stream_is_one_epoch_and_resumes_inside_it(tmp_path):
+    def endless() -> Iterator[Any]:
+        while True:
+            yield from streamed()
+
+    never = run(tmp_path / "never", data=endless, steps=12)
+    assert never.history.epoch == [0]
+    run(tmp_path / "run", data=endless, steps=7)
+    with pytest.warns(FitflaxWarning, match="26 examples are read and dropped"):
+        resumed = run(tmp_path / "run", data=endless, steps=12)
+    assert_equal(resumed, never)
+
+
+def test_an_iterator_is_read_again_in_a_new_process(tmp_path):
+    never = run(tmp_path / "never", data=streamed(), steps=5)
+    run(tmp_path / "run", data=streamed(), steps=3)
+    with pytest.warns(FitflaxWarning, match="12 examples are read and dropped"):
+        resumed = run(tmp_path / "run", data=streamed(), steps=5)
+    assert_equal(resumed, never)
+
+
+def test_data_that_is_shorter_than_what_the_run_had_used_is_an_error(tmp_path):
+    run(tmp_path / "run", data=streamed, steps=4)
+    with pytest.warns(FitflaxWarning, match="read and dropped"):
+        run(tmp_path / "run", data=lambda: iter(list(streamed())[:2]), steps=6, raises=DataError)
+
+
+def test_a_run_whose_iterator_ended_early_returns_the_same_history_when_started_again(tmp_path):
+    options = {"steps": 8, "steps_per_epoch": 3}
+    with pytest.warns(FitflaxWarning, match="ended before"):
+        first = run(tmp_path / "run", data=streamed(), **options)
+    assert (first.trainer.step, first.trainer.stop_reason, first.history.epoch) == (5, "data_exhausted", [0, 1])
+    with pytest.warns(FitflaxWarning):
+        again = run(tmp_path / "run", data=streamed(), **options)
+    assert_equal(again, first)
+
+
+# -- hooks --
+
+
+def test_the_hooks_of_a_resumed_run_are_these(tmp_path):
+    hooks: list[str] = []
+
+    class Recorder(Callback):
+        def on_train_begin(self, logs):
+            hooks.append("train begin")
+
+        def on_epoch_begin(self, epoch, logs):
+            hooks.append(f"epoch {epoch} begin")
+
+        def on_train_batch_end(self, batch, logs):
+            hooks.append(f"batch {batch}")
+
+        def on_test_begin(self, logs):
+            hooks.append("test")
+
+        def on_epoch_end(self, epoch, logs):
+            hooks.append(f"epoch {epoch} end")
+
+        def on_checkpoint(self, checkpoint):
+            hooks.append(f"checkpoint {checkpoint.step}")
+
+        def on_train_end(self, logs):
+            hooks.append("train end")
+
+        def state_dict(self):
+            return {"a": 1}
+
+        def load_state_dict(self, state):
+            hooks.append("load")
+
+        def sync(self):
+            hooks.append("sync")
+
+        def close(self):
+            hooks.append("close")
+
+    trainer = make_trainer()
+    options = {"batch_size": 4, "validation_data": VALID, "verbose": 0, "resume": "auto"}
+    trainer.fit(TRAIN, steps=3, callbacks=[ModelCheckpoint(tmp_path), Recorder()], **options)
+    closing = ["test", "epoch 0 end", "sync", "train end", "close"]
+    assert hooks == ["train begin", "epoch 0 begin", "batch 0", "batch 1", "batch 2", "checkpoint 3", "sync", *closing]
+    hooks.clear()
+    make_trainer().fit(TRAIN, steps=6, callbacks=[ModelCheckpoint(tmp_path), Recorder()], **options)
+    first = ["train begin", "load", "batch 3", "batch 4", "test", "epoch 0 end", "checkpoint 5", "sync"]
+    assert hooks == [*first, "epoch 1 begin", "batch 0", "checkpoint 6", "sync", "test", "epoch 1 end", "sync", "train end", "close"]
+
+
+def test_stopping_before_an_epochs_first_batch_adds_no_row(tmp_path):
+    stopped = run(tmp_path / "run", epochs=3, more=lambda trainer: [at(trainer, "on_epoch_begin", 5, lambda step: trainer.stop("enough"))])
+    assert (stopped.trainer.step, stopped.history.epoch) == (5, [0])
+    assert_equal(run(tmp_path / "run", epochs=3), run(tmp_path / "never", epochs=3))
