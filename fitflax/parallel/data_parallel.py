@@ -62,7 +62,7 @@ class DataParallel(Strategy):
         self.reduce: dict[str, Reducer] = dict(reduce or {})
         self.num_replicas = len(self.devices)
         # Two on CPU: more can fill XLA's thread pool with collectives that wait for each other. Others only need enough to hide the dispatch.
-        self.max_in_flight = 2 if self.devices[0].platform == "cpu" else 8
+        self.max_in_flight = 2 if self.devices[0].platform == "cpu" and self.num_replicas > 1 else 8
         mesh = Mesh(np.array(self.devices), (axis_name,))
         self._mesh = mesh
         self._replicated = NamedSharding(mesh, PartitionSpec())
