@@ -8,12 +8,13 @@ import numpy as np
 
 from fitflax.callbacks.base import CallbackList
 from fitflax.checkpoints.checkpoint import Checkpoint, Summary
-from fitflax.data import Feed
+from fitflax.data import Feed, Source
+from fitflax.data.arrays import ArraySource
 from fitflax.errors import DataError, FitflaxWarning
 from fitflax.logs import Logs, Values
-from fitflax.program import Program
+from fitflax.program import Program, check_in_memory
 from fitflax.signals import Interruption
-from fitflax.state import PyTree, TrainState
+from fitflax.state import Batch, PyTree, TrainState
 from fitflax.step import EvalSums
 
 __all__ = ["EvalLoop", "Interrupted", "predict"]
@@ -30,11 +31,13 @@ class EvalLoop:
 
     Args:
         program: The compiled steps.
-        make_feed: Makes the batches, anew for each evaluation.
+        source: The data.
+        make_feed: Makes its batches, anew for each evaluation.
         steps: Batches of an evaluation; `None` for all.
         name: The group of its metrics.
         callbacks: Whose `on_test_*` hooks are called.
         interruption: A signal noted here ends an evaluation at its next batch.
+        pad: Whether short batches are padded.
 
     >>> import fitflax, numpy as np
     >>> from flax import linen as nn
@@ -49,19 +52,23 @@ class EvalLoop:
     def __init__(
         self,
         program: Program,
+        source: Source,
         make_feed: Callable[[], Feed],
         *,
         steps: int | None = None,
         name: str = "eval",
         callbacks: CallbackList | None = None,
         interruption: Interruption | None = None,
+        pad: bool = True,
     ) -> None:
         self._program = program
+        self._source = source
         self._make_feed = make_feed
         self._steps = steps
         self.name = name
         self._callbacks = callbacks or CallbackList()
         self._interruption = interruption
+        self._pad = pad
 
     def __call__(self, checkpoint: Checkpoint) -> Summary:
         """Returns `checkpoint` with the metrics of its state; the state is borrowed, not copied."""
@@ -73,6 +80,20 @@ class EvalLoop:
         """By key, which direction is better; known after the first evaluation."""
         return self._program.structure(train=False).directions
 
+    def prepare(self, state: TrainState) -> None:
+        """Dry-runs an evaluation of in-memory data on shapes alone; other data is not asked for a batch before it is evaluated.
+
+        Raises:
+            DataError, ModelError, LossError, MetricError: What does not fit.
+        """
+        fed = self._make_feed().next() if isinstance(self._source, ArraySource) else None
+        if fed is not None:
+            self._check(state, fed.batch)
+
+    def _check(self, state: TrainState, batch: Batch) -> None:
+        self._program.prepare(state, batch, train=False)
+        check_in_memory(self._program, self._source, state, batch, pad=self._pad, train=False)
+
     def evaluate(self, state: TrainState) -> dict[str, float]:
         """Returns the metrics of `state`, read in one transfer at the end.
 
@@ -81,7 +102,7 @@ class EvalLoop:
         """
         feed = self._make_feed()
         hooks = self._callbacks
-        hooks.params["test_steps"] = self._steps or feed.source.num_batches
+        hooks.params["test_steps"] = self._steps or self._source.num_batches
         hooks.call("on_test_begin", {})
         sums: EvalSums | None = None
         values: Values | None = None
@@ -93,7 +114,7 @@ class EvalLoop:
             if fed is None:
                 break
             if sums is None:
-                self._program.prepare(state, fed.batch, train=False)
+                self._check(state, fed.batch)
                 sums = self._program.empty_eval_sums()
             hooks.call("on_test_batch_begin", batch, {})
             sums, values = self._program.evaluate(state, sums, fed)

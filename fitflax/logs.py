@@ -90,6 +90,7 @@ class Logs(MutableMapping[str, Any]):
         directions: For keys that declare one, whether `"max"` or `"min"` is better.
 
     Attributes:
+        earlier: Values of this epoch's last validation, if that was before this event; for the record only.
         source: The values that were given, for whoever needs more of them than metrics.
 
     >>> logs = Logs(extra={"loss": 0.5})
@@ -98,7 +99,7 @@ class Logs(MutableMapping[str, Any]):
     {'loss': 0.5, 'f1': 0.9}
     """
 
-    __slots__ = ("_extra", "_pending", "directions", "source")
+    __slots__ = ("_extra", "_pending", "directions", "earlier", "source")
 
     def __init__(
         self,
@@ -110,6 +111,7 @@ class Logs(MutableMapping[str, Any]):
         self._extra: dict[str, Any] = dict.fromkeys(values.places) if values is not None else {}
         self._extra.update(extra or {})
         self.directions: Mapping[str, str | None] = directions or {}
+        self.earlier: Mapping[str, float] = {}
 
     def _read(self) -> dict[str, Any]:
         if self._pending is not None:

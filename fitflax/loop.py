@@ -127,6 +127,7 @@ class TrainLoop:
         validation: What is evaluated during training.
         sums: Sums of the epoch in whose middle the run begins.
         values: The last step's values, where the run begins after a step of another process.
+        validated: Results of that epoch's last validation so far.
         should_stop: Returns whether somebody asked to stop.
         exhausted: Called when the data ended before the plan did.
         interruption: A signal noted here ends the run after the present step.
@@ -145,6 +146,7 @@ class TrainLoop:
         validation: Validation | None = None,
         sums: TrainSums | None = None,
         values: StepValues | None = None,
+        validated: Mapping[str, float] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         exhausted: Callable[[], None] = lambda: None,
         interruption: Interruption | None = None,
@@ -166,6 +168,7 @@ class TrainLoop:
         self._validation_schedule = Schedule(self._validation.trigger, clock())
         self._upcoming: FedBatch | None = None
         self._values = values
+        self._validated: dict[str, float] = dict(validated or {})
         self._timer = Timer(clock)
         self._begin_step = self._last_yielded = self.progress.step
         # The checkpoint that the end of an epoch, or a validation, has made before it is yielded.
@@ -229,7 +232,7 @@ class TrainLoop:
         """Ends the run where it is, without a last checkpoint."""
         self._moments.close()
         if self._upcoming is not None:
-            self._feed.push_back(self._upcoming)
+            self._feed.push_back()
             self._upcoming = None
 
     @property
@@ -331,6 +334,7 @@ class TrainLoop:
     def _open_epoch(self) -> None:
         self.progress.epoch_is_open, self.progress.epoch_is_over, self.progress.step_in_epoch = True, False, 0
         self._sums = None
+        self._validated = {}
         self.callbacks.call("on_epoch_begin", self.progress.epoch, {})
 
     def _train_one(self) -> None:
@@ -376,6 +380,7 @@ class TrainLoop:
         checkpoint = self._make_checkpoint(epoch_ends=True)
         if self._validation.at_epoch(progress.epoch) or self._validation_schedule.due(self._moment(epoch_ends=True)):
             checkpoint = self._validate(checkpoint)
+        checkpoint.logs.earlier = self._validated
         self.epoch_logs = checkpoint.logs
         self.callbacks.call("on_epoch_end", progress.epoch, checkpoint.logs)
         self._callbacks_before_epoch_end = None
@@ -393,6 +398,7 @@ class TrainLoop:
         checkpoint = self._make_checkpoint(epoch_ends=True)
         if self._validation.at_epoch(self.progress.epoch):
             checkpoint = self._validate(checkpoint)
+        checkpoint.logs.earlier = self._validated
         self.epoch_logs = checkpoint.logs
         self.callbacks.call("on_epoch_end", self.progress.epoch, checkpoint.logs)
         self.callbacks.on_closing(checkpoint, self.progress.epoch, checkpoint.logs)
@@ -409,6 +415,7 @@ class TrainLoop:
         is_due = self._schedule.due(moment) or bool(self.due)
         if self.progress.epoch_is_open and self._validation_schedule.due(moment):
             self._made = self._validate(self._make_checkpoint())
+            self._validated = {key: self._made.logs[key] for key in sorted(self._made.evaluated)}
             is_due = True
         return is_due
 
@@ -454,7 +461,7 @@ class TrainLoop:
         callbacks = self._callbacks_before_epoch_end or self.callbacks.state_dict(self._clock())
         if not self.progress.epoch_is_open or self._values is None:
             return callbacks
-        return {**callbacks, "sums": self._sums, "values": self._values.vector}
+        return {**callbacks, "sums": self._sums, "values": self._values.vector, "validated": self._validated}
 
     def _info(self) -> dict[str, Any]:
         history = self._run_state()["callbacks"].get("History", {}).get("rows", [])

@@ -119,12 +119,13 @@ class Objective:
             return spec[0]
         return spec
 
-    def check_labels(self, outputs: PyTree, targets: PyTree) -> None:
+    def check_labels(self, outputs: PyTree, targets: PyTree, weights: Any = None) -> None:
         """Checks integer labels against the number of classes, for targets that are all at hand.
 
         Args:
             outputs: The shapes of the module's outputs.
             targets: All targets, NumPy.
+            weights: Sample weights, NumPy; a label whose weight is 0 counts nowhere and may be anything.
 
         Raises:
             DataError: A label is negative or not smaller than the number of classes.
@@ -143,6 +144,10 @@ class Objective:
             ]
         for spec, output, target, where in pairs:
             if isinstance(spec, _NamedLoss) and spec.fn is losses.sparse_categorical_crossentropy and np.size(target) and output.shape:
+                if weights is not None and np.shape(weights) == np.shape(target)[: np.ndim(weights)]:
+                    target = np.asarray(target)[np.asarray(weights) != 0]
+                if not np.size(target):
+                    continue
                 classes, low, high = output.shape[-1], int(np.min(target)), int(np.max(target))
                 if low < 0 or high >= classes:
                     raise DataError(f"{where} holds labels from {low} to {high}, but the module has {classes} outputs, for labels 0 to {classes - 1}.")
@@ -228,7 +233,7 @@ def _resolve_metric(spec: Any) -> tuple[str, Metric]:
 
 
 def _check_loss_weight(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise ConfigError(f"loss_weights must be numbers. Received: {value!r}.")
     return float(value)
 
@@ -319,6 +324,9 @@ def _one_output(spec: Any) -> list[tuple[str, Metric]]:
     if spec is None:
         return []
     if isinstance(spec, dict):
+        for key, value in spec.items():
+            if isinstance(value, list | dict):
+                raise MetricError(f"compile(metrics=...) has several metrics under {key!r}, which is no output of the module; as a log key it takes one.")
         return [(key, value[1]) for key, value in spec.items() if value is not None]
     if isinstance(spec, list):
         return functools.reduce(lambda found, entry: found + _one_output(entry), spec, [])

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, cast
 import jax
 import numpy as np
 
-from fitflax.data import FedBatch
+from fitflax.data import FedBatch, Source
+from fitflax.data.arrays import ArraySource
 from fitflax.errors import LossError, ModelError, NotReadyError
 from fitflax.logs import NUM_STEP_VALUES, StepValues, Values
 from fitflax.metrics import metric_direction
@@ -217,11 +218,16 @@ class Program:
         Raises:
             ModelError: The module fails.
         """
-        forward = self.strategy.compile(self._predict_batch, inputs=("replicated", "split"), outputs="replicated")
-        return jax.eval_shape(forward, _abstract(state), self.strategy.abstract_feed(batch))
+        order: list[str] = []
 
-    def _predict_batch(self, state: TrainState, batch: Batch) -> PyTree:
-        return self.task.predict_step(state.params, state.model_state, state.key, jax.numpy.int32(0), batch.x)
+        def forward(state: TrainState, batch: Batch) -> PyTree:
+            outputs = self.task.predict_step(state.params, state.model_state, state.key, jax.numpy.int32(0), batch.x)
+            order[:] = outputs if isinstance(outputs, dict) else []
+            return outputs
+
+        compiled = self.strategy.compile(forward, inputs=("replicated", "split"), outputs="replicated")
+        outputs = jax.eval_shape(compiled, _abstract(state), self.strategy.abstract_feed(batch))
+        return {name: outputs[name] for name in order} if isinstance(outputs, dict) else outputs  # JAX sorts; this is the module's order.
 
     # -- running --
 
@@ -265,6 +271,11 @@ class Program:
             raise ModelError(f"predict joins outputs along their first axis, the examples ({rows} here). The module returned {describe_shapes(outputs)}.")
 
     @property
+    def loss_is_scalar(self) -> bool:
+        """Whether the loss is known to be one number, which padding would falsify."""
+        return any(structure.scalar_loss for structure in self._structures.values())
+
+    @property
     def directions(self) -> Mapping[str, str | None]:
         """By log key of training, which direction is better."""
         return self._structures[True].directions if True in self._structures else {}
@@ -281,6 +292,33 @@ def scalar_loss_error(rows: int, size: int) -> LossError:
         f"The loss returns one number for a batch, but a batch of {rows} examples has to be padded to {size}, which would falsify it. Return one value per "
         "example, [batch] or [batch, ...]; or use drop_remainder=True, equal batches that the devices divide, or compile(pad=False)."
     )
+
+
+def check_in_memory(program: Program, source: Source, state: TrainState, batch: Batch, *, pad: bool, train: bool) -> None:
+    """Checks what can be known of in-memory data before the first step.
+
+    Args:
+        program: Knows the loss.
+        source: The data.
+        state: The state.
+        batch: Its first batch.
+        pad: Whether short batches are padded.
+        train: Whether it is trained on.
+
+    Raises:
+        LossError: The loss is one number, and a batch would have to be padded.
+        DataError: Labels lie outside of the module's classes.
+    """
+    if not isinstance(source, ArraySource) or source.batch_size is None or source.num_examples is None:
+        return
+    size = min(source.batch_size, source.num_examples)
+    replicas = program.strategy.num_replicas
+    short = source.num_examples % size
+    if program.structure(train=train).scalar_loss and pad and (short or size % replicas):
+        raise scalar_loss_error(short or size, -(-size // replicas) * replicas)
+    task = program.task
+    if task.objective.has_label_loss and task.compute_loss is None and task.custom_step is None:
+        task.objective.check_labels(program.output_shapes(state, batch), source.y, source.weights)
 
 
 def _abstract(tree: PyTree) -> PyTree:

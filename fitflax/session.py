@@ -15,14 +15,14 @@ from fitflax.callbacks.base import CallbackList
 from fitflax.checkpoints.resume import check_fits, fit_to, restored_state
 from fitflax.checkpoints.store import Saved
 from fitflax.data import Feed, Position, Source
-from fitflax.data.arrays import ArraySource
 from fitflax.data.feeds import Feeder
+from fitflax.data.streams import OneShotSource
 from fitflax.errors import DataError, FitflaxWarning, NotReadyError, RestoreError
 from fitflax.logs import StepValues
 from fitflax.loop import Progress, RunPlan, TrainLoop, Validation
 from fitflax.objective import Objective
 from fitflax.parallel import Strategy
-from fitflax.program import LiveState, Program, scalar_loss_error
+from fitflax.program import LiveState, Program, check_in_memory
 from fitflax.signals import Interruption
 from fitflax.state import Batch, TrainState
 from fitflax.step import Task, TrainSums, state_faults
@@ -50,11 +50,12 @@ class Session:
         self.stop_reason: str | None = None
         self.is_stopping = False
         self.live: LiveState | None = None
-        self._pad = True
+        self.pad = True
         self._optimizer: optax.GradientTransformationExtraArgs | None = None
         self._given_optimizer: Any = None
         self._program: Program | None = None
         self._last_loop: TrainLoop | None = None
+        self._one_shots: list[OneShotSource] = []
         # A restored optimizer state, until compile() says what it is of.
         self._unplaced: tuple[Any, Saved] | None = None
         # Where a state came from that was restored without knowing the module's own; the first batch shows whether it fits.
@@ -119,7 +120,7 @@ class Session:
             self._optimizer = optax.with_extra_args_support(optimizer)
         self._given_optimizer = given
         self._program = Program(self._make_task(objective, self._optimizer))
-        self._pad = pad
+        self.pad = pad
         self.feeder = Feeder(self.strategy.num_replicas, pad)
         if self.live is not None and not is_same:
             self._start_optimizer()
@@ -206,10 +207,22 @@ class Session:
 
     # -- runs --
 
+    def known(self, source: Source) -> Source:
+        """Returns the source that an earlier call made of the same iterator, which may hold a batch that was looked at and not used."""
+        if not isinstance(source, OneShotSource):
+            return source
+        for earlier in self._one_shots:
+            if earlier.iterator is source.iterator:
+                return earlier
+        self._one_shots = [*self._one_shots[-7:], source]  # A few: a trainer that is given many iterators must not keep them all.
+        return source
+
     def next_position(self, source: Source) -> Position:
-        """Returns where the passes over the data go on: a new run begins a new pass."""
+        """Returns where the passes over the data go on: a new run begins a new pass, an iterator goes on where it is."""
+        if isinstance(source, OneShotSource):
+            return Position(examples=source.taken)
         last = Position() if self._last_loop is None else self._last_loop.progress.position
-        return Position(last.passes + (last.examples > 0)) if source.can_restart else Position()
+        return Position(last.passes + (last.examples > 0))
 
     def prepare_loop(
         self,
@@ -246,20 +259,21 @@ class Session:
         if fed is None and saved is None:
             raise DataError("The data yields no batch.")
         if fed is not None:
-            feed.push_back(fed)
+            feed.push_back()
         if saved is not None:
             self.place(saved, None if fed is None else fed.batch)
         elif self.live is None and fed is not None:
             self.build(fed.batch)
         live = self.need_state("fit")
-        sums = values = None
+        sums = values = validated = None
         if fed is not None:
             self.check_restored(fed.batch)
             structure = program.prepare(live.borrow(), fed.batch, train=True)
-            self._check_in_memory(program, source, live.borrow(), fed.batch)
+            check_in_memory(program, source, live.borrow(), fed.batch, pad=self.pad, train=True)
             if saved is not None and "sums" in saved.run:
                 target = TrainSums(metrics=structure.empty, steps_since_bad=np.int32(0))  # type: ignore[arg-type]
                 sums = self.strategy.put(fit_to(target, saved.run["sums"], saved, "run/sums"))
+                validated = saved.run.get("validated", {})
                 values = StepValues(structure.places, self.strategy.put(np.asarray(saved.run["values"])))
         self._last_loop = TrainLoop(
             program,
@@ -271,21 +285,9 @@ class Session:
             validation=validation,
             sums=sums,
             values=values,
+            validated=validated,
             should_stop=lambda: self.is_stopping,
             exhausted=self._run_dry,
             interruption=interruption,
         )
         return self._last_loop
-
-    def _check_in_memory(self, program: Program, source: Source, state: TrainState, batch: Batch) -> None:
-        """Checks what can be known of in-memory data before the first step."""
-        if not isinstance(source, ArraySource) or source.batch_size is None or source.num_examples is None:
-            return
-        size = min(source.batch_size, source.num_examples)
-        replicas = self.strategy.num_replicas
-        short = source.num_examples % size
-        if program.structure(train=True).scalar_loss and self._pad and (short or size % replicas):
-            raise scalar_loss_error(short or size, -(-size // replicas) * replicas)
-        objective = program.task.objective
-        if objective.has_label_loss and program.task.compute_loss is None and program.task.custom_step is None:
-            objective.check_labels(program.output_shapes(state, batch), source.y)

@@ -186,9 +186,13 @@ class Task:
                 metrics[key] = self._aux_metric(key, jax.lax.stop_gradient(jnp.asarray(value)), weights, mask)
         if outputs is None and self.objective.has_metrics:
             raise MetricError(f"compute_loss returns no aux[{OUTPUTS!r}], which the compiled metrics are computed from.")
+        if isinstance(outputs, dict):
+            outputs = {name: jax.lax.stop_gradient(output) for name, output in outputs.items()}  # In the module's order, which JAX would sort.
+        else:
+            outputs = jax.lax.stop_gradient(outputs)
         for entry in () if outputs is None else self.objective.entries(outputs, tuple(metrics)):
             chosen = weights if entry.weighted else mask
-            metrics[entry.key] = self.objective.update(entry, jax.lax.stop_gradient(outputs), batch.y, chosen)
+            metrics[entry.key] = self.objective.update(entry, outputs, batch.y, chosen)
         kept = {name: tree for name, tree in changed.items() if name not in self.transient}
         # One by one: mapping over the dict would sort it, and its order is the order in which values are shown.
         metrics = {key: jax.tree.map(jax.lax.stop_gradient, metric) for key, metric in metrics.items()}
@@ -267,6 +271,14 @@ class Task:
             opt_state=opt_state,
         )
         return same_types(new_state, state), self._join(forward.metrics), loss, optax.tree.norm(grads).astype(jnp.float32)
+
+    def weighted_logs(self, metrics: dict[str, Metric], batch: Batch) -> dict[str, tuple[jax.Array, jax.Array]]:
+        """Returns a batch's global metrics as the pairs that a custom step logs: each replica's share of the sum, and of the weight."""
+        mask = batch.mask.astype(jnp.float32)
+        real = jnp.sum(mask)
+        weight = real if batch.weights is None else jnp.sum(_from_left(mask, batch.weights.ndim) * batch.weights)
+        shares = {key: weight if key == "loss" else real for key in metrics}
+        return {key: (metric.compute() * shares[key], shares[key]) for key, metric in metrics.items()}
 
     def _custom(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Metric]]:
         """Returns the result of the user's own update, its logs as metrics; replicas made equal."""

@@ -282,13 +282,14 @@ class Trainer:
             state: The state before.
             batch: The replica's share of the batch.
         """
-        new_state, metrics, _, _ = self._session.need_compiled("train_step").task.update(state, batch)
-        return new_state, {key: (metric.compute(), jax.numpy.float32(1)) for key, metric in metrics.items()}
+        task = self._session.need_compiled("train_step").task
+        new_state, metrics, _, _ = task.update(state, batch)
+        return new_state, task.weighted_logs(metrics, batch)
 
     # -- data --
 
     def _adapt(self, data: Any, *arguments: Any, **options: Any) -> Source:
-        return adapt(data, *arguments, seed=self._session.seed, selection=self._selection, **options)
+        return self._session.known(adapt(data, *arguments, seed=self._session.seed, selection=self._selection, **options))
 
     # -- training --
 
@@ -384,6 +385,8 @@ class Trainer:
                 repeats_last=True,
             )
             loop = session.prepare_loop(source, feed, plan, progress=progress, callbacks=hooks, validation=validation, interruption=interruption, saved=saved)
+            for evaluate in validation.loops:
+                evaluate.prepare(session.need_state("fit").borrow())
             params = {
                 "epochs": plan.end_epoch,
                 "steps": steps_per_epoch or source.num_batches,
@@ -435,8 +438,12 @@ class Trainer:
     def _validation_loop(self, name: str, data: Any, hooks: CallbackList, interruption: Interruption, batch_size: int | None, steps: int | None) -> EvalLoop:
         size = {"batch_size": batch_size} if is_in_memory(data) else {}
         source = self._adapt(data, shuffle=False, name=f"validation_data {name!r}", **size)
-        feeds = self._session.feeder.evaluations(source, name, steps)
-        return EvalLoop(self._session.need_compiled("fit"), feeds, steps=steps, name=name, callbacks=hooks, interruption=interruption)
+        return self._make_eval_loop(source, steps=steps, name=name, callbacks=hooks, interruption=interruption)
+
+    def _make_eval_loop(self, source: Source, *, steps: int | None, name: str, **options: Any) -> EvalLoop:
+        program = self._session.need_compiled("evaluate")
+        feeds = self._session.feeder.evaluations(source, name, steps, exact=lambda: program.loss_is_scalar)
+        return EvalLoop(program, source, feeds, steps=steps, name=name, pad=self._session.pad, **options)
 
     def _start_progress(self, source: Source, saved: Saved | None, settings: Mapping[str, Any], initial_epoch: int) -> Progress:
         if saved is not None:
@@ -514,8 +521,7 @@ class Trainer:
         self, data: Any, y: Any, sample_weight: Any, *, steps: int | None, batch_size: int | None, name: str, hooks: CallbackList | None = None
     ) -> EvalLoop:
         source = self._adapt(data, y, sample_weight, batch_size=batch_size, shuffle=False)
-        program = self._session.need_compiled("evaluate")
-        return EvalLoop(program, self._session.feeder.evaluations(source, name, steps), steps=steps, name=name, callbacks=hooks)
+        return self._make_eval_loop(source, steps=steps, name=name, callbacks=hooks)
 
     def predict(
         self, data: Any, *, steps: int | None = None, batch_size: int | None = None, callbacks: Iterable[Callback] = (), verbose: int | str = 0

@@ -46,7 +46,7 @@ class History(Callback):
 
     @override
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        self.rows.append({"epoch": epoch, "logs": dict(logs)})
+        self.rows.append({"epoch": epoch, "logs": {**getattr(logs, "earlier", {}), **logs}})
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -90,9 +90,9 @@ def _arrays_of(data: Any, y: Any, weights: Any, selection: Selection, inputs_onl
     if y is not None:
         x = selection.split(data, inputs_only=True).x if isinstance(data, dict) else data
         return x, y, weights
-    if isinstance(data, list) and len(data) > 1 and all(isinstance(part, tuple | dict) for part in data):
+    if isinstance(data, list) and all(isinstance(part, tuple | dict) for part in data):
         raise DataError(
-            f"A list whose elements hold nothing but arrays is in-memory data, so this list of {len(data)} {type(data[0]).__name__}s would be the inputs. "
+            f"A list whose elements hold nothing but arrays is in-memory data, so this list of {len(data)} {type(data[0]).__name__}(s) would be the inputs. "
             "For a list of batches give a function, `lambda: batches`."
         )
     triple = selection.split(data)

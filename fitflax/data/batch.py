@@ -273,7 +273,7 @@ def class_weights_of(y: PyTree, class_weight: Mapping[int, float]) -> np.ndarray
     labels = np.asarray(y)
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
-    elif labels.ndim == 2 and np.isin(labels, (0, 1)).all():
+    elif labels.ndim == 2 and np.isin(labels, (0, 1)).all() and (labels.sum(axis=1) == 1).all():
         labels = labels.argmax(axis=1)
     if labels.ndim != 1:
         raise DataError(f"class_weight needs labels [batch], [batch, 1] or one-hot [batch, classes]. Received: y of shape {labels.shape}.")

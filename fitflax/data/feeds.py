@@ -20,31 +20,22 @@ class Feeder:
     def __init__(self, num_replicas: int, pad: bool) -> None:
         self._num_replicas = num_replicas
         self._pad = pad
-        self._one_shot: Feed | None = None
         self._batchers: dict[str, Batcher] = {}
 
     def train(self, source: Source, class_weight: Mapping[int, float] | None, position: Position) -> Feed:
         """Returns the batches to train on.
-
-        An iterator that an earlier run has begun goes on, with the batch that was looked at and not used.
 
         Args:
             source: Where they come from.
             class_weight: `{label: weight}`.
             position: Where to begin.
         """
-        if isinstance(source, OneShotSource) and self._one_shot is not None:
-            earlier = self._one_shot.source
-            if isinstance(earlier, OneShotSource) and earlier.iterator is source.iterator:
-                return self._one_shot
         size = source.batch_size
         if size is not None and source.num_examples is not None:
             size = min(size, source.num_examples)  # Fewer examples than one batch are a smaller batch, not one that is mostly padding.
-        feed = Feed(source, Batcher(num_replicas=self._num_replicas, size=size, pad=self._pad, class_weight=class_weight), position)
-        self._one_shot = feed if isinstance(source, OneShotSource) else None
-        return feed
+        return Feed(source, Batcher(num_replicas=self._num_replicas, size=size, pad=self._pad, class_weight=class_weight), position)
 
-    def evaluations(self, source: Source, name: str, steps: int | None) -> Callable[[], Feed]:
+    def evaluations(self, source: Source, name: str, steps: int | None, *, exact: Callable[[], bool] = lambda: False) -> Callable[[], Feed]:
         """Returns what makes the batches of each evaluation.
 
         A source that serves once serves one evaluation of all of it, or goes on from one evaluation to the next where `steps` says how far.
@@ -53,24 +44,27 @@ class Feeder:
             source: Where they come from.
             name: The caller's name for it, for errors.
             steps: Batches of an evaluation; `None` for all.
+            exact: Returns whether fewer examples than one batch are a smaller batch, compiled by itself, because they must not be padded.
 
         Raises:
             ConfigError: The data never ends, and there are no `steps`.
         """
-        batcher = Batcher(num_replicas=self._num_replicas, size=source.batch_size, pad=self._pad)
         if source.is_endless and steps is None:
             raise ConfigError(f"The data of {name!r} never ends. Say how many batches to evaluate: validation_steps= in fit, steps= elsewhere.")
-        if source.can_restart:
-            return lambda: Feed(source, batcher)
-        once = Feed(source, batcher)
+        batcher = Batcher(num_replicas=self._num_replicas, size=source.batch_size, pad=self._pad)
 
         def serve() -> Feed:
-            if once.has_begun and steps is None:
+            if exact() and source.batch_size is not None and source.num_examples is not None:
+                size = min(source.batch_size, source.num_examples)
+                return Feed(source, Batcher(num_replicas=self._num_replicas, size=size, pad=self._pad))
+            if not isinstance(source, OneShotSource):
+                return Feed(source, batcher)
+            if source.taken and steps is None:
                 raise DataError(
                     f"The data of {name!r} is an iterator that has been used up. Pass a function that makes one, `lambda: ...`, or a list; "
                     "or say with validation_steps how many of its batches each validation takes."
                 )
-            return once
+            return Feed(source, batcher, Position(examples=source.taken))
 
         return serve
 

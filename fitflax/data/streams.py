@@ -72,39 +72,37 @@ class Feed:
         self.batcher = batcher
         self._position = position
         self._iterator: Iterator[Triple] | None = None
-        self._pushed_back: FedBatch | None = None
-        self._has_begun = False
+        self._last: tuple[Triple, Position] | None = None
+        self._pushed_back: Triple | None = None
 
     def next(self) -> FedBatch | None:
         """Returns the next batch, or `None` at the end of a pass; the call after that begins the next pass."""
-        self._has_begun = True
-        if self._pushed_back is not None:
-            fed, self._pushed_back = self._pushed_back, None
-            return fed
         if self._iterator is None:
             self._iterator = self.source.open(self._position)
-        triple = next(self._iterator, None)
+        triple, self._pushed_back = self._pushed_back or next(self._iterator, None), None
         if triple is None:
             self._iterator = None
             self._position = Position(self._position.passes + 1)
             return None
+        self._last = (triple, self._position)
         batch, num_real = self.batcher(triple)
         self._position = Position(self._position.passes, self._position.examples + num_real)
         return FedBatch(batch, num_real, self._position)
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a batch has been asked for."""
-        return self._has_begun
 
     @property
     def position(self) -> Position:
         """The position of the data after the batches given out so far."""
         return self._position
 
-    def push_back(self, fed: FedBatch) -> None:
-        """Takes back the batch just given, which nobody used; `next` returns it again."""
-        self._pushed_back = fed
+    def push_back(self) -> None:
+        """Takes back the batch just given, which nobody used: `next` gives it again, and so does another feed over an iterator that serves once."""
+        if self._last is None:
+            return
+        (triple, self._position), self._last = self._last, None
+        if isinstance(self.source, OneShotSource):
+            self.source.take_back(triple)
+        else:
+            self._pushed_back = triple
 
     @property
     def pass_has_ended(self) -> bool | None:
@@ -174,20 +172,27 @@ class OneShotSource(Source):
     def __init__(self, iterator: Iterator[Any], selection: Selection, *, inputs_only: bool = False) -> None:
         self.iterator = iterator
         self._batches = (selection.split(item, inputs_only=inputs_only) for item in iterator)
+        self._taken_back: list[Triple] = []
         self.taken = 0
-        self.was_opened = False
         self.is_endless = isinstance(iterator, itertools.cycle | itertools.count) or (isinstance(iterator, itertools.repeat) and _repeats_for_ever(iterator))
 
     @override
     def open(self, position: Position) -> Iterator[Triple]:
-        self.was_opened = True
         missing = position.examples - self.taken
-        return self._count(_skip(self._batches, missing) if missing > 0 else self._batches)
+        return _skip(self._take(), missing) if missing > 0 else self._take()
 
-    def _count(self, batches: Iterator[Triple]) -> Iterator[Triple]:
-        for triple in batches:
+    def _take(self) -> Iterator[Triple]:
+        while True:
+            triple = self._taken_back.pop() if self._taken_back else next(self._batches, None)
+            if triple is None:
+                return
             self.taken += num_examples(to_numpy(triple.x, name="x"), name="x")
             yield triple
+
+    def take_back(self, triple: Triple) -> None:
+        """Takes back a batch that nobody used; it is the next one."""
+        self._taken_back.append(triple)
+        self.taken -= num_examples(to_numpy(triple.x, name="x"), name="x")
 
 
 def _repeats_for_ever(iterator: "itertools.repeat[Any]") -> bool:
