@@ -17,6 +17,7 @@ from fitflax.evaluation import EvalLoop, Interrupted
 from fitflax.logs import Logs, StepValues
 from fitflax.program import LiveState, Program
 from fitflax.signals import Interruption
+from fitflax.state import TrainState
 from fitflax.step import TrainSums
 from fitflax.triggers import Moment, Schedule, Trigger
 
@@ -33,6 +34,7 @@ class Progress:
         step_in_epoch: Finished updates of the present epoch.
         epoch_is_open: Whether the epoch has begun and not ended.
         epoch_is_over: Whether the open epoch has had all its batches.
+        is_pending: Whether it is still to be seen what the last step's triggers ask for.
         position: The position of the data after the last finished step.
         first_step: The step at which this run began, which its total is counted from.
     """
@@ -42,12 +44,15 @@ class Progress:
     step_in_epoch: int = 0
     epoch_is_open: bool = False
     epoch_is_over: bool = False
+    is_pending: bool = False
     position: Position = dataclasses.field(default_factory=Position)
     first_step: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """Returns all of it as a dict that JSON can hold."""
-        return dataclasses.asdict(self)
+        # An epoch without a step has not begun, as far as a resume is concerned.
+        is_open = self.epoch_is_open and self.step_in_epoch > 0
+        return {**dataclasses.asdict(self), "epoch_is_open": is_open, "is_pending": self.is_pending and is_open}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "Progress":
@@ -171,10 +176,13 @@ class TrainLoop:
         self._validated: dict[str, float] = dict(validated or {})
         self._timer = Timer(clock)
         self._begin_step = self._last_yielded = self.progress.step
+        self._has_yielded = False
         # The checkpoint that the end of an epoch, or a validation, has made before it is yielded.
         self._made: Checkpoint | None = None
         self._is_last = self._is_rescue = self._is_closed = False
+        # What is saved when the end of an epoch is broken off; no step runs meanwhile, so the state needs no copy.
         self._callbacks_before_epoch_end: dict[str, Any] | None = None
+        self._state_before_epoch_end: TrainState | None = None
         # For whoever consumes the checkpoints: which callbacks are due, and the logs of the last epoch.
         self.due: set[int] = set()
         self.epoch_logs = Logs()
@@ -217,7 +225,9 @@ class TrainLoop:
 
     def _yielded(self) -> Checkpoint:
         checkpoint, self._made = self._made or self._make_checkpoint(), None
-        repeat = self.progress.step == self._last_yielded
+        # What a resume will look at once more is handed to those who save, and to nobody else.
+        repeat = self.progress.is_pending or (self._has_yielded and self.progress.step == self._last_yielded)
+        self._has_yielded = True
         checkpoint.point = dataclasses.replace(checkpoint.point, is_last=self._is_last, is_rescue=self._is_rescue, is_repeat=repeat)
         self._last_yielded = self.progress.step
         return checkpoint
@@ -248,10 +258,11 @@ class TrainLoop:
     @property
     def has_nothing_to_do(self) -> bool:
         """Whether the run had ended, when it was saved, where it is to end now."""
-        return self._is_finished()
+        return self._is_finished() or (self.progress.epoch_is_open and not self.progress.epoch_is_over and not self._fetch())
 
-    def skip_closing(self) -> None:
-        """Leaves out the closing of the epoch in whose middle the run begins, because an earlier process did it."""
+    def skip_closing(self, logs: Logs) -> None:
+        """Leaves out the closing of the epoch in whose middle the run begins, because an earlier process did it, with these logs."""
+        self.epoch_logs = logs
         self._is_closed = True
 
     # -- the order of a run --
@@ -261,6 +272,9 @@ class TrainLoop:
         try:
             yield from self._epochs()
         except Exception as error:
+            self._settle()
+            if self._state_before_epoch_end is not None:
+                self._live.replace(self._state_before_epoch_end, self.progress.step)
             if self._live.is_intact:
                 yield from self._last_checkpoint(rescue=True)
             if not isinstance(error, Interrupted):
@@ -282,6 +296,12 @@ class TrainLoop:
                     return  # An epoch that gets no batch does not begin.
                 self._open_epoch()
             while not progress.epoch_is_over:
+                if progress.is_pending and not self._is_interrupted():
+                    # The next batch comes first: if the data fails, a resume looks at this step's triggers once more.
+                    goes_on = not self._is_finished() and self._fetch()
+                    is_due = self._look_at_triggers()
+                    if goes_on:
+                        yield is_due
                 if self._is_interrupted():
                     yield from self._last_checkpoint(rescue=True)
                     return
@@ -294,10 +314,12 @@ class TrainLoop:
                     return
                 self._train_one()
                 self._look_ahead()
-                if not (progress.epoch_is_over or self._is_finished() or self._is_interrupted()) and self._fetch():
-                    yield self._is_due()
+            # Only an iterator that serves once can turn out to have nothing more; others begin again.
+            has_more = self._is_finished() or self._feed.source.can_restart or self._fetch()
             self._close_epoch()
-            yield self._is_due() or self._is_last or self._is_rescue or self.plan.at_epoch_ends
+            self._is_rescue = self._is_interrupted()
+            self._is_last = self._is_rescue or self._is_finished() or not has_more
+            yield self._look_at_triggers() or self._is_last or self.plan.at_epoch_ends
 
     def _is_finished(self) -> bool:
         plan, progress = self.plan, self.progress
@@ -353,9 +375,24 @@ class TrainLoop:
         self._live.advance(state)
         progress.step += 1
         progress.step_in_epoch += 1
+        progress.is_pending = True
         progress.position = fed.position
         if hooks.wants("on_train_batch_end"):
             hooks.call("on_train_batch_end", progress.step_in_epoch - 1, Logs(self._values, directions=self._program.directions))
+
+    def _settle(self) -> None:
+        """Notes the end of an epoch that a broken off step had no time to notice, as far as it can be known without asking for data."""
+        progress, plan = self.progress, self.plan
+        if not progress.epoch_is_open or progress.epoch_is_over:
+            return
+        if plan.steps_per_epoch is not None:
+            progress.epoch_is_over = progress.step_in_epoch >= plan.steps_per_epoch
+        elif self._upcoming is None and self._feed.pass_has_ended:
+            self._end_pass()
+
+    def _end_pass(self) -> None:
+        self.progress.epoch_is_over = True
+        self.progress.position = Position(self.progress.position.passes + 1)
 
     def _look_ahead(self) -> None:
         """Finds out whether the epoch is over; where only another batch can tell, takes it while the device works."""
@@ -369,30 +406,28 @@ class TrainLoop:
             self._upcoming = self._feed.next()
             ended = self._upcoming is None
         if ended:
-            progress.epoch_is_over = True
-            progress.position = Position(progress.position.passes + 1)
+            self._end_pass()
 
     def _close_epoch(self) -> None:
         """An epoch's end in order: validation, then `on_epoch_end` of all; the checkpoint that follows holds what they made of it."""
         progress = self.progress
-        # What is saved if this is broken off: the callbacks as they were, so that a resume closes the epoch once more.
+        # What is saved if this is broken off: state and callbacks as they were, so that a resume closes the epoch once more.
         self._callbacks_before_epoch_end = self.callbacks.state_dict(self._clock())
+        self._state_before_epoch_end = self._live.borrow()
         checkpoint = self._make_checkpoint(epoch_ends=True)
         if self._validation.at_epoch(progress.epoch) or self._validation_schedule.due(self._moment(epoch_ends=True)):
             checkpoint = self._validate(checkpoint)
         checkpoint.logs.earlier = self._validated
         self.epoch_logs = checkpoint.logs
         self.callbacks.call("on_epoch_end", progress.epoch, checkpoint.logs)
-        self._callbacks_before_epoch_end = None
+        self._callbacks_before_epoch_end = self._state_before_epoch_end = None
         progress.epoch += 1
         progress.epoch_is_open = progress.epoch_is_over = False
         self._made = checkpoint
-        self._is_rescue = self._is_interrupted()
-        self._is_last = self._is_rescue or self._is_finished() or not self._fetch()
 
     def _close_partial_epoch(self) -> None:
         """An epoch's end over the part that was seen, when the run ends inside it; nothing of it is in the checkpoint, only its row beside it."""
-        if self._values is None or self._is_closed:
+        if self._values is None or self._is_closed or self.progress.step_in_epoch == 0:
             return
         self._callbacks_before_epoch_end = self.callbacks.state_dict(self._clock())
         checkpoint = self._make_checkpoint(epoch_ends=True)
@@ -408,16 +443,15 @@ class TrainLoop:
             checkpoint = evaluate(checkpoint)
         return checkpoint
 
-    def _is_due(self) -> bool:
+    def _look_at_triggers(self) -> bool:
         """Returns whether anybody wants a checkpoint of this step; validates if that is due in the middle of an epoch."""
         moment = self._moment(epoch_ends=not self.progress.epoch_is_open)
-        self.due = self.callbacks.due(moment)
-        is_due = self._schedule.due(moment) or bool(self.due)
         if self.progress.epoch_is_open and self._validation_schedule.due(moment):
             self._made = self._validate(self._make_checkpoint())
             self._validated = {key: self._made.logs[key] for key in sorted(self._made.evaluated)}
-            is_due = True
-        return is_due
+        self.due = self.callbacks.due(moment)
+        self.progress.is_pending = False
+        return self._schedule.due(moment) or bool(self.due) or (self._made is not None and self.progress.epoch_is_open)
 
     def _moment(self, *, epoch_ends: bool) -> Moment:
         progress = self.progress
@@ -459,10 +493,11 @@ class TrainLoop:
     def _run_state(self) -> dict[str, Any]:
         """Returns what a resume needs besides the train state; made when it is saved."""
         callbacks = self._callbacks_before_epoch_end or self.callbacks.state_dict(self._clock())
-        if not self.progress.epoch_is_open or self._values is None:
-            return callbacks
-        return {**callbacks, "sums": self._sums, "values": self._values.vector, "validated": self._validated}
+        values = {} if self._values is None else {"values": self._values.vector}
+        if not self.progress.epoch_is_open or self._sums is None:
+            return {**callbacks, **values}
+        return {**callbacks, **values, "sums": self._sums, "validated": self._validated}
 
     def _info(self) -> dict[str, Any]:
         history = self._run_state()["callbacks"].get("History", {}).get("rows", [])
-        return {**self.plan.info, "progress": self.progress.as_json(), "history": history}
+        return {**self.plan.info, "progress": self.progress.as_json(), "full_batch_size": self._feed.batcher.size, "history": history}

@@ -18,7 +18,7 @@ from fitflax.data import Feed, Position, Source
 from fitflax.data.feeds import Feeder
 from fitflax.data.streams import OneShotSource
 from fitflax.errors import DataError, FitflaxWarning, NotReadyError, RestoreError
-from fitflax.logs import StepValues
+from fitflax.logs import NUM_STEP_VALUES, StepValues
 from fitflax.loop import Progress, RunPlan, TrainLoop, Validation
 from fitflax.objective import Objective
 from fitflax.parallel import Strategy
@@ -140,11 +140,14 @@ class Session:
             opt_state = self.strategy.copy(self.strategy.compile(self._optimizer.init, inputs=("replicated",), outputs="replicated")(state.params))
         live.replace(dataclasses.replace(state, opt_state=opt_state), live.step)
 
+    def begin_run(self) -> None:
+        """Gives what comes a name of its own, by which directories tell runs apart."""
+        self.run_id = secrets.token_hex(8)
+
     def build(self, batch: Batch) -> None:
-        """Initializes the state from the shapes of a batch; a new run begins."""
+        """Initializes the state from the shapes of a batch."""
         state = self.need_compiled("build").init(jax.random.key(self.seed), batch)
         self.live = LiveState(self.strategy, state, 0)
-        self.run_id = secrets.token_hex(8)
         self._last_loop = self._unplaced = self._unchecked = None
 
     def place(self, saved: Saved, batch: Batch | None, *, weights_only: bool = False) -> None:
@@ -255,7 +258,12 @@ class Session:
         """
         program = self.need_compiled("fit")
         # The first batch is looked at, then trained on.
-        fed = feed.next() or (feed.next() if feed.source.can_restart else None)
+        fed = feed.next()
+        if fed is None and progress.epoch_is_open and not progress.epoch_is_over and plan.steps_per_epoch is None:
+            # The run was broken off after the last batch of an epoch, before anything could tell that it was the last.
+            progress.epoch_is_over, progress.position = True, feed.position
+        if fed is None and source.can_restart:
+            fed = feed.next()
         if fed is None and saved is None:
             raise DataError("The data yields no batch.")
         if fed is not None:
@@ -274,7 +282,8 @@ class Session:
                 target = TrainSums(metrics=structure.empty, steps_since_bad=np.int32(0))  # type: ignore[arg-type]
                 sums = self.strategy.put(fit_to(target, saved.run["sums"], saved, "run/sums"))
                 validated = saved.run.get("validated", {})
-                values = StepValues(structure.places, self.strategy.put(np.asarray(saved.run["values"])))
+            if saved is not None and "values" in saved.run and saved.run["values"].size == NUM_STEP_VALUES + len(structure.places):
+                values = StepValues(structure.places, self.strategy.put(saved.run["values"]))
         self._last_loop = TrainLoop(
             program,
             live,

@@ -27,6 +27,7 @@ from fitflax.data.arrays import ArraySource
 from fitflax.data.batch import Selection, Triple
 from fitflax.errors import ConfigError, FitflaxWarning, OptimizerError
 from fitflax.evaluation import EvalLoop
+from fitflax.logs import Logs
 from fitflax.loop import Progress, RunPlan, TrainLoop, Validation
 from fitflax.model import adapt_module, mutable_filter
 from fitflax.objective import Objective
@@ -238,6 +239,7 @@ class Trainer:
         """
         self._session.need_compiled("build")
         raw = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, batch)
+        self._session.begin_run()
         self._session.build(Batcher(num_replicas=self._session.strategy.num_replicas)(self._selection.split(raw))[0])
 
     def replace_state(self, state: TrainState) -> None:
@@ -374,7 +376,7 @@ class Trainer:
                 arguments.validation_frequency(validation_freq),
             )
             progress = self._start_progress(source, saved, settings, initial_epoch)
-            feed = session.feeder.train(source, class_weight, progress.position)
+            feed = session.feeder.train(source, class_weight, progress.position, size=saved.metadata.get("full_batch_size") if saved else None)
             plan = RunPlan(
                 end_step=None if steps is None else progress.first_step + steps,
                 end_epoch=initial_epoch + 1 if steps is None and epochs is None else epochs,
@@ -460,6 +462,7 @@ class Trainer:
             hooks.call("on_train_begin", {})
             if saved is not None:
                 self._load_callbacks(hooks, saved, loop)
+            hooks.state_dict(loop.seconds)  # Callbacks whose states would overwrite each other are an error now, not at the first save.
             for checkpoint in loop:
                 hooks.on_checkpoint(checkpoint, loop.due)
         finally:
@@ -472,8 +475,11 @@ class Trainer:
             warnings.warn(f"Callback {key} is either new or missing: the run in {saved.path} had other callbacks.", FitflaxWarning, stacklevel=2)
         row = load_closing_row(saved.path)
         if row is not None and loop.has_nothing_to_do:
-            self._history.rows.append(row)
-            loop.skip_closing()
+            logs = Logs(extra=row["logs"])
+            logs.earlier = row["earlier"]
+            loop.skip_closing(logs)
+            for callback in hooks:
+                callback.load_closing(loop.progress.step, row["epoch"], logs)
 
     # -- evaluating and predicting --
 

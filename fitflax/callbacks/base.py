@@ -204,6 +204,9 @@ class Callback:
         of this event.
         """
 
+    def load_closing(self, step: int, epoch: int, logs: Logs) -> None:
+        """Takes what an earlier process logged when it closed the epoch, on a resume that has nothing left to do."""
+
     def sync(self) -> None:
         """Puts everything up to now on disk; called before the checkpoint of this step is completed."""
 

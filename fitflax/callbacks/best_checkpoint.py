@@ -13,6 +13,7 @@ from fitflax.callbacks.model_checkpoint import check_keep
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.checkpoints.store import CheckpointStore
 from fitflax.checkpoints.trees import restore_tree
+from fitflax.logs import Logs
 
 __all__ = ["BestCheckpoint"]
 
@@ -111,7 +112,7 @@ class BestCheckpoint(Callback):
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
         if self._in_fit and not checkpoint.point.epoch_ends and self._monitor.key not in checkpoint.evaluated:
             return
-        value = self._candidate(checkpoint)
+        value = self._candidate(checkpoint.logs, checkpoint.step)
         if value is not None:
             self._kept = self._rank([*(entry for entry in self._kept if entry[1] != checkpoint.step), (value, checkpoint.step)])[: self.keep]
             self._save(checkpoint, {step for _, step in self._kept})
@@ -119,17 +120,23 @@ class BestCheckpoint(Callback):
     @override
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
         # The last regular checkpoint does not know of this value, and a resume from it must still find what it knows: nothing is deleted here.
-        value = self._candidate(checkpoint)
+        value = self._candidate(checkpoint.logs, checkpoint.step)
         if value is not None and checkpoint.step not in {step for _, step in self._kept}:
             self._closing = (value, checkpoint.step)
             self._save(checkpoint, {step for _, step in self._kept} | {checkpoint.step})
 
-    def _candidate(self, checkpoint: Checkpoint) -> float | None:
-        """Returns the value of `checkpoint` if it is to be saved."""
-        value = self._monitor.value(checkpoint.logs, self.params.get("validation_sets", ()) if self._in_fit else ())
+    @override
+    def load_closing(self, step: int, epoch: int, logs: Logs) -> None:
+        value = self._candidate(logs, step)
+        if value is not None and step in self.store.wanted(self.owner):
+            self._closing = (value, step)
+
+    def _candidate(self, logs: Logs, step: int) -> float | None:
+        """Returns the monitored value if its checkpoint is to be saved."""
+        value = self._monitor.value(logs, self.params.get("validation_sets", ()) if self._in_fit else ())
         if value is None or not self._monitor.is_better(value, self.initial_value):
             return None
-        others = self._rank([entry for entry in self._kept if entry[1] != checkpoint.step])
+        others = self._rank([entry for entry in self._kept if entry[1] != step])
         is_full = self.keep is not None and len(others) >= self.keep
         return value if not is_full or self._monitor.is_better(value, others[-1][0]) else None
 

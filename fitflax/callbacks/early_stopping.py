@@ -87,6 +87,10 @@ class EarlyStopping(Callback):
         if not checkpoint.point.epoch_ends and self._monitor.key in checkpoint.evaluated:
             self._observe(checkpoint.epoch, checkpoint.logs)
 
+    @override
+    def load_closing(self, step: int, epoch: int, logs: Logs) -> None:
+        self._observe(epoch, logs)
+
     def _observe(self, epoch: int, logs: Logs) -> None:
         value = self._monitor.value(logs, self.params.get("validation_sets", ()))
         if value is None or epoch < self.start_from_epoch:

@@ -49,6 +49,10 @@ class History(Callback):
         self.rows.append({"epoch": epoch, "logs": {**getattr(logs, "earlier", {}), **logs}})
 
     @override
+    def load_closing(self, step: int, epoch: int, logs: Logs) -> None:
+        self.on_epoch_end(epoch, logs)
+
+    @override
     def state_dict(self) -> dict[str, Any]:
         return {"rows": [{"epoch": row["epoch"], "logs": dict(row["logs"])} for row in self.rows]} if self.rows else {}
 

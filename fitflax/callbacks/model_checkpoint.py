@@ -98,7 +98,7 @@ class ModelCheckpoint(Callback):
     @override
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
         if checkpoint.step in self._steps:
-            save_closing_row(self.store.path(checkpoint.step), {"epoch": epoch, "logs": dict(logs)})
+            save_closing_row(self.store.path(checkpoint.step), {"epoch": epoch, "logs": dict(logs), "earlier": dict(getattr(logs, "earlier", {}))})
 
 
 def check_keep(owner: str, keep: int | None) -> None:

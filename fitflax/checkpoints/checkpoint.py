@@ -126,11 +126,15 @@ class Checkpoint:
         Raises:
             NotReadyError: The loop has moved on.
         """
-        if self._live.version != self._version:
+        if self._live.step != self.step:
             raise NotReadyError(f"The state of step {self.step} is gone: the loop is at step {self._live.step}. Read it before the loop goes on.")
         return self._live.borrow()
 
     def _part(self, name: str) -> PyTree:
+        if self._live.step == self.step and self._live.version != self._version:
+            # A callback put another state in place: this step's state is that one now.
+            self._parts.clear()
+            self._version = self._live.version
         if name not in self._parts:
             self._parts[name] = self._live.copy(getattr(self.borrow(), name))
         return self._parts[name]

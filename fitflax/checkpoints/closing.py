@@ -21,7 +21,7 @@ def save_closing_row(directory: Path, row: Mapping[str, Any]) -> None:
 
     Args:
         directory: The checkpoint's directory.
-        row: `{"epoch": index, "logs": {key: number}}`.
+        row: `{"epoch": index, "logs": {key: number}, "earlier": {key: number}}`, the last the results of the epoch's last validation before.
 
     Raises:
         CheckpointError: The disk fails, or a value cannot be saved.
@@ -38,4 +38,4 @@ def load_closing_row(directory: Path) -> dict[str, Any] | None:
         document = read_document(directory / CLOSING_FILE)
     except CheckpointError:
         return None
-    return {"epoch": document["epoch"], "logs": document["logs"]}
+    return {name: document[name] for name in ("epoch", "logs", "earlier")}

@@ -22,15 +22,16 @@ class Feeder:
         self._pad = pad
         self._batchers: dict[str, Batcher] = {}
 
-    def train(self, source: Source, class_weight: Mapping[int, float] | None, position: Position) -> Feed:
+    def train(self, source: Source, class_weight: Mapping[int, float] | None, position: Position, *, size: int | None = None) -> Feed:
         """Returns the batches to train on.
 
         Args:
             source: Where they come from.
             class_weight: `{label: weight}`.
             position: Where to begin.
+            size: The batch size that a resumed run found out; by default the source's, or that of the first batch.
         """
-        size = source.batch_size
+        size = source.batch_size if size is None else size
         if size is not None and source.num_examples is not None:
             size = min(size, source.num_examples)  # Fewer examples than one batch are a smaller batch, not one that is mostly padding.
         return Feed(source, Batcher(num_replicas=self._num_replicas, size=size, pad=self._pad, class_weight=class_weight), position)
