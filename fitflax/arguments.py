@@ -9,11 +9,21 @@ import numpy as np
 from fitflax.callbacks import Callback, ProgressBar
 from fitflax.data import Source
 from fitflax.data.batch import Selection
-from fitflax.errors import ConfigError, FitflaxWarning
+from fitflax.errors import CallbackError, ConfigError, FitflaxWarning
 from fitflax.step import Streams
 from fitflax.triggers import Trigger
 
-__all__ = ["check_counts", "check_end", "default_bar", "streams_of", "validation_frequency", "validation_sets"]
+__all__ = [
+    "callbacks_of",
+    "check_counts",
+    "check_end",
+    "check_initial_epoch",
+    "check_log_keys",
+    "default_bar",
+    "streams_of",
+    "validation_frequency",
+    "validation_sets",
+]
 
 
 def streams_of(rngs: Any) -> Streams:
@@ -51,6 +61,39 @@ def check_counts(**counts: int | None) -> None:
     for name, value in counts.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1):
             raise ConfigError(f"{name} must be a positive integer. Received: {value!r}.")
+
+
+def check_initial_epoch(value: Any) -> None:
+    """Checks `initial_epoch`.
+
+    Raises:
+        ConfigError: It is no integer of at least 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
+        raise ConfigError(f"initial_epoch must be an integer of at least 0. Received: {value!r}.")
+
+
+def check_log_keys(keys: Iterable[str], sets: Sequence[str]) -> None:
+    """Checks that no metric of training has the name under which a validation is logged.
+
+    Raises:
+        ConfigError: One has; its value would be overwritten.
+    """
+    known = list(keys)
+    clashes = [key for key in known for name in sets if key.startswith(f"{name}_") and key.removeprefix(f"{name}_") in known]
+    if clashes:
+        raise ConfigError(f"The metrics {clashes} have the names under which validation is logged. Give them other names, or the validation set.")
+
+
+def callbacks_of(callbacks: Any) -> list[Callback]:
+    """Returns the callbacks that a user gave, as a list; `None` for none.
+
+    Raises:
+        CallbackError: It is no list.
+    """
+    if isinstance(callbacks, Callback) or not (callbacks is None or isinstance(callbacks, Iterable)):
+        raise CallbackError(f"callbacks takes a list. Received: a {type(callbacks).__name__}; write callbacks=[...].")
+    return list(callbacks or ())
 
 
 def validation_frequency(value: Any) -> int | frozenset[int] | Trigger:

@@ -293,6 +293,7 @@ class TrainLoop:
                     return
                 if not self._fetch():
                     self._exhausted()
+                    yield from self._last_checkpoint()
                     return  # An epoch that gets no batch does not begin.
                 self._open_epoch()
             while not progress.epoch_is_over:
@@ -365,6 +366,11 @@ class TrainLoop:
         self._made = None
         assert fed is not None
         progress, hooks = self.progress, self.callbacks
+        if self._live.step != progress.step:
+            raise ConfigError(
+                f"This run is at step {progress.step}, but the trainer's state is at step {self._live.step}: something else trained or replaced it meanwhile. "
+                "Two runs of one trainer cannot be mixed."
+            )
         hooks.call("on_train_batch_begin", progress.step_in_epoch, {})
         sums = self._program.empty_train_sums() if self._sums is None else self._sums
         compiles = not self._program.has_trained

@@ -167,8 +167,7 @@ class Objective:
         result: list[MetricEntry] = []
         for spec, weighted in self._specs:
             for output, key, metric in _flatten(spec, names):
-                prefixed = key if output is None else f"{output}_{key}"
-                unique = _unique(prefixed, used, weighted)
+                unique = _unique("" if output is None else f"{output}_", key, used, weighted)
                 used.add(unique)
                 result.append(MetricEntry(unique, metric, output, weighted))
         return result
@@ -187,8 +186,8 @@ class Objective:
             outputs, targets = _select(outputs, entry.output, index), _select_target(targets, entry.output, index, names, MetricError)
         try:
             return entry.metric.empty().update(outputs, targets, weights)
-        except FitflaxError:
-            raise
+        except FitflaxError as error:
+            raise MetricError(f"The metric {entry.key!r}: {error}") from error
         except Exception as error:
             raise MetricError(
                 f"The metric {entry.key!r} fails on outputs {describe_shapes(outputs)} and targets {describe_shapes(targets)}: {type(error).__name__}: {error}"
@@ -333,9 +332,8 @@ def _one_output(spec: Any) -> list[tuple[str, Metric]]:
     return [spec]
 
 
-def _unique(key: str, used: set[str], weighted: bool) -> str:
-    if weighted and key in used:
-        key = f"weighted_{key}"
+def _unique(prefix: str, key: str, used: set[str], weighted: bool) -> str:
+    key = f"{prefix}weighted_{key}" if weighted and f"{prefix}{key}" in used else f"{prefix}{key}"
     if key not in used:
         return key
     return next(f"{key}_{number}" for number in range(1, len(used) + 2) if f"{key}_{number}" not in used)

@@ -314,7 +314,7 @@ class Trainer:
         validation_steps: int | None = None,
         validation_freq: int | Sequence[int] | Trigger = 1,
         class_weight: Mapping[int, float] | None = None,
-        callbacks: Iterable[Callback] = (),
+        callbacks: Iterable[Callback] | None = (),
         log_every: int = 50,
         resume: str | os.PathLike[str] | bool | None = None,
         verbose: int | str = "auto",
@@ -358,14 +358,18 @@ class Trainer:
         """
         session = self._session
         session.need_compiled("fit")
-        arguments.check_counts(steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch, validation_steps=validation_steps, log_every=log_every)
+        arguments.check_counts(steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch, log_every=log_every)
+        arguments.check_counts(validation_steps=validation_steps, validation_batch_size=validation_batch_size)
+        arguments.check_initial_epoch(initial_epoch)
         source, held_out = self._fit_source(data, y, sample_weight, batch_size, shuffle, drop_remainder, validation_split)
         if held_out is not None and validation_data is not None:
             raise ConfigError("validation_split and validation_data are both given; one of them says what to validate on.")
         sets = arguments.validation_sets(validation_data if held_out is None else held_out, self._selection)
         arguments.check_end(source, steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch, validates=bool(sets))
-        callbacks, self._history = list(callbacks), History()
-        hooks = CallbackList([*callbacks, self._history, *arguments.default_bar(callbacks, verbose)])
+        given = arguments.callbacks_of(callbacks)
+        histories = [callback for callback in given if isinstance(callback, History)] or [History()]
+        self._history = histories[0]
+        hooks = CallbackList([*(callback for callback in given if callback not in histories), *histories, *arguments.default_bar(given, verbose)])
         settings = self._settings(source, steps_per_epoch)
         session.clear_stop()
         saved = self._find_resume(resume, hooks)
@@ -389,6 +393,7 @@ class Trainer:
             loop = session.prepare_loop(source, feed, plan, progress=progress, callbacks=hooks, validation=validation, interruption=interruption, saved=saved)
             for evaluate in validation.loops:
                 evaluate.prepare(session.need_state("fit").borrow())
+            arguments.check_log_keys(session.need_compiled("fit").directions, tuple(sets))
             params = {
                 "epochs": plan.end_epoch,
                 "steps": steps_per_epoch or source.num_batches,
@@ -474,7 +479,10 @@ class Trainer:
         for key in hooks.load_state_dict(run, loop.seconds):
             warnings.warn(f"Callback {key} is either new or missing: the run in {saved.path} had other callbacks.", FitflaxWarning, stacklevel=2)
         row = load_closing_row(saved.path)
-        if row is not None and loop.has_nothing_to_do:
+        if not loop.has_nothing_to_do:
+            for callback in hooks:
+                callback.drop_closing()
+        elif row is not None:
             logs = Logs(extra=row["logs"])
             logs.earlier = row["earlier"]
             loop.skip_closing(logs)
@@ -491,7 +499,7 @@ class Trainer:
         *,
         steps: int | None = None,
         batch_size: int | None = None,
-        callbacks: Iterable[Callback] = (),
+        callbacks: Iterable[Callback] | None = (),
         verbose: int | str = "auto",
     ) -> dict[str, float]:
         """Returns loss and metrics over data, the same for every batch size and number of devices.
@@ -513,8 +521,8 @@ class Trainer:
         self._session.need_compiled("evaluate")
         live = self._session.need_state("evaluate")
         arguments.check_counts(steps=steps)
-        callbacks = list(callbacks)
-        hooks = CallbackList([*callbacks, *arguments.default_bar(callbacks, verbose)])
+        given = arguments.callbacks_of(callbacks)
+        hooks = CallbackList([*given, *arguments.default_bar(given, verbose)])
         loop = self._eval_loop(data, y, sample_weight, steps=steps, batch_size=batch_size, name="eval", hooks=hooks)
         hooks.bind(self, {})
         try:
@@ -530,7 +538,7 @@ class Trainer:
         return self._make_eval_loop(source, steps=steps, name=name, callbacks=hooks)
 
     def predict(
-        self, data: Any, *, steps: int | None = None, batch_size: int | None = None, callbacks: Iterable[Callback] = (), verbose: int | str = 0
+        self, data: Any, *, steps: int | None = None, batch_size: int | None = None, callbacks: Iterable[Callback] | None = (), verbose: int | str = 0
     ) -> PyTree:
         """Returns the module's outputs for all examples, in order, as NumPy arrays `[examples, ...]`.
 
@@ -551,8 +559,8 @@ class Trainer:
         source = self._adapt(data, batch_size=batch_size, shuffle=False, inputs_only=True)
         if source.is_endless and steps is None:
             raise ConfigError("This data never ends. Pass steps=.")
-        callbacks = list(callbacks)
-        hooks = CallbackList([*callbacks, *arguments.default_bar(callbacks, verbose)])
+        given = arguments.callbacks_of(callbacks)
+        hooks = CallbackList([*given, *arguments.default_bar(given, verbose)])
         hooks.bind(self, {"test_steps": steps or source.num_batches})
         try:
             return evaluation.predict(self._session.any_program(), live.borrow(), self._session.feeder.prediction(source), steps=steps, callbacks=hooks)

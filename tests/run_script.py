@@ -102,13 +102,15 @@ def directory_of(directory: pathlib.Path) -> dict[str, Any]:
 
 def differences(one: dict[str, Any], other: dict[str, Any], path: str = "") -> list[str]:
     """What two results of the functions above differ in; short enough to be read."""
+    if len(one) != len(other) and path.endswith("/"):
+        return [f"{path}: {list(one)} != {list(other)}"]
     found = []
     for key in [*one, *(key for key in other if key not in one)]:
         here, there = one.get(key, "absent"), other.get(key, "absent")
         if isinstance(here, dict) and isinstance(there, dict):
             found += differences(here, there, f"{path}{key}: ")
         elif here != there:
-            found.append(f"{path}{key}: {here!r} != {there!r}"[:1000])
+            found.append(f"{path}{key}: {str(here)[:300]} != {str(there)[:300]}")
     return found
 
 

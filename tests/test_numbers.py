@@ -1,5 +1,6 @@
 """Losses, gradients and metrics through `fit` and `evaluate`, against loops written by hand, NumPy and scikit-learn."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -238,7 +239,7 @@ def test_evaluate_is_numpys_average_for_every_batch_size(size: int, devices: Dev
 
 def test_batches_of_any_sizes_are_weighed_by_their_examples(devices: Devices):
     cuts = [0, 6, 7, 13, 15, 21, 23]
-    batches = [(Y[a:b], 0 * Y[a:b], WEIGHTS[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    batches = [(Y[a:b], 0 * Y[a:b], WEIGHTS[a:b]) for a, b in itertools.pairwise(cuts)]
     trainer = trainer_of(Pass(), devices(4), metrics=["mae"])
     logs = trainer.fit(lambda: iter(batches), verbose=0).history
     assert logs["loss"] == [pytest.approx(np.average((Y**2).mean(-1), weights=WEIGHTS), rel=1e-6)]
@@ -304,8 +305,10 @@ TASKS: dict[str, tuple[str, np.ndarray, list[Any], dict[str, Callable[[Any], flo
 }
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    ("task", "num_devices"),
+    [*(("labels", number) for number in (1, 2, 4, 8)), ("one-hot", 2), ("bits", 4), *(("regression", number) for number in (1, 2, 4, 8))],
+)
 def test_fit_and_evaluate_agree_with_scikit_learn_over_ragged_batches_and_weights(task: str, num_devices: int, devices: Devices):
     loss, targets, metrics, formulas = TASKS[task]
     trainer = trainer_of(Pass(), devices(num_devices), optax.sgd(0.0), loss, metrics, weighted_metrics=metrics)
@@ -480,7 +483,7 @@ def test_a_scalar_loss_can_be_evaluated_on_what_it_was_trained_on(devices: Devic
     # Eight examples are one batch of eight, not a batch of 32 that is mostly padding.
     trainer = trainer_of(Pass(), devices(2), loss=scalar)
     history = trainer.fit(Y[:8], 0 * Y[:8], validation_data=(Y[:8], 0 * Y[:8]), verbose=0).history
-    assert history["loss"] == history["val_loss"] == [pytest.approx((Y[:8] ** 2).mean(), rel=1e-6)]
+    assert history == {"loss": [pytest.approx((Y[:8] ** 2).mean(), rel=1e-6)], "val_loss": [pytest.approx((Y[:8] ** 2).mean(), rel=1e-6)]}
 
 
 @pytest.mark.parametrize("shape", [(3,), (5, 2), (1,)])

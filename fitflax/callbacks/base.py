@@ -6,11 +6,13 @@ those that decide from a monitored value, then those that record, and only when 
 
 import contextlib
 import enum
+import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, Self
 
 from fitflax.checkpoints.checkpoint import Checkpoint
-from fitflax.errors import CallbackError, MonitorError, did_you_mean
+from fitflax.errors import CallbackError, FitflaxWarning, MonitorError, did_you_mean
 from fitflax.logs import Logs
 from fitflax.state import TrainState
 from fitflax.triggers import Moment, Schedule, Trigger
@@ -204,6 +206,12 @@ class Callback:
         of this event.
         """
 
+    def run_was_saved(self) -> None:
+        """Called when a checkpoint that the run can be resumed from, with the states of all callbacks, is complete."""
+
+    def drop_closing(self) -> None:
+        """Forgets what an earlier process did when it closed an epoch in its middle, on a resume that goes on."""
+
     def load_closing(self, step: int, epoch: int, logs: Logs) -> None:
         """Takes what an earlier process logged when it closed the epoch, on a resume that has nothing left to do."""
 
@@ -247,6 +255,10 @@ class CallbackList:
             _check(callback)
         if len({id(callback) for callback in given}) < len(given):
             raise CallbackError(f"A callback is given twice: {[type(callback).__name__ for callback in given]}.")
+        with_state = [callback.state_key for callback in given if type(callback).state_dict is not Callback.state_dict]
+        for key in with_state:
+            if with_state.count(key) > 1:
+                raise _same_key(key)
         self._all = sorted(given, key=lambda callback: callback.phase)
         self._hooks: dict[str, list[Callable[..., None]]] = {
             name: [getattr(callback, name) for callback in self._all if overrides(callback, name)] for name in HOOKS
@@ -294,7 +306,7 @@ class CallbackList:
 
     def on_checkpoint(self, checkpoint: Checkpoint, due: set[int]) -> None:
         """Hands a checkpoint to those who want it; everything else is on disk before the first of them saves it."""
-        is_synced = False
+        is_synced = is_saved = False
         for callback in self._all:
             if not overrides(callback, "on_checkpoint"):
                 continue
@@ -305,6 +317,10 @@ class CallbackList:
                 self.sync()
                 is_synced = True
             callback.on_checkpoint(checkpoint)
+            is_saved |= callback.phase == Phase.SAVE
+        if is_saved:
+            for callback in self._all:
+                callback.run_was_saved()
 
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
         """Calls `on_closing` of all callbacks."""
@@ -338,9 +354,7 @@ class CallbackList:
             if not state:
                 continue
             if callback.state_key in states:
-                raise CallbackError(
-                    f"Two callbacks would save their state under the key {callback.state_key!r}. Give them other arguments, or override state_key in one."
-                )
+                raise _same_key(callback.state_key)
             states[callback.state_key] = state
         schedules = [schedule.state_dict(seconds)["since"] for _, schedule in self._schedules]
         return {"callbacks": states, "schedules": schedules}
@@ -361,6 +375,10 @@ class CallbackList:
         return missing + sorted(states)
 
 
+def _same_key(key: str) -> CallbackError:
+    return CallbackError(f"Two callbacks would save their state under the key {key!r}. Give them other arguments, or override state_key in one.")
+
+
 def overrides(callback: Callback, hook: str) -> bool:
     """Returns whether `callback` does anything in `hook`."""
     return hook in vars(callback) or getattr(type(callback), hook) is not getattr(Callback, hook)
@@ -372,6 +390,30 @@ def _check(callback: Any) -> None:
     if not isinstance(callback, Callback):
         hint = " Wrap a function in LambdaCallback." if callable(callback) else ""
         raise CallbackError(f"callbacks takes instances of fitflax.callbacks.Callback. Received: a {type(callback).__name__}.{hint}")
+    name = type(callback).__name__
+    check_trigger(name, callback.every)
+    for hook in HOOKS:
+        arguments = list(inspect.signature(getattr(Callback, hook)).parameters)[1:]
+        if overrides(callback, hook):
+            try:
+                inspect.signature(getattr(callback, hook)).bind(*arguments)
+            except TypeError as error:
+                raise CallbackError(f"{name}.{hook} is called with ({', '.join(arguments)}), but does not take that: {error}.") from error
+            except ValueError:
+                continue  # A function without a signature, as some of C have.
+    for hook in dir(type(callback)):
+        if hook.startswith("on_") and not hasattr(Callback, hook):
+            warnings.warn(f"{name}.{hook} is no hook and is never called by fitflax.{did_you_mean(hook, HOOKS)}", FitflaxWarning, stacklevel=4)
+
+
+def check_trigger(owner: str, every: Any) -> None:
+    """Checks an argument `every`.
+
+    Raises:
+        CallbackError: It is neither a trigger nor `None`.
+    """
+    if every is not None and not isinstance(every, Trigger):
+        raise CallbackError(f"{owner}(every=...) takes a trigger, such as fitflax.every(steps=100). Received: {every!r}.")
 
 
 class Monitor:

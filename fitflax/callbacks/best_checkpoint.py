@@ -69,6 +69,8 @@ class BestCheckpoint(Callback):
         # (value, step), the best first; and what a run that ended inside an epoch saved after its last checkpoint.
         self._kept: list[tuple[float, int]] = []
         self._closing: tuple[float, int] | None = None
+        # Steps that the newest regular checkpoint names as the best: a resume from it must find them, so they go only when a newer one is complete.
+        self._named: set[int] = set()
 
     @property
     def _ranking(self) -> list[tuple[float, int]]:
@@ -92,7 +94,7 @@ class BestCheckpoint(Callback):
     @property
     @override
     def state_key(self) -> str:
-        return f"{type(self).__name__}(monitor={self._monitor.key!r}, directory={self.directory.name!r})"
+        return f"{type(self).__name__}(monitor={self._monitor.key!r}, directory={'/'.join(self.directory.parts[-2:])!r})"
 
     @override
     def open_run(self, run_id: str, step: int) -> None:
@@ -100,6 +102,7 @@ class BestCheckpoint(Callback):
         self.store.drop_after(step)
         self._run_id = run_id
         self._closing = None
+        self._named = set()
         values = ((self.store.metric(saved, self._monitor.key), saved) for saved in self.store.wanted(self.owner))
         self._kept = [(value, saved) for value, saved in values if value is not None and value == value]
 
@@ -150,7 +153,18 @@ class BestCheckpoint(Callback):
             kept = self._kept
             self.open_run(contents["metadata"]["run_id"], checkpoint.point.process_start)
             self._kept = kept
-        self.store.save(step=checkpoint.step, **contents, owner=self.owner, keep=keep)
+        self.store.save(step=checkpoint.step, **contents, owner=self.owner, keep=keep | self._named)
+
+    @override
+    def run_was_saved(self) -> None:
+        kept = {step for _, step in self._kept}
+        if self._named - kept:
+            self.store.retain(self.owner, kept)
+        self._named = kept
+
+    @override
+    def drop_closing(self) -> None:
+        self.store.retain(self.owner, [step for _, step in self._kept])
 
     @override
     def on_train_end(self, logs: Mapping[str, Any]) -> None:
@@ -172,4 +186,5 @@ class BestCheckpoint(Callback):
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._kept = [(float(value), int(step)) for value, step in state["kept"]]
+        self._named = {step for _, step in self._kept}
         self._monitor.take_direction(state["direction"])

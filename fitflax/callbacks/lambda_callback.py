@@ -5,7 +5,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from fitflax.callbacks.base import HOOKS, Callback
+from fitflax.callbacks.base import HOOKS, Callback, check_trigger
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.errors import CallbackError, did_you_mean
 from fitflax.triggers import Trigger
@@ -38,6 +38,7 @@ class LambdaCallback(Callback):
             raise CallbackError("LambdaCallback takes either fn or on_checkpoint=, which are the same.")
         if fn is not None:
             hooks["on_checkpoint"] = fn
+        check_trigger("LambdaCallback", every)
         if every is not None and "on_checkpoint" not in hooks:
             raise CallbackError("LambdaCallback(every=...) says when fn is called, but there is no fn.")
         for name, function in hooks.items():

@@ -7,7 +7,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from fitflax.callbacks.base import Callback, Phase
+from fitflax.callbacks.base import Callback, Phase, check_trigger
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.checkpoints.closing import save_closing_row
 from fitflax.checkpoints.store import CheckpointStore
@@ -49,8 +49,7 @@ class ModelCheckpoint(Callback):
         overwrite: bool = False,
     ) -> None:
         check_keep("ModelCheckpoint", keep)
-        if every is not None and not isinstance(every, Trigger):
-            raise CallbackError(f"ModelCheckpoint(every=...) takes a trigger, such as fitflax.every(steps=100). Received: {every!r}.")
+        check_trigger("ModelCheckpoint", every)
         if keep_every is not None and (isinstance(keep_every, bool) or not isinstance(keep_every, int) or keep_every < 1):
             raise CallbackError(f"ModelCheckpoint(keep_every=...) must be a positive integer or None. Received: {keep_every!r}.")
         self.directory = Path(directory)

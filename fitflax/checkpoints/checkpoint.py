@@ -193,7 +193,8 @@ class Checkpoint:
 
     @property
     def run_state(self) -> dict[str, Any]:
-        """What a resume needs besides the state: sums of the running epoch, states of callbacks."""
+        """What a resume needs besides the state: sums of the running epoch, states of callbacks; made when it is read."""
+        self.borrow()  # For its check: what is made now is of this step only while the loop is here.
         return self._make_run_state()
 
     def with_metrics(self, group: str, values: Mapping[str, float], directions: Mapping[str, str | None]) -> "Summary":

@@ -36,6 +36,6 @@ def load_closing_row(directory: Path) -> dict[str, Any] | None:
     """Returns the row beside a checkpoint, or `None` where there is none or it is damaged: the epoch is closed once more then."""
     try:
         document = read_document(directory / CLOSING_FILE)
-    except CheckpointError:
+        return {name: document[name] for name in ("epoch", "logs", "earlier")}
+    except (CheckpointError, KeyError):
         return None
-    return {name: document[name] for name in ("epoch", "logs", "earlier")}

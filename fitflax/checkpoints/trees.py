@@ -206,14 +206,17 @@ def restore_tree(target: PyTree, saved: Any, *, where: str, root: str, key_impls
     numbered = jax.tree.unflatten(treedef, [_Leaf(index) for index in range(len(leaves))])
     paths = {path: leaf.index for path, leaf in walk(_plain(numbered, "", False), "") if isinstance(leaf, _Leaf)}
     found: dict[str, Any] = {path: leaf for path, leaf in walk(saved, "") if leaf is not None}
-    faults = [f"{title} {', '.join(sorted(names))}" for title, names in (("missing", paths.keys() - found), ("unexpected", found.keys() - paths)) if names]
+    # As users know them: the parameters' own paths begin with `params`, whichever part of the file is restored.
+    prefix = "" if root == "train" else root.removeprefix("train/") + "/"
+    differing = (("missing", paths.keys() - found), ("unexpected", found.keys() - paths))
+    faults = [f"{title} {', '.join(prefix + name for name in sorted(names))}" for title, names in differing if names]
     for path in sorted(paths.keys() & found):
         try:
             found[path] = _with_key(found[path], key_impls.get(f"{root}/{path}" if path else root))
             difference = _difference(found[path], leaves[paths[path]])
         except (TypeError, ValueError) as error:
             difference = f"is a key that this JAX cannot make ({error})"
-        faults += [f"{path or root} {difference}"] if difference else []
+        faults += [f"{prefix}{path}".rstrip("/") + f" {difference}"] if difference else []
     if faults:
         raise RestoreError(f"{where} does not fit this model: {'; '.join(faults)}.")
     restored = dict(enumerate(leaves)) | {index: _like(leaves[index], found[path]) for path, index in paths.items()}

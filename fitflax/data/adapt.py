@@ -66,7 +66,8 @@ def adapt(
         )
     if isinstance(data, Iterator):
         return OneShotSource(data, selection, inputs_only=inputs_only)
-    if hasattr(data, "__iter__") or not callable(data):
+    # A class is called like a function.
+    if not isinstance(data, type) and (hasattr(data, "__iter__") or not callable(data)):
         length = len(data) if hasattr(data, "__len__") else None
         if length == 0:
             raise DataError(f"`{name}` is an empty {type(data).__name__}.")

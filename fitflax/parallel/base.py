@@ -79,5 +79,13 @@ class Strategy(abc.ABC):
         """Returns every replica's `tree`, in the order of the replicas."""
 
     @abc.abstractmethod
+    def first(self, tree: PyTree) -> PyTree:
+        """Returns replica 0's `tree` on all replicas."""
+
+    @abc.abstractmethod
+    def agree(self, tree: PyTree) -> PyTree:
+        """Returns `tree` made equal on all replicas: what is equal stays to the bit, other floats are averaged, all else is replica 0's."""
+
+    @abc.abstractmethod
     def unify(self, collections: dict[str, PyTree]) -> dict[str, PyTree]:
         """Returns mutable collections made equal on all replicas."""

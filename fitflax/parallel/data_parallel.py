@@ -92,21 +92,21 @@ class DataParallel(Strategy):
             return cast(Callable[..., Any], jax.jit(mapped, donate_argnums=tuple(donate)))
         axis = {"replicated": None, "split": 0}
         out_axes = tuple(axis[layout] for layout in results)
-        return cast(
-            Callable[..., Any],
-            jax.pmap(
-                fn,
-                axis_name=self.axis_name,
-                in_axes=tuple(axis[layout] for layout in inputs),
-                out_axes=out_axes[0] if isinstance(outputs, str) else out_axes,
-                devices=self.devices,
-                donate_argnums=tuple(donate),
-            ),
+        # The last argument holds nothing. Without it JAX 0.10 takes `in_axes` leaf by leaf where there happen to be as many leaves as arguments.
+        mapped = jax.pmap(
+            lambda *arguments: fn(*arguments[:-1]),
+            axis_name=self.axis_name,
+            in_axes=(*(axis[layout] for layout in inputs), ()),
+            out_axes=out_axes[0] if isinstance(outputs, str) else out_axes,
+            devices=self.devices,
+            donate_argnums=tuple(donate),
         )
+        return _WithNothing(mapped)
 
     @override
     def put(self, tree: PyTree) -> PyTree:
-        return jax.device_put(tree, self._replicated, may_alias=False)
+        # By way of private NumPy copies: `may_alias=False` still shares aligned NumPy memory, and keeps a JAX buffer that lies on one of the devices.
+        return jax.device_put(jax.tree.map(_own, tree), self._replicated)
 
     @override
     def feed(self, batch: Batch) -> Batch:
@@ -114,9 +114,11 @@ class DataParallel(Strategy):
         # batch stays on the device, and a short batch's must be placed like it, or the step would be compiled a second time.
         size = len(batch.mask)
         mask = self._put_mask(size) if batch.mask is full_mask(size) else jax.device_put(self._fold(batch.mask), self._split)
-        if self.num_replicas == 1:
-            return Batch(batch.x, batch.y, mask, batch.weights)
-        return Batch(jax.tree.map(self._fold, batch.x), jax.tree.map(self._fold, batch.y), mask, jax.tree.map(self._fold, batch.weights))
+        x, y, _, weights = batch
+        leaves = jax.tree.leaves((x, y, weights))
+        if self.num_replicas > 1 or any(isinstance(leaf, jax.Array) for leaf in leaves):
+            x, y, weights = jax.tree.map(self._feed_leaf, (x, y, weights))
+        return Batch(x, y, mask, weights)
 
     @override
     def abstract_feed(self, batch: Batch) -> Batch:
@@ -154,27 +156,45 @@ class DataParallel(Strategy):
         return [jax.tree.map(lambda leaf, index=index: leaf[index], stacked) for index in range(self.num_replicas)]
 
     @override
+    def first(self, tree: PyTree) -> PyTree:
+        return tree if self.num_replicas == 1 else jax.tree.map(_through_key_data(self._first), tree)
+
+    @override
+    def agree(self, tree: PyTree) -> PyTree:
+        return tree if self.num_replicas == 1 else jax.tree.map(_through_key_data(self._agree), tree)
+
+    @override
     def unify(self, collections: dict[str, PyTree]) -> dict[str, PyTree]:
-        if self.num_replicas == 1:
-            return collections
+        unknown = sorted(set(self.reduce) - set(collections))
+        if unknown:
+            raise ConfigError(f"DataParallel(reduce=...) names the collections {unknown}, but the module has {sorted(collections)}.")
         return {name: jax.tree.map(functools.partial(self._unify, self.reduce.get(name)), tree) for name, tree in collections.items()}
 
     def _unify(self, reducer: Reducer | None, leaf: jax.Array) -> Any:
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            data = self._first(jax.random.key_data(leaf))
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
         if callable(reducer):
             return reducer(leaf, self.axis_name)
+        if self.num_replicas == 1:
+            return leaf
         if reducer is None and not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            return self._first(leaf)
+            return _through_key_data(self._first)(leaf)
         collectives: dict[str, Any] = {"sum": lax.psum, "max": lax.pmax, "mean": lax.pmean}
-        collective = collectives[reducer or "mean"]
-        return collective(leaf, self.axis_name).astype(leaf.dtype)
+        return collectives[reducer or "mean"](leaf, self.axis_name).astype(leaf.dtype)
 
     def _first(self, leaf: jax.Array) -> Any:
         """Returns replica 0's value on all replicas: the sum of it and of zeros elsewhere."""
         wide = leaf.astype(jnp.int32) if leaf.dtype == jnp.bool_ else leaf
         return lax.psum(jnp.where(self.replica_index() == 0, wide, jnp.zeros_like(wide)), self.axis_name).astype(leaf.dtype)
+
+    def _agree(self, leaf: jax.Array) -> Any:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return self._first(leaf)
+        # The mean of three equal floats need not be that float.
+        is_equal = lax.pmax(leaf, self.axis_name) == lax.pmin(leaf, self.axis_name)
+        return jnp.where(is_equal, leaf, lax.pmean(leaf, self.axis_name)).astype(leaf.dtype)
+
+    def _feed_leaf(self, leaf: Any) -> Any:
+        # JAX arrays may lie on any device; NumPy arrays are placed by the call.
+        return jax.device_put(self._fold(leaf), self._split) if isinstance(leaf, jax.Array) else self._fold(leaf)
 
     def _fold(self, leaf: Any) -> Any:
         """Returns `[batch, ...]` as `[replicas, batch / replicas, ...]`, a view."""
@@ -182,3 +202,35 @@ class DataParallel(Strategy):
 
     def _put_full_mask(self, size: int) -> Any:
         return jax.device_put(self._fold(full_mask(size)), self._split)
+
+
+class _WithNothing:
+    """A pmapped function that is called with one more argument, which holds nothing.
+
+    Args:
+        mapped: The function.
+    """
+
+    def __init__(self, mapped: Callable[..., Any]) -> None:
+        self._mapped = mapped
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._mapped(*arguments, ())
+
+
+def _own(leaf: Any) -> Any:
+    """Returns a copy of a leaf on the host, without weak types; typed keys stay such."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(np.array(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+    return np.array(leaf)
+
+
+def _through_key_data(fn: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any]:
+    """Returns `fn` such that it also takes typed keys, by their data."""
+
+    def apply(leaf: jax.Array) -> Any:
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return fn(leaf)
+        return jax.random.wrap_key_data(fn(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+
+    return apply

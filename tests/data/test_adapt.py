@@ -66,7 +66,7 @@ def test_anything_else_is_not(data: object):
         (batches, IterableSource),
         (lambda: [(X, Y)], IterableSource),
         (iter([(X, Y)]), OneShotSource),
-        (map(lambda batch: batch, [(X, Y)]), OneShotSource),
+        (map(tuple, [(X, Y)]), OneShotSource),
         (itertools.cycle([(X, Y)]), OneShotSource),
     ],
     ids=["generator", "function", "lambda", "iterator", "map", "cycle"],

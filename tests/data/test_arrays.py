@@ -1,3 +1,5 @@
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,10 @@ from fitflax.errors import ConfigError, DataError
 
 def rows_of(source: ArraySource, passes: int = 0, examples: int = 0) -> list[list[float]]:
     return [np.asarray(triple.x).tolist() for triple in source.open(Position(passes, examples))]
+
+
+def pass_of(source: ArraySource, passes: int = 0) -> list[float]:
+    return list(itertools.chain(*rows_of(source, passes)))
 
 
 # -- how passes are cut --
@@ -34,7 +40,7 @@ def test_drop_remainder_leaves_the_short_batch_out():
 
 def test_drop_remainder_of_shuffled_rows_drops_other_rows_in_each_pass():
     source = ArraySource(np.arange(10), batch_size=4, drop_remainder=True, shuffle=True)
-    seen = [sum(rows_of(source, passes), []) for passes in range(6)]
+    seen = [pass_of(source, passes) for passes in range(6)]
     assert all(len(set(rows)) == 8 for rows in seen)
     assert set().union(*seen) == set(range(10))
 
@@ -53,25 +59,25 @@ def test_targets_and_weights_follow_their_rows_through_the_shuffle():
 
 def test_every_pass_is_a_permutation_of_its_own_that_follows_from_seed_and_pass():
     first, again, other = (ArraySource(np.arange(40), batch_size=7, shuffle=True, seed=seed) for seed in (3, 3, 4))
-    passes = [sum(rows_of(first, number), []) for number in range(3)]
+    passes = [pass_of(first, number) for number in range(3)]
     assert all(sorted(rows) == list(range(40)) for rows in passes)
     assert passes[0] != passes[1] != passes[2] != passes[0]
     # Asked in another order, by another object: the same.
-    assert [sum(rows_of(again, number), []) for number in (2, 0, 1)] == [passes[2], passes[0], passes[1]]
-    assert sum(rows_of(other, 0), []) not in passes
+    assert [pass_of(again, number) for number in (2, 0, 1)] == [passes[2], passes[0], passes[1]]
+    assert pass_of(other, 0) not in passes
 
 
 def test_the_order_does_not_depend_on_the_batch_size():
-    orders = [sum(rows_of(ArraySource(np.arange(40), batch_size=size, shuffle=True), 5), []) for size in (1, 7, 40)]
+    orders = [pass_of(ArraySource(np.arange(40), batch_size=size, shuffle=True), 5) for size in (1, 7, 40)]
     assert orders[0] == orders[1] == orders[2]
 
 
 def test_neither_numpys_global_generator_nor_its_state_matters():
-    np.random.seed(0)  # noqa: NPY002
-    before = np.random.get_state()[1].copy()  # noqa: NPY002
+    np.random.seed(0)
+    before = np.random.get_state()[1].copy()
     one = rows_of(ArraySource(np.arange(10), shuffle=True))
-    np.testing.assert_array_equal(np.random.get_state()[1], before)  # noqa: NPY002
-    np.random.seed(1)  # noqa: NPY002
+    np.testing.assert_array_equal(np.random.get_state()[1], before)
+    np.random.seed(1)
     assert rows_of(ArraySource(np.arange(10), shuffle=True)) == one
 
 

@@ -231,7 +231,7 @@ def test_a_missing_key_is_an_error_that_lists_what_there_is():
 
 
 def test_keys_ask_for_dicts():
-    with pytest.raises(DataError, match="picks from batches that are dicts. Received: a tuple"):
+    with pytest.raises(DataError, match=r"picks from batches that are dicts\. Received: a tuple"):
         Selection("image", "label").split((np.zeros(2), np.zeros(2)))
 
 

@@ -47,7 +47,7 @@ class Seen(LambdaCallback):
         super().__init__(on_train_batch_end=self.note)
 
     def note(self, batch: int, logs: Any) -> None:
-        self.numbers.append(round(logs.source.loss ** 0.5))
+        self.numbers.append(round(logs.source.loss**0.5))
 
 
 def numbers(trainer: fitflax.Trainer, data: Any, callbacks: Any = (), **options: Any) -> list[int]:
@@ -80,7 +80,7 @@ def test_evaluations_of_a_function_ask_it_anew_each_time():
 def test_an_iterator_serves_one_evaluation_and_a_second_is_an_error():
     make = Feeder(1, pad=True).evaluations(adapt(numbered()), "val", None)
     make().next()
-    with pytest.raises(DataError, match="'val' is an iterator that has been used up.*validation_steps"):
+    with pytest.raises(DataError, match=r"'val' is an iterator that has been used up.*validation_steps"):
         make()
 
 
@@ -90,7 +90,7 @@ def test_an_iterator_goes_on_where_steps_say_how_far():
 
 
 def test_an_endless_evaluation_is_an_error_that_names_the_way_out():
-    with pytest.raises(ConfigError, match="'val' never ends.*validation_steps"):
+    with pytest.raises(ConfigError, match=r"'val' never ends.*validation_steps"):
         Feeder(1, pad=True).evaluations(adapt(itertools.cycle([np.zeros(2)])), "val", None)
 
 
@@ -197,6 +197,31 @@ def test_a_one_shot_validation_set_goes_on_with_validation_steps():
 def test_an_endless_validation_set_needs_validation_steps():
     with pytest.raises(ConfigError, match="validation_steps"):
         make_trainer().fit(lambda: numbered(2), validation_data=itertools.cycle(numbered(2)), verbose=0)
+
+
+def test_a_generator_may_fill_one_buffer_again_and_again():
+    # On CPU JAX reads a NumPy array in place, if it is aligned, while the step is on its way; and the loop looks a batch ahead.
+    class Slow(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            hidden = x
+            for _ in range(6):
+                hidden = nn.Dense(512)(hidden)
+            return x[:, 0] + 0 * hidden[:, 0]
+
+    def refilled() -> Iterator[np.ndarray]:
+        raw = np.zeros(256 * 512 * 4 + 64, np.uint8)
+        begin = -raw.ctypes.data % 64
+        buffer = raw[begin : begin + 256 * 512 * 4].view(np.float32).reshape(256, 512)
+        for number in range(8):
+            buffer[:] = number
+            yield buffer
+
+    trainer = fitflax.Trainer(Slow(), parallel=DataParallel(jax.devices()[:1]))
+    trainer.compile("sgd", lambda outputs: outputs, learning_rate=0.0)
+    assert trainer.fit(refilled, verbose=0).history["loss"] == [3.5]
+    assert trainer.evaluate(refilled, verbose=0)["loss"] == 3.5
+    np.testing.assert_array_equal(trainer.predict(refilled), np.repeat(np.arange(8.0), 256))
 
 
 # -- data without an end --

@@ -1,0 +1,118 @@
+"""What holds for every callback that is shipped."""
+
+import inspect
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+
+import fitflax
+from fitflax import callbacks
+from fitflax.callbacks import Callback, Phase
+from fitflax.callbacks.base import HOOKS
+from fitflax.callbacks.history import History
+from fitflax.parallel import DataParallel
+
+X, Y = np.ones((8, 4), np.float32), np.zeros((8, 3), np.float32)
+
+
+def shipped():
+    kinds = [getattr(callbacks, name) for name in callbacks.__all__]
+    return [kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, Callback)] + [History]
+
+
+def made(kind, directory):
+    """Returns an instance, with a directory where one is needed."""
+    if "directory" in inspect.signature(kind.__init__).parameters:
+        return kind(directory / kind.__name__)
+    return kind()
+
+
+@pytest.fixture(params=shipped(), ids=lambda kind: kind.__name__)
+def kind(request):
+    return request.param
+
+
+def fit(*given, trainer=None, **kwargs):
+    if trainer is None:
+        trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(jax.devices()[:1]))
+        trainer.compile(optax.sgd(0.01), loss="mse")
+    trainer.fit(X, Y, batch_size=4, validation_data=(X, Y), callbacks=given, verbose=0, **kwargs)
+    return trainer
+
+
+def test_the_hooks_are_those_of_keras_and_on_checkpoint():
+    stages = [f"on_{kind}{part}_{end}" for kind in ("train", "test", "predict") for part in ("", "_batch") for end in ("begin", "end")]
+    assert set(HOOKS) == {*stages, "on_epoch_begin", "on_epoch_end", "on_checkpoint"}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_every_hook_takes_what_the_base_class_says(kind, hook):
+    assert [*inspect.signature(getattr(kind, hook)).parameters] == [*inspect.signature(getattr(Callback, hook)).parameters]
+
+
+def test_every_callback_has_a_phase_and_a_docstring_with_an_example(kind):
+    assert isinstance(kind.phase, Phase)
+    assert ">>>" in inspect.getdoc(kind)
+
+
+def test_every_callback_works_in_a_fit_alone(kind, tmp_path):
+    assert fit(made(kind, tmp_path), epochs=2).step == 4
+
+
+def test_every_callback_serves_two_fits(kind, tmp_path):
+    callback = made(kind, tmp_path)
+    trainer = fit(callback)
+    assert fit(callback, trainer=trainer).step == 4
+
+
+def test_the_state_of_every_callback_can_be_saved_and_comes_back(kind, tmp_path):
+    callback, other = made(kind, tmp_path), made(kind, tmp_path)
+    trainer = fit(callback, epochs=2)
+    state = callback.state_dict()
+    leaves = jax.tree.leaves(state, is_leaf=lambda leaf: leaf is None)
+    assert all(isinstance(leaf, int | float | str | np.ndarray | jax.Array | None) for leaf in leaves)
+    other.trainer, other.params = trainer, callback.params
+    other.on_train_begin({})
+    if state:
+        other.load_state_dict(state)
+    assert str(other.state_dict()) == str(state)
+    assert other.state_key == callback.state_key and isinstance(callback.state_key, str)
+
+
+def test_no_callback_changes_the_training(kind, tmp_path):
+    plain, watched = fit(epochs=2), fit(made(kind, tmp_path), epochs=2)
+    jax.tree.map(np.testing.assert_array_equal, plain.state.params, watched.state.params)
+
+
+def test_all_together_work_in_one_fit(tmp_path):
+    # History is there by itself.
+    assert fit(*(made(kind, tmp_path) for kind in shipped() if kind is not History), epochs=2).step == 4
+
+
+def test_a_callback_is_a_context_manager_that_closes():
+    closed = []
+
+    class Closing(Callback):
+        def close(self):
+            closed.append(True)
+
+    with Closing() as callback:
+        assert isinstance(callback, Closing) and not closed
+    assert closed == [True]
+
+
+def test_a_run_closes_its_callbacks_after_on_train_end():
+    calls = []
+
+    class Closing(Callback):
+        def on_train_end(self, logs):
+            calls.append("end")
+
+        def close(self):
+            calls.append("close")
+
+    fit(Closing())
+    assert calls[:2] == ["end", "close"]

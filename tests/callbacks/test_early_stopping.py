@@ -1,0 +1,309 @@
+import math
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+
+import fitflax
+from fitflax.callbacks import EarlyStopping, LambdaCallback
+from fitflax.errors import CallbackError, MonitorError
+from fitflax.metrics import Mean
+from fitflax.parallel import DataParallel
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(8, 4)).astype(np.float32)
+Y = RNG.normal(size=(8, 3)).astype(np.float32)
+LOSSES = [10, 9, 8, 9, 8.9, 8.8, 8.7, 8.6, 8.5]
+
+
+class View:
+    """The little of a trainer that the callback asks for."""
+
+    reason = None
+
+    def stop(self, reason):
+        self.reason = reason
+
+
+def observed(values, **kwargs):
+    """Returns the callback, and the epoch in which it asked to stop, over one value an epoch."""
+    callback = EarlyStopping("score", **{"mode": "min", **kwargs})
+    callback.trainer = View()
+    callback.on_train_begin({})
+    for epoch, value in enumerate(values):
+        callback.on_epoch_end(epoch, {"score": value})
+        if callback.trainer.reason is not None:
+            assert callback.stopped_epoch == epoch
+            return callback, epoch
+    assert callback.stopped_epoch is None
+    return callback, None
+
+
+def make(metrics=None, rate=0.1):
+    trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(jax.devices()[:1]))
+    trainer.compile(optax.sgd(rate), loss="mse", metrics=metrics)
+    return trainer
+
+
+def adding(values, key="score"):
+    values = iter(values)
+    return LambdaCallback(on_epoch_end=lambda epoch, logs: logs.__setitem__(key, next(values)))
+
+
+# --- When it stops ---
+
+
+@pytest.mark.parametrize(("patience", "stopped"), [(0, 3), (1, 3), (2, 4), (3, 5), (7, None)])
+def test_case_13_patience_counts_epochs_without_improvement(patience, stopped):
+    callback, epoch = observed(LOSSES, patience=patience)
+    assert (epoch, callback.best, callback.best_epoch) == (stopped, 8, 2)
+
+
+@pytest.mark.parametrize(("patience", "stopped"), [(0, 3), (1, 3), (2, 4), (3, 5)])
+def test_case_13_holds_for_a_loss_that_is_measured(patience, stopped):
+    losses = iter(LOSSES)
+
+    def batches():
+        # The module multiplies by one, so the loss is the square of what it is given.
+        yield np.full((2, 1), math.sqrt(next(losses)), np.float32), np.zeros((2, 1), np.float32)
+
+    trainer = fitflax.Trainer(nn.Dense(1, use_bias=False, kernel_init=nn.initializers.ones), parallel=DataParallel(jax.devices()[:1]))
+    trainer.compile(optax.sgd(0.0), loss="mse")
+    callback = EarlyStopping("loss", patience=patience)
+    history = trainer.fit(batches, epochs=9, callbacks=[callback], verbose=0)
+    assert (history.epoch[-1], callback.stopped_epoch) == (stopped, stopped)
+    np.testing.assert_allclose(history.history["loss"], LOSSES[: stopped + 1], rtol=1e-6)
+    assert trainer.stop_reason.startswith("EarlyStopping: loss has not improved for ")
+
+
+def test_improvement_is_strict():
+    assert observed([1.0, 1.0])[1] == 1
+    assert observed([0.5, 0.5], mode="max")[1] == 1
+
+
+def test_mode_max_is_the_mirror_of_mode_min():
+    assert observed([-value for value in LOSSES], mode="max", patience=2)[1] == 4
+
+
+@pytest.mark.parametrize(("values", "stopped"), [([1.0, 0.9, 0.79], 1), ([1.0, 0.8, 0.5, 0.3], None), ([1.0, 0.85, 0.8, 0.75], 1)])
+def test_an_improvement_must_exceed_min_delta(values, stopped):
+    assert observed(values, min_delta=0.15, patience=1)[1] == stopped
+
+
+def test_an_improvement_by_exactly_min_delta_is_none():
+    assert observed([1.0, 0.5], min_delta=0.5)[1] == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "patience", "stopped"),
+    [
+        # As in Keras: until the baseline is beaten, every epoch counts as one without improvement.
+        ([0.9, 0.8, 0.7], 0, 0),
+        ([0.9, 0.8, 0.7], 2, 1),
+        ([0.9, 0.4, 0.45, 0.46], 2, 3),
+        ([0.4, 0.3, 0.2], 0, None),
+    ],
+)
+def test_only_what_beats_the_baseline_resets_the_patience(values, patience, stopped):
+    assert observed(values, baseline=0.5, patience=patience)[1] == stopped
+
+
+@pytest.mark.parametrize(("start", "stopped"), [(0, 1), (2, 3), (3, 4), (9, None)])
+def test_epochs_before_start_from_epoch_are_not_observed(start, stopped):
+    assert observed([1.0, 2.0, 3.0, 4.0, 5.0], start_from_epoch=start)[1] == stopped
+
+
+def test_start_from_epoch_forgets_better_values_before_it():
+    callback, epoch = observed([0.1, 5.0, 4.0, 3.0], start_from_epoch=1)
+    assert (epoch, callback.best) == (None, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "kwargs", "stopped"),
+    [
+        ([3.0, 2.0, 1.0, 0.5], {"stopping_threshold": 1.5}, 2),
+        ([3.0, 2.0, 1.5], {"stopping_threshold": 1.5}, None),
+        ([0.1, 0.5, 0.9], {"stopping_threshold": 0.8, "mode": "max"}, 2),
+        ([3.0, 2.0, 9.0], {"divergence_threshold": 5.0, "patience": 5}, 2),
+        ([0.9, 0.5, 0.1], {"divergence_threshold": 0.2, "patience": 5, "mode": "max"}, 2),
+        ([3.0, 2.0, math.inf], {"patience": 5, "divergence_threshold": 5.0}, 2),
+    ],
+)
+def test_thresholds_stop_at_once(values, kwargs, stopped):
+    assert observed(values, **kwargs)[1] == stopped
+
+
+def test_nan_never_improves():
+    callback, epoch = observed([math.nan, math.nan, math.nan], patience=2)
+    assert (epoch, callback.best) == (1, None)
+    callback, epoch = observed([math.nan, 5.0, math.nan, 4.0, math.nan, math.nan], patience=2)
+    assert (epoch, callback.best, callback.best_epoch) == (5, 4.0, 3)
+    assert "never was a number" in observed([math.nan])[0].trainer.reason
+
+
+def test_the_reason_says_what_was_best():
+    callback, _ = observed([2.0, 1.0, 3.0, 4.0], patience=2)
+    assert callback.trainer.reason == "EarlyStopping: score has not improved for 2 observations; the best is 1 of epoch 1"
+
+
+# --- What it puts back ---
+
+
+def test_case_14_the_weights_of_the_best_epoch_are_put_back():
+    trainer, weights = make(), []
+    note = LambdaCallback(on_epoch_end=lambda epoch, logs: weights.append(jax.tree.map(np.array, trainer.state.params)))
+    stop = EarlyStopping("score", mode="min", patience=2, restore_best=True)
+    history = trainer.fit(X, Y, epochs=9, callbacks=[note, adding([0.2, 0.15, 0.1, 0.11, 0.12]), stop], verbose=0)
+    assert (history.epoch[-1], stop.best_epoch, stop.best) == (4, 2, 0.1)
+    jax.tree.map(np.testing.assert_array_equal, trainer.state.params, weights[2])
+    # Parameters and collections alone: the run has made its steps.
+    assert trainer.step == 5 and int(trainer.state.step) == 5
+
+
+def test_without_restore_best_the_last_weights_stay():
+    trainer, weights = make(), []
+    note = LambdaCallback(on_epoch_end=lambda epoch, logs: weights.append(jax.tree.map(np.array, trainer.state.params)))
+    trainer.fit(X, Y, epochs=3, callbacks=[note, adding([1, 2, 3]), EarlyStopping("score", mode="min", patience=5)], verbose=0)
+    jax.tree.map(np.testing.assert_array_equal, trainer.state.params, weights[-1])
+
+
+def test_the_best_weights_are_put_back_though_the_run_was_not_stopped():
+    trainer, weights = make(), []
+    note = LambdaCallback(on_epoch_end=lambda epoch, logs: weights.append(jax.tree.map(np.array, trainer.state.params)))
+    stop = EarlyStopping("score", mode="max", patience=50, restore_best=True)
+    trainer.fit(X, Y, epochs=3, callbacks=[note, adding([1, 3, 2]), stop], verbose=0)
+    jax.tree.map(np.testing.assert_array_equal, trainer.state.params, weights[1])
+
+
+def test_the_best_collections_are_put_back_with_the_weights():
+    class Normalized(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            return nn.Dense(3)(nn.BatchNorm(use_running_average=not train)(x))
+
+    trainer, states = fitflax.Trainer(Normalized(), parallel=DataParallel(jax.devices()[:1])), []
+    trainer.compile(optax.adam(0.1), loss="mse")
+    note = LambdaCallback(on_epoch_end=lambda epoch, logs: states.append(jax.tree.map(np.array, trainer.state.model_state)))
+    stop = EarlyStopping("score", mode="min", patience=50, restore_best=True)
+    trainer.fit(X, Y, epochs=3, callbacks=[note, adding([1, 2, 3]), stop], verbose=0)
+    jax.tree.map(np.testing.assert_array_equal, trainer.state.model_state, states[0])
+    assert int(trainer.state.opt_state[0].count) == 3
+
+
+# --- What it monitors ---
+
+
+def rising(outputs, targets):
+    return (outputs - targets)[:, 0] * 0
+
+
+@pytest.mark.parametrize(
+    ("monitor", "metric", "direction"),
+    [
+        ("val_loss", None, "min"),
+        ("loss", None, "min"),
+        ("mae", "mae", "min"),
+        ("val_mae", "mae", "min"),
+        ("val_r2", "r2", "max"),
+        ("val_mine", Mean(rising, name="mine", direction="max"), "max"),
+    ],
+)
+def test_without_a_mode_the_direction_is_what_the_metric_declares(monitor, metric, direction):
+    stop = EarlyStopping(monitor)
+    make([metric] if metric else None).fit(X, Y, validation_data=(X, Y), callbacks=[stop], verbose=0)
+    assert stop.best is not None and stop._monitor.direction == direction
+
+
+def test_the_mode_that_the_user_gives_counts_before_what_the_metric_declares():
+    stop = EarlyStopping("loss", mode="max", patience=0)
+    history = make().fit(X, Y, epochs=9, callbacks=[stop], verbose=0)
+    assert history.epoch == [0, 1]
+
+
+def test_a_value_without_a_direction_needs_a_mode():
+    with pytest.raises(MonitorError, match=r"EarlyStopping monitors 'rising', which declares no direction. Pass mode='min' or mode='max'"):
+        make([rising]).fit(X, Y, callbacks=[EarlyStopping("rising")], verbose=0)
+    with pytest.raises(MonitorError, match="declares no direction"):
+        make().fit(X, Y, callbacks=[adding([1.0]), EarlyStopping("score")], verbose=0)
+
+
+def test_a_misspelt_monitor_is_an_error_with_the_keys_and_the_closest_of_them():
+    with pytest.raises(MonitorError, match=r"EarlyStopping monitors 'val_los', but .*\['loss', 'val_loss'\].*Did you mean 'val_loss'\?"):
+        make().fit(X, Y, validation_data=(X, Y), callbacks=[EarlyStopping("val_los")], verbose=0)
+    with pytest.raises(MonitorError, match=r"'lss'.*Did you mean 'loss'\?"):
+        make().fit(X, Y, callbacks=[EarlyStopping("lss")], verbose=0)
+
+
+@pytest.mark.parametrize("sets", [None, {"dev": (X, Y)}])
+def test_a_value_of_a_validation_that_does_not_exist_is_an_error_before_the_first_step(sets):
+    trainer = make()
+    with pytest.raises(MonitorError, match=r"EarlyStopping monitors 'val_loss', but .*valid.*Pass validation_data="):
+        trainer.fit(X, Y, validation_data=sets, callbacks=[EarlyStopping()], verbose=0)
+    assert trainer.step == 0
+
+
+def test_a_named_validation_set_can_be_monitored():
+    stop = EarlyStopping("dev_loss", patience=3)
+    history = make().fit(X, Y, epochs=2, validation_data={"dev": (X, Y)}, callbacks=[stop], verbose=0)
+    assert stop.best == min(history.history["dev_loss"])
+
+
+def test_epochs_without_validation_are_not_observed():
+    stop = EarlyStopping("val_loss", mode="max", patience=1)
+    history = make().fit(X, Y, epochs=9, validation_data=(X, Y), validation_freq=3, callbacks=[stop], verbose=0)
+    # Improves at epoch 2, for the first is always best, and not at epoch 5.
+    assert history.epoch == [*range(6)] and (stop.best_epoch, stop.stopped_epoch) == (2, 5)
+
+
+def test_each_validation_by_a_trigger_is_an_observation():
+    trainer = make()
+    stop = EarlyStopping("val_loss", mode="max", patience=2)
+    trainer.fit(X, Y, batch_size=2, epochs=5, validation_data=(X, Y), validation_freq=fitflax.every(steps=3), callbacks=[stop], verbose=0)
+    # Steps 3 (the first is best), 6 and 9, in the third epoch of four steps.
+    assert (trainer.step, stop.wait, stop.stopped_epoch) == (9, 2, 2)
+
+
+def test_it_serves_twice():
+    stop = EarlyStopping("loss", mode="max")
+    trainer = make()
+    for _ in range(2):
+        assert trainer.fit(X, Y, epochs=9, callbacks=[stop], verbose=0).epoch == [0, 1]
+    assert stop.stopped_epoch == 1
+
+
+def test_its_state_goes_into_another_instance():
+    first, _ = observed([3.0, 2.0, 2.5], patience=3)
+    second = EarlyStopping("score", mode="min", patience=3)
+    second.trainer = View()
+    second.on_train_begin({})
+    second.load_state_dict(first.state_dict())
+    second.on_epoch_end(3, {"score": 2.4})
+    assert second.stopped_epoch is None
+    second.on_epoch_end(4, {"score": 2.3})
+    assert (second.stopped_epoch, second.best, second.best_epoch) == (4, 2.0, 1)
+
+
+def test_what_it_ended_stays_ended_when_its_state_comes_back():
+    first, epoch = observed([1.0, 2.0])
+    assert epoch == 1
+    second = EarlyStopping("score", mode="min")
+    second.trainer = View()
+    second.load_state_dict(first.state_dict())
+    assert second.trainer.reason == first.trainer.reason
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"patience": -1}, r"EarlyStopping\(patience=...\) must be an integer of at least 0. Received: -1"),
+        ({"patience": 1.5}, r"patience=...\) must be an integer of at least 0. Received: 1.5"),
+        ({"mode": "auto"}, r"EarlyStopping\(mode=...\) must be 'min', 'max' or None. Received: 'auto'"),
+        ({"min_delta": -0.1}, r"EarlyStopping\(min_delta=...\) must be at least 0. Received: -0.1"),
+        ({"min_delta": math.nan}, r"min_delta=...\) must be at least 0"),
+    ],
+)
+def test_arguments_out_of_their_range_are_errors(kwargs, message):
+    with pytest.raises(CallbackError, match=message):
+        EarlyStopping(**kwargs)

@@ -1,0 +1,330 @@
+"""ModelCheckpoint: when it saves, what it keeps, whose directory it takes, and what happens when the disk fails."""
+
+import errno
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import fitflax
+from fitflax.callbacks import BestCheckpoint, Callback, LambdaCallback, ModelCheckpoint
+from fitflax.checkpoints import CheckpointStore, store
+from fitflax.errors import CallbackError, CheckpointError, DirectoryInUseError
+from fitflax.loop import TrainLoop
+from tests.run_script import make_trainer, steps_in
+
+X, Y = np.linspace(0, 1, 80, dtype=np.float32).reshape(20, 4), np.zeros(20, np.int32)  # 5 batches of 4
+
+
+@pytest.fixture(scope="module")
+def shared() -> fitflax.Trainer:
+    return make_trainer(model=nn.Dense(3), optimizer="sgd")
+
+
+@pytest.fixture
+def trainer(shared: fitflax.Trainer) -> fitflax.Trainer:
+    """At step 0, in a run of its own; the compiled steps are shared."""
+    shared.build((X[:4], Y[:4]))
+    return shared
+
+
+def fit(trainer: fitflax.Trainer, *callbacks: Callback, **options: Any) -> fitflax.History:
+    return trainer.fit(X, Y, batch_size=4, verbose=0, callbacks=list(callbacks), **options)
+
+
+class Recorder(CheckpointStore):
+    """Notes every checkpoint that is written."""
+
+    written: list[int]
+
+    def save(self, *, step: int, **options: Any) -> pathlib.Path:
+        self.written = [*getattr(self, "written", []), step]
+        return super().save(step=step, **options)
+
+
+def recorded(callback: Any) -> Any:
+    callback.store = Recorder(callback.directory)
+    return callback
+
+
+# -- when --
+
+
+@pytest.mark.parametrize(("save_last", "steps"), [(False, [15, 30, 45]), (True, [15, 30, 45, 50])])
+def test_every_15_steps_of_5_an_epoch_and_10_epochs_saves_at_the_ends_of_epochs_3_6_and_9(save_last, steps, trainer, tmp_path):
+    """Case 16."""
+    fit(trainer, ModelCheckpoint(tmp_path, every=fitflax.every(steps=15), keep=None, save_last=save_last), epochs=10)
+    assert steps_in(tmp_path) == steps
+
+
+@pytest.mark.parametrize("steps_per_epoch", [5, 100])
+@pytest.mark.parametrize(("save_last", "steps"), [(False, [2, 4]), (True, [4, 5])])
+def test_keep_2_every_2_steps_of_5(save_last, steps, steps_per_epoch, trainer, tmp_path):
+    """Case 25, at the end of an epoch and inside one."""
+    callback = ModelCheckpoint(tmp_path, every=fitflax.every(steps=2), keep=2, save_last=save_last)
+    fit(trainer, callback, steps=5, steps_per_epoch=steps_per_epoch)
+    assert steps_in(tmp_path) == steps
+
+
+def test_the_last_step_is_saved_though_not_the_last_where_it_is_due(trainer, tmp_path):
+    fit(trainer, ModelCheckpoint(tmp_path, every=fitflax.every(steps=2), save_last=False), steps=4, steps_per_epoch=100)
+    assert steps_in(tmp_path) == [2, 4]
+
+
+def test_by_default_it_saves_at_the_end_of_each_epoch_and_of_the_run(trainer, tmp_path):
+    fit(trainer, ModelCheckpoint(tmp_path), steps=12)
+    assert steps_in(tmp_path) == [5, 10, 12]
+
+
+@pytest.mark.parametrize("steps", [10, 12])
+def test_no_step_is_saved_twice(steps, trainer, tmp_path):
+    """Case 35: the last step is a multiple of all periods, or of none."""
+    callback = recorded(ModelCheckpoint(tmp_path, every=fitflax.every(steps=5) | fitflax.every(epochs=1) | fitflax.every(steps=2)))
+    fit(trainer, callback, steps=steps)
+    assert callback.store.written == [2, 4, 5, 6, 8, 10, 12][: 6 if steps == 10 else 7]
+
+
+def test_a_run_that_is_stopped_at_a_saved_checkpoint_does_not_save_it_again(trainer, tmp_path):
+    callback = recorded(ModelCheckpoint(tmp_path, every=fitflax.every(steps=3)))
+    stop = LambdaCallback(lambda checkpoint: trainer.stop("enough"), every=fitflax.at(6))
+    fit(trainer, callback, stop, steps=100, steps_per_epoch=50)
+    assert (callback.store.written, trainer.step) == ([3, 6], 6)
+
+
+@pytest.mark.parametrize("steps", [6, 7])
+def test_a_run_that_is_stopped_between_checkpoints_saves_its_last_step(steps, trainer, tmp_path):
+    callback = recorded(ModelCheckpoint(tmp_path, every=fitflax.every(steps=4)))
+    fit(trainer, callback, LambdaCallback(on_train_batch_end=lambda batch, logs: trainer.step == steps and trainer.stop("enough")), steps=100)
+    assert callback.store.written == [4, steps]
+
+
+class Clock:
+    """Seconds that pass by one for each step."""
+
+    def __init__(self, trainer: fitflax.Trainer) -> None:
+        self.trainer = trainer
+
+    def __call__(self) -> float:
+        return 100.0 + self.trainer.step
+
+
+@pytest.fixture
+def clock(trainer: fitflax.Trainer, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    result = Clock(trainer)
+    monkeypatch.setitem(TrainLoop.__init__.__kwdefaults__, "clock", result)
+    return result
+
+
+def test_a_time_trigger_saves_by_the_clock(trainer, clock, tmp_path):
+    fit(trainer, ModelCheckpoint(tmp_path, every=fitflax.every(seconds=4), save_last=False, keep=None), steps=19)
+    assert steps_in(tmp_path) == [4, 8, 12, 16]
+
+
+def test_a_time_trigger_goes_on_after_a_resume_where_it_was(trainer, clock, tmp_path):
+    def callback() -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path, every=fitflax.every(seconds=4), keep=None)
+
+    fit(trainer, callback(), steps=6)
+    assert steps_in(tmp_path) == [4, 6]
+    fit(trainer, callback(), steps=11, resume="auto")
+    assert steps_in(tmp_path) == [4, 6, 8, 11]
+
+
+# -- what is kept --
+
+
+@pytest.mark.parametrize(("keep", "steps"), [(1, [20]), (2, [15, 20]), (3, [10, 15, 20]), (None, [5, 10, 15, 20])])
+def test_keep_is_how_many_of_the_newest_are_there(keep, steps, trainer, tmp_path):
+    fit(trainer, ModelCheckpoint(tmp_path, keep=keep), epochs=4)
+    assert steps_in(tmp_path) == steps
+
+
+def test_keep_every_keeps_for_ever(trainer, tmp_path):
+    fit(trainer, ModelCheckpoint(tmp_path, keep=1, keep_every=10), epochs=7)
+    assert steps_in(tmp_path) == [10, 20, 30, 35]
+
+
+def test_keep_goes_on_counting_after_a_resume(trainer, tmp_path):
+    for epochs in (3, 5):
+        fit(trainer, ModelCheckpoint(tmp_path, keep=2, keep_every=10), epochs=epochs, resume="auto")
+    assert steps_in(tmp_path) == [10, 20, 25]
+
+
+def test_the_checkpoint_a_run_goes_on_from_is_deleted_only_after_a_newer_one_is_complete(trainer, tmp_path, monkeypatch):
+    """Case 25."""
+    fit(trainer, ModelCheckpoint(tmp_path, keep=1), steps=5)
+    present: list[list[int]] = []
+    write = store.write_checkpoint
+
+    def noting(directory: pathlib.Path, **options: Any) -> None:
+        write(directory, **options)
+        present.append(steps_in(tmp_path))
+
+    monkeypatch.setattr(store, "write_checkpoint", noting)
+    fit(trainer, ModelCheckpoint(tmp_path, keep=1), steps=10, resume="auto")
+    assert present == [[5]] and steps_in(tmp_path) == [10]
+
+
+@pytest.mark.parametrize("best_first", [False, True])
+def test_a_directory_shared_with_the_best_keeps_what_either_wants_and_writes_a_step_once(best_first, trainer, tmp_path, monkeypatch):
+    """Case 23: accuracies .9 .5 .4 .3, the latest and the best one: epochs 1 and 4."""
+    written: list[str] = []
+    write = store.write_checkpoint
+    monkeypatch.setattr(store, "write_checkpoint", lambda directory, **options: (written.append(directory.name), write(directory, **options)))
+    scores = LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(score=[0.9, 0.5, 0.4, 0.3][epoch]))
+    callbacks = [ModelCheckpoint(tmp_path, keep=1), BestCheckpoint(tmp_path, monitor="score", mode="max")]
+    fit(trainer, scores, *(callbacks[::-1] if best_first else callbacks), epochs=4)
+    found = CheckpointStore(tmp_path)
+    assert (found.steps(), found.latest(), found.best("score", "max")) == ([5, 20], 20, 5)
+    assert [name.split(".")[1] for name in written] == ["step_00000005", "step_00000010", "step_00000015", "step_00000020"]
+
+
+# -- whose directory --
+
+
+def test_a_directory_in_use_is_an_error_before_the_first_step(trainer, tmp_path):
+    """Case 26."""
+    fit(trainer, ModelCheckpoint(tmp_path), steps=5)
+    trainer.build((X[:4], Y[:4]))
+    with pytest.raises(DirectoryInUseError, match=r"holds checkpoints of run .*: step 5.*overwrite=True"):
+        fit(trainer, ModelCheckpoint(tmp_path), steps=5)
+    assert trainer.step == 0 and steps_in(tmp_path) == [5]
+
+
+def test_a_directory_in_use_is_the_error_that_is_seen_whatever_callbacks_do_at_the_end(trainer, tmp_path):
+    """A callback whose on_train_begin has not been called may have nothing to end."""
+
+    class Timed(Callback):
+        def on_train_begin(self, logs):
+            self.began = 0.0
+
+        def on_train_end(self, logs):
+            self.took = 1.0 - self.began
+
+    fit(trainer, ModelCheckpoint(tmp_path), steps=5)
+    trainer.build((X[:4], Y[:4]))
+    with pytest.raises(DirectoryInUseError):
+        fit(trainer, Timed(), ModelCheckpoint(tmp_path), steps=5)
+
+
+def test_overwrite_deletes_the_old_run_once_the_first_new_checkpoint_is_complete(trainer, tmp_path, monkeypatch):
+    fit(trainer, ModelCheckpoint(tmp_path), steps=5)
+    trainer.build((X[:4], Y[:4]))
+    beside: list[bool] = []
+    write = store.write_checkpoint
+
+    def noting(directory: pathlib.Path, **options: Any) -> None:
+        write(directory, **options)
+        beside.append(any(tmp_path.glob(".old-*/step_00000005")))
+
+    monkeypatch.setattr(store, "write_checkpoint", noting)
+    fit(trainer, ModelCheckpoint(tmp_path, overwrite=True), steps=2)
+    assert beside == [True] and steps_in(tmp_path) == [2] and not any(tmp_path.glob(".old-*"))
+
+
+def test_a_run_that_overwrites_and_dies_before_its_first_checkpoint_loses_nothing(trainer, tmp_path):
+    fit(trainer, ModelCheckpoint(tmp_path), steps=5)
+    trainer.build((X[:4], Y[:4]))
+
+    def die(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(trainer, ModelCheckpoint(tmp_path, overwrite=True), LambdaCallback(on_train_batch_begin=die), steps=2)
+    fit(trainer, ModelCheckpoint(tmp_path), steps=7, resume="auto")
+    assert trainer.step == 7 and steps_in(tmp_path) == [5, 7]
+
+
+def test_fit_twice_with_the_same_trainer_and_callbacks_works(trainer, tmp_path):
+    callbacks = [ModelCheckpoint(tmp_path / "a", keep=None), BestCheckpoint(tmp_path / "b", monitor="loss", keep=None)]
+    for steps in (7, 13):
+        fit(trainer, *callbacks, steps=steps)
+    assert trainer.step == 20
+    # The second fit begins a new pass, so its epochs end at 12 and 17.
+    assert steps_in(tmp_path / "a") == [5, 7, 12, 17, 20]
+
+
+# -- faults --
+
+
+def test_a_disk_that_is_full_raises_and_leaves_older_checkpoints_intact(trainer, tmp_path, monkeypatch):
+    """Case 27."""
+    write = store.write_checkpoint
+
+    def full(directory: pathlib.Path, **options: Any) -> None:
+        write(directory, **options)
+        if "step_00000010" in directory.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(store, "write_checkpoint", full)
+    with pytest.raises(CheckpointError, match=r"step_00000010.*No space left on device"):
+        fit(trainer, ModelCheckpoint(tmp_path), epochs=4)
+    assert trainer.step == 10 and steps_in(tmp_path) == [5]
+    CheckpointStore(tmp_path).verify(5)
+    assert not [entry.name for entry in tmp_path.iterdir() if "step_00000010" in entry.name]
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "3"])
+def test_numbers_out_of_their_range_are_errors(value, tmp_path):
+    with pytest.raises(CallbackError, match=r"ModelCheckpoint\(keep=...\)"):
+        ModelCheckpoint(tmp_path, keep=value)
+    with pytest.raises(CallbackError, match=r"ModelCheckpoint\(keep_every=...\)"):
+        ModelCheckpoint(tmp_path, keep_every=value)
+
+
+def test_a_period_that_is_no_trigger_is_an_error(tmp_path):
+    with pytest.raises(CallbackError, match=r"every\(steps=100\)"):
+        ModelCheckpoint(tmp_path, every=100)
+
+
+# -- as a plain function --
+
+
+def test_it_is_a_plain_function_of_checkpoints(trainer, tmp_path):
+    save = ModelCheckpoint(tmp_path, every=fitflax.every(steps=3), keep=None)
+    passed = []
+    for checkpoint in trainer.train_loop(X, Y, batch_size=4, steps=8):
+        passed.append(save(checkpoint) is checkpoint)
+    assert steps_in(tmp_path) == [3, 6, 8] and passed == [True] * 8
+
+
+def test_it_saves_each_step_once_in_a_series_with_an_evaluation_and_the_best(trainer, tmp_path):
+    save, best = recorded(ModelCheckpoint(tmp_path / "a", every=fitflax.every(steps=4))), BestCheckpoint(tmp_path / "b", monitor="valid_loss")
+    with trainer.train_loop(X, Y, batch_size=4, steps=8, every=fitflax.every(steps=4)) as loop:
+        process = fitflax.serial(trainer.eval_loop((X, Y), name="valid"), best, save)
+        for checkpoint in loop:
+            process(checkpoint)
+    assert save.store.written == [4, 8]
+    metrics = json.loads((tmp_path / "a/step_00000008/metadata.json").read_text())["metrics"]
+    assert set(metrics) == {"train", "valid"}
+    assert best.best_step == 8 and steps_in(tmp_path / "b") == [8]
+
+
+def test_a_loop_that_checkpoints_more_rarely_than_epochs_end_yields_its_own_steps(trainer, tmp_path):
+    """Case 30 across the ends of epochs."""
+    loop = trainer.train_loop(X, Y, batch_size=4, steps=13, every=fitflax.every(steps=3, offset=1))
+    seen = [(c.step, c.n_completed_steps, int(c.state.step), c.step_in_epoch) for c in loop]
+    assert seen == [(1, 1, 1, 1), (4, 3, 4, 4), (7, 3, 7, 2), (10, 3, 10, 5), (13, 3, 13, 3)]
+
+
+def test_a_loop_can_be_stepped_over_the_end_of_an_epoch(trainer):
+    loop = trainer.train_loop(X, Y, batch_size=4, steps=12, every=fitflax.every(steps=100))
+    assert [loop.run(steps).step for steps in (4, 3, 4)] == [4, 7, 11]
+    assert loop.next_step().step == 12 and loop.next_step() is None
+
+
+def test_a_callback_may_change_the_state_before_it_is_saved(trainer, tmp_path):
+    """At the end of an epoch and at a checkpoint; what is saved is what training goes on with."""
+
+    def double(*arguments: Any) -> None:
+        trainer.learning_rate = 2 * trainer.learning_rate
+
+    before = trainer.learning_rate
+    fit(trainer, LambdaCallback(on_epoch_end=double, on_checkpoint=double), ModelCheckpoint(tmp_path), epochs=2)
+    assert trainer.learning_rate == pytest.approx(16 * before)
+    again = make_trainer(model=nn.Dense(3), optimizer="sgd")
+    again.restore(tmp_path)
+    assert again.learning_rate == trainer.learning_rate

@@ -1,0 +1,220 @@
+import io
+import re
+import sys
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+
+import fitflax
+from fitflax.callbacks import LambdaCallback, ProgressBar
+from fitflax.errors import CallbackError, ConfigError
+from fitflax.parallel import DataParallel
+
+X, Y = np.ones((8, 4), np.float32), np.zeros((8, 3), np.float32)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def make():
+    trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(jax.devices()[:1]))
+    trainer.compile(optax.sgd(0.01), loss="mse")
+    return trainer
+
+
+def fit(*callbacks, trainer=None, **kwargs):
+    return (trainer or make()).fit(X, Y, **{"batch_size": 2, "epochs": 2, "validation_data": (X, Y), "callbacks": callbacks, "verbose": 1, **kwargs})
+
+
+def screen(text):
+    """Returns the lines that a terminal shows at the end: what is behind the last carriage return of each, tqdm's moves up and down followed."""
+    lines, row = [""], 0
+    for part in re.split(r"(\n|\r|\x1b\[A)", text):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif part == "\x1b[A":
+            row -= 1
+        elif part not in ("", "\r"):
+            lines[row] = part + lines[row][len(part) :]
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+# --- Plain lines ---
+
+
+def test_where_there_is_no_terminal_an_epoch_is_one_line():
+    file = io.StringIO()
+    history = fit(ProgressBar(file=file))
+    rows = zip(history.history["loss"], history.history["val_loss"], strict=True)
+    assert file.getvalue() == "".join(f"Epoch {n}/2: loss {loss:.4g}, val_loss {val:.4g}\n" for n, (loss, val) in enumerate(rows, start=1))
+
+
+def test_without_a_known_number_of_epochs_only_the_number_is_shown():
+    file = io.StringIO()
+    fit(ProgressBar(file=file), epochs=None, steps=5)
+    assert [line.split(":")[0] for line in file.getvalue().splitlines()] == ["Epoch 1", "Epoch 2"]
+
+
+def test_what_other_callbacks_add_is_shown():
+    file = io.StringIO()
+    add = LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(added=0.5, note="fine"))
+    fit(add, ProgressBar(file=file), epochs=1)
+    assert file.getvalue().endswith("added 0.5, note fine\n")
+
+
+def test_evaluation_is_one_line_and_prediction_none():
+    file, trainer = io.StringIO(), make()
+    trainer.build((X, Y))
+    loss = trainer.evaluate(X, Y, callbacks=[ProgressBar(file=file)])["loss"]
+    trainer.predict(X, callbacks=[ProgressBar(file=file)], verbose=1)
+    assert file.getvalue() == f"Evaluation: loss {loss:.4g}\n"
+
+
+def test_the_reason_of_a_stop_is_shown():
+    file, trainer = io.StringIO(), make()
+    fit(ProgressBar(file=file), LambdaCallback(on_train_batch_end=lambda batch, logs: trainer.stop("seen enough")), trainer=trainer)
+    assert file.getvalue().splitlines()[-1] == "Stopped at step 1: seen enough."
+
+
+def test_the_default_bar_writes_to_standard_output_and_silence_is_silent(capsys):
+    fit(epochs=1)
+    assert capsys.readouterr().out.startswith("Epoch 1/1: loss ")
+    fit(epochs=1, verbose="auto")
+    assert capsys.readouterr().out.startswith("Epoch 1/1: loss ")
+    trainer = make()
+    fit(trainer=trainer, verbose=0)
+    trainer.evaluate(X, Y, verbose=0)
+    trainer.predict(X)
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "")
+
+
+def test_a_bar_that_the_user_gives_replaces_the_default_one(capsys):
+    file = io.StringIO()
+    fit(ProgressBar(file=file), epochs=1)
+    assert file.getvalue().count("\n") == 1 and capsys.readouterr().out == ""
+
+
+# --- A terminal ---
+
+
+def test_in_a_terminal_each_epoch_leaves_its_bar_and_validation_leaves_nothing():
+    file = Terminal()
+    history = fit(ProgressBar(file=file, refresh_seconds=0))
+    lines = screen(file.getvalue())
+    assert len(lines) == 2
+    for number, line in enumerate(lines, start=1):
+        loss, validation = history.history["loss"][number - 1], history.history["val_loss"][number - 1]
+        assert line.startswith(f"Epoch {number}/2: 4/4 |") and line.endswith(f"loss {loss:.4g}, val_loss {validation:.4g}")
+    assert "validation" in file.getvalue()
+
+
+def test_a_bar_shows_values_that_are_finished_and_counts_its_steps():
+    file = Terminal()
+    fit(ProgressBar(file=file, refresh_seconds=0), epochs=1)
+    counts = [int(count) for count in re.findall(r"Epoch 1/1: (\d)/4", file.getvalue())]
+    assert counts == sorted(counts) and counts[-1] == 4 and 1 in counts
+    assert "loss" in file.getvalue()
+
+
+def test_a_bar_is_not_drawn_more_often_than_asked_for():
+    often, seldom = Terminal(), Terminal()
+    fit(ProgressBar(file=often, refresh_seconds=0), batch_size=1, epochs=1)
+    fit(ProgressBar(file=seldom, refresh_seconds=1000), batch_size=1, epochs=1)
+    assert len(seldom.getvalue()) < len(often.getvalue())
+    assert screen(seldom.getvalue())[-1].startswith("Epoch 1/1: 8/8 |")
+
+
+def test_the_length_of_a_stream_is_learnt_in_its_first_epoch():
+    file = Terminal()
+    make().fit(lambda: iter([(X, Y)] * 3), epochs=2, callbacks=[ProgressBar(file=file, refresh_seconds=0)])
+    lines = screen(file.getvalue())
+    assert len(lines) == 2 and all("3" in line and "loss" in line for line in lines)
+
+
+def test_evaluation_and_prediction_each_leave_a_bar():
+    file, trainer = Terminal(), make()
+    trainer.build((X, Y))
+    loss = trainer.evaluate(X, Y, batch_size=2, callbacks=[ProgressBar(file=file)])["loss"]
+    trainer.predict(X, batch_size=2, callbacks=[ProgressBar(file=file)], verbose=1)
+    evaluation, prediction = screen(file.getvalue())
+    assert evaluation.startswith("Evaluation: 4/4 |") and evaluation.endswith(f"loss {loss:.4g}")
+    assert prediction.startswith("Prediction: 4/4 |")
+
+
+def test_verbose_2_gives_lines_in_a_terminal_too(monkeypatch):
+    file = Terminal()
+    monkeypatch.setattr(sys, "stdout", file)
+    fit(verbose=2)
+    assert len(file.getvalue().splitlines()) == 2 and "\r" not in file.getvalue()
+
+
+def test_verbose_1_gives_a_bar_in_a_terminal(monkeypatch):
+    file = Terminal()
+    monkeypatch.setattr(sys, "stdout", file)
+    fit()
+    assert "\r" in file.getvalue() and len(screen(file.getvalue())) == 2
+
+
+def test_an_error_closes_the_bar():
+    file = Terminal()
+
+    def fail(batch, logs):
+        raise ArithmeticError
+
+    bar = ProgressBar(file=file)
+    with pytest.raises(ArithmeticError):
+        fit(bar, LambdaCallback(on_train_batch_end=fail))
+    assert bar._bar is None and file.getvalue().endswith("\n")
+
+
+def test_an_instance_serves_twice():
+    file, bar = io.StringIO(), None
+    bar = ProgressBar(file=file)
+    trainer = make()
+    fit(bar, trainer=trainer, epochs=1)
+    fit(bar, trainer=trainer, epochs=1)
+    assert [line.split(":")[0] for line in file.getvalue().splitlines()] == ["Epoch 1/1"] * 2
+
+
+# --- A notebook ---
+
+
+def test_a_notebook_that_is_executed_shows_one_line_an_epoch(process_env, monkeypatch, tmp_path):
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    for name, value in process_env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("JUPYTER_ALLOW_INSECURE_WRITES", "1")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    code = """
+import warnings; warnings.simplefilter("ignore")
+import numpy as np, flax.linen as nn, fitflax
+trainer = fitflax.Trainer(nn.Dense(3))
+trainer.compile("sgd", loss="mse")
+x, y = np.ones((8, 4), np.float32), np.zeros((8, 3), np.float32)
+history = trainer.fit(x, y, batch_size=2, epochs=3, validation_data=(x, y))
+"""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "python3", "language": "python"}
+    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = notebook.cells[0].outputs
+    assert {output["output_type"] for output in outputs} == {"stream"}
+    assert not [output["text"] for output in outputs if output["name"] == "stderr"]
+    lines = "".join(output["text"] for output in outputs).splitlines()
+    assert [re.sub(r"[\d.]+(e-\d+)?(?=,|$)", "#", line) for line in lines] == [f"Epoch {n}/3: loss #, val_loss #" for n in (1, 2, 3)]
+
+
+# --- Errors ---
+
+
+def test_arguments_that_make_no_sense_are_errors():
+    with pytest.raises(CallbackError, match=r"ProgressBar\(refresh_seconds=...\) must be at least 0. Received: -1"):
+        ProgressBar(refresh_seconds=-1)
+    with pytest.raises(ConfigError, match=r"verbose must be 0, 1, 2 or 'auto'. Received: 3"):
+        fit(verbose=3)

@@ -1,0 +1,108 @@
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fitflax
+from fitflax.callbacks import LambdaCallback, TerminateOnNaN
+from fitflax.parallel import DataParallel
+
+
+def make(loss="mse", metrics=None, rate=0.0):
+    trainer = fitflax.Trainer(nn.Dense(1), parallel=DataParallel(jax.devices()[:1]))
+    trainer.compile(optax.sgd(rate), loss=loss, metrics=metrics)
+    return trainer
+
+
+def batches(bad, total, value=np.nan):
+    """A function that makes `total` batches, whose `bad`-th, counted from 1, holds `value`."""
+    return lambda: ((np.full((2, 4), value if number == bad else 1.0, np.float32), np.zeros((2, 1), np.float32)) for number in range(1, total + 1))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_case_34_a_nan_at_step_30_is_reported_as_step_30_though_logs_are_read_every_50(value):
+    trainer, callback = make(), TerminateOnNaN()
+    trainer.fit(batches(30, 200, value), callbacks=[callback], log_every=50, verbose=0)
+    assert callback.bad_step == 30
+    assert trainer.stop_reason == "TerminateOnNaN: the loss or its gradient is not finite since step 30"
+    assert trainer.step == 50
+
+
+@pytest.mark.parametrize(("bad", "log_every", "stopped"), [(1, 1, 1), (4, 1, 4), (4, 3, 6), (3, 3, 3), (5, 100, 8)])
+def test_it_stops_at_the_next_log_point_or_the_end_of_the_epoch(bad, log_every, stopped):
+    trainer, callback = make(), TerminateOnNaN()
+    trainer.fit(batches(bad, 8), epochs=3, callbacks=[callback], log_every=log_every, verbose=0)
+    assert (callback.bad_step, trainer.step) == (bad, stopped)
+
+
+def test_a_step_of_a_later_epoch_and_fit_is_named_by_its_own_number():
+    trainer, callback = make(), TerminateOnNaN()
+    trainer.fit(batches(0, 6), epochs=2, callbacks=[callback], verbose=0)
+    assert (callback.bad_step, trainer.stop_reason) == (None, None)
+    trainer.fit(batches(3, 6), callbacks=[callback], verbose=0)
+    assert callback.bad_step == 15
+
+
+def test_a_gradient_that_is_not_finite_counts_though_the_loss_is():
+    def loss(outputs, targets):
+        # The root of zero has no slope.
+        return jnp.sqrt(jnp.sum((outputs - outputs) ** 2, axis=-1)) + jnp.sum(outputs, axis=-1)
+
+    trainer, callback = make(loss), TerminateOnNaN()
+    history = trainer.fit(batches(0, 1), callbacks=[callback], verbose=0)
+    assert callback.bad_step == 1 and np.isfinite(history.history["loss"][0])
+
+
+def test_a_run_without_nan_is_left_alone():
+    trainer, callback = make(), TerminateOnNaN()
+    trainer.fit(batches(0, 5), epochs=2, callbacks=[callback], log_every=1, verbose=0)
+    assert (trainer.step, callback.bad_step, trainer.stop_reason) == (10, None, None)
+
+
+def test_the_first_bad_step_is_reported_when_several_are():
+    trainer, callback = make(rate=0.1), TerminateOnNaN()
+    trainer.fit(batches(2, 10), callbacks=[callback], log_every=7, verbose=0)
+    assert (callback.bad_step, trainer.step) == (2, 7)
+
+
+def test_an_instance_serves_again_after_it_has_stopped_a_run():
+    callback = TerminateOnNaN()
+    make().fit(batches(2, 4), callbacks=[callback], log_every=1, verbose=0)
+    assert callback.bad_step == 2
+    trainer = make()
+    trainer.fit(batches(0, 4), callbacks=[callback], log_every=1, verbose=0)
+    assert (trainer.step, callback.bad_step) == (4, None)
+
+
+def test_what_it_ended_stays_ended_when_its_state_comes_back():
+    callback = TerminateOnNaN()
+    make().fit(batches(2, 4), callbacks=[callback], log_every=1, verbose=0)
+    stopped = []
+
+    class View:
+        def stop(self, reason):
+            stopped.append(reason)
+
+    other = TerminateOnNaN()
+    other.trainer = View()
+    other.load_state_dict(callback.state_dict())
+    assert other.bad_step == 2 and stopped == ["TerminateOnNaN: the loss or its gradient is not finite since step 2"]
+    assert TerminateOnNaN().state_dict() == {}
+
+
+def test_it_reads_at_log_points_only(monkeypatch):
+    from fitflax import logs
+
+    steps, trainer = [], make()
+    original = logs.Values._read
+
+    def read(self):
+        if self._host is None:
+            steps.append(trainer.step)
+        return original(self)
+
+    monkeypatch.setattr(logs.Values, "_read", read)
+    trainer.fit(batches(0, 10), callbacks=[LambdaCallback(on_train_batch_end=lambda batch, logs: None), TerminateOnNaN()], log_every=4, verbose=0)
+    assert steps == [4, 8, 10]

@@ -1,0 +1,167 @@
+"""`Checkpoint` and `Summary`: what they hold, that they read and copy only what is asked for, and for how long they are valid."""
+
+import jax
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import fitflax
+from fitflax.errors import NotReadyError
+from fitflax.parallel import DataParallel
+from tests.run_script import TRAIN, VALID, Network, leaves_of, make_trainer, state_of
+
+
+@pytest.fixture(scope="module")
+def shared() -> fitflax.Trainer:
+    return make_trainer(model=Network())
+
+
+@pytest.fixture
+def trainer(shared: fitflax.Trainer) -> fitflax.Trainer:
+    shared.build((TRAIN[0][:4], TRAIN[1][:4]))
+    return shared
+
+
+def loop_of(trainer: fitflax.Trainer, steps: int = 8, **options: object) -> fitflax.TrainLoop:
+    return trainer.train_loop(TRAIN, batch_size=4, steps=steps, **options)
+
+
+def as_leaves(tree: object) -> list[object]:
+    return [leaves_of(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def test_it_says_where_the_run_is(trainer):
+    seen = [(c.step, c.epoch, c.step_in_epoch, c.n_completed_steps) for c in loop_of(trainer, 7)]
+    assert seen == [(1, 0, 1, 1), (2, 0, 2, 1), (3, 0, 3, 1), (4, 0, 4, 1), (5, 0, 5, 1), (6, 1, 1, 1), (7, 1, 2, 1)]
+
+
+def test_its_data_position_is_what_finished_steps_have_used(trainer):
+    seen = [(c.data_position.passes, c.data_position.examples) for c in loop_of(trainer, 6, shuffle=False)]
+    begin = seen[0][0]  # A trainer that has trained goes on with another pass.
+    assert seen == [(begin, 4), (begin, 8), (begin, 12), (begin, 16), (begin + 1, 0), (begin + 1, 4)]
+
+
+def test_its_state_is_that_of_its_step_and_stays_valid_after_later_steps(trainer):
+    kept = []
+    for checkpoint in loop_of(trainer):
+        kept.append((checkpoint.state, as_leaves(trainer.state)))
+    assert len(kept) == 8
+    for number, (state, leaves) in enumerate(kept, 1):
+        assert int(state.step) == number
+        assert as_leaves(state) == leaves
+
+
+def test_its_parts_are_those_of_its_state_and_copied_once(trainer):
+    checkpoint = next(loop_of(trainer))
+    state = checkpoint.state
+    assert checkpoint.model_params is state.params and checkpoint.optimizer_state is state.opt_state
+    assert checkpoint.model_state["batch_stats"] is state.model_state["batch_stats"]
+    assert checkpoint.state.params is state.params
+
+
+def test_only_what_is_read_is_copied(trainer, monkeypatch):
+    loop = loop_of(trainer)
+    checkpoint = next(loop)
+    copied: list[int] = []
+    copy = DataParallel.copy
+    monkeypatch.setattr(DataParallel, "copy", lambda self, tree: (copied.append(len(jax.tree.leaves(tree))), copy(self, tree))[1])
+    assert (checkpoint.loss > 0, checkpoint.metrics["train"]["loss"] > 0, checkpoint.gradients_norm > 0) == (True, True, True)
+    checkpoint.contents()
+    assert copied == []
+    assert checkpoint.model_params is checkpoint.model_params
+    assert len(copied) == 1
+
+
+@pytest.mark.parametrize("part", ["state", "model_params", "model_state", "optimizer_state", "run_state", "contents"])
+def test_a_first_read_after_the_loop_has_moved_on_is_an_error_naming_the_step(part, trainer):
+    loop = loop_of(trainer)
+    checkpoint = next(loop)
+    next(loop)
+    with pytest.raises(NotReadyError, match="step 1 is gone: the loop is at step 2"):
+        getattr(checkpoint, part)() if part == "contents" else getattr(checkpoint, part)
+
+
+def test_a_part_that_was_read_can_be_read_after_the_loop_has_moved_on(trainer):
+    loop = loop_of(trainer)
+    checkpoint = next(loop)
+    params = checkpoint.model_params
+    next(loop)
+    assert checkpoint.model_params is params
+    with pytest.raises(NotReadyError, match="step 1 is gone"):
+        checkpoint.optimizer_state  # noqa: B018
+
+
+def test_its_values_can_be_read_at_any_time(trainer):
+    early = [(c.loss, c.gradients_norm, c.metrics) for c in loop_of(trainer, shuffle=False)]
+    trainer.build((TRAIN[0][:4], TRAIN[1][:4]))
+    late = [(c.loss, c.gradients_norm, c.metrics) for c in list(loop_of(trainer, shuffle=False))]
+    assert early == late
+
+
+def test_its_metrics_run_over_the_epoch_and_its_loss_is_of_the_step(trainer):
+    loop = loop_of(trainer, steps=7)
+    losses, rows = [], []
+    for checkpoint in loop:
+        losses.append(checkpoint.loss)
+        rows.append(checkpoint.metrics["train"]["loss"])
+    sizes = [4, 4, 4, 4, 2]
+    running = [np.average(losses[:k], weights=sizes[:k]) for k in range(1, 6)] + [np.mean(losses[5:k]) for k in (6, 7)]
+    assert rows == pytest.approx(running, rel=1e-6)
+
+
+def test_a_summary_adds_groups_and_shares_what_was_copied(trainer):
+    checkpoint = next(loop_of(trainer))
+    params = checkpoint.model_params
+    first = trainer.eval_loop(VALID, name="dev")(checkpoint)
+    second = trainer.eval_loop(TRAIN, name="again")(first)
+    assert type(second) is fitflax.Summary and isinstance(second, fitflax.Checkpoint)
+    assert list(second.metrics) == ["train", "dev", "again"]
+    assert second.model_params is params
+    assert second.metrics["dev"] == trainer.evaluate(VALID, verbose=0)
+    assert set(checkpoint.metrics["train"]) <= set(second.logs)
+    assert second.evaluated == {"dev_loss", "dev_accuracy", "again_loss", "again_accuracy"}
+
+
+def test_a_summary_of_a_checkpoint_that_is_gone_is_an_error(trainer):
+    loop = loop_of(trainer)
+    checkpoint = next(loop)
+    next(loop)
+    with pytest.raises(NotReadyError, match="step 1 is gone"):
+        trainer.eval_loop(VALID)(checkpoint)
+
+
+def test_its_contents_are_what_a_resume_needs(trainer):
+    loop = loop_of(trainer)
+    checkpoint = loop.run(3)
+    contents = checkpoint.contents()
+    assert set(contents) == {"train", "run", "metadata"}
+    assert set(contents["run"]) >= {"callbacks", "schedules", "sums", "values"}
+    metadata = contents["metadata"]
+    assert (metadata["step"], metadata["epoch"], metadata["step_in_epoch"]) == (3, 0, 3)
+    assert metadata["data_position"] == {"passes": 0, "examples": 12}
+    assert metadata["settings"].items() >= {"seed": 0, "batch_size": 4, "steps_per_epoch": None, "num_examples": 18}.items()
+    assert metadata["progress"]["step"] == 3 and metadata["run_id"]
+    assert state_of(trainer) == {jax.tree_util.keystr(path): leaves_of(leaf)[""] for path, leaf in jax.tree_util.tree_leaves_with_path(contents["train"])}
+
+
+def test_between_two_epochs_there_are_no_sums_to_save(trainer):
+    checkpoint = loop_of(trainer).run(5)
+    assert "sums" not in checkpoint.run_state
+
+
+def test_its_time_leaves_the_consumer_out(trainer, monkeypatch):
+    now = [0.0]
+    monkeypatch.setitem(fitflax.TrainLoop.__init__.__kwdefaults__, "clock", lambda: now[0])
+    elapsed = []
+    for checkpoint in loop_of(trainer, 4):
+        elapsed.append(checkpoint.elapsed_time)
+        now[0] += 100.0
+    assert elapsed == [0.0] * 4
+
+
+def test_a_loop_that_is_left_gives_back_the_batch_it_looked_at():
+    batches = iter([(TRAIN[0][i : i + 4], TRAIN[1][i : i + 4]) for i in range(0, 16, 4)])
+    trainer = make_trainer(model=nn.Dense(3), optimizer="sgd")
+    with trainer.train_loop(batches, steps=4) as loop:
+        assert loop.run(2).step == 2
+    assert [c.step for c in trainer.train_loop(batches, steps=2)] == [3, 4]

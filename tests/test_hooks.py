@@ -1,0 +1,532 @@
+"""Hooks: which are called, in which order, with what."""
+
+import os
+import signal
+import threading
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+
+import fitflax
+from fitflax.callbacks import Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, Phase
+from fitflax.callbacks.base import HOOKS
+from fitflax.errors import CallbackError, FitflaxWarning
+from fitflax.parallel import DataParallel
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(6, 4)).astype(np.float32)
+Y = RNG.normal(size=(6, 3)).astype(np.float32)
+
+
+def make(metrics=None, rate=0.1):
+    trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(jax.devices()[:1]))
+    trainer.compile(optax.sgd(rate), loss="mse", metrics=metrics)
+    return trainer
+
+
+class Recorder(Callback):
+    """Notes every call of every hook as `(who, hook, number)` in one list."""
+
+    def __init__(self, name, calls, logs=None):
+        self.name, self.calls, self.logs = name, calls, logs
+
+    def note(self, hook, *arguments):
+        *numbers, last = arguments
+        shown = last.step if hook == "on_checkpoint" else numbers[0] if numbers else None
+        self.calls.append((self.name, hook.removeprefix("on_"), shown))
+        if self.logs is not None and hook != "on_checkpoint":
+            self.logs.append((hook.removeprefix("on_"), sorted(last)))
+
+
+for _hook in HOOKS:
+    setattr(Recorder, _hook, lambda self, *arguments, _hook=_hook: self.note(_hook, *arguments))
+
+
+def hooks_of(calls):
+    return [hook if number is None else f"{hook} {number}" for _, hook, number in calls]
+
+
+def record(fit):
+    calls = []
+    fit(Recorder("a", calls))
+    return hooks_of(calls)
+
+
+VALIDATION = ["test_begin", "test_batch_begin 0", "test_batch_end 0", "test_batch_begin 1", "test_batch_end 1", "test_end"]
+
+
+def batch(number):
+    return [f"train_batch_begin {number}", f"train_batch_end {number}"]
+
+
+# --- The order of calls ---
+
+
+def test_the_hooks_of_a_fit_with_validation_are_exactly_these_and_each_is_called_of_all_callbacks_in_turn():
+    calls = []
+    make().fit(X, Y, batch_size=3, epochs=2, validation_data=(X, Y), validation_batch_size=4, callbacks=[Recorder(name, calls) for name in "abc"], verbose=0)
+    expected = ["train_begin"]
+    for epoch in (0, 1):
+        expected += [f"epoch_begin {epoch}", *batch(0), *batch(1), *VALIDATION, f"epoch_end {epoch}", f"checkpoint {2 * epoch + 2}"]
+    expected += ["train_end"]
+    assert hooks_of(calls[::3]) == expected
+    assert [name for name, _, _ in calls] == ["a", "b", "c"] * len(expected)
+    assert hooks_of(calls) == [call for call in expected for _ in "abc"]
+
+
+def test_checkpoints_within_an_epoch_come_between_two_batches():
+    calls = []
+    recorder = Recorder("a", calls)
+    recorder.every = fitflax.every(steps=2) | fitflax.every(epochs=1)
+    make().fit(X, Y, batch_size=2, epochs=2, callbacks=[recorder], verbose=0)
+    assert hooks_of(calls) == [
+        "train_begin",
+        *("epoch_begin 0", *batch(0), *batch(1), "checkpoint 2", *batch(2), "epoch_end 0", "checkpoint 3"),
+        *("epoch_begin 1", *batch(0), "checkpoint 4", *batch(1), *batch(2), "epoch_end 1", "checkpoint 6"),
+        "train_end",
+    ]
+
+
+def test_a_stop_within_an_epoch_gives_that_steps_checkpoint_then_validation_and_the_end_of_the_epoch():
+    trainer = make()
+
+    def fit(recorder):
+        stop = LambdaCallback(on_train_batch_end=lambda batch, logs: trainer.stop() if trainer.step == 5 else None)
+        trainer.fit(X, Y, batch_size=2, epochs=4, validation_data=(X, Y), validation_batch_size=3, callbacks=[recorder, stop], verbose=0)
+
+    assert record(fit) == [
+        "train_begin",
+        *("epoch_begin 0", *batch(0), *batch(1), *batch(2), *VALIDATION, "epoch_end 0", "checkpoint 3"),
+        *("epoch_begin 1", *batch(0), *batch(1), "checkpoint 5", *VALIDATION, "epoch_end 1"),
+        "train_end",
+    ]
+
+
+def test_steps_that_end_within_an_epoch_close_it_like_a_stop():
+    calls = record(lambda recorder: make().fit(X, Y, batch_size=2, steps=2, callbacks=[recorder], verbose=0))
+    assert calls == ["train_begin", "epoch_begin 0", *batch(0), *batch(1), "checkpoint 2", "epoch_end 0", "train_end"]
+
+
+def test_data_that_ends_within_an_epoch_closes_it_like_a_stop():
+    def fit(recorder):
+        with pytest.warns(FitflaxWarning, match="ended before"):
+            make().fit(iter([(X, Y)] * 2), steps_per_epoch=5, callbacks=[recorder], verbose=0)
+
+    assert record(fit) == ["train_begin", "epoch_begin 0", *batch(0), *batch(1), "checkpoint 2", "epoch_end 0", "train_end"]
+
+
+def test_a_stop_in_an_epochs_last_batch_is_an_ordinary_end_of_epoch():
+    trainer = make()
+    stop = LambdaCallback(on_train_batch_end=lambda batch, logs: trainer.stop() if trainer.step == 2 else None)
+    calls = record(lambda recorder: trainer.fit(X, Y, batch_size=3, epochs=3, callbacks=[recorder, stop], verbose=0))
+    assert calls == ["train_begin", "epoch_begin 0", *batch(0), *batch(1), "epoch_end 0", "checkpoint 2", "train_end"]
+
+
+def test_a_stop_in_on_epoch_begin_of_a_later_epoch_is_obeyed_before_its_first_batch():
+    trainer = make()
+    stop = LambdaCallback(on_epoch_begin=lambda epoch, logs: trainer.stop() if epoch == 1 else None)
+    trainer.fit(X, Y, batch_size=3, epochs=3, callbacks=[stop], verbose=0)
+    assert trainer.step == 2
+
+
+def test_a_stop_in_on_train_begin_makes_no_step():
+    trainer = make()
+    trainer.build((X, Y))
+    stop = LambdaCallback(on_train_begin=lambda logs: trainer.stop("not today"))
+    calls = record(lambda recorder: trainer.fit(X, Y, callbacks=[stop, recorder], verbose=0))
+    assert (calls, trainer.step, trainer.stop_reason) == (["train_begin", "train_end"], 0, "not today")
+
+
+def test_epochs_are_counted_from_the_initial_epoch():
+    calls = record(lambda recorder: make().fit(X, Y, epochs=4, initial_epoch=2, callbacks=[recorder], verbose=0))
+    assert [call for call in calls if call.startswith("epoch")] == ["epoch_begin 2", "epoch_end 2", "epoch_begin 3", "epoch_end 3"]
+
+
+def test_a_run_with_nothing_to_do_begins_and_ends():
+    assert record(lambda recorder: make().fit(X, Y, epochs=2, initial_epoch=2, callbacks=[recorder], verbose=0)) == ["train_begin", "train_end"]
+
+
+def test_evaluate_and_predict_call_their_own_hooks_alone():
+    trainer = make()
+    trainer.build((X, Y))
+    assert record(lambda recorder: trainer.evaluate(X, Y, batch_size=3, callbacks=[recorder], verbose=0)) == VALIDATION
+    calls = record(lambda recorder: trainer.predict(X, batch_size=3, callbacks=[recorder]))
+    assert sorted(calls) == sorted(call.replace("test", "predict") for call in VALIDATION)
+    assert (calls[0], calls[-1]) == ("predict_begin", "predict_end")
+    ends = [call for call in calls if call.startswith("predict_batch_end")]
+    assert ends == ["predict_batch_end 0", "predict_batch_end 1"]
+
+
+def test_each_named_validation_set_is_an_evaluation_of_its_own():
+    calls = record(lambda recorder: make().fit(X, Y, validation_data={"a": (X, Y), "b": (X, Y)}, callbacks=[recorder], verbose=0))
+    assert calls.count("test_begin") == calls.count("test_end") == 2
+
+
+# --- Ends that are no ends in order ---
+
+
+@pytest.mark.parametrize(
+    "hook", ["on_train_begin", "on_epoch_begin", "on_train_batch_begin", "on_train_batch_end", "on_test_batch_end", "on_epoch_end", "on_checkpoint"]
+)
+def test_on_train_end_is_called_whatever_an_error_broke_off(hook):
+    calls = []
+
+    def fail(*arguments):
+        raise ArithmeticError(hook)
+
+    callbacks = [Recorder("a", calls), LambdaCallback(**{hook: fail}), Recorder("b", calls)]
+    with pytest.raises(ArithmeticError, match=hook):
+        make().fit(X, Y, batch_size=3, validation_data=(X, Y), callbacks=callbacks, verbose=0)
+    assert calls[-2:] == [("a", "train_end", None), ("b", "train_end", None)]
+    assert [call[1] for call in calls].count("train_end") == 2
+
+
+def test_an_error_in_a_hook_leaves_a_checkpoint_of_the_last_finished_step():
+    def fail(batch, logs):
+        if batch == 1:
+            raise ArithmeticError
+
+    def fit(recorder):
+        with pytest.raises(ArithmeticError):
+            make().fit(X, Y, batch_size=2, callbacks=[recorder, LambdaCallback(on_train_batch_end=fail)], verbose=0)
+
+    assert record(fit) == ["train_begin", "epoch_begin 0", *batch(0), *batch(1), "checkpoint 2", "train_end"]
+
+
+def test_an_error_of_the_data_ends_the_run_and_the_trainer_goes_on_afterwards():
+    def batches():
+        yield X, Y
+        yield X, Y
+        raise OSError("disk on fire")
+
+    trainer = make()
+
+    def fit(recorder):
+        with pytest.raises(OSError, match="disk on fire"):
+            trainer.fit(batches, callbacks=[recorder], verbose=0)
+
+    calls = record(fit)
+    assert calls[-1] == "train_end" and "epoch_end 0" not in calls
+    assert trainer.step in (1, 2)
+    before = trainer.step
+    trainer.fit(X, Y, verbose=0)
+    assert trainer.step == before + 1
+
+
+def test_on_train_end_of_one_callback_is_called_though_that_of_another_fails():
+    calls = []
+
+    def fail(logs):
+        raise ArithmeticError("at the end")
+
+    with pytest.raises(ArithmeticError, match="at the end"):
+        make().fit(X, Y, callbacks=[Recorder("a", calls), LambdaCallback(on_train_end=fail), Recorder("b", calls)], verbose=0)
+    assert calls[-2:] == [("a", "train_end", None), ("b", "train_end", None)]
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)], ids=["SIGINT", "SIGTERM"])
+def test_a_signal_ends_the_run_after_the_present_step_with_a_checkpoint_and_on_train_end(number, expected):
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    trainer = make()
+
+    def kill(batch, logs):
+        if batch == 1:
+            os.kill(os.getpid(), number)
+
+    def fit(recorder):
+        with pytest.raises(expected) as raised:
+            trainer.fit(X, Y, batch_size=2, epochs=3, callbacks=[recorder, LambdaCallback(on_train_batch_begin=kill)], verbose=0)
+        if expected is SystemExit:
+            assert raised.value.code == 128 + signal.SIGTERM
+
+    assert record(fit) == ["train_begin", "epoch_begin 0", *batch(0), *batch(1), "checkpoint 2", "train_end"]
+    assert trainer.step == 2
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+
+
+def test_a_signal_in_a_validation_ends_it_at_its_next_batch():
+    def fit(recorder):
+        kill = LambdaCallback(on_test_batch_begin=lambda batch, logs: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            make().fit(X, Y, batch_size=3, validation_data=(X, Y), validation_batch_size=2, callbacks=[recorder, kill], verbose=0)
+
+    calls = record(fit)
+    assert calls[-2:] == ["checkpoint 2", "train_end"]
+    assert calls.count("test_batch_end 0") == 1 and "test_batch_begin 1" not in calls and "epoch_end 0" not in calls
+
+
+def test_a_second_ctrl_c_leaves_at_once_and_on_train_end_is_called():
+    def kill(batch, logs):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def fit(recorder):
+        with pytest.raises(KeyboardInterrupt):
+            make().fit(X, Y, batch_size=2, callbacks=[recorder, LambdaCallback(on_train_batch_end=kill)], verbose=0)
+
+    assert record(fit)[-1] == "train_end"
+
+
+def test_a_signal_saves_though_its_checkpoint_is_not_due(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path / "run", every=fitflax.every(steps=100), save_last=False)
+    kill = LambdaCallback(on_train_batch_begin=lambda batch, logs: os.kill(os.getpid(), signal.SIGINT) if batch == 1 else None)
+    with pytest.raises(KeyboardInterrupt):
+        make().fit(X, Y, batch_size=2, epochs=3, callbacks=[checkpoint, kill], verbose=0)
+    assert checkpoint.store.steps() == [2]
+
+
+def test_a_fit_off_the_main_thread_leaves_signals_alone_and_works():
+    results = []
+    handler = signal.getsignal(signal.SIGINT)
+    thread = threading.Thread(target=lambda: results.append((make().fit(X, Y, verbose=0).epoch, signal.getsignal(signal.SIGINT))))
+    thread.start()
+    thread.join()
+    assert results == [([0], handler)]
+
+
+# --- Logs ---
+
+
+def test_case_9_begin_hooks_get_nothing_and_end_hooks_get_what_was_measured():
+    logs = []
+    trainer = make(metrics=["mae"])
+    trainer.fit(X, Y, batch_size=3, validation_data=(X, Y), callbacks=[Recorder("a", [], logs)], verbose=0)
+    trainer.evaluate(X, Y, callbacks=[Recorder("a", [], logs)], verbose=0)
+    trainer.predict(X, callbacks=[Recorder("a", [], logs)])
+    train, validation = ["loss", "mae"], ["loss", "mae", "val_loss", "val_mae"]
+    expected = {
+        "train_batch_end": train,
+        "epoch_end": validation,
+        "train_end": validation,
+        "test_batch_end": train,
+        "test_end": train,
+        "predict_batch_end": ["outputs"],
+        "predict_end": [],
+    }
+    assert {hook for hook, _ in logs} == {hook.removeprefix("on_") for hook in HOOKS} - {"checkpoint"}
+    for hook, keys in logs:
+        assert keys == ([] if hook.endswith("begin") else expected[hook]), hook
+
+
+def test_the_logs_of_a_predicted_batch_hold_its_outputs():
+    trainer, outputs = make(), []
+    trainer.build((X, Y))
+    watch = LambdaCallback(on_predict_batch_end=lambda batch, logs: outputs.append(logs["outputs"]))
+    whole = trainer.predict(X, batch_size=4, callbacks=[watch])
+    assert [part.shape for part in outputs] == [(4, 3), (2, 3)] and all(type(part) is np.ndarray for part in outputs)
+    np.testing.assert_array_equal(np.concatenate(outputs), whole)
+
+
+def test_logs_are_running_values_of_the_epoch():
+    seen = []
+    watch = LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(logs["loss"]), on_epoch_end=lambda epoch, logs: seen.append(logs["loss"]))
+    make(rate=0.0).fit(X, Y, batch_size=3, epochs=2, shuffle=False, callbacks=[watch], verbose=0)
+    assert seen[:3] == seen[3:] and seen[1] == seen[2] != seen[0]
+
+
+def test_logs_kept_from_earlier_batches_can_be_read_later():
+    kept = []
+    keep = LambdaCallback(on_train_batch_end=lambda batch, logs: kept.append(logs))
+    make().fit(X, Y, batch_size=2, epochs=2, callbacks=[keep], verbose=0)
+    seen = []
+    read = LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(logs["loss"]))
+    make().fit(X, Y, batch_size=2, epochs=2, callbacks=[read], verbose=0)
+    assert [logs["loss"] for logs in kept] == seen
+
+
+def test_what_one_callback_adds_to_the_logs_those_after_it_and_the_history_see():
+    seen = []
+    first = LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append("added" in logs))
+    adds = LambdaCallback(on_epoch_end=lambda epoch, logs: logs.__setitem__("added", epoch + 0.5))
+    later = LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(logs["added"]), on_train_end=lambda logs: seen.append(logs["added"]))
+    checkpoints = LambdaCallback(lambda checkpoint: seen.append(checkpoint.metrics["train"]["added"]))
+    history = make().fit(X, Y, epochs=2, callbacks=[first, adds, later, checkpoints], verbose=0)
+    assert seen == [False, 0.5, 0.5, False, 1.5, 1.5, 1.5]
+    assert history.history["added"] == [0.5, 1.5]
+
+
+def test_what_is_added_to_the_logs_of_a_batch_those_after_it_see():
+    seen = []
+    adds = LambdaCallback(on_train_batch_end=lambda batch, logs: logs.__setitem__("added", batch))
+    later = LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append((logs["added"], "loss" in logs)))
+    make().fit(X, Y, batch_size=3, callbacks=[adds, later], verbose=0)
+    assert seen == [(0, True), (1, True)]
+
+
+def test_a_monitor_may_be_a_value_that_another_callback_adds():
+    values = iter([1.0, 2.0, 3.0])
+    adds = LambdaCallback(on_epoch_end=lambda epoch, logs: logs.__setitem__("score", next(values)))
+    stops = EarlyStopping("score", mode="min")
+    # Listed before it; those that decide come after those of the user all the same.
+    history = make().fit(X, Y, epochs=5, callbacks=[stops, adds], verbose=0)
+    assert history.history["score"] == [1.0, 2.0]
+
+
+def test_reading_no_logs_reads_nothing_from_the_device(monkeypatch):
+    from fitflax import logs
+
+    reads = []
+    original = logs.Values._read
+    monkeypatch.setattr(logs.Values, "_read", lambda self: (reads.append(self._host is None), original(self))[1])
+    watch = LambdaCallback(on_train_batch_end=lambda batch, logs: len(logs), on_epoch_end=lambda epoch, logs: None)
+    make().fit(X, Y, batch_size=2, epochs=1, callbacks=[watch], verbose=0)
+    assert sum(reads) == 1  # The history's row.
+
+
+def test_all_values_of_a_log_point_are_read_in_one_transfer(monkeypatch):
+    from fitflax import logs
+
+    reads = []
+    original = logs.Values._read
+    monkeypatch.setattr(logs.Values, "_read", lambda self: (reads.append(self._host is None), original(self))[1])
+    first = LambdaCallback(on_epoch_end=lambda epoch, logs: (logs["loss"], logs["mae"]))
+    second = LambdaCallback(lambda checkpoint: (checkpoint.loss, checkpoint.gradients_norm, checkpoint.metrics), on_epoch_end=lambda epoch, logs: dict(logs))
+    make(metrics=["mae"]).fit(X, Y, batch_size=2, epochs=1, callbacks=[first, second], verbose=0)
+    assert sum(reads) == 1
+
+
+# --- Who is called ---
+
+
+def test_callbacks_are_called_by_the_kind_of_their_work_and_then_as_listed():
+    calls = []
+
+    def of(name, phase):
+        kind = type(name, (Recorder,), {"phase": phase})
+        return kind(name, calls)
+
+    phases = {"best": Phase.SAVE_BEST, "save": Phase.SAVE, "record": Phase.RECORD, "user 1": Phase.USER, "decide": Phase.DECIDE, "change": Phase.CHANGE}
+    callbacks = [*(of(name, phase) for name, phase in phases.items()), of("user 2", Phase.USER)]
+    make().fit(X, Y, callbacks=callbacks, verbose=0)
+    names = ["change", "user 1", "user 2", "decide", "record", "best", "save"]
+    assert [name for name, _, _ in calls] == names * (len(calls) // len(names))
+
+
+def test_everything_is_on_disk_before_a_checkpoint_is_saved():
+    calls = []
+
+    class Writer(Callback):
+        phase = Phase.RECORD
+
+        def on_epoch_end(self, epoch, logs):
+            calls.append("write")
+
+        def on_checkpoint(self, checkpoint):
+            calls.append("record")
+
+        def sync(self):
+            calls.append("sync")
+
+    class Saver(Callback):
+        phase = Phase.SAVE
+
+        def on_checkpoint(self, checkpoint):
+            calls.append("save")
+
+    make().fit(X, Y, callbacks=[Saver(), Writer()], verbose=0)
+    assert calls[:4] == ["write", "record", "sync", "save"]
+
+
+def test_a_hook_that_nobody_overrides_is_not_called(monkeypatch):
+    def fail(self, *arguments):
+        raise AssertionError("called although nobody overrides it")
+
+    for hook in ("on_train_batch_begin", "on_train_batch_end", "on_epoch_begin", "on_test_batch_end", "on_checkpoint"):
+        monkeypatch.setattr(Callback, hook, fail)
+
+    class Silent(Callback):
+        pass
+
+    make().fit(X, Y, validation_data=(X, Y), callbacks=[Silent()], verbose=0)
+
+
+def test_a_subclass_need_not_call_the_initializer_of_its_base():
+    class Careless(Callback):
+        def __init__(self):
+            self.epochs = []
+
+        def on_epoch_end(self, epoch, logs):
+            self.epochs.append((epoch, self.trainer.step, self.params["epochs"], self.params["steps"]))
+
+    careless = Careless()
+    make().fit(X, Y, batch_size=3, epochs=2, callbacks=[careless], verbose=0)
+    assert careless.epochs == [(0, 2, 2, 2), (1, 4, 2, 2)]
+
+
+def test_an_instance_serves_two_fits_and_two_trainers():
+    calls = []
+    recorder = Recorder("a", calls)
+    one, other = make(), make()
+    one.fit(X, Y, callbacks=[recorder], verbose=0)
+    first, calls[:] = list(calls), []
+    assert recorder.trainer is one
+    other.fit(X, Y, callbacks=[recorder], verbose=0)
+    assert calls == first and recorder.trainer is other
+
+
+def test_callbacks_reach_the_trainer():
+    seen = {}
+
+    def look(epoch, logs):
+        view = watch.trainer
+        seen.update(step=view.step, model=view.model, params=view.state.params, reason=view.stop_reason)
+        view.stop("seen enough")
+
+    watch = LambdaCallback(on_epoch_end=look)
+    trainer = make()
+    trainer.fit(X, Y, epochs=3, callbacks=[watch], verbose=0)
+    assert (seen["step"], seen["model"], seen["reason"], trainer.stop_reason) == (1, trainer.model, None, "seen enough")
+    np.testing.assert_array_equal(seen["params"]["kernel"], trainer.state.params["kernel"])
+
+
+def test_callbacks_may_be_any_iterable():
+    calls = []
+    make().fit(X, Y, callbacks=(Recorder(name, calls) for name in "ab"), verbose=0)
+    assert {name for name, _, _ in calls} == {"a", "b"}
+
+
+def test_a_fit_within_a_hook_of_another_trainer_works():
+    inner = make()
+
+    def fit(epoch, logs):
+        logs["inner"] = inner.fit(X, Y, verbose=0).history["loss"][0]
+
+    history = make().fit(X, Y, epochs=2, callbacks=[LambdaCallback(on_epoch_end=fit)], verbose=0)
+    assert history.history["inner"][1] < history.history["inner"][0]
+
+
+# --- Callbacks that cannot be ---
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "message"),
+    [
+        ([EarlyStopping], r"callbacks takes instances. Received: the class EarlyStopping; call it: EarlyStopping\(...\)"),
+        ([print], r"Received: a builtin_function_or_method. Wrap a function in LambdaCallback"),
+        ([None], r"instances of fitflax.callbacks.Callback. Received: a NoneType"),
+    ],
+)
+def test_what_is_no_callback_is_an_error(callbacks, message):
+    with pytest.raises(CallbackError, match=message):
+        make().fit(X, Y, callbacks=callbacks, verbose=0)
+
+
+def test_a_single_callback_without_a_list_is_an_error_that_says_so():
+    with pytest.raises((CallbackError, TypeError), match=r"callbacks"):
+        make().fit(X, Y, callbacks=EarlyStopping("loss"), verbose=0)
+
+
+def test_a_callback_given_twice_is_an_error():
+    callback = EarlyStopping("loss")
+    with pytest.raises(CallbackError, match="given twice"):
+        make().fit(X, Y, callbacks=[callback, callback], verbose=0)
+
+
+def test_two_callbacks_whose_state_has_the_same_key_are_an_error_before_the_first_step():
+    trainer = make()
+    with pytest.raises(CallbackError, match=r"EarlyStopping\(monitor='loss'\)"):
+        trainer.fit(X, Y, callbacks=[EarlyStopping("loss", patience=1), EarlyStopping("loss", patience=2)], verbose=0)
+    assert trainer.step == 0

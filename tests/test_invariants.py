@@ -1,0 +1,319 @@
+"""The invariants of the design that a whole run shows: compilations, reads from the device, steps in flight."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax._src import array as jax_array
+
+import fitflax
+from fitflax.callbacks import BestCheckpoint, EarlyStopping, LambdaCallback, ModelCheckpoint, TerminateOnNaN
+from fitflax.logs import Values
+from fitflax.parallel import DataParallel
+
+Devices = Callable[[int], list[jax.Device]]
+RNG = np.random.default_rng(2)
+X = RNG.normal(size=(23, 4)).astype(np.float32)
+Y = RNG.normal(size=(23, 2)).astype(np.float32)
+
+
+class Net(nn.Module):
+    """With batch statistics, dropout and a counter, so that all kinds of state pass through."""
+
+    @nn.compact
+    def __call__(self, x: Any, train: bool) -> Any:
+        count = self.variable("counts", "n", lambda: jnp.zeros((), jnp.int32))
+        if train:
+            count.value += 1
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(3)(x))
+        return nn.Dense(2)(nn.Dropout(0.1, deterministic=not train)(x))
+
+
+def trainer_of(devices: list[jax.Device], optimizer: Any = "adam", model: nn.Module | None = None) -> fitflax.Trainer:
+    trainer = fitflax.Trainer(Net() if model is None else model, parallel=DataParallel(devices))
+    trainer.compile(optimizer, "mse", ["mae"])
+    return trainer
+
+
+# -- 1: compilations --
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 4])
+def test_train_evaluate_and_predict_compile_one_program_each(num_devices: int, devices: Devices, compilations: Any):
+    trainer = trainer_of(devices(num_devices))
+    trainer.build((X, Y))
+    with compilations.counted() as training:
+        trainer.fit(X, Y, batch_size=5, epochs=3, verbose=0)
+    assert training.count == 1, training.names
+    with compilations.counted() as evaluating:
+        trainer.evaluate(X, Y, batch_size=5, verbose=0)
+    assert evaluating.count == 1, evaluating.names
+    with compilations.counted() as predicting:
+        trainer.predict(X, batch_size=5)
+    assert predicting.count == 1, predicting.names
+    with compilations.counted() as again:
+        trainer.fit(X, Y, batch_size=5, epochs=2, validation_data=(X[:7], Y[:7]), verbose=0)
+        trainer.evaluate(X[:11], Y[:11], batch_size=5, verbose=0)
+        trainer.predict(X[:4], batch_size=5)
+    assert again.count == 0, again.names
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_a_run_with_validation_a_ragged_batch_and_four_callbacks_compiles_training_and_evaluation_once(
+    num_devices: int, devices: Devices, compilations: Any, tmp_path: Any
+):
+    trainer = trainer_of(devices(num_devices))
+    trainer.build((X, Y))
+    callbacks = [
+        ModelCheckpoint(tmp_path / "checkpoints"),
+        BestCheckpoint(tmp_path / "best"),
+        EarlyStopping(patience=5),
+        LambdaCallback(on_train_batch_end=lambda batch, logs: dict(logs)),
+    ]
+    with compilations.counted() as counted:
+        trainer.fit(X, Y, batch_size=5, epochs=3, validation_data=(X[:7], Y[:7]), callbacks=callbacks, verbose=0)
+    programs = [name for name in counted.names if name in ("jit(_fun)", "jit(train_step)", "jit(eval_step)")]
+    assert len(programs) == 2, counted.names
+    # What else there is serves the callbacks, and is compiled once.
+    with compilations.counted() as again:
+        trainer.fit(X, Y, batch_size=5, epochs=2, validation_data=(X[:7], Y[:7]), callbacks=[EarlyStopping(patience=5)], verbose=0)
+    assert again.count == 0, again.names
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_streams_of_ragged_batches_compile_one_program(num_devices: int, devices: Devices, compilations: Any):
+    trainer = trainer_of(devices(num_devices))
+    cuts = [0, 6, 7, 13, 15, 21, 23]
+    trainer.build((X, Y))
+    with compilations.counted() as counted:
+        trainer.fit(lambda: ((X[a:b], Y[a:b]) for a, b in itertools.pairwise(cuts)), epochs=2, verbose=0)
+    assert counted.count == 1, counted.names
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("placed", [False, True])
+def test_streams_of_ragged_jax_arrays_compile_one_step(num_devices: int, placed: bool, devices: Devices, compilations: Any):
+    put = (lambda array: jax.device_put(array, devices(1)[0])) if placed else jnp.asarray
+    batches = [(put(X[:6]), put(Y[:6])), (put(X[6:9]), put(Y[6:9])), (put(X[9:15]), put(Y[9:15]))]
+    trainer = trainer_of(devices(num_devices))
+    trainer.build((X, Y))
+    with compilations.counted() as counted:
+        trainer.fit(lambda: iter(batches), epochs=2, verbose=0)
+    steps = [name for name in counted.names if name in ("jit(_fun)", "jit(train_step)")]
+    assert len(steps) == 1, counted.names
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_setting_the_learning_rate_or_the_state_compiles_nothing(num_devices: int, devices: Devices, compilations: Any):
+    trainer = trainer_of(devices(num_devices))
+    trainer.fit(X, Y, batch_size=5, verbose=0)
+    state = jax.tree.map(lambda leaf: leaf, trainer.state)
+    trainer.fit(X, Y, batch_size=5, verbose=0)
+    with compilations.counted() as counted:
+        trainer.learning_rate = 0.5
+        trainer.fit(X, Y, batch_size=5, verbose=0)
+        trainer.replace_state(state)
+        trainer.fit(X, Y, batch_size=5, verbose=0)
+    assert counted.count == 0, counted.names
+
+
+def test_a_state_of_weakly_typed_or_numpy_values_compiles_nothing(devices: Devices, compilations: Any):
+    class Scale(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            # As careless as users are: a parameter and a variable without a type of their own.
+            moved = self.variable("moved", "n", lambda: jnp.asarray(1.0))
+            moved.value = moved.value * 2
+            return x[:, :2] * self.param("scale", lambda key: jnp.asarray(1.0))
+
+    trainer = trainer_of(devices(2), "sgd", Scale())
+    trainer.build((X, Y))
+    with compilations.counted() as counted:
+        trainer.fit(X, Y, batch_size=5, epochs=2, verbose=0)
+    assert counted.count == 1, counted.names
+    states = [dataclasses.replace(trainer.state, params={"scale": value}) for value in (jnp.asarray(2.0), np.float32(3), jnp.float32(4))]
+    trainer.fit(X, Y, batch_size=5, verbose=0)
+    with compilations.counted() as counted:
+        for state in states:
+            trainer.replace_state(state)
+            trainer.fit(X, Y, batch_size=5, verbose=0)
+    assert "jit(_fun)" not in counted.names
+
+
+def test_single_batches_compile_one_program_each(devices: Devices, compilations: Any):
+    trainer = trainer_of(devices(2))
+    trainer.build((X, Y))
+    with compilations.counted() as counted:
+        for rows in (8, 3, 8, 1):
+            trainer.train_on_batch((X[:rows], Y[:rows]))
+            trainer.test_on_batch((X[:rows], Y[:rows]))
+            trainer.predict_on_batch(X[:rows])
+    assert counted.count == 3, counted.names
+
+
+# -- 2: reads from the device --
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The shape of every array that came to the host, in whatever way: some of them are hidden behind the buffer protocol, so the callers are watched."""
+    found: list[Any] = []
+
+    def watch(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def watched(value: Any, *args: Any, **kwargs: Any) -> Any:
+            found.extend(leaf.shape for leaf in jax.tree.leaves(value) if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer))
+            return original(value, *args, **kwargs)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    for name in ("asarray", "array"):
+        watch(np, name)
+    watch(jax, "device_get")
+    for name in ("__float__", "__int__", "__bool__", "__index__", "item", "tolist"):
+        watch(jax_array.ArrayImpl, name)
+    return found
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_hundred_steps_with_two_log_points_read_at_most_three_times(num_devices: int, devices: Devices, reads: list[Any]):
+    trainer = trainer_of(devices(num_devices))
+    trainer.fit(X, Y, batch_size=5, verbose=0)
+    reads.clear()
+    trainer.fit(X, Y, batch_size=5, steps=100, steps_per_epoch=100, log_every=50, callbacks=[TerminateOnNaN()], verbose=0)
+    assert trainer.step == 105
+    assert 1 <= len(reads) <= 3, reads
+
+
+def test_the_reads_that_are_counted_are_those_that_happen(devices: Devices, reads: list[Any]):
+    """The control: a callback that reads every batch is seen."""
+    trainer = trainer_of(devices(1))
+    trainer.fit(X, Y, batch_size=5, verbose=0)
+    reads.clear()
+    trainer.fit(X, Y, batch_size=5, steps=20, callbacks=[LambdaCallback(on_train_batch_end=lambda batch, logs: logs["loss"])], verbose=0)
+    assert 20 <= len(reads) <= 26
+
+
+def test_an_evaluation_reads_once(devices: Devices, reads: list[Any]):
+    trainer = trainer_of(devices(2))
+    trainer.build((X, Y))
+    trainer.evaluate(X, Y, batch_size=5, verbose=0)
+    reads.clear()
+    trainer.evaluate(X, Y, batch_size=2, verbose=0)
+    assert len(reads) == 1, reads
+
+
+# -- 4: steps in flight --
+
+
+@pytest.fixture
+def in_flight(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many programs were dispatched and not waited for, right after each dispatch."""
+    found: list[int] = []
+    pending: list[Values] = []
+
+    def seen(values: Values) -> None:
+        # Programs run one after another, so waiting for one waits for all before it.
+        for index, other in enumerate(pending):
+            if other is values:
+                del pending[: index + 1]
+                return
+
+    def noting_wait(method: Any) -> Any:
+        def waiting(self: Values) -> Any:
+            seen(self)
+            return method(self)
+
+        return waiting
+
+    init = Values.__init__
+
+    def noting_init(self: Values, places: Any, vector: Any) -> None:
+        init(self, places, vector)
+        pending.append(self)
+        found.append(len(pending))
+
+    monkeypatch.setattr(Values, "__init__", noting_init)
+    monkeypatch.setattr(Values, "wait", noting_wait(Values.wait))
+    monkeypatch.setattr(Values, "_read", noting_wait(Values._read))
+    return found
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_bounded_number_of_steps_is_in_flight_in_training_and_validation(num_devices: int, devices: Devices, in_flight: list[int]):
+    trainer = trainer_of(devices(num_devices))
+    trainer.fit(X, Y, batch_size=2, epochs=2, validation_data=(X, Y), validation_batch_size=3, verbose=0)
+    bound = DataParallel(devices(num_devices)).max_in_flight
+    assert len(in_flight) == 2 * (12 + 8)
+    assert max(in_flight) <= bound
+    # And it is not that each step is waited for, which would be bounded as well.
+    assert bound == 1 or max(in_flight) > 1
+
+
+def test_the_bound_holds_for_evaluate_and_for_loops_too(devices: Devices, in_flight: list[int]):
+    trainer = trainer_of(devices(2))
+    for _ in trainer.train_loop(X, Y, steps=20, batch_size=2):
+        pass
+    trainer.evaluate(X, Y, batch_size=2, verbose=0)
+    assert max(in_flight) <= DataParallel(devices(2)).max_in_flight
+
+
+def test_long_runs_on_all_devices_come_to_an_end(devices: Devices):
+    trainer = trainer_of(devices(8))
+    trainer.fit(X, Y, batch_size=8, steps=200, steps_per_epoch=200, verbose=0)
+    assert trainer.step == 200
+
+
+# -- 5: one formula --
+
+
+@pytest.mark.parametrize(("size", "num_devices"), [(1, 2), (4, 1), (4, 4), (7, 2), (23, 8), (50, 4)])
+def test_values_are_numpys_for_every_batch_size_and_number_of_devices(size: int, num_devices: int, devices: Devices):
+    class Pass(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return x + self.param("zero", nn.initializers.zeros, ())
+
+    weights = RNG.uniform(0, 2, 23).astype(np.float32) * (np.arange(23) % 3 > 0)
+    trainer = trainer_of(devices(num_devices), optax.sgd(0.0), Pass())
+    history = trainer.fit(Y, 0 * Y, weights, batch_size=size, verbose=0).history
+    assert history["loss"] == [pytest.approx(np.average((Y.astype(np.float64) ** 2).mean(-1), weights=weights), rel=1e-6)]
+    assert history["mae"] == [pytest.approx(np.abs(Y.astype(np.float64)).mean(), rel=1e-6)]
+
+
+# -- 6: state --
+
+
+def test_integer_boolean_and_key_collections_keep_their_dtypes_and_are_equal_on_all_replicas(devices: Devices):
+    class Kept(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            count = self.variable("kept", "count", lambda: jnp.zeros((), jnp.int16))
+            flag = self.variable("kept", "flag", lambda: jnp.zeros(2, bool))
+            key = self.variable("kept", "key", lambda: jax.random.key(0))
+            count.value = (count.value + jax.lax.axis_index("replica").astype(jnp.int16) + 1).astype(jnp.int16)
+            flag.value = flag.value | (x.mean() > 0)
+            key.value = jax.random.fold_in(key.value, jax.lax.axis_index("replica"))
+            self.sow("intermediates", "x", x)
+            return nn.Dense(2)(x)
+
+    trainer = trainer_of(devices(4), optax.adamw(0.01), Kept())
+    trainer.build((X, Y))
+    before = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), trainer.state)
+    trainer.fit(X, Y, batch_size=8, epochs=2, verbose=0)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), trainer.state) == before
+    assert list(trainer.state.model_state) == ["kept"]
+    for leaf in jax.tree.leaves(trainer.state):
+        data = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        first, *others = [np.asarray(shard.data) for shard in data.addressable_shards]
+        assert len(others) == 3
+        for other in others:
+            np.testing.assert_array_equal(other, first)
