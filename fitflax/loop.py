@@ -225,8 +225,9 @@ class TrainLoop:
 
     def _yielded(self) -> Checkpoint:
         checkpoint, self._made = self._made or self._make_checkpoint(), None
-        # What a resume will look at once more is handed to those who save, and to nobody else.
-        repeat = self.progress.is_pending or (self._has_yielded and self.progress.step == self._last_yielded)
+        repeat = self._has_yielded and self.progress.step == self._last_yielded
+        if self.progress.is_pending:
+            self.due = set()  # A resume looks at the triggers of this step.
         self._has_yielded = True
         checkpoint.point = dataclasses.replace(checkpoint.point, is_last=self._is_last, is_rescue=self._is_rescue, is_repeat=repeat)
         self._last_yielded = self.progress.step
@@ -316,7 +317,8 @@ class TrainLoop:
                 self._train_one()
                 self._look_ahead()
             # Only an iterator that serves once can turn out to have nothing more; others begin again.
-            has_more = self._is_finished() or self._feed.source.can_restart or self._fetch()
+            ends = self._is_finished() or (self.plan.end_epoch is not None and progress.epoch + 1 >= self.plan.end_epoch)
+            has_more = ends or self._feed.source.can_restart or self._fetch()
             self._close_epoch()
             self._is_rescue = self._is_interrupted()
             self._is_last = self._is_rescue or self._is_finished() or not has_more

@@ -95,11 +95,14 @@ class _InFlight:
         self._limit = limit
         self._pending: collections.deque[Values] = collections.deque()
 
-    def add(self, values: Values) -> None:
-        """Notes the values of a step just dispatched, and waits for those that are `limit` steps older."""
-        self._pending.append(values)
-        if len(self._pending) > self._limit:
+    def make_room(self) -> None:
+        """Waits until one more step may be dispatched."""
+        while len(self._pending) >= self._limit:
             self._pending.popleft().wait()
+
+    def add(self, values: Values) -> None:
+        """Notes the values of a step just dispatched."""
+        self._pending.append(values)
 
 
 class _Structure(NamedTuple):
@@ -171,9 +174,10 @@ class Program:
 
     def _dry_run(self, state: TrainState, feed: Batch, train: bool) -> _Structure:
         order: list[str] = []
+        empties: dict[str, Any] = {}
 
         def metrics_of(state: TrainState, batch: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
-            metrics = self.task.batch_metrics(state, batch, train=train)
+            metrics = self.task.batch_metrics(state, batch, train=train, empties=empties)
             order[:] = metrics
             # Merging once gives the shapes that sums keep from then on; empty ones may begin as scalars.
             return metrics, {key: metric.empty().merge(metric) for key, metric in metrics.items()}
@@ -182,7 +186,11 @@ class Program:
         abstract, merged = jax.eval_shape(compiled, state, feed)
         empty = {}
         for key, metric in abstract.items():
-            leaves = jax.tree.map(lambda want, have: np.array(np.broadcast_to(np.asarray(have, want.dtype), want.shape)), merged[key], metric.empty())
+            leaves = jax.tree.map(
+                lambda want, have: np.array(np.broadcast_to(np.asarray(have, want.dtype), want.shape)),
+                merged[key],
+                empties[key] if key in empties else metric.empty(),
+            )
             empty[key] = leaves
         parts = getattr(abstract.get("loss"), "parts", {})
         scalar = any(getattr(part, "name", None) == SCALAR for part in parts.values())
@@ -235,6 +243,7 @@ class Program:
         """Dispatches one update; `state` and `sums` are consumed."""
         structure = self._structures[True]
         _check_scalar(structure, fed)
+        self._in_flight.make_room()
         state, sums, vector = self._train(state, sums, self.strategy.feed(fed.batch))
         self.has_trained = True
         values = StepValues(structure.places, vector)
@@ -245,6 +254,7 @@ class Program:
         """Dispatches the evaluation of one batch; `sums` is consumed."""
         structure = self._structures[False]
         _check_scalar(structure, fed)
+        self._in_flight.make_room()
         sums, vector = self._eval(state.params, state.model_state, state.key, sums, self.strategy.feed(fed.batch))
         values = Values(structure.places, vector)
         self._in_flight.add(values)

@@ -146,6 +146,7 @@ class Task:
         variables = self.model.init(rngs, x)
         params = variables.pop("params", {})
         model_state = {name: tree for name, tree in variables.items() if name not in self.transient}
+        params, model_state = self.strategy.first((params, model_state))  # A module may ask for its replica's number.
         opt_state = () if self.optimizer is None else self.optimizer.init(params)
         state = TrainState(step=jnp.int32(0), params=params, model_state=model_state, opt_state=opt_state, key=key)
         return cast(TrainState, strong_types(state))
@@ -160,8 +161,22 @@ class Task:
         values, aux = self.objective.losses(outputs, batch.y)
         return values, changed, {**aux, OUTPUTS: outputs}
 
-    def _forward(self, params: PyTree, model_state: dict[str, PyTree], batch: Batch, *, rngs: dict[str, jax.Array], train: bool) -> tuple[jax.Array, _Losses]:
-        """Returns this replica's part of the global loss, and the rest of what the pass yields."""
+    def _forward(
+        self,
+        params: PyTree,
+        model_state: dict[str, PyTree],
+        batch: Batch,
+        *,
+        rngs: dict[str, jax.Array],
+        train: bool,
+        order: list[str] | None = None,
+        empties: dict[str, Metric] | None = None,
+    ) -> tuple[jax.Array, _Losses]:
+        """Returns this replica's part of the global loss, and the rest of what the pass yields.
+
+        What JAX loses on the way out of a transformation is noted in `order`, the keys of the metrics as they are shown, and `empties`, users' metrics
+        without any batch.
+        """
         compute = self.compute_loss or self.default_loss
         values, changed, aux = _checked_triple(compute(params, model_state, batch, rngs=rngs, train=train))
         parts = values if isinstance(values, Mapping) else {"loss": values}
@@ -174,7 +189,7 @@ class Task:
             local += share
         sown = [leaf for leaf in jax.tree.leaves(changed.get("losses", ())) if "losses" in self.transient]
         if sown:
-            value = sum((jnp.sum(leaf.astype(jnp.float32)) for leaf in sown), start=jnp.float32(0))
+            value = sum((jnp.sum(jnp.asarray(leaf, jnp.float32)) for leaf in sown), start=jnp.float32(0))
             means["sown"], share = self._scalar_part(value, mask)
             local += share
         if train and not means:
@@ -193,6 +208,10 @@ class Task:
         for entry in () if outputs is None else self.objective.entries(outputs, tuple(metrics)):
             chosen = weights if entry.weighted else mask
             metrics[entry.key] = self.objective.update(entry, outputs, batch.y, chosen)
+            if empties is not None:
+                empties[entry.key] = entry.metric.empty()
+        if order is not None:
+            order[:] = metrics
         kept = {name: tree for name, tree in changed.items() if name not in self.transient}
         # One by one: mapping over the dict would sort it, and its order is the order in which values are shown.
         metrics = {key: jax.tree.map(jax.lax.stop_gradient, metric) for key, metric in metrics.items()}
@@ -231,15 +250,15 @@ class Task:
 
     # -- steps --
 
-    def batch_metrics(self, state: TrainState, batch: Batch, *, train: bool) -> dict[str, Metric]:
-        """Returns the metrics of one batch in the order in which they are shown, not joined over replicas.
+    def batch_metrics(self, state: TrainState, batch: Batch, *, train: bool, empties: dict[str, Metric]) -> dict[str, Metric]:
+        """Returns the metrics of one batch in the order in which they are shown, not joined over replicas; notes users' empty metrics in `empties`.
 
         Only their structure is used, which sums are made from.
         """
         if train and self.custom_step is not None:
             return self._custom(state, batch)[1]
         rngs = self._rngs(self.streams.train if train else self.streams.eval, state.key)
-        return self._forward(state.params, state.model_state, batch, rngs=rngs, train=train)[1].metrics
+        return self._forward(state.params, state.model_state, batch, rngs=rngs, train=train, empties=empties)[1].metrics
 
     def train_step(self, state: TrainState, sums: TrainSums, batch: Batch) -> tuple[TrainState, TrainSums, jax.Array]:
         """Returns the state after one update, the epoch's sums, and the step's values for logs (see `fitflax.logs`)."""
@@ -255,11 +274,15 @@ class Task:
         assert values.shape[0] == NUM_STEP_VALUES + len(merged), "fitflax.logs counts another number of step values"
         return state, TrainSums(merged, since), values
 
-    def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Metric], jax.Array, jax.Array]:
-        """Returns the state after one update by the compiled loss, the batch's metrics, its loss and the norm of its gradient, all global."""
+    def update(self, state: TrainState, batch: Batch, *, unify: bool = True) -> tuple[TrainState, dict[str, Metric], jax.Array, jax.Array]:
+        """Returns the state after one update by the compiled loss, the batch's metrics, its loss and the norm of its gradient, all global.
+
+        With `unify=False` the collections are this replica's, for a custom step, after which they are unified anyway.
+        """
         assert self.optimizer is not None
         rngs = self._rngs(self.streams.train, jax.random.fold_in(state.key, state.step))
-        loss_fn = functools.partial(self._forward, model_state=state.model_state, batch=batch, rngs=rngs, train=True)
+        order: list[str] = []
+        loss_fn = functools.partial(self._forward, model_state=state.model_state, batch=batch, rngs=rngs, train=True, order=order)
         (loss, forward), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
         loss, grads = self.strategy.sum((loss, grads))
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
@@ -267,25 +290,33 @@ class Task:
             state,
             step=state.step + 1,
             params=optax.apply_updates(state.params, updates),
-            model_state=self.strategy.unify(forward.model_state),
+            model_state=self.strategy.unify(forward.model_state) if unify else forward.model_state,
             opt_state=opt_state,
         )
-        return same_types(new_state, state), self._join(forward.metrics), loss, optax.tree.norm(grads).astype(jnp.float32)
+        metrics = self._join({key: forward.metrics[key] for key in order})
+        return same_types(new_state, state), metrics, loss, optax.tree.norm(grads).astype(jnp.float32)
 
     def weighted_logs(self, metrics: dict[str, Metric], batch: Batch) -> dict[str, tuple[jax.Array, jax.Array]]:
         """Returns a batch's global metrics as the pairs that a custom step logs: each replica's share of the sum, and of the weight."""
-        mask = batch.mask.astype(jnp.float32)
-        real = jnp.sum(mask)
-        weight = real if batch.weights is None else jnp.sum(_from_left(mask, batch.weights.ndim) * batch.weights)
-        shares = {key: weight if key == "loss" else real for key in metrics}
-        return {key: (metric.compute() * shares[key], shares[key]) for key, metric in metrics.items()}
+        replicas = self.strategy.num_replicas
+        real = jnp.sum(batch.mask.astype(jnp.float32))
+        pairs = {}
+        for key, metric in metrics.items():
+            parts = list(metric.parts.values()) if isinstance(metric, _TotalLoss) else [metric]
+            if len(parts) == 1 and isinstance(parts[0], Mean) and parts[0].transform is None:
+                pairs[key] = (jnp.sum(parts[0].total) / replicas, jnp.sum(parts[0].weight) / replicas)
+            else:
+                pairs[key] = (metric.compute() * real, real)
+        return pairs
 
     def _custom(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Metric]]:
         """Returns the result of the user's own update, its logs as metrics; replicas made equal."""
         assert self.custom_step is not None
-        new_state, logs = self.custom_step(state, batch)
-        if not isinstance(new_state, TrainState) or not isinstance(logs, Mapping):
-            raise ModelError(f"train_step returns (TrainState, dict). Received: ({type(new_state).__name__}, {type(logs).__name__}).")
+        result = self.custom_step(state, batch)
+        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], TrainState) or not isinstance(result[1], Mapping):
+            kinds = [type(part).__name__ for part in result] if isinstance(result, tuple) else type(result).__name__
+            raise ModelError(f"train_step returns (TrainState, dict). Received: {kinds}.")
+        new_state, logs = result
         metrics: dict[str, Metric] = {}
         for key, pair in logs.items():
             if not isinstance(pair, tuple) or len(pair) != 2:
@@ -293,9 +324,11 @@ class Task:
             total, weight = (jnp.asarray(value, jnp.float32) for value in pair)
             metrics[key] = Mean(name=key).add(_ratio(total, weight), weight)
         kept = {name: tree for name, tree in new_state.model_state.items() if name not in self.transient}
-        # A user's update may well forget the other replicas; averaging equal values changes nothing.
-        joined = self.strategy.unify({"params": new_state.params, "opt_state": new_state.opt_state, "model_state": kept})
-        new_state = dataclasses.replace(new_state, step=state.step + 1, key=state.key, **joined)
+        # A user's update may well forget the other replicas.
+        params, opt_state = self.strategy.agree((new_state.params, new_state.opt_state))
+        new_state = dataclasses.replace(
+            new_state, step=state.step + 1, key=state.key, params=params, opt_state=opt_state, model_state=self.strategy.unify(kept)
+        )
         return same_types(new_state, state), metrics
 
     def eval_step(self, params: PyTree, model_state: dict[str, PyTree], key: jax.Array, sums: EvalSums, batch: Batch) -> tuple[EvalSums, jax.Array]:
@@ -319,7 +352,10 @@ class Task:
         others = {key: metric for key, metric in metrics.items() if key not in joined}
         if others:
             shares = self.strategy.gather(others)
-            joined |= {key: functools.reduce(lambda a, b: a.merge(b), [share[key] for share in shares]) for key in others}
+            while len(shares) > 1:  # In pairs: a chain of merges takes XLA long to compile.
+                merged = [{key: a[key].merge(b[key]) for key in others} for a, b in zip(shares[::2], shares[1::2], strict=False)]
+                shares = merged + shares[2 * len(merged) :]
+            joined |= shares[0]
         return {key: joined[key] for key in metrics}
 
 

@@ -285,7 +285,7 @@ class Trainer:
             batch: The replica's share of the batch.
         """
         task = self._session.need_compiled("train_step").task
-        new_state, metrics, _, _ = task.update(state, batch)
+        new_state, metrics, _, _ = task.update(state, batch, unify=False)
         return new_state, task.weighted_logs(metrics, batch)
 
     # -- data --

@@ -94,7 +94,7 @@ class BestCheckpoint(Callback):
     @property
     @override
     def state_key(self) -> str:
-        return f"{type(self).__name__}(monitor={self._monitor.key!r}, directory={'/'.join(self.directory.parts[-2:])!r})"
+        return f"{type(self).__name__}(monitor={self._monitor.key!r}, directory={self.directory.name!r})"
 
     @override
     def open_run(self, run_id: str, step: int) -> None:

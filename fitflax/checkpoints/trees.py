@@ -216,7 +216,7 @@ def restore_tree(target: PyTree, saved: Any, *, where: str, root: str, key_impls
             difference = _difference(found[path], leaves[paths[path]])
         except (TypeError, ValueError) as error:
             difference = f"is a key that this JAX cannot make ({error})"
-        faults += [f"{prefix}{path}".rstrip("/") + f" {difference}"] if difference else []
+        faults += [f"{f'{prefix}{path}'.rstrip('/') or root} {difference}"] if difference else []
     if faults:
         raise RestoreError(f"{where} does not fit this model: {'; '.join(faults)}.")
     restored = dict(enumerate(leaves)) | {index: _like(leaves[index], found[path]) for path, index in paths.items()}

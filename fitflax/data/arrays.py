@@ -34,6 +34,7 @@ class ArraySource(Source):
     """
 
     knows_length = True
+    owns_batches = True
 
     def __init__(
         self, x: PyTree, y: PyTree = (), weights: Any = None, *, batch_size: int = 32, shuffle: bool = False, seed: int = 0, drop_remainder: bool = False

@@ -228,7 +228,7 @@ class Batcher:
         if rows == size:
             return Batch(x, y, full_mask(size), weights), rows
         repeated = np.arange(size) % rows
-        padded = jax.tree.map(lambda leaf: np.asarray(leaf)[repeated], (x, y, weights))
+        padded = jax.tree.map(lambda leaf: leaf[repeated], (x, y, weights))
         return Batch(padded[0], padded[1], np.arange(size) < rows, padded[2]), rows
 
     def _size_for(self, rows: int) -> int:

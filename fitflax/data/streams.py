@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+import numpy as np
 from typing_extensions import override
 
 from fitflax.data.batch import Batcher, FedBatch, Position, Selection, Triple, num_examples, to_numpy
@@ -28,6 +30,7 @@ class Source(abc.ABC):
         can_restart: Whether a second pass is possible.
         is_endless: Whether a pass is known never to end.
         shuffles: Whether it orders examples by seed and pass; `None` where the order is the data's own.
+        owns_batches: Whether the arrays that it yields stay as they are.
         knows_length: Whether `num_batches` is certain, so that the end of a pass is known without asking for one more batch.
 
     >>> from fitflax.data import adapt
@@ -43,6 +46,7 @@ class Source(abc.ABC):
     can_restart: bool = True
     is_endless: bool = False
     shuffles: bool | None = None
+    owns_batches: bool = False
     knows_length: bool = False
 
     @abc.abstractmethod
@@ -84,6 +88,9 @@ class Feed:
             self._iterator = None
             self._position = Position(self._position.passes + 1)
             return None
+        if not self.source.owns_batches:
+            # A loader may fill one buffer again and again, and a step may still be reading it when the next batch is asked for.
+            triple = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, triple)
         self._last = (triple, self._position)
         batch, num_real = self.batcher(triple)
         self._position = Position(self._position.passes, self._position.examples + num_real)

@@ -221,7 +221,7 @@ class _WithNothing:
 def _own(leaf: Any) -> Any:
     """Returns a copy of a leaf on the host, without weak types; typed keys stay such."""
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(np.array(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+        return jax.random.wrap_key_data(jnp.array(np.array(jax.random.key_data(leaf))), impl=jax.random.key_impl(leaf))
     return np.array(leaf)
 
 

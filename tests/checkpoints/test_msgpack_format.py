@@ -283,7 +283,7 @@ def test_the_deepest_tree_that_can_be_saved_can_be_read(tmp_path):
 def test_nothing_is_written_when_something_cannot_be_saved(tmp_path):
     with pytest.raises(CheckpointError):
         write_checkpoint(tmp_path, train={}, run={"x": object()}, metadata={})
-    with pytest.raises(CheckpointError, match=r"metadata\['a'\]\[1\] is a object, which metadata.json cannot hold"):
+    with pytest.raises(CheckpointError, match=r"metadata\['a'\]\[1\] is a object, which JSON cannot hold"):
         write_checkpoint(tmp_path, train={}, run={}, metadata={"a": [1, object()]})
     with pytest.raises(CheckpointError, match="metadata must leave arrays, crc32 to the checkpoint format"):
         write_checkpoint(tmp_path, train={}, run={}, metadata={"crc32": 1, "arrays": {}})
