@@ -1,6 +1,8 @@
 # All commands of the project. `make test` on a machine with Python 3.11 or newer and pip needs nothing before it.
 
 PYTHON ?= python3
+# Processes that run tests.
+WORKERS ?= 2
 VENV := .venv
 DEMO_VENV := .venv-demo
 BIN := $(VENV)/bin
@@ -39,10 +41,10 @@ lint: venv
 	$(BIN)/mypy --strict fitflax
 
 test: lint
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -n $(WORKERS) -m 'not slow'
 
 test-all: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 demo: $(DEMO_VENV)/.installed
 	$(DEMO_VENV)/bin/python examples/digits.py

@@ -174,10 +174,10 @@ class Program:
 
     def _dry_run(self, state: TrainState, feed: Batch, train: bool) -> _Structure:
         order: list[str] = []
-        empties: dict[str, Any] = {}
+        given: dict[str, Any] = {}
 
         def metrics_of(state: TrainState, batch: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
-            metrics = self.task.batch_metrics(state, batch, train=train, empties=empties)
+            metrics = self.task.batch_metrics(state, batch, train=train, given=given)
             order[:] = metrics
             # Merging once gives the shapes that sums keep from then on; empty ones may begin as scalars.
             return metrics, {key: metric.empty().merge(metric) for key, metric in metrics.items()}
@@ -186,17 +186,13 @@ class Program:
         abstract, merged = jax.eval_shape(compiled, state, feed)
         empty = {}
         for key, metric in abstract.items():
-            leaves = jax.tree.map(
-                lambda want, have: np.array(np.broadcast_to(np.asarray(have, want.dtype), want.shape)),
-                merged[key],
-                empties[key] if key in empties else metric.empty(),
-            )
-            empty[key] = leaves
+            begin = given.get(key, metric).empty()
+            empty[key] = jax.tree.map(lambda want, have: np.array(np.broadcast_to(np.asarray(have, want.dtype), want.shape)), merged[key], begin)
         parts = getattr(abstract.get("loss"), "parts", {})
         scalar = any(getattr(part, "name", None) == SCALAR for part in parts.values())
         directions: dict[str, str | None] = {key: "min" if key == "loss" or key.endswith("_loss") else metric_direction(abstract[key]) for key in order}
-        begin = NUM_STEP_VALUES if train else 0
-        return _Structure({key: begin + sorted(order).index(key) for key in order}, empty, directions, scalar)
+        offset = NUM_STEP_VALUES if train else 0
+        return _Structure({key: offset + sorted(order).index(key) for key in order}, empty, directions, scalar)
 
     def structure(self, *, train: bool) -> _Structure:
         """Returns what the dry run found.

@@ -6,6 +6,7 @@ changes. Steps are written for one replica's share of the batch; sums over repli
 
 import dataclasses
 import functools
+import operator
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
@@ -170,12 +171,12 @@ class Task:
         rngs: dict[str, jax.Array],
         train: bool,
         order: list[str] | None = None,
-        empties: dict[str, Metric] | None = None,
+        given: dict[str, Metric] | None = None,
     ) -> tuple[jax.Array, _Losses]:
         """Returns this replica's part of the global loss, and the rest of what the pass yields.
 
-        What JAX loses on the way out of a transformation is noted in `order`, the keys of the metrics as they are shown, and `empties`, users' metrics
-        without any batch.
+        What JAX loses on the way out of a transformation is noted in `order`, the keys of the metrics as they are shown, and `given`, the metrics as the
+        user gave them.
         """
         compute = self.compute_loss or self.default_loss
         values, changed, aux = _checked_triple(compute(params, model_state, batch, rngs=rngs, train=train))
@@ -208,8 +209,8 @@ class Task:
         for entry in () if outputs is None else self.objective.entries(outputs, tuple(metrics)):
             chosen = weights if entry.weighted else mask
             metrics[entry.key] = self.objective.update(entry, outputs, batch.y, chosen)
-            if empties is not None:
-                empties[entry.key] = entry.metric.empty()
+            if given is not None:
+                given[entry.key] = entry.metric
         if order is not None:
             order[:] = metrics
         kept = {name: tree for name, tree in changed.items() if name not in self.transient}
@@ -250,15 +251,15 @@ class Task:
 
     # -- steps --
 
-    def batch_metrics(self, state: TrainState, batch: Batch, *, train: bool, empties: dict[str, Metric]) -> dict[str, Metric]:
-        """Returns the metrics of one batch in the order in which they are shown, not joined over replicas; notes users' empty metrics in `empties`.
+    def batch_metrics(self, state: TrainState, batch: Batch, *, train: bool, given: dict[str, Metric]) -> dict[str, Metric]:
+        """Returns the metrics of one batch in the order in which they are shown, not joined over replicas; notes in `given` those that users gave.
 
         Only their structure is used, which sums are made from.
         """
         if train and self.custom_step is not None:
             return self._custom(state, batch)[1]
         rngs = self._rngs(self.streams.train if train else self.streams.eval, state.key)
-        return self._forward(state.params, state.model_state, batch, rngs=rngs, train=train, empties=empties)[1].metrics
+        return self._forward(state.params, state.model_state, batch, rngs=rngs, train=train, given=given)[1].metrics
 
     def train_step(self, state: TrainState, sums: TrainSums, batch: Batch) -> tuple[TrainState, TrainSums, jax.Array]:
         """Returns the state after one update, the epoch's sums, and the step's values for logs (see `fitflax.logs`)."""
@@ -314,7 +315,7 @@ class Task:
         assert self.custom_step is not None
         result = self.custom_step(state, batch)
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], TrainState) or not isinstance(result[1], Mapping):
-            kinds = [type(part).__name__ for part in result] if isinstance(result, tuple) else type(result).__name__
+            kinds = f"({', '.join(type(part).__name__ for part in result)})" if isinstance(result, tuple) else type(result).__name__
             raise ModelError(f"train_step returns (TrainState, dict). Received: {kinds}.")
         new_state, logs = result
         metrics: dict[str, Metric] = {}
@@ -351,11 +352,10 @@ class Task:
         joined = self.strategy.sum({key: metric for key, metric in metrics.items() if getattr(metric, "additive", False)})
         others = {key: metric for key, metric in metrics.items() if key not in joined}
         if others:
+            # A loop, not a chain of merges, which XLA would take long to compile on many replicas.
             shares = self.strategy.gather(others)
-            while len(shares) > 1:  # In pairs: a chain of merges takes XLA long to compile.
-                merged = [{key: a[key].merge(b[key]) for key in others} for a, b in zip(shares[::2], shares[1::2], strict=False)]
-                shares = merged + shares[2 * len(merged) :]
-            joined |= shares[0]
+            first, rest = (jax.tree.map(operator.itemgetter(part), shares) for part in (0, slice(1, None)))
+            joined |= jax.lax.scan(lambda sums, share: ({key: sums[key].merge(share[key]) for key in others}, None), first, rest)[0]
         return {key: joined[key] for key in metrics}
 
 

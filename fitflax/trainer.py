@@ -394,14 +394,7 @@ class Trainer:
             for evaluate in validation.loops:
                 evaluate.prepare(session.need_state("fit").borrow())
             arguments.check_log_keys(session.need_compiled("fit").directions, tuple(sets))
-            params = {
-                "epochs": plan.end_epoch,
-                "steps": steps_per_epoch or source.num_batches,
-                "log_every": log_every,
-                "validation_sets": tuple(sets),
-                "first_epoch": progress.epoch,
-                "resumed_step": None if saved is None else progress.step,
-            }
+            params = {"steps": steps_per_epoch or source.num_batches, "log_every": log_every, "validation_sets": tuple(sets)}
             self._run(loop, hooks, params, saved)
             if interruption.requested is not None:
                 session.stop(f"interrupted by {interruption.requested.name}")
@@ -460,7 +453,8 @@ class Trainer:
 
     def _run(self, loop: TrainLoop, hooks: CallbackList, params: Mapping[str, Any], saved: Saved | None) -> None:
         """Runs a loop with its callbacks, from `on_train_begin` to `on_train_end`, which always comes."""
-        hooks.bind(self, params)
+        resumed_step = None if saved is None else loop.progress.step
+        hooks.bind(self, {**params, "epochs": loop.plan.end_epoch, "first_epoch": loop.progress.epoch, "resumed_step": resumed_step})
         hooks.open_run(self._session.run_id, loop.progress.step)
         hooks.start_schedules(loop.seconds)
         try:

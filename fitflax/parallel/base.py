@@ -75,8 +75,8 @@ class Strategy(abc.ABC):
         """Returns the sum of `tree` over the replicas."""
 
     @abc.abstractmethod
-    def gather(self, tree: PyTree) -> list[PyTree]:
-        """Returns every replica's `tree`, in the order of the replicas."""
+    def gather(self, tree: PyTree) -> PyTree:
+        """Returns every replica's `tree`, leaves stacked along a new first axis in the order of the replicas."""
 
     @abc.abstractmethod
     def first(self, tree: PyTree) -> PyTree:

@@ -149,11 +149,8 @@ class DataParallel(Strategy):
         return tree if self.num_replicas == 1 else lax.psum(tree, self.axis_name)
 
     @override
-    def gather(self, tree: PyTree) -> list[PyTree]:
-        if self.num_replicas == 1:
-            return [tree]
-        stacked = lax.all_gather(tree, self.axis_name)
-        return [jax.tree.map(lambda leaf, index=index: leaf[index], stacked) for index in range(self.num_replicas)]
+    def gather(self, tree: PyTree) -> PyTree:
+        return lax.all_gather(tree, self.axis_name)
 
     @override
     def first(self, tree: PyTree) -> PyTree:
