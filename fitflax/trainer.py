@@ -395,9 +395,7 @@ class Trainer:
                 evaluate.prepare(session.need_state("fit").borrow())
             arguments.check_log_keys(session.need_compiled("fit").directions, tuple(sets))
             params = {"steps": steps_per_epoch or source.num_batches, "log_every": log_every, "validation_sets": tuple(sets)}
-            self._run(loop, hooks, params, saved)
-            if interruption.requested is not None:
-                session.stop(f"interrupted by {interruption.requested.name}")
+            self._run(loop, hooks, params, saved, interruption)
         interruption.leave()
         return self._history
 
@@ -451,7 +449,7 @@ class Trainer:
             return Progress.from_json(saved.metadata["progress"])
         return Progress(step=self.step, first_step=self.step, epoch=initial_epoch, position=self._session.next_position(source))
 
-    def _run(self, loop: TrainLoop, hooks: CallbackList, params: Mapping[str, Any], saved: Saved | None) -> None:
+    def _run(self, loop: TrainLoop, hooks: CallbackList, params: Mapping[str, Any], saved: Saved | None, interruption: Interruption) -> None:
         """Runs a loop with its callbacks, from `on_train_begin` to `on_train_end`, which always comes."""
         resumed_step = None if saved is None else loop.progress.step
         hooks.bind(self, {**params, "epochs": loop.plan.end_epoch, "first_epoch": loop.progress.epoch, "resumed_step": resumed_step})
@@ -464,6 +462,8 @@ class Trainer:
             hooks.state_dict(loop.seconds)  # Callbacks whose states would overwrite each other are an error now, not at the first save.
             for checkpoint in loop:
                 hooks.on_checkpoint(checkpoint, loop.due)
+            if interruption.requested is not None:
+                self._session.stop(f"interrupted by {interruption.requested.name}")
         finally:
             loop.close()
             hooks.finish(loop.epoch_logs)
