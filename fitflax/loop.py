@@ -171,6 +171,7 @@ class TrainLoop:
         self._clock = clock
         self._schedule = Schedule(plan.every, clock())
         self._validation_schedule = Schedule(self._validation.trigger, clock())
+        self._has_triggers = plan.every is not None or self._validation.trigger is not None
         self._upcoming: FedBatch | None = None
         self._values = values
         self._validated: dict[str, float] = dict(validated or {})
@@ -453,6 +454,9 @@ class TrainLoop:
 
     def _look_at_triggers(self) -> bool:
         """Returns whether anybody wants a checkpoint of this step; validates if that is due in the middle of an epoch."""
+        if not self._has_triggers and not self.callbacks.has_schedules:
+            self.progress.is_pending = False
+            return False
         moment = self._moment(epoch_ends=not self.progress.epoch_is_open)
         if self.progress.epoch_is_open and self._validation_schedule.due(moment):
             self._made = self._validate(self._make_checkpoint())

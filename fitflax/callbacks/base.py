@@ -300,9 +300,14 @@ class CallbackList:
         """Starts the triggers of all callbacks that have one."""
         self._schedules = [(callback, Schedule(callback.every, seconds)) for callback in self._all if callback.every is not None]
 
+    @property
+    def has_schedules(self) -> bool:
+        """Whether any callback has a trigger."""
+        return bool(self._schedules)
+
     def due(self, moment: Moment) -> set[int]:
         """Returns the identities of the callbacks whose trigger fires."""
-        return {id(callback) for callback, schedule in self._schedules if schedule.due(moment)} if self._schedules else set()
+        return {id(callback) for callback, schedule in self._schedules if schedule.due(moment)}
 
     def on_checkpoint(self, checkpoint: Checkpoint, due: set[int]) -> None:
         """Hands a checkpoint to those who want it; everything else is on disk before the first of them saves it."""
