@@ -38,6 +38,7 @@ class EvalLoop:
         callbacks: Whose `on_test_*` hooks are called.
         interruption: A signal noted here ends an evaluation at its next batch.
         pad: Whether short batches are padded.
+        check: Called with the first batch, before anything is done with it.
 
     >>> import fitflax, numpy as np
     >>> from flax import linen as nn
@@ -60,6 +61,7 @@ class EvalLoop:
         callbacks: CallbackList | None = None,
         interruption: Interruption | None = None,
         pad: bool = True,
+        check: Callable[[Batch], None] = lambda batch: None,
     ) -> None:
         self._program = program
         self._source = source
@@ -69,6 +71,7 @@ class EvalLoop:
         self._callbacks = callbacks or CallbackList()
         self._interruption = interruption
         self._pad = pad
+        self._check_batch = check
 
     def __call__(self, checkpoint: Checkpoint) -> Summary:
         """Returns `checkpoint` with the metrics of its state; the state is borrowed, not copied."""
@@ -91,6 +94,7 @@ class EvalLoop:
             self._check(state, fed.batch)
 
     def _check(self, state: TrainState, batch: Batch) -> None:
+        self._check_batch(batch)
         self._program.prepare(state, batch, train=False)
         check_in_memory(self._program, self._source, state, batch, pad=self._pad, train=False)
 
@@ -130,7 +134,7 @@ class EvalLoop:
         return dict(logs)
 
 
-def predict(program: Program, state: TrainState, feed: Feed, *, steps: int | None, callbacks: CallbackList) -> PyTree:
+def predict(program: Program, state: TrainState, feed: Feed, *, steps: int | None, callbacks: CallbackList, check: Callable[[Batch], None]) -> PyTree:
     """Returns the outputs for the real rows of all batches, joined in order, as NumPy arrays.
 
     Args:
@@ -139,6 +143,7 @@ def predict(program: Program, state: TrainState, feed: Feed, *, steps: int | Non
         feed: The batches.
         steps: How many batches; `None` for all.
         callbacks: Whose `on_predict_*` hooks are called.
+        check: Called with the first batch, before anything is done with it.
 
     Raises:
         DataError: The data has no batch.
@@ -159,6 +164,7 @@ def predict(program: Program, state: TrainState, feed: Feed, *, steps: int | Non
         if fed is None:
             break
         if batch == 0:
+            check(fed.batch)
             program.check_predict(state, fed.batch)
         callbacks.call("on_predict_batch_begin", batch, {})
         outputs = program.predict(state, fed.batch, batch)

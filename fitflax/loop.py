@@ -195,7 +195,7 @@ class TrainLoop:
         return self
 
     def __next__(self) -> Checkpoint:
-        self._timer = Timer(self._clock)
+        self._begin_stretch()
         for is_due in self._moments:
             if is_due:
                 return self._yielded()
@@ -217,12 +217,16 @@ class TrainLoop:
         """
         if steps < 1:
             raise ConfigError(f"run(steps) must make at least one step. Received: {steps!r}.")
-        self._timer = Timer(self._clock)
+        self._begin_stretch()
         begin = self.progress.step
         for _ in self._moments:
             if self.progress.step - begin >= steps:
                 break
         return self._yielded() if self.progress.step > begin else None
+
+    def _begin_stretch(self) -> None:
+        self._timer.stop(wait=False)  # Read later, the last checkpoint's time must not go on.
+        self._timer = Timer(self._clock)
 
     def _yielded(self) -> Checkpoint:
         checkpoint, self._made = self._made or self._make_checkpoint(), None
@@ -230,6 +234,7 @@ class TrainLoop:
         if self.progress.is_pending:
             self.due = set()  # A resume looks at the triggers of this step.
         self._has_yielded = True
+        self._timer.pause(self._values)
         checkpoint.point = dataclasses.replace(checkpoint.point, is_last=self._is_last, is_rescue=self._is_rescue, is_repeat=repeat)
         self._last_yielded = self.progress.step
         return checkpoint
@@ -273,11 +278,14 @@ class TrainLoop:
         """Runs `_epochs`; an exception on the way leaves a checkpoint of the last finished step behind it."""
         try:
             yield from self._epochs()
-        except Exception as error:
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # KeyboardInterrupt raised by hand as well.
             self._settle()
             if self._state_before_epoch_end is not None:
                 self._live.replace(self._state_before_epoch_end, self.progress.step)
-            if self._live.is_intact:
+            leaves_at_once = self._interruption is not None and self._interruption.leaves_at_once
+            if self._live.is_intact and not leaves_at_once:
                 yield from self._last_checkpoint(rescue=True)
             if not isinstance(error, Interrupted):
                 raise

@@ -184,6 +184,9 @@ class Objective:
             assert names is not None
             index = names.index(entry.output)
             outputs, targets = _select(outputs, entry.output, index), _select_target(targets, entry.output, index, names, MetricError)
+        if any(not hasattr(leaf, "shape") for leaf in jax.tree.leaves(entry.metric.empty())):
+            name = type(entry.metric).__name__
+            raise MetricError(f"The metric {entry.key!r} must be a pytree of arrays: make {name} a flax.struct.dataclass.")
         try:
             return entry.metric.empty().update(outputs, targets, weights)
         except FitflaxError as error:

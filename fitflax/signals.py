@@ -15,6 +15,10 @@ __all__ = ["Interruption"]
 class Interruption:
     """Notes SIGINT and SIGTERM while it is entered; puts the earlier handlers back after.
 
+    Attributes:
+        requested: The first signal that came.
+        leaves_at_once: Whether a second Ctrl-C came.
+
     Off the main thread, where Python takes no handlers, and for signals that C code handles, it changes nothing.
 
     >>> with Interruption() as interruption:
@@ -24,6 +28,7 @@ class Interruption:
 
     def __init__(self) -> None:
         self.requested: signal.Signals | None = None
+        self.leaves_at_once = False
         self._earlier: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -43,6 +48,7 @@ class Interruption:
 
     def _note(self, number: int, frame: types.FrameType | None) -> None:
         if self.requested is not None and number == signal.SIGINT:
+            self.leaves_at_once = True
             raise KeyboardInterrupt
         self.requested = signal.Signals(number)
 

@@ -156,10 +156,11 @@ class Task:
 
     def default_loss(
         self, params: PyTree, model_state: dict[str, PyTree], batch: Batch, *, rngs: dict[str, jax.Array], train: bool
-    ) -> tuple[dict[str, jax.Array], dict[str, PyTree], dict[str, Any]]:
+    ) -> tuple[Any, dict[str, PyTree], dict[str, Any]]:
         """Returns `(values, new_model_state, aux)` of the compiled loss; `aux["outputs"]` feeds the metrics."""
         outputs, changed = self.model.apply({"params": params, **model_state}, batch.x, train=train, rngs=rngs, mutable=self.mutable)
-        values, aux = self.objective.losses(outputs, batch.y)
+        parts, aux = self.objective.losses(outputs, batch.y)
+        values = parts["loss"] if set(parts) == {"loss"} else parts
         return values, changed, {**aux, OUTPUTS: outputs}
 
     def _forward(

@@ -25,7 +25,7 @@ from fitflax.data import Batcher, Source, adapt
 from fitflax.data.adapt import is_in_memory
 from fitflax.data.arrays import ArraySource
 from fitflax.data.batch import Selection, Triple
-from fitflax.errors import ConfigError, FitflaxWarning, OptimizerError
+from fitflax.errors import CheckpointError, ConfigError, FitflaxWarning, OptimizerError
 from fitflax.evaluation import EvalLoop
 from fitflax.logs import Logs
 from fitflax.loop import Progress, RunPlan, TrainLoop, Validation
@@ -441,7 +441,8 @@ class Trainer:
     def _make_eval_loop(self, source: Source, *, steps: int | None, name: str, **options: Any) -> EvalLoop:
         program = self._session.need_compiled("evaluate")
         feeds = self._session.feeder.evaluations(source, name, steps, exact=lambda: program.loss_is_scalar)
-        return EvalLoop(program, source, feeds, steps=steps, name=name, pad=self._session.pad, **options)
+        check = self._session.check_restored
+        return EvalLoop(program, source, feeds, steps=steps, name=name, pad=self._session.pad, check=check, **options)
 
     def _start_progress(self, source: Source, saved: Saved | None, settings: Mapping[str, Any], initial_epoch: int) -> Progress:
         if saved is not None:
@@ -461,7 +462,14 @@ class Trainer:
                 self._load_callbacks(hooks, saved, loop)
             hooks.state_dict(loop.seconds)  # Callbacks whose states would overwrite each other are an error now, not at the first save.
             for checkpoint in loop:
-                hooks.on_checkpoint(checkpoint, loop.due)
+                try:
+                    hooks.on_checkpoint(checkpoint, loop.due)
+                except CheckpointError:
+                    raise  # Saving it again would fail again.
+                except BaseException:
+                    if not interruption.leaves_at_once:
+                        hooks.rescue(checkpoint)
+                    raise
             if interruption.requested is not None:
                 self._session.stop(f"interrupted by {interruption.requested.name}")
         finally:
@@ -557,7 +565,8 @@ class Trainer:
         hooks = CallbackList([*given, *arguments.default_bar(given, verbose)])
         hooks.bind(self, {"test_steps": steps or source.num_batches})
         try:
-            return evaluation.predict(self._session.any_program(), live.borrow(), self._session.feeder.prediction(source), steps=steps, callbacks=hooks)
+            feed, check = self._session.feeder.prediction(source), self._session.check_restored
+            return evaluation.predict(self._session.any_program(), live.borrow(), feed, steps=steps, callbacks=hooks, check=check)
         finally:
             for callback in hooks:
                 callback.close()
@@ -577,6 +586,7 @@ class Trainer:
         program = self._session.need_compiled("train_on_batch")
         if self._session.live is None:
             self._session.build(fed.batch)
+        self._session.check_restored(fed.batch)
         live = self._session.need_state("train_on_batch")
         program.prepare(live.borrow(), fed.batch, train=True)
         state, _, values = program.train(live.take(), program.empty_train_sums(), fed)
@@ -596,6 +606,7 @@ class Trainer:
         self._session.need_compiled("test_on_batch")
         live, program = self._session.need_state("test_on_batch"), self._session.need_compiled("test_on_batch")
         fed = self._session.feeder.single(self._selection.split(batch), "test")
+        self._session.check_restored(fed.batch)
         program.prepare(live.borrow(), fed.batch, train=False)
         return program.evaluate(live.borrow(), program.empty_eval_sums(), fed)[1].metrics()
 
@@ -612,6 +623,7 @@ class Trainer:
         live, program = self._session.need_state("predict_on_batch"), self._session.any_program()
         inputs = self._selection.split(x, inputs_only=True).x if isinstance(x, dict) else x
         fed = self._session.feeder.single(Triple(inputs, (), None), "predict")
+        self._session.check_restored(fed.batch)
         program.check_predict(live.borrow(), fed.batch)
         outputs = self._session.strategy.join(program.predict(live.borrow(), fed.batch, 0))
         return jax.tree.map(lambda leaf: leaf[: fed.num_real], outputs)

@@ -238,7 +238,7 @@ def test_case_16_checkpoints_every_fifteen_steps_lie_at_the_ends_of_epochs_3_6_a
     checkpoint = ModelCheckpoint(tmp_path / "run", every=fitflax.every(steps=15), keep=None, save_last=save_last)
     make(F()).fit(*ones(20), batch_size=4, epochs=10, callbacks=[checkpoint], verbose=0)
     assert checkpoint.store.steps() == steps
-    assert [checkpoint.store.read(step).metadata["metrics"].keys() == {"train"} for step in steps] == [True] * len(steps)
+    assert [checkpoint.store.restore(step).metadata["metrics"].keys() == {"train"} for step in steps] == [True] * len(steps)
 
 
 @pytest.mark.parametrize(("rows", "batch_size", "expected"), [(34, 16, [16, 16, 2]), (100, 32, [32, 32, 32, 4]), (5, 32, [5])])

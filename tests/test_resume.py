@@ -215,7 +215,7 @@ def test_a_run_that_was_stopped_and_goes_on_equals_the_run_never_stopped(k, neve
 
 def test_the_last_checkpoint_of_a_run_that_ended_inside_an_epoch_knows_nothing_of_its_closing(tmp_path):
     ended = run(tmp_path / "ended", steps=7)
-    metadata = fitflax.checkpoints.CheckpointStore(ended.checkpoints).read(7).metadata
+    metadata = fitflax.checkpoints.CheckpointStore(ended.checkpoints).restore(7).metadata
     assert [row["epoch"] for row in metadata["history"]] == [0]
     assert list(metadata["metrics"]) == ["train"]
     assert ended.history.epoch == [0, 1]

@@ -67,7 +67,7 @@ def test_sigterm_saves_and_exits_with_143(tmp_path, process_env, never_stopped):
 def test_ctrl_c_during_validation_leaves_the_epoch_to_be_closed_by_the_resume(tmp_path, process_env, never_stopped):
     out, _ = send(tmp_path, process_env, [["on_test_batch_end", 10, "wait"]], [signal.SIGINT], status=-signal.SIGINT)
     assert "on_train_end ran" in out
-    saved = CheckpointStore(tmp_path / "checkpoints").read()
+    saved = CheckpointStore(tmp_path / "checkpoints").restore()
     assert saved.metadata["step"] == 10 and [row["epoch"] for row in saved.metadata["history"]] == [0]
     assert_goes_on(tmp_path, process_env, never_stopped, began_at=10)
 

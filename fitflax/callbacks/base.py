@@ -5,6 +5,7 @@ those that decide from a monitored value, then those that record, and only when 
 """
 
 import contextlib
+import dataclasses
 import enum
 import inspect
 import warnings
@@ -97,6 +98,7 @@ class Callback:
         params: `{"epochs", "steps", "test_steps", "log_every", "validation_sets"}` of the running call; `None` for what is not known.
         every: When `on_checkpoint` is due; `None` for each checkpoint that the loop makes.
         phase: When it is called within an event.
+        needs_trainer: Whether it can do nothing with a checkpoint alone.
 
     >>> class PrintLoss(Callback):
     ...     def on_epoch_end(self, epoch, logs):
@@ -109,6 +111,7 @@ class Callback:
     params: Mapping[str, Any] = {}
     every: Trigger | None = None
     phase: ClassVar[Phase] = Phase.USER
+    needs_trainer: ClassVar[bool] = False
     _own_schedule: Schedule | None = None
 
     # -- hooks --
@@ -161,7 +164,13 @@ class Callback:
     # -- a callback as a plain function --
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Acts on `checkpoint` if `every` is due, and returns it; for loops without a trainer."""
+        """Acts on `checkpoint` if `every` is due, and returns it; for loops without a trainer.
+
+        Raises:
+            CallbackError: This callback consumes no checkpoints, or needs a trainer.
+        """
+        if not overrides(self, "on_checkpoint") or (self.needs_trainer and not hasattr(self, "trainer")):
+            raise CallbackError(f"{type(self).__name__} works in fit(callbacks=[...]) only: it can do nothing with a checkpoint alone.")
         if self.every is not None:
             moment = moment_of(checkpoint)
             if self._own_schedule is None:
@@ -327,6 +336,14 @@ class CallbackList:
             for callback in self._all:
                 callback.run_was_saved()
 
+    def rescue(self, checkpoint: Checkpoint) -> None:
+        """Has a checkpoint saved that a callback failed on before it came to those who save."""
+        checkpoint.point = dataclasses.replace(checkpoint.point, is_last=True, is_rescue=True)
+        self.sync()
+        for callback in self._all:
+            if callback.takes_last(checkpoint):
+                callback.on_checkpoint(checkpoint)
+
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
         """Calls `on_closing` of all callbacks."""
         self.sync()
@@ -445,13 +462,13 @@ class Monitor:
         self.min_delta = float(min_delta)
         self._direction = mode
 
-    def check_sets(self, sets: Sequence[str]) -> None:
+    def check_sets(self, sets: Sequence[str] | None) -> None:
         """Checks, before a run, that a value of a validation can come.
 
         Raises:
             MonitorError: It is one of a validation, and there is no validation data.
         """
-        if self.key.startswith("val_") and "val" not in sets:
+        if sets is not None and self.key.startswith("val_") and "val" not in sets:
             given = f"the validation sets are {list(sets)}" if sets else "there is no validation data"
             raise MonitorError(f"{self.owner} monitors {self.key!r}, but {given}. Pass validation_data=, or monitor a value of training such as 'loss'.")
 

@@ -109,7 +109,7 @@ class BestCheckpoint(Callback):
     @override
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:
         self._in_fit = True
-        self._monitor.check_sets(self.params.get("validation_sets", ()))
+        self._monitor.check_sets(self.params.get("validation_sets"))
 
     @override
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
@@ -170,7 +170,7 @@ class BestCheckpoint(Callback):
     def on_train_end(self, logs: Mapping[str, Any]) -> None:
         self._in_fit = False
         if self.restore_best and self.best_step is not None:
-            saved = self.store.read(self.best_step)
+            saved = self.store.restore(self.best_step)
             state = self.trainer.state
             impls = saved.metadata["key_impls"]
             parts = {

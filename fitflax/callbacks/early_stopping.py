@@ -39,6 +39,7 @@ class EarlyStopping(Callback):
     """
 
     phase = Phase.DECIDE
+    needs_trainer = True
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class EarlyStopping(Callback):
     @override
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:
         self._reset()
-        self._monitor.check_sets(self.params.get("validation_sets", ()))
+        self._monitor.check_sets(self.params.get("validation_sets"))
 
     @override
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:

@@ -46,7 +46,7 @@ class History(Callback):
 
     @override
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        self.rows.append({"epoch": epoch, "logs": {**getattr(logs, "earlier", {}), **logs}})
+        self.rows.append({"epoch": epoch, "logs": {**logs, **{key: value for key, value in getattr(logs, "earlier", {}).items() if key not in logs}}})
 
     @override
     def load_closing(self, step: int, epoch: int, logs: Logs) -> None:

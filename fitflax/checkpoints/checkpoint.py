@@ -27,16 +27,26 @@ class Timer:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._begin = clock()
-        self._seconds: float | None = None
+        self._end: float | None = None
+        self._values: StepValues | None = None
         self.excluded = 0.0
 
-    def stop(self, values: StepValues | None) -> float:
-        """Returns the seconds until `values` were finished; waits for them when first called."""
-        if self._seconds is None:
-            if values is not None:
-                values.wait()
-            self._seconds = max(self._clock() - self._begin - self.excluded, 0.0)
-        return self._seconds
+    def pause(self, values: StepValues | None) -> None:
+        """Notes that the loop hands over to the consumer now, with these values perhaps still to come."""
+        self._end, self._values = self._clock(), values
+
+    def stop(self, *, wait: bool = True) -> float:
+        """Returns the seconds of the stretch.
+
+        What the device still had to do when the loop handed over counts if somebody waits for it; the time in which it had nothing left does not.
+        """
+        if self._values is not None:
+            if wait and not self._values.is_ready:
+                self._values.wait()
+                self._end = self._clock()
+            self._values = None
+        end = self._clock() if self._end is None else self._end
+        return max(end - self._begin - self.excluded, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +199,7 @@ class Checkpoint:
     @property
     def elapsed_time(self) -> float:
         """Seconds of training since the last checkpoint, without compilation and without the consumer's time. Waits for the device."""
-        return self._timer.stop(self.step_values)
+        return self._timer.stop()
 
     @property
     def run_state(self) -> dict[str, Any]:

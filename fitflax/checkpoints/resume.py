@@ -38,6 +38,8 @@ def find_resume(resume: str | os.PathLike[str] | bool | None, stores: Sequence[C
     if resume is None or resume is False:
         return None
     if resume is not True and resume != "auto":
+        if not isinstance(resume, str | os.PathLike):
+            raise ConfigError(f"resume must be None, 'auto', True, or the path of a checkpoint. Received: {resume!r}.")
         return load_checkpoint(Path(resume))
     if len(stores) != 1:
         raise ConfigError(f"resume={resume!r} looks in the directory of the one ModelCheckpoint, but there are {len(stores)}. Pass resume=path.")

@@ -87,7 +87,7 @@ class CheckpointStore:
     ...     for step, loss in ((10, 0.5), (20, 0.7)):
     ...         metadata = {"run_id": "run-a", "step": step, "metrics": {"val": {"loss": loss}}}
     ...         path = store.save(step=step, train={"w": 1.0}, run={}, metadata=metadata, owner="me", keep=[10])
-    ...     path.name, store.steps(), store.latest(), store.best("val_loss", "min"), store.read(10).train
+    ...     path.name, store.steps(), store.latest(), store.best("val_loss", "min"), store.restore(10).train
     ('step_00000020', [10, 20], 20, 10, {'w': 1.0})
     """
 
@@ -138,7 +138,7 @@ class CheckpointStore:
         wishes = set() if retention is None else set(retention["owners"].get(owner, ()))
         return [step for step in self.steps() if step in wishes]
 
-    def read(self, step: int | None = None) -> Saved:
+    def restore(self, step: int | None = None) -> Saved:
         """Returns the checkpoint of `step`, by default the latest, verified.
 
         Raises:
@@ -151,16 +151,17 @@ class CheckpointStore:
             raise CheckpointNotFoundError(f"There is no {wanted} in {self.directory}; it holds {_list_steps(steps)}.")
         return _read(self.path(steps[-1] if step is None else step))
 
-    def verify(self, step: int) -> None:
-        """Raises what is wrong with the checkpoint of `step`, as `read` does, or returns."""
-        self.read(step)
+    def verify(self, step: int | None = None) -> None:
+        """Raises what is wrong with the checkpoint of `step`, or with the first damaged one of all, as `restore` does; or returns."""
+        for each in self.steps() if step is None else (step,):
+            self.restore(each)
 
     def newest_good(self) -> tuple[Saved | None, list[str]]:
         """Returns the newest checkpoint that verifies, or `None`, and what is wrong with each newer one."""
         skipped: list[str] = []
         for step in reversed(self.steps()):
             try:
-                return self.read(step), skipped
+                return self.restore(step), skipped
             except CheckpointError as error:
                 path = self.path(step)
                 skipped.append(f"{path.name}: {str(error).replace(f'{path}{os.sep}', '')}")

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from typing_extensions import override
 
-from fitflax.data.batch import Position, Triple, num_examples, to_numpy
+from fitflax.data.batch import Position, Triple, check_weights, num_examples, to_numpy
 from fitflax.data.streams import Source
 from fitflax.errors import ConfigError, DataError
 from fitflax.state import PyTree
@@ -41,6 +41,7 @@ class ArraySource(Source):
     ) -> None:
         if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer) or batch_size < 1:
             raise ConfigError(f"batch_size must be a positive integer. Received: {batch_size!r}.")
+        check_weights(weights)
         named = {"x": _canonical(x, "x"), "y": _canonical(y, "y"), "sample_weight": _canonical(weights, "sample_weight")}
         lengths = {name: num_examples(tree, name=name) for name, tree in named.items() if jax.tree.leaves(tree)}
         if len(set(lengths.values())) > 1:

@@ -217,6 +217,7 @@ class Batcher:
             DataError: Lengths that differ, an empty batch, values that are no numbers.
         """
         x, y = to_numpy(triple.x, name="x"), to_numpy(triple.y, name="y")
+        check_weights(triple.weights)
         weights = None if triple.weights is None else np.asarray(to_numpy(triple.weights, name="sample_weight"), np.float32)
         rows = num_examples({"x": x, "y": y} | ({} if weights is None else {"sample_weight": weights}), name="batch")
         if rows == 0:
@@ -246,6 +247,16 @@ class Batcher:
             )
             self.size = self._round_up(rows)
         return self.size
+
+
+def check_weights(weights: Any) -> None:
+    """Checks that sample weights are one array, or `None`.
+
+    Raises:
+        DataError: They are something else.
+    """
+    if weights is not None and not hasattr(weights, "shape"):
+        raise DataError(f"sample_weight must be one array. Received: a {type(weights).__name__}. Batches are given as a function: `lambda: batches`.")
 
 
 def _check_class_weight(class_weight: Mapping[int, float]) -> dict[int, float]:

@@ -252,7 +252,7 @@ def test_the_best_weights_are_put_back_after_the_last_checkpoint(trainer, tmp_pa
     fit(trainer, keep, scores(1, 3, 2), best, ModelCheckpoint(tmp_path / "all", keep=None), epochs=3)
     expected = dataclasses.replace(states[15], params=states[10].params, model_state=states[10].model_state)
     assert jax.tree.map(lambda leaf: str(leaf), trainer.state) == jax.tree.map(lambda leaf: str(leaf), expected)
-    last = CheckpointStore(tmp_path / "all").read(15).train["params"]
+    last = CheckpointStore(tmp_path / "all").restore(15).train["params"]
     assert np.array_equal(last["kernel"], states[15].params["kernel"])
 
 

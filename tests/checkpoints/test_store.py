@@ -54,7 +54,7 @@ def store(tmp_path):
 
 def test_a_checkpoint_comes_back_as_it_was_saved(store):
     path = save(store, 40)
-    saved = store.read()
+    saved = store.restore()
     assert isinstance(saved, Saved) and saved.path == path == store.path(40) == store.directory / "step_00000040"
     assert (saved.train, saved.run) == ({"w": np.float32(40)}, {"n": 40})
     assert (saved.metadata["step"], saved.metadata["run_id"]) == (40, "a")
@@ -63,7 +63,7 @@ def test_a_checkpoint_comes_back_as_it_was_saved(store):
 
 def test_a_checkpoint_of_step_0_is_like_any_other(store):
     save(store, 0)
-    assert (store.steps(), store.latest(), store.read(0).run) == ([0], 0, {"n": 0})
+    assert (store.steps(), store.latest(), store.restore(0).run) == ([0], 0, {"n": 0})
 
 
 def test_steps_ignores_hidden_names_and_foreign_files(store):
@@ -80,14 +80,14 @@ def test_an_empty_or_missing_directory_has_no_checkpoints(tmp_path):
     store = CheckpointStore(tmp_path / "nowhere")
     assert (store.steps(), store.latest(), store.best("loss", "min"), store.newest_good(), store.run_id()) == ([], None, None, (None, []), None)
     with pytest.raises(CheckpointNotFoundError, match=r"There is no checkpoint in .*nowhere; it holds none"):
-        store.read()
+        store.restore()
 
 
 def test_reading_a_step_that_is_not_there_lists_those_that_are(store):
     for step in range(8):
         save(store, step, keep=range(8))
     with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint of step 9 in .*; it holds steps 0, 1, ..., 6, 7 \(8 in all\)\.$"):
-        store.read(9)
+        store.restore(9)
 
 
 @pytest.mark.parametrize("step", [-1, 1.5, None, "1"])
@@ -162,7 +162,7 @@ def test_newest_good_says_what_is_wrong_with_newer_ones(store):
     with pytest.raises(CorruptCheckpointError, match="is truncated"):
         store.verify(40)
     with pytest.raises(CorruptCheckpointError, match="is truncated"):
-        store.read()
+        store.restore()
 
 
 # --- Retention ---
@@ -198,7 +198,7 @@ def test_saving_a_step_again_for_the_same_owner_replaces_it_and_others_still_wan
     save(store, 1, owner="latest")
     save(store, 1, owner="best")
     save(store, 1, owner="latest", value=9)
-    assert store.read(1).train["w"] == 9
+    assert store.restore(1).train["w"] == 9
     save(store, 2, owner="latest")
     assert store.steps() == [1, 2] and hidden(store) == []
 
@@ -211,7 +211,7 @@ def test_a_stale_checkpoint_of_the_same_step_is_replaced_and_so_are_wishes_for_i
     if stale == "damaged":
         flip(store.path(1) / "metadata.json")
     save(store, 1, owner="latest", value=9)
-    assert store.read(1).train["w"] == 9 and hidden(store) == []
+    assert store.restore(1).train["w"] == 9 and hidden(store) == []
     save(store, 2, owner="latest")
     assert store.steps() == [2]
 
@@ -359,7 +359,7 @@ def test_wherever_the_disk_fails_earlier_checkpoints_are_intact_and_the_failed_s
         failed = error is not None
         assert not failed or (str(error).startswith(f"Could not save {store.path(step)}: ") and isinstance(error.__cause__, OSError))
         outcomes.add((failed, bool(caught)))
-        saved = store.read(step) if step in store.steps() else None
+        saved = store.restore(step) if step in store.steps() else None
         assert set(store.steps()) - {3} == {2}
         assert (saved is not None and saved.metadata["run_id"] == "a") == (not failed)
         assert saved is not None or step == 3
@@ -534,7 +534,7 @@ def test_wherever_an_overwriting_process_is_killed_one_run_is_whole(tmp_path, mo
         new_process(monkeypatch, "cccc")
         store.recover()
         assert hidden(store) == []
-        runs = {store.read(step).metadata["run_id"] for step in store.steps()}
+        runs = {store.restore(step).metadata["run_id"] for step in store.steps()}
         assert (runs, store.steps()) in (({"a"}, [10, 20, 30]), ({"b"}, [20]))
         found |= runs
     assert found == {"a", "b"}
@@ -562,7 +562,7 @@ def test_steps_after_a_resume_point_are_dropped_and_deleted_once_one_is_saved_be
     assert (store.steps(), hidden(store)) == ([10, 20], [])
     store.retain("best", [])
     assert store.steps() == [20]
-    assert store.read(20).train["w"] == 7
+    assert store.restore(20).train["w"] == 7
 
 
 def test_what_was_dropped_stays_aside_when_the_process_dies_before_it_saves(store, monkeypatch):
@@ -748,5 +748,5 @@ def test_arrays_of_several_devices_are_saved_once(store, devices):
     sharded = jax.device_put(np.arange(4), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
     replicated = jax.device_put(np.arange(3), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
     store.save(step=1, train={"s": sharded, "r": replicated}, run={}, metadata={"run_id": "a"}, owner="me", keep=[])
-    train = store.read(1).train
+    train = store.restore(1).train
     assert train["s"].tolist() == [0, 1, 2, 3] and train["r"].tolist() == [0, 1, 2]
