@@ -25,7 +25,7 @@ from fitflax.data import Batcher, Source, adapt
 from fitflax.data.adapt import is_in_memory
 from fitflax.data.arrays import ArraySource
 from fitflax.data.batch import Selection, Triple
-from fitflax.errors import CheckpointError, ConfigError, FitflaxWarning, OptimizerError
+from fitflax.errors import ConfigError, FitflaxWarning, OptimizerError
 from fitflax.evaluation import EvalLoop
 from fitflax.logs import Logs
 from fitflax.loop import Progress, RunPlan, TrainLoop, Validation
@@ -454,6 +454,7 @@ class Trainer:
         """Runs a loop with its callbacks, from `on_train_begin` to `on_train_end`, which always comes."""
         resumed_step = None if saved is None else loop.progress.step
         hooks.bind(self, {**params, "epochs": loop.plan.end_epoch, "first_epoch": loop.progress.epoch, "resumed_step": resumed_step})
+        hooks.leaves_at_once = lambda: interruption.leaves_at_once
         hooks.open_run(self._session.run_id, loop.progress.step)
         hooks.start_schedules(loop.seconds)
         try:
@@ -462,14 +463,7 @@ class Trainer:
                 self._load_callbacks(hooks, saved, loop)
             hooks.state_dict(loop.seconds)  # Callbacks whose states would overwrite each other are an error now, not at the first save.
             for checkpoint in loop:
-                try:
-                    hooks.on_checkpoint(checkpoint, loop.due)
-                except CheckpointError:
-                    raise  # Saving it again would fail again.
-                except BaseException:
-                    if not interruption.leaves_at_once:
-                        hooks.rescue(checkpoint)
-                    raise
+                hooks.on_checkpoint(checkpoint, loop.due)
             if interruption.requested is not None:
                 self._session.stop(f"interrupted by {interruption.requested.name}")
         finally:

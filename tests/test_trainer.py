@@ -785,7 +785,7 @@ class WithPenalty(fitflax.Trainer):
     def compute_loss(self, params, model_state, batch, *, rngs, train):
         values, new_state, aux = super().compute_loss(params, model_state, batch, rngs=rngs, train=train)
         size = jnp.sum(params["kernel"] ** 2)
-        return {**values, "penalty": jnp.broadcast_to(0.1 * size, batch.mask.shape)}, new_state, {**aux, "size": size, "row": batch.x[:, 0]}
+        return {"loss": values, "penalty": jnp.broadcast_to(0.1 * size, batch.mask.shape)}, new_state, {**aux, "size": size, "row": batch.x[:, 0]}
 
 
 def test_aux_of_a_custom_loss_reaches_the_logs_as_means_over_real_examples():

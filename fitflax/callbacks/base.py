@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, Self
 
 from fitflax.checkpoints.checkpoint import Checkpoint
-from fitflax.errors import CallbackError, FitflaxWarning, MonitorError, did_you_mean
+from fitflax.errors import CallbackError, CheckpointError, FitflaxWarning, MonitorError, did_you_mean
 from fitflax.logs import Logs
 from fitflax.state import TrainState
 from fitflax.triggers import Moment, Schedule, Trigger
@@ -275,6 +275,8 @@ class CallbackList:
         self._schedules: list[tuple[Callback, Schedule]] = []
         # One dict for all of them; an evaluation notes in it how long it will be.
         self.params: dict[str, Any] = {}
+        # Whether a second Ctrl-C came, after which nothing more is saved.
+        self.leaves_at_once: Callable[[], bool] = lambda: False
 
     def __iter__(self) -> Iterator[Callback]:
         return iter(self._all)
@@ -319,8 +321,12 @@ class CallbackList:
         return {id(callback) for callback, schedule in self._schedules if schedule.due(moment)}
 
     def on_checkpoint(self, checkpoint: Checkpoint, due: set[int]) -> None:
-        """Hands a checkpoint to those who want it; everything else is on disk before the first of them saves it."""
+        """Hands a checkpoint to those who want it; everything else is on disk before the first of them saves it.
+
+        If one fails, the others still get it, and the run is saved, before the error is raised.
+        """
         is_synced = is_saved = False
+        failure: BaseException | None = None
         for callback in self._all:
             if not overrides(callback, "on_checkpoint"):
                 continue
@@ -330,19 +336,22 @@ class CallbackList:
             if callback.phase >= Phase.SAVE_BEST and not is_synced:
                 self.sync()
                 is_synced = True
-            callback.on_checkpoint(checkpoint)
-            is_saved |= callback.phase == Phase.SAVE
+            try:
+                callback.on_checkpoint(checkpoint)
+            except CheckpointError:
+                raise  # Of a callback that saves; a full disk stays full.
+            except BaseException as error:  # noqa: BLE001 (raised below, when everybody has had the checkpoint)
+                failure = failure or error
+                checkpoint.point = dataclasses.replace(checkpoint.point, is_last=True, is_rescue=True)
+                if self.leaves_at_once():
+                    break
+            else:
+                is_saved |= callback.phase == Phase.SAVE
         if is_saved:
             for callback in self._all:
                 callback.run_was_saved()
-
-    def rescue(self, checkpoint: Checkpoint) -> None:
-        """Has a checkpoint saved that a callback failed on before it came to those who save."""
-        checkpoint.point = dataclasses.replace(checkpoint.point, is_last=True, is_rescue=True)
-        self.sync()
-        for callback in self._all:
-            if callback.takes_last(checkpoint):
-                callback.on_checkpoint(checkpoint)
+        if failure is not None:
+            raise failure
 
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
         """Calls `on_closing` of all callbacks."""
