@@ -18,7 +18,7 @@ import numpy as np
 from flax import struct
 from typing_extensions import override
 
-from fitflax import losses
+import fitflax.losses as losses
 from fitflax.errors import LossError, MetricError, did_you_mean
 
 __all__ = ["R2", "Accuracy", "BinaryAccuracy", "Mean", "Metric", "Perplexity", "RootMeanSquaredError", "TopKAccuracy"]

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fitflax import losses, metrics
+import fitflax.losses as losses
+import fitflax.metrics as metrics
 from fitflax.errors import ConfigError, DataError, FitflaxError, LossError, MetricError, did_you_mean
 from fitflax.metrics import Metric
 from fitflax.model import describe_shapes

@@ -13,7 +13,9 @@ import optax
 from flax import linen as nn
 from flax.core.scope import DenyList
 
-from fitflax import arguments, evaluation, optimizers
+import fitflax.arguments as arguments
+import fitflax.evaluation as evaluation
+import fitflax.optimizers as optimizers
 from fitflax.callbacks import Callback, ModelCheckpoint
 from fitflax.callbacks.base import CallbackList
 from fitflax.callbacks.history import History
