@@ -281,6 +281,7 @@ class Trainer:
 
         It runs on one replica's share. `step` is counted for you; parameters, optimizer state and collections of all replicas are made equal afterwards,
         floating-point values by their mean. Sum gradients over the axis `"replica"` where you want the global batch's.
+        Logs are means over the epoch, so metrics that are no means (r2, rmse, perplexity) come from this method's own logs as means of their batches' values.
 
         Args:
             state: The state before.
