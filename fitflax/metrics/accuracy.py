@@ -1,0 +1,110 @@
+"""Accuracies, and perplexity: means of functions of logits and labels."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import fitflax.losses as losses
+from fitflax.errors import MetricError
+from fitflax.metrics.base import bound
+from fitflax.metrics.mean import Mean
+from fitflax.metrics.shapes import Targets, arrays, class_labels, same_shape
+
+__all__ = ["Accuracy", "BinaryAccuracy", "Perplexity", "TopKAccuracy", "class_accuracy", "top_k_accuracy"]
+
+
+def Accuracy(*, name: str = "accuracy") -> Mean:
+    """Returns the share of examples that are classified right; what that means is taken from the shapes.
+
+    | outputs | targets | right when |
+    |---|---|---|
+    | `[..., classes]` | `[...]` or `[..., 1]` | `argmax(outputs) == targets` |
+    | `[..., classes]` | `[..., classes]` | `argmax(outputs) == argmax(targets)` |
+    | `[batch]` or `[..., 1]` | `[batch]`, `[...]` or `[..., 1]` | `(outputs > 0) == targets`: logits |
+
+    For several yes-or-no labels per example (`[batch, labels]` both), use `BinaryAccuracy`.
+
+    Args:
+        name: The log key.
+
+    >>> accuracy = Accuracy().update(jnp.array([[1.0, 2.0], [3.0, 0.0]]), jnp.array([1, 1]), jnp.ones(2))
+    >>> accuracy.name, accuracy.direction, float(accuracy.compute())
+    ('accuracy', 'max', 0.5)
+    """
+    return Mean(accuracy, name=name, direction="max")
+
+
+def BinaryAccuracy(*, threshold: float = 0.0, name: str = "binary_accuracy") -> Mean:
+    """Returns the share of yes-or-no targets that are met: `(outputs > threshold) == targets`, each label by itself.
+
+    Args:
+        threshold: On the outputs: 0 for logits, 0.5 for probabilities.
+        name: The log key.
+
+    >>> metric = BinaryAccuracy().update(jnp.array([[-1.0, 2.0], [3.0, 0.5]]), jnp.array([[0, 1], [1, 0]]), jnp.ones(2))
+    >>> float(metric.compute())
+    0.75
+    """
+    return Mean(bound(binary_accuracy, threshold=float(threshold)), name=name, direction="max")
+
+
+def TopKAccuracy(*, k: int = 5, name: str = "top_k_accuracy") -> Mean:
+    """Returns the share of examples whose class is among the `k` highest outputs; targets are labels or one-hot rows, by their shape.
+
+    As in Keras's `in_top_k`, a class is among the `k` if fewer than `k` others are strictly higher, so ties at the border all count. A NaN output and a
+    label that is no class never count.
+
+    Args:
+        k: At least 1.
+        name: The log key.
+
+    Raises:
+        MetricError: `k` is not a positive integer.
+
+    >>> metric = TopKAccuracy(k=2).update(jnp.array([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]]), jnp.array([1, 2]), jnp.ones(2))
+    >>> float(metric.compute())
+    0.5
+    """
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise MetricError(f"TopKAccuracy(k=...) must be a positive integer. Received: {k!r}.")
+    return Mean(bound(top_k_accuracy, k=k, kind="integer or one-hot"), name=name, direction="max")
+
+
+def Perplexity(*, name: str = "perplexity") -> Mean:
+    """Returns `exp` of the mean sparse categorical crossentropy over all tokens; not the mean of the batches' perplexities.
+
+    Args:
+        name: The log key.
+
+    >>> float(Perplexity().update(jnp.zeros((2, 5, 8)), jnp.zeros((2, 5), int), jnp.ones(2)).compute().round(4))
+    8.0
+    """
+    return Mean(losses.sparse_categorical_crossentropy, name=name, direction="min", transform="exp")
+
+
+def accuracy(outputs: Any, targets: Any) -> jax.Array:
+    outputs, targets = arrays(outputs, targets)
+    if outputs.ndim < 2 or outputs.shape[-1] == 1:
+        return binary_accuracy(outputs, targets, threshold=0.0)
+    return class_accuracy(outputs, targets, kind="integer or one-hot")
+
+
+def binary_accuracy(outputs: Any, targets: Any, *, threshold: float) -> jax.Array:
+    outputs, targets = same_shape(outputs, targets)
+    return jnp.equal(outputs > threshold, targets)
+
+
+def class_accuracy(outputs: Any, targets: Any, *, kind: Targets) -> jax.Array:
+    """Returns whether the highest output of each example is its class."""
+    outputs, labels = class_labels(outputs, targets, kind)
+    return jnp.equal(jnp.argmax(outputs, axis=-1), labels)
+
+
+def top_k_accuracy(outputs: Any, targets: Any, *, k: int, kind: Targets) -> jax.Array:
+    """Returns whether the class of each example is among its `k` highest outputs."""
+    outputs, labels = class_labels(outputs, targets, kind)
+    labels = labels.astype(jnp.int32)  # they may come as int8 or as floats, which neither count the classes nor index them
+    known = (labels >= 0) & (labels < outputs.shape[-1])
+    at_label = jnp.take_along_axis(outputs, labels[..., None], axis=-1)
+    return jnp.logical_and(known & ~jnp.isnan(at_label[..., 0]), jnp.sum(outputs > at_label, axis=-1) < k)

@@ -1,0 +1,118 @@
+"""`Mean`, the weighted mean of a function of examples: the workhorse, and what most names stand for."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, Self
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from typing_extensions import override
+
+import fitflax.losses as losses
+from fitflax.errors import LossError, MetricError
+from fitflax.metrics.base import Direction, Metric, add_pairs, metric_direction, pair, pair_field, snake_case, static_field, weighted_sums, zero_pair
+
+__all__ = ["Mean"]
+
+_TRANSFORMS: dict[str | None, Callable[[jax.Array], jax.Array]] = {None: lambda mean: mean, "sqrt": jnp.sqrt, "exp": jnp.exp}
+
+
+@struct.dataclass
+class Mean(Metric):
+    """The weighted mean of a function's per-example values: `sum(w * v) / sum(w)` over all examples; 0 where no example has weight.
+
+    Attributes:
+        fn: `(outputs, targets) -> values`, `[batch]` or `[batch, ...]`; `None` for a mean that is fed by `add` alone.
+        name: The log key; by default the function's `__name__` (`functools.partial` is looked through; `"lambda"` for a lambda).
+        direction: By default `"min"` for the losses of `fitflax.losses` and `None` for all else.
+        transform: `"sqrt"` or `"exp"` of the mean, or `None` for the mean itself.
+        total: `sum(w * v)`, a pair, float32 `[2]`.
+        weight: `sum(w)`, a pair, float32 `[2]`.
+
+    Raises:
+        MetricError: `fn`, `direction` or `transform` is none of these.
+
+    >>> mae = Mean(losses.mean_absolute_error)
+    >>> mae = mae.update(jnp.array([1.0, 2.0, 9.0]), jnp.array([0.0, 0.0, 0.0]), jnp.array([1.0, 1.0, 0.0]))
+    >>> mae.name, mae.direction, float(mae.compute())
+    ('mean_absolute_error', 'min', 1.5)
+    """
+
+    additive: ClassVar[bool] = True
+
+    fn: Callable[[Any, Any], Any] | None = static_field(None)
+    _: dataclasses.KW_ONLY
+    name: str = static_field("")
+    direction: Direction | None = static_field(None)
+    transform: Literal["sqrt", "exp"] | None = static_field(None)
+    total: jax.Array = pair_field()
+    weight: jax.Array = pair_field()
+
+    def __post_init__(self) -> None:
+        # Runs again whenever JAX rebuilds the metric from its leaves, and then changes nothing.
+        if self.fn is not None and not callable(self.fn):
+            raise MetricError(f"Mean takes a function (outputs, targets) -> values. Received: {self.fn!r}. For a metric by name: metrics.get(name).")
+        if self.transform not in _TRANSFORMS:
+            raise MetricError(f"Mean(transform=...) must be one of {list(_TRANSFORMS)}. Received: {self.transform!r}.")
+        if not self.name:
+            object.__setattr__(self, "name", "mean" if self.fn is None else _function_name(self.fn))
+        if self.direction is None:
+            object.__setattr__(self, "direction", losses.direction(self.fn))
+        metric_direction(self)
+
+    @override
+    def empty(self) -> Self:
+        return dataclasses.replace(self, total=zero_pair(), weight=zero_pair())
+
+    @override
+    def update(self, outputs: Any, targets: Any, weights: Any) -> Self:
+        if self.fn is None:
+            raise MetricError(f"Metric {self.name!r} has no function to take values from. Use add(values, weights), or Mean(fn).")
+        try:
+            values = jnp.asarray(self.fn(outputs, targets))
+        except (LossError, MetricError) as error:
+            raise MetricError(f"Metric {self.name!r}: {error}") from error
+        if values.shape[:1] != jnp.shape(weights)[:1]:
+            raise MetricError(
+                f"Metric {self.name!r} must return one value per example, [batch] or [batch, ...]: its function returned {list(values.shape)} "
+                f"for weights {list(jnp.shape(weights))}. Leave out the mean over the batch; it is taken here, over all batches."
+            )
+        return self.add(values, weights)
+
+    def add(self, values: Any, weights: Any) -> Self:
+        """Returns this metric with values that are already there, such as a step's losses.
+
+        Args:
+            values: `[batch]`, `[batch, ...]` or `[]`.
+            weights: float32, the leading axes of `values`, or fewer of them.
+
+        Raises:
+            MetricError: `weights` does not fit `values`.
+
+        >>> float(Mean(name="grad_norm").add(3.0, 1.0).add(5.0, 3.0).compute())
+        4.5
+        """
+        try:
+            total, weight = weighted_sums(values, weights)
+        except MetricError as error:
+            raise MetricError(f"Metric {self.name!r}: {error}") from error
+        return dataclasses.replace(self, total=add_pairs(self.total, pair(total)), weight=add_pairs(self.weight, pair(weight)))
+
+    @override
+    def merge(self, other: Self) -> Self:
+        return dataclasses.replace(self, total=add_pairs(self.total, other.total), weight=add_pairs(self.weight, other.weight))
+
+    @override
+    def compute(self) -> jax.Array:
+        total, weight = jnp.sum(self.total, axis=-1), jnp.sum(self.weight, axis=-1)
+        mean = total / jnp.where(weight == 0, 1.0, weight)
+        return jnp.where(weight == 0, 0.0, _TRANSFORMS[self.transform](mean))
+
+
+def _function_name(fn: Any) -> str:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    name = getattr(fn, "__name__", None)
+    return name.strip("<>") if isinstance(name, str) else snake_case(type(fn).__name__)

@@ -1,0 +1,90 @@
+"""Metrics by name, and what else may stand for a metric."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import fitflax.losses as losses
+from fitflax.errors import MetricError, did_you_mean
+from fitflax.metrics.accuracy import Accuracy, BinaryAccuracy, Perplexity, TopKAccuracy, class_accuracy, top_k_accuracy
+from fitflax.metrics.base import Metric, bound, snake_case
+from fitflax.metrics.mean import Mean
+from fitflax.metrics.regression import R2, RootMeanSquaredError
+
+__all__ = ["get", "names", "resolve"]
+
+# The key of a metric is the name that the user wrote, so each of these takes `name`.
+_METRICS: dict[str, Callable[..., Any]] = {
+    **{name: functools.partial(Mean, losses.get(name)) for name in losses.names()},
+    "accuracy": Accuracy,
+    "acc": Accuracy,
+    "binary_accuracy": BinaryAccuracy,
+    "categorical_accuracy": functools.partial(Mean, bound(class_accuracy, kind="one-hot"), direction="max"),
+    "sparse_categorical_accuracy": functools.partial(Mean, bound(class_accuracy, kind="integer"), direction="max"),
+    "top_k_accuracy": TopKAccuracy,
+    "top_k_categorical_accuracy": functools.partial(Mean, bound(top_k_accuracy, k=5, kind="one-hot"), direction="max"),
+    "sparse_top_k_categorical_accuracy": functools.partial(Mean, bound(top_k_accuracy, k=5, kind="integer"), direction="max"),
+    "rmse": RootMeanSquaredError,
+    "root_mean_squared_error": RootMeanSquaredError,
+    "r2": R2,
+    "r2_score": R2,
+    "perplexity": Perplexity,
+}
+
+
+def get(name: str) -> Metric:
+    """Returns the metric of that name, with the name as its log key.
+
+    Args:
+        name: One of `names()`; the names of all losses are among them.
+
+    Raises:
+        MetricError: There is no such metric.
+
+    >>> get("acc").name, get("mse").direction
+    ('acc', 'min')
+    """
+    if not isinstance(name, str):
+        raise MetricError(f"metrics.get() takes a name. Received: {name!r}.")
+    if name not in _METRICS:
+        close = did_you_mean(snake_case(name), _METRICS)
+        raise MetricError(f"There is no metric {name!r}.{close} Known: {names()}. Or give a function (outputs, targets) -> one value per example.")
+    return cast(Metric, _METRICS[name](name=name))
+
+
+def names() -> list[str]:
+    """Returns the names that `get` knows, sorted.
+
+    >>> "accuracy" in names() and "mse" in names()
+    True
+    """
+    return sorted(_METRICS)
+
+
+def resolve(spec: Any) -> Any:
+    """Returns the metric that `spec` stands for.
+
+    Args:
+        spec: A name; a metric, or anything with `empty`, `update`, `merge` and `compute`; a class of such, or a function of this module that makes one, which
+            is called without arguments; a function `(outputs, targets) -> values`, one per example, whose `Mean` is taken.
+
+    Raises:
+        MetricError: It is none of these.
+
+    >>> resolve("mse").name, resolve(R2).name, resolve(losses.huber).name
+    ('mse', 'r2', 'huber')
+    """
+    if isinstance(spec, str):
+        return get(spec)
+    has_methods = all(callable(getattr(spec, method, None)) for method in ("empty", "update", "merge", "compute"))
+    if any(spec is maker for maker in _METRICS.values()) or (isinstance(spec, type) and has_methods):
+        try:
+            return spec()
+        except TypeError as error:
+            raise MetricError(f"{spec!r} cannot be made without arguments ({error}). Received: the class; give an object.") from error
+    if has_methods:
+        return spec
+    if callable(spec) and not isinstance(spec, type):
+        return Mean(spec)
+    takes = "a name, an object with empty, update, merge and compute, or a function (outputs, targets) -> one value per example"
+    raise MetricError(f"A metric is {takes}. Received: {spec!r}.")
