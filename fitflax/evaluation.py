@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -98,7 +99,7 @@ class EvalLoop:
         self._program.prepare(state, batch, train=False)
         check_in_memory(self._program, self._source, state, batch, pad=self._pad, train=False)
 
-    def evaluate(self, state: TrainState) -> dict[str, float]:
+    def evaluate(self, state: TrainState) -> dict[str, Any]:
         """Returns the metrics of `state`, read in one transfer at the end.
 
         Raises:
@@ -110,6 +111,7 @@ class EvalLoop:
         hooks.call("on_test_begin", {})
         sums: EvalSums | None = None
         values: Values | None = None
+        collected = None
         batch = 0
         while self._steps is None or batch < self._steps:
             if self._interruption is not None and self._interruption.requested:
@@ -120,8 +122,11 @@ class EvalLoop:
             if sums is None:
                 self._check(state, fed.batch)
                 sums = self._program.empty_eval_sums()
+                collected = self._program.collector(train=False)
             hooks.call("on_test_batch_begin", batch, {})
-            sums, values = self._program.evaluate(state, sums, fed)
+            sums, values, rows = self._program.evaluate(state, sums, fed)
+            if collected is not None:
+                collected.add(rows)
             if hooks.wants("on_test_batch_end"):
                 hooks.call("on_test_batch_end", batch, Logs(values, directions=self.directions))
             batch += 1
@@ -129,6 +134,8 @@ class EvalLoop:
             raise DataError(f"The data of {self.name!r} yields no batch.")
         if self._steps is not None and batch < self._steps:
             warnings.warn(f"The data of {self.name!r} ended after {batch} of {self._steps} batches.", FitflaxWarning, stacklevel=2)
+        if collected is not None:
+            values = values.with_late(collected.keys, collected.now())
         logs = Logs(values, directions=self.directions)
         hooks.call("on_test_end", logs)
         return dict(logs)

@@ -4,17 +4,44 @@ A step returns its values as one vector, which is not donated and stays readable
 transfer; reading none costs nothing.
 """
 
-from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any, cast
+import math
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple, Self, cast
 
 import jax
 import numpy as np
 
-__all__ = ["Logs", "StepValues", "Values"]
+__all__ = ["Logs", "Place", "StepValues", "Values"]
 
 # The places of the step's own values in its vector; the running metrics follow.
 STEP_LOSS, GRADIENTS_NORM, STEPS_SINCE_BAD = 0, 1, 2
 NUM_STEP_VALUES = 3
+
+
+class Place(NamedTuple):
+    """Where in a vector of values a metric lies.
+
+    Attributes:
+        begin: The index of its first value.
+        shape: Its shape; `()` for a number.
+
+    >>> Place(3).of([0.0, 0.0, 0.0, 0.5]), Place(0, (2,)).of([1.0, 2.0])
+    (0.5, array([1., 2.], dtype=float32))
+    """
+
+    begin: int
+    shape: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """The index behind its last value."""
+        return self.begin + math.prod(self.shape)
+
+    def of(self, values: list[float]) -> Any:
+        """Returns the metric: a Python float, or a float32 array."""
+        if not self.shape:
+            return values[self.begin]
+        return np.array(values[self.begin : self.end], np.float32).reshape(self.shape)
 
 
 class Values:
@@ -22,18 +49,34 @@ class Values:
 
     Args:
         places: The metrics' places in the vector, in the order in which they are shown.
-        vector: float32 `[places]`.
+        vector: float32 `[values]`.
+        late: Keys of metrics that are computed on the host, from what was collected of every example.
+        compute_late: Computes them.
 
-    >>> Values({"loss": 1}, jax.numpy.array([0.5, 0.25])).metrics()
+    >>> Values({"loss": Place(1)}, jax.numpy.array([0.5, 0.25])).metrics()
     {'loss': 0.25}
     """
 
-    __slots__ = ("_host", "places", "vector")
+    __slots__ = ("_compute_late", "_host", "_metrics", "late", "places", "vector")
 
-    def __init__(self, places: Mapping[str, int], vector: jax.Array) -> None:
+    def __init__(
+        self, places: Mapping[str, Place], vector: jax.Array, late: tuple[str, ...] = (), compute_late: Callable[[], Mapping[str, Any]] = dict
+    ) -> None:
         self.places = places
         self.vector = vector
+        self.late = late
+        self._compute_late = compute_late
         self._host: list[float] | None = None
+        self._metrics: dict[str, Any] | None = None
+
+    def with_late(self, late: tuple[str, ...], compute_late: Callable[[], Mapping[str, Any]]) -> Self:
+        """Returns these values with metrics that are computed on the host."""
+        return type(self)(self.places, self.vector, late, compute_late)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The log keys, in the order in which they are shown."""
+        return (*self.places, *self.late)
 
     def _read(self) -> list[float]:
         if self._host is None:
@@ -49,16 +92,18 @@ class Values:
         """Waits until the step has finished; reads nothing."""
         self.vector.block_until_ready()
 
-    def metrics(self) -> dict[str, float]:
-        """Returns the metrics; the first call reads them."""
-        read = self._read()
-        return {key: read[place] for key, place in self.places.items()}
+    def metrics(self) -> dict[str, Any]:
+        """Returns the metrics, floats or arrays; the first call reads them."""
+        if self._metrics is None:
+            read = self._read()
+            self._metrics = {**{key: place.of(read) for key, place in self.places.items()}, **self._compute_late()}
+        return dict(self._metrics)
 
 
 class StepValues(Values):
     """The values of one training step: the running metrics of its epoch, and its own loss and gradient.
 
-    >>> StepValues({"loss": 3}, jax.numpy.array([0.5, 1.0, -1.0, 0.25])).loss
+    >>> StepValues({"loss": Place(3)}, jax.numpy.array([0.5, 1.0, -1.0, 0.25])).loss
     0.5
     """
 
@@ -108,7 +153,7 @@ class Logs(MutableMapping[str, Any]):
         directions: Mapping[str, str | None] | None = None,
     ) -> None:
         self.source = self._pending = values
-        self._extra: dict[str, Any] = dict.fromkeys(values.places) if values is not None else {}
+        self._extra: dict[str, Any] = dict.fromkeys(values.keys) if values is not None else {}
         self._extra.update(extra or {})
         self.directions: Mapping[str, str | None] = directions or {}
         self.earlier: Mapping[str, float] = {}
@@ -120,6 +165,11 @@ class Logs(MutableMapping[str, Any]):
                 if self._extra.get(key) is None:
                     self._extra[key] = value
         return self._extra
+
+    def deferred(self) -> Callable[[], dict[str, Any]]:
+        """Returns a function that gives what is logged now, reading it when it is called, perhaps in another thread."""
+        known, pending = dict(self._extra), self._pending
+        return lambda: known if pending is None else {key: value if value is not None else pending.metrics()[key] for key, value in known.items()}
 
     def __getitem__(self, key: str) -> Any:
         return self._read()[key]

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from fitflax.callbacks.base import CallbackList
 from fitflax.checkpoints.checkpoint import Checkpoint, Point, Timer
+from fitflax.collected import Collected
 from fitflax.data import FedBatch, Feed, Position
 from fitflax.errors import ConfigError
 from fitflax.evaluation import EvalLoop, Interrupted
@@ -73,6 +74,7 @@ class RunPlan:
         info: What is saved with every checkpoint, as JSON.
         process_start: The step at which this process began.
         repeats_last: Whether a step that was yielded already is yielded once more when it turns out to be the last, for those who save only then.
+        keeps_grads: Whether checkpoints have the gradient of their step, which takes as much memory as the parameters.
     """
 
     end_step: int | None
@@ -83,6 +85,7 @@ class RunPlan:
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     process_start: int = 0
     repeats_last: bool = False
+    keeps_grads: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +134,7 @@ class TrainLoop:
         callbacks: Whose hooks are called.
         validation: What is evaluated during training.
         sums: Sums of the epoch in whose middle the run begins.
+        collected: What metrics have collected of that epoch's examples.
         values: The last step's values, where the run begins after a step of another process.
         validated: Results of that epoch's last validation so far.
         should_stop: Returns whether somebody asked to stop.
@@ -150,6 +154,7 @@ class TrainLoop:
         callbacks: CallbackList | None = None,
         validation: Validation | None = None,
         sums: TrainSums | None = None,
+        collected: Collected | None = None,
         values: StepValues | None = None,
         validated: Mapping[str, float] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
@@ -174,6 +179,8 @@ class TrainLoop:
         self._has_triggers = plan.every is not None or self._validation.trigger is not None
         self._upcoming: FedBatch | None = None
         self._values = values
+        self._grads: Any = ()
+        self._collected = collected
         self._validated: dict[str, float] = dict(validated or {})
         self._timer = Timer(clock)
         self._begin_step = self._last_yielded = self.progress.step
@@ -367,7 +374,7 @@ class TrainLoop:
 
     def _open_epoch(self) -> None:
         self.progress.epoch_is_open, self.progress.epoch_is_over, self.progress.step_in_epoch = True, False, 0
-        self._sums = None
+        self._sums = self._collected = None
         self._validated = {}
         self.callbacks.call("on_epoch_begin", self.progress.epoch, {})
 
@@ -383,10 +390,15 @@ class TrainLoop:
                 "Two runs of one trainer cannot be mixed."
             )
         hooks.call("on_train_batch_begin", progress.step_in_epoch, {})
+        if self._sums is None:
+            self._collected = self._program.collector(train=True)
         sums = self._program.empty_train_sums() if self._sums is None else self._sums
         compiles = not self._program.has_trained
         begin = self._clock() if compiles else 0.0
-        state, self._sums, self._values = self._program.train(self._live.take(), sums, fed)
+        self._grads = ()  # Its memory is free for the next one.
+        state, self._sums, self._values, rows, self._grads = self._program.train(self._live.take(), sums, fed, keep_grads=self.plan.keeps_grads)
+        if self._collected is not None:
+            self._collected.add(rows)
         if compiles:
             self._timer.excluded += self._clock() - begin
         self._live.advance(state)
@@ -500,11 +512,15 @@ class TrainLoop:
             seconds=self._clock(),
             process_start=self.plan.process_start,
         )
+        values = self._values
+        if values is not None and self._collected is not None:
+            values = values.with_late(self._collected.keys, self._collected.now())
         return Checkpoint(
             point=point,
             live=self._live,
-            logs=Logs(self._values, directions=self._program.directions),
-            step_values=self._values,
+            logs=Logs(values, directions=self._program.directions),
+            step_values=values,
+            grads=self._grads if self.plan.keeps_grads else None,
             timer=self._timer,
             run_state=self._run_state,
             info=self._info,
@@ -516,7 +532,8 @@ class TrainLoop:
         values = {} if self._values is None else {"values": self._values.vector}
         if not self.progress.epoch_is_open or self._sums is None:
             return {**callbacks, **values}
-        return {**callbacks, **values, "sums": self._sums, "validated": self._validated}
+        rows = {} if self._collected is None else {"rows": self._collected.state_dict()}
+        return {**callbacks, **values, **rows, "sums": self._sums, "validated": self._validated}
 
     def _info(self) -> dict[str, Any]:
         history = self._run_state()["callbacks"].get("History", {}).get("rows", [])

@@ -6,6 +6,7 @@ that is decided from their structure alone, so it is the same at every trace.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ import fitflax.losses as losses
 import fitflax.metrics as metrics
 from fitflax.errors import ConfigError, DataError, FitflaxError, LossError, MetricError, did_you_mean
 from fitflax.metrics import Metric
+from fitflax.metrics.clu import CluMetric, adapt_clu, is_clu
 from fitflax.model import describe_shapes
 from fitflax.state import PyTree
 
@@ -63,6 +65,7 @@ class Objective:
     def __init__(self, loss: Any = None, metrics: Any = None, weighted_metrics: Any = None, loss_weights: Any = None) -> None:
         self._loss = _map_spec(_resolve_loss, loss)
         self._specs = ((_map_spec(_resolve_metric, metrics), False), (_map_spec(_resolve_metric, weighted_metrics), True))
+        _check_weighted(self._specs[1][0])
         self._loss_weights = _map_spec(_check_loss_weight, loss_weights)
 
     @property
@@ -174,8 +177,15 @@ class Objective:
         return result
 
     @staticmethod
-    def update(entry: MetricEntry, outputs: PyTree, targets: PyTree, weights: jax.Array) -> Metric:
+    def update(entry: MetricEntry, outputs: PyTree, targets: PyTree, weights: jax.Array, logged: Mapping[str, Any] = MappingProxyType({})) -> Metric:
         """Returns `entry`'s metric over one batch.
+
+        Args:
+            entry: Which metric, of which output.
+            outputs: What the module returned.
+            targets: The batch's targets.
+            weights: What examples count.
+            logged: The loss's values as `loss`, and what else is logged, for metrics that are computed from these.
 
         Raises:
             MetricError: The metric fails on these outputs and targets.
@@ -189,6 +199,8 @@ class Objective:
             name = type(entry.metric).__name__
             raise MetricError(f"The metric {entry.key!r} must be a pytree of arrays: make {name} a flax.struct.dataclass.")
         try:
+            if isinstance(entry.metric, CluMetric):
+                return entry.metric.empty().update_from(logged, outputs, targets, weights)
             return entry.metric.empty().update(outputs, targets, weights)
         except FitflaxError as error:
             raise MetricError(f"The metric {entry.key!r}: {error}") from error
@@ -230,9 +242,18 @@ def _resolve_loss(spec: Any) -> Any:
     return spec
 
 
-def _resolve_metric(spec: Any) -> tuple[str, Metric]:
+def _resolve_metric(spec: Any) -> tuple[str, Metric] | list[tuple[str, Metric]]:
+    if is_clu(spec):
+        adapted = adapt_clu(spec)
+        return list(adapted.items()) if isinstance(adapted, dict) else (adapted.name, adapted)
     metric = metrics.resolve(spec)
     return spec if isinstance(spec, str) else metrics.metric_name(metric), metric
+
+
+def _check_weighted(spec: Any) -> None:
+    for _, metric in _one_output(spec) if not isinstance(spec, dict) else [entry for value in spec.values() for entry in _one_output(value)]:
+        if isinstance(metric, CluMetric):
+            raise MetricError(f"The metric {metric.name!r} of clu can leave examples out, but not weigh them. Give it in metrics=, not in weighted_metrics=.")
 
 
 def _check_loss_weight(value: Any) -> float:

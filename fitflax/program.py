@@ -11,17 +11,19 @@ from typing import Any, NamedTuple, cast
 import jax
 import numpy as np
 
+from fitflax.collected import Collected
 from fitflax.data import FedBatch, Source
 from fitflax.data.arrays import ArraySource
-from fitflax.errors import LossError, ModelError, NotReadyError
-from fitflax.logs import NUM_STEP_VALUES, StepValues, Values
-from fitflax.metrics import metric_direction
+from fitflax.errors import LossError, MetricError, ModelError, NotReadyError
+from fitflax.logs import NUM_STEP_VALUES, Place, StepValues, Values
+from fitflax.metrics import Metric, metric_direction
 from fitflax.model import describe_shapes
 from fitflax.parallel import Strategy
+from fitflax.parallel.base import Layout
 from fitflax.state import Batch, PyTree, TrainState
-from fitflax.step import SCALAR, EvalSums, Task, TrainSums
+from fitflax.step import SCALAR, EvalSums, Task, TrainSums, collects, summed
 
-__all__ = ["LiveState", "Program"]
+__all__ = ["LiveState", "Program", "Trained"]
 
 
 class LiveState:
@@ -110,15 +112,37 @@ class _Structure(NamedTuple):
 
     Attributes:
         places: Each log key's place in the vector of values, in the order in which keys are shown.
+        num_values: The length of that vector.
         empty: Empty metrics as NumPy arrays of their final shapes.
+        collected: Empty metrics whose rows are collected on the host.
         directions: By log key, which direction is better.
         scalar_loss: Whether the loss is one number, which padding would falsify.
     """
 
-    places: dict[str, int]
+    places: dict[str, Place]
+    num_values: int
     empty: dict[str, Any]
+    collected: dict[str, Metric]
     directions: Mapping[str, str | None]
     scalar_loss: bool
+
+
+class Trained(NamedTuple):
+    """What dispatching one update returns, all of it still on the devices.
+
+    Attributes:
+        state: The state after it.
+        sums: The epoch's sums.
+        values: The step's values.
+        rows: What metrics collect of its examples, by log key.
+        grads: Its gradient, `()` unless it was asked for.
+    """
+
+    state: TrainState
+    sums: TrainSums
+    values: StepValues
+    rows: dict[str, Metric]
+    grads: PyTree
 
 
 class Program:
@@ -132,9 +156,12 @@ class Program:
         self.task = task
         self.strategy = strategy = task.strategy
         self._init = strategy.compile(task.init_state, inputs=("replicated", "split"), outputs="replicated")
-        self._train = strategy.compile(task.train_step, inputs=("replicated", "replicated", "split"), outputs=("replicated",) * 3, donate=(0, 1))
+        self._train = {keep: self._compile_train(keep) for keep in (False, True)}  # Compiled when called.
         self._eval = strategy.compile(
-            task.eval_step, inputs=("replicated", "replicated", "replicated", "replicated", "split"), outputs=("replicated",) * 2, donate=(3,)
+            task.eval_step,
+            inputs=("replicated", "replicated", "replicated", "replicated", "split"),
+            outputs=("replicated", "replicated", "split"),
+            donate=(3,),
         )
         self._predict = strategy.compile(task.predict_step, inputs=("replicated", "replicated", "replicated", "replicated", "split"), outputs="split")
         self._structures: dict[bool, _Structure] = {}
@@ -142,6 +169,13 @@ class Program:
         # Shared by all of them, because a collective of an evaluation can wait for one of a step.
         self._in_flight = _InFlight(strategy.max_in_flight)
         self.has_trained = False
+
+    def _compile_train(self, keep_grads: bool) -> Any:
+        def train_step(state: TrainState, sums: TrainSums, batch: Batch) -> Any:
+            return self.task.train_step(state, sums, batch, keep_grads=keep_grads)
+
+        outputs: tuple[Layout, ...] = ("replicated", "replicated", "replicated", "split", "replicated")
+        return self.strategy.compile(train_step, inputs=("replicated", "replicated", "split"), outputs=outputs, donate=(0, 1))
 
     # -- preparation --
 
@@ -168,7 +202,7 @@ class Program:
         abstract = _abstract(state)
         structure = self._dry_run(abstract, feed, train)
         if train:
-            jax.eval_shape(self._train, abstract, _abstract(self._train_sums(structure)), feed)
+            jax.eval_shape(self._train[False], abstract, _abstract(self._train_sums(structure)), feed)
         self._seen_shapes[train].add(shapes)
         return self._structures.setdefault(train, structure)
 
@@ -176,23 +210,30 @@ class Program:
         order: list[str] = []
         given: dict[str, Any] = {}
 
-        def metrics_of(state: TrainState, batch: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
+        def metrics_of(state: TrainState, batch: Batch) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
             metrics = self.task.batch_metrics(state, batch, train=train, given=given)
             order[:] = metrics
             # Merging once gives the shapes that sums keep from then on; empty ones may begin as scalars.
-            return metrics, {key: metric.empty().merge(metric) for key, metric in metrics.items()}
+            merged = {key: metric.empty().merge(metric) for key, metric in summed(metrics).items()}
+            return metrics, merged, {key: _result(key, metric) for key, metric in merged.items()}
 
-        compiled = self.strategy.compile(metrics_of, inputs=("replicated", "split"), outputs=("replicated", "replicated"))
-        abstract, merged = jax.eval_shape(compiled, state, feed)
-        empty = {}
-        for key, metric in abstract.items():
-            begin = given.get(key, metric).empty()
-            empty[key] = jax.tree.map(lambda want, have: np.array(np.broadcast_to(np.asarray(have, want.dtype), want.shape)), merged[key], begin)
+        compiled = self.strategy.compile(metrics_of, inputs=("replicated", "split"), outputs=("replicated",) * 3)
+        abstract, merged, computed = jax.eval_shape(compiled, state, feed)
+        begin = {key: given.get(key, metric).empty() for key, metric in abstract.items()}
+        empty = {
+            key: jax.tree.map(lambda want, have: np.array(np.broadcast_to(np.asarray(have, want.dtype), want.shape)), metric, begin[key])
+            for key, metric in merged.items()
+        }
         parts = getattr(abstract.get("loss"), "parts", {})
         scalar = any(getattr(part, "name", None) == SCALAR for part in parts.values())
         directions: dict[str, str | None] = {key: "min" if key == "loss" or key.endswith("_loss") else metric_direction(abstract[key]) for key in order}
-        offset = NUM_STEP_VALUES if train else 0
-        return _Structure({key: offset + sorted(order).index(key) for key in order}, empty, directions, scalar)
+        places, end = {}, NUM_STEP_VALUES if train else 0
+        for key in sorted(computed):
+            places[key] = Place(end, computed[key].shape)
+            end = places[key].end
+        shown = {key: places[key] for key in order if key in places}
+        collected = {key: _without_rows(key, abstract[key]) for key in order if collects(abstract[key])}
+        return _Structure(shown, end, empty, collected, directions, scalar)
 
     def structure(self, *, train: bool) -> _Structure:
         """Returns what the dry run found.
@@ -216,6 +257,11 @@ class Program:
         """Returns the sums of an evaluation without batches, on the devices."""
         return cast(EvalSums, self.strategy.put(EvalSums(metrics=self.structure(train=False).empty, index=np.int32(0))))  # type: ignore[arg-type]
 
+    def collector(self, *, train: bool) -> Collected | None:
+        """Returns a place for the rows of an epoch or evaluation; `None` where no metric collects any."""
+        collected = self.structure(train=train).collected
+        return Collected(collected, self.strategy.join) if collected else None
+
     def output_shapes(self, state: TrainState, batch: Batch) -> PyTree:
         """Returns the shapes of the module's outputs for a replica's share of the batch, computing nothing.
 
@@ -235,26 +281,34 @@ class Program:
 
     # -- running --
 
-    def train(self, state: TrainState, sums: TrainSums, fed: FedBatch) -> tuple[TrainState, TrainSums, StepValues]:
+    def train(self, state: TrainState, sums: TrainSums, fed: FedBatch, *, keep_grads: bool = False) -> Trained:
         """Dispatches one update; `state` and `sums` are consumed."""
         structure = self._structures[True]
         _check_scalar(structure, fed)
         self._in_flight.make_room()
-        state, sums, vector = self._train(state, sums, self.strategy.feed(fed.batch))
+        state, sums, vector, rows, grads = self._train[keep_grads](state, sums, self.strategy.feed(fed.batch))
         self.has_trained = True
         values = StepValues(structure.places, vector)
         self._in_flight.add(values)
-        return state, sums, values
+        return Trained(state, sums, values, rows, grads)
 
-    def evaluate(self, state: TrainState, sums: EvalSums, fed: FedBatch) -> tuple[EvalSums, Values]:
-        """Dispatches the evaluation of one batch; `sums` is consumed."""
+    def evaluate(self, state: TrainState, sums: EvalSums, fed: FedBatch) -> tuple[EvalSums, Values, dict[str, Metric]]:
+        """Dispatches the evaluation of one batch, and returns sums, their values and the batch's rows; `sums` is consumed."""
         structure = self._structures[False]
         _check_scalar(structure, fed)
         self._in_flight.make_room()
-        sums, vector = self._eval(state.params, state.model_state, state.key, sums, self.strategy.feed(fed.batch))
+        sums, vector, rows = self._eval(state.params, state.model_state, state.key, sums, self.strategy.feed(fed.batch))
         values = Values(structure.places, vector)
         self._in_flight.add(values)
-        return sums, values
+        return sums, values, rows
+
+    def alone(self, values: Values, rows: dict[str, Metric], *, train: bool) -> dict[str, Any]:
+        """Returns the metrics of a batch that is not part of an epoch or evaluation."""
+        collector = self.collector(train=train)
+        if collector is None:
+            return values.metrics()
+        collector.add(rows)
+        return values.with_late(collector.keys, collector.now()).metrics()
 
     def predict(self, state: TrainState, batch: Batch, index: int) -> PyTree:
         """Dispatches the module on one batch and returns its outputs, on the devices.
@@ -285,6 +339,20 @@ class Program:
     def directions(self) -> Mapping[str, str | None]:
         """By log key of training, which direction is better."""
         return self._structures[True].directions if True in self._structures else {}
+
+
+def _result(key: str, metric: Metric) -> jax.Array:
+    try:
+        return jax.numpy.asarray(metric.compute())
+    except Exception as error:
+        raise MetricError(f"The metric {key!r} cannot be computed: {type(error).__name__}: {error}") from error
+
+
+def _without_rows(key: str, metric: Metric) -> Metric:
+    faults = [describe_shapes(leaf) for leaf in jax.tree.leaves(metric) if not leaf.shape]
+    if faults:
+        raise MetricError(f"The metric {key!r} has collect = True, so its leaves must be rows [examples, ...]. Received: {', '.join(faults)}.")
+    return cast(Metric, jax.tree.map(lambda leaf: np.zeros((0, *leaf.shape[1:]), leaf.dtype), metric))
 
 
 def _check_scalar(structure: _Structure, fed: FedBatch) -> None:

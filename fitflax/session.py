@@ -18,7 +18,7 @@ from fitflax.data import Feed, Position, Source
 from fitflax.data.feeds import Feeder
 from fitflax.data.streams import OneShotSource
 from fitflax.errors import DataError, FitflaxWarning, NotReadyError, RestoreError
-from fitflax.logs import NUM_STEP_VALUES, StepValues
+from fitflax.logs import StepValues
 from fitflax.loop import Progress, RunPlan, TrainLoop, Validation
 from fitflax.objective import Objective
 from fitflax.parallel import Strategy
@@ -273,7 +273,7 @@ class Session:
         elif self.live is None and fed is not None:
             self.build(fed.batch)
         live = self.need_state("fit")
-        sums = values = validated = None
+        sums = values = validated = collected = None
         if fed is not None:
             self.check_restored(fed.batch)
             structure = program.prepare(live.borrow(), fed.batch, train=True)
@@ -282,7 +282,10 @@ class Session:
                 target = TrainSums(metrics=structure.empty, steps_since_bad=np.int32(0))  # type: ignore[arg-type]
                 sums = self.strategy.put(fit_to(target, saved.run["sums"], saved, "run/sums"))
                 validated = saved.run.get("validated", {})
-            if saved is not None and "values" in saved.run and saved.run["values"].size == NUM_STEP_VALUES + len(structure.places):
+                collected = program.collector(train=True)
+                if collected is not None:
+                    collected.load_state_dict(saved.run.get("rows", {}))
+            if saved is not None and "values" in saved.run and saved.run["values"].size == structure.num_values:
                 values = StepValues(structure.places, self.strategy.put(saved.run["values"]))
         self._last_loop = TrainLoop(
             program,
@@ -293,6 +296,7 @@ class Session:
             callbacks=callbacks,
             validation=validation,
             sums=sums,
+            collected=collected,
             values=values,
             validated=validated,
             should_stop=lambda: self.is_stopping,

@@ -17,14 +17,13 @@ import optax
 from flax import struct
 
 from fitflax.errors import LossError, MetricError, ModelError
-from fitflax.logs import NUM_STEP_VALUES
 from fitflax.metrics import Mean, Metric, weighted_sums
 from fitflax.model import LinenModel, describe_shapes
 from fitflax.objective import Objective
 from fitflax.parallel import Strategy
 from fitflax.state import Batch, PyTree, TrainState
 
-__all__ = ["ComputeLoss", "EvalSums", "Streams", "Task", "TrainStep", "TrainSums", "split_key"]
+__all__ = ["ComputeLoss", "EvalSums", "Streams", "Task", "TrainStep", "TrainSums", "collects", "split_key", "summed"]
 
 ComputeLoss = Callable[..., tuple[Any, dict[str, PyTree], dict[str, Any]]]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
@@ -102,6 +101,30 @@ def split_key(key: jax.Array, names: tuple[str, ...]) -> dict[str, jax.Array]:
     ['dropout', 'params']
     """
     return {name: jax.random.fold_in(key, zlib.crc32(name.encode())) for name in names}
+
+
+def collects(metric: Any) -> bool:
+    """Returns whether a metric's rows leave the step, instead of being summed in it."""
+    return bool(getattr(metric, "collect", False))
+
+
+def summed(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Returns the metrics whose sums go on from step to step."""
+    return {key: metric for key, metric in metrics.items() if not collects(metric)}
+
+
+def _rows(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    return {key: metric for key, metric in metrics.items() if collects(metric)}
+
+
+class _Update(NamedTuple):
+    """What one update yields: the state after it; the batch's metrics, joined over replicas but for rows; the loss, the gradient and its norm, global."""
+
+    state: TrainState
+    metrics: dict[str, Metric]
+    loss: jax.Array
+    grads: PyTree
+    norm: jax.Array
 
 
 class _Losses(NamedTuple):
@@ -207,9 +230,10 @@ class Task:
             outputs = {name: jax.lax.stop_gradient(output) for name, output in outputs.items()}  # In the module's order, which JAX would sort.
         else:
             outputs = jax.lax.stop_gradient(outputs)
+        logged = jax.lax.stop_gradient({key: value for key, value in aux.items() if key != OUTPUTS} | {"loss": _per_example(parts, batch.mask.shape[0])})
         for entry in () if outputs is None else self.objective.entries(outputs, tuple(metrics)):
             chosen = weights if entry.weighted else mask
-            metrics[entry.key] = self.objective.update(entry, outputs, batch.y, chosen)
+            metrics[entry.key] = self.objective.update(entry, outputs, batch.y, chosen, logged)
             if given is not None:
                 given[entry.key] = entry.metric
         if order is not None:
@@ -262,22 +286,27 @@ class Task:
         rngs = self._rngs(self.streams.train if train else self.streams.eval, state.key)
         return self._forward(state.params, state.model_state, batch, rngs=rngs, train=train, given=given)[1].metrics
 
-    def train_step(self, state: TrainState, sums: TrainSums, batch: Batch) -> tuple[TrainState, TrainSums, jax.Array]:
-        """Returns the state after one update, the epoch's sums, and the step's values for logs (see `fitflax.logs`)."""
-        if self.custom_step is None:
-            state, metrics, loss, norm = self.update(state, batch)
-        else:
-            new_state, metrics = self._custom(state, batch)
-            metrics = self._join(metrics)
-            state, loss, norm = new_state, metrics["loss"].compute() if "loss" in metrics else jnp.float32(0), jnp.float32(0)
-        merged = {key: sums.metrics[key].merge(metric) for key, metric in metrics.items()}
-        since = jnp.where(sums.steps_since_bad >= 0, sums.steps_since_bad + 1, jnp.where(jnp.isfinite(loss) & jnp.isfinite(norm), -1, 0))
-        values = jnp.stack([loss, norm, since.astype(jnp.float32), *_computed(merged)])
-        assert values.shape[0] == NUM_STEP_VALUES + len(merged), "fitflax.logs counts another number of step values"
-        return state, TrainSums(merged, since), values
+    def train_step(
+        self, state: TrainState, sums: TrainSums, batch: Batch, *, keep_grads: bool = False
+    ) -> tuple[TrainState, TrainSums, jax.Array, dict[str, Metric], PyTree]:
+        """Returns the state after one update, the epoch's sums, the step's values for logs (see `fitflax.logs`), this replica's rows, and the gradient.
 
-    def update(self, state: TrainState, batch: Batch, *, unify: bool = True) -> tuple[TrainState, dict[str, Metric], jax.Array, jax.Array]:
-        """Returns the state after one update by the compiled loss, the batch's metrics, its loss and the norm of its gradient, all global.
+        The gradient is `()` unless it is to be kept: it takes as much memory as the parameters.
+        """
+        if self.custom_step is None:
+            done = self.update(state, batch)
+        else:
+            state, metrics = self._custom(state, batch)
+            metrics = self._join(metrics)
+            done = _Update(state, metrics, metrics["loss"].compute() if "loss" in metrics else jnp.float32(0), (), jnp.float32(0))
+        merged = {key: sums.metrics[key].merge(metric) for key, metric in summed(done.metrics).items()}
+        is_good = jnp.isfinite(done.loss) & jnp.isfinite(done.norm)
+        since = jnp.where(sums.steps_since_bad >= 0, sums.steps_since_bad + 1, jnp.where(is_good, -1, 0))
+        values = _vector([done.loss, done.norm, since.astype(jnp.float32)], merged)
+        return done.state, TrainSums(merged, since), values, _rows(done.metrics), done.grads if keep_grads else ()
+
+    def update(self, state: TrainState, batch: Batch, *, unify: bool = True) -> _Update:
+        """Returns what one update by the compiled loss yields.
 
         With `unify=False` the collections are this replica's, for a custom step, after which they are unified anyway.
         """
@@ -296,14 +325,14 @@ class Task:
             opt_state=opt_state,
         )
         metrics = self._join({key: forward.metrics[key] for key in order})
-        return same_types(new_state, state), metrics, loss, optax.tree.norm(grads).astype(jnp.float32)
+        return _Update(same_types(new_state, state), metrics, loss, grads, optax.tree.norm(grads).astype(jnp.float32))
 
     def weighted_logs(self, metrics: dict[str, Metric], batch: Batch) -> dict[str, tuple[jax.Array, jax.Array]]:
         """Returns a batch's global metrics as the pairs that a custom step logs: each replica's share of the sum, and of the weight."""
         replicas = self.strategy.num_replicas
         real = jnp.sum(batch.mask.astype(jnp.float32))
         pairs = {}
-        for key, metric in metrics.items():
+        for key, metric in summed(metrics).items():
             parts = list(metric.parts.values()) if isinstance(metric, _TotalLoss) else [metric]
             if len(parts) == 1 and isinstance(parts[0], Mean) and parts[0].transform is None:
                 pairs[key] = (jnp.sum(parts[0].total) / replicas, jnp.sum(parts[0].weight) / replicas)
@@ -333,12 +362,15 @@ class Task:
         )
         return same_types(new_state, state), metrics
 
-    def eval_step(self, params: PyTree, model_state: dict[str, PyTree], key: jax.Array, sums: EvalSums, batch: Batch) -> tuple[EvalSums, jax.Array]:
-        """Returns the evaluation's sums with one more batch, and their values. The module's state does not change."""
+    def eval_step(
+        self, params: PyTree, model_state: dict[str, PyTree], key: jax.Array, sums: EvalSums, batch: Batch
+    ) -> tuple[EvalSums, jax.Array, dict[str, Metric]]:
+        """Returns the evaluation's sums with one more batch, their values, and this replica's rows. The module's state does not change."""
         rngs = self._rngs(self.streams.eval, jax.random.fold_in(jax.random.fold_in(key, _EVAL), sums.index))
         _, forward = self._forward(params, model_state, batch, rngs=rngs, train=False)
-        merged = {name: sums.metrics[name].merge(metric) for name, metric in self._join(forward.metrics).items()}
-        return EvalSums(merged, sums.index + 1), jnp.stack(_computed(merged))
+        metrics = self._join(forward.metrics)
+        merged = {name: sums.metrics[name].merge(metric) for name, metric in summed(metrics).items()}
+        return EvalSums(merged, sums.index + 1), _vector([], merged), _rows(metrics)
 
     def predict_step(self, params: PyTree, model_state: dict[str, PyTree], key: jax.Array, index: jax.Array, x: PyTree) -> PyTree:
         """Returns the module's outputs for one batch."""
@@ -349,8 +381,9 @@ class Task:
         return split_key(jax.random.fold_in(key, self.strategy.replica_index()), names) if names else {}
 
     def _join(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
-        """Returns metrics of all replicas: added where they allow it, merged in the order of the replicas otherwise."""
-        joined = self.strategy.sum({key: metric for key, metric in metrics.items() if getattr(metric, "additive", False)})
+        """Returns metrics of all replicas: added where they allow it, merged in the order of the replicas otherwise; rows stay each replica's own."""
+        joined = _rows(metrics)
+        joined |= self.strategy.sum({key: metric for key, metric in metrics.items() if key not in joined and getattr(metric, "additive", False)})
         others = {key: metric for key, metric in metrics.items() if key not in joined}
         if others:
             # A loop, not a chain of merges, which XLA would take long to compile on many replicas.
@@ -366,6 +399,12 @@ def _checked_triple(result: Any) -> tuple[Any, dict[str, PyTree], dict[str, Any]
     return result[0], dict(result[1]), dict(result[2])
 
 
+def _per_example(parts: Mapping[str, Any], rows: int) -> jax.Array:
+    """Returns the sum of the parts of the loss for each example, `[rows]`; a part that is one number counts for all of them."""
+    values = [jnp.asarray(part, jnp.float32) for part in parts.values()]
+    return sum((value if value.ndim < 2 else value.reshape(rows, -1).mean(axis=1) for value in values), start=jnp.zeros(rows, jnp.float32))
+
+
 def _ratio(total: jax.Array, weight: jax.Array) -> jax.Array:
     """Returns `total / weight`, 0 where the weight is 0, with a finite gradient there."""
     return jnp.where(weight > 0, total / jnp.where(weight > 0, weight, 1.0), 0.0)
@@ -375,15 +414,13 @@ def _from_left(array: jax.Array, ndim: int) -> jax.Array:
     return array.reshape(array.shape + (1,) * (ndim - array.ndim))
 
 
-def _computed(metrics: Mapping[str, Metric]) -> list[jax.Array]:
+def _vector(values: list[jax.Array], metrics: Mapping[str, Metric]) -> jax.Array:
+    """Returns all that a step logs as one vector: values of its own, then the metrics by key, arrays row by row."""
     # Sorted, because JAX sorts the keys of dicts wherever they pass through a transformation; `Program` knows the order in which they are shown.
-    values = []
-    for key in sorted(metrics):
-        value = jnp.asarray(metrics[key].compute())
-        if value.ndim:
-            raise MetricError(f"The metric {key!r} computes an array of shape {list(value.shape)}; only scalars can be logged.")
-        values.append(value.astype(jnp.float32))
-    return values
+    parts = [*values, *(jnp.asarray(metrics[key].compute(), jnp.float32) for key in sorted(metrics))]
+    if any(part.ndim for part in parts):
+        return jnp.concatenate([part.ravel() for part in parts])
+    return jnp.stack(parts) if parts else jnp.zeros(0, jnp.float32)
 
 
 def strong_types(tree: PyTree) -> PyTree:

@@ -288,8 +288,8 @@ class Trainer:
             batch: The replica's share of the batch.
         """
         task = self._session.need_compiled("train_step").task
-        new_state, metrics, _, _ = task.update(state, batch, unify=False)
-        return new_state, task.weighted_logs(metrics, batch)
+        done = task.update(state, batch, unify=False)
+        return done.state, task.weighted_logs(done.metrics, batch)
 
     # -- data --
 
@@ -392,6 +392,7 @@ class Trainer:
                 info={"settings": settings},
                 process_start=progress.step,
                 repeats_last=True,
+                keeps_grads=any(callback.needs_grads for callback in hooks),
             )
             loop = session.prepare_loop(source, feed, plan, progress=progress, callbacks=hooks, validation=validation, interruption=interruption, saved=saved)
             for evaluate in validation.loops:
@@ -586,9 +587,9 @@ class Trainer:
         self._session.check_restored(fed.batch)
         live = self._session.need_state("train_on_batch")
         program.prepare(live.borrow(), fed.batch, train=True)
-        state, _, values = program.train(live.take(), program.empty_train_sums(), fed)
-        live.advance(state)
-        return values.metrics()
+        trained = program.train(live.take(), program.empty_train_sums(), fed)
+        live.advance(trained.state)
+        return program.alone(trained.values, trained.rows, train=True)
 
     def test_on_batch(self, batch: Any) -> dict[str, float]:
         """Returns loss and metrics of one batch.
@@ -605,7 +606,8 @@ class Trainer:
         fed = self._session.feeder.single(self._selection.split(batch), "test")
         self._session.check_restored(fed.batch)
         program.prepare(live.borrow(), fed.batch, train=False)
-        return program.evaluate(live.borrow(), program.empty_eval_sums(), fed)[1].metrics()
+        _, values, rows = program.evaluate(live.borrow(), program.empty_eval_sums(), fed)
+        return program.alone(values, rows, train=False)
 
     def predict_on_batch(self, x: Any) -> PyTree:
         """Returns the module's outputs for one batch of inputs, as NumPy arrays `[batch, ...]`.

@@ -21,7 +21,7 @@ LAYERS = (
     {"state", "logs", "losses", "metrics", "optimizers"},
     {"data"},
     {"parallel"},
-    {"model", "objective", "step", "program"},
+    {"model", "objective", "collected", "step", "program"},
     {"checkpoints"},
     {"callbacks"},
     {"signals", "arguments", "evaluation", "loop", "session"},

@@ -99,6 +99,7 @@ class Callback:
         every: When `on_checkpoint` is due; `None` for each checkpoint that the loop makes.
         phase: When it is called within an event.
         needs_trainer: Whether it can do nothing with a checkpoint alone.
+        needs_grads: Whether it reads `checkpoint.grads`; the run then keeps the gradient of each step, which takes as much memory as the parameters.
 
     >>> class PrintLoss(Callback):
     ...     def on_epoch_end(self, epoch, logs):
@@ -112,6 +113,7 @@ class Callback:
     every: Trigger | None = None
     phase: ClassVar[Phase] = Phase.USER
     needs_trainer: ClassVar[bool] = False
+    needs_grads: bool = False
     _own_schedule: Schedule | None = None
 
     # -- hooks --
@@ -501,7 +503,10 @@ class Monitor:
             self._direction = getattr(logs, "directions", {}).get(self.key) or default
         if self._direction is None:
             raise MonitorError(f"{self.owner} monitors {self.key!r}, which declares no direction. Pass mode='min' or mode='max'.")
-        return float(logs[self.key])
+        value = logs[self.key]
+        if getattr(value, "ndim", 0):
+            raise MonitorError(f"{self.owner} monitors {self.key!r}, which is an array of shape {list(value.shape)}. Monitor a number.")
+        return float(value)
 
     @property
     def direction(self) -> str | None:

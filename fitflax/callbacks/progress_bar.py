@@ -212,5 +212,6 @@ class ProgressBar(Callback):
 
 
 def _text(logs: Mapping[str, Any]) -> str:
-    """Returns values in one line, four digits each."""
-    return ", ".join(f"{key} {value:.4g}" if isinstance(value, int | float) else f"{key} {value}" for key, value in logs.items())
+    """Returns values in one line, four digits each; arrays have no place in it."""
+    shown = {key: value for key, value in logs.items() if not getattr(value, "ndim", 0)}
+    return ", ".join(f"{key} {value:.4g}" if isinstance(value, int | float) else f"{key} {value}" for key, value in shown.items())

@@ -106,7 +106,8 @@ class Checkpoint:
         timer: Timer,
         run_state: Callable[[], dict[str, Any]],
         info: Callable[[], dict[str, Any]],
-        groups: Mapping[str, Mapping[str, float]] | None = None,
+        grads: PyTree = None,
+        groups: Mapping[str, Mapping[str, Any]] | None = None,
         parts: dict[str, PyTree] | None = None,
     ) -> None:
         self.point = point
@@ -117,7 +118,8 @@ class Checkpoint:
         self._timer = timer
         self._make_run_state = run_state
         self._make_info = info
-        self._groups: dict[str, Mapping[str, float]] = dict(groups or {})
+        self._grads = grads
+        self._groups: dict[str, Mapping[str, Any]] = dict(groups or {})
         # Shared with summaries made from this checkpoint, so that no part is copied twice.
         self._parts: dict[str, PyTree] = {} if parts is None else parts
 
@@ -185,7 +187,18 @@ class Checkpoint:
         return self._values().gradients_norm
 
     @property
-    def metrics(self) -> dict[str, dict[str, float]]:
+    def grads(self) -> PyTree:
+        """The gradient of this step by parameter, global; an output of the step's own, so it needs no copy. `()` where `train_step` is overridden.
+
+        Raises:
+            NotReadyError: The run does not keep gradients.
+        """
+        if self._grads is None:
+            raise NotReadyError(f"The gradient of step {self.step} was not kept: no callback of this run asked for gradients (Callback.needs_grads).")
+        return self._grads
+
+    @property
+    def metrics(self) -> dict[str, dict[str, Any]]:
         """`{group: {key: value}}`: group `train` over the epoch so far, then the groups of evaluations."""
         grouped = {f"{group}_{key}" for group, values in self._groups.items() for key in values}
         train = {key: value for key, value in self.logs.items() if key not in grouped}
@@ -207,14 +220,14 @@ class Checkpoint:
         self.borrow()  # For its check: what is made now is of this step only while the loop is here.
         return self._make_run_state()
 
-    def with_metrics(self, group: str, values: Mapping[str, float], directions: Mapping[str, str | None]) -> "Summary":
+    def with_metrics(self, group: str, values: Mapping[str, Any], directions: Mapping[str, str | None]) -> "Summary":
         """Returns this checkpoint with the metrics of an evaluation; also put into the shared `logs`."""
         for key, value in values.items():
             self.logs[f"{group}_{key}"] = value
         self.logs.directions = {**self.logs.directions, **{f"{group}_{key}": direction for key, direction in directions.items()}}
         return self._again(Summary, {**self._groups, group: values})
 
-    def _again(self, kind: "type[Summary]", groups: Mapping[str, Mapping[str, float]]) -> "Summary":
+    def _again(self, kind: "type[Summary]", groups: Mapping[str, Mapping[str, Any]]) -> "Summary":
         made = kind(
             point=self.point,
             live=self._live,
@@ -223,6 +236,7 @@ class Checkpoint:
             timer=self._timer,
             run_state=self._make_run_state,
             info=self._make_info,
+            grads=self._grads,
             groups=groups,
             parts=self._parts,
         )

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fitflax.checkpoints.documents import read_document, replace_document
 from fitflax.errors import CheckpointError
 
@@ -36,6 +38,9 @@ def load_closing_row(directory: Path) -> dict[str, Any] | None:
     """Returns the row beside a checkpoint, or `None` where there is none or it is damaged: the epoch is closed once more then."""
     try:
         document = read_document(directory / CLOSING_FILE)
-        return {name: document[name] for name in ("epoch", "logs", "earlier")}
+        row = {name: document[name] for name in ("epoch", "logs", "earlier")}
     except (CheckpointError, KeyError):
         return None
+    for name in ("logs", "earlier"):
+        row[name] = {key: np.asarray(value, np.float32) if isinstance(value, list) else value for key, value in row[name].items()}
+    return row

@@ -31,8 +31,8 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def _to_json(value: Any, where: str) -> Any:
-    if isinstance(value, (np.generic, np.ndarray, jax.Array)) and value.ndim == 0 and not is_key(value):
-        value = value.item()
+    if isinstance(value, (np.generic, np.ndarray, jax.Array)) and not is_key(value):
+        value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, str):

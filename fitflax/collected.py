@@ -1,0 +1,102 @@
+"""What metrics with `collect` keep of every example: rows that steps hand out, joined and computed on the host.
+
+Rows stay on the device until a few more steps have been made, so that nothing waits for the newest. They are only ever appended; whoever wants the
+values of now notes how many parts there are.
+"""
+
+import collections
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from fitflax.errors import MetricError
+from fitflax.metrics import Metric
+from fitflax.state import PyTree
+
+__all__ = ["Collected"]
+
+# How many steps' rows may wait on the device: more than steps may be in flight, so that taking the oldest never waits.
+_PENDING = 16
+
+
+class Collected:
+    """Rows of an epoch or of an evaluation.
+
+    Args:
+        empty: The metrics over no examples, by log key.
+        join: Brings what a step handed out to the host, rows in the order of the batch.
+
+    >>> from fitflax.metrics import AUC
+    >>> auc = AUC(name="auc").empty()
+    >>> rows = Collected({"auc": auc}, join=lambda tree: jax.tree.map(np.asarray, tree))
+    >>> rows.add({"auc": auc.update(np.array([0.1, 0.9]), np.array([0, 1]), np.ones(2))})
+    >>> rows.now()()
+    {'auc': 1.0}
+    """
+
+    def __init__(self, empty: Mapping[str, Metric], join: Callable[[PyTree], PyTree]) -> None:
+        self._empty = dict(empty)
+        self._join = join
+        self._parts: list[dict[str, Metric]] = []
+        self._pending: collections.deque[dict[str, Metric]] = collections.deque()
+        self._lock = threading.Lock()  # Values may be read by a thread that writes logs.
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The metrics' log keys, in the order in which they are shown."""
+        return tuple(self._empty)
+
+    def add(self, rows: dict[str, Metric]) -> None:
+        """Appends what a step handed out."""
+        if not rows:
+            return
+        with self._lock:
+            self._pending.append(rows)
+            if len(self._pending) > _PENDING:
+                self._settle(1)
+
+    def _settle(self, count: int) -> None:
+        for _ in range(count):
+            self._parts.append(self._join(self._pending.popleft()))
+
+    def now(self) -> Callable[[], dict[str, Any]]:
+        """Returns a function that computes the metrics over the rows so far, whatever is appended later."""
+        count = len(self._parts) + len(self._pending)
+        return lambda: {key: _computed(key, metric) for key, metric in self._joined(count).items()}
+
+    def _joined(self, count: int) -> dict[str, Metric]:
+        with self._lock:
+            self._settle(max(count - len(self._parts), 0))
+        if not count:
+            return dict(self._empty)
+        # Appending is all that `merge` does, and doing it for all parts at once takes linear time.
+        return {key: jax.tree.map(lambda *leaves: np.concatenate(leaves), *(part[key] for part in self._parts[:count])) for key in self._empty}
+
+    def state_dict(self) -> dict[str, list[Any]]:
+        """Returns the rows so far by log key, for a checkpoint."""
+        count = len(self._parts) + len(self._pending)
+        return {key: jax.tree.leaves(metric) for key, metric in self._joined(count).items()} if count else {}
+
+    def load_state_dict(self, state: Mapping[str, list[Any]]) -> None:
+        """Takes back what `state_dict` returned.
+
+        Raises:
+            MetricError: It is of other metrics.
+        """
+        if not state:
+            return
+        if set(state) != set(self._empty):
+            raise MetricError(f"The checkpoint has collected rows of {sorted(state)}, but the compiled metrics collect {sorted(self._empty)}.")
+        structures = {key: jax.tree.structure(metric) for key, metric in self._empty.items()}
+        self._parts = [{key: jax.tree.unflatten(structures[key], [np.asarray(leaf) for leaf in state[key]]) for key in self._empty}]
+
+
+def _computed(key: str, metric: Metric) -> Any:
+    """Returns a metric's value as logs have it: a Python float or a float32 array."""
+    value = np.asarray(metric.compute())
+    if value.dtype.kind not in "fiub":
+        raise MetricError(f"The metric {key!r} computes {value!r}, which is neither a number nor an array of numbers.")
+    return float(value) if value.ndim == 0 else value.astype(np.float32)

@@ -1,0 +1,127 @@
+"""Metrics of the package `clu`, taken as they are: its classes, and collections of them. `clu` itself is never imported here."""
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from typing_extensions import override
+
+from fitflax.errors import MetricError
+from fitflax.metrics.base import Direction, Metric, snake_case, static_field
+
+__all__ = ["CluCollectingMetric", "CluMetric", "adapt_clu", "is_clu"]
+
+
+def is_clu(spec: Any) -> bool:
+    """Returns whether `spec` is a class of `clu.metrics`: a metric, or a collection of them."""
+    clu = sys.modules.get("clu.metrics")
+    return clu is not None and isinstance(spec, type) and issubclass(spec, (clu.Metric, clu.Collection))
+
+
+def adapt_clu(spec: Any) -> "dict[str, CluMetric] | CluMetric":
+    """Returns the metric that a class of `clu.metrics` stands for; for a collection, its metrics by name."""
+    clu = sys.modules["clu.metrics"]
+    if issubclass(spec, clu.Collection):
+        members = {key: kind for key, kind in spec.__annotations__.items() if isinstance(kind, type) and issubclass(kind, clu.Metric)}
+        return {key: _adapted(kind, key) for key, kind in members.items()}
+    return _adapted(spec, snake_case(spec.__name__))
+
+
+def _adapted(kind: Any, name: str) -> "CluMetric":
+    collects = issubclass(kind, sys.modules["clu.metrics"].CollectingMetric)
+    return CluCollectingMetric(kind, name=name) if collects else CluMetric(kind, inner=kind.empty(), name=name)
+
+
+@struct.dataclass
+class CluMetric(Metric):
+    """A metric of `clu.metrics`. It is computed from `logits` (the outputs), `labels` (the targets), `loss` (the values), `mask`, and what else is logged.
+
+    Sums are kept as `clu` keeps them, in plain float32. A mask leaves examples out and cannot weigh them, so such metrics belong into `metrics`, not into
+    `weighted_metrics`.
+
+    Attributes:
+        kind: The class.
+        inner: Its instance over the examples so far.
+        name: The log key.
+        direction: `None`: these metrics declare none.
+    """
+
+    kind: Any = static_field(None)
+    _: dataclasses.KW_ONLY
+    inner: Any = None
+    name: str = static_field("")
+    direction: Direction | None = static_field(None)
+
+    @override
+    def empty(self) -> Self:
+        return dataclasses.replace(self, inner=self.kind.empty())
+
+    @override
+    def update(self, outputs: Any, targets: Any, weights: Any) -> Self:
+        return self.update_from({}, outputs, targets, weights)
+
+    def update_from(self, logged: Mapping[str, Any], outputs: Any, targets: Any, weights: Any) -> Self:
+        """Returns this metric with one batch more.
+
+        Args:
+            logged: `loss`, the values `[batch, ...]`, and other values per example by name.
+            outputs: What the module returned.
+            targets: What the data says.
+            weights: 0 leaves an example out.
+        """
+        mask = jnp.asarray(weights) != 0
+        made = self.kind.from_model_output(**{**logged, "logits": outputs, "labels": targets, "mask": mask})
+        return dataclasses.replace(self, inner=self.inner.merge(made))
+
+    @override
+    def merge(self, other: Self) -> Self:
+        return dataclasses.replace(self, inner=self.inner.merge(other.inner))
+
+    @override
+    def compute(self) -> Any:
+        return jnp.asarray(self.inner.compute())
+
+
+@struct.dataclass
+class CluCollectingMetric(CluMetric):
+    """A `clu.metrics.CollectingMetric`, whose rows are collected on the host, those of padding left out.
+
+    Attributes:
+        mask: Which rows are real, bool `[rows]`.
+    """
+
+    collect: ClassVar[bool] = True
+
+    mask: Any = dataclasses.field(default_factory=lambda: np.zeros(0, bool), kw_only=True)
+
+    @override
+    def empty(self) -> Self:
+        return dataclasses.replace(self, inner=None, mask=np.zeros(0, bool))
+
+    @override
+    def update_from(self, logged: Mapping[str, Any], outputs: Any, targets: Any, weights: Any) -> Self:
+        mask = jnp.asarray(weights) != 0
+        made = self.kind.from_model_output(**{**logged, "logits": outputs, "labels": targets, "mask": mask})
+        values = {key: jnp.concatenate(value) if isinstance(value, tuple) else value for key, value in made.values.items()}
+        scalars = [key for key, value in values.items() if jnp.shape(value)[:1] != mask.shape[:1]]
+        if scalars:
+            raise MetricError(f"{self.kind.__name__} collects {scalars}, which are not one row per example [{mask.shape[0]}, ...].")
+        return self.merge(dataclasses.replace(self, inner=values, mask=jnp.any(mask.reshape(mask.shape[0], -1), axis=1)))
+
+    @override
+    def merge(self, other: Self) -> Self:
+        if self.inner is None or other.inner is None:
+            return self if other.inner is None else other
+        return cast(Self, jax.tree.map(lambda *rows: np.concatenate(rows) if isinstance(rows[0], np.ndarray) else jnp.concatenate(rows), self, other))
+
+    @override
+    def compute(self) -> Any:
+        if self.inner is None or not len(self.mask):
+            return 0.0
+        real = np.asarray(self.mask)
+        return self.kind({key: (np.asarray(value)[real],) for key, value in self.inner.items()}).compute()
