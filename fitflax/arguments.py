@@ -20,6 +20,7 @@ __all__ = [
     "check_initial_epoch",
     "check_log_keys",
     "default_bar",
+    "described",
     "streams_of",
     "validation_frequency",
     "validation_sets",
@@ -50,6 +51,16 @@ def _names(names: str | Iterable[str]) -> tuple[str, ...]:
     if not all(isinstance(name, str) for name in listed):
         raise ConfigError(f"Trainer(rngs=...) takes names of random streams. Received: {names!r}.")
     return tuple(name for name in listed if name != "params")
+
+
+def described(**given: Any) -> dict[str, Any]:
+    """Returns arguments as numbers and strings, for people: functions by their names; what was not given, or has none, is left out.
+
+    >>> described(loss="mse", learning_rate=None, optimizer=check_counts)
+    {'loss': 'mse', 'optimizer': 'check_counts'}
+    """
+    simple = {name: value if isinstance(value, bool | int | float | str) else getattr(value, "__name__", None) for name, value in given.items()}
+    return {name: value for name, value in simple.items() if value is not None}
 
 
 def check_counts(**counts: int | None) -> None:

@@ -95,9 +95,13 @@ class Values:
     def metrics(self) -> dict[str, Any]:
         """Returns the metrics, floats or arrays; the first call reads them."""
         if self._metrics is None:
-            read = self._read()
-            self._metrics = {**{key: place.of(read) for key, place in self.places.items()}, **self._compute_late()}
+            self._metrics = {**self.summed(), **self._compute_late()}
         return dict(self._metrics)
+
+    def summed(self) -> dict[str, Any]:
+        """Returns the metrics without those that are computed on the host."""
+        read = self._read()
+        return {key: place.of(read) for key, place in self.places.items()}
 
 
 class StepValues(Values):
@@ -166,10 +170,23 @@ class Logs(MutableMapping[str, Any]):
                     self._extra[key] = value
         return self._extra
 
-    def deferred(self) -> Callable[[], dict[str, Any]]:
-        """Returns a function that gives what is logged now, reading it when it is called, perhaps in another thread."""
+    def deferred(self, *, late: bool = True) -> Callable[[], dict[str, Any]]:
+        """Returns a function that gives what is logged now, reading it when it is called, perhaps in another thread.
+
+        Args:
+            late: Whether metrics that would have to be computed on the host are among it.
+        """
         known, pending = dict(self._extra), self._pending
-        return lambda: known if pending is None else {key: value if value is not None else pending.metrics()[key] for key, value in known.items()}
+        if pending is None:
+            return lambda: known
+        if not late:
+            known = {key: value for key, value in known.items() if value is not None or key not in pending.late}
+
+        def read() -> dict[str, Any]:
+            values = pending.metrics() if late else pending.summed()
+            return {key: values[key] if value is None else value for key, value in known.items()}
+
+        return read
 
     def __getitem__(self, key: str) -> Any:
         return self._read()[key]

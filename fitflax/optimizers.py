@@ -107,6 +107,18 @@ def get_learning_rate(opt_state: Any) -> jax.Array | None:
     return None if found is None else cast(jax.Array, found[1].hyperparams["learning_rate"])
 
 
+def find_learning_rate(opt_state: Any) -> Any:
+    """Returns the injected learning rate of an optax state, or `None` where there is none, or where there are several."""
+    rates: list[Any] = []
+    trees = [opt_state]
+    while trees:
+        # Without paths, which take longer than all the rest.
+        injected = [node for node in jax.tree.leaves(trees.pop(), is_leaf=_is_injected) if _is_injected(node)]
+        rates += [node.hyperparams["learning_rate"] for node in injected if "learning_rate" in node.hyperparams]
+        trees += [node.inner_state for node in injected]
+    return rates[0] if len(rates) == 1 else None
+
+
 def set_learning_rate(opt_state: Any, value: Any) -> Any:
     """Returns an optax state with another learning rate in the place of the old one; `opt_state` is not changed.
 

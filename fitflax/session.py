@@ -51,6 +51,8 @@ class Session:
         self.is_stopping = False
         self.live: LiveState | None = None
         self.pad = True
+        # What compile() was given, in words.
+        self.described: dict[str, Any] = {}
         self._optimizer: optax.GradientTransformationExtraArgs | None = None
         self._given_optimizer: Any = None
         self._program: Program | None = None

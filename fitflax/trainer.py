@@ -227,6 +227,7 @@ class Trainer:
         else:
             transformation = optimizer
         self._session.compile(optimizer, transformation, Objective(loss, metrics, weighted_metrics, loss_weights), pad=pad)
+        self._session.described = arguments.described(optimizer=optimizer, loss=loss, learning_rate=learning_rate)
 
     def build(self, batch: Any) -> None:
         """Initializes the state from a batch's shapes and dtypes; its values do not matter. `fit` does it by itself.
@@ -398,7 +399,13 @@ class Trainer:
             for evaluate in validation.loops:
                 evaluate.prepare(session.need_state("fit").borrow())
             arguments.check_log_keys(session.need_compiled("fit").directions, tuple(sets))
-            params = {"steps": steps_per_epoch or source.num_batches, "log_every": log_every, "validation_sets": tuple(sets)}
+            params = {
+                "steps": steps_per_epoch or source.num_batches,
+                "num_examples": source.num_examples,
+                "log_every": log_every,
+                "validation_sets": tuple(sets),
+                "hyperparameters": self._hyperparameters(settings),
+            }
             self._run(loop, hooks, params, saved, interruption)
         interruption.leave()
         return self._history
@@ -413,6 +420,13 @@ class Trainer:
             "num_examples": source.num_examples,
             "shuffle": source.shuffles,
         }
+
+    def _hyperparameters(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what a run may be told apart by from others, as numbers, booleans and strings."""
+        fields = {field.name: getattr(self._model, field.name, None) for field in dataclasses.fields(self._model) if field.name not in ("parent", "name")}
+        model = {f"model/{name}": value for name, value in fields.items() if isinstance(value, bool | int | float | str)}
+        known = {key: value for key, value in settings.items() if value is not None}
+        return {**known, **self._session.described, "model": type(self._model).__name__, **model}
 
     def _find_resume(self, resume: Any, hooks: CallbackList) -> Saved | None:
         stores = [callback.store for callback in hooks if isinstance(callback, ModelCheckpoint)]

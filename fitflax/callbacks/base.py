@@ -177,12 +177,12 @@ class Callback:
             moment = moment_of(checkpoint)
             if self._own_schedule is None:
                 self._own_schedule = Schedule(self.every, moment.seconds)
-            if not self._own_schedule.due(moment) and not self.takes_last(checkpoint):
+            if not self._own_schedule.due(moment) and not self.wants(checkpoint):
                 return checkpoint
         self.on_checkpoint(checkpoint)
         return checkpoint
 
-    def takes_last(self, checkpoint: Checkpoint) -> bool:
+    def wants(self, checkpoint: Checkpoint) -> bool:
         """Returns whether this callback wants `checkpoint` although `every` is not due, because no other follows."""
         return False
 
@@ -333,7 +333,7 @@ class CallbackList:
             if not overrides(callback, "on_checkpoint"):
                 continue
             is_due = not checkpoint.point.is_repeat and (callback.every is None or id(callback) in due)
-            if not is_due and not callback.takes_last(checkpoint):
+            if not is_due and not callback.wants(checkpoint):
                 continue
             if callback.phase >= Phase.SAVE_BEST and not is_synced:
                 self.sync()

@@ -75,7 +75,7 @@ class ModelCheckpoint(Callback):
         return type(self).__name__
 
     @override
-    def takes_last(self, checkpoint: Checkpoint) -> bool:
+    def wants(self, checkpoint: Checkpoint) -> bool:
         wanted = checkpoint.point.is_rescue or (checkpoint.point.is_last and self.save_last)
         return wanted and checkpoint.step not in self._steps
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 from fitflax.data import Position
 from fitflax.errors import NotReadyError
 from fitflax.logs import Logs, StepValues
+from fitflax.optimizers import find_learning_rate
 from fitflax.program import LiveState
 from fitflax.state import PyTree, TrainState
 
@@ -187,6 +188,19 @@ class Checkpoint:
         return self._values().gradients_norm
 
     @property
+    def learning_rate(self) -> Any:
+        """The learning rate, a copy that is still on the device, where the optimizer's state has exactly one; else `None`."""
+        if "learning_rate" not in self._parts:
+            rate = find_learning_rate(self.borrow().opt_state)
+            self._parts["learning_rate"] = None if rate is None else self._live.copy(rate)
+        return self._parts["learning_rate"]
+
+    @property
+    def run_id(self) -> str:
+        """The name of the run, by which directories tell runs apart."""
+        return str(self._make_info()["run_id"])
+
+    @property
     def grads(self) -> PyTree:
         """The gradient of this step by parameter, global; an output of the step's own, so it needs no copy. `()` where `train_step` is overridden.
 
@@ -200,9 +214,13 @@ class Checkpoint:
     @property
     def metrics(self) -> dict[str, dict[str, Any]]:
         """`{group: {key: value}}`: group `train` over the epoch so far, then the groups of evaluations."""
-        grouped = {f"{group}_{key}" for group, values in self._groups.items() for key in values}
-        train = {key: value for key, value in self.logs.items() if key not in grouped}
-        return {"train": train, **{group: dict(values) for group, values in self._groups.items()}}
+        train = {key: value for key, value in self.logs.items() if key not in self.evaluated}
+        return {"train": train, **self.evaluations}
+
+    @property
+    def evaluations(self) -> dict[str, dict[str, Any]]:
+        """`{group: {key: value}}` of what was evaluated at this very step; waits for nothing."""
+        return {group: dict(values) for group, values in self._groups.items()}
 
     @property
     def evaluated(self) -> frozenset[str]:
