@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 from flax.core import scope as flax_scope
+from flax.linen import summary as linen_summary
 
 from fitflax.errors import ConfigError, ModelError
 from fitflax.state import PyTree
@@ -57,6 +58,20 @@ class LinenModel:
         except Exception as error:
             raise self._explained(error, x, "initialized") from error
         return dict(nn.unbox(variables))
+
+    def tabulate(self, rngs: dict[str, jax.Array], x: PyTree) -> str:
+        """Returns linen's table of the module's layers, as in training.
+
+        Raises:
+            ModelError: The module fails on `x`.
+        """
+        args, kwargs = self._arguments(x, train=True)
+        # As wide as it needs to be, without colors or other control characters.
+        console = {"force_terminal": False, "force_jupyter": False, "no_color": True, "width": 160}
+        try:
+            return linen_summary.tabulate(self.train_module, rngs, mutable=True, console_kwargs=console)(*args, **kwargs)
+        except Exception as error:
+            raise self._explained(error, x, "tabulated") from error
 
     def apply(self, variables: dict[str, PyTree], x: PyTree, *, train: bool, rngs: dict[str, jax.Array], mutable: Any) -> tuple[PyTree, dict[str, PyTree]]:
         """Returns the module's outputs and the collections that it changed.

@@ -26,6 +26,7 @@ from fitflax.program import LiveState, Program, check_in_memory
 from fitflax.signals import Interruption
 from fitflax.state import Batch, TrainState
 from fitflax.step import Task, TrainSums, state_faults
+from fitflax.tabulation import describe_model
 
 __all__ = ["Session"]
 
@@ -51,6 +52,8 @@ class Session:
         self.is_stopping = False
         self.live: LiveState | None = None
         self.pad = True
+        # The shapes of the last batch that a call began with.
+        self.sample: Batch | None = None
         # What compile() was given, in words.
         self.described: dict[str, Any] = {}
         self._optimizer: optax.GradientTransformationExtraArgs | None = None
@@ -148,6 +151,7 @@ class Session:
 
     def build(self, batch: Batch) -> None:
         """Initializes the state from the shapes of a batch."""
+        self.sample = _shapes(batch)
         state = self.need_compiled("build").init(jax.random.key(self.seed), batch)
         self.live = LiveState(self.strategy, state, 0)
         self._last_loop = self._unplaced = self._unchecked = None
@@ -186,6 +190,7 @@ class Session:
         Raises:
             RestoreError: It does not fit the module.
         """
+        self.sample = _shapes(batch)
         if self._unchecked is None:
             return
         live = self.need_state("restore")
@@ -195,6 +200,20 @@ class Session:
         parts = {name: flax.serialization.from_state_dict(getattr(target, name), getattr(state, name)) for name in ("params", "model_state")}
         live.replace(dataclasses.replace(state, **parts), live.step)
         self._unchecked = None
+
+    def describe(self, sample: Batch | None) -> str:
+        """Returns the model as a table, for the shapes of a batch, by default those of the last one.
+
+        Raises:
+            NotReadyError: There has been no batch yet.
+            ModelError: The module does not run on it.
+        """
+        shapes = self.sample if sample is None else _shapes(sample)
+        if shapes is None:
+            raise NotReadyError("summary() needs the shapes of a batch, and there has been none yet. Pass summary(sample=x).")
+        task = self.any_program().task
+        state = self.any_program().abstract_state(jax.random.key(self.seed), shapes) if self.live is None else self.live.borrow()
+        return describe_model(task.model, self.strategy, task.streams.init, state, shapes)
 
     def replace_state(self, state: TrainState) -> None:
         """Puts another state in place of the live one; its arrays are copied.
@@ -306,3 +325,9 @@ class Session:
             interruption=interruption,
         )
         return self._last_loop
+
+
+def _shapes(batch: Batch) -> Batch:
+    """Returns the shapes of the parts of a batch that the module is called with."""
+    x, mask = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (batch.x, batch.mask))
+    return Batch(x, (), mask)

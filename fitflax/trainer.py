@@ -5,7 +5,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 import numpy as np
@@ -241,9 +241,25 @@ class Trainer:
             ModelError: The module does not run on it.
         """
         self._session.need_compiled("build")
-        raw = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, batch)
         self._session.begin_run()
-        self._session.build(Batcher(num_replicas=self._session.strategy.num_replicas)(self._selection.split(raw))[0])
+        self._session.build(Batcher(num_replicas=self._session.strategy.num_replicas)(self._selection.split(_zeros(batch)))[0])
+
+    def summary(self, sample: Any = None, *, file: TextIO | None = None) -> None:
+        """Prints the model's layers with shapes and parameters, and the sizes of parameters, collections and optimizer state.
+
+        Each is counted once, however many devices hold it. Nothing is computed but shapes.
+
+        Args:
+            sample: A batch as in `build`, or inputs alone; by default the shapes of the last batch that a call began with.
+            file: Where to; standard output by default.
+
+        Raises:
+            NotReadyError: There has been no batch yet, and no `sample`.
+            DataError: `sample` is no batch.
+            ModelError: The module does not run on it.
+        """
+        batch = None if sample is None else Batcher(num_replicas=1)(self._selection.split(_zeros(sample)))[0]
+        print(self._session.describe(batch), file=file)
 
     def replace_state(self, state: TrainState) -> None:
         """Puts another state in place of the newest one; its arrays are copied.
@@ -738,3 +754,8 @@ class Trainer:
             RestoreError: It does not fit the model or the optimizer; the message lists all differences.
         """
         self._session.place(load_checkpoint(path), None, weights_only=weights_only)
+
+
+def _zeros(batch: Any) -> Any:
+    """Returns `batch` with zeros where it has shapes alone."""
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, batch)

@@ -24,7 +24,7 @@ LAYERS = (
     {"model", "objective", "collected", "step", "program"},
     {"checkpoints"},
     {"callbacks"},
-    {"signals", "arguments", "evaluation", "loop", "session"},
+    {"signals", "arguments", "tabulation", "evaluation", "loop", "session"},
     {"trainer"},
     {"__init__", "__main__", "sklearn"},
 )

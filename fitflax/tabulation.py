@@ -1,0 +1,61 @@
+"""A model as a table: linen's own tabulation of its layers, and the sizes of what is trained, each counted once however many devices hold it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fitflax.model import LinenModel
+from fitflax.parallel import Strategy
+from fitflax.state import Batch, PyTree, TrainState
+from fitflax.step import split_key
+
+__all__ = ["describe_model", "describe_size"]
+
+
+def describe_size(tree: PyTree) -> str:
+    """Returns how many numbers a tree holds and how much memory they take: exact below 1 KB, else rounded down to one decimal.
+
+    >>> describe_size({"w": jnp.zeros((5, 5))}), describe_size(jnp.zeros(328960))
+    ('25 = 100 B', '328960 ~ 1.2 MB')
+    """
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
+    count, size = sum(leaf.size for leaf in arrays), sum(leaf.size * leaf.dtype.itemsize for leaf in arrays)
+    if size < 1024:
+        return f"{count} = {size} B"
+    units, scale = ("KB", "MB", "GB", "TB"), 1024
+    unit = next((index for index in range(len(units)) if size < scale ** (index + 2)), len(units) - 1)
+    return f"{count} ~ {size * 10 // scale ** (unit + 1) / 10} {units[unit]}"
+
+
+def describe_model(model: LinenModel, strategy: Strategy, streams: tuple[str, ...], state: TrainState, batch: Batch) -> str:
+    """Returns the model's layers as a table, and the sizes of parameters, collections and optimizer state. Nothing is computed but shapes.
+
+    In linen's table 1 KB is 1000 bytes; in the lines below it, as everywhere here, 1024.
+
+    Args:
+        model: The module.
+        strategy: Whose axis name the module may need.
+        streams: Names of random streams at initialization.
+        state: The state, or its shapes.
+        batch: The shapes of a batch.
+
+    Raises:
+        ModelError: The module does not run on it.
+    """
+    # Every replica is to see what the user calls the batch.
+    whole: Any = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] * strategy.num_replicas, *leaf.shape[1:]), leaf.dtype), batch)
+    table = ""
+
+    def tabulate(batch: Batch) -> jax.Array:
+        nonlocal table
+        table = model.tabulate(split_key(jax.random.key(0), ("params", *streams)), batch.x)
+        return jnp.zeros(())
+
+    jax.eval_shape(strategy.compile(tabulate, inputs=("split",), outputs="replicated"), strategy.abstract_feed(whole))
+    lines = [f"Total number of trainable weights: {describe_size(state.params)}"]
+    lines += [f"Collection {name}: {describe_size(tree)}" for name, tree in state.model_state.items()]
+    if state.opt_state != ():
+        lines.append(f"Optimizer state: {describe_size(state.opt_state)}")
+    # Linen's last line adds collections to the parameters, and would contradict ours.
+    return "\n".join([table[: table.rindex("Total Parameters")].rstrip(), "", *lines])
