@@ -16,6 +16,7 @@ import numpy as np
 import fitflax.losses as losses
 import fitflax.metrics as metrics
 from fitflax.errors import ConfigError, DataError, FitflaxError, LossError, MetricError, did_you_mean
+from fitflax.losses.registry import takes_labels
 from fitflax.metrics import Metric
 from fitflax.metrics.clu import CluMetric, adapt_clu, is_clu
 from fitflax.model import describe_shapes
@@ -72,7 +73,7 @@ class Objective:
     def has_label_loss(self) -> bool:
         """Whether a loss takes integer labels, whose range can be checked."""
         leaves = jax.tree.leaves(self._loss, is_leaf=lambda leaf: isinstance(leaf, _NamedLoss))
-        return any(isinstance(leaf, _NamedLoss) and leaf.fn is losses.sparse_categorical_crossentropy for leaf in leaves)
+        return any(isinstance(leaf, _NamedLoss) and takes_labels(leaf.fn) for leaf in leaves)
 
     @property
     def has_metrics(self) -> bool:
@@ -147,7 +148,7 @@ class Objective:
                 if fns[name] is not None
             ]
         for spec, output, target, where in pairs:
-            if isinstance(spec, _NamedLoss) and spec.fn is losses.sparse_categorical_crossentropy and np.size(target) and output.shape:
+            if isinstance(spec, _NamedLoss) and takes_labels(spec.fn) and np.size(target) and output.shape:
                 if weights is not None and np.shape(weights) == np.shape(target)[: np.ndim(weights)]:
                     target = np.asarray(target)[np.asarray(weights) != 0]
                 if not np.size(target):

@@ -415,13 +415,8 @@ class Trainer:
             for evaluate in validation.loops:
                 evaluate.prepare(session.need_state("fit").borrow())
             arguments.check_log_keys(session.need_compiled("fit").directions, tuple(sets))
-            params = {
-                "steps": steps_per_epoch or source.num_batches,
-                "num_examples": source.num_examples,
-                "log_every": log_every,
-                "validation_sets": tuple(sets),
-                "hyperparameters": self._hyperparameters(settings),
-            }
+            params = {"steps": steps_per_epoch or source.num_batches, "num_examples": source.num_examples, "validation_sets": tuple(sets)}
+            params |= {"log_every": log_every, "hyperparameters": self._hyperparameters(settings)}
             self._run(loop, hooks, params, saved, interruption)
         interruption.leave()
         return self._history

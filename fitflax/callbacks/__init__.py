@@ -2,10 +2,30 @@
 
 from fitflax.callbacks.base import Callback, Phase, TrainerView
 from fitflax.callbacks.best_checkpoint import BestCheckpoint
+from fitflax.callbacks.csv_logger import CSVLogger
 from fitflax.callbacks.early_stopping import EarlyStopping
 from fitflax.callbacks.lambda_callback import LambdaCallback
+from fitflax.callbacks.learning_rate_scheduler import LearningRateScheduler
 from fitflax.callbacks.model_checkpoint import ModelCheckpoint
 from fitflax.callbacks.progress_bar import ProgressBar
+from fitflax.callbacks.reduce_lr_on_plateau import ReduceLROnPlateau
+from fitflax.callbacks.summary_logger import SummaryLogger
+from fitflax.callbacks.tensorboard import TensorBoard
 from fitflax.callbacks.terminate_on_nan import TerminateOnNaN
 
-__all__ = ["BestCheckpoint", "Callback", "EarlyStopping", "LambdaCallback", "ModelCheckpoint", "Phase", "ProgressBar", "TerminateOnNaN", "TrainerView"]
+__all__ = [
+    "BestCheckpoint",
+    "CSVLogger",
+    "Callback",
+    "EarlyStopping",
+    "LambdaCallback",
+    "LearningRateScheduler",
+    "ModelCheckpoint",
+    "Phase",
+    "ProgressBar",
+    "ReduceLROnPlateau",
+    "SummaryLogger",
+    "TensorBoard",
+    "TerminateOnNaN",
+    "TrainerView",
+]

@@ -95,7 +95,8 @@ class Callback:
 
     Attributes:
         trainer: The trainer that runs; see `TrainerView`.
-        params: `{"epochs", "steps", "test_steps", "log_every", "validation_sets"}` of the running call; `None` for what is not known.
+        params: What is known of the running call: `epochs`, `steps` (of an epoch), `test_steps`, `log_every`, `validation_sets`, `num_examples` (of a pass),
+            `hyperparameters`; `None` for what is not known.
         every: When `on_checkpoint` is due; `None` for each checkpoint that the loop makes.
         phase: When it is called within an event.
         needs_trainer: Whether it can do nothing with a checkpoint alone.

@@ -4,6 +4,7 @@ tensorboardX's `SummaryWriter` is not used: its `flush` leaves events in its que
 a number and the run's id in their names, so that a resume can drop what lies beyond the step that it goes on from.
 """
 
+import contextlib
 import os
 import queue
 import struct
@@ -89,8 +90,9 @@ class EventFiles:
             job = self._jobs.get()
             try:
                 if job is None:
-                    for writer in self._writers.values():
-                        writer.close()  # Flushes and fsyncs first.
+                    with contextlib.ExitStack() as stack:  # One that fails does not keep the others open.
+                        for writer in self._writers.values():
+                            stack.callback(writer.close)  # Flushes and fsyncs first.
                     self._writers = {}
                 elif self._failure is None:
                     job()
@@ -148,7 +150,7 @@ def events_of(path: Path) -> Iterator[Record]:
     """Yields the events of a file, up to the first that is cut off or damaged, as a killed process leaves it.
 
     Source of the format: TensorFlow's TFRecord, length (uint64), its masked crc32c, data, its masked crc32c. The checksum of the data is left to readers: in
-    Python it takes a second for a few megabytes, and what a kill leaves behind shows in the lengths.
+    Python it takes a second for a few megabytes, and what a kill leaves behind shows in the lengths. Only where a tail of zeros may begin it is looked at.
     """
     from google.protobuf.message import DecodeError
     from tensorboardX.proto.event_pb2 import Event
@@ -162,7 +164,7 @@ def events_of(path: Path) -> Iterator[Record]:
                 return
             length = struct.unpack("<Q", head[:8])[0]
             body = file.read(length + 4)
-            if len(body) < length + 4:
+            if len(body) < length + 4 or (body[length:] == bytes(4) and masked_crc32c(body[:length]) != 0):
                 return
             try:
                 event = Event.FromString(body[:length])

@@ -1,14 +1,16 @@
 """`TensorBoard`: what a run logs, as event files that TensorBoard shows."""
 
+import dataclasses
 import os
 import platform
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from typing_extensions import override
 
@@ -16,7 +18,7 @@ from fitflax.callbacks.base import Callback, Phase, check_trigger, moment_of
 from fitflax.callbacks.event_files import EventFiles, Write, trim
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.checkpoints.documents import library_versions
-from fitflax.errors import CallbackError
+from fitflax.errors import CallbackError, NotReadyError
 from fitflax.logs import Logs
 from fitflax.state import PyTree
 from fitflax.triggers import Schedule, Trigger
@@ -26,12 +28,12 @@ __all__ = ["TensorBoard"]
 
 TRAIN = "train"
 # What a run that ended inside an epoch wrote after its last checkpoint, which a resume drops.
-CLOSING = ".closing"
+CLOSING = ".closing-"
 _HISTOGRAM_BINS = 64
 
 
 class TensorBoard(Callback):
-    """Writes event files for TensorBoard: `tensorboard --logdir directory`.
+    """Writes event files for TensorBoard. For `TensorBoard("runs/a/tensorboard")`: `tensorboard --logdir runs`, which also compares runs.
 
     Sub-directory `train` has the values of training, one for each validation set has that set's, under the same tags, so that curves of a metric lie in one
     chart; the x axis is the step. Training is written when `every` is due, and at the end of each epoch; validation always:
@@ -72,13 +74,18 @@ class TensorBoard(Callback):
         self.needs_grads = histograms is not None
         self._files: EventFiles | None = None
         self._run_id: str | None = None
+        # As a plain function: the run and the step at which its process began, and the last step seen.
+        self._plain_run: tuple[str, int] | None = None
+        self._plain_step = 0
         self._schedules: dict[str, Schedule] = {}
         self._reset(0)
 
     def _reset(self, step: int) -> None:
         self._first_step = step
         self._is_described = False
-        self._written_step = -1
+        self._is_new = True
+        # The last step whose values of training were written, and their tags.
+        self._written = Written(-1)
         self._clock = Clock()
         self._test_begin = 0.0
         self._test_seconds = 0.0
@@ -95,18 +102,31 @@ class TensorBoard(Callback):
         self.close()
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            trim(self.directory, run_id, step)
+            trim(self.directory, run_id, step or -1)  # Of a run that begins again nothing stays, not even what it wrote before its first step.
+            is_new = not any(self.directory.rglob(f"*.tfevents.*.{run_id}*"))
         except OSError as error:
             raise CallbackError(f"TensorBoard cannot use {self.directory}: {error}. Give it a directory that can be written.") from error
         self._run_id = run_id
         self._files = EventFiles(self.directory, run_id, step)
         # The loop's clock as well.
         self._schedules = {name: Schedule(trigger, time.monotonic()) for name, trigger in self._triggers.items()}
+        self._plain_run = None
         self._reset(step)
+        self._is_new = is_new
+
+    def _open_plain(self, checkpoint: Checkpoint) -> None:
+        """Opens the run of a checkpoint, where no trainer does; one that was closed in the middle of its loop goes on."""
+        run = checkpoint.run_id, checkpoint.point.process_start
+        goes_on = run == self._plain_run
+        self.open_run(run[0], self._plain_step if goes_on else run[1])
+        self._plain_run, self._is_described = run, goes_on
 
     @override
     def drop_closing(self) -> None:
-        for path in self.directory.rglob(f"*.tfevents.*.{self._run_id}{CLOSING}"):
+        self._drop_closing(self._first_step)
+
+    def _drop_closing(self, step: int) -> None:
+        for path in self.directory.rglob(f"*.tfevents.*.{self._run_id}{CLOSING}{step}"):
             path.unlink()
 
     @override
@@ -123,12 +143,16 @@ class TensorBoard(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         now = time.monotonic()
-        return {name: schedule.state_dict(now)["since"] for name, schedule in self._schedules.items()}
+        # What a clock measures is not part of it, so that a resumed run's is that of a run never stopped.
+        written = {"written": [self._written.step, *sorted(tag for tag in self._written.tags if not tag.startswith("time/"))]}
+        return {name: schedule.state_dict(now)["since"] for name, schedule in self._schedules.items()} | written
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, schedule in self._schedules.items():
             schedule.load_state_dict({"since": state.get(name, ())}, time.monotonic())
+        step, *tags = state.get("written", [-1])
+        self._written = Written(int(step), frozenset(tags))
 
     # -- events --
 
@@ -147,36 +171,43 @@ class TensorBoard(Callback):
     @override
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
         if self._files is None:
-            # Used as a plain function, without a trainer that opens the run.
-            self.open_run(checkpoint.run_id, checkpoint.point.process_start)
+            self._open_plain(checkpoint)
         assert self._files is not None
+        self._plain_step = checkpoint.step
         self._describe(checkpoint)
         moment = moment_of(checkpoint)
         due = {name for name, schedule in self._schedules.items() if schedule.due(moment)}
         self._write_evaluations(self._files, checkpoint)
-        if "values" in due or checkpoint.point.epoch_ends:
+        # The loop and this callback read the clock one after the other: where it was the loop's alone that said so, values are due.
+        if "values" in due or checkpoint.point.epoch_ends or not (due or checkpoint.evaluations):
             self._write_training(self._files, checkpoint)
         if "histograms" in due:
             self._write_histograms(self._files, checkpoint)
+        if self._plain_run is not None and checkpoint.point.is_last:
+            self._files.sync()  # Nobody may close it.
 
     @override
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
-        files = EventFiles(self.directory, str(self._run_id), self._first_step, mark=CLOSING)
-        self._write_evaluations(files, checkpoint)
-        if checkpoint.step != self._written_step:
+        self._drop_closing(checkpoint.step)  # A process that was killed right after this left one, and no row that says so.
+        files = EventFiles(self.directory, str(self._run_id), self._first_step, mark=f"{CLOSING}{checkpoint.step}")
+        try:
+            self._write_evaluations(files, checkpoint)
             self._write_training(files, checkpoint)
-        files.close()
+        finally:
+            files.close()
 
     # -- what is written --
 
     def _write_training(self, files: EventFiles, checkpoint: Checkpoint) -> None:
-        self._written_step = checkpoint.step
+        if self._written.step != checkpoint.step:
+            self._written = Written(checkpoint.step)
+        written = self._written
         evaluated, ends = checkpoint.evaluated, checkpoint.point.epoch_ends
         # Everything that is still on the device is read by the thread.
         logs, step_values = checkpoint.logs.deferred(late=ends), checkpoint.step_values
         rate = checkpoint.learning_rate
         clock, evaluating, self._test_seconds = self._clock, self._test_seconds, 0.0
-        step, examples, now = checkpoint.step, self._examples(checkpoint), time.time()
+        step, examples, dispatched, now = checkpoint.step, self._examples(checkpoint), time.monotonic(), time.time()
 
         def write_all(write: Write) -> None:
             values = {key: value for key, value in logs().items() if key not in evaluated}
@@ -186,7 +217,10 @@ class TensorBoard(Callback):
                 values["learning_rate"] = float(rate)
             if ends:
                 values["epoch"] = checkpoint.epoch + 1
-            values |= clock.rates(step, examples, evaluating)
+            values |= clock.rates(step, examples, dispatched, evaluating)
+            # A step that is written again, at the close of an epoch in its middle, adds only what is new by then.
+            values = {tag: value for tag, value in values.items() if tag not in written.tags}
+            written.tags |= values.keys()
             write_values(write, TRAIN, step, values, now)
 
         files.submit(write_all)
@@ -202,7 +236,7 @@ class TensorBoard(Callback):
             files.submit(write_all)
 
     def _write_histograms(self, files: EventFiles, checkpoint: Checkpoint) -> None:
-        trees, step, now = {"params": checkpoint.model_params, "grads": checkpoint.grads}, checkpoint.step, time.time()
+        trees, step, now = {"params": checkpoint.model_params, "grads": self._gradients(checkpoint)}, checkpoint.step, time.time()
 
         def write_all(write: Write) -> None:
             for name, tree in trees.items():
@@ -210,6 +244,14 @@ class TensorBoard(Callback):
                     write_histogram(write, f"{name}/{jax.tree_util.keystr(path, simple=True, separator='/')}", step, np.asarray(leaf), now)
 
         files.submit(write_all)
+
+    def _gradients(self, checkpoint: Checkpoint) -> PyTree:
+        try:
+            return checkpoint.grads
+        except NotReadyError:
+            if self._plain_run is None:
+                raise
+            return ()  # Only `fit` is told by a callback that gradients are wanted.
 
     def _examples(self, checkpoint: Checkpoint) -> int | None:
         """Returns how many examples the run has used, where a pass is known to have so many."""
@@ -222,9 +264,10 @@ class TensorBoard(Callback):
             return
         assert self._files is not None
         self._is_described = True
-        step, now = self._first_step, time.time()
+        # A process that a resume begins describes itself beyond the step that it goes on from: if it dies before it has saved anything, that goes as well.
+        step, now = self._first_step and self._first_step + 1, time.time()
         environment = describe_environment(checkpoint.borrow().params)
-        hyperparameters = dict(self.params.get("hyperparameters", {})) if step == 0 else {}
+        hyperparameters = dict(self.params.get("hyperparameters", {})) if self._is_new else {}
         groups = (TRAIN, *self.params.get("validation_sets", ()))
         tags = [(group, key) for group in groups for key in checkpoint.logs if key not in checkpoint.evaluated]
 
@@ -233,35 +276,77 @@ class TensorBoard(Callback):
 
             write("", step, summary.text("environment", environment), now)
             if hyperparameters:
-                for part in hyperparameter_summaries(hyperparameters, tags):
+                for part in hyperparameter_summaries(hyperparameters, tags, now):
                     write("", step, part, now)
 
         self._files.submit(write_all)
 
 
+@dataclasses.dataclass
+class Written:
+    """The tags of training that were written at a step; the thread replaces them by more, so that they can be read meanwhile.
+
+    Attributes:
+        step: The step.
+        tags: The tags.
+    """
+
+    step: int
+    tags: frozenset[str] = frozenset()
+
+
+class Reading(NamedTuple):
+    """The clock at a step whose values are written.
+
+    Attributes:
+        step: The step.
+        examples: Examples used so far, if known.
+        dispatched: When the training thread was there, in seconds.
+        finished: When the writing thread had seen the device finish it.
+    """
+
+    step: int
+    examples: int | None
+    dispatched: float
+    finished: float
+
+
 class Clock:
-    """Speed between two points at which values were written, as the thread sees the device finish them."""
+    """Speed between two points at which values were written.
+
+    The training thread runs ahead of the device, by a few steps; the writing thread may lag behind it. Neither can make a stretch longer than it was, so the
+    longer of the two counts. Before an evaluation the device still finishes steps while its time is running already, which is no matter over a whole stretch
+    from one evaluation to the next.
+    """
 
     def __init__(self) -> None:
-        self._last: tuple[float, int, int | None] | None = None
+        self._last: Reading | None = None
+        self._evaluated: Reading | None = None
 
-    def rates(self, step: int, examples: int | None, evaluating: float) -> dict[str, float]:
-        """Returns values about time since the last call.
+    def rates(self, step: int, examples: int | None, dispatched: float, evaluating: float) -> dict[str, float]:
+        """Returns values about time since the last call, or since the last one after an evaluation.
 
         Args:
             step: The step that has just finished.
             examples: Examples used so far, if known.
-            evaluating: Seconds of evaluations since then.
+            dispatched: When the training thread was there, in seconds.
+            evaluating: Seconds of evaluations since the last call.
         """
-        now = time.monotonic()
-        last, self._last = self._last, (now, step, examples)
+        now = Reading(step, examples, dispatched, time.monotonic())
+        before = self._evaluated if evaluating else self._last
+        self._last = now
+        if evaluating or self._evaluated is None:
+            self._evaluated = now
         values = {"time/validation_seconds": evaluating} if evaluating else {}
-        if last is None or step <= last[1]:
+        if before is None or step <= before.step:
             return values
-        seconds = max(now - last[0] - evaluating, 1e-9)
-        values["time/steps_per_second"] = (step - last[1]) / seconds
-        if examples is not None and last[2] is not None:
-            values["time/examples_per_second"] = (examples - last[2]) / seconds
+        seconds = dispatched - before.dispatched - evaluating
+        if not evaluating:
+            seconds = max(seconds, now.finished - before.finished)
+        seconds = max(seconds, 1e-9)
+        values["time/steps_per_second"] = (step - before.step) / seconds
+        if examples is not None and before.examples is not None:
+            values["time/examples_per_second"] = (examples - before.examples) / seconds
         return values
 
 
@@ -271,52 +356,67 @@ def write_values(write: Write, group: str, step: int, values: Mapping[str, Any],
 
     for key, value in values.items():
         array = np.asarray(value)
-        if array.dtype.kind not in "fiub":
+        is_number = array.dtype == bool or jnp.issubdtype(array.dtype, jnp.integer) or jnp.issubdtype(array.dtype, jnp.floating)
+        if not is_number or not array.size:
             continue  # Something of a user's callback that is no number.
         if array.ndim == 0:
-            write(group, step, summary.scalar(key, float(array)), now)
+            write(group, step, scalar(key, float(array)), now)
         elif array.ndim == 1:
             for index, entry in enumerate(array):
-                write(group, step, summary.scalar(f"{key}/{index}", float(entry)), now)
+                write(group, step, scalar(f"{key}/{index}", float(entry)), now)
         else:
             rows = array.reshape(-1, array.shape[-1])
             lines = ["|" + "|".join(f"{entry:g}" for entry in row) + "|" for row in rows]
             write(group, step, summary.text(key, "\n".join([lines[0], "|" + "---|" * rows.shape[1], *lines[1:]])), now)
 
 
-def write_histogram(write: Write, tag: str, step: int, values: Any, now: float) -> None:
-    """Writes a histogram of the finite values; of none there is none."""
+def scalar(tag: str, value: float) -> Any:
+    """Returns a summary of one number, which may be NaN or infinite: tensorboardX would log a warning for each of these."""
     from tensorboardX import summary
 
-    finite = values.astype(np.float64).ravel()
+    made = summary.scalar(tag, 0.0)
+    made.value[0].simple_value = value
+    return made
+
+
+def write_histogram(write: Write, tag: str, step: int, values: Any, now: float) -> None:
+    """Writes a histogram of the finite values, of complex ones of their magnitudes; of none there is none."""
+    from tensorboardX import summary
+
+    finite = (np.abs(values) if np.iscomplexobj(values) else values).astype(np.float64).ravel()
     finite = finite[np.isfinite(finite)]
     if finite.size:
         write(TRAIN, step, summary.histogram(tag, finite, _HISTOGRAM_BINS), now)
 
 
-def hyperparameter_summaries(values: Mapping[str, Any], tags: list[tuple[str, str]]) -> list[Any]:
+def hyperparameter_summaries(values: Mapping[str, Any], tags: list[tuple[str, str]], now: float) -> list[Any]:
     """Returns the summaries that TensorBoard's table of hyperparameters is made from.
+
+    TensorBoard finds the metrics of a run that is a sub-directory of its logdir, not those of the logdir itself.
 
     Args:
         values: Numbers, booleans and strings by name.
         tags: The metrics of the table: sub-directory and tag.
+        now: When the run began, in seconds since 1970.
     """
     from tensorboardX import summary
     from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
     experiment, start, _ = summary.hparams(dict(values), {f"{group}/{tag}": None for group, tag in tags})
-    plugin = experiment.value[0].metadata.plugin_data
-    content = HParamsPluginData.FromString(plugin.content)
-    for info, (group, tag) in zip(content.experiment.metric_infos, tags, strict=True):
-        info.name.group, info.name.tag = group, tag
-    plugin.content = content.SerializeToString()
+    plugins = [part.value[0].metadata.plugin_data for part in (experiment, start)]
+    contents = [HParamsPluginData.FromString(plugin.content) for plugin in plugins]
+    for info, (group, tag) in zip(contents[0].experiment.metric_infos, tags, strict=True):
+        info.name.group, info.name.tag = group, scalar(tag, 0.0).value[0].tag  # Without the characters that a tag may not have.
+    contents[1].session_start_info.start_time_secs = now
+    for plugin, content in zip(plugins, contents, strict=True):
+        plugin.content = content.SerializeToString()
     return [experiment, start]
 
 
 def describe_environment(params: PyTree) -> str:
     """Returns what a run ran on, in Markdown: command line, versions, devices, parameters."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    devices = jax.devices()
+    devices = sorted(leaves[0][1].devices(), key=lambda device: device.id) if leaves else jax.devices()
     facts: dict[str, Any] = {
         "command": " ".join(sys.argv),
         "python": f"{platform.python_version()} on {platform.platform()}",

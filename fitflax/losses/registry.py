@@ -7,33 +7,69 @@ from typing import Any, Literal
 import jax
 
 from fitflax.errors import LossError, did_you_mean
-from fitflax.losses.classification import binary_crossentropy, categorical_crossentropy, sparse_categorical_crossentropy
-from fitflax.losses.regression import huber, mean_absolute_error, mean_squared_error
+from fitflax.losses.classification import (
+    binary_crossentropy,
+    binary_focal_crossentropy,
+    categorical_crossentropy,
+    categorical_focal_crossentropy,
+    sparse_categorical_crossentropy,
+)
+from fitflax.losses.distributions import kl_divergence, poisson
+from fitflax.losses.hinges import categorical_hinge, hinge, squared_hinge
+from fitflax.losses.optax_losses import LABEL_LOSSES, OPTAX_LOSSES
+from fitflax.losses.regression import (
+    cosine_similarity,
+    huber,
+    log_cosh,
+    mean_absolute_error,
+    mean_absolute_percentage_error,
+    mean_squared_error,
+    mean_squared_logarithmic_error,
+)
 
-__all__ = ["direction", "get", "names"]
+__all__ = ["direction", "get", "names", "takes_labels"]
 
 _LOSSES: dict[str, Callable[..., jax.Array]] = {
     "mse": mean_squared_error,
     "mean_squared_error": mean_squared_error,
     "mae": mean_absolute_error,
     "mean_absolute_error": mean_absolute_error,
+    "mape": mean_absolute_percentage_error,
+    "mean_absolute_percentage_error": mean_absolute_percentage_error,
+    "msle": mean_squared_logarithmic_error,
+    "mean_squared_logarithmic_error": mean_squared_logarithmic_error,
     "huber": huber,
+    "log_cosh": log_cosh,
+    "cosine_similarity": cosine_similarity,
+    "hinge": hinge,
+    "squared_hinge": squared_hinge,
+    "categorical_hinge": categorical_hinge,
+    "kl_divergence": kl_divergence,
+    "poisson": poisson,
     "binary_crossentropy": binary_crossentropy,
+    "binary_focal_crossentropy": binary_focal_crossentropy,
     "categorical_crossentropy": categorical_crossentropy,
+    "categorical_focal_crossentropy": categorical_focal_crossentropy,
     "sparse_categorical_crossentropy": sparse_categorical_crossentropy,
+    **OPTAX_LOSSES,
 }
 
-# What others call them (optax's l2_loss is half the squared error, so it is no alias). Named in the error only: a second name for everything helps nobody.
+# What others call them, and names that Keras and optax had once. Named in the error only: a second name for everything helps nobody.
 _ELSEWHERE = {
     "bce": "binary_crossentropy",
-    "sigmoid_binary_cross_entropy": "binary_crossentropy",
-    "softmax_cross_entropy": "categorical_crossentropy",
-    "softmax_cross_entropy_with_integer_labels": "sparse_categorical_crossentropy",
-    "crossentropy": "sparse_categorical_crossentropy",
+    "binary_logistic_loss": "binary_crossentropy",
+    "binary_sparsemax_loss": "sparsemax_loss",
+    "convex_kl_divergence": "generalized_kl_divergence",
     "cross_entropy": "sparse_categorical_crossentropy",
-    "squared_error": "mean_squared_error",
-    "l2_loss": "mean_squared_error",
+    "crossentropy": "sparse_categorical_crossentropy",
+    "dice": "dice_loss",
+    "focal_loss": "binary_focal_crossentropy",
+    "kld": "kl_divergence",
+    "kullback_leibler_divergence": "kl_divergence",
     "l1_loss": "mean_absolute_error",
+    "logcosh": "log_cosh",
+    "multiclass_logistic_loss": "sparse_categorical_crossentropy",
+    "poisson_nll_loss": "poisson",
 }
 
 
@@ -78,3 +114,17 @@ def direction(loss: Any) -> Literal["min"] | None:
     while isinstance(loss, functools.partial):
         loss = loss.func
     return "min" if any(loss is known or loss == name for name, known in _LOSSES.items()) else None
+
+
+def takes_labels(loss: Any) -> bool:
+    """Returns whether a loss of this package takes integer class labels, whose range can be checked where they are at hand.
+
+    Args:
+        loss: A function, its arguments bound with `functools.partial` or not.
+
+    >>> takes_labels(sparse_categorical_crossentropy), takes_labels(categorical_crossentropy)
+    (True, False)
+    """
+    while isinstance(loss, functools.partial):
+        loss = loss.func
+    return loss is sparse_categorical_crossentropy or any(loss is known for known in LABEL_LOSSES.values())

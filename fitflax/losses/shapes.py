@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from fitflax.errors import LossError
 
-__all__ = ["check_classes", "check_smoothing", "mean_of_last_axis", "mismatch", "one_array", "same_shape"]
+__all__ = ["check_share", "class_labels", "class_rows", "mean_of_last_axis", "mismatch", "one_array", "same_shape", "vectors"]
 
 
 def one_array(name: str, role: str, value: Any) -> jax.Array:
@@ -30,7 +30,7 @@ def same_shape(name: str, outputs: Any, targets: Any) -> tuple[jax.Array, jax.Ar
         outputs = outputs[..., None]
     if outputs.shape != targets.shape:
         advice = "Check the model's last layer."
-        if targets.shape in (outputs.shape[:-1], (*outputs.shape[:-1], 1)):
+        if _labels_for(outputs, targets):
             advice = "For integer class labels use 'sparse_categorical_crossentropy'; else the model's last layer should have as many features as the targets."
         raise mismatch(name, outputs, targets, "outputs and targets of one shape (a last axis of length 1 may be missing)", advice)
     return outputs.astype(jnp.float32), targets.astype(jnp.float32)
@@ -41,20 +41,87 @@ def mean_of_last_axis(values: jax.Array) -> jax.Array:
     return values.mean(axis=-1) if values.ndim > 1 else values
 
 
-def check_classes(name: str, outputs: jax.Array, targets: jax.Array) -> None:
-    """Checks that outputs are logits `[batch, ..., classes]` of at least two classes."""
-    if outputs.ndim < 2:
-        raise mismatch(name, outputs, targets, "logits [batch, ..., classes]", "For one logit per example use 'binary_crossentropy'.")
-    if outputs.shape[-1] == 1:
-        raise mismatch(name, outputs, targets, "at least two classes (of one it is always 0)", "For one logit per example use 'binary_crossentropy'.")
+def vectors(name: str, outputs: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns both in float32, of one shape `[batch, ..., features]`, at least two features: of one number the direction is its sign, without gradient."""
+    outputs, targets = same_shape(name, outputs, targets)
+    if outputs.ndim < 2 or outputs.shape[-1] == 1:
+        advice = "For one number per example use 'mean_squared_error'."
+        raise mismatch(name, outputs, targets, "vectors [batch, ..., features] of at least two features", advice)
+    return outputs, targets
 
 
-def check_smoothing(name: str, label_smoothing: float) -> None:
-    """Checks that `label_smoothing` lies in 0..1."""
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise LossError(f"{name}(label_smoothing=...) must be within 0..1. Received: {label_smoothing!r}.")
+def class_rows(name: str, outputs: Any, targets: Any, *, binary: str, labels: str, role: str = "one-hot targets") -> tuple[jax.Array, jax.Array]:
+    """Returns both in float32, of one shape `[batch, ..., classes]`, at least two classes.
+
+    Args:
+        name: The loss, for errors.
+        outputs: One number per class.
+        targets: One number per class.
+        binary: The loss to name where there is one number per example.
+        labels: What to do with integer labels, a sentence.
+        role: What the targets are.
+
+    Raises:
+        LossError: The shapes do not fit.
+    """
+    outputs, targets = one_array(name, "outputs", outputs), one_array(name, "targets", targets)
+    _check_classes(name, outputs, targets, binary)
+    if outputs.shape != targets.shape:
+        if _labels_for(outputs, targets):
+            raise mismatch(name, outputs, targets, f"{role} [..., classes]", labels)
+        raise mismatch(name, outputs, targets, f"outputs and {role} of one shape [..., classes]", "Check the model's last layer.")
+    return outputs.astype(jnp.float32), targets.astype(jnp.float32)
+
+
+def class_labels(name: str, outputs: Any, targets: Any, *, binary: str, one_hot: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns outputs `[batch, ..., classes]` in float32, labels `[batch, ...]`, and which of the labels are a class at all.
+
+    Args:
+        name: The loss, for errors.
+        outputs: One number per class, at least two classes.
+        targets: Integers, `[batch, ...]` or `[batch, ..., 1]`.
+        binary: The loss to name where there is one number per example.
+        one_hot: What to do with one-hot targets, a sentence.
+
+    Raises:
+        LossError: The shapes do not fit, or the targets are not integers.
+    """
+    outputs, targets = one_array(name, "outputs", outputs), one_array(name, "targets", targets)
+    _check_classes(name, outputs, targets, binary)
+    if targets.shape == (*outputs.shape[:-1], 1):
+        targets = targets[..., 0]
+    elif targets.shape == outputs.shape:
+        raise mismatch(name, outputs, targets, "integer targets [...] for logits [..., classes]", one_hot)
+    elif targets.shape != outputs.shape[:-1]:
+        raise mismatch(name, outputs, targets, "integer targets [...] or [..., 1] for logits [..., classes]", "Check the model's last layer.")
+    if jnp.issubdtype(targets.dtype, jnp.inexact):
+        raise LossError(f"{name} takes integer class labels. Received: targets of dtype {targets.dtype}. Cast them: targets.astype('int32').")
+    # Narrow integers first: 200 classes do not fit into the int8 that the labels may come in.
+    labels = targets.astype(jnp.int32) if targets.dtype.itemsize < 4 else targets
+    # optax counts negative labels from the end.
+    known = (labels >= 0) & (labels < outputs.shape[-1])
+    return outputs.astype(jnp.float32), labels, known
+
+
+def check_share(name: str, argument: str, value: float) -> None:
+    """Checks that an argument lies in 0..1."""
+    if not 0.0 <= value <= 1.0:
+        raise LossError(f"{name}({argument}=...) must be within 0..1. Received: {value!r}.")
 
 
 def mismatch(name: str, outputs: jax.Array, targets: jax.Array, takes: str, advice: str) -> LossError:
     """Returns the error for shapes that do not fit."""
     return LossError(f"{name} takes {takes}. Received: outputs {list(outputs.shape)}, targets {list(targets.shape)}. {advice}")
+
+
+def _labels_for(outputs: jax.Array, targets: jax.Array) -> bool:
+    """Whether the targets have the shape of integer labels for these outputs."""
+    return targets.shape in (outputs.shape[:-1], (*outputs.shape[:-1], 1))
+
+
+def _check_classes(name: str, outputs: jax.Array, targets: jax.Array, binary: str) -> None:
+    advice = f"For one logit per example use {binary!r}."
+    if outputs.ndim < 2:
+        raise mismatch(name, outputs, targets, "logits [batch, ..., classes]", advice)
+    if outputs.shape[-1] == 1:
+        raise mismatch(name, outputs, targets, "at least two classes", advice)

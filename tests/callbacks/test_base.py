@@ -5,7 +5,6 @@ import inspect
 import flax.linen as nn
 import jax
 import numpy as np
-import optax
 import pytest
 
 import fitflax
@@ -24,9 +23,14 @@ def shipped():
 
 
 def made(kind, directory):
-    """Returns an instance, with a directory where one is needed."""
-    if "directory" in inspect.signature(kind.__init__).parameters:
+    """Returns an instance, with a directory, a file or a schedule where one is needed."""
+    arguments = inspect.signature(kind.__init__).parameters
+    if "directory" in arguments:
         return kind(directory / kind.__name__)
+    if "path" in arguments:
+        return kind(directory / f"{kind.__name__}.csv")
+    if "schedule" in arguments:
+        return kind(lambda epoch: 0.01)
     return kind()
 
 
@@ -38,7 +42,7 @@ def kind(request):
 def fit(*given, trainer=None, **kwargs):
     if trainer is None:
         trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(jax.devices()[:1]))
-        trainer.compile(optax.sgd(0.01), loss="mse")
+        trainer.compile("sgd", loss="mse", learning_rate=0.01)
     trainer.fit(X, Y, batch_size=4, validation_data=(X, Y), callbacks=given, verbose=0, **kwargs)
     return trainer
 

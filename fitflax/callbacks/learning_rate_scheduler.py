@@ -1,0 +1,102 @@
+"""`LearningRateScheduler`: a learning rate for each epoch."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from typing_extensions import override
+
+from fitflax.callbacks.base import Callback, Phase
+from fitflax.errors import CallbackError, OptimizerError
+from fitflax.logs import Logs
+
+__all__ = ["LearningRateScheduler"]
+
+
+class LearningRateScheduler(Callback):
+    """Sets the learning rate at the beginning of each epoch, and logs it at the end as `learning_rate`.
+
+    For a rate that changes with the step give the optimizer an optax schedule instead. A resume inside an epoch goes on with that epoch's rate.
+
+    Args:
+        schedule: `schedule(epoch)` or `schedule(epoch, learning_rate)`, the latter called with the present rate; returns the rate. Epochs count from 0.
+
+    Raises:
+        CallbackError: `schedule` takes other arguments, or a second one that may be left out, which might be anything.
+        OptimizerError: Before the first step: the optimizer's rate cannot be set. Later: `schedule` returned no rate.
+
+    >>> LearningRateScheduler(lambda epoch: 0.1 * 0.5**epoch).schedule(1)
+    0.05
+    """
+
+    phase = Phase.CHANGE
+    needs_trainer = True
+
+    def __init__(self, schedule: Callable[..., Any]) -> None:
+        self._takes_rate = _takes_rate(schedule)
+        self.schedule = schedule
+        # The epoch that was begun last, and the rate before it: an epoch that was left before its first step is begun once more by a resume.
+        self._epoch: int | None = None
+        self._rate_before: float | None = None
+
+    @override
+    def on_train_begin(self, logs: Mapping[str, Any]) -> None:
+        self._epoch = self._rate_before = None
+        self.trainer.learning_rate = self.trainer.learning_rate  # Whether it can be set.
+
+    @override
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any]) -> None:
+        if not self._takes_rate:
+            self._set(epoch, self.schedule(epoch))
+            return
+        if epoch != self._epoch:
+            self._epoch, self._rate_before = epoch, self.trainer.learning_rate
+        self._set(epoch, self.schedule(epoch, self._rate_before))
+
+    def _set(self, epoch: int, rate: Any) -> None:
+        try:
+            self.trainer.learning_rate = rate
+        except OptimizerError as error:
+            raise OptimizerError(f"LearningRateScheduler: the schedule returned {rate!r} for epoch {epoch}. {error}") from error
+
+    @override
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        # Reads what the epoch's last step left, which whoever logs the epoch waits for anyway.
+        logs["learning_rate"] = self.trainer.learning_rate
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._epoch is None else {"epoch": self._epoch, "rate_before": self._rate_before}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._epoch, self._rate_before = int(state["epoch"]), float(state["rate_before"])
+
+
+def _takes_rate(schedule: Any) -> bool:
+    """Returns whether `schedule` takes the present rate besides the epoch.
+
+    Raises:
+        CallbackError: That is not clear.
+    """
+    wanted = "LearningRateScheduler takes schedule(epoch) or schedule(epoch, learning_rate)."
+    if not callable(schedule):
+        raise CallbackError(f"{wanted} Received: {schedule!r}, which cannot be called.")
+    try:
+        signature = inspect.signature(schedule)
+    except (TypeError, ValueError) as error:
+        raise CallbackError(f"{wanted} What {schedule!r} takes cannot be found out. Wrap it: lambda epoch: ...") from error
+    takes_one, takes_two = _binds(signature, 0), _binds(signature, 0, 0.0)
+    if takes_one == takes_two:
+        # With `lambda epoch, base=0.1: ...` the rate would come in place of the base, and nobody would notice.
+        which = "which could be either; wrap it: lambda epoch: ..." if takes_one else "which is neither"
+        raise CallbackError(f"{wanted} Received: {schedule!r} with the arguments {signature}, {which}.")
+    return takes_two
+
+
+def _binds(signature: inspect.Signature, *arguments: Any) -> bool:
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,128 @@
+"""`ReduceLROnPlateau`: a smaller learning rate when a monitored value has stopped improving."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from typing_extensions import override
+
+from fitflax.callbacks.base import Callback, Monitor, Phase
+from fitflax.checkpoints.checkpoint import Checkpoint
+from fitflax.errors import CallbackError
+from fitflax.logs import Logs
+
+__all__ = ["ReduceLROnPlateau"]
+
+
+class ReduceLROnPlateau(Callback):
+    """Multiplies the learning rate with `factor` when a monitored value has not improved for `patience` observations, one an epoch or one a validation.
+
+    The rate that the epoch was trained with is logged as `learning_rate`.
+
+    Args:
+        monitor: The flat name of the value.
+        mode: `"min"`, `"max"`, or `None` for the direction that the loss or metric declares.
+        factor: Between 0 and 1: `new_rate = max(rate * factor, min_lr)`.
+        patience: How many observations without improvement are enough; 0 and 1 both reduce at the first.
+        min_delta: What an improvement must exceed.
+        cooldown: How many observations after a reduction it takes until they are counted again; as in Keras the last of them is.
+        min_lr: The rate is not reduced below this.
+
+    Raises:
+        CallbackError: A number out of its range.
+        OptimizerError: Before the first step: the optimizer's rate cannot be set.
+
+    >>> ReduceLROnPlateau("val_loss", factor=0.5, patience=3).factor
+    0.5
+    """
+
+    phase = Phase.DECIDE
+    needs_trainer = True
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        *,
+        mode: str | None = None,
+        factor: float = 0.1,
+        patience: int = 10,
+        min_delta: float = 1e-4,
+        cooldown: int = 0,
+        min_lr: float = 0.0,
+    ) -> None:
+        if not 0 < factor < 1:
+            raise CallbackError(f"ReduceLROnPlateau(factor=...) must lie between 0 and 1. Received: {factor!r}.")
+        for name, count in (("patience", patience), ("cooldown", cooldown)):
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                raise CallbackError(f"ReduceLROnPlateau({name}=...) must be an integer of at least 0. Received: {count!r}.")
+        if not 0 <= min_lr < float("inf"):
+            raise CallbackError(f"ReduceLROnPlateau(min_lr=...) must be a finite number of at least 0. Received: {min_lr!r}.")
+        self.factor = factor
+        self.patience = patience
+        self.cooldown = cooldown
+        self.min_lr = min_lr
+        self._monitor = Monitor("ReduceLROnPlateau", monitor, mode, min_delta)
+        self._reset()
+
+    def _reset(self) -> None:
+        self.wait = 0
+        self.best: float | None = None
+        self._cooldown_left = 0
+
+    @override
+    def on_train_begin(self, logs: Mapping[str, Any]) -> None:
+        self._reset()
+        self._monitor.check_sets(self.params.get("validation_sets"))
+        self.trainer.learning_rate = self.trainer.learning_rate  # Whether it can be set.
+
+    @override
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        # One read an epoch, of what the epoch's last step left, which whoever logs the epoch waits for anyway.
+        rate = self.trainer.learning_rate
+        logs.setdefault("learning_rate", rate)
+        self._observe(logs, rate)
+
+    @override
+    def on_checkpoint(self, checkpoint: Checkpoint) -> None:
+        # A validation in the middle of an epoch; those at its end come with on_epoch_end.
+        if not checkpoint.point.epoch_ends and self._monitor.key in checkpoint.evaluated:
+            self._observe(checkpoint.logs)
+
+    @override
+    def load_closing(self, step: int, epoch: int, logs: Logs) -> None:
+        self._observe(logs)
+
+    def _observe(self, logs: Logs, rate: float | None = None) -> None:
+        value = self._monitor.value(logs, self.params.get("validation_sets", ()))
+        if value is None:
+            return
+        # Keras's order: the observation that ends a cooldown counts already.
+        if self._cooldown_left:
+            self._cooldown_left -= 1
+            self.wait = 0
+        if self._monitor.is_better(value, self.best):
+            self.best, self.wait = value, 0
+        elif not self._cooldown_left:
+            self.wait += 1
+            if self.wait >= self.patience:
+                self._reduce(self.trainer.learning_rate if rate is None else rate)
+
+    def _reduce(self, rate: float) -> None:
+        # As float32, which the rate is: otherwise a rate of min_lr may seem to lie above it.
+        if rate > np.float32(self.min_lr):
+            self.trainer.learning_rate = max(rate * self.factor, self.min_lr)
+            self.wait, self._cooldown_left = 0, self.cooldown
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return f"{type(self).__name__}(monitor={self._monitor.key!r})"
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"wait": self.wait, "best": self.best, "cooldown_left": self._cooldown_left, "direction": self._monitor.direction}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.wait, self.best, self._cooldown_left = int(state["wait"]), state["best"], int(state["cooldown_left"])
+        self._monitor.take_direction(state["direction"])

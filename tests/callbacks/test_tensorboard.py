@@ -1,0 +1,738 @@
+"""`TensorBoard`, read with TensorBoard's own reader; and what stands in the files themselves, after whatever happened to the run."""
+
+import json
+import logging
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import struct
+from tensorboard.backend.event_processing import event_multiplexer
+from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
+
+import fitflax
+from fitflax.callbacks import BestCheckpoint, Callback, LambdaCallback, ModelCheckpoint, TensorBoard
+from fitflax.callbacks.event_files import EventFiles, events_of
+from fitflax.callbacks.tensorboard import Clock
+from fitflax.errors import CallbackError
+from fitflax.metrics import Metric
+from fitflax.parallel import DataParallel
+from tests.run_script import at, differences, directory_of, rows_of, state_of
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(18, 4)).astype(np.float32)  # In batches of 4: 4, 4, 4, 4, 2.
+Y = (X.sum(axis=1) > 0).astype(np.int32)
+VALID = (X[:7] + 1, Y[:7])
+TIMES = ("time/steps_per_second", "time/examples_per_second", "time/validation_seconds")
+
+
+def make(optimizer="adam", metrics=("accuracy",), devices=1, **options):
+    trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(jax.devices()[:devices]))
+    trainer.compile(optimizer, "sparse_categorical_crossentropy", list(metrics), **options)
+    return trainer
+
+
+def fit(*callbacks, trainer=None, data=X, y=Y, **options):
+    trainer = trainer or make()
+    trainer.fit(data, y, callbacks=callbacks, verbose=0, **{"batch_size": 4, **options})
+    return trainer
+
+
+def opened(directory):
+    runs = event_multiplexer.EventMultiplexer(size_guidance=dict.fromkeys(("scalars", "histograms", "tensors"), 0), purge_orphaned_data=True)
+    return runs.AddRunsFromDirectory(str(directory)).Reload()
+
+
+def shown(directory):
+    """What TensorBoard shows of scalars: `{run: {tag: {step: value}}}`."""
+    runs = opened(directory)
+    return {name: {tag: {event.step: event.value for event in runs.Scalars(name, tag)} for tag in tags["scalars"]} for name, tags in runs.Runs().items()}
+
+
+def written(directory):
+    """What stands in the files: `{(run, tag, step): value}`, and that each stands there once; clocks and descriptions of processes left out."""
+    found = []
+    for path in sorted(pathlib.Path(directory).rglob("*.tfevents.*")):
+        for record in events_of(path):
+            for value in record.event.summary.value:
+                kind = value.WhichOneof("value")
+                content = value.histo.SerializeToString() if kind == "histo" else getattr(value, kind) if kind == "simple_value" else None
+                found.append(((str(path.parent.relative_to(directory)), value.tag, record.event.step), content))
+    twice = [key for key, count in Counter(key for key, _ in found).items() if count > 1]
+    assert not twice, twice
+    return {key: value for key, value in found if not key[1].startswith("time/") and key[1] != "environment/text_summary"}
+
+
+def as_float32(value):
+    return float(np.float32(value))
+
+
+# --- What is written ---
+
+
+def test_every_kind_of_value_is_found_by_tensorboards_own_reader(tmp_path):
+    grads, batch_logs, steps = [], {}, []
+
+    class Noting(Callback):
+        def on_train_batch_end(self, batch, logs):
+            batch_logs[trainer.step] = dict(logs)
+
+        def on_checkpoint(self, checkpoint):
+            steps.append((checkpoint.step, checkpoint.loss, checkpoint.gradients_norm))
+
+    trainer = make(learning_rate=0.01)
+    board = TensorBoard(tmp_path, every=fitflax.every(steps=2), histograms=fitflax.every(epochs=1))
+    history = trainer.fit(X, Y, batch_size=4, epochs=2, validation_data=VALID, callbacks=[board, Noting()], verbose=0).history
+    runs = shown(tmp_path)
+    assert set(runs) == {".", "train", "val"}
+    train = runs["train"]
+    assert set(train) == {"loss", "accuracy", "step/loss", "step/gradients_norm", "learning_rate", "epoch", *TIMES}
+    # Steps 2, 4, the end of an epoch at 5, and so on.
+    for key in ("loss", "accuracy"):
+        assert train[key] == {step: as_float32(batch_logs[step][key]) for step in (2, 4, 5, 6, 8, 10)}
+        assert [train[key][5], train[key][10]] == [as_float32(value) for value in history[key]]
+        assert runs["val"][key] == {5: as_float32(history[f"val_{key}"][0]), 10: as_float32(history[f"val_{key}"][1])}
+    assert train["step/loss"] == {step: as_float32(loss) for step, loss, _ in steps}
+    assert train["step/gradients_norm"] == {step: as_float32(norm) for step, _, norm in steps}
+    assert train["learning_rate"] == dict.fromkeys((2, 4, 5, 6, 8, 10), as_float32(0.01))
+    assert train["epoch"] == {5: 1.0, 10: 2.0}
+    assert set(train["time/validation_seconds"]) == {5, 10} and set(train["time/steps_per_second"]) == {4, 5, 6, 8, 10} == set(
+        train["time/examples_per_second"]
+    )
+    assert all(value > 0 for tag in TIMES for value in train[tag].values())
+    events = opened(tmp_path)
+    assert set(events.Runs()["train"]["histograms"]) == {"params/bias", "params/kernel", "grads/bias", "grads/kernel"}
+    assert [event.step for event in events.Histograms("train", "grads/kernel")] == [5, 10]
+    kernel = events.Histograms("train", "params/kernel")[-1].histogram_value
+    expected = np.asarray(trainer.state.params["kernel"], np.float64)
+    assert (kernel.num, kernel.min, kernel.max) == (12, expected.min(), expected.max()) and kernel.sum == pytest.approx(expected.sum())
+    assert sum(kernel.bucket) == 12
+    assert not grads
+
+
+def test_gradients_are_those_of_the_global_batch(tmp_path):
+    trainer = make(optax.sgd(0.1), devices=2)
+    trainer.build((X, Y))
+    params = jax.tree.map(np.asarray, trainer.state.params)
+
+    def loss(params):
+        return optax.softmax_cross_entropy_with_integer_labels(X[:10] @ params["kernel"] + params["bias"], Y[:10]).mean()
+
+    by_hand = jax.grad(loss)(params)
+    fit(TensorBoard(tmp_path, histograms=fitflax.at(1)), trainer=trainer, data=X[:10], y=Y[:10], batch_size=10, shuffle=False)
+    events = opened(tmp_path)
+    for name in ("kernel", "bias"):
+        (event,) = events.Histograms("train", f"grads/{name}")
+        want, have = np.asarray(by_hand[name], np.float64), event.histogram_value
+        assert (event.step, have.num) == (1, want.size)
+        assert (have.sum, have.min, have.max, have.sum_squares) == pytest.approx((want.sum(), want.min(), want.max(), (want**2).sum()), rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "expected"),
+    [
+        ("sgd", {"learning_rate": 0.1}, 0.1),
+        (optax.inject_hyperparams(optax.sgd)(learning_rate=0.2), {}, 0.2),
+        ("sgd", {"learning_rate": optax.constant_schedule(0.3)}, 0.3),
+        (optax.sgd(0.1), {}, None),
+    ],
+)
+def test_the_learning_rate_is_written_where_it_can_be_read(optimizer, options, expected, tmp_path):
+    fit(TensorBoard(tmp_path), trainer=make(optimizer, **options))
+    assert shown(tmp_path)["train"].get("learning_rate") == (None if expected is None else {5: as_float32(expected)})
+
+
+def test_a_learning_rate_that_is_set_is_written_from_then_on(tmp_path):
+    trainer = make(learning_rate=0.5)
+    fit(
+        TensorBoard(tmp_path, every=fitflax.every(steps=1)),
+        at(trainer, "on_train_batch_end", 3, lambda step: setattr(trainer, "learning_rate", 0.25)),
+        trainer=trainer,
+    )
+    assert shown(tmp_path)["train"]["learning_rate"] == {1: 0.5, 2: 0.5, 3: 0.25, 4: 0.25, 5: 0.25}
+
+
+def test_every_validation_set_has_a_directory_of_its_own(tmp_path):
+    trainer = fit(TensorBoard(tmp_path), validation_data={"dev": VALID, "test": (X[:3], Y[:3])}, epochs=2)
+    runs = shown(tmp_path)
+    assert set(runs) == {".", "train", "dev", "test"}
+    for name in ("dev", "test"):
+        assert runs[name] == {key: dict(zip((5, 10), map(as_float32, trainer.history.history[f"{name}_{key}"]), strict=True)) for key in ("loss", "accuracy")}
+    assert not [key for key in runs["train"] if key.startswith(("dev", "test"))]
+
+
+def test_validation_inside_an_epoch_is_written_at_its_step(tmp_path):
+    seen = {}
+    note = LambdaCallback(on_checkpoint=lambda checkpoint: seen.update({checkpoint.step: checkpoint.logs["val_loss"]} if checkpoint.evaluations else {}))
+    fit(TensorBoard(tmp_path), note, epochs=2, validation_data=VALID, validation_freq=fitflax.every(steps=3))
+    runs = shown(tmp_path)
+    assert list(seen) == [3, 6, 9] and runs["val"]["loss"] == {step: as_float32(value) for step, value in seen.items()}
+    assert set(runs["train"]["loss"]) == {5, 10} and "val_loss" not in runs["train"]
+    assert runs["val"]["loss"][3] != runs["val"]["loss"][6]
+
+
+def test_the_default_is_every_fifty_steps_and_the_ends_of_epochs(tmp_path):
+    fit(TensorBoard(tmp_path), epochs=2, steps_per_epoch=70)
+    assert list(shown(tmp_path)["train"]["loss"]) == [50, 70, 100, 140]
+
+
+@struct.dataclass
+class Columns(Metric):
+    """The mean of each output, and all outputs' means twice as a matrix."""
+
+    total: jax.Array = struct.field(default_factory=lambda: np.zeros(3, np.float32))
+    count: jax.Array = struct.field(default_factory=lambda: np.zeros((), np.float32))
+    name: str = struct.field(pytree_node=False, default="columns")
+    direction: str | None = struct.field(pytree_node=False, default=None)
+    is_matrix: bool = struct.field(pytree_node=False, default=False)
+
+    def empty(self):
+        return self.replace(total=np.zeros(3, np.float32), count=np.zeros((), np.float32))
+
+    def update(self, outputs, targets, weights):
+        return self.replace(total=self.total + (outputs * weights[:, None]).sum(0), count=self.count + weights.sum())
+
+    def merge(self, other):
+        return self.replace(total=self.total + other.total, count=self.count + other.count)
+
+    def compute(self):
+        mean = self.total / jnp.maximum(self.count, 1)
+        return jnp.stack([mean, mean * 2]) if self.is_matrix else mean
+
+
+def test_lists_are_numbered_scalars_and_matrices_are_tables(tmp_path):
+    trainer = fit(TensorBoard(tmp_path), trainer=make(metrics=[Columns(), Columns(name="matrix", is_matrix=True)]), validation_data=VALID)
+    runs, history = shown(tmp_path), trainer.history.history
+    for group, prefix in (("train", ""), ("val", "val_")):
+        (columns,), (matrix,) = history[f"{prefix}columns"], history[f"{prefix}matrix"]
+        assert [runs[group][f"columns/{index}"] for index in range(3)] == [{5: float(value)} for value in columns]
+        (event,) = opened(tmp_path).Tensors(group, "matrix/text_summary")
+        rows = event.tensor_proto.string_val[0].decode().splitlines()
+        assert event.step == 5 and rows[1] == "|---|---|---|"
+        assert [row.strip("|").split("|") for row in (rows[0], rows[2])] == [[f"{value:g}" for value in row] for row in matrix]
+
+
+def test_what_other_callbacks_add_at_the_end_of_an_epoch_is_written_whatever_it_is(tmp_path, caplog):
+    added = {
+        "f1": 0.5,
+        "flag": True,
+        "count": np.int64(3),
+        "half": jnp.bfloat16(0.25),
+        "list": np.array([1.0, np.nan]),
+        "nan": float("nan"),
+        "inf": -np.inf,
+        "text": "no number",
+        "nothing": None,
+        "complex": 1j,
+        "empty": np.zeros((0, 3)),
+        "hit@5 (top)": 0.75,
+    }
+    fit(TensorBoard(tmp_path), LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(added)))
+    train = shown(tmp_path)["train"]
+    assert set(train) == {"loss", "accuracy", "step/loss", "step/gradients_norm", "learning_rate", "epoch"} | {
+        "f1", "flag", "count", "half", "list/0", "list/1", "nan", "inf", "hit_5__top_"
+    }  # fmt: skip
+    assert [train[key][5] for key in ("f1", "flag", "count", "half", "list/0", "inf", "hit_5__top_")] == [0.5, 1, 3, 0.25, 1, -np.inf, 0.75]
+    assert np.isnan(train["nan"][5]) and np.isnan(train["list/1"][5])
+    assert not caplog.records
+
+
+def test_a_run_whose_numbers_are_not_finite_is_written_to_its_end(tmp_path, caplog):
+    caplog.set_level(logging.WARNING)
+    trainer = make(optax.sgd(np.inf))
+    fit(TensorBoard(tmp_path, every=fitflax.every(steps=1), histograms=fitflax.every(steps=1)), trainer=trainer, validation_data=VALID)
+    runs = shown(tmp_path)
+    assert np.isfinite(runs["train"]["step/loss"][1]) and np.isnan(runs["train"]["step/loss"][5]) and np.isnan(runs["val"]["loss"][5])
+    # Of what is not finite there is no histogram.
+    assert [event.step for event in opened(tmp_path).Histograms("train", "grads/kernel")] == [1]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.complex64])
+def test_parameters_of_any_kind_have_histograms(dtype, tmp_path):
+    class Odd(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            scale = self.param("scale", nn.initializers.constant(-2.0), (3,), dtype)
+            return (x[:, :3] * jnp.real(scale)).astype(jnp.float32)
+
+    trainer = fitflax.Trainer(Odd(), parallel=DataParallel(jax.devices()[:1]))
+    trainer.compile(optax.sgd(0.0), "sparse_categorical_crossentropy")
+    fit(TensorBoard(tmp_path, histograms=fitflax.at(1)), trainer=trainer)
+    value = opened(tmp_path).Histograms("train", "params/scale")[0].histogram_value
+    assert (value.num, value.sum) == (3, 6.0 if dtype == jnp.complex64 else -6.0)
+
+
+# --- What is written at the start ---
+
+
+def test_the_environment_is_written_once_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--rate=0.1"])
+    fit(TensorBoard(tmp_path), trainer=make(devices=2), epochs=2)
+    (event,) = opened(tmp_path).Tensors(".", "environment/text_summary")
+    text = event.tensor_proto.string_val[0].decode()
+    assert event.step == 0
+    assert "| command | train.py --rate=0.1 |" in text
+    assert f"| jax | {jax.__version__} |" in text and "| python | 3." in text
+    assert "| devices | 2 cpu (cpu), 1 processes |" in text
+    assert "| parameters | 15 in 2 arrays, 60 bytes |" in text
+    assert "| kernel | [4, 3] | float32 | 12 |" in text and "| bias | [3] | float32 | 3 |" in text
+
+
+def hyperparameters(directory):
+    contents = opened(directory).PluginRunToTagToContent("hparams")["."]
+    experiment, start = (HParamsPluginData.FromString(contents[f"_hparams_/{name}"]) for name in ("experiment", "session_start_info"))
+    metrics = {(info.name.group, info.name.tag) for info in experiment.experiment.metric_infos}
+    return {key: getattr(value, value.WhichOneof("kind")) for key, value in start.session_start_info.hparams.items()}, metrics
+
+
+def test_hyperparameters_are_found_with_the_metrics_of_all_sets(tmp_path):
+    fit(TensorBoard(tmp_path), trainer=make("sgd", metrics=[Columns(name="a@b"), "accuracy"], learning_rate=0.125), validation_data=VALID)
+    values, metrics = hyperparameters(tmp_path)
+    want = {"seed": 0, "batch_size": 4, "num_examples": 18, "optimizer": "sgd", "learning_rate": 0.125, "model": "Dense", "model/features": 3}
+    assert {key: values[key] for key in want} == want and values["loss"] == "sparse_categorical_crossentropy"
+    assert metrics == {(group, tag) for group in ("train", "val") for tag in ("loss", "a_b", "accuracy")}
+
+
+def test_nothing_of_tensorboard_is_imported_before_it_is_used(tmp_path, process_env):
+    code = (
+        "import sys, fitflax; from fitflax.callbacks import TensorBoard; TensorBoard('here', histograms=fitflax.every(epochs=1));"
+        "print([name for name in sys.modules if name.startswith(('tensorboard', 'tensorflow', 'google.protobuf'))])"
+    )
+    result = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=tmp_path, env=process_env)
+    assert (result.stdout.strip(), list(tmp_path.iterdir())) == ("[]", []), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [({"every": 5}, r"TensorBoard\(every=...\) takes a trigger"), ({"histograms": 1}, r"TensorBoard\(histograms=...\) takes a trigger.*Received: 1")],
+)
+def test_what_is_no_trigger_is_an_error(arguments, fault, tmp_path):
+    with pytest.raises(CallbackError, match=fault):
+        TensorBoard(tmp_path, **arguments)
+
+
+def test_a_directory_that_cannot_be_used_is_an_error_before_the_first_step(tmp_path):
+    (tmp_path / "file").touch()
+    trainer = make()
+    with pytest.raises(CallbackError, match=r"TensorBoard cannot use .*file/board.*Give it a directory"):
+        fit(TensorBoard(tmp_path / "file/board"), trainer=trainer)
+    assert trainer.step == 0
+
+
+# --- When it is written ---
+
+
+def test_values_can_be_written_by_the_clock(tmp_path, monkeypatch):
+    clock = iter(range(10**9))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
+    fit(TensorBoard(tmp_path, every=fitflax.every(seconds=10**9), histograms=fitflax.every(seconds=1)), steps_per_epoch=20, steps=20)
+    # All values come at the end alone, histograms at every step: the two are told apart.
+    assert list(shown(tmp_path)["train"]["loss"]) == [20]
+    assert [event.step for event in opened(tmp_path).Histograms("train", "params/bias")] == [*range(1, 21)]
+
+
+def test_a_clock_that_is_due_writes_within_an_epoch(tmp_path, monkeypatch):
+    clock = iter(range(10**9))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
+    fit(TensorBoard(tmp_path, every=fitflax.every(seconds=1)), steps_per_epoch=20, steps=20)
+    assert list(shown(tmp_path)["train"]["loss"]) == [*range(1, 21)]
+
+
+def test_rates_leave_out_evaluations_and_never_count_a_stretch_too_short(monkeypatch):
+    clock, now = Clock(), [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def rates(step, dispatched, finished, evaluating=0.0):
+        now[0] = finished
+        return clock.rates(step, 4 * step, dispatched, evaluating)
+
+    assert rates(10, dispatched=1.0, finished=2.0) == {}
+    # The training thread ran ahead, then the writing thread lagged behind: the longer stretch counts.
+    assert rates(20, dispatched=2.0, finished=12.0) == {"time/steps_per_second": 1.0, "time/examples_per_second": 4.0}
+    assert rates(30, dispatched=22.0, finished=12.1)["time/steps_per_second"] == 0.5
+    # With an evaluation, from the first reading on: 30 steps in 30 of 80 seconds.
+    assert rates(40, dispatched=81.0, finished=81.0, evaluating=50.0) == {
+        "time/validation_seconds": 50.0, "time/steps_per_second": 1.0, "time/examples_per_second": 4.0
+    }  # fmt: skip
+    assert rates(50, dispatched=82.0, finished=86.0)["time/steps_per_second"] == 2.0
+    assert rates(50, dispatched=90.0, finished=91.0) == {}
+    assert clock.rates(60, None, 100.0, 0.0) == {"time/steps_per_second": 1.0}
+
+
+# --- As a plain function ---
+
+
+def test_it_serves_a_loop_without_a_trainer_and_all_is_on_disk_when_the_loop_ends(tmp_path):
+    trainer = make()
+    board = TensorBoard(tmp_path, every=fitflax.every(steps=3), histograms=fitflax.at(7))
+    process = fitflax.serial(trainer.eval_loop(*VALID, name="valid"), board)
+    losses = {checkpoint.step: process(checkpoint).logs["valid_loss"] for checkpoint in trainer.train_loop(X, Y, steps=7, batch_size=4)}
+    values = written(tmp_path)  # Nobody has closed it.
+    assert {step: values["valid", "loss", step] for step in range(1, 8)} == {step: as_float32(loss) for step, loss in losses.items()}
+    assert sorted(step for run, tag, step in values if (run, tag) == ("train", "loss")) == [3, 5, 6, 7]
+    # The loop does not know that gradients are wanted.
+    assert {tag for run, tag, step in values if run == "train" and "/" in tag and step == 7} == {
+        "step/loss",
+        "step/gradients_norm",
+        "params/bias",
+        "params/kernel",
+    }
+    board.close()
+    for checkpoint in trainer.train_loop(X, Y, steps=3, batch_size=4):
+        board(checkpoint)
+    board.close()
+    assert sorted(step for run, tag, step in written(tmp_path) if (run, tag) == ("train", "loss")) == [3, 5, 6, 7, 9]
+
+
+def test_a_loop_that_goes_on_after_it_was_closed_loses_nothing(tmp_path):
+    trainer, board = make(), TensorBoard(tmp_path, every=fitflax.every(steps=1))
+    loop = trainer.train_loop(X, Y, steps=4, batch_size=4)
+    for checkpoint in loop:
+        with board:
+            board(checkpoint)
+    assert sorted(step for run, tag, step in written(tmp_path) if tag == "loss") == [1, 2, 3, 4]
+
+
+# --- More than one ---
+
+
+def test_a_second_fit_goes_on_in_the_same_directory(tmp_path):
+    trainer, board = make(), TensorBoard(tmp_path)
+    for _ in range(2):
+        fit(board, trainer=trainer, validation_data=VALID, steps=7)
+    values = written(tmp_path)
+    assert sorted(step for run, tag, step in values if (run, tag) == ("train", "loss")) == [5, 7, 12, 14]
+    assert sorted(step for run, tag, step in values if (run, tag) == ("val", "loss")) == [5, 7, 12, 14]
+    assert list(shown(tmp_path)["train"]["loss"]) == [5, 7, 12, 14]
+
+
+def test_another_run_in_the_same_directory_leaves_the_first_ones_files_and_is_shown_alone(tmp_path):
+    fit(TensorBoard(tmp_path), epochs=3)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.tfevents.*")}
+    fit(TensorBoard(tmp_path), epochs=2)
+    assert all(path.read_bytes() == data for path, data in before.items())
+    assert len(list(tmp_path.rglob("*.tfevents.*"))) == 2 * len(before)
+    assert list(shown(tmp_path)["train"]["loss"]) == [5, 10]
+
+
+def test_two_boards_write_in_two_directories(tmp_path):
+    fit(TensorBoard(tmp_path / "a", every=fitflax.every(steps=1)), TensorBoard(tmp_path / "b"), validation_data=VALID)
+    a, b = written(tmp_path / "a"), written(tmp_path / "b")
+    assert {key for key in a if key[2] == 5} == {key for key in b if key[2] == 5} and set(b) < set(a)
+    assert {key[2] for key in a} == {0, 1, 2, 3, 4, 5} and {key[2] for key in b} == {0, 5}
+
+
+# --- Off the training thread ---
+
+
+def test_training_goes_on_while_the_writer_is_blocked(tmp_path, monkeypatch):
+    release, write = threading.Event(), EventFiles._write
+
+    def blocked(self, *arguments):
+        assert release.wait(60)
+        write(self, *arguments)
+
+    monkeypatch.setattr(EventFiles, "_write", blocked)
+    trainer = make()
+    # Fewer writes than may wait.
+    fit(TensorBoard(tmp_path, every=fitflax.every(steps=4)), at(trainer, "on_train_batch_end", 15, lambda step: release.set()), trainer=trainer, epochs=3)
+    assert sorted(step for run, tag, step in written(tmp_path) if tag == "loss") == [4, 5, 8, 10, 12, 15]
+
+
+def test_the_training_thread_reads_nothing_for_it(tmp_path, monkeypatch):
+    """Values, parameters, gradients and the rate come to the host in the writing thread."""
+    trainer, threads = make(metrics=["accuracy", Columns()]), []
+    trainer.fit(X, Y, batch_size=4, verbose=0)
+    asarray = np.asarray
+
+    def watched(value, *args, **kwargs):
+        if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
+            threads.append(threading.current_thread().name)
+        return asarray(value, *args, **kwargs)
+
+    monkeypatch.setattr(np, "asarray", watched)
+    fit(TensorBoard(tmp_path, every=fitflax.every(steps=2), histograms=fitflax.every(steps=3)), trainer=trainer, steps=60, steps_per_epoch=60)
+    assert len([name for name in threads if name == "fitflax-tensorboard"]) >= 30 + 20 * 4
+    # The history, once.
+    assert len([name for name in threads if name != "fitflax-tensorboard"]) <= 2
+    assert len(opened(tmp_path).Scalars("train", "learning_rate")) == 30
+
+
+class Disk:
+    """A writer that fails from a step on, or once."""
+
+    def __init__(self, monkeypatch, *, steps):
+        self.failed, write = threading.Event(), EventFiles._write
+
+        def fail(files, group, step, *arguments):
+            if step in steps:
+                self.failed.set()
+                raise OSError(28, "No space left on device")
+            write(files, group, step, *arguments)
+
+        monkeypatch.setattr(EventFiles, "_write", fail)
+
+
+@pytest.mark.parametrize(("failing", "at_once"), [(range(4, 999), True), ([4], True), ([12], False)])
+def test_an_error_in_the_thread_is_raised_and_the_run_can_be_resumed(failing, at_once, tmp_path, monkeypatch):
+    ended, trainer = [], make()
+    with monkeypatch.context() as patch:
+        disk = Disk(patch, steps=failing)
+        callbacks = [
+            TensorBoard(tmp_path / "board", every=fitflax.every(steps=2)),
+            ModelCheckpoint(tmp_path / "checkpoints", every=fitflax.every(steps=3), keep=None),
+            at(trainer, "on_train_batch_end", 5, lambda step: disk.failed.wait(60) if at_once else None),
+            LambdaCallback(on_train_end=lambda logs: ended.append(trainer.step)),
+        ]
+        with pytest.raises(CallbackError, match=r"TensorBoard's event files in .*board cannot be written: OSError: \[Errno 28\] No space left") as caught:
+            fit(*callbacks, trainer=trainer, steps=12)
+    assert isinstance(caught.value.__cause__, OSError)
+    # By the next event at the latest; everybody else ended in order, and the thread is gone.
+    assert trainer.step == (5 if at_once else 12) and ended == [trainer.step]
+    assert not [thread for thread in threading.enumerate() if thread.name == "fitflax-tensorboard"]
+    steps = fitflax.checkpoints.CheckpointStore(tmp_path / "checkpoints").steps()
+    assert steps[0] == 3 and steps[-1] >= (3 if at_once else 9)
+    fit(
+        TensorBoard(tmp_path / "board", every=fitflax.every(steps=2)),
+        ModelCheckpoint(tmp_path / "checkpoints", every=fitflax.every(steps=3), keep=None),
+        LambdaCallback(on_train_end=lambda logs: None),
+        steps=12,
+        resume=True,
+    )
+    assert 12 in {step for run, tag, step in written(tmp_path / "board") if tag == "loss"}
+
+
+def test_the_run_is_saved_although_the_disk_of_the_events_is_full(tmp_path, monkeypatch):
+    """An error of a writer is one like any other callback's: the checkpoint of the step at which it shows is complete."""
+    Disk(monkeypatch, steps=range(1, 999))
+    trainer = make()
+    with pytest.raises(CallbackError, match="No space left"):
+        fit(TensorBoard(tmp_path / "board", every=fitflax.every(steps=1)), ModelCheckpoint(tmp_path / "checkpoints"), trainer=trainer, epochs=3)
+    assert fitflax.checkpoints.CheckpointStore(tmp_path / "checkpoints").steps() == [trainer.step]
+
+
+def test_a_directory_that_becomes_a_file_is_an_error(tmp_path):
+    trainer = make()
+
+    def replace(step):
+        (tmp_path / "board/val").parent.mkdir(exist_ok=True)
+        (tmp_path / "board/val").touch()
+
+    with pytest.raises(CallbackError, match="FileExistsError"):
+        fit(TensorBoard(tmp_path / "board"), at(trainer, "on_train_batch_end", 2, replace), trainer=trainer, validation_data=VALID, epochs=3)
+
+
+def test_no_thread_is_left(tmp_path):
+    before = threading.active_count()
+    fit(TensorBoard(tmp_path))
+    with pytest.raises(ZeroDivisionError):
+        fit(TensorBoard(tmp_path), LambdaCallback(on_epoch_end=lambda epoch, logs: 1 / 0))
+    assert threading.active_count() == before
+
+
+def test_everything_up_to_a_checkpoint_is_on_disk_before_it_is_complete(tmp_path):
+    seen = []
+
+    class Peek(Callback):
+        phase = fitflax.callbacks.Phase.SAVE
+
+        def run_was_saved(self):
+            seen.append(sorted({step for run, tag, step in written(tmp_path / "board") if tag == "loss"}))
+
+    fit(
+        TensorBoard(tmp_path / "board", every=fitflax.every(steps=1)),
+        ModelCheckpoint(tmp_path / "c", every=fitflax.every(steps=3)),
+        Peek(),
+        steps=7,
+        validation_data=VALID,
+    )
+    assert seen == [[1, 2, 3], [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7]]
+
+
+def test_it_compiles_nothing_in_a_second_run(tmp_path, compilations):
+    trainer = make()
+    options = {"trainer": trainer, "validation_data": VALID, "steps": 5}
+    fit(TensorBoard(tmp_path, every=fitflax.every(steps=2), histograms=fitflax.every(steps=2)), **options)
+    with compilations.counted() as again:
+        fit(TensorBoard(tmp_path, every=fitflax.every(steps=2), histograms=fitflax.every(steps=2)), **options)
+    assert again.count == 0, again.names
+
+
+# --- Resuming ---
+
+
+class Adding(Callback):
+    """Adds a value at the ends of epochs, which is so among those of an epoch that ended inside."""
+
+    def on_epoch_end(self, epoch, logs):
+        logs["added"] = epoch + logs["loss"]
+
+
+def run(root, *more, trainer=None, every=None, saves=None, **options):
+    """Trains with everything made from scratch, as a new process would."""
+    trainer = trainer or make()
+    callbacks = [
+        ModelCheckpoint(root / "checkpoints", keep=None, every=fitflax.every(steps=saves or 1)),
+        BestCheckpoint(root / "best"),
+        Adding(),
+        TensorBoard(root / "board", every=every or fitflax.every(steps=2), histograms=fitflax.every(steps=3)),
+        *more,
+    ]
+    options = {"validation_data": VALID, "steps": 12, "resume": "auto", **options}
+    fit(*callbacks, trainer=trainer, **options)
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def never(tmp_path_factory):
+    """The run that was never stopped: its events and its trainer."""
+    root = tmp_path_factory.mktemp("never")
+    trainer = run(root)
+    return root, trainer
+
+
+def assert_equal(root, trainer, never, *, histograms_missing=()):
+    never_root, never_trainer = never
+    have, want = written(root / "board"), written(never_root / "board")
+    assert set(have) == {key for key in want if not (key[1].startswith("grads/") and key[2] in histograms_missing)}
+    assert {key: want[key] for key in have} == have
+    unequal = differences(state_of(trainer), state_of(never_trainer)) + differences(
+        directory_of(root / "checkpoints"), directory_of(never_root / "checkpoints")
+    )
+    unequal = [line for line in unequal if ": closing: " not in line]
+    assert not unequal, "\n".join(unequal)
+    assert rows_of(trainer.history) == rows_of(never_trainer.history)
+    assert shown(root / "board")["train"]["loss"] == shown(never_root / "board")["train"]["loss"]
+
+
+@pytest.mark.parametrize("k", [1, 4, 5, 6, 7, 10])
+def test_a_run_that_was_stopped_and_resumed_has_the_events_of_one_never_stopped(k, never, tmp_path):
+    run(tmp_path, steps=k)
+    # An epoch that ended inside was closed, with its validation and what callbacks added.
+    closed = {key for key in written(tmp_path / "board") if key[2] == k}
+    assert {("val", "loss", k), ("train", "added", k), ("train", "loss", k), ("train", "epoch", k)} <= closed
+    assert_equal(tmp_path, run(tmp_path), never)
+
+
+def raising(step):
+    raise ArithmeticError
+
+
+@pytest.mark.parametrize(
+    ("hook", "k"), [("on_train_batch_end", 4), ("on_train_batch_begin", 5), ("on_train_batch_end", 7), ("on_checkpoint", 4), ("on_epoch_begin", 5)]
+)
+def test_a_run_that_was_broken_off_and_resumed_has_the_events_of_one_never_stopped(hook, k, never, tmp_path):
+    trainer = make()
+    with pytest.raises(ArithmeticError):
+        run(tmp_path, at(trainer, hook, k, raising), trainer=trainer)
+    assert_equal(tmp_path, run(tmp_path, LambdaCallback()), never)
+
+
+@pytest.mark.parametrize("hook", ["on_test_batch_end", "on_epoch_end"])
+def test_a_run_that_was_broken_off_at_the_end_of_an_epoch_closes_it_once_more(hook, never, tmp_path):
+    trainer = make()
+    with pytest.raises(ArithmeticError):
+        run(tmp_path, at(trainer, hook, 5, raising), trainer=trainer)
+    # The gradient of a step is not saved: no process that goes on from step 5 has it.
+    assert_equal(tmp_path, run(tmp_path), never)
+
+
+def test_what_lies_beyond_the_checkpoint_is_dropped(never, tmp_path):
+    """Checkpoints every five steps, events at each: of a run that dies, as if it were killed, without another checkpoint."""
+    run(tmp_path, saves=5, steps=9)
+    shutil.rmtree(tmp_path / "checkpoints/step_00000009")
+    assert 9 in {step for run, tag, step in written(tmp_path / "board")}
+    trainer = run(tmp_path, saves=5)
+    have, want = written(tmp_path / "board"), written(never[0] / "board")
+    assert have == want and trainer.step == 12
+
+
+@pytest.mark.parametrize("k", [6, 7, 10])
+def test_a_resume_that_has_nothing_left_to_do_keeps_what_is_there(k, tmp_path):
+    run(tmp_path, steps=k)
+    before, events = {path: path.read_bytes() for path in (tmp_path / "board").rglob("*.tfevents.*")}, written(tmp_path / "board")
+    for _ in range(2):
+        run(tmp_path, steps=k)
+    assert written(tmp_path / "board") == events
+    assert all(path.read_bytes() == data for path, data in before.items())
+
+
+@pytest.mark.parametrize("k", [6, 7])
+def test_a_run_killed_before_its_closing_row_was_written_closes_once_more(k, tmp_path):
+    run(tmp_path, steps=k)
+    events = written(tmp_path / "board")
+    (closing,) = (tmp_path / "checkpoints").rglob("closing.json")
+    closing.unlink()
+    run(tmp_path, steps=k)
+    assert written(tmp_path / "board") == events
+
+
+def test_a_process_that_dies_before_it_saves_anything_leaves_nothing_of_itself(tmp_path):
+    run(tmp_path, steps=4)
+    for k in (5, 5):
+        trainer = make()
+        with pytest.raises(ArithmeticError):
+            run(tmp_path, at(trainer, "on_train_batch_end", k, raising), trainer=trainer, saves=100)
+        shutil.rmtree(tmp_path / f"checkpoints/step_{k:08d}")
+    run(tmp_path)
+    # Checked by `written`: the environment of each process that counts stands once, the one of those that died before not at all.
+    written(tmp_path / "board")
+    assert [event.step for event in opened(tmp_path / "board").Tensors(".", "environment/text_summary")] == [0, 5]
+    assert hyperparameters(tmp_path / "board")[0]["seed"] == 0
+
+
+def test_a_run_that_died_before_its_first_checkpoint_begins_again_under_its_own_name(never, tmp_path):
+    trainer = make()
+    with pytest.raises(ArithmeticError):
+        run(tmp_path, at(trainer, "on_train_batch_end", 3, raising), trainer=trainer, saves=100)
+    shutil.rmtree(tmp_path / "checkpoints/step_00000003")
+    run(tmp_path, saves=100)
+    assert written(tmp_path / "board") == written(never[0] / "board")
+
+
+def test_a_board_that_is_new_in_a_resumed_run_begins_there(tmp_path):
+    fit(ModelCheckpoint(tmp_path / "checkpoints"), epochs=1)
+    with pytest.warns(fitflax.errors.FitflaxWarning, match=r"TensorBoard\(directory='board'\) is either new or missing"):
+        fit(ModelCheckpoint(tmp_path / "checkpoints"), TensorBoard(tmp_path / "board"), epochs=2, resume=True)
+    assert {step for run, tag, step in written(tmp_path / "board") if tag == "loss"} == {10}
+    assert hyperparameters(tmp_path / "board")[0]["batch_size"] == 4
+
+
+# --- Processes ---
+
+SCRIPT = """
+import json, os, pathlib, signal, sys, warnings
+warnings.simplefilter("error")
+from tests.callbacks import test_tensorboard as test
+root, steps, kill = pathlib.Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
+trainer = test.make()
+more = [test.at(trainer, kill[0], kill[1], lambda step: os.kill(os.getpid(), signal.SIGKILL))] if kill else []
+test.run(root, *more, trainer=trainer, steps=steps, saves=2)
+"""
+
+
+def process(root, env, *, steps=12, kill=None, status=0):
+    done = subprocess.run([sys.executable, "-c", SCRIPT, str(root), str(steps), json.dumps(kill)], env=env, capture_output=True, text=True)
+    assert done.returncode == status, done.stderr
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_in_a_new_process_and_each_step_stands_once(never, tmp_path, process_env):
+    for hook, k in (("on_train_batch_end", 1), ("on_train_batch_end", 7), ("on_epoch_end", 10), ("on_checkpoint", 12)):
+        process(tmp_path, process_env, kill=[hook, k], status=-signal.SIGKILL)
+        if k > 1:
+            assert {step for run, tag, step in written(tmp_path / "board")} >= {0, 2, 4}
+    process(tmp_path, process_env)
+    assert written(tmp_path / "board") == written(never[0] / "board")

@@ -1,0 +1,184 @@
+"""What single losses do beyond the formula of their defaults: options, precision, and what counts nothing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from fitflax import losses
+from fitflax.errors import LossError
+
+RNG = np.random.default_rng(1)
+LOGITS = (2 * RNG.normal(size=(6, 4))).astype(np.float32)
+LABELS = RNG.integers(4, size=6)
+ONE_HOT = np.eye(4, dtype=np.float32)[LABELS]
+BINARY = (RNG.random((6, 4)) < 0.5).astype(np.float32)
+PROBABILITIES = RNG.dirichlet(np.ones(4), size=6).astype(np.float32)
+
+P = 1 / (1 + np.exp(-LOGITS.astype(np.float64)))
+SOFTMAX = np.exp(LOGITS.astype(np.float64)) / np.exp(LOGITS.astype(np.float64)).sum(-1, keepdims=True)
+
+
+def test_huber_turns_linear_at_delta():
+    np.testing.assert_allclose(losses.huber(np.float32([1.0, 4.0]), np.zeros(2), delta=2.0), [0.5, 6.0])
+    with pytest.raises(LossError, match=r"huber\(delta=...\) must be larger than 0. Received: 0"):
+        losses.huber(LOGITS, ONE_HOT, delta=0)
+
+
+def test_label_smoothing_is_keras_formula():
+    smooth = ONE_HOT * 0.9 + 0.1 / 4
+    expected = -(smooth * np.log(SOFTMAX)).sum(-1)
+    np.testing.assert_allclose(losses.categorical_crossentropy(LOGITS, ONE_HOT, label_smoothing=0.1), expected, rtol=1e-5)
+    np.testing.assert_allclose(losses.sparse_categorical_crossentropy(LOGITS, LABELS, label_smoothing=0.1), expected, rtol=1e-5)
+    expected = -(0.25 * (1 - SOFTMAX) ** 2 * smooth * np.log(SOFTMAX)).sum(-1)
+    np.testing.assert_allclose(losses.categorical_focal_crossentropy(LOGITS, ONE_HOT, label_smoothing=0.1), expected, rtol=1e-5)
+    t = BINARY * 0.8 + 0.1
+    cross = -(t * np.log(P) + (1 - t) * np.log(1 - P))
+    np.testing.assert_allclose(losses.binary_crossentropy(LOGITS, BINARY, label_smoothing=0.2), cross.mean(-1), rtol=1e-5)
+    easy = t * P + (1 - t) * (1 - P)
+    np.testing.assert_allclose(losses.binary_focal_crossentropy(LOGITS, BINARY, label_smoothing=0.2), ((1 - easy) ** 2 * cross).mean(-1), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        losses.binary_crossentropy,
+        losses.categorical_crossentropy,
+        losses.sparse_categorical_crossentropy,
+        losses.binary_focal_crossentropy,
+        losses.categorical_focal_crossentropy,
+    ],
+)
+def test_a_label_smoothing_outside_of_0_to_1_is_an_error(loss):
+    for value in (1.5, -0.1, float("nan")):
+        with pytest.raises(LossError, match=rf"{loss.__name__}\(label_smoothing=...\) must be within 0..1. Received: {value}"):
+            loss(LOGITS, ONE_HOT, label_smoothing=value)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0, 3.0])
+def test_binary_focal_crossentropy_is_keras_formula(gamma: float):
+    cross = -(BINARY * np.log(P) + (1 - BINARY) * np.log(1 - P))
+    focal = np.abs(BINARY - P) ** gamma * cross
+    np.testing.assert_allclose(losses.binary_focal_crossentropy(LOGITS, BINARY, gamma=gamma), focal.mean(-1), rtol=1e-5)
+    # Without class balancing alpha is not used.
+    np.testing.assert_allclose(losses.binary_focal_crossentropy(LOGITS, BINARY, gamma=gamma, alpha=0.9), focal.mean(-1), rtol=1e-5)
+    balanced = losses.binary_focal_crossentropy(LOGITS, BINARY, apply_class_balancing=True, alpha=0.9, gamma=gamma)
+    np.testing.assert_allclose(balanced, (np.where(BINARY == 1, 0.9, 0.1) * focal).mean(-1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0, 3.0])
+def test_categorical_focal_crossentropy_is_keras_formula(gamma: float):
+    focal = -((1 - SOFTMAX) ** gamma) * PROBABILITIES * np.log(SOFTMAX)
+    np.testing.assert_allclose(losses.categorical_focal_crossentropy(LOGITS, PROBABILITIES, gamma=gamma), 0.25 * focal.sum(-1), rtol=1e-5)
+    alpha = [0.1, 1.0, 2.0, 0.0]
+    with jax.numpy_rank_promotion("raise"):
+        values = losses.categorical_focal_crossentropy(LOGITS, PROBABILITIES, alpha=alpha, gamma=gamma)
+    np.testing.assert_allclose(values, (alpha * focal).sum(-1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.3, 1.0, 2.0])
+@pytest.mark.parametrize("loss", [losses.binary_focal_crossentropy, losses.categorical_focal_crossentropy])
+def test_focal_losses_of_certain_outputs_have_finite_gradients(loss, gamma: float):
+    @jax.jit
+    @jax.value_and_grad
+    def total(outputs):
+        return loss(outputs, ONE_HOT, gamma=gamma).sum()
+
+    for size in (20.0, 100.0, 1e6):
+        for sign in (1, -1):
+            value, slope = total(sign * size * (2 * ONE_HOT - 1))
+            assert jnp.isfinite(value)
+            assert jnp.all(jnp.isfinite(slope))
+            assert (value < 1e-4) if sign == 1 else (value > 10 * size / 8)
+    if loss is losses.categorical_focal_crossentropy:
+        value, slope = total(np.where(ONE_HOT == 1, 0.5, -np.inf).astype(np.float32))
+        assert value == 0
+        assert jnp.all(jnp.isfinite(slope))
+
+
+def test_options_of_focal_losses_that_mean_nothing_are_errors():
+    with pytest.raises(LossError, match=r"binary_focal_crossentropy\(alpha=...\) must be within 0..1. Received: 2.0"):
+        losses.binary_focal_crossentropy(LOGITS, BINARY, alpha=2.0)
+    for loss in (losses.binary_focal_crossentropy, losses.categorical_focal_crossentropy):
+        with pytest.raises(LossError, match=rf"{loss.__name__}\(gamma=...\) must not be negative. Received: -1"):
+            loss(LOGITS, ONE_HOT, gamma=-1)
+    for alpha in ([0.1, 0.2], -0.5, [[0.1, 0.2, 0.3, 0.4]]):
+        with pytest.raises(LossError, match=r"alpha=...\) must be a number or one for each of the 4 classes, none negative. Received: "):
+            losses.categorical_focal_crossentropy(LOGITS, ONE_HOT, alpha=alpha)
+
+
+def test_small_errors_keep_their_log_cosh_and_large_ones_are_finite():
+    errors = np.float32([0, 1e-6, 1e-4, 1e-3, 0.03, 0.5, 0.999, 1.0, 1.001, 3, 20, 89, 1e6, 1e30])
+    exact = errors.astype(np.float64)
+    exact = np.where(exact < 1, np.log1p(2 * np.sinh(np.minimum(exact, 1) / 2) ** 2), np.logaddexp(exact, -exact) - np.log(2))
+    for sign in (1, -1):
+        np.testing.assert_allclose(losses.log_cosh(sign * errors, np.zeros_like(errors)), exact, rtol=1e-6)
+        slopes = jax.grad(lambda z: losses.log_cosh(z, jnp.zeros_like(z)).sum())(sign * errors)
+        np.testing.assert_allclose(slopes, np.tanh(sign * errors.astype(np.float64)), rtol=1e-6)
+
+
+def test_targets_of_zero_count_by_the_bound_in_percent():
+    np.testing.assert_allclose(losses.mean_absolute_percentage_error(np.float32([0, 1e-7, -3]), np.zeros(3)), [0, 100, 3e9], rtol=1e-6)
+
+
+def test_values_below_zero_count_as_zero_in_logarithmic_errors():
+    values = losses.mean_squared_logarithmic_error(np.float32([-5, -0.5, 3]), np.float32([0, 3, -2]))
+    np.testing.assert_allclose(values, [0, np.log(4) ** 2, np.log(4) ** 2], rtol=1e-6)
+    assert jnp.all(jnp.isfinite(jax.grad(lambda z: losses.mean_squared_logarithmic_error(z, z * 0 + 1).sum())(jnp.array([-1.0, -5.0]))))
+
+
+@pytest.mark.parametrize("name", ["cosine_similarity", "cosine_distance"])
+def test_cosines_know_no_length_and_rows_of_zeros_are_at_a_right_angle_to_all(name: str):
+    loss = losses.get(name)
+    a, b = np.float32([[3, 4], [0, 0], [1, 2], [0, 0]]), np.float32([[-6, -8], [1, 2], [0, 0], [0, 0]])
+    right_angle = {"cosine_similarity": 0.0, "cosine_distance": 1.0}[name]
+    np.testing.assert_allclose(loss(a, b), [right_angle + 1, right_angle, right_angle, right_angle], atol=1e-6)
+    for length in (1e-3, 1e6):
+        np.testing.assert_allclose(loss(length * LOGITS, PROBABILITIES), loss(LOGITS, PROBABILITIES), rtol=1e-4, atol=1e-6)
+    slopes = jax.grad(lambda pair: loss(*pair).sum())((a, b))
+    assert all(jnp.all(jnp.isfinite(slope)) for slope in slopes)
+
+
+@pytest.mark.parametrize("loss", [losses.hinge, losses.squared_hinge])
+def test_hinges_take_targets_of_0_or_minus_1_each_by_itself(loss):
+    scores = np.float32([[0.5, 0.5], [-0.2, 3.0], [0.5, 0.5]])
+    mixed = loss(scores, np.array([[0, 1], [-1, 1], [-1, 1]]))
+    np.testing.assert_array_equal(mixed, loss(scores, np.array([[-1, 1], [-1, 1], [-1, 1]])))
+    np.testing.assert_array_equal(mixed, loss(scores, np.array([[0, 1], [0, 1], [0, 1]])))
+    np.testing.assert_array_equal(mixed, loss(scores, np.array([[False, True]] * 3)))
+    assert mixed[0] == mixed[2]
+
+
+def test_targets_of_probability_zero_add_nothing_to_the_divergence_nor_to_its_gradients():
+    targets = np.float32([[0.25, 0.75, 0.0], [0.0, 0.0, 1.0]])
+    outputs = np.float32([[0.1, -0.3, -np.inf], [2.0, -np.inf, 1.0]])
+    p = np.exp(outputs.astype(np.float64)) / np.exp(outputs.astype(np.float64)).sum(-1, keepdims=True)
+    expected = [0.25 * np.log(0.25 / p[0, 0]) + 0.75 * np.log(0.75 / p[0, 1]), -np.log(p[1, 2])]
+    np.testing.assert_allclose(losses.kl_divergence(outputs, targets), expected, rtol=1e-6)
+    by_outputs, by_targets = jax.grad(lambda z, t: losses.kl_divergence(z, t).sum(), argnums=(0, 1))(outputs, targets)
+    np.testing.assert_allclose(by_outputs, p - targets, atol=1e-6)
+    assert jnp.all(jnp.isfinite(by_targets))
+    # The same by optax's name, for logarithms of the probabilities on both sides.
+    with np.errstate(divide="ignore"):
+        loss, log_p, log_t = losses.get("kl_divergence_with_log_targets"), np.log(p), np.log(targets)
+    np.testing.assert_allclose(loss(log_p, log_t), expected, rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(lambda z: loss(z, log_t).sum())(jnp.asarray(log_p, jnp.float32)), -targets, atol=1e-6)
+
+
+def test_the_divergence_is_the_crossentropy_less_the_entropy_and_zero_for_equals():
+    entropy = -(PROBABILITIES.astype(np.float64) * np.log(PROBABILITIES)).sum(-1)
+    np.testing.assert_allclose(losses.kl_divergence(LOGITS, PROBABILITIES), losses.categorical_crossentropy(LOGITS, PROBABILITIES) - entropy, atol=1e-6)
+    np.testing.assert_allclose(losses.kl_divergence(np.log(PROBABILITIES) + 3, PROBABILITIES), 0, atol=1e-6)
+
+
+def test_poisson_is_least_at_the_logarithm_of_the_count():
+    slope = jax.grad(lambda z: losses.poisson(z, jnp.array([1.0, 5.0])).sum())
+    np.testing.assert_allclose(slope(jnp.log(jnp.array([1.0, 5.0]))), [0, 0], atol=1e-6)
+    assert jnp.isfinite(losses.poisson(jnp.array([-1e6]), jnp.array([0.0])))[0]
+
+
+def test_optaxs_own_function_is_a_loss_with_other_options():
+    np.testing.assert_allclose(
+        optax.losses.poly_loss_cross_entropy(LOGITS, ONE_HOT, epsilon=0.0), losses.get("softmax_cross_entropy")(LOGITS, ONE_HOT), rtol=1e-6
+    )
