@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fitflax needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help venv test test-all lint demo clean
+.PHONY: help venv peers test test-all lint demo clean
 .DELETE_ON_ERROR:
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo 'make lint      lint and types alone'
 	@echo 'make demo      train a small network on handwritten digits'
 	@echo 'make venv      only create $(VENV)'
+	@echo 'make peers     install PyTorch, TensorFlow, Grain and others into $(VENV), so that tests with them run'
 	@echo 'make clean     remove environments, caches and runs of the demo'
 
 venv: $(VENV)/.installed
@@ -28,6 +29,14 @@ $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python $(INSTALL) --editable '.[test,examples]'
 	@touch $@
+
+# Libraries whose data and metrics fitflax takes; tests that need one skip where it is missing. A version of PyTorch is named because the newest may come
+# with gigabytes for GPUs.
+TORCH ?= torch==2.13.0
+
+peers: venv
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python $(INSTALL) '$(TORCH)'
+	$(BIN)/python $(INSTALL) --editable '.[test,examples,peers]'
 
 $(DEMO_VENV)/.installed: pyproject.toml
 	@$(CHECK_PYTHON)

@@ -12,7 +12,7 @@ from flax import linen as nn
 from sklearn.datasets import load_digits
 
 import fitflax
-from fitflax.callbacks import BestCheckpoint, EarlyStopping, ModelCheckpoint, ProgressBar
+from fitflax.callbacks import BestCheckpoint, EarlyStopping, ModelCheckpoint, ProgressBar, TensorBoard
 
 
 class CNN(nn.Module):
@@ -48,12 +48,13 @@ def main(directory: str | pathlib.Path = "runs/digits", epochs: int = 15, featur
     trainer = fitflax.Trainer(CNN(features), seed=0)
     trainer.compile(optax.adam(2e-3), loss="sparse_categorical_crossentropy", metrics=["accuracy"])
     best = BestCheckpoint(directory / "best", monitor="val_accuracy", restore_best=True)
-    callbacks = [ModelCheckpoint(directory / "checkpoints"), best, EarlyStopping("val_loss", patience=5)]
+    callbacks = [ModelCheckpoint(directory / "checkpoints"), best, EarlyStopping("val_loss", patience=5), TensorBoard(directory / "tensorboard")]
     if verbose:
         callbacks.append(ProgressBar())
     trainer.fit(*train, batch_size=64, epochs=epochs, validation_data=valid, callbacks=callbacks, resume="auto", verbose=verbose)
     accuracy = trainer.evaluate(*test, verbose=0)["accuracy"]
     if verbose:
+        print(f"TensorBoard: {directory / 'tensorboard'}")
         print(f"checkpoints: {directory / 'checkpoints'}")
         print(f"best checkpoint: {best.store.path(best.best_step)} (validation accuracy {best.best:.3f})")
         print(f"test accuracy: {accuracy:.3f}")

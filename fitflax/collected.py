@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fitflax.errors import MetricError
+from fitflax.errors import MetricError, RestoreError
 from fitflax.metrics import Metric
 from fitflax.state import PyTree
 
@@ -43,6 +43,7 @@ class Collected:
         self._parts: list[dict[str, Metric]] = []
         self._pending: collections.deque[dict[str, Metric]] = collections.deque()
         self._lock = threading.Lock()  # Values may be read by a thread that writes logs.
+        self._count = 0
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -53,6 +54,7 @@ class Collected:
         """Appends what a step handed out."""
         if not rows:
             return
+        self._count += 1  # Here and not the lengths: a part that another thread brings to the host is in neither.
         with self._lock:
             self._pending.append(rows)
             if len(self._pending) > _PENDING:
@@ -64,7 +66,7 @@ class Collected:
 
     def now(self) -> Callable[[], dict[str, Any]]:
         """Returns a function that computes the metrics over the rows so far, whatever is appended later."""
-        count = len(self._parts) + len(self._pending)
+        count = self._count
         return lambda: {key: _computed(key, metric) for key, metric in self._joined(count).items()}
 
     def _joined(self, count: int) -> dict[str, Metric]:
@@ -77,21 +79,19 @@ class Collected:
 
     def state_dict(self) -> dict[str, list[Any]]:
         """Returns the rows so far by log key, for a checkpoint."""
-        count = len(self._parts) + len(self._pending)
-        return {key: jax.tree.leaves(metric) for key, metric in self._joined(count).items()} if count else {}
+        return {key: jax.tree.leaves(metric) for key, metric in self._joined(self._count).items()} if self._count else {}
 
     def load_state_dict(self, state: Mapping[str, list[Any]]) -> None:
         """Takes back what `state_dict` returned.
 
         Raises:
-            MetricError: It is of other metrics.
+            RestoreError: It is of other metrics, such as one of an epoch's beginning, when none was collected.
         """
-        if not state:
-            return
         if set(state) != set(self._empty):
-            raise MetricError(f"The checkpoint has collected rows of {sorted(state)}, but the compiled metrics collect {sorted(self._empty)}.")
+            raise RestoreError(f"The checkpoint has collected rows of {sorted(state)}, but the compiled metrics collect {sorted(self._empty)}.")
         structures = {key: jax.tree.structure(metric) for key, metric in self._empty.items()}
         self._parts = [{key: jax.tree.unflatten(structures[key], [np.asarray(leaf) for leaf in state[key]]) for key in self._empty}]
+        self._count = 1
 
 
 def _computed(key: str, metric: Metric) -> Any:

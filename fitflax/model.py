@@ -18,6 +18,8 @@ from fitflax.state import PyTree
 
 __all__ = ["LinenModel", "adapt_module", "describe_shapes"]
 
+RNG_HINT = " Name every random stream that the module uses: Trainer(rngs=('dropout', ...)), or Trainer(rngs={'train': ..., 'eval': ...})."
+
 # The value of each mode keyword when training; its negation otherwise.
 MODE_KEYWORDS = {"train": True, "training": True, "deterministic": False}
 
@@ -94,7 +96,7 @@ class LinenModel:
         hint = ""
         text = str(error)
         if type(error).__name__ == "InvalidRngError":
-            hint = " Name every random stream that the module uses: Trainer(rngs=('dropout', ...)), or Trainer(rngs={'train': ..., 'eval': ...})."
+            hint = RNG_HINT
         elif type(error).__name__ == "ModifyScopeVariableError":
             hint = " A collection that the module changes must be mutable: see Trainer(mutable=...)."
         elif isinstance(error, TypeError) and "argument" in text:

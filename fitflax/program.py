@@ -166,6 +166,7 @@ class Program:
         self._predict = strategy.compile(task.predict_step, inputs=("replicated", "replicated", "replicated", "replicated", "split"), outputs="split")
         self._structures: dict[bool, _Structure] = {}
         self._seen_shapes: dict[bool, set[str]] = {True: set(), False: set()}
+        self._predicted_shapes: set[str] = set()
         # Shared by all of them, because a collective of an evaluation can wait for one of a step.
         self._in_flight = _InFlight(strategy.max_in_flight)
         self.has_trained = False
@@ -325,10 +326,14 @@ class Program:
         Raises:
             ModelError: The module fails, or an output has no leading axis of examples.
         """
+        shapes = str(self.strategy.abstract_feed(batch).x)
+        if shapes in self._predicted_shapes:
+            return
         rows = len(batch.mask) // self.strategy.num_replicas
         outputs = self.output_shapes(state, batch)
         if any(not leaf.shape or leaf.shape[0] != rows for leaf in jax.tree.leaves(outputs)):
             raise ModelError(f"predict joins outputs along their first axis, the examples ({rows} here). The module returned {describe_shapes(outputs)}.")
+        self._predicted_shapes.add(shapes)
 
     @property
     def loss_is_scalar(self) -> bool:

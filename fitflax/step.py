@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
+from flax.errors import InvalidRngError
 
 from fitflax.errors import LossError, MetricError, ModelError
 from fitflax.metrics import Mean, Metric, weighted_sums
-from fitflax.model import LinenModel, describe_shapes
+from fitflax.model import RNG_HINT, LinenModel, describe_shapes
 from fitflax.objective import Objective
 from fitflax.parallel import Strategy
 from fitflax.state import Batch, PyTree, TrainState
@@ -203,7 +204,10 @@ class Task:
         user gave them.
         """
         compute = self.compute_loss or self.default_loss
-        values, changed, aux = _checked_triple(compute(params, model_state, batch, rngs=rngs, train=train))
+        try:
+            values, changed, aux = _checked_triple(compute(params, model_state, batch, rngs=rngs, train=train))
+        except InvalidRngError as error:
+            raise ModelError(f"compute_loss: {error}.{RNG_HINT} It gets rngs={list(rngs)} {'in training' if train else 'in evaluation'}.") from error
         parts = values if isinstance(values, Mapping) else {"loss": values}
         mask = batch.mask.astype(jnp.float32)
         weights = mask if batch.weights is None else _from_left(mask, batch.weights.ndim) * batch.weights
@@ -223,6 +227,8 @@ class Task:
         outputs = aux.get(OUTPUTS)
         for key, value in aux.items():
             if key != OUTPUTS:
+                if isinstance(value, Mapping | list | tuple):
+                    raise LossError(f"compute_loss's aux is a flat dict of values per example or scalars. aux[{key!r}] is a {type(value).__name__}.")
                 metrics[key] = self._aux_metric(key, jax.lax.stop_gradient(jnp.asarray(value)), weights, mask)
         if outputs is None and self.objective.has_metrics:
             raise MetricError(f"compute_loss returns no aux[{OUTPUTS!r}], which the compiled metrics are computed from.")

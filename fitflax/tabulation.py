@@ -55,7 +55,7 @@ def describe_model(model: LinenModel, strategy: Strategy, streams: tuple[str, ..
     jax.eval_shape(strategy.compile(tabulate, inputs=("split",), outputs="replicated"), strategy.abstract_feed(whole))
     lines = [f"Total number of trainable weights: {describe_size(state.params)}"]
     lines += [f"Collection {name}: {describe_size(tree)}" for name, tree in state.model_state.items()]
-    if state.opt_state != ():
+    if jax.tree.leaves(state.opt_state):
         lines.append(f"Optimizer state: {describe_size(state.opt_state)}")
     # Linen's last line adds collections to the parameters, and would contradict ours.
     return "\n".join([table[: table.rindex("Total Parameters")].rstrip(), "", *lines])

@@ -415,8 +415,8 @@ class Trainer:
             for evaluate in validation.loops:
                 evaluate.prepare(session.need_state("fit").borrow())
             arguments.check_log_keys(session.need_compiled("fit").directions, tuple(sets))
-            params = {"steps": steps_per_epoch or source.num_batches, "num_examples": source.num_examples, "validation_sets": tuple(sets)}
-            params |= {"log_every": log_every, "hyperparameters": self._hyperparameters(settings)}
+            params: dict[str, Any] = {"steps": steps_per_epoch or source.num_batches, "num_examples": source.num_examples, "log_every": log_every}
+            params |= {"validation_sets": tuple(sets), "hyperparameters": self._hyperparameters(settings)}
             self._run(loop, hooks, params, saved, interruption)
         interruption.leave()
         return self._history
@@ -718,6 +718,10 @@ class Trainer:
         """
         self._session.need_compiled("eval_loop")
         arguments.check_counts(steps=steps)
+        if name == "train" or not name:
+            raise ConfigError(
+                f"eval_loop(name=...) is the group of its metrics, which must be named and not be 'train', the group of training. Received: {name!r}."
+            )
         return self._eval_loop(data, y, sample_weight, steps=steps, batch_size=batch_size, name=name)
 
     # -- saving --

@@ -1,12 +1,20 @@
-"""The examples, shrunk."""
+"""The examples, shrunk; as slow tests also as they stand, from the command line."""
 
+import csv
 import importlib.util
+import math
 import pathlib
 import re
 import subprocess
 import sys
+import types
 
+import nbclient
+import nbformat
+import numpy as np
 import pytest
+
+import fitflax
 
 EXAMPLES = pathlib.Path(__file__).resolve().parent.parent / "examples"
 
@@ -18,11 +26,10 @@ def load(name):
     return module
 
 
-def test_digits_learns_and_goes_on_where_it_was(tmp_path):
-    digits = load("digits")
-    once = digits.main(tmp_path / "once", epochs=4, features=8, verbose=0)
-    digits.main(tmp_path / "twice", epochs=2, features=8, verbose=0)
-    assert digits.main(tmp_path / "twice", epochs=4, features=8, verbose=0) == once > 0.85
+def columns(path):
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {key: [row[key] for row in rows] for key in rows[0]}
 
 
 def test_every_example_is_short_and_has_a_main():
@@ -31,11 +38,186 @@ def test_every_example_is_short_and_has_a_main():
         assert text.count("\n") < 150 and "\ndef main(" in text, path.name
 
 
+def test_every_example_says_how_to_run_it_and_is_in_the_readme():
+    readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    for path in EXAMPLES.glob("*.py"):
+        assert f"\npython examples/{path.name} [--directory runs/{path.stem}] [--" in path.read_text(encoding="utf-8")
+    for path in EXAMPLES.iterdir():
+        assert path.name == "__pycache__" or f"(examples/{path.name})" in readme, path.name
+
+
+# -- digits --
+
+
+def test_digits_learns_and_goes_on_where_it_was(tmp_path):
+    digits = load("digits")
+    once = digits.main(tmp_path / "once", epochs=4, features=8, verbose=0)
+    digits.main(tmp_path / "twice", epochs=2, features=8, verbose=0)
+    assert digits.main(tmp_path / "twice", epochs=4, features=8, verbose=0) == once > 0.85
+    assert list((tmp_path / "twice/tensorboard").rglob("*tfevents*"))
+
+
 @pytest.mark.slow
 def test_the_demo_ends_with_its_directories_and_an_accuracy_of_at_least_0_97(tmp_path, process_env):
     script = [sys.executable, str(EXAMPLES / "digits.py")]
     env = process_env | {"JAX_NUM_CPU_DEVICES": "1"}
     lines = subprocess.run(script, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=True).stdout.splitlines()
-    assert lines[-3] == "checkpoints: runs/digits/checkpoints"
+    assert lines[-4:-2] == ["TensorBoard: runs/digits/tensorboard", "checkpoints: runs/digits/checkpoints"]
     assert lines[-2].startswith("best checkpoint: runs/digits/best/step_")
     assert float(re.fullmatch(r"test accuracy: (0\.9\d\d)", lines[-1])[1]) >= 0.97
+
+
+# -- diabetes --
+
+
+def test_diabetes_explains_about_as_much_as_linear_regression_and_the_mean_nothing(tmp_path):
+    scores = load("diabetes").main(tmp_path, epochs=15, verbose=0)
+    assert scores["network"]["r2"] > 0.25
+    assert scores["network"]["mae"] < 0.9 * scores["mean"]["mae"]  # in the target's units, or it would be below 1
+    assert scores["network"]["mae"] > 10
+    assert scores["linear regression"]["r2"] > 0.3 > 0.0 >= scores["mean"]["r2"] > -0.1
+    log = columns(tmp_path / "log.csv")
+    assert log["epoch"] == [str(epoch) for epoch in range(15)]
+    assert {"val_mae", "val_rmse", "val_r2", "learning_rate"} < set(log)
+
+
+def test_standardized_values_have_mean_0_and_deviation_1_and_come_back():
+    values = np.random.default_rng(0).normal(150, 40, size=(50, 3))
+    scale = load("diabetes").Standardizer(values)
+    np.testing.assert_allclose(scale(values).mean(axis=0), 0, atol=1e-6)
+    np.testing.assert_allclose(scale(values).std(axis=0), 1, atol=1e-6)
+    np.testing.assert_allclose(scale.back(scale(values)), values, rtol=1e-5)
+
+
+# -- char_lm --
+
+
+def test_char_lm_learns_and_goes_on_where_it_was(tmp_path):
+    char_lm = load("char_lm")
+    sizes = {"features": 32, "length": 16, "steps_per_epoch": 10, "limit": 512, "verbose": 0}
+    first = char_lm.main(tmp_path, steps=20, **sizes)
+    second = char_lm.main(tmp_path, steps=40, **sizes)
+    assert second["history"][:2] == first["history"]
+    assert len(second["history"]) == 4
+    assert second["history"][0] > first["perplexity"] > second["perplexity"] == second["history"][-1]
+    assert second["perplexity"] < second["frequency_perplexity"] < char_lm.CHARACTERS
+    assert second["line"].startswith("    def ") and "\n" not in second["line"] and len(second["line"]) <= 80
+
+
+def test_the_targets_of_char_lm_are_the_characters_that_follow():
+    x, y = load("char_lm").windows(np.arange(13), 4)
+    np.testing.assert_array_equal(x, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]])
+    np.testing.assert_array_equal(y, x + 1)
+    assert len(load("char_lm").windows(np.arange(12), 4)[0]) == 2  # nothing follows 11
+
+
+def test_char_lm_reads_real_text_and_holds_out_other_modules():
+    char_lm = load("char_lm")
+    train, valid = char_lm.read(char_lm.TRAIN), char_lm.read(char_lm.VALID)
+    assert len(train) > 500_000 and len(valid) > 50_000
+    assert valid.min() > 0 and train.max() < char_lm.CHARACTERS
+    assert not set(char_lm.TRAIN) & set(char_lm.VALID)
+    assert "".join(map(chr, valid)).count("def ") > 100
+
+
+def test_the_perplexity_of_guessing_by_frequency_is_that_of_the_distribution():
+    even = np.arange(128).repeat(10_000)
+    assert math.isclose(load("char_lm").frequency_perplexity(even, even), 128)
+
+
+# -- own_training --
+
+
+def test_own_training_logs_the_parts_of_its_loss_and_goes_on_with_its_callback(tmp_path):
+    own = load("own_training")
+    first = own.main(tmp_path, epochs=2, features=32, verbose=0)
+    assert math.isclose(first["loss"], first["reconstruction"] + first["kl"], rel_tol=1e-5)
+    assert first["kl"] > 0
+    assert first["images"].shape == (4, 64) and 0 <= first["images"].min() <= first["images"].max() <= 1
+    # Nothing is left to do: what the callback knows, it knows from the checkpoint.
+    again = own.main(tmp_path, epochs=2, features=32, verbose=0)
+    assert again["active_units"] == first["active_units"]
+    assert again["most"] == first["most"] == max(first["active_units"]) > 0
+    more = own.main(tmp_path, epochs=4, features=32, verbose=0)
+    assert more["active_units"][:2] == first["active_units"] and len(more["active_units"]) == 4
+    assert more["loss"] < first["loss"]
+    log = columns(tmp_path / "log.csv")
+    assert [int(value) for value in log["active_units"]] == more["active_units"]
+    assert {"reconstruction", "kl", "val_reconstruction", "val_kl"} < set(log)
+
+
+def test_a_picture_in_text_has_a_shade_for_each_value():
+    lines = load("own_training").draw(np.linspace(0, 1, 64)).splitlines()
+    assert [len(line) for line in lines] == [16] * 8
+    assert lines[0].startswith("  ") and lines[-1].endswith("@@")
+
+
+# -- own_loop --
+
+
+def test_own_loop_stops_by_its_rule_and_keeps_the_best_state(tmp_path, capsys):
+    own = load("own_loop")
+    result = own.main(tmp_path, steps=600, verbose=True)
+    assert result["best_step"] < result["stopped_at"] < 600
+    assert result["accuracy"] > 0.9
+    store = fitflax.checkpoints.CheckpointStore(tmp_path / "checkpoints")
+    assert store.steps() == list(range(100, result["stopped_at"] + 1, 100))[-3:]
+    assert list((tmp_path / "tensorboard/valid").glob("*tfevents*"))
+    out = capsys.readouterr().out
+    assert f"\nleft at step {result['stopped_at']}: " in out
+    assert f"Step{result['stopped_at']:7d}: valid             loss | " in out
+    assert out.endswith(f"test accuracy of step {result['best_step']}: {result['accuracy']:.3f}\n")
+    # A second run takes the first one's place; of one that is stopped by nothing the last step is the end.
+    assert own.main(tmp_path, steps=60, verbose=False)["stopped_at"] == 60
+
+
+def test_generalization_loss_stops_where_the_loss_lies_so_many_percent_above_its_best():
+    stops = load("own_loop").GeneralizationLoss(5)
+    summaries = [types.SimpleNamespace(step=step, state=f"state {step}", metrics={"valid": {"loss": loss}}) for step, loss in enumerate((3, 2, 2.09, 2.11))]
+    assert [stops(summary) for summary in summaries] == [False, False, False, True]
+    assert (stops.best_loss, stops.best_step, stops.best_state) == (2, 1, "state 1")
+
+
+# -- notebook --
+
+
+def test_the_notebook_is_stored_without_what_it_printed():
+    notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert cells and all(cell.outputs == [] and cell.execution_count is None for cell in cells)
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path, process_env, monkeypatch):
+    for name in ("JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "MPLCONFIGDIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
+    client = nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}})
+    client.execute(env=process_env | {"JAX_NUM_CPU_DEVICES": "1", "IPYTHONDIR": str(tmp_path), "MPLCONFIGDIR": str(tmp_path)})
+    printed = "".join(output.text for cell in notebook.cells for output in cell.get("outputs", []) if output.output_type == "stream")
+    assert float(re.search(r"(0\.\d+) are right", printed)[1]) > 0.95
+
+
+# -- the others, as they stand --
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "line", "least", "most"),
+    [
+        (["diabetes.py"], r"network +(\d\.\d+) +\d+\.\d", 0.3, 0.5),  # of linear regression 0.337
+        (["char_lm.py", "--steps", "200"], r"perplexity on held-out text: (\d+\.\d+) \(by the frequency of characters alone: .*\)", 2, 6),
+        (["own_training.py"], r"test set, nats an image: (\d+\.\d+) = reconstruction \d+\.\d+ \+ kl \d+\.\d+", 20, 25.5),
+        (["own_loop.py"], r"test accuracy of step \d+: (\d\.\d+)", 0.92, 1),
+    ],
+    ids=["diabetes", "char_lm", "own_training", "own_loop"],
+)
+def test_an_example_runs_in_any_directory_and_ends_with_its_figures(arguments, line, least, most, tmp_path, process_env):
+    name, *options = arguments
+    env = process_env | {"JAX_NUM_CPU_DEVICES": "1"}
+    done = subprocess.run([sys.executable, str(EXAMPLES / name), *options], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500, check=True)
+    assert done.stderr == ""
+    figure = re.search(rf"^{line}$", "\n".join(done.stdout.splitlines()[-4:]), re.MULTILINE)
+    assert figure and least < float(figure[1]) < most, done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]

@@ -172,8 +172,7 @@ class Callback:
         Raises:
             CallbackError: This callback consumes no checkpoints, or needs a trainer.
         """
-        if not overrides(self, "on_checkpoint") or (self.needs_trainer and not hasattr(self, "trainer")):
-            raise CallbackError(f"{type(self).__name__} works in fit(callbacks=[...]) only: it can do nothing with a checkpoint alone.")
+        self.check_alone()
         if self.every is not None:
             moment = moment_of(checkpoint)
             if self._own_schedule is None:
@@ -182,6 +181,15 @@ class Callback:
                 return checkpoint
         self.on_checkpoint(checkpoint)
         return checkpoint
+
+    def check_alone(self) -> None:
+        """Checks that this callback can be called with a checkpoint.
+
+        Raises:
+            CallbackError: It consumes no checkpoints, or needs a trainer.
+        """
+        if not overrides(self, "on_checkpoint") or (self.needs_trainer and not hasattr(self, "trainer")):
+            raise CallbackError(f"{type(self).__name__} works in fit(callbacks=[...]) only: it can do nothing with a checkpoint alone.")
 
     def wants(self, checkpoint: Checkpoint) -> bool:
         """Returns whether this callback wants `checkpoint` although `every` is not due, because no other follows."""

@@ -39,6 +39,7 @@ def serial(*steps: Callable[[Any], Any]) -> Serial:
 
     Raises:
         ConfigError: One of them cannot be called.
+        CallbackError: One of them is a callback that can do nothing without a trainer.
 
     >>> serial(lambda c: c + 1, lambda c: c * 2)(3)
     8
@@ -46,4 +47,6 @@ def serial(*steps: Callable[[Any], Any]) -> Serial:
     for step in steps:
         if not callable(step):
             raise ConfigError(f"serial() takes functions checkpoint -> checkpoint. Received: {step!r}.")
+        if isinstance(step, Callback):
+            step.check_alone()
     return Serial(steps)
