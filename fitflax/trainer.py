@@ -719,9 +719,7 @@ class Trainer:
         self._session.need_compiled("eval_loop")
         arguments.check_counts(steps=steps)
         if name == "train" or not name:
-            raise ConfigError(
-                f"eval_loop(name=...) is the group of its metrics, which must be named and not be 'train', the group of training. Received: {name!r}."
-            )
+            raise ConfigError(f"eval_loop(name=...) is the group of its metrics, and not 'train', which is that of training. Received: {name!r}.")
         return self._eval_loop(data, y, sample_weight, steps=steps, batch_size=batch_size, name=name)
 
     # -- saving --

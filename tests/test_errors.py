@@ -164,7 +164,7 @@ def test_a_module_that_is_called_on_the_wrong_shape_is_an_error_with_the_shapes(
         ({"validation_split": 0.5, "validation_data": (X, Y)}, r"validation_split and validation_data are both given"),
         ({"validation_data": {"train": (X, Y)}}, r"names other than 'train'. Received: \['train'\]"),
         ({"class_weight": {"a": 1.0}}, r"class_weight must map integer labels"),
-        ({"resume": "auto"}, r"resume='auto' looks in the directory of the one ModelCheckpoint, but there are 0. Pass resume=path"),
+        ({"resume": "auto"}, r"resume='auto' looks in the directory of the one ModelCheckpoint, but there are 0. Add one to callbacks, or pass resume=path"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )

@@ -1,5 +1,6 @@
 """`serial`: functions `checkpoint -> checkpoint` as one."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -29,9 +30,10 @@ class Serial:
 
     def close(self) -> None:
         """Waits for saves and closes writers."""
-        for step in self._steps:
-            if isinstance(step, Callback | Serial):
-                step.close()
+        with contextlib.ExitStack() as stack:  # One that fails keeps no other from it.
+            for step in reversed(self._steps):
+                if isinstance(step, Callback | Serial):
+                    stack.callback(step.close)
 
 
 def serial(*steps: Callable[[Any], Any]) -> Serial:

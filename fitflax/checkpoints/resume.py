@@ -42,9 +42,8 @@ def find_resume(resume: str | os.PathLike[str] | bool | None, stores: Sequence[C
             raise ConfigError(f"resume must be None, 'auto', True, or the path of a checkpoint. Received: {resume!r}.")
         return load_checkpoint(Path(resume))
     if len(stores) != 1:
-        raise ConfigError(
-            f"resume={resume!r} looks in the directory of the one ModelCheckpoint, but there are {len(stores)}. {'Pass' if stores else 'Add one to callbacks, or pass'} resume=path."
-        )
+        advice = "Pass resume=path." if stores else "Add one to callbacks, or pass resume=path."
+        raise ConfigError(f"resume={resume!r} looks in the directory of the one ModelCheckpoint, but there are {len(stores)}. {advice}")
     stores[0].recover()
     saved, skipped = stores[0].newest_good()
     for message in skipped:

@@ -8,8 +8,10 @@ import fitflax.losses as losses
 from fitflax.errors import MetricError, did_you_mean
 from fitflax.metrics.accuracy import Accuracy, BinaryAccuracy, Perplexity, TopKAccuracy, class_accuracy, top_k_accuracy
 from fitflax.metrics.base import Metric, bound, snake_case
+from fitflax.metrics.classification import F1, ConfusionMatrix, MeanIoU, Precision, Recall, Specificity
 from fitflax.metrics.mean import Mean
-from fitflax.metrics.regression import R2, RootMeanSquaredError
+from fitflax.metrics.ranking import AUC
+from fitflax.metrics.regression import R2, CosineSimilarity, ExplainedVariance, RootMeanSquaredError
 
 __all__ = ["get", "names", "resolve"]
 
@@ -29,6 +31,19 @@ _METRICS: dict[str, Callable[..., Any]] = {
     "r2": R2,
     "r2_score": R2,
     "perplexity": Perplexity,
+    "precision": Precision,
+    "recall": Recall,
+    "f1": F1,
+    "f1_score": F1,
+    "specificity": Specificity,
+    "mean_iou": MeanIoU,
+    "confusion_matrix": ConfusionMatrix,
+    "auc": AUC,
+    "roc_auc": AUC,
+    "pr_auc": functools.partial(AUC, curve="PR"),
+    "average_precision": functools.partial(AUC, curve="PR"),
+    "explained_variance": ExplainedVariance,
+    "cosine_similarity": CosineSimilarity,  # takes the place of the loss's, which is its negative
 }
 
 

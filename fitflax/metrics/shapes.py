@@ -1,15 +1,68 @@
 """What metrics check and read off the shapes of outputs and targets."""
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from fitflax.errors import MetricError
+from fitflax.metrics.base import broadcast_weights
 
-__all__ = ["Targets", "arrays", "class_labels", "mismatch", "same_shape"]
+__all__ = ["Examples", "Targets", "arrays", "as_examples", "class_labels", "mismatch", "same_shape"]
 
 Targets = Literal["integer", "one-hot", "integer or one-hot"]
+
+
+class Examples(NamedTuple):
+    """Outputs, targets and weights as rows, one for each example, token or pixel.
+
+    Attributes:
+        kind: What was read off the shapes: one logit for a yes-or-no target, classes of which one is right, or labels that are yes or no each for itself.
+        scores: The outputs, float32 `[rows, columns]`; one logit is one column.
+        labels: float32; the class, `[rows, 1]`, where there are classes, else 0 or 1, `[rows, columns]`.
+        weights: float32 `[rows]`.
+    """
+
+    kind: Literal["one logit", "classes", "labels"]
+    scores: jax.Array
+    labels: jax.Array
+    weights: jax.Array
+
+
+def as_examples(outputs: Any, targets: Any, weights: Any, *, multi_label: bool, name: str) -> Examples:
+    """Returns a batch as rows, by the rule of `Accuracy`.
+
+    Args:
+        outputs: `[batch]` or `[..., 1]` for one logit, else `[..., classes]`, or `[..., labels]` with `multi_label`.
+        targets: 0 or 1 for one logit and for labels, in the shape of the outputs; labels of classes, `[...]` or `[..., 1]`, or their one-hot rows.
+        weights: The leading axes of the outputs, without classes and labels.
+        multi_label: Whether the last axis holds labels that are yes or no each for itself.
+        name: The metric's; it stands in errors.
+
+    Raises:
+        MetricError: The shapes do not fit.
+    """
+    kind: Literal["one logit", "classes", "labels"]
+    try:
+        outputs, targets = arrays(outputs, targets)
+        if multi_label:
+            kind, (outputs, targets) = "labels", same_shape(outputs, targets)
+            if outputs.ndim < 2:
+                raise mismatch("outputs and targets [batch, ..., labels] where multi_label=True", outputs, targets)
+            shape = outputs.shape[:-1]
+        elif outputs.ndim < 2 or outputs.shape[-1] == 1:
+            kind, (outputs, targets) = "one logit", same_shape(outputs, targets)
+            shape = outputs.shape
+        else:
+            kind, (outputs, targets) = "classes", class_labels(outputs, targets, "integer or one-hot")
+            shape = targets.shape
+        rows = broadcast_weights(weights, shape)
+    except MetricError as error:
+        raise MetricError(f"Metric {name!r}: {error}") from error
+    columns = 1 if kind == "one logit" else outputs.shape[-1]
+    # float32 holds every class below 2^24, and what is no integer remains none.
+    labels = targets.astype(jnp.float32).reshape(-1, columns if kind == "labels" else 1)
+    return Examples(kind, outputs.astype(jnp.float32).reshape(-1, columns), labels, rows.reshape(-1))
 
 
 def arrays(outputs: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
@@ -44,8 +97,5 @@ def class_labels(outputs: Any, targets: Any, kind: Targets) -> tuple[jax.Array, 
 
 def mismatch(takes: str, outputs: jax.Array, targets: jax.Array) -> MetricError:
     """Returns the error for shapes that do not fit."""
-    # `Mean.update` and `R2.update` put the metric's name in front.
+    # `update` puts the metric's name in front.
     return MetricError(f"It takes {takes}. Received: outputs {list(outputs.shape)}, targets {list(targets.shape)}.")
-
-
-# The key of a metric is the name that the user wrote, so each of these takes `name`.

@@ -11,6 +11,7 @@ from flax import struct
 
 from fitflax import losses, metrics
 from fitflax.errors import MetricError
+from tests.metrics.batches import one_batch, over_batches, softmax
 
 RNG = np.random.default_rng(0)
 ROWS, CLASSES = 23, 7
@@ -33,7 +34,16 @@ TARGETS = {
     "accuracy": LABELS,
     "acc": LABELS,
     "perplexity": LABELS,
+    **dict.fromkeys(("precision", "recall", "f1", "f1_score", "specificity", "mean_iou", "confusion_matrix"), LABELS),
+    **dict.fromkeys(("auc", "roc_auc", "pr_auc", "average_precision"), LABELS),
 }
+# Every name that means something of its own, and one loss: all of them are the same `Mean`.
+ALIASES = {"acc", "f1_score", "r2_score", "root_mean_squared_error", "roc_auc", "average_precision", "sparse_top_k_categorical_accuracy"}
+NAMES = sorted({*metrics.names()} - {*losses.names()} - ALIASES | {"mse", "cosine_similarity"})
+ADDITIVE = [name for name in NAMES if metrics.get(name).additive]
+COLLECTING = ["auc", "pr_auc"]
+# One for each way to keep a state; those of the `Mean` differ in what it is a mean of.
+STATES = ["accuracy", "confusion_matrix", "explained_variance", "mean_iou", "perplexity", "r2"]
 
 BY_SKLEARN: dict[str, Callable[..., float]] = {
     "accuracy": lambda w: sklearn.metrics.accuracy_score(LABELS, LOGITS.argmax(-1), sample_weight=w),
@@ -51,51 +61,18 @@ BY_SKLEARN: dict[str, Callable[..., float]] = {
 }
 
 
-def softmax(x: np.ndarray) -> np.ndarray:
-    exp = np.exp(x.astype(np.float64))
-    return exp / exp.sum(-1, keepdims=True)
-
-
-@jax.jit
-def one_batch(metric: Any, outputs: Any, targets: Any, weights: Any) -> Any:
-    return metric.empty().update(outputs, targets, weights)
-
-
-@jax.jit
-def merged(metric: Any, other: Any) -> Any:
-    return metric.merge(other)
-
-
-def over_batches(metric: Any, outputs: Any, targets: Any, weights: Any, *, size: int, order: str = "left") -> Any:
-    """Cuts the rows into padded batches, as the loop does: padding repeats a row that is NaN here, at weight 0."""
-    parts = []
-    for begin in range(0, len(outputs), size):
-        take = np.minimum(np.arange(begin, begin + size), len(outputs) - 1)
-        padding = np.arange(begin, begin + size) >= len(outputs)
-        batch = np.array(outputs[take], np.float32)
-        batch[padding] = np.nan
-        parts.append(one_batch(metric, batch, targets[take], np.where(padding, 0, weights[take]).astype(np.float32)))
-    if order == "right":
-        return functools.reduce(lambda done, part: merged(part, done), reversed(parts), metric.empty())
-    if order == "tree":
-        while len(parts) > 1:
-            parts = [functools.reduce(merged, parts[i : i + 2]) for i in range(0, len(parts), 2)]
-        return parts[0]
-    return functools.reduce(merged, parts, metric.empty())
-
-
 @pytest.mark.parametrize("name", BY_SKLEARN)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_metrics_over_ragged_batches_agree_with_scikit_learn(name: str, weighted: bool):
     weights = WEIGHTS if weighted else np.ones(ROWS, np.float32)
     expected = BY_SKLEARN[name](weights if weighted else None)
-    for size, order in ((4, "left"), (5, "right"), (7, "tree"), (ROWS, "left")):
+    for size, order in ((4, "left"), (5, "right"), (5, "tree"), (ROWS, "left")):
         result = over_batches(metrics.get(name), LOGITS, TARGETS.get(name, VALUES), weights, size=size, order=order).compute()
         assert (result.shape, result.dtype) == ((), jnp.float32)
         np.testing.assert_allclose(result, expected, rtol=1e-5, err_msg=f"{size} {order}")
 
 
-@pytest.mark.parametrize("name", losses.names())
+@pytest.mark.parametrize("name", ["huber", "categorical_crossentropy", "sparse_categorical_crossentropy"])
 def test_a_loss_by_name_is_the_mean_of_its_values(name: str):
     targets = TARGETS.get(name, VALUES)
     metric = over_batches(metrics.get(name), LOGITS, targets, WEIGHTS, size=6)
@@ -103,35 +80,68 @@ def test_a_loss_by_name_is_the_mean_of_its_values(name: str):
     assert metric.direction == "min"
 
 
-@pytest.mark.parametrize("name", metrics.names())
-def test_structure_shapes_and_dtypes_are_a_fixpoint_and_the_name_is_the_users(name: str):
-    metric = metrics.get(name)
-    assert metrics.metric_name(metric) == name
-    assert isinstance(metric, metrics.Metric)
+def test_every_loss_is_a_metric_but_for_cosine_similarity_which_is_better_when_larger():
+    for name in set(losses.names()) - {"cosine_similarity"}:
+        metric = metrics.get(name)
+        assert isinstance(metric, metrics.Mean)
+        assert (metric.fn, metric.name, metric.direction) == (losses.get(name), name, "min")
+    assert metrics.get("cosine_similarity").direction == "max"
+
+
+@pytest.mark.parametrize("metric", [*map(metrics.get, STATES), metrics.AUC(num_thresholds=20)], ids=metrics.metric_name)
+def test_structure_shapes_and_dtypes_are_a_fixpoint(metric: metrics.Metric):
+    targets = TARGETS.get(metric.name, VALUES)
 
     def step(running: metrics.Metric, _: None) -> tuple[metrics.Metric, None]:
-        return running.merge(running.empty().update(LOGITS, TARGETS.get(name, VALUES), WEIGHTS)), None
+        return running.merge(running.empty().update(LOGITS, targets, WEIGHTS)), None
 
     later = step(metric.empty(), None)[0]
     begin = jax.tree.map(lambda empty, leaf: jnp.broadcast_to(empty, leaf.shape), metric.empty(), later)
     with jax.numpy_rank_promotion("raise"):
         result, _ = jax.lax.scan(step, begin, length=3)  # raises if structure, shape, dtype or weak type changes
-    np.testing.assert_allclose(result.compute(), later.compute(), rtol=1e-5)
+    times = 3 if metric.name == "confusion_matrix" else 1
+    np.testing.assert_allclose(result.compute(), times * later.compute(), rtol=1e-5)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(result))
 
 
-@pytest.mark.parametrize("name", metrics.names())
+def test_the_log_key_is_the_name_that_the_user_wrote():
+    for name in metrics.names():
+        metric = metrics.get(name)
+        assert isinstance(metric, metrics.Metric)
+        assert metrics.metric_name(metric) == name
+
+
+def test_which_metrics_collect_rows_and_which_add_up():
+    assert [name for name in NAMES if metrics.get(name).collect] == COLLECTING
+    assert {*NAMES} - {*ADDITIVE} - {*COLLECTING} == {"r2", "explained_variance"}
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_metric_of_nothing_is_zero_and_adds_nothing(name: str):
     metric = metrics.get(name)
     assert float(metric.empty().compute()) == 0.0
     nothing = metric.empty().update(np.full_like(LOGITS, np.nan), TARGETS.get(name, VALUES), np.zeros(ROWS, np.float32))
-    assert float(nothing.compute()) == 0.0
+    assert not np.any(nothing.compute())
     some = metric.update(LOGITS, TARGETS.get(name, VALUES), WEIGHTS)
     for both in (some.merge(nothing), nothing.merge(some), some.merge(metric.empty()), metric.empty().merge(some)):
-        assert float(both.compute()) == float(some.compute())
+        np.testing.assert_array_equal(both.compute(), some.compute())
+    assert np.any(some.compute())
 
 
-@pytest.mark.parametrize("name", metrics.names())
+@pytest.mark.parametrize(
+    "metric", [*map(metrics.get, sorted({*STATES} & {*ADDITIVE})), metrics.F1(average=None), metrics.AUC(num_thresholds=20)], ids=metrics.metric_name
+)
+def test_adding_leaves_joins_what_says_that_it_can_be_added(metric: metrics.Metric):
+    targets = TARGETS.get(metric.name, VALUES)
+    parts = [one_batch(metric, LOGITS[rows], targets[rows], WEIGHTS[rows]) for rows in (slice(0, 7), slice(7, 14), slice(14, 21))]
+    added = jax.tree.map(lambda *leaves: sum(leaves[1:], start=leaves[0]), *parts).compute()
+    for order in ((0, 1, 2), (2, 0, 1)):
+        merged = functools.reduce(lambda done, part: done.merge(part), [parts[place] for place in order], metric.empty())
+        np.testing.assert_allclose(added, merged.compute(), rtol=1e-6)
+    assert np.any(added != parts[0].compute())
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_equal_metrics_have_equal_structure_so_that_one_program_serves_both(name: str):
     assert jax.tree.structure(metrics.get(name)) == jax.tree.structure(metrics.get(name))
     assert jax.tree.structure(metrics.get(name)) == jax.tree.structure(metrics.get(name).update(LOGITS, TARGETS.get(name, VALUES), WEIGHTS))
@@ -313,52 +323,13 @@ def test_top_k_counts_ties_as_keras_does_and_nothing_that_is_no_number_or_no_cla
         metrics.TopKAccuracy(k=0)
 
 
-@pytest.mark.parametrize("columns", [None, 1, 3])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_r2_is_right_for_targets_far_from_zero(columns: int | None, weighted: bool):
-    shape = (500,) if columns is None else (500, columns)
-    targets = np.sort(RNG.normal(1000.0, 1.0, size=shape), axis=0).astype(np.float32)  # sorted: every batch has another mean
-    outputs = (targets + RNG.normal(0.0, 0.5, size=shape)).astype(np.float32)
-    weights = RNG.uniform(0.1, 3.0, size=500).astype(np.float32) if weighted else np.ones(500, np.float32)
-    expected = sklearn.metrics.r2_score(targets.astype(np.float64), outputs.astype(np.float64), sample_weight=weights)
-    for size, order in ((7, "left"), (32, "tree"), (500, "left"), (7, "right")):
-        np.testing.assert_allclose(over_batches(metrics.R2(), outputs, targets, weights, size=size, order=order).compute(), expected, atol=1e-5)
-
-
-def test_r2_over_a_hundred_thousand_merges_is_right():
-    targets = np.sort(RNG.normal(1000.0, 1.0, size=(100_000, 1)), axis=0).astype(np.float32)
-    outputs = (targets + RNG.normal(0.0, 0.5, size=targets.shape)).astype(np.float32)
-
-    @jax.jit
-    def run() -> jax.Array:
-        begin = jax.tree.map(lambda empty, leaf: jnp.broadcast_to(empty, leaf.shape), metrics.R2(), metrics.R2().update(outputs[:1], targets[:1], jnp.ones(1)))
-        step = lambda r2, row: (r2.merge(r2.empty().update(row[0][None], row[1][None], jnp.ones(1))), None)  # noqa: E731
-        return jax.lax.scan(step, begin, (outputs, targets))[0].compute()
-
-    np.testing.assert_allclose(run(), sklearn.metrics.r2_score(targets.astype(np.float64), outputs.astype(np.float64)), atol=1e-6)
-
-
-def test_r2_of_constant_targets_is_scikit_learns():
-    for constant in (0.0, 0.5, 1000.25, 0.1, 1000.1):
-        targets = np.full(10, constant, np.float32)
-        for outputs, expected in ((targets, 1.0), (targets + 1, 0.0)):
-            assert float(over_batches(metrics.R2(), outputs, targets, WEIGHTS[:10], size=3).compute()) == expected
-            if constant not in (0.1, 1000.1):  # there scikit-learn divides by the rounding of its mean
-                assert sklearn.metrics.r2_score(targets.astype(np.float64), outputs.astype(np.float64)) == expected
-    rng = np.random.default_rng(0)
-    for constant in rng.normal(size=60) * 10.0 ** rng.integers(-3, 5, size=60):  # of some the mean is not exact
-        targets, weights = np.full(185, constant, np.float32), rng.uniform(0.1, 3.0, 185).astype(np.float32)
-        assert float(over_batches(metrics.R2(), targets + 1, targets, weights, size=37).compute()) == 0.0
-    two_columns = np.stack([np.full(4, 0.3), np.arange(4)], 1).astype(np.float32)
-    assert float(metrics.R2().update(two_columns, two_columns, np.ones(4)).compute()) == 1.0
-
-
 def test_names_directions_and_keys_are_as_documented():
     highest = {"accuracy", "acc", "binary_accuracy", "categorical_accuracy", "sparse_categorical_accuracy", "top_k_accuracy", "top_k_categorical_accuracy"}
-    highest |= {"sparse_top_k_categorical_accuracy", "r2", "r2_score"}
-    assert set(metrics.names()) == highest | set(losses.names()) | {"rmse", "root_mean_squared_error", "perplexity"}
-    assert {name for name in metrics.names() if metrics.metric_direction(metrics.get(name)) == "max"} == highest
-    assert {metrics.metric_direction(metrics.get(name)) for name in metrics.names()} == {"max", "min"}
+    highest |= {"sparse_top_k_categorical_accuracy", "r2", "r2_score", "explained_variance", "cosine_similarity"}
+    highest |= {"precision", "recall", "f1", "f1_score", "specificity", "mean_iou", "auc", "roc_auc", "pr_auc", "average_precision"}
+    lowest = set(losses.names()) - {"cosine_similarity"} | {"rmse", "root_mean_squared_error", "perplexity"}
+    directions = {name: metrics.metric_direction(metrics.get(name)) for name in metrics.names()}
+    assert directions == dict.fromkeys(highest, "max") | dict.fromkeys(lowest, "min") | {"confusion_matrix": None}
 
 
 @pytest.mark.parametrize(("name", "meant"), [("RootMeanSquaredError", "root_mean_squared_error"), ("accurracy", "accuracy"), ("R2Score", "r2_score")])
@@ -398,6 +369,8 @@ def test_resolve_takes_names_objects_classes_makers_and_functions():
     assert isinstance(metrics.resolve(CountOfExamples), CountOfExamples)
     assert isinstance(metrics.resolve(metrics.R2), metrics.R2)
     assert metrics.resolve(metrics.Accuracy).name == "accuracy"
+    for maker, name in ((metrics.F1, "f1"), (metrics.AUC, "auc"), (metrics.Precision, "precision"), (metrics.CosineSimilarity, "cosine_similarity")):
+        assert metrics.resolve(maker).name == name
     assert metrics.resolve(losses.huber).direction == "min"
 
 

@@ -1,0 +1,362 @@
+"""Scores of classifiers that are no means over examples: precision and recall and what is made of them, overlap, and the table of confusions.
+
+All are functions of weighted counts, so they are the same however the examples are cut into batches, and equal scikit-learn's over all of them. What kind
+of problem it is follows from the shapes, by the rule of `Accuracy`. Scores that need a ranking of the examples are in `ranking`.
+"""
+
+import abc
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from typing_extensions import override
+
+from fitflax.errors import MetricError
+from fitflax.metrics.base import Direction, static_field
+from fitflax.metrics.counts import Counts
+from fitflax.metrics.shapes import Examples, as_examples
+
+__all__ = ["F1", "Average", "ConfusionMatrix", "FBeta", "MeanIoU", "Precision", "Recall", "Specificity"]
+
+Average = Literal["auto", "binary", "micro", "macro", "weighted"]
+_AVERAGES = ("auto", "binary", "micro", "macro", "weighted", None)
+_NORMALIZATIONS = (None, "true", "pred", "all")
+
+
+class _Decisions(NamedTuple):
+    """Of every row and class, boolean `[rows, classes]`: whether it is the target, whether it is predicted, and (`[rows, 1]` for classes) whether one knows."""
+
+    targets: jax.Array
+    predicted: jax.Array
+    known: jax.Array
+
+
+class _Hits(NamedTuple):
+    """True and false, positives and negatives, float32 `[classes]` or `[]`."""
+
+    tp: jax.Array
+    fp: jax.Array
+    fn: jax.Array
+    tn: jax.Array
+
+
+@struct.dataclass
+class _ClassScore(Counts):
+    """A score of hits and misses, averaged over classes; see `Precision` for what all of them share."""
+
+    _: dataclasses.KW_ONLY
+    direction: Direction | None = static_field("max")
+    average: Average | None = static_field("auto")
+    threshold: float = static_field(0.0)
+    multi_label: bool = static_field(False)
+
+    def __post_init__(self) -> None:
+        if self.average not in _AVERAGES:
+            raise MetricError(f"Metric {self.name!r}: average must be one of {list(_AVERAGES)}. Received: {self.average!r}.")
+        if self.average == "binary" and self.multi_label:
+            raise MetricError(f"Metric {self.name!r}: average='binary' is for one logit per example, not for multi_label=True. Leave it out, or take 'macro'.")
+
+    @abc.abstractmethod
+    def _score(self, hits: _Hits) -> jax.Array:
+        """Returns the score of each class, of counts whose shapes it keeps."""
+
+    @override
+    def count(self, outputs: Any, targets: Any, weights: Any) -> jax.Array:
+        examples = as_examples(outputs, targets, weights, multi_label=self.multi_label, name=self.name)
+        if self.average == "binary" and examples.kind != "one logit":
+            raise MetricError(
+                f"Metric {self.name!r}: average='binary' takes one logit per example, outputs [batch] or [..., 1]. "
+                f"Received: outputs {list(jnp.shape(outputs))}. For several classes take 'macro', 'micro', 'weighted' or None."
+            )
+        is_target, is_predicted, known = _decisions(examples, self.threshold)
+
+        # No scatter: on a GPU its order of adding, and so its rounding, changes from run to run. This one compiles to a single pass over the rows.
+        def weight_of(rows: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.where(rows, examples.weights[:, None], 0.0), axis=0)
+
+        hits = (is_predicted & is_target, is_predicted & ~is_target, ~is_predicted & is_target, ~is_predicted & ~is_target & known)
+        counts = jnp.stack([weight_of(rows) for rows in hits], axis=-1)
+        # The two classes of one logit have an axis in front, which tells `compute` that they are no two classes with a logit each.
+        return counts[None] if examples.kind == "one logit" else counts
+
+    @override
+    def compute(self) -> jax.Array:
+        counts = jnp.sum(self.counts, axis=-1)
+        if counts.ndim == 0:
+            return jnp.zeros((), jnp.float32)
+        one_logit = counts.ndim == 3
+        average = ("binary" if one_logit else "macro") if self.average == "auto" else self.average
+        counts = counts[0] if one_logit else counts
+        if average == "binary":
+            return self._score(_Hits(*counts[1]))
+        if average == "micro":
+            return self._score(_Hits(*counts.sum(axis=0)))
+        hits = _Hits(*jnp.moveaxis(counts, -1, 0))
+        scores = self._score(hits)
+        if average is None:
+            return scores
+        if average == "weighted":
+            shares = hits.tp + hits.fn
+        elif self.multi_label:
+            shares = jnp.ones_like(scores)
+        else:
+            shares = (hits.tp + hits.fp + hits.fn > 0).astype(jnp.float32)
+        return _ratio(jnp.sum(shares * scores), jnp.sum(shares))
+
+
+@struct.dataclass
+class Precision(_ClassScore):
+    """The share of right ones among the examples that are called positive: `tp / (tp + fp)`, sums of weights; 0 where nothing is.
+
+    As scikit-learn's `precision_score(zero_division=0)`. What is counted is taken from the shapes, for this metric, `Recall`, `FBeta`, `F1`, `Specificity`
+    and `MeanIoU` alike:
+
+    | outputs | targets | `multi_label` | classes | an example is called |
+    |---|---|---|---|---|
+    | `[batch]`, `[..., 1]` | 0 or 1, the same shape, or without the 1 | `False` | two | 1 where `outputs > threshold` |
+    | `[..., classes]` | `[...]`, `[..., 1]` or one-hot `[..., classes]` | `False` | `classes` | `argmax(outputs)` |
+    | `[..., labels]` | 0 or 1, `[..., labels]` | `True` | `labels` | each of them, where `outputs > threshold` |
+
+    Weights are the leading axes of the outputs without classes and labels, so that of `[batch, time, classes]` each token can have its own. A target that is
+    no class (or neither 0 nor 1) is never met: it counts as an error of what is predicted (a false positive), and nowhere else. To ignore it, give it weight
+    0: that leaves an example out entirely, also from the classes that occur.
+
+    Attributes:
+        name: The log key.
+        direction: `"max"`.
+        average: `"binary"`: the score of class 1, for one logit. `"micro"`: of the counts summed over classes. `"macro"`: the mean over the classes that occur
+            among targets or predictions; over all columns with `multi_label`. `"weighted"`: the same, weighted by how often a class is the target. `None`: an
+            array, one score per class; for one logit `[2]`, class 0 first. The default `"auto"` is `"binary"` for one logit and `"macro"` for all else.
+        threshold: On the outputs of one logit or of labels: 0 for logits, 0.5 for probabilities.
+        multi_label: Whether the last axis of outputs and targets holds labels that are yes or no each for itself.
+        counts: tp, fp, fn and tn of each class, float32 pairs `[classes, 4, 2]`; `[1, 2, 4, 2]` for one logit.
+
+    Raises:
+        MetricError: `average` is none of these, or does not fit the shapes.
+
+    >>> outputs, targets = jnp.array([2.0, 1.0, 3.0, -1.0]), jnp.array([1, 0, 1, 1])
+    >>> round(float(Precision().update(outputs, targets, jnp.ones(4)).compute()), 4)
+    0.6667
+    """
+
+    _: dataclasses.KW_ONLY
+    name: str = static_field("precision")
+
+    @override
+    def _score(self, hits: _Hits) -> jax.Array:
+        return _ratio(hits.tp, hits.tp + hits.fp)
+
+
+@struct.dataclass
+class Recall(_ClassScore):
+    """The share of the positives that are found: `tp / (tp + fn)`, sums of weights; 0 where there are none. Also called sensitivity.
+
+    As scikit-learn's `recall_score(zero_division=0)`. Shapes, targets that are no class and attributes: see `Precision`.
+
+    Attributes:
+        name: The log key.
+        direction: `"max"`.
+        average: `"auto"` (binary for one logit, else macro), `"binary"`, `"micro"`, `"macro"`, `"weighted"`, or `None` for one score per class.
+        threshold: On the outputs of one logit or of labels.
+        multi_label: Whether the last axis holds labels that are yes or no each for itself.
+        counts: tp, fp, fn and tn of each class, pairs.
+
+    >>> outputs, targets = jnp.array([[2.0, 1.0], [0.0, 3.0], [1.0, 0.0]]), jnp.array([0, 1, 1])
+    >>> Recall(average=None).update(outputs, targets, jnp.ones(3)).compute()
+    Array([1. , 0.5], dtype=float32)
+    """
+
+    _: dataclasses.KW_ONLY
+    name: str = static_field("recall")
+
+    @override
+    def _score(self, hits: _Hits) -> jax.Array:
+        return _ratio(hits.tp, hits.tp + hits.fn)
+
+
+@struct.dataclass
+class FBeta(_ClassScore):
+    """The weighted harmonic mean of precision and recall: `(1 + b^2) tp / ((1 + b^2) tp + b^2 fn + fp)`; 0 where all three are.
+
+    As scikit-learn's `fbeta_score(zero_division=0)` (van Rijsbergen, 1979): recall counts `beta` times as much as precision. Shapes, targets that are no
+    class and attributes: see `Precision`.
+
+    Attributes:
+        name: The log key.
+        direction: `"max"`.
+        average: `"auto"` (binary for one logit, else macro), `"binary"`, `"micro"`, `"macro"`, `"weighted"`, or `None` for one score per class.
+        threshold: On the outputs of one logit or of labels.
+        multi_label: Whether the last axis holds labels that are yes or no each for itself.
+        beta: Larger than 0; 1 weighs both alike.
+        counts: tp, fp, fn and tn of each class, pairs.
+
+    Raises:
+        MetricError: `beta` is not positive, or `average` is none of these.
+
+    >>> outputs, targets = jnp.array([2.0, 1.0, 3.0, -1.0]), jnp.array([1, 0, 1, 0])
+    >>> round(float(FBeta(beta=2.0).update(outputs, targets, jnp.ones(4)).compute()), 4)
+    0.9091
+    """
+
+    _: dataclasses.KW_ONLY
+    name: str = static_field("fbeta")
+    beta: float = static_field(1.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.beta, bool) or not isinstance(self.beta, int | float) or not 0 < self.beta < float("inf"):
+            raise MetricError(f"FBeta(beta=...) must be a number larger than 0. Received: {self.beta!r}.")
+
+    @override
+    def _score(self, hits: _Hits) -> jax.Array:
+        square = float(self.beta) ** 2
+        both = (1.0 + square) * hits.tp
+        return _ratio(both, both + square * hits.fn + hits.fp)
+
+
+def F1(*, average: Average | None = "auto", threshold: float = 0.0, multi_label: bool = False, name: str = "f1") -> FBeta:
+    """Returns the harmonic mean of precision and recall: `2 tp / (2 tp + fn + fp)`; 0 where all three are.
+
+    As scikit-learn's `f1_score(zero_division=0)`: `FBeta` with `beta=1`. Shapes and targets that are no class: see `Precision`.
+
+    Args:
+        average: `"auto"` (binary for one logit, else macro), `"binary"`, `"micro"`, `"macro"`, `"weighted"`, or `None` for one score per class.
+        threshold: On the outputs of one logit or of labels.
+        multi_label: Whether the last axis holds labels that are yes or no each for itself.
+        name: The log key.
+
+    Raises:
+        MetricError: `average` is none of these.
+
+    >>> outputs, targets = jnp.array([2.0, 1.0, 3.0, -1.0]), jnp.array([1, 0, 1, 0])
+    >>> round(float(F1().update(outputs, targets, jnp.ones(4)).compute()), 4)
+    0.8
+    """
+    return FBeta(average=average, threshold=threshold, multi_label=multi_label, name=name)
+
+
+@struct.dataclass
+class Specificity(_ClassScore):
+    """The share of the negatives that are called so: `tn / (tn + fp)`, sums of weights; 0 where there are none.
+
+    The recall of class 0 for one logit; for classes, each one's against all others. Shapes, targets that are no class and attributes: see `Precision`.
+
+    Attributes:
+        name: The log key.
+        direction: `"max"`.
+        average: `"auto"` (binary for one logit, else macro), `"binary"`, `"micro"`, `"macro"`, `"weighted"`, or `None` for one score per class.
+        threshold: On the outputs of one logit or of labels.
+        multi_label: Whether the last axis holds labels that are yes or no each for itself.
+        counts: tp, fp, fn and tn of each class, pairs.
+
+    >>> outputs, targets = jnp.array([2.0, 1.0, -3.0, -1.0]), jnp.array([1, 0, 0, 0])
+    >>> round(float(Specificity().update(outputs, targets, jnp.ones(4)).compute()), 4)
+    0.6667
+    """
+
+    _: dataclasses.KW_ONLY
+    name: str = static_field("specificity")
+
+    @override
+    def _score(self, hits: _Hits) -> jax.Array:
+        return _ratio(hits.tn, hits.tn + hits.fp)
+
+
+@struct.dataclass
+class MeanIoU(_ClassScore):
+    """Intersection over union, `tp / (tp + fp + fn)`, averaged over the classes that occur; the usual score of segmentations.
+
+    As scikit-learn's `jaccard_score(average="macro")` and Keras's `MeanIoU`. One logit makes two classes, and both count. Outputs are
+    `[batch, height, width, classes]`, targets `[batch, height, width]`, weights `[batch]` or one per pixel; shapes in general and targets that are no class:
+    see `Precision`. Pixels to be ignored get weight 0.
+
+    Attributes:
+        name: The log key.
+        direction: `"max"`.
+        average: `"macro"`; `None` for one score per class, or one of the averages of `Precision`.
+        threshold: On the outputs of one logit or of labels.
+        multi_label: Whether the last axis holds labels that are yes or no each for itself.
+        counts: tp, fp, fn and tn of each class, pairs.
+
+    >>> outputs, targets = jnp.array([[[2.0, 1.0], [0.0, 3.0], [1.0, 0.0]]]), jnp.array([[0, 1, 1]])
+    >>> float(MeanIoU().update(outputs, targets, jnp.ones(1)).compute())
+    0.5
+    """
+
+    _: dataclasses.KW_ONLY
+    name: str = static_field("mean_iou")
+    average: Average | None = static_field("macro")
+
+    @override
+    def _score(self, hits: _Hits) -> jax.Array:
+        return _ratio(hits.tp, hits.tp + hits.fp + hits.fn)
+
+
+@struct.dataclass
+class ConfusionMatrix(Counts):
+    """How often each class is taken for each: rows are targets, columns predictions, float32 `[classes, classes]`; `[2, 2]` for one logit.
+
+    As scikit-learn's `confusion_matrix(labels=range(classes))`. Shapes are those of `Precision` without `multi_label`. A target that is no class is in no
+    row. It holds `classes^2` numbers, so it is not for vocabularies.
+
+    Attributes:
+        name: The log key.
+        direction: `None`.
+        normalize: `None` for sums of weights; `"true"`, `"pred"` or `"all"` for shares of a row, of a column or of all; 0 where there is nothing to share.
+        threshold: On the outputs where they are one logit.
+        counts: float32 pairs `[classes, classes, 2]`.
+
+    Raises:
+        MetricError: `normalize` is none of these.
+
+    >>> outputs, targets = jnp.array([[2.0, 1.0], [0.0, 3.0], [1.0, 0.0]]), jnp.array([0, 1, 1])
+    >>> ConfusionMatrix().update(outputs, targets, jnp.ones(3)).compute()
+    Array([[1., 0.],
+           [1., 1.]], dtype=float32)
+    """
+
+    _: dataclasses.KW_ONLY
+    name: str = static_field("confusion_matrix")
+    normalize: Literal["true", "pred", "all"] | None = static_field(None)
+    threshold: float = static_field(0.0)
+
+    def __post_init__(self) -> None:
+        if self.normalize not in _NORMALIZATIONS:
+            raise MetricError(f"ConfusionMatrix(normalize=...) must be one of {list(_NORMALIZATIONS)}. Received: {self.normalize!r}.")
+
+    @override
+    def count(self, outputs: Any, targets: Any, weights: Any) -> jax.Array:
+        examples = as_examples(outputs, targets, weights, multi_label=False, name=self.name)
+        is_target, is_predicted, _ = _decisions(examples, self.threshold)
+        # Highest precision: else weights would be rounded to what the matrix unit multiplies.
+        rows = jnp.where(is_target, examples.weights[:, None], 0.0)
+        return jnp.matmul(rows.T, is_predicted.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+
+    @override
+    def compute(self) -> jax.Array:
+        counts = jnp.sum(self.counts, axis=-1)
+        if counts.ndim == 0 or self.normalize is None:
+            return counts
+        axis = {"true": 1, "pred": 0, "all": None}[self.normalize]
+        return _ratio(counts, jnp.sum(counts, axis=axis, keepdims=True))
+
+
+def _decisions(examples: Examples, threshold: float) -> _Decisions:
+    """Returns targets and predictions class by class."""
+    scores, labels = examples.scores, examples.labels
+    if examples.kind == "labels":
+        return _Decisions(labels == 1, scores > threshold, (labels == 0) | (labels == 1))
+    if examples.kind == "one logit":
+        classes, predicted = 2, (scores > threshold).astype(jnp.int32)
+    else:
+        classes, predicted = scores.shape[-1], jnp.argmax(scores, axis=-1, keepdims=True).astype(jnp.int32)
+    numbers = jnp.arange(classes, dtype=jnp.int32)[None]
+    targets = labels == numbers
+    return _Decisions(targets, predicted == numbers, jnp.any(targets, axis=-1, keepdims=True))
+
+
+def _ratio(part: jax.Array, whole: jax.Array) -> jax.Array:
+    """Returns `part / whole`, and 0 where the whole is 0."""
+    return jnp.where(whole == 0, 0.0, part / jnp.where(whole == 0, 1.0, whole))

@@ -1,0 +1,46 @@
+"""Rows cut into padded batches and joined again, as the loop does it, for the tests of all metrics."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    exp = np.exp(x.astype(np.float64))
+    return exp / exp.sum(-1, keepdims=True)
+
+
+@jax.jit
+def one_batch(metric: Any, outputs: Any, targets: Any, weights: Any) -> Any:
+    return metric.empty().update(outputs, targets, weights)
+
+
+@jax.jit
+def merged(metric: Any, other: Any) -> Any:
+    return metric.merge(other)
+
+
+def over_batches(metric: Any, outputs: Any, targets: Any, weights: Any, *, size: int, order: str = "left", compiled: bool = True) -> Any:
+    """Cuts the rows into padded batches: padding repeats a row that is NaN here, at weight 0."""
+    update = one_batch if compiled else one_batch.__wrapped__
+    # What collects rows has other shapes after every merge; it is joined on the host, of NumPy.
+    merge = merged if compiled and not metric.collect else merged.__wrapped__
+    parts = []
+    for begin in range(0, len(outputs), size):
+        take = np.minimum(np.arange(begin, begin + size), len(outputs) - 1)
+        padding = np.arange(begin, begin + size) >= len(outputs)
+        batch = np.array(outputs[take], np.float32)
+        batch[padding] = np.nan
+        weight = np.array(weights[take], np.float32)
+        weight[padding] = 0
+        part = update(metric, batch, targets[take], weight)
+        parts.append(jax.tree.map(np.asarray, part) if metric.collect else part)
+    if order == "right":
+        return functools.reduce(lambda done, part: merge(part, done), reversed(parts), metric.empty())
+    if order == "tree":
+        while len(parts) > 1:
+            parts = [functools.reduce(merge, parts[i : i + 2]) for i in range(0, len(parts), 2)]
+        return parts[0]
+    return functools.reduce(merge, parts, metric.empty())

@@ -1,0 +1,97 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sklearn.metrics
+
+from fitflax import losses, metrics
+from fitflax.errors import MetricError
+from tests.metrics.batches import over_batches
+
+RNG = np.random.default_rng(3)
+WEIGHTS = RNG.uniform(0.1, 3.0, size=23).astype(np.float32)
+SCORES = {metrics.R2: sklearn.metrics.r2_score, metrics.ExplainedVariance: sklearn.metrics.explained_variance_score}
+
+
+@pytest.mark.parametrize(("columns", "weighted"), [(None, False), (3, True)])
+@pytest.mark.parametrize("kind", SCORES)
+def test_shares_of_variance_are_right_for_targets_far_from_zero(kind: type[metrics.Metric], columns: int | None, weighted: bool):
+    shape = (500,) if columns is None else (500, columns)
+    targets = np.sort(RNG.normal(1000.0, 1.0, size=shape), axis=0).astype(np.float32)  # sorted: every batch has another mean
+    outputs = (targets + RNG.normal(0.1, 0.5, size=shape)).astype(np.float32)
+    weights = RNG.uniform(0.1, 3.0, size=500).astype(np.float32) if weighted else np.ones(500, np.float32)
+    expected = SCORES[kind](targets.astype(np.float64), outputs.astype(np.float64), sample_weight=weights)
+    for size, order in ((7, "left"), (7, "right"), (7, "tree"), (500, "left")):
+        np.testing.assert_allclose(over_batches(kind(), outputs, targets, weights, size=size, order=order).compute(), expected, atol=1e-5)
+
+
+def test_r2_over_a_hundred_thousand_merges_is_right():
+    targets = np.sort(RNG.normal(1000.0, 1.0, size=(100_000, 1)), axis=0).astype(np.float32)
+    outputs = (targets + RNG.normal(0.0, 0.5, size=targets.shape)).astype(np.float32)
+
+    @jax.jit
+    def run() -> jax.Array:
+        begin = jax.tree.map(lambda empty, leaf: jnp.broadcast_to(empty, leaf.shape), metrics.R2(), metrics.R2().update(outputs[:1], targets[:1], jnp.ones(1)))
+        step = lambda r2, row: (r2.merge(r2.empty().update(row[0][None], row[1][None], jnp.ones(1))), None)  # noqa: E731
+        return jax.lax.scan(step, begin, (outputs, targets))[0].compute()
+
+    np.testing.assert_allclose(run(), sklearn.metrics.r2_score(targets.astype(np.float64), outputs.astype(np.float64)), atol=1e-6)
+
+
+def test_r2_of_constant_targets_is_scikit_learns():
+    for constant in (0.0, 0.5, 1000.25, 0.1, 1000.1):
+        targets = np.full(10, constant, np.float32)
+        for outputs, expected in ((targets, 1.0), (targets + 1, 0.0)):
+            assert float(over_batches(metrics.R2(), outputs, targets, WEIGHTS[:10], size=3).compute()) == expected
+            if constant not in (0.1, 1000.1):  # there scikit-learn divides by the rounding of its mean
+                assert sklearn.metrics.r2_score(targets.astype(np.float64), outputs.astype(np.float64)) == expected
+    rng = np.random.default_rng(0)
+    for constant in rng.normal(size=60) * 10.0 ** rng.integers(-3, 5, size=60):  # of some the mean is not exact
+        targets, weights = np.full(185, constant, np.float32), rng.uniform(0.1, 3.0, 185).astype(np.float32)
+        assert float(over_batches(metrics.R2(), targets + 1, targets, weights, size=37).compute()) == 0.0
+    two_columns = np.stack([np.full(4, 0.3), np.arange(4)], 1).astype(np.float32)
+    assert float(metrics.R2().update(two_columns, two_columns, np.ones(4)).compute()) == 1.0
+
+
+def test_explained_variance_forgives_what_is_off_by_a_constant():
+    targets = RNG.normal(size=(23, 2)).astype(np.float32)
+    metric = over_batches(metrics.ExplainedVariance(), targets + np.float32([3.0, -700.0]), targets, WEIGHTS, size=4)
+    assert float(metric.compute()) == pytest.approx(1.0, abs=1e-6)
+    for constant in (0.0, 0.5, 1000.25):
+        targets = np.full(10, constant, np.float32)
+        for outputs in (targets, targets + 1, targets + np.arange(10, dtype=np.float32)):
+            expected = sklearn.metrics.explained_variance_score(targets.astype(np.float64), outputs.astype(np.float64))
+            assert float(over_batches(metrics.ExplainedVariance(), outputs, targets, np.ones(10), size=3).compute()) == expected
+
+
+def test_explained_variance_takes_tokens_and_no_other_shapes():
+    outputs, targets = RNG.normal(size=(2, 6, 5, 3)).astype(np.float32)
+    weights = RNG.uniform(size=(6, 5)).astype(np.float32)
+    weights[2, 3], outputs[2, 3] = 0.0, np.nan
+    counted = weights.reshape(-1) != 0
+    flat = [array.reshape(30, -1)[counted] for array in (targets, outputs, weights)]
+    expected = sklearn.metrics.explained_variance_score(flat[0], flat[1], sample_weight=flat[2][:, 0])
+    np.testing.assert_allclose(over_batches(metrics.ExplainedVariance(), outputs, targets, weights, size=4).compute(), expected, atol=1e-5)
+    with pytest.raises(MetricError, match=r"Metric 'ev': It takes outputs and targets of one shape .* Received: outputs \[6, 5, 3\], targets \[6\]"):
+        metrics.ExplainedVariance(name="ev").update(outputs, targets[:, 0, 0], weights)
+
+
+def test_cosine_similarity_is_the_mean_cosine_and_zero_for_zeros():
+    outputs, targets = RNG.normal(size=(2, 23, 4)).astype(np.float32)
+    outputs[3], targets[4], outputs[5], outputs[6] = 0, 0, outputs[5] * 1e-25, outputs[6] * 1e25
+    lengths = np.linalg.norm(outputs.astype(np.float64), axis=-1) * np.linalg.norm(targets.astype(np.float64), axis=-1)
+    cosine = np.sum(outputs.astype(np.float64) * targets, axis=-1) / np.where(lengths == 0, 1, lengths)
+    metric = over_batches(metrics.get("cosine_similarity"), outputs, targets, WEIGHTS, size=5)
+    np.testing.assert_allclose(metric.compute(), np.average(cosine, weights=WEIGHTS), atol=1e-6)
+    assert (metric.name, metric.direction, cosine[3], cosine[4]) == ("cosine_similarity", "max", 0.0, 0.0)
+    tokens = metrics.CosineSimilarity().update(outputs.reshape(1, 23, 4), targets.reshape(1, 23, 4), WEIGHTS[None])
+    np.testing.assert_allclose(tokens.compute(), np.average(cosine, weights=WEIGHTS), atol=1e-6)
+    for shape in ((23,), (23, 1)):
+        with pytest.raises(MetricError, match="two features at least"):
+            metrics.CosineSimilarity().update(np.ones(shape), np.ones(shape), WEIGHTS)
+
+
+def test_cosine_similarity_as_a_metric_is_minus_the_loss():
+    outputs, targets = RNG.normal(size=(2, 23, 4)).astype(np.float32)
+    loss = losses.get("cosine_similarity")(outputs, targets).mean()
+    np.testing.assert_allclose(metrics.get("cosine_similarity").update(outputs, targets, np.ones(23)).compute(), -loss, atol=1e-6)
