@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import scope as flax_scope
 from flax.linen import summary as linen_summary
@@ -59,7 +60,7 @@ class LinenModel:
             variables = self.train_module.init(rngs, *args, mutable=True, **kwargs)
         except Exception as error:
             raise self._explained(error, x, "initialized") from error
-        return dict(nn.unbox(variables))
+        return _as_arrays(dict(nn.unbox(variables)))
 
     def tabulate(self, rngs: dict[str, jax.Array], x: PyTree) -> str:
         """Returns linen's table of the module's layers, as in training.
@@ -87,7 +88,7 @@ class LinenModel:
             outputs, changed = module.apply(variables, *args, rngs=rngs, mutable=mutable, **kwargs)
         except Exception as error:
             raise self._explained(error, x, "run for training" if train else "run for evaluation") from error
-        return outputs, dict(nn.unbox(changed))
+        return outputs, _as_arrays(dict(nn.unbox(changed)))
 
     def _explained(self, error: Exception, x: PyTree, what: str) -> Exception:
         if isinstance(error, ModelError):
@@ -103,6 +104,11 @@ class LinenModel:
             hint = " Several inputs are a tuple ((x1, x2), y), or keys of dicts with Trainer(inputs=...); constant arguments go into train_kwargs/eval_kwargs."
         shapes = describe_shapes(x)
         return ModelError(f"{name} cannot be {what} on inputs {shapes} (a replica's share of the batch): {type(error).__name__}: {text}{hint}")
+
+
+def _as_arrays(variables: dict[str, PyTree]) -> dict[str, PyTree]:
+    """Returns variables as arrays; a module may set one to a number of Python's."""
+    return {name: jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), tree) for name, tree in variables.items()}
 
 
 def describe_shapes(tree: PyTree) -> str:

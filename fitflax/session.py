@@ -26,7 +26,7 @@ from fitflax.program import LiveState, Program, check_in_memory
 from fitflax.signals import Interruption
 from fitflax.state import Batch, TrainState
 from fitflax.step import Task, TrainSums, state_faults
-from fitflax.tabulation import describe_model
+from fitflax.tabulation import describe_model, for_each_replica
 
 __all__ = ["Session"]
 
@@ -211,9 +211,11 @@ class Session:
         shapes = self.sample if sample is None else _shapes(sample)
         if shapes is None:
             raise NotReadyError("summary() needs the shapes of a batch, and there has been none yet. Pass summary(sample=x).")
-        task = self.any_program().task
-        state = self.any_program().abstract_state(jax.random.key(self.seed), shapes) if self.live is None else self.live.borrow()
-        return describe_model(task.model, self.strategy, task.streams.init, state, shapes)
+        program = self.any_program()
+        # A share of a batch that has fewer rows than there are devices would have none.
+        whole = for_each_replica(shapes, self.strategy)
+        state = program.abstract_state(jax.random.key(self.seed), whole) if self.live is None else self.live.borrow()
+        return describe_model(program.task.model, self.strategy, program.task.streams.init, state, shapes)
 
     def replace_state(self, state: TrainState) -> None:
         """Puts another state in place of the live one; its arrays are copied.
@@ -304,8 +306,11 @@ class Session:
                 sums = self.strategy.put(fit_to(target, saved.run["sums"], saved, "run/sums"))
                 validated = saved.run.get("validated", {})
                 collected = program.collector(train=True)
+                rows = saved.run.get("rows", {})
                 if collected is not None:
-                    collected.load_state_dict(saved.run.get("rows", {}))
+                    collected.load_state_dict(rows)
+                elif rows:
+                    raise RestoreError(f"The checkpoint has collected rows of {sorted(rows)}, but the compiled metrics collect none.")
             if saved is not None and "values" in saved.run and saved.run["values"].size == structure.num_values:
                 values = StepValues(structure.places, self.strategy.put(saved.run["values"]))
         self._last_loop = TrainLoop(

@@ -1,6 +1,6 @@
 """A model as a table: linen's own tabulation of its layers, and the sizes of what is trained, each counted once however many devices hold it."""
 
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from fitflax.parallel import Strategy
 from fitflax.state import Batch, PyTree, TrainState
 from fitflax.step import split_key
 
-__all__ = ["describe_model", "describe_size"]
+__all__ = ["describe_model", "describe_size", "for_each_replica"]
 
 
 def describe_size(tree: PyTree) -> str:
@@ -28,6 +28,12 @@ def describe_size(tree: PyTree) -> str:
     return f"{count} ~ {size * 10 // scale ** (unit + 1) / 10} {units[unit]}"
 
 
+def for_each_replica(batch: Batch, strategy: Strategy) -> Batch:
+    """Returns the shapes of a batch of which every replica sees as much as `batch` has."""
+    whole = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] * strategy.num_replicas, *leaf.shape[1:]), leaf.dtype), batch)
+    return cast(Batch, whole)
+
+
 def describe_model(model: LinenModel, strategy: Strategy, streams: tuple[str, ...], state: TrainState, batch: Batch) -> str:
     """Returns the model's layers as a table, and the sizes of parameters, collections and optimizer state. Nothing is computed but shapes.
 
@@ -43,8 +49,6 @@ def describe_model(model: LinenModel, strategy: Strategy, streams: tuple[str, ..
     Raises:
         ModelError: The module does not run on it.
     """
-    # Every replica is to see what the user calls the batch.
-    whole: Any = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] * strategy.num_replicas, *leaf.shape[1:]), leaf.dtype), batch)
     table = ""
 
     def tabulate(batch: Batch) -> jax.Array:
@@ -52,7 +56,7 @@ def describe_model(model: LinenModel, strategy: Strategy, streams: tuple[str, ..
         table = model.tabulate(split_key(jax.random.key(0), ("params", *streams)), batch.x)
         return jnp.zeros(())
 
-    jax.eval_shape(strategy.compile(tabulate, inputs=("split",), outputs="replicated"), strategy.abstract_feed(whole))
+    jax.eval_shape(strategy.compile(tabulate, inputs=("split",), outputs="replicated"), strategy.abstract_feed(for_each_replica(batch, strategy)))
     lines = [f"Total number of trainable weights: {describe_size(state.params)}"]
     lines += [f"Collection {name}: {describe_size(tree)}" for name, tree in state.model_state.items()]
     if jax.tree.leaves(state.opt_state):

@@ -258,7 +258,7 @@ class Trainer:
             DataError: `sample` is no batch.
             ModelError: The module does not run on it.
         """
-        batch = None if sample is None else Batcher(num_replicas=1)(self._selection.split(_zeros(sample)))[0]
+        batch = None if sample is None else Batcher(num_replicas=1)(self._selection.split(_zeros(sample), inputs_only=True))[0]
         print(self._session.describe(batch), file=file)
 
     def replace_state(self, state: TrainState) -> None:

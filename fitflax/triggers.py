@@ -216,6 +216,11 @@ class Schedule:
         self._parts = () if trigger is None else trigger.parts()
         self._last = [seconds] * len(self._parts)
 
+    @property
+    def measures_time(self) -> bool:
+        """Whether any part fires by the clock, so that its state matters."""
+        return any(isinstance(part, _EverySeconds) for part in self._parts)
+
     def due(self, moment: Moment) -> bool:
         """Returns whether the trigger fires at `moment`, and remembers it."""
         fired = False

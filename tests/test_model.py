@@ -227,3 +227,19 @@ def test_a_collection_that_is_not_mutable_keeps_its_value():
         trainer.evaluate(X, X, verbose=0)
         counts[bool(mutable)] = int(trainer.state.model_state["counts"]["n"]) - begin
     assert counts == {True: 3, False: 0}
+
+
+def test_a_variable_may_be_a_number_of_pythons():
+    class Counts(nn.Module):
+        @nn.compact
+        def __call__(self, x, train: bool):
+            calls = self.variable("counts", "calls", lambda: 0)
+            if train:
+                calls.value = calls.value + 1
+            return nn.Dense(1)(x)
+
+    trainer = fitflax.Trainer(Counts())
+    trainer.compile("sgd", "mse")
+    x = np.ones((8, 2), np.float32)
+    trainer.fit(x, x[:, :1], batch_size=8, epochs=2, verbose=0)
+    assert trainer.state.model_state["counts"]["calls"].dtype == np.int32

@@ -344,9 +344,13 @@ class CallbackList:
             is_due = not checkpoint.point.is_repeat and (callback.every is None or id(callback) in due)
             if not is_due and not callback.wants(checkpoint):
                 continue
-            if callback.phase >= Phase.SAVE_BEST and not is_synced:
-                self.sync()
-                is_synced = True
+            try:
+                if callback.phase >= Phase.SAVE_BEST and not is_synced:
+                    is_synced = True
+                    self.sync()
+            except Exception as error:  # noqa: BLE001 (raised below, when the run has been saved)
+                failure = failure or error
+                checkpoint.point = dataclasses.replace(checkpoint.point, is_last=True, is_rescue=True)
             try:
                 callback.on_checkpoint(checkpoint)
             except CheckpointError:
@@ -371,9 +375,10 @@ class CallbackList:
             callback.on_closing(checkpoint, epoch, logs)
 
     def sync(self) -> None:
-        """Has everything up to now put on disk."""
-        for callback in self._all:
-            callback.sync()
+        """Has everything up to now put on disk; an error in one does not keep the others from it."""
+        with contextlib.ExitStack() as stack:
+            for callback in reversed(self._all):
+                stack.callback(callback.sync)
 
     def finish(self, logs: Mapping[str, Any]) -> None:
         """Calls `on_train_end` of all callbacks and closes them; an error in one does not keep the others from it."""

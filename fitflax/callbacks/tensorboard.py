@@ -2,22 +2,19 @@
 
 import dataclasses
 import os
-import platform
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from typing_extensions import override
 
 from fitflax.callbacks.base import Callback, Phase, check_trigger, moment_of
 from fitflax.callbacks.event_files import EventFiles, Write, trim
+from fitflax.callbacks.summaries import TRAIN, describe_environment, hyperparameter_summaries, write_histogram, write_values
 from fitflax.checkpoints.checkpoint import Checkpoint
-from fitflax.checkpoints.documents import library_versions
 from fitflax.errors import CallbackError, NotReadyError
 from fitflax.logs import Logs
 from fitflax.state import PyTree
@@ -26,10 +23,8 @@ from fitflax.triggers import every as make_every
 
 __all__ = ["TensorBoard"]
 
-TRAIN = "train"
 # What a run that ended inside an epoch wrote after its last checkpoint, which a resume drops.
 CLOSING = ".closing-"
-_HISTOGRAM_BINS = 64
 
 
 class TensorBoard(Callback):
@@ -103,7 +98,7 @@ class TensorBoard(Callback):
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             trim(self.directory, run_id, step or -1)  # Of a run that begins again nothing stays, not even what it wrote before its first step.
-            is_new = not any(self.directory.rglob(f"*.tfevents.*.{run_id}*"))
+            is_new = not any(self.directory.rglob(f"*.tfevents.*.{run_id}"))
         except OSError as error:
             raise CallbackError(f"TensorBoard cannot use {self.directory}: {error}. Give it a directory that can be written.") from error
         self._run_id = run_id
@@ -145,7 +140,7 @@ class TensorBoard(Callback):
         now = time.monotonic()
         # What a clock measures is not part of it, so that a resumed run's is that of a run never stopped.
         written = {"written": [self._written.step, *sorted(tag for tag in self._written.tags if not tag.startswith("time/"))]}
-        return {name: schedule.state_dict(now)["since"] for name, schedule in self._schedules.items()} | written
+        return {name: schedule.state_dict(now)["since"] for name, schedule in self._schedules.items() if schedule.measures_time} | written
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -188,6 +183,7 @@ class TensorBoard(Callback):
 
     @override
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
+        self._describe(checkpoint)
         self._drop_closing(checkpoint.step)  # A process that was killed right after this left one, and no row that says so.
         files = EventFiles(self.directory, str(self._run_id), self._first_step, mark=f"{CLOSING}{checkpoint.step}")
         try:
@@ -348,82 +344,3 @@ class Clock:
         if examples is not None and before.examples is not None:
             values["time/examples_per_second"] = (examples - before.examples) / seconds
         return values
-
-
-def write_values(write: Write, group: str, step: int, values: Mapping[str, Any], now: float) -> None:
-    """Writes numbers as scalars, lists as a scalar for each entry, and matrices as tables."""
-    from tensorboardX import summary
-
-    for key, value in values.items():
-        array = np.asarray(value)
-        is_number = array.dtype == bool or jnp.issubdtype(array.dtype, jnp.integer) or jnp.issubdtype(array.dtype, jnp.floating)
-        if not is_number or not array.size:
-            continue  # Something of a user's callback that is no number.
-        if array.ndim == 0:
-            write(group, step, scalar(key, float(array)), now)
-        elif array.ndim == 1:
-            for index, entry in enumerate(array):
-                write(group, step, scalar(f"{key}/{index}", float(entry)), now)
-        else:
-            rows = array.reshape(-1, array.shape[-1])
-            lines = ["|" + "|".join(f"{entry:g}" for entry in row) + "|" for row in rows]
-            write(group, step, summary.text(key, "\n".join([lines[0], "|" + "---|" * rows.shape[1], *lines[1:]])), now)
-
-
-def scalar(tag: str, value: float) -> Any:
-    """Returns a summary of one number, which may be NaN or infinite: tensorboardX would log a warning for each of these."""
-    from tensorboardX import summary
-
-    made = summary.scalar(tag, 0.0)
-    made.value[0].simple_value = value
-    return made
-
-
-def write_histogram(write: Write, tag: str, step: int, values: Any, now: float) -> None:
-    """Writes a histogram of the finite values, of complex ones of their magnitudes; of none there is none."""
-    from tensorboardX import summary
-
-    finite = (np.abs(values) if np.iscomplexobj(values) else values).astype(np.float64).ravel()
-    finite = finite[np.isfinite(finite)]
-    if finite.size:
-        write(TRAIN, step, summary.histogram(tag, finite, _HISTOGRAM_BINS), now)
-
-
-def hyperparameter_summaries(values: Mapping[str, Any], tags: list[tuple[str, str]], now: float) -> list[Any]:
-    """Returns the summaries that TensorBoard's table of hyperparameters is made from.
-
-    TensorBoard finds the metrics of a run that is a sub-directory of its logdir, not those of the logdir itself.
-
-    Args:
-        values: Numbers, booleans and strings by name.
-        tags: The metrics of the table: sub-directory and tag.
-        now: When the run began, in seconds since 1970.
-    """
-    from tensorboardX import summary
-    from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
-
-    experiment, start, _ = summary.hparams(dict(values), {f"{group}/{tag}": None for group, tag in tags})
-    plugins = [part.value[0].metadata.plugin_data for part in (experiment, start)]
-    contents = [HParamsPluginData.FromString(plugin.content) for plugin in plugins]
-    for info, (group, tag) in zip(contents[0].experiment.metric_infos, tags, strict=True):
-        info.name.group, info.name.tag = group, scalar(tag, 0.0).value[0].tag  # Without the characters that a tag may not have.
-    contents[1].session_start_info.start_time_secs = now
-    for plugin, content in zip(plugins, contents, strict=True):
-        plugin.content = content.SerializeToString()
-    return [experiment, start]
-
-
-def describe_environment(params: PyTree) -> str:
-    """Returns what a run ran on, in Markdown: command line, versions, devices, parameters."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    devices = sorted(leaves[0][1].devices(), key=lambda device: device.id) if leaves else jax.devices()
-    facts: dict[str, Any] = {
-        "command": " ".join(sys.argv),
-        "python": f"{platform.python_version()} on {platform.platform()}",
-        **library_versions(),
-        "devices": f"{len(devices)} {devices[0].device_kind} ({devices[0].platform}), {jax.process_count()} processes",
-        "parameters": f"{sum(leaf.size for _, leaf in leaves):,} in {len(leaves)} arrays, {sum(leaf.nbytes for _, leaf in leaves):,} bytes",
-    }
-    lines = ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in facts.items()), "", "| parameter | shape | dtype | size |", "|---|---|---|---|"]
-    lines += [f"| {jax.tree_util.keystr(path, simple=True, separator='/')} | {list(leaf.shape)} | {leaf.dtype} | {leaf.size:,} |" for path, leaf in leaves]
-    return "\n".join(lines)

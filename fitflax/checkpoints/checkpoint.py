@@ -208,7 +208,7 @@ class Checkpoint:
             NotReadyError: The run does not keep gradients.
         """
         if self._grads is None:
-            raise NotReadyError(f"The gradient of step {self.step} was not kept: no callback of this run asked for gradients (Callback.needs_grads).")
+            raise NotReadyError(f"The gradient of step {self.step} was not kept: only `fit` keeps gradients, with a callback whose needs_grads is True.")
         return self._grads
 
     @property

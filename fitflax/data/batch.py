@@ -90,7 +90,7 @@ def num_examples(tree: PyTree, *, name: str) -> int:
         raise DataError(f"`{name}` holds no arrays.")
     for path, leaf in leaves:
         if not getattr(leaf, "shape", ()):
-            raise DataError(f"Every array must have a leading axis of examples: {path} is {_describe(leaf)}.")
+            raise DataError(f"Every array must have a leading axis of examples: {path} is {_describe(leaf)}. Single examples must be put into batches first.")
     lengths = {path: int(leaf.shape[0]) for path, leaf in leaves}
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{path} has {length}" for path, length in lengths.items())
@@ -146,6 +146,29 @@ class Selection:
         if self.inputs is None and self.targets is not None:
             raise ConfigError(f"Trainer(targets={self.targets!r}) needs inputs= as well: both pick from batches that are dicts.")
 
+    def columns(self, known: list[Any] | None = None, *, inputs_only: bool = False, name: str = "data") -> list[str]:
+        """Returns the keys that are picked, each once.
+
+        Args:
+            known: The columns that there are; `None` if that is not known.
+            inputs_only: Whether nothing but inputs is needed.
+            name: What the caller calls the data, for errors.
+
+        Raises:
+            DataError: A column is missing.
+
+        >>> Selection(("a", "b"), {"y": "c"}).columns()
+        ['a', 'b', 'c']
+        """
+        found: dict[str, None] = {}
+        for spec in (self.inputs, None if inputs_only else self.targets):
+            found.update(dict.fromkeys(() if spec is None else spec.values() if isinstance(spec, dict) else spec if isinstance(spec, tuple) else (spec,)))
+        missing = [] if known is None else [column for column in found if column not in known]
+        if missing:
+            hints = "".join(did_you_mean(column, map(str, known or ())) for column in missing)
+            raise DataError(f"Trainer(inputs=..., targets=...) asks for the columns {missing}, but `{name}` has {list(known or ())}.{hints}")
+        return list(found)
+
     def split(self, raw: Any, *, inputs_only: bool = False) -> Triple:
         """Returns the inputs, targets and weights of a raw batch.
 
@@ -156,7 +179,8 @@ class Selection:
         Raises:
             DataError: The wrong number of elements, no dict where one is needed, or a key that it lacks.
         """
-        if self.inputs is not None and isinstance(raw, Mapping):
+        # A table has keys as well: its columns' names.
+        if self.inputs is not None and (isinstance(raw, Mapping) or hasattr(raw, "keys")):
             y = () if self.targets is None or inputs_only else self._pick(raw, self.targets, "targets")
             return Triple(self._pick(raw, self.inputs, "inputs"), y, None)
         if self.inputs is not None and not inputs_only:
@@ -205,6 +229,7 @@ class Batcher:
         self._replicas = num_replicas
         self.size = None if size is None else self._round_up(size)
         self._pad = pad
+        self._has_batched = False
         self._class_weight = None if class_weight is None else _check_class_weight(class_weight)
 
     def _round_up(self, rows: int) -> int:
@@ -237,7 +262,8 @@ class Batcher:
             if rows % self._replicas:
                 raise DataError(f"A batch of {rows} examples cannot be split over {self._replicas} devices with compile(pad=False). Use drop_remainder=True.")
             return rows
-        if self.size is None:
+        is_first, self._has_batched = not self._has_batched, True
+        if self.size is None or (is_first and rows > self.size):  # A loader's batch size says little where batches are put together by the user.
             self.size = self._round_up(rows)
         elif rows > self.size:
             warnings.warn(

@@ -34,7 +34,7 @@ class Feeder:
         size = source.batch_size if size is None else size
         if size is not None and source.num_examples is not None:
             size = min(size, source.num_examples)  # Fewer examples than one batch are a smaller batch, not one that is mostly padding.
-        return Feed(source, Batcher(num_replicas=self._num_replicas, size=size, pad=self._pad, class_weight=class_weight), position)
+        return Feed(source, Batcher(num_replicas=self._num_replicas, size=size, pad=self._pad, class_weight=class_weight), position, is_saved=True)
 
     def evaluations(self, source: Source, name: str, steps: int | None, *, exact: Callable[[], bool] = lambda: False) -> Callable[[], Feed]:
         """Returns what makes the batches of each evaluation.

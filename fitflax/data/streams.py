@@ -1,11 +1,12 @@
 """Sources that yield batches, and `Feed`, which walks over any source pass after pass and knows its position.
 
-A position is counted in examples that finished steps have used, never read off the loader, which may be ahead. Sources that cannot seek are read and
-dropped up to the position, with a warning that names the cost.
+A position is counted in examples that finished steps have used, never read off the loader, which may be ahead. Loaders that can save their state go on from
+the newest bookmark; sources that cannot seek are read and dropped up to the position, with a warning that names the cost.
 """
 
 import abc
 import itertools
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +16,8 @@ import numpy as np
 from typing_extensions import override
 
 from fitflax.data.batch import Batcher, FedBatch, Position, Selection, Triple, num_examples, to_numpy
-from fitflax.errors import DataError, FitflaxWarning
+from fitflax.data.passes import Bookmark, Bookmarks, LoaderPass, Pass, drop, iterator_methods, resumed, set_state
+from fitflax.errors import FitflaxWarning
 
 __all__ = ["Feed", "IterableSource", "OneShotSource", "Source"]
 
@@ -53,6 +55,17 @@ class Source(abc.ABC):
     def open(self, position: Position) -> Iterator[Triple]:
         """Returns the batches of pass number `position.passes` that follow its first `position.examples` examples."""
 
+    def reopen(self, position: Position, bookmark: Bookmark | None) -> Iterator[Triple]:
+        """Returns the same batches as `open`, in a process that goes on with the run of an earlier one.
+
+        Override it where `open` returns a pass that takes snapshots, or where the order of a pass follows from those before it.
+
+        Args:
+            position: Where the run is.
+            bookmark: A state of the same pass, at this position or before it; `None` if there is none.
+        """
+        return self.open(position)
+
 
 class Feed:
     """Batches of fixed shape, pass after pass, each with the position that the data has after it.
@@ -61,6 +74,8 @@ class Feed:
         source: Where batches come from.
         batcher: Gives them their shape.
         position: Where to begin.
+        is_saved: Whether the position is to be saved, so that states of the source are worth taking.
+        clock: Returns seconds; how often states are taken depends on it.
 
     >>> from fitflax.data import adapt
     >>> import numpy as np
@@ -71,21 +86,38 @@ class Feed:
     Position(passes=1, examples=2)
     """
 
-    def __init__(self, source: Source, batcher: Batcher, position: Position = Position()) -> None:  # noqa: B008 (frozen)
+    def __init__(
+        self,
+        source: Source,
+        batcher: Batcher,
+        position: Position = Position(),  # noqa: B008 (frozen)
+        *,
+        is_saved: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.source = source
         self.batcher = batcher
         self._position = position
         self._iterator: Iterator[Triple] | None = None
         self._last: tuple[Triple, Position] | None = None
         self._pushed_back: Triple | None = None
+        self._bookmarks = Bookmarks(clock) if is_saved else None
+        # The open pass, if its states are taken; what a resume begins from; whether the last pass had a state.
+        self._pass: Pass | None = None
+        self._resume: tuple[Bookmark | None] | None = None
+        self._has_states = False
 
     def next(self) -> FedBatch | None:
         """Returns the next batch, or `None` at the end of a pass; the call after that begins the next pass."""
         if self._iterator is None:
-            self._iterator = self.source.open(self._position)
-        triple, self._pushed_back = self._pushed_back or next(self._iterator, None), None
+            self._iterator = self._open()
+        triple, self._pushed_back = self._pushed_back, None
         if triple is None:
-            self._iterator = None
+            if self._pass is not None and self._bookmarks is not None:
+                self._bookmarks.take(self._position, self._pass)
+            triple = next(self._iterator, None)
+        if triple is None:
+            self._iterator = self._pass = None
             self._position = Position(self._position.passes + 1)
             return None
         if not self.source.owns_batches:
@@ -96,10 +128,50 @@ class Feed:
         self._position = Position(self._position.passes, self._position.examples + num_real)
         return FedBatch(batch, num_real, self._position)
 
+    def _open(self) -> Iterator[Triple]:
+        resume, self._resume = self._resume, None
+        self._has_states = False  # If opening fails, saving must not try it once more.
+        iterator = self.source.open(self._position) if resume is None else self.source.reopen(self._position, *resume)
+        if self._bookmarks is not None and isinstance(iterator, Pass):
+            self._pass = iterator
+            self._has_states = self._bookmarks.take(self._position, iterator, insist=True)
+        return iterator
+
     @property
     def position(self) -> Position:
         """The position of the data after the batches given out so far."""
         return self._position
+
+    def state_dict(self, position: Position) -> dict[str, Any]:
+        """Returns what `load_state_dict` needs to go on at `position`, fit for a checkpoint; `{}` where the position itself is enough, or all there is.
+
+        Args:
+            position: What training has used, which this feed may be ahead of by a batch.
+        """
+        if self._bookmarks is None:
+            return {}
+        if position == self._position and self._pass is not None and self._pushed_back is None:
+            self._bookmarks.take(position, self._pass)
+        elif position == self._position and self._iterator is None and self._has_states:
+            try:
+                self._iterator = self._open()  # Between two passes: the state that matters is that of the one to come.
+            except Exception as error:  # noqa: BLE001 (it must not cost the checkpoint, and `next` raises it again)
+                warnings.warn(f"The next pass over the data could not be opened: {error!r}.", FitflaxWarning, stacklevel=2)
+        return self._bookmarks.state_dict(position)
+
+    def load_state_dict(self, state: Any) -> None:
+        """Says that this feed goes on with the run of an earlier process. Called before the first `next`.
+
+        Args:
+            state: What `state_dict` returned there.
+        """
+        self._resume = (None if self._bookmarks is None else self._bookmarks.load_state_dict(state, self._position),)
+
+    def close(self) -> None:
+        """Lets go of the pass that is open and of what it holds, such as worker processes. A batch can still be taken back."""
+        iterator, self._iterator, self._pass = self._iterator, None, None
+        if isinstance(iterator, Pass):
+            iterator.close()
 
     def push_back(self) -> None:
         """Takes back the batch just given, which nobody used: `next` gives it again, and so does another feed over an iterator that serves once."""
@@ -119,50 +191,66 @@ class Feed:
         return False if self.source.is_endless else None
 
 
-def _skip(batches: Iterator[Triple], examples: int) -> Iterator[Triple]:
-    """Returns `batches` without those that hold the first `examples` examples."""
-    if not examples:
-        return batches
-    warnings.warn(
-        f"This data source cannot seek: {examples} examples are read and dropped to come to where the run was. In-memory arrays seek at once.",
-        FitflaxWarning,
-        stacklevel=5,
-    )
-    seen = 0
-    while seen < examples:
-        triple = next(batches, None)
-        if triple is None:
-            raise DataError(f"The run had used {examples} examples of this pass, but the data ends after {seen}. It is not the data of that run.")
-        seen += num_examples(to_numpy(triple.x, name="x"), name="x")
-    if seen > examples:
-        raise DataError(f"The run had used {examples} examples of this pass, which is no boundary of the batches now: {seen}. Were other batch sizes used?")
-    return batches
-
-
 class IterableSource(Source):
     """Batches from a re-iterable object, or from a function that makes an iterator; asked anew for every pass.
 
     Args:
-        make: Makes an iterator of raw batches.
+        make: Makes an iterable of raw batches.
         selection: Which parts are inputs and targets.
         inputs_only: Whether only inputs are needed.
         num_batches: The length if the object tells one.
+        is_endless: Whether a pass is known never to end.
+        adapt: Returns the source of what `make` made, if it is of a kind that has its own; `None` otherwise.
     """
 
-    def __init__(self, make: Callable[[], Any], selection: Selection, *, inputs_only: bool = False, num_batches: int | None = None) -> None:
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        selection: Selection,
+        *,
+        inputs_only: bool = False,
+        num_batches: int | None = None,
+        is_endless: bool = False,
+        adapt: Callable[[Any], Source | None] = lambda made: None,
+    ) -> None:
         self._make = make
         self._selection = selection
         self._inputs_only = inputs_only
         self.num_batches = num_batches
+        self.is_endless = is_endless
+        self._adapt = adapt
 
     @override
     def open(self, position: Position) -> Iterator[Triple]:
-        raw = self._make()
-        try:
-            iterator = iter(raw)
-        except TypeError as error:
-            raise DataError(f"A function given as data must return an iterable of batches. Received: a {type(raw).__name__}.") from error
-        return _skip((self._selection.split(item, inputs_only=self._inputs_only) for item in iterator), position.examples)
+        made = self._make()
+        source = self._adapt(made)
+        return drop(LoaderPass(made, self._read), position.examples) if source is None else source.open(position)
+
+    @override
+    def reopen(self, position: Position, bookmark: Bookmark | None) -> Iterator[Triple]:
+        made = self._make()
+        source = self._adapt(made)
+        if source is not None:
+            return source.reopen(position, bookmark)
+        return resumed(LoaderPass(made, self._read, None if bookmark is None else bookmark.state), position, bookmark)
+
+    def _read(self, item: Any) -> Triple:
+        return self._selection.split(item, inputs_only=self._inputs_only)
+
+
+class _OneShotPass(Pass):
+    """The batches of an iterator from where it is; it stays open when this is closed."""
+
+    def __init__(self, source: "OneShotSource") -> None:
+        self._source = source
+
+    @override
+    def __next__(self) -> Triple:
+        return self._source.take()
+
+    @override
+    def snapshot(self) -> Any:
+        return self._source.snapshot()
 
 
 class OneShotSource(Source):
@@ -172,13 +260,14 @@ class OneShotSource(Source):
         iterator: Yields raw batches.
         selection: Which parts are inputs and targets.
         inputs_only: Whether only inputs are needed.
+        convert: Applied to each raw batch.
     """
 
     can_restart = False
 
-    def __init__(self, iterator: Iterator[Any], selection: Selection, *, inputs_only: bool = False) -> None:
+    def __init__(self, iterator: Iterator[Any], selection: Selection, *, inputs_only: bool = False, convert: Callable[[Any], Any] = lambda item: item) -> None:
         self.iterator = iterator
-        self._batches = (selection.split(item, inputs_only=inputs_only) for item in iterator)
+        self._read: Callable[[Any], Triple] = lambda item: selection.split(convert(item), inputs_only=inputs_only)
         self._taken_back: list[Triple] = []
         self.taken = 0
         self.is_endless = isinstance(iterator, itertools.cycle | itertools.count) or (isinstance(iterator, itertools.repeat) and _repeats_for_ever(iterator))
@@ -186,15 +275,32 @@ class OneShotSource(Source):
     @override
     def open(self, position: Position) -> Iterator[Triple]:
         missing = position.examples - self.taken
-        return _skip(self._take(), missing) if missing > 0 else self._take()
+        return drop(_OneShotPass(self), missing) if missing > 0 else _OneShotPass(self)
 
-    def _take(self) -> Iterator[Triple]:
-        while True:
-            triple = self._taken_back.pop() if self._taken_back else next(self._batches, None)
-            if triple is None:
-                return
-            self.taken += num_examples(to_numpy(triple.x, name="x"), name="x")
-            yield triple
+    @override
+    def reopen(self, position: Position, bookmark: Bookmark | None) -> Iterator[Triple]:
+        methods = iterator_methods(self.iterator)
+        if bookmark is None or methods is None:
+            return self.open(position)
+        set_state(methods[1], bookmark.state, self.iterator)
+        self._taken_back.clear()
+        self.taken = bookmark.position.examples
+        return drop(_OneShotPass(self), position.examples, seen=self.taken, warns=False)
+
+    def snapshot(self) -> Any:
+        """Returns the iterator's state before the next batch; `None` if it has none, or if that batch was taken back."""
+        methods = iterator_methods(self.iterator)
+        return None if methods is None or self._taken_back else methods[0]()
+
+    def take(self) -> Triple:
+        """Returns the next batch.
+
+        Raises:
+            StopIteration: There is none.
+        """
+        triple = self._taken_back.pop() if self._taken_back else self._read(next(self.iterator))
+        self.taken += num_examples(to_numpy(triple.x, name="x"), name="x")
+        return triple
 
     def take_back(self, triple: Triple) -> None:
         """Takes back a batch that nobody used; it is the next one."""

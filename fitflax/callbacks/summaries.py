@@ -1,0 +1,98 @@
+"""What `TensorBoard` writes, as tensorboardX's summaries: numbers, lists, tables, histograms, hyperparameters, and the environment as text."""
+
+import platform
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fitflax.callbacks.event_files import Write
+from fitflax.checkpoints.documents import library_versions
+from fitflax.state import PyTree
+
+__all__ = ["TRAIN", "describe_environment", "hyperparameter_summaries", "write_histogram", "write_values"]
+
+TRAIN = "train"
+_HISTOGRAM_BINS = 64
+
+
+def write_values(write: Write, group: str, step: int, values: Mapping[str, Any], now: float) -> None:
+    """Writes numbers as scalars, lists as a scalar for each entry, and matrices as tables."""
+    from tensorboardX import summary
+
+    for key, value in values.items():
+        array = np.asarray(value)
+        is_number = array.dtype == bool or jnp.issubdtype(array.dtype, jnp.integer) or jnp.issubdtype(array.dtype, jnp.floating)
+        if not is_number or not array.size:
+            continue  # Something of a user's callback that is no number.
+        if array.ndim == 0:
+            write(group, step, scalar(key, float(array)), now)
+        elif array.ndim == 1:
+            for index, entry in enumerate(array):
+                write(group, step, scalar(f"{key}/{index}", float(entry)), now)
+        else:
+            rows = array.reshape(-1, array.shape[-1])
+            lines = ["|" + "|".join(f"{entry:g}" for entry in row) + "|" for row in rows]
+            write(group, step, summary.text(key, "\n".join([lines[0], "|" + "---|" * rows.shape[1], *lines[1:]])), now)
+
+
+def scalar(tag: str, value: float) -> Any:
+    """Returns a summary of one number, which may be NaN or infinite: tensorboardX would log a warning for each of these."""
+    from tensorboardX import summary
+
+    made = summary.scalar(tag, 0.0)
+    made.value[0].simple_value = value
+    return made
+
+
+def write_histogram(write: Write, tag: str, step: int, values: Any, now: float) -> None:
+    """Writes a histogram of the finite values, of complex ones of their magnitudes; of none there is none."""
+    from tensorboardX import summary
+
+    finite = (np.abs(values) if np.iscomplexobj(values) else values).astype(np.float64).ravel()
+    finite = finite[np.isfinite(finite)]
+    if finite.size:
+        write(TRAIN, step, summary.histogram(tag, finite, _HISTOGRAM_BINS), now)
+
+
+def hyperparameter_summaries(values: Mapping[str, Any], tags: list[tuple[str, str]], now: float) -> list[Any]:
+    """Returns the summaries that TensorBoard's table of hyperparameters is made from.
+
+    TensorBoard finds the metrics of a run that is a sub-directory of its logdir, not those of the logdir itself.
+
+    Args:
+        values: Numbers, booleans and strings by name.
+        tags: The metrics of the table: sub-directory and tag.
+        now: When the run began, in seconds since 1970.
+    """
+    from tensorboardX import summary
+    from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
+
+    experiment, start, _ = summary.hparams(dict(values), {f"{group}/{tag}": None for group, tag in tags})
+    plugins = [part.value[0].metadata.plugin_data for part in (experiment, start)]
+    contents = [HParamsPluginData.FromString(plugin.content) for plugin in plugins]
+    for info, (group, tag) in zip(contents[0].experiment.metric_infos, tags, strict=True):
+        info.name.group, info.name.tag = group, scalar(tag, 0.0).value[0].tag  # Without the characters that a tag may not have.
+    contents[1].session_start_info.start_time_secs = now
+    for plugin, content in zip(plugins, contents, strict=True):
+        plugin.content = content.SerializeToString()
+    return [experiment, start]
+
+
+def describe_environment(params: PyTree) -> str:
+    """Returns what a run ran on, in Markdown: command line, versions, devices, parameters."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    devices = sorted(leaves[0][1].devices(), key=lambda device: device.id) if leaves else jax.devices()
+    facts: dict[str, Any] = {
+        "command": " ".join(sys.argv),
+        "python": f"{platform.python_version()} on {platform.platform()}",
+        **library_versions(),
+        "devices": f"{len(devices)} {devices[0].device_kind} ({devices[0].platform}), {jax.process_count()} processes",
+        "parameters": f"{sum(leaf.size for _, leaf in leaves):,} in {len(leaves)} arrays, {sum(leaf.nbytes for _, leaf in leaves):,} bytes",
+    }
+    lines = ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in facts.items()), "", "| parameter | shape | dtype | size |", "|---|---|---|---|"]
+    lines += [f"| {jax.tree_util.keystr(path, simple=True, separator='/')} | {list(leaf.shape)} | {leaf.dtype} | {leaf.size:,} |" for path, leaf in leaves]
+    return "\n".join(lines)

@@ -1,0 +1,20 @@
+"""What tests of data sources share."""
+
+from collections.abc import Iterator
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache as jax_cache
+
+
+@pytest.fixture(scope="module")
+def compiled_once(compilation_cache: dict[str, str]) -> Iterator[None]:
+    """Every trainer is made from scratch; only the compiler's work is shared."""
+    before = {name: getattr(jax.config, name.lower()) for name in compilation_cache}
+    for name, value in compilation_cache.items():
+        jax.config.update(name.lower(), value if name.endswith("DIR") else int(value))
+    jax_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name.lower(), value)
+    jax_cache.reset_cache()

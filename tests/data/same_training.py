@@ -1,0 +1,78 @@
+"""What tests of data sources compare: training, evaluation and prediction with a source, and a run that stops and goes on, bit for bit."""
+
+import contextlib
+import pathlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import linen as nn
+
+import fitflax
+from fitflax.callbacks import ModelCheckpoint
+from fitflax.errors import FitflaxWarning
+from fitflax.parallel import DataParallel
+from tests.run_script import differences, leaves_of, rows_of, state_of
+
+ROWS, BATCH = 10, 4  # Batches of 4, 4 and 2.
+X = np.random.default_rng(5).normal(size=(ROWS, 3)).astype(np.float32)
+Y = (X @ np.array([[1.0], [-2.0], [0.5]], np.float32)).astype(np.float32)
+
+CANNOT_SEEK = "This data source cannot seek: {} examples are read and dropped"
+NO_ORDER = "The order of examples cannot be repeated"
+
+
+def make_trainer(**options: Any) -> fitflax.Trainer:
+    trainer = fitflax.Trainer(nn.Dense(1), parallel=DataParallel(jax.devices()[:1]), **options)
+    trainer.compile(optax.sgd(0.1, momentum=0.9), "mse", ["mae"])
+    return trainer
+
+
+def outcome(data: Any, predicted: Any = None, *, keys: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """All that comes of training two epochs on `data`, evaluating on it, and predicting."""
+    trainer = make_trainer(**(keys or {}))
+    history = trainer.fit(data, epochs=2, verbose=0, **options)
+    size = {"batch_size": options["batch_size"]} if "batch_size" in options else {}
+    evaluated = trainer.evaluate(data, verbose=0, **size)
+    outputs = trainer.predict(data if predicted is None else predicted, **size)
+    return {**state_of(trainer), "history": rows_of(history), "evaluated": leaves_of(evaluated), "predicted": leaves_of(outputs)}
+
+
+def of_arrays(**options: Any) -> dict[str, Any]:
+    return outcome((X, Y), X, batch_size=BATCH, **{"shuffle": False, **options})
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    unequal = differences(one, other)
+    assert not unequal, "\n".join(unequal)
+
+
+@contextlib.contextmanager
+def warned(*beginnings: str) -> Iterator[None]:
+    """Checks that the block warns so, in this order, and of nothing else."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        # Third parties' own deprecations are not this library's; each test module says which it lets pass.
+        yield
+    own = [str(warning.message) for warning in caught if issubclass(warning.category, FitflaxWarning)]
+    assert [message[: len(beginning)] for message, beginning in zip(own, beginnings, strict=False)] == list(beginnings), own
+    assert len(own) == len(beginnings), own
+
+
+def run(root: pathlib.Path, data: Any, steps: int, *, keys: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """Trains up to a step, from the newest checkpoint in `root` if there is one."""
+    trainer = make_trainer(**(keys or {}))
+    history = trainer.fit(data, steps=steps, verbose=0, resume="auto", callbacks=[ModelCheckpoint(root)], **options)
+    return {**state_of(trainer), "history": rows_of(history)}
+
+
+def assert_resumes(root: pathlib.Path, make: Callable[[], Any], k: int, *messages: str, steps: int = 8, **options: Any) -> None:
+    """Checks that a run stopped at step `k` and resumed over data made anew, as in a new process, is the run never stopped, and that it warns so."""
+    never = run(root / "never", make(), steps, **options)
+    run(root / "stopped", make(), k, **options)
+    with warned(*messages):
+        resumed = run(root / "stopped", make(), steps, **options)
+    assert_same(resumed, never)

@@ -1,0 +1,128 @@
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fitflax.data import Position, adapt
+from fitflax.errors import ConfigError, DataError
+from tests.data.same_training import BATCH, CANNOT_SEEK, ROWS, X, Y, assert_resumes, assert_same, make_trainer, of_arrays, outcome, run, warned
+
+grain = pytest.importorskip("grain.python")
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+
+class Rows:
+    """A source of single examples; Grain checks its name when it goes on."""
+
+    def __init__(self, name: str = "rows") -> None:
+        self.name = name
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> Any:
+        return X[row], Y[row]
+
+    def __repr__(self) -> str:
+        return f"Rows({self.name})"
+
+
+def mapped(**options: Any) -> Any:
+    data = grain.MapDataset.source(Rows())
+    return (data.shuffle(seed=3) if options.get("shuffle") else data).batch(BATCH)
+
+
+def streamed(**options: Any) -> Any:
+    return mapped(**options).to_iter_dataset()
+
+
+def loader(*, shuffle: bool = False, num_epochs: int | None = 1, rows: Any = None, **options: Any) -> Any:
+    sampler = grain.IndexSampler(ROWS, grain.NoSharding(), shuffle=shuffle, num_epochs=num_epochs, seed=3)
+    return grain.DataLoader(data_source=rows or Rows(), sampler=sampler, operations=[grain.Batch(BATCH)], worker_count=0, **options)
+
+
+KINDS = pytest.mark.parametrize("make", [mapped, streamed, loader])
+
+
+@KINDS
+def test_grain_trains_like_the_arrays(make):
+    assert_same(outcome(make()), of_arrays())
+
+
+@KINDS
+@pytest.mark.parametrize("k", [2, 3, 4])
+def test_grain_goes_on_where_training_was_without_a_warning(make, k, tmp_path):
+    assert_resumes(tmp_path, lambda: make(shuffle=True), k)
+
+
+def test_an_iterator_of_grain_goes_on_where_training_was(tmp_path):
+    assert_resumes(tmp_path, lambda: iter(mapped(shuffle=True).repeat(9).to_iter_dataset()), 5)
+
+
+def test_endless_data_of_grain_goes_on_where_training_was(tmp_path):
+    def make() -> Any:
+        return grain.MapDataset.source(Rows()).shuffle(seed=3).repeat().batch(BATCH)
+
+    assert_resumes(tmp_path, make, 5, steps_per_epoch=3)
+
+
+def test_a_loader_over_other_data_is_read_up_to_the_position(tmp_path):
+    """Grain refuses a state if its source has another name; one without a `__repr__` has another one in each process."""
+    never = run(tmp_path / "never", loader(shuffle=True), 8)
+    run(tmp_path / "stopped", loader(shuffle=True), 4)
+    with warned("The DataLoaderIterator does not take the state that the run saved", CANNOT_SEEK.format(BATCH)):
+        assert_same(run(tmp_path / "stopped", loader(shuffle=True, rows=Rows("other")), 8), never)
+
+
+def test_the_length_is_known_where_it_is_told():
+    assert adapt(mapped()).num_batches == 3
+    assert adapt(streamed()).num_batches is None and adapt(loader()).num_batches is None
+
+
+@pytest.mark.parametrize(
+    ("make", "is_endless"),
+    [
+        (lambda: mapped(), False),
+        (lambda: mapped().repeat(5), False),
+        (lambda: mapped().repeat(), True),
+        (lambda: grain.MapDataset.source(Rows()).repeat().batch(1000), True),
+        (lambda: mapped().repeat().to_iter_dataset(), True),
+        (lambda: grain.MapDataset.source(Rows()).repeat().to_iter_dataset().batch(BATCH), True),
+        (streamed, False),
+        (loader, False),
+        (lambda: loader(num_epochs=None), True),
+    ],
+    ids=["map", "repeat 5", "repeat", "repeat and batch", "stream of repeat", "batches of a stream", "stream", "loader", "endless loader"],
+)
+def test_endless_data_of_grain_is_known(make, is_endless):
+    source = adapt(make())
+    assert source.is_endless == is_endless
+    if is_endless:
+        assert source.num_batches is None
+        with pytest.raises(ConfigError, match="never ends"):
+            make_trainer().fit(make(), verbose=0)
+
+
+def test_grains_own_batch_is_needed():
+    with pytest.raises(DataError, match="Single examples must be put into batches first"):
+        make_trainer().fit(grain.MapDataset.source(np.arange(4.0)), verbose=0)
+
+
+def test_empty_data_of_grain_is_an_error():
+    with pytest.raises(DataError, match="is an empty"):
+        adapt(grain.MapDataset.source([]))
+
+
+def test_what_grains_batches_hold_themselves_cannot_be_given_beside_them():
+    with pytest.raises(ConfigError, match="batch_size can only be given with in-memory arrays"):
+        adapt(mapped(), batch_size=3)
+
+
+def test_closing_a_pass_closes_grains_iterator():
+    opened = adapt(mapped()).open(Position())
+    next(opened)
+    iterator = opened._iterator
+    opened.close()
+    with pytest.raises(Exception, match="closed"):
+        next(iterator)

@@ -1,0 +1,39 @@
+import random
+
+import numpy as np
+import pytest
+
+from fitflax.data.randomness import undisturbed
+
+
+def draws() -> tuple[float, float]:
+    return random.random(), float(np.random.rand())
+
+
+def test_the_generators_are_put_back():
+    random.seed(3)
+    np.random.seed(3)
+    expected = draws()
+    random.seed(3)
+    np.random.seed(3)
+    with undisturbed():
+        assert draws() == expected
+        draws()
+    assert draws() == expected
+
+
+def test_they_are_put_back_after_an_error():
+    random.seed(3)
+    np.random.seed(3)
+    with pytest.raises(KeyError), undisturbed():
+        first = draws()
+        raise KeyError
+    assert draws() == first
+
+
+def test_pytorchs_generator_is_put_back():
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(3)
+    with undisturbed():
+        inside = torch.rand(3)
+    assert torch.equal(torch.rand(3), inside)

@@ -1,0 +1,113 @@
+import collections
+import enum
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fitflax.checkpoints.store import load_checkpoint, save_checkpoint
+from fitflax.checkpoints.trees import from_saved
+from fitflax.data.states import UnstorableError, decode, encode
+
+
+def through_a_file(state: object, path) -> object:
+    """What comes back from a checkpoint, as a resume reads it."""
+    save_checkpoint(path, train={}, run={"data": {"loader": encode(state)}}, metadata={"step": 0, "epoch": 0, "metrics": {}})
+    saved = load_checkpoint(path)
+    return decode(from_saved(saved.run["data"], root="run/data", key_impls=saved.metadata["key_impls"])["loader"])
+
+
+STATE = {
+    "numbers": [0, -(2**63), 2**63, -(2**200), 1.5, math.inf, True, False, None],
+    "tuple": (1, (2, [3, ()]), {}),
+    "text": ["", "grün", "\ud800 is no text", b"", b"\x00\xff"],
+    "keys": {1: "int", "1": "str", None: "none", (2, "a"): "tuple"},
+    "mark": {"__fitflax__": "tuple", "value": [1]},
+    "chunked": {"__msgpack_chunked_array__": 1},
+    "a/b": {"~": {}},
+    "random": __import__("random").Random(3).getstate(),
+}
+
+
+def test_a_state_comes_back_from_a_checkpoint_as_it_was(tmp_path):
+    again = through_a_file(STATE, tmp_path / "checkpoint")
+    assert again == STATE
+    assert [type(number) for number in again["numbers"]] == [type(number) for number in STATE["numbers"]]
+
+
+def test_arrays_come_back_with_their_types(tmp_path):
+    state = {
+        "array": np.arange(6, dtype=np.int16).reshape(2, 3).T,
+        "empty": np.zeros((0, 2), np.complex64),
+        "scalar": np.float32(0.1),
+        "bool": np.bool_(True),
+        "jax": jnp.arange(3),
+    }
+    again = through_a_file(state, tmp_path / "checkpoint")
+    for name, value in state.items():
+        assert type(again[name]) is type(value) or (isinstance(value, jax.Array) and isinstance(again[name], jax.Array))
+        assert again[name].dtype == value.dtype
+        np.testing.assert_array_equal(again[name], value)
+
+
+def test_tensors_come_back_as_tensors(tmp_path):
+    torch = pytest.importorskip("torch")
+    state = {"generator": torch.Generator().manual_seed(3).get_state(), "step": torch.tensor(4)}
+    again = through_a_file(state, tmp_path / "checkpoint")
+    assert all(torch.equal(again[name], value) and again[name].dtype == value.dtype for name, value in state.items())
+    torch.Generator().set_state(again["generator"])
+
+
+def test_a_state_is_copied_both_ways():
+    state = {"array": np.zeros(2), "list": [0]}
+    encoded = encode(state)
+    state["array"][0] = state["list"][0] = 1
+    first = decode(encoded)
+    first["array"][1] = 1
+    assert decode(encoded)["array"].tolist() == [0, 0] and encoded["list"] == [0]
+
+
+class Color(enum.IntEnum):
+    RED = 1
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"a": [0, object()]}, r"state\['a'\]\[1\] is a builtins.object"),
+        ({"a": {1, 2}}, r"state\['a'\] is a builtins.set"),
+        (Color.RED, r"state is a .*Color"),
+        (collections.OrderedDict(a=1), "state is a collections.OrderedDict"),
+        (np.array([None]), "state is a numpy.ndarray"),
+        (np.array(["text"]), "state is a numpy.ndarray"),
+        (np.datetime64("2020"), "state is a numpy.datetime64"),
+        ({"key": jax.random.key(0)}, r"state\['key'\] is a"),
+        ({object(): 1}, r"a key of state is a builtins.object"),
+    ],
+    ids=["object", "set", "enum", "ordered dict", "objects", "strings", "date", "key", "key of a dict"],
+)
+def test_what_cannot_be_stored_is_named(state, message):
+    with pytest.raises(UnstorableError, match=message):
+        encode(state)
+
+
+def test_a_state_within_itself_is_named():
+    state: dict = {}
+    state["again"] = state
+    with pytest.raises(UnstorableError, match="more than 40 levels deep"):
+        encode(state)
+
+
+def test_a_tensor_without_an_array_form_cannot_be_stored():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(UnstorableError, match=r"state is a torch\.Tensor"):
+        encode(torch.zeros(2, 2).to_sparse())
+
+
+def test_the_deepest_state_fits_a_checkpoint(tmp_path):
+    state: object = 1
+    for _ in range(40):
+        state = (state,)
+    assert through_a_file(state, tmp_path / "checkpoint") == state

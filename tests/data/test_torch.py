@@ -1,0 +1,372 @@
+import collections
+import gc
+import itertools
+import multiprocessing
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fitflax.data import Batcher, Feed, Position, adapt
+from fitflax.data.batch import Selection
+from fitflax.data.torch_loader import TorchSource, torch_batch
+from fitflax.errors import ConfigError, DataError, RestoreError
+from tests.data.same_training import (
+    BATCH,
+    CANNOT_SEEK,
+    NO_ORDER,
+    ROWS,
+    X,
+    Y,
+    assert_resumes,
+    assert_same,
+    make_trainer,
+    of_arrays,
+    outcome,
+    run,
+    warned,
+)
+from tests.run_script import differences, rows_of, state_of
+
+torch = pytest.importorskip("torch")
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+# Python and JAX warn of the fork by which PyTorch starts workers; these run nothing of JAX.
+forks = [pytest.mark.filterwarnings(f"ignore:{text}") for text in (r"os\.fork\(\) was called", ".*multi-threaded, use of fork")]
+
+
+def tensors(rows: int = ROWS) -> Any:
+    return TensorDataset(torch.from_numpy(X[:rows]), torch.from_numpy(Y[:rows]))
+
+
+def loader(rows: int = ROWS, **options: Any) -> Any:
+    return DataLoader(tensors(rows), batch_size=BATCH, **options)
+
+
+def seeded(seed: int = 1) -> Any:
+    return torch.Generator().manual_seed(seed)
+
+
+class Stream(IterableDataset):
+    """Yields single examples, and says nothing, or something wrong, of how many."""
+
+    def __init__(self, length: int | None = None) -> None:
+        if length is not None:
+            self.__class__ = type("Sized", (Stream,), {"__len__": lambda self: length})
+
+    def __iter__(self):
+        return iter(list(zip(X, Y, strict=True)))
+
+
+def first(data: Any, **options: Any) -> Any:
+    return next(adapt(data, **options).open(Position()))
+
+
+# -- training --
+
+
+def test_a_data_loader_trains_like_the_arrays():
+    assert_same(outcome(loader()), of_arrays())
+
+
+@pytest.mark.parametrize("make", [lambda: lambda: loader(), lambda: DataLoader(Stream(), batch_size=BATCH)], ids=["function", "iterable data set"])
+def test_a_function_that_makes_loaders_and_an_iterable_data_set_train_like_the_arrays(make):
+    assert_same(outcome(make()), of_arrays())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("persistent", [False, True])
+@forks[0]
+@forks[1]
+def test_workers_train_like_the_arrays_and_end(persistent, tmp_path):
+    assert_same(outcome(loader(num_workers=2, persistent_workers=persistent)), of_arrays())
+    gc.collect()
+    assert multiprocessing.active_children() == []
+    options = {"num_workers": 2, "persistent_workers": persistent}
+    assert_resumes(tmp_path, lambda: loader(shuffle=True, generator=seeded(), **options), 4, CANNOT_SEEK.format(4))
+
+
+@pytest.mark.slow
+@forks[0]
+@forks[1]
+def test_workers_of_a_pass_that_is_left_early_end():
+    gc.collect()  # Persistent workers of another test end with its trainer.
+    data = loader(num_workers=2)
+    trainer = make_trainer()
+    trainer.fit(data, steps=1, verbose=0)
+    trainer.evaluate(data, steps=1, verbose=0)
+    trainer.predict(data, steps=1)
+    assert multiprocessing.active_children() == []
+    feed = Feed(adapt(data), Batcher())
+    feed.next()
+    assert len(multiprocessing.active_children()) == 2
+    feed.close()
+    assert multiprocessing.active_children() == []
+
+
+def test_validation_on_a_shuffling_loader_leaves_training_as_it_is():
+    def trained(**options: Any) -> dict[str, Any]:
+        torch.manual_seed(0)
+        trainer = make_trainer()
+        # The order of training follows from PyTorch's global generator, from which the loader of validation draws as well.
+        history = trainer.fit(loader(shuffle=True), epochs=3, verbose=0, **options)
+        return {**state_of(trainer), "loss": [loss.hex() for loss in history.history["loss"]]}
+
+    assert_same(trained(validation_data=loader(shuffle=True)), trained())
+
+
+# -- resuming --
+
+
+@pytest.mark.parametrize("k", [2, 3, 4])
+def test_a_loader_that_does_not_shuffle_is_read_up_to_the_position(k, tmp_path):
+    assert_resumes(tmp_path, loader, k, *([CANNOT_SEEK.format(k % 3 * BATCH)] if k % 3 else []))
+
+
+@pytest.mark.parametrize("k", [2, 3, 4, 6])
+def test_a_loader_with_a_generator_of_its_own_goes_on_in_the_order_that_it_had(k, tmp_path):
+    messages = [CANNOT_SEEK.format(k % 3 * BATCH)] if k % 3 else []
+    assert_resumes(tmp_path, lambda: loader(shuffle=True, generator=seeded()), k, *messages)
+
+
+def test_a_generator_whose_state_is_not_restored_gives_another_run(tmp_path):
+    """The control: a new process begins with the generator's first order."""
+    never = run(tmp_path / "never", loader(shuffle=True, generator=seeded()), 8)
+    run(tmp_path / "stopped", loader(shuffle=True, generator=seeded()), 3)
+    trained = make_trainer()
+    trained.restore(tmp_path / "stopped")
+    trained.fit(loader(shuffle=True, generator=seeded()), steps=5, verbose=0)
+    assert differences(state_of(trained), {key: value for key, value in never.items() if key != "history"})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(tensors(), batch_size=BATCH, sampler=RandomSampler(tensors(), generator=seeded())),
+        lambda: DataLoader(tensors(), batch_sampler=BatchSampler(RandomSampler(tensors(), generator=seeded()), BATCH, False)),
+    ],
+    ids=["sampler", "batch sampler"],
+)
+def test_the_generator_may_be_a_samplers(make, tmp_path):
+    assert_resumes(tmp_path, make, 4, CANNOT_SEEK.format(BATCH))
+
+
+def test_a_function_may_make_loaders_that_share_a_generator_or_have_new_ones(tmp_path):
+    def shared() -> Any:
+        generator = seeded()
+        return lambda: loader(shuffle=True, generator=generator)
+
+    for name, make in (("shared", shared), ("new", lambda: lambda: loader(shuffle=True, generator=seeded()))):
+        assert_resumes(tmp_path / name / "between", make, 3)
+        assert_resumes(tmp_path / name / "inside", make, 4, CANNOT_SEEK.format(BATCH))
+
+
+@pytest.mark.parametrize("k", [3, 4])
+def test_a_loader_that_shuffles_without_a_generator_warns_that_its_order_cannot_be_repeated(k, tmp_path):
+    run(tmp_path, loader(shuffle=True), k)
+    with warned(f"{NO_ORDER}, so this run will differ", *([CANNOT_SEEK.format(BATCH)] if k % 3 else [])):
+        run(tmp_path, loader(shuffle=True), 6)
+
+
+def test_no_such_warning_comes_without_a_resume(tmp_path):
+    trainer = make_trainer()
+    with warned():
+        for _ in range(2):
+            trainer.fit(loader(shuffle=True), steps=4, verbose=0)
+
+
+def test_a_distributed_sampler_is_told_the_number_of_the_pass(tmp_path):
+    def make() -> Any:
+        sampler = torch.utils.data.DistributedSampler(tensors(), num_replicas=1, rank=0, seed=3)
+        return DataLoader(tensors(), batch_size=BATCH, sampler=sampler)
+
+    source = adapt(make())
+    orders = [np.concatenate([triple.x for triple in source.open(Position(number))]).tolist() for number in (0, 1, 0)]
+    assert orders[0] == orders[2] != orders[1]
+    assert_resumes(tmp_path, make, 4, CANNOT_SEEK.format(BATCH))
+
+
+def test_a_shorter_loader_on_a_resume_is_an_error(tmp_path):
+    run(tmp_path, loader(), 2)
+    with pytest.raises(DataError, match="had used 8 examples of this pass, but the data ends after 4"), warned(CANNOT_SEEK.format(8)):
+        run(tmp_path, loader(rows=4), 6)
+
+
+def test_another_batch_size_on_a_resume_is_an_error_with_both(tmp_path):
+    run(tmp_path, loader(), 2)
+    with pytest.raises(RestoreError, match="batch_size was 4 and is 5"):
+        run(tmp_path, DataLoader(tensors(), batch_size=5), 6)
+
+
+def test_a_loader_with_other_generators_on_a_resume_is_an_error(tmp_path):
+    run(tmp_path, loader(shuffle=True, generator=seeded()), 3)
+    other = DataLoader(tensors(), batch_size=BATCH, sampler=RandomSampler(tensors(), generator=seeded()), generator=seeded())
+    with pytest.raises(DataError, match="had 1 generators of its own, this one has 2"):
+        run(tmp_path, other, 6)
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"shuffle": True, "generator": None}], ids=["in order", "shuffled", "with a generator"])
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
+def test_a_stateful_data_loader_seeks(options, tmp_path):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def make() -> Any:
+        given = dict(options)
+        if "generator" in given:
+            given["generator"] = seeded()
+        # Without a generator its own state holds one, which begins from the global generator.
+        torch.manual_seed(next(seeds))
+        return stateful.StatefulDataLoader(tensors(), batch_size=BATCH, **given)
+
+    for k in (2, 3, 4):
+        seeds = iter((1, 1, 99))  # The resumed process has another one.
+        assert_resumes(tmp_path / str(k), make, k)
+
+
+# -- batches --
+
+
+def test_a_batch_that_pytorch_made_a_list_of_is_a_tuple():
+    triple = first(DataLoader(TensorDataset(*(torch.from_numpy(part) for part in (X, Y, Y[:, 0]))), batch_size=BATCH))
+    assert [type(part) for part in triple] == [np.ndarray] * 3
+    np.testing.assert_array_equal(triple.weights, Y[:BATCH, 0])
+
+
+def test_nested_lists_are_tuples_and_names_stay():
+    Pair = collections.namedtuple("Pair", "a b")
+    item = [[torch.zeros(2), [torch.ones(2)]], {"y": Pair(torch.zeros(2), [torch.zeros(2)])}]
+    (a, (b,)), targets = torch_batch(item)
+    assert (a.tolist(), b.tolist()) == ([0, 0], [1, 1])
+    assert isinstance(targets["y"], Pair) and isinstance(targets["y"].b, tuple)
+
+
+def test_batches_that_are_dicts_are_picked_by_key():
+    class Named(Dataset):
+        def __len__(self) -> int:
+            return ROWS
+
+        def __getitem__(self, row: int) -> dict[str, Any]:
+            return {"image": X[row], "label": Y[row], "id": "text"}
+
+    options = {"keys": {"inputs": "image", "targets": "label"}}
+    assert_same(outcome(DataLoader(Named(), batch_size=BATCH), **options), of_arrays())
+
+
+def test_an_iterator_of_a_loader_yields_the_same_batches():
+    assert_same(state(lambda: iter(loader()), epochs=1), state(loader, epochs=1))
+
+
+def state(make: Any, **options: Any) -> dict[str, Any]:
+    trainer = make_trainer()
+    history = trainer.fit(make(), verbose=0, **options)
+    return {**state_of(trainer), "history": rows_of(history)}
+
+
+def test_tensors_become_arrays_without_a_copy():
+    tensor = torch.zeros(3)
+    torch_batch(tensor)[0] = 5
+    assert tensor[0] == 5
+
+
+def test_tensors_that_require_gradients_or_are_bfloat16_are_converted():
+    assert torch_batch(torch.ones(2, requires_grad=True)).tolist() == [1, 1]
+    halves = torch_batch(torch.tensor([1.5, -2.0], dtype=torch.bfloat16))
+    assert halves.dtype == jnp.bfloat16 and halves.tolist() == [1.5, -2.0]
+    assert first((torch.ones(4, 3, requires_grad=True), torch.ones(4))).x.shape == (4, 3)
+
+
+def test_a_tensor_without_an_array_form_is_an_error():
+    with pytest.raises(DataError, match=r"A tensor of dtype torch\.float32 and layout torch\.sparse_coo cannot become an array"):
+        torch_batch(torch.zeros(2, 2).to_sparse())
+
+
+def test_text_is_an_error_that_names_it():
+    class Texts(Dataset):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, row: int) -> Any:
+            return X[row], "text"
+
+    with pytest.raises(DataError, match=r"y\[0\] must hold numbers, but its dtype is <U4"):
+        make_trainer().fit(DataLoader(Texts(), batch_size=2), verbose=0)
+
+
+def test_a_loader_of_single_examples_is_an_error():
+    with pytest.raises(DataError, match="Single examples must be put into batches first"):
+        make_trainer().fit(DataLoader(TensorDataset(torch.zeros(4), torch.zeros(4)), batch_size=None), verbose=0)
+
+
+def test_a_batch_of_four_is_an_error():
+    with pytest.raises(DataError, match=r"a tuple of 4 elements\. Several inputs are nested"):
+        make_trainer().fit(DataLoader(TensorDataset(*[torch.zeros(4)] * 4), batch_size=2), verbose=0)
+
+
+# -- what is known of a loader --
+
+
+def test_a_loader_tells_its_batches_but_not_its_examples():
+    source = adapt(loader())
+    assert isinstance(source, TorchSource)
+    assert (source.num_batches, source.batch_size, source.num_examples, source.shuffles, source.knows_length) == (3, BATCH, None, None, False)
+
+
+def test_a_loader_of_fewer_rows_than_a_batch_is_not_mostly_padding():
+    assert adapt(DataLoader(tensors(), batch_size=64)).batch_size == ROWS
+
+
+@pytest.mark.parametrize("length", [None, 3], ids=["no length", "a wrong length"])
+def test_an_iterable_data_set_is_not_asked_for_its_length(length):
+    source = adapt(DataLoader(Stream(length), batch_size=BATCH))
+    assert (source.num_batches, source.batch_size) == (None, BATCH)
+    assert sum(len(triple.x) for triple in source.open(Position())) == ROWS
+
+
+def test_only_batches_that_pytorch_puts_together_are_not_copied():
+    assert adapt(loader()).owns_batches
+    assert not adapt(DataLoader(tensors(), batch_size=2, collate_fn=lambda rows: rows)).owns_batches
+    assert not adapt(DataLoader(tensors(), batch_size=None)).owns_batches
+
+
+def test_batches_that_the_user_puts_together_may_be_larger_than_their_number_of_rows():
+    def both(rows: Any) -> Any:
+        x, y = torch.utils.data.default_collate(rows)
+        return torch.cat([x, x]), torch.cat([y, y])
+
+    with warned():
+        feed = Feed(adapt(DataLoader(tensors(), batch_size=BATCH, collate_fn=both)), Batcher(size=BATCH))
+        assert [len(feed.next().batch.mask) for _ in range(3)] == [8, 8, 8]
+
+
+def test_a_bare_data_set_is_an_error_that_says_to_wrap_it():
+    for data in (tensors(), Stream()):
+        with pytest.raises(DataError, match=rf"a PyTorch data set \(a {type(data).__name__}\) of single examples\. Wrap it: DataLoader\(data, batch_size=32\)"):
+            adapt(data)
+
+
+def test_an_empty_loader_is_an_error():
+    with pytest.raises(DataError, match="The DataLoader is empty: it has 0 batches"):
+        adapt(DataLoader(tensors(rows=2), batch_size=4, drop_last=True))
+
+
+@pytest.mark.parametrize("given", [{"y": Y}, {"batch_size": 3}, {"drop_remainder": True}], ids=lambda given: next(iter(given)))
+def test_what_a_loader_holds_itself_cannot_be_given_beside_it(given):
+    with pytest.raises(ConfigError, match=rf"{next(iter(given))} can only be given with in-memory arrays; batches of `data` \(a DataLoader\)"):
+        adapt(loader(), **given)
+
+
+def test_a_pass_draws_from_the_generator_only_when_its_first_batch_is_asked_for():
+    generator = seeded()
+    begin = generator.get_state()
+    opened = TorchSource(loader(shuffle=True, generator=generator), Selection()).open(Position())
+    assert torch.equal(generator.get_state(), begin)
+    next(opened)
+    assert not torch.equal(generator.get_state(), begin)
+
+
+def test_all_of_a_pass_comes_once():
+    seen = np.concatenate([triple.x for triple in itertools.islice(adapt(loader(shuffle=True)).open(Position()), 9)])
+    np.testing.assert_array_equal(np.sort(seen, axis=0), np.sort(X, axis=0))
