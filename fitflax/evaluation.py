@@ -1,5 +1,6 @@
 """Passes over data that do not train: `EvalLoop` adds metrics to checkpoints, `predict` collects outputs."""
 
+import contextlib
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +11,8 @@ import numpy as np
 from fitflax.callbacks.base import CallbackList
 from fitflax.checkpoints.checkpoint import Checkpoint, Summary
 from fitflax.data import Feed, Source
-from fitflax.data.arrays import ArraySource
+from fitflax.data.indexed import IndexedSource
+from fitflax.data.randomness import undisturbed
 from fitflax.errors import DataError, FitflaxWarning
 from fitflax.logs import Logs, Values
 from fitflax.program import Program, check_in_memory
@@ -90,7 +92,7 @@ class EvalLoop:
         Raises:
             DataError, ModelError, LossError, MetricError: What does not fit.
         """
-        fed = self._make_feed().next() if isinstance(self._source, ArraySource) else None
+        fed = self._make_feed().next() if isinstance(self._source, IndexedSource) else None
         if fed is not None:
             self._check(state, fed.batch)
 
@@ -105,7 +107,10 @@ class EvalLoop:
         Raises:
             DataError: The data has no batch.
         """
-        feed = self._make_feed()
+        with undisturbed(), contextlib.closing(self._make_feed()) as feed:
+            return self._evaluate(state, feed)
+
+    def _evaluate(self, state: TrainState, feed: Feed) -> dict[str, Any]:
         hooks = self._callbacks
         hooks.params["test_steps"] = self._steps or self._source.num_batches
         hooks.call("on_test_begin", {})

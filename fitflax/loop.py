@@ -258,6 +258,7 @@ class TrainLoop:
         if self._upcoming is not None:
             self._feed.push_back()
             self._upcoming = None
+        self._feed.close()
 
     @property
     def step(self) -> int:
@@ -296,6 +297,9 @@ class TrainLoop:
                 yield from self._last_checkpoint(rescue=True)
             if not isinstance(error, Interrupted):
                 raise
+        finally:
+            # Not left to the garbage collector: worker processes of a loader end here.
+            self._feed.close()
 
     def _epochs(self) -> Iterator[bool]:
         """Yields after every step whether a checkpoint is due there."""
@@ -529,6 +533,9 @@ class TrainLoop:
     def _run_state(self) -> dict[str, Any]:
         """Returns what a resume needs besides the train state; made when it is saved."""
         callbacks = self._callbacks_before_epoch_end or self.callbacks.state_dict(self._clock())
+        data = self._feed.state_dict(self.progress.position)
+        if data:
+            callbacks = {**callbacks, "data": data}
         values = {} if self._values is None else {"values": self._values.vector}
         if not self.progress.epoch_is_open or self._sums is None:
             return {**callbacks, **values}

@@ -1,5 +1,6 @@
 """`Trainer`: the facade. It checks arguments, turns them into the parts below it, and delegates; no step and no loop is written here."""
 
+import contextlib
 import dataclasses
 import os
 import warnings
@@ -24,9 +25,10 @@ from fitflax.checkpoints.resume import check_settings, find_resume
 from fitflax.checkpoints.store import Saved, load_checkpoint, save_checkpoint
 from fitflax.checkpoints.trees import from_saved
 from fitflax.data import Batcher, Source, adapt
-from fitflax.data.adapt import is_in_memory
-from fitflax.data.arrays import ArraySource
+from fitflax.data.adapt import takes_batch_size
 from fitflax.data.batch import Selection, Triple
+from fitflax.data.indexed import IndexedSource
+from fitflax.data.randomness import undisturbed
 from fitflax.errors import ConfigError, FitflaxWarning, OptimizerError
 from fitflax.evaluation import EvalLoop
 from fitflax.logs import Logs
@@ -342,8 +344,8 @@ class Trainer:
         """Trains, and returns the history of the run's epochs.
 
         Args:
-            data: Arrays `[examples, ...]`, alone or nested in lists, tuples and dicts; or anything that yields batches: an iterable, a generator, a function
-                that makes an iterator.
+            data: Arrays `[examples, ...]`, alone or nested in lists, tuples and dicts; data frames; a Hugging Face data set; or anything that yields
+                batches: a PyTorch `DataLoader`, `tf.data`, Grain, an iterable, a generator, a function that makes an iterator.
             y: Targets, for arrays.
             sample_weight: Weights `[examples]` or `[examples, ...]`, for arrays.
             steps: Updates to make.
@@ -381,7 +383,8 @@ class Trainer:
         arguments.check_counts(steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch, log_every=log_every)
         arguments.check_counts(validation_steps=validation_steps, validation_batch_size=validation_batch_size)
         arguments.check_initial_epoch(initial_epoch)
-        source, held_out = self._fit_source(data, y, sample_weight, batch_size, shuffle, drop_remainder, validation_split)
+        source = self._adapt(data, y, sample_weight, batch_size=batch_size, shuffle=shuffle, drop_remainder=drop_remainder)
+        source, held_out = self._hold_out(source, validation_split, validation_batch_size)
         if held_out is not None and validation_data is not None:
             raise ConfigError("validation_split and validation_data are both given; one of them says what to validate on.")
         sets = arguments.validation_sets(validation_data if held_out is None else held_out, self._selection)
@@ -401,6 +404,8 @@ class Trainer:
             )
             progress = self._start_progress(source, saved, settings, initial_epoch)
             feed = session.feeder.train(source, class_weight, progress.position, size=saved.metadata.get("full_batch_size") if saved else None)
+            if saved is not None:
+                feed.load_state_dict(from_saved(saved.run.get("data", {}), root="run/data", key_impls=saved.metadata["key_impls"]))
             plan = RunPlan(
                 end_step=None if steps is None else progress.first_step + steps,
                 end_epoch=initial_epoch + 1 if steps is None and epochs is None else epochs,
@@ -447,23 +452,19 @@ class Trainer:
             self._session.run_id = stores[0].run_id() or self._session.run_id
         return saved
 
-    def _fit_source(
-        self, data: Any, y: Any, sample_weight: Any, batch_size: int | None, shuffle: bool, drop_remainder: bool, split: float
-    ) -> tuple[Source, Any]:
+    @staticmethod
+    def _hold_out(source: Source, split: float, batch_size: int | None) -> tuple[Source, Source | None]:
         """Returns what to train on, and the part held out for validation."""
-        source = self._adapt(data, y, sample_weight, batch_size=batch_size, shuffle=shuffle, drop_remainder=drop_remainder)
         if not split:
             return source, None
         if not 0 < split < 1:
             raise ConfigError(f"validation_split must lie between 0 and 1. Received: {split!r}.")
-        if not isinstance(source, ArraySource):
+        if not isinstance(source, IndexedSource):
             raise ConfigError("validation_split can only be taken from in-memory arrays. Pass validation_data.")
-        (x, targets, weights), held_out = source.split(split)
-        train = ArraySource(x, targets, weights, batch_size=source.batch_size or 32, shuffle=shuffle, seed=self._session.seed, drop_remainder=drop_remainder)
-        return train, ArraySource(*held_out, batch_size=source.batch_size or 32)
+        return source.divide(split, batch_size)
 
     def _validation_loop(self, name: str, data: Any, hooks: CallbackList, interruption: Interruption, batch_size: int | None, steps: int | None) -> EvalLoop:
-        size = {"batch_size": batch_size} if is_in_memory(data) else {}
+        size = {"batch_size": batch_size} if takes_batch_size(data) else {}
         source = self._adapt(data, shuffle=False, name=f"validation_data {name!r}", **size)
         return self._make_eval_loop(source, steps=steps, name=name, callbacks=hooks, interruption=interruption)
 
@@ -588,8 +589,9 @@ class Trainer:
         hooks = CallbackList([*given, *arguments.default_bar(given, verbose)])
         hooks.bind(self, {"test_steps": steps or source.num_batches})
         try:
-            feed, check = self._session.feeder.prediction(source), self._session.check_restored
-            return evaluation.predict(self._session.any_program(), live.borrow(), feed, steps=steps, callbacks=hooks, check=check)
+            with undisturbed(), contextlib.closing(self._session.feeder.prediction(source)) as feed:
+                check = self._session.check_restored
+                return evaluation.predict(self._session.any_program(), live.borrow(), feed, steps=steps, callbacks=hooks, check=check)
         finally:
             for callback in hooks:
                 callback.close()

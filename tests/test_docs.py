@@ -1,6 +1,7 @@
 """README.md and docs/: every Python block runs, and every relative link leads somewhere."""
 
 import dataclasses
+import importlib.util
 import pathlib
 import re
 import sys
@@ -16,6 +17,7 @@ LINKED = sorted({*RUN, *ROOT.glob("*.md")})
 
 FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,})[ ]*(?P<language>[\w+-]*)")
 NOT_RUN = re.compile(r"<!--\s*not run:\s*(?P<reason>\S.*?)\s*-->")
+NEEDS = re.compile(r"<!--\s*needs:\s*(?P<module>\w+)\s*-->")
 LINK = re.compile(r"\]\(\s*<?(?P<target>[^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
 REFERENCE = re.compile(r"^ {0,3}\[[^\]]+\]:\s*<?(?P<target>[^\s>]+)>?", re.MULTILINE)
 HTML_LINK = re.compile(r"<(?:a|img)\b[^>]*?(?:href|src)=\"(?P<target>[^\"]+)\"")
@@ -27,6 +29,7 @@ class Block:
     code: str
     line: int  # of the first line of code, from 1
     not_run: str | None  # why, or None
+    needs: str | None = None  # a module without which it does not run
 
 
 def blocks(text: str) -> Iterator[Block]:
@@ -46,8 +49,8 @@ def blocks(text: str) -> Iterator[Block]:
             code.append(inner.removeprefix(opening["indent"]))
         else:
             raise ValueError(f"line {number}: a block that is never closed")
-        excuse = NOT_RUN.fullmatch(before)
-        yield Block(opening["language"], "\n".join(code) + "\n", number + 1, excuse["reason"] if excuse else None)
+        excuse, needs = NOT_RUN.fullmatch(before), NEEDS.fullmatch(before)
+        yield Block(opening["language"], "\n".join(code) + "\n", number + 1, excuse["reason"] if excuse else None, needs["module"] if needs else None)
         before = ""
 
 
@@ -71,7 +74,8 @@ def test_python_blocks_run(path: pathlib.Path, tmp_path: pathlib.Path, monkeypat
     monkeypatch.setitem(sys.modules, "__main__", script)
     monkeypatch.chdir(tmp_path)
     for block in blocks(path.read_text(encoding="utf-8")):
-        if block.language in {"python", "py"} and block.not_run is None:
+        has_all = block.needs is None or importlib.util.find_spec(block.needs) is not None
+        if block.language in {"python", "py"} and block.not_run is None and has_all:
             # Blank lines before the code make tracebacks name the file's own lines.
             exec(compile("\n" * (block.line - 1) + block.code, str(path), "exec"), script.__dict__)
 

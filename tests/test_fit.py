@@ -846,3 +846,12 @@ def test_metrics_that_do_not_fit_the_outputs_are_errors_before_any_step():
         make(F(), metrics=["sparse_categorical_accuracy"]).fit(X, Y, verbose=0)
     with pytest.raises(LossError, match=r"names the outputs \['c'\], but the module's outputs are \['a', 'b'\]"):
         make(TwoOutputs(as_dict=True), {"c": "mse"}).fit(X, {"a": Y, "b": Y}, verbose=0)
+
+
+def test_validation_batch_size_is_that_of_a_validation_split_too():
+    trainer = fitflax.Trainer(nn.Dense(1), parallel=DataParallel(jax.devices()[:1]))
+    trainer.compile("sgd", "mse")
+    sizes = []
+    count = LambdaCallback(on_test_batch_end=lambda batch, logs: sizes.append(batch))
+    trainer.fit(np.ones((20, 2)), np.ones((20, 1)), batch_size=8, validation_split=0.5, validation_batch_size=3, callbacks=[count], verbose=0)
+    assert sizes == [0, 1, 2, 3]

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 REQUIRED = {"jax", "flax", "optax", "msgpack", "tqdm", "tensorboardx", "typing-extensions"}
-NEVER_IMPORTED = ("tensorflow", "torch", "matplotlib", "pandas", "sklearn")
+NEVER_IMPORTED = ("tensorflow", "torch", "matplotlib", "pandas", "polars", "sklearn", "datasets", "grain", "clu")
 SUB_MODULES = ("callbacks", "losses", "metrics", "optimizers", "data", "parallel", "checkpoints", "errors")
 
 # Stands in for a library that the user has: says who imports it, and ends the process, so that no `except` can hide it.

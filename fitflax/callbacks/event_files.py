@@ -5,6 +5,7 @@ a number and the run's id in their names, so that a resume can drop what lies be
 """
 
 import contextlib
+import importlib
 import os
 import queue
 import struct
@@ -51,6 +52,8 @@ class EventFiles:
         """
         self._check()
         if self._thread is None:
+            # Here and not in the thread: where PyTorch is installed this imports it, and others should not find it half imported.
+            importlib.import_module("tensorboardX.event_file_writer")
             self._thread = threading.Thread(target=self._work, name="fitflax-tensorboard", daemon=True)
             self._thread.start()
         self._jobs.put(lambda: job(self._write))

@@ -49,9 +49,9 @@ class ArraySource(IndexedSource):
         return Triple(*jax.tree.map(lambda leaf: leaf[rows], (self.x, self.y, self.weights)))
 
     @override
-    def divide(self, fraction: float) -> "tuple[ArraySource, ArraySource]":
+    def divide(self, fraction: float, batch_size: int | None = None) -> "tuple[ArraySource, ArraySource]":
         head, tail = self.split(fraction)
-        return ArraySource(*head, **self.options), ArraySource(*tail, batch_size=self.options["batch_size"])
+        return ArraySource(*head, **self.options), ArraySource(*tail, batch_size=batch_size or self.options["batch_size"])
 
     def split(self, fraction: float) -> "tuple[tuple[PyTree, PyTree, Any], tuple[PyTree, PyTree, Any]]":
         """Returns `(x, y, weights)` of the first part and of the last `fraction`, in the order given, before any shuffling.

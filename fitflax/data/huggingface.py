@@ -87,12 +87,12 @@ class TableSource(IndexedSource):
         return self._selection.split(_arrays(self._table[rows], self._columns, self._features, self._name), inputs_only=self._inputs_only)
 
     @override
-    def divide(self, fraction: float) -> "tuple[TableSource, TableSource]":
+    def divide(self, fraction: float, batch_size: int | None = None) -> "tuple[TableSource, TableSource]":
         cut = self.cut(fraction)
         head, tail = self._given.select(range(cut)), self._given.select(range(cut, self._rows))
         return (
             TableSource(head, self._selection, name=self._name, **self.options),
-            TableSource(tail, self._selection, name=self._name, batch_size=self.options["batch_size"]),
+            TableSource(tail, self._selection, name=self._name, batch_size=batch_size or self.options["batch_size"]),
         )
 
 

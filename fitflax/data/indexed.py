@@ -50,8 +50,12 @@ class IndexedSource(Source):
         """Returns the given rows: a slice, or an array of their numbers."""
 
     @abc.abstractmethod
-    def divide(self, fraction: float) -> "tuple[IndexedSource, IndexedSource]":
+    def divide(self, fraction: float, batch_size: int | None = None) -> "tuple[IndexedSource, IndexedSource]":
         """Returns the first part, to train on, and the last `fraction` of the rows, in the order given, before any shuffling.
+
+        Args:
+            fraction: How much of it is held out.
+            batch_size: Rows of a batch of the part held out; by default as of the other.
 
         Raises:
             DataError: One of the parts would be empty.

@@ -23,6 +23,8 @@ def undisturbed() -> Iterator[None]:
     True
     """
     torch = sys.modules.get("torch")
+    if not hasattr(torch, "get_rng_state"):
+        torch = None  # Another thread is importing it just now.
     python_state, numpy_state = random.getstate(), np.random.get_state()
     torch_state = None if torch is None else torch.get_rng_state()
     try:

@@ -188,3 +188,8 @@ def test_no_examples_are_an_error():
 def test_text_is_no_number():
     with pytest.raises(DataError, match=r"y must hold numbers, but its dtype is <U3; encode them"):
         ArraySource(np.zeros(2), np.array(["cat", "dog"]))
+
+
+def test_the_part_held_out_may_have_batches_of_another_size():
+    train, held_out = ArraySource(np.arange(20.0), batch_size=4).divide(0.5, 3)
+    assert (train.batch_size, held_out.batch_size, held_out.num_batches) == (4, 3, 4)

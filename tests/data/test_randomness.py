@@ -1,4 +1,6 @@
 import random
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -37,3 +39,9 @@ def test_pytorchs_generator_is_put_back():
     with undisturbed():
         inside = torch.rand(3)
     assert torch.equal(torch.rand(3), inside)
+
+
+def test_a_library_that_is_half_imported_is_left_alone(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    with undisturbed():
+        pass
