@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from fitflax.callbacks import Callback, ProgressBar
+from fitflax.callbacks.history import History
 from fitflax.data import Source
 from fitflax.data.batch import Selection
 from fitflax.errors import CallbackError, ConfigError, FitflaxWarning
@@ -24,6 +25,7 @@ __all__ = [
     "streams_of",
     "validation_frequency",
     "validation_sets",
+    "with_history",
 ]
 
 
@@ -105,6 +107,12 @@ def callbacks_of(callbacks: Any) -> list[Callback]:
     if isinstance(callbacks, Callback) or not (callbacks is None or isinstance(callbacks, Iterable)):
         raise CallbackError(f"callbacks takes a list. Received: a {type(callbacks).__name__}; write callbacks=[...].")
     return list(callbacks or ())
+
+
+def with_history(callbacks: Sequence[Callback]) -> tuple[list[Callback], History]:
+    """Returns callbacks with a history among them, after the others, and the history: the user's, or one of their own."""
+    histories = [callback for callback in callbacks if isinstance(callback, History)] or [History()]
+    return [*(callback for callback in callbacks if callback not in histories), *histories], histories[0]
 
 
 def validation_frequency(value: Any) -> int | frozenset[int] | Trigger:

@@ -204,8 +204,8 @@ class Objective:
                 return entry.metric.empty().update_from(logged, outputs, targets, weights)
             return entry.metric.empty().update(outputs, targets, weights)
         except FitflaxError as error:
-            # Metrics of this library name themselves.
-            raise MetricError(str(error) if str(error).startswith("Metric ") else f"The metric {entry.key!r}: {error}") from error
+            names_itself = str(error).startswith(f"Metric {entry.key!r}")
+            raise MetricError(str(error) if names_itself else f"The metric {entry.key!r}: {error}") from error
         except Exception as error:
             raise MetricError(
                 f"The metric {entry.key!r} fails on outputs {describe_shapes(outputs)} and targets {describe_shapes(targets)}: {type(error).__name__}: {error}"

@@ -390,9 +390,8 @@ class Trainer:
         sets = arguments.validation_sets(validation_data if held_out is None else held_out, self._selection)
         arguments.check_end(source, steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch, validates=bool(sets))
         given = arguments.callbacks_of(callbacks)
-        histories = [callback for callback in given if isinstance(callback, History)] or [History()]
-        self._history = histories[0]
-        hooks = CallbackList([*(callback for callback in given if callback not in histories), *histories, *arguments.default_bar(given, verbose)])
+        given, self._history = arguments.with_history(given)
+        hooks = CallbackList([*given, *arguments.default_bar(given, verbose)])
         settings = self._settings(source, steps_per_epoch)
         session.clear_stop()
         saved = self._find_resume(resume, hooks)

@@ -1,8 +1,10 @@
 """What all tests share: eight CPU devices, a count of compilations, and an environment for the processes that tests start."""
 
+import atexit
 import contextlib
 import os
 import pathlib
+import tempfile
 from collections.abc import Callable, Iterator
 
 # Before JAX starts. On a machine with few cores XLA's thread pool fills with threads that wait for each other's collectives, and the process aborts.
@@ -19,6 +21,14 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+
+# Half of the time of the tests would go into compiling the same small programs again and again. A directory for each process, because JAX does not write it
+# atomically. A program that comes from here still counts as compiled, in JAX's events and so in `Compilations`.
+_compiled_programs = tempfile.TemporaryDirectory(prefix="fitflax-tests-")
+atexit.register(_compiled_programs.cleanup)
+jax.config.update("jax_compilation_cache_dir", _compiled_programs.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # The same examples in every run, and no failure because a machine was slow.
 hypothesis.settings.register_profile("fitflax", deadline=None, derandomize=True, database=None)

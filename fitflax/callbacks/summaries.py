@@ -1,5 +1,6 @@
 """What `TensorBoard` writes, as tensorboardX's summaries: numbers, lists, tables, histograms, hyperparameters, and the environment as text."""
 
+import functools
 import platform
 import sys
 from collections.abc import Mapping
@@ -20,32 +21,44 @@ _HISTOGRAM_BINS = 64
 
 
 def write_values(write: Write, group: str, step: int, values: Mapping[str, Any], now: float) -> None:
-    """Writes numbers as scalars, lists as a scalar for each entry, and matrices as tables."""
+    """Writes numbers as scalars, lists as a scalar for each entry, and matrices as tables; all in one event, because events cost more than values."""
     from tensorboardX import summary
+    from tensorboardX.proto.summary_pb2 import Summary
 
+    parts: list[Any] = []
     for key, value in values.items():
+        if isinstance(value, float | int):
+            parts.append(scalar(key, value))
+            continue
         array = np.asarray(value)
         is_number = array.dtype == bool or jnp.issubdtype(array.dtype, jnp.integer) or jnp.issubdtype(array.dtype, jnp.floating)
         if not is_number or not array.size:
             continue  # Something of a user's callback that is no number.
         if array.ndim == 0:
-            write(group, step, scalar(key, float(array)), now)
+            parts.append(scalar(key, float(array)))
         elif array.ndim == 1:
-            for index, entry in enumerate(array):
-                write(group, step, scalar(f"{key}/{index}", float(entry)), now)
+            parts += [scalar(f"{key}/{index}", float(entry)) for index, entry in enumerate(array)]
         else:
             rows = array.reshape(-1, array.shape[-1])
             lines = ["|" + "|".join(f"{entry:g}" for entry in row) + "|" for row in rows]
-            write(group, step, summary.text(key, "\n".join([lines[0], "|" + "---|" * rows.shape[1], *lines[1:]])), now)
+            parts += summary.text(key, "\n".join([lines[0], "|" + "---|" * rows.shape[1], *lines[1:]])).value
+    if parts:
+        write(group, step, Summary(value=parts), now)
 
 
-def scalar(tag: str, value: float) -> Any:
-    """Returns a summary of one number, which may be NaN or infinite: tensorboardX would log a warning for each of these."""
+def scalar(key: str, value: float) -> Any:
+    """Returns one number, which may be NaN or infinite, as a value of a summary. tensorboardX's own function would log a warning for each of these."""
+    from tensorboardX.proto.summary_pb2 import Summary
+
+    return Summary.Value(tag=tag_of(key), simple_value=value)
+
+
+@functools.lru_cache(maxsize=1024)
+def tag_of(key: str) -> str:
+    """Returns a log key without the characters that a tag may not have."""
     from tensorboardX import summary
 
-    made = summary.scalar(tag, 0.0)
-    made.value[0].simple_value = value
-    return made
+    return str(summary.scalar(key, 0.0).value[0].tag)
 
 
 def write_histogram(write: Write, tag: str, step: int, values: Any, now: float) -> None:
@@ -75,7 +88,7 @@ def hyperparameter_summaries(values: Mapping[str, Any], tags: list[tuple[str, st
     plugins = [part.value[0].metadata.plugin_data for part in (experiment, start)]
     contents = [HParamsPluginData.FromString(plugin.content) for plugin in plugins]
     for info, (group, tag) in zip(contents[0].experiment.metric_infos, tags, strict=True):
-        info.name.group, info.name.tag = group, scalar(tag, 0.0).value[0].tag  # Without the characters that a tag may not have.
+        info.name.group, info.name.tag = group, tag_of(tag)
     contents[1].session_start_info.start_time_secs = now
     for plugin, content in zip(plugins, contents, strict=True):
         plugin.content = content.SerializeToString()

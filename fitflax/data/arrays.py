@@ -31,6 +31,8 @@ class ArraySource(IndexedSource):
         ConfigError: `batch_size` is not a positive integer.
     """
 
+    is_checked = True
+
     def __init__(
         self, x: PyTree, y: PyTree = (), weights: Any = None, *, batch_size: int = 32, shuffle: bool = False, seed: int = 0, drop_remainder: bool = False
     ) -> None:
@@ -41,12 +43,13 @@ class ArraySource(IndexedSource):
         if len(set(lengths.values())) > 1:
             raise DataError("All arrays must have the same number of examples: " + ", ".join(f"`{k}` has {v}" for k, v in lengths.items()) + ".")
         self.x, self.y, self.weights = named.values()
+        self._leaves, self._structure = jax.tree.flatten((self.x, self.y, self.weights))
         super().__init__(lengths.get("x", 0), batch_size=batch_size, shuffle=shuffle, seed=seed, drop_remainder=drop_remainder)
 
     @override
     def read(self, rows: Any) -> Triple:
         # A slice is a view; only shuffled rows are copied.
-        return Triple(*jax.tree.map(lambda leaf: leaf[rows], (self.x, self.y, self.weights)))
+        return Triple(*jax.tree.unflatten(self._structure, [leaf[rows] for leaf in self._leaves]))
 
     @override
     def divide(self, fraction: float, batch_size: int | None = None) -> "tuple[ArraySource, ArraySource]":

@@ -235,18 +235,19 @@ class Batcher:
     def _round_up(self, rows: int) -> int:
         return -(-rows // self._replicas) * self._replicas
 
-    def __call__(self, triple: Triple) -> tuple[Batch, int]:
+    def __call__(self, triple: Triple, *, is_checked: bool = False) -> tuple[Batch, int]:
         """Returns the padded batch and the number of its real rows.
+
+        Args:
+            triple: The batch.
+            is_checked: Whether it is known to hold arrays of numbers of one length; checking a small batch takes as long as cutting it out.
 
         Raises:
             DataError: Lengths that differ, an empty batch, values that are no numbers.
         """
-        x, y = to_numpy(triple.x, name="x"), to_numpy(triple.y, name="y")
-        check_weights(triple.weights)
-        weights = None if triple.weights is None else np.asarray(to_numpy(triple.weights, name="sample_weight"), np.float32)
-        rows = num_examples({"x": x, "y": y} | ({} if weights is None else {"sample_weight": weights}), name="batch")
-        if rows == 0:
-            raise DataError("The data yielded a batch of 0 examples.")
+        x, y, weights = triple if is_checked else _checked(triple)
+        weights = None if weights is None else np.asarray(weights, np.float32)
+        rows = len(jax.tree.leaves(x)[0])
         if self._class_weight is not None:
             by_class = class_weights_of(y, self._class_weight)
             weights = by_class if weights is None else weights * by_class.reshape(-1, *(1,) * (weights.ndim - 1))
@@ -273,6 +274,15 @@ class Batcher:
             )
             self.size = self._round_up(rows)
         return self.size
+
+
+def _checked(triple: Triple) -> Triple:
+    x, y = to_numpy(triple.x, name="x"), to_numpy(triple.y, name="y")
+    check_weights(triple.weights)
+    weights = None if triple.weights is None else to_numpy(triple.weights, name="sample_weight")
+    if num_examples({"x": x, "y": y} | ({} if weights is None else {"sample_weight": weights}), name="batch") == 0:
+        raise DataError("The data yielded a batch of 0 examples.")
+    return Triple(x, y, weights)
 
 
 def check_weights(weights: Any) -> None:

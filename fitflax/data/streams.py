@@ -33,6 +33,7 @@ class Source(abc.ABC):
         is_endless: Whether a pass is known never to end.
         shuffles: Whether it orders examples by seed and pass; `None` where the order is the data's own.
         owns_batches: Whether the arrays that it yields stay as they are.
+        is_checked: Whether its batches are arrays of numbers, all of one length, for certain.
         knows_length: Whether `num_batches` is certain, so that the end of a pass is known without asking for one more batch.
 
     >>> from fitflax.data import adapt
@@ -49,6 +50,7 @@ class Source(abc.ABC):
     is_endless: bool = False
     shuffles: bool | None = None
     owns_batches: bool = False
+    is_checked: bool = False
     knows_length: bool = False
 
     @abc.abstractmethod
@@ -124,7 +126,7 @@ class Feed:
             # A loader may fill one buffer again and again, and a step may still be reading it when the next batch is asked for.
             triple = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, triple)
         self._last = (triple, self._position)
-        batch, num_real = self.batcher(triple)
+        batch, num_real = self.batcher(triple, is_checked=self.source.is_checked)
         self._position = Position(self._position.passes, self._position.examples + num_real)
         return FedBatch(batch, num_real, self._position)
 
