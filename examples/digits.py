@@ -7,7 +7,6 @@ import argparse
 import pathlib
 
 import numpy as np
-import optax
 from flax import linen as nn
 from sklearn.datasets import load_digits
 
@@ -46,9 +45,10 @@ def main(directory: str | pathlib.Path = "runs/digits", epochs: int = 15, featur
     directory = pathlib.Path(directory)
     train, valid, test = load()
     trainer = fitflax.Trainer(CNN(features), seed=0)
-    trainer.compile(optax.adam(2e-3), loss="sparse_categorical_crossentropy", metrics=["accuracy"])
+    trainer.compile("adam", loss="sparse_categorical_crossentropy", metrics=["accuracy"], learning_rate=2e-3)
     best = BestCheckpoint(directory / "best", monitor="val_accuracy", restore_best=True)
-    callbacks = [ModelCheckpoint(directory / "checkpoints"), best, EarlyStopping("val_loss", patience=5), TensorBoard(directory / "tensorboard")]
+    board = TensorBoard(directory / "tensorboard", histograms=fitflax.every(epochs=5))
+    callbacks = [ModelCheckpoint(directory / "checkpoints"), best, EarlyStopping("val_loss", patience=5), board]
     if verbose:
         callbacks.append(ProgressBar())
     trainer.fit(*train, batch_size=64, epochs=epochs, validation_data=valid, callbacks=callbacks, resume="auto", verbose=verbose)
