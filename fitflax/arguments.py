@@ -90,9 +90,11 @@ def check_log_keys(keys: Iterable[str], sets: Sequence[str]) -> None:
     """Checks that no metric of training has the name under which a validation is logged.
 
     Raises:
-        ConfigError: One has; its value would be overwritten.
+        ConfigError: One has, and its value would be overwritten; or one is named `epoch`.
     """
     known = list(keys)
+    if "epoch" in known:
+        raise ConfigError("A metric is named 'epoch', which is the number of the epoch wherever values are logged. Give it another name.")
     clashes = [key for key in known for name in sets if key.startswith(f"{name}_") and key.removeprefix(f"{name}_") in known]
     if clashes:
         raise ConfigError(f"The metrics {clashes} have the names under which validation is logged. Give them other names, or the validation set.")

@@ -100,6 +100,8 @@ class LinenModel:
             hint = RNG_HINT
         elif type(error).__name__ == "ModifyScopeVariableError":
             hint = " A collection that the module changes must be mutable: see Trainer(mutable=...)."
+        elif isinstance(x, list):
+            hint = " The inputs are a list, which is one argument; for inputs and targets yield or pass a tuple, (x, y)."
         elif isinstance(error, TypeError) and "argument" in text:
             hint = " Several inputs are a tuple ((x1, x2), y), or keys of dicts with Trainer(inputs=...); constant arguments go into train_kwargs/eval_kwargs."
         shapes = describe_shapes(x)

@@ -71,9 +71,9 @@ class Objective:
 
     @property
     def has_label_loss(self) -> bool:
-        """Whether a loss takes integer labels, whose range can be checked."""
+        """Whether a loss takes integer labels, or yes-or-no targets, whose range can be checked."""
         leaves = jax.tree.leaves(self._loss, is_leaf=lambda leaf: isinstance(leaf, _NamedLoss))
-        return any(isinstance(leaf, _NamedLoss) and takes_labels(leaf.fn) for leaf in leaves)
+        return any(isinstance(leaf, _NamedLoss) and (takes_labels(leaf.fn) or leaf.fn is losses.binary_crossentropy) for leaf in leaves)
 
     @property
     def has_metrics(self) -> bool:
@@ -125,7 +125,7 @@ class Objective:
         return spec
 
     def check_labels(self, outputs: PyTree, targets: PyTree, weights: Any = None) -> None:
-        """Checks integer labels against the number of classes, for targets that are all at hand.
+        """Checks integer labels against the number of classes, and yes-or-no targets, for targets that are all at hand.
 
         Args:
             outputs: The shapes of the module's outputs.
@@ -133,7 +133,7 @@ class Objective:
             weights: Sample weights, NumPy; a label whose weight is 0 counts nowhere and may be anything.
 
         Raises:
-            DataError: A label is negative or not smaller than the number of classes.
+            DataError: A label is negative or not smaller than the number of classes, or a yes-or-no target lies outside of 0..1.
         """
         names = output_names(outputs)
         if names is None:
@@ -148,10 +148,15 @@ class Objective:
                 if fns[name] is not None
             ]
         for spec, output, target, where in pairs:
-            if isinstance(spec, _NamedLoss) and takes_labels(spec.fn) and np.size(target) and output.shape:
+            is_binary = isinstance(spec, _NamedLoss) and spec.fn is losses.binary_crossentropy
+            if isinstance(spec, _NamedLoss) and (takes_labels(spec.fn) or is_binary) and np.size(target) and output.shape:
                 if weights is not None and np.shape(weights) == np.shape(target)[: np.ndim(weights)]:
                     target = np.asarray(target)[np.asarray(weights) != 0]
                 if not np.size(target):
+                    continue
+                if is_binary:
+                    if not 0 <= np.min(target) <= np.max(target) <= 1:
+                        raise DataError(f"{where} holds {np.min(target):g} to {np.max(target):g}, but {spec!r} takes 0, 1 or probabilities between.")
                     continue
                 classes, low, high = output.shape[-1], int(np.min(target)), int(np.max(target))
                 if low < 0 or high >= classes:

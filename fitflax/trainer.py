@@ -225,7 +225,8 @@ class Trainer:
         elif learning_rate is not None:
             raise ConfigError("compile(learning_rate=...) goes with an optimizer given by name; an optax transformation has its own.")
         elif not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-            raise OptimizerError(f"optimizer must be a name or an optax transformation. Received: {optimizer!r}.")
+            advice = " Call it: optax.adam(learning_rate)." if callable(optimizer) else ""
+            raise OptimizerError(f"optimizer must be a name or an optax transformation. Received: {optimizer!r}.{advice}")
         else:
             transformation = optimizer
         self._session.compile(optimizer, transformation, Objective(loss, metrics, weighted_metrics, loss_weights), pad=pad)

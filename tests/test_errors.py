@@ -476,3 +476,76 @@ def test_a_trainer_goes_on_after_an_error():
     fresh = make()
     fresh.fit(X, Y, verbose=0)
     jax.tree.map(np.testing.assert_array_equal, trainer.state.params, fresh.state.params)
+
+
+# --- What a first user stumbled over ---
+
+
+@pytest.mark.parametrize("class_weight", [[1, 2, 3], "balanced"])
+def test_class_weight_must_be_a_dict(class_weight):
+    fails(
+        ConfigError,
+        r"class_weight must be a dict \{label: weight\}",
+        X,
+        LABELS,
+        trainer=make(loss="sparse_categorical_crossentropy"),
+        class_weight=class_weight,
+    )
+
+
+def test_yes_or_no_targets_of_arrays_are_checked():
+    fails(DataError, r"y holds 0 to 2, but 'binary_crossentropy' takes 0, 1 or probabilities", X, LABELS, trainer=make(nn.Dense(1), "binary_crossentropy"))
+
+
+def test_a_metric_cannot_be_named_epoch():
+    fails(ConfigError, "A metric is named 'epoch'", X, Y, trainer=make(metrics={"epoch": "mae"}))
+
+
+@pytest.mark.parametrize(("role", "arguments"), [("data", (X.tolist(), Y)), ("y", (X, Y.tolist())), ("sample_weight", (X, Y, [1.0] * 12))])
+def test_lists_of_numbers_are_no_arrays(role, arguments):
+    fails(DataError, rf"`{role}` is a list of Python numbers. Make an array of it: np.asarray\({role}\)", *arguments)
+
+
+def test_an_optimizer_that_was_not_called_is_named():
+    with pytest.raises(OptimizerError, match="Call it"):
+        fitflax.Trainer(nn.Dense(1)).compile(optax.adam, "mse")
+
+
+def test_a_monitor_proposes_the_named_sets():
+    message = r"the validation sets are \['dev'\]. Did you mean one of \['dev_loss'\]"
+    fails(errors.MonitorError, message, X, Y, validation_data={"dev": (X, Y)}, callbacks=[EarlyStopping("val_loss")])
+
+
+def test_a_list_of_inputs_and_targets_is_named():
+    fails(ModelError, r"The inputs are a list, which is one argument; .* a tuple, \(x, y\)", lambda: iter([[X, Y]]))
+
+
+def test_the_group_of_an_evaluation_is_not_that_of_training():
+    with pytest.raises(ConfigError, match="not 'train'"):
+        make().eval_loop(X, Y, name="train")
+
+
+def test_nested_aux_is_an_error_that_names_it():
+    class Nested(fitflax.Trainer):
+        def compute_loss(self, params, model_state, batch, *, rngs, train):
+            return jnp.zeros(len(batch.mask)), {}, {"parts": {"a": 1.0}}
+
+    trainer = Nested(nn.Dense(1))
+    trainer.compile("sgd")
+    fails(LossError, r"aux\['parts'\] is a dict", X, Y, trainer=trainer)
+
+
+def test_a_stream_that_compute_loss_lacks_is_named():
+    class Noisy(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(3)(x) + (0 if self.is_initializing() else jax.random.normal(self.make_rng("noise"), (len(x), 3)))
+
+    class Own(fitflax.Trainer):
+        def compute_loss(self, params, model_state, batch, *, rngs, train):
+            outputs = self.model.apply({"params": params}, batch.x, rngs=rngs)
+            return jnp.square(outputs).mean(-1), {}, {"outputs": outputs}
+
+    trainer = Own(Noisy())
+    trainer.compile("sgd")
+    fails(ModelError, r"compute_loss.*Trainer\(rngs=", X, Y, trainer=trainer)

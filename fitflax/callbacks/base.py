@@ -494,8 +494,11 @@ class Monitor:
             MonitorError: It is one of a validation, and there is no validation data.
         """
         if sets is not None and self.key.startswith("val_") and "val" not in sets:
-            given = f"the validation sets are {list(sets)}" if sets else "there is no validation data"
-            raise MonitorError(f"{self.owner} monitors {self.key!r}, but {given}. Pass validation_data=, or monitor a value of training such as 'loss'.")
+            if sets:
+                others = [f"{name}_{self.key.removeprefix('val_')}" for name in sets]
+                raise MonitorError(f"{self.owner} monitors {self.key!r}, but the validation sets are {list(sets)}. Did you mean one of {others}?")
+            advice = "Pass validation_data=, or monitor a value of training such as 'loss'."
+            raise MonitorError(f"{self.owner} monitors {self.key!r}, but there is no validation data. {advice}")
 
     def value(self, logs: Mapping[str, Any], sets: Sequence[str] = ()) -> float | None:
         """Returns the monitored value, or `None` where it belongs to a validation that did not happen now.
@@ -512,14 +515,14 @@ class Monitor:
                 if self.key.startswith(f"{name}_") and not any(key.startswith(f"{name}_") for key in logs):
                     return None
             raise MonitorError(f"{self.owner} monitors {self.key!r}, but only {sorted(logs)} are logged.{did_you_mean(self.key, logs)}")
+        value = logs[self.key]
+        if getattr(value, "ndim", 0):
+            raise MonitorError(f"{self.owner} monitors {self.key!r}, which is an array of shape {list(value.shape)}. Monitor a number.")
         if self.mode is None:
             default = "min" if self.key == "loss" or self.key.endswith("_loss") else None
             self._direction = getattr(logs, "directions", {}).get(self.key) or default
         if self._direction is None:
             raise MonitorError(f"{self.owner} monitors {self.key!r}, which declares no direction. Pass mode='min' or mode='max'.")
-        value = logs[self.key]
-        if getattr(value, "ndim", 0):
-            raise MonitorError(f"{self.owner} monitors {self.key!r}, which is an array of shape {list(value.shape)}. Monitor a number.")
         return float(value)
 
     @property

@@ -74,6 +74,8 @@ class CSVLogger(Callback):
         except OSError as error:
             raise self._cannot_write(error) from error
         # Otherwise the file is nothing to this run, unless load_state_dict says that it resumes the one that wrote it.
+        if not self.append:
+            check_may_be_replaced(self.path)
         self._columns, self._rows = read_table(self.path) if self.append else ([], [])
 
     @override
@@ -197,6 +199,23 @@ def table_text(rows: Iterable[Sequence[str]]) -> str:
     text = io.StringIO(newline="")
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
+
+
+def check_may_be_replaced(path: Path) -> None:
+    """Checks that a file is an earlier log, empty, or not there.
+
+    Raises:
+        CallbackError: It is something else, which nobody meant to lose.
+    """
+    try:
+        with path.open("rb") as file:
+            head = file.readline()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise CallbackError(f"CSVLogger cannot read {path}: {error.strerror or error}.") from error
+    if head.strip() and EPOCH.encode() not in head.strip().split(b","):
+        raise CallbackError(f"CSVLogger would replace {path}, which is no log of epochs: its first line has no column {EPOCH!r}. Give another path.")
 
 
 def read_table(path: Path) -> tuple[list[str], list[list[str]]]:

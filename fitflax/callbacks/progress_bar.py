@@ -86,6 +86,18 @@ class ProgressBar(Callback):
         stream.write(f"{text}\n")
         stream.flush()
 
+    @staticmethod
+    def _finish(bar: Any, text: str) -> str:
+        """Draws a bar for the last time, with its values; returns them for a line of their own where they do not fit the terminal, which would cut them off."""
+        bar.set_postfix_str(text, refresh=False)
+        shape = bar.format_dict
+        overflow = ""
+        if shape["ncols"] and len(bar.format_meter(**{**shape, "ncols": None})) >= shape["ncols"]:
+            overflow = f"  {text}"
+            bar.set_postfix_str("", refresh=False)
+        bar.refresh()
+        return overflow
+
     # -- training --
 
     @override
@@ -134,9 +146,10 @@ class ProgressBar(Callback):
             self._bar.n = self._steps
             if not self.params.get("steps"):
                 self._bar.total = self._steps
-            self._bar.set_postfix_str(_text(logs), refresh=False)
-            self._bar.refresh()
+            overflow = self._finish(self._bar, _text(logs))
             self._close()
+            if overflow:
+                self._line(overflow)
         elif not self._is_live:
             self._epoch = epoch
             self._line(f"{self._epoch_name()}: {_text(logs)}")
@@ -178,10 +191,11 @@ class ProgressBar(Callback):
     @override
     def on_test_end(self, logs: Logs) -> None:
         if self._test_bar is not None:
-            if not self._in_fit:
-                self._test_bar.set_postfix_str(_text(logs), refresh=True)
+            overflow = "" if self._in_fit else self._finish(self._test_bar, _text(logs))
             self._test_bar.close()
             self._test_bar = None
+            if overflow:
+                self._line(overflow)
         elif not self._in_fit:
             self._line(f"Evaluation: {_text(logs)}")
 

@@ -39,11 +39,16 @@ def write_values(write: Write, group: str, step: int, values: Mapping[str, Any],
         elif array.ndim == 1:
             parts += [scalar(f"{key}/{index}", float(entry)) for index, entry in enumerate(array)]
         else:
-            rows = array.reshape(-1, array.shape[-1])
-            lines = ["|" + "|".join(f"{entry:g}" for entry in row) + "|" for row in rows]
-            parts += summary.text(key, "\n".join([lines[0], "|" + "---|" * rows.shape[1], *lines[1:]])).value
+            parts += summary.text(key, _markdown(array.reshape(-1, array.shape[-1]))).value
     if parts:
         write(group, step, Summary(value=parts), now)
+
+
+def _markdown(rows: Any) -> str:
+    """Returns a matrix as a table, its rows and columns numbered; of a confusion matrix these are targets and predictions."""
+    lines = [["", *map(str, range(rows.shape[1]))], ["---"] * (rows.shape[1] + 1)]
+    lines += [[f"**{number}**", *(f"{entry:g}" for entry in row)] for number, row in enumerate(rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def scalar(key: str, value: float) -> Any:

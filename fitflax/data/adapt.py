@@ -94,6 +94,9 @@ def adapt(
     if isinstance(data, Source):
         return data
     wishes = _Wishes(y, sample_weight, batch_size, shuffle, seed, drop_remainder, selection, inputs_only, name)
+    for role, given in ((name, data), ("y", y), ("sample_weight", sample_weight)):
+        if _is_numbers(given):
+            raise DataError(f"`{role}` is a list of Python numbers. Make an array of it: np.asarray({role}).")
     known = _of_a_library(data, wishes)
     if known is not None:
         return known
@@ -117,6 +120,13 @@ def adapt(
         return IterableSource(lambda: data, selection, inputs_only=inputs_only, num_batches=length)
     # What the function makes may be of a kind that has a source of its own.
     return IterableSource(data, selection, inputs_only=inputs_only, adapt=lambda made: _of_a_library(made, wishes))
+
+
+def _is_numbers(data: Any) -> bool:
+    """Returns whether `data` is a list, or lists in a list, of Python numbers."""
+    while isinstance(data, list) and data and isinstance(data[0], list):
+        data = data[0]
+    return isinstance(data, list) and bool(data) and isinstance(data[0], bool | int | float)
 
 
 def takes_batch_size(data: Any) -> bool:

@@ -296,6 +296,8 @@ def check_weights(weights: Any) -> None:
 
 
 def _check_class_weight(class_weight: Mapping[int, float]) -> dict[int, float]:
+    if not isinstance(class_weight, Mapping):
+        raise ConfigError(f"class_weight must be a dict {{label: weight}}. Received: {class_weight!r}.")
     for key, value in class_weight.items():
         if isinstance(key, bool) or not isinstance(key, int | np.integer) or not isinstance(value, int | float | np.number) or not value >= 0:
             raise ConfigError(f"class_weight must map integer labels to weights of at least 0. Received: {key!r}: {value!r}.")

@@ -413,13 +413,13 @@ def test_a_resume_goes_on_with_what_is_left_of_the_file(text, kept, tmp_path):
 
 
 def test_a_run_that_was_left_in_its_first_epoch_had_no_file_of_its_own(tmp_path):
-    (tmp_path / "log.csv").write_text("mine\n")
+    (tmp_path / "log.csv").write_text("epoch,mine\n")
     logger = CSVLogger(tmp_path / "log.csv")
     logger.on_train_begin({})
     state = logger.state_dict()
     logger.on_train_begin({})
     logger.load_state_dict(state)
-    assert (tmp_path / "log.csv").read_text() == "mine\n"
+    assert (tmp_path / "log.csv").read_text() == "epoch,mine\n"
     write(logger, {"loss": 3.0}, begin=False)
     assert lines(tmp_path / "log.csv") == ["epoch,loss", "0,3.0"]
 
@@ -462,3 +462,11 @@ def test_two_loggers_of_one_file_are_an_error(tmp_path):
     with pytest.raises(CallbackError, match=r"Two callbacks would save their state under the key \"CSVLogger\(path='log.csv'\)\""):
         CallbackList([CSVLogger(tmp_path / "log.csv"), CSVLogger(tmp_path / "log.csv", append=True)])
     CallbackList([CSVLogger(tmp_path / "a.csv"), CSVLogger(tmp_path / "b.csv")])
+
+
+def test_a_file_that_is_no_log_is_not_replaced(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text("import fitflax\n")
+    with pytest.raises(CallbackError, match=r"CSVLogger would replace .*script.py, which is no log of epochs"):
+        CSVLogger(path).open_run("run", 0)
+    assert path.read_text() == "import fitflax\n"

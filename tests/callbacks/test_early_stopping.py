@@ -236,10 +236,10 @@ def test_a_misspelt_monitor_is_an_error_with_the_keys_and_the_closest_of_them():
         make().fit(X, Y, callbacks=[EarlyStopping("lss")], verbose=0)
 
 
-@pytest.mark.parametrize("sets", [None, {"dev": (X, Y)}])
-def test_a_value_of_a_validation_that_does_not_exist_is_an_error_before_the_first_step(sets):
+@pytest.mark.parametrize(("sets", "advice"), [(None, r"Pass validation_data="), ({"dev": (X, Y)}, r"Did you mean one of \['dev_loss'\]\?")])
+def test_a_value_of_a_validation_that_does_not_exist_is_an_error_before_the_first_step(sets, advice):
     trainer = make()
-    with pytest.raises(MonitorError, match=r"EarlyStopping monitors 'val_loss', but .*valid.*Pass validation_data="):
+    with pytest.raises(MonitorError, match=rf"EarlyStopping monitors 'val_loss', but .*valid.*{advice}"):
         trainer.fit(X, Y, validation_data=sets, callbacks=[EarlyStopping()], verbose=0)
     assert trainer.step == 0
 

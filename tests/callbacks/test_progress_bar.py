@@ -218,3 +218,13 @@ def test_arguments_that_make_no_sense_are_errors():
         ProgressBar(refresh_seconds=-1)
     with pytest.raises(ConfigError, match=r"verbose must be 0, 1, 2 or 'auto'. Received: 3"):
         fit(verbose=3)
+
+
+@pytest.mark.parametrize(("text", "overflow"), [("loss 0.5", ""), ("loss 0.5, " * 9, "  " + "loss 0.5, " * 9)])
+def test_values_that_do_not_fit_the_terminal_are_for_a_line_of_their_own(text, overflow):
+    file = Terminal()
+    bar = ProgressBar(file=file)._make_bar("Epoch 1/1", 4, leave=True)
+    bar.dynamic_ncols, bar.ncols = None, 80
+    assert ProgressBar._finish(bar, text) == overflow
+    bar.close()
+    assert len(screen(file.getvalue())[0]) < 80 and ("loss" in screen(file.getvalue())[0]) is not bool(overflow)

@@ -234,8 +234,9 @@ def test_lists_are_numbered_scalars_and_matrices_are_tables(tmp_path):
         assert [runs[group][f"columns/{index}"] for index in range(3)] == [{5: float(value)} for value in columns]
         (event,) = opened(tmp_path).Tensors(group, "matrix/text_summary")
         rows = event.tensor_proto.string_val[0].decode().splitlines()
-        assert event.step == 5 and rows[1] == "|---|---|---|"
-        assert [row.strip("|").split("|") for row in (rows[0], rows[2])] == [[f"{value:g}" for value in row] for row in matrix]
+        cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+        assert event.step == 5 and cells[:2] == [["", "0", "1", "2"], ["---"] * 4]
+        assert cells[2:] == [[f"**{number}**", *(f"{value:g}" for value in row)] for number, row in enumerate(matrix)]
 
 
 def test_what_is_computed_from_collected_rows_is_written_where_an_epoch_ends_alone(tmp_path):
