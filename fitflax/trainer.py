@@ -502,8 +502,11 @@ class Trainer:
 
     def _load_callbacks(self, hooks: CallbackList, saved: Saved, loop: TrainLoop) -> None:
         run = from_saved(saved.run, key_impls=saved.metadata["key_impls"])
-        for key in hooks.load_state_dict(run, loop.seconds):
-            warnings.warn(f"Callback {key} is either new or missing: the run in {saved.path} had other callbacks.", FitflaxWarning, stacklevel=2)
+        new, missing = hooks.load_state_dict(run, loop.seconds)
+        for key in new:
+            warnings.warn(f"Callback {key} is new: the run in {saved.path} did not have it, so it begins afresh.", FitflaxWarning, stacklevel=2)
+        for key in missing:
+            warnings.warn(f"Callback {key} is missing: the run in {saved.path} had it, and its state is not used.", FitflaxWarning, stacklevel=2)
         row = load_closing_row(saved.path)
         if not loop.has_nothing_to_do:
             for callback in hooks:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, Self
 
 from fitflax.checkpoints.checkpoint import Checkpoint
-from fitflax.errors import CallbackError, CheckpointError, FitflaxWarning, MonitorError, did_you_mean
+from fitflax.errors import CallbackError, CheckpointError, FitflaxWarning, MonitorError, OptimizerError, did_you_mean
 from fitflax.logs import Logs
 from fitflax.state import TrainState
 from fitflax.triggers import Moment, Schedule, Trigger
@@ -406,20 +406,20 @@ class CallbackList:
         schedules = [schedule.state_dict(seconds)["since"] for _, schedule in self._schedules]
         return {"callbacks": states, "schedules": schedules}
 
-    def load_state_dict(self, saved: Mapping[str, Any], seconds: float) -> list[str]:
-        """Gives every callback back its state; returns the keys of states that no callback wants and of callbacks that found none."""
+    def load_state_dict(self, saved: Mapping[str, Any], seconds: float) -> tuple[list[str], list[str]]:
+        """Gives every callback back its state; returns the keys of callbacks that found none, and of states that no callback wants."""
         states = dict(saved.get("callbacks", {}))
-        missing = []
+        new = []
         for callback in self._all:
             if callback.state_key in states:
                 callback.load_state_dict(states.pop(callback.state_key))
             elif callback.state_dict():
-                missing.append(callback.state_key)
+                new.append(callback.state_key)
         schedules = saved.get("schedules", [])
         if len(schedules) == len(self._schedules):
             for (_, schedule), since in zip(self._schedules, schedules, strict=True):
                 schedule.load_state_dict({"since": since}, seconds)
-        return missing + sorted(states)
+        return new, sorted(states)
 
 
 def _same_key(key: str) -> CallbackError:
@@ -461,6 +461,18 @@ def check_trigger(owner: str, every: Any) -> None:
     """
     if every is not None and not isinstance(every, Trigger):
         raise CallbackError(f"{owner}(every=...) takes a trigger, such as fitflax.every(steps=100). Received: {every!r}.")
+
+
+def check_rate(owner: str, trainer: TrainerView) -> None:
+    """Checks that the learning rate can be read and set.
+
+    Raises:
+        OptimizerError: It cannot.
+    """
+    try:
+        trainer.learning_rate = trainer.learning_rate
+    except OptimizerError as error:
+        raise OptimizerError(f"{owner} sets the learning rate. {error}") from error
 
 
 class Monitor:

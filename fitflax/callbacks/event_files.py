@@ -35,6 +35,8 @@ class EventFiles:
     """
 
     def __init__(self, directory: Path, run_id: str, first_step: int, *, mark: str = "") -> None:
+        # Before training and not in the thread: where PyTorch is installed this imports it, which takes seconds, and others should not find it half imported.
+        importlib.import_module("tensorboardX.event_file_writer")
         self.directory = directory
         self._run_id = run_id
         self._purge_step = first_step + 1 if first_step else 0
@@ -52,8 +54,6 @@ class EventFiles:
         """
         self._check()
         if self._thread is None:
-            # Here and not in the thread: where PyTorch is installed this imports it, and others should not find it half imported.
-            importlib.import_module("tensorboardX.event_file_writer")
             self._thread = threading.Thread(target=self._work, name="fitflax-tensorboard", daemon=True)
             self._thread.start()
         self._jobs.put(lambda: job(self._write))

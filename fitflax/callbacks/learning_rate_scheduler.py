@@ -6,7 +6,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from fitflax.callbacks.base import Callback, Phase
+from fitflax.callbacks.base import Callback, Phase, check_rate
 from fitflax.errors import CallbackError, OptimizerError
 from fitflax.logs import Logs
 
@@ -42,7 +42,7 @@ class LearningRateScheduler(Callback):
     @override
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:
         self._epoch = self._rate_before = None
-        self.trainer.learning_rate = self.trainer.learning_rate  # Whether it can be set.
+        check_rate(type(self).__name__, self.trainer)
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any]) -> None:

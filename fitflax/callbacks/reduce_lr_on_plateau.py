@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from fitflax.callbacks.base import Callback, Monitor, Phase
+from fitflax.callbacks.base import Callback, Monitor, Phase, check_rate
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.errors import CallbackError
 from fitflax.logs import Logs
@@ -73,7 +73,7 @@ class ReduceLROnPlateau(Callback):
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:
         self._reset()
         self._monitor.check_sets(self.params.get("validation_sets"))
-        self.trainer.learning_rate = self.trainer.learning_rate  # Whether it can be set.
+        check_rate(type(self).__name__, self.trainer)
 
     @override
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:

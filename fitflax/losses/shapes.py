@@ -13,7 +13,9 @@ __all__ = ["check_share", "class_labels", "class_rows", "mean_of_last_axis", "mi
 def one_array(name: str, role: str, value: Any) -> jax.Array:
     """Returns `value` as an array, or says that the loss takes one array."""
     if isinstance(value, (dict, list, tuple)):
-        raise LossError(f"{name} takes one array of {role}. Received: a {type(value).__name__} of {len(value)}. Give a loss for each output.")
+        raise LossError(
+            f"{name} takes one array of {role}. Received: a {type(value).__name__} of {len(value)}. Give a loss for each output, or join them to one array."
+        )
     array = jnp.asarray(value)
     if array.ndim == 0:
         raise LossError(f"{name} takes {role} with a leading batch axis. Received: a scalar.")

@@ -69,7 +69,9 @@ def arrays(outputs: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
     """Returns both as arrays, or says that a metric takes one of each."""
     for role, value in (("outputs", outputs), ("targets", targets)):
         if isinstance(value, (dict, list, tuple)):
-            raise MetricError(f"It takes one array of {role}. Received: a {type(value).__name__} of {len(value)}. Give metrics for each output.")
+            raise MetricError(
+                f"It takes one array of {role}. Received: a {type(value).__name__} of {len(value)}. Give metrics for each output, or join them to one array."
+            )
     return jnp.asarray(outputs), jnp.asarray(targets)
 
 

@@ -721,7 +721,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again_under_its_own_
 
 def test_a_board_that_is_new_in_a_resumed_run_begins_there(tmp_path):
     fit(ModelCheckpoint(tmp_path / "checkpoints"), epochs=1)
-    with pytest.warns(fitflax.errors.FitflaxWarning, match=r"TensorBoard\(directory='board'\) is either new or missing"):
+    with pytest.warns(fitflax.errors.FitflaxWarning, match=r"TensorBoard\(directory='board'\) is new"):
         fit(ModelCheckpoint(tmp_path / "checkpoints"), TensorBoard(tmp_path / "board"), epochs=2, resume=True)
     assert {step for run, tag, step in written(tmp_path / "board") if tag == "loss"} == {10}
     assert hyperparameters(tmp_path / "board")[0]["batch_size"] == 4

@@ -403,7 +403,7 @@ def test_shapes_that_do_not_fit_are_named_with_what_to_do(name: str, outputs: tu
 
 @pytest.mark.parametrize("name", NAMES)
 def test_several_outputs_ask_for_several_losses(name: str):
-    with pytest.raises(LossError, match=r"takes one array of outputs. Received: a tuple of 2. Give a loss for each output."):
+    with pytest.raises(LossError, match=r"takes one array of outputs. Received: a tuple of 2. Give a loss for each"):
         losses.get(name)((LOGITS, LOGITS), targets_of(name))
 
 

@@ -276,7 +276,7 @@ def test_shapes_that_do_not_fit_name_the_metric_by_its_key():
         metrics.get("sparse_categorical_accuracy").update(LOGITS, ONE_HOT, WEIGHTS)
     with pytest.raises(MetricError, match=r"Metric 'accuracy': It takes outputs and targets of one shape .* Received: outputs \[\], targets \[\]"):
         metrics.get("accuracy").update(np.float32(1.0), np.float32(1.0), WEIGHTS)
-    with pytest.raises(MetricError, match=r"one array of targets. Received: a dict of 1. Give metrics for each output"):
+    with pytest.raises(MetricError, match=r"one array of targets. Received: a dict of 1. Give metrics for each"):
         metrics.get("accuracy").update(LOGITS, {"y": LABELS}, WEIGHTS)
 
 
