@@ -134,9 +134,12 @@ class CheckpointStore:
 
     def wanted(self, owner: str) -> list[int]:
         """Returns the steps that `owner` wants and that are there, ascending."""
-        retention = self._retention()
-        wishes = set() if retention is None else set(retention["owners"].get(owner, ()))
+        wishes = self.owners().get(owner, ())
         return [step for step in self.steps() if step in wishes]
+
+    def owners(self) -> dict[str, list[int]]:
+        """Returns who wants which steps; nothing where that cannot be read."""
+        return dict((self._retention() or {"owners": {}})["owners"])
 
     def restore(self, step: int | None = None) -> Saved:
         """Returns the checkpoint of `step`, by default the latest, verified.
