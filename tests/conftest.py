@@ -106,10 +106,10 @@ def devices() -> Callable[[int], list[jax.Device]]:
 
 
 @pytest.fixture(scope="session")
-def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Environment variables of a compilation cache on disk, one for the session, for tests that restart processes: only the first of them compiles."""
+def compilation_cache() -> dict[str, str]:
+    """Environment variables by which processes that tests start share the compiled programs of this one."""
     return {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compilation-cache")),
+        "JAX_COMPILATION_CACHE_DIR": _compiled_programs.name,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }

@@ -14,7 +14,6 @@ import pytest
 import sklearn.metrics
 from flax import linen as nn
 from flax import struct
-from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, ProgressBar
@@ -31,19 +30,6 @@ Y = (X[:, 0] + RNG.normal(size=ROWS) > 0).astype(np.float32)
 WEIGHTS = RNG.uniform(0.1, 2.0, size=ROWS).astype(np.float32)
 WEIGHTS[3] = 0
 VALID = (X[::-1][:7] * 0.5, Y[:7])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _compile_once(compilation_cache):
-    """Every trainer here is made from scratch; only the compiler's work is shared."""
-    before = {name: getattr(jax.config, name.lower()) for name in compilation_cache}
-    for name, value in compilation_cache.items():
-        jax.config.update(name.lower(), value if name.endswith("DIR") else int(value))
-    jax_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name.lower(), value)
-    jax_cache.reset_cache()
 
 
 class Scale(nn.Module):

@@ -9,30 +9,15 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from flax import linen as nn
-from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, TerminateOnNaN
 from fitflax.errors import CallbackError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, DataError, FitflaxWarning, RestoreError
 from tests import run_script
 from tests.run_script import TRAIN, VALID, at, checkpoint_of, differences, directory_of, make_trainer, rows_of, state_of, steps_in
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _compile_once(compilation_cache: dict[str, str]) -> Iterator[None]:
-    """Every trainer here is made from scratch, as a new process would; only the compiler's work is shared."""
-    before = {name: getattr(jax.config, name.lower()) for name in compilation_cache}
-    for name, value in compilation_cache.items():
-        jax.config.update(name.lower(), value if name.endswith("DIR") else int(value))
-    jax_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name.lower(), value)
-    jax_cache.reset_cache()
 
 
 @dataclasses.dataclass

@@ -5,7 +5,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 import fitflax
 from fitflax.callbacks import LambdaCallback, ModelCheckpoint, ReduceLROnPlateau
@@ -16,19 +15,6 @@ from tests.run_script import at, differences, directory_of, rows_of, state_of
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(18, 4)).astype(np.float32)  # In batches of 4: five steps an epoch.
 Y = RNG.normal(size=(18, 3)).astype(np.float32)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _compile_once(compilation_cache):
-    """Every trainer here is made from scratch, as a new process would; only the compiler's work is shared."""
-    before = {name: getattr(jax.config, name.lower()) for name in compilation_cache}
-    for name, value in compilation_cache.items():
-        jax.config.update(name.lower(), value if name.endswith("DIR") else int(value))
-    jax_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name.lower(), value)
-    jax_cache.reset_cache()
 
 
 class View:

@@ -19,7 +19,6 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import struct
-from jax.experimental.compilation_cache import compilation_cache as jax_cache
 from tensorboard.backend.event_processing import event_multiplexer
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
@@ -37,19 +36,6 @@ X = RNG.normal(size=(18, 4)).astype(np.float32)  # In batches of 4: 4, 4, 4, 4, 
 Y = (X.sum(axis=1) > 0).astype(np.int32)
 VALID = (X[:7] + 1, Y[:7])
 TIMES = ("time/steps_per_second", "time/examples_per_second", "time/validation_seconds")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _compile_once(compilation_cache):
-    """Every trainer here is made from scratch, as a new process would; only the compiler's work is shared."""
-    before = {name: getattr(jax.config, name.lower()) for name in compilation_cache}
-    for name, value in compilation_cache.items():
-        jax.config.update(name.lower(), value if name.endswith("DIR") else int(value))
-    jax_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name.lower(), value)
-    jax_cache.reset_cache()
 
 
 def make(optimizer="adam", metrics=("accuracy",), devices=1, **options):
