@@ -1090,3 +1090,21 @@ def test_a_callback_is_a_function_that_obeys_its_own_trigger_and_returns_the_che
     watch = LambdaCallback(lambda checkpoint: seen.append(checkpoint.step), every=fitflax.first(1) | fitflax.every(steps=3))
     returned = [(checkpoint, watch(checkpoint)) for checkpoint in loop_of(steps=5)]
     assert seen == [1, 3] and all(given is got for given, got in returned)
+
+
+def test_predicting_again_does_not_trace_the_module_again():
+    calls = []
+
+    class Counted(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            calls.append(x.shape)
+            return nn.Dense(1)(x)
+
+    trainer = fitflax.Trainer(Counted(), parallel=DataParallel(jax.devices()[:1]))
+    trainer.compile("sgd", "mse")
+    trainer.build(np.ones((4, 2), np.float32))
+    trainer.predict_on_batch(np.ones((4, 2), np.float32))
+    seen = len(calls)
+    trainer.predict_on_batch(np.zeros((4, 2), np.float32))
+    assert len(calls) == seen

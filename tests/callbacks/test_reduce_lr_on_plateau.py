@@ -293,3 +293,11 @@ def test_the_same_script_started_again_ends_with_the_same_rate(steps, tmp_path):
     first = run(tmp_path, steps=steps)
     np.testing.assert_allclose(first[0].learning_rate, 0.0005, rtol=1e-6)
     assert_equal(tmp_path, run(tmp_path, steps=steps), tmp_path, first)
+
+
+def test_a_rate_that_cannot_be_set_names_the_callback():
+    trainer = fitflax.Trainer(nn.Dense(3))
+    trainer.compile(optax.adam(0.1), "mse")
+    with pytest.raises(OptimizerError, match=r"ReduceLROnPlateau sets the learning rate. .*cannot be read"):
+        trainer.fit(X, Y, callbacks=[ReduceLROnPlateau("loss")], verbose=0)
+    assert trainer.step == 0

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fitflax.data import Position
+from fitflax.data import Batcher, Feed, Position
 from fitflax.data.arrays import ArraySource
 from fitflax.errors import ConfigError, DataError
 
@@ -193,3 +193,9 @@ def test_text_is_no_number():
 def test_the_part_held_out_may_have_batches_of_another_size():
     train, held_out = ArraySource(np.arange(20.0), batch_size=4).divide(0.5, 3)
     assert (train.batch_size, held_out.batch_size, held_out.num_batches) == (4, 3, 4)
+
+
+def test_batches_of_arrays_are_not_checked_again(monkeypatch):
+    source = ArraySource(np.arange(6.0), np.arange(6.0), batch_size=2)
+    monkeypatch.setattr("fitflax.data.batch.to_numpy", lambda *_, **__: pytest.fail("checked once more"))
+    assert Feed(source, Batcher(size=2)).next().num_real == 2
