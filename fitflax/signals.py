@@ -1,25 +1,41 @@
 """Ctrl-C and SIGTERM during a run: asked for at any moment, obeyed between two steps.
 
 A signal must not break off a step, whose buffers are half consumed. The first one is noted, the loop leaves at its next safe point and saves; the second
-Ctrl-C leaves at once.
+Ctrl-C leaves at once. Where `jax.distributed` runs, SIGTERM is JAX's: it has all processes agree on one step, after which each of them saves and leaves.
 """
 
+import contextlib
 import signal
+import sys
 import threading
 import types
+import warnings
 from typing import Any, Self
 
+import jax
+from jax.experimental import multihost_utils
+
+from fitflax.errors import FitflaxWarning
+
 __all__ = ["Interruption"]
+
+_WILL_NOT_SAVE = "will not save this run, only its regular checkpoints will be there"
 
 
 class Interruption:
     """Notes SIGINT and SIGTERM while it is entered; puts the earlier handlers back after.
 
+    Handlers are a thing of the main thread and of one process alone. It changes nothing, and says so, off the main thread and for a signal that C code
+    handles; and nothing for one that is ignored, as SIGINT is in a script's background jobs: that is somebody's wish. Where `jax.distributed` has been
+    initialized it takes none either, since a handler of ours would switch JAX's own notice off. `check` asks for that one; Ctrl-C is Python's own
+    KeyboardInterrupt there, and the loop saves as after any exception.
+
     Attributes:
-        requested: The first signal that came.
+        requested: The signal that came, SIGTERM if both did: it asks for the end of the process, not only of what runs in it.
         leaves_at_once: Whether a second Ctrl-C came.
 
-    Off the main thread, where Python takes no handlers, and for signals that C code handles, it changes nothing.
+    Warns:
+        FitflaxWarning: A signal will not save this run.
 
     >>> with Interruption() as interruption:
     ...     interruption.requested is None
@@ -30,16 +46,32 @@ class Interruption:
         self.requested: signal.Signals | None = None
         self.leaves_at_once = False
         self._earlier: dict[signal.Signals, Any] = {}
+        self._asks_jax = False
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                earlier = signal.getsignal(number)
-                # None: a handler of C code, which Python cannot put back. Ignored: the user's wish.
-                if earlier is not None and earlier is not signal.SIG_IGN:
-                    self._earlier[number] = earlier
-                    signal.signal(number, self._note)
+        # All warnings before all handlers: a warning that is an error must leave no handler behind.
+        for message in self._look_around():
+            warnings.warn(message, FitflaxWarning, stacklevel=3)  # Of the call to fit, so that Python shows it once for each such call.
+        for number in self._earlier:
+            signal.signal(number, self._note)
         return self
+
+    def _look_around(self) -> list[str]:
+        """Finds out which signals can be noted, and how; returns what to say of the others."""
+        if jax.distributed.is_initialized():
+            self._asks_jax = bool(jax.config.values["jax_enable_preemption_service"])
+            why = "jax_enable_preemption_service is off. Turn it on before jax.distributed.initialize()"
+            return [] if self._asks_jax else [f"SIGTERM {_WILL_NOT_SAVE}: {why}."]
+        thread = threading.current_thread()
+        if thread is not threading.main_thread():
+            why = f"it is in thread {thread.name!r}, and Python gives signals to the main thread alone"
+            advice = "Call fit there, or have the main thread call trainer.stop(reason), which saves"
+            return [f"Ctrl-C and SIGTERM {_WILL_NOT_SAVE}: {why}. {advice}."]
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        # Ignored: somebody's wish. None: a handler of C code, which Python could not put back.
+        self._earlier = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
+        why = "code that is not Python's handles it. Have that code save, or save often"
+        return [f"{number.name} {_WILL_NOT_SAVE}: {why}." for number, handler in handlers.items() if handler is None]
 
     def __exit__(self, *exception: object) -> None:
         for number, earlier in self._earlier.items():
@@ -51,6 +83,21 @@ class Interruption:
             self.leaves_at_once = True
             raise KeyboardInterrupt
         self.requested = signal.Signals(number)
+        if number == signal.SIGINT:
+            # A step may take long, and whoever sees nothing presses again. A handler may come in the middle of another write, which is an error.
+            with contextlib.suppress(Exception):
+                print("\nFinishing the step and saving; Ctrl-C again leaves at once.", file=sys.stderr, flush=True)
+
+    def check(self, step: int) -> None:
+        """Asks JAX, where it runs in many processes, whether all of them are to stop after this step. Costs nothing elsewhere.
+
+        To be called once after each step, by every process: they agree on a step that none of them has reached yet, and only there is the answer yes, once.
+
+        Args:
+            step: Finished updates, the same in all processes.
+        """
+        if self._asks_jax and multihost_utils.reached_preemption_sync_point(step):
+            self.requested = signal.SIGTERM
 
     def leave(self) -> None:
         """Does what the noted signal asks, once everything is saved and the earlier handlers are back; returns if there was none.

@@ -1,21 +1,29 @@
 """Ctrl-C and SIGTERM: obeyed between two steps, after the step is saved; in real processes where it matters."""
 
-import json
+import hashlib
 import os
 import pathlib
 import signal
+import socket
 import subprocess
+import sys
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
 import fitflax
 from fitflax.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
 from fitflax.checkpoints import CheckpointStore
+from fitflax.errors import FitflaxWarning
+from fitflax.parallel import DataParallel
 from fitflax.signals import Interruption
 from tests import run_script
-from tests.run_script import TRAIN, at, differences, directory_of, make_trainer, steps_in
+from tests.run_script import TRAIN, Network, at, differences, directory_of, make_trainer, state_of, steps_in
 
 
 def send(root: pathlib.Path, env: dict[str, str], stops: list[list[Any]], signals: list[int], *, status: int) -> tuple[str, str]:
@@ -35,7 +43,9 @@ def never_stopped(tmp_path_factory: pytest.TempPathFactory, compilation_cache: d
     root = tmp_path_factory.mktemp("never-stopped")
     top = pathlib.Path(__file__).resolve().parent.parent
     env = os.environ | compilation_cache | {"PYTHONPATH": str(top), "JAX_NUM_CPU_DEVICES": "8"}
-    return root, run_script.run(root, env, fit={"steps": 12}, every=100)
+    result = run_script.run(root, env, fit={"steps": 12}, every=100)
+    assert (result["began_at"], result["step"]) == (0, 12)
+    return root, result
 
 
 def assert_goes_on(root: pathlib.Path, env: dict[str, str], never_stopped: tuple[pathlib.Path, dict[str, Any]], *, began_at: int) -> None:
@@ -78,9 +88,114 @@ def test_a_second_ctrl_c_leaves_at_once(tmp_path, process_env):
     assert not steps_in(tmp_path / "checkpoints")
 
 
-def test_ctrl_c_after_sigterm_leaves_at_once(tmp_path, process_env):
-    send(tmp_path, process_env, [["on_train_batch_end", 7, "wait twice"]], [signal.SIGTERM, signal.SIGINT], status=-signal.SIGINT)
-    assert not steps_in(tmp_path / "checkpoints")
+# -- with jax.distributed --
+
+FOR_EVER = 10**9
+
+# One process of several, each with its own run: what they share is JAX's notice alone. It prints what it has at the end.
+DISTRIBUTED = """
+import json, os, sys, warnings
+
+warnings.simplefilter("error")
+import jax
+
+port, index, count, directory, steps = sys.argv[1:]
+jax.distributed.initialize(f"localhost:{port}", num_processes=int(count), process_id=int(index))
+
+import fitflax
+from tests.test_signals import train_long
+
+trainer = train_long(os.path.join(directory, index), int(steps), jax.local_devices()[0])
+print(json.dumps(trainer.step))
+"""
+
+
+def train_long(directory: str | pathlib.Path, steps: int, device: jax.Device) -> fitflax.Trainer:
+    """Runs or goes on with a run that says when it is under way."""
+    trainer = fitflax.Trainer(Network(), parallel=DataParallel([device]))
+    trainer.compile("adam", "sparse_categorical_crossentropy", ["accuracy"], learning_rate=0.05)
+    checkpoints = ModelCheckpoint(directory)
+    # JAX looks for its signal once a second: steps that take their time keep this from being thousands of them.
+    take_time = LambdaCallback(on_train_batch_end=lambda batch, logs: hashlib.sha256(bytes(2**21)))
+    under_way = at(trainer, "on_train_batch_end", 7, lambda step: print("under way", flush=True))
+    says = LambdaCallback(on_train_end=lambda logs: print("on_train_end ran", flush=True))
+    more = [take_time, under_way, says] if steps == FOR_EVER else [says]
+    trainer.fit(TRAIN, batch_size=4, steps=steps, steps_per_epoch=FOR_EVER, verbose=0, resume="auto", callbacks=[checkpoints, *more])
+    return trainer
+
+
+def start_distributed(directory: pathlib.Path, env: dict[str, str], *, count: int, steps: int) -> list[subprocess.Popen[str]]:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    commands = [[sys.executable, "-c", DISTRIBUTED, *map(str, (port, index, count, directory, steps))] for index in range(count)]
+    return [subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for command in commands]
+
+
+def preempt(directory: pathlib.Path, env: dict[str, str], *, count: int) -> list[list[int]]:
+    """Sends SIGTERM to the last of so many processes once all are under way; returns the steps that each has saved."""
+    processes = start_distributed(directory, env, count=count, steps=FOR_EVER)
+    for process in processes:
+        assert process.stdout.readline() == "under way\n", process.communicate()[1]
+    processes[-1].send_signal(signal.SIGTERM)
+    for process in processes:
+        assert run_script.finish(process, status=143)[0] == "on_train_end ran\n"
+    return [steps_in(directory / str(index)) for index in range(count)]
+
+
+def test_jaxs_own_notice_saves_and_exits_with_143_and_the_run_goes_on_bit_for_bit(tmp_path, process_env):
+    ((stopped_at,),) = preempt(tmp_path, process_env, count=1)
+    (process,) = start_distributed(tmp_path, process_env, count=1, steps=stopped_at + 5)
+    out, err = run_script.finish(process)
+    assert out.splitlines() == ["on_train_end ran", str(stopped_at + 5)] and not err
+    train_long(tmp_path / "never", stopped_at + 5, jax.devices()[0])
+    never, resumed = (directory_of(tmp_path / name)[f"step_{stopped_at + 5:08d}"] for name in ("never", "0"))
+    assert not differences(resumed, never)
+
+
+@pytest.mark.slow
+def test_processes_that_one_sigterm_reaches_all_save_the_same_step(tmp_path, process_env):
+    one, other = preempt(tmp_path, process_env, count=2)
+    assert one == other and len(one) == 1
+
+
+@pytest.fixture
+def distributed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """`jax.distributed` as far as a run in this process can tell, its notice meant for step 3; the steps that were asked about."""
+    asked: list[int] = []
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", lambda step: asked.append(step) or step == 3)
+    return asked
+
+
+def test_jax_is_asked_once_a_step_and_its_answer_counts_once_and_for_all(distributed, fresh, tmp_path):
+    ended: list[int] = []
+    callbacks = [ModelCheckpoint(tmp_path), LambdaCallback(on_train_end=lambda logs: ended.append(fresh.step))]
+    with pytest.raises(SystemExit) as left:
+        fit(fresh, *callbacks, validation_data=TRAIN, validation_freq=fitflax.every(steps=1))
+    assert left.value.code == 143
+    assert distributed == [1, 2, 3]
+    assert (ended, steps_in(tmp_path), fresh.stop_reason) == ([3], [3], "interrupted by SIGTERM")
+
+
+def test_with_jax_distributed_no_handler_is_taken_and_ctrl_c_still_saves(distributed, fresh, tmp_path):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    seen: list[Any] = []
+    look = at(fresh, "on_train_batch_end", 1, lambda step: seen.extend(signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)))
+    with pytest.raises(KeyboardInterrupt):
+        fit(fresh, look, ModelCheckpoint(tmp_path), raising_signal(fresh, "on_train_batch_end", 2, signal.SIGINT))
+    assert seen == before
+    assert steps_in(tmp_path) == [2]
+
+
+def test_with_jaxs_notice_turned_off_a_run_says_that_sigterm_will_not_save_it(distributed, fresh):
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        with pytest.warns(FitflaxWarning, match="SIGTERM will not save this run.*jax_enable_preemption_service is off"):
+            fit(fresh, steps=4)
+    finally:
+        jax.config.update("jax_enable_preemption_service", True)
+    assert fresh.step == 4 and not distributed
 
 
 # -- in this process --
@@ -156,13 +271,48 @@ def test_an_ignored_signal_stays_ignored(fresh):
     assert fresh.step == 10
 
 
-def test_a_run_off_the_main_thread_takes_no_handlers(fresh):
-    seen: list[Any] = []
-    hook = LambdaCallback(on_train_begin=lambda logs: seen.append(signal.getsignal(signal.SIGINT)))
-    thread = threading.Thread(target=fit, args=(fresh, hook))
+def in_a_thread(function: Callable[..., Any], *arguments: Any) -> None:
+    thread = threading.Thread(target=function, args=arguments, name="search-3")
     thread.start()
     thread.join()
+
+
+def test_a_run_off_the_main_thread_takes_no_handlers_and_says_so(fresh):
+    seen: list[Any] = []
+    hook = LambdaCallback(on_train_begin=lambda logs: seen.append(signal.getsignal(signal.SIGINT)))
+    with pytest.warns(FitflaxWarning, match="Ctrl-C and SIGTERM will not save this run.*it is in thread 'search-3'") as warned:
+        in_a_thread(fit, fresh, hook)
     assert seen == [signal.getsignal(signal.SIGINT)] and fresh.step == 10
+    assert [warning.filename for warning in warned] == [__file__]  # The line that calls fit, so that Python shows it once for each such line.
+
+
+def test_a_run_off_the_main_thread_is_saved_by_stop_as_the_warning_advises(fresh, tmp_path):
+    stopping = at(fresh, "on_train_batch_end", 3, lambda step: fresh.stop("asked by the main thread"))
+    with pytest.warns(FitflaxWarning, match=r"have the main thread call trainer\.stop\(reason\), which saves"):
+        in_a_thread(fit, fresh, ModelCheckpoint(tmp_path), stopping)
+    assert (steps_in(tmp_path), fresh.stop_reason) == ([3], "asked by the main thread")
+
+
+@pytest.fixture
+def c_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM as Python shows it when code that is not Python's handled it before Python began."""
+    known = signal.getsignal
+    monkeypatch.setattr(signal, "getsignal", lambda number: None if number == signal.SIGTERM else known(number))
+
+
+def test_a_handler_of_c_code_is_left_alone_and_the_run_says_so(c_handler, fresh, tmp_path, monkeypatch):
+    real, set_for = signal.signal, []
+    monkeypatch.setattr(signal, "signal", lambda number, handler: set_for.append(number) or real(number, handler))
+    with pytest.warns(FitflaxWarning, match="SIGTERM will not save this run.*code that is not Python's handles it"), pytest.raises(KeyboardInterrupt):
+        fit(fresh, ModelCheckpoint(tmp_path), raising_signal(fresh, "on_train_batch_end", 3, signal.SIGINT))
+    assert set(set_for) == {signal.SIGINT} and steps_in(tmp_path) == [3]
+
+
+def test_a_warning_that_is_an_error_leaves_no_handler_behind(c_handler, fresh):
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(FitflaxWarning):
+        fit(fresh)
+    assert signal.getsignal(signal.SIGINT) == before and fresh.step == 0
 
 
 def test_on_train_end_always_runs(fresh):
@@ -206,9 +356,160 @@ def test_an_interruption_asks_for_nothing_until_a_signal_comes():
         assert interruption.requested == signal.SIGTERM
 
 
-def test_the_script_says_how_it_ended(tmp_path, process_env):
-    """The process tests above would prove nothing if the script failed in all of them."""
-    process = run_script.start(tmp_path, process_env, fit={"steps": 2})
-    out, err = run_script.finish(process)
-    assert isinstance(process, subprocess.Popen) and out == "on_train_end ran\n" and not err
-    assert json.loads((tmp_path / "result.json").read_text())["step"] == 2
+def test_sigterm_outranks_ctrl_c_because_it_asks_for_the_end_of_the_process(fresh, tmp_path):
+    first = raising_signal(fresh, "on_train_batch_begin", 2, signal.SIGINT)
+    second = raising_signal(fresh, "on_train_batch_end", 3, signal.SIGTERM)
+    with pytest.raises(SystemExit) as left:
+        fit(fresh, ModelCheckpoint(tmp_path), first, second)
+    assert (left.value.code, steps_in(tmp_path)) == (143, [3])
+
+
+def test_sigterm_can_be_repeated_without_harm(fresh, tmp_path):
+    """As some schedulers do."""
+    callbacks = [raising_signal(fresh, "on_train_batch_end", 3, signal.SIGTERM, times=2), raising_signal(fresh, "on_train_end", 3, signal.SIGTERM)]
+    with pytest.raises(SystemExit) as left:
+        fit(fresh, ModelCheckpoint(tmp_path), *callbacks)
+    assert (left.value.code, steps_in(tmp_path)) == (143, [3])
+
+
+def test_ctrl_c_after_sigterm_leaves_at_once(fresh, tmp_path):
+    signals = [raising_signal(fresh, "on_train_batch_end", 3, number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with pytest.raises(KeyboardInterrupt):
+        fit(fresh, ModelCheckpoint(tmp_path), *signals)
+    assert not steps_in(tmp_path)
+
+
+def test_a_second_ctrl_c_leaves_a_validation_and_a_third_nothing_worse(fresh, tmp_path):
+    """The first waits for the end of the validation's batch; the second does not, and saves nothing; the callbacks that are left still end."""
+    ended: list[str] = []
+
+    def impatient(batch: int, logs: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        ended.append("never reached")
+
+    def end(logs: Any) -> None:
+        ended.append("first")
+        signal.raise_signal(signal.SIGINT)
+
+    behind = LambdaCallback(on_train_end=lambda logs: ended.append("second"))
+    callbacks = [LambdaCallback(on_test_batch_end=impatient), LambdaCallback(on_train_end=end), behind]
+    with pytest.raises(KeyboardInterrupt):
+        fit(fresh, ModelCheckpoint(tmp_path), *callbacks, validation_data=TRAIN)
+    assert ended == ["first", "second"] and not steps_in(tmp_path)
+
+
+def test_a_second_ctrl_c_breaks_off_an_on_train_end_that_takes_its_time(fresh, tmp_path):
+    """What the first one saved stays, and the callbacks behind it still end."""
+    ended: list[str] = []
+
+    def block(logs: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        ended.append("never reached")
+
+    first = raising_signal(fresh, "on_train_batch_end", 3, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        fit(fresh, ModelCheckpoint(tmp_path), first, LambdaCallback(on_train_end=block), LambdaCallback(on_train_end=lambda logs: ended.append("behind")))
+    assert (ended, steps_in(tmp_path)) == (["behind"], [3])
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_second_ctrl_c_does_not_wait_for_a_save(asynchronous, fresh, tmp_path, monkeypatch):
+    """The disk hangs until the run has been left; what is left half written is no checkpoint, and the next start removes it."""
+    disk, fsync = threading.Event(), os.fsync
+    asked_again: list[int] = []
+
+    def hang(descriptor: int) -> None:
+        interruption = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
+        if not asked_again and interruption is not None and interruption.requested is not None:
+            asked_again.append(fresh.step)
+            os.kill(os.getpid(), signal.SIGINT)  # To the main thread, whichever this one is.
+            disk.wait()
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", hang)
+    first = raising_signal(fresh, "on_train_batch_end", 3, signal.SIGINT)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            fit(fresh, ModelCheckpoint(tmp_path, asynchronous=asynchronous), first)
+        assert asked_again == [3] and steps_in(tmp_path) == []
+    finally:
+        disk.set()
+    history = fit(make_trainer(), ModelCheckpoint(tmp_path), resume="auto")
+    assert len(history.epoch) == 2
+    CheckpointStore(tmp_path).verify()
+    assert [entry.name for entry in tmp_path.iterdir() if "tmp" in entry.name] == []
+
+
+def test_a_signal_before_the_first_step_saves_nothing_and_the_hooks_pair_up(trainer, tmp_path):
+    """As one that comes while the data are opened, or the step is compiled."""
+    calls: list[str] = []
+    hooks = LambdaCallback(**{hook: (lambda *_, hook=hook: calls.append(hook)) for hook in ("on_train_begin", "on_epoch_begin", "on_train_end")})
+
+    def batches() -> Iterator[Any]:
+        signal.raise_signal(signal.SIGTERM)
+        yield TRAIN[0][:4], TRAIN[1][:4]
+
+    trainer.build((TRAIN[0][:4], TRAIN[1][:4]))
+    with pytest.raises(SystemExit):
+        trainer.fit(batches, steps=4, verbose=0, callbacks=[ModelCheckpoint(tmp_path), hooks])
+    assert calls == ["on_train_begin", "on_train_end"]
+    assert (trainer.step, steps_in(tmp_path)) == (0, [])
+
+
+def test_a_step_that_is_broken_off_is_left_to_the_resume_with_its_batch(fresh, tmp_path):
+    """As by Python's own KeyboardInterrupt, which comes anywhere; here before the last step of an epoch, whose batch ends the pass and is taken already."""
+    fit(fresh, steps=7)
+    never = state_of(fresh)
+    fresh.build((TRAIN[0][:4], TRAIN[1][:4]))
+
+    def break_off(step: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(fresh, ModelCheckpoint(tmp_path), at(fresh, "on_train_batch_begin", 4, break_off))
+    assert steps_in(tmp_path) == [4]
+    again = make_trainer()
+    fit(again, ModelCheckpoint(tmp_path), steps=7, resume="auto")
+    assert not differences(state_of(again), never)
+
+
+def test_a_signal_after_the_last_step_is_obeyed_when_the_run_is_whole(fresh, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        fit(fresh, ModelCheckpoint(tmp_path), raising_signal(fresh, "on_train_end", 10, signal.SIGINT))
+    assert steps_in(tmp_path)[-1] == 10 and len(fresh.history.rows) == 2
+    assert [row["epoch"] for row in CheckpointStore(tmp_path).restore().metadata["history"]] == [0, 1]
+
+
+@pytest.mark.parametrize("what", ["evaluate", "predict"])
+def test_evaluating_and_predicting_by_themselves_are_left_at_once_and_can_be_repeated(what, fresh):
+    """Nothing is to be saved there: Ctrl-C is what it is everywhere else."""
+    fit(fresh, steps=1)
+    name = {"evaluate": "test", "predict": "predict"}[what]
+    batches: list[int] = []
+
+    def end(batch: int, logs: Any) -> None:
+        batches.append(batch)
+        signal.raise_signal(signal.SIGINT)
+
+    def call(*callbacks: Any) -> Any:
+        data = TRAIN if what == "evaluate" else (TRAIN[0],)
+        return getattr(fresh, what)(*data, batch_size=4, verbose=0, callbacks=list(callbacks))
+
+    whole = call()
+    with pytest.raises(KeyboardInterrupt):
+        call(LambdaCallback(**{f"on_{name}_batch_end": end}))
+    assert batches == [0]
+    np.testing.assert_equal(call(), whole)
+
+
+def test_a_fit_inside_a_fit_hands_ctrl_c_on(fresh, tmp_path):
+    """The handler that it finds is that of the run around it, which so leaves and saves as well."""
+    inner = make_trainer()
+
+    def train_another(step: int) -> None:
+        fit(inner, ModelCheckpoint(tmp_path / "inner"), raising_signal(inner, "on_train_batch_end", 2, signal.SIGINT))
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(fresh, ModelCheckpoint(tmp_path / "outer"), at(fresh, "on_train_batch_end", 3, train_another))
+    assert (steps_in(tmp_path / "inner"), steps_in(tmp_path / "outer")) == ([2], [3])
