@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from fitflax.callbacks.base import CallbackList
 from fitflax.checkpoints.checkpoint import Checkpoint, Point, Timer
+from fitflax.checkpoints.saving import Saver
 from fitflax.collected import Collected
 from fitflax.data import FedBatch, Feed, Position
 from fitflax.errors import ConfigError
@@ -140,6 +141,7 @@ class TrainLoop:
         should_stop: Returns whether somebody asked to stop.
         exhausted: Called when the data ended before the plan did.
         interruption: A signal noted here ends the run after the present step.
+        saver: Who saves for the run; closed at its end.
         clock: Returns seconds.
     """
 
@@ -160,6 +162,7 @@ class TrainLoop:
         should_stop: Callable[[], bool] = lambda: False,
         exhausted: Callable[[], None] = lambda: None,
         interruption: Interruption | None = None,
+        saver: Saver | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._program = program
@@ -173,6 +176,7 @@ class TrainLoop:
         self._should_stop = should_stop
         self._exhausted = exhausted
         self._interruption = interruption
+        self._saver = saver or Saver()
         self._clock = clock
         self._schedule = Schedule(plan.every, clock())
         self._validation_schedule = Schedule(self._validation.trigger, clock())
@@ -253,12 +257,22 @@ class TrainLoop:
         self.close()
 
     def close(self) -> None:
-        """Ends the run where it is, without a last checkpoint."""
+        """Ends the run where it is, without a last checkpoint, and waits for saves.
+
+        Raises:
+            CheckpointError: A save failed.
+        """
         self._moments.close()
         if self._upcoming is not None:
             self._feed.push_back()
             self._upcoming = None
         self._feed.close()
+        self._finish_saving()
+
+    def _finish_saving(self) -> None:
+        if self._interruption is not None and self._interruption.leaves_at_once:
+            self._saver.abandon()
+        self._saver.close()
 
     @property
     def step(self) -> int:
@@ -300,6 +314,7 @@ class TrainLoop:
         finally:
             # Not left to the garbage collector: worker processes of a loader end here.
             self._feed.close()
+            self._finish_saving()
 
     def _epochs(self) -> Iterator[bool]:
         """Yields after every step whether a checkpoint is due there."""
@@ -335,6 +350,8 @@ class TrainLoop:
                     self._close_partial_epoch()
                     return
                 self._train_one()
+                if self._interruption is not None:
+                    self._interruption.check(progress.step)
                 self._look_ahead()
             # Only an iterator that serves once can turn out to have nothing more; others begin again.
             ends = self._is_finished() or (self.plan.end_epoch is not None and progress.epoch + 1 >= self.plan.end_epoch)
@@ -384,7 +401,7 @@ class TrainLoop:
 
     def _train_one(self) -> None:
         """Dispatches one step and calls its hooks."""
-        fed, self._upcoming = self._upcoming, None
+        fed = self._upcoming
         self._made = None
         assert fed is not None
         progress, hooks = self.progress, self.callbacks
@@ -405,11 +422,14 @@ class TrainLoop:
             self._collected.add(rows)
         if compiles:
             self._timer.excluded += self._clock() - begin
-        self._live.advance(state)
+        # Not before: a step that is broken off has not used its batch, which may be the last of its pass.
+        self._upcoming = None
         progress.step += 1
         progress.step_in_epoch += 1
         progress.is_pending = True
         progress.position = fed.position
+        # Last: a KeyboardInterrupt before this finds the state's buffers taken, and saves nothing; one after it finds the whole step counted.
+        self._live.advance(state)
         if hooks.wants("on_train_batch_end"):
             hooks.call("on_train_batch_end", progress.step_in_epoch - 1, Logs(self._values, directions=self._program.directions))
 
@@ -528,6 +548,7 @@ class TrainLoop:
             timer=self._timer,
             run_state=self._run_state,
             info=self._info,
+            saver=self._saver,
         )
 
     def _run_state(self) -> dict[str, Any]:

@@ -79,6 +79,12 @@ class LiveState:
         self.step += 1
         self.version += 1
 
+    def release(self) -> None:
+        """Lets go of the state, until `replace` gives another one; those to whom it was lent keep it."""
+        self._state = TrainState(step=(), params=(), model_state={}, opt_state=(), key=())  # type: ignore[arg-type]
+        self._is_lent = False
+        self.version += 1
+
     def replace(self, state: TrainState, step: int) -> None:
         """Takes another state, such as one with another learning rate; what is new in it must lie on the devices and be nobody else's."""
         self._state = state

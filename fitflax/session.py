@@ -1,19 +1,22 @@
 """What a trainer keeps between calls: the compiled task, the live state, where its passes over the data are, and who asked to stop."""
 
+import contextlib
 import dataclasses
 import secrets
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
 
-import flax.serialization
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from fitflax.callbacks.base import CallbackList
+from fitflax.checkpoints.partial import RestoreReport, check_mapping, match, moved, report_of
 from fitflax.checkpoints.resume import check_fits, fit_to, restored_state
-from fitflax.checkpoints.store import Saved
+from fitflax.checkpoints.saved import Saved
+from fitflax.checkpoints.saving import Saver
 from fitflax.data import Feed, Position, Source
 from fitflax.data.feeds import Feeder
 from fitflax.data.streams import OneShotSource
@@ -65,6 +68,9 @@ class Session:
         self._unplaced: tuple[Any, Saved] | None = None
         # Where a state came from that was restored without knowing the module's own; the first batch shows whether it fits.
         self._unchecked: str | None = None
+        # The shapes of a batch that the state is known to fit, and which version of the live state is as `build` made it.
+        self._built_from: Batch | None = None
+        self._fresh_version: int | None = None
 
     # -- what must be there --
 
@@ -141,8 +147,17 @@ class Session:
             opt_state = self.strategy.put(fit_to(target, saved_state, saved, "train/opt_state"))
             self._unplaced = None
         else:
+            init = self._optimizer.init
+            jax.eval_shape(init, state.params)  # Its errors come before anything is let go of.
             # Copied, because an optimizer may keep the parameters themselves, whose buffers the step takes only once.
-            opt_state = self.strategy.copy(self.strategy.compile(self._optimizer.init, inputs=("replicated",), outputs="replicated")(state.params))
+            fresh = self.strategy.compile(lambda params: jax.tree.map(jnp.copy, init(params)), inputs=("replicated",), outputs="replicated")
+            state = dataclasses.replace(state, opt_state=())
+            live.replace(state, live.step)  # The two need not fit on the devices together.
+            try:
+                opt_state = fresh(state.params)
+            except BaseException:
+                self._optimizer = self._program = None  # So that the next compile() starts it again.
+                raise
         live.replace(dataclasses.replace(state, opt_state=opt_state), live.step)
 
     def begin_run(self) -> None:
@@ -152,37 +167,120 @@ class Session:
     def build(self, batch: Batch) -> None:
         """Initializes the state from the shapes of a batch."""
         self.sample = _shapes(batch)
-        state = self.need_compiled("build").init(jax.random.key(self.seed), batch)
+        program, key = self.need_compiled("build"), jax.random.key(self.seed)
+        if self.live is not None:
+            program.abstract_state(key, batch)  # What is wrong with the module comes before the old state is let go of.
+        with self._making_room():
+            state = program.init(key, batch)
         self.live = LiveState(self.strategy, state, 0)
+        self._built_from, self._fresh_version = self.sample, self.live.version
         self._last_loop = self._unplaced = self._unchecked = None
 
-    def place(self, saved: Saved, batch: Batch | None, *, weights_only: bool = False) -> None:
-        """Puts a saved state in place of the live one.
+    def place(
+        self, saved: Saved, batch: Batch | None, *, weights_only: bool = False, partial: bool = False, mapping: Mapping[str, str | None] | None = None
+    ) -> RestoreReport:
+        """Puts a saved state in place of the live one; the two are never on the devices together.
 
         What it must look like follows from the live state, or from a batch; without either the file's own structure is taken, and the first batch shows
-        whether it fits.
+        whether it fits. A failure leaves everything as it was.
+
+        Args:
+            saved: The checkpoint.
+            batch: A batch that the module runs on.
+            weights_only: Whether only parameters and collections are taken.
+            partial: Whether only those are taken that match, and the others initialized.
+            mapping: Paths in the model -> paths in the checkpoint.
 
         Raises:
+            ConfigError: `mapping` makes no sense.
+            NotReadyError: `partial`, and the module's own shapes are not known.
             RestoreError: It does not fit.
         """
+        names = check_mapping(mapping, partial=partial)
         key = jax.random.key(self.seed)
-        target: Any = None
-        if self.live is not None:
-            target = self.live.borrow()
-        elif batch is not None:
-            target = self.any_program().abstract_state(key, batch)
-        restored = restored_state(saved, target=target, optimizer=self._optimizer, key=key, weights_only=weights_only)
-        state, step = self.strategy.put(restored), int(restored.step)
-        if self.live is None:
-            self.live = LiveState(self.strategy, state, step)
-            self._unchecked = str(saved.path) if target is None else None
+        target = self._own_shapes(key, batch)
+        if partial:
+            if target is None or self._built_from is None:
+                raise NotReadyError(
+                    "restore(partial=True) initializes what the checkpoint does not have, so it must know what the module has. Call compile(...) and "
+                    "build(batch) first; shapes are enough, as in build((jax.ShapeDtypeStruct((1, 28, 28, 1), 'float32'),))."
+                )
+            parts, report = match(saved, target, names)
+            restored = TrainState(step=np.int32(0), key=key, opt_state=(), **parts)  # type: ignore[arg-type]
         else:
-            self.live.replace(state, step)
-        self._unplaced = None if weights_only or self._optimizer is not None else (saved.train["opt_state"], saved)
-        if weights_only and self._optimizer is not None:
+            saved = moved(saved, target, names)
+            restored = restored_state(saved, target=target, optimizer=self._optimizer, key=key, weights_only=weights_only)
+            report = report_of(restored)
+        afresh, optimizer = weights_only or partial, self._optimizer
+        if afresh and optimizer is not None:
+            jax.eval_shape(optimizer.init, jax.tree.map(_shape_of, restored.params))  # Its errors, too, come before anything changes.
+        self._exchange(restored)
+        if batch is not None:
+            self._built_from = _shapes(batch)
+        self._unchecked = str(saved.path) if target is None else None
+        self._unplaced = None if afresh or optimizer is not None else (saved.train["opt_state"], saved)
+        if afresh and optimizer is not None:
             self._start_optimizer()
-        if not weights_only:
+        if not afresh:
             self.run_id = str(saved.metadata.get("run_id", self.run_id))
+        return report
+
+    def _own_shapes(self, key: jax.Array, batch: Batch | None) -> TrainState | None:
+        """Returns the shapes of the module's own state, or `None` if they are not known."""
+        if self.live is not None and self.live.is_intact and self._unchecked is None:
+            return cast(TrainState, jax.tree.map(_shape_of, self.live.borrow()))
+        shapes = self._built_from if batch is None else batch
+        return None if shapes is None else self.any_program().abstract_state(key, shapes)
+
+    def _exchange(self, restored: TrainState) -> None:
+        """Puts a state in place of the live one; where it has shapes alone, leaves are initialized."""
+        live, step = self.live, int(restored.step)
+        leaves, treedef = jax.tree.flatten(restored)
+        missing = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
+        known: list[Any] = []
+        if missing and live is not None and live.is_intact and live.version == self._fresh_version:
+            # Nothing but `build` has been at them: they are what initializing them again would give.
+            now = jax.tree.leaves(dataclasses.replace(live.borrow(), opt_state=()))
+            known = [now[index] for index in missing]
+            del now  # It holds the others, too.
+        self._fresh_version = None
+        with self._making_room():
+            there = jax.tree.unflatten(treedef, [None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves])
+            placed = iter(jax.tree.leaves(self.strategy.put(there)))
+            initialized = iter(known or self._initialize(missing))
+            state = jax.tree.unflatten(treedef, [next(initialized if isinstance(leaf, jax.ShapeDtypeStruct) else placed) for leaf in leaves])
+        if live is None:
+            self.live = LiveState(self.strategy, state, step)
+        else:
+            live.replace(state, step)
+
+    def _initialize(self, places: list[int]) -> list[Any]:
+        """Returns leaves of the state at step 0 by their places among those of all but the optimizer's; no others are kept in memory, or computed."""
+        if not places:
+            return []
+        task = self.any_program().task
+
+        def init(key: jax.Array, batch: Batch) -> list[Any]:
+            leaves = jax.tree.leaves(dataclasses.replace(task.init_state(key, batch), opt_state=()))
+            return [leaves[place] for place in places]
+
+        batch = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self._built_from)
+        compiled = self.strategy.compile(init, inputs=("replicated", "split"), outputs="replicated")
+        return cast(list[Any], compiled(self.strategy.put(jax.random.key(self.seed)), self.strategy.feed(batch)))
+
+    @contextlib.contextmanager
+    def _making_room(self) -> Iterator[None]:
+        """Lets go of the live state for a block that makes another one, so that the two need not fit on the devices together.
+
+        What was lent stays with those to whom it was lent. If the block fails, there is no state: better none than a part of one.
+        """
+        if self.live is not None:
+            self.live.release()
+        try:
+            yield
+        except BaseException:
+            self.live = None
+            raise
 
     def check_restored(self, batch: Batch) -> None:
         """Checks a state that was restored without knowing the module's own, once there is a batch; it takes the module's own containers.
@@ -195,11 +293,8 @@ class Session:
             return
         live = self.need_state("restore")
         target = self.any_program().abstract_state(jax.random.key(self.seed), batch)
-        state = live.borrow()
-        check_fits(target, state, self._unchecked)
-        parts = {name: flax.serialization.from_state_dict(getattr(target, name), getattr(state, name)) for name in ("params", "model_state")}
-        live.replace(dataclasses.replace(state, **parts), live.step)
-        self._unchecked = None
+        live.replace(check_fits(target, live.borrow(), self._unchecked), live.step)
+        self._built_from, self._unchecked = self.sample, None
 
     def describe(self, sample: Batch | None) -> str:
         """Returns the model as a table, for the shapes of a batch, by default those of the last one.
@@ -261,6 +356,7 @@ class Session:
         validation: Validation | None = None,
         interruption: Interruption | None = None,
         saved: Saved | None = None,
+        saver: Saver | None = None,
     ) -> TrainLoop:
         """Returns a loop that is ready to run: state built or restored, the first batch looked at and dry-run.
 
@@ -273,6 +369,7 @@ class Session:
             validation: What is evaluated during training.
             interruption: Which signals end it.
             saved: The checkpoint to go on from.
+            saver: Who saves for the run.
 
         Raises:
             DataError: There is no batch, or labels are out of range.
@@ -328,8 +425,13 @@ class Session:
             should_stop=lambda: self.is_stopping,
             exhausted=self._run_dry,
             interruption=interruption,
+            saver=saver,
         )
         return self._last_loop
+
+
+def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def _shapes(batch: Batch) -> Batch:

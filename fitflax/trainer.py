@@ -20,9 +20,12 @@ import fitflax.optimizers as optimizers
 from fitflax.callbacks import Callback, ModelCheckpoint
 from fitflax.callbacks.base import CallbackList
 from fitflax.callbacks.history import History
+from fitflax.checkpoints.by_path import load_checkpoint, save_checkpoint
 from fitflax.checkpoints.closing import load_closing_row
+from fitflax.checkpoints.partial import RestoreReport
 from fitflax.checkpoints.resume import check_settings, find_resume
-from fitflax.checkpoints.store import Saved, load_checkpoint, save_checkpoint
+from fitflax.checkpoints.saved import Saved
+from fitflax.checkpoints.saving import Saver
 from fitflax.checkpoints.trees import from_saved
 from fitflax.data import Batcher, Source, adapt
 from fitflax.data.adapt import takes_batch_size
@@ -395,13 +398,12 @@ class Trainer:
         hooks = CallbackList([*given, *arguments.default_bar(given, verbose)])
         settings = self._settings(source, steps_per_epoch)
         session.clear_stop()
-        saved = self._find_resume(resume, hooks)
-        with Interruption() as interruption:
+        with Saver() as saver, Interruption() as interruption:
+            hooks.enter_run(saver)
+            saved = self._find_resume(resume, hooks)
             size = validation_batch_size or batch_size or source.batch_size
-            validation = Validation(
-                [self._validation_loop(name, one, hooks, interruption, size, validation_steps) for name, one in sets.items()],
-                arguments.validation_frequency(validation_freq),
-            )
+            loops = [self._validation_loop(name, one, hooks, interruption, size, validation_steps) for name, one in sets.items()]
+            validation = Validation(loops, arguments.validation_frequency(validation_freq))
             progress = self._start_progress(source, saved, settings, initial_epoch)
             feed = session.feeder.train(source, class_weight, progress.position, size=saved.metadata.get("full_batch_size") if saved else None)
             if saved is not None:
@@ -416,7 +418,8 @@ class Trainer:
                 repeats_last=True,
                 keeps_grads=any(callback.needs_grads for callback in hooks),
             )
-            loop = session.prepare_loop(source, feed, plan, progress=progress, callbacks=hooks, validation=validation, interruption=interruption, saved=saved)
+            parts: dict[str, Any] = {"callbacks": hooks, "validation": validation, "interruption": interruption, "saver": saver}
+            loop = session.prepare_loop(source, feed, plan, progress=progress, saved=saved, **parts)
             for evaluate in validation.loops:
                 evaluate.prepare(session.need_state("fit").borrow())
             arguments.check_log_keys(session.need_compiled("fit").directions, tuple(sets))
@@ -497,8 +500,9 @@ class Trainer:
             if interruption.requested is not None:
                 self._session.stop(f"interrupted by {interruption.requested.name}")
         finally:
-            loop.close()
-            hooks.finish(loop.epoch_logs)
+            with contextlib.ExitStack() as stack:  # Backwards: `on_train_end` comes last, and whatever happens.
+                stack.callback(hooks.finish, loop.epoch_logs)
+                stack.callback(loop.close)
 
     def _load_callbacks(self, hooks: CallbackList, saved: Saved, loop: TrainLoop) -> None:
         run = from_saved(saved.run, key_impls=saved.metadata["key_impls"])
@@ -743,19 +747,53 @@ class Trainer:
         metadata = {"run_id": self._session.run_id, "step": live.step, "epoch": 0, "metrics": {}, "settings": {"seed": self._session.seed}}
         return save_checkpoint(path, train=live.borrow(), run={}, metadata=metadata)
 
-    def restore(self, path: str | os.PathLike[str], *, weights_only: bool = False) -> None:
-        """Takes the state from a checkpoint.
+    def restore(
+        self, path: str | os.PathLike[str], *, weights_only: bool = False, partial: bool = False, mapping: Mapping[str, str | None] | None = None
+    ) -> RestoreReport:
+        """Takes the state from a checkpoint; all of it, or for fine-tuning what another model has in common with this one.
+
+        Paths are those that errors list: `params/Dense_0/kernel`, and for other collections `batch_stats/BatchNorm_0/mean`. After an error the state is what
+        it was. The old state is let go of before the new one comes, so the devices need not hold both.
 
         Args:
             path: A checkpoint directory, or a directory of them, whose newest good one is taken.
             weights_only: Whether only parameters and collections are taken, and the optimizer and the step begin afresh.
+            partial: Whether the checkpoint may be of another model. Taken are the parameters and collections whose path, shape and dtype agree; the others are
+                initialized as `build` does it, and the optimizer and the step begin afresh, as with `weights_only`. The model's shapes must be known: call
+                `build` first. An array of another shape or dtype is an error unless `mapping` says what to do with it.
+            mapping: Other names: `{path in this model: path in the checkpoint}`, of single arrays or of all below a path; the longest path decides. `None` in
+                place of a path, with `partial`, initializes what the checkpoint has, too. Two paths may take from the same one. Without `partial` everything
+                must fit in the end, and the optimizer's state follows the parameters.
+
+        Returns:
+            What was restored, what was initialized, and what of the checkpoint was left unused.
 
         Raises:
             CheckpointNotFoundError: There is no checkpoint.
             CorruptCheckpointError: It is damaged.
-            RestoreError: It does not fit the model or the optimizer; the message lists all differences.
+            RestoreError: It does not fit the model or the optimizer, the message lists all differences; or an entry of `mapping` has no effect.
+            ConfigError: `mapping` makes no sense.
+            NotReadyError: `partial` before `build`.
+
+        >>> import tempfile
+        >>> class Classifier(nn.Module):
+        ...     classes: int
+        ...     @nn.compact
+        ...     def __call__(self, x):
+        ...         return nn.Dense(self.classes, name="head")(nn.relu(nn.Dense(16, name="body")(x)))
+        >>> batch = jax.ShapeDtypeStruct((8, 4), np.float32)
+        >>> pretrained, trainer = Trainer(Classifier(10)), Trainer(Classifier(3))
+        >>> for each in (pretrained, trainer):
+        ...     each.compile("adam", loss="sparse_categorical_crossentropy")
+        ...     each.build((batch,))
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     path = pretrained.save(f"{directory}/pretrained")
+        ...     print(trainer.restore(path, partial=True, mapping={"params/head": None}))
+        Restored 2 of 4 arrays.
+        Initialized: params/head/bias, params/head/kernel
+        Unused: params/head/bias, params/head/kernel
         """
-        self._session.place(load_checkpoint(path), None, weights_only=weights_only)
+        return self._session.place(load_checkpoint(path), None, weights_only=weights_only, partial=partial, mapping=mapping)
 
 
 def _zeros(batch: Any) -> Any:

@@ -18,10 +18,10 @@ from typing import Any
 import jax
 import numpy as np
 from flax import linen as nn
-from flax.serialization import msgpack_restore
 
 import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint
+from fitflax.checkpoints.saved import read_checkpoint
 from fitflax.parallel import DataParallel
 
 STEPS_PER_EPOCH = 5
@@ -83,8 +83,8 @@ def rows_of(history: fitflax.History) -> list[Any]:
 
 def checkpoint_of(directory: pathlib.Path) -> dict[str, Any]:
     """All of a checkpoint that must be equal, which is all but clocks and the names of runs."""
-    state = msgpack_restore((directory / "state.msgpack").read_bytes())
-    state["run"].pop("schedules", None)
+    saved = read_checkpoint(directory)
+    state = {"train": saved.train, "run": {key: value for key, value in saved.run.items() if key != "schedules"}}
     metadata = json.loads((directory / "metadata.json").read_text())
     kept = {key: metadata[key] for key in ("step", "epoch", "step_in_epoch", "metrics", "data_position", "progress", "history", "settings")}
     closing = directory / "closing.json"
@@ -173,6 +173,7 @@ def main(
     devices: int = 1,
     every: int = 1,
     keep: int | None = None,
+    asynchronous: bool = False,
     stops: list[list[Any]] = [],  # noqa: B006 (only read)
     resume: Any = "auto",
 ) -> None:
@@ -187,8 +188,9 @@ def main(
         verbose=0,
         resume=resume,
         callbacks=[
-            ModelCheckpoint(root / "checkpoints", every=fitflax.every(steps=every), keep=keep),
-            BestCheckpoint(root / "best", keep=2),
+            # Not asynchronous where a test kills at a certain step and asks which checkpoints there are: it would have to wait for them.
+            ModelCheckpoint(root / "checkpoints", every=fitflax.every(steps=every), keep=keep, asynchronous=asynchronous),
+            BestCheckpoint(root / "best", keep=2, asynchronous=asynchronous),
             EarlyStopping(patience=100),
             LambdaCallback(on_train_begin=lambda logs: began.append(trainer.step), on_train_end=lambda logs: print("on_train_end ran", flush=True)),
             *_hooks(trainer, stops),

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import pathlib
 import shutil
 import signal
@@ -15,7 +16,8 @@ from flax import linen as nn
 
 import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, TerminateOnNaN
-from fitflax.errors import CallbackError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, DataError, FitflaxWarning, RestoreError
+from fitflax.checkpoints import documents
+from fitflax.errors import CallbackError, CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, DataError, FitflaxWarning, RestoreError
 from tests import run_script
 from tests.run_script import TRAIN, VALID, at, checkpoint_of, differences, directory_of, make_trainer, rows_of, state_of, steps_in
 
@@ -53,13 +55,14 @@ def run(
     model: nn.Module | None = None,
     seed: int = 0,
     optimizer: Any = "adam",
+    backend: str = "msgpack",
     **options: Any,
 ) -> Ran:
     """Trains with everything made from scratch."""
     trainer = make_trainer(model=model, seed=seed, optimizer=optimizer)
-    best = BestCheckpoint(root / "best", keep=2, restore_best=restore_best)
+    best = BestCheckpoint(root / "best", keep=2, restore_best=restore_best, backend=backend)
     early = EarlyStopping(patience=patience)
-    model_checkpoint = ModelCheckpoint(root / "checkpoints", keep=None, **({} if every is None else {"every": every}))
+    model_checkpoint = ModelCheckpoint(root / "checkpoints", keep=None, backend=backend, **({} if every is None else {"every": every}))
     arguments: dict[str, Any] = {"validation_data": VALID, "verbose": 0, "resume": resume}
     if data is TRAIN:
         arguments["batch_size"] = 4
@@ -173,6 +176,15 @@ def test_a_run_killed_at_the_end_of_an_epoch_goes_on_bit_for_bit(hook, step, tmp
     resumed = run_script.run(tmp_path / "killed", env, fit={"steps": 12}, every=7)
     assert resumed["began_at"] == 7
     assert_same_process(tmp_path / "killed", resumed, tmp_path / "never", never)
+
+
+@pytest.mark.parametrize(("first", "second"), [("orbax", "orbax"), ("orbax", "msgpack"), ("msgpack", "orbax")])
+def test_a_run_saved_through_orbax_goes_on_bit_for_bit_by_either_backend(first, second, never, tmp_path):
+    expected = never(steps=12)
+    run(tmp_path / "stopped", steps=7, backend=first)
+    resumed = run(tmp_path / "stopped", steps=12, backend=second)
+    assert_equal(resumed, expected)
+    assert [(resumed.checkpoints / f"step_{step:08d}" / "train").is_dir() for step in (7, 12)] == [first == "orbax", second == "orbax"]
 
 
 # -- the end of a run and the beginning of the next --
@@ -518,16 +530,42 @@ def damage(path: pathlib.Path, how: str) -> None:
         content = bytearray()
     if how.endswith("missing"):
         file.unlink()
+    elif how == "foreign files":
+        for one in path.iterdir():
+            one.unlink()
+        (path / "notes.txt").write_text("mine")
+    elif how == "metadata of another version":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(documents, "FORMAT_VERSION", 99)
+            document = json.loads(content)
+            for name in ("format_version", "crc32"):
+                del document[name]
+            documents.write_document(file, document)
     else:
         file.write_bytes(content)
 
 
-@pytest.mark.parametrize("how", ["state truncated", "state flipped", "state missing", "metadata truncated", "metadata flipped", "metadata empty"])
-def test_a_damaged_checkpoint_is_passed_over_and_the_run_equals_the_run_never_stopped(how, never, tmp_path):
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("state truncated", "state.msgpack is truncated: "),
+        ("state flipped", "state.msgpack is damaged: "),
+        ("state empty", "state.msgpack is empty"),
+        ("state missing", "state.msgpack is missing"),
+        ("metadata truncated", "metadata.json is damaged: it is not JSON"),
+        ("metadata flipped", "metadata.json is damaged: "),
+        ("metadata empty", "metadata.json is empty"),
+        ("metadata missing", "metadata.json is missing"),
+        ("metadata of another version", "metadata.json has format version 99, but this fitflax reads version 1. Use the fitflax that wrote it"),
+        ("foreign files", "metadata.json is missing"),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over_and_the_run_equals_the_run_never_stopped(how, why, never, tmp_path):
     expected = never(epochs=3)
     run(tmp_path / "run", epochs=2)
     damage(tmp_path / "run/checkpoints/step_00000010", how)
-    with pytest.warns(FitflaxWarning, match="a damaged checkpoint is passed over: step_00000010"):
+    what = "a checkpoint that cannot be read here" if "version" in how else "a damaged checkpoint"
+    with pytest.warns(FitflaxWarning, match=f"Resuming: {what} is passed over: step_00000010: {why}"):
         resumed = run(tmp_path / "run", epochs=3)
     assert_equal(resumed, expected)
 
@@ -538,6 +576,15 @@ def test_a_run_whose_only_checkpoint_is_damaged_begins_again(never, tmp_path):
     with pytest.warns(FitflaxWarning, match="passed over"):
         resumed = run(tmp_path / "run", epochs=2)
     assert_equal(resumed, never(epochs=2))
+
+
+def test_checkpoints_of_another_version_alone_do_not_make_a_run_begin_anew(tmp_path):
+    run(tmp_path / "run", epochs=1)
+    damage(tmp_path / "run/checkpoints/step_00000005", "metadata of another version")
+    before = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    ran = run(tmp_path / "run", epochs=2, raises=CheckpointError)
+    assert "holds checkpoints that cannot be read here, and none that can. Nothing was changed. step_00000005: metadata.json has format" in str(ran.error)
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == before
 
 
 def test_a_damaged_checkpoint_that_resume_names_is_an_error(tmp_path):

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, Self
 
 from fitflax.checkpoints.checkpoint import Checkpoint
-from fitflax.errors import CallbackError, CheckpointError, FitflaxWarning, MonitorError, OptimizerError, did_you_mean
+from fitflax.checkpoints.saving import Saver
+from fitflax.errors import CallbackError, FitflaxWarning, MonitorError, OptimizerError, did_you_mean
 from fitflax.logs import Logs
 from fitflax.state import TrainState
 from fitflax.triggers import Moment, Schedule, Trigger
@@ -211,6 +212,9 @@ class Callback:
 
     # -- files --
 
+    def enter_run(self, saver: Saver) -> None:
+        """Locks what only one run may use at a time, before anything of it is read; `saver.close()` gives it back."""
+
     def open_run(self, run_id: str, step: int) -> None:
         """Prepares files before a run's first step.
 
@@ -308,6 +312,11 @@ class CallbackList:
             callback.trainer = trainer
             callback.params = self.params
 
+    def enter_run(self, saver: Saver) -> None:
+        """Has all callbacks lock their directories."""
+        for callback in self._all:
+            callback.enter_run(saver)
+
     def open_run(self, run_id: str, step: int) -> None:
         """Has all callbacks prepare their files; if one cannot, all are closed."""
         try:
@@ -353,8 +362,6 @@ class CallbackList:
                 checkpoint.point = dataclasses.replace(checkpoint.point, is_last=True, is_rescue=True)
             try:
                 callback.on_checkpoint(checkpoint)
-            except CheckpointError:
-                raise  # Of a callback that saves; a full disk stays full.
             except BaseException as error:  # noqa: BLE001 (raised below, when everybody has had the checkpoint)
                 failure = failure or error
                 checkpoint.point = dataclasses.replace(checkpoint.point, is_last=True, is_rescue=True)

@@ -1,7 +1,9 @@
 """`BestCheckpoint`: the checkpoints with the best values of a monitored metric."""
 
 import dataclasses
+import functools
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,10 @@ from typing_extensions import override
 from fitflax.callbacks.base import Callback, Monitor, Phase
 from fitflax.callbacks.model_checkpoint import check_keep
 from fitflax.checkpoints.checkpoint import Checkpoint
+from fitflax.checkpoints.saving import Saver
 from fitflax.checkpoints.store import CheckpointStore
 from fitflax.checkpoints.trees import restore_tree
+from fitflax.errors import FitflaxWarning
 from fitflax.logs import Logs
 
 __all__ = ["BestCheckpoint"]
@@ -31,6 +35,8 @@ class BestCheckpoint(Callback):
         restore_best: Whether the best parameters and collections are put back at the end of `fit`, after the last checkpoint.
         initial_value: Only values better than this are saved.
         overwrite: Whether a run from the beginning may replace another run in the directory.
+        asynchronous: Whether training goes on while a copy of the state on the host is written; see `ModelCheckpoint`.
+        backend: Who writes the state; see `ModelCheckpoint`.
 
     Attributes:
         best: The best value so far; `None` if there was none.
@@ -38,6 +44,7 @@ class BestCheckpoint(Callback):
 
     Raises:
         CallbackError: An argument out of its range.
+        CheckpointError: There is no such backend.
 
     >>> BestCheckpoint("runs/a/best", monitor="val_accuracy").best is None
     True
@@ -55,6 +62,8 @@ class BestCheckpoint(Callback):
         restore_best: bool = False,
         initial_value: float | None = None,
         overwrite: bool = False,
+        asynchronous: bool = True,
+        backend: str = "msgpack",
     ) -> None:
         check_keep("BestCheckpoint", keep)
         self.directory = Path(directory)
@@ -62,9 +71,10 @@ class BestCheckpoint(Callback):
         self.restore_best = restore_best
         self.initial_value = initial_value
         self.overwrite = overwrite
-        self.store = CheckpointStore(self.directory)
+        self.asynchronous = asynchronous
+        self.store = CheckpointStore(self.directory, backend=backend)
         self._monitor = Monitor("BestCheckpoint", monitor, mode)
-        self._run_id: str | None = None
+        self._saver: Saver | None = None
         self._in_fit = False
         # (value, step), the best first; and what a run that ended inside an epoch saved after its last checkpoint.
         self._kept: list[tuple[float, int]] = []
@@ -97,10 +107,14 @@ class BestCheckpoint(Callback):
         return f"{type(self).__name__}(monitor={self._monitor.key!r}, directory={self.directory.name!r})"
 
     @override
+    def enter_run(self, saver: Saver) -> None:
+        self._saver = saver
+        self.store.lock(saver)
+
+    @override
     def open_run(self, run_id: str, step: int) -> None:
         self.store.claim(run_id, overwrite=self.overwrite)
         self.store.drop_after(step)
-        self._run_id = run_id
         self._closing = None
         self._named = set()
         values = ((self.store.metric(saved, self._monitor.key), saved) for saved in self.store.wanted(self.owner))
@@ -115,6 +129,10 @@ class BestCheckpoint(Callback):
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
         if self._in_fit and not checkpoint.point.epoch_ends and self._monitor.key not in checkpoint.evaluated:
             return
+        if checkpoint.saver is not self._saver:
+            # Used as a plain function, without a trainer that opens the run.
+            self.enter_run(checkpoint.saver)
+            self.open_run(checkpoint.run_id, checkpoint.point.process_start)
         value = self._candidate(checkpoint.logs, checkpoint.step)
         if value is not None:
             self._kept = self._rank([*(entry for entry in self._kept if entry[1] != checkpoint.step), (value, checkpoint.step)])[: self.keep]
@@ -148,18 +166,14 @@ class BestCheckpoint(Callback):
         return sorted(entries, key=lambda entry: (sign * entry[0], entry[1]))
 
     def _save(self, checkpoint: Checkpoint, keep: set[int]) -> None:
-        contents = checkpoint.contents()
-        if self._run_id is None:
-            kept = self._kept
-            self.open_run(contents["metadata"]["run_id"], checkpoint.point.process_start)
-            self._kept = kept
-        self.store.save(step=checkpoint.step, **contents, owner=self.owner, keep=keep | self._named)
+        checkpoint.save_to(self.store, owner=self.owner, keep=keep | self._named, asynchronous=self.asynchronous)
 
     @override
     def run_was_saved(self) -> None:
         kept = {step for _, step in self._kept}
-        if self._named - kept:
-            self.store.retain(self.owner, kept)
+        if self._named - kept and self._saver is not None:
+            # After what is being saved: only then is there something that names others.
+            self._saver.submit(functools.partial(self.store.retain, self.owner, kept), is_save=False)
         self._named = kept
 
     @override
@@ -169,6 +183,8 @@ class BestCheckpoint(Callback):
     @override
     def on_train_end(self, logs: Mapping[str, Any]) -> None:
         self._in_fit = False
+        if self.restore_best and self._saver is not None:
+            self._saver.wait()
         if self.restore_best and self.best_step is not None:
             saved = self.store.restore(self.best_step)
             state = self.trainer.state
@@ -185,6 +201,13 @@ class BestCheckpoint(Callback):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._kept = [(float(value), int(step)) for value, step in state["kept"]]
+        present = set(self.store.steps())
+        self._kept = [(float(value), int(step)) for value, step in state["kept"] if int(step) in present]
+        gone = sorted(int(step) for _, step in state["kept"] if int(step) not in present)
+        if gone:
+            message = (
+                f"{self.directory} no longer holds the best checkpoints of steps {gone}, which the run had saved there; what comes is compared with the rest."
+            )
+            warnings.warn(message, FitflaxWarning, stacklevel=2)
         self._named = {step for _, step in self._kept}
         self._monitor.take_direction(state["direction"])

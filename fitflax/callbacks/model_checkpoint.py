@@ -10,6 +10,7 @@ from typing_extensions import override
 from fitflax.callbacks.base import Callback, Phase, check_trigger
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.checkpoints.closing import save_closing_row
+from fitflax.checkpoints.saving import Saver
 from fitflax.checkpoints.store import CheckpointStore
 from fitflax.errors import CallbackError
 from fitflax.triggers import Trigger
@@ -28,9 +29,13 @@ class ModelCheckpoint(Callback):
         keep_every: Checkpoints of steps that are multiples of this are kept for ever.
         save_last: Whether the last step of a run that ends in order is saved though `every` is not due. A run that is broken off always saves.
         overwrite: Whether a run from the beginning may replace another run in the directory, which is deleted once the first new checkpoint is complete.
+        asynchronous: Whether training goes on while a copy of the state on the host is written. A save that failed raises at the next one, or at the end; the
+            end waits for all.
+        backend: Who writes the state: `"msgpack"` or `"orbax"`. A resume reads both.
 
     Raises:
         CallbackError: A number out of its range.
+        CheckpointError: There is no such backend.
 
     >>> ModelCheckpoint("runs/a/checkpoints", keep=2).directory.name
     'checkpoints'
@@ -47,6 +52,8 @@ class ModelCheckpoint(Callback):
         keep_every: int | None = None,
         save_last: bool = True,
         overwrite: bool = False,
+        asynchronous: bool = True,
+        backend: str = "msgpack",
     ) -> None:
         check_keep("ModelCheckpoint", keep)
         check_trigger("ModelCheckpoint", every)
@@ -58,15 +65,20 @@ class ModelCheckpoint(Callback):
         self.keep_every = keep_every
         self.save_last = save_last
         self.overwrite = overwrite
-        self.store = CheckpointStore(self.directory)
-        self._run_id: str | None = None
+        self.asynchronous = asynchronous
+        self.store = CheckpointStore(self.directory, backend=backend)
+        self._saver: Saver | None = None
         self._steps: list[int] = []
+
+    @override
+    def enter_run(self, saver: Saver) -> None:
+        self._saver = saver
+        self.store.lock(saver)
 
     @override
     def open_run(self, run_id: str, step: int) -> None:
         self.store.claim(run_id, overwrite=self.overwrite)
         self.store.drop_after(step)
-        self._run_id = run_id
         self._steps = self.store.wanted(self.owner)
 
     @property
@@ -81,13 +93,13 @@ class ModelCheckpoint(Callback):
 
     @override
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
-        contents = checkpoint.contents()
-        if self._run_id is None:
+        if checkpoint.saver is not self._saver:
             # Used as a plain function, without a trainer that opens the run.
-            self.open_run(contents["metadata"]["run_id"], checkpoint.point.process_start)
+            self.enter_run(checkpoint.saver)
+            self.open_run(checkpoint.run_id, checkpoint.point.process_start)
         steps = [*(step for step in self._steps if step != checkpoint.step), checkpoint.step]
         self._steps = self._kept(steps)
-        self.store.save(step=checkpoint.step, **contents, owner=self.owner, keep=self._steps)
+        checkpoint.save_to(self.store, owner=self.owner, keep=self._steps, asynchronous=self.asynchronous)
 
     def _kept(self, steps: list[int]) -> list[int]:
         newest = set(steps if self.keep is None else steps[-self.keep :])
@@ -97,7 +109,13 @@ class ModelCheckpoint(Callback):
     @override
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
         if checkpoint.step in self._steps:
+            checkpoint.saver.wait()
             save_closing_row(self.store.path(checkpoint.step), {"epoch": epoch, "logs": dict(logs), "earlier": dict(getattr(logs, "earlier", {}))})
+
+    @override
+    def close(self) -> None:
+        if self._saver is not None:
+            self._saver.wait()
 
 
 def check_keep(owner: str, keep: int | None) -> None:

@@ -1,5 +1,7 @@
 """Checkpoints on disk: a directory of them is a `CheckpointStore`."""
 
-from fitflax.checkpoints.store import CheckpointStore, Saved
+from fitflax.checkpoints.partial import RestoreReport
+from fitflax.checkpoints.saved import Saved
+from fitflax.checkpoints.store import CheckpointStore
 
-__all__ = ["CheckpointStore", "Saved"]
+__all__ = ["CheckpointStore", "RestoreReport", "Saved"]

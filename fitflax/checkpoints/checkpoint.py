@@ -5,9 +5,14 @@ read after the loop has moved on is an error.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+import weakref
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Self
 
+from fitflax.checkpoints.saving import Saver
+from fitflax.checkpoints.store import CheckpointStore
+from fitflax.checkpoints.trees import Plain, host_copy, to_plain
 from fitflax.data import Position
 from fitflax.errors import NotReadyError
 from fitflax.logs import Logs, StepValues
@@ -88,6 +93,7 @@ class Checkpoint:
         point: Where the run is.
         logs: The values of this step by flat name, shared by all who see this checkpoint: group `train` by key, others as `<group>_<key>`.
         step_values: The step's own values, still on the device; `None` if no step was made in this process.
+        saver: Who saves for the run.
 
     >>> import fitflax, optax, numpy as np
     >>> from flax import linen as nn
@@ -107,6 +113,7 @@ class Checkpoint:
         timer: Timer,
         run_state: Callable[[], dict[str, Any]],
         info: Callable[[], dict[str, Any]],
+        saver: Saver,
         grads: PyTree = None,
         groups: Mapping[str, Mapping[str, Any]] | None = None,
         parts: dict[str, PyTree] | None = None,
@@ -119,6 +126,7 @@ class Checkpoint:
         self._timer = timer
         self._make_run_state = run_state
         self._make_info = info
+        self.saver = saver
         self._grads = grads
         self._groups: dict[str, Mapping[str, Any]] = dict(groups or {})
         # Shared with summaries made from this checkpoint, so that no part is copied twice.
@@ -143,11 +151,14 @@ class Checkpoint:
             raise NotReadyError(f"The state of step {self.step} is gone: the loop is at step {self._live.step}. Read it before the loop goes on.")
         return self._live.borrow()
 
-    def _part(self, name: str) -> PyTree:
+    def _drop_replaced(self) -> None:
         if self._live.step == self.step and self._live.version != self._version:
             # A callback put another state in place: this step's state is that one now.
             self._parts.clear()
             self._version = self._live.version
+
+    def _part(self, name: str) -> PyTree:
+        self._drop_replaced()
         if name not in self._parts:
             self._parts[name] = self._live.copy(getattr(self.borrow(), name))
         return self._parts[name]
@@ -254,6 +265,7 @@ class Checkpoint:
             timer=self._timer,
             run_state=self._make_run_state,
             info=self._make_info,
+            saver=self.saver,
             grads=self._grads,
             groups=groups,
             parts=self._parts,
@@ -261,9 +273,47 @@ class Checkpoint:
         made._version = self._version
         return made
 
-    def contents(self) -> dict[str, Any]:
-        """Returns what a store saves: `train` (borrowed), `run` and `metadata`."""
-        metadata = {
+    def save_to(self, store: CheckpointStore, *, owner: str, keep: Collection[int], asynchronous: bool) -> None:
+        """Saves the run in a store: at once from the live state, or from a copy on the host while the loop goes on.
+
+        Args:
+            store: Where.
+            owner: Who wants it.
+            keep: What this owner keeps besides.
+            asynchronous: Whether the run's saver does it.
+
+        Raises:
+            CheckpointError: This save failed, or an earlier one of the saver's; then this one was made at once before, as far as the disk let it.
+        """
+        save = functools.partial(store.save, step=self.step, metadata=self._metadata(), owner=owner, keep=keep)
+        if asynchronous:
+            self.saver.wait_for_room()
+            run = host_copy(to_plain(self.run_state, root="run", keep_lists=True))
+            if self.saver.submit(functools.partial(save, train=self._snapshot(), run=run)):
+                return
+        earlier = self.saver.settle()
+        try:
+            save(train=self.borrow(), run=self.run_state)
+        except Exception as error:
+            if earlier is not None:
+                error.add_note(f"An earlier save had failed, too: {earlier}")
+            raise
+        if earlier is not None:
+            raise earlier
+
+    def _snapshot(self) -> Plain:
+        """Returns the state on the host, one copy for all who save this step at the same time."""
+        state = self.borrow()
+        self._drop_replaced()
+        reference = self._parts.get("snapshot")
+        snapshot = None if reference is None else reference()
+        if snapshot is None:
+            snapshot = host_copy(to_plain(state, root="train"))
+            self._parts["snapshot"] = weakref.ref(snapshot)  # Gone with the last save, not with this checkpoint, which the user may keep.
+        return snapshot
+
+    def _metadata(self) -> dict[str, Any]:
+        return {
             **self._make_info(),
             "step": self.step,
             "epoch": self.epoch,
@@ -271,7 +321,6 @@ class Checkpoint:
             "metrics": self.metrics,
             "data_position": dataclasses.asdict(self.data_position),
         }
-        return {"train": self.borrow(), "run": self.run_state, "metadata": metadata}
 
     def __copy__(self) -> Self:
         return self

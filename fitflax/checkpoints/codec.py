@@ -1,21 +1,30 @@
-"""`state.msgpack` byte by byte: a writer and a reader that go straight to and from arrays' buffers, with checksums on the way.
+"""`state.msgpack` byte by byte: a writer and a reader that go straight to and from arrays' buffers, at the speed of the disk.
 
-The bytes are those of `flax.serialization.msgpack_serialize`, arrays above 2^30 bytes in chunks included.
+The bytes are those of `flax.serialization.msgpack_serialize`, arrays above 2^30 bytes in chunks included. Checksums of arrays are computed beside the work of
+the disk, block by block, by a thread that lives as long as the writer or the reader.
 """
 
+import contextlib
+import dataclasses
+import functools
 import io
 import math
 import os
+import queue
 import struct
+import threading
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from types import TracebackType
+from typing import Any, NamedTuple, Self
 
+import jax
 import msgpack
 import numpy as np
 
-from fitflax.checkpoints.trees import CHUNKED, MAX_DEPTH, join
+from fitflax.checkpoints.memory import Arena
+from fitflax.checkpoints.trees import CHUNKED, MAX_DEPTH, fetch, is_storable, join
 from fitflax.errors import CorruptCheckpointError
 
 __all__ = ["Reader", "Writer"]
@@ -23,6 +32,15 @@ __all__ = ["Reader", "Writer"]
 # flax's extension types for arrays, and the size in bytes above which it writes an array as a map of chunks.
 _NDARRAY, _NUMPY_SCALAR = 1, 3
 CHUNK_BYTES = 2**30
+# Data is moved and summed in blocks: large enough that Python's own work between two is nothing, small enough that the second to touch one finds it in a cache.
+_BLOCK_BYTES = 2**22
+_MAX_WAITING_JOBS = 8
+# Linux takes no more at once (IOV_MAX).
+_MAX_BUFFERS = 1024
+# The kernel is asked to write back what it was given so often, so that the disk works while the rest is still on its way.
+_WRITE_BACK_BYTES = 2**24
+# Copies of the next jax.Arrays from their device run while one is written.
+_FETCH_AHEAD_BYTES = 2**24
 
 
 class _Part(NamedTuple):
@@ -33,12 +51,13 @@ class _Part(NamedTuple):
     end: int
 
 
-def _array_parts(shape: tuple[int, ...], dtype: np.dtype[Any], kind: int) -> list[_Part]:
-    """Returns how flax lays an array out: one extension object, or a map of several above `CHUNK_BYTES`. Writer and reader share it."""
+@functools.lru_cache
+def _layout(shape: tuple[int, ...], dtype: np.dtype[Any], kind: int, chunk_bytes: int) -> tuple[_Part, ...]:
+    """Returns how flax lays an array out: one extension object, or a map of several above `chunk_bytes`. Writer and reader share it."""
     num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes <= CHUNK_BYTES:
-        return [_Part(_extension_header(shape, dtype, kind), 0, num_bytes)]
-    step = max(1, CHUNK_BYTES // dtype.itemsize) * dtype.itemsize
+    if num_bytes <= chunk_bytes:
+        return (_Part(_extension_header(shape, dtype, kind), 0, num_bytes),)
+    step = max(1, chunk_bytes // dtype.itemsize) * dtype.itemsize
     begins = range(0, num_bytes, step)
     dims = {str(axis): size for axis, size in enumerate(shape)}
     before = b"\x83" + b"".join(map(_pack, (CHUNKED, True, "shape", dims, "chunks"))) + msgpack.Packer().pack_map_header(len(begins))
@@ -48,12 +67,12 @@ def _array_parts(shape: tuple[int, ...], dtype: np.dtype[Any], kind: int) -> lis
         header = _extension_header(((end - begin) // dtype.itemsize,), dtype, kind)
         parts.append(_Part(before + _pack(str(index)) + header, begin, end))
         before = b""
-    return parts
+    return tuple(parts)
 
 
 def _extension_header(shape: tuple[int, ...], dtype: np.dtype[Any], kind: int) -> bytes:
     num_bytes = math.prod(shape) * dtype.itemsize
-    inner = b"\x93" + _pack([*shape]) + _pack(dtype.name) + _sized(num_bytes, (0xC4, 0xC5, 0xC6))
+    inner = b"\x93" + _pack([*shape]) + _pack(_name(dtype)) + _sized(num_bytes, (0xC4, 0xC5, 0xC6))
     length = len(inner) + num_bytes
     outer = bytes([0xD4 + length.bit_length() - 1]) if length in (1, 2, 4, 8, 16) else _sized(length, (0xC7, 0xC8, 0xC9))
     return outer + bytes([kind]) + inner
@@ -70,52 +89,181 @@ def _pack(value: Any) -> bytes:
     return packed
 
 
+@functools.cache
+def _name(dtype: np.dtype[Any]) -> str:
+    return dtype.name  # NumPy takes a microsecond to find it.
+
+
 def _bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
     # memoryview() knows no bfloat16, so through bytes.
     data: memoryview = array.reshape(-1).view(np.uint8).data
     return data
 
 
-class Writer:
-    """Writes nested dicts as msgpack; counts the bytes, sums the structure and lists the arrays on the way."""
+@dataclasses.dataclass
+class _Sum:
+    """The crc32 of what has been added."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+    value: int = 0
+
+
+class _Sums:
+    """Adds to checksums beside its caller's work (zlib releases the GIL), by a thread that is started when there is enough to do for one."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.Queue[list[tuple[_Sum, memoryview]]] = queue.Queue(_MAX_WAITING_JOBS)
+        self._thread: threading.Thread | None = None
+        self._fault: BaseException | None = None
+        # Small blocks go to the thread together: waking it takes longer than to sum them.
+        self._next: list[tuple[_Sum, memoryview]] = []
+        self._next_bytes = 0
+
+    def add(self, total: _Sum, block: memoryview) -> None:
+        """Adds a block to a sum, before `wait` returns; it must stay as it is until then."""
+        self._next.append((total, block))
+        self._next_bytes += len(block)
+        if self._next_bytes < _BLOCK_BYTES:
+            return
+        if self._thread is None:
+            # A daemon, so that it keeps no process alive if its caller dies as a daemon itself.
+            self._thread = threading.Thread(target=self._work, name="fitflax-crc32", daemon=True)
+            self._thread.start()
+        self._jobs.put(self._next)
+        self._next, self._next_bytes = [], 0
+
+    def wait(self) -> None:
+        """Returns when all is added, and no thread is left."""
+        rest = self._next
+        self.stop()
+        if self._fault is not None:
+            raise self._fault
+        _add_all(rest)
+
+    def stop(self) -> None:
+        """Ends the thread, whatever became of the sums."""
+        self._next = []
+        if self._thread is not None:
+            self._jobs.put([])
+            self._thread.join()
+            self._thread = None
+
+    def _work(self) -> None:
+        while job := self._jobs.get():
+            try:
+                _add_all(job)
+            except BaseException as error:  # noqa: BLE001 -- wait() raises it; whoever adds must not find a full queue and nobody there.
+                self._fault = error
+
+
+def _add_all(job: list[tuple[_Sum, memoryview]]) -> None:
+    for total, block in job:
+        total.value = zlib.crc32(block, total.value)
+
+
+class Writer:
+    """Writes a tree as msgpack; counts the bytes, sums the structure and lists the arrays on the way. A context manager, which ends its thread."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
         self._packer = msgpack.Packer()
+        self._sums = _Sums()
+        self._totals: dict[str, _Sum] = {}
+        self._fetched = fetch((), ahead_bytes=0)
+        # What comes next, until there is enough for a call of the system: parts of arrays where they are, and before each and at the end what stands there.
+        self._buffers: list[bytes | bytearray | memoryview] = []
+        self._structure = bytearray()
+        self._next_bytes = 0
+        self._sent_back = 0
         self.arrays: dict[str, dict[str, Any]] = {}
         self.structure_crc32 = 0
         self.num_bytes = 0
 
-    def node(self, node: Any, path: str) -> None:
-        """Writes a tree of dicts, lists and leaves; `path` names it in errors and checksums."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._sums.stop()
+
+    def write(self, tree: Any) -> None:
+        """Writes nested dicts, lists and leaves, and hands all of it to the operating system; the caller calls `fsync`.
+
+        Raises:
+            OSError: The disk is full or fails.
+        """
+        # _node() comes to the arrays in this order, too.
+        self._fetched = fetch(_jax_arrays(tree), ahead_bytes=_FETCH_AHEAD_BYTES)
+        self._node(tree, "")
+        self._data(memoryview(b""), _Sum())
+        self._flush()
+        self._sums.wait()
+        for path, total in self._totals.items():
+            self.arrays[path]["crc32"] = total.value
+
+    def _node(self, node: Any, path: str) -> None:
         if isinstance(node, dict):
-            self._structure(self._packer.pack_map_header(len(node)))
+            self._structure += self._packer.pack_map_header(len(node))
             for key, child in node.items():
-                self._structure(_pack(key))
-                self.node(child, join(path, key))
+                self._structure += _pack(key)
+                self._node(child, join(path, key))
         elif isinstance(node, list):
-            self._structure(self._packer.pack_array_header(len(node)))
+            self._structure += self._packer.pack_array_header(len(node))
             for index, child in enumerate(node):
-                self.node(child, join(path, str(index)))
+                self._node(child, join(path, str(index)))
+        elif isinstance(node, jax.Array):
+            self._array(next(self._fetched), _NDARRAY, path)
         elif isinstance(node, (np.ndarray, np.generic)):
-            self._array(np.asarray(node), _NDARRAY if isinstance(node, np.ndarray) else _NUMPY_SCALAR, path)
+            self._array(np.asarray(node, order="C"), _NDARRAY if isinstance(node, np.ndarray) else _NUMPY_SCALAR, path)
         else:
-            self._structure(_pack(node))
+            self._structure += _pack(node)
 
     def _array(self, array: np.ndarray[Any, Any], kind: int, path: str) -> None:
-        data, crc32 = _bytes_of(array), 0
-        for part in _array_parts(array.shape, array.dtype, kind):
-            self._structure(part.header)
-            piece = data[part.begin : part.end]
-            crc32 = zlib.crc32(piece, crc32)
-            self._file.write(piece)
-            self.num_bytes += len(piece)
-        self.arrays[path] = {"shape": list(array.shape), "dtype": array.dtype.name, "crc32": crc32}
+        data, total = _bytes_of(array), _Sum()
+        for part in _layout(array.shape, array.dtype, kind, CHUNK_BYTES):
+            self._structure += part.header
+            for begin in range(part.begin, part.end, _BLOCK_BYTES):
+                self._data(data[begin : min(begin + _BLOCK_BYTES, part.end)], total)
+        self.arrays[path] = {"shape": list(array.shape), "dtype": _name(array.dtype), "crc32": 0}
+        self._totals[path] = total
 
-    def _structure(self, data: bytes) -> None:
-        self.structure_crc32 = zlib.crc32(data, self.structure_crc32)
-        self._file.write(data)
-        self.num_bytes += len(data)
+    def _data(self, block: memoryview, total: _Sum) -> None:
+        """Takes a part of an array, after the structure that has gathered."""
+        self.structure_crc32 = zlib.crc32(self._structure, self.structure_crc32)
+        self._buffers += [self._structure, block]
+        self._next_bytes += len(self._structure) + len(block)
+        self._structure = bytearray()
+        self._sums.add(total, block)
+        if self._next_bytes >= _BLOCK_BYTES or len(self._buffers) >= _MAX_BUFFERS:
+            self._flush()
+
+    def _flush(self) -> None:
+        buffers = self._buffers
+        while buffers:
+            count = os.writev(self._descriptor, buffers)
+            self.num_bytes += count
+            # Almost always all of it.
+            while buffers and count >= len(buffers[0]):
+                count -= len(buffers.pop(0))
+            if buffers:
+                buffers[0] = memoryview(buffers[0])[count:]
+        self._next_bytes = 0
+        if self.num_bytes - self._sent_back >= _WRITE_BACK_BYTES:
+            self._write_back()
+
+    def _write_back(self) -> None:
+        if hasattr(os, "posix_fadvise"):
+            # "Not needed" makes Linux begin to write the pages back, at once and without waiting. It would drop those that are on the disk already, but these
+            # were given to it just now. It is advice only, and fsync() finds any error of the disk; a file system that does not take it may ignore it.
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self._descriptor, self._sent_back, self.num_bytes - self._sent_back, os.POSIX_FADV_DONTNEED)
+        self._sent_back = self.num_bytes
+
+
+def _jax_arrays(node: Any) -> Iterator[jax.Array]:
+    if isinstance(node, jax.Array):
+        yield node
+    elif isinstance(node, (dict, list)):
+        for child in node.values() if isinstance(node, dict) else node:
+            yield from _jax_arrays(child)
 
 
 # What may follow a type byte: the format of the number, or of the length of what follows. Only what Writer writes is here; all else is damage.
@@ -128,10 +276,10 @@ _EXTENSIONS = {0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD4: 0, 0xD5: 0, 0xD6: 0, 0xD7: 0, 0x
 
 
 class Reader:
-    """Reads what `Writer` wrote and trusts nothing: every fault in the file is a `CorruptCheckpointError`.
+    """Reads what `Writer` wrote and trusts nothing: every fault in the file is a `CorruptCheckpointError`. A context manager, which ends its thread.
 
     Arrays are read straight into their own memory, those of roots that nobody asked for are skipped. An array's header must be, byte by byte, the one that
-    its entry in the metadata asks for; no length is believed before the file is known to be long enough.
+    its entry in the metadata asks for; no length is believed before the file is known to be long enough, and no memory taken before that.
     """
 
     def __init__(self, file: io.BufferedReader, path: Path, num_bytes: int, arrays: Mapping[str, Any], roots: Collection[str]) -> None:
@@ -140,16 +288,37 @@ class Reader:
         self._left = num_bytes
         self._arrays = arrays
         self._roots = roots
-        self.structure_crc32 = 0
+        self._sums = _Sums()
+        self._totals: dict[str, _Sum] = {}
+        self._arena = Arena(num_bytes)
+        self._structure_crc32 = 0
 
-    def node(self, path: str, depth: int = 0) -> Any:
-        """Returns the next tree of the file, verified.
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._sums.stop()
+
+    def read(self, structure_crc32: int) -> Any:
+        """Returns the tree that is the whole file, verified.
 
         Raises:
             CorruptCheckpointError: It fails a check.
         """
+        tree = self._node("")
+        if self._left:
+            raise self._damaged("the map", f"ends {self._left} bytes before the file")
+        self._sums.wait()
+        for path, total in self._totals.items():
+            if total.value != self._arrays[path]["crc32"]:
+                raise self._damaged(path, "has another checksum than metadata.json says")
+        if self._structure_crc32 != structure_crc32:
+            raise self._damaged("its structure", "has another checksum than metadata.json says")
+        return tree
+
+    def _node(self, path: str, depth: int = 0) -> Any:
         if depth > MAX_DEPTH + 3:
-            raise self.damaged(path, "is nested too deep")
+            raise self._damaged(path, "is nested too deep")
         code = self._take(1, path)[0]
         if code < 0x80 or code >= 0xE0:
             return code if code < 0x80 else code - 0x100
@@ -166,77 +335,84 @@ class Reader:
         if code in _EXTENSIONS:
             header = bytes([code]) + self._take(_EXTENSIONS[code] + 1, path)
             return self._array(header, header[-1], path)
-        raise self.damaged(path, f"has the unknown type {code:#04x}")
+        raise self._damaged(path, f"has the unknown type {code:#04x}")
 
-    def damaged(self, path: str, fault: str) -> CorruptCheckpointError:
-        """Returns the error for a fault at `path`."""
+    def _damaged(self, path: str, fault: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(f"{self._path} is damaged: {path or 'the file'} {fault}.")
-
-    def finish(self, structure_crc32: int) -> None:
-        """Raises unless the file ends here and its structure is the one that was written."""
-        if self._left:
-            raise self.damaged("the map", f"ends {self._left} bytes before the file")
-        if self.structure_crc32 != structure_crc32:
-            raise self.damaged("its structure", "has another checksum than metadata.json says")
 
     def _sequence(self, kind: str, length: int, path: str, depth: int) -> Any:
         if kind == "dict":
             return self._dict(length, path, depth)
         if kind == "list":
-            return [self.node(join(path, str(index)), depth + 1) for index in range(length)]
+            return [self._node(join(path, str(index)), depth + 1) for index in range(length)]
         data = self._take(length, path)
         if kind == "bytes":
             return data
         try:
             return data.decode()
         except UnicodeDecodeError as error:
-            raise self.damaged(path, "is not valid Unicode") from error
+            raise self._damaged(path, "is not valid Unicode") from error
 
     def _dict(self, length: int, path: str, depth: int) -> Any:
         result: dict[str, Any] = {}
         for _ in range(length):
-            key = self.node(path, depth + 1)
+            key = self._node(path, depth + 1)
             if not isinstance(key, str):
-                raise self.damaged(path, f"has a key that is no string: {key!r}")
+                raise self._damaged(path, f"has a key that is no string: {key!r}")
             if key == CHUNKED:
                 return self._array(b"\x83" + _pack(CHUNKED), _NDARRAY, path)
-            result[key] = self.node(join(path, key), depth + 1)
+            result[key] = self._node(join(path, key), depth + 1)
         return result
 
     def _array(self, taken: bytes, kind: int, path: str) -> Any:
         """Reads an array whose first bytes, `taken`, have been read already."""
-        entry = self._arrays.get(path)
-        if not isinstance(entry, dict) or kind not in (_NDARRAY, _NUMPY_SCALAR):
-            raise self.damaged(path, "is not among the arrays that metadata.json lists")
-        dtype, shape = np.dtype(entry["dtype"]), tuple(entry["shape"])
-        parts = _array_parts(shape, dtype, kind)
-        wanted = path.split("/", 1)[0] in self._roots
-        if parts[-1].end > self._left:
-            raise self.damaged(path, f"has {parts[-1].end} bytes, but {self._left} are left")
-        array = np.empty(shape if wanted else (0,), dtype)
-        crc32 = 0
+        if kind not in (_NDARRAY, _NUMPY_SCALAR) or path not in self._arrays or path in self._totals:
+            raise self._damaged(path, "is not among the arrays that metadata.json lists")
+        shape, dtype = self._listed(path)
+        if (num_bytes := math.prod(shape) * dtype.itemsize) > self._left:
+            raise self._damaged(path, f"has {num_bytes} bytes, but {self._left} are left")
+        parts = _layout(shape, dtype, kind, CHUNK_BYTES)
+        is_wanted = path.split("/", 1)[0] in self._roots
+        array, data, total = np.empty(0, dtype), memoryview(b""), _Sum()
         for part in parts:
             if taken + self._take(len(part.header) - len(taken), path) != part.header:
-                raise self.damaged(path, f"does not have the shape {shape} and dtype {dtype} that metadata.json says")
+                raise self._damaged(path, f"does not have the shape {shape} and dtype {dtype} that metadata.json says")
+            if is_wanted and part is parts[0]:
+                array = self._arena.empty(shape, dtype)
+                data = _bytes_of(array)
             taken = b""
-            crc32 = self._data(_bytes_of(array)[part.begin : part.end], part.end - part.begin, crc32, path)
-        if wanted and crc32 != entry["crc32"]:
-            raise self.damaged(path, "has another checksum than metadata.json says")
-        return array if kind == _NDARRAY else array[()] if wanted else None
+            if is_wanted:
+                self._data(data[part.begin : part.end], total, path)
+            else:
+                self._skip(part.end - part.begin)
+        if not is_wanted:
+            return None
+        self._totals[path] = total
+        return array if kind == _NDARRAY else array[()]
 
-    def _data(self, buffer: memoryview, length: int, crc32: int, path: str) -> int:
-        """Fills `buffer`, or skips `length` bytes where it is empty, and returns the checksum continued."""
-        self._left -= length
-        if len(buffer) < length:
-            self._file.seek(length, os.SEEK_CUR)
-            return crc32
-        filled = 0
-        while filled < length:
-            count = self._file.readinto(buffer[filled:])
+    def _listed(self, path: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        """Returns the shape and dtype of an array by its entry in the metadata, whose values nobody has looked at yet."""
+        try:
+            shape, dtype = tuple(self._arrays[path]["shape"]), np.dtype(self._arrays[path]["dtype"])
+            np.broadcast_to(np.empty((), dtype), shape)  # Takes no memory, and raises where NumPy cannot have that shape.
+            if self._arrays[path]["dtype"] != _name(dtype) or not is_storable(dtype) or not isinstance(self._arrays[path]["crc32"], int):
+                raise ValueError
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._damaged(path, f"has an entry in metadata.json that describes no array: {self._arrays[path]}") from error
+        return shape, dtype
+
+    def _data(self, data: memoryview, total: _Sum, path: str) -> None:
+        self._left -= len(data)
+        while data:
+            count = self._file.readinto(data[:_BLOCK_BYTES])
             if not count:
-                raise self.damaged(path, "ends too early")
-            filled += count
-        return zlib.crc32(buffer, crc32)
+                raise self._damaged(path, "ends too early")
+            self._sums.add(total, data[:count])
+            data = data[count:]
+
+    def _skip(self, num_bytes: int) -> None:
+        self._left -= num_bytes
+        self._file.seek(num_bytes, os.SEEK_CUR)
 
     def _number(self, number_format: str, path: str) -> Any:
         return struct.unpack(number_format, self._take(struct.calcsize(number_format), path))[0]
@@ -244,7 +420,7 @@ class Reader:
     def _take(self, length: int, path: str) -> bytes:
         data = self._file.read(length) if 0 <= length <= self._left else b""
         if len(data) != length:
-            raise self.damaged(path, "ends too early")
+            raise self._damaged(path, "ends too early")
         self._left -= length
-        self.structure_crc32 = zlib.crc32(data, self.structure_crc32)
+        self._structure_crc32 = zlib.crc32(data, self._structure_crc32)
         return data

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fitflax.checkpoints.msgpack_format import read_metadata
+from fitflax.checkpoints.contents import read_metadata
 from fitflax.checkpoints.store import CheckpointStore
 from fitflax.errors import CheckpointError
 

@@ -1,23 +1,26 @@
 """From a saved checkpoint back to a state: finding it, and fitting it to the model."""
 
+import dataclasses
 import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import flax.serialization
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fitflax.checkpoints.store import CheckpointStore, Saved, load_checkpoint
-from fitflax.checkpoints.trees import from_saved, restore_tree
-from fitflax.errors import CheckpointNotFoundError, ConfigError, FitflaxWarning, RestoreError
+from fitflax.checkpoints.by_path import load_checkpoint
+from fitflax.checkpoints.saved import Saved
+from fitflax.checkpoints.store import CheckpointStore
+from fitflax.checkpoints.trees import from_saved, refit, restore_tree
+from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, FitflaxWarning, RestoreError
 from fitflax.state import PyTree, TrainState
 
 __all__ = ["check_fits", "check_settings", "find_resume", "fit_to", "restored_state"]
+
+_TAKE_PART = "Trainer.restore(path, partial=True) takes what matches."
 
 
 def find_resume(resume: str | os.PathLike[str] | bool | None, stores: Sequence[CheckpointStore]) -> Saved | None:
@@ -31,6 +34,7 @@ def find_resume(resume: str | os.PathLike[str] | bool | None, stores: Sequence[C
         ConfigError: `"auto"` or `True` without exactly one directory to look in.
         CheckpointNotFoundError: `True`, or a path, without a good checkpoint.
         CorruptCheckpointError: The path's checkpoint is damaged.
+        CheckpointError: There are only checkpoints of another version, or the disk fails.
 
     Warns:
         FitflaxWarning: Damaged checkpoints were passed over.
@@ -46,8 +50,14 @@ def find_resume(resume: str | os.PathLike[str] | bool | None, stores: Sequence[C
         raise ConfigError(f"resume={resume!r} looks in the directory of the one ModelCheckpoint, but there are {len(stores)}. {advice}")
     stores[0].recover()
     saved, skipped = stores[0].newest_good()
-    for message in skipped:
-        warnings.warn(f"Resuming: a damaged checkpoint is passed over: {message}", FitflaxWarning, stacklevel=4)
+    unreadable = [error for error in skipped if not isinstance(error, CorruptCheckpointError)]
+    if saved is None and unreadable:
+        # They may well be whole, and a run that begins anew would replace them.
+        faults = " ".join(map(str, unreadable))
+        raise CheckpointError(f"{stores[0].directory} holds checkpoints that cannot be read here, and none that can. Nothing was changed. {faults}")
+    for error in skipped:
+        what = "a damaged checkpoint" if isinstance(error, CorruptCheckpointError) else "a checkpoint that cannot be read here"
+        warnings.warn(f"Resuming: {what} is passed over: {error}", FitflaxWarning, stacklevel=4)
     if saved is None and resume is True:
         raise CheckpointNotFoundError(f"resume=True, but {stores[0].directory} holds no good checkpoint. resume='auto' would begin a run.")
     return saved
@@ -67,19 +77,21 @@ def check_settings(saved: Saved, settings: Mapping[str, Any]) -> None:
         raise RestoreError(f"{saved.path} cannot be resumed, because the order of examples would differ: {'; '.join(differing)}.")
 
 
-def fit_to(target: PyTree, found: Any, saved: Saved, root: str) -> PyTree:
+def fit_to(target: PyTree, found: Any, saved: Saved, root: str, *, advice: str = "") -> PyTree:
     """Returns a saved part in the structure of `target`.
 
     Raises:
-        RestoreError: It does not fit; all differences are listed.
+        RestoreError: It does not fit; all differences are listed, and `advice` follows.
     """
-    return restore_tree(target, found, where=str(saved.path), root=root, key_impls=saved.metadata["key_impls"])
+    return restore_tree(target, found, where=str(saved.path), root=root, key_impls=saved.metadata["key_impls"], advice=advice)
 
 
 def restored_state(
     saved: Saved, *, target: TrainState | None, optimizer: optax.GradientTransformation | None, key: jax.Array, weights_only: bool
 ) -> TrainState:
     """Returns the state of a checkpoint, on the host.
+
+    A checkpoint of another library may lack averaged parameters and the key: then there are none, and `key` is kept.
 
     Args:
         saved: The checkpoint.
@@ -89,28 +101,30 @@ def restored_state(
         weights_only: Whether only parameters and collections are taken.
 
     Raises:
-        RestoreError: It does not fit; all differences are listed.
+        RestoreError: It does not fit, or has parameters alone and `weights_only` is not set; all differences are listed.
     """
-    model = ("params", "model_state") if weights_only else ("params", "model_state", "ema_params")
+    lacks = [what for name, what in (("step", "step"), ("opt_state", "optimizer state")) if name not in saved.train]
+    if lacks and not weights_only:
+        raise RestoreError(f"{saved.path} has no {' and no '.join(lacks)}. Pass weights_only=True to take its parameters and collections.")
+    names = ("params", "model_state") if weights_only else ("params", "model_state", "ema_params")
+    found = {name: saved.train.get(name) for name in names}
     if target is None:
         impls = saved.metadata["key_impls"]
-        parts = {name: from_saved(saved.train[name], root=f"train/{name}", key_impls=impls) for name in model}
+        parts = {
+            name: from_saved({} if tree is None and name == "model_state" else tree, root=f"train/{name}", key_impls=impls) for name, tree in found.items()
+        }
     else:
-        parts = _fit_parts({name: getattr(target, name) for name in model}, saved)
+        parts = dict(fit_to({name: getattr(target, name) for name in names}, found, saved, "train", advice=_TAKE_PART))
     if weights_only:
         return TrainState(step=np.int32(0), key=key, opt_state=(), **parts)  # type: ignore[arg-type]
-    rest: dict[str, Any] = {"step": np.int32(0), "key": key}
+    rest: dict[str, Any] = {"step": np.int32(0)} | ({"key": key} if "key" in saved.train else {})
     if optimizer is not None:
         rest["opt_state"] = jax.eval_shape(optimizer.init, parts["params"]) if target is None else target.opt_state
-    return TrainState(**{"opt_state": (), **parts, **_fit_parts(rest, saved)})
+    return TrainState(**{"opt_state": (), "key": key, **parts, **fit_to(rest, {name: saved.train[name] for name in rest}, saved, "train")})
 
 
-def _fit_parts(targets: dict[str, Any], saved: Saved) -> dict[str, Any]:
-    return dict(fit_to(targets, {name: saved.train[name] for name in targets}, saved, "train"))
-
-
-def check_fits(target: TrainState, state: TrainState, where: str) -> None:
-    """Checks a state's parameters and collections against the module's own, path by path.
+def check_fits(target: TrainState, state: TrainState, where: str) -> TrainState:
+    """Checks a live state's parameters and collections against the module's own, path by path, and returns it in the module's own containers.
 
     Args:
         target: The shapes of the module's own state.
@@ -120,11 +134,8 @@ def check_fits(target: TrainState, state: TrainState, where: str) -> None:
     Raises:
         RestoreError: It does not fit; all differences are listed.
     """
-    model = ("params", "model_state")
-    found = flax.serialization.to_state_dict({name: jax.tree.map(_shape_of, getattr(state, name)) for name in model})
-    restore_tree({name: getattr(target, name) for name in model}, found, where=where, root="train", key_impls={})
-
-
-def _shape_of(leaf: Any) -> Any:
-    # The comparison needs no values: an array that takes no memory stands for them.
-    return leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+    # The optimizer's state after the rest: where parameters differ, it repeats that.
+    for names in (("params", "model_state"), ("opt_state",)):
+        parts = ({name: getattr(each, name) for name in names} for each in (target, state))
+        state = dataclasses.replace(state, **refit(*parts, where=where, root="train", advice=_TAKE_PART))
+    return state

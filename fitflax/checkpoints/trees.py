@@ -3,7 +3,11 @@
 A path is the keys from the root joined with `/`; in a key, `~` is written `~0` and `/` is written `~1` (RFC 6901), so no two leaves share a path.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import flax.serialization
@@ -11,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fitflax.checkpoints.memory import Arena
 from fitflax.errors import CheckpointError, RestoreError
 from fitflax.state import PyTree
 
-__all__ = ["from_saved", "restore_tree", "to_state_dict"]
+__all__ = ["Plain", "fetch", "fit_leaf", "from_saved", "host_copy", "leaf_paths", "refit", "restore_tree", "shown", "to_plain"]
 
 # The key of the maps in which flax writes large arrays; no dict of the user's may have it.
 CHUNKED = "__msgpack_chunked_array__"
@@ -22,36 +27,125 @@ CHUNKED = "__msgpack_chunked_array__"
 MAX_DEPTH = 100
 
 
-def to_state_dict(tree: PyTree, *, root: str = "", keep_lists: bool = False) -> tuple[Any, dict[str, str]]:
-    """Returns `tree` as nested dicts of host values, which flax's msgpack functions take, and the implementations of its typed keys.
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """A tree as a checkpoint holds it.
 
-    The same as `flax.serialization.to_state_dict`, but: all arrays come to the host in one pass, typed keys become key data, and pytrees that JAX knows and
-    flax does not (an `OrderedDict`, registered dataclasses) are taken apart as well.
+    Attributes:
+        tree: Nested dicts (and lists, where they were kept) of arrays, NumPy scalars, `str`, `bytes`, `bool`, `int`, `float` and `None`. Typed keys are key
+            data.
+        key_impls: `{path: implementation}` of the typed keys.
+    """
+
+    tree: Any
+    key_impls: dict[str, str]
+
+
+def to_plain(tree: PyTree | Plain, *, root: str = "", keep_lists: bool = False) -> Plain:
+    """Returns `tree` as nested dicts, with everything checked that could keep it from being saved.
+
+    The same as `flax.serialization.to_state_dict`, but typed keys become key data, and pytrees that JAX knows and flax does not (an `OrderedDict`, registered
+    dataclasses) are taken apart as well. No array is fetched from its device: `host_copy` and the writers do that.
 
     Args:
         tree: Dicts, lists, tuples, named tuples, flax.struct dataclasses and other pytrees; leaves are arrays, NumPy scalars, `str`, `bytes`, `bool`, `int`,
-            `float` and `None`.
+            `float` and `None`. A `Plain` comes back as it is.
         root: What paths begin with.
         keep_lists: Lists and tuples become lists instead of dicts with the keys `"0"`, `"1"`, ...: for trees that are read without a target.
-
-    Returns:
-        The nested dict, and `{path: implementation}` of the typed keys in it.
 
     Raises:
         CheckpointError: Leaves that cannot be saved (all of them are named), or two keys of a dict that are the same string.
 
-    >>> to_state_dict({"dense": {"bias": jnp.zeros(2)}, "key": jax.random.key(7)}, root="train")
-    ({'dense': {'bias': array([0., 0.], dtype=float32)}, 'key': array([0, 7], dtype=uint32)}, {'train/key': 'threefry2x32'})
+    >>> to_plain({"dense": {"bias": jnp.zeros(2)}, "key": jax.random.key(7)}, root="train")
+    Plain(tree={'dense': {'bias': Array([0., 0.], dtype=float32)}, 'key': Array([0, 7], dtype=uint32)}, key_impls={'train/key': 'threefry2x32'})
     """
+    if isinstance(tree, Plain):
+        return tree
     plain = _plain(tree, root, keep_lists)
     leaves = dict(walk(plain, root))
     faults = [f"{path} {fault}" for path, leaf in leaves.items() if (fault := _fault(leaf))]
     if faults:
         raise CheckpointError(f"Cannot be saved in a checkpoint: {'; '.join(faults)}.")
     impls = {path: str(jax.random.key_impl(leaf)) for path, leaf in leaves.items() if is_key(leaf)}
-    # One device_get over all arrays starts all copies before it waits for the first.
-    host = jax.device_get({path: jax.random.key_data(leaf) if path in impls else leaf for path, leaf in leaves.items() if isinstance(leaf, jax.Array)})
-    return map_leaves(plain, root, lambda path, leaf: _native(host.get(path, leaf))), impls
+    return Plain(map_leaves(plain, root, lambda path, leaf: jax.random.key_data(leaf) if path in impls else _native(leaf)), impls)
+
+
+def host_copy(plain: Plain) -> Plain:
+    """Returns `plain` with all arrays in host memory of their own: what is done to the originals afterwards (donation, changes in place) does not reach them.
+
+    All copies from devices are started before the first is waited for; a replicated array is copied once, and one that is on the host already once.
+
+    >>> state = {"w": np.zeros(2)}
+    >>> copy = host_copy(to_plain(state))
+    >>> state["w"] += 1
+    >>> copy.tree
+    {'w': array([0., 0.])}
+    """
+    arrays = [leaf for _, leaf in walk(plain.tree, "") if isinstance(leaf, (jax.Array, np.ndarray))]
+    fetched = fetch((array for array in arrays if isinstance(array, jax.Array)), ahead_bytes=math.inf)
+    arena = Arena(sum(array.nbytes for array in arrays))
+
+    def copy(path: str, leaf: Any) -> Any:
+        if not isinstance(leaf, (jax.Array, np.ndarray)):
+            return leaf
+        value = next(fetched) if isinstance(leaf, jax.Array) else leaf
+        if isinstance(leaf, jax.Array) and not _may_share(leaf):
+            return value
+        own = arena.empty(value.shape, value.dtype)
+        own[...] = value
+        return own
+
+    return Plain(map_leaves(plain.tree, "", copy), plain.key_impls)
+
+
+def fetch(arrays: Iterable[jax.Array], *, ahead_bytes: float) -> Iterator[np.ndarray[Any, Any]]:
+    """Yields arrays' values on the host, one after another; on a CPU they may be the arrays' own memory.
+
+    Nothing is kept: an array that was fetched this way does not hold its value on the host afterwards, as one does that went through `np.asarray`.
+
+    Args:
+        arrays: Whole on this process.
+        ahead_bytes: How much of the next arrays is copied from their device meanwhile.
+    """
+    started: collections.deque[tuple[int, Callable[[], np.ndarray[Any, Any]]]] = collections.deque()
+    num_bytes = 0
+    for array in arrays:
+        started.append((array.nbytes, _start(array)))
+        num_bytes += started[-1][0]
+        while started and num_bytes > ahead_bytes:
+            size, value = started.popleft()
+            num_bytes -= size
+            yield value()
+    while started:
+        yield started.popleft()[1]()
+
+
+def _start(array: jax.Array) -> Callable[[], np.ndarray[Any, Any]]:
+    """Starts the copy of an array to the host and returns what waits for it."""
+    if array.is_fully_replicated:
+        piece = array.addressable_data(0)
+        if not _may_share(array):
+            piece.copy_to_host_async()
+        return functools.partial(np.asarray, piece)
+    # addressable_data again, because shards live as long as their array, and so would the values that they cache.
+    pieces = [(shard.index, shard.data.addressable_data(0)) for shard in array.addressable_shards if shard.replica_id == 0]
+    for _, piece in pieces:
+        piece.copy_to_host_async()
+
+    def put_together() -> np.ndarray[Any, Any]:
+        whole = np.empty(array.shape, array.dtype)
+        for index, piece in pieces:
+            whole[index] = np.asarray(piece)
+        return whole
+
+    return put_together
+
+
+def _may_share(array: jax.Array) -> bool:
+    """Returns whether the value that `fetch` yields may be the memory of `array` itself."""
+    if not array.is_fully_replicated:
+        return False
+    return array.sharding.memory_kind != "device" or any(device.platform == "cpu" for device in array.devices())
 
 
 def _plain(node: Any, path: str, keep_lists: bool, depth: int = 0) -> Any:
@@ -97,7 +191,7 @@ def _fault(leaf: Any) -> str | None:
     if isinstance(leaf, np.str_) or leaf is None or isinstance(leaf, (bool, bytes)):
         return None
     if isinstance(leaf, (np.ndarray, np.generic)):
-        return None if _is_storable(leaf.dtype.newbyteorder("=")) else f"has dtype {leaf.dtype}, only numbers and booleans can be saved"
+        return None if is_storable(leaf.dtype.newbyteorder("=")) else f"has dtype {leaf.dtype}, only numbers and booleans can be saved"
     if isinstance(leaf, str):
         return None if leaf.isascii() or _is_unicode(leaf) else f"is {leaf!r}, which is not valid Unicode"
     if isinstance(leaf, int):
@@ -121,10 +215,11 @@ def _is_unicode(text: str) -> bool:
 
 
 def is_key(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    # Only JAX's extended dtypes are not NumPy's; the full question takes much longer.
+    return hasattr(leaf, "dtype") and not isinstance(leaf.dtype, np.dtype) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _is_storable(dtype: np.dtype[Any]) -> bool:
+def is_storable(dtype: np.dtype[Any]) -> bool:
     """Returns whether flax's reader finds `dtype` again by its name; not so objects, strings, records and dates."""
     try:
         return not dtype.hasobject and dtype.itemsize > 0 and dtype.name.isidentifier() and np.dtype(dtype.name) == dtype
@@ -133,9 +228,11 @@ def _is_storable(dtype: np.dtype[Any]) -> bool:
 
 
 def _native(leaf: Any) -> Any:
-    """Returns a leaf as the file holds it: arrays in the machine's byte order (the file does not name one), no subclasses of Python's types."""
+    """Returns a leaf as the file holds it: arrays in the machine's byte order (the file does not name one), no subclasses of NumPy's and Python's types."""
+    if isinstance(leaf, jax.Array):
+        return leaf
     if isinstance(leaf, np.ndarray):
-        return np.asarray(leaf, dtype=leaf.dtype.newbyteorder("="), order="C")
+        return np.asarray(leaf, dtype=leaf.dtype.newbyteorder("="))
     if isinstance(leaf, str):
         return str.__str__(leaf)  # str(leaf) of an enum would be its name.
     if isinstance(leaf, bytes):
@@ -177,7 +274,43 @@ class _Leaf:
         self.index = index
 
 
-def restore_tree(target: PyTree, saved: Any, *, where: str, root: str, key_impls: Mapping[str, str]) -> PyTree:
+def shown(path: str) -> str:
+    """Returns a path in the file as users know it: parameters begin with `params/`, a collection with its own name, the rest of the state with its field.
+
+    >>> shown("train/params/Dense_0/kernel"), shown("train/model_state/batch_stats/BatchNorm_0/mean"), shown("run/sums/loss")
+    ('params/Dense_0/kernel', 'batch_stats/BatchNorm_0/mean', 'run/sums/loss')
+    """
+    return path.removeprefix("train/").removeprefix("model_state/")
+
+
+def leaf_paths(target: PyTree, root: str = "") -> tuple[list[Any], Any, dict[str, int]]:
+    """Returns `jax.tree.flatten(target)`, and for the path of each leaf its place among them."""
+    leaves, treedef = jax.tree.flatten(target)
+    # flax's names, JAX's order: number the leaves, let the same walk as in saving find the paths, then put the tree together by number. So everything that
+    # can be saved can be restored, whoever registered its type.
+    numbered = jax.tree.unflatten(treedef, [_Leaf(index) for index in range(len(leaves))])
+    return leaves, treedef, {path: leaf.index for path, leaf in walk(_plain(numbered, root, False), root) if isinstance(leaf, _Leaf)}
+
+
+def fit_leaf(target: Any, saved: Any, impl: str | None) -> tuple[Any, str | None]:
+    """Returns a saved leaf as `target` has it, and in what the two differ, as the end of a sentence that begins with its path, or `None`.
+
+    Args:
+        target: An array, a `jax.ShapeDtypeStruct` or a Python value.
+        saved: The leaf; a typed key as key data.
+        impl: The implementation of a typed key.
+
+    >>> fit_leaf(jax.ShapeDtypeStruct((2,), jnp.float32), np.ones(3, np.float32), None)[1]
+    'is (3,) on disk but (2,) here'
+    """
+    try:
+        leaf = _with_key(saved, impl)
+    except (TypeError, ValueError) as error:
+        return saved, f"is a key that this JAX cannot make ({error})"
+    return _like(target, leaf), _difference(leaf, target)
+
+
+def restore_tree(target: PyTree, saved: Any, *, where: str, root: str, key_impls: Mapping[str, str], advice: str = "") -> PyTree:
     """Returns `saved` in the structure of `target`.
 
     `None` and empty containers hold nothing, so they fit each other.
@@ -188,6 +321,7 @@ def restore_tree(target: PyTree, saved: Any, *, where: str, root: str, key_impls
         where: What errors call the checkpoint, such as its path.
         root: The path of `saved` in the file, such as `train` or `train/params`.
         key_impls: `metadata["key_impls"]`.
+        advice: A sentence that the error ends with.
 
     Returns:
         A tree like `target` with NumPy arrays, typed keys, and Python values where the target has them.
@@ -200,27 +334,35 @@ def restore_tree(target: PyTree, saved: Any, *, where: str, root: str, key_impls
     Traceback (most recent call last):
     fitflax.errors.RestoreError: runs/a/step_00000001 does not fit this model: missing b; w is (3,) on disk but (2,) here.
     """
-    leaves, treedef = jax.tree.flatten(target)
-    # flax's names, JAX's order: number the leaves, let the same walk as in saving find the paths, then put the tree together by number. So everything that
-    # can be saved can be restored, whoever registered its type.
-    numbered = jax.tree.unflatten(treedef, [_Leaf(index) for index in range(len(leaves))])
-    paths = {path: leaf.index for path, leaf in walk(_plain(numbered, "", False), "") if isinstance(leaf, _Leaf)}
-    found: dict[str, Any] = {path: leaf for path, leaf in walk(saved, "") if leaf is not None}
-    # As users know them: the parameters' own paths begin with `params`, whichever part of the file is restored.
-    prefix = "" if root == "train" else root.removeprefix("train/") + "/"
+    leaves, treedef, paths = leaf_paths(target, root)
+    found = {path: leaf for path, leaf in walk(saved, root) if leaf is not None}
     differing = (("missing", paths.keys() - found), ("unexpected", found.keys() - paths))
-    faults = [f"{title} {', '.join(prefix + name for name in sorted(names))}" for title, names in differing if names]
+    faults = [f"{title} {', '.join(sorted(map(shown, names)))}" for title, names in differing if names]
     for path in sorted(paths.keys() & found):
-        try:
-            found[path] = _with_key(found[path], key_impls.get(f"{root}/{path}" if path else root))
-            difference = _difference(found[path], leaves[paths[path]])
-        except (TypeError, ValueError) as error:
-            difference = f"is a key that this JAX cannot make ({error})"
-        faults += [f"{f'{prefix}{path}'.rstrip('/') or root} {difference}"] if difference else []
+        leaves[paths[path]], difference = fit_leaf(leaves[paths[path]], found[path], key_impls.get(path))
+        faults += [f"{shown(path)} {difference}"] if difference else []
     if faults:
-        raise RestoreError(f"{where} does not fit this model: {'; '.join(faults)}.")
-    restored = dict(enumerate(leaves)) | {index: _like(leaves[index], found[path]) for path, index in paths.items()}
-    return jax.tree.unflatten(treedef, [restored[index] for index in range(len(leaves))])
+        raise RestoreError(f"{where} does not fit this model: {'; '.join(faults)}.{f' {advice}' if advice else ''}")
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def refit(target: PyTree, tree: PyTree, *, where: str, root: str, advice: str = "") -> PyTree:
+    """Returns the leaves of `tree`, wherever they lie, in the structure of `target`, which has the same paths.
+
+    Args:
+        target: As in `restore_tree`.
+        tree: Any tree, such as a live state whose containers are a checkpoint's nested dicts.
+        where: As in `restore_tree`.
+        root: As in `restore_tree`.
+        advice: As in `restore_tree`.
+
+    Raises:
+        RestoreError: As in `restore_tree`.
+
+    >>> refit({"b": (0, 0)}, {"b": {"0": 1, "1": 2}}, where="a state", root="train")
+    {'b': (1, 2)}
+    """
+    return restore_tree(target, _plain(tree, root, False), where=where, root=root, key_impls={}, advice=advice)
 
 
 def from_saved(saved: Any, *, root: str = "run", key_impls: Mapping[str, str] | None = None) -> Any:

@@ -201,7 +201,7 @@ def test_everything_is_on_disk_before_a_checkpoint_is_complete(tmp_path, monkeyp
 
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(fitflax.checkpoints.CheckpointStore, "save", lambda *args, **kwargs: (events.append("save"), save(*args, **kwargs)))
-    fit(CSVLogger(tmp_path / "log.csv"), ModelCheckpoint(tmp_path / "checkpoints"), trainer=trainer, epochs=3)
+    fit(CSVLogger(tmp_path / "log.csv"), ModelCheckpoint(tmp_path / "checkpoints", asynchronous=False), trainer=trainer, epochs=3)
     assert events == [2, "save", 3, "save", 4, "save"]
 
 

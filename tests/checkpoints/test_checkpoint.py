@@ -1,11 +1,15 @@
 """`Checkpoint` and `Summary`: what they hold, that they read and copy only what is asked for, and for how long they are valid."""
 
+import pathlib
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
 from flax import linen as nn
 
 import fitflax
+from fitflax.checkpoints import CheckpointStore
 from fitflax.errors import NotReadyError
 from fitflax.parallel import DataParallel
 from tests.run_script import TRAIN, VALID, Network, leaves_of, make_trainer, state_of
@@ -66,19 +70,19 @@ def test_only_what_is_read_is_copied(trainer, monkeypatch):
     copy = DataParallel.copy
     monkeypatch.setattr(DataParallel, "copy", lambda self, tree: (copied.append(len(jax.tree.leaves(tree))), copy(self, tree))[1])
     assert (checkpoint.loss > 0, checkpoint.metrics["train"]["loss"] > 0, checkpoint.gradients_norm > 0) == (True, True, True)
-    checkpoint.contents()
+    assert checkpoint.run_state
     assert copied == []
     assert checkpoint.model_params is checkpoint.model_params
     assert len(copied) == 1
 
 
-@pytest.mark.parametrize("part", ["state", "model_params", "model_state", "optimizer_state", "run_state", "contents"])
+@pytest.mark.parametrize("part", ["state", "model_params", "model_state", "optimizer_state", "run_state"])
 def test_a_first_read_after_the_loop_has_moved_on_is_an_error_naming_the_step(part, trainer):
     loop = loop_of(trainer)
     checkpoint = next(loop)
     next(loop)
     with pytest.raises(NotReadyError, match="step 1 is gone: the loop is at step 2"):
-        getattr(checkpoint, part)() if part == "contents" else getattr(checkpoint, part)
+        getattr(checkpoint, part)
 
 
 def test_a_part_that_was_read_can_be_read_after_the_loop_has_moved_on(trainer):
@@ -133,8 +137,15 @@ def test_a_summary_of_a_checkpoint_that_is_gone_is_an_error(trainer):
 def test_its_contents_are_what_a_resume_needs(trainer):
     loop = loop_of(trainer)
     checkpoint = loop.run(3)
-    contents = checkpoint.contents()
-    assert set(contents) == {"train", "run", "metadata"}
+    contents: dict[str, Any] = {}
+
+    class Store(CheckpointStore):
+        def save(self, **given: Any) -> pathlib.Path:
+            contents.update(given)
+            return self.directory
+
+    checkpoint.save_to(Store("nowhere"), owner="me", keep=[], asynchronous=False)
+    assert contents.keys() == {"step", "train", "run", "metadata", "owner", "keep"}
     assert set(contents["run"]) >= {"callbacks", "schedules", "sums", "values"}
     metadata = contents["metadata"]
     assert (metadata["step"], metadata["epoch"], metadata["step_in_epoch"]) == (3, 0, 3)

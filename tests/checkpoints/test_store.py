@@ -13,9 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fitflax.checkpoints import directories
 from fitflax.checkpoints import store as store_module
+from fitflax.checkpoints.by_path import load_checkpoint, save_checkpoint
 from fitflax.checkpoints.documents import read_document
-from fitflax.checkpoints.store import CheckpointStore, Saved, find_checkpoint, load_checkpoint, save_checkpoint
+from fitflax.checkpoints.saved import Saved
+from fitflax.checkpoints.store import CheckpointStore
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, DirectoryInUseError, FitflaxWarning
 
 
@@ -24,7 +27,8 @@ class Killed(BaseException):
 
 
 def new_process(monkeypatch, name):
-    monkeypatch.setattr(store_module, "PROCESS", name)
+    for module in (store_module, directories):
+        monkeypatch.setattr(module, "PROCESS", name)
 
 
 def save(store, step, *, owner="model", keep=(), run="a", metrics=None, value=None):
@@ -39,12 +43,12 @@ def flip(path, position=-1):
 
 
 def hidden(store):
-    return sorted(entry.name for entry in store.directory.iterdir() if entry.name.startswith(".") and entry.name != ".run.json")
+    return sorted(entry.name for entry in store.directory.iterdir() if entry.name.startswith(".") and entry.name not in (".run.json", ".lock"))
 
 
-@pytest.fixture
-def store(tmp_path):
-    store = CheckpointStore(tmp_path / "runs" / "checkpoints")
+@pytest.fixture(params=["msgpack", "orbax"])
+def store(tmp_path, request):
+    store = CheckpointStore(tmp_path / "runs" / "checkpoints", backend=request.param)
     store.claim("a", overwrite=False)
     return store
 
@@ -154,7 +158,7 @@ def test_newest_good_says_what_is_wrong_with_newer_ones(store):
     flip(store.path(20) / "state.msgpack")
     saved, skipped = store.newest_good()
     assert saved.path == store.path(10)
-    assert skipped == [
+    assert list(map(str, skipped)) == [
         f"step_00000040: state.msgpack is truncated: {len(data) - 1} bytes instead of {len(data)}.",
         "step_00000030: metadata.json is missing.",
         "step_00000020: state.msgpack is damaged: its structure has another checksum than metadata.json says.",
@@ -335,11 +339,11 @@ def prepared(directory):
 def test_a_checkpoint_is_on_the_disk_before_it_is_renamed_and_the_rename_before_save_returns(store, monkeypatch):
     events, fsync, rename = [], os.fsync, os.rename
     monkeypatch.setattr(os, "fsync", lambda file: events.append(os.fstat(file).st_ino) or fsync(file))
-    monkeypatch.setattr(os, "rename", lambda old, new: events.append("rename") or rename(old, new))
+    monkeypatch.setattr(os, "rename", lambda old, new: events.append(pathlib.Path(new)) or rename(old, new))
     path = save(store, 1)
-    inodes = {file.stat().st_ino for file in (path, path / "state.msgpack", path / "metadata.json")}
-    assert set(events[: events.index("rename")]) == inodes
-    assert events[events.index("rename") + 1] == store.directory.stat().st_ino
+    inodes = {file.stat().st_ino for file in (path, *path.rglob("*"))}
+    assert set(events[: events.index(path)]) >= inodes
+    assert events[events.index(path) + 1] == store.directory.stat().st_ino
 
 
 @pytest.mark.parametrize("step", [2, 3])
@@ -465,7 +469,7 @@ def test_claim_removes_litter_of_dead_processes_and_nothing_else(store, monkeypa
         (store.directory / name).mkdir()
     (store.directory / ".run.json").unlink()
     store.claim("a", overwrite=False)
-    assert sorted(os.listdir(store.directory)) == sorted([*foreign, ".run.json", "retention.json", "step_00000001"])
+    assert sorted(os.listdir(store.directory)) == sorted([*foreign, ".lock", ".run.json", "retention.json", "step_00000001"])
 
 
 def test_an_overwritten_run_is_deleted_after_the_first_new_checkpoint(store):
@@ -663,7 +667,7 @@ def test_a_checkpoint_can_have_any_name_and_is_replaced_whole(tmp_path, monkeypa
     assert os.listdir(path.parent) == ["final"]
 
 
-@pytest.mark.parametrize("kind", ["file", "empty directory", "directory", "checkpoint and more", "broken link"])
+@pytest.mark.parametrize("kind", ["file", "empty directory", "directory", "data", "checkpoint and data", "checkpoint and more", "broken link"])
 def test_what_is_not_a_checkpoint_is_never_replaced(tmp_path, kind):
     path = tmp_path / "x"
     if kind == "file":
@@ -672,11 +676,14 @@ def test_what_is_not_a_checkpoint_is_never_replaced(tmp_path, kind):
         path.symlink_to("nowhere")
     else:
         path.mkdir()
-    if kind == "checkpoint and more":
+    if kind.startswith("checkpoint and"):
         save_checkpoint(tmp_path / "y", train={}, run={}, metadata={})
         shutil.copytree(tmp_path / "y", path, dirs_exist_ok=True)
     if kind in ("directory", "checkpoint and more"):
         (path / "thesis.tex").write_text("x")
+    if kind in ("data", "checkpoint and data"):
+        (path / "train").mkdir()  # As Orbax's directory is called, and many a data set.
+        (path / "train" / "cat.jpg").write_text("x")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(CheckpointError, match="x is in the way: it is not a checkpoint"):
         save_checkpoint(path, train={}, run={}, metadata={})
@@ -724,9 +731,9 @@ def test_wherever_saving_is_killed_the_old_or_the_new_checkpoint_is_there_or_nam
 def test_a_directory_of_checkpoints_stands_for_its_newest_good_one(store):
     for step in (1, 2):
         save(store, step, keep=[1])
-    assert find_checkpoint(store.directory) == store.path(2) == find_checkpoint(str(store.path(2)))
+    assert load_checkpoint(store.directory).path == store.path(2) == load_checkpoint(str(store.path(2))).path
     flip(store.path(2) / "state.msgpack")
-    with pytest.warns(FitflaxWarning, match="Took .*step_00000001, because newer checkpoints are damaged. step_00000002: state.msgpack is damaged"):
+    with pytest.warns(FitflaxWarning, match="Took .*step_00000001, because newer checkpoints cannot be read. step_00000002: state.msgpack is damaged"):
         assert load_checkpoint(store.directory).run == {"n": 1}
     with pytest.raises(CorruptCheckpointError):
         load_checkpoint(store.path(2))
@@ -734,7 +741,7 @@ def test_a_directory_of_checkpoints_stands_for_its_newest_good_one(store):
 
 def test_what_was_looked_for_is_said_when_nothing_is_found(store, tmp_path):
     with pytest.raises(CheckpointNotFoundError, match=r"There is no checkpoint at .*nowhere: no such directory"):
-        find_checkpoint(tmp_path / "nowhere")
+        load_checkpoint(tmp_path / "nowhere")
     with pytest.raises(CheckpointNotFoundError, match=r"There is no checkpoint in .*: looked for metadata\.json or a good step_"):
         load_checkpoint(store.directory)
     save(store, 1)

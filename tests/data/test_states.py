@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fitflax.checkpoints.store import load_checkpoint, save_checkpoint
+from fitflax.checkpoints.by_path import load_checkpoint, save_checkpoint
 from fitflax.checkpoints.trees import from_saved
 from fitflax.data.states import UnstorableError, decode, encode
 

@@ -1,0 +1,286 @@
+"""Checkpoints against the disk: a save against a raw write of the same bytes, a restore against a raw read, and both against flax and Orbax.
+
+Each round runs base, fitflax, control, control, fitflax, base, and then the peers once. All write, and read, the same float32 arrays in one directory:
+
+* save: the base writes the arrays' bytes to a file and calls fsync. fitflax writes a whole checkpoint: structure, checksums, metadata, fsync of all.
+* restore: the base reads the bytes into fresh memory, then runs zlib.crc32 over it. fitflax verifies everything and puts the arrays into their tree.
+* snapshot: the base copies every array; fitflax takes the copy that an asynchronous save writes while training goes on.
+
+The control is the base once more: its ratio shows what 1 looks like on this machine. What is read was written just before, so it comes from the page cache for
+all alike. Old files are deleted before the clock starts. Memory is always fresh (glibc is told not to keep what was freed), as for a process that resumes.
+
+Speed is the base's time over the other's: 1 is the disk's own. The extra memory of a save is the high-water mark of a process of its own.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import pathlib
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+import fitflax
+from fitflax.checkpoints.contents import read_metadata, read_state, write_checkpoint
+from fitflax.checkpoints.trees import host_copy, restore_tree, to_plain
+
+LIMITS = {"save": 0.85, "restore": 0.7}
+MAX_EXTRA_MB = 64
+SNAPSHOT_SECONDS = 0.010  # beyond one copy
+MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc's mallopt
+
+Tree = dict[str, dict[str, jax.Array]]
+Contender = Callable[[], Any]
+
+
+def make_tree(megabytes: float, arrays: int) -> Tree:
+    rng = np.random.default_rng(0)
+    size = int(megabytes * 2**20 / 4 / arrays)
+    return {f"layer_{index}": {"kernel": jnp.asarray(rng.standard_normal(size, np.float32))} for index in range(arrays)}
+
+
+def clear(path: pathlib.Path) -> pathlib.Path:
+    shutil.rmtree(path, ignore_errors=True)
+    path.unlink(missing_ok=True)
+    return path
+
+
+def write_file(path: pathlib.Path, blocks: list[Any]) -> None:
+    with open(path, "wb") as file:
+        for block in blocks:
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def savers(tree: Tree, directory: pathlib.Path) -> dict[str, Contender]:
+    """Returns who saves; each writes what is called as it is."""
+    host = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+
+    def fitflax_save() -> None:
+        (directory / "fitflax").mkdir()
+        write_checkpoint(directory / "fitflax", train=tree, run=None, metadata={})
+
+    def orbax_save() -> None:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(directory / "orbax", tree)
+            checkpointer.wait_until_finished()
+
+    return {
+        "base": lambda: write_file(directory / "base", host),
+        "fitflax": fitflax_save,
+        "control": lambda: write_file(directory / "control", host),
+        "flax": lambda: write_file(directory / "flax", [flax.serialization.to_bytes(tree)]),
+        "orbax": orbax_save,
+    }
+
+
+def restorers(tree: Tree, directory: pathlib.Path) -> dict[str, Contender]:
+    """Returns who restores what `savers` saved."""
+    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+    def read_file(path: pathlib.Path) -> np.ndarray:
+        memory = np.empty(num_bytes, np.uint8)
+        view, done = memory.data, 0
+        with open(path, "rb", buffering=0) as file:
+            while done < num_bytes:
+                done += file.readinto(view[done:])
+        zlib.crc32(memory)
+        return memory
+
+    def fitflax_restore() -> Any:
+        metadata = read_metadata(directory / "fitflax")
+        train = read_state(directory / "fitflax", metadata, roots=["train"])["train"]
+        return restore_tree(target, train, where="the checkpoint", root="train", key_impls=metadata["key_impls"])
+
+    def orbax_restore() -> Any:
+        with ocp.StandardCheckpointer() as checkpointer:
+            return jax.block_until_ready(checkpointer.restore(directory / "orbax", target))
+
+    return {
+        "base": lambda: read_file(directory / "base"),
+        "fitflax": fitflax_restore,
+        "control": lambda: read_file(directory / "control"),
+        "flax": lambda: flax.serialization.from_bytes(target, (directory / "flax").read_bytes()),
+        "orbax": orbax_restore,
+    }
+
+
+def copiers(tree: Tree) -> dict[str, Contender]:
+    """Returns who copies the tree; no peer has that as a call of its own."""
+    host = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+    return {
+        "base": lambda: [leaf.copy() for leaf in host],
+        "fitflax": lambda: host_copy(to_plain(tree, root="train")),
+        "control": lambda: [leaf.copy() for leaf in host],
+    }
+
+
+def check_same(tree: Tree, found: Any, who: str) -> None:
+    """Checks that everybody did the same work."""
+    leaves = jax.tree.leaves(found)
+    bits = [np.asarray(leaf).view(np.uint8) for leaf in jax.tree.leaves(tree)]
+    found_bits = np.split(leaves[0], np.cumsum([len(part) for part in bits])[:-1]) if len(leaves) < len(bits) else leaves
+    for mine, other in zip(bits, found_bits, strict=True):
+        np.testing.assert_array_equal(mine, np.asarray(other).view(np.uint8), err_msg=f"{who} restored other values")
+
+
+def timed(contender: Contender) -> float:
+    gc.collect()
+    began = time.perf_counter()
+    result = contender()
+    seconds = time.perf_counter() - began
+    del result
+    return seconds
+
+
+def measure(contenders: dict[str, Contender], rounds: int, directory: pathlib.Path | None = None) -> dict[str, Any]:
+    """Returns seconds and speeds; with `directory`, what a contender left there is deleted before it runs again."""
+    for contender in contenders.values():
+        contender()  # Imports, threads and caches of everybody.
+    core = ["base", "fitflax", "control"]
+    seconds: dict[str, list[float]] = {who: [] for who in contenders}
+    for _ in range(rounds):
+        # There and back: a machine that grows slower does so for all alike.
+        for who in [*core, *reversed(core), *(name for name in contenders if name not in core)]:
+            if directory is not None:
+                clear(directory / who)
+            seconds[who].append(timed(contenders[who]))
+
+    def speed(who: str) -> dict[str, float]:
+        mine, base = (np.reshape(seconds[name], (rounds, 2)).sum(axis=1) for name in (who, "base"))
+        return {"median": float(np.median(base / mine)), "min": float(np.min(base / mine)), "max": float(np.max(base / mine))}
+
+    medians = {f"{who}_s": statistics.median(times) for who, times in seconds.items()}
+    return {"rounds": rounds, **medians, "speed": speed("fitflax"), "control": speed("control")}
+
+
+def status() -> dict[str, int]:
+    """Returns this process's memory in kB as Linux counts it."""
+    lines = pathlib.Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if name in {"VmHWM", "VmRSS"}}
+
+
+def print_peak(who: str, megabytes: float, arrays: int, directory: pathlib.Path) -> None:
+    """Prints how far one save lifts the high-water mark of this process above what it held before, in MB."""
+    tree = jax.block_until_ready(make_tree(megabytes, arrays))
+    (directory / "small").mkdir()
+    savers(make_tree(0.1, 2), directory / "small")[who]()
+    pathlib.Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # The mark begins anew.
+    before = status()["VmRSS"]
+    savers(tree, directory)[who]()
+    print((status()["VmHWM"] - before) / 1024)
+
+
+def peak(who: str, megabytes: float, arrays: int, parent: pathlib.Path) -> float | None:
+    """Returns the extra memory of one save in MB; `None` where there is no Linux to ask."""
+    if not pathlib.Path("/proc/self/clear_refs").exists():
+        return None
+    with tempfile.TemporaryDirectory(dir=parent) as directory:
+        arguments = [sys.executable, __file__, "--peak", who, "--megabytes", str(megabytes), "--arrays", str(arrays), "--directory", directory]
+        root = pathlib.Path(fitflax.__file__).resolve().parent.parent
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])}
+        done = subprocess.run(arguments, env=environment, check=True, capture_output=True, text=True)
+    return float(done.stdout.split()[-1])
+
+
+def rows_of(megabytes: float, arrays: int, rounds: int, parent: pathlib.Path, peers: bool) -> list[dict[str, Any]]:
+    """Returns the table's rows for a tree of one size."""
+    tree = jax.block_until_ready(make_tree(megabytes, arrays))
+    size = {"megabytes": megabytes, "arrays": arrays}
+
+    def chosen(contenders: dict[str, Contender]) -> dict[str, Contender]:
+        return {who: run for who, run in contenders.items() if peers or who not in {"flax", "orbax"}}
+
+    with tempfile.TemporaryDirectory(dir=parent) as name:
+        directory = pathlib.Path(name)
+        save = {"operation": "save", **size, **measure(chosen(savers(tree, directory)), rounds, directory)}
+        readers = chosen(restorers(tree, directory))
+        for who, contender in readers.items():
+            check_same(tree, contender(), who)
+        restore = {"operation": "restore", **size, **measure(readers, rounds)}
+    snapshot = {"operation": "snapshot", **size, **measure(copiers(tree), rounds)}
+    del tree, readers
+    save["extra_mb"] = {who: peak(who, megabytes, arrays, parent) for who in ("fitflax", *(("flax", "orbax") if peers else ()))}
+    for row in (save, restore):
+        limit = LIMITS[row["operation"]]
+        row |= {"limit": limit, "verdict": "ok" if row["speed"]["median"] >= min(limit, row["control"]["median"]) else "under"}
+    snapshot |= {"limit": SNAPSHOT_SECONDS, "verdict": "ok" if snapshot["fitflax_s"] <= snapshot["base_s"] + SNAPSHOT_SECONDS else "over"}
+    extra = save["extra_mb"]["fitflax"]
+    save["verdict"] = "over" if extra is not None and extra >= MAX_EXTRA_MB else save["verdict"]
+    return [save, restore, snapshot]
+
+
+def machine(directory: pathlib.Path) -> dict[str, Any]:
+    versions = {"python": platform.python_version()} | {name: version(name) for name in ("jax", "jaxlib", "flax", "orbax-checkpoint", "numpy")}
+    here = {"cpus": os.cpu_count(), "platform": platform.platform(), "zlib": zlib.ZLIB_RUNTIME_VERSION, "directory": str(directory)}
+    return here | versions | {"fitflax": fitflax.__version__}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    def spread(ratio: dict[str, float]) -> str:
+        return f"{ratio['median']:.2f} ({ratio['min']:.2f}..{ratio['max']:.2f})"
+
+    def rate(row: dict[str, Any], who: str) -> str:
+        return f"{row['megabytes'] / row[f'{who}_s']:.0f}" if f"{who}_s" in row else ""
+
+    def extra(row: dict[str, Any]) -> str:
+        return " / ".join("?" if value is None else f"{value:.0f}" for value in row.get("extra_mb", {}).values())
+
+    names = ("base", "fitflax", "flax", "orbax")
+    lines = [["operation", "MB x arrays", *(f"{who} MB/s" for who in names), "speed", "control", "limit", "verdict", "extra MB"], ["---"] * 11]
+    for row in rows:
+        limit = "one copy + 10 ms" if row["operation"] == "snapshot" else f"{row['limit']:.2f}"
+        cells = [row["operation"], f"{row['megabytes']:g} x {row['arrays']}", *(rate(row, who) for who in names)]
+        lines.append([*cells, spread(row["speed"]), spread(row["control"]), limit, row["verdict"], extra(row)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def keep_no_memory() -> None:
+    """Makes glibc give back what is freed, so that everybody's memory is fresh; elsewhere it stays as it is."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 2**17)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megabytes", type=float, nargs="+", default=[512], help="sizes of the trees; 4096 needs some 16 GB of memory")
+    parser.add_argument("--arrays", type=int, nargs="+", default=[64, 2000], help="in how many arrays")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--directory", type=pathlib.Path, default=pathlib.Path.cwd(), help="where to write, below it; on the disk that is asked about")
+    parser.add_argument("--no-peers", action="store_true", help="without flax and Orbax, which take most of the time")
+    parser.add_argument("--quick", action="store_true", help="a tree of half a megabyte, to try the benchmark itself")
+    parser.add_argument("--json", type=pathlib.Path, help="a file for the numbers")
+    parser.add_argument("--peak", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.peak:
+        print_peak(options.peak, options.megabytes[0], options.arrays[0], options.directory)
+        return
+    keep_no_memory()
+    sizes = [(0.5, 5)] if options.quick else [(megabytes, arrays) for megabytes in options.megabytes for arrays in options.arrays]
+    rows = [row for size in sizes for row in rows_of(*size, options.rounds, options.directory, not options.no_peers)]
+    here = machine(options.directory.resolve())
+    print(table(rows), ", ".join(f"{name} {value}" for name, value in here.items()), sep="\n\n")
+    if options.json:
+        options.json.write_text(json.dumps({"machine": here, "results": rows}, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""The backend `orbax`: the arrays of a TrainState in `train/`, an ordinary Orbax checkpoint, and all else in `state.msgpack`.
+
+For those whose other tools read Orbax: `orbax.checkpoint.PyTreeCheckpointer().restore(directory / "train")` gives the arrays as nested dicts. It is slower than
+the backend `msgpack`, and what is read is the same, leaf by leaf and bit by bit.
+
+An array of `train` goes to Orbax if Orbax brings it back as it was: it has elements, a dtype that TensorStore knows, and every key of its path consists of
+ASCII letters, digits, `_` and `-` (Orbax joins keys with dots, so that `{"a": {"b": x}, "a.b": y}` would lose `x`). Whatever else there is (all of `run`,
+Python values, NumPy scalars, `None`, empty dicts, empty arrays, rare dtypes) is in `state.msgpack`, written by `fitflax.checkpoints.msgpack_format`. That file
+also holds all keys, in their order, with `None` where Orbax has an array.
+
+Orbax's files hold few checksums of their own. So `metadata.json` gets, beside what the backend `msgpack` puts there, `orbax_files` (`{path from the checkpoint
+directory: {bytes, crc32}}`), which is verified before Orbax reads anything, and `orbax_arrays` (`{path: {shape, dtype}}`).
+
+Process 0 writes, alone; the arrays are whole in its memory then. Orbax runs on a thread that ends with the call, because it leaves the thread it is
+called on without an event loop.
+"""
+
+import contextlib
+import gc
+import importlib
+import logging
+import math
+import os
+import re
+import threading
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+import fitflax.checkpoints.msgpack_format as msgpack_format
+from fitflax.checkpoints.documents import fsync_directory
+from fitflax.checkpoints.trees import Plain, fetch, join, walk
+from fitflax.errors import CheckpointError, CorruptCheckpointError
+
+__all__ = ["FILES", "OWN_KEYS", "read_state", "restore_numpy", "write_state"]
+
+TRAIN_DIRECTORY = "train"
+FILES = (*msgpack_format.FILES, TRAIN_DIRECTORY)
+OWN_KEYS: dict[str, type] = {**msgpack_format.OWN_KEYS, "orbax_files": dict, "orbax_arrays": dict}
+
+_PLAIN_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_DTYPES = {"bool", "int4", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2", "float8_e5m2fnuz", "bfloat16", "complex64", "complex128"}
+_DTYPES |= {f"{kind}{bits}" for kind, sizes in {"int": (8, 16, 32, 64), "uint": (8, 16, 32, 64), "float": (16, 32, 64)}.items() for bits in sizes}
+_READ_BYTES = 2**20
+
+T = TypeVar("T")
+
+
+def write_state(directory: Path, train: Plain, run: Plain) -> dict[str, Any]:
+    """Writes `train/` and `state.msgpack`, to the disk, and returns what `read_state` wants to find in `metadata.json`.
+
+    Args:
+        directory: An existing directory; it may be renamed afterwards.
+        train: The TrainState; its arrays may be on devices.
+        run: Everything else that a resume needs.
+
+    Raises:
+        CheckpointError: Orbax failed, or this is not process 0. What has been written so far is left.
+        OSError: The disk is full or fails.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     metadata = write_state(Path(directory), Plain({"w": np.ones(2), "n": 3}, {}), Plain(None, {}))
+    ...     list(metadata["orbax_arrays"].items()), read_state(Path(directory), metadata, roots=["train"])
+    ([('train/w', {'shape': [2], 'dtype': 'float64'})], {'train': {'w': array([1., 1.]), 'n': 3}})
+    """
+    if jax.process_index():
+        # It would write a checkpoint without data and say nothing.
+        raise CheckpointError(f"Orbax writes NumPy arrays from process 0 only, and this is process {jax.process_index()}.")
+    arrays: dict[str, dict[str, Any]] = {}
+    rest, taken = _split(train.tree, TRAIN_DIRECTORY, arrays)
+    own = msgpack_format.write_state(directory, Plain(rest, train.key_impls), run)
+    path = directory / TRAIN_DIRECTORY
+    if arrays:
+        _save(path, _fetched(taken))
+        # Tops down, because a directory has to be there before what is in it: `sorted` has parents first.
+        for entry in (path, *sorted(path.rglob("*"))):
+            if entry.is_dir():
+                fsync_directory(entry)
+    files = {file.relative_to(directory).as_posix(): _synced_entry(file) for file in _files_under(path)}
+    fsync_directory(directory)
+    return {**own, "orbax_files": files, "orbax_arrays": arrays}
+
+
+def read_state(directory: Path, metadata: Mapping[str, Any], *, roots: Collection[str] = ("train", "run")) -> dict[str, Any]:
+    """Returns the roots as nested dicts and lists of NumPy arrays and Python values, verified.
+
+    All files of Orbax are verified before one of them is read, if `train` is asked for; otherwise they are not looked at. Typed keys come as key data.
+
+    Args:
+        directory: A checkpoint directory.
+        metadata: Its verified `metadata.json`.
+        roots: Which roots to read.
+
+    Raises:
+        CorruptCheckpointError: A file is missing, cut, too long, fails its check, or does not belong there; the message names it.
+        CheckpointError: The disk fails, there is no such root, or this Orbax does not read what another one wrote.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     metadata = write_state(Path(directory), Plain({"w": np.ones(2)}, {}), Plain({"n": 3}, {}))
+    ...     read_state(Path(directory), metadata, roots=["run"])
+    {'run': {'n': 3}}
+    """
+    if TRAIN_DIRECTORY in roots:
+        _verify(directory, metadata["orbax_files"])
+    state = msgpack_format.read_state(directory, metadata, roots=roots)
+    if TRAIN_DIRECTORY in roots and metadata["orbax_arrays"]:
+        path = directory / TRAIN_DIRECTORY
+        restored = restore_numpy(path, is_verified=True)
+        found = {name: {"shape": list(array.shape), "dtype": array.dtype.name} for name, array in walk(restored, TRAIN_DIRECTORY)}
+        differing = sorted(name for name in found.keys() | metadata["orbax_arrays"] if found.get(name) != metadata["orbax_arrays"].get(name))
+        if differing:
+            # The files are those that were written, so it is not they that are damaged.
+            raise CheckpointError(f"This Orbax reads {path} otherwise than it was written: {', '.join(differing)} differ in shape or dtype or are not there.")
+        _fill(state[TRAIN_DIRECTORY], restored)
+    return state
+
+
+def restore_numpy(path: Path, *, is_verified: bool = False) -> Any:
+    """Returns any checkpoint of Orbax's PyTree or Standard handlers as it was saved, with all arrays as NumPy arrays; devices and shardings do not matter.
+
+    Args:
+        path: The directory that holds `_METADATA`.
+        is_verified: Whether its files are known to be whole; otherwise they are read once before. Where several arrays cannot be read Orbax gives up at the
+            first and closes its event loop, and TensorStore's report of the next fails with a message that nobody can catch.
+
+    Raises:
+        CheckpointError: Orbax cannot read it, or it is not there.
+        OSError: The disk fails.
+
+    >>> restore_numpy(Path("nowhere"))
+    Traceback (most recent call last):
+    fitflax.errors.CheckpointError: Orbax could not read nowhere: FileNotFoundError: Metadata file (named _METADATA) does not exist at ...nowhere.
+    """
+
+    def restore(orbax: Any) -> Any:
+        if not is_verified and (path / "manifest.ocdbt").exists():
+            _read_values(path)
+        with _checkpointer(orbax) as checkpointer:
+            # Not the checkpointer's own `metadata`, which logs what goes wrong and returns None.
+            described = checkpointer.handler.metadata(importlib.import_module("etils.epath").Path(path.absolute()))
+            arguments = jax.tree.map(lambda entry: _restore_args(orbax, entry), described.tree)
+            return checkpointer.restore(path.absolute(), args=orbax.args.PyTreeRestore(restore_args=arguments))
+
+    return _with_orbax(restore, "read", path)
+
+
+def _read_values(path: Path) -> None:
+    base = {"driver": "file", "path": f"{path.absolute()}/"}
+    store = importlib.import_module("tensorstore").KvStore.open({"driver": "ocdbt", "base": base}).result()
+    for key in store.list().result():
+        store.read(key).result()
+
+
+def _restore_args(orbax: Any, entry: Any) -> Any:
+    # Otherwise Orbax puts arrays on the devices that they were saved from, which may not be there.
+    is_array = isinstance(entry, orbax.metadata.ArrayMetadata) and not isinstance(entry, orbax.metadata.ScalarMetadata)
+    return orbax.RestoreArgs(restore_type=np.ndarray) if is_array else orbax.RestoreArgs()
+
+
+def _split(node: Any, path: str, arrays: dict[str, dict[str, Any]]) -> tuple[Any, dict[str, Any]]:
+    """Returns `node` with `None` for what Orbax takes, and what it takes, which is entered in `arrays`."""
+    if not isinstance(node, dict):
+        return node, {}
+    rest: dict[str, Any] = {}
+    taken: dict[str, Any] = {}
+    for key, child in node.items():
+        rest[key] = child
+        if not _PLAIN_KEY.fullmatch(key):
+            continue
+        where = join(path, key)
+        if isinstance(child, dict):
+            rest[key], inner = _split(child, where, arrays)
+            if inner:
+                taken[key] = inner
+        elif isinstance(child, (np.ndarray, jax.Array)) and child.size and child.dtype.name in _DTYPES:
+            rest[key], taken[key] = None, child
+            arrays[where] = {"shape": list(child.shape), "dtype": child.dtype.name}
+    return rest, taken
+
+
+def _fill(node: dict[str, Any], restored: dict[str, Any]) -> None:
+    for key, child in restored.items():
+        if isinstance(child, dict):
+            _fill(node[key], child)
+        else:
+            node[key] = child
+
+
+def _fetched(tree: dict[str, Any]) -> Any:
+    """Returns `tree` with NumPy arrays only. Orbax would write jax.Arrays as well, but with the devices that they are on."""
+    leaves, treedef = jax.tree.flatten(tree)
+    values = fetch((leaf for leaf in leaves if isinstance(leaf, jax.Array)), ahead_bytes=math.inf)
+    return jax.tree.unflatten(treedef, [next(values) if isinstance(leaf, jax.Array) else leaf for leaf in leaves])
+
+
+def _save(path: Path, tree: Any) -> None:
+    def save(orbax: Any) -> None:
+        with _checkpointer(orbax) as checkpointer:
+            checkpointer.save(path.absolute(), args=orbax.args.PyTreeSave(tree))
+
+    _with_orbax(save, "write", path)
+
+
+def _checkpointer(orbax: Any) -> Any:
+    process = jax.process_index()
+    # This process alone: with its default Orbax waits for all the others to save the same, which they do not.
+    alone = orbax.options.MultiprocessingOptions(primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"fitflax-{process}")
+    # Parameters hardly compress: 8 % less on the disk for four times the time.
+    handler = orbax.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=alone)
+    return orbax.Checkpointer(handler, multiprocessing_options=alone)
+
+
+def _with_orbax(function: Callable[[Any], T], doing: str, path: Path) -> T:
+    """Returns `function(orbax.checkpoint)`, called on a thread of its own, with Orbax's many ways to fail made one."""
+
+    def call() -> T:
+        # Not at the top: it adds half to the time that `import fitflax` takes, and few need it.
+        orbax = importlib.import_module("orbax.checkpoint")
+        with _without_logging():
+            try:
+                return function(orbax)
+            except Exception as error:  # noqa: BLE001 - raised below, as one of ours
+                fault = _error(error, doing, path)
+            # The traceback is gone, and so are asyncio's tasks in it, which complain when they go: here, where nobody hears it.
+            gc.collect()
+        raise fault
+
+    # Leaving the block waits for the thread, also when Ctrl-C interrupts: nothing is written any more when the caller tidies up.
+    with ThreadPoolExecutor(1, thread_name_prefix="fitflax-orbax") as executor:
+        return executor.submit(call).result()
+
+
+def _error(error: Exception, doing: str, path: Path) -> Exception:
+    if isinstance(error, OSError) and error.errno:
+        return OSError(error.errno, error.strerror, error.filename or str(path))
+    code = re.search(r"os_error_code='(\d+)'", str(error))
+    if code:
+        # A full disk reaches us as a ValueError of TensorStore's.
+        return OSError(int(code[1]), os.strerror(int(code[1])), str(path))
+    message = re.split(r"\n| \[tensorstore_spec", str(error).strip())[0].rstrip(".")
+    return CheckpointError(f"Orbax could not {doing} {path}: {type(error).__name__}: {message}.")
+
+
+@contextlib.contextmanager
+def _without_logging() -> Iterator[None]:
+    """Keeps quiet what Orbax, and asyncio on its behalf, log meanwhile: tracebacks of all threads that failed, and here they become one error."""
+    thread = threading.get_ident()
+    filters: list[tuple[str, Callable[[logging.LogRecord], bool]]] = [
+        ("absl", lambda record: "orbax" not in record.pathname),
+        ("asyncio", lambda record: record.thread != thread),
+    ]
+    for name, keeps in filters:
+        logging.getLogger(name).addFilter(keeps)
+    try:
+        yield
+    finally:
+        for name, keeps in filters:
+            logging.getLogger(name).removeFilter(keeps)
+
+
+def _files_under(path: Path) -> list[Path]:
+    return sorted(entry for entry in path.rglob("*") if not entry.is_dir()) if path.is_dir() else []
+
+
+def _synced_entry(path: Path) -> dict[str, int]:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        return {"bytes": os.fstat(file.fileno()).st_size, "crc32": _crc32(file)}
+
+
+def _crc32(file: Any) -> int:
+    buffer, crc32 = memoryview(bytearray(_READ_BYTES)), 0
+    while count := file.readinto(buffer):
+        crc32 = zlib.crc32(buffer[:count], crc32)
+    return crc32
+
+
+def _verify(directory: Path, files: Mapping[str, Any]) -> None:
+    try:
+        extra = [file for file in _files_under(directory / TRAIN_DIRECTORY) if file.relative_to(directory).as_posix() not in files]
+        if extra:
+            raise CorruptCheckpointError(f"{extra[0]} does not belong to the checkpoint: metadata.json does not list it.")
+        for name, entry in files.items():
+            _verify_file(directory / name, entry)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or directory} could not be read: {error.strerror}.") from error
+
+
+def _verify_file(path: Path, entry: Mapping[str, int]) -> None:
+    try:
+        with open(path, "rb") as file:
+            num_bytes, expected = os.fstat(file.fileno()).st_size, entry["bytes"]
+            if num_bytes != expected:
+                fault = "empty" if num_bytes == 0 else "truncated" if num_bytes < expected else "too long"
+                raise CorruptCheckpointError(f"{path} is {fault}: {num_bytes} bytes instead of {expected}.")
+            if _crc32(file) != entry["crc32"]:
+                raise CorruptCheckpointError(f"{path} is damaged: it has another checksum than metadata.json says.")
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise CorruptCheckpointError(f"{path} is missing.") from error

@@ -1,0 +1,271 @@
+"""The writer and the reader themselves: blocks, threads, the system's calls, and entries that describe no array."""
+
+import errno
+import mmap
+import os
+import threading
+import zlib
+
+import flax.serialization
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fitflax.checkpoints import codec, msgpack_format
+from fitflax.checkpoints.msgpack_format import read_state, write_state
+from fitflax.checkpoints.trees import Plain, to_plain
+from fitflax.errors import CheckpointError, CorruptCheckpointError
+from tests.checkpoints.samples import assert_same
+
+RNG = np.random.default_rng(0)
+TRAIN = {
+    "large": RNG.standard_normal(1000),
+    "small": {str(index): np.full(index, index, np.int16) for index in range(40)},
+    "jax": jnp.arange(300.0),
+    "bfloat16": jnp.arange(77, dtype=jnp.bfloat16),
+    "empty": np.zeros((0, 3)),
+    "text": "x" * 500,
+}
+RUN = [np.float32(1.5), {"rows": [1, 2, RNG.integers(0, 9, (20, 30))]}]
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    """Makes blocks so small that these trees have many."""
+    monkeypatch.setattr(codec, "_BLOCK_BYTES", 256)
+
+
+def save(directory, train=TRAIN, run=RUN):
+    return write_state(directory, to_plain(train, root="train"), to_plain(run, root="run", keep_lists=True))
+
+
+def threads():
+    return [thread.name for thread in threading.enumerate() if thread.name == "fitflax-crc32"]
+
+
+def expected_bytes():
+    return flax.serialization.msgpack_serialize({"train": TRAIN, "run": RUN}, in_place=True)
+
+
+def expected_sums():
+    return {
+        path: zlib.crc32(np.asarray(array).tobytes())
+        for path, array in {"train/large": TRAIN["large"], "train/jax": TRAIN["jax"], "run/1/rows/2": RUN[1]["rows"][2]}.items()
+    }
+
+
+# --- Writing ---
+
+
+def test_blocks_are_written_and_summed_in_order(tmp_path, blocks):
+    metadata = save(tmp_path)
+    data = (tmp_path / "state.msgpack").read_bytes()
+    assert data == expected_bytes() and metadata["state_bytes"] == len(data)
+    assert {path: metadata["arrays"][path]["crc32"] for path in expected_sums()} == expected_sums()
+    assert metadata["arrays"]["train/empty"] == {"shape": [0, 3], "dtype": "float64", "crc32": 0}
+
+
+def test_blocks_change_nothing(tmp_path, monkeypatch):
+    whole = save(tmp_path)
+    for block_bytes, max_buffers in ((1, 1024), (7, 3), (256, 2), (4096, 1024)):
+        monkeypatch.setattr(codec, "_BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(codec, "_MAX_BUFFERS", max_buffers)
+        assert save(tmp_path) == whole
+        assert_same(read_state(tmp_path, whole), {"train": TRAIN, "run": RUN})
+
+
+def test_chunks_are_cut_into_blocks(tmp_path, monkeypatch):
+    whole = TRAIN["large"]
+    for chunk_bytes, block_bytes in ((1000, 256), (256, 1000), (512, 256)):
+        monkeypatch.setattr(codec, "CHUNK_BYTES", chunk_bytes)
+        monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", chunk_bytes)
+        monkeypatch.setattr(codec, "_BLOCK_BYTES", block_bytes)
+        metadata = save(tmp_path, {"w": whole}, None)
+        assert (tmp_path / "state.msgpack").read_bytes() == flax.serialization.msgpack_serialize({"train": {"w": whole}, "run": None}, in_place=True)
+        assert metadata["arrays"]["train/w"]["crc32"] == zlib.crc32(whole.tobytes())
+        assert_same(read_state(tmp_path, metadata)["train"], {"w": whole})
+
+
+def test_a_system_that_takes_only_part_of_what_it_is_given_gets_the_rest(tmp_path, monkeypatch):
+    counts = []
+
+    def some(descriptor, buffers):
+        first = next(buffer for buffer in buffers if len(buffer))
+        counts.append(os.write(descriptor, memoryview(first)[: 1 + len(counts) % 100]))
+        return counts[-1]
+
+    monkeypatch.setattr(os, "writev", some)
+    assert save(tmp_path)["state_bytes"] == len(expected_bytes()) == sum(counts)
+    assert (tmp_path / "state.msgpack").read_bytes() == expected_bytes()
+
+
+def test_the_system_is_asked_to_write_back_everything_but_the_end_and_each_byte_once(tmp_path, blocks, monkeypatch):
+    asked = []
+    monkeypatch.setattr(codec, "_WRITE_BACK_BYTES", 1000)
+    monkeypatch.setattr(os, "posix_fadvise", lambda descriptor, begin, length, advice: asked.append((begin, length)), raising=False)
+    total = save(tmp_path)["state_bytes"]
+    ends = [begin + length for begin, length in asked]
+    assert [begin for begin, _ in asked] == [0, *ends[:-1]] and total - 1000 < ends[-1] <= total
+    assert all(length >= 1000 for _, length in asked)
+
+
+def test_advice_that_the_file_system_does_not_take_is_no_error(tmp_path, blocks, monkeypatch):
+    def refuse(*arguments):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(codec, "_WRITE_BACK_BYTES", 1000)
+    monkeypatch.setattr(os, "posix_fadvise", refuse, raising=False)
+    whole = save(tmp_path)
+    monkeypatch.delattr(os, "posix_fadvise")  # As on a Mac.
+    assert save(tmp_path) == whole
+    assert (tmp_path / "state.msgpack").read_bytes() == expected_bytes()
+
+
+@pytest.mark.parametrize("call", ["writev", "fsync"])
+def test_an_error_of_the_disk_is_raised_and_leaves_no_thread(tmp_path, blocks, monkeypatch, call):
+    calls, real = [], getattr(os, call)
+
+    def fail(*arguments):
+        calls.append(threads())
+        if call == "fsync" or len(calls) == 10:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*arguments)
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(OSError, match="No space left on device"):
+        save(tmp_path)
+    assert threads() == []
+    assert call == "fsync" or calls[-1] == ["fitflax-crc32"]  # It was there while the disk failed.
+
+
+def test_an_error_of_the_thread_is_raised_and_does_not_stop_the_writer_before(tmp_path, blocks, monkeypatch):
+    metadata, crc32 = save(tmp_path), zlib.crc32
+
+    def fail(data, value=0):
+        if threading.current_thread().name == "fitflax-crc32":
+            raise MemoryError("no memory for a sum")
+        return crc32(data, value)
+
+    monkeypatch.setattr(zlib, "crc32", fail)
+    for act in (lambda: save(tmp_path), lambda: read_state(tmp_path, metadata)):
+        with pytest.raises(MemoryError, match="no memory for a sum"):
+            act()
+        assert threads() == []
+
+
+def test_a_small_checkpoint_needs_no_thread(tmp_path, monkeypatch):
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: pytest.fail("a thread was started"))
+    assert_same(read_state(tmp_path, save(tmp_path)), {"train": TRAIN, "run": RUN})
+
+
+def test_no_thread_is_left_after_saving_and_reading(tmp_path, blocks):
+    metadata = save(tmp_path)
+    assert threads() == []
+    read_state(tmp_path, metadata)
+    assert threads() == []
+
+
+# --- Reading ---
+
+
+@pytest.mark.parametrize("block_bytes", [256, 2**22])
+def test_damage_in_any_block_of_an_array_is_found(tmp_path, monkeypatch, block_bytes):
+    metadata = save(tmp_path)
+    monkeypatch.setattr(codec, "_BLOCK_BYTES", block_bytes)
+    data = (tmp_path / "state.msgpack").read_bytes()
+    begin = data.index(TRAIN["large"].tobytes())
+    for position in (0, 255, 256, 4000, 7999):
+        changed = bytearray(data)
+        changed[begin + position] ^= 4
+        (tmp_path / "state.msgpack").write_bytes(changed)
+        with pytest.raises(CorruptCheckpointError, match=r"state.msgpack is damaged: train/large has another checksum than metadata.json says\.$"):
+            read_state(tmp_path, metadata)
+        assert threads() == []
+        assert read_state(tmp_path, metadata, roots=["run"])["run"][0] == 1.5
+
+
+def test_no_memory_is_taken_before_the_header_is_known_to_be_right(tmp_path, monkeypatch):
+    metadata = save(tmp_path, {"w": np.zeros(1000)}, None)
+    monkeypatch.setattr(codec.Arena, "empty", lambda *arguments: pytest.fail("memory was taken"))
+    for shape, match in (([999], "does not have the shape"), ([10**15], "has 8000000000000000 bytes, but"), ([8, 125], "does not have the shape")):
+        entry = metadata["arrays"]["train/w"] | {"shape": shape}
+        with pytest.raises(CorruptCheckpointError, match=f"train/w {match}"):
+            read_state(tmp_path, metadata | {"arrays": {"train/w": entry}})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": "ab"},
+        {"shape": [-1, -1000]},
+        {"shape": [1000.0]},
+        {"shape": None},
+        {"shape": [1] * 70 + [1000]},
+        {"shape": [2**62, 2**62, 0]},
+        {"shape": [2**70, 0]},
+        {"dtype": "object"},
+        {"dtype": "V8"},
+        {"dtype": "nothing"},
+        {"dtype": None},
+        {"dtype": {"names": ["a"], "formats": ["f8"]}},
+        {"crc32": "1"},
+    ],
+    ids=str,
+)
+def test_entries_that_describe_no_array_are_damage(tmp_path, change):
+    metadata = save(tmp_path, {"w": np.zeros(1000)}, None)
+    entry = metadata["arrays"]["train/w"] | change
+    with pytest.raises(CorruptCheckpointError, match=r"state.msgpack is damaged: train/w "):
+        read_state(tmp_path, metadata | {"arrays": {"train/w": entry}})
+    for entry in ([], {}, None, {"shape": [1000], "dtype": "float64"}):
+        with pytest.raises(CorruptCheckpointError, match=r"train/w has an entry in metadata.json that describes no array"):
+            read_state(tmp_path, metadata | {"arrays": {"train/w": entry}})
+
+
+def test_arrays_must_be_listed(tmp_path):
+    metadata = save(tmp_path, {"w": np.zeros(3)}, None)
+    with pytest.raises(CorruptCheckpointError, match=r"train/w is not among the arrays that metadata.json lists"):
+        read_state(tmp_path, metadata | {"arrays": {}})
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_is_damaged(tmp_path, monkeypatch):
+    metadata = save(tmp_path)
+    data = (tmp_path / "state.msgpack").read_bytes()
+    with open(tmp_path / "whole", "wb") as whole:
+        whole.write(data)
+    status = os.stat(tmp_path / "whole")
+    monkeypatch.setattr(msgpack_format.os, "fstat", lambda descriptor: status)
+    for length in (0, 9, data.index(TRAIN["large"].tobytes()) + 5000, len(data) - 1):
+        (tmp_path / "state.msgpack").write_bytes(data[:length])
+        with pytest.raises(CorruptCheckpointError, match="ends too early"):
+            read_state(tmp_path, metadata)
+
+
+def test_a_disk_that_cannot_be_read_is_a_checkpoint_error(tmp_path):
+    metadata = save(tmp_path)
+    (tmp_path / "state.msgpack").unlink()
+    (tmp_path / "state.msgpack").mkdir()
+    with pytest.raises(CheckpointError, match=r"state.msgpack could not be read: Is a directory") as caught:
+        read_state(tmp_path, metadata)
+    assert not isinstance(caught.value, CorruptCheckpointError)
+
+
+# --- Large arrays ---
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_bytes", [2**30 + 2**20 + 3, 2**32 + 2**26 + 5], ids=["above 2^30", "above 2^32"])
+def test_arrays_of_gigabytes_come_back(tmp_path, num_bytes):
+    array = np.zeros(num_bytes, np.uint8)  # Takes no memory but where it is written to.
+    marks = [0, 2**30 - 1, 2**30, num_bytes - 1, num_bytes // 2]
+    array[marks] = [1, 2, 3, 4, 5]
+    metadata = write_state(tmp_path, Plain({"w": array, "after": 7}, {}), Plain(None, {}))
+    assert metadata["arrays"]["train/w"]["crc32"] == zlib.crc32(array)
+    found = read_state(tmp_path, metadata)["train"]
+    assert found["after"] == 7 and found["w"].shape == array.shape
+    assert np.count_nonzero(found["w"]) == 5 and found["w"][marks].tolist() == [1, 2, 3, 4, 5]
+    del found
+    with open(tmp_path / "state.msgpack", "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        by_flax = flax.serialization.msgpack_restore(data)["train"]["w"]
+    assert np.count_nonzero(by_flax) == 5 and by_flax[marks].tolist() == [1, 2, 3, 4, 5]
+    (tmp_path / "state.msgpack").unlink()  # pytest would keep it for a while.

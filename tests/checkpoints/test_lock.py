@@ -1,0 +1,132 @@
+"""The live lock of a directory, between processes and within one."""
+
+import errno
+import fcntl
+import gc
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from fitflax.checkpoints.lock import LOCK_FILE, holder_of, lock_directory, release_all
+from fitflax.errors import DirectoryInUseError, FitflaxWarning
+
+HOLD = """
+import os, pathlib, sys, time
+from fitflax.checkpoints.lock import lock_directory
+
+class Run:
+    pass
+
+run = Run()
+lock_directory(pathlib.Path(sys.argv[1]), run)
+child = os.fork() if sys.argv[2] == "fork" else None
+if child != 0:
+    print(child, flush=True)
+time.sleep(600)
+"""
+
+
+class Run:
+    pass
+
+
+@pytest.fixture
+def run():
+    run = Run()
+    yield run
+    release_all(run)
+
+
+class Elsewhere:
+    """Another process that has a directory."""
+
+    def __init__(self, directory: pathlib.Path, how: str = "plain") -> None:
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        self.process = subprocess.Popen([sys.executable, "-c", HOLD, str(directory), how], env=env, stdout=subprocess.PIPE, text=True)
+        line = self.process.stdout.readline()
+        assert line, "it could not lock"
+        self.child = int(line) if how == "fork" else None
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(60)
+        self.process.stdout.close()
+
+
+def test_a_directory_that_a_live_process_has_is_refused_and_a_killed_one_never_blocks(tmp_path, run):
+    other = Elsewhere(tmp_path)
+    with pytest.raises(DirectoryInUseError, match=rf"in use by process {other.process.pid} on .*, which has been using it since 20.*choose another directory"):
+        lock_directory(tmp_path, run)
+    assert holder_of(tmp_path) is None
+    other.kill()
+    lock_directory(tmp_path, run)
+    assert holder_of(tmp_path) is run
+    assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
+
+
+def test_a_forked_child_that_outlives_its_killed_parent_does_not_block(tmp_path, run):
+    other = Elsewhere(tmp_path, "fork")
+    try:
+        with pytest.raises(DirectoryInUseError):
+            lock_directory(tmp_path, run)
+        other.kill()
+        lock_directory(tmp_path, run)
+    finally:
+        os.kill(other.child, signal.SIGKILL)
+
+
+def test_what_the_lock_file_says_does_not_count(tmp_path, run):
+    (tmp_path / LOCK_FILE).write_text(json.dumps({"pid": 1, "host": "elsewhere", "since": "yesterday"}))
+    lock_directory(tmp_path, run)
+    assert holder_of(tmp_path) is run
+
+
+def test_a_note_that_cannot_be_read_makes_no_difference_to_those_who_come_second(tmp_path, run):
+    other = Elsewhere(tmp_path)
+    (tmp_path / LOCK_FILE).write_text("?")
+    with pytest.raises(DirectoryInUseError, match="in use by another process"):
+        lock_directory(tmp_path, run)
+    other.kill()
+
+
+def test_one_holder_may_lock_again_and_another_one_may_not(tmp_path, run):
+    lock_directory(tmp_path, run)
+    lock_directory(tmp_path, run)
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(DirectoryInUseError, match="another run of this very process"):
+        lock_directory(tmp_path / "link", Run())
+    release_all(run)
+    other = Run()
+    lock_directory(tmp_path, other)
+    release_all(other)
+
+
+def test_a_holder_that_is_gone_has_given_everything_back(tmp_path, run):
+    lock_directory(tmp_path, Run())
+    gc.collect()
+    assert holder_of(tmp_path) is None
+    other = Elsewhere(tmp_path)  # The kernel's lock is free, too.
+    other.kill()
+    lock_directory(tmp_path, run)
+
+
+def test_a_file_system_without_locks_is_a_warning(tmp_path, run, monkeypatch):
+    def unsupported(*arguments):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", unsupported)
+    with pytest.warns(FitflaxWarning, match=r"cannot be locked \(No locks available\): make sure that no other run"):
+        lock_directory(tmp_path, run)
+    assert holder_of(tmp_path) is run
+
+
+def test_a_directory_that_cannot_be_written_is_an_error_and_leaves_nothing_locked(tmp_path, run):
+    (tmp_path / LOCK_FILE).mkdir()
+    with pytest.raises(IsADirectoryError):
+        lock_directory(tmp_path, run)
+    assert holder_of(tmp_path) is None

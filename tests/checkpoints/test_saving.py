@@ -1,0 +1,176 @@
+"""The thread that saves: order, room, errors, and what happens when it is not waited for."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+
+from fitflax.checkpoints.lock import holder_of
+from fitflax.checkpoints.saving import Saver
+from fitflax.errors import DirectoryInUseError
+
+
+class Gate:
+    """A job that waits in the saver's thread until it is opened."""
+
+    def __init__(self):
+        self.entered, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self):
+        self.entered.set()
+        assert self.opened.wait(60)
+
+
+def failing():
+    raise OSError(28, "No space left on device")
+
+
+def blocked(call):
+    """Calls in a thread and returns it once the call is known to wait."""
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    return thread
+
+
+def test_jobs_are_done_in_order_in_another_thread():
+    done = []
+    with Saver() as saver:
+        for number in range(20):
+            saver.submit(lambda number=number: done.append((number, threading.current_thread() is threading.main_thread())), is_save=number % 2 == 0)
+    assert done == [(number, False) for number in range(20)]
+
+
+def test_one_save_is_done_one_waits_and_the_next_one_blocks():
+    done, gate = [], Gate()
+    with Saver() as saver:
+        saver.submit(gate)
+        assert gate.entered.wait(60)
+        saver.submit(lambda: done.append("waits"))
+        saver.submit(lambda: done.append("small"), is_save=False)  # Takes no room.
+        thread = blocked(lambda: saver.submit(lambda: done.append("third")))
+        assert done == []
+        gate.opened.set()
+        thread.join(60)
+    assert done == ["waits", "small", "third"]
+
+
+def test_a_failed_job_leaves_out_those_behind_it_and_is_raised_once():
+    done, gate = [], Gate()
+    saver = Saver()
+    saver.submit(gate)
+    assert gate.entered.wait(60)
+    saver.submit(failing)
+    saver.submit(lambda: done.append("names what has failed"), is_save=False)
+    gate.opened.set()
+    with pytest.raises(OSError, match="No space left"):
+        saver.wait()
+    assert saver.submit(lambda: done.append("the user goes on"))
+    saver.close()
+    assert done == ["the user goes on"]
+
+
+def test_nothing_is_taken_after_a_failure_until_somebody_has_heard_of_it():
+    saver = Saver()
+    saver.submit(failing)
+    while threading.active_count() > 1 and saver._thread is not None:
+        saver._thread.join()
+    assert not saver.submit(lambda: None)
+    assert isinstance(saver.settle(), OSError) and saver.settle() is None
+    assert saver.submit(lambda: None)
+    saver.close()
+
+
+def test_the_end_raises_what_failed():
+    saver = Saver()
+    saver.submit(failing)
+    with pytest.raises(OSError, match="No space left"):
+        saver.close()
+
+
+def test_a_finished_job_is_let_go_of():
+    class Snapshot:
+        pass
+
+    snapshot = Snapshot()
+    gone = weakref.ref(snapshot)
+    with Saver() as saver:
+        saver.submit(lambda snapshot=snapshot: None)
+        del snapshot
+        saver.wait()
+        gc.collect()
+        assert gone() is None
+
+
+def test_no_thread_is_left_when_there_is_nothing_to_do():
+    with Saver() as saver:
+        saver.submit(lambda: None)
+        saver.wait()
+        assert not [thread for thread in threading.enumerate() if thread.name == "fitflax-saver"]
+
+
+def test_leaving_at_once_waits_for_nothing_and_begins_nothing(tmp_path):
+    done, gate = [], Gate()
+    saver = Saver()
+    saver.lock(tmp_path)
+    saver.submit(gate)
+    assert gate.entered.wait(60)
+    saver.submit(lambda: done.append("never"))
+    saver.abandon()
+    saver.close()
+    assert not saver.submit(lambda: done.append("never"))
+    # The directory is still being written in: the next run of this process waits for that.
+    assert holder_of(tmp_path) is saver
+    following = Saver()
+    thread = blocked(lambda: following.lock(tmp_path))
+    gate.opened.set()
+    thread.join(60)
+    assert holder_of(tmp_path) is following and done == []
+    following.close()
+    assert holder_of(tmp_path) is None
+
+
+def test_a_run_that_is_alive_keeps_its_directory_from_other_runs_of_the_process(tmp_path):
+    with Saver() as first, Saver() as second:
+        first.lock(tmp_path)
+        first.lock(tmp_path)
+        with pytest.raises(DirectoryInUseError, match="in use by another run of this very process"):
+            second.lock(tmp_path)
+    with Saver() as third:
+        third.lock(tmp_path)
+
+
+SCRIPT = """
+import pathlib, sys, time
+from fitflax.checkpoints.saving import Saver
+
+def slow():
+    time.sleep(0.5)
+    pathlib.Path(sys.argv[1]).write_text("complete")
+
+saver = Saver()
+saver.submit(slow)
+if sys.argv[2] == "abandon":
+    saver.abandon()
+if sys.argv[2] == "fail":
+    saver.submit(lambda: 1 / 0)
+if sys.argv[2] == "fork":
+    import os
+    if os.fork() == 0:
+        sys.exit(0)  # Runs the child's atexit.
+    os.wait()
+"""
+
+
+@pytest.mark.parametrize(("how", "complete"), [("end", True), ("abandon", False), ("fail", True), ("fork", True)])
+def test_a_process_that_ends_in_order_waits_for_its_saves(how, complete, tmp_path):
+    path = tmp_path / "file"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": "default"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT, str(path), how], env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and path.exists() == complete
+    assert ("A save failed while the process ended: division by zero" in done.stderr) == (how == "fail")

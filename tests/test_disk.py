@@ -1,0 +1,417 @@
+"""Disk trouble under a run, through the public API: a clear error, earlier checkpoints intact, and the next start goes on bit for bit and leaves no litter.
+
+The trouble is real where that can be had: limits of the process, directories moved away, file systems of our own. What each single call to the disk may do is
+the concern of the tests of the store and of the writers.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import pathlib
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+
+import fitflax
+from fitflax.callbacks import BestCheckpoint, CSVLogger, LambdaCallback, ModelCheckpoint, TensorBoard
+from fitflax.callbacks.event_files import events_of
+from fitflax.checkpoints import CheckpointStore
+from fitflax.errors import CallbackError, CheckpointError, DirectoryInUseError, FitflaxError, FitflaxWarning
+from tests.run_script import TRAIN, VALID, at, differences, directory_of, make_trainer, rows_of, state_of, steps_in
+
+NEWEST = 12
+
+
+def start(
+    root: pathlib.Path, *callbacks: Any, asynchronous: bool = True, trainer: fitflax.Trainer | None = None, writers: bool = True
+) -> tuple[fitflax.Trainer, fitflax.History]:
+    """Starts the same script once more: it saves at every step, and writes whatever a run can write."""
+    trainer = trainer or make_trainer()
+    files = [
+        ModelCheckpoint(root / "checkpoints", every=fitflax.every(steps=1), asynchronous=asynchronous),
+        BestCheckpoint(root / "best", asynchronous=asynchronous),
+        CSVLogger(root / "log.csv"),
+    ]
+    options = {"validation_data": VALID, "resume": "auto", "callbacks": [*(files if writers else files[:1]), *callbacks]}
+    return trainer, trainer.fit(TRAIN, batch_size=4, steps=NEWEST, verbose=0, **options)
+
+
+@contextlib.contextmanager
+def another_process() -> Iterator[None]:
+    """Takes this process for another one, which what it finds on the disk was not written by."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("fitflax.") and hasattr(module, "PROCESS")]
+    with pytest.MonkeyPatch.context() as patch:
+        for module in modules:
+            patch.setattr(module, "PROCESS", "0123abcd")
+        yield
+
+
+def start_again(root: pathlib.Path, *callbacks: Any, **options: Any) -> dict[str, Any]:
+    """Starts the script as a new process does, to its end, and returns what `everything` does."""
+    with another_process():
+        return everything(root, *start(root, *callbacks, **options))
+
+
+def hidden(directory: pathlib.Path) -> list[str]:
+    """What is left in a directory of checkpoints besides them and the notes of the run."""
+    notes = {".run.json", ".lock", "retention.json"}
+    return sorted(entry.name for entry in directory.iterdir() if entry.name not in notes and not entry.name.startswith("step_"))
+
+
+def everything(root: pathlib.Path, trainer: fitflax.Trainer, history: fitflax.History) -> dict[str, Any]:
+    """What two runs must have in common at their ends."""
+    return {
+        "state": state_of(trainer),
+        "history": rows_of(history),
+        "checkpoints": directory_of(root / "checkpoints"),
+        "best": directory_of(root / "best"),
+        "csv": (root / "log.csv").read_text(),
+        "litter": [hidden(root / name) for name in ("checkpoints", "best")],
+    }
+
+
+@pytest.fixture(scope="module")
+def never(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run that never had any trouble."""
+    root = tmp_path_factory.mktemp("never")
+    result = everything(root, *start(root))
+    assert list(result["checkpoints"]) == ["step_00000010", "step_00000011", "step_00000012"] and result["litter"] == [[], []]
+    return result
+
+
+@pytest.fixture(scope="module")
+def shared() -> fitflax.Trainer:
+    return make_trainer()
+
+
+@pytest.fixture
+def trainer(shared: fitflax.Trainer) -> fitflax.Trainer:
+    shared.build((TRAIN[0][:4], TRAIN[1][:4]))
+    return shared
+
+
+# -- what may happen to a directory --
+
+
+@contextlib.contextmanager
+def file_size_limit(root: pathlib.Path) -> Iterator[None]:
+    """Files cannot grow beyond some hundred bytes, which is less than any checkpoint: as with a quota, or a full disk."""
+    with limit(resource.RLIMIT_FSIZE, 600):
+        yield
+
+
+@contextlib.contextmanager
+def no_descriptors(root: pathlib.Path) -> Iterator[None]:
+    """No file can be opened any more; those that are open can still be written."""
+    with limit(resource.RLIMIT_NOFILE, 0):
+        yield
+
+
+@contextlib.contextmanager
+def limit(which: int, value: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(which)
+    resource.setrlimit(which, (value, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(which, (soft, hard))
+
+
+@contextlib.contextmanager
+def read_only(root: pathlib.Path) -> Iterator[None]:
+    """Nothing can be made in the directory. Root may do so all the same, so that there it is pretended."""
+    directory = root / "checkpoints"
+    if os.geteuid() != 0:
+        directory.chmod(0o555)
+        yield
+        directory.chmod(0o755)
+        return
+    mkdir = os.mkdir
+
+    def refuse(path: Any, *arguments: Any, **options: Any) -> None:
+        if pathlib.Path(path).parent == directory:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        mkdir(path, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "mkdir", refuse)
+        yield
+
+
+@contextlib.contextmanager
+def gone(root: pathlib.Path) -> Iterator[None]:
+    """The directory is not there, as when what it was mounted from is lost."""
+    os.rename(root / "checkpoints", root / "elsewhere")
+    yield
+    os.rename(root / "elsewhere", root / "checkpoints")
+
+
+@contextlib.contextmanager
+def replaced_by_a_file(root: pathlib.Path) -> Iterator[None]:
+    with gone(root):
+        (root / "checkpoints").write_text("a file")
+        yield
+        (root / "checkpoints").unlink()
+
+
+TROUBLES: dict[Callable[[pathlib.Path], AbstractContextManager[None]], str] = {
+    file_size_limit: "File too large",
+    no_descriptors: "Too many open files",
+    read_only: "Permission denied",
+    gone: "is gone",
+    replaced_by_a_file: "is gone",
+}
+
+
+def run_into(trouble: Callable[[pathlib.Path], AbstractContextManager[None]], root: pathlib.Path, trainer: fitflax.Trainer, **options: Any) -> str:
+    """Starts a run that meets trouble after step 6; returns the error that ended it."""
+    with contextlib.ExitStack() as stack, warnings.catch_warnings():
+        # What was being saved when the trouble began may be complete, and what it replaces still be there.
+        warnings.filterwarnings("ignore", "(?s).* is saved, but .* could not be tidied up", FitflaxWarning)
+        begins = at(trainer, "on_train_batch_end", 6, lambda step: stack.enter_context(trouble(root)))
+        with pytest.raises(CheckpointError) as caught:
+            start(root, begins, trainer=trainer, **options)
+    return str(caught.value)
+
+
+# -- a run that meets it --
+
+
+@pytest.mark.parametrize(("trouble", "asynchronous"), [*((trouble, True) for trouble in TROUBLES), (file_size_limit, False)])
+def test_the_run_ends_with_a_clear_error_and_the_next_start_goes_on_bit_for_bit(trouble, asynchronous, trainer, never, tmp_path):
+    message = run_into(trouble, tmp_path, trainer, asynchronous=asynchronous)
+    assert str(tmp_path / "checkpoints") in message and TROUBLES[trouble] in message
+    assert message.endswith("Checkpoints saved before are intact.") == (TROUBLES[trouble] != "is gone")
+    assert 6 <= trainer.step < NEWEST  # By one of the next saves, long before the end.
+    store = CheckpointStore(tmp_path / "checkpoints")
+    newest = store.latest()
+    assert newest is not None and newest <= 6
+    store.verify()
+    began: list[int] = []
+    again = make_trainer()
+    result = start_again(tmp_path, LambdaCallback(on_train_begin=lambda logs: began.append(again.step)), trainer=again)
+    assert began == [newest]
+    assert not differences(result, never)
+
+
+def test_a_run_whose_first_save_fails_is_begun_again(trainer, never, tmp_path):
+    limited = contextlib.ExitStack()
+    with limited, pytest.raises(CheckpointError, match="File too large"):
+        start(tmp_path, at(trainer, "on_train_begin", 0, lambda step: limited.enter_context(file_size_limit(tmp_path))), trainer=trainer)
+    assert steps_in(tmp_path / "checkpoints") == []
+    assert not differences(start_again(tmp_path), never)
+
+
+def test_a_failure_of_the_last_save_is_raised_by_the_end_of_fit(trainer, tmp_path):
+    limited = contextlib.ExitStack()
+
+    def begin(step: int) -> None:
+        while steps_in(tmp_path) != [5, 10]:
+            pass  # They may still be being written.
+        limited.enter_context(file_size_limit(tmp_path))
+
+    callbacks = [ModelCheckpoint(tmp_path, every=fitflax.every(steps=5)), at(trainer, "on_train_batch_end", NEWEST, begin)]
+    with limited, pytest.raises(CheckpointError, match=r"step_00000012: .*File too large"):
+        trainer.fit(TRAIN, batch_size=4, steps=NEWEST, verbose=0, callbacks=callbacks)
+    CheckpointStore(tmp_path).verify()
+    assert steps_in(tmp_path) == [5, 10] and hidden(tmp_path) == []
+
+
+def test_a_directory_that_was_deleted_is_said_to_be_gone_and_the_next_start_is_the_first(trainer, tmp_path):
+    directory = tmp_path / "checkpoints"
+
+    def delete(step: int) -> None:
+        os.rename(directory, tmp_path / "trash")  # At once: something is being written.
+        shutil.rmtree(tmp_path / "trash")
+
+    with pytest.raises(CheckpointError, match=re.escape(f"{directory} is gone")):
+        start(tmp_path, at(trainer, "on_train_batch_end", 6, delete), trainer=trainer, writers=False)
+    with another_process():
+        start(tmp_path, writers=False)
+    assert steps_in(directory) == [10, 11, 12] and hidden(directory) == []
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_disk_too_full_to_tidy_up_keeps_more_than_was_asked_for_and_the_run_goes_on(asynchronous, trainer, never, tmp_path, monkeypatch):
+    replace = os.replace
+
+    def full(source: Any, target: Any) -> None:
+        if pathlib.Path(target).name == "retention.json" and pathlib.Path(target).parent.name == "checkpoints" and trainer.step > 6:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.warns(FitflaxWarning, match=r"is saved, but .* could not be tidied up: .*No space left on device.* More is kept than was asked for"):
+        start(tmp_path, asynchronous=asynchronous, trainer=trainer)
+    assert steps_in(tmp_path / "checkpoints")[-4:] == [9, 10, 11, 12]
+    monkeypatch.undo()
+    CheckpointStore(tmp_path / "checkpoints").verify()
+    result = start_again(tmp_path)
+    # All steps that were kept too long are another matter: nobody saves any more, which is when they would go.
+    result["checkpoints"] = {name: result["checkpoints"][name] for name in never["checkpoints"]}
+    assert not differences(result, never)
+
+
+def test_a_log_that_cannot_be_written_ends_the_run_after_it_was_saved(trainer, never, tmp_path, monkeypatch):
+    """The files that people read belong to a run as well: one that went on without them could not be resumed to the same files."""
+    fsync = os.fsync
+
+    def full(descriptor: int) -> None:
+        if trainer.step == 10 and os.path.samestat(os.fstat(descriptor), os.stat(tmp_path / "log.csv")):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CallbackError, match=re.escape(f"CSVLogger cannot write {tmp_path / 'log.csv'}: No space left on device")):
+        start(tmp_path, trainer=trainer)
+    monkeypatch.undo()
+    CheckpointStore(tmp_path / "checkpoints").verify()
+    assert steps_in(tmp_path / "checkpoints")[-1] == 10
+    assert not differences(start_again(tmp_path), never)
+
+
+# -- before the first step --
+
+
+@pytest.fixture
+def file(tmp_path: pathlib.Path) -> pathlib.Path:
+    path = tmp_path / "file"
+    path.write_text("a file")
+    return path
+
+
+@pytest.mark.parametrize("make", [ModelCheckpoint, BestCheckpoint])
+def test_a_directory_that_cannot_be_made_is_an_error_before_the_first_step(make, trainer, file):
+    calls: list[str] = []
+    begins = LambdaCallback(on_train_begin=lambda logs: calls.append("on_train_begin"))
+    nowhere = pathlib.Path("/proc/fitflax/run")  # Where not even root can make a directory.
+    cases = {file: DirectoryInUseError, file / "run": DirectoryInUseError} | ({nowhere: CheckpointError} if nowhere.parent.parent.is_dir() else {})
+    for directory, error in cases.items():
+        with pytest.raises(error, match=re.escape(str(directory))):
+            trainer.fit(TRAIN, batch_size=4, validation_data=VALID, verbose=0, callbacks=[make(directory), begins])
+    assert (trainer.step, calls, file.read_text()) == (0, [], "a file")
+
+
+# -- single checkpoints --
+
+
+def test_a_save_by_hand_that_fails_leaves_the_earlier_one(trainer, tmp_path):
+    path = trainer.save(tmp_path / "final")
+    before = directory_of_one(path)
+    trainer.train_on_batch((TRAIN[0][:4], TRAIN[1][:4]))
+    with file_size_limit(tmp_path), pytest.raises(CheckpointError, match=rf"Could not save {re.escape(str(path))}: .*File too large"):
+        trainer.save(path)
+    assert directory_of_one(path) == before and os.listdir(tmp_path) == ["final"]
+    trainer.save(path)
+    assert directory_of_one(path) != before and os.listdir(tmp_path) == ["final"]
+
+
+def directory_of_one(path: pathlib.Path) -> dict[str, bytes]:
+    return {entry.name: entry.read_bytes() for entry in path.iterdir()}
+
+
+@pytest.mark.parametrize("trouble", [file_size_limit, no_descriptors])
+def test_a_store_by_itself_takes_nothing_back_and_leaves_nothing_behind(trouble, tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.claim("run", overwrite=False)
+
+    def save(step: int) -> None:
+        store.save(step=step, train={"w": list(range(1000))}, run={}, metadata={"run_id": "run"}, owner="me", keep=[])
+
+    save(1)
+    with trouble(tmp_path), pytest.raises(CheckpointError, match=rf"step_00000002.*{TROUBLES[trouble]}.*Checkpoints saved before are intact"):
+        save(2)
+    assert (store.steps(), hidden(tmp_path)) == ([1], [])
+    store.verify()
+    save(2)
+    assert (store.steps(), hidden(tmp_path)) == ([2], [])
+
+
+# -- file systems of our own --
+
+
+def mount(directory: pathlib.Path, options: str) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(directory)], check=True)
+
+
+@contextlib.contextmanager
+def really_full(root: pathlib.Path) -> Iterator[None]:
+    """Not a byte is left on the file system."""
+    filler = root / "filler"
+    with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+    yield
+    filler.unlink()
+
+
+@contextlib.contextmanager
+def really_read_only(root: pathlib.Path) -> Iterator[None]:
+    """Another file system lies over the directory, and cannot be written."""
+    mount(root / "checkpoints", "ro,size=4k")
+    yield
+    subprocess.run(["umount", str(root / "checkpoints")], check=True)
+
+
+def scalars(root: pathlib.Path) -> dict[str, str]:
+    """All scalars in the event files, but those of a clock."""
+    values: dict[str, str] = {}
+    for path in sorted((root / "tensorboard").rglob("*.tfevents.*")):
+        for record in events_of(path):
+            for value in record.event.summary.value:
+                if not value.tag.startswith("time/") and value.HasField("simple_value"):
+                    values[f"{path.parent.name}/{value.tag}/{record.event.step}"] = float(value.simple_value).hex()
+    return values
+
+
+def scenario(top: pathlib.Path) -> dict[str, Any]:
+    """What `main` does on a file system of its own: by trouble, the error, and in what the run that went on differs from one without any trouble."""
+    mount(top, "size=2m")
+    outcome: dict[str, Any] = {}
+
+    def whole(root: pathlib.Path, *callbacks: Any, **options: Any) -> dict[str, Any]:
+        return {**start_again(root, TensorBoard(root / "tensorboard"), *callbacks, **options), "scalars": scalars(root)}
+
+    for name in ("never", "really_full", "really_read_only"):
+        (top / name).mkdir()
+    never = whole(top / "never")
+    for trouble in (really_full, really_read_only):
+        root, trainer = top / trouble.__name__, make_trainer()
+        with contextlib.ExitStack() as stack:
+            begins = at(trainer, "on_train_batch_end", 6, lambda step, stack=stack, trouble=trouble, root=root: stack.enter_context(trouble(root)))
+            try:
+                start(root, TensorBoard(root / "tensorboard"), begins, trainer=trainer)
+            except FitflaxError as error:
+                outcome[trouble.__name__] = {"error": str(error), "step": trainer.step}
+        CheckpointStore(root / "checkpoints").verify()
+        outcome[trouble.__name__]["differences"] = differences(whole(root), never)
+        outcome[trouble.__name__]["scalars"] = len(never["scalars"])
+    return outcome
+
+
+def test_a_real_file_system_that_is_full_or_read_only(tmp_path, process_env):
+    """In a process with mounts of its own, which Linux lets anybody have, unless it was told not to."""
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
+        pytest.skip("needs unshare, and a kernel that lets users make mounts of their own")
+    (tmp_path / "disk").mkdir()
+    command = ["unshare", "-rm", sys.executable, __file__, str(tmp_path / "disk")]
+    result = subprocess.run(command, env=process_env, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    outcome = json.loads(result.stdout)
+    for name, fault in (("really_full", "No space left on device"), ("really_read_only", "Read-only file system")):
+        assert fault in outcome[name]["error"] and str(tmp_path / "disk") in outcome[name]["error"]
+        assert outcome[name]["step"] < NEWEST and outcome[name]["differences"] == [] and outcome[name]["scalars"] > 5
+
+
+if __name__ == "__main__":
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # tensorboardX imports it where it is installed, which takes seconds.
+    print(json.dumps(scenario(pathlib.Path(sys.argv[1]))))

@@ -1,0 +1,418 @@
+"""Real training processes, killed again and again at random moments, come to the very end that one comes to which nobody ever killed.
+
+Everything that a run leaves behind is compared bit for bit: the last state, History, CSV, TensorBoard, and every checkpoint with all callbacks' states in it.
+Clocks are excepted. A test that fails says what happened to its run, and by which seed; what is decided follows from that, but the moments of kills are up to
+the machine as well, so that it may take more than one attempt to see it again.
+
+`FITFLAX_SOAK=200 pytest tests/test_kills.py` kills 200 times; `FITFLAX_SOAK_SEED=2` makes other decisions.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+from fitflax.checkpoints import CheckpointStore
+from tests.run_script import differences, directory_of
+
+SCRIPT = pathlib.Path(__file__).with_name("kill_script.py")
+# More than this in one run, and it would hardly get on between two of them.
+MAX_KILLS_A_RUN = 5
+
+# The script's arguments. A run may end by a callback, at the end of an epoch, or inside of one, which is then closed without its checkpoint knowing of it.
+RUNS = {
+    "a run that a callback stops": {"fit": {"epochs": 20}},
+    "a run that ends inside an epoch": {"fit": {"steps": 222}},
+    "a run that waits for its saves": {"fit": {"epochs": 20}, "checkpoint": {"asynchronous": False}},
+    "a run with one directory for all": {"fit": {"steps": 222}, "best": "checkpoints"},
+    "a run with a large state": {"fit": {"steps": 222}, "hidden": 640},
+}
+IN_EVERY_TEST_RUN = list(RUNS)[:2]
+SOAK = int(os.environ.get("FITFLAX_SOAK", "0"))
+SEED = int(os.environ.get("FITFLAX_SOAK_SEED", "1"))
+# 8 in the tests of every day, 20 with those that are marked slow.
+KILLS = -(-SOAK // len(RUNS)) or 4
+
+# How a process dies, in turns: after a random number of steps (and some milliseconds more), while it saves a checkpoint, just before it changes a name on the
+# disk, while it validates or closes an epoch, about when the run ends, and while it starts.
+HOWS = ("step", "saving", "epoch", "file event", "saving", "step", "saving", "file event", "epoch", "ending", "saving", "step", "file event", "start")
+
+# What happens to the newest checkpoint before the next start, every other time.
+DAMAGES = (
+    "state.msgpack truncated",
+    "metadata.json flipped",
+    "litter",
+    "state.msgpack flipped",
+    "directory deleted",
+    "metadata.json missing",
+    "state.msgpack empty",
+    "every checkpoint",
+    "metadata.json truncated",
+    "litter",
+    "state.msgpack missing",
+    "metadata.json empty",
+)
+
+
+@dataclasses.dataclass
+class Run:
+    """The processes of one run, one after the other, and what happened to them.
+
+    Attributes:
+        root: What they write.
+        env: Their environment.
+        arguments: Theirs; always the same.
+        notes: What happened, for people.
+        foreign: Names that were put among the checkpoints and are none of the run's business.
+    """
+
+    root: pathlib.Path
+    env: dict[str, str]
+    arguments: dict[str, Any]
+    notes: list[str] = dataclasses.field(default_factory=list)
+    foreign: set[str] = dataclasses.field(default_factory=set)
+
+    @property
+    def store(self) -> CheckpointStore:
+        return CheckpointStore(self.root / "checkpoints")
+
+    def newest_good(self) -> int:
+        """The step of the newest checkpoint that is complete and whole; 0 without one."""
+        return self.look()[0]
+
+    def look(self) -> tuple[int, list[str]]:
+        """The same, and the names of the damaged ones that are newer."""
+        saved, damaged = self.store.newest_good()
+        return 0 if saved is None else int(saved.metadata["step"]), [message.partition(":")[0] for message in damaged]
+
+    def start(self, **more: Any) -> "Process":
+        self.root.mkdir(exist_ok=True)
+        return Process(self, {"directory": str(self.root), **self.arguments, **more})
+
+    def finish(self) -> None:
+        """Lets a process come to the end of the run."""
+        process = self.start()
+        assert process.ended(), "The process did not end."
+
+    def result(self) -> dict[str, Any]:
+        result = json.loads((self.root / "result.json").read_text())
+        del result["file_events"]  # Of one process.
+        return dict(result)
+
+
+class Process:
+    """One process of a run, watched by the lines that it prints."""
+
+    def __init__(self, run: Run, arguments: dict[str, Any]) -> None:
+        self.run = run
+        self.errors = run.root.with_name(f"{run.root.name}.stderr")
+        self.good, self.damaged = run.look()
+        with self.errors.open("w") as errors:
+            command = [sys.executable, str(SCRIPT), json.dumps(arguments)]
+            self.popen = subprocess.Popen(command, env=run.env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True)
+        self.began: int | None = None
+
+    def until(self, reached: Callable[[str, int], bool]) -> bool:
+        """Reads lines up to one that says `reached(what, step)`; returns whether there was one."""
+        assert self.popen.stdout is not None
+        for line in self.popen.stdout:
+            what, _, step = line.rstrip("\n").partition(" ")
+            assert step.isdigit(), f"It printed {line!r}."
+            if what == "began":
+                self.began = int(step)
+                assert self.began >= self.good, f"It began at step {self.began}, but there was a good checkpoint of step {self.good}."
+                silent = [name for name in self.damaged if f"passed over: {name}" not in self.errors.read_text()]
+                assert not silent, f"It did not say that it passed over {silent}."
+            if reached(what, int(step)):
+                return True
+        return False
+
+    def until_saving(self) -> bool:
+        """Waits until a checkpoint is being written; returns whether one was."""
+        while self.popen.poll() is None:
+            for directory in self.run.root.glob("*"):
+                if directory.is_dir() and any(name.startswith(".step_") for name in os.listdir(directory)):
+                    return True
+        return False
+
+    def kill(self) -> bool:
+        """Kills it; returns whether it was still running."""
+        self.popen.kill()
+        return not self.ended()
+
+    def ended(self) -> bool:
+        """Waits for its end; returns whether it came to one by itself, rather than by SIGKILL."""
+        self.until(lambda what, step: False)
+        status = self.popen.wait(timeout=120)
+        assert self.popen.stdout is not None
+        self.popen.stdout.close()
+        assert status in (0, -signal.SIGKILL), f"exit status {status}\n{self.errors.read_text()}"
+        return status == 0
+
+
+# -- killing --
+
+
+def kill_once(run: Run, how: str, rng: np.random.Generator, *, end_step: int, share: float) -> bool:
+    """Starts a process and kills it, on the average after so large a share of the steps that it has left; returns whether it was running still."""
+    began = run.newest_good()
+    steps = began + 1 + int(rng.uniform(0, 2 * share) * (end_step - began))
+    milliseconds = float(rng.choice([0.0, rng.uniform(0, 2), rng.uniform(0, 20)]))
+    events = int(np.exp(rng.uniform(0, np.log(40 + 3 * (end_step - began) * share))))
+    process = run.start(**({"die_at_file_event": events} if how == "file event" else {}))
+    if how == "start":
+        milliseconds = float(rng.uniform(0, 2000))
+    elif how == "step":
+        process.until(lambda what, step: step >= steps)
+    elif how == "epoch":
+        process.until(lambda what, step: step >= steps and what in ("validating", "epoch"))
+    elif how == "ending":
+        steps = end_step - int(rng.integers(0, 4))
+        process.until(lambda what, step: step >= steps)
+    elif how == "saving":
+        milliseconds /= 4
+        _ = process.until(lambda what, step: step >= steps) and process.until_saving()
+    if how != "file event":
+        time.sleep(milliseconds / 1000)  # Nothing can be waited for here: that it is some moment is all that counts.
+    was_running = not process.ended() if how == "file event" else process.kill()
+    good = run.newest_good()
+    moment = f"event {events}" if how == "file event" else f"step {steps} and {milliseconds:.3f} ms"
+    run.notes.append(f"{how}: {'killed' if was_running else 'ended before it was killed'} ({moment}); began at {process.began}, left {good}")
+    # Nothing that was once saved is lost: what a process goes on from stays until there is something better.
+    assert good >= began, f"There was a good checkpoint of step {began}, and now there is none of it or a later one."
+    return was_running
+
+
+def damage(run: Run, how: str, rng: np.random.Generator) -> None:
+    """Does to the newest checkpoint, or around it, what disks and people do."""
+    steps = run.store.steps()
+    if how == "litter":
+        put_litter(run, steps, rng)
+    elif not steps:
+        run.notes.append(f"   damage: {how}: there is none yet")
+        return
+    elif how == "directory deleted":
+        shutil.rmtree(run.store.path(steps[-1]))
+    elif how == "every checkpoint":
+        for step in steps:
+            damage_file(run.store.path(step) / "state.msgpack", "flipped", rng)
+    else:
+        name, kind = how.split(" ")
+        damage_file(run.store.path(steps[-1]) / name, kind, rng)
+    run.notes.append(f"   damage: {how}: of {steps[-4:]}, {run.newest_good()} is the newest good one now")
+
+
+def damage_file(path: pathlib.Path, kind: str, rng: np.random.Generator) -> None:
+    content = bytearray(path.read_bytes())
+    if kind == "flipped":
+        content[rng.integers(len(content))] ^= 1 << int(rng.integers(8))
+    elif kind == "truncated":
+        del content[rng.integers(len(content)) :]
+    elif kind == "empty":
+        content.clear()
+    if kind == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(content)
+
+
+def put_litter(run: Run, steps: list[int], rng: np.random.Generator) -> None:
+    """Puts there what a process that died while it wrote would leave, and files that are somebody else's."""
+    directory = run.root / "checkpoints"
+    for name in (".step_00000021.tmp-0123abcd-0123abcd", ".trash-0123abcd"):
+        (directory / name).mkdir(parents=True)
+        (directory / name / "state.msgpack").write_bytes(rng.bytes(1000))
+    (directory / ".retention.json.tmp-0123abcd-4567cdef").write_text('{"format_version": 1, "own')
+    (directory / "backup_of_step_00000007.zip").write_bytes(b"PK")
+    (directory / "notes").mkdir(exist_ok=True)
+    (directory / "notes/why.txt").write_text("Not a checkpoint.")
+    run.foreign |= {"checkpoints/backup_of_step_00000007.zip", "checkpoints/notes", "checkpoints/notes/why.txt"}
+
+
+# -- comparing --
+
+
+def names_in(root: pathlib.Path) -> set[str]:
+    """All names that a run left, hidden ones as well; event files, of which there is one a process, left out."""
+    return {str(path.relative_to(root)) for path in root.rglob("*") if ".tfevents." not in path.name}
+
+
+def events_in(directory: pathlib.Path) -> dict[str, Any]:
+    """What stands in the event files, clocks and descriptions of processes left out; each value must be there once."""
+    found: dict[str, Any] = {}
+    for path in sorted(directory.rglob("*.tfevents.*")):
+        for event in LegacyEventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                if value.tag.startswith("time/") or value.tag.startswith("environment"):
+                    continue
+                if value.metadata.plugin_data.plugin_name == "hparams":
+                    content = HParamsPluginData.FromString(value.metadata.plugin_data.content)
+                    content.session_start_info.start_time_secs = 0
+                    value.metadata.plugin_data.content = content.SerializeToString(deterministic=True)
+                name = f"{path.parent.relative_to(directory)}/{value.tag} at step {event.step}"
+                assert name not in found, f"{name} is there twice."
+                found[name] = value.SerializeToString(deterministic=True)
+    return found
+
+
+def shown_in(directory: pathlib.Path) -> dict[str, Any]:
+    """What TensorBoard shows: the points of each curve, and of each histogram."""
+    runs = EventMultiplexer(size_guidance=dict.fromkeys(("scalars", "histograms", "tensors"), 0)).AddRunsFromDirectory(str(directory)).Reload()
+    shown: dict[str, Any] = {}
+    for run, tags in runs.Runs().items():
+        for tag in tags["scalars"]:
+            if not tag.startswith("time/"):
+                shown[f"{run}/{tag}"] = [(event.step, event.value.hex()) for event in runs.Scalars(run, tag)]
+        for tag in tags["histograms"]:
+            shown[f"{run}/{tag}"] = [(event.step, event.histogram_value) for event in runs.Histograms(run, tag)]
+    return shown
+
+
+def everything(run: Run) -> dict[str, Any]:
+    """All that a run left behind, to compare."""
+    return {
+        "result": run.result(),
+        "names": dict.fromkeys(sorted(names_in(run.root) - run.foreign), "there"),
+        "checkpoints": directory_of(run.root / "checkpoints"),
+        "best": directory_of(run.root / "best"),
+        "wanted": {name: json.dumps(CheckpointStore(run.root / name).owners(), sort_keys=True) for name in ("checkpoints", "best")},
+        "csv": (run.root / "log.csv").read_bytes(),
+        "tensorboard": events_in(run.root / "tensorboard"),
+        "shown by tensorboard": shown_in(run.root / "tensorboard"),
+    }
+
+
+def assert_equal(run: Run, never_killed: dict[str, Any]) -> None:
+    unequal = differences(everything(run), never_killed)
+    unequal += [f"{name} is gone, which was somebody else's" for name in sorted(run.foreign) if not (run.root / name).exists()]
+    assert not unequal, "\n".join(unequal)
+
+
+# -- tests --
+
+
+@pytest.fixture(scope="module")
+def env(tmp_path_factory: pytest.TempPathFactory, compilation_cache: dict[str, str]) -> dict[str, str]:
+    # A cache of its own: JAX does not write it atomically, and others shall not find what a kill left.
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("programs")), "JAX_NUM_CPU_DEVICES": "1"}
+    path = os.pathsep.join([str(SCRIPT.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.environ | compilation_cache | cache | {"PYTHONPATH": path}
+
+
+@pytest.fixture(scope="module")
+def never_killed(tmp_path_factory: pytest.TempPathFactory, env: dict[str, str]) -> Callable[[str], tuple[Run, dict[str, Any]]]:
+    """`never_killed(name)`: one of `RUNS` that nobody killed, and everything that it left; made once."""
+    made: dict[str, tuple[Run, dict[str, Any]]] = {}
+
+    def get(name: str) -> tuple[Run, dict[str, Any]]:
+        if name not in made:
+            run = Run(tmp_path_factory.mktemp("never") / "run", env, RUNS[name])
+            run.finish()
+            made[name] = run, everything(run)
+        return made[name]
+
+    return get
+
+
+def cycled(values: tuple[str, ...], rng: np.random.Generator) -> Iterator[str]:
+    begin = int(rng.integers(len(values)))
+    while True:
+        yield from values[begin:]
+        begin = 0
+
+
+def kill_again_and_again(count: int, seed: int, arguments: dict[str, Any], never_killed: dict[str, Any], env: dict[str, str], directory: pathlib.Path) -> None:
+    """Kills processes of runs until so many have been killed; each run is then let come to its end, which must be that of the run never killed."""
+    rng = np.random.default_rng(seed)
+    # What a process cannot do while it reads must not be done either: a cache that is half written would be read by the next one.
+    env = env | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1000"}
+    hows, damages = cycled(HOWS, rng), cycled(DAMAGES, rng)
+    end_step = never_killed["result"]["step"]
+    number = 0
+    while count > 0:
+        run = Run(directory / f"run-{number}", env, arguments)
+        kills = min(count, MAX_KILLS_A_RUN)
+        try:
+            for kill in range(kills):
+                if not kill_once(run, next(hows), rng, end_step=end_step, share=1 / (kills - kill + 1)):
+                    break
+                count -= 1
+                if rng.random() < 0.5:
+                    damage(run, next(damages), rng)
+            run.finish()
+            assert_equal(run, never_killed)
+        except BaseException as error:
+            error.add_note("\n".join([f"This is run {number} with seed {seed} and {arguments}, in {run.root}:", *run.notes]))
+            raise
+        shutil.rmtree(run.root)
+        number += 1
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in IN_EVERY_TEST_RUN else pytest.mark.slow) for name in RUNS])
+def test_a_run_that_is_killed_again_and_again_ends_as_the_run_never_killed(name, env, never_killed, tmp_path):
+    kill_again_and_again(KILLS, SEED + list(RUNS).index(name), RUNS[name], never_killed(name)[1], env, tmp_path)
+
+
+def test_the_run_that_is_killed_has_everything_to_lose(never_killed):
+    """Otherwise the tests above would prove less than they say."""
+    _, found = never_killed("a run that a callback stops")
+    result = found["result"]
+    assert result["stop_reason"].startswith("EarlyStopping") and result["step"] > 150
+    rates = {row[1]["learning_rate"] for row in result["history"]}
+    assert len(rates) >= 3
+    kept = sorted(int(name.removeprefix("step_")) for name in found["checkpoints"])
+    assert len(kept) > 3 and kept[-1] == result["step"]
+    assert len(found["best"]) == 2
+    assert any("params/" in name for name in found["tensorboard"])
+
+
+# What is changed in what a run left, and in which part of it that must be found.
+CHANGES: dict[str, tuple[str, Callable[[pathlib.Path], Any]]] = {
+    "a number in the log": ("csv", lambda root: change(root / "log.csv", b"1,", b"1,0")),
+    "a parameter at the end": ("result", lambda root: change(root / "result.json", b'"float32", "', b'"float32", "0')),
+    "a callback's state": ("checkpoints", lambda root: change(newest(root / "checkpoints") / "state.msgpack", b"\xa4wait", b"\xa4wine")),
+    "a best checkpoint's history": ("best", lambda root: change(newest(root / "best") / "metadata.json", b'"epoch": ', b'"epoch": 1')),
+    "a best checkpoint less": ("names", lambda root: shutil.rmtree(newest(root / "best"))),
+    "a temporary file more": ("names", lambda root: (root / "checkpoints/.retention.json.tmp-0123abcd-0123abcd").touch()),
+    "a checkpoint that is wanted no more": ("wanted", lambda root: CheckpointStore(root / "best").retain("BestCheckpoint(val_loss)", [])),
+    "the last event less": ("tensorboard", lambda root: cut_off(max((root / "tensorboard/train").iterdir()))),
+    "no curve of the validation": ("shown by tensorboard", lambda root: shutil.rmtree(root / "tensorboard/val")),
+}
+
+
+def newest(directory: pathlib.Path) -> pathlib.Path:
+    return max(directory.glob("step_*"))
+
+
+def change(path: pathlib.Path, before: bytes, after: bytes) -> None:
+    content = path.read_bytes()
+    assert before in content
+    path.write_bytes(content.replace(before, after, 1))
+
+
+def cut_off(path: pathlib.Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_the_comparison_sees(what, never_killed, tmp_path):
+    never, expected = never_killed(IN_EVERY_TEST_RUN[0])
+    part, act = CHANGES[what]
+    run = dataclasses.replace(never, root=tmp_path / "run")
+    shutil.copytree(never.root, run.root)
+    assert not differences(everything(run), expected)
+    act(run.root)
+    assert part in {line.partition(":")[0] for line in differences(everything(run), expected)}

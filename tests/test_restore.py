@@ -1,0 +1,436 @@
+"""`Trainer.restore`: into another model, under other names, over a state that is there, and from checkpoints that fitflax did not write."""
+
+import gc
+import pathlib
+from typing import Any
+
+import flax
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import fitflax
+from fitflax.checkpoints.saved import Saved
+from fitflax.errors import ConfigError, ModelError, NotReadyError, RestoreError
+from fitflax.parallel import DataParallel
+from tests.run_script import TRAIN, differences, state_of
+
+
+class Net(nn.Module):
+    """A body with batch statistics and a head, under names of choice."""
+
+    body: str = "body"
+    head: str = "head"
+    classes: int = 3
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        x = nn.Dense(8, name=self.body)(x)
+        x = nn.relu(nn.BatchNorm(use_running_average=not train, name=f"{self.body}_norm")(x))
+        return nn.Dense(self.classes, name=self.head)(nn.Dropout(0.5, deterministic=not train)(x))
+
+
+def bare(model: nn.Module, devices: int = 1, seed: int = 0) -> fitflax.Trainer:
+    return fitflax.Trainer(model, seed=seed, parallel=DataParallel(jax.devices()[:devices]))
+
+
+def compiled(model: nn.Module, devices: int = 1, seed: int = 0, optimizer: Any = None) -> fitflax.Trainer:
+    trainer = bare(model, devices, seed)
+    trainer.compile(optax.adam(0.05) if optimizer is None else optimizer, "sparse_categorical_crossentropy", ["accuracy"])
+    return trainer
+
+
+def built(model: nn.Module, devices: int = 1, seed: int = 0, optimizer: Any = None) -> fitflax.Trainer:
+    trainer = compiled(model, devices, seed, optimizer)
+    trainer.build((jax.ShapeDtypeStruct((4, 4), np.float32),))
+    return trainer
+
+
+def train(trainer: fitflax.Trainer, steps: int) -> None:
+    trainer.fit(TRAIN, batch_size=4, steps=steps, verbose=0)
+
+
+def at(tree: Any, path: str) -> np.ndarray:
+    for key in path.split("/"):
+        tree = tree[key]
+    return np.asarray(tree)
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory) -> tuple[pathlib.Path, fitflax.TrainState]:
+    """A checkpoint at step 6 of a network of five classes, and its state."""
+    trainer = compiled(Net(body="backbone", head="classes", classes=5), seed=9)
+    train(trainer, 6)
+    return trainer.save(tmp_path_factory.mktemp("pretrained") / "final"), trainer.state
+
+
+RENAMED: dict[str, str | None] = {
+    "params/encoder": "params/backbone",
+    "params/encoder_norm": "params/backbone_norm",
+    "batch_stats/encoder_norm": "batch_stats/backbone_norm",
+}
+ENCODER = Net(body="encoder")
+
+
+def check_fine_tuned(trainer: fitflax.Trainer, source: fitflax.TrainState) -> None:
+    """Compares a trainer of `ENCODER` with what it must be: the body of `source`, the head and all else as `build` makes it."""
+    state, fresh = trainer.state, built(ENCODER).state
+    for name in ("kernel", "bias"):
+        assert np.array_equal(at(state.params, f"encoder/{name}"), at(source.params, f"backbone/{name}"))
+        assert np.array_equal(at(state.params, f"head/{name}"), at(fresh.params, f"head/{name}"))
+    for name in ("mean", "var"):
+        assert np.array_equal(at(state.model_state, f"batch_stats/encoder_norm/{name}"), at(source.model_state, f"batch_stats/backbone_norm/{name}"))
+    assert trainer.step == 0 and int(state.step) == 0 and np.array_equal(jax.random.key_data(state.key), jax.random.key_data(fresh.key))
+    assert jax.tree.structure(state) == jax.tree.structure(fresh)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.opt_state))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_part_is_restored_and_the_rest_is_as_if_built(devices, pretrained):
+    path, source = pretrained
+    trainer = built(ENCODER, devices)
+    report = trainer.restore(path, partial=True, mapping=RENAMED)
+    check_fine_tuned(trainer, source)
+    assert report.restored == (
+        *("batch_stats/encoder_norm/mean", "batch_stats/encoder_norm/var"),
+        *("params/encoder/bias", "params/encoder/kernel", "params/encoder_norm/bias", "params/encoder_norm/scale"),
+    )
+    assert report.initialized == ("params/head/bias", "params/head/kernel")
+    assert report.unused == ("params/classes/bias", "params/classes/kernel")
+    train(trainer, 2)
+    assert trainer.step == 2
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_is_initialized_is_fresh_although_the_trainer_has_trained(devices, pretrained):
+    path, source = pretrained
+    trainer = compiled(ENCODER, devices)
+    train(trainer, 1)
+    trainer.restore(path, partial=True, mapping=RENAMED)
+    check_fine_tuned(trainer, source)
+
+
+def test_a_head_of_another_size_is_an_error_that_a_mapping_settles(pretrained):
+    path, source = pretrained
+    trainer = built(Net(body="backbone", head="classes"))
+    with pytest.raises(RestoreError, match=r"params/classes/kernel is \(8, 5\) on disk but \(8, 3\) here.*mapping=.*'params/classes/kernel': None"):
+        trainer.restore(path, partial=True)
+    report = trainer.restore(path, partial=True, mapping={"params/classes": None})
+    assert report.initialized == report.unused == ("params/classes/bias", "params/classes/kernel")
+    assert np.array_equal(at(trainer.state.params, "backbone/kernel"), at(source.params, "backbone/kernel"))
+
+
+def test_partial_needs_the_shapes_of_the_model(pretrained):
+    path, _ = pretrained
+    for trainer in (bare(ENCODER), compiled(ENCODER)):
+        with pytest.raises(NotReadyError, match=r"build\(batch\) first"):
+            trainer.restore(path, partial=True, mapping=RENAMED)
+    trainer = bare(Net(body="backbone", head="classes", classes=5))
+    trainer.restore(path)
+    with pytest.raises(NotReadyError, match=r"build\(batch\) first"):
+        trainer.restore(path, partial=True)
+    trainer.predict(TRAIN[0][:4])  # Shows the shapes as well.
+    assert trainer.restore(path, partial=True).initialized == ()
+
+
+def test_failures_leave_everything_as_it_was(pretrained):
+    path, _ = pretrained
+    trainer = compiled(ENCODER)
+    train(trainer, 1)
+    before, run_id = state_of(trainer), trainer._session.run_id
+    failures: list[tuple[type[Exception], dict[str, Any]]] = [
+        (RestoreError, {}),
+        (RestoreError, {"weights_only": True}),
+        (RestoreError, {"partial": True}),
+        (RestoreError, {"partial": True, "mapping": {**RENAMED, "params/foot": None}}),
+        (RestoreError, {"partial": True, "mapping": {"params/head": "params/classes"}}),
+        (RestoreError, {"mapping": RENAMED}),
+        (ConfigError, {"mapping": {"params/head": None}}),
+    ]
+    for kind, arguments in failures:
+        with pytest.raises(kind):
+            trainer.restore(path, **arguments)
+        assert not differences(state_of(trainer), before) and trainer.step == 1 and trainer._session.run_id == run_id
+    train(trainer, 1)
+    assert trainer.step == 2
+
+
+def test_an_optimizer_that_cannot_begin_leaves_the_state_as_it_was(pretrained):
+    path, _ = pretrained
+
+    def picky(params: Any) -> Any:
+        if "backbone" in params:
+            raise ValueError("not with a backbone")
+        return ()
+
+    trainer = compiled(Net(body="backbone", head="classes", classes=5), optimizer=optax.GradientTransformation(picky, optax.sgd(0.1).update))
+    with pytest.raises(ValueError, match="not with a backbone"):
+        trainer.restore(path, weights_only=True)
+    assert trainer._session.live is None
+    kept = built(Net(body="backbone", head="classes", classes=5))
+    before = state_of(kept)
+    with pytest.raises(ValueError, match="not with a backbone"):
+        kept.compile(optax.GradientTransformation(picky, optax.sgd(0.1).update), "sparse_categorical_crossentropy")
+    assert not differences(state_of(kept), before)
+
+
+@pytest.mark.parametrize("prepare", [bare, built])
+def test_a_renamed_model_goes_on_with_its_optimizer_as_if_it_had_kept_its_names(prepare, pretrained):
+    path, _ = pretrained
+    same = compiled(Net(body="backbone", head="classes", classes=5), seed=9)
+    same.restore(path)
+    renamed = prepare(Net(body="trunk", head="head", classes=5), seed=9)
+    mapping = {"params/trunk": "params/backbone", "params/trunk_norm": "params/backbone_norm", "params/head": "params/classes"}
+    report = renamed.restore(path, mapping={**mapping, "batch_stats/trunk_norm": "batch_stats/backbone_norm"})
+    assert len(report.restored) == 8 and report.initialized == report.unused == ()
+    if prepare is bare:
+        renamed.compile(optax.adam(0.05), "sparse_categorical_crossentropy", ["accuracy"])
+    for trainer in (same, renamed):
+        assert trainer.step == 6
+        train(trainer, 2)
+    for one, other in zip(jax.tree.leaves(same.state.params["backbone"]), jax.tree.leaves(renamed.state.params["trunk"]), strict=True):
+        assert np.array_equal(one, other)
+    assert np.array_equal(same.state.params["classes"]["kernel"], renamed.state.params["head"]["kernel"])
+
+
+def test_names_that_the_model_does_not_have_are_found_with_the_first_batch(pretrained):
+    path, _ = pretrained
+    trainer = bare(Net(body="trunk", head="head", classes=5))
+    trainer.restore(path, mapping={"params/trunc": "params/backbone"})
+    with pytest.raises(RestoreError, match=r"missing .*params/trunk/kernel.*unexpected .*params/trunc/kernel.*partial=True"):
+        trainer.predict(TRAIN[0][:4])
+
+
+def test_a_whole_restore_reports_all_and_says_in_errors_how_to_take_a_part(pretrained):
+    path, _ = pretrained
+    trainer = bare(Net(body="backbone", head="classes", classes=5))
+    assert str(trainer.restore(path)) == "Restored 8 of 8 arrays."
+    with pytest.raises(RestoreError, match=r"missing .*params/encoder/kernel.*partial=True\) takes what matches"):
+        built(ENCODER).restore(path, weights_only=True)
+
+
+def test_a_wrong_checkpoint_does_not_bind_a_model_whose_shapes_are_unknown(pretrained, tmp_path):
+    wrong = built(nn.Dense(2), optimizer=optax.sgd(0.1)).save(tmp_path / "wrong")
+    trainer = bare(Net(body="backbone", head="classes", classes=5))
+    trainer.restore(wrong)
+    with pytest.raises((ModelError, RestoreError)):
+        trainer.predict(TRAIN[0][:4])
+    trainer.restore(pretrained[0])
+    assert trainer.predict(TRAIN[0][:4]).shape == (4, 5) and trainer.step == 6
+
+
+def test_a_state_that_a_failed_step_took_is_restored(pretrained):
+    path, source = pretrained
+    trainer = built(Net(body="backbone", head="classes", classes=5))
+    for leaf in jax.tree.leaves(trainer._session.live.borrow()):
+        leaf.delete()
+    trainer.restore(path)
+    assert np.array_equal(at(trainer.state.params, "backbone/kernel"), at(source.params, "backbone/kernel"))
+
+
+# -- memory --
+
+
+class Wide(nn.Module):
+    """Half a megabyte of parameters in each of its two arrays, and next to nothing else."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(512, name="head", use_bias=False)(nn.Dense(256, name="body", use_bias=False)(x))
+
+
+SIZE = 2 * 512 * 256 * 4
+
+
+def live_bytes() -> int:
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+class Watched(DataParallel):
+    """Measures what lies on the devices whenever something new has been put there."""
+
+    def __init__(self) -> None:
+        super().__init__(jax.devices()[:1])
+        self.peak = 0
+
+    def _measured(self, result: Any) -> Any:
+        self.peak = max(self.peak, live_bytes())
+        return result
+
+    def put(self, tree: Any) -> Any:
+        return self._measured(super().put(tree))
+
+    def copy(self, tree: Any) -> Any:
+        return self._measured(super().copy(tree))
+
+    def compile(self, fn: Any, **layout: Any) -> Any:
+        function = super().compile(fn, **layout)
+
+        def measured(*arguments: Any) -> Any:
+            return self._measured(function(*arguments))
+
+        return measured
+
+
+def watched(model: nn.Module, optimizer: Any) -> tuple[fitflax.Trainer, Watched]:
+    strategy = Watched()
+    trainer = fitflax.Trainer(model, parallel=strategy)
+    trainer.compile(optimizer, "mse")
+    return trainer, strategy
+
+
+X, Y = np.ones((4, 512), np.float32), np.ones((4, 512), np.float32)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory) -> pathlib.Path:
+    trainer, _ = watched(Wide(), optax.adam(0.1))
+    trainer.build((X, Y))
+    return trainer.save(tmp_path_factory.mktemp("wide") / "final")
+
+
+@pytest.mark.parametrize(
+    ("begin", "arguments"),
+    [
+        ("nothing", {}),
+        ("build", {}),
+        ("train", {"weights_only": True}),
+        ("build", {"partial": True, "mapping": {"params/head": None}}),
+        ("change", {"partial": True, "mapping": {"params/head": None}}),
+    ],
+)
+def test_parameters_and_optimizer_are_never_on_the_device_twice(begin, arguments, wide):
+    trainer, strategy = watched(Wide(), optax.adam(0.1))
+    before = live_bytes()
+    if begin in ("build", "change"):
+        trainer.build((X, Y))
+    if begin == "change":
+        trainer.replace_state(trainer.state)
+    if begin == "train":
+        trainer.fit(X, Y, batch_size=4, steps=1, verbose=0)
+    strategy.peak = 0
+    trainer.restore(wide, **arguments)
+    after = live_bytes() - before
+    assert 3 * SIZE <= after < 3.05 * SIZE  # Parameters and Adam's two averages.
+    assert strategy.peak - before < 3.05 * SIZE
+
+
+def test_building_and_compiling_again_let_go_of_what_they_replace():
+    trainer, strategy = watched(Wide(), optax.adam(0.1))
+    before = live_bytes()
+    trainer.build((X, Y))
+    strategy.peak = 0
+    trainer.build((X, Y))
+    trainer.compile(optax.adam(0.2), "mse")
+    assert strategy.peak - before < 3.05 * SIZE
+
+
+def test_a_state_that_was_lent_stays_valid(wide):
+    trainer, _ = watched(Wide(), optax.sgd(0.1))
+    trainer.build((X, Y))
+    lent = trainer.state
+    values = np.array(lent.params["body"]["kernel"])
+    trainer.restore(wide, weights_only=True)
+    trainer.build((X, Y))
+    assert np.array_equal(lent.params["body"]["kernel"], values)
+
+
+def test_an_optimizer_that_keeps_the_parameters_gets_its_own(wide):
+    trainer, _ = watched(Wide(), optax.GradientTransformation(lambda params: params, lambda grads, state, params=None: (grads, state)))
+    trainer.restore(wide, weights_only=True)
+    state = trainer.state
+    pointers = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((state.params, state.opt_state))}
+    assert len(pointers) == 4 and np.array_equal(state.params["body"]["kernel"], state.opt_state["body"]["kernel"])
+
+
+def test_a_failure_on_the_device_leaves_no_part_of_a_state(wide, monkeypatch):
+    trainer, strategy = watched(Wide(), optax.sgd(0.1))
+    trainer.build((X, Y))
+
+    def full(tree: Any) -> Any:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(strategy, "put", full)
+        trainer.restore(wide, weights_only=True)
+    with pytest.raises(NotReadyError, match="no state yet"):
+        _ = trainer.state
+    trainer.restore(wide, weights_only=True)
+    assert trainer.step == 0
+
+
+def test_an_optimizer_that_finds_no_room_leaves_the_parameters(monkeypatch):
+    trainer, strategy = watched(Wide(), optax.sgd(0.1))
+    trainer.build((X, Y))
+    before = np.array(trainer.state.params["body"]["kernel"])
+
+    def full(result: Any) -> Any:
+        raise MemoryError("no room")
+
+    large = optax.adam(0.1)
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(strategy, "_measured", full)
+        trainer.compile(large, "mse")
+    assert np.array_equal(trainer.state.params["body"]["kernel"], before)
+    with pytest.raises(NotReadyError, match="compile"):
+        trainer.train_on_batch((X, Y))
+    trainer.compile(large, "mse")
+    assert len(jax.tree.leaves(trainer.state.opt_state)) == 5
+
+
+# -- other containers, other writers --
+
+
+class Two(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(3, name="head")(nn.Dense(4, name="body")(x))
+
+
+def test_modules_with_frozen_dicts_restore_before_and_after_build(tmp_path):
+    flax.config.update("flax_return_frozendict", True)
+    try:
+        trainer = built(Two(), seed=3)
+        path = trainer.save(tmp_path / "frozen")
+        late, early, part = bare(Two()), built(Two()), built(Two())
+        for again in (late, early):
+            again.restore(path)
+        late.compile(optax.adam(0.05), "sparse_categorical_crossentropy", ["accuracy"])
+        assert part.restore(path, partial=True, mapping={"params/head": None}).initialized == ("params/head/bias", "params/head/kernel")
+        assert jax.tree.structure(part.state) == jax.tree.structure(trainer.state)
+        for again in (late, early):
+            again.train_on_batch((TRAIN[0][:4], TRAIN[1][:4]))
+            assert isinstance(again.state.params, flax.core.FrozenDict) and again.step == 1
+            assert jax.tree.structure(again.state) == jax.tree.structure(trainer.state)
+        assert not differences(state_of(late), state_of(early))
+    finally:
+        flax.config.update("flax_return_frozendict", False)
+
+
+def foreign(trainer: fitflax.Trainer, *names: str) -> Saved:
+    """A checkpoint as other libraries leave it: some parts of the state, and no metadata."""
+    state = flax.serialization.to_state_dict(jax.device_get({"params": trainer.state.params, "model_state": trainer.state.model_state}))
+    rest = {"step": np.int32(7), "opt_state": flax.serialization.to_state_dict(jax.device_get(trainer.state.opt_state))}
+    return Saved(pathlib.Path("theirs"), {"key_impls": {}}, {**state, **{name: rest[name] for name in names}}, {})
+
+
+@pytest.mark.parametrize("prepare", [bare, compiled, built])
+def test_what_other_libraries_leave_out_is_kept_or_named(prepare, monkeypatch):
+    theirs = compiled(Net(), seed=4)
+    train(theirs, 2)
+    trainer = prepare(Net())
+    for names, lacks in ((("step",), "no optimizer state"), (("opt_state",), "no step"), ((), "no step and no optimizer state")):
+        monkeypatch.setattr(fitflax.trainer, "load_checkpoint", lambda path, names=names: foreign(theirs, *names))
+        with pytest.raises(RestoreError, match=f"theirs has {lacks}. Pass weights_only=True"):
+            trainer.restore("theirs")
+    trainer.restore("theirs", weights_only=True)
+    assert np.array_equal(at(trainer.state.params, "body/kernel"), at(theirs.state.params, "body/kernel")) and trainer.step == 0
+    monkeypatch.setattr(fitflax.trainer, "load_checkpoint", lambda path: foreign(theirs, "step", "opt_state"))
+    trainer.restore("theirs")
+    if prepare is bare:
+        trainer.compile(optax.adam(0.05), "sparse_categorical_crossentropy")
+    expected = state_of(theirs) | {".step": state_of(trainer)[".step"], ".key": state_of(built(Net()))[".key"]}
+    assert trainer.step == 7 and trainer.state.ema_params is None and not differences(state_of(trainer), expected)
