@@ -9,12 +9,13 @@ BIN := $(VENV)/bin
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fitflax needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help venv peers test test-all lint demo clean
+.PHONY: help venv peers test test-all soak lint demo clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make test      lint, types and every test that is not marked slow'
 	@echo 'make test-all  lint, types and every test; CI runs this'
+	@echo 'make soak      kill a run 200 times and compare it with one never stopped'
 	@echo 'make lint      lint and types alone'
 	@echo 'make demo      train a small network on handwritten digits'
 	@echo 'make venv      only create $(VENV)'
@@ -54,6 +55,10 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+# Other kills than the last time: FITFLAX_SOAK_SEED=n make soak.
+soak: venv
+	FITFLAX_SOAK=200 $(BIN)/python -m pytest -n $(WORKERS) tests/test_kills.py
 
 demo: $(DEMO_VENV)/.installed
 	$(DEMO_VENV)/bin/python examples/digits.py

@@ -1,6 +1,6 @@
 """Checkpoints against the disk: a save against a raw write of the same bytes, a restore against a raw read, and both against flax and Orbax.
 
-Each round runs base, fitflax, control, control, fitflax, base, and then the peers once. All write, and read, the same float32 arrays in one directory:
+Each round runs base, fitflax, control, control, fitflax, base; the peers follow after all rounds. All write, and read, the same float32 arrays:
 
 * save: the base writes the arrays' bytes to a file and calls fsync. fitflax writes a whole checkpoint: structure, checksums, metadata, fsync of all.
 * restore: the base reads the bytes into fresh memory, then runs zlib.crc32 over it. fitflax verifies everything and puts the arrays into their tree.
@@ -157,12 +157,11 @@ def measure(contenders: dict[str, Contender], rounds: int, directory: pathlib.Pa
         contender()  # Imports, threads and caches of everybody.
     core = ["base", "fitflax", "control"]
     seconds: dict[str, list[float]] = {who: [] for who in contenders}
-    for _ in range(rounds):
-        # There and back: a machine that grows slower does so for all alike.
-        for who in [*core, *reversed(core), *(name for name in contenders if name not in core)]:
-            if directory is not None:
-                clear(directory / who)
-            seconds[who].append(timed(contenders[who]))
+    # There and back: a machine that grows slower does so for all alike. The peers leave another state of memory behind, so they come last.
+    for who in [*core, *reversed(core)] * rounds + [name for name in contenders if name not in core] * rounds:
+        if directory is not None:
+            clear(directory / who)
+        seconds[who].append(timed(contenders[who]))
 
     def speed(who: str) -> dict[str, float]:
         mine, base = (np.reshape(seconds[name], (rounds, 2)).sum(axis=1) for name in (who, "base"))

@@ -1,7 +1,7 @@
 """`fit` against the best hand-written loop for the same model, data and metrics, in one process.
 
 Each round runs hand, fit, control, control, fit, hand, each for the same number of steps. The control is the hand-written loop once more, with a state of
-its own: its ratio shows what 1 looks like on this machine. With --tensorboard, `fit` with that callback is compared with `fit` without.
+its own: its ratio shows what 1 looks like on this machine. With --callback, `fit` with that callback is compared with `fit` without.
 
 Compilation and warm-up come first. The clock of `fit` runs from its first `on_epoch_begin` until it has returned and the state is there, and so holds all
 that grows with the steps, the ends of epochs and of the run included. What `fit` does once before its first step (checks, a dry run on shapes) would weigh
@@ -217,11 +217,18 @@ def against_hand(workload: Workload, screen: Screen) -> dict[str, Contender]:
     return {"base": hand(), "fit": fit_contender(workload, screen), "control": hand()}
 
 
-def against_no_tensorboard(workload: Workload, screen: Screen, directory: str) -> dict[str, Contender]:
-    def write() -> list[Callback]:
-        return [fitflax.callbacks.TensorBoard(tempfile.mkdtemp(dir=directory), every=fitflax.every(steps=LOG_EVERY))]
+# What `fit` with a callback may take of the time of `fit` without.
+CALLBACK_LIMITS = {"tensorboard": 1.03, "saving": 1.05}
 
-    return {name: fit_contender(workload, screen, *([write] if name == "fit" else [])) for name in ("base", "fit", "control")}
+
+def against_none(workload: Workload, screen: Screen, callback: str, directory: str) -> dict[str, Contender]:
+    def make() -> list[Callback]:
+        own = tempfile.mkdtemp(dir=directory)
+        if callback == "tensorboard":
+            return [fitflax.callbacks.TensorBoard(own, every=fitflax.every(steps=LOG_EVERY))]
+        return [fitflax.callbacks.ModelCheckpoint(own, every=fitflax.every(steps=10))]
+
+    return {name: fit_contender(workload, screen, *([make] if name == "fit" else [])) for name in ("base", "fit", "control")}
 
 
 def check_agreement(runs: dict[str, Run]) -> None:
@@ -279,17 +286,21 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, help="steps of each timed stretch; by default what suits the workload")
     parser.add_argument("--json", type=pathlib.Path, help="a file for the numbers")
-    parser.add_argument("--tensorboard", action="store_true", help="fit with TensorBoard against fit without, on the CNN of examples/digits.py")
+    parser.add_argument("--callback", choices=CALLBACK_LIMITS, help="fit with this against fit without, on the CNN of examples/digits.py")
     parser.add_argument("--tiny", action="store_true", help="small models and little data, to try the benchmark itself")
     options = parser.parse_args(argv)
     rows, screen = [], Screen()
     with tempfile.TemporaryDirectory() as directory:
-        for name in ["digits"] if options.tensorboard else options.workload:
+        for name in ["digits"] if options.callback else options.workload:
             workload = make_workload(name, tiny=options.tiny)
-            contenders = against_no_tensorboard(workload, screen, directory) if options.tensorboard else against_hand(workload, screen)
+            if options.callback:
+                workload = workload._replace(limit=CALLBACK_LIMITS[options.callback])
+                contenders = against_none(workload, screen, options.callback, directory)
+            else:
+                contenders = against_hand(workload, screen)
             rows.append(measure(workload, contenders, options.rounds, options.steps or workload.steps))
     here = machine()
-    print(table(rows, *("without", "with") if options.tensorboard else ("hand", "fit")), ", ".join(f"{k} {v}" for k, v in here.items()), sep="\n\n")
+    print(table(rows, *("without", "with") if options.callback else ("hand", "fit")), ", ".join(f"{k} {v}" for k, v in here.items()), sep="\n\n")
     if options.json:
         options.json.write_text(json.dumps({"machine": here, "results": rows}, indent=2) + "\n", encoding="utf-8")
 

@@ -90,6 +90,9 @@ class Tally(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.chain, self.norms, self.best = int(state["chain"]), np.array(state["norms"]), state["best"]
 
+    def load_closing(self, step: int, epoch: int, logs: Any) -> None:
+        self.best = max(logs["accuracy"], -1.0 if self.best is None else self.best)
+
 
 def say(what: str, step: int) -> None:
     os.write(1, f"{what} {step}\n".encode())  # At once or not at all, whenever this process is killed.

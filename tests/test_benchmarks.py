@@ -12,17 +12,26 @@ import pytest
 
 import fitflax
 
-PATH = pathlib.Path(__file__).resolve().parent.parent / "benchmarks" / "loop.py"
+DIRECTORY = pathlib.Path(__file__).resolve().parent.parent / "benchmarks"
 SMALL = ["--tiny", "--rounds", "2", "--steps", "6"]
 KEYS = {"workload", "rounds", "steps", "base_us", "fit_us", "control_us", "ratio", "control", "limit", "verdict", "start_ms", "losses"}
 
 
-@pytest.fixture(scope="module")
-def loop():
-    spec = importlib.util.spec_from_file_location("loop", PATH)
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, DIRECTORY / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def loop():
+    return load("loop")
+
+
+@pytest.fixture(scope="module")
+def checkpoint():
+    return load("checkpoint")
 
 
 def run(loop, path, *arguments):
@@ -97,7 +106,26 @@ def test_the_other_workloads_run(loop, tmp_path, name, limit):
 
 
 @pytest.mark.slow
-def test_tensorboard_is_compared_with_fit_without_it(loop, tmp_path, capsys):
-    (row,) = run(loop, tmp_path / "numbers.json", "--tensorboard")["results"]
-    check(row, "digits", 1.03)
+@pytest.mark.parametrize(("callback", "limit"), [("tensorboard", 1.03), ("saving", 1.05)])
+def test_a_callback_is_compared_with_fit_without_it(callback, limit, loop, tmp_path, capsys):
+    (row,) = run(loop, tmp_path / "numbers.json", "--callback", callback)["results"]
+    check(row, "digits", limit)
     assert capsys.readouterr().out.startswith("| workload | without us/step | with us/step |")
+
+
+def test_checkpoints_are_compared_with_the_disk(checkpoint, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(checkpoint, "keep_no_memory", lambda: None)  # It would last for all tests after this one.
+    monkeypatch.setattr(checkpoint, "peak", lambda *arguments: 1.0)  # A process of its own.
+    checkpoint.main(["--quick", "--rounds", "1", "--no-peers", "--directory", str(tmp_path), "--json", str(tmp_path / "numbers.json")])
+    rows = json.loads((tmp_path / "numbers.json").read_text(encoding="utf-8"))["results"]
+    assert [row["operation"] for row in rows] == ["save", "restore", "snapshot"]
+    assert all(0 < row[ratio]["min"] <= row[ratio]["median"] for row in rows for ratio in ("speed", "control"))
+    assert capsys.readouterr().out.startswith("| operation | MB x arrays | base MB/s | fitflax MB/s |")
+    assert [path.name for path in tmp_path.iterdir()] == ["numbers.json"]
+
+
+def test_restoring_other_values_is_an_error(checkpoint):
+    tree = checkpoint.make_tree(0.01, 3)
+    checkpoint.check_same(tree, tree, "itself")
+    with pytest.raises(AssertionError, match="somebody restored other values"):
+        checkpoint.check_same(tree, checkpoint.make_tree(0.01, 3) | {"layer_1": {"kernel": tree["layer_0"]["kernel"]}}, "somebody")

@@ -16,7 +16,7 @@ from flax import linen as nn
 
 import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, TerminateOnNaN
-from fitflax.checkpoints import documents
+from fitflax.checkpoints import CheckpointStore, directories, documents, store
 from fitflax.errors import CallbackError, CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, DataError, FitflaxWarning, RestoreError
 from tests import run_script
 from tests.run_script import TRAIN, VALID, at, checkpoint_of, differences, directory_of, make_trainer, rows_of, state_of, steps_in
@@ -185,6 +185,72 @@ def test_a_run_saved_through_orbax_goes_on_bit_for_bit_by_either_backend(first, 
     resumed = run(tmp_path / "stopped", steps=12, backend=second)
     assert_equal(resumed, expected)
     assert [(resumed.checkpoints / f"step_{step:08d}" / "train").is_dir() for step in (7, 12)] == [first == "orbax", second == "orbax"]
+
+
+class Died(BaseException):
+    """Stands for the death of a process: nothing of the run happens after it but its cleaning up, which a death would not have; so nothing must need it."""
+
+
+def dying(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, is_now: Callable[..., bool]) -> None:
+    """Has a function raise instead of being called, from a certain call on."""
+    function, is_dead = getattr(owner, name), []
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if is_dead or is_now(*arguments, **options):
+            is_dead.append(True)
+            raise Died
+        return function(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+def keep_two(root: pathlib.Path, *, best: str = "best") -> list[Callback]:
+    when = {"every": fitflax.every(steps=2), "keep": 1, "keep_every": 4, "asynchronous": False}
+    return [ModelCheckpoint(root / "checkpoints", **when), BestCheckpoint(root / best, asynchronous=False)]
+
+
+def run_nine(root: pathlib.Path, **options: Any) -> None:
+    make_trainer().fit(TRAIN, batch_size=4, steps=9, validation_data=VALID, verbose=0, resume="auto", callbacks=keep_two(root, **options))
+
+
+@pytest.mark.parametrize("best", ["best", "checkpoints"])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(CheckpointStore, "_note"), (store, "write_in_place"), (CheckpointStore, "_delete_unwanted"), (ModelCheckpoint, "on_checkpoint")]
+)
+@pytest.mark.parametrize("number", [1, 3, 5, 6])
+def test_a_process_that_dies_within_a_save_changes_nothing_of_what_is_kept(owner, name, number, best, never_nine, tmp_path, monkeypatch):
+    calls = iter(range(1, 1000))
+    with monkeypatch.context() as patch, contextlib.suppress(Died):
+        dying(patch, owner, name, lambda *arguments, **options: next(calls) == number)
+        run_nine(tmp_path, best=best)
+    for module in (store, directories):
+        monkeypatch.setattr(module, "PROCESS", "0123")  # The next one is another.
+    run_nine(tmp_path, best=best)
+    for directory in ("checkpoints", "best"):
+        assert steps_in(tmp_path / directory) == steps_in(never_nine(best) / directory)
+
+
+@pytest.fixture(scope="module")
+def never_nine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.Path]:
+    roots: dict[str, pathlib.Path] = {}
+
+    def get(best: str) -> pathlib.Path:
+        if best not in roots:
+            roots[best] = tmp_path_factory.mktemp("nine")
+            run_nine(roots[best], best=best)
+        return roots[best]
+
+    return get
+
+
+def test_a_best_checkpoint_that_gave_way_before_the_run_fell_back_is_still_remembered(tmp_path):
+    """Damage takes the run back to a checkpoint that names a best one which is gone; it is to lose to the same better one again, and to nothing else."""
+    run(tmp_path, steps=5)
+    best = CheckpointStore(tmp_path / "best")
+    assert best.steps() == [5]
+    best.retain("BestCheckpoint(val_loss)", [])  # As if a later checkpoint, damaged now, had seen a better one.
+    resumed = run(tmp_path, steps=6)
+    assert 5 in [step for _, step in resumed.best._kept]
 
 
 # -- the end of a run and the beginning of the next --

@@ -10,6 +10,7 @@ import enum
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
 from fitflax.checkpoints.checkpoint import Checkpoint
@@ -230,6 +231,11 @@ class Callback:
         of this event.
         """
 
+    @property
+    def saves_as(self) -> tuple[Path, str] | None:
+        """Where this callback saves whatever checkpoint it is given, and under which name it wants it there."""
+        return None
+
     def run_was_saved(self) -> None:
         """Called when a checkpoint that the run can be resumed from, with the states of all callbacks, is complete."""
 
@@ -345,13 +351,16 @@ class CallbackList:
 
         If one fails, the others still get it, and the run is saved, before the error is raised.
         """
+
+        def wants(callback: Callback) -> bool:
+            is_due = not checkpoint.point.is_repeat and (callback.every is None or id(callback) in due)
+            return overrides(callback, "on_checkpoint") and (is_due or callback.wants(checkpoint))
+
         is_synced = is_saved = False
         failure: BaseException | None = None
+        checkpoint.savers = [callback.saves_as for callback in self._all if callback.saves_as is not None and wants(callback)]
         for callback in self._all:
-            if not overrides(callback, "on_checkpoint"):
-                continue
-            is_due = not checkpoint.point.is_repeat and (callback.every is None or id(callback) in due)
-            if not is_due and not callback.wants(checkpoint):
+            if not wants(callback):
                 continue
             try:
                 if callback.phase >= Phase.SAVE_BEST and not is_synced:

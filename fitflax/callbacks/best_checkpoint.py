@@ -81,6 +81,7 @@ class BestCheckpoint(Callback):
         self._closing: tuple[float, int] | None = None
         # Steps that the newest regular checkpoint names as the best: a resume from it must find them, so they go only when a newer one is complete.
         self._named: set[int] = set()
+        self._resumed_step = 0
 
     @property
     def _ranking(self) -> list[tuple[float, int]]:
@@ -117,6 +118,7 @@ class BestCheckpoint(Callback):
         self.store.drop_after(step)
         self._closing = None
         self._named = set()
+        self._resumed_step = step
         values = ((self.store.metric(saved, self._monitor.key), saved) for saved in self.store.wanted(self.owner))
         self._kept = [(value, saved) for value, saved in values if value is not None and value == value]
 
@@ -201,13 +203,16 @@ class BestCheckpoint(Callback):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        present = set(self.store.steps())
-        self._kept = [(float(value), int(step)) for value, step in state["kept"] if int(step) in present]
-        gone = sorted(int(step) for _, step in state["kept"] if int(step) not in present)
+        kept = [(float(value), int(step)) for value, step in state["kept"]]
+        # Not what gave way to a better one: a run that goes on from an older checkpoint will find that one again.
+        gone = self.store.lost(self.owner, [step for _, step in kept])
+        self._kept = [entry for entry in kept if entry[1] not in gone]
         if gone:
             message = (
                 f"{self.directory} no longer holds the best checkpoints of steps {gone}, which the run had saved there; what comes is compared with the rest."
             )
             warnings.warn(message, FitflaxWarning, stacklevel=2)
         self._named = {step for _, step in self._kept}
+        if self.store.steps():  # What a process that died had no time for; the resumed step may be wanted for the closing of its epoch.
+            self.store.retain(self.owner, self._named | ({self._resumed_step} & set(self.store.wanted(self.owner))))
         self._monitor.take_direction(state["direction"])

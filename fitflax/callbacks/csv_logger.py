@@ -5,6 +5,7 @@ It keeps what `History` keeps, in a file that anything can read while the run go
 
 import contextlib
 import csv
+import glob
 import io
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -69,6 +70,9 @@ class CSVLogger(Callback):
         self.close()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            target = self.path.resolve()
+            for litter in target.parent.glob(f".{glob.escape(target.name.lstrip('.'))}.tmp-*"):
+                litter.unlink()  # Of a process that died while it wrote.
             if self.path.exists():
                 self.path.open("ab").close()  # Whether it can be written; this changes nothing.
         except OSError as error:

@@ -79,12 +79,19 @@ class ModelCheckpoint(Callback):
     def open_run(self, run_id: str, step: int) -> None:
         self.store.claim(run_id, overwrite=self.overwrite)
         self.store.drop_after(step)
-        self._steps = self.store.wanted(self.owner)
+        self._steps = self._kept(self.store.wanted(self.owner))
+        if self.store.steps():
+            self.store.retain(self.owner, self._steps)  # What a process that died in a save had no time for.
 
     @property
     def owner(self) -> str:
         """The name under which this callback's wishes are kept in a directory that it may share."""
         return type(self).__name__
+
+    @property
+    @override
+    def saves_as(self) -> tuple[Path, str]:
+        return self.directory, self.owner
 
     @override
     def wants(self, checkpoint: Checkpoint) -> bool:

@@ -270,10 +270,10 @@ class TensorBoard(Callback):
         def write_all(write: Write) -> None:
             from tensorboardX import summary
 
-            write("", step, summary.text("environment", environment), now)
-            if hyperparameters:
+            if hyperparameters:  # Of the run, not of the process.
                 for part in hyperparameter_summaries(hyperparameters, tags, now):
-                    write("", step, part, now)
+                    write("", 0, part, now)
+            write("", step, summary.text("environment", environment), now)
 
         self._files.submit(write_all)
 

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any, Self
 
 from fitflax.checkpoints.saving import Saver
@@ -121,6 +122,8 @@ class Checkpoint:
         self.point = point
         self.logs = logs
         self.step_values = step_values
+        # Whose checkpoint of the run this is to be: directories, and the names under which they are wanted there.
+        self.savers: list[tuple[Path, str]] = []
         self._live = live
         self._version = live.version
         self._timer = timer
@@ -285,7 +288,8 @@ class Checkpoint:
         Raises:
             CheckpointError: This save failed, or an earlier one of the saver's; then this one was made at once before, as far as the disk let it.
         """
-        save = functools.partial(store.save, step=self.step, metadata=self._metadata(), owner=owner, keep=keep)
+        also = [name for directory, name in self.savers if directory == store.directory and name != owner]
+        save = functools.partial(store.save, step=self.step, metadata=self._metadata(), owner=owner, keep=keep, also=also)
         if asynchronous:
             self.saver.wait_for_room()
             run = host_copy(to_plain(self.run_state, root="run", keep_lists=True))

@@ -29,6 +29,8 @@ def save_closing_row(directory: Path, row: Mapping[str, Any]) -> None:
         CheckpointError: The disk fails, or a value cannot be saved.
     """
     try:
+        for litter in directory.glob(f".{CLOSING_FILE}.tmp-*"):
+            litter.unlink()  # Of a process that died while it wrote.
         replace_document(directory / CLOSING_FILE, row)
     except OSError as error:
         raise CheckpointError(f"{directory / CLOSING_FILE} cannot be written: {error}.") from error

@@ -94,6 +94,16 @@ def _name(dtype: np.dtype[Any]) -> str:
     return dtype.name  # NumPy takes a microsecond to find it.
 
 
+@functools.lru_cache
+def _dtype_of(name: Any, shape: tuple[int, ...]) -> np.dtype[Any]:
+    """Returns the dtype that a file calls `name`, and raises ValueError or TypeError unless there are arrays of it in that shape."""
+    dtype: np.dtype[Any] = np.dtype(name)
+    if name != _name(dtype) or not is_storable(dtype):
+        raise ValueError
+    np.broadcast_to(np.empty((), dtype), shape)  # Takes no memory, and raises where NumPy cannot have that shape.
+    return dtype
+
+
 def _bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
     # memoryview() knows no bfloat16, so through bytes.
     data: memoryview = array.reshape(-1).view(np.uint8).data
@@ -366,7 +376,7 @@ class Reader:
 
     def _array(self, taken: bytes, kind: int, path: str) -> Any:
         """Reads an array whose first bytes, `taken`, have been read already."""
-        if kind not in (_NDARRAY, _NUMPY_SCALAR) or path not in self._arrays or path in self._totals:
+        if kind not in (_NDARRAY, _NUMPY_SCALAR) or path not in self._arrays:
             raise self._damaged(path, "is not among the arrays that metadata.json lists")
         shape, dtype = self._listed(path)
         if (num_bytes := math.prod(shape) * dtype.itemsize) > self._left:
@@ -392,14 +402,14 @@ class Reader:
 
     def _listed(self, path: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
         """Returns the shape and dtype of an array by its entry in the metadata, whose values nobody has looked at yet."""
+        entry = self._arrays[path]
         try:
-            shape, dtype = tuple(self._arrays[path]["shape"]), np.dtype(self._arrays[path]["dtype"])
-            np.broadcast_to(np.empty((), dtype), shape)  # Takes no memory, and raises where NumPy cannot have that shape.
-            if self._arrays[path]["dtype"] != _name(dtype) or not is_storable(dtype) or not isinstance(self._arrays[path]["crc32"], int):
+            shape, crc32 = tuple(entry["shape"]), entry["crc32"]
+            if not isinstance(crc32, int) or any(type(size) is not int for size in shape):
                 raise ValueError
+            return shape, _dtype_of(entry["dtype"], shape)
         except (KeyError, TypeError, ValueError) as error:
-            raise self._damaged(path, f"has an entry in metadata.json that describes no array: {self._arrays[path]}") from error
-        return shape, dtype
+            raise self._damaged(path, f"has an entry in metadata.json that describes no array: {entry}") from error
 
     def _data(self, data: memoryview, total: _Sum, path: str) -> None:
         self._left -= len(data)

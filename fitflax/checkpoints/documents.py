@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import math
 import os
+import re
 import secrets
 import zlib
 from collections.abc import Mapping
@@ -27,23 +28,44 @@ FORMAT_VERSION = 1
 # Marks what this process writes: temporary files of others are litter, checkpoints of others may be stale.
 PROCESS = secrets.token_hex(4)
 
+_ENCODE = json.JSONEncoder(allow_nan=False).encode
+_LAST_MEMBER = re.compile(rb'  "crc32": (\d+)\n}\n\Z')
+
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-def _to_json(value: Any, where: str) -> Any:
-    if isinstance(value, (np.generic, np.ndarray, jax.Array)) and not is_key(value):
-        value = value.tolist()
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+class _NotJsonError(Exception):
+    """A value that JSON cannot hold; the argument is that value."""
+
+
+def _to_json(value: Any) -> Any:
+    # Exact types first: a save makes hundreds of values, and asking whether something is an array takes longer than all the rest.
+    kind = type(value)
+    if kind is float:
+        return value if math.isfinite(value) else "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if kind is int or kind is bool or value is None:
+        return value
     if isinstance(value, str):
         return f"~{value}" if value.lstrip("~") in _NON_FINITE else value
-    if value is None or isinstance(value, (bool, int, float)):
-        return value
     if isinstance(value, Mapping):
-        return {str(key): _to_json(item, f"{where}[{key!r}]") for key, item in value.items()}
+        return {str(key): _to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_to_json(item, f"{where}[{index}]") for index, item in enumerate(value)]
-    raise CheckpointError(f"{where} is a {type(value).__name__}, which JSON cannot hold; only None, booleans, numbers, strings, dicts and lists can.")
+        return [_to_json(item) for item in value]
+    if isinstance(value, (np.generic, np.ndarray, jax.Array)) and not is_key(value):
+        return _to_json(value.tolist())
+    if isinstance(value, float):
+        return _to_json(float(value))
+    if isinstance(value, int):
+        return value
+    raise _NotJsonError(value)
+
+
+def _where(value: Any, wanted: Any, path: str) -> str | None:
+    """Returns the path at which `wanted` is found, which is only asked for an error."""
+    if value is wanted:
+        return path
+    pairs = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    return next((found for key, item in pairs if (found := _where(item, wanted, f"{path}[{key!r}]"))), None)
 
 
 def _from_json(value: Any) -> Any:
@@ -63,11 +85,14 @@ def _render(value: Any, level: int = 0) -> str:
         lines = [("" if key is None else f"{json.dumps(key)}: ") + _render(item, level + 1) for key, item in pairs]
         pad, (left, right) = "  " * level, "{}" if isinstance(value, dict) else "[]"
         return f"{left}\n" + ",\n".join(f"{pad}  {line}" for line in lines) + f"\n{pad}{right}"
-    return json.dumps(value, allow_nan=False)
+    return _ENCODE(value)
 
 
-def _json_crc32(document: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(document, allow_nan=False, separators=(",", ":")).encode())
+def _with_crc32(document: dict[str, Any]) -> bytes:
+    """Returns the file of a document: its text, whose last member is the checksum of the bytes before that member's line."""
+    text = _render(document).removesuffix("\n}") + ",\n"
+    data = text.encode("ascii")
+    return data + b'  "crc32": %d\n}\n' % zlib.crc32(data)
 
 
 @functools.cache
@@ -99,9 +124,9 @@ def write_document(path: Path, values: Mapping[str, Any]) -> None:
     nan
     """
     document = {"format_version": FORMAT_VERSION, **given_values(values, {"format_version", "crc32"})}
-    text = _render({**document, "crc32": _json_crc32(document)}) + "\n"
-    with open(path, "w", encoding="ascii") as file:
-        file.write(text)
+    data = _with_crc32(document)
+    with open(path, "wb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
@@ -171,13 +196,8 @@ def _verify_document(document: Any, data: bytes, path: Path) -> None:
     if version != FORMAT_VERSION:
         # Before the checksum: another version may sum up differently.
         raise CheckpointError(f"{path} has format version {version}, but this fitflax reads version {FORMAT_VERSION}. Use the fitflax that wrote it.")
-    try:
-        # The text must be the very one that was written: a changed space is damage, too.
-        same_text = (_render(document) + "\n").encode("ascii") == data
-        same_sum = _json_crc32({key: value for key, value in document.items() if key != "crc32"}) == document.get("crc32")
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{path} is damaged: {error}.") from error
-    if not (same_text and same_sum):
+    last = _LAST_MEMBER.search(data)
+    if last is None or int(last[1]) != zlib.crc32(data[: last.start()]):
         raise CorruptCheckpointError(f"{path} is damaged: its checksum differs.")
 
 
@@ -185,7 +205,13 @@ def given_values(values: Mapping[str, Any], own_names: set[str]) -> dict[str, An
     taken = sorted(own_names & set(values))
     if taken:
         raise CheckpointError(f"metadata must leave {', '.join(taken)} to the checkpoint format; give the values other names.")
-    given: dict[str, Any] = _to_json(values, "metadata")
+    try:
+        given: dict[str, Any] = _to_json(values)
+    except _NotJsonError as error:
+        fault = error.args[0]
+        where = _where(values, fault, "metadata")
+        kinds = "only None, booleans, numbers, strings, dicts and lists can"
+        raise CheckpointError(f"{where} is a {type(fault).__name__}, which JSON cannot hold; {kinds}.") from None
     return given
 
 

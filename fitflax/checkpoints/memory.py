@@ -7,15 +7,19 @@ import numpy as np
 
 __all__ = ["Arena"]
 
-# NumPy asks for huge pages from this size on; smaller arrays come to it by sharing.
-_HUGE_BYTES = 2**22
-# Whoever keeps one array keeps its slab: tiny ones, which live in callbacks, get memory of their own.
+# Whoever keeps one array keeps its slab: tiny ones, which live in callbacks, get memory of their own, and large ones have no need of others.
 _TINY_BYTES = 2**14
+_LARGE_BYTES = 2**24
 _SLAB_BYTES = 2**25
+# A huge page, and the size from which on NumPy asks for them.
+_PAGE_BYTES = 2**21
+_PAGES_BYTES = 2**22
 
 
 class Arena:
-    """Makes arrays as `np.empty` does, but middle-sized ones in slabs of up to 32 MB: first touching memory page by page takes longer than a disk to read it.
+    """Makes arrays as `np.empty` does, but in huge pages: first touching memory small page by small page takes longer than to read it from a disk.
+
+    Huge pages begin at multiples of their size, so large arrays do too, and others share slabs of up to 32 MB that do.
 
     >>> arena = Arena(80_000)
     >>> first, second = arena.empty((5000,), np.dtype(float)), arena.empty((50, 100), np.dtype(float))
@@ -30,18 +34,22 @@ class Arena:
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         """Returns a new array, whose values are arbitrary."""
         num_bytes = math.prod(shape) * dtype.itemsize
-        # A multiple of 16, as NumPy aligns. JAX borrows memory aligned to 64 on a CPU instead of copying it, and so would hold the slab.
         aligned = -(-num_bytes // 64) * 64
         self._left -= aligned
-        if not _TINY_BYTES <= num_bytes < _HUGE_BYTES:
+        if num_bytes < _TINY_BYTES:
             return np.empty(shape, dtype)
-        if aligned > len(self._slab):
-            self._slab = _slab(max(aligned, min(self._left + aligned, _SLAB_BYTES)))
+        if num_bytes >= _LARGE_BYTES:
+            return _memory(num_bytes).view(dtype).reshape(shape)
+        if num_bytes > len(self._slab):
+            self._slab = _memory(max(aligned, min(self._left + aligned, _SLAB_BYTES)))
         data, self._slab = self._slab[:num_bytes], self._slab[aligned:]
         return data.view(dtype).reshape(shape)
 
 
-def _slab(num_bytes: int) -> np.ndarray[Any, Any]:
-    memory = np.empty(num_bytes + 64, np.uint8)
-    begin = (16 - memory.ctypes.data) % 64
+def _memory(num_bytes: int) -> np.ndarray[Any, Any]:
+    alignment = _PAGE_BYTES if num_bytes >= _PAGES_BYTES else 64
+    # 16 bytes after the multiple, as NumPy's own memory. On a CPU, JAX borrows what is aligned to 64 instead of copying it, and would hold the slab.
+    offset = 16
+    memory = np.empty(num_bytes + alignment + offset, np.uint8)
+    begin = -memory.ctypes.data % alignment + offset
     return memory[begin : begin + num_bytes]

@@ -135,6 +135,11 @@ class CheckpointStore:
         wishes = self.owners().get(owner, ())
         return [step for step in self.steps() if step in wishes]
 
+    def lost(self, owner: str, steps: Collection[int]) -> list[int]:
+        """Returns which of `steps`, once saved for `owner`, are gone though it never gave them up: somebody else removed them."""
+        table, present = self._retention(), set(self.steps())
+        return sorted(step for step in steps if step not in present and (table is None or step in table["owners"].get(owner, ())))
+
     def owners(self) -> dict[str, list[int]]:
         """Returns who wants which steps; nothing where that cannot be read."""
         return dict((self._retention() or {"owners": {}})["owners"])
@@ -244,7 +249,9 @@ class CheckpointStore:
                     os.rename(entry, undo)  # First, or a death half way would make what is back supersede the rest.
                     self._undo(undo)
 
-    def save(self, *, step: int, train: PyTree, run: PyTree, metadata: Mapping[str, Any], owner: str, keep: Collection[int]) -> Path:
+    def save(
+        self, *, step: int, train: PyTree, run: PyTree, metadata: Mapping[str, Any], owner: str, keep: Collection[int], also: Collection[str] = ()
+    ) -> Path:
         """Writes a checkpoint and, when it is complete and on the disk, deletes those that nobody wants any more.
 
         A step that another owner has saved in this process and run is not written again; the owner is added. Any other checkpoint of the same step gives
@@ -257,6 +264,7 @@ class CheckpointStore:
             metadata: At least `run_id`; `step`, and `process` (of this process), are added.
             owner: Who wants the checkpoint.
             keep: The steps that this owner wants from now on, besides `step`.
+            also: Owners that will save the same step next; if the process dies before they do, it is theirs all the same.
 
         Returns:
             The checkpoint's directory.
@@ -270,22 +278,30 @@ class CheckpointStore:
         """
         step = _checked_step(step)
         path = self.path(step)
+        wishes = {*map(int, keep), step}
         with disk_errors("save", path):
             if not self.directory.is_dir():
                 raise CheckpointError(
                     f"Could not save {path}: {self.directory} is gone, with the checkpoints in it. It was removed, moved or replaced while the run used it. "
                     "Put it back and start again, or begin anew elsewhere."
                 )
-            # A read that fails for the sake of other owners must not hinder a save: only a step that may be shared asks for them.
             same = self._is_of(step, metadata.get("run_id"))
-            retention = self._retention() if same else None
-            if retention is None or step in retention["owners"].get(owner, ()):
+            is_written, unnoted = False, None
+            try:
+                is_written = same and self._is_of_others(step, owner)
+                # Before the checkpoint is there: whoever resumes after a death between the two finds it wanted, and by whom.
+                self._note(owner, wishes, step=step, also=also, fresh=not same)
+            except (OSError, CheckpointError) as error:
+                unnoted = error  # No reason not to save.
+            if not is_written:
                 write_in_place(path, train=train, run=run, metadata={**metadata, "step": step, "process": PROCESS}, backend=self.backend)
         try:
+            if unnoted is not None:
+                raise unnoted
             for entry, since in self._set_aside_entries():
                 if step >= since:
                     delete(entry)
-            self._apply_retention(owner, {*map(int, keep), step}, fresh=None if same else step)
+            self._delete_unwanted()
         except (OSError, CheckpointError) as error:
             message = f"{path} is saved, but {self.directory} could not be tidied up: {error}. More is kept than was asked for."
             warnings.warn(message, FitflaxWarning, stacklevel=2)
@@ -302,7 +318,8 @@ class CheckpointStore:
             CheckpointError: The disk fails.
         """
         with disk_errors("delete checkpoints in", self.directory):
-            self._apply_retention(owner, set(map(int, keep)), fresh=None)
+            self._note(owner, set(map(int, keep)))
+            self._delete_unwanted()
 
     def _entries(self) -> list[Path]:
         with disk_errors("list", self.directory):
@@ -338,34 +355,57 @@ class CheckpointStore:
         found = self._metadata(step)
         return (found.get("process"), found.get("run_id")) == (PROCESS, run_id)
 
-    def _apply_retention(self, owner: str, wanted: set[int], *, fresh: int | None) -> None:
-        """Notes that `owner` wants the steps `wanted`, and deletes what nobody wants.
+    def _note(self, owner: str, wishes: Collection[int], *, step: int | None = None, also: Collection[str] = (), fresh: bool = False) -> None:
+        """Notes which steps an owner wants from now on, and with `step` that this one is about to be saved.
 
-        `fresh` is a step that is new to this run: what others wanted was an older checkpoint of the same step, which is gone.
+        `also` will save it next. If it is `fresh`, what others wanted was an older checkpoint of the same step, which is gone.
         """
         present = set(self.steps())
-        retention = self._retention()
-        if retention is None:
-            retention = {"owners": {}, "unknown": sorted(present)}
+        table = self._retention()
+        if table is None:
+            table = {"owners": {}, "unknown": sorted(present)}
             if (self.directory / _RETENTION).exists():
-                kept = _list_steps(sorted(present - wanted))
-                warnings.warn(
-                    f"{self.directory / _RETENTION} is damaged: {kept} will be kept until an owner wants and drops them.", FitflaxWarning, stacklevel=3
-                )
-        owners = {name: [step for step in steps if step in present and step != fresh] for name, steps in retention["owners"].items()}
-        owners[owner] = sorted(wanted & present)
-        unknown = sorted((set(retention["unknown"]) & present) - wanted)
-        replace_document(self.directory / _RETENTION, {"owners": {name: steps for name, steps in owners.items() if steps}, "unknown": unknown})
-        for step in sorted(present.difference(unknown, *owners.values())):
-            delete(self.path(step))
+                kept = _list_steps(sorted(present.difference(wishes)))
+                message = f"{self.directory / _RETENTION} is damaged: {kept} will be kept until an owner wants and drops them."
+                warnings.warn(message, FitflaxWarning, stacklevel=3)
+        saving = set() if step is None else {step}
+        owners = {name: [one for one in steps if one in present and not (fresh and one == step)] for name, steps in table["owners"].items()}
+        before = present.intersection(table["owners"].get(owner, ()))
+        owners[owner] = sorted(set(wishes) & (present | saving))
+        for other in also:
+            owners[other] = sorted({*owners.get(other, ()), *saving})
+        unknown = sorted(present.intersection(table["unknown"]).difference(wishes))
+        note: dict[str, Any] = {"owners": {name: steps for name, steps in owners.items() if steps}, "unknown": unknown}
+        if step is not None:
+            # What is given up is given up once the step is there.
+            note["saving"] = {"step": step, "owner": owner, "instead": sorted(before.difference(wishes)), "also": list(also)}
+        replace_document(self.directory / _RETENTION, note)
+
+    def _is_of_others(self, step: int, owner: str) -> bool:
+        """Returns whether a checkpoint was saved by other owners alone so far."""
+        saving = self._read(_RETENTION).get("saving", {})
+        is_next = saving.get("step") == step and owner in saving.get("also", ())
+        table = self._retention()
+        return table is not None and (is_next or step not in table["owners"].get(owner, ()))
+
+    def _delete_unwanted(self) -> None:
+        table = self._retention()
+        if table is not None:
+            for step in sorted(set(self.steps()).difference(table["unknown"], *table["owners"].values())):
+                delete(self.path(step))
 
     def _retention(self) -> dict[str, Any] | None:
-        """Returns what `retention.json` holds, or `None` when it is missing or damaged."""
+        """Returns what `retention.json` holds, `{"owners": {name: steps}, "unknown": steps}`, or `None` when it is missing or damaged."""
         table = self._read(_RETENTION)
-        owners, unknown = table.get("owners"), table.get("unknown")
-        lists = [unknown, *(owners.values() if isinstance(owners, dict) else [None])]
-        readable = all(isinstance(steps, list) and all(isinstance(step, int) for step in steps) for steps in lists)
-        return table if readable else None
+        owners, unknown, saving = table.get("owners"), table.get("unknown"), table.get("saving")
+        lists = [unknown, *(owners.values() if isinstance(owners, dict) else [None]), *([saving.get("instead")] if isinstance(saving, dict) else [])]
+        if owners is None or not all(isinstance(steps, list) and all(isinstance(step, int) for step in steps) for steps in lists):
+            return None
+        if saving is not None and not self.path(saving["step"]).is_dir():
+            # The process died before it came to that, so that what was to go is wanted still.
+            name = saving["owner"]
+            owners = {**owners, name: sorted({*owners.get(name, ()), *saving["instead"]})}
+        return {"owners": owners, "unknown": unknown}
 
     def _read(self, name: str) -> dict[str, Any]:
         """Returns what a file of the directory's own holds, or `{}` when it is missing or damaged."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from fitflax.checkpoints.memory import Arena
 from fitflax.errors import CheckpointError, RestoreError
-from fitflax.state import PyTree
+from fitflax.state import PyTree, TrainState
 
 __all__ = ["Plain", "fetch", "fit_leaf", "from_saved", "host_copy", "leaf_paths", "refit", "restore_tree", "shown", "to_plain"]
 
@@ -61,13 +61,23 @@ def to_plain(tree: PyTree | Plain, *, root: str = "", keep_lists: bool = False) 
     """
     if isinstance(tree, Plain):
         return tree
-    plain = _plain(tree, root, keep_lists)
-    leaves = dict(walk(plain, root))
-    faults = [f"{path} {fault}" for path, leaf in leaves.items() if (fault := _fault(leaf))]
+    faults: list[str] = []
+    impls: dict[str, str] = {}
+
+    def checked(path: str, leaf: Any) -> Any:
+        fault = _fault(leaf)
+        if fault is not None:
+            faults.append(f"{path} {fault}")
+            return None
+        if is_key(leaf):
+            impls[path] = str(jax.random.key_impl(leaf))
+            return jax.random.key_data(leaf)
+        return _native(leaf)
+
+    plain = _plain(tree, root, keep_lists, checked)
     if faults:
         raise CheckpointError(f"Cannot be saved in a checkpoint: {'; '.join(faults)}.")
-    impls = {path: str(jax.random.key_impl(leaf)) for path, leaf in leaves.items() if is_key(leaf)}
-    return Plain(map_leaves(plain, root, lambda path, leaf: jax.random.key_data(leaf) if path in impls else _native(leaf)), impls)
+    return Plain(plain, impls)
 
 
 def host_copy(plain: Plain) -> Plain:
@@ -81,21 +91,34 @@ def host_copy(plain: Plain) -> Plain:
     >>> copy.tree
     {'w': array([0., 0.])}
     """
-    arrays = [leaf for _, leaf in walk(plain.tree, "") if isinstance(leaf, (jax.Array, np.ndarray))]
+    # Paths are not needed, and making them takes longer than copying a small model.
+    arrays = [leaf for leaf in _leaves(plain.tree) if isinstance(leaf, (jax.Array, np.ndarray))]
     fetched = fetch((array for array in arrays if isinstance(array, jax.Array)), ahead_bytes=math.inf)
-    arena = Arena(sum(array.nbytes for array in arrays))
+    arena = Arena(sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays))
 
-    def copy(path: str, leaf: Any) -> Any:
-        if not isinstance(leaf, (jax.Array, np.ndarray)):
-            return leaf
-        value = next(fetched) if isinstance(leaf, jax.Array) else leaf
-        if isinstance(leaf, jax.Array) and not _may_share(leaf):
+    def copy(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: copy(child) for key, child in node.items()}
+        if isinstance(node, list):
+            return [copy(child) for child in node]
+        if not isinstance(node, (jax.Array, np.ndarray)):
+            return node
+        value = next(fetched) if isinstance(node, jax.Array) else node
+        if isinstance(node, jax.Array) and not _may_share(node):
             return value
         own = arena.empty(value.shape, value.dtype)
         own[...] = value
         return own
 
-    return Plain(map_leaves(plain.tree, "", copy), plain.key_impls)
+    return Plain(copy(plain.tree), plain.key_impls)
+
+
+def _leaves(node: Any) -> Iterator[Any]:
+    if isinstance(node, (dict, list)):
+        for child in node.values() if isinstance(node, dict) else node:
+            yield from _leaves(child)
+    else:
+        yield node
 
 
 def fetch(arrays: Iterable[jax.Array], *, ahead_bytes: float) -> Iterator[np.ndarray[Any, Any]]:
@@ -143,29 +166,39 @@ def _start(array: jax.Array) -> Callable[[], np.ndarray[Any, Any]]:
 
 def _may_share(array: jax.Array) -> bool:
     """Returns whether the value that `fetch` yields may be the memory of `array` itself."""
-    if not array.is_fully_replicated:
-        return False
-    return array.sharding.memory_kind != "device" or any(device.platform == "cpu" for device in array.devices())
+    return array.is_fully_replicated and _is_on_host(array.sharding)
 
 
-def _plain(node: Any, path: str, keep_lists: bool, depth: int = 0) -> Any:
+@functools.lru_cache(maxsize=256)
+def _is_on_host(sharding: jax.sharding.Sharding) -> bool:
+    return sharding.memory_kind != "device" or any(device.platform == "cpu" for device in sharding.device_set)  # type: ignore[attr-defined]
+
+
+def _plain(node: Any, path: str, keep_lists: bool, leaf: Callable[[str, Any], Any], depth: int = 0) -> Any:
+    """Returns `node` as nested dicts, with what `leaf(path, leaf)` returns in place of each leaf."""
     if node is None or isinstance(node, (str, bytes, bool, int, float, np.generic, np.ndarray, jax.Array)):
-        return node
+        return leaf(path, node)
     if depth > MAX_DEPTH:
         raise CheckpointError(f"Cannot be saved in a checkpoint: {path[:100]}... is nested more than {MAX_DEPTH} levels deep.")
     if isinstance(node, (list, tuple)) and not hasattr(node, "_fields"):
-        items = [_plain(item, join(path, str(index)), keep_lists, depth + 1) for index, item in enumerate(node)]
+        items = [_plain(item, join(path, str(index)), keep_lists, leaf, depth + 1) for index, item in enumerate(node)]
         return items if keep_lists else {str(index): item for index, item in enumerate(items)}
     children = _children(node, path)
     if children is None:
-        return node
-    return {key: _plain(child, join(path, key), keep_lists, depth + 1) for key, child in children.items()}
+        return leaf(path, node)
+    return {key: _plain(child, join(path, key), keep_lists, leaf, depth + 1) for key, child in children.items()}
+
+
+def _as_it_is(path: str, leaf: Any) -> Any:
+    return leaf
 
 
 def _children(node: Any, path: str) -> dict[str, Any] | None:
     """Returns what `node` holds by the names flax gives it, or those JAX gives it where flax does not know its type; `None` for a leaf."""
     if isinstance(node, Mapping):
         pairs = [(str(key), child) for key, child in node.items()]
+    elif isinstance(node, TrainState):
+        pairs = [(field.name, getattr(node, field.name)) for field in dataclasses.fields(node)]  # flax's function would go all the way down.
     elif hasattr(node, "_fields"):
         # Not flax's function: it would turn the lists deeper inside into dicts.
         pairs = [(name, getattr(node, name)) for name in node._fields]
@@ -289,7 +322,7 @@ def leaf_paths(target: PyTree, root: str = "") -> tuple[list[Any], Any, dict[str
     # flax's names, JAX's order: number the leaves, let the same walk as in saving find the paths, then put the tree together by number. So everything that
     # can be saved can be restored, whoever registered its type.
     numbered = jax.tree.unflatten(treedef, [_Leaf(index) for index in range(len(leaves))])
-    return leaves, treedef, {path: leaf.index for path, leaf in walk(_plain(numbered, root, False), root) if isinstance(leaf, _Leaf)}
+    return leaves, treedef, {path: leaf.index for path, leaf in walk(_plain(numbered, root, False, _as_it_is), root) if isinstance(leaf, _Leaf)}
 
 
 def fit_leaf(target: Any, saved: Any, impl: str | None) -> tuple[Any, str | None]:
@@ -362,7 +395,7 @@ def refit(target: PyTree, tree: PyTree, *, where: str, root: str, advice: str = 
     >>> refit({"b": (0, 0)}, {"b": {"0": 1, "1": 2}}, where="a state", root="train")
     {'b': (1, 2)}
     """
-    return restore_tree(target, _plain(tree, root, False), where=where, root=root, key_impls={}, advice=advice)
+    return restore_tree(target, _plain(tree, root, False, _as_it_is), where=where, root=root, key_impls={}, advice=advice)
 
 
 def from_saved(saved: Any, *, root: str = "run", key_impls: Mapping[str, str] | None = None) -> Any:

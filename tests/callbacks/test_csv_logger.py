@@ -454,3 +454,9 @@ def test_a_file_that_is_no_log_is_not_replaced(tmp_path):
     with pytest.raises(CallbackError, match=r"CSVLogger would replace .*script.py, which is no log of epochs"):
         CSVLogger(path).open_run("run", 0)
     assert path.read_text() == "import fitflax\n"
+
+
+def test_what_a_process_left_that_died_while_it_wrote_is_removed(tmp_path, trainer):
+    (tmp_path / ".log.csv.tmp-0123abcd").write_text("epoch,lo")
+    fit(CSVLogger(tmp_path / "log.csv"), trainer=trainer, epochs=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["log.csv"]

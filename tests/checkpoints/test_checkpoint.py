@@ -145,7 +145,7 @@ def test_its_contents_are_what_a_resume_needs(trainer):
             return self.directory
 
     checkpoint.save_to(Store("nowhere"), owner="me", keep=[], asynchronous=False)
-    assert contents.keys() == {"step", "train", "run", "metadata", "owner", "keep"}
+    assert contents.keys() == {"step", "train", "run", "metadata", "owner", "keep", "also"}
     assert set(contents["run"]) >= {"callbacks", "schedules", "sums", "values"}
     metadata = contents["metadata"]
     assert (metadata["step"], metadata["epoch"], metadata["step_in_epoch"]) == (3, 0, 3)

@@ -76,7 +76,7 @@ def test_blocks_change_nothing(tmp_path, monkeypatch):
 
 def test_chunks_are_cut_into_blocks(tmp_path, monkeypatch):
     whole = TRAIN["large"]
-    for chunk_bytes, block_bytes in ((1000, 256), (256, 1000), (512, 256)):
+    for chunk_bytes, block_bytes in ((1000, 256), (256, 1000), (512, 256), (whole.nbytes, 256), (whole.nbytes - 1, 256)):
         monkeypatch.setattr(codec, "CHUNK_BYTES", chunk_bytes)
         monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", chunk_bytes)
         monkeypatch.setattr(codec, "_BLOCK_BYTES", block_bytes)
@@ -153,6 +153,11 @@ def test_an_error_of_the_thread_is_raised_and_does_not_stop_the_writer_before(tm
         assert threads() == []
 
 
+def test_thousands_of_tiny_arrays_are_written_although_the_system_takes_a_thousand_at_once(tmp_path):
+    train = {str(index): np.full(2, index, np.int16) for index in range(2500)}
+    assert_same(read_state(tmp_path, save(tmp_path, train, None))["train"], train)
+
+
 def test_a_small_checkpoint_needs_no_thread(tmp_path, monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", lambda thread: pytest.fail("a thread was started"))
     assert_same(read_state(tmp_path, save(tmp_path)), {"train": TRAIN, "run": RUN})
@@ -220,6 +225,24 @@ def test_entries_that_describe_no_array_are_damage(tmp_path, change):
     for entry in ([], {}, None, {"shape": [1000], "dtype": "float64"}):
         with pytest.raises(CorruptCheckpointError, match=r"train/w has an entry in metadata.json that describes no array"):
             read_state(tmp_path, metadata | {"arrays": {"train/w": entry}})
+
+
+def test_a_file_that_asks_for_python_objects_is_refused(tmp_path):
+    """Whoever made it also made the metadata that fits it: an array of objects would be an array of addresses."""
+    head = b"\x82\xa5train\x81\xa1w" + codec._layout((3,), np.dtype(object), 1, 2**30)[0].header
+    (tmp_path / "state.msgpack").write_bytes(head + bytes(24) + b"\xa3run\xc0")
+    arrays = {"train/w": {"shape": [3], "dtype": "object", "crc32": zlib.crc32(bytes(24))}}
+    metadata = {"arrays": arrays, "structure_crc32": zlib.crc32(head + b"\xa3run\xc0"), "state_bytes": len(head) + 29}
+    with pytest.raises(CorruptCheckpointError, match="train/w has an entry in metadata"):
+        read_state(tmp_path, metadata)
+
+
+def test_bytes_after_the_map_are_damage_even_where_the_metadata_counts_them(tmp_path):
+    metadata = save(tmp_path)
+    with open(tmp_path / "state.msgpack", "ab") as file:
+        file.write(b"\xc0")
+    with pytest.raises(CorruptCheckpointError, match="the map ends 1 bytes before the file"):
+        read_state(tmp_path, metadata | {"state_bytes": metadata["state_bytes"] + 1})
 
 
 def test_arrays_must_be_listed(tmp_path):

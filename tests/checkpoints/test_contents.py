@@ -107,6 +107,13 @@ def test_an_unknown_backend_is_refused_before_anything_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_directory_is_on_the_disk_after_its_files(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(contents, "fsync_directory", lambda path: synced.append((path, sorted(entry.name for entry in path.iterdir()))))
+    write_checkpoint(tmp_path, train={}, run={}, metadata={})
+    assert synced == [(tmp_path, ["metadata.json", "state.msgpack"])]
+
+
 @pytest.mark.parametrize("name", ["metadata.json", "state.msgpack"])
 def test_missing_and_empty_files_are_named(directory, name):
     (directory / name).write_bytes(b"")

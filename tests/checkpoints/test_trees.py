@@ -191,11 +191,22 @@ def test_copies_from_a_device_are_all_started_before_the_first_is_waited_for(mon
 
 def test_an_array_does_not_keep_its_value_on_the_host_after_it_was_saved(tmp_path):
     # int4 is unpacked on the way to the host, and parts are put together; np.asarray would keep both with the array.
-    train = {"int4": jnp.arange(5, dtype=jnp.int4), **everywhere({"w": TREE["w"]})}
+    values = {"int4": np.arange(5).astype(jnp.int4), "w": TREE["w"].astype(jnp.int4), "half": TREE["half"]}
+    train = everywhere(values)
     write_checkpoint(tmp_path, train=train, run=None, metadata={})
     host_copy(to_plain(train))
-    assert [array._npy_value for array in train.values()] == [None, None]
-    assert_same(read(tmp_path)[0]["train"], {"int4": np.arange(5).astype(jnp.int4), "w": TREE["w"]})
+    pieces = [shard.data for array in train.values() for shard in array.addressable_shards]
+    assert all(array._npy_value is None for array in (*train.values(), *pieces))
+    assert_same(read(tmp_path)[0]["train"], values)
+
+
+def test_no_part_is_copied_from_more_than_one_device(monkeypatch):
+    arrays, copied = everywhere(TREE), []
+    monkeypatch.setattr(type(arrays["w"]), "copy_to_host_async", lambda piece: copied.append(piece.size))
+    for name, sizes in (("w", [2] * 8), ("half", [3, 3])):
+        host_copy(to_plain(arrays[name]))
+        assert copied == sizes
+        copied.clear()
 
 
 def test_parts_of_the_state_on_several_devices_are_saved_whole_and_once(tmp_path):
