@@ -60,6 +60,15 @@ class LiveState:
         """Returns a copy of a part of the state."""
         return self._strategy.copy(tree)
 
+    def snapshot(self, tree: PyTree) -> PyTree:
+        """Returns what later steps cannot touch of a part of the state: a copy that is made without waiting where this is the host, itself elsewhere."""
+        return self._strategy.copy_once(tree) if self._strategy.is_on_host else tree
+
+    @property
+    def snapshots_wait(self) -> bool:
+        """Whether `snapshot` copies nothing, because the memory of an accelerator is too small for two states; it must be copied to the host at once."""
+        return not self._strategy.is_on_host
+
     @property
     def is_intact(self) -> bool:
         """Whether no failed step has taken the state's buffers."""

@@ -16,7 +16,7 @@ from fitflax.callbacks.base import CallbackList
 from fitflax.checkpoints.partial import RestoreReport, check_mapping, match, moved, report_of
 from fitflax.checkpoints.resume import check_fits, fit_to, restored_state
 from fitflax.checkpoints.saved import Saved
-from fitflax.checkpoints.saving import Saver
+from fitflax.checkpoints.saving import NICENESS_ON_HOST, Saver
 from fitflax.data import Feed, Position, Source
 from fitflax.data.feeds import Feeder
 from fitflax.data.streams import OneShotSource
@@ -106,6 +106,10 @@ class Session:
         """Notes that training is to stop; the first reason counts."""
         if not self.is_stopping:
             self.is_stopping, self.stop_reason = True, reason
+
+    def make_saver(self) -> Saver:
+        """Returns what saves for one run."""
+        return Saver(niceness=NICENESS_ON_HOST if self.strategy.is_on_host else 0)
 
     def clear_stop(self) -> None:
         """Forgets that anybody asked to stop."""
@@ -425,7 +429,7 @@ class Session:
             should_stop=lambda: self.is_stopping,
             exhausted=self._run_dry,
             interruption=interruption,
-            saver=saver,
+            saver=self.make_saver() if saver is None else saver,
         )
         return self._last_loop
 

@@ -25,7 +25,6 @@ from fitflax.checkpoints.closing import load_closing_row
 from fitflax.checkpoints.partial import RestoreReport
 from fitflax.checkpoints.resume import check_settings, find_resume
 from fitflax.checkpoints.saved import Saved
-from fitflax.checkpoints.saving import Saver
 from fitflax.checkpoints.trees import from_saved
 from fitflax.data import Batcher, Source, adapt
 from fitflax.data.adapt import takes_batch_size
@@ -398,7 +397,7 @@ class Trainer:
         hooks = CallbackList([*given, *arguments.default_bar(given, verbose)])
         settings = self._settings(source, steps_per_epoch)
         session.clear_stop()
-        with Saver() as saver, Interruption() as interruption:
+        with session.make_saver() as saver, Interruption() as interruption:
             hooks.enter_run(saver)
             saved = self._find_resume(resume, hooks)
             size = validation_batch_size or batch_size or source.batch_size

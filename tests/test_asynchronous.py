@@ -13,8 +13,9 @@ import pytest
 
 import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, LambdaCallback, ModelCheckpoint
-from fitflax.checkpoints import CheckpointStore, checkpoint, directories, documents
+from fitflax.checkpoints import CheckpointStore, directories, documents
 from fitflax.errors import CheckpointError, DirectoryInUseError, FitflaxWarning
+from fitflax.parallel import DataParallel
 from tests import run_script
 from tests.run_script import TRAIN, VALID, at, differences, directory_of, leaves_of, make_trainer, steps_in
 
@@ -77,13 +78,13 @@ def test_saving_in_a_thread_and_at_once_leave_the_same_files(tmp_path):
 
 def test_all_who_save_a_step_share_one_copy_of_the_state(tmp_path, monkeypatch):
     copies: list[str] = []
-    copy = checkpoint.host_copy
+    copy = DataParallel.copy_once
 
-    def counting(plain: Any) -> Any:
-        copies.append("state" if "params" in plain.tree else "rest")
-        return copy(plain)
+    def counting(self: DataParallel, tree: Any) -> Any:
+        copies.append("state" if isinstance(tree, fitflax.TrainState) else "rest")
+        return copy(self, tree)
 
-    monkeypatch.setattr(checkpoint, "host_copy", counting)
+    monkeypatch.setattr(DataParallel, "copy_once", counting)
     writes = Writes(monkeypatch)
     thread = threading.Timer(0.5, writes.opened.set)  # The first save is still going on when the second one comes.
     thread.start()

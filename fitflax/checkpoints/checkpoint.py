@@ -289,15 +289,20 @@ class Checkpoint:
             CheckpointError: This save failed, or an earlier one of the saver's; then this one was made at once before, as far as the disk let it.
         """
         also = [name for directory, name in self.savers if directory == store.directory and name != owner]
-        save = functools.partial(store.save, step=self.step, metadata=self._metadata(), owner=owner, keep=keep, also=also)
+        save = functools.partial(store.save, step=self.step, owner=owner, keep=keep, also=also)
         if asynchronous:
             self.saver.wait_for_room()
-            run = host_copy(to_plain(self.run_state, root="run", keep_lists=True))
-            if self.saver.submit(functools.partial(save, train=self._snapshot(), run=run)):
+            metadata, metrics = self._metadata(), self._deferred_metrics()
+            run = self.run_state
+            if "sums" in run:  # The only part of it that the next step takes.
+                run = {**run, "sums": self._live.snapshot(run["sums"])}
+            plain_run = host_copy(to_plain(run, root="run", keep_lists=True), only_numpy=not self._live.snapshots_wait)
+            train = self._snapshot()
+            if self.saver.submit(lambda: save(run=plain_run, train=train, metadata={**metadata, "metrics": metrics()})):
                 return
         earlier = self.saver.settle()
         try:
-            save(train=self.borrow(), run=self.run_state)
+            save(train=self.borrow(), run=self.run_state, metadata={**self._metadata(), "metrics": self.metrics})
         except Exception as error:
             if earlier is not None:
                 error.add_note(f"An earlier save had failed, too: {earlier}")
@@ -305,16 +310,21 @@ class Checkpoint:
         if earlier is not None:
             raise earlier
 
-    def _snapshot(self) -> Plain:
-        """Returns the state on the host, one copy for all who save this step at the same time."""
+    def _snapshot(self) -> PyTree | Plain:
+        """Returns the state where later steps do not touch it, one copy for all who save this step at the same time."""
         state = self.borrow()
         self._drop_replaced()
         reference = self._parts.get("snapshot")
         snapshot = None if reference is None else reference()
         if snapshot is None:
-            snapshot = host_copy(to_plain(state, root="train"))
+            snapshot = host_copy(to_plain(state, root="train")) if self._live.snapshots_wait else self._live.snapshot(state)
             self._parts["snapshot"] = weakref.ref(snapshot)  # Gone with the last save, not with this checkpoint, which the user may keep.
         return snapshot
+
+    def _deferred_metrics(self) -> Callable[[], dict[str, dict[str, Any]]]:
+        """Returns what gives `metrics` as they are now, in another thread, which then waits for the step."""
+        read, evaluated, evaluations = self.logs.deferred(), self.evaluated, self.evaluations
+        return lambda: {"train": {key: value for key, value in read().items() if key not in evaluated}, **evaluations}
 
     def _metadata(self) -> dict[str, Any]:
         return {
@@ -322,7 +332,6 @@ class Checkpoint:
             "step": self.step,
             "epoch": self.epoch,
             "step_in_epoch": self.step_in_epoch,
-            "metrics": self.metrics,
             "data_position": dataclasses.asdict(self.data_position),
         }
 

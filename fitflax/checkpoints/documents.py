@@ -131,12 +131,13 @@ def write_document(path: Path, values: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def replace_document(path: Path, values: Mapping[str, Any]) -> None:
+def replace_document(path: Path, values: Mapping[str, Any], *, is_durable: bool = True) -> None:
     """Writes a document in place of the one at `path`, at once: whoever reads it finds the old one or the new one.
 
     Args:
         path: The file.
         values: As in `write_document`.
+        is_durable: Whether it is sure, when this returns, that a power failure will not bring the old one back.
 
     Raises:
         CheckpointError: As in `write_document`.
@@ -152,7 +153,8 @@ def replace_document(path: Path, values: Mapping[str, Any]) -> None:
     try:
         write_document(temporary, values)
         os.replace(temporary, path)
-        fsync_directory(path.parent)
+        if is_durable:
+            fsync_directory(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

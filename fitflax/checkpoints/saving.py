@@ -7,7 +7,9 @@ the end of the run.
 
 import atexit
 import collections
+import contextlib
 import os
+import sys
 import threading
 import warnings
 import weakref
@@ -18,16 +20,24 @@ from typing import Any, Self
 from fitflax.checkpoints.lock import holder_of, lock_directory, release_all
 from fitflax.errors import FitflaxWarning
 
-__all__ = ["Saver"]
+__all__ = ["NICENESS_ON_HOST", "Saver"]
 
 Job = Callable[[], Any]
+# Starting a thread takes longer than a small save has; one that is never closed must not live for ever.
+IDLE_SECONDS = 10.0
+# Of the saver of a run whose steps are computed by the host's own cores: measured on two of them, it takes a third off the time that small saves cost.
+NICENESS_ON_HOST = 10
 
 
 class Saver:
     """What a run needs for saving: its thread, and the directories that are locked for it.
 
-    The thread lives while there is something to do. It does not keep a process alive that leaves at once, but a process that ends in order waits for it.
+    The thread ends with `close`, or when there has been nothing to do for a while. It does not keep a process alive that leaves at once, but a process that
+    ends in order waits for it.
     Leaving the context, or `close`, waits too.
+
+    Args:
+        niceness: By how much the thread gives way to others, on Linux: what trains on the host's cores shall not wait for it.
 
     >>> done = []
     >>> with Saver() as saver:
@@ -36,11 +46,13 @@ class Saver:
     ['best', 'regular']
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, niceness: int = 0) -> None:
+        self._niceness = niceness
         self._changed = threading.Condition()
         self._jobs: collections.deque[tuple[Job, bool]] = collections.deque()
         self._thread: threading.Thread | None = None
         self._is_busy = False
+        self._is_closing = False
         self._is_abandoned = False
         self._error: BaseException | None = None
 
@@ -63,17 +75,19 @@ class Saver:
             if self._is_abandoned or self._error is not None:
                 return False
             self._jobs.append((job, is_save))
+            self._changed.notify_all()
+            self._is_closing = False
+            _WORKING.add(self)
             if self._thread is None:
                 # A daemon, since the interpreter would wait for any other even where the user wants to leave at once; atexit waits for this one.
                 self._thread = threading.Thread(target=self._work, name="fitflax-saver", daemon=True)
-                _WORKING.add(self)
                 self._thread.start()
             return True
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is being done, and nothing waits."""
-        return self._thread is None
+        return not self._is_busy and not self._jobs
 
     def wait_for_room(self) -> None:
         """Waits until a save would not block: called before the state is copied, it keeps the copies to one that is being written and one that waits."""
@@ -84,7 +98,7 @@ class Saver:
         """Waits until everything is done, and returns what a job raised, once."""
         try:
             with self._changed:
-                self._changed.wait_for(lambda: self._thread is None or self._is_abandoned)
+                self._changed.wait_for(lambda: self.is_idle or self._is_abandoned)
                 error, self._error = self._error, None
                 return error
         except KeyboardInterrupt:
@@ -119,8 +133,12 @@ class Saver:
             self.wait()
         finally:
             with self._changed:
-                still_writes = self._thread is not None
-            if not still_writes:  # Otherwise the thread gives them back when it is done.
+                self._is_closing = True
+                self._changed.notify_all()
+                thread = None if self._is_abandoned else self._thread
+            if thread is not None:
+                thread.join()
+            if self._thread is None:  # Otherwise the thread gives them back when it is done.
                 release_all(self)
 
     def lock(self, directory: Path) -> None:
@@ -144,18 +162,10 @@ class Saver:
             thread.join()
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._is_busy = False
-                self._changed.notify_all()
-                if not self._jobs:
-                    self._thread = None
-                    _WORKING.discard(self)
-                    if self._is_abandoned:
-                        release_all(self)
-                    return
-                job, _ = self._jobs.popleft()
-                self._is_busy = True
+        if self._niceness and sys.platform == "linux":  # Elsewhere it would be the whole process's.
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
+        while (job := self._next_job()) is not None:
             try:
                 job()
             except BaseException as error:  # noqa: BLE001 (raised in the thread that trains)
@@ -163,6 +173,22 @@ class Saver:
                     self._error = error
                     self._jobs.clear()
             del job  # With it the copy of the state.
+
+    def _next_job(self) -> Job | None:
+        """Returns what to do next, or `None` for the thread's end."""
+        with self._changed:
+            self._is_busy = False
+            self._changed.notify_all()
+            if not self._jobs:
+                _WORKING.discard(self)
+                self._changed.wait_for(lambda: self._jobs or self._is_closing or self._is_abandoned, timeout=IDLE_SECONDS)
+            if not self._jobs:
+                self._thread = None
+                if self._is_abandoned:
+                    release_all(self)
+                return None
+            self._is_busy = True
+            return self._jobs.popleft()[0]
 
 
 _WORKING: "weakref.WeakSet[Saver]" = weakref.WeakSet()

@@ -79,6 +79,8 @@ class CheckpointStore:
         self.directory = Path(directory)
         self.backend = backend
         self._saver: Saver | None = None
+        # What was read of the directory's own files, with the version of the file.
+        self._known: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {}
 
     def lock(self, saver: Saver) -> None:
         """Locks the directory for a run, now if it is there, otherwise once `claim` has made it; `saver.close()` gives it back.
@@ -98,7 +100,12 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Returns the steps of all complete checkpoints, ascending; hidden names and foreign files do not count. Nothing is verified."""
-        return sorted(int(match[1]) for entry in self._entries() if (match := _STEP.fullmatch(entry.name)) and entry.is_dir())
+        with disk_errors("list", self.directory):
+            try:
+                with os.scandir(self.directory) as entries:
+                    return sorted(int(match[1]) for entry in entries if (match := _STEP.fullmatch(entry.name)) and entry.is_dir())
+            except (FileNotFoundError, NotADirectoryError):
+                return []
 
     def latest(self) -> int | None:
         """Returns the largest step, or `None`."""
@@ -379,7 +386,8 @@ class CheckpointStore:
         if step is not None:
             # What is given up is given up once the step is there.
             note["saving"] = {"step": step, "owner": owner, "instead": sorted(before.difference(wishes)), "also": list(also)}
-        replace_document(self.directory / _RETENTION, note)
+        # A save syncs the directory when the checkpoint is in it, with this rename before that one.
+        replace_document(self.directory / _RETENTION, note, is_durable=step is None)
 
     def _is_of_others(self, step: int, owner: str) -> bool:
         """Returns whether a checkpoint was saved by other owners alone so far."""
@@ -409,10 +417,19 @@ class CheckpointStore:
 
     def _read(self, name: str) -> dict[str, Any]:
         """Returns what a file of the directory's own holds, or `{}` when it is missing or damaged."""
+        path = self.directory / name
         try:
-            return read_document(self.directory / name)
-        except CorruptCheckpointError:
-            return {}  # Both files can be done without; the damage shows in what is kept.
+            status = path.stat()
+        except OSError:
+            return {}
+        # A replaced file is another inode. Reading and verifying it three times a save takes as long as writing a small state.
+        version = (status.st_ino, status.st_mtime_ns, status.st_size)
+        if self._known.get(name, ((), {}))[0] != version:
+            try:
+                self._known[name] = (version, read_document(path))
+            except CorruptCheckpointError:
+                self._known[name] = (version, {})  # Both files can be done without; the damage shows in what is kept.
+        return self._known[name][1]
 
     def _metadata(self, step: int, *, warn: bool = False) -> dict[str, Any]:
         """Returns a checkpoint's metadata, or `{}`: those who call this can do without, and reading the checkpoint says what is wrong."""

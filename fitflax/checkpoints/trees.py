@@ -80,10 +80,14 @@ def to_plain(tree: PyTree | Plain, *, root: str = "", keep_lists: bool = False) 
     return Plain(plain, impls)
 
 
-def host_copy(plain: Plain) -> Plain:
+def host_copy(plain: Plain, *, only_numpy: bool = False) -> Plain:
     """Returns `plain` with all arrays in host memory of their own: what is done to the originals afterwards (donation, changes in place) does not reach them.
 
     All copies from devices are started before the first is waited for; a replicated array is copied once, and one that is on the host already once.
+
+    Args:
+        plain: The tree.
+        only_numpy: Whether JAX's arrays stay as they are, because nobody donates them.
 
     >>> state = {"w": np.zeros(2)}
     >>> copy = host_copy(to_plain(state))
@@ -92,7 +96,8 @@ def host_copy(plain: Plain) -> Plain:
     {'w': array([0., 0.])}
     """
     # Paths are not needed, and making them takes longer than copying a small model.
-    arrays = [leaf for leaf in _leaves(plain.tree) if isinstance(leaf, (jax.Array, np.ndarray))]
+    kinds: Any = np.ndarray if only_numpy else (jax.Array, np.ndarray)
+    arrays = [leaf for leaf in _leaves(plain.tree) if isinstance(leaf, kinds)]
     fetched = fetch((array for array in arrays if isinstance(array, jax.Array)), ahead_bytes=math.inf)
     arena = Arena(sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays))
 
@@ -101,7 +106,7 @@ def host_copy(plain: Plain) -> Plain:
             return {key: copy(child) for key, child in node.items()}
         if isinstance(node, list):
             return [copy(child) for child in node]
-        if not isinstance(node, (jax.Array, np.ndarray)):
+        if not isinstance(node, kinds):
             return node
         value = next(fetched) if isinstance(node, jax.Array) else node
         if isinstance(node, jax.Array) and not _may_share(node):

@@ -64,6 +64,15 @@ class Strategy(abc.ABC):
     def copy(self, tree: PyTree) -> PyTree:
         """Returns a copy of a tree of device arrays, on the same devices, that later donations cannot touch."""
 
+    @property
+    @abc.abstractmethod
+    def is_on_host(self) -> bool:
+        """Whether the devices' memory is the host's, so that a copy there costs the host's memory only."""
+
+    @abc.abstractmethod
+    def copy_once(self, tree: PyTree) -> PyTree:
+        """Returns a copy of a tree of replicated device arrays, on one device, that later donations cannot touch. Waits for nothing."""
+
     # What a step calls from inside, while it is traced.
 
     @abc.abstractmethod

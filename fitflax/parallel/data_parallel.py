@@ -140,6 +140,15 @@ class DataParallel(Strategy):
     def copy(self, tree: PyTree) -> PyTree:
         return self._copy(tree)
 
+    @property
+    @override
+    def is_on_host(self) -> bool:
+        return bool(self.devices[0].platform == "cpu")
+
+    @override
+    def copy_once(self, tree: PyTree) -> PyTree:
+        return self._copy(tree if self.num_replicas == 1 else jax.tree.map(lambda leaf: leaf.addressable_data(0), tree))
+
     @override
     def replica_index(self) -> Any:
         return lax.axis_index(self.axis_name)

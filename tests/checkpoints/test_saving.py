@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 
+from fitflax.checkpoints import saving
 from fitflax.checkpoints.lock import holder_of
 from fitflax.checkpoints.saving import Saver
 from fitflax.errors import DirectoryInUseError
@@ -107,11 +108,21 @@ def test_a_finished_job_is_let_go_of():
         assert gone() is None
 
 
-def test_no_thread_is_left_when_there_is_nothing_to_do():
+def test_no_thread_is_left_at_the_end():
     with Saver() as saver:
         saver.submit(lambda: None)
+    assert not [thread for thread in threading.enumerate() if thread.name == "fitflax-saver"]
+
+
+def test_a_thread_that_is_never_closed_ends_by_itself(monkeypatch):
+    monkeypatch.setattr(saving, "IDLE_SECONDS", 0.0)
+    saver = Saver()
+    for _ in range(3):
+        saver.submit(lambda: None)
         saver.wait()
-        assert not [thread for thread in threading.enumerate() if thread.name == "fitflax-saver"]
+        if (thread := saver._thread) is not None:
+            thread.join(60)
+        assert saver._thread is None
 
 
 def test_leaving_at_once_waits_for_nothing_and_begins_nothing(tmp_path):

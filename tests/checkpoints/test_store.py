@@ -408,7 +408,7 @@ def test_a_file_in_the_place_of_a_checkpoint_is_not_touched(store):
 
 
 def test_a_directory_that_cannot_be_listed_is_a_checkpoint_error(store, monkeypatch):
-    monkeypatch.setattr(pathlib.Path, "iterdir", failing(lambda self: True, pathlib.Path.iterdir))
+    monkeypatch.setattr(os, "scandir", failing(lambda directory: True, os.scandir))
     with pytest.raises(CheckpointError, match="Could not list"):
         store.steps()
 
