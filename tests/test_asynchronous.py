@@ -45,7 +45,9 @@ class Writes:
         self._write(directory, **options)
 
 
-def test_what_is_saved_is_the_state_of_its_step_though_later_steps_took_its_buffers(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_on_host", [True, False])
+def test_what_is_saved_is_the_state_of_its_step_though_later_steps_took_its_buffers(is_on_host, tmp_path, monkeypatch):
+    monkeypatch.setattr(DataParallel, "is_on_host", is_on_host)  # An accelerator's state is copied to the host at once.
     writes, trainer, states = Writes(monkeypatch), make_trainer(), {}
     look = LambdaCallback(lambda checkpoint: states.update({checkpoint.step: leaves_of(dict(checkpoint.state.params))}), every=EVERY)
     # Step 1 is being written and step 2 waits, until step 8 is done.
@@ -58,6 +60,9 @@ def test_what_is_saved_is_the_state_of_its_step_though_later_steps_took_its_buff
         steps=9,
     )
     assert steps_in(tmp_path) == [1, 2, 9]
+    again = make_trainer()
+    again.fit(TRAIN, batch_size=4, steps=9, verbose=0, callbacks=[ModelCheckpoint(tmp_path / "again", asynchronous=False, every=when, keep=None)])
+    assert not differences(directory_of(tmp_path / "again"), directory_of(tmp_path))
     for step in (1, 2, 9):
         assert leaves_of(CheckpointStore(tmp_path).restore(step).train["params"]) == states[step]
 

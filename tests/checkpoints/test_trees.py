@@ -150,6 +150,15 @@ def test_changing_numpy_arrays_does_not_change_their_host_copy_and_other_leaves_
     assert copy.tree["rows"][1] == {"text": "x", "none": None} and type(copy.tree["scalar"]) is np.float32
 
 
+def test_a_host_copy_of_numpy_arrays_only_leaves_jax_arrays_where_they_are():
+    tree = {"numpy": np.arange(3), "jax": jnp.arange(3), "list": [np.ones(2)]}
+    copy = host_copy(to_plain(tree, keep_lists=True), only_numpy=True).tree
+    assert copy["jax"] is tree["jax"]
+    tree["numpy"] += 1
+    tree["list"][0] += 1
+    assert copy["numpy"].tolist() == [0, 1, 2] and copy["list"][0].tolist() == [1, 1]
+
+
 def test_a_host_copy_is_saved_as_the_original_would_be(tmp_path):
     for name, change in (("a", lambda plain: plain), ("b", host_copy)):
         (tmp_path / name).mkdir()

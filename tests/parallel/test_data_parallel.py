@@ -399,3 +399,14 @@ def test_a_device_serves_once(devices: Devices):
 def test_an_unknown_reducer_is_an_error(reducer: Any, devices: Devices):
     with pytest.raises(ConfigError, match=f"takes 'mean', 'sum', 'max' or a function for a collection. Received: 'counts': {reducer!r}"):
         DataParallel(devices(2), reduce={"counts": reducer})
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_copy_made_once_lies_on_one_device_and_outlives_the_donated_original(number, devices):
+    strategy = DataParallel(devices(number))
+    state = strategy.put({"w": np.arange(6.0, dtype=np.float32), "key": jax.random.key(7)})
+    copy = strategy.copy_once(state)
+    step = strategy.compile(lambda tree: {**tree, "w": tree["w"] + 1}, inputs=("replicated",), outputs="replicated", donate=(0,))
+    step(state)
+    assert strategy.is_on_host and [leaf.devices() for leaf in jax.tree.leaves(copy)] == [{strategy.devices[0]}] * 2
+    assert copy["w"].tolist() == [0, 1, 2, 3, 4, 5] and jax.random.key_data(copy["key"]).tolist() == [0, 7]
