@@ -138,8 +138,9 @@ class CheckpointStore:
         return _metric(self._metadata(step), monitor)
 
     def wanted(self, owner: str) -> list[int]:
-        """Returns the steps that `owner` wants and that are there, ascending."""
-        wishes = self.owners().get(owner, ())
+        """Returns the steps that `owner` wants and that are there, ascending; with those that are too new for anybody's wishes to be known."""
+        table: dict[str, Any] = self._retention() or {"owners": {}, "late": []}
+        wishes = {*table["owners"].get(owner, ()), *table["late"]}
         return [step for step in self.steps() if step in wishes]
 
     def lost(self, owner: str, steps: Collection[int]) -> list[int]:
@@ -383,11 +384,13 @@ class CheckpointStore:
             owners[other] = sorted({*owners.get(other, ()), *saving})
         unknown = sorted(present.intersection(table["unknown"]).difference(wishes))
         note: dict[str, Any] = {"owners": {name: steps for name, steps in owners.items() if steps}, "unknown": unknown}
+        note["newest"] = max(present | saving, default=-1)
         if step is not None:
             # What is given up is given up once the step is there.
             note["saving"] = {"step": step, "owner": owner, "instead": sorted(before.difference(wishes)), "also": list(also)}
         # A save syncs the directory when the checkpoint is in it, with this rename before that one.
         replace_document(self.directory / _RETENTION, note, is_durable=step is None)
+        self._known[_RETENTION] = (_version(self.directory / _RETENTION), note)
 
     def _is_of_others(self, step: int, owner: str) -> bool:
         """Returns whether a checkpoint was saved by other owners alone so far."""
@@ -403,27 +406,34 @@ class CheckpointStore:
                 delete(self.path(step))
 
     def _retention(self) -> dict[str, Any] | None:
-        """Returns what `retention.json` holds, `{"owners": {name: steps}, "unknown": steps}`, or `None` when it is missing or damaged."""
+        """Returns what `retention.json` holds, or `None` when it is missing or damaged.
+
+        `{"owners": {name: steps}, "unknown": steps, "late": steps}`: the last, which are unknown, too, are newer than all that were noted, because a full disk
+        had room for them and not for the note.
+        """
         table = self._read(_RETENTION)
+        owners: Any
         owners, unknown, saving = table.get("owners"), table.get("unknown"), table.get("saving")
-        lists = [unknown, *(owners.values() if isinstance(owners, dict) else [None]), *([saving.get("instead")] if isinstance(saving, dict) else [])]
-        if owners is None or not all(isinstance(steps, list) and all(isinstance(step, int) for step in steps) for steps in lists):
+        lists: list[Any] = [unknown, *(owners.values() if isinstance(owners, dict) else [None]), [table.get("newest")]]
+        lists += [saving.get("instead")] if isinstance(saving, dict) else []
+        if not all(isinstance(steps, list) and all(isinstance(step, int) for step in steps) for steps in lists):
             return None
         if saving is not None and not self.path(saving["step"]).is_dir():
             # The process died before it came to that, so that what was to go is wanted still.
             name = saving["owner"]
             owners = {**owners, name: sorted({*owners.get(name, ()), *saving["instead"]})}
-        return {"owners": owners, "unknown": unknown}
+        present = self.steps()
+        late = [step for step in present if step > table["newest"]]
+        return {"owners": owners, "unknown": [*unknown, *late], "late": late}
 
     def _read(self, name: str) -> dict[str, Any]:
         """Returns what a file of the directory's own holds, or `{}` when it is missing or damaged."""
         path = self.directory / name
         try:
-            status = path.stat()
+            version = _version(path)
         except OSError:
             return {}
-        # A replaced file is another inode. Reading and verifying it three times a save takes as long as writing a small state.
-        version = (status.st_ino, status.st_mtime_ns, status.st_size)
+        # Reading and verifying it three times a save takes as long as writing a small state.
         if self._known.get(name, ((), {}))[0] != version:
             try:
                 self._known[name] = (version, read_document(path))
@@ -444,6 +454,12 @@ class CheckpointStore:
         """Returns the run of each complete checkpoint; where its metadata is damaged, the run that claimed the directory."""
         noted = self._read(_RUN).get("run_id")
         return {step: self._metadata(step).get("run_id", noted) for step in self.steps()}
+
+
+def _version(path: Path) -> tuple[int, ...]:
+    """Returns what tells a file from what replaces it."""
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _checked_step(step: int) -> int:
