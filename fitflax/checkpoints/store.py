@@ -412,8 +412,9 @@ class CheckpointStore:
         had room for them and not for the note.
         """
         table = self._read(_RETENTION)
-        owners: Any
-        owners, unknown, saving = table.get("owners"), table.get("unknown"), table.get("saving")
+        saving: Any = table.get("saving")
+        owners: Any = table.get("owners")
+        unknown: Any = table.get("unknown")
         lists: list[Any] = [unknown, *(owners.values() if isinstance(owners, dict) else [None]), [table.get("newest")]]
         lists += [saving.get("instead")] if isinstance(saving, dict) else []
         if not all(isinstance(steps, list) and all(isinstance(step, int) for step in steps) for steps in lists):
