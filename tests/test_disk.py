@@ -398,6 +398,7 @@ def scenario(top: pathlib.Path) -> dict[str, Any]:
     return outcome
 
 
+@pytest.mark.slow
 def test_a_real_file_system_that_is_full_or_read_only(tmp_path, process_env):
     """In a process with mounts of its own, which Linux lets anybody have, unless it was told not to."""
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:

@@ -87,7 +87,7 @@ def check_fine_tuned(trainer: fitflax.Trainer, source: fitflax.TrainState) -> No
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.opt_state))
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_part_is_restored_and_the_rest_is_as_if_built(devices, pretrained):
     path, source = pretrained
     trainer = built(ENCODER, devices)
@@ -103,7 +103,7 @@ def test_a_part_is_restored_and_the_rest_is_as_if_built(devices, pretrained):
     assert trainer.step == 2
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_what_is_initialized_is_fresh_although_the_trainer_has_trained(devices, pretrained):
     path, source = pretrained
     trainer = compiled(ENCODER, devices)
@@ -297,9 +297,9 @@ def wide(tmp_path_factory) -> pathlib.Path:
     [
         ("nothing", {}),
         ("build", {}),
-        ("train", {"weights_only": True}),
+        pytest.param("train", {"weights_only": True}, marks=pytest.mark.slow),
         ("build", {"partial": True, "mapping": {"params/head": None}}),
-        ("change", {"partial": True, "mapping": {"params/head": None}}),
+        pytest.param("change", {"partial": True, "mapping": {"params/head": None}}, marks=pytest.mark.slow),
     ],
 )
 def test_parameters_and_optimizer_are_never_on_the_device_twice(begin, arguments, wide):

@@ -178,7 +178,10 @@ def test_a_run_killed_at_the_end_of_an_epoch_goes_on_bit_for_bit(hook, step, tmp
     assert_same_process(tmp_path / "killed", resumed, tmp_path / "never", never)
 
 
-@pytest.mark.parametrize(("first", "second"), [("orbax", "orbax"), ("orbax", "msgpack"), ("msgpack", "orbax")])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [pytest.param("orbax", "orbax", marks=pytest.mark.slow), ("orbax", "msgpack"), pytest.param("msgpack", "orbax", marks=pytest.mark.slow)],
+)
 def test_a_run_saved_through_orbax_goes_on_bit_for_bit_by_either_backend(first, second, never, tmp_path):
     expected = never(steps=12)
     run(tmp_path / "stopped", steps=7, backend=first)
@@ -217,7 +220,9 @@ def run_nine(root: pathlib.Path, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("owner", "name"), [(CheckpointStore, "_note"), (store, "write_in_place"), (CheckpointStore, "_delete_unwanted"), (ModelCheckpoint, "on_checkpoint")]
 )
-@pytest.mark.parametrize("number", [1, 3, 5, 6])
+@pytest.mark.parametrize(
+    "number", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow)]
+)
 def test_a_process_that_dies_within_a_save_changes_nothing_of_what_is_kept(owner, name, number, best, never_nine, tmp_path, monkeypatch):
     calls = iter(range(1, 1000))
     with monkeypatch.context() as patch, contextlib.suppress(Died):
@@ -615,15 +620,15 @@ def damage(path: pathlib.Path, how: str) -> None:
     ("how", "why"),
     [
         ("state truncated", "state.msgpack is truncated: "),
-        ("state flipped", "state.msgpack is damaged: "),
-        ("state empty", "state.msgpack is empty"),
+        pytest.param("state flipped", "state.msgpack is damaged: ", marks=pytest.mark.slow),
+        pytest.param("state empty", "state.msgpack is empty", marks=pytest.mark.slow),
         ("state missing", "state.msgpack is missing"),
-        ("metadata truncated", "metadata.json is damaged: it is not JSON"),
+        pytest.param("metadata truncated", "metadata.json is damaged: it is not JSON", marks=pytest.mark.slow),
         ("metadata flipped", "metadata.json is damaged: "),
-        ("metadata empty", "metadata.json is empty"),
-        ("metadata missing", "metadata.json is missing"),
+        pytest.param("metadata empty", "metadata.json is empty", marks=pytest.mark.slow),
+        pytest.param("metadata missing", "metadata.json is missing", marks=pytest.mark.slow),
         ("metadata of another version", "metadata.json has format version 99, but this fitflax reads version 1. Use the fitflax that wrote it"),
-        ("foreign files", "metadata.json is missing"),
+        pytest.param("foreign files", "metadata.json is missing", marks=pytest.mark.slow),
     ],
 )
 def test_a_damaged_checkpoint_is_passed_over_and_the_run_equals_the_run_never_stopped(how, why, never, tmp_path):

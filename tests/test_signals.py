@@ -74,6 +74,7 @@ def test_sigterm_saves_and_exits_with_143(tmp_path, process_env, never_stopped):
     assert_goes_on(tmp_path, process_env, never_stopped, began_at=5)
 
 
+@pytest.mark.slow
 def test_ctrl_c_during_validation_leaves_the_epoch_to_be_closed_by_the_resume(tmp_path, process_env, never_stopped):
     out, _ = send(tmp_path, process_env, [["on_test_batch_end", 10, "wait"]], [signal.SIGINT], status=-signal.SIGINT)
     assert "on_train_end ran" in out
@@ -143,6 +144,7 @@ def preempt(directory: pathlib.Path, env: dict[str, str], *, count: int) -> list
     return [steps_in(directory / str(index)) for index in range(count)]
 
 
+@pytest.mark.slow
 def test_jaxs_own_notice_saves_and_exits_with_143_and_the_run_goes_on_bit_for_bit(tmp_path, process_env):
     ((stopped_at,),) = preempt(tmp_path, process_env, count=1)
     (process,) = start_distributed(tmp_path, process_env, count=1, steps=stopped_at + 5)

@@ -145,7 +145,15 @@ def test_a_flax_train_state_is_read_bit_by_bit(tmp_path, writer):
     assert metadata["key_impls"] == metadata["metrics"] == {}
 
 
-@pytest.mark.parametrize("writer", ["flax file", "flax directory", "standard", "pytree"])
+@pytest.mark.parametrize(
+    "writer",
+    [
+        "flax file",
+        pytest.param("flax directory", marks=pytest.mark.slow),
+        pytest.param("standard", marks=pytest.mark.slow),
+        pytest.param("pytree", marks=pytest.mark.slow),
+    ],
+)
 def test_training_goes_on_as_if_never_stopped(tmp_path, writer):
     WRITERS[writer](tmp_path / "c", train_state())
     train, _ = read_foreign(tmp_path / "c")

@@ -78,9 +78,14 @@ def test_a_failed_job_leaves_out_those_behind_it_and_is_raised_once():
 
 def test_nothing_is_taken_after_a_failure_until_somebody_has_heard_of_it():
     saver = Saver()
+    gate = Gate()
+    saver.submit(gate)
+    assert gate.entered.wait(60)
     saver.submit(failing)
-    while threading.active_count() > 1 and saver._thread is not None:
-        saver._thread.join()
+    gate.opened.set()
+    saver.wait_for_room()
+    while not saver.is_idle:
+        pass
     assert not saver.submit(lambda: None)
     assert isinstance(saver.settle(), OSError) and saver.settle() is None
     assert saver.submit(lambda: None)
