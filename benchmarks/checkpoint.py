@@ -40,6 +40,7 @@ import fitflax
 from fitflax.checkpoints.contents import read_metadata, read_state, write_checkpoint
 from fitflax.checkpoints.trees import host_copy, restore_tree, to_plain
 from fitflax.parallel import DataParallel
+from fitflax.program import LiveState
 
 LIMITS = {"save": 0.85, "restore": 0.7}
 MAX_EXTRA_MB = 64
@@ -129,11 +130,12 @@ def copiers(tree: Tree) -> dict[str, Contender]:
     host = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
     strategy = DataParallel(jax.devices()[:1])
     on_device = strategy.put(tree)
-    jax.block_until_ready(strategy.copy_once(on_device))  # Compiles.
+    live = LiveState(strategy, on_device, 0)
+    jax.block_until_ready(live.snapshot(on_device))  # Compiles.
     return {
         "base": lambda: [leaf.copy() for leaf in host],
         # On a CPU nobody waits for it, but the steps that come after it do.
-        "fitflax": lambda: jax.block_until_ready(strategy.copy_once(on_device)) if strategy.is_on_host else host_copy(to_plain(on_device, root="train")),
+        "fitflax": lambda: host_copy(to_plain(on_device, root="train")) if live.snapshots_wait else jax.block_until_ready(live.snapshot(on_device)),
         "control": lambda: [leaf.copy() for leaf in host],
     }
 

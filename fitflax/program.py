@@ -26,6 +26,10 @@ from fitflax.step import SCALAR, EvalSums, Task, TrainSums, collects, summed
 __all__ = ["LiveState", "Program", "Trained"]
 
 
+# From here on fresh memory costs more than waiting for a step: XLA takes it page by page, `host_copy` in huge pages.
+_LARGE_BYTES = 2**26
+
+
 class LiveState:
     """The newest state of a run: the one object that is replaced at every step, its buffers reused by the next one.
 
@@ -66,8 +70,8 @@ class LiveState:
 
     @property
     def snapshots_wait(self) -> bool:
-        """Whether `snapshot` copies nothing, because the memory of an accelerator is too small for two states; it must be copied to the host at once."""
-        return not self._strategy.is_on_host
+        """Whether the state is to be copied to the host at once: the memory of an accelerator may be too small for two, and a large copy is faster that way."""
+        return not self._strategy.is_on_host or sum(leaf.nbytes for leaf in jax.tree.leaves(self._state)) > _LARGE_BYTES
 
     @property
     def is_intact(self) -> bool:
