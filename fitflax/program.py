@@ -46,6 +46,7 @@ class LiveState:
         self._strategy = strategy
         self._state = state
         self._is_lent = False
+        self._is_large: bool | None = None  # Not yet known.
         self.step = step
         self.version = 0
 
@@ -71,7 +72,9 @@ class LiveState:
     @property
     def snapshots_wait(self) -> bool:
         """Whether the state is to be copied to the host at once: the memory of an accelerator may be too small for two, and a large copy is faster that way."""
-        return not self._strategy.is_on_host or sum(leaf.nbytes for leaf in jax.tree.leaves(self._state)) > _LARGE_BYTES
+        if self._is_large is None:
+            self._is_large = sum(leaf.nbytes for leaf in jax.tree.leaves(self._state)) > _LARGE_BYTES
+        return self._is_large or not self._strategy.is_on_host
 
     @property
     def is_intact(self) -> bool:

@@ -14,7 +14,7 @@ import queue
 import struct
 import threading
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -24,7 +24,7 @@ import msgpack
 import numpy as np
 
 from fitflax.checkpoints.memory import Arena
-from fitflax.checkpoints.trees import CHUNKED, MAX_DEPTH, fetch, is_storable, join
+from fitflax.checkpoints.trees import CHUNKED, MAX_DEPTH, fetch, is_storable, join, leaves_of
 from fitflax.errors import CorruptCheckpointError
 
 __all__ = ["Reader", "Writer"]
@@ -201,7 +201,7 @@ class Writer:
             OSError: The disk is full or fails.
         """
         # _node() comes to the arrays in this order, too.
-        self._fetched = fetch(_jax_arrays(tree), ahead_bytes=_FETCH_AHEAD_BYTES)
+        self._fetched = fetch((leaf for leaf in leaves_of(tree) if isinstance(leaf, jax.Array)), ahead_bytes=_FETCH_AHEAD_BYTES)
         self._node(tree, "")
         self._data(memoryview(b""), _Sum())
         self._flush()
@@ -275,14 +275,6 @@ class Writer:
 
 # Where trees without arrays are: the states of callbacks.
 _MOSTLY_VALUES = "run/callbacks/"
-
-
-def _jax_arrays(node: Any) -> Iterator[jax.Array]:
-    if isinstance(node, jax.Array):
-        yield node
-    elif isinstance(node, (dict, list)):
-        for child in node.values() if isinstance(node, dict) else node:
-            yield from _jax_arrays(child)
 
 
 # What may follow a type byte: the format of the number, or of the length of what follows. Only what Writer writes is here; all else is damage.

@@ -12,14 +12,7 @@ import pytest
 from fitflax.checkpoints import contents
 from fitflax.checkpoints.contents import read_metadata, read_state, write_checkpoint
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
-from tests.checkpoints.samples import METADATA, RUN, read, train_state
-
-
-@pytest.fixture
-def directory(tmp_path):
-    (tmp_path / "c").mkdir()
-    write_checkpoint(tmp_path / "c", train=train_state(), run=RUN, metadata=METADATA)
-    return tmp_path / "c"
+from tests.checkpoints.samples import METADATA, read
 
 
 def test_metadata_begins_with_the_version_and_ends_with_its_checksum(directory):

@@ -34,13 +34,6 @@ class Ema:
     decay: float = flax.struct.field(pytree_node=False)
 
 
-@pytest.fixture
-def directory(tmp_path):
-    (tmp_path / "c").mkdir()
-    write_checkpoint(tmp_path / "c", train=train_state(), run=RUN, metadata=METADATA)
-    return tmp_path / "c"
-
-
 def test_the_file_holds_the_bytes_that_flax_would_write(directory):
     train = train_state()
     train_dict = flax.serialization.to_state_dict(train) | {"key": jax.random.key_data(train.key)}
