@@ -564,5 +564,4 @@ class TrainLoop:
         return {**callbacks, **values, **rows, "sums": self._sums, "validated": self._validated}
 
     def _info(self) -> dict[str, Any]:
-        history = self._run_state()["callbacks"].get("History", {}).get("rows", [])
-        return {**self.plan.info, "progress": self.progress.as_json(), "full_batch_size": self._feed.batcher.size, "history": history}
+        return {**self.plan.info, "progress": self.progress.as_json(), "full_batch_size": self._feed.batcher.size}

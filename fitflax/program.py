@@ -20,6 +20,7 @@ from fitflax.metrics import Metric, metric_direction
 from fitflax.model import describe_shapes
 from fitflax.parallel import Strategy
 from fitflax.parallel.base import Layout
+from fitflax.parallel.packed import Packed
 from fitflax.state import Batch, PyTree, TrainState
 from fitflax.step import SCALAR, EvalSums, Task, TrainSums, collects, summed
 
@@ -65,9 +66,9 @@ class LiveState:
         """Returns a copy of a part of the state."""
         return self._strategy.copy(tree)
 
-    def snapshot(self, tree: PyTree) -> PyTree:
-        """Returns what later steps cannot touch of a part of the state: a copy that is made without waiting where this is the host, itself elsewhere."""
-        return self._strategy.copy_once(tree) if self._strategy.is_on_host else tree
+    def snapshot(self, tree: PyTree) -> Packed:
+        """Returns a copy of arrays beside the state, or of the state, that is made without waiting and that later steps cannot touch."""
+        return self._strategy.copy_once(tree)
 
     @property
     def snapshots_wait(self) -> bool:

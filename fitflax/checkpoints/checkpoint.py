@@ -13,11 +13,12 @@ from typing import Any, Self
 
 from fitflax.checkpoints.saving import Saver
 from fitflax.checkpoints.store import CheckpointStore
-from fitflax.checkpoints.trees import Plain, host_copy, to_plain
+from fitflax.checkpoints.trees import Plain, host_copy, to_plain, unpack
 from fitflax.data import Position
 from fitflax.errors import NotReadyError
 from fitflax.logs import Logs, StepValues
 from fitflax.optimizers import find_learning_rate
+from fitflax.parallel.packed import Packed
 from fitflax.program import LiveState
 from fitflax.state import PyTree, TrainState
 
@@ -292,17 +293,23 @@ class Checkpoint:
         save = functools.partial(store.save, step=self.step, owner=owner, keep=keep, also=also)
         if asynchronous:
             self.saver.wait_for_room()
-            metadata, metrics = self._metadata(), self._deferred_metrics()
             run = self.run_state
-            if "sums" in run:  # The only part of it that the next step takes.
-                run = {**run, "sums": self._live.snapshot(run["sums"])}
-            plain_run = host_copy(to_plain(run, root="run", keep_lists=True), only_numpy=not self._live.snapshots_wait)
-            train = self._snapshot()
-            if self.saver.submit(lambda: save(run=plain_run, train=train, metadata={**metadata, "metrics": metrics()})):
+            metadata, metrics = self._metadata(run), self._deferred_metrics()
+            # Of the run's state, the next step takes the sums alone.
+            arrays = self._snapshot({"sums": run.pop("sums")} if "sums" in run else {})
+            rest = host_copy(to_plain(run, root="run", keep_lists=True), only_numpy=not self._live.snapshots_wait)
+
+            def work() -> None:
+                train, sums = arrays()
+                plain_run = Plain({**rest.tree, **sums.tree}, {**rest.key_impls, **sums.key_impls})
+                save(train=train, run=plain_run, metadata={**metadata, "metrics": metrics()})
+
+            if self.saver.submit(work):
                 return
         earlier = self.saver.settle()
         try:
-            save(train=self.borrow(), run=self.run_state, metadata={**self._metadata(), "metrics": self.metrics})
+            run = self.run_state
+            save(train=self.borrow(), run=run, metadata={**self._metadata(run), "metrics": self.metrics})
         except Exception as error:
             if earlier is not None:
                 error.add_note(f"An earlier save had failed, too: {earlier}")
@@ -310,14 +317,18 @@ class Checkpoint:
         if earlier is not None:
             raise earlier
 
-    def _snapshot(self) -> PyTree | Plain:
-        """Returns the state where later steps do not touch it, one copy for all who save this step at the same time."""
+    def _snapshot(self, beside: dict[str, PyTree]) -> Callable[[], tuple[Plain, Plain]]:
+        """Returns what gives the state, and what is `beside` it in `run`, as they are now; one copy for all who save this step at the same time."""
         state = self.borrow()
         self._drop_replaced()
         reference = self._parts.get("snapshot")
-        snapshot = None if reference is None else reference()
+        snapshot: Callable[[], tuple[Plain, Plain]] | None = None if reference is None else reference()
         if snapshot is None:
-            snapshot = host_copy(to_plain(state, root="train")) if self._live.snapshots_wait else self._live.snapshot(state)
+            if self._live.snapshots_wait:
+                copies = host_copy(to_plain(state, root="train")), host_copy(to_plain(beside, root="run", keep_lists=True))
+                snapshot = lambda: copies  # noqa: E731
+            else:
+                snapshot = functools.partial(_unpacked, self._live.snapshot({"train": state, "run": beside}))
             self._parts["snapshot"] = weakref.ref(snapshot)  # Gone with the last save, not with this checkpoint, which the user may keep.
         return snapshot
 
@@ -326,9 +337,10 @@ class Checkpoint:
         read, evaluated, evaluations = self.logs.deferred(), self.evaluated, self.evaluations
         return lambda: {"train": {key: value for key, value in read().items() if key not in evaluated}, **evaluations}
 
-    def _metadata(self) -> dict[str, Any]:
+    def _metadata(self, run: Mapping[str, Any]) -> dict[str, Any]:
         return {
             **self._make_info(),
+            "history": run["callbacks"].get("History", {}).get("rows", []),
             "step": self.step,
             "epoch": self.epoch,
             "step_in_epoch": self.step_in_epoch,
@@ -337,6 +349,11 @@ class Checkpoint:
 
     def __copy__(self) -> Self:
         return self
+
+
+def _unpacked(packed: Packed) -> tuple[Plain, Plain]:
+    plains = unpack(packed, lists_in=["run"])
+    return plains["train"], plains["run"]
 
 
 class Summary(Checkpoint):

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import json
 import math
 import os
 import queue
@@ -23,6 +24,7 @@ import jax
 import msgpack
 import numpy as np
 
+from fitflax.checkpoints.documents import Rendered
 from fitflax.checkpoints.memory import Arena
 from fitflax.checkpoints.trees import CHUNKED, MAX_DEPTH, fetch, is_storable, join, leaves_of
 from fitflax.errors import CorruptCheckpointError
@@ -41,6 +43,11 @@ _MAX_BUFFERS = 1024
 _WRITE_BACK_BYTES = 2**24
 # Copies of the next jax.Arrays from their device run while one is written.
 _FETCH_AHEAD_BYTES = 2**24
+
+
+# Where trees without arrays are: the states of callbacks.
+_MOSTLY_VALUES = "run/callbacks/"
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
 class _Part(NamedTuple):
@@ -170,44 +177,30 @@ def _add_all(job: list[tuple[_Sum, memoryview]]) -> None:
         total.value = zlib.crc32(block, total.value)
 
 
-class Writer:
-    """Writes a tree as msgpack; counts the bytes, sums the structure and lists the arrays on the way. A context manager, which ends its thread."""
+class _Array(NamedTuple):
+    """An array of a layout: its path, what `metadata.json` says of it up to its checksum, as text and as values, and its parts in the file."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    path: str
+    text: str
+    entry: dict[str, Any]
+    parts: tuple[_Part, ...]
+
+
+class _Layout:
+    """What the file of a tree holds between the data of its arrays.
+
+    Args:
+        tree: Nested dicts, lists and leaves.
+        path: What paths begin with.
+    """
+
+    def __init__(self, tree: Any, path: str) -> None:
         self._packer = msgpack.Packer()
-        self._sums = _Sums()
-        self._totals: dict[str, _Sum] = {}
-        self._fetched = fetch((), ahead_bytes=0)
-        # What comes next, until there is enough for a call of the system: parts of arrays where they are, and before each and at the end what stands there.
-        self._buffers: list[bytes | bytearray | memoryview] = []
         self._structure = bytearray()
-        self._next_bytes = 0
-        self._sent_back = 0
-        self.arrays: dict[str, dict[str, Any]] = {}
-        self.structure_crc32 = 0
-        self.num_bytes = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._sums.stop()
-
-    def write(self, tree: Any) -> None:
-        """Writes nested dicts, lists and leaves, and hands all of it to the operating system; the caller calls `fsync`.
-
-        Raises:
-            OSError: The disk is full or fails.
-        """
-        # _node() comes to the arrays in this order, too.
-        self._fetched = fetch((leaf for leaf in leaves_of(tree) if isinstance(leaf, jax.Array)), ahead_bytes=_FETCH_AHEAD_BYTES)
-        self._node(tree, "")
-        self._data(memoryview(b""), _Sum())
-        self._flush()
-        self._sums.wait()
-        for path, total in self._totals.items():
-            self.arrays[path]["crc32"] = total.value
+        # In the order of leaves_of(); each with the structure before it in the header of its first part.
+        self.arrays: list[_Array] = []
+        self._node(tree, path)
+        self.end = bytes(self._structure)
 
     def _node(self, node: Any, path: str) -> None:
         if path.startswith(_MOSTLY_VALUES) and isinstance(node, (dict, list)):
@@ -224,28 +217,109 @@ class Writer:
             self._structure += self._packer.pack_array_header(len(node))
             for index, child in enumerate(node):
                 self._node(child, join(path, str(index)))
-        elif isinstance(node, jax.Array):
-            self._array(next(self._fetched), _NDARRAY, path)
-        elif isinstance(node, (np.ndarray, np.generic)):
-            self._array(np.asarray(node, order="C"), _NDARRAY if isinstance(node, np.ndarray) else _NUMPY_SCALAR, path)
+        elif isinstance(node, _ARRAYS):
+            first, *others = _layout(node.shape, node.dtype, _NUMPY_SCALAR if isinstance(node, np.generic) else _NDARRAY, CHUNK_BYTES)
+            entry = {"shape": list(node.shape), "dtype": _name(node.dtype)}
+            parts = (first._replace(header=bytes(self._structure) + first.header), *others)
+            self.arrays.append(_Array(path, f'{json.dumps(path)}: {json.dumps(entry)[:-1]}, "crc32": ', entry, parts))
+            self._structure.clear()
         else:
             self._structure += _pack(node)
 
-    def _array(self, array: np.ndarray[Any, Any], kind: int, path: str) -> None:
-        data, total = _bytes_of(array), _Sum()
-        for part in _layout(array.shape, array.dtype, kind, CHUNK_BYTES):
-            self._structure += part.header
-            for begin in range(part.begin, part.end, _BLOCK_BYTES):
-                self._data(data[begin : min(begin + _BLOCK_BYTES, part.end)], total)
-        self.arrays[path] = {"shape": list(array.shape), "dtype": _name(array.dtype), "crc32": 0}
-        self._totals[path] = total
+
+# Layouts of trees that hold arrays alone, which are the same at every save of a run.
+_LAYOUTS: dict[Any, _Layout] = {}
+_MAX_LAYOUTS = 8
+
+
+def _layout_of(tree: Any, path: str) -> _Layout:
+    signature = _signature(tree)
+    if signature is None:
+        return _Layout(tree, path)
+    whole = path, CHUNK_BYTES, signature
+    found = _LAYOUTS.get(whole)
+    if found is None:
+        for key in [*_LAYOUTS][: len(_LAYOUTS) + 1 - _MAX_LAYOUTS]:
+            _LAYOUTS.pop(key, None)
+        found = _LAYOUTS[whole] = _Layout(tree, path)
+    return found
+
+
+def _signature(tree: Any) -> tuple[Any, ...] | None:
+    """Returns what a layout depends on, keys in their order, if the leaves are arrays; otherwise it depends on their values."""
+    signature: list[Any] = []
+
+    def add(node: Any) -> bool:
+        if isinstance(node, dict):
+            signature.append(tuple(node))
+            return all(map(add, node.values()))
+        if isinstance(node, (jax.Array, np.ndarray)):
+            signature.append((node.shape, node.dtype))
+            return True
+        signature.append(None)
+        return node is None
+
+    return tuple(signature) if add(tree) else None
+
+
+class Writer:
+    """Writes a tree as msgpack; counts the bytes, sums the structure and lists the arrays on the way. A context manager, which ends its thread."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._sums = _Sums()
+        # What comes next, until there is enough for a call of the system: parts of arrays where they are, and before each and at the end what stands there.
+        self._buffers: list[bytes | memoryview] = []
+        self._structure = b""
+        self._next_bytes = 0
+        self._sent_back = 0
+        self.arrays = Rendered()
+        self.structure_crc32 = 0
+        self.num_bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._sums.stop()
+
+    def write(self, tree: dict[str, Any]) -> None:
+        """Writes nested dicts, lists and leaves, and hands all of it to the operating system; the caller calls `fsync`.
+
+        Raises:
+            OSError: The disk is full or fails.
+        """
+        self._structure = msgpack.Packer().pack_map_header(len(tree))
+        written = [array for root, node in tree.items() for array in self._root(root, node)]
+        self._data(memoryview(b""), _Sum())
+        self._flush()
+        self._sums.wait()
+        for array, total in written:
+            self.arrays.add(array.path, {**array.entry, "crc32": total.value}, f"{array.text}{total.value}}}")
+
+    def _root(self, root: str, node: Any) -> list[tuple[_Array, _Sum]]:
+        self._structure += _pack(root)
+        layout = _layout_of(node, root)
+        # The layout has them in this order, too.
+        leaves = [leaf for leaf in leaves_of(node) if isinstance(leaf, _ARRAYS)]
+        fetched = fetch((leaf for leaf in leaves if isinstance(leaf, jax.Array)), ahead_bytes=_FETCH_AHEAD_BYTES)
+        written = []
+        for array, leaf in zip(layout.arrays, leaves, strict=True):
+            data, total = _bytes_of(next(fetched) if isinstance(leaf, jax.Array) else np.asarray(leaf, order="C")), _Sum()
+            for part in array.parts:
+                self._structure += part.header
+                for begin in range(part.begin, part.end, _BLOCK_BYTES):
+                    self._data(data[begin : min(begin + _BLOCK_BYTES, part.end)], total)
+            written.append((array, total))
+        self._structure += layout.end
+        return written
 
     def _data(self, block: memoryview, total: _Sum) -> None:
         """Takes a part of an array, after the structure that has gathered."""
         self.structure_crc32 = zlib.crc32(self._structure, self.structure_crc32)
         self._buffers += [self._structure, block]
         self._next_bytes += len(self._structure) + len(block)
-        self._structure = bytearray()
+        self._structure = b""
         self._sums.add(total, block)
         if self._next_bytes >= _BLOCK_BYTES or len(self._buffers) >= _MAX_BUFFERS:
             self._flush()
@@ -271,10 +345,6 @@ class Writer:
             with contextlib.suppress(OSError):
                 os.posix_fadvise(self._descriptor, self._sent_back, self.num_bytes - self._sent_back, os.POSIX_FADV_DONTNEED)
         self._sent_back = self.num_bytes
-
-
-# Where trees without arrays are: the states of callbacks.
-_MOSTLY_VALUES = "run/callbacks/"
 
 
 # What may follow a type byte: the format of the number, or of the length of what follows. Only what Writer writes is here; all else is damage.

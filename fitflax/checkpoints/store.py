@@ -30,7 +30,7 @@ import re
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fitflax.checkpoints.contents import check_backend, read_metadata
 from fitflax.checkpoints.directories import REPLACED, delete, disk_errors, make_directory, put_back, random_suffix, write_in_place
@@ -49,6 +49,13 @@ _UNDO = re.compile(r"\.undo-[0-9a-f]+")
 _LITTER = re.compile(r"\.(?:trash-[0-9a-f]+|(?:step_\d{8,}|run\.json|retention\.json)\.tmp-(?P<process>[0-9a-f]+)-[0-9a-f]+)")
 _RETENTION = "retention.json"
 _RUN = ".run.json"
+
+
+class _Listing(NamedTuple):
+    """What a directory holds: the steps of complete checkpoints, and what is set aside, each with the step from which on it is superseded."""
+
+    steps: list[int]
+    set_aside: list[tuple[Path, int]]
 
 
 class CheckpointStore:
@@ -101,11 +108,17 @@ class CheckpointStore:
     def steps(self) -> list[int]:
         """Returns the steps of all complete checkpoints, ascending; hidden names and foreign files do not count. Nothing is verified."""
         with disk_errors("list", self.directory):
-            try:
-                with os.scandir(self.directory) as entries:
-                    return sorted(int(match[1]) for entry in entries if (match := _STEP.fullmatch(entry.name)) and entry.is_dir())
-            except (FileNotFoundError, NotADirectoryError):
-                return []
+            return self._list().steps
+
+    def _list(self) -> "_Listing":
+        steps, set_aside = [], []
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.directory) as entries:
+            for entry in entries:
+                if match := _STEP.fullmatch(entry.name):
+                    steps += [int(match[1])] if entry.is_dir() else []
+                elif match := _OLD.fullmatch(entry.name):
+                    set_aside.append((self.directory / entry.name, int(match["since"])))
+        return _Listing(sorted(steps), sorted(set_aside))
 
     def latest(self) -> int | None:
         """Returns the largest step, or `None`."""
@@ -248,8 +261,8 @@ class CheckpointStore:
                     put_back(entry, self.directory / replaced["name"])
                 elif _UNDO.fullmatch(entry.name):
                     self._undo(entry)
-            complete = self.steps()
-            for entry, since in self._set_aside_entries():
+            complete, set_aside = self._list()
+            for entry, since in set_aside:
                 if complete and complete[-1] >= since:
                     delete(entry)
                 elif not complete:  # Otherwise it stays: what a resume dropped, beside what it resumed from.
@@ -293,12 +306,13 @@ class CheckpointStore:
                     f"Could not save {path}: {self.directory} is gone, with the checkpoints in it. It was removed, moved or replaced while the run used it. "
                     "Put it back and start again, or begin anew elsewhere."
                 )
-            same = self._is_of(step, metadata.get("run_id"))
+            present = self._list().steps
+            same = step in present and self._is_of(step, metadata.get("run_id"))
             is_written, unnoted = False, None
             try:
                 is_written = same and self._is_of_others(step, owner)
                 # Before the checkpoint is there: whoever resumes after a death between the two finds it wanted, and by whom.
-                self._note(owner, wishes, step=step, also=also, fresh=not same)
+                self._note(owner, wishes, present, step=step, also=also, fresh=not same)
             except (OSError, CheckpointError) as error:
                 unnoted = error  # No reason not to save.
             if not is_written:
@@ -306,10 +320,11 @@ class CheckpointStore:
         try:
             if unnoted is not None:
                 raise unnoted
-            for entry, since in self._set_aside_entries():
+            present, set_aside = self._list()
+            for entry, since in set_aside:
                 if step >= since:
                     delete(entry)
-            self._delete_unwanted()
+            self._delete_unwanted(present)
         except (OSError, CheckpointError) as error:
             message = f"{path} is saved, but {self.directory} could not be tidied up: {error}. More is kept than was asked for."
             warnings.warn(message, FitflaxWarning, stacklevel=2)
@@ -326,15 +341,13 @@ class CheckpointStore:
             CheckpointError: The disk fails.
         """
         with disk_errors("delete checkpoints in", self.directory):
-            self._note(owner, set(map(int, keep)))
-            self._delete_unwanted()
+            present = self.steps()
+            self._note(owner, set(map(int, keep)), present)
+            self._delete_unwanted(present)
 
     def _entries(self) -> list[Path]:
         with disk_errors("list", self.directory):
             return sorted(self.directory.iterdir()) if self.directory.is_dir() else []
-
-    def _set_aside_entries(self) -> list[tuple[Path, int]]:
-        return [(entry, int(match["since"])) for entry in self._entries() if (match := _OLD.fullmatch(entry.name))]
 
     def _set_aside(self, steps: list[int], *, since: int) -> None:
         """Hides checkpoints, all or none of them; none of step `since` or later is left but what already replaces them."""
@@ -363,13 +376,13 @@ class CheckpointStore:
         found = self._metadata(step)
         return (found.get("process"), found.get("run_id")) == (PROCESS, run_id)
 
-    def _note(self, owner: str, wishes: Collection[int], *, step: int | None = None, also: Collection[str] = (), fresh: bool = False) -> None:
-        """Notes which steps an owner wants from now on, and with `step` that this one is about to be saved.
+    def _note(self, owner: str, wishes: Collection[int], steps: list[int], *, step: int | None = None, also: Collection[str] = (), fresh: bool = False) -> None:
+        """Notes which of `steps`, those that are there, an owner wants from now on, and with `step` that this one is about to be saved.
 
         `also` will save it next. If it is `fresh`, what others wanted was an older checkpoint of the same step, which is gone.
         """
-        present = set(self.steps())
-        table = self._retention()
+        present = set(steps)
+        table = self._retention(steps)
         if table is None:
             table = {"owners": {}, "unknown": sorted(present)}
             if (self.directory / _RETENTION).exists():
@@ -399,14 +412,14 @@ class CheckpointStore:
         table = self._retention()
         return table is not None and (is_next or step not in table["owners"].get(owner, ()))
 
-    def _delete_unwanted(self) -> None:
-        table = self._retention()
+    def _delete_unwanted(self, present: list[int]) -> None:
+        table = self._retention(present)
         if table is not None:
-            for step in sorted(set(self.steps()).difference(table["unknown"], *table["owners"].values())):
+            for step in sorted(set(present).difference(table["unknown"], *table["owners"].values())):
                 delete(self.path(step))
 
-    def _retention(self) -> dict[str, Any] | None:
-        """Returns what `retention.json` holds, or `None` when it is missing or damaged.
+    def _retention(self, present: list[int] | None = None) -> dict[str, Any] | None:
+        """Returns what `retention.json` holds, or `None` when it is missing or damaged; `present` are the steps that are there, if the caller knows.
 
         `{"owners": {name: steps}, "unknown": steps, "late": steps}`: the last, which are unknown, too, are newer than all that were noted, because a full disk
         had room for them and not for the note.
@@ -423,8 +436,7 @@ class CheckpointStore:
             # The process died before it came to that, so that what was to go is wanted still.
             name = saving["owner"]
             owners = {**owners, name: sorted({*owners.get(name, ()), *saving["instead"]})}
-        present = self.steps()
-        late = [step for step in present if step > table["newest"]]
+        late = [step for step in (self.steps() if present is None else present) if step > table["newest"]]
         return {"owners": owners, "unknown": [*unknown, *late], "late": late}
 
     def _read(self, name: str) -> dict[str, Any]:

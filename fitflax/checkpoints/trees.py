@@ -7,7 +7,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import flax.serialization
@@ -17,9 +17,10 @@ import numpy as np
 
 from fitflax.checkpoints.memory import Arena
 from fitflax.errors import CheckpointError, RestoreError
+from fitflax.parallel.packed import Form, Packed
 from fitflax.state import PyTree, TrainState
 
-__all__ = ["Plain", "fetch", "fit_leaf", "from_saved", "host_copy", "leaf_paths", "refit", "restore_tree", "shown", "to_plain"]
+__all__ = ["Plain", "fetch", "fit_leaf", "from_saved", "host_copy", "leaf_paths", "refit", "restore_tree", "shown", "to_plain", "unpack"]
 
 # The key of the maps in which flax writes large arrays; no dict of the user's may have it.
 CHUNKED = "__msgpack_chunked_array__"
@@ -78,6 +79,50 @@ def to_plain(tree: PyTree | Plain, *, root: str = "", keep_lists: bool = False) 
     if faults:
         raise CheckpointError(f"Cannot be saved in a checkpoint: {'; '.join(faults)}.")
     return Plain(plain, impls)
+
+
+def unpack(packed: Packed, *, lists_in: Collection[str] = ()) -> dict[str, Plain]:
+    """Returns the subtrees of a copy that the device made, as `to_plain` does; waits until it is there.
+
+    Args:
+        packed: Of a dict of trees.
+        lists_in: The names of those whose lists and tuples become lists.
+
+    Raises:
+        CheckpointError: As `to_plain`.
+
+    >>> unpack(Packed({"train": {"w": jnp.zeros(2), "key": jax.random.key(7)}}))
+    {'train': Plain(tree={'key': array([0, 7], dtype=uint32), 'w': array([0., 0.], dtype=float32)}, key_impls={'train/key': 'threefry2x32'})}
+    """
+    leaves = packed.leaves()
+
+    def filled(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: filled(child) for key, child in node.items()}
+        if isinstance(node, list):
+            return [filled(child) for child in node]
+        return None if node is None else leaves[node]
+
+    return {root: Plain(filled(plain.tree), plain.key_impls) for root, plain in _numbered(packed.form, tuple(lists_in)).items()}
+
+
+@functools.lru_cache(maxsize=16)
+def _numbered(form: Form, lists_in: tuple[str, ...]) -> dict[str, Plain]:
+    """Returns the subtrees with leaves' numbers in place of leaves."""
+    trees = form.treedef.unflatten(range(len(form.leaves)))
+    plains = {}
+    for root, tree in trees.items():
+        impls: dict[str, str] = {}
+
+        def numbered(path: str, number: int | None, impls: dict[str, str] = impls) -> int | None:
+            impl = None if number is None else form.leaves[number].impl
+            if impl is not None and not isinstance(impl, str):
+                raise CheckpointError(f"Cannot be saved in a checkpoint: {path} is a key of the unregistered implementation {impl}.")
+            impls |= {path: impl} if impl else {}
+            return number
+
+        plains[root] = Plain(_plain(tree, root, root in lists_in, numbered), impls)
+    return plains
 
 
 def host_copy(plain: Plain, *, only_numpy: bool = False) -> Plain:

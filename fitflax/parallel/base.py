@@ -8,6 +8,7 @@ import abc
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from fitflax.parallel.packed import Packed
 from fitflax.state import Batch, PyTree
 
 __all__ = ["Layout", "Strategy"]
@@ -70,7 +71,7 @@ class Strategy(abc.ABC):
         """Whether the devices' memory is the host's, so that a copy there costs the host's memory only."""
 
     @abc.abstractmethod
-    def copy_once(self, tree: PyTree) -> PyTree:
+    def copy_once(self, tree: PyTree) -> Packed:
         """Returns a copy of a tree of replicated device arrays, on one device, that later donations cannot touch. Waits for nothing."""
 
     # What a step calls from inside, while it is traced.

@@ -19,6 +19,7 @@ from typing_extensions import override
 from fitflax.data.batch import full_mask
 from fitflax.errors import ConfigError
 from fitflax.parallel.base import Layout, Strategy
+from fitflax.parallel.packed import Packed
 from fitflax.state import Batch, PyTree
 
 __all__ = ["DataParallel"]
@@ -146,8 +147,8 @@ class DataParallel(Strategy):
         return bool(self.devices[0].platform == "cpu")
 
     @override
-    def copy_once(self, tree: PyTree) -> PyTree:
-        return self._copy(tree if self.num_replicas == 1 else jax.tree.map(lambda leaf: leaf.addressable_data(0), tree))
+    def copy_once(self, tree: PyTree) -> Packed:
+        return Packed(tree if self.num_replicas == 1 else jax.tree.map(lambda leaf: leaf.addressable_data(0), tree))
 
     @override
     def replica_index(self) -> Any:

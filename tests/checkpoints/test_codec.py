@@ -292,3 +292,25 @@ def test_arrays_of_gigabytes_come_back(tmp_path, num_bytes):
         by_flax = flax.serialization.msgpack_restore(data)["train"]["w"]
     assert np.count_nonzero(by_flax) == 5 and by_flax[marks].tolist() == [1, 2, 3, 4, 5]
     (tmp_path / "state.msgpack").unlink()  # pytest would keep it for a while.
+
+
+def test_the_layout_of_a_tree_of_arrays_is_found_again_and_another_tree_has_another(tmp_path):
+    def written(tree: dict) -> bytes:
+        save(tmp_path, tree, {"n": 1})
+        return (tmp_path / "state.msgpack").read_bytes()
+
+    first = {"b": np.arange(3.0), "a": {"w": np.ones((2, 2), np.float32), "none": None}}
+    others = [
+        {"a": first["a"], "b": first["b"]},  # Another order of the keys.
+        {"b": np.arange(3), "a": first["a"]},
+        {"b": np.arange(3.0)[None], "a": first["a"]},
+        {"c": np.arange(3.0), "a": first["a"]},
+        {"b": np.arange(3.0), "a": [first["a"]["w"], None]},
+        {"b": np.float64(3.0), "a": first["a"]},
+        {"b": 3.0, "a": first["a"]},
+        {"b": 4.0, "a": first["a"]},
+    ]
+    for tree in [first, *others] * 2:
+        plain = {"train": to_plain(tree, root="train").tree, "run": {"n": 1}}
+        assert written(tree) == flax.serialization.msgpack_serialize(plain)
+    assert written({"b": np.zeros(3), "a": first["a"]}) != written(first)
