@@ -26,7 +26,7 @@ import numpy as np
 
 from fitflax.checkpoints.documents import Rendered
 from fitflax.checkpoints.memory import Arena
-from fitflax.checkpoints.trees import CHUNKED, MAX_DEPTH, fetch, is_storable, join, leaves_of
+from fitflax.checkpoints.trees import CHUNKED, MAX_DEPTH, fetch, is_storable, join
 from fitflax.errors import CorruptCheckpointError
 
 __all__ = ["Reader", "Writer"]
@@ -192,15 +192,18 @@ class _Layout:
     Args:
         tree: Nested dicts, lists and leaves.
         path: What paths begin with.
+        leaves: Where the tree's arrays are put, in the order of the file.
     """
 
-    def __init__(self, tree: Any, path: str) -> None:
+    def __init__(self, tree: Any, path: str, leaves: list[Any]) -> None:
         self._packer = msgpack.Packer()
         self._structure = bytearray()
-        # In the order of leaves_of(); each with the structure before it in the header of its first part.
+        self._leaves = leaves
+        # Each with the structure before it in the header of its first part.
         self.arrays: list[_Array] = []
         self._node(tree, path)
         self.end = bytes(self._structure)
+        del self._leaves  # A layout is kept, the arrays are not.
 
     def _node(self, node: Any, path: str) -> None:
         if path.startswith(_MOSTLY_VALUES) and isinstance(node, (dict, list)):
@@ -223,6 +226,7 @@ class _Layout:
             parts = (first._replace(header=bytes(self._structure) + first.header), *others)
             self.arrays.append(_Array(path, f'{json.dumps(path)}: {json.dumps(entry)[:-1]}, "crc32": ', entry, parts))
             self._structure.clear()
+            self._leaves.append(node)
         else:
             self._structure += _pack(node)
 
@@ -232,34 +236,31 @@ _LAYOUTS: dict[Any, _Layout] = {}
 _MAX_LAYOUTS = 8
 
 
-def _layout_of(tree: Any, path: str) -> _Layout:
-    signature = _signature(tree)
-    if signature is None:
-        return _Layout(tree, path)
-    whole = path, CHUNK_BYTES, signature
+def _layout_of(tree: Any, path: str) -> tuple[_Layout, list[Any]]:
+    """Returns the layout of a tree, and its arrays in the order of the file."""
+    leaves: list[Any] = []
+    signature: list[Any] = []
+    if not _sign(tree, signature, leaves):
+        leaves.clear()
+        return _Layout(tree, path, leaves), leaves
+    whole = path, CHUNK_BYTES, tuple(signature)
     found = _LAYOUTS.get(whole)
     if found is None:
         for key in [*_LAYOUTS][: len(_LAYOUTS) + 1 - _MAX_LAYOUTS]:
             _LAYOUTS.pop(key, None)
-        found = _LAYOUTS[whole] = _Layout(tree, path)
-    return found
+        found = _LAYOUTS[whole] = _Layout(tree, path, [])
+    return found, leaves
 
 
-def _signature(tree: Any) -> tuple[Any, ...] | None:
-    """Returns what a layout depends on, keys in their order, if the leaves are arrays; otherwise it depends on their values."""
-    signature: list[Any] = []
-
-    def add(node: Any) -> bool:
-        if isinstance(node, dict):
-            signature.append(tuple(node))
-            return all(map(add, node.values()))
-        if isinstance(node, (jax.Array, np.ndarray)):
-            signature.append((node.shape, node.dtype))
-            return True
-        signature.append(None)
-        return node is None
-
-    return tuple(signature) if add(tree) else None
+def _sign(node: Any, signature: list[Any], leaves: list[Any]) -> bool:
+    """Adds what a layout depends on, keys in their order, and the arrays; returns whether there is nothing but arrays, otherwise it depends on values."""
+    if isinstance(node, dict):
+        signature.append(tuple(node))
+        return all(_sign(child, signature, leaves) for child in node.values())
+    signature.append(None if node is None else (node.shape, node.dtype) if isinstance(node, _ARRAYS[:2]) else False)
+    if isinstance(node, _ARRAYS[:2]):
+        leaves.append(node)
+    return signature[-1] is not False
 
 
 class Writer:
@@ -299,9 +300,7 @@ class Writer:
 
     def _root(self, root: str, node: Any) -> list[tuple[_Array, _Sum]]:
         self._structure += _pack(root)
-        layout = _layout_of(node, root)
-        # The layout has them in this order, too.
-        leaves = [leaf for leaf in leaves_of(node) if isinstance(leaf, _ARRAYS)]
+        layout, leaves = _layout_of(node, root)
         fetched = fetch((leaf for leaf in leaves if isinstance(leaf, jax.Array)), ahead_bytes=_FETCH_AHEAD_BYTES)
         written = []
         for array, leaf in zip(layout.arrays, leaves, strict=True):

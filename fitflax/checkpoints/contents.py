@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import fitflax.checkpoints.msgpack_format as msgpack_format
 import fitflax.checkpoints.orbax_format as orbax_format
-from fitflax.checkpoints.documents import fsync_directory, given_values, library_versions, read_document, write_document
+from fitflax.checkpoints.documents import fsync_directory, given_values, library_versions, read_document, write_given
 from fitflax.checkpoints.trees import Plain, to_plain
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from fitflax.state import PyTree
@@ -64,11 +64,12 @@ def write_checkpoint(directory: Path, *, train: PyTree | Plain, run: PyTree | Pl
     check_backend(backend)
     plain_train, plain_run = to_plain(train, root="train"), to_plain(run, root="run", keep_lists=True)
     # A fault in the metadata comes before any work.
-    given_values(metadata, {"format_version", "crc32"}.union(_OWN_KEYS, *(each.own_keys for each in BACKENDS.values())))
+    given = given_values(metadata, {"format_version", "crc32"}.union(_OWN_KEYS, *(each.own_keys for each in BACKENDS.values())))
     own = BACKENDS[backend].write_state(directory, plain_train, plain_run)
-    versions = {**library_versions(), **metadata.get("versions", {})}
+    versions = {**library_versions(), **given.get("versions", {})}
     key_impls = {**plain_train.key_impls, **plain_run.key_impls}
-    write_document(directory / METADATA_FILE, {**metadata, "versions": versions, "backend": backend, "key_impls": key_impls, **own})
+    ours = given_values({"backend": backend, "key_impls": key_impls, **own}, set())
+    write_given(directory / METADATA_FILE, {**given, "versions": versions, **ours})
     fsync_directory(directory)
 
 

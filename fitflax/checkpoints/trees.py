@@ -142,7 +142,7 @@ def host_copy(plain: Plain, *, only_numpy: bool = False) -> Plain:
     """
     # Paths are not needed, and making them takes longer than copying a small model.
     kinds: Any = np.ndarray if only_numpy else (jax.Array, np.ndarray)
-    arrays = [leaf for leaf in leaves_of(plain.tree) if isinstance(leaf, kinds)]
+    arrays = [leaf for leaf in _leaves(plain.tree) if isinstance(leaf, kinds)]
     fetched = fetch((array for array in arrays if isinstance(array, jax.Array)), ahead_bytes=math.inf)
     arena = Arena(sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays))
 
@@ -163,10 +163,10 @@ def host_copy(plain: Plain, *, only_numpy: bool = False) -> Plain:
     return Plain(copy(plain.tree), plain.key_impls)
 
 
-def leaves_of(node: Any) -> Iterator[Any]:
+def _leaves(node: Any) -> Iterator[Any]:
     if isinstance(node, (dict, list)):
         for child in node.values() if isinstance(node, dict) else node:
-            yield from leaves_of(child)
+            yield from _leaves(child)
     else:
         yield node
 

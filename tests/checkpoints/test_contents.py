@@ -11,6 +11,7 @@ import pytest
 
 from fitflax.checkpoints import contents
 from fitflax.checkpoints.contents import read_metadata, read_state, write_checkpoint
+from fitflax.checkpoints.documents import write_document
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from tests.checkpoints.samples import METADATA, read
 
@@ -121,7 +122,7 @@ def test_metadata_that_lacks_what_its_backend_needs_is_damaged(directory):
     path = directory / "metadata.json"
     document = json.loads(path.read_text())
     for key in ("backend", "key_impls", "arrays", "structure_crc32", "state_bytes"):
-        contents.write_document(path, {name: value for name, value in document.items() if name not in {key, "format_version", "crc32"}})
+        write_document(path, {name: value for name, value in document.items() if name not in {key, "format_version", "crc32"}})
         with pytest.raises(CorruptCheckpointError, match=f"metadata.json is damaged: it lacks {key}"):
             read_metadata(directory)
 
