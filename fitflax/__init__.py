@@ -7,21 +7,32 @@
 """
 
 import importlib.metadata
+from typing import TYPE_CHECKING
 
 from fitflax import callbacks, checkpoints, data, errors, losses, metrics, optimizers, parallel
 from fitflax.callbacks.history import History
 from fitflax.callbacks.serial import serial
 from fitflax.checkpoints.checkpoint import Checkpoint, Summary
+from fitflax.compilation import enable_compilation_cache
 from fitflax.evaluation import EvalLoop
 from fitflax.loop import TrainLoop
 from fitflax.state import TrainState
 from fitflax.trainer import Trainer
 from fitflax.triggers import at, every, first
 
-try:
-    __version__ = importlib.metadata.version("fitflax")
-except importlib.metadata.PackageNotFoundError:  # A checkout that is on the path without being installed.
-    __version__ = "0+unknown"
+__version__: str
+
+if not TYPE_CHECKING:  # Type checkers would take any name for one of this module's.
+
+    def __getattr__(name):
+        """Returns the version, which takes longer to find out than most programs that import this want to wait."""
+        if name != "__version__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            return importlib.metadata.version("fitflax")
+        except importlib.metadata.PackageNotFoundError:  # A checkout that is on the path without being installed.
+            return "0+unknown"
+
 
 __all__ = [
     "Checkpoint",
@@ -36,6 +47,7 @@ __all__ = [
     "callbacks",
     "checkpoints",
     "data",
+    "enable_compilation_cache",
     "errors",
     "every",
     "first",

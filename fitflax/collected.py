@@ -27,21 +27,21 @@ class Collected:
 
     Args:
         empty: The metrics over no examples, by log key.
-        join: Brings what a step handed out to the host, rows in the order of the batch.
+        join: Brings what a call handed out to the host, rows in the order of the batches; takes the number of its steps if they were several.
 
     >>> from fitflax.metrics import AUC
     >>> auc = AUC(name="auc").empty()
-    >>> rows = Collected({"auc": auc}, join=lambda tree: jax.tree.map(np.asarray, tree))
+    >>> rows = Collected({"auc": auc}, join=lambda tree, steps: jax.tree.map(np.asarray, tree))
     >>> rows.add({"auc": auc.update(np.array([0.1, 0.9]), np.array([0, 1]), np.ones(2))})
     >>> rows.now()()
     {'auc': 1.0}
     """
 
-    def __init__(self, empty: Mapping[str, Metric], join: Callable[[PyTree], PyTree]) -> None:
+    def __init__(self, empty: Mapping[str, Metric], join: Callable[[PyTree, int | None], PyTree]) -> None:
         self._empty = dict(empty)
         self._join = join
         self._parts: list[dict[str, Metric]] = []
-        self._pending: collections.deque[dict[str, Metric]] = collections.deque()
+        self._pending: collections.deque[tuple[dict[str, Metric], int | None]] = collections.deque()
         self._lock = threading.Lock()  # Values may be read by a thread that writes logs.
         self._count = 0
 
@@ -50,19 +50,19 @@ class Collected:
         """The metrics' log keys, in the order in which they are shown."""
         return tuple(self._empty)
 
-    def add(self, rows: dict[str, Metric]) -> None:
-        """Appends what a step handed out."""
+    def add(self, rows: dict[str, Metric], steps: int | None = None) -> None:
+        """Appends what a step handed out, or a call that made several `steps`."""
         if not rows:
             return
         self._count += 1  # Here and not the lengths: a part that another thread brings to the host is in neither.
         with self._lock:
-            self._pending.append(rows)
+            self._pending.append((rows, steps))
             if len(self._pending) > _PENDING:
                 self._settle(1)
 
     def _settle(self, count: int) -> None:
         for _ in range(count):
-            self._parts.append(self._join(self._pending.popleft()))
+            self._parts.append(self._join(*self._pending.popleft()))
 
     def now(self) -> Callable[[], dict[str, Any]]:
         """Returns a function that computes the metrics over the rows so far, whatever is appended later."""

@@ -1,8 +1,10 @@
-"""Passes over data that do not train: `EvalLoop` adds metrics to checkpoints, `predict` collects outputs."""
+"""Passes over data that do not train: `EvalLoop` adds metrics to checkpoints, `predict` and `predict_iter` give outputs."""
 
 import contextlib
+import random
+import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ import numpy as np
 from fitflax.callbacks.base import CallbackList
 from fitflax.checkpoints.checkpoint import Checkpoint, Summary
 from fitflax.data import Feed, Source
+from fitflax.data.arrays import ArraySource
 from fitflax.data.indexed import IndexedSource
 from fitflax.data.randomness import undisturbed
 from fitflax.errors import DataError, FitflaxWarning
@@ -20,7 +23,7 @@ from fitflax.signals import Interruption
 from fitflax.state import Batch, PyTree, TrainState
 from fitflax.step import EvalSums
 
-__all__ = ["EvalLoop", "Interrupted", "predict"]
+__all__ = ["EvalLoop", "Interrupted", "predict", "predict_iter"]
 
 
 class Interrupted(Exception):
@@ -146,6 +149,29 @@ class EvalLoop:
         return dict(logs)
 
 
+class _OwnRandomness:
+    """The process's global random generators as one reader of data uses them, apart from what the rest of the program draws between its batches."""
+
+    def __init__(self) -> None:
+        self._states: tuple[Any, ...] | None = None
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Sets the generators to where the last block of this kind left them, and back when this one ends."""
+        with undisturbed():
+            torch = sys.modules.get("torch")
+            torch = torch if hasattr(torch, "get_rng_state") else None
+            if self._states is not None:
+                random.setstate(self._states[0])
+                np.random.set_state(self._states[1])
+                if torch is not None and self._states[2] is not None:
+                    torch.set_rng_state(self._states[2])
+            try:
+                yield
+            finally:
+                self._states = random.getstate(), np.random.get_state(), None if torch is None else torch.get_rng_state()
+
+
 def predict(program: Program, state: TrainState, feed: Feed, *, steps: int | None, callbacks: CallbackList, check: Callable[[Batch], None]) -> PyTree:
     """Returns the outputs for the real rows of all batches, joined in order, as NumPy arrays.
 
@@ -161,31 +187,79 @@ def predict(program: Program, state: TrainState, feed: Feed, *, steps: int | Non
         DataError: The data has no batch.
         ModelError: The module does not run on it, or an output has no axis of examples.
     """
-    results: list[PyTree] = []
-    pending: list[tuple[int, int, PyTree]] = []
+    with undisturbed():
+        results = list(_predictions(program, state, feed, steps, callbacks, check, reading=contextlib.nullcontext))
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *results)
 
-    def collect() -> None:
-        number, rows, outputs = pending.pop()
-        results.append(jax.tree.map(lambda leaf: leaf[:rows], program.strategy.join(outputs)))
-        callbacks.call("on_predict_batch_end", number, {"outputs": results[-1]})
 
+def predict_iter(
+    program: Program, state: TrainState, make_feed: Callable[[], Feed], *, steps: int | None, check: Callable[[Batch], None]
+) -> Generator[PyTree, None, None]:
+    """Yields what `predict` joins, batch by batch. Closing it closes the feed.
+
+    Args:
+        program: The compiled steps.
+        state: Whose parameters and collections are used.
+        make_feed: Makes the batches, when the first one is asked for.
+        steps: How many batches; `None` for all.
+        check: Called with the first batch, before anything is done with it.
+
+    Raises:
+        DataError, ModelError: As in `predict`.
+    """
+    with contextlib.closing(make_feed()) as feed:
+        # Not `undisturbed`: between two batches it is the caller who draws. It takes half a millisecond a batch, and arrays draw nothing.
+        reading = contextlib.nullcontext if isinstance(feed.source, ArraySource) else _OwnRandomness().entered
+        yield from _predictions(program, state, feed, steps, CallbackList(), check, reading=reading)
+
+
+def _predictions(
+    program: Program,
+    state: TrainState,
+    feed: Feed,
+    steps: int | None,
+    callbacks: CallbackList,
+    check: Callable[[Batch], None],
+    *,
+    reading: Callable[[], contextlib.AbstractContextManager[None]],
+) -> Generator[PyTree, None, None]:
+    """Yields the outputs of each batch's real rows, in order, while the next batch is computed; data is read inside of `reading()`."""
+    pending: list[tuple[int, int, PyTree]] = []  # At most two, so that memory does not grow with the data.
     callbacks.call("on_predict_begin", {})
     batch = 0
-    while steps is None or batch < steps:
-        fed = feed.next()
-        if fed is None:
-            break
-        if batch == 0:
-            check(fed.batch)
-            program.check_predict(state, fed.batch)
-        callbacks.call("on_predict_batch_begin", batch, {})
-        outputs = program.predict(state, fed.batch, batch)
-        if pending:
-            collect()  # The outputs of one batch come to the host while the next one is computed.
-        pending.append((batch, fed.num_real, outputs))
-        batch += 1
-    if not pending:
+    is_over = False
+    while not is_over:
+        with reading():
+            fed = feed.next() if steps is None or batch < steps else None
+        is_over = fed is None
+        if fed is not None:
+            if batch == 0:
+                check(fed.batch)
+                program.check_predict(state, fed.batch)
+            callbacks.call("on_predict_batch_begin", batch, {})
+            pending.append((batch, fed.num_real, program.predict(state, fed.batch, batch)))
+            if not program.strategy.is_on_host:
+                _send_to_host(pending[-1][2])
+            batch += 1
+        if len(pending) == 2 or (is_over and pending):
+            try:
+                yield _to_host(program, pending.pop(0), callbacks)
+            except GeneratorExit:
+                feed.push_back(len(pending))
+                raise
+    if batch == 0:
         raise DataError("The data yields no batch.")
-    collect()
     callbacks.call("on_predict_end", {})
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *results)
+
+
+def _send_to_host(outputs: PyTree) -> None:
+    """Has outputs come to the host as soon as they are computed, and not only when somebody waits for them; where they are there already it costs time."""
+    for leaf in jax.tree.leaves(outputs):
+        leaf.copy_to_host_async()
+
+
+def _to_host(program: Program, dispatched: tuple[int, int, PyTree], callbacks: CallbackList) -> PyTree:
+    number, rows, outputs = dispatched
+    outputs = jax.tree.map(lambda leaf: leaf[:rows], program.strategy.join(outputs))
+    callbacks.call("on_predict_batch_end", number, {"outputs": outputs})
+    return outputs

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self, cast
 
 import jax
 import numpy as np
+from typing_extensions import override
 
 __all__ = ["Logs", "Place", "StepValues", "Values"]
 
@@ -107,11 +108,41 @@ class Values:
 class StepValues(Values):
     """The values of one training step: the running metrics of its epoch, and its own loss and gradient.
 
+    Args:
+        places: As in `Values`.
+        vector: The step's vector; of the last step, where a call made several.
+        late: As in `Values`.
+        compute_late: As in `Values`.
+        group: The vectors of all steps of that call, `[at least steps, values]`, and their number; `None` for a single step.
+
     >>> StepValues({"loss": Place(3)}, jax.numpy.array([0.5, 1.0, -1.0, 0.25])).loss
     0.5
     """
 
-    __slots__ = ()
+    __slots__ = ("_group",)
+
+    def __init__(
+        self,
+        places: Mapping[str, Place],
+        vector: jax.Array,
+        late: tuple[str, ...] = (),
+        compute_late: Callable[[], Mapping[str, Any]] = dict,
+        group: tuple[jax.Array, int] | None = None,
+    ) -> None:
+        super().__init__(places, vector, late, compute_late)
+        self._group = group
+
+    @override
+    def with_late(self, late: tuple[str, ...], compute_late: Callable[[], Mapping[str, Any]]) -> Self:
+        return type(self)(self.places, self.vector, late, compute_late, self._group)
+
+    @property
+    def losses(self) -> list[float]:
+        """The losses of all steps of the call that made this one, each step's alone."""
+        if self._group is None:
+            return [self.loss]
+        vectors, steps = self._group
+        return [float(loss) for loss in np.asarray(vectors)[:steps, STEP_LOSS]]
 
     @property
     def loss(self) -> float:

@@ -76,6 +76,7 @@ class RunPlan:
         process_start: The step at which this process began.
         repeats_last: Whether a step that was yielded already is yielded once more when it turns out to be the last, for those who save only then.
         keeps_grads: Whether checkpoints have the gradient of their step, which takes as much memory as the parameters.
+        steps_per_call: How many steps a call of the device makes at most.
     """
 
     end_step: int | None
@@ -87,6 +88,7 @@ class RunPlan:
     process_start: int = 0
     repeats_last: bool = False
     keeps_grads: bool = False
+    steps_per_call: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +183,10 @@ class TrainLoop:
         self._schedule = Schedule(plan.every, clock())
         self._validation_schedule = Schedule(self._validation.trigger, clock())
         self._has_triggers = plan.every is not None or self._validation.trigger is not None
-        self._upcoming: FedBatch | None = None
+        # What the next call trains on: its first batch, and others once the call is made.
+        self._upcoming: list[FedBatch] = []
+        # Where the present stretch of stepping by hand ends.
+        self._stretch_end: int | None = None
         self._values = values
         self._grads: Any = ()
         self._collected = collected
@@ -230,9 +235,11 @@ class TrainLoop:
             raise ConfigError(f"run(steps) must make at least one step. Received: {steps!r}.")
         self._begin_stretch()
         begin = self.progress.step
+        self._stretch_end = begin + steps
         for _ in self._moments:
-            if self.progress.step - begin >= steps:
+            if self.progress.step >= self._stretch_end:
                 break
+        self._stretch_end = None
         return self._yielded() if self.progress.step > begin else None
 
     def _begin_stretch(self) -> None:
@@ -263,9 +270,8 @@ class TrainLoop:
             CheckpointError: A save failed.
         """
         self._moments.close()
-        if self._upcoming is not None:
-            self._feed.push_back()
-            self._upcoming = None
+        self._feed.push_back(len(self._upcoming))
+        self._upcoming = []
         self._feed.close()
         self._finish_saving()
 
@@ -349,7 +355,7 @@ class TrainLoop:
                     yield from self._last_checkpoint()
                     self._close_partial_epoch()
                     return
-                self._train_one()
+                self._train_group()
                 if self._interruption is not None:
                     self._interruption.check(progress.step)
                 self._look_ahead()
@@ -382,12 +388,15 @@ class TrainLoop:
 
     def _fetch(self) -> bool:
         """Takes the next batch of the data, over the end of a pass if need be; returns whether there is one."""
-        if self._upcoming is None:
-            self._upcoming = self._feed.next()
-            if self._upcoming is None and self._may_pass_again():
-                self.progress.position = Position(self.progress.position.passes + (self.progress.position.examples > 0))
-                self._upcoming = self._feed.next()
-        return self._upcoming is not None
+        if not self._upcoming and not self._take() and self._may_pass_again():
+            self.progress.position = Position(self.progress.position.passes + (self.progress.position.examples > 0))
+            self._take()
+        return bool(self._upcoming)
+
+    def _take(self) -> bool:
+        fed = self._feed.next()
+        self._upcoming = [] if fed is None else [fed]
+        return fed is not None
 
     def _may_pass_again(self) -> bool:
         # Within an open epoch that is one pass, the end of the pass is the end of the epoch, not a reason to begin another pass.
@@ -399,37 +408,55 @@ class TrainLoop:
         self._validated = {}
         self.callbacks.call("on_epoch_begin", self.progress.epoch, {})
 
-    def _train_one(self) -> None:
-        """Dispatches one step and calls its hooks."""
-        fed = self._upcoming
+    def _room(self) -> int:
+        """Returns how many steps the next call may make: up to where somebody may want to look, and to the next multiple of `steps_per_call` in this run."""
+        plan, progress = self.plan, self.progress
+        step, room = progress.step, plan.steps_per_call
+        if room == 1:
+            return 1
+        ends = [step + room - (step - progress.first_step) % room, plan.end_step, self._stretch_end]
+        ends += [schedule.next_step(step, plan.process_start) for schedule in (self._schedule, self._validation_schedule, self.callbacks)]
+        if plan.steps_per_epoch is not None:
+            ends.append(step + plan.steps_per_epoch - progress.step_in_epoch)
+        return max(1, min(end for end in ends if end is not None) - step)
+
+    def _train_group(self) -> None:
+        """Dispatches one call, usually of one step, and calls its hooks."""
         self._made = None
-        assert fed is not None
-        progress, hooks = self.progress, self.callbacks
+        progress, hooks, plan = self.progress, self.callbacks, self.plan
         if self._live.step != progress.step:
             raise ConfigError(
                 f"This run is at step {progress.step}, but the trainer's state is at step {self._live.step}: something else trained or replaced it meanwhile. "
                 "Two runs of one trainer cannot be mixed."
             )
         hooks.call("on_train_batch_begin", progress.step_in_epoch, {})
+        room = self._room()
+        if room > len(self._upcoming):
+            self._upcoming += self._feed.next_like(self._upcoming[0].batch, room - 1)
+        group = self._upcoming
         if self._sums is None:
             self._collected = self._program.collector(train=True)
         sums = self._program.empty_train_sums() if self._sums is None else self._sums
         compiles = not self._program.has_trained
         begin = self._clock() if compiles else 0.0
         self._grads = ()  # Its memory is free for the next one.
-        state, self._sums, self._values, rows, self._grads = self._program.train(self._live.take(), sums, fed, keep_grads=self.plan.keeps_grads)
+        if plan.steps_per_call == 1:
+            trained = self._program.train(self._live.take(), sums, group[0], keep_grads=plan.keeps_grads)
+        else:
+            trained = self._program.train_group(self._live.take(), sums, group, plan.steps_per_call, keep_grads=plan.keeps_grads)
+        state, self._sums, self._values, rows, self._grads = trained
         if self._collected is not None:
-            self._collected.add(rows)
+            self._collected.add(rows, None if plan.steps_per_call == 1 else len(group))
         if compiles:
             self._timer.excluded += self._clock() - begin
         # Not before: a step that is broken off has not used its batch, which may be the last of its pass.
-        self._upcoming = None
-        progress.step += 1
-        progress.step_in_epoch += 1
+        self._upcoming = []
+        progress.step += len(group)
+        progress.step_in_epoch += len(group)
         progress.is_pending = True
-        progress.position = fed.position
+        progress.position = group[-1].position
         # Last: a KeyboardInterrupt before this finds the state's buffers taken, and saves nothing; one after it finds the whole step counted.
-        self._live.advance(state)
+        self._live.advance(state, len(group))
         if hooks.wants("on_train_batch_end"):
             hooks.call("on_train_batch_end", progress.step_in_epoch - 1, Logs(self._values, directions=self._program.directions))
 
@@ -440,7 +467,7 @@ class TrainLoop:
             return
         if plan.steps_per_epoch is not None:
             progress.epoch_is_over = progress.step_in_epoch >= plan.steps_per_epoch
-        elif self._upcoming is None and self._feed.pass_has_ended:
+        elif not self._upcoming and self._feed.pass_has_ended:
             self._end_pass()
 
     def _end_pass(self) -> None:
@@ -456,8 +483,7 @@ class TrainLoop:
         ended = self._feed.pass_has_ended
         # An iterator that serves once is not asked for a batch that nobody will use.
         if ended is None and (self._feed.source.can_restart or not self._is_finished()):
-            self._upcoming = self._feed.next()
-            ended = self._upcoming is None
+            ended = not self._take()
         if ended:
             self._end_pass()
 

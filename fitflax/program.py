@@ -5,13 +5,17 @@ evaluating shapes alone, which is also the dry run that reports mistakes before 
 """
 
 import collections
-from collections.abc import Mapping
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
+from jax import lax
 
 from fitflax.collected import Collected
+from fitflax.compilation import CompiledShapes
 from fitflax.data import FedBatch, Source
 from fitflax.data.arrays import ArraySource
 from fitflax.errors import LossError, MetricError, ModelError, NotReadyError
@@ -26,6 +30,12 @@ from fitflax.step import SCALAR, EvalSums, Task, TrainSums, collects, summed
 
 __all__ = ["LiveState", "Program", "Trained"]
 
+
+# What `time_steps` tries, at most: steps and memory of a call, and time for each of the two.
+_GROUP_STEPS = 16
+_GROUP_BYTES = 2**26
+_TRIAL_SECONDS = 0.25
+_MAX_LAPS = 10
 
 # From here on fresh memory costs more than waiting for a step: XLA takes it page by page, `host_copy` in huge pages.
 _LARGE_BYTES = 2**26
@@ -89,11 +99,11 @@ class LiveState:
             self._is_lent = False
         return self._state
 
-    def advance(self, state: TrainState) -> None:
-        """Takes the state after one more update."""
+    def advance(self, state: TrainState, steps: int = 1) -> None:
+        """Takes the state after more updates."""
         self._state = state
         self._is_lent = False
-        self.step += 1
+        self.step += steps
         self.version += 1
 
     def release(self) -> None:
@@ -180,6 +190,7 @@ class Program:
         self.strategy = strategy = task.strategy
         self._init = strategy.compile(task.init_state, inputs=("replicated", "split"), outputs="replicated")
         self._train = {keep: self._compile_train(keep) for keep in (False, True)}  # Compiled when called.
+        self._train_group = {keep: self._compile_group(keep) for keep in (False, True)}
         self._eval = strategy.compile(
             task.eval_step,
             inputs=("replicated", "replicated", "replicated", "replicated", "split"),
@@ -190,6 +201,7 @@ class Program:
         self._structures: dict[bool, _Structure] = {}
         self._seen_shapes: dict[bool, set[str]] = {True: set(), False: set()}
         self._predicted_shapes: set[str] = set()
+        self._compiled = {verb: CompiledShapes(verb) for verb in ("train on", "evaluate", "predict")}
         # Shared by all of them, because a collective of an evaluation can wait for one of a step.
         self._in_flight = _InFlight(strategy.max_in_flight)
         self.has_trained = False
@@ -201,6 +213,30 @@ class Program:
         outputs: tuple[Layout, ...] = ("replicated", "replicated", "replicated", "split", "replicated")
         return self.strategy.compile(train_step, inputs=("replicated", "replicated", "split"), outputs=outputs, donate=(0, 1))
 
+    def _compile_group(self, keep_grads: bool) -> Any:
+        def train_group(state: TrainState, sums: TrainSums, count: jax.Array, batches: Batch) -> Any:
+            """Makes the first `count` of the steps in `batches`; any number is the same compiled loop, so that no rounding depends on where groups end."""
+
+            def one(state: TrainState, sums: TrainSums, index: Any) -> Any:
+                batch = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), batches)
+                return self.task.train_step(state, sums, batch, keep_grads=keep_grads)
+
+            def body(index: jax.Array, carry: Any) -> Any:
+                (vectors, rows), (state, sums) = carry[3:], carry[:2]
+                state, sums, vector, new_rows, grads = one(state, sums, index)
+                put = functools.partial(lax.dynamic_update_index_in_dim, index=index, axis=0)
+                return state, sums, (vector, grads), put(vectors, vector), jax.tree.map(put, rows, new_rows)
+
+            size = batches.mask.shape[0]
+            _, _, *shapes = jax.eval_shape(one, state, sums, jax.ShapeDtypeStruct((), jax.numpy.int32))
+            vector, rows, grads = jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), shapes)
+            every = jax.tree.map(lambda leaf: jax.numpy.zeros((size, *leaf.shape), leaf.dtype), (vector, rows))
+            state, sums, (vector, grads), vectors, rows = lax.fori_loop(0, count, body, (state, sums, (vector, grads), *every))
+            return state, sums, (vector, vectors), rows, grads
+
+        outputs: tuple[Layout, ...] = ("replicated", "replicated", "replicated", "split", "replicated")
+        return self.strategy.compile(train_group, inputs=("replicated", "replicated", "replicated", "split"), outputs=outputs, donate=(0, 1))
+
     # -- preparation --
 
     def init(self, key: jax.Array, batch: Batch) -> TrainState:
@@ -211,14 +247,22 @@ class Program:
         """Returns the shapes of the state at step 0, computing nothing."""
         return cast(TrainState, jax.eval_shape(self._init, key, self.strategy.abstract_feed(batch)))
 
-    def prepare(self, state: TrainState, batch: Batch, *, train: bool) -> _Structure:
+    def prepare(self, state: TrainState, batch: Batch, *, train: bool, is_single: bool = False) -> _Structure:
         """Dry-runs a step on shapes alone, once for batches of the same shapes, and returns what it finds.
+
+        Args:
+            state: The state.
+            batch: The first batch of a call.
+            train: Whether it is trained on.
+            is_single: Whether it is the only one, so that what calls before had compiled is to be compared with.
 
         Raises:
             ModelError: The module fails, or a training step would change the structure of the state.
             LossError: The loss does not fit.
             MetricError: A metric does not fit.
         """
+        if not is_single:
+            self._compiled["train on" if train else "evaluate"].see(batch, warns=False)
         feed = self.strategy.abstract_feed(batch)
         shapes = str(feed)
         if train in self._structures and shapes in self._seen_shapes[train]:
@@ -305,10 +349,54 @@ class Program:
 
     # -- running --
 
+    def train_group(self, state: TrainState, sums: TrainSums, group: Sequence[FedBatch], size: int, *, keep_grads: bool = False) -> Trained:
+        """Dispatches several updates in one call, at most `size`, for which it is compiled; `state` and `sums` are consumed."""
+        structure = self._structures[True]
+        for fed in group:
+            _check_scalar(structure, fed)
+        self._compiled["train on"].see(group[0].batch)
+        self._in_flight.make_room()
+        batches = self.strategy.feed_group([fed.batch for fed in group], size)
+        state, sums, (vector, vectors), rows, grads = self._train_group[keep_grads](state, sums, np.int32(len(group)), batches)
+        self.has_trained = True
+        values = StepValues(structure.places, vector, group=(vectors, len(group)))
+        self._in_flight.add(values)
+        return Trained(state, sums, values, rows, grads)
+
+    @staticmethod
+    def group_size(fed: FedBatch) -> int:
+        """Returns how many steps are worth trying in one call: 16, fewer where their batches would take more than 64 MB."""
+        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(fed.batch))
+        return int(max(1, min(_GROUP_STEPS, _GROUP_BYTES // max(num_bytes, 1))))
+
+    def time_steps(self, state: TrainState, fed: FedBatch, size: int) -> tuple[float, float]:
+        """Returns the seconds that a step takes alone, and in a call of `size` steps, measured on copies of the state; the data's own time is in neither."""
+
+        def seconds(call: Callable[[TrainState, TrainSums], Trained], steps: int) -> float:
+            now, sums, calls = self.strategy.copy(state), self.empty_train_sums(), max(1, size // steps)
+
+            def lap() -> float:
+                nonlocal now, sums
+                begin = time.perf_counter()
+                for _ in range(calls):
+                    now, sums, values, *_ = call(now, sums)
+                values.wait()
+                return (time.perf_counter() - begin) / (calls * steps)
+
+            lap()  # Compiles.
+            end, laps = time.perf_counter() + _TRIAL_SECONDS, [lap()]
+            while len(laps) < _MAX_LAPS and time.perf_counter() < end:
+                laps.append(lap())
+            return min(laps)
+
+        group = [fed] * size
+        return seconds(lambda now, sums: self.train(now, sums, fed), 1), seconds(lambda now, sums: self.train_group(now, sums, group, size), size)
+
     def train(self, state: TrainState, sums: TrainSums, fed: FedBatch, *, keep_grads: bool = False) -> Trained:
         """Dispatches one update; `state` and `sums` are consumed."""
         structure = self._structures[True]
         _check_scalar(structure, fed)
+        self._compiled["train on"].see(fed.batch)
         self._in_flight.make_room()
         state, sums, vector, rows, grads = self._train[keep_grads](state, sums, self.strategy.feed(fed.batch))
         self.has_trained = True
@@ -320,8 +408,9 @@ class Program:
         """Dispatches the evaluation of one batch, and returns sums, their values and the batch's rows; `sums` is consumed."""
         structure = self._structures[False]
         _check_scalar(structure, fed)
+        self._compiled["evaluate"].see(fed.batch)
         self._in_flight.make_room()
-        sums, vector, rows = self._eval(state.params, state.model_state, state.key, sums, self.strategy.feed(fed.batch))
+        sums, vector, rows = self._eval(_in_use(state), state.model_state, state.key, sums, self.strategy.feed(fed.batch))
         values = Values(structure.places, vector)
         self._in_flight.add(values)
         return sums, values, rows
@@ -340,15 +429,18 @@ class Program:
         Raises:
             ModelError: The module fails, or an output has no leading axis of examples.
         """
+        self._compiled["predict"].see(Batch(batch.x, (), batch.mask))
         feed = self.strategy.feed(batch)
-        return self._predict(state.params, state.model_state, state.key, np.int32(index), feed.x)
+        return self._predict(_in_use(state), state.model_state, state.key, np.int32(index), feed.x)
 
-    def check_predict(self, state: TrainState, batch: Batch) -> None:
-        """Dry-runs prediction on shapes alone.
+    def check_predict(self, state: TrainState, batch: Batch, *, is_single: bool = False) -> None:
+        """Dry-runs prediction on shapes alone; arguments as of `prepare`.
 
         Raises:
             ModelError: The module fails, or an output has no leading axis of examples.
         """
+        if not is_single:
+            self._compiled["predict"].see(Batch(batch.x, (), batch.mask), warns=False)
         shapes = str(self.strategy.abstract_feed(batch).x)
         if shapes in self._predicted_shapes:
             return
@@ -414,13 +506,18 @@ def check_in_memory(program: Program, source: Source, state: TrainState, batch: 
     if not isinstance(source, ArraySource) or source.batch_size is None or source.num_examples is None:
         return
     size = min(source.batch_size, source.num_examples)
-    replicas = program.strategy.num_replicas
+    multiple = program.strategy.num_replicas * (program.task.numerics.accumulate_steps if train else 1)
     short = source.num_examples % size
-    if program.structure(train=train).scalar_loss and pad and (short or size % replicas):
-        raise scalar_loss_error(short or size, -(-size // replicas) * replicas)
+    if program.structure(train=train).scalar_loss and pad and (short or size % multiple):
+        raise scalar_loss_error(short or size, -(-size // multiple) * multiple)
     task = program.task
     if task.objective.has_label_loss and task.compute_loss is None and task.custom_step is None:
         task.objective.check_labels(program.output_shapes(state, batch), source.y, source.weights)
+
+
+def _in_use(state: TrainState) -> PyTree:
+    """Returns the parameters that are evaluated: the averaged ones where there are any."""
+    return state.params if state.ema_params is None else state.ema_params
 
 
 def _abstract(tree: PyTree) -> PyTree:

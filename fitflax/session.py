@@ -17,12 +17,15 @@ from fitflax.checkpoints.partial import RestoreReport, check_mapping, match, mov
 from fitflax.checkpoints.resume import check_fits, fit_to, restored_state
 from fitflax.checkpoints.saved import Saved
 from fitflax.checkpoints.saving import NICENESS_ON_HOST, Saver
-from fitflax.data import Feed, Position, Source
+from fitflax.checkpoints.trees import refit
+from fitflax.data import FedBatch, Feed, Position, Source
 from fitflax.data.feeds import Feeder
 from fitflax.data.streams import OneShotSource
 from fitflax.errors import DataError, FitflaxWarning, NotReadyError, RestoreError
 from fitflax.logs import StepValues
 from fitflax.loop import Progress, RunPlan, TrainLoop, Validation
+from fitflax.loss_scale import LossScaled, scaled_state, with_loss_scale
+from fitflax.numerics import Numerics, start_average
 from fitflax.objective import Objective
 from fitflax.parallel import Strategy
 from fitflax.program import LiveState, Program, check_in_memory
@@ -33,14 +36,17 @@ from fitflax.tabulation import describe_model, for_each_replica
 
 __all__ = ["Session"]
 
-MakeTask = Callable[[Objective, optax.GradientTransformationExtraArgs | None], Task]
+# Of the time of single steps: less is gained by groups than they cost in memory and in how often anybody can look.
+_WORTH_GROUPING = 0.95
+
+MakeTask = Callable[[Objective, optax.GradientTransformationExtraArgs | None, Numerics], Task]
 
 
 class Session:
     """The parts that `Trainer` puts to work; each of its calls takes them from here and leaves them here.
 
     Args:
-        make_task: Makes the task for an objective and an optimizer.
+        make_task: Makes the task for an objective, an optimizer and how updates are computed.
         strategy: Where steps run.
         seed: What all randomness follows from.
     """
@@ -55,6 +61,9 @@ class Session:
         self.is_stopping = False
         self.live: LiveState | None = None
         self.pad = True
+        # None for whichever is faster; what was found then, in words.
+        self.steps_per_call: int | None = 1
+        self.choice: str | None = None
         # The shapes of the last batch that a call began with.
         self.sample: Batch | None = None
         # What compile() was given, in words.
@@ -97,7 +106,7 @@ class Session:
     def any_program(self) -> Program:
         """Returns the program; before `compile` one that can only initialize and predict."""
         if self._program is None:
-            self._program = Program(self._make_task(Objective(), None))
+            self._program = Program(self._make_task(Objective(), None, Numerics()))
         return self._program
 
     # -- stopping --
@@ -121,7 +130,7 @@ class Session:
 
     # -- the task and its state --
 
-    def compile(self, given: Any, optimizer: optax.GradientTransformation, objective: Objective, *, pad: bool) -> None:
+    def compile(self, given: Any, optimizer: optax.GradientTransformation, objective: Objective, *, pad: bool, numerics: Numerics) -> None:
         """Takes a new task; parameters and collections stay, and the optimizer's state where the optimizer is the same object.
 
         Args:
@@ -129,16 +138,18 @@ class Session:
             optimizer: The transformation that it means.
             objective: Losses and metrics.
             pad: Whether short batches are padded.
+            numerics: How updates are computed.
         """
         is_same = self._optimizer is not None and given is self._given_optimizer and not isinstance(given, str)
-        if not is_same:
-            self._optimizer = optax.with_extra_args_support(optimizer)
+        whole = optax.with_extra_args_support(optimizer)
+        self._optimizer = with_loss_scale(whole) if numerics.is_scaled else whole
         self._given_optimizer = given
-        self._program = Program(self._make_task(objective, self._optimizer))
+        self._program = Program(self._make_task(objective, self._optimizer, numerics))
         self.pad = pad
-        self.feeder = Feeder(self.strategy.num_replicas, pad)
-        if self.live is not None and not is_same:
+        self.feeder = Feeder(self.strategy.num_replicas, pad, numerics.accumulate_steps)
+        if self.live is not None and (not is_same or self._unplaced is not None):
             self._start_optimizer()
+        self._match_numerics()
 
     def _start_optimizer(self) -> None:
         """Gives the state an optimizer state: the restored one that waits for it, or a fresh one."""
@@ -147,6 +158,7 @@ class Session:
         state = live.borrow()
         if self._unplaced is not None:
             saved_state, saved = self._unplaced
+            self._check_scale(saved)
             target = jax.eval_shape(self._optimizer.init, state.params)
             opt_state = self.strategy.put(fit_to(target, saved_state, saved, "train/opt_state"))
             self._unplaced = None
@@ -163,6 +175,23 @@ class Session:
                 self._optimizer = self._program = None  # So that the next compile() starts it again.
                 raise
         live.replace(dataclasses.replace(state, opt_state=opt_state), live.step)
+
+    def _match_numerics(self) -> None:
+        """Gives the live state what compile() asks for besides, a scale of the loss and averaged parameters, and takes from it what it does not ask for."""
+        live = self.live
+        if live is None or self._optimizer is None or not live.is_intact:
+            return
+        numerics, state = self.any_program().task.numerics, live.borrow()
+        is_scaled = isinstance(state.opt_state, LossScaled)
+        if is_scaled and not numerics.is_scaled:
+            live.replace(dataclasses.replace(state, opt_state=state.opt_state.inner_state), live.step)
+        elif numerics.is_scaled and not is_scaled:
+            scaled = self.strategy.put(scaled_state(()))._replace(inner_state=state.opt_state)
+            live.replace(dataclasses.replace(state, opt_state=scaled), live.step)
+        state = live.borrow()
+        if (numerics.ema_decay is None) != (state.ema_params is None):
+            start = self.strategy.compile(start_average, inputs=("replicated",), outputs="replicated")
+            live.replace(dataclasses.replace(state, ema_params=start(state.params) if state.ema_params is None else None), live.step)
 
     def begin_run(self) -> None:
         """Gives what comes a name of its own, by which directories tell runs apart."""
@@ -212,8 +241,13 @@ class Session:
             parts, report = match(saved, target, names)
             restored = TrainState(step=np.int32(0), key=key, opt_state=(), **parts)  # type: ignore[arg-type]
         else:
-            saved = moved(saved, target, names)
+            if not weights_only and self._optimizer is not None:
+                self._check_scale(saved)
+            saved, target = self._with_averages(moved(saved, target, names), target)
             restored = restored_state(saved, target=target, optimizer=self._optimizer, key=key, weights_only=weights_only)
+            if weights_only and saved.train["ema_params"] is not None:
+                averages = jax.eval_shape(start_average, restored.params)
+                restored = dataclasses.replace(restored, ema_params=fit_to(averages, saved.train["ema_params"], saved, "train/ema_params"))
             report = report_of(restored)
         afresh, optimizer = weights_only or partial, self._optimizer
         if afresh and optimizer is not None:
@@ -225,9 +259,31 @@ class Session:
         self._unplaced = None if afresh or optimizer is not None else (saved.train["opt_state"], saved)
         if afresh and optimizer is not None:
             self._start_optimizer()
+        self._match_numerics()
         if not afresh:
             self.run_id = str(saved.metadata.get("run_id", self.run_id))
         return report
+
+    def _check_scale(self, saved: Saved) -> None:
+        """Checks that a checkpoint has a scale of the loss if the trainer is compiled with one, and has none otherwise.
+
+        Raises:
+            RestoreError: It has not.
+        """
+        opt_state = saved.train.get("opt_state", {})
+        has_scale = isinstance(opt_state, dict) and set(opt_state) == set(LossScaled._fields)
+        if "opt_state" in saved.train and has_scale != self.any_program().task.numerics.is_scaled:
+            has = "has a scale of the loss, so it is of a run with" if has_scale else "has no scale of the loss, which there is with"
+            raise RestoreError(f"{saved.path} {has} precision='float16'. Compile with the checkpoint's precision, or restore it with weights_only=True.")
+
+    def _with_averages(self, saved: Saved, target: TrainState | None) -> tuple[Saved, TrainState | None]:
+        """Returns a checkpoint, and what it must look like, with averaged parameters where it has them and the trainer is not compiled without."""
+        averages = saved.train.get("ema_params")
+        if self._optimizer is not None and self.any_program().task.numerics.ema_decay is None:
+            averages = None
+        if target is not None:
+            target = dataclasses.replace(target, ema_params=None if averages is None else jax.eval_shape(start_average, target.params))
+        return dataclasses.replace(saved, train={**saved.train, "ema_params": averages}), target
 
     def _own_shapes(self, key: jax.Array, batch: Batch | None) -> TrainState | None:
         """Returns the shapes of the module's own state, or `None` if they are not known."""
@@ -297,7 +353,11 @@ class Session:
             return
         live = self.need_state("restore")
         target = self.any_program().abstract_state(jax.random.key(self.seed), batch)
-        live.replace(check_fits(target, live.borrow(), self._unchecked), live.step)
+        state = check_fits(target, live.borrow(), self._unchecked)
+        if state.ema_params is not None:
+            averages = refit(jax.eval_shape(start_average, state.params), state.ema_params, where=self._unchecked, root="train/ema_params")
+            state = dataclasses.replace(state, ema_params=averages)
+        live.replace(state, live.step)
         self._built_from, self._unchecked = self.sample, None
 
     def describe(self, sample: Batch | None) -> str:
@@ -414,11 +474,12 @@ class Session:
                     raise RestoreError(f"The checkpoint has collected rows of {sorted(rows)}, but the compiled metrics collect none.")
             if saved is not None and "values" in saved.run and saved.run["values"].size == structure.num_values:
                 values = StepValues(structure.places, self.strategy.put(saved.run["values"]))
+        steps_per_call = self._choose_steps_per_call(program, fed, saved)
         self._last_loop = TrainLoop(
             program,
             live,
             feed,
-            dataclasses.replace(plan, info={**plan.info, "run_id": self.run_id}),
+            dataclasses.replace(plan, info={**plan.info, "run_id": self.run_id, "steps_per_call": steps_per_call}, steps_per_call=steps_per_call),
             progress=progress,
             callbacks=callbacks,
             validation=validation,
@@ -432,6 +493,24 @@ class Session:
             saver=self.make_saver() if saver is None else saver,
         )
         return self._last_loop
+
+    def _choose_steps_per_call(self, program: Program, fed: FedBatch | None, saved: Saved | None) -> int:
+        """Returns how many steps a call is to make: what was asked for, what the run to be resumed made, or what is faster."""
+        before = None if saved is None else int(saved.metadata.get("steps_per_call", 1))
+        self.choice = None
+        if self.steps_per_call is not None:
+            if before not in (None, self.steps_per_call):
+                message = f"The run made {before} steps a call and goes on with {self.steps_per_call}: from then on its results may differ by rounding."
+                warnings.warn(message, FitflaxWarning, stacklevel=4)
+            return self.steps_per_call
+        if before is not None or fed is None:
+            return before or 1
+        size = program.group_size(fed)
+        single, grouped = program.time_steps(self.need_state("fit").borrow(), fed, size) if size > 1 else (0.0, 0.0)
+        chosen = size if grouped < single * _WORTH_GROUPING else 1
+        self.choice = f"{size} steps a call took {grouped * 1e6:.0f} us a step, single steps {single * 1e6:.0f} us" if size > 1 else "batches are large"
+        self.choice = f"steps_per_call='auto' chose {chosen}: {self.choice}."
+        return chosen
 
 
 def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:

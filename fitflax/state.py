@@ -20,7 +20,7 @@ class TrainState:
         model_state: The module's other collections that last from step to step, `{collection: tree}`, such as `"batch_stats"`.
         opt_state: The optax state.
         key: The typed key that all randomness of training is derived from; it never changes, the step is folded into it.
-        ema_params: Averaged parameters, or `None`.
+        ema_params: Averaged parameters, which are what is evaluated; `None` unless `compile(ema_decay=...)` asked for them.
 
     >>> import jax.numpy as jnp
     >>> state = TrainState(step=jnp.int32(0), params={"w": jnp.ones(3)}, model_state={}, opt_state=(), key=jax.random.key(0))

@@ -6,7 +6,6 @@ changes. Steps are written for one replica's share of the batch; sums over repli
 
 import dataclasses
 import functools
-import operator
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
@@ -17,9 +16,12 @@ import optax
 from flax import struct
 from flax.errors import InvalidRngError
 
+import fitflax.accumulation as accumulation
+import fitflax.loss_scale as loss_scale
 from fitflax.errors import LossError, MetricError, ModelError
 from fitflax.metrics import Mean, Metric, weighted_sums
 from fitflax.model import RNG_HINT, LinenModel, describe_shapes
+from fitflax.numerics import Numerics, start_average
 from fitflax.objective import Objective
 from fitflax.parallel import Strategy
 from fitflax.state import Batch, PyTree, TrainState
@@ -118,19 +120,55 @@ def _rows(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     return {key: metric for key, metric in metrics.items() if collects(metric)}
 
 
+@dataclasses.dataclass
+class _Notes:
+    """What JAX loses on the way out of a transformation, noted while a pass is traced.
+
+    Attributes:
+        order: The keys of the metrics as they are shown.
+        given: The metrics as the user gave them.
+        shapes: The shape of the values of each part of the loss.
+    """
+
+    order: list[str] = dataclasses.field(default_factory=list)
+    given: dict[str, Metric] = dataclasses.field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+
 class _Update(NamedTuple):
-    """What one update yields: the state after it; the batch's metrics, joined over replicas but for rows; the loss, the gradient and its norm, global."""
+    """What one update yields.
+
+    Attributes:
+        state: The state after it, but for averaged parameters.
+        metrics: The batch's, joined over replicas but for rows.
+        loss: Global, as are the gradient and its norm.
+        grads: The gradient, never scaled.
+        norm: Its norm.
+        is_skipped: Whether parameters stay as they were, because the gradient overflowed; `None` where that cannot be.
+        is_good: Whether nothing went wrong that a smaller scale of the loss could not mend.
+    """
 
     state: TrainState
     metrics: dict[str, Metric]
     loss: jax.Array
     grads: PyTree
     norm: jax.Array
+    is_skipped: jax.Array | None
+    is_good: jax.Array
 
 
 class _Losses(NamedTuple):
     """What one forward pass yields, before it is summed over replicas."""
 
+    metrics: dict[str, Metric]
+    model_state: dict[str, PyTree]
+
+
+class _Pass(NamedTuple):
+    """What a pass forward and back yields of this replica's share: its part of the global loss and of the (scaled) gradient, metrics and collections."""
+
+    loss: jax.Array
+    grads: PyTree
     metrics: dict[str, Metric]
     model_state: dict[str, PyTree]
 
@@ -148,7 +186,8 @@ class Task:
         mutable: linen's filter for collections that may change.
         transient: Collections that are taken out after every call.
         compute_loss: Replaces `default_loss`; see `Trainer.compute_loss`.
-        train_step: Replaces the whole update; see `Trainer.train_step`.
+        custom_step: Replaces the whole update; see `Trainer.train_step`.
+        numerics: How updates are computed.
     """
 
     model: LinenModel
@@ -160,6 +199,7 @@ class Task:
     transient: tuple[str, ...]
     compute_loss: ComputeLoss | None = None
     custom_step: TrainStep | None = None
+    numerics: Numerics = dataclasses.field(default_factory=Numerics)
 
     # -- initialization --
 
@@ -173,7 +213,8 @@ class Task:
         model_state = {name: tree for name, tree in variables.items() if name not in self.transient}
         params, model_state = self.strategy.first((params, model_state))  # A module may ask for its replica's number.
         opt_state = () if self.optimizer is None else self.optimizer.init(params)
-        state = TrainState(step=jnp.int32(0), params=params, model_state=model_state, opt_state=opt_state, key=key)
+        averages = None if self.numerics.ema_decay is None else start_average(params)
+        state = TrainState(step=jnp.int32(0), params=params, model_state=model_state, opt_state=opt_state, key=key, ema_params=averages)
         return cast(TrainState, strong_types(state))
 
     # -- one forward pass --
@@ -183,6 +224,7 @@ class Task:
     ) -> tuple[Any, dict[str, PyTree], dict[str, Any]]:
         """Returns `(values, new_model_state, aux)` of the compiled loss; `aux["outputs"]` feeds the metrics."""
         outputs, changed = self.model.apply({"params": params, **model_state}, batch.x, train=train, rngs=rngs, mutable=self.mutable)
+        outputs = self.numerics.widen(outputs)
         parts, aux = self.objective.losses(outputs, batch.y)
         values = parts["loss"] if set(parts) == {"loss"} else parts
         return values, changed, {**aux, OUTPUTS: outputs}
@@ -195,31 +237,36 @@ class Task:
         *,
         rngs: dict[str, jax.Array],
         train: bool,
-        order: list[str] | None = None,
-        given: dict[str, Metric] | None = None,
+        notes: _Notes | None = None,
+        totals: Mapping[str, jax.Array] | None = None,
     ) -> tuple[jax.Array, _Losses]:
         """Returns this replica's part of the global loss, and the rest of what the pass yields.
 
-        What JAX loses on the way out of a transformation is noted in `order`, the keys of the metrics as they are shown, and `given`, the metrics as the
-        user gave them.
+        Args:
+            params: The parameters.
+            model_state: The other collections.
+            batch: The share of the batch.
+            rngs: A key for each random stream.
+            train: Whether this is training.
+            notes: Where to note what JAX loses.
+            totals: The global weight of each part of the loss, where this is one of several micro-batches.
         """
-        compute = self.compute_loss or self.default_loss
-        try:
-            values, changed, aux = _checked_triple(compute(params, model_state, batch, rngs=rngs, train=train))
-        except InvalidRngError as error:
-            raise ModelError(f"compute_loss: {error}.{RNG_HINT} It gets rngs={list(rngs)} {'in training' if train else 'in evaluation'}.") from error
+        notes = notes or _Notes()
+        values, changed, aux = self._values(params, model_state, batch, rngs=rngs, train=train)
         parts = values if isinstance(values, Mapping) else {"loss": values}
-        mask = batch.mask.astype(jnp.float32)
-        weights = mask if batch.weights is None else _from_left(mask, batch.weights.ndim) * batch.weights
+        mask, weights = _masked_weights(batch)
         means: dict[str, Mean] = {}
         local = jnp.float32(0)
         for name, part in parts.items():
-            means[name], share = self._mean_part(name, part, batch, weights, mask)
+            part = jnp.asarray(part).astype(jnp.float32)
+            notes.shapes[name] = part.shape
+            means[name], share = self._mean_part(name, part, batch, weights, mask, totals)
             local += share
         sown = [leaf for leaf in jax.tree.leaves(changed.get("losses", ())) if "losses" in self.transient]
         if sown:
             value = sum((jnp.sum(jnp.asarray(leaf, jnp.float32)) for leaf in sown), start=jnp.float32(0))
-            means["sown"], share = self._scalar_part(value, mask)
+            notes.shapes["sown"] = ()
+            means["sown"], share = self._scalar_part("sown", value, mask, totals)
             local += share
         if train and not means:
             raise LossError("There is nothing to minimize: compile() has no loss, and the module sows no 'losses'.")
@@ -240,22 +287,33 @@ class Task:
         for entry in () if outputs is None else self.objective.entries(outputs, tuple(metrics)):
             chosen = weights if entry.weighted else mask
             metrics[entry.key] = self.objective.update(entry, outputs, batch.y, chosen, logged)
-            if given is not None:
-                given[entry.key] = entry.metric
-        if order is not None:
-            order[:] = metrics
+            notes.given[entry.key] = entry.metric
+        notes.order[:] = metrics
         kept = {name: tree for name, tree in changed.items() if name not in self.transient}
         # One by one: mapping over the dict would sort it, and its order is the order in which values are shown.
         metrics = {key: jax.tree.map(jax.lax.stop_gradient, metric) for key, metric in metrics.items()}
         return local, _Losses(metrics, {**model_state, **kept})
 
-    def _mean_part(self, name: str, values: jax.Array, batch: Batch, weights: jax.Array, mask: jax.Array) -> tuple[Mean, jax.Array]:
+    def _values(
+        self, params: PyTree, model_state: dict[str, PyTree], batch: Batch, *, rngs: dict[str, jax.Array], train: bool
+    ) -> tuple[Any, dict[str, PyTree], dict[str, Any]]:
+        """Returns what `compute_loss` does; parameters and inputs reach it in the compute dtype, outputs and collections leave in their own."""
+        compute = self.compute_loss or self.default_loss
+        params, x = self.numerics.narrow((params, batch.x))
+        try:
+            values, changed, aux = _checked_triple(compute(params, model_state, batch._replace(x=x), rngs=rngs, train=train))
+        except InvalidRngError as error:
+            raise ModelError(f"compute_loss: {error}.{RNG_HINT} It gets rngs={list(rngs)} {'in training' if train else 'in evaluation'}.") from error
+        return values, self.numerics.as_stored(changed, model_state), {key: self.numerics.widen(value) for key, value in aux.items()}
+
+    def _mean_part(
+        self, name: str, values: jax.Array, batch: Batch, weights: jax.Array, mask: jax.Array, totals: Mapping[str, jax.Array] | None
+    ) -> tuple[Mean, jax.Array]:
         """Returns the logged mean of one part of the loss, and this replica's share of its global mean."""
-        values = jnp.asarray(values).astype(jnp.float32)
         if values.ndim == 0:
             if batch.weights is not None:
                 raise LossError("The loss is a scalar, but the data is weighted. Return one value per example, [batch] or [batch, ...], instead of their mean.")
-            mean, share = self._scalar_part(values, mask)
+            mean, share = self._scalar_part(name, values, mask, totals)
             return dataclasses.replace(mean, name=SCALAR), share
         rows = batch.mask.shape[0]
         if values.shape[0] != rows:
@@ -266,12 +324,12 @@ class Task:
         if weights.ndim > values.ndim or any(have not in (1, want) for have, want in zip(weights.shape, values.shape, strict=False)):
             raise LossError(f"sample_weight {list(weights.shape)} does not fit the loss's values {list(values.shape)}, aligned from the left.")
         total, weight = weighted_sums(values, weights)
-        return Mean().add(values, weights), _ratio(total, self.strategy.sum(jax.lax.stop_gradient(weight)))
+        return Mean().add(values, weights), _ratio(total, self.strategy.sum(jax.lax.stop_gradient(weight)) if totals is None else totals[name])
 
-    def _scalar_part(self, value: jax.Array, mask: jax.Array) -> tuple[Mean, jax.Array]:
+    def _scalar_part(self, name: str, value: jax.Array, mask: jax.Array, totals: Mapping[str, jax.Array] | None) -> tuple[Mean, jax.Array]:
         """The same for a value that already is the mean of this replica's examples: averaged by the number of real ones."""
         real = jnp.sum(mask)
-        return Mean().add(value, real), _ratio(value * real, self.strategy.sum(real))
+        return Mean().add(value, real), _ratio(value * real, self.strategy.sum(real) if totals is None else totals[name])
 
     def _aux_metric(self, key: str, value: jax.Array, weights: jax.Array, mask: jax.Array) -> Mean:
         if value.ndim == 0:
@@ -290,7 +348,9 @@ class Task:
         if train and self.custom_step is not None:
             return self._custom(state, batch)[1]
         rngs = self._rngs(self.streams.train if train else self.streams.eval, state.key)
-        return self._forward(state.params, state.model_state, batch, rngs=rngs, train=train, given=given)[1].metrics
+        if train and self.numerics.accumulate_steps > 1:
+            batch = accumulation.first_of(accumulation.split(batch, self.numerics.accumulate_steps))
+        return self._forward(state.params, state.model_state, batch, rngs=rngs, train=train, notes=_Notes(given=given))[1].metrics
 
     def train_step(
         self, state: TrainState, sums: TrainSums, batch: Batch, *, keep_grads: bool = False
@@ -302,14 +362,24 @@ class Task:
         if self.custom_step is None:
             done = self.update(state, batch)
         else:
-            state, metrics = self._custom(state, batch)
+            new_state, metrics = self._custom(state, batch)
             metrics = self._join(metrics)
-            done = _Update(state, metrics, metrics["loss"].compute() if "loss" in metrics else jnp.float32(0), (), jnp.float32(0))
+            loss = metrics["loss"].compute() if "loss" in metrics else jnp.float32(0)
+            done = _Update(new_state, metrics, loss, (), jnp.float32(0), None, jnp.isfinite(loss))
         merged = {key: sums.metrics[key].merge(metric) for key, metric in summed(done.metrics).items()}
-        is_good = jnp.isfinite(done.loss) & jnp.isfinite(done.norm)
-        since = jnp.where(sums.steps_since_bad >= 0, sums.steps_since_bad + 1, jnp.where(is_good, -1, 0))
+        since = jnp.where(sums.steps_since_bad >= 0, sums.steps_since_bad + 1, jnp.where(done.is_good, -1, 0))
         values = _vector([done.loss, done.norm, since.astype(jnp.float32)], merged)
-        return done.state, TrainSums(merged, since), values, _rows(done.metrics), done.grads if keep_grads else ()
+        new_state = self._averaged(state, done)
+        return new_state, TrainSums(merged, since), values, _rows(done.metrics), done.grads if keep_grads else ()
+
+    def _averaged(self, old: TrainState, done: _Update) -> TrainState:
+        """Returns the state after an update, averaged parameters as well."""
+        if self.numerics.ema_decay is None:
+            return done.state
+        averages = self.numerics.average(old.ema_params, done.state.params)
+        if done.is_skipped is not None:
+            averages = optax.tree.where(done.is_skipped, old.ema_params, averages)
+        return same_types(dataclasses.replace(done.state, ema_params=averages), old)
 
     def update(self, state: TrainState, batch: Batch, *, unify: bool = True) -> _Update:
         """Returns what one update by the compiled loss yields.
@@ -317,21 +387,66 @@ class Task:
         With `unify=False` the collections are this replica's, for a custom step, after which they are unified anyway.
         """
         assert self.optimizer is not None
-        rngs = self._rngs(self.streams.train, jax.random.fold_in(state.key, state.step))
-        order: list[str] = []
-        loss_fn = functools.partial(self._forward, model_state=state.model_state, batch=batch, rngs=rngs, train=True, order=order)
-        (loss, forward), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-        loss, grads = self.strategy.sum((loss, grads))
+        scale = state.opt_state.scale if self.numerics.is_scaled else None
+        notes = _Notes()
+        run = self._back if self.numerics.accumulate_steps == 1 else self._accumulate
+        share = run(state, batch, jax.random.fold_in(state.key, state.step), notes, scale)
+        loss, grads = self.strategy.sum((share.loss, share.grads))
+        if scale is not None:
+            grads = loss_scale.unscaled(grads, scale)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
-        new_state = dataclasses.replace(
-            state,
-            step=state.step + 1,
-            params=optax.apply_updates(state.params, updates),
-            model_state=self.strategy.unify(forward.model_state) if unify else forward.model_state,
-            opt_state=opt_state,
-        )
-        metrics = self._join({key: forward.metrics[key] for key in order})
-        return _Update(same_types(new_state, state), metrics, loss, grads, optax.tree.norm(grads).astype(jnp.float32))
+        step, params = state.step + 1, optax.apply_updates(state.params, updates)
+        model_state = self.strategy.unify(share.model_state) if unify else share.model_state
+        metrics = self._join({key: share.metrics[key] for key in notes.order})
+        norm = optax.tree.norm(grads).astype(jnp.float32)
+        is_good, is_skipped = jnp.isfinite(loss) & jnp.isfinite(norm), None
+        if scale is not None:
+            is_skipped = ~loss_scale.is_finite(grads)
+            # Where there is no smaller scale to try, a gradient that is not finite is as bad as without scaling.
+            is_good = jnp.isfinite(loss) & (jnp.isfinite(norm) | (is_skipped & (scale > loss_scale.MIN_SCALE)))
+            params, model_state = optax.tree.where(is_skipped, (state.params, state.model_state), (params, model_state))
+        new_state = dataclasses.replace(state, step=step, params=params, model_state=model_state, opt_state=opt_state)
+        return _Update(same_types(new_state, state), metrics, loss, grads, norm, is_skipped, is_good)
+
+    def _back(
+        self, state: TrainState, batch: Batch, key: jax.Array, notes: _Notes, scale: jax.Array | None, totals: Mapping[str, jax.Array] | None = None
+    ) -> _Pass:
+        """Returns what a pass forward and back yields; the gradient is that of the loss times `scale`."""
+        rngs = self._rngs(self.streams.train, key)
+
+        def loss_fn(params: PyTree) -> tuple[jax.Array, tuple[jax.Array, _Losses]]:
+            loss, forward = self._forward(params, state.model_state, batch, rngs=rngs, train=True, notes=notes, totals=totals)
+            return loss if scale is None else loss * scale, (loss, forward)
+
+        (_, (loss, forward)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        return _Pass(loss, grads, forward.metrics, forward.model_state)
+
+    def _accumulate(self, state: TrainState, batch: Batch, key: jax.Array, notes: _Notes, scale: jax.Array | None) -> _Pass:
+        """Returns the same of a batch that is worked on in micro-batches, one after another; only one's activations are in memory at a time."""
+        steps = self.numerics.accumulate_steps
+        batches = accumulation.split(batch, steps)
+        totals = self._total_weights(state, batch, accumulation.first_of(batches))
+
+        def body(carry: tuple[jax.Array, PyTree, dict[str, PyTree]], each: tuple[jax.Array, Batch]) -> Any:
+            (loss, grads, model_state), (index, micro) = carry, each
+            before = dataclasses.replace(state, model_state=model_state)
+            one = self._back(before, micro, jax.random.fold_in(key, index), notes, scale, totals)
+            after = same_types(dataclasses.replace(before, model_state=one.model_state), before)
+            return (loss + one.loss, optax.tree.add(grads, one.grads), after.model_state), one.metrics
+
+        first = (jnp.float32(0), optax.tree.zeros_like(state.params), state.model_state)
+        (loss, grads, model_state), metrics = jax.lax.scan(body, first, (jnp.arange(steps), batches))
+        rows = _rows(metrics)
+        merged = accumulation.merge_all({name: metric for name, metric in metrics.items() if name not in rows})
+        return _Pass(loss, grads, accumulation.join_rows(rows) | merged, model_state)
+
+    def _total_weights(self, state: TrainState, batch: Batch, micro: Batch) -> dict[str, jax.Array]:
+        """Returns the weight of each part of the loss over all micro-batches and replicas; only the shapes of one micro-batch's values are needed for it."""
+        notes = _Notes()
+        forward = functools.partial(self._forward, rngs=self._rngs(self.streams.train, state.key), train=True, notes=notes)
+        jax.eval_shape(forward, state.params, state.model_state, micro)
+        mask, weights = _masked_weights(batch)
+        return {name: self.strategy.sum(accumulation.total_weight(shape, weights, mask)) for name, shape in notes.shapes.items()}
 
     def weighted_logs(self, metrics: dict[str, Metric], batch: Batch) -> dict[str, tuple[jax.Array, jax.Array]]:
         """Returns a batch's global metrics as the pairs that a custom step logs: each replica's share of the sum, and of the weight."""
@@ -363,9 +478,7 @@ class Task:
         kept = {name: tree for name, tree in new_state.model_state.items() if name not in self.transient}
         # A user's update may well forget the other replicas.
         params, opt_state = self.strategy.agree((new_state.params, new_state.opt_state))
-        new_state = dataclasses.replace(
-            new_state, step=state.step + 1, key=state.key, params=params, opt_state=opt_state, model_state=self.strategy.unify(kept)
-        )
+        new_state = dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state, model_state=self.strategy.unify(kept))
         return same_types(new_state, state), metrics
 
     def eval_step(
@@ -381,7 +494,8 @@ class Task:
     def predict_step(self, params: PyTree, model_state: dict[str, PyTree], key: jax.Array, index: jax.Array, x: PyTree) -> PyTree:
         """Returns the module's outputs for one batch."""
         rngs = self._rngs(self.streams.eval, jax.random.fold_in(jax.random.fold_in(key, _EVAL), index))
-        return self.model.apply({"params": params, **model_state}, x, train=False, rngs=rngs, mutable=self.mutable)[0]
+        params, x = self.numerics.narrow((params, x))
+        return self.numerics.widen(self.model.apply({"params": params, **model_state}, x, train=False, rngs=rngs, mutable=self.mutable)[0])
 
     def _rngs(self, names: tuple[str, ...], key: jax.Array) -> dict[str, jax.Array]:
         return split_key(jax.random.fold_in(key, self.strategy.replica_index()), names) if names else {}
@@ -392,10 +506,7 @@ class Task:
         joined |= self.strategy.sum({key: metric for key, metric in metrics.items() if key not in joined and getattr(metric, "additive", False)})
         others = {key: metric for key, metric in metrics.items() if key not in joined}
         if others:
-            # A loop, not a chain of merges, which XLA would take long to compile on many replicas.
-            shares = self.strategy.gather(others)
-            first, rest = (jax.tree.map(operator.itemgetter(part), shares) for part in (0, slice(1, None)))
-            joined |= jax.lax.scan(lambda sums, share: ({key: sums[key].merge(share[key]) for key in others}, None), first, rest)[0]
+            joined |= accumulation.merge_all(self.strategy.gather(others))
         return {key: joined[key] for key in metrics}
 
 
@@ -414,6 +525,12 @@ def _per_example(parts: Mapping[str, Any], rows: int) -> jax.Array:
 def _ratio(total: jax.Array, weight: jax.Array) -> jax.Array:
     """Returns `total / weight`, 0 where the weight is 0, with a finite gradient there."""
     return jnp.where(weight > 0, total / jnp.where(weight > 0, weight, 1.0), 0.0)
+
+
+def _masked_weights(batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """Returns which rows are real, float32 `[batch]`, and what they count, `[batch]` or `[batch, ...]`."""
+    mask = batch.mask.astype(jnp.float32)
+    return mask, mask if batch.weights is None else _from_left(mask, batch.weights.ndim) * batch.weights
 
 
 def _from_left(array: jax.Array, ndim: int) -> jax.Array:

@@ -59,6 +59,8 @@ def describe_model(model: LinenModel, strategy: Strategy, streams: tuple[str, ..
     jax.eval_shape(strategy.compile(tabulate, inputs=("split",), outputs="replicated"), strategy.abstract_feed(for_each_replica(batch, strategy)))
     lines = [f"Total number of trainable weights: {describe_size(state.params)}"]
     lines += [f"Collection {name}: {describe_size(tree)}" for name, tree in state.model_state.items()]
+    if state.ema_params is not None:
+        lines.append(f"Averaged parameters: {describe_size(state.ema_params)}")
     if jax.tree.leaves(state.opt_state):
         lines.append(f"Optimizer state: {describe_size(state.opt_state)}")
     # Linen's last line adds collections to the parameters, and would contradict ours.

@@ -2,9 +2,10 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,12 +31,12 @@ from fitflax.data import Batcher, Source, adapt
 from fitflax.data.adapt import takes_batch_size
 from fitflax.data.batch import Selection, Triple
 from fitflax.data.indexed import IndexedSource
-from fitflax.data.randomness import undisturbed
 from fitflax.errors import ConfigError, FitflaxWarning, OptimizerError
 from fitflax.evaluation import EvalLoop
 from fitflax.logs import Logs
 from fitflax.loop import Progress, RunPlan, TrainLoop, Validation
 from fitflax.model import adapt_module, mutable_filter
+from fitflax.numerics import Numerics
 from fitflax.objective import Objective
 from fitflax.parallel import DataParallel, Strategy
 from fitflax.session import Session
@@ -103,7 +104,7 @@ class Trainer:
         streams, taken_out = arguments.streams_of(rngs), tuple(transient)
         kind = type(self)
 
-        def make_task(objective: Objective, optimizer: optax.GradientTransformationExtraArgs | None) -> Task:
+        def make_task(objective: Objective, optimizer: optax.GradientTransformationExtraArgs | None, numerics: Numerics) -> Task:
             return Task(
                 model=module,
                 strategy=strategy,
@@ -114,6 +115,7 @@ class Trainer:
                 transient=taken_out,
                 compute_loss=self.compute_loss if kind.compute_loss is not Trainer.compute_loss else None,
                 custom_step=self.train_step if kind.train_step is not Trainer.train_step else None,
+                numerics=numerics,
             )
 
         self._session = Session(make_task, strategy, int(seed))
@@ -203,6 +205,10 @@ class Trainer:
         loss_weights: Any = None,
         weighted_metrics: Any = None,
         pad: bool = True,
+        steps_per_call: int | str = 1,
+        accumulate_steps: int = 1,
+        precision: str = "float32",
+        ema_decay: float | None = None,
     ) -> None:
         """Says what training minimizes, how, and what is measured. Calling it again keeps parameters and collections.
 
@@ -214,7 +220,16 @@ class Trainer:
             learning_rate: With a name: the rate, a number or an optax schedule; Keras's default if it is not given.
             loss_weights: A number, or numbers by output, that losses are multiplied with.
             weighted_metrics: Metrics that use sample weights.
+            steps_per_call: How many updates one call of the device makes at most; `"auto"` tries 1 and 16 on the first batch, on copies, and takes what is
+                faster. Results differ from single steps by rounding only. A call ends where a trigger of steps fires and at the end of an epoch; hooks of
+                batches, signals, triggers of time and `stop` take effect between calls. What was chosen belongs to the run, and a resume uses it again.
             pad: Whether short batches are padded to the full shape. Without it each size is compiled by itself and must divide over the devices.
+            accumulate_steps: Into how many micro-batches a batch is split, one after another in each update, so that only one's activations are in memory.
+                The gradient is that of the whole batch; batches are padded to a multiple. Evaluation and prediction do not split.
+            precision: What the module computes in: `"float32"`, `"bfloat16"`, or `"float16"`, whose loss is scaled. Parameters and inputs are cast for it;
+                what is stored, outputs, losses and metrics are float32, also those of `predict`. Modules with a `dtype` of their own keep it.
+            ema_decay: With it the state has averaged parameters, `decay * average + (1 - decay) * parameters` after each update, which are what is evaluated,
+                validated and predicted with; `state.params` are those of the last update.
 
         Raises:
             OptimizerError: Neither a known name nor an optax transformation.
@@ -222,6 +237,9 @@ class Trainer:
             MetricError: An unknown metric.
             ConfigError: An argument that makes no sense.
         """
+        numerics = Numerics(accumulate_steps, precision, ema_decay)
+        if type(self).train_step is not Trainer.train_step:
+            numerics.check_custom_step()
         if isinstance(optimizer, str):
             transformation = optimizers.get(optimizer, learning_rate)
         elif learning_rate is not None:
@@ -231,7 +249,11 @@ class Trainer:
             raise OptimizerError(f"optimizer must be a name or an optax transformation. Received: {optimizer!r}.{advice}")
         else:
             transformation = optimizer
-        self._session.compile(optimizer, transformation, Objective(loss, metrics, weighted_metrics, loss_weights), pad=pad)
+        if isinstance(steps_per_call, str) and steps_per_call != "auto":
+            raise ConfigError(f"steps_per_call must be a positive integer or 'auto'. Received: {steps_per_call!r}.")
+        arguments.check_counts(steps_per_call=None if isinstance(steps_per_call, str) else steps_per_call)
+        self._session.compile(optimizer, transformation, Objective(loss, metrics, weighted_metrics, loss_weights), pad=pad, numerics=numerics)
+        self._session.steps_per_call = None if isinstance(steps_per_call, str) else int(steps_per_call)
         self._session.described = arguments.described(optimizer=optimizer, loss=loss, learning_rate=learning_rate)
 
     def build(self, batch: Any) -> None:
@@ -301,8 +323,8 @@ class Trainer:
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, tuple[jax.Array, jax.Array]]]:
         """Returns the state after one update, and logs `{key: (sum, weight)}`; override it for another rule of updating. Pure and traced.
 
-        It runs on one replica's share. `step` is counted for you; parameters, optimizer state and collections of all replicas are made equal afterwards,
-        floating-point values by their mean. Sum gradients over the axis `"replica"` where you want the global batch's.
+        It runs on one replica's share. `step` is counted and `ema_params` are averaged for you; parameters, optimizer state and collections of all replicas
+        are made equal afterwards, floating-point values by their mean. Sum gradients over the axis `"replica"` where you want the global batch's.
         Logs are means over the epoch, so metrics that are no means (r2, rmse, perplexity) come from this method's own logs as means of their batches' values.
 
         Args:
@@ -423,13 +445,13 @@ class Trainer:
                 evaluate.prepare(session.need_state("fit").borrow())
             arguments.check_log_keys(session.need_compiled("fit").directions, tuple(sets))
             params: dict[str, Any] = {"steps": steps_per_epoch or source.num_batches, "num_examples": source.num_examples, "log_every": log_every}
-            params |= {"validation_sets": tuple(sets), "hyperparameters": self._hyperparameters(settings)}
+            params |= {"validation_sets": tuple(sets), "hyperparameters": self._hyperparameters(settings), "note": session.choice}
             self._run(loop, hooks, params, saved, interruption)
         interruption.leave()
         return self._history
 
     def _settings(self, source: Source, steps_per_epoch: int | None) -> dict[str, Any]:
-        """Returns what the order of examples follows from; a run can only be resumed with the same."""
+        """Returns what the order of examples and the numbers follow from; a run can only be resumed with the same."""
         session = self._session
         return {
             "seed": session.seed,
@@ -437,6 +459,7 @@ class Trainer:
             "steps_per_epoch": steps_per_epoch,
             "num_examples": source.num_examples,
             "shuffle": source.shuffles,
+            **session.need_compiled("fit").task.numerics.settings,
         }
 
     def _hyperparameters(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -595,12 +618,42 @@ class Trainer:
         hooks = CallbackList([*given, *arguments.default_bar(given, verbose)])
         hooks.bind(self, {"test_steps": steps or source.num_batches})
         try:
-            with undisturbed(), contextlib.closing(self._session.feeder.prediction(source)) as feed:
+            with contextlib.closing(self._session.feeder.prediction(source)) as feed:
                 check = self._session.check_restored
                 return evaluation.predict(self._session.any_program(), live.borrow(), feed, steps=steps, callbacks=hooks, check=check)
         finally:
             for callback in hooks:
                 callback.close()
+
+    def predict_iter(self, data: Any, *, steps: int | None = None, batch_size: int | None = None) -> Generator[PyTree, None, None]:
+        """Returns an iterator over the module's outputs, batch by batch, for data or outputs that are too large for memory.
+
+        Each is what `predict` joins: NumPy arrays `[rows, ...]` for the real rows of one batch. Data is read one batch ahead, so that the device computes while
+        the caller works, and nothing is kept of what was yielded. The state is that of the call, whatever is trained meanwhile. Breaking off closes the data;
+        a batch that was read from an iterator and not yielded goes back to the trainer, whose next call with that iterator begins with it.
+
+        Args:
+            data: As in `predict`; it may be endless.
+            steps: Batches to predict; all by default.
+            batch_size: Rows of a batch, for arrays; 32 by default.
+
+        Raises:
+            NotReadyError: Before there is a state.
+            DataError: Data that cannot be turned into batches.
+            ModelError: The module does not run on it, or an output has no axis of examples.
+
+        >>> trainer = Trainer(nn.Dense(3))
+        >>> trainer.compile("sgd", "mse")
+        >>> trainer.build(np.ones((4, 2)))
+        >>> [outputs.shape for outputs in trainer.predict_iter(np.ones((10, 2)), batch_size=4)]
+        [(4, 3), (4, 3), (2, 3)]
+        """
+        session = self._session
+        live = session.need_state("predict_iter")
+        arguments.check_counts(steps=steps)
+        source = self._adapt(data, batch_size=batch_size, shuffle=False, inputs_only=True)
+        make_feed = functools.partial(session.feeder.prediction, source)
+        return evaluation.predict_iter(session.any_program(), live.lend(), make_feed, steps=steps, check=session.check_restored)
 
     def train_on_batch(self, batch: Any) -> dict[str, float]:
         """Makes one update and returns loss and metrics of this batch alone, from before the update.
@@ -619,7 +672,7 @@ class Trainer:
             self._session.build(fed.batch)
         self._session.check_restored(fed.batch)
         live = self._session.need_state("train_on_batch")
-        program.prepare(live.borrow(), fed.batch, train=True)
+        program.prepare(live.borrow(), fed.batch, train=True, is_single=True)
         trained = program.train(live.take(), program.empty_train_sums(), fed)
         live.advance(trained.state)
         return program.alone(trained.values, trained.rows, train=True)
@@ -638,7 +691,7 @@ class Trainer:
         live, program = self._session.need_state("test_on_batch"), self._session.need_compiled("test_on_batch")
         fed = self._session.feeder.single(self._selection.split(batch), "test")
         self._session.check_restored(fed.batch)
-        program.prepare(live.borrow(), fed.batch, train=False)
+        program.prepare(live.borrow(), fed.batch, train=False, is_single=True)
         _, values, rows = program.evaluate(live.borrow(), program.empty_eval_sums(), fed)
         return program.alone(values, rows, train=False)
 
@@ -656,7 +709,7 @@ class Trainer:
         inputs = self._selection.split(x, inputs_only=True).x if isinstance(x, dict) else x
         fed = self._session.feeder.single(Triple(inputs, (), None), "predict")
         self._session.check_restored(fed.batch)
-        program.check_predict(live.borrow(), fed.batch)
+        program.check_predict(live.borrow(), fed.batch, is_single=True)
         outputs = self._session.strategy.join(program.predict(live.borrow(), fed.batch, 0))
         return jax.tree.map(lambda leaf: leaf[: fed.num_real], outputs)
 

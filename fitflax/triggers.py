@@ -9,6 +9,8 @@ import abc
 import dataclasses
 from typing import Any
 
+from typing_extensions import override
+
 from fitflax.errors import ConfigError
 
 __all__ = ["Moment", "Schedule", "Trigger", "at", "every", "first"]
@@ -56,6 +58,15 @@ class Trigger(abc.ABC):
             last_seconds: The clock when this trigger last fired, or when its schedule began.
         """
 
+    def next_step(self, step: int, start_step: int) -> int | None:
+        """Returns the first step after `step` at which this trigger may fire, so that it must be asked there; `None` where only an epoch's end or time matters.
+
+        Args:
+            step: Finished updates.
+            start_step: Finished updates when this process began.
+        """
+        return step + 1
+
     def __or__(self, other: "Trigger") -> "Trigger":
         if not isinstance(other, Trigger):
             return NotImplemented
@@ -76,6 +87,11 @@ class _EverySteps(_Simple):
         offset = self.steps if self.offset is None else self.offset
         return moment.step >= offset and (moment.step - offset) % self.steps == 0
 
+    @override
+    def next_step(self, step: int, start_step: int) -> int | None:
+        offset = self.steps if self.offset is None else self.offset
+        return max(offset, step + 1 + (offset - step - 1) % self.steps)
+
 
 @dataclasses.dataclass(frozen=True)
 class _EveryEpochs(_Simple):
@@ -83,6 +99,10 @@ class _EveryEpochs(_Simple):
 
     def is_due(self, moment: Moment, last_seconds: float) -> bool:
         return moment.epoch_ends and moment.epochs_done % self.epochs == 0
+
+    @override
+    def next_step(self, step: int, start_step: int) -> int | None:
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +112,10 @@ class _EverySeconds(_Simple):
     def is_due(self, moment: Moment, last_seconds: float) -> bool:
         return moment.seconds - last_seconds >= self.seconds
 
+    @override
+    def next_step(self, step: int, start_step: int) -> int | None:
+        return None
+
 
 @dataclasses.dataclass(frozen=True)
 class _At(_Simple):
@@ -99,6 +123,10 @@ class _At(_Simple):
 
     def is_due(self, moment: Moment, last_seconds: float) -> bool:
         return moment.step in self.steps
+
+    @override
+    def next_step(self, step: int, start_step: int) -> int | None:
+        return min((one for one in self.steps if one > step), default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +138,11 @@ class _First(_Simple):
         begin = moment.start_step if self.of_process else 0
         return begin < moment.step <= begin + self.steps
 
+    @override
+    def next_step(self, step: int, start_step: int) -> int | None:
+        begin = start_step if self.of_process else 0
+        return max(step, begin) + 1 if step < begin + self.steps else None
+
 
 @dataclasses.dataclass(frozen=True)
 class _Any(Trigger):
@@ -120,6 +153,10 @@ class _Any(Trigger):
 
     def is_due(self, moment: Moment, last_seconds: float) -> bool:
         return any(member.is_due(moment, last_seconds) for member in self.members)
+
+    @override
+    def next_step(self, step: int, start_step: int) -> int | None:
+        return min((one for member in self.members if (one := member.next_step(step, start_step)) is not None), default=None)
 
 
 def _positive(name: str, value: Any, *, kind: type = int) -> None:
@@ -229,6 +266,10 @@ class Schedule:
                 self._last[index] = moment.seconds
                 fired = True
         return fired
+
+    def next_step(self, step: int, start_step: int) -> int | None:
+        """Returns the first step after `step` at which the trigger may fire for another reason than time or an epoch's end; `None` if there is none."""
+        return min((one for part in self._parts if (one := part.next_step(step, start_step)) is not None), default=None)
 
     def state_dict(self, seconds: float) -> dict[str, Any]:
         """Returns the seconds since each part last fired, as seen at `seconds`."""

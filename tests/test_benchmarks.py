@@ -1,8 +1,12 @@
-"""The benchmarks, run small. They show times; the tests check only that both sides do the same work and that the table says what was run."""
+"""The benchmarks, run small. They show times; the tests check that all sides do the same work, and that tables and verdicts say what was found."""
 
+import importlib.metadata
 import importlib.util
 import json
+import os
 import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,110 +14,268 @@ import numpy as np
 import optax
 import pytest
 
-import fitflax
+from benchmarks import checkpoint, compare, report, run, workloads
+from benchmarks.peers import PEERS, Setup, Unavailable, fit, hand, peers_of
+from benchmarks.worker import open_screen
+from benchmarks.workloads import initial, make_data, make_workload
 
-DIRECTORY = pathlib.Path(__file__).resolve().parent.parent / "benchmarks"
-SMALL = ["--tiny", "--rounds", "2", "--steps", "6"]
-KEYS = {"workload", "rounds", "steps", "base_us", "fit_us", "control_us", "ratio", "control", "limit", "verdict", "start_ms", "losses"}
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, DIRECTORY / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+EXACT = ("jit", "pmap", "scan", "fit")
+TRAINED = tuple(name for name in workloads.NAMES if name != "digits")
 
 
-@pytest.fixture(scope="module")
-def loop():
-    return load("loop")
+@pytest.fixture
+def setup(tmp_path):
+    with open_screen(tmp_path / "screen") as screen:
+        yield Setup(screen, tmp_path, own_parameters=False)
 
 
-@pytest.fixture(scope="module")
-def checkpoint():
-    return load("checkpoint")
+def make(peer, workload, setup):
+    return {"hand": hand, "fit": fit}[PEERS[peer].module].make(workload, setup, **PEERS[peer].options)
 
 
-def run(loop, path, *arguments):
-    loop.main([*SMALL, "--json", str(path), *arguments])
-    return json.loads(path.read_text(encoding="utf-8"))
+def check_agreement(workload, setup, peers):
+    """Checks that all go the same way over several calls, of one pass and of more, and then read the same."""
+    contenders = {peer: make(peer, workload, setup) for peer in peers}
+    for passes in (1, 2):
+        found = {peer: contender.train(passes) for peer, contender in contenders.items()}
+        for peer in peers:
+            assert found[peer].values == pytest.approx(found[peers[0]].values, rel=1e-5, abs=1e-5), peer
+            assert found[peer].seconds > 0 <= found[peer].start_seconds
+    for do in ("evaluate", "predict"):
+        read = {peer: getattr(contender, do)().values for peer, contender in contenders.items() if PEERS[peer].evaluates}
+        assert all(values == pytest.approx(read["jit"], rel=1e-5, abs=1e-5) for values in read.values())
 
 
-def check(row, workload, limit):
-    assert set(row) == KEYS
-    assert (row["workload"], row["rounds"], row["steps"], row["limit"]) == (workload, 2, 6, limit)
-    assert row["verdict"] in {"ok", "over"}
-    assert all(row[key] > 0 for key in ("base_us", "fit_us", "control_us", "start_ms"))
-    for ratio in (row["ratio"], row["control"]):
-        assert 0 < ratio["min"] <= ratio["median"] <= ratio["max"]
-    assert row["losses"]["fit"] == pytest.approx(row["losses"]["base"], rel=1e-5)
-    assert row["losses"]["control"] == row["losses"]["base"]
+# -- the peers that run in this process --
 
 
-def test_a_small_run_prints_its_table_and_writes_the_same_numbers(loop, tmp_path, capsys):
-    found = run(loop, tmp_path / "numbers.json", "--workload", "mlp")
-    (row,) = found["results"]
-    check(row, "mlp", 1.15)
-    assert found["machine"]["jax"] == jax.__version__ and found["machine"]["fitflax"] == fitflax.__version__
-    heading, _, line, *_ = capsys.readouterr().out.splitlines()
-    assert heading == "| workload | hand us/step | fit us/step | ratio | control | limit | verdict | start ms |"
-    cells = line.strip("| ").split(" | ")
-    assert cells[:3] == ["mlp", f"{row['base_us']:.1f}", f"{row['fit_us']:.1f}"] and cells[6] == row["verdict"]
-
-
-def test_fit_and_the_hand_written_loop_agree_over_several_passes_and_draw_their_bars(loop):
-    workload, screen = loop.make_workload("mlp", tiny=True), loop.Screen()
-    contenders = loop.against_hand(workload, screen)
-    # A pass has 4 batches: runs that end inside one, at its end, and after several.
-    for steps in (3, 4, 9):
-        fit, hand = contenders["fit"](steps), contenders["base"](steps)
-        assert (fit.loss, fit.accuracy) == pytest.approx((hand.loss, hand.accuracy), rel=1e-5)
-    assert "Epoch 3: 1/4 |" in screen.getvalue() and "| 0/9 [" in screen.getvalue()
-
-
-def test_different_work_is_an_error(loop):
-    runs = {"base": loop.Run(1.0, 0.0, 0.5, 0.9), "fit": loop.Run(1.0, 0.0, 0.5001, 0.9)}
-    with pytest.raises(AssertionError, match="loss and accuracy of fit differ"):
-        loop.check_agreement(runs)
-
-
-def test_the_hand_written_sums_are_those_of_numpy(loop):
-    workload = loop.make_workload("mlp", tiny=True)
-    optimizer = optax.sgd(0.1)
-    x, y = workload.x[:64], workload.y[:64]
-    params = workload.module.init(jax.random.key(0), x)["params"]
-    logits = np.asarray(workload.module.apply({"params": params}, x), np.float64)
-    losses = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(64), y]
-    _, sums = loop.make_hand_step(workload.module, optimizer)((params, optimizer.init(params)), jnp.ones(3), x, y)
-    assert sums.tolist() == pytest.approx([losses.sum() + 1, (logits.argmax(axis=1) == y).sum() + 1, 65.0], rel=1e-5)
-
-
-def test_batches_are_a_permutation_of_whole_batches_in_each_pass(loop):
-    workload = loop.make_workload("mlp", tiny=True)
-    feed = loop.endless(workload, 0)
-    first, second = ([next(feed) for _ in range(4)] for _ in range(2))
-    assert [begins for begins, _, _ in first + second] == [True, False, False, False] * 2
-    labels = [np.concatenate([y for _, _, y in batches]) for batches in (first, second)]
-    assert not np.array_equal(*labels)
-    assert np.array_equal(*map(np.sort, labels))
+def test_the_hand_written_loops_and_fit_agree_and_draw_their_bars(setup):
+    check_agreement(make_workload("tiny", small=True), setup, EXACT)
+    drawn = (setup.directory / "screen").read_text(encoding="utf-8")
+    assert "Epoch 2: 64/64 |" in drawn and " 64/64 [" in drawn and "Evaluation: 64/64 |" in drawn
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "limit"), [("cnn", 1.03), ("transformer", 1.03)])
-def test_the_other_workloads_run(loop, tmp_path, name, limit):
-    (row,) = run(loop, tmp_path / "numbers.json", "--workload", name)["results"]
-    check(row, name, limit)
+@pytest.mark.parametrize("name", [name for name in TRAINED if name != "tiny"])
+def test_the_hand_written_loops_and_fit_agree_on_the_other_workloads(name, setup):
+    check_agreement(make_workload(name, small=True), setup, EXACT)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("callback", "limit"), [("tensorboard", 1.03), ("saving", 1.05)])
-def test_a_callback_is_compared_with_fit_without_it(callback, limit, loop, tmp_path, capsys):
-    (row,) = run(loop, tmp_path / "numbers.json", "--callback", callback)["results"]
-    check(row, "digits", limit)
-    assert capsys.readouterr().out.startswith("| workload | without us/step | with us/step |")
+def test_sixteen_steps_a_call_train_like_one(setup):
+    try:
+        check_agreement(make_workload("tiny", small=True), setup, ("jit", "fit16"))
+    except Unavailable as reason:
+        pytest.skip(str(reason))
 
 
-def test_checkpoints_are_compared_with_the_disk(checkpoint, tmp_path, monkeypatch, capsys):
+@pytest.mark.slow
+@pytest.mark.parametrize(("peer", "name"), [("fit+callbacks", "tiny"), ("fit+tensorboard", "digits"), ("fit+saving", "digits")])
+def test_callbacks_change_nothing_of_what_is_trained_and_leave_no_files(peer, name, setup):
+    workload = make_workload(name, small=True)
+    without, with_callbacks = make("fit", workload, setup), make(peer, workload, setup)
+    for _ in range(2):
+        assert with_callbacks.train(1).values == without.train(1).values
+    assert [path.name for path in setup.directory.iterdir()] == ["screen"]
+
+
+def test_an_option_that_compile_does_not_take_makes_a_peer_unavailable(setup):
+    with pytest.raises(Unavailable, match="not built: compile\\(\\) takes no steps_in_a_row"):
+        fit.make(make_workload("tiny", small=True), setup, steps_in_a_row=16)
+
+
+def test_the_first_step_is_told_once(setup):
+    told = []
+    workload = make_workload("tiny", small=True)
+    for contender in (make("jit", workload, setup), make("fit", workload, setup._replace(own_parameters=True))):
+        contender.train(1, lambda: told.append(True))
+        assert told == [True]
+        told.clear()
+
+
+def test_the_hand_written_sums_are_those_of_numpy():
+    workload = make_workload("tiny", small=True)
+    x, y = (array[:8] for array in make_data(workload))
+    module, optimizer = hand.make_module(workload), optax.sgd(0.1)
+    params = module.init(jax.random.key(0), x)["params"]
+    logits = np.asarray(module.apply({"params": params}, x), np.float64)
+    losses = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(8), y]
+    _, sums = hand.compile_step(module, optimizer, "jit")((params, optimizer.init(params)), jnp.ones(3), x, y)
+    assert sums.tolist() == pytest.approx([losses.sum() + 1, (logits.argmax(axis=1) == y).sum() + 1, 9.0], rel=1e-5)
+
+
+def test_each_pass_takes_all_examples_in_another_order(setup):
+    contender = make("jit", make_workload("tiny", small=True), setup)
+    first, second = contender.order(), contender.order()
+    assert not np.array_equal(first, second)
+    assert np.array_equal(np.sort(first), np.arange(512)) and np.array_equal(np.sort(second), np.arange(512))
+
+
+# -- workloads --
+
+
+def test_passes_come_out_even_in_calls_of_sixteen_steps_and_sizes_are_what_the_names_say():
+    for name in workloads.NAMES:
+        assert all(make_workload(name, small=small).steps % 16 == 0 for small in (False, True))
+    sizes = {
+        name: jax.eval_shape(hand.make_module(make_workload(name)).init, jax.random.key(0), make_data(make_workload(name))[0][:1])
+        for name in ("wide", "many_leaves")
+    }
+    assert sum(leaf.size for leaf in jax.tree.leaves(sizes["wide"])) * 4 == pytest.approx(100e6, rel=0.02)
+    assert len(jax.tree.leaves(sizes["many_leaves"])) == 2000
+
+
+def test_shared_parameters_follow_from_their_path_alone():
+    assert np.array_equal(initial("head/kernel", (64, 10)), initial("head/kernel", (64, 10)))
+    assert not np.array_equal(initial("head/kernel", (64, 10)), initial("body/kernel", (64, 10)))
+    assert not initial("head/bias", (10,)).any() and (initial("norm/scale", (10,)) == 1).all()
+    assert initial("head/kernel", (64, 10)).std() == pytest.approx(1 / 8, rel=0.1)
+
+
+# -- ratios and verdicts --
+
+TIMES = {
+    "train": {
+        "control": [(1.0, 1.0, 1.0, 1.0), (1.0, 1.1, 1.1, 1.0), (2.0, 2.0, 2.0, 2.0)],
+        "scan": [(1.0, 0.2, 0.2, 1.0)] * 3,
+        "fit": [(1.0, 1.2, 1.2, 1.0), (1.0, 1.0, 1.2, 1.0), (1.0, 1.3, 1.3, 1.0)],
+        "fit16": [(1.0, 0.3, 0.3, 1.0)] * 3,
+        "keras": [(1.0, 0.6, 0.6, 1.0)] * 3,
+    }
+}
+
+
+def test_a_ratio_is_that_of_the_sums_of_a_round():
+    assert compare.ratio(TIMES, "train", "fit") == (1.2, 1.1, 1.3)
+    assert compare.ratio(TIMES, "train", "fit16", "scan").median == pytest.approx(1.5)
+    assert compare.ratio(TIMES, "train", "pmap") is None and compare.ratio(TIMES, "evaluate", "fit") is None
+    assert compare.microseconds(TIMES, "train", "fit", 100) == pytest.approx(12000)
+    assert compare.microseconds(TIMES, "train", "control", 100, base=True) == pytest.approx(10000)
+    assert compare.extra_us(TIMES, "fit", 1000).median == pytest.approx(200)
+
+
+def test_verdicts_go_by_the_limit_or_by_the_control_where_that_is_larger():
+    found = {claim.what: claim for claim in compare.claims("mlp", TIMES, 1000)}
+    assert {what: claim.verdict for what, claim in found.items()} == {
+        "fit / jit": "over",
+        "evaluate: fit / jit": "not measured",
+        "predict: fit / jit": "not measured",
+        "fit16 / scan": "over",
+        "fit16 / keras, 1.10 times as fast": "ok",
+    }
+    noisy = TIMES["train"] | {"control": [(1.0, 1.25, 1.25, 1.0)] * 3}
+    assert next(iter(compare.claims("mlp", {"train": noisy}, 1000))).verdict == "ok"
+    tiny = {claim.what: claim for claim in compare.claims("tiny", TIMES, 10_000)}
+    assert tiny["fit - jit"].found.median == pytest.approx(20) and tiny["fit - jit"].verdict == "ok"
+    assert tiny["fit16 / jit, 2.5 times as fast"].verdict == "ok"
+    assert [claim.what for claim in compare.claims("digits", TIMES, 1)] == ["fit+tensorboard / fit", "fit+saving / fit"]
+
+
+def test_other_work_is_found_by_its_values():
+    base = {"loss": 0.5, "accuracy": 0.9}
+    assert compare.disagreement({"loss": 0.500004, "accuracy": 0.901}, base, exact=True) is None
+    assert compare.disagreement({"loss": 0.5, "accuracy": 0.91}, base, exact=True) == "accuracy is 0.91 and not 0.9"
+    assert compare.disagreement({"outputs": 1.0001}, {"outputs": 1.0}, exact=True) == "outputs is 1.0001 and not 1"
+    assert compare.disagreement({"loss": 0.5001, "accuracy": 0.9}, base, exact=True) == "loss is 0.5001 and not 0.5"
+    assert compare.disagreement({"loss": 0.55, "accuracy": 0.1}, base, exact=False) is None
+    assert compare.disagreement({"loss": float("nan"), "accuracy": 0.9}, base, exact=False) == "loss is nan and not 0.5"
+
+
+def test_each_workload_begins_with_its_base_and_control():
+    assert peers_of("mlp")[:2] == ("jit", "control") and "fit+saving" not in peers_of("mlp")
+    assert set(peers_of("mlp")) - set(peers_of("many_leaves")) == {"pmap", "fit+callbacks"}
+    assert peers_of("digits") == ("fit", "fit_again", "fit+tensorboard", "fit+saving")
+
+
+# -- the harness --
+
+
+def test_a_small_run_in_processes_prints_its_tables_and_writes_the_same_numbers(tmp_path, capsys):
+    path = tmp_path / "numbers.json"
+    assert run.main(["--small", "--quick", "--workload", "tiny", "--peers", "fit", "--rounds", "2", "--json", str(path)]) == 0
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert found["machine"]["jax"] == importlib.metadata.version("jax")
+    (result,) = found["results"]
+    assert (result["workload"], result["base"], result["rounds"], result["steps"]) == ("tiny", "jit", 2, 64)
+    peers = result["peers"]
+    assert list(peers) == ["jit", "fit"]
+    assert all(peers["fit"]["values"][do] == pytest.approx(peers["jit"]["values"][do], rel=1e-5) for do in ("train", "evaluate", "predict"))
+    for do in ("train", "evaluate", "predict"):
+        ratio = peers["fit"][do]["ratio"]
+        assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
+        assert all(peers[name][do]["us"] > 0 for name in peers)
+    assert [claim["verdict"] in {"ok", "over"} for claim in result["claims"]] == [True, True, True, False, False, False]
+    printed = capsys.readouterr().out
+    assert printed.startswith("## tiny") and f"| jit | {peers['jit']['train']['us']:.1f} |" in printed
+
+
+def test_a_peer_that_dies_is_left_out_with_its_last_words():
+    with run.Worker("jit", "tiny", small=True) as worker:
+        worker.get_ready()
+        with pytest.raises(run.WorkerError, match="ended with: KeyError: 'sing'"):
+            worker.ask("sing", 1)
+
+
+def test_a_peer_that_says_nothing_is_not_waited_for_forever():
+    with run.Worker("jit", "tiny", small=True) as worker, pytest.raises(run.WorkerError, match="no answer within 0 s"):
+        worker.read(0.0)
+    assert worker._process.returncode is not None
+
+
+def test_results_are_written_by_workload_and_the_others_stay():
+    text = report.merged("", {"lm": "## lm\n\nold\n"})
+    text = report.merged(text, {"tiny": "## tiny\n\nnew\n"})
+    assert text == f"{report.PREAMBLE}\n## tiny\n\nnew\n\n## lm\n\nold\n"
+    assert report.merged(text, {"lm": "## lm\n\nnew\n"}) == text.replace("old", "new")
+    assert report.merged((ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8"), {}).startswith(report.PREAMBLE)
+
+
+def test_only_whole_measurements_are_written(capsys):
+    for flag in (["--small"], ["--peers", "fit"]):
+        with pytest.raises(SystemExit):
+            run.main(["--write", *flag])
+        assert "--write is for whole measurements" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_whole_processes_are_timed(tmp_path):
+    for peer in ("jit", "fit"):
+        found = run.run_process(peer, make_workload("tiny"), small=True)
+        assert 0 < found["first_step_s"] < found["process_s"]
+        assert 50 < found["peak_mb"] < 5000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("package", "peer"), [("keras", "keras"), ("keras", "keras16"), ("lightning", "lightning")])
+@pytest.mark.parametrize("name", TRAINED)
+def test_other_frameworks_train_the_same_models_about_as_well(package, peer, name):
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    workload = make_workload(name, small=True)
+    field = run.Field(workload, ("jit", peer), small=True)
+    with run.ExitStack() as stack:
+        field.start(stack)
+    assert field.missing == {}
+
+
+def test_a_peer_whose_package_is_missing_says_so():
+    if importlib.util.find_spec("lightning") or importlib.util.find_spec("pytorch_lightning"):
+        pytest.skip("Lightning is installed")
+    with run.Worker("lightning", "tiny", small=True) as worker:
+        worker.get_ready()
+    assert worker.missing in {"torch is not installed", "neither lightning nor pytorch_lightning is installed"}
+
+
+def test_the_harness_imports_no_framework():
+    code = "import sys, benchmarks.run; sys.exit(any(name in sys.modules for name in ('jax', 'keras', 'torch', 'fitflax')))"
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False).returncode == 0
+
+
+# -- checkpoints --
+
+
+def test_checkpoints_are_compared_with_the_disk(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(checkpoint, "keep_no_memory", lambda: None)  # It would last for all tests after this one.
     monkeypatch.setattr(checkpoint, "peak", lambda *arguments: 1.0)  # A process of its own.
     checkpoint.main(["--quick", "--rounds", "1", "--no-peers", "--directory", str(tmp_path), "--json", str(tmp_path / "numbers.json")])
@@ -124,7 +286,7 @@ def test_checkpoints_are_compared_with_the_disk(checkpoint, tmp_path, monkeypatc
     assert [path.name for path in tmp_path.iterdir()] == ["numbers.json"]
 
 
-def test_restoring_other_values_is_an_error(checkpoint):
+def test_restoring_other_values_is_an_error():
     tree = checkpoint.make_tree(0.01, 3)
     checkpoint.check_same(tree, tree, "itself")
     with pytest.raises(AssertionError, match="somebody restored other values"):

@@ -99,7 +99,8 @@ def test_char_lm_learns_and_goes_on_where_it_was(tmp_path):
     second = char_lm.main(tmp_path, steps=40, **sizes)
     assert second["history"][:2] == first["history"]
     assert len(second["history"]) == 4
-    assert second["history"][0] > first["perplexity"] > second["perplexity"] == second["history"][-1]
+    assert second["history"][0] > first["perplexity"] > second["perplexity"]
+    assert second["perplexity"] == pytest.approx(second["history"][-1], rel=1e-6)  # In batches of another size.
     assert second["perplexity"] < second["frequency_perplexity"] < char_lm.CHARACTERS
     assert second["line"].startswith("    def ") and "\n" not in second["line"] and len(second["line"]) <= 80
 

@@ -14,6 +14,10 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 REQUIRED = {"jax", "flax", "optax", "msgpack", "tqdm", "tensorboardx", "typing-extensions"}
 NEVER_IMPORTED = ("tensorflow", "torch", "matplotlib", "pandas", "polars", "sklearn", "datasets", "grain", "clu")
+# What `import fitflax` may bring in; whatever else it needs comes when it is used. These are here in any case where somebody writes Flax code.
+IMPORTED = {"fitflax", "jax", "jaxlib", "flax", "optax", "numpy", "msgpack", "typing_extensions"}
+# Of what is required or often there, the heavy part; each of them named, in case jax or flax begin to bring one.
+LATER = ("tqdm", "tensorboardX", "tensorboard", "orbax.checkpoint", "google.protobuf", "concurrent.futures.process", "IPython", "scipy.stats", *NEVER_IMPORTED)
 SUB_MODULES = ("callbacks", "losses", "metrics", "optimizers", "data", "parallel", "checkpoints", "errors")
 
 # Stands in for a library that the user has: says who imports it, and ends the process, so that no `except` can hide it.
@@ -46,6 +50,32 @@ def test_import_brings_no_other_framework(tmp_path, process_env):
     result = run(sys.executable, "-c", code, cwd=tmp_path, env=process_env)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "[]"
+
+
+def test_import_brings_no_package_that_flax_code_does_not_have_already(tmp_path, process_env):
+    code = f"""
+import sys, jax, flax, optax, flax.linen
+before = set(sys.modules)
+import fitflax
+new = set(sys.modules) - before
+print(sorted({{name.partition(".")[0] for name in new}} - set(sys.stdlib_module_names) - {IMPORTED!r}), sorted(new & set({LATER!r})))
+"""
+    result = run(sys.executable, "-c", code, cwd=tmp_path, env=process_env)
+    assert (result.returncode, result.stdout.strip()) == (0, "[] []"), result.stderr
+
+
+def test_the_version_is_found_out_when_it_is_asked_for(tmp_path, process_env):
+    code = """
+import importlib.metadata
+asked = []
+version = importlib.metadata.version
+importlib.metadata.version = lambda name: asked.append(name) or version(name)
+import fitflax
+assert "fitflax" not in asked, asked
+print(bool(fitflax.__version__), asked.count("fitflax"), hasattr(fitflax, "no_such_name"))
+"""
+    result = run(sys.executable, "-c", code, cwd=tmp_path, env=process_env)
+    assert (result.returncode, result.stdout.strip()) == (0, "True 1 False"), result.stderr
 
 
 def test_import_does_not_start_a_device(tmp_path, process_env):

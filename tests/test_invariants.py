@@ -236,8 +236,8 @@ def in_flight(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     init = Values.__init__
 
-    def noting_init(self: Values, places: Any, vector: Any) -> None:
-        init(self, places, vector)
+    def noting_init(self: Values, places: Any, vector: Any, *late: Any) -> None:
+        init(self, places, vector, *late)
         pending.append(self)
         found.append(len(pending))
 

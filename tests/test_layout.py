@@ -21,7 +21,7 @@ LAYERS = (
     {"state", "logs", "losses", "metrics", "optimizers"},
     {"data"},
     {"parallel"},
-    {"model", "objective", "collected", "step", "program"},
+    {"compilation", "numerics", "loss_scale", "accumulation", "model", "objective", "collected", "step", "program"},
     {"checkpoints"},
     {"callbacks"},
     {"signals", "arguments", "tabulation", "evaluation", "loop", "session"},
@@ -34,7 +34,7 @@ MAY_IMPORT_TRAINER = {"fitflax", "fitflax.__main__", "fitflax.sklearn"}
 PUBLIC_MODULES = ("fitflax", *(f"fitflax.{name}" for name in ("callbacks", "losses", "metrics", "optimizers", "data", "parallel", "checkpoints", "errors")))
 ROOT_NAMES = {
     *("Trainer", "TrainState", "InferenceState", "Checkpoint", "Summary", "History", "TrainLoop", "EvalLoop"),
-    *("every", "at", "first", "serial", "__version__"),
+    *("every", "at", "first", "serial", "enable_compilation_cache", "__version__"),
     *(name.removeprefix("fitflax.") for name in PUBLIC_MODULES[1:]),
 }
 # "module:name" -> why it has no underscore and is not in `__all__`: what the library's own modules share, and users do not need.

@@ -176,3 +176,28 @@ def test_a_trigger_joins_with_triggers_only():
 def test_an_unknown_interval_is_a_type_error():
     with pytest.raises(TypeError):
         every(minutes=1)
+
+
+STEP_TRIGGERS = [every(steps=1), every(steps=7), every(steps=5, offset=0), every(steps=4, offset=9), at(1, 17), first(3), first(3, of_process=True)]
+
+
+@pytest.mark.parametrize("trigger", [*STEP_TRIGGERS, every(steps=6) | at(2)])
+@pytest.mark.parametrize("start", [0, 10])
+def test_the_next_step_of_a_trigger_is_the_first_one_at_which_it_fires(trigger, start):
+    due = [step for step in range(1, 80) if trigger.is_due(Moment(step, start_step=start), 0.0)]
+    for step in range(40):
+        assert trigger.next_step(step, start) == next((one for one in due if one > step), None)
+        assert Schedule(trigger).next_step(step, start) == trigger.next_step(step, start)
+
+
+def test_triggers_of_time_and_of_epochs_have_no_next_step_and_unknown_ones_may_fire_at_the_next():
+    class Odd(Trigger):
+        def parts(self):
+            return (self,)
+
+        def is_due(self, moment, last_seconds):
+            return moment.step % 2 == 1
+
+    assert every(seconds=1).next_step(3, 0) is None and every(epochs=1).next_step(3, 0) is None
+    assert (every(seconds=1) | every(epochs=2)).next_step(3, 0) is None and Schedule(None).next_step(3, 0) is None
+    assert Odd().next_step(3, 0) == 4

@@ -98,7 +98,7 @@ class Callback:
     Attributes:
         trainer: The trainer that runs; see `TrainerView`.
         params: What is known of the running call: `epochs`, `steps` (of an epoch), `test_steps`, `log_every`, `validation_sets`, `num_examples` (of a pass),
-            `hyperparameters`; `None` for what is not known.
+            `hyperparameters`, `note` (a sentence for whoever watches); `None` for what is not known.
         every: When `on_checkpoint` is due; `None` for each checkpoint that the loop makes.
         phase: When it is called within an event.
         needs_trainer: Whether it can do nothing with a checkpoint alone.
@@ -341,6 +341,11 @@ class CallbackList:
     def has_schedules(self) -> bool:
         """Whether any callback has a trigger."""
         return bool(self._schedules)
+
+    def next_step(self, step: int, start_step: int) -> int | None:
+        """Returns the first step after `step` at which a callback's trigger may fire; `None` where only time or an epoch's end can make one fire."""
+        steps = (schedule.next_step(step, start_step) for _, schedule in self._schedules)
+        return min((one for one in steps if one is not None), default=None)
 
     def due(self, moment: Moment) -> set[int]:
         """Returns the identities of the callbacks whose trigger fires."""

@@ -32,7 +32,7 @@ class BestCheckpoint(Callback):
         monitor: The flat name of the value, such as `"val_loss"`.
         mode: `"min"`, `"max"`, or `None` for the direction that the loss or metric declares.
         keep: How many of the best are kept; `None` for all.
-        restore_best: Whether the best parameters and collections are put back at the end of `fit`, after the last checkpoint.
+        restore_best: Whether the best parameters, averages of them and collections are put back at the end of `fit`, after the last checkpoint.
         initial_value: Only values better than this are saved.
         overwrite: Whether a run from the beginning may replace another run in the directory.
         asynchronous: Whether training goes on while a copy of the state on the host is written; see `ModelCheckpoint`.
@@ -191,9 +191,9 @@ class BestCheckpoint(Callback):
             saved = self.store.restore(self.best_step)
             state = self.trainer.state
             impls = saved.metadata["key_impls"]
+            names = ("params", "model_state") if state.ema_params is None else ("params", "model_state", "ema_params")
             parts = {
-                name: restore_tree(getattr(state, name), saved.train[name], where=str(saved.path), root=f"train/{name}", key_impls=impls)
-                for name in ("params", "model_state")
+                name: restore_tree(getattr(state, name), saved.train[name], where=str(saved.path), root=f"train/{name}", key_impls=impls) for name in names
             }
             self.trainer.replace_state(dataclasses.replace(state, **parts))
 

@@ -117,15 +117,15 @@ class EarlyStopping(Callback):
         self.stopped_epoch, self._reason = epoch, f"EarlyStopping: {reason}"
         self.trainer.stop(self._reason)
 
-    def _weights(self) -> tuple[Any, Any]:
+    def _weights(self) -> tuple[Any, Any, Any]:
         state = self.trainer.state
-        return state.params, state.model_state
+        return state.params, state.model_state, state.ema_params
 
     @override
     def on_train_end(self, logs: Mapping[str, Any]) -> None:
         if self.restore_best and self._best_leaves is not None:
-            params, model_state = jax.tree.unflatten(jax.tree.structure(self._weights()), self._best_leaves)
-            self.trainer.replace_state(dataclasses.replace(self.trainer.state, params=params, model_state=model_state))
+            params, model_state, averages = jax.tree.unflatten(jax.tree.structure(self._weights()), self._best_leaves)
+            self.trainer.replace_state(dataclasses.replace(self.trainer.state, params=params, model_state=model_state, ema_params=averages))
 
     @property
     @override

@@ -5,7 +5,6 @@ import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from tqdm import tqdm
 from typing_extensions import override
 
 from fitflax.callbacks.base import Callback, Phase
@@ -64,6 +63,8 @@ class ProgressBar(Callback):
         return bool(getattr(self._stream, "isatty", lambda: False)())
 
     def _make_bar(self, description: str, total: int | None, *, leave: bool, position: int = 0) -> Any:
+        from tqdm import tqdm  # Not with the module: most imports of fitflax draw no bar.
+
         return tqdm(
             total=total,
             desc=description,
@@ -106,6 +107,9 @@ class ProgressBar(Callback):
         self._close()
         if self.params.get("resumed_step") is not None:
             self._line(f"Resumed at step {self.params['resumed_step']}, epoch {int(self.params.get('first_epoch') or 0) + 1}.")
+
+        if self.params.get("note"):
+            self._line(self.params["note"])
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any]) -> None:

@@ -26,15 +26,19 @@ class TerminateOnNaN(Callback):
 
     def __init__(self) -> None:
         self.bad_step: int | None = None
+        self._last_step = 0
 
     @override
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:
         self.bad_step = None
+        self._last_step = self.trainer.step
 
     @override
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
-        if self.trainer.step % int(self.params.get("log_every") or 1) == 0:
+        every, step = int(self.params.get("log_every") or 1), self.trainer.step
+        if step // every > self._last_step // every:  # A call may have made several steps.
             self._look(logs)
+        self._last_step = step
 
     @override
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:

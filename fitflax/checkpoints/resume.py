@@ -74,7 +74,7 @@ def check_settings(saved: Saved, settings: Mapping[str, Any]) -> None:
     before = saved.metadata.get("settings", {})
     differing = [f"{key} was {before.get(key)!r} and is {value!r}" for key, value in settings.items() if before.get(key) != value]
     if differing:
-        raise RestoreError(f"{saved.path} cannot be resumed, because the order of examples would differ: {'; '.join(differing)}.")
+        raise RestoreError(f"{saved.path} cannot be resumed, because the order of examples or the numbers would differ: {'; '.join(differing)}.")
 
 
 def fit_to(target: PyTree, found: Any, saved: Saved, root: str, *, advice: str = "") -> PyTree:

@@ -13,6 +13,10 @@ from fitflax.state import PyTree
 
 __all__ = ["ArraySource"]
 
+# Of what is read in one go: so many batches, if they stay in a core's cache.
+_MAX_BATCHES = 16
+_BLOCK_BYTES = 2**22
+
 
 class ArraySource(IndexedSource):
     """Batches cut from arrays `[examples, ...]`.
@@ -45,6 +49,12 @@ class ArraySource(IndexedSource):
         self.x, self.y, self.weights = named.values()
         self._leaves, self._structure = jax.tree.flatten((self.x, self.y, self.weights))
         super().__init__(lengths.get("x", 0), batch_size=batch_size, shuffle=shuffle, seed=seed, drop_remainder=drop_remainder)
+
+    @property
+    @override
+    def batches_at_once(self) -> int:
+        row_bytes = sum(leaf.nbytes for leaf in self._leaves) / self._rows
+        return max(1, min(_MAX_BATCHES, int(_BLOCK_BYTES / (row_bytes * self.options["batch_size"]))))
 
     @override
     def read(self, rows: Any) -> Triple:

@@ -213,6 +213,7 @@ class Batcher:
 
     Args:
         num_replicas: The fixed size is a multiple of this.
+        accumulate_steps: And of this times as many: into how many micro-batches each replica's share is split.
         size: The batch size if it is known; otherwise the first batch decides.
         pad: Whether to pad at all; without it every size has a shape of its own.
         class_weight: `{label: weight}`, for labels `[batch]`, `[batch, 1]` or one-hot; labels without a weight count 1.
@@ -225,15 +226,25 @@ class Batcher:
     ([0.0, 1.0, 2.0, 0.0], [True, True, True, False], 3)
     """
 
-    def __init__(self, *, num_replicas: int = 1, size: int | None = None, pad: bool = True, class_weight: Mapping[int, float] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        num_replicas: int = 1,
+        accumulate_steps: int = 1,
+        size: int | None = None,
+        pad: bool = True,
+        class_weight: Mapping[int, float] | None = None,
+    ) -> None:
         self._replicas = num_replicas
+        self._accumulate_steps = accumulate_steps
+        self._multiple = num_replicas * accumulate_steps
         self.size = None if size is None else self._round_up(size)
         self._pad = pad
         self._has_batched = False
         self._class_weight = None if class_weight is None else _check_class_weight(class_weight)
 
     def _round_up(self, rows: int) -> int:
-        return -(-rows // self._replicas) * self._replicas
+        return -(-rows // self._multiple) * self._multiple
 
     def __call__(self, triple: Triple, *, is_checked: bool = False) -> tuple[Batch, int]:
         """Returns the padded batch and the number of its real rows.
@@ -260,8 +271,11 @@ class Batcher:
 
     def _size_for(self, rows: int) -> int:
         if not self._pad:
-            if rows % self._replicas:
-                raise DataError(f"A batch of {rows} examples cannot be split over {self._replicas} devices with compile(pad=False). Use drop_remainder=True.")
+            if rows % self._multiple:
+                over = f"{self._replicas} devices"
+                if self._accumulate_steps > 1:
+                    over += f", each share in {self._accumulate_steps} micro-batches (accumulate_steps={self._accumulate_steps}),"
+                raise DataError(f"A batch of {rows} examples cannot be split over {over} with compile(pad=False). Use drop_remainder=True.")
             return rows
         is_first, self._has_batched = not self._has_batched, True
         if self.size is None or (is_first and rows > self.size):  # A loader's batch size says little where batches are put together by the user.

@@ -1,6 +1,7 @@
 """Which batches a run or an evaluation gets: feeds over sources, and the rules for sources that serve only once."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from fitflax.data.batch import Batcher, FedBatch, Position, Triple
 from fitflax.data.streams import Feed, OneShotSource, Source
@@ -15,11 +16,13 @@ class Feeder:
     Args:
         num_replicas: Sizes are multiples of this.
         pad: Whether short batches are padded.
+        accumulate_steps: Into how many micro-batches training splits each replica's share; sizes of training are multiples of that as well.
     """
 
-    def __init__(self, num_replicas: int, pad: bool) -> None:
+    def __init__(self, num_replicas: int, pad: bool, accumulate_steps: int = 1) -> None:
         self._num_replicas = num_replicas
         self._pad = pad
+        self._accumulate_steps = accumulate_steps
         self._batchers: dict[str, Batcher] = {}
 
     def train(self, source: Source, class_weight: Mapping[int, float] | None, position: Position, *, size: int | None = None) -> Feed:
@@ -34,7 +37,10 @@ class Feeder:
         size = source.batch_size if size is None else size
         if size is not None and source.num_examples is not None:
             size = min(size, source.num_examples)  # Fewer examples than one batch are a smaller batch, not one that is mostly padding.
-        return Feed(source, Batcher(num_replicas=self._num_replicas, size=size, pad=self._pad, class_weight=class_weight), position, is_saved=True)
+        return Feed(source, self._train_batcher(size=size, class_weight=class_weight), position, is_saved=True)
+
+    def _train_batcher(self, **options: Any) -> Batcher:
+        return Batcher(num_replicas=self._num_replicas, accumulate_steps=self._accumulate_steps, pad=self._pad, **options)
 
     def evaluations(self, source: Source, name: str, steps: int | None, *, exact: Callable[[], bool] = lambda: False) -> Callable[[], Feed]:
         """Returns what makes the batches of each evaluation.
@@ -72,7 +78,7 @@ class Feeder:
     def single(self, triple: Triple, kind: str) -> FedBatch:
         """Returns one batch; smaller batches of a kind are padded to the shape that is compiled already."""
         if kind not in self._batchers:
-            self._batchers[kind] = Batcher(num_replicas=self._num_replicas, pad=self._pad)
+            self._batchers[kind] = self._train_batcher() if kind == "train" else Batcher(num_replicas=self._num_replicas, pad=self._pad)
         batch, num_real = self._batchers[kind](triple)
         return FedBatch(batch, num_real, Position(examples=num_real))
 

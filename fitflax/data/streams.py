@@ -18,6 +18,7 @@ from typing_extensions import override
 from fitflax.data.batch import Batcher, FedBatch, Position, Selection, Triple, num_examples, to_numpy
 from fitflax.data.passes import Bookmark, Bookmarks, LoaderPass, Pass, drop, iterator_methods, resumed, set_state
 from fitflax.errors import FitflaxWarning
+from fitflax.state import Batch
 
 __all__ = ["Feed", "IterableSource", "OneShotSource", "Source"]
 
@@ -101,8 +102,11 @@ class Feed:
         self.batcher = batcher
         self._position = position
         self._iterator: Iterator[Triple] | None = None
-        self._last: tuple[Triple, Position] | None = None
-        self._pushed_back: Triple | None = None
+        # What was given out since the last batch that was asked for alone, each with the position before it; what was taken back, the next one last.
+        self._given: list[tuple[Triple, Position]] = []
+        self._taken_back: list[Triple] = []
+        # What `next_like` came upon: the end of the pass, or an error.
+        self._found: list[Exception | None] = []
         self._bookmarks = Bookmarks(clock) if is_saved else None
         # The open pass, if its states are taken; what a resume begins from; whether the last pass had a state.
         self._pass: Pass | None = None
@@ -111,9 +115,43 @@ class Feed:
 
     def next(self) -> FedBatch | None:
         """Returns the next batch, or `None` at the end of a pass; the call after that begins the next pass."""
+        self._given.clear()
+        if self._found:
+            error = self._found.pop()
+            if error is not None:
+                raise error
+            return None
+        return self._next()
+
+    def next_like(self, batch: Batch, count: int) -> list[FedBatch]:
+        """Returns up to `count` more batches, of the shapes of `batch` and of the same pass: all that can be trained on together with it.
+
+        An error on the way, and the end of the pass, are kept for `next`.
+        """
+        batches: list[FedBatch] = []
+        while len(batches) < count and not self._found and not self.pass_has_ended:
+            try:
+                fed = self._next()
+            except Exception as error:  # noqa: BLE001 (raised by next(), once those before it are used)
+                self._found.append(error)
+                break
+            if fed is None:
+                self._found.append(None)
+            elif self._are_alike(fed.batch, batch):
+                batches.append(fed)
+            else:
+                self.push_back()
+                break
+        return batches
+
+    def _are_alike(self, one: Batch, other: Batch) -> bool:
+        # Batches of one source of arrays can differ in their number of rows alone, and asking for all shapes takes longer than cutting a batch out.
+        return len(one.mask) == len(other.mask) if self.source.is_checked else _shapes(one) == _shapes(other)
+
+    def _next(self) -> FedBatch | None:
         if self._iterator is None:
             self._iterator = self._open()
-        triple, self._pushed_back = self._pushed_back, None
+        triple = self._taken_back.pop() if self._taken_back else None
         if triple is None:
             if self._pass is not None and self._bookmarks is not None:
                 self._bookmarks.take(self._position, self._pass)
@@ -125,8 +163,8 @@ class Feed:
         if not self.source.owns_batches:
             # A loader may fill one buffer again and again, and a step may still be reading it when the next batch is asked for.
             triple = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, triple)
-        self._last = (triple, self._position)
         batch, num_real = self.batcher(triple, is_checked=self.source.is_checked)
+        self._given.append((triple, self._position))
         self._position = Position(self._position.passes, self._position.examples + num_real)
         return FedBatch(batch, num_real, self._position)
 
@@ -152,7 +190,7 @@ class Feed:
         """
         if self._bookmarks is None:
             return {}
-        if position == self._position and self._pass is not None and self._pushed_back is None:
+        if position == self._position and self._pass is not None and not self._taken_back:
             self._bookmarks.take(position, self._pass)
         elif position == self._position and self._iterator is None and self._has_states:
             try:
@@ -175,15 +213,14 @@ class Feed:
         if isinstance(iterator, Pass):
             iterator.close()
 
-    def push_back(self) -> None:
-        """Takes back the batch just given, which nobody used: `next` gives it again, and so does another feed over an iterator that serves once."""
-        if self._last is None:
-            return
-        (triple, self._position), self._last = self._last, None
-        if isinstance(self.source, OneShotSource):
-            self.source.take_back(triple)
-        else:
-            self._pushed_back = triple
+    def push_back(self, count: int = 1) -> None:
+        """Takes back the batches given last, which nobody used: `next` gives them again, and so does another feed over an iterator that serves once."""
+        for _ in range(min(count, len(self._given))):
+            triple, self._position = self._given.pop()
+            if isinstance(self.source, OneShotSource):
+                self.source.take_back(triple)
+            else:
+                self._taken_back.append(triple)
 
     @property
     def pass_has_ended(self) -> bool | None:
@@ -191,6 +228,11 @@ class Feed:
         if self.source.num_examples is not None and self.source.knows_length:
             return self._position.examples >= self.source.num_examples
         return False if self.source.is_endless else None
+
+
+def _shapes(batch: Batch) -> tuple[Any, list[tuple[Any, Any]]]:
+    leaves, treedef = jax.tree.flatten(batch)
+    return treedef, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
 class IterableSource(Source):

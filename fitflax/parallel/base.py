@@ -54,12 +54,19 @@ class Strategy(abc.ABC):
         """Returns a host batch in the form in which compiled functions take it, in the cheapest way for these devices."""
 
     @abc.abstractmethod
+    def feed_group(self, batches: Sequence[Batch], size: int) -> Batch:
+        """Returns batches of the same shapes as one with a leading axis of `size` steps (inside a step; what is beyond them is arbitrary), as `feed` does."""
+
+    @abc.abstractmethod
     def abstract_feed(self, batch: Batch) -> Batch:
         """Returns the shapes and dtypes of `feed(batch)`, moving no data."""
 
     @abc.abstractmethod
-    def join(self, outputs: PyTree) -> PyTree:
-        """Returns split outputs as NumPy arrays `[batch, ...]`, rows in the order of the batch."""
+    def join(self, outputs: PyTree, steps: int | None = None) -> PyTree:
+        """Returns split outputs as NumPy arrays `[batch, ...]`, rows in the order of the batch.
+
+        With `steps` the outputs are those of a group, of which so many steps were made: `[steps * batch, ...]`.
+        """
 
     @abc.abstractmethod
     def copy(self, tree: PyTree) -> PyTree:

@@ -122,6 +122,35 @@ class DataParallel(Strategy):
         return Batch(x, y, mask, weights)
 
     @override
+    def feed_group(self, batches: Sequence[Batch], size: int) -> Batch:
+        rows = len(batches[0].mask)
+        full = full_mask(rows)
+        if all(batch.mask is full for batch in batches):
+            mask = self._put_mask(rows, size)
+        else:
+            mask = jax.device_put(self._stack(size, *(batch.mask for batch in batches)), self._split)
+        x, y, weights = jax.tree.map(functools.partial(self._stack, size), *((batch.x, batch.y, batch.weights) for batch in batches))
+        return Batch(x, y, mask, weights)
+
+    def _stack(self, size: int, *leaves: Any) -> Any:
+        """Returns `[batch, ...]` of several steps as `[size, batch, ...]`, or `[replicas, size, batch / replicas, ...]`, in fresh memory."""
+        if any(isinstance(leaf, jax.Array) for leaf in leaves):
+            whole = jnp.stack([*leaves, *[leaves[-1]] * (size - len(leaves))])
+            if self.num_replicas > 1:
+                whole = jnp.moveaxis(whole.reshape(size, self.num_replicas, -1, *whole.shape[2:]), 1, 0)
+            return jax.device_put(whole, self._split)
+        first = leaves[0] if self.num_replicas == 1 else self._fold(leaves[0])
+        view = _one_view(leaves) if self.num_replicas == 1 and len(leaves) == size else None
+        if view is not None:
+            return view
+        shape = (size, *first.shape) if self.num_replicas == 1 else (first.shape[0], size, *first.shape[1:])
+        stack: np.ndarray[Any, Any] = np.empty(shape, first.dtype)
+        steps = stack if self.num_replicas == 1 else np.moveaxis(stack, 1, 0)
+        for step, leaf in zip(steps, leaves, strict=False):  # Views: the rest of the memory is never read.
+            step[...] = leaf if self.num_replicas == 1 else self._fold(leaf)
+        return stack
+
+    @override
     def abstract_feed(self, batch: Batch) -> Batch:
         def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
             shape = leaf.shape if self.num_replicas == 1 else (self.num_replicas, leaf.shape[0] // self.num_replicas, *leaf.shape[1:])
@@ -130,9 +159,12 @@ class DataParallel(Strategy):
         return cast(Batch, jax.tree.map(abstract, batch))
 
     @override
-    def join(self, outputs: PyTree) -> PyTree:
+    def join(self, outputs: PyTree, steps: int | None = None) -> PyTree:
         def unfold(leaf: Any) -> np.ndarray[Any, Any]:
             array = np.asarray(leaf)
+            if steps is not None:
+                array = array[:steps] if self.num_replicas == 1 else np.moveaxis(array, 1, 0)[:steps]
+                array = array.reshape(-1, *array.shape[2:])
             return array if self.num_replicas == 1 else array.reshape(-1, *array.shape[2:])
 
         return jax.tree.map(unfold, outputs)
@@ -207,8 +239,26 @@ class DataParallel(Strategy):
         """Returns `[batch, ...]` as `[replicas, batch / replicas, ...]`, a view."""
         return leaf if self.num_replicas == 1 else leaf.reshape(self.num_replicas, -1, *leaf.shape[1:])
 
-    def _put_full_mask(self, size: int) -> Any:
-        return jax.device_put(self._fold(full_mask(size)), self._split)
+    def _put_full_mask(self, rows: int, steps: int | None = None) -> Any:
+        mask = full_mask(rows)
+        return jax.device_put(self._fold(mask) if steps is None else self._stack(steps, *[mask] * steps), self._split)
+
+
+def _address(array: np.ndarray[Any, Any]) -> int:
+    address: int = array.__array_interface__["data"][0]  # What array.ctypes.data is, in a fifth of the time.
+    return address
+
+
+def _one_view(leaves: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any] | None:
+    """Returns `[leaves, ...]` without a copy if the arrays lie one behind the other in the same memory."""
+    first = leaves[0]
+    base, address, num_bytes = first.base, _address(first), first.nbytes
+    if not isinstance(base, np.ndarray) or not num_bytes:
+        return None
+    for index, leaf in enumerate(leaves):
+        if leaf.base is not base or not leaf.flags.c_contiguous or _address(leaf) != address + index * num_bytes:
+            return None
+    return np.lib.stride_tricks.as_strided(first, (len(leaves), *first.shape), (num_bytes, *first.strides), writeable=False)
 
 
 class _WithNothing:

@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -307,3 +308,15 @@ def test_what_it_ended_stays_ended_when_its_state_comes_back():
 def test_arguments_out_of_their_range_are_errors(kwargs, message):
     with pytest.raises(CallbackError, match=message):
         EarlyStopping(**kwargs)
+
+
+def test_the_best_averaged_parameters_come_back_with_the_best_ones():
+    trainer = fitflax.Trainer(nn.Dense(1))
+    trainer.compile("sgd", "mse", learning_rate=0.1, ema_decay=0.5)
+    x = np.ones((8, 2), np.float32)
+    kept: list[Any] = []
+    keep = LambdaCallback(on_epoch_end=lambda epoch, logs: kept.append(jax.tree.map(np.asarray, (trainer.state.params, trainer.state.ema_params))))
+    worse = LambdaCallback(on_epoch_end=lambda epoch, logs: logs.__setitem__("score", -epoch))
+    stopping = EarlyStopping(monitor="score", mode="max", patience=2, restore_best=True)
+    trainer.fit(x, np.ones((8, 1), np.float32), epochs=5, callbacks=[keep, worse, stopping], verbose=0)
+    jax.tree.map(np.testing.assert_array_equal, (trainer.state.params, trainer.state.ema_params), kept[0])

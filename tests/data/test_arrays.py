@@ -199,3 +199,22 @@ def test_batches_of_arrays_are_not_checked_again(monkeypatch):
     source = ArraySource(np.arange(6.0), np.arange(6.0), batch_size=2)
     monkeypatch.setattr("fitflax.data.batch.to_numpy", lambda *_, **__: pytest.fail("checked once more"))
     assert Feed(source, Batcher(size=2)).next().num_real == 2
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 4, 100])
+def test_batches_read_together_are_those_read_alone_from_any_position(batch_size, monkeypatch):
+    x = np.arange(50.0, dtype=np.float32)[:, None]
+    together = ArraySource(x, x[:, 0], batch_size=batch_size, shuffle=True, seed=3)
+    assert together.batches_at_once == 16
+    batches = list(together.open(Position(passes=2)))
+    monkeypatch.setattr("fitflax.data.arrays._MAX_BATCHES", 1)
+    alone = ArraySource(x, x[:, 0], batch_size=batch_size, shuffle=True, seed=3)
+    assert alone.batches_at_once == 1
+    for begin in range(0, 50, batch_size):
+        for ours, theirs in zip(batches[begin // batch_size :], alone.open(Position(passes=2, examples=begin)), strict=True):
+            np.testing.assert_array_equal(ours.x, theirs.x)
+            np.testing.assert_array_equal(ours.y, theirs.y)
+
+
+def test_large_rows_are_read_batch_by_batch():
+    assert ArraySource(np.zeros((8, 600_000), np.float32), batch_size=2, shuffle=True).batches_at_once == 1

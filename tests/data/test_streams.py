@@ -169,3 +169,60 @@ def test_the_exceptions_of_the_users_iterator_come_through():
     feed.next()
     with pytest.raises(OSError, match="the disk is gone"):
         feed.next()
+
+
+# --- Several batches together ---
+
+
+def feed_of(lengths: list[int], *, fails: bool = False, **options) -> Feed:
+    def batches():
+        for number, length in enumerate(lengths):
+            yield np.full((length, 1), number, np.float32), np.zeros(length)
+        if fails:
+            raise ValueError("torn")
+
+    return Feed(adapt(lambda: batches()), Batcher(**options))
+
+
+def test_batches_of_the_same_shape_and_pass_come_together():
+    feed = feed_of([4, 4, 4, 4, 2], pad=False)
+    first = feed.next()
+    assert [fed.position.examples for fed in feed.next_like(first.batch, 2)] == [8, 12]
+    later = feed.next()
+    assert later.position.examples == 16 and feed.next_like(later.batch, 5) == []
+    assert feed.next().num_real == 2 and feed.next() is None and feed.next().position == Position(passes=1, examples=4)
+
+
+def test_the_end_of_a_pass_and_an_error_on_the_way_are_kept_for_the_next_call():
+    feed = feed_of([4, 4])
+    assert len(feed.next_like(feed.next().batch, 5)) == 1
+    assert feed.next() is None and feed.next().position == Position(passes=1, examples=4)
+    feed = feed_of([4, 4], fails=True)
+    assert len(feed.next_like(feed.next().batch, 5)) == 1
+    with pytest.raises(ValueError, match="torn"):
+        feed.next()
+
+
+def test_batches_that_came_together_can_be_given_back():
+    feed = feed_of([4, 4, 4, 4])
+    first = feed.next()
+    feed.next_like(first.batch, 2)
+    feed.push_back(3)
+    assert feed.position == Position()
+    assert [float(feed.next().batch.x[0, 0]) for _ in range(4)] == [0, 1, 2, 3]
+
+
+def test_an_iterator_is_asked_for_no_batch_beyond_those_that_were_wanted():
+    taken = []
+
+    def numbers():
+        for number in range(10):
+            taken.append(number)
+            yield np.full((2, 1), number, np.float32), np.zeros(2)
+
+    source = adapt(numbers())
+    feed = Feed(source, Batcher())
+    feed.next_like(feed.next().batch, 3)
+    assert taken == [0, 1, 2, 3]
+    feed.push_back(2)
+    assert [float(Feed(source, Batcher(), Position(examples=4)).next().batch.x[0, 0])] == [2]

@@ -411,3 +411,37 @@ def test_a_copy_made_once_lies_on_one_device_and_outlives_the_donated_original(n
     assert strategy.is_on_host
     key, w = copy.leaves()
     assert w.tolist() == [0, 1, 2, 3, 4, 5] and key.tolist() == [0, 7] and [leaf.impl for leaf in copy.form.leaves] == ["threefry2x32", None]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("kind", ["views", "arrays", "jax"])
+def test_batches_fed_together_are_the_same_batches_one_behind_the_other(number, kind, devices):
+    strategy = DataParallel(devices(number))
+    whole = np.arange(4 * 6 * 2, dtype=np.float32).reshape(4 * 6, 2)
+    make = {"views": lambda x: x, "arrays": np.copy, "jax": jnp.asarray}[kind]
+    batches = [Batch(make(whole[6 * step : 6 * step + 6]), (), full_mask(6)) for step in range(4)]
+    for count in (3, 4):
+        fed = strategy.feed_group(batches[:count], 4)
+        x, mask = (np.asarray(leaf) if number == 1 else np.moveaxis(np.asarray(leaf), 1, 0) for leaf in (fed.x, fed.mask))
+        np.testing.assert_array_equal(x[:count].reshape(-1, 2), whole[: 6 * count])
+        assert mask.shape[0] == x.shape[0] == 4 and mask.all()
+    short = batches[1]._replace(mask=np.arange(6) < 4)
+    mask = np.asarray(strategy.feed_group([batches[0], short], 2).mask)
+    assert (mask if number == 1 else np.moveaxis(mask, 1, 0)).reshape(2, 6).sum(axis=1).tolist() == [6, 4]
+
+
+def test_consecutive_views_are_fed_without_a_copy(devices):
+    whole = np.arange(48, dtype=np.float32).reshape(24, 2)
+    batches = [Batch(whole[6 * step : 6 * step + 6], (), full_mask(6)) for step in range(4)]
+    strategy = DataParallel(devices(1))
+    assert np.shares_memory(strategy.feed_group(batches, 4).x, whole)
+    assert not np.shares_memory(strategy.feed_group(batches[::-1], 4).x, whole)
+    assert not np.shares_memory(strategy.feed_group([batches[0], *batches[:3]], 4).x, whole)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_outputs_of_several_steps_are_joined_in_the_order_of_their_batches(number, devices):
+    strategy = DataParallel(devices(number))
+    outputs = np.arange(3 * 4).reshape(3, 4)  # Steps, rows.
+    split = outputs if number == 1 else np.moveaxis(outputs.reshape(3, number, 2), 1, 0)
+    assert strategy.join(split, steps=2).tolist() == [*range(8)]

@@ -1,0 +1,1 @@
+"""What fitflax costs, measured: `python -m benchmarks.run` against peers, `python benchmarks/checkpoint.py` against the disk."""

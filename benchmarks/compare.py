@@ -1,0 +1,121 @@
+"""From times to ratios, and from ratios to verdicts; nothing is run here.
+
+The times of a peer in one round are those of four stretches: base, peer, peer, base. Its ratio is the sum of its two over the sum of the base's two, so that a
+machine that grows slower does so for both alike. Two peers are compared by their ratios to the base of the same round.
+"""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+Round = tuple[float, float, float, float]  # Seconds: base, peer, peer, base.
+Times = dict[str, dict[str, list[Round]]]  # By operation (train, evaluate, predict) and peer.
+
+TRAIN_LIMITS = {"mlp": 1.15, "cnn": 1.02, "lm": 1.02, "wide": 1.02, "many_leaves": 1.05}
+TINY_MICROSECONDS = 60.0
+READ_LIMIT = 1.05
+SCAN_LIMITS = {"tiny": 2.0, "mlp": 1.15}
+AHEAD_OF_KERAS = {"tiny": 1.25, "mlp": 1.10}
+CALLBACK_LIMITS = {"fit+tensorboard": 1.03, "fit+saving": 1.05}
+TOLERANCE = 1e-5
+ROUGH_TOLERANCE = 0.2
+ACCURACY_TOLERANCE = 2e-3  # An example whose two best classes are all but equal may fall either way.
+
+
+class Spread(NamedTuple):
+    """The median over rounds, and the lowest and highest round."""
+
+    median: float
+    low: float
+    high: float
+
+
+def spread(values: Sequence[float]) -> Spread:
+    return Spread(statistics.median(values), min(values), max(values))
+
+
+class Claim(NamedTuple):
+    """One limit and what was found. The control of the same run stands for the limit where it is larger; where being faster is the claim, there is none."""
+
+    what: str
+    limit: float
+    found: Spread | None
+    control: Spread | None
+    unit: str = ""
+
+    @property
+    def verdict(self) -> str:
+        if self.found is None:
+            return "not measured"
+        bound = self.limit if self.control is None else max(self.limit, self.control.median)
+        return "ok" if self.found.median <= bound else "over"
+
+
+def ratios(times: Times, do: str, peer: str) -> list[float]:
+    return [(second + third) / (first + fourth) for first, second, third, fourth in times.get(do, {}).get(peer, [])]
+
+
+def ratio(times: Times, do: str, peer: str, over: str | None = None) -> Spread | None:
+    """Returns how many times the base's time, or the time of `over`, a peer takes; `None` where either was not measured."""
+    found = ratios(times, do, peer)
+    if over is not None:
+        found = [mine / other for mine, other in zip(found, ratios(times, do, over), strict=False)]
+    return spread(found) if found else None
+
+
+def extra_us(times: Times, peer: str, steps: int) -> Spread | None:
+    """Returns the microseconds a step that a peer takes beyond the base."""
+    rounds = times.get("train", {}).get(peer, [])
+    return spread([(second + third - first - fourth) / 2 / steps * 1e6 for first, second, third, fourth in rounds]) if rounds else None
+
+
+def microseconds(times: Times, do: str, peer: str, steps: int, *, base: bool = False) -> float | None:
+    """Returns the median of all stretches of a peer, or of the base's beside it, per step."""
+    rounds = times.get(do, {}).get(peer, [])
+    stretches = [seconds for first, second, third, fourth in rounds for seconds in ((first, fourth) if base else (second, third))]
+    return statistics.median(stretches) / steps * 1e6 if stretches else None
+
+
+def fastest(times: Times, peers: Sequence[str]) -> str:
+    """Returns the fastest of those that were measured; the first where none was."""
+    measured = {peer: found.median for peer in peers if (found := ratio(times, "train", peer)) is not None}
+    return min(measured, key=lambda peer: measured[peer]) if measured else peers[0]
+
+
+def claims(workload: str, times: Times, steps: int) -> list[Claim]:
+    """Returns all that is claimed of a workload, with what was found."""
+    if workload == "digits":
+        control = ratio(times, "train", "fit_again")
+        return [Claim(f"{peer} / fit", limit, ratio(times, "train", peer), control) for peer, limit in CALLBACK_LIMITS.items()]
+    control = ratio(times, "train", "control")
+    if workload == "tiny":
+        found = [Claim("fit - jit", TINY_MICROSECONDS, extra_us(times, "fit", steps), extra_us(times, "control", steps), "us")]
+    else:
+        found = [Claim("fit / jit", TRAIN_LIMITS[workload], ratio(times, "train", "fit"), control)]
+    for do in ("evaluate", "predict"):
+        found.append(Claim(f"{do}: fit / jit", READ_LIMIT, ratio(times, do, "fit"), ratio(times, do, "control")))
+    if workload == "tiny":
+        found.append(Claim("fit16 / jit, 2.5 times as fast", 1 / 2.5, ratio(times, "train", "fit16"), None))
+    if workload in SCAN_LIMITS:
+        found.append(Claim("fit16 / scan", SCAN_LIMITS[workload], ratio(times, "train", "fit16", "scan"), control))
+    ours, keras = fastest(times, ("fit", "fit16")), fastest(times, ("keras", "keras16"))
+    ahead = AHEAD_OF_KERAS.get(workload, 1.0)
+    found.append(Claim(f"{ours} / {keras}, {ahead:.2f} times as fast", 1 / ahead, ratio(times, "train", ours, keras), None))
+    return found
+
+
+def disagreement(values: dict[str, float], base: dict[str, float], *, exact: bool) -> str | None:
+    """Returns how the values of a peer differ from the base's after the same number of steps; `None` where both did the same work.
+
+    Those who shuffle by themselves must come near in loss alone.
+    """
+    tolerances = {"loss": TOLERANCE, "outputs": TOLERANCE, "accuracy": ACCURACY_TOLERANCE} if exact else {"loss": ROUGH_TOLERANCE}
+    wrong = [name for name in sorted(values) if name in tolerances and not abs(values[name] - base[name]) <= tolerances[name] * (1 + abs(base[name]))]
+    return ", ".join(f"{name} is {values[name]:.7g} and not {base[name]:.7g}" for name in wrong) or None
+
+
+def as_json(value: Any) -> Any:
+    """Returns a claim or spread as what JSON can hold."""
+    if isinstance(value, Claim):
+        return {name: as_json(part) for name, part in value._asdict().items()} | {"verdict": value.verdict}
+    return value._asdict() if isinstance(value, Spread) else value

@@ -1,0 +1,92 @@
+"""fitflax as a user has it: `Trainer`, metrics, `ProgressBar` on what it takes for a terminal, the default `History`, and callbacks where asked for."""
+
+import dataclasses
+import inspect
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from typing_extensions import override
+
+import fitflax
+from benchmarks.peers import LOG_EVERY, Contender, Once, Setup, Stretch, Unavailable, Watch
+from benchmarks.peers.models import make_module, make_optimizer, shared_parameters
+from benchmarks.workloads import SEED, Workload, make_data
+from fitflax.callbacks import BestCheckpoint, Callback, CSVLogger, EarlyStopping, LambdaCallback, ModelCheckpoint, ProgressBar, TensorBoard, TerminateOnNaN
+from fitflax.parallel import DataParallel
+
+
+def no_callbacks(directory: Path) -> list[Callback]:
+    return []
+
+
+def all_callbacks(directory: Path) -> list[Callback]:
+    """Returns those that look at a run or save it, as they are by default; schedules of the learning rate would need another optimizer than the peers have."""
+    checkpoints = [ModelCheckpoint(directory / "checkpoints"), BestCheckpoint(directory / "best", monitor="loss")]
+    return [*checkpoints, TensorBoard(directory / "board"), CSVLogger(directory / "log.csv"), EarlyStopping("loss", patience=10**9), TerminateOnNaN()]
+
+
+CALLBACKS: dict[str | None, Callable[[Path], list[Callback]]] = {
+    None: no_callbacks,
+    "all": all_callbacks,
+    "tensorboard": lambda directory: [TensorBoard(directory, every=fitflax.every(steps=LOG_EVERY))],
+    "saving": lambda directory: [ModelCheckpoint(directory, every=fitflax.every(steps=10))],
+}
+
+
+class Fit(Contender):
+    def __init__(self, workload: Workload, setup: Setup, callbacks: str | None, compile_options: dict[str, Any]) -> None:
+        self._workload, self._setup = workload, setup
+        self._x, self._y = make_data(workload)
+        self._make_callbacks = CALLBACKS[callbacks]
+        self._trainer = fitflax.Trainer(make_module(workload), seed=SEED, parallel=DataParallel(jax.devices()[:1]))
+        self._trainer.compile(make_optimizer(workload), "sparse_categorical_crossentropy", metrics=["accuracy"], **compile_options)
+        if not setup.own_parameters and workload.kind != "digits":
+            self._trainer.build((self._x[: workload.batch_size], self._y[: workload.batch_size]))
+            state = self._trainer.state
+            self._trainer.replace_state(dataclasses.replace(state, params=shared_parameters(state.params)))
+
+    @override
+    def train(self, passes: int, on_first_step: Callable[[], None] | None = None) -> Stretch:
+        directory = Path(tempfile.mkdtemp(dir=self._setup.directory))
+        watch = Watch()
+        callbacks = [LambdaCallback(on_epoch_begin=watch.begin), ProgressBar(file=self._setup.screen), *self._make_callbacks(directory)]
+        if on_first_step is not None:
+            once = Once(on_first_step)
+            callbacks.append(LambdaCallback(on_train_batch_end=lambda batch, logs: once(logs)))
+        steps = passes * self._workload.steps
+        history = self._trainer.fit(self._x, self._y, batch_size=self._workload.batch_size, steps=steps, callbacks=callbacks, log_every=LOG_EVERY)
+        jax.block_until_ready(self._trainer.state)
+        stretch = watch.stretch({name: history.history[name][-1] for name in ("loss", "accuracy")})
+        shutil.rmtree(directory)
+        return stretch
+
+    @override
+    def evaluate(self) -> Stretch:
+        watch = Watch()
+        callbacks = [LambdaCallback(on_test_begin=watch.begin), ProgressBar(file=self._setup.screen)]
+        found = self._trainer.evaluate(self._x, self._y, batch_size=self._workload.batch_size, callbacks=callbacks)
+        return watch.stretch({name: found[name] for name in ("loss", "accuracy")})
+
+    @override
+    def predict(self) -> Stretch:
+        watch = Watch()
+        outputs = self._trainer.predict(self._x, batch_size=self._workload.batch_size, callbacks=[LambdaCallback(on_predict_begin=watch.begin)])
+        stretch = watch.stretch({})
+        return stretch._replace(values={"outputs": float(np.abs(outputs).mean())})
+
+
+def make(workload: Workload, setup: Setup, *, callbacks: str | None = None, **compile_options: Any) -> Contender:
+    """Returns `fit`.
+
+    Raises:
+        Unavailable: `compile` does not know one of the options.
+    """
+    for name in compile_options:
+        if name not in inspect.signature(fitflax.Trainer.compile).parameters:
+            raise Unavailable(f"not built: compile() takes no {name}")
+    return Fit(workload, setup, callbacks, compile_options)

@@ -1,0 +1,153 @@
+"""The best loops that a careful person would write by hand: state and running sums are donated, NumPy batches go straight into the compiled call, values are
+read every 50 steps only, and JAX itself bounds how far the loop runs ahead of the device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from tqdm import tqdm
+from typing_extensions import override
+
+from benchmarks.peers import LOG_EVERY, STEPS_PER_CALL, Contender, Setup, Stretch, Watch
+from benchmarks.peers.models import make_module, make_optimizer, shared_parameters
+from benchmarks.workloads import SEED, Workload, make_data
+
+AXIS = "replica"
+
+
+def measure(logits: Any, y: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the mean loss, and what a batch adds to the sums: of losses, of hits and of weights."""
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+    return loss, jnp.stack([loss * y.size, (logits.argmax(-1) == y).sum(dtype=jnp.float32), jnp.float32(y.size)])
+
+
+def make_step(module: nn.Module, optimizer: optax.GradientTransformation, axis: str | None = None) -> Callable[..., Any]:
+    """Returns the step `(state, sums, x, y) -> (state, sums)`, not yet compiled; with `axis` on one replica's share of a batch."""
+
+    def step(state, sums, x, y):
+        params, opt_state = state
+        (_, added), grads = jax.value_and_grad(lambda params: measure(module.apply({"params": params}, x), y), has_aux=True)(params)
+        if axis is not None:
+            grads, added = jax.lax.pmean(grads, axis), jax.lax.psum(added, axis)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), sums + added
+
+    return step
+
+
+def compile_step(module: nn.Module, optimizer: optax.GradientTransformation, way: str) -> Callable[..., Any]:
+    if way == "pmap":
+        step = make_step(module, optimizer, AXIS)
+        axes: dict[str, Any] = {"in_axes": (None, None, 0, 0), "out_axes": None}
+        return jax.pmap(step, axis_name=AXIS, donate_argnums=(0, 1), devices=jax.devices()[:1], **axes)
+    step = make_step(module, optimizer)
+    if way == "jit":
+        return jax.jit(step, donate_argnums=(0, 1))
+
+    def steps(state, sums, xs, ys):
+        return jax.lax.scan(lambda carry, batch: (step(*carry, *batch), None), (state, sums), (xs, ys))[0]
+
+    return jax.jit(steps, donate_argnums=(0, 1))
+
+
+def means(sums: jax.Array) -> dict[str, float]:
+    total, hits, weight = sums.tolist()
+    return {"loss": total / weight, "accuracy": hits / weight}
+
+
+def text(sums: jax.Array) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in means(sums).items())
+
+
+class Hand(Contender):
+    def __init__(self, workload: Workload, setup: Setup, way: str) -> None:
+        self._workload, self._screen = workload, setup.screen
+        self._x, self._y = make_data(workload)
+        self._passes = 0
+        self._per_call = STEPS_PER_CALL if way == "scan" else 1
+        self._lead = {"jit": (), "pmap": (1,), "scan": (STEPS_PER_CALL,)}[way]
+        module, optimizer = make_module(workload), make_optimizer(workload)
+        params = jax.jit(module.init)(jax.random.key(SEED), self._x[: workload.batch_size])["params"]
+        if not setup.own_parameters:
+            params = shared_parameters(params)
+        self._state = (params, jax.jit(optimizer.init)(params))
+        self._step = compile_step(module, optimizer, way)
+        self._apply = jax.jit(lambda params, x: module.apply({"params": params}, x))
+        self._add = jax.jit(lambda params, sums, x, y: sums + measure(module.apply({"params": params}, x), y)[1], donate_argnums=1)
+
+    def _take(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        x, y = self._x.take(rows, 0), self._y.take(rows, 0)  # Faster than x[rows] for few rows.
+        if not self._lead:
+            return x, y
+        return x.reshape(*self._lead, -1, *x.shape[1:]), y.reshape(*self._lead, -1, *y.shape[1:])
+
+    def order(self) -> np.ndarray:
+        """Returns the order of examples in the next pass, which is that of `fit`."""
+        self._passes += 1
+        return np.random.default_rng([SEED, self._passes - 1]).permutation(len(self._x))
+
+    @override
+    def train(self, passes: int, on_first_step: Callable[[], None] | None = None) -> Stretch:
+        step, state, take, steps, per_call = self._step, self._state, self._take, self._workload.steps, self._per_call
+        rows_per_call = self._workload.batch_size * per_call
+        watch = Watch()
+        watch.begin()
+        for _ in range(passes):
+            order, sums, shown = self.order(), jnp.zeros(3), 0
+            bar = tqdm(total=steps, file=self._screen, dynamic_ncols=True)
+            for done in range(per_call, steps + 1, per_call):
+                begin = (done - per_call) * self._workload.batch_size
+                state, sums = step(state, sums, *take(order[begin : begin + rows_per_call]))
+                if on_first_step is not None:
+                    jax.block_until_ready(sums)
+                    on_first_step()
+                    on_first_step = None
+                if done - shown >= LOG_EVERY:
+                    bar.set_postfix_str(text(sums), refresh=False)
+                    bar.update(done - shown)
+                    shown = done
+            bar.set_postfix_str(text(sums), refresh=False)
+            bar.update(steps - shown)
+            bar.close()
+        self._state = jax.block_until_ready(state)
+        return watch.stretch(means(sums))
+
+    @override
+    def evaluate(self) -> Stretch:
+        add, params, size = self._add, self._state[0], self._workload.batch_size
+        watch = Watch()
+        watch.begin()
+        sums = jnp.zeros(3)
+        bar = tqdm(total=self._workload.steps, file=self._screen, dynamic_ncols=True)
+        for done in range(1, self._workload.steps + 1):
+            sums = add(params, sums, self._x[(done - 1) * size : done * size], self._y[(done - 1) * size : done * size])
+            if done % LOG_EVERY == 0:
+                bar.update(LOG_EVERY)
+        found = means(sums)
+        bar.close()
+        return watch.stretch(found)
+
+    @override
+    def predict(self) -> Stretch:
+        apply, params, size = self._apply, self._state[0], self._workload.batch_size
+        watch = Watch()
+        watch.begin()
+        results, pending = [], None
+        for begin in range(0, len(self._x), size):
+            outputs = apply(params, self._x[begin : begin + size])
+            if pending is not None:  # Fetched while the next one is computed.
+                results.append(np.asarray(pending))
+            pending = outputs
+        results.append(np.asarray(pending))
+        outputs = np.concatenate(results)
+        stretch = watch.stretch({})
+        return stretch._replace(values={"outputs": float(np.abs(outputs).mean())})
+
+
+def make(workload: Workload, setup: Setup, *, way: str) -> Contender:
+    """Returns the loop that goes by `jax.jit`, `jax.pmap`, or `jax.lax.scan` over 16 stacked batches a call."""
+    return Hand(workload, setup, way)

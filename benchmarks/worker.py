@@ -1,0 +1,83 @@
+"""The process of one peer: `python -m benchmarks.worker PEER WORKLOAD`. It reads commands from standard input, and sleeps in that read while others work.
+
+A command is `{"do": "train" | "evaluate" | "predict", "passes": n}`, an answer one line of JSON on what was standard output; the peer's own output goes to a
+file that says it is a terminal. The first answer says that the peer is ready, or why it cannot run. The end of the input ends the process.
+"""
+
+import argparse
+import gc
+import importlib
+import io
+import json
+import os
+import pathlib
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any, TextIO
+
+from benchmarks.peers import PEERS, Contender, Setup, Stretch, Unavailable
+from benchmarks.workloads import make_workload
+
+
+class Screen(io.TextIOWrapper):
+    """A terminal as far as progress bars can tell, so that they draw."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def open_screen(path: pathlib.Path) -> Screen:
+    return Screen(path.open("wb"), encoding="utf-8", line_buffering=True)
+
+
+def together(stretches: list[Stretch]) -> Stretch:
+    """Returns several calls as one, with the values of the last."""
+    return Stretch(sum(each.seconds for each in stretches), max(each.start_seconds for each in stretches), stretches[-1].values)
+
+
+def carry_out(contender: Contender, command: dict[str, Any], on_first_step: Callable[[], None] | None) -> Stretch:
+    gc.collect()
+    if command["do"] == "train":
+        return contender.train(command["passes"], on_first_step)
+    call = {"evaluate": contender.evaluate, "predict": contender.predict}[command["do"]]
+    return together([call() for _ in range(command["passes"])])
+
+
+def serve(contender: Contender, commands: TextIO, say: Callable[[dict[str, Any]], None], *, say_first: bool) -> None:
+    for line in commands:
+        first, say_first = (lambda: say({"first_step": True})) if say_first else None, False
+        say(carry_out(contender, json.loads(line), first)._asdict())
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("peer", choices=PEERS)
+    parser.add_argument("workload")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--own-parameters", action="store_true", help="keep the framework's own, and say when the first step is computed")
+    options = parser.parse_args(argv)
+    answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    os.dup2(2, 1)  # What libraries in C print.
+
+    def say(answer: dict[str, Any]) -> None:
+        answers.write(json.dumps(answer) + "\n")
+
+    with tempfile.TemporaryDirectory() as directory, open_screen(pathlib.Path(directory) / "screen") as screen:
+        sys.stdout = screen
+        setup = Setup(screen, pathlib.Path(directory), options.own_parameters)
+        peer = PEERS[options.peer]
+        try:
+            module = importlib.import_module(f"benchmarks.peers.{peer.module}")
+            contender = module.make(make_workload(options.workload, small=options.small), setup, **peer.options)
+        except Unavailable as reason:
+            say({"unavailable": str(reason)})
+        else:
+            say({"ready": True})
+            serve(contender, sys.stdin, say, say_first=options.own_parameters)
+        finally:
+            sys.stdout = sys.__stdout__
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""A replica's share of a batch cut into micro-batches, and what they yield put together again; the step in between is `fitflax.step`'s."""
+
+import operator
+from collections.abc import Mapping
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+
+from fitflax.errors import DataError
+from fitflax.metrics import Metric
+from fitflax.metrics.base import broadcast_weights
+from fitflax.state import Batch
+
+__all__ = ["first_of", "join_rows", "merge_all", "split", "total_weight"]
+
+
+def split(batch: Batch, steps: int) -> Batch:
+    """Returns a batch of `[rows, ...]` as its micro-batches in order, `[steps, rows / steps, ...]`.
+
+    Raises:
+        DataError: The rows do not divide.
+
+    >>> split(Batch(x=jnp.arange(4), y=(), mask=jnp.ones(4, bool)), 2).x.tolist()
+    [[0, 1], [2, 3]]
+    """
+    rows = batch.mask.shape[0]
+    if rows % steps:
+        raise DataError(f"A device's share of {rows} examples cannot be split into {steps} micro-batches, compile(accumulate_steps={steps}).")
+    return cast(Batch, jax.tree.map(lambda leaf: leaf.reshape(steps, rows // steps, *leaf.shape[1:]), batch))
+
+
+def first_of(batches: Batch) -> Batch:
+    """Returns the first of the micro-batches."""
+    return cast(Batch, jax.tree.map(operator.itemgetter(0), batches))
+
+
+def total_weight(shape: tuple[int, ...], weights: jax.Array, mask: jax.Array) -> jax.Array:
+    """Returns the weight of one part of the loss over a replica's whole share, which does not depend on the loss's values.
+
+    Args:
+        shape: The shape of the part's values for a micro-batch; `()` for one number, which counts as often as there are real examples.
+        weights: What the examples of the share count, `[rows, ...]`.
+        mask: Which of them are real, float32 `[rows]`.
+    """
+    return jnp.sum(broadcast_weights(weights, (mask.shape[0], *shape[1:])) if shape else mask)
+
+
+def join_rows(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Returns metrics that collect rows, given those of all micro-batches, `[steps, rows, ...]`, with rows in the order of the batch."""
+    return {key: jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), metric) for key, metric in metrics.items()}
+
+
+def merge_all(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Returns metrics merged in the order of their leaves' first axis."""
+    if not metrics:
+        return {}
+    # A loop, not a chain of merges, which XLA would take long to compile.
+    first, rest = (jax.tree.map(operator.itemgetter(part), dict(metrics)) for part in (0, slice(1, None)))
+    return cast(dict[str, Metric], jax.lax.scan(lambda sums, share: ({key: sums[key].merge(share[key]) for key in sums}, None), first, rest)[0])

@@ -1,0 +1,225 @@
+"""`compile(steps_per_call=K)`: several steps in one call of the device, equal to single steps, ending wherever somebody may want to look."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import fitflax
+from fitflax.callbacks import Callback, CSVLogger, LambdaCallback, ModelCheckpoint, TerminateOnNaN
+from fitflax.errors import ConfigError, FitflaxWarning
+from fitflax.parallel import DataParallel
+from fitflax.program import Program
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((44, 5)).astype(np.float32)
+Y = RNG.integers(0, 3, 44)
+
+
+class Network(nn.Module):
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
+        return nn.Dense(3)(nn.Dropout(0.2, deterministic=not train)(nn.relu(x)))
+
+
+def make_trainer(steps_per_call: int | str = 1, number: int = 1, **options: Any) -> fitflax.Trainer:
+    trainer = fitflax.Trainer(Network(), parallel=DataParallel(jax.devices()[:number]))
+    trainer.compile(optax.adam(1e-2), "sparse_categorical_crossentropy", ["accuracy"], steps_per_call=steps_per_call, **options)
+    return trainer
+
+
+def leaves(trainer: fitflax.Trainer) -> list[np.ndarray]:
+    state = trainer.state
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(state.replace(key=jax.random.key_data(state.key)))]
+
+
+def assert_close(trainer: fitflax.Trainer, other: fitflax.Trainer) -> None:
+    for ours, theirs in zip(leaves(trainer), leaves(other), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+class Calls(Callback):
+    """Notes where each call of the device ends, and the losses of its steps."""
+
+    def __init__(self) -> None:
+        self.begins: list[int] = []
+        self.ends: list[int] = []
+        self.losses: list[float] = []
+
+    def on_train_batch_begin(self, batch: int, logs: Any) -> None:
+        self.begins.append(batch)
+
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
+        self.ends.append(self.trainer.step)
+        self.losses += logs.source.losses
+
+
+@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [3, 16])
+def test_groups_give_what_single_steps_give(number, size):
+    # 44 examples are 5 batches of 8 and a short one, which is padded.
+    single, grouped = make_trainer(1, number), make_trainer(size, number)
+    histories = [trainer.fit(X, Y, batch_size=8, epochs=3, verbose=0).history for trainer in (single, grouped)]
+    assert_close(grouped, single)
+    for key, values in histories[0].items():
+        np.testing.assert_allclose(histories[1][key], values, rtol=1e-5)
+
+
+def test_the_losses_of_all_steps_are_kept():
+    calls = [Calls(), Calls()]
+    for callback, size in zip(calls, (1, 4), strict=True):
+        make_trainer(size).fit(X, Y, batch_size=8, epochs=2, callbacks=[callback], verbose=0)
+    assert calls[0].ends == [*range(1, 13)] and calls[1].ends == [4, 6, 8, 12]
+    assert calls[1].begins == [0, 4, 0, 2]
+    np.testing.assert_allclose(calls[1].losses, calls[0].losses, rtol=1e-5)
+
+
+def test_a_group_ends_where_a_trigger_fires_and_where_the_epoch_does():
+    calls = Calls()
+    looked: list[int] = []
+    look = LambdaCallback(every=fitflax.every(steps=5) | fitflax.at(2), on_checkpoint=lambda checkpoint: looked.append(checkpoint.step))
+    make_trainer(4).fit(X, Y, batch_size=4, epochs=1, callbacks=[calls, look], verbose=0)
+    assert calls.ends == [2, 4, 5, 8, 10, 11] and {2, 5, 10} <= set(looked)
+
+
+def test_an_epoch_of_some_steps_over_an_iterator_takes_no_batch_that_it_does_not_need():
+    taken: list[int] = []
+
+    def batches():
+        for index in range(100):
+            taken.append(index)
+            yield X[:8], Y[:8]
+
+    calls = Calls()
+    make_trainer(4).fit(batches(), steps=7, steps_per_epoch=7, callbacks=[calls], verbose=0)
+    assert calls.ends == [4, 7] and taken == [*range(7)]
+
+
+def test_a_batch_of_another_shape_begins_a_group_of_its_own():
+    calls = Calls()
+    trainer = make_trainer(4, pad=False)
+    batches = [(X[:8], Y[:8]), (X[8:16], Y[8:16]), (X[:4], Y[:4]), (X[4:8], Y[4:8])]
+    trainer.fit(lambda: batches, epochs=1, callbacks=[calls], verbose=0)
+    assert calls.ends == [2, 4]
+    other = make_trainer(1, pad=False)
+    other.fit(lambda: batches, epochs=1, verbose=0)
+    assert_close(trainer, other)
+
+
+def test_an_error_of_the_data_comes_after_the_steps_before_it(tmp_path):
+    def batches():
+        for _ in range(6):
+            yield X[:8], Y[:8]
+        raise ValueError("torn")
+
+    trainer = make_trainer(4)
+    with pytest.raises(ValueError, match="torn"):
+        trainer.fit(lambda: batches(), epochs=1, callbacks=[ModelCheckpoint(tmp_path)], verbose=0)
+    assert trainer.step == 6 and ModelCheckpoint(tmp_path).store.latest() == 6
+
+
+def test_a_run_is_resumed_bit_for_bit_wherever_it_was_broken_off(tmp_path):
+    whole = make_trainer(4)
+    whole.fit(X, Y, batch_size=4, steps=22, verbose=0)
+
+    def stop_at(step: int) -> LambdaCallback:
+        return LambdaCallback(every=fitflax.at(step), on_checkpoint=lambda checkpoint: broken.stop() if checkpoint.step == step else None)
+
+    broken = make_trainer(4)
+    broken.fit(X, Y, batch_size=4, steps=22, callbacks=[ModelCheckpoint(tmp_path), stop_at(6)], verbose=0)
+    assert broken.step == 6  # In the middle of a group.
+    resumed = make_trainer(4)
+    resumed.fit(X, Y, batch_size=4, steps=22, callbacks=[ModelCheckpoint(tmp_path)], resume=True, verbose=0)
+    for ours, theirs in zip(leaves(resumed), leaves(whole), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_stepping_by_hand_makes_as_many_steps_as_asked_for():
+    loop = make_trainer(4).train_loop(X, Y, batch_size=8, steps=10, every=fitflax.every(steps=5))
+    assert loop.next_step().step == 1 and loop.run(2).step == 3
+    assert [checkpoint.step for checkpoint in loop] == [5, 10]
+
+
+def test_nothing_is_compiled_but_the_group(compilations):
+    trainer = make_trainer(4)
+    trainer.fit(X, Y, batch_size=8, epochs=1, verbose=0)
+    with compilations.counted() as seen:
+        trainer.fit(X, Y, batch_size=8, epochs=2, callbacks=[LambdaCallback(every=fitflax.every(steps=3), on_checkpoint=lambda checkpoint: None)], verbose=0)
+    assert seen.count == 0
+
+
+def test_collected_rows_are_those_of_single_steps():
+    rows = []
+    for size in (1, 4):
+        trainer = fitflax.Trainer(nn.Dense(1))
+        trainer.compile("sgd", "binary_crossentropy", [fitflax.metrics.AUC(name="auc")], steps_per_call=size)
+        rows.append(trainer.fit(X, (Y > 0).astype(np.float32)[:, None], batch_size=8, epochs=2, verbose=0).history["auc"])
+    np.testing.assert_allclose(rows[1], rows[0], rtol=1e-6)
+
+
+def test_a_callback_that_needs_gradients_gets_those_of_the_last_step():
+    class Gradients(Callback):
+        needs_grads = True
+        every = fitflax.every(steps=5)
+
+        def __init__(self) -> None:
+            self.grads: list[Any] = []
+
+        def on_checkpoint(self, checkpoint: Any) -> None:
+            self.grads.append(jax.tree.map(np.asarray, checkpoint.grads))
+
+    found = [Gradients(), Gradients()]
+    for callback, size in zip(found, (1, 4), strict=True):
+        make_trainer(size).fit(X, Y, batch_size=8, steps=5, callbacks=[callback], verbose=0)
+    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6), found[1].grads[0], found[0].grads[0])
+
+
+def test_what_is_not_finite_is_found_though_no_call_ends_at_a_log_point():
+    trainer = make_trainer(4)
+    x = X.copy()
+    x[20] = np.nan
+    trainer.fit(x, Y, batch_size=4, epochs=1, shuffle=False, callbacks=[TerminateOnNaN()], log_every=3, verbose=0)
+    assert trainer.stop_reason == "TerminateOnNaN: the loss or its gradient is not finite since step 6" and trainer.step == 8
+
+
+def test_auto_takes_what_is_faster_says_so_and_a_resume_takes_it_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Program, "time_steps", lambda self, state, fed, size: (1.0, 0.5))
+    trainer = make_trainer("auto")
+    trainer.fit(X, Y, batch_size=8, steps=4, callbacks=[ModelCheckpoint(tmp_path)], verbose=2)
+    assert "steps_per_call='auto' chose 16: 16 steps a call took 500000 us a step, single steps 1000000 us." in capsys.readouterr().out
+    monkeypatch.setattr(Program, "time_steps", lambda self, state, fed, size: pytest.fail("measured again"))
+    calls = Calls()
+    make_trainer("auto").fit(X, Y, batch_size=8, steps=8, callbacks=[ModelCheckpoint(tmp_path), calls], resume=True, verbose=0)
+    assert calls.ends == [6, 8]
+    with pytest.warns(FitflaxWarning, match="The run made 16 steps a call and goes on with 2"):
+        make_trainer(2).fit(X, Y, batch_size=8, steps=9, callbacks=[ModelCheckpoint(tmp_path)], resume=True, verbose=0)
+
+
+def test_auto_really_measures_and_leaves_the_state_as_it_was():
+    trainer, other = make_trainer("auto"), make_trainer(1)
+    trainer.fit(X, Y, batch_size=8, epochs=2, verbose=0)
+    other.fit(X, Y, batch_size=8, epochs=2, verbose=0)
+    assert_close(trainer, other)
+
+
+def test_large_batches_are_not_tried_in_groups(monkeypatch):
+    monkeypatch.setattr(Program, "time_steps", lambda self, state, fed, size: pytest.fail("measured"))
+    monkeypatch.setattr("fitflax.program._GROUP_BYTES", 100)
+    make_trainer("auto").fit(X, Y, batch_size=8, steps=2, verbose=0)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, True, "fast"])
+def test_other_values_are_an_error(value):
+    with pytest.raises(ConfigError, match="steps_per_call must be a positive integer"):
+        make_trainer(value)
+
+
+def test_rows_of_a_csv_file_are_those_of_single_steps(tmp_path):
+    for size in (1, 4):
+        make_trainer(size).fit(X, Y, batch_size=8, epochs=2, callbacks=[CSVLogger(tmp_path / f"{size}.csv")], verbose=0)
+    steps = [[line.split(",")[:2] for line in (tmp_path / f"{size}.csv").read_text().splitlines()] for size in (1, 4)]
+    assert steps[0] == steps[1]

@@ -1,0 +1,195 @@
+"""`predict_iter`: what `predict` joins, batch by batch, in constant memory; and how the outputs of both come to the host."""
+
+import itertools
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax._src import array as jax_array
+
+import fitflax
+from fitflax.errors import ConfigError, DataError, ModelError, NotReadyError
+from fitflax.parallel import DataParallel
+
+X = np.linspace(-1, 1, 42, dtype=np.float32).reshape(14, 3)
+
+
+class TwoHeads(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return {"a": nn.Dense(2)(x), "b": nn.Dense(1)(x)[:, 0]}
+
+
+class Summed(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(2)(x).sum(axis=0)
+
+
+def trainer_of(model: nn.Module | None = None, num_devices: int = 1) -> fitflax.Trainer:
+    trainer = fitflax.Trainer(nn.Dense(2) if model is None else model, parallel=DataParallel(jax.devices()[:num_devices]))
+    trainer.compile("sgd", "mse", learning_rate=0.1)
+    trainer.build((X[:4], X[:4, :2]))
+    return trainer
+
+
+class Counted:
+    """Yields batches, and counts how many were asked for and whether the iterator was closed."""
+
+    def __init__(self, num_batches: int | None = None) -> None:
+        self.taken, self.is_closed, self._num_batches = 0, False, num_batches
+
+    def __call__(self) -> Iterator[Any]:
+        try:
+            for index in itertools.count() if self._num_batches is None else range(self._num_batches):
+                self.taken += 1
+                yield np.full((4, 3), index, np.float32)
+        finally:
+            self.is_closed = True
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_it_yields_the_rows_that_predict_joins_as_numpy_arrays(num_devices: int):
+    trainer = trainer_of(TwoHeads(), num_devices)
+    joined = trainer.predict(X, batch_size=4)
+    parts = list(trainer.predict_iter(X, batch_size=4))
+    assert [jax.tree.map(lambda leaf: (type(leaf), len(leaf)), part) for part in parts] == [{"a": (np.ndarray, n), "b": (np.ndarray, n)} for n in (4, 4, 4, 2)]
+    jax.tree.map(lambda whole, *leaves: np.testing.assert_array_equal(whole, np.concatenate(leaves), strict=True), joined, *parts)
+    assert len(list(trainer.predict_iter(X, batch_size=4, steps=2))) == 2
+
+
+def test_nothing_is_read_before_the_first_output_is_asked_for_and_then_one_batch_ahead():
+    trainer, data = trainer_of(), Counted()
+    outputs = trainer.predict_iter(data)
+    assert data.taken == 0
+    for number in range(1, 5):
+        next(outputs)
+        assert data.taken == number + 1
+    outputs.close()
+    data = Counted()
+    assert len(list(trainer.predict_iter(data, steps=3))) == 3
+    assert data.taken == 3
+
+
+def test_nothing_is_kept_of_what_was_yielded():
+    trainer = trainer_of(num_devices=2)
+    kept: list[weakref.ref[Any]] = []
+    counts = []
+    for part in trainer.predict_iter(Counted(8)):
+        kept.append(weakref.ref(part))
+        del part
+        assert kept[-1]() is None
+        counts.append(len(jax.live_arrays()))
+    assert len(kept) == 8 and max(counts[1:]) == counts[1]
+
+
+def test_what_cannot_work_is_an_error_of_the_call():
+    fresh = fitflax.Trainer(nn.Dense(2))
+    with pytest.raises(NotReadyError, match="predict_iter: there is no state yet"):
+        fresh.predict_iter(X)
+    trainer = trainer_of()
+    with pytest.raises(ConfigError, match="steps"):
+        trainer.predict_iter(X, steps=0)
+    with pytest.raises(DataError, match="numbers"):
+        trainer.predict_iter(np.array(["a", "b"]))
+
+
+@pytest.mark.parametrize("how", ["predict", "predict_iter"])
+def test_what_the_first_batch_shows_is_an_error_before_anything_is_yielded(how: str):
+    def run(trainer: fitflax.Trainer, data: Any) -> Any:
+        return list(getattr(trainer, how)(data))
+
+    with pytest.raises(DataError, match="The data yields no batch"):
+        run(trainer_of(), Counted(0))
+    with pytest.raises(ModelError):
+        run(trainer_of(), np.ones((4, 5), np.float32))
+    with pytest.raises(ModelError, match="predict joins outputs along their first axis"):
+        run(trainer_of(Summed()), X)
+
+
+class Loader:
+    """Keeps what it hands out, as one with worker processes does, so that only closing it can end it."""
+
+    def __init__(self) -> None:
+        self.batches = Counted()
+        self.handed_out: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        self.handed_out.append(self.batches())
+        return self.handed_out[-1]
+
+
+def test_breaking_off_closes_the_data():
+    trainer, data = trainer_of(), Loader()
+    outputs = trainer.predict_iter(data)
+    next(outputs)
+    assert not data.batches.is_closed
+    outputs.close()
+    assert data.batches.is_closed and len(data.handed_out) == 1
+    with pytest.raises(StopIteration):
+        next(outputs)
+
+
+def test_a_batch_that_was_read_ahead_of_an_iterator_is_the_first_of_the_next_call():
+    trainer, data = trainer_of(), Counted(5)()
+    expected = trainer.predict(Counted(5))
+    parts = []
+    for part in trainer.predict_iter(data):
+        parts.append(part)
+        if len(parts) == 2:
+            break
+    parts += list(trainer.predict_iter(data))
+    np.testing.assert_array_equal(np.concatenate(parts), expected)
+
+
+def test_the_outputs_are_those_of_the_state_at_the_call_whatever_is_trained_meanwhile():
+    trainer = trainer_of()
+    expected = trainer.predict(X, batch_size=4)
+    outputs = trainer.predict_iter(X, batch_size=4)
+    parts = []
+    for _ in range(4):
+        trainer.fit(X, X[:, :2], batch_size=4, verbose=0)
+        parts.append(next(outputs))
+    np.testing.assert_array_equal(np.concatenate(parts), expected)
+    assert not np.array_equal(trainer.predict(X, batch_size=4), expected)
+
+
+def test_what_the_data_draws_and_what_the_caller_draws_do_not_touch_each_other():
+    trainer = trainer_of()
+
+    def noisy() -> Iterator[Any]:
+        for _ in range(4):
+            yield np.random.rand(4, 3).astype(np.float32)
+
+    np.random.seed(0)
+    drawn = [np.random.rand() for _ in range(5)]
+    np.random.seed(0)
+    expected = trainer.predict(noisy)
+    parts, between = [], []
+    for part in trainer.predict_iter(noisy):
+        parts.append(part)
+        between.append(np.random.rand())
+    assert [*between, np.random.rand()] == drawn
+    np.testing.assert_array_equal(np.concatenate(parts), expected)
+
+
+@pytest.mark.parametrize("how", ["predict", "predict_iter"])
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_outputs_of_an_accelerator_set_out_for_the_host_before_those_of_the_batch_before_are_waited_for(
+    how: str, num_devices: int, monkeypatch: pytest.MonkeyPatch
+):
+    trainer, events = trainer_of(num_devices=num_devices), []
+    expected = trainer.predict(X, batch_size=4)
+    send, join = jax_array.ArrayImpl.copy_to_host_async, DataParallel.join
+    monkeypatch.setattr(jax_array.ArrayImpl, "copy_to_host_async", lambda self: (events.append("sent"), send(self))[1])
+    monkeypatch.setattr(DataParallel, "join", lambda self, outputs, *rest: (events.append("joined"), join(self, outputs, *rest))[1])
+    list(getattr(trainer, how)(X, batch_size=4))
+    assert events == ["joined"] * 4  # Outputs of a CPU are on the host.
+    events.clear()
+    monkeypatch.setattr(DataParallel, "is_on_host", False)
+    np.testing.assert_array_equal(np.concatenate(list(getattr(trainer, how)(X, batch_size=4))).reshape(-1, 2), expected)
+    assert events == ["sent", "sent", "joined", "sent", "joined", "sent", "joined", "joined"]
