@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fitflax needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help venv peers test test-all soak lint demo clean
+.PHONY: help venv peers test test-all soak bench lint demo clean
 .DELETE_ON_ERROR:
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo 'make test-all  lint, types and every test; CI runs this'
 	@echo 'make soak      kill a run 200 times and compare it with one never stopped'
 	@echo 'make lint      lint and types alone'
+	@echo 'make bench     measure fitflax against hand-written loops, Keras and Lightning (40 minutes)'
 	@echo 'make demo      train a small network on handwritten digits'
 	@echo 'make venv      only create $(VENV)'
 	@echo 'make peers     install PyTorch, TensorFlow, Grain and others into $(VENV), so that tests with them run'
@@ -59,6 +60,10 @@ test-all: lint
 # Other kills than the last time: FITFLAX_SOAK_SEED=n make soak.
 soak: venv
 	FITFLAX_SOAK=200 $(BIN)/python -m pytest -n $(WORKERS) tests/test_kills.py
+
+bench: peers
+	$(BIN)/python $(INSTALL) --editable '.[test,examples,peers,benchmarks]'
+	$(BIN)/python -m benchmarks.run --write
 
 demo: $(DEMO_VENV)/.installed
 	$(DEMO_VENV)/bin/python examples/digits.py

@@ -287,7 +287,7 @@ def numbers(*values):
 def test_what_is_asked_for_while_another_thread_brings_rows_to_the_host_misses_none():
     joining, go_on = threading.Event(), threading.Event()
 
-    def slow(rows):
+    def slow(rows, steps):
         joining.set()
         assert go_on.wait(60)
         return rows
@@ -309,14 +309,14 @@ def test_what_is_asked_for_while_another_thread_brings_rows_to_the_host_misses_n
 
 def test_no_row_is_brought_to_the_host_while_its_step_may_still_run():
     joined = []
-    rows = Collected({"median": WeightedMedian()}, lambda tree: (joined.append(float(tree["median"].values[0])), tree)[1])
+    rows = Collected({"median": WeightedMedian()}, lambda tree, steps: (joined.append(float(tree["median"].values[0])), tree)[1])
     for step in range(20):
         rows.add(numbers(step))
     assert joined == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_what_was_saved_comes_back_and_of_no_rows_there_is_nothing_to_save():
-    rows, other = (Collected({"median": WeightedMedian()}, lambda tree: tree) for _ in range(2))
+    rows, other = (Collected({"median": WeightedMedian()}, lambda tree, steps: tree) for _ in range(2))
     assert rows.state_dict() == {} and rows.now()() == {"median": 0.0}
     rows.add(numbers(1.0, 5.0))
     rows.add(numbers(7.0))
@@ -593,7 +593,7 @@ def test_nothing_is_read_until_somebody_reads_it(monkeypatch):
     trainer.fit(X, Y[:, None], batch_size=4, verbose=0)
     joined = []
     join = DataParallel.join
-    monkeypatch.setattr(DataParallel, "join", lambda self, tree: (joined.append(trainer.step), join(self, tree))[1])
+    monkeypatch.setattr(DataParallel, "join", lambda self, tree, steps=None: (joined.append(trainer.step), join(self, tree, steps))[1])
     with contextlib.closing(trainer.train_loop(X, Y[:, None], steps=40, batch_size=4, steps_per_epoch=40, every=fitflax.every(steps=40))) as loop:
         checkpoint = loop.next_checkpoint()
         assert checkpoint.step_in_epoch == 37 and len(joined) == 37 - 16
