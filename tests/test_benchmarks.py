@@ -275,6 +275,7 @@ def test_the_harness_imports_no_framework():
 # -- checkpoints --
 
 
+@pytest.mark.slow
 def test_checkpoints_are_compared_with_the_disk(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(checkpoint, "keep_no_memory", lambda: None)  # It would last for all tests after this one.
     monkeypatch.setattr(checkpoint, "peak", lambda *arguments: 1.0)  # A process of its own.
