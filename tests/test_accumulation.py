@@ -20,6 +20,7 @@ from fitflax.errors import ConfigError, DataError, LossError, ModelError, Restor
 from fitflax.metrics import Metric
 from fitflax.parallel import DataParallel
 from fitflax.state import Batch
+from tests.order_metric import Digits
 from tests.run_script import differences, rows_of, state_of
 
 Devices = Callable[[int], list[jax.Device]]
@@ -213,27 +214,6 @@ class Rows(Metric):
 
     def compute(self) -> Any:
         return self.values[self.weights > 0]
-
-
-@struct.dataclass
-class Digits(Metric):
-    """Writes the first targets of what is merged one after another, so that order shows."""
-
-    value: Any = np.float32(0)
-    name: str = struct.field(pytree_node=False, default="digits")
-    direction: Any = struct.field(pytree_node=False, default=None)
-
-    def empty(self) -> Any:
-        return Digits()
-
-    def update(self, outputs: Any, targets: Any, weights: Any) -> Any:
-        return Digits(targets[0, 0])
-
-    def merge(self, other: Any) -> Any:
-        return Digits(self.value * 10 + other.value)
-
-    def compute(self) -> Any:
-        return self.value
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])

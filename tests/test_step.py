@@ -16,6 +16,7 @@ from fitflax.errors import FitflaxError, LossError, MetricError, ModelError
 from fitflax.parallel import DataParallel
 from fitflax.state import Batch, TrainState
 from fitflax.step import split_key
+from tests.order_metric import Digits
 
 Devices = Callable[[int], list[jax.Device]]
 RNG = np.random.default_rng(5)
@@ -486,26 +487,6 @@ def test_an_update_of_ones_own_that_returns_something_else_is_an_error(result: A
 
 
 def test_metrics_that_cannot_be_added_are_merged_over_replicas_in_order(devices: Devices):
-    @struct.dataclass
-    class Digits(metrics.Metric):
-        """Writes the counts of the parts that were merged one after another, so that order shows."""
-
-        value: Any = np.float32(0)
-        name: str = struct.field(pytree_node=False, default="digits")
-        direction: Any = struct.field(pytree_node=False, default=None)
-
-        def empty(self) -> Any:
-            return Digits()
-
-        def update(self, outputs: Any, targets: Any, weights: Any) -> Any:
-            return Digits(targets[0].astype(jnp.float32))
-
-        def merge(self, other: Any) -> Any:
-            return Digits(self.value * 10 + other.value)
-
-        def compute(self) -> Any:
-            return self.value
-
     trainer = trainer_of(Net(), devices(4), lambda o, t: o[:, 0], [Digits()])
     trainer.build(X)
     # Two batches of four rows, a row a replica.

@@ -272,10 +272,13 @@ class Batcher:
     def _size_for(self, rows: int) -> int:
         if not self._pad:
             if rows % self._multiple:
-                over = f"{self._replicas} devices"
+                over = f"{self._replicas} device{'s' if self._replicas > 1 else ''}"
                 if self._accumulate_steps > 1:
                     over += f", each share in {self._accumulate_steps} micro-batches (accumulate_steps={self._accumulate_steps}),"
-                raise DataError(f"A batch of {rows} examples cannot be split over {over} with compile(pad=False). Use drop_remainder=True.")
+                raise DataError(
+                    f"A batch of {rows} examples cannot be split over {over} with compile(pad=False). Choose a batch size that is a multiple of "
+                    f"{self._multiple}, and drop_remainder=True where the last batch is shorter."
+                )
             return rows
         is_first, self._has_batched = not self._has_batched, True
         if self.size is None or (is_first and rows > self.size):  # A loader's batch size says little where batches are put together by the user.

@@ -74,6 +74,8 @@ def test_without_padding_every_size_is_its_own():
 
 def test_without_padding_a_batch_must_divide_over_the_devices():
     with pytest.raises(DataError, match=r"A batch of 3 examples cannot be split over 2 devices with compile\(pad=False\)"):
+        DataError, match=r"split over 2 devices with compile\(pad=False\). Choose a batch size that is a multiple of 2, and drop_remainder=True"
+    ):
         Batcher(num_replicas=2, size=4, pad=False)(triple(3))
 
 
@@ -248,3 +250,9 @@ def test_targets_without_inputs_are_an_error():
 
 def test_positions_compare_by_value():
     assert Position(1, 2) == Position(passes=1, examples=2) != Position(1, 3)
+
+
+def test_an_error_of_a_batch_that_does_not_divide_names_what_would():
+    batcher = Batcher(accumulate_steps=3, pad=False)
+    with pytest.raises(DataError, match=r"over 1 device, each share in 3 micro-batches .* a multiple of 3, and drop_remainder=True"):
+        batcher(Triple(np.zeros((32, 1)), (), None))
