@@ -58,8 +58,7 @@ def _pack(leaves: list[jax.Array]) -> dict[str, jax.Array]:
     for leaf in leaves:
         data = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
         groups.setdefault(data.dtype.name, []).append(data.reshape(-1))
-    # A copy even of one that stands alone, which would otherwise be handed through.
-    return {name: jnp.copy(jnp.concatenate(group)) for name, group in groups.items()}
+    return {name: jnp.concatenate(group) for name, group in groups.items()}
 
 
 class Packed:

@@ -38,6 +38,8 @@ def test_a_packed_tree_unpacks_to_what_was_packed():
 def test_a_packed_copy_is_untouched_by_what_becomes_of_the_original():
     original = {"alone": jnp.arange(4), "w": jnp.ones(3)}  # A vector of one array must be a copy, too.
     packed = Packed(original)
+    originals = {leaf.unsafe_buffer_pointer() for leaf in original.values()}
+    assert originals.isdisjoint(vector.unsafe_buffer_pointer() for vector in packed._vectors.values())
     step = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate_argnums=0)
     for _ in range(3):
         original = step(original)
