@@ -121,11 +121,10 @@ class Worker:
     def finish(self) -> float:
         """Ends the process in order, and returns the peak of its resident memory in MB."""
         self._process.stdin.close()
-        _, status, usage = os.wait4(self._process.pid, 0)
-        self._process.returncode = os.waitstatus_to_exitcode(status)
-        if self._process.returncode:
+        peak: float = self.read(STRETCH_SECONDS)["peak_mb"]
+        if self._process.wait():
             raise WorkerError(f"ended with: {self._last_words()}")
-        return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
+        return peak
 
 
 def say(text: str) -> None:

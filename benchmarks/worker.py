@@ -1,7 +1,8 @@
 """The process of one peer: `python -m benchmarks.worker PEER WORKLOAD`. It reads commands from standard input, and sleeps in that read while others work.
 
 A command is `{"do": "train" | "evaluate" | "predict", "passes": n}`, an answer one line of JSON on what was standard output; the peer's own output goes to a
-file that says it is a terminal. The first answer says that the peer is ready, or why it cannot run. The end of the input ends the process.
+file that says it is a terminal. The first answer says that the peer is ready, or why it cannot run. The end of the input ends the process; its last
+answer is its peak memory.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import io
 import json
 import os
 import pathlib
+import resource
 import sys
 import tempfile
 from collections.abc import Callable
@@ -44,10 +46,19 @@ def carry_out(contender: Contender, command: dict[str, Any], on_first_step: Call
     return together([call() for _ in range(command["passes"])])
 
 
+def peak_mb() -> float:
+    """Returns the peak of this process's resident memory in MB."""
+    status = pathlib.Path("/proc/self/status")
+    if status.exists():  # `ru_maxrss` begins with what the process had that started this one.
+        return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM")) * 1024 / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
+
+
 def serve(contender: Contender, commands: TextIO, say: Callable[[dict[str, Any]], None], *, say_first: bool) -> None:
     for line in commands:
         first, say_first = (lambda: say({"first_step": True})) if say_first else None, False
         say(carry_out(contender, json.loads(line), first)._asdict())
+    say({"peak_mb": peak_mb()})
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -2,6 +2,8 @@
 
 import atexit
 import contextlib
+import gc
+import itertools
 import os
 import pathlib
 import tempfile
@@ -33,6 +35,18 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # The same examples in every run, and no failure because a machine was slow.
 hypothesis.settings.register_profile("fitflax", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("fitflax")
+
+
+# JAX keeps every pmapped function that ran, with its programs, until its caches are cleared: 15 MB a trainer on eight devices, and so many objects that
+# the garbage collector takes longer than the tests.
+TESTS_BETWEEN_CLEARING = 40
+_tests_done = itertools.count(1)
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if next(_tests_done) % TESTS_BETWEEN_CLEARING == 0:
+        jax.clear_caches()
+        gc.collect()
 
 
 class Compilations:
