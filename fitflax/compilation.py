@@ -1,7 +1,9 @@
-"""Compiling less: JAX's cache of compiled programs on disk, and a warning when data has a step compiled once more."""
+"""Compiling less and earlier: JAX's cache on disk, a thread that compiles what will be called, and a warning when data has a step compiled once more."""
 
+import contextlib
 import os
 import tempfile
+import threading
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +17,7 @@ from fitflax.data.batch import leaf_paths
 from fitflax.errors import ConfigError, FitflaxWarning
 from fitflax.state import Batch
 
-__all__ = ["CompiledShapes", "enable_compilation_cache"]
+__all__ = ["AheadOfTime", "CompiledShapes", "enable_compilation_cache"]
 
 _DIRECTORY = "jax_compilation_cache_dir"
 # JAX's option, its default, and what has everything cached. By default it leaves out what compiles in less than a second: most steps of small models.
@@ -82,6 +84,40 @@ def _choose(directory: Any) -> Path:
 def _own_directory() -> Path:
     caches = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(caches) if os.path.isabs(caches) else Path("~/.cache").expanduser()) / "fitflax" / "xla"
+
+
+class AheadOfTime:
+    """Compiles functions while something else is done, such as waiting for data; the first call then finds what it needs.
+
+    >>> double = jax.jit(lambda x: 2 * x)
+    >>> ahead = AheadOfTime()
+    >>> ahead.start("double", double.lower(jax.ShapeDtypeStruct((2,), np.float32)))
+    >>> ahead.wait("double")
+    >>> double(np.ones(2, np.float32)).tolist()
+    [2.0, 2.0]
+    """
+
+    def __init__(self) -> None:
+        self._threads: dict[Any, threading.Thread] = {}
+
+    def start(self, name: Any, lowered: jax.stages.Lowered) -> None:
+        """Begins to compile a lowered function; `name` is what `wait` is asked for."""
+        self.wait(name)
+        self._threads[name] = thread = threading.Thread(target=_compile, args=(lowered,), name="fitflax-compile")
+        thread.start()
+
+    def wait(self, name: Any) -> None:
+        """Waits until what was started under this name is there. Called before the function is, which would compile it a second time meanwhile."""
+        thread = self._threads.get(name)
+        if thread is not None:
+            thread.join()
+            del self._threads[name]
+
+
+def _compile(lowered: jax.stages.Lowered) -> None:
+    # The call compiles once more what could not be compiled, and has somebody to raise to.
+    with contextlib.suppress(Exception):
+        lowered.compile()
 
 
 class CompiledShapes:

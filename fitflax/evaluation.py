@@ -4,24 +4,24 @@ import contextlib
 import random
 import sys
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from fitflax.callbacks.base import CallbackList
 from fitflax.checkpoints.checkpoint import Checkpoint, Summary
-from fitflax.data import Feed, Source
+from fitflax.data import FedBatch, Feed, Source
 from fitflax.data.arrays import ArraySource
 from fitflax.data.indexed import IndexedSource
 from fitflax.data.randomness import undisturbed
 from fitflax.errors import DataError, FitflaxWarning
+from fitflax.live import Sums
 from fitflax.logs import Logs, Values
 from fitflax.program import Program, check_in_memory
 from fitflax.signals import Interruption
 from fitflax.state import Batch, PyTree, TrainState
-from fitflax.step import EvalSums
 
 __all__ = ["EvalLoop", "Interrupted", "predict", "predict_iter"]
 
@@ -117,10 +117,11 @@ class EvalLoop:
         hooks = self._callbacks
         hooks.params["test_steps"] = self._steps or self._source.num_batches
         hooks.call("on_test_begin", {})
-        sums: EvalSums | None = None
+        sums: Sums | None = None
+        used = self._program.in_use(state)
         values: Values | None = None
         collected = None
-        batch = 0
+        batch, size = 0, 1
         while self._steps is None or batch < self._steps:
             if self._interruption is not None and self._interruption.requested:
                 raise Interrupted
@@ -129,15 +130,21 @@ class EvalLoop:
                 break
             if sums is None:
                 self._check(state, fed.batch)
-                sums = self._program.empty_eval_sums()
+                sums = self._program.empty_sums(train=False)
                 collected = self._program.collector(train=False)
+                # Only arrays: nobody waits for several batches of them.
+                may_group = isinstance(self._source, ArraySource) and not hooks.wants_every("on_test_batch_begin", "on_test_batch_end")
+                size = self._program.group_for("evaluate", fed.batch) if may_group else 1
             hooks.call("on_test_batch_begin", batch, {})
-            sums, values, rows = self._program.evaluate(state, sums, fed)
+            group = [fed]
+            if size > 1:
+                group += feed.next_like(fed.batch, (size if self._steps is None else min(size, self._steps - batch)) - 1)
+            sums, values, rows = self._program.evaluate(used, sums, group, size)
             if collected is not None:
-                collected.add(rows)
+                collected.add(rows, None if size == 1 else len(group))
+            batch += len(group)
             if hooks.wants("on_test_batch_end"):
-                hooks.call("on_test_batch_end", batch, Logs(values, directions=self.directions))
-            batch += 1
+                hooks.call("on_test_batch_end", batch - 1, Logs(values, directions=self.directions))
         if values is None:
             raise DataError(f"The data of {self.name!r} yields no batch.")
         if self._steps is not None and batch < self._steps:
@@ -172,6 +179,22 @@ class _OwnRandomness:
                 self._states = random.getstate(), np.random.get_state(), None if torch is None else torch.get_rng_state()
 
 
+class _Dispatched(NamedTuple):
+    """Outputs that are being computed.
+
+    Attributes:
+        number: The number of the (last) batch.
+        outputs: On the devices.
+        group: The batches.
+        is_group: Whether the outputs have an axis of batches.
+    """
+
+    number: int
+    outputs: PyTree
+    group: Sequence[FedBatch]
+    is_group: bool
+
+
 def predict(program: Program, state: TrainState, feed: Feed, *, steps: int | None, callbacks: CallbackList, check: Callable[[Batch], None]) -> PyTree:
     """Returns the outputs for the real rows of all batches, joined in order, as NumPy arrays.
 
@@ -188,7 +211,9 @@ def predict(program: Program, state: TrainState, feed: Feed, *, steps: int | Non
         ModelError: The module does not run on it, or an output has no axis of examples.
     """
     with undisturbed():
-        results = list(_predictions(program, state, feed, steps, callbacks, check, reading=contextlib.nullcontext))
+        # Only arrays: nobody waits for several batches of them.
+        may_group = isinstance(feed.source, ArraySource) and not callbacks.wants_every("on_predict_batch_begin", "on_predict_batch_end")
+        results = list(_predictions(program, state, feed, steps, callbacks, check, reading=contextlib.nullcontext, may_group=may_group))
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *results)
 
 
@@ -222,11 +247,16 @@ def _predictions(
     check: Callable[[Batch], None],
     *,
     reading: Callable[[], contextlib.AbstractContextManager[None]],
+    may_group: bool = False,
 ) -> Generator[PyTree, None, None]:
-    """Yields the outputs of each batch's real rows, in order, while the next batch is computed; data is read inside of `reading()`."""
-    pending: list[tuple[int, int, PyTree]] = []  # At most two, so that memory does not grow with the data.
+    """Yields the outputs of each batch's real rows, in order, while the next batch is computed; data is read inside of `reading()`.
+
+    With `may_group`, outputs of several batches may be yielded together.
+    """
+    used = program.in_use(state)
+    pending: list[_Dispatched] = []  # At most two, so that memory does not grow with the data.
     callbacks.call("on_predict_begin", {})
-    batch = 0
+    batch, size = 0, 1
     is_over = False
     while not is_over:
         with reading():
@@ -236,11 +266,16 @@ def _predictions(
             if batch == 0:
                 check(fed.batch)
                 program.check_predict(state, fed.batch)
+                size = program.group_for("predict", fed.batch) if may_group else 1
             callbacks.call("on_predict_batch_begin", batch, {})
-            pending.append((batch, fed.num_real, program.predict(state, fed.batch, batch)))
+            group = [fed]
+            if size > 1:
+                group += feed.next_like(fed.batch, (size if steps is None else min(size, steps - batch)) - 1)
+            outputs = program.predict(used, [each.batch for each in group], batch, size)
+            batch += len(group)
+            pending.append(_Dispatched(batch - 1, outputs, group, is_group=size > 1))
             if not program.strategy.is_on_host:
-                _send_to_host(pending[-1][2])
-            batch += 1
+                _send_to_host(outputs)
         if len(pending) == 2 or (is_over and pending):
             try:
                 yield _to_host(program, pending.pop(0), callbacks)
@@ -258,8 +293,14 @@ def _send_to_host(outputs: PyTree) -> None:
         leaf.copy_to_host_async()
 
 
-def _to_host(program: Program, dispatched: tuple[int, int, PyTree], callbacks: CallbackList) -> PyTree:
-    number, rows, outputs = dispatched
-    outputs = jax.tree.map(lambda leaf: leaf[:rows], program.strategy.join(outputs))
-    callbacks.call("on_predict_batch_end", number, {"outputs": outputs})
+def _to_host(program: Program, dispatched: _Dispatched, callbacks: CallbackList) -> PyTree:
+    group, size = dispatched.group, len(dispatched.group[0].batch.mask)
+    outputs = program.strategy.join(dispatched.outputs, len(group) if dispatched.is_group else None)
+    real = sum(fed.num_real for fed in group)
+    if real - group[-1].num_real == size * (len(group) - 1):  # The usual case: but for the last one, all batches are full.
+        outputs = jax.tree.map(lambda leaf: leaf[:real], outputs)
+    else:
+        rows = np.concatenate([fed.batch.mask for fed in group])
+        outputs = jax.tree.map(lambda leaf: leaf[rows], outputs)
+    callbacks.call("on_predict_batch_end", dispatched.number, {"outputs": outputs})
     return outputs

@@ -16,11 +16,11 @@ from fitflax.collected import Collected
 from fitflax.data import FedBatch, Feed, Position
 from fitflax.errors import ConfigError
 from fitflax.evaluation import EvalLoop, Interrupted
+from fitflax.live import LiveState, Sums
 from fitflax.logs import Logs, StepValues
-from fitflax.program import LiveState, Program
+from fitflax.program import Program
 from fitflax.signals import Interruption
 from fitflax.state import TrainState
-from fitflax.step import TrainSums
 from fitflax.triggers import Moment, Schedule, Trigger
 
 __all__ = ["Progress", "RunPlan", "TrainLoop", "Validation"]
@@ -54,7 +54,8 @@ class Progress:
         """Returns all of it as a dict that JSON can hold."""
         # An epoch without a step has not begun, as far as a resume is concerned.
         is_open = self.epoch_is_open and self.step_in_epoch > 0
-        return {**dataclasses.asdict(self), "epoch_is_open": is_open, "is_pending": self.is_pending and is_open}
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**own, "position": self.position._asdict(), "epoch_is_open": is_open, "is_pending": self.is_pending and is_open}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "Progress":
@@ -136,7 +137,7 @@ class TrainLoop:
         progress: Where the run is; changed as it goes.
         callbacks: Whose hooks are called.
         validation: What is evaluated during training.
-        sums: Sums of the epoch in whose middle the run begins.
+        sums: Packed sums of the epoch in whose middle the run begins.
         collected: What metrics have collected of that epoch's examples.
         values: The last step's values, where the run begins after a step of another process.
         validated: Results of that epoch's last validation so far.
@@ -157,7 +158,7 @@ class TrainLoop:
         progress: Progress | None = None,
         callbacks: CallbackList | None = None,
         validation: Validation | None = None,
-        sums: TrainSums | None = None,
+        sums: Sums | None = None,
         collected: Collected | None = None,
         values: StepValues | None = None,
         validated: Mapping[str, float] | None = None,
@@ -436,7 +437,7 @@ class TrainLoop:
         group = self._upcoming
         if self._sums is None:
             self._collected = self._program.collector(train=True)
-        sums = self._program.empty_train_sums() if self._sums is None else self._sums
+        sums = self._program.empty_sums(train=True) if self._sums is None else self._sums
         compiles = not self._program.has_trained
         begin = self._clock() if compiles else 0.0
         self._grads = ()  # Its memory is free for the next one.
@@ -444,7 +445,7 @@ class TrainLoop:
             trained = self._program.train(self._live.take(), sums, group[0], keep_grads=plan.keeps_grads)
         else:
             trained = self._program.train_group(self._live.take(), sums, group, plan.steps_per_call, keep_grads=plan.keeps_grads)
-        state, self._sums, self._values, rows, self._grads = trained
+        carry, self._sums, self._values, rows, self._grads = trained
         if self._collected is not None:
             self._collected.add(rows, None if plan.steps_per_call == 1 else len(group))
         if compiles:
@@ -456,7 +457,7 @@ class TrainLoop:
         progress.is_pending = True
         progress.position = group[-1].position
         # Last: a KeyboardInterrupt before this finds the state's buffers taken, and saves nothing; one after it finds the whole step counted.
-        self._live.advance(state, len(group))
+        self._live.advance(carry, len(group))
         if hooks.wants("on_train_batch_end"):
             hooks.call("on_train_batch_end", progress.step_in_epoch - 1, Logs(self._values, directions=self._program.directions))
 
@@ -587,7 +588,7 @@ class TrainLoop:
         if not self.progress.epoch_is_open or self._sums is None:
             return {**callbacks, **values}
         rows = {} if self._collected is None else {"rows": self._collected.state_dict()}
-        return {**callbacks, **values, **rows, "sums": self._sums, "validated": self._validated}
+        return {**callbacks, **values, **rows, "sums": self._program.unpack_sums(self._sums, train=True), "validated": self._validated}
 
     def _info(self) -> dict[str, Any]:
         return {**self.plan.info, "progress": self.progress.as_json(), "full_batch_size": self._feed.batcher.size}

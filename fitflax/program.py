@@ -1,34 +1,33 @@
-"""The compiled steps of one task, and the live state that they pass on from step to step.
+"""The compiled steps of one task.
 
 Each of training, evaluation and prediction is one compiled function. What they need besides (empty sums, the order of log keys) is found once, by
 evaluating shapes alone, which is also the dry run that reports mistakes before anything is compiled.
 """
 
 import collections
-import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
-from jax import lax
 
 from fitflax.collected import Collected
-from fitflax.compilation import CompiledShapes
+from fitflax.compilation import AheadOfTime, CompiledShapes
+from fitflax.compiled import CompiledSteps
 from fitflax.data import FedBatch, Source
 from fitflax.data.arrays import ArraySource
 from fitflax.errors import LossError, MetricError, ModelError, NotReadyError
+from fitflax.live import Carry, Sums
 from fitflax.logs import NUM_STEP_VALUES, Place, StepValues, Values
 from fitflax.metrics import Metric, metric_direction
 from fitflax.model import describe_shapes
-from fitflax.parallel import Strategy
-from fitflax.parallel.base import Layout
-from fitflax.parallel.packed import Packed
+from fitflax.parallel.packed import Form
 from fitflax.state import Batch, PyTree, TrainState
 from fitflax.step import SCALAR, EvalSums, Task, TrainSums, collects, summed
 
-__all__ = ["LiveState", "Program", "Trained"]
+__all__ = ["Program", "Trained"]
 
 
 # What `time_steps` tries, at most: steps and memory of a call, and time for each of the two.
@@ -37,86 +36,14 @@ _GROUP_BYTES = 2**26
 _TRIAL_SECONDS = 0.25
 _MAX_LAPS = 10
 
-# From here on fresh memory costs more than waiting for a step: XLA takes it page by page, `host_copy` in huge pages.
-_LARGE_BYTES = 2**26
 
+# Larger sums are not packed: it would copy them at every step.
+_LARGEST_PACKED = 4096
 
-class LiveState:
-    """The newest state of a run: the one object that is replaced at every step, its buffers reused by the next one.
-
-    Whatever is handed to users must not change under them. `lend` gives the state itself, and has it copied before the next step takes its buffers;
-    `borrow` gives it for use before that step only.
-
-    Args:
-        strategy: Copies.
-        state: A state on the devices, owned by this object from now on.
-        step: `state.step`, known on the host.
-    """
-
-    def __init__(self, strategy: Strategy, state: TrainState, step: int) -> None:
-        self._strategy = strategy
-        self._state = state
-        self._is_lent = False
-        self._is_large: bool | None = None  # Not yet known.
-        self.step = step
-        self.version = 0
-
-    def borrow(self) -> TrainState:
-        """Returns the state; it must not be kept beyond the next step."""
-        if not self.is_intact:
-            raise NotReadyError("The state was lost: a step failed after it had taken the state's buffers. Restore a checkpoint.")
-        return self._state
-
-    def lend(self) -> TrainState:
-        """Returns the state; it stays valid whatever happens to this object."""
-        self._is_lent = True
-        return self.borrow()
-
-    def copy(self, tree: PyTree) -> PyTree:
-        """Returns a copy of a part of the state."""
-        return self._strategy.copy(tree)
-
-    def snapshot(self, tree: PyTree) -> Packed:
-        """Returns a copy of arrays beside the state, or of the state, that is made without waiting and that later steps cannot touch."""
-        return self._strategy.copy_once(tree)
-
-    @property
-    def snapshots_wait(self) -> bool:
-        """Whether the state is to be copied to the host at once: the memory of an accelerator may be too small for two, and a large copy is faster that way."""
-        if self._is_large is None:
-            self._is_large = sum(leaf.nbytes for leaf in jax.tree.leaves(self._state)) > _LARGE_BYTES
-        return self._is_large or not self._strategy.is_on_host
-
-    @property
-    def is_intact(self) -> bool:
-        """Whether no failed step has taken the state's buffers."""
-        return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state))
-
-    def take(self) -> TrainState:
-        """Returns the state for a call that consumes its buffers; a lent one is copied first."""
-        if self._is_lent:
-            self._state = self._strategy.copy(self._state)
-            self._is_lent = False
-        return self._state
-
-    def advance(self, state: TrainState, steps: int = 1) -> None:
-        """Takes the state after more updates."""
-        self._state = state
-        self._is_lent = False
-        self.step += steps
-        self.version += 1
-
-    def release(self) -> None:
-        """Lets go of the state, until `replace` gives another one; those to whom it was lent keep it."""
-        self._state = TrainState(step=(), params=(), model_state={}, opt_state=(), key=())  # type: ignore[arg-type]
-        self._is_lent = False
-        self.version += 1
-
-    def replace(self, state: TrainState, step: int) -> None:
-        """Takes another state, such as one with another learning rate; what is new in it must lie on the devices and be nobody else's."""
-        self._state = state
-        self.step = step
-        self.version += 1
+# Floating-point operations, or bytes of memory, of an evaluation of a batch that takes a core about two milliseconds, twenty times a call's own time.
+_CHEAP = 2e7
+# Of so many arrays, a second trace takes longer than it spares.
+_MANY_LEAVES = 256
 
 
 class _InFlight:
@@ -146,7 +73,8 @@ class _Structure(NamedTuple):
     Attributes:
         places: Each log key's place in the vector of values, in the order in which keys are shown.
         num_values: The length of that vector.
-        empty: Empty metrics as NumPy arrays of their final shapes.
+        empty: What nothing has been added to, as NumPy arrays of their final shapes: `TrainSums` or `EvalSums`.
+        form: How these sums are packed on their way from call to call.
         collected: Empty metrics whose rows are collected on the host.
         directions: By log key, which direction is better.
         scalar_loss: Whether the loss is one number, which padding would falsify.
@@ -154,7 +82,8 @@ class _Structure(NamedTuple):
 
     places: dict[str, Place]
     num_values: int
-    empty: dict[str, Any]
+    empty: Any
+    form: Form
     collected: dict[str, Metric]
     directions: Mapping[str, str | None]
     scalar_loss: bool
@@ -165,14 +94,14 @@ class Trained(NamedTuple):
 
     Attributes:
         state: The state after it.
-        sums: The epoch's sums.
+        sums: The epoch's sums, packed.
         values: The step's values.
         rows: What metrics collect of its examples, by log key.
         grads: Its gradient, `()` unless it was asked for.
     """
 
-    state: TrainState
-    sums: TrainSums
+    state: Carry
+    sums: Sums
     values: StepValues
     rows: dict[str, Metric]
     grads: PyTree
@@ -189,72 +118,47 @@ class Program:
         self.task = task
         self.strategy = strategy = task.strategy
         self._init = strategy.compile(task.init_state, inputs=("replicated", "split"), outputs="replicated")
-        self._train = {keep: self._compile_train(keep) for keep in (False, True)}  # Compiled when called.
-        self._train_group = {keep: self._compile_group(keep) for keep in (False, True)}
-        self._eval = strategy.compile(
-            task.eval_step,
-            inputs=("replicated", "replicated", "replicated", "replicated", "split"),
-            outputs=("replicated", "replicated", "split"),
-            donate=(3,),
-        )
-        self._predict = strategy.compile(task.predict_step, inputs=("replicated", "replicated", "replicated", "replicated", "split"), outputs="split")
+        self._steps = CompiledSteps(task, lambda train: self._structures[train].form)
+        self._ahead = AheadOfTime()  # Of `_init`.
         self._structures: dict[bool, _Structure] = {}
-        self._seen_shapes: dict[bool, set[str]] = {True: set(), False: set()}
-        self._predicted_shapes: set[str] = set()
+        # What was dry-run already: kind, shapes, and whether the batch came alone; and how many of such batches a call takes.
+        self._seen: dict[tuple[str, str, bool], int] = {}
         self._compiled = {verb: CompiledShapes(verb) for verb in ("train on", "evaluate", "predict")}
         # Shared by all of them, because a collective of an evaluation can wait for one of a step.
         self._in_flight = _InFlight(strategy.max_in_flight)
         self.has_trained = False
 
-    def _compile_train(self, keep_grads: bool) -> Any:
-        def train_step(state: TrainState, sums: TrainSums, batch: Batch) -> Any:
-            return self.task.train_step(state, sums, batch, keep_grads=keep_grads)
-
-        outputs: tuple[Layout, ...] = ("replicated", "replicated", "replicated", "split", "replicated")
-        return self.strategy.compile(train_step, inputs=("replicated", "replicated", "split"), outputs=outputs, donate=(0, 1))
-
-    def _compile_group(self, keep_grads: bool) -> Any:
-        def train_group(state: TrainState, sums: TrainSums, count: jax.Array, batches: Batch) -> Any:
-            """Makes the first `count` of the steps in `batches`; any number is the same compiled loop, so that no rounding depends on where groups end."""
-
-            def one(state: TrainState, sums: TrainSums, index: Any) -> Any:
-                batch = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), batches)
-                return self.task.train_step(state, sums, batch, keep_grads=keep_grads)
-
-            def body(index: jax.Array, carry: Any) -> Any:
-                (vectors, rows), (state, sums) = carry[3:], carry[:2]
-                state, sums, vector, new_rows, grads = one(state, sums, index)
-                put = functools.partial(lax.dynamic_update_index_in_dim, index=index, axis=0)
-                return state, sums, (vector, grads), put(vectors, vector), jax.tree.map(put, rows, new_rows)
-
-            size = batches.mask.shape[0]
-            _, _, *shapes = jax.eval_shape(one, state, sums, jax.ShapeDtypeStruct((), jax.numpy.int32))
-            vector, rows, grads = jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), shapes)
-            every = jax.tree.map(lambda leaf: jax.numpy.zeros((size, *leaf.shape), leaf.dtype), (vector, rows))
-            state, sums, (vector, grads), vectors, rows = lax.fori_loop(0, count, body, (state, sums, (vector, grads), *every))
-            return state, sums, (vector, vectors), rows, grads
-
-        outputs: tuple[Layout, ...] = ("replicated", "replicated", "replicated", "split", "replicated")
-        return self.strategy.compile(train_group, inputs=("replicated", "replicated", "replicated", "split"), outputs=outputs, donate=(0, 1))
-
     # -- preparation --
 
     def init(self, key: jax.Array, batch: Batch) -> TrainState:
         """Returns the state at step 0, replicated on the devices."""
+        self._ahead.wait("init")
         return cast(TrainState, self._init(self.strategy.put(key), self.strategy.feed(batch)))
+
+    def begin_init(self, key: jax.Array, batch: Batch) -> TrainState:
+        """Returns the shapes of the state at step 0, and has what `init` will call compiled in a thread."""
+        if not self.strategy.compiles_ahead:
+            return self.abstract_state(key, batch)
+        lowered = self._init.lower(self.strategy.abstract_put(key), self.strategy.abstract_feed(batch))
+        self._ahead.start("init", lowered)
+        return cast(TrainState, _abstract(lowered.out_info))
 
     def abstract_state(self, key: jax.Array, batch: Batch) -> TrainState:
         """Returns the shapes of the state at step 0, computing nothing."""
         return cast(TrainState, jax.eval_shape(self._init, key, self.strategy.abstract_feed(batch)))
 
-    def prepare(self, state: TrainState, batch: Batch, *, train: bool, is_single: bool = False) -> _Structure:
-        """Dry-runs a step on shapes alone, once for batches of the same shapes, and returns what it finds.
+    def prepare(
+        self, state: TrainState, batch: Batch, *, train: bool, is_single: bool = False, steps_per_call: int | None = None, keep_grads: bool = False
+    ) -> _Structure:
+        """Dry-runs a step on shapes alone, once for batches of the same shapes, returns what it finds, and begins to compile the step.
 
         Args:
             state: The state.
             batch: The first batch of a call.
             train: Whether it is trained on.
             is_single: Whether it is the only one, so that what calls before had compiled is to be compared with.
+            steps_per_call: How many steps a call will make, `None` where they are called one by one; of training only.
+            keep_grads: Whether training keeps gradients.
 
         Raises:
             ModelError: The module fails, or a training step would change the structure of the state.
@@ -263,16 +167,41 @@ class Program:
         """
         if not is_single:
             self._compiled["train on" if train else "evaluate"].see(batch, warns=False)
-        feed = self.strategy.abstract_feed(batch)
-        shapes = str(feed)
-        if train in self._structures and shapes in self._seen_shapes[train]:
+        feed = _abstract(self.strategy.abstract_feed(batch))
+        seen = ("train" if train else "evaluate", str(feed), is_single)
+        if train in self._structures and seen in self._seen:
             return self._structures[train]
         abstract = _abstract(state)
         structure = self._dry_run(abstract, feed, train)
-        if train:
-            jax.eval_shape(self._train[False], abstract, _abstract(self._train_sums(structure)), feed)
-        self._seen_shapes[train].add(shapes)
-        return self._structures.setdefault(train, structure)
+        structure = self._structures.setdefault(train, structure)
+        sums = self.strategy.abstract_put(structure.form.pack(structure.empty))
+        carry = Carry.of(state) if train else self.in_use(state)
+        place = self.strategy.abstract_put if self.strategy.compiles_ahead else _abstract
+        arguments = (place(carry.leaves), place(carry.key), sums)
+        size = steps_per_call
+        if size is None:
+            lowered = self._steps.lower(seen[0], carry.treedef, *arguments, self.strategy.abstract_feed(batch), keep_grads=keep_grads)
+            size = 1 if train or is_single or len(carry.leaves) > _MANY_LEAVES else self._worth_grouping(lowered, batch)
+        kind = seen[0] if size == 1 else f"{seen[0]} group"
+        if size > 1:
+            lowered = self._steps.lower(kind, carry.treedef, *arguments, np.int32(size), self.strategy.abstract_feed(batch, size), keep_grads=keep_grads)
+        self._steps.begin(kind, carry.treedef, lowered, keep_grads=keep_grads)
+        self._seen[seen] = size
+        return structure
+
+    def _worth_grouping(self, lowered: jax.stages.Lowered | None, batch: Batch, outputs: PyTree = ()) -> int:
+        """Returns how many batches are to be evaluated, or predicted, in one call: several where a call takes longer than what it computes."""
+        cost = None if lowered is None else lowered.cost_analysis()
+        if lowered is None or not isinstance(cost, Mapping) or max(cost.get("flops", math.inf), cost.get("bytes accessed", math.inf)) > _CHEAP:
+            return 1
+        if self.strategy.is_on_host and "convolution" in lowered.as_text():
+            return 1  # XLA computes them on one core inside of a loop.
+        return _group_of(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((batch, outputs))))
+
+    def group_for(self, kind: str, batch: Batch) -> int:
+        """Returns how many batches like this one a call of `"evaluate"` or `"predict"` takes."""
+        feed = _abstract(self.strategy.abstract_feed(batch))
+        return self._seen[kind, str(feed if kind == "evaluate" else feed.x), False]
 
     def _dry_run(self, state: TrainState, feed: Batch, train: bool) -> _Structure:
         order: list[str] = []
@@ -301,7 +230,8 @@ class Program:
             end = places[key].end
         shown = {key: places[key] for key in order if key in places}
         collected = {key: _without_rows(key, abstract[key]) for key in order if collects(abstract[key])}
-        return _Structure(shown, end, empty, collected, directions, scalar)
+        sums: Any = TrainSums(metrics=empty, steps_since_bad=np.int32(-1)) if train else EvalSums(metrics=empty, index=np.int32(0))  # type: ignore[arg-type]
+        return _Structure(shown, end, sums, Form.of(sums, _LARGEST_PACKED), collected, directions, scalar)
 
     def structure(self, *, train: bool) -> _Structure:
         """Returns what the dry run found.
@@ -313,17 +243,17 @@ class Program:
             raise NotReadyError("No batch has been seen yet.")
         return self._structures[train]
 
-    @staticmethod
-    def _train_sums(structure: _Structure) -> TrainSums:
-        return TrainSums(metrics=structure.empty, steps_since_bad=np.int32(-1))  # type: ignore[arg-type]
+    def empty_sums(self, *, train: bool) -> Sums:
+        """Returns the sums of an epoch or evaluation without batches, on the devices."""
+        return self.pack_sums(self.structure(train=train).empty, train=train)
 
-    def empty_train_sums(self) -> TrainSums:
-        """Returns the sums of an epoch without batches, on the devices."""
-        return cast(TrainSums, self.strategy.put(self._train_sums(self.structure(train=True))))
+    def pack_sums(self, sums: TrainSums | EvalSums, *, train: bool) -> Sums:
+        """Returns sums as they go from call to call, on the devices."""
+        return cast(Sums, self.strategy.put(self.structure(train=train).form.pack(sums)))
 
-    def empty_eval_sums(self) -> EvalSums:
-        """Returns the sums of an evaluation without batches, on the devices."""
-        return cast(EvalSums, self.strategy.put(EvalSums(metrics=self.structure(train=False).empty, index=np.int32(0))))  # type: ignore[arg-type]
+    def unpack_sums(self, sums: Sums, *, train: bool) -> TrainSums | EvalSums:
+        """Returns what was packed, on the devices."""
+        return cast(TrainSums | EvalSums, self.structure(train=train).form.unpack_arrays(sums))
 
     def collector(self, *, train: bool) -> Collected | None:
         """Returns a place for the rows of an epoch or evaluation; `None` where no metric collects any."""
@@ -349,31 +279,31 @@ class Program:
 
     # -- running --
 
-    def train_group(self, state: TrainState, sums: TrainSums, group: Sequence[FedBatch], size: int, *, keep_grads: bool = False) -> Trained:
-        """Dispatches several updates in one call, at most `size`, for which it is compiled; `state` and `sums` are consumed."""
+    def train_group(self, carry: Carry, sums: Sums, group: Sequence[FedBatch], size: int, *, keep_grads: bool = False) -> Trained:
+        """Dispatches several updates in one call, at most `size`, for which it is compiled; `carry` and `sums` are consumed."""
         structure = self._structures[True]
         for fed in group:
             _check_scalar(structure, fed)
         self._compiled["train on"].see(group[0].batch)
         self._in_flight.make_room()
         batches = self.strategy.feed_group([fed.batch for fed in group], size)
-        state, sums, (vector, vectors), rows, grads = self._train_group[keep_grads](state, sums, np.int32(len(group)), batches)
+        function = self._steps.get("train group", carry.treedef, keep_grads=keep_grads)
+        leaves, sums, (vector, vectors), rows, grads = function(carry.leaves, carry.key, sums, np.int32(len(group)), batches)
         self.has_trained = True
         values = StepValues(structure.places, vector, group=(vectors, len(group)))
         self._in_flight.add(values)
-        return Trained(state, sums, values, rows, grads)
+        return Trained(Carry(leaves, carry.treedef, carry.key), sums, values, rows, grads)
 
     @staticmethod
     def group_size(fed: FedBatch) -> int:
         """Returns how many steps are worth trying in one call: 16, fewer where their batches would take more than 64 MB."""
-        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(fed.batch))
-        return int(max(1, min(_GROUP_STEPS, _GROUP_BYTES // max(num_bytes, 1))))
+        return _group_of(sum(leaf.nbytes for leaf in jax.tree.leaves(fed.batch)))
 
     def time_steps(self, state: TrainState, fed: FedBatch, size: int) -> tuple[float, float]:
         """Returns the seconds that a step takes alone, and in a call of `size` steps, measured on copies of the state; the data's own time is in neither."""
 
-        def seconds(call: Callable[[TrainState, TrainSums], Trained], steps: int) -> float:
-            now, sums, calls = self.strategy.copy(state), self.empty_train_sums(), max(1, size // steps)
+        def seconds(call: Callable[[Carry, Sums], Trained], steps: int) -> float:
+            now, sums, calls = Carry.of(self.strategy.copy(state)), self.empty_sums(train=True), max(1, size // steps)
 
             def lap() -> float:
                 nonlocal now, sums
@@ -392,25 +322,44 @@ class Program:
         group = [fed] * size
         return seconds(lambda now, sums: self.train(now, sums, fed), 1), seconds(lambda now, sums: self.train_group(now, sums, group, size), size)
 
-    def train(self, state: TrainState, sums: TrainSums, fed: FedBatch, *, keep_grads: bool = False) -> Trained:
-        """Dispatches one update; `state` and `sums` are consumed."""
+    def train(self, carry: Carry, sums: Sums, fed: FedBatch, *, keep_grads: bool = False) -> Trained:
+        """Dispatches one update; `carry` and `sums` are consumed."""
         structure = self._structures[True]
         _check_scalar(structure, fed)
         self._compiled["train on"].see(fed.batch)
         self._in_flight.make_room()
-        state, sums, vector, rows, grads = self._train[keep_grads](state, sums, self.strategy.feed(fed.batch))
+        function = self._steps.get("train", carry.treedef, keep_grads=keep_grads)
+        leaves, sums, vector, rows, grads = function(carry.leaves, carry.key, sums, self.strategy.feed(fed.batch))
         self.has_trained = True
         values = StepValues(structure.places, vector)
         self._in_flight.add(values)
-        return Trained(state, sums, values, rows, grads)
+        return Trained(Carry(leaves, carry.treedef, carry.key), sums, values, rows, grads)
 
-    def evaluate(self, state: TrainState, sums: EvalSums, fed: FedBatch) -> tuple[EvalSums, Values, dict[str, Metric]]:
-        """Dispatches the evaluation of one batch, and returns sums, their values and the batch's rows; `sums` is consumed."""
+    @staticmethod
+    def in_use(state: TrainState) -> Carry:
+        """Returns what of a state is evaluated: parameters, the averaged ones where there are any, and collections, `(params, model_state)`."""
+        params = state.params if state.ema_params is None else state.ema_params
+        return Carry(*jax.tree.flatten((params, state.model_state)), state.key)
+
+    def evaluate(self, used: Carry, sums: Sums, group: Sequence[FedBatch], size: int = 1) -> tuple[Sums, Values, dict[str, Metric]]:
+        """Dispatches the evaluation of some batches, and returns sums, their values and the batches' rows; `sums` is consumed.
+
+        Args:
+            used: What `in_use` returned.
+            sums: The sums so far.
+            group: The batches.
+            size: How many of them there may be: 1, or what `group_for` returned, for which a call is compiled; rows then have a leading axis of so many.
+        """
         structure = self._structures[False]
-        _check_scalar(structure, fed)
-        self._compiled["evaluate"].see(fed.batch)
+        for fed in group:
+            _check_scalar(structure, fed)
+        self._compiled["evaluate"].see(group[0].batch)
         self._in_flight.make_room()
-        sums, vector, rows = self._eval(_in_use(state), state.model_state, state.key, sums, self.strategy.feed(fed.batch))
+        if size == 1:
+            sums, vector, rows = self._steps.get("evaluate", used.treedef)(used.leaves, used.key, sums, self.strategy.feed(group[0].batch))
+        else:
+            batches = self.strategy.feed_group([fed.batch for fed in group], size)
+            sums, vector, rows = self._steps.get("evaluate group", used.treedef)(used.leaves, used.key, sums, np.int32(len(group)), batches)
         values = Values(structure.places, vector)
         self._in_flight.add(values)
         return sums, values, rows
@@ -423,15 +372,20 @@ class Program:
         collector.add(rows)
         return values.with_late(collector.keys, collector.now()).metrics()
 
-    def predict(self, state: TrainState, batch: Batch, index: int) -> PyTree:
-        """Dispatches the module on one batch and returns its outputs, on the devices.
+    def predict(self, used: Carry, batches: Sequence[Batch], index: int, size: int = 1) -> PyTree:
+        """Dispatches the module on some batches and returns its outputs, on the devices.
 
-        Raises:
-            ModelError: The module fails, or an output has no leading axis of examples.
+        Args:
+            used: What `in_use` returned.
+            batches: The batches.
+            index: The number of the first one.
+            size: How many of them there may be: 1, or what `group_for` returned, for which a call is compiled; outputs then have a leading axis of so many.
         """
-        self._compiled["predict"].see(Batch(batch.x, (), batch.mask))
-        feed = self.strategy.feed(batch)
-        return self._predict(_in_use(state), state.model_state, state.key, np.int32(index), feed.x)
+        self._compiled["predict"].see(Batch(batches[0].x, (), batches[0].mask))
+        if size == 1:
+            return self._steps.get("predict", used.treedef)(used.leaves, used.key, np.int32(index), self.strategy.feed(batches[0]).x)
+        xs = self.strategy.feed_group(batches, size).x
+        return self._steps.get("predict group", used.treedef)(used.leaves, used.key, np.int32(index), np.int32(len(batches)), xs)
 
     def check_predict(self, state: TrainState, batch: Batch, *, is_single: bool = False) -> None:
         """Dry-runs prediction on shapes alone; arguments as of `prepare`.
@@ -441,14 +395,21 @@ class Program:
         """
         if not is_single:
             self._compiled["predict"].see(Batch(batch.x, (), batch.mask), warns=False)
-        shapes = str(self.strategy.abstract_feed(batch).x)
-        if shapes in self._predicted_shapes:
+        seen = ("predict", str(_abstract(self.strategy.abstract_feed(batch)).x), is_single)
+        if seen in self._seen:
             return
         rows = len(batch.mask) // self.strategy.num_replicas
         outputs = self.output_shapes(state, batch)
         if any(not leaf.shape or leaf.shape[0] != rows for leaf in jax.tree.leaves(outputs)):
             raise ModelError(f"predict joins outputs along their first axis, the examples ({rows} here). The module returned {describe_shapes(outputs)}.")
-        self._predicted_shapes.add(shapes)
+        size = 1
+        if self.strategy.compiles_ahead and not is_single:
+            used = self.in_use(state)
+            arguments = (self.strategy.abstract_put(used.leaves), self.strategy.abstract_put(used.key), np.int32(0))
+            lowered = self._steps.lower("predict", used.treedef, *arguments, self.strategy.abstract_feed(batch).x)
+            every = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((len(batch.mask), *leaf.shape[1:]), leaf.dtype), outputs)
+            size = 1 if len(used.leaves) > _MANY_LEAVES else self._worth_grouping(lowered, batch, every)
+        self._seen[seen] = size
 
     @property
     def loss_is_scalar(self) -> bool:
@@ -459,6 +420,11 @@ class Program:
     def directions(self) -> Mapping[str, str | None]:
         """By log key of training, which direction is better."""
         return self._structures[True].directions if True in self._structures else {}
+
+
+def _group_of(num_bytes: int) -> int:
+    """Returns how many batches of so many bytes a call may take."""
+    return int(max(1, min(_GROUP_STEPS, _GROUP_BYTES // max(num_bytes, 1))))
 
 
 def _result(key: str, metric: Metric) -> jax.Array:
@@ -513,11 +479,6 @@ def check_in_memory(program: Program, source: Source, state: TrainState, batch: 
     task = program.task
     if task.objective.has_label_loss and task.compute_loss is None and task.custom_step is None:
         task.objective.check_labels(program.output_shapes(state, batch), source.y, source.weights)
-
-
-def _in_use(state: TrainState) -> PyTree:
-    """Returns the parameters that are evaluated: the averaged ones where there are any."""
-    return state.params if state.ema_params is None else state.ema_params
 
 
 def _abstract(tree: PyTree) -> PyTree:

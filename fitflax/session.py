@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -22,16 +23,17 @@ from fitflax.data import FedBatch, Feed, Position, Source
 from fitflax.data.feeds import Feeder
 from fitflax.data.streams import OneShotSource
 from fitflax.errors import DataError, FitflaxWarning, NotReadyError, RestoreError
+from fitflax.live import LiveState
 from fitflax.logs import StepValues
 from fitflax.loop import Progress, RunPlan, TrainLoop, Validation
 from fitflax.loss_scale import LossScaled, scaled_state, with_loss_scale
 from fitflax.numerics import Numerics, start_average
 from fitflax.objective import Objective
 from fitflax.parallel import Strategy
-from fitflax.program import LiveState, Program, check_in_memory
+from fitflax.program import Program, check_in_memory
 from fitflax.signals import Interruption
 from fitflax.state import Batch, TrainState
-from fitflax.step import Task, TrainSums, state_faults
+from fitflax.step import Task, state_faults
 from fitflax.tabulation import describe_model, for_each_replica
 
 __all__ = ["Session"]
@@ -454,17 +456,20 @@ class Session:
             feed.push_back()
         if saved is not None:
             self.place(saved, None if fed is None else fed.batch)
-        elif self.live is None and fed is not None:
+        steps = self.steps_per_call or _steps_before(saved) or 1
+        prepare = functools.partial(program.prepare, train=True, steps_per_call=None if steps == 1 else steps, keep_grads=plan.keeps_grads)
+        if self.live is None and fed is not None:
+            # The step is compiled while the state is initialized.
+            prepare(program.begin_init(jax.random.key(self.seed), fed.batch), fed.batch)
             self.build(fed.batch)
         live = self.need_state("fit")
         sums = values = validated = collected = None
         if fed is not None:
             self.check_restored(fed.batch)
-            structure = program.prepare(live.borrow(), fed.batch, train=True)
+            structure = prepare(live.borrow(), fed.batch)
             check_in_memory(program, source, live.borrow(), fed.batch, pad=self.pad, train=True)
             if saved is not None and "sums" in saved.run:
-                target = TrainSums(metrics=structure.empty, steps_since_bad=np.int32(0))  # type: ignore[arg-type]
-                sums = self.strategy.put(fit_to(target, saved.run["sums"], saved, "run/sums"))
+                sums = program.pack_sums(fit_to(structure.empty, saved.run["sums"], saved, "run/sums"), train=True)
                 validated = saved.run.get("validated", {})
                 collected = program.collector(train=True)
                 rows = saved.run.get("rows", {})
@@ -496,7 +501,7 @@ class Session:
 
     def _choose_steps_per_call(self, program: Program, fed: FedBatch | None, saved: Saved | None) -> int:
         """Returns how many steps a call is to make: what was asked for, what the run to be resumed made, or what is faster."""
-        before = None if saved is None else int(saved.metadata.get("steps_per_call", 1))
+        before = _steps_before(saved)
         self.choice = None
         if self.steps_per_call is not None:
             if before not in (None, self.steps_per_call):
@@ -511,6 +516,11 @@ class Session:
         self.choice = f"{size} steps a call took {grouped * 1e6:.0f} us a step, single steps {single * 1e6:.0f} us" if size > 1 else "batches are large"
         self.choice = f"steps_per_call='auto' chose {chosen}: {self.choice}."
         return chosen
+
+
+def _steps_before(saved: Saved | None) -> int | None:
+    """Returns how many steps a call made in the run that was saved."""
+    return None if saved is None else int(saved.metadata.get("steps_per_call", 1))
 
 
 def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:

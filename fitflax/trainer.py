@@ -673,7 +673,7 @@ class Trainer:
         self._session.check_restored(fed.batch)
         live = self._session.need_state("train_on_batch")
         program.prepare(live.borrow(), fed.batch, train=True, is_single=True)
-        trained = program.train(live.take(), program.empty_train_sums(), fed)
+        trained = program.train(live.take(), program.empty_sums(train=True), fed)
         live.advance(trained.state)
         return program.alone(trained.values, trained.rows, train=True)
 
@@ -692,7 +692,7 @@ class Trainer:
         fed = self._session.feeder.single(self._selection.split(batch), "test")
         self._session.check_restored(fed.batch)
         program.prepare(live.borrow(), fed.batch, train=False, is_single=True)
-        _, values, rows = program.evaluate(live.borrow(), program.empty_eval_sums(), fed)
+        _, values, rows = program.evaluate(program.in_use(live.borrow()), program.empty_sums(train=False), [fed])
         return program.alone(values, rows, train=False)
 
     def predict_on_batch(self, x: Any) -> PyTree:
@@ -710,7 +710,7 @@ class Trainer:
         fed = self._session.feeder.single(Triple(inputs, (), None), "predict")
         self._session.check_restored(fed.batch)
         program.check_predict(live.borrow(), fed.batch, is_single=True)
-        outputs = self._session.strategy.join(program.predict(live.borrow(), fed.batch, 0))
+        outputs = self._session.strategy.join(program.predict(program.in_use(live.borrow()), [fed.batch], 0))
         return jax.tree.map(lambda leaf: leaf[: fed.num_real], outputs)
 
     # -- loops --

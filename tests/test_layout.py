@@ -17,11 +17,11 @@ PACKAGE = ROOT / "fitflax"
 
 # A module imports only from its own layer or those before it. The first part of the name after `fitflax.` decides; the package itself is "__init__".
 LAYERS = (
-    {"errors", "triggers"},
+    {"errors", "triggers", "background"},
     {"state", "logs", "losses", "metrics", "optimizers"},
     {"data"},
     {"parallel"},
-    {"compilation", "numerics", "loss_scale", "accumulation", "model", "objective", "collected", "step", "program"},
+    {"compilation", "numerics", "loss_scale", "accumulation", "model", "objective", "collected", "live", "step", "compiled", "program"},
     {"checkpoints"},
     {"callbacks"},
     {"signals", "arguments", "tabulation", "evaluation", "loop", "session"},

@@ -102,6 +102,8 @@ class Callback:
         every: When `on_checkpoint` is due; `None` for each checkpoint that the loop makes.
         phase: When it is called within an event.
         needs_trainer: Whether it can do nothing with a checkpoint alone.
+        may_skip_batches: Whether its hooks of batches of evaluations and predictions may be called for some of the batches only. Several small ones are
+            computed in one call, unless there is a callback with such hooks that must see each.
         needs_grads: Whether it reads `checkpoint.grads`; the run then keeps the gradient of each step, which takes as much memory as the parameters.
 
     >>> class PrintLoss(Callback):
@@ -117,6 +119,7 @@ class Callback:
     phase: ClassVar[Phase] = Phase.USER
     needs_trainer: ClassVar[bool] = False
     needs_grads: bool = False
+    may_skip_batches: ClassVar[bool] = False
     _own_schedule: Schedule | None = None
 
     # -- hooks --
@@ -305,6 +308,10 @@ class CallbackList:
     def wants(self, hook: str) -> bool:
         """Returns whether any callback overrides `hook`."""
         return bool(self._hooks[hook])
+
+    def wants_every(self, *hooks: str) -> bool:
+        """Returns whether one of these hooks must be called for each batch."""
+        return any(not callback.may_skip_batches and overrides(callback, hook) for callback in self._all for hook in hooks)
 
     def call(self, hook: str, *arguments: Any) -> None:
         """Calls `hook` of all callbacks that override it."""

@@ -7,14 +7,13 @@ a number and the run's id in their names, so that a resume can drop what lies be
 import contextlib
 import importlib
 import os
-import queue
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fitflax.background import Background
 from fitflax.errors import CallbackError
 
 __all__ = ["EventFiles", "events_of", "trim"]
@@ -42,9 +41,8 @@ class EventFiles:
         self._purge_step = first_step + 1 if first_step else 0
         self._mark = mark
         self._writers: dict[str, Any] = {}
-        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(_MAX_WAITING)
+        self._thread = Background("fitflax-tensorboard", on_error=self._fail)
         self._failure: BaseException | None = None
-        self._thread: threading.Thread | None = None
 
     def submit(self, job: "Callable[[Write], None]") -> None:
         """Has the thread call `job` with a function that writes one summary.
@@ -53,10 +51,8 @@ class EventFiles:
             CallbackError: Something failed in the thread before.
         """
         self._check()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="fitflax-tensorboard", daemon=True)
-            self._thread.start()
-        self._jobs.put(lambda: job(self._write))
+        self._thread.wait_until(lambda: len(self._thread.waiting) < _MAX_WAITING)
+        self._thread.submit(lambda: self._do(lambda: job(self._write)))
 
     def sync(self) -> None:
         """Waits until everything submitted is on disk.
@@ -64,9 +60,9 @@ class EventFiles:
         Raises:
             CallbackError: Something failed in the thread.
         """
-        if self._thread is not None:
-            self._jobs.put(self._flush)
-            self._jobs.join()
+        if self._writers or not self._thread.is_idle:
+            self._thread.submit(lambda: self._do(self._flush))
+            self._thread.wait_until(lambda: self._thread.is_idle)
         self._check()
 
     def close(self) -> None:
@@ -75,10 +71,9 @@ class EventFiles:
         Raises:
             CallbackError: Something failed in the thread.
         """
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._jobs.put(None)
-            thread.join()
+        if self._writers or not self._thread.is_idle:
+            self._thread.submit(self._close)
+        self._thread.end()
         self._check()
 
     def _check(self) -> None:
@@ -88,23 +83,18 @@ class EventFiles:
 
     # -- what the thread does --
 
-    def _work(self) -> None:
-        while True:
-            job = self._jobs.get()
-            try:
-                if job is None:
-                    with contextlib.ExitStack() as stack:  # One that fails does not keep the others open.
-                        for writer in self._writers.values():
-                            stack.callback(writer.close)  # Flushes and fsyncs first.
-                    self._writers = {}
-                elif self._failure is None:
-                    job()
-            except BaseException as error:  # noqa: BLE001 (raised in the training thread)
-                self._failure = error
-            finally:
-                self._jobs.task_done()
-            if job is None:
-                return
+    def _do(self, job: Callable[[], None]) -> None:
+        if self._failure is None:
+            job()
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error
+
+    def _close(self) -> None:
+        writers, self._writers = self._writers, {}
+        with contextlib.ExitStack() as stack:  # One that fails does not keep the others open.
+            for writer in writers.values():
+                stack.callback(writer.close)  # Flushes and fsyncs first.
 
     def _flush(self) -> None:
         for writer in self._writers.values():

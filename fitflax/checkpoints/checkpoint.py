@@ -16,10 +16,10 @@ from fitflax.checkpoints.store import CheckpointStore
 from fitflax.checkpoints.trees import Plain, host_copy, to_plain, unpack
 from fitflax.data import Position
 from fitflax.errors import NotReadyError
+from fitflax.live import LiveState
 from fitflax.logs import Logs, StepValues
 from fitflax.optimizers import find_learning_rate
 from fitflax.parallel.packed import Packed
-from fitflax.program import LiveState
 from fitflax.state import PyTree, TrainState
 
 __all__ = ["Checkpoint", "Summary"]
@@ -344,7 +344,7 @@ class Checkpoint:
             "step": self.step,
             "epoch": self.epoch,
             "step_in_epoch": self.step_in_epoch,
-            "data_position": dataclasses.asdict(self.data_position),
+            "data_position": self.data_position._asdict(),
         }
 
     def __copy__(self) -> Self:

@@ -11,9 +11,7 @@ import io
 import json
 import math
 import os
-import queue
 import struct
-import threading
 import zlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -24,6 +22,7 @@ import jax
 import msgpack
 import numpy as np
 
+from fitflax.background import Background
 from fitflax.checkpoints.documents import Rendered
 from fitflax.checkpoints.memory import Arena
 from fitflax.checkpoints.trees import CHUNKED, MAX_DEPTH, fetch, is_storable, join
@@ -128,8 +127,7 @@ class _Sums:
     """Adds to checksums beside its caller's work (zlib releases the GIL), by a thread that is started when there is enough to do for one."""
 
     def __init__(self) -> None:
-        self._jobs: queue.Queue[list[tuple[_Sum, memoryview]]] = queue.Queue(_MAX_WAITING_JOBS)
-        self._thread: threading.Thread | None = None
+        self._thread = Background("fitflax-crc32", on_error=self._fail)
         self._fault: BaseException | None = None
         # Small blocks go to the thread together: waking it takes longer than to sum them.
         self._next: list[tuple[_Sum, memoryview]] = []
@@ -141,11 +139,8 @@ class _Sums:
         self._next_bytes += len(block)
         if self._next_bytes < _BLOCK_BYTES:
             return
-        if self._thread is None:
-            # A daemon, so that it keeps no process alive if its caller dies as a daemon itself.
-            self._thread = threading.Thread(target=self._work, name="fitflax-crc32", daemon=True)
-            self._thread.start()
-        self._jobs.put(self._next)
+        self._thread.wait_until(lambda: len(self._thread.waiting) < _MAX_WAITING_JOBS)
+        self._thread.submit(functools.partial(_add_all, self._next))
         self._next, self._next_bytes = [], 0
 
     def wait(self) -> None:
@@ -159,17 +154,11 @@ class _Sums:
     def stop(self) -> None:
         """Ends the thread, whatever became of the sums."""
         self._next = []
-        if self._thread is not None:
-            self._jobs.put([])
-            self._thread.join()
-            self._thread = None
+        if self._thread.has_thread:
+            self._thread.end()
 
-    def _work(self) -> None:
-        while job := self._jobs.get():
-            try:
-                _add_all(job)
-            except BaseException as error:  # noqa: BLE001 -- wait() raises it; whoever adds must not find a full queue and nobody there.
-                self._fault = error
+    def _fail(self, error: BaseException) -> None:
+        self._fault = error
 
 
 def _add_all(job: list[tuple[_Sum, memoryview]]) -> None:

@@ -6,27 +6,36 @@ the end of the run.
 """
 
 import atexit
-import collections
-import contextlib
 import os
-import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+from fitflax.background import Background
 from fitflax.checkpoints.lock import holder_of, lock_directory, release_all
 from fitflax.errors import FitflaxWarning
 
 __all__ = ["NICENESS_ON_HOST", "Saver"]
 
-Job = Callable[[], Any]
-# Starting a thread takes longer than a small save has; one that is never closed must not live for ever.
-IDLE_SECONDS = 10.0
 # Of the saver of a run whose steps are computed by the host's own cores: measured on two of them, it takes a third off the time that small saves cost.
 NICENESS_ON_HOST = 10
+
+
+class _Job:
+    """What is done in the thread, and whether it holds a copy of the state."""
+
+    __slots__ = ("do", "is_save", "saver")
+
+    def __init__(self, saver: "Saver", do: Callable[[], Any], is_save: bool) -> None:
+        self.saver = saver
+        self.do = do
+        self.is_save = is_save
+
+    def __call__(self) -> None:
+        if not self.saver.has_failed:  # Since it was taken.
+            self.do()
 
 
 class Saver:
@@ -47,12 +56,7 @@ class Saver:
     """
 
     def __init__(self, *, niceness: int = 0) -> None:
-        self._niceness = niceness
-        self._changed = threading.Condition()
-        self._jobs: collections.deque[tuple[Job, bool]] = collections.deque()
-        self._thread: threading.Thread | None = None
-        self._is_busy = False
-        self._is_closing = False
+        self._thread = Background("fitflax-saver", on_error=self._fail, on_end=self._give_back, niceness=niceness)
         self._is_abandoned = False
         self._error: BaseException | None = None
 
@@ -62,48 +66,48 @@ class Saver:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def submit(self, job: Job, *, is_save: bool = True) -> bool:
+    def submit(self, do: Callable[[], Any], *, is_save: bool = True) -> bool:
         """Has a job done after all before it; returns whether it will be, which it will not after an earlier one failed or when all was abandoned.
 
         Args:
-            job: Called without arguments in another thread.
+            do: Called without arguments in another thread.
             is_save: Whether it holds a copy of the state. At most one such job waits while another is done: the next one blocks until there is room.
         """
         if is_save:
             self.wait_for_room()
-        with self._changed:
-            if self._is_abandoned or self._error is not None:
-                return False
-            self._jobs.append((job, is_save))
-            self._changed.notify_all()
-            self._is_closing = False
-            _WORKING.add(self)
-            if self._thread is None:
-                # A daemon, since the interpreter would wait for any other even where the user wants to leave at once; atexit waits for this one.
-                self._thread = threading.Thread(target=self._work, name="fitflax-saver", daemon=True)
-                self._thread.start()
-            return True
+        if self._is_abandoned or self.has_failed:
+            return False
+        _WORKING.add(self)
+        self._thread.submit(_Job(self, do, is_save))
+        return True
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is being done, and nothing waits."""
-        return not self._is_busy and not self._jobs
+        return self._thread.is_idle
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a job has failed and nobody has heard of it."""
+        return self._error is not None
 
     def wait_for_room(self) -> None:
         """Waits until a save would not block: called before the state is copied, it keeps the copies to one that is being written and one that waits."""
-        with self._changed:
-            self._changed.wait_for(lambda: not (self._is_busy and any(is_save for _, is_save in self._jobs)))
+        # In this order: one that waits is not busy yet when it is taken.
+        self._thread.wait_until(lambda: not (any(job.is_save for job in self._waiting()) and self._thread.is_busy))
+
+    def _waiting(self) -> list[_Job]:
+        return [job for job in self._thread.waiting if isinstance(job, _Job)]
 
     def settle(self) -> BaseException | None:
         """Waits until everything is done, and returns what a job raised, once."""
         try:
-            with self._changed:
-                self._changed.wait_for(lambda: self.is_idle or self._is_abandoned)
-                error, self._error = self._error, None
-                return error
+            self._thread.wait_until(lambda: self.is_idle or self._is_abandoned)
         except KeyboardInterrupt:
             self.abandon()
             raise
+        error, self._error = self._error, None
+        return error
 
     def wait(self) -> None:
         """Waits until everything is done.
@@ -117,10 +121,9 @@ class Saver:
 
     def abandon(self) -> None:
         """Leaves out what has not begun, and waits for nothing any more: the user wants to leave at once."""
-        with self._changed:
-            self._is_abandoned = True
-            self._jobs.clear()
-            self._changed.notify_all()
+        self._is_abandoned = True
+        self._thread.clear()
+        self._thread.end(wait=False)
         _WORKING.discard(self)
 
     def close(self) -> None:
@@ -132,14 +135,10 @@ class Saver:
         try:
             self.wait()
         finally:
-            with self._changed:
-                self._is_closing = True
-                self._changed.notify_all()
-                thread = None if self._is_abandoned else self._thread
-            if thread is not None:
-                thread.join()
-            if self._thread is None:  # Otherwise the thread gives them back when it is done.
+            self._thread.end(wait=not self._is_abandoned)
+            if not self._thread.has_thread:  # Otherwise the thread gives them back when it is done.
                 release_all(self)
+            _WORKING.discard(self)
 
     def lock(self, directory: Path) -> None:
         """Locks a directory for this run until `close`.
@@ -157,38 +156,19 @@ class Saver:
 
     def finish_abandoned(self) -> None:
         """Waits for the one job that may still run after `abandon`, in a process that went on."""
-        thread = self._thread
-        if self._is_abandoned and thread is not None:
-            thread.join()
+        if self._is_abandoned:
+            self._thread.wait_until(lambda: not self._thread.is_busy)
+            release_all(self)
 
-    def _work(self) -> None:
-        if self._niceness and sys.platform == "linux":  # Elsewhere it would be the whole process's.
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
-        while (job := self._next_job()) is not None:
-            try:
-                job()
-            except BaseException as error:  # noqa: BLE001 (raised in the thread that trains)
-                with self._changed:
-                    self._error = error
-                    self._jobs.clear()
-            del job  # With it the copy of the state.
+    # -- in the thread --
 
-    def _next_job(self) -> Job | None:
-        """Returns what to do next, or `None` for the thread's end."""
-        with self._changed:
-            self._is_busy = False
-            self._changed.notify_all()
-            if not self._jobs:
-                _WORKING.discard(self)
-                self._changed.wait_for(lambda: self._jobs or self._is_closing or self._is_abandoned, timeout=IDLE_SECONDS)
-            if not self._jobs:
-                self._thread = None
-                if self._is_abandoned:
-                    release_all(self)
-                return None
-            self._is_busy = True
-            return self._jobs.popleft()[0]
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        self._thread.clear()
+
+    def _give_back(self) -> None:
+        if self._is_abandoned:
+            release_all(self)
 
 
 _WORKING: "weakref.WeakSet[Saver]" = weakref.WeakSet()

@@ -26,8 +26,7 @@ class Triple(NamedTuple):
     weights: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """Where in its data a run is, counted in what finished steps have used.
 
     Attributes:

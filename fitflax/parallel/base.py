@@ -6,15 +6,27 @@ what must be the same on all of them.
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
+
+import jax
 
 from fitflax.parallel.packed import Packed
 from fitflax.state import Batch, PyTree
 
-__all__ = ["Layout", "Strategy"]
+__all__ = ["Compiled", "Layout", "Strategy"]
 
 Layout = Literal["replicated", "split"]
 """How an argument or a result lies on the devices: whole on each of them, or its leading axis split over them."""
+
+
+class Compiled(Protocol):
+    """A compiled function."""
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Runs it, compiling it first where it has not been for such arguments."""
+
+    def lower(self, *arguments: Any) -> jax.stages.Lowered:
+        """Traces it for arrays, or for shapes with their places. What `compile()` makes of the result, a call with such arguments uses."""
 
 
 class Strategy(abc.ABC):
@@ -22,6 +34,7 @@ class Strategy(abc.ABC):
 
     Attributes:
         num_replicas: Into how many shares a batch is split.
+        compiles_ahead: Whether a call uses what was compiled by way of `Compiled.lower`.
         max_in_flight: How many steps may be dispatched and not finished. It bounds memory, and on CPU it keeps XLA's collectives from a deadlock.
 
     >>> from fitflax.parallel import DataParallel
@@ -30,12 +43,11 @@ class Strategy(abc.ABC):
     """
 
     num_replicas: int
+    compiles_ahead: bool
     max_in_flight: int
 
     @abc.abstractmethod
-    def compile(
-        self, fn: Callable[..., Any], *, inputs: Sequence[Layout], outputs: Layout | Sequence[Layout], donate: Sequence[int] = ()
-    ) -> Callable[..., Any]:
+    def compile(self, fn: Callable[..., Any], *, inputs: Sequence[Layout], outputs: Layout | Sequence[Layout], donate: Sequence[int] = ()) -> Compiled:
         """Returns `fn`, a pure function of one replica's share, compiled for all replicas.
 
         Args:
@@ -50,6 +62,10 @@ class Strategy(abc.ABC):
         """Returns `tree` replicated on the devices, in buffers of its own: donating them never touches the caller's arrays."""
 
     @abc.abstractmethod
+    def abstract_put(self, tree: PyTree) -> PyTree:
+        """Returns the shapes, dtypes and places of `put(tree)`, moving no data."""
+
+    @abc.abstractmethod
     def feed(self, batch: Batch) -> Batch:
         """Returns a host batch in the form in which compiled functions take it, in the cheapest way for these devices."""
 
@@ -58,8 +74,8 @@ class Strategy(abc.ABC):
         """Returns batches of the same shapes as one with a leading axis of `size` steps (inside a step; what is beyond them is arbitrary), as `feed` does."""
 
     @abc.abstractmethod
-    def abstract_feed(self, batch: Batch) -> Batch:
-        """Returns the shapes and dtypes of `feed(batch)`, moving no data."""
+    def abstract_feed(self, batch: Batch, steps: int | None = None) -> Batch:
+        """Returns the shapes, dtypes and places of `feed(batch)`, or of `feed_group` of so many steps, moving no data."""
 
     @abc.abstractmethod
     def join(self, outputs: PyTree, steps: int | None = None) -> PyTree:

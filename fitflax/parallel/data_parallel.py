@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from fitflax.data.batch import full_mask
 from fitflax.errors import ConfigError
-from fitflax.parallel.base import Layout, Strategy
+from fitflax.parallel.base import Compiled, Layout, Strategy
 from fitflax.parallel.packed import Packed
 from fitflax.state import Batch, PyTree
 
@@ -64,6 +64,7 @@ class DataParallel(Strategy):
         self.num_replicas = len(self.devices)
         # Two on CPU: more can fill XLA's thread pool with collectives that wait for each other. Others only need enough to hide the dispatch.
         self.max_in_flight = 2 if self.devices[0].platform == "cpu" and self.num_replicas > 1 else 8
+        self.compiles_ahead = jax.process_count() == 1  # With more, pmap makes other arguments of those that it is given.
         mesh = Mesh(np.array(self.devices), (axis_name,))
         self._mesh = mesh
         self._replicated = NamedSharding(mesh, PartitionSpec())
@@ -75,9 +76,7 @@ class DataParallel(Strategy):
         return f"DataParallel({self.num_replicas} {self.devices[0].platform} devices, axis_name={self.axis_name!r})"
 
     @override
-    def compile(
-        self, fn: Callable[..., Any], *, inputs: Sequence[Layout], outputs: Layout | Sequence[Layout], donate: Sequence[int] = ()
-    ) -> Callable[..., Any]:
+    def compile(self, fn: Callable[..., Any], *, inputs: Sequence[Layout], outputs: Layout | Sequence[Layout], donate: Sequence[int] = ()) -> Compiled:
         results = (outputs,) if isinstance(outputs, str) else tuple(outputs)
         # pmap insists on an argument that is split.
         if self.num_replicas == 1 or "split" not in inputs:
@@ -90,7 +89,7 @@ class DataParallel(Strategy):
                 out_specs=out_specs[0] if isinstance(outputs, str) else out_specs,
                 check_vma=False,
             )
-            return cast(Callable[..., Any], jax.jit(mapped, donate_argnums=tuple(donate)))
+            return cast(Compiled, jax.jit(mapped, donate_argnums=tuple(donate)))
         axis = {"replicated": None, "split": 0}
         out_axes = tuple(axis[layout] for layout in results)
         # The last argument holds nothing. Without it JAX 0.10 takes `in_axes` leaf by leaf where there happen to be as many leaves as arguments.
@@ -108,6 +107,10 @@ class DataParallel(Strategy):
     def put(self, tree: PyTree) -> PyTree:
         # By way of private NumPy copies: `may_alias=False` still shares aligned NumPy memory, and keeps a JAX buffer that lies on one of the devices.
         return jax.device_put(jax.tree.map(_own, tree), self._replicated)
+
+    @override
+    def abstract_put(self, tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, True), sharding=self._replicated), tree)
 
     @override
     def feed(self, batch: Batch) -> Batch:
@@ -151,12 +154,18 @@ class DataParallel(Strategy):
         return stack
 
     @override
-    def abstract_feed(self, batch: Batch) -> Batch:
-        def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-            shape = leaf.shape if self.num_replicas == 1 else (self.num_replicas, leaf.shape[0] // self.num_replicas, *leaf.shape[1:])
-            return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+    def abstract_feed(self, batch: Batch, steps: int | None = None) -> Batch:
+        group = () if steps is None else (steps,)
 
-        return cast(Batch, jax.tree.map(abstract, batch))
+        def abstract(leaf: Any, is_placed: bool) -> jax.ShapeDtypeStruct:
+            shape = (*group, *leaf.shape)
+            if self.num_replicas > 1:
+                shape = (self.num_replicas, *group, leaf.shape[0] // self.num_replicas, *leaf.shape[1:])
+            return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(leaf.dtype), sharding=self._split if is_placed else None)
+
+        x, y, mask, weights = batch
+        x, y, weights = jax.tree.map(lambda leaf: abstract(leaf, isinstance(leaf, jax.Array)), (x, y, weights))
+        return Batch(x, y, abstract(mask, True), weights)
 
     @override
     def join(self, outputs: PyTree, steps: int | None = None) -> PyTree:
@@ -268,11 +277,14 @@ class _WithNothing:
         mapped: The function.
     """
 
-    def __init__(self, mapped: Callable[..., Any]) -> None:
+    def __init__(self, mapped: Any) -> None:
         self._mapped = mapped
 
     def __call__(self, *arguments: Any) -> Any:
         return self._mapped(*arguments, ())
+
+    def lower(self, *arguments: Any) -> Any:
+        return self._mapped.lower(*arguments, ())
 
 
 def _own(leaf: Any) -> Any:

@@ -1,8 +1,8 @@
-"""A copy of many small arrays in few large ones, which costs a call of the device and a transfer less for each array that is spared."""
+"""Many small arrays in few large ones: each array that is spared is a transfer less, or an argument and a result less of every call of the device."""
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,19 +30,54 @@ class Form:
     Args:
         treedef: The structure.
         types: Shape, dtype and, of a typed key, implementation of each leaf.
+        largest: Leaves with more elements have a vector of their own.
+
+    >>> tree = {"w": jnp.ones(2), "b": jnp.zeros(()), "n": jnp.arange(3)}
+    >>> form = Form.of(tree)
+    >>> packed = form.pack(tree)
+    >>> {name: vector.shape for name, vector in packed.items()}, form.unpack(packed)["w"].tolist()
+    ({'float32': (3,), 'int32': (3,)}, [1.0, 1.0])
     """
 
-    def __init__(self, treedef: Any, types: Sequence[tuple[tuple[int, ...], Any, Any]]) -> None:
+    def __init__(self, treedef: Any, types: Sequence[tuple[tuple[int, ...], Any, Any]], largest: int | None = None) -> None:
         self.treedef = treedef
         self.leaves: list[_Leaf] = []
         sizes: dict[str, int] = {}
-        for shape, dtype, impl in types:
+        for index, (shape, dtype, impl) in enumerate(types):
             if impl is not None:
                 data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
                 shape, dtype = data.shape, data.dtype
-            begin = sizes.get(dtype.name, 0)
-            sizes[dtype.name] = begin + math.prod(shape)
-            self.leaves.append(_Leaf(dtype.name, begin, sizes[dtype.name], shape, impl))
+            size = math.prod(shape)
+            name = dtype.name if largest is None or size <= largest else f"{dtype.name} {index}"
+            begin = sizes.get(name, 0)
+            sizes[name] = begin + size
+            self.leaves.append(_Leaf(name, begin, begin + size, shape, impl))
+
+    @staticmethod
+    def of(tree: PyTree, largest: int | None = None) -> "Form":
+        """Returns the form of a tree of arrays or shapes."""
+        leaves, treedef = jax.tree.flatten(tree)
+        return _form(treedef, tuple((leaf.shape, leaf.dtype, _impl(leaf)) for leaf in leaves), largest)
+
+    def pack(self, tree: PyTree) -> dict[str, Any]:
+        """Returns the vectors of a tree, NumPy of a tree of NumPy; may be traced."""
+        groups: dict[str, list[Any]] = {}
+        leaves = jax.tree.leaves(tree)
+        for place, leaf in zip(self.leaves, leaves, strict=True):
+            data = leaf if place.impl is None else jax.random.key_data(leaf)
+            groups.setdefault(place.vector, []).append(data.reshape(-1))
+        concatenate: Any = np.concatenate if all(isinstance(leaf, np.ndarray | np.generic) for leaf in leaves) else jnp.concatenate
+        return {name: concatenate(group) for name, group in groups.items()}
+
+    def unpack(self, vectors: Mapping[str, Any]) -> PyTree:
+        """Returns the tree that `pack` was called with; may be traced."""
+        leaves = [vectors[leaf.vector][leaf.begin : leaf.end].reshape(leaf.shape) for leaf in self.leaves]
+        typed = [data if leaf.impl is None else jax.random.wrap_key_data(data, impl=leaf.impl) for leaf, data in zip(self.leaves, leaves, strict=True)]
+        return self.treedef.unflatten(typed)
+
+    def unpack_arrays(self, vectors: Mapping[str, jax.Array]) -> PyTree:
+        """Returns the tree of vectors on the device, in one call of it."""
+        return _unpack(self, vectors)
 
 
 def _impl(leaf: jax.Array) -> Any:
@@ -51,14 +86,8 @@ def _impl(leaf: jax.Array) -> Any:
 
 _form = functools.lru_cache(maxsize=64)(Form)
 
-
-@jax.jit
-def _pack(leaves: list[jax.Array]) -> dict[str, jax.Array]:
-    groups: dict[str, list[jax.Array]] = {}
-    for leaf in leaves:
-        data = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-        groups.setdefault(data.dtype.name, []).append(data.reshape(-1))
-    return {name: jnp.concatenate(group) for name, group in groups.items()}
+_pack = jax.jit(Form.pack, static_argnums=0)
+_unpack = jax.jit(Form.unpack, static_argnums=0)
 
 
 class Packed:
@@ -75,9 +104,8 @@ class Packed:
     """
 
     def __init__(self, tree: PyTree) -> None:
-        leaves, treedef = jax.tree.flatten(tree)
-        self.form: Form = _form(treedef, tuple((leaf.shape, leaf.dtype, _impl(leaf)) for leaf in leaves))
-        self._vectors = _pack(leaves)
+        self.form = Form.of(tree)
+        self._vectors = _pack(self.form, tree)
 
     def leaves(self) -> list[np.ndarray[Any, Any]]:
         """Returns the leaves, those that are typed keys as key data; waits until they are there. They are views of larger arrays."""

@@ -171,7 +171,7 @@ def test_an_error_in_the_thread_is_raised_once_by_whatever_comes_next(when, tmp_
 
     files = EventFiles(tmp_path, "a", 0)
     files.submit(fail)
-    files._jobs.join()
+    files._thread.wait_until(lambda: files._thread.is_idle)
     assert begun.is_set()
     with pytest.raises(CallbackError, match=r"TensorBoard's event files in .* cannot be written: OSError: \[Errno 28\] No space left on device") as caught:
         files.submit(lambda put: None) if when == "submit" else getattr(files, when)()

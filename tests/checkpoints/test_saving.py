@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from fitflax.checkpoints import saving
+from fitflax import background
 from fitflax.checkpoints.lock import holder_of
 from fitflax.checkpoints.saving import Saver
 from fitflax.errors import DirectoryInUseError
@@ -120,14 +120,12 @@ def test_no_thread_is_left_at_the_end():
 
 
 def test_a_thread_that_is_never_closed_ends_by_itself(monkeypatch):
-    monkeypatch.setattr(saving, "IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(background, "IDLE_SECONDS", 0.0)
     saver = Saver()
     for _ in range(3):
         saver.submit(lambda: None)
         saver.wait()
-        if (thread := saver._thread) is not None:
-            thread.join(60)
-        assert saver._thread is None
+        saver._thread.wait_until(lambda: not saver._thread.has_thread)
 
 
 def test_leaving_at_once_waits_for_nothing_and_begins_nothing(tmp_path):

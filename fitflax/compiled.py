@@ -1,0 +1,183 @@
+"""A task's steps as compiled functions of few arrays, one for each structure of the state, compiled ahead of the first call where that can be known."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from fitflax.compilation import AheadOfTime
+from fitflax.live import Carry, Sums
+from fitflax.parallel.base import Compiled, Layout
+from fitflax.parallel.packed import Form
+from fitflax.state import Batch, PyTree
+from fitflax.step import Task
+
+__all__ = ["CompiledSteps"]
+
+# State, sums, values, rows, gradient.
+_TRAIN_OUTPUTS: tuple[Layout, ...] = ("replicated", "replicated", "replicated", "split", "replicated")
+
+
+class CompiledSteps:
+    """The compiled functions of a task, by kind.
+
+    All take a carry's leaves and key first, then packed sums where there are any. What follows, by kind:
+
+    * `"train"`: a batch; `"train group"`: a count, and batches with a leading axis of steps, of which so many are made.
+    * `"evaluate"` and `"evaluate group"`: the same. The leaves are those of `(params, model_state)`.
+    * `"predict"` and `"predict group"`: the index of the (first) batch, and its inputs; for a group a count between the two.
+
+    Of a group any number of steps is the same compiled loop, so that no rounding depends on where groups end.
+
+    Args:
+        task: What is computed.
+        form_of: Returns how the sums of training (`True`) or of evaluation are packed, once that is known.
+    """
+
+    def __init__(self, task: Task, form_of: Callable[[bool], Form]) -> None:
+        self._task = task
+        self._form_of = form_of
+        # By kind, structure of the state and whether gradients are kept.
+        self._functions: dict[tuple[str, Any, bool], Compiled] = {}
+        self._last: dict[str, tuple[Any, bool, Compiled]] = {}
+        self._ahead = AheadOfTime()
+
+    def get(self, kind: str, treedef: Any, *, keep_grads: bool = False) -> Compiled:
+        """Returns a function for states of one structure, to be called."""
+        last = self._last.get(kind)
+        if last is not None and last[0] is treedef and last[1] is keep_grads:  # Comparing large structures takes longer than many a step.
+            return last[2]
+        name = kind, treedef, keep_grads
+        self._ahead.wait(name)
+        function = self._make(*name)
+        self._last[kind] = (treedef, keep_grads, function)
+        return function
+
+    def lower(self, kind: str, treedef: Any, *arguments: Any, keep_grads: bool = False) -> jax.stages.Lowered | None:
+        """Traces a function for shapes with their places, which finds faults; returns what `begin` takes, `None` where nothing can be compiled ahead."""
+        function = self._make(kind, treedef, keep_grads)
+        if not self._task.strategy.compiles_ahead:
+            jax.eval_shape(function, *jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments))
+            return None
+        return function.lower(*arguments)
+
+    def begin(self, kind: str, treedef: Any, lowered: jax.stages.Lowered | None, *, keep_grads: bool = False) -> None:
+        """Has what was lowered compiled in a thread; `get` waits for it."""
+        if lowered is not None:
+            self._last.pop(kind, None)
+            self._ahead.start((kind, treedef, keep_grads), lowered)
+
+    def _make(self, kind: str, treedef: Any, keep_grads: bool) -> Compiled:
+        name = kind, treedef, keep_grads
+        if name not in self._functions:
+            self._functions[name] = {
+                "train": self._train,
+                "train group": self._train_group,
+                "evaluate": self._evaluate,
+                "evaluate group": self._evaluate_group,
+                "predict": self._predict,
+                "predict group": self._predict_group,
+            }[kind](treedef, keep_grads)
+        return self._functions[name]
+
+    def _train(self, treedef: Any, keep_grads: bool) -> Compiled:
+        def train_step(leaves: list[Any], key: jax.Array, sums: Sums, batch: Batch) -> Any:
+            form = self._form_of(True)
+            result = self._task.train_step(Carry(leaves, treedef, key).state(), form.unpack(sums), batch, keep_grads=keep_grads)
+            return Carry.of(result[0]).leaves, form.pack(result[1]), *result[2:]
+
+        inputs: tuple[Layout, ...] = ("replicated", "replicated", "replicated", "split")
+        return self._task.strategy.compile(train_step, inputs=inputs, outputs=_TRAIN_OUTPUTS, donate=(0, 2))
+
+    def _train_group(self, treedef: Any, keep_grads: bool) -> Compiled:
+        def train_group(leaves: list[Any], key: jax.Array, sums: Sums, count: jax.Array, batches: Batch) -> Any:
+            form, size = self._form_of(True), batches.mask.shape[0]
+
+            def one(index: Any, leaves: list[Any], sums: Any) -> Any:
+                result = self._task.train_step(Carry(leaves, treedef, key).state(), sums, _at(batches, index), keep_grads=keep_grads)
+                return Carry.of(result[0]).leaves, *result[1:]
+
+            def body(index: jax.Array, carry: Any) -> Any:
+                leaves, sums, _, vectors, rows = carry
+                leaves, sums, vector, new_rows, grads = one(index, leaves, sums)
+                return leaves, sums, (vector, grads), _put(vectors, vector, index), _put(rows, new_rows, index)
+
+            unpacked = form.unpack(sums)
+            _, _, vector, rows, grads = jax.eval_shape(one, _INDEX, leaves, unpacked)
+            begin = (leaves, unpacked, _zeros((vector, grads)), _zeros(vector, size), _zeros(rows, size))
+            leaves, unpacked, (vector, grads), vectors, rows = lax.fori_loop(0, count, body, begin)
+            return leaves, form.pack(unpacked), (vector, vectors), rows, grads
+
+        inputs: tuple[Layout, ...] = ("replicated", "replicated", "replicated", "replicated", "split")
+        return self._task.strategy.compile(train_group, inputs=inputs, outputs=_TRAIN_OUTPUTS, donate=(0, 2))
+
+    def _evaluate(self, treedef: Any, _: bool) -> Compiled:
+        def eval_step(leaves: list[Any], key: jax.Array, sums: Sums, batch: Batch) -> Any:
+            form = self._form_of(False)
+            params, model_state = jax.tree.unflatten(treedef, leaves)
+            new_sums, *rest = self._task.eval_step(params, model_state, key, form.unpack(sums), batch)
+            return form.pack(new_sums), *rest
+
+        inputs: tuple[Layout, ...] = ("replicated", "replicated", "replicated", "split")
+        return self._task.strategy.compile(eval_step, inputs=inputs, outputs=_EVAL_OUTPUTS, donate=(2,))
+
+    def _evaluate_group(self, treedef: Any, _: bool) -> Compiled:
+        def eval_group(leaves: list[Any], key: jax.Array, sums: Sums, count: jax.Array, batches: Batch) -> Any:
+            form, size = self._form_of(False), batches.mask.shape[0]
+            params, model_state = jax.tree.unflatten(treedef, leaves)
+
+            def one(index: Any, sums: Any) -> Any:
+                return self._task.eval_step(params, model_state, key, sums, _at(batches, index))
+
+            def body(index: jax.Array, carry: Any) -> Any:
+                sums, _, rows = carry
+                sums, vector, new_rows = one(index, sums)
+                return sums, vector, _put(rows, new_rows, index)
+
+            unpacked = form.unpack(sums)
+            _, vector, rows = jax.eval_shape(one, _INDEX, unpacked)
+            unpacked, vector, rows = lax.fori_loop(0, count, body, (unpacked, _zeros(vector), _zeros(rows, size)))
+            return form.pack(unpacked), vector, rows
+
+        inputs: tuple[Layout, ...] = ("replicated", "replicated", "replicated", "replicated", "split")
+        return self._task.strategy.compile(eval_group, inputs=inputs, outputs=_EVAL_OUTPUTS, donate=(2,))
+
+    def _predict(self, treedef: Any, _: bool) -> Compiled:
+        def predict_step(leaves: list[Any], key: jax.Array, index: jax.Array, x: PyTree) -> Any:
+            params, model_state = jax.tree.unflatten(treedef, leaves)
+            return self._task.predict_step(params, model_state, key, index, x)
+
+        return self._task.strategy.compile(predict_step, inputs=("replicated", "replicated", "replicated", "split"), outputs="split")
+
+    def _predict_group(self, treedef: Any, _: bool) -> Compiled:
+        def predict_group(leaves: list[Any], key: jax.Array, first: jax.Array, count: jax.Array, xs: PyTree) -> Any:
+            params, model_state = jax.tree.unflatten(treedef, leaves)
+
+            def one(index: Any) -> Any:
+                return self._task.predict_step(params, model_state, key, first + index, _at(xs, index))
+
+            size = jax.tree.leaves(xs)[0].shape[0]
+            return lax.fori_loop(0, count, lambda index, outputs: _put(outputs, one(index), index), _zeros(jax.eval_shape(one, _INDEX), size))
+
+        inputs: tuple[Layout, ...] = ("replicated", "replicated", "replicated", "replicated", "split")
+        return self._task.strategy.compile(predict_group, inputs=inputs, outputs="split")
+
+
+_EVAL_OUTPUTS: tuple[Layout, ...] = ("replicated", "replicated", "split")
+_INDEX = jax.ShapeDtypeStruct((), np.int32)
+
+
+def _at(batches: PyTree, index: Any) -> Any:
+    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), batches)
+
+
+def _put(group: PyTree, one: PyTree, index: Any) -> PyTree:
+    return jax.tree.map(functools.partial(lax.dynamic_update_index_in_dim, index=index, axis=0), group, one)
+
+
+def _zeros(shapes: PyTree, steps: int | None = None) -> PyTree:
+    lead = () if steps is None else (steps,)
+    return jax.tree.map(lambda leaf: jax.numpy.zeros((*lead, *leaf.shape), leaf.dtype), shapes)

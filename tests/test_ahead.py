@@ -1,0 +1,88 @@
+"""Compiling ahead: each program once, in a thread, and found by the first call; faults are still those of the call."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+
+import fitflax
+from fitflax.compilation import AheadOfTime
+from fitflax.errors import ModelError
+from fitflax.parallel import DataParallel
+
+
+class Counting(nn.Module):
+    note: Callable[[bool], None]
+
+    @nn.compact
+    def __call__(self, x: Any, train: bool) -> Any:
+        self.note(train)
+        return nn.Dense(3)(nn.tanh(nn.Dense(8)(x)))
+
+
+X, Y = np.ones((64, 4), np.float32), np.zeros(64, np.int32)
+
+
+@pytest.mark.parametrize(("num_devices", "steps_per_call"), [(1, 1), (1, 4), (4, 1), (4, 4)])
+def test_each_program_is_compiled_once_and_the_step_is_traced_once(num_devices, steps_per_call, devices, compilations):
+    traced: list[bool] = []
+    trainer = fitflax.Trainer(Counting(traced.append), parallel=DataParallel(devices(num_devices)))
+    trainer.compile("adam", "sparse_categorical_crossentropy", ["accuracy"], steps_per_call=steps_per_call)
+    with compilations.counted() as counted:
+        trainer.fit(X, Y, batch_size=16, epochs=2, validation_data=(X, Y), verbose=0)
+    named = [name for name in counted.names if any(part in name for part in ("_fun", "init_state", "train_", "eval_"))]
+    assert len(named) == 3, counted.names
+    # Shapes of the state, the dry run, and the step; a group is traced once more, for the shapes of its values.
+    assert sum(traced) <= (3 if steps_per_call == 1 else 4)
+
+
+def test_compiling_takes_place_in_another_thread(devices, monkeypatch):
+    threads: list[str] = []
+    compile_it = jax.stages.Lowered.compile
+
+    def noting(lowered: Any, *arguments: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return compile_it(lowered, *arguments, **options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", noting)
+    trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(devices(1)))
+    trainer.compile("adam", "sparse_categorical_crossentropy")
+    trainer.fit(X, Y, batch_size=16, validation_data=(X, Y), verbose=0)
+    assert threads == ["fitflax-compile"] * 3
+
+
+def test_what_cannot_be_compiled_is_raised_by_the_call():
+    class Lowered:
+        def compile(self) -> None:
+            raise ValueError("never seen")
+
+    ahead = AheadOfTime()
+    ahead.start("step", Lowered())  # type: ignore[arg-type]
+    ahead.wait("step")
+    ahead.wait("step")
+    ahead.wait("never begun")
+
+
+def test_a_module_that_fails_is_an_error_before_anything_is_compiled(devices, compilations):
+    class Wrong(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.Dense(3)(x) @ np.ones((5, 5))
+
+    trainer = fitflax.Trainer(Wrong(), parallel=DataParallel(devices(1)))
+    trainer.compile("adam", "sparse_categorical_crossentropy")
+    with compilations.counted() as counted, pytest.raises(ModelError):
+        trainer.fit(X, Y, batch_size=16, verbose=0)
+    assert not [name for name in counted.names if "init_state" in name]
+
+
+def test_another_batch_size_is_compiled_ahead_as_well(devices, compilations):
+    trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(devices(1)))
+    trainer.compile("sgd", "sparse_categorical_crossentropy")
+    for size in (16, 32, 16):
+        trainer.fit(X, Y, batch_size=size, verbose=0)
+    assert len([name for name in compilations.names if "train_step" in name]) == 2

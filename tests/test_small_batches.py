@@ -1,0 +1,128 @@
+"""Evaluations and predictions whose batches are computed faster than they are called: several in one call, and the same numbers and hooks as one by one."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+
+import fitflax
+from fitflax.callbacks import LambdaCallback, ProgressBar
+from fitflax.metrics import AUC
+from fitflax.parallel import DataParallel
+
+
+class Small(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        noise = jax.random.normal(self.make_rng("noise"), x.shape) if self.has_rng("noise") else 0.0
+        return nn.Dense(3)(nn.tanh(nn.Dense(8)(x + noise)))
+
+
+class Dear(nn.Module):
+    """More than two milliseconds' work."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(3)(nn.Dense(4096)(nn.Dense(1024)(x)))
+
+
+def data_of(rows: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng(rows)
+    return rng.normal(size=(rows, 4)).astype(np.float32), rng.integers(0, 3, rows)
+
+
+def make(devices: Any, module: nn.Module | None = None) -> fitflax.Trainer:
+    trainer = fitflax.Trainer(module or Small(), parallel=DataParallel(devices))
+    trainer.compile("sgd", "sparse_categorical_crossentropy", ["accuracy"])
+    trainer.build(data_of(16))
+    return trainer
+
+
+def calls_of(trainer: fitflax.Trainer, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Returns a list that notes how many batches each call of the device is given."""
+    calls: list[tuple[str, int]] = []
+    program = trainer._session.any_program()
+    for kind in ("evaluate", "predict"):
+        method = getattr(program, kind)
+
+        def noting(used: Any, given: Any, third: Any, *rest: Any, kind: str = kind, method: Any = method) -> Any:
+            calls.append((kind, len(third if kind == "evaluate" else given)))
+            return method(used, given, third, *rest)
+
+        monkeypatch.setattr(program, kind, noting)
+    return calls
+
+
+EACH = {"on_test_batch_end": lambda batch, logs: None, "on_predict_batch_end": lambda batch, logs: None}
+
+
+@pytest.mark.parametrize(("num_devices", "rows"), [(1, 8), (1, 16 * 8 + 3), (1, 40 * 8), (3, 16 * 9 + 4)])
+def test_groups_give_what_batches_one_by_one_give(num_devices, rows, devices, monkeypatch):
+    trainer, (x, y) = make(devices(num_devices)), data_of(rows)
+    calls = calls_of(trainer, monkeypatch)
+    together = trainer.evaluate(x, y, batch_size=8, verbose=0), trainer.predict(x, batch_size=8, verbose=0)
+    batches = -(-rows // 8)
+    assert sum(count for kind, count in calls if kind == "evaluate") == batches and len(calls) == 2 * -(-batches // 16)
+    calls.clear()
+    each = LambdaCallback(**EACH)
+    alone = trainer.evaluate(x, y, batch_size=8, verbose=0, callbacks=[each]), trainer.predict(x, batch_size=8, verbose=0, callbacks=[each])
+    assert {count for _, count in calls} == {1}
+    np.testing.assert_allclose(list(together[0].values()), list(alone[0].values()), rtol=1e-6)
+    np.testing.assert_allclose(together[1], alone[1], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(together[1], np.concatenate(list(trainer.predict_iter(x, batch_size=8))), rtol=1e-5, atol=1e-6)
+    assert together[1].shape == (rows, 3)
+
+
+def test_steps_are_batches_not_calls(devices, monkeypatch):
+    trainer, (x, y) = make(devices(1)), data_of(800)
+    calls = calls_of(trainer, monkeypatch)
+    assert trainer.evaluate(x, y, batch_size=8, steps=20, verbose=0) == pytest.approx(trainer.evaluate(x[:160], y[:160], batch_size=8, verbose=0))
+    assert trainer.predict(x, batch_size=8, steps=20, verbose=0).shape == (160, 3)
+    assert calls == [("evaluate", 16), ("evaluate", 4)] * 2 + [("predict", 16), ("predict", 4)]
+
+
+def test_each_batch_keeps_its_own_random_keys_and_rows_are_collected_in_order(devices):
+    trainer = fitflax.Trainer(Small(), parallel=DataParallel(devices(2)), rngs={"init": [], "train": [], "eval": ["noise"]})
+    trainer.compile("sgd", "sparse_categorical_crossentropy", [AUC(num_thresholds=None)])
+    trainer.build(data_of(16))
+    x, y = data_of(8 * 20 + 2)
+    together = trainer.evaluate(x, y, batch_size=8, verbose=0), trainer.predict(x, batch_size=8, verbose=0)
+    each = LambdaCallback(**EACH)
+    alone = trainer.evaluate(x, y, batch_size=8, verbose=0, callbacks=[each]), trainer.predict(x, batch_size=8, verbose=0, callbacks=[each])
+    np.testing.assert_allclose(list(together[0].values()), list(alone[0].values()), rtol=1e-6)
+    np.testing.assert_allclose(together[1], alone[1], rtol=1e-5, atol=1e-6)
+    assert np.abs(together[1] - make(devices(2)).predict(x, batch_size=8, verbose=0)).max() > 0.01  # There is noise.
+
+
+def test_a_callback_sees_every_batch_and_the_bar_comes_to_its_end(devices, tmp_path):
+    trainer, (x, y) = make(devices(1)), data_of(8 * 20)
+    seen: list[int] = []
+    trainer.evaluate(x, y, batch_size=8, verbose=0, callbacks=[LambdaCallback(on_test_batch_begin=lambda batch, logs: seen.append(batch))])
+    assert seen == list(range(20))
+
+    class Bar(ProgressBar):
+        def on_test_batch_end(self, batch: int, logs: Any) -> None:
+            seen.append(batch)
+            super().on_test_batch_end(batch, logs)
+
+    seen.clear()
+    with (tmp_path / "bar").open("w") as file:
+        trainer.evaluate(x, y, batch_size=8, callbacks=[Bar(file=file)])
+    assert seen == [15, 19]
+
+
+def test_what_takes_long_is_computed_batch_by_batch(devices, monkeypatch):
+    trainer, (x, y) = make(devices(1), Dear()), data_of(64)
+    calls = calls_of(trainer, monkeypatch)
+    trainer.evaluate(x, y, batch_size=16, verbose=0)
+    trainer.predict(x, batch_size=16, verbose=0)
+    assert calls == [("evaluate", 1)] * 4 + [("predict", 1)] * 4
+
+
+def test_nobody_waits_for_several_batches_of_a_stream(devices, monkeypatch):
+    trainer, (x, y) = make(devices(1)), data_of(64)
+    calls = calls_of(trainer, monkeypatch)
+    trainer.evaluate(lambda: ((x[i : i + 8], y[i : i + 8]) for i in range(0, 64, 8)), verbose=0)
+    assert calls == [("evaluate", 1)] * 8
