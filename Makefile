@@ -51,8 +51,9 @@ lint: venv
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --strict fitflax
 
+# XLA's optimizations take a quarter of the time, and no quick test is about them; `test-all` has them.
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) -m 'not slow'
+	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m pytest -n $(WORKERS) -m 'not slow'
 
 test-all: lint
 	$(BIN)/python -m pytest -n $(WORKERS)

@@ -43,6 +43,17 @@ TESTS_BETWEEN_CLEARING = 40
 _tests_done = itertools.count(1)
 
 
+@pytest.hookimpl(tryfirst=True)  # Before `-m` chooses.
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    seen: set[str] = set()
+    for item in items:
+        if item.get_closest_marker("mostly_slow") is not None:
+            test = item.nodeid.split("[")[0]
+            if test in seen:
+                item.add_marker(pytest.mark.slow)
+            seen.add(test)
+
+
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     if next(_tests_done) % TESTS_BETWEEN_CLEARING == 0:
         jax.clear_caches()

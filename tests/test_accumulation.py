@@ -122,6 +122,7 @@ SLOW = pytest.mark.slow
         *(pytest.param(task, steps, 2, marks=SLOW) for task in TASKS for steps in (1, 4)),
     ],
 )
+@pytest.mark.mostly_slow
 def test_the_gradient_is_that_of_the_whole_batch(task: str, steps: int, num_devices: int, devices: Devices):
     model, loss, options, batch, whole = TASKS[task]
     trainer = trainer_of(model, devices(num_devices), loss, steps, **options)
@@ -234,6 +235,7 @@ def test_metrics_are_merged_in_the_order_of_replicas_and_of_their_micro_batches(
     assert logs["digits"] == 13 * 10 + 57
 
 
+@pytest.mark.slow
 def test_metrics_are_those_of_the_whole_batch(devices: Devices):
     given = ["mae", "r2", metrics.AUC(name="auc"), Rows()]
     logs = [
@@ -254,6 +256,7 @@ class Norm(nn.Module):
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.mostly_slow
 def test_batch_statistics_go_from_micro_batch_to_micro_batch(num_devices: int, devices: Devices):
     x, y = X[:12], Y[:12]
     trainer = trainer_of(Norm(), devices(num_devices), "mse", 3)
@@ -414,6 +417,7 @@ class Noisy(nn.Module):
         return nn.Dense(2)(nn.Dropout(0.3, deterministic=not train)(x))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Any, devices: Devices):
     def run(directory: Any, stops: list[int]) -> Any:
         for steps in stops:

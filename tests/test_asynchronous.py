@@ -46,6 +46,7 @@ class Writes:
 
 
 @pytest.mark.parametrize("is_on_host", [True, False])
+@pytest.mark.mostly_slow
 def test_what_is_saved_is_the_state_of_its_step_though_later_steps_took_its_buffers(is_on_host, tmp_path, monkeypatch):
     monkeypatch.setattr(DataParallel, "is_on_host", is_on_host)  # An accelerator's state is copied to the host at once.
     writes, trainer, states = Writes(monkeypatch), make_trainer(), {}

@@ -181,6 +181,7 @@ def saved(tmp_path: Any, devices: Devices) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.mostly_slow
 def test_both_are_saved_and_restored(num_devices: int, saved: Any, devices: Devices):
     path, state = saved["with"]
     built, fresh, bare = trainer_of(devices(num_devices), model=Net()), trainer_of(devices(num_devices), model=Net()), fitflax.Trainer(Net())

@@ -240,6 +240,7 @@ def never(tmp_path_factory):
 
 
 @pytest.mark.parametrize("k", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.mostly_slow
 def test_a_run_that_was_stopped_inside_an_epoch_and_resumed_has_the_bits_of_one_never_stopped(k, never, tmp_path):
     run(tmp_path, steps=k)
     resumed = everything(run(tmp_path), tmp_path)
@@ -265,6 +266,7 @@ def test_the_row_of_an_epoch_that_was_closed_in_its_middle_comes_back_with_its_a
 
 
 @pytest.mark.parametrize(("before", "after"), [([], [AUC()]), ([AUC()], [WeightedMedian()]), ([AUC()], [])])
+@pytest.mark.mostly_slow
 def test_a_resume_inside_an_epoch_with_other_metrics_is_an_error(before, after, tmp_path):
     run(tmp_path, steps=2, metrics=["mae", *before])
     with pytest.raises(RestoreError, match="collected rows"):
@@ -395,6 +397,7 @@ def test_an_array_is_left_out_of_the_bar(capsys):
 
 
 @pytest.mark.parametrize("monitor", ["bins", "val_bins"])
+@pytest.mark.mostly_slow
 def test_an_array_cannot_be_monitored(monitor, tmp_path):
     for callback in (EarlyStopping(monitor), BestCheckpoint(tmp_path, monitor=monitor)):
         with pytest.raises(MonitorError, match=rf"monitors '{monitor}', which is an array of shape \[2\]\. Monitor a number\."):
@@ -415,6 +418,7 @@ def classes():
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.mostly_slow
 def test_classes_of_clu_are_metrics(clu, devices):
     @flax.struct.dataclass
     class Several(clu.Collection):
@@ -506,6 +510,7 @@ class Taking(Callback):
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.mostly_slow
 def test_a_callback_gets_the_gradient_of_the_global_batch(devices):
     trainer = make(model=nn.Dense(2), loss="mse", devices=devices, rate=0.1)
     trainer.build((INPUTS, TARGETS))

@@ -64,6 +64,7 @@ print(json.dumps({"path": str(path), "digest": digest.hexdigest(), **counts}))
 """
 
 
+@pytest.mark.slow
 def test_the_next_process_compiles_nothing_again_and_computes_the_same_bits(tmp_path: pathlib.Path, process_env: dict[str, str]):
     environment = {name: value for name, value in process_env.items() if "CACHE" not in name} | {"XDG_CACHE_HOME": str(tmp_path), "JAX_NUM_CPU_DEVICES": "2"}
 

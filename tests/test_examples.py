@@ -70,6 +70,7 @@ def test_the_demo_ends_with_its_directories_and_an_accuracy_of_at_least_0_97(tmp
 # -- diabetes --
 
 
+@pytest.mark.slow
 def test_diabetes_explains_about_as_much_as_linear_regression_and_the_mean_nothing(tmp_path):
     scores = load("diabetes").main(tmp_path, epochs=15, verbose=0)
     assert scores["network"]["r2"] > 0.25
@@ -92,6 +93,7 @@ def test_standardized_values_have_mean_0_and_deviation_1_and_come_back():
 # -- char_lm --
 
 
+@pytest.mark.slow
 def test_char_lm_learns_and_goes_on_where_it_was(tmp_path):
     char_lm = load("char_lm")
     sizes = {"features": 32, "length": 16, "steps_per_epoch": 10, "limit": 512, "verbose": 0}
@@ -129,6 +131,7 @@ def test_the_perplexity_of_guessing_by_frequency_is_that_of_the_distribution():
 # -- own_training --
 
 
+@pytest.mark.slow
 def test_own_training_logs_the_parts_of_its_loss_and_goes_on_with_its_callback(tmp_path):
     own = load("own_training")
     first = own.main(tmp_path, epochs=2, features=32, verbose=0)
@@ -156,6 +159,7 @@ def test_a_picture_in_text_has_a_shade_for_each_value():
 # -- own_loop --
 
 
+@pytest.mark.slow
 def test_own_loop_stops_by_its_rule_and_keeps_the_best_state(tmp_path, capsys):
     own = load("own_loop")
     result = own.main(tmp_path, steps=600, verbose=True)

@@ -132,6 +132,7 @@ def test_case_5_a_frozen_model_has_the_same_loss_for_any_batch_size():
     [np.array([0, 1, 0, 2]), np.array([[0], [1], [0], [2]]), np.eye(3, dtype=np.float32)[[0, 1, 0, 2]]],
     ids=["labels", "column", "one-hot"],
 )
+@pytest.mark.mostly_slow
 def test_case_6_class_weights_are_sample_weights(labels):
     loss = "categorical_crossentropy" if labels.shape == (4, 3) else "sparse_categorical_crossentropy"
     x = RNG.normal(size=(4, 4)).astype(np.float32)
@@ -428,6 +429,7 @@ def loss(outputs, targets):
         (["rmse", "r2"], None, ["rmse", "r2"]),
     ],
 )
+@pytest.mark.mostly_slow
 def test_log_keys_are_what_the_user_wrote(given, weighted, expected):
     assert keys_of(given, weighted) == ["loss", *expected]
 
@@ -485,6 +487,7 @@ def test_without_steps_and_epochs_there_is_one_epoch():
     ],
     ids=str,
 )
+@pytest.mark.mostly_slow
 def test_a_run_ends_after_its_steps_or_its_epochs(arguments, expected):
     seen = Seen()
     trainer = make(F())
@@ -719,6 +722,7 @@ def test_validation_is_what_evaluate_returns():
     [(1, [0, 1, 2, 3]), (2, [1, 3]), (3, [2]), ([1, 4], [0, 3]), ((2,), [1]), (fitflax.every(epochs=2), [1, 3]), (fitflax.at(2, 6), [0, 2])],
     ids=str,
 )
+@pytest.mark.mostly_slow
 def test_validation_freq_says_in_which_epochs_validation_happens(frequency, epochs):
     history = make(F()).fit(*ones(8), batch_size=4, epochs=4, validation_data=ones(4), validation_freq=frequency, verbose=0)
     assert [row["epoch"] for row in history.rows if "val_loss" in row["logs"]] == epochs
@@ -821,6 +825,7 @@ def test_predict_returns_the_tree_that_the_module_returns():
     np.testing.assert_allclose(outputs["a"], trainer.model.apply({"params": trainer.state.params}, X)["a"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_evaluate_and_predict_agree_with_one_another_for_any_batch_size():
     trainer = make(Dropping(), metrics=["r2"])
     trainer.fit(X, Y, verbose=0)

@@ -60,6 +60,7 @@ class Calls(Callback):
 
 @pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("size", [3, 16])
+@pytest.mark.mostly_slow
 def test_groups_give_what_single_steps_give(number, size):
     # 44 examples are 5 batches of 8 and a short one, which is padded.
     single, grouped = make_trainer(1, number), make_trainer(size, number)
@@ -186,6 +187,7 @@ def test_what_is_not_finite_is_found_though_no_call_ends_at_a_log_point():
     assert trainer.stop_reason == "TerminateOnNaN: the loss or its gradient is not finite since step 6" and trainer.step == 8
 
 
+@pytest.mark.slow
 def test_auto_takes_what_is_faster_says_so_and_a_resume_takes_it_again(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Program, "time_steps", lambda self, state, fed, size: (1.0, 0.5))
     trainer = make_trainer("auto")

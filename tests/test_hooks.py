@@ -171,6 +171,7 @@ def test_each_named_validation_set_is_an_evaluation_of_its_own():
 @pytest.mark.parametrize(
     "hook", ["on_train_begin", "on_epoch_begin", "on_train_batch_begin", "on_train_batch_end", "on_test_batch_end", "on_epoch_end", "on_checkpoint"]
 )
+@pytest.mark.mostly_slow
 def test_on_train_end_is_called_whatever_an_error_broke_off(hook):
     calls = []
 

@@ -46,6 +46,7 @@ def trainer_of(devices: list[jax.Device], optimizer: Any = "adam", model: nn.Mod
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
+@pytest.mark.mostly_slow
 def test_train_evaluate_and_predict_compile_one_program_each(num_devices: int, devices: Devices, compilations: Any):
     trainer = trainer_of(devices(num_devices))
     trainer.build((X, Y))
@@ -66,6 +67,7 @@ def test_train_evaluate_and_predict_compile_one_program_each(num_devices: int, d
 
 
 @pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.mostly_slow
 def test_a_run_with_validation_a_ragged_batch_and_four_callbacks_compiles_training_and_evaluation_once(
     num_devices: int, devices: Devices, compilations: Any, tmp_path: Any
 ):
@@ -88,6 +90,7 @@ def test_a_run_with_validation_a_ragged_batch_and_four_callbacks_compiles_traini
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.mostly_slow
 def test_streams_of_ragged_batches_compile_one_program(num_devices: int, devices: Devices, compilations: Any):
     trainer = trainer_of(devices(num_devices))
     cuts = [0, 6, 7, 13, 15, 21, 23]
@@ -99,6 +102,7 @@ def test_streams_of_ragged_batches_compile_one_program(num_devices: int, devices
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.mostly_slow
 def test_streams_of_ragged_jax_arrays_compile_one_step(num_devices: int, placed: bool, devices: Devices, compilations: Any):
     put = (lambda array: jax.device_put(array, devices(1)[0])) if placed else jnp.asarray
     batches = [(put(X[:6]), put(Y[:6])), (put(X[6:9]), put(Y[6:9])), (put(X[9:15]), put(Y[9:15]))]
@@ -248,6 +252,7 @@ def in_flight(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.mostly_slow
 def test_a_bounded_number_of_steps_is_in_flight_in_training_and_validation(num_devices: int, devices: Devices, in_flight: list[int]):
     trainer = trainer_of(devices(num_devices))
     trainer.fit(X, Y, batch_size=2, epochs=2, validation_data=(X, Y), validation_batch_size=3, verbose=0)
@@ -276,6 +281,7 @@ def test_long_runs_on_all_devices_come_to_an_end(devices: Devices):
 
 
 @pytest.mark.parametrize(("size", "num_devices"), [(1, 2), (4, 1), (4, 4), (7, 2), (23, 8), (50, 4)])
+@pytest.mark.mostly_slow
 def test_values_are_numpys_for_every_batch_size_and_number_of_devices(size: int, num_devices: int, devices: Devices):
     class Pass(nn.Module):
         @nn.compact

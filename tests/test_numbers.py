@@ -108,6 +108,7 @@ OPTIMIZERS = {"sgd": optax.sgd(0.1), "momentum": optax.sgd(0.1, momentum=0.9), "
     ("num_devices", "optimizer"),
     [(1, "sgd"), (1, "momentum"), (1, "adam"), (2, "adam"), (4, "sgd"), (4, "momentum"), (4, "adam"), (8, "adam")],
 )
+@pytest.mark.mostly_slow
 def test_training_equals_the_loop_written_by_hand(num_devices: int, optimizer: str, devices: Devices):
     trainer = trainer_of(Net(), devices(num_devices), OPTIMIZERS[optimizer])
     trainer.build(X)
@@ -119,6 +120,7 @@ def test_training_equals_the_loop_written_by_hand(num_devices: int, optimizer: s
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
+@pytest.mark.mostly_slow
 def test_training_with_weights_equals_the_loop_written_by_hand(num_devices: int, devices: Devices):
     trainer = trainer_of(Net(), devices(num_devices), optax.adam(0.01))
     trainer.build(X)
@@ -130,6 +132,7 @@ def test_training_with_weights_equals_the_loop_written_by_hand(num_devices: int,
 
 @pytest.mark.parametrize("num_devices", [1, 4])
 @pytest.mark.parametrize("weights", [WEIGHTS, TOKEN_WEIGHTS, TOKEN_WEIGHTS[:, :1]], ids=["example", "token", "example, with an axis"])
+@pytest.mark.mostly_slow
 def test_weights_per_token_and_per_example_average_over_tokens(num_devices: int, weights: np.ndarray, devices: Devices):
     trainer = trainer_of(Net(), devices(num_devices), optax.sgd(0.1))
     trainer.build(TOKENS_X)
@@ -161,6 +164,7 @@ def test_weights_that_do_not_fit_the_losses_are_an_error(devices: Devices):
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
+@pytest.mark.mostly_slow
 def test_the_gradient_is_that_of_the_whole_batch_whatever_is_padded(num_devices: int, devices: Devices):
     # Rows from one to more than there are devices: with few, some devices hold nothing but padding.
     trainer = trainer_of(Net(), devices(num_devices))
@@ -214,6 +218,7 @@ def test_a_frozen_model_has_the_same_loss_for_every_batch_size_in_fit_and_evalua
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
+@pytest.mark.mostly_slow
 def test_ten_rows_in_batches_of_four_give_numpys_metrics_and_ten_predictions_in_order(num_devices: int, devices: Devices):
     x, y = X[:10], Y[:10]
     trainer = trainer_of(Net(), devices(num_devices), metrics=["mae", "r2"])
@@ -228,6 +233,7 @@ def test_ten_rows_in_batches_of_four_give_numpys_metrics_and_ten_predictions_in_
 
 
 @pytest.mark.parametrize("size", [1, 3, 8, 23, 64])
+@pytest.mark.mostly_slow
 def test_evaluate_is_numpys_average_for_every_batch_size(size: int, devices: Devices):
     trainer = trainer_of(Pass(), devices(4), metrics=["mae"], weighted_metrics=["mae"])
     trainer.build(Y)
@@ -309,6 +315,7 @@ TASKS: dict[str, tuple[str, np.ndarray, list[Any], dict[str, Callable[[Any], flo
     ("task", "num_devices"),
     [*(("labels", number) for number in (1, 2, 4, 8)), ("one-hot", 2), ("bits", 4), *(("regression", number) for number in (1, 2, 4, 8))],
 )
+@pytest.mark.mostly_slow
 def test_fit_and_evaluate_agree_with_scikit_learn_over_ragged_batches_and_weights(task: str, num_devices: int, devices: Devices):
     loss, targets, metrics, formulas = TASKS[task]
     trainer = trainer_of(Pass(), devices(num_devices), optax.sgd(0.0), loss, metrics, weighted_metrics=metrics)
@@ -328,6 +335,7 @@ def test_fit_and_evaluate_agree_with_scikit_learn_over_ragged_batches_and_weight
 
 
 @pytest.mark.parametrize("form", ["integer", "column", "one-hot"])
+@pytest.mark.mostly_slow
 def test_class_weights_are_sample_weights_by_label(form: str, devices: Devices):
     labels = np.array([0, 1, 0, 2])
     y = {"integer": labels, "column": labels[:, None], "one-hot": np.eye(3, dtype=np.float32)[labels]}[form]
@@ -367,6 +375,7 @@ class Heads(nn.Module):
 
 
 @pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.mostly_slow
 def test_several_outputs_add_up_with_their_weights_in_loss_and_gradient(num_devices: int, devices: Devices):
     trainer = trainer_of(
         Heads(), devices(num_devices), loss={"value": "mse", "label": "sparse_categorical_crossentropy"}, loss_weights={"value": 0.25, "label": 2.0}
@@ -412,6 +421,7 @@ def sown_by_hand(x: np.ndarray, size: int, num_devices: int) -> float:
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
 @pytest.mark.parametrize("rows", [8, 5, 2])
+@pytest.mark.mostly_slow
 def test_sown_losses_are_averaged_over_replicas_by_their_real_examples(rows: int, num_devices: int, devices: Devices):
     x = np.arange(rows, dtype=np.float32)[:, None] * 2
     trainer = trainer_of(Sowing(), devices(num_devices), optax.sgd(1.0), "mse")
@@ -445,6 +455,7 @@ def scalar(outputs: Any, targets: Any) -> Any:
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
+@pytest.mark.mostly_slow
 def test_a_scalar_loss_is_the_mean_of_its_batch_where_nothing_is_padded(num_devices: int, devices: Devices):
     results = []
     for loss in ("mse", scalar):
@@ -497,6 +508,7 @@ def test_a_loss_with_another_number_of_values_than_examples_is_an_error(shape: t
 
 
 @pytest.mark.parametrize("data", [X, (X,), (X, ()), lambda: iter([X[:20], X[20:]]), lambda: iter([(X[:20],), (X[20:],)])])
+@pytest.mark.mostly_slow
 def test_without_targets_the_loss_takes_outputs_only(data: Any, devices: Devices):
     trainer = trainer_of(Pass(), devices(2), loss=lambda outputs: outputs.sum(-1))
     assert trainer.fit(data, verbose=0).history["loss"] == [pytest.approx(X.sum(-1).mean(), rel=1e-5)]

@@ -33,6 +33,7 @@ def absolute(outputs: Any, targets: Any) -> Any:
 
 
 @pytest.mark.parametrize("loss", ["mse", "mean_squared_error", fitflax.losses.mean_squared_error, absolute, ["mse"], ("mse",)])
+@pytest.mark.mostly_slow
 def test_one_output_has_one_loss(loss: Any):
     assert values(Objective(loss)) == {"loss": [1.0] * 4}
 

@@ -28,6 +28,7 @@ def three_steps(optimizer: optax.GradientTransformation) -> Any:
 
 
 @pytest.mark.parametrize("name", optimizers.names())
+@pytest.mark.mostly_slow
 def test_an_optimizer_by_name_is_optaxs(name: str):
     expected = three_steps(getattr(optax, name)(learning_rate=0.05))
     result = three_steps(optimizers.get(name, 0.05))

@@ -88,6 +88,7 @@ def check_fine_tuned(trainer: fitflax.Trainer, source: fitflax.TrainState) -> No
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_part_is_restored_and_the_rest_is_as_if_built(devices, pretrained):
     path, source = pretrained
     trainer = built(ENCODER, devices)
@@ -177,6 +178,7 @@ def test_an_optimizer_that_cannot_begin_leaves_the_state_as_it_was(pretrained):
 
 
 @pytest.mark.parametrize("prepare", [bare, built])
+@pytest.mark.mostly_slow
 def test_a_renamed_model_goes_on_with_its_optimizer_as_if_it_had_kept_its_names(prepare, pretrained):
     path, _ = pretrained
     same = compiled(Net(body="backbone", head="classes", classes=5), seed=9)
@@ -302,6 +304,7 @@ def wide(tmp_path_factory) -> pathlib.Path:
         pytest.param("change", {"partial": True, "mapping": {"params/head": None}}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.mostly_slow
 def test_parameters_and_optimizer_are_never_on_the_device_twice(begin, arguments, wide):
     trainer, strategy = watched(Wide(), optax.adam(0.1))
     before = live_bytes()
@@ -328,6 +331,7 @@ def test_building_and_compiling_again_let_go_of_what_they_replace():
     assert strategy.peak - before < 3.05 * SIZE
 
 
+@pytest.mark.slow
 def test_a_state_that_was_lent_stays_valid(wide):
     trainer, _ = watched(Wide(), optax.sgd(0.1))
     trainer.build((X, Y))
@@ -418,6 +422,7 @@ def foreign(trainer: fitflax.Trainer, *names: str) -> Saved:
 
 
 @pytest.mark.parametrize("prepare", [bare, compiled, built])
+@pytest.mark.mostly_slow
 def test_what_other_libraries_leave_out_is_kept_or_named(prepare, monkeypatch):
     theirs = compiled(Net(), seed=4)
     train(theirs, 2)

@@ -138,6 +138,7 @@ def assert_same_process(root: pathlib.Path, result: dict[str, Any], other_root: 
 
 
 @pytest.mark.parametrize("k", [4, 5, 6])
+@pytest.mark.mostly_slow
 def test_a_killed_run_goes_on_in_a_new_process_bit_for_bit(k, never_stopped_process, tmp_path):
     """Case 29 and invariant 3: before, at and after the end of an epoch."""
     never_root, never, env = never_stopped_process
@@ -148,6 +149,7 @@ def test_a_killed_run_goes_on_in_a_new_process_bit_for_bit(k, never_stopped_proc
     assert_same_process(tmp_path, resumed, never_root, never)
 
 
+@pytest.mark.slow
 def test_a_run_that_ended_inside_an_epoch_goes_on_in_a_new_process_bit_for_bit(never_stopped_process, tmp_path):
     never_root, never, env = never_stopped_process
     first = run_script.run(tmp_path, env, fit={"steps": 4})
@@ -157,6 +159,7 @@ def test_a_run_that_ended_inside_an_epoch_goes_on_in_a_new_process_bit_for_bit(n
     assert_same_process(tmp_path, resumed, never_root, never)
 
 
+@pytest.mark.slow
 def test_a_killed_run_on_two_devices_goes_on_bit_for_bit(tmp_path, compilation_cache):
     env = process_environment(compilation_cache)
     never = run_script.run(tmp_path / "never", env, fit={"steps": 12}, devices=2)
@@ -167,6 +170,7 @@ def test_a_killed_run_on_two_devices_goes_on_bit_for_bit(tmp_path, compilation_c
 
 
 @pytest.mark.parametrize(("hook", "step"), [("on_test_batch_end", 10), ("on_epoch_end", 10), ("on_epoch_begin", 10)])
+@pytest.mark.mostly_slow
 def test_a_run_killed_at_the_end_of_an_epoch_goes_on_bit_for_bit(hook, step, tmp_path, compilation_cache):
     """Regular checkpoints at step 7 only: everything after it, the best one of the killed epoch included, is done again."""
     env = process_environment(compilation_cache)
@@ -223,6 +227,7 @@ def run_nine(root: pathlib.Path, **options: Any) -> None:
 @pytest.mark.parametrize(
     "number", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow)]
 )
+@pytest.mark.mostly_slow
 def test_a_process_that_dies_within_a_save_changes_nothing_of_what_is_kept(owner, name, number, best, never_nine, tmp_path, monkeypatch):
     calls = iter(range(1, 1000))
     with monkeypatch.context() as patch, contextlib.suppress(Died):
@@ -262,6 +267,7 @@ def test_a_best_checkpoint_that_gave_way_before_the_run_fell_back_is_still_remem
 
 
 @pytest.mark.parametrize("k", [1, 4, 5, 6, 10])
+@pytest.mark.mostly_slow
 def test_a_run_that_ended_after_k_steps_and_goes_on_equals_the_run_never_stopped(k, never, tmp_path):
     expected = never(steps=12)
     run(tmp_path / "stopped", steps=k)
@@ -270,6 +276,7 @@ def test_a_run_that_ended_after_k_steps_and_goes_on_equals_the_run_never_stopped
 
 
 @pytest.mark.parametrize("k", [3, 5, 7])
+@pytest.mark.mostly_slow
 def test_a_run_that_was_stopped_and_goes_on_equals_the_run_never_stopped(k, never, tmp_path):
     """Case 40: one row for the epoch in whose middle it stopped."""
     expected = never(epochs=2)
@@ -292,6 +299,7 @@ def test_the_last_checkpoint_of_a_run_that_ended_inside_an_epoch_knows_nothing_o
 
 @pytest.mark.parametrize("steps", [7, 10])
 @pytest.mark.parametrize("restore_best", [False, True])
+@pytest.mark.mostly_slow
 def test_the_same_script_started_three_times_trains_once(steps, restore_best, tmp_path):
     first = run(tmp_path / "run", steps=steps, restore_best=restore_best)
     files = directory_of(first.checkpoints)
@@ -396,6 +404,7 @@ def test_early_stopping_goes_on_counting_and_restores_the_best_weights_of_before
     ],
 )
 @pytest.mark.parametrize("every_epochs", [1, 4])
+@pytest.mark.mostly_slow
 def test_a_run_that_a_callback_broke_off_goes_on_as_if_it_had_not(hook, step, every_epochs, never, tmp_path):
     trigger = fitflax.every(epochs=every_epochs)
     expected = never(steps=12, every=trigger)
@@ -441,6 +450,7 @@ def batches_that_break_after(count: int) -> Callable[[], Iterator[Any]]:
 
 
 @pytest.mark.parametrize("k", [3, 4, 5, 8, 9])
+@pytest.mark.mostly_slow
 def test_a_run_whose_data_broke_off_goes_on_as_if_it_had_not(k, tmp_path):
     never = run(tmp_path / "never", data=batches_that_break_after(1000), epochs=3)
     broken = run(tmp_path / "broken", data=batches_that_break_after(k), epochs=3, raises=ArithmeticError)
@@ -503,6 +513,7 @@ STOPS = {
 
 @pytest.mark.parametrize("how", STOPS)
 @pytest.mark.parametrize("k", [4, 3])
+@pytest.mark.mostly_slow
 def test_a_validation_that_was_due_at_the_step_where_a_run_stopped_is_not_left_out(how, k, never, tmp_path):
     """`k` is the period of validation: due at the stop at step 4, and not."""
     stop = dict(STOPS[how])
@@ -513,6 +524,7 @@ def test_a_validation_that_was_due_at_the_step_where_a_run_stopped_is_not_left_o
 
 
 @pytest.mark.parametrize("how", STOPS)
+@pytest.mark.mostly_slow
 def test_a_callback_whose_trigger_was_due_at_the_step_where_a_run_stopped_is_not_left_out(how, tmp_path):
     stop = dict(STOPS[how])
     more = stop.pop("more", lambda trainer: [])
@@ -631,6 +643,7 @@ def damage(path: pathlib.Path, how: str) -> None:
         pytest.param("foreign files", "metadata.json is missing", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.mostly_slow
 def test_a_damaged_checkpoint_is_passed_over_and_the_run_equals_the_run_never_stopped(how, why, never, tmp_path):
     expected = never(epochs=3)
     run(tmp_path / "run", epochs=2)
@@ -682,6 +695,7 @@ def test_a_damaged_closing_row_is_made_again(tmp_path):
         ({}, {"data": tuple(part[:17] for part in TRAIN), "batch_size": 4}, "num_examples was 18 and is 17"),
     ],
 )
+@pytest.mark.mostly_slow
 def test_a_resume_with_another_order_of_examples_is_an_error_with_both_values(before, after, message, tmp_path):
     run(tmp_path / "run", steps=3, **before)
     ran = run(tmp_path / "run", steps=6, **after, raises=RestoreError)
@@ -736,6 +750,7 @@ def test_two_callbacks_with_one_key_are_an_error_before_the_first_step(tmp_path)
 # -- data --
 
 
+@pytest.mark.slow
 def test_steps_per_epoch_runs_one_iterator_on_across_epochs_and_resumes(tmp_path):
     for k in (3, 4, 5, 7, 10):
         options = {"steps_per_epoch": 4, "epochs": 4}
@@ -752,6 +767,7 @@ def streamed() -> Iterator[Any]:
 
 @pytest.mark.parametrize("k", [3, 4, 5, 6, 9])
 @pytest.mark.parametrize("steps_per_epoch", [None, 4])
+@pytest.mark.mostly_slow
 def test_a_stream_is_read_again_up_to_the_position_with_a_warning(k, steps_per_epoch, never, tmp_path):
     """Step 5 is the ragged batch: a resume right before it must give it the shape that it had."""
     options = {"data": streamed, "steps": 12, "steps_per_epoch": steps_per_epoch}

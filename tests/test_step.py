@@ -308,6 +308,7 @@ class Doubled(fitflax.Trainer):
 
 
 @pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.mostly_slow
 def test_a_loss_of_ones_own_is_weighted_and_joined_like_any_other(num_devices: int, devices: Devices):
     own = trainer_of(Net(), devices(num_devices), None, ["mae"], kind=Doubled)
     plain = trainer_of(Net(), devices(num_devices), lambda o, t: 2 * ((o - t) ** 2).mean(-1), ["mae"])
@@ -382,6 +383,7 @@ class Careless(fitflax.Trainer):
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
+@pytest.mark.mostly_slow
 def test_an_update_of_ones_own_leaves_all_replicas_equal(num_devices: int, devices: Devices):
     trainer = trainer_of(Net(), devices(num_devices), None, kind=Careless)
     trainer.build(X)
@@ -412,6 +414,7 @@ class Inheriting(fitflax.Trainer):
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
+@pytest.mark.mostly_slow
 def test_calling_the_inherited_update_leads_to_the_same_state(num_devices: int, devices: Devices):
     states = []
     for kind in (fitflax.Trainer, Inheriting):

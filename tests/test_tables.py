@@ -133,6 +133,7 @@ def targets_that_fit(words, rng):
 
 
 @pytest.mark.parametrize(("names", "cells"), rows("Losses"), ids=lambda value: value[0])
+@pytest.mark.mostly_slow
 def test_a_loss_is_the_formula_of_the_table(names, cells):
     rng = np.random.default_rng(0)
     z, t = rng.normal(size=(20, 5)) * 2, targets_that_fit(cells[-1], rng)

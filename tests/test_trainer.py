@@ -106,6 +106,7 @@ def modes(model, **kwargs):
 @pytest.mark.parametrize(
     "model", [Train(), Training(), Deterministic(), TrainField(), DeterministicField(), KeywordBeforeField()], ids=lambda m: type(m).__name__
 )
+@pytest.mark.mostly_slow
 def test_a_mode_keyword_or_field_is_found_and_set(model):
     assert modes(model) == (1.0, 0.0, 0.0)
 
@@ -157,6 +158,7 @@ def two_inputs_by_hand(params, a, b):
     ],
     ids=["tuple", "keys", "keywords"],
 )
+@pytest.mark.mostly_slow
 def test_several_inputs_reach_the_arguments_that_they_are_meant_for(inputs, data):
     trainer = make(TwoInputs(), inputs=inputs, targets=None if inputs is None else "label")
     trainer.build(data)
@@ -433,6 +435,7 @@ def test_an_optimizer_that_needs_params_gets_them():
 
 
 @pytest.mark.parametrize(("name", "default"), [("sgd", 0.01), ("adam", 0.001), ("adamw", 0.001)])
+@pytest.mark.mostly_slow
 def test_an_optimizer_by_name_is_optaxs_with_kerass_learning_rate(name, default):
     by_name, by_hand = make(optimizer=name), make(optimizer=getattr(optax, name)(default))
     for trainer in (by_name, by_hand):

@@ -62,16 +62,19 @@ def test_every_callback_has_a_phase_and_a_docstring_with_an_example(kind):
     assert ">>>" in inspect.getdoc(kind)
 
 
+@pytest.mark.mostly_slow
 def test_every_callback_works_in_a_fit_alone(kind, tmp_path):
     assert fit(made(kind, tmp_path), epochs=2).step == 4
 
 
+@pytest.mark.mostly_slow
 def test_every_callback_serves_two_fits(kind, tmp_path):
     callback = made(kind, tmp_path)
     trainer = fit(callback)
     assert fit(callback, trainer=trainer).step == 4
 
 
+@pytest.mark.mostly_slow
 def test_the_state_of_every_callback_can_be_saved_and_comes_back(kind, tmp_path):
     callback, other = made(kind, tmp_path), made(kind, tmp_path)
     trainer = fit(callback, epochs=2)
@@ -86,6 +89,7 @@ def test_the_state_of_every_callback_can_be_saved_and_comes_back(kind, tmp_path)
     assert other.state_key == callback.state_key and isinstance(callback.state_key, str)
 
 
+@pytest.mark.mostly_slow
 def test_no_callback_changes_the_training(kind, tmp_path):
     plain, watched = fit(epochs=2), fit(made(kind, tmp_path), epochs=2)
     jax.tree.map(np.testing.assert_array_equal, plain.state.params, watched.state.params)

@@ -325,6 +325,7 @@ def never(tmp_path_factory):
 
 
 @pytest.mark.parametrize("k", [3, 5, 7, 10])
+@pytest.mark.mostly_slow
 def test_a_run_that_was_stopped_and_goes_on_has_the_file_of_the_run_never_stopped(k, never, tmp_path):
     trainer = make()
     run(tmp_path, at(trainer, "on_train_batch_end", k, lambda step: trainer.stop("enough")), trainer=trainer, epochs=4)
@@ -352,6 +353,7 @@ def test_a_row_that_was_written_before_a_run_was_broken_off_is_not_doubled(never
 
 
 @pytest.mark.parametrize(("steps", "append"), [(7, False), (7, True), (10, False)])
+@pytest.mark.mostly_slow
 def test_a_resume_that_has_nothing_left_to_do_leaves_the_file_as_it_was(steps, append, tmp_path):
     first = run(tmp_path, steps=steps, append=append)
     text = (tmp_path / "log.csv").read_text()

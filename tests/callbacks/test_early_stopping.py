@@ -211,6 +211,7 @@ def rising(outputs, targets):
         ("val_mine", Mean(rising, name="mine", direction="max"), "max"),
     ],
 )
+@pytest.mark.mostly_slow
 def test_without_a_mode_the_direction_is_what_the_metric_declares(monitor, metric, direction):
     stop = EarlyStopping(monitor)
     make([metric] if metric else None).fit(X, Y, validation_data=(X, Y), callbacks=[stop], verbose=0)

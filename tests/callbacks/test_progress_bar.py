@@ -186,6 +186,7 @@ def test_an_instance_serves_twice():
 # --- A notebook ---
 
 
+@pytest.mark.slow
 def test_a_notebook_that_is_executed_shows_one_line_an_epoch(process_env, monkeypatch, tmp_path):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     for name, value in process_env.items():

@@ -625,6 +625,7 @@ def assert_equal(root, trainer, never):
 
 
 @pytest.mark.parametrize("k", [1, pytest.param(5, marks=pytest.mark.slow), 7])
+@pytest.mark.mostly_slow
 def test_a_run_that_was_stopped_and_resumed_has_the_events_of_one_never_stopped(k, never, tmp_path):
     run(tmp_path, steps=k)
     # An epoch that ended inside was closed, with its validation and what callbacks added.

@@ -31,6 +31,7 @@ def test_case_34_a_nan_at_step_30_is_reported_as_step_30_though_logs_are_read_ev
 
 
 @pytest.mark.parametrize(("bad", "log_every", "stopped"), [(1, 1, 1), (4, 1, 4), (4, 3, 6), (3, 3, 3), (5, 100, 8)])
+@pytest.mark.mostly_slow
 def test_it_stops_at_the_next_log_point_or_the_end_of_the_epoch(bad, log_every, stopped):
     trainer, callback = make(), TerminateOnNaN()
     trainer.fit(batches(bad, 8), epochs=3, callbacks=[callback], log_every=log_every, verbose=0)

@@ -133,6 +133,7 @@ def fit(target, train, name):
 
 
 @pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.mostly_slow
 def test_a_flax_train_state_is_read_bit_by_bit(tmp_path, writer):
     WRITERS[writer](tmp_path / "c", train_state())
     train, metadata = read_foreign(tmp_path / "c")
@@ -397,6 +398,7 @@ def test_a_file_that_is_nested_too_deep_is_an_error(tmp_path):
         read_foreign(tmp_path / "c")
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_of_orbax_is_an_error_or_reads_as_before(tmp_path, caplog):
     params = {"w": np.arange(3.0)}
     save_managed(tmp_path / "m", {"params": params}, steps=[7])

@@ -136,6 +136,7 @@ TREES = {
 
 
 @pytest.mark.parametrize("name", TREES)
+@pytest.mark.mostly_slow
 def test_what_is_read_is_what_the_msgpack_backend_reads(tmp_path, name):
     train, run = plain(TREES[name](), RUN)
     (tmp_path / "msgpack").mkdir()

@@ -46,12 +46,14 @@ KINDS = pytest.mark.parametrize("make", [mapped, streamed, loader])
 
 
 @KINDS
+@pytest.mark.mostly_slow
 def test_grain_trains_like_the_arrays(make):
     assert_same(outcome(make()), of_arrays())
 
 
 @KINDS
 @pytest.mark.parametrize("k", [2, 3, 4])
+@pytest.mark.mostly_slow
 def test_grain_goes_on_where_training_was_without_a_warning(make, k, tmp_path):
     assert_resumes(tmp_path, lambda: make(shuffle=True), k)
 
@@ -60,6 +62,7 @@ def test_an_iterator_of_grain_goes_on_where_training_was(tmp_path):
     assert_resumes(tmp_path, lambda: iter(mapped(shuffle=True).repeat(9).to_iter_dataset()), 5)
 
 
+@pytest.mark.slow
 def test_endless_data_of_grain_goes_on_where_training_was(tmp_path):
     def make() -> Any:
         return grain.MapDataset.source(Rows()).shuffle(seed=3).repeat().batch(BATCH)

@@ -43,6 +43,7 @@ def first(data: Any, selection: Selection = PICK, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("options", [{"shuffle": False}, {"shuffle": True}, {"shuffle": True, "drop_remainder": True}], ids=["in order", "shuffled", "dropped"])
+@pytest.mark.mostly_slow
 def test_a_table_trains_like_the_arrays(table, options):
     assert_same(outcome(table, keys=KEYS, batch_size=BATCH, **options), of_arrays(**options))
 
@@ -61,6 +62,7 @@ def test_a_dict_of_splits_validates_by_name(datasets, table):
 
 
 @pytest.mark.parametrize("k", [2, 3, 4])
+@pytest.mark.mostly_slow
 def test_a_table_is_sought_at_once(table, k, tmp_path):
     assert_resumes(tmp_path, lambda: table, k, keys=KEYS, batch_size=BATCH)
 

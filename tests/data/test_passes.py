@@ -401,6 +401,7 @@ def test_a_loader_in_order_trains_like_the_arrays():
 
 @pytest.mark.parametrize("k", [2, 3, 4])
 @pytest.mark.parametrize("steps_per_epoch", [None, 2])
+@pytest.mark.mostly_slow
 def test_a_run_over_a_loader_with_a_state_resumes_bit_for_bit_without_a_warning(k, steps_per_epoch, tmp_path):
     seeds = iter((1, 1, 99))
     assert_resumes(tmp_path, lambda: Batches(next(seeds), batches=3), k, steps_per_epoch=steps_per_epoch)

@@ -73,6 +73,7 @@ def test_a_data_loader_trains_like_the_arrays():
 
 
 @pytest.mark.parametrize("make", [lambda: lambda: loader(), lambda: DataLoader(Stream(), batch_size=BATCH)], ids=["function", "iterable data set"])
+@pytest.mark.mostly_slow
 def test_a_function_that_makes_loaders_and_an_iterable_data_set_train_like_the_arrays(make):
     assert_same(outcome(make()), of_arrays())
 
@@ -122,11 +123,13 @@ def test_validation_on_a_shuffling_loader_leaves_training_as_it_is():
 
 
 @pytest.mark.parametrize("k", [2, 3, 4])
+@pytest.mark.mostly_slow
 def test_a_loader_that_does_not_shuffle_is_read_up_to_the_position(k, tmp_path):
     assert_resumes(tmp_path, loader, k, *([CANNOT_SEEK.format(k % 3 * BATCH)] if k % 3 else []))
 
 
 @pytest.mark.parametrize("k", [2, 3, 4, 6])
+@pytest.mark.mostly_slow
 def test_a_loader_with_a_generator_of_its_own_goes_on_in_the_order_that_it_had(k, tmp_path):
     messages = [CANNOT_SEEK.format(k % 3 * BATCH)] if k % 3 else []
     assert_resumes(tmp_path, lambda: loader(shuffle=True, generator=seeded()), k, *messages)
@@ -150,10 +153,12 @@ def test_a_generator_whose_state_is_not_restored_gives_another_run(tmp_path):
     ],
     ids=["sampler", "batch sampler"],
 )
+@pytest.mark.mostly_slow
 def test_the_generator_may_be_a_samplers(make, tmp_path):
     assert_resumes(tmp_path, make, 4, CANNOT_SEEK.format(BATCH))
 
 
+@pytest.mark.slow
 def test_a_function_may_make_loaders_that_share_a_generator_or_have_new_ones(tmp_path):
     def shared() -> Any:
         generator = seeded()
@@ -210,6 +215,7 @@ def test_a_loader_with_other_generators_on_a_resume_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"shuffle": True, "generator": None}], ids=["in order", "shuffled", "with a generator"])
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
+@pytest.mark.mostly_slow
 def test_a_stateful_data_loader_seeks(options, tmp_path):
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
 

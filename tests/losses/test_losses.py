@@ -198,6 +198,7 @@ def test_every_name_has_a_formula_here():
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.mostly_slow
 def test_every_loss_is_its_formula_for_each_example_and_compiles(name: str):
     targets = targets_of(name)
     with jax.numpy_rank_promotion("raise"):
@@ -212,6 +213,7 @@ def tokens_of(name: str) -> tuple[jax.Array, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.mostly_slow
 def test_every_loss_computes_in_float32(name: str):
     # The values of bfloat16 outputs are those of the same numbers in float32, to its precision.
     outputs, targets = (LOGITS.astype(jnp.bfloat16), targets_of(name)) if name in WHOLE_EXAMPLES else tokens_of(name)
@@ -284,6 +286,7 @@ def test_losses_agree_with_scikit_learn():
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.mostly_slow
 def test_one_number_per_example_is_never_broadcast_to_a_square(name: str):
     outputs, targets = LOGITS[:, 0], targets_of(name)[:, 0]
     expected = BY_HAND[name](outputs[:, None], targets[:, None])

@@ -56,6 +56,7 @@ def by_sklearn(name: str, targets: Any, decisions: Any, average: Any, weights: A
 
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.mostly_slow
 def test_every_average_agrees_with_scikit_learn(kind: str, name: str):
     outputs, targets = KINDS[kind]
     for average in AVERAGES[kind]:

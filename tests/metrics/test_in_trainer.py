@@ -49,6 +49,7 @@ def by_sklearn(weights: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
+@pytest.mark.mostly_slow
 def test_ten_rows_in_batches_of_four_give_scikit_learns_numbers(num_devices: int, devices: Callable[[int], list[jax.Device]]):
     chosen = ["precision", "recall", "f1", "mean_iou", metrics.AUC(num_thresholds=BINS, name="binned"), "explained_variance"]
     trainer = fitflax.Trainer(Pass(), parallel=DataParallel(devices(num_devices)))

@@ -63,6 +63,7 @@ BY_SKLEARN: dict[str, Callable[..., float]] = {
 
 @pytest.mark.parametrize("name", BY_SKLEARN)
 @pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.mostly_slow
 def test_metrics_over_ragged_batches_agree_with_scikit_learn(name: str, weighted: bool):
     weights = WEIGHTS if weighted else np.ones(ROWS, np.float32)
     expected = BY_SKLEARN[name](weights if weighted else None)
@@ -73,6 +74,7 @@ def test_metrics_over_ragged_batches_agree_with_scikit_learn(name: str, weighted
 
 
 @pytest.mark.parametrize("name", ["huber", "categorical_crossentropy", "sparse_categorical_crossentropy"])
+@pytest.mark.mostly_slow
 def test_a_loss_by_name_is_the_mean_of_its_values(name: str):
     targets = TARGETS.get(name, VALUES)
     metric = over_batches(metrics.get(name), LOGITS, targets, WEIGHTS, size=6)
@@ -89,6 +91,7 @@ def test_every_loss_is_a_metric_but_for_cosine_similarity_which_is_better_when_l
 
 
 @pytest.mark.parametrize("metric", [*map(metrics.get, STATES), metrics.AUC(num_thresholds=20)], ids=metrics.metric_name)
+@pytest.mark.mostly_slow
 def test_structure_shapes_and_dtypes_are_a_fixpoint(metric: metrics.Metric):
     targets = TARGETS.get(metric.name, VALUES)
 
@@ -117,6 +120,7 @@ def test_which_metrics_collect_rows_and_which_add_up():
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.mostly_slow
 def test_a_metric_of_nothing_is_zero_and_adds_nothing(name: str):
     metric = metrics.get(name)
     assert float(metric.empty().compute()) == 0.0

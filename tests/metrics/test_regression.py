@@ -15,6 +15,7 @@ SCORES = {metrics.R2: sklearn.metrics.r2_score, metrics.ExplainedVariance: sklea
 
 @pytest.mark.parametrize(("columns", "weighted"), [(None, False), (3, True)])
 @pytest.mark.parametrize("kind", SCORES)
+@pytest.mark.mostly_slow
 def test_shares_of_variance_are_right_for_targets_far_from_zero(kind: type[metrics.Metric], columns: int | None, weighted: bool):
     shape = (500,) if columns is None else (500, columns)
     targets = np.sort(RNG.normal(1000.0, 1.0, size=shape), axis=0).astype(np.float32)  # sorted: every batch has another mean

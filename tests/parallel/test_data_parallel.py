@@ -65,6 +65,7 @@ def pointers(leaf: jax.Array) -> set[int]:
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 8])
+@pytest.mark.mostly_slow
 def test_the_state_has_no_device_axis_and_is_whole_and_equal_on_every_device(num_devices: int, devices: Devices):
     trainer = trainer_of(Net(), devices(num_devices))
     trainer.build(X)
@@ -77,6 +78,7 @@ def test_the_state_has_no_device_axis_and_is_whole_and_equal_on_every_device(num
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
+@pytest.mark.mostly_slow
 def test_a_step_takes_over_the_buffers_of_the_state_before(num_devices: int, devices: Devices):
     trainer = trainer_of(Net(), devices(num_devices))
     seen = []
@@ -99,6 +101,7 @@ def test_a_state_that_was_looked_at_stays_as_it_was(devices: Devices):
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.mostly_slow
 def test_the_users_arrays_are_neither_taken_nor_changed(num_devices: int, devices: Devices):
     x, y, w = jnp.asarray(X), jnp.asarray(Y), jnp.ones(24)
     trainer = trainer_of(Net(), devices(num_devices))
@@ -131,6 +134,7 @@ def test_numpy_arrays_given_as_data_and_state_are_left_as_they_were(devices: Dev
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("where", [0, 5])
+@pytest.mark.mostly_slow
 def test_batches_of_jax_arrays_may_lie_on_any_device(num_devices: int, where: int, devices: Devices):
     def placed():
         for rows in (slice(0, 8), slice(8, 13)):
@@ -162,6 +166,7 @@ class Kinds(nn.Module):
 
 
 @pytest.mark.parametrize("num_devices", [1, 3, 8])
+@pytest.mark.mostly_slow
 def test_floats_are_averaged_and_all_else_is_the_first_replicas_on_all(num_devices: int, devices: Devices):
     trainer = trainer_of(Kinds(), devices(num_devices))
     trainer.build(X)
@@ -205,6 +210,7 @@ class One(nn.Module):
     ],
     ids=["mean", "mean of integers", "sum", "sum of integers", "max", "max of integers", "function"],
 )
+@pytest.mark.mostly_slow
 def test_reduce_says_how_a_collection_is_joined(reducer: Any, dtype: Any, expected: float, devices: Devices):
     trainer = trainer_of(One(dtype), devices(4), {"one": reducer})
     trainer.train_on_batch((X, Y))
@@ -214,6 +220,7 @@ def test_reduce_says_how_a_collection_is_joined(reducer: Any, dtype: Any, expect
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.mostly_slow
 def test_a_function_that_reduces_is_called_on_any_number_of_devices(num_devices: int, devices: Devices):
     # One that is more than a join, such as a decay, must mean the same on a single device.
     trainer = trainer_of(One(jnp.float32), devices(num_devices), {"one": lambda array, axis: 0.5 * jax.lax.pmin(array, axis)})
@@ -251,6 +258,7 @@ class Normed(nn.Module):
 
 
 @pytest.mark.parametrize("num_devices", [2, 4, 8])
+@pytest.mark.mostly_slow
 def test_batch_norm_over_the_axis_of_replicas_is_that_of_the_whole_batch(num_devices: int, devices: Devices):
     # Not Adam: it would turn the noise that is the gradient of a bias before batch norm into steps.
     alone, spread = (
@@ -319,6 +327,7 @@ def test_inputs_are_split_and_parameters_are_not_however_many_there_are(inputs: 
 
 
 @pytest.mark.parametrize("num_devices", [2, 8])
+@pytest.mark.mostly_slow
 def test_a_batch_smaller_than_the_devices_is_trained_on(num_devices: int, devices: Devices):
     trainer, alone = trainer_of(Net(), devices(num_devices)), trainer_of(Net(), devices(1))
     for one in (trainer, alone):
