@@ -271,11 +271,12 @@ def _predictions(
             group = [fed]
             if size > 1:
                 group += feed.next_like(fed.batch, (size if steps is None else min(size, steps - batch)) - 1)
-            outputs = program.predict(used, [each.batch for each in group], batch, size)
-            batch += len(group)
-            pending.append(_Dispatched(batch - 1, outputs, group, is_group=size > 1))
+            last = batch + len(group) - 1
+            # In no variable of its own, which would keep it while the caller works.
+            pending.append(_Dispatched(last, program.predict(used, [each.batch for each in group], batch, size), group, is_group=size > 1))
+            batch = last + 1
             if not program.strategy.is_on_host:
-                _send_to_host(outputs)
+                _send_to_host(pending[-1].outputs)
         if len(pending) == 2 or (is_over and pending):
             try:
                 yield _to_host(program, pending.pop(0), callbacks)

@@ -7,6 +7,7 @@ import itertools
 import os
 import pathlib
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 
 # Before JAX starts. On a machine with few cores XLA's thread pool fills with threads that wait for each other's collectives, and the process aborts.
@@ -55,6 +56,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    for thread in threading.enumerate():
+        if thread.name == "fitflax-compile":  # Of a run that ended before it called what is compiled; the next test may count compilations.
+            thread.join()
     if next(_tests_done) % TESTS_BETWEEN_CLEARING == 0:
         jax.clear_caches()
         gc.collect()

@@ -178,6 +178,7 @@ def test_a_batch_without_weight_changes_nothing(devices: Devices):
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(grads))
 
 
+@pytest.mark.slow
 def test_a_loss_of_ones_own_is_accumulated(devices: Devices):
     class Own(fitflax.Trainer):
         def compute_loss(self, params: Any, model_state: Any, batch: Batch, *, rngs: Any, train: bool) -> Any:

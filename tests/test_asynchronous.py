@@ -68,6 +68,7 @@ def test_what_is_saved_is_the_state_of_its_step_though_later_steps_took_its_buff
         assert leaves_of(CheckpointStore(tmp_path).restore(step).train["params"]) == states[step]
 
 
+@pytest.mark.slow
 def test_saving_in_a_thread_and_at_once_leave_the_same_files(tmp_path):
     for asynchronous in (True, False):
         root = tmp_path / str(asynchronous)

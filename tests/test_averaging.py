@@ -56,6 +56,7 @@ def trained(devices: list[jax.Device], decay: float | None = 0.9, steps: int = 3
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.mostly_slow
 def test_the_average_is_the_one_that_numpy_computes(num_devices: int, devices: Devices):
     trainer = trainer_of(devices(num_devices), 0.75)
     trainer.build((X, Y))
@@ -88,6 +89,7 @@ def test_an_average_of_half_precision_is_float32_and_one_of_integers_the_newest(
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.mostly_slow
 def test_parameters_of_half_precision_are_trained_and_averaged(num_devices: int, devices: Devices):
     trainer = trained(devices(num_devices), 0.5, model=nn.Dense(2, param_dtype=jnp.bfloat16))
     assert trainer.state.ema_params["kernel"].dtype == jnp.float32 and trainer.state.params["kernel"].dtype == jnp.bfloat16
@@ -252,6 +254,7 @@ def test_a_partial_restore_begins_the_average_at_what_came_of_it(saved: Any, dev
     [{}, pytest.param({"accumulate_steps": 2}, marks=pytest.mark.slow), pytest.param({"accumulate_steps": 2, "precision": "float16"}, marks=pytest.mark.slow)],
     ids=["average", "accumulated", "all"],
 )
+@pytest.mark.slow
 def test_a_resumed_run_is_the_run_that_never_stopped(options: Any, tmp_path: Any, devices: Devices):
     def run(directory: str, stops: list[int], decay: float | None = 0.9) -> Any:
         for steps in stops:

@@ -121,6 +121,7 @@ def without_loss(logs):
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.mostly_slow
 def test_rows_of_ragged_batches_give_the_numbers_of_numpy_and_scikit_learn(devices):
     trainer = collecting(devices=devices)
     expected = by_hand(X, Y, WEIGHTS)
@@ -205,6 +206,7 @@ def test_values_read_late_are_those_of_their_step():
 
 
 @pytest.mark.parametrize("monitor", ["auc", "val_auc"])
+@pytest.mark.mostly_slow
 def test_they_can_be_monitored(monitor, tmp_path):
     # The targets are turned round, so that the parameter changes its sign on the way, and the ranking with it.
     best, early = BestCheckpoint(tmp_path, monitor=monitor), EarlyStopping(monitor, patience=50)
@@ -358,6 +360,7 @@ def test_what_computes_no_number_is_an_error():
 
 
 @pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.mostly_slow
 def test_a_metric_may_be_an_array(devices, tmp_path):
     trainer = make([Bins()], devices=devices, weighted=[Bins()])
     history = trainer.fit(X, Y[:, None], WEIGHTS, batch_size=4, epochs=2, validation_data=(X[:7], Y[:7, None]), verbose=0).history
@@ -578,13 +581,14 @@ def test_an_update_of_the_users_own_has_no_gradient():
 
 
 @pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.mostly_slow
 def test_collecting_arrays_and_gradients_compile_one_program_each(devices, compilations):
     trainer = make([AUC(), WeightedMedian(), Bins()], devices=devices, rate=0.1)
     trainer.build((X, Y[:, None]))
     options = {"batch_size": 4, "validation_data": (X[:7], Y[:7, None]), "callbacks": [Taking()], "verbose": 0}
     with compilations.counted() as first:
         trainer.fit(X, Y[:, None], epochs=2, **options)
-    programs = [name for name in first.names if name in ("jit(_fun)", "jit(train_step)", "jit(eval_step)")]
+    programs = [name for name in first.names if name in ("jit(_fun)", "jit(train_step)", "jit(eval_step)", "jit(eval_group)")]
     assert len(programs) == 2, first.names
     with compilations.counted() as again:
         trainer.fit(X, Y[:, None], epochs=2, **options)

@@ -121,6 +121,7 @@ def test_an_error_in_a_later_batch_names_what_is_wrong_and_keeps_what_was_traine
 
 
 @pytest.mark.parametrize("labels", [np.array([0, 1, 3] * 4), np.array([0, -1, 2] * 4)])
+@pytest.mark.mostly_slow
 def test_labels_outside_the_classes_are_an_error_before_the_first_step(labels):
     message = r"y holds labels from -?\d to \d, but the module has 3 outputs, for labels 0 to 2"
     fails(DataError, message, X, labels, trainer=make(loss="sparse_categorical_crossentropy"))
@@ -448,6 +449,7 @@ class TwoOutputs(nn.Module):
         ),
     ],
 )
+@pytest.mark.mostly_slow
 def test_outputs_that_are_not_there_are_errors_that_list_those_that_are(kwargs, y, error, message):
     fails(error, message, X, y, trainer=make(TwoOutputs(), **kwargs))
 

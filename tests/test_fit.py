@@ -165,6 +165,7 @@ def test_case_6_a_class_that_is_no_integer_is_an_error():
         make(nn.Dense(3)).fit(X, Y, class_weight={"a": 1}, verbose=0)
 
 
+@pytest.mark.slow
 def test_case_7_outputs_in_a_tuple_are_numbered_from_1():
     y = (Y[:, :1], Y[:, :2])
     trainer = make(TwoOutputs(), "mse", [["mean_squared_error"], ["mean_squared_error"]])

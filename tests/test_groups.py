@@ -70,6 +70,7 @@ def test_groups_give_what_single_steps_give(number, size):
         np.testing.assert_allclose(histories[1][key], values, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_losses_of_all_steps_are_kept():
     calls = [Calls(), Calls()]
     for callback, size in zip(calls, (1, 4), strict=True):
@@ -100,6 +101,7 @@ def test_an_epoch_of_some_steps_over_an_iterator_takes_no_batch_that_it_does_not
     assert calls.ends == [4, 7] and taken == [*range(7)]
 
 
+@pytest.mark.slow
 def test_a_batch_of_another_shape_begins_a_group_of_its_own():
     calls = Calls()
     trainer = make_trainer(4, pad=False)
@@ -153,6 +155,7 @@ def test_nothing_is_compiled_but_the_group(compilations):
     assert seen.count == 0
 
 
+@pytest.mark.slow
 def test_collected_rows_are_those_of_single_steps():
     rows = []
     for size in (1, 4):
@@ -162,6 +165,7 @@ def test_collected_rows_are_those_of_single_steps():
     np.testing.assert_allclose(rows[1], rows[0], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_callback_that_needs_gradients_gets_those_of_the_last_step():
     class Gradients(Callback):
         needs_grads = True

@@ -85,6 +85,7 @@ def test_import_does_not_start_a_device(tmp_path, process_env):
     assert (result.returncode, result.stdout.strip()) == (0, "3"), result.stderr
 
 
+@pytest.mark.slow
 def test_sub_modules_are_attributes(tmp_path, process_env):
     code = "import fitflax; " + "; ".join(f"fitflax.{name}" for name in SUB_MODULES)
     result = run(sys.executable, "-W", "error", "-c", code, cwd=tmp_path, env=process_env)

@@ -412,6 +412,7 @@ def cut_off(path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.mostly_slow
 def test_the_comparison_sees(what, never_killed, tmp_path):
     never, expected = never_killed(IN_EVERY_TEST_RUN[0])
     part, act = CHANGES[what]

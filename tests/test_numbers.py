@@ -180,6 +180,7 @@ def test_the_gradient_is_that_of_the_whole_batch_whatever_is_padded(num_devices:
 
 
 @pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.mostly_slow
 def test_a_batch_without_any_weight_has_loss_zero_and_changes_nothing(num_devices: int, devices: Devices):
     trainer = trainer_of(Net(), devices(num_devices), metrics=["mae"], weighted_metrics=["mae"])
     trainer.build(X)
@@ -207,6 +208,7 @@ def test_examples_of_weight_zero_are_as_if_they_were_not_there(devices: Devices)
 # -- the same for every batch size and number of devices --
 
 
+@pytest.mark.slow
 def test_a_frozen_model_has_the_same_loss_for_every_batch_size_in_fit_and_evaluate(devices: Devices):
     x, y = RNG.normal(size=(100, 4)).astype(np.float32), RNG.normal(size=(100, 3)).astype(np.float32)
     trainer = trainer_of(Net(), devices(2), optax.sgd(0.0))

@@ -329,6 +329,7 @@ def test_an_update_of_ones_own_has_a_precision_of_its_own(devices: Devices):
 
 
 @pytest.mark.parametrize("precision", [pytest.param("bfloat16", marks=SLOW), "float16"])
+@pytest.mark.slow
 def test_a_resumed_run_is_the_run_that_never_stopped(precision: str, tmp_path: Any, devices: Devices):
     x = np.concatenate([X, 1e4 * X[:4]])  # Some steps overflow.
 

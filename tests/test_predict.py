@@ -12,6 +12,7 @@ from flax import linen as nn
 from jax._src import array as jax_array
 
 import fitflax
+from fitflax.callbacks import LambdaCallback
 from fitflax.errors import ConfigError, DataError, ModelError, NotReadyError
 from fitflax.parallel import DataParallel
 
@@ -187,9 +188,11 @@ def test_outputs_of_an_accelerator_set_out_for_the_host_before_those_of_the_batc
     send, join = jax_array.ArrayImpl.copy_to_host_async, DataParallel.join
     monkeypatch.setattr(jax_array.ArrayImpl, "copy_to_host_async", lambda self: (events.append("sent"), send(self))[1])
     monkeypatch.setattr(DataParallel, "join", lambda self, outputs, *rest: (events.append("joined"), join(self, outputs, *rest))[1])
-    list(getattr(trainer, how)(X, batch_size=4))
+    # Or several batches are one call.
+    options = {"callbacks": [LambdaCallback(on_predict_batch_end=lambda batch, logs: None)]} if how == "predict" else {}
+    list(getattr(trainer, how)(X, batch_size=4, **options))
     assert events == ["joined"] * 4  # Outputs of a CPU are on the host.
     events.clear()
     monkeypatch.setattr(DataParallel, "is_on_host", False)
-    np.testing.assert_array_equal(np.concatenate(list(getattr(trainer, how)(X, batch_size=4))).reshape(-1, 2), expected)
+    np.testing.assert_array_equal(np.concatenate(list(getattr(trainer, how)(X, batch_size=4, **options))).reshape(-1, 2), expected)
     assert events == ["sent", "sent", "joined", "sent", "joined", "sent", "joined", "joined"]

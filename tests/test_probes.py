@@ -41,6 +41,7 @@ def test_elapsed_time_leaves_out_what_the_consumer_does_before_reading_it():
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, RuntimeError])
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_checkpoint"])
+@pytest.mark.mostly_slow
 def test_whatever_a_hook_raises_leaves_a_checkpoint_of_that_step(tmp_path: pathlib.Path, error: type[BaseException], hook: str):
     trainer = make_trainer()
 

@@ -321,6 +321,7 @@ def test_parameters_and_optimizer_are_never_on_the_device_twice(begin, arguments
     assert strategy.peak - before < 3.05 * SIZE
 
 
+@pytest.mark.slow
 def test_building_and_compiling_again_let_go_of_what_they_replace():
     trainer, strategy = watched(Wide(), optax.adam(0.1))
     before = live_bytes()
@@ -350,6 +351,7 @@ def test_an_optimizer_that_keeps_the_parameters_gets_its_own(wide):
     assert len(pointers) == 4 and np.array_equal(state.params["body"]["kernel"], state.opt_state["body"]["kernel"])
 
 
+@pytest.mark.slow
 def test_a_failure_on_the_device_leaves_no_part_of_a_state(wide, monkeypatch):
     trainer, strategy = watched(Wide(), optax.sgd(0.1))
     trainer.build((X, Y))

@@ -318,6 +318,7 @@ def test_the_same_script_started_three_times_trains_once(steps, restore_best, tm
         assert directory_of(first.checkpoints) == files
 
 
+@pytest.mark.slow
 def test_a_run_whose_closing_was_broken_off_is_closed_by_the_resume(tmp_path):
     whole = run(tmp_path / "whole", steps=7)
     run(tmp_path / "broken", steps=7, more=lambda trainer: [at(trainer, "on_test_begin", 7, raising("no"))], raises=ArithmeticError)
@@ -343,6 +344,7 @@ def test_epochs_count_from_the_beginning_of_the_run_that_is_resumed(never, tmp_p
     assert_equal(resumed, never(epochs=3))
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_at_another_epoch_goes_on_with_its_numbers(never, tmp_path):
     expected = never(epochs=5, initial_epoch=3)
     assert expected.history.epoch == [3, 4]
@@ -373,6 +375,7 @@ def test_what_terminate_on_nan_ended_stays_ended(tmp_path):
     assert_equal(run(tmp_path / "run", **options), first)
 
 
+@pytest.mark.slow
 def test_early_stopping_goes_on_counting_and_restores_the_best_weights_of_before(tmp_path):
     def observe(trainer: fitflax.Trainer) -> list[Callback]:
         return [EarlyStopping("accuracy", mode="max", patience=3, restore_best=True)]
@@ -420,6 +423,7 @@ def test_a_run_that_a_callback_broke_off_with_steps_per_epoch_goes_on_as_if_it_h
     assert_equal(run(tmp_path / "broken", steps=12, steps_per_epoch=4), expected)
 
 
+@pytest.mark.slow
 def test_what_callbacks_did_to_the_state_before_another_broke_the_epochs_end_off_is_done_once(tmp_path):
     def halve(trainer: fitflax.Trainer) -> Callback:
         return LambdaCallback(on_epoch_end=lambda epoch, logs: setattr(trainer, "learning_rate", trainer.learning_rate / 2))
@@ -539,6 +543,7 @@ def test_a_callback_whose_trigger_was_due_at_the_step_where_a_run_stopped_is_not
 
 @pytest.mark.parametrize("steps_per_epoch", [5, 100])
 @pytest.mark.parametrize("steps", [4, 5])
+@pytest.mark.mostly_slow
 def test_a_trigger_is_asked_at_the_last_step_like_at_any_other(steps, steps_per_epoch, tmp_path):
     counter = Counter()
     run(tmp_path / "run", steps=steps, steps_per_epoch=steps_per_epoch, more=lambda trainer: [counter])

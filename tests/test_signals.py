@@ -83,6 +83,7 @@ def test_ctrl_c_during_validation_leaves_the_epoch_to_be_closed_by_the_resume(tm
     assert_goes_on(tmp_path, process_env, never_stopped, began_at=10)
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_leaves_at_once(tmp_path, process_env):
     out, err = send(tmp_path, process_env, [["on_train_batch_end", 7, "wait twice"]], [signal.SIGINT, signal.SIGINT], status=-signal.SIGINT)
     assert err.rstrip().endswith("KeyboardInterrupt") and "on_train_end ran" in out

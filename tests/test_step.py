@@ -89,6 +89,7 @@ def test_a_short_batch_passes_through_batch_norm_as_if_it_were_not_padded(device
 
 
 @pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.mostly_slow
 def test_gradients_stay_finite_in_a_model_that_normalizes_a_short_batch(num_devices: int, devices: Devices):
     class Normalize(nn.Module):
         @nn.compact
@@ -151,6 +152,7 @@ def masks_of(devices: list[jax.Device], steps: int, seed: int = 0, **fit: Any) -
     return np.stack(found)
 
 
+@pytest.mark.slow
 def test_keys_differ_by_replica_and_step_and_follow_from_seed_step_and_replica_alone(devices: Devices):
     masks = masks_of(devices(4), steps=2)
     assert len({mask.tobytes() for mask in masks.reshape(-1, 32)}) == 8
@@ -274,6 +276,7 @@ def test_evaluation_and_prediction_leave_the_state_as_it_was(devices: Devices):
     assert_equal(dataclasses.replace(trainer.state, key=0), before)
 
 
+@pytest.mark.slow
 def test_adamw_which_needs_the_parameters_works(devices: Devices):
     trainer = fitflax.Trainer(Net(), parallel=DataParallel(devices(2)))
     optimizer = optax.adamw(0.01, weight_decay=0.1)

@@ -75,6 +75,7 @@ def test_sizes_are_exact_below_a_kilobyte_and_rounded_down_above(tree, text):
 
 
 @pytest.mark.parametrize("devices", [1, 2, 8])
+@pytest.mark.mostly_slow
 def test_everything_is_counted_once_however_many_devices_hold_it(devices):
     trainer = trainer_of(devices=devices)
     trainer.build((X, Y))
@@ -156,6 +157,7 @@ def test_without_a_sample_and_without_a_batch_it_says_what_to_do():
         lambda trainer: trainer.train_on_batch((X, Y)),
     ],
 )
+@pytest.mark.mostly_slow
 def test_after_a_batch_its_shapes_are_taken(begin):
     trainer = trainer_of(devices=2)
     begin(trainer)

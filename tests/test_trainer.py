@@ -237,6 +237,7 @@ def counting(step_of):
 
 
 @pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.mostly_slow
 def test_integers_booleans_and_keys_keep_their_dtype(devices):
     def step_of(key):
         return jax.random.split(key)[0]
@@ -259,6 +260,7 @@ class Normalized(nn.Module):
         return nn.Dense(3)(nn.relu(x))
 
 
+@pytest.mark.slow
 def test_batch_statistics_are_those_of_a_loop_written_by_hand():
     optimizer = optax.adam(0.01)
     trainer = make(Normalized(), optimizer)
@@ -936,6 +938,7 @@ def test_next_step_and_next_checkpoint_and_run_do_not_change_the_total():
 
 
 @pytest.mark.parametrize("steps", [4, 5, 7, 8])
+@pytest.mark.mostly_slow
 def test_run_returns_the_checkpoint_of_its_last_step_beyond_the_end_of_an_epoch(steps):
     loop = loop_of(steps=20, every=fitflax.every(steps=100))
     checkpoint = loop.run(steps)

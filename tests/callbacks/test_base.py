@@ -53,6 +53,7 @@ def test_the_hooks_are_those_of_keras_and_on_checkpoint():
 
 
 @pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.mostly_slow
 def test_every_hook_takes_what_the_base_class_says(kind, hook):
     assert [*inspect.signature(getattr(kind, hook)).parameters] == [*inspect.signature(getattr(Callback, hook)).parameters]
 

@@ -285,6 +285,7 @@ def test_appending_to_nothing_begins_the_file(text, tmp_path):
         (b"epoch,loss\n0,1.0\n1\n2,1.0\n", "its row 2 has 1 fields instead of 2"),
     ],
 )
+@pytest.mark.mostly_slow
 def test_appending_to_something_else_is_an_error_before_the_first_step_and_leaves_it_untouched(data, fault, tmp_path):
     trainer = make()
     (tmp_path / "log.csv").write_bytes(data)

@@ -227,6 +227,7 @@ def never(tmp_path_factory):
 
 
 @pytest.mark.parametrize("k", [3, 5, 7])
+@pytest.mark.mostly_slow
 def test_a_run_that_was_stopped_and_goes_on_equals_the_run_never_stopped(k, never, tmp_path):
     trainer = make()
     run(tmp_path, at(trainer, "on_train_batch_end", k, lambda step: trainer.stop("enough")), trainer=trainer, epochs=3)

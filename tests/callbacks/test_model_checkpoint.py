@@ -80,6 +80,7 @@ def test_by_default_it_saves_at_the_end_of_each_epoch_and_of_the_run(trainer, tm
 
 
 @pytest.mark.parametrize("steps", [10, 12])
+@pytest.mark.mostly_slow
 def test_no_step_is_saved_twice(steps, trainer, tmp_path):
     """Case 35: the last step is a multiple of all periods, or of none."""
     callback = recorded(ModelCheckpoint(tmp_path, every=fitflax.every(steps=5) | fitflax.every(epochs=1) | fitflax.every(steps=2)))

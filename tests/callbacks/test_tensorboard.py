@@ -122,6 +122,7 @@ def test_every_kind_of_value_is_found_by_tensorboards_own_reader(tmp_path):
     assert not grads
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_global_batch(tmp_path):
     trainer = make(optax.sgd(0.1), devices=2)
     trainer.build((X, Y))
@@ -149,6 +150,7 @@ def test_gradients_are_those_of_the_global_batch(tmp_path):
         (optax.sgd(0.1), {}, None),
     ],
 )
+@pytest.mark.mostly_slow
 def test_the_learning_rate_is_written_where_it_can_be_read(optimizer, options, expected, tmp_path):
     fit(TensorBoard(tmp_path), trainer=make(optimizer, **options))
     assert shown(tmp_path)["train"].get("learning_rate") == (None if expected is None else {5: as_float32(expected)})
@@ -487,6 +489,7 @@ class Disk:
 
 
 @pytest.mark.parametrize(("failing", "at_once"), [(range(4, 999), True), ([12], False)])
+@pytest.mark.mostly_slow
 def test_an_error_in_the_thread_is_raised_and_the_run_can_be_resumed(failing, at_once, tmp_path, monkeypatch):
     ended, trainer = [], make()
     with monkeypatch.context() as patch:
@@ -639,6 +642,7 @@ def raising(step):
 
 
 @pytest.mark.parametrize(("hook", "k"), [pytest.param("on_train_batch_end", 4, marks=pytest.mark.slow), ("on_train_batch_end", 7), ("on_checkpoint", 4)])
+@pytest.mark.mostly_slow
 def test_a_run_that_was_broken_off_and_resumed_has_the_events_of_one_never_stopped(hook, k, never, tmp_path):
     trainer = make()
     with pytest.raises(ArithmeticError):

@@ -117,6 +117,7 @@ JSON = st.recursive(
 
 @hypothesis.settings(max_examples=80, derandomize=True, deadline=None)
 @hypothesis.given(value=JSON, indent=st.sampled_from([None, 2]))
+@pytest.mark.slow
 def test_arbitrary_json_is_no_metadata(victim, value, indent):
     victim.check("metadata.json", json.dumps(value, indent=indent).encode())
 

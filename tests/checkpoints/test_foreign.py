@@ -239,6 +239,7 @@ def test_large_arrays_of_flax_are_put_together(tmp_path, monkeypatch):
     assert arrays_of(read_foreign(tmp_path / "c")[0]["params"]) == arrays_of(SMALL["params"])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_eight_devices_is_read_on_one(tmp_path, process_env):
     save_standard(tmp_path / "c", train_state())
     code = (

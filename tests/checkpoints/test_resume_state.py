@@ -79,6 +79,7 @@ def test_a_restored_state_predicts_without_compile(saved):
     assert np.array_equal(trainer.predict(VALID[0]), expected.predict(VALID[0]))
 
 
+@pytest.mark.slow
 def test_weights_only_takes_parameters_and_collections_and_begins_afresh(saved):
     path, state, values, _ = saved
     for prepare in (bare, lambda: compiled(bare()), lambda: build(compiled(bare()))):

@@ -199,6 +199,7 @@ def test_an_endless_validation_set_needs_validation_steps():
         make_trainer().fit(lambda: numbered(2), validation_data=itertools.cycle(numbered(2)), verbose=0)
 
 
+@pytest.mark.slow
 def test_a_generator_may_fill_one_buffer_again_and_again():
     # On CPU JAX reads a NumPy array in place, if it is aligned, while the step is on its way; and the loop looks a batch ahead.
     class Slow(nn.Module):

@@ -48,6 +48,7 @@ def test_a_table_trains_like_the_arrays(table, options):
     assert_same(outcome(table, keys=KEYS, batch_size=BATCH, **options), of_arrays(**options))
 
 
+@pytest.mark.slow
 def test_a_table_is_split_and_validated_like_the_arrays(table):
     def trained(data: Any, **keys: Any) -> Any:
         return make_trainer(**keys).fit(data, epochs=2, batch_size=3, validation_split=0.3, verbose=0).history
@@ -202,6 +203,7 @@ def test_a_stream_has_32_rows_a_batch_and_may_drop_the_last(table):
 
 
 @pytest.mark.parametrize("k", [2, 3, 4])
+@pytest.mark.mostly_slow
 def test_a_stream_with_an_exact_state_goes_on_without_a_warning(table, k, tmp_path):
     def make() -> Any:
         return table.to_iterable_dataset(num_shards=3).map(lambda row: {"label": [value * 2 for value in row["label"]]})
@@ -210,6 +212,7 @@ def test_a_stream_with_an_exact_state_goes_on_without_a_warning(table, k, tmp_pa
 
 
 @pytest.mark.parametrize("k", [3, 4])
+@pytest.mark.mostly_slow
 def test_a_stream_whose_state_would_lose_its_buffer_is_read_up_to_the_position(table, k, tmp_path):
     def make() -> Any:
         return table.to_iterable_dataset(num_shards=2).shuffle(seed=3, buffer_size=5)

@@ -68,6 +68,7 @@ def first(data: Any, **options: Any) -> Any:
 # -- training --
 
 
+@pytest.mark.slow
 def test_a_data_loader_trains_like_the_arrays():
     assert_same(outcome(loader()), of_arrays())
 
@@ -170,6 +171,7 @@ def test_a_function_may_make_loaders_that_share_a_generator_or_have_new_ones(tmp
 
 
 @pytest.mark.parametrize("k", [3, 4])
+@pytest.mark.mostly_slow
 def test_a_loader_that_shuffles_without_a_generator_warns_that_its_order_cannot_be_repeated(k, tmp_path):
     run(tmp_path, loader(shuffle=True), k)
     with warned(f"{NO_ORDER}, so this run will differ", *([CANNOT_SEEK.format(BATCH)] if k % 3 else [])):

@@ -79,6 +79,7 @@ def test_categorical_focal_crossentropy_is_keras_formula(gamma: float):
 
 @pytest.mark.parametrize("gamma", [0.0, 0.3, 1.0, 2.0])
 @pytest.mark.parametrize("loss", [losses.binary_focal_crossentropy, losses.categorical_focal_crossentropy])
+@pytest.mark.mostly_slow
 def test_focal_losses_of_certain_outputs_have_finite_gradients(loss, gamma: float):
     @jax.jit
     @jax.value_and_grad

@@ -244,6 +244,7 @@ def test_dice_losses_give_one_value_per_example_over_all_its_pixels():
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.mostly_slow
 def test_an_example_has_the_same_value_whatever_else_is_in_its_batch(name: str):
     outputs, targets = LOGITS.copy(), targets_of(name).copy()
     outputs[1:], targets[1:] = np.nan, targets[1:][::-1]
@@ -256,6 +257,7 @@ OPTAX = [name for name in NAMES if name not in losses.__all__ and name not in ("
 
 
 @pytest.mark.parametrize("name", OPTAX)
+@pytest.mark.mostly_slow
 def test_names_that_only_optax_knows_are_optaxs(name: str):
     options = {"ranking_softmax_loss": {"reduce_fn": None}}.get(name, {})
     expected = jax.jit(functools.partial(getattr(optax.losses, name), **options))(LOGITS, targets_of(name))
@@ -264,6 +266,7 @@ def test_names_that_only_optax_knows_are_optaxs(name: str):
     assert losses.get(name).__name__ == name
 
 
+@pytest.mark.slow
 def test_losses_agree_with_scikit_learn():
     def check(name: str, targets: np.ndarray, expected: float, outputs: np.ndarray = LOGITS) -> None:
         np.testing.assert_allclose(losses.get(name)(outputs, targets).mean(), expected, rtol=1e-5, err_msg=name)
@@ -356,6 +359,7 @@ def test_labels_that_are_no_class_give_nan_and_no_gradient(name: str, bad: int):
 
 
 @pytest.mark.parametrize("name", ["sparse_categorical_crossentropy", "multiclass_hinge_loss"])
+@pytest.mark.mostly_slow
 def test_labels_of_any_integer_dtype_and_with_a_last_axis_are_the_same(name: str):
     wide = RNG.normal(size=(ROWS, 200)).astype(np.float32)
     expected = values_of(name, wide, LABELS)

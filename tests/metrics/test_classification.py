@@ -69,6 +69,7 @@ def test_every_average_agrees_with_scikit_learn(kind: str, name: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.mostly_slow
 def test_any_cut_into_padded_batches_gives_the_same(kind: str):
     outputs, targets = KINDS[kind]
     metric = metrics.F1(average="macro", multi_label=kind == "labels")
@@ -110,6 +111,7 @@ def test_two_logits_are_two_classes_and_not_one_yes_or_no():
         (jnp.asarray(LOGITS, jnp.bfloat16), CLASS.astype(np.uint8)),
     ],
 )
+@pytest.mark.mostly_slow
 def test_the_kind_is_taken_from_the_shapes(outputs: Any, targets: Any):
     kind = "classes" if outputs.shape[-1] == CLASSES else "one logit"
     expected = metrics.Precision().update(*KINDS[kind], WEIGHTS).compute()

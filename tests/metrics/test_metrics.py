@@ -135,6 +135,7 @@ def test_a_metric_of_nothing_is_zero_and_adds_nothing(name: str):
 @pytest.mark.parametrize(
     "metric", [*map(metrics.get, sorted({*STATES} & {*ADDITIVE})), metrics.F1(average=None), metrics.AUC(num_thresholds=20)], ids=metrics.metric_name
 )
+@pytest.mark.mostly_slow
 def test_adding_leaves_joins_what_says_that_it_can_be_added(metric: metrics.Metric):
     targets = TARGETS.get(metric.name, VALUES)
     parts = [one_batch(metric, LOGITS[rows], targets[rows], WEIGHTS[rows]) for rows in (slice(0, 7), slice(7, 14), slice(14, 21))]

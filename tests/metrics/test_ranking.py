@@ -82,6 +82,7 @@ def test_classes_are_ranked_one_against_the_rest_by_their_softmax(curve: Any, av
 
 @pytest.mark.parametrize("average", ["macro", "weighted", "micro", None])
 @pytest.mark.parametrize("curve", SCORES)
+@pytest.mark.mostly_slow
 def test_labels_are_ranked_column_by_column(curve: Any, average: Any):
     for weights in (ONES, WEIGHTS):
         for bins, scores in ((None, SEVERAL), (BINS, binned(sigmoid(SEVERAL)))):
@@ -118,6 +119,7 @@ def test_tokens_are_ranked_one_by_one(bins: int | None):
 
 
 @pytest.mark.parametrize("bins", [None, BINS])
+@pytest.mark.slow
 def test_what_is_undefined_is_nan_and_no_part_of_an_average(bins: int | None):
     one_class = np.zeros(ROWS)
     for targets, curve in ((one_class, "ROC"), (one_class + 1, "ROC"), (one_class, "PR")):
@@ -146,6 +148,7 @@ def test_no_examples_are_zero_whatever_is_known_of_their_shape(bins: int | None)
 
 
 @pytest.mark.parametrize("bins", [None, BINS])
+@pytest.mark.mostly_slow
 def test_a_label_that_is_no_class_leaves_its_example_out(bins: int | None):
     known = np.arange(ROWS) >= 8
     unknown = np.where(known, CLASS, np.resize([-1, CLASSES, 255], ROWS))
@@ -179,6 +182,7 @@ def test_the_exact_area_tells_apart_what_is_all_the_same_to_a_float32_softmax():
     assert float(metrics.AUC().update(logits, labels, np.ones(4)).compute()) == 0.75
 
 
+@pytest.mark.slow
 def test_scores_at_both_ends_have_a_bin_each():
     scores, labels = np.float32([-200, -100, 100, 200]), np.array([0, 1, 0, 1])
     assert float(metrics.AUC(num_thresholds=2).update(scores, labels, np.ones(4)).compute()) == 0.5

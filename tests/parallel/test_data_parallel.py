@@ -229,6 +229,7 @@ def test_a_function_that_reduces_is_called_on_any_number_of_devices(num_devices:
 
 
 @pytest.mark.parametrize("reducer", ["sum", "max"])
+@pytest.mark.mostly_slow
 def test_flags_can_be_joined_too(reducer: str, devices: Devices):
     class Flag(nn.Module):
         @nn.compact
@@ -310,6 +311,7 @@ def test_predictions_over_batches_of_changing_sizes_keep_their_order(num_devices
 
 
 @pytest.mark.parametrize(("inputs", "params", "collections"), [(3, 0, 0), (2, 1, 0), (2, 0, 1), (1, 2, 0), (1, 1, 1), (2, 2, 1)])
+@pytest.mark.mostly_slow
 def test_inputs_are_split_and_parameters_are_not_however_many_there_are(inputs: int, params: int, collections: int, devices: Devices):
     # pmap of JAX 0.10.2 takes in_axes for those of the leaves where there happen to be as many leaves as arguments, one of them being empty.
     class Many(nn.Module):
