@@ -41,6 +41,7 @@ from fitflax.checkpoints.contents import read_metadata, read_state, write_checkp
 from fitflax.checkpoints.trees import host_copy, restore_tree, to_plain
 from fitflax.live import LiveState
 from fitflax.parallel import DataParallel
+from fitflax.state import TrainState
 
 LIMITS = {"save": 0.85, "restore": 0.7}
 MAX_EXTRA_MB = 64
@@ -130,12 +131,13 @@ def copiers(tree: Tree) -> dict[str, Contender]:
     host = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
     strategy = DataParallel(jax.devices()[:1])
     on_device = strategy.put(tree)
-    live = LiveState(strategy, on_device, 0)
-    jax.block_until_ready(live.snapshot(on_device))  # Compiles.
+    state = TrainState(step=strategy.put(np.int32(0)), params=on_device, model_state={}, opt_state=(), key=strategy.put(jax.random.key(0)))
+    live = LiveState(strategy, state, 0)
+    live.snapshot(on_device).leaves()  # Compiles.
     return {
         "base": lambda: [leaf.copy() for leaf in host],
         # On a CPU nobody waits for it, but the steps that come after it do.
-        "fitflax": lambda: host_copy(to_plain(on_device, root="train")) if live.snapshots_wait else jax.block_until_ready(live.snapshot(on_device)),
+        "fitflax": lambda: host_copy(to_plain(on_device, root="train")) if live.snapshots_wait else live.snapshot(on_device).leaves(),
         "control": lambda: [leaf.copy() for leaf in host],
     }
 
