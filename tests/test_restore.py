@@ -274,6 +274,7 @@ class Watched(DataParallel):
         def measured(*arguments: Any) -> Any:
             return self._measured(function(*arguments))
 
+        measured.lower = function.lower
         return measured
 
 
