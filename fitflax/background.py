@@ -139,6 +139,7 @@ class Background:
         except IndexError:
             return False
         else:
+            self._news.put(None)  # There is room for another one.
             try:
                 job()
             except BaseException as error:  # noqa: BLE001 (it is its caller's business)

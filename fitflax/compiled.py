@@ -24,7 +24,8 @@ _TRAIN_OUTPUTS: tuple[Layout, ...] = ("replicated", "replicated", "replicated", 
 class CompiledSteps:
     """The compiled functions of a task, by kind.
 
-    All take a carry's leaves and key first, then packed sums where there are any. What follows, by kind:
+    `"init"`, of no structure yet, takes a key and a batch. All others take a carry's leaves and key first, then packed sums where there are any. What
+    follows, by kind:
 
     * `"train"`: a batch; `"train group"`: a count, and batches with a leading axis of steps, of which so many are made.
     * `"evaluate"` and `"evaluate group"`: the same. The leaves are those of `(params, model_state)`.
@@ -74,6 +75,7 @@ class CompiledSteps:
         name = kind, treedef, keep_grads
         if name not in self._functions:
             self._functions[name] = {
+                "init": self._init,
                 "train": self._train,
                 "train group": self._train_group,
                 "evaluate": self._evaluate,
@@ -82,6 +84,9 @@ class CompiledSteps:
                 "predict group": self._predict_group,
             }[kind](treedef, keep_grads)
         return self._functions[name]
+
+    def _init(self, _: Any, __: bool) -> Compiled:
+        return self._task.strategy.compile(self._task.init_state, inputs=("replicated", "split"), outputs="replicated")
 
     def _train(self, treedef: Any, keep_grads: bool) -> Compiled:
         def train_step(leaves: list[Any], key: jax.Array, sums: Sums, batch: Batch) -> Any:

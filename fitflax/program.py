@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from fitflax.collected import Collected
-from fitflax.compilation import AheadOfTime, CompiledShapes
+from fitflax.compilation import CompiledShapes
 from fitflax.compiled import CompiledSteps
 from fitflax.data import FedBatch, Source
 from fitflax.data.arrays import ArraySource
@@ -116,36 +116,33 @@ class Program:
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self.strategy = strategy = task.strategy
-        self._init = strategy.compile(task.init_state, inputs=("replicated", "split"), outputs="replicated")
+        self.strategy = task.strategy
         self._steps = CompiledSteps(task, lambda train: self._structures[train].form)
-        self._ahead = AheadOfTime()  # Of `_init`.
         self._structures: dict[bool, _Structure] = {}
         # What was dry-run already: kind, shapes, and whether the batch came alone; and how many of such batches a call takes.
         self._seen: dict[tuple[str, str, bool], int] = {}
         self._compiled = {verb: CompiledShapes(verb) for verb in ("train on", "evaluate", "predict")}
         # Shared by all of them, because a collective of an evaluation can wait for one of a step.
-        self._in_flight = _InFlight(strategy.max_in_flight)
+        self._in_flight = _InFlight(self.strategy.max_in_flight)
         self.has_trained = False
 
     # -- preparation --
 
     def init(self, key: jax.Array, batch: Batch) -> TrainState:
         """Returns the state at step 0, replicated on the devices."""
-        self._ahead.wait("init")
-        return cast(TrainState, self._init(self.strategy.put(key), self.strategy.feed(batch)))
+        return cast(TrainState, self._steps.get("init", None)(self.strategy.put(key), self.strategy.feed(batch)))
 
     def begin_init(self, key: jax.Array, batch: Batch) -> TrainState:
         """Returns the shapes of the state at step 0, and has what `init` will call compiled in a thread."""
-        if not self.strategy.compiles_ahead:
+        lowered = self._steps.lower("init", None, self.strategy.abstract_put(key), self.strategy.abstract_feed(batch))
+        if lowered is None:
             return self.abstract_state(key, batch)
-        lowered = self._init.lower(self.strategy.abstract_put(key), self.strategy.abstract_feed(batch))
-        self._ahead.start("init", lowered)
+        self._steps.begin("init", None, lowered)
         return cast(TrainState, _abstract(lowered.out_info))
 
     def abstract_state(self, key: jax.Array, batch: Batch) -> TrainState:
         """Returns the shapes of the state at step 0, computing nothing."""
-        return cast(TrainState, jax.eval_shape(self._init, key, self.strategy.abstract_feed(batch)))
+        return cast(TrainState, jax.eval_shape(self._steps.get("init", None), key, self.strategy.abstract_feed(batch)))
 
     def prepare(
         self, state: TrainState, batch: Batch, *, train: bool, is_single: bool = False, steps_per_call: int | None = None, keep_grads: bool = False
@@ -176,8 +173,7 @@ class Program:
         structure = self._structures.setdefault(train, structure)
         sums = self.strategy.abstract_put(structure.form.pack(structure.empty))
         carry = Carry.of(state) if train else self.in_use(state)
-        place = self.strategy.abstract_put if self.strategy.compiles_ahead else _abstract
-        arguments = (place(carry.leaves), place(carry.key), sums)
+        arguments = (self.strategy.abstract_put(carry.leaves), self.strategy.abstract_put(carry.key), sums)
         size = steps_per_call
         if size is None:
             lowered = self._steps.lower(seen[0], carry.treedef, *arguments, self.strategy.abstract_feed(batch), keep_grads=keep_grads)

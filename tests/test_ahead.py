@@ -86,3 +86,21 @@ def test_another_batch_size_is_compiled_ahead_as_well(devices, compilations):
     for size in (16, 32, 16):
         trainer.fit(X, Y, batch_size=size, verbose=0)
     assert len([name for name in compilations.names if "train_step" in name]) == 2
+
+
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_where_nothing_can_be_compiled_ahead_all_is_the_same(num_devices, devices, monkeypatch):
+    """As with several processes."""
+    results = []
+    for ahead in (True, False):
+        strategy = DataParallel(devices(num_devices))
+        strategy.compiles_ahead = ahead
+        if not ahead:
+            monkeypatch.setattr(AheadOfTime, "start", lambda *_: pytest.fail("compiled ahead"))
+        trainer = fitflax.Trainer(nn.Dense(3), parallel=strategy)
+        trainer.compile("adam", "sparse_categorical_crossentropy", ["accuracy"])
+        history = trainer.fit(X, Y, batch_size=16, validation_data=(X, Y), verbose=0)
+        results.append((history.history, trainer.predict(X, verbose=0)))
+    for key, values in results[0][0].items():
+        np.testing.assert_allclose(values, results[1][0][key], rtol=1e-6)
+    np.testing.assert_allclose(results[0][1], results[1][1], rtol=1e-6)

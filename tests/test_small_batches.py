@@ -121,6 +121,29 @@ def test_what_takes_long_is_computed_batch_by_batch(devices, monkeypatch):
     assert calls == [("evaluate", 1)] * 4 + [("predict", 1)] * 4
 
 
+class Convolved(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(3)(nn.Conv(2, (3,))(x[..., None]).reshape(len(x), -1))
+
+
+class Deep(nn.Module):
+    """Of more arrays than are worth a second trace."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(3)(x + sum(self.param(f"shift_{number}", nn.initializers.zeros, ()) for number in range(300)))
+
+
+@pytest.mark.parametrize("module", [Convolved(), Deep()])
+def test_what_a_loop_makes_slower_or_takes_long_to_trace_is_computed_batch_by_batch(module, devices, monkeypatch):
+    trainer, (x, y) = make(devices(1), module), data_of(64)
+    calls = calls_of(trainer, monkeypatch)
+    trainer.evaluate(x, y, batch_size=16, verbose=0)
+    trainer.predict(x, batch_size=16, verbose=0)
+    assert calls == [("evaluate", 1)] * 4 + [("predict", 1)] * 4
+
+
 def test_nobody_waits_for_several_batches_of_a_stream(devices, monkeypatch):
     trainer, (x, y) = make(devices(1)), data_of(64)
     calls = calls_of(trainer, monkeypatch)

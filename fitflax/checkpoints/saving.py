@@ -93,11 +93,7 @@ class Saver:
 
     def wait_for_room(self) -> None:
         """Waits until a save would not block: called before the state is copied, it keeps the copies to one that is being written and one that waits."""
-        # In this order: one that waits is not busy yet when it is taken.
-        self._thread.wait_until(lambda: not (any(job.is_save for job in self._waiting()) and self._thread.is_busy))
-
-    def _waiting(self) -> list[_Job]:
-        return [job for job in self._thread.waiting if isinstance(job, _Job)]
+        self._thread.wait_until(lambda: sum(isinstance(job, _Job) and job.is_save for job in self._thread.waiting) + self._thread.is_busy < 2)
 
     def settle(self) -> BaseException | None:
         """Waits until everything is done, and returns what a job raised, once."""

@@ -8,7 +8,7 @@ from flax import struct
 
 from fitflax.checkpoints.trees import to_plain, unpack
 from fitflax.errors import CheckpointError
-from fitflax.parallel.packed import Packed
+from fitflax.parallel.packed import Form, Packed
 
 
 @struct.dataclass
@@ -55,6 +55,18 @@ def test_trees_of_one_form_share_what_is_known_of_it():
 
 def test_packing_takes_one_array_for_each_dtype():
     assert len(jax.tree.leaves(Packed({"a": jnp.ones(2), "b": jnp.ones(()), "c": jnp.arange(3), "d": [jnp.ones((2, 2))]})._vectors)) == 2
+
+
+def test_larger_leaves_keep_a_vector_of_their_own_and_everything_comes_back():
+    original = {"a": jnp.ones(2), "large": jnp.arange(6.0).reshape(2, 3), "b": jnp.zeros(()), "n": np.arange(3), "key": jax.random.key(3)}
+    form = Form.of(original, 3)
+    packed = form.pack(original)
+    assert sorted(vector.shape for vector in packed.values()) == [(2,), (3,), (3,), (6,)]
+    for unpacked in (form.unpack(packed), form.unpack_arrays(packed)):
+        assert jax.tree.structure(unpacked) == jax.tree.structure(original)
+        for name, leaf in original.items():
+            data = (jax.random.key_data(leaf), jax.random.key_data(unpacked[name])) if name == "key" else (leaf, unpacked[name])
+            np.testing.assert_array_equal(*data)
 
 
 def test_a_key_of_an_unregistered_implementation_cannot_be_saved():
