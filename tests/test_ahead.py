@@ -1,5 +1,6 @@
 """Compiling ahead: each program once, in a thread, and found by the first call; faults are still those of the call."""
 
+import collections
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 
 import fitflax
+import fitflax.compilation as compilation
+from fitflax.callbacks import LambdaCallback
 from fitflax.compilation import AheadOfTime
 from fitflax.errors import ModelError
 from fitflax.parallel import DataParallel
@@ -104,3 +107,34 @@ def test_where_nothing_can_be_compiled_ahead_all_is_the_same(num_devices, device
     for key, values in results[0][0].items():
         np.testing.assert_allclose(values, results[1][0][key], rtol=1e-6)
     np.testing.assert_allclose(results[0][1], results[1][1], rtol=1e-6)
+
+
+def test_a_call_waits_for_its_program_instead_of_compiling_it_too(devices, monkeypatch):
+    """Each program is compiled when somebody waits for it, and not before."""
+    asked_for: dict[Any, threading.Event] = collections.defaultdict(threading.Event)
+    done: list[threading.Thread] = []
+    compile_it, wait = compilation._compile, AheadOfTime.wait
+
+    def when_asked_for(lowered: Any) -> None:
+        asked_for[threading.current_thread()].wait(30)
+        compile_it(lowered)
+        done.append(threading.current_thread())
+
+    def asking(ahead: AheadOfTime, name: Any) -> None:
+        if name in ahead._threads:
+            asked_for[ahead._threads[name]].set()
+        wait(ahead, name)
+
+    monkeypatch.setattr(compilation, "_compile", when_asked_for)
+    monkeypatch.setattr(AheadOfTime, "wait", asking)
+    at_first_step: list[int] = []
+    look = LambdaCallback(on_train_batch_end=lambda batch, logs: at_first_step.append(len(done)) if batch == 0 else None)
+    trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(devices(1)))
+    trainer.compile("sgd", "sparse_categorical_crossentropy")
+    try:
+        for size in (16, 32):  # The second one's shapes are new to a function that was called before.
+            trainer.fit(X, Y, batch_size=size, verbose=0, callbacks=[look])
+    finally:
+        for event in asked_for.values():
+            event.set()
+    assert at_first_step == [2, 3]  # The state at step 0, a step of 16, a step of 32.

@@ -1,6 +1,7 @@
 """Work in a thread: order, errors, the thread's life, and that no exception in the thread that hands it out can leave a lock behind."""
 
 import ctypes
+import sys
 import threading
 import time
 
@@ -77,15 +78,19 @@ class _Left(BaseException):
 def test_an_exception_at_any_instant_in_the_caller_leaves_a_thread_that_works_on():
     """Raised from outside between two instructions of a thread that hands out work and waits, again and again, as Ctrl-C is in the main thread."""
     background, errors = make()
-    rounds = 300
+    rounds = 1000
     caught = []
+    # Threads change places after a few instructions, so that the exception comes anywhere, and not mostly where the caller waits.
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
 
     def hand_out() -> None:
         while len(caught) < rounds:
             try:
                 while True:
-                    background.submit(lambda: None)
-                    background.wait_until(lambda: len(background.waiting) < 3)
+                    for _ in range(20):
+                        background.submit(lambda: None)
+                    background.wait_until(lambda: len(background.waiting) < 20)
             except _Left:
                 caught.append(1)
 
@@ -96,13 +101,26 @@ def test_an_exception_at_any_instant_in_the_caller_leaves_a_thread_that_works_on
         before = len(caught)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Left))
         while len(caught) == before and thread.is_alive() and time.monotonic() < end:
-            time.sleep(0.0005)
+            time.sleep(0.0002)
+    sys.setswitchinterval(interval)
     assert not thread.is_alive() and len(caught) == rounds
     done = []
     background.submit(lambda: done.append("still"))
     background.wait_until(lambda: bool(done))
     background.end()
     assert errors == []
+
+
+def test_a_job_that_comes_while_the_thread_ends_is_done(monkeypatch):
+    ended, done = [], []
+    background, _ = make(on_end=lambda: ended.append(len(done)))
+    # As from somebody who has added it and sees a thread that has just made up its mind.
+    monkeypatch.setattr(background, "_sleep", lambda: done or background._jobs.append(lambda: done.append(1)))
+    background.submit(lambda: None)
+    background.wait_until(lambda: bool(done))
+    monkeypatch.undo()
+    background.end()
+    assert done == [1] and ended[0] == 1
 
 
 @pytest.mark.parametrize("count", [0, 1])

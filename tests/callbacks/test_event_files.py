@@ -146,6 +146,27 @@ def test_the_thread_begins_with_the_first_job_and_ends_at_close(tmp_path):
     assert threading.active_count() == before and list(tmp_path.iterdir()) == []
 
 
+def test_few_jobs_wait_because_they_may_hold_copies_of_all_parameters(tmp_path):
+    files, gate, begun = EventFiles(tmp_path, "a", 0), threading.Event(), threading.Event()
+    files.submit(lambda put: (begun.set(), gate.wait(60)))
+    assert begun.wait(60)
+    submitted = []
+
+    def submit() -> None:
+        for number in range(20):
+            files.submit(lambda put: None)
+            submitted.append(number)
+
+    thread = threading.Thread(target=submit)
+    thread.start()
+    thread.join(0.5)
+    assert thread.is_alive() and len(submitted) == 8
+    gate.set()
+    thread.join(60)
+    files.close()
+    assert len(submitted) == 20
+
+
 def test_sync_puts_everything_on_disk_while_the_files_stay_open(tmp_path, monkeypatch):
     synced, fsync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(descriptor), fsync(descriptor)))

@@ -11,7 +11,7 @@ import pytest
 
 from fitflax import background
 from fitflax.checkpoints.lock import holder_of
-from fitflax.checkpoints.saving import Saver
+from fitflax.checkpoints.saving import Saver, _Job
 from fitflax.errors import DirectoryInUseError
 
 
@@ -92,6 +92,16 @@ def test_nothing_is_taken_after_a_failure_until_somebody_has_heard_of_it():
     saver.close()
 
 
+def test_a_job_that_was_taken_while_the_one_before_failed_is_left_out():
+    saver, done = Saver(), []
+    saver.submit(failing)
+    saver._thread.wait_until(lambda: saver.has_failed and saver.is_idle)
+    saver._thread.submit(_Job(saver, lambda: done.append("names what has failed"), True))  # Past the question of `submit`.
+    with pytest.raises(OSError, match="No space left"):
+        saver.close()
+    assert done == []
+
+
 def test_the_end_raises_what_failed():
     saver = Saver()
     saver.submit(failing)
@@ -161,7 +171,7 @@ def test_a_run_that_is_alive_keeps_its_directory_from_other_runs_of_the_process(
 
 SCRIPT = """
 import pathlib, sys, time
-from fitflax.checkpoints.saving import Saver
+from fitflax.checkpoints.saving import Saver, _Job
 
 def slow():
     time.sleep(0.5)
