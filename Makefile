@@ -15,7 +15,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check
 help:
 	@echo 'make test      lint, types and every test that is not marked slow'
 	@echo 'make test-all  lint, types and every test; CI runs this'
-	@echo 'make soak      kill a run 200 times and compare it with one never stopped'
+	@echo 'make soak      kill a run 200 times and compare it with one never stopped; make a million steps and look at the memory'
 	@echo 'make lint      lint and types alone'
 	@echo 'make bench     measure fitflax against hand-written loops, Keras and Lightning (40 minutes)'
 	@echo 'make demo      train a small network on handwritten digits'
@@ -60,7 +60,7 @@ test-all: lint
 
 # Other kills than the last time: FITFLAX_SOAK_SEED=n make soak.
 soak: venv
-	FITFLAX_SOAK=200 $(BIN)/python -m pytest -n $(WORKERS) tests/test_kills.py
+	FITFLAX_SOAK=200 $(BIN)/python -m pytest -n $(WORKERS) tests/test_kills.py tests/test_soak.py
 
 bench: peers
 	$(BIN)/python $(INSTALL) --editable '.[test,examples,peers,benchmarks]'

@@ -125,7 +125,7 @@ class EvalLoop:
         while self._steps is None or batch < self._steps:
             if self._interruption is not None and self._interruption.requested:
                 raise Interrupted
-            fed = feed.next()
+            fed = feed.next(size)
             if fed is None:
                 break
             if sums is None:
@@ -260,7 +260,7 @@ def _predictions(
     is_over = False
     while not is_over:
         with reading():
-            fed = feed.next() if steps is None or batch < steps else None
+            fed = feed.next(size) if steps is None or batch < steps else None
         is_over = fed is None
         if fed is not None:
             if batch == 0:
@@ -273,7 +273,7 @@ def _predictions(
                 group += feed.next_like(fed.batch, (size if steps is None else min(size, steps - batch)) - 1)
             last = batch + len(group) - 1
             # In no variable of its own, which would keep it while the caller works.
-            pending.append(_Dispatched(last, program.predict(used, [each.batch for each in group], batch, size), group, is_group=size > 1))
+            pending.append(_Dispatched(last, program.predict(used, group, batch, size), group, is_group=size > 1))
             batch = last + 1
             if not program.strategy.is_on_host:
                 _send_to_host(pending[-1].outputs)

@@ -340,6 +340,7 @@ class TrainLoop:
                     return  # An epoch that gets no batch does not begin.
                 self._open_epoch()
             while not progress.epoch_is_over:
+                progress.is_pending &= self._is_watched
                 if progress.is_pending and not self._is_interrupted():
                     # The next batch comes first: if the data fails, a resume looks at this step's triggers once more.
                     goes_on = not self._is_finished() and self._fetch()
@@ -395,7 +396,7 @@ class TrainLoop:
         return bool(self._upcoming)
 
     def _take(self) -> bool:
-        fed = self._feed.next()
+        fed = self._feed.next(self._room())
         self._upcoming = [] if fed is None else [fed]
         return fed is not None
 
@@ -418,7 +419,7 @@ class TrainLoop:
         ends = [step + room - (step - progress.first_step) % room, plan.end_step, self._stretch_end]
         ends += [schedule.next_step(step, plan.process_start) for schedule in (self._schedule, self._validation_schedule, self.callbacks)]
         if plan.steps_per_epoch is not None:
-            ends.append(step + plan.steps_per_epoch - progress.step_in_epoch)
+            ends.append(step + plan.steps_per_epoch - (progress.step_in_epoch if progress.epoch_is_open else 0))
         return max(1, min(end for end in ends if end is not None) - step)
 
     def _train_group(self) -> None:
@@ -522,6 +523,11 @@ class TrainLoop:
         for evaluate in self._validation.loops:
             checkpoint = evaluate(checkpoint)
         return checkpoint
+
+    @property
+    def _is_watched(self) -> bool:
+        """Whether there is any trigger, or somebody who makes single steps."""
+        return self._has_triggers or self.callbacks.has_schedules or self._stretch_end is not None
 
     def _look_at_triggers(self) -> bool:
         """Returns whether anybody wants a checkpoint of this step; validates if that is due in the middle of an epoch."""

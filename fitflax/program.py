@@ -4,7 +4,6 @@ Each of training, evaluation and prediction is one compiled function. What they 
 evaluating shapes alone, which is also the dry run that reports mistakes before anything is compiled.
 """
 
-import collections
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from fitflax.compilation import CompiledShapes
 from fitflax.compiled import CompiledSteps
 from fitflax.data import FedBatch, Source
 from fitflax.data.arrays import ArraySource
+from fitflax.data.batch import in_one_piece
 from fitflax.errors import LossError, MetricError, ModelError, NotReadyError
 from fitflax.live import Carry, Sums
 from fitflax.logs import NUM_STEP_VALUES, Place, StepValues, Values
@@ -55,12 +55,14 @@ class _InFlight:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._pending: collections.deque[Values] = collections.deque()
+        self._pending: list[Values] = []
 
     def make_room(self) -> None:
-        """Waits until one more step may be dispatched."""
-        while len(self._pending) >= self._limit:
-            self._pending.popleft().wait()
+        """Waits until one more step may be dispatched; not every time, but then until half of them are finished, which one wait can tell."""
+        if len(self._pending) >= self._limit:
+            half = (self._limit + 1) // 2
+            self._pending[half - 1].wait()
+            del self._pending[:half]
 
     def add(self, values: Values) -> None:
         """Notes the values of a step just dispatched."""
@@ -275,14 +277,18 @@ class Program:
 
     # -- running --
 
+    def _see(self, verb: str, fed: FedBatch) -> None:
+        if fed.number == 0:  # Others were cut off the same piece as one that was seen.
+            self._compiled[verb].see(fed.batch)
+
     def train_group(self, carry: Carry, sums: Sums, group: Sequence[FedBatch], size: int, *, keep_grads: bool = False) -> Trained:
         """Dispatches several updates in one call, at most `size`, for which it is compiled; `carry` and `sums` are consumed."""
         structure = self._structures[True]
         for fed in group:
             _check_scalar(structure, fed)
-        self._compiled["train on"].see(group[0].batch)
+        self._see("train on", group[0])
         self._in_flight.make_room()
-        batches = self.strategy.feed_group([fed.batch for fed in group], size)
+        batches = self.strategy.feed_group([fed.batch for fed in group], size, in_one_piece(group))
         function = self._steps.get("train group", carry.treedef, keep_grads=keep_grads)
         leaves, sums, (vector, vectors), rows, grads = function(carry.leaves, carry.key, sums, np.int32(len(group)), batches)
         self.has_trained = True
@@ -322,7 +328,7 @@ class Program:
         """Dispatches one update; `carry` and `sums` are consumed."""
         structure = self._structures[True]
         _check_scalar(structure, fed)
-        self._compiled["train on"].see(fed.batch)
+        self._see("train on", fed)
         self._in_flight.make_room()
         function = self._steps.get("train", carry.treedef, keep_grads=keep_grads)
         leaves, sums, vector, rows, grads = function(carry.leaves, carry.key, sums, self.strategy.feed(fed.batch))
@@ -349,12 +355,12 @@ class Program:
         structure = self._structures[False]
         for fed in group:
             _check_scalar(structure, fed)
-        self._compiled["evaluate"].see(group[0].batch)
+        self._see("evaluate", group[0])
         self._in_flight.make_room()
         if size == 1:
             sums, vector, rows = self._steps.get("evaluate", used.treedef)(used.leaves, used.key, sums, self.strategy.feed(group[0].batch))
         else:
-            batches = self.strategy.feed_group([fed.batch for fed in group], size)
+            batches = self.strategy.feed_group([fed.batch for fed in group], size, in_one_piece(group))
             sums, vector, rows = self._steps.get("evaluate group", used.treedef)(used.leaves, used.key, sums, np.int32(len(group)), batches)
         values = Values(structure.places, vector)
         self._in_flight.add(values)
@@ -368,20 +374,21 @@ class Program:
         collector.add(rows)
         return values.with_late(collector.keys, collector.now()).metrics()
 
-    def predict(self, used: Carry, batches: Sequence[Batch], index: int, size: int = 1) -> PyTree:
+    def predict(self, used: Carry, group: Sequence[FedBatch], index: int, size: int = 1) -> PyTree:
         """Dispatches the module on some batches and returns its outputs, on the devices.
 
         Args:
             used: What `in_use` returned.
-            batches: The batches.
+            group: The batches.
             index: The number of the first one.
             size: How many of them there may be: 1, or what `group_for` returned, for which a call is compiled; outputs then have a leading axis of so many.
         """
-        self._compiled["predict"].see(Batch(batches[0].x, (), batches[0].mask))
+        first = group[0].batch
+        self._compiled["predict"].see(Batch(first.x, (), first.mask))
         if size == 1:
-            return self._steps.get("predict", used.treedef)(used.leaves, used.key, np.int32(index), self.strategy.feed(batches[0]).x)
-        xs = self.strategy.feed_group(batches, size).x
-        return self._steps.get("predict group", used.treedef)(used.leaves, used.key, np.int32(index), np.int32(len(batches)), xs)
+            return self._steps.get("predict", used.treedef)(used.leaves, used.key, np.int32(index), self.strategy.feed(first).x)
+        xs = self.strategy.feed_group([fed.batch for fed in group], size, in_one_piece(group)).x
+        return self._steps.get("predict group", used.treedef)(used.leaves, used.key, np.int32(index), np.int32(len(group)), xs)
 
     def check_predict(self, state: TrainState, batch: Batch, *, is_single: bool = False) -> None:
         """Dry-runs prediction on shapes alone; arguments as of `prepare`.

@@ -710,7 +710,7 @@ class Trainer:
         fed = self._session.feeder.single(Triple(inputs, (), None), "predict")
         self._session.check_restored(fed.batch)
         program.check_predict(live.borrow(), fed.batch, is_single=True)
-        outputs = self._session.strategy.join(program.predict(program.in_use(live.borrow()), [fed.batch], 0))
+        outputs = self._session.strategy.join(program.predict(program.in_use(live.borrow()), [fed], 0))
         return jax.tree.map(lambda leaf: leaf[: fed.num_real], outputs)
 
     # -- loops --

@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import pathlib
+import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -24,6 +25,10 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+
+# Started in the background by a shell, this process would ignore Ctrl-C, and so would those that it starts; many tests are about it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Half of the time of the tests would go into compiling the same small programs again and again. A directory for each process, because JAX does not write it
 # atomically. A program that comes from here still counts as compiled, in JAX's events and so in `Compilations`.

@@ -75,9 +75,13 @@ class _Left(BaseException):
     """What a signal handler raises."""
 
 
-def test_an_exception_at_any_instant_in_the_caller_leaves_a_thread_that_works_on():
+def test_an_exception_at_any_instant_in_the_caller_leaves_a_thread_that_works_on(monkeypatch):
     """Raised from outside between two instructions of a thread that hands out work and waits, again and again, as Ctrl-C is in the main thread."""
+    # No thread is started meanwhile: for an instant it has the number of the one that starts it, and would get the exception in its place.
+    monkeypatch.setattr(background_module, "IDLE_SECONDS", 1000.0)
     background, errors = make()
+    background.submit(lambda: None)
+    background.wait_until(lambda: background.is_idle)
     rounds = 1000
     caught = []
     # Threads change places after a few instructions, so that the exception comes anywhere, and not mostly where the caller waits.

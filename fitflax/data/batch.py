@@ -6,7 +6,7 @@ All of it is NumPy on the host; nothing here knows the device.
 import dataclasses
 import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 from fitflax.errors import ConfigError, DataError, FitflaxWarning, did_you_mean
 from fitflax.state import Batch, PyTree
 
-__all__ = ["Batcher", "FedBatch", "Position", "Selection", "Triple", "full_mask", "leaf_paths", "num_examples"]
+__all__ = ["Batcher", "FedBatch", "Position", "Selection", "Triple", "full_mask", "in_one_piece", "leaf_paths", "num_examples"]
 
 
 class Triple(NamedTuple):
@@ -48,6 +48,8 @@ class FedBatch(NamedTuple):
         batch: The padded batch.
         num_real: How many of its rows are real.
         position: The position of the data after this batch.
+        block: The full batches that were read in one piece with it, rows one behind the other; `None` where there are none.
+        number: Which of them it is, from 0.
 
     >>> FedBatch(Batch(x=np.ones((2, 3)), y=(), mask=full_mask(2)), num_real=2, position=Position(examples=2)).num_real
     2
@@ -56,6 +58,24 @@ class FedBatch(NamedTuple):
     batch: Batch
     num_real: int
     position: Position
+    block: Triple | None = None
+    number: int = 0
+
+
+def in_one_piece(group: Sequence[FedBatch]) -> Triple | None:
+    """Returns batches as views of what they were read in, rows one behind the other; `None` if they do not lie so.
+
+    >>> whole = Triple(np.arange(6.0), (), None)
+    >>> fed = [FedBatch(Batch(whole.x[i : i + 2], (), full_mask(2)), 2, Position(examples=i + 2), whole, i // 2) for i in (0, 2, 4)]
+    >>> in_one_piece(fed[1:]).x.tolist(), in_one_piece(fed[::2])
+    ([2.0, 3.0, 4.0, 5.0], None)
+    """
+    first, last = group[0], group[-1]
+    # Batches of one pass come in its order, so that the first and the last tell enough.
+    if first.block is None or last.block is not first.block or last.number - first.number != len(group) - 1:
+        return None
+    rows = slice(first.number * first.num_real, (last.number + 1) * first.num_real)
+    return Triple(*jax.tree.map(lambda leaf: leaf[rows], tuple(first.block)))
 
 
 @functools.lru_cache(maxsize=64)
@@ -255,18 +275,51 @@ class Batcher:
         Raises:
             DataError: Lengths that differ, an empty batch, values that are no numbers.
         """
-        x, y, weights = triple if is_checked else _checked(triple)
+        x, y, weights = self._weigh(triple if is_checked else _checked(triple))
+        return self._padded((x, y, weights), len(jax.tree.leaves(x)[0]))
+
+    def _padded(self, weighed: tuple[PyTree, PyTree, Any], rows: int) -> tuple[Batch, int]:
+        size = self._size_for(rows)
+        if rows == size:
+            return Batch(weighed[0], weighed[1], full_mask(size), weighed[2]), rows
+        repeated = np.arange(size) % rows
+        x, y, weights = jax.tree.map(lambda leaf: leaf[repeated], weighed)
+        return Batch(x, y, np.arange(size) < rows, weights), rows
+
+    def _weigh(self, triple: Triple) -> Triple:
+        x, y, weights = triple
         weights = None if weights is None else np.asarray(weights, np.float32)
-        rows = len(jax.tree.leaves(x)[0])
         if self._class_weight is not None:
             by_class = class_weights_of(y, self._class_weight)
             weights = by_class if weights is None else weights * by_class.reshape(-1, *(1,) * (weights.ndim - 1))
-        size = self._size_for(rows)
-        if rows == size:
-            return Batch(x, y, full_mask(size), weights), rows
-        repeated = np.arange(size) % rows
-        padded = jax.tree.map(lambda leaf: leaf[repeated], (x, y, weights))
-        return Batch(padded[0], padded[1], np.arange(size) < rows, padded[2]), rows
+        return Triple(x, y, weights)
+
+    def cut(self, triple: Triple, rows: int, position: Position) -> list[FedBatch]:
+        """Returns the batches of so many rows that lie one behind the other in `triple`, known to hold arrays of numbers of one length; or the one shorter one.
+
+        Args:
+            triple: The rows of all of them.
+            rows: Of a batch.
+            position: The position of the data before them.
+        """
+        leaves, structure = jax.tree.flatten(tuple(self._weigh(triple)))
+        count, (passes, seen) = len(leaves[0]), position
+        rows = min(rows, count)
+        mask = full_mask(self._size_for(rows))
+        whole = Triple(*jax.tree.unflatten(structure, leaves))
+        is_plain = len(leaves) == 2 and leaves[0] is whole.x and leaves[1] is whole.y
+        cut = []
+        for begin in range(0, count, rows):  # As little as possible: a batch may be trained on in some microseconds.
+            end = begin + rows
+            if len(mask) != rows:
+                batch, _ = self._padded(jax.tree.unflatten(structure, [leaf[begin:end] for leaf in leaves]), rows)
+                cut.append(FedBatch(batch, rows, Position(passes, seen + end)))
+            elif is_plain:
+                cut.append(FedBatch(Batch(leaves[0][begin:end], leaves[1][begin:end], mask), rows, Position(passes, seen + end), whole, begin // rows))
+            else:
+                x, y, weights = jax.tree.unflatten(structure, [leaf[begin:end] for leaf in leaves])
+                cut.append(FedBatch(Batch(x, y, mask, weights), rows, Position(passes, seen + end), whole, begin // rows))
+        return cut
 
     def _size_for(self, rows: int) -> int:
         if not self._pad:

@@ -5,11 +5,11 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 from typing_extensions import override
 
 from fitflax.data.batch import Position, Triple
+from fitflax.data.passes import RowsPass
 from fitflax.data.streams import Source
 from fitflax.errors import ConfigError, DataError
 
@@ -46,11 +46,6 @@ class IndexedSource(Source):
         self._seed = seed
         self._drop_remainder = drop_remainder
 
-    @property
-    def batches_at_once(self) -> int:
-        """How many batches of a shuffled pass are read in one go, because that costs little more than one."""
-        return 1
-
     @abc.abstractmethod
     def read(self, rows: Any) -> Triple:
         """Returns the given rows: a slice, or an array of their numbers."""
@@ -70,18 +65,8 @@ class IndexedSource(Source):
     @override
     def open(self, position: Position) -> Iterator[Triple]:
         assert self.batch_size is not None and self.num_examples is not None
-        size, end = self.batch_size, self.num_examples
-        if not self.shuffles:
-            for begin in range(position.examples, end, size):
-                yield self.read(slice(begin, min(begin + size, end)))
-            return
-        order = np.random.default_rng([self._seed, position.passes]).permutation(self._rows)
-        block = size * self.batches_at_once
-        for begin in range(position.examples, end, block):
-            rows = min(block, end - begin)
-            leaves, structure = jax.tree.flatten(tuple(self.read(order[begin : begin + rows])))
-            for first in range(0, rows, size):
-                yield Triple(*jax.tree.unflatten(structure, [leaf[first : min(first + size, rows)] for leaf in leaves]))
+        order = np.random.default_rng([self._seed, position.passes]).permutation(self._rows) if self.shuffles else None
+        return RowsPass(self.read, range(position.examples, self.num_examples), self.batch_size, order)
 
     def cut(self, fraction: float) -> int:
         """Returns how many rows the first part has.

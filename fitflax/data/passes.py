@@ -12,13 +12,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 from typing_extensions import override
 
 from fitflax.data.batch import Position, Triple, num_examples, to_numpy
 from fitflax.data.states import UnstorableError, decode, encode
 from fitflax.errors import DataError, FitflaxWarning
 
-__all__ = ["Bookmark", "Bookmarks", "LoaderPass", "Pass", "drop", "has_states", "iterator_methods", "resumed", "set_state"]
+__all__ = ["Bookmark", "Bookmarks", "LoaderPass", "Pass", "RowsPass", "drop", "has_states", "iterator_methods", "resumed", "set_state"]
 
 # Taking a state may cost at most a hundredth of the time.
 _COST_RATIO = 100.0
@@ -48,6 +49,43 @@ class Pass(Iterator[Triple]):
 
     def close(self) -> None:
         """Lets go of what the pass holds, such as worker processes."""
+
+
+class RowsPass(Iterator[Triple]):
+    """The batches of a pass over rows that can be had by their numbers; several in one piece cost little more than one.
+
+    Args:
+        read: Returns the given rows: a slice, or an array of their numbers.
+        rows: Which rows of the pass are left.
+        size: Rows of a batch; the last one may be shorter.
+        order: The numbers of all rows in the order of the pass; `None` for the order given.
+
+    >>> data = np.arange(9.0)
+    >>> rows = RowsPass(lambda rows: Triple(data[rows], (), None), range(2, 9), 2)
+    >>> next(rows).x.tolist(), [triple.x.tolist() for triple in (rows.take(5), rows.take(5))], rows.take(5)
+    ([2.0, 3.0], [[4.0, 5.0, 6.0, 7.0], [8.0]], None)
+    """
+
+    def __init__(self, read: Callable[[Any], Triple], rows: range, size: int, order: "np.ndarray[Any, Any] | None" = None) -> None:
+        self._read = read
+        self._rows = rows
+        self._size = size
+        self._order = order
+
+    @override
+    def __next__(self) -> Triple:
+        triple = self.take(1)
+        if triple is None:
+            raise StopIteration
+        return triple
+
+    def take(self, batches: int) -> Triple | None:
+        """Returns the rows of up to so many full batches, one behind the other, or of the shorter last one; `None` at the end of the pass."""
+        if not self._rows:
+            return None
+        count = min(len(self._rows) // self._size, batches) * self._size or len(self._rows)
+        taken, self._rows = self._rows[:count], self._rows[count:]
+        return self._read(slice(taken.start, taken.stop) if self._order is None else self._order[taken.start : taken.stop])
 
 
 def has_states(loader: Any) -> bool:

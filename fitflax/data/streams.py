@@ -16,7 +16,7 @@ import numpy as np
 from typing_extensions import override
 
 from fitflax.data.batch import Batcher, FedBatch, Position, Selection, Triple, num_examples, to_numpy
-from fitflax.data.passes import Bookmark, Bookmarks, LoaderPass, Pass, drop, iterator_methods, resumed, set_state
+from fitflax.data.passes import Bookmark, Bookmarks, LoaderPass, Pass, RowsPass, drop, iterator_methods, resumed, set_state
 from fitflax.errors import FitflaxWarning
 from fitflax.state import Batch
 
@@ -57,6 +57,11 @@ class Source(abc.ABC):
     @abc.abstractmethod
     def open(self, position: Position) -> Iterator[Triple]:
         """Returns the batches of pass number `position.passes` that follow its first `position.examples` examples."""
+
+    @property
+    def batches_at_once(self) -> int:
+        """How many batches are best read in one piece, where a pass can do that."""
+        return 1
 
     def reopen(self, position: Position, bookmark: Bookmark | None) -> Iterator[Triple]:
         """Returns the same batches as `open`, in a process that goes on with the run of an earlier one.
@@ -102,9 +107,10 @@ class Feed:
         self.batcher = batcher
         self._position = position
         self._iterator: Iterator[Triple] | None = None
-        # What was given out since the last batch that was asked for alone, each with the position before it; what was taken back, the next one last.
-        self._given: list[tuple[Triple, Position]] = []
-        self._taken_back: list[Triple] = []
+        # What was given out since the last batch that was asked for alone, each with the position before it, and as it came from its source.
+        self._given: list[tuple[FedBatch, Position, Triple | None]] = []
+        # What was read and not yet given out, or taken back, the next one last.
+        self._ready: list[FedBatch] = []
         # What `next_like` came upon: the end of the pass, or an error.
         self._found: list[Exception | None] = []
         self._bookmarks = Bookmarks(clock) if is_saved else None
@@ -113,15 +119,19 @@ class Feed:
         self._resume: tuple[Bookmark | None] | None = None
         self._has_states = False
 
-    def next(self) -> FedBatch | None:
-        """Returns the next batch, or `None` at the end of a pass; the call after that begins the next pass."""
+    def next(self, ahead: int = 1) -> FedBatch | None:
+        """Returns the next batch, or `None` at the end of a pass; the call after that begins the next pass.
+
+        Args:
+            ahead: How many batches are about to be asked for, this one included: what a source can have in one piece is read so.
+        """
         self._given.clear()
         if self._found:
             error = self._found.pop()
             if error is not None:
                 raise error
             return None
-        return self._next()
+        return self._next(ahead)
 
     def next_like(self, batch: Batch, count: int) -> list[FedBatch]:
         """Returns up to `count` more batches, of the shapes of `batch` and of the same pass: all that can be trained on together with it.
@@ -131,7 +141,7 @@ class Feed:
         batches: list[FedBatch] = []
         while len(batches) < count and not self._found and not self.pass_has_ended:
             try:
-                fed = self._next()
+                fed = self._next(count - len(batches))
             except Exception as error:  # noqa: BLE001 (raised by next(), once those before it are used)
                 self._found.append(error)
                 break
@@ -148,25 +158,45 @@ class Feed:
         # Batches of one source of arrays can differ in their number of rows alone, and asking for all shapes takes longer than cutting a batch out.
         return len(one.mask) == len(other.mask) if self.source.is_checked else _shapes(one) == _shapes(other)
 
-    def _next(self) -> FedBatch | None:
-        if self._iterator is None:
-            self._iterator = self._open()
-        triple = self._taken_back.pop() if self._taken_back else None
-        if triple is None:
-            if self._pass is not None and self._bookmarks is not None:
-                self._bookmarks.take(self._position, self._pass)
-            triple = next(self._iterator, None)
-        if triple is None:
-            self._iterator = self._pass = None
-            self._position = Position(self._position.passes + 1)
+    def _next(self, ahead: int) -> FedBatch | None:
+        raw = None
+        if not self._ready:
+            if self._iterator is None:
+                self._iterator = self._open()
+            raw = self._read(self._iterator, ahead)
+            if not self._ready:
+                self._iterator = self._pass = None
+                self._position = Position(self._position.passes + 1)
+                return None
+        fed = self._ready.pop()
+        self._given.append((fed, self._position, raw))
+        self._position = fed.position
+        return fed
+
+    def _read(self, iterator: Iterator[Triple], ahead: int) -> Triple | None:
+        """Has what comes next in `_ready`, which stays empty at the end of the pass; returns a batch that came alone as it came."""
+        source = self.source
+        if source.is_checked and isinstance(iterator, RowsPass):
+            rows = iterator.take(max(source.batches_at_once, ahead))
+            if rows is not None:
+                assert source.batch_size is not None
+                self._ready = self.batcher.cut(rows, source.batch_size, self._position)[::-1]
             return None
-        if not self.source.owns_batches:
+        if self._pass is not None and self._bookmarks is not None:
+            self._bookmarks.take(self._position, self._pass)
+        try:
+            triple = next(iterator, None)
+        except BaseException:
+            self._pass = None  # Its state now may count a batch that nobody got: the bookmarks taken before stay the newest.
+            raise
+        if triple is None:
+            return None
+        if not source.owns_batches:
             # A loader may fill one buffer again and again, and a step may still be reading it when the next batch is asked for.
             triple = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, triple)
-        batch, num_real = self.batcher(triple, is_checked=self.source.is_checked)
-        self._given.append((triple, self._position))
-        self._position = Position(self._position.passes, self._position.examples + num_real)
-        return FedBatch(batch, num_real, self._position)
+        batch, num_real = self.batcher(triple, is_checked=source.is_checked)
+        self._ready.append(FedBatch(batch, num_real, Position(self._position.passes, self._position.examples + num_real)))
+        return triple
 
     def _open(self) -> Iterator[Triple]:
         resume, self._resume = self._resume, None
@@ -190,7 +220,7 @@ class Feed:
         """
         if self._bookmarks is None:
             return {}
-        if position == self._position and self._pass is not None and not self._taken_back:
+        if position == self._position and self._pass is not None and not self._ready:
             self._bookmarks.take(position, self._pass)
         elif position == self._position and self._iterator is None and self._has_states:
             try:
@@ -216,11 +246,11 @@ class Feed:
     def push_back(self, count: int = 1) -> None:
         """Takes back the batches given last, which nobody used: `next` gives them again, and so does another feed over an iterator that serves once."""
         for _ in range(min(count, len(self._given))):
-            triple, self._position = self._given.pop()
-            if isinstance(self.source, OneShotSource):
-                self.source.take_back(triple)
+            fed, self._position, raw = self._given.pop()
+            if raw is not None and isinstance(self.source, OneShotSource):
+                self.source.take_back(raw)
             else:
-                self._taken_back.append(triple)
+                self._ready.append(fed)
 
     @property
     def pass_has_ended(self) -> bool | None:

@@ -70,8 +70,14 @@ class Strategy(abc.ABC):
         """Returns a host batch in the form in which compiled functions take it, in the cheapest way for these devices."""
 
     @abc.abstractmethod
-    def feed_group(self, batches: Sequence[Batch], size: int) -> Batch:
-        """Returns batches of the same shapes as one with a leading axis of `size` steps (inside a step; what is beyond them is arbitrary), as `feed` does."""
+    def feed_group(self, batches: Sequence[Batch], size: int, whole: PyTree = None) -> Batch:
+        """Returns batches of the same shapes as one with a leading axis of `size` steps (inside a step; what is beyond them is arbitrary), as `feed` does.
+
+        Args:
+            batches: At most `size`.
+            size: How many steps a call may make.
+            whole: `(x, y, weights)` of all of them, NumPy arrays `[len(batches) * batch, ...]`, where they lie so already.
+        """
 
     @abc.abstractmethod
     def abstract_feed(self, batch: Batch, steps: int | None = None) -> Batch:

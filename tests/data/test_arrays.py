@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fitflax.data import Batcher, Feed, Position
+from fitflax.data import Batcher, FedBatch, Feed, Position
 from fitflax.data.arrays import ArraySource
+from fitflax.data.batch import in_one_piece
 from fitflax.errors import ConfigError, DataError
 
 
@@ -201,19 +202,56 @@ def test_batches_of_arrays_are_not_checked_again(monkeypatch):
     assert Feed(source, Batcher(size=2)).next().num_real == 2
 
 
+def fed_rows(source: ArraySource, begin: int = 0, *, ahead: int = 1, **options) -> list[FedBatch]:
+    feed = Feed(source, Batcher(**{"size": source.batch_size, **options}), Position(passes=2, examples=begin))
+    return list(iter(lambda: feed.next(ahead), None))
+
+
+@pytest.mark.parametrize("weights", [None, np.arange(50.0)])
 @pytest.mark.parametrize("batch_size", [1, 3, 4, 100])
-def test_batches_read_together_are_those_read_alone_from_any_position(batch_size, monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"num_replicas": 4}, {"pad": False}, {"class_weight": {1: 2.0}}])
+def test_batches_read_together_are_those_read_alone_from_any_position(batch_size, options, weights, monkeypatch):
     x = np.arange(50.0, dtype=np.float32)[:, None]
-    together = ArraySource(x, x[:, 0], batch_size=batch_size, shuffle=True, seed=3)
-    assert together.batches_at_once == 16
-    batches = list(together.open(Position(passes=2)))
+    source = ArraySource(x, np.arange(50) % 3, weights, batch_size=batch_size, shuffle=True, seed=3)
+    together = fed_rows(source, **options)
+    assert source.batches_at_once == 16 and len(together) == source.num_batches
     monkeypatch.setattr("fitflax.data.arrays._MAX_BATCHES", 1)
-    alone = ArraySource(x, x[:, 0], batch_size=batch_size, shuffle=True, seed=3)
-    assert alone.batches_at_once == 1
+    assert source.batches_at_once == 1
     for begin in range(0, 50, batch_size):
-        for ours, theirs in zip(batches[begin // batch_size :], alone.open(Position(passes=2, examples=begin)), strict=True):
-            np.testing.assert_array_equal(ours.x, theirs.x)
-            np.testing.assert_array_equal(ours.y, theirs.y)
+        for ours, theirs in zip(together[begin // batch_size :], fed_rows(source, begin, **options), strict=True):
+            jax.tree.map(np.testing.assert_array_equal, ours[:3], theirs[:3])
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_so_many_batches_as_will_be_asked_for_are_read_in_one_piece(shuffle):
+    x = np.arange(100.0, dtype=np.float32)
+    feed = Feed(ArraySource({"a": x}, -x, batch_size=2, shuffle=shuffle, seed=1), Batcher(size=2))
+    for count, begin in ((20, 0), (3, 40), (16, 46), (7, 78)):  # The three are cut off sixteen, and the next sixteen lie across what is left of those.
+        group = [feed.next(count)]
+        group += feed.next_like(group[0].batch, count - 1)
+        whole, batches = in_one_piece(group), [fed.batch for fed in group]
+        assert group[-1].position.examples == begin + 2 * count
+        assert (whole is None) == (begin == 46)
+        if whole is not None:
+            np.testing.assert_array_equal(whole.x["a"], np.concatenate([batch.x["a"] for batch in batches]))
+            np.testing.assert_array_equal(whole.y, np.concatenate([batch.y for batch in batches]))
+
+
+def test_the_short_last_batch_is_refused_in_its_turn():
+    feed = Feed(ArraySource(np.arange(7.0), batch_size=2), Batcher(num_replicas=2, size=2, pad=False))
+    assert [feed.next(9).num_real for _ in range(3)] == [2, 2, 2]
+    with pytest.raises(DataError, match="A batch of 1 examples cannot be split over 2 devices"):
+        feed.next()
+
+
+def test_batches_read_ahead_and_given_back_come_again_after_the_feed_was_closed():
+    feed = Feed(ArraySource(np.arange(8.0), batch_size=2), Batcher(size=2))
+    first = feed.next()
+    feed.next_like(first.batch, 1)
+    feed.close()
+    feed.push_back()
+    assert [fed.batch.x.tolist() for fed in iter(feed.next, None)] == [[2, 3], [4, 5], [6, 7]]
+    assert feed.next().batch.x.tolist() == [0, 1]
 
 
 def test_large_rows_are_read_batch_by_batch():

@@ -407,7 +407,10 @@ def test_a_run_over_a_loader_with_a_state_resumes_bit_for_bit_without_a_warning(
     assert_resumes(tmp_path, lambda: Batches(next(seeds), batches=3), k, steps_per_epoch=steps_per_epoch)
 
 
-def test_a_run_that_broke_off_in_the_data_resumes_bit_for_bit(tmp_path):
+@pytest.mark.parametrize("cost_ratio", [0.0, 1e9], ids=["states before each batch", "a state at the beginning alone"])
+def test_a_run_that_broke_off_in_the_data_resumes_bit_for_bit(cost_ratio, tmp_path, monkeypatch):
+    monkeypatch.setattr("fitflax.data.passes._COST_RATIO", cost_ratio)
+
     class Breaking(Batches):
         def __iter__(self) -> Iterator[Any]:
             for batch in super().__iter__():
