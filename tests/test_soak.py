@@ -14,8 +14,8 @@ import pytest
 SCRIPT = pathlib.Path(__file__).with_name("soak_script.py")
 IS_SOAK = int(os.environ.get("FITFLAX_SOAK", "0")) > 0
 STEPS = 1_000_000 if IS_SOAK else 40_000
-# What allocators, and the history of a thousand epochs, may make of it; a hundred bytes lost in every step would be 75 MB.
-LIMIT_MB = 16
+# What allocators may make of it; twenty bytes lost in every step of a million would be more.
+LIMIT_MB = 8
 
 
 @pytest.mark.slow
