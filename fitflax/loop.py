@@ -15,105 +15,21 @@ from fitflax.checkpoints.saving import Saver
 from fitflax.collected import Collected
 from fitflax.data import FedBatch, Feed, Position
 from fitflax.errors import ConfigError
-from fitflax.evaluation import EvalLoop, Interrupted
+from fitflax.evaluation import Interrupted
 from fitflax.live import LiveState, Sums
 from fitflax.logs import Logs, StepValues
-from fitflax.program import Program
+from fitflax.plan import Progress, RunPlan, Validation
+from fitflax.program import Program, Trained
 from fitflax.signals import Interruption
 from fitflax.state import TrainState
-from fitflax.triggers import Moment, Schedule, Trigger
+from fitflax.triggers import Moment, Schedule
 
-__all__ = ["Progress", "RunPlan", "TrainLoop", "Validation"]
-
-
-@dataclasses.dataclass
-class Progress:
-    """Where a run is, counted on the host; what of it a resume needs is saved as JSON.
-
-    Attributes:
-        step: Finished updates.
-        epoch: Index of the present or next epoch.
-        step_in_epoch: Finished updates of the present epoch.
-        epoch_is_open: Whether the epoch has begun and not ended.
-        epoch_is_over: Whether the open epoch has had all its batches.
-        is_pending: Whether it is still to be seen what the last step's triggers ask for.
-        position: The position of the data after the last finished step.
-        first_step: The step at which this run began, which its total is counted from.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    step_in_epoch: int = 0
-    epoch_is_open: bool = False
-    epoch_is_over: bool = False
-    is_pending: bool = False
-    position: Position = dataclasses.field(default_factory=Position)
-    first_step: int = 0
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns all of it as a dict that JSON can hold."""
-        # An epoch without a step has not begun, as far as a resume is concerned.
-        is_open = self.epoch_is_open and self.step_in_epoch > 0
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**own, "position": self.position._asdict(), "epoch_is_open": is_open, "is_pending": self.is_pending and is_open}
-
-    @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> "Progress":
-        """Returns what `as_json` was called on."""
-        return cls(**{**saved, "position": Position(**saved["position"])})
+__all__ = ["TrainLoop"]
 
 
-@dataclasses.dataclass(frozen=True)
-class RunPlan:
-    """What a run is to do.
-
-    Attributes:
-        end_step: The step after which it ends; `None` for no bound.
-        end_epoch: The epoch index before which it ends; `None` for no bound.
-        steps_per_epoch: Batches of an epoch; `None` for a pass over the data.
-        every: When a checkpoint is yielded, besides the last step.
-        at_epoch_ends: Whether a checkpoint is yielded at the end of each epoch.
-        info: What is saved with every checkpoint, as JSON.
-        process_start: The step at which this process began.
-        repeats_last: Whether a step that was yielded already is yielded once more when it turns out to be the last, for those who save only then.
-        keeps_grads: Whether checkpoints have the gradient of their step, which takes as much memory as the parameters.
-        steps_per_call: How many steps a call of the device makes at most.
-    """
-
-    end_step: int | None
-    end_epoch: int | None = None
-    steps_per_epoch: int | None = None
-    every: Trigger | None = None
-    at_epoch_ends: bool = False
-    info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    process_start: int = 0
-    repeats_last: bool = False
-    keeps_grads: bool = False
-    steps_per_call: int = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Validation:
-    """What is evaluated during training, and when.
-
-    Attributes:
-        loops: One for each set.
-        frequency: Every so many epochs, at the end of these epochs (counted from 1), or when a trigger fires.
-    """
-
-    loops: Sequence[EvalLoop] = ()
-    frequency: int | frozenset[int] | Trigger = 1
-
-    def at_epoch(self, epoch: int) -> bool:
-        """Returns whether the end of the epoch with this index validates."""
-        if isinstance(self.frequency, Trigger) or not self.loops:
-            return False
-        return epoch + 1 in self.frequency if isinstance(self.frequency, frozenset) else (epoch + 1) % self.frequency == 0
-
-    @property
-    def trigger(self) -> Trigger | None:
-        """The trigger, where the frequency is one."""
-        return self.frequency if isinstance(self.frequency, Trigger) and self.loops else None
+# Single steps between which nothing but signals is looked at: at most so many, and for so many seconds where a callback shows how far they are.
+_MOST_UNSEEN = 1000
+_UNSEEN_SECONDS = 0.05
 
 
 class TrainLoop:
@@ -396,7 +312,7 @@ class TrainLoop:
         return bool(self._upcoming)
 
     def _take(self) -> bool:
-        fed = self._feed.next(self._room())
+        fed = self._feed.next(1 if self.plan.steps_per_call == 1 else self._room())
         self._upcoming = [] if fed is None else [fed]
         return fed is not None
 
@@ -411,12 +327,15 @@ class TrainLoop:
         self.callbacks.call("on_epoch_begin", self.progress.epoch, {})
 
     def _room(self) -> int:
-        """Returns how many steps the next call may make: up to where somebody may want to look, and to the next multiple of `steps_per_call` in this run."""
+        """Returns how many steps may be made before somebody may want to look: in one call, or one by one."""
         plan, progress = self.plan, self.progress
         step, room = progress.step, plan.steps_per_call
-        if room == 1:
-            return 1
-        ends = [step + room - (step - progress.first_step) % room, plan.end_step, self._stretch_end]
+        if room > 1:
+            room -= (step - progress.first_step) % room  # Calls end at multiples of their size in this run.
+        elif not self.callbacks.wants_every("on_train_batch_begin", "on_train_batch_end"):
+            room = _MOST_UNSEEN
+        ends: list[int | None] = [step + room]
+        ends += [plan.end_step, self._stretch_end]
         ends += [schedule.next_step(step, plan.process_start) for schedule in (self._schedule, self._validation_schedule, self.callbacks)]
         if plan.steps_per_epoch is not None:
             ends.append(step + plan.steps_per_epoch - (progress.step_in_epoch if progress.epoch_is_open else 0))
@@ -433,7 +352,7 @@ class TrainLoop:
             )
         hooks.call("on_train_batch_begin", progress.step_in_epoch, {})
         room = self._room()
-        if room > len(self._upcoming):
+        if plan.steps_per_call > 1:
             self._upcoming += self._feed.next_like(self._upcoming[0].batch, room - 1)
         group = self._upcoming
         if self._sums is None:
@@ -441,26 +360,55 @@ class TrainLoop:
         sums = self._program.empty_sums(train=True) if self._sums is None else self._sums
         compiles = not self._program.has_trained
         begin = self._clock() if compiles else 0.0
-        self._grads = ()  # Its memory is free for the next one.
         if plan.steps_per_call == 1:
-            trained = self._program.train(self._live.take(), sums, group[0], keep_grads=plan.keeps_grads)
+            self._train_one(group[0], sums)
         else:
+            self._grads = ()  # Its memory is free for the next one.
             trained = self._program.train_group(self._live.take(), sums, group, plan.steps_per_call, keep_grads=plan.keeps_grads)
-        carry, self._sums, self._values, rows, self._grads = trained
-        if self._collected is not None:
-            self._collected.add(rows, None if plan.steps_per_call == 1 else len(group))
+            self._advance(trained, group)
         if compiles:
             self._timer.excluded += self._clock() - begin
+        if plan.steps_per_call == 1 and room > 1:
+            self._train_unseen(room - 1)
+        if hooks.wants("on_train_batch_end"):
+            hooks.call("on_train_batch_end", progress.step_in_epoch - 1, Logs(self._values, directions=self._program.directions))
+
+    def _train_one(self, fed: FedBatch, sums: Sums) -> None:
+        self._grads = ()
+        self._advance(self._program.train(self._live.take(), sums, fed, keep_grads=self.plan.keeps_grads), (fed,))
+
+    def _advance(self, trained: Trained, group: Sequence[FedBatch]) -> None:
+        carry, self._sums, self._values, rows, self._grads = trained
+        steps = len(group)
+        if self._collected is not None:
+            self._collected.add(rows, None if self.plan.steps_per_call == 1 else steps)
         # Not before: a step that is broken off has not used its batch, which may be the last of its pass.
         self._upcoming = []
-        progress.step += len(group)
-        progress.step_in_epoch += len(group)
+        progress = self.progress
+        progress.step += steps
+        progress.step_in_epoch += steps
         progress.is_pending = True
         progress.position = group[-1].position
         # Last: a KeyboardInterrupt before this finds the state's buffers taken, and saves nothing; one after it finds the whole step counted.
-        self._live.advance(carry, len(group))
-        if hooks.wants("on_train_batch_end"):
-            hooks.call("on_train_batch_end", progress.step_in_epoch - 1, Logs(self._values, directions=self._program.directions))
+        self._live.advance(carry, steps)
+
+    def _train_unseen(self, steps: int) -> None:
+        """Makes more single steps, as long as nothing happens between them that anybody could see; all that the loop does otherwise takes time."""
+        feed, progress, interruption, should_stop, clock = self._feed, self.progress, self._interruption, self._should_stop, self._clock
+        end = min(self._schedule.next_seconds, self._validation_schedule.next_seconds, self.callbacks.next_seconds)
+        if self.callbacks.wants("on_train_batch_end"):
+            end = min(end, clock() + _UNSEEN_SECONDS)
+        for _ in range(steps):
+            if interruption is not None:
+                interruption.check(progress.step)
+                if interruption.requested is not None:
+                    return
+            if not feed.has_more or should_stop() or clock() >= end:
+                return
+            fed = feed.next()
+            assert fed is not None and self._sums is not None
+            self._upcoming = [fed]
+            self._train_one(fed, self._sums)
 
     def _settle(self) -> None:
         """Notes the end of an epoch that a broken off step had no time to notice, as far as it can be known without asking for data."""

@@ -25,11 +25,12 @@ from fitflax.data.streams import OneShotSource
 from fitflax.errors import DataError, FitflaxWarning, NotReadyError, RestoreError
 from fitflax.live import LiveState
 from fitflax.logs import StepValues
-from fitflax.loop import Progress, RunPlan, TrainLoop, Validation
+from fitflax.loop import TrainLoop
 from fitflax.loss_scale import LossScaled, scaled_state, with_loss_scale
 from fitflax.numerics import Numerics, start_average
 from fitflax.objective import Objective
 from fitflax.parallel import Strategy
+from fitflax.plan import Progress, RunPlan, Validation
 from fitflax.program import Program, check_in_memory
 from fitflax.signals import Interruption
 from fitflax.state import Batch, TrainState

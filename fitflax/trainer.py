@@ -34,11 +34,12 @@ from fitflax.data.indexed import IndexedSource
 from fitflax.errors import ConfigError, FitflaxWarning, OptimizerError
 from fitflax.evaluation import EvalLoop
 from fitflax.logs import Logs
-from fitflax.loop import Progress, RunPlan, TrainLoop, Validation
+from fitflax.loop import TrainLoop
 from fitflax.model import adapt_module, mutable_filter
 from fitflax.numerics import Numerics
 from fitflax.objective import Objective
 from fitflax.parallel import DataParallel, Strategy
+from fitflax.plan import Progress, RunPlan, Validation
 from fitflax.session import Session
 from fitflax.signals import Interruption
 from fitflax.state import Batch, PyTree, TrainState

@@ -7,6 +7,7 @@ seconds into the moment.
 
 import abc
 import dataclasses
+import math
 from typing import Any
 
 from typing_extensions import override
@@ -67,6 +68,14 @@ class Trigger(abc.ABC):
         """
         return step + 1
 
+    def next_seconds(self, last_seconds: float) -> float:
+        """Returns when on the clock this trigger may fire, so that it must be asked then; infinite where time does not matter.
+
+        Args:
+            last_seconds: The clock when this trigger last fired, or when its schedule began.
+        """
+        return last_seconds
+
     def __or__(self, other: "Trigger") -> "Trigger":
         if not isinstance(other, Trigger):
             return NotImplemented
@@ -76,6 +85,10 @@ class Trigger(abc.ABC):
 class _Simple(Trigger):
     def parts(self) -> tuple[Trigger, ...]:
         return (self,)
+
+    @override
+    def next_seconds(self, last_seconds: float) -> float:
+        return math.inf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +124,10 @@ class _EverySeconds(_Simple):
 
     def is_due(self, moment: Moment, last_seconds: float) -> bool:
         return moment.seconds - last_seconds >= self.seconds
+
+    @override
+    def next_seconds(self, last_seconds: float) -> float:
+        return last_seconds + self.seconds
 
     @override
     def next_step(self, step: int, start_step: int) -> int | None:
@@ -270,6 +287,11 @@ class Schedule:
     def next_step(self, step: int, start_step: int) -> int | None:
         """Returns the first step after `step` at which the trigger may fire for another reason than time or an epoch's end; `None` if there is none."""
         return min((one for part in self._parts if (one := part.next_step(step, start_step)) is not None), default=None)
+
+    @property
+    def next_seconds(self) -> float:
+        """When the trigger may fire by the clock; infinite if it does not."""
+        return min((part.next_seconds(last) for part, last in zip(self._parts, self._last, strict=True)), default=math.inf)
 
     def state_dict(self, seconds: float) -> dict[str, Any]:
         """Returns the seconds since each part last fired, as seen at `seconds`."""

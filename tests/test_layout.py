@@ -24,7 +24,7 @@ LAYERS = (
     {"compilation", "numerics", "loss_scale", "accumulation", "model", "objective", "collected", "live", "step", "compiled", "program"},
     {"checkpoints"},
     {"callbacks"},
-    {"signals", "arguments", "tabulation", "evaluation", "loop", "session"},
+    {"signals", "arguments", "tabulation", "evaluation", "plan", "loop", "session"},
     {"trainer"},
     {"__init__", "__main__", "sklearn"},
 )

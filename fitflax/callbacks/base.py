@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import enum
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -102,8 +103,8 @@ class Callback:
         every: When `on_checkpoint` is due; `None` for each checkpoint that the loop makes.
         phase: When it is called within an event.
         needs_trainer: Whether it can do nothing with a checkpoint alone.
-        may_skip_batches: Whether its hooks of batches of evaluations and predictions may be called for some of the batches only. Several small ones are
-            computed in one call, unless there is a callback with such hooks that must see each.
+        may_skip_batches: Whether its hooks of batches may be called for some of them only, some twenty times a second. Batches between which nobody must see
+            anything take the loop less time, and several small ones of an evaluation or prediction are computed in one call.
         needs_grads: Whether it reads `checkpoint.grads`; the run then keeps the gradient of each step, which takes as much memory as the parameters.
 
     >>> class PrintLoss(Callback):
@@ -119,7 +120,7 @@ class Callback:
     phase: ClassVar[Phase] = Phase.USER
     needs_trainer: ClassVar[bool] = False
     needs_grads: bool = False
-    may_skip_batches: ClassVar[bool] = False
+    may_skip_batches: bool = False
     _own_schedule: Schedule | None = None
 
     # -- hooks --
@@ -353,6 +354,11 @@ class CallbackList:
         """Returns the first step after `step` at which a callback's trigger may fire; `None` where only time or an epoch's end can make one fire."""
         steps = (schedule.next_step(step, start_step) for _, schedule in self._schedules)
         return min((one for one in steps if one is not None), default=None)
+
+    @property
+    def next_seconds(self) -> float:
+        """When a callback's trigger fires by the clock; infinite if none does."""
+        return min((schedule.next_seconds for _, schedule in self._schedules), default=math.inf)
 
     def due(self, moment: Moment) -> set[int]:
         """Returns the identities of the callbacks whose trigger fires."""

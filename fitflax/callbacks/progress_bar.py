@@ -21,7 +21,7 @@ class ProgressBar(Callback):
     that is executed), each epoch is one plain line.
 
     Args:
-        refresh_seconds: How often the bar is drawn, at most.
+        refresh_seconds: How often the bar is drawn, at most; 0 for each batch.
         file: Where to; standard output by default.
 
     Raises:
@@ -36,12 +36,12 @@ class ProgressBar(Callback):
     """
 
     phase = Phase.RECORD
-    may_skip_batches = True
 
     def __init__(self, *, refresh_seconds: float = 0.1, file: TextIO | None = None) -> None:
         if not refresh_seconds >= 0:
             raise CallbackError(f"ProgressBar(refresh_seconds=...) must be at least 0. Received: {refresh_seconds!r}.")
         self.refresh_seconds = refresh_seconds
+        self.may_skip_batches = refresh_seconds > 0
         self.file = file
         self.is_plain: bool | None = None
         self._bar: Any = None

@@ -126,6 +126,11 @@ class Feed:
             ahead: How many batches are about to be asked for, this one included: what a source can have in one piece is read so.
         """
         self._given.clear()
+        if self._ready and not self._found:  # The usual case, of which there is one for each step.
+            fed = self._ready.pop()
+            self._given.append((fed, self._position, None))
+            self._position = fed.position
+            return fed
         if self._found:
             error = self._found.pop()
             if error is not None:
@@ -251,6 +256,12 @@ class Feed:
                 self.source.take_back(raw)
             else:
                 self._ready.append(fed)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether the pass has another batch for certain; `False` where only asking for it can tell."""
+        source = self.source
+        return source.knows_length and source.num_examples is not None and self._position.examples < source.num_examples
 
     @property
     def pass_has_ended(self) -> bool | None:
