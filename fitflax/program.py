@@ -123,6 +123,7 @@ class Program:
         self._structures: dict[bool, _Structure] = {}
         # What was dry-run already: kind, shapes, and whether the batch came alone; and how many of such batches a call takes.
         self._seen: dict[tuple[str, str, bool], int] = {}
+        self._outputs: dict[str, PyTree] = {}
         self._compiled = {verb: CompiledShapes(verb) for verb in ("train on", "evaluate", "predict")}
         # Shared by all of them, because a collective of an evaluation can wait for one of a step.
         self._in_flight = _InFlight(self.strategy.max_in_flight)
@@ -259,11 +260,17 @@ class Program:
         return Collected(collected, self.strategy.join) if collected else None
 
     def output_shapes(self, state: TrainState, batch: Batch) -> PyTree:
-        """Returns the shapes of the module's outputs for a replica's share of the batch, computing nothing.
+        """Returns the shapes of the module's outputs for a replica's share of the batch, computing nothing; found out once for inputs of the same shapes.
 
         Raises:
             ModelError: The module fails.
         """
+        feed = self.strategy.abstract_feed(batch)
+        if (seen := str(_abstract(feed.x))) not in self._outputs:
+            self._outputs[seen] = self._trace_outputs(state, feed)
+        return self._outputs[seen]
+
+    def _trace_outputs(self, state: TrainState, feed: Batch) -> PyTree:
         order: list[str] = []
 
         def forward(state: TrainState, batch: Batch) -> PyTree:
@@ -272,7 +279,7 @@ class Program:
             return outputs
 
         compiled = self.strategy.compile(forward, inputs=("replicated", "split"), outputs="replicated")
-        outputs = jax.eval_shape(compiled, _abstract(state), self.strategy.abstract_feed(batch))
+        outputs = jax.eval_shape(compiled, _abstract(state), feed)
         return {name: outputs[name] for name in order} if isinstance(outputs, dict) else outputs  # JAX sorts; this is the module's order.
 
     # -- running --

@@ -91,6 +91,19 @@ def test_another_batch_size_is_compiled_ahead_as_well(devices, compilations):
     assert len([name for name in compilations.names if "train_step" in name]) == 2
 
 
+def test_a_second_evaluation_or_fit_traces_nothing(devices):
+    traced: list[bool] = []
+    trainer = fitflax.Trainer(Counting(traced.append), parallel=DataParallel(devices(1)))
+    trainer.compile("sgd", "sparse_categorical_crossentropy")
+    data = np.ones((8, 4), np.float32), np.zeros(8, np.int32)
+    for _ in range(2):
+        before = len(traced)
+        trainer.fit(*data, batch_size=4, validation_data=data, verbose=0)
+        trainer.evaluate(*data, batch_size=4, verbose=0)
+        trainer.predict(data[0], batch_size=4)
+    assert len(traced) == before
+
+
 @pytest.mark.parametrize("num_devices", [1, 3])
 def test_where_nothing_can_be_compiled_ahead_all_is_the_same(num_devices, devices, monkeypatch):
     """As with several processes."""

@@ -256,3 +256,13 @@ def test_batches_read_ahead_and_given_back_come_again_after_the_feed_was_closed(
 
 def test_large_rows_are_read_batch_by_batch():
     assert ArraySource(np.zeros((8, 600_000), np.float32), batch_size=2, shuffle=True).batches_at_once == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint8", "bfloat16", "bool", "int32"])
+def test_shuffled_rows_lie_where_jax_takes_them_without_a_copy(dtype):
+    x = np.asarray(jnp.asarray(np.random.default_rng(0).integers(0, 2, (50, 3, 1)), dtype))
+    source = ArraySource(x, batch_size=16, shuffle=True, seed=4)
+    for triple in (source.read(np.array([7, 0, 49, 7])), *source.open(Position())):
+        assert triple.x.__array_interface__["data"][0] % 64 == 0 and triple.x.dtype == x.dtype and triple.x.flags.c_contiguous
+    np.testing.assert_array_equal(source.read(np.array([7, 0, 49, 7])).x, x[[7, 0, 49, 7]])
+    assert source.read(np.array([], int)).x.shape == (0, 3, 1)
