@@ -122,7 +122,7 @@ SLOW = pytest.mark.slow
         *(pytest.param(task, steps, 2, marks=SLOW) for task in TASKS for steps in (1, 4)),
     ],
 )
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_the_gradient_is_that_of_the_whole_batch(task: str, steps: int, num_devices: int, devices: Devices):
     model, loss, options, batch, whole = TASKS[task]
     trainer = trainer_of(model, devices(num_devices), loss, steps, **options)
@@ -135,6 +135,7 @@ def test_the_gradient_is_that_of_the_whole_batch(task: str, steps: int, num_devi
 
 
 @pytest.mark.parametrize(("steps", "num_devices"), [(2, 2), *(pytest.param(*pair, marks=SLOW) for pair in ((2, 1), (4, 1), (4, 2)))])
+@pytest.mark.slow
 def test_a_loss_that_is_one_number_and_sown_losses_are_averaged_over_micro_batches(steps: int, num_devices: int, devices: Devices):
     # Full batches: a scalar cannot be padded, and a sown mean sees the padding.
     x, y = np.tile(X, (2, 1))[:16], np.tile(Y, (2, 1))[:16]
@@ -257,7 +258,7 @@ class Norm(nn.Module):
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_batch_statistics_go_from_micro_batch_to_micro_batch(num_devices: int, devices: Devices):
     x, y = X[:12], Y[:12]
     trainer = trainer_of(Norm(), devices(num_devices), "mse", 3)

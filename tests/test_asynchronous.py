@@ -83,6 +83,7 @@ def test_saving_in_a_thread_and_at_once_leave_the_same_files(tmp_path):
         assert not differences(directory_of(tmp_path / "True" / name), directory_of(tmp_path / "False" / name))
 
 
+@pytest.mark.slow
 def test_all_who_save_a_step_share_one_copy_of_the_state(tmp_path, monkeypatch):
     copies: list[str] = []
     copy = DataParallel.copy_once
@@ -232,6 +233,7 @@ def test_in_an_own_loop_the_end_of_the_loop_waits_and_gives_the_directory_back(t
 # -- one run at a time --
 
 
+@pytest.mark.slow
 def test_a_second_run_in_a_directory_of_a_live_one_is_an_error_before_its_first_step(tmp_path, process_env):
     alive = run_script.start(tmp_path, process_env, fit={"steps": 12}, stops=[["on_train_batch_end", 3, "wait"]])
     assert alive.stdout.readline().startswith("at step 3")
@@ -260,6 +262,7 @@ def test_two_runs_of_one_process_in_one_directory_are_refused(tmp_path):
     assert len(inner) == 1 and steps_in(tmp_path) == [3]
 
 
+@pytest.mark.slow
 def test_a_fit_that_fails_before_its_first_step_gives_the_directory_back(tmp_path):
     fit(make_trainer(), ModelCheckpoint(tmp_path), steps=2)
     with pytest.raises(fitflax.errors.DataError):

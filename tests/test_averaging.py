@@ -72,6 +72,7 @@ def test_the_average_is_the_one_that_numpy_computes(num_devices: int, devices: D
     assert trainer.step == 6 and not np.allclose(expected["kernel"], trainer.state.params["kernel"])
 
 
+@pytest.mark.slow
 def test_the_parameters_are_trained_as_without_an_average(devices: Devices):
     with_average, without = (trained(devices(2), decay, model=Net()) for decay in (0.9, None))
     assert without.state.ema_params is None
@@ -183,7 +184,7 @@ def saved(tmp_path: Any, devices: Devices) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_both_are_saved_and_restored(num_devices: int, saved: Any, devices: Devices):
     path, state = saved["with"]
     built, fresh, bare = trainer_of(devices(num_devices), model=Net()), trainer_of(devices(num_devices), model=Net()), fitflax.Trainer(Net())
@@ -208,6 +209,7 @@ def test_a_checkpoint_without_averages_begins_them_at_its_parameters(saved: Any,
         assert trainer.step == (1 if weights_only else 4)
 
 
+@pytest.mark.slow
 def test_averages_are_left_out_where_the_trainer_has_none(saved: Any, devices: Devices):
     path, state = saved["with"]
     for weights_only in (False, True):

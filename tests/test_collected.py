@@ -242,7 +242,7 @@ def never(tmp_path_factory):
 
 
 @pytest.mark.parametrize("k", [2, pytest.param(3, marks=pytest.mark.slow), 4])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_a_run_that_was_stopped_inside_an_epoch_and_resumed_has_the_bits_of_one_never_stopped(k, never, tmp_path):
     run(tmp_path, steps=k)
     resumed = everything(run(tmp_path), tmp_path)
@@ -400,7 +400,7 @@ def test_an_array_is_left_out_of_the_bar(capsys):
 
 
 @pytest.mark.parametrize("monitor", ["bins", "val_bins"])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_an_array_cannot_be_monitored(monitor, tmp_path):
     for callback in (EarlyStopping(monitor), BestCheckpoint(tmp_path, monitor=monitor)):
         with pytest.raises(MonitorError, match=rf"monitors '{monitor}', which is an array of shape \[2\]\. Monitor a number\."):
@@ -513,7 +513,7 @@ class Taking(Callback):
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_a_callback_gets_the_gradient_of_the_global_batch(devices):
     trainer = make(model=nn.Dense(2), loss="mse", devices=devices, rate=0.1)
     trainer.build((INPUTS, TARGETS))

@@ -205,6 +205,7 @@ def messages(call: Callable[[], Any]) -> list[str]:
     return [str(one.message) for one in caught]
 
 
+@pytest.mark.slow
 def test_each_new_shape_warns_once_for_training_evaluating_and_predicting_and_is_what_compiles(compilations):
     trainer = trainer_of()
     batches = [batch_of(length) for length in (28, 28, 30, 28, 30, 31)]
@@ -281,6 +282,7 @@ def test_what_differs_is_named_with_what_to_do():
     assert "again: x['image']: float32[4, 3] -> int8[6, 5]. Pad or cut" in found and found.endswith("Use one dtype for all batches.")
 
 
+@pytest.mark.slow
 def test_sample_weights_that_only_some_batches_have_are_the_callers_choice():
     x = np.ones((4, 3), np.float32)
     batches = [Batch(x, x, MASK), Batch(x, x, MASK, np.ones(4, np.float32)), Batch(x[:2], x[:2], MASK[:2])]

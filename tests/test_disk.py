@@ -187,7 +187,7 @@ def run_into(trouble: Callable[[pathlib.Path], AbstractContextManager[None]], ro
 
 
 @pytest.mark.parametrize(("trouble", "asynchronous"), [*((trouble, True) for trouble in TROUBLES), (file_size_limit, False)])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_the_run_ends_with_a_clear_error_and_the_next_start_goes_on_bit_for_bit(trouble, asynchronous, trainer, never, tmp_path):
     message = run_into(trouble, tmp_path, trainer, asynchronous=asynchronous)
     assert str(tmp_path / "checkpoints") in message and TROUBLES[trouble] in message

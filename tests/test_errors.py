@@ -376,6 +376,7 @@ def test_a_scalar_loss_and_weights_are_an_error():
     fails(LossError, r"The loss is a scalar, but the data is weighted. Return one value per example", X, Y, np.ones(12), trainer=make(loss=scalar))
 
 
+@pytest.mark.slow
 def test_drop_remainder_and_pad_false_are_ways_out_for_a_scalar_loss():
     make(loss=scalar).fit(X, Y, batch_size=5, drop_remainder=True, verbose=0)
     trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(jax.devices()[:1]))

@@ -256,6 +256,7 @@ def test_case_18_the_default_batch_size_is_32():
     assert seen.epochs == [4]
 
 
+@pytest.mark.slow
 def test_case_18_a_validation_split_is_the_last_part_before_shuffling():
     x = np.arange(100, dtype=np.float32)[:, None]
     trainer = make(I(), rate=0.0, metrics={"mean": lambda outputs, targets: outputs})
@@ -315,6 +316,7 @@ def test_case_35_one_of_two_callbacks_is_enough_to_stop():
 # --- Losses and weights ---
 
 
+@pytest.mark.slow
 def test_weighted_losses_are_weighted_means_over_all_examples():
     trainer = make(F(), metrics=["mse"], rate=0.0, compile_kwargs={"weighted_metrics": ["mse", "mae"]})
     logs = trainer.fit(X, Y, W, batch_size=5, verbose=0).history
@@ -338,6 +340,7 @@ def test_weights_per_token_are_broadcast_from_the_left():
     np.testing.assert_allclose(loss, [np.average((X.sum(1, keepdims=True) - Y) ** 2, weights=weights)], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_update_is_that_of_the_weighted_mean():
     trainer = make(F(), rate=0.1)
     trainer.fit(X, Y, W, batch_size=12, verbose=0)
@@ -386,6 +389,7 @@ def test_a_loss_function_sees_all_outputs_of_a_module_with_several():
     assert list(history) == ["loss"]
 
 
+@pytest.mark.slow
 def test_losses_by_the_names_of_outputs_are_weighted_by_name():
     y = {"a": Y[:, :1], "b": Y[:, :2]}
     trainer = make(TwoOutputs(as_dict=True), {"a": "mse", "b": "mae"}, {"b": ["mse"]}, rate=0.0, compile_kwargs={"loss_weights": {"a": 2.0, "b": 0.5}})
@@ -499,6 +503,7 @@ def test_a_run_ends_after_its_steps_or_its_epochs(arguments, expected):
     assert trainer.step == sum(expected) and trainer.stop_reason is None
 
 
+@pytest.mark.slow
 def test_with_steps_per_epoch_one_iterator_runs_on_across_epochs():
     opened, taken, seen = [], [], Seen()
 
@@ -675,6 +680,7 @@ def test_steps_of_a_second_fit_are_counted_from_the_present_step():
     assert trainer.step == 6 and trainer.history.epoch == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_second_fit_compiles_nothing(compilations):
     trainer = make(Dropping(), metrics=["mae"])
     trainer.fit(X, Y, batch_size=5, validation_data=(X, Y), verbose=0)

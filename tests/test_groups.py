@@ -80,6 +80,7 @@ def test_the_losses_of_all_steps_are_kept():
     np.testing.assert_allclose(calls[1].losses, calls[0].losses, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_group_ends_where_a_trigger_fires_and_where_the_epoch_does():
     calls = Calls()
     looked: list[int] = []
@@ -125,6 +126,7 @@ def test_an_error_of_the_data_comes_after_the_steps_before_it(tmp_path):
     assert trainer.step == 6 and ModelCheckpoint(tmp_path).store.latest() == 6
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_bit_for_bit_wherever_it_was_broken_off(tmp_path):
     whole = make_trainer(4)
     whole.fit(X, Y, batch_size=4, steps=22, verbose=0)
@@ -205,6 +207,7 @@ def test_auto_takes_what_is_faster_says_so_and_a_resume_takes_it_again(tmp_path,
         make_trainer(2).fit(X, Y, batch_size=8, steps=9, callbacks=[ModelCheckpoint(tmp_path)], resume=True, verbose=0)
 
 
+@pytest.mark.slow
 def test_auto_really_measures_and_leaves_the_state_as_it_was():
     trainer, other = make_trainer("auto"), make_trainer(1)
     trainer.fit(X, Y, batch_size=8, epochs=2, verbose=0)
@@ -224,6 +227,7 @@ def test_other_values_are_an_error(value):
         make_trainer(value)
 
 
+@pytest.mark.slow
 def test_rows_of_a_csv_file_are_those_of_single_steps(tmp_path):
     for size in (1, 4):
         make_trainer(size).fit(X, Y, batch_size=8, epochs=2, callbacks=[CSVLogger(tmp_path / f"{size}.csv")], verbose=0)

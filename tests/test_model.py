@@ -208,6 +208,7 @@ def test_collections_that_may_change_are_the_mutable_and_the_transient_never_the
     assert not any(in_filter(filtered, name) for name in outside)
 
 
+@pytest.mark.slow
 def test_a_collection_that_is_not_mutable_keeps_its_value():
     class Counter(nn.Module):
         @nn.compact

@@ -93,7 +93,7 @@ def terminate(notebook: Notebook) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize(("how", "error"), [(interrupt, "KeyboardInterrupt: "), (terminate, "SystemExit: 143")])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_an_interrupted_cell_saves_and_the_next_one_goes_on_bit_for_bit(how, error, notebook, tmp_path):
     never, here = f"{tmp_path}/never", f"{tmp_path}/here"
     assert notebook.cell(f"never = start({never!r})") == ("begins at 0\non_train_end ran\n", "")

@@ -120,7 +120,7 @@ def test_training_equals_the_loop_written_by_hand(num_devices: int, optimizer: s
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_training_with_weights_equals_the_loop_written_by_hand(num_devices: int, devices: Devices):
     trainer = trainer_of(Net(), devices(num_devices), optax.adam(0.01))
     trainer.build(X)
@@ -164,7 +164,7 @@ def test_weights_that_do_not_fit_the_losses_are_an_error(devices: Devices):
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_the_gradient_is_that_of_the_whole_batch_whatever_is_padded(num_devices: int, devices: Devices):
     # Rows from one to more than there are devices: with few, some devices hold nothing but padding.
     trainer = trainer_of(Net(), devices(num_devices))
@@ -317,7 +317,7 @@ TASKS: dict[str, tuple[str, np.ndarray, list[Any], dict[str, Callable[[Any], flo
     ("task", "num_devices"),
     [*(("labels", number) for number in (1, 2, 4, 8)), ("one-hot", 2), ("bits", 4), *(("regression", number) for number in (1, 2, 4, 8))],
 )
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_fit_and_evaluate_agree_with_scikit_learn_over_ragged_batches_and_weights(task: str, num_devices: int, devices: Devices):
     loss, targets, metrics, formulas = TASKS[task]
     trainer = trainer_of(Pass(), devices(num_devices), optax.sgd(0.0), loss, metrics, weighted_metrics=metrics)
@@ -377,7 +377,7 @@ class Heads(nn.Module):
 
 
 @pytest.mark.parametrize("num_devices", [1, 4])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_several_outputs_add_up_with_their_weights_in_loss_and_gradient(num_devices: int, devices: Devices):
     trainer = trainer_of(
         Heads(), devices(num_devices), loss={"value": "mse", "label": "sparse_categorical_crossentropy"}, loss_weights={"value": 0.25, "label": 2.0}
@@ -423,7 +423,7 @@ def sown_by_hand(x: np.ndarray, size: int, num_devices: int) -> float:
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
 @pytest.mark.parametrize("rows", [8, 5, 2])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_sown_losses_are_averaged_over_replicas_by_their_real_examples(rows: int, num_devices: int, devices: Devices):
     x = np.arange(rows, dtype=np.float32)[:, None] * 2
     trainer = trainer_of(Sowing(), devices(num_devices), optax.sgd(1.0), "mse")

@@ -314,6 +314,7 @@ def fitted(model: nn.Module, y: Any, **options: Any) -> dict[str, float]:
     return {key: row[0] for key, row in history.items()}
 
 
+@pytest.mark.slow
 def test_logs_are_the_loss_then_the_outputs_losses_then_metrics_in_the_users_order():
     targets = {"first": np.zeros((6, 1)), "second": np.zeros((6, 1))}
     logs = fitted(Constants(), targets, loss="mse", metrics={"second": ["mse", "mae"], "first": ["mae"]}, weighted_metrics=["huber"])
@@ -327,6 +328,7 @@ def test_targets_in_a_tuple_follow_the_modules_order_of_outputs_in_losses_and_me
     assert logs == {"loss": 0, "second_loss": 0, "first_loss": 0, "second_mae": 0, "first_mae": 0}
 
 
+@pytest.mark.slow
 def test_labels_in_a_tuple_are_checked_against_their_own_output():
     class Heads(nn.Module):
         @nn.compact
@@ -337,6 +339,7 @@ def test_labels_in_a_tuple_are_checked_against_their_own_output():
     assert np.isfinite(logs["loss"])
 
 
+@pytest.mark.slow
 def test_labels_outside_of_the_classes_count_nothing_where_their_weight_is_zero():
     trainer = fitflax.Trainer(nn.Dense(3))
     trainer.compile("sgd", "sparse_categorical_crossentropy")
@@ -355,6 +358,7 @@ def test_labels_outside_of_the_classes_are_an_error_before_any_work(method: str)
     assert trainer.step == 0
 
 
+@pytest.mark.slow
 def test_a_changed_metric_changes_keys_and_nothing_else():
     trainer = fitflax.Trainer(nn.Dense(1))
     optimizer = fitflax.optimizers.get("adam", 0.1)

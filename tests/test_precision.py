@@ -77,7 +77,7 @@ def scale_of(trainer: Any) -> float:
 @pytest.mark.parametrize(
     ("precision", "num_devices"), [("bfloat16", 2), ("float16", 1), pytest.param("bfloat16", 1, marks=SLOW), pytest.param("float16", 2, marks=SLOW)]
 )
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_the_module_computes_in_half_precision_and_the_state_stays_float32(precision: str, num_devices: int, devices: Devices):
     seen: list[dict[str, str]] = []
     trainer = trainer_of(Net(seen.append), devices(num_devices), precision, metrics=["mae"])
@@ -89,7 +89,7 @@ def test_the_module_computes_in_half_precision_and_the_state_stays_float32(preci
 
 
 @pytest.mark.parametrize("precision", HALVES)
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_losses_metrics_and_predictions_are_float32(precision: str, devices: Devices):
     seen: list[str] = []
 
@@ -115,7 +115,7 @@ def test_losses_metrics_and_predictions_are_float32(precision: str, devices: Dev
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_gradients_are_those_of_the_module_in_bfloat16(num_devices: int, devices: Devices):
     trainer = trainer_of(nn.Dense(2), devices(num_devices), "bfloat16", optimizer=optax.sgd(1.0))
     trainer.build((X[:12], Y[:12]))
@@ -144,7 +144,7 @@ def test_training_comes_close_to_that_in_float32(precision: str, devices: Device
 
 
 @pytest.mark.parametrize("precision", HALVES)
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_collections_that_a_module_makes_from_its_inputs_keep_their_dtype(precision: str, devices: Devices):
     class Last(nn.Module):
         @nn.compact

@@ -178,7 +178,7 @@ def test_an_optimizer_that_cannot_begin_leaves_the_state_as_it_was(pretrained):
 
 
 @pytest.mark.parametrize("prepare", [bare, built])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_a_renamed_model_goes_on_with_its_optimizer_as_if_it_had_kept_its_names(prepare, pretrained):
     path, _ = pretrained
     same = compiled(Net(body="backbone", head="classes", classes=5), seed=9)
@@ -305,7 +305,7 @@ def wide(tmp_path_factory) -> pathlib.Path:
         pytest.param("change", {"partial": True, "mapping": {"params/head": None}}, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_parameters_and_optimizer_are_never_on_the_device_twice(begin, arguments, wide):
     trainer, strategy = watched(Wide(), optax.adam(0.1))
     before = live_bytes()
@@ -369,6 +369,7 @@ def test_a_failure_on_the_device_leaves_no_part_of_a_state(wide, monkeypatch):
     assert trainer.step == 0
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_finds_no_room_leaves_the_parameters(monkeypatch):
     trainer, strategy = watched(Wide(), optax.sgd(0.1))
     trainer.build((X, Y))
@@ -397,6 +398,7 @@ class Two(nn.Module):
         return nn.Dense(3, name="head")(nn.Dense(4, name="body")(x))
 
 
+@pytest.mark.slow
 def test_modules_with_frozen_dicts_restore_before_and_after_build(tmp_path):
     flax.config.update("flax_return_frozendict", True)
     try:

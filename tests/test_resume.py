@@ -170,7 +170,7 @@ def test_a_killed_run_on_two_devices_goes_on_bit_for_bit(tmp_path, compilation_c
 
 
 @pytest.mark.parametrize(("hook", "step"), [("on_test_batch_end", 10), ("on_epoch_end", 10), ("on_epoch_begin", 10)])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_a_run_killed_at_the_end_of_an_epoch_goes_on_bit_for_bit(hook, step, tmp_path, compilation_cache):
     """Regular checkpoints at step 7 only: everything after it, the best one of the killed epoch included, is done again."""
     env = process_environment(compilation_cache)
@@ -186,6 +186,7 @@ def test_a_run_killed_at_the_end_of_an_epoch_goes_on_bit_for_bit(hook, step, tmp
     ("first", "second"),
     [pytest.param("orbax", "orbax", marks=pytest.mark.slow), ("orbax", "msgpack"), pytest.param("msgpack", "orbax", marks=pytest.mark.slow)],
 )
+@pytest.mark.slow
 def test_a_run_saved_through_orbax_goes_on_bit_for_bit_by_either_backend(first, second, never, tmp_path):
     expected = never(steps=12)
     run(tmp_path / "stopped", steps=7, backend=first)
@@ -253,6 +254,7 @@ def never_nine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], path
     return get
 
 
+@pytest.mark.slow
 def test_a_best_checkpoint_that_gave_way_before_the_run_fell_back_is_still_remembered(tmp_path):
     """Damage takes the run back to a checkpoint that names a best one which is gone; it is to lose to the same better one again, and to nothing else."""
     run(tmp_path, steps=5)
@@ -276,7 +278,7 @@ def test_a_run_that_ended_after_k_steps_and_goes_on_equals_the_run_never_stopped
 
 
 @pytest.mark.parametrize("k", [3, 5, 7])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_a_run_that_was_stopped_and_goes_on_equals_the_run_never_stopped(k, never, tmp_path):
     """Case 40: one row for the epoch in whose middle it stopped."""
     expected = never(epochs=2)
@@ -288,6 +290,7 @@ def test_a_run_that_was_stopped_and_goes_on_equals_the_run_never_stopped(k, neve
     assert_equal(resumed, expected)
 
 
+@pytest.mark.slow
 def test_the_last_checkpoint_of_a_run_that_ended_inside_an_epoch_knows_nothing_of_its_closing(tmp_path):
     ended = run(tmp_path / "ended", steps=7)
     metadata = fitflax.checkpoints.CheckpointStore(ended.checkpoints).restore(7).metadata
@@ -299,7 +302,7 @@ def test_the_last_checkpoint_of_a_run_that_ended_inside_an_epoch_knows_nothing_o
 
 @pytest.mark.parametrize("steps", [7, 10])
 @pytest.mark.parametrize("restore_best", [False, True])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_the_same_script_started_three_times_trains_once(steps, restore_best, tmp_path):
     first = run(tmp_path / "run", steps=steps, restore_best=restore_best)
     files = directory_of(first.checkpoints)
@@ -337,6 +340,7 @@ def test_steps_count_from_the_beginning_of_the_run_that_is_resumed(tmp_path):
     assert again.step == 9
 
 
+@pytest.mark.slow
 def test_epochs_count_from_the_beginning_of_the_run_that_is_resumed(never, tmp_path):
     run(tmp_path / "run", epochs=1)
     resumed = run(tmp_path / "run", epochs=3)
@@ -352,6 +356,7 @@ def test_a_run_that_begins_at_another_epoch_goes_on_with_its_numbers(never, tmp_
     assert_equal(run(tmp_path / "run", epochs=5, initial_epoch=3), expected)
 
 
+@pytest.mark.slow
 def test_what_early_stopping_ended_stays_ended(tmp_path):
     first = run(tmp_path / "run", epochs=20, patience=1)
     assert first.trainer.step < 100 and first.trainer.stop_reason.startswith("EarlyStopping")
@@ -359,6 +364,7 @@ def test_what_early_stopping_ended_stays_ended(tmp_path):
     assert_equal(again, first)
 
 
+@pytest.mark.slow
 def test_what_early_stopping_ended_inside_an_epoch_stays_ended(tmp_path):
     options = {"epochs": 20, "patience": 1, "validation_freq": fitflax.every(steps=3)}
     first = run(tmp_path / "run", **options)
@@ -407,7 +413,7 @@ def test_early_stopping_goes_on_counting_and_restores_the_best_weights_of_before
     ],
 )
 @pytest.mark.parametrize("every_epochs", [1, 4])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_a_run_that_a_callback_broke_off_goes_on_as_if_it_had_not(hook, step, every_epochs, never, tmp_path):
     trigger = fitflax.every(epochs=every_epochs)
     expected = never(steps=12, every=trigger)
@@ -417,6 +423,7 @@ def test_a_run_that_a_callback_broke_off_goes_on_as_if_it_had_not(hook, step, ev
     assert_equal(resumed, expected)
 
 
+@pytest.mark.slow
 def test_a_run_that_a_callback_broke_off_with_steps_per_epoch_goes_on_as_if_it_had_not(never, tmp_path):
     expected = never(steps=12, steps_per_epoch=4)
     run(tmp_path / "broken", steps=12, steps_per_epoch=4, more=lambda t: [at(t, "on_train_batch_end", 4, raising("broken"))], raises=ArithmeticError)
@@ -433,6 +440,7 @@ def test_what_callbacks_did_to_the_state_before_another_broke_the_epochs_end_off
     assert_equal(run(tmp_path / "broken", epochs=3, more=lambda trainer: [halve(trainer)]), never)
 
 
+@pytest.mark.slow
 def test_an_exception_in_a_user_function_at_a_checkpoint_loses_no_step_that_was_saved(never, tmp_path):
     expected = never(epochs=3)
     run(tmp_path / "broken", epochs=3, more=lambda trainer: [at(trainer, "on_checkpoint", 10, raising("broken"))], raises=ArithmeticError)
@@ -454,7 +462,7 @@ def batches_that_break_after(count: int) -> Callable[[], Iterator[Any]]:
 
 
 @pytest.mark.parametrize("k", [3, 4, 5, 8, 9])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_a_run_whose_data_broke_off_goes_on_as_if_it_had_not(k, tmp_path):
     never = run(tmp_path / "never", data=batches_that_break_after(1000), epochs=3)
     broken = run(tmp_path / "broken", data=batches_that_break_after(k), epochs=3, raises=ArithmeticError)
@@ -464,6 +472,7 @@ def test_a_run_whose_data_broke_off_goes_on_as_if_it_had_not(k, tmp_path):
     assert_equal(resumed, never)
 
 
+@pytest.mark.slow
 def test_a_run_whose_validation_data_broke_off_goes_on_as_if_it_had_not(tmp_path):
     def validation(breaks: bool) -> Callable[[], Iterator[Any]]:
         passes = iter(range(100))
@@ -517,7 +526,7 @@ STOPS = {
 
 @pytest.mark.parametrize("how", STOPS)
 @pytest.mark.parametrize("k", [4, 3])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_a_validation_that_was_due_at_the_step_where_a_run_stopped_is_not_left_out(how, k, never, tmp_path):
     """`k` is the period of validation: due at the stop at step 4, and not."""
     stop = dict(STOPS[how])
@@ -528,7 +537,7 @@ def test_a_validation_that_was_due_at_the_step_where_a_run_stopped_is_not_left_o
 
 
 @pytest.mark.parametrize("how", STOPS)
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_a_callback_whose_trigger_was_due_at_the_step_where_a_run_stopped_is_not_left_out(how, tmp_path):
     stop = dict(STOPS[how])
     more = stop.pop("more", lambda trainer: [])
@@ -569,6 +578,7 @@ def test_resume_without_exactly_one_model_checkpoint_asks_for_a_path(tmp_path):
             trainer.fit(TRAIN, verbose=0, callbacks=callbacks, resume="auto")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_the_step_directory_that_resume_names(never, tmp_path):
     expected = never(steps=12)
     run(tmp_path / "run", steps=10)
@@ -738,6 +748,7 @@ def test_a_resume_into_another_model_is_an_error_and_leaves_the_checkpoints(tmp_
     assert steps_in(tmp_path / "run/checkpoints") == [3]
 
 
+@pytest.mark.slow
 def test_a_resume_with_another_list_of_callbacks_warns_by_name(tmp_path):
     run(tmp_path / "run", steps=3, more=lambda trainer: [Counter()])
     with pytest.warns(FitflaxWarning, match="Callback Counter"):
@@ -786,6 +797,7 @@ def test_a_stream_is_read_again_up_to_the_position_with_a_warning(k, steps_per_e
     assert_equal(resumed, expected)
 
 
+@pytest.mark.slow
 def test_an_endless_stream_is_one_epoch_and_resumes_inside_it(never, tmp_path):
     def endless() -> Iterator[Any]:
         while True:

@@ -106,6 +106,7 @@ def test_gradients_stay_finite_in_a_model_that_normalizes_a_short_batch(num_devi
 # -- initialization --
 
 
+@pytest.mark.slow
 def test_the_first_state_follows_from_seed_and_shapes_alone(devices: Devices):
     states = []
     for number, batch in ((1, X), (4, X), (4, X * 0 + np.nan), (8, X[:2])):
@@ -162,6 +163,7 @@ def test_keys_differ_by_replica_and_step_and_follow_from_seed_step_and_replica_a
     np.testing.assert_array_equal(masks_of(devices(1), steps=2), masks[:, :1])
 
 
+@pytest.mark.slow
 def test_a_steps_key_is_the_states_key_folded_with_the_step_and_then_the_replica(devices: Devices):
     masks = masks_of(devices(2), steps=2)
 
@@ -182,6 +184,7 @@ def test_a_streams_key_does_not_depend_on_the_other_streams():
     assert alone["dropout"] == both["dropout"] != both["noise"]
 
 
+@pytest.mark.slow
 def test_randomness_in_evaluation_follows_from_seed_and_batch_alone(devices: Devices):
     class Noisy(nn.Module):
         @nn.compact
@@ -289,6 +292,7 @@ def test_adamw_which_needs_the_parameters_works(devices: Devices):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), trainer.state.params, optax.apply_updates(params, updates))
 
 
+@pytest.mark.slow
 def test_the_gradients_norm_is_that_of_the_global_gradient(devices: Devices):
     for number in (1, 4):
         trainer = trainer_of(Net(), devices(number))
@@ -311,7 +315,7 @@ class Doubled(fitflax.Trainer):
 
 
 @pytest.mark.parametrize("num_devices", [1, 4])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_a_loss_of_ones_own_is_weighted_and_joined_like_any_other(num_devices: int, devices: Devices):
     own = trainer_of(Net(), devices(num_devices), None, ["mae"], kind=Doubled)
     plain = trainer_of(Net(), devices(num_devices), lambda o, t: 2 * ((o - t) ** 2).mean(-1), ["mae"])
@@ -386,7 +390,7 @@ class Careless(fitflax.Trainer):
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_an_update_of_ones_own_leaves_all_replicas_equal(num_devices: int, devices: Devices):
     trainer = trainer_of(Net(), devices(num_devices), None, kind=Careless)
     trainer.build(X)
@@ -428,6 +432,7 @@ def test_calling_the_inherited_update_leads_to_the_same_state(num_devices: int, 
     assert int(states[1].step) == 6
 
 
+@pytest.mark.slow
 def test_calling_the_inherited_update_logs_the_same_values_in_the_same_order(devices: Devices):
     histories = []
     for kind in (fitflax.Trainer, Inheriting):
@@ -499,6 +504,7 @@ def test_metrics_that_cannot_be_added_are_merged_over_replicas_in_order(devices:
     assert trainer.evaluate(X[:8], np.arange(1, 9), batch_size=4, verbose=0)["digits"] == 1234 * 10 + 5678
 
 
+@pytest.mark.slow
 def test_a_metric_may_hold_constants_beside_its_sums(devices: Devices):
     @struct.dataclass
     class Above(metrics.Metric):

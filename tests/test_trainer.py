@@ -127,6 +127,7 @@ def test_a_mode_field_of_the_users_module_is_not_changed():
     assert trainer.model is model and model.train is False
 
 
+@pytest.mark.slow
 def test_train_kwargs_and_eval_kwargs_override_the_mode():
     assert modes(Train(), train_kwargs={"train": 0.25}, eval_kwargs={"train": 0.5}) == (0.25, 0.5, 0.5)
 
@@ -163,7 +164,7 @@ def two_inputs_by_hand(params, a, b):
     ],
     ids=["tuple", "keys", "keywords"],
 )
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_several_inputs_reach_the_arguments_that_they_are_meant_for(inputs, data):
     trainer = make(TwoInputs(), inputs=inputs, targets=None if inputs is None else "label")
     trainer.build(data)
@@ -380,6 +381,7 @@ class Dropping(nn.Module):
         return nn.Dense(3)(nn.Dropout(0.5, deterministic=not train)(nn.Dense(8)(x)))
 
 
+@pytest.mark.slow
 def test_dropout_follows_from_the_seed_alone():
     states = []
     for seed in (0, 0, 1):
@@ -409,6 +411,7 @@ def noisy(seed=0):
     return make(Noisy(), optax.adam(0.1), seed=seed, rngs={"init": ["noise"], "train": ["noise"], "eval": ["noise"]})
 
 
+@pytest.mark.slow
 def test_noise_of_evaluation_depends_on_the_seed_and_the_batch_alone():
     trainer = noisy()
     trainer.build((X, Y[:, :1]))
@@ -430,6 +433,7 @@ def test_a_stream_that_was_not_named_is_an_error_that_names_rngs():
 # --- Optimizers and learning rates ---
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_needs_params_gets_them():
     optimizer = optax.adamw(0.1, weight_decay=0.5)
     trainer = make(optimizer=optimizer)

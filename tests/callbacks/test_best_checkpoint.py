@@ -85,6 +85,7 @@ def test_an_infinite_value_can_be_the_best(trainer, tmp_path):
     assert best_of(trainer, tmp_path, [1.0, float("-inf"), 0.0], "min").best_step == 10
 
 
+@pytest.mark.slow
 def test_the_direction_is_that_of_the_metric(trainer, tmp_path):
     best, worst = BestCheckpoint(tmp_path / "a", monitor="val_accuracy"), BestCheckpoint(tmp_path / "b", monitor="val_accuracy", mode="min")
     history = fit(trainer, best, worst, epochs=4, validation_data=(X, Y)).history["val_accuracy"]

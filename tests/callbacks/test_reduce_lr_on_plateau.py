@@ -151,6 +151,7 @@ def test_reducing_compiles_nothing(compilations):
 # --- What it monitors ---
 
 
+@pytest.mark.slow
 def test_without_a_mode_the_direction_is_what_the_metric_declares():
     given = [ReduceLROnPlateau(monitor) for monitor in ("val_loss", "r2")]
     fit(*given, trainer=make(metrics=["r2"]), validation_data=(X, Y))
@@ -267,7 +268,7 @@ def never(tmp_path_factory):
 
 
 @pytest.mark.parametrize("k", [8, 10, 17])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_a_run_that_was_stopped_and_goes_on_equals_the_run_never_stopped(k, never, tmp_path):
     """The rate goes down after the second and the fourth epoch; the rows of steps 8 and 17 would take it down in their middle."""
     never_root, expected = never

@@ -227,6 +227,7 @@ def test_lists_are_numbered_scalars_and_matrices_are_tables(tmp_path):
         assert cells[2:] == [[f"**{number}**", *(f"{value:g}" for value in row)] for number, row in enumerate(matrix)]
 
 
+@pytest.mark.slow
 def test_what_is_computed_from_collected_rows_is_written_where_an_epoch_ends_alone(tmp_path):
     history = fit(TensorBoard(tmp_path, every=fitflax.every(steps=1)), trainer=make(metrics=[AUC()]), steps=7, validation_data=VALID).history.history
     runs = shown(tmp_path)
@@ -454,6 +455,7 @@ def test_training_goes_on_while_the_writer_is_blocked(tmp_path, monkeypatch):
     assert sorted(step for run, tag, step in written(tmp_path) if tag == "loss") == [4, 5, 8, 10, 12, 15]
 
 
+@pytest.mark.slow
 def test_the_training_thread_reads_nothing_for_it(tmp_path, monkeypatch):
     """Values, parameters, gradients and the rate come to the host in the writing thread."""
     trainer, threads = make(metrics=["accuracy", Columns()]), []
@@ -628,7 +630,7 @@ def assert_equal(root, trainer, never):
 
 
 @pytest.mark.parametrize("k", [1, pytest.param(5, marks=pytest.mark.slow), 7])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_a_run_that_was_stopped_and_resumed_has_the_events_of_one_never_stopped(k, never, tmp_path):
     run(tmp_path, steps=k)
     # An epoch that ended inside was closed, with its validation and what callbacks added.
@@ -669,6 +671,7 @@ def test_what_lies_beyond_the_checkpoint_is_dropped(never, tmp_path):
 
 
 @pytest.mark.parametrize("k", [7, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_resume_that_has_nothing_left_to_do_keeps_what_is_there(k, tmp_path):
     run(tmp_path, steps=k)
     before, events = {path: path.read_bytes() for path in (tmp_path / "board").rglob("*.tfevents.*")}, written(tmp_path / "board")
@@ -687,6 +690,7 @@ def test_a_run_killed_before_its_closing_row_was_written_closes_once_more(tmp_pa
     assert written(tmp_path / "board") == events
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_before_it_saves_anything_leaves_nothing_of_itself(tmp_path):
     run(tmp_path, steps=4)
     for k in (5, 5):

@@ -34,6 +34,7 @@ def as_leaves(tree: object) -> list[object]:
     return [leaves_of(leaf) for leaf in jax.tree.leaves(tree)]
 
 
+@pytest.mark.slow
 def test_it_says_where_the_run_is(trainer):
     seen = [(c.step, c.epoch, c.step_in_epoch, c.n_completed_steps) for c in loop_of(trainer, 7)]
     assert seen == [(1, 0, 1, 1), (2, 0, 2, 1), (3, 0, 3, 1), (4, 0, 4, 1), (5, 0, 5, 1), (6, 1, 1, 1), (7, 1, 2, 1)]

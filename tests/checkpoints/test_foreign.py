@@ -133,7 +133,7 @@ def fit(target, train, name):
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_a_flax_train_state_is_read_bit_by_bit(tmp_path, writer):
     WRITERS[writer](tmp_path / "c", train_state())
     train, metadata = read_foreign(tmp_path / "c")

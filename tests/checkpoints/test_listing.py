@@ -71,6 +71,7 @@ def test_an_empty_directory_is_no_damage_and_no_directory_is_a_mistake(tmp_path,
     assert "nowhere is no directory" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_module(directory, process_env):
     damage(directory)
     command = [sys.executable, "-m", "fitflax", "checkpoints", str(directory), "--verify"]

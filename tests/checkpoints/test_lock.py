@@ -106,6 +106,7 @@ def test_one_holder_may_lock_again_and_another_one_may_not(tmp_path, run):
     release_all(other)
 
 
+@pytest.mark.slow
 def test_a_holder_that_is_gone_has_given_everything_back(tmp_path, run):
     lock_directory(tmp_path, Run())
     gc.collect()

@@ -131,6 +131,7 @@ def test_keys_of_every_implementation_come_back(tmp_path, impl):
     assert_same(from_saved(found["run"], key_impls=metadata["key_impls"])["key"], key)
 
 
+@pytest.mark.slow
 def test_python_values_of_every_size_come_back(tmp_path):
     edges = [0, 1, -1, -32, -33, 127, 128, 255, 256, 65535, 65536, 2**31, 2**32, 2**63, 2**64 - 1, -128, -129, -(2**15) - 1, -(2**31) - 1, -(2**63)]
     texts = [kind(length) for length in (0, 31, 32, 255, 256, 65536) for kind in (lambda n: "é" * n, lambda n: b"\xff" * n)]

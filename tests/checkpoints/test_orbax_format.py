@@ -136,7 +136,7 @@ TREES = {
 
 
 @pytest.mark.parametrize("name", TREES)
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_what_is_read_is_what_the_msgpack_backend_reads(tmp_path, name):
     train, run = plain(TREES[name](), RUN)
     (tmp_path / "msgpack").mkdir()
@@ -281,6 +281,7 @@ def test_threads_can_write_at_the_same_time(tmp_path):
     assert results == {index: 100 * index for index in range(4)}
 
 
+@pytest.mark.slow
 def test_importing_fitflax_does_not_import_orbax(process_env):
     code = "import sys, fitflax, fitflax.checkpoints.orbax_format, fitflax.checkpoints.foreign; sys.exit('orbax.checkpoint' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=process_env, check=False).returncode == 0

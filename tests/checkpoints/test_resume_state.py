@@ -57,7 +57,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_a_restored_state_is_the_saved_one_in_any_order_of_calls(order, saved):
     path, state, values, later = saved
     trainer = bare()

@@ -192,7 +192,7 @@ if sys.argv[2] == "fork":
 
 
 @pytest.mark.parametrize(("how", "complete"), [("end", True), ("abandon", False), ("fail", True), ("fork", True)])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_a_process_that_ends_in_order_waits_for_its_saves(how, complete, tmp_path):
     path = tmp_path / "file"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": "default"}

@@ -46,7 +46,7 @@ KINDS = pytest.mark.parametrize("make", [mapped, streamed, loader])
 
 
 @KINDS
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_grain_trains_like_the_arrays(make):
     assert_same(outcome(make()), of_arrays())
 
@@ -58,6 +58,7 @@ def test_grain_goes_on_where_training_was_without_a_warning(make, k, tmp_path):
     assert_resumes(tmp_path, lambda: make(shuffle=True), k)
 
 
+@pytest.mark.slow
 def test_an_iterator_of_grain_goes_on_where_training_was(tmp_path):
     assert_resumes(tmp_path, lambda: iter(mapped(shuffle=True).repeat(9).to_iter_dataset()), 5)
 
@@ -70,6 +71,7 @@ def test_endless_data_of_grain_goes_on_where_training_was(tmp_path):
     assert_resumes(tmp_path, make, 5, steps_per_epoch=3)
 
 
+@pytest.mark.slow
 def test_a_loader_over_other_data_is_read_up_to_the_position(tmp_path):
     """Grain refuses a state if its source has another name; one without a `__repr__` has another one in each process."""
     never = run(tmp_path / "never", loader(shuffle=True), 8)

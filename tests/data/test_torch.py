@@ -74,7 +74,7 @@ def test_a_data_loader_trains_like_the_arrays():
 
 
 @pytest.mark.parametrize("make", [lambda: lambda: loader(), lambda: DataLoader(Stream(), batch_size=BATCH)], ids=["function", "iterable data set"])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_a_function_that_makes_loaders_and_an_iterable_data_set_train_like_the_arrays(make):
     assert_same(outcome(make()), of_arrays())
 
@@ -130,12 +130,13 @@ def test_a_loader_that_does_not_shuffle_is_read_up_to_the_position(k, tmp_path):
 
 
 @pytest.mark.parametrize("k", [2, 3, 4, 6])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_a_loader_with_a_generator_of_its_own_goes_on_in_the_order_that_it_had(k, tmp_path):
     messages = [CANNOT_SEEK.format(k % 3 * BATCH)] if k % 3 else []
     assert_resumes(tmp_path, lambda: loader(shuffle=True, generator=seeded()), k, *messages)
 
 
+@pytest.mark.slow
 def test_a_generator_whose_state_is_not_restored_gives_another_run(tmp_path):
     """The control: a new process begins with the generator's first order."""
     never = run(tmp_path / "never", loader(shuffle=True, generator=seeded()), 8)
@@ -154,7 +155,7 @@ def test_a_generator_whose_state_is_not_restored_gives_another_run(tmp_path):
     ],
     ids=["sampler", "batch sampler"],
 )
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_the_generator_may_be_a_samplers(make, tmp_path):
     assert_resumes(tmp_path, make, 4, CANNOT_SEEK.format(BATCH))
 
@@ -185,6 +186,7 @@ def test_no_such_warning_comes_without_a_resume(tmp_path):
             trainer.fit(loader(shuffle=True), steps=4, verbose=0)
 
 
+@pytest.mark.slow
 def test_a_distributed_sampler_is_told_the_number_of_the_pass(tmp_path):
     def make() -> Any:
         sampler = torch.utils.data.DistributedSampler(tensors(), num_replicas=1, rank=0, seed=3)

@@ -26,6 +26,7 @@ def test_huber_turns_linear_at_delta():
         losses.huber(LOGITS, ONE_HOT, delta=0)
 
 
+@pytest.mark.slow
 def test_label_smoothing_is_keras_formula():
     smooth = ONE_HOT * 0.9 + 0.1 / 4
     expected = -(smooth * np.log(SOFTMAX)).sum(-1)
@@ -109,6 +110,7 @@ def test_options_of_focal_losses_that_mean_nothing_are_errors():
             losses.categorical_focal_crossentropy(LOGITS, ONE_HOT, alpha=alpha)
 
 
+@pytest.mark.slow
 def test_small_errors_keep_their_log_cosh_and_large_ones_are_finite():
     errors = np.float32([0, 1e-6, 1e-4, 1e-3, 0.03, 0.5, 0.999, 1.0, 1.001, 3, 20, 89, 1e6, 1e30])
     exact = errors.astype(np.float64)
@@ -151,6 +153,7 @@ def test_hinges_take_targets_of_0_or_minus_1_each_by_itself(loss):
     assert mixed[0] == mixed[2]
 
 
+@pytest.mark.slow
 def test_targets_of_probability_zero_add_nothing_to_the_divergence_nor_to_its_gradients():
     targets = np.float32([[0.25, 0.75, 0.0], [0.0, 0.0, 1.0]])
     outputs = np.float32([[0.1, -0.3, -np.inf], [2.0, -np.inf, 1.0]])

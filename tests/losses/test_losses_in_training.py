@@ -39,7 +39,7 @@ class Shifted(nn.Module):
         ("multiclass_perceptron_loss", LABELS, Z.max(-1) - (Z * ONE_HOT).sum(-1)),
     ],
 )
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_fit_and_evaluate_give_the_weighted_mean_over_ragged_batches(name: str, targets: np.ndarray, expected: np.ndarray):
     assert len(OUTPUTS) % 4  # the last batch is padded
     trainer = fitflax.Trainer(Shifted(), parallel=DataParallel(jax.devices()[:2]))

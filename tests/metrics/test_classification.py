@@ -56,7 +56,7 @@ def by_sklearn(name: str, targets: Any, decisions: Any, average: Any, weights: A
 
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_every_average_agrees_with_scikit_learn(kind: str, name: str):
     outputs, targets = KINDS[kind]
     for average in AVERAGES[kind]:
@@ -154,6 +154,7 @@ def test_specificity_is_the_recall_of_the_negatives():
     np.testing.assert_allclose(metrics.Specificity(average="micro").update(LOGITS, CLASS, WEIGHTS).compute(), micro, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_label_that_is_no_class_is_an_error_of_what_is_predicted_and_nothing_else():
     unknown = CLASS.copy()
     unknown[:9] = [-1, CLASSES, 255, -1, -1, 1000, -7, CLASSES, CLASSES]
@@ -171,6 +172,7 @@ def test_a_label_that_is_no_class_is_an_error_of_what_is_predicted_and_nothing_e
     assert float(fractions.compute()) == 0.0
 
 
+@pytest.mark.slow
 def test_a_target_that_is_neither_0_nor_1_is_an_error_where_1_is_predicted_and_else_nothing():
     outputs, targets = np.float32([1, 1, 1, -1, -1, -1]), np.array([1, 2, -1, 0, 2, -1])
     for maker, expected in ((metrics.Precision, 1 / 3), (metrics.Recall, 1.0), (metrics.Specificity, 1 / 3)):
@@ -195,6 +197,7 @@ def test_nothing_to_divide_by_is_zero():
     assert float(metrics.Specificity().update(np.ones(4), np.ones(4), np.ones(4)).compute()) == 0.0
 
 
+@pytest.mark.slow
 def test_the_confusion_matrix_agrees_with_scikit_learn():
     for (outputs, targets), decisions, classes in ((KINDS["one logit"], LOGIT > 0, 2), (KINDS["classes"], LOGITS.argmax(-1), CLASSES)):
         for weights in (ONES, WEIGHTS):
@@ -215,6 +218,7 @@ def test_mean_iou_of_segmentations_with_ignored_pixels():
     np.testing.assert_allclose(over_batches(metrics.get("mean_iou"), outputs, ignored, weights, size=2).compute(), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_counting_goes_on_beyond_what_float32_can_count():
     metric = metrics.Precision().update(np.float32([1.0]), np.array([1]), np.float32([2.0**24]))
     one = metrics.Precision().update(np.float32([1.0, -1.0]), np.array([1, 0]), np.ones(2))
@@ -223,6 +227,7 @@ def test_counting_goes_on_beyond_what_float32_can_count():
     np.testing.assert_array_equal(np.asarray(metric.counts, np.float64).sum(-1)[0, 1], [2**24 + 3, 0, 0, 3])
 
 
+@pytest.mark.slow
 def test_one_program_serves_all_batches_and_merges():
     metric = metrics.Precision(average=None)
     parts = [one_batch(metric, LOGITS[rows], CLASS[rows], WEIGHTS[rows]) for rows in (slice(0, 20), slice(20, 40))]
@@ -268,6 +273,7 @@ def test_shapes_that_do_not_fit_name_the_metric_by_its_key():
         metrics.F1().update({"a": LOGIT}, YES, WEIGHTS)
 
 
+@pytest.mark.slow
 def test_counts_of_replicas_are_joined_by_one_sum(devices: Callable[[int], list[jax.Device]]):
     metric = metrics.F1(average=None)
 

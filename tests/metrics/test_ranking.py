@@ -64,7 +64,7 @@ def test_the_binned_area_agrees_with_scikit_learn_on_binned_scores(curve: Any):
 
 @pytest.mark.parametrize("average", ["macro", "weighted", "micro", None])
 @pytest.mark.parametrize("curve", SCORES)
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_classes_are_ranked_one_against_the_rest_by_their_softmax(curve: Any, average: Any):
     exact, coarse = (metrics.AUC(curve=curve, num_thresholds=bins, average=average) for bins in (None, BINS))
     for weights in (ONES, WEIGHTS):
@@ -82,7 +82,7 @@ def test_classes_are_ranked_one_against_the_rest_by_their_softmax(curve: Any, av
 
 @pytest.mark.parametrize("average", ["macro", "weighted", "micro", None])
 @pytest.mark.parametrize("curve", SCORES)
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_labels_are_ranked_column_by_column(curve: Any, average: Any):
     for weights in (ONES, WEIGHTS):
         for bins, scores in ((None, SEVERAL), (BINS, binned(sigmoid(SEVERAL)))):

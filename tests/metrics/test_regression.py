@@ -15,7 +15,7 @@ SCORES = {metrics.R2: sklearn.metrics.r2_score, metrics.ExplainedVariance: sklea
 
 @pytest.mark.parametrize(("columns", "weighted"), [(None, False), (3, True)])
 @pytest.mark.parametrize("kind", SCORES)
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_shares_of_variance_are_right_for_targets_far_from_zero(kind: type[metrics.Metric], columns: int | None, weighted: bool):
     shape = (500,) if columns is None else (500, columns)
     targets = np.sort(RNG.normal(1000.0, 1.0, size=shape), axis=0).astype(np.float32)  # sorted: every batch has another mean
@@ -39,6 +39,7 @@ def test_r2_over_a_hundred_thousand_merges_is_right():
     np.testing.assert_allclose(run(), sklearn.metrics.r2_score(targets.astype(np.float64), outputs.astype(np.float64)), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_r2_of_constant_targets_is_scikit_learns():
     for constant in (0.0, 0.5, 1000.25, 0.1, 1000.1):
         targets = np.full(10, constant, np.float32)

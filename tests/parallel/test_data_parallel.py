@@ -65,7 +65,7 @@ def pointers(leaf: jax.Array) -> set[int]:
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 8])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_the_state_has_no_device_axis_and_is_whole_and_equal_on_every_device(num_devices: int, devices: Devices):
     trainer = trainer_of(Net(), devices(num_devices))
     trainer.build(X)
@@ -101,7 +101,7 @@ def test_a_state_that_was_looked_at_stays_as_it_was(devices: Devices):
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_the_users_arrays_are_neither_taken_nor_changed(num_devices: int, devices: Devices):
     x, y, w = jnp.asarray(X), jnp.asarray(Y), jnp.ones(24)
     trainer = trainer_of(Net(), devices(num_devices))
@@ -134,7 +134,7 @@ def test_numpy_arrays_given_as_data_and_state_are_left_as_they_were(devices: Dev
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("where", [0, 5])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_batches_of_jax_arrays_may_lie_on_any_device(num_devices: int, where: int, devices: Devices):
     def placed():
         for rows in (slice(0, 8), slice(8, 13)):
@@ -259,7 +259,7 @@ class Normed(nn.Module):
 
 
 @pytest.mark.parametrize("num_devices", [2, 4, 8])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_batch_norm_over_the_axis_of_replicas_is_that_of_the_whole_batch(num_devices: int, devices: Devices):
     # Not Adam: it would turn the noise that is the gradient of a bias before batch norm into steps.
     alone, spread = (
@@ -273,6 +273,7 @@ def test_batch_norm_over_the_axis_of_replicas_is_that_of_the_whole_batch(num_dev
     assert_replicated(spread.state, num_devices)
 
 
+@pytest.mark.slow
 def test_batch_norm_without_the_axis_averages_the_replicas_statistics(devices: Devices):
     trainer = trainer_of(Normed(), devices(2))
     trainer.build(X)
@@ -329,7 +330,7 @@ def test_inputs_are_split_and_parameters_are_not_however_many_there_are(inputs: 
 
 
 @pytest.mark.parametrize("num_devices", [2, 8])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_a_batch_smaller_than_the_devices_is_trained_on(num_devices: int, devices: Devices):
     trainer, alone = trainer_of(Net(), devices(num_devices)), trainer_of(Net(), devices(1))
     for one in (trainer, alone):
