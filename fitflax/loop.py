@@ -399,12 +399,12 @@ class TrainLoop:
         if self.callbacks.wants("on_train_batch_end"):
             end = min(end, clock() + _UNSEEN_SECONDS)
         for _ in range(steps):
-            if interruption is not None:
-                interruption.check(progress.step)
-                if interruption.requested is not None:
-                    return
             if not feed.has_more or should_stop() or clock() >= end:
                 return
+            if interruption is not None:
+                interruption.check(progress.step)  # Once for each step: where this returns without asking, the caller does.
+                if interruption.requested is not None:
+                    return
             fed = feed.next()
             assert fed is not None and self._sums is not None
             self._upcoming = [fed]

@@ -96,7 +96,7 @@ class Interruption:
         Args:
             step: Finished updates, the same in all processes.
         """
-        if self._asks_jax and multihost_utils.reached_preemption_sync_point(step):
+        if self._asks_jax and self.requested is None and multihost_utils.reached_preemption_sync_point(step):
             self.requested = signal.SIGTERM
 
     def leave(self) -> None:

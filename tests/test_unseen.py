@@ -100,6 +100,13 @@ def test_an_error_between_two_of_them_saves_the_steps_before_and_the_run_goes_on
     assert not differences(train(directory=tmp_path / "broken"), never)
 
 
+def test_it_is_asked_after_each_of_them_once_whether_all_processes_are_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("fitflax.signals.Interruption.check", lambda self, step: asked.append(step))
+    train()
+    assert asked == [*range(1, STEPS + 1)]
+
+
 def test_a_stop_between_two_of_them_ends_the_run_after_that_step(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer()
     in_the_data(monkeypatch, 3, lambda: trainer.stop("enough"))
