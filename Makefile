@@ -53,10 +53,10 @@ lint: venv
 
 # XLA's optimizations take a quarter of the time, and no quick test is about them; `test-all` has them.
 test: lint
-	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m pytest -n $(WORKERS) -m 'not slow'
+	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow'
 
 test-all: lint
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # Other kills than the last time: FITFLAX_SOAK_SEED=n make soak.
 soak: venv
