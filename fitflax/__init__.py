@@ -16,7 +16,7 @@ from fitflax.checkpoints.checkpoint import Checkpoint, Summary
 from fitflax.compilation import enable_compilation_cache
 from fitflax.evaluation import EvalLoop
 from fitflax.loop import TrainLoop
-from fitflax.state import TrainState
+from fitflax.state import InferenceState, TrainState
 from fitflax.trainer import Trainer
 from fitflax.triggers import at, every, first
 
@@ -38,6 +38,7 @@ __all__ = [
     "Checkpoint",
     "EvalLoop",
     "History",
+    "InferenceState",
     "Summary",
     "TrainLoop",
     "TrainState",

@@ -22,7 +22,7 @@ from fitflax.checkpoints.trees import refit
 from fitflax.data import FedBatch, Feed, Position, Source
 from fitflax.data.feeds import Feeder
 from fitflax.data.streams import OneShotSource
-from fitflax.errors import DataError, FitflaxWarning, NotReadyError, RestoreError
+from fitflax.errors import DataError, FitflaxWarning, NotReadyError, OptimizerError, RestoreError
 from fitflax.live import LiveState
 from fitflax.logs import StepValues
 from fitflax.loop import TrainLoop
@@ -33,7 +33,7 @@ from fitflax.parallel import Strategy
 from fitflax.plan import Progress, RunPlan, Validation
 from fitflax.program import Program, check_in_memory
 from fitflax.signals import Interruption
-from fitflax.state import Batch, TrainState
+from fitflax.state import Batch, InferenceState, TrainState
 from fitflax.step import Task, state_faults
 from fitflax.tabulation import describe_model, for_each_replica
 
@@ -83,6 +83,8 @@ class Session:
         # The shapes of a batch that the state is known to fit, and which version of the live state is as `build` made it.
         self._built_from: Batch | None = None
         self._fresh_version: int | None = None
+        # Whether the state came without an optimizer's.
+        self.is_serving = False
 
     # -- what must be there --
 
@@ -150,6 +152,8 @@ class Session:
         self._program = Program(self._make_task(objective, self._optimizer, numerics))
         self.pad = pad
         self.feeder = Feeder(self.strategy.num_replicas, pad, numerics.accumulate_steps)
+        if self.is_serving:
+            return
         if self.live is not None and (not is_same or self._unplaced is not None):
             self._start_optimizer()
         self._match_numerics()
@@ -211,6 +215,7 @@ class Session:
         self.live = LiveState(self.strategy, state, 0)
         self._built_from, self._fresh_version = self.sample, self.live.version
         self._last_loop = self._unplaced = self._unchecked = None
+        self.is_serving = False
 
     def place(
         self, saved: Saved, batch: Batch | None, *, weights_only: bool = False, partial: bool = False, mapping: Mapping[str, str | None] | None = None
@@ -256,6 +261,7 @@ class Session:
         if afresh and optimizer is not None:
             jax.eval_shape(optimizer.init, jax.tree.map(_shape_of, restored.params))  # Its errors, too, come before anything changes.
         self._exchange(restored)
+        self.is_serving = False
         if batch is not None:
             self._built_from = _shapes(batch)
         self._unchecked = str(saved.path) if target is None else None
@@ -356,6 +362,8 @@ class Session:
             return
         live = self.need_state("restore")
         target = self.any_program().abstract_state(jax.random.key(self.seed), batch)
+        if self.is_serving:
+            target = dataclasses.replace(target, opt_state=())
         state = check_fits(target, live.borrow(), self._unchecked)
         if state.ema_params is not None:
             averages = refit(jax.eval_shape(start_average, state.params), state.ema_params, where=self._unchecked, root="train/ema_params")
@@ -378,6 +386,34 @@ class Session:
         whole = for_each_replica(shapes, self.strategy)
         state = program.abstract_state(jax.random.key(self.seed), whole) if self.live is None else self.live.borrow()
         return describe_model(program.task.model, self.strategy, program.task.streams.init, state, shapes)
+
+    def need_trainable(self, what: str) -> Program:
+        """Returns the program.
+
+        Raises:
+            NotReadyError: Before `compile`.
+            OptimizerError: The state is an `InferenceState`.
+        """
+        if self.is_serving:
+            raise OptimizerError(
+                f"{what} needs the optimizer's state, and the trainer has an InferenceState. restore(path) goes on with a training, restore(path, "
+                "weights_only=True) begins another with its parameters."
+            )
+        return self.need_compiled(what)
+
+    def serve(self, state: InferenceState) -> None:
+        """Puts a state without an optimizer in place of the live one, on the devices.
+
+        Raises:
+            RestoreError: It does not fit the module.
+        """
+        target = self._own_shapes(jax.random.key(self.seed), None)
+        given = TrainState(step=np.int32(state.step), params=state.params, model_state=state.model_state, opt_state=(), key=jax.random.key(self.seed))  # type: ignore[arg-type]
+        if target is not None:
+            given = check_fits(dataclasses.replace(target, opt_state=(), ema_params=None), given, "The InferenceState")
+        self._exchange(given)
+        self._unchecked = "The InferenceState" if target is None else None
+        self._unplaced, self.is_serving = None, True
 
     def replace_state(self, state: TrainState) -> None:
         """Puts another state in place of the live one; its arrays are copied.

@@ -1,11 +1,16 @@
-"""What is trained and what is fed: `TrainState` and `Batch`, both plain pytrees of arrays."""
+"""What is trained, what is served and what is fed: `TrainState`, `InferenceState` and `Batch`, all plain pytrees of arrays."""
 
-from typing import Any, NamedTuple
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NoReturn, Self
 
 import jax
-from flax import struct
+import optax
+from flax import serialization, struct
 
-__all__ = ["Batch", "PyTree", "TrainState"]
+from fitflax.errors import ConfigError, OptimizerError, RestoreError
+
+__all__ = ["Batch", "InferenceState", "PyTree", "TrainState"]
 
 PyTree = Any
 
@@ -34,6 +39,138 @@ class TrainState:
     opt_state: PyTree
     key: jax.Array
     ema_params: PyTree | None = None
+
+    @property
+    def param_states(self) -> PyTree:
+        """T5X's name of `opt_state`."""
+        return self.opt_state
+
+    @property
+    def flax_mutables(self) -> dict[str, PyTree]:
+        """T5X's name of `model_state`."""
+        return self.model_state
+
+    def replace_params(self, params: PyTree) -> Self:
+        """Returns the state with other parameters.
+
+        Raises:
+            ConfigError: They differ in structure, shapes or dtypes.
+        """
+        _check_alike("replace_params", self.params, params)
+        return dataclasses.replace(self, params=params)
+
+    def replace_step(self, step: Any) -> Self:
+        """Returns the state with another number of finished updates; an integer, or an array of one."""
+        return dataclasses.replace(self, step=jax.numpy.asarray(step, self.step.dtype))
+
+    def apply_gradient(self, grads: PyTree, optimizer: optax.GradientTransformation, model_state: Mapping[str, PyTree] | None = None, **extra: Any) -> Self:
+        """Returns the state after one update; what an overridden `train_step` usually ends with.
+
+        Args:
+            grads: The gradient, as `params`.
+            optimizer: The transformation that `opt_state` is of.
+            model_state: Collections that the module has changed; those that are not among them stay.
+            **extra: What the transformation's `update` takes besides.
+
+        >>> import jax.numpy as jnp
+        >>> sgd, params = optax.sgd(0.5), {"w": jnp.ones(2)}
+        >>> state = TrainState(step=jnp.int32(0), params=params, model_state={"a": {}, "b": {}}, opt_state=sgd.init(params), key=jax.random.key(0))
+        >>> state = state.apply_gradient({"w": jnp.ones(2)}, sgd, {"a": {"mean": jnp.zeros(())}})
+        >>> state.params["w"].tolist(), int(state.step), sorted(state.model_state)
+        ([0.5, 0.5], 1, ['a', 'b'])
+        """
+        updates, opt_state = optax.with_extra_args_support(optimizer).update(grads, self.opt_state, self.params, **extra)
+        params, collections = optax.apply_updates(self.params, updates), {**self.model_state, **(model_state or {})}
+        return dataclasses.replace(self, step=self.step + 1, params=params, opt_state=opt_state, model_state=collections)
+
+    def for_inference(self) -> "InferenceState":
+        """Returns what evaluation and prediction need: the averaged parameters where there are any, and collections."""
+        return InferenceState(step=self.step, params=self.params if self.ema_params is None else self.ema_params, model_state=self.model_state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state as nested dicts with strings for keys, as `flax.serialization` makes them; the key as its data."""
+        return dict(serialization.to_state_dict({**_fields_of(self), "key": jax.random.key_data(self.key)}))
+
+    def restore_state(self, state_dict: Mapping[str, Any]) -> Self:
+        """Returns this state with the values of what `state_dict` returned for one of the same structure.
+
+        Raises:
+            RestoreError: It is of another structure.
+        """
+        target = {**_fields_of(self), "key": jax.random.key_data(self.key)}
+        try:
+            restored = serialization.from_state_dict(target, dict(state_dict))
+        except (KeyError, ValueError, TypeError) as error:
+            raise RestoreError(f"The state_dict is not that of such a state: {error}") from error
+        key = jax.random.wrap_key_data(jax.numpy.asarray(restored.pop("key")), impl=jax.random.key_impl(self.key))
+        return dataclasses.replace(self, key=key, **restored)
+
+
+_NO_OPTIMIZER = "An InferenceState has no optimizer. Restore the checkpoint into a compiled Trainer to train on."
+
+
+@struct.dataclass
+class InferenceState:
+    """What of a training is needed to evaluate and predict: no optimizer, of which not even the bytes are read.
+
+    Made by `TrainState.for_inference`, `Trainer.inference_state` and `checkpoints.load_inference_state`.
+
+    Attributes:
+        step: Finished updates; int32, shape `[]`.
+        params: The parameters; the averaged ones where the training had such.
+        model_state: The module's other collections.
+
+    >>> import jax.numpy as jnp
+    >>> state = InferenceState(step=jnp.int32(7), params={"w": jnp.ones(3)}, model_state={"batch_stats": {"mean": jnp.zeros(3)}})
+    >>> sorted(state.variables)
+    ['batch_stats', 'params']
+    """
+
+    step: jax.Array
+    params: PyTree
+    model_state: dict[str, PyTree]
+
+    @property
+    def flax_mutables(self) -> dict[str, PyTree]:
+        """T5X's name of `model_state`."""
+        return self.model_state
+
+    @property
+    def variables(self) -> dict[str, PyTree]:
+        """What the module's `apply` takes."""
+        return {"params": self.params, **self.model_state}
+
+    @property
+    def opt_state(self) -> NoReturn:
+        """There is none.
+
+        Raises:
+            OptimizerError: Always.
+        """
+        raise OptimizerError(_NO_OPTIMIZER)
+
+    @property
+    def param_states(self) -> NoReturn:
+        """There are none.
+
+        Raises:
+            OptimizerError: Always.
+        """
+        raise OptimizerError(_NO_OPTIMIZER)
+
+
+def _fields_of(state: Any) -> dict[str, Any]:
+    return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+
+
+def _check_alike(caller: str, old: PyTree, new: PyTree) -> None:
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (old, new)]
+    if structures[0] != structures[1]:
+        raise ConfigError(f"{caller}: the structure differs: {structures[1]} in place of {structures[0]}.")
+    for (path, have), want in zip(jax.tree.leaves_with_path(new), jax.tree.leaves(old), strict=True):
+        if (have.shape, have.dtype) != (want.shape, want.dtype):
+            where = jax.tree_util.keystr(path)
+            raise ConfigError(f"{caller}: {where} is {have.dtype}{list(have.shape)} in place of {want.dtype}{list(want.shape)}.")
 
 
 class Batch(NamedTuple):

@@ -25,7 +25,7 @@ from fitflax.checkpoints.by_path import load_checkpoint, save_checkpoint
 from fitflax.checkpoints.closing import load_closing_row
 from fitflax.checkpoints.partial import RestoreReport
 from fitflax.checkpoints.resume import check_settings, find_resume
-from fitflax.checkpoints.saved import Saved
+from fitflax.checkpoints.saved import FOR_INFERENCE, WHOLE, Saved
 from fitflax.checkpoints.trees import from_saved
 from fitflax.data import Batcher, Source, adapt
 from fitflax.data.adapt import takes_batch_size
@@ -42,7 +42,7 @@ from fitflax.parallel import DataParallel, Strategy
 from fitflax.plan import Progress, RunPlan, Validation
 from fitflax.session import Session
 from fitflax.signals import Interruption
-from fitflax.state import Batch, PyTree, TrainState
+from fitflax.state import Batch, InferenceState, PyTree, TrainState
 from fitflax.step import Task
 from fitflax.triggers import Trigger
 from fitflax.triggers import every as make_every
@@ -289,17 +289,29 @@ class Trainer:
         batch = None if sample is None else Batcher(num_replicas=1)(self._selection.split(_zeros(sample), inputs_only=True))[0]
         print(self._session.describe(batch), file=file)
 
-    def replace_state(self, state: TrainState) -> None:
+    def replace_state(self, state: TrainState | InferenceState) -> None:
         """Puts another state in place of the newest one; its arrays are copied.
 
         Args:
-            state: Of the same structure, shapes and dtypes.
+            state: Of the same structure, shapes and dtypes; or, even before there is a state, an `InferenceState`, with which the trainer evaluates and
+                predicts and holds nothing of an optimizer.
 
         Raises:
             RestoreError: It differs in structure, shapes or dtypes.
             NotReadyError: Before `build`, `fit` or `restore`.
         """
-        self._session.replace_state(state)
+        if isinstance(state, InferenceState):
+            self._session.serve(state)
+        else:
+            self._session.replace_state(state)
+
+    def inference_state(self) -> InferenceState:
+        """Returns what of the newest state evaluation and prediction need; it stays valid whatever is trained afterwards.
+
+        Raises:
+            NotReadyError: Before `build`, `fit` or `restore`.
+        """
+        return self._session.need_state("inference_state").lend().for_inference()
 
     # -- custom training --
 
@@ -405,7 +417,7 @@ class Trainer:
             CheckpointError: A checkpoint, or the directory of one, cannot be used.
         """
         session = self._session
-        session.need_compiled("fit")
+        session.need_trainable("fit")
         arguments.check_counts(steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch, log_every=log_every)
         arguments.check_counts(validation_steps=validation_steps, validation_batch_size=validation_batch_size)
         arguments.check_initial_epoch(initial_epoch)
@@ -666,7 +678,7 @@ class Trainer:
             NotReadyError: Before `compile`.
             DataError, ModelError, LossError, MetricError: What does not fit.
         """
-        self._session.need_compiled("train_on_batch")
+        self._session.need_trainable("train_on_batch")
         fed = self._session.feeder.single(self._selection.split(batch), "train")
         program = self._session.need_compiled("train_on_batch")
         if self._session.live is None:
@@ -748,7 +760,7 @@ class Trainer:
             NotReadyError: Before `compile`.
             ConfigError, DataError, ModelError, LossError, MetricError: As in `fit`.
         """
-        self._session.need_compiled("train_loop")
+        self._session.need_trainable("train_loop")
         arguments.check_counts(steps=steps, steps_per_epoch=steps_per_epoch)
         if not isinstance(every, Trigger):
             raise ConfigError(f"train_loop(every=...) takes a trigger, such as fitflax.every(steps=10). Received: {every!r}.")
@@ -846,7 +858,8 @@ class Trainer:
         Initialized: params/head/bias, params/head/kernel
         Unused: params/head/bias, params/head/kernel
         """
-        return self._session.place(load_checkpoint(path), None, weights_only=weights_only, partial=partial, mapping=mapping)
+        roots = FOR_INFERENCE if weights_only and not partial and not mapping else WHOLE
+        return self._session.place(load_checkpoint(path, roots), None, weights_only=weights_only, partial=partial, mapping=mapping)
 
 
 def _zeros(batch: Any) -> Any:

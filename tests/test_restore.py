@@ -433,12 +433,12 @@ def test_what_other_libraries_leave_out_is_kept_or_named(prepare, monkeypatch):
     train(theirs, 2)
     trainer = prepare(Net())
     for names, lacks in ((("step",), "no optimizer state"), (("opt_state",), "no step"), ((), "no step and no optimizer state")):
-        monkeypatch.setattr(fitflax.trainer, "load_checkpoint", lambda path, names=names: foreign(theirs, *names))
+        monkeypatch.setattr(fitflax.trainer, "load_checkpoint", lambda path, roots, names=names: foreign(theirs, *names))
         with pytest.raises(RestoreError, match=f"theirs has {lacks}. Pass weights_only=True"):
             trainer.restore("theirs")
     trainer.restore("theirs", weights_only=True)
     assert np.array_equal(at(trainer.state.params, "body/kernel"), at(theirs.state.params, "body/kernel")) and trainer.step == 0
-    monkeypatch.setattr(fitflax.trainer, "load_checkpoint", lambda path: foreign(theirs, "step", "opt_state"))
+    monkeypatch.setattr(fitflax.trainer, "load_checkpoint", lambda path, roots: foreign(theirs, "step", "opt_state"))
     trainer.restore("theirs")
     if prepare is bare:
         trainer.compile(optax.adam(0.05), "sparse_categorical_crossentropy")

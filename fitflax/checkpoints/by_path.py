@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from fitflax.checkpoints.directories import disk_errors, put_back, replaced_by, 
 from fitflax.checkpoints.foreign import read_foreign
 from fitflax.checkpoints.msgpack_format import STATE_FILE
 from fitflax.checkpoints.orbax_format import TRAIN_DIRECTORY
-from fitflax.checkpoints.saved import Saved, read_checkpoint
+from fitflax.checkpoints.saved import WHOLE, Saved, read_checkpoint
 from fitflax.checkpoints.store import CheckpointStore
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, FitflaxWarning
 from fitflax.state import PyTree
@@ -50,11 +50,12 @@ def save_checkpoint(path: str | os.PathLike[str], *, train: PyTree, run: PyTree,
     return given
 
 
-def load_checkpoint(path: str | os.PathLike[str]) -> Saved:
+def load_checkpoint(path: str | os.PathLike[str], roots: Collection[str] = WHOLE) -> Saved:
     """Returns a checkpoint, verified: fitflax's own, or as far as possible one of plain Orbax or `flax.training.checkpoints`.
 
     Args:
         path: A checkpoint, or a directory of them, which stands for the newest good one in it.
+        roots: What is read of fitflax's own, as of `saved.read_checkpoint`.
 
     Raises:
         CheckpointNotFoundError: There is none; the message says what was looked for, and what is wrong with those found.
@@ -73,9 +74,9 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Saved:
     """
     path = Path(path)
     if _looks_like_checkpoint(path):
-        return read_checkpoint(path)
+        return read_checkpoint(path, roots)
     try:
-        return _newest_good_in(path)
+        return _newest_good_in(path, roots)
     except CheckpointNotFoundError:
         foreign = read_foreign(path)
         if foreign is None:
@@ -99,11 +100,11 @@ def _is_only_checkpoint(path: Path) -> bool:
     return {entry.name for entry in path.iterdir()} <= known
 
 
-def _newest_good_in(path: Path) -> Saved:
+def _newest_good_in(path: Path, roots: Collection[str]) -> Saved:
     if not path.is_dir():
         aside = "".join(f" An earlier one was set aside as {entry} by a save that did not finish; rename it." for entry in replaced_by(path))
         raise CheckpointNotFoundError(f"There is no checkpoint at {path}: {'it is a file' if path.exists() else 'no such directory'}.{aside}")
-    saved, skipped = CheckpointStore(path).newest_good()
+    saved, skipped = CheckpointStore(path).newest_good(roots)
     if saved is None:
         faults = "".join(f" {error}" for error in skipped)
         names = f"{METADATA_FILE} or a good step_* directory"

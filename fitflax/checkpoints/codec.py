@@ -347,7 +347,7 @@ _EXTENSIONS = {0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD4: 0, 0xD5: 0, 0xD6: 0, 0xD7: 0, 0x
 class Reader:
     """Reads what `Writer` wrote and trusts nothing: every fault in the file is a `CorruptCheckpointError`. A context manager, which ends its thread.
 
-    Arrays are read straight into their own memory, those of roots that nobody asked for are skipped. An array's header must be, byte by byte, the one that
+    Arrays are read straight into their own memory, those that nobody asked for are skipped. An array's header must be, byte by byte, the one that
     its entry in the metadata asks for; no length is believed before the file is known to be long enough, and no memory taken before that.
     """
 
@@ -356,7 +356,7 @@ class Reader:
         self._path = path
         self._left = num_bytes
         self._arrays = arrays
-        self._roots = roots
+        self._wanted = tuple(f"{root}/" for root in roots)
         self._sums = _Sums()
         self._totals: dict[str, _Sum] = {}
         self._arena = Arena(num_bytes)
@@ -441,7 +441,7 @@ class Reader:
         if (num_bytes := math.prod(shape) * dtype.itemsize) > self._left:
             raise self._damaged(path, f"has {num_bytes} bytes, but {self._left} are left")
         parts = _layout(shape, dtype, kind, CHUNK_BYTES)
-        is_wanted = path.split("/", 1)[0] in self._roots
+        is_wanted = f"{path}/".startswith(self._wanted)
         array, data, total = np.empty(0, dtype), memoryview(b""), _Sum()
         for part in parts:
             if taken + self._take(len(part.header) - len(taken), path) != part.header:

@@ -116,7 +116,7 @@ def read_state(directory: Path, metadata: Mapping[str, Any], *, roots: Collectio
     Args:
         directory: A checkpoint directory.
         metadata: What `read_metadata` returned for it.
-        roots: Which roots to read; the arrays of others are skipped.
+        roots: Which roots to read, or parts of them by their paths, such as `train/params`; other arrays are skipped, and are `None`.
 
     Raises:
         CorruptCheckpointError: A file is missing, empty, cut, too long, or fails a check; the message names the array.

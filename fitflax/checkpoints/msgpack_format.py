@@ -55,7 +55,7 @@ def read_state(directory: Path, metadata: Mapping[str, Any], *, roots: Collectio
     Args:
         directory: A checkpoint directory.
         metadata: Its verified `metadata.json`.
-        roots: Which roots to read.
+        roots: Which roots to read, or parts of them by their paths.
 
     Raises:
         CorruptCheckpointError: The file is missing, empty, cut, too long, or fails a check; the message names the array.
@@ -82,7 +82,8 @@ def read_state(directory: Path, metadata: Mapping[str, Any], *, roots: Collectio
         raise CorruptCheckpointError(f"{path} is missing.") from error
     except OSError as error:
         raise CheckpointError(f"{path} could not be read: {error.strerror}.") from error
-    unknown = sorted(set(roots) - set(tree))
+    names = dict.fromkeys(root.split("/", 1)[0] for root in roots)
+    unknown = sorted(set(names) - set(tree))
     if unknown:
         raise CheckpointError(f"{path} has no root {', '.join(map(repr, unknown))}, only {sorted(tree)}.")
-    return {root: tree[root] for root in roots}
+    return {name: tree[name] for name in names}

@@ -95,7 +95,7 @@ def read_state(directory: Path, metadata: Mapping[str, Any], *, roots: Collectio
     Args:
         directory: A checkpoint directory.
         metadata: Its verified `metadata.json`.
-        roots: Which roots to read.
+        roots: Which roots to read, or parts of them by their paths.
 
     Raises:
         CorruptCheckpointError: A file is missing, cut, too long, fails its check, or does not belong there; the message names it.

@@ -36,7 +36,7 @@ from fitflax.checkpoints.contents import check_backend, read_metadata
 from fitflax.checkpoints.directories import REPLACED, delete, disk_errors, make_directory, put_back, random_suffix, write_in_place
 from fitflax.checkpoints.documents import PROCESS, fsync_directory, read_document, replace_document
 from fitflax.checkpoints.lock import holder_of, lock_directory
-from fitflax.checkpoints.saved import Saved, read_checkpoint
+from fitflax.checkpoints.saved import WHOLE, Saved, read_checkpoint
 from fitflax.checkpoints.saving import Saver
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, DirectoryInUseError, FitflaxWarning
 from fitflax.state import PyTree
@@ -183,12 +183,16 @@ class CheckpointStore:
         for each in self.steps() if step is None else (step,):
             self.restore(each)
 
-    def newest_good(self) -> tuple[Saved | None, list[CheckpointError]]:
-        """Returns the newest checkpoint that verifies, or `None`, and what is wrong with each newer one, in words that begin with its name."""
+    def newest_good(self, roots: Collection[str] = WHOLE) -> tuple[Saved | None, list[CheckpointError]]:
+        """Returns the newest checkpoint that verifies, or `None`, and what is wrong with each newer one, in words that begin with its name.
+
+        Args:
+            roots: What is read, as of `saved.read_checkpoint`.
+        """
         skipped: list[CheckpointError] = []
         for step in reversed(self.steps()):
             try:
-                return self.restore(step), skipped
+                return read_checkpoint(self.path(step), roots), skipped
             except CheckpointError as error:
                 path = self.path(step)
                 skipped.append(type(error)(f"{path.name}: {str(error).replace(f'{path}{os.sep}', '')}"))

@@ -1,0 +1,117 @@
+"""Serving without an optimizer: what is read, what it evaluates and predicts, and what it refuses."""
+
+import pathlib
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+
+import fitflax
+from fitflax.checkpoints import load_inference_state
+from fitflax.checkpoints.by_path import load_checkpoint
+from fitflax.errors import CorruptCheckpointError, NotReadyError, OptimizerError, RestoreError
+from tests.run_script import TRAIN, VALID, leaves_of, make_trainer
+
+
+class Other(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(5)(x)
+
+
+def trained(tmp_path: pathlib.Path, **options) -> tuple[fitflax.Trainer, pathlib.Path]:
+    trainer = make_trainer()
+    trainer.compile("adam", "sparse_categorical_crossentropy", ["accuracy"], **options)
+    trainer.fit(*TRAIN, batch_size=4, epochs=2, verbose=0)
+    return trainer, trainer.save(tmp_path / "final")
+
+
+def damage(path: pathlib.Path, part: str) -> None:
+    """Flips a bit of an array of a part of the state, found by its bytes."""
+    saved, file = load_checkpoint(path), path / "state.msgpack"
+    leaf = max(jax.tree.leaves(saved.train[part]), key=lambda leaf: leaf.nbytes)
+    data = bytearray(file.read_bytes())
+    begin = data.rindex(leaf.tobytes())
+    data[begin + 3] ^= 1
+    file.write_bytes(data)
+
+
+def test_the_optimizers_bytes_are_not_read_and_all_others_are_verified(tmp_path):
+    trainer, path = trained(tmp_path)
+    damage(path, "opt_state")
+    with pytest.raises(CorruptCheckpointError, match="train/opt_state"):
+        load_checkpoint(path)
+    state = load_inference_state(path)
+    assert leaves_of(state.variables) == leaves_of(trainer.inference_state().variables) and int(state.step) == 10
+    other = make_trainer(seed=5)
+    other.restore(path, weights_only=True)
+    assert leaves_of(other.state.params) == leaves_of(state.params)
+
+
+def test_damaged_parameters_are_noticed(tmp_path):
+    _, path = trained(tmp_path)
+    damage(path, "params")
+    with pytest.raises(CorruptCheckpointError, match="train/params"):
+        load_inference_state(path)
+
+
+@pytest.mark.parametrize("options", [{}, {"ema_decay": 0.5}], ids=["raw", "averaged"])
+def test_it_evaluates_and_predicts_as_the_trainer_that_saved_it(options, tmp_path):
+    trainer, path = trained(tmp_path, **options)
+    server = make_trainer(seed=3)
+    server.compile("adam", "sparse_categorical_crossentropy", ["accuracy"], **options)
+    server.replace_state(load_inference_state(path))
+    assert server.evaluate(*VALID, verbose=0) == trainer.evaluate(*VALID, verbose=0)
+    np.testing.assert_array_equal(server.predict(VALID[0]), trainer.predict(VALID[0]))
+    np.testing.assert_array_equal(server.predict_on_batch(VALID[0]), trainer.predict_on_batch(VALID[0]))
+    assert server.step == 10 and not jax.tree.leaves(server.state.opt_state)
+
+
+def test_it_predicts_before_compile_and_compile_brings_no_optimizer(tmp_path):
+    trainer, path = trained(tmp_path)
+    server = fitflax.Trainer(trainer.model)
+    server.replace_state(load_inference_state(path))
+    expected = trainer.predict(VALID[0])
+    np.testing.assert_allclose(server.predict(VALID[0]), expected, rtol=1e-6)
+    server.compile("sgd", "sparse_categorical_crossentropy")
+    assert not jax.tree.leaves(server.state.opt_state)
+    assert server.evaluate(*VALID, verbose=0)["loss"] == pytest.approx(trainer.evaluate(*VALID, verbose=0)["loss"], rel=1e-6)
+
+
+def test_training_is_refused_until_there_is_an_optimizers_state(tmp_path):
+    trainer, path = trained(tmp_path)
+    server = make_trainer()
+    server.replace_state(trainer.inference_state())
+    refused = "needs the optimizer's state, and the trainer has an InferenceState"
+    for train in (
+        lambda: server.fit(*TRAIN, verbose=0),
+        lambda: server.train_on_batch((TRAIN[0][:4], TRAIN[1][:4])),
+        lambda: server.train_loop(*TRAIN, steps=1),
+    ):
+        with pytest.raises(OptimizerError, match=refused):
+            train()
+    server.restore(path)
+    for each in (server, trainer):
+        each.fit(*TRAIN, batch_size=4, epochs=1, shuffle=False, verbose=0)
+    assert leaves_of(server.state) == leaves_of(trainer.state)
+
+
+def test_a_state_of_another_module_is_refused(tmp_path):
+    trainer, _ = trained(tmp_path)
+    server = fitflax.Trainer(Other())
+    server.compile("sgd", "mse")
+    server.build((TRAIN[0], np.zeros((18, 5), np.float32)))
+    before = leaves_of(server.state)
+    with pytest.raises(RestoreError, match="The InferenceState"):
+        server.replace_state(trainer.inference_state())
+    assert leaves_of(server.state) == before
+    late = fitflax.Trainer(Other())
+    late.replace_state(trainer.inference_state())
+    with pytest.raises(RestoreError, match="The InferenceState"):
+        late.predict(VALID[0])
+
+
+def test_there_is_none_before_there_is_a_state():
+    with pytest.raises(NotReadyError, match="inference_state"):
+        make_trainer().inference_state()
