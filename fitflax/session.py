@@ -297,9 +297,10 @@ class Session:
     def _own_shapes(self, key: jax.Array, batch: Batch | None) -> TrainState | None:
         """Returns the shapes of the module's own state, or `None` if they are not known."""
         if self.live is not None and self.live.is_intact and self._unchecked is None:
-            return cast(TrainState, jax.tree.map(_shape_of, self.live.borrow()))
-        shapes = self._built_from if batch is None else batch
-        return None if shapes is None else self.any_program().abstract_state(key, shapes)
+            shapes = cast(TrainState, jax.tree.map(_shape_of, self.live.borrow()))
+            return dataclasses.replace(shapes, opt_state=jax.eval_shape(self._optimizer.init, shapes.params)) if self.is_serving and self._optimizer else shapes
+        known = self._built_from if batch is None else batch
+        return None if known is None else self.any_program().abstract_state(key, known)
 
     def _exchange(self, restored: TrainState) -> None:
         """Puts a state in place of the live one; where it has shapes alone, leaves are initialized."""

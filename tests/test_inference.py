@@ -91,6 +91,7 @@ def test_training_is_refused_until_there_is_an_optimizers_state(tmp_path):
     ):
         with pytest.raises(OptimizerError, match=refused):
             train()
+    server.predict(VALID[0])  # Now the state is known to fit, and still has no optimizer's.
     server.restore(path)
     for each in (server, trainer):
         each.fit(*TRAIN, batch_size=4, epochs=1, shuffle=False, verbose=0)
