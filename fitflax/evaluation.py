@@ -125,7 +125,7 @@ class EvalLoop:
         while self._steps is None or batch < self._steps:
             if self._interruption is not None and self._interruption.requested:
                 raise Interrupted
-            fed = feed.next(size)
+            fed = feed.next(size if size > 1 else None)
             if fed is None:
                 break
             if sums is None:
@@ -260,7 +260,7 @@ def _predictions(
     is_over = False
     while not is_over:
         with reading():
-            fed = feed.next(size) if steps is None or batch < steps else None
+            fed = feed.next(size if size > 1 else None) if steps is None or batch < steps else None
         is_over = fed is None
         if fed is not None:
             if batch == 0:

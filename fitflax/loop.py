@@ -312,7 +312,7 @@ class TrainLoop:
         return bool(self._upcoming)
 
     def _take(self) -> bool:
-        fed = self._feed.next(1 if self.plan.steps_per_call == 1 else self._room())
+        fed = self._feed.next(None if self.plan.steps_per_call == 1 else self._room())
         self._upcoming = [] if fed is None else [fed]
         return fed is not None
 

@@ -482,12 +482,13 @@ class Session:
         """
         program = self.need_compiled("fit")
         # The first batch is looked at, then trained on.
-        fed = feed.next()
+        ahead = self.steps_per_call if (self.steps_per_call or 1) > 1 else None
+        fed = feed.next(ahead)
         if fed is None and progress.epoch_is_open and not progress.epoch_is_over and plan.steps_per_epoch is None:
             # The run was broken off after the last batch of an epoch, before anything could tell that it was the last.
             progress.epoch_is_over, progress.position = True, feed.position
         if fed is None and source.can_restart:
-            fed = feed.next()
+            fed = feed.next(ahead)
         if fed is None and saved is None:
             raise DataError("The data yields no batch.")
         if fed is not None:

@@ -10,6 +10,7 @@ from flax import linen as nn
 
 import fitflax
 from fitflax.callbacks import Callback, CSVLogger, LambdaCallback, ModelCheckpoint, TerminateOnNaN
+from fitflax.data.batch import in_one_piece
 from fitflax.errors import ConfigError, FitflaxWarning
 from fitflax.parallel import DataParallel
 from fitflax.program import Program
@@ -87,6 +88,15 @@ def test_a_group_ends_where_a_trigger_fires_and_where_the_epoch_does():
     look = LambdaCallback(every=fitflax.every(steps=5) | fitflax.at(2), on_checkpoint=lambda checkpoint: looked.append(checkpoint.step))
     make_trainer(4).fit(X, Y, batch_size=4, epochs=1, callbacks=[calls, look], verbose=0)
     assert calls.ends == [2, 4, 5, 8, 10, 11] and {2, 5, 10} <= set(looked)
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": False}, {"steps_per_epoch": 10}])
+def test_the_arrays_of_each_group_are_read_in_one_piece(options, monkeypatch):
+    found = []
+    monkeypatch.setattr("fitflax.program.in_one_piece", lambda group: found.append((len(group), in_one_piece(group))) or found[-1][1])
+    # 22 batches a pass. Sixteen at a time would be read otherwise, which groups of three lie across.
+    make_trainer(3).fit(X, Y, batch_size=2, steps=20, verbose=0, **options)
+    assert sum(count for count, _ in found) == 20 and all(whole is not None and len(whole.x) == 2 * count for count, whole in found)
 
 
 def test_an_epoch_of_some_steps_over_an_iterator_takes_no_batch_that_it_does_not_need():

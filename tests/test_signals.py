@@ -171,11 +171,12 @@ def distributed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
-def test_jax_is_asked_once_a_step_and_its_answer_counts_once_and_for_all(distributed, fresh, tmp_path):
+@pytest.mark.parametrize("options", [{"validation_data": TRAIN, "validation_freq": fitflax.every(steps=1)}, {}], ids=["looked at", "unseen"])
+def test_jax_is_asked_once_a_step_and_its_answer_counts_once_and_for_all(options, distributed, fresh, tmp_path):
     ended: list[int] = []
     callbacks = [ModelCheckpoint(tmp_path), LambdaCallback(on_train_end=lambda logs: ended.append(fresh.step))]
     with pytest.raises(SystemExit) as left:
-        fit(fresh, *callbacks, validation_data=TRAIN, validation_freq=fitflax.every(steps=1))
+        fit(fresh, *callbacks, **options)
     assert left.value.code == 143
     assert distributed == [1, 2, 3]
     assert (ended, steps_in(tmp_path), fresh.stop_reason) == ([3], [3], "interrupted by SIGTERM")

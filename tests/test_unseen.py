@@ -124,6 +124,14 @@ class EveryThird(Trigger):
         return moment.step % 3 == 0
 
 
+class OwnClock(EveryThird):
+    """Says that it depends on no step, and nothing of when on the clock it may fire."""
+
+    @override
+    def next_step(self, step: int, start_step: int) -> int | None:
+        return None
+
+
 @pytest.mark.parametrize(
     ("trigger", "steps"),
     [
@@ -131,8 +139,9 @@ class EveryThird(Trigger):
         (fitflax.every(seconds=1e9) | fitflax.at(7, 12), [7, 12]),
         (fitflax.every(steps=6), [6, 12, 18]),
         (EveryThird(), [*range(3, STEPS, 3)]),
+        (OwnClock(), [*range(3, STEPS, 3)]),
     ],
-    ids=["time", "steps or time", "steps", "of one's own"],
+    ids=["time", "steps or time", "steps", "of one's own", "of one's own clock"],
 )
 def test_triggers_fire_where_they_would_if_each_step_were_looked_at(trigger: Trigger, steps: list[int]) -> None:
     fired: list[int] = []

@@ -119,11 +119,12 @@ class Feed:
         self._resume: tuple[Bookmark | None] | None = None
         self._has_states = False
 
-    def next(self, ahead: int = 1) -> FedBatch | None:
+    def next(self, ahead: int | None = None) -> FedBatch | None:
         """Returns the next batch, or `None` at the end of a pass; the call after that begins the next pass.
 
         Args:
-            ahead: How many batches are about to be asked for, this one included: what a source can have in one piece is read so.
+            ahead: How many batches make a group with this one, itself included: where the source can do that, they are read in one piece, which is nobody
+                else's. `None` where they are used one by one.
         """
         self._given.clear()
         if self._ready and not self._found:  # The usual case, of which there is one for each step.
@@ -163,7 +164,7 @@ class Feed:
         # Batches of one source of arrays can differ in their number of rows alone, and asking for all shapes takes longer than cutting a batch out.
         return len(one.mask) == len(other.mask) if self.source.is_checked else _shapes(one) == _shapes(other)
 
-    def _next(self, ahead: int) -> FedBatch | None:
+    def _next(self, ahead: int | None) -> FedBatch | None:
         raw = None
         if not self._ready:
             if self._iterator is None:
@@ -178,11 +179,11 @@ class Feed:
         self._position = fed.position
         return fed
 
-    def _read(self, iterator: Iterator[Triple], ahead: int) -> Triple | None:
+    def _read(self, iterator: Iterator[Triple], ahead: int | None) -> Triple | None:
         """Has what comes next in `_ready`, which stays empty at the end of the pass; returns a batch that came alone as it came."""
         source = self.source
         if source.is_checked and isinstance(iterator, RowsPass):
-            rows = iterator.take(max(source.batches_at_once, ahead))
+            rows = iterator.take(ahead or source.batches_at_once)
             if rows is not None:
                 assert source.batch_size is not None
                 self._ready = self.batcher.cut(rows, source.batch_size, self._position)[::-1]
