@@ -14,8 +14,7 @@ from fitflax.callbacks.history import History
 from fitflax.callbacks.serial import serial
 from fitflax.checkpoints.checkpoint import Checkpoint, Summary
 from fitflax.compilation import enable_compilation_cache
-from fitflax.evaluation import EvalLoop
-from fitflax.loop import TrainLoop
+from fitflax.modular import EvalLoop, TrainLoop
 from fitflax.state import InferenceState, TrainState
 from fitflax.trainer import Trainer
 from fitflax.triggers import at, every, first

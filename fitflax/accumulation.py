@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from fitflax.errors import DataError
 from fitflax.metrics import Metric
 from fitflax.metrics.base import broadcast_weights
-from fitflax.state import Batch
+from fitflax.state import Batch, PyTree
 
-__all__ = ["first_of", "join_rows", "merge_all", "split", "total_weight"]
+__all__ = ["first_of", "join_rows", "last_of", "merge_all", "split", "total_weight"]
 
 
 def split(batch: Batch, steps: int) -> Batch:
@@ -33,6 +33,11 @@ def split(batch: Batch, steps: int) -> Batch:
 def first_of(batches: Batch) -> Batch:
     """Returns the first of the micro-batches."""
     return cast(Batch, jax.tree.map(operator.itemgetter(0), batches))
+
+
+def last_of(tree: PyTree) -> PyTree:
+    """Returns what the last micro-batch yielded, given that of all of them along a first axis."""
+    return jax.tree.map(operator.itemgetter(-1), tree)
 
 
 def total_weight(shape: tuple[int, ...], weights: jax.Array, mask: jax.Array) -> jax.Array:

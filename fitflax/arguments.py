@@ -2,15 +2,19 @@
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
+import jax
 import numpy as np
+import optax
 
+import fitflax.optimizers as optimizers
 from fitflax.callbacks import Callback, ProgressBar
 from fitflax.callbacks.history import History
 from fitflax.data import Source
 from fitflax.data.batch import Selection
-from fitflax.errors import CallbackError, ConfigError, FitflaxWarning
+from fitflax.errors import CallbackError, ConfigError, FitflaxWarning, OptimizerError
+from fitflax.parallel import DataParallel, Strategy
 from fitflax.step import Streams
 from fitflax.triggers import Trigger
 
@@ -20,39 +24,111 @@ __all__ = [
     "check_end",
     "check_initial_epoch",
     "check_log_keys",
+    "check_seed",
     "default_bar",
     "described",
+    "group_name",
+    "optimizer_of",
+    "strategy_of",
     "streams_of",
+    "trigger_of",
     "validation_frequency",
     "validation_sets",
     "with_history",
+    "zeros",
 ]
 
 
-def streams_of(rngs: Any) -> Streams:
+def streams_of(owner: str, rngs: Any) -> Streams:
     """Returns the names of random streams by occasion.
 
     Args:
+        owner: Whose argument it is, for errors.
         rngs: Names for initialization and training, or a dict of names by occasion.
 
     Raises:
         ConfigError: Unknown occasions, or names that are none.
 
-    >>> streams_of(("dropout",))
+    >>> streams_of("Trainer", ("dropout",))
     Streams(init=('dropout',), train=('dropout',), eval=())
     """
     if isinstance(rngs, Mapping):
         if set(rngs) - {"init", "train", "eval"}:
-            raise ConfigError(f"Trainer(rngs=...) by occasion has the keys 'init', 'train' and 'eval'. Received: {list(rngs)}.")
-        return Streams(*(_names(rngs.get(occasion, ())) for occasion in ("init", "train", "eval")))
-    return Streams(_names(rngs), _names(rngs), ())
+            raise ConfigError(f"{owner}(rngs=...) by occasion has the keys 'init', 'train' and 'eval'. Received: {list(rngs)}.")
+        return Streams(*(_names(owner, rngs.get(occasion, ())) for occasion in ("init", "train", "eval")))
+    return Streams(_names(owner, rngs), _names(owner, rngs), ())
 
 
-def _names(names: str | Iterable[str]) -> tuple[str, ...]:
+def _names(owner: str, names: str | Iterable[str]) -> tuple[str, ...]:
     listed = (names,) if isinstance(names, str) else tuple(names)
     if not all(isinstance(name, str) for name in listed):
-        raise ConfigError(f"Trainer(rngs=...) takes names of random streams. Received: {names!r}.")
+        raise ConfigError(f"{owner}(rngs=...) takes names of random streams. Received: {names!r}.")
     return tuple(name for name in listed if name != "params")
+
+
+def check_seed(owner: str, seed: Any) -> None:
+    """Checks a seed.
+
+    Raises:
+        ConfigError: It is no integer of at least 0.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
+        raise ConfigError(f"{owner}(seed=...) must be an integer of at least 0. Received: {seed!r}.")
+
+
+def strategy_of(owner: str, parallel: Any) -> Strategy:
+    """Returns where steps run, by default on all local devices.
+
+    Raises:
+        ConfigError: It is no strategy.
+    """
+    if parallel is not None and not isinstance(parallel, Strategy):
+        raise ConfigError(f"{owner}(parallel=...) takes a strategy such as fitflax.parallel.DataParallel(). Received: {parallel!r}.")
+    return DataParallel() if parallel is None else parallel
+
+
+def trigger_of(owner: str, every: Any) -> Trigger:
+    """Returns a trigger.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if not isinstance(every, Trigger):
+        raise ConfigError(f"{owner}(every=...) takes a trigger, such as fitflax.every(steps=10). Received: {every!r}.")
+    return every
+
+
+def zeros(batch: Any) -> Any:
+    """Returns `batch` with zeros where it has shapes alone."""
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, batch)
+
+
+def optimizer_of(optimizer: Any, learning_rate: Any = None) -> optax.GradientTransformation:
+    """Returns an optimizer that was given as an optax transformation, or by name.
+
+    Raises:
+        ConfigError: A rate for something that has its own.
+        OptimizerError: Neither a known name nor a transformation.
+    """
+    if isinstance(optimizer, str):
+        return optimizers.get(optimizer, learning_rate)
+    if learning_rate is not None:
+        raise ConfigError("compile(learning_rate=...) goes with an optimizer given by name; an optax transformation has its own.")
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        advice = " Call it: optax.adam(learning_rate)." if callable(optimizer) else ""
+        raise OptimizerError(f"optimizer must be a name or an optax transformation. Received: {optimizer!r}.{advice}")
+    return cast(optax.GradientTransformation, optimizer)
+
+
+def group_name(name: Any) -> str:
+    """Returns the name of the group of an evaluation's metrics.
+
+    Raises:
+        ConfigError: It is no text, empty, or `train`.
+    """
+    if not isinstance(name, str) or name == "train" or not name:
+        raise ConfigError(f"eval_loop(name=...) is the group of its metrics, and not 'train', which is that of training. Received: {name!r}.")
+    return name
 
 
 def described(**given: Any) -> dict[str, Any]:

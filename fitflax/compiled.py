@@ -13,11 +13,11 @@ from fitflax.live import Carry, Sums
 from fitflax.parallel.base import Compiled, Layout
 from fitflax.parallel.packed import Form
 from fitflax.state import Batch, PyTree
-from fitflax.step import Task
+from fitflax.step import NOTHING, Keep, Task
 
 __all__ = ["CompiledSteps"]
 
-# State, sums, values, rows, gradient.
+# State, sums, values, rows, what is kept.
 _TRAIN_OUTPUTS: tuple[Layout, ...] = ("replicated", "replicated", "replicated", "split", "replicated")
 
 
@@ -41,38 +41,38 @@ class CompiledSteps:
     def __init__(self, task: Task, form_of: Callable[[bool], Form]) -> None:
         self._task = task
         self._form_of = form_of
-        # By kind, structure of the state and whether gradients are kept.
-        self._functions: dict[tuple[str, Any, bool], Compiled] = {}
-        self._last: dict[str, tuple[Any, bool, Compiled]] = {}
+        # By kind, structure of the state and what is kept.
+        self._functions: dict[tuple[str, Any, Keep], Compiled] = {}
+        self._last: dict[str, tuple[Any, Keep, Compiled]] = {}
         self._ahead = AheadOfTime()
 
-    def get(self, kind: str, treedef: Any, *, keep_grads: bool = False) -> Compiled:
+    def get(self, kind: str, treedef: Any, *, keep: Keep = NOTHING) -> Compiled:
         """Returns a function for states of one structure, to be called."""
         last = self._last.get(kind)
-        if last is not None and last[0] is treedef and last[1] is keep_grads:  # Comparing large structures takes longer than many a step.
+        if last is not None and last[0] is treedef and last[1] is keep:  # Comparing large structures takes longer than many a step.
             return last[2]
-        name = kind, treedef, keep_grads
+        name = kind, treedef, keep
         self._ahead.wait(name)
         function = self._make(*name)
-        self._last[kind] = (treedef, keep_grads, function)
+        self._last[kind] = (treedef, keep, function)
         return function
 
-    def lower(self, kind: str, treedef: Any, *arguments: Any, keep_grads: bool = False) -> jax.stages.Lowered | None:
+    def lower(self, kind: str, treedef: Any, *arguments: Any, keep: Keep = NOTHING) -> jax.stages.Lowered | None:
         """Traces a function for shapes with their places, which finds faults; returns what `begin` takes, `None` where nothing can be compiled ahead."""
-        function = self._make(kind, treedef, keep_grads)
+        function = self._make(kind, treedef, keep)
         if not self._task.strategy.compiles_ahead:
             jax.eval_shape(function, *jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments))
             return None
         return function.lower(*arguments)
 
-    def begin(self, kind: str, treedef: Any, lowered: jax.stages.Lowered | None, *, keep_grads: bool = False) -> None:
+    def begin(self, kind: str, treedef: Any, lowered: jax.stages.Lowered | None, *, keep: Keep = NOTHING) -> None:
         """Has what was lowered compiled in a thread; `get` waits for it."""
         if lowered is not None:
             self._last.pop(kind, None)
-            self._ahead.start((kind, treedef, keep_grads), lowered)
+            self._ahead.start((kind, treedef, keep), lowered)
 
-    def _make(self, kind: str, treedef: Any, keep_grads: bool) -> Compiled:
-        name = kind, treedef, keep_grads
+    def _make(self, kind: str, treedef: Any, keep: Keep) -> Compiled:
+        name = kind, treedef, keep
         if name not in self._functions:
             self._functions[name] = {
                 "init": self._init,
@@ -82,44 +82,44 @@ class CompiledSteps:
                 "evaluate group": self._evaluate_group,
                 "predict": self._predict,
                 "predict group": self._predict_group,
-            }[kind](treedef, keep_grads)
+            }[kind](treedef, keep)
         return self._functions[name]
 
-    def _init(self, _: Any, __: bool) -> Compiled:
+    def _init(self, _: Any, __: Keep) -> Compiled:
         return self._task.strategy.compile(self._task.init_state, inputs=("replicated", "split"), outputs="replicated")
 
-    def _train(self, treedef: Any, keep_grads: bool) -> Compiled:
+    def _train(self, treedef: Any, keep: Keep) -> Compiled:
         def train_step(leaves: list[Any], key: jax.Array, sums: Sums, batch: Batch) -> Any:
             form = self._form_of(True)
-            result = self._task.train_step(Carry(leaves, treedef, key).state(), form.unpack(sums), batch, keep_grads=keep_grads)
+            result = self._task.train_step(Carry(leaves, treedef, key).state(), form.unpack(sums), batch, keep=keep)
             return Carry.of(result[0]).leaves, form.pack(result[1]), *result[2:]
 
         inputs: tuple[Layout, ...] = ("replicated", "replicated", "replicated", "split")
         return self._task.strategy.compile(train_step, inputs=inputs, outputs=_TRAIN_OUTPUTS, donate=(0, 2))
 
-    def _train_group(self, treedef: Any, keep_grads: bool) -> Compiled:
+    def _train_group(self, treedef: Any, keep: Keep) -> Compiled:
         def train_group(leaves: list[Any], key: jax.Array, sums: Sums, count: jax.Array, batches: Batch) -> Any:
             form, size = self._form_of(True), batches.mask.shape[0]
 
             def one(index: Any, leaves: list[Any], sums: Any) -> Any:
-                result = self._task.train_step(Carry(leaves, treedef, key).state(), sums, _at(batches, index), keep_grads=keep_grads)
+                result = self._task.train_step(Carry(leaves, treedef, key).state(), sums, _at(batches, index), keep=keep)
                 return Carry.of(result[0]).leaves, *result[1:]
 
             def body(index: jax.Array, carry: Any) -> Any:
                 leaves, sums, _, vectors, rows = carry
-                leaves, sums, vector, new_rows, grads = one(index, leaves, sums)
-                return leaves, sums, (vector, grads), _put(vectors, vector, index), _put(rows, new_rows, index)
+                leaves, sums, vector, new_rows, kept = one(index, leaves, sums)
+                return leaves, sums, (vector, kept), _put(vectors, vector, index), _put(rows, new_rows, index)
 
             unpacked = form.unpack(sums)
-            _, _, vector, rows, grads = jax.eval_shape(one, _INDEX, leaves, unpacked)
-            begin = (leaves, unpacked, _zeros((vector, grads)), _zeros(vector, size), _zeros(rows, size))
-            leaves, unpacked, (vector, grads), vectors, rows = lax.fori_loop(0, count, body, begin)
-            return leaves, form.pack(unpacked), (vector, vectors), rows, grads
+            _, _, vector, rows, kept = jax.eval_shape(one, _INDEX, leaves, unpacked)
+            begin = (leaves, unpacked, _zeros((vector, kept)), _zeros(vector, size), _zeros(rows, size))
+            leaves, unpacked, (vector, kept), vectors, rows = lax.fori_loop(0, count, body, begin)
+            return leaves, form.pack(unpacked), (vector, vectors), rows, kept
 
         inputs: tuple[Layout, ...] = ("replicated", "replicated", "replicated", "replicated", "split")
         return self._task.strategy.compile(train_group, inputs=inputs, outputs=_TRAIN_OUTPUTS, donate=(0, 2))
 
-    def _evaluate(self, treedef: Any, _: bool) -> Compiled:
+    def _evaluate(self, treedef: Any, _: Keep) -> Compiled:
         def eval_step(leaves: list[Any], key: jax.Array, sums: Sums, batch: Batch) -> Any:
             form = self._form_of(False)
             params, model_state = jax.tree.unflatten(treedef, leaves)
@@ -129,7 +129,7 @@ class CompiledSteps:
         inputs: tuple[Layout, ...] = ("replicated", "replicated", "replicated", "split")
         return self._task.strategy.compile(eval_step, inputs=inputs, outputs=_EVAL_OUTPUTS, donate=(2,))
 
-    def _evaluate_group(self, treedef: Any, _: bool) -> Compiled:
+    def _evaluate_group(self, treedef: Any, _: Keep) -> Compiled:
         def eval_group(leaves: list[Any], key: jax.Array, sums: Sums, count: jax.Array, batches: Batch) -> Any:
             form, size = self._form_of(False), batches.mask.shape[0]
             params, model_state = jax.tree.unflatten(treedef, leaves)
@@ -150,14 +150,14 @@ class CompiledSteps:
         inputs: tuple[Layout, ...] = ("replicated", "replicated", "replicated", "replicated", "split")
         return self._task.strategy.compile(eval_group, inputs=inputs, outputs=_EVAL_OUTPUTS, donate=(2,))
 
-    def _predict(self, treedef: Any, _: bool) -> Compiled:
+    def _predict(self, treedef: Any, _: Keep) -> Compiled:
         def predict_step(leaves: list[Any], key: jax.Array, index: jax.Array, x: PyTree) -> Any:
             params, model_state = jax.tree.unflatten(treedef, leaves)
             return self._task.predict_step(params, model_state, key, index, x)
 
         return self._task.strategy.compile(predict_step, inputs=("replicated", "replicated", "replicated", "split"), outputs="split")
 
-    def _predict_group(self, treedef: Any, _: bool) -> Compiled:
+    def _predict_group(self, treedef: Any, _: Keep) -> Compiled:
         def predict_group(leaves: list[Any], key: jax.Array, first: jax.Array, count: jax.Array, xs: PyTree) -> Any:
             params, model_state = jax.tree.unflatten(treedef, leaves)
 

@@ -1,4 +1,4 @@
-"""Passes over data that do not train: `EvalLoop` adds metrics to checkpoints, `predict` and `predict_iter` give outputs."""
+"""Passes over data that do not train: `Evaluation` adds metrics to checkpoints, `predict` and `predict_iter` give outputs."""
 
 import contextlib
 import random
@@ -18,22 +18,20 @@ from fitflax.data.indexed import IndexedSource
 from fitflax.data.randomness import undisturbed
 from fitflax.errors import DataError, FitflaxWarning
 from fitflax.live import Sums
-from fitflax.logs import Logs, Values
+from fitflax.logs import Kind, Logs, Values
 from fitflax.program import Program, check_in_memory
 from fitflax.signals import Interruption
 from fitflax.state import Batch, PyTree, TrainState
 
-__all__ = ["EvalLoop", "Interrupted", "predict", "predict_iter"]
+__all__ = ["Evaluation", "Interrupted", "predict", "predict_iter"]
 
 
 class Interrupted(Exception):
     """Leaves an evaluation because a signal asked to stop; never reaches users."""
 
 
-class EvalLoop:
+class Evaluation:
     """Evaluates a state over data. Called with a checkpoint it returns a `Summary`; several can follow one another.
-
-    Made by `Trainer.eval_loop`.
 
     Args:
         program: The compiled steps.
@@ -45,15 +43,6 @@ class EvalLoop:
         interruption: A signal noted here ends an evaluation at its next batch.
         pad: Whether short batches are padded.
         check: Called with the first batch, before anything is done with it.
-
-    >>> import fitflax, numpy as np
-    >>> from flax import linen as nn
-    >>> trainer = fitflax.Trainer(nn.Dense(1))
-    >>> trainer.compile("sgd", "mse")
-    >>> data = (np.ones((8, 2)), np.ones((8, 1)))
-    >>> evaluate = trainer.eval_loop(data, name="valid")
-    >>> [sorted(evaluate(c).metrics) for c in trainer.train_loop(data, steps=1)]
-    [['train', 'valid']]
     """
 
     def __init__(
@@ -82,12 +71,12 @@ class EvalLoop:
     def __call__(self, checkpoint: Checkpoint) -> Summary:
         """Returns `checkpoint` with the metrics of its state; the state is borrowed, not copied."""
         values = self.evaluate(checkpoint.borrow())
-        return checkpoint.with_metrics(self.name, values, self.directions)
+        return checkpoint.with_metrics(self.name, values, self.kinds)
 
     @property
-    def directions(self) -> Mapping[str, str | None]:
-        """By key, which direction is better; known after the first evaluation."""
-        return self._program.structure(train=False).directions
+    def kinds(self) -> Mapping[str, Kind]:
+        """By key, what is known of the metrics; after the first evaluation."""
+        return self._program.structure(train=False).kinds
 
     def prepare(self, state: TrainState) -> None:
         """Dry-runs an evaluation of in-memory data on shapes alone; other data is not asked for a batch before it is evaluated.
@@ -144,14 +133,14 @@ class EvalLoop:
                 collected.add(rows, None if size == 1 else len(group))
             batch += len(group)
             if hooks.wants("on_test_batch_end"):
-                hooks.call("on_test_batch_end", batch - 1, Logs(values, directions=self.directions))
+                hooks.call("on_test_batch_end", batch - 1, Logs(values, kinds=self.kinds))
         if values is None:
             raise DataError(f"The data of {self.name!r} yields no batch.")
         if self._steps is not None and batch < self._steps:
             warnings.warn(f"The data of {self.name!r} ended after {batch} of {self._steps} batches.", FitflaxWarning, stacklevel=2)
         if collected is not None:
             values = values.with_late(collected.keys, collected.now())
-        logs = Logs(values, directions=self.directions)
+        logs = Logs(values, kinds=self.kinds)
         hooks.call("on_test_end", logs)
         return dict(logs)
 

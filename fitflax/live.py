@@ -58,7 +58,7 @@ class LiveState:
     """
 
     def __init__(self, strategy: Strategy, state: TrainState, step: int) -> None:
-        self._strategy = strategy
+        self.strategy = strategy
         self._carry = Carry.of(state)
         self._state: TrainState | None = state  # Made from the carry when somebody asks.
         self._is_lent = False
@@ -79,20 +79,25 @@ class LiveState:
         self._is_lent = True
         return self.borrow()
 
+    @property
+    def treedef(self) -> Any:
+        """The structure of the state, as in `Carry`."""
+        return self._carry.treedef
+
     def copy(self, tree: PyTree) -> PyTree:
         """Returns a copy of a part of the state."""
-        return self._strategy.copy(tree)
+        return self.strategy.copy(tree)
 
     def snapshot(self, tree: PyTree) -> Packed:
         """Returns a copy of arrays beside the state, or of the state, that is made without waiting and that later steps cannot touch."""
-        return self._strategy.copy_once(tree)
+        return self.strategy.copy_once(tree)
 
     @property
     def snapshots_wait(self) -> bool:
         """Whether the state is to be copied to the host at once: the memory of an accelerator may be too small for two, and a large copy is faster that way."""
         if self._is_large is None:
             self._is_large = sum(leaf.nbytes for leaf in self._carry.leaves) > _LARGE_BYTES
-        return self._is_large or not self._strategy.is_on_host
+        return self._is_large or not self.strategy.is_on_host
 
     @property
     def is_intact(self) -> bool:
@@ -102,7 +107,7 @@ class LiveState:
     def take(self) -> Carry:
         """Returns the state for a call that consumes its buffers; a lent one is copied first."""
         if self._is_lent:
-            self._carry = self._carry._replace(leaves=self._strategy.copy(self._carry.leaves))
+            self._carry = self._carry._replace(leaves=self.strategy.copy(self._carry.leaves))
             self._state = None
             self._is_lent = False
         return self._carry

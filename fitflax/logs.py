@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from typing_extensions import override
 
-__all__ = ["Logs", "Place", "StepValues", "Values"]
+__all__ = ["Kind", "Logs", "Place", "StepValues", "Values"]
 
 # The places of the step's own values in its vector; the running metrics follow.
 STEP_LOSS, GRADIENTS_NORM, STEPS_SINCE_BAD = 0, 1, 2
@@ -43,6 +43,21 @@ class Place(NamedTuple):
         if not self.shape:
             return values[self.begin]
         return np.array(values[self.begin : self.end], np.float32).reshape(self.shape)
+
+
+class Kind(NamedTuple):
+    """What is known of a metric besides its values.
+
+    Attributes:
+        direction: `"max"` or `"min"` where it declares which is better.
+        summary: Returns what TensorBoard shows in place of a value; `None` where it shows the value.
+
+    >>> Kind("min").direction
+    'min'
+    """
+
+    direction: str | None = None
+    summary: Callable[[Any], Any] | None = None
 
 
 class Values:
@@ -167,7 +182,7 @@ class Logs(MutableMapping[str, Any]):
     Args:
         values: Values that are still on the device.
         extra: Values already at hand.
-        directions: For keys that declare one, whether `"max"` or `"min"` is better.
+        kinds: What is known of metrics by key.
 
     Attributes:
         earlier: Values of this epoch's last validation, if that was before this event; for the record only.
@@ -179,18 +194,18 @@ class Logs(MutableMapping[str, Any]):
     {'loss': 0.5, 'f1': 0.9}
     """
 
-    __slots__ = ("_extra", "_pending", "directions", "earlier", "source")
+    __slots__ = ("_extra", "_pending", "earlier", "kinds", "source")
 
     def __init__(
         self,
         values: Values | None = None,
         extra: Mapping[str, Any] | None = None,
-        directions: Mapping[str, str | None] | None = None,
+        kinds: "Mapping[str, Kind] | None" = None,
     ) -> None:
         self.source = self._pending = values
         self._extra: dict[str, Any] = dict.fromkeys(values.keys) if values is not None else {}
         self._extra.update(extra or {})
-        self.directions: Mapping[str, str | None] = directions or {}
+        self.kinds: Mapping[str, Kind] = kinds or {}
         self.earlier: Mapping[str, float] = {}
 
     def _read(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""The training loop: WHEN things happen. `TrainLoop` yields checkpoints; `fit` is a `for` over one.
+"""The loop of training: WHEN things happen. A `Run` yields checkpoints; `fit` is a `for` over one.
 
-`TrainLoop._epochs` is the whole order of a run, top to bottom; what it calls happens in one place each. The loop never waits for the newest step: it
+`Run._epochs` is the whole order of a run, top to bottom; what it calls happens in one place each. The loop never waits for the newest step: it
 keeps a bounded number in flight, and values come to the host when somebody reads them.
 """
 
@@ -22,9 +22,10 @@ from fitflax.plan import Progress, RunPlan, Validation
 from fitflax.program import Program, Trained
 from fitflax.signals import Interruption
 from fitflax.state import TrainState
-from fitflax.triggers import Moment, Schedule
+from fitflax.step import Kept
+from fitflax.triggers import Moment, Schedule, Trigger
 
-__all__ = ["TrainLoop"]
+__all__ = ["Run"]
 
 
 # Single steps between which nothing but signals is looked at: at most so many, and for so many seconds where a callback shows how far they are.
@@ -32,18 +33,10 @@ _MOST_UNSEEN = 1000
 _UNSEEN_SECONDS = 0.05
 
 
-class TrainLoop:
-    """Trains, and yields a `Checkpoint` whenever one is due and after the last step. Made by `Trainer.train_loop`.
+class Run:
+    """Trains, and yields a `Checkpoint` whenever one is due and after the last step. Made by `prepare_run`.
 
-    A context manager: leaving it ends the run. Its total of steps is never changed by the ways of stepping.
-
-    >>> import fitflax, numpy as np
-    >>> from flax import linen as nn
-    >>> trainer = fitflax.Trainer(nn.Dense(1))
-    >>> trainer.compile("sgd", "mse")
-    >>> loop = trainer.train_loop(np.ones((8, 2)), np.ones((8, 1)), steps=5, every=fitflax.every(steps=3))
-    >>> loop.next_step().step, loop.next_checkpoint().step, [checkpoint.step for checkpoint in loop]
-    (1, 3, [5])
+    Its plan is never changed by the ways of stepping.
 
     Args:
         program: The compiled steps.
@@ -99,13 +92,12 @@ class TrainLoop:
         self._clock = clock
         self._schedule = Schedule(plan.every, clock())
         self._validation_schedule = Schedule(self._validation.trigger, clock())
-        self._has_triggers = plan.every is not None or self._validation.trigger is not None
         # What the next call trains on: its first batch, and others once the call is made.
         self._upcoming: list[FedBatch] = []
         # Where the present stretch of stepping by hand ends.
         self._stretch_end: int | None = None
         self._values = values
-        self._grads: Any = ()
+        self._kept: Kept | None = None
         self._collected = collected
         self._validated: dict[str, float] = dict(validated or {})
         self._timer = Timer(clock)
@@ -121,6 +113,7 @@ class TrainLoop:
         self.due: set[int] = set()
         self.epoch_logs = Logs()
         self._moments = self._guarded()
+        self.has_ended = False
 
     # -- ways of stepping --
 
@@ -174,12 +167,6 @@ class TrainLoop:
         self._last_yielded = self.progress.step
         return checkpoint
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Ends the run where it is, without a last checkpoint, and waits for saves.
 
@@ -197,6 +184,28 @@ class TrainLoop:
             self._saver.abandon()
         self._saver.close()
 
+    def change(self, *, end_step: int | None, every: Trigger | None, saver: Callable[[], Saver]) -> None:
+        """Ends elsewhere from now on, and yields at other steps; a run that has ended in order goes on if that is now later.
+
+        Args:
+            end_step: As in the plan.
+            every: As in the plan; another trigger begins to measure time now.
+            saver: Makes who saves for a run that goes on.
+        """
+        if every is not self.plan.every:
+            self._schedule = Schedule(every, self._clock())
+        self.plan = dataclasses.replace(self.plan, end_step=end_step, every=every)
+        if self.has_ended and not self.is_finished:
+            self._reopen(saver())
+
+    def _reopen(self, saver: Saver) -> None:
+        self._saver, self._begin_step, self.has_ended = saver, self.progress.step, False
+        self._is_last = self._is_rescue = self._is_closed = False
+        self._callbacks_before_epoch_end = self._state_before_epoch_end = None  # The closing of an epoch's part was for show.
+        # Its pass was closed, and begins again where a checkpoint of this step would have it begin.
+        self._feed.load_state_dict(self._feed.state_dict(self.progress.position))
+        self._moments = self._guarded()
+
     @property
     def step(self) -> int:
         """Finished updates."""
@@ -208,9 +217,19 @@ class TrainLoop:
         return self._clock()
 
     @property
+    def is_finished(self) -> bool:
+        """Whether the plan asks for no more steps, or somebody to stop."""
+        plan, progress = self.plan, self.progress
+        if plan.end_step is not None and progress.step >= plan.end_step:
+            return True
+        if plan.end_epoch is not None and progress.epoch >= plan.end_epoch:
+            return True
+        return self._should_stop()
+
+    @property
     def has_nothing_to_do(self) -> bool:
         """Whether the run had ended, when it was saved, where it is to end now."""
-        return self._is_finished() or (self.progress.epoch_is_open and not self.progress.epoch_is_over and not self._fetch())
+        return self.is_finished or (self.progress.epoch_is_open and not self.progress.epoch_is_over and not self._fetch())
 
     def skip_closing(self, logs: Logs) -> None:
         """Leaves out the closing of the epoch in whose middle the run begins, because an earlier process did it, with these logs."""
@@ -223,6 +242,7 @@ class TrainLoop:
         """Runs `_epochs`; an exception on the way leaves a checkpoint of the last finished step behind it."""
         try:
             yield from self._epochs()
+            self.has_ended = True
         except GeneratorExit:
             raise
         except BaseException as error:  # KeyboardInterrupt raised by hand as well.
@@ -247,7 +267,7 @@ class TrainLoop:
                 if self._is_interrupted():
                     yield from self._last_checkpoint(rescue=True)
                     return
-                if self._is_finished():
+                if self.is_finished:
                     yield from self._last_checkpoint()
                     return
                 if not self._fetch():
@@ -259,16 +279,16 @@ class TrainLoop:
                 progress.is_pending &= self._is_watched
                 if progress.is_pending and not self._is_interrupted():
                     # The next batch comes first: if the data fails, a resume looks at this step's triggers once more.
-                    goes_on = not self._is_finished() and self._fetch()
+                    goes_on = not self.is_finished and self._fetch()
                     is_due = self._look_at_triggers()
                     if goes_on:
                         yield is_due
                 if self._is_interrupted():
                     yield from self._last_checkpoint(rescue=True)
                     return
-                if self._is_finished() or not self._fetch():
+                if self.is_finished or not self._fetch():
                     # The run ends in order, but inside an epoch: first what a resume goes on from, then the epoch's end over the part seen, for show.
-                    if not self._is_finished():
+                    if not self.is_finished:
                         self._exhausted()
                     yield from self._last_checkpoint()
                     self._close_partial_epoch()
@@ -278,20 +298,12 @@ class TrainLoop:
                     self._interruption.check(progress.step)
                 self._look_ahead()
             # Only an iterator that serves once can turn out to have nothing more; others begin again.
-            ends = self._is_finished() or (self.plan.end_epoch is not None and progress.epoch + 1 >= self.plan.end_epoch)
+            ends = self.is_finished or (self.plan.end_epoch is not None and progress.epoch + 1 >= self.plan.end_epoch)
             has_more = ends or self._feed.source.can_restart or self._fetch()
             self._close_epoch()
             self._is_rescue = self._is_interrupted()
-            self._is_last = self._is_rescue or self._is_finished() or not has_more
+            self._is_last = self._is_rescue or self.is_finished or not has_more
             yield self._look_at_triggers() or self._is_last or self.plan.at_epoch_ends
-
-    def _is_finished(self) -> bool:
-        plan, progress = self.plan, self.progress
-        if plan.end_step is not None and progress.step >= plan.end_step:
-            return True
-        if plan.end_epoch is not None and progress.epoch >= plan.end_epoch:
-            return True
-        return self._should_stop()
 
     def _is_interrupted(self) -> bool:
         return self._interruption is not None and self._interruption.requested is not None
@@ -358,27 +370,30 @@ class TrainLoop:
         if self._sums is None:
             self._collected = self._program.collector(train=True)
         sums = self._program.empty_sums(train=True) if self._sums is None else self._sums
+        begin = self._clock()
         compiles = not self._program.has_trained
-        begin = self._clock() if compiles else 0.0
+        if compiles and self._program.await_step(self._live.treedef, is_group=plan.steps_per_call > 1, keep=plan.keep):
+            self._timer.excluded += self._clock() - begin
+            compiles = False
         if plan.steps_per_call == 1:
             self._train_one(group[0], sums)
         else:
-            self._grads = ()  # Its memory is free for the next one.
-            trained = self._program.train_group(self._live.take(), sums, group, plan.steps_per_call, keep_grads=plan.keeps_grads)
+            self._kept = None  # Its memory is free for the next one.
+            trained = self._program.train_group(self._live.take(), sums, group, plan.steps_per_call, keep=plan.keep)
             self._advance(trained, group)
         if compiles:
             self._timer.excluded += self._clock() - begin
         if plan.steps_per_call == 1 and room > 1:
             self._train_unseen(room - 1)
         if hooks.wants("on_train_batch_end"):
-            hooks.call("on_train_batch_end", progress.step_in_epoch - 1, Logs(self._values, directions=self._program.directions))
+            hooks.call("on_train_batch_end", progress.step_in_epoch - 1, Logs(self._values, kinds=self._program.kinds))
 
     def _train_one(self, fed: FedBatch, sums: Sums) -> None:
-        self._grads = ()
-        self._advance(self._program.train(self._live.take(), sums, fed, keep_grads=self.plan.keeps_grads), (fed,))
+        self._kept = None
+        self._advance(self._program.train(self._live.take(), sums, fed, keep=self.plan.keep), (fed,))
 
     def _advance(self, trained: Trained, group: Sequence[FedBatch]) -> None:
-        carry, self._sums, self._values, rows, self._grads = trained
+        carry, self._sums, self._values, rows, self._kept = trained
         steps = len(group)
         if self._collected is not None:
             self._collected.add(rows, None if self.plan.steps_per_call == 1 else steps)
@@ -432,7 +447,7 @@ class TrainLoop:
             return
         ended = self._feed.pass_has_ended
         # An iterator that serves once is not asked for a batch that nobody will use.
-        if ended is None and (self._feed.source.can_restart or not self._is_finished()):
+        if ended is None and (self._feed.source.can_restart or not self.is_finished):
             ended = not self._take()
         if ended:
             self._end_pass()
@@ -476,6 +491,10 @@ class TrainLoop:
     def _is_watched(self) -> bool:
         """Whether there is any trigger, or somebody who makes single steps."""
         return self._has_triggers or self.callbacks.has_schedules or self._stretch_end is not None
+
+    @property
+    def _has_triggers(self) -> bool:
+        return self.plan.every is not None or self._validation.trigger is not None
 
     def _look_at_triggers(self) -> bool:
         """Returns whether anybody wants a checkpoint of this step; validates if that is due in the middle of an epoch."""
@@ -523,9 +542,10 @@ class TrainLoop:
         return Checkpoint(
             point=point,
             live=self._live,
-            logs=Logs(values, directions=self._program.directions),
+            logs=Logs(values, kinds=self._program.kinds),
             step_values=values,
-            grads=self._grads if self.plan.keeps_grads else None,
+            keep=self.plan.keep,
+            kept=self._kept,
             timer=self._timer,
             run_state=self._run_state,
             info=self._info,

@@ -1,32 +1,109 @@
-"""A linen module as two pure functions, `init` and `apply`, with its mode keyword found and passed.
+"""What is trained as two pure functions, `init` and `apply`: a linen module with its mode keyword found and passed, or functions of the user's own.
 
 The module stays the user's: it is never subclassed, patched or bound, at most cloned with a mode field set.
 """
 
+import abc
+import contextlib
 import dataclasses
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import scope as flax_scope
 from flax.linen import summary as linen_summary
+from typing_extensions import override
 
+from fitflax.axes import AxisNames
 from fitflax.errors import ConfigError, ModelError
 from fitflax.state import PyTree
 
-__all__ = ["LinenModel", "adapt_module", "describe_shapes"]
+__all__ = ["FunctionModel", "LinenModel", "Model", "adapt_module", "describe_shapes"]
 
 RNG_HINT = " Name every random stream that the module uses: Trainer(rngs=('dropout', ...)), or Trainer(rngs={'train': ..., 'eval': ...})."
+
+TRANSIENT = ("losses", "summaries", "intermediates")
+"""Collections of sown values, which are never part of the state unless a user says otherwise."""
 
 # The value of each mode keyword when training; its negation otherwise.
 MODE_KEYWORDS = {"train": True, "training": True, "deterministic": False}
 
 
+class Model(abc.ABC):
+    """What is trained or evaluated, as two pure functions."""
+
+    def init(self, rngs: dict[str, jax.Array], x: PyTree) -> tuple[dict[str, PyTree], AxisNames]:
+        """Returns the variables, as in training, and the axis names of their metadata boxes, without which they come.
+
+        Raises:
+            ModelError: It fails on `x`.
+        """
+        with self._explaining(x, "initialized"):
+            variables = self._init(rngs, x)
+        return _as_arrays(dict(nn.unbox(variables))), AxisNames.of(variables)
+
+    def apply(self, variables: dict[str, PyTree], x: PyTree, *, train: bool, rngs: dict[str, jax.Array], mutable: Any) -> tuple[PyTree, dict[str, PyTree]]:
+        """Returns the outputs and the collections that were changed.
+
+        Raises:
+            ModelError: It fails on `x`.
+        """
+        with self._explaining(x, "run for training" if train else "run for evaluation"):
+            outputs, changed = self._apply(variables, x, train=train, rngs=rngs, mutable=mutable)
+        return outputs, _as_arrays(dict(nn.unbox(changed)))
+
+    @abc.abstractmethod
+    def _init(self, rngs: dict[str, jax.Array], x: PyTree) -> Any: ...
+
+    @abc.abstractmethod
+    def _apply(self, variables: dict[str, PyTree], x: PyTree, *, train: bool, rngs: dict[str, jax.Array], mutable: Any) -> tuple[PyTree, Any]: ...
+
+    can_evaluate: ClassVar[bool] = True
+    """Whether it runs in both modes, and not only in that of training."""
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """What it is called in errors."""
+
+    @contextlib.contextmanager
+    def _explaining(self, x: PyTree, what: str) -> Iterator[None]:
+        """Turns what is raised inside into a `ModelError` that says more."""
+        try:
+            yield
+        except Exception as error:
+            raise self._explained(error, x, what) from error
+
+    def _explained(self, error: Exception, x: PyTree, what: str) -> Exception:
+        if isinstance(error, ModelError):
+            return error
+        hint = ""
+        text = str(error)
+        if type(error).__name__ == "InvalidRngError":
+            hint = self._rng_hint
+        elif type(error).__name__ == "ModifyScopeVariableError":
+            hint = " A collection that the module changes must be mutable: see Trainer(mutable=...)."
+        elif isinstance(x, list):
+            hint = " The inputs are a list, which is one argument; for inputs and targets yield or pass a tuple, (x, y)."
+        elif isinstance(error, TypeError) and "argument" in text:
+            hint = self._argument_hint
+        shapes = describe_shapes(x)
+        return ModelError(f"{self.name} cannot be {what} on inputs {shapes} (a replica's share of the batch): {type(error).__name__}: {text}{hint}")
+
+    @property
+    @abc.abstractmethod
+    def _rng_hint(self) -> str: ...
+
+    @property
+    @abc.abstractmethod
+    def _argument_hint(self) -> str: ...
+
+
 @dataclasses.dataclass(frozen=True)
-class LinenModel:
+class LinenModel(Model):
     """A module with the keywords of its two modes.
 
     Attributes:
@@ -43,24 +120,21 @@ class LinenModel:
     eval_kwargs: Mapping[str, Any]
     keyword_inputs: bool = False
 
+    @property
+    @override
+    def name(self) -> str:
+        return type(self.train_module).__name__
+
     def _arguments(self, x: PyTree, train: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
         mode = dict(self.train_kwargs if train else self.eval_kwargs)
         if self.keyword_inputs:
             return (), {**x, **mode}
-        return (x if isinstance(x, tuple) else (x,)), mode
+        return _positional(x), mode
 
-    def init(self, rngs: dict[str, jax.Array], x: PyTree) -> dict[str, PyTree]:
-        """Returns the module's variables, as in training, without metadata boxes.
-
-        Raises:
-            ModelError: The module fails on `x`.
-        """
+    @override
+    def _init(self, rngs: dict[str, jax.Array], x: PyTree) -> Any:
         args, kwargs = self._arguments(x, train=True)
-        try:
-            variables = self.train_module.init(rngs, *args, mutable=True, **kwargs)
-        except Exception as error:
-            raise self._explained(error, x, "initialized") from error
-        return _as_arrays(dict(nn.unbox(variables)))
+        return self.train_module.init(rngs, *args, mutable=True, **kwargs)
 
     def tabulate(self, rngs: dict[str, jax.Array], x: PyTree) -> str:
         """Returns linen's table of the module's layers, as in training.
@@ -71,41 +145,78 @@ class LinenModel:
         args, kwargs = self._arguments(x, train=True)
         # As wide as it needs to be, without colors or other control characters.
         console = {"force_terminal": False, "force_jupyter": False, "no_color": True, "width": 160}
-        try:
+        with self._explaining(x, "tabulated"):
             return linen_summary.tabulate(self.train_module, rngs, mutable=True, console_kwargs=console)(*args, **kwargs)
-        except Exception as error:
-            raise self._explained(error, x, "tabulated") from error
 
-    def apply(self, variables: dict[str, PyTree], x: PyTree, *, train: bool, rngs: dict[str, jax.Array], mutable: Any) -> tuple[PyTree, dict[str, PyTree]]:
-        """Returns the module's outputs and the collections that it changed.
-
-        Raises:
-            ModelError: The module fails on `x`.
-        """
+    @override
+    def _apply(self, variables: dict[str, PyTree], x: PyTree, *, train: bool, rngs: dict[str, jax.Array], mutable: Any) -> tuple[PyTree, Any]:
         args, kwargs = self._arguments(x, train)
         module = self.train_module if train else self.eval_module
-        try:
-            outputs, changed = module.apply(variables, *args, rngs=rngs, mutable=mutable, **kwargs)
-        except Exception as error:
-            raise self._explained(error, x, "run for training" if train else "run for evaluation") from error
-        return outputs, _as_arrays(dict(nn.unbox(changed)))
+        return module.apply(variables, *args, rngs=rngs, mutable=mutable, **kwargs)
 
-    def _explained(self, error: Exception, x: PyTree, what: str) -> Exception:
-        if isinstance(error, ModelError):
-            return error
-        name = type(self.train_module).__name__
-        hint = ""
-        text = str(error)
-        if type(error).__name__ == "InvalidRngError":
-            hint = RNG_HINT
-        elif type(error).__name__ == "ModifyScopeVariableError":
-            hint = " A collection that the module changes must be mutable: see Trainer(mutable=...)."
-        elif isinstance(x, list):
-            hint = " The inputs are a list, which is one argument; for inputs and targets yield or pass a tuple, (x, y)."
-        elif isinstance(error, TypeError) and "argument" in text:
-            hint = " Several inputs are a tuple ((x1, x2), y), or keys of dicts with Trainer(inputs=...); constant arguments go into train_kwargs/eval_kwargs."
-        shapes = describe_shapes(x)
-        return ModelError(f"{name} cannot be {what} on inputs {shapes} (a replica's share of the batch): {type(error).__name__}: {text}{hint}")
+    @property
+    @override
+    def _rng_hint(self) -> str:
+        return RNG_HINT
+
+    @property
+    @override
+    def _argument_hint(self) -> str:
+        return " Several inputs are a tuple ((x1, x2), y), or keys of dicts with Trainer(inputs=...); constant arguments go into train_kwargs/eval_kwargs."
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionModel(Model):
+    """Functions of the user's own, such as a module's `init` and `apply`.
+
+    Attributes:
+        init_fn: `(rngs, *inputs) -> variables`; `None` where nothing is initialized.
+        apply_fn: `(variables, *inputs, rngs=, mutable=) -> (outputs, changed)`, in training and evaluation alike.
+    """
+
+    can_evaluate: ClassVar[bool] = False  # Whoever trains with one evaluates with another.
+
+    init_fn: Callable[..., Any] | None
+    apply_fn: Callable[..., Any]
+
+    @property
+    @override
+    def name(self) -> str:
+        fn = getattr(self.apply_fn, "func", self.apply_fn)  # That of a functools.partial.
+        owner = getattr(fn, "__self__", None)
+        return type(owner).__name__ if isinstance(owner, nn.Module) else getattr(fn, "__name__", repr(fn))
+
+    @override
+    def _init(self, rngs: dict[str, jax.Array], x: PyTree) -> Any:
+        assert self.init_fn is not None
+        variables = self.init_fn(rngs, *_positional(x))
+        if not isinstance(variables, Mapping):
+            raise ModelError(f"init(rngs, *inputs) must return a dict of collections, as module.init does. It returned {describe_shapes(variables)}.")
+        return variables
+
+    @override
+    def _apply(self, variables: dict[str, PyTree], x: PyTree, *, train: bool, rngs: dict[str, jax.Array], mutable: Any) -> tuple[PyTree, Any]:
+        result = self.apply_fn(variables, *_positional(x), rngs=rngs, mutable=mutable)
+        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
+            raise ModelError(
+                "apply(variables, *inputs, rngs=..., mutable=...) must return (outputs, changed collections), as module.apply does. "
+                f"It returned {describe_shapes(result)}."
+            )
+        return result
+
+    @property
+    @override
+    def _rng_hint(self) -> str:
+        return " Name every random stream that is used: TrainLoop(rngs={'init': ..., 'train': ...}), or EvalLoop(rngs=...)."
+
+    @property
+    @override
+    def _argument_hint(self) -> str:
+        return " init is called as init(rngs, *inputs), apply as apply(variables, *inputs, rngs=..., mutable=...); functools.partial sets a mode keyword."
+
+
+def _positional(x: PyTree) -> tuple[Any, ...]:
+    return x if isinstance(x, tuple) else (x,)
 
 
 def _as_arrays(variables: dict[str, PyTree]) -> dict[str, PyTree]:

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fitflax.data import Position
-from fitflax.evaluation import EvalLoop
+from fitflax.evaluation import Evaluation
+from fitflax.step import NOTHING, Keep
 from fitflax.triggers import Trigger
 
 __all__ = ["Progress", "RunPlan", "Validation"]
@@ -61,7 +62,7 @@ class RunPlan:
         info: What is saved with every checkpoint, as JSON.
         process_start: The step at which this process began.
         repeats_last: Whether a step that was yielded already is yielded once more when it turns out to be the last, for those who save only then.
-        keeps_grads: Whether checkpoints have the gradient of their step, which takes as much memory as the parameters.
+        keep: What of their step checkpoints have besides its values.
         steps_per_call: How many steps a call of the device makes at most.
     """
 
@@ -73,7 +74,7 @@ class RunPlan:
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     process_start: int = 0
     repeats_last: bool = False
-    keeps_grads: bool = False
+    keep: Keep = NOTHING
     steps_per_call: int = 1
 
 
@@ -86,7 +87,7 @@ class Validation:
         frequency: Every so many epochs, at the end of these epochs (counted from 1), or when a trigger fires.
     """
 
-    loops: Sequence[EvalLoop] = ()
+    loops: Sequence[Evaluation] = ()
     frequency: int | frozenset[int] | Trigger = 1
 
     def at_epoch(self, epoch: int) -> bool:

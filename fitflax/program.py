@@ -20,12 +20,13 @@ from fitflax.data.arrays import ArraySource
 from fitflax.data.batch import in_one_piece
 from fitflax.errors import LossError, MetricError, ModelError, NotReadyError
 from fitflax.live import Carry, Sums
-from fitflax.logs import NUM_STEP_VALUES, Place, StepValues, Values
+from fitflax.logs import NUM_STEP_VALUES, Kind, Place, StepValues, Values
 from fitflax.metrics import Metric, metric_direction
 from fitflax.model import describe_shapes
 from fitflax.parallel.packed import Form
 from fitflax.state import Batch, PyTree, TrainState
-from fitflax.step import SCALAR, EvalSums, Task, TrainSums, collects, summed
+from fitflax.step import NOTHING, SCALAR, Keep, Kept, Task
+from fitflax.sums import EvalSums, TrainSums, collects, summed
 
 __all__ = ["Program", "Trained"]
 
@@ -78,7 +79,7 @@ class _Structure(NamedTuple):
         empty: What nothing has been added to, as NumPy arrays of their final shapes: `TrainSums` or `EvalSums`.
         form: How these sums are packed on their way from call to call.
         collected: Empty metrics whose rows are collected on the host.
-        directions: By log key, which direction is better.
+        kinds: By log key, what is known of the metrics.
         scalar_loss: Whether the loss is one number, which padding would falsify.
     """
 
@@ -87,7 +88,7 @@ class _Structure(NamedTuple):
     empty: Any
     form: Form
     collected: dict[str, Metric]
-    directions: Mapping[str, str | None]
+    kinds: Mapping[str, Kind]
     scalar_loss: bool
 
 
@@ -99,14 +100,14 @@ class Trained(NamedTuple):
         sums: The epoch's sums, packed.
         values: The step's values.
         rows: What metrics collect of its examples, by log key.
-        grads: Its gradient, `()` unless it was asked for.
+        kept: What else of it is kept.
     """
 
     state: Carry
     sums: Sums
     values: StepValues
     rows: dict[str, Metric]
-    grads: PyTree
+    kept: Kept
 
 
 class Program:
@@ -123,7 +124,7 @@ class Program:
         self._structures: dict[bool, _Structure] = {}
         # What was dry-run already: kind, shapes, and whether the batch came alone; and how many of such batches a call takes.
         self._seen: dict[tuple[str, str, bool], int] = {}
-        self._outputs: dict[str, PyTree] = {}
+        self._outputs: dict[tuple[str, bool], PyTree] = {}
         self._compiled = {verb: CompiledShapes(verb) for verb in ("train on", "evaluate", "predict")}
         # Shared by all of them, because a collective of an evaluation can wait for one of a step.
         self._in_flight = _InFlight(self.strategy.max_in_flight)
@@ -148,7 +149,7 @@ class Program:
         return cast(TrainState, jax.eval_shape(self._steps.get("init", None), key, self.strategy.abstract_feed(batch)))
 
     def prepare(
-        self, state: TrainState, batch: Batch, *, train: bool, is_single: bool = False, steps_per_call: int | None = None, keep_grads: bool = False
+        self, state: TrainState, batch: Batch, *, train: bool, is_single: bool = False, steps_per_call: int | None = None, keep: Keep = NOTHING
     ) -> _Structure:
         """Dry-runs a step on shapes alone, once for batches of the same shapes, returns what it finds, and begins to compile the step.
 
@@ -158,7 +159,7 @@ class Program:
             train: Whether it is trained on.
             is_single: Whether it is the only one, so that what calls before had compiled is to be compared with.
             steps_per_call: How many steps a call will make, `None` where they are called one by one; of training only.
-            keep_grads: Whether training keeps gradients.
+            keep: What of a training step is kept.
 
         Raises:
             ModelError: The module fails, or a training step would change the structure of the state.
@@ -179,12 +180,12 @@ class Program:
         arguments = (self.strategy.abstract_put(carry.leaves), self.strategy.abstract_put(carry.key), sums)
         size = steps_per_call
         if size is None:
-            lowered = self._steps.lower(seen[0], carry.treedef, *arguments, self.strategy.abstract_feed(batch), keep_grads=keep_grads)
+            lowered = self._steps.lower(seen[0], carry.treedef, *arguments, self.strategy.abstract_feed(batch), keep=keep)
             size = 1 if train or is_single or len(carry.leaves) > _MANY_LEAVES else self._worth_grouping(lowered, batch)
         kind = seen[0] if size == 1 else f"{seen[0]} group"
         if size > 1:
-            lowered = self._steps.lower(kind, carry.treedef, *arguments, np.int32(size), self.strategy.abstract_feed(batch, size), keep_grads=keep_grads)
-        self._steps.begin(kind, carry.treedef, lowered, keep_grads=keep_grads)
+            lowered = self._steps.lower(kind, carry.treedef, *arguments, np.int32(size), self.strategy.abstract_feed(batch, size), keep=keep)
+        self._steps.begin(kind, carry.treedef, lowered, keep=keep)
         self._seen[seen] = size
         return structure
 
@@ -222,7 +223,7 @@ class Program:
         }
         parts = getattr(abstract.get("loss"), "parts", {})
         scalar = any(getattr(part, "name", None) == SCALAR for part in parts.values())
-        directions: dict[str, str | None] = {key: "min" if key == "loss" or key.endswith("_loss") else metric_direction(abstract[key]) for key in order}
+        kinds = {key: _kind(key, abstract[key]) for key in order}
         places, end = {}, NUM_STEP_VALUES if train else 0
         for key in sorted(computed):
             places[key] = Place(end, computed[key].shape)
@@ -230,7 +231,7 @@ class Program:
         shown = {key: places[key] for key in order if key in places}
         collected = {key: _without_rows(key, abstract[key]) for key in order if collects(abstract[key])}
         sums: Any = TrainSums(metrics=empty, steps_since_bad=np.int32(-1)) if train else EvalSums(metrics=empty, index=np.int32(0))  # type: ignore[arg-type]
-        return _Structure(shown, end, sums, Form.of(sums, _LARGEST_PACKED), collected, directions, scalar)
+        return _Structure(shown, end, sums, Form.of(sums, _LARGEST_PACKED), collected, kinds, scalar)
 
     def structure(self, *, train: bool) -> _Structure:
         """Returns what the dry run found.
@@ -259,22 +260,27 @@ class Program:
         collected = self.structure(train=train).collected
         return Collected(collected, self.strategy.join) if collected else None
 
-    def output_shapes(self, state: TrainState, batch: Batch) -> PyTree:
+    def output_shapes(self, state: TrainState, batch: Batch, *, train: bool) -> PyTree:
         """Returns the shapes of the module's outputs for a replica's share of the batch, computing nothing; found out once for inputs of the same shapes.
+
+        Args:
+            state: The state.
+            batch: A batch.
+            train: Whether those of training are asked for; a function of the user's may be able to do nothing else.
 
         Raises:
             ModelError: The module fails.
         """
         feed = self.strategy.abstract_feed(batch)
-        if (seen := str(_abstract(feed.x))) not in self._outputs:
-            self._outputs[seen] = self._trace_outputs(state, feed)
+        if (seen := (str(_abstract(feed.x)), train)) not in self._outputs:
+            self._outputs[seen] = self._trace_outputs(state, feed, train)
         return self._outputs[seen]
 
-    def _trace_outputs(self, state: TrainState, feed: Batch) -> PyTree:
+    def _trace_outputs(self, state: TrainState, feed: Batch, train: bool) -> PyTree:
         order: list[str] = []
 
         def forward(state: TrainState, batch: Batch) -> PyTree:
-            outputs = self.task.predict_step(state.params, state.model_state, state.key, jax.numpy.int32(0), batch.x)
+            outputs = self.task.outputs(state.params, state.model_state, state.key, batch.x, train=train)
             order[:] = outputs if isinstance(outputs, dict) else []
             return outputs
 
@@ -288,7 +294,7 @@ class Program:
         if fed.number == 0:  # Others were cut off the same piece as one that was seen.
             self._compiled[verb].see(fed.batch)
 
-    def train_group(self, carry: Carry, sums: Sums, group: Sequence[FedBatch], size: int, *, keep_grads: bool = False) -> Trained:
+    def train_group(self, carry: Carry, sums: Sums, group: Sequence[FedBatch], size: int, *, keep: Keep = NOTHING) -> Trained:
         """Dispatches several updates in one call, at most `size`, for which it is compiled; `carry` and `sums` are consumed."""
         structure = self._structures[True]
         for fed in group:
@@ -296,12 +302,12 @@ class Program:
         self._see("train on", group[0])
         self._in_flight.make_room()
         batches = self.strategy.feed_group([fed.batch for fed in group], size, in_one_piece(group))
-        function = self._steps.get("train group", carry.treedef, keep_grads=keep_grads)
-        leaves, sums, (vector, vectors), rows, grads = function(carry.leaves, carry.key, sums, np.int32(len(group)), batches)
+        function = self._steps.get("train group", carry.treedef, keep=keep)
+        leaves, sums, (vector, vectors), rows, kept = function(carry.leaves, carry.key, sums, np.int32(len(group)), batches)
         self.has_trained = True
         values = StepValues(structure.places, vector, group=(vectors, len(group)))
         self._in_flight.add(values)
-        return Trained(Carry(leaves, carry.treedef, carry.key), sums, values, rows, grads)
+        return Trained(Carry(leaves, carry.treedef, carry.key), sums, values, rows, kept)
 
     @staticmethod
     def group_size(fed: FedBatch) -> int:
@@ -331,18 +337,23 @@ class Program:
         group = [fed] * size
         return seconds(lambda now, sums: self.train(now, sums, fed), 1), seconds(lambda now, sums: self.train_group(now, sums, group, size), size)
 
-    def train(self, carry: Carry, sums: Sums, fed: FedBatch, *, keep_grads: bool = False) -> Trained:
+    def await_step(self, treedef: Any, *, is_group: bool, keep: Keep = NOTHING) -> bool:
+        """Waits for a training step that is being compiled ahead; returns `False` where steps are compiled by their first call."""
+        self._steps.get("train group" if is_group else "train", treedef, keep=keep)
+        return self.strategy.compiles_ahead
+
+    def train(self, carry: Carry, sums: Sums, fed: FedBatch, *, keep: Keep = NOTHING) -> Trained:
         """Dispatches one update; `carry` and `sums` are consumed."""
         structure = self._structures[True]
         _check_scalar(structure, fed)
         self._see("train on", fed)
         self._in_flight.make_room()
-        function = self._steps.get("train", carry.treedef, keep_grads=keep_grads)
-        leaves, sums, vector, rows, grads = function(carry.leaves, carry.key, sums, self.strategy.feed(fed.batch))
+        function = self._steps.get("train", carry.treedef, keep=keep)
+        leaves, sums, vector, rows, kept = function(carry.leaves, carry.key, sums, self.strategy.feed(fed.batch))
         self.has_trained = True
         values = StepValues(structure.places, vector)
         self._in_flight.add(values)
-        return Trained(Carry(leaves, carry.treedef, carry.key), sums, values, rows, grads)
+        return Trained(Carry(leaves, carry.treedef, carry.key), sums, values, rows, kept)
 
     @staticmethod
     def in_use(state: TrainState) -> Carry:
@@ -409,7 +420,7 @@ class Program:
         if seen in self._seen:
             return
         rows = len(batch.mask) // self.strategy.num_replicas
-        outputs = self.output_shapes(state, batch)
+        outputs = self.output_shapes(state, batch, train=False)
         if any(not leaf.shape or leaf.shape[0] != rows for leaf in jax.tree.leaves(outputs)):
             raise ModelError(f"predict joins outputs along their first axis, the examples ({rows} here). The module returned {describe_shapes(outputs)}.")
         size = 1
@@ -427,14 +438,21 @@ class Program:
         return any(structure.scalar_loss for structure in self._structures.values())
 
     @property
-    def directions(self) -> Mapping[str, str | None]:
-        """By log key of training, which direction is better."""
-        return self._structures[True].directions if True in self._structures else {}
+    def kinds(self) -> Mapping[str, Kind]:
+        """By log key of training, what is known of the metrics."""
+        return self._structures[True].kinds if True in self._structures else {}
 
 
 def _group_of(num_bytes: int) -> int:
     """Returns how many batches of so many bytes a call may take."""
     return int(max(1, min(_GROUP_STEPS, _GROUP_BYTES // max(num_bytes, 1))))
+
+
+def _kind(key: str, metric: Metric) -> Kind:
+    direction = "min" if key == "loss" or key.endswith("_loss") else metric_direction(metric)
+    shows = getattr(type(metric), "summary", Metric.summary) is not Metric.summary
+    # One without rows or sums: its attributes are all that is needed.
+    return Kind(direction, jax.tree.map(lambda leaf: None, metric).summary if shows else None)
 
 
 def _result(key: str, metric: Metric) -> jax.Array:
@@ -488,7 +506,7 @@ def check_in_memory(program: Program, source: Source, state: TrainState, batch: 
         raise scalar_loss_error(short or size, -(-size // multiple) * multiple)
     task = program.task
     if task.objective.has_label_loss and task.compute_loss is None and task.custom_step is None:
-        task.objective.check_labels(program.output_shapes(state, batch), source.y, source.weights)
+        task.objective.check_labels(program.output_shapes(state, batch, train=train and not task.model.can_evaluate), source.y, source.weights)
 
 
 def _abstract(tree: PyTree) -> PyTree:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -13,34 +12,28 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fitflax.callbacks.base import CallbackList
 from fitflax.checkpoints.partial import RestoreReport, check_mapping, match, moved, report_of
 from fitflax.checkpoints.resume import check_fits, fit_to, restored_state
 from fitflax.checkpoints.saved import Saved
 from fitflax.checkpoints.saving import NICENESS_ON_HOST, Saver
 from fitflax.checkpoints.trees import refit
-from fitflax.data import FedBatch, Feed, Position, Source
+from fitflax.data import Position, Source
 from fitflax.data.feeds import Feeder
 from fitflax.data.streams import OneShotSource
-from fitflax.errors import DataError, FitflaxWarning, NotReadyError, OptimizerError, RestoreError
+from fitflax.errors import FitflaxWarning, NotReadyError, OptimizerError, RestoreError
 from fitflax.live import LiveState
-from fitflax.logs import StepValues
-from fitflax.loop import TrainLoop
+from fitflax.loop import Run
 from fitflax.loss_scale import LossScaled, scaled_state, with_loss_scale
+from fitflax.model import LinenModel
 from fitflax.numerics import Numerics, start_average
 from fitflax.objective import Objective
 from fitflax.parallel import Strategy
-from fitflax.plan import Progress, RunPlan, Validation
-from fitflax.program import Program, check_in_memory
-from fitflax.signals import Interruption
+from fitflax.program import Program
 from fitflax.state import Batch, InferenceState, TrainState
 from fitflax.step import Task, state_faults
 from fitflax.tabulation import describe_model, for_each_replica
 
 __all__ = ["Session"]
-
-# Of the time of single steps: less is gained by groups than they cost in memory and in how often anybody can look.
-_WORTH_GROUPING = 0.95
 
 MakeTask = Callable[[Objective, optax.GradientTransformationExtraArgs | None, Numerics], Task]
 
@@ -74,7 +67,7 @@ class Session:
         self._optimizer: optax.GradientTransformationExtraArgs | None = None
         self._given_optimizer: Any = None
         self._program: Program | None = None
-        self._last_loop: TrainLoop | None = None
+        self.last_run: Run | None = None
         self._one_shots: list[OneShotSource] = []
         # A restored optimizer state, until compile() says what it is of.
         self._unplaced: tuple[Any, Saved] | None = None
@@ -129,7 +122,8 @@ class Session:
         """Forgets that anybody asked to stop."""
         self.is_stopping, self.stop_reason = False, None
 
-    def _run_dry(self) -> None:
+    def run_dry(self) -> None:
+        """Notes, and warns, that the data ended before the training did."""
         self.stop("data_exhausted")
         warnings.warn("The data ended before the training did.", FitflaxWarning, stacklevel=2)
 
@@ -214,7 +208,7 @@ class Session:
             state = program.init(key, batch)
         self.live = LiveState(self.strategy, state, 0)
         self._built_from, self._fresh_version = self.sample, self.live.version
-        self._last_loop = self._unplaced = self._unchecked = None
+        self.last_run = self._unplaced = self._unchecked = None
         self.is_serving = False
 
     def place(
@@ -260,6 +254,8 @@ class Session:
         afresh, optimizer = weights_only or partial, self._optimizer
         if afresh and optimizer is not None:
             jax.eval_shape(optimizer.init, jax.tree.map(_shape_of, restored.params))  # Its errors, too, come before anything changes.
+        if target is not None:
+            restored = dataclasses.replace(restored, axes=target.axes)
         self._exchange(restored)
         self.is_serving = False
         if batch is not None:
@@ -386,7 +382,8 @@ class Session:
         # A share of a batch that has fewer rows than there are devices would have none.
         whole = for_each_replica(shapes, self.strategy)
         state = program.abstract_state(jax.random.key(self.seed), whole) if self.live is None else self.live.borrow()
-        return describe_model(program.task.model, self.strategy, program.task.streams.init, state, shapes)
+        assert isinstance(program.task.model, LinenModel)
+        return describe_model(program.task.model, self.strategy, program.task.streams.init, state, shapes, self._optimizer)
 
     def need_trainable(self, what: str) -> Program:
         """Returns the program.
@@ -446,120 +443,8 @@ class Session:
         """Returns where the passes over the data go on: a new run begins a new pass, an iterator goes on where it is."""
         if isinstance(source, OneShotSource):
             return Position(examples=source.taken)
-        last = Position() if self._last_loop is None else self._last_loop.progress.position
+        last = Position() if self.last_run is None else self.last_run.progress.position
         return Position(last.passes + (last.examples > 0))
-
-    def prepare_loop(
-        self,
-        source: Source,
-        feed: Feed,
-        plan: RunPlan,
-        *,
-        progress: Progress,
-        callbacks: CallbackList | None = None,
-        validation: Validation | None = None,
-        interruption: Interruption | None = None,
-        saved: Saved | None = None,
-        saver: Saver | None = None,
-    ) -> TrainLoop:
-        """Returns a loop that is ready to run: state built or restored, the first batch looked at and dry-run.
-
-        Args:
-            source: The data.
-            feed: Its batches.
-            plan: What to do.
-            progress: Where to begin.
-            callbacks: Whose hooks are called.
-            validation: What is evaluated during training.
-            interruption: Which signals end it.
-            saved: The checkpoint to go on from.
-            saver: Who saves for the run.
-
-        Raises:
-            DataError: There is no batch, or labels are out of range.
-            ModelError, LossError, MetricError: What does not fit the first batch.
-            RestoreError: The checkpoint does not fit.
-        """
-        program = self.need_compiled("fit")
-        # The first batch is looked at, then trained on.
-        ahead = self.steps_per_call if (self.steps_per_call or 1) > 1 else None
-        fed = feed.next(ahead)
-        if fed is None and progress.epoch_is_open and not progress.epoch_is_over and plan.steps_per_epoch is None:
-            # The run was broken off after the last batch of an epoch, before anything could tell that it was the last.
-            progress.epoch_is_over, progress.position = True, feed.position
-        if fed is None and source.can_restart:
-            fed = feed.next(ahead)
-        if fed is None and saved is None:
-            raise DataError("The data yields no batch.")
-        if fed is not None:
-            feed.push_back()
-        if saved is not None:
-            self.place(saved, None if fed is None else fed.batch)
-        steps = self.steps_per_call or _steps_before(saved) or 1
-        prepare = functools.partial(program.prepare, train=True, steps_per_call=None if steps == 1 else steps, keep_grads=plan.keeps_grads)
-        if self.live is None and fed is not None:
-            # The step is compiled while the state is initialized.
-            prepare(program.begin_init(jax.random.key(self.seed), fed.batch), fed.batch)
-            self.build(fed.batch)
-        live = self.need_state("fit")
-        sums = values = validated = collected = None
-        if fed is not None:
-            self.check_restored(fed.batch)
-            structure = prepare(live.borrow(), fed.batch)
-            check_in_memory(program, source, live.borrow(), fed.batch, pad=self.pad, train=True)
-            if saved is not None and "sums" in saved.run:
-                sums = program.pack_sums(fit_to(structure.empty, saved.run["sums"], saved, "run/sums"), train=True)
-                validated = saved.run.get("validated", {})
-                collected = program.collector(train=True)
-                rows = saved.run.get("rows", {})
-                if collected is not None:
-                    collected.load_state_dict(rows)
-                elif rows:
-                    raise RestoreError(f"The checkpoint has collected rows of {sorted(rows)}, but the compiled metrics collect none.")
-            if saved is not None and "values" in saved.run and saved.run["values"].size == structure.num_values:
-                values = StepValues(structure.places, self.strategy.put(saved.run["values"]))
-        steps_per_call = self._choose_steps_per_call(program, fed, saved)
-        self._last_loop = TrainLoop(
-            program,
-            live,
-            feed,
-            dataclasses.replace(plan, info={**plan.info, "run_id": self.run_id, "steps_per_call": steps_per_call}, steps_per_call=steps_per_call),
-            progress=progress,
-            callbacks=callbacks,
-            validation=validation,
-            sums=sums,
-            collected=collected,
-            values=values,
-            validated=validated,
-            should_stop=lambda: self.is_stopping,
-            exhausted=self._run_dry,
-            interruption=interruption,
-            saver=self.make_saver() if saver is None else saver,
-        )
-        return self._last_loop
-
-    def _choose_steps_per_call(self, program: Program, fed: FedBatch | None, saved: Saved | None) -> int:
-        """Returns how many steps a call is to make: what was asked for, what the run to be resumed made, or what is faster."""
-        before = _steps_before(saved)
-        self.choice = None
-        if self.steps_per_call is not None:
-            if before not in (None, self.steps_per_call):
-                message = f"The run made {before} steps a call and goes on with {self.steps_per_call}: from then on its results may differ by rounding."
-                warnings.warn(message, FitflaxWarning, stacklevel=4)
-            return self.steps_per_call
-        if before is not None or fed is None:
-            return before or 1
-        size = program.group_size(fed)
-        single, grouped = program.time_steps(self.need_state("fit").borrow(), fed, size) if size > 1 else (0.0, 0.0)
-        chosen = size if grouped < single * _WORTH_GROUPING else 1
-        self.choice = f"{size} steps a call took {grouped * 1e6:.0f} us a step, single steps {single * 1e6:.0f} us" if size > 1 else "batches are large"
-        self.choice = f"steps_per_call='auto' chose {chosen}: {self.choice}."
-        return chosen
-
-
-def _steps_before(saved: Saved | None) -> int | None:
-    """Returns how many steps a call made in the run that was saved."""
-    return None if saved is None else int(saved.metadata.get("steps_per_call", 1))
 
 
 def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:

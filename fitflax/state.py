@@ -2,15 +2,17 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self, cast
 
 import jax
 import optax
 from flax import serialization, struct
+from jax.sharding import PartitionSpec
 
+from fitflax.axes import AxisNames
 from fitflax.errors import ConfigError, OptimizerError, RestoreError
 
-__all__ = ["Batch", "InferenceState", "PyTree", "TrainState"]
+__all__ = ["Batch", "InferenceState", "PyTree", "TrainState", "arrays_of"]
 
 PyTree = Any
 
@@ -26,6 +28,7 @@ class TrainState:
         opt_state: The optax state.
         key: The typed key that all randomness of training is derived from; it never changes, the step is folded into it.
         ema_params: Averaged parameters, which are what is evaluated; `None` unless `compile(ema_decay=...)` asked for them.
+        axes: The logical names of the arrays' axes, as far as the module gives any; no array, and no part of what makes two states equal.
 
     >>> import jax.numpy as jnp
     >>> state = TrainState(step=jnp.int32(0), params={"w": jnp.ones(3)}, model_state={}, opt_state=(), key=jax.random.key(0))
@@ -39,6 +42,7 @@ class TrainState:
     opt_state: PyTree
     key: jax.Array
     ema_params: PyTree | None = None
+    axes: AxisNames = dataclasses.field(default=AxisNames(), metadata={"pytree_node": False})
 
     @property
     def param_states(self) -> PyTree:
@@ -83,13 +87,38 @@ class TrainState:
         params, collections = optax.apply_updates(self.params, updates), {**self.model_state, **(model_state or {})}
         return dataclasses.replace(self, step=self.step + 1, params=params, opt_state=opt_state, model_state=collections)
 
+    def logical_axes(self, *, strict: bool = True) -> "TrainState":
+        """Returns a state of the same structure with the logical names of each array's axes in place of it, from linen's metadata.
+
+        The names are those of `nn.with_logical_partitioning` or `nn.with_partitioning`, each array's in a `jax.sharding.PartitionSpec`, as
+        `nn.logical_to_mesh` takes them. An array of the optimizer has its parameter's names where it has its shape; others, and numbers, have none.
+
+        Args:
+            strict: Whether every parameter and every array of the collections must have names; otherwise those without have `None` for each axis.
+
+        Raises:
+            ModelError: Arrays without names, all of them listed, or with more or fewer names than axes.
+
+        >>> import fitflax, numpy as np
+        >>> from flax import linen as nn
+        >>> trainer = fitflax.Trainer(nn.Dense(3, use_bias=False, kernel_init=nn.with_logical_partitioning(nn.initializers.ones, ("embed", "mlp"))))
+        >>> trainer.compile("adam", "mse")
+        >>> trainer.build(np.ones((4, 2)))
+        >>> trainer.state.logical_axes().params["kernel"]
+        PartitionSpec('embed', 'mlp')
+        """
+        params, model_state, opt_state = self.axes.specs(self.params, self.model_state, self.opt_state, strict=strict)
+        averages = None if self.ema_params is None else params
+        none = cast(jax.Array, PartitionSpec())
+        return dataclasses.replace(self, step=none, params=params, model_state=model_state, opt_state=opt_state, key=none, ema_params=averages)
+
     def for_inference(self) -> "InferenceState":
         """Returns what evaluation and prediction need: the averaged parameters where there are any, and collections."""
         return InferenceState(step=self.step, params=self.params if self.ema_params is None else self.ema_params, model_state=self.model_state)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state as nested dicts with strings for keys, as `flax.serialization` makes them; the key as its data."""
-        return dict(serialization.to_state_dict({**_fields_of(self), "key": jax.random.key_data(self.key)}))
+        return dict(serialization.to_state_dict({**arrays_of(self), "key": jax.random.key_data(self.key)}))
 
     def restore_state(self, state_dict: Mapping[str, Any]) -> Self:
         """Returns this state with the values of what `state_dict` returned for one of the same structure.
@@ -97,7 +126,7 @@ class TrainState:
         Raises:
             RestoreError: It is of another structure.
         """
-        target = {**_fields_of(self), "key": jax.random.key_data(self.key)}
+        target = {**arrays_of(self), "key": jax.random.key_data(self.key)}
         try:
             restored = serialization.from_state_dict(target, dict(state_dict))
         except (KeyError, ValueError, TypeError) as error:
@@ -159,8 +188,9 @@ class InferenceState:
         raise OptimizerError(_NO_OPTIMIZER)
 
 
-def _fields_of(state: Any) -> dict[str, Any]:
-    return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+def arrays_of(state: Any) -> dict[str, Any]:
+    """Returns a state's fields that hold arrays, by name."""
+    return {field.name: getattr(state, field.name) for field in dataclasses.fields(state) if field.metadata.get("pytree_node", True)}
 
 
 def _check_alike(caller: str, old: PyTree, new: PyTree) -> None:

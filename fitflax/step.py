@@ -13,20 +13,20 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import optax
-from flax import struct
 from flax.errors import InvalidRngError
 
 import fitflax.accumulation as accumulation
 import fitflax.loss_scale as loss_scale
 from fitflax.errors import LossError, MetricError, ModelError
 from fitflax.metrics import Mean, Metric, weighted_sums
-from fitflax.model import RNG_HINT, LinenModel, describe_shapes
+from fitflax.model import RNG_HINT, Model, describe_shapes
 from fitflax.numerics import Numerics, start_average
 from fitflax.objective import Objective
 from fitflax.parallel import Strategy
 from fitflax.state import Batch, PyTree, TrainState
+from fitflax.sums import EvalSums, TotalLoss, TrainSums, as_vector, rows_of, summed
 
-__all__ = ["ComputeLoss", "EvalSums", "Streams", "Task", "TrainStep", "TrainSums", "collects", "split_key", "summed"]
+__all__ = ["NOTHING", "SCALAR", "ComputeLoss", "Keep", "Kept", "Streams", "Task", "TrainStep", "split_key"]
 
 ComputeLoss = Callable[..., tuple[Any, dict[str, PyTree], dict[str, Any]]]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
@@ -41,30 +41,34 @@ OUTPUTS = "outputs"
 """The entry of `aux` that metrics are computed from; the others reach the logs."""
 
 
-@struct.dataclass
-class TrainSums:
-    """Sums over the batches of an epoch so far.
+class Keep(NamedTuple):
+    """What of a step besides its loss and metrics leaves it, where somebody wants it.
 
     Attributes:
-        metrics: By log key.
-        steps_since_bad: Steps since the loss or gradient first was not finite; -1 for never. int32.
+        norm: The gradient's norm, and a watch for gradients that are not finite. XLA can no longer compute a gradient where it is used, so it is written to
+            memory and read once more: a step of 100 MB of parameters and little else takes 1.4 times as long, one of 2000 arrays 1.3 times.
+        grads: The gradient, which takes as much memory as the parameters.
+        sown: Collections of sown values, by name.
     """
 
-    metrics: dict[str, Metric]
-    steps_since_bad: jax.Array
+    norm: bool = False
+    grads: bool = False
+    sown: tuple[str, ...] = ()
 
 
-@struct.dataclass
-class EvalSums:
-    """Sums over the batches of an evaluation so far.
+NOTHING = Keep()
+
+
+class Kept(NamedTuple):
+    """What of a step is kept, equal on all replicas.
 
     Attributes:
-        metrics: By log key.
-        index: Number of the next batch; its random keys follow from it. int32.
+        grads: The gradient, or `()`.
+        sown: Sown values by collection: numbers averaged over replicas, arrays of all replicas joined along their first axis.
     """
 
-    metrics: dict[str, Metric]
-    index: jax.Array
+    grads: PyTree
+    sown: dict[str, PyTree]
 
 
 class Streams(NamedTuple):
@@ -75,28 +79,6 @@ class Streams(NamedTuple):
     eval: tuple[str, ...]
 
 
-@struct.dataclass
-class _TotalLoss(Metric):
-    """The loss as logged: weighted means of several parts, added up."""
-
-    parts: dict[str, Mean]
-    name: str = struct.field(pytree_node=False, default="loss")
-    direction: Any = struct.field(pytree_node=False, default="min")
-    additive = True
-
-    def empty(self) -> "_TotalLoss":
-        return dataclasses.replace(self, parts={key: part.empty() for key, part in self.parts.items()})
-
-    def update(self, outputs: PyTree, targets: PyTree, weights: jax.Array) -> "_TotalLoss":
-        raise NotImplementedError("The step makes the parts of the loss.")
-
-    def merge(self, other: "_TotalLoss") -> "_TotalLoss":
-        return dataclasses.replace(self, parts={key: part.merge(other.parts[key]) for key, part in self.parts.items()})
-
-    def compute(self) -> jax.Array:
-        return sum((part.compute() for part in self.parts.values()), start=jnp.float32(0))
-
-
 def split_key(key: jax.Array, names: tuple[str, ...]) -> dict[str, jax.Array]:
     """Returns a key for each name; a name's key does not depend on the other names.
 
@@ -104,20 +86,6 @@ def split_key(key: jax.Array, names: tuple[str, ...]) -> dict[str, jax.Array]:
     ['dropout', 'params']
     """
     return {name: jax.random.fold_in(key, zlib.crc32(name.encode())) for name in names}
-
-
-def collects(metric: Any) -> bool:
-    """Returns whether a metric's rows leave the step, instead of being summed in it."""
-    return bool(getattr(metric, "collect", False))
-
-
-def summed(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Returns the metrics whose sums go on from step to step."""
-    return {key: metric for key, metric in metrics.items() if not collects(metric)}
-
-
-def _rows(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    return {key: metric for key, metric in metrics.items() if collects(metric)}
 
 
 @dataclasses.dataclass
@@ -143,9 +111,10 @@ class _Update(NamedTuple):
         metrics: The batch's, joined over replicas but for rows.
         loss: Global, as are the gradient and its norm.
         grads: The gradient, never scaled.
-        norm: Its norm.
+        norm: Its norm, NaN unless that is kept.
         is_skipped: Whether parameters stay as they were, because the gradient overflowed; `None` where that cannot be.
         is_good: Whether nothing went wrong that a smaller scale of the loss could not mend.
+        sown: This replica's sown values that are kept.
     """
 
     state: TrainState
@@ -155,6 +124,7 @@ class _Update(NamedTuple):
     norm: jax.Array
     is_skipped: jax.Array | None
     is_good: jax.Array
+    sown: dict[str, PyTree]
 
 
 class _Losses(NamedTuple):
@@ -162,6 +132,7 @@ class _Losses(NamedTuple):
 
     metrics: dict[str, Metric]
     model_state: dict[str, PyTree]
+    sown: dict[str, PyTree]
 
 
 class _Pass(NamedTuple):
@@ -171,6 +142,7 @@ class _Pass(NamedTuple):
     grads: PyTree
     metrics: dict[str, Metric]
     model_state: dict[str, PyTree]
+    sown: dict[str, PyTree]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -190,7 +162,7 @@ class Task:
         numerics: How updates are computed.
     """
 
-    model: LinenModel
+    model: Model
     strategy: Strategy
     objective: Objective
     optimizer: optax.GradientTransformationExtraArgs | None
@@ -208,13 +180,13 @@ class Task:
         # Values of the batch must not reach the parameters, so that any batch of these shapes gives the same state.
         x = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), batch.x)
         rngs = split_key(jax.random.fold_in(key, _INIT), ("params", *self.streams.init))
-        variables = self.model.init(rngs, x)
+        variables, axes = self.model.init(rngs, x)
         params = variables.pop("params", {})
         model_state = {name: tree for name, tree in variables.items() if name not in self.transient}
         params, model_state = self.strategy.first((params, model_state))  # A module may ask for its replica's number.
         opt_state = () if self.optimizer is None else self.optimizer.init(params)
         averages = None if self.numerics.ema_decay is None else start_average(params)
-        state = TrainState(step=jnp.int32(0), params=params, model_state=model_state, opt_state=opt_state, key=key, ema_params=averages)
+        state = TrainState(step=jnp.int32(0), params=params, model_state=model_state, opt_state=opt_state, key=key, ema_params=averages, axes=axes)
         return cast(TrainState, strong_types(state))
 
     # -- one forward pass --
@@ -239,6 +211,7 @@ class Task:
         train: bool,
         notes: _Notes | None = None,
         totals: Mapping[str, jax.Array] | None = None,
+        sown: tuple[str, ...] = (),
     ) -> tuple[jax.Array, _Losses]:
         """Returns this replica's part of the global loss, and the rest of what the pass yields.
 
@@ -250,6 +223,7 @@ class Task:
             train: Whether this is training.
             notes: Where to note what JAX loses.
             totals: The global weight of each part of the loss, where this is one of several micro-batches.
+            sown: Collections whose sown values are kept.
         """
         notes = notes or _Notes()
         values, changed, aux = self._values(params, model_state, batch, rngs=rngs, train=train)
@@ -262,15 +236,15 @@ class Task:
             notes.shapes[name] = part.shape
             means[name], share = self._mean_part(name, part, batch, weights, mask, totals)
             local += share
-        sown = [leaf for leaf in jax.tree.leaves(changed.get("losses", ())) if "losses" in self.transient]
-        if sown:
-            value = sum((jnp.sum(jnp.asarray(leaf, jnp.float32)) for leaf in sown), start=jnp.float32(0))
+        sown_losses = [leaf for leaf in jax.tree.leaves(changed.get("losses", ())) if "losses" in self.transient]
+        if sown_losses:
+            value = sum((jnp.sum(jnp.asarray(leaf, jnp.float32)) for leaf in sown_losses), start=jnp.float32(0))
             notes.shapes["sown"] = ()
             means["sown"], share = self._scalar_part("sown", value, mask, totals)
             local += share
         if train and not means:
             raise LossError("There is nothing to minimize: compile() has no loss, and the module sows no 'losses'.")
-        metrics: dict[str, Metric] = {"loss": _TotalLoss(means)} if means else {}
+        metrics: dict[str, Metric] = {"loss": TotalLoss(means)} if means else {}
         outputs = aux.get(OUTPUTS)
         for key, value in aux.items():
             if key != OUTPUTS:
@@ -292,7 +266,8 @@ class Task:
         kept = {name: tree for name, tree in changed.items() if name not in self.transient}
         # One by one: mapping over the dict would sort it, and its order is the order in which values are shown.
         metrics = {key: jax.tree.map(jax.lax.stop_gradient, metric) for key, metric in metrics.items()}
-        return local, _Losses(metrics, {**model_state, **kept})
+        wanted = jax.lax.stop_gradient({name: changed[name] for name in sown if name in changed})
+        return local, _Losses(metrics, {**model_state, **kept}, wanted)
 
     def _values(
         self, params: PyTree, model_state: dict[str, PyTree], batch: Batch, *, rngs: dict[str, jax.Array], train: bool
@@ -353,24 +328,28 @@ class Task:
         return self._forward(state.params, state.model_state, batch, rngs=rngs, train=train, notes=_Notes(given=given))[1].metrics
 
     def train_step(
-        self, state: TrainState, sums: TrainSums, batch: Batch, *, keep_grads: bool = False
-    ) -> tuple[TrainState, TrainSums, jax.Array, dict[str, Metric], PyTree]:
-        """Returns the state after one update, the epoch's sums, the step's values for logs (see `fitflax.logs`), this replica's rows, and the gradient.
-
-        The gradient is `()` unless it is to be kept: it takes as much memory as the parameters.
-        """
+        self, state: TrainState, sums: TrainSums, batch: Batch, *, keep: Keep = NOTHING
+    ) -> tuple[TrainState, TrainSums, jax.Array, dict[str, Metric], Kept]:
+        """Returns the state after one update, the epoch's sums, the step's values for logs (see `fitflax.logs`), this replica's rows, and what is kept."""
         if self.custom_step is None:
-            done = self.update(state, batch)
+            done = self.update(state, batch, keep=keep)
         else:
             new_state, metrics = self._custom(state, batch)
             metrics = self._join(metrics)
             loss = metrics["loss"].compute() if "loss" in metrics else jnp.float32(0)
-            done = _Update(new_state, metrics, loss, (), jnp.float32(0), None, jnp.isfinite(loss))
+            done = _Update(new_state, metrics, loss, (), jnp.float32(0), None, jnp.isfinite(loss), {})
         merged = {key: sums.metrics[key].merge(metric) for key, metric in summed(done.metrics).items()}
         since = jnp.where(sums.steps_since_bad >= 0, sums.steps_since_bad + 1, jnp.where(done.is_good, -1, 0))
-        values = _vector([done.loss, done.norm, since.astype(jnp.float32)], merged)
+        values = as_vector([done.loss, done.norm, since.astype(jnp.float32)], merged)
         new_state = self._averaged(state, done)
-        return new_state, TrainSums(merged, since), values, _rows(done.metrics), done.grads if keep_grads else ()
+        return new_state, TrainSums(merged, since), values, rows_of(done.metrics), Kept(done.grads if keep.grads else (), self._join_sown(done.sown))
+
+    def _join_sown(self, sown: dict[str, PyTree]) -> dict[str, PyTree]:
+        def joined(leaf: Any) -> jax.Array:
+            every = self.strategy.gather(jnp.asarray(leaf))
+            return cast(jax.Array, every.astype(jnp.float32).mean() if every.ndim == 1 else every.reshape(-1, *every.shape[2:]))
+
+        return cast(dict[str, PyTree], jax.tree.map(joined, sown))
 
     def _averaged(self, old: TrainState, done: _Update) -> TrainState:
         """Returns the state after an update, averaged parameters as well."""
@@ -381,7 +360,7 @@ class Task:
             averages = optax.tree.where(done.is_skipped, old.ema_params, averages)
         return same_types(dataclasses.replace(done.state, ema_params=averages), old)
 
-    def update(self, state: TrainState, batch: Batch, *, unify: bool = True) -> _Update:
+    def update(self, state: TrainState, batch: Batch, *, unify: bool = True, keep: Keep = NOTHING) -> _Update:
         """Returns what one update by the compiled loss yields.
 
         With `unify=False` the collections are this replica's, for a custom step, after which they are unified anyway.
@@ -390,7 +369,7 @@ class Task:
         scale = state.opt_state.scale if self.numerics.is_scaled else None
         notes = _Notes()
         run = self._back if self.numerics.accumulate_steps == 1 else self._accumulate
-        share = run(state, batch, jax.random.fold_in(state.key, state.step), notes, scale)
+        share = run(state, batch, jax.random.fold_in(state.key, state.step), notes, scale, sown=keep.sown)
         loss, grads = self.strategy.sum((share.loss, share.grads))
         if scale is not None:
             grads = loss_scale.unscaled(grads, scale)
@@ -398,31 +377,43 @@ class Task:
         step, params = state.step + 1, optax.apply_updates(state.params, updates)
         model_state = self.strategy.unify(share.model_state) if unify else share.model_state
         metrics = self._join({key: share.metrics[key] for key in notes.order})
-        norm = optax.tree.norm(grads).astype(jnp.float32)
-        is_good, is_skipped = jnp.isfinite(loss) & jnp.isfinite(norm), None
+        norm = optax.tree.norm(grads).astype(jnp.float32) if keep.norm else jnp.float32(jnp.nan)
+        is_finite = jnp.isfinite(norm) if keep.norm else jnp.bool_(True)
+        is_good, is_skipped = jnp.isfinite(loss) & is_finite, None
         if scale is not None:
             is_skipped = ~loss_scale.is_finite(grads)
             # Where there is no smaller scale to try, a gradient that is not finite is as bad as without scaling.
-            is_good = jnp.isfinite(loss) & (jnp.isfinite(norm) | (is_skipped & (scale > loss_scale.MIN_SCALE)))
+            is_good = jnp.isfinite(loss) & (is_finite | (is_skipped & (scale > loss_scale.MIN_SCALE)))
             params, model_state = optax.tree.where(is_skipped, (state.params, state.model_state), (params, model_state))
         new_state = dataclasses.replace(state, step=step, params=params, model_state=model_state, opt_state=opt_state)
-        return _Update(same_types(new_state, state), metrics, loss, grads, norm, is_skipped, is_good)
+        return _Update(same_types(new_state, state), metrics, loss, grads, norm, is_skipped, is_good, share.sown)
 
     def _back(
-        self, state: TrainState, batch: Batch, key: jax.Array, notes: _Notes, scale: jax.Array | None, totals: Mapping[str, jax.Array] | None = None
+        self,
+        state: TrainState,
+        batch: Batch,
+        key: jax.Array,
+        notes: _Notes,
+        scale: jax.Array | None,
+        totals: Mapping[str, jax.Array] | None = None,
+        *,
+        sown: tuple[str, ...],
     ) -> _Pass:
         """Returns what a pass forward and back yields; the gradient is that of the loss times `scale`."""
         rngs = self._rngs(self.streams.train, key)
 
         def loss_fn(params: PyTree) -> tuple[jax.Array, tuple[jax.Array, _Losses]]:
-            loss, forward = self._forward(params, state.model_state, batch, rngs=rngs, train=True, notes=notes, totals=totals)
+            loss, forward = self._forward(params, state.model_state, batch, rngs=rngs, train=True, notes=notes, totals=totals, sown=sown)
             return loss if scale is None else loss * scale, (loss, forward)
 
         (_, (loss, forward)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-        return _Pass(loss, grads, forward.metrics, forward.model_state)
+        return _Pass(loss, grads, forward.metrics, forward.model_state, forward.sown)
 
-    def _accumulate(self, state: TrainState, batch: Batch, key: jax.Array, notes: _Notes, scale: jax.Array | None) -> _Pass:
-        """Returns the same of a batch that is worked on in micro-batches, one after another; only one's activations are in memory at a time."""
+    def _accumulate(self, state: TrainState, batch: Batch, key: jax.Array, notes: _Notes, scale: jax.Array | None, *, sown: tuple[str, ...]) -> _Pass:
+        """Returns the same of a batch that is worked on in micro-batches, one after another; only one's activations are in memory at a time.
+
+        Sown values are those of the last micro-batch.
+        """
         steps = self.numerics.accumulate_steps
         batches = accumulation.split(batch, steps)
         totals = self._total_weights(state, batch, accumulation.first_of(batches))
@@ -430,15 +421,15 @@ class Task:
         def body(carry: tuple[jax.Array, PyTree, dict[str, PyTree]], each: tuple[jax.Array, Batch]) -> Any:
             (loss, grads, model_state), (index, micro) = carry, each
             before = dataclasses.replace(state, model_state=model_state)
-            one = self._back(before, micro, jax.random.fold_in(key, index), notes, scale, totals)
+            one = self._back(before, micro, jax.random.fold_in(key, index), notes, scale, totals, sown=sown)
             after = same_types(dataclasses.replace(before, model_state=one.model_state), before)
-            return (loss + one.loss, optax.tree.add(grads, one.grads), after.model_state), one.metrics
+            return (loss + one.loss, optax.tree.add(grads, one.grads), after.model_state), (one.metrics, one.sown)
 
         first = (jnp.float32(0), optax.tree.zeros_like(state.params), state.model_state)
-        (loss, grads, model_state), metrics = jax.lax.scan(body, first, (jnp.arange(steps), batches))
-        rows = _rows(metrics)
+        (loss, grads, model_state), (metrics, sown_values) = jax.lax.scan(body, first, (jnp.arange(steps), batches))
+        rows = rows_of(metrics)
         merged = accumulation.merge_all({name: metric for name, metric in metrics.items() if name not in rows})
-        return _Pass(loss, grads, accumulation.join_rows(rows) | merged, model_state)
+        return _Pass(loss, grads, accumulation.join_rows(rows) | merged, model_state, cast(dict[str, PyTree], accumulation.last_of(sown_values)))
 
     def _total_weights(self, state: TrainState, batch: Batch, micro: Batch) -> dict[str, jax.Array]:
         """Returns the weight of each part of the loss over all micro-batches and replicas; only the shapes of one micro-batch's values are needed for it."""
@@ -454,7 +445,7 @@ class Task:
         real = jnp.sum(batch.mask.astype(jnp.float32))
         pairs = {}
         for key, metric in summed(metrics).items():
-            parts = list(metric.parts.values()) if isinstance(metric, _TotalLoss) else [metric]
+            parts = list(metric.parts.values()) if isinstance(metric, TotalLoss) else [metric]
             if len(parts) == 1 and isinstance(parts[0], Mean) and parts[0].transform is None:
                 pairs[key] = (jnp.sum(parts[0].total) / replicas, jnp.sum(parts[0].weight) / replicas)
             else:
@@ -489,20 +480,24 @@ class Task:
         _, forward = self._forward(params, model_state, batch, rngs=rngs, train=False)
         metrics = self._join(forward.metrics)
         merged = {name: sums.metrics[name].merge(metric) for name, metric in summed(metrics).items()}
-        return EvalSums(merged, sums.index + 1), _vector([], merged), _rows(metrics)
+        return EvalSums(merged, sums.index + 1), as_vector([], merged), rows_of(metrics)
 
     def predict_step(self, params: PyTree, model_state: dict[str, PyTree], key: jax.Array, index: jax.Array, x: PyTree) -> PyTree:
         """Returns the module's outputs for one batch."""
-        rngs = self._rngs(self.streams.eval, jax.random.fold_in(jax.random.fold_in(key, _EVAL), index))
+        return self.outputs(params, model_state, jax.random.fold_in(jax.random.fold_in(key, _EVAL), index), x, train=False)
+
+    def outputs(self, params: PyTree, model_state: dict[str, PyTree], key: jax.Array, x: PyTree, *, train: bool) -> PyTree:
+        """Returns what the module returns; its random keys follow from `key`."""
+        rngs = self._rngs(self.streams.train if train else self.streams.eval, key)
         params, x = self.numerics.narrow((params, x))
-        return self.numerics.widen(self.model.apply({"params": params, **model_state}, x, train=False, rngs=rngs, mutable=self.mutable)[0])
+        return self.numerics.widen(self.model.apply({"params": params, **model_state}, x, train=train, rngs=rngs, mutable=self.mutable)[0])
 
     def _rngs(self, names: tuple[str, ...], key: jax.Array) -> dict[str, jax.Array]:
         return split_key(jax.random.fold_in(key, self.strategy.replica_index()), names) if names else {}
 
     def _join(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
         """Returns metrics of all replicas: added where they allow it, merged in the order of the replicas otherwise; rows stay each replica's own."""
-        joined = _rows(metrics)
+        joined = rows_of(metrics)
         joined |= self.strategy.sum({key: metric for key, metric in metrics.items() if key not in joined and getattr(metric, "additive", False)})
         others = {key: metric for key, metric in metrics.items() if key not in joined}
         if others:
@@ -535,15 +530,6 @@ def _masked_weights(batch: Batch) -> tuple[jax.Array, jax.Array]:
 
 def _from_left(array: jax.Array, ndim: int) -> jax.Array:
     return array.reshape(array.shape + (1,) * (ndim - array.ndim))
-
-
-def _vector(values: list[jax.Array], metrics: Mapping[str, Metric]) -> jax.Array:
-    """Returns all that a step logs as one vector: values of its own, then the metrics by key, arrays row by row."""
-    # Sorted, because JAX sorts the keys of dicts wherever they pass through a transformation; `Program` knows the order in which they are shown.
-    parts = [*values, *(jnp.asarray(metrics[key].compute(), jnp.float32) for key in sorted(metrics))]
-    if any(part.ndim for part in parts):
-        return jnp.concatenate([part.ravel() for part in parts])
-    return jnp.stack(parts) if parts else jnp.zeros(0, jnp.float32)
 
 
 def strong_types(tree: PyTree) -> PyTree:

@@ -1,11 +1,15 @@
 """A model as a table: linen's own tabulation of its layers, and the sizes of what is trained, each counted once however many devices hold it."""
 
+from collections.abc import Iterator
 from typing import cast
 
 import jax
 import jax.numpy as jnp
+import optax
 
+from fitflax.groups import parameter_groups
 from fitflax.model import LinenModel
+from fitflax.optimizers import get_learning_rates
 from fitflax.parallel import Strategy
 from fitflax.state import Batch, PyTree, TrainState
 from fitflax.step import split_key
@@ -34,7 +38,9 @@ def for_each_replica(batch: Batch, strategy: Strategy) -> Batch:
     return cast(Batch, whole)
 
 
-def describe_model(model: LinenModel, strategy: Strategy, streams: tuple[str, ...], state: TrainState, batch: Batch) -> str:
+def describe_model(
+    model: LinenModel, strategy: Strategy, streams: tuple[str, ...], state: TrainState, batch: Batch, optimizer: optax.GradientTransformation | None = None
+) -> str:
     """Returns the model's layers as a table, and the sizes of parameters, collections and optimizer state. Nothing is computed but shapes.
 
     In linen's table 1 KB is 1000 bytes; in the lines below it, as everywhere here, 1024.
@@ -45,6 +51,7 @@ def describe_model(model: LinenModel, strategy: Strategy, streams: tuple[str, ..
         streams: Names of random streams at initialization.
         state: The state, or its shapes.
         batch: The shapes of a batch.
+        optimizer: What the groups of parameters follow from, if there is one.
 
     Raises:
         ModelError: The module does not run on it.
@@ -58,6 +65,7 @@ def describe_model(model: LinenModel, strategy: Strategy, streams: tuple[str, ..
 
     jax.eval_shape(strategy.compile(tabulate, inputs=("split",), outputs="replicated"), strategy.abstract_feed(for_each_replica(batch, strategy)))
     lines = [f"Total number of trainable weights: {describe_size(state.params)}"]
+    lines += [] if optimizer is None else list(_describe_groups(optimizer, state))
     lines += [f"Collection {name}: {describe_size(tree)}" for name, tree in state.model_state.items()]
     if state.ema_params is not None:
         lines.append(f"Averaged parameters: {describe_size(state.ema_params)}")
@@ -65,3 +73,12 @@ def describe_model(model: LinenModel, strategy: Strategy, streams: tuple[str, ..
         lines.append(f"Optimizer state: {describe_size(state.opt_state)}")
     # Linen's last line adds collections to the parameters, and would contradict ours.
     return "\n".join([table[: table.rindex("Total Parameters")].rstrip(), "", *lines])
+
+
+def _describe_groups(optimizer: optax.GradientTransformation, state: TrainState) -> Iterator[str]:
+    """Yields a line for each group of parameters that are treated alike: its size, and how it is trained."""
+    rates = {} if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state.opt_state)) else get_learning_rates(state.opt_state)
+    leaves = {str(jax.tree_util.keystr(path, simple=True, separator="/")): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)}
+    for group in parameter_groups(optimizer, state.params):
+        how = ", frozen" if group.is_frozen else f", learning rate {float(rates[group.name]):g}" if group.name in rates else ""
+        yield f"  {group.name}: {describe_size([leaves[path] for path in group.paths])} in {len(group.paths)} arrays{how}"

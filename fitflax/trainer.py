@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import jax
-import numpy as np
 import optax
 from flax import linen as nn
 from flax.core.scope import DenyList
 
 import fitflax.arguments as arguments
-import fitflax.evaluation as evaluation
 import fitflax.optimizers as optimizers
 from fitflax.callbacks import Callback, ModelCheckpoint
 from fitflax.callbacks.base import CallbackList
@@ -24,7 +22,7 @@ from fitflax.callbacks.history import History
 from fitflax.checkpoints.by_path import load_checkpoint, save_checkpoint
 from fitflax.checkpoints.closing import load_closing_row
 from fitflax.checkpoints.partial import RestoreReport
-from fitflax.checkpoints.resume import check_settings, find_resume
+from fitflax.checkpoints.resume import find_resume
 from fitflax.checkpoints.saved import FOR_INFERENCE, WHOLE, Saved
 from fitflax.checkpoints.trees import from_saved
 from fitflax.data import Batcher, Source, adapt
@@ -32,14 +30,16 @@ from fitflax.data.adapt import takes_batch_size
 from fitflax.data.batch import Selection, Triple
 from fitflax.data.indexed import IndexedSource
 from fitflax.errors import ConfigError, FitflaxWarning, OptimizerError
-from fitflax.evaluation import EvalLoop
+from fitflax.evaluation import Evaluation, predict, predict_iter
 from fitflax.logs import Logs
-from fitflax.loop import TrainLoop
-from fitflax.model import adapt_module, mutable_filter
+from fitflax.loop import Run
+from fitflax.model import TRANSIENT, adapt_module, mutable_filter
+from fitflax.modular import EvalLoop, TrainLoop
 from fitflax.numerics import Numerics
 from fitflax.objective import Objective
-from fitflax.parallel import DataParallel, Strategy
-from fitflax.plan import Progress, RunPlan, Validation
+from fitflax.parallel import Strategy
+from fitflax.plan import RunPlan, Validation
+from fitflax.preparation import make_feed, prepare_run, settings_of, start_progress
 from fitflax.session import Session
 from fitflax.signals import Interruption
 from fitflax.state import Batch, InferenceState, PyTree, TrainState
@@ -89,20 +89,17 @@ class Trainer:
         targets: str | tuple[str, ...] | dict[str, str] | None = None,
         parallel: Strategy | None = None,
         mutable: Any = DenyList("params"),  # noqa: B008 (frozen)
-        transient: Sequence[str] = ("losses", "summaries", "intermediates"),
+        transient: Sequence[str] = TRANSIENT,
         train_kwargs: Mapping[str, Any] | None = None,
         eval_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
-            raise ConfigError(f"Trainer(seed=...) must be an integer of at least 0. Received: {seed!r}.")
-        if parallel is not None and not isinstance(parallel, Strategy):
-            raise ConfigError(f"Trainer(parallel=...) takes a strategy such as fitflax.parallel.DataParallel(). Received: {parallel!r}.")
+        arguments.check_seed("Trainer", seed)
         self._model = model
         self._selection = Selection(inputs, targets)
         self._history = History()
         module = adapt_module(model, train_kwargs=train_kwargs, eval_kwargs=eval_kwargs, keyword_inputs=isinstance(inputs, dict))
-        strategy = DataParallel() if parallel is None else parallel
-        streams, taken_out = arguments.streams_of(rngs), tuple(transient)
+        strategy = arguments.strategy_of("Trainer", parallel)
+        streams, taken_out = arguments.streams_of("Trainer", rngs), tuple(transient)
         kind = type(self)
 
         def make_task(objective: Objective, optimizer: optax.GradientTransformationExtraArgs | None, numerics: Numerics) -> Task:
@@ -168,6 +165,26 @@ class Trainer:
         live = self._session.need_state("learning_rate")
         state = live.borrow()
         live.replace(dataclasses.replace(state, opt_state=optimizers.set_learning_rate(state.opt_state, value)), live.step)
+
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        """All learning rates that can be read, by the label of their parameters' group, as in `optax.multi_transform`; those assigned are set.
+
+        Raises:
+            OptimizerError: A rate is set that is not there, or that a schedule computes.
+            NotReadyError: Before `build`, `fit` or `restore`.
+        """
+        rates = optimizers.get_learning_rates(self._session.need_state("learning_rates").borrow().opt_state)
+        return {label: float(rate) for label, rate in rates.items()}
+
+    @learning_rates.setter
+    def learning_rates(self, values: Mapping[str, float]) -> None:
+        live = self._session.need_state("learning_rates")
+        state = live.borrow()
+        opt_state = state.opt_state
+        for label, value in values.items():
+            opt_state = optimizers.set_learning_rate(opt_state, value, label)
+        live.replace(dataclasses.replace(state, opt_state=opt_state), live.step)
 
     @property
     def stop_training(self) -> bool:
@@ -241,15 +258,7 @@ class Trainer:
         numerics = Numerics(accumulate_steps, precision, ema_decay)
         if type(self).train_step is not Trainer.train_step:
             numerics.check_custom_step()
-        if isinstance(optimizer, str):
-            transformation = optimizers.get(optimizer, learning_rate)
-        elif learning_rate is not None:
-            raise ConfigError("compile(learning_rate=...) goes with an optimizer given by name; an optax transformation has its own.")
-        elif not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-            advice = " Call it: optax.adam(learning_rate)." if callable(optimizer) else ""
-            raise OptimizerError(f"optimizer must be a name or an optax transformation. Received: {optimizer!r}.{advice}")
-        else:
-            transformation = optimizer
+        transformation = arguments.optimizer_of(optimizer, learning_rate)
         if isinstance(steps_per_call, str) and steps_per_call != "auto":
             raise ConfigError(f"steps_per_call must be a positive integer or 'auto'. Received: {steps_per_call!r}.")
         arguments.check_counts(steps_per_call=None if isinstance(steps_per_call, str) else steps_per_call)
@@ -270,7 +279,7 @@ class Trainer:
         """
         self._session.need_compiled("build")
         self._session.begin_run()
-        self._session.build(Batcher(num_replicas=self._session.strategy.num_replicas)(self._selection.split(_zeros(batch)))[0])
+        self._session.build(Batcher(num_replicas=self._session.strategy.num_replicas)(self._selection.split(arguments.zeros(batch)))[0])
 
     def summary(self, sample: Any = None, *, file: TextIO | None = None) -> None:
         """Prints the model's layers with shapes and parameters, and the sizes of parameters, collections and optimizer state.
@@ -286,7 +295,7 @@ class Trainer:
             DataError: `sample` is no batch.
             ModelError: The module does not run on it.
         """
-        batch = None if sample is None else Batcher(num_replicas=1)(self._selection.split(_zeros(sample), inputs_only=True))[0]
+        batch = None if sample is None else Batcher(num_replicas=1)(self._selection.split(arguments.zeros(sample), inputs_only=True))[0]
         print(self._session.describe(batch), file=file)
 
     def replace_state(self, state: TrainState | InferenceState) -> None:
@@ -430,7 +439,7 @@ class Trainer:
         given = arguments.callbacks_of(callbacks)
         given, self._history = arguments.with_history(given)
         hooks = CallbackList([*given, *arguments.default_bar(given, verbose)])
-        settings = self._settings(source, steps_per_epoch)
+        settings = settings_of(session, source, steps_per_epoch)
         session.clear_stop()
         with session.make_saver() as saver, Interruption() as interruption:
             hooks.enter_run(saver)
@@ -438,10 +447,8 @@ class Trainer:
             size = validation_batch_size or batch_size or source.batch_size
             loops = [self._validation_loop(name, one, hooks, interruption, size, validation_steps) for name, one in sets.items()]
             validation = Validation(loops, arguments.validation_frequency(validation_freq))
-            progress = self._start_progress(source, saved, settings, initial_epoch)
-            feed = session.feeder.train(source, class_weight, progress.position, size=saved.metadata.get("full_batch_size") if saved else None)
-            if saved is not None:
-                feed.load_state_dict(from_saved(saved.run.get("data", {}), root="run/data", key_impls=saved.metadata["key_impls"]))
+            progress = start_progress(session, source, saved, settings, initial_epoch=initial_epoch)
+            feed = make_feed(session, source, class_weight, progress, saved)
             plan = RunPlan(
                 end_step=None if steps is None else progress.first_step + steps,
                 end_epoch=initial_epoch + 1 if steps is None and epochs is None else epochs,
@@ -450,30 +457,18 @@ class Trainer:
                 info={"settings": settings},
                 process_start=progress.step,
                 repeats_last=True,
-                keeps_grads=any(callback.needs_grads for callback in hooks),
+                keep=hooks.keep,
             )
             parts: dict[str, Any] = {"callbacks": hooks, "validation": validation, "interruption": interruption, "saver": saver}
-            loop = session.prepare_loop(source, feed, plan, progress=progress, saved=saved, **parts)
+            run = prepare_run(session, source, feed, plan, progress=progress, saved=saved, **parts)
             for evaluate in validation.loops:
                 evaluate.prepare(session.need_state("fit").borrow())
-            arguments.check_log_keys(session.need_compiled("fit").directions, tuple(sets))
+            arguments.check_log_keys(session.need_compiled("fit").kinds, tuple(sets))
             params: dict[str, Any] = {"steps": steps_per_epoch or source.num_batches, "num_examples": source.num_examples, "log_every": log_every}
             params |= {"validation_sets": tuple(sets), "hyperparameters": self._hyperparameters(settings), "note": session.choice}
-            self._run(loop, hooks, params, saved, interruption)
+            self._run(run, hooks, params, saved, interruption)
         interruption.leave()
         return self._history
-
-    def _settings(self, source: Source, steps_per_epoch: int | None) -> dict[str, Any]:
-        """Returns what the order of examples and the numbers follow from; a run can only be resumed with the same."""
-        session = self._session
-        return {
-            "seed": session.seed,
-            "batch_size": source.batch_size,
-            "steps_per_epoch": steps_per_epoch,
-            "num_examples": source.num_examples,
-            "shuffle": source.shuffles,
-            **session.need_compiled("fit").task.numerics.settings,
-        }
 
     def _hyperparameters(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what a run may be told apart by from others, as numbers, booleans and strings."""
@@ -501,61 +496,55 @@ class Trainer:
             raise ConfigError("validation_split can only be taken from in-memory arrays. Pass validation_data.")
         return source.divide(split, batch_size)
 
-    def _validation_loop(self, name: str, data: Any, hooks: CallbackList, interruption: Interruption, batch_size: int | None, steps: int | None) -> EvalLoop:
+    def _validation_loop(self, name: str, data: Any, hooks: CallbackList, interruption: Interruption, batch_size: int | None, steps: int | None) -> Evaluation:
         size = {"batch_size": batch_size} if takes_batch_size(data) else {}
         source = self._adapt(data, shuffle=False, name=f"validation_data {name!r}", **size)
-        return self._make_eval_loop(source, steps=steps, name=name, callbacks=hooks, interruption=interruption)
+        return self._make_evaluation(source, steps=steps, name=name, callbacks=hooks, interruption=interruption)
 
-    def _make_eval_loop(self, source: Source, *, steps: int | None, name: str, **options: Any) -> EvalLoop:
+    def _make_evaluation(self, source: Source, *, steps: int | None, name: str, **options: Any) -> Evaluation:
         program = self._session.need_compiled("evaluate")
         feeds = self._session.feeder.evaluations(source, name, steps, exact=lambda: program.loss_is_scalar)
         check = self._session.check_restored
-        return EvalLoop(program, source, feeds, steps=steps, name=name, pad=self._session.pad, check=check, **options)
+        return Evaluation(program, source, feeds, steps=steps, name=name, pad=self._session.pad, check=check, **options)
 
-    def _start_progress(self, source: Source, saved: Saved | None, settings: Mapping[str, Any], initial_epoch: int) -> Progress:
-        if saved is not None:
-            check_settings(saved, settings)
-            return Progress.from_json(saved.metadata["progress"])
-        return Progress(step=self.step, first_step=self.step, epoch=initial_epoch, position=self._session.next_position(source))
-
-    def _run(self, loop: TrainLoop, hooks: CallbackList, params: Mapping[str, Any], saved: Saved | None, interruption: Interruption) -> None:
-        """Runs a loop with its callbacks, from `on_train_begin` to `on_train_end`, which always comes."""
-        resumed_step = None if saved is None else loop.progress.step
-        hooks.bind(self, {**params, "epochs": loop.plan.end_epoch, "first_epoch": loop.progress.epoch, "resumed_step": resumed_step})
+    def _run(self, run: Run, hooks: CallbackList, params: Mapping[str, Any], saved: Saved | None, interruption: Interruption) -> None:
+        """Makes a run with its callbacks, from `on_train_begin` to `on_train_end`, which always comes."""
+        resumed_step = None if saved is None else run.step
+        hooks.bind(self, {**params, "epochs": run.plan.end_epoch, "first_epoch": run.progress.epoch, "resumed_step": resumed_step})
         hooks.leaves_at_once = lambda: interruption.leaves_at_once
-        hooks.open_run(self._session.run_id, loop.progress.step)
-        hooks.start_schedules(loop.seconds)
+        hooks.open_run(self._session.run_id, run.step)
+        hooks.start_schedules(run.seconds)
         try:
             hooks.call("on_train_begin", {})
             if saved is not None:
-                self._load_callbacks(hooks, saved, loop)
-            hooks.state_dict(loop.seconds)  # Callbacks whose states would overwrite each other are an error now, not at the first save.
-            for checkpoint in loop:
-                hooks.on_checkpoint(checkpoint, loop.due)
+                self._load_callbacks(hooks, saved, run)
+            hooks.state_dict(run.seconds)  # Callbacks whose states would overwrite each other are an error now, not at the first save.
+            for checkpoint in run:
+                hooks.on_checkpoint(checkpoint, run.due)
             if interruption.requested is not None:
                 self._session.stop(f"interrupted by {interruption.requested.name}")
         finally:
             with contextlib.ExitStack() as stack:  # Backwards: `on_train_end` comes last, and whatever happens.
-                stack.callback(hooks.finish, loop.epoch_logs)
-                stack.callback(loop.close)
+                stack.callback(hooks.finish, run.epoch_logs)
+                stack.callback(run.close)
 
-    def _load_callbacks(self, hooks: CallbackList, saved: Saved, loop: TrainLoop) -> None:
-        run = from_saved(saved.run, key_impls=saved.metadata["key_impls"])
-        new, missing = hooks.load_state_dict(run, loop.seconds)
+    def _load_callbacks(self, hooks: CallbackList, saved: Saved, run: Run) -> None:
+        states = from_saved(saved.run, key_impls=saved.metadata["key_impls"])
+        new, missing = hooks.load_state_dict(states, run.seconds)
         for key in new:
             warnings.warn(f"Callback {key} is new: the run in {saved.path} did not have it, so it begins afresh.", FitflaxWarning, stacklevel=2)
         for key in missing:
             warnings.warn(f"Callback {key} is missing: the run in {saved.path} had it, and its state is not used.", FitflaxWarning, stacklevel=2)
         row = load_closing_row(saved.path)
-        if not loop.has_nothing_to_do:
+        if not run.has_nothing_to_do:
             for callback in hooks:
                 callback.drop_closing()
         elif row is not None:
             logs = Logs(extra=row["logs"])
             logs.earlier = row["earlier"]
-            loop.skip_closing(logs)
+            run.skip_closing(logs)
             for callback in hooks:
-                callback.load_closing(loop.progress.step, row["epoch"], logs)
+                callback.load_closing(run.step, row["epoch"], logs)
 
     # -- evaluating and predicting --
 
@@ -591,19 +580,19 @@ class Trainer:
         arguments.check_counts(steps=steps)
         given = arguments.callbacks_of(callbacks)
         hooks = CallbackList([*given, *arguments.default_bar(given, verbose)])
-        loop = self._eval_loop(data, y, sample_weight, steps=steps, batch_size=batch_size, name="eval", hooks=hooks)
+        evaluation = self._evaluation(data, y, sample_weight, steps=steps, batch_size=batch_size, name="eval", hooks=hooks)
         hooks.bind(self, {})
         try:
-            return loop.evaluate(live.borrow())
+            return evaluation.evaluate(live.borrow())
         finally:
             for callback in hooks:
                 callback.close()
 
-    def _eval_loop(
+    def _evaluation(
         self, data: Any, y: Any, sample_weight: Any, *, steps: int | None, batch_size: int | None, name: str, hooks: CallbackList | None = None
-    ) -> EvalLoop:
+    ) -> Evaluation:
         source = self._adapt(data, y, sample_weight, batch_size=batch_size, shuffle=False)
-        return self._make_eval_loop(source, steps=steps, name=name, callbacks=hooks)
+        return self._make_evaluation(source, steps=steps, name=name, callbacks=hooks)
 
     def predict(
         self, data: Any, *, steps: int | None = None, batch_size: int | None = None, callbacks: Iterable[Callback] | None = (), verbose: int | str = 0
@@ -633,7 +622,7 @@ class Trainer:
         try:
             with contextlib.closing(self._session.feeder.prediction(source)) as feed:
                 check = self._session.check_restored
-                return evaluation.predict(self._session.any_program(), live.borrow(), feed, steps=steps, callbacks=hooks, check=check)
+                return predict(self._session.any_program(), live.borrow(), feed, steps=steps, callbacks=hooks, check=check)
         finally:
             for callback in hooks:
                 callback.close()
@@ -666,7 +655,7 @@ class Trainer:
         arguments.check_counts(steps=steps)
         source = self._adapt(data, batch_size=batch_size, shuffle=False, inputs_only=True)
         make_feed = functools.partial(session.feeder.prediction, source)
-        return evaluation.predict_iter(session.any_program(), live.lend(), make_feed, steps=steps, check=session.check_restored)
+        return predict_iter(session.any_program(), live.lend(), make_feed, steps=steps, check=session.check_restored)
 
     def train_on_batch(self, batch: Any) -> dict[str, float]:
         """Makes one update and returns loss and metrics of this batch alone, from before the update.
@@ -741,6 +730,8 @@ class Trainer:
         shuffle: bool = True,
         drop_remainder: bool = False,
         class_weight: Mapping[int, float] | None = None,
+        grads: bool = False,
+        sown: str | Sequence[str] = (),
     ) -> TrainLoop:
         """Returns an iterator of checkpoints that trains as it goes; `fit` is a `for` over one.
 
@@ -755,23 +746,26 @@ class Trainer:
             shuffle: Whether arrays are taken in another order in each pass.
             drop_remainder: Whether the short last batch of arrays is left out.
             class_weight: `{label: weight}`.
+            grads: Whether checkpoints have the gradient of their step, which takes as much memory as the parameters.
+            sown: Collections of sown values, such as `"summaries"`, that checkpoints have of their step.
 
         Raises:
             NotReadyError: Before `compile`.
             ConfigError, DataError, ModelError, LossError, MetricError: As in `fit`.
         """
         self._session.need_trainable("train_loop")
-        arguments.check_counts(steps=steps, steps_per_epoch=steps_per_epoch)
-        if not isinstance(every, Trigger):
-            raise ConfigError(f"train_loop(every=...) takes a trigger, such as fitflax.every(steps=10). Received: {every!r}.")
-        session = self._session
-        session.clear_stop()
+        arguments.check_counts(steps=steps)
         source = self._adapt(data, y, sample_weight, batch_size=batch_size, shuffle=shuffle, drop_remainder=drop_remainder)
-        settings = self._settings(source, steps_per_epoch)
-        progress = self._start_progress(source, None, settings, 0)
-        feed = session.feeder.train(source, class_weight, progress.position)
-        plan = RunPlan(end_step=self.step + steps, steps_per_epoch=steps_per_epoch, every=every, info={"settings": settings}, process_start=self.step)
-        return session.prepare_loop(source, feed, plan, progress=progress)
+        return TrainLoop.of(
+            self._session,
+            source,
+            class_weight,
+            steps=steps,
+            every=arguments.trigger_of("train_loop", every),
+            steps_per_epoch=steps_per_epoch,
+            grads=grads,
+            sown=sown,
+        )
 
     def eval_loop(
         self, data: Any, y: Any = None, sample_weight: Any = None, *, steps: int | None = None, name: str = "eval", batch_size: int | None = None
@@ -792,9 +786,7 @@ class Trainer:
         """
         self._session.need_compiled("eval_loop")
         arguments.check_counts(steps=steps)
-        if name == "train" or not name:
-            raise ConfigError(f"eval_loop(name=...) is the group of its metrics, and not 'train', which is that of training. Received: {name!r}.")
-        return self._eval_loop(data, y, sample_weight, steps=steps, batch_size=batch_size, name=name)
+        return EvalLoop.of(self._evaluation(data, y, sample_weight, steps=steps, batch_size=batch_size, name=arguments.group_name(name)))
 
     # -- saving --
 
@@ -860,8 +852,3 @@ class Trainer:
         """
         roots = FOR_INFERENCE if weights_only and not partial and not mapping else WHOLE
         return self._session.place(load_checkpoint(path, roots), None, weights_only=weights_only, partial=partial, mapping=mapping)
-
-
-def _zeros(batch: Any) -> Any:
-    """Returns `batch` with zeros where it has shapes alone."""
-    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, batch)

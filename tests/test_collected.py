@@ -552,7 +552,7 @@ def test_the_gradient_needs_no_copy_and_stays_valid():
 
 def test_a_gradient_that_nobody_asked_for_is_an_error():
     asked = LambdaCallback(on_checkpoint=lambda checkpoint: checkpoint.grads)
-    with pytest.raises(NotReadyError, match=r"The gradient of step 4 was not kept: only `fit` keeps gradients, with a callback whose needs_grads is True"):
+    with pytest.raises(NotReadyError, match=r"The gradient of step 4 was not kept: pass train_loop\(grads=True\), or fit a callback whose needs_grads is True"):
         make(model=nn.Dense(2), loss="mse").fit(INPUTS, TARGETS, batch_size=2, callbacks=[asked], verbose=0)
 
 

@@ -18,13 +18,13 @@ PACKAGE = ROOT / "fitflax"
 # A module imports only from its own layer or those before it. The first part of the name after `fitflax.` decides; the package itself is "__init__".
 LAYERS = (
     {"errors", "triggers", "background"},
-    {"state", "logs", "losses", "metrics", "optimizers"},
+    {"axes", "state", "logs", "losses", "metrics", "optimizers"},
     {"data"},
     {"parallel"},
-    {"compilation", "numerics", "loss_scale", "accumulation", "model", "objective", "collected", "live", "step", "compiled", "program"},
+    {"compilation", "numerics", "loss_scale", "accumulation", "model", "objective", "collected", "live", "sums", "step", "compiled", "program"},
     {"checkpoints"},
     {"callbacks"},
-    {"signals", "arguments", "tabulation", "evaluation", "plan", "loop", "session"},
+    {"signals", "arguments", "groups", "tabulation", "evaluation", "plan", "loop", "session", "preparation", "modular"},
     {"trainer"},
     {"__init__", "__main__", "sklearn"},
 )
@@ -40,7 +40,7 @@ ROOT_NAMES = {
 # "module:name" -> why it has no underscore and is not in `__all__`: what the library's own modules share, and users do not need.
 INTERNAL_NAMES = {
     "fitflax.errors:did_you_mean": "words the messages of other modules",
-    "fitflax.optimizers:find_learning_rate": "for those who only log it: no error where it cannot be read",
+    "fitflax.optimizers:find_learning_rates": "for those who only log them, often",
 }
 
 COMPILING = {"jit", "pjit", "pmap", "shard_map", "donate_argnums", "donate_argnames"}

@@ -158,7 +158,8 @@ def test_a_list_or_dict_of_inputs_is_one_argument():
 
 def test_metadata_boxes_are_taken_off():
     model = nn.Dense(2, kernel_init=nn.with_partitioning(nn.initializers.ones, (None, "model")))
-    variables = adapt_module(model).init({"params": jax.random.key(0)}, X)
+    variables, axes = adapt_module(model).init({"params": jax.random.key(0)}, X)
+    assert axes.by_path == {"params/kernel": (None, "model")}
     assert isinstance(variables["params"]["kernel"], jax.Array)
 
 

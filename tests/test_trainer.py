@@ -941,7 +941,7 @@ def test_next_step_and_next_checkpoint_and_run_do_not_change_the_total():
     assert loop.next_checkpoint().step == 3
     assert loop.run(2).step == 5
     assert loop.next_step().step == 6
-    assert (loop.next_checkpoint().step, loop.step, loop.plan.end_step) == (8, 8, 8)
+    assert (loop.next_checkpoint().step, loop.step, loop.steps) == (8, 8, 8)
     assert loop.next_step() is None and loop.next_checkpoint() is None and loop.run(3) is None
     assert list(loop) == []
 

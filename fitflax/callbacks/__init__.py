@@ -6,6 +6,7 @@ from fitflax.callbacks.csv_logger import CSVLogger
 from fitflax.callbacks.early_stopping import EarlyStopping
 from fitflax.callbacks.lambda_callback import LambdaCallback
 from fitflax.callbacks.learning_rate_scheduler import LearningRateScheduler
+from fitflax.callbacks.media import FigureSummary, HistogramSummary, ImageSummary
 from fitflax.callbacks.model_checkpoint import ModelCheckpoint
 from fitflax.callbacks.progress_bar import ProgressBar
 from fitflax.callbacks.reduce_lr_on_plateau import ReduceLROnPlateau
@@ -18,6 +19,9 @@ __all__ = [
     "CSVLogger",
     "Callback",
     "EarlyStopping",
+    "FigureSummary",
+    "HistogramSummary",
+    "ImageSummary",
     "LambdaCallback",
     "LearningRateScheduler",
     "ModelCheckpoint",

@@ -10,15 +10,16 @@ import enum
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.checkpoints.saving import Saver
-from fitflax.errors import CallbackError, FitflaxWarning, MonitorError, OptimizerError, did_you_mean
+from fitflax.errors import CallbackError, FitflaxWarning, OptimizerError, did_you_mean
 from fitflax.logs import Logs
 from fitflax.state import TrainState
+from fitflax.step import Keep
 from fitflax.triggers import Moment, Schedule, Trigger
 
 __all__ = ["Callback", "Phase", "TrainerView"]
@@ -105,7 +106,9 @@ class Callback:
         needs_trainer: Whether it can do nothing with a checkpoint alone.
         may_skip_batches: Whether its hooks of batches may be called for some of them only, some twenty times a second. Batches between which nobody must see
             anything take the loop less time, and several small ones of an evaluation or prediction are computed in one call.
+        needs_gradients_norm: Whether it reads `checkpoint.gradients_norm`, without which some steps take less time; by default wherever it has `on_checkpoint`.
         needs_grads: Whether it reads `checkpoint.grads`; the run then keeps the gradient of each step, which takes as much memory as the parameters.
+        needs_sown: Collections of sown values that it reads from `checkpoint.sown`.
 
     >>> class PrintLoss(Callback):
     ...     def on_epoch_end(self, epoch, logs):
@@ -119,7 +122,9 @@ class Callback:
     every: Trigger | None = None
     phase: ClassVar[Phase] = Phase.USER
     needs_trainer: ClassVar[bool] = False
+    needs_gradients_norm: bool | None = None
     needs_grads: bool = False
+    needs_sown: tuple[str, ...] = ()
     may_skip_batches: bool = False
     _own_schedule: Schedule | None = None
 
@@ -319,6 +324,13 @@ class CallbackList:
         for method in self._hooks[hook]:
             method(*arguments)
 
+    @property
+    def keep(self) -> Keep:
+        """What of a step callbacks read besides its values."""
+        sown = {name: None for callback in self._all for name in callback.needs_sown}
+        norms = (overrides(callback, "on_checkpoint") if callback.needs_gradients_norm is None else callback.needs_gradients_norm for callback in self._all)
+        return Keep(norm=any(norms), grads=any(callback.needs_grads for callback in self._all), sown=tuple(sown))
+
     def bind(self, trainer: TrainerView, params: Mapping[str, Any]) -> None:
         """Tells all callbacks who runs, and what of the call is known."""
         self.params = dict(params)
@@ -507,83 +519,3 @@ def check_rate(owner: str, trainer: TrainerView) -> None:
         trainer.learning_rate = trainer.learning_rate
     except OptimizerError as error:
         raise OptimizerError(f"{owner} sets the learning rate. {error}") from error
-
-
-class Monitor:
-    """Follows one logged value and knows when it is better. Used by callbacks that decide.
-
-    Args:
-        owner: Who monitors, for errors.
-        key: The flat name of the value.
-        mode: `"min"`, `"max"`, or `None` for the direction that the loss or metric declares.
-        min_delta: What an improvement must exceed.
-
-    Raises:
-        CallbackError: An unknown mode, or a negative `min_delta`.
-    """
-
-    def __init__(self, owner: str, key: str, mode: str | None, min_delta: float = 0.0) -> None:
-        if mode not in (None, "min", "max"):
-            raise CallbackError(f"{owner}(mode=...) must be 'min', 'max' or None. Received: {mode!r}.")
-        if not min_delta >= 0:
-            raise CallbackError(f"{owner}(min_delta=...) must be at least 0. Received: {min_delta!r}.")
-        self.owner = owner
-        self.key = key
-        self.mode = mode
-        self.min_delta = float(min_delta)
-        self._direction = mode
-
-    def check_sets(self, sets: Sequence[str] | None) -> None:
-        """Checks, before a run, that a value of a validation can come.
-
-        Raises:
-            MonitorError: It is one of a validation, and there is no validation data.
-        """
-        if sets is not None and self.key.startswith("val_") and "val" not in sets:
-            if sets:
-                others = [f"{name}_{self.key.removeprefix('val_')}" for name in sets]
-                raise MonitorError(f"{self.owner} monitors {self.key!r}, but the validation sets are {list(sets)}. Did you mean one of {others}?")
-            advice = "Pass validation_data=, or monitor a value of training such as 'loss'."
-            raise MonitorError(f"{self.owner} monitors {self.key!r}, but there is no validation data. {advice}")
-
-    def value(self, logs: Mapping[str, Any], sets: Sequence[str] = ()) -> float | None:
-        """Returns the monitored value, or `None` where it belongs to a validation that did not happen now.
-
-        Args:
-            logs: What is logged.
-            sets: Names of the validation sets.
-
-        Raises:
-            MonitorError: It is not there, or which direction is better is not known.
-        """
-        if self.key not in logs:
-            for name in sets:
-                if self.key.startswith(f"{name}_") and not any(key.startswith(f"{name}_") for key in logs):
-                    return None
-            raise MonitorError(f"{self.owner} monitors {self.key!r}, but only {sorted(logs)} are logged.{did_you_mean(self.key, logs)}")
-        value = logs[self.key]
-        if getattr(value, "ndim", 0):
-            raise MonitorError(f"{self.owner} monitors {self.key!r}, which is an array of shape {list(value.shape)}. Monitor a number.")
-        if self.mode is None:
-            default = "min" if self.key == "loss" or self.key.endswith("_loss") else None
-            self._direction = getattr(logs, "directions", {}).get(self.key) or default
-        if self._direction is None:
-            raise MonitorError(f"{self.owner} monitors {self.key!r}, which declares no direction. Pass mode='min' or mode='max'.")
-        return float(value)
-
-    @property
-    def direction(self) -> str | None:
-        """`"min"` or `"max"`; `None` until the first value if it is the metric that declares it."""
-        return self._direction
-
-    def take_direction(self, direction: str | None) -> None:
-        """Takes the direction that an earlier process found, before the first value of this one."""
-        self._direction = self.mode or direction
-
-    def is_better(self, value: float, best: float | None) -> bool:
-        """Returns whether `value` improves on `best` by more than `min_delta`. NaN never does; anything else improves on `None`."""
-        if value != value:
-            return False
-        if best is None or best != best:
-            return True
-        return value < best - self.min_delta if self._direction == "min" else value > best + self.min_delta

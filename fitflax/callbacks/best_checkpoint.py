@@ -10,8 +10,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from fitflax.callbacks.base import Callback, Monitor, Phase
+from fitflax.callbacks.base import Callback, Phase
 from fitflax.callbacks.model_checkpoint import check_keep
+from fitflax.callbacks.monitor import Monitor
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.checkpoints.saving import Saver
 from fitflax.checkpoints.store import CheckpointStore
@@ -51,6 +52,7 @@ class BestCheckpoint(Callback):
     """
 
     phase = Phase.SAVE_BEST
+    needs_gradients_norm = False
 
     def __init__(
         self,

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 from typing_extensions import override
 
-from fitflax.callbacks.base import Callback, Monitor, Phase
+from fitflax.callbacks.base import Callback, Phase
+from fitflax.callbacks.monitor import Monitor
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.errors import CallbackError
 from fitflax.logs import Logs
@@ -39,6 +40,7 @@ class EarlyStopping(Callback):
     """
 
     phase = Phase.DECIDE
+    needs_gradients_norm = False
     needs_trainer = True
 
     def __init__(

@@ -42,6 +42,7 @@ class ModelCheckpoint(Callback):
     """
 
     phase = Phase.SAVE
+    needs_gradients_norm = False
 
     def __init__(
         self,

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from fitflax.callbacks.base import Callback, Monitor, Phase, check_rate
+from fitflax.callbacks.base import Callback, Phase, check_rate
+from fitflax.callbacks.monitor import Monitor
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.errors import CallbackError
 from fitflax.logs import Logs
@@ -37,6 +38,7 @@ class ReduceLROnPlateau(Callback):
     """
 
     phase = Phase.DECIDE
+    needs_gradients_norm = False
     needs_trainer = True
 
     def __init__(

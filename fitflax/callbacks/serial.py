@@ -4,7 +4,8 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-from fitflax.callbacks.base import Callback
+from fitflax.callbacks.base import Callback, Phase
+from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.errors import ConfigError
 
 __all__ = ["serial"]
@@ -17,10 +18,26 @@ class Serial:
         self._steps = tuple(steps)
 
     def __call__(self, checkpoint: Any) -> Any:
-        """Hands `checkpoint` from one function to the next and returns what the last one returns."""
+        """Hands `checkpoint` from one function to the next and returns what the last one returns.
+
+        As in `fit`, what callbacks have written up to here is on disk before one that follows them saves the run.
+        """
+        earlier = list(getattr(checkpoint, "before_saving", ()))
         for step in self._steps:
+            if isinstance(checkpoint, Checkpoint):
+                checkpoint.before_saving = list(earlier)
+            given, saves = checkpoint, getattr(checkpoint, "num_saves", 0)
             checkpoint = step(checkpoint)
+            if isinstance(step, Callback):
+                earlier.append(step.sync)
+                if step.phase == Phase.SAVE and given.num_saves > saves:
+                    self._run_was_saved()
         return checkpoint
+
+    def _run_was_saved(self) -> None:
+        for step in self._steps:
+            if isinstance(step, Callback):
+                step.run_was_saved()
 
     def __enter__(self) -> Self:
         return self

@@ -14,7 +14,7 @@ from fitflax.callbacks.event_files import Write
 from fitflax.checkpoints.documents import library_versions
 from fitflax.state import PyTree
 
-__all__ = ["TRAIN", "describe_environment", "hyperparameter_summaries", "write_histogram", "write_values"]
+__all__ = ["TRAIN", "describe_environment", "hyperparameter_summaries", "summary_value", "write_histogram", "write_values"]
 
 TRAIN = "train"
 _HISTOGRAM_BINS = 64
@@ -53,9 +53,14 @@ def _markdown(rows: Any) -> str:
 
 def scalar(key: str, value: float) -> Any:
     """Returns one number, which may be NaN or infinite, as a value of a summary. tensorboardX's own function would log a warning for each of these."""
+    return summary_value(key, simple_value=value).value[0]
+
+
+def summary_value(key: str, **content: Any) -> Any:
+    """Returns a summary of one value, whose content is named as in TensorBoard's protocol."""
     from tensorboardX.proto.summary_pb2 import Summary
 
-    return Summary.Value(tag=tag_of(key), simple_value=value)
+    return Summary(value=[Summary.Value(tag=tag_of(key), **content)])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -66,14 +71,14 @@ def tag_of(key: str) -> str:
     return str(summary.scalar(key, 0.0).value[0].tag)
 
 
-def write_histogram(write: Write, tag: str, step: int, values: Any, now: float) -> None:
+def write_histogram(write: Write, group: str, tag: str, step: int, values: Any, now: float) -> None:
     """Writes a histogram of the finite values, of complex ones of their magnitudes; of none there is none."""
     from tensorboardX import summary
 
     finite = (np.abs(values) if np.iscomplexobj(values) else values).astype(np.float64).ravel()
     finite = finite[np.isfinite(finite)]
     if finite.size:
-        write(TRAIN, step, summary.histogram(tag, finite, _HISTOGRAM_BINS), now)
+        write(group, step, summary.histogram(tag, finite, _HISTOGRAM_BINS), now)
 
 
 def hyperparameter_summaries(values: Mapping[str, Any], tags: list[tuple[str, str]], now: float) -> list[Any]:

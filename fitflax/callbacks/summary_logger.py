@@ -38,6 +38,7 @@ class SummaryLogger(Callback):
     Step      1: Ran 1 train steps in ... seconds
     Step      1: train seconds_per_step | ...
     Step      1: train gradients_l2norm | 2.00000000
+    Step      1: train   weights_l2norm | ...
     Step      1: train             loss | 1.00000000
     """
 
@@ -83,6 +84,7 @@ def _own_lines(checkpoint: Checkpoint, steps: int, seconds: float) -> Iterator[s
         yield _line("train", "seconds_per_step", seconds / steps)
     if checkpoint.step_values is not None:
         yield _line("train", "gradients_l2norm", checkpoint.gradients_norm)
+        yield _line("train", "weights_l2norm", checkpoint.params_norm)
 
 
 def _lines(metrics: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

@@ -13,7 +13,8 @@ from typing_extensions import override
 
 from fitflax.callbacks.base import Callback, Phase, check_trigger, moment_of
 from fitflax.callbacks.event_files import EventFiles, Write, trim
-from fitflax.callbacks.summaries import TRAIN, describe_environment, hyperparameter_summaries, write_histogram, write_values
+from fitflax.callbacks.media import check_images, flatten_sown, write_logged, write_sown
+from fitflax.callbacks.summaries import TRAIN, describe_environment, hyperparameter_summaries, write_histogram
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.errors import CallbackError, NotReadyError
 from fitflax.logs import Logs
@@ -34,8 +35,11 @@ class TensorBoard(Callback):
     chart; the x axis is the step. Training is written when `every` is due, and at the end of each epoch; validation always:
 
     * `loss` and the metrics, over the epoch so far; `step/loss` and `step/gradients_norm`, of that step alone; `epoch`, at the end of each;
-    * `learning_rate`, where it can be read: an optimizer by name, or wrapped in `optax.inject_hyperparams`;
+    * `learning_rate`, where it can be read: an optimizer by name, or wrapped in `optax.inject_hyperparams`; `learning_rate/<label>` of each group that has
+      one of its own, as in `optax.multi_transform`;
     * `time/steps_per_second`, `time/examples_per_second` (evaluations left out), `time/validation_seconds`;
+    * what modules sow, `self.sow("summaries", "mean", h.mean())` in a module `layer` as `summaries/layer/mean`: a number as a scalar, an array as a histogram,
+      an `ImageSummary` or `FigureSummary` as images; see `checkpoint.sown`;
     * `params/...` and `grads/...`, histograms, when `histograms` is due;
     * a metric that is a list, such as one number per class, is `key/0`, `key/1`, ...; a matrix is a table among the texts;
     * at the start `environment` (parameters, devices, versions, command line) as text, and hyperparameters.
@@ -48,6 +52,7 @@ class TensorBoard(Callback):
         every: When the values of training are written, besides the ends of epochs; each 50 steps by default.
         histograms: When histograms of parameters and gradients are written; never by default. Gradients are kept for it at every step, which takes as much
             memory as the parameters.
+        sown: A collection whose sown values are written with those of training; `None` for none.
 
     Raises:
         CallbackError: Something that is no trigger. Later, as soon as it is known: event files cannot be written.
@@ -58,7 +63,9 @@ class TensorBoard(Callback):
 
     phase = Phase.RECORD
 
-    def __init__(self, directory: str | os.PathLike[str], *, every: Trigger | None = None, histograms: Trigger | None = None) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str], *, every: Trigger | None = None, histograms: Trigger | None = None, sown: str | None = "summaries"
+    ) -> None:
         check_trigger("TensorBoard", every)
         if histograms is not None and not isinstance(histograms, Trigger):
             raise CallbackError(f"TensorBoard(histograms=...) takes a trigger, such as fitflax.every(epochs=1). Received: {histograms!r}.")
@@ -67,6 +74,7 @@ class TensorBoard(Callback):
         self._triggers = {"values": values, "histograms": histograms}
         self.every = values if histograms is None else values | histograms
         self.needs_grads = histograms is not None
+        self.needs_sown = () if sown is None else (sown,)
         self._files: EventFiles | None = None
         self._run_id: str | None = None
         # As a plain function: the run and the step at which its process began, and the last step seen.
@@ -176,6 +184,7 @@ class TensorBoard(Callback):
         # The loop and this callback read the clock one after the other: where it was the loop's alone that said so, values are due.
         if "values" in due or checkpoint.point.epoch_ends or not (due or checkpoint.evaluations):
             self._write_training(self._files, checkpoint)
+            self._write_sown(self._files, checkpoint)
         if "histograms" in due:
             self._write_histograms(self._files, checkpoint)
         if self._plain_run is not None and checkpoint.point.is_last:
@@ -201,7 +210,7 @@ class TensorBoard(Callback):
         evaluated, ends = checkpoint.evaluated, checkpoint.point.epoch_ends
         # Everything that is still on the device is read by the thread.
         logs, step_values = checkpoint.logs.deferred(late=ends), checkpoint.step_values
-        rate = checkpoint.learning_rate
+        rates, kinds = checkpoint.learning_rates, checkpoint.logs.kinds
         clock, evaluating, self._test_seconds = self._clock, self._test_seconds, 0.0
         step, examples, dispatched, now = checkpoint.step, self._examples(checkpoint), time.monotonic(), time.time()
 
@@ -209,27 +218,42 @@ class TensorBoard(Callback):
             values = {key: value for key, value in logs().items() if key not in evaluated}
             if step_values is not None:
                 values |= {"step/loss": step_values.loss, "step/gradients_norm": step_values.gradients_norm}
-            if rate is not None:
-                values["learning_rate"] = float(rate)
+            values |= {f"learning_rate/{label}".removesuffix("/"): float(rate) for label, rate in rates.items()}
             if ends:
                 values["epoch"] = checkpoint.epoch + 1
             values |= clock.rates(step, examples, dispatched, evaluating)
             # A step that is written again, at the close of an epoch in its middle, adds only what is new by then.
             values = {tag: value for tag, value in values.items() if tag not in written.tags}
             written.tags |= values.keys()
-            write_values(write, TRAIN, step, values, now)
+            write_logged(write, TRAIN, step, values, kinds, now)
 
         files.submit(write_all)
 
     def _write_evaluations(self, files: EventFiles, checkpoint: Checkpoint) -> None:
-        groups, step, now = checkpoint.evaluations, checkpoint.step, time.time()
+        groups, kinds, step, now = checkpoint.evaluations, checkpoint.logs.kinds, checkpoint.step, time.time()
 
         def write_all(write: Write) -> None:
             for group, values in groups.items():
-                write_values(write, group, step, values, now)
+                write_logged(write, group, step, values, {key: kinds[f"{group}_{key}"] for key in values if f"{group}_{key}" in kinds}, now)
 
         if groups:
             files.submit(write_all)
+
+    def _write_sown(self, files: EventFiles, checkpoint: Checkpoint) -> None:
+        if not self.needs_sown or checkpoint.step_values is None:
+            return
+        try:
+            sown = checkpoint.sown
+        except NotReadyError:
+            if self._plain_run is None:
+                raise
+            return  # Only `fit` is told by a callback what is wanted.
+        values = {tag: value for name in self.needs_sown for tag, value in flatten_sown(name, sown.get(name, {})).items()}
+        for tag, value in values.items():
+            check_images(tag, value)
+        step, now = checkpoint.step, time.time()
+        if values:
+            files.submit(lambda write: write_sown(write, TRAIN, step, values, now))
 
     def _write_histograms(self, files: EventFiles, checkpoint: Checkpoint) -> None:
         trees, step, now = {"params": checkpoint.model_params, "grads": self._gradients(checkpoint)}, checkpoint.step, time.time()
@@ -237,7 +261,7 @@ class TensorBoard(Callback):
         def write_all(write: Write) -> None:
             for name, tree in trees.items():
                 for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-                    write_histogram(write, f"{name}/{jax.tree_util.keystr(path, simple=True, separator='/')}", step, np.asarray(leaf), now)
+                    write_histogram(write, TRAIN, f"{name}/{jax.tree_util.keystr(path, simple=True, separator='/')}", step, np.asarray(leaf), now)
 
         files.submit(write_all)
 

@@ -23,6 +23,7 @@ class TerminateOnNaN(Callback):
     """
 
     phase = Phase.DECIDE
+    needs_gradients_norm = True
 
     def __init__(self) -> None:
         self.bad_step: int | None = None

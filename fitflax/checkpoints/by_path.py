@@ -17,7 +17,7 @@ from fitflax.checkpoints.store import CheckpointStore
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, FitflaxWarning
 from fitflax.state import PyTree
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = ["is_checkpoint", "load_checkpoint", "save_checkpoint"]
 
 
 def save_checkpoint(path: str | os.PathLike[str], *, train: PyTree, run: PyTree, metadata: Mapping[str, Any]) -> Path:
@@ -73,7 +73,7 @@ def load_checkpoint(path: str | os.PathLike[str], roots: Collection[str] = WHOLE
     fitflax.errors.CheckpointNotFoundError: There is no checkpoint at nowhere: no such directory.
     """
     path = Path(path)
-    if _looks_like_checkpoint(path):
+    if is_checkpoint(path):
         return read_checkpoint(path, roots)
     try:
         return _newest_good_in(path, roots)
@@ -85,14 +85,15 @@ def load_checkpoint(path: str | os.PathLike[str], roots: Collection[str] = WHOLE
     return Saved(path=Path(metadata["path"]), metadata=metadata, train=train, run={})
 
 
-def _looks_like_checkpoint(path: Path) -> bool:
+def is_checkpoint(path: Path) -> bool:
+    """Returns whether a path is meant to be one checkpoint, good or not; not one of another library."""
     # One of the files is enough: a damaged checkpoint shall be reported as such.
     return any((path / name).exists() for name in (METADATA_FILE, STATE_FILE))
 
 
 def _is_only_checkpoint(path: Path) -> bool:
     """Returns whether replacing `path` loses a checkpoint and nothing else."""
-    if path.is_symlink() or not path.is_dir() or not _looks_like_checkpoint(path):
+    if path.is_symlink() or not path.is_dir() or not is_checkpoint(path):
         return False
     if (path / TRAIN_DIRECTORY).exists() and not (path / TRAIN_DIRECTORY / "_METADATA").exists():
         return False  # Orbax did not write this one: the name is a common one for data.

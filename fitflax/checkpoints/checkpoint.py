@@ -17,10 +17,12 @@ from fitflax.checkpoints.trees import Plain, host_copy, to_plain, unpack
 from fitflax.data import Position
 from fitflax.errors import NotReadyError
 from fitflax.live import LiveState
-from fitflax.logs import Logs, StepValues
-from fitflax.optimizers import find_learning_rate
+from fitflax.logs import Kind, Logs, StepValues
+from fitflax.optimizers import find_learning_rates
+from fitflax.parallel import Strategy
 from fitflax.parallel.packed import Packed
 from fitflax.state import PyTree, TrainState
+from fitflax.step import NOTHING, Keep, Kept
 
 __all__ = ["Checkpoint", "Summary"]
 
@@ -116,7 +118,8 @@ class Checkpoint:
         run_state: Callable[[], dict[str, Any]],
         info: Callable[[], dict[str, Any]],
         saver: Saver,
-        grads: PyTree = None,
+        keep: Keep = NOTHING,
+        kept: Kept | None = None,
         groups: Mapping[str, Mapping[str, Any]] | None = None,
         parts: dict[str, PyTree] | None = None,
     ) -> None:
@@ -125,13 +128,17 @@ class Checkpoint:
         self.step_values = step_values
         # Whose checkpoint of the run this is to be: directories, and the names under which they are wanted there.
         self.savers: list[tuple[Path, str]] = []
+        # What is to be done before it is saved, once, and how often it was.
+        self.before_saving: list[Callable[[], None]] = []
+        self.num_saves = 0
         self._live = live
         self._version = live.version
         self._timer = timer
         self._make_run_state = run_state
         self._make_info = info
         self.saver = saver
-        self._grads = grads
+        self._keep = keep
+        self._kept = kept
         self._groups: dict[str, Mapping[str, Any]] = dict(groups or {})
         # Shared with summaries made from this checkpoint, so that no part is copied twice.
         self._parts: dict[str, PyTree] = {} if parts is None else parts
@@ -144,6 +151,11 @@ class Checkpoint:
     step_in_epoch = property(lambda self: self.point.step_in_epoch, doc="Finished updates of the epoch.")
     n_completed_steps = property(lambda self: self.point.n_completed_steps, doc="Updates since the last checkpoint.")
     data_position = property(lambda self: self.point.position, doc="Passes finished, and real examples used of the present one.")
+
+    @property
+    def strategy(self) -> Strategy:
+        """Where the state lies."""
+        return self._live.strategy
 
     def borrow(self) -> TrainState:
         """Returns the live state, not copied; it must not be kept beyond this checkpoint.
@@ -164,7 +176,8 @@ class Checkpoint:
     def _part(self, name: str) -> PyTree:
         self._drop_replaced()
         if name not in self._parts:
-            self._parts[name] = self._live.copy(getattr(self.borrow(), name))
+            part = getattr(self.borrow(), name)
+            self._parts[name] = part if name == "axes" else self._live.copy(part)
         return self._parts[name]
 
     @property
@@ -199,21 +212,34 @@ class Checkpoint:
 
     @property
     def gradients_norm(self) -> float:
-        """The global L2 norm of this step's gradient."""
+        """The global L2 norm of this step's gradient.
+
+        Raises:
+            NotReadyError: The run is one of `fit`, and none of its callbacks said that it reads this.
+        """
+        if not self._keep.norm:
+            raise NotReadyError(f"The gradient's norm of step {self.step} was not computed: fit a callback whose needs_gradients_norm is True.")
         return self._values().gradients_norm
 
     @property
-    def learning_rate(self) -> Any:
-        """The learning rate, a copy that is still on the device, where the optimizer's state has exactly one; else `None`."""
-        if "learning_rate" not in self._parts:
-            rate = find_learning_rate(self.borrow().opt_state)
-            self._parts["learning_rate"] = None if rate is None else self._live.copy(rate)
-        return self._parts["learning_rate"]
+    def learning_rates(self) -> dict[str, Any]:
+        """The injected learning rates, copies that are still on the device: the only one as `""`, several by their labels."""
+        if "learning_rates" not in self._parts:
+            self._parts["learning_rates"] = self._live.copy(find_learning_rates(self.borrow().opt_state))
+        return dict(self._parts["learning_rates"])
 
     @property
     def run_id(self) -> str:
         """The name of the run, by which directories tell runs apart."""
         return str(self._make_info()["run_id"])
+
+    @property
+    def params_norm(self) -> float:
+        """The global L2 norm of the parameters; computed when first read."""
+        self._drop_replaced()
+        if "params_norm" not in self._parts:
+            self._parts["params_norm"] = float(self.strategy.norm(self.borrow().params))
+        return float(self._parts["params_norm"])
 
     @property
     def grads(self) -> PyTree:
@@ -222,9 +248,25 @@ class Checkpoint:
         Raises:
             NotReadyError: The run does not keep gradients.
         """
-        if self._grads is None:
-            raise NotReadyError(f"The gradient of step {self.step} was not kept: only `fit` keeps gradients, with a callback whose needs_grads is True.")
-        return self._grads
+        if not self._keep.grads:
+            raise NotReadyError(f"The gradient of step {self.step} was not kept: pass train_loop(grads=True), or fit a callback whose needs_grads is True.")
+        return self._what_was_kept().grads
+
+    @property
+    def sown(self) -> dict[str, PyTree]:
+        """What the module sowed in this step, by collection; outputs of the step's own. Numbers are averaged over replicas, arrays of all replicas joined.
+
+        Of a batch that was split into micro-batches it is what the last one left; `{}` where `train_step` is overridden.
+
+        Raises:
+            NotReadyError: The run keeps no sown values.
+        """
+        if not self._keep.sown:
+            raise NotReadyError(f"What was sown in step {self.step} was not kept: pass train_loop(sown=...), or fit a callback that names it in needs_sown.")
+        return self._what_was_kept().sown
+
+    def _what_was_kept(self) -> Kept:
+        return self._kept or Kept((), {})  # Nothing of a step that an earlier process made.
 
     @property
     def metrics(self) -> dict[str, dict[str, Any]]:
@@ -253,11 +295,11 @@ class Checkpoint:
         self.borrow()  # For its check: what is made now is of this step only while the loop is here.
         return self._make_run_state()
 
-    def with_metrics(self, group: str, values: Mapping[str, Any], directions: Mapping[str, str | None]) -> "Summary":
+    def with_metrics(self, group: str, values: Mapping[str, Any], kinds: Mapping[str, Kind]) -> "Summary":
         """Returns this checkpoint with the metrics of an evaluation; also put into the shared `logs`."""
         for key, value in values.items():
             self.logs[f"{group}_{key}"] = value
-        self.logs.directions = {**self.logs.directions, **{f"{group}_{key}": direction for key, direction in directions.items()}}
+        self.logs.kinds = {**self.logs.kinds, **{f"{group}_{key}": kind for key, kind in kinds.items()}}
         return self._again(Summary, {**self._groups, group: values})
 
     def _again(self, kind: "type[Summary]", groups: Mapping[str, Mapping[str, Any]]) -> "Summary":
@@ -270,7 +312,8 @@ class Checkpoint:
             run_state=self._make_run_state,
             info=self._make_info,
             saver=self.saver,
-            grads=self._grads,
+            keep=self._keep,
+            kept=self._kept,
             groups=groups,
             parts=self._parts,
         )
@@ -289,6 +332,10 @@ class Checkpoint:
         Raises:
             CheckpointError: This save failed, or an earlier one of the saver's; then this one was made at once before, as far as the disk let it.
         """
+        waiting, self.before_saving = self.before_saving, []
+        for put_on_disk in waiting:
+            put_on_disk()
+        self.num_saves += 1
         also = [name for directory, name in self.savers if directory == store.directory and name != owner]
         save = functools.partial(store.save, step=self.step, owner=owner, keep=keep, also=also)
         if asynchronous:

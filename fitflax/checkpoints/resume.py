@@ -135,6 +135,7 @@ def check_fits(target: TrainState, state: TrainState, where: str) -> TrainState:
         RestoreError: It does not fit; all differences are listed.
     """
     # The optimizer's state after the rest: where parameters differ, it repeats that.
+    state = dataclasses.replace(state, axes=target.axes)
     for names in (("params", "model_state"), ("opt_state",)):
         parts = ({name: getattr(each, name) for name in names} for each in (target, state))
         state = dataclasses.replace(state, **refit(*parts, where=where, root="train", advice=_TAKE_PART))

@@ -18,7 +18,7 @@ import numpy as np
 from fitflax.checkpoints.memory import Arena
 from fitflax.errors import CheckpointError, RestoreError
 from fitflax.parallel.packed import Form, Packed
-from fitflax.state import PyTree, TrainState
+from fitflax.state import PyTree, TrainState, arrays_of
 
 __all__ = ["Plain", "fetch", "fit_leaf", "from_saved", "host_copy", "leaf_paths", "refit", "restore_tree", "shown", "to_plain", "unpack"]
 
@@ -248,7 +248,7 @@ def _children(node: Any, path: str) -> dict[str, Any] | None:
     if isinstance(node, Mapping):
         pairs = [(str(key), child) for key, child in node.items()]
     elif isinstance(node, TrainState):
-        pairs = [(field.name, getattr(node, field.name)) for field in dataclasses.fields(node)]  # flax's function would go all the way down.
+        pairs = list(arrays_of(node).items())  # flax's function would go all the way down.
     elif hasattr(node, "_fields"):
         # Not flax's function: it would turn the lists deeper inside into dicts.
         pairs = [(name, getattr(node, name)) for name in node._fields]

@@ -13,7 +13,8 @@ from fitflax.metrics.mean import Mean
 from fitflax.metrics.ranking import AUC
 from fitflax.metrics.registry import get, names, resolve
 from fitflax.metrics.regression import R2, CosineSimilarity, ExplainedVariance, RootMeanSquaredError
+from fitflax.metrics.samples import SampleCollector
 
 __all__ = ["AUC", "F1", "R2", "Accuracy", "BinaryAccuracy", "ConfusionMatrix", "CosineSimilarity", "ExplainedVariance", "FBeta", "Mean", "MeanIoU", "Metric"]
-__all__ += ["Perplexity", "Precision", "Recall", "RootMeanSquaredError", "Specificity", "TopKAccuracy"]
+__all__ += ["Perplexity", "Precision", "Recall", "RootMeanSquaredError", "SampleCollector", "Specificity", "TopKAccuracy"]
 __all__ += ["get", "metric_direction", "metric_name", "names", "resolve", "weighted_sums"]

@@ -77,6 +77,17 @@ class Metric(abc.ABC):
     def compute(self) -> Any:
         """Returns the number, float32 of shape `[]`, of no examples 0; or an array of numbers, such as one per class."""
 
+    def summary(self, value: Any) -> Any:
+        """Returns what TensorBoard shows in place of a computed value.
+
+        That is a number, an array (a list of numbers, or a table), an `ImageSummary`, `HistogramSummary` or `FigureSummary` of `fitflax.callbacks`, or a
+        dict of these by name. The thread that writes event files calls it.
+
+        Args:
+            value: What `compute` returned, a Python float or a NumPy array.
+        """
+        return value
+
 
 def weighted_sums(values: Any, weights: Any) -> tuple[jax.Array, jax.Array]:
     """Returns `(sum(w * v), sum(w))`, where `w` is `weights` broadcast over `values` from the left.

@@ -1,6 +1,8 @@
 """Strategies: on which devices a step runs and what is joined between them. `DataParallel` is the default."""
 
+from fitflax.parallel import processes
 from fitflax.parallel.base import Strategy
 from fitflax.parallel.data_parallel import DataParallel
+from fitflax.parallel.replicas import check_replicas
 
-__all__ = ["DataParallel", "Strategy"]
+__all__ = ["DataParallel", "Strategy", "check_replicas", "processes"]

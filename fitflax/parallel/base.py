@@ -94,6 +94,10 @@ class Strategy(abc.ABC):
     def copy(self, tree: PyTree) -> PyTree:
         """Returns a copy of a tree of device arrays, on the same devices, that later donations cannot touch."""
 
+    @abc.abstractmethod
+    def norm(self, tree: PyTree) -> Any:
+        """Returns the global L2 norm of a tree of device arrays, on the devices."""
+
     @property
     @abc.abstractmethod
     def is_on_host(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from typing_extensions import override
@@ -70,6 +71,7 @@ class DataParallel(Strategy):
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._split = NamedSharding(mesh, PartitionSpec(axis_name))
         self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+        self._norm = jax.jit(optax.tree.norm)
         self._put_mask = functools.lru_cache(maxsize=8)(self._put_full_mask)
 
     def __repr__(self) -> str:
@@ -188,6 +190,10 @@ class DataParallel(Strategy):
     @override
     def copy(self, tree: PyTree) -> PyTree:
         return self._copy(tree)
+
+    @override
+    def norm(self, tree: PyTree) -> Any:
+        return self._norm(tree)
 
     @property
     @override

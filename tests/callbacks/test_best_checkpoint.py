@@ -12,6 +12,7 @@ import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint
 from fitflax.checkpoints import CheckpointStore
 from fitflax.errors import CallbackError, MonitorError
+from fitflax.loop import Run
 from tests.run_script import differences, directory_of, make_trainer, state_of, steps_in
 
 X, Y = np.linspace(0, 1, 80, dtype=np.float32).reshape(20, 4), np.arange(20, dtype=np.int32) % 3  # 5 batches of 4
@@ -186,7 +187,7 @@ def test_the_best_that_the_newest_regular_checkpoint_knows_is_not_deleted_before
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(fitflax.TrainLoop, "_last_checkpoint", lambda self, **options: iter(()))  # As a kill, which leaves no time to save.
+        patch.setattr(Run, "_last_checkpoint", lambda self, **options: iter(()))  # As a kill, which leaves no time to save.
         start(15, LambdaCallback(on_train_batch_end=die))
     assert steps_in(tmp_path / "all") == [7]
     resumed = start(8)

@@ -13,7 +13,7 @@ import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, LambdaCallback, ModelCheckpoint
 from fitflax.checkpoints import CheckpointStore, directories
 from fitflax.errors import CallbackError, CheckpointError, DirectoryInUseError
-from fitflax.loop import TrainLoop
+from fitflax.loop import Run
 from tests.run_script import make_trainer, steps_in
 
 X, Y = np.linspace(0, 1, 80, dtype=np.float32).reshape(20, 4), np.zeros(20, np.int32)  # 5 batches of 4
@@ -115,7 +115,7 @@ class Clock:
 @pytest.fixture
 def clock(trainer: fitflax.Trainer, monkeypatch: pytest.MonkeyPatch) -> Clock:
     result = Clock(trainer)
-    monkeypatch.setitem(TrainLoop.__init__.__kwdefaults__, "clock", result)
+    monkeypatch.setitem(Run.__init__.__kwdefaults__, "clock", result)
     return result
 
 

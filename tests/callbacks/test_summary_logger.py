@@ -49,6 +49,7 @@ def checkpoint(metrics, *, step=7, steps=1, seconds=0.0, norm=None, is_repeat=Fa
         elapsed_time=seconds,
         step_values=None if norm is None else object(),
         gradients_norm=norm,
+        params_norm=2.0,
         metrics=metrics,
         point=types.SimpleNamespace(is_repeat=is_repeat),
     )
@@ -76,6 +77,7 @@ def test_seconds_are_those_of_one_step_and_of_all():
         "Step      7: Ran 4 train steps in 10.00 seconds",
         "Step      7: train seconds_per_step | 2.50000000",
         "Step      7: train gradients_l2norm | 0.50000000",
+        "Step      7: train   weights_l2norm | 2.00000000",
     ]
 
 
@@ -122,6 +124,7 @@ def test_as_a_plain_function_it_writes_what_the_checkpoint_holds():
             f"{head}Ran {one.n_completed_steps} train steps in T seconds",
             f"{head}train seconds_per_step | T",
             f"{head}train gradients_l2norm | {one.gradients_norm:.8f}",
+            f"{head}train   weights_l2norm | {one.params_norm:.8f}",
             f"{head}train             loss | {one.metrics['train']['loss']:.8f}",
             f"{head}train              mae | {one.metrics['train']['mae']:.8f}",
             f"{head}valid             loss | {one.metrics['valid']['loss']:.8f}",
@@ -145,7 +148,7 @@ def test_in_fit_it_writes_at_the_ends_of_epochs_with_validation_and_what_callbac
         [
             f"Step {step:6d}: Ran 2 train steps in T seconds",
             f"Step {step:6d}: train seconds_per_step | T",
-            without_times(file.writes[epoch])[2],
+            *without_times(file.writes[epoch])[2:4],
             f"Step {step:6d}: train             loss | {history.history['loss'][epoch]:.8f}",
             f"Step {step:6d}: train              mae | {history.history['mae'][epoch]:.8f}",
             f"Step {step:6d}: train            added | {epoch:.8f}",

@@ -11,6 +11,7 @@ from flax import linen as nn
 import fitflax
 from fitflax.checkpoints import CheckpointStore
 from fitflax.errors import NotReadyError
+from fitflax.loop import Run
 from fitflax.parallel import DataParallel
 from tests.run_script import TRAIN, VALID, Network, leaves_of, make_trainer, state_of
 
@@ -163,7 +164,7 @@ def test_between_two_epochs_there_are_no_sums_to_save(trainer):
 
 def test_its_time_leaves_the_consumer_out(trainer, monkeypatch):
     now = [0.0]
-    monkeypatch.setitem(fitflax.TrainLoop.__init__.__kwdefaults__, "clock", lambda: now[0])
+    monkeypatch.setitem(Run.__init__.__kwdefaults__, "clock", lambda: now[0])
     elapsed = []
     for checkpoint in loop_of(trainer, 4):
         elapsed.append(checkpoint.elapsed_time)

@@ -1,0 +1,201 @@
+"""What TensorBoard shows of values that are more than numbers: images, figures and histograms, sown by modules or made by metrics.
+
+Nothing here draws or encodes while a step runs: a sown value is a pytree of arrays that leaves the step as it is, and the thread that writes event files
+does the rest.
+"""
+
+import io
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+import jax
+import numpy as np
+from flax import struct as flax_struct
+
+from fitflax.callbacks.event_files import Write
+from fitflax.callbacks.summaries import summary_value, write_histogram, write_values
+from fitflax.errors import CallbackError
+from fitflax.logs import Kind
+from fitflax.state import PyTree
+
+__all__ = ["FigureSummary", "HistogramSummary", "ImageSummary", "check_images", "flatten_sown", "write_logged", "write_sown"]
+
+
+@flax_struct.dataclass
+class ImageSummary:
+    """Images for TensorBoard: sown, or returned by a metric's `summary`.
+
+    Attributes:
+        images: `[images, height, width, channels]`, 1 (gray), 3 (RGB) or 4 (RGBA) channels; uint8, or floats from 0 to 1.
+        max_images: How many of them are shown.
+
+    >>> from flax import linen as nn
+    >>> class Net(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x):
+    ...         h = nn.Conv(3, (3, 3))(x)
+    ...         self.sow("summaries", "features", ImageSummary(nn.sigmoid(h)))
+    ...         return h
+    """
+
+    images: Any
+    max_images: int = flax_struct.field(pytree_node=False, default=3)
+
+
+@flax_struct.dataclass
+class HistogramSummary:
+    """A histogram of all numbers of an array, for TensorBoard. A sown array is one without this; a number in this is one, too.
+
+    Attributes:
+        values: `[...]`.
+
+    >>> HistogramSummary(np.zeros((2, 3))).values.shape
+    (2, 3)
+    """
+
+    values: Any
+
+
+class FigureSummary:
+    """A matplotlib figure for TensorBoard, drawn from arrays when it is written, in the thread that writes.
+
+    Args:
+        draw: `draw(*arrays) -> matplotlib.figure.Figure`, called with NumPy arrays. Make the figure with `matplotlib.figure.Figure()`: pyplot is not made for
+            threads. A function of the module's or class's, not one made anew in each call, which would have the step compiled again.
+        *arrays: What it draws: arrays or trees of them.
+
+    >>> def draw(scores):
+    ...     from matplotlib.figure import Figure
+    ...     figure = Figure()
+    ...     figure.subplots().imshow(scores)
+    ...     return figure
+    >>> FigureSummary(draw, np.eye(3)).arrays[0].shape
+    (3, 3)
+    """
+
+    def __init__(self, draw: Callable[..., Any], *arrays: Any) -> None:
+        self.draw = draw
+        self.arrays = arrays
+
+
+jax.tree_util.register_pytree_node(FigureSummary, lambda figure: (figure.arrays, figure.draw), lambda draw, arrays: FigureSummary(draw, *arrays))
+
+_KINDS = (ImageSummary, HistogramSummary, FigureSummary)
+
+
+def flatten_sown(collection: str, tree: PyTree) -> dict[str, Any]:
+    """Returns the values of a collection by tag, `collection/module/path/name`; values of several calls of one module are numbered.
+
+    >>> flatten_sown("summaries", {"layer": {"mean": (0.5,), "norm": (1.0, 2.0)}})
+    {'summaries/layer/mean': 0.5, 'summaries/layer/norm/0': 1.0, 'summaries/layer/norm/1': 2.0}
+    """
+    return dict(_leaves(collection, tree))
+
+
+def _leaves(path: str, node: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(node, Mapping):
+        for name, child in node.items():
+            yield from _leaves(f"{path}/{name}", child)
+    elif isinstance(node, tuple | list):
+        for index, child in enumerate(node):
+            yield from _leaves(path if len(node) == 1 else f"{path}/{index}", child)
+    elif isinstance(node, _KINDS) or not hasattr(node, "__dataclass_fields__"):
+        yield path, node
+    else:
+        for entry, leaf in jax.tree_util.tree_leaves_with_path(node):
+            yield f"{path}/{jax.tree_util.keystr(entry, simple=True, separator='/')}", leaf
+
+
+def check_images(tag: str, value: Any) -> None:
+    """Checks the shape of a value before it is handed to the thread that writes.
+
+    Raises:
+        CallbackError: Images that are none.
+    """
+    if isinstance(value, ImageSummary) and (np.ndim(value.images) < 4 or np.shape(value.images)[-1] not in (1, 3, 4)):
+        raise CallbackError(
+            f"{tag}: ImageSummary takes images [images, height, width, channels] with 1, 3 or 4 channels. Received: {list(np.shape(value.images))}."
+        )
+
+
+def write_logged(write: Write, group: str, step: int, values: Mapping[str, Any], kinds: Mapping[str, Kind], now: float) -> None:
+    """Writes logged values: what their metrics make of them, otherwise as `write_values` does.
+
+    Args:
+        write: Writes a summary.
+        group: The sub-directory.
+        step: The step.
+        values: By log key.
+        kinds: What is known of metrics, by log key.
+        now: The time in seconds since 1970.
+    """
+    plain: dict[str, Any] = {}
+    for key, value in values.items():
+        summary = kinds[key].summary if key in kinds else None
+        for tag, one in _flatten(key, value if summary is None else summary(value)):
+            if isinstance(one, _KINDS):
+                check_images(tag, one)
+                _write_media(write, group, tag, step, one, now)
+            else:
+                plain[tag] = one
+    write_values(write, group, step, plain, now)
+
+
+def _flatten(tag: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, Mapping):
+        yield tag, value
+        return
+    for name, one in value.items():
+        yield from _flatten(f"{tag}/{name}", one)
+
+
+def write_sown(write: Write, group: str, step: int, values: Mapping[str, Any], now: float) -> None:
+    """Writes sown values by tag: numbers as scalars, images and figures as images, any other array as a histogram; arguments as of `write_logged`."""
+    write_values(write, group, step, {tag: float(value) for tag, value in values.items() if not isinstance(value, _KINDS) and not np.ndim(value)}, now)
+    for tag, value in values.items():
+        if isinstance(value, _KINDS):
+            _write_media(write, group, tag, step, value, now)
+        elif np.ndim(value):
+            write_histogram(write, group, tag, step, np.asarray(value), now)
+
+
+def _write_media(write: Write, group: str, tag: str, step: int, value: Any, now: float) -> None:
+    if isinstance(value, ImageSummary):
+        images = np.asarray(value.images)
+        images = images.reshape(-1, *images.shape[-3:])[: value.max_images]
+        for index, image in enumerate(images):
+            _write_image(write, group, tag if len(images) == 1 else f"{tag}/{index}", step, _png(_as_bytes(image)), now)
+    elif isinstance(value, FigureSummary):
+        file = io.BytesIO()
+        value.draw(*jax.tree.map(np.asarray, value.arrays)).savefig(file, format="png")
+        _write_image(write, group, tag, step, file.getvalue(), now)
+    else:
+        write_histogram(write, group, tag, step, np.asarray(value.values), now)
+
+
+def _write_image(write: Write, group: str, tag: str, step: int, png: bytes, now: float) -> None:
+    # The sizes stand at a fixed place in the file: https://www.w3.org/TR/png/#11IHDR.
+    width, height, _, color = cast(tuple[int, int, int, int], struct.unpack(">IIBB", png[16:26]))
+    channels = {0: 1, 2: 3, 6: 4}[color]
+    write(group, step, summary_value(tag, image={"height": height, "width": width, "colorspace": channels, "encoded_image_string": png}), now)
+
+
+def _as_bytes(image: Any) -> Any:
+    """Returns an image as uint8; floats are taken from 0 to 1, and what is not finite as 0."""
+    if image.dtype == np.uint8:
+        return image
+    return (np.clip(np.nan_to_num(image.astype(np.float32), nan=0.0), 0, 1) * 255).round().astype(np.uint8)
+
+
+def _png(image: Any) -> bytes:
+    """Returns an image uint8 `[height, width, channels]` as a file. Source: https://www.w3.org/TR/png/; it spares a package for a dozen lines."""
+    height, width, channels = image.shape
+    rows = np.concatenate([np.zeros((height, 1), np.uint8), image.reshape(height, -1)], axis=1)  # Each row begins with its filter, 0 for none.
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, {1: 0, 3: 2, 4: 6}[channels], 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows.tobytes())) + chunk(b"IEND", b"")

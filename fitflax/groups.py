@@ -1,0 +1,115 @@
+"""Parameter groups: which parameters an optimizer treats alike, as with `optax.multi_transform`, and which it never changes."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from fitflax.state import PyTree
+
+__all__ = ["Group", "parameter_groups"]
+
+_OTHERS = "others"
+
+
+class Group(NamedTuple):
+    """Parameters that are treated alike.
+
+    Attributes:
+        name: The label, or what they are where the optimizer has none for them.
+        paths: Of the parameters.
+        is_frozen: Whether their updates are always zero.
+    """
+
+    name: str
+    paths: list[str]
+    is_frozen: bool
+
+
+def parameter_groups(optimizer: optax.GradientTransformation, params: PyTree) -> list[Group]:
+    """Returns the groups of parameters; none where all are treated alike. Nothing is computed but shapes.
+
+    A parameter is frozen where its update does not depend on any gradient, which is read off the traced update. The labels are those of the one
+    `optax.multi_transform` (`partition`) in the optimizer; optax has no way to ask for them, so they are taken from its closures.
+
+    Args:
+        optimizer: The transformation.
+        params: The parameters, or their shapes.
+
+    >>> import jax.numpy as jnp
+    >>> halves = {"backbone": optax.set_to_zero(), "head": optax.sgd(0.1)}
+    >>> parameter_groups(optax.multi_transform(halves, {"a": "backbone", "b": "head"}), {"a": jnp.ones(2), "b": jnp.ones(3)})
+    [Group(name='backbone', paths=['a'], is_frozen=True), Group(name='head', paths=['b'], is_frozen=False)]
+    """
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+    paths = [str(jax.tree_util.keystr(path, simple=True, separator="/")) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    frozen = _frozen(optimizer, params)
+    labels = _labels(optimizer, params) or ["frozen" if is_frozen else _OTHERS for is_frozen in frozen]
+    members: dict[tuple[str, bool], list[str]] = {}
+    for path, label, is_frozen in zip(paths, labels, frozen, strict=True):
+        members.setdefault((label, is_frozen), []).append(path)
+    groups = [Group(name, found, is_frozen) for (name, is_frozen), found in sorted(members.items())]
+    return groups if len(groups) > 1 or any(group.is_frozen for group in groups) else []
+
+
+def _frozen(optimizer: optax.GradientTransformation, params: PyTree) -> list[bool]:
+    """Returns for each parameter whether its update is the same whatever the gradients are."""
+    whole = optax.with_extra_args_support(optimizer)
+    opt_state = jax.eval_shape(whole.init, params)
+    closed = jax.make_jaxpr(lambda grads, state, params: jax.tree.leaves(whole.update(grads, state, params)[0]))(params, opt_state, params)
+    count = len(jax.tree.leaves(params))
+    return [not depends for depends in _depends(closed.jaxpr, [index < count for index in range(len(closed.jaxpr.invars))])]
+
+
+def _depends(jaxpr: Any, inputs: list[bool]) -> list[bool]:
+    """Returns which outputs of a traced function depend on those inputs that are marked."""
+    marked = {variable for variable, is_marked in zip(jaxpr.invars, inputs, strict=True) if is_marked}
+
+    def is_marked(atom: Any) -> bool:
+        return not hasattr(atom, "val") and atom in marked  # A literal has a value, and is no key.
+
+    for equation in jaxpr.eqns:
+        given = [is_marked(atom) for atom in equation.invars]
+        inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+        inner = getattr(inner, "jaxpr", inner)
+        if inner is not None and equation.primitive.name in ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call"):
+            results = _depends(inner, given)
+        else:
+            results = [any(given)] * len(equation.outvars)
+        marked |= {variable for variable, result in zip(equation.outvars, results, strict=True) if result}
+    return [is_marked(atom) for atom in jaxpr.outvars]
+
+
+def _labels(optimizer: optax.GradientTransformation, params: PyTree) -> list[str] | None:
+    """Returns each parameter's label; `None` where there is not exactly one `multi_transform`, or it is one whose labels are not for all parameters."""
+    found = list(_label_trees(optimizer.init, set()))
+    if len(found) != 1:
+        return None
+    try:
+        labels = found[0](params) if callable(found[0]) else found[0]
+        whole = jax.tree.map(lambda label, part: jax.tree.map(lambda _: str(label), part), labels, params)
+    except (TypeError, ValueError, KeyError):
+        return None
+    names: list[str] = jax.tree.leaves(whole)
+    return names if len(names) == len(jax.tree.leaves(params)) else None
+
+
+def _label_trees(node: Any, seen: set[int]) -> Iterator[Any]:
+    if id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, tuple | list):
+        for entry in node:
+            yield from _label_trees(entry, seen)
+    elif isinstance(node, dict):
+        yield from _label_trees(list(node.values()), seen)
+    elif hasattr(node, "__closure__"):
+        cells = dict(zip(node.__code__.co_freevars, node.__closure__ or (), strict=True))
+        contents = {name: cell.cell_contents for name, cell in cells.items()}
+        if "param_labels" in contents:
+            yield contents["param_labels"]
+        else:
+            yield from _label_trees(list(contents.values()), seen)
+    elif hasattr(node, "func"):  # A functools.partial.
+        yield from _label_trees(node.func, seen)

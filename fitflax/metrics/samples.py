@@ -1,0 +1,92 @@
+"""`SampleCollector`: some examples, drawn at random, of all that a pass saw."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, Self, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from typing_extensions import override
+
+from fitflax.errors import MetricError
+from fitflax.metrics.base import Direction, Metric, static_field
+
+__all__ = ["SampleCollector"]
+
+
+def _none() -> jax.Array:
+    return cast(jax.Array, np.zeros((0, 0), np.float32))  # NumPy: making a metric must not start JAX's backend.
+
+
+@struct.dataclass
+class SampleCollector(Metric):
+    """A uniform sample of fixed size of what is computed for each example, `[max_size, ...]`, in the order of the data.
+
+    Each example draws a number that follows from `seed` and from its place in the pass; the `max_size` lowest are kept (bottom-k sampling). So the sample is
+    the same for every batch size and number of devices, and joining two samples' rows samples from both. Until the end of the pass the host keeps the rows of
+    all examples; where that is too much, have `fn` return less.
+
+    Attributes:
+        max_size: How many examples are kept; fewer where there are fewer.
+        fn: `fn(outputs, targets) -> [batch, ...]`, what is kept of each example; by default the outputs, which then must be one array.
+        show: What TensorBoard shows of the sample, an array `[<= max_size, ...]`; see `Metric.summary`. By default nothing but a table.
+        seed: Which sample.
+        name: The log key.
+        rows: What was computed, `[examples, ...]`.
+        weights: float32 `[examples, 1]`; examples of weight 0 are never drawn.
+
+    >>> collector = SampleCollector(max_size=2, fn=lambda outputs, targets: outputs - targets)
+    >>> collector.update(jnp.arange(10.0), jnp.zeros(10), jnp.ones(10)).compute().shape
+    (2,)
+    """
+
+    collect: ClassVar[bool] = True
+
+    max_size: int = static_field(16)
+    _: dataclasses.KW_ONLY
+    fn: Callable[[Any, Any], Any] | None = static_field(None)
+    show: Callable[[Any], Any] | None = static_field(None)
+    seed: int = static_field(0)
+    name: str = static_field("samples")
+    direction: Direction | None = static_field(None)
+    rows: jax.Array = dataclasses.field(default_factory=_none)
+    weights: jax.Array = dataclasses.field(default_factory=_none)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.max_size, bool) or not isinstance(self.max_size, int) or self.max_size < 1:
+            raise MetricError(f"SampleCollector(max_size=...) must be a positive integer. Received: {self.max_size!r}.")
+
+    @override
+    def empty(self) -> Self:
+        return dataclasses.replace(self, rows=_none(), weights=_none())
+
+    @override
+    def update(self, outputs: Any, targets: Any, weights: Any) -> Self:
+        rows = outputs if self.fn is None else self.fn(outputs, targets)
+        weights = jnp.asarray(weights, jnp.float32)
+        if not hasattr(rows, "shape") or rows.shape[:1] != weights.shape[:1]:
+            what = "outputs" if self.fn is None else "fn(outputs, targets)"
+            received = f"shape {list(rows.shape)}" if hasattr(rows, "shape") else f"a {type(rows).__name__}"
+            raise MetricError(f"The metric {self.name!r} samples {what}, which must be one array [{weights.shape[0]}, ...]. Received: {received}.")
+        return self.merge(dataclasses.replace(self, rows=rows, weights=weights.reshape(weights.shape[0], -1).max(axis=1, keepdims=True)))
+
+    @override
+    def merge(self, other: Self) -> Self:
+        if np.shape(self.weights)[0] == 0:
+            return dataclasses.replace(self, rows=other.rows, weights=other.weights)
+        if np.shape(other.weights)[0] == 0:
+            return self
+        xp = np if isinstance(self.rows, np.ndarray) and isinstance(other.rows, np.ndarray) else jnp
+        return dataclasses.replace(self, rows=xp.concatenate([self.rows, other.rows]), weights=xp.concatenate([self.weights, other.weights]))
+
+    @override
+    def compute(self) -> Any:
+        real = np.asarray(self.rows)[np.asarray(self.weights).reshape(-1) != 0]
+        priorities = np.random.default_rng(self.seed).random(len(real))
+        return real[np.sort(np.argsort(priorities, kind="stable")[: self.max_size])]
+
+    @override
+    def summary(self, value: Any) -> Any:
+        return value if self.show is None else self.show(value)

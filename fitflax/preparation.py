@@ -1,0 +1,176 @@
+"""From what a session has to a run that is ready to go: settings, where to begin, its batches, the state built or restored, a dry run."""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from fitflax.callbacks.base import CallbackList
+from fitflax.checkpoints.resume import check_settings, fit_to
+from fitflax.checkpoints.saved import Saved
+from fitflax.checkpoints.saving import Saver
+from fitflax.checkpoints.trees import from_saved
+from fitflax.data import FedBatch, Feed, Source
+from fitflax.errors import DataError, FitflaxWarning, RestoreError
+from fitflax.logs import StepValues
+from fitflax.loop import Run
+from fitflax.plan import Progress, RunPlan, Validation
+from fitflax.program import Program, check_in_memory
+from fitflax.session import Session
+from fitflax.signals import Interruption
+
+__all__ = ["make_feed", "prepare_run", "settings_of", "start_progress"]
+
+# Of the time of single steps: less is gained by groups than they cost in memory and in how often anybody can look.
+_WORTH_GROUPING = 0.95
+
+
+def settings_of(session: Session, source: Source, steps_per_epoch: int | None) -> dict[str, Any]:
+    """Returns what the order of examples and the numbers follow from; a run can only be resumed with the same."""
+    return {
+        "seed": session.seed,
+        "batch_size": source.batch_size,
+        "steps_per_epoch": steps_per_epoch,
+        "num_examples": source.num_examples,
+        "shuffle": source.shuffles,
+        **session.need_compiled("fit").task.numerics.settings,
+    }
+
+
+def start_progress(session: Session, source: Source, saved: Saved | None, settings: Mapping[str, Any], *, initial_epoch: int = 0) -> Progress:
+    """Returns where a run begins: where the one that was saved was, or at the session's step, with new epochs.
+
+    Raises:
+        RestoreError: The saved run had other settings.
+    """
+    if saved is not None:
+        check_settings(saved, settings)
+        return Progress.from_json(saved.metadata["progress"])
+    step = 0 if session.live is None else session.live.step
+    return Progress(step=step, first_step=step, epoch=initial_epoch, position=session.next_position(source))
+
+
+def make_feed(session: Session, source: Source, class_weight: Mapping[int, float] | None, progress: Progress, saved: Saved | None) -> Feed:
+    """Returns the batches of a run from where it begins."""
+    feed = session.feeder.train(source, class_weight, progress.position, size=saved.metadata.get("full_batch_size") if saved else None)
+    if saved is not None:
+        feed.load_state_dict(from_saved(saved.run.get("data", {}), root="run/data", key_impls=saved.metadata["key_impls"]))
+    return feed
+
+
+def prepare_run(
+    session: Session,
+    source: Source,
+    feed: Feed,
+    plan: RunPlan,
+    *,
+    progress: Progress,
+    callbacks: CallbackList | None = None,
+    validation: Validation | None = None,
+    interruption: Interruption | None = None,
+    saved: Saved | None = None,
+    saver: Saver | None = None,
+) -> Run:
+    """Returns a run that is ready to go: state built or restored, the first batch looked at and dry-run.
+
+    Args:
+        session: What it is made of, and what it leaves its state in.
+        source: The data.
+        feed: Its batches.
+        plan: What to do.
+        progress: Where to begin.
+        callbacks: Whose hooks are called.
+        validation: What is evaluated during training.
+        interruption: Which signals end it.
+        saved: The checkpoint to go on from.
+        saver: Who saves for the run.
+
+    Raises:
+        DataError: There is no batch, or labels are out of range.
+        ModelError, LossError, MetricError: What does not fit the first batch.
+        RestoreError: The checkpoint does not fit.
+    """
+    program = session.need_compiled("fit")
+    # The first batch is looked at, then trained on.
+    ahead = session.steps_per_call if (session.steps_per_call or 1) > 1 else None
+    fed = feed.next(ahead)
+    if fed is None and progress.epoch_is_open and not progress.epoch_is_over and plan.steps_per_epoch is None:
+        # The run was broken off after the last batch of an epoch, before anything could tell that it was the last.
+        progress.epoch_is_over, progress.position = True, feed.position
+    if fed is None and source.can_restart:
+        fed = feed.next(ahead)
+    if fed is None and saved is None:
+        raise DataError("The data yields no batch.")
+    if fed is not None:
+        feed.push_back()
+    if saved is not None:
+        session.place(saved, None if fed is None else fed.batch)
+    steps = session.steps_per_call or _steps_before(saved) or 1
+    prepare = functools.partial(program.prepare, train=True, steps_per_call=None if steps == 1 else steps, keep=plan.keep)
+    if session.live is None and fed is not None:
+        # The step is compiled while the state is initialized.
+        prepare(program.begin_init(jax.random.key(session.seed), fed.batch), fed.batch)
+        session.build(fed.batch)
+    live = session.need_state("fit")
+    sums = values = validated = collected = None
+    if fed is not None:
+        session.check_restored(fed.batch)
+        structure = prepare(live.borrow(), fed.batch)
+        check_in_memory(program, source, live.borrow(), fed.batch, pad=session.pad, train=True)
+        if saved is not None and "sums" in saved.run:
+            sums = program.pack_sums(fit_to(structure.empty, saved.run["sums"], saved, "run/sums"), train=True)
+            validated = saved.run.get("validated", {})
+            collected = program.collector(train=True)
+            rows = saved.run.get("rows", {})
+            if collected is not None:
+                collected.load_state_dict(rows)
+            elif rows:
+                raise RestoreError(f"The checkpoint has collected rows of {sorted(rows)}, but the compiled metrics collect none.")
+        if saved is not None and "values" in saved.run and saved.run["values"].size == structure.num_values:
+            values = StepValues(structure.places, session.strategy.put(saved.run["values"]))
+    steps_per_call = _choose_steps_per_call(session, program, fed, saved)
+    session.last_run = Run(
+        program,
+        live,
+        feed,
+        dataclasses.replace(plan, info={**plan.info, "run_id": session.run_id, "steps_per_call": steps_per_call}, steps_per_call=steps_per_call),
+        progress=progress,
+        callbacks=callbacks,
+        validation=validation,
+        sums=sums,
+        collected=collected,
+        values=values,
+        validated=validated,
+        should_stop=lambda: session.is_stopping,
+        exhausted=session.run_dry,
+        interruption=interruption,
+        saver=session.make_saver() if saver is None else saver,
+    )
+    return session.last_run
+
+
+def _choose_steps_per_call(session: Session, program: Program, fed: FedBatch | None, saved: Saved | None) -> int:
+    """Returns how many steps a call is to make: what was asked for, what the run to be resumed made, or what is faster."""
+    before = _steps_before(saved)
+    session.choice = None
+    if session.steps_per_call is not None:
+        if before not in (None, session.steps_per_call):
+            message = f"The run made {before} steps a call and goes on with {session.steps_per_call}: from then on its results may differ by rounding."
+            warnings.warn(message, FitflaxWarning, stacklevel=4)
+        return session.steps_per_call
+    if before is not None or fed is None:
+        return before or 1
+    size = program.group_size(fed)
+    single, grouped = program.time_steps(session.need_state("fit").borrow(), fed, size) if size > 1 else (0.0, 0.0)
+    chosen = size if grouped < single * _WORTH_GROUPING else 1
+    session.choice = f"{size} steps a call took {grouped * 1e6:.0f} us a step, single steps {single * 1e6:.0f} us" if size > 1 else "batches are large"
+    session.choice = f"steps_per_call='auto' chose {chosen}: {session.choice}."
+    return chosen
+
+
+def _steps_before(saved: Saved | None) -> int | None:
+    """Returns how many steps a call made in the run that was saved."""
+    return None if saved is None else int(saved.metadata.get("steps_per_call", 1))

@@ -1,0 +1,280 @@
+"""Images, figures and histograms in TensorBoard: sown by modules, or made by metrics of their values; read with TensorBoard's own reader."""
+
+import functools
+import io
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import struct
+from tensorboard.backend.event_processing import event_multiplexer
+
+import fitflax
+from fitflax import TrainLoop, every
+from fitflax.callbacks import Callback, FigureSummary, HistogramSummary, ImageSummary, LambdaCallback, ModelCheckpoint, TensorBoard
+from fitflax.errors import CallbackError, NotReadyError
+from fitflax.metrics import ConfusionMatrix, Metric, SampleCollector
+from fitflax.parallel import DataParallel
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.random((16, 4), np.float32), RNG.integers(0, 3, 16).astype(np.int32)  # 4 batches of 4
+LOSS = "sparse_categorical_crossentropy"
+PIL_IMAGE = pytest.importorskip("PIL.Image")
+
+
+class Picture:
+    """As much of matplotlib's `Figure` as is used."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def savefig(self, file: Any, format: str) -> None:  # noqa: A002 (matplotlib's name)
+        PIL_IMAGE.fromarray((np.clip(self.rows, 0, 1) * 255).astype(np.uint8)).save(file, format)
+
+
+def draw(rows: Any) -> Picture:
+    assert type(rows) is np.ndarray
+    return Picture(rows)
+
+
+def plot(rows: Any) -> Any:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(2, 1), dpi=50)
+    figure.subplots().imshow(rows)
+    return figure
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(3)(x)
+        self.sow("summaries", "mean", x.mean())
+        self.sow("summaries", "count", jnp.int32(7))
+        self.sow("summaries", "outputs", x)
+        return x
+
+
+class Network(nn.Module):
+    """Sows one value of each kind; one layer is called twice."""
+
+    @nn.compact
+    def __call__(self, x):
+        layer = Layer()
+        layer(x)
+        self.sow("summaries", "inputs", ImageSummary(jnp.broadcast_to(x.reshape(-1, 2, 2, 1), (x.shape[0], 2, 2, 3))))
+        self.sow("summaries", "picture", FigureSummary(draw, x))
+        self.sow("summaries", "number", HistogramSummary(x[0, 0]))
+        return layer(x)
+
+
+def make(model: nn.Module | None = None, devices: int = 1, metrics: Any = None, **options: Any) -> fitflax.Trainer:
+    trainer = fitflax.Trainer(model or Network(), parallel=DataParallel(jax.devices()[:devices]))
+    trainer.compile("sgd", LOSS, metrics, **options)
+    return trainer
+
+
+def fit(trainer: fitflax.Trainer, *callbacks: Any, **options: Any) -> None:
+    trainer.fit(X, Y, batch_size=4, shuffle=False, callbacks=callbacks, verbose=0, **options)
+
+
+def opened(directory: Any) -> Any:
+    runs = event_multiplexer.EventMultiplexer(size_guidance=dict.fromkeys(("scalars", "histograms", "images", "tensors"), 0))
+    return runs.AddRunsFromDirectory(str(directory)).Reload()
+
+
+class Noting(Callback):
+    needs_sown = ("summaries",)
+
+    def __init__(self) -> None:
+        self.every = every(steps=1)
+        self.seen: list[Any] = []
+
+    def on_checkpoint(self, checkpoint):
+        self.seen.append(jax.tree.map(np.asarray, checkpoint.sown))
+
+
+def test_sown_values_of_every_kind_are_shown_under_their_modules_path(tmp_path):
+    noting = Noting()
+    fit(make(), TensorBoard(tmp_path, every=every(steps=2)), noting, steps=4)
+    runs = opened(tmp_path)
+    tags = runs.Runs()["train"]
+    assert {tag for tag in tags["scalars"] if tag.startswith("summaries/")} == {
+        f"summaries/Layer_0/{name}/{call}" for name in ("mean", "count") for call in (0, 1)
+    }
+    assert set(tags["histograms"]) == {"summaries/Layer_0/outputs/0", "summaries/Layer_0/outputs/1", "summaries/number"}
+    assert set(tags["images"]) == {"summaries/inputs/0", "summaries/inputs/1", "summaries/inputs/2", "summaries/picture"}
+    for event in runs.Scalars("train", "summaries/Layer_0/mean/0"):
+        want = noting.seen[event.step - 1]["summaries"]["Layer_0"]["mean"][0]
+        assert event.value == pytest.approx(float(want), rel=1e-6)
+    assert [event.step for event in runs.Images("train", "summaries/picture")] == [2, 4]
+    assert {event.value for event in runs.Scalars("train", "summaries/Layer_0/count/1")} == {7.0}
+
+
+def test_an_image_is_shown_as_it_was_sown(tmp_path):
+    fit(make(), TensorBoard(tmp_path, every=every(steps=1)), steps=1)
+    (event,) = opened(tmp_path).Images("train", "summaries/inputs/1")
+    assert (event.width, event.height) == (2, 2)
+    found = np.asarray(PIL_IMAGE.open(io.BytesIO(event.encoded_image_string)))
+    np.testing.assert_array_equal(found, np.broadcast_to((X[1].reshape(2, 2, 1) * 255).round().astype(np.uint8), (2, 2, 3)))
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32, jnp.bfloat16])
+def test_images_of_any_kind_are_encoded_so_that_others_can_read_them(tmp_path, channels, dtype):
+    image = RNG.integers(0, 256, (1, 5, 7, channels)).astype(np.uint8)
+    given = image if dtype == np.uint8 else (image / 255).astype(dtype)
+
+    class Sowing(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            self.sow("summaries", "image", ImageSummary(jnp.asarray(given)))
+            return nn.Dense(3)(x)
+
+    fit(make(Sowing()), TensorBoard(tmp_path, every=every(steps=1)), steps=1)
+    (event,) = opened(tmp_path).Images("train", "summaries/image")
+    found = np.asarray(PIL_IMAGE.open(io.BytesIO(event.encoded_image_string))).reshape(5, 7, channels)
+    np.testing.assert_allclose(found.astype(float), image[0].astype(float), atol=1 if dtype == jnp.bfloat16 else 0)
+
+
+@pytest.mark.parametrize("options", [{}, {"steps_per_call": 2}, {"accumulate_steps": 2}])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_sown_values_are_those_of_the_last_step_alone(devices, options):
+    noting = Noting()
+    fit(make(devices=devices, **options), noting, steps=4)
+    for number, sown in enumerate(noting.seen):
+        summaries = sown["summaries"]
+        rows = X[4 * number : 4 * number + 4]
+        if "accumulate_steps" in options:  # The last micro-batch of each replica's share.
+            rows = np.concatenate([share[len(share) // 2 :] for share in np.split(rows, devices)])
+        assert len(summaries["Layer_0"]["mean"]) == 2  # One for each call, and none of an earlier step.
+        np.testing.assert_allclose(summaries["picture"][0].arrays[0], rows)
+        np.testing.assert_allclose(summaries["Layer_0"]["mean"][0], summaries["Layer_0"]["outputs"][0].mean(), rtol=1e-5)
+
+
+def test_nobody_pays_for_what_nobody_reads():
+    trainer = make()
+    with pytest.raises(NotReadyError, match="was not kept"):
+        fit(trainer, LambdaCallback(on_checkpoint=lambda checkpoint: checkpoint.sown, every=every(steps=1)), steps=1)
+    noting = Noting()
+    fit(make(nn.Dense(3)), noting, steps=1)
+    assert noting.seen == [{}]
+
+
+def test_another_collection_or_none_can_be_shown(tmp_path):
+    class Sowing(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            self.sow("intermediates", "mean", x.mean())
+            self.sow("summaries", "mean", x.mean())
+            return nn.Dense(3)(x)
+
+    fit(make(Sowing()), TensorBoard(tmp_path / "a", every=every(steps=1), sown="intermediates"), steps=1)
+    fit(make(Sowing()), TensorBoard(tmp_path / "b", every=every(steps=1), sown=None), steps=1)
+    shown = {name: [tag for tag in opened(tmp_path / name).Runs()["train"]["scalars"] if tag.endswith("/mean")] for name in "ab"}
+    assert shown == {"a": ["intermediates/mean"], "b": []}
+
+
+def test_a_loop_by_hand_keeps_what_it_is_asked_for(tmp_path):
+    loop = TrainLoop(Network().init, Network().apply, optimizer="sgd", loss=LOSS, data=(X, Y), steps=2, sown="summaries")
+    with TensorBoard(tmp_path, every=every(steps=1)) as board:
+        for checkpoint in loop:
+            board(checkpoint)
+    assert "summaries/Layer_0/mean/0" in opened(tmp_path).Runs()["train"]["scalars"]
+    with TensorBoard(tmp_path / "other", every=every(steps=1)) as board:  # It says nothing where the loop keeps nothing.
+        board(TrainLoop(Network().init, Network().apply, optimizer="sgd", loss=LOSS, data=(X, Y)).next_step())
+
+
+def test_a_resumed_run_shows_each_sown_value_once(tmp_path):
+    def run(name: str, steps: int) -> None:
+        board = TensorBoard(tmp_path / name / "board", every=every(steps=1))
+        fit(make(), board, ModelCheckpoint(tmp_path / name / "all", every=every(steps=3), save_last=False), steps=steps, resume="auto")
+
+    run("whole", 6)
+    run("parts", 5)
+    run("parts", 6)
+    events = [
+        [(event.step, event.value) for event in opened(tmp_path / name / "board").Scalars("train", "summaries/Layer_0/mean/0")] for name in ("whole", "parts")
+    ]
+    assert events[0] == events[1]
+    assert [step for step, _ in events[0]] == [1, 2, 3, 4, 5, 6]
+
+
+def test_images_that_are_none_are_one_clear_error(tmp_path):
+    class Sowing(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            self.sow("summaries", "image", ImageSummary(x))
+            return nn.Dense(3)(x)
+
+    with pytest.raises(CallbackError, match=r"summaries/image: ImageSummary takes images \[images, height, width, channels\].*Received: \[4, 4\]"):
+        fit(make(Sowing()), TensorBoard(tmp_path, every=every(steps=1)), steps=1)
+
+
+def test_figures_of_matplotlib_are_shown(tmp_path):
+    pytest.importorskip("matplotlib")
+
+    class Sowing(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            self.sow("summaries", "figure", FigureSummary(plot, x))
+            return nn.Dense(3)(x)
+
+    fit(make(Sowing()), TensorBoard(tmp_path, every=every(steps=1)), steps=1)
+    (event,) = opened(tmp_path).Images("train", "summaries/figure")
+    assert (event.width, event.height) == (100, 50)
+
+
+def test_a_figure_that_cannot_be_drawn_fails_the_run_with_the_reason(tmp_path):
+    class Sowing(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            self.sow("summaries", "figure", FigureSummary(fail, x))
+            return nn.Dense(3)(x)
+
+    with pytest.raises(CallbackError, match="no canvas"):
+        fit(make(Sowing()), TensorBoard(tmp_path, every=every(steps=1)), steps=1)
+
+
+def fail(rows: Any) -> Any:
+    raise RuntimeError("no canvas")
+
+
+# --- Metrics that show more than their value ---
+
+
+@struct.dataclass
+class Drawn(ConfusionMatrix):
+    def summary(self, value):
+        return {"table": FigureSummary(draw, value), "right": float(np.trace(value)), "classes": value.sum(axis=1)}
+
+
+def test_a_metric_shows_what_it_makes_of_its_value(tmp_path):
+    trainer = make(nn.Dense(3), metrics=[Drawn(name="drawn"), "accuracy"])
+    fit(trainer, TensorBoard(tmp_path), epochs=1, validation_data=(X, Y))
+    runs = opened(tmp_path)
+    for name in ("train", "val"):
+        tags = runs.Runs()[name]
+        assert tags["images"] == ["drawn/table"]
+        assert {"drawn/right", "drawn/classes/0", "drawn/classes/2", "accuracy"} <= set(tags["scalars"])
+        assert "drawn" not in tags["scalars"]
+    accuracy, right = (runs.Scalars("val", tag)[0].value for tag in ("accuracy", "drawn/right"))
+    assert right == pytest.approx(16 * accuracy)
+
+
+def test_a_sample_of_examples_is_shown_as_images(tmp_path):
+    show = functools.partial(_as_images)
+    collector = SampleCollector(2, fn=lambda outputs, targets: outputs, show=show)
+    fit(make(nn.Dense(3), metrics=[collector]), TensorBoard(tmp_path), epochs=1, validation_data=(X, Y))
+    assert opened(tmp_path).Runs()["val"]["images"] == ["samples/0", "samples/1"]
+
+
+def _as_images(rows: Any) -> ImageSummary:
+    return ImageSummary(np.asarray(rows).reshape(-1, 1, 3, 1))
+
+
+def test_a_metric_shows_its_value_unless_it_says_otherwise():
+    assert ConfusionMatrix().summary(0.5) == Metric.summary(ConfusionMatrix(), 0.5) == 0.5

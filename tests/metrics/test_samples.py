@@ -1,0 +1,75 @@
+"""`SampleCollector`: a uniform sample of fixed size, the same however the examples were cut into batches."""
+
+import jax
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import fitflax
+from fitflax.errors import MetricError
+from fitflax.metrics import SampleCollector
+from fitflax.parallel import DataParallel
+
+ROWS = np.arange(40, dtype=np.float32)
+
+
+def collected(parts, **options):
+    collector = SampleCollector(**{"max_size": 8, **options})
+    state = collector.empty()
+    for part in parts:
+        state = state.merge(collector.empty().update(part, None, np.ones(len(part), np.float32)))
+    return np.asarray(jax.tree.map(np.asarray, state).compute()).tolist()
+
+
+@pytest.mark.parametrize("sizes", [[40], [1] * 40, [7, 33], [13, 13, 14]])
+def test_the_sample_does_not_depend_on_how_examples_are_cut(sizes):
+    assert collected(np.split(ROWS, np.cumsum(sizes)[:-1])) == collected([ROWS])
+
+
+def test_it_holds_different_examples_in_the_order_of_the_data():
+    sample = collected([ROWS])
+    assert len(sample) == 8
+    assert sample == sorted(set(sample))
+    assert set(sample) <= set(ROWS.tolist())
+
+
+def test_fewer_examples_than_its_size_are_all_kept():
+    assert collected([ROWS[:5]]) == ROWS[:5].tolist()
+    assert collected([]) == []
+
+
+def test_each_example_is_as_likely_as_any_other():
+    hits = np.zeros(40)
+    for seed in range(2000):
+        hits[np.asarray(collected([ROWS], seed=seed), int)] += 1
+    # 400 expected of each, with a standard deviation of 18.
+    assert abs(hits - 400).max() < 5 * 18
+
+
+def test_other_seeds_draw_other_samples():
+    assert collected([ROWS], seed=1) != collected([ROWS], seed=2)
+
+
+def test_padding_and_examples_without_weight_are_never_drawn():
+    weights = (ROWS % 2).astype(np.float32)
+    sample = SampleCollector(50).update(ROWS, None, weights).compute()
+    assert np.asarray(sample).tolist() == ROWS[1::2].tolist()
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("batch_size", [4, 7, 32])
+def test_in_evaluate_it_is_the_same_for_any_batch_size_and_number_of_devices(devices, batch_size):
+    trainer = fitflax.Trainer(nn.Dense(1, use_bias=False, kernel_init=nn.initializers.ones), parallel=DataParallel(jax.devices()[:devices]))
+    trainer.compile("sgd", "mse", metrics=[SampleCollector(8, fn=lambda outputs, targets: outputs[:, 0] - targets[:, 0])])
+    trainer.build((ROWS[:, None], ROWS[:, None]))
+    found = trainer.evaluate(ROWS[:, None], np.zeros((40, 1), np.float32), batch_size=batch_size, verbose=0)["samples"]
+    assert found.tolist() == collected([ROWS])
+
+
+def test_what_is_no_array_of_the_batch_is_an_error():
+    with pytest.raises(MetricError, match=r"must be one array \[4, ...\]. Received: shape \[\]"):
+        SampleCollector(fn=lambda outputs, targets: outputs.sum()).update(ROWS[:4], None, np.ones(4))
+    with pytest.raises(MetricError, match=r"samples outputs, which must be one array.*Received: a tuple"):
+        SampleCollector().update((ROWS[:4], ROWS[:4]), None, np.ones(4))
+    with pytest.raises(MetricError, match="max_size"):
+        SampleCollector(0)

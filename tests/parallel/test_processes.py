@@ -1,0 +1,67 @@
+"""`processes.gather`: alone, and among real processes on loopback."""
+
+import json
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fitflax.parallel import processes
+
+SCRIPT = """
+import json, sys
+import jax
+import numpy as np
+import ml_dtypes
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", num_processes=2, process_id=int(sys.argv[2]))
+from fitflax.errors import ReplicaError
+from fitflax.parallel import processes
+index = jax.process_index()
+tree = {"loss": 0.1 + index, "big": np.int64(2**40 + index), "rows": np.full((2, 3), index, np.float32), "half": np.ones(3, ml_dtypes.bfloat16),
+        "flag": np.array([index == 1]), "none": np.zeros((0, 2)), "device": jax.numpy.arange(2) * index}
+found = processes.gather(tree)
+result = {name: [str(value.dtype), list(value.shape), value.astype(float).ravel().tolist()] for name, value in found.items()}
+assert processes.gather(()) == ()
+try:
+    processes.gather({"rows": np.zeros(index + 1)})
+except ReplicaError as error:
+    result["error"] = str(error)
+print(json.dumps(result), flush=True)
+"""
+
+
+def test_alone_there_is_one_of_each():
+    found = processes.gather({"loss": 0.5, "rows": jnp.ones((2, 3)), "wide": np.float64(1e-300)})
+    assert found["loss"].tolist() == [0.5]
+    assert found["rows"].shape == (1, 2, 3)
+    assert found["wide"].tolist() == [1e-300]
+
+
+@pytest.mark.slow  # Two processes that import JAX.
+def test_two_processes_get_what_both_have_to_the_bit(tmp_path: pathlib.Path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    script = tmp_path / "gather.py"
+    script.write_text(SCRIPT)
+    started = [subprocess.Popen([sys.executable, str(script), port, str(index)], stdout=subprocess.PIPE, text=True) for index in range(2)]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    results = [json.loads(output.splitlines()[-1]) for output in outputs]
+    for index, result in enumerate(results):
+        assert f"takes trees of the same structure, shapes and dtypes on all processes. Process {index} has" in result.pop("error")
+    assert results[0] == results[1]
+    assert results[0]["loss"] == ["float64", [2], [0.1, 1.1]]
+    assert results[0]["big"] == ["int64", [2], [2.0**40, 2.0**40 + 1]]
+    assert results[0]["rows"] == ["float32", [2, 2, 3], [0.0] * 6 + [1.0] * 6]
+    assert results[0]["half"] == ["bfloat16", [2, 3], [1.0] * 6]
+    assert results[0]["flag"] == ["bool", [2, 1], [0.0, 1.0]]
+    assert results[0]["none"] == ["float64", [2, 0, 2], []]
+    assert results[0]["device"] == ["int32", [2, 2], [0.0, 0.0, 0.0, 1.0]]

@@ -1,0 +1,55 @@
+"""docs/coming-from.md: it has a row for everything that the systems before had, and each row's line runs."""
+
+import pathlib
+import re
+import sys
+import types
+
+import pytest
+
+from tests.test_docs import blocks
+
+PAGE = (pathlib.Path(__file__).resolve().parent.parent / "docs/coming-from.md").read_text(encoding="utf-8")
+ROW = re.compile(r"^\| (?P<there>.+?) \| (?P<here>.*?) ?\| `(?P<line>.+)` \|$", re.MULTILINE)
+
+# The features, by words that their rows must have.
+FEATURES = {
+    "flax_extra": (
+        *("TrainTask(apply", "TrainLoop(init", "iterating", "next_step", "n_steps`", "Checkpoint`:", "at its total", "EvalTask", "SummaryLogger"),
+        *("SummaryWriter", "CheckpointFileWriter(output_dir, keep", "HighestCheckpointFileWriter", "split_per_device", "normalize_batch", "serial", "messages"),
+    ),
+    "bobbin": (
+        *("compute_loss", "reduce_extra_vars", "get_rng_dict", "make_training_step_fn", "extra_vars`, `model_vars", "write_trainer_log", "EvalResults"),
+        *("eval_datasets", "keep_best_checkpoint", "SampledSet", "CronTab", "ThreadedSummaryWriter", "MplImageSummary", "publish_trainer_env_info"),
+        *("tpmap", "gather_from_jax_processes", "var_util"),
+    ),
+    "T5X": ("param_states", "as_logical_axes", "InferenceState"),
+}
+
+
+def rows(system: str) -> list[re.Match[str]]:
+    """The rows of the table under a system's heading."""
+    section = next(part for part in PAGE.split("\n## ") if part.startswith(system))
+    return list(ROW.finditer(section))
+
+
+@pytest.mark.parametrize("system", FEATURES)
+def test_every_feature_has_one_row_with_a_line_of_code(system):
+    found = [row["there"] for row in rows(system)]
+    for words in FEATURES[system]:
+        assert len([there for there in found if words in there]) == 1, words
+    section = next(part for part in PAGE.split("\n## ") if part.startswith(system))
+    lines = [line for line in section.splitlines() if line.startswith("| ") and "|---" not in line]
+    assert len(found) == len(FEATURES[system]) == len(lines) - 1  # The heading.
+
+
+def test_every_rows_line_runs(tmp_path, monkeypatch, capsys):
+    """One after the other, in the namespace of the page's first block, each with a name of its own in the traceback."""
+    script = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    monkeypatch.chdir(tmp_path)
+    first = next(blocks(PAGE))
+    exec(compile(first.code, "setup", "exec"), script.__dict__)
+    for system in FEATURES:
+        for row in rows(system):
+            exec(compile(row["line"].replace(r"\|", "|"), row["there"], "exec"), script.__dict__)

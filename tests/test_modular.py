@@ -1,0 +1,350 @@
+"""`TrainLoop` and `EvalLoop` made of functions, without a trainer: the same objects that a trainer makes, stepped by hand, resumed and chained."""
+
+import contextlib
+import functools
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import fitflax
+from fitflax import EvalLoop, TrainLoop, every, first, serial
+from fitflax.callbacks import BestCheckpoint, ModelCheckpoint
+from fitflax.checkpoints import CheckpointStore
+from fitflax.errors import ConfigError, LossError, ModelError, NotReadyError, OptimizerError
+from fitflax.parallel import DataParallel
+from tests.run_script import leaves_of
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.random((24, 4), np.float32), RNG.integers(0, 3, 24).astype(np.int32)  # 6 batches of 4
+
+
+class Network(nn.Module):
+    """With dropout, batch statistics and a mode keyword."""
+
+    @nn.compact
+    def __call__(self, x, *, train):
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
+        return nn.Dense(3)(nn.Dropout(0.5, deterministic=not train)(x))
+
+
+NETWORK = Network()
+TRAINED = functools.partial(NETWORK.apply, train=True)
+EVALUATED = functools.partial(NETWORK.apply, train=False)
+INIT = functools.partial(NETWORK.init, train=True)
+DENSE = nn.Dense(3)
+LOSS = "sparse_categorical_crossentropy"
+ADAM = optax.adam(1e-2)
+ONE = DataParallel(jax.devices()[:1])
+
+
+def loop_of(**options: Any) -> TrainLoop:
+    given: dict[str, Any] = {"optimizer": ADAM, "loss": LOSS, "data": (X, Y), "batch_size": 4, "rngs": ("dropout",)}
+    return TrainLoop(INIT, TRAINED, **{**given, **options})
+
+
+def plain_loop(**options: Any) -> TrainLoop:
+    given: dict[str, Any] = {"optimizer": "sgd", "loss": LOSS, "data": (X, Y), "batch_size": 4}
+    return TrainLoop(DENSE.init, DENSE.apply, **{**given, **options})
+
+
+def last_state(loop: TrainLoop) -> dict[str, Any]:
+    return leaves_of([checkpoint.state for checkpoint in loop][-1])
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one == other  # dtypes, shapes and bytes, by path
+
+
+def test_a_loop_of_functions_trains_as_one_of_a_trainer():
+    trainer = fitflax.Trainer(NETWORK)
+    trainer.compile(ADAM, LOSS)
+    theirs = trainer.train_loop((X, Y), batch_size=4, steps=8)
+    assert isinstance(theirs, TrainLoop)
+    assert isinstance(trainer.eval_loop((X, Y)), EvalLoop)
+    assert_same(last_state(loop_of(steps=8)), last_state(theirs))
+
+
+@pytest.mark.parametrize(("steps", "n", "expected"), [(8, 3, [1, 4, 7, 8]), (7, 3, [1, 4, 7]), (10, 5, [1, 6, 10])])
+def test_the_yield_rule_of_flax_extra_is_a_trigger(steps, n, expected):
+    rule = first(1) | every(steps=n, offset=1)
+    checkpoints = [(checkpoint.step, checkpoint.n_completed_steps) for checkpoint in plain_loop(steps=steps, every=rule)]
+    assert [step for step, _ in checkpoints] == expected
+    assert [count for _, count in checkpoints] == np.diff([0, *expected]).tolist()
+
+
+def test_a_run_resumed_at_step_1_yields_steps_4_and_5(tmp_path):
+    save = ModelCheckpoint(tmp_path, every=every(steps=1))
+    with save:
+        save(plain_loop(steps=5).next_step())
+    loop = plain_loop(steps=5, every=first(1) | every(steps=3, offset=1), restore_from=tmp_path)
+    assert loop.step == 1
+    assert [checkpoint.step for checkpoint in loop] == [4, 5]
+
+
+def test_ways_of_stepping_never_change_the_total():
+    loop = plain_loop(steps=7, every=every(steps=3))
+    assert loop.next_step().step == 1
+    assert loop.next_checkpoint().step == 3
+    assert loop.run(2).step == 5
+    assert (loop.step, loop.steps) == (5, 7)
+    assert loop.run(10).step == 7
+    assert loop.next_step() is None
+    assert loop.next_checkpoint() is None
+    assert list(loop) == []
+    assert loop.steps == 7
+
+
+def test_a_loop_without_a_total_is_stepped_by_hand(capsys):
+    loop = plain_loop()
+    assert [loop.next_step().step, loop.run(9).step, loop.next_checkpoint().step] == [1, 10, 11]
+    assert list(plain_loop()) == []
+    assert capsys.readouterr().out == "There is nothing to train: the run is at step 0, and its total is 0.\n"
+
+
+@pytest.mark.parametrize("steps", [4, 6, 8])  # Inside the first pass, at its end, and inside the second.
+def test_a_total_that_is_raised_after_the_end_goes_on_as_if_it_had_been_so_from_the_start(steps):
+    loop = loop_of(steps=steps, every=every(steps=100))
+    assert [checkpoint.step for checkpoint in loop] == [steps]
+    loop.steps = 10
+    checkpoint = loop.next_checkpoint()
+    whole = loop_of(steps=10, every=every(steps=100)).next_checkpoint()
+    assert (checkpoint.step, checkpoint.epoch, checkpoint.step_in_epoch) == (10, whole.epoch, whole.step_in_epoch)
+    assert checkpoint.metrics == whole.metrics
+    assert_same(leaves_of(checkpoint.state), leaves_of(whole.state))
+
+
+def test_a_total_that_is_raised_at_the_last_checkpoint_is_not_missed():
+    loop, seen = plain_loop(steps=2), []
+    for checkpoint in loop:
+        seen.append(checkpoint.step)
+        if checkpoint.step == 2:
+            loop.steps = 4
+    assert seen == [1, 2, 3, 4]
+    loop.steps = 3
+    assert loop.next_step() is None
+
+
+def test_the_trigger_can_be_changed():
+    loop = plain_loop(steps=12, every=every(steps=2))
+    assert [loop.next_checkpoint().step, loop.next_checkpoint().step] == [2, 4]
+    loop.every = every(steps=5)
+    assert [checkpoint.step for checkpoint in loop] == [5, 10, 12]
+
+
+def test_a_raised_total_goes_on_with_an_iterator_and_with_a_loader_where_it_was():
+    def batches():
+        for start in range(0, 24, 4):
+            yield X[start : start + 4], Y[start : start + 4]
+
+    for data in (batches, batches()):
+        loop = plain_loop(data=data, steps=3, batch_size=None)
+        assert [checkpoint.data_position.examples for checkpoint in loop] == [4, 8, 12]
+        loop.steps = 5
+        with pytest.warns(fitflax.errors.FitflaxWarning) if callable(data) else contextlib.nullcontext():  # A pass is read anew, up to where it was.
+            assert [checkpoint.data_position.examples for checkpoint in loop] == [16, 20]
+
+
+class Streams(nn.Module):
+    """Asks for a stream of its own at each occasion, and carries a state from batch to batch."""
+
+    occasion: str = "train"
+
+    @nn.compact
+    def __call__(self, x):
+        carry = self.variable("carry", "sum", jnp.zeros, (4,))
+        if self.is_initializing():
+            self.make_rng("first")
+        else:
+            self.make_rng(self.occasion)
+        if self.is_mutable_collection("carry") and not self.is_initializing() and self.occasion == "train":
+            carry.value = carry.value + x.sum(axis=0)
+        return nn.Dense(3)(x + 0 * carry.value)
+
+
+def test_random_streams_have_other_names_at_initialization_training_and_evaluation():
+    rngs = {"init": ("first",), "train": ("second",)}
+    loop = TrainLoop(Streams().init, Streams("second").apply, optimizer="sgd", loss=LOSS, data=(X, Y), batch_size=4, steps=2, rngs=rngs)
+    evaluate = EvalLoop(Streams("third").apply, metrics=["accuracy"], data=(X, Y), rngs=("third",), batch_size=4)
+    assert [list(evaluate(checkpoint).metrics["eval"]) for checkpoint in loop] == [["accuracy"], ["accuracy"]]
+    with pytest.raises(ModelError, match="Name every random stream"):
+        TrainLoop(Streams().init, Streams("second").apply, optimizer="sgd", loss=LOSS, data=(X, Y), rngs=("first",))
+
+
+def test_a_carried_collection_goes_on_from_step_to_step_and_evaluation_leaves_it_alone():
+    rngs = {"init": ("first",), "train": ("train",)}
+    loop = TrainLoop(Streams().init, Streams().apply, optimizer="sgd", loss=LOSS, data=(X, Y), batch_size=4, steps=6, shuffle=False, rngs=rngs, parallel=ONE)
+    evaluate = EvalLoop(Streams().apply, metrics=["accuracy"], data=(X, Y), rngs=("train",))
+    for checkpoint in loop:
+        summary = evaluate(checkpoint)
+        np.testing.assert_allclose(summary.model_state["carry"]["sum"], X[: 4 * checkpoint.step].sum(axis=0), rtol=1e-5)
+
+
+def test_a_collection_that_is_not_mutable_stays(tmp_path):
+    rngs = {"init": ("first",), "train": ("train",)}
+    loop = TrainLoop(Streams().init, Streams().apply, optimizer="sgd", loss=LOSS, data=(X, Y), steps=1, rngs=rngs, mutable=["other"])
+    assert loop.next_step().model_state["carry"]["sum"].tolist() == [0, 0, 0, 0]
+
+
+def test_a_sample_initializes_and_no_batch_is_lost():
+    seen = []
+
+    def batches():
+        for start in range(0, 24, 4):
+            seen.append(start)
+            yield X[start : start + 4], Y[start : start + 4]
+
+    loop = TrainLoop(DENSE.init, DENSE.apply, optimizer="sgd", loss=LOSS, data=batches(), steps=6, sample=jax.ShapeDtypeStruct((1, 4), np.float32))
+    assert loop.step == 0
+    assert len(list(loop)) == 6
+    assert seen == list(range(0, 24, 4))
+    kernels = [first_of.next_step().model_params["kernel"] for first_of in (plain_loop(sample=X[:1], shuffle=False), plain_loop(shuffle=False))]
+    np.testing.assert_array_equal(*kernels)
+
+
+@pytest.mark.parametrize("stop", [4, 6, 7])
+def test_a_loop_that_is_resumed_ends_as_one_never_stopped(tmp_path, stop):
+    def make(directory: pathlib.Path, **options: Any) -> tuple[TrainLoop, Any]:
+        loop = loop_of(steps=10, every=every(steps=1), restore_from=directory / "all", **options)
+        evaluate = EvalLoop(EVALUATED, metrics=["accuracy"], data=(X, Y))
+        best = BestCheckpoint(directory / "best", monitor="eval_accuracy")
+        return loop, serial(evaluate, best, ModelCheckpoint(directory / "all", every=every(steps=1)))
+
+    rows: dict[str, list[Any]] = {}
+    for name in ("whole", "parts"):
+        loop, process = make(tmp_path / name)
+        rows[name] = []
+        with loop, process:
+            for checkpoint in loop:
+                rows[name].append(process(checkpoint).metrics)
+                if name == "parts" and checkpoint.step == stop:
+                    break
+    loop, process = make(tmp_path / "parts")
+    assert (loop.step, loop.steps) == (stop, 10)
+    with loop, process:
+        rows["parts"] += [process(checkpoint).metrics for checkpoint in loop]
+    assert rows["parts"] == rows["whole"]
+    for kind in ("all", "best"):
+        stores = [CheckpointStore(tmp_path / name / kind) for name in ("whole", "parts")]
+        assert stores[0].steps() == stores[1].steps()
+        assert_same(*(leaves_of(store.restore().train) for store in stores))
+
+
+def test_a_run_that_has_ended_says_so_and_yields_nothing(tmp_path, capsys):
+    with serial(ModelCheckpoint(tmp_path)) as save:
+        for checkpoint in plain_loop(steps=3):
+            save(checkpoint)
+    loop = plain_loop(steps=3, restore_from=tmp_path)
+    assert list(loop) == []
+    assert list(loop) == []
+    assert capsys.readouterr().out == "There is nothing to train: the run is at step 3, and its total is 3.\n"
+    assert [checkpoint.step for checkpoint in plain_loop(steps=5, restore_from=tmp_path)] == [4, 5]
+
+
+def test_a_loop_can_go_on_from_the_best_checkpoint(tmp_path):
+    losses = []
+    with serial(EvalLoop(DENSE.apply, metrics={"cost": LOSS_OF}, data=(X, Y)), BestCheckpoint(tmp_path, monitor="eval_cost", mode="min")) as process:
+        for checkpoint in plain_loop(steps=6):
+            losses.append(process(checkpoint).metrics["eval"]["cost"])
+    store = CheckpointStore(tmp_path)
+    best = store.best("eval_cost", "min")
+    assert best == 1 + int(np.argmin(losses))
+    assert plain_loop(steps=9, restore_from=store.path(best)).next_step().step == best + 1
+
+
+def LOSS_OF(outputs, targets):
+    return optax.softmax_cross_entropy_with_integer_labels(outputs, targets)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_evaluation_loops_follow_one_another_and_agree_with_numpy(devices):
+    evaluate = EvalLoop(DENSE.apply, metrics={"lnpp": LOSS_OF}, data=(X[:10], Y[:10]), batch_size=4)
+    again = EvalLoop(DENSE.apply, metrics=["accuracy"], data=lambda: iter([(X[:7], Y[:7]), (X[7:10], Y[7:10])]), name="test")
+    loop = plain_loop(steps=2, parallel=DataParallel(jax.devices()[:devices]))
+    for checkpoint in loop:
+        metrics = serial(evaluate, again)(checkpoint).metrics
+        logits = X[:10] @ np.asarray(checkpoint.model_params["kernel"]) + np.asarray(checkpoint.model_params["bias"])
+        assert metrics["eval"]["lnpp"] == pytest.approx(float(LOSS_OF(logits, Y[:10]).mean()), abs=1e-6)
+        assert metrics["test"]["accuracy"] == pytest.approx((logits.argmax(-1) == Y[:10]).mean(), abs=1e-6)
+    assert (evaluate.name, again.name) == ("eval", "test")
+
+
+def test_one_evaluation_serves_runs_on_other_devices():
+    evaluate = EvalLoop(DENSE.apply, metrics=["accuracy"], data=(X, Y))
+    found = [evaluate(plain_loop(parallel=DataParallel(jax.devices()[:count])).next_step()).metrics["eval"]["accuracy"] for count in (1, 2, 1)]
+    assert found[0] == found[1] == found[2]
+
+
+def test_an_iterator_serves_several_evaluations_some_batches_at_a_time():
+    evaluate = EvalLoop(DENSE.apply, metrics=["accuracy"], data=iter([(X[:4], Y[:4]), (X[4:8], Y[4:8])]), steps=1)
+    loop = plain_loop(steps=2)
+    assert len([evaluate(checkpoint) for checkpoint in loop]) == 2
+    with pytest.raises(fitflax.errors.DataError, match="yields no batch"):
+        evaluate(plain_loop().next_step())
+
+
+def test_gradients_come_on_request():
+    checkpoint = plain_loop(grads=True, shuffle=False).next_step()
+    before = DENSE.init({"params": jax.random.key(0)}, X[:4])["params"]
+    assert checkpoint.grads["kernel"].shape == before["kernel"].shape
+    assert checkpoint.gradients_norm == pytest.approx(float(optax.tree.norm(checkpoint.grads)), rel=1e-6)
+    assert checkpoint.params_norm == pytest.approx(float(optax.tree.norm(checkpoint.model_params)), rel=1e-6)
+    with pytest.raises(NotReadyError, match=r"train_loop\(grads=True\)"):
+        _ = plain_loop().next_step().grads
+
+
+def test_leaving_a_loop_ends_it():
+    with plain_loop(steps=5) as loop:
+        loop.next_step()
+    assert loop.next_step() is None
+    assert list(loop) == []
+    assert repr(loop) == "TrainLoop(step=1, steps=5)"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"steps": -1}, ConfigError, "steps must be an integer of at least 0"),
+        ({"every": 5}, ConfigError, r"TrainLoop\(every=...\) takes a trigger"),
+        ({"seed": -1}, ConfigError, r"TrainLoop\(seed=...\) must be an integer"),
+        ({"parallel": 3}, ConfigError, r"TrainLoop\(parallel=...\) takes a strategy"),
+        ({"optimizer": optax.adam}, OptimizerError, "Call it"),
+        ({"loss": 3}, LossError, "A loss is a name or a function"),
+        ({"steps_per_epoch": 0}, ConfigError, "steps_per_epoch must be a positive integer"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_errors(options, error, message):
+    with pytest.raises(error, match=message):
+        plain_loop(**options)
+
+
+def test_what_is_no_function_of_the_right_kind_is_an_error():
+    options: dict[str, Any] = {"optimizer": "sgd", "loss": LOSS, "data": (X, Y)}
+    with pytest.raises(ConfigError, match=r"TrainLoop\(init=...\) takes a function. Received: a module; pass its method, model.init."):
+        TrainLoop(DENSE, DENSE.apply, **options)
+    with pytest.raises(ConfigError, match=r"takes a function, such as model.apply. Received: 3"):
+        TrainLoop(DENSE.init, 3, **options)
+    with pytest.raises(ConfigError, match=r"EvalLoop\(apply=...\)"):
+        EvalLoop(DENSE, metrics=["accuracy"], data=(X, Y))
+    with pytest.raises(ConfigError, match="not 'train'"):
+        EvalLoop(DENSE.apply, metrics=["accuracy"], data=(X, Y), name="train")
+    with pytest.raises(ModelError, match="must return a dict of collections"):
+        TrainLoop(lambda rngs, x: x, DENSE.apply, **options)
+    with pytest.raises(ModelError, match=r"must return \(outputs, changed collections\)"):
+        TrainLoop(DENSE.init, lambda variables, x, *, rngs, mutable: x, **options)
+    with pytest.raises(ModelError, match=r"Dense cannot be initialized.*init is called as init"):
+        TrainLoop(functools.partial(DENSE.init, nothing=1), DENSE.apply, **options)
+
+
+def test_two_runs_of_one_trainer_cannot_be_mixed():
+    trainer = fitflax.Trainer(DENSE)
+    trainer.compile("sgd", LOSS)
+    one, other = (trainer.train_loop((X, Y), steps=5) for _ in range(2))
+    one.next_step()
+    with pytest.raises(ConfigError, match="Two runs of one trainer cannot be mixed"):
+        other.next_step()
