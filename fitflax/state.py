@@ -105,7 +105,7 @@ class TrainState:
         >>> trainer.compile("adam", "mse")
         >>> trainer.build(np.ones((4, 2)))
         >>> trainer.state.logical_axes().params["kernel"]
-        PartitionSpec('embed', 'mlp')
+        P('embed', 'mlp')
         """
         params, model_state, opt_state = self.axes.specs(self.params, self.model_state, self.opt_state, strict=strict)
         averages = None if self.ema_params is None else params

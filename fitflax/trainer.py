@@ -71,6 +71,7 @@ class Trainer:
     Raises:
         ConfigError: An argument that makes no sense.
 
+    >>> import numpy as np
     >>> trainer = Trainer(nn.Dense(1))
     >>> trainer.compile("sgd", loss="mse", learning_rate=0.1)
     >>> x = np.linspace(0, 1, 64, dtype=np.float32)[:, None]
@@ -644,6 +645,7 @@ class Trainer:
             DataError: Data that cannot be turned into batches.
             ModelError: The module does not run on it, or an output has no axis of examples.
 
+        >>> import numpy as np
         >>> trainer = Trainer(nn.Dense(3))
         >>> trainer.compile("sgd", "mse")
         >>> trainer.build(np.ones((4, 2)))
@@ -832,6 +834,7 @@ class Trainer:
             ConfigError: `mapping` makes no sense.
             NotReadyError: `partial` before `build`.
 
+        >>> import numpy as np
         >>> import tempfile
         >>> class Classifier(nn.Module):
         ...     classes: int

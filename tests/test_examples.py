@@ -7,6 +7,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import time
 import types
 
 import nbclient
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 
 import fitflax
+from fitflax.callbacks.event_files import events_of
+from tests.run_script import differences, directory_of
 
 EXAMPLES = pathlib.Path(__file__).resolve().parent.parent / "examples"
 
@@ -65,6 +68,65 @@ def test_the_demo_ends_with_its_directories_and_an_accuracy_of_at_least_0_97(tmp
     assert lines[-4:-2] == ["TensorBoard: runs/digits/tensorboard", "checkpoints: runs/digits/checkpoints"]
     assert lines[-2].startswith("best checkpoint: runs/digits/best/step_")
     assert float(re.fullmatch(r"test accuracy: (0\.9\d\d)", lines[-1])[1]) >= 0.97
+
+
+# -- modular_loop --
+
+
+def scalars_of(directory):
+    """`{(sub-directory, tag, step): value}` of all scalars that no clock measures."""
+    found = {}
+    for path in sorted(directory.rglob("*.tfevents.*")):
+        for record in events_of(path):
+            for value in record.event.summary.value:
+                if value.WhichOneof("value") == "simple_value" and not value.tag.startswith("time/"):
+                    key = (path.parent.name, value.tag, record.event.step)
+                    assert key not in found, key
+                    found[key] = value.simple_value
+    return found
+
+
+def assert_same_run(one, other):
+    for name in ("checkpoints", "lowest"):
+        assert not differences(directory_of(one / name), directory_of(other / name))
+    assert scalars_of(one / "tensorboard") == scalars_of(other / "tensorboard")
+    assert {step for _, _, step in scalars_of(one / "tensorboard")} == {1, 3, 5, 6}
+
+
+def test_the_modular_loop_goes_on_to_the_same_bits(tmp_path):
+    modular = load("modular_loop")
+    options = {"every": 2, "features": 8, "length": 16, "verbose": False}
+    whole = modular.main(tmp_path / "whole", 6, **options)
+    modular.main(tmp_path / "parts", 4, **options)  # Its last step, 4, is one that the whole run does not show.
+    (tmp_path / "parts/checkpoints/step_00000004").rename(tmp_path / "later")
+    assert modular.main(tmp_path / "parts", 6, **options)["step"] == whole["step"] == 6
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+@pytest.mark.slow
+def test_the_modular_loop_is_killed_and_started_again_and_ends_with_the_same_bits(tmp_path, process_env):
+    """Two kills: as soon as a checkpoint is there, and while one is written or just about to be."""
+    script = "import sys; sys.path.insert(0, sys.argv[1]); import modular_loop; modular_loop.main(sys.argv[2], 6, every=2, features=8, length=16)"
+
+    def start(name):
+        command = [sys.executable, "-c", script, str(EXAMPLES), str(tmp_path / name)]
+        return subprocess.Popen(command, env=process_env, stdout=subprocess.DEVNULL)
+
+    assert start("whole").wait(timeout=300) == 0
+    checkpoints = tmp_path / "parts/checkpoints"
+    for step in (1, 3):
+        process = start("parts")
+        try:
+            end = time.monotonic() + 300
+            while process.poll() is None and time.monotonic() < end:
+                if any(int(path.name[5:]) >= step for path in checkpoints.glob("step_*")):
+                    break
+                time.sleep(0.001)
+        finally:
+            process.kill()
+        process.wait(timeout=60)
+    assert start("parts").wait(timeout=300) == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
 # -- diabetes --

@@ -24,8 +24,8 @@ def gather(tree: PyTree) -> PyTree:
     Raises:
         ReplicaError: The processes' trees differ in structure, shapes or dtypes.
 
-    >>> gather({"loss": 0.5, "counts": np.arange(2)})
-    {'loss': array([0.5]), 'counts': array([[0, 1]])}
+    >>> gather({"counts": np.arange(2), "loss": 0.5})
+    {'counts': array([[0, 1]]), 'loss': array([0.5])}
     """
     leaves, treedef = jax.tree.flatten(tree)
     arrays: list[np.ndarray[Any, Any]] = [np.asarray(leaf) for leaf in leaves]
