@@ -17,7 +17,7 @@ from flax import linen as nn
 
 import fitflax
 from fitflax import EvalLoop, TrainLoop, every, first, serial
-from fitflax.callbacks import BestCheckpoint, LambdaCallback, ModelCheckpoint, TensorBoard
+from fitflax.callbacks import BestCheckpoint, CSVLogger, LambdaCallback, ModelCheckpoint, ProgressBar, SummaryLogger, TensorBoard
 from fitflax.checkpoints import CheckpointStore
 from fitflax.errors import CallbackError, CorruptCheckpointError, DataError, FitflaxWarning
 from fitflax.loop import Run
@@ -342,6 +342,17 @@ def test_an_error_in_a_thread_that_writes_reaches_the_training(tmp_path, monkeyp
     monkeypatch.setattr("fitflax.callbacks.event_files.EventFiles._write", full)
     with pytest.raises(CallbackError, match="No space left on device"):
         trainer_of().fit(X, Y, steps=5, callbacks=[TensorBoard(tmp_path, every=every(steps=1))], verbose=0)
+
+
+def test_only_the_first_process_writes_and_shows(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(jax, "process_index", lambda *arguments: 1)
+    callbacks = [TensorBoard(tmp_path / "board", every=every(steps=1)), CSVLogger(tmp_path / "log.csv"), SummaryLogger(), ProgressBar()]
+    history = trainer_of().fit(X, Y, epochs=2, callbacks=callbacks)
+    assert len(history.history["loss"]) == 2
+    with serial(TensorBoard(tmp_path / "plain"), SummaryLogger()) as process:
+        process(loop_of().next_step())
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr() == ("", "")
 
 
 def test_saving_one_step_twice_is_no_error(tmp_path):

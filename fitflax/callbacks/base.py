@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
+import jax
+
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.checkpoints.saving import Saver
 from fitflax.errors import CallbackError, FitflaxWarning, OptimizerError, did_you_mean
@@ -106,6 +108,7 @@ class Callback:
         needs_trainer: Whether it can do nothing with a checkpoint alone.
         may_skip_batches: Whether its hooks of batches may be called for some of them only, some twenty times a second. Batches between which nobody must see
             anything take the loop less time, and several small ones of an evaluation or prediction are computed in one call.
+        main_process_only: Whether it does nothing in processes but the first, as whoever writes or shows something.
         needs_gradients_norm: Whether it reads `checkpoint.gradients_norm`, without which some steps take less time; by default wherever it has `on_checkpoint`.
         needs_grads: Whether it reads `checkpoint.grads`; the run then keeps the gradient of each step, which takes as much memory as the parameters.
         needs_sown: Collections of sown values that it reads from `checkpoint.sown`.
@@ -122,6 +125,7 @@ class Callback:
     every: Trigger | None = None
     phase: ClassVar[Phase] = Phase.USER
     needs_trainer: ClassVar[bool] = False
+    main_process_only: ClassVar[bool] = False
     needs_gradients_norm: bool | None = None
     needs_grads: bool = False
     needs_sown: tuple[str, ...] = ()
@@ -184,6 +188,8 @@ class Callback:
             CallbackError: This callback consumes no checkpoints, or needs a trainer.
         """
         self.check_alone()
+        if self.main_process_only and jax.process_index():
+            return checkpoint
         if self.every is not None:
             moment = moment_of(checkpoint)
             if self._own_schedule is None:
@@ -299,8 +305,10 @@ class CallbackList:
             if with_state.count(key) > 1:
                 raise _same_key(key)
         self._all = sorted(given, key=lambda callback: callback.phase)
+        # Triggers are looked at by all processes alike, because steps are made together up to where one fires.
+        self._here = [callback for callback in self._all if not (callback.main_process_only and jax.process_index())]
         self._hooks: dict[str, list[Callable[..., None]]] = {
-            name: [getattr(callback, name) for callback in self._all if overrides(callback, name)] for name in HOOKS
+            name: [getattr(callback, name) for callback in self._here if overrides(callback, name)] for name in HOOKS
         }
         self._schedules: list[tuple[Callback, Schedule]] = []
         # One dict for all of them; an evaluation notes in it how long it will be.
@@ -309,7 +317,7 @@ class CallbackList:
         self.leaves_at_once: Callable[[], bool] = lambda: False
 
     def __iter__(self) -> Iterator[Callback]:
-        return iter(self._all)
+        return iter(self._here)
 
     def wants(self, hook: str) -> bool:
         """Returns whether any callback overrides `hook`."""
@@ -340,16 +348,16 @@ class CallbackList:
 
     def enter_run(self, saver: Saver) -> None:
         """Has all callbacks lock their directories."""
-        for callback in self._all:
+        for callback in self._here:
             callback.enter_run(saver)
 
     def open_run(self, run_id: str, step: int) -> None:
         """Has all callbacks prepare their files; if one cannot, all are closed."""
         try:
-            for callback in self._all:
+            for callback in self._here:
                 callback.open_run(run_id, step)
         except BaseException:
-            for callback in self._all:
+            for callback in self._here:
                 callback.close()
             raise
 
@@ -388,8 +396,8 @@ class CallbackList:
 
         is_synced = is_saved = False
         failure: BaseException | None = None
-        checkpoint.savers = [callback.saves_as for callback in self._all if callback.saves_as is not None and wants(callback)]
-        for callback in self._all:
+        checkpoint.savers = [callback.saves_as for callback in self._here if callback.saves_as is not None and wants(callback)]
+        for callback in self._here:
             if not wants(callback):
                 continue
             try:
@@ -409,7 +417,7 @@ class CallbackList:
             else:
                 is_saved |= callback.phase == Phase.SAVE
         if is_saved:
-            for callback in self._all:
+            for callback in self._here:
                 callback.run_was_saved()
         if failure is not None:
             raise failure
@@ -417,22 +425,22 @@ class CallbackList:
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
         """Calls `on_closing` of all callbacks."""
         self.sync()
-        for callback in self._all:
+        for callback in self._here:
             callback.on_closing(checkpoint, epoch, logs)
 
     def sync(self) -> None:
         """Has everything up to now put on disk; an error in one does not keep the others from it."""
         with contextlib.ExitStack() as stack:
-            for callback in reversed(self._all):
+            for callback in reversed(self._here):
                 stack.callback(callback.sync)
 
     def finish(self, logs: Mapping[str, Any]) -> None:
         """Calls `on_train_end` of all callbacks and closes them; an error in one does not keep the others from it."""
         with contextlib.ExitStack() as stack:
             # A stack runs backwards.
-            for callback in reversed(self._all):
+            for callback in reversed(self._here):
                 stack.callback(callback.close)
-            for callback in reversed(self._all):
+            for callback in reversed(self._here):
                 stack.callback(callback.on_train_end, logs)
 
     def state_dict(self, seconds: float) -> dict[str, Any]:
@@ -442,7 +450,7 @@ class CallbackList:
             CallbackError: Two callbacks with state have the same key.
         """
         states: dict[str, Any] = {}
-        for callback in self._all:
+        for callback in self._here:
             state = callback.state_dict()
             if not state:
                 continue
@@ -457,7 +465,9 @@ class CallbackList:
         states = dict(saved.get("callbacks", {}))
         new = []
         for callback in self._all:
-            if callback.state_key in states:
+            if callback.main_process_only and jax.process_index():
+                states.pop(callback.state_key, None)
+            elif callback.state_key in states:
                 callback.load_state_dict(states.pop(callback.state_key))
             elif callback.state_dict():
                 new.append(callback.state_key)

@@ -48,6 +48,7 @@ class CSVLogger(Callback):
     """
 
     phase = Phase.RECORD
+    main_process_only = True
 
     def __init__(self, path: str | os.PathLike[str], *, append: bool = False) -> None:
         self.path = Path(path)

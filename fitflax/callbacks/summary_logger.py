@@ -43,6 +43,7 @@ class SummaryLogger(Callback):
     """
 
     phase = Phase.RECORD
+    main_process_only = True
 
     def __init__(self, *, every: Trigger | None = None, file: TextIO | None = None) -> None:
         check_trigger("SummaryLogger", every)

@@ -62,6 +62,7 @@ class TensorBoard(Callback):
     """
 
     phase = Phase.RECORD
+    main_process_only = True
 
     def __init__(
         self, directory: str | os.PathLike[str], *, every: Trigger | None = None, histograms: Trigger | None = None, sown: str | None = "summaries"
