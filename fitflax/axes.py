@@ -20,7 +20,7 @@ class AxisNames:
     """The names of the axes of a module's variables, by path, such as `params/Dense_0/kernel`.
 
     It is a static field of states, and says nothing about which state they are: all of them are equal, so that neither a tree's structure nor a compiled
-    function depends on it.
+    function depends on it. A compiled function of the user's that returns a state returns the names of the state that it was compiled for.
 
     Attributes:
         by_path: One name, several, or none, for each axis of an array that has metadata.

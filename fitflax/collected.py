@@ -95,8 +95,10 @@ class Collected:
 
 
 def _computed(key: str, metric: Metric) -> Any:
-    """Returns a metric's value as logs have it: a Python float or a float32 array."""
+    """Returns a metric's value as logs have it: a Python float, or an array of float32 or bytes."""
     value = np.asarray(metric.compute())
     if value.dtype.kind not in "fiub":
         raise MetricError(f"The metric {key!r} computes {value!r}, which is neither a number nor an array of numbers.")
-    return float(value) if value.ndim == 0 else value.astype(np.float32)
+    if value.ndim == 0:
+        return float(value)
+    return value if value.dtype == np.uint8 else value.astype(np.float32)  # Images are often of bytes.

@@ -1,5 +1,6 @@
 """Parameter groups: which parameters an optimizer treats alike, as with `optax.multi_transform`, and which it never changes."""
 
+import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from fitflax.state import PyTree
 __all__ = ["Group", "parameter_groups"]
 
 _OTHERS = "others"
+_EMPTY = types.CellType()
 
 
 class Group(NamedTuple):
@@ -30,8 +32,9 @@ class Group(NamedTuple):
 def parameter_groups(optimizer: optax.GradientTransformation, params: PyTree) -> list[Group]:
     """Returns the groups of parameters; none where all are treated alike. Nothing is computed but shapes.
 
-    A parameter is frozen where its update does not depend on any gradient, which is read off the traced update. The labels are those of the one
-    `optax.multi_transform` (`partition`) in the optimizer; optax has no way to ask for them, so they are taken from its closures.
+    A parameter is frozen where its update is zero whatever the gradients, the parameters and the optimizer's state are, which is read off the traced update.
+    The labels are those of the one `optax.multi_transform` (`partition`) in the optimizer; optax has no way to ask for them, so they are taken from its
+    closures. Of an optimizer whose update needs more than gradients and parameters, such as a value of the loss, nothing is known.
 
     Args:
         optimizer: The transformation.
@@ -44,7 +47,10 @@ def parameter_groups(optimizer: optax.GradientTransformation, params: PyTree) ->
     """
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
     paths = [str(jax.tree_util.keystr(path, simple=True, separator="/")) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    frozen = _frozen(optimizer, params)
+    try:
+        frozen = _frozen(optimizer, params)
+    except Exception:  # noqa: BLE001 (whatever it needs, only training can give it)
+        return []
     labels = _labels(optimizer, params) or ["frozen" if is_frozen else _OTHERS for is_frozen in frozen]
     members: dict[tuple[str, bool], list[str]] = {}
     for path, label, is_frozen in zip(paths, labels, frozen, strict=True):
@@ -54,12 +60,11 @@ def parameter_groups(optimizer: optax.GradientTransformation, params: PyTree) ->
 
 
 def _frozen(optimizer: optax.GradientTransformation, params: PyTree) -> list[bool]:
-    """Returns for each parameter whether its update is the same whatever the gradients are."""
+    """Returns for each parameter whether its update is a constant, as optax's zeros are."""
     whole = optax.with_extra_args_support(optimizer)
     opt_state = jax.eval_shape(whole.init, params)
     closed = jax.make_jaxpr(lambda grads, state, params: jax.tree.leaves(whole.update(grads, state, params)[0]))(params, opt_state, params)
-    count = len(jax.tree.leaves(params))
-    return [not depends for depends in _depends(closed.jaxpr, [index < count for index in range(len(closed.jaxpr.invars))])]
+    return [not depends for depends in _depends(closed.jaxpr, [True] * len(closed.jaxpr.invars))]
 
 
 def _depends(jaxpr: Any, inputs: list[bool]) -> list[bool]:
@@ -89,7 +94,7 @@ def _labels(optimizer: optax.GradientTransformation, params: PyTree) -> list[str
     try:
         labels = found[0](params) if callable(found[0]) else found[0]
         whole = jax.tree.map(lambda label, part: jax.tree.map(lambda _: str(label), part), labels, params)
-    except (TypeError, ValueError, KeyError):
+    except Exception:  # noqa: BLE001 (a function of the user's that is made for other trees)
         return None
     names: list[str] = jax.tree.leaves(whole)
     return names if len(names) == len(jax.tree.leaves(params)) else None
@@ -106,7 +111,7 @@ def _label_trees(node: Any, seen: set[int]) -> Iterator[Any]:
         yield from _label_trees(list(node.values()), seen)
     elif hasattr(node, "__closure__"):
         cells = dict(zip(node.__code__.co_freevars, node.__closure__ or (), strict=True))
-        contents = {name: cell.cell_contents for name, cell in cells.items()}
+        contents = {name: cell.cell_contents for name, cell in cells.items() if cell != _EMPTY}
         if "param_labels" in contents:
             yield contents["param_labels"]
         else:

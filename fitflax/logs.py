@@ -51,6 +51,7 @@ class Kind(NamedTuple):
     Attributes:
         direction: `"max"` or `"min"` where it declares which is better.
         summary: Returns what TensorBoard shows in place of a value; `None` where it shows the value.
+        is_recorded: Whether values are kept in `History` and in checkpoints' metadata.
 
     >>> Kind("min").direction
     'min'
@@ -58,6 +59,7 @@ class Kind(NamedTuple):
 
     direction: str | None = None
     summary: Callable[[Any], Any] | None = None
+    is_recorded: bool = True
 
 
 class Values:
@@ -207,6 +209,10 @@ class Logs(MutableMapping[str, Any]):
         self._extra.update(extra or {})
         self.kinds: Mapping[str, Kind] = kinds or {}
         self.earlier: Mapping[str, float] = {}
+
+    def is_recorded(self, key: str) -> bool:
+        """Returns whether a value is kept in `History` and in checkpoints' metadata."""
+        return key not in self.kinds or self.kinds[key].is_recorded
 
     def _read(self) -> dict[str, Any]:
         if self._pending is not None:

@@ -202,8 +202,7 @@ class Run:
         self._saver, self._begin_step, self.has_ended = saver, self.progress.step, False
         self._is_last = self._is_rescue = self._is_closed = False
         self._callbacks_before_epoch_end = self._state_before_epoch_end = None  # The closing of an epoch's part was for show.
-        # Its pass was closed, and begins again where a checkpoint of this step would have it begin.
-        self._feed.load_state_dict(self._feed.state_dict(self.progress.position))
+        self._feed.reopen()
         self._moments = self._guarded()
 
     @property
@@ -334,6 +333,7 @@ class Run:
 
     def _open_epoch(self) -> None:
         self.progress.epoch_is_open, self.progress.epoch_is_over, self.progress.step_in_epoch = True, False, 0
+        self._is_last = False  # Whoever got the last checkpoint may have moved the end.
         self._sums = self._collected = None
         self._validated = {}
         self.callbacks.call("on_epoch_begin", self.progress.epoch, {})
@@ -371,7 +371,7 @@ class Run:
             self._collected = self._program.collector(train=True)
         sums = self._program.empty_sums(train=True) if self._sums is None else self._sums
         begin = self._clock()
-        compiles = not self._program.has_trained
+        compiles = not self._program.has_trained(is_group=plan.steps_per_call > 1, keep=plan.keep)
         if compiles and self._program.await_step(self._live.treedef, is_group=plan.steps_per_call > 1, keep=plan.keep):
             self._timer.excluded += self._clock() - begin
             compiles = False

@@ -85,7 +85,7 @@ class Model(abc.ABC):
         if type(error).__name__ == "InvalidRngError":
             hint = self._rng_hint
         elif type(error).__name__ == "ModifyScopeVariableError":
-            hint = " A collection that the module changes must be mutable: see Trainer(mutable=...)."
+            hint = " A collection that the module changes must be mutable: see the argument mutable."
         elif isinstance(x, list):
             hint = " The inputs are a list, which is one argument; for inputs and targets yield or pass a tuple, (x, y)."
         elif isinstance(error, TypeError) and "argument" in text:

@@ -19,9 +19,10 @@ from fitflax.checkpoints.by_path import is_checkpoint, load_checkpoint
 from fitflax.checkpoints.checkpoint import Checkpoint, Summary
 from fitflax.checkpoints.resume import find_resume
 from fitflax.checkpoints.saved import Saved
+from fitflax.checkpoints.saving import Saver
 from fitflax.checkpoints.store import CheckpointStore
 from fitflax.data import Batcher, Source, adapt
-from fitflax.data.batch import Selection
+from fitflax.data.batch import Selection, Triple
 from fitflax.data.feeds import Feeder
 from fitflax.errors import ConfigError
 from fitflax.evaluation import Evaluation
@@ -63,7 +64,7 @@ class TrainLoop:
         seed: What all randomness follows from.
         rngs: Names of random streams at initialization and in training, or `{"init": names, "train": names}`.
         mutable: linen's filter for collections that training may change.
-        sample: Inputs, from whose shapes alone the state is initialized; by default those of the first batch, which is then trained on.
+        sample: Inputs (a tuple is several), from whose shapes alone the state is initialized; by default those of the first batch, which is then trained on.
         restore_from: A checkpoint, or a directory of them: the run goes on from its newest good one, inside an epoch as well, bit for bit; where there is
             none yet, it begins.
         parallel: Where steps run; `DataParallel()` over all local devices by default.
@@ -121,12 +122,17 @@ class TrainLoop:
         session = Session(make_task, strategy, int(seed))
         session.compile(optimizer, arguments.optimizer_of(optimizer), Objective(loss), pad=True, numerics=Numerics())
         source = session.known(adapt(data, seed=session.seed, selection=Selection(None, None), batch_size=batch_size, shuffle=shuffle))
-        saved = None if restore_from is None else _newest_in(Path(restore_from), session)
-        if sample is not None and saved is None:
-            triple = Selection(None, None).split(arguments.zeros(sample), inputs_only=True)
-            session.build(Batcher(num_replicas=session.strategy.num_replicas)(triple)[0])
         every = arguments.trigger_of("TrainLoop", every)
-        self._begin(session, source, None, saved=saved, steps=steps, every=every, steps_per_epoch=steps_per_epoch, grads=grads, sown=sown)
+        saver = session.make_saver()
+        try:
+            saved = None if restore_from is None else _newest_in(Path(restore_from), session, saver)
+            if sample is not None and saved is None:
+                session.build(Batcher(num_replicas=session.strategy.num_replicas)(Triple(arguments.zeros(sample), (), None))[0])
+            options: dict[str, Any] = {"saved": saved, "saver": saver, "steps_per_epoch": steps_per_epoch, "grads": grads, "sown": sown}
+            self._begin(session, source, None, steps=steps, every=every, **options)
+        except BaseException:
+            saver.close()
+            raise
 
     @classmethod
     def of(cls, session: Session, source: Source, class_weight: Mapping[int, float] | None, **options: Any) -> Self:
@@ -139,7 +145,7 @@ class TrainLoop:
             **options: `steps`, `every`, `steps_per_epoch`, `grads` and `sown`, as above.
         """
         loop = cls.__new__(cls)
-        loop._begin(session, source, class_weight, saved=None, **options)
+        loop._begin(session, source, class_weight, saved=None, saver=session.make_saver(), **options)
         return loop
 
     def _begin(
@@ -149,6 +155,7 @@ class TrainLoop:
         class_weight: Mapping[int, float] | None,
         *,
         saved: Saved | None,
+        saver: Saver,
         steps: int,
         every: Trigger,
         steps_per_epoch: int | None,
@@ -170,7 +177,7 @@ class TrainLoop:
             process_start=progress.step,
             keep=Keep(norm=True, grads=grads, sown=(sown,) if isinstance(sown, str) else tuple(sown)),
         )
-        self._run = prepare_run(session, source, feed, plan, progress=progress, saved=saved)
+        self._run = prepare_run(session, source, feed, plan, progress=progress, saved=saved, saver=saver)
 
     def __repr__(self) -> str:
         return f"TrainLoop(step={self.step}, steps={self.steps})"
@@ -186,7 +193,7 @@ class TrainLoop:
         if checkpoint is None:
             if self.step == begin == self._run.plan.process_start and not self._has_said:
                 self._has_said = True
-                print(f"There is nothing to train: the run is at step {self.step}, and its total is {self._steps}.")
+                print(f"There is nothing to train: the run has made {self.step - self._run.progress.first_step} steps, and its total is {self._steps}.")
             raise StopIteration
         return checkpoint
 
@@ -256,6 +263,8 @@ class TrainLoop:
         self._change(arguments.trigger_of("TrainLoop", value))
 
     def _change(self, every: Trigger) -> None:
+        if self._is_closed:
+            return
         end_step = self._run.progress.first_step + self._steps if self._steps else None
         self._run.change(end_step=end_step, every=every, saver=self._session.make_saver)
 
@@ -295,14 +304,16 @@ class EvalLoop:
         metrics: Any,
         data: Any,
         steps: int | None = None,
-        rngs: Sequence[str] = (),
+        rngs: str | Sequence[str] = (),
         name: str = "eval",
         batch_size: int | None = None,
     ) -> None:
         _check_function("EvalLoop", "apply", apply)
         arguments.check_counts(steps=steps)
         self.name = arguments.group_name(name)
-        streams = Streams((), (), arguments.streams_of("EvalLoop", tuple(rngs)).train)
+        if isinstance(rngs, Mapping):
+            raise ConfigError(f"EvalLoop(rngs=...) takes the names of the streams of evaluation. Received: {dict(rngs)}.")
+        streams = Streams((), (), arguments.streams_of("EvalLoop", rngs).train)
         make_task = functools.partial(_make_task, FunctionModel(None, apply), streams=streams, mutable=_ALL_BUT_PARAMS, objective=Objective(None, metrics))
         source = adapt(data, seed=0, selection=Selection(None, None), batch_size=batch_size, shuffle=False)
 
@@ -350,11 +361,12 @@ def _make_task(
     )
 
 
-def _newest_in(path: Path, session: Session) -> Saved | None:
-    """Returns a checkpoint, or the newest good one in a directory of them; `None` where a run is to begin."""
-    if is_checkpoint(path):
+def _newest_in(path: Path, session: Session, saver: Saver) -> Saved | None:
+    """Returns a checkpoint, or the newest good one in a directory of them, which is locked for the run; `None` where a run is to begin."""
+    if is_checkpoint(path) or (path.exists() and not os.access(path, os.W_OK)):  # One that nobody writes to.
         return load_checkpoint(path)
     store = CheckpointStore(path)
+    store.lock(saver)  # Before it is looked at: what another run is writing there is no litter.
     saved = find_resume("auto", [store])
     if saved is None:
         session.run_id = store.run_id() or session.run_id  # It died before its first checkpoint.

@@ -19,6 +19,9 @@ from fitflax.errors import OptimizerError, did_you_mean
 
 __all__ = ["get", "get_learning_rate", "get_learning_rates", "names", "set_learning_rate"]
 
+ONLY_RATE = "learning_rate"
+"""The name of an injected rate, and of the only one of an optimizer without labels."""
+
 # Keras's default learning rate, or None for what Keras does not have: optax has no defaults, and inventing some would be guessing.
 _OPTIMIZERS: dict[str, tuple[Callable[..., optax.GradientTransformation], float | None]] = {
     "adabelief": (optax.adabelief, None),
@@ -109,25 +112,27 @@ def get_learning_rate(opt_state: Any) -> jax.Array | None:
 
 
 def get_learning_rates(opt_state: Any) -> dict[str, jax.Array]:
-    """Returns all injected learning rates of an optax state, by the label of `optax.multi_transform` that they belong to; others by their path.
+    """Returns all injected learning rates of an optax state, by the label of `optax.multi_transform` that they belong to.
+
+    The only rate of an optimizer without labels is `"learning_rate"`; several without a label of their own have their paths for names.
 
     >>> tx = optax.multi_transform({"a": get("sgd", 0.5), "b": get("adam", 0.25)}, {"w": "a", "v": "b"})
     >>> {label: float(rate) for label, rate in get_learning_rates(tx.init({"w": np.ones(2), "v": np.ones(2)})).items()}
     {'a': 0.5, 'b': 0.25}
     """
-    return {_label(path): node.hyperparams["learning_rate"] for path, node in _find_all(opt_state)}
-
-
-def find_learning_rates(opt_state: Any) -> dict[str, Any]:
-    """Returns what `get_learning_rates` does, but the only one as `""`, which takes a fraction of the time."""
     rates: list[Any] = []
     trees = [opt_state]
     while trees:
-        # Without paths, which take longer than all the rest.
-        injected = [node for node in jax.tree.leaves(trees.pop(), is_leaf=_is_injected) if _is_injected(node)]
-        rates += [node.hyperparams["learning_rate"] for node in injected if "learning_rate" in node.hyperparams]
+        # Without paths, which take longer than all the rest; but for labels.
+        nodes = jax.tree.leaves(trees.pop(), is_leaf=lambda node: _is_injected(node) or _is_partition(node))
+        if any(_is_partition(node) for node in nodes):
+            return {label: node.hyperparams[ONLY_RATE] for label, (_, node) in _by_label(opt_state).items()}
+        injected = [node for node in nodes if _is_injected(node)]
+        rates += [node.hyperparams[ONLY_RATE] for node in injected if ONLY_RATE in node.hyperparams]
         trees += [node.inner_state for node in injected]
-    return {"": rates[0]} if len(rates) == 1 else dict(get_learning_rates(opt_state)) if rates else {}
+    if len(rates) < 2:
+        return {ONLY_RATE: rates[0]} if rates else {}
+    return {label: node.hyperparams[ONLY_RATE] for label, (_, node) in _by_label(opt_state).items()}
 
 
 def set_learning_rate(opt_state: Any, value: Any, label: str | None = None) -> Any:
@@ -172,22 +177,26 @@ def _find_one(opt_state: Any) -> tuple[_Path, Any] | None:
     """Returns path and node of the one `inject_hyperparams` state that has a learning rate."""
     found = list(_find_all(opt_state))
     if len(found) > 1:
-        labels = [_label(path) for path, _ in found]
+        labels = list(_by_label(opt_state))
         raise OptimizerError(f"This optimizer has several learning rates: {labels}. Read and set each by its name: trainer.learning_rates.")
     return found[0] if found else None
 
 
 def _find_labelled(opt_state: Any, label: str) -> tuple[_Path, Any]:
-    found = {_label(path): (path, node) for path, node in _find_all(opt_state)}
+    found = _by_label(opt_state)
     if label not in found:
         raise OptimizerError(f"This optimizer has no learning rate {label!r} that can be set: {list(found)}.{did_you_mean(label, found)}")
     return found[label]
 
 
-def _label(path: _Path) -> str:
-    """Returns the label of `multi_transform` below which a path leads, `a/b` where one lies in another; the path itself where there is none."""
-    labels = [str(child.key) for parent, child in itertools.pairwise(path) if getattr(parent, "name", None) == "inner_states"]
-    return "/".join(labels) or f"opt_state{jax.tree_util.keystr(path)}"
+def _by_label(opt_state: Any) -> dict[str, tuple[_Path, Any]]:
+    """Returns path and node of each injected rate by its name, `a/b` where one label lies in another."""
+    found = list(_find_all(opt_state))
+    labels = ["/".join(str(child.key) for parent, child in itertools.pairwise(path) if getattr(parent, "name", None) == "inner_states") for path, _ in found]
+    if labels == [""]:
+        return {ONLY_RATE: found[0]}
+    is_name = [bool(label) and labels.count(label) == 1 for label in labels]
+    return {label if named else f"opt_state{jax.tree_util.keystr(place[0])}": place for label, named, place in zip(labels, is_name, found, strict=True)}
 
 
 def _find_all(tree: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
@@ -196,6 +205,10 @@ def _find_all(tree: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
             if "learning_rate" in node.hyperparams:
                 yield (*path, *place), node
             yield from _find_all(node.inner_state, (*path, *place, jax.tree_util.GetAttrKey("inner_state")))
+
+
+def _is_partition(node: Any) -> bool:
+    return isinstance(getattr(node, "inner_states", None), dict)
 
 
 def _is_injected(node: Any) -> bool:

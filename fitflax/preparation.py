@@ -21,6 +21,7 @@ from fitflax.plan import Progress, RunPlan, Validation
 from fitflax.program import Program, check_in_memory
 from fitflax.session import Session
 from fitflax.signals import Interruption
+from fitflax.step import Keep
 
 __all__ = ["make_feed", "prepare_run", "settings_of", "start_progress"]
 
@@ -94,6 +95,8 @@ def prepare_run(
         RestoreError: The checkpoint does not fit.
     """
     program = session.need_compiled("fit")
+    if program.task.custom_step is not None:
+        plan = dataclasses.replace(plan, keep=plan.keep._replace(norm=False))  # A gradient there may be, but nobody knows of it.
     # The first batch is looked at, then trained on.
     ahead = session.steps_per_call if (session.steps_per_call or 1) > 1 else None
     fed = feed.next(ahead)
@@ -131,7 +134,7 @@ def prepare_run(
                 raise RestoreError(f"The checkpoint has collected rows of {sorted(rows)}, but the compiled metrics collect none.")
         if saved is not None and "values" in saved.run and saved.run["values"].size == structure.num_values:
             values = StepValues(structure.places, session.strategy.put(saved.run["values"]))
-    steps_per_call = _choose_steps_per_call(session, program, fed, saved)
+    steps_per_call = _choose_steps_per_call(session, program, fed, saved, plan.keep)
     session.last_run = Run(
         program,
         live,
@@ -152,7 +155,7 @@ def prepare_run(
     return session.last_run
 
 
-def _choose_steps_per_call(session: Session, program: Program, fed: FedBatch | None, saved: Saved | None) -> int:
+def _choose_steps_per_call(session: Session, program: Program, fed: FedBatch | None, saved: Saved | None, keep: Keep) -> int:
     """Returns how many steps a call is to make: what was asked for, what the run to be resumed made, or what is faster."""
     before = _steps_before(saved)
     session.choice = None
@@ -164,7 +167,7 @@ def _choose_steps_per_call(session: Session, program: Program, fed: FedBatch | N
     if before is not None or fed is None:
         return before or 1
     size = program.group_size(fed)
-    single, grouped = program.time_steps(session.need_state("fit").borrow(), fed, size) if size > 1 else (0.0, 0.0)
+    single, grouped = program.time_steps(session.need_state("fit").borrow(), fed, size, keep) if size > 1 else (0.0, 0.0)
     chosen = size if grouped < single * _WORTH_GROUPING else 1
     session.choice = f"{size} steps a call took {grouped * 1e6:.0f} us a step, single steps {single * 1e6:.0f} us" if size > 1 else "batches are large"
     session.choice = f"steps_per_call='auto' chose {chosen}: {session.choice}."

@@ -47,29 +47,6 @@ _CHEAP = 2e7
 _MANY_LEAVES = 256
 
 
-class _InFlight:
-    """Bounds how many dispatched steps may be unfinished: memory, and on CPU a deadlock of collectives, depend on it.
-
-    Args:
-        limit: How many.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._pending: list[Values] = []
-
-    def make_room(self) -> None:
-        """Waits until one more step may be dispatched; not every time, but then until half of them are finished, which one wait can tell."""
-        if len(self._pending) >= self._limit:
-            half = (self._limit + 1) // 2
-            self._pending[half - 1].wait()
-            del self._pending[:half]
-
-    def add(self, values: Values) -> None:
-        """Notes the values of a step just dispatched."""
-        self._pending.append(values)
-
-
 class _Structure(NamedTuple):
     """What a dry run finds out.
 
@@ -124,11 +101,13 @@ class Program:
         self._structures: dict[bool, _Structure] = {}
         # What was dry-run already: kind, shapes, and whether the batch came alone; and how many of such batches a call takes.
         self._seen: dict[tuple[str, str, bool], int] = {}
+        # Training steps that are compiled, or about to be: how many a call makes, and what is kept.
+        self._begun: set[tuple[int, Keep]] = set()
         self._outputs: dict[tuple[str, bool], PyTree] = {}
         self._compiled = {verb: CompiledShapes(verb) for verb in ("train on", "evaluate", "predict")}
-        # Shared by all of them, because a collective of an evaluation can wait for one of a step.
-        self._in_flight = _InFlight(self.strategy.max_in_flight)
-        self.has_trained = False
+        # The devices' own, because a collective of an evaluation can wait for one of a step, whoever dispatched them.
+        self._in_flight = self.strategy.in_flight
+        self._trained: set[tuple[bool, Keep]] = set()
 
     # -- preparation --
 
@@ -170,7 +149,7 @@ class Program:
             self._compiled["train on" if train else "evaluate"].see(batch, warns=False)
         feed = _abstract(self.strategy.abstract_feed(batch))
         seen = ("train" if train else "evaluate", str(feed), is_single)
-        if train in self._structures and seen in self._seen:
+        if train in self._structures and seen in self._seen and (not train or (steps_per_call or 1, keep) in self._begun):
             return self._structures[train]
         abstract = _abstract(state)
         structure = self._dry_run(abstract, feed, train)
@@ -187,6 +166,7 @@ class Program:
             lowered = self._steps.lower(kind, carry.treedef, *arguments, np.int32(size), self.strategy.abstract_feed(batch, size), keep=keep)
         self._steps.begin(kind, carry.treedef, lowered, keep=keep)
         self._seen[seen] = size
+        self._begun.add((size, keep))
         return structure
 
     def _worth_grouping(self, lowered: jax.stages.Lowered | None, batch: Batch, outputs: PyTree = ()) -> int:
@@ -304,7 +284,7 @@ class Program:
         batches = self.strategy.feed_group([fed.batch for fed in group], size, in_one_piece(group))
         function = self._steps.get("train group", carry.treedef, keep=keep)
         leaves, sums, (vector, vectors), rows, kept = function(carry.leaves, carry.key, sums, np.int32(len(group)), batches)
-        self.has_trained = True
+        self._trained.add((True, keep))
         values = StepValues(structure.places, vector, group=(vectors, len(group)))
         self._in_flight.add(values)
         return Trained(Carry(leaves, carry.treedef, carry.key), sums, values, rows, kept)
@@ -314,7 +294,7 @@ class Program:
         """Returns how many steps are worth trying in one call: 16, fewer where their batches would take more than 64 MB."""
         return _group_of(sum(leaf.nbytes for leaf in jax.tree.leaves(fed.batch)))
 
-    def time_steps(self, state: TrainState, fed: FedBatch, size: int) -> tuple[float, float]:
+    def time_steps(self, state: TrainState, fed: FedBatch, size: int, keep: Keep) -> tuple[float, float]:
         """Returns the seconds that a step takes alone, and in a call of `size` steps, measured on copies of the state; the data's own time is in neither."""
 
         def seconds(call: Callable[[Carry, Sums], Trained], steps: int) -> float:
@@ -335,7 +315,12 @@ class Program:
             return min(laps)
 
         group = [fed] * size
-        return seconds(lambda now, sums: self.train(now, sums, fed), 1), seconds(lambda now, sums: self.train_group(now, sums, group, size), size)
+        single = seconds(lambda now, sums: self.train(now, sums, fed, keep=keep), 1)
+        return single, seconds(lambda now, sums: self.train_group(now, sums, group, size, keep=keep), size)
+
+    def has_trained(self, *, is_group: bool, keep: Keep) -> bool:
+        """Returns whether such a step has been called, so that calling it again compiles nothing."""
+        return (is_group, keep) in self._trained
 
     def await_step(self, treedef: Any, *, is_group: bool, keep: Keep = NOTHING) -> bool:
         """Waits for a training step that is being compiled ahead; returns `False` where steps are compiled by their first call."""
@@ -350,7 +335,7 @@ class Program:
         self._in_flight.make_room()
         function = self._steps.get("train", carry.treedef, keep=keep)
         leaves, sums, vector, rows, kept = function(carry.leaves, carry.key, sums, self.strategy.feed(fed.batch))
-        self.has_trained = True
+        self._trained.add((False, keep))
         values = StepValues(structure.places, vector)
         self._in_flight.add(values)
         return Trained(Carry(leaves, carry.treedef, carry.key), sums, values, rows, kept)
@@ -452,7 +437,7 @@ def _kind(key: str, metric: Metric) -> Kind:
     direction = "min" if key == "loss" or key.endswith("_loss") else metric_direction(metric)
     shows = getattr(type(metric), "summary", Metric.summary) is not Metric.summary
     # One without rows or sums: its attributes are all that is needed.
-    return Kind(direction, jax.tree.map(lambda leaf: None, metric).summary if shows else None)
+    return Kind(direction, jax.tree.map(lambda leaf: None, metric).summary if shows else None, getattr(metric, "is_recorded", True))
 
 
 def _result(key: str, metric: Metric) -> jax.Array:

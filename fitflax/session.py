@@ -383,7 +383,9 @@ class Session:
         whole = for_each_replica(shapes, self.strategy)
         state = program.abstract_state(jax.random.key(self.seed), whole) if self.live is None else self.live.borrow()
         assert isinstance(program.task.model, LinenModel)
-        return describe_model(program.task.model, self.strategy, program.task.streams.init, state, shapes, self._optimizer)
+        return describe_model(
+            program.task.model, self.strategy, program.task.streams.init, state, shapes, None if program.task.custom_step else self._optimizer
+        )
 
     def need_trainable(self, what: str) -> Program:
         """Returns the program.

@@ -337,7 +337,7 @@ class Task:
             new_state, metrics = self._custom(state, batch)
             metrics = self._join(metrics)
             loss = metrics["loss"].compute() if "loss" in metrics else jnp.float32(0)
-            done = _Update(new_state, metrics, loss, (), jnp.float32(0), None, jnp.isfinite(loss), {})
+            done = _Update(new_state, metrics, loss, (), jnp.float32(jnp.nan), None, jnp.isfinite(loss), {})
         merged = {key: sums.metrics[key].merge(metric) for key, metric in summed(done.metrics).items()}
         since = jnp.where(sums.steps_since_bad >= 0, sums.steps_since_bad + 1, jnp.where(done.is_good, -1, 0))
         values = as_vector([done.loss, done.norm, since.astype(jnp.float32)], merged)

@@ -1,6 +1,5 @@
 """A model as a table: linen's own tabulation of its layers, and the sizes of what is trained, each counted once however many devices hold it."""
 
-from collections.abc import Iterator
 from typing import cast
 
 import jax
@@ -64,8 +63,7 @@ def describe_model(
         return jnp.zeros(())
 
     jax.eval_shape(strategy.compile(tabulate, inputs=("split",), outputs="replicated"), strategy.abstract_feed(for_each_replica(batch, strategy)))
-    lines = [f"Total number of trainable weights: {describe_size(state.params)}"]
-    lines += [] if optimizer is None else list(_describe_groups(optimizer, state))
+    lines = _describe_params(optimizer, state)
     lines += [f"Collection {name}: {describe_size(tree)}" for name, tree in state.model_state.items()]
     if state.ema_params is not None:
         lines.append(f"Averaged parameters: {describe_size(state.ema_params)}")
@@ -75,10 +73,15 @@ def describe_model(
     return "\n".join([table[: table.rindex("Total Parameters")].rstrip(), "", *lines])
 
 
-def _describe_groups(optimizer: optax.GradientTransformation, state: TrainState) -> Iterator[str]:
-    """Yields a line for each group of parameters that are treated alike: its size, and how it is trained."""
-    rates = {} if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state.opt_state)) else get_learning_rates(state.opt_state)
+def _describe_params(optimizer: optax.GradientTransformation | None, state: TrainState) -> list[str]:
+    """Returns a line for the parameters that are trained, and one for each group that is treated alike, if there are several or some are frozen."""
+    groups = [] if optimizer is None else parameter_groups(optimizer, state.params)
     leaves = {str(jax.tree_util.keystr(path, simple=True, separator="/")): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)}
-    for group in parameter_groups(optimizer, state.params):
+    frozen = {path for group in groups if group.is_frozen for path in group.paths}
+    lines = [f"Total number of trainable weights: {describe_size([leaf for path, leaf in leaves.items() if path not in frozen])}"]
+    is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state.opt_state))
+    rates = {} if is_abstract else get_learning_rates(state.opt_state)
+    for group in groups:
         how = ", frozen" if group.is_frozen else f", learning rate {float(rates[group.name]):g}" if group.name in rates else ""
-        yield f"  {group.name}: {describe_size([leaves[path] for path in group.paths])} in {len(group.paths)} arrays{how}"
+        lines.append(f"  {group.name}: {describe_size([leaves[path] for path in group.paths])} in {len(group.paths)} arrays{how}")
+    return lines

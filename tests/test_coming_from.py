@@ -7,6 +7,7 @@ import types
 
 import pytest
 
+from fitflax.callbacks.tensorboard import Clock
 from tests.test_docs import blocks
 
 PAGE = (pathlib.Path(__file__).resolve().parent.parent / "docs/coming-from.md").read_text(encoding="utf-8")
@@ -41,6 +42,15 @@ def test_every_feature_has_one_row_with_a_line_of_code(system):
     section = next(part for part in PAGE.split("\n## ") if part.startswith(system))
     lines = [line for line in section.splitlines() if line.startswith("| ") and "|---" not in line]
     assert len(found) == len(FEATURES[system]) == len(lines) - 1  # The heading.
+
+
+def test_steps_a_second_are_those_between_two_writings(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("fitflax.callbacks.tensorboard.time.monotonic", lambda: now[0])
+    clock = Clock()
+    assert clock.rates(10, None, now[0], 0.0) == {}
+    now[0] = 1010.0
+    assert clock.rates(133, None, now[0], 0.0) == {"time/steps_per_second": 12.3}
 
 
 def test_every_rows_line_runs(tmp_path, monkeypatch, capsys):

@@ -40,7 +40,7 @@ ROOT_NAMES = {
 # "module:name" -> why it has no underscore and is not in `__all__`: what the library's own modules share, and users do not need.
 INTERNAL_NAMES = {
     "fitflax.errors:did_you_mean": "words the messages of other modules",
-    "fitflax.optimizers:find_learning_rates": "for those who only log them, often",
+    "fitflax.optimizers:ONLY_RATE": "a name for those who log rates",
 }
 
 COMPILING = {"jit", "pjit", "pmap", "shard_map", "donate_argnums", "donate_argnames"}

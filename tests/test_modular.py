@@ -14,9 +14,9 @@ from flax import linen as nn
 
 import fitflax
 from fitflax import EvalLoop, TrainLoop, every, first, serial
-from fitflax.callbacks import BestCheckpoint, ModelCheckpoint
+from fitflax.callbacks import BestCheckpoint, Callback, ModelCheckpoint
 from fitflax.checkpoints import CheckpointStore
-from fitflax.errors import ConfigError, LossError, ModelError, NotReadyError, OptimizerError
+from fitflax.errors import ConfigError, DirectoryInUseError, LossError, ModelError, NotReadyError, OptimizerError
 from fitflax.parallel import DataParallel
 from tests.run_script import leaves_of
 
@@ -104,7 +104,7 @@ def test_a_loop_without_a_total_is_stepped_by_hand(capsys):
     loop = plain_loop()
     assert [loop.next_step().step, loop.run(9).step, loop.next_checkpoint().step] == [1, 10, 11]
     assert list(plain_loop()) == []
-    assert capsys.readouterr().out == "There is nothing to train: the run is at step 0, and its total is 0.\n"
+    assert capsys.readouterr().out == "There is nothing to train: the run has made 0 steps, and its total is 0.\n"
 
 
 @pytest.mark.parametrize("steps", [4, 6, 8])  # Inside the first pass, at its end, and inside the second.
@@ -128,6 +128,89 @@ def test_a_total_that_is_raised_at_the_last_checkpoint_is_not_missed():
     assert seen == [1, 2, 3, 4]
     loop.steps = 3
     assert loop.next_step() is None
+
+
+def test_a_raised_total_keeps_what_the_run_has_saved_and_its_best(tmp_path):
+    def make(name: str) -> tuple[BestCheckpoint, Any]:
+        best = BestCheckpoint(tmp_path / name / "best", monitor="eval_accuracy", asynchronous=False)
+        save = ModelCheckpoint(tmp_path / name / "all", every=every(steps=1), keep=3)
+        return best, serial(EvalLoop(EVALUATED, metrics=["accuracy"], data=(X, Y)), best, save)
+
+    kept = {}
+    for name, totals in (("whole", (10,)), ("parts", (4, 6, 10))):
+        (best, process), loop = make(name), loop_of(steps=totals[0])
+        with process:
+            for total in totals:
+                loop.steps = total
+                for checkpoint in loop:
+                    process(checkpoint)
+                if total == 4:
+                    assert CheckpointStore(tmp_path / name / "all").steps() == [2, 3, 4]
+        kept[name] = best.best, best.best_step, CheckpointStore(tmp_path / name / "all").steps(), CheckpointStore(tmp_path / name / "best").steps()
+    assert kept["whole"] == kept["parts"]
+    assert kept["whole"][2] == [8, 9, 10]
+
+
+def test_a_run_that_goes_on_from_an_older_checkpoint_drops_what_lies_beyond_it(tmp_path):
+    save = ModelCheckpoint(tmp_path, every=every(steps=1), keep=None)
+    with serial(save) as process:
+        for checkpoint in loop_of(steps=6):
+            process(checkpoint)
+        again = loop_of(steps=4, restore_from=CheckpointStore(tmp_path).path(2))
+        for checkpoint in again:
+            process(checkpoint)
+    assert CheckpointStore(tmp_path).steps() == [1, 2, 3, 4]
+
+
+def test_a_last_checkpoint_that_was_none_after_all_is_the_only_one_that_says_so():
+    loop, last = plain_loop(steps=6), []
+    for checkpoint in loop:
+        last.append(checkpoint.point.is_last)
+        if checkpoint.step == 6:  # The end of a pass, too.
+            loop.steps = 9
+    assert last == [False] * 5 + [True] + [False] * 2 + [True]
+
+
+class Loader:
+    """Yields batches in an order that goes on from pass to pass, and can be asked for where it is."""
+
+    def __init__(self) -> None:
+        self.rng, self.begin = np.random.default_rng(0), 0
+        self.order = np.arange(24)
+
+    def __iter__(self):
+        if not self.begin:
+            self.order = self.rng.permutation(24)
+        while self.begin < 24:
+            rows = self.order[self.begin : self.begin + 4]
+            self.begin += 4
+            yield X[rows], Y[rows]
+        self.begin = 0
+
+    def state_dict(self):
+        return {"rng": self.rng.bit_generator.state, "begin": self.begin, "order": self.order}
+
+    def load_state_dict(self, state):
+        self.rng.bit_generator.state, self.begin, self.order = state["rng"], state["begin"], state["order"]
+
+
+@pytest.mark.parametrize("steps", [3, 6])  # Inside a pass, and at its end.
+def test_a_raised_total_goes_on_with_a_loader_that_has_a_state_as_if_it_had_been_so_from_the_start(steps):
+    whole = [checkpoint.loss for checkpoint in plain_loop(data=Loader(), batch_size=None, steps=20)]
+    loop = plain_loop(data=Loader(), batch_size=None, steps=steps)
+    parts = [checkpoint.loss for checkpoint in loop]
+    loop.steps = 20
+    parts += [checkpoint.loss for checkpoint in loop]
+    assert parts == whole
+
+
+def test_a_directory_that_another_run_uses_is_left_alone(tmp_path):
+    save, running = ModelCheckpoint(tmp_path, every=every(steps=1)), loop_of(steps=5)
+    save(running.next_step())
+    with pytest.raises(DirectoryInUseError, match="in use"):
+        loop_of(steps=5, restore_from=tmp_path)
+    running.close()
+    assert loop_of(steps=5, restore_from=tmp_path).step == 1
 
 
 def test_the_trigger_can_be_changed():
@@ -191,6 +274,59 @@ def test_a_collection_that_is_not_mutable_stays(tmp_path):
     assert loop.next_step().model_state["carry"]["sum"].tolist() == [0, 0, 0, 0]
 
 
+class Two(nn.Module):
+    @nn.compact
+    def __call__(self, a, b):
+        return nn.Dense(3)(jnp.concatenate([a, b], axis=-1))
+
+
+def test_a_sample_that_is_a_tuple_is_several_inputs():
+    data = ((X, X[:, :2]), Y)
+    loop = TrainLoop(Two().init, Two().apply, optimizer="sgd", loss=LOSS, data=data, sample=(X[:1], X[:1, :2]))
+    assert loop.next_step().model_params["Dense_0"]["kernel"].shape == (6, 3)
+
+
+def test_streams_of_evaluation_are_names():
+    options: dict[str, Any] = {"metrics": ["accuracy"], "data": (X, Y)}
+    evaluate = EvalLoop(Streams("third").apply, rngs="third", **options)
+    rngs = {"init": ("first",), "train": ("train",)}
+    loop = TrainLoop(Streams().init, Streams().apply, optimizer="sgd", loss=LOSS, data=(X, Y), rngs=rngs)
+    assert "accuracy" in evaluate(loop.next_step()).metrics["eval"]
+    with pytest.raises(ConfigError, match=r"EvalLoop\(rngs=...\) takes the names"):
+        EvalLoop(DENSE.apply, rngs={"eval": ("third",)}, **options)
+
+
+def test_two_evaluations_of_one_name_are_an_error():
+    evaluate = EvalLoop(DENSE.apply, metrics=["accuracy"], data=(X, Y))
+    with pytest.raises(ConfigError, match="Two evaluations of one checkpoint are named 'eval'"):
+        serial(evaluate, evaluate)(plain_loop().next_step())
+
+
+def test_what_writes_is_on_disk_before_a_later_callback_saves_however_they_are_nested(tmp_path):
+    order = []
+
+    class Writer(Callback):
+        def on_checkpoint(self, checkpoint):
+            order.append("write")
+
+        def sync(self):
+            order.append("sync")
+
+        def run_was_saved(self):
+            order.append("told")
+
+    class Saving(ModelCheckpoint):
+        def on_checkpoint(self, checkpoint):
+            super().on_checkpoint(checkpoint)
+            order.append("save")
+
+    save = Saving(tmp_path, every=every(steps=2), asynchronous=False)
+    with serial(serial(Writer(), lambda checkpoint: checkpoint), serial(save)) as process:
+        for checkpoint in plain_loop(steps=2):
+            process(checkpoint)
+    assert order == ["write", "write", "sync", "save", "told"]
+
+
 def test_a_sample_initializes_and_no_batch_is_lost():
     seen = []
 
@@ -242,7 +378,7 @@ def test_a_run_that_has_ended_says_so_and_yields_nothing(tmp_path, capsys):
     loop = plain_loop(steps=3, restore_from=tmp_path)
     assert list(loop) == []
     assert list(loop) == []
-    assert capsys.readouterr().out == "There is nothing to train: the run is at step 3, and its total is 3.\n"
+    assert capsys.readouterr().out == "There is nothing to train: the run has made 3 steps, and its total is 3.\n"
     assert [checkpoint.step for checkpoint in plain_loop(steps=5, restore_from=tmp_path)] == [4, 5]
 
 

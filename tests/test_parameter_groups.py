@@ -60,6 +60,19 @@ def test_frozen_parameters_without_labels_are_found():
         assert found == [Group("frozen", BACKBONE, is_frozen=True), Group("others", ["head/kernel"], is_frozen=False)]
 
 
+def test_what_decays_is_not_frozen():
+    decaying = optax.chain(partition(optax.set_to_zero(), optax.identity()), optax.add_decayed_weights(1e-4), optax.scale(-0.1))
+    assert [group.is_frozen for group in parameter_groups(decaying, PARAMS)] == [False, False]
+
+
+def test_of_an_optimizer_that_needs_a_value_of_the_loss_nothing_is_said():
+    assert parameter_groups(optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()), PARAMS) == []
+    trainer = fitflax.Trainer(Network())
+    trainer.compile(optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()), "sparse_categorical_crossentropy")
+    trainer.build((X, Y))
+    trainer.summary(file=io.StringIO())
+
+
 @pytest.mark.parametrize("optimizer", [optax.adam(0.1), optax.adamw(0.1), optimizers.get("lamb"), optax.chain(optax.clip_by_global_norm(1.0), optax.lion(0.1))])
 def test_where_all_parameters_are_treated_alike_there_are_no_groups(optimizer):
     assert parameter_groups(optimizer, PARAMS) == []
@@ -78,7 +91,7 @@ def test_a_summary_shows_groups_apart():
     text = io.StringIO()
     trainer.summary(file=text)
     lines = text.getvalue().splitlines()
-    begin = lines.index("Total number of trainable weights: 51 = 204 B")
+    begin = lines.index("Total number of trainable weights: 21 = 84 B")
     assert lines[begin + 1 : begin + 3] == ["  backbone: 30 = 120 B in 2 arrays, frozen", "  head: 21 = 84 B in 2 arrays, learning rate 0.25"]
 
 
@@ -89,6 +102,13 @@ def test_what_a_summary_calls_frozen_does_not_change():
     after = trainer.state.params
     np.testing.assert_array_equal(before["backbone"]["kernel"], after["backbone"]["kernel"])
     assert not np.array_equal(before["head"]["bias"], after["head"]["bias"])
+
+
+def test_two_rates_of_one_label_are_named_by_their_paths():
+    twice = optax.chain(optimizers.get("sgd", 0.5), optimizers.get("sgd", 0.25))
+    rates = trainer_of(partition(optax.set_to_zero(), twice)).learning_rates
+    assert sorted(rates.values()) == [0.25, 0.5]
+    assert all("'head'" in name for name in rates)
 
 
 def test_each_groups_learning_rate_is_read_and_set():
@@ -105,9 +125,10 @@ def test_each_groups_learning_rate_is_read_and_set():
 def test_the_only_rate_of_a_group_is_the_learning_rate():
     trainer = trainer_of(partition(optax.set_to_zero(), optimizers.get("adam", 0.25)))
     assert trainer.learning_rates == {"head": 0.25}
+    assert list(next(trainer.train_loop(X, Y, steps=1)).learning_rates) == ["head"]
     trainer.learning_rate = 0.5
     assert trainer.learning_rate == 0.5
-    assert trainer_of("adam").learning_rates == {"opt_state": pytest.approx(0.001)}
+    assert trainer_of("adam").learning_rates == {"learning_rate": pytest.approx(0.001)}
     assert trainer_of(optax.adam(0.1)).learning_rates == {}
 
 

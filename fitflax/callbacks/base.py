@@ -24,7 +24,7 @@ from fitflax.state import TrainState
 from fitflax.step import Keep
 from fitflax.triggers import Moment, Schedule, Trigger
 
-__all__ = ["Callback", "Phase", "TrainerView"]
+__all__ = ["Callback", "Phase", "PlainRun", "TrainerView"]
 
 HOOKS = (
     "on_train_begin",
@@ -53,6 +53,7 @@ class TrainerView(Protocol):
     """
 
     learning_rate: Any
+    learning_rates: Any
     stop_training: bool
 
     @property
@@ -128,7 +129,7 @@ class Callback:
     main_process_only: ClassVar[bool] = False
     needs_gradients_norm: bool | None = None
     needs_grads: bool = False
-    needs_sown: tuple[str, ...] = ()
+    needs_sown: str | tuple[str, ...] = ()
     may_skip_batches: bool = False
     _own_schedule: Schedule | None = None
 
@@ -273,6 +274,25 @@ class Callback:
         self.close()
 
 
+class PlainRun:
+    """Which run a callback serves as a plain function, and how far that is.
+
+    Attributes:
+        step: The step of the last checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self._run: tuple[str, int] | None = None
+        self.step = 0
+
+    def goes_on(self, checkpoint: Checkpoint) -> bool:
+        """Notes a checkpoint; returns whether it follows the last one in the same run, so that nothing of what was written lies beyond it."""
+        run = checkpoint.run_id, checkpoint.point.process_start
+        follows = run == self._run and checkpoint.step >= self.step
+        self._run, self.step = run, checkpoint.step
+        return follows
+
+
 def moment_of(checkpoint: Checkpoint) -> Moment:
     """Returns the moment of a checkpoint, for triggers."""
     return Moment(
@@ -335,7 +355,7 @@ class CallbackList:
     @property
     def keep(self) -> Keep:
         """What of a step callbacks read besides its values."""
-        sown = {name: None for callback in self._all for name in callback.needs_sown}
+        sown = {name: None for callback in self._all for name in ((callback.needs_sown,) if isinstance(callback.needs_sown, str) else callback.needs_sown)}
         norms = (overrides(callback, "on_checkpoint") if callback.needs_gradients_norm is None else callback.needs_gradients_norm for callback in self._all)
         return Keep(norm=any(norms), grads=any(callback.needs_grads for callback in self._all), sown=tuple(sown))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from fitflax.callbacks.base import Callback, Phase
+from fitflax.callbacks.base import Callback, Phase, PlainRun
 from fitflax.callbacks.model_checkpoint import check_keep
 from fitflax.callbacks.monitor import Monitor
 from fitflax.checkpoints.checkpoint import Checkpoint
@@ -77,6 +77,7 @@ class BestCheckpoint(Callback):
         self.store = CheckpointStore(self.directory, backend=backend)
         self._monitor = Monitor("BestCheckpoint", monitor, mode)
         self._saver: Saver | None = None
+        self._plain_run = PlainRun()
         self._in_fit = False
         # (value, step), the best first; and what a run that ended inside an epoch saved after its last checkpoint.
         self._kept: list[tuple[float, int]] = []
@@ -133,10 +134,12 @@ class BestCheckpoint(Callback):
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
         if self._in_fit and not checkpoint.point.epoch_ends and self._monitor.key not in checkpoint.evaluated:
             return
+        goes_on = self._plain_run.goes_on(checkpoint)
         if checkpoint.saver is not self._saver:
-            # Used as a plain function, without a trainer that opens the run.
+            # Used as a plain function, without a trainer that opens the run. One that had ended may go on, with another saver.
             self.enter_run(checkpoint.saver)
-            self.open_run(checkpoint.run_id, checkpoint.point.process_start)
+            if not goes_on:
+                self.open_run(checkpoint.run_id, checkpoint.point.process_start)
         value = self._candidate(checkpoint.logs, checkpoint.step)
         if value is not None:
             self._kept = self._rank([*(entry for entry in self._kept if entry[1] != checkpoint.step), (value, checkpoint.step)])[: self.keep]

@@ -78,6 +78,8 @@ class EventFiles:
 
     def _check(self) -> None:
         failure, self._failure = self._failure, None
+        if isinstance(failure, CallbackError):
+            raise failure  # It says itself what failed.
         if failure is not None:
             raise CallbackError(f"TensorBoard's event files in {self.directory} cannot be written: {type(failure).__name__}: {failure}.") from failure
 

@@ -46,7 +46,10 @@ class History(Callback):
 
     @override
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        self.rows.append({"epoch": epoch, "logs": {**logs, **{key: value for key, value in getattr(logs, "earlier", {}).items() if key not in logs}}})
+        values = {**logs, **{key: value for key, value in getattr(logs, "earlier", {}).items() if key not in logs}}
+        if isinstance(logs, Logs):
+            values = {key: value for key, value in values.items() if logs.is_recorded(key)}
+        self.rows.append({"epoch": epoch, "logs": values})
 
     @override
     def load_closing(self, step: int, epoch: int, logs: Logs) -> None:

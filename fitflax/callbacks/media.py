@@ -4,6 +4,7 @@ Nothing here draws or encodes while a step runs: a sown value is a pytree of arr
 does the rest.
 """
 
+import contextlib
 import io
 import struct
 import zlib
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct as flax_struct
 
@@ -63,7 +65,7 @@ class FigureSummary:
 
     Args:
         draw: `draw(*arrays) -> matplotlib.figure.Figure`, called with NumPy arrays. Make the figure with `matplotlib.figure.Figure()`: pyplot is not made for
-            threads. A function of the module's or class's, not one made anew in each call, which would have the step compiled again.
+            threads. Functions of the same code count as the same, so that one that is made anew in each call does not have the step compiled again.
         *arrays: What it draws: arrays or trees of them.
 
     >>> def draw(scores):
@@ -80,7 +82,23 @@ class FigureSummary:
         self.arrays = arrays
 
 
-jax.tree_util.register_pytree_node(FigureSummary, lambda figure: (figure.arrays, figure.draw), lambda draw, arrays: FigureSummary(draw, *arrays))
+class _Drawn:
+    """What is static of a `FigureSummary`."""
+
+    def __init__(self, draw: Callable[..., Any]) -> None:
+        self.draw = draw
+        fn = getattr(draw, "func", draw)  # That of a functools.partial.
+        fn = getattr(fn, "__func__", fn)  # That of a method.
+        self._code = getattr(fn, "__code__", fn)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Drawn) and self._code == other._code
+
+    def __hash__(self) -> int:
+        return hash(self._code)
+
+
+jax.tree_util.register_pytree_node(FigureSummary, lambda figure: (figure.arrays, _Drawn(figure.draw)), lambda drawn, arrays: FigureSummary(drawn.draw, *arrays))
 
 _KINDS = (ImageSummary, HistogramSummary, FigureSummary)
 
@@ -112,12 +130,15 @@ def check_images(tag: str, value: Any) -> None:
     """Checks the shape of a value before it is handed to the thread that writes.
 
     Raises:
-        CallbackError: Images that are none.
+        CallbackError: Images that are none, or of another kind of numbers.
     """
-    if isinstance(value, ImageSummary) and (np.ndim(value.images) < 4 or np.shape(value.images)[-1] not in (1, 3, 4)):
-        raise CallbackError(
-            f"{tag}: ImageSummary takes images [images, height, width, channels] with 1, 3 or 4 channels. Received: {list(np.shape(value.images))}."
-        )
+    if not isinstance(value, ImageSummary):
+        return
+    shape, dtype = np.shape(value.images), np.dtype(getattr(value.images, "dtype", np.float64))
+    if len(shape) < 4 or shape[-1] not in (1, 3, 4):
+        raise CallbackError(f"{tag}: ImageSummary takes images [images, height, width, channels] with 1, 3 or 4 channels. Received: {list(shape)}.")
+    if dtype != np.uint8 and not jnp.issubdtype(dtype, jnp.floating):
+        raise CallbackError(f"{tag}: ImageSummary takes images of uint8, or of floats from 0 to 1. Received: {dtype}.")
 
 
 def write_logged(write: Write, group: str, step: int, values: Mapping[str, Any], kinds: Mapping[str, Kind], now: float) -> None:
@@ -134,7 +155,9 @@ def write_logged(write: Write, group: str, step: int, values: Mapping[str, Any],
     plain: dict[str, Any] = {}
     for key, value in values.items():
         summary = kinds[key].summary if key in kinds else None
-        for tag, one in _flatten(key, value if summary is None else summary(value)):
+        with _naming(key):
+            shown = value if summary is None else summary(value)
+        for tag, one in _flatten(key, shown):
             if isinstance(one, _KINDS):
                 check_images(tag, one)
                 _write_media(write, group, tag, step, one, now)
@@ -169,10 +192,20 @@ def _write_media(write: Write, group: str, tag: str, step: int, value: Any, now:
             _write_image(write, group, tag if len(images) == 1 else f"{tag}/{index}", step, _png(_as_bytes(image)), now)
     elif isinstance(value, FigureSummary):
         file = io.BytesIO()
-        value.draw(*jax.tree.map(np.asarray, value.arrays)).savefig(file, format="png")
+        with _naming(tag):
+            value.draw(*jax.tree.map(np.asarray, value.arrays)).savefig(file, format="png")
         _write_image(write, group, tag, step, file.getvalue(), now)
     else:
         write_histogram(write, group, tag, step, np.asarray(value.values), now)
+
+
+@contextlib.contextmanager
+def _naming(tag: str) -> Iterator[None]:
+    """Says of what tag a function of the user's failed."""
+    try:
+        yield
+    except Exception as error:
+        raise CallbackError(f"TensorBoard cannot show {tag}: {type(error).__name__}: {error}") from error
 
 
 def _write_image(write: Write, group: str, tag: str, step: int, png: bytes, now: float) -> None:

@@ -7,12 +7,13 @@ from typing import Any
 
 from typing_extensions import override
 
-from fitflax.callbacks.base import Callback, Phase, check_trigger
+from fitflax.callbacks.base import Callback, Phase, PlainRun, check_trigger
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.checkpoints.closing import save_closing_row
 from fitflax.checkpoints.saving import Saver
 from fitflax.checkpoints.store import CheckpointStore
 from fitflax.errors import CallbackError
+from fitflax.logs import Logs
 from fitflax.triggers import Trigger
 from fitflax.triggers import every as make_every
 
@@ -69,6 +70,7 @@ class ModelCheckpoint(Callback):
         self.asynchronous = asynchronous
         self.store = CheckpointStore(self.directory, backend=backend)
         self._saver: Saver | None = None
+        self._plain_run = PlainRun()
         self._steps: list[int] = []
 
     @override
@@ -101,10 +103,12 @@ class ModelCheckpoint(Callback):
 
     @override
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
+        goes_on = self._plain_run.goes_on(checkpoint)
         if checkpoint.saver is not self._saver:
-            # Used as a plain function, without a trainer that opens the run.
+            # Used as a plain function, without a trainer that opens the run. One that had ended may go on, with another saver.
             self.enter_run(checkpoint.saver)
-            self.open_run(checkpoint.run_id, checkpoint.point.process_start)
+            if not goes_on:
+                self.open_run(checkpoint.run_id, checkpoint.point.process_start)
         steps = [*(step for step in self._steps if step != checkpoint.step), checkpoint.step]
         self._steps = self._kept(steps)
         checkpoint.save_to(self.store, owner=self.owner, keep=self._steps, asynchronous=self.asynchronous)
@@ -118,7 +122,8 @@ class ModelCheckpoint(Callback):
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
         if checkpoint.step in self._steps:
             checkpoint.saver.wait()
-            save_closing_row(self.store.path(checkpoint.step), {"epoch": epoch, "logs": dict(logs), "earlier": dict(getattr(logs, "earlier", {}))})
+            recorded = {key: value for key, value in logs.items() if not isinstance(logs, Logs) or logs.is_recorded(key)}
+            save_closing_row(self.store.path(checkpoint.step), {"epoch": epoch, "logs": recorded, "earlier": dict(getattr(logs, "earlier", {}))})
 
     @override
     def close(self) -> None:

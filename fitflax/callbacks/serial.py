@@ -15,7 +15,7 @@ class Serial:
     """Functions `checkpoint -> checkpoint` as one; made by `serial`."""
 
     def __init__(self, steps: Sequence[Callable[[Any], Any]]) -> None:
-        self._steps = tuple(steps)
+        self.parts = tuple(steps)
 
     def __call__(self, checkpoint: Any) -> Any:
         """Hands `checkpoint` from one function to the next and returns what the last one returns.
@@ -23,7 +23,7 @@ class Serial:
         As in `fit`, what callbacks have written up to here is on disk before one that follows them saves the run.
         """
         earlier = list(getattr(checkpoint, "before_saving", ()))
-        for step in self._steps:
+        for step in self.parts:
             if isinstance(checkpoint, Checkpoint):
                 checkpoint.before_saving = list(earlier)
             given, saves = checkpoint, getattr(checkpoint, "num_saves", 0)
@@ -35,7 +35,7 @@ class Serial:
         return checkpoint
 
     def _run_was_saved(self) -> None:
-        for step in self._steps:
+        for step in self.parts:
             if isinstance(step, Callback):
                 step.run_was_saved()
 
@@ -48,7 +48,7 @@ class Serial:
     def close(self) -> None:
         """Waits for saves and closes writers."""
         with contextlib.ExitStack() as stack:  # One that fails keeps no other from it.
-            for step in reversed(self._steps):
+            for step in reversed(self.parts):
                 if isinstance(step, Callback | Serial):
                     stack.callback(step.close)
 
@@ -68,4 +68,5 @@ def serial(*steps: Callable[[Any], Any]) -> Serial:
             raise ConfigError(f"serial() takes functions checkpoint -> checkpoint. Received: {step!r}.")
         if isinstance(step, Callback):
             step.check_alone()
-    return Serial(steps)
+    # Flat, so that each knows all that come before it.
+    return Serial([part for step in steps for part in (step.parts if isinstance(step, Serial) else (step,))])

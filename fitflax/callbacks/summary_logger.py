@@ -84,7 +84,8 @@ def _own_lines(checkpoint: Checkpoint, steps: int, seconds: float) -> Iterator[s
     if steps:
         yield _line("train", "seconds_per_step", seconds / steps)
     if checkpoint.step_values is not None:
-        yield _line("train", "gradients_l2norm", checkpoint.gradients_norm)
+        if checkpoint.has_gradients_norm:
+            yield _line("train", "gradients_l2norm", checkpoint.gradients_norm)
         yield _line("train", "weights_l2norm", checkpoint.params_norm)
 
 

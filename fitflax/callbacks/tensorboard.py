@@ -11,13 +11,14 @@ import jax
 import numpy as np
 from typing_extensions import override
 
-from fitflax.callbacks.base import Callback, Phase, check_trigger, moment_of
+from fitflax.callbacks.base import Callback, Phase, PlainRun, check_trigger, moment_of
 from fitflax.callbacks.event_files import EventFiles, Write, trim
 from fitflax.callbacks.media import check_images, flatten_sown, write_logged, write_sown
 from fitflax.callbacks.summaries import TRAIN, describe_environment, hyperparameter_summaries, write_histogram
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.errors import CallbackError, NotReadyError
 from fitflax.logs import Logs
+from fitflax.optimizers import ONLY_RATE
 from fitflax.state import PyTree
 from fitflax.triggers import Schedule, Trigger
 from fitflax.triggers import every as make_every
@@ -75,12 +76,12 @@ class TensorBoard(Callback):
         self._triggers = {"values": values, "histograms": histograms}
         self.every = values if histograms is None else values | histograms
         self.needs_grads = histograms is not None
+        if sown is not None and not isinstance(sown, str):
+            raise CallbackError(f"TensorBoard(sown=...) takes the name of a collection, or None. Received: {sown!r}.")
         self.needs_sown = () if sown is None else (sown,)
         self._files: EventFiles | None = None
         self._run_id: str | None = None
-        # As a plain function: the run and the step at which its process began, and the last step seen.
-        self._plain_run: tuple[str, int] | None = None
-        self._plain_step = 0
+        self._plain: PlainRun | None = None  # While it is a plain function.
         self._schedules: dict[str, Schedule] = {}
         self._reset(0)
 
@@ -114,16 +115,19 @@ class TensorBoard(Callback):
         self._files = EventFiles(self.directory, run_id, step)
         # The loop's clock as well.
         self._schedules = {name: Schedule(trigger, time.monotonic()) for name, trigger in self._triggers.items()}
-        self._plain_run = None
+        self._plain = None
         self._reset(step)
         self._is_new = is_new
 
     def _open_plain(self, checkpoint: Checkpoint) -> None:
-        """Opens the run of a checkpoint, where no trainer does; one that was closed in the middle of its loop goes on."""
-        run = checkpoint.run_id, checkpoint.point.process_start
-        goes_on = run == self._plain_run
-        self.open_run(run[0], self._plain_step if goes_on else run[1])
-        self._plain_run, self._is_described = run, goes_on
+        """Opens the run of a checkpoint, where no trainer does; one that was closed in the middle of its loop, or at its end, goes on."""
+        plain = self._plain or PlainRun()
+        last = plain.step
+        goes_on = plain.goes_on(checkpoint)
+        if self._files is None or not goes_on:
+            self.open_run(checkpoint.run_id, last if goes_on else checkpoint.point.process_start)
+            self._is_described = goes_on
+        self._plain = plain
 
     @override
     def drop_closing(self) -> None:
@@ -174,10 +178,9 @@ class TensorBoard(Callback):
 
     @override
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
-        if self._files is None:
+        if self._files is None or self._plain is not None:
             self._open_plain(checkpoint)
         assert self._files is not None
-        self._plain_step = checkpoint.step
         self._describe(checkpoint)
         moment = moment_of(checkpoint)
         due = {name for name, schedule in self._schedules.items() if schedule.due(moment)}
@@ -188,7 +191,7 @@ class TensorBoard(Callback):
             self._write_sown(self._files, checkpoint)
         if "histograms" in due:
             self._write_histograms(self._files, checkpoint)
-        if self._plain_run is not None and checkpoint.point.is_last:
+        if self._plain is not None and checkpoint.point.is_last:
             self._files.sync()  # Nobody may close it.
 
     @override
@@ -211,15 +214,15 @@ class TensorBoard(Callback):
         evaluated, ends = checkpoint.evaluated, checkpoint.point.epoch_ends
         # Everything that is still on the device is read by the thread.
         logs, step_values = checkpoint.logs.deferred(late=ends), checkpoint.step_values
-        rates, kinds = checkpoint.learning_rates, checkpoint.logs.kinds
+        rates, kinds, has_norm = checkpoint.learning_rates, checkpoint.logs.kinds, checkpoint.has_gradients_norm
         clock, evaluating, self._test_seconds = self._clock, self._test_seconds, 0.0
         step, examples, dispatched, now = checkpoint.step, self._examples(checkpoint), time.monotonic(), time.time()
 
         def write_all(write: Write) -> None:
             values = {key: value for key, value in logs().items() if key not in evaluated}
             if step_values is not None:
-                values |= {"step/loss": step_values.loss, "step/gradients_norm": step_values.gradients_norm}
-            values |= {f"learning_rate/{label}".removesuffix("/"): float(rate) for label, rate in rates.items()}
+                values |= {"step/loss": step_values.loss} | ({"step/gradients_norm": step_values.gradients_norm} if has_norm else {})
+            values |= {label if label == ONLY_RATE else f"{ONLY_RATE}/{label}": float(rate) for label, rate in rates.items()}
             if ends:
                 values["epoch"] = checkpoint.epoch + 1
             values |= clock.rates(step, examples, dispatched, evaluating)
@@ -246,7 +249,7 @@ class TensorBoard(Callback):
         try:
             sown = checkpoint.sown
         except NotReadyError:
-            if self._plain_run is None:
+            if self._plain is None:
                 raise
             return  # Only `fit` is told by a callback what is wanted.
         values = {tag: value for name in self.needs_sown for tag, value in flatten_sown(name, sown.get(name, {})).items()}
@@ -270,7 +273,7 @@ class TensorBoard(Callback):
         try:
             return checkpoint.grads
         except NotReadyError:
-            if self._plain_run is None:
+            if self._plain is None:
                 raise
             return ()  # Only `fit` is told by a callback that gradients are wanted.
 

@@ -15,10 +15,10 @@ from fitflax.checkpoints.saving import Saver
 from fitflax.checkpoints.store import CheckpointStore
 from fitflax.checkpoints.trees import Plain, host_copy, to_plain, unpack
 from fitflax.data import Position
-from fitflax.errors import NotReadyError
+from fitflax.errors import ConfigError, NotReadyError
 from fitflax.live import LiveState
 from fitflax.logs import Kind, Logs, StepValues
-from fitflax.optimizers import find_learning_rates
+from fitflax.optimizers import get_learning_rates
 from fitflax.parallel import Strategy
 from fitflax.parallel.packed import Packed
 from fitflax.state import PyTree, TrainState
@@ -211,21 +211,29 @@ class Checkpoint:
         return self._values().loss
 
     @property
+    def has_gradients_norm(self) -> bool:
+        """Whether the step computed the norm of its gradient."""
+        return self._keep.norm
+
+    @property
     def gradients_norm(self) -> float:
         """The global L2 norm of this step's gradient.
 
         Raises:
-            NotReadyError: The run is one of `fit`, and none of its callbacks said that it reads this.
+            NotReadyError: `train_step` is overridden, or the run is one of `fit`, none of whose callbacks said that it reads this.
         """
-        if not self._keep.norm:
-            raise NotReadyError(f"The gradient's norm of step {self.step} was not computed: fit a callback whose needs_gradients_norm is True.")
+        if not self.has_gradients_norm:
+            raise NotReadyError(
+                f"The gradient's norm of step {self.step} was not computed: it takes a callback that needs_gradients_norm, and no own train_step."
+            )
         return self._values().gradients_norm
 
     @property
     def learning_rates(self) -> dict[str, Any]:
-        """The injected learning rates, copies that are still on the device: the only one as `""`, several by their labels."""
+        """The injected learning rates, copies that are still on the device, by the names of `optimizers.get_learning_rates`."""
+        self._drop_replaced()
         if "learning_rates" not in self._parts:
-            self._parts["learning_rates"] = self._live.copy(find_learning_rates(self.borrow().opt_state))
+            self._parts["learning_rates"] = self._live.copy(get_learning_rates(self.borrow().opt_state))
         return dict(self._parts["learning_rates"])
 
     @property
@@ -296,7 +304,13 @@ class Checkpoint:
         return self._make_run_state()
 
     def with_metrics(self, group: str, values: Mapping[str, Any], kinds: Mapping[str, Kind]) -> "Summary":
-        """Returns this checkpoint with the metrics of an evaluation; also put into the shared `logs`."""
+        """Returns this checkpoint with the metrics of an evaluation; also put into the shared `logs`.
+
+        Raises:
+            ConfigError: It has a group of that name already.
+        """
+        if group in self._groups:
+            raise ConfigError(f"Two evaluations of one checkpoint are named {group!r}. Give one of them another name.")
         for key, value in values.items():
             self.logs[f"{group}_{key}"] = value
         self.logs.kinds = {**self.logs.kinds, **{f"{group}_{key}": kind for key, kind in kinds.items()}}
@@ -356,7 +370,7 @@ class Checkpoint:
         earlier = self.saver.settle()
         try:
             run = self.run_state
-            save(train=self.borrow(), run=run, metadata={**self._metadata(run), "metrics": self.metrics})
+            save(train=self.borrow(), run=run, metadata={**self._metadata(run), "metrics": self._deferred_metrics()()})
         except Exception as error:
             if earlier is not None:
                 error.add_note(f"An earlier save had failed, too: {earlier}")
@@ -380,9 +394,15 @@ class Checkpoint:
         return snapshot
 
     def _deferred_metrics(self) -> Callable[[], dict[str, dict[str, Any]]]:
-        """Returns what gives `metrics` as they are now, in another thread, which then waits for the step."""
-        read, evaluated, evaluations = self.logs.deferred(), self.evaluated, self.evaluations
-        return lambda: {"train": {key: value for key, value in read().items() if key not in evaluated}, **evaluations}
+        """Returns what gives the recorded ones of `metrics` as they are now, in another thread, which then waits for the step."""
+        read, evaluated, evaluations, is_recorded = self.logs.deferred(), self.evaluated, self.evaluations, self.logs.is_recorded
+
+        def metrics() -> dict[str, dict[str, Any]]:
+            train = {key: value for key, value in read().items() if key not in evaluated and is_recorded(key)}
+            others = {group: {key: value for key, value in values.items() if is_recorded(f"{group}_{key}")} for group, values in evaluations.items()}
+            return {"train": train, **others}
+
+        return metrics
 
     def _metadata(self, run: Mapping[str, Any]) -> dict[str, Any]:
         return {

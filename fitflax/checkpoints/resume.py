@@ -70,7 +70,7 @@ def check_settings(saved: Saved, settings: Mapping[str, Any]) -> None:
         RestoreError: The checkpoint is of no run, or settings differ.
     """
     if "progress" not in saved.metadata:
-        raise RestoreError(f"{saved.path} holds a state, but no run that could go on. Use trainer.restore(path) and fit without resume.")
+        raise RestoreError(f"{saved.path} holds a state, but no run that could go on. Use trainer.restore(path), and begin a run with it.")
     before = saved.metadata.get("settings", {})
     differing = [f"{key} was {before.get(key)!r} and is {value!r}" for key, value in settings.items() if before.get(key) != value]
     if differing:

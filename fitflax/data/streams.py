@@ -243,6 +243,11 @@ class Feed:
         """
         self._resume = (None if self._bookmarks is None else self._bookmarks.load_state_dict(state, self._position),)
 
+    def reopen(self) -> None:
+        """Has a feed that was closed go on where it was: inside a pass from the newest state that its loader had there."""
+        if self._iterator is None and self._position.examples and self._bookmarks is not None:
+            self.load_state_dict(self._bookmarks.state_dict(self._position))
+
     def close(self) -> None:
         """Lets go of the pass that is open and of what it holds, such as worker processes. A batch can still be taken back."""
         iterator, self._iterator, self._pass = self._iterator, None, None

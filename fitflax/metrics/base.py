@@ -29,6 +29,7 @@ class Metric(abc.ABC):
         additive: Whether adding the leaves of two metrics joins them too, so that replicas can be joined by one sum over devices.
         collect: Whether its leaves are rows, `[examples, ...]`, weights among them, that `merge` appends: the step hands them out, and they are joined and
             computed on the host, once at the end of an epoch or evaluation. Such a metric is not in the logs of batches. `merge` and `compute` get NumPy.
+        is_recorded: Whether its value is kept in `History` and in checkpoints' metadata. A sample of images is not; whoever reads logs gets it.
         name: The log key.
         direction: `"max"` where more is better, `"min"` where less is, `None` where neither is.
 
@@ -52,6 +53,7 @@ class Metric(abc.ABC):
 
     additive: ClassVar[bool] = False
     collect: ClassVar[bool] = False
+    is_recorded: ClassVar[bool] = True
     name: str
     direction: Direction | None
 
@@ -81,7 +83,7 @@ class Metric(abc.ABC):
         """Returns what TensorBoard shows in place of a computed value.
 
         That is a number, an array (a list of numbers, or a table), an `ImageSummary`, `HistogramSummary` or `FigureSummary` of `fitflax.callbacks`, or a
-        dict of these by name. The thread that writes event files calls it.
+        dict of these by name. The thread that writes event files calls it, on a metric of the same settings that has no arrays.
 
         Args:
             value: What `compute` returned, a Python float or a NumPy array.

@@ -26,12 +26,13 @@ class SampleCollector(Metric):
 
     Each example draws a number that follows from `seed` and from its place in the pass; the `max_size` lowest are kept (bottom-k sampling). So the sample is
     the same for every batch size and number of devices, and joining two samples' rows samples from both. Until the end of the pass the host keeps the rows of
-    all examples; where that is too much, have `fn` return less.
+    all examples, as for an exact AUC, and so do checkpoints inside of an epoch; where that is too much, have `fn` return less. The sample is in the logs, in
+    what `evaluate` returns and in TensorBoard, not in `History`.
 
     Attributes:
         max_size: How many examples are kept; fewer where there are fewer.
         fn: `fn(outputs, targets) -> [batch, ...]`, what is kept of each example; by default the outputs, which then must be one array.
-        show: What TensorBoard shows of the sample, an array `[<= max_size, ...]`; see `Metric.summary`. By default nothing but a table.
+        show: What TensorBoard shows of the sample, an array `[<= max_size, ...]`; see `Metric.summary`. By default what is shown of any array.
         seed: Which sample.
         name: The log key.
         rows: What was computed, `[examples, ...]`.
@@ -43,6 +44,7 @@ class SampleCollector(Metric):
     """
 
     collect: ClassVar[bool] = True
+    is_recorded: ClassVar[bool] = False
 
     max_size: int = static_field(16)
     _: dataclasses.KW_ONLY

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 import jax
 
+from fitflax.parallel.in_flight import InFlight
 from fitflax.parallel.packed import Packed
 from fitflax.state import Batch, PyTree
 
@@ -36,6 +37,7 @@ class Strategy(abc.ABC):
         num_replicas: Into how many shares a batch is split.
         compiles_ahead: Whether a call uses what was compiled by way of `Compiled.lower`.
         max_in_flight: How many steps may be dispatched and not finished. It bounds memory, and on CPU it keeps XLA's collectives from a deadlock.
+        in_flight: Keeps to it, for all who dispatch steps to these devices.
 
     >>> from fitflax.parallel import DataParallel
     >>> isinstance(DataParallel(), Strategy)
@@ -45,6 +47,7 @@ class Strategy(abc.ABC):
     num_replicas: int
     compiles_ahead: bool
     max_in_flight: int
+    in_flight: InFlight
 
     @abc.abstractmethod
     def compile(self, fn: Callable[..., Any], *, inputs: Sequence[Layout], outputs: Layout | Sequence[Layout], donate: Sequence[int] = ()) -> Compiled:

@@ -20,6 +20,7 @@ from typing_extensions import override
 from fitflax.data.batch import full_mask
 from fitflax.errors import ConfigError
 from fitflax.parallel.base import Compiled, Layout, Strategy
+from fitflax.parallel.in_flight import InFlight
 from fitflax.parallel.packed import Packed
 from fitflax.state import Batch, PyTree
 
@@ -65,6 +66,7 @@ class DataParallel(Strategy):
         self.num_replicas = len(self.devices)
         # Two on CPU: more can fill XLA's thread pool with collectives that wait for each other. Others only need enough to hide the dispatch.
         self.max_in_flight = 2 if self.devices[0].platform == "cpu" and self.num_replicas > 1 else 8
+        self.in_flight = InFlight(self.max_in_flight)
         self.compiles_ahead = jax.process_count() == 1  # With more, pmap makes other arguments of those that it is given.
         mesh = Mesh(np.array(self.devices), (axis_name,))
         self._mesh = mesh

@@ -19,7 +19,7 @@ def gather(tree: PyTree) -> PyTree:
     All processes must call it, with trees of the same structure, shapes and dtypes. What JAX would narrow, such as float64, stays as it is.
 
     Args:
-        tree: Numbers and arrays that lie in this process, or are replicated over all of them.
+        tree: Numbers and arrays that lie in this process, or are replicated over all of them. Of typed keys their data is returned.
 
     Raises:
         ReplicaError: The processes' trees differ in structure, shapes or dtypes.
@@ -28,10 +28,11 @@ def gather(tree: PyTree) -> PyTree:
     {'counts': array([[0, 1]]), 'loss': array([0.5])}
     """
     leaves, treedef = jax.tree.flatten(tree)
-    arrays: list[np.ndarray[Any, Any]] = [np.asarray(leaf) for leaf in leaves]
+    arrays: list[np.ndarray[Any, Any]] = [np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf) for leaf in leaves]
     if jax.process_count() == 1:
         return jax.tree.unflatten(treedef, [array[None] for array in arrays])
-    form = f"{treedef} {[(array.shape, str(array.dtype)) for array in arrays]}"
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    form = ", ".join(f"{path} {array.dtype}{list(array.shape)}" for path, array in zip(paths, arrays, strict=True))
     forms = multihost_utils.process_allgather(np.uint32(zlib.crc32(form.encode())))
     if len(set(forms.tolist())) > 1:
         raise ReplicaError(f"gather() takes trees of the same structure, shapes and dtypes on all processes. Process {jax.process_index()} has {form}.")
@@ -44,3 +45,7 @@ def gather(tree: PyTree) -> PyTree:
         results.append(part.view(array.dtype).reshape(len(gathered), *array.shape) if array.nbytes else np.zeros((len(gathered), *array.shape), array.dtype))
         begin += array.nbytes
     return jax.tree.unflatten(treedef, results)
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)

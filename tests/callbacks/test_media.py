@@ -2,6 +2,7 @@
 
 import functools
 import io
+import json
 from typing import Any
 
 import jax
@@ -214,6 +215,28 @@ def test_images_that_are_none_are_one_clear_error(tmp_path):
         fit(make(Sowing()), TensorBoard(tmp_path, every=every(steps=1)), steps=1)
 
 
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+def test_a_function_that_draws_may_be_made_anew_in_each_call(tmp_path, steps_per_call, compilations):
+    class Sowing(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            self.sow("summaries", "lambda", FigureSummary(lambda rows: draw(rows), x))
+            self.sow("summaries", "partial", FigureSummary(functools.partial(draw), x))
+            self.sow("summaries", "method", FigureSummary(self.draw, x))
+            return nn.Dense(3)(x)
+
+        @nn.nowrap
+        def draw(self, rows):
+            return draw(rows)
+
+    trainer = make(Sowing(), steps_per_call=steps_per_call)
+    fit(trainer, TensorBoard(tmp_path, every=every(steps=2)), steps=4)
+    assert sorted(opened(tmp_path).Runs()["train"]["images"]) == ["summaries/lambda", "summaries/method", "summaries/partial"]
+    with compilations.counted() as counted:
+        fit(trainer, TensorBoard(tmp_path / "again", every=every(steps=2)), steps=4)
+    assert counted.count == 0, counted.names
+
+
 def test_figures_of_matplotlib_are_shown(tmp_path):
     pytest.importorskip("matplotlib")
 
@@ -235,7 +258,7 @@ def test_a_figure_that_cannot_be_drawn_fails_the_run_with_the_reason(tmp_path):
             self.sow("summaries", "figure", FigureSummary(fail, x))
             return nn.Dense(3)(x)
 
-    with pytest.raises(CallbackError, match="no canvas"):
+    with pytest.raises(CallbackError, match="TensorBoard cannot show summaries/figure: RuntimeError: no canvas"):
         fit(make(Sowing()), TensorBoard(tmp_path, every=every(steps=1)), steps=1)
 
 
@@ -270,6 +293,25 @@ def test_a_sample_of_examples_is_shown_as_images(tmp_path):
     collector = SampleCollector(2, fn=lambda outputs, targets: outputs, show=show)
     fit(make(nn.Dense(3), metrics=[collector]), TensorBoard(tmp_path), epochs=1, validation_data=(X, Y))
     assert opened(tmp_path).Runs()["val"]["images"] == ["samples/0", "samples/1"]
+
+
+def test_sampled_images_of_bytes_are_shown_as_they_are(tmp_path):
+    images = RNG.integers(0, 256, (16, 2, 2, 3)).astype(np.uint8)
+
+    class Flat(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(3)(x.reshape(len(x), -1).astype(jnp.float32))
+
+    trainer = make(Flat(), metrics=[SampleCollector(1, fn=lambda outputs, targets: targets, show=ImageSummary)])
+    trainer.compile("sgd", lambda outputs, targets: outputs.sum(axis=-1), [SampleCollector(1, fn=lambda outputs, targets: targets, show=ImageSummary)])
+    history = trainer.fit(images, images, batch_size=4, epochs=1, callbacks=[TensorBoard(tmp_path), ModelCheckpoint(tmp_path / "all")], verbose=0)
+    (event,) = opened(tmp_path).Images("train", "samples")
+    found = np.asarray(PIL_IMAGE.open(io.BytesIO(event.encoded_image_string)))
+    assert any(np.array_equal(found, image) for image in images)
+    assert list(history.history) == ["loss"]  # A sample is nothing to keep for ever.
+    metadata = json.loads((tmp_path / "all/step_00000004/metadata.json").read_text())
+    assert list(metadata["metrics"]["train"]) == ["loss"]
 
 
 def _as_images(rows: Any) -> ImageSummary:

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,14 +19,17 @@ import jax
 import numpy as np
 import ml_dtypes
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", num_processes=2, process_id=int(sys.argv[2]))
+import fitflax
 from fitflax.errors import ReplicaError
 from fitflax.parallel import processes
 index = jax.process_index()
 tree = {"loss": 0.1 + index, "big": np.int64(2**40 + index), "rows": np.full((2, 3), index, np.float32), "half": np.ones(3, ml_dtypes.bfloat16),
-        "flag": np.array([index == 1]), "none": np.zeros((0, 2)), "device": jax.numpy.arange(2) * index}
+        "flag": np.array([index == 1]), "none": np.zeros((0, 2)), "device": jax.numpy.arange(2) * index, "key": jax.random.key(index)}
 found = processes.gather(tree)
 result = {name: [str(value.dtype), list(value.shape), value.astype(float).ravel().tolist()] for name, value in found.items()}
 assert processes.gather(()) == ()
+metric = fitflax.metrics.Mean(fn=lambda outputs, targets: outputs)  # With a function, which has another address in each process.
+assert processes.gather(metric.add(1.0 + index, 1.0)).weight.shape[0] == 2
 try:
     processes.gather({"rows": np.zeros(index + 1)})
 except ReplicaError as error:
@@ -39,6 +43,7 @@ def test_alone_there_is_one_of_each():
     assert found["loss"].tolist() == [0.5]
     assert found["rows"].shape == (1, 2, 3)
     assert found["wide"].tolist() == [1e-300]
+    assert processes.gather(jax.random.key(7)).tolist() == [[0, 7]]
 
 
 @pytest.mark.slow  # Two processes that import JAX.
@@ -64,4 +69,5 @@ def test_two_processes_get_what_both_have_to_the_bit(tmp_path: pathlib.Path):
     assert results[0]["half"] == ["bfloat16", [2, 3], [1.0] * 6]
     assert results[0]["flag"] == ["bool", [2, 1], [0.0, 1.0]]
     assert results[0]["none"] == ["float64", [2, 0, 2], []]
+    assert results[0]["key"] == ["uint32", [2, 2], [0.0, 0.0, 0.0, 1.0]]
     assert results[0]["device"] == ["int32", [2, 2], [0.0, 0.0, 0.0, 1.0]]
