@@ -17,6 +17,7 @@ from flax.core.scope import DenyList
 import fitflax.arguments as arguments
 from fitflax.checkpoints.by_path import is_checkpoint, load_checkpoint
 from fitflax.checkpoints.checkpoint import Checkpoint, Summary
+from fitflax.checkpoints.lock import holder_of
 from fitflax.checkpoints.resume import find_resume
 from fitflax.checkpoints.saved import Saved
 from fitflax.checkpoints.saving import Saver
@@ -366,6 +367,9 @@ def _newest_in(path: Path, session: Session, saver: Saver) -> Saved | None:
     if is_checkpoint(path) or (path.exists() and not os.access(path, os.W_OK)):  # One that nobody writes to.
         return load_checkpoint(path)
     store = CheckpointStore(path)
+    if isinstance(holder := holder_of(path), Saver):  # An earlier loop of this process, whose callback was not closed.
+        holder.wait()
+        return store.newest_good()[0]
     store.lock(saver)  # Before it is looked at: what another run is writing there is no litter.
     saved = find_resume("auto", [store])
     if saved is None:

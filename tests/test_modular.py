@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import pathlib
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -16,6 +18,7 @@ import fitflax
 from fitflax import EvalLoop, TrainLoop, every, first, serial
 from fitflax.callbacks import BestCheckpoint, Callback, ModelCheckpoint
 from fitflax.checkpoints import CheckpointStore
+from fitflax.checkpoints.lock import LOCK_FILE
 from fitflax.errors import ConfigError, DirectoryInUseError, LossError, ModelError, NotReadyError, OptimizerError
 from fitflax.parallel import DataParallel
 from tests.run_script import leaves_of
@@ -207,9 +210,17 @@ def test_a_raised_total_goes_on_with_a_loader_that_has_a_state_as_if_it_had_been
 def test_a_directory_that_another_run_uses_is_left_alone(tmp_path):
     save, running = ModelCheckpoint(tmp_path, every=every(steps=1)), loop_of(steps=5)
     save(running.next_step())
-    with pytest.raises(DirectoryInUseError, match="in use"):
-        loop_of(steps=5, restore_from=tmp_path)
+    assert loop_of(steps=5, restore_from=tmp_path).step == 1  # In the same process, as in a notebook: the save is waited for.
     running.close()
+    litter = tmp_path / ".step_00000002.tmp-1-1"
+    litter.mkdir()
+    script = "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path / LOCK_FILE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline()
+        with pytest.raises(DirectoryInUseError, match="in use"):
+            loop_of(steps=5, restore_from=tmp_path)
+        other.communicate(timeout=60)
+    assert litter.exists()
     assert loop_of(steps=5, restore_from=tmp_path).step == 1
 
 
