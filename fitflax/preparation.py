@@ -96,7 +96,7 @@ def prepare_run(
     """
     program = session.need_compiled("fit")
     if program.task.custom_step is not None:
-        plan = dataclasses.replace(plan, keep=plan.keep._replace(norm=False))  # A gradient there may be, but nobody knows of it.
+        plan = dataclasses.replace(plan, keep=plan.keep._replace(norm=None))  # A gradient there may be, but nobody knows of it.
     # The first batch is looked at, then trained on.
     ahead = session.steps_per_call if (session.steps_per_call or 1) > 1 else None
     fed = feed.next(ahead)

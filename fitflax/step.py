@@ -46,12 +46,13 @@ class Keep(NamedTuple):
 
     Attributes:
         norm: The gradient's norm, and a watch for gradients that are not finite. XLA can no longer compute a gradient where it is used, so it is written to
-            memory and read once more: a step of 100 MB of parameters and little else takes 1.4 times as long, one of 2000 arrays 1.3 times.
+            memory and read once more: a step of 100 MB of parameters and little else takes 1.4 times as long, one of 2000 arrays 1.3 times. `None` where the
+            update is the user's own, so that there is none.
         grads: The gradient, which takes as much memory as the parameters.
         sown: Collections of sown values, by name.
     """
 
-    norm: bool = False
+    norm: bool | None = False
     grads: bool = False
     sown: tuple[str, ...] = ()
 

@@ -65,6 +65,7 @@ def test_every_parameter_and_collection_has_the_names_of_its_metadata():
         optax.masked(optax.adam(1e-3), lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)),
     ],
 )
+@pytest.mark.mostly_slow
 def test_moments_have_the_names_of_their_parameters_wherever_they_lie(optimizer):
     _, state = state_of(Network(), optimizer)
     axes = state.logical_axes()

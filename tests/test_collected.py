@@ -1,6 +1,7 @@
 """Metrics that keep every example's rows for NumPy, metrics that are arrays, metrics of `clu`, and the gradients that a callback may ask for."""
 
 import contextlib
+import io
 import json
 import threading
 from typing import Any, ClassVar
@@ -16,7 +17,7 @@ from flax import linen as nn
 from flax import struct
 
 import fitflax
-from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, ProgressBar
+from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, ProgressBar, SummaryLogger
 from fitflax.collected import Collected
 from fitflax.errors import MetricError, MonitorError, NotReadyError, RestoreError
 from fitflax.metrics import AUC, Metric
@@ -575,6 +576,11 @@ def test_an_update_of_the_users_own_has_no_gradient():
     trainer.compile(optax.sgd(0.1), "mse")
     trainer.fit(INPUTS, TARGETS, batch_size=4, callbacks=[taking], verbose=0)
     assert taking.grads == [()]
+    assert np.isnan(taking.norms).all()
+    lines = io.StringIO()
+    trainer.fit(INPUTS, TARGETS, batch_size=4, callbacks=[SummaryLogger(file=lines)], verbose=0)
+    assert "weights_l2norm" in lines.getvalue()
+    assert "gradients_l2norm" not in lines.getvalue()
 
 
 # --- Compilations ---

@@ -132,6 +132,7 @@ def test_an_optimizer_that_needs_the_parameters_gets_them():
 
 
 @pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.mostly_slow
 def test_collections_change_keep_their_kinds_and_are_equal_on_all_replicas(devices):
     trainer = trainer_of(Stateful(), devices=devices)
     trainer.fit(X, Y, batch_size=6, steps=3, verbose=0)
@@ -187,6 +188,7 @@ def test_sown_values_do_not_pile_up():
 
 
 @pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.mostly_slow
 def test_nothing_goes_from_device_to_device_but_by_the_steps_own_collectives(devices):
     """Neither does a batch lie on device 0 first, nor does an evaluation replicate the parameters for each batch."""
     trainer = trainer_of(Stateful(), metrics=["accuracy"], devices=devices)

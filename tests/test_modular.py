@@ -74,6 +74,7 @@ def test_a_loop_of_functions_trains_as_one_of_a_trainer():
 
 
 @pytest.mark.parametrize(("steps", "n", "expected"), [(8, 3, [1, 4, 7, 8]), (7, 3, [1, 4, 7]), (10, 5, [1, 6, 10])])
+@pytest.mark.mostly_slow
 def test_the_yield_rule_of_flax_extra_is_a_trigger(steps, n, expected):
     rule = first(1) | every(steps=n, offset=1)
     checkpoints = [(checkpoint.step, checkpoint.n_completed_steps) for checkpoint in plain_loop(steps=steps, every=rule)]
@@ -111,6 +112,7 @@ def test_a_loop_without_a_total_is_stepped_by_hand(capsys):
 
 
 @pytest.mark.parametrize("steps", [4, 6, 8])  # Inside the first pass, at its end, and inside the second.
+@pytest.mark.mostly_slow
 def test_a_total_that_is_raised_after_the_end_goes_on_as_if_it_had_been_so_from_the_start(steps):
     loop = loop_of(steps=steps, every=every(steps=100))
     assert [checkpoint.step for checkpoint in loop] == [steps]
@@ -198,6 +200,7 @@ class Loader:
 
 
 @pytest.mark.parametrize("steps", [3, 6])  # Inside a pass, and at its end.
+@pytest.mark.mostly_slow
 def test_a_raised_total_goes_on_with_a_loader_that_has_a_state_as_if_it_had_been_so_from_the_start(steps):
     whole = [checkpoint.loss for checkpoint in plain_loop(data=Loader(), batch_size=None, steps=20)]
     loop = plain_loop(data=Loader(), batch_size=None, steps=steps)
@@ -355,6 +358,7 @@ def test_a_sample_initializes_and_no_batch_is_lost():
 
 
 @pytest.mark.parametrize("stop", [4, 6, 7])
+@pytest.mark.mostly_slow
 def test_a_loop_that_is_resumed_ends_as_one_never_stopped(tmp_path, stop):
     def make(directory: pathlib.Path, **options: Any) -> tuple[TrainLoop, Any]:
         loop = loop_of(steps=10, every=every(steps=1), restore_from=directory / "all", **options)
@@ -409,6 +413,7 @@ def LOSS_OF(outputs, targets):
 
 
 @pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.mostly_slow
 def test_evaluation_loops_follow_one_another_and_agree_with_numpy(devices):
     evaluate = EvalLoop(DENSE.apply, metrics={"lnpp": LOSS_OF}, data=(X[:10], Y[:10]), batch_size=4)
     again = EvalLoop(DENSE.apply, metrics=["accuracy"], data=lambda: iter([(X[:7], Y[:7]), (X[7:10], Y[7:10])]), name="test")
@@ -421,6 +426,7 @@ def test_evaluation_loops_follow_one_another_and_agree_with_numpy(devices):
     assert (evaluate.name, again.name) == ("eval", "test")
 
 
+@pytest.mark.slow
 def test_one_evaluation_serves_runs_on_other_devices():
     evaluate = EvalLoop(DENSE.apply, metrics=["accuracy"], data=(X, Y))
     found = [evaluate(plain_loop(parallel=DataParallel(jax.devices()[:count])).next_step()).metrics["eval"]["accuracy"] for count in (1, 2, 1)]

@@ -213,19 +213,17 @@ class Checkpoint:
     @property
     def has_gradients_norm(self) -> bool:
         """Whether the step computed the norm of its gradient."""
-        return self._keep.norm
+        return bool(self._keep.norm)
 
     @property
     def gradients_norm(self) -> float:
-        """The global L2 norm of this step's gradient.
+        """The global L2 norm of this step's gradient; NaN where `train_step` is overridden, whose gradients nobody knows.
 
         Raises:
-            NotReadyError: `train_step` is overridden, or the run is one of `fit`, none of whose callbacks said that it reads this.
+            NotReadyError: The run is one of `fit`, and none of its callbacks said that it reads this.
         """
-        if not self.has_gradients_norm:
-            raise NotReadyError(
-                f"The gradient's norm of step {self.step} was not computed: it takes a callback that needs_gradients_norm, and no own train_step."
-            )
+        if self._keep.norm is False:
+            raise NotReadyError(f"The gradient's norm of step {self.step} was not computed: fit a callback whose needs_gradients_norm is True.")
         return self._values().gradients_norm
 
     @property

@@ -9,9 +9,23 @@ import pytest
 
 import fitflax
 from fitflax import callbacks
-from fitflax.callbacks import Callback, Phase
-from fitflax.callbacks.base import HOOKS
+from fitflax.callbacks import (
+    BestCheckpoint,
+    Callback,
+    CSVLogger,
+    EarlyStopping,
+    LambdaCallback,
+    ModelCheckpoint,
+    Phase,
+    ProgressBar,
+    ReduceLROnPlateau,
+    SummaryLogger,
+    TensorBoard,
+    TerminateOnNaN,
+)
+from fitflax.callbacks.base import HOOKS, CallbackList
 from fitflax.callbacks.history import History
+from fitflax.errors import NotReadyError
 from fitflax.parallel import DataParallel
 
 X, Y = np.ones((8, 4), np.float32), np.zeros((8, 3), np.float32)
@@ -125,3 +139,28 @@ def test_a_run_closes_its_callbacks_after_on_train_end():
 
     fit(Closing())
     assert calls[:2] == ["end", "close"]
+
+
+@pytest.mark.parametrize(
+    ("make", "wanted"),
+    [
+        (lambda path: [], False),
+        (lambda path: [ModelCheckpoint(path), BestCheckpoint(path), EarlyStopping(), ReduceLROnPlateau(), CSVLogger(path / "log.csv"), ProgressBar()], False),
+        (lambda path: [TensorBoard(path)], True),
+        (lambda path: [SummaryLogger()], True),
+        (lambda path: [TerminateOnNaN()], True),
+        (lambda path: [LambdaCallback(lambda checkpoint: None)], True),
+        (lambda path: [LambdaCallback(on_epoch_end=lambda epoch, logs: None)], False),
+    ],
+)
+def test_the_norm_of_the_gradient_is_computed_where_somebody_may_read_it(make, wanted, tmp_path):
+    assert CallbackList(make(tmp_path)).keep.norm is wanted
+
+
+def test_a_norm_that_was_not_computed_is_an_error_that_says_how_to_get_it():
+    look = LambdaCallback(lambda checkpoint: checkpoint.gradients_norm)
+    look.needs_gradients_norm = False
+    trainer = fitflax.Trainer(nn.Dense(1))
+    trainer.compile("sgd", "mse")
+    with pytest.raises(NotReadyError, match="fit a callback whose needs_gradients_norm is True"):
+        trainer.fit(np.ones((4, 2)), np.ones((4, 1)), callbacks=[look], verbose=0)

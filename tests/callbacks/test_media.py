@@ -125,6 +125,7 @@ def test_an_image_is_shown_as_it_was_sown(tmp_path):
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, jnp.bfloat16])
+@pytest.mark.mostly_slow
 def test_images_of_any_kind_are_encoded_so_that_others_can_read_them(tmp_path, channels, dtype):
     image = RNG.integers(0, 256, (1, 5, 7, channels)).astype(np.uint8)
     given = image if dtype == np.uint8 else (image / 255).astype(dtype)
@@ -143,6 +144,7 @@ def test_images_of_any_kind_are_encoded_so_that_others_can_read_them(tmp_path, c
 
 @pytest.mark.parametrize("options", [{}, {"steps_per_call": 2}, {"accumulate_steps": 2}])
 @pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.mostly_slow
 def test_sown_values_are_those_of_the_last_step_alone(devices, options):
     noting = Noting()
     fit(make(devices=devices, **options), noting, steps=4)
@@ -216,6 +218,7 @@ def test_images_that_are_none_are_one_clear_error(tmp_path):
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 2])
+@pytest.mark.mostly_slow
 def test_a_function_that_draws_may_be_made_anew_in_each_call(tmp_path, steps_per_call, compilations):
     class Sowing(nn.Module):
         @nn.compact

@@ -58,6 +58,7 @@ def test_padding_and_examples_without_weight_are_never_drawn():
 
 @pytest.mark.parametrize("devices", [1, 3])
 @pytest.mark.parametrize("batch_size", [4, 7, 32])
+@pytest.mark.mostly_slow
 def test_in_evaluate_it_is_the_same_for_any_batch_size_and_number_of_devices(devices, batch_size):
     trainer = fitflax.Trainer(nn.Dense(1, use_bias=False, kernel_init=nn.initializers.ones), parallel=DataParallel(jax.devices()[:devices]))
     trainer.compile("sgd", "mse", metrics=[SampleCollector(8, fn=lambda outputs, targets: outputs[:, 0] - targets[:, 0])])
