@@ -152,6 +152,7 @@ def test_a_loss_that_is_one_number_and_sown_losses_are_averaged_over_micro_batch
     assert_close(jax.tree.map(np.asarray, trainer.state.opt_state), expected)
 
 
+@pytest.mark.slow
 def test_class_weights_and_short_batches_lead_to_the_same_training(devices: Devices):
     outcomes = []
     for steps in (1, 4):
@@ -163,6 +164,7 @@ def test_class_weights_and_short_batches_lead_to_the_same_training(devices: Devi
         assert outcomes[1][1][key] == pytest.approx(values, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_micro_batch_of_padding_alone_adds_nothing(devices: Devices):
     class Normalize(nn.Module):
         @nn.compact
@@ -433,6 +435,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Any, devices: Dev
     assert rows_of(resumed.history) == rows_of(whole.history)
 
 
+@pytest.mark.slow
 def test_a_run_cannot_be_resumed_with_another_number_of_micro_batches(tmp_path: Any, devices: Devices):
     for before, after in itertools.permutations((1, 2), 2):
         directory = tmp_path / str(before)

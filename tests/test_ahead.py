@@ -31,6 +31,7 @@ X, Y = np.ones((64, 4), np.float32), np.zeros(64, np.int32)
 
 
 @pytest.mark.parametrize(("num_devices", "steps_per_call"), [(1, 1), (1, 4), (4, 1), (4, 4)])
+@pytest.mark.slow
 def test_each_program_is_compiled_once_and_the_step_is_traced_once(num_devices, steps_per_call, devices, compilations):
     traced: list[bool] = []
     trainer = fitflax.Trainer(Counting(traced.append), parallel=DataParallel(devices(num_devices)))
@@ -91,6 +92,7 @@ def test_another_batch_size_is_compiled_ahead_as_well(devices, compilations):
     assert len([name for name in compilations.names if "train_step" in name]) == 2
 
 
+@pytest.mark.slow
 def test_a_second_evaluation_or_fit_traces_nothing(devices):
     traced: list[bool] = []
     trainer = fitflax.Trainer(Counting(traced.append), parallel=DataParallel(devices(1)))
@@ -105,6 +107,7 @@ def test_a_second_evaluation_or_fit_traces_nothing(devices):
 
 
 @pytest.mark.parametrize("num_devices", [1, 3])
+@pytest.mark.slow
 def test_where_nothing_can_be_compiled_ahead_all_is_the_same(num_devices, devices, monkeypatch):
     """As with several processes."""
     results = []

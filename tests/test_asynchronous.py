@@ -47,6 +47,7 @@ class Writes:
 
 @pytest.mark.parametrize("is_on_host", [True, False])
 @pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_what_is_saved_is_the_state_of_its_step_though_later_steps_took_its_buffers(is_on_host, tmp_path, monkeypatch):
     monkeypatch.setattr(DataParallel, "is_on_host", is_on_host)  # An accelerator's state is copied to the host at once.
     writes, trainer, states = Writes(monkeypatch), make_trainer(), {}
@@ -112,6 +113,7 @@ def test_the_end_of_fit_waits_for_all_saves(tmp_path, monkeypatch):
     assert not [one for one in threading.enumerate() if one.name == "fitflax-saver"]
 
 
+@pytest.mark.slow
 def test_a_failed_save_is_raised_by_the_next_one_which_is_made_at_once_before(tmp_path, monkeypatch):
     writes = Writes(monkeypatch, failing=(5,))
     writes.opened.set()
@@ -216,6 +218,7 @@ def test_a_ctrl_c_while_the_end_waits_leaves_at_once(tmp_path, monkeypatch, caps
     writes.opened.set()
 
 
+@pytest.mark.slow
 def test_in_an_own_loop_the_end_of_the_loop_waits_and_gives_the_directory_back(tmp_path):
     trainer = make_trainer()
     save = ModelCheckpoint(tmp_path, every=fitflax.every(steps=2), keep=None)

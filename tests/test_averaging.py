@@ -118,6 +118,7 @@ def test_an_update_of_ones_own_is_averaged_once(inherits: bool, devices: Devices
 # -- what is evaluated --
 
 
+@pytest.mark.slow
 def test_evaluation_validation_and_prediction_use_the_average(devices: Devices):
     trainer = trainer_of(devices(2), 0.9)
     history = trainer.fit(X, Y, batch_size=4, epochs=2, validation_data=(X, Y), verbose=0).history
@@ -132,6 +133,7 @@ def test_evaluation_validation_and_prediction_use_the_average(devices: Devices):
     np.testing.assert_allclose(trainer.predict_on_batch(X), outputs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_best_averages_are_restored_at_the_end(tmp_path: Any, devices: Devices):
     trainer = trainer_of(devices(2), 0.5, model=Net(), optimizer="sgd", learning_rate=0.3)
     best: list[Any] = []

@@ -41,6 +41,7 @@ def specs(tree):
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
+@pytest.mark.slow
 def test_every_parameter_and_collection_has_the_names_of_its_metadata():
     trainer, state = state_of(Network(with_stats=True))
     axes = state.logical_axes()
@@ -106,6 +107,7 @@ def test_more_names_than_axes_are_an_error():
         state.replace(params={"kernel": jnp.ones(3)}).logical_axes()
 
 
+@pytest.mark.slow
 def test_names_survive_training_saving_and_restoring(tmp_path):
     trainer, state = state_of(Network())
     want = state.logical_axes()

@@ -50,6 +50,7 @@ def check_agreement(workload, setup, peers):
 # -- the peers that run in this process --
 
 
+@pytest.mark.slow
 def test_the_hand_written_loops_and_fit_agree_and_draw_their_bars(setup):
     check_agreement(make_workload("tiny", small=True), setup, EXACT)
     drawn = (setup.directory / "screen").read_text(encoding="utf-8")
@@ -115,6 +116,7 @@ def test_each_pass_takes_all_examples_in_another_order(setup):
 # -- workloads --
 
 
+@pytest.mark.slow
 def test_passes_come_out_even_in_calls_of_sixteen_steps_and_sizes_are_what_the_names_say():
     for name in workloads.NAMES:
         assert all(make_workload(name, small=small).steps % 16 == 0 for small in (False, True))
@@ -191,6 +193,7 @@ def test_each_workload_begins_with_its_base_and_control():
 # -- the harness --
 
 
+@pytest.mark.slow
 def test_a_small_run_in_processes_prints_its_tables_and_writes_the_same_numbers(tmp_path, capsys):
     path = tmp_path / "numbers.json"
     assert run.main(["--small", "--quick", "--workload", "tiny", "--peers", "fit", "--rounds", "2", "--json", str(path)]) == 0
@@ -210,6 +213,7 @@ def test_a_small_run_in_processes_prints_its_tables_and_writes_the_same_numbers(
     assert printed.startswith("## tiny") and f"| jit | {peers['jit']['train']['us']:.1f} |" in printed
 
 
+@pytest.mark.slow
 def test_a_peer_that_dies_is_left_out_with_its_last_words():
     with run.Worker("jit", "tiny", small=True) as worker:
         worker.get_ready()

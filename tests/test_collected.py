@@ -378,6 +378,7 @@ def test_a_metric_may_be_an_array(devices, tmp_path):
     assert history["bins"][1].sum() == ROWS
 
 
+@pytest.mark.slow
 def test_an_array_with_nan_in_it_is_saved_and_comes_back(tmp_path):
     @struct.dataclass
     class Partly(Bins):
@@ -423,6 +424,7 @@ def classes():
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_classes_of_clu_are_metrics(clu, devices):
     @flax.struct.dataclass
     class Several(clu.Collection):
@@ -466,6 +468,7 @@ def test_metrics_of_clu_ignore_weights_and_cannot_be_weighted(clu):
             make(weighted=weighted)
 
 
+@pytest.mark.slow
 def test_metrics_of_clu_are_resumed_bit_for_bit(clu, tmp_path):
     def one(root, **options):
         trainer = make(
@@ -588,6 +591,7 @@ def test_an_update_of_the_users_own_has_no_gradient():
 
 @pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_collecting_arrays_and_gradients_compile_one_program_each(devices, compilations):
     trainer = make([AUC(), WeightedMedian(), Bins()], devices=devices, rate=0.1)
     trainer.build((X, Y[:, None]))

@@ -53,6 +53,7 @@ def test_steps_a_second_are_those_between_two_writings(monkeypatch):
     assert clock.rates(133, None, now[0], 0.0) == {"time/steps_per_second": 12.3}
 
 
+@pytest.mark.slow
 def test_every_rows_line_runs(tmp_path, monkeypatch, capsys):
     """One after the other, in the namespace of the page's first block, each with a name of its own in the traceback."""
     script = types.ModuleType("__main__")

@@ -227,6 +227,7 @@ def batches_of(batches: list[Any]) -> Callable[[], Iterator[Any]]:
     return lambda: iter(batches)
 
 
+@pytest.mark.slow
 def test_single_batches_warn_as_well():
     trainer = trainer_of()
     for call in (trainer.train_on_batch, trainer.test_on_batch, lambda batch: trainer.predict_on_batch(batch[0])):
@@ -242,6 +243,7 @@ def test_a_mistake_in_a_single_batch_is_an_error_and_no_warning_comes_before_it(
         trainer.train_on_batch(batch_of(4))
 
 
+@pytest.mark.slow
 def test_the_first_batch_of_a_call_may_have_any_shape():
     trainer = trainer_of()
     sets = {"short": batch_of(5), "long": batch_of(9)}

@@ -204,6 +204,7 @@ def test_the_run_ends_with_a_clear_error_and_the_next_start_goes_on_bit_for_bit(
     assert not differences(result, never)
 
 
+@pytest.mark.slow
 def test_a_run_whose_first_save_fails_is_begun_again(trainer, never, tmp_path):
     limited = contextlib.ExitStack()
     with limited, pytest.raises(CheckpointError, match="File too large"):

@@ -336,6 +336,7 @@ def scalar(outputs, targets):
     return jnp.mean((outputs - targets) ** 2)
 
 
+@pytest.mark.slow
 def test_a_scalar_loss_is_the_mean_of_its_batch_where_nothing_is_padded():
     one, other = make(loss=scalar), make()
     losses = [trainer.fit(X, Y, batch_size=4, epochs=2, verbose=0).history["loss"] for trainer in (one, other)]

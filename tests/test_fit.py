@@ -117,6 +117,7 @@ def test_case_4_loss_weights_scale_the_loss():
     np.testing.assert_allclose(history.history["loss"], [3.18298, 3.11562, 3.04968], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_case_5_a_frozen_model_has_the_same_loss_for_any_batch_size():
     x, y = RNG.normal(size=(100, 4)).astype(np.float32), RNG.normal(size=(100, 3)).astype(np.float32)
     expected = np.mean((x.sum(1, keepdims=True) - y) ** 2)
@@ -662,6 +663,7 @@ class Dropping(nn.Module):
         return nn.Dense(3)(nn.Dropout(0.5, deterministic=not train)(x))
 
 
+@pytest.mark.slow
 def test_two_fits_of_one_epoch_are_one_fit_of_two_epochs_to_the_bit():
     trainer = make(Dropping(), optimizer=optax.adam(0.1))
     whole = trainer.fit(X, Y, batch_size=5, epochs=2, verbose=0)
@@ -689,6 +691,7 @@ def test_a_second_fit_compiles_nothing(compilations):
     assert second.names == []
 
 
+@pytest.mark.slow
 def test_after_its_first_batch_a_fit_with_ragged_data_and_validation_compiles_nothing(compilations):
     counts = []
     watch = LambdaCallback(on_epoch_end=lambda epoch, logs: counts.append((dict(logs), compilations.count)[1]))
@@ -699,6 +702,7 @@ def test_after_its_first_batch_a_fit_with_ragged_data_and_validation_compiles_no
 # --- Validation ---
 
 
+@pytest.mark.slow
 def test_validation_never_disturbs_training():
     trainer = make(Dropping(), optimizer=optax.adam(0.1))
 
@@ -717,6 +721,7 @@ def test_validation_never_disturbs_training():
         assert same(state, other_state) and history == other_history
 
 
+@pytest.mark.slow
 def test_validation_is_what_evaluate_returns():
     trainer = make(Dropping(), metrics=["mae"])
     history = trainer.fit(X, Y, batch_size=5, epochs=2, validation_data=(X, Y, W), verbose=0).history

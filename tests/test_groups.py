@@ -91,6 +91,7 @@ def test_a_group_ends_where_a_trigger_fires_and_where_the_epoch_does():
 
 
 @pytest.mark.parametrize("options", [{}, {"shuffle": False}, {"steps_per_epoch": 10}])
+@pytest.mark.slow
 def test_the_arrays_of_each_group_are_read_in_one_piece(options, monkeypatch):
     found = []
     monkeypatch.setattr("fitflax.program.in_one_piece", lambda group: found.append((len(group), in_one_piece(group))) or found[-1][1])
@@ -99,6 +100,7 @@ def test_the_arrays_of_each_group_are_read_in_one_piece(options, monkeypatch):
     assert sum(count for count, _ in found) == 20 and all(whole is not None and len(whole.x) == 2 * count for count, whole in found)
 
 
+@pytest.mark.slow
 def test_an_epoch_of_some_steps_over_an_iterator_takes_no_batch_that_it_does_not_need():
     taken: list[int] = []
 
@@ -153,6 +155,7 @@ def test_a_run_is_resumed_bit_for_bit_wherever_it_was_broken_off(tmp_path):
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_stepping_by_hand_makes_as_many_steps_as_asked_for():
     loop = make_trainer(4).train_loop(X, Y, batch_size=8, steps=10, every=fitflax.every(steps=5))
     assert loop.next_step().step == 1 and loop.run(2).step == 3
@@ -197,6 +200,7 @@ def test_a_callback_that_needs_gradients_gets_those_of_the_last_step():
     jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6), found[1].grads[0], found[0].grads[0])
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_found_though_no_call_ends_at_a_log_point():
     trainer = make_trainer(4)
     x = X.copy()

@@ -296,6 +296,7 @@ def test_a_fit_off_the_main_thread_leaves_signals_alone_and_works():
 # --- Logs ---
 
 
+@pytest.mark.slow
 def test_case_9_begin_hooks_get_nothing_and_end_hooks_get_what_was_measured():
     logs = []
     trainer = make(metrics=["mae"])

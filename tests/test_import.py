@@ -42,6 +42,7 @@ def run(*command: str | pathlib.Path, **options) -> subprocess.CompletedProcess:
     return subprocess.run([str(part) for part in command], capture_output=True, text=True, stdin=subprocess.DEVNULL, **options)
 
 
+@pytest.mark.slow
 def test_import_brings_no_other_framework(tmp_path, process_env):
     for name in NEVER_IMPORTED:
         (tmp_path / f"{name}.py").write_text(TELL_TALE)
@@ -52,6 +53,7 @@ def test_import_brings_no_other_framework(tmp_path, process_env):
     assert result.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_import_brings_no_package_that_flax_code_does_not_have_already(tmp_path, process_env):
     code = f"""
 import sys, jax, flax, optax, flax.linen
@@ -64,6 +66,7 @@ print(sorted({{name.partition(".")[0] for name in new}} - set(sys.stdlib_module_
     assert (result.returncode, result.stdout.strip()) == (0, "[] []"), result.stderr
 
 
+@pytest.mark.slow
 def test_the_version_is_found_out_when_it_is_asked_for(tmp_path, process_env):
     code = """
 import importlib.metadata
@@ -78,6 +81,7 @@ print(bool(fitflax.__version__), asked.count("fitflax"), hasattr(fitflax, "no_su
     assert (result.returncode, result.stdout.strip()) == (0, "True 1 False"), result.stderr
 
 
+@pytest.mark.slow
 def test_import_does_not_start_a_device(tmp_path, process_env):
     # A user sets the number of devices, or starts `jax.distributed`, after the imports.
     code = "import fitflax, jax; jax.config.update('jax_num_cpu_devices', 3); print(len(jax.devices('cpu')))"

@@ -57,6 +57,7 @@ def test_damaged_parameters_are_noticed(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{}, {"ema_decay": 0.5}], ids=["raw", "averaged"])
+@pytest.mark.slow
 def test_it_evaluates_and_predicts_as_the_trainer_that_saved_it(options, tmp_path):
     trainer, path = trained(tmp_path, **options)
     server = make_trainer(seed=3)
@@ -68,6 +69,7 @@ def test_it_evaluates_and_predicts_as_the_trainer_that_saved_it(options, tmp_pat
     assert server.step == 10 and not jax.tree.leaves(server.state.opt_state)
 
 
+@pytest.mark.slow
 def test_it_predicts_before_compile_and_compile_brings_no_optimizer(tmp_path):
     trainer, path = trained(tmp_path)
     server = fitflax.Trainer(trainer.model)

@@ -103,6 +103,7 @@ def test_streams_of_ragged_batches_compile_one_program(num_devices: int, devices
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("placed", [False, True])
 @pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_streams_of_ragged_jax_arrays_compile_one_step(num_devices: int, placed: bool, devices: Devices, compilations: Any):
     put = (lambda array: jax.device_put(array, devices(1)[0])) if placed else jnp.asarray
     batches = [(put(X[:6]), put(Y[:6])), (put(X[6:9]), put(Y[6:9])), (put(X[9:15]), put(Y[9:15]))]
@@ -152,6 +153,7 @@ def test_a_state_of_weakly_typed_or_numpy_values_compiles_nothing(devices: Devic
     assert "jit(_fun)" not in counted.names
 
 
+@pytest.mark.slow
 def test_single_batches_compile_one_program_each(devices: Devices, compilations: Any):
     trainer = trainer_of(devices(2))
     trainer.build((X, Y))
@@ -207,6 +209,7 @@ def test_the_reads_that_are_counted_are_those_that_happen(devices: Devices, read
     assert 20 <= len(reads) <= 26
 
 
+@pytest.mark.slow
 def test_an_evaluation_reads_once(devices: Devices, reads: list[Any]):
     trainer = trainer_of(devices(2))
     trainer.build((X, Y))
@@ -254,6 +257,7 @@ def in_flight(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_a_bounded_number_of_steps_is_in_flight_in_training_and_validation(num_devices: int, devices: Devices, in_flight: list[int]):
     trainer = trainer_of(devices(num_devices))
     each = LambdaCallback(on_test_batch_end=lambda batch, logs: None)  # Or several batches are one call.
@@ -265,6 +269,7 @@ def test_a_bounded_number_of_steps_is_in_flight_in_training_and_validation(num_d
     assert bound == 1 or max(in_flight) > 1
 
 
+@pytest.mark.slow
 def test_the_bound_holds_for_evaluate_and_for_loops_too(devices: Devices, in_flight: list[int]):
     trainer = trainer_of(devices(2))
     for _ in trainer.train_loop(X, Y, steps=20, batch_size=2):
@@ -273,6 +278,7 @@ def test_the_bound_holds_for_evaluate_and_for_loops_too(devices: Devices, in_fli
     assert max(in_flight) <= DataParallel(devices(2)).max_in_flight
 
 
+@pytest.mark.slow
 def test_long_runs_on_all_devices_come_to_an_end(devices: Devices):
     trainer = trainer_of(devices(8))
     trainer.fit(X, Y, batch_size=8, steps=200, steps_per_epoch=200, verbose=0)
@@ -300,6 +306,7 @@ def test_values_are_numpys_for_every_batch_size_and_number_of_devices(size: int,
 # -- 6: state --
 
 
+@pytest.mark.slow
 def test_integer_boolean_and_key_collections_keep_their_dtypes_and_are_equal_on_all_replicas(devices: Devices):
     class Kept(nn.Module):
         @nn.compact

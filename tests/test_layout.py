@@ -210,11 +210,13 @@ def test_modules_say_what_they_do():
     assert not faults, f"without a docstring: {faults}"
 
 
+@pytest.mark.slow
 def test_functions_and_modules_are_short():
     faults = [text for module in SOURCES for key, text in too_long(module).items() if key not in ALLOWED_LONG]
     assert not faults, "\n".join(faults)
 
 
+@pytest.mark.slow
 def test_nothing_is_allowed_to_be_long_that_is_short():
     found = {key for module in SOURCES for key in too_long(module)}
     assert not set(ALLOWED_LONG) - found, f"take out of ALLOWED_LONG: {sorted(set(ALLOWED_LONG) - found)}"

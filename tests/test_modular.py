@@ -135,6 +135,7 @@ def test_a_total_that_is_raised_at_the_last_checkpoint_is_not_missed():
     assert loop.next_step() is None
 
 
+@pytest.mark.slow
 def test_a_raised_total_keeps_what_the_run_has_saved_and_its_best(tmp_path):
     def make(name: str) -> tuple[BestCheckpoint, Any]:
         best = BestCheckpoint(tmp_path / name / "best", monitor="eval_accuracy", asynchronous=False)
@@ -210,6 +211,7 @@ def test_a_raised_total_goes_on_with_a_loader_that_has_a_state_as_if_it_had_been
     assert parts == whole
 
 
+@pytest.mark.slow
 def test_a_directory_that_another_run_uses_is_left_alone(tmp_path):
     save, running = ModelCheckpoint(tmp_path, every=every(steps=1)), loop_of(steps=5)
     save(running.next_step())
@@ -264,6 +266,7 @@ class Streams(nn.Module):
         return nn.Dense(3)(x + 0 * carry.value)
 
 
+@pytest.mark.slow
 def test_random_streams_have_other_names_at_initialization_training_and_evaluation():
     rngs = {"init": ("first",), "train": ("second",)}
     loop = TrainLoop(Streams().init, Streams("second").apply, optimizer="sgd", loss=LOSS, data=(X, Y), batch_size=4, steps=2, rngs=rngs)
@@ -273,6 +276,7 @@ def test_random_streams_have_other_names_at_initialization_training_and_evaluati
         TrainLoop(Streams().init, Streams("second").apply, optimizer="sgd", loss=LOSS, data=(X, Y), rngs=("first",))
 
 
+@pytest.mark.slow
 def test_a_carried_collection_goes_on_from_step_to_step_and_evaluation_leaves_it_alone():
     rngs = {"init": ("first",), "train": ("train",)}
     loop = TrainLoop(Streams().init, Streams().apply, optimizer="sgd", loss=LOSS, data=(X, Y), batch_size=4, steps=6, shuffle=False, rngs=rngs, parallel=ONE)
@@ -294,12 +298,14 @@ class Two(nn.Module):
         return nn.Dense(3)(jnp.concatenate([a, b], axis=-1))
 
 
+@pytest.mark.slow
 def test_a_sample_that_is_a_tuple_is_several_inputs():
     data = ((X, X[:, :2]), Y)
     loop = TrainLoop(Two().init, Two().apply, optimizer="sgd", loss=LOSS, data=data, sample=(X[:1], X[:1, :2]))
     assert loop.next_step().model_params["Dense_0"]["kernel"].shape == (6, 3)
 
 
+@pytest.mark.slow
 def test_streams_of_evaluation_are_names():
     options: dict[str, Any] = {"metrics": ["accuracy"], "data": (X, Y)}
     evaluate = EvalLoop(Streams("third").apply, rngs="third", **options)
@@ -414,6 +420,7 @@ def LOSS_OF(outputs, targets):
 
 @pytest.mark.parametrize("devices", [1, 3])
 @pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_evaluation_loops_follow_one_another_and_agree_with_numpy(devices):
     evaluate = EvalLoop(DENSE.apply, metrics={"lnpp": LOSS_OF}, data=(X[:10], Y[:10]), batch_size=4)
     again = EvalLoop(DENSE.apply, metrics=["accuracy"], data=lambda: iter([(X[:7], Y[:7]), (X[7:10], Y[7:10])]), name="test")
@@ -441,6 +448,7 @@ def test_an_iterator_serves_several_evaluations_some_batches_at_a_time():
         evaluate(plain_loop().next_step())
 
 
+@pytest.mark.slow
 def test_gradients_come_on_request():
     checkpoint = plain_loop(grads=True, shuffle=False).next_step()
     before = DENSE.init({"params": jax.random.key(0)}, X[:4])["params"]

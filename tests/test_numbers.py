@@ -109,6 +109,7 @@ OPTIMIZERS = {"sgd": optax.sgd(0.1), "momentum": optax.sgd(0.1, momentum=0.9), "
     [(1, "sgd"), (1, "momentum"), (1, "adam"), (2, "adam"), (4, "sgd"), (4, "momentum"), (4, "adam"), (8, "adam")],
 )
 @pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_training_equals_the_loop_written_by_hand(num_devices: int, optimizer: str, devices: Devices):
     trainer = trainer_of(Net(), devices(num_devices), OPTIMIZERS[optimizer])
     trainer.build(X)
@@ -221,6 +222,7 @@ def test_a_frozen_model_has_the_same_loss_for_every_batch_size_in_fit_and_evalua
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
 @pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_ten_rows_in_batches_of_four_give_numpys_metrics_and_ten_predictions_in_order(num_devices: int, devices: Devices):
     x, y = X[:10], Y[:10]
     trainer = trainer_of(Net(), devices(num_devices), metrics=["mae", "r2"])
@@ -338,6 +340,7 @@ def test_fit_and_evaluate_agree_with_scikit_learn_over_ragged_batches_and_weight
 
 @pytest.mark.parametrize("form", ["integer", "column", "one-hot"])
 @pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_class_weights_are_sample_weights_by_label(form: str, devices: Devices):
     labels = np.array([0, 1, 0, 2])
     y = {"integer": labels, "column": labels[:, None], "one-hot": np.eye(3, dtype=np.float32)[labels]}[form]

@@ -122,6 +122,7 @@ def test_each_groups_learning_rate_is_read_and_set():
         trainer.learning_rates = {"heed": 1.0}
 
 
+@pytest.mark.slow
 def test_the_only_rate_of_a_group_is_the_learning_rate():
     trainer = trainer_of(partition(optax.set_to_zero(), optimizers.get("adam", 0.25)))
     assert trainer.learning_rates == {"head": 0.25}
@@ -132,6 +133,7 @@ def test_the_only_rate_of_a_group_is_the_learning_rate():
     assert trainer_of(optax.adam(0.1)).learning_rates == {}
 
 
+@pytest.mark.slow
 def test_a_rate_that_a_schedule_computes_is_read_and_not_set():
     trainer = trainer_of(partition(optimizers.get("sgd", optax.linear_schedule(1.0, 0.0, 10)), optimizers.get("adam", 0.25)))
     trainer.fit(X, Y, steps=3, verbose=0)
@@ -140,6 +142,7 @@ def test_a_rate_that_a_schedule_computes_is_read_and_not_set():
         trainer.learning_rates = {"backbone": 1.0}
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_each_groups_rate(tmp_path):
     trainer = trainer_of(partition(optimizers.get("sgd", 0.5), optimizers.get("adam", 0.25)))
     trainer.fit(X, Y, steps=2, callbacks=[TensorBoard(tmp_path, every=fitflax.every(steps=1))], verbose=0)

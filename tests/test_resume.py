@@ -330,6 +330,7 @@ def test_a_run_whose_closing_was_broken_off_is_closed_by_the_resume(tmp_path):
     assert_equal(run(tmp_path / "broken", steps=7), whole)
 
 
+@pytest.mark.slow
 def test_steps_count_from_the_beginning_of_the_run_that_is_resumed(tmp_path):
     trainer = make_trainer()
     trainer.fit(TRAIN, batch_size=4, steps=3, verbose=0)
@@ -372,6 +373,7 @@ def test_what_early_stopping_ended_inside_an_epoch_stays_ended(tmp_path):
     assert_equal(run(tmp_path / "run", **options), first)
 
 
+@pytest.mark.slow
 def test_what_terminate_on_nan_ended_stays_ended(tmp_path):
     data = TRAIN[0].copy(), TRAIN[1]
     data[0][:] = np.nan
@@ -562,6 +564,7 @@ def test_a_trigger_is_asked_at_the_last_step_like_at_any_other(steps, steps_per_
 # -- what a resume looks for --
 
 
+@pytest.mark.slow
 def test_resume_auto_without_checkpoints_begins_a_run(tmp_path):
     assert_equal(run(tmp_path / "auto", steps=7, resume="auto"), run(tmp_path / "none", steps=7, resume=None))
 
@@ -594,6 +597,7 @@ def test_a_run_goes_on_from_the_step_directory_that_resume_names(never, tmp_path
     assert_equal(resumed, expected)
 
 
+@pytest.mark.slow
 def test_a_step_directory_of_the_run_itself_takes_it_back_there(never, tmp_path):
     expected = never(steps=12)
     run(tmp_path / "run", steps=12)
@@ -669,6 +673,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_equals_the_run_never_st
     assert_equal(resumed, expected)
 
 
+@pytest.mark.slow
 def test_a_run_whose_only_checkpoint_is_damaged_begins_again(never, tmp_path):
     run(tmp_path / "run", epochs=1)
     damage(tmp_path / "run/checkpoints/step_00000005", "state truncated")
@@ -692,6 +697,7 @@ def test_a_damaged_checkpoint_that_resume_names_is_an_error(tmp_path):
     run(tmp_path / "run", epochs=3, resume=tmp_path / "run/checkpoints/step_00000010", raises=CorruptCheckpointError)
 
 
+@pytest.mark.slow
 def test_a_damaged_closing_row_is_made_again(tmp_path):
     first = run(tmp_path / "run", steps=7)
     (first.checkpoints / "step_00000007/closing.json").write_text("{")
@@ -724,6 +730,7 @@ def test_all_settings_that_differ_are_named_at_once(tmp_path):
     assert "seed was 0 and is 5" in str(ran.error) and "batch_size was 4 and is 3" in str(ran.error)
 
 
+@pytest.mark.slow
 def test_another_seed_gives_another_run(tmp_path):
     """The first control of case 29."""
     one, other = run(tmp_path / "one", steps=6), run(tmp_path / "other", steps=6, seed=1)
@@ -784,6 +791,7 @@ def streamed() -> Iterator[Any]:
 @pytest.mark.parametrize("k", [3, 4, 5, 6, 9])
 @pytest.mark.parametrize("steps_per_epoch", [None, 4])
 @pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_a_stream_is_read_again_up_to_the_position_with_a_warning(k, steps_per_epoch, never, tmp_path):
     """Step 5 is the ragged batch: a resume right before it must give it the shape that it had."""
     options = {"data": streamed, "steps": 12, "steps_per_epoch": steps_per_epoch}
@@ -811,6 +819,7 @@ def test_an_endless_stream_is_one_epoch_and_resumes_inside_it(never, tmp_path):
     assert_equal(resumed, expected)
 
 
+@pytest.mark.slow
 def test_an_iterator_is_read_again_in_a_new_process(never, tmp_path):
     expected = never(data=streamed(), steps=5)
     run(tmp_path / "run", data=streamed(), steps=3)
@@ -838,6 +847,7 @@ def test_a_run_whose_iterator_ended_early_returns_the_same_history_when_started_
 # -- hooks --
 
 
+@pytest.mark.slow
 def test_the_hooks_of_a_resumed_run_are_these(tmp_path):
     hooks: list[str] = []
 
@@ -886,6 +896,7 @@ def test_the_hooks_of_a_resumed_run_are_these(tmp_path):
     assert hooks == [*first, "epoch 1 begin", "batch 0", "checkpoint 6", "sync", "test", "epoch 1 end", "sync", "train end", "close"]
 
 
+@pytest.mark.slow
 def test_stopping_before_an_epochs_first_batch_adds_no_row(never, tmp_path):
     stopped = run(tmp_path / "run", epochs=3, more=lambda trainer: [at(trainer, "on_epoch_begin", 5, lambda step: trainer.stop("enough"))])
     assert (stopped.trainer.step, stopped.history.epoch) == (5, [0])

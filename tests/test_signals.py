@@ -59,6 +59,7 @@ def assert_goes_on(root: pathlib.Path, env: dict[str, str], never_stopped: tuple
     assert not differences(directory_of(root / "checkpoints")[newest], directory_of(never_root / "checkpoints")[newest])
 
 
+@pytest.mark.slow
 def test_ctrl_c_inside_an_epoch_saves_that_step_and_the_run_goes_on_bit_for_bit(tmp_path, process_env, never_stopped):
     out, err = send(tmp_path, process_env, [["on_train_batch_end", 7, "wait"]], [signal.SIGINT], status=-signal.SIGINT)
     assert err.rstrip().endswith("KeyboardInterrupt") and "on_train_end ran" in out

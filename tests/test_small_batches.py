@@ -59,6 +59,7 @@ EACH = {"on_test_batch_end": lambda batch, logs: None, "on_predict_batch_end": l
 
 
 @pytest.mark.parametrize(("num_devices", "rows"), [(1, 8), (1, 16 * 8 + 3), (1, 40 * 8), (3, 16 * 9 + 4)])
+@pytest.mark.slow
 def test_groups_give_what_batches_one_by_one_give(num_devices, rows, devices, monkeypatch):
     trainer, (x, y) = make(devices(num_devices)), data_of(rows)
     calls = calls_of(trainer, monkeypatch)
@@ -113,6 +114,7 @@ def test_a_callback_sees_every_batch_and_the_bar_comes_to_its_end(devices, tmp_p
     assert seen == [15, 19]
 
 
+@pytest.mark.slow
 def test_what_takes_long_is_computed_batch_by_batch(devices, monkeypatch):
     trainer, (x, y) = make(devices(1), Dear()), data_of(64)
     calls = calls_of(trainer, monkeypatch)
@@ -136,6 +138,7 @@ class Deep(nn.Module):
 
 
 @pytest.mark.parametrize("module", [Convolved(), Deep()])
+@pytest.mark.slow
 def test_what_a_loop_makes_slower_or_takes_long_to_trace_is_computed_batch_by_batch(module, devices, monkeypatch):
     trainer, (x, y) = make(devices(1), module), data_of(64)
     calls = calls_of(trainer, monkeypatch)

@@ -218,6 +218,7 @@ class Collections(nn.Module):
         return nn.Dense(2)(x)
 
 
+@pytest.mark.slow
 def test_sown_values_never_become_part_of_the_state(devices: Devices):
     trainer = trainer_of(Collections(), devices(2))
     trainer.build(X)
@@ -268,6 +269,7 @@ def test_a_state_whose_dtype_changes_is_an_error_that_names_it(devices: Devices)
         trainer_of(Changing(), devices(1)).fit(X, Y, verbose=0)
 
 
+@pytest.mark.slow
 def test_evaluation_and_prediction_leave_the_state_as_it_was(devices: Devices):
     trainer = trainer_of(Collections(), devices(2))
     trainer.build(X)
@@ -406,6 +408,7 @@ def test_an_update_of_ones_own_leaves_all_replicas_equal(num_devices: int, devic
 
 
 @pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.slow
 def test_the_logs_of_an_update_of_ones_own_are_sums_over_sums_in_its_order(num_devices: int, devices: Devices):
     trainer = trainer_of(Net(), devices(num_devices), None, kind=Careless)
     trainer.build(X)

@@ -112,6 +112,7 @@ def modes(model, **kwargs):
     "model", [Train(), Training(), Deterministic(), TrainField(), DeterministicField(), KeywordBeforeField()], ids=lambda m: type(m).__name__
 )
 @pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_a_mode_keyword_or_field_is_found_and_set(model):
     assert modes(model) == (1.0, 0.0, 0.0)
 
@@ -295,6 +296,7 @@ def test_batch_statistics_are_those_of_a_loop_written_by_hand():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), trainer.state.model_state["batch_stats"], stats)
 
 
+@pytest.mark.slow
 def test_evaluation_uses_batch_statistics_and_leaves_them():
     trainer = make(Normalized())
     trainer.fit(X, Y, verbose=0)
@@ -392,6 +394,7 @@ def test_dropout_follows_from_the_seed_alone():
     assert differ(states[0].params, states[2].params)
 
 
+@pytest.mark.slow
 def test_dropout_differs_from_step_to_step_and_is_off_in_evaluation():
     trainer = make(Dropping(), optax.sgd(0.0))
     losses = trainer.fit(X, Y, epochs=3, verbose=0).history["loss"]
@@ -567,6 +570,7 @@ def test_values_on_a_batch_are_those_of_that_batch_before_the_update():
     assert trainer.step == 2
 
 
+@pytest.mark.slow
 def test_training_on_batches_is_fit():
     by_batch, by_fit = make(Normalized(), optax.adam(0.1)), make(Normalized(), optax.adam(0.1))
     for begin in (0, 4, 8):
@@ -715,6 +719,7 @@ def test_stop_training_can_be_taken_back():
 # --- The state ---
 
 
+@pytest.mark.slow
 def test_a_state_that_was_handed_out_stays_as_it_was():
     trainer = make(Normalized(), optax.adam(0.1))
     trainer.build((X, Y))
@@ -802,6 +807,7 @@ class WithPenalty(fitflax.Trainer):
         return {"loss": values, "penalty": jnp.broadcast_to(0.1 * size, batch.mask.shape)}, new_state, {**aux, "size": size, "row": batch.x[:, 0]}
 
 
+@pytest.mark.slow
 def test_aux_of_a_custom_loss_reaches_the_logs_as_means_over_real_examples():
     trainer = make(optimizer=optax.sgd(0.0), metrics=["mae"], trainer=WithPenalty)
     logs = {key: values[0] for key, values in trainer.fit(X, Y, batch_size=5, verbose=0).history.items()}
@@ -1055,6 +1061,7 @@ def test_elapsed_time_is_a_positive_number_of_seconds():
 # --- Evaluation loops ---
 
 
+@pytest.mark.slow
 def test_evaluation_loops_add_groups_and_can_follow_one_another():
     trainer = make(metrics=["mae"])
     first = trainer.eval_loop((X[:7], Y[:7]), batch_size=3)

@@ -40,6 +40,7 @@ def in_the_data(monkeypatch: pytest.MonkeyPatch, batch: int, act: Callable[[], A
     monkeypatch.setattr(Feed, "next", next_batch)
 
 
+@pytest.mark.slow
 def test_they_come_to_the_same_bits_as_those_that_a_callback_looks_at() -> None:
     seen: list[int] = []
     looked_at = train([LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))])
@@ -47,6 +48,7 @@ def test_they_come_to_the_same_bits_as_those_that_a_callback_looks_at() -> None:
     assert not differences(train(), looked_at)
 
 
+@pytest.mark.slow
 def test_a_callback_that_may_skip_batches_sees_some_and_the_last_of_each_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fitflax.loop._UNSEEN_SECONDS", 1000.0)
 
@@ -78,6 +80,7 @@ def test_a_bar_that_is_to_be_drawn_at_each_batch_skips_none() -> None:
     assert not ProgressBar(refresh_seconds=0).may_skip_batches and ProgressBar().may_skip_batches
 
 
+@pytest.mark.slow
 def test_a_signal_between_two_of_them_is_obeyed_after_that_step_and_the_run_goes_on_bit_for_bit(monkeypatch, tmp_path) -> None:
     never = train(directory=tmp_path / "never")
     in_the_data(monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -88,6 +91,7 @@ def test_a_signal_between_two_of_them_is_obeyed_after_that_step_and_the_run_goes
     assert not differences(train(directory=tmp_path / "killed"), never)
 
 
+@pytest.mark.slow
 def test_an_error_between_two_of_them_saves_the_steps_before_and_the_run_goes_on_bit_for_bit(monkeypatch, tmp_path) -> None:
     def fail() -> None:
         raise OSError("gone")

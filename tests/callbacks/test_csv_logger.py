@@ -336,6 +336,7 @@ def test_a_run_that_was_stopped_and_goes_on_has_the_file_of_the_run_never_stoppe
     assert_equal(tmp_path, resumed, *never)
 
 
+@pytest.mark.slow
 def test_a_row_that_was_written_before_a_run_was_broken_off_is_not_doubled(never, tmp_path):
     trainer = make()
 

@@ -181,6 +181,7 @@ def test_another_collection_or_none_can_be_shown(tmp_path):
     assert shown == {"a": ["intermediates/mean"], "b": []}
 
 
+@pytest.mark.slow
 def test_a_loop_by_hand_keeps_what_it_is_asked_for(tmp_path):
     loop = TrainLoop(Network().init, Network().apply, optimizer="sgd", loss=LOSS, data=(X, Y), steps=2, sown="summaries")
     with TensorBoard(tmp_path, every=every(steps=1)) as board:
@@ -278,6 +279,7 @@ class Drawn(ConfusionMatrix):
         return {"table": FigureSummary(draw, value), "right": float(np.trace(value)), "classes": value.sum(axis=1)}
 
 
+@pytest.mark.slow
 def test_a_metric_shows_what_it_makes_of_its_value(tmp_path):
     trainer = make(nn.Dense(3), metrics=[Drawn(name="drawn"), "accuracy"])
     fit(trainer, TensorBoard(tmp_path), epochs=1, validation_data=(X, Y))

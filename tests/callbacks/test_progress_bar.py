@@ -82,6 +82,7 @@ def test_the_reason_of_a_stop_is_shown():
     assert file.getvalue().splitlines()[-1] == "Stopped at step 1: seen enough."
 
 
+@pytest.mark.slow
 def test_the_default_bar_writes_to_standard_output_and_silence_is_silent(capsys):
     fit(epochs=1)
     assert capsys.readouterr().out.startswith("Epoch 1/1: loss ")

@@ -281,6 +281,7 @@ def test_a_run_that_was_stopped_and_goes_on_equals_the_run_never_stopped(k, neve
     assert_equal(tmp_path, run(tmp_path, epochs=4), never_root, expected)
 
 
+@pytest.mark.slow
 def test_a_run_that_validates_by_a_trigger_goes_on_as_if_never_stopped(tmp_path):
     options = {"validation_freq": fitflax.every(steps=2)}
     never = run(tmp_path / "never", steps=9, **options)

@@ -311,6 +311,7 @@ def hyperparameters(directory):
     return {key: getattr(value, value.WhichOneof("kind")) for key, value in start.session_start_info.hparams.items()}, metrics
 
 
+@pytest.mark.slow
 def test_hyperparameters_are_found_with_the_metrics_of_all_sets(tmp_path):
     fit(TensorBoard(tmp_path), trainer=make("sgd", metrics=[Columns(name="a@b"), "accuracy"], learning_rate=0.125), validation_data=VALID)
     values, metrics = hyperparameters(tmp_path)
@@ -319,6 +320,7 @@ def test_hyperparameters_are_found_with_the_metrics_of_all_sets(tmp_path):
     assert metrics == {(group, tag) for group in ("train", "val") for tag in ("loss", "a_b", "accuracy")}
 
 
+@pytest.mark.slow
 def test_nothing_of_tensorboard_is_imported_before_it_is_used(tmp_path, process_env):
     code = (
         "import sys, fitflax; from fitflax.callbacks import TensorBoard; TensorBoard('here', histograms=fitflax.every(epochs=1));"
@@ -534,6 +536,7 @@ def test_the_run_is_saved_although_the_disk_of_the_events_is_full(tmp_path, monk
     assert fitflax.checkpoints.CheckpointStore(tmp_path / "checkpoints").steps() == [trainer.step]
 
 
+@pytest.mark.slow
 def test_a_directory_that_becomes_a_file_is_an_error(tmp_path):
     trainer = make()
 
@@ -660,6 +663,7 @@ def test_a_run_that_was_broken_off_at_the_end_of_an_epoch_closes_it_once_more(ho
     assert_equal(tmp_path, run(tmp_path), never)
 
 
+@pytest.mark.slow
 def test_what_lies_beyond_the_checkpoint_is_dropped(never, tmp_path):
     """Checkpoints every five steps, events at each: of a run that dies, as if it were killed, without another checkpoint."""
     run(tmp_path, saves=5, steps=9)

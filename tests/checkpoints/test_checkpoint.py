@@ -41,6 +41,7 @@ def test_it_says_where_the_run_is(trainer):
     assert seen == [(1, 0, 1, 1), (2, 0, 2, 1), (3, 0, 3, 1), (4, 0, 4, 1), (5, 0, 5, 1), (6, 1, 1, 1), (7, 1, 2, 1)]
 
 
+@pytest.mark.slow
 def test_its_data_position_is_what_finished_steps_have_used(trainer):
     seen = [(c.data_position.passes, c.data_position.examples) for c in loop_of(trainer, 6, shuffle=False)]
     begin = seen[0][0]  # A trainer that has trained goes on with another pass.

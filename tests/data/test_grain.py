@@ -54,6 +54,7 @@ def test_grain_trains_like_the_arrays(make):
 @KINDS
 @pytest.mark.parametrize("k", [2, 3, 4])
 @pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_grain_goes_on_where_training_was_without_a_warning(make, k, tmp_path):
     assert_resumes(tmp_path, lambda: make(shuffle=True), k)
 

@@ -44,6 +44,7 @@ def first(data: Any, selection: Selection = PICK, **options: Any) -> Any:
 
 @pytest.mark.parametrize("options", [{"shuffle": False}, {"shuffle": True}, {"shuffle": True, "drop_remainder": True}], ids=["in order", "shuffled", "dropped"])
 @pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_a_table_trains_like_the_arrays(table, options):
     assert_same(outcome(table, keys=KEYS, batch_size=BATCH, **options), of_arrays(**options))
 

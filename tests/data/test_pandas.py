@@ -46,6 +46,7 @@ def test_frames_and_frames_train_like_the_arrays():
     assert_same(outcome((frame(), pandas.DataFrame(Y, columns=["y"])), frame(), batch_size=BATCH, shuffle=False), of_arrays())
 
 
+@pytest.mark.slow
 def test_frames_and_series_are_fitted_evaluated_and_predicted():
     flat = (X, Y[:, 0])
     results = []

@@ -391,6 +391,7 @@ class Batches(Loader):
             yield X[begin : begin + BATCH], Y[begin : begin + BATCH]
 
 
+@pytest.mark.slow
 def test_a_loader_in_order_trains_like_the_arrays():
     class InOrder:
         def __iter__(self) -> Iterator[Any]:

@@ -220,6 +220,7 @@ def test_a_loader_with_other_generators_on_a_resume_is_an_error(tmp_path):
 @pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"shuffle": True, "generator": None}], ids=["in order", "shuffled", "with a generator"])
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
 @pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_a_stateful_data_loader_seeks(options, tmp_path):
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
 

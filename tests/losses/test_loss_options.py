@@ -132,6 +132,7 @@ def test_values_below_zero_count_as_zero_in_logarithmic_errors():
 
 
 @pytest.mark.parametrize("name", ["cosine_similarity", "cosine_distance"])
+@pytest.mark.slow
 def test_cosines_know_no_length_and_rows_of_zeros_are_at_a_right_angle_to_all(name: str):
     loss = losses.get(name)
     a, b = np.float32([[3, 4], [0, 0], [1, 2], [0, 0]]), np.float32([[-6, -8], [1, 2], [0, 0], [0, 0]])

@@ -234,6 +234,7 @@ def test_every_loss_gives_one_value_per_token(name: str):
         np.testing.assert_allclose(values[:, token], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_dice_losses_give_one_value_per_example_over_all_its_pixels():
     pixels, truth = RNG.normal(size=(ROWS, 4, 3)).astype(np.float32), np.eye(3)[RNG.integers(3, size=(ROWS, 4))]
     p = np.exp(log_softmax(pixels))

@@ -80,6 +80,7 @@ def test_any_cut_into_padded_batches_gives_the_same(kind: str):
 
 
 @pytest.mark.parametrize(("kind", "average"), [("one logit", "binary"), ("classes", "macro"), ("labels", "macro")])
+@pytest.mark.slow
 def test_without_an_average_it_is_binary_for_one_logit_and_macro_for_several(kind: str, average: str):
     outputs, targets = KINDS[kind]
     for name, maker in MAKERS.items():

@@ -147,6 +147,7 @@ def test_adding_leaves_joins_what_says_that_it_can_be_added(metric: metrics.Metr
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
 def test_equal_metrics_have_equal_structure_so_that_one_program_serves_both(name: str):
     assert jax.tree.structure(metrics.get(name)) == jax.tree.structure(metrics.get(name))
     assert jax.tree.structure(metrics.get(name)) == jax.tree.structure(metrics.get(name).update(LOGITS, TARGETS.get(name, VALUES), WEIGHTS))

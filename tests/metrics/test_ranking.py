@@ -51,6 +51,7 @@ def test_the_exact_area_agrees_with_scikit_learn(scores: np.ndarray, curve: Any)
 
 
 @pytest.mark.parametrize("curve", SCORES)
+@pytest.mark.slow
 def test_the_binned_area_agrees_with_scikit_learn_on_binned_scores(curve: Any):
     metric = metrics.AUC(curve=curve, num_thresholds=BINS)
     for weights in (ONES, WEIGHTS):
@@ -93,6 +94,7 @@ def test_labels_are_ranked_column_by_column(curve: Any, average: Any):
             np.testing.assert_allclose(result, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_one_column_of_labels_is_still_a_column():
     for bins in (None, 20):
         metric = metrics.AUC(average=None, multi_label=True, num_thresholds=bins).update(LOGIT[:, None], YES[:, None], WEIGHTS)
@@ -101,6 +103,7 @@ def test_one_column_of_labels_is_still_a_column():
 
 
 @pytest.mark.parametrize("bins", [None, BINS])
+@pytest.mark.slow
 def test_tokens_are_ranked_one_by_one(bins: int | None):
     scores, targets = RNG.normal(size=(6, 5, 1)).astype(np.float32), RNG.integers(2, size=(6, 5))
     weights = (RNG.uniform(size=(6, 5)) * (RNG.random((6, 5)) < 0.8)).astype(np.float32)
@@ -137,6 +140,7 @@ def test_what_is_undefined_is_nan_and_no_part_of_an_average(bins: int | None):
 
 
 @pytest.mark.parametrize("bins", [None, BINS])
+@pytest.mark.slow
 def test_no_examples_are_zero_whatever_is_known_of_their_shape(bins: int | None):
     for average, shape in (("macro", ()), ("micro", ()), (None, (CLASSES,))):
         metric = metrics.AUC(num_thresholds=bins, average=average)
@@ -166,6 +170,7 @@ def test_a_label_that_is_no_class_leaves_its_example_out(bins: int | None):
 
 
 @pytest.mark.parametrize("bins", [None, BINS])
+@pytest.mark.slow
 def test_a_nan_among_the_scores_shows(bins: int | None):
     broken = SEVERAL.copy()
     broken[3, 1] = np.nan

@@ -55,6 +55,7 @@ def test_r2_of_constant_targets_is_scikit_learns():
     assert float(metrics.R2().update(two_columns, two_columns, np.ones(4)).compute()) == 1.0
 
 
+@pytest.mark.slow
 def test_explained_variance_forgives_what_is_off_by_a_constant():
     targets = RNG.normal(size=(23, 2)).astype(np.float32)
     metric = over_batches(metrics.ExplainedVariance(), targets + np.float32([3.0, -700.0]), targets, WEIGHTS, size=4)
@@ -66,6 +67,7 @@ def test_explained_variance_forgives_what_is_off_by_a_constant():
             assert float(over_batches(metrics.ExplainedVariance(), outputs, targets, np.ones(10), size=3).compute()) == expected
 
 
+@pytest.mark.slow
 def test_explained_variance_takes_tokens_and_no_other_shapes():
     outputs, targets = RNG.normal(size=(2, 6, 5, 3)).astype(np.float32)
     weights = RNG.uniform(size=(6, 5)).astype(np.float32)

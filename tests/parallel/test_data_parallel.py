@@ -90,6 +90,7 @@ def test_a_step_takes_over_the_buffers_of_the_state_before(num_devices: int, dev
     assert len(seen[1]) >= num_devices * 4
 
 
+@pytest.mark.slow
 def test_a_state_that_was_looked_at_stays_as_it_was(devices: Devices):
     trainer = trainer_of(Net(), devices(2))
     trainer.build(X)

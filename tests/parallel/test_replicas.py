@@ -65,6 +65,7 @@ def test_a_message_is_not_endless():
         check_replicas(tree)
 
 
+@pytest.mark.slow
 def test_the_state_of_a_run_is_equal_on_all_replicas():
     class Network(nn.Module):
         @nn.compact
