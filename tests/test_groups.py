@@ -211,11 +211,11 @@ def test_what_is_not_finite_is_found_though_no_call_ends_at_a_log_point():
 
 @pytest.mark.slow
 def test_auto_takes_what_is_faster_says_so_and_a_resume_takes_it_again(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Program, "time_steps", lambda self, state, fed, size: (1.0, 0.5))
+    monkeypatch.setattr(Program, "time_steps", lambda self, state, fed, size, keep: (1.0, 0.5))
     trainer = make_trainer("auto")
     trainer.fit(X, Y, batch_size=8, steps=4, callbacks=[ModelCheckpoint(tmp_path)], verbose=2)
     assert "steps_per_call='auto' chose 16: 16 steps a call took 500000 us a step, single steps 1000000 us." in capsys.readouterr().out
-    monkeypatch.setattr(Program, "time_steps", lambda self, state, fed, size: pytest.fail("measured again"))
+    monkeypatch.setattr(Program, "time_steps", lambda self, state, fed, size, keep: pytest.fail("measured again"))
     calls = Calls()
     make_trainer("auto").fit(X, Y, batch_size=8, steps=8, callbacks=[ModelCheckpoint(tmp_path), calls], resume=True, verbose=0)
     assert calls.ends == [6, 8]
@@ -232,7 +232,7 @@ def test_auto_really_measures_and_leaves_the_state_as_it_was():
 
 
 def test_large_batches_are_not_tried_in_groups(monkeypatch):
-    monkeypatch.setattr(Program, "time_steps", lambda self, state, fed, size: pytest.fail("measured"))
+    monkeypatch.setattr(Program, "time_steps", lambda self, state, fed, size, keep: pytest.fail("measured"))
     monkeypatch.setattr("fitflax.program._GROUP_BYTES", 100)
     make_trainer("auto").fit(X, Y, batch_size=8, steps=2, verbose=0)
 
