@@ -357,6 +357,29 @@ def test_only_the_first_process_writes_and_shows(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr() == ("", "")
 
 
+def test_only_the_first_process_saves_and_all_know_the_best(tmp_path, monkeypatch):
+    def run() -> BestCheckpoint:
+        best = BestCheckpoint(tmp_path / "best", monitor="val_loss")
+        trainer = trainer_of()
+        trainer.fit(X, Y, epochs=3, validation_data=(X, Y), callbacks=[ModelCheckpoint(tmp_path / "all"), best], resume="auto", verbose=0)
+        trainer.save(tmp_path / "saved")
+        return best
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "process_index", lambda *arguments: 1)
+        there = run()
+        assert list(tmp_path.iterdir()) == []
+    here = run()
+    assert {path.name for path in tmp_path.iterdir()} == {"all", "best", "saved"}
+    assert (there.best, there.best_step) == (here.best, here.best_step)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "process_index", lambda *arguments: 1)
+        again = run()  # Has nothing left to do, and leaves the files alone.
+    assert (again.best, again.best_step) == (here.best, here.best_step)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
 def test_saving_one_step_twice_is_no_error(tmp_path):
     trainer = trainer_of()
     callbacks = [ModelCheckpoint(tmp_path / "all", every=every(steps=1)), LambdaCallback(lambda checkpoint: None, every=every(steps=1))]

@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from fitflax.checkpoints.closing import CLOSING_FILE
 from fitflax.checkpoints.contents import BACKENDS, METADATA_FILE
 from fitflax.checkpoints.directories import disk_errors, put_back, replaced_by, write_in_place
@@ -40,6 +42,8 @@ def save_checkpoint(path: str | os.PathLike[str], *, train: PyTree, run: PyTree,
     """
     # abspath because `.` and `..` cannot be renamed.
     path, given = Path(os.path.abspath(path)), Path(path)
+    if jax.process_index():
+        return given  # The first process writes.
     with disk_errors("save", given):
         path.parent.mkdir(parents=True, exist_ok=True)
         for aside in replaced_by(path):

@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+import jax
+
 from fitflax.checkpoints.saving import Saver
 from fitflax.checkpoints.store import CheckpointStore
 from fitflax.checkpoints.trees import Plain, host_copy, to_plain, unpack
@@ -348,6 +350,8 @@ class Checkpoint:
         for put_on_disk in waiting:
             put_on_disk()
         self.num_saves += 1
+        if jax.process_index():
+            return  # The first process saves.
         also = [name for directory, name in self.savers if directory == store.directory and name != owner]
         save = functools.partial(store.save, step=self.step, owner=owner, keep=keep, also=also)
         if asynchronous:

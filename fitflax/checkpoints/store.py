@@ -23,14 +23,17 @@ A store is used by one thread at a time. Several stores of one run may share a d
 """
 
 import contextlib
+import functools
 import math
 import operator
 import os
 import re
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import jax
 
 from fitflax.checkpoints.contents import check_backend, read_metadata
 from fitflax.checkpoints.directories import REPLACED, delete, disk_errors, make_directory, put_back, random_suffix, write_in_place
@@ -58,10 +61,21 @@ class _Listing(NamedTuple):
     set_aside: list[tuple[Path, int]]
 
 
+def _first_process_only(change: Callable[..., None]) -> Callable[..., None]:
+    """Has a method do nothing in processes but the first."""
+
+    @functools.wraps(change)
+    def checked(store: "CheckpointStore", *arguments: Any, **options: Any) -> None:
+        if jax.process_index() == 0:
+            change(store, *arguments, **options)
+
+    return checked
+
+
 class CheckpointStore:
     """The checkpoints of one run in one directory, each in `step_00002000/`.
 
-    Making a store touches nothing; `claim` comes before the first `save`.
+    Making a store touches nothing; `claim` comes before the first `save`. Of several processes the first one alone changes the directory; all of them read it.
 
     Args:
         directory: Where they are, or will be.
@@ -89,6 +103,7 @@ class CheckpointStore:
         # What was read of the directory's own files, with the version of the file.
         self._known: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {}
 
+    @_first_process_only
     def lock(self, saver: Saver) -> None:
         """Locks the directory for a run, now if it is there, otherwise once `claim` has made it; `saver.close()` gives it back.
 
@@ -203,6 +218,7 @@ class CheckpointStore:
         found = (self._metadata(step).get("run_id") for step in reversed(self.steps()))
         return next((run_id for run_id in found if run_id is not None), self._read(_RUN).get("run_id"))
 
+    @_first_process_only
     def claim(self, run_id: str, *, overwrite: bool) -> None:
         """Makes the directory this run's, and tidies up after processes that died in it. To be called before the first step.
 
@@ -234,6 +250,7 @@ class CheckpointStore:
             replace_document(self.directory / _RUN, claim)
             self._set_aside(sorted(others), since=0)
 
+    @_first_process_only
     def drop_after(self, step: int) -> None:
         """Sets the checkpoints beyond `step` aside, as a run that goes on from `step` must: it will come there by itself.
 
@@ -246,6 +263,7 @@ class CheckpointStore:
         with disk_errors("set checkpoints aside in", self.directory):
             self._set_aside([later for later in self.steps() if later > step], since=step + 1)
 
+    @_first_process_only
     def recover(self) -> None:
         """Finishes or undoes what a process left half done when it died in this directory. `claim` calls it; with `resume` it comes before `newest_good`.
 
@@ -301,6 +319,8 @@ class CheckpointStore:
         Warns:
             FitflaxWarning: The checkpoint is saved, but older ones could not be deleted, or `retention.json` is damaged.
         """
+        if jax.process_index():
+            return self.path(step)
         step = _checked_step(step)
         path = self.path(step)
         wishes = {*map(int, keep), step}
@@ -334,6 +354,7 @@ class CheckpointStore:
             warnings.warn(message, FitflaxWarning, stacklevel=2)
         return path
 
+    @_first_process_only
     def retain(self, owner: str, keep: Collection[int]) -> None:
         """Changes which steps an owner wants, and deletes those that nobody wants any more.
 
