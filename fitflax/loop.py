@@ -113,7 +113,7 @@ class Run:
         self.due: set[int] = set()
         self.epoch_logs = Logs()
         self._moments = self._guarded()
-        self.has_ended = False
+        self._is_compiled = self.has_ended = False
 
     # -- ways of stepping --
 
@@ -370,11 +370,12 @@ class Run:
         if self._sums is None:
             self._collected = self._program.collector(train=True)
         sums = self._program.empty_sums(train=True) if self._sums is None else self._sums
-        begin = self._clock()
-        compiles = not self._program.has_trained(is_group=plan.steps_per_call > 1, keep=plan.keep)
-        if compiles and self._program.await_step(self._live.treedef, is_group=plan.steps_per_call > 1, keep=plan.keep):
-            self._timer.excluded += self._clock() - begin
-            compiles = False
+        begin, compiles = 0.0, not self._is_compiled
+        if compiles:
+            begin, self._is_compiled = self._clock(), True
+            if self._program.await_step(self._live.treedef, is_group=plan.steps_per_call > 1, keep=plan.keep):
+                self._timer.excluded += self._clock() - begin
+                compiles = False
         if plan.steps_per_call == 1:
             self._train_one(group[0], sums)
         else:

@@ -107,7 +107,6 @@ class Program:
         self._compiled = {verb: CompiledShapes(verb) for verb in ("train on", "evaluate", "predict")}
         # The devices' own, because a collective of an evaluation can wait for one of a step, whoever dispatched them.
         self._in_flight = self.strategy.in_flight
-        self._trained: set[tuple[bool, Keep]] = set()
 
     # -- preparation --
 
@@ -284,7 +283,6 @@ class Program:
         batches = self.strategy.feed_group([fed.batch for fed in group], size, in_one_piece(group))
         function = self._steps.get("train group", carry.treedef, keep=keep)
         leaves, sums, (vector, vectors), rows, kept = function(carry.leaves, carry.key, sums, np.int32(len(group)), batches)
-        self._trained.add((True, keep))
         values = StepValues(structure.places, vector, group=(vectors, len(group)))
         self._in_flight.add(values)
         return Trained(Carry(leaves, carry.treedef, carry.key), sums, values, rows, kept)
@@ -318,10 +316,6 @@ class Program:
         single = seconds(lambda now, sums: self.train(now, sums, fed, keep=keep), 1)
         return single, seconds(lambda now, sums: self.train_group(now, sums, group, size, keep=keep), size)
 
-    def has_trained(self, *, is_group: bool, keep: Keep) -> bool:
-        """Returns whether such a step has been called, so that calling it again compiles nothing."""
-        return (is_group, keep) in self._trained
-
     def await_step(self, treedef: Any, *, is_group: bool, keep: Keep = NOTHING) -> bool:
         """Waits for a training step that is being compiled ahead; returns `False` where steps are compiled by their first call."""
         self._steps.get("train group" if is_group else "train", treedef, keep=keep)
@@ -335,7 +329,6 @@ class Program:
         self._in_flight.make_room()
         function = self._steps.get("train", carry.treedef, keep=keep)
         leaves, sums, vector, rows, kept = function(carry.leaves, carry.key, sums, self.strategy.feed(fed.batch))
-        self._trained.add((False, keep))
         values = StepValues(structure.places, vector)
         self._in_flight.add(values)
         return Trained(Carry(leaves, carry.treedef, carry.key), sums, values, rows, kept)
