@@ -65,7 +65,7 @@ def section(result: dict[str, Any], machine: dict[str, Any]) -> str:
     size = f"{result['rounds']} rounds of {result['steps']} steps" + (", **small sizes: only to try the benchmark**" if result["small"] else "")
     parts = [
         f"## {workload.name}",
-        f"{workload.about}. {size}. {', '.join(f'{name} {value}' for name, value in machine.items())}.",
+        f"{workload.about}. {size}. device {result['device']}, {', '.join(f'{name} {value}' for name, value in machine.items())}.",
         claims_table(result),
         peers_table(result),
         reading_table(result),

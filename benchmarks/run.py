@@ -4,9 +4,10 @@
     python -m benchmarks.run --workload mlp --peers jit control fit
     python -m benchmarks.run --quick                            # tiny and mlp, two minutes
     python -m benchmarks.run --write                            # into benchmarks/RESULTS.md, too
+    python -m benchmarks.run --write benchmarks/RESULTS-gpu.md  # or into another file
 
 All processes of a workload live at the same time, and all but one sleep. Each compiles and warms up, and the losses are compared: peers that take the same
-batches must agree to 1e-5. Then come rounds. In each, each peer in turn runs base, peer, peer, base, as many steps each time.
+batches must agree to 1e-5, on a GPU to 5e-3. Then come rounds. In each, each peer in turn runs base, peer, peer, base, as many steps each time.
 """
 
 import argparse
@@ -55,10 +56,12 @@ class Worker:
     def __init__(self, peer: str, workload: str, *, small: bool, own_parameters: bool = False) -> None:
         self.peer = peer
         self.missing: str | None = None
+        self.device = "cpu"
         self.started = time.perf_counter()
         flags = [*(["--small"] if small else []), *(["--own-parameters"] if own_parameters else [])]
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "3"}
+        environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # They share the GPU's memory.
         environment.pop("JAX_COMPILATION_CACHE_DIR", None)
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed in __exit__)
         self._process = subprocess.Popen(
@@ -115,8 +118,9 @@ class Worker:
         return self.read(seconds)
 
     def get_ready(self) -> None:
-        """Waits until the peer can take commands, or has said why it cannot run; then `missing` says so."""
-        self.missing = self.read(START_SECONDS).get("unavailable")
+        """Waits until the peer can take commands, and notes its `device`, or has said why it cannot run; then `missing` says so."""
+        answer = self.read(START_SECONDS)
+        self.missing, self.device = answer.get("unavailable"), answer.get("device", "cpu")
 
     def finish(self) -> float:
         """Ends the process in order, and returns the peak of its resident memory in MB."""
@@ -159,6 +163,7 @@ class Field:
         self.base = peers[0]
         self.missing: dict[str, str] = {}
         self.failed = False
+        self.device = "cpu"
         self.values: dict[str, dict[str, dict[str, float]]] = {}
         self.starts: dict[tuple[str, str], list[float]] = {}
         self.times: compare.Times = {}
@@ -191,15 +196,20 @@ class Field:
                     self._leave_out(peer, worker.missing, failed=False)
                     continue
                 self.values[peer] = self._warm_up(peer, worker)
+                if peer == self.base:
+                    self.device = worker.device
             except WorkerError as error:
                 self._leave_out(peer, str(error), failed=True)
                 continue
             found, base = self.values[peer], self.values[self.base]
-            wrong = [f"{do}: {text}" for do in found if (text := compare.disagreement(found[do], base[do], exact=PEERS[peer].is_exact))]
+            wrong = [f"{do}: {text}" for do in found if (text := self._disagreement(peer, found[do], base[do]))]
             if wrong:
                 self._leave_out(peer, f"does other work than {self.base}: {'; '.join(wrong)}", failed=True)
             else:
                 say(f"{self.workload.name}: {peer} is ready, loss {found['train']['loss']:.7g}")
+
+    def _disagreement(self, peer: str, values: dict[str, float], base: dict[str, float]) -> str | None:
+        return compare.disagreement(values, base, exact=PEERS[peer].is_exact, device=self.device)
 
     def _warm_up(self, peer: str, worker: Worker) -> dict[str, dict[str, float]]:
         """Returns the values of the first stretch by operation; everything runs twice, because a second run may take another path through the caches.
@@ -247,7 +257,7 @@ class Field:
         peers = {peer: self._result_of(peer, steps) for peer in self.peers}
         rounds = max((len(rounds) for rounds in self.times.get("train", {}).values()), default=0)
         claims = [compare.as_json(claim) for claim in compare.claims(self.workload.name, self.times, steps)]
-        named = {"workload": self.workload.name, "small": self.small, "base": self.base, "rounds": rounds, "steps": steps}
+        named = {"workload": self.workload.name, "small": self.small, "base": self.base, "rounds": rounds, "steps": steps, "device": self.device}
         return named | {"claims": claims, "peers": peers, "failed": self.failed}
 
     def _result_of(self, peer: str, steps: int) -> dict[str, Any]:
@@ -307,7 +317,7 @@ def machine() -> dict[str, Any]:
     return here | {"platform": platform.platform(), "python": platform.python_version()} | versions
 
 
-def open_or_empty(path: str) -> str:
+def open_or_empty(path: str | pathlib.Path) -> str:
     file = pathlib.Path(path)
     return file.read_text(encoding="utf-8") if file.exists() else ""
 
@@ -321,7 +331,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny and mlp in few rounds, without whole processes")
     parser.add_argument("--small", action="store_true", help="small models and little data, to try the benchmark itself")
     parser.add_argument("--json", type=pathlib.Path, help="a file for all numbers")
-    parser.add_argument("--write", action="store_true", help="put the tables into benchmarks/RESULTS.md")
+    parser.add_argument("--write", nargs="?", type=pathlib.Path, const=RESULTS, metavar="FILE", help="put the tables into a file (default: benchmarks/RESULTS.md)")
     options = parser.parse_args(argv)
     if options.write and (options.small or options.peers):
         parser.error("--write is for whole measurements, without --small and --peers.")
@@ -347,8 +357,8 @@ def main(argv: list[str] | None = None) -> int:
         if options.json:  # Each time: a long run that is ended keeps what it has found.
             options.json.write_text(json.dumps({"machine": here, "results": results}, indent=2) + "\n", encoding="utf-8")
         if options.write:
-            text = RESULTS.read_text(encoding="utf-8") if RESULTS.exists() else ""
-            RESULTS.write_text(report.merged(text, {name: report.section(results[-1], here)}), encoding="utf-8")
+            text = open_or_empty(options.write)
+            options.write.write_text(report.merged(text, {name: report.section(results[-1], here)}), encoding="utf-8")
     return int(failed or any(result["failed"] for result in results))
 
 

@@ -54,6 +54,12 @@ def peak_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
 
 
+def device_kind() -> str:
+    """Returns what the peer computes on: `cpu`, or a GPU's name."""
+    jax = sys.modules.get("jax")
+    return jax.devices()[0].device_kind if jax else "cpu"
+
+
 def serve(contender: Contender, commands: TextIO, say: Callable[[dict[str, Any]], None], *, say_first: bool) -> None:
     for line in commands:
         first, say_first = (lambda: say({"first_step": True})) if say_first else None, False
@@ -84,7 +90,7 @@ def main(argv: list[str] | None = None) -> None:
         except Unavailable as reason:
             say({"unavailable": str(reason)})
         else:
-            say({"ready": True})
+            say({"ready": True, "device": device_kind()})
             serve(contender, sys.stdin, say, say_first=options.own_parameters)
         finally:
             sys.stdout = sys.__stdout__

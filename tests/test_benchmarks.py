@@ -180,6 +180,8 @@ def test_other_work_is_found_by_its_values():
     assert compare.disagreement({"loss": 0.5, "accuracy": 0.91}, base, exact=True) == "accuracy is 0.91 and not 0.9"
     assert compare.disagreement({"outputs": 1.0001}, {"outputs": 1.0}, exact=True) == "outputs is 1.0001 and not 1"
     assert compare.disagreement({"loss": 0.5001, "accuracy": 0.9}, base, exact=True) == "loss is 0.5001 and not 0.5"
+    assert compare.disagreement({"loss": 0.5001, "accuracy": 0.9}, base, exact=True, device="NVIDIA H100") is None
+    assert compare.disagreement({"loss": 0.51, "accuracy": 0.9}, base, exact=True, device="NVIDIA H100") == "loss is 0.51 and not 0.5"
     assert compare.disagreement({"loss": 0.55, "accuracy": 0.1}, base, exact=False) is None
     assert compare.disagreement({"loss": float("nan"), "accuracy": 0.9}, base, exact=False) == "loss is nan and not 0.5"
 

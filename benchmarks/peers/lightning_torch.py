@@ -201,5 +201,11 @@ class Lightning(Contender):
 
 
 def make(workload: Workload, setup: Setup) -> Contender:
-    """Returns Lightning's `Trainer.fit`; its progress bar draws on standard output, which the worker has replaced."""
+    """Returns Lightning's `Trainer.fit`; its progress bar draws on standard output, which the worker has replaced.
+
+    Raises:
+        Unavailable: The others would compute on a GPU.
+    """
+    if torch.cuda.is_available():
+        raise Unavailable("compared on the CPU alone")
     return Lightning(workload, setup)
