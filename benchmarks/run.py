@@ -331,7 +331,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny and mlp in few rounds, without whole processes")
     parser.add_argument("--small", action="store_true", help="small models and little data, to try the benchmark itself")
     parser.add_argument("--json", type=pathlib.Path, help="a file for all numbers")
-    parser.add_argument("--write", nargs="?", type=pathlib.Path, const=RESULTS, metavar="FILE", help="put the tables into a file (default: benchmarks/RESULTS.md)")
+    parser.add_argument("--write", nargs="?", type=pathlib.Path, const=RESULTS, metavar="FILE", help="put the tables into this file, by default RESULTS.md")
     options = parser.parse_args(argv)
     if options.write and (options.small or options.peers):
         parser.error("--write is for whole measurements, without --small and --peers.")
