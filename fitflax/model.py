@@ -91,7 +91,8 @@ class Model(abc.ABC):
         elif isinstance(error, TypeError) and "argument" in text:
             hint = self._argument_hint
         shapes = describe_shapes(x)
-        return ModelError(f"{self.name} cannot be {what} on inputs {shapes} (a replica's share of the batch): {type(error).__name__}: {text}{hint}")
+        period = "." if hint and not text.rstrip().endswith((".", "!", "?", ")")) else ""
+        return ModelError(f"{self.name} cannot be {what} on inputs {shapes} (a replica's share of the batch): {type(error).__name__}: {text}{period}{hint}")
 
     @property
     @abc.abstractmethod

@@ -4,7 +4,6 @@ Each of training, evaluation and prediction is one compiled function. What they 
 evaluating shapes alone, which is also the dry run that reports mistakes before anything is compiled.
 """
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -15,6 +14,7 @@ import numpy as np
 from fitflax.collected import Collected
 from fitflax.compilation import CompiledShapes
 from fitflax.compiled import CompiledSteps
+from fitflax.cost import Cost, cost_of
 from fitflax.data import FedBatch, Source
 from fitflax.data.arrays import ArraySource
 from fitflax.data.batch import in_one_piece
@@ -41,10 +41,10 @@ _MAX_LAPS = 10
 # Larger sums are not packed: it would copy them at every step.
 _LARGEST_PACKED = 4096
 
-# Floating-point operations, or bytes of memory, of an evaluation of a batch that takes a core about two milliseconds, twenty times a call's own time.
+# Floating-point operations, or bytes of memory, of an evaluation of a batch that takes a core about two milliseconds, twenty times a call's own time; and
+# one that takes a GPU less than one.
 _CHEAP = 2e7
-# Of so many arrays, a second trace takes longer than it spares.
-_MANY_LEAVES = 256
+_CHEAP_ON_ACCELERATORS = 5e9
 
 
 class _Structure(NamedTuple):
@@ -57,6 +57,7 @@ class _Structure(NamedTuple):
         form: How these sums are packed on their way from call to call.
         collected: Empty metrics whose rows are collected on the host.
         kinds: By log key, what is known of the metrics.
+        cost: Of the passes over a batch and its metrics, without a gradient; of one device.
         scalar_loss: Whether the loss is one number, which padding would falsify.
     """
 
@@ -66,6 +67,7 @@ class _Structure(NamedTuple):
     form: Form
     collected: dict[str, Metric]
     kinds: Mapping[str, Kind]
+    cost: Cost
     scalar_loss: bool
 
 
@@ -103,7 +105,7 @@ class Program:
         self._seen: dict[tuple[str, str, bool], int] = {}
         # Training steps that are compiled, or about to be: how many a call makes, and what is kept.
         self._begun: set[tuple[int, Keep]] = set()
-        self._outputs: dict[tuple[str, bool], PyTree] = {}
+        self._outputs: dict[tuple[str, bool], tuple[PyTree, Cost]] = {}
         self._compiled = {verb: CompiledShapes(verb) for verb in ("train on", "evaluate", "predict")}
         # The devices' own, because a collective of an evaluation can wait for one of a step, whoever dispatched them.
         self._in_flight = self.strategy.in_flight
@@ -158,24 +160,31 @@ class Program:
         arguments = (self.strategy.abstract_put(carry.leaves), self.strategy.abstract_put(carry.key), sums)
         size = steps_per_call
         if size is None:
-            lowered = self._steps.lower(seen[0], carry.treedef, *arguments, self.strategy.abstract_feed(batch), keep=keep)
-            size = 1 if train or is_single or len(carry.leaves) > _MANY_LEAVES else self._worth_grouping(lowered, batch)
-        kind = seen[0] if size == 1 else f"{seen[0]} group"
-        if size > 1:
+            size = 1 if train or is_single else self._worth_grouping(structure.cost, batch)
+        kind = self._kind_of_call(seen[0], size, size)
+        if size == 1:
+            lowered = self._steps.lower(kind, carry.treedef, *arguments, self.strategy.abstract_feed(batch), keep=keep)
+        else:
             lowered = self._steps.lower(kind, carry.treedef, *arguments, np.int32(size), self.strategy.abstract_feed(batch, size), keep=keep)
         self._steps.begin(kind, carry.treedef, lowered, keep=keep)
         self._seen[seen] = size
         self._begun.add((size, keep))
         return structure
 
-    def _worth_grouping(self, lowered: jax.stages.Lowered | None, batch: Batch, outputs: PyTree = ()) -> int:
+    def _worth_grouping(self, cost: Cost, batch: Batch, outputs: PyTree = ()) -> int:
         """Returns how many batches are to be evaluated, or predicted, in one call: several where a call takes longer than what it computes."""
-        cost = None if lowered is None else lowered.cost_analysis()
-        if lowered is None or not isinstance(cost, Mapping) or max(cost.get("flops", math.inf), cost.get("bytes accessed", math.inf)) > _CHEAP:
+        on_host = self.strategy.is_on_host
+        if not self.strategy.compiles_ahead or max(cost.flops, cost.bytes_accessed) > (_CHEAP if on_host else _CHEAP_ON_ACCELERATORS):
             return 1
-        if self.strategy.is_on_host and "convolution" in lowered.as_text():
+        if on_host and cost.has_convolution:
             return 1  # XLA computes them on one core inside of a loop.
         return _group_of(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((batch, outputs))))
+
+    def _kind_of_call(self, kind: str, count: int, size: int) -> str:
+        """Returns the name of the compiled function for so many batches, where at most `size` go together."""
+        if size == 1:
+            return kind
+        return f"{kind} whole group" if count == size and self.strategy.prefers_counted_loops else f"{kind} group"
 
     def group_for(self, kind: str, batch: Batch) -> int:
         """Returns how many batches like this one a call of `"evaluate"` or `"predict"` takes."""
@@ -194,7 +203,7 @@ class Program:
             return metrics, merged, {key: _result(key, metric) for key, metric in merged.items()}
 
         compiled = self.strategy.compile(metrics_of, inputs=("replicated", "split"), outputs=("replicated",) * 3)
-        abstract, merged, computed = jax.eval_shape(compiled, state, feed)
+        jaxpr, (abstract, merged, computed) = jax.make_jaxpr(compiled, return_shape=True)(state, feed)
         begin = {key: given.get(key, metric).empty() for key, metric in abstract.items()}
         empty = {
             key: jax.tree.map(lambda want, have: np.array(np.broadcast_to(np.asarray(have, want.dtype), want.shape)), metric, begin[key])
@@ -210,7 +219,7 @@ class Program:
         shown = {key: places[key] for key in order if key in places}
         collected = {key: _without_rows(key, abstract[key]) for key in order if collects(abstract[key])}
         sums: Any = TrainSums(metrics=empty, steps_since_bad=np.int32(-1)) if train else EvalSums(metrics=empty, index=np.int32(0))  # type: ignore[arg-type]
-        return _Structure(shown, end, sums, Form.of(sums, _LARGEST_PACKED), collected, kinds, scalar)
+        return _Structure(shown, end, sums, Form.of(sums, _LARGEST_PACKED), collected, kinds, cost_of(jaxpr), scalar)
 
     def structure(self, *, train: bool) -> _Structure:
         """Returns what the dry run found.
@@ -250,12 +259,15 @@ class Program:
         Raises:
             ModelError: The module fails.
         """
-        feed = self.strategy.abstract_feed(batch)
+        return self._traced_outputs(state, self.strategy.abstract_feed(batch), train)[0]
+
+    def _traced_outputs(self, state: TrainState, feed: Batch, train: bool) -> tuple[PyTree, Cost]:
+        """Returns the shapes of the outputs, and what it costs a device to compute them."""
         if (seen := (str(_abstract(feed.x)), train)) not in self._outputs:
             self._outputs[seen] = self._trace_outputs(state, feed, train)
         return self._outputs[seen]
 
-    def _trace_outputs(self, state: TrainState, feed: Batch, train: bool) -> PyTree:
+    def _trace_outputs(self, state: TrainState, feed: Batch, train: bool) -> tuple[PyTree, Cost]:
         order: list[str] = []
 
         def forward(state: TrainState, batch: Batch) -> PyTree:
@@ -264,8 +276,10 @@ class Program:
             return outputs
 
         compiled = self.strategy.compile(forward, inputs=("replicated", "split"), outputs="replicated")
-        outputs = jax.eval_shape(compiled, _abstract(state), feed)
-        return {name: outputs[name] for name in order} if isinstance(outputs, dict) else outputs  # JAX sorts; this is the module's order.
+        jaxpr, outputs = jax.make_jaxpr(compiled, return_shape=True)(_abstract(state), feed)
+        if isinstance(outputs, dict):
+            outputs = {name: outputs[name] for name in order}  # JAX sorts; this is the module's order.
+        return outputs, cost_of(jaxpr)
 
     # -- running --
 
@@ -281,16 +295,16 @@ class Program:
         self._see("train on", group[0])
         self._in_flight.make_room()
         batches = self.strategy.feed_group([fed.batch for fed in group], size, in_one_piece(group))
-        function = self._steps.get("train group", carry.treedef, keep=keep)
+        function = self._steps.get(self._kind_of_call("train", len(group), size), carry.treedef, keep=keep)
         leaves, sums, (vector, vectors), rows, kept = function(carry.leaves, carry.key, sums, np.int32(len(group)), batches)
         values = StepValues(structure.places, vector, group=(vectors, len(group)))
-        self._in_flight.add(values)
+        self._in_flight.add(values, len(group) * group[0].batch.nbytes)
         return Trained(Carry(leaves, carry.treedef, carry.key), sums, values, rows, kept)
 
     @staticmethod
     def group_size(fed: FedBatch) -> int:
         """Returns how many steps are worth trying in one call: 16, fewer where their batches would take more than 64 MB."""
-        return _group_of(sum(leaf.nbytes for leaf in jax.tree.leaves(fed.batch)))
+        return _group_of(fed.batch.nbytes)
 
     def time_steps(self, state: TrainState, fed: FedBatch, size: int, keep: Keep) -> tuple[float, float]:
         """Returns the seconds that a step takes alone, and in a call of `size` steps, measured on copies of the state; the data's own time is in neither."""
@@ -316,9 +330,9 @@ class Program:
         single = seconds(lambda now, sums: self.train(now, sums, fed, keep=keep), 1)
         return single, seconds(lambda now, sums: self.train_group(now, sums, group, size, keep=keep), size)
 
-    def await_step(self, treedef: Any, *, is_group: bool, keep: Keep = NOTHING) -> bool:
+    def await_step(self, treedef: Any, *, steps_per_call: int, keep: Keep = NOTHING) -> bool:
         """Waits for a training step that is being compiled ahead; returns `False` where steps are compiled by their first call."""
-        self._steps.get("train group" if is_group else "train", treedef, keep=keep)
+        self._steps.get(self._kind_of_call("train", steps_per_call, steps_per_call), treedef, keep=keep)
         return self.strategy.compiles_ahead
 
     def train(self, carry: Carry, sums: Sums, fed: FedBatch, *, keep: Keep = NOTHING) -> Trained:
@@ -330,7 +344,7 @@ class Program:
         function = self._steps.get("train", carry.treedef, keep=keep)
         leaves, sums, vector, rows, kept = function(carry.leaves, carry.key, sums, self.strategy.feed(fed.batch))
         values = StepValues(structure.places, vector)
-        self._in_flight.add(values)
+        self._in_flight.add(values, fed.batch.nbytes)
         return Trained(Carry(leaves, carry.treedef, carry.key), sums, values, rows, kept)
 
     @staticmethod
@@ -357,9 +371,10 @@ class Program:
             sums, vector, rows = self._steps.get("evaluate", used.treedef)(used.leaves, used.key, sums, self.strategy.feed(group[0].batch))
         else:
             batches = self.strategy.feed_group([fed.batch for fed in group], size, in_one_piece(group))
-            sums, vector, rows = self._steps.get("evaluate group", used.treedef)(used.leaves, used.key, sums, np.int32(len(group)), batches)
+            function = self._steps.get(self._kind_of_call("evaluate", len(group), size), used.treedef)
+            sums, vector, rows = function(used.leaves, used.key, sums, np.int32(len(group)), batches)
         values = Values(structure.places, vector)
-        self._in_flight.add(values)
+        self._in_flight.add(values, len(group) * group[0].batch.nbytes)
         return sums, values, rows
 
     def alone(self, values: Values, rows: dict[str, Metric], *, train: bool) -> dict[str, Any]:
@@ -384,7 +399,8 @@ class Program:
         if size == 1:
             return self._steps.get("predict", used.treedef)(used.leaves, used.key, np.int32(index), self.strategy.feed(first).x)
         xs = self.strategy.feed_group([fed.batch for fed in group], size, in_one_piece(group)).x
-        return self._steps.get("predict group", used.treedef)(used.leaves, used.key, np.int32(index), np.int32(len(group)), xs)
+        function = self._steps.get(self._kind_of_call("predict", len(group), size), used.treedef)
+        return function(used.leaves, used.key, np.int32(index), np.int32(len(group)), xs)
 
     def check_predict(self, state: TrainState, batch: Batch, *, is_single: bool = False) -> None:
         """Dry-runs prediction on shapes alone; arguments as of `prepare`.
@@ -398,16 +414,11 @@ class Program:
         if seen in self._seen:
             return
         rows = len(batch.mask) // self.strategy.num_replicas
-        outputs = self.output_shapes(state, batch, train=False)
+        outputs, cost = self._traced_outputs(state, self.strategy.abstract_feed(batch), train=False)
         if any(not leaf.shape or leaf.shape[0] != rows for leaf in jax.tree.leaves(outputs)):
             raise ModelError(f"predict joins outputs along their first axis, the examples ({rows} here). The module returned {describe_shapes(outputs)}.")
-        size = 1
-        if self.strategy.compiles_ahead and not is_single:
-            used = self.in_use(state)
-            arguments = (self.strategy.abstract_put(used.leaves), self.strategy.abstract_put(used.key), np.int32(0))
-            lowered = self._steps.lower("predict", used.treedef, *arguments, self.strategy.abstract_feed(batch).x)
-            every = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((len(batch.mask), *leaf.shape[1:]), leaf.dtype), outputs)
-            size = 1 if len(used.leaves) > _MANY_LEAVES else self._worth_grouping(lowered, batch, every)
+        every = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((len(batch.mask), *leaf.shape[1:]), leaf.dtype), outputs)
+        size = 1 if is_single else self._worth_grouping(cost, batch, every)
         self._seen[seen] = size
 
     @property

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn, Self, cast
 
 import jax
+import numpy as np
 import optax
 from flax import serialization, struct
 from jax.sharding import PartitionSpec
@@ -221,3 +222,11 @@ class Batch(NamedTuple):
     y: PyTree
     mask: Any
     weights: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all but the mask."""
+        x, y, _, weights = self
+        if type(x) is np.ndarray and type(y) is np.ndarray and weights is None:  # Asked at each step.
+            return int(x.nbytes + y.nbytes)
+        return sum(leaf.nbytes for leaf in jax.tree.leaves((x, y, weights)))

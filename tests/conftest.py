@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterator
 os.environ.setdefault("PJRT_NPROC", "16")
 # The tests want eight devices, which any CPU can pretend to be; set the variable to run them on something else.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if not os.environ["JAX_PLATFORMS"].startswith("cpu"):
+    # A GPU multiplies float32 with ten bits of mantissa otherwise, and the numbers that tests know are exact.
+    os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 
 import hypothesis
 import jax

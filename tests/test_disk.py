@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+import jax
 import pytest
 
 import fitflax
@@ -105,8 +106,13 @@ def trainer(shared: fitflax.Trainer) -> fitflax.Trainer:
 @contextlib.contextmanager
 def file_size_limit(root: pathlib.Path) -> Iterator[None]:
     """Files cannot grow beyond some hundred bytes, which is less than any checkpoint: as with a quota, or a full disk."""
-    with limit(resource.RLIMIT_FSIZE, 600):
-        yield
+    seconds = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)  # JAX stores what it compiles meanwhile, and would leave half of it.
+    try:
+        with limit(resource.RLIMIT_FSIZE, 600):
+            yield
+    finally:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from flax import linen as nn
 
 import fitflax
 from fitflax.callbacks import Callback, CSVLogger, LambdaCallback, ModelCheckpoint, TerminateOnNaN
+from fitflax.compiled import CompiledSteps
 from fitflax.data.batch import in_one_piece
 from fitflax.errors import ConfigError, FitflaxWarning
 from fitflax.parallel import DataParallel
@@ -59,16 +60,36 @@ class Calls(Callback):
         self.losses += logs.source.losses
 
 
-@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("size", [3, 16])
+@pytest.mark.parametrize("counted", [False, True], ids=["one loop", "whole groups a loop of their own"])
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("size", [3, 4, 16])
 @pytest.mark.mostly_slow
-def test_groups_give_what_single_steps_give(number, size):
+def test_groups_give_what_single_steps_give(number, size, counted, monkeypatch):
+    monkeypatch.setattr(DataParallel, "prefers_counted_loops", counted)
     # 44 examples are 5 batches of 8 and a short one, which is padded.
     single, grouped = make_trainer(1, number), make_trainer(size, number)
     histories = [trainer.fit(X, Y, batch_size=8, epochs=3, verbose=0).history for trainer in (single, grouped)]
     assert_close(grouped, single)
     for key, values in histories[0].items():
         np.testing.assert_allclose(histories[1][key], values, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("counted", "size", "programs"), [(False, 4, 1), (True, 4, 2), (True, 3, 1)])
+def test_an_accelerator_has_a_loop_of_its_own_for_whole_groups_and_compiles_another_where_there_are_shorter_ones(
+    counted, size, programs, monkeypatch, compilations
+):
+    """The compiler then knows the number of rounds; with a number that only the device knows, the host is asked before each round."""
+    monkeypatch.setattr(DataParallel, "prefers_counted_loops", counted)
+    kinds: list[str] = []
+    get = CompiledSteps.get
+    monkeypatch.setattr(CompiledSteps, "get", lambda self, kind, *rest, **options: (kinds.append(kind), get(self, kind, *rest, **options))[1])
+    trainer = make_trainer(size)
+    trainer.build((X[:8], Y[:8]))
+    with compilations.counted() as counted_here:
+        trainer.fit(X, Y, batch_size=8, epochs=2, verbose=0)
+    names = {"train group", "train whole group"} if programs == 2 else {"train whole group" if counted else "train group"}
+    assert set(kinds) & {"train", "train group", "train whole group"} == names
+    assert counted_here.names.count("jit(train_group)") == programs
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import fitflax
 from fitflax.callbacks import BestCheckpoint, EarlyStopping, LambdaCallback, ModelCheckpoint, TerminateOnNaN
 from fitflax.logs import Values
 from fitflax.parallel import DataParallel
+from fitflax.parallel.in_flight import InFlight
 
 Devices = Callable[[int], list[jax.Device]]
 RNG = np.random.default_rng(2)
@@ -276,6 +277,19 @@ def test_the_bound_holds_for_evaluate_and_for_loops_too(devices: Devices, in_fli
         pass
     trainer.evaluate(X, Y, batch_size=2, verbose=0)
     assert max(in_flight) <= DataParallel(devices(2)).max_in_flight
+
+
+def test_an_evaluation_of_functions_shares_the_bound_of_the_loop_that_it_follows(devices: Devices, in_flight: list[int], monkeypatch: pytest.MonkeyPatch):
+    rooms: set[int] = set()
+    make_room = InFlight.make_room
+    monkeypatch.setattr(InFlight, "make_room", lambda self: (rooms.add(id(self)), make_room(self))[1])
+    module, two = nn.Dense(2), DataParallel(devices(2))
+    options = {"data": (X, Y), "batch_size": 2}
+    loop = fitflax.TrainLoop(module.init, module.apply, optimizer="sgd", loss="mse", steps=8, every=fitflax.every(steps=3), parallel=two, **options)
+    evaluate = fitflax.EvalLoop(module.apply, metrics=["mae"], **options)
+    for checkpoint in loop:
+        evaluate(checkpoint)
+    assert len(in_flight) > 8 and max(in_flight) <= two.max_in_flight and len(rooms) == 1
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "fitflax"
 # A module imports only from its own layer or those before it. The first part of the name after `fitflax.` decides; the package itself is "__init__".
 LAYERS = (
     {"errors", "triggers", "background"},
-    {"axes", "state", "logs", "losses", "metrics", "optimizers"},
+    {"axes", "cost", "state", "logs", "losses", "metrics", "optimizers"},
     {"data"},
     {"parallel"},
     {"compilation", "numerics", "loss_scale", "accumulation", "model", "objective", "collected", "live", "sums", "step", "compiled", "program"},

@@ -190,6 +190,7 @@ def test_outputs_of_an_accelerator_set_out_for_the_host_before_those_of_the_batc
     monkeypatch.setattr(DataParallel, "join", lambda self, outputs, *rest: (events.append("joined"), join(self, outputs, *rest))[1])
     # Or several batches are one call.
     options = {"callbacks": [LambdaCallback(on_predict_batch_end=lambda batch, logs: None)]} if how == "predict" else {}
+    monkeypatch.setattr(DataParallel, "is_on_host", True)
     list(getattr(trainer, how)(X, batch_size=4, **options))
     assert events == ["joined"] * 4  # Outputs of a CPU are on the host.
     events.clear()

@@ -58,9 +58,11 @@ def calls_of(trainer: fitflax.Trainer, monkeypatch: pytest.MonkeyPatch) -> list[
 EACH = {"on_test_batch_end": lambda batch, logs: None, "on_predict_batch_end": lambda batch, logs: None}
 
 
-@pytest.mark.parametrize(("num_devices", "rows"), [(1, 8), (1, 16 * 8 + 3), (1, 40 * 8), (3, 16 * 9 + 4)])
-@pytest.mark.slow
-def test_groups_give_what_batches_one_by_one_give(num_devices, rows, devices, monkeypatch):
+@pytest.mark.parametrize("counted", [False, True], ids=["one loop", "whole groups a loop of their own"])
+@pytest.mark.parametrize(("num_devices", "rows"), [(1, 16 * 8 + 3), (1, 8), (1, 40 * 8), (3, 16 * 9 + 4)])
+@pytest.mark.mostly_slow
+def test_groups_give_what_batches_one_by_one_give(num_devices, rows, counted, devices, monkeypatch):
+    monkeypatch.setattr(DataParallel, "prefers_counted_loops", counted)
     trainer, (x, y) = make(devices(num_devices)), data_of(rows)
     calls = calls_of(trainer, monkeypatch)
     together = trainer.evaluate(x, y, batch_size=8, verbose=0), trainer.predict(x, batch_size=8, verbose=0)

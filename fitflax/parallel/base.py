@@ -106,6 +106,11 @@ class Strategy(abc.ABC):
     def is_on_host(self) -> bool:
         """Whether the devices' memory is the host's, so that a copy there costs the host's memory only."""
 
+    @property
+    def prefers_counted_loops(self) -> bool:
+        """Whether a loop is faster where its number of rounds is known when it is compiled: an accelerator has to ask the host before each round otherwise."""
+        return not self.is_on_host
+
     @abc.abstractmethod
     def copy_once(self, tree: PyTree) -> Packed:
         """Returns a copy of a tree of replicated device arrays, on one device, that later donations cannot touch. Waits for nothing."""

@@ -64,8 +64,10 @@ class DataParallel(Strategy):
         self.axis_name = axis_name
         self.reduce: dict[str, Reducer] = dict(reduce or {})
         self.num_replicas = len(self.devices)
-        # Two on CPU: more can fill XLA's thread pool with collectives that wait for each other. Others only need enough to hide the dispatch.
-        self.max_in_flight = 2 if self.devices[0].platform == "cpu" and self.num_replicas > 1 else 8
+        # Two on several CPU devices: more can fill XLA's thread pool with collectives that wait for each other. Others only need enough to hide the dispatch; a
+        # GPU makes a small step while the host wakes up from its wait for another.
+        on_cpu = self.devices[0].platform == "cpu"
+        self.max_in_flight = (2 if self.num_replicas > 1 else 8) if on_cpu else 32
         self.in_flight = InFlight(self.max_in_flight)
         self.compiles_ahead = jax.process_count() == 1  # With more, pmap makes other arguments of those that it is given.
         mesh = Mesh(np.array(self.devices), (axis_name,))

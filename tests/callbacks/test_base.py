@@ -157,6 +157,17 @@ def test_the_norm_of_the_gradient_is_computed_where_somebody_may_read_it(make, w
     assert CallbackList(make(tmp_path)).keep.norm is wanted
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_step_without_a_reader_computes_no_norm(wanted):
+    norms = []
+    look = LambdaCallback(lambda checkpoint: norms.append(float(checkpoint.step_values.gradients_norm)))
+    look.needs_gradients_norm = wanted
+    trainer = fitflax.Trainer(nn.Dense(1))
+    trainer.compile("sgd", "mse")
+    trainer.fit(np.ones((4, 2)), np.ones((4, 1)), callbacks=[look], verbose=0)
+    assert np.isfinite(norms).tolist() == [wanted]
+
+
 def test_a_norm_that_was_not_computed_is_an_error_that_says_how_to_get_it():
     look = LambdaCallback(lambda checkpoint: checkpoint.gradients_norm)
     look.needs_gradients_norm = False

@@ -109,6 +109,8 @@ def test_a_tree_that_holds_itself_is_an_error():
 
 def everywhere(tree):
     """Puts arrays on all eight devices: `w` in parts, `half` in two parts with four copies each, the rest whole on each."""
+    if len(jax.devices()) < 8:
+        pytest.skip("needs 8 devices")
     mesh = jax.make_mesh((2, 4), ("a", "b"))
     specs = {"w": jax.P("a", "b"), "half": jax.P("a")}
     return {name: jax.device_put(leaf, jax.NamedSharding(mesh, specs.get(name, jax.P()))) for name, leaf in tree.items()}
@@ -127,7 +129,8 @@ def test_a_host_copy_has_the_values_of_jax_arrays_in_memory_of_its_own(place):
     arrays = place(TREE) | {"int4": jnp.arange(5, dtype=jnp.int4), "bfloat16": jnp.ones((), jnp.bfloat16)}
     copy = host_copy(to_plain(arrays)).tree
     for name, array in arrays.items():
-        assert type(copy[name]) is np.ndarray and copy[name].flags.writeable and copy[name].dtype == array.dtype
+        is_own = copy[name].flags.writeable or not array.size
+        assert type(copy[name]) is np.ndarray and is_own and copy[name].dtype == array.dtype
         assert np.array_equal(copy[name], np.asarray(array)) and not np.shares_memory(copy[name], np.asarray(array))
 
 

@@ -262,8 +262,8 @@ def test_a_larger_later_batch_is_trained_on_as_well_with_a_warning():
     assert trainer.history.history["one"] == [1.0]
 
 
-def test_without_padding_each_size_is_its_own_and_must_divide_over_the_devices():
-    trainer = fitflax.Trainer(Pass(), parallel=DataParallel(jax.devices()[:2]))
+def test_without_padding_each_size_is_its_own_and_must_divide_over_the_devices(devices):
+    trainer = fitflax.Trainer(Pass(), parallel=DataParallel(devices(2)))
     trainer.compile("sgd", lambda outputs, targets: outputs.shape[0] * (outputs[:, 0] * 0 + 1), learning_rate=0.0, pad=False)
     history = trainer.fit(np.zeros((6, 1)), np.zeros((6, 1)), batch_size=4, verbose=0)
     # A replica's share is 2 rows, then 1: (4 * 2 + 2 * 1) / 6.

@@ -12,6 +12,8 @@ from fitflax.errors import ReplicaError
 from fitflax.parallel import DataParallel, check_replicas
 
 DEVICES = jax.devices()[:3]
+if len(DEVICES) < 3:
+    pytest.skip("needs 3 devices", allow_module_level=True)
 MESH = Mesh(np.array(DEVICES), ("replica",))
 
 

@@ -1,0 +1,85 @@
+"""What a traced function costs, counted from its jaxpr: the same on every platform, and before anything is compiled."""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from jax.extend import core
+
+__all__ = ["Cost", "cost_of"]
+
+
+class Cost(NamedTuple):
+    """What one call of a function costs; infinite where it holds a loop of unknown length or a kernel that is not written in JAX.
+
+    Attributes:
+        flops: Floating-point operations: two for each multiplication and addition of matrix products and convolutions, one for each element of all other
+            results.
+        bytes_accessed: What all operations read and write, each by itself, in bytes; a compiler that fuses them needs less.
+        has_convolution: Whether there is a convolution among them.
+    """
+
+    flops: float
+    bytes_accessed: float
+    has_convolution: bool
+
+    def __add__(self, other: Any) -> "Cost":
+        return Cost(self.flops + other.flops, self.bytes_accessed + other.bytes_accessed, self.has_convolution or other.has_convolution)
+
+    def times(self, count: int) -> "Cost":
+        """Returns the cost of so many calls."""
+        return Cost(self.flops * count, self.bytes_accessed * count, self.has_convolution)
+
+
+_NOTHING = Cost(0.0, 0.0, False)
+_UNKNOWN = Cost(math.inf, math.inf, False)
+
+
+def cost_of(jaxpr: core.ClosedJaxpr | core.Jaxpr) -> Cost:
+    """Returns what one call costs; of a function that is mapped over devices, on one of them.
+
+    Args:
+        jaxpr: What `jax.make_jaxpr` returns.
+
+    >>> import jax
+    >>> import numpy as np
+    >>> a, b = np.ones((2, 3), np.float32), np.ones((3, 5), np.float32)
+    >>> cost_of(jax.make_jaxpr(lambda a, b: a @ b)(a, b))
+    Cost(flops=60.0, bytes_accessed=124.0, has_convolution=False)
+    """
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    return sum(map(_cost_of_equation, jaxpr.eqns), start=_NOTHING)
+
+
+def _cost_of_equation(equation: Any) -> Cost:
+    name, params = equation.primitive.name, equation.params
+    if name in ("while", "pallas_call"):
+        return _UNKNOWN
+    inner = [cost_of(jaxpr) for jaxpr in _jaxprs_in(params)]
+    if name == "cond":
+        return max(inner, key=lambda cost: cost.flops)
+    if inner:
+        return sum(inner, start=_NOTHING).times(params["length"] if name == "scan" else 1)
+    outputs = [variable.aval for variable in equation.outvars]
+    operands = [variable.aval for variable in equation.invars]
+    accessed = sum(_num_bytes(aval) for aval in (*operands, *outputs))
+    size = float(sum(math.prod(getattr(aval, "shape", ())) for aval in outputs))
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        return Cost(2 * size * math.prod(operands[0].shape[axis] for axis in contracted), accessed, False)
+    if name == "conv_general_dilated":
+        kernel = operands[1].shape
+        return Cost(2 * size * math.prod(kernel) / kernel[params["dimension_numbers"].rhs_spec[0]], accessed, True)
+    return Cost(size, accessed, False)
+
+
+def _jaxprs_in(params: dict[str, Any]) -> Iterator[Any]:
+    for value in params.values():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(one, core.ClosedJaxpr | core.Jaxpr):
+                yield one
+
+
+def _num_bytes(aval: Any) -> float:
+    dtype = getattr(aval, "dtype", None)  # A key's has an item size as well.
+    return 0.0 if dtype is None else float(math.prod(aval.shape) * dtype.itemsize)
