@@ -187,6 +187,24 @@ def callbacks_of(callbacks: Any) -> list[Callback]:
     return list(callbacks or ())
 
 
+def without_files(callbacks: Sequence[Callback], batches: int) -> tuple[list[Callback], str]:
+    """Returns the callbacks that write no files, for a trial of some batches, and a sentence for whoever watches it."""
+    names = [type(callback).__name__ for callback in callbacks if callback.writes_files]
+    without = f", without {', '.join(names)}" if names else ""
+    return [callback for callback in callbacks if not callback.writes_files], f"fast_dev_run: {batches} batches of everything and no files{without}."
+
+
+def number_of_batches(name: str, value: Any) -> int:
+    """Returns an argument that says how many batches there are to be; 0 for as many as there are, and `True` for one.
+
+    Raises:
+        ConfigError: It is no integer, or negative.
+    """
+    if not isinstance(value, int | np.integer) or value < 0:
+        raise ConfigError(f"{name} must be a number of batches, 0 for all. Received: {value!r}.")
+    return int(value)
+
+
 def with_history(callbacks: Sequence[Callback]) -> tuple[list[Callback], History]:
     """Returns callbacks with a history among them, after the others, and the history: the user's, or one of their own."""
     histories = [callback for callback in callbacks if isinstance(callback, History)] or [History()]

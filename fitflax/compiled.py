@@ -1,6 +1,7 @@
 """A task's steps as compiled functions of few arrays, one for each structure of the state, compiled ahead of the first call where that can be known."""
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,8 @@ class CompiledSteps:
         self._functions: dict[tuple[str, Any, Keep], Compiled] = {}
         self._last: dict[str, tuple[Any, Keep, Compiled]] = {}
         self._ahead = AheadOfTime()
+        # How long callers have waited for what was being compiled.
+        self.seconds_waited = 0.0
 
     def get(self, kind: str, treedef: Any, *, keep: Keep = NOTHING) -> Compiled:
         """Returns a function for states of one structure, to be called."""
@@ -54,7 +57,9 @@ class CompiledSteps:
         if last is not None and last[0] is treedef and last[1] is keep:  # Comparing large structures takes longer than many a step.
             return last[2]
         name = kind, treedef, keep
+        begin = time.perf_counter()
         self._ahead.wait(name)
+        self.seconds_waited += time.perf_counter() - begin
         function = self._make(*name)
         self._last[kind] = (treedef, keep, function)
         return function

@@ -16,7 +16,8 @@ __all__ = ["Kind", "Logs", "Place", "StepValues", "Values"]
 
 # The places of the step's own values in its vector; the running metrics follow.
 STEP_LOSS, GRADIENTS_NORM, STEPS_SINCE_BAD = 0, 1, 2
-NUM_STEP_VALUES = 3
+CULPRIT = 3
+NUM_STEP_VALUES = 4
 
 
 class Place(NamedTuple):
@@ -132,11 +133,13 @@ class StepValues(Values):
         compute_late: As in `Values`.
         group: The vectors of all steps of that call, `[at least steps, values]`, and their number; `None` for a single step.
 
-    >>> StepValues({"loss": Place(3)}, jax.numpy.array([0.5, 1.0, -1.0, 0.25])).loss
+        suspects: The names of what was looked at for values that are not finite.
+
+    >>> StepValues({"loss": Place(4)}, jax.numpy.array([0.5, 1.0, -1.0, -1.0, 0.25])).loss
     0.5
     """
 
-    __slots__ = ("_group",)
+    __slots__ = ("_group", "_suspects")
 
     def __init__(
         self,
@@ -145,13 +148,14 @@ class StepValues(Values):
         late: tuple[str, ...] = (),
         compute_late: Callable[[], Mapping[str, Any]] = dict,
         group: tuple[jax.Array, int] | None = None,
+        suspects: tuple[str, ...] = (),
     ) -> None:
         super().__init__(places, vector, late, compute_late)
-        self._group = group
+        self._group, self._suspects = group, suspects
 
     @override
     def with_late(self, late: tuple[str, ...], compute_late: Callable[[], Mapping[str, Any]]) -> Self:
-        return type(self)(self.places, self.vector, late, compute_late, self._group)
+        return type(self)(self.places, self.vector, late, compute_late, self._group, self._suspects)
 
     @property
     def losses(self) -> list[float]:
@@ -176,6 +180,12 @@ class StepValues(Values):
         """How many steps ago the loss or the gradient first was not finite, 0 for this step; `None` if it never was in this epoch."""
         since = self._read()[STEPS_SINCE_BAD]
         return None if since < 0 else int(since)
+
+    @property
+    def culprit(self) -> str | None:
+        """What it was that first was not finite, as in "the gradient of Dense_0/kernel"; `None` if nothing was, or nobody looked."""
+        number = int(self._read()[CULPRIT])
+        return self._suspects[number] if 0 <= number < len(self._suspects) else None
 
 
 class Logs(MutableMapping[str, Any]):

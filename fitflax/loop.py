@@ -23,6 +23,7 @@ from fitflax.program import Program, Trained
 from fitflax.signals import Interruption
 from fitflax.state import TrainState
 from fitflax.step import Kept
+from fitflax.time_spent import TimeSpent
 from fitflax.triggers import Moment, Schedule, Trigger
 
 __all__ = ["Run"]
@@ -76,6 +77,7 @@ class Run:
         interruption: Interruption | None = None,
         saver: Saver | None = None,
         clock: Callable[[], float] = time.monotonic,
+        spent: TimeSpent | None = None,
     ) -> None:
         self._program = program
         self._live = live
@@ -90,6 +92,7 @@ class Run:
         self._interruption = interruption
         self._saver = saver or Saver()
         self._clock = clock
+        self.spent = spent or TimeSpent()
         self._schedule = Schedule(plan.every, clock())
         self._validation_schedule = Schedule(self._validation.trigger, clock())
         # What the next call trains on: its first batch, and others once the call is made.
@@ -182,7 +185,8 @@ class Run:
     def _finish_saving(self) -> None:
         if self._interruption is not None and self._interruption.leaves_at_once:
             self._saver.abandon()
-        self._saver.close()
+        with self.spent.on("saving"):
+            self._saver.close()
 
     def change(self, *, end_step: int | None, every: Trigger | None, saver: Callable[[], Saver]) -> None:
         """Ends elsewhere from now on, and yields at other steps; a run that has ended in order goes on if that is now later.
@@ -323,7 +327,8 @@ class Run:
         return bool(self._upcoming)
 
     def _take(self) -> bool:
-        fed = self._feed.next(None if self.plan.steps_per_call == 1 else self._room())
+        with self.spent.on("data"):
+            fed = self._feed.next(None if self.plan.steps_per_call == 1 else self._room())
         self._upcoming = [] if fed is None else [fed]
         return fed is not None
 
@@ -365,7 +370,8 @@ class Run:
         hooks.call("on_train_batch_begin", progress.step_in_epoch, {})
         room = self._room()
         if plan.steps_per_call > 1:
-            self._upcoming += self._feed.next_like(self._upcoming[0].batch, room - 1)
+            with self.spent.on("data"):
+                self._upcoming += self._feed.next_like(self._upcoming[0].batch, room - 1)
         group = self._upcoming
         if self._sums is None:
             self._collected = self._program.collector(train=True)
@@ -374,7 +380,7 @@ class Run:
         if compiles:
             begin, self._is_compiled = self._clock(), True
             if self._program.await_step(self._live.treedef, steps_per_call=plan.steps_per_call, keep=plan.keep):
-                self._timer.excluded += self._clock() - begin
+                self._leave_out(self._clock() - begin)
                 compiles = False
         if plan.steps_per_call == 1:
             self._train_one(group[0], sums)
@@ -383,11 +389,16 @@ class Run:
             trained = self._program.train_group(self._live.take(), sums, group, plan.steps_per_call, keep=plan.keep)
             self._advance(trained, group)
         if compiles:
-            self._timer.excluded += self._clock() - begin
+            self._leave_out(self._clock() - begin)
         if plan.steps_per_call == 1 and room > 1:
             self._train_unseen(room - 1)
         if hooks.wants("on_train_batch_end"):
             hooks.call("on_train_batch_end", progress.step_in_epoch - 1, Logs(self._values, kinds=self._program.kinds))
+
+    def _leave_out(self, seconds: float) -> None:
+        """Notes that compiling has just taken some time."""
+        self._timer.excluded += seconds
+        self.spent.add("compiling", seconds)
 
     def _train_one(self, fed: FedBatch, sums: Sums) -> None:
         self._kept = None
@@ -400,6 +411,7 @@ class Run:
             self._collected.add(rows, None if self.plan.steps_per_call == 1 else steps)
         # Not before: a step that is broken off has not used its batch, which may be the last of its pass.
         self._upcoming = []
+        self.spent.examples += group[0].num_real if steps == 1 else sum(fed.num_real for fed in group)
         progress = self.progress
         progress.step += steps
         progress.step_in_epoch += steps
@@ -411,6 +423,7 @@ class Run:
     def _train_unseen(self, steps: int) -> None:
         """Makes more single steps, as long as nothing happens between them that anybody could see; all that the loop does otherwise takes time."""
         feed, progress, interruption, should_stop, clock = self._feed, self.progress, self._interruption, self._should_stop, self._clock
+        spent = self.spent
         end = min(self._schedule.next_seconds, self._validation_schedule.next_seconds, self.callbacks.next_seconds)
         if self.callbacks.wants("on_train_batch_end"):
             end = min(end, clock() + _UNSEEN_SECONDS)
@@ -421,7 +434,9 @@ class Run:
                 interruption.check(progress.step)  # Once for each step: where this returns without asking, the caller does.
                 if interruption.requested is not None:
                     return
+            begin = spent.clock()
             fed = feed.next()
+            spent.add("data", spent.clock() - begin)
             assert fed is not None and self._sums is not None
             self._upcoming = [fed]
             self._train_one(fed, self._sums)
@@ -484,8 +499,11 @@ class Run:
         self.callbacks.on_closing(checkpoint, self.progress.epoch, checkpoint.logs)
 
     def _validate(self, checkpoint: Checkpoint) -> Checkpoint:
-        for evaluate in self._validation.loops:
-            checkpoint = evaluate(checkpoint)
+        waited = self._program.seconds_waited
+        with self.spent.on("evaluating"):
+            for evaluate in self._validation.loops:
+                checkpoint = evaluate(checkpoint)
+        self.spent.move("evaluating", "compiling", self._program.seconds_waited - waited)
         return checkpoint
 
     @property

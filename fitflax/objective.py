@@ -16,7 +16,7 @@ import numpy as np
 import fitflax.losses as losses
 import fitflax.metrics as metrics
 from fitflax.errors import ConfigError, DataError, FitflaxError, LossError, MetricError, did_you_mean
-from fitflax.losses.registry import takes_labels
+from fitflax.losses.registry import takes_labels, takes_logits
 from fitflax.metrics import Metric
 from fitflax.metrics.clu import CluMetric, adapt_clu, is_clu
 from fitflax.model import describe_shapes
@@ -72,8 +72,12 @@ class Objective:
     @property
     def has_label_loss(self) -> bool:
         """Whether a loss takes integer labels, or yes-or-no targets, whose range can be checked."""
+        return any(takes_labels(loss.fn) or loss.fn is losses.binary_crossentropy for loss in self._named_losses)
+
+    @property
+    def _named_losses(self) -> "list[_NamedLoss]":
         leaves = jax.tree.leaves(self._loss, is_leaf=lambda leaf: isinstance(leaf, _NamedLoss))
-        return any(isinstance(leaf, _NamedLoss) and (takes_labels(leaf.fn) or leaf.fn is losses.binary_crossentropy) for leaf in leaves)
+        return [leaf for leaf in leaves if isinstance(leaf, _NamedLoss)]
 
     @property
     def has_metrics(self) -> bool:
@@ -123,6 +127,31 @@ class Objective:
                 raise ConfigError(f"compile({name}=...) has {len(spec)} entries, but the module has one output.")
             return spec[0]
         return spec
+
+    @property
+    def takes_logits(self) -> bool:
+        """Whether a loss given by name takes logits."""
+        return any(takes_logits(loss.name) for loss in self._named_losses)
+
+    def unfit_activations(self, activations: PyTree) -> list[str]:
+        """Returns, in words, where the module ends with an activation that a loss given by name applies itself.
+
+        Args:
+            activations: In the structure of the module's outputs, the names of activations, or `""`.
+        """
+        names = output_names(activations)
+        if names is None:
+            pairs = [("", self._single(self._loss, "loss"), activations)]
+        elif callable(_fn(self._loss)):
+            return []
+        else:
+            fns = _by_output(self._loss, names, "loss", LossError)
+            pairs = [(f" in its output {name!r}", fns[name], _select(activations, name, index)) for index, name in enumerate(names)]
+        return [
+            f"The module ends{where} with a {activation}, which the loss {spec!r} applies itself: it takes logits. Leave it out of the module"
+            for where, spec, activation in pairs
+            if isinstance(spec, _NamedLoss) and takes_logits(spec.name) and activation in ("softmax", "sigmoid")
+        ]
 
     def check_labels(self, outputs: PyTree, targets: PyTree, weights: Any = None) -> None:
         """Checks integer labels against the number of classes, and yes-or-no targets, for targets that are all at hand.

@@ -18,10 +18,11 @@ from fitflax.errors import DataError, FitflaxWarning, RestoreError
 from fitflax.logs import StepValues
 from fitflax.loop import Run
 from fitflax.plan import Progress, RunPlan, Validation
-from fitflax.program import Program, check_in_memory
+from fitflax.program import Program, check_activations, check_in_memory
 from fitflax.session import Session
 from fitflax.signals import Interruption
 from fitflax.step import Keep
+from fitflax.time_spent import TimeSpent
 
 __all__ = ["make_feed", "prepare_run", "settings_of", "start_progress"]
 
@@ -74,6 +75,7 @@ def prepare_run(
     interruption: Interruption | None = None,
     saved: Saved | None = None,
     saver: Saver | None = None,
+    spent: TimeSpent | None = None,
 ) -> Run:
     """Returns a run that is ready to go: state built or restored, the first batch looked at and dry-run.
 
@@ -88,18 +90,21 @@ def prepare_run(
         interruption: Which signals end it.
         saved: The checkpoint to go on from.
         saver: Who saves for the run.
+        spent: Where its time is noted.
 
     Raises:
         DataError: There is no batch, or labels are out of range.
         ModelError, LossError, MetricError: What does not fit the first batch.
         RestoreError: The checkpoint does not fit.
     """
+    spent = spent or TimeSpent()
     program = session.need_compiled("fit")
     if program.task.custom_step is not None:
         plan = dataclasses.replace(plan, keep=plan.keep._replace(norm=None))  # A gradient there may be, but nobody knows of it.
     # The first batch is looked at, then trained on.
     ahead = session.steps_per_call if (session.steps_per_call or 1) > 1 else None
-    fed = feed.next(ahead)
+    with spent.on("data"):
+        fed = feed.next(ahead)
     if fed is None and progress.epoch_is_open and not progress.epoch_is_over and plan.steps_per_epoch is None:
         # The run was broken off after the last batch of an epoch, before anything could tell that it was the last.
         progress.epoch_is_over, progress.position = True, feed.position
@@ -122,6 +127,7 @@ def prepare_run(
     if fed is not None:
         session.check_restored(fed.batch)
         structure = prepare(live.borrow(), fed.batch)
+        check_activations(program, live.borrow(), fed.batch)
         check_in_memory(program, source, live.borrow(), fed.batch, pad=session.pad, train=True)
         if saved is not None and "sums" in saved.run:
             sums = program.pack_sums(fit_to(structure.empty, saved.run["sums"], saved, "run/sums"), train=True)
@@ -151,6 +157,7 @@ def prepare_run(
         exhausted=session.run_dry,
         interruption=interruption,
         saver=session.make_saver() if saver is None else saver,
+        spent=spent,
     )
     return session.last_run
 

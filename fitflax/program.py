@@ -5,12 +5,14 @@ evaluating shapes alone, which is also the dry run that reports mistakes before 
 """
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
 
+from fitflax.activations import last_activations
 from fitflax.collected import Collected
 from fitflax.compilation import CompiledShapes
 from fitflax.compiled import CompiledSteps
@@ -18,7 +20,7 @@ from fitflax.cost import Cost, cost_of
 from fitflax.data import FedBatch, Source
 from fitflax.data.arrays import ArraySource
 from fitflax.data.batch import in_one_piece
-from fitflax.errors import LossError, MetricError, ModelError, NotReadyError
+from fitflax.errors import FitflaxWarning, LossError, MetricError, ModelError, NotReadyError
 from fitflax.live import Carry, Sums
 from fitflax.logs import NUM_STEP_VALUES, Kind, Place, StepValues, Values
 from fitflax.metrics import Metric, metric_direction
@@ -71,6 +73,20 @@ class _Structure(NamedTuple):
     scalar_loss: bool
 
 
+class _TracedOutputs(NamedTuple):
+    """What tracing the module alone finds out.
+
+    Attributes:
+        shapes: Of its outputs.
+        cost: What it costs a device to compute them.
+        activations: What they come from, in the same structure.
+    """
+
+    shapes: PyTree
+    cost: Cost
+    activations: PyTree
+
+
 class Trained(NamedTuple):
     """What dispatching one update returns, all of it still on the devices.
 
@@ -105,8 +121,10 @@ class Program:
         self._seen: dict[tuple[str, str, bool], int] = {}
         # Training steps that are compiled, or about to be: how many a call makes, and what is kept.
         self._begun: set[tuple[int, Keep]] = set()
-        self._outputs: dict[tuple[str, bool], tuple[PyTree, Cost]] = {}
+        self._outputs: dict[tuple[str, bool], _TracedOutputs] = {}
         self._compiled = {verb: CompiledShapes(verb) for verb in ("train on", "evaluate", "predict")}
+        # Whether it has been said that the module and the loss do not go together.
+        self.has_warned = False
         # The devices' own, because a collective of an evaluation can wait for one of a step, whoever dispatched them.
         self._in_flight = self.strategy.in_flight
 
@@ -218,7 +236,7 @@ class Program:
             end = places[key].end
         shown = {key: places[key] for key in order if key in places}
         collected = {key: _without_rows(key, abstract[key]) for key in order if collects(abstract[key])}
-        sums: Any = TrainSums(metrics=empty, steps_since_bad=np.int32(-1)) if train else EvalSums(metrics=empty, index=np.int32(0))  # type: ignore[arg-type]
+        sums: Any = TrainSums(empty, np.int32(-1), np.int32(-1)) if train else EvalSums(metrics=empty, index=np.int32(0))  # type: ignore[arg-type]
         return _Structure(shown, end, sums, Form.of(sums, _LARGEST_PACKED), collected, kinds, cost_of(jaxpr), scalar)
 
     def structure(self, *, train: bool) -> _Structure:
@@ -259,15 +277,19 @@ class Program:
         Raises:
             ModelError: The module fails.
         """
-        return self._traced_outputs(state, self.strategy.abstract_feed(batch), train)[0]
+        return self._traced_outputs(state, batch, train=train).shapes
 
-    def _traced_outputs(self, state: TrainState, feed: Batch, train: bool) -> tuple[PyTree, Cost]:
-        """Returns the shapes of the outputs, and what it costs a device to compute them."""
+    def activations(self, state: TrainState, batch: Batch, *, train: bool) -> PyTree:
+        """Returns the names of the activations that the outputs come from, `""` for none, in their structure; arguments and errors as of `output_shapes`."""
+        return self._traced_outputs(state, batch, train=train).activations
+
+    def _traced_outputs(self, state: TrainState, batch: Batch, *, train: bool) -> "_TracedOutputs":
+        feed = self.strategy.abstract_feed(batch)
         if (seen := (str(_abstract(feed.x)), train)) not in self._outputs:
             self._outputs[seen] = self._trace_outputs(state, feed, train)
         return self._outputs[seen]
 
-    def _trace_outputs(self, state: TrainState, feed: Batch, train: bool) -> tuple[PyTree, Cost]:
+    def _trace_outputs(self, state: TrainState, feed: Batch, train: bool) -> "_TracedOutputs":
         order: list[str] = []
 
         def forward(state: TrainState, batch: Batch) -> PyTree:
@@ -277,9 +299,11 @@ class Program:
 
         compiled = self.strategy.compile(forward, inputs=("replicated", "split"), outputs="replicated")
         jaxpr, outputs = jax.make_jaxpr(compiled, return_shape=True)(_abstract(state), feed)
+        activations = jax.tree.unflatten(jax.tree.structure(outputs), last_activations(jaxpr))
         if isinstance(outputs, dict):
-            outputs = {name: outputs[name] for name in order}  # JAX sorts; this is the module's order.
-        return outputs, cost_of(jaxpr)
+            # JAX sorts; this is the module's order.
+            outputs, activations = ({name: tree[name] for name in order} for tree in (outputs, activations))
+        return _TracedOutputs(outputs, cost_of(jaxpr), activations)
 
     # -- running --
 
@@ -297,7 +321,7 @@ class Program:
         batches = self.strategy.feed_group([fed.batch for fed in group], size, in_one_piece(group))
         function = self._steps.get(self._kind_of_call("train", len(group), size), carry.treedef, keep=keep)
         leaves, sums, (vector, vectors), rows, kept = function(carry.leaves, carry.key, sums, np.int32(len(group)), batches)
-        values = StepValues(structure.places, vector, group=(vectors, len(group)))
+        values = StepValues(structure.places, vector, group=(vectors, len(group)), suspects=kept.suspects.names)
         self._in_flight.add(values, len(group) * group[0].batch.nbytes)
         return Trained(Carry(leaves, carry.treedef, carry.key), sums, values, rows, kept)
 
@@ -343,7 +367,7 @@ class Program:
         self._in_flight.make_room()
         function = self._steps.get("train", carry.treedef, keep=keep)
         leaves, sums, vector, rows, kept = function(carry.leaves, carry.key, sums, self.strategy.feed(fed.batch))
-        values = StepValues(structure.places, vector)
+        values = StepValues(structure.places, vector, suspects=kept.suspects.names)
         self._in_flight.add(values, fed.batch.nbytes)
         return Trained(Carry(leaves, carry.treedef, carry.key), sums, values, rows, kept)
 
@@ -414,12 +438,17 @@ class Program:
         if seen in self._seen:
             return
         rows = len(batch.mask) // self.strategy.num_replicas
-        outputs, cost = self._traced_outputs(state, self.strategy.abstract_feed(batch), train=False)
+        outputs, cost, _ = self._traced_outputs(state, batch, train=False)
         if any(not leaf.shape or leaf.shape[0] != rows for leaf in jax.tree.leaves(outputs)):
             raise ModelError(f"predict joins outputs along their first axis, the examples ({rows} here). The module returned {describe_shapes(outputs)}.")
         every = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((len(batch.mask), *leaf.shape[1:]), leaf.dtype), outputs)
         size = 1 if is_single else self._worth_grouping(cost, batch, every)
         self._seen[seen] = size
+
+    @property
+    def seconds_waited(self) -> float:
+        """How long callers have waited for steps that were being compiled."""
+        return self._steps.seconds_waited
 
     @property
     def loss_is_scalar(self) -> bool:
@@ -469,6 +498,21 @@ def scalar_loss_error(rows: int, size: int) -> LossError:
         f"The loss returns one number for a batch, but a batch of {rows} examples has to be padded to {size}, which would falsify it. Return one value per "
         "example, [batch] or [batch, ...]; or use drop_remainder=True, equal batches that the devices divide, or compile(pad=False)."
     )
+
+
+def check_activations(program: Program, state: TrainState, batch: Batch) -> None:
+    """Warns of a module that ends with what a loss does itself; once for a program.
+
+    Args:
+        program: Knows module and loss.
+        state: The state.
+        batch: A batch to train on.
+    """
+    task = program.task
+    if task.objective.takes_logits and task.compute_loss is None and task.custom_step is None and not program.has_warned:
+        program.has_warned = True
+        for fault in task.objective.unfit_activations(program.activations(state, batch, train=not task.model.can_evaluate)):
+            warnings.warn(f"{fault}.", FitflaxWarning, stacklevel=2)
 
 
 def check_in_memory(program: Program, source: Source, state: TrainState, batch: Batch, *, pad: bool, train: bool) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import optax
+from flax import struct
 from flax.errors import InvalidRngError
 
 import fitflax.accumulation as accumulation
@@ -26,7 +27,7 @@ from fitflax.parallel import Strategy
 from fitflax.state import Batch, PyTree, TrainState
 from fitflax.sums import EvalSums, TotalLoss, TrainSums, as_vector, rows_of, summed
 
-__all__ = ["NOTHING", "SCALAR", "ComputeLoss", "Keep", "Kept", "Streams", "Task", "TrainStep", "split_key"]
+__all__ = ["NOTHING", "SCALAR", "ComputeLoss", "Keep", "Kept", "Streams", "Suspects", "Task", "TrainStep", "split_key"]
 
 ComputeLoss = Callable[..., tuple[Any, dict[str, PyTree], dict[str, Any]]]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
@@ -50,14 +51,27 @@ class Keep(NamedTuple):
             update is the user's own, so that there is none.
         grads: The gradient, which takes as much memory as the parameters.
         sown: Collections of sown values, by name.
+        culprit: What first was not finite, of the parts of the loss, the gradient and the updated parameters, all of which are read for it.
     """
 
     norm: bool | None = False
     grads: bool = False
     sown: tuple[str, ...] = ()
+    culprit: bool = False
 
 
 NOTHING = Keep()
+
+
+@struct.dataclass
+class Suspects:
+    """What `TrainSums.culprit` counts, by number. It has no arrays, and leaves a compiled step as part of its structure.
+
+    Attributes:
+        names: As in "the gradient of Dense_0/kernel".
+    """
+
+    names: tuple[str, ...] = struct.field(pytree_node=False, default=())
 
 
 class Kept(NamedTuple):
@@ -66,10 +80,12 @@ class Kept(NamedTuple):
     Attributes:
         grads: The gradient, or `()`.
         sown: Sown values by collection: numbers averaged over replicas, arrays of all replicas joined along their first axis.
+        suspects: The names of what was looked at for values that are not finite.
     """
 
     grads: PyTree
     sown: dict[str, PyTree]
+    suspects: Suspects = Suspects()
 
 
 class Streams(NamedTuple):
@@ -340,10 +356,18 @@ class Task:
             loss = metrics["loss"].compute() if "loss" in metrics else jnp.float32(0)
             done = _Update(new_state, metrics, loss, (), jnp.float32(jnp.nan), None, jnp.isfinite(loss), {})
         merged = {key: sums.metrics[key].merge(metric) for key, metric in summed(done.metrics).items()}
-        since = jnp.where(sums.steps_since_bad >= 0, sums.steps_since_bad + 1, jnp.where(done.is_good, -1, 0))
-        values = as_vector([done.loss, done.norm, since.astype(jnp.float32)], merged)
-        new_state = self._averaged(state, done)
-        return new_state, TrainSums(merged, since), values, rows_of(done.metrics), Kept(done.grads if keep.grads else (), self._join_sown(done.sown))
+        is_good, suspects, first = done.is_good, Suspects(), jnp.int32(-1)
+        if keep.culprit:
+            suspects, are_bad = _suspects(done)
+            first = jnp.argmax(are_bad).astype(jnp.int32)
+            # An optimizer can spoil a parameter by itself.
+            is_good &= ~are_bad[len(are_bad) - len(jax.tree.leaves(done.state.params)) :].any()
+        was_bad = sums.steps_since_bad >= 0
+        since = jnp.where(was_bad, sums.steps_since_bad + 1, jnp.where(is_good, -1, 0))
+        culprit = jnp.where(was_bad, sums.culprit, jnp.where(is_good, -1, first))
+        values = as_vector([done.loss, done.norm, since.astype(jnp.float32), culprit.astype(jnp.float32)], merged)
+        kept = Kept(done.grads if keep.grads else (), self._join_sown(done.sown), suspects)
+        return self._averaged(state, done), TrainSums(merged, since, culprit), values, rows_of(done.metrics), kept
 
     def _join_sown(self, sown: dict[str, PyTree]) -> dict[str, PyTree]:
         def joined(leaf: Any) -> jax.Array:
@@ -504,6 +528,20 @@ class Task:
         if others:
             joined |= accumulation.merge_all(self.strategy.gather(others))
         return {key: joined[key] for key in metrics}
+
+
+def _suspects(done: _Update) -> tuple[Suspects, jax.Array]:
+    """Returns what may be to blame for values that are not finite, in the order in which one leads to another, and which of it has such values, `[suspects]`.
+
+    The parameters come last.
+    """
+    loss = done.metrics.get("loss")
+    parts = loss.parts if isinstance(loss, TotalLoss) and len(loss.parts) > 1 else {}
+    named = [(f"the loss of {name!r}", part.compute()) for name, part in parts.items()] or [("the loss", done.loss)]
+    for kind, tree in (("gradient of", done.grads), ("parameter", done.state.params)):
+        named += [(f"the {kind} {jax.tree_util.keystr(path, simple=True, separator='/')}", leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    are_bad = [~jnp.isfinite(leaf).all() if jnp.issubdtype(leaf.dtype, jnp.inexact) else jnp.bool_(False) for _, leaf in named]
+    return Suspects(tuple(name for name, _ in named)), jnp.stack(are_bad)
 
 
 def _checked_triple(result: Any) -> tuple[Any, dict[str, PyTree], dict[str, Any]]:

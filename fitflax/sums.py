@@ -22,10 +22,12 @@ class TrainSums:
     Attributes:
         metrics: By log key.
         steps_since_bad: Steps since the loss or gradient first was not finite; -1 for never. int32.
+        culprit: The number of what was to blame, of `Suspects`; -1 for nobody, or where nobody looked. int32.
     """
 
     metrics: dict[str, Metric]
     steps_since_bad: jax.Array
+    culprit: jax.Array
 
 
 @struct.dataclass

@@ -28,6 +28,7 @@ from fitflax.checkpoints.trees import from_saved
 from fitflax.data import Batcher, Source, adapt
 from fitflax.data.adapt import takes_batch_size
 from fitflax.data.batch import Selection, Triple
+from fitflax.data.first import FirstBatches
 from fitflax.data.indexed import IndexedSource
 from fitflax.errors import ConfigError, FitflaxWarning, OptimizerError
 from fitflax.evaluation import Evaluation, predict, predict_iter
@@ -44,6 +45,7 @@ from fitflax.session import Session
 from fitflax.signals import Interruption
 from fitflax.state import Batch, InferenceState, PyTree, TrainState
 from fitflax.step import Task
+from fitflax.time_spent import TimeSpent
 from fitflax.triggers import Trigger
 from fitflax.triggers import every as make_every
 
@@ -388,6 +390,8 @@ class Trainer:
         log_every: int = 50,
         resume: str | os.PathLike[str] | bool | None = None,
         verbose: int | str = "auto",
+        fast_dev_run: int = 0,
+        overfit_batches: int = 0,
     ) -> History:
         """Trains, and returns the history of the run's epochs.
 
@@ -414,7 +418,11 @@ class Trainer:
             log_every: How often, in steps, values are read for those who look at the whole run, such as `TerminateOnNaN`.
             resume: `"auto"` goes on from the newest good checkpoint of the one `ModelCheckpoint`, or begins afresh without one; `True` insists that there is
                 one; a path names it. `steps` and `epochs` count from the beginning of the run that is resumed.
-            verbose: 0 for silence, 1 for a bar, 2 for a line an epoch, `"auto"` for a bar in a terminal and lines elsewhere.
+            verbose: 0 for silence, 1 for a bar, 2 for plain lines, `"auto"` for a bar in a terminal and lines elsewhere.
+            fast_dev_run: So many batches of training and of each validation, all hooks, and no files: callbacks that write any are left out, and nothing is
+                resumed. To see in seconds whether a script runs to its end.
+            overfit_batches: Trains on the first so many batches of the data alone, in their order, in every epoch: a model that cannot learn these by heart
+                has a fault. Validation is as ever.
 
         Raises:
             NotReadyError: Before `compile`.
@@ -426,18 +434,25 @@ class Trainer:
             CallbackError: Callbacks that cannot work.
             CheckpointError: A checkpoint, or the directory of one, cannot be used.
         """
-        session = self._session
+        session, spent = self._session, TimeSpent()
         session.need_trainable("fit")
         arguments.check_counts(steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch, log_every=log_every)
         arguments.check_counts(validation_steps=validation_steps, validation_batch_size=validation_batch_size)
         arguments.check_initial_epoch(initial_epoch)
-        source = self._adapt(data, y, sample_weight, batch_size=batch_size, shuffle=shuffle, drop_remainder=drop_remainder)
+        trial = arguments.number_of_batches("fast_dev_run", fast_dev_run)
+        if trial:
+            steps, epochs, validation_steps, validation_freq, resume = trial, initial_epoch + 1, None, 1, None
+        few = arguments.number_of_batches("overfit_batches", overfit_batches)
+        source = self._adapt(data, y, sample_weight, batch_size=batch_size, shuffle=shuffle and not few, drop_remainder=drop_remainder)
         source, held_out = self._hold_out(source, validation_split, validation_batch_size)
+        source = FirstBatches(source, few) if few else source
         if held_out is not None and validation_data is not None:
             raise ConfigError("validation_split and validation_data are both given; one of them says what to validate on.")
         sets = arguments.validation_sets(validation_data if held_out is None else held_out, self._selection)
         arguments.check_end(source, steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch, validates=bool(sets))
-        given = arguments.callbacks_of(callbacks)
+        given, note = arguments.callbacks_of(callbacks), None
+        if trial:
+            given, note = arguments.without_files(given, trial)
         given, self._history = arguments.with_history(given)
         hooks = CallbackList([*given, *arguments.default_bar(given, verbose)])
         settings = settings_of(session, source, steps_per_epoch)
@@ -446,7 +461,8 @@ class Trainer:
             hooks.enter_run(saver)
             saved = self._find_resume(resume, hooks)
             size = validation_batch_size or batch_size or source.batch_size
-            loops = [self._validation_loop(name, one, hooks, interruption, size, validation_steps) for name, one in sets.items()]
+            options = {"batch_size": size, "steps": validation_steps, "at_most": trial or None}
+            loops = [self._validation_loop(name, one, hooks, interruption, **options) for name, one in sets.items()]
             validation = Validation(loops, arguments.validation_frequency(validation_freq))
             progress = start_progress(session, source, saved, settings, initial_epoch=initial_epoch)
             feed = make_feed(session, source, class_weight, progress, saved)
@@ -460,13 +476,14 @@ class Trainer:
                 repeats_last=True,
                 keep=hooks.keep,
             )
-            parts: dict[str, Any] = {"callbacks": hooks, "validation": validation, "interruption": interruption, "saver": saver}
-            run = prepare_run(session, source, feed, plan, progress=progress, saved=saved, **parts)
-            for evaluate in validation.loops:
-                evaluate.prepare(session.need_state("fit").borrow())
+            parts: dict[str, Any] = {"callbacks": hooks, "validation": validation, "interruption": interruption, "saver": saver, "spent": spent}
+            with spent.on("compiling"):
+                run = prepare_run(session, source, feed, plan, progress=progress, saved=saved, **parts)
+                for evaluate in validation.loops:
+                    evaluate.prepare(session.need_state("fit").borrow())
             arguments.check_log_keys(session.need_compiled("fit").kinds, tuple(sets))
             params: dict[str, Any] = {"steps": steps_per_epoch or source.num_batches, "num_examples": source.num_examples, "log_every": log_every}
-            params |= {"validation_sets": tuple(sets), "hyperparameters": self._hyperparameters(settings), "note": session.choice}
+            params |= {"validation_sets": tuple(sets), "hyperparameters": self._hyperparameters(settings), "note": note or session.choice}
             self._run(run, hooks, params, saved, interruption)
         interruption.leave()
         return self._history
@@ -497,9 +514,13 @@ class Trainer:
             raise ConfigError("validation_split can only be taken from in-memory arrays. Pass validation_data.")
         return source.divide(split, batch_size)
 
-    def _validation_loop(self, name: str, data: Any, hooks: CallbackList, interruption: Interruption, batch_size: int | None, steps: int | None) -> Evaluation:
+    def _validation_loop(
+        self, name: str, data: Any, hooks: CallbackList, interruption: Interruption, *, batch_size: int | None, steps: int | None, at_most: int | None
+    ) -> Evaluation:
         size = {"batch_size": batch_size} if takes_batch_size(data) else {}
         source = self._adapt(data, shuffle=False, name=f"validation_data {name!r}", **size)
+        if at_most is not None:
+            steps = min(at_most, source.num_batches or at_most)
         return self._make_evaluation(source, steps=steps, name=name, callbacks=hooks, interruption=interruption)
 
     def _make_evaluation(self, source: Source, *, steps: int | None, name: str, **options: Any) -> Evaluation:
@@ -511,7 +532,9 @@ class Trainer:
     def _run(self, run: Run, hooks: CallbackList, params: Mapping[str, Any], saved: Saved | None, interruption: Interruption) -> None:
         """Makes a run with its callbacks, from `on_train_begin` to `on_train_end`, which always comes."""
         resumed_step = None if saved is None else run.step
-        hooks.bind(self, {**params, "epochs": run.plan.end_epoch, "first_epoch": run.progress.epoch, "resumed_step": resumed_step})
+        known = {"epochs": run.plan.end_epoch, "first_epoch": run.progress.epoch, "resumed_step": resumed_step, "time_spent": run.spent}
+        hooks.bind(self, {**params, **known})
+        hooks.spent = run.spent
         hooks.leaves_at_once = lambda: interruption.leaves_at_once
         hooks.open_run(self._session.run_id, run.step)
         hooks.start_schedules(run.seconds)

@@ -17,8 +17,8 @@ PACKAGE = ROOT / "fitflax"
 
 # A module imports only from its own layer or those before it. The first part of the name after `fitflax.` decides; the package itself is "__init__".
 LAYERS = (
-    {"errors", "triggers", "background"},
-    {"axes", "cost", "state", "logs", "losses", "metrics", "optimizers"},
+    {"errors", "triggers", "background", "time_spent"},
+    {"activations", "axes", "cost", "state", "logs", "losses", "metrics", "optimizers"},
     {"data"},
     {"parallel"},
     {"compilation", "numerics", "loss_scale", "accumulation", "model", "objective", "collected", "live", "sums", "step", "compiled", "program"},

@@ -4,10 +4,12 @@ from fitflax.callbacks.base import Callback, Phase, TrainerView
 from fitflax.callbacks.best_checkpoint import BestCheckpoint
 from fitflax.callbacks.csv_logger import CSVLogger
 from fitflax.callbacks.early_stopping import EarlyStopping
+from fitflax.callbacks.json_logger import JSONLogger
 from fitflax.callbacks.lambda_callback import LambdaCallback
 from fitflax.callbacks.learning_rate_scheduler import LearningRateScheduler
 from fitflax.callbacks.media import FigureSummary, HistogramSummary, ImageSummary
 from fitflax.callbacks.model_checkpoint import ModelCheckpoint
+from fitflax.callbacks.profiler import Profiler
 from fitflax.callbacks.progress_bar import ProgressBar
 from fitflax.callbacks.reduce_lr_on_plateau import ReduceLROnPlateau
 from fitflax.callbacks.summary_logger import SummaryLogger
@@ -22,10 +24,12 @@ __all__ = [
     "FigureSummary",
     "HistogramSummary",
     "ImageSummary",
+    "JSONLogger",
     "LambdaCallback",
     "LearningRateScheduler",
     "ModelCheckpoint",
     "Phase",
+    "Profiler",
     "ProgressBar",
     "ReduceLROnPlateau",
     "SummaryLogger",

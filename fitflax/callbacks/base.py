@@ -22,6 +22,7 @@ from fitflax.errors import CallbackError, FitflaxWarning, OptimizerError, did_yo
 from fitflax.logs import Logs
 from fitflax.state import TrainState
 from fitflax.step import Keep
+from fitflax.time_spent import TimeSpent
 from fitflax.triggers import Moment, Schedule, Trigger
 
 __all__ = ["Callback", "Phase", "PlainRun", "TrainerView"]
@@ -103,16 +104,18 @@ class Callback:
     Attributes:
         trainer: The trainer that runs; see `TrainerView`.
         params: What is known of the running call: `epochs`, `steps` (of an epoch), `test_steps`, `log_every`, `validation_sets`, `num_examples` (of a pass),
-            `hyperparameters`, `note` (a sentence for whoever watches); `None` for what is not known.
+            `hyperparameters`, `note` (a sentence for whoever watches), `time_spent` (its `seconds` by what they went to); `None` for what is not known.
         every: When `on_checkpoint` is due; `None` for each checkpoint that the loop makes.
         phase: When it is called within an event.
         needs_trainer: Whether it can do nothing with a checkpoint alone.
         may_skip_batches: Whether its hooks of batches may be called for some of them only, some twenty times a second. Batches between which nobody must see
             anything take the loop less time, and several small ones of an evaluation or prediction are computed in one call.
         main_process_only: Whether it does nothing in processes but the first, as whoever writes or shows something.
+        writes_files: Whether it writes files, which `fit(fast_dev_run=...)` does without.
         needs_gradients_norm: Whether it reads `checkpoint.gradients_norm`, without which some steps take less time; by default wherever it has `on_checkpoint`.
         needs_grads: Whether it reads `checkpoint.grads`; the run then keeps the gradient of each step, which takes as much memory as the parameters.
         needs_sown: Collections of sown values that it reads from `checkpoint.sown`.
+        needs_culprit: Whether it reads what first was not finite, for which each step looks at all gradients and parameters.
 
     >>> class PrintLoss(Callback):
     ...     def on_epoch_end(self, epoch, logs):
@@ -127,9 +130,11 @@ class Callback:
     phase: ClassVar[Phase] = Phase.USER
     needs_trainer: ClassVar[bool] = False
     main_process_only: ClassVar[bool] = False
+    writes_files: ClassVar[bool] = False
     needs_gradients_norm: bool | None = None
     needs_grads: bool = False
     needs_sown: str | tuple[str, ...] = ()
+    needs_culprit: bool = False
     may_skip_batches: bool = False
     _own_schedule: Schedule | None = None
 
@@ -333,6 +338,8 @@ class CallbackList:
         self._schedules: list[tuple[Callback, Schedule]] = []
         # One dict for all of them; an evaluation notes in it how long it will be.
         self.params: dict[str, Any] = {}
+        # Where the time of the call goes.
+        self.spent = TimeSpent()
         # Whether a second Ctrl-C came, after which nothing more is saved.
         self.leaves_at_once: Callable[[], bool] = lambda: False
 
@@ -357,7 +364,8 @@ class CallbackList:
         """What of a step callbacks read besides its values."""
         sown = {name: None for callback in self._all for name in ((callback.needs_sown,) if isinstance(callback.needs_sown, str) else callback.needs_sown)}
         norms = (overrides(callback, "on_checkpoint") if callback.needs_gradients_norm is None else callback.needs_gradients_norm for callback in self._all)
-        return Keep(norm=any(norms), grads=any(callback.needs_grads for callback in self._all), sown=tuple(sown))
+        grads, culprit = (any(getattr(callback, name) for callback in self._all) for name in ("needs_grads", "needs_culprit"))
+        return Keep(norm=any(norms), grads=grads, sown=tuple(sown), culprit=culprit)
 
     def bind(self, trainer: TrainerView, params: Mapping[str, Any]) -> None:
         """Tells all callbacks who runs, and what of the call is known."""
@@ -423,12 +431,14 @@ class CallbackList:
             try:
                 if callback.phase >= Phase.SAVE_BEST and not is_synced:
                     is_synced = True
-                    self.sync()
+                    with self.spent.on("saving"):
+                        self.sync()
             except Exception as error:  # noqa: BLE001 (raised below, when the run has been saved)
                 failure = failure or error
                 checkpoint.point = dataclasses.replace(checkpoint.point, is_last=True, is_rescue=True)
             try:
-                callback.on_checkpoint(checkpoint)
+                with self.spent.on("saving") if callback.phase >= Phase.SAVE_BEST else contextlib.nullcontext():
+                    callback.on_checkpoint(checkpoint)
             except BaseException as error:  # noqa: BLE001 (raised below, when everybody has had the checkpoint)
                 failure = failure or error
                 checkpoint.point = dataclasses.replace(checkpoint.point, is_last=True, is_rescue=True)

@@ -52,6 +52,7 @@ class BestCheckpoint(Callback):
     """
 
     phase = Phase.SAVE_BEST
+    writes_files = True
     needs_gradients_norm = False
 
     def __init__(

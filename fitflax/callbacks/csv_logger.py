@@ -3,29 +3,24 @@
 It keeps what `History` keeps, in a file that anything can read while the run goes on. Arrays have no place in a table and are left out.
 """
 
-import contextlib
 import csv
-import glob
 import io
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from typing_extensions import override
 
-from fitflax.callbacks.base import Callback, Phase
-from fitflax.checkpoints.documents import PROCESS, fsync_directory
+from fitflax.callbacks.epoch_file import EPOCH, EpochFile
 from fitflax.errors import CallbackError
-from fitflax.logs import Logs
 
 __all__ = ["CSVLogger"]
 
-EPOCH = "epoch"
 MISSING = "NA"
 
 
-class CSVLogger(Callback):
+class CSVLogger(EpochFile):
     r"""Writes a row an epoch: `epoch`, then all that is logged, under a header.
 
     What a row lacks is `NA`; a key that comes later, such as a validation's, becomes one more column. Floats read back to the same floats. A resumed run goes
@@ -47,47 +42,32 @@ class CSVLogger(Callback):
     'epoch,loss,val_loss\n0,0.5,NA\n1,0.25,1.0\n'
     """
 
-    phase = Phase.RECORD
-    main_process_only = True
-
     def __init__(self, path: str | os.PathLike[str], *, append: bool = False) -> None:
-        self.path = Path(path)
-        self.append = append
+        super().__init__(path, append=append)
         # The table as it stands in the file, or will once there is a row to write.
         self._columns: list[str] = []
         self._rows: list[list[str]] = []
-        # Open from the first row of a run on.
-        self._file: TextIO | None = None
 
     @override
-    def open_run(self, run_id: str, step: int) -> None:
-        self._begin()  # As early as this for its errors: nobody has touched a directory of checkpoints yet.
+    def _read_in(self) -> None:
+        self._columns, self._rows = read_table(self.path)
 
     @override
-    def on_train_begin(self, logs: Mapping[str, Any]) -> None:
-        self._begin()
-
-    def _begin(self) -> None:
-        self.close()
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            target = self.path.resolve()
-            for litter in target.parent.glob(f".{glob.escape(target.name.lstrip('.'))}.tmp-*"):
-                litter.unlink()  # Of a process that died while it wrote.
-            if self.path.exists():
-                self.path.open("ab").close()  # Whether it can be written; this changes nothing.
-        except OSError as error:
-            raise self._cannot_write(error) from error
-        # Otherwise the file is nothing to this run, unless load_state_dict says that it resumes the one that wrote it.
-        if not self.append:
-            check_may_be_replaced(self.path)
-        self._columns, self._rows = read_table(self.path) if self.append else ([], [])
+    def _forget(self) -> None:
+        self._columns, self._rows = [], []
 
     @override
-    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        earlier = getattr(logs, "earlier", {})
+    def _is_log(self, line: bytes) -> bool:
+        return EPOCH.encode() in line.split(b",")
+
+    @override
+    def _whole(self) -> str:
+        return table_text([self._columns, *self._rows] if self._columns else [])
+
+    @override
+    def _add(self, epoch: int, step: int, values: dict[str, Any]) -> None:
         fields = {EPOCH: str(epoch)}
-        for key, value in {**logs, **{key: value for key, value in earlier.items() if key not in logs}}.items():
+        for key, value in values.items():
             text = field_text(value)
             if text is not None:
                 fields.setdefault(key, text)
@@ -96,45 +76,9 @@ class CSVLogger(Callback):
         for row in self._rows:
             row += [MISSING] * len(new)
         self._rows.append([fields.get(key, MISSING) for key in self._columns])
-        if new or self._file is None:
-            self._rewrite()
-            return
-        try:
-            self._file.write(table_text(self._rows[-1:]))
-            self._file.flush()
-        except OSError as error:
-            raise self._cannot_write(error) from error
-
-    def _rewrite(self) -> None:
-        """Puts the whole table in place of the file at once: whoever reads it finds the old one or the new one."""
-        self.close()
-        target = self.path.resolve()  # Of a link, what it leads to.
-        temporary = target.with_name(f".{target.name.lstrip('.')}.tmp-{PROCESS}")
-        try:
-            with temporary.open("w", newline="", encoding="utf-8") as file:
-                file.write(table_text([self._columns, *self._rows] if self._columns else []))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-            fsync_directory(target.parent)
-            self._file = target.open("a", newline="", encoding="utf-8")
-        except OSError as error:
-            raise self._cannot_write(error) from error
-        finally:
-            temporary.unlink(missing_ok=True)
-
-    def _cannot_write(self, error: OSError) -> CallbackError:
-        with contextlib.suppress(OSError):
-            self.close()  # What is still in its buffer would fail once more.
-        return CallbackError(f"CSVLogger cannot write {self.path}: {error.strerror or error}.")
+        self._write(None if new else table_text(self._rows[-1:]))
 
     # -- resuming --
-
-    @property
-    @override
-    def state_key(self) -> str:
-        # The name alone: a run's directory may have moved by the time it is resumed.
-        return f"{type(self).__name__}(path={self.path.name!r})"
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -152,32 +96,7 @@ class CSVLogger(Callback):
         self._columns = [columns[place] for place in places]
         self._rows = [[row[place] for place in places] for row in kept]
         if len(kept) < len(rows) or len(places) < len(columns):
-            self._rewrite()
-
-    @override
-    def load_closing(self, step: int, epoch: int, logs: Logs) -> None:
-        self.on_epoch_end(epoch, logs)
-
-    # -- files --
-
-    @override
-    def sync(self) -> None:
-        if self._file is not None:
-            try:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-            except OSError as error:
-                raise self._cannot_write(error) from error
-
-    @override
-    def on_train_end(self, logs: Mapping[str, Any]) -> None:
-        self.close()
-
-    @override
-    def close(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
+            self._write(None)
 
 
 def field_text(value: Any) -> str | None:
@@ -204,23 +123,6 @@ def table_text(rows: Iterable[Sequence[str]]) -> str:
     text = io.StringIO(newline="")
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
-
-
-def check_may_be_replaced(path: Path) -> None:
-    """Checks that a file is an earlier log, empty, or not there.
-
-    Raises:
-        CallbackError: It is something else, which nobody meant to lose.
-    """
-    try:
-        with path.open("rb") as file:
-            head = file.readline()
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise CallbackError(f"CSVLogger cannot read {path}: {error.strerror or error}.") from error
-    if head.strip() and EPOCH.encode() not in head.strip().split(b","):
-        raise CallbackError(f"CSVLogger would replace {path}, which is no log of epochs: its first line has no column {EPOCH!r}. Give another path.")
 
 
 def read_table(path: Path) -> tuple[list[str], list[list[str]]]:

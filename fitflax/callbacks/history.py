@@ -1,11 +1,13 @@
 """`History`: one row of logs per epoch, part of every run."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from typing_extensions import override
 
 from fitflax.callbacks.base import Callback, Phase
+from fitflax.errors import ConfigError, did_you_mean
 from fitflax.logs import Logs
 
 __all__ = ["History"]
@@ -40,6 +42,81 @@ class History(Callback):
         """The index of each row's epoch."""
         return [row["epoch"] for row in self.rows]
 
+    @property
+    def steps(self) -> list[int]:
+        """The updates that were made by the end of each row's epoch."""
+        return [row["step"] for row in self.rows]
+
+    def to_pandas(self) -> Any:
+        """Returns a `pandas.DataFrame`, a row an epoch: `step`, then a column for each key, NaN where an epoch did not log it; the index is `epoch`.
+
+        Raises:
+            ImportError: pandas is not installed.
+
+        >>> history = History()
+        >>> history.on_epoch_end(0, {"loss": 0.5})
+        >>> history.to_pandas()["loss"].tolist()
+        [0.5]
+        """
+        import pandas as pd
+
+        table = pd.DataFrame([{"epoch": row["epoch"], "step": row["step"], **row["logs"]} for row in self.rows])
+        return table.set_index("epoch") if self.rows else table
+
+    def plot(self, keys: str | Sequence[str] | None = None) -> Any:
+        """Returns a `matplotlib.figure.Figure`: a diagram for each key of training, with the values of validation sets in it, over epochs counted from 1.
+
+        Made without pyplot: it is shown where it is the last value of a notebook's cell, and `figure.savefig(path)` writes it.
+
+        Args:
+            keys: Which, such as `"loss"`; by default all that are numbers.
+
+        Raises:
+            ConfigError: A key that was not logged.
+            ImportError: matplotlib is not installed.
+
+        >>> history = History()
+        >>> history.on_epoch_end(0, {"loss": 0.5, "val_loss": 0.75})
+        >>> [axes.get_title() for axes in history.plot().axes]
+        ['loss']
+        """
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+
+        lines = self._lines()
+        wanted = list(lines) if keys is None else [keys] if isinstance(keys, str) else list(keys)
+        for key in wanted:
+            if key not in lines:
+                raise ConfigError(f"History has no numbers {key!r} to plot: {list(lines)}.{did_you_mean(key, lines)}")
+        columns = min(3, max(1, len(wanted)))
+        shape = math.ceil(len(wanted) / columns) or 1, columns
+        figure = Figure(figsize=(4.5 * shape[1], 3.2 * shape[0]), layout="constrained")
+        for place, key in enumerate(wanted):
+            axes = figure.add_subplot(*shape, place + 1)
+            for name, points in lines[key].items():
+                axes.plot([epoch for epoch, _ in points], [value for _, value in points], marker="." if len(points) < 20 else "", label=name)
+            axes.set_title(key)
+            axes.set_xlabel("epoch")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.grid(alpha=0.3)
+            if len(lines[key]) > 1:
+                axes.legend()
+        return figure
+
+    def _lines(self) -> dict[str, dict[str, list[tuple[int, float]]]]:
+        """Returns by key of training the lines that belong to it, `{"loss": {"loss": points, "val_loss": points}}`; a key that belongs to none has its own."""
+        points: dict[str, list[tuple[int, float]]] = {}
+        for row in self.rows:
+            for key, value in row["logs"].items():
+                if isinstance(value, int | float):
+                    points.setdefault(key, []).append((row["epoch"] + 1, float(value)))
+        lines: dict[str, dict[str, list[tuple[int, float]]]] = {}
+        for key in points:
+            of_sets = [key.removeprefix(f"{name}_") for name in self.params.get("validation_sets") or ("val",) if key.startswith(f"{name}_")]
+            owner = next((other for other in of_sets if other in points), key)
+            lines.setdefault(owner, {})[key] = points[key]
+        return lines
+
     @override
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:
         self.rows = []
@@ -49,16 +126,20 @@ class History(Callback):
         values = {**logs, **{key: value for key, value in getattr(logs, "earlier", {}).items() if key not in logs}}
         if isinstance(logs, Logs):
             values = {key: value for key, value in values.items() if logs.is_recorded(key)}
-        self.rows.append({"epoch": epoch, "logs": values})
+        self._add(getattr(getattr(self, "trainer", None), "step", 0), epoch, values)
+
+    def _add(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
+        self.rows.append({"epoch": epoch, "step": step, "logs": dict(values)})
 
     @override
     def load_closing(self, step: int, epoch: int, logs: Logs) -> None:
         self.on_epoch_end(epoch, logs)
+        self.rows[-1]["step"] = step
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"rows": [{"epoch": row["epoch"], "logs": dict(row["logs"])} for row in self.rows]} if self.rows else {}
+        return {"rows": [{**row, "logs": dict(row["logs"])} for row in self.rows]} if self.rows else {}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.rows = [{"epoch": int(row["epoch"]), "logs": dict(row["logs"])} for row in state["rows"]]
+        self.rows = [{"epoch": int(row["epoch"]), "step": int(row["step"]), "logs": dict(row["logs"])} for row in state["rows"]]

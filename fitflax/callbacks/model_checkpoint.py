@@ -43,6 +43,7 @@ class ModelCheckpoint(Callback):
     """
 
     phase = Phase.SAVE
+    writes_files = True
     needs_gradients_norm = False
 
     def __init__(

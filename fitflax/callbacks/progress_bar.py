@@ -18,7 +18,7 @@ class ProgressBar(Callback):
     r"""Shows progress with tqdm: a bar for each epoch, which stays, and one for each evaluation, which goes.
 
     The bar shows the newest values that the device has finished and never waits for one. Where the output is no terminal (a file, a pipe, a notebook
-    that is executed), each epoch is one plain line.
+    that is executed), each epoch is two plain lines, as Keras prints them. At the end of a run comes a line that says where its time went.
 
     Args:
         refresh_seconds: How often the bar is drawn, at most; 0 for each batch.
@@ -31,8 +31,9 @@ class ProgressBar(Callback):
     >>> bar = ProgressBar(file=io.StringIO())
     >>> bar.on_epoch_begin(0, {})
     >>> bar.on_epoch_end(0, {"loss": 0.5})
-    >>> bar.file.getvalue()
-    'Epoch 1: loss 0.5\n'
+    >>> print(bar.file.getvalue(), end="")
+    Epoch 1
+    0/0 - 0s - 0s/step - loss: 0.5000
     """
 
     phase = Phase.RECORD
@@ -50,6 +51,11 @@ class ProgressBar(Callback):
         self._in_fit = False
         self._epoch = 0
         self._steps = 0
+        # The run's first step; the epoch that was announced, and when and at which of its steps; the same of an evaluation's batches.
+        self._first_step = 0
+        self._announced: int | None = None
+        self._epoch_begin, self._epoch_first = time.monotonic(), 0
+        self._test_begin, self._test_batches = time.monotonic(), 0
         self._shown: Any = None
         self._next_refresh = 0.0
 
@@ -105,7 +111,9 @@ class ProgressBar(Callback):
 
     @override
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:
-        self._in_fit = True
+        self._in_fit, self._announced = True, None
+        self._first_step = self.trainer.step
+        self._epoch_begin, self._epoch_first, self._steps = time.monotonic(), -1, 0
         self._close()
         if self.params.get("resumed_step") is not None:
             self._line(f"Resumed at step {self.params['resumed_step']}, epoch {int(self.params.get('first_epoch') or 0) + 1}.")
@@ -115,7 +123,15 @@ class ProgressBar(Callback):
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any]) -> None:
+        self._epoch_begin, self._epoch_first = time.monotonic(), 0
         self._begin_epoch(epoch, 0)
+        if not self._is_live:
+            self._announce()
+
+    def _announce(self) -> None:
+        if self._announced != self._epoch:
+            self._announced = self._epoch
+            self._line(self._epoch_name())
 
     def _begin_epoch(self, epoch: int, steps: int) -> None:
         self._epoch, self._steps = epoch, steps
@@ -126,6 +142,8 @@ class ProgressBar(Callback):
 
     @override
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+        if self._epoch_first < 0:
+            self._epoch_first = batch  # A resume entered this epoch in its middle.
         self._steps = batch + 1
         if not self._is_drawing(batch):
             return
@@ -143,7 +161,7 @@ class ProgressBar(Callback):
 
     def _is_drawing(self, batch: int) -> bool:
         if self._bar is None and self._is_live:
-            self._begin_epoch(int(self.params.get("first_epoch") or 0), batch)  # A resume entered this epoch in its middle.
+            self._begin_epoch(int(self.params.get("first_epoch") or 0), batch)
         return self._bar is not None
 
     @override
@@ -158,7 +176,9 @@ class ProgressBar(Callback):
                 self._line(overflow)
         elif not self._is_live:
             self._epoch = epoch
-            self._line(f"{self._epoch_name()}: {_text(logs)}")
+            self._announce()
+            made = self._steps - max(self._epoch_first, 0)
+            self._line(_keras_line(self._steps, self.params.get("steps") or self._steps, time.monotonic() - self._epoch_begin, made, logs))
 
     @override
     def on_train_end(self, logs: Mapping[str, Any]) -> None:
@@ -166,6 +186,9 @@ class ProgressBar(Callback):
         self._close()
         if self.trainer.stop_reason:
             self._line(f"Stopped at step {self.trainer.step}: {self.trainer.stop_reason}.")
+        steps, spent = self.trainer.step - self._first_step, self.params.get("time_spent")
+        if steps and spent is not None:
+            self._line(_summary(steps, spent))
 
     # -- evaluation and prediction --
 
@@ -174,6 +197,7 @@ class ProgressBar(Callback):
         self._begin_test("  validation" if self._in_fit else "Evaluation")
 
     def _begin_test(self, name: str) -> None:
+        self._test_begin, self._test_batches = time.monotonic(), 0
         if self._is_live:
             if self._bar is not None:
                 self._bar.n = self._steps
@@ -186,6 +210,7 @@ class ProgressBar(Callback):
         self._advance_test(batch)
 
     def _advance_test(self, batch: int) -> None:
+        self._test_batches = batch + 1
         if self._test_bar is None:
             return
         self._test_bar.n = batch + 1
@@ -203,7 +228,8 @@ class ProgressBar(Callback):
             if overflow:
                 self._line(overflow)
         elif not self._in_fit:
-            self._line(f"Evaluation: {_text(logs)}")
+            batches, seconds = self._test_batches, time.monotonic() - self._test_begin
+            self._line(_keras_line(batches, self.params.get("test_steps") or batches, seconds, batches, logs))
 
     @override
     def on_predict_begin(self, logs: Mapping[str, Any]) -> None:
@@ -235,3 +261,27 @@ def _text(logs: Mapping[str, Any]) -> str:
     """Returns values in one line, four digits each; arrays have no place in it."""
     shown = {key: value for key, value in logs.items() if not getattr(value, "ndim", 0)}
     return ", ".join(f"{key} {value:.4g}" if isinstance(value, int | float) else f"{key} {value}" for key, value in shown.items())
+
+
+def _keras_line(done: int, total: int, seconds: float, made: int, logs: Mapping[str, Any]) -> str:
+    """Returns an epoch's line in the form of Keras's `verbose=2`."""
+    each = seconds / made if made else 0.0
+    pace = f"{each:.0f}s" if each >= 1 or not each else f"{each * 1e3:.0f}ms" if each >= 1e-3 else f"{each * 1e6:.0f}us"
+    shown = [f"{key}: {_keras_number(value)}" for key, value in logs.items() if not getattr(value, "ndim", 0)]
+    return " - ".join([f"{done}/{total}", f"{seconds:.0f}s", f"{pace}/step", *shown])
+
+
+def _keras_number(value: Any) -> str:
+    if not isinstance(value, int | float):
+        return str(value)
+    return f"{value:.4f}" if abs(value) > 1e-3 else f"{value:.4e}"
+
+
+def _summary(steps: int, spent: Any) -> str:
+    """Returns where the time of a run went."""
+    stepping, total = spent.stepping, spent.total
+    rate = spent.examples / max(stepping + spent.seconds["data"], 1e-9)
+    parts = {"stepping": stepping, **spent.seconds}
+    names = {"data": "waiting for data"}
+    said = ", ".join(f"{seconds:.1f} s {names.get(what, what)}" for what, seconds in parts.items() if seconds >= 0.05)
+    return f"{steps} steps in {total:.1f} s{f' ({said})' if said else ''}, {rate:,.0f} examples/s while training."

@@ -63,6 +63,7 @@ class TensorBoard(Callback):
     """
 
     phase = Phase.RECORD
+    writes_files = True
     main_process_only = True
 
     def __init__(

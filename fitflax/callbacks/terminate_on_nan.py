@@ -1,4 +1,4 @@
-"""`TerminateOnNaN`: ends a run whose loss or gradient is no longer finite."""
+"""`TerminateOnNaN`: ends a run whose loss, gradient or parameters are no longer finite."""
 
 import math
 from collections.abc import Mapping
@@ -13,9 +13,13 @@ __all__ = ["TerminateOnNaN"]
 
 
 class TerminateOnNaN(Callback):
-    """Stops a run when the loss or the gradient is not finite, and says at which step that began.
+    """Stops a run when the loss, the gradient or a parameter is not finite, and says at which step that began and with what.
 
-    The step itself notes where it began, so looking every `log_every` steps is enough to name it. What was ended stays ended on a resume.
+    The step itself notes both, so looking every `log_every` steps is enough to name them. What was ended stays ended on a resume.
+
+    Attributes:
+        bad_step: The first step with values that are not finite, counted from 1; `None` if there was none.
+        culprit: What had them first, such as "the loss", "the loss of 'left'", "the gradient of Dense_0/kernel" or "the parameter Dense_0/kernel".
 
     >>> callback = TerminateOnNaN()
     >>> callback.bad_step is None
@@ -24,14 +28,16 @@ class TerminateOnNaN(Callback):
 
     phase = Phase.DECIDE
     needs_gradients_norm = True
+    needs_culprit = True
 
     def __init__(self) -> None:
         self.bad_step: int | None = None
+        self.culprit: str | None = None
         self._last_step = 0
 
     @override
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:
-        self.bad_step = None
+        self.bad_step = self.culprit = None
         self._last_step = self.trainer.step
 
     @override
@@ -50,7 +56,7 @@ class TerminateOnNaN(Callback):
             return
         source = getattr(logs, "source", None)
         if isinstance(source, StepValues):
-            since = source.steps_since_bad
+            since, self.culprit = source.steps_since_bad, source.culprit
         else:
             since = None if math.isfinite(logs.get("loss", 0.0)) else 0
         if since is not None:
@@ -58,13 +64,13 @@ class TerminateOnNaN(Callback):
             self._stop()
 
     def _stop(self) -> None:
-        self.trainer.stop(f"TerminateOnNaN: the loss or its gradient is not finite since step {self.bad_step}")
+        self.trainer.stop(f"TerminateOnNaN: {self.culprit or 'the loss or its gradient'} is not finite since step {self.bad_step}")
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.bad_step is None else {"bad_step": self.bad_step}
+        return {} if self.bad_step is None else {"bad_step": self.bad_step, "culprit": self.culprit}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.bad_step = int(state["bad_step"])
+        self.bad_step, self.culprit = int(state["bad_step"]), state["culprit"]
         self._stop()

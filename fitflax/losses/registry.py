@@ -27,7 +27,7 @@ from fitflax.losses.regression import (
     mean_squared_logarithmic_error,
 )
 
-__all__ = ["direction", "get", "names", "takes_labels"]
+__all__ = ["direction", "get", "names", "takes_labels", "takes_logits"]
 
 _LOSSES: dict[str, Callable[..., jax.Array]] = {
     "mse": mean_squared_error,
@@ -128,3 +128,20 @@ def takes_labels(loss: Any) -> bool:
     while isinstance(loss, functools.partial):
         loss = loss.func
     return loss is sparse_categorical_crossentropy or any(loss is known for known in LABEL_LOSSES.values())
+
+
+# Those of the names above whose outputs are logits, which they put through a softmax or sigmoid themselves.
+_OF_LOGITS = (
+    *("kl_divergence", "binary_crossentropy", "binary_focal_crossentropy", "categorical_crossentropy", "categorical_focal_crossentropy"),
+    *("sparse_categorical_crossentropy", "sigmoid_binary_cross_entropy", "sigmoid_focal_loss", "softmax_cross_entropy", "safe_softmax_cross_entropy"),
+    *("softmax_cross_entropy_with_integer_labels", "poly_loss_cross_entropy", "dice_loss", "binary_dice_loss"),
+)
+
+
+def takes_logits(name: str) -> bool:
+    """Returns whether the loss of that name takes logits.
+
+    >>> takes_logits("binary_crossentropy"), takes_logits("mse")
+    (True, False)
+    """
+    return name in _OF_LOGITS

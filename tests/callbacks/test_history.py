@@ -1,10 +1,14 @@
+"""`History`: a row an epoch, as lists, as a table and as diagrams."""
+
 import flax.linen as nn
 import jax
 import numpy as np
 import optax
+import pytest
 
 import fitflax
-from fitflax.callbacks import LambdaCallback
+from fitflax.callbacks import LambdaCallback, ModelCheckpoint
+from fitflax.errors import ConfigError
 from fitflax.parallel import DataParallel
 
 RNG = np.random.default_rng(0)
@@ -63,3 +67,59 @@ def test_its_state_goes_into_another_instance():
 def test_before_any_fit_it_is_empty():
     history = make().history
     assert (history.history, history.epoch, repr(history)) == ({}, [], "History({})")
+
+
+# -- steps, tables and diagrams --
+
+
+def test_steps_are_the_updates_made_by_the_end_of_each_epoch():
+    trainer = make()
+    assert trainer.fit(X, Y, batch_size=4, epochs=3, verbose=0).steps == [2, 4, 6]
+    assert trainer.fit(X, Y, batch_size=4, steps=3, verbose=0).steps == [8, 9]
+
+
+def test_a_resumed_run_has_the_steps_of_all_its_epochs(tmp_path):
+    options = {"batch_size": 4, "callbacks": [ModelCheckpoint(tmp_path)], "resume": "auto", "verbose": 0}
+    make().fit(X, Y, steps=3, **options)
+    assert make().fit(X, Y, steps=3, **options).steps == [2, 3]  # Of which the second was closed in its middle.
+    assert make().fit(X, Y, steps=6, **options).steps == [2, 4, 6]
+
+
+def test_a_table_has_a_row_an_epoch_and_nan_where_nothing_was_logged():
+    pandas = pytest.importorskip("pandas")
+    table = make(["mae"]).fit(X, Y, batch_size=4, epochs=2, validation_data=(X, Y), validation_freq=2, verbose=0).to_pandas()
+    assert isinstance(table, pandas.DataFrame) and list(table.columns) == ["step", "loss", "mae", "val_loss", "val_mae"]
+    assert table.index.name == "epoch" and table.index.tolist() == [0, 1] and table["step"].tolist() == [2, 4]
+    assert table["val_loss"].isna().tolist() == [True, False]
+    assert fitflax.History().to_pandas().empty
+
+
+def lines_of(figure):
+    return {axes.get_title(): {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()} for axes in figure.axes}
+
+
+def test_a_plot_has_a_diagram_for_each_key_of_training_with_all_sets_in_it():
+    pytest.importorskip("matplotlib")
+    sets = {"dev": (X, Y), "test": (X, Y)}
+    history = make(["mae"]).fit(X, Y, epochs=3, validation_data=sets, validation_freq=[1, 3], verbose=0)
+    found = lines_of(history.plot())
+    assert {title: list(lines) for title, lines in found.items()} == {"loss": ["loss", "dev_loss", "test_loss"], "mae": ["mae", "dev_mae", "test_mae"]}
+    assert found["loss"]["loss"] == [[epoch + 1, value] for epoch, value in enumerate(history.history["loss"])]
+    assert [epoch for epoch, _ in found["mae"]["dev_mae"]] == [1, 3]
+    assert list(lines_of(history.plot("mae"))) == list(lines_of(history.plot(["mae"]))) == ["mae"]
+    with pytest.raises(ConfigError, match=r"no numbers 'lost' to plot: \['loss', 'mae'\]. Did you mean 'loss'"):
+        history.plot("lost")
+
+
+def test_what_only_looks_like_a_set_and_what_is_no_number_is_plotted_by_itself_or_not_at_all():
+    pytest.importorskip("matplotlib")
+    history = fitflax.History()
+    history.on_epoch_end(0, {"loss": 0.5, "left_loss": 0.25, "matrix": np.eye(2)})
+    assert {title: list(lines) for title, lines in lines_of(history.plot()).items()} == {"loss": ["loss"], "left_loss": ["left_loss"]}
+    assert not fitflax.History().plot().axes
+
+
+def test_a_plot_is_written_to_a_file_and_needs_no_display(tmp_path):
+    pytest.importorskip("matplotlib")
+    make().fit(X, Y, epochs=2, validation_data=(X, Y), verbose=0).plot().savefig(tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

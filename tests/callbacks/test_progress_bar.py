@@ -1,6 +1,7 @@
 import io
 import re
 import sys
+import time
 
 import flax.linen as nn
 import jax
@@ -9,7 +10,7 @@ import optax
 import pytest
 
 import fitflax
-from fitflax.callbacks import LambdaCallback, ProgressBar
+from fitflax.callbacks import LambdaCallback, ModelCheckpoint, ProgressBar
 from fitflax.errors import CallbackError, ConfigError
 from fitflax.parallel import DataParallel
 
@@ -48,24 +49,67 @@ def screen(text):
 # --- Plain lines ---
 
 
-def test_where_there_is_no_terminal_an_epoch_is_one_line():
+def plain(text):
+    """Returns plain lines with 0 for each time."""
+    return [re.sub(r"\d+s - \d+(s|ms|us)/step", "0s - 0s/step", line) for line in text.splitlines()]
+
+
+def test_where_there_is_no_terminal_an_epoch_is_two_lines_as_keras_prints_them():
     file = io.StringIO()
-    history = fit(ProgressBar(file=file))
-    rows = zip(history.history["loss"], history.history["val_loss"], strict=True)
-    assert file.getvalue() == "".join(f"Epoch {n}/2: loss {loss:.4g}, val_loss {val:.4g}\n" for n, (loss, val) in enumerate(rows, start=1))
+    history = fit(ProgressBar(file=file)).history
+    *lines, summary = plain(file.getvalue())
+    expected = []
+    for n in range(2):
+        expected += [f"Epoch {n + 1}/2", f"4/4 - 0s - 0s/step - loss: {history['loss'][n]:.4f} - val_loss: {history['val_loss'][n]:.4f}"]
+    assert lines == expected
+    assert re.fullmatch(r"8 steps in \d+\.\d s( \(.*\))?, [\d,]+ examples/s while training\.", summary)
+
+
+def test_small_numbers_are_printed_as_keras_prints_them_and_arrays_are_not():
+    file = io.StringIO()
+    values = {"rate": 0.001, "zero": 0.0, "count": 12, "low": -0.25, "nan": float("nan"), "matrix": np.eye(2)}
+    fit(LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(values)), ProgressBar(file=file), epochs=1, validation_data=None)
+    assert plain(file.getvalue())[1].endswith(" - rate: 1.0000e-03 - zero: 0.0000e+00 - count: 12.0000 - low: -0.2500 - nan: nan")
+
+
+def test_an_epoch_that_a_resume_enters_in_its_middle_is_announced_and_its_pace_is_that_of_the_steps_made(tmp_path):
+    file = io.StringIO()
+    options = {"validation_data": None, "resume": "auto", "steps": 5, "epochs": None}
+    fit(ModelCheckpoint(tmp_path), **options)
+    fit(ModelCheckpoint(tmp_path), ProgressBar(file=file), **{**options, "steps": 8})
+    first, *lines, summary = plain(file.getvalue())
+    assert first == "Resumed at step 5, epoch 2." and lines[0] == "Epoch 2" and lines[1].startswith("4/4 - 0s - 0s/step - loss: ")
+    assert len(lines) == 2 and summary.startswith("3 steps in ")
+
+
+def test_the_summary_says_where_the_time_went():
+    file, trainer = io.StringIO(), make()
+
+    def slow():
+        for _ in range(3):
+            time.sleep(0.1)
+            yield X, Y
+
+    trainer.fit(slow, validation_data=slow, callbacks=[ProgressBar(file=file)])
+    summary = file.getvalue().splitlines()[-1]
+    seconds = {what: float(number) for number, what in re.findall(r"([\d.]+) s (stepping|compiling|waiting for data|evaluating)", summary)}
+    assert {"compiling", "waiting for data", "evaluating"} <= set(seconds)
+    assert seconds["waiting for data"] >= 0.2 and seconds["evaluating"] >= 0.2
+    total = float(re.match(r"3 steps in ([\d.]+) s", summary).group(1))
+    assert sum(seconds.values()) == pytest.approx(total, abs=0.3)
 
 
 def test_without_a_known_number_of_epochs_only_the_number_is_shown():
     file = io.StringIO()
     fit(ProgressBar(file=file), epochs=None, steps=5)
-    assert [line.split(":")[0] for line in file.getvalue().splitlines()] == ["Epoch 1", "Epoch 2"]
+    assert file.getvalue().splitlines()[:-1:2] == ["Epoch 1", "Epoch 2"]
 
 
 def test_what_other_callbacks_add_is_shown():
     file = io.StringIO()
     add = LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(added=0.5, note="fine"))
     fit(add, ProgressBar(file=file), epochs=1)
-    assert file.getvalue().endswith("added 0.5, note fine\n")
+    assert file.getvalue().splitlines()[1].endswith("added: 0.5000 - note: fine")
 
 
 def test_evaluation_is_one_line_and_prediction_none():
@@ -73,21 +117,21 @@ def test_evaluation_is_one_line_and_prediction_none():
     trainer.build((X, Y))
     loss = trainer.evaluate(X, Y, callbacks=[ProgressBar(file=file)])["loss"]
     trainer.predict(X, callbacks=[ProgressBar(file=file)], verbose=1)
-    assert file.getvalue() == f"Evaluation: loss {loss:.4g}\n"
+    assert plain(file.getvalue()) == [f"1/1 - 0s - 0s/step - loss: {loss:.4f}"]
 
 
 def test_the_reason_of_a_stop_is_shown():
     file, trainer = io.StringIO(), make()
     fit(ProgressBar(file=file), LambdaCallback(on_train_batch_end=lambda batch, logs: trainer.stop("seen enough")), trainer=trainer)
-    assert file.getvalue().splitlines()[-1] == "Stopped at step 1: seen enough."
+    assert file.getvalue().splitlines()[-2] == "Stopped at step 1: seen enough."
 
 
 @pytest.mark.slow
 def test_the_default_bar_writes_to_standard_output_and_silence_is_silent(capsys):
     fit(epochs=1)
-    assert capsys.readouterr().out.startswith("Epoch 1/1: loss ")
+    assert capsys.readouterr().out.startswith("Epoch 1/1\n4/4 - ")
     fit(epochs=1, verbose="auto")
-    assert capsys.readouterr().out.startswith("Epoch 1/1: loss ")
+    assert capsys.readouterr().out.startswith("Epoch 1/1\n4/4 - ")
     trainer = make()
     fit(trainer=trainer, verbose=0)
     trainer.evaluate(X, Y, verbose=0)
@@ -99,7 +143,7 @@ def test_the_default_bar_writes_to_standard_output_and_silence_is_silent(capsys)
 def test_a_bar_that_the_user_gives_replaces_the_default_one(capsys):
     file = io.StringIO()
     fit(ProgressBar(file=file), epochs=1)
-    assert file.getvalue().count("\n") == 1 and capsys.readouterr().out == ""
+    assert file.getvalue().count("\n") == 3 and capsys.readouterr().out == ""
 
 
 # --- A terminal ---
@@ -108,8 +152,8 @@ def test_a_bar_that_the_user_gives_replaces_the_default_one(capsys):
 def test_in_a_terminal_each_epoch_leaves_its_bar_and_validation_leaves_nothing():
     file = Terminal()
     history = fit(ProgressBar(file=file, refresh_seconds=0))
-    lines = screen(file.getvalue())
-    assert len(lines) == 2
+    *lines, summary = screen(file.getvalue())
+    assert len(lines) == 2 and summary.startswith("8 steps in ")
     for number, line in enumerate(lines, start=1):
         loss, validation = history.history["loss"][number - 1], history.history["val_loss"][number - 1]
         assert line.startswith(f"Epoch {number}/2: 4/4 |") and line.endswith(f"loss {loss:.4g}, val_loss {validation:.4g}")
@@ -129,13 +173,13 @@ def test_a_bar_is_not_drawn_more_often_than_asked_for():
     fit(ProgressBar(file=often, refresh_seconds=0), batch_size=1, epochs=1)
     fit(ProgressBar(file=seldom, refresh_seconds=1000), batch_size=1, epochs=1)
     assert len(seldom.getvalue()) < len(often.getvalue())
-    assert screen(seldom.getvalue())[-1].startswith("Epoch 1/1: 8/8 |")
+    assert screen(seldom.getvalue())[-2].startswith("Epoch 1/1: 8/8 |")
 
 
 def test_the_length_of_a_stream_is_learnt_in_its_first_epoch():
     file = Terminal()
     make().fit(lambda: iter([(X, Y)] * 3), epochs=2, callbacks=[ProgressBar(file=file, refresh_seconds=0)])
-    lines = screen(file.getvalue())
+    *lines, _ = screen(file.getvalue())
     assert len(lines) == 2 and all("3" in line and "loss" in line for line in lines)
 
 
@@ -153,14 +197,14 @@ def test_verbose_2_gives_lines_in_a_terminal_too(monkeypatch):
     file = Terminal()
     monkeypatch.setattr(sys, "stdout", file)
     fit(verbose=2)
-    assert len(file.getvalue().splitlines()) == 2 and "\r" not in file.getvalue()
+    assert len(file.getvalue().splitlines()) == 5 and "\r" not in file.getvalue()
 
 
 def test_verbose_1_gives_a_bar_in_a_terminal(monkeypatch):
     file = Terminal()
     monkeypatch.setattr(sys, "stdout", file)
     fit()
-    assert "\r" in file.getvalue() and len(screen(file.getvalue())) == 2
+    assert "\r" in file.getvalue() and len(screen(file.getvalue())) == 3
 
 
 def test_an_error_closes_the_bar():
@@ -181,7 +225,7 @@ def test_an_instance_serves_twice():
     trainer = make()
     fit(bar, trainer=trainer, epochs=1)
     fit(bar, trainer=trainer, epochs=1)
-    assert [line.split(":")[0] for line in file.getvalue().splitlines()] == ["Epoch 1/1"] * 2
+    assert file.getvalue().splitlines()[::3] == ["Epoch 1/1"] * 2
 
 
 # --- A notebook ---

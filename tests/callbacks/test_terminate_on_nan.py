@@ -26,7 +26,7 @@ def test_case_34_a_nan_at_step_30_is_reported_as_step_30_though_logs_are_read_ev
     trainer, callback = make(), TerminateOnNaN()
     trainer.fit(batches(30, 200, value), callbacks=[callback], log_every=50, verbose=0)
     assert callback.bad_step == 30
-    assert trainer.stop_reason == "TerminateOnNaN: the loss or its gradient is not finite since step 30"
+    assert trainer.stop_reason == "TerminateOnNaN: the loss is not finite since step 30"
     assert trainer.step == 50
 
 
@@ -46,6 +46,47 @@ def test_a_step_of_a_later_epoch_and_fit_is_named_by_its_own_number():
     assert callback.bad_step == 15
 
 
+class Two(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return {"left": nn.Dense(1, name="l")(x), "right": nn.Dense(1, name="r")(x)}
+
+
+def test_of_several_losses_the_one_to_blame_is_named():
+    def bad_at_3(outputs, targets):
+        return jnp.where(targets[:, 0] == 3, jnp.nan, outputs[:, 0])
+
+    trainer, callback = fitflax.Trainer(Two(), parallel=DataParallel(jax.devices()[:1])), TerminateOnNaN()
+    trainer.compile(optax.sgd(0.0), loss={"left": "mse", "right": bad_at_3})
+    data = [(np.ones((2, 4), np.float32), {name: np.full((2, 1), number, np.float32) for name in ("left", "right")}) for number in range(1, 6)]
+    trainer.fit(data, callbacks=[callback], verbose=0)
+    assert (callback.bad_step, callback.culprit) == (3, "the loss of 'right'")
+
+
+def test_a_parameter_that_the_optimizer_spoils_is_named():
+    def update(updates, state, params=None):
+        count = state + 1
+        spoiled = jax.tree.map_with_path(lambda path, leaf: jnp.where((count == 3) & (path[-1].key == "bias"), jnp.inf, 0.0) * jnp.ones_like(leaf), updates)
+        return spoiled, count
+
+    trainer, callback = fitflax.Trainer(nn.Dense(1), parallel=DataParallel(jax.devices()[:1])), TerminateOnNaN()
+    trainer.compile(optax.GradientTransformation(lambda params: jnp.int32(0), update), "mse")
+    trainer.fit(batches(0, 6), callbacks=[callback], log_every=1, verbose=0)
+    assert (callback.bad_step, callback.culprit, trainer.step) == (3, "the parameter bias", 3)
+    assert trainer.stop_reason == "TerminateOnNaN: the parameter bias is not finite since step 3"
+
+
+@pytest.mark.parametrize("options", [{"steps_per_call": 4}, {"accumulate_steps": 2}])
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.mostly_slow
+def test_what_was_to_blame_is_named_in_groups_micro_batches_and_on_several_devices(options, number):
+    trainer, callback = fitflax.Trainer(nn.Dense(1), parallel=DataParallel(jax.devices()[:number])), TerminateOnNaN()
+    trainer.compile(optax.sgd(0.0), "mse", **options)
+    rows = [np.full((4, 4), np.nan if index == 6 else 1.0, np.float32) for index in range(12)]
+    trainer.fit([(x, np.zeros((4, 1), np.float32)) for x in rows], callbacks=[callback], verbose=0)
+    assert (callback.bad_step, callback.culprit) == (7, "the loss")
+
+
 def test_a_gradient_that_is_not_finite_counts_though_the_loss_is():
     def loss(outputs, targets):
         # The root of zero has no slope.
@@ -54,6 +95,7 @@ def test_a_gradient_that_is_not_finite_counts_though_the_loss_is():
     trainer, callback = make(loss), TerminateOnNaN()
     history = trainer.fit(batches(0, 1), callbacks=[callback], verbose=0)
     assert callback.bad_step == 1 and np.isfinite(history.history["loss"][0])
+    assert callback.culprit == "the gradient of bias"
 
 
 def test_a_run_without_nan_is_left_alone():
@@ -89,7 +131,7 @@ def test_what_it_ended_stays_ended_when_its_state_comes_back():
     other = TerminateOnNaN()
     other.trainer = View()
     other.load_state_dict(callback.state_dict())
-    assert other.bad_step == 2 and stopped == ["TerminateOnNaN: the loss or its gradient is not finite since step 2"]
+    assert other.bad_step == 2 and stopped == ["TerminateOnNaN: the loss is not finite since step 2"]
     assert TerminateOnNaN().state_dict() == {}
 
 

@@ -1,0 +1,100 @@
+"""`JSONLogger`: an object an epoch, each epoch once whatever happens, and other people's files left alone."""
+
+import json
+
+import flax.linen as nn
+import numpy as np
+import pytest
+
+import fitflax
+from fitflax.callbacks import JSONLogger, LambdaCallback, ModelCheckpoint
+from fitflax.errors import CallbackError
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(8, 4)).astype(np.float32), RNG.normal(size=(8, 3)).astype(np.float32)
+
+
+def run(path, *, more=(), trainer=None, append=False, **options):
+    trainer = trainer or fitflax.Trainer(nn.Dense(3))
+    trainer.compile("sgd", "mse", ["mae"], learning_rate=0.1)
+    return trainer.fit(X, Y, batch_size=4, callbacks=[JSONLogger(path, append=append), *more], verbose=0, **options)
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_line_an_epoch_has_what_history_has(tmp_path):
+    history = run(tmp_path / "deep" / "log.jsonl", epochs=3, validation_data=(X, Y), validation_freq=2)
+    rows = rows_of(tmp_path / "deep" / "log.jsonl")
+    assert [list(row) for row in rows][:2] == [["epoch", "step", "loss", "mae"], ["epoch", "step", "loss", "mae", "val_loss", "val_mae"]]
+    assert [(row["epoch"], row["step"]) for row in rows] == list(zip(history.epoch, history.steps, strict=True))
+    assert [row["loss"] for row in rows] == history.history["loss"]
+
+
+def test_what_json_cannot_say_is_said_otherwise(tmp_path):
+    strange = {
+        "nan": float("nan"),
+        "inf": -np.inf,
+        "matrix": np.array([[1, 2], [3, np.nan]]),
+        "scalar": np.float32(0.5),
+        "text": "ä",
+        "none": None,
+        "pair": (1, True),
+    }
+    add = LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(strange))
+    run(tmp_path / "log.jsonl", more=[add])
+    (row,) = rows_of(tmp_path / "log.jsonl")
+    expected = {"nan": "nan", "inf": "-inf", "matrix": [[1, 2], [3, "nan"]], "scalar": 0.5, "text": "ä", "none": None, "pair": [1, True]}
+    assert {key: row[key] for key in strange} == expected
+
+
+def test_a_resumed_run_has_each_epoch_once(tmp_path):
+    def start(name, steps):
+        return run(tmp_path / name / "log.jsonl", more=[ModelCheckpoint(tmp_path / name / "checkpoints")], steps=steps, resume="auto")
+
+    start("stopped", 3)  # Inside of its second epoch, which is closed.
+    assert [row["epoch"] for row in rows_of(tmp_path / "stopped" / "log.jsonl")] == [0, 1]
+    start("stopped", 8)
+    start("never", 8)
+    assert (tmp_path / "stopped" / "log.jsonl").read_text() == (tmp_path / "never" / "log.jsonl").read_text()
+
+
+def test_a_new_run_replaces_the_file_or_appends_to_it(tmp_path):
+    path = tmp_path / "log.jsonl"
+    run(path, epochs=2)
+    run(path)
+    assert [row["epoch"] for row in rows_of(path)] == [0]
+    run(path, epochs=2, append=True)
+    assert [row["epoch"] for row in rows_of(path)] == [0, 0, 1]
+
+
+def test_a_last_line_that_was_cut_off_is_left_out(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"epoch": 0, "loss": 1}\n{"epoch": 1, "lo')
+    run(path, append=True)
+    assert [row["epoch"] for row in rows_of(path)] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "append", "fault"),
+    [
+        ("epoch,loss\n0,1\n", False, "would replace .*its first line has no 'epoch'"),
+        ("[1, 2]\n", True, "cannot go on with .*its line 1 has no 'epoch'"),
+        ('{"epoch": 0}\nnonsense\n{"epoch": 1}\n', True, "cannot go on with .*its line 2 is no JSON"),
+    ],
+)
+def test_a_file_of_another_kind_is_left_alone(text, append, fault, tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text(text)
+    with pytest.raises(CallbackError, match=f"JSONLogger {fault}"):
+        run(path, append=append)
+    assert path.read_text() == text
+
+
+def test_a_file_that_cannot_be_written_is_an_error_before_the_first_step(tmp_path):
+    trainer = fitflax.Trainer(nn.Dense(3))
+    (tmp_path / "log.jsonl").mkdir()
+    with pytest.raises(CallbackError, match=r"JSONLogger cannot write .*log\.jsonl"):
+        run(tmp_path / "log.jsonl", trainer=trainer)
+    assert trainer.step == 0

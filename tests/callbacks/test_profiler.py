@@ -1,0 +1,97 @@
+"""`Profiler`: a trace of the steps that were asked for, and of no others."""
+
+import gzip
+import json
+import os
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+
+import fitflax
+from fitflax.callbacks import LambdaCallback, ModelCheckpoint, Profiler
+from fitflax.errors import CallbackError
+
+X, Y = np.ones((40, 4), np.float32), np.ones((40, 2), np.float32)
+
+
+def make(**options):
+    trainer = fitflax.Trainer(nn.Dense(2))
+    trainer.compile("sgd", "mse", **options)
+    return trainer
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """The steps before which recording began and after which it ended."""
+    found, trainers = [], []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda directory, **options: found.append(("start", trainers[-1].step)))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: found.append(("stop", trainers[-1].step)))
+
+    def run(profiler, trainer=None, **options):
+        found.clear()
+        trainers.append(trainer or make())
+        trainers[-1].fit(X, Y, batch_size=4, callbacks=[profiler, *options.pop("callbacks", ())], verbose=0, **options)
+        return list(found)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("steps", "total", "expected"),
+    [
+        ((3, 5), 20, [("start", 2), ("stop", 5)]),
+        ((1, 2), 20, [("start", 0), ("stop", 2)]),
+        ((12, 12), 20, [("start", 11), ("stop", 12)]),
+        ((10, 40), 20, [("start", 9), ("stop", 20)]),  # The run ends before.
+        ((30, 40), 20, []),
+    ],
+)
+def test_the_steps_asked_for_are_recorded(steps, total, expected, recorded, tmp_path):
+    assert recorded(Profiler(tmp_path, steps=steps), steps=total) == expected
+
+
+def test_steps_are_counted_from_where_a_call_begins(recorded, tmp_path):
+    trainer, profiler = make(), Profiler(tmp_path / "profile", steps=(3, 5))
+    recorded(profiler, trainer, steps=7)
+    assert recorded(profiler, trainer, steps=7) == [("start", 9), ("stop", 12)]
+    save = [ModelCheckpoint(tmp_path / "checkpoints")]
+    recorded(profiler, steps=10, callbacks=save, resume="auto")
+    assert recorded(profiler, steps=18, callbacks=[ModelCheckpoint(tmp_path / "checkpoints")], resume="auto") == [("start", 12), ("stop", 15)]
+
+
+def test_calls_of_several_steps_end_where_recording_does(recorded, tmp_path):
+    assert recorded(Profiler(tmp_path, steps=(4, 6)), make(steps_per_call=4), steps=12) == [("start", 3), ("stop", 6)]
+
+
+def test_recording_ends_with_a_run_that_fails(recorded, tmp_path):
+    def fail(batch, logs):
+        raise ArithmeticError("broken")
+
+    profiler = Profiler(tmp_path, steps=(1, 30))
+    with pytest.raises(ArithmeticError):
+        recorded(profiler, steps=5, callbacks=[LambdaCallback(on_train_batch_end=fail)])
+    assert recorded(Profiler(tmp_path, steps=(1, 2)), steps=5) == [("start", 0), ("stop", 2)]
+
+
+def test_a_trace_has_the_calls_of_the_step_and_opens_in_perfetto(tmp_path):
+    trainer = make()
+    trainer.fit(X, Y, batch_size=4, steps=6, callbacks=[Profiler(tmp_path, steps=(3, 5))], verbose=0)
+    (trace,) = tmp_path.glob("plugins/profile/*/perfetto_trace.json.gz")
+    assert list(trace.parent.glob("*.xplane.pb"))
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    calls = [event["name"] for event in events if event.get("name", "").startswith("PjitFunction(train_step)")]
+    assert len(calls) >= 3
+
+
+def test_another_profile_that_is_being_recorded_is_an_error(tmp_path):
+    with jax.profiler.trace(str(tmp_path / "other")), pytest.raises(CallbackError, match=r"Profiler cannot record: .*[Oo]nly one"):
+        make().fit(X, Y, batch_size=4, steps=3, callbacks=[Profiler(tmp_path / "own", steps=(1, 2))], verbose=0)
+    assert not os.path.exists(tmp_path / "own" / "plugins")
+
+
+@pytest.mark.parametrize("steps", [(0, 3), (4, 3), (1.0, 2), (True, 2)])
+def test_steps_that_are_none_are_an_error(steps, tmp_path):
+    with pytest.raises(CallbackError, match=r"takes the first and the last step to record, counted from 1\. Received"):
+        Profiler(tmp_path, steps=steps)
