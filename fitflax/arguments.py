@@ -10,6 +10,7 @@ import optax
 
 import fitflax.optimizers as optimizers
 from fitflax.callbacks import Callback, ProgressBar
+from fitflax.callbacks.base import CallbackList
 from fitflax.callbacks.history import History
 from fitflax.data import Source
 from fitflax.data.batch import Selection
@@ -187,22 +188,42 @@ def callbacks_of(callbacks: Any) -> list[Callback]:
     return list(callbacks or ())
 
 
-def without_files(callbacks: Sequence[Callback], batches: int) -> tuple[list[Callback], str]:
+def callback_list(callbacks: Any, verbose: Any, *, trial: int) -> tuple[CallbackList, History, str | None]:
+    """Returns a run's callbacks, the history among them, and a sentence for whoever watches.
+
+    Args:
+        callbacks: As given to `fit`.
+        verbose: As given to `fit`.
+        trial: How many batches are tried without any files; 0 for a run in earnest.
+
+    Raises:
+        CallbackError: Something that is no callback, the same one twice, or two whose state would be saved under one key.
+        ConfigError: An unknown `verbose`.
+    """
+    given, note = callbacks_of(callbacks), None
+    if trial:
+        given, note = _without_files(given, trial)
+    given, history = with_history(given)
+    return CallbackList([*given, *default_bar(given, verbose)]), history, note
+
+
+def _without_files(callbacks: Sequence[Callback], batches: int) -> tuple[list[Callback], str]:
     """Returns the callbacks that write no files, for a trial of some batches, and a sentence for whoever watches it."""
     names = [type(callback).__name__ for callback in callbacks if callback.writes_files]
     without = f", without {', '.join(names)}" if names else ""
     return [callback for callback in callbacks if not callback.writes_files], f"fast_dev_run: {batches} batches of everything and no files{without}."
 
 
-def number_of_batches(name: str, value: Any) -> int:
-    """Returns an argument that says how many batches there are to be; 0 for as many as there are, and `True` for one.
+def numbers_of_batches(**counts: Any) -> list[int]:
+    """Returns arguments that say how many batches there are to be; 0 for as many as there are, and `True` for one.
 
     Raises:
-        ConfigError: It is no integer, or negative.
+        ConfigError: One is no integer, or negative.
     """
-    if not isinstance(value, int | np.integer) or value < 0:
-        raise ConfigError(f"{name} must be a number of batches, 0 for all. Received: {value!r}.")
-    return int(value)
+    for name, value in counts.items():
+        if not isinstance(value, int | np.integer) or value < 0:
+            raise ConfigError(f"{name} must be a number of batches, 0 for all. Received: {value!r}.")
+    return [int(value) for value in counts.values()]
 
 
 def with_history(callbacks: Sequence[Callback]) -> tuple[list[Callback], History]:

@@ -81,11 +81,13 @@ class Model(abc.ABC):
         if isinstance(error, ModelError):
             return error
         hint = ""
-        text = str(error)
+        text = str(error).partition("\nThe error occurred while tracing")[0]  # JAX goes on for a page.
         if type(error).__name__ == "InvalidRngError":
             hint = self._rng_hint
         elif type(error).__name__ == "ModifyScopeVariableError":
-            hint = " A collection that the module changes must be mutable: see the argument mutable."
+            hint = " A collection that the module changes must be mutable: see Trainer(mutable=...), by default all but params."
+        elif '"deterministic"' in text or '"use_running_average"' in text:
+            hint = " Give __call__ a keyword, train, and pass it on: nn.Dropout(rate, deterministic=not train); the trainer sets it."
         elif isinstance(x, list):
             hint = " The inputs are a list, which is one argument; for inputs and targets yield or pass a tuple, (x, y)."
         elif isinstance(error, TypeError) and "argument" in text:

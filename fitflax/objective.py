@@ -26,6 +26,9 @@ __all__ = ["MetricEntry", "Objective"]
 
 LossFn = Callable[..., jax.Array]
 
+# Those whose targets are 0, 1 or probabilities.
+_OF_SHARES = (losses.binary_crossentropy, losses.categorical_crossentropy)
+
 
 class MetricEntry(NamedTuple):
     """One metric that is logged.
@@ -71,8 +74,8 @@ class Objective:
 
     @property
     def has_label_loss(self) -> bool:
-        """Whether a loss takes integer labels, or yes-or-no targets, whose range can be checked."""
-        return any(takes_labels(loss.fn) or loss.fn is losses.binary_crossentropy for loss in self._named_losses)
+        """Whether a loss takes integer labels, or shares from 0 to 1, whose range can be checked."""
+        return any(takes_labels(loss.fn) or loss.fn in _OF_SHARES for loss in self._named_losses)
 
     @property
     def _named_losses(self) -> "list[_NamedLoss]":
@@ -154,7 +157,7 @@ class Objective:
         ]
 
     def check_labels(self, outputs: PyTree, targets: PyTree, weights: Any = None) -> None:
-        """Checks integer labels against the number of classes, and yes-or-no targets, for targets that are all at hand.
+        """Checks integer labels against the number of classes, and shares from 0 to 1, for targets that are all at hand.
 
         Args:
             outputs: The shapes of the module's outputs.
@@ -162,7 +165,7 @@ class Objective:
             weights: Sample weights, NumPy; a label whose weight is 0 counts nowhere and may be anything.
 
         Raises:
-            DataError: A label is negative or not smaller than the number of classes, or a yes-or-no target lies outside of 0..1.
+            DataError: A label is negative or not smaller than the number of classes, or a share lies outside of 0..1.
         """
         names = output_names(outputs)
         if names is None:
@@ -177,13 +180,13 @@ class Objective:
                 if fns[name] is not None
             ]
         for spec, output, target, where in pairs:
-            is_binary = isinstance(spec, _NamedLoss) and spec.fn is losses.binary_crossentropy
-            if isinstance(spec, _NamedLoss) and (takes_labels(spec.fn) or is_binary) and np.size(target) and output.shape:
+            is_share = isinstance(spec, _NamedLoss) and spec.fn in _OF_SHARES
+            if isinstance(spec, _NamedLoss) and (takes_labels(spec.fn) or is_share) and np.size(target) and output.shape:
                 if weights is not None and np.shape(weights) == np.shape(target)[: np.ndim(weights)]:
                     target = np.asarray(target)[np.asarray(weights) != 0]
                 if not np.size(target):
                     continue
-                if is_binary:
+                if is_share:
                     if not 0 <= np.min(target) <= np.max(target) <= 1:
                         raise DataError(f"{where} holds {np.min(target):g} to {np.max(target):g}, but {spec!r} takes 0, 1 or probabilities between.")
                     continue

@@ -111,7 +111,8 @@ def prepare_run(
     if fed is None and source.can_restart:
         fed = feed.next(ahead)
     if fed is None and saved is None:
-        raise DataError("The data yields no batch.")
+        used_up = " It is an iterator that has been used up; pass a function that makes one, `lambda: ...`, or a list." if not source.can_restart else ""
+        raise DataError(f"The data yields no batch.{used_up}")
     if fed is not None:
         feed.push_back()
     if saved is not None:
@@ -123,23 +124,13 @@ def prepare_run(
         prepare(program.begin_init(jax.random.key(session.seed), fed.batch), fed.batch)
         session.build(fed.batch)
     live = session.need_state("fit")
-    sums = values = validated = collected = None
+    before: dict[str, Any] = {}
     if fed is not None:
         session.check_restored(fed.batch)
-        structure = prepare(live.borrow(), fed.batch)
+        prepare(live.borrow(), fed.batch)
         check_activations(program, live.borrow(), fed.batch)
         check_in_memory(program, source, live.borrow(), fed.batch, pad=session.pad, train=True)
-        if saved is not None and "sums" in saved.run:
-            sums = program.pack_sums(fit_to(structure.empty, saved.run["sums"], saved, "run/sums"), train=True)
-            validated = saved.run.get("validated", {})
-            collected = program.collector(train=True)
-            rows = saved.run.get("rows", {})
-            if collected is not None:
-                collected.load_state_dict(rows)
-            elif rows:
-                raise RestoreError(f"The checkpoint has collected rows of {sorted(rows)}, but the compiled metrics collect none.")
-        if saved is not None and "values" in saved.run and saved.run["values"].size == structure.num_values:
-            values = StepValues(structure.places, session.strategy.put(saved.run["values"]))
+        before = {} if saved is None else _before(session, program, saved)
     steps_per_call = _choose_steps_per_call(session, program, fed, saved, plan.keep)
     session.last_run = Run(
         program,
@@ -149,17 +140,36 @@ def prepare_run(
         progress=progress,
         callbacks=callbacks,
         validation=validation,
-        sums=sums,
-        collected=collected,
-        values=values,
-        validated=validated,
         should_stop=lambda: session.is_stopping,
         exhausted=session.run_dry,
         interruption=interruption,
         saver=session.make_saver() if saver is None else saver,
         spent=spent,
+        **before,
     )
     return session.last_run
+
+
+def _before(session: Session, program: Program, saved: Saved) -> dict[str, Any]:
+    """Returns what the run that was saved had of its last step, and of the epoch that was open, as arguments of `Run`.
+
+    Raises:
+        RestoreError: It does not fit the compiled metrics.
+    """
+    structure = program.structure(train=True)
+    before: dict[str, Any] = {}
+    if "sums" in saved.run:
+        before["sums"] = program.pack_sums(fit_to(structure.empty, saved.run["sums"], saved, "run/sums"), train=True)
+        before["validated"] = saved.run.get("validated", {})
+        before["collected"] = collected = program.collector(train=True)
+        rows = saved.run.get("rows", {})
+        if collected is not None:
+            collected.load_state_dict(rows)
+        elif rows:
+            raise RestoreError(f"The checkpoint has collected rows of {sorted(rows)}, but the compiled metrics collect none.")
+    if "values" in saved.run and saved.run["values"].size == structure.num_values:
+        before["values"] = StepValues(structure.places, session.strategy.put(saved.run["values"]))
+    return before
 
 
 def _choose_steps_per_call(session: Session, program: Program, fed: FedBatch | None, saved: Saved | None, keep: Keep) -> int:

@@ -19,7 +19,7 @@ from fitflax.compiled import CompiledSteps
 from fitflax.cost import Cost, cost_of
 from fitflax.data import FedBatch, Source
 from fitflax.data.arrays import ArraySource
-from fitflax.data.batch import in_one_piece
+from fitflax.data.batch import in_one_piece, leaf_paths
 from fitflax.errors import FitflaxWarning, LossError, MetricError, ModelError, NotReadyError
 from fitflax.live import Carry, Sums
 from fitflax.logs import NUM_STEP_VALUES, Kind, Place, StepValues, Values
@@ -47,6 +47,8 @@ _LARGEST_PACKED = 4096
 # one that takes a GPU less than one.
 _CHEAP = 2e7
 _CHEAP_ON_ACCELERATORS = 5e9
+# So much of an array is looked at for numbers that are none, in less than half a second.
+_LOOKED_AT_BYTES = 2**30
 
 
 class _Structure(NamedTuple):
@@ -123,8 +125,8 @@ class Program:
         self._begun: set[tuple[int, Keep]] = set()
         self._outputs: dict[tuple[str, bool], _TracedOutputs] = {}
         self._compiled = {verb: CompiledShapes(verb) for verb in ("train on", "evaluate", "predict")}
-        # Whether it has been said that the module and the loss do not go together.
-        self.has_warned = False
+        # Whether it has been said that the module and the loss do not go together, and whether arrays were looked at for numbers that are none.
+        self.has_warned = self.has_looked_at_data = False
         # The devices' own, because a collective of an evaluation can wait for one of a step, whoever dispatched them.
         self._in_flight = self.strategy.in_flight
 
@@ -538,8 +540,30 @@ def check_in_memory(program: Program, source: Source, state: TrainState, batch: 
     if program.structure(train=train).scalar_loss and pad and (short or size % multiple):
         raise scalar_loss_error(short or size, -(-size // multiple) * multiple)
     task = program.task
+    if not program.has_looked_at_data:
+        program.has_looked_at_data = train
+        for name, tree in (("x", source.x), ("y", source.y)):
+            for path, leaf in leaf_paths(tree, name):
+                _warn_of_bad_numbers(path, leaf)
     if task.objective.has_label_loss and task.compute_loss is None and task.custom_step is None:
         task.objective.check_labels(program.output_shapes(state, batch, train=train and not task.model.can_evaluate), source.y, source.weights)
+
+
+def _warn_of_bad_numbers(path: str, leaf: Any) -> None:
+    """Warns of examples with NaN or infinity among those at the beginning of an array; an array without takes two passes over its memory."""
+    if isinstance(leaf.base, np.memmap):
+        return  # Its pages are read when they are needed.
+    rows = max(1, int(_LOOKED_AT_BYTES // max(leaf.nbytes / max(len(leaf), 1), 1)))
+    part = leaf[:rows]
+    if not np.issubdtype(part.dtype, np.floating) or not part.size or np.isfinite([part.min(), part.max()]).all():
+        return
+    bad = int((~np.isfinite(part.reshape(len(part), -1)).all(axis=1)).sum())
+    warnings.warn(
+        f"{path} holds NaN or infinity in {bad} of {len(part)} examples. If the module does not see to them, one is enough to spoil all parameters: "
+        "clean them, or leave these examples out.",
+        FitflaxWarning,
+        stacklevel=2,
+    )
 
 
 def _abstract(tree: PyTree) -> PyTree:

@@ -125,7 +125,8 @@ class Session:
     def run_dry(self) -> None:
         """Notes, and warns, that the data ended before the training did."""
         self.stop("data_exhausted")
-        warnings.warn("The data ended before the training did.", FitflaxWarning, stacklevel=2)
+        advice = "For more, give data that can be passed over again: a list, or a function that makes an iterator."
+        warnings.warn(f"The data ended before the training did. {advice}", FitflaxWarning, stacklevel=2)
 
     # -- the task and its state --
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import optax
-from flax import struct
 from flax.errors import InvalidRngError
 
 import fitflax.accumulation as accumulation
@@ -26,8 +25,9 @@ from fitflax.objective import Objective
 from fitflax.parallel import Strategy
 from fitflax.state import Batch, PyTree, TrainState
 from fitflax.sums import EvalSums, TotalLoss, TrainSums, as_vector, rows_of, summed
+from fitflax.suspects import Suspects, find_suspects
 
-__all__ = ["NOTHING", "SCALAR", "ComputeLoss", "Keep", "Kept", "Streams", "Suspects", "Task", "TrainStep", "split_key"]
+__all__ = ["NOTHING", "SCALAR", "ComputeLoss", "Keep", "Kept", "Streams", "Task", "TrainStep", "split_key"]
 
 ComputeLoss = Callable[..., tuple[Any, dict[str, PyTree], dict[str, Any]]]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
@@ -61,17 +61,6 @@ class Keep(NamedTuple):
 
 
 NOTHING = Keep()
-
-
-@struct.dataclass
-class Suspects:
-    """What `TrainSums.culprit` counts, by number. It has no arrays, and leaves a compiled step as part of its structure.
-
-    Attributes:
-        names: As in "the gradient of Dense_0/kernel".
-    """
-
-    names: tuple[str, ...] = struct.field(pytree_node=False, default=())
 
 
 class Kept(NamedTuple):
@@ -358,7 +347,9 @@ class Task:
         merged = {key: sums.metrics[key].merge(metric) for key, metric in summed(done.metrics).items()}
         is_good, suspects, first = done.is_good, Suspects(), jnp.int32(-1)
         if keep.culprit:
-            suspects, are_bad = _suspects(done)
+            loss = done.metrics.get("loss")
+            parts = loss.parts if isinstance(loss, TotalLoss) else {}
+            suspects, are_bad = find_suspects({name: part.compute() for name, part in parts.items()}, done.loss, done.grads, done.state.params)
             first = jnp.argmax(are_bad).astype(jnp.int32)
             # An optimizer can spoil a parameter by itself.
             is_good &= ~are_bad[len(are_bad) - len(jax.tree.leaves(done.state.params)) :].any()
@@ -528,20 +519,6 @@ class Task:
         if others:
             joined |= accumulation.merge_all(self.strategy.gather(others))
         return {key: joined[key] for key in metrics}
-
-
-def _suspects(done: _Update) -> tuple[Suspects, jax.Array]:
-    """Returns what may be to blame for values that are not finite, in the order in which one leads to another, and which of it has such values, `[suspects]`.
-
-    The parameters come last.
-    """
-    loss = done.metrics.get("loss")
-    parts = loss.parts if isinstance(loss, TotalLoss) and len(loss.parts) > 1 else {}
-    named = [(f"the loss of {name!r}", part.compute()) for name, part in parts.items()] or [("the loss", done.loss)]
-    for kind, tree in (("gradient of", done.grads), ("parameter", done.state.params)):
-        named += [(f"the {kind} {jax.tree_util.keystr(path, simple=True, separator='/')}", leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
-    are_bad = [~jnp.isfinite(leaf).all() if jnp.issubdtype(leaf.dtype, jnp.inexact) else jnp.bool_(False) for _, leaf in named]
-    return Suspects(tuple(name for name, _ in named)), jnp.stack(are_bad)
 
 
 def _checked_triple(result: Any) -> tuple[Any, dict[str, PyTree], dict[str, Any]]:

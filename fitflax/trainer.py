@@ -439,29 +439,21 @@ class Trainer:
         arguments.check_counts(steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch, log_every=log_every)
         arguments.check_counts(validation_steps=validation_steps, validation_batch_size=validation_batch_size)
         arguments.check_initial_epoch(initial_epoch)
-        trial = arguments.number_of_batches("fast_dev_run", fast_dev_run)
+        trial, few = arguments.numbers_of_batches(fast_dev_run=fast_dev_run, overfit_batches=overfit_batches)
         if trial:
             steps, epochs, validation_steps, validation_freq, resume = trial, initial_epoch + 1, None, 1, None
-        few = arguments.number_of_batches("overfit_batches", overfit_batches)
         source = self._adapt(data, y, sample_weight, batch_size=batch_size, shuffle=shuffle and not few, drop_remainder=drop_remainder)
-        source, held_out = self._hold_out(source, validation_split, validation_batch_size)
+        source, validation_data = self._hold_out(source, validation_data, validation_split, validation_batch_size)
         source = FirstBatches(source, few) if few else source
-        if held_out is not None and validation_data is not None:
-            raise ConfigError("validation_split and validation_data are both given; one of them says what to validate on.")
-        sets = arguments.validation_sets(validation_data if held_out is None else held_out, self._selection)
+        sets = arguments.validation_sets(validation_data, self._selection)
         arguments.check_end(source, steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch, validates=bool(sets))
-        given, note = arguments.callbacks_of(callbacks), None
-        if trial:
-            given, note = arguments.without_files(given, trial)
-        given, self._history = arguments.with_history(given)
-        hooks = CallbackList([*given, *arguments.default_bar(given, verbose)])
+        hooks, self._history, note = arguments.callback_list(callbacks, verbose, trial=trial)
         settings = settings_of(session, source, steps_per_epoch)
         session.clear_stop()
         with session.make_saver() as saver, Interruption() as interruption:
             hooks.enter_run(saver)
             saved = self._find_resume(resume, hooks)
-            size = validation_batch_size or batch_size or source.batch_size
-            options = {"batch_size": size, "steps": validation_steps, "at_most": trial or None}
+            options = {"batch_size": validation_batch_size or batch_size or source.batch_size, "steps": validation_steps, "at_most": trial or None}
             loops = [self._validation_loop(name, one, hooks, interruption, **options) for name, one in sets.items()]
             validation = Validation(loops, arguments.validation_frequency(validation_freq))
             progress = start_progress(session, source, saved, settings, initial_epoch=initial_epoch)
@@ -482,11 +474,14 @@ class Trainer:
                 for evaluate in validation.loops:
                     evaluate.prepare(session.need_state("fit").borrow())
             arguments.check_log_keys(session.need_compiled("fit").kinds, tuple(sets))
-            params: dict[str, Any] = {"steps": steps_per_epoch or source.num_batches, "num_examples": source.num_examples, "log_every": log_every}
-            params |= {"validation_sets": tuple(sets), "hyperparameters": self._hyperparameters(settings), "note": note or session.choice}
-            self._run(run, hooks, params, saved, interruption)
+            known = {"steps": steps_per_epoch or source.num_batches, "log_every": log_every, "note": note or session.choice}
+            self._run(run, hooks, {**known, **self._params(source, sets, settings)}, saved, interruption)
         interruption.leave()
         return self._history
+
+    def _params(self, source: Source, sets: Iterable[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what callbacks are told of the data and the run."""
+        return {"num_examples": source.num_examples, "validation_sets": tuple(sets), "hyperparameters": self._hyperparameters(settings)}
 
     def _hyperparameters(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what a run may be told apart by from others, as numbers, booleans and strings."""
@@ -504,10 +499,12 @@ class Trainer:
         return saved
 
     @staticmethod
-    def _hold_out(source: Source, split: float, batch_size: int | None) -> tuple[Source, Source | None]:
-        """Returns what to train on, and the part held out for validation."""
+    def _hold_out(source: Source, validation_data: Any, split: float, batch_size: int | None) -> tuple[Source, Any]:
+        """Returns what to train on, and what to validate on, which may be a part that is held out."""
         if not split:
-            return source, None
+            return source, validation_data
+        if validation_data is not None:
+            raise ConfigError("validation_split and validation_data are both given; one of them says what to validate on.")
         if not 0 < split < 1:
             raise ConfigError(f"validation_split must lie between 0 and 1. Received: {split!r}.")
         if not isinstance(source, IndexedSource):

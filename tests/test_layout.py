@@ -21,7 +21,7 @@ LAYERS = (
     {"activations", "axes", "cost", "state", "logs", "losses", "metrics", "optimizers"},
     {"data"},
     {"parallel"},
-    {"compilation", "numerics", "loss_scale", "accumulation", "model", "objective", "collected", "live", "sums", "step", "compiled", "program"},
+    {"compilation", "numerics", "loss_scale", "accumulation", "model", "objective", "collected", "live", "sums", "suspects", "step", "compiled", "program"},
     {"checkpoints"},
     {"callbacks"},
     {"signals", "arguments", "groups", "tabulation", "evaluation", "plan", "loop", "session", "preparation", "modular"},

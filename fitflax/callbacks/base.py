@@ -138,6 +138,11 @@ class Callback:
     may_skip_batches: bool = False
     _own_schedule: Schedule | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what is pickled: all but the trainer, and what belongs to its call."""
+        own = {name: value for name, value in vars(self).items() if name not in ("trainer", "params", "_own_schedule")}
+        return {name: None if isinstance(value, Saver) else value for name, value in own.items()}
+
     # -- hooks --
 
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ class EarlyStopping(Callback):
         mode: `"min"`, `"max"`, or `None` for the direction that the loss or metric declares.
         min_delta: What an improvement must exceed.
         patience: How many observations without improvement are allowed; 0 and 1 both stop at the first.
-        baseline: Observations count as improvements only once they are better than this.
+        baseline: Observations are waited through, improvements or not, until one is better than this; what stops is one that is no improvement.
         restore_best: Whether the parameters and collections of the best observation are put back at the end, after the last checkpoint.
         start_from_epoch: Epochs before this index are not observed.
         stopping_threshold: Stop as soon as the value is better than this.
@@ -100,7 +100,8 @@ class EarlyStopping(Callback):
             return
         monitor = self._monitor
         self.wait += 1
-        if monitor.is_better(value, self.best):
+        has_improved = monitor.is_better(value, self.best)
+        if has_improved:
             self.best, self.best_epoch = value, epoch
             if self.restore_best:
                 # These leaves stay valid: a state that was handed out is copied before the next step.
@@ -111,7 +112,8 @@ class EarlyStopping(Callback):
             self._stop(epoch, f"{monitor.key} is {value:g}, better than {self.stopping_threshold:g}")
         elif self.divergence_threshold is not None and monitor.is_better(self.divergence_threshold, value):
             self._stop(epoch, f"{monitor.key} is {value:g}, worse than {self.divergence_threshold:g}")
-        elif self.wait > 0 and self.wait >= self.patience:
+        # As in Keras an improvement stops nothing, though it stays below the baseline, and neither does the run's first epoch by itself.
+        elif not has_improved and self.wait >= self.patience and (epoch > 0 or self.wait > 1):
             best = "it never was a number" if self.best is None else f"the best is {self.best:g} of epoch {self.best_epoch}"
             self._stop(epoch, f"{monitor.key} has not improved for {self.wait} observations; {best}")
 

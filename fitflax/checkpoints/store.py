@@ -103,6 +103,10 @@ class CheckpointStore:
         # What was read of the directory's own files, with the version of the file.
         self._known: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what is pickled: all but who saves for a run of this process."""
+        return {**vars(self), "_saver": None}
+
     @_first_process_only
     def lock(self, saver: Saver) -> None:
         """Locks the directory for a run, now if it is there, otherwise once `claim` has made it; `saver.close()` gives it back.

@@ -100,9 +100,9 @@ def test_an_improvement_by_exactly_min_delta_is_none():
 @pytest.mark.parametrize(
     ("values", "patience", "stopped"),
     [
-        # As in Keras: until the baseline is beaten, every epoch counts as one without improvement.
-        ([0.9, 0.8, 0.7], 0, 0),
-        ([0.9, 0.8, 0.7], 2, 1),
+        # As in Keras: until the baseline is beaten every epoch is waited through, but what stops is one without an improvement.
+        ([0.9, 0.8, 0.7], 0, None),
+        ([0.9, 0.8, 0.7, 0.75], 2, 3),
         ([0.9, 0.4, 0.45, 0.46], 2, 3),
         ([0.4, 0.3, 0.2], 0, None),
     ],
@@ -141,7 +141,8 @@ def test_nan_never_improves():
     assert (epoch, callback.best) == (1, None)
     callback, epoch = observed([math.nan, 5.0, math.nan, 4.0, math.nan, math.nan], patience=2)
     assert (epoch, callback.best, callback.best_epoch) == (5, 4.0, 3)
-    assert "never was a number" in observed([math.nan])[0].trainer.reason
+    callback, epoch = observed([math.nan, math.nan])
+    assert epoch == 1 and "never was a number" in callback.trainer.reason  # As in Keras the first epoch stops nothing.
 
 
 def test_the_reason_says_what_was_best():

@@ -12,12 +12,13 @@ import pytest
 import fitflax
 from fitflax.callbacks import LambdaCallback, ModelCheckpoint, Profiler
 from fitflax.errors import CallbackError
+from fitflax.parallel import DataParallel
 
 X, Y = np.ones((40, 4), np.float32), np.ones((40, 2), np.float32)
 
 
 def make(**options):
-    trainer = fitflax.Trainer(nn.Dense(2))
+    trainer = fitflax.Trainer(nn.Dense(2), parallel=DataParallel(jax.devices()[:1]))
     trainer.compile("sgd", "mse", **options)
     return trainer
 

@@ -59,7 +59,7 @@ def test_of_several_losses_the_one_to_blame_is_named():
     trainer, callback = fitflax.Trainer(Two(), parallel=DataParallel(jax.devices()[:1])), TerminateOnNaN()
     trainer.compile(optax.sgd(0.0), loss={"left": "mse", "right": bad_at_3})
     data = [(np.ones((2, 4), np.float32), {name: np.full((2, 1), number, np.float32) for name in ("left", "right")}) for number in range(1, 6)]
-    trainer.fit(data, callbacks=[callback], verbose=0)
+    trainer.fit(lambda: data, callbacks=[callback], verbose=0)
     assert (callback.bad_step, callback.culprit) == (3, "the loss of 'right'")
 
 
@@ -83,7 +83,7 @@ def test_what_was_to_blame_is_named_in_groups_micro_batches_and_on_several_devic
     trainer, callback = fitflax.Trainer(nn.Dense(1), parallel=DataParallel(jax.devices()[:number])), TerminateOnNaN()
     trainer.compile(optax.sgd(0.0), "mse", **options)
     rows = [np.full((4, 4), np.nan if index == 6 else 1.0, np.float32) for index in range(12)]
-    trainer.fit([(x, np.zeros((4, 1), np.float32)) for x in rows], callbacks=[callback], verbose=0)
+    trainer.fit(lambda: ((x, np.zeros((4, 1), np.float32)) for x in rows), callbacks=[callback], verbose=0)
     assert (callback.bad_step, callback.culprit) == (7, "the loss")
 
 

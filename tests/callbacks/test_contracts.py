@@ -1,0 +1,121 @@
+"""What holds for every callback that comes with the library, whichever it is."""
+
+import copy
+import inspect
+import pickle
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+
+import fitflax
+import fitflax.callbacks as callbacks
+from fitflax.callbacks import Callback, Phase
+from fitflax.callbacks.base import HOOKS, overrides
+from fitflax.checkpoints.contents import write_checkpoint
+from fitflax.checkpoints.saved import read_checkpoint
+from fitflax.parallel import DataParallel
+from tests.run_script import differences
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(12, 4)).astype(np.float32), RNG.integers(0, 3, 12).astype(np.int32)
+
+
+def notice(checkpoint):
+    """A function that can be found by its name."""
+
+
+MAKE = {
+    "BestCheckpoint": lambda path: callbacks.BestCheckpoint(path / "best", overwrite=True),
+    "CSVLogger": lambda path: callbacks.CSVLogger(path / "log.csv"),
+    "EarlyStopping": lambda path: callbacks.EarlyStopping(patience=9),
+    "EarlyStopping(restore_best)": lambda path: callbacks.EarlyStopping(patience=9, restore_best=True),
+    "History": lambda path: fitflax.History(),
+    "JSONLogger": lambda path: callbacks.JSONLogger(path / "log.jsonl"),
+    "LambdaCallback": lambda path: callbacks.LambdaCallback(notice, every=fitflax.every(steps=2)),
+    "LearningRateScheduler": lambda path: callbacks.LearningRateScheduler(_rate),
+    "ModelCheckpoint": lambda path: callbacks.ModelCheckpoint(path / "checkpoints", overwrite=True),
+    "Profiler": lambda path: callbacks.Profiler(path / "profile", steps=(100, 100)),
+    "ProgressBar": lambda path: callbacks.ProgressBar(),
+    "ReduceLROnPlateau": lambda path: callbacks.ReduceLROnPlateau(patience=9),
+    "SummaryLogger": lambda path: callbacks.SummaryLogger(),
+    "TensorBoard": lambda path: callbacks.TensorBoard(path / "board", every=fitflax.every(steps=1)),
+    "TerminateOnNaN": lambda path: callbacks.TerminateOnNaN(),
+}
+
+
+def _rate(epoch):
+    return 0.1 / (1 + epoch)
+
+
+def state_of(callback):
+    """Its state as plain lists and numbers."""
+    return jax.tree.map(lambda leaf: np.asarray(leaf).tolist() if hasattr(leaf, "dtype") else leaf, callback.state_dict())
+
+
+def fit(callback, **options):
+    trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(jax.devices()[:1]))
+    trainer.compile("sgd", "sparse_categorical_crossentropy", ["accuracy"], learning_rate=0.1)
+    trainer.fit(X, Y, **{"batch_size": 4, "epochs": 2, "validation_data": (X, Y), "callbacks": [callback], "verbose": 0, **options})
+    return trainer
+
+
+def test_every_callback_is_here():
+    shipped = {name for name in callbacks.__all__ if isinstance(getattr(callbacks, name), type) and issubclass(getattr(callbacks, name), Callback)}
+    assert {name.split("(")[0] for name in MAKE} == shipped - {"Callback"} | {"History"}
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_its_hooks_have_the_arguments_of_the_base_class(name, tmp_path):
+    callback = MAKE[name](tmp_path)
+    for hook in HOOKS:
+        if overrides(callback, hook) and hook not in vars(callback):
+            own, base = (inspect.signature(getattr(cls, hook)) for cls in (type(callback), Callback))
+            assert list(own.parameters) == list(base.parameters), hook
+    assert isinstance(callback.phase, Phase)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_it_serves_two_runs_the_second_as_the_first(name, tmp_path, capsys):
+    callback = MAKE[name](tmp_path)
+    states = []
+    for _ in range(2):
+        fit(callback)
+        states.append(copy.deepcopy(state_of(callback)))
+    assert not differences(*states)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_it_can_be_pickled_before_a_run_and_after_it(name, tmp_path, capsys):
+    callback = MAKE[name](tmp_path)
+    before = pickle.loads(pickle.dumps(callback))
+    assert type(before) is type(callback) and repr(before.every) == repr(callback.every)
+    fit(before)
+    after = pickle.loads(pickle.dumps(before))
+    assert not hasattr(after, "trainer") and not differences(state_of(after), state_of(before))
+    fit(after)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_its_state_goes_through_a_file_into_another_instance(name, tmp_path, capsys):
+    callback = MAKE[name](tmp_path)
+    trainer = fit(callback)
+    state = callback.state_dict()
+    (tmp_path / "state").mkdir()
+    write_checkpoint(tmp_path / "state", train={"step": np.int32(0)}, run={"state": state}, metadata={})
+    saved = read_checkpoint(tmp_path / "state").run["state"] if state else {}
+    other = MAKE[name](tmp_path)
+    other.trainer, other.params = trainer, {}
+    if state:
+        other.load_state_dict(saved)
+        assert not differences(state_of(other), state_of(callback))
+
+
+def test_the_order_of_phases_is_that_of_the_documentation(tmp_path):
+    phases = {name: make(tmp_path).phase for name, make in MAKE.items()}
+    assert phases["LearningRateScheduler"] == Phase.CHANGE and phases["LambdaCallback"] == Phase.USER
+    assert {name for name, phase in phases.items() if phase == Phase.DECIDE} == {
+        *("EarlyStopping", "EarlyStopping(restore_best)", "ReduceLROnPlateau", "TerminateOnNaN"),
+    }
+    assert phases["BestCheckpoint"] == Phase.SAVE_BEST and phases["ModelCheckpoint"] == Phase.SAVE == max(phases.values())

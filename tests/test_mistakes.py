@@ -1,0 +1,267 @@
+"""Mistakes that people make, each with its one message: what is wrong, where, and what to do."""
+
+import pathlib
+import re
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import fitflax
+from fitflax.callbacks import EarlyStopping, ModelCheckpoint
+from fitflax.errors import (
+    CallbackError,
+    ConfigError,
+    DataError,
+    DirectoryInUseError,
+    FitflaxWarning,
+    LossError,
+    MetricError,
+    ModelError,
+    MonitorError,
+    OptimizerError,
+)
+from fitflax.parallel import DataParallel
+
+X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+Y = (np.arange(16) % 3).astype(np.int32)
+LABELS = "sparse_categorical_crossentropy"
+
+
+class Forgotten(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(nn.Dropout(0.5)(x))
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        return nn.Dense(3)(nn.BatchNorm(use_running_average=not train)(x))
+
+
+class Masked(nn.Module):
+    @nn.compact
+    def __call__(self, x, mask):
+        return nn.Dense(3)(x * mask)
+
+
+class Heads(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return {"kind": nn.softmax(nn.Dense(3)(x)), "size": nn.sigmoid(nn.Dense(1)(x))}
+
+
+def make(module: nn.Module | None = None, loss: Any = LABELS, metrics: Any = None, optimizer: Any = "adam", **options: Any) -> fitflax.Trainer:
+    trainer = fitflax.Trainer(module or nn.Dense(3), parallel=DataParallel(jax.devices()[:1]), **options)
+    trainer.compile(optimizer, loss, metrics)
+    return trainer
+
+
+def fit(x: Any = X, y: Any = Y, *, given: dict[str, Any] | None = None, **made: Any) -> fitflax.Trainer:
+    trainer = make(**made)
+    trainer.fit(x, y, verbose=0, **(given or {}))
+    return trainer
+
+
+def used_up() -> Any:
+    batches = iter([(X, Y)])
+    list(batches)
+    return batches
+
+
+def bad_examples() -> np.ndarray:
+    x = X.copy()
+    x[[3, 5], 2] = np.nan, np.inf
+    return x
+
+
+MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
+    "labels of another shape": (
+        lambda: fit(y=np.zeros((16, 2)), loss="mse"),
+        LossError,
+        "takes outputs and targets of one shape .* Received: outputs [16, 3], targets [16, 2]. Check the model's last layer.",
+    ),
+    "one-hot labels for a loss of integers": (lambda: fit(y=np.eye(3)[Y]), LossError, "For one-hot targets use 'categorical_crossentropy'."),
+    "labels as floats": (
+        lambda: fit(y=Y.astype(np.float32)),
+        LossError,
+        "takes integer class labels. Received: targets of dtype float32. Cast them: targets.astype('int32').",
+    ),
+    "labels from 1 to 3": (lambda: fit(y=Y + 1), DataError, "y holds labels from 1 to 3, but the module has 3 outputs, for labels 0 to 2."),
+    "yes and no as -1 and 1": (
+        lambda: fit(y=np.where(Y > 0, 1.0, -1.0)[:, None], module=nn.Dense(1), loss="binary_crossentropy"),
+        DataError,
+        "y holds -1 to 1, but 'binary_crossentropy' takes 0, 1 or probabilities between.",
+    ),
+    "probabilities out of range": (
+        lambda: fit(y=2 * np.eye(3, dtype=np.float32)[Y], loss="categorical_crossentropy"),
+        DataError,
+        "y holds 0 to 2, but 'categorical_crossentropy' takes 0, 1 or probabilities between.",
+    ),
+    "dropout without a mode": (
+        lambda: fit(module=Forgotten()),
+        ModelError,
+        "Give __call__ a keyword, train, and pass it on: nn.Dropout(rate, deterministic=not train); the trainer sets it.",
+    ),
+    "a collection that is not mutable": (
+        lambda: fit(module=Normed(), mutable=False),
+        ModelError,
+        "must be mutable: see Trainer(mutable=...), by default all but params.",
+    ),
+    "a module with a missing argument": (
+        lambda: fit(module=Masked()),
+        ModelError,
+        "missing 1 required positional argument: 'mask'. Several inputs are a tuple ((x1, x2), y), or keys of dicts with Trainer(inputs=...)",
+    ),
+    "a generator that is used up": (
+        lambda: fit(used_up(), None),
+        DataError,
+        "It is an iterator that has been used up; pass a function that makes one, `lambda: ...`, or a list.",
+    ),
+    "a generator to validate on twice": (
+        lambda: fit(given={"epochs": 2, "validation_data": iter([(X, Y)])}),
+        DataError,
+        "The data of 'val' is an iterator that has been used up. Pass a function that makes one, `lambda: ...`, or a list; or say with validation_steps",
+    ),
+    "a misspelt monitor": (
+        lambda: fit(given={"validation_data": (X, Y), "callbacks": [EarlyStopping("val_los")]}),
+        MonitorError,
+        "EarlyStopping monitors 'val_los', but only ['loss', 'val_loss'] are logged. Did you mean 'val_loss'?",
+    ),
+    "a monitor of validation without any": (
+        lambda: fit(given={"callbacks": [EarlyStopping()]}),
+        MonitorError,
+        "but there is no validation data. Pass validation_data=, or monitor a value of training such as 'loss'.",
+    ),
+    "a metric that needs another shape": (
+        lambda: fit(metrics=["r2"]),
+        MetricError,
+        "Metric 'r2': It takes outputs and targets of one shape .* outputs [16, 3], targets [16].",
+    ),
+    "mismatched lengths": (lambda: fit(y=Y[:10]), DataError, "All arrays must have the same number of examples: `x` has 16, `y` has 10."),
+    "strings in data": (lambda: fit(np.array([["a"] * 4] * 16)), DataError, "x must hold numbers, but its dtype is <U1; encode them as numbers first."),
+    "lists of unequal length in data": (
+        lambda: fit(np.array([[1, 2], [3]], dtype=object), Y[:2]),
+        DataError,
+        "x must hold numbers, but its dtype is object; encode them as numbers first.",
+    ),
+    "empty data": (lambda: fit(X[:0], Y[:0]), DataError, "There is nothing to work on: 0 examples, batch_size=32"),
+    "batch size 0": (lambda: fit(given={"batch_size": 0}), ConfigError, "batch_size must be a positive integer. Received: 0."),
+    "negative steps": (lambda: fit(given={"steps": -1}), ConfigError, "steps must be a positive integer. Received: -1."),
+    "an unknown optimizer": (
+        lambda: make(optimizer="adm"),
+        OptimizerError,
+        "There is no optimizer 'adm'. Did you mean 'adam'? Known: ['adabelief', .*, 'yogi']",
+    ),
+    "an optimizer that was not called": (
+        lambda: make(optimizer=__import__("optax").adam),
+        OptimizerError,
+        "optimizer must be a name or an optax transformation. Received: <function adam at .*>. Call it: optax.adam(learning_rate).",
+    ),
+    "an unknown loss": (
+        lambda: make(loss="crossentropy"),
+        LossError,
+        "There is no loss 'crossentropy'. Did you mean 'sparse_categorical_crossentropy'? Known: ['binary_crossentropy', .*]",
+    ),
+    "an unknown metric": (lambda: make(metrics=["acuracy"]), MetricError, "There is no metric 'acuracy'. Did you mean 'accuracy'? Known: ['acc', .*]"),
+    "a loss that returns a tuple": (
+        lambda: fit(loss=lambda outputs, targets: (outputs.sum(-1), outputs)),
+        LossError,
+        "A loss returns one array of values per example. The loss returned a tuple: (float32[16], float32[16,3]).",
+    ),
+    "a callback's class": (
+        lambda: fit(given={"callbacks": [EarlyStopping]}),
+        CallbackError,
+        "callbacks takes instances. Received: the class EarlyStopping; call it: EarlyStopping(...).",
+    ),
+    "a module's class": (
+        lambda: fitflax.Trainer(Forgotten),
+        ConfigError,
+        "Trainer takes an instance of a module. Received: the class Forgotten; call it: Trainer(Forgotten(...)).",
+    ),
+    "inputs and targets in a list": (
+        lambda: fit([X, Y], None),
+        ModelError,
+        "The inputs are a list, which is one argument; for inputs and targets yield or pass a tuple, (x, y).",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.filterwarnings("ignore:shape requires ndarray or scalar:DeprecationWarning")  # JAX, of the list.
+def test_a_mistake_has_a_message_that_says_what_to_do(mistake):
+    make_it, error, message = MISTAKES[mistake]
+    pattern = ".*".join(re.escape(part) for part in message.split(".*"))
+    with pytest.raises(error, match=pattern) as caught:
+        make_it()
+    assert len(str(caught.value)) < 1500 and "\n" not in str(caught.value)
+
+
+def test_a_directory_of_another_run_is_named_with_the_three_ways_out(tmp_path: pathlib.Path):
+    fit(given={"callbacks": [ModelCheckpoint(tmp_path)]})
+    message = 'holds checkpoints of run .* Go on with that run with resume="auto", choose another directory, or replace it with overwrite=True.'
+    with pytest.raises(DirectoryInUseError, match=re.escape(str(tmp_path)) + f" {message}"):
+        fit(given={"callbacks": [ModelCheckpoint(tmp_path)]})
+
+
+# -- what may be meant, and is warned of --
+
+
+@pytest.mark.parametrize(
+    ("module", "loss", "y", "activation"),
+    [
+        (nn.Sequential([nn.Dense(3), nn.softmax]), LABELS, Y, "softmax"),
+        (nn.Sequential([nn.Dense(3), nn.softmax]), "categorical_crossentropy", np.eye(3, dtype=np.float32)[Y], "softmax"),
+        (nn.Sequential([nn.Dense(1), nn.sigmoid, lambda x: x[:, 0]]), "binary_crossentropy", (Y > 0).astype(np.float32), "sigmoid"),
+    ],
+)
+def test_a_softmax_before_a_loss_of_logits_is_warned_of_once(module, loss, y, activation):
+    trainer = make(module, loss)
+    with pytest.warns(
+        FitflaxWarning, match=rf"The module ends with a {activation}, which the loss '{loss}' applies itself: it takes logits\. Leave it out of the module\."
+    ):
+        trainer.fit(X, y, verbose=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.fit(X, y, verbose=0)
+
+
+def test_of_several_outputs_the_one_with_an_activation_is_named():
+    with pytest.warns(FitflaxWarning, match="ends in its output 'kind' with a softmax") as caught:
+        fit(y={"kind": Y, "size": X[:, :1]}, module=Heads(), loss={"kind": LABELS, "size": "mse"})
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "loss"),
+    [
+        (nn.Sequential([nn.Dense(3), nn.softmax]), lambda outputs, targets: -jnp.log(outputs[jnp.arange(len(outputs)), targets])),
+        (nn.Sequential([nn.Dense(3), nn.log_softmax]), LABELS),
+        (nn.Sequential([nn.Dense(3), nn.softmax, nn.Dense(3)]), LABELS),
+        (nn.Sequential([nn.Dense(3), lambda x: jnp.exp(x) / 2]), LABELS),
+    ],
+)
+def test_what_ends_otherwise_and_losses_of_ones_own_are_left_alone(module, loss):
+    fit(module=module, loss=loss)
+
+
+def test_numbers_that_are_none_are_warned_of_before_the_first_step():
+    steps = []
+    look = fitflax.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: steps.append(batch))
+    with pytest.warns(FitflaxWarning, match=r"x holds NaN or infinity in 2 of 16 examples\. .* clean them, or leave these examples out\.") as caught:
+        fit(bad_examples(), given={"callbacks": [look]})
+    assert len(caught) == 1
+    y = {"a": X.copy(), "b": np.where(np.arange(16)[:, None] == 7, -np.inf, X)}
+    with pytest.warns(FitflaxWarning, match=r"y\['b'\] holds NaN or infinity in 1 of 16 examples"):
+        fit(y=y, module=nn.Dense(4), loss=lambda outputs, targets: (outputs - targets["a"]).mean(-1))
+
+
+def test_whole_numbers_and_files_are_not_looked_at(tmp_path: pathlib.Path):
+    np.save(tmp_path / "x.npy", bad_examples())
+    trainer = make(loss=lambda outputs, targets: outputs.sum(-1) * 0)
+    trainer.fit(np.load(tmp_path / "x.npy", mmap_mode="r"), Y, verbose=0)
