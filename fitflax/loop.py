@@ -376,11 +376,11 @@ class Run:
         if self._sums is None:
             self._collected = self._program.collector(train=True)
         sums = self._program.empty_sums(train=True) if self._sums is None else self._sums
-        begin, compiles = 0.0, not self._is_compiled
+        begin, compiles = (0.0, 0.0), not self._is_compiled
         if compiles:
-            begin, self._is_compiled = self._clock(), True
+            begin, self._is_compiled = (self._clock(), self.spent.clock()), True
             if self._program.await_step(self._live.treedef, steps_per_call=plan.steps_per_call, keep=plan.keep):
-                self._leave_out(self._clock() - begin)
+                self._leave_out(*begin)
                 compiles = False
         if plan.steps_per_call == 1:
             self._train_one(group[0], sums)
@@ -389,16 +389,16 @@ class Run:
             trained = self._program.train_group(self._live.take(), sums, group, plan.steps_per_call, keep=plan.keep)
             self._advance(trained, group)
         if compiles:
-            self._leave_out(self._clock() - begin)
+            self._leave_out(*begin)
         if plan.steps_per_call == 1 and room > 1:
             self._train_unseen(room - 1)
         if hooks.wants("on_train_batch_end"):
             hooks.call("on_train_batch_end", progress.step_in_epoch - 1, Logs(self._values, kinds=self._program.kinds))
 
-    def _leave_out(self, seconds: float) -> None:
-        """Notes that compiling has just taken some time."""
-        self._timer.excluded += seconds
-        self.spent.add("compiling", seconds)
+    def _leave_out(self, begin: float, began: float) -> None:
+        """Notes that something was compiled since then, by the loop's clock and by that of `spent`."""
+        self._timer.excluded += self._clock() - begin
+        self.spent.add("compiling", self.spent.clock() - began)
 
     def _train_one(self, fed: FedBatch, sums: Sums) -> None:
         self._kept = None

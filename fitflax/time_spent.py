@@ -11,7 +11,7 @@ class TimeSpent:
     """Seconds of the host's clock, by what they went to. What nobody claims is time in which steps were made and waited for.
 
     Args:
-        clock: Returns seconds.
+        clock: Returns seconds; `time.perf_counter` by default.
 
     Attributes:
         seconds: By `"compiling"` (and tracing, and initializing), `"data"` (waiting for it), `"evaluating"` and `"saving"`.
@@ -24,13 +24,15 @@ class TimeSpent:
     ...         pass
     >>> spent.seconds["evaluating"], spent.seconds["compiling"], spent.total, spent.stepping
     (2.0, 1.0, 5, 3.0)
+    >>> round(sum(spent.shares.values()), 12)
+    1.0
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.clock = clock
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self.clock = clock or time.perf_counter
         self.seconds = {"compiling": 0.0, "data": 0.0, "evaluating": 0.0, "saving": 0.0}
         self.examples = 0
-        self._begin = clock()
+        self._begin = self.clock()
         self._inner = 0.0  # What was claimed inside of what is being measured.
 
     @contextlib.contextmanager
@@ -64,3 +66,10 @@ class TimeSpent:
     def stepping(self) -> float:
         """The seconds that nobody has claimed."""
         return max(self.total - sum(self.seconds.values()), 0.0)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """What part of the time went to what, `"stepping"` included; together 1."""
+        seconds = {"stepping": self.stepping, **self.seconds}
+        total = sum(seconds.values())
+        return {what: one / total if total else float(what == "stepping") for what, one in seconds.items()}

@@ -77,6 +77,21 @@ def test_every_rows_line_runs(tmp_path, monkeypatch, capsys):
         exec(compile(row["line"].replace(r"\|", "|"), row["there"], "exec"), script.__dict__)
 
 
+def test_all_optimizers_by_name_are_listed_with_their_rates():
+    paragraph = next(part for part in PAGE.split("\n\n") if part.startswith("**Optimizers by name**"))
+    with_rate, without = paragraph.split("With a `learning_rate` to give:")
+    known = set(fitflax.optimizers.names())
+    listed = [set(re.findall(r"`(\w+)`", part)) & known for part in (with_rate, without)]
+    assert listed[0] | listed[1] == known
+    for name in known:
+        if name in listed[1]:
+            with pytest.raises(fitflax.errors.OptimizerError, match="there is no default learning rate"):
+                fitflax.optimizers.get(name)
+        else:
+            rate = float(fitflax.optimizers.get_learning_rate(fitflax.optimizers.get(name).init({"w": np.ones(2, np.float32)})))
+            assert rate == pytest.approx(0.01 if name == "sgd" else 0.001)
+
+
 # -- side by side --
 
 RNG = np.random.default_rng(0)
