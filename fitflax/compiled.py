@@ -31,7 +31,7 @@ class CompiledSteps:
     * `"train"`: a batch; `"train group"`: a count, and batches with a leading axis of steps, of which so many are made.
     * `"evaluate"` and `"evaluate group"`: the same. The leaves are those of `(params, model_state)`.
     * `"predict"` and `"predict group"`: the index of the (first) batch, and its inputs; for a group a count between the two.
-    * `"train whole group"` and so on: the same functions for a count that is all of the leading axis, which is then known to the compiler.
+    * `"train whole group"`: the same function as `"train group"` for a count that is all of the leading axis, which is then known to the compiler.
 
     Of a group any number of steps is the same compiled loop, so that no rounding depends on where groups end; but for whole groups where they are a loop of
     their own.
@@ -88,10 +88,8 @@ class CompiledSteps:
                 "train whole group": functools.partial(self._train_group, is_whole=True),
                 "evaluate": self._evaluate,
                 "evaluate group": self._evaluate_group,
-                "evaluate whole group": functools.partial(self._evaluate_group, is_whole=True),
                 "predict": self._predict,
                 "predict group": self._predict_group,
-                "predict whole group": functools.partial(self._predict_group, is_whole=True),
             }
             self._functions[name] = makers[kind](treedef, keep)
         return self._functions[name]
@@ -140,7 +138,7 @@ class CompiledSteps:
         inputs: tuple[Layout, ...] = ("replicated", "replicated", "replicated", "split")
         return self._task.strategy.compile(eval_step, inputs=inputs, outputs=_EVAL_OUTPUTS, donate=(2,))
 
-    def _evaluate_group(self, treedef: Any, _: Keep, *, is_whole: bool = False) -> Compiled:
+    def _evaluate_group(self, treedef: Any, _: Keep) -> Compiled:
         def eval_group(leaves: list[Any], key: jax.Array, sums: Sums, count: jax.Array, batches: Batch) -> Any:
             form, size = self._form_of(False), batches.mask.shape[0]
             params, model_state = jax.tree.unflatten(treedef, leaves)
@@ -155,7 +153,7 @@ class CompiledSteps:
 
             unpacked = form.unpack(sums)
             _, vector, rows = jax.eval_shape(one, _INDEX, unpacked)
-            unpacked, vector, rows = lax.fori_loop(0, size if is_whole else count, body, (unpacked, _zeros(vector), _zeros(rows, size)))
+            unpacked, vector, rows = lax.fori_loop(0, count, body, (unpacked, _zeros(vector), _zeros(rows, size)))
             return form.pack(unpacked), vector, rows
 
         inputs: tuple[Layout, ...] = ("replicated", "replicated", "replicated", "replicated", "split")
@@ -168,7 +166,7 @@ class CompiledSteps:
 
         return self._task.strategy.compile(predict_step, inputs=("replicated", "replicated", "replicated", "split"), outputs="split")
 
-    def _predict_group(self, treedef: Any, _: Keep, *, is_whole: bool = False) -> Compiled:
+    def _predict_group(self, treedef: Any, _: Keep) -> Compiled:
         def predict_group(leaves: list[Any], key: jax.Array, first: jax.Array, count: jax.Array, xs: PyTree) -> Any:
             params, model_state = jax.tree.unflatten(treedef, leaves)
 
@@ -176,8 +174,7 @@ class CompiledSteps:
                 return self._task.predict_step(params, model_state, key, first + index, _at(xs, index))
 
             size = jax.tree.leaves(xs)[0].shape[0]
-            begin = _zeros(jax.eval_shape(one, _INDEX), size)
-            return lax.fori_loop(0, size if is_whole else count, lambda index, outputs: _put(outputs, one(index), index), begin)
+            return lax.fori_loop(0, count, lambda index, outputs: _put(outputs, one(index), index), _zeros(jax.eval_shape(one, _INDEX), size))
 
         inputs: tuple[Layout, ...] = ("replicated", "replicated", "replicated", "replicated", "split")
         return self._task.strategy.compile(predict_group, inputs=inputs, outputs="split")

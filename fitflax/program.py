@@ -181,7 +181,7 @@ class Program:
         size = steps_per_call
         if size is None:
             size = 1 if train or is_single else self._worth_grouping(structure.cost, batch)
-        kind = self._kind_of_call(seen[0], size, size)
+        kind = self._kind_of_train(size, size) if train else "evaluate" if size == 1 else "evaluate group"
         if size == 1:
             lowered = self._steps.lower(kind, carry.treedef, *arguments, self.strategy.abstract_feed(batch), keep=keep)
         else:
@@ -200,11 +200,11 @@ class Program:
             return 1  # XLA computes them on one core inside of a loop.
         return _group_of(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((batch, outputs))))
 
-    def _kind_of_call(self, kind: str, count: int, size: int) -> str:
-        """Returns the name of the compiled function for so many batches, where at most `size` go together."""
+    def _kind_of_train(self, count: int, size: int) -> str:
+        """Returns the name of the compiled function that makes so many updates, where at most `size` go together."""
         if size == 1:
-            return kind
-        return f"{kind} whole group" if count == size and self.strategy.prefers_counted_loops else f"{kind} group"
+            return "train"
+        return "train whole group" if count == size and self.strategy.prefers_counted_loops else "train group"
 
     def group_for(self, kind: str, batch: Batch) -> int:
         """Returns how many batches like this one a call of `"evaluate"` or `"predict"` takes."""
@@ -321,7 +321,7 @@ class Program:
         self._see("train on", group[0])
         self._in_flight.make_room()
         batches = self.strategy.feed_group([fed.batch for fed in group], size, in_one_piece(group))
-        function = self._steps.get(self._kind_of_call("train", len(group), size), carry.treedef, keep=keep)
+        function = self._steps.get(self._kind_of_train(len(group), size), carry.treedef, keep=keep)
         leaves, sums, (vector, vectors), rows, kept = function(carry.leaves, carry.key, sums, np.int32(len(group)), batches)
         values = StepValues(structure.places, vector, group=(vectors, len(group)), suspects=kept.suspects.names)
         self._in_flight.add(values, len(group) * group[0].batch.nbytes)
@@ -358,7 +358,7 @@ class Program:
 
     def await_step(self, treedef: Any, *, steps_per_call: int, keep: Keep = NOTHING) -> bool:
         """Waits for a training step that is being compiled ahead; returns `False` where steps are compiled by their first call."""
-        self._steps.get(self._kind_of_call("train", steps_per_call, steps_per_call), treedef, keep=keep)
+        self._steps.get(self._kind_of_train(steps_per_call, steps_per_call), treedef, keep=keep)
         return self.strategy.compiles_ahead
 
     def train(self, carry: Carry, sums: Sums, fed: FedBatch, *, keep: Keep = NOTHING) -> Trained:
@@ -397,7 +397,7 @@ class Program:
             sums, vector, rows = self._steps.get("evaluate", used.treedef)(used.leaves, used.key, sums, self.strategy.feed(group[0].batch))
         else:
             batches = self.strategy.feed_group([fed.batch for fed in group], size, in_one_piece(group))
-            function = self._steps.get(self._kind_of_call("evaluate", len(group), size), used.treedef)
+            function = self._steps.get("evaluate group", used.treedef)
             sums, vector, rows = function(used.leaves, used.key, sums, np.int32(len(group)), batches)
         values = Values(structure.places, vector)
         self._in_flight.add(values, len(group) * group[0].batch.nbytes)
@@ -425,7 +425,7 @@ class Program:
         if size == 1:
             return self._steps.get("predict", used.treedef)(used.leaves, used.key, np.int32(index), self.strategy.feed(first).x)
         xs = self.strategy.feed_group([fed.batch for fed in group], size, in_one_piece(group)).x
-        function = self._steps.get(self._kind_of_call("predict", len(group), size), used.treedef)
+        function = self._steps.get("predict group", used.treedef)
         return function(used.leaves, used.key, np.int32(index), np.int32(len(group)), xs)
 
     def check_predict(self, state: TrainState, batch: Batch, *, is_single: bool = False) -> None:

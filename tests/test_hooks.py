@@ -537,3 +537,21 @@ def test_two_callbacks_whose_state_has_the_same_key_are_an_error_before_the_firs
     with pytest.raises(CallbackError, match=r"EarlyStopping\(monitor='loss'\)"):
         trainer.fit(X, Y, callbacks=[EarlyStopping("loss", patience=1), EarlyStopping("loss", patience=2)], verbose=0)
     assert trainer.step == 0
+
+
+def test_a_callback_evaluates_and_predicts_inside_of_a_run_which_goes_on_as_it_would_have():
+    class Ask(Callback):
+        def on_epoch_end(self, epoch, logs):
+            logs["own"] = self.trainer.evaluate(x, y, verbose=0)["loss"]
+            logs["largest"] = float(self.trainer.predict(x).max())
+
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(12, 4)).astype(np.float32), rng.normal(size=(12, 3)).astype(np.float32)
+    states = []
+    for callbacks in ([], [Ask()]):
+        trainer = fitflax.Trainer(nn.Dense(3))
+        trainer.compile("adam", "mse")
+        history = trainer.fit(x, y, batch_size=4, epochs=2, validation_data=(x, y), callbacks=callbacks, verbose=0).history
+        states.append([np.asarray(leaf) for leaf in jax.tree.leaves(trainer.state.params)])
+    np.testing.assert_allclose(history["own"], history["val_loss"], rtol=1e-6)
+    assert all(np.array_equal(one, other) for one, other in zip(*states, strict=True))

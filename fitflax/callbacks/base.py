@@ -79,6 +79,14 @@ class TrainerView(Protocol):
     def replace_state(self, state: TrainState) -> None:
         """Puts another state in place of the newest one."""
 
+    @property
+    def evaluate(self) -> Callable[..., dict[str, Any]]:
+        """`Trainer.evaluate`; training goes on as it would have."""
+
+    @property
+    def predict(self) -> Callable[..., Any]:
+        """`Trainer.predict`; training goes on as it would have."""
+
 
 class Phase(enum.IntEnum):
     """When a callback is called within an event, by the kind of its work.

@@ -1,3 +1,5 @@
+"""Precision, recall and their kin, IoU, confusion matrices: scikit-learn's numbers over ragged batches and weights (case 37)."""
+
 import dataclasses
 from collections.abc import Callable
 from typing import Any
