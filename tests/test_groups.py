@@ -226,7 +226,8 @@ def test_what_is_not_finite_is_found_though_no_call_ends_at_a_log_point():
     trainer = make_trainer(4)
     x = X.copy()
     x[20] = np.nan
-    trainer.fit(x, Y, batch_size=4, epochs=1, shuffle=False, callbacks=[TerminateOnNaN()], log_every=3, verbose=0)
+    with pytest.warns(FitflaxWarning, match="x holds NaN or infinity in 1 of 44 examples"):
+        trainer.fit(x, Y, batch_size=4, epochs=1, shuffle=False, callbacks=[TerminateOnNaN()], log_every=3, verbose=0)
     assert trainer.stop_reason == "TerminateOnNaN: the loss is not finite since step 6" and trainer.step == 8
 
 
