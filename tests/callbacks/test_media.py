@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing import event_multiplexer
 import fitflax
 from fitflax import TrainLoop, every
 from fitflax.callbacks import Callback, FigureSummary, HistogramSummary, ImageSummary, LambdaCallback, ModelCheckpoint, TensorBoard
+from fitflax.callbacks.media import _as_bytes
 from fitflax.errors import CallbackError, NotReadyError
 from fitflax.metrics import ConfusionMatrix, Metric, SampleCollector
 from fitflax.parallel import DataParallel
@@ -325,3 +326,8 @@ def _as_images(rows: Any) -> ImageSummary:
 
 def test_a_metric_shows_its_value_unless_it_says_otherwise():
     assert ConfusionMatrix().summary(0.5) == Metric.summary(ConfusionMatrix(), 0.5) == 0.5
+
+
+def test_floats_outside_of_0_to_1_are_taken_as_the_nearest_and_what_is_no_number_as_0():
+    image = np.array([-1.0, 0.0, 0.5, 1.0, 2.0, np.nan, np.inf, -np.inf], np.float32)
+    assert _as_bytes(image).tolist() == [0, 0, 128, 255, 255, 0, 255, 0]
