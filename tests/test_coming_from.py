@@ -2,16 +2,13 @@
 
 import pathlib
 import re
-import sys
-import types
 
 import pytest
 
 from fitflax.callbacks.tensorboard import Clock
-from tests.test_docs import blocks
+from tests.test_docs import ROW, run_rows
 
 PAGE = (pathlib.Path(__file__).resolve().parent.parent / "docs/coming-from.md").read_text(encoding="utf-8")
-ROW = re.compile(r"^\| (?P<there>.+?) \| (?P<here>.*?) ?\| `(?P<line>.+)` \|$", re.MULTILINE)
 
 # The features, by words that their rows must have.
 FEATURES = {
@@ -55,12 +52,4 @@ def test_steps_a_second_are_those_between_two_writings(monkeypatch):
 
 @pytest.mark.slow
 def test_every_rows_line_runs(tmp_path, monkeypatch, capsys):
-    """One after the other, in the namespace of the page's first block, each with a name of its own in the traceback."""
-    script = types.ModuleType("__main__")
-    monkeypatch.setitem(sys.modules, "__main__", script)
-    monkeypatch.chdir(tmp_path)
-    first = next(blocks(PAGE))
-    exec(compile(first.code, "setup", "exec"), script.__dict__)
-    for system in FEATURES:
-        for row in rows(system):
-            exec(compile(row["line"].replace(r"\|", "|"), row["there"], "exec"), script.__dict__)
+    run_rows(PAGE, [row for system in FEATURES for row in rows(system)], tmp_path, monkeypatch)

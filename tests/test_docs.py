@@ -6,7 +6,7 @@ import pathlib
 import re
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
@@ -52,6 +52,20 @@ def blocks(text: str) -> Iterator[Block]:
         excuse, needs = NOT_RUN.fullmatch(before), NEEDS.fullmatch(before)
         yield Block(opening["language"], "\n".join(code) + "\n", number + 1, excuse["reason"] if excuse else None, needs["module"] if needs else None)
         before = ""
+
+
+# A row of a table whose last column is a line of code.
+ROW = re.compile(r"^\| (?P<there>.+?) \| (?P<here>.*?) ?\| `(?P<line>.+)` \|$", re.MULTILINE)
+
+
+def run_rows(page: str, rows: Iterable[re.Match[str]], directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the rows' lines one after the other, in the namespace of the page's first block, each with a name of its own in the traceback."""
+    script = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    monkeypatch.chdir(directory)
+    exec(compile(next(blocks(page)).code, "setup", "exec"), script.__dict__)
+    for row in rows:
+        exec(compile(row["line"].replace(r"\|", "|"), row["there"], "exec"), script.__dict__)
 
 
 def links(text: str) -> list[str]:

@@ -9,7 +9,6 @@ import random
 import re
 import subprocess
 import sys
-import types
 
 import flax.linen as nn
 import jax
@@ -18,11 +17,10 @@ import pytest
 
 import fitflax
 from fitflax.callbacks import Callback, CSVLogger, EarlyStopping, Phase, ReduceLROnPlateau
-from tests.test_docs import blocks
+from tests.test_docs import ROW, run_rows
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/from_keras.md").read_text(encoding="utf-8")
-ROW = re.compile(r"^\| (?P<there>.+?) \| (?P<here>.*?) ?\| `(?P<line>.+)` \|$", re.MULTILINE)
 ROWS = [row for row in ROW.finditer(PAGE) if row["there"] != "Keras"]
 
 # Of Keras 3.15, by heading.
@@ -66,15 +64,8 @@ print(json.dumps({**names, "Callbacks": [name for name in dir(keras.callbacks) i
 
 @pytest.mark.slow
 def test_every_rows_line_runs(tmp_path, monkeypatch, capsys):
-    """One after the other, in the namespace of the page's first block, each with a name of its own in the traceback."""
-    script = types.ModuleType("__main__")
-    monkeypatch.setitem(sys.modules, "__main__", script)
-    monkeypatch.chdir(tmp_path)
-    first = next(blocks(PAGE))
-    exec(compile(first.code, "setup", "exec"), script.__dict__)
     assert len(ROWS) > 50
-    for row in ROWS:
-        exec(compile(row["line"].replace(r"\|", "|"), row["there"], "exec"), script.__dict__)
+    run_rows(PAGE, ROWS, tmp_path, monkeypatch)
 
 
 def test_all_optimizers_by_name_are_listed_with_their_rates():
