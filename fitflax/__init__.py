@@ -9,7 +9,7 @@
 import importlib.metadata
 from typing import TYPE_CHECKING
 
-from fitflax import callbacks, checkpoints, data, errors, losses, metrics, optimizers, parallel
+from fitflax import callbacks, checkpoints, data, diagnostics, errors, losses, metrics, optimizers, parallel
 from fitflax.callbacks.history import History
 from fitflax.callbacks.serial import serial
 from fitflax.checkpoints.checkpoint import Checkpoint, Summary
@@ -47,6 +47,7 @@ __all__ = [
     "callbacks",
     "checkpoints",
     "data",
+    "diagnostics",
     "enable_compilation_cache",
     "errors",
     "every",

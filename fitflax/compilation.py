@@ -99,11 +99,13 @@ class AheadOfTime:
 
     def __init__(self) -> None:
         self._threads: dict[Any, threading.Thread] = {}
+        # By name, what the compiled function takes of a device's memory, where that is known.
+        self.memory: dict[Any, Any] = {}
 
     def start(self, name: Any, lowered: jax.stages.Lowered) -> None:
         """Begins to compile a lowered function; `name` is what `wait` is asked for."""
         self.wait(name)
-        self._threads[name] = thread = threading.Thread(target=_compile, args=(lowered,), name="fitflax-compile")
+        self._threads[name] = thread = threading.Thread(target=self._compile, args=(name, lowered), name="fitflax-compile")
         thread.start()
 
     def wait(self, name: Any) -> None:
@@ -113,11 +115,10 @@ class AheadOfTime:
             thread.join()
             del self._threads[name]
 
-
-def _compile(lowered: jax.stages.Lowered) -> None:
-    # The call compiles once more what could not be compiled, and has somebody to raise to.
-    with contextlib.suppress(Exception):
-        lowered.compile()
+    def _compile(self, name: Any, lowered: jax.stages.Lowered) -> None:
+        # The call compiles once more what could not be compiled, and has somebody to raise to.
+        with contextlib.suppress(Exception):
+            self.memory[name] = lowered.compile().memory_analysis()
 
 
 class CompiledShapes:

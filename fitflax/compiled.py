@@ -78,6 +78,11 @@ class CompiledSteps:
             self._last.pop(kind, None)
             self._ahead.start((kind, treedef, keep), lowered)
 
+    def memory(self, kind: str, treedef: Any, *, keep: Keep = NOTHING) -> Any:
+        """Returns JAX's analysis of the memory that a function takes on a device; `None` where it was not compiled ahead, or nothing is known."""
+        self._ahead.wait((kind, treedef, keep))
+        return self._ahead.memory.get((kind, treedef, keep))
+
     def _make(self, kind: str, treedef: Any, keep: Keep) -> Compiled:
         name = kind, treedef, keep
         if name not in self._functions:

@@ -2,7 +2,7 @@
 
 import types
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import optax
@@ -96,8 +96,7 @@ def _labels(optimizer: optax.GradientTransformation, params: PyTree) -> list[str
         whole = jax.tree.map(lambda label, part: jax.tree.map(lambda _: str(label), part), labels, params)
     except Exception:  # noqa: BLE001 (a function of the user's that is made for other trees)
         return None
-    names: list[str] = jax.tree.leaves(whole)
-    return names if len(names) == len(jax.tree.leaves(params)) else None
+    return cast(list[str], jax.tree.leaves(whole))
 
 
 def _label_trees(node: Any, seen: set[int]) -> Iterator[Any]:

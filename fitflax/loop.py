@@ -205,7 +205,6 @@ class Run:
     def _reopen(self, saver: Saver) -> None:
         self._saver, self._begin_step, self.has_ended = saver, self.progress.step, False
         self._is_last = self._is_rescue = self._is_closed = False
-        self._callbacks_before_epoch_end = self._state_before_epoch_end = None  # The closing of an epoch's part was for show.
         self._feed.reopen()
         self._moments = self._guarded()
 

@@ -4,10 +4,11 @@ An optimizer by name is optax's, with the learning rate, and nothing else, injec
 with exactly one injected `learning_rate`, wherever it is nested and wherever its arrays live. Gradient clipping, accumulation and the like are optax's own.
 """
 
+import fnmatch
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
@@ -17,7 +18,7 @@ import optax
 
 from fitflax.errors import OptimizerError, did_you_mean
 
-__all__ = ["get", "get_learning_rate", "get_learning_rates", "names", "set_learning_rate"]
+__all__ = ["freeze", "get", "get_learning_rate", "get_learning_rates", "names", "set_learning_rate"]
 
 ONLY_RATE = "learning_rate"
 """The name of an injected rate, and of the only one of an optimizer without labels."""
@@ -77,6 +78,59 @@ def get(name: str, learning_rate: Any = None) -> optax.GradientTransformation:
     rate = default if learning_rate is None else learning_rate if callable(learning_rate) else _number(learning_rate)
     static = tuple(parameter for parameter in inspect.signature(factory).parameters if parameter != "learning_rate")
     return cast(optax.GradientTransformation, optax.inject_hyperparams(factory, static_args=static)(learning_rate=rate))
+
+
+def freeze(optimizer: optax.GradientTransformation, patterns: str | Sequence[str]) -> optax.GradientTransformation:
+    """Returns an optimizer that never changes some of the parameters, and keeps no state for them; `optax.multi_transform` does the work.
+
+    A pattern is a path of parameters, as in `Trainer.summary` and in errors: `"backbone"` is all below it, `"*"` stands for any part of one name, as do `?`
+    and `[abc]`, and a name `**` for any number of names: `"Dense_[01]"`, `"encoder/*/kernel"`, `"**/bias"`. Parameters that some pattern matches are frozen;
+    batch statistics and other collections go on as the module says. XLA leaves out what only their gradients would need.
+
+    Args:
+        optimizer: What trains the others.
+        patterns: One, or several.
+
+    Raises:
+        OptimizerError: `optimizer` is none, or there is no pattern; once there are parameters: a pattern matches none of them, or all are frozen.
+
+    >>> params = {"backbone": {"kernel": np.ones(3)}, "head": {"kernel": np.ones(3)}}
+    >>> tx = freeze(get("sgd", 1.0), "backbone")
+    >>> updates, _ = tx.update(params, tx.init(params), params)
+    >>> float(updates["backbone"]["kernel"].sum()), float(updates["head"]["kernel"].sum())
+    (0.0, -3.0)
+    """
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise OptimizerError(f"freeze() takes an optax transformation, such as optimizers.get('adam'). Received: {optimizer!r}.")
+    wanted = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    if not wanted or not all(isinstance(pattern, str) and pattern for pattern in wanted):
+        raise OptimizerError(f"freeze() takes patterns of paths, such as 'backbone' or '**/bias'. Received: {patterns!r}.")
+
+    def labels(params: Any) -> Any:
+        paths = [str(jax.tree_util.keystr(path, simple=True, separator="/")) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        for pattern in wanted:
+            if not any(_is_below(path.split("/"), pattern.split("/")) for path in paths):
+                prefix = " Paths begin below params." if pattern.startswith("params/") else did_you_mean(pattern, [*paths, *_parents(paths)])
+                raise OptimizerError(f"freeze(): no parameter is {pattern!r}, or below it.{prefix} There are: {', '.join(paths)}.")
+        is_frozen = [any(_is_below(path.split("/"), pattern.split("/")) for pattern in wanted) for path in paths]
+        if all(is_frozen):
+            raise OptimizerError(f"freeze({list(wanted)}) leaves nothing to train: it matches all of {', '.join(paths)}.")
+        return jax.tree.unflatten(jax.tree.structure(params), ["frozen" if one else "trained" for one in is_frozen])
+
+    return cast(optax.GradientTransformation, optax.multi_transform({"trained": optimizer, "frozen": optax.set_to_zero()}, labels))
+
+
+def _is_below(path: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Returns whether a path, name by name, is what a pattern stands for or lies below it."""
+    if not pattern:
+        return True
+    if pattern[0] == "**":
+        return any(_is_below(path[start:], pattern[1:]) for start in range(len(path)))
+    return bool(path) and fnmatch.fnmatchcase(path[0], pattern[0]) and _is_below(path[1:], pattern[1:])
+
+
+def _parents(paths: Sequence[str]) -> list[str]:
+    return sorted({"/".join(path.split("/")[:end]) for path in paths for end in range(1, path.count("/") + 1)})
 
 
 def names() -> list[str]:

@@ -1,9 +1,10 @@
 """From what a session has to a run that is ready to go: settings, where to begin, its batches, the state built or restored, a dry run."""
 
+import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -14,7 +15,8 @@ from fitflax.checkpoints.saved import Saved
 from fitflax.checkpoints.saving import Saver
 from fitflax.checkpoints.trees import from_saved
 from fitflax.data import FedBatch, Feed, Source
-from fitflax.errors import DataError, FitflaxWarning, RestoreError
+from fitflax.data.randomness import undisturbed
+from fitflax.errors import ConfigError, DataError, FitflaxWarning, RestoreError
 from fitflax.logs import StepValues
 from fitflax.loop import Run
 from fitflax.plan import Progress, RunPlan, Validation
@@ -24,7 +26,7 @@ from fitflax.signals import Interruption
 from fitflax.step import Keep
 from fitflax.time_spent import TimeSpent
 
-__all__ = ["make_feed", "prepare_run", "settings_of", "start_progress"]
+__all__ = ["make_feed", "prepare_run", "settings_of", "start_progress", "trained_aside"]
 
 # Of the time of single steps: less is gained by groups than they cost in memory and in how often anybody can look.
 _WORTH_GROUPING = 0.95
@@ -61,6 +63,45 @@ def make_feed(session: Session, source: Source, class_weight: Mapping[int, float
     if saved is not None:
         feed.load_state_dict(from_saved(saved.run.get("data", {}), root="run/data", key_impls=saved.metadata["key_impls"]))
     return feed
+
+
+@contextlib.contextmanager
+def trained_aside(
+    session: Session, source: Source, class_weight: Mapping[int, float] | None, what: str, saved: Saved | None = None
+) -> Iterator[tuple[Session, Feed]]:
+    """Yields a twin of a session, its state built or restored, and its batches: nothing of the session changes, nor of the global random generators.
+
+    Args:
+        session: The session.
+        source: The data, which must be such that it can be passed over again.
+        class_weight: `{label: weight}`.
+        what: What is done, for errors.
+        saved: The checkpoint to begin from; by default the session's state, and the beginning of the data.
+
+    Raises:
+        ConfigError: The data can be passed over only once.
+        DataError: There is no batch.
+        RestoreError: The checkpoint does not fit, or its order of examples is another.
+    """
+    if not source.can_restart:
+        raise ConfigError(f"{what} must not use up your data, and an iterator can be passed over only once. Pass a function that makes one, or a list.")
+    twin = session.twin()
+    progress = Progress()
+    if saved is not None:
+        settings = settings_of(twin, source, None)
+        check_settings(saved, {name: value for name, value in settings.items() if name != "steps_per_epoch"})
+        progress = Progress.from_json(saved.metadata["progress"])
+    with undisturbed(), contextlib.closing(make_feed(twin, source, class_weight, progress, saved)) as feed:
+        fed = feed.next() or feed.next()
+        if fed is None:
+            raise DataError(f"{what}: the data yields no batch.")
+        feed.push_back()
+        if saved is not None:
+            twin.place(saved, fed.batch)
+        elif twin.live is None:
+            twin.build(fed.batch)
+        twin.check_restored(fed.batch)
+        yield twin, feed
 
 
 def prepare_run(

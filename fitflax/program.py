@@ -4,6 +4,7 @@ Each of training, evaluation and prediction is one compiled function. What they 
 evaluating shapes alone, which is also the dry run that reports mistakes before anything is compiled.
 """
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,9 @@ _GROUP_BYTES = 2**26
 _TRIAL_SECONDS = 0.25
 _MAX_LAPS = 10
 
+
+# Forward, and back to the activations and to the parameters.
+_PASSES = 3
 
 # Larger sums are not packed: it would copy them at every step.
 _LARGEST_PACKED = 4096
@@ -122,7 +126,7 @@ class Program:
         # What was dry-run already: kind, shapes, and whether the batch came alone; and how many of such batches a call takes.
         self._seen: dict[tuple[str, str, bool], int] = {}
         # Training steps that are compiled, or about to be: how many a call makes, and what is kept.
-        self._begun: set[tuple[int, Keep]] = set()
+        self._begun: dict[tuple[int, Keep], None] = {}
         self._outputs: dict[tuple[str, bool], _TracedOutputs] = {}
         self._compiled = {verb: CompiledShapes(verb) for verb in ("train on", "evaluate", "predict")}
         # Whether it has been said that the module and the loss do not go together, and whether arrays were looked at for numbers that are none.
@@ -188,7 +192,7 @@ class Program:
             lowered = self._steps.lower(kind, carry.treedef, *arguments, np.int32(size), self.strategy.abstract_feed(batch, size), keep=keep)
         self._steps.begin(kind, carry.treedef, lowered, keep=keep)
         self._seen[seen] = size
-        self._begun.add((size, keep))
+        self._begun[size, keep] = None
         return structure
 
     def _worth_grouping(self, cost: Cost, batch: Batch, outputs: PyTree = ()) -> int:
@@ -446,6 +450,32 @@ class Program:
         every = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((len(batch.mask), *leaf.shape[1:]), leaf.dtype), outputs)
         size = 1 if is_single else self._worth_grouping(cost, batch, every)
         self._seen[seen] = size
+
+    @property
+    def model_flops(self) -> float | None:
+        """The floating-point operations that the model needs for a training step on one device; `None` where that is not known.
+
+        Matrix products and convolutions of the pass forward, and twice as many for the way back (Chowdhery et al., "PaLM", 2022, appendix B): what is computed
+        once more to save memory does not count. Of an update of the user's own they are those that it makes.
+        """
+        if True not in self._structures:
+            return None
+        flops = self._structures[True].cost.matrix_flops
+        passes = 1 if self.task.custom_step is not None else _PASSES * self.task.numerics.accumulate_steps
+        return flops * passes if math.isfinite(flops) else None
+
+    def forward_flops(self, state: TrainState, batch: Batch) -> float | None:
+        """Returns the same of a pass forward alone over one example, from the shapes of a batch; `None` where that is not known."""
+        flops = self._traced_outputs(state, batch, train=not self.task.model.can_evaluate).cost.matrix_flops
+        return flops * self.strategy.num_replicas / len(batch.mask) if math.isfinite(flops) else None
+
+    def memory(self, treedef: Any) -> Any:
+        """Returns JAX's analysis of the memory that a training step takes on a device; `None` where none has been compiled."""
+        for size, keep in reversed(self._begun):
+            found = self._steps.memory(self._kind_of_train(size, size), treedef, keep=keep)
+            if found is not None:
+                return found
+        return None
 
     @property
     def seconds_waited(self) -> float:

@@ -17,11 +17,12 @@ from fitflax.checkpoints.resume import check_fits, fit_to, restored_state
 from fitflax.checkpoints.saved import Saved
 from fitflax.checkpoints.saving import NICENESS_ON_HOST, Saver
 from fitflax.checkpoints.trees import refit
-from fitflax.data import Position, Source
+from fitflax.data import Batcher, Position, Source
+from fitflax.data.batch import Triple
 from fitflax.data.feeds import Feeder
 from fitflax.data.streams import OneShotSource
 from fitflax.errors import FitflaxWarning, NotReadyError, OptimizerError, RestoreError
-from fitflax.live import LiveState
+from fitflax.live import Carry, LiveState
 from fitflax.loop import Run
 from fitflax.loss_scale import LossScaled, scaled_state, with_loss_scale
 from fitflax.model import LinenModel
@@ -31,7 +32,7 @@ from fitflax.parallel import Strategy
 from fitflax.program import Program
 from fitflax.state import Batch, InferenceState, TrainState
 from fitflax.step import Task, state_faults
-from fitflax.tabulation import describe_model, for_each_replica
+from fitflax.tabulation import describe_costs, describe_model, for_each_replica
 
 __all__ = ["Session"]
 
@@ -194,6 +195,24 @@ class Session:
         if (numerics.ema_decay is None) != (state.ema_params is None):
             start = self.strategy.compile(start_average, inputs=("replicated",), outputs="replicated")
             live.replace(dataclasses.replace(state, ema_params=start(state.params) if state.ema_params is None else None), live.step)
+
+    def twin(self) -> "Session":
+        """Returns a session with a copy of the state, and the same compiled steps: whatever is done with it, this one stays as it is."""
+        other = self.fresh(self.seed)
+        if self.live is not None:
+            names = ("_built_from", "_fresh_version", "_unchecked", "_unplaced", "is_serving", "sample")
+            vars(other).update({name: getattr(self, name) for name in names})
+            other.live = LiveState(self.strategy, self.strategy.copy(self.live.borrow()), self.live.step)
+        return other
+
+    def fresh(self, seed: int) -> "Session":
+        """Returns a session of the same task, and with the same compiled steps, that has no state yet."""
+        other = Session(self._make_task, self.strategy, seed)
+        names = ("pad", "steps_per_call", "described", "_optimizer", "_given_optimizer", "_program")
+        vars(other).update({name: getattr(self, name) for name in names})
+        if self._program is not None:
+            other.feeder = Feeder(self.strategy.num_replicas, self.pad, self._program.task.numerics.accumulate_steps)
+        return other
 
     def begin_run(self) -> None:
         """Gives what comes a name of its own, by which directories tell runs apart."""
@@ -369,24 +388,37 @@ class Session:
         live.replace(state, live.step)
         self._built_from, self._unchecked = self.sample, None
 
-    def describe(self, sample: Batch | None) -> str:
-        """Returns the model as a table, for the shapes of a batch, by default those of the last one.
+    def describe(self, sample: Batch | None, *, memory: bool) -> str:
+        """Returns the model as a table and what it costs, for the shapes of a batch, by default those of the last one.
+
+        Args:
+            sample: The batch.
+            memory: Whether the training step is compiled for what is said of its memory, if it is not compiled already.
 
         Raises:
-            NotReadyError: There has been no batch yet.
+            NotReadyError: There has been no batch yet; `memory` before `compile`.
             ModelError: The module does not run on it.
         """
         shapes = self.sample if sample is None else _shapes(sample)
         if shapes is None:
             raise NotReadyError("summary() needs the shapes of a batch, and there has been none yet. Pass summary(sample=x).")
-        program = self.any_program()
+        program = self.need_trainable("summary(memory=True)") if memory else self.any_program()
         # A share of a batch that has fewer rows than there are devices would have none.
         whole = for_each_replica(shapes, self.strategy)
         state = program.abstract_state(jax.random.key(self.seed), whole) if self.live is None else self.live.borrow()
         assert isinstance(program.task.model, LinenModel)
-        return describe_model(
-            program.task.model, self.strategy, program.task.streams.init, state, shapes, None if program.task.custom_step else self._optimizer
-        )
+        optimizer = None if program.task.custom_step else self._optimizer
+        table = describe_model(program.task.model, self.strategy, program.task.streams.init, state, shapes, optimizer)
+        treedef = Carry.of(state).treedef
+        taken = program.memory(treedef)
+        if memory and taken is None:
+            if sample is None:
+                raise NotReadyError("summary(memory=True) compiles a training step for the shapes of a batch. Pass summary(sample=(x, y), memory=True).")
+            batcher = Batcher(num_replicas=self.strategy.num_replicas, accumulate_steps=program.task.numerics.accumulate_steps)
+            batch, _ = batcher(Triple(*jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), (sample.x, sample.y, sample.weights))))
+            program.prepare(state, batch, train=True)
+            taken = program.memory(treedef)
+        return "\n".join([table, *describe_costs(program.forward_flops(state, whole), taken)])
 
     def need_trainable(self, what: str) -> Program:
         """Returns the program.

@@ -25,7 +25,7 @@ from fitflax.objective import Objective
 from fitflax.parallel import Strategy
 from fitflax.state import Batch, PyTree, TrainState
 from fitflax.sums import EvalSums, TotalLoss, TrainSums, as_vector, rows_of, summed
-from fitflax.suspects import Suspects, find_suspects
+from fitflax.suspects import Suspects, find_suspects, named_suspects
 
 __all__ = ["NOTHING", "SCALAR", "ComputeLoss", "Keep", "Kept", "Streams", "Task", "TrainStep", "split_key"]
 
@@ -337,19 +337,11 @@ class Task:
         self, state: TrainState, sums: TrainSums, batch: Batch, *, keep: Keep = NOTHING
     ) -> tuple[TrainState, TrainSums, jax.Array, dict[str, Metric], Kept]:
         """Returns the state after one update, the epoch's sums, the step's values for logs (see `fitflax.logs`), this replica's rows, and what is kept."""
-        if self.custom_step is None:
-            done = self.update(state, batch, keep=keep)
-        else:
-            new_state, metrics = self._custom(state, batch)
-            metrics = self._join(metrics)
-            loss = metrics["loss"].compute() if "loss" in metrics else jnp.float32(0)
-            done = _Update(new_state, metrics, loss, (), jnp.float32(jnp.nan), None, jnp.isfinite(loss), {})
+        done = self._done(state, batch, keep)
         merged = {key: sums.metrics[key].merge(metric) for key, metric in summed(done.metrics).items()}
         is_good, suspects, first = done.is_good, Suspects(), jnp.int32(-1)
         if keep.culprit:
-            loss = done.metrics.get("loss")
-            parts = loss.parts if isinstance(loss, TotalLoss) else {}
-            suspects, are_bad = find_suspects({name: part.compute() for name, part in parts.items()}, done.loss, done.grads, done.state.params)
+            suspects, are_bad = find_suspects(_suspects_of(done))
             first = jnp.argmax(are_bad).astype(jnp.int32)
             # An optimizer can spoil a parameter by itself.
             is_good &= ~are_bad[len(are_bad) - len(jax.tree.leaves(done.state.params)) :].any()
@@ -359,6 +351,19 @@ class Task:
         values = as_vector([done.loss, done.norm, since.astype(jnp.float32), culprit.astype(jnp.float32)], merged)
         kept = Kept(done.grads if keep.grads else (), self._join_sown(done.sown), suspects)
         return self._averaged(state, done), TrainSums(merged, since, culprit), values, rows_of(done.metrics), kept
+
+    def _done(self, state: TrainState, batch: Batch, keep: Keep) -> _Update:
+        """Returns what an update yields, the compiled loss's or the user's own."""
+        if self.custom_step is None:
+            return self.update(state, batch, keep=keep)
+        new_state, metrics = self._custom(state, batch)
+        metrics = self._join(metrics)
+        loss = metrics["loss"].compute() if "loss" in metrics else jnp.float32(0)
+        return _Update(new_state, metrics, loss, (), jnp.float32(jnp.nan), None, jnp.isfinite(loss), {})
+
+    def suspects(self, state: TrainState, batch: Batch) -> list[tuple[str, jax.Array]]:
+        """Returns what of a step may be to blame for values that are not finite, as `named_suspects` does."""
+        return _suspects_of(self._done(state, batch, NOTHING))
 
     def _join_sown(self, sown: dict[str, PyTree]) -> dict[str, PyTree]:
         def joined(leaf: Any) -> jax.Array:
@@ -519,6 +524,12 @@ class Task:
         if others:
             joined |= accumulation.merge_all(self.strategy.gather(others))
         return {key: joined[key] for key in metrics}
+
+
+def _suspects_of(done: _Update) -> list[tuple[str, jax.Array]]:
+    loss = done.metrics.get("loss")
+    parts = loss.parts if isinstance(loss, TotalLoss) else {}
+    return named_suspects({name: part.compute() for name, part in parts.items()}, done.loss, done.grads, done.state.params)
 
 
 def _checked_triple(result: Any) -> tuple[Any, dict[str, PyTree], dict[str, Any]]:

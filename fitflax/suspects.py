@@ -1,6 +1,6 @@
 """Who is to blame for values that are not finite: the parts of a loss, a gradient, or parameters."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from flax import struct
 
 from fitflax.state import PyTree
 
-__all__ = ["Suspects", "find_suspects"]
+__all__ = ["Suspects", "find_suspects", "named_suspects"]
 
 
 @struct.dataclass
@@ -22,8 +22,8 @@ class Suspects:
     names: tuple[str, ...] = struct.field(pytree_node=False, default=())
 
 
-def find_suspects(parts: Mapping[str, jax.Array], loss: jax.Array, grads: PyTree, params: PyTree) -> tuple[Suspects, jax.Array]:
-    """Returns what may be to blame, in the order in which one leads to another, and which of it is not finite, bool `[suspects]`; the parameters come last.
+def named_suspects(parts: Mapping[str, jax.Array], loss: jax.Array, grads: PyTree, params: PyTree) -> list[tuple[str, jax.Array]]:
+    """Returns what may be to blame and what it is called, in the order in which one leads to another; the parameters come last.
 
     Args:
         parts: The losses that add up to the whole, by name.
@@ -31,12 +31,24 @@ def find_suspects(parts: Mapping[str, jax.Array], loss: jax.Array, grads: PyTree
         grads: The gradient, or `()`.
         params: The updated parameters.
 
-    >>> suspects, are_bad = find_suspects({}, jnp.float32(1), {"w": jnp.ones(2)}, {"w": jnp.array([1.0, jnp.inf])})
-    >>> suspects.names, are_bad.tolist()
-    (('the loss', 'the gradient of w', 'the parameter w'), [False, False, True])
+    >>> [name for name, _ in named_suspects({}, jnp.float32(1), {"w": jnp.ones(2)}, {"w": jnp.ones(2)})]
+    ['the loss', 'the gradient of w', 'the parameter w']
     """
     named = [(f"the loss of {name!r}", part) for name, part in parts.items()] if len(parts) > 1 else [("the loss", loss)]
     for kind, tree in (("gradient of", grads), ("parameter", params)):
         named += [(f"the {kind} {jax.tree_util.keystr(path, simple=True, separator='/')}", leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
-    are_bad = [~jnp.isfinite(leaf).all() if jnp.issubdtype(leaf.dtype, jnp.inexact) else jnp.bool_(False) for _, leaf in named]
-    return Suspects(tuple(name for name, _ in named)), jnp.stack(are_bad)
+    return named
+
+
+def find_suspects(suspects: Sequence[tuple[str, jax.Array]]) -> tuple[Suspects, jax.Array]:
+    """Returns the names of suspects, and which of them are not finite, bool `[suspects]`.
+
+    Args:
+        suspects: What `named_suspects` returned.
+
+    >>> suspects, are_bad = find_suspects([("the loss", jnp.float32(1)), ("the parameter w", jnp.array([1.0, jnp.inf]))])
+    >>> suspects.names, are_bad.tolist()
+    (('the loss', 'the parameter w'), [False, True])
+    """
+    are_bad = [~jnp.isfinite(leaf).all() if jnp.issubdtype(leaf.dtype, jnp.inexact) else jnp.bool_(False) for _, leaf in suspects]
+    return Suspects(tuple(name for name, _ in suspects)), jnp.stack(are_bad)

@@ -1,6 +1,6 @@
 """A model as a table: linen's own tabulation of its layers, and the sizes of what is trained, each counted once however many devices hold it."""
 
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from fitflax.parallel import Strategy
 from fitflax.state import Batch, PyTree, TrainState
 from fitflax.step import split_key
 
-__all__ = ["describe_model", "describe_size", "for_each_replica"]
+__all__ = ["describe_costs", "describe_model", "describe_size", "for_each_replica"]
 
 
 def describe_size(tree: PyTree) -> str:
@@ -24,11 +24,43 @@ def describe_size(tree: PyTree) -> str:
     """
     arrays = [leaf for leaf in jax.tree.leaves(tree) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
     count, size = sum(leaf.size for leaf in arrays), sum(leaf.size * leaf.dtype.itemsize for leaf in arrays)
+    return f"{count} = {size} B" if size < 1024 else f"{count} ~ {_describe_bytes(size)}"
+
+
+def _describe_bytes(size: int) -> str:
     if size < 1024:
-        return f"{count} = {size} B"
+        return f"{size} B"
     units, scale = ("KB", "MB", "GB", "TB"), 1024
     unit = next((index for index in range(len(units)) if size < scale ** (index + 2)), len(units) - 1)
-    return f"{count} ~ {size * 10 // scale ** (unit + 1) / 10} {units[unit]}"
+    return f"{size * 10 // scale ** (unit + 1) / 10} {units[unit]}"
+
+
+def describe_costs(flops: float | None, memory: Any) -> list[str]:
+    """Returns lines about what a model costs.
+
+    Args:
+        flops: The floating-point operations of a pass forward over an example, if they are known.
+        memory: JAX's analysis of the memory of a compiled training step, if there is one.
+
+    >>> describe_costs(2.5e9, None)
+    ['Model FLOPs of an example: 2.5 G forward, 7.5 G in training']
+    """
+    lines = []
+    if flops:
+        lines.append(f"Model FLOPs of an example: {_describe_count(flops)} forward, {_describe_count(3 * flops)} in training")
+    if memory is not None:
+        parts = {"arguments": "argument", "results": "output", "in common": "alias", "temporaries": "temp"}
+        sizes = {what: int(getattr(memory, f"{name}_size_in_bytes", 0)) for what, name in parts.items()}
+        # The peak that XLA gives for a CPU leaves temporaries out.
+        peak = max(int(getattr(memory, "peak_memory_in_bytes", 0)), sizes["arguments"] + sizes["results"] - sizes["in common"] + sizes["temporaries"])
+        taken = ", ".join(f"{what} {_describe_bytes(size)}" for what, size in sizes.items() if what in ("arguments", "temporaries"))
+        lines.append(f"Memory of a training step on a device: {taken}, peak {_describe_bytes(peak)}")
+    return lines
+
+
+def _describe_count(number: float) -> str:
+    unit = next((index for index in range(5) if number < 1000 ** (index + 1)), 5)
+    return f"{number / 1000**unit:.3g} {['', 'K', 'M', 'G', 'T', 'P'][unit]}".rstrip()
 
 
 def for_each_replica(batch: Batch, strategy: Strategy) -> Batch:

@@ -1,13 +1,14 @@
 """`Trainer`: the facade. It checks arguments, turns them into the parts below it, and delegates; no step and no loop is written here."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import os
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 import jax
 import optax
@@ -30,8 +31,12 @@ from fitflax.data.adapt import takes_batch_size
 from fitflax.data.batch import Selection, Triple
 from fitflax.data.first import FirstBatches
 from fitflax.data.indexed import IndexedSource
-from fitflax.errors import ConfigError, FitflaxWarning, OptimizerError
+from fitflax.diagnostics import LearningRateCurve, NanReport
+from fitflax.diagnostics.nan_hunt import hunt_nan, last_finite
+from fitflax.diagnostics.rate_finder import find_learning_rate
+from fitflax.errors import ConfigError, FitflaxWarning, NotReadyError, OptimizerError
 from fitflax.evaluation import Evaluation, predict, predict_iter
+from fitflax.exporting import export_inference
 from fitflax.logs import Logs
 from fitflax.loop import Run
 from fitflax.model import TRANSIENT, adapt_module, mutable_filter
@@ -40,7 +45,7 @@ from fitflax.numerics import Numerics
 from fitflax.objective import Objective
 from fitflax.parallel import Strategy
 from fitflax.plan import RunPlan, Validation
-from fitflax.preparation import make_feed, prepare_run, settings_of, start_progress
+from fitflax.preparation import make_feed, prepare_run, settings_of, start_progress, trained_aside
 from fitflax.session import Session
 from fitflax.signals import Interruption
 from fitflax.state import Batch, InferenceState, PyTree, TrainState
@@ -269,6 +274,31 @@ class Trainer:
         self._session.steps_per_call = None if isinstance(steps_per_call, str) else int(steps_per_call)
         self._session.described = arguments.described(optimizer=optimizer, loss=loss, learning_rate=learning_rate)
 
+    def with_seed(self, seed: int) -> Self:
+        """Returns a trainer like this one, compiled the same way, with another seed and without a state.
+
+        The two share their compiled steps, so that the next one of an ensemble, or of a search, begins at once; nothing else.
+
+        Args:
+            seed: What all randomness follows from.
+
+        Raises:
+            ConfigError: `seed` is none.
+
+        >>> import numpy as np
+        >>> trainer = Trainer(nn.Dense(1))
+        >>> trainer.compile("sgd", "mse")
+        >>> members = [trainer.with_seed(seed) for seed in range(3)]
+        >>> for member in members:
+        ...     member.build((np.ones((8, 2), np.float32),))
+        >>> len({float(member.state.params["kernel"][0, 0]) for member in members})
+        3
+        """
+        arguments.check_seed("with_seed", seed)
+        other = copy.copy(self)
+        other._session, other._history = self._session.fresh(int(seed)), History()
+        return other
+
     def build(self, batch: Any) -> None:
         """Initializes the state from a batch's shapes and dtypes; its values do not matter. `fit` does it by itself.
 
@@ -284,22 +314,25 @@ class Trainer:
         self._session.begin_run()
         self._session.build(Batcher(num_replicas=self._session.strategy.num_replicas)(self._selection.split(arguments.zeros(batch)))[0])
 
-    def summary(self, sample: Any = None, *, file: TextIO | None = None) -> None:
-        """Prints the model's layers with shapes and parameters, and the sizes of parameters, collections and optimizer state.
+    def summary(self, sample: Any = None, *, memory: bool = False, file: TextIO | None = None) -> None:
+        """Prints the model's layers with shapes and parameters, the sizes of parameters, collections and optimizer state, and what the model costs.
 
-        Each is counted once, however many devices hold it. Nothing is computed but shapes.
+        Each is counted once, however many devices hold it. Nothing is computed but shapes. Model FLOPs are the floating-point operations of matrix products
+        and convolutions, in training three times those of the pass forward; the compiled step's memory is JAX's analysis: its arguments (state, sums and
+        batch), its temporaries, and the most that it needs at a time.
 
         Args:
             sample: A batch as in `build`, or inputs alone; by default the shapes of the last batch that a call began with.
+            memory: Whether to compile the training step, if that has not been done, for its memory; `sample` needs targets then. `fit` uses what was compiled.
             file: Where to; standard output by default.
 
         Raises:
-            NotReadyError: There has been no batch yet, and no `sample`.
+            NotReadyError: There has been no batch yet, and no `sample`; `memory` before `compile`.
             DataError: `sample` is no batch.
             ModelError: The module does not run on it.
         """
-        batch = None if sample is None else Batcher(num_replicas=1)(self._selection.split(arguments.zeros(sample), inputs_only=True))[0]
-        print(self._session.describe(batch), file=file)
+        batch = None if sample is None else Batcher(num_replicas=1)(self._selection.split(arguments.zeros(sample), inputs_only=not memory))[0]
+        print(self._session.describe(batch, memory=memory), file=file)
 
     def replace_state(self, state: TrainState | InferenceState) -> None:
         """Puts another state in place of the newest one; its arrays are copied.
@@ -481,7 +514,8 @@ class Trainer:
 
     def _params(self, source: Source, sets: Iterable[str], settings: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what callbacks are told of the data and the run."""
-        return {"num_examples": source.num_examples, "validation_sets": tuple(sets), "hyperparameters": self._hyperparameters(settings)}
+        known = {"num_examples": source.num_examples, "model_flops": self._session.need_compiled("fit").model_flops}
+        return {**known, "validation_sets": tuple(sets), "hyperparameters": self._hyperparameters(settings)}
 
     def _hyperparameters(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what a run may be told apart by from others, as numbers, booleans and strings."""
@@ -810,7 +844,142 @@ class Trainer:
         arguments.check_counts(steps=steps)
         return EvalLoop.of(self._evaluation(data, y, sample_weight, steps=steps, batch_size=batch_size, name=arguments.group_name(name)))
 
+    # -- looking into it --
+
+    def find_learning_rate(
+        self,
+        data: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        *,
+        lowest: float = 1e-7,
+        highest: float = 10.0,
+        steps: int = 100,
+        batch_size: int | None = None,
+        shuffle: bool = True,
+        class_weight: Mapping[int, float] | None = None,
+    ) -> LearningRateCurve:
+        """Returns how the loss goes while the learning rate grows from step to step, on a copy of the state, and the rate that follows from it.
+
+        The range test of Smith, "Cyclical Learning Rates for Training Neural Networks" (2017). It ends early when the loss diverges. Nothing of the trainer
+        changes, and the same call gives the same curve; the compiled step is the one that `fit` uses.
+
+        Args:
+            data: As in `fit`, but for iterators, which would be used up.
+            y: Targets, for arrays.
+            sample_weight: Weights, for arrays.
+            lowest: The first rate.
+            highest: The last one.
+            steps: How many rates are tried; each is the one before times the same factor. The data begins anew when it ends.
+            batch_size: Rows of a batch, for arrays; 32 by default. The rate that is found is for batches of this size.
+            shuffle: Whether arrays are taken in another order in each pass.
+            class_weight: `{label: weight}`.
+
+        Raises:
+            NotReadyError: Before `compile`.
+            OptimizerError: The optimizer's rate cannot be set.
+            ConfigError, DataError, ModelError, LossError, MetricError: As in `fit`.
+
+        >>> import numpy as np
+        >>> trainer = Trainer(nn.Dense(1))
+        >>> trainer.compile("sgd", "mse")
+        >>> x = np.linspace(0, 1, 64, dtype=np.float32)[:, None]
+        >>> 0.001 < trainer.find_learning_rate(x, 2 * x).suggestion < 1
+        True
+        """
+        self._session.need_trainable("find_learning_rate")
+        arguments.check_counts(steps=steps)
+        if not 0 < lowest < highest < float("inf"):
+            raise ConfigError(f"find_learning_rate goes from lowest to highest, both positive. Received: lowest={lowest!r}, highest={highest!r}.")
+        source = adapt(data, y, sample_weight, seed=self._session.seed, selection=self._selection, batch_size=batch_size, shuffle=shuffle)
+        with trained_aside(self._session, source, class_weight, "find_learning_rate") as (session, feed):
+            return find_learning_rate(session, feed, lowest=lowest, highest=highest, steps=steps)
+
+    def hunt_nan(
+        self,
+        data: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        *,
+        steps: int | None = None,
+        restore_from: str | os.PathLike[str] | None = None,
+        batch_size: int | None = None,
+        shuffle: bool = True,
+        drop_remainder: bool = False,
+        class_weight: Mapping[int, float] | None = None,
+    ) -> NanReport | None:
+        """Makes the steps of a run again, on a copy of the state, until one is not finite; then that one operation by operation, to say what spoilt it.
+
+        The report names the step, the first loss, gradient or parameter that is not finite, and the operations from which that comes: the layer, the line of
+        your code, and what they were given. Nothing of the trainer changes.
+
+        Args:
+            data: What `fit` was given; an iterator would be used up.
+            y: Targets, for arrays.
+            sample_weight: Weights, for arrays.
+            steps: How many steps to make at most; to the end of the present pass over the data by default.
+            restore_from: A checkpoint from before that step, or a directory of checkpoints, whose newest good one with finite parameters is taken; its
+                position in the data is taken, too. By default the trainer's state, or the initial one where it has none, and the beginning of the data.
+            batch_size: As in that `fit`, like all that follows.
+            shuffle: Whether arrays are taken in another order in each pass.
+            drop_remainder: Whether the short last batch of arrays is left out.
+            class_weight: `{label: weight}`.
+
+        Returns:
+            What was found; `None` if every step was finite.
+
+        Raises:
+            NotReadyError: Before `compile`.
+            ConfigError: The parameters are not finite to begin with; data that can be passed over only once.
+            CheckpointError: There is no checkpoint that could be taken, or it does not fit.
+            DataError, ModelError, LossError, MetricError: As in `fit`.
+
+        >>> import numpy as np
+        >>> trainer = Trainer(nn.Dense(1))
+        >>> trainer.compile("sgd", lambda outputs, targets: jax.numpy.log(outputs[:, 0] - targets))
+        >>> report = trainer.hunt_nan(np.ones((4, 2), np.float32), 9 * np.ones(4, np.float32))
+        >>> report.step, report.culprit, report.origins[0].operation
+        (1, 'the loss', 'log')
+        """
+        self._session.need_trainable("hunt_nan")
+        arguments.check_counts(steps=steps)
+        options: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "drop_remainder": drop_remainder}
+        source = adapt(data, y, sample_weight, seed=self._session.seed, selection=self._selection, **options)
+        if source.is_endless and steps is None:
+            raise ConfigError("This data never ends. Pass steps=.")
+        saved = None if restore_from is None else last_finite(restore_from)
+        with trained_aside(self._session, source, class_weight, "hunt_nan", saved) as (session, feed):
+            return hunt_nan(session, feed, steps=steps)
+
     # -- saving --
+
+    def export(self, path: str | os.PathLike[str], sample: Any = None, *, batch_size: int | None = None, platforms: Sequence[str] | None = None) -> Path:
+        """Writes what `predict_on_batch` computes, with its weights, as one file that needs neither fitflax nor the module's code.
+
+        Where it is used, jax and flatbuffers are enough: `run = jax.export.deserialize(open(path, "rb").read()).call`, then `run(x)`; inputs that are a tuple
+        are several arguments. JAX reads such files for six months at least, and computes with them as with any function of its own: they can be jitted, and
+        mapped. Averaged parameters are taken where there are any. Needs the extra `export`.
+
+        Args:
+            path: The file; one that is there is replaced.
+            sample: A batch as in `build`, or inputs alone, whose shapes and dtypes are taken; by default those of the last batch that a call began with.
+            batch_size: The number of rows that it takes; any number by default, for which the module is traced with an unknown one: where its code asks whether
+                that equals another number, JAX says no.
+            platforms: What it is to run on, of `"cpu"`, `"cuda"`, `"rocm"` and `"tpu"`; by default where it is now.
+
+        Raises:
+            NotReadyError: Before there is a state, or without any batch's shapes.
+            ImportError: The package flatbuffers is not installed.
+            ConfigError: Unknown platforms; weights of 2 GB and more.
+            ModelError: The module cannot be exported; the message says why.
+        """
+        session = self._session
+        live = session.need_state("export")
+        arguments.check_counts(batch_size=batch_size)
+        batch = session.sample if sample is None else Batcher(num_replicas=1)(self._selection.split(arguments.zeros(sample), inputs_only=True))[0]
+        if batch is None:
+            raise NotReadyError("export needs the shapes of inputs, and there has been no batch yet. Pass export(path, sample=x).")
+        return export_inference(path, session.any_program(), live.borrow(), batch, batch_size=batch_size, platforms=platforms)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes the state as a checkpoint directory at `path`, replacing a checkpoint that is there, and returns the path.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from fitflax.cost import Cost, cost_of
+from fitflax.cost import Cost, cost_of, peak_flops
 from fitflax.parallel import DataParallel
 
 
@@ -56,7 +56,7 @@ def test_nobody_knows_what_an_endless_loop_costs():
 
 
 def test_each_operation_reads_and_writes():
-    assert cost_of(jax.make_jaxpr(lambda x: x + 1)(ONES)) == Cost(32.0, 2 * 4 * 32 + 4, False)
+    assert cost_of(jax.make_jaxpr(lambda x: x + 1)(ONES)) == Cost(32.0, 2 * 4 * 32 + 4, False, 0.0)
 
 
 @pytest.mark.parametrize("number", [1, 4])
@@ -65,3 +65,18 @@ def test_of_several_devices_it_is_one_devices_share(number, devices):
     x = np.ones((16, 8), np.float32) if number == 1 else np.ones((number, 16 // number, 8), np.float32)
     product = 2 * 16 / number * 8 * 2
     assert product <= flops(compiled, np.ones((8, 2), np.float32), x) < 1.5 * product  # pmap takes its own axis off and puts it on again.
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A10G", 70e12),
+        ("TPU v5 lite", 197e12),
+        ("TPU v5", 459e12),
+        ("NVIDIA A1000", None),
+    ],
+)
+def test_a_devices_peak_goes_by_the_longest_name_that_fits(kind, peak):
+    assert peak_flops(kind) == peak

@@ -25,17 +25,19 @@ LAYERS = (
     {"checkpoints"},
     {"callbacks"},
     {"signals", "arguments", "groups", "tabulation", "evaluation", "plan", "loop", "session", "preparation", "modular"},
+    {"diagnostics", "exporting"},
     {"trainer"},
     {"__init__", "__main__", "sklearn"},
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 MAY_IMPORT_TRAINER = {"fitflax", "fitflax.__main__", "fitflax.sklearn"}
 
-PUBLIC_MODULES = ("fitflax", *(f"fitflax.{name}" for name in ("callbacks", "losses", "metrics", "optimizers", "data", "parallel", "checkpoints", "errors")))
+SUBMODULES = ("callbacks", "losses", "metrics", "optimizers", "data", "parallel", "checkpoints", "diagnostics", "errors")
+PUBLIC_MODULES = ("fitflax", *(f"fitflax.{name}" for name in SUBMODULES))
 ROOT_NAMES = {
     *("Trainer", "TrainState", "InferenceState", "Checkpoint", "Summary", "History", "TrainLoop", "EvalLoop"),
     *("every", "at", "first", "serial", "enable_compilation_cache", "__version__"),
-    *(name.removeprefix("fitflax.") for name in PUBLIC_MODULES[1:]),
+    *SUBMODULES,
 }
 # "module:name" -> why it has no underscore and is not in `__all__`: what the library's own modules share, and users do not need.
 INTERNAL_NAMES = {

@@ -124,6 +124,21 @@ def test_a_total_that_is_raised_after_the_end_goes_on_as_if_it_had_been_so_from_
     assert_same(leaves_of(checkpoint.state), leaves_of(whole.state))
 
 
+def test_another_total_leaves_a_trigger_of_time_where_it_is_and_another_trigger_begins_anew(monkeypatch):
+    now = [0.0]
+    loop = plain_loop(steps=3, every=every(seconds=10))
+    monkeypatch.setattr(loop._run, "_clock", lambda: now[0])
+    loop.every = every(seconds=10)
+    now[0] = 6.0
+    loop.steps = 1000
+    now[0] = 11.0
+    assert loop.next_checkpoint().step == 1
+    loop.every = every(seconds=10)
+    now[0] = 20.0
+    loop.steps = 4
+    assert loop.next_checkpoint().step == 4  # The last one: nine seconds have passed.
+
+
 def test_a_total_that_is_raised_at_the_last_checkpoint_is_not_missed():
     loop, seen = plain_loop(steps=2), []
     for checkpoint in loop:
@@ -509,3 +524,23 @@ def test_two_runs_of_one_trainer_cannot_be_mixed():
     one.next_step()
     with pytest.raises(ConfigError, match="Two runs of one trainer cannot be mixed"):
         other.next_step()
+
+
+def test_a_run_that_died_before_its_first_checkpoint_begins_again_under_its_own_name(tmp_path):
+    CheckpointStore(tmp_path).claim("0123456789abcdef", overwrite=False)
+    assert next(plain_loop(steps=1, restore_from=tmp_path)).run_id == "0123456789abcdef"
+
+
+def test_a_sample_is_what_the_state_is_initialized_from():
+    seen = []
+
+    def init(rngs: Any, x: Any) -> Any:
+        seen.append(x.shape)
+        return DENSE.init(rngs, x)
+
+    options: dict[str, Any] = {"optimizer": "sgd", "loss": LOSS, "data": (X, Y), "batch_size": 4, "parallel": ONE, "steps": 1}
+    TrainLoop(init, DENSE.apply, sample=X[:2], **options)
+    assert set(seen) == {(2, 4)}
+    seen.clear()
+    TrainLoop(init, DENSE.apply, **options)
+    assert set(seen) == {(4, 4)}

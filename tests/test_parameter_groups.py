@@ -2,6 +2,7 @@
 
 import io
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -151,3 +152,10 @@ def test_tensorboard_shows_each_groups_rate(tmp_path):
         "learning_rate/backbone": {0.5},
         "learning_rate/head": {0.25},
     }
+
+
+def test_a_frozen_parameter_is_found_inside_of_a_jitted_update():
+    inner = optax.multi_transform({"a": optax.sgd(0.1), "b": optax.set_to_zero()}, {"w": "a", "v": "b"})
+    jitted = optax.GradientTransformation(inner.init, jax.jit(inner.update))
+    params = {"w": jnp.ones(2), "v": jnp.ones(2)}
+    assert {(path, group.is_frozen) for group in parameter_groups(jitted, params) for path in group.paths} == {("w", False), ("v", True)}

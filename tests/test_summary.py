@@ -13,7 +13,7 @@ from flax import linen as nn
 import fitflax
 from fitflax.errors import DataError, ModelError, NotReadyError
 from fitflax.parallel import DataParallel
-from fitflax.tabulation import describe_size
+from fitflax.tabulation import describe_costs, describe_size
 
 X = np.zeros((8, 4), np.float32)
 Y = np.zeros((8, 3), np.float32)
@@ -277,3 +277,58 @@ def test_what_does_not_fit_is_an_error():
         summary(trainer_of(Wide()), X)
     with pytest.raises(DataError):
         summary(trainer_of(), (X, Y[:3]))
+
+
+# --- What it costs ---
+
+
+class Layers(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(nn.relu(nn.Dense(5)(x)))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_model_flops_are_those_of_matrix_products_for_an_example(devices):
+    lines = sizes(summary(trainer_of(Layers(), devices=devices), X))
+    forward = 2 * (4 * 5 + 5 * 3)
+    assert f"Model FLOPs of an example: {forward} forward, {3 * forward} in training" in lines
+
+
+def test_large_numbers_have_units():
+    assert describe_costs(1.5e12, None) == ["Model FLOPs of an example: 1.5 T forward, 4.5 T in training"]
+    assert describe_costs(None, None) == describe_costs(0.0, None) == []
+
+
+def test_memory_is_that_of_the_compiled_step_and_nothing_is_compiled_for_it_unasked():
+    trainer = trainer_of(Layers())
+    trainer.build((X, Y))
+    assert "Memory" not in summary(trainer)
+    with pytest.raises(NotReadyError, match=r"Pass summary\(sample=\(x, y\), memory=True\)"):
+        trainer.summary(memory=True)
+    file = io.StringIO()
+    trainer.summary((X, Y), memory=True, file=file)
+    asked = next(line for line in sizes(file.getvalue()) if line.startswith("Memory"))
+    assert re.fullmatch(r"Memory of a training step on a device: arguments [\d.]+ K?B, temporaries [\d.]+ K?B, peak [\d.]+ K?B", asked)
+    trainer.fit(X, Y, verbose=0)
+    assert asked in sizes(summary(trainer))
+    with pytest.raises(NotReadyError, match=r"summary\(memory=True\) needs to know what to minimize"):
+        fitflax.Trainer(Layers()).summary(X, memory=True)
+
+
+def test_accumulation_needs_less_memory_for_temporaries():
+    class Wide(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(3)(nn.relu(nn.Dense(4096)(x)))
+
+    def temporaries(steps):
+        trainer = fitflax.Trainer(Wide(), parallel=DataParallel(jax.devices()[:1]))
+        trainer.compile("sgd", "mse", accumulate_steps=steps)
+        file = io.StringIO()
+        trainer.summary((np.zeros((1024, 4), np.float32), np.zeros((1024, 3), np.float32)), memory=True, file=file)
+        found = re.search(r"temporaries ([\d.]+) MB", file.getvalue())
+        assert found is not None
+        return float(found[1])
+
+    assert temporaries(8) < temporaries(1) / 3

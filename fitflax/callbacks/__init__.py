@@ -15,6 +15,7 @@ from fitflax.callbacks.reduce_lr_on_plateau import ReduceLROnPlateau
 from fitflax.callbacks.summary_logger import SummaryLogger
 from fitflax.callbacks.tensorboard import TensorBoard
 from fitflax.callbacks.terminate_on_nan import TerminateOnNaN
+from fitflax.callbacks.watchdog import Watchdog
 
 __all__ = [
     "BestCheckpoint",
@@ -36,4 +37,5 @@ __all__ = [
     "TensorBoard",
     "TerminateOnNaN",
     "TrainerView",
+    "Watchdog",
 ]

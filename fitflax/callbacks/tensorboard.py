@@ -1,6 +1,7 @@
 """`TensorBoard`: what a run logs, as event files that TensorBoard shows."""
 
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from fitflax.callbacks.event_files import EventFiles, Write, trim
 from fitflax.callbacks.media import check_images, flatten_sown, write_logged, write_sown
 from fitflax.callbacks.summaries import TRAIN, describe_environment, hyperparameter_summaries, write_histogram
 from fitflax.checkpoints.checkpoint import Checkpoint
+from fitflax.cost import peak_flops as peak_flops_of
 from fitflax.errors import CallbackError, NotReadyError
 from fitflax.logs import Logs
 from fitflax.optimizers import ONLY_RATE
@@ -38,7 +40,8 @@ class TensorBoard(Callback):
     * `loss` and the metrics, over the epoch so far; `step/loss` and `step/gradients_norm`, of that step alone; `epoch`, at the end of each;
     * `learning_rate`, where it can be read: an optimizer by name, or wrapped in `optax.inject_hyperparams`; `learning_rate/<label>` of each group that has
       one of its own, as in `optax.multi_transform`;
-    * `time/steps_per_second`, `time/examples_per_second` (evaluations left out), `time/validation_seconds`;
+    * `time/steps_per_second`, `time/examples_per_second` (evaluations left out), `time/validation_seconds`; `time/model_flops_per_second` of a device, and
+      `time/model_flops_utilization`, what part that is of the device's peak, where both are known;
     * what modules sow, `self.sow("summaries", "mean", h.mean())` in a module `layer` as `summaries/layer/mean`: a number as a scalar, an array as a histogram,
       an `ImageSummary` or `FigureSummary` as images; see `checkpoint.sown`;
     * `params/...` and `grads/...`, histograms, when `histograms` is due;
@@ -54,9 +57,11 @@ class TensorBoard(Callback):
         histograms: When histograms of parameters and gradients are written; never by default. Gradients are kept for it at every step, which takes as much
             memory as the parameters.
         sown: A collection whose sown values are written with those of training; `None` for none.
+        peak_flops: The floating-point operations a second that a device can make at best; by default that of the makers' data sheets in bfloat16, where it is
+            a GPU or TPU whose name is known.
 
     Raises:
-        CallbackError: Something that is no trigger. Later, as soon as it is known: event files cannot be written.
+        CallbackError: Something that is no trigger, or no positive number. Later, as soon as it is known: event files cannot be written.
 
     >>> TensorBoard("runs/a/tensorboard", histograms=make_every(epochs=1)).needs_grads
     True
@@ -67,7 +72,13 @@ class TensorBoard(Callback):
     main_process_only = True
 
     def __init__(
-        self, directory: str | os.PathLike[str], *, every: Trigger | None = None, histograms: Trigger | None = None, sown: str | None = "summaries"
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        every: Trigger | None = None,
+        histograms: Trigger | None = None,
+        sown: str | None = "summaries",
+        peak_flops: float | None = None,
     ) -> None:
         check_trigger("TensorBoard", every)
         if histograms is not None and not isinstance(histograms, Trigger):
@@ -79,7 +90,10 @@ class TensorBoard(Callback):
         self.needs_grads = histograms is not None
         if sown is not None and not isinstance(sown, str):
             raise CallbackError(f"TensorBoard(sown=...) takes the name of a collection, or None. Received: {sown!r}.")
+        if peak_flops is not None and (isinstance(peak_flops, bool) or not isinstance(peak_flops, int | float) or not 0 < peak_flops < math.inf):
+            raise CallbackError(f"TensorBoard(peak_flops=...) takes floating-point operations a second, such as 312e12. Received: {peak_flops!r}.")
         self.needs_sown = () if sown is None else (sown,)
+        self._peak_flops = peak_flops
         self._files: EventFiles | None = None
         self._run_id: str | None = None
         self._plain: PlainRun | None = None  # While it is a plain function.
@@ -217,6 +231,7 @@ class TensorBoard(Callback):
         logs, step_values = checkpoint.logs.deferred(late=ends), checkpoint.step_values
         rates, kinds, has_norm = checkpoint.learning_rates, checkpoint.logs.kinds, checkpoint.has_gradients_norm
         clock, evaluating, self._test_seconds = self._clock, self._test_seconds, 0.0
+        flops, peak = self.params.get("model_flops"), self._peak_flops or _peak_of(checkpoint)
         step, examples, dispatched, now = checkpoint.step, self._examples(checkpoint), time.monotonic(), time.time()
 
         def write_all(write: Write) -> None:
@@ -227,6 +242,7 @@ class TensorBoard(Callback):
             if ends:
                 values["epoch"] = checkpoint.epoch + 1
             values |= clock.rates(step, examples, dispatched, evaluating)
+            values |= _utilization(values.get("time/steps_per_second"), flops, peak)
             # A step that is written again, at the close of an epoch in its middle, adds only what is new by then.
             values = {tag: value for tag, value in values.items() if tag not in written.tags}
             written.tags |= values.keys()
@@ -305,6 +321,20 @@ class TensorBoard(Callback):
             write("", step, summary.text("environment", environment), now)
 
         self._files.submit(write_all)
+
+
+def _peak_of(checkpoint: Checkpoint) -> float | None:
+    """Returns the peak of the devices that a checkpoint lies on."""
+    leaf = next(iter(jax.tree.leaves(checkpoint.borrow().params)), None)
+    return peak_flops_of(next(iter(leaf.devices())).device_kind) if isinstance(leaf, jax.Array) else None
+
+
+def _utilization(steps_per_second: float | None, flops: float | None, peak: float | None) -> dict[str, float]:
+    """Returns what a device computes for the model (Chowdhery et al., "PaLM", 2022, appendix B)."""
+    if not steps_per_second or not flops:
+        return {}
+    values = {"time/model_flops_per_second": steps_per_second * flops}
+    return values | ({"time/model_flops_utilization": steps_per_second * flops / peak} if peak else {})
 
 
 @dataclasses.dataclass

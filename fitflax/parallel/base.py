@@ -61,6 +61,19 @@ class Strategy(abc.ABC):
         """
 
     @abc.abstractmethod
+    def emulate(self, fn: Callable[..., Any], *, inputs: Sequence[Layout]) -> Callable[..., Any]:
+        """Returns `fn` for all replicas as plain operations on one device, without collectives; results have a leading axis of replicas.
+
+        Args:
+            fn: As in `compile`.
+            inputs: The layout of each argument; split ones come as `feed` makes them.
+        """
+
+    @abc.abstractmethod
+    def alone(self, fn: Callable[..., Any]) -> Any:
+        """Returns `fn` of batches as a jitted function for one device that knows of no others."""
+
+    @abc.abstractmethod
     def put(self, tree: PyTree) -> PyTree:
         """Returns `tree` replicated on the devices, in buffers of its own: donating them never touches the caller's arrays."""
 

@@ -110,6 +110,27 @@ class DataParallel(Strategy):
         return _WithNothing(mapped)
 
     @override
+    def emulate(self, fn: Callable[..., Any], *, inputs: Sequence[Layout]) -> Callable[..., Any]:
+        axes = tuple(None if layout == "replicated" else 0 for layout in inputs)
+        mapped = jax.vmap(fn, in_axes=axes, axis_name=self.axis_name, axis_size=self.num_replicas)
+        if self.num_replicas > 1:
+            return mapped
+
+        def call(*arguments: Any) -> Any:
+            return mapped(*(tree if axis is None else jax.tree.map(lambda leaf: leaf[None], tree) for axis, tree in zip(axes, arguments, strict=True)))
+
+        return call
+
+    @override
+    def alone(self, fn: Callable[..., Any]) -> Any:
+        mapped = jax.vmap(fn, axis_name=self.axis_name, axis_size=1)
+
+        def call(*arguments: Any) -> Any:
+            return jax.tree.map(lambda leaf: leaf[0], mapped(*jax.tree.map(lambda leaf: leaf[None], arguments)))
+
+        return jax.jit(call)
+
+    @override
     def put(self, tree: PyTree) -> PyTree:
         # By way of private NumPy copies: `may_alias=False` still shares aligned NumPy memory, and keeps a JAX buffer that lies on one of the devices.
         return jax.device_put(jax.tree.map(_own, tree), self._replicated)

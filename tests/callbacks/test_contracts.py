@@ -42,6 +42,7 @@ MAKE = {
     "SummaryLogger": lambda path: callbacks.SummaryLogger(),
     "TensorBoard": lambda path: callbacks.TensorBoard(path / "board", every=fitflax.every(steps=1)),
     "TerminateOnNaN": lambda path: callbacks.TerminateOnNaN(),
+    "Watchdog": lambda path: callbacks.Watchdog(),
 }
 
 

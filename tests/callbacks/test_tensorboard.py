@@ -754,3 +754,21 @@ def test_a_killed_run_goes_on_in_a_new_process_and_each_step_stands_once(never, 
             assert {step for run, tag, step in written(tmp_path / "board")} >= {0, 2, 4}
     process(tmp_path, process_env)
     assert written(tmp_path / "board") == written(never[0] / "board")
+
+
+def test_utilization_is_written_where_the_peak_is_given(tmp_path):
+    trainer = fitflax.Trainer(nn.Dense(3, use_bias=False), parallel=DataParallel(jax.devices()[:1]))
+    trainer.compile("sgd", "mse")
+    x = np.ones((40, 4), np.float32)
+    trainer.fit(x, x[:, :3], batch_size=8, epochs=2, callbacks=[TensorBoard(tmp_path, every=fitflax.every(steps=1), peak_flops=1e9)], verbose=0)
+    train = shown(tmp_path)["train"]
+    flops = 3 * 2 * 8 * 4 * 3
+    for step, rate in train["time/steps_per_second"].items():
+        assert train["time/model_flops_per_second"][step] == pytest.approx(rate * flops, rel=1e-5)
+        assert train["time/model_flops_utilization"][step] == pytest.approx(rate * flops / 1e9, rel=1e-5)
+
+
+@pytest.mark.parametrize("peak", [0, -1.0, "312e12", True, float("inf")])
+def test_a_peak_that_is_none_is_an_error(peak):
+    with pytest.raises(CallbackError, match=r"TensorBoard\(peak_flops=...\) takes floating-point operations a second"):
+        TensorBoard("runs", peak_flops=peak)

@@ -149,3 +149,10 @@ def test_it_reads_at_log_points_only(monkeypatch):
     monkeypatch.setattr(logs.Values, "_read", read)
     trainer.fit(batches(0, 10), callbacks=[LambdaCallback(on_train_batch_end=lambda batch, logs: None), TerminateOnNaN()], log_every=4, verbose=0)
     assert steps == [4, 8, 10]
+
+
+def test_without_a_watch_for_it_no_step_is_called_bad():
+    seen = []
+    watch = LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(logs.source.steps_since_bad))
+    make().fit(batches(0, 3), callbacks=[watch], verbose=0)
+    assert seen == [None, None, None]

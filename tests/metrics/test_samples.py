@@ -74,3 +74,13 @@ def test_what_is_no_array_of_the_batch_is_an_error():
         SampleCollector().update((ROWS[:4], ROWS[:4]), None, np.ones(4))
     with pytest.raises(MetricError, match="max_size"):
         SampleCollector(0)
+
+
+def test_history_holds_no_samples(tmp_path):
+    trainer = fitflax.Trainer(nn.Dense(1))
+    trainer.compile("sgd", "mse", [SampleCollector(2)])
+    seen: list[set[str]] = []
+    watch = fitflax.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(set(logs)))
+    x = np.ones((8, 2), np.float32)
+    history = trainer.fit(x, x[:, :1], callbacks=[watch], verbose=0)
+    assert seen[0] - set(history.history) == {"samples"}

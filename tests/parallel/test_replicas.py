@@ -79,3 +79,9 @@ def test_the_state_of_a_run_is_equal_on_all_replicas():
     trainer.fit(np.random.default_rng(0).random((20, 4), np.float32), np.arange(20) % 3, epochs=2, batch_size=6, verbose=0)
     check_replicas(trainer.state)
     assert len(trainer.state.params["Dense_0"]["kernel"].addressable_shards) == 3
+
+
+def test_what_is_nan_in_all_copies_does_not_hide_by_how_much_others_differ():
+    first, second = np.array([np.nan, 1.0], np.float32), np.array([np.nan, 1.5], np.float32)
+    with pytest.raises(ReplicaError, match=r"in 1 of 2 numbers, by up to 0\.5 "):
+        check_replicas({"w": replicated(first, second, first)})

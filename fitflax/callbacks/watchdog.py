@@ -1,0 +1,89 @@
+"""`Watchdog`: says where a run hangs."""
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from typing_extensions import override
+
+from fitflax.callbacks.base import Callback
+from fitflax.errors import CallbackError
+
+__all__ = ["Watchdog"]
+
+
+class Watchdog(Callback):
+    """Prints the stacks of all threads when a run has made no step for some time, and again after as long, so that one can see what it waits for.
+
+    A thread looks at the clock; the run itself is not slowed down, and nothing is stopped. The ends of validations and of epochs, and checkpoints, count as
+    steps, too; compiling does not, so give more time than the longest compilation, validation or wait for data that you expect.
+
+    Args:
+        seconds: How long nothing may happen.
+        file: Where to; standard error by default.
+
+    Raises:
+        CallbackError: `seconds` is not positive.
+
+    >>> Watchdog(seconds=1800).seconds
+    1800.0
+    """
+
+    def __init__(self, seconds: float = 600.0, *, file: TextIO | None = None) -> None:
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+            raise CallbackError(f"Watchdog(seconds=...) must be a positive number. Received: {seconds!r}.")
+        self.seconds = float(seconds)
+        self._file = file
+        self._signs = 0
+        self._ended: threading.Event | None = None
+        self._thread: threading.Thread | None = None
+
+    @override
+    def on_train_begin(self, logs: Mapping[str, Any]) -> None:
+        self.close()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, args=(self._ended,), name="fitflax-watchdog", daemon=True)
+        self._thread.start()
+
+    @override
+    def on_test_end(self, logs: Mapping[str, Any]) -> None:
+        self._signs += 1
+
+    @override
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any]) -> None:
+        self._signs += 1
+
+    @override
+    def on_train_end(self, logs: Mapping[str, Any]) -> None:
+        self.close()
+
+    @override
+    def close(self) -> None:
+        if self._ended is not None and self._thread is not None:
+            self._ended.set()
+            self._thread.join()
+        self._ended = self._thread = None
+
+    def _watch(self, ended: threading.Event) -> None:
+        seen, since = (self.trainer.step, self._signs), time.monotonic()
+        reported = 0
+        while not ended.wait(min(self.seconds / 10, 1.0)):
+            now = self.trainer.step, self._signs
+            if now != seen:
+                seen, since, reported = now, time.monotonic(), 0
+            elif time.monotonic() - since >= self.seconds * (reported + 1):
+                reported += 1
+                self._report(seen[0], time.monotonic() - since)
+
+    def _report(self, step: int, seconds: float) -> None:
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        lines = [f"Watchdog: nothing has happened for {seconds:.0f} s, since step {step}. What all threads are at, the innermost call last:\n"]
+        for ident, frame in sys._current_frames().items():
+            if ident != threading.get_ident():
+                lines += [f"\nThread {names.get(ident, ident)}:\n", *traceback.format_stack(frame)]
+        file = self._file or sys.stderr
+        file.write("".join(lines))
+        file.flush()

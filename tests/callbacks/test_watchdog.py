@@ -1,0 +1,103 @@
+"""`Watchdog`: what it prints when a run hangs, and that it says nothing else."""
+
+import io
+import threading
+import time
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+
+import fitflax
+from fitflax.callbacks import LambdaCallback, Watchdog
+from fitflax.errors import CallbackError
+from fitflax.parallel import DataParallel
+
+X, Y = np.ones((16, 4), np.float32), np.ones((16, 1), np.float32)
+
+
+def trainer_of():
+    trainer = fitflax.Trainer(nn.Dense(1), parallel=DataParallel(jax.devices()[:1]))
+    trainer.compile("sgd", "mse")
+    trainer.build((X[:8], Y[:8]))
+    return trainer
+
+
+def hang_until(condition):
+    """Waits for what the dog does; the test fails where it never does."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_it_prints_the_stacks_of_all_threads_again_and_again_while_nothing_happens():
+    file = io.StringIO()
+
+    def batches():
+        yield X[:8], Y[:8]
+        hang_until(lambda: file.getvalue().count("Watchdog:") >= 2)
+        yield X[8:], Y[8:]
+
+    ended, other = threading.Event(), threading.Thread(target=lambda: ended.wait(), name="another-thread")
+    other.start()
+    try:
+        trainer_of().fit(batches, callbacks=[Watchdog(seconds=0.2, file=file)], verbose=0)
+    finally:
+        ended.set()
+        other.join()
+    text = file.getvalue()
+    assert text.startswith("Watchdog: nothing has happened for ") and "What all threads are at" in text
+    assert "Thread MainThread:" in text and "Thread another-thread:" in text and "fitflax-watchdog" not in text
+    assert "in hang_until" in text  # Where the run waits.
+
+
+def test_it_names_the_step():
+    file = io.StringIO()
+    hang = LambdaCallback(on_train_batch_end=lambda batch, logs: hang_until(lambda: "since step 2." in file.getvalue()) if batch == 1 else None)
+    trainer_of().fit(X, Y, batch_size=4, callbacks=[hang, Watchdog(seconds=0.2, file=file)], verbose=0)
+    assert " s, since step 2." in file.getvalue() and "since step 4." not in file.getvalue()
+
+
+def test_by_default_it_prints_to_standard_error(capsys):
+    written = []
+
+    def hang(batch, logs):
+        hang_until(lambda: written.append(capsys.readouterr().err) or "Watchdog:" in "".join(written))
+
+    trainer_of().fit(X, Y, batch_size=16, callbacks=[LambdaCallback(on_train_batch_end=hang), Watchdog(seconds=0.1)], verbose=0)
+
+
+def test_a_run_that_goes_on_is_not_disturbed_and_the_thread_ends_with_it():
+    file = io.StringIO()
+    dog = Watchdog(seconds=60, file=file)
+    trainer = trainer_of()
+    for _ in range(2):
+        trainer.fit(X, Y, epochs=2, validation_data=(X, Y), callbacks=[dog], verbose=0)
+    assert file.getvalue() == ""
+    assert not [thread for thread in threading.enumerate() if thread.name == "fitflax-watchdog"]
+
+
+def test_validations_and_the_ends_of_epochs_count_as_steps():
+    dog = Watchdog(seconds=60)
+    before = dog._signs
+    dog.on_test_end({})
+    dog.on_epoch_end(0, {})
+    assert dog._signs == before + 2
+
+
+def test_it_ends_with_a_run_that_fails():
+    def batches():
+        yield X[:8], Y[:8]
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        trainer_of().fit(batches, callbacks=[Watchdog(seconds=60)], verbose=0)
+    assert not [thread for thread in threading.enumerate() if thread.name == "fitflax-watchdog"]
+
+
+@pytest.mark.parametrize("seconds", [0, -1, "10", True, float("nan")])
+def test_seconds_that_are_none_are_an_error(seconds):
+    with pytest.raises(CallbackError, match=r"Watchdog\(seconds=...\) must be a positive number"):
+        Watchdog(seconds=seconds)

@@ -1,0 +1,145 @@
+"""`find_origins`: where in a traced function NaN and infinities come up."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from fitflax.diagnostics.origins import Origin, find_origins
+
+ONES = np.ones((2, 3), np.float32)
+
+
+def origins(fn, *arguments):
+    """The origins of the only result, as pairs of what came up and at which operation."""
+    jaxpr = jax.make_jaxpr(fn)(*arguments)
+    leaves = jax.tree.leaves(arguments)
+    [chain] = find_origins(jaxpr, leaves, [f"argument {index}" for index in range(len(leaves))])
+    return chain
+
+
+def pairs(fn, *arguments):
+    return [(origin.kind, origin.operation) for origin in origins(fn, *arguments)]
+
+
+def zeros_that_jax_cannot_see(x):
+    return x - x
+
+
+@pytest.mark.parametrize(
+    ("fn", "found"),
+    [
+        (lambda x: x + 1, []),
+        (lambda x: jnp.log(x - 2), [("NaN", "log")]),
+        (lambda x: jnp.exp(x * 1000), [("infinity", "exp")]),
+        (lambda x: jnp.exp(x * 1000) * zeros_that_jax_cannot_see(x), [("infinity", "exp"), ("NaN", "mul")]),
+        (lambda x: 1 / zeros_that_jax_cannot_see(x), [("infinity", "div")]),
+        # What is not chosen does not count, whatever it holds.
+        (lambda x: jnp.where(x > 0, x, jnp.nan), []),
+        (lambda x: jnp.where(x > 0, jnp.log(-x), jnp.nan), [("NaN", "log")]),
+        (lambda x: jnp.where(x < 0, jnp.log(-x), x / 0), [("infinity", "div")]),
+        # A mask of infinities is no fault of its own; a row without anything else is one.
+        (lambda x: jax.nn.softmax(jnp.where(jnp.arange(3) < 2, x, -jnp.inf)), []),
+        (lambda x: jax.nn.softmax(jnp.where(x > 5, x, -jnp.inf)), [("infinity", "a constant"), ("NaN", "sub")]),
+    ],
+)
+def test_the_operation_at_which_it_came_up_is_found(fn, found):
+    assert pairs(fn, ONES) == found
+
+
+@pytest.mark.parametrize(
+    "wrap", [jax.jit, jax.remat, jax.vmap, lambda fn: lambda x: jax.lax.cond(x.sum() > 0, fn, lambda x: x, x), lambda fn: lambda x: jax.jit(jax.jit(fn))(x)]
+)
+def test_it_is_found_inside_of_other_functions(wrap):
+    assert pairs(wrap(lambda x: jnp.sqrt(x - 2)), ONES) == [("NaN", "sqrt")]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_it_is_found_in_the_round_of_a_scan_in_which_it_came_up(reverse):
+    def body(carry, x):
+        carry = carry * x
+        return carry, jnp.log(2.5 - carry)
+
+    def fn(x):
+        return jax.lax.scan(body, x, jnp.arange(1.0, 4.0), reverse=reverse)[1]
+
+    [origin] = origins(fn, np.float32(1))
+    # 1 * 1 * 2 is still less than 2.5, and 1 * 3 is not.
+    assert origin.operation == "log" and origin.operands == (f"float32[] of {-0.5 if reverse else -3.5:g}",)
+
+
+def test_an_infinity_of_an_earlier_round_is_found():
+    def fn(x):
+        return jax.lax.scan(lambda c, _: (c * 1e20 - c * 1e19, c), x, None, length=4)[0]
+
+    assert pairs(fn, np.float32(1)) == [("infinity", "mul"), ("NaN", "sub")]
+
+
+def test_it_is_found_in_a_while_loop():
+    def fn(x):
+        return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 1e20), (0, x))[1]
+
+    assert pairs(fn, np.float32(1)) == [("infinity", "mul")]
+
+
+def test_what_was_there_from_the_beginning_goes_by_its_name():
+    bad = ONES.copy()
+    bad[1, 2] = np.nan
+    assert pairs(lambda x, y: x @ y.T, ONES, bad) == [("NaN", "argument 1")]
+    assert [str(origin) for origin in origins(lambda x: x.sum(), np.full(3, np.inf, np.float32))] == ["infinity from argument 0"]
+
+
+def test_each_result_has_its_own_origins():
+    def fn(x):
+        return jnp.log(-x), x, jnp.sqrt(-x)
+
+    chains = find_origins(jax.make_jaxpr(fn)(ONES), [ONES], ["x"])
+    assert [[origin.operation for origin in chain] for chain in chains] == [["log"], [], ["sqrt"]]
+
+
+def test_keys_and_integers_are_no_suspects():
+    def fn(key, counts):
+        return jax.random.normal(key, (3,)) + counts
+
+    assert origins(fn, jax.random.key(0), np.arange(3)) == []
+
+
+class Inner(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return jnp.sqrt(jnp.abs(nn.Dense(2, use_bias=False)(x)))  # The line that is found.
+
+
+class Outer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return Inner(name="inner")(x).sum()
+
+
+def test_layer_line_and_direction_are_those_of_the_module():
+    model = Outer()
+    params = model.init(jax.random.key(0), ONES)
+    zeros = np.zeros_like(ONES)
+    [infinity, nan] = find_origins(jax.make_jaxpr(jax.grad(model.apply))(params, zeros), [*jax.tree.leaves(params), zeros], ["kernel", "x"])[0]
+    assert (infinity.kind, infinity.layer) == ("infinity", "Outer/inner") and (nan.kind, nan.layer) == ("NaN", "Outer/inner/Dense_0")
+    assert nan.is_backward
+    lines = pathlib.Path(__file__).read_text(encoding="utf-8").splitlines()
+    line = next(number for number, text in enumerate(lines, start=1) if "The line that is found" in text)
+    assert infinity.source == nan.source == f"test_origins.py:{line} in Inner.__call__"
+
+
+def test_a_function_that_jax_has_traced_before_has_the_line_of_this_call():
+    def other(x):
+        return jax.nn.softmax(x)
+
+    jax.make_jaxpr(other)(ONES)
+    [origin] = origins(lambda x: jax.nn.softmax(x * jnp.inf), ONES)[-1:]
+    assert "test_a_function_that_jax_has_traced_before" in origin.source
+
+
+def test_an_origin_reads_as_a_sentence():
+    origin = Origin("NaN", "div", "Net/Dense_0", True, "net.py:3 in __call__", ("float32[2] of 0", "float32[2] of 0"))
+    assert str(origin) == "NaN from div in Net/Dense_0, on the way back (net.py:3 in __call__), of float32[2] of 0 and float32[2] of 0"

@@ -1,0 +1,309 @@
+"""`fitflax.sklearn`: estimators as scikit-learn has them, around a linen module."""
+
+import pathlib
+import pickle
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from sklearn.base import clone, is_classifier, is_regressor
+from sklearn.datasets import load_diabetes, load_digits
+from sklearn.exceptions import NotFittedError
+from sklearn.model_selection import GridSearchCV, cross_val_score, train_test_split
+from sklearn.multioutput import MultiOutputRegressor
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+from fitflax.callbacks import LambdaCallback
+from fitflax.errors import LossError
+from fitflax.sklearn import LinenClassifier, LinenRegressor
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(120, 4))
+LABELS = np.where(X[:, 0] > 0, "up", np.where(X[:, 1] > 0, "left", "right"))
+TARGETS = X @ np.array([1.0, -2.0, 0.5, 0.0]) + 1
+
+# Why an estimator of minibatches in float32 cannot pass them.
+EXPECTED = {
+    "check_sample_weight_equivalence_on_dense_data": "float32 sums of other rows in another order are equal to 1e-6, and 1e-7 is asked for; with more "
+    "rows than batch_size, batches would be cut elsewhere, too",
+}
+
+
+def _small(estimator):
+    return estimator(learning_rate=0.01, epochs=60, random_state=0)
+
+
+@pytest.mark.slow
+@parametrize_with_checks([_small(LinenClassifier), _small(LinenRegressor)], expected_failed_checks=lambda estimator: EXPECTED)
+def test_scikit_learns_own_checks(estimator, check):
+    check(estimator)
+
+
+def test_what_scikit_learn_does_not_check_of_expected_failures_is_little():
+    assert len(EXPECTED) <= 6
+
+
+class MLP(nn.Module):
+    num_outputs: int
+    features: int = 16
+    rate: float = 0.0
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.Dropout(self.rate, deterministic=not train)(nn.relu(nn.Dense(self.features)(x)))
+        return nn.Dense(self.num_outputs)(x)
+
+
+def classifier(**options):
+    return LinenClassifier(**{"learning_rate": 0.02, "epochs": 30, "random_state": 0, **options})
+
+
+def regressor(**options):
+    return LinenRegressor(**{"learning_rate": 0.02, "epochs": 60, "random_state": 0, **options})
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [LABELS, LABELS.astype(object), np.unique(LABELS, return_inverse=True)[1] * 10 - 7, LABELS == "up", np.where(LABELS == "up", 1.0, 2.0)],
+    ids=["strings", "objects", "integers", "booleans", "floats"],
+)
+def test_labels_of_any_kind_come_back(labels):
+    model = classifier().fit(X, labels)
+    assert model.classes_.tolist() == np.unique(labels).tolist()
+    predicted = model.predict(X)
+    assert predicted.dtype == np.unique(labels).dtype and model.score(X, labels) == (predicted == labels).mean() > 0.9
+    probabilities = model.predict_proba(X)
+    assert probabilities.shape == (120, len(model.classes_)) and probabilities.dtype == np.float64
+    np.testing.assert_allclose(probabilities.sum(axis=1), 1)
+    assert (model.classes_[probabilities.argmax(axis=1)] == predicted).all()
+
+
+@pytest.mark.parametrize("module", [None, MLP, MLP(3), lambda classes: MLP(classes, features=8), nn.Sequential([nn.Dense(16), nn.relu, nn.Dense(3)])])
+def test_a_module_is_an_instance_or_what_makes_one_of_the_number_of_classes(module):
+    assert classifier(module=module).fit(X, LABELS).score(X, LABELS) > 0.9
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_two_classes_may_have_one_logit(outputs):
+    model = classifier(module=MLP(outputs)).fit(X, LABELS == "up")
+    assert model.score(X, LABELS == "up") > 0.95
+    assert model.predict_proba(X).shape == (120, 2)
+
+
+def test_a_module_of_another_number_of_classes_is_an_error():
+    with pytest.raises(LossError, match=r"There are 3 classes, but the module returns \[32, 5\]; its last layer must have 3 features"):
+        classifier(module=MLP(5)).fit(X, LABELS)
+    with pytest.raises(LossError, match="There are 3 classes"):
+        classifier(module=MLP(1)).fit(X, LABELS)
+
+
+def test_one_target_or_several_are_learned():
+    one = regressor().fit(X, TARGETS)
+    assert one.predict(X).shape == (120,) and one.score(X, TARGETS) > 0.95
+    two = regressor(module=MLP).fit(X, np.stack([TARGETS, -TARGETS], axis=1))
+    assert two.predict(X).shape == (120, 2) and two.score(X, np.stack([TARGETS, -TARGETS], axis=1)) > 0.95
+    assert MultiOutputRegressor(regressor(epochs=1)).fit(X, np.stack([TARGETS, TARGETS], axis=1)).predict(X).shape == (120, 2)
+
+
+def test_the_same_random_state_gives_the_same_model_and_another_another():
+    first, second, third = (regressor(random_state=seed, epochs=3).fit(X, TARGETS).predict(X) for seed in (1, 1, 2))
+    assert np.array_equal(first, second) and not np.array_equal(first, third)
+
+
+def test_a_prediction_does_not_depend_on_how_many_others_are_asked_for():
+    model = classifier(epochs=3).fit(X, LABELS)
+    whole = model.predict_proba(X)
+    for rows in (1, 31, 33, 119):
+        assert np.array_equal(model.predict_proba(X[:rows]), whole[:rows])
+
+
+def test_a_weight_is_as_good_as_a_repetition():
+    counts = RNG.integers(0, 3, 120)
+    weighted = regressor(batch_size=512, epochs=20).fit(X, TARGETS, sample_weight=counts)
+    repeated = regressor(batch_size=512, epochs=20).fit(np.repeat(X, counts, axis=0), np.repeat(TARGETS, counts))
+    np.testing.assert_allclose(weighted.predict(X), repeated.predict(X), rtol=1e-3, atol=1e-3)
+
+
+def test_weights_of_classes_are_those_of_scikit_learn():
+    y = np.where(X[:, 0] + RNG.normal(size=120) > 1.5, "rare", "common")
+    plain = classifier(epochs=20).fit(X, y).predict(X)
+    balanced = classifier(epochs=20, class_weight="balanced").fit(X, y).predict(X)
+    heavy = classifier(epochs=20, class_weight={"rare": 1000.0, "common": 0.001}).fit(X, y).predict(X)
+    assert (plain == "rare").sum() < (balanced == "rare").sum() < (heavy == "rare").sum()
+
+
+def test_early_stopping_holds_a_part_out_and_keeps_the_best_weights():
+    noise = RNG.integers(0, 2, 120)
+    model = classifier(early_stopping=True, validation_fraction=0.25, patience=3, epochs=200, learning_rate=0.1).fit(X, noise)
+    losses = model.history_["val_loss"]
+    assert model.n_iter_ == len(losses) < 200 and int(np.argmin(losses)) == len(losses) - 4
+    weighted = classifier(early_stopping=True, patience=2, epochs=50).fit(X, noise, sample_weight=np.ones(120))
+    assert "val_loss" in weighted.history_
+
+
+def test_partial_fit_goes_on_and_knows_all_classes_from_the_first_call():
+    model = classifier()
+    with pytest.raises(ValueError, match="first call of partial_fit needs classes"):
+        model.partial_fit(X[:40], LABELS[:40])
+    only = LABELS[:40] != "left"
+    model.partial_fit(X[:40][only], LABELS[:40][only], classes=["up", "left", "right"])
+    for _ in range(40):
+        for begin in range(0, 120, 40):
+            model.partial_fit(X[begin : begin + 40], LABELS[begin : begin + 40])
+    assert model.score(X, LABELS) > 0.9 and model.n_iter_ == 121
+    with pytest.raises(ValueError, match=r"labels \['down'\], which are not among the classes"):
+        model.partial_fit(X[:2], ["down", "up"])
+    with pytest.raises(ValueError, match="are not those of the first call"):
+        model.partial_fit(X[:2], LABELS[:2], classes=["up", "down"])
+    other = regressor()
+    for _ in range(60):
+        other.partial_fit(X, TARGETS)
+    assert other.score(X, TARGETS) > 0.9
+    with pytest.raises(ValueError, match=r"y has \(2,\) for each example, and had one"):
+        other.partial_fit(X, np.stack([TARGETS, TARGETS], axis=1))
+
+
+def test_partial_fit_goes_on_after_pickling_as_if_it_had_not_been():
+    model = regressor(epochs=2).fit(X, TARGETS)
+    copy = pickle.loads(pickle.dumps(model))
+    for each in (model, copy):
+        each.partial_fit(X, TARGETS)
+    assert np.array_equal(model.predict(X), copy.predict(X))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"module": nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(3)])}, {"optimizer": optax.adam(0.01), "learning_rate": None}],
+    ids=["the default", "a module", "an optimizer"],
+)
+def test_it_is_pickled_with_functions_and_all(options):
+    model = classifier(epochs=3, **options).fit(X, LABELS)
+    twice = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(model))))
+    assert np.array_equal(twice.predict_proba(X), model.predict_proba(X))
+    assert not hasattr(pickle.loads(pickle.dumps(clone(model))), "classes_")
+
+
+def test_fields_of_the_module_are_parameters():
+    model = classifier(module=MLP(3))
+    assert {name: value for name, value in model.get_params().items() if name.startswith("module__")} == {
+        "module__num_outputs": 3,
+        "module__features": 16,
+        "module__rate": 0.0,
+    }
+    assert "module__features" not in model.get_params(deep=False)
+    assert model.set_params(module__features=5, epochs=2).module == MLP(3, features=5) and model.epochs == 2
+    with pytest.raises(ValueError, match=r"Invalid parameter 'module__width'.*fields \['num_outputs', 'features', 'rate'\]"):
+        model.set_params(module__width=3)
+    with pytest.raises(ValueError, match="Invalid parameter 'module__features'"):
+        classifier(module=MLP).set_params(module__features=3)
+
+
+def test_a_search_over_the_modules_fields_and_the_rate():
+    search = GridSearchCV(classifier(module=MLP(3), epochs=5), {"module__features": [1, 32], "learning_rate": [1e-5, 0.05]}, cv=2).fit(X, LABELS)
+    assert search.best_params_ == {"module__features": 32, "learning_rate": 0.05}
+    assert search.best_estimator_.module.features == 32
+
+
+def test_estimators_that_differ_in_their_seed_share_what_is_compiled():
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None)
+    try:
+        cross_val_score(regressor(epochs=2, batch_size=16), X, TARGETS, cv=3)
+        compiled.clear()
+        cross_val_score(regressor(epochs=2, batch_size=16, random_state=5), X, TARGETS, cv=3)
+        assert len(compiled) == 0
+    finally:
+        jax.monitoring.clear_event_listeners()
+
+
+def test_inputs_may_have_any_shape_and_integers_stay_if_asked_for():
+    images = RNG.normal(size=(40, 6, 6, 1))
+
+    class CNN(nn.Module):
+        classes: int
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(self.classes)(nn.relu(nn.Conv(4, (3, 3))(x)).reshape(x.shape[0], -1))
+
+    assert classifier(module=CNN, epochs=2).fit(images, images[:, 0, 0, 0] > 0).predict(images).shape == (40,)
+
+    class Embedded(nn.Module):
+        classes: int
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(self.classes)(nn.Embed(7, 8)(x).mean(axis=1))
+
+    tokens = RNG.integers(0, 7, (60, 5)).astype(np.int32)
+    model = classifier(module=Embedded, dtype=None, epochs=60).fit(tokens, (tokens == 3).any(axis=1))
+    assert model.score(tokens, (tokens == 3).any(axis=1)) > 0.8
+
+
+def test_callbacks_losses_and_all_of_the_trainer_are_at_hand(tmp_path):
+    seen = []
+    model = regressor(epochs=3, loss="mae", callbacks=[LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(epoch))]).fit(X, TARGETS)
+    assert seen == [0, 1, 2] and list(model.history_) == ["loss"]
+    assert model.trainer_.step > 0 and model.trainer_.save(tmp_path / "saved").is_dir()
+
+
+def test_before_fit_it_says_so():
+    for model in (LinenClassifier(), LinenRegressor()):
+        with pytest.raises(NotFittedError):
+            model.predict(X)
+        with pytest.raises(NotFittedError):
+            model.trainer_  # noqa: B018 (reading it is what fails)
+    assert is_classifier(LinenClassifier()) and is_regressor(LinenRegressor())
+
+
+LOADING = """
+import pickle, sys
+import numpy as np
+model, x, expected = pickle.load(open(sys.argv[1], "rb"))
+assert np.abs(model.predict_proba(x) - expected).max() < 1e-6
+print(round(model.score(x, model.predict(x)), 3))
+"""
+
+
+@pytest.mark.slow
+def test_a_search_on_the_digits_reaches_97_percent_and_is_loaded_in_another_process(tmp_path):
+    x, y = load_digits(return_X_y=True)
+    x, held_x, y, held_y = train_test_split(x, y, test_size=0.25, stratify=y, random_state=0)
+    pipeline = make_pipeline(StandardScaler(), LinenClassifier(MLP(10, features=64), epochs=30, random_state=0))
+    search = GridSearchCV(pipeline, {"linenclassifier__learning_rate": [1e-4, 3e-3], "linenclassifier__module__rate": [0.0, 0.3]}, cv=3).fit(x, y)
+    assert search.score(held_x, held_y) >= 0.97
+    path = tmp_path / "search.pickle"
+    path.write_bytes(pickle.dumps((search, held_x, search.predict_proba(held_x))))
+    # The module's class is found by its name, as pickle has it.
+    root = str(pathlib.Path(__file__).resolve().parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys\nsys.path.insert(0, {root!r})\n{LOADING}", str(path)], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "1.0\n", done.stderr
+
+
+def test_the_diabetes_data_are_learned_as_well_as_by_a_linear_model():
+    x, y = load_diabetes(return_X_y=True)
+    scaled = StandardScaler().fit_transform(x)
+    model = LinenRegressor(lambda targets: nn.Dense(targets), learning_rate=1.0, epochs=100, random_state=0).fit(scaled, y)
+    assert model.score(scaled, y) > 0.5
+
+
+def test_numbers_are_float64_and_do_not_lose_what_a_softmax_has():
+    model = classifier(module=lambda classes: _Huge(classes), epochs=1).fit(X, LABELS)
+    assert np.isfinite(model.predict_proba(X)).all()
+
+
+class _Huge(nn.Module):
+    classes: int
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(self.classes)(x) * jnp.float32(1e4)
