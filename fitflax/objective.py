@@ -5,6 +5,7 @@ that is decided from their structure alone, so it is the same at every trace.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -278,6 +279,7 @@ def _resolve_loss(spec: Any) -> Any:
         return _NamedLoss(spec)
     if not callable(spec) or isinstance(spec, type):
         raise LossError(f"A loss is a name or a function (outputs, targets) -> one value per example. Received: {spec!r}.")
+    _check_order("loss", spec, LossError)
     return spec
 
 
@@ -285,8 +287,28 @@ def _resolve_metric(spec: Any) -> tuple[str, Metric] | list[tuple[str, Metric]]:
     if is_clu(spec):
         adapted = adapt_clu(spec)
         return list(adapted.items()) if isinstance(adapted, dict) else (adapted.name, adapted)
+    if not isinstance(spec, str):
+        _check_order("metric", spec, MetricError)
     metric = metrics.resolve(spec)
     return spec if isinstance(spec, str) else metrics.metric_name(metric), metric
+
+
+def _check_order(what: str, fn: Any, error: type[FitflaxError]) -> None:
+    """Checks that a function's first two arguments are not those of Keras, in its order.
+
+    Raises:
+        FitflaxError: They are, of the class `error`.
+    """
+    try:
+        names = list(inspect.signature(fn).parameters)[:2]
+    except (TypeError, ValueError):
+        return  # Whatever it is, it says nothing of its arguments.
+    if names == ["y_true", "y_pred"]:
+        name = getattr(fn, "__name__", type(fn).__name__)
+        raise error(
+            f"The {what} {name}({', '.join(names)}) takes the targets first, as in Keras, but is called with (outputs, targets). Swap its arguments, or give "
+            f"lambda outputs, targets: {name}(targets, outputs)."
+        )
 
 
 def _check_weighted(spec: Any) -> None:
@@ -347,7 +369,8 @@ def _call_loss(spec: Any, outputs: PyTree, targets: PyTree, output: str | None =
     where = "" if output is None else f" of output {output!r}"
     has_targets = bool(jax.tree.leaves(targets))
     if isinstance(spec, _NamedLoss) and not has_targets:
-        raise LossError(f"The loss {spec!r}{where} needs targets, but the batches hold none. Yield (x, y), pass y=, or name Trainer(targets=...).")
+        advice = "Yield (x, y), pass y=, give validation_data=(x, y), or name Trainer(targets=...)."
+        raise LossError(f"The loss {spec!r}{where} needs targets, but the batches hold none. {advice}")
     fn = spec.fn if isinstance(spec, _NamedLoss) else spec
     try:
         values = fn(outputs, targets) if has_targets else fn(outputs)
@@ -373,6 +396,8 @@ def _flatten(spec: Any, names: Sequence[str] | None) -> list[tuple[str | None, s
         by_output = _by_output(spec, names, "metrics", MetricError)
         return [(name, key, metric) for name in names for key, metric in _one_output(by_output[name])]
     if isinstance(spec, dict):
+        if any(isinstance(value, list | dict) for value in spec.values()):
+            raise MetricError(f"compile(metrics=...) names {sorted(spec)}, but the module's outputs are {list(names)}.{did_you_mean(next(iter(spec)), names)}")
         # Log keys instead of outputs: these see everything.
         return [(None, key, metric) for key, metric in _one_output(spec)]
     entries = spec if isinstance(spec, list) else [spec]

@@ -218,7 +218,7 @@ def set_learning_rate(opt_state: Any, value: Any, label: str | None = None) -> A
     if "learning_rate" in getattr(node, "hyperparams_states", ()):
         raise OptimizerError(
             f"The learning rate cannot be set: a schedule computes it before every update (opt_state{jax.tree_util.keystr(path)}), and a value put beside it "
-            "would be ignored. Give a number instead of the schedule, to optimizers.get or optax.inject_hyperparams."
+            "would be ignored. Give a number instead of the schedule: compile(..., learning_rate=0.001), optimizers.get or optax.inject_hyperparams."
         )
     target = (*path, jax.tree_util.GetAttrKey("hyperparams"), jax.tree_util.DictKey("learning_rate"))
     return jax.tree_util.tree_map_with_path(lambda leaf_path, leaf: _like(leaf, number) if leaf_path == target else leaf, opt_state)

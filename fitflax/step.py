@@ -249,7 +249,7 @@ class Task:
             means["sown"], share = self._scalar_part("sown", value, mask, totals)
             local += share
         if train and not means:
-            raise LossError("There is nothing to minimize: compile() has no loss, and the module sows no 'losses'.")
+            raise LossError("There is nothing to minimize: compile() has no loss, and the module sows no 'losses'. Give one: compile(optimizer, loss).")
         metrics: dict[str, Metric] = {"loss": TotalLoss(means)} if means else {}
         outputs = aux.get(OUTPUTS)
         for key, value in aux.items():

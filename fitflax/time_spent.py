@@ -14,7 +14,8 @@ class TimeSpent:
         clock: Returns seconds; `time.perf_counter` by default.
 
     Attributes:
-        seconds: By `"compiling"` (and tracing, and initializing), `"data"` (waiting for it), `"evaluating"` and `"saving"`.
+        seconds: By `"compiling"` (and tracing, and initializing), `"data"` (waiting for it), `"evaluating"`, `"callbacks"` (their hooks, but those of
+            batches) and `"saving"`.
         examples: How many real examples were trained on.
 
     >>> now = iter(range(100))
@@ -30,7 +31,7 @@ class TimeSpent:
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self.clock = clock or time.perf_counter
-        self.seconds = {"compiling": 0.0, "data": 0.0, "evaluating": 0.0, "saving": 0.0}
+        self.seconds = {"compiling": 0.0, "data": 0.0, "evaluating": 0.0, "callbacks": 0.0, "saving": 0.0}
         self.examples = 0
         self._begin = self.clock()
         self._inner = 0.0  # What was claimed inside of what is being measured.

@@ -507,7 +507,8 @@ class Trainer:
                 for evaluate in validation.loops:
                     evaluate.prepare(session.need_state("fit").borrow())
             arguments.check_log_keys(session.need_compiled("fit").kinds, tuple(sets))
-            known = {"steps": steps_per_epoch or source.num_batches, "log_every": log_every, "note": note or session.choice}
+            batches = steps_per_epoch or source.num_batches
+            known = {"steps": min(trial, batches or trial) if trial else batches, "log_every": log_every, "note": note or session.choice}
             self._run(run, hooks, {**known, **self._params(source, sets, settings)}, saved, interruption)
         interruption.leave()
         return self._history
@@ -563,7 +564,13 @@ class Trainer:
     def _run(self, run: Run, hooks: CallbackList, params: Mapping[str, Any], saved: Saved | None, interruption: Interruption) -> None:
         """Makes a run with its callbacks, from `on_train_begin` to `on_train_end`, which always comes."""
         resumed_step = None if saved is None else run.step
-        known = {"epochs": run.plan.end_epoch, "first_epoch": run.progress.epoch, "resumed_step": resumed_step, "time_spent": run.spent}
+        known = {
+            "epochs": run.plan.end_epoch,
+            "first_epoch": run.progress.epoch,
+            "resumed_step": resumed_step,
+            "time_spent": run.spent,
+            "is_done": run.has_nothing_to_do,
+        }
         hooks.bind(self, {**params, **known})
         hooks.spent = run.spent
         hooks.leaves_at_once = lambda: interruption.leaves_at_once

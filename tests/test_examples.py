@@ -70,6 +70,26 @@ def test_the_demo_ends_with_its_directories_and_an_accuracy_of_at_least_0_97(tmp
     assert float(re.fullmatch(r"test accuracy: (0\.9\d\d)", lines[-1])[1]) >= 0.97
 
 
+# -- fine_tuning and grid_search --
+
+
+def test_what_was_learned_on_other_digits_is_of_use(tmp_path):
+    accuracies = load("fine_tuning").main(tmp_path, epochs=3, features=4, verbose=0)
+    assert list(accuracies) == ["from scratch", "everything", "all but the first layer", "head and biases", "the head alone"]
+    assert (tmp_path / "pretrained").is_dir() and all(0.2 < accuracy <= 1 for accuracy in accuracies.values())
+
+
+@pytest.mark.slow
+def test_tuning_is_better_than_beginning_from_scratch(tmp_path):
+    accuracies = load("fine_tuning").main(tmp_path, verbose=0)
+    assert accuracies["everything"] > accuracies["from scratch"] + 0.03 and accuracies["all but the first layer"] > accuracies["from scratch"] + 0.03
+
+
+def test_a_search_finds_a_model_and_leaves_it_in_a_file(tmp_path):
+    assert load("grid_search").main(tmp_path, epochs=3, verbose=0) > 0.8
+    assert (tmp_path / "search.pickle").is_file()
+
+
 # -- modular_loop --
 
 

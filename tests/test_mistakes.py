@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import time
 import warnings
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from flax import linen as nn
 
 import fitflax
-from fitflax.callbacks import EarlyStopping, ModelCheckpoint
+from fitflax.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
 from fitflax.errors import (
     CallbackError,
     ConfigError,
@@ -265,3 +266,99 @@ def test_whole_numbers_and_files_are_not_looked_at(tmp_path: pathlib.Path):
     np.save(tmp_path / "x.npy", bad_examples())
     trainer = make(loss=lambda outputs, targets: outputs.sum(-1) * 0)
     trainer.fit(np.load(tmp_path / "x.npy", mmap_mode="r"), Y, verbose=0)
+
+
+# --- Habits of Keras ---
+
+
+def trainer_of(**options: Any) -> fitflax.Trainer:
+    trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(jax.devices()[:1]))
+    trainer.compile("sgd", **{"loss": LABELS, **options})
+    return trainer
+
+
+def pinball(y_true, y_pred):
+    return jnp.abs(y_pred - y_true)
+
+
+@pytest.mark.parametrize(("options", "error", "what"), [({"loss": pinball}, LossError, "loss"), ({"metrics": [pinball]}, MetricError, "metric")])
+def test_a_function_that_takes_the_targets_first_is_not_called_the_other_way_round(options, error, what):
+    with pytest.raises(
+        error, match=rf"^The {what} pinball\(y_true, y_pred\) takes the targets first, as in Keras.*lambda outputs, targets: pinball\(targets, outputs\)"
+    ):
+        trainer_of(**options)
+
+
+def test_a_checkpoint_is_no_file_with_placeholders():
+    with pytest.raises(ConfigError, match=r"has no placeholders: those in it are named by their steps.*\{epoch:02d\}"):
+        ModelCheckpoint("w.{epoch:02d}-{val_loss:.2f}.keras")
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (32, r"Received: int\. Sizes go by their names: batch_size=32"),
+        ({"a": X[:, 0]}, r"Received: dict\. It counts for all outputs; weigh one output by itself"),
+    ],
+)
+def test_weights_are_one_array(weights, message):
+    with pytest.raises(DataError, match=rf"^sample_weight must be one array, \[examples\] or \[examples, \.\.\.\]\. {message}"):
+        trainer_of().fit(X, Y, weights)
+
+
+def test_a_callback_says_where_the_model_is():
+    class Ported(fitflax.callbacks.Callback):
+        def on_train_begin(self, logs):
+            self.model.summary()
+
+    with pytest.raises(AttributeError, match=r"'Ported' object has no attribute 'model'\. What runs it is self\.trainer: self\.trainer\.model"):
+        trainer_of().fit(X, Y, callbacks=[Ported()], verbose=0)
+
+
+def test_keras_short_names_of_hooks_are_known():
+    class Ported(fitflax.callbacks.Callback):
+        def on_batch_end(self, batch, logs):
+            """Never called."""
+
+    with pytest.warns(FitflaxWarning, match=r"Ported\.on_batch_end is no hook .* Did you mean 'on_train_batch_end'"):
+        trainer_of().fit(X, Y, callbacks=[Ported()], verbose=0)
+
+
+def test_another_optimizers_state_is_named_as_such(tmp_path):
+    trainer_of().fit(X, Y, epochs=1, callbacks=[ModelCheckpoint(tmp_path)], verbose=0)
+    other = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(jax.devices()[:1]))
+    other.compile("adam", LABELS)
+    with pytest.raises(
+        fitflax.errors.RestoreError,
+        match=r"does not fit this optimizer: missing opt_state.*Compile with the one it was saved with, or restore it with weights_only",
+    ):
+        other.fit(X, Y, epochs=2, callbacks=[ModelCheckpoint(tmp_path)], resume="auto", verbose=0)
+
+
+def test_metrics_under_a_name_that_is_no_output_say_so():
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return {"left": nn.Dense(1)(x), "right": nn.Dense(1)(x)}
+
+    trainer = fitflax.Trainer(Two())
+    trainer.compile("sgd", {"left": "mse", "right": "mse"}, metrics={"lefd": ["mae"]})
+    with pytest.raises(MetricError, match=r"names \['lefd'\], but the module's outputs are \['left', 'right'\]\. Did you mean 'left'"):
+        trainer.fit(X, {"left": X[:, :1], "right": X[:, :1]}, verbose=0)
+
+
+def test_the_time_of_callbacks_is_their_own_and_a_trial_shows_its_own_number_of_steps(capsys):
+    def wait(epoch, logs):
+        time.sleep(0.3)
+
+    trainer = trainer_of()
+    trainer.fit(X, Y, batch_size=2, callbacks=[LambdaCallback(on_epoch_end=wait)], verbose=2)
+    assert re.search(r"0\.3 s in callbacks", capsys.readouterr().out)
+    trainer.fit(X, Y, batch_size=2, fast_dev_run=2, verbose=2)
+    assert "\n2/2 - " in capsys.readouterr().out
+
+
+def test_a_run_with_nothing_left_to_do_says_so(tmp_path, capsys):
+    for _ in range(2):
+        trainer_of().fit(X, Y, epochs=2, callbacks=[ModelCheckpoint(tmp_path)], resume="auto", verbose=2)
+    assert "Resumed at step 2, nothing is left to do." in capsys.readouterr().out

@@ -47,7 +47,7 @@ def test_case_36_a_wait_for_data_is_seen_and_shares_sum_to_1(now, compiled, opti
             yield X, Y
 
     spent = fit(batches, *options.get("callbacks", ()), compiled=compiled)
-    assert spent.seconds == {"compiling": 0.0, "data": 2.0, "evaluating": 0.0, "saving": 0.0} and spent.stepping == 0
+    assert spent.seconds == {"compiling": 0.0, "data": 2.0, "evaluating": 0.0, "callbacks": 0.0, "saving": 0.0} and spent.stepping == 0
     assert spent.shares["data"] == 1 and sum(spent.shares.values()) == 1 and spent.examples == 16
 
 
@@ -67,7 +67,7 @@ def test_evaluations_and_saves_are_counted_for_themselves_with_the_data_they_wai
 
     monkeypatch.setattr(ModelCheckpoint, "on_checkpoint", slow)
     spent = fit((X, Y), ModelCheckpoint(tmp_path), LambdaCallback(on_epoch_end=epoch), epochs=2, validation_data=validation)
-    assert (spent.seconds["evaluating"], spent.stepping) == (6, 2) and spent.seconds["saving"] >= 14
+    assert (spent.seconds["evaluating"], spent.seconds["callbacks"], spent.stepping) == (6, 2, 0) and spent.seconds["saving"] >= 14
     assert sum(spent.shares.values()) == pytest.approx(1)
 
 
@@ -82,10 +82,10 @@ def test_what_is_claimed_inside_is_not_counted_twice():
                 now[0] += 4
         spent.add("saving", 0.5)
     now[0] += 8
-    assert spent.seconds == {"evaluating": 0.5, "data": 2, "compiling": 4, "saving": 0.5} and (spent.stepping, spent.total) == (8, 15)
+    assert spent.seconds == {"evaluating": 0.5, "data": 2, "compiling": 4, "callbacks": 0, "saving": 0.5} and (spent.stepping, spent.total) == (8, 15)
     spent.move("evaluating", "compiling", 0.25)
     assert (spent.seconds["evaluating"], spent.seconds["compiling"]) == (0.25, 4.25)
 
 
 def test_a_run_that_took_no_time_was_all_steps():
-    assert TimeSpent(lambda: 0.0).shares == {"stepping": 1.0, "compiling": 0.0, "data": 0.0, "evaluating": 0.0, "saving": 0.0}
+    assert TimeSpent(lambda: 0.0).shares == {"stepping": 1.0, "compiling": 0.0, "data": 0.0, "evaluating": 0.0, "callbacks": 0.0, "saving": 0.0}

@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import jax
 
@@ -150,6 +150,13 @@ class Callback:
         """Returns what is pickled: all but the trainer, and what belongs to its call."""
         own = {name: value for name, value in vars(self).items() if name not in ("trainer", "params", "_own_schedule")}
         return {name: None if isinstance(value, Saver) else value for name, value in own.items()}
+
+    if not TYPE_CHECKING:  # Or every name would be an attribute.
+
+        def __getattr__(self, name):
+            """Says where to find what Keras's callbacks have."""
+            hints = {"model": " What runs it is self.trainer: self.trainer.model, self.trainer.state.", "trainer": " It is there from the first hook on."}
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.{hints.get(name, '')}")
 
     # -- hooks --
 
@@ -336,8 +343,9 @@ class CallbackList:
         given = list(callbacks)
         for callback in given:
             _check(callback)
-        if len({id(callback) for callback in given}) < len(given):
-            raise CallbackError(f"A callback is given twice: {[type(callback).__name__ for callback in given]}.")
+        for place, callback in enumerate(given):
+            if any(callback is other for other in given[:place]):
+                raise CallbackError(f"A callback is given twice: the same {type(callback).__name__} is in the list more than once.")
         with_state = [callback.state_key for callback in given if type(callback).state_dict is not Callback.state_dict]
         for key in with_state:
             if with_state.count(key) > 1:
@@ -369,8 +377,16 @@ class CallbackList:
 
     def call(self, hook: str, *arguments: Any) -> None:
         """Calls `hook` of all callbacks that override it."""
-        for method in self._hooks[hook]:
-            method(*arguments)
+        if hook not in _TIMED:
+            for method in self._hooks[hook]:
+                method(*arguments)
+            return
+        logs = arguments[-1] if self._hooks[hook] else None
+        if isinstance(logs, Logs) and logs.source is not None:
+            logs.source.wait()  # Steps that are still being made are no time of theirs.
+        with self.spent.on("callbacks"):
+            for method in self._hooks[hook]:
+                method(*arguments)
 
     @property
     def keep(self) -> Keep:
@@ -522,12 +538,21 @@ class CallbackList:
 
 
 def _same_key(key: str) -> CallbackError:
-    return CallbackError(f"Two callbacks would save their state under the key {key!r}. Give them other arguments, or override state_key in one.")
+    return CallbackError(
+        f"Two callbacks would save their state under the key {key!r}. What stands there tells them apart, of a path its last part, so "
+        "that a run's directory can be moved. Give them other names or arguments, or override state_key in one."
+    )
 
 
 def overrides(callback: Callback, hook: str) -> bool:
     """Returns whether `callback` does anything in `hook`."""
     return hook in vars(callback) or getattr(type(callback), hook) is not getattr(Callback, hook)
+
+
+# Keras's other names of hooks.
+_ALIASES = {"on_batch_begin": "on_train_batch_begin", "on_batch_end": "on_train_batch_end"}
+# Hooks whose time is the callbacks' own; in those of batches they mostly wait for steps.
+_TIMED = {"on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end"}
 
 
 def _check(callback: Any) -> None:
@@ -549,7 +574,8 @@ def _check(callback: Any) -> None:
                 continue  # A function without a signature, as some of C have.
     for hook in dir(type(callback)):
         if hook.startswith("on_") and not hasattr(Callback, hook):
-            warnings.warn(f"{name}.{hook} is no hook and is never called by fitflax.{did_you_mean(hook, HOOKS)}", FitflaxWarning, stacklevel=4)
+            meant = f" Did you mean {_ALIASES[hook]!r}?" if hook in _ALIASES else did_you_mean(hook, HOOKS)
+            warnings.warn(f"{name}.{hook} is no hook and is never called by fitflax.{meant}", FitflaxWarning, stacklevel=4)
 
 
 def check_trigger(owner: str, every: Any) -> None:

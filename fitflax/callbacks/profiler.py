@@ -1,6 +1,7 @@
 """`Profiler`: a trace of some steps, by JAX's own profiler."""
 
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing_extensions import override
 
 from fitflax.callbacks.base import Callback, Phase
 from fitflax.checkpoints.checkpoint import Checkpoint
-from fitflax.errors import CallbackError
+from fitflax.errors import CallbackError, FitflaxWarning
 from fitflax.triggers import at
 
 __all__ = ["Profiler"]
@@ -48,11 +49,11 @@ class Profiler(Callback):
         self.directory = Path(directory)
         self.steps = (first, last)
         self._begin = 0
-        self._is_recording = False
+        self._is_recording = self._has_recorded = False
 
     @override
     def open_run(self, run_id: str, step: int) -> None:
-        self._begin = step
+        self._begin, self._has_recorded = step, False
         first, last = self.steps
         # The trigger of a run, which counts from the begin of the training.
         self.every = at(*{self._begin + first - 1, self._begin + last} - {0})
@@ -83,7 +84,7 @@ class Profiler(Callback):
             jax.profiler.start_trace(str(self.directory), create_perfetto_trace=True)
         except RuntimeError as error:
             raise CallbackError(f"Profiler cannot record: {error}") from error
-        self._is_recording = True
+        self._is_recording = self._has_recorded = True
 
     def _stop(self) -> None:
         self._is_recording = False
@@ -93,3 +94,5 @@ class Profiler(Callback):
     def on_train_end(self, logs: Mapping[str, Any]) -> None:
         if self._is_recording:
             self._stop()
+        elif not self._has_recorded and 0 < (made := self.trainer.step - self._begin) < self.steps[0]:
+            warnings.warn(f"Profiler recorded nothing: the run made {made} steps, and it was to begin with step {self.steps[0]}.", FitflaxWarning, stacklevel=2)

@@ -116,8 +116,8 @@ class ProgressBar(Callback):
         self._epoch_begin, self._epoch_first, self._steps = time.monotonic(), -1, 0
         self._close()
         if self.params.get("resumed_step") is not None:
-            self._line(f"Resumed at step {self.params['resumed_step']}, epoch {int(self.params.get('first_epoch') or 0) + 1}.")
-
+            begin = "nothing is left to do" if self.params.get("is_done") else f"epoch {int(self.params.get('first_epoch') or 0) + 1}"
+            self._line(f"Resumed at step {self.params['resumed_step']}, {begin}.")
         if self.params.get("note"):
             self._line(self.params["note"])
 
@@ -282,6 +282,6 @@ def _summary(steps: int, spent: Any) -> str:
     stepping, total = spent.stepping, spent.total
     rate = spent.examples / max(stepping + spent.seconds["data"], 1e-9)
     parts = {"stepping": stepping, **spent.seconds}
-    names = {"data": "waiting for data"}
+    names = {"data": "waiting for data", "callbacks": "in callbacks"}
     said = ", ".join(f"{seconds:.1f} s {names.get(what, what)}" for what, seconds in parts.items() if seconds >= 0.05)
     return f"{steps} steps in {total:.1f} s{f' ({said})' if said else ''}, {rate:,.0f} examples/s while training."

@@ -97,6 +97,8 @@ class CheckpointStore:
 
     def __init__(self, directory: str | os.PathLike[str], *, backend: str = "msgpack") -> None:
         check_backend(backend)
+        if re.search(r"\{\w+(:[^{}]*)?\}", str(directory)):
+            raise ConfigError(f"A directory of checkpoints has no placeholders: those in it are named by their steps, step_00000010. Received: {directory!s}.")
         self.directory = Path(directory)
         self.backend = backend
         self._saver: Saver | None = None

@@ -421,11 +421,16 @@ def restore_tree(target: PyTree, saved: Any, *, where: str, root: str, key_impls
     found = {path: leaf for path, leaf in walk(saved, root) if leaf is not None}
     differing = (("missing", paths.keys() - found), ("unexpected", found.keys() - paths))
     faults = [f"{title} {', '.join(sorted(map(shown, names)))}" for title, names in differing if names]
+    differing_leaves: list[str] = []
     for path in sorted(paths.keys() & found):
         leaves[paths[path]], difference = fit_leaf(leaves[paths[path]], found[path], key_impls.get(path))
         faults += [f"{shown(path)} {difference}"] if difference else []
+        differing_leaves += [path] if difference else []
     if faults:
-        raise RestoreError(f"{where} does not fit this model: {'; '.join(faults)}.{f' {advice}' if advice else ''}")
+        # Of parameters that fit, another optimizer's state.
+        is_optimizers = root == "train" and all(path.startswith("train/opt_state") for path in {*paths.keys() ^ found.keys(), *differing_leaves})
+        what, also = ("optimizer", "Compile with the one it was saved with, or restore it with weights_only=True.") if is_optimizers else ("model", advice)
+        raise RestoreError(f"{where} does not fit this {what}: {'; '.join(faults)}.{f' {also}' if also else ''}")
     return jax.tree.unflatten(treedef, leaves)
 
 

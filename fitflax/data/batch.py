@@ -361,7 +361,12 @@ def check_weights(weights: Any) -> None:
         DataError: They are something else.
     """
     if weights is not None and not hasattr(weights, "shape"):
-        raise DataError(f"sample_weight must be one array. Received: a {type(weights).__name__}. Batches are given as a function: `lambda: batches`.")
+        hint = " Batches are given as a function: `lambda: batches`."
+        if isinstance(weights, int | float):
+            hint = " Sizes go by their names: batch_size=32."
+        elif isinstance(weights, Mapping | list | tuple):
+            hint = " It counts for all outputs; weigh one output by itself in a loss of your own. Batches are given as a function: `lambda: batches`."
+        raise DataError(f"sample_weight must be one array, [examples] or [examples, ...]. Received: {type(weights).__name__}.{hint}")
 
 
 def _check_class_weight(class_weight: Mapping[int, float]) -> dict[int, float]:

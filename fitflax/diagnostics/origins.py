@@ -30,6 +30,9 @@ class Origin(NamedTuple):
         is_backward: Whether it belongs to the backward pass.
         source: The line of the user's code that it follows from, `"model.py:31 in __call__"`; `""` where there is none.
         operands: What it was given: dtype, shape and range of each array.
+
+    >>> print(Origin("NaN", "log", "Net/Dense_0", False, "net.py:12 in __call__", ("float32[8] of -1 to 3",)))
+    NaN from log in Net/Dense_0 (net.py:12 in __call__), of float32[8] of -1 to 3
     """
 
     kind: str

@@ -36,7 +36,7 @@ MAKE = {
     "LambdaCallback": lambda path: callbacks.LambdaCallback(notice, every=fitflax.every(steps=2)),
     "LearningRateScheduler": lambda path: callbacks.LearningRateScheduler(_rate),
     "ModelCheckpoint": lambda path: callbacks.ModelCheckpoint(path / "checkpoints", overwrite=True),
-    "Profiler": lambda path: callbacks.Profiler(path / "profile", steps=(100, 100)),
+    "Profiler": lambda path: callbacks.Profiler(path / "profile", steps=(1, 1)),
     "ProgressBar": lambda path: callbacks.ProgressBar(),
     "ReduceLROnPlateau": lambda path: callbacks.ReduceLROnPlateau(patience=9),
     "SummaryLogger": lambda path: callbacks.SummaryLogger(),

@@ -147,7 +147,7 @@ def test_nan_never_improves():
 
 def test_the_reason_says_what_was_best():
     callback, _ = observed([2.0, 1.0, 3.0, 4.0], patience=2)
-    assert callback.trainer.reason == "EarlyStopping: score has not improved for 2 observations; the best is 1 of epoch 1"
+    assert callback.trainer.reason == "EarlyStopping: score has not improved for 2 observations; the best is 1 of epoch 2"
 
 
 # --- What it puts back ---

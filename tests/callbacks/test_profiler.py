@@ -11,7 +11,7 @@ import pytest
 
 import fitflax
 from fitflax.callbacks import LambdaCallback, ModelCheckpoint, Profiler
-from fitflax.errors import CallbackError
+from fitflax.errors import CallbackError, FitflaxWarning
 from fitflax.parallel import DataParallel
 
 X, Y = np.ones((40, 4), np.float32), np.ones((40, 2), np.float32)
@@ -46,11 +46,15 @@ def recorded(monkeypatch):
         ((1, 2), 20, [("start", 0), ("stop", 2)]),
         ((12, 12), 20, [("start", 11), ("stop", 12)]),
         ((10, 40), 20, [("start", 9), ("stop", 20)]),  # The run ends before.
-        ((30, 40), 20, []),
     ],
 )
 def test_the_steps_asked_for_are_recorded(steps, total, expected, recorded, tmp_path):
     assert recorded(Profiler(tmp_path, steps=steps), steps=total) == expected
+
+
+def test_a_run_that_ends_before_says_that_nothing_was_recorded(recorded, tmp_path):
+    with pytest.warns(FitflaxWarning, match="Profiler recorded nothing: the run made 20 steps, and it was to begin with step 30"):
+        assert recorded(Profiler(tmp_path, steps=(30, 40)), steps=20) == []
 
 
 def test_steps_are_counted_from_where_a_call_begins(recorded, tmp_path):
