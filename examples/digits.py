@@ -26,7 +26,7 @@ class CNN(nn.Module):
             x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
             x = nn.relu(x)
             x = nn.max_pool(x, (2, 2), (2, 2))
-        x = x.reshape(len(x), -1)
+        x = x.reshape(x.shape[0], -1)
         x = nn.Dropout(0.3, deterministic=not train)(x)
         return nn.Dense(10)(x)
 

@@ -14,6 +14,7 @@ import fitflax
 import fitflax.exporting as exporting
 from fitflax.errors import ConfigError, ModelError, NotReadyError
 from fitflax.parallel import DataParallel
+from tests.test_examples import load
 
 pytest.importorskip("flatbuffers")
 
@@ -83,10 +84,12 @@ def test_another_process_runs_it_without_fitflax_flax_and_the_modules_code(tmp_p
 
 
 @pytest.mark.slow  # Needs a package index.
-def test_an_environment_of_jax_and_flatbuffers_alone_runs_it(tmp_path):
-    trainer = trained()
+def test_the_digits_network_runs_in_an_environment_of_jax_and_flatbuffers_alone(tmp_path):
+    digits = load("digits")
+    train, _, test = digits.load()
+    trainer = trained(digits.CNN(), *train)
     path = trainer.export(tmp_path / "cnn")
-    np.savez(tmp_path / "data.npz", x=X, outputs=trainer.predict(X))
+    np.savez(tmp_path / "data.npz", x=test[0], outputs=trainer.predict(test[0]))
     (tmp_path / "run.py").write_text(SCRIPT)
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True, timeout=120)
     python = str(tmp_path / "venv" / "bin" / "python")

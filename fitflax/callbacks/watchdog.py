@@ -38,15 +38,12 @@ class Watchdog(Callback):
         self.seconds = float(seconds)
         self._file = file
         self._signs = 0
-        self._ended: threading.Event | None = None
-        self._thread: threading.Thread | None = None
+        self._watch: object = None  # The present one; a thread whose own it is not ends.
 
     @override
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:
-        self.close()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, args=(self._ended,), name="fitflax-watchdog", daemon=True)
-        self._thread.start()
+        self._watch = watch = object()
+        threading.Thread(target=self._look, args=(watch,), name="fitflax-watchdog", daemon=True).start()
 
     @override
     def on_test_end(self, logs: Mapping[str, Any]) -> None:
@@ -58,19 +55,18 @@ class Watchdog(Callback):
 
     @override
     def on_train_end(self, logs: Mapping[str, Any]) -> None:
-        self.close()
+        self.close()  # Without waiting for the thread, whose turn may be a second away.
 
     @override
     def close(self) -> None:
-        if self._ended is not None and self._thread is not None:
-            self._ended.set()
-            self._thread.join()
-        self._ended = self._thread = None
+        self._watch = None
 
-    def _watch(self, ended: threading.Event) -> None:
-        seen, since = (self.trainer.step, self._signs), time.monotonic()
-        reported = 0
-        while not ended.wait(min(self.seconds / 10, 1.0)):
+    def _look(self, watch: object) -> None:
+        seen, since, reported = (self.trainer.step, self._signs), time.monotonic(), 0
+        while True:
+            time.sleep(min(self.seconds / 10, 1.0))
+            if self._watch is not watch:
+                return
             now = self.trainer.step, self._signs
             if now != seen:
                 seen, since, reported = now, time.monotonic(), 0
