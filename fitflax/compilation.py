@@ -17,7 +17,7 @@ from fitflax.data.batch import leaf_paths
 from fitflax.errors import ConfigError, FitflaxWarning
 from fitflax.state import Batch
 
-__all__ = ["AheadOfTime", "CompiledShapes", "enable_compilation_cache"]
+__all__ = ["AheadOfTime", "Compilation", "CompiledShapes", "enable_compilation_cache"]
 
 _DIRECTORY = "jax_compilation_cache_dir"
 # JAX's option, its default, and what has everything cached. By default it leaves out what compiles in less than a second: most steps of small models.
@@ -86,39 +86,58 @@ def _own_directory() -> Path:
     return (Path(caches) if os.path.isabs(caches) else Path("~/.cache").expanduser()) / "fitflax" / "xla"
 
 
+class Compilation:
+    """A function that is being compiled in a thread, or has been.
+
+    Args:
+        lowered: What is compiled.
+    """
+
+    def __init__(self, lowered: jax.stages.Lowered) -> None:
+        self._memory: Any = None
+        self._thread = threading.Thread(target=self._compile, args=(lowered,), name="fitflax-compile")
+        self._thread.start()
+
+    def _compile(self, lowered: jax.stages.Lowered) -> None:
+        # The call compiles once more what could not be compiled, and has somebody to raise to.
+        with contextlib.suppress(Exception):
+            self._memory = lowered.compile().memory_analysis()
+
+    def wait(self) -> None:
+        """Waits for its end."""
+        self._thread.join()
+
+    def memory(self) -> Any:
+        """Returns JAX's analysis of the memory that it takes, once it is compiled; `None` where there is none."""
+        self.wait()
+        return self._memory
+
+
 class AheadOfTime:
     """Compiles functions while something else is done, such as waiting for data; the first call then finds what it needs.
 
     >>> double = jax.jit(lambda x: 2 * x)
     >>> ahead = AheadOfTime()
-    >>> ahead.start("double", double.lower(jax.ShapeDtypeStruct((2,), np.float32)))
+    >>> compilation = ahead.start("double", double.lower(jax.ShapeDtypeStruct((2,), np.float32)))
     >>> ahead.wait("double")
     >>> double(np.ones(2, np.float32)).tolist()
     [2.0, 2.0]
     """
 
     def __init__(self) -> None:
-        self._threads: dict[Any, threading.Thread] = {}
-        # By name, what the compiled function takes of a device's memory, where that is known.
-        self.memory: dict[Any, Any] = {}
+        self._going_on: dict[Any, Compilation] = {}
 
-    def start(self, name: Any, lowered: jax.stages.Lowered) -> None:
+    def start(self, name: Any, lowered: jax.stages.Lowered) -> Compilation:
         """Begins to compile a lowered function; `name` is what `wait` is asked for."""
         self.wait(name)
-        self._threads[name] = thread = threading.Thread(target=self._compile, args=(name, lowered), name="fitflax-compile")
-        thread.start()
+        self._going_on[name] = compilation = Compilation(lowered)
+        return compilation
 
     def wait(self, name: Any) -> None:
         """Waits until what was started under this name is there. Called before the function is, which would compile it a second time meanwhile."""
-        thread = self._threads.get(name)
-        if thread is not None:
-            thread.join()
-            del self._threads[name]
-
-    def _compile(self, name: Any, lowered: jax.stages.Lowered) -> None:
-        # The call compiles once more what could not be compiled, and has somebody to raise to.
-        with contextlib.suppress(Exception):
-            self.memory[name] = lowered.compile().memory_analysis()
+        compilation = self._going_on.pop(name, None)
+        if compilation is not None:
+            compilation.wait()
 
 
 class CompiledShapes:

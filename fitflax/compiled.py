@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from fitflax.compilation import AheadOfTime
+from fitflax.compilation import AheadOfTime, Compilation
 from fitflax.live import Carry, Sums
 from fitflax.parallel.base import Compiled, Layout
 from fitflax.parallel.packed import Form
@@ -72,16 +72,12 @@ class CompiledSteps:
             return None
         return function.lower(*arguments)
 
-    def begin(self, kind: str, treedef: Any, lowered: jax.stages.Lowered | None, *, keep: Keep = NOTHING) -> None:
-        """Has what was lowered compiled in a thread; `get` waits for it."""
-        if lowered is not None:
-            self._last.pop(kind, None)
-            self._ahead.start((kind, treedef, keep), lowered)
-
-    def memory(self, kind: str, treedef: Any, *, keep: Keep = NOTHING) -> Any:
-        """Returns JAX's analysis of the memory that a function takes on a device; `None` where it was not compiled ahead, or nothing is known."""
-        self._ahead.wait((kind, treedef, keep))
-        return self._ahead.memory.get((kind, treedef, keep))
+    def begin(self, kind: str, treedef: Any, lowered: jax.stages.Lowered | None, *, keep: Keep = NOTHING) -> Compilation | None:
+        """Has what was lowered compiled in a thread, which is returned; `get` waits for it."""
+        if lowered is None:
+            return None
+        self._last.pop(kind, None)
+        return self._ahead.start((kind, treedef, keep), lowered)
 
     def _make(self, kind: str, treedef: Any, keep: Keep) -> Compiled:
         name = kind, treedef, keep

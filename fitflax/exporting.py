@@ -1,7 +1,7 @@
 """A trained module as one file that needs neither fitflax nor the module's code: its inference function and weights through `jax.export`."""
 
 import os
-import tempfile
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def export_inference(
 
     Raises:
         ImportError: The package flatbuffers is not installed.
-        ConfigError: There is no such platform, or the weights are too large for one file.
+        ConfigError: There is no such platform, the weights are too large for one file, or `path` is a directory.
         ModelError: The module cannot be exported, and why.
     """
     try:
@@ -86,6 +86,8 @@ def _explained(error: Exception, name: str, inputs: PyTree, batch_size: int | No
         advice = " Its code asks for the number of rows where any number must do: pass batch_size=, or write x.shape[0] for len(x) and compare no sizes."
     elif "PyTree" in whole or "serializ" in whole:
         advice = " What goes in and comes out must be arrays in tuples, lists and dicts: register other containers with jax.export."
+    elif isinstance(error, ModelError):
+        return ModelError(f"{name} cannot be exported: {error}")
     else:
         advice = ""
     return ModelError(f"{name} cannot be exported for inputs {describe_shapes(inputs)}: {type(cause).__name__}: {text.rstrip('.')}.{advice}")
@@ -93,14 +95,17 @@ def _explained(error: Exception, name: str, inputs: PyTree, batch_size: int | No
 
 def _write(path: Path, data: bytes) -> Path:
     """Writes a file, which replaces another one once it is complete."""
+    if path.is_dir():
+        raise ConfigError(f"export writes one file, and {path} is a directory. Give the file's path, such as {path / 'model.jaxexport'}.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}"
+    try:
+        with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     return path

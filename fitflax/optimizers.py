@@ -102,7 +102,7 @@ def freeze(optimizer: optax.GradientTransformation, patterns: str | Sequence[str
     """
     if not isinstance(optimizer, optax.GradientTransformation):
         raise OptimizerError(f"freeze() takes an optax transformation, such as optimizers.get('adam'). Received: {optimizer!r}.")
-    wanted = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    wanted = (patterns,) if isinstance(patterns, str) else tuple(patterns) if isinstance(patterns, Sequence) else ()
     if not wanted or not all(isinstance(pattern, str) and pattern for pattern in wanted):
         raise OptimizerError(f"freeze() takes patterns of paths, such as 'backbone' or '**/bias'. Received: {patterns!r}.")
 

@@ -23,7 +23,7 @@ from fitflax.plan import Progress, RunPlan, Validation
 from fitflax.program import Program, check_activations, check_in_memory
 from fitflax.session import Session
 from fitflax.signals import Interruption
-from fitflax.step import Keep
+from fitflax.step import NOTHING, Keep
 from fitflax.time_spent import TimeSpent
 
 __all__ = ["make_feed", "prepare_run", "settings_of", "start_progress", "trained_aside"]
@@ -67,7 +67,7 @@ def make_feed(session: Session, source: Source, class_weight: Mapping[int, float
 
 @contextlib.contextmanager
 def trained_aside(
-    session: Session, source: Source, class_weight: Mapping[int, float] | None, what: str, saved: Saved | None = None
+    session: Session, source: Source, class_weight: Mapping[int, float] | None, what: str, saved: Saved | None = None, *, keep: Keep = NOTHING
 ) -> Iterator[tuple[Session, Feed]]:
     """Yields a twin of a session, its state built or restored, and its batches: nothing of the session changes, nor of the global random generators.
 
@@ -77,15 +77,17 @@ def trained_aside(
         class_weight: `{label: weight}`.
         what: What is done, for errors.
         saved: The checkpoint to begin from; by default the session's state, and the beginning of the data.
+        keep: What of a step is kept.
 
     Raises:
         ConfigError: The data can be passed over only once.
-        DataError: There is no batch.
+        DataError: There is no batch, or labels are out of range.
+        ModelError, LossError, MetricError: What does not fit the first batch.
         RestoreError: The checkpoint does not fit, or its order of examples is another.
     """
     if not source.can_restart:
         raise ConfigError(f"{what} must not use up your data, and an iterator can be passed over only once. Pass a function that makes one, or a list.")
-    twin = session.twin()
+    twin = session.twin() if saved is None else session.fresh(session.seed)
     progress = Progress()
     if saved is not None:
         settings = settings_of(twin, source, None)
@@ -101,6 +103,10 @@ def trained_aside(
         elif twin.live is None:
             twin.build(fed.batch)
         twin.check_restored(fed.batch)
+        program, state = twin.need_compiled(what), twin.need_state(what).borrow()
+        program.prepare(state, fed.batch, train=True, keep=keep)
+        check_activations(program, state, fed.batch)
+        check_in_memory(program, source, state, fed.batch, pad=twin.pad, train=True)
         yield twin, feed
 
 

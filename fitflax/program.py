@@ -15,7 +15,7 @@ import numpy as np
 
 from fitflax.activations import last_activations
 from fitflax.collected import Collected
-from fitflax.compilation import CompiledShapes
+from fitflax.compilation import Compilation, CompiledShapes
 from fitflax.compiled import CompiledSteps
 from fitflax.cost import Cost, cost_of
 from fitflax.data import FedBatch, Source
@@ -126,7 +126,11 @@ class Program:
         # What was dry-run already: kind, shapes, and whether the batch came alone; and how many of such batches a call takes.
         self._seen: dict[tuple[str, str, bool], int] = {}
         # Training steps that are compiled, or about to be: how many a call makes, and what is kept.
-        self._begun: dict[tuple[int, Keep], None] = {}
+        self._begun: set[tuple[int, Keep]] = set()
+        # By the shapes of a batch to train on, what its passes cost; and with size and what is kept, its compilation. The shapes prepared last.
+        self._costs: dict[str, Cost] = {}
+        self._compilations: dict[tuple[str, int, Keep], Compilation] = {}
+        self._prepared: tuple[str, int, Keep] | None = None
         self._outputs: dict[tuple[str, bool], _TracedOutputs] = {}
         self._compiled = {verb: CompiledShapes(verb) for verb in ("train on", "evaluate", "predict")}
         # Whether it has been said that the module and the loss do not go together, and whether arrays were looked at for numbers that are none.
@@ -174,10 +178,14 @@ class Program:
             self._compiled["train on" if train else "evaluate"].see(batch, warns=False)
         feed = _abstract(self.strategy.abstract_feed(batch))
         seen = ("train" if train else "evaluate", str(feed), is_single)
+        if train:
+            self._prepared = (str(feed), steps_per_call or 1, keep)
         if train in self._structures and seen in self._seen and (not train or (steps_per_call or 1, keep) in self._begun):
             return self._structures[train]
         abstract = _abstract(state)
         structure = self._dry_run(abstract, feed, train)
+        if train:
+            self._costs[str(feed)] = structure.cost
         structure = self._structures.setdefault(train, structure)
         sums = self.strategy.abstract_put(structure.form.pack(structure.empty))
         carry = Carry.of(state) if train else self.in_use(state)
@@ -190,9 +198,11 @@ class Program:
             lowered = self._steps.lower(kind, carry.treedef, *arguments, self.strategy.abstract_feed(batch), keep=keep)
         else:
             lowered = self._steps.lower(kind, carry.treedef, *arguments, np.int32(size), self.strategy.abstract_feed(batch, size), keep=keep)
-        self._steps.begin(kind, carry.treedef, lowered, keep=keep)
+        compilation = self._steps.begin(kind, carry.treedef, lowered, keep=keep)
+        if train and compilation is not None:
+            self._compilations[str(feed), size, keep] = compilation
         self._seen[seen] = size
-        self._begun[size, keep] = None
+        self._begun.add((size, keep))
         return structure
 
     def _worth_grouping(self, cost: Cost, batch: Batch, outputs: PyTree = ()) -> int:
@@ -453,14 +463,14 @@ class Program:
 
     @property
     def model_flops(self) -> float | None:
-        """The floating-point operations that the model needs for a training step on one device; `None` where that is not known.
+        """The floating-point operations that the model needs for a training step on one device, as prepared last; `None` where that is not known.
 
         Matrix products and convolutions of the pass forward, and twice as many for the way back (Chowdhery et al., "PaLM", 2022, appendix B): what is computed
         once more to save memory does not count. Of an update of the user's own they are those that it makes.
         """
-        if True not in self._structures:
+        if self._prepared is None:
             return None
-        flops = self._structures[True].cost.matrix_flops
+        flops = self._costs[self._prepared[0]].matrix_flops
         passes = 1 if self.task.custom_step is not None else _PASSES * self.task.numerics.accumulate_steps
         return flops * passes if math.isfinite(flops) else None
 
@@ -469,13 +479,10 @@ class Program:
         flops = self._traced_outputs(state, batch, train=not self.task.model.can_evaluate).cost.matrix_flops
         return flops * self.strategy.num_replicas / len(batch.mask) if math.isfinite(flops) else None
 
-    def memory(self, treedef: Any) -> Any:
-        """Returns JAX's analysis of the memory that a training step takes on a device; `None` where none has been compiled."""
-        for size, keep in reversed(self._begun):
-            found = self._steps.memory(self._kind_of_train(size, size), treedef, keep=keep)
-            if found is not None:
-                return found
-        return None
+    def memory(self) -> Any:
+        """Returns JAX's analysis of the memory that the training step prepared last takes on a device; `None` where none has been compiled ahead."""
+        compilation = None if self._prepared is None else self._compilations.get(self._prepared)
+        return None if compilation is None else compilation.memory()
 
     @property
     def seconds_waited(self) -> float:

@@ -22,7 +22,7 @@ from fitflax.data.batch import Triple
 from fitflax.data.feeds import Feeder
 from fitflax.data.streams import OneShotSource
 from fitflax.errors import FitflaxWarning, NotReadyError, OptimizerError, RestoreError
-from fitflax.live import Carry, LiveState
+from fitflax.live import LiveState
 from fitflax.loop import Run
 from fitflax.loss_scale import LossScaled, scaled_state, with_loss_scale
 from fitflax.model import LinenModel
@@ -203,14 +203,20 @@ class Session:
             names = ("_built_from", "_fresh_version", "_unchecked", "_unplaced", "is_serving", "sample")
             vars(other).update({name: getattr(self, name) for name in names})
             other.live = LiveState(self.strategy, self.strategy.copy(self.live.borrow()), self.live.step)
+            other.live.version = self.live.version
         return other
 
-    def fresh(self, seed: int) -> "Session":
-        """Returns a session of the same task, and with the same compiled steps, that has no state yet."""
-        other = Session(self._make_task, self.strategy, seed)
-        names = ("pad", "steps_per_call", "described", "_optimizer", "_given_optimizer", "_program")
+    def fresh(self, seed: int, make_task: MakeTask | None = None) -> "Session":
+        """Returns a session of the same task and compiled steps without a state; with `make_task` it makes its own task, and compiles for it."""
+        other = Session(make_task or self._make_task, self.strategy, seed)
+        names = ("pad", "steps_per_call", "described", "_optimizer", "_given_optimizer")
         vars(other).update({name: getattr(self, name) for name in names})
+        other._program = self._program
         if self._program is not None:
+            self._program.has_looked_at_data = False  # Its data may be other data.
+            if make_task is not None:
+                task = self._program.task
+                other._program = Program(make_task(task.objective, task.optimizer, task.numerics))
             other.feeder = Feeder(self.strategy.num_replicas, self.pad, self._program.task.numerics.accumulate_steps)
         return other
 
@@ -393,7 +399,7 @@ class Session:
 
         Args:
             sample: The batch.
-            memory: Whether the training step is compiled for what is said of its memory, if it is not compiled already.
+            memory: Whether the training step is compiled for a batch like it, for what is said of its memory.
 
         Raises:
             NotReadyError: There has been no batch yet; `memory` before `compile`.
@@ -409,15 +415,15 @@ class Session:
         assert isinstance(program.task.model, LinenModel)
         optimizer = None if program.task.custom_step else self._optimizer
         table = describe_model(program.task.model, self.strategy, program.task.streams.init, state, shapes, optimizer)
-        treedef = Carry.of(state).treedef
-        taken = program.memory(treedef)
+        taken = program.memory() if sample is None else None
         if memory and taken is None:
             if sample is None:
                 raise NotReadyError("summary(memory=True) compiles a training step for the shapes of a batch. Pass summary(sample=(x, y), memory=True).")
             batcher = Batcher(num_replicas=self.strategy.num_replicas, accumulate_steps=program.task.numerics.accumulate_steps)
             batch, _ = batcher(Triple(*jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), (sample.x, sample.y, sample.weights))))
-            program.prepare(state, batch, train=True)
-            taken = program.memory(treedef)
+            steps = None if self.steps_per_call == 1 else self.steps_per_call
+            program.prepare(state, batch, train=True, steps_per_call=steps)
+            taken = program.memory()
         return "\n".join([table, *describe_costs(program.forward_flops(state, whole), taken)])
 
     def need_trainable(self, what: str) -> Program:

@@ -69,6 +69,17 @@ class _Crossentropy:
         raise LossError(f"There are {self.classes} classes, but the module returns {list(outputs.shape)}; its last layer must have {self.classes} features.")
 
 
+@dataclasses.dataclass(frozen=True)
+class _Regression:
+    """A function of outputs and targets of one shape: of one target the module may return `[batch, 1]` or `[batch]`, which must not broadcast."""
+
+    loss: Any
+
+    def __call__(self, outputs: Any, targets: Any) -> Any:
+        is_same = hasattr(outputs, "shape") and outputs.size == targets.size
+        return self.loss(outputs.reshape(targets.shape) if is_same else outputs, targets)
+
+
 class _Portable:
     """Has a value pickled by what can pickle functions and classes of scripts as well: linen's initializers and optax's transformations are functions.
 
@@ -77,10 +88,15 @@ class _Portable:
     """
 
     def __init__(self, value: Any) -> None:
-        self._value = value
+        self.value = value
 
     def __reduce__(self) -> Any:
-        return cloudpickle.loads, (cloudpickle.dumps(self._value),)
+        return cloudpickle.loads, (cloudpickle.dumps(self.value),)
+
+
+def _unpacked(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns a state with the values that were to be pickled, where it was copied instead."""
+    return {name: value.value if isinstance(value, _Portable) else value for name, value in state.items()}
 
 
 @dataclasses.dataclass
@@ -117,6 +133,9 @@ class _Settings:
     def __getstate__(self) -> dict[str, Any]:
         return {name: _Portable(value) for name, value in vars(self).items()}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(_unpacked(state))
+
 
 _SHARED = threading.local()
 _NUM_SHARED = 8
@@ -135,6 +154,7 @@ class _Trained:
         self._sample = sample
         self._leaves: list[Any] | None = None
         self._trainer: Trainer | None = settings.make()
+        self._lock = threading.Lock()
 
     @property
     def seed(self) -> int:
@@ -144,14 +164,15 @@ class _Trained:
     @property
     def trainer(self) -> Trainer:
         """The trainer."""
-        if self._trainer is None:
-            trainer = self._settings.make()
-            trainer.build((self._sample,))
-            leaves, treedef = jax.tree.flatten(trainer.state)
-            assert self._leaves is not None
-            trainer.replace_state(jax.tree.unflatten(treedef, [_like(saved, leaf) for saved, leaf in zip(self._leaves, leaves, strict=True)]))
-            self._trainer, self._leaves = trainer, None
-        return self._trainer
+        with self._lock:  # A model that is served may be asked for by several threads at once.
+            if self._trainer is None:
+                trainer = self._settings.make()
+                trainer.build((self._sample,))
+                leaves, treedef = jax.tree.flatten(trainer.state)
+                assert self._leaves is not None
+                trainer.replace_state(jax.tree.unflatten(treedef, [_like(saved, leaf) for saved, leaf in zip(self._leaves, leaves, strict=True)]))
+                self._trainer, self._leaves = trainer, None
+            return self._trainer
 
     def __getstate__(self) -> dict[str, Any]:
         leaves = self._leaves if self._trainer is None else [_on_host(leaf) for leaf in jax.tree.leaves(self._trainer.state)]
@@ -159,7 +180,7 @@ class _Trained:
         return {"settings": self._settings, "sample": sample, "leaves": leaves}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._settings, self._leaves, self._trainer = state["settings"], state["leaves"], None
+        self._settings, self._leaves, self._trainer, self._lock = state["settings"], state["leaves"], None, threading.Lock()
         self._sample = jax.ShapeDtypeStruct(*state["sample"])
 
 
@@ -174,6 +195,7 @@ def _like(saved: Any, leaf: Any) -> Any:
 class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
     """What classifier and regressor share. Attributes that end in an underscore are there after `fit`, as scikit-learn has it."""
 
+    _trained: _Trained
     module: Any
     dtype: Any
     optimizer: Any
@@ -219,30 +241,29 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
             known = _fields(self.module) if isinstance(self.module, nn.Module) else []
             unknown = sorted(set(fields) - set(known))
             if unknown:
-                raise ValueError(f"Invalid parameter 'module__{unknown[0]}': {type(self.module).__name__} has the fields {known}.")
+                has = f"{type(self.module).__name__} has the fields {known}" if known else "fields are those of an instance, and module is none"
+                raise ValueError(f"Invalid parameter 'module__{unknown[0]}': {has}.")
             self.module = self.module.clone(**fields)
         return self
 
     # -- training --
 
-    def _begin(self, x: Any, num_outputs: int, loss: Any) -> None:
-        """Makes a new trainer."""
+    def _new(self, x: Any, num_outputs: int, loss: Any) -> _Trained:
+        """Returns a new trainer."""
         if self.module is None:
             module: Any = _Network(num_outputs)
         else:
             module = self.module if isinstance(self.module, nn.Module) else self.module(num_outputs)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         settings = _Settings(module, seed, self.optimizer, self.learning_rate, loss, self.steps_per_call)
-        self._trained = _Trained(settings, jax.ShapeDtypeStruct((self.batch_size, *x.shape[1:]), x.dtype))
-        self.n_iter_ = 0
-        self.history_: dict[str, list[float]] = {}
+        return _Trained(settings, jax.ShapeDtypeStruct((self.batch_size, *x.shape[1:]), x.dtype))
 
-    def _train(self, x: Any, y: Any, weights: Any, *, epochs: int, shuffle: bool, class_weight: dict[int, float] | None = None, stratify: Any = None) -> None:
-        """Trains for some epochs, with a part held out for early stopping where that is asked for."""
+    def _train(self, trained: _Trained, x: Any, y: Any, weights: Any, *, class_weight: dict[int, float] | None = None, stratify: Any = None) -> None:
+        """Trains for all epochs, with a part held out for early stopping where that is asked for; what was trained before goes only when this is done."""
         callbacks = list(self.callbacks or [])
         validation: tuple[Any, ...] | None = None
-        if self.early_stopping and epochs > 1:
-            split = functools.partial(train_test_split, test_size=self.validation_fraction, stratify=stratify, random_state=self._trained.seed)
+        if self.early_stopping:
+            split = functools.partial(train_test_split, test_size=self.validation_fraction, stratify=stratify, random_state=trained.seed)
             if weights is None:
                 x, held_x, y, held_y = split(x, y)
                 validation = held_x, held_y
@@ -250,18 +271,21 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
                 x, held_x, y, held_y, weights, held_weights = split(x, y, weights)
                 validation = held_x, held_y, held_weights
             callbacks.append(EarlyStopping("val_loss", patience=self.patience, restore_best=True))
-        options: dict[str, Any] = {"batch_size": self.batch_size, "shuffle": shuffle, "verbose": self.verbose, "class_weight": class_weight}
-        history = self._trained.trainer.fit(x, y, weights, epochs=epochs, validation_data=validation, callbacks=callbacks, **options)
-        self.n_iter_ += len(history.epoch)
-        for key, values in history.history.items():
-            self.history_.setdefault(key, []).extend(values)
+        options: dict[str, Any] = {"batch_size": self.batch_size, "shuffle": self.shuffle, "verbose": self.verbose, "class_weight": class_weight}
+        history = trained.trainer.fit(x, y, weights, epochs=self.epochs, validation_data=validation, callbacks=callbacks, **options)
+        self._trained, self.n_iter_, self.history_ = trained, len(history.epoch), dict(history.history)
 
-    def _train_once(self, x: Any, y: Any, weights: Any, *, class_weight: dict[int, float] | None = None) -> None:
+    def _train_once(self, trained: _Trained, x: Any, y: Any, weights: Any, *, class_weight: dict[int, float] | None = None) -> None:
         """Trains for one epoch, in an order that follows from the seed and the number of epochs, and so goes on in a copy of the estimator."""
+        made = getattr(self, "n_iter_", 0)
         if self.shuffle:
-            order = np.random.default_rng((self._trained.seed, self.n_iter_)).permutation(len(x))
+            order = np.random.default_rng((trained.seed, made)).permutation(len(x))
             x, y, weights = x[order], y[order], None if weights is None else weights[order]
-        self._train(x, y, weights, epochs=1, shuffle=False, class_weight=class_weight)
+        options: dict[str, Any] = {"batch_size": self.batch_size, "shuffle": False, "verbose": self.verbose, "class_weight": class_weight}
+        history = trained.trainer.fit(x, y, weights, epochs=1, callbacks=list(self.callbacks or []), **options)
+        earlier = getattr(self, "history_", {})
+        self._trained, self.n_iter_ = trained, made + 1
+        self.history_ = {key: [*earlier.get(key, []), *values] for key, values in history.history.items()}
 
     def _weights(self, sample_weight: Any, x: Any) -> Any:
         return None if sample_weight is None else _check_sample_weight(sample_weight, x, dtype=np.float32, ensure_non_negative=True)
@@ -292,6 +316,9 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         return {name: _Portable(value) if name in _FUNCTIONS else value for name, value in state.items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(_unpacked(state))
 
 
 def _fields(module: nn.Module) -> list[str]:
@@ -387,10 +414,13 @@ class LinenClassifier(ClassifierMixin, _LinenEstimator):  # type: ignore[misc]
         """
         x, y = validate_data(self, X, y, allow_nd=True, dtype=self.dtype)
         check_classification_targets(y)
-        self.classes_ = np.unique(y)
-        self._begin_classes(x)
-        weights, options = self._weighted(x, y, sample_weight)
-        self._train(x, self._positions(y), weights, epochs=self.epochs, shuffle=self.shuffle, stratify=y, **options)
+        classes = np.unique(y)
+        by_label = None
+        if self.class_weight is not None:
+            by_label = dict(enumerate(compute_class_weight(self.class_weight, classes=classes, y=y).tolist()))
+        weights = self._weights(sample_weight, x)
+        self._train(self._new_classifier(x, classes), x, _positions(classes, y), weights, class_weight=by_label, stratify=y)
+        self.classes_ = classes
         return self
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
@@ -411,30 +441,25 @@ class LinenClassifier(ClassifierMixin, _LinenEstimator):  # type: ignore[misc]
         if is_first:
             if classes is None:
                 raise ValueError("The first call of partial_fit needs classes, all labels there will be.")
-            self.classes_ = np.unique(classes)
-            self._begin_classes(x)
+            classes = np.unique(classes)
         elif classes is not None and not np.array_equal(np.unique(classes), self.classes_):
             raise ValueError(f"classes={classes!r} are not those of the first call of partial_fit, {self.classes_}.")
-        unknown = np.setdiff1d(y, self.classes_)
+        classes = classes if is_first else self.classes_
+        unknown = np.setdiff1d(y, classes)
         if len(unknown):
-            raise ValueError(f"y has the labels {unknown.tolist()}, which are not among the classes {self.classes_.tolist()}.")
-        weights, options = self._weighted(x, y, sample_weight)
-        self._train_once(x, self._positions(y), weights, **options)
-        return self
-
-    def _begin_classes(self, x: Any) -> None:
-        classes = len(self.classes_)
-        self._begin(x, classes, _Crossentropy(classes) if self.loss is None else self.loss)
-
-    def _positions(self, y: Any) -> Any:
-        return np.searchsorted(self.classes_, y).astype(np.int32)
-
-    def _weighted(self, x: Any, y: Any, sample_weight: Any) -> tuple[Any, dict[str, Any]]:
-        """Returns the weights of the examples, and those of the classes as an argument of the training."""
+            raise ValueError(f"y has the labels {unknown.tolist()}, which are not among the classes {classes.tolist()}.")
         by_label = None
         if self.class_weight is not None:
-            by_label = dict(enumerate(compute_class_weight(self.class_weight, classes=self.classes_, y=y).tolist()))
-        return self._weights(sample_weight, x), {"class_weight": by_label}
+            if not isinstance(self.class_weight, dict):
+                raise ValueError(f"class_weight={self.class_weight!r} needs all labels, of which partial_fit sees a part at a time. Pass {{label: weight}}.")
+            by_label = {place: self.class_weight[label] for place, label in enumerate(classes.tolist()) if label in self.class_weight}
+        weights = self._weights(sample_weight, x)
+        self._train_once(self._new_classifier(x, classes) if is_first else self._trained, x, _positions(classes, y), weights, class_weight=by_label)
+        self.classes_ = classes
+        return self
+
+    def _new_classifier(self, x: Any, classes: Any) -> _Trained:
+        return self._new(x, len(classes), _Crossentropy(len(classes)) if self.loss is None else self.loss)
 
     def predict(self, X: Any) -> Any:
         """Returns the most probable label of each example, `[n]`.
@@ -538,8 +563,9 @@ class LinenRegressor(RegressorMixin, _LinenEstimator):  # type: ignore[misc]
         Raises:
             ValueError: What scikit-learn does not take, or `Trainer` does not.
         """
-        x, y = self._begin_targets(X, y, is_first=True)
-        self._train(x, y, self._weights(sample_weight, x), epochs=self.epochs, shuffle=self.shuffle)
+        x, y = self._checked(X, y, reset=True)
+        self._train(self._new_regressor(x, y), x, y, self._weights(sample_weight, x))
+        self._target_shape = y.shape[1:]
         return self
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
@@ -553,19 +579,20 @@ class LinenRegressor(RegressorMixin, _LinenEstimator):  # type: ignore[misc]
         Raises:
             ValueError: Another number of targets than before, and as in `fit`.
         """
-        x, y = self._begin_targets(X, y, is_first=not self.__sklearn_is_fitted__())
-        self._train_once(x, y, self._weights(sample_weight, x))
+        is_first = not self.__sklearn_is_fitted__()
+        x, y = self._checked(X, y, reset=is_first)
+        if not is_first and y.shape[1:] != self._target_shape:
+            raise ValueError(f"y has {y.shape[1:] or 'one target'} for each example, and had {self._target_shape or 'one'} in the first call of partial_fit.")
+        self._train_once(self._new_regressor(x, y) if is_first else self._trained, x, y, self._weights(sample_weight, x))
+        self._target_shape = y.shape[1:]
         return self
 
-    def _begin_targets(self, X: Any, y: Any, *, is_first: bool) -> tuple[Any, Any]:
-        x, y = validate_data(self, X, y, allow_nd=True, dtype=self.dtype, multi_output=True, y_numeric=True, reset=is_first)
-        shape = y.shape[1:]
-        if is_first:
-            self._target_shape = shape
-            self._begin(x, int(np.prod(shape)), self.loss)
-        elif shape != self._target_shape:
-            raise ValueError(f"y has {shape or 'one target'} for each example, and had {self._target_shape or 'one'} in the first call of partial_fit.")
+    def _checked(self, X: Any, y: Any, *, reset: bool) -> tuple[Any, Any]:
+        x, y = validate_data(self, X, y, allow_nd=True, dtype=self.dtype, multi_output=True, y_numeric=True, reset=reset)
         return x, np.asarray(y, np.float32)
+
+    def _new_regressor(self, x: Any, y: Any) -> _Trained:
+        return self._new(x, int(np.prod(y.shape[1:])), _Regression(self.loss) if callable(self.loss) else self.loss)
 
     def predict(self, X: Any) -> Any:
         """Returns the module's outputs in the shape of the targets, float64 `[n]` or `[n, targets]`.
@@ -580,3 +607,7 @@ class LinenRegressor(RegressorMixin, _LinenEstimator):  # type: ignore[misc]
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
         return tags
+
+
+def _positions(classes: Any, y: Any) -> Any:
+    return np.searchsorted(classes, y).astype(np.int32)

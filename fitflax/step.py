@@ -342,9 +342,10 @@ class Task:
         is_good, suspects, first = done.is_good, Suspects(), jnp.int32(-1)
         if keep.culprit:
             suspects, are_bad = find_suspects(_suspects_of(done))
-            first = jnp.argmax(are_bad).astype(jnp.int32)
-            # An optimizer can spoil a parameter by itself.
-            is_good &= ~are_bad[len(are_bad) - len(jax.tree.leaves(done.state.params)) :].any()
+            first = jnp.where(are_bad.any(), jnp.argmax(are_bad), -1).astype(jnp.int32)
+            # An optimizer can spoil a parameter by itself; and a norm can be too large for a float32 where no number of the gradient is.
+            are_good = ~are_bad[len(are_bad) - len(jax.tree.leaves(done.state.params)) :].any()
+            is_good = ~are_bad.any() if done.is_skipped is None else is_good & are_good
         was_bad = sums.steps_since_bad >= 0
         since = jnp.where(was_bad, sums.steps_since_bad + 1, jnp.where(is_good, -1, 0))
         culprit = jnp.where(was_bad, sums.culprit, jnp.where(is_good, -1, first))

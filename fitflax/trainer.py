@@ -32,7 +32,7 @@ from fitflax.data.batch import Selection, Triple
 from fitflax.data.first import FirstBatches
 from fitflax.data.indexed import IndexedSource
 from fitflax.diagnostics import LearningRateCurve, NanReport
-from fitflax.diagnostics.nan_hunt import hunt_nan, last_finite
+from fitflax.diagnostics.nan_hunt import WATCHED, hunt_nan, last_finite
 from fitflax.diagnostics.rate_finder import find_learning_rate
 from fitflax.errors import ConfigError, FitflaxWarning, NotReadyError, OptimizerError
 from fitflax.evaluation import Evaluation, predict, predict_iter
@@ -107,24 +107,26 @@ class Trainer:
         self._history = History()
         module = adapt_module(model, train_kwargs=train_kwargs, eval_kwargs=eval_kwargs, keyword_inputs=isinstance(inputs, dict))
         strategy = arguments.strategy_of("Trainer", parallel)
-        streams, taken_out = arguments.streams_of("Trainer", rngs), tuple(transient)
+        taken_out = tuple(transient)
+        self._parts: dict[str, Any] = {
+            "model": module,
+            "strategy": strategy,
+            "streams": arguments.streams_of("Trainer", rngs),
+            "mutable": mutable_filter(mutable, taken_out),
+            "transient": taken_out,
+        }
+        self._session = Session(self._make_task, strategy, int(seed))
+
+    def _make_task(self, objective: Objective, optimizer: optax.GradientTransformationExtraArgs | None, numerics: Numerics) -> Task:
         kind = type(self)
-
-        def make_task(objective: Objective, optimizer: optax.GradientTransformationExtraArgs | None, numerics: Numerics) -> Task:
-            return Task(
-                model=module,
-                strategy=strategy,
-                objective=objective,
-                optimizer=optimizer,
-                streams=streams,
-                mutable=mutable_filter(mutable, taken_out),
-                transient=taken_out,
-                compute_loss=self.compute_loss if kind.compute_loss is not Trainer.compute_loss else None,
-                custom_step=self.train_step if kind.train_step is not Trainer.train_step else None,
-                numerics=numerics,
-            )
-
-        self._session = Session(make_task, strategy, int(seed))
+        return Task(
+            **self._parts,
+            objective=objective,
+            optimizer=optimizer,
+            compute_loss=self.compute_loss if kind.compute_loss is not Trainer.compute_loss else None,
+            custom_step=self.train_step if kind.train_step is not Trainer.train_step else None,
+            numerics=numerics,
+        )
 
     # -- what users may look at --
 
@@ -277,7 +279,8 @@ class Trainer:
     def with_seed(self, seed: int) -> Self:
         """Returns a trainer like this one, compiled the same way, with another seed and without a state.
 
-        The two share their compiled steps, so that the next one of an ensemble, or of a search, begins at once; nothing else.
+        The two share their compiled steps, so that the next one of an ensemble, or of a search, begins at once; nothing else. Where a subclass has a
+        `compute_loss` or `train_step` of its own, which may depend on the instance, each compiles its own.
 
         Args:
             seed: What all randomness follows from.
@@ -296,7 +299,8 @@ class Trainer:
         """
         arguments.check_seed("with_seed", seed)
         other = copy.copy(self)
-        other._session, other._history = self._session.fresh(int(seed)), History()
+        own = type(self).compute_loss is not Trainer.compute_loss or type(self).train_step is not Trainer.train_step
+        other._session, other._history = self._session.fresh(int(seed), other._make_task if own else None), History()
         return other
 
     def build(self, batch: Any) -> None:
@@ -322,8 +326,9 @@ class Trainer:
         batch), its temporaries, and the most that it needs at a time.
 
         Args:
-            sample: A batch as in `build`, or inputs alone; by default the shapes of the last batch that a call began with.
-            memory: Whether to compile the training step, if that has not been done, for its memory; `sample` needs targets then. `fit` uses what was compiled.
+            sample: A batch as in `build`, or inputs alone (several are `((x1, x2),)`); by default the shapes of the last batch that a call began with.
+            memory: Whether to compile the training step for a batch like `sample`, which needs targets then, and say what memory it takes. `fit` uses what was
+                compiled, unless a callback has more of each step kept.
             file: Where to; standard output by default.
 
         Raises:
@@ -864,6 +869,7 @@ class Trainer:
         steps: int = 100,
         batch_size: int | None = None,
         shuffle: bool = True,
+        drop_remainder: bool = False,
         class_weight: Mapping[int, float] | None = None,
     ) -> LearningRateCurve:
         """Returns how the loss goes while the learning rate grows from step to step, on a copy of the state, and the rate that follows from it.
@@ -880,6 +886,7 @@ class Trainer:
             steps: How many rates are tried; each is the one before times the same factor. The data begins anew when it ends.
             batch_size: Rows of a batch, for arrays; 32 by default. The rate that is found is for batches of this size.
             shuffle: Whether arrays are taken in another order in each pass.
+            drop_remainder: Whether the short last batch of arrays is left out.
             class_weight: `{label: weight}`.
 
         Raises:
@@ -898,7 +905,8 @@ class Trainer:
         arguments.check_counts(steps=steps)
         if not 0 < lowest < highest < float("inf"):
             raise ConfigError(f"find_learning_rate goes from lowest to highest, both positive. Received: lowest={lowest!r}, highest={highest!r}.")
-        source = adapt(data, y, sample_weight, seed=self._session.seed, selection=self._selection, batch_size=batch_size, shuffle=shuffle)
+        options: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "drop_remainder": drop_remainder}
+        source = adapt(data, y, sample_weight, seed=self._session.seed, selection=self._selection, **options)
         with trained_aside(self._session, source, class_weight, "find_learning_rate") as (session, feed):
             return find_learning_rate(session, feed, lowest=lowest, highest=highest, steps=steps)
 
@@ -955,7 +963,7 @@ class Trainer:
         if source.is_endless and steps is None:
             raise ConfigError("This data never ends. Pass steps=.")
         saved = None if restore_from is None else last_finite(restore_from)
-        with trained_aside(self._session, source, class_weight, "hunt_nan", saved) as (session, feed):
+        with trained_aside(self._session, source, class_weight, "hunt_nan", saved, keep=WATCHED) as (session, feed):
             return hunt_nan(session, feed, steps=steps)
 
     # -- saving --
@@ -969,7 +977,8 @@ class Trainer:
 
         Args:
             path: The file; one that is there is replaced.
-            sample: A batch as in `build`, or inputs alone, whose shapes and dtypes are taken; by default those of the last batch that a call began with.
+            sample: A batch as in `build`, or inputs alone (several are `((x1, x2),)`), whose shapes and dtypes are taken; by default those of the last batch
+                that a call began with.
             batch_size: The number of rows that it takes; any number by default, for which the module is traced with an unknown one: where its code asks whether
                 that equals another number, JAX says no.
             platforms: What it is to run on, of `"cpu"`, `"cuda"`, `"rocm"` and `"tpu"`; by default where it is now.

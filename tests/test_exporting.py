@@ -226,3 +226,11 @@ def test_a_module_that_asks_for_its_replicas_is_exported_as_the_only_one(tmp_pat
     x = X[:, :, 0, 0]
     trainer = trained(Normed(), x, x[:, :3], loss="mse", devices=2)
     np.testing.assert_allclose(loaded(trainer.export(tmp_path / "normed"))(x[:6]), trainer.predict(x[:6]), atol=1e-6)
+
+
+def test_a_file_can_be_read_by_whom_the_umask_lets(tmp_path):
+    path = trained().export(tmp_path / "cnn")
+    (tmp_path / "other").write_bytes(b"")
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
+    with pytest.raises(ConfigError, match=r"export writes one file, and .* is a directory\. Give the file's path"):
+        trained().export(tmp_path)

@@ -64,7 +64,7 @@ def test_what_fits_no_parameter_or_all_is_an_error_that_lists_them(patterns, mes
     assert "encoder/Dense_0/bias" in str(found.value)
 
 
-@pytest.mark.parametrize("patterns", ["", [], [1], [""]])
+@pytest.mark.parametrize("patterns", ["", [], [1], [""], None, 3])
 def test_what_is_no_pattern_is_an_error(patterns):
     with pytest.raises(OptimizerError, match="takes patterns of paths"):
         optimizers.freeze(optax.sgd(1.0), patterns)

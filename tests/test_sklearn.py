@@ -1,9 +1,11 @@
 """`fitflax.sklearn`: estimators as scikit-learn has them, around a linen module."""
 
+import copy
 import pathlib
 import pickle
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -172,10 +174,10 @@ def test_partial_fit_goes_on_and_knows_all_classes_from_the_first_call():
 
 def test_partial_fit_goes_on_after_pickling_as_if_it_had_not_been():
     model = regressor(epochs=2).fit(X, TARGETS)
-    copy = pickle.loads(pickle.dumps(model))
-    for each in (model, copy):
+    other = pickle.loads(pickle.dumps(model))
+    for each in (model, other):
         each.partial_fit(X, TARGETS)
-    assert np.array_equal(model.predict(X), copy.predict(X))
+    assert np.array_equal(model.predict(X), other.predict(X))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +203,7 @@ def test_fields_of_the_module_are_parameters():
     assert model.set_params(module__features=5, epochs=2).module == MLP(3, features=5) and model.epochs == 2
     with pytest.raises(ValueError, match=r"Invalid parameter 'module__width'.*fields \['num_outputs', 'features', 'rate'\]"):
         model.set_params(module__width=3)
-    with pytest.raises(ValueError, match="Invalid parameter 'module__features'"):
+    with pytest.raises(ValueError, match="Invalid parameter 'module__features': fields are those of an instance"):
         classifier(module=MLP).set_params(module__features=3)
 
 
@@ -307,3 +309,49 @@ class _Huge(nn.Module):
     @nn.compact
     def __call__(self, x):
         return nn.Dense(self.classes)(x) * jnp.float32(1e4)
+
+
+def test_a_loss_of_ones_own_gets_outputs_and_targets_of_one_shape():
+    for module in (None, lambda targets: nn.Dense(targets)):
+        model = regressor(module=module, loss=lambda outputs, targets: (outputs - targets) ** 2).fit(X, TARGETS)
+        assert model.score(X, TARGETS) > 0.9
+    two = np.stack([TARGETS, -TARGETS], axis=1)
+    assert regressor(loss=lambda outputs, targets: (outputs - targets) ** 2).fit(X, two).score(X, two) > 0.9
+
+
+def test_copies_are_estimators_of_their_own():
+    model = classifier(module=MLP, epochs=2).fit(X, LABELS)
+    for other in (copy.copy(model), copy.deepcopy(model)):
+        assert np.array_equal(other.predict_proba(X), model.predict_proba(X))
+        assert other.fit(X, LABELS).n_iter_ == 2
+
+
+def test_a_loaded_model_serves_several_threads_at_once():
+    model = classifier(epochs=2).fit(X, LABELS)
+    expected, data = model.predict_proba(X), pickle.dumps(model)
+    for _ in range(3):
+        served = pickle.loads(data)
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(served.predict_proba, [X] * 8))
+        assert all(np.array_equal(one, expected) for one in found)
+
+
+def test_a_fit_that_fails_leaves_the_model_that_was_there():
+    model = classifier(epochs=2)
+    with pytest.raises(ValueError, match="Negative values"):
+        model.fit(X, LABELS, sample_weight=-np.ones(120))
+    with pytest.raises(NotFittedError):
+        model.predict(X)
+    expected = model.fit(X, LABELS).predict_proba(X)
+    with pytest.raises(LossError):
+        model.set_params(module=MLP(7)).fit(X, LABELS)
+    assert np.array_equal(model.predict_proba(X), expected)
+
+
+def test_weights_of_classes_in_partial_fit_are_given_by_label():
+    with pytest.raises(ValueError, match=r"class_weight='balanced' needs all labels.*Pass \{label: weight\}"):
+        classifier(class_weight="balanced").partial_fit(X, LABELS, classes=np.unique(LABELS))
+    model = classifier(class_weight={"up": 1e4, "left": 1e-4, "right": 1e-4})
+    for _ in range(20):
+        model.partial_fit(X, LABELS, classes=np.unique(LABELS))
+    assert (model.predict(X) == "up").mean() > 0.9

@@ -40,8 +40,13 @@ def summary(trainer, sample=None):
 
 
 def sizes(text):
-    """The lines below the table."""
-    return text[text.rindex("┘") + 1 :].strip().splitlines()
+    """The lines below the table that say how large things are."""
+    return [line for line in text[text.rindex("┘") + 1 :].strip().splitlines() if line not in costs(text)]
+
+
+def costs(text):
+    """The lines that say what it costs."""
+    return [line for line in text.splitlines() if line.startswith(("Model FLOPs", "Memory"))]
 
 
 def bytes_of(tree):
@@ -290,7 +295,7 @@ class Layers(nn.Module):
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_model_flops_are_those_of_matrix_products_for_an_example(devices):
-    lines = sizes(summary(trainer_of(Layers(), devices=devices), X))
+    lines = costs(summary(trainer_of(Layers(), devices=devices), X))
     forward = 2 * (4 * 5 + 5 * 3)
     assert f"Model FLOPs of an example: {forward} forward, {3 * forward} in training" in lines
 
@@ -308,10 +313,15 @@ def test_memory_is_that_of_the_compiled_step_and_nothing_is_compiled_for_it_unas
         trainer.summary(memory=True)
     file = io.StringIO()
     trainer.summary((X, Y), memory=True, file=file)
-    asked = next(line for line in sizes(file.getvalue()) if line.startswith("Memory"))
+    asked = next(line for line in costs(file.getvalue()) if line.startswith("Memory"))
     assert re.fullmatch(r"Memory of a training step on a device: arguments [\d.]+ K?B, temporaries [\d.]+ K?B, peak [\d.]+ K?B", asked)
     trainer.fit(X, Y, verbose=0)
-    assert asked in sizes(summary(trainer))
+    assert asked in costs(summary(trainer))
+    larger = io.StringIO()
+    trainer.summary((np.zeros((65536, 4), np.float32), np.zeros((65536, 3), np.float32)), memory=True, file=larger)
+    assert " MB" in next(line for line in costs(larger.getvalue()) if line.startswith("Memory"))  # That of its own shapes.
+    trainer.fit(X, Y, verbose=0)
+    assert asked in costs(summary(trainer))
     with pytest.raises(NotReadyError, match=r"summary\(memory=True\) needs to know what to minimize"):
         fitflax.Trainer(Layers()).summary(X, memory=True)
 

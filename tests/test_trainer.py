@@ -1130,3 +1130,44 @@ def test_predicting_again_does_not_trace_the_module_again():
     seen = len(calls)
     trainer.predict_on_batch(np.zeros((4, 2), np.float32))
     assert len(calls) == seen
+
+
+def test_a_trainer_with_another_seed_is_as_one_made_with_it_and_compiles_nothing():
+    x, y = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32), np.arange(32) % 3
+    first = fitflax.Trainer(nn.Dense(3), seed=1)
+    first.compile("adam", "sparse_categorical_crossentropy")
+    first.fit(x, y, verbose=0)
+    made = fitflax.Trainer(nn.Dense(3), seed=7)
+    made.compile("adam", "sparse_categorical_crossentropy")
+    compiled: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None)
+    try:
+        other = first.with_seed(7)
+        assert other.step == 0 and first.step == 1
+        other.fit(x, y, verbose=0)
+        assert compiled == []
+    finally:
+        jax.monitoring.clear_event_listeners()
+    made.fit(x, y, verbose=0)
+    assert np.array_equal(other.predict(x), made.predict(x)) and not np.array_equal(other.predict(x), first.predict(x))
+
+
+def test_with_another_seed_a_loss_of_a_subclass_is_that_of_the_instance():
+    class Scaled(fitflax.Trainer):
+        scale = 1.0
+
+        def compute_loss(self, params, model_state, batch, *, rngs, train):
+            values, changed, aux = super().compute_loss(params, model_state, batch, rngs=rngs, train=train)
+            return self.scale * values, changed, aux
+
+    x = np.ones((8, 2), np.float32)
+    first = Scaled(nn.Dense(1))
+    first.compile("sgd", "mse")
+    first.fit(x, x[:, :1], verbose=0)
+    other = first.with_seed(0)
+    other.scale = 10.0
+    other.compile("sgd", lambda outputs, targets: 0 * outputs[:, 0] + 123.0)
+    assert other.fit(x, x[:, :1], verbose=0).history["loss"] == [1230.0]
+    plain = first.with_seed(0)
+    plain.scale = 100.0
+    assert plain.fit(x, x[:, :1], verbose=0).history["loss"] == pytest.approx([100 * loss for loss in first.history.history["loss"]])

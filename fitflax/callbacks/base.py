@@ -18,7 +18,7 @@ import jax
 
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.checkpoints.saving import Saver
-from fitflax.errors import CallbackError, FitflaxWarning, OptimizerError, did_you_mean
+from fitflax.errors import CallbackError, FitflaxWarning, did_you_mean
 from fitflax.logs import Logs
 from fitflax.state import TrainState
 from fitflax.step import Keep
@@ -155,8 +155,10 @@ class Callback:
 
         def __getattr__(self, name):
             """Says where to find what Keras's callbacks have."""
+            if hasattr(type(self), name):  # A property that failed: its own error says more.
+                return object.__getattribute__(self, name)
             hints = {"model": " What runs it is self.trainer: self.trainer.model, self.trainer.state.", "trainer": " It is there from the first hook on."}
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.{hints.get(name, '')}")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.{hints.get(name, '')}", name=name, obj=self)
 
     # -- hooks --
 
@@ -384,9 +386,8 @@ class CallbackList:
         logs = arguments[-1] if self._hooks[hook] else None
         if isinstance(logs, Logs) and logs.source is not None:
             logs.source.wait()  # Steps that are still being made are no time of theirs.
-        with self.spent.on("callbacks"):
-            for method in self._hooks[hook]:
-                method(*arguments)
+        for method in self._hooks[hook]:
+            self._timed(method, *arguments)
 
     @property
     def keep(self) -> Keep:
@@ -466,7 +467,7 @@ class CallbackList:
                 failure = failure or error
                 checkpoint.point = dataclasses.replace(checkpoint.point, is_last=True, is_rescue=True)
             try:
-                with self.spent.on("saving") if callback.phase >= Phase.SAVE_BEST else contextlib.nullcontext():
+                with self.spent.on("saving" if callback.phase >= Phase.SAVE_BEST else "callbacks"):
                     callback.on_checkpoint(checkpoint)
             except BaseException as error:  # noqa: BLE001 (raised below, when everybody has had the checkpoint)
                 failure = failure or error
@@ -500,7 +501,11 @@ class CallbackList:
             for callback in reversed(self._here):
                 stack.callback(callback.close)
             for callback in reversed(self._here):
-                stack.callback(callback.on_train_end, logs)
+                stack.callback(self._timed, callback.on_train_end, logs)
+
+    def _timed(self, method: Callable[..., None], *arguments: Any) -> None:
+        with self.spent.on("callbacks"):
+            method(*arguments)
 
     def state_dict(self, seconds: float) -> dict[str, Any]:
         """Returns the states of all callbacks and of their triggers, by key.
@@ -552,7 +557,7 @@ def overrides(callback: Callback, hook: str) -> bool:
 # Keras's other names of hooks.
 _ALIASES = {"on_batch_begin": "on_train_batch_begin", "on_batch_end": "on_train_batch_end"}
 # Hooks whose time is the callbacks' own; in those of batches they mostly wait for steps.
-_TIMED = {"on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end"}
+_TIMED = {"on_train_begin", "on_epoch_begin", "on_epoch_end"}
 
 
 def _check(callback: Any) -> None:
@@ -586,15 +591,3 @@ def check_trigger(owner: str, every: Any) -> None:
     """
     if every is not None and not isinstance(every, Trigger):
         raise CallbackError(f"{owner}(every=...) takes a trigger, such as fitflax.every(steps=100). Received: {every!r}.")
-
-
-def check_rate(owner: str, trainer: TrainerView) -> None:
-    """Checks that the learning rate can be read and set.
-
-    Raises:
-        OptimizerError: It cannot.
-    """
-    try:
-        trainer.learning_rate = trainer.learning_rate
-    except OptimizerError as error:
-        raise OptimizerError(f"{owner} sets the learning rate. {error}") from error

@@ -6,11 +6,11 @@ from typing import Any
 
 from typing_extensions import override
 
-from fitflax.callbacks.base import Callback, Phase, check_rate
+from fitflax.callbacks.base import Callback, Phase, TrainerView
 from fitflax.errors import CallbackError, OptimizerError
 from fitflax.logs import Logs
 
-__all__ = ["LearningRateScheduler"]
+__all__ = ["LearningRateScheduler", "check_rate"]
 
 
 class LearningRateScheduler(Callback):
@@ -100,3 +100,15 @@ def _binds(signature: inspect.Signature, *arguments: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+def check_rate(owner: str, trainer: TrainerView) -> None:
+    """Checks that the learning rate can be read and set.
+
+    Raises:
+        OptimizerError: It cannot.
+    """
+    try:
+        trainer.learning_rate = trainer.learning_rate
+    except OptimizerError as error:
+        raise OptimizerError(f"{owner} sets the learning rate. {error}") from error

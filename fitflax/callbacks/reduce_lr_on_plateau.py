@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from fitflax.callbacks.base import Callback, Phase, check_rate
+from fitflax.callbacks.base import Callback, Phase
+from fitflax.callbacks.learning_rate_scheduler import check_rate
 from fitflax.callbacks.monitor import Monitor
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.errors import CallbackError

@@ -18,8 +18,8 @@ __all__ = ["Watchdog"]
 class Watchdog(Callback):
     """Prints the stacks of all threads when a run has made no step for some time, and again after as long, so that one can see what it waits for.
 
-    A thread looks at the clock; the run itself is not slowed down, and nothing is stopped. The ends of validations and of epochs, and checkpoints, count as
-    steps, too; compiling does not, so give more time than the longest compilation, validation or wait for data that you expect.
+    A thread looks at the clock; the run itself is not slowed down, and nothing is stopped. The ends of validations and of epochs count as steps, too. Compiling
+    does not, so give more time than the longest compilation, validation, save or wait for data that you expect.
 
     Args:
         seconds: How long nothing may happen.

@@ -21,9 +21,10 @@ from fitflax.session import Session
 from fitflax.state import Batch, PyTree, TrainState
 from fitflax.step import Keep
 
-__all__ = ["NanReport", "hunt_nan", "last_finite"]
+__all__ = ["WATCHED", "NanReport", "hunt_nan", "last_finite"]
 
-_WATCHED = Keep(norm=True, culprit=True)
+WATCHED = Keep(norm=True, culprit=True)
+"""What of a step is kept to see whether it is finite."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,18 +73,15 @@ def hunt_nan(session: Session, feed: Feed, *, steps: int | None) -> NanReport | 
             f"The parameters are not finite to begin with: {', '.join(bad)}. Pass restore_from=, a checkpoint from before that or a directory of some, or "
             "train a new trainer."
         )
-    made, sums, is_prepared = 0, None, False
+    made, sums = 0, program.empty_sums(train=True)
     while steps is None or made < steps:
         fed = feed.next()
         if fed is None and steps is not None and feed.source.can_restart:
             fed = feed.next()
         if fed is None:
             return None
-        if not is_prepared:
-            program.prepare(live.borrow(), fed.batch, train=True, keep=_WATCHED)
-            sums, is_prepared = program.empty_sums(train=True), True
         before = session.strategy.copy(live.borrow())
-        trained = program.train(live.take(), sums, fed, keep=_WATCHED)  # type: ignore[arg-type]
+        trained = program.train(live.take(), sums, fed, keep=WATCHED)
         live.advance(trained.state)
         sums, made = trained.sums, made + 1
         if trained.values.steps_since_bad is not None:

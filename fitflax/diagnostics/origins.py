@@ -16,6 +16,15 @@ __all__ = ["Origin", "find_origins"]
 # Transformations as they stand in the names of scopes, as in "transpose(jvp(Net))/Dense_0".
 _WRAPPED = re.compile(r"\b[a-z_]+\(([^()]*)\)")
 _BACKWARD = "transpose("
+# Operations that are calls of another function, whose operands are its arguments; all others are run as they are.
+_CALLS = {
+    *("jit", "pjit", "closed_call", "core_call", "call", "checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
+    *("custom_vmap_call", "custom_lin", "linear_call"),
+}
+# Those that keep what was traced for an earlier call.
+_CACHED = {"jit", "pjit", "custom_jvp_call", "custom_vjp_call", "closed_call"}
+# Scopes that JAX opens itself.
+_OWN_SCOPES = {"rematted_computation", "checkpoint", ""}
 # Code in which nobody looks for a fault of their own.
 _PACKAGES = tuple({os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")} | {os.path.dirname(os.path.dirname(__file__))})
 
@@ -50,6 +59,9 @@ class Origin(NamedTuple):
         return f"{self.kind} from {self.operation}{where}{passes}{at}{of}"
 
 
+_CONSTANT = "a constant"
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class _Node:
     """What is known of an array after it has gone: what it was made of, and what came up at that."""
@@ -66,9 +78,10 @@ class _Value(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where in a function an inner one is called: its scopes, and the line, if the inner one's own lines may be those of another call."""
+    """Where in a function an inner one is called: its layer and direction, and the line, if the inner one's own lines may be those of another call."""
 
-    scopes: str = ""
+    layer: str = ""
+    is_backward: bool = False
     source: str | None = None
 
 
@@ -139,7 +152,7 @@ def _run(jaxpr: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[_Value], pla
 
 def _constant(array: Any) -> _Value:
     nan, infinity = _faults(array)
-    return _Value(array, _Node(nan, infinity, (), Origin("NaN" if nan else "infinity", "a constant")))
+    return _Value(array, _Node(nan, infinity, (), Origin("NaN" if nan else "infinity", _CONSTANT)))
 
 
 def _run_equation(equation: Any, operands: list[_Value], place: _Place) -> list[_Value]:
@@ -147,7 +160,7 @@ def _run_equation(equation: Any, operands: list[_Value], place: _Place) -> list[
     if name == "cond":
         branch = params["branches"][int(operands[0].array)]
         return _run(branch.jaxpr, branch.consts, operands[1:], _inside(equation, place))
-    if name not in ("scan", "while"):
+    if name in _CALLS:
         inner = next((params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params), None)
         if inner is not None and len(getattr(inner, "jaxpr", inner).invars) == len(operands):
             return _run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands, _inside(equation, place))
@@ -157,7 +170,8 @@ def _run_equation(equation: Any, operands: list[_Value], place: _Place) -> list[
         return _run_scan(equation, operands, place) if name == "scan" else _run_while(equation, operands, place)
     parents: tuple[_Node, ...] = ()  # Of what is finite nothing that follows can come.
     if any(nan or infinity for nan, infinity in faults):
-        parents = tuple(operand.node for operand in (_chosen(operands, results[0]) if name == "select_n" else operands))
+        chosen = _chosen(operands, results[0]) if name == "select_n" else operands
+        parents = tuple(_placed(operand.node, equation, place) for operand in chosen)
     return [
         _Value(result, _Node(nan, infinity, parents, _origin(equation, operands, place, is_nan=nan) if nan or infinity else None))
         for result, (nan, infinity) in zip(results, faults, strict=True)
@@ -212,13 +226,30 @@ def _run_while(equation: Any, operands: list[_Value], place: _Place) -> list[_Va
 def _inside(equation: Any, place: _Place) -> _Place:
     """Returns the place of what a call, or a loop, holds."""
     # A function that was traced before keeps the lines of that call.
-    is_cached = equation.primitive.name in ("jit", "pjit", "custom_jvp_call", "custom_vjp_call", "closed_call")
-    return _Place(_scopes(equation, place), (_source(equation, place) or None) if is_cached else place.source)
+    return _where(equation, place)._replace(source=(_source(equation, place) or None) if equation.primitive.name in _CACHED else place.source)
 
 
-def _scopes(equation: Any, place: _Place) -> str:
-    own = str(equation.source_info.name_stack)
-    return "/".join(part for part in (place.scopes, own) if part)
+def _where(equation: Any, place: _Place) -> _Place:
+    """Returns layer and direction of an operation."""
+    scopes = str(equation.source_info.name_stack)
+    layer = scopes
+    while (simpler := _WRAPPED.sub(r"\1", layer)) != layer:
+        layer = simpler
+    names = [name for name in layer.split("/") if name not in _OWN_SCOPES]
+    # What is computed once more on the way back has all of its scopes again: "transpose(jvp(Net))/jvp(Net)".
+    if _BACKWARD in scopes and "/jvp(" in scopes and len(names) > 1 and names[0] == names[1]:
+        del names[0]
+    before = place.layer.split("/") if place.layer and names[:1] != place.layer.split("/")[:1] else []
+    return _Place("/".join([*before, *names] or place.layer.split("/")), place.is_backward or _BACKWARD in scopes, place.source)
+
+
+def _placed(node: _Node, equation: Any, place: _Place) -> _Node:
+    """Returns what is known of an operand, of a constant with the place at which it is used."""
+    if node.origin is None or node.origin.operation != _CONSTANT or not (node.has_nan or node.has_infinity):
+        return node
+    where = _where(equation, place)
+    origin = node.origin._replace(layer=where.layer, is_backward=where.is_backward, source=_source(equation, place))
+    return _Node(node.has_nan, node.has_infinity, (), origin)
 
 
 def _source(equation: Any, place: _Place) -> str:
@@ -240,13 +271,9 @@ def _origin(equation: Any, operands: list[_Value], place: _Place, *, is_nan: boo
     """Returns what is to be said of an operation, where a fault of that kind came up at it."""
     if any(operand.node.has_nan if is_nan else operand.node.has_infinity for operand in operands):
         return None
-    scopes = _scopes(equation, place)
-    layer = scopes
-    while (simpler := _WRAPPED.sub(r"\1", layer)) != layer:
-        layer = simpler
-    layer = "/".join(part for part in layer.split("/") if part)
+    where = _where(equation, place)
     described = tuple(_describe(operand.array) for operand in operands if hasattr(operand.array, "dtype"))
-    return Origin("NaN" if is_nan else "infinity", equation.primitive.name, layer, _BACKWARD in scopes, _source(equation, place), described)
+    return Origin("NaN" if is_nan else "infinity", equation.primitive.name, where.layer, where.is_backward, _source(equation, place), described)
 
 
 def _describe(array: Any) -> str:

@@ -111,15 +111,12 @@ def find_learning_rate(session: Session, feed: Feed, *, lowest: float, highest: 
     """
     program, live = session.need_compiled("find_learning_rate"), session.need_state("find_learning_rate")
     rates, losses = np.geomspace(lowest, highest, steps), []
-    sums, best, average = None, math.inf, 0.0
+    sums, best, average = program.empty_sums(train=True), math.inf, 0.0
     for index in range(steps + 1):
         fed = feed.next() or feed.next()
         if fed is None:
             raise DataError("The data yields no batch.")
         state = live.borrow()
-        if sums is None:
-            program.prepare(state, fed.batch, train=True)
-            sums = program.empty_sums(train=True)
         if index < steps:
             live.replace(dataclasses.replace(state, opt_state=set_learning_rate(state.opt_state, float(rates[index]))), live.step)
         trained = program.train(live.take(), sums, fed, keep=NOTHING)

@@ -120,3 +120,14 @@ def test_the_order_of_phases_is_that_of_the_documentation(tmp_path):
         *("EarlyStopping", "EarlyStopping(restore_best)", "ReduceLROnPlateau", "TerminateOnNaN"),
     }
     assert phases["BestCheckpoint"] == Phase.SAVE_BEST and phases["ModelCheckpoint"] == Phase.SAVE == max(phases.values())
+
+
+def test_an_error_inside_of_a_property_is_its_own():
+    class Broken(Callback):
+        @property
+        def monitor(self):
+            return None.key
+
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'key'"):
+        Broken().monitor  # noqa: B018 (reading it is what fails)
+    assert not hasattr(Callback(), "anything") and copy.copy(Broken()).params == {}

@@ -760,6 +760,7 @@ def test_utilization_is_written_where_the_peak_is_given(tmp_path):
     trainer = fitflax.Trainer(nn.Dense(3, use_bias=False), parallel=DataParallel(jax.devices()[:1]))
     trainer.compile("sgd", "mse")
     x = np.ones((40, 4), np.float32)
+    trainer.train_on_batch((x[:2], x[:2, :3]))  # Other shapes cost something else.
     trainer.fit(x, x[:, :3], batch_size=8, epochs=2, callbacks=[TensorBoard(tmp_path, every=fitflax.every(steps=1), peak_flops=1e9)], verbose=0)
     train = shown(tmp_path)["train"]
     flops = 3 * 2 * 8 * 4 * 3

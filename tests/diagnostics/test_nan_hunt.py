@@ -153,3 +153,37 @@ def test_it_passes_over_the_data_again_where_steps_say_so():
     trainer = trainer_of(nn.Dense(3), optimizer=optax.sgd(lambda count: jnp.where(count < 3, 0.1, jnp.inf)))
     assert trainer.hunt_nan(lambda: [(X[:8], Y[:8])], steps=9).step == 4
     assert trainer.hunt_nan(lambda: [(X[:8], Y[:8])]) is None
+
+
+def test_a_norm_too_large_for_a_float_is_no_fault():
+    class Steep(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(1)(x)
+
+    trainer = fitflax.Trainer(Steep(), parallel=DataParallel(jax.devices()[:1]))
+    trainer.compile(optax.sgd(0.0), lambda outputs, targets: outputs[:, 0] * 1e25)
+    assert trainer.hunt_nan(X, Y, batch_size=8) is None
+    watch = TerminateOnNaN()
+    trainer.fit(X, Y, batch_size=8, callbacks=[watch], log_every=1, verbose=0)
+    assert watch.bad_step is None
+
+
+def test_a_lost_state_does_not_matter_where_a_checkpoint_is_given(tmp_path):
+    trainer = trainer_of()
+    trainer.fit(X, Y, batch_size=8, callbacks=[ModelCheckpoint(tmp_path)], verbose=0)
+    for leaf in jax.tree.leaves(trainer._session.live.borrow().params):
+        leaf.delete()
+    assert trainer.hunt_nan(X, Y, batch_size=8, steps=2, restore_from=tmp_path) is None
+
+
+def test_what_fit_says_of_data_is_said_here_as_well():
+    with pytest.raises(fitflax.errors.DataError, match="y holds labels from 1 to 3"):
+        trainer_of().hunt_nan(X, Y + 1)
+    with pytest.raises(fitflax.errors.DataError, match="y holds labels from 1 to 3"):
+        trainer_of(optimizer="sgd").find_learning_rate(X, Y + 1)
+    bad = X.copy()
+    bad[3, 1] = np.nan
+    with pytest.warns(fitflax.errors.FitflaxWarning, match="x holds NaN or infinity in 1 of 48 examples"):
+        report = trainer_of().hunt_nan(bad, Y, batch_size=8, shuffle=False)
+    assert str(report).endswith("NaN from the batch's x")

@@ -44,6 +44,8 @@ def zeros_that_jax_cannot_see(x):
         # A mask of infinities is no fault of its own; a row without anything else is one.
         (lambda x: jax.nn.softmax(jnp.where(jnp.arange(3) < 2, x, -jnp.inf)), []),
         (lambda x: jax.nn.softmax(jnp.where(x > 5, x, -jnp.inf)), [("infinity", "a constant"), ("NaN", "sub")]),
+        # A function that is applied to pairs of numbers is no call.
+        (lambda x: x / jax.lax.reduce(x - 1, 0.0, lambda a, b: a + 2 * b, (1,))[:, None], [("infinity", "div")]),
     ],
 )
 def test_the_operation_at_which_it_came_up_is_found(fn, found):
@@ -143,3 +145,28 @@ def test_a_function_that_jax_has_traced_before_has_the_line_of_this_call():
 def test_an_origin_reads_as_a_sentence():
     origin = Origin("NaN", "div", "Net/Dense_0", True, "net.py:3 in __call__", ("float32[2] of 0", "float32[2] of 0"))
     assert str(origin) == "NaN from div in Net/Dense_0, on the way back (net.py:3 in __call__), of float32[2] of 0 and float32[2] of 0"
+
+
+class Masked(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return jnp.where(nn.Dense(2)(x) < 1e9, -jnp.inf, 0.0).sum()
+
+
+def test_a_constant_is_placed_where_it_is_used():
+    params = Masked().init(jax.random.key(0), ONES)
+    [origin] = find_origins(jax.make_jaxpr(Masked().apply)(params, ONES), [*jax.tree.leaves(params), ONES], ["bias", "kernel", "x"])[0]
+    assert (origin.operation, origin.layer) == ("a constant", "Masked") and "test_origins.py" in origin.source
+
+
+@pytest.mark.parametrize("wrap", [nn.remat, nn.jit, lambda module: module], ids=["remat", "jit", "as it is"])
+def test_a_layer_has_its_path_whatever_it_is_wrapped_in_on_the_way_back_as_well(wrap):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return wrap(Inner)(name="inner")(x).sum()
+
+    params = Net().init(jax.random.key(0), ONES)
+    zeros = np.zeros_like(ONES)
+    chain = find_origins(jax.make_jaxpr(jax.grad(Net().apply))(params, zeros), [*jax.tree.leaves(params), zeros], ["kernel", "x"])[0]
+    assert [origin.layer for origin in chain] == ["Net/inner", "Net/inner/Dense_0"] and chain[-1].is_backward

@@ -9,7 +9,7 @@ from flax import linen as nn
 import fitflax
 from fitflax import optimizers
 from fitflax.diagnostics import LearningRateCurve
-from fitflax.errors import ConfigError, DataError, FitflaxError, NotReadyError, OptimizerError
+from fitflax.errors import ConfigError, DataError, FitflaxError, FitflaxWarning, NotReadyError, OptimizerError
 from fitflax.parallel import DataParallel
 from tests.run_script import differences, leaves_of
 
@@ -163,5 +163,14 @@ def test_what_cannot_work_is_one_clear_error():
         network().find_learning_rate(iter([(X, Y)]))
     with pytest.raises(DataError, match="yields no batch"):
         network().find_learning_rate(list)
-    with pytest.raises(FitflaxError, match=r"not finite after one step with a learning rate of 1e-07\. trainer.hunt_nan"):
+    with (
+        pytest.raises(FitflaxError, match=r"not finite after one step with a learning rate of 1e-07\. trainer.hunt_nan"),
+        pytest.warns(FitflaxWarning, match="holds NaN or infinity"),
+    ):
         network().find_learning_rate(np.where(X > 0, np.inf, X), Y)
+
+
+def test_a_loss_of_one_number_takes_whole_batches():
+    trainer = fitflax.Trainer(nn.Dense(1), parallel=ONE)
+    trainer.compile("sgd", lambda outputs, targets: ((outputs[:, 0] - targets) ** 2).mean())
+    assert len(trainer.find_learning_rate(X, Y.astype(np.float32), batch_size=16, steps=5, highest=1e-3, drop_remainder=True).rates) == 5
