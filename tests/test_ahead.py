@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 import fitflax
-import fitflax.compilation as compilation
 from fitflax.callbacks import LambdaCallback
-from fitflax.compilation import AheadOfTime
+from fitflax.compilation import AheadOfTime, Compilation
 from fitflax.errors import ModelError
 from fitflax.parallel import DataParallel
 
@@ -129,19 +128,19 @@ def test_a_call_waits_for_its_program_instead_of_compiling_it_too(devices, monke
     """Each program is compiled when somebody waits for it, and not before."""
     asked_for: dict[Any, threading.Event] = collections.defaultdict(threading.Event)
     done: list[threading.Thread] = []
-    compile_it, wait = compilation._compile, AheadOfTime.wait
+    compile_it, wait = Compilation._compile, AheadOfTime.wait
 
-    def when_asked_for(lowered: Any) -> None:
+    def when_asked_for(one: Compilation, lowered: Any) -> None:
         asked_for[threading.current_thread()].wait(30)
-        compile_it(lowered)
+        compile_it(one, lowered)
         done.append(threading.current_thread())
 
     def asking(ahead: AheadOfTime, name: Any) -> None:
-        if name in ahead._threads:
-            asked_for[ahead._threads[name]].set()
+        if name in ahead._going_on:
+            asked_for[ahead._going_on[name]._thread].set()
         wait(ahead, name)
 
-    monkeypatch.setattr(compilation, "_compile", when_asked_for)
+    monkeypatch.setattr(Compilation, "_compile", when_asked_for)
     monkeypatch.setattr(AheadOfTime, "wait", asking)
     at_first_step: list[int] = []
     look = LambdaCallback(on_train_batch_end=lambda batch, logs: at_first_step.append(len(done)) if batch == 0 else None)
