@@ -319,7 +319,7 @@ def test_a_state_that_changes_its_shape_from_step_to_step_is_an_error():
 
 
 def test_a_loss_without_targets_says_how_they_are_given():
-    fails(LossError, r"The loss 'mse' needs targets, but the batches hold none. Yield \(x, y\), pass y=, or name Trainer\(targets=...\)", X)
+    fails(LossError, r"The loss 'mse' needs targets, but the batches hold none. Yield \(x, y\), pass y=, give validation_data=\(x, y\), or name Trainer", X)
     fails(LossError, r"needs targets", lambda: [(X,)])
     fails(LossError, r"needs targets", {"x": X, "y": Y}, trainer=make(inputs="x"))
 

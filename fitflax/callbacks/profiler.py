@@ -16,6 +16,9 @@ from fitflax.triggers import at
 
 __all__ = ["Profiler"]
 
+# Whoever names others expects a trace of them.
+_USUAL = (10, 14)
+
 
 class Profiler(Callback):
     """Records what host and devices do during some steps, all that `fit` does between them included.
@@ -42,7 +45,7 @@ class Profiler(Callback):
     needs_gradients_norm = False
     needs_trainer = True
 
-    def __init__(self, directory: str | os.PathLike[str], *, steps: tuple[int, int] = (10, 14)) -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, steps: tuple[int, int] = _USUAL) -> None:
         first, last = steps
         if not all(isinstance(step, int) and not isinstance(step, bool) for step in (first, last)) or not 1 <= first <= last:
             raise CallbackError(f"Profiler(steps=...) takes the first and the last step to record, counted from 1. Received: {steps!r}.")
@@ -94,5 +97,5 @@ class Profiler(Callback):
     def on_train_end(self, logs: Mapping[str, Any]) -> None:
         if self._is_recording:
             self._stop()
-        elif not self._has_recorded and 0 < (made := self.trainer.step - self._begin) < self.steps[0]:
+        elif self.steps != _USUAL and not self._has_recorded and 0 < (made := self.trainer.step - self._begin) < self.steps[0]:
             warnings.warn(f"Profiler recorded nothing: the run made {made} steps, and it was to begin with step {self.steps[0]}.", FitflaxWarning, stacklevel=2)

@@ -35,7 +35,7 @@ RNG = np.random.default_rng(0)
 X = RNG.normal(size=(18, 4)).astype(np.float32)  # In batches of 4: 4, 4, 4, 4, 2.
 Y = (X.sum(axis=1) > 0).astype(np.int32)
 VALID = (X[:7] + 1, Y[:7])
-TIMES = ("time/steps_per_second", "time/examples_per_second", "time/validation_seconds")
+TIMES = ("time/steps_per_second", "time/examples_per_second", "time/model_flops_per_second", "time/validation_seconds")
 
 
 def make(optimizer="adam", metrics=("accuracy",), devices=1, **options):
