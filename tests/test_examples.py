@@ -85,6 +85,7 @@ def test_tuning_is_better_than_beginning_from_scratch(tmp_path):
     assert accuracies["everything"] > accuracies["from scratch"] + 0.03 and accuracies["all but the first layer"] > accuracies["from scratch"] + 0.03
 
 
+@pytest.mark.slow
 def test_a_search_finds_a_model_and_leaves_it_in_a_file(tmp_path):
     assert load("grid_search").main(tmp_path, epochs=3, verbose=0) > 0.8
     assert (tmp_path / "search.pickle").is_file()

@@ -73,6 +73,7 @@ print("equal")
 """
 
 
+@pytest.mark.slow
 def test_another_process_runs_it_without_fitflax_flax_and_the_modules_code(tmp_path):
     trainer = trained()
     path = trainer.export(tmp_path / "cnn")
@@ -116,6 +117,7 @@ def test_inputs_that_are_a_tuple_are_several_arguments_and_outputs_keep_their_st
     assert [part.tolist() for part in outputs["both"]] == [left.tolist(), right.tolist()]
 
 
+@pytest.mark.slow
 def test_inputs_by_name_are_one_dict(tmp_path):
     class Named(nn.Module):
         @nn.compact
@@ -129,6 +131,7 @@ def test_inputs_by_name_are_one_dict(tmp_path):
     np.testing.assert_allclose(run({"image": X[:3]}), trainer.predict({"pixels": X[:3]}), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_random_streams_of_evaluation_have_the_keys_of_the_first_batch(tmp_path):
     class Noisy(nn.Module):
         @nn.compact
@@ -151,6 +154,7 @@ def test_before_compile_weights_can_be_exported_too(tmp_path):
     np.testing.assert_allclose(loaded(path)(X[:9]), source.predict(X[:9]), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_one_file_can_be_for_several_platforms(tmp_path):
     path = trained().export(tmp_path / "cnn", platforms=["cpu", "cuda", "tpu"])
     assert jax.export.deserialize(bytearray(path.read_bytes())).platforms == ("cpu", "cuda", "tpu")
@@ -217,6 +221,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     assert path.read_bytes() == before and [entry.name for entry in tmp_path.iterdir()] == ["cnn"]
 
 
+@pytest.mark.slow
 def test_a_module_that_asks_for_its_replicas_is_exported_as_the_only_one(tmp_path):
     class Normed(nn.Module):
         @nn.compact

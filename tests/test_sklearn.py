@@ -76,6 +76,7 @@ def regressor(**options):
     [LABELS, LABELS.astype(object), np.unique(LABELS, return_inverse=True)[1] * 10 - 7, LABELS == "up", np.where(LABELS == "up", 1.0, 2.0)],
     ids=["strings", "objects", "integers", "booleans", "floats"],
 )
+@pytest.mark.mostly_slow
 def test_labels_of_any_kind_come_back(labels):
     model = classifier().fit(X, labels)
     assert model.classes_.tolist() == np.unique(labels).tolist()
@@ -88,11 +89,13 @@ def test_labels_of_any_kind_come_back(labels):
 
 
 @pytest.mark.parametrize("module", [None, MLP, MLP(3), lambda classes: MLP(classes, features=8), nn.Sequential([nn.Dense(16), nn.relu, nn.Dense(3)])])
+@pytest.mark.mostly_slow
 def test_a_module_is_an_instance_or_what_makes_one_of_the_number_of_classes(module):
     assert classifier(module=module).fit(X, LABELS).score(X, LABELS) > 0.9
 
 
 @pytest.mark.parametrize("outputs", [1, 2])
+@pytest.mark.mostly_slow
 def test_two_classes_may_have_one_logit(outputs):
     model = classifier(module=MLP(outputs)).fit(X, LABELS == "up")
     assert model.score(X, LABELS == "up") > 0.95
@@ -106,6 +109,7 @@ def test_a_module_of_another_number_of_classes_is_an_error():
         classifier(module=MLP(1)).fit(X, LABELS)
 
 
+@pytest.mark.slow
 def test_one_target_or_several_are_learned():
     one = regressor().fit(X, TARGETS)
     assert one.predict(X).shape == (120,) and one.score(X, TARGETS) > 0.95
@@ -126,6 +130,7 @@ def test_a_prediction_does_not_depend_on_how_many_others_are_asked_for():
         assert np.array_equal(model.predict_proba(X[:rows]), whole[:rows])
 
 
+@pytest.mark.slow
 def test_a_weight_is_as_good_as_a_repetition():
     counts = RNG.integers(0, 3, 120)
     weighted = regressor(batch_size=512, epochs=20).fit(X, TARGETS, sample_weight=counts)
@@ -133,6 +138,7 @@ def test_a_weight_is_as_good_as_a_repetition():
     np.testing.assert_allclose(weighted.predict(X), repeated.predict(X), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_weights_of_classes_are_those_of_scikit_learn():
     y = np.where(X[:, 0] + RNG.normal(size=120) > 1.5, "rare", "common")
     plain = classifier(epochs=20).fit(X, y).predict(X)
@@ -185,6 +191,7 @@ def test_partial_fit_goes_on_after_pickling_as_if_it_had_not_been():
     [{}, {"module": nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(3)])}, {"optimizer": optax.adam(0.01), "learning_rate": None}],
     ids=["the default", "a module", "an optimizer"],
 )
+@pytest.mark.mostly_slow
 def test_it_is_pickled_with_functions_and_all(options):
     model = classifier(epochs=3, **options).fit(X, LABELS)
     twice = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(model))))
@@ -207,12 +214,14 @@ def test_fields_of_the_module_are_parameters():
         classifier(module=MLP).set_params(module__features=3)
 
 
+@pytest.mark.slow
 def test_a_search_over_the_modules_fields_and_the_rate():
     search = GridSearchCV(classifier(module=MLP(3), epochs=5), {"module__features": [1, 32], "learning_rate": [1e-5, 0.05]}, cv=2).fit(X, LABELS)
     assert search.best_params_ == {"module__features": 32, "learning_rate": 0.05}
     assert search.best_estimator_.module.features == 32
 
 
+@pytest.mark.slow
 def test_estimators_that_differ_in_their_seed_share_what_is_compiled():
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None)
@@ -225,6 +234,7 @@ def test_estimators_that_differ_in_their_seed_share_what_is_compiled():
         jax.monitoring.clear_event_listeners()
 
 
+@pytest.mark.slow
 def test_inputs_may_have_any_shape_and_integers_stay_if_asked_for():
     images = RNG.normal(size=(40, 6, 6, 1))
 
@@ -291,6 +301,7 @@ def test_a_search_on_the_digits_reaches_97_percent_and_is_loaded_in_another_proc
     assert done.stdout == "1.0\n", done.stderr
 
 
+@pytest.mark.slow
 def test_the_diabetes_data_are_learned_as_well_as_by_a_linear_model():
     x, y = load_diabetes(return_X_y=True)
     scaled = StandardScaler().fit_transform(x)
@@ -298,6 +309,7 @@ def test_the_diabetes_data_are_learned_as_well_as_by_a_linear_model():
     assert model.score(scaled, y) > 0.5
 
 
+@pytest.mark.slow
 def test_numbers_are_float64_and_do_not_lose_what_a_softmax_has():
     model = classifier(module=lambda classes: _Huge(classes), epochs=1).fit(X, LABELS)
     assert np.isfinite(model.predict_proba(X)).all()
@@ -311,6 +323,7 @@ class _Huge(nn.Module):
         return nn.Dense(self.classes)(x) * jnp.float32(1e4)
 
 
+@pytest.mark.slow
 def test_a_loss_of_ones_own_gets_outputs_and_targets_of_one_shape():
     for module in (None, lambda targets: nn.Dense(targets)):
         model = regressor(module=module, loss=lambda outputs, targets: (outputs - targets) ** 2).fit(X, TARGETS)
@@ -326,6 +339,7 @@ def test_copies_are_estimators_of_their_own():
         assert other.fit(X, LABELS).n_iter_ == 2
 
 
+@pytest.mark.slow
 def test_a_loaded_model_serves_several_threads_at_once():
     model = classifier(epochs=2).fit(X, LABELS)
     expected, data = model.predict_proba(X), pickle.dumps(model)
@@ -348,6 +362,7 @@ def test_a_fit_that_fails_leaves_the_model_that_was_there():
     assert np.array_equal(model.predict_proba(X), expected)
 
 
+@pytest.mark.slow
 def test_weights_of_classes_in_partial_fit_are_given_by_label():
     with pytest.raises(ValueError, match=r"class_weight='balanced' needs all labels.*Pass \{label: weight\}"):
         classifier(class_weight="balanced").partial_fit(X, LABELS, classes=np.unique(LABELS))

@@ -72,6 +72,7 @@ def test_nothing_of_the_trainer_changes():
     assert differences(leaves_of(trainer.state), leaves_of(control.state)) == []
 
 
+@pytest.mark.slow
 def test_before_there_is_a_state_it_begins_with_the_initial_one_and_leaves_none():
     trainer = trainer_of()
     assert trainer.hunt_nan(spoilt(0), Y, batch_size=8, shuffle=False).step == 1
@@ -123,6 +124,7 @@ def test_a_parameter_that_the_optimizer_spoils_is_named():
     assert report.culprit.startswith("the parameter ") and report.origins
 
 
+@pytest.mark.slow
 def test_a_step_of_the_users_own_is_made_again_as_well():
     class Own(fitflax.Trainer):
         def train_step(self, state, batch):
@@ -147,6 +149,7 @@ def test_what_makes_no_sense_is_an_error(data, options, message):
         trainer_of().hunt_nan(data(), **options)
 
 
+@pytest.mark.slow
 def test_it_passes_over_the_data_again_where_steps_say_so():
     assert trainer_of().hunt_nan(lambda: [(X[:8], Y[:8])], steps=5) is None
     # The rate grows until the step spoils itself, in the fourth pass over one batch.
@@ -155,6 +158,7 @@ def test_it_passes_over_the_data_again_where_steps_say_so():
     assert trainer.hunt_nan(lambda: [(X[:8], Y[:8])]) is None
 
 
+@pytest.mark.slow
 def test_a_norm_too_large_for_a_float_is_no_fault():
     class Steep(nn.Module):
         @nn.compact
@@ -177,6 +181,7 @@ def test_a_lost_state_does_not_matter_where_a_checkpoint_is_given(tmp_path):
     assert trainer.hunt_nan(X, Y, batch_size=8, steps=2, restore_from=tmp_path) is None
 
 
+@pytest.mark.slow
 def test_what_fit_says_of_data_is_said_here_as_well():
     with pytest.raises(fitflax.errors.DataError, match="y holds labels from 1 to 3"):
         trainer_of().hunt_nan(X, Y + 1)

@@ -98,6 +98,7 @@ def test_nothing_of_the_trainer_changes():
     assert differences(leaves_of(trainer.state), leaves_of(control.state)) == []
 
 
+@pytest.mark.slow
 def test_a_trainer_without_a_state_has_none_afterwards_and_trains_as_ever():
     trainer, control = network(), network()
     trainer.find_learning_rate(X, Y, batch_size=8, steps=5)
