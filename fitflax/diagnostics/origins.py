@@ -191,8 +191,12 @@ def _bind(equation: Any, arrays: list[Any]) -> list[Any]:
 
 def _run_scan(equation: Any, operands: list[_Value], place: _Place) -> list[_Value]:
     """Returns the results of a `scan`, round by round."""
-    params = equation.params
-    num_consts, num_carry, length = params["num_consts"], params["num_carry"], params["length"]
+    params, length = equation.params, equation.params["length"]
+    inner = params["jaxpr"].jaxpr
+    # Told by their shapes, because JAX's parameters for it have changed: what is stacked has one axis more.
+    num_carry = sum(whole.aval.shape == one.aval.shape for whole, one in zip(equation.outvars, inner.outvars, strict=True))
+    num_rows = sum(whole.aval.shape != one.aval.shape for whole, one in zip(equation.invars, inner.invars, strict=True))
+    num_consts = len(operands) - num_carry - num_rows
     consts, carry, rows = operands[:num_consts], operands[num_consts : num_consts + num_carry], operands[num_consts + num_carry :]
     stacks: list[list[_Value]] = [[] for _ in range(len(equation.outvars) - num_carry)]
     for index in reversed(range(length)) if params["reverse"] else range(length):
