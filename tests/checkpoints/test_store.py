@@ -758,3 +758,11 @@ def test_arrays_of_several_devices_are_saved_once(store, devices):
     store.save(step=1, train={"s": sharded, "r": replicated}, run={}, metadata={"run_id": "a"}, owner="me", keep=[])
     train = store.restore(1).train
     assert train["s"].tolist() == [0, 1, 2, 3] and train["r"].tolist() == [0, 1, 2]
+
+
+def test_a_process_that_is_not_the_first_changes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda *arguments: 1)
+    store = CheckpointStore(tmp_path / "all")
+    store.claim("a", overwrite=False)
+    save(store, 1)
+    assert list(tmp_path.iterdir()) == []
