@@ -19,7 +19,8 @@ from fitflax.data.randomness import undisturbed
 from fitflax.errors import DataError, FitflaxWarning
 from fitflax.live import Sums
 from fitflax.logs import Kind, Logs, Values
-from fitflax.program import Program, check_in_memory
+from fitflax.preflight import check_in_memory
+from fitflax.program import Program
 from fitflax.signals import Interruption
 from fitflax.state import Batch, PyTree, TrainState
 

@@ -20,7 +20,8 @@ from fitflax.errors import ConfigError, DataError, FitflaxWarning, RestoreError
 from fitflax.logs import StepValues
 from fitflax.loop import Run
 from fitflax.plan import Progress, RunPlan, Validation
-from fitflax.program import Program, check_activations, check_in_memory
+from fitflax.preflight import check_activations, check_in_memory
+from fitflax.program import Program
 from fitflax.session import Session
 from fitflax.signals import Interruption
 from fitflax.step import NOTHING, Keep

@@ -6,7 +6,6 @@ evaluating shapes alone, which is also the dry run that reports mistakes before 
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -18,10 +17,9 @@ from fitflax.collected import Collected
 from fitflax.compilation import Compilation, CompiledShapes
 from fitflax.compiled import CompiledSteps
 from fitflax.cost import Cost, cost_of
-from fitflax.data import FedBatch, Source
-from fitflax.data.arrays import ArraySource
-from fitflax.data.batch import in_one_piece, leaf_paths
-from fitflax.errors import FitflaxWarning, LossError, MetricError, ModelError, NotReadyError
+from fitflax.data import FedBatch
+from fitflax.data.batch import in_one_piece
+from fitflax.errors import LossError, MetricError, ModelError, NotReadyError
 from fitflax.live import Carry, Sums
 from fitflax.logs import NUM_STEP_VALUES, Kind, Place, StepValues, Values
 from fitflax.metrics import Metric, metric_direction
@@ -31,7 +29,7 @@ from fitflax.state import Batch, PyTree, TrainState
 from fitflax.step import NOTHING, SCALAR, Keep, Kept, Task
 from fitflax.sums import EvalSums, TrainSums, collects, summed
 
-__all__ = ["Program", "Trained"]
+__all__ = ["PASSES", "Program", "Trained", "scalar_loss_error"]
 
 
 # What `time_steps` tries, at most: steps and memory of a call, and time for each of the two.
@@ -41,8 +39,8 @@ _TRIAL_SECONDS = 0.25
 _MAX_LAPS = 10
 
 
-# Forward, and back to the activations and to the parameters.
-_PASSES = 3
+PASSES = 3
+"""Of a training step: forward, and back to the activations and to the parameters."""
 
 # Larger sums are not packed: it would copy them at every step.
 _LARGEST_PACKED = 4096
@@ -51,8 +49,6 @@ _LARGEST_PACKED = 4096
 # one that takes a GPU less than one.
 _CHEAP = 2e7
 _CHEAP_ON_ACCELERATORS = 5e9
-# So much of an array is looked at for numbers that are none, in less than half a second.
-_LOOKED_AT_BYTES = 2**30
 
 
 class _Structure(NamedTuple):
@@ -177,15 +173,16 @@ class Program:
         if not is_single:
             self._compiled["train on" if train else "evaluate"].see(batch, warns=False)
         feed = _abstract(self.strategy.abstract_feed(batch))
-        seen = ("train" if train else "evaluate", str(feed), is_single)
+        shapes = str(feed)
+        seen = ("train" if train else "evaluate", shapes, is_single)
         if train:
-            self._prepared = (str(feed), steps_per_call or 1, keep)
+            self._prepared = (shapes, steps_per_call or 1, keep)
         if train in self._structures and seen in self._seen and (not train or (steps_per_call or 1, keep) in self._begun):
             return self._structures[train]
         abstract = _abstract(state)
         structure = self._dry_run(abstract, feed, train)
         if train:
-            self._costs[str(feed)] = structure.cost
+            self._costs[shapes] = structure.cost
         structure = self._structures.setdefault(train, structure)
         sums = self.strategy.abstract_put(structure.form.pack(structure.empty))
         carry = Carry.of(state) if train else self.in_use(state)
@@ -200,7 +197,7 @@ class Program:
             lowered = self._steps.lower(kind, carry.treedef, *arguments, np.int32(size), self.strategy.abstract_feed(batch, size), keep=keep)
         compilation = self._steps.begin(kind, carry.treedef, lowered, keep=keep)
         if train and compilation is not None:
-            self._compilations[str(feed), size, keep] = compilation
+            self._compilations[shapes, size, keep] = compilation
         self._seen[seen] = size
         self._begun.add((size, keep))
         return structure
@@ -471,7 +468,7 @@ class Program:
         if self._prepared is None:
             return None
         flops = self._costs[self._prepared[0]].matrix_flops
-        passes = 1 if self.task.custom_step is not None else _PASSES * self.task.numerics.accumulate_steps
+        passes = 1 if self.task.custom_step is not None else PASSES * self.task.numerics.accumulate_steps
         return flops * passes if math.isfinite(flops) else None
 
     def forward_flops(self, state: TrainState, batch: Batch) -> float | None:
@@ -536,70 +533,6 @@ def scalar_loss_error(rows: int, size: int) -> LossError:
     return LossError(
         f"The loss returns one number for a batch, but a batch of {rows} examples has to be padded to {size}, which would falsify it. Return one value per "
         "example, [batch] or [batch, ...]; or use drop_remainder=True, equal batches that the devices divide, or compile(pad=False)."
-    )
-
-
-def check_activations(program: Program, state: TrainState, batch: Batch) -> None:
-    """Warns of a module that ends with what a loss does itself; once for a program.
-
-    Args:
-        program: Knows module and loss.
-        state: The state.
-        batch: A batch to train on.
-    """
-    task = program.task
-    if task.objective.takes_logits and task.compute_loss is None and task.custom_step is None and not program.has_warned:
-        program.has_warned = True
-        for fault in task.objective.unfit_activations(program.activations(state, batch, train=not task.model.can_evaluate)):
-            warnings.warn(f"{fault}.", FitflaxWarning, stacklevel=2)
-
-
-def check_in_memory(program: Program, source: Source, state: TrainState, batch: Batch, *, pad: bool, train: bool) -> None:
-    """Checks what can be known of in-memory data before the first step.
-
-    Args:
-        program: Knows the loss.
-        source: The data.
-        state: The state.
-        batch: Its first batch.
-        pad: Whether short batches are padded.
-        train: Whether it is trained on.
-
-    Raises:
-        LossError: The loss is one number, and a batch would have to be padded.
-        DataError: Labels lie outside of the module's classes.
-    """
-    if not isinstance(source, ArraySource) or source.batch_size is None or source.num_examples is None:
-        return
-    size = min(source.batch_size, source.num_examples)
-    multiple = program.strategy.num_replicas * (program.task.numerics.accumulate_steps if train else 1)
-    short = source.num_examples % size
-    if program.structure(train=train).scalar_loss and pad and (short or size % multiple):
-        raise scalar_loss_error(short or size, -(-size // multiple) * multiple)
-    task = program.task
-    if not program.has_looked_at_data:
-        program.has_looked_at_data = train
-        for name, tree in (("x", source.x), ("y", source.y)):
-            for path, leaf in leaf_paths(tree, name):
-                _warn_of_bad_numbers(path, leaf)
-    if task.objective.has_label_loss and task.compute_loss is None and task.custom_step is None:
-        task.objective.check_labels(program.output_shapes(state, batch, train=train and not task.model.can_evaluate), source.y, source.weights)
-
-
-def _warn_of_bad_numbers(path: str, leaf: Any) -> None:
-    """Warns of examples with NaN or infinity among those at the beginning of an array; an array without takes two passes over its memory."""
-    if isinstance(leaf.base, np.memmap):
-        return  # Its pages are read when they are needed.
-    rows = max(1, int(_LOOKED_AT_BYTES // max(leaf.nbytes / max(len(leaf), 1), 1)))
-    part = leaf[:rows]
-    if not np.issubdtype(part.dtype, np.floating) or not part.size or np.isfinite([part.min(), part.max()]).all():
-        return
-    bad = int((~np.isfinite(part.reshape(len(part), -1)).all(axis=1)).sum())
-    warnings.warn(
-        f"{path} holds NaN or infinity in {bad} of {len(part)} examples. If the module does not see to them, one is enough to spoil all parameters: "
-        "clean them, or leave these examples out.",
-        FitflaxWarning,
-        stacklevel=2,
     )
 
 

@@ -196,21 +196,41 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
     """What classifier and regressor share. Attributes that end in an underscore are there after `fit`, as scikit-learn has it."""
 
     _trained: _Trained
-    module: Any
-    dtype: Any
-    optimizer: Any
-    learning_rate: Any
-    loss: Any
-    epochs: int
-    batch_size: int
-    shuffle: bool
-    early_stopping: bool
-    validation_fraction: float
-    patience: int
-    steps_per_call: int
-    callbacks: Sequence[Callback] | None
-    random_state: Any
-    verbose: int | str
+
+    def __init__(
+        self,
+        module: nn.Module | Callable[[int], nn.Module] | None = None,
+        *,
+        dtype: Any = "float32",
+        optimizer: Any = "adam",
+        learning_rate: Any = None,
+        loss: Any = None,
+        epochs: int = 100,
+        batch_size: int = 32,
+        shuffle: bool = True,
+        early_stopping: bool = False,
+        validation_fraction: float = 0.1,
+        patience: int = 10,
+        steps_per_call: int = 16,
+        callbacks: Sequence[Callback] | None = None,
+        random_state: Any = None,
+        verbose: int | str = 0,
+    ) -> None:
+        self.module = module
+        self.dtype = dtype
+        self.optimizer = optimizer
+        self.learning_rate = learning_rate
+        self.loss = loss
+        self.epochs = epochs
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.early_stopping = early_stopping
+        self.validation_fraction = validation_fraction
+        self.patience = patience
+        self.steps_per_call = steps_per_call
+        self.callbacks = callbacks
+        self.random_state = random_state
+        self.verbose = verbose
 
     # -- parameters: fields of the module are parameters, too --
 
@@ -238,11 +258,11 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
         super().set_params(**own)
         fields = {name.removeprefix("module__"): value for name, value in params.items() if name not in own}
         if fields:
-            known = _fields(self.module) if isinstance(self.module, nn.Module) else []
-            unknown = sorted(set(fields) - set(known))
+            if not isinstance(self.module, nn.Module):
+                raise ValueError(f"Invalid parameter 'module__{min(fields)}': fields are those of an instance, and module is none.")
+            unknown = sorted(set(fields) - set(_fields(self.module)))
             if unknown:
-                has = f"{type(self.module).__name__} has the fields {known}" if known else "fields are those of an instance, and module is none"
-                raise ValueError(f"Invalid parameter 'module__{unknown[0]}': {has}.")
+                raise ValueError(f"Invalid parameter 'module__{unknown[0]}': {type(self.module).__name__} has the fields {_fields(self.module)}.")
             self.module = self.module.clone(**fields)
         return self
 
@@ -384,22 +404,24 @@ class LinenClassifier(ClassifierMixin, _LinenEstimator):  # type: ignore[misc]
         random_state: Any = None,
         verbose: int | str = 0,
     ) -> None:
-        self.module = module
-        self.dtype = dtype
-        self.optimizer = optimizer
-        self.learning_rate = learning_rate
-        self.loss = loss
-        self.epochs = epochs
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.early_stopping = early_stopping
-        self.validation_fraction = validation_fraction
-        self.patience = patience
+        super().__init__(
+            module,
+            dtype=dtype,
+            optimizer=optimizer,
+            learning_rate=learning_rate,
+            loss=loss,
+            epochs=epochs,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            early_stopping=early_stopping,
+            validation_fraction=validation_fraction,
+            patience=patience,
+            steps_per_call=steps_per_call,
+            callbacks=callbacks,
+            random_state=random_state,
+            verbose=verbose,
+        )
         self.class_weight = class_weight
-        self.steps_per_call = steps_per_call
-        self.callbacks = callbacks
-        self.random_state = random_state
-        self.verbose = verbose
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Trains a new model.
@@ -517,41 +539,6 @@ class LinenRegressor(RegressorMixin, _LinenEstimator):  # type: ignore[misc]
     True
     """
 
-    def __init__(
-        self,
-        module: nn.Module | Callable[[int], nn.Module] | None = None,
-        *,
-        dtype: Any = "float32",
-        optimizer: Any = "adam",
-        learning_rate: Any = None,
-        loss: Any = "mse",
-        epochs: int = 100,
-        batch_size: int = 32,
-        shuffle: bool = True,
-        early_stopping: bool = False,
-        validation_fraction: float = 0.1,
-        patience: int = 10,
-        steps_per_call: int = 16,
-        callbacks: Sequence[Callback] | None = None,
-        random_state: Any = None,
-        verbose: int | str = 0,
-    ) -> None:
-        self.module = module
-        self.dtype = dtype
-        self.optimizer = optimizer
-        self.learning_rate = learning_rate
-        self.loss = loss
-        self.epochs = epochs
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.early_stopping = early_stopping
-        self.validation_fraction = validation_fraction
-        self.patience = patience
-        self.steps_per_call = steps_per_call
-        self.callbacks = callbacks
-        self.random_state = random_state
-        self.verbose = verbose
-
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Trains a new model.
 
@@ -592,7 +579,7 @@ class LinenRegressor(RegressorMixin, _LinenEstimator):  # type: ignore[misc]
         return x, np.asarray(y, np.float32)
 
     def _new_regressor(self, x: Any, y: Any) -> _Trained:
-        return self._new(x, int(np.prod(y.shape[1:])), _Regression(self.loss) if callable(self.loss) else self.loss)
+        return self._new(x, int(np.prod(y.shape[1:])), _Regression(self.loss) if callable(self.loss) else self.loss or "mse")
 
     def predict(self, X: Any) -> Any:
         """Returns the module's outputs in the shape of the targets, float64 `[n]` or `[n, targets]`.

@@ -10,6 +10,7 @@ from fitflax.groups import parameter_groups
 from fitflax.model import LinenModel
 from fitflax.optimizers import get_learning_rates
 from fitflax.parallel import Strategy
+from fitflax.program import PASSES
 from fitflax.state import Batch, PyTree, TrainState
 from fitflax.step import split_key
 
@@ -47,7 +48,7 @@ def describe_costs(flops: float | None, memory: Any) -> list[str]:
     """
     lines = []
     if flops:
-        lines.append(f"Model FLOPs of an example: {_describe_count(flops)} forward, {_describe_count(3 * flops)} in training")
+        lines.append(f"Model FLOPs of an example: {_describe_count(flops)} forward, {_describe_count(PASSES * flops)} in training")
     if memory is not None:
         parts = {"arguments": "argument", "results": "output", "in common": "alias", "temporaries": "temp"}
         sizes = {what: int(getattr(memory, f"{name}_size_in_bytes", 0)) for what, name in parts.items()}

@@ -512,15 +512,15 @@ class Trainer:
                 for evaluate in validation.loops:
                     evaluate.prepare(session.need_state("fit").borrow())
             arguments.check_log_keys(session.need_compiled("fit").kinds, tuple(sets))
-            batches = steps_per_epoch or source.num_batches
-            known = {"steps": min(trial, batches or trial) if trial else batches, "log_every": log_every, "note": note or session.choice}
-            self._run(run, hooks, {**known, **self._params(source, sets, settings)}, saved, interruption)
+            known = {"log_every": log_every, "note": note or session.choice, **self._params(source, sets, settings, trial, steps_per_epoch)}
+            self._run(run, hooks, known, saved, interruption)
         interruption.leave()
         return self._history
 
-    def _params(self, source: Source, sets: Iterable[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+    def _params(self, source: Source, sets: Iterable[str], settings: Mapping[str, Any], trial: int, steps_per_epoch: int | None) -> dict[str, Any]:
         """Returns what callbacks are told of the data and the run."""
-        known = {"num_examples": source.num_examples, "model_flops": self._session.need_compiled("fit").model_flops}
+        steps = min(filter(None, (trial, steps_per_epoch or source.num_batches)), default=None)
+        known = {"steps": steps, "num_examples": source.num_examples, "model_flops": self._session.need_compiled("fit").model_flops}
         return {**known, "validation_sets": tuple(sets), "hyperparameters": self._hyperparameters(settings)}
 
     def _hyperparameters(self, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,10 @@ LAYERS = (
     {"activations", "axes", "cost", "state", "logs", "losses", "metrics", "optimizers"},
     {"data"},
     {"parallel"},
-    {"compilation", "numerics", "loss_scale", "accumulation", "model", "objective", "collected", "live", "sums", "suspects", "step", "compiled", "program"},
+    {
+        *("compilation", "numerics", "loss_scale", "accumulation", "model", "objective", "collected"),
+        *("live", "sums", "suspects", "step", "compiled", "program", "preflight"),
+    },
     {"checkpoints"},
     {"callbacks"},
     {"signals", "arguments", "groups", "tabulation", "evaluation", "plan", "loop", "session", "preparation", "modular"},
