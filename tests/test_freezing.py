@@ -103,3 +103,10 @@ def test_in_fit_only_the_others_change_and_only_they_have_a_state():
     file = io.StringIO()
     trainer.summary(file=file)
     assert "  frozen: 56 = 224 B in 4 arrays, frozen" in file.getvalue() and "  trained: 27 = 108 B in 2 arrays, learning rate 0.5" in file.getvalue()
+
+
+def test_any_number_of_names_may_be_none():
+    optimizer = optimizers.freeze(optax.sgd(1.0), "**/bias")
+    params = {"bias": np.ones(1), "kernel": np.ones(1), "layer": {"bias": np.ones(1)}}
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    assert [float(leaf[0]) for leaf in jax.tree.leaves(updates)] == [0.0, -1.0, 0.0]

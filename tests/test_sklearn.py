@@ -25,6 +25,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 from fitflax.callbacks import LambdaCallback
 from fitflax.errors import LossError
 from fitflax.sklearn import LinenClassifier, LinenRegressor
+from fitflax.trainer import Trainer
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(120, 4))
@@ -370,3 +371,21 @@ def test_weights_of_classes_in_partial_fit_are_given_by_label():
     for _ in range(20):
         model.partial_fit(X, LABELS, classes=np.unique(LABELS))
     assert (model.predict(X) == "up").mean() > 0.9
+
+
+def test_each_partial_fit_has_an_order_of_its_own_that_a_copy_goes_on_with(monkeypatch):
+    orders, fit = [], Trainer.fit
+
+    def noting(self, x, *arguments, **options):
+        orders.append(x[:, 0].tolist())
+        return fit(self, x, *arguments, **options)
+
+    monkeypatch.setattr(Trainer, "fit", noting)
+    model = regressor()
+    for _ in range(2):
+        model.partial_fit(X[:20], TARGETS[:20])
+    pickle.loads(pickle.dumps(model)).partial_fit(X[:20], TARGETS[:20])
+    model.partial_fit(X[:20], TARGETS[:20])
+    assert sorted(orders[0]) == sorted(orders[1]) and orders[0] != orders[1] != orders[2] != orders[0] and orders[2] == orders[3]
+    regressor(shuffle=False).partial_fit(X[:20], TARGETS[:20])
+    assert orders[4] == X[:20, 0].astype(np.float32).tolist()

@@ -2,6 +2,7 @@
 
 import io
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -342,3 +343,10 @@ def test_accumulation_needs_less_memory_for_temporaries():
         return float(found[1])
 
     assert temporaries(8) < temporaries(1) / 3
+
+
+@pytest.mark.parametrize(("reported", "peak"), [(0, "6.0 KB"), (2048, "6.0 KB"), (8192, "8.0 KB")])
+def test_the_peak_of_memory_is_never_less_than_what_is_there_together(reported, peak):
+    sizes = {"argument_size_in_bytes": 2048, "output_size_in_bytes": 1024, "alias_size_in_bytes": 1024, "temp_size_in_bytes": 4096}
+    memory = types.SimpleNamespace(**sizes, peak_memory_in_bytes=reported)
+    assert describe_costs(None, memory) == [f"Memory of a training step on a device: arguments 2.0 KB, temporaries 4.0 KB, peak {peak}"]

@@ -9,6 +9,7 @@ import pytest
 
 import fitflax
 from fitflax.callbacks import Callback, LambdaCallback, ModelCheckpoint
+from fitflax.logs import Values
 from fitflax.parallel import DataParallel
 from fitflax.time_spent import TimeSpent
 
@@ -90,3 +91,15 @@ def test_what_is_claimed_inside_is_not_counted_twice():
 
 def test_a_run_that_took_no_time_was_all_steps():
     assert TimeSpent(lambda: 0.0).shares == {"stepping": 1.0, "compiling": 0.0, "data": 0.0, "evaluating": 0.0, "callbacks": 0.0, "saving": 0.0}
+
+
+def test_what_callbacks_wait_for_at_the_end_of_an_epoch_are_steps(now, monkeypatch):
+    wait = Values.wait
+
+    def slow(self):
+        now[0] += 5
+        wait(self)
+
+    monkeypatch.setattr(Values, "wait", slow)
+    spent = fit((X, Y), LambdaCallback(on_epoch_end=lambda epoch, logs: now.__setitem__(0, now[0] + 1)))
+    assert (spent.seconds["callbacks"], spent.stepping) == (1, 5)

@@ -42,7 +42,8 @@ def test_it_prints_the_stacks_of_all_threads_again_and_again_while_nothing_happe
 
     def batches():
         yield X[:8], Y[:8]
-        hang_until(lambda: file.getvalue().count("in hang_until") >= 2)  # Which is where the run waits.
+        said = file.getvalue().count("Watchdog:")
+        hang_until(lambda: file.getvalue().count("Watchdog:") >= said + 2 and "in hang_until" in file.getvalue())  # Which is where the run waits.
         yield X[8:], Y[8:]
 
     ended, other = threading.Event(), threading.Thread(target=lambda: ended.wait(), name="another-thread")

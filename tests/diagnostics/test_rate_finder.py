@@ -175,3 +175,21 @@ def test_a_loss_of_one_number_takes_whole_batches():
     trainer = fitflax.Trainer(nn.Dense(1), parallel=ONE)
     trainer.compile("sgd", lambda outputs, targets: ((outputs[:, 0] - targets) ** 2).mean())
     assert len(trainer.find_learning_rate(X, Y.astype(np.float32), batch_size=16, steps=5, highest=1e-3, drop_remainder=True).rates) == 5
+
+
+def test_a_loss_that_falls_just_before_it_diverges_is_not_gone_to_the_edge_of():
+    rates = np.geomspace(1e-4, 1, 100)
+    curve = LearningRateCurve.of(rates, np.where(rates < 0.1, 1 - 3 * rates, 100 * rates))
+    assert curve.suggestion == pytest.approx(rates[np.argmin(curve.smoothed)] / 10)
+
+
+def test_what_the_data_draws_from_the_global_generators_is_put_back():
+    def batches():
+        for _ in range(3):
+            rows = np.random.permutation(40)[:8]
+            yield X[rows], Y[rows]
+
+    np.random.seed(7)
+    drawn, _ = np.random.rand(), np.random.seed(7)
+    network().find_learning_rate(batches, steps=4, highest=1e-3)
+    assert np.random.rand() == drawn
