@@ -10,14 +10,10 @@ import sys
 import tempfile
 import warnings
 
-os.environ["KERAS_BACKEND"] = "jax"
-warnings.simplefilter("ignore")
-
-import keras  # noqa: E402
-import numpy as np  # noqa: E402
+import numpy as np
 
 
-def network(job):
+def network(keras, job):
     arrays = np.load(job["arrays"])
     layers = {
         "mlp": [keras.layers.Dense(16, activation="relu"), keras.layers.Dense(job["outputs"])],
@@ -34,7 +30,7 @@ def network(job):
     return {"history": history.history, "evaluate": found, "outputs": model.predict(arrays["x"], **options).tolist()}
 
 
-def scripted(job):
+def scripted(keras, job):
     """One epoch for each of the given values, which stand in the logs as `score`."""
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(1.0), "mse")
@@ -65,9 +61,14 @@ def scripted(job):
 
 
 def main(job, result):
+    os.environ["KERAS_BACKEND"] = "jax"
+    warnings.simplefilter("ignore")
+    import keras  # Here, because doctests import this module where there may be none.
+
     with open(job) as file:
         jobs = json.load(file)
-    found = {"networks": {name: network(one) for name, one in jobs["networks"].items()}, "scripted": [scripted(one) for one in jobs["scripted"]]}
+    networks = {name: network(keras, one) for name, one in jobs["networks"].items()}
+    found = {"networks": networks, "scripted": [scripted(keras, one) for one in jobs["scripted"]]}
     with open(result, "w") as file:
         json.dump(found, file)
 

@@ -1,5 +1,6 @@
 """What `import fitflax` needs and brings along."""
 
+import ast
 import json
 import os
 import pathlib
@@ -18,7 +19,7 @@ NEVER_IMPORTED = ("tensorflow", "torch", "matplotlib", "pandas", "polars", "skle
 IMPORTED = {"fitflax", "jax", "jaxlib", "flax", "optax", "numpy", "msgpack", "typing_extensions"}
 # Of what is required or often there, the heavy part; each of them named, in case jax or flax begin to bring one.
 LATER = ("tqdm", "tensorboardX", "tensorboard", "orbax.checkpoint", "google.protobuf", "concurrent.futures.process", "IPython", "scipy.stats", *NEVER_IMPORTED)
-SUB_MODULES = ("callbacks", "losses", "metrics", "optimizers", "data", "parallel", "checkpoints", "errors")
+SUB_MODULES = ("callbacks", "losses", "metrics", "optimizers", "data", "parallel", "checkpoints", "diagnostics", "errors")
 
 # Stands in for a library that the user has: says who imports it, and ends the process, so that no `except` can hide it.
 TELL_TALE = """
@@ -98,6 +99,19 @@ def test_sub_modules_are_attributes(tmp_path, process_env):
 
 def test_requirements_are_the_agreed_ones():
     assert {distribution(requirement) for requirement in project()["dependencies"]} == REQUIRED
+
+
+def test_no_test_needs_a_peer_to_be_collected():
+    """A module that imports one of them says before that it is skipped without it."""
+    peers = {re.split("[^a-z-]", one.lower())[0] for one in project()["optional-dependencies"]["peers"]} | {"tensorflow", "lightning"}
+    faults = []
+    for path in (ROOT / "tests").rglob("*.py"):
+        skips: set[str] = set()
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            skips |= set(re.findall(r"importorskip\(['\"](\w+)", ast.unparse(node)))
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            faults += [f"{path.name}:{node.lineno} {name}" for name in names if name.partition(".")[0] in peers - skips]
+    assert not faults, faults
 
 
 @pytest.mark.parametrize("extra", ["examples", "docs"])
