@@ -10,24 +10,26 @@ import jax.numpy as jnp
 from fitflax.errors import DataError
 from fitflax.metrics import Metric
 from fitflax.metrics.base import broadcast_weights
+from fitflax.parallel import Strategy
 from fitflax.state import Batch, PyTree
 
 __all__ = ["first_of", "join_rows", "last_of", "merge_all", "split", "total_weight"]
 
 
-def split(batch: Batch, steps: int) -> Batch:
-    """Returns a batch of `[rows, ...]` as its micro-batches in order, `[steps, rows / steps, ...]`.
+def split(batch: Batch, steps: int, strategy: Strategy) -> Batch:
+    """Returns a batch of `[rows, ...]` as its micro-batches, `[steps, rows / steps, ...]`.
 
     Raises:
         DataError: The rows do not divide.
 
-    >>> split(Batch(x=jnp.arange(4), y=(), mask=jnp.ones(4, bool)), 2).x.tolist()
+    >>> from fitflax.parallel import DataParallel
+    >>> split(Batch(x=jnp.arange(4), y=(), mask=jnp.ones(4, bool)), 2, DataParallel()).x.tolist()
     [[0, 1], [2, 3]]
     """
     rows = batch.mask.shape[0]
     if rows % steps:
         raise DataError(f"A device's share of {rows} examples cannot be split into {steps} micro-batches, compile(accumulate_steps={steps}).")
-    return cast(Batch, jax.tree.map(lambda leaf: leaf.reshape(steps, rows // steps, *leaf.shape[1:]), batch))
+    return cast(Batch, strategy.split(batch, steps))
 
 
 def first_of(batches: Batch) -> Batch:
@@ -51,9 +53,9 @@ def total_weight(shape: tuple[int, ...], weights: jax.Array, mask: jax.Array) ->
     return jnp.sum(broadcast_weights(weights, (mask.shape[0], *shape[1:])) if shape else mask)
 
 
-def join_rows(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+def join_rows(metrics: Mapping[str, Metric], strategy: Strategy) -> dict[str, Metric]:
     """Returns metrics that collect rows, given those of all micro-batches, `[steps, rows, ...]`, with rows in the order of the batch."""
-    return {key: jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), metric) for key, metric in metrics.items()}
+    return {key: strategy.unsplit(metric) for key, metric in metrics.items()}
 
 
 def merge_all(metrics: Mapping[str, Metric]) -> dict[str, Metric]:

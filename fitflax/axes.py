@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from fitflax.errors import ModelError
 
-__all__ = ["AxisNames"]
+__all__ = ["AxisNames", "Name"]
 
 Name = str | tuple[str, ...] | None
 
@@ -24,9 +24,11 @@ class AxisNames:
 
     Attributes:
         by_path: One name, several, or none, for each axis of an array that has metadata.
+        is_known: Whether the module was asked for them.
     """
 
     by_path: Mapping[str, tuple[Name, ...]] = dataclasses.field(default_factory=dict)
+    is_known: bool = True
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, AxisNames)
@@ -44,6 +46,34 @@ class AxisNames:
         specs = {_name(path): leaf.get_partition_spec() for path, leaf in leaves if isinstance(leaf, meta.AxisMetadata) and hasattr(leaf, "get_partition_spec")}
         return cls({path: tuple(spec) for path, spec in specs.items()})
 
+    def each(self, fn: Callable[[str, Any, "tuple[Name, ...] | None"], Any], params: Any, model_state: Any, opt_state: Any) -> tuple[Any, Any, Any]:
+        """Returns parameters, collections and optimizer state with `fn(path, array, names)` in place of each array.
+
+        The names are `None` where there are none. An array of the optimizer has its parameter's if it has its shape: a moment's path ends with that of its
+        parameter, whatever transformations it lies in.
+        """
+
+        def own(root: str) -> Callable[[Any, Any], Any]:
+            def call(path: Any, leaf: Any) -> Any:
+                name = "/".join(part for part in (root, _name(path)) if part)
+                return fn(name, leaf, self.by_path.get(name))
+
+            return call
+
+        shapes = {_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+
+        def of_optimizer(path: Any, leaf: Any) -> Any:
+            parts = [_name((entry,)) for entry in path]
+            param = next((name for start in range(len(parts) + 1) if (name := "/".join(parts[start:])) in shapes), None)
+            is_alike = param is not None and shapes[param] == leaf.shape
+            return fn(f"opt_state/{_name(path)}", leaf, self.by_path.get(f"params/{param}") if is_alike else None)
+
+        return (
+            jax.tree_util.tree_map_with_path(own("params"), params),
+            jax.tree_util.tree_map_with_path(own(""), model_state),
+            jax.tree_util.tree_map_with_path(of_optimizer, opt_state),
+        )
+
     def specs(self, params: Any, model_state: Any, opt_state: Any, *, strict: bool) -> tuple[Any, Any, Any]:
         """Returns `PartitionSpec`s of logical names for parameters, collections and optimizer state, in their structures.
 
@@ -52,32 +82,18 @@ class AxisNames:
         """
         faults: list[str] = []
 
-        def own(root: str) -> Callable[[Any, Any], PartitionSpec]:
-            def spec(path: Any, leaf: Any) -> PartitionSpec:
-                name = "/".join(part for part in (root, _name(path)) if part)
-                names = self.by_path.get(name)
-                if names is not None and len(names) != leaf.ndim:
-                    faults.append(f"{name} {list(leaf.shape)} has the names {list(names)}")
-                elif names is None and leaf.ndim and strict:
-                    faults.append(f"{name} {list(leaf.shape)} has none")
-                return PartitionSpec(*([None] * leaf.ndim if names is None else names))
+        def spec(path: str, leaf: Any, names: tuple[Name, ...] | None) -> PartitionSpec:
+            is_own = not path.startswith("opt_state/")
+            if is_own and names is not None and len(names) != leaf.ndim:
+                faults.append(f"{path} {list(leaf.shape)} has the names {list(names)}")
+            elif is_own and names is None and leaf.ndim and strict:
+                faults.append(f"{path} {list(leaf.shape)} has none")
+            return PartitionSpec(*([None] * leaf.ndim if names is None else names))
 
-            return spec
-
-        params_specs = jax.tree_util.tree_map_with_path(own("params"), params)
-        state_specs = jax.tree_util.tree_map_with_path(own(""), model_state)
+        trees = self.each(spec, params, model_state, opt_state)
         if faults:
             raise ModelError(f"Each axis of an array needs a logical name: {'; '.join(faults)}. Give them with nn.with_logical_partitioning(init, names).")
-        shapes = {_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-
-        def of_optimizer(path: Any, leaf: Any) -> PartitionSpec:
-            parts = [_name((entry,)) for entry in path]
-            # A moment's path ends with that of its parameter, whatever transformations it lies in.
-            param = next((name for start in range(len(parts) + 1) if (name := "/".join(parts[start:])) in shapes), None)
-            is_alike = param is not None and shapes[param] == leaf.shape
-            return PartitionSpec(*self.by_path.get(f"params/{param}", [None] * leaf.ndim) if is_alike else [None] * leaf.ndim)
-
-        return params_specs, state_specs, jax.tree_util.tree_map_with_path(of_optimizer, opt_state)
+        return trees
 
 
 def _name(path: Any) -> str:

@@ -3,7 +3,7 @@
 import functools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,22 +11,19 @@ from jax import lax
 
 from fitflax.compilation import AheadOfTime, Compilation
 from fitflax.live import Carry, Sums
-from fitflax.parallel.base import Compiled, Layout
+from fitflax.parallel.base import Compiled, Layout, Places
 from fitflax.parallel.packed import Form
 from fitflax.state import Batch, PyTree
 from fitflax.step import NOTHING, Keep, Task
 
 __all__ = ["CompiledSteps"]
 
-# State, sums, values, rows, what is kept.
-_TRAIN_OUTPUTS: tuple[Layout, ...] = ("replicated", "replicated", "replicated", "split", "replicated")
-
 
 class CompiledSteps:
     """The compiled functions of a task, by kind.
 
-    `"init"`, of no structure yet, takes a key and a batch. All others take a carry's leaves and key first, then packed sums where there are any. What
-    follows, by kind:
+    `"init"`, for the shapes of a state, takes a key and a batch. All others take a carry's leaves and key first, then packed sums where there are any; a state
+    comes out where it went in. What follows, by kind:
 
     * `"train"`: a batch; `"train group"`: a count, and batches with a leading axis of steps, of which so many are made.
     * `"evaluate"` and `"evaluate group"`: the same. The leaves are those of `(params, model_state)`.
@@ -44,45 +41,47 @@ class CompiledSteps:
     def __init__(self, task: Task, form_of: Callable[[bool], Form]) -> None:
         self._task = task
         self._form_of = form_of
-        # By kind, structure of the state and what is kept.
-        self._functions: dict[tuple[str, Any, Keep], Compiled] = {}
+        # By kind, structure of the state, where it lies, and what is kept.
+        self._functions: dict[_Name, Compiled] = {}
         self._last: dict[str, tuple[Any, Keep, Compiled]] = {}
         self._ahead = AheadOfTime()
         # How long callers have waited for what was being compiled.
         self.seconds_waited = 0.0
 
-    def get(self, kind: str, treedef: Any, *, keep: Keep = NOTHING) -> Compiled:
-        """Returns a function for states of one structure, to be called."""
+    def get(self, kind: str, carry: Carry, *, keep: Keep = NOTHING) -> Compiled:
+        """Returns a function for states like this one, to be called."""
         last = self._last.get(kind)
-        if last is not None and last[0] is treedef and last[1] is keep:  # Comparing large structures takes longer than many a step.
+        if last is not None and last[0] is carry.treedef and last[1] is keep:  # Comparing large structures takes longer than many a step.
             return last[2]
-        name = kind, treedef, keep
+        name = self._name(kind, carry, keep)
         begin = time.perf_counter()
         self._ahead.wait(name)
         self.seconds_waited += time.perf_counter() - begin
-        function = self._make(*name)
-        self._last[kind] = (treedef, keep, function)
+        function = self._make(name)
+        self._last[kind] = (carry.treedef, keep, function)
         return function
 
-    def lower(self, kind: str, treedef: Any, *arguments: Any, keep: Keep = NOTHING) -> jax.stages.Lowered | None:
+    def lower(self, kind: str, carry: Carry, *arguments: Any, keep: Keep = NOTHING) -> jax.stages.Lowered | None:
         """Traces a function for shapes with their places, which finds faults; returns what `begin` takes, `None` where nothing can be compiled ahead."""
-        function = self._make(kind, treedef, keep)
+        function = self._make(self._name(kind, carry, keep))
         if not self._task.strategy.compiles_ahead:
             jax.eval_shape(function, *jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments))
             return None
         return function.lower(*arguments)
 
-    def begin(self, kind: str, treedef: Any, lowered: jax.stages.Lowered | None, *, keep: Keep = NOTHING) -> Compilation | None:
+    def begin(self, kind: str, carry: Carry, lowered: jax.stages.Lowered | None, *, keep: Keep = NOTHING) -> Compilation | None:
         """Has what was lowered compiled in a thread, which is returned; `get` waits for it."""
         if lowered is None:
             return None
         self._last.pop(kind, None)
-        return self._ahead.start((kind, treedef, keep), lowered)
+        return self._ahead.start(self._name(kind, carry, keep), lowered)
 
-    def _make(self, kind: str, treedef: Any, keep: Keep) -> Compiled:
-        name = kind, treedef, keep
+    def _name(self, kind: str, carry: Carry, keep: Keep) -> "_Name":
+        return _Name(kind, carry.treedef, self._task.strategy.places(carry.leaves), keep)
+
+    def _make(self, name: "_Name") -> Compiled:
         if name not in self._functions:
-            makers: dict[str, Callable[[Any, Keep], Compiled]] = {
+            makers: dict[str, Callable[[_Name], Compiled]] = {
                 "init": self._init,
                 "train": self._train,
                 "train group": self._train_group,
@@ -92,28 +91,35 @@ class CompiledSteps:
                 "predict": self._predict,
                 "predict group": self._predict_group,
             }
-            self._functions[name] = makers[kind](treedef, keep)
+            self._functions[name] = makers[name.kind](name)
         return self._functions[name]
 
-    def _init(self, _: Any, __: Keep) -> Compiled:
-        return self._task.strategy.compile(self._task.init_state, inputs=("replicated", "split"), outputs="replicated")
+    def _init(self, name: "_Name") -> Compiled:
+        def init_state(key: jax.Array, batch: Batch) -> list[Any]:
+            return Carry.of(self._task.init_state(key, batch)).leaves
 
-    def _train(self, treedef: Any, keep: Keep) -> Compiled:
+        return self._task.strategy.compile(init_state, inputs=("replicated", "split"), outputs=name.places)
+
+    def _train(self, name: "_Name") -> Compiled:
+        treedef, keep = name.treedef, name.keep
+
         def train_step(leaves: list[Any], key: jax.Array, sums: Sums, batch: Batch) -> Any:
             form = self._form_of(True)
-            result = self._task.train_step(Carry(leaves, treedef, key).state(), form.unpack(sums), batch, keep=keep)
-            return Carry.of(result[0]).leaves, form.pack(result[1]), *result[2:]
+            state, new_sums, vector, rows, kept = self._task.train_step(Carry(leaves, treedef, key).state(), form.unpack(sums), batch, keep=keep)
+            return Carry.of(state).leaves, form.pack(new_sums), vector, rows, *kept
 
-        inputs: tuple[Layout, ...] = ("replicated", "replicated", "replicated", "split")
-        return self._task.strategy.compile(train_step, inputs=inputs, outputs=_TRAIN_OUTPUTS, donate=(0, 2))
+        inputs: tuple[Layout, ...] = (name.places, "replicated", "replicated", "split")
+        return self._task.strategy.compile(train_step, inputs=inputs, outputs=name.train_outputs("split"), donate=(0, 2))
 
-    def _train_group(self, treedef: Any, keep: Keep, *, is_whole: bool = False) -> Compiled:
+    def _train_group(self, name: "_Name", *, is_whole: bool = False) -> Compiled:
+        treedef, keep, strategy = name.treedef, name.keep, self._task.strategy
+
         def train_group(leaves: list[Any], key: jax.Array, sums: Sums, count: jax.Array, batches: Batch) -> Any:
             form, size = self._form_of(True), batches.mask.shape[0]
 
             def one(index: Any, leaves: list[Any], sums: Any) -> Any:
                 result = self._task.train_step(Carry(leaves, treedef, key).state(), sums, _at(batches, index), keep=keep)
-                return Carry.of(result[0]).leaves, *result[1:]
+                return Carry.of(strategy.pin(result[0])).leaves, *result[1:]
 
             def body(index: jax.Array, carry: Any) -> Any:
                 leaves, sums, _, vectors, rows = carry
@@ -124,25 +130,25 @@ class CompiledSteps:
             _, _, vector, rows, kept = jax.eval_shape(one, _INDEX, leaves, unpacked)
             begin = (leaves, unpacked, _zeros((vector, kept)), _zeros(vector, size), _zeros(rows, size))
             leaves, unpacked, (vector, kept), vectors, rows = lax.fori_loop(0, size if is_whole else count, body, begin)
-            return leaves, form.pack(unpacked), (vector, vectors), rows, kept
+            return leaves, form.pack(unpacked), (vector, vectors), rows, *kept
 
-        inputs: tuple[Layout, ...] = ("replicated", "replicated", "replicated", "replicated", "split")
-        return self._task.strategy.compile(train_group, inputs=inputs, outputs=_TRAIN_OUTPUTS, donate=(0, 2))
+        inputs: tuple[Layout, ...] = (name.places, "replicated", "replicated", "replicated", "group")
+        return strategy.compile(train_group, inputs=inputs, outputs=name.train_outputs("group"), donate=(0, 2))
 
-    def _evaluate(self, treedef: Any, _: Keep) -> Compiled:
+    def _evaluate(self, name: "_Name") -> Compiled:
         def eval_step(leaves: list[Any], key: jax.Array, sums: Sums, batch: Batch) -> Any:
             form = self._form_of(False)
-            params, model_state = jax.tree.unflatten(treedef, leaves)
+            params, model_state = jax.tree.unflatten(name.treedef, leaves)
             new_sums, *rest = self._task.eval_step(params, model_state, key, form.unpack(sums), batch)
             return form.pack(new_sums), *rest
 
-        inputs: tuple[Layout, ...] = ("replicated", "replicated", "replicated", "split")
-        return self._task.strategy.compile(eval_step, inputs=inputs, outputs=_EVAL_OUTPUTS, donate=(2,))
+        inputs: tuple[Layout, ...] = (name.places, "replicated", "replicated", "split")
+        return self._task.strategy.compile(eval_step, inputs=inputs, outputs=("replicated", "replicated", "split"), donate=(2,))
 
-    def _evaluate_group(self, treedef: Any, _: Keep) -> Compiled:
+    def _evaluate_group(self, name: "_Name") -> Compiled:
         def eval_group(leaves: list[Any], key: jax.Array, sums: Sums, count: jax.Array, batches: Batch) -> Any:
             form, size = self._form_of(False), batches.mask.shape[0]
-            params, model_state = jax.tree.unflatten(treedef, leaves)
+            params, model_state = jax.tree.unflatten(name.treedef, leaves)
 
             def one(index: Any, sums: Any) -> Any:
                 return self._task.eval_step(params, model_state, key, sums, _at(batches, index))
@@ -157,19 +163,19 @@ class CompiledSteps:
             unpacked, vector, rows = lax.fori_loop(0, count, body, (unpacked, _zeros(vector), _zeros(rows, size)))
             return form.pack(unpacked), vector, rows
 
-        inputs: tuple[Layout, ...] = ("replicated", "replicated", "replicated", "replicated", "split")
-        return self._task.strategy.compile(eval_group, inputs=inputs, outputs=_EVAL_OUTPUTS, donate=(2,))
+        inputs: tuple[Layout, ...] = (name.places, "replicated", "replicated", "replicated", "group")
+        return self._task.strategy.compile(eval_group, inputs=inputs, outputs=("replicated", "replicated", "group"), donate=(2,))
 
-    def _predict(self, treedef: Any, _: Keep) -> Compiled:
+    def _predict(self, name: "_Name") -> Compiled:
         def predict_step(leaves: list[Any], key: jax.Array, index: jax.Array, x: PyTree) -> Any:
-            params, model_state = jax.tree.unflatten(treedef, leaves)
+            params, model_state = jax.tree.unflatten(name.treedef, leaves)
             return self._task.predict_step(params, model_state, key, index, x)
 
-        return self._task.strategy.compile(predict_step, inputs=("replicated", "replicated", "replicated", "split"), outputs="split")
+        return self._task.strategy.compile(predict_step, inputs=(name.places, "replicated", "replicated", "split"), outputs="split")
 
-    def _predict_group(self, treedef: Any, _: Keep) -> Compiled:
+    def _predict_group(self, name: "_Name") -> Compiled:
         def predict_group(leaves: list[Any], key: jax.Array, first: jax.Array, count: jax.Array, xs: PyTree) -> Any:
-            params, model_state = jax.tree.unflatten(treedef, leaves)
+            params, model_state = jax.tree.unflatten(name.treedef, leaves)
 
             def one(index: Any) -> Any:
                 return self._task.predict_step(params, model_state, key, first + index, _at(xs, index))
@@ -177,11 +183,33 @@ class CompiledSteps:
             size = jax.tree.leaves(xs)[0].shape[0]
             return lax.fori_loop(0, count, lambda index, outputs: _put(outputs, one(index), index), _zeros(jax.eval_shape(one, _INDEX), size))
 
-        inputs: tuple[Layout, ...] = ("replicated", "replicated", "replicated", "replicated", "split")
-        return self._task.strategy.compile(predict_group, inputs=inputs, outputs="split")
+        inputs: tuple[Layout, ...] = (name.places, "replicated", "replicated", "replicated", "group")
+        return self._task.strategy.compile(predict_group, inputs=inputs, outputs="group")
 
 
-_EVAL_OUTPUTS: tuple[Layout, ...] = ("replicated", "replicated", "split")
+class _Name(NamedTuple):
+    """What a compiled function is for.
+
+    Attributes:
+        kind: What it does.
+        treedef: The structure of the state.
+        places: Where its arrays lie.
+        keep: What of a training step is kept.
+    """
+
+    kind: str
+    treedef: Any
+    places: Layout
+    keep: Keep
+
+    def train_outputs(self, rows: Layout) -> tuple[Layout, ...]:
+        """Returns the layouts of what training steps return: state, sums, values, rows, and the parts of `Kept`; the gradient lies where the parameters do."""
+        grads: Layout = "replicated"
+        if self.keep.grads and isinstance(self.places, Places):
+            grads = Places(jax.tree.unflatten(self.treedef, self.places.tree).params)
+        return (self.places, "replicated", "replicated", rows, grads, "replicated", "replicated")
+
+
 _INDEX = jax.ShapeDtypeStruct((), np.int32)
 
 

@@ -53,8 +53,8 @@ class Cost(NamedTuple):
         flops, accessed = self.flops + other.flops, self.bytes_accessed + other.bytes_accessed
         return Cost(flops, accessed, self.has_convolution or other.has_convolution, self.matrix_flops + other.matrix_flops)
 
-    def times(self, count: int) -> "Cost":
-        """Returns the cost of so many calls."""
+    def times(self, count: float) -> "Cost":
+        """Returns the cost of so many calls, or of a part of one."""
         return Cost(self.flops * count, self.bytes_accessed * count, self.has_convolution, self.matrix_flops * count)
 
 

@@ -9,6 +9,7 @@ built-in that fits, so that `except ValueError` in users' scripts keeps working.
     +-- NotReadyError (RuntimeError)        something was used before the call that makes it available
     +-- DataError (ValueError)              the data cannot be turned into batches
     +-- ModelError (ValueError)             the module does not run on the batch
+    +-- ShardingError (ValueError)          arrays that cannot lie on a mesh as they should
     +-- LossError (ValueError)              the loss does not fit the outputs and targets
     +-- MetricError (ValueError)            a metric does not fit the outputs and targets
     +-- OptimizerError (ValueError)         an optimizer or learning rate that cannot be used
@@ -43,6 +44,7 @@ __all__ = [
     "OptimizerError",
     "ReplicaError",
     "RestoreError",
+    "ShardingError",
 ]
 
 
@@ -91,6 +93,14 @@ class ModelError(FitflaxError, ValueError):
     """The module does not run on the batch; the message holds the shapes and the module's own error.
 
     >>> issubclass(ModelError, ValueError)
+    True
+    """
+
+
+class ShardingError(FitflaxError, ValueError):
+    """Arrays that cannot lie on a mesh as their axis names and the rules say; the message holds the path of each.
+
+    >>> issubclass(ShardingError, ValueError)
     True
     """
 

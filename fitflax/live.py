@@ -80,9 +80,9 @@ class LiveState:
         return self.borrow()
 
     @property
-    def treedef(self) -> Any:
-        """The structure of the state, as in `Carry`."""
-        return self._carry.treedef
+    def carry(self) -> Carry:
+        """The state as it goes from call to call; to be looked at only, `take` is for a call that consumes it."""
+        return self._carry
 
     def copy(self, tree: PyTree) -> PyTree:
         """Returns a copy of a part of the state."""
@@ -94,10 +94,10 @@ class LiveState:
 
     @property
     def snapshots_wait(self) -> bool:
-        """Whether the state is to be copied to the host at once: the memory of an accelerator may be too small for two, and a large copy is faster that way."""
+        """Whether the state is to be copied to the host at once: a device may be too small for another, or for what is split; and a large copy is faster."""
         if self._is_large is None:
             self._is_large = sum(leaf.nbytes for leaf in self._carry.leaves) > _LARGE_BYTES
-        return self._is_large or not self.strategy.is_on_host
+        return self._is_large or not (self.strategy.is_on_host and self.strategy.is_replicated)
 
     @property
     def is_intact(self) -> bool:

@@ -378,7 +378,7 @@ class Run:
         begin, compiles = (0.0, 0.0), not self._is_compiled
         if compiles:
             begin, self._is_compiled = (self._clock(), self.spent.clock()), True
-            if self._program.await_step(self._live.treedef, steps_per_call=plan.steps_per_call, keep=plan.keep):
+            if self._program.await_step(self._live.carry, steps_per_call=plan.steps_per_call, keep=plan.keep):
                 self._leave_out(*begin)
                 compiles = False
         if plan.steps_per_call == 1:

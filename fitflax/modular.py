@@ -129,7 +129,7 @@ class TrainLoop:
         try:
             saved = None if restore_from is None else _newest_in(Path(restore_from), session, saver)
             if sample is not None and saved is None:
-                session.build(Batcher(num_replicas=session.strategy.num_replicas)(Triple(arguments.zeros(sample), (), None))[0])
+                session.build(Batcher(num_shards=session.strategy.num_batch_shards)(Triple(arguments.zeros(sample), (), None))[0])
             options: dict[str, Any] = {"saved": saved, "saver": saver, "steps_per_epoch": steps_per_epoch, "grads": grads, "sown": sown}
             self._begin(session, source, None, steps=steps, every=every, **options)
         except BaseException:
@@ -320,7 +320,7 @@ class EvalLoop:
         source = adapt(data, seed=0, selection=Selection(None, None), batch_size=batch_size, shuffle=False)
 
         def evaluation_on(strategy: Strategy) -> Evaluation:
-            feeds = Feeder(strategy.num_replicas, pad=True).evaluations(source, name, steps)
+            feeds = Feeder(strategy.num_batch_shards, pad=True).evaluations(source, name, steps)
             return Evaluation(Program(make_task(strategy=strategy)), source, feeds, steps=steps, name=name)
 
         self._evaluation_on = functools.lru_cache(maxsize=1)(evaluation_on)

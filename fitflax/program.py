@@ -128,6 +128,7 @@ class Program:
         self._compilations: dict[tuple[str, int, Keep], Compilation] = {}
         self._prepared: tuple[str, int, Keep] | None = None
         self._outputs: dict[tuple[str, bool], _TracedOutputs] = {}
+        self._states: dict[Any, TrainState] = {}
         self._compiled = {verb: CompiledShapes(verb) for verb in ("train on", "evaluate", "predict")}
         # Whether it has been said that the module and the loss do not go together, and whether arrays were looked at for numbers that are none.
         self.has_warned = self.has_looked_at_data = False
@@ -138,19 +139,29 @@ class Program:
 
     def init(self, key: jax.Array, batch: Batch) -> TrainState:
         """Returns the state at step 0, replicated on the devices."""
-        return cast(TrainState, self._steps.get("init", None)(self.strategy.put(key), self.strategy.feed(batch)))
+        carry = Carry.of(self.abstract_state(key, batch))
+        key = self.strategy.put(key)
+        return Carry(self._steps.get("init", carry)(key, self.strategy.feed(batch)), carry.treedef, key).state()
 
     def begin_init(self, key: jax.Array, batch: Batch) -> TrainState:
         """Returns the shapes of the state at step 0, and has what `init` will call compiled in a thread."""
-        lowered = self._steps.lower("init", None, self.strategy.abstract_put(key), self.strategy.abstract_feed(batch))
-        if lowered is None:
-            return self.abstract_state(key, batch)
-        self._steps.begin("init", None, lowered)
-        return cast(TrainState, _abstract(lowered.out_info))
+        state = self.abstract_state(key, batch)
+        carry = Carry.of(state)
+        self._steps.begin("init", carry, self._steps.lower("init", carry, self.strategy.abstract_put(key), self.strategy.abstract_feed(batch)))
+        return state
 
     def abstract_state(self, key: jax.Array, batch: Batch) -> TrainState:
-        """Returns the shapes of the state at step 0, computing nothing."""
-        return cast(TrainState, jax.eval_shape(self._steps.get("init", None), key, self.strategy.abstract_feed(batch)))
+        """Returns the shapes of the state at step 0, and where its arrays lie, computing nothing.
+
+        Raises:
+            ModelError: The module fails.
+            ShardingError: The state does not fit the devices.
+        """
+        seen = str(self.strategy.abstract_feed(batch)), key.dtype
+        if seen not in self._states:
+            init = self.strategy.trace(self.task.init_state, inputs=("replicated", "split"))
+            self._states[seen] = self.strategy.abstract_state(jax.eval_shape(init, key, self.strategy.abstract_feed(batch)))
+        return self._states[seen]
 
     def prepare(
         self, state: TrainState, batch: Batch, *, train: bool, is_single: bool = False, steps_per_call: int | None = None, keep: Keep = NOTHING
@@ -192,10 +203,10 @@ class Program:
             size = 1 if train or is_single else self._worth_grouping(structure.cost, batch)
         kind = self._kind_of_train(size, size) if train else "evaluate" if size == 1 else "evaluate group"
         if size == 1:
-            lowered = self._steps.lower(kind, carry.treedef, *arguments, self.strategy.abstract_feed(batch), keep=keep)
+            lowered = self._steps.lower(kind, carry, *arguments, self.strategy.abstract_feed(batch), keep=keep)
         else:
-            lowered = self._steps.lower(kind, carry.treedef, *arguments, np.int32(size), self.strategy.abstract_feed(batch, size), keep=keep)
-        compilation = self._steps.begin(kind, carry.treedef, lowered, keep=keep)
+            lowered = self._steps.lower(kind, carry, *arguments, np.int32(size), self.strategy.abstract_feed(batch, size), keep=keep)
+        compilation = self._steps.begin(kind, carry, lowered, keep=keep)
         if train and compilation is not None:
             self._compilations[shapes, size, keep] = compilation
         self._seen[seen] = size
@@ -233,8 +244,8 @@ class Program:
             merged = {key: metric.empty().merge(metric) for key, metric in summed(metrics).items()}
             return metrics, merged, {key: _result(key, metric) for key, metric in merged.items()}
 
-        compiled = self.strategy.compile(metrics_of, inputs=("replicated", "split"), outputs=("replicated",) * 3)
-        jaxpr, (abstract, merged, computed) = jax.make_jaxpr(compiled, return_shape=True)(state, feed)
+        traced = self.strategy.trace(metrics_of, inputs=("replicated", "split"))
+        jaxpr, (abstract, merged, computed) = jax.make_jaxpr(traced, return_shape=True)(state, feed)
         begin = {key: given.get(key, metric).empty() for key, metric in abstract.items()}
         empty = {
             key: jax.tree.map(lambda want, have: np.array(np.broadcast_to(np.asarray(have, want.dtype), want.shape)), metric, begin[key])
@@ -250,7 +261,11 @@ class Program:
         shown = {key: places[key] for key in order if key in places}
         collected = {key: _without_rows(key, abstract[key]) for key in order if collects(abstract[key])}
         sums: Any = TrainSums(empty, np.int32(-1), np.int32(-1)) if train else EvalSums(metrics=empty, index=np.int32(0))  # type: ignore[arg-type]
-        return _Structure(shown, end, sums, Form.of(sums, _LARGEST_PACKED), collected, kinds, cost_of(jaxpr), scalar)
+        return _Structure(shown, end, sums, Form.of(sums, _LARGEST_PACKED), collected, kinds, self._cost_of(jaxpr), scalar)
+
+    def _cost_of(self, jaxpr: Any) -> Cost:
+        """Returns what a traced function costs each device."""
+        return cost_of(jaxpr).times(1 / self.strategy.num_partitions)
 
     def structure(self, *, train: bool) -> _Structure:
         """Returns what the dry run found.
@@ -310,13 +325,13 @@ class Program:
             order[:] = outputs if isinstance(outputs, dict) else []
             return outputs
 
-        compiled = self.strategy.compile(forward, inputs=("replicated", "split"), outputs="replicated")
-        jaxpr, outputs = jax.make_jaxpr(compiled, return_shape=True)(_abstract(state), feed)
+        traced = self.strategy.trace(forward, inputs=("replicated", "split"))
+        jaxpr, outputs = jax.make_jaxpr(traced, return_shape=True)(_abstract(state), feed)
         activations = jax.tree.unflatten(jax.tree.structure(outputs), last_activations(jaxpr))
         if isinstance(outputs, dict):
             # JAX sorts; this is the module's order.
             outputs, activations = ({name: tree[name] for name in order} for tree in (outputs, activations))
-        return _TracedOutputs(outputs, cost_of(jaxpr), activations)
+        return _TracedOutputs(outputs, self._cost_of(jaxpr), activations)
 
     # -- running --
 
@@ -332,8 +347,9 @@ class Program:
         self._see("train on", group[0])
         self._in_flight.make_room()
         batches = self.strategy.feed_group([fed.batch for fed in group], size, in_one_piece(group))
-        function = self._steps.get(self._kind_of_train(len(group), size), carry.treedef, keep=keep)
-        leaves, sums, (vector, vectors), rows, kept = function(carry.leaves, carry.key, sums, np.int32(len(group)), batches)
+        function = self._steps.get(self._kind_of_train(len(group), size), carry, keep=keep)
+        leaves, sums, (vector, vectors), rows, *parts = function(carry.leaves, carry.key, sums, np.int32(len(group)), batches)
+        kept = Kept(*parts)
         values = StepValues(structure.places, vector, group=(vectors, len(group)), suspects=kept.suspects.names)
         self._in_flight.add(values, len(group) * group[0].batch.nbytes)
         return Trained(Carry(leaves, carry.treedef, carry.key), sums, values, rows, kept)
@@ -367,9 +383,9 @@ class Program:
         single = seconds(lambda now, sums: self.train(now, sums, fed, keep=keep), 1)
         return single, seconds(lambda now, sums: self.train_group(now, sums, group, size, keep=keep), size)
 
-    def await_step(self, treedef: Any, *, steps_per_call: int, keep: Keep = NOTHING) -> bool:
+    def await_step(self, carry: Carry, *, steps_per_call: int, keep: Keep = NOTHING) -> bool:
         """Waits for a training step that is being compiled ahead; returns `False` where steps are compiled by their first call."""
-        self._steps.get(self._kind_of_train(steps_per_call, steps_per_call), treedef, keep=keep)
+        self._steps.get(self._kind_of_train(steps_per_call, steps_per_call), carry, keep=keep)
         return self.strategy.compiles_ahead
 
     def train(self, carry: Carry, sums: Sums, fed: FedBatch, *, keep: Keep = NOTHING) -> Trained:
@@ -378,8 +394,9 @@ class Program:
         _check_scalar(structure, fed)
         self._see("train on", fed)
         self._in_flight.make_room()
-        function = self._steps.get("train", carry.treedef, keep=keep)
-        leaves, sums, vector, rows, kept = function(carry.leaves, carry.key, sums, self.strategy.feed(fed.batch))
+        function = self._steps.get("train", carry, keep=keep)
+        leaves, sums, vector, rows, *parts = function(carry.leaves, carry.key, sums, self.strategy.feed(fed.batch))
+        kept = Kept(*parts)
         values = StepValues(structure.places, vector, suspects=kept.suspects.names)
         self._in_flight.add(values, fed.batch.nbytes)
         return Trained(Carry(leaves, carry.treedef, carry.key), sums, values, rows, kept)
@@ -405,10 +422,10 @@ class Program:
         self._see("evaluate", group[0])
         self._in_flight.make_room()
         if size == 1:
-            sums, vector, rows = self._steps.get("evaluate", used.treedef)(used.leaves, used.key, sums, self.strategy.feed(group[0].batch))
+            sums, vector, rows = self._steps.get("evaluate", used)(used.leaves, used.key, sums, self.strategy.feed(group[0].batch))
         else:
             batches = self.strategy.feed_group([fed.batch for fed in group], size, in_one_piece(group))
-            function = self._steps.get("evaluate group", used.treedef)
+            function = self._steps.get("evaluate group", used)
             sums, vector, rows = function(used.leaves, used.key, sums, np.int32(len(group)), batches)
         values = Values(structure.places, vector)
         self._in_flight.add(values, len(group) * group[0].batch.nbytes)
@@ -434,9 +451,9 @@ class Program:
         first = group[0].batch
         self._compiled["predict"].see(Batch(first.x, (), first.mask))
         if size == 1:
-            return self._steps.get("predict", used.treedef)(used.leaves, used.key, np.int32(index), self.strategy.feed(first).x)
+            return self._steps.get("predict", used)(used.leaves, used.key, np.int32(index), self.strategy.feed(first).x)
         xs = self.strategy.feed_group([fed.batch for fed in group], size, in_one_piece(group)).x
-        function = self._steps.get("predict group", used.treedef)
+        function = self._steps.get("predict group", used)
         return function(used.leaves, used.key, np.int32(index), np.int32(len(group)), xs)
 
     def check_predict(self, state: TrainState, batch: Batch, *, is_single: bool = False) -> None:
@@ -474,7 +491,7 @@ class Program:
     def forward_flops(self, state: TrainState, batch: Batch) -> float | None:
         """Returns the same of a pass forward alone over one example, from the shapes of a batch; `None` where that is not known."""
         flops = self._traced_outputs(state, batch, train=not self.task.model.can_evaluate).cost.matrix_flops
-        return flops * self.strategy.num_replicas / len(batch.mask) if math.isfinite(flops) else None
+        return flops * self.strategy.num_replicas * self.strategy.num_partitions / len(batch.mask) if math.isfinite(flops) else None
 
     def memory(self) -> Any:
         """Returns JAX's analysis of the memory that the training step prepared last takes on a device; `None` where none has been compiled ahead."""

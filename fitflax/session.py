@@ -52,7 +52,7 @@ class Session:
         self._make_task = make_task
         self.strategy = strategy
         self.seed = seed
-        self.feeder = Feeder(strategy.num_replicas, pad=True)
+        self.feeder = Feeder(strategy.num_batch_shards, pad=True)
         self.run_id = secrets.token_hex(8)
         self.stop_reason: str | None = None
         self.is_stopping = False
@@ -147,7 +147,7 @@ class Session:
         self._given_optimizer = given
         self._program = Program(self._make_task(objective, self._optimizer, numerics))
         self.pad = pad
-        self.feeder = Feeder(self.strategy.num_replicas, pad, numerics.accumulate_steps)
+        self.feeder = Feeder(self.strategy.num_batch_shards, pad, numerics.accumulate_steps)
         if self.is_serving:
             return
         if self.live is not None and (not is_same or self._unplaced is not None):
@@ -163,13 +163,14 @@ class Session:
             saved_state, saved = self._unplaced
             self._check_scale(saved)
             target = jax.eval_shape(self._optimizer.init, state.params)
-            opt_state = self.strategy.put(fit_to(target, saved_state, saved, "train/opt_state"))
+            opt_state = self.strategy.put_state(_only(state, opt_state=fit_to(target, saved_state, saved, "train/opt_state"))).opt_state
             self._unplaced = None
         else:
-            init = self._optimizer.init
-            jax.eval_shape(init, state.params)  # Its errors come before anything is let go of.
+            init, strategy = self._optimizer.init, self.strategy
+            shapes = jax.eval_shape(init, state.params)  # Its errors come before anything is let go of.
+            places = strategy.places(strategy.abstract_state(_only(state, opt_state=shapes)).opt_state)
             # Copied, because an optimizer may keep the parameters themselves, whose buffers the step takes only once.
-            fresh = self.strategy.compile(lambda params: jax.tree.map(jnp.copy, init(params)), inputs=("replicated",), outputs="replicated")
+            fresh = strategy.compile(lambda params: jax.tree.map(jnp.copy, init(params)), inputs=(strategy.places(state.params),), outputs=places)
             state = dataclasses.replace(state, opt_state=())
             live.replace(state, live.step)  # The two need not fit on the devices together.
             try:
@@ -193,7 +194,8 @@ class Session:
             live.replace(dataclasses.replace(state, opt_state=scaled), live.step)
         state = live.borrow()
         if (numerics.ema_decay is None) != (state.ema_params is None):
-            start = self.strategy.compile(start_average, inputs=("replicated",), outputs="replicated")
+            places = self.strategy.places(state.params)
+            start = self.strategy.compile(start_average, inputs=(places,), outputs=places)
             live.replace(dataclasses.replace(state, ema_params=start(state.params) if state.ema_params is None else None), live.step)
 
     def twin(self) -> "Session":
@@ -217,7 +219,7 @@ class Session:
             if make_task is not None:
                 task = self._program.task
                 other._program = Program(make_task(task.objective, task.optimizer, task.numerics))
-            other.feeder = Feeder(self.strategy.num_replicas, self.pad, self._program.task.numerics.accumulate_steps)
+            other.feeder = Feeder(self.strategy.num_batch_shards, self.pad, self._program.task.numerics.accumulate_steps)
         return other
 
     def begin_run(self) -> None:
@@ -338,27 +340,33 @@ class Session:
         self._fresh_version = None
         with self._making_room():
             there = jax.tree.unflatten(treedef, [None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves])
-            placed = iter(jax.tree.leaves(self.strategy.put(there)))
-            initialized = iter(known or self._initialize(missing))
+            placed = iter(jax.tree.leaves(self.strategy.put_state(there)))
+            initialized = iter(known or self._initialize(missing, restored))
             state = jax.tree.unflatten(treedef, [next(initialized if isinstance(leaf, jax.ShapeDtypeStruct) else placed) for leaf in leaves])
         if live is None:
             self.live = LiveState(self.strategy, state, step)
         else:
             live.replace(state, step)
 
-    def _initialize(self, places: list[int]) -> list[Any]:
-        """Returns leaves of the state at step 0 by their places among those of all but the optimizer's; no others are kept in memory, or computed."""
-        if not places:
+    def _initialize(self, numbers: list[int], state: TrainState) -> list[Any]:
+        """Returns leaves of the state at step 0 by their numbers among those of all but the optimizer's; no others are kept in memory, or computed.
+
+        Args:
+            numbers: Which leaves.
+            state: The shapes of a state without an optimizer's.
+        """
+        if not numbers:
             return []
-        task = self.any_program().task
+        task, strategy = self.any_program().task, self.strategy
 
         def init(key: jax.Array, batch: Batch) -> list[Any]:
             leaves = jax.tree.leaves(dataclasses.replace(task.init_state(key, batch), opt_state=()))
-            return [leaves[place] for place in places]
+            return [leaves[number] for number in numbers]
 
+        placed = jax.tree.leaves(strategy.abstract_state(state))
         batch = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self._built_from)
-        compiled = self.strategy.compile(init, inputs=("replicated", "split"), outputs="replicated")
-        return cast(list[Any], compiled(self.strategy.put(jax.random.key(self.seed)), self.strategy.feed(batch)))
+        compiled = strategy.compile(init, inputs=("replicated", "split"), outputs=strategy.places([placed[number] for number in numbers]))
+        return cast(list[Any], compiled(strategy.put(jax.random.key(self.seed)), strategy.feed(batch)))
 
     @contextlib.contextmanager
     def _making_room(self) -> Iterator[None]:
@@ -391,6 +399,8 @@ class Session:
         if state.ema_params is not None:
             averages = refit(jax.eval_shape(start_average, state.params), state.ema_params, where=self._unchecked, root="train/ema_params")
             state = dataclasses.replace(state, ema_params=averages)
+        if self.strategy.places(state) != self.strategy.places(self.strategy.abstract_state(state)):
+            state = self.strategy.put_state(state)
         live.replace(state, live.step)
         self._built_from, self._unchecked = self.sample, None
 
@@ -419,7 +429,7 @@ class Session:
         if memory and taken is None:
             if sample is None:
                 raise NotReadyError("summary(memory=True) compiles a training step for the shapes of a batch. Pass summary(sample=(x, y), memory=True).")
-            batcher = Batcher(num_replicas=self.strategy.num_replicas, accumulate_steps=program.task.numerics.accumulate_steps)
+            batcher = Batcher(num_shards=self.strategy.num_batch_shards, accumulate_steps=program.task.numerics.accumulate_steps)
             batch, _ = batcher(Triple(*jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), (sample.x, sample.y, sample.weights))))
             steps = None if self.steps_per_call == 1 else self.steps_per_call
             program.prepare(state, batch, train=True, steps_per_call=steps)
@@ -466,7 +476,7 @@ class Session:
         if faults:
             raise RestoreError(f"The new state is none of this trainer's: {'; '.join(faults)}.")
         state = jax.tree.unflatten(jax.tree.structure(now), jax.tree.leaves(state))
-        live.replace(self.strategy.put(state), int(state.step))
+        live.replace(self.strategy.put_state(state), int(state.step))
 
     # -- runs --
 
@@ -486,6 +496,11 @@ class Session:
             return Position(examples=source.taken)
         last = Position() if self.last_run is None else self.last_run.progress.position
         return Position(last.passes + (last.examples > 0))
+
+
+def _only(state: TrainState, **parts: Any) -> TrainState:
+    """Returns a state with the parameters, whose places others follow, and with other `parts` in place of the rest."""
+    return dataclasses.replace(state, **{"model_state": {}, "opt_state": (), "ema_params": None, **parts})
 
 
 def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:

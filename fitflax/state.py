@@ -43,7 +43,7 @@ class TrainState:
     opt_state: PyTree
     key: jax.Array
     ema_params: PyTree | None = None
-    axes: AxisNames = dataclasses.field(default=AxisNames(), metadata={"pytree_node": False})
+    axes: AxisNames = dataclasses.field(default=AxisNames(is_known=False), metadata={"pytree_node": False})
 
     @property
     def param_states(self) -> PyTree:

@@ -330,7 +330,7 @@ class Task:
             return self._custom(state, batch)[1]
         rngs = self._rngs(self.streams.train if train else self.streams.eval, state.key)
         if train and self.numerics.accumulate_steps > 1:
-            batch = accumulation.first_of(accumulation.split(batch, self.numerics.accumulate_steps))
+            batch = accumulation.first_of(accumulation.split(batch, self.numerics.accumulate_steps, self.strategy))
         return self._forward(state.params, state.model_state, batch, rngs=rngs, train=train, notes=_Notes(given=given))[1].metrics
 
     def train_step(
@@ -429,7 +429,11 @@ class Task:
             return loss if scale is None else loss * scale, (loss, forward)
 
         (_, (loss, forward)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-        return _Pass(loss, grads, forward.metrics, forward.model_state, forward.sown)
+        return _Pass(loss, self._pinned(state, grads), forward.metrics, forward.model_state, forward.sown)
+
+    def _pinned(self, state: TrainState, grads: PyTree) -> PyTree:
+        """Returns a gradient that lies where the parameters do."""
+        return self.strategy.pin(dataclasses.replace(state, params=grads, model_state={}, opt_state=(), ema_params=None)).params
 
     def _accumulate(self, state: TrainState, batch: Batch, key: jax.Array, notes: _Notes, scale: jax.Array | None, *, sown: tuple[str, ...]) -> _Pass:
         """Returns the same of a batch that is worked on in micro-batches, one after another; only one's activations are in memory at a time.
@@ -437,7 +441,7 @@ class Task:
         Sown values are those of the last micro-batch.
         """
         steps = self.numerics.accumulate_steps
-        batches = accumulation.split(batch, steps)
+        batches = accumulation.split(batch, steps, self.strategy)
         totals = self._total_weights(state, batch, accumulation.first_of(batches))
 
         def body(carry: tuple[jax.Array, PyTree, dict[str, PyTree]], each: tuple[jax.Array, Batch]) -> Any:
@@ -445,13 +449,13 @@ class Task:
             before = dataclasses.replace(state, model_state=model_state)
             one = self._back(before, micro, jax.random.fold_in(key, index), notes, scale, totals, sown=sown)
             after = same_types(dataclasses.replace(before, model_state=one.model_state), before)
-            return (loss + one.loss, optax.tree.add(grads, one.grads), after.model_state), (one.metrics, one.sown)
+            return (loss + one.loss, self._pinned(state, optax.tree.add(grads, one.grads)), after.model_state), (one.metrics, one.sown)
 
-        first = (jnp.float32(0), optax.tree.zeros_like(state.params), state.model_state)
+        first = (jnp.float32(0), self._pinned(state, optax.tree.zeros_like(state.params)), state.model_state)
         (loss, grads, model_state), (metrics, sown_values) = jax.lax.scan(body, first, (jnp.arange(steps), batches))
         rows = rows_of(metrics)
         merged = accumulation.merge_all({name: metric for name, metric in metrics.items() if name not in rows})
-        return _Pass(loss, grads, accumulation.join_rows(rows) | merged, model_state, cast(dict[str, PyTree], accumulation.last_of(sown_values)))
+        return _Pass(loss, grads, accumulation.join_rows(rows, self.strategy) | merged, model_state, cast(dict[str, PyTree], accumulation.last_of(sown_values)))
 
     def _total_weights(self, state: TrainState, batch: Batch, micro: Batch) -> dict[str, jax.Array]:
         """Returns the weight of each part of the loss over all micro-batches and replicas; only the shapes of one micro-batch's values are needed for it."""

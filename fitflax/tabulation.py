@@ -95,7 +95,7 @@ def describe_model(
         table = model.tabulate(split_key(jax.random.key(0), ("params", *streams)), batch.x)
         return jnp.zeros(())
 
-    jax.eval_shape(strategy.compile(tabulate, inputs=("split",), outputs="replicated"), strategy.abstract_feed(for_each_replica(batch, strategy)))
+    jax.eval_shape(strategy.trace(tabulate, inputs=("split",)), strategy.abstract_feed(for_each_replica(batch, strategy)))
     lines = _describe_params(optimizer, state)
     lines += [f"Collection {name}: {describe_size(tree)}" for name, tree in state.model_state.items()]
     if state.ema_params is not None:

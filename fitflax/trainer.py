@@ -316,7 +316,7 @@ class Trainer:
         """
         self._session.need_compiled("build")
         self._session.begin_run()
-        self._session.build(Batcher(num_replicas=self._session.strategy.num_replicas)(self._selection.split(arguments.zeros(batch)))[0])
+        self._session.build(Batcher(num_shards=self._session.strategy.num_batch_shards)(self._selection.split(arguments.zeros(batch)))[0])
 
     def summary(self, sample: Any = None, *, memory: bool = False, file: TextIO | None = None) -> None:
         """Prints the model's layers with shapes and parameters, the sizes of parameters, collections and optimizer state, and what the model costs.
@@ -336,7 +336,7 @@ class Trainer:
             DataError: `sample` is no batch.
             ModelError: The module does not run on it.
         """
-        batch = None if sample is None else Batcher(num_replicas=1)(self._selection.split(arguments.zeros(sample), inputs_only=not memory))[0]
+        batch = None if sample is None else Batcher(num_shards=1)(self._selection.split(arguments.zeros(sample), inputs_only=not memory))[0]
         print(self._session.describe(batch, memory=memory), file=file)
 
     def replace_state(self, state: TrainState | InferenceState) -> None:
@@ -992,7 +992,7 @@ class Trainer:
         session = self._session
         live = session.need_state("export")
         arguments.check_counts(batch_size=batch_size)
-        batch = session.sample if sample is None else Batcher(num_replicas=1)(self._selection.split(arguments.zeros(sample), inputs_only=True))[0]
+        batch = session.sample if sample is None else Batcher(num_shards=1)(self._selection.split(arguments.zeros(sample), inputs_only=True))[0]
         if batch is None:
             raise NotReadyError("export needs the shapes of inputs, and there has been no batch yet. Pass export(path, sample=x).")
         return export_inference(path, session.any_program(), live.borrow(), batch, batch_size=batch_size, platforms=platforms)

@@ -231,7 +231,7 @@ class Batcher:
     gradients.
 
     Args:
-        num_replicas: The fixed size is a multiple of this.
+        num_shards: The fixed size is a multiple of this.
         accumulate_steps: And of this times as many: into how many micro-batches each replica's share is split.
         size: The batch size if it is known; otherwise the first batch decides.
         pad: Whether to pad at all; without it every size has a shape of its own.
@@ -240,7 +240,7 @@ class Batcher:
     Raises:
         ConfigError: A key of `class_weight` that is no integer.
 
-    >>> fed, real = Batcher(num_replicas=2, size=4)(Triple(np.arange(3.0), (), None))
+    >>> fed, real = Batcher(num_shards=2, size=4)(Triple(np.arange(3.0), (), None))
     >>> fed.x.tolist(), fed.mask.tolist(), real
     ([0.0, 1.0, 2.0, 0.0], [True, True, True, False], 3)
     """
@@ -248,15 +248,15 @@ class Batcher:
     def __init__(
         self,
         *,
-        num_replicas: int = 1,
+        num_shards: int = 1,
         accumulate_steps: int = 1,
         size: int | None = None,
         pad: bool = True,
         class_weight: Mapping[int, float] | None = None,
     ) -> None:
-        self._replicas = num_replicas
+        self._shards = num_shards
         self._accumulate_steps = accumulate_steps
-        self._multiple = num_replicas * accumulate_steps
+        self._multiple = num_shards * accumulate_steps
         self.size = None if size is None else self._round_up(size)
         self._pad = pad
         self._has_batched = False
@@ -324,7 +324,7 @@ class Batcher:
     def _size_for(self, rows: int) -> int:
         if not self._pad:
             if rows % self._multiple:
-                over = f"{self._replicas} device{'s' if self._replicas > 1 else ''}"
+                over = f"{self._shards} device{'s' if self._shards > 1 else ''}"
                 if self._accumulate_steps > 1:
                     over += f", each share in {self._accumulate_steps} micro-batches (accumulate_steps={self._accumulate_steps}),"
                 raise DataError(

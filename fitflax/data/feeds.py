@@ -14,13 +14,13 @@ class Feeder:
     """Makes feeds whose batches have the shape that a strategy needs.
 
     Args:
-        num_replicas: Sizes are multiples of this.
+        num_shards: Sizes are multiples of this.
         pad: Whether short batches are padded.
         accumulate_steps: Into how many micro-batches training splits each replica's share; sizes of training are multiples of that as well.
     """
 
-    def __init__(self, num_replicas: int, pad: bool, accumulate_steps: int = 1) -> None:
-        self._num_replicas = num_replicas
+    def __init__(self, num_shards: int, pad: bool, accumulate_steps: int = 1) -> None:
+        self._num_shards = num_shards
         self._pad = pad
         self._accumulate_steps = accumulate_steps
         self._batchers: dict[str, Batcher] = {}
@@ -40,7 +40,7 @@ class Feeder:
         return Feed(source, self._train_batcher(size=size, class_weight=class_weight), position, is_saved=True)
 
     def _train_batcher(self, **options: Any) -> Batcher:
-        return Batcher(num_replicas=self._num_replicas, accumulate_steps=self._accumulate_steps, pad=self._pad, **options)
+        return Batcher(num_shards=self._num_shards, accumulate_steps=self._accumulate_steps, pad=self._pad, **options)
 
     def evaluations(self, source: Source, name: str, steps: int | None, *, exact: Callable[[], bool] = lambda: False) -> Callable[[], Feed]:
         """Returns what makes the batches of each evaluation.
@@ -58,12 +58,12 @@ class Feeder:
         """
         if source.is_endless and steps is None:
             raise ConfigError(f"The data of {name!r} never ends. Say how many batches to evaluate: validation_steps= in fit, steps= elsewhere.")
-        batcher = Batcher(num_replicas=self._num_replicas, size=source.batch_size, pad=self._pad)
+        batcher = Batcher(num_shards=self._num_shards, size=source.batch_size, pad=self._pad)
 
         def serve() -> Feed:
             if exact() and source.batch_size is not None and source.num_examples is not None:
                 size = min(source.batch_size, source.num_examples)
-                return Feed(source, Batcher(num_replicas=self._num_replicas, size=size, pad=self._pad))
+                return Feed(source, Batcher(num_shards=self._num_shards, size=size, pad=self._pad))
             if not isinstance(source, OneShotSource):
                 return Feed(source, batcher)
             if source.taken and steps is None:
@@ -78,10 +78,10 @@ class Feeder:
     def single(self, triple: Triple, kind: str) -> FedBatch:
         """Returns one batch; smaller batches of a kind are padded to the shape that is compiled already."""
         if kind not in self._batchers:
-            self._batchers[kind] = self._train_batcher() if kind == "train" else Batcher(num_replicas=self._num_replicas, pad=self._pad)
+            self._batchers[kind] = self._train_batcher() if kind == "train" else Batcher(num_shards=self._num_shards, pad=self._pad)
         batch, num_real = self._batchers[kind](triple)
         return FedBatch(batch, num_real, Position(examples=num_real))
 
     def prediction(self, source: Source) -> Feed:
         """Returns the batches to predict."""
-        return Feed(source, Batcher(num_replicas=self._num_replicas, size=source.batch_size, pad=self._pad))
+        return Feed(source, Batcher(num_shards=self._num_shards, size=source.batch_size, pad=self._pad))

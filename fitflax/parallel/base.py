@@ -5,19 +5,42 @@ what must be the same on all of them.
 """
 
 import abc
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from fitflax.parallel.feeding import Feeding
 from fitflax.parallel.in_flight import InFlight
 from fitflax.parallel.packed import Packed
-from fitflax.state import Batch, PyTree
+from fitflax.state import Batch, PyTree, TrainState
 
-__all__ = ["Compiled", "Layout", "Strategy"]
+__all__ = ["Compiled", "Layout", "Places", "Strategy", "own_copy"]
 
-Layout = Literal["replicated", "split"]
-"""How an argument or a result lies on the devices: whole on each of them, or its leading axis split over them."""
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Places:
+    """Where each array of a tree lies.
+
+    Attributes:
+        tree: Shardings, in the structure of the arrays.
+    """
+
+    tree: PyTree
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Places) and jax.tree.flatten(self.tree) == jax.tree.flatten(other.tree)
+
+    def __hash__(self) -> int:
+        return hash(tuple(jax.tree.leaves(self.tree)))
+
+
+Layout = Literal["replicated", "split", "group"] | Places
+"""How an argument or a result lies on the devices: whole on each of them; its leading axis, the rows of a batch, split over them; the same of a group of
+steps, whose leading axis is that of the steps; or each array where it is said."""
 
 
 class Compiled(Protocol):
@@ -34,7 +57,9 @@ class Strategy(abc.ABC):
     """Where and how steps run. Give one to `Trainer(parallel=...)`.
 
     Attributes:
-        num_replicas: Into how many shares a batch is split.
+        num_replicas: How many calls of a step's function share a batch, each on a device of its own and joined by the functions below.
+        num_partitions: Over how many devices the compiler spreads one such call.
+        num_batch_shards: Over how many devices the rows of a batch are split; full batches are a multiple of it.
         compiles_ahead: Whether a call uses what was compiled by way of `Compiled.lower`.
         max_in_flight: How many steps may be dispatched and not finished. It bounds memory, and on CPU it keeps XLA's collectives from a deadlock.
         in_flight: Keeps to it, for all who dispatch steps to these devices.
@@ -45,9 +70,12 @@ class Strategy(abc.ABC):
     """
 
     num_replicas: int
+    num_partitions: int
+    num_batch_shards: int
     compiles_ahead: bool
     max_in_flight: int
     in_flight: InFlight
+    feeding: Feeding
 
     @abc.abstractmethod
     def compile(self, fn: Callable[..., Any], *, inputs: Sequence[Layout], outputs: Layout | Sequence[Layout], donate: Sequence[int] = ()) -> Compiled:
@@ -58,6 +86,15 @@ class Strategy(abc.ABC):
             inputs: The layout of each argument.
             outputs: The layout of the result, or of each member of a tuple of results. A replicated result must be equal on all replicas.
             donate: Positions of arguments whose buffers the results may reuse.
+        """
+
+    @abc.abstractmethod
+    def trace(self, fn: Callable[..., Any], *, inputs: Sequence[Layout]) -> Callable[..., Any]:
+        """Returns `fn` as it is compiled, for evaluating shapes alone; its results are those of one replica.
+
+        Args:
+            fn: As in `compile`.
+            inputs: The layout of each argument. A batch may have any number of rows that the replicas divide.
         """
 
     @abc.abstractmethod
@@ -79,13 +116,39 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def abstract_put(self, tree: PyTree) -> PyTree:
-        """Returns the shapes, dtypes and places of `put(tree)`, moving no data."""
+        """Returns the shapes, dtypes and places of `put(tree)`, moving no data; what is a part of a state with places keeps them."""
+
+    # The state, all of whose arrays lie on the devices, each in a place that follows from its path, shape and axis names.
 
     @abc.abstractmethod
+    def put_state(self, state: TrainState) -> TrainState:
+        """Returns a state, or a part of one, on the devices, in buffers of its own; no device ever holds more of it than it keeps."""
+
+    @abc.abstractmethod
+    def abstract_state(self, state: TrainState) -> TrainState:
+        """Returns the shapes, dtypes and places of `put_state(state)`, moving no data.
+
+        Raises:
+            ShardingError: The axis names of arrays do not fit the devices; all faults are listed.
+        """
+
+    @abc.abstractmethod
+    def places(self, tree: PyTree) -> Layout:
+        """Returns the layout of parts of a state that are on the devices, or of their shapes with places."""
+
+    @abc.abstractmethod
+    def pin(self, state: TrainState) -> TrainState:
+        """Returns, while a step is traced, a state whose arrays the compiler is told to keep in their places."""
+
+    @property
+    @abc.abstractmethod
+    def is_replicated(self) -> bool:
+        """Whether every device holds the whole state."""
+
     def feed(self, batch: Batch) -> Batch:
         """Returns a host batch in the form in which compiled functions take it, in the cheapest way for these devices."""
+        return self.feeding.feed(batch)
 
-    @abc.abstractmethod
     def feed_group(self, batches: Sequence[Batch], size: int, whole: PyTree = None) -> Batch:
         """Returns batches of the same shapes as one with a leading axis of `size` steps (inside a step; what is beyond them is arbitrary), as `feed` does.
 
@@ -94,17 +157,18 @@ class Strategy(abc.ABC):
             size: How many steps a call may make.
             whole: `(x, y, weights)` of all of them, NumPy arrays `[len(batches) * batch, ...]`, where they lie so already.
         """
+        return self.feeding.feed_group(batches, size, whole)
 
-    @abc.abstractmethod
     def abstract_feed(self, batch: Batch, steps: int | None = None) -> Batch:
         """Returns the shapes, dtypes and places of `feed(batch)`, or of `feed_group` of so many steps, moving no data."""
+        return self.feeding.abstract_feed(batch, steps)
 
-    @abc.abstractmethod
     def join(self, outputs: PyTree, steps: int | None = None) -> PyTree:
         """Returns split outputs as NumPy arrays `[batch, ...]`, rows in the order of the batch.
 
         With `steps` the outputs are those of a group, of which so many steps were made: `[steps * batch, ...]`.
         """
+        return self.feeding.join(outputs, steps)
 
     @abc.abstractmethod
     def copy(self, tree: PyTree) -> PyTree:
@@ -126,7 +190,10 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def copy_once(self, tree: PyTree) -> Packed:
-        """Returns a copy of a tree of replicated device arrays, on one device, that later donations cannot touch. Waits for nothing."""
+        """Returns a copy of a tree of device arrays, on one device, that later donations cannot touch. Waits for nothing.
+
+        Everything that is not replicated comes together on that device.
+        """
 
     # What a step calls from inside, while it is traced.
 
@@ -151,5 +218,20 @@ class Strategy(abc.ABC):
         """Returns `tree` made equal on all replicas: what is equal stays to the bit, other floats are averaged, all else is replica 0's."""
 
     @abc.abstractmethod
+    def split(self, tree: PyTree, steps: int) -> PyTree:
+        """Returns the rows of a replica's share, `[rows, ...]`, as those of micro-batches, `[steps, rows / steps, ...]`, such that none changes its device."""
+
+    @abc.abstractmethod
+    def unsplit(self, tree: PyTree) -> PyTree:
+        """Returns the rows of micro-batches, `[steps, rows / steps, ...]`, in the order in which they were before `split`."""
+
+    @abc.abstractmethod
     def unify(self, collections: dict[str, PyTree]) -> dict[str, PyTree]:
         """Returns mutable collections made equal on all replicas."""
+
+
+def own_copy(leaf: Any) -> Any:
+    """Returns a copy of a leaf on the host, without weak types; typed keys stay such."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(jnp.array(np.array(jax.random.key_data(leaf))), impl=jax.random.key_impl(leaf))
+    return np.array(leaf)

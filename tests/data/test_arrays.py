@@ -209,7 +209,7 @@ def fed_rows(source: ArraySource, begin: int = 0, *, ahead: int = 1, **options) 
 
 @pytest.mark.parametrize("weights", [None, np.arange(50.0)])
 @pytest.mark.parametrize("batch_size", [1, 3, 4, 100])
-@pytest.mark.parametrize("options", [{}, {"num_replicas": 4}, {"pad": False}, {"class_weight": {1: 2.0}}])
+@pytest.mark.parametrize("options", [{}, {"num_shards": 4}, {"pad": False}, {"class_weight": {1: 2.0}}])
 def test_batches_read_together_are_those_read_alone_from_any_position(batch_size, options, weights, monkeypatch):
     x = np.arange(50.0, dtype=np.float32)[:, None]
     source = ArraySource(x, np.arange(50) % 3, weights, batch_size=batch_size, shuffle=True, seed=3)
@@ -237,7 +237,7 @@ def test_so_many_batches_as_will_be_asked_for_are_read_in_one_piece(shuffle):
 
 
 def test_the_short_last_batch_is_refused_in_its_turn():
-    feed = Feed(ArraySource(np.arange(7.0), batch_size=2), Batcher(num_replicas=2, size=2, pad=False))
+    feed = Feed(ArraySource(np.arange(7.0), batch_size=2), Batcher(num_shards=2, size=2, pad=False))
     assert [feed.next(9).num_real for _ in range(3)] == [2, 2, 2]
     with pytest.raises(DataError, match="A batch of 1 examples cannot be split over 2 devices"):
         feed.next()

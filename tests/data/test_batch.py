@@ -20,7 +20,7 @@ def triple(rows: int, **kwargs: object) -> Triple:
 
 @pytest.mark.parametrize(("rows", "size", "replicas"), [(3, 4, 1), (1, 4, 2), (3, 8, 4), (5, 8, 8), (1, 1, 8), (7, 10, 4)])
 def test_a_short_batch_is_filled_up_with_its_own_rows_in_turn(rows: int, size: int, replicas: int):
-    batch, real = Batcher(num_replicas=replicas, size=size)(triple(rows, y=np.arange(rows) * 10, weights=np.arange(rows) + 1.0))
+    batch, real = Batcher(num_shards=replicas, size=size)(triple(rows, y=np.arange(rows) * 10, weights=np.arange(rows) + 1.0))
     full = -(-size // replicas) * replicas
     expected = [index % rows for index in range(full)]
     assert real == rows
@@ -33,7 +33,7 @@ def test_a_short_batch_is_filled_up_with_its_own_rows_in_turn(rows: int, size: i
 
 def test_a_full_batch_is_passed_on_uncopied_with_the_one_full_mask():
     given = triple(4, y=np.zeros(4))
-    batch, _ = Batcher(num_replicas=2, size=4)(given)
+    batch, _ = Batcher(num_shards=2, size=4)(given)
     assert batch.x is given.x and batch.y is given.y
     assert batch.mask is full_mask(4)
 
@@ -54,13 +54,13 @@ def test_padding_keeps_structure_dtypes_and_trailing_axes():
 
 
 def test_the_first_batch_gives_the_size_where_none_is_known():
-    batcher = Batcher(num_replicas=4)
+    batcher = Batcher(num_shards=4)
     assert len(batcher(triple(6))[0].mask) == 8
     assert len(batcher(triple(1))[0].mask) == 8
 
 
 def test_a_larger_later_batch_is_taken_with_a_warning_that_it_compiles_again():
-    batcher = Batcher(num_replicas=2)
+    batcher = Batcher(num_shards=2)
     batcher(triple(3))
     with pytest.warns(FitflaxWarning, match="A batch of 5 examples follows batches of 4: the step is compiled again"):
         assert len(batcher(triple(5))[0].mask) == 6
@@ -68,13 +68,13 @@ def test_a_larger_later_batch_is_taken_with_a_warning_that_it_compiles_again():
 
 
 def test_without_padding_every_size_is_its_own():
-    batcher = Batcher(num_replicas=2, size=4, pad=False)
+    batcher = Batcher(num_shards=2, size=4, pad=False)
     assert [len(batcher(triple(rows))[0].mask) for rows in (4, 2, 6)] == [4, 2, 6]
 
 
 def test_without_padding_a_batch_must_divide_over_the_devices():
     with pytest.raises(DataError, match=r"A batch of 3 examples cannot be split over 2 devices with compile\(pad=False\)"):
-        Batcher(num_replicas=2, size=4, pad=False)(triple(3))
+        Batcher(num_shards=2, size=4, pad=False)(triple(3))
 
 
 @pytest.mark.parametrize("make", [jnp.asarray, list, lambda array: __import__("pandas").Series(array)])

@@ -60,7 +60,7 @@ def numbers(trainer: fitflax.Trainer, data: Any, callbacks: Any = (), **options:
 
 
 def test_the_full_shape_is_the_batch_size_rounded_up_to_the_devices():
-    feeder = Feeder(num_replicas=4, pad=True)
+    feeder = Feeder(num_shards=4, pad=True)
     sizes = {rows: len(feeder.train(adapt(np.zeros(rows), batch_size=6), None, Position()).next().batch.mask) for rows in (3, 5, 6, 100)}
     assert sizes == {3: 4, 5: 8, 6: 8, 100: 8}
 

@@ -41,7 +41,7 @@ def test_a_feed_goes_pass_after_pass_and_says_where_it_is(make):
 
 
 def test_a_position_counts_real_examples_and_no_padding():
-    feed = Feed(stream((3, 1)), Batcher(num_replicas=4))
+    feed = Feed(stream((3, 1)), Batcher(num_shards=4))
     assert [feed.next().position.examples for _ in range(2)] == [3, 4]
 
 

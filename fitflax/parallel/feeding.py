@@ -1,0 +1,126 @@
+"""`Feeding`: host batches in the form in which compiled functions take them, and split outputs back on the host."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from fitflax.data.batch import full_mask
+from fitflax.state import Batch, PyTree
+
+__all__ = ["Feeding"]
+
+
+class Feeding:
+    """How batches go to the devices, and rows come back.
+
+    Args:
+        num_shares: How many calls of a step's function share a batch, each on a device of its own: then arrays get a leading axis of shares.
+        split: Where `[batch, ...]`, or `[shares, batch / shares, ...]`, lies.
+        group: Where `[steps, batch, ...]`, or `[shares, steps, batch / shares, ...]`, lies.
+
+    >>> from jax.sharding import Mesh, PartitionSpec
+    >>> mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    >>> feeding = Feeding(1, NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec(None, "data")))
+    >>> feeding.feed_group([Batch(x=np.zeros((2, 3)), y=(), mask=full_mask(2))] * 4, 4).x.shape
+    (4, 2, 3)
+    """
+
+    def __init__(self, num_shares: int, split: NamedSharding, group: NamedSharding) -> None:
+        self._num_shares = num_shares
+        self._split = split
+        self._group = group
+        self._put_mask = functools.lru_cache(maxsize=8)(self._put_full_mask)
+
+    def feed(self, batch: Batch) -> Batch:
+        """See `Strategy.feed`."""
+        # Arrays go to the compiled call as they are, which is cheaper on CPU than placing them first. Masks are the exception: the mask of a full
+        # batch stays on the device, and a short batch's must be placed like it, or the step would be compiled a second time.
+        size = len(batch.mask)
+        mask = self._put_mask(size) if batch.mask is full_mask(size) else jax.device_put(self._fold(batch.mask), self._split)
+        x, y, _, weights = batch
+        is_plain = type(x) is np.ndarray and type(y) is np.ndarray and weights is None  # Looking at trees takes longer than many a step.
+        if self._num_shares > 1 or not (is_plain or all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves((x, y, weights)))):
+            x, y, weights = jax.tree.map(self._feed_leaf, (x, y, weights))
+        return Batch(x, y, mask, weights)
+
+    def feed_group(self, batches: Sequence[Batch], size: int, whole: PyTree = None) -> Batch:
+        """See `Strategy.feed_group`."""
+        rows = len(batches[0].mask)
+        full = full_mask(rows)
+        if all(batch.mask is full for batch in batches):
+            mask = self._put_mask(rows, size)
+        else:
+            mask = jax.device_put(self._stack(size, *(batch.mask for batch in batches)), self._group)
+        if whole is None:
+            x, y, weights = jax.tree.map(functools.partial(self._stack, size), *((batch.x, batch.y, batch.weights) for batch in batches))
+        else:
+            x, y, weights = jax.tree.map(functools.partial(self._fold_group, len(batches), size), tuple(whole))
+        return Batch(x, y, mask, weights)
+
+    def abstract_feed(self, batch: Batch, steps: int | None = None) -> Batch:
+        """See `Strategy.abstract_feed`."""
+        group = () if steps is None else (steps,)
+        place = self._split if steps is None else self._group
+
+        def abstract(leaf: Any, is_placed: bool) -> jax.ShapeDtypeStruct:
+            shape = (*group, *leaf.shape)
+            if self._num_shares > 1:
+                shape = (self._num_shares, *group, leaf.shape[0] // self._num_shares, *leaf.shape[1:])
+            return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(leaf.dtype), sharding=place if is_placed else None)
+
+        x, y, mask, weights = batch
+        x, y, weights = jax.tree.map(lambda leaf: abstract(leaf, isinstance(leaf, jax.Array)), (x, y, weights))
+        return Batch(x, y, abstract(mask, True), weights)
+
+    def join(self, outputs: PyTree, steps: int | None = None) -> PyTree:
+        """See `Strategy.join`."""
+
+        def unfold(leaf: Any) -> np.ndarray[Any, Any]:
+            array = np.asarray(leaf)
+            if steps is not None:
+                array = array[:steps] if self._num_shares == 1 else np.moveaxis(array, 1, 0)[:steps]
+                array = array.reshape(-1, *array.shape[2:])
+            return array if self._num_shares == 1 else array.reshape(-1, *array.shape[2:])
+
+        return jax.tree.map(unfold, outputs)
+
+    def _fold_group(self, count: int, size: int, leaf: Any) -> Any:
+        """Returns `[count * batch, ...]` as `_stack` returns it, a view if it can be one."""
+        steps = leaf.reshape(count, -1, *leaf.shape[1:])
+        if self._num_shares == 1 and count == size:
+            return steps
+        return self._stack(size, *steps)
+
+    def _stack(self, size: int, *leaves: Any) -> Any:
+        """Returns `[batch, ...]` of several steps as `[size, batch, ...]`, or `[shares, size, batch / shares, ...]`, in fresh memory."""
+        if any(isinstance(leaf, jax.Array) for leaf in leaves):
+            whole = jnp.stack([*leaves, *[leaves[-1]] * (size - len(leaves))])
+            if self._num_shares > 1:
+                whole = jnp.moveaxis(whole.reshape(size, self._num_shares, -1, *whole.shape[2:]), 1, 0)
+            return jax.device_put(whole, self._group)
+        first = leaves[0] if self._num_shares == 1 else self._fold(leaves[0])
+        shape = (size, *first.shape) if self._num_shares == 1 else (first.shape[0], size, *first.shape[1:])
+        stack: np.ndarray[Any, Any] = np.empty(shape, first.dtype)
+        steps = stack if self._num_shares == 1 else np.moveaxis(stack, 1, 0)
+        for step, leaf in zip(steps, leaves, strict=False):  # Views: the rest of the memory is never read.
+            step[...] = leaf if self._num_shares == 1 else self._fold(leaf)
+        return stack
+
+    def _feed_leaf(self, leaf: Any) -> Any:
+        # JAX arrays may lie on any device; NumPy arrays are placed by the call.
+        return jax.device_put(self._fold(leaf), self._split) if isinstance(leaf, jax.Array) else self._fold(leaf)
+
+    def _fold(self, leaf: Any) -> Any:
+        """Returns `[batch, ...]` as `[shares, batch / shares, ...]`, a view."""
+        return leaf if self._num_shares == 1 else leaf.reshape(self._num_shares, -1, *leaf.shape[1:])
+
+    def _put_full_mask(self, rows: int, steps: int | None = None) -> Any:
+        mask = full_mask(rows)
+        if steps is None:
+            return jax.device_put(self._fold(mask), self._split)
+        return jax.device_put(self._stack(steps, *[mask] * steps), self._group)

@@ -1,0 +1,204 @@
+"""From names and sizes to places on a mesh: which axis of an array is split over which axes of the mesh. Nothing here touches a device."""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax.linen.spmd import logical_to_mesh_axes
+from jax.sharding import PartitionSpec
+
+from fitflax.axes import AxisNames, Name
+from fitflax.errors import ConfigError, ShardingError, did_you_mean
+from fitflax.state import PyTree, TrainState
+
+__all__ = ["BATCH", "FSDP_MIN_SIZE", "MeshAxes", "Partition", "Rules", "checked_rules"]
+
+MeshAxes = str | tuple[str, ...] | None
+Rules = tuple[tuple[str, MeshAxes], ...]
+
+BATCH = "batch"
+"""The logical name of the axis of examples."""
+
+FSDP_MIN_SIZE = 2**12
+"""How many elements an array without axis names must have to be split: less is gained by splitting smaller ones than gathering them costs."""
+
+# An array that every device holds whole is worth a word from here on.
+_LARGE_BYTES = 2**20
+# More of them would bury the rest of a message.
+_MOST_NAMED = 5
+
+
+def checked_rules(rules: Any, sizes: Mapping[str, int]) -> Rules:
+    """Returns rules `logical name -> mesh axes` as pairs, in order of precedence.
+
+    Args:
+        rules: A dict or pairs; `None` for none.
+        sizes: The mesh.
+
+    Raises:
+        ConfigError: They are no such rules, or name an axis that the mesh does not have.
+
+    >>> checked_rules({"mlp": "model", "embed": None}, {"data": 4, "model": 2})
+    (('mlp', 'model'), ('embed', None))
+    """
+    pairs: Any = () if rules is None else tuple(rules.items() if isinstance(rules, Mapping) else rules)
+    checked: list[tuple[str, MeshAxes]] = []
+    for pair in pairs:
+        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise ConfigError(f"Sharded(rules=...) takes pairs (logical name, mesh axis), such as [('mlp', 'model')]. Received: {pair!r}.")
+        name, axes = pair
+        axes = tuple(axes) if isinstance(axes, list | tuple) else axes
+        if not (axes is None or isinstance(axes, str) or (isinstance(axes, tuple) and all(isinstance(axis, str) for axis in axes))):
+            raise ConfigError(f"Sharded(rules=...) maps a logical name to a mesh axis, a tuple of some, or None. Received: {name!r}: {axes!r}.")
+        unknown = [axis for axis in _as_tuple(axes) if axis not in sizes]
+        if unknown:
+            hint = did_you_mean(unknown[0], sizes)
+            raise ConfigError(f"Sharded(rules=...) maps {name!r} to {axes!r}, but the mesh has the axes {list(sizes)}.{hint}")
+        checked.append((name, axes))
+    return tuple(checked)
+
+
+class _Replicated(NamedTuple):
+    """An array of parameters that is on each device whole."""
+
+    path: str
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """The rules by which arrays are split over a mesh.
+
+    Attributes:
+        sizes: The mesh: `{axis: size}`.
+        rules: Mesh axes of logical names; an earlier rule goes before a later one, and in an array each mesh axis serves once. As `nn.logical_axis_rules`.
+        fsdp_axes: The mesh axes over which arrays without names are split; none if there are none.
+        fsdp_min_size: How many elements such an array must have.
+
+    >>> partition = Partition({"data": 4, "model": 2}, (("mlp", "model"),), ("data",), 16)
+    >>> partition.spec("params/a", (8, 6), (None, "mlp")), partition.spec("params/b", (8, 6), None), partition.spec("params/c", (6,), None)
+    (P(None, 'model'), P('data',), P())
+    """
+
+    sizes: Mapping[str, int]
+    rules: Rules
+    fsdp_axes: tuple[str, ...]
+    fsdp_min_size: int
+
+    def spec(self, path: str, shape: tuple[int, ...], names: tuple[Name, ...] | None) -> PartitionSpec:
+        """Returns how an array is split.
+
+        Args:
+            path: What it is called in errors.
+            shape: Its shape.
+            names: A logical name, or mesh axes, for each of its axes; `None` if it has no names.
+
+        Raises:
+            ShardingError: A name is unknown, a mesh axis serves twice, or the size of an axis does not divide.
+        """
+        if names is None:
+            return self._by_size(shape)
+        if len(names) != len(shape):
+            raise ShardingError(f"{path} {list(shape)} has the axis names {list(names)}, one too {'many' if len(names) > len(shape) else 'few'} or more")
+        known = {name for name, _ in self.rules}
+        unknown = [name for name in names if isinstance(name, str) and name not in known]
+        unknown += [axis for name in names if isinstance(name, tuple) for axis in name if axis not in self.sizes]
+        if unknown:
+            raise ShardingError(f"{path} has the axis name {unknown[0]!r}, which is neither in rules nor an axis of the mesh.{did_you_mean(unknown[0], known)}")
+        repeated = [name for name, count in collections.Counter(name for name in names if isinstance(name, str)).items() if count > 1]
+        if repeated:
+            raise ShardingError(f"{path} {list(shape)} has the axis name {repeated[0]!r} more than once")
+        spec: Any = logical_to_mesh_axes(names, self.rules)  # type: ignore[arg-type]
+        taken = [axis for axes in spec for axis in _as_tuple(axes)]
+        if len(set(taken)) < len(taken):
+            raise ShardingError(f"{path} {list(shape)} with the axis names {list(names)} would be split over the same mesh axis twice: {spec}")
+        for size, name, axes in zip(shape, names, spec, strict=True):
+            parts = math.prod(self.sizes[axis] for axis in _as_tuple(axes))
+            if size % parts:
+                over = ", ".join(f"{axis}={self.sizes[axis]}" for axis in _as_tuple(axes))
+                raise ShardingError(f"{path} {list(shape)}: its axis {name!r} of {size} cannot be split evenly over {over}")
+        return _short(spec)
+
+    def _by_size(self, shape: tuple[int, ...]) -> PartitionSpec:
+        """Returns how an array without names is split: along its largest axis that the devices divide, the first of equals."""
+        parts = math.prod(self.sizes[axis] for axis in self.fsdp_axes)
+        if parts == 1 or math.prod(shape) < self.fsdp_min_size:
+            return PartitionSpec()
+        fitting = [axis for axis, size in enumerate(shape) if size and size % parts == 0]
+        if not fitting:
+            return PartitionSpec()
+        chosen = max(fitting, key=lambda axis: (shape[axis], -axis))
+        return PartitionSpec(*[None] * chosen, self.fsdp_axes if len(self.fsdp_axes) > 1 else self.fsdp_axes[0])
+
+    def specs(self, state: TrainState) -> TrainState:
+        """Returns a state with a `PartitionSpec` of mesh axes in place of each array, or shape.
+
+        An array of the optimizer lies as its parameter does if it has its shape, averaged parameters do as well.
+
+        Raises:
+            ShardingError: Arrays of which that cannot be said; all of them are listed.
+        """
+        if not state.axes.is_known:
+            # Over everything there is: it is only until the module's own names are known.
+            return dataclasses.replace(self, fsdp_axes=tuple(self.sizes)).specs(dataclasses.replace(state, axes=AxisNames({})))
+        faults: list[str] = []
+
+        def spec(path: str, leaf: Any, names: tuple[Name, ...] | None) -> PartitionSpec:
+            try:
+                return self.spec(path, tuple(leaf.shape), names)
+            except ShardingError as error:
+                if not path.startswith("opt_state/"):  # The same as its parameter's.
+                    faults.append(str(error).rstrip("."))
+                return PartitionSpec()
+
+        params, model_state, opt_state = state.axes.each(spec, state.params, state.model_state, state.opt_state)
+        averages = None if state.ema_params is None else state.axes.each(spec, state.ema_params, {}, ())[0]
+        if faults:
+            listed = "; ".join(dict.fromkeys(faults))
+            raise ShardingError(f"The state does not fit the mesh {dict(self.sizes)}: {listed}. Rules: {dict(self.rules) or 'none'}.")
+        none: Any = PartitionSpec()
+        step, key = (jax.tree.map(lambda leaf: none, each) for each in (state.step, state.key))
+        return dataclasses.replace(state, step=step, params=params, model_state=model_state, opt_state=opt_state, key=key, ema_params=averages)
+
+    def describe_large(self, state: TrainState) -> str | None:
+        """Returns, in words, which large parameters are on each of several devices whole; `None` if there are none."""
+        if math.prod(self.sizes.values()) == 1:
+            return None
+        whole: list[_Replicated] = []
+
+        def look(path: str, leaf: Any, spec: PartitionSpec) -> None:
+            parts = math.prod(self.sizes[axis] for axes in spec for axis in _as_tuple(axes))
+            num_bytes = 0 if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.size * leaf.dtype.itemsize
+            if parts == 1 and num_bytes >= _LARGE_BYTES:
+                whole.append(_Replicated(path, num_bytes))
+
+        _each_param(look, state.params, self.specs(state).params)
+        if not whole:
+            return None
+        whole.sort(key=lambda each: -each.num_bytes)
+        names = [f"{each.path} ({each.num_bytes / 2**20:.1f} MB)" for each in whole[:_MOST_NAMED]]
+        more = f", and {len(whole) - _MOST_NAMED} more" if len(whole) > _MOST_NAMED else ""
+        total = sum(each.num_bytes for each in whole) / 2**20
+        return f"{', '.join(names)}{more}; {total:.1f} MB in all, and as much for each moment of the optimizer"
+
+
+def _each_param(look: Any, params: PyTree, specs: PyTree) -> None:
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    for (path, leaf), spec in zip(leaves, jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, PartitionSpec)), strict=True):
+        look(f"params/{jax.tree_util.keystr(path, simple=True, separator='/')}", leaf, spec)
+
+
+def _as_tuple(axes: Any) -> tuple[str, ...]:
+    return () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+
+
+def _short(spec: PartitionSpec) -> PartitionSpec:
+    """Returns a spec without the axes at its end that are not split: JAX takes the two for different places, and compiles for each."""
+    parts = list(spec)
+    while parts and parts[-1] is None:
+        parts.pop()
+    return PartitionSpec(*parts)

@@ -1,0 +1,329 @@
+"""A mesh of devices over which the state is split as well as the batch: FSDP, tensor parallelism, or both, by `jax.jit` with shardings.
+
+A step is traced once for the whole batch, as if there were a single large device, and XLA divides it: there are no replicas, so nothing is joined between
+them, and results do not depend on the number of devices but for rounding. What is said here is where arrays lie; the collectives follow from it.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from typing_extensions import override
+
+from fitflax.errors import ConfigError
+from fitflax.parallel.base import Compiled, Layout, Places, Strategy, own_copy
+from fitflax.parallel.feeding import Feeding
+from fitflax.parallel.in_flight import InFlight
+from fitflax.parallel.packed import Packed
+from fitflax.parallel.partition import BATCH, FSDP_MIN_SIZE, MeshAxes, Partition, checked_rules
+from fitflax.state import PyTree, TrainState
+
+__all__ = ["Sharded"]
+
+# Mesh axes over which a batch is split unless a rule for `batch` says something else.
+_BATCH_AXES = ("data", "fsdp")
+
+
+class Sharded(Strategy):
+    """Splits state and batch over a mesh of devices.
+
+    The step sees the whole batch: batch statistics and in-batch negatives are those of all its examples, dropout does not depend on the number of devices,
+    and a module must not use the name of a mapped axis, as in `nn.BatchNorm(axis_name=...)`. With `accumulate_steps=k` micro-batch `i` holds the rows
+    `i, i + k, i + 2 k, ...` of the batch, so that each device keeps the rows that it has.
+
+    Where an array of the state lies follows from the logical names of its axes, as `nn.with_logical_partitioning` gives them, and `rules`; of one without
+    names from `fsdp`. Averages and an optimizer's moments lie where their parameters do. Activations are constrained by `nn.with_logical_constraint` under
+    the same rules, in training, evaluation and prediction.
+
+    Args:
+        mesh: The sizes of the mesh's axes, the slowest first; one may be -1, for what is left of the devices. Or a `jax.sharding.Mesh`.
+        rules: The mesh axes of logical names, as pairs in order of precedence or as a dict: `[("mlp", "model"), ("embed", None)]`. The names of the mesh's
+            own axes may be used as they are. Without a rule for `"batch"`, batches are split over the axes `"data"` and `"fsdp"`, and that of `fsdp`.
+        fsdp: Whether arrays without axis names are split: along the largest of their axes that the devices divide. `True` splits them over the axis `"fsdp"`
+            of the mesh, or `"data"` if it has none; a string names the axis. `None` is `False` with a warning where that leaves large parameters whole.
+        fsdp_min_size: How many elements such an array must have to be split.
+        devices: The devices to use; all by default.
+
+    Raises:
+        ConfigError: A mesh that does not fit the devices, or rules that do not fit the mesh.
+
+    >>> Sharded({"data": -1}, devices=jax.devices()[:1])
+    Sharded(mesh={'data': 1} of cpu devices, batches over ('data',))
+    """
+
+    def __init__(
+        self,
+        mesh: Mapping[str, int] | Mesh,
+        *,
+        rules: Mapping[str, MeshAxes] | Sequence[tuple[str, MeshAxes]] | None = None,
+        fsdp: bool | str | None = None,
+        fsdp_min_size: int = FSDP_MIN_SIZE,
+        devices: Sequence[jax.Device] | None = None,
+    ) -> None:
+        self.mesh = _make_mesh(mesh, devices)
+        sizes = dict(self.mesh.shape)
+        own_rules = checked_rules(rules, sizes)
+        fsdp_axes = _fsdp_axes(fsdp, sizes)
+        if isinstance(fsdp_min_size, bool) or not isinstance(fsdp_min_size, int | np.integer) or fsdp_min_size < 0:
+            raise ConfigError(f"Sharded(fsdp_min_size=...) must be a number of elements, at least 0. Received: {fsdp_min_size!r}.")
+        self.batch_axes = _batch_axes(own_rules, sizes, fsdp_axes, is_bare=rules is None)
+        self.warns_of_whole = fsdp is None or bool(fsdp_axes)
+        named = {name for name, _ in own_rules}
+        all_rules = (*own_rules, *[(BATCH, self.batch_axes)] * (BATCH not in named), *((axis, axis) for axis in sizes if axis not in named))
+        self.partition = Partition(sizes, all_rules, fsdp_axes, int(fsdp_min_size))
+        self.num_replicas = 1
+        self.num_partitions = self.mesh.size
+        self.num_batch_shards = math.prod(sizes[axis] for axis in self.batch_axes)
+        on_cpu = self.is_on_host
+        self.max_in_flight = (2 if self.mesh.size > 1 else 8) if on_cpu else 32  # As in `DataParallel`.
+        self.in_flight = InFlight(self.max_in_flight)
+        self.compiles_ahead = True
+        rows = self.batch_axes if len(self.batch_axes) != 1 else self.batch_axes[0]
+        split = PartitionSpec(rows) if self.batch_axes else PartitionSpec()
+        group = PartitionSpec(None, rows) if self.batch_axes else PartitionSpec()
+        self._by_layout = {"replicated": self._at(PartitionSpec()), "split": self._at(split), "group": self._at(group)}
+        self._norm = jax.jit(optax.tree.norm)
+        self.feeding = Feeding(1, self._by_layout["split"], self._by_layout["group"])
+
+    def __repr__(self) -> str:
+        fsdp = f", fsdp over {self.partition.fsdp_axes}" if self.partition.fsdp_axes else ""
+        return f"Sharded(mesh={dict(self.mesh.shape)} of {self._devices[0].platform} devices, batches over {self.batch_axes}{fsdp})"
+
+    @property
+    def _devices(self) -> list[jax.Device]:
+        return list(self.mesh.devices.flat)
+
+    def _at(self, spec: PartitionSpec) -> NamedSharding:
+        return NamedSharding(self.mesh, spec)
+
+    # -- compiling --
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        """While a step is traced: constraints by logical names, and by mesh axes, mean this mesh."""
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh), nn.logical_axis_rules(self.partition.rules):
+            yield
+
+    @override
+    def compile(self, fn: Callable[..., Any], *, inputs: Sequence[Layout], outputs: Layout | Sequence[Layout], donate: Sequence[int] = ()) -> Compiled:
+        single = isinstance(outputs, str | Places)
+        return cast(
+            Compiled,
+            jax.jit(
+                self.trace(fn, inputs=inputs),
+                in_shardings=tuple(map(self._shardings, inputs)),
+                out_shardings=self._shardings(outputs) if single else tuple(map(self._shardings, cast(Sequence[Layout], outputs))),
+                donate_argnums=tuple(donate),
+            ),
+        )
+
+    def _shardings(self, layout: Any) -> Any:
+        return layout.tree if isinstance(layout, Places) else self._by_layout[layout]
+
+    @override
+    def trace(self, fn: Callable[..., Any], *, inputs: Sequence[Layout]) -> Callable[..., Any]:
+        @functools.wraps(fn)
+        def inside(*arguments: Any) -> Any:
+            with self._inside():
+                return fn(*arguments)
+
+        return inside
+
+    @override
+    def emulate(self, fn: Callable[..., Any], *, inputs: Sequence[Layout]) -> Callable[..., Any]:
+        return lambda *arguments: jax.tree.map(lambda leaf: leaf[None], fn(*arguments))
+
+    @override
+    def alone(self, fn: Callable[..., Any]) -> Any:
+        return jax.jit(fn)
+
+    # -- placing --
+
+    @override
+    def put(self, tree: PyTree) -> PyTree:
+        return jax.device_put(jax.tree.map(own_copy, tree), self._by_layout["replicated"])
+
+    @override
+    def abstract_put(self, tree: PyTree) -> PyTree:
+        def place(leaf: Any) -> NamedSharding:
+            sharding = getattr(leaf, "sharding", None)
+            is_placed = isinstance(sharding, NamedSharding) and sharding.mesh == self.mesh
+            return cast(NamedSharding, sharding) if is_placed else self._by_layout["replicated"]
+
+        return jax.tree.map(lambda leaf: _abstract(leaf, place(leaf)), tree)
+
+    @override
+    def put_state(self, state: TrainState) -> TrainState:
+        leaves = jax.tree.leaves(state)
+        treedef: Any = jax.tree.structure(state)
+        places = jax.tree.leaves(self._state_shardings(state))
+        # What is on devices already goes from there to its place, and is copied.
+        there = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and not _is_key(leaf)]
+        moved = self.copy(jax.device_put([leaves[index] for index in there], [places[index] for index in there]))
+        placed = [None if index in there else _put(leaf, place) for index, (leaf, place) in enumerate(zip(leaves, places, strict=True))]
+        for index, leaf in zip(there, moved, strict=True):
+            placed[index] = leaf
+        return cast(TrainState, treedef.unflatten(placed))
+
+    @override
+    def abstract_state(self, state: TrainState) -> TrainState:
+        return cast(TrainState, jax.tree.map(_abstract, state, self._state_shardings(state)))
+
+    def _state_shardings(self, state: TrainState) -> TrainState:
+        specs = self.partition.specs(state)
+        return cast(TrainState, jax.tree.map(self._at, specs, is_leaf=lambda node: isinstance(node, PartitionSpec)))
+
+    @override
+    def places(self, tree: PyTree) -> Layout:
+        return Places(jax.tree.map(lambda leaf: leaf.sharding, tree))
+
+    @override
+    def pin(self, state: TrainState) -> TrainState:
+        return cast(TrainState, jax.tree.map(jax.lax.with_sharding_constraint, state, self._state_shardings(state)))
+
+    @property
+    @override
+    def is_replicated(self) -> bool:
+        return self.mesh.size == 1
+
+    @override
+    def copy(self, tree: PyTree) -> PyTree:
+        leaves = jax.tree.leaves(tree)
+        treedef: Any = jax.tree.structure(tree)
+        return treedef.unflatten(_copier(tuple(leaf.sharding for leaf in leaves))(leaves))
+
+    @override
+    def copy_once(self, tree: PyTree) -> Packed:
+        whole = jax.device_put(tree, self._by_layout["replicated"])
+        return Packed(jax.tree.map(lambda leaf: leaf.addressable_data(0), whole))
+
+    @override
+    def norm(self, tree: PyTree) -> Any:
+        return self._norm(tree)
+
+    @property
+    @override
+    def is_on_host(self) -> bool:
+        return bool(self._devices[0].platform == "cpu")
+
+    # -- inside of a step: there is one replica --
+
+    @override
+    def replica_index(self) -> Any:
+        return jnp.int32(0)
+
+    @override
+    def sum(self, tree: PyTree) -> PyTree:
+        return tree
+
+    @override
+    def gather(self, tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: leaf[None], tree)
+
+    @override
+    def first(self, tree: PyTree) -> PyTree:
+        return tree
+
+    @override
+    def agree(self, tree: PyTree) -> PyTree:
+        return tree
+
+    @override
+    def split(self, tree: PyTree, steps: int) -> PyTree:
+        return jax.tree.map(lambda leaf: jnp.moveaxis(leaf.reshape(-1, steps, *leaf.shape[1:]), 1, 0), tree)
+
+    @override
+    def unsplit(self, tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 1, 0).reshape(-1, *leaf.shape[2:]), tree)
+
+    @override
+    def unify(self, collections: dict[str, PyTree]) -> dict[str, PyTree]:
+        return collections
+
+
+def _make_mesh(mesh: Any, devices: Sequence[jax.Device] | None) -> Mesh:
+    """Returns the mesh that was asked for, its axes such that the compiler divides the work.
+
+    Raises:
+        ConfigError: It does not fit the devices.
+    """
+    if isinstance(mesh, Mesh):
+        if devices is not None:
+            raise ConfigError("Sharded takes the devices of the jax.sharding.Mesh that it is given. Leave devices= out.")
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
+    used = list(jax.devices() if devices is None else devices)
+    if not used or len(set(used)) != len(used):
+        raise ConfigError(f"Sharded needs at least one device, and each only once. Received: devices={devices!r}.")
+    is_mesh = isinstance(mesh, Mapping) and mesh and all(isinstance(axis, str) for axis in mesh)
+    sizes = dict(mesh) if is_mesh else {}
+    if not sizes or any(isinstance(size, bool) or not isinstance(size, int | np.integer) or (size < 1 and size != -1) for size in sizes.values()):
+        raise ConfigError(f"Sharded(mesh=...) takes the sizes of its axes, such as {{'data': -1, 'model': 2}}. Received: {mesh!r}.")
+    open_axes = [axis for axis, size in sizes.items() if size == -1]
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if len(open_axes) > 1:
+        raise ConfigError(f"Sharded(mesh=...): only one axis may be -1. Received: {mesh!r}.")
+    if open_axes and len(used) % known == 0:
+        sizes[open_axes[0]] = len(used) // known
+    elif open_axes or known != len(used):
+        wanted = f"a multiple of {known}" if open_axes else f"{known}"
+        raise ConfigError(
+            f"Sharded(mesh={mesh!r}) needs {wanted} devices, and there are {len(used)}. Change the sizes, let one of them be -1, or pass "
+            f"devices=jax.devices()[:{known if known <= len(used) else len(used)}]."
+        )
+    shape = tuple(int(size) for size in sizes.values())
+    return jax.make_mesh(shape, tuple(sizes), axis_types=(AxisType.Auto,) * len(shape), devices=used)
+
+
+def _fsdp_axes(fsdp: Any, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    if fsdp is None or fsdp is False:
+        return ()
+    if fsdp is True:
+        axis = next((axis for axis in ("fsdp", "data") if axis in sizes), None)
+        axis = next(iter(sizes)) if axis is None and len(sizes) == 1 else axis
+        if axis is None:
+            raise ConfigError(f"Sharded(fsdp=True) looks for an axis 'fsdp' or 'data' of the mesh, which has {list(sizes)}. Name the axis: fsdp='...'.")
+        return (axis,)
+    if not isinstance(fsdp, str) or fsdp not in sizes:
+        raise ConfigError(f"Sharded(fsdp=...) takes True, False, None, or an axis of the mesh {list(sizes)}. Received: {fsdp!r}.")
+    return (fsdp,)
+
+
+def _batch_axes(rules: Sequence[tuple[str, MeshAxes]], sizes: Mapping[str, int], fsdp_axes: Sequence[str], *, is_bare: bool) -> tuple[str, ...]:
+    """Returns the mesh axes over which a batch is split; of a mesh of one axis without rules it is that one."""
+    given = [axes for name, axes in rules if name == BATCH]
+    if given:
+        axes = given[0]
+        return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+    usual = tuple(axis for axis in sizes if axis in _BATCH_AXES or axis in fsdp_axes)
+    return tuple(sizes) if not usual and is_bare and len(sizes) == 1 else usual
+
+
+@functools.lru_cache(maxsize=64)
+def _copier(places: tuple[NamedSharding, ...]) -> Any:
+    return jax.jit(lambda leaves: [jnp.copy(leaf) for leaf in leaves], out_shardings=list(places))
+
+
+def _abstract(leaf: Any, place: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, True), sharding=place)
+
+
+def _put(leaf: Any, place: NamedSharding) -> Any:
+    """Returns an array of the host, or a key, in its place; each device gets no more than the part that it keeps."""
+    if _is_key(leaf):
+        return jax.device_put(own_copy(leaf), place)
+    host: np.ndarray[Any, Any] = np.asarray(leaf)
+    dtype = jax.dtypes.canonicalize_dtype(host.dtype)
+    # The copies are private: the memory of an array of the host would be shared where it can be.
+    return jax.make_array_from_callback(host.shape, place, lambda index: np.array(host[index], dtype))
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
