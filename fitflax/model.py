@@ -88,6 +88,12 @@ class Model(abc.ABC):
             hint = " A collection that the module changes must be mutable: see Trainer(mutable=...), by default all but params."
         elif '"deterministic"' in text or '"use_running_average"' in text:
             hint = " Give __call__ a keyword, train, and pass it on: nn.Dropout(rate, deterministic=not train); the trainer sets it."
+        elif isinstance(error, NameError) and "unbound axis name" in text:
+            text = text.partition(". To fix this")[0]
+            hint = (
+                f"{_innermost_module(error)} Leave axis_name out under parallel=Sharded(...), whose steps see the whole batch; "
+                "under DataParallel(axis_name=...) it is that name, by default 'replica'."
+            )
         elif isinstance(x, list):
             hint = " The inputs are a list, which is one argument; for inputs and targets yield or pass a tuple, (x, y)."
         elif isinstance(error, TypeError) and "argument" in text:
@@ -216,6 +222,18 @@ class FunctionModel(Model):
     @override
     def _argument_hint(self) -> str:
         return " init is called as init(rngs, *inputs), apply as apply(variables, *inputs, rngs=..., mutable=...); functools.partial sets a mode keyword."
+
+
+def _innermost_module(error: Exception) -> str:
+    """Returns, in words, in which module of the module an error was raised."""
+    found = ""
+    frames = error.__traceback__
+    while frames is not None:
+        module = frames.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and module.scope is not None:
+            found = f" It is named in {'/'.join(module.path) or 'the outermost module'}, a {type(module).__name__}."
+        frames = frames.tb_next
+    return found
 
 
 def _positional(x: PyTree) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from fitflax.errors import FitflaxWarning
 from fitflax.program import Program, scalar_loss_error
 from fitflax.state import Batch, TrainState
 
-__all__ = ["check_activations", "check_in_memory"]
+__all__ = ["check_activations", "check_in_memory", "check_places"]
 
 # So much of an array is looked at for numbers that are none, in less than half a second.
 _LOOKED_AT_BYTES = 2**30
@@ -31,6 +31,15 @@ def check_activations(program: Program, state: TrainState, batch: Batch) -> None
         program.has_warned = True
         for fault in task.objective.unfit_activations(program.activations(state, batch, train=not task.model.can_evaluate)):
             warnings.warn(f"{fault}.", FitflaxWarning, stacklevel=2)
+
+
+def check_places(program: Program, state: TrainState) -> None:
+    """Warns of large parameters that each device holds whole; once for a program."""
+    if not program.has_looked_at_places:
+        program.has_looked_at_places = True
+        whole = program.strategy.describe_whole(state)
+        if whole is not None:
+            warnings.warn(whole, FitflaxWarning, stacklevel=2)
 
 
 def check_in_memory(program: Program, source: Source, state: TrainState, batch: Batch, *, pad: bool, train: bool) -> None:

@@ -20,7 +20,7 @@ from fitflax.errors import ConfigError, DataError, FitflaxWarning, RestoreError
 from fitflax.logs import StepValues
 from fitflax.loop import Run
 from fitflax.plan import Progress, RunPlan, Validation
-from fitflax.preflight import check_activations, check_in_memory
+from fitflax.preflight import check_activations, check_in_memory, check_places
 from fitflax.program import Program
 from fitflax.session import Session
 from fitflax.signals import Interruption
@@ -177,6 +177,7 @@ def prepare_run(
         session.check_restored(fed.batch)
         prepare(live.borrow(), fed.batch)
         check_activations(program, live.borrow(), fed.batch)
+        check_places(program, live.borrow())
         check_in_memory(program, source, live.borrow(), fed.batch, pad=session.pad, train=True)
         before = {} if saved is None else _before(session, program, saved)
     steps_per_call = _choose_steps_per_call(session, program, fed, saved, plan.keep)

@@ -132,6 +132,7 @@ class Program:
         self._compiled = {verb: CompiledShapes(verb) for verb in ("train on", "evaluate", "predict")}
         # Whether it has been said that the module and the loss do not go together, and whether arrays were looked at for numbers that are none.
         self.has_warned = self.has_looked_at_data = False
+        self.has_looked_at_places = False
         # The devices' own, because a collective of an evaluation can wait for one of a step, whoever dispatched them.
         self._in_flight = self.strategy.in_flight
 

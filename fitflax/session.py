@@ -29,10 +29,11 @@ from fitflax.model import LinenModel
 from fitflax.numerics import Numerics, start_average
 from fitflax.objective import Objective
 from fitflax.parallel import Strategy
+from fitflax.preflight import check_places
 from fitflax.program import Program
 from fitflax.state import Batch, InferenceState, TrainState
 from fitflax.step import Task, state_faults
-from fitflax.tabulation import describe_costs, describe_model, for_each_replica
+from fitflax.tabulation import describe_costs, describe_model, describe_sharding, for_each_replica
 
 __all__ = ["Session"]
 
@@ -230,8 +231,7 @@ class Session:
         """Initializes the state from the shapes of a batch."""
         self.sample = _shapes(batch)
         program, key = self.need_compiled("build"), jax.random.key(self.seed)
-        if self.live is not None:
-            program.abstract_state(key, batch)  # What is wrong with the module comes before the old state is let go of.
+        check_places(program, program.abstract_state(key, batch))
         with self._making_room():
             state = program.init(key, batch)
         self.live = LiveState(self.strategy, state, 0)
@@ -404,12 +404,13 @@ class Session:
         live.replace(state, live.step)
         self._built_from, self._unchecked = self.sample, None
 
-    def describe(self, sample: Batch | None, *, memory: bool) -> str:
+    def describe(self, sample: Batch | None, *, memory: bool, sharding: bool) -> str:
         """Returns the model as a table and what it costs, for the shapes of a batch, by default those of the last one.
 
         Args:
             sample: The batch.
             memory: Whether the training step is compiled for a batch like it, for what is said of its memory.
+            sharding: Whether it is said where each array lies.
 
         Raises:
             NotReadyError: There has been no batch yet; `memory` before `compile`.
@@ -434,7 +435,8 @@ class Session:
             steps = None if self.steps_per_call == 1 else self.steps_per_call
             program.prepare(state, batch, train=True, steps_per_call=steps)
             taken = program.memory()
-        return "\n".join([table, *describe_costs(program.forward_flops(state, whole), taken)])
+        lines = [table, *describe_costs(program.forward_flops(state, whole), taken)]
+        return "\n".join(lines + (["", *describe_sharding(self.strategy, self.strategy.abstract_state(state))] if sharding else []))
 
     def need_trainable(self, what: str) -> Program:
         """Returns the program.

@@ -1,5 +1,6 @@
 """A model as a table: linen's own tabulation of its layers, and the sizes of what is trained, each counted once however many devices hold it."""
 
+import math
 from typing import Any, cast
 
 import jax
@@ -14,7 +15,7 @@ from fitflax.program import PASSES
 from fitflax.state import Batch, PyTree, TrainState
 from fitflax.step import split_key
 
-__all__ = ["describe_costs", "describe_model", "describe_size", "for_each_replica"]
+__all__ = ["describe_costs", "describe_model", "describe_sharding", "describe_size", "for_each_replica"]
 
 
 def describe_size(tree: PyTree) -> str:
@@ -104,6 +105,57 @@ def describe_model(
         lines.append(f"Optimizer state: {describe_size(state.opt_state)}")
     # Linen's last line adds collections to the parameters, and would contradict ours.
     return "\n".join([table[: table.rindex("Total Parameters")].rstrip(), "", *lines])
+
+
+def describe_sharding(strategy: Strategy, state: TrainState) -> list[str]:
+    """Returns lines about where the arrays of a state lie, and how many bytes of them a device holds.
+
+    Parameters and collections have a line each; averages and moments have one only where they lie otherwise than their parameter.
+
+    Args:
+        strategy: Where the state is.
+        state: The state's shapes with their places.
+    """
+    params = {f"params/{_path(path)}": leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)}
+    others = {_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.model_state)}
+    followers = {f"ema_params/{_path(path)}": leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.ema_params)}
+    followers |= {f"opt_state/{_path(path)}": leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state)}
+    followers = {path: leaf for path, leaf in followers.items() if leaf.ndim}
+    by_end = {path.removeprefix("params"): _place(leaf) for path, leaf in params.items()}
+    apart = {path: leaf for path, leaf in followers.items() if not any(path.endswith(end) and at == _place(leaf) for end, at in by_end.items())}
+    rows = [("array", "shape", "split over", "a device holds")]
+    for path, leaf in (params | others | apart).items():
+        rows.append((path, f"{leaf.dtype}{list(leaf.shape)}", _place(leaf), _describe_bytes(_bytes_on_device(leaf))))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = [f"{strategy!r}:", *("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows)]
+    if len(apart) < len(followers):
+        lines.append(f"The other {len(followers) - len(apart)} arrays of optimizer and averages lie as their parameters do.")
+    parts = {"parameters": params, "collections": others, "averages": state.ema_params, "optimizer": state.opt_state}
+    held = {name: (sum(map(_bytes_on_device, jax.tree.leaves(tree))), sum(map(_num_bytes, jax.tree.leaves(tree)))) for name, tree in parts.items()}
+    sums = [f"{name} {_describe_bytes(own)} of {_describe_bytes(whole)}" for name, (own, whole) in held.items() if whole]
+    own, whole = (sum(pair[index] for pair in held.values()) for index in (0, 1))
+    return [*lines, f"A device holds {', '.join(sums)}; in all {_describe_bytes(own)} of {_describe_bytes(whole)}."]
+
+
+def _path(path: Any) -> str:
+    return str(jax.tree_util.keystr(path, simple=True, separator="/"))
+
+
+def _place(leaf: Any) -> str:
+    """Returns over which mesh axes each axis of an array is split: `-, model` for a matrix whose columns are."""
+    spec = leaf.sharding.spec
+    axes = [*spec, *[None] * (leaf.ndim - len(spec))]
+    words = ["-" if each is None else each if isinstance(each, str) else "*".join(each) for each in axes]
+    return ", ".join(words) if any(word != "-" for word in words) else "whole"
+
+
+def _num_bytes(leaf: Any) -> int:
+    return int(leaf.size * leaf.dtype.itemsize)
+
+
+def _bytes_on_device(leaf: Any) -> int:
+    shape: tuple[int, ...] = leaf.sharding.shard_shape(leaf.shape)
+    return math.prod(shape) * int(leaf.dtype.itemsize)
 
 
 def _describe_params(optimizer: optax.GradientTransformation | None, state: TrainState) -> list[str]:

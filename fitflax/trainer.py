@@ -318,7 +318,7 @@ class Trainer:
         self._session.begin_run()
         self._session.build(Batcher(num_shards=self._session.strategy.num_batch_shards)(self._selection.split(arguments.zeros(batch)))[0])
 
-    def summary(self, sample: Any = None, *, memory: bool = False, file: TextIO | None = None) -> None:
+    def summary(self, sample: Any = None, *, memory: bool = False, sharding: bool = False, file: TextIO | None = None) -> None:
         """Prints the model's layers with shapes and parameters, the sizes of parameters, collections and optimizer state, and what the model costs.
 
         Each is counted once, however many devices hold it. Nothing is computed but shapes. Model FLOPs are the floating-point operations of matrix products
@@ -329,15 +329,17 @@ class Trainer:
             sample: A batch as in `build`, or inputs alone (several are `((x1, x2),)`); by default the shapes of the last batch that a call began with.
             memory: Whether to compile the training step for a batch like `sample`, which needs targets then, and say what memory it takes. `fit` uses what was
                 compiled, unless a callback has more of each step kept.
+            sharding: Whether to say where each array of the state lies, and how many bytes of it a device holds.
             file: Where to; standard output by default.
 
         Raises:
             NotReadyError: There has been no batch yet, and no `sample`; `memory` before `compile`.
             DataError: `sample` is no batch.
             ModelError: The module does not run on it.
+            ShardingError: The state does not fit the mesh.
         """
         batch = None if sample is None else Batcher(num_shards=1)(self._selection.split(arguments.zeros(sample), inputs_only=not memory))[0]
-        print(self._session.describe(batch, memory=memory), file=file)
+        print(self._session.describe(batch, memory=memory, sharding=sharding), file=file)
 
     def replace_state(self, state: TrainState | InferenceState) -> None:
         """Puts another state in place of the newest one; its arrays are copied.

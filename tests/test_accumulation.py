@@ -320,7 +320,7 @@ def test_less_memory_is_needed(devices: Devices):
         batch = Batch(x, x, np.ones(len(x), bool))
         program.prepare(session.live.borrow(), batch, train=True)
         carry = session.live.take()
-        compiled = program._steps.get("train", carry.treedef)
+        compiled = program._steps.get("train", carry)
         analysis = compiled.lower(carry.leaves, carry.key, program.empty_sums(train=True), strategy.feed(batch)).compile().memory_analysis()
         sizes.append(analysis.temp_size_in_bytes)
     # Eight layers of 4096 x 64 float32 are 8 MiB.

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import fitflax.checkpoints.msgpack_format as msgpack_format
 import fitflax.checkpoints.orbax_format as orbax_format
 from fitflax.checkpoints.documents import fsync_directory, given_values, library_versions, read_document, write_given
-from fitflax.checkpoints.trees import Plain, to_plain
+from fitflax.checkpoints.trees import Plain, leaves_of, to_plain
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from fitflax.parallel.host_memory import is_spread
 from fitflax.state import PyTree
 
 __all__ = ["BACKENDS", "METADATA_FILE", "check_backend", "read_metadata", "read_state", "write_checkpoint"]
@@ -47,7 +48,7 @@ def write_checkpoint(directory: Path, *, train: PyTree | Plain, run: PyTree | Pl
         train: The TrainState.
         run: Everything else that a resume needs.
         metadata: What people and listings want to know; JSON values and NumPy scalars. `versions` is added to, the names the format uses itself are refused.
-        backend: Who writes the state, one of `BACKENDS`.
+        backend: Who writes the state, one of `BACKENDS`; if arrays of `train` are split over devices it is Orbax all the same, which writes them in parts.
 
     Raises:
         CheckpointError: A leaf or a value in `metadata` cannot be saved, or there is no such backend. Nothing is written then.
@@ -63,6 +64,8 @@ def write_checkpoint(directory: Path, *, train: PyTree | Plain, run: PyTree | Pl
     """
     check_backend(backend)
     plain_train, plain_run = to_plain(train, root="train"), to_plain(run, root="run", keep_lists=True)
+    if any(map(is_spread, leaves_of(plain_train.tree))):
+        backend = "orbax"
     # A fault in the metadata comes before any work.
     given = given_values(metadata, {"format_version", "crc32"}.union(_OWN_KEYS, *(each.own_keys for each in BACKENDS.values())))
     own = BACKENDS[backend].write_state(directory, plain_train, plain_run)

@@ -36,6 +36,7 @@ import fitflax.checkpoints.msgpack_format as msgpack_format
 from fitflax.checkpoints.documents import fsync_directory
 from fitflax.checkpoints.trees import Plain, fetch, join, walk
 from fitflax.errors import CheckpointError, CorruptCheckpointError
+from fitflax.parallel.host_memory import is_spread
 
 __all__ = ["FILES", "OWN_KEYS", "read_state", "restore_numpy", "write_state"]
 
@@ -90,7 +91,7 @@ def write_state(directory: Path, train: Plain, run: Plain) -> dict[str, Any]:
 def read_state(directory: Path, metadata: Mapping[str, Any], *, roots: Collection[str] = ("train", "run")) -> dict[str, Any]:
     """Returns the roots as nested dicts and lists of NumPy arrays and Python values, verified.
 
-    All files of Orbax are verified before one of them is read, if `train` is asked for; otherwise they are not looked at. Typed keys come as key data.
+    All files of Orbax are verified before one of them is read, if an array in them is asked for; otherwise they are not looked at. Typed keys come as key data.
 
     Args:
         directory: A checkpoint directory.
@@ -107,14 +108,15 @@ def read_state(directory: Path, metadata: Mapping[str, Any], *, roots: Collectio
     ...     read_state(Path(directory), metadata, roots=["run"])
     {'run': {'n': 3}}
     """
-    if TRAIN_DIRECTORY in roots:
+    wanted = {name: form for name, form in metadata["orbax_arrays"].items() if any(name == root or name.startswith(f"{root}/") for root in roots)}
+    if wanted:
         _verify(directory, metadata["orbax_files"])
     state = msgpack_format.read_state(directory, metadata, roots=roots)
-    if TRAIN_DIRECTORY in roots and metadata["orbax_arrays"]:
+    if wanted:
         path = directory / TRAIN_DIRECTORY
-        restored = restore_numpy(path, is_verified=True)
+        restored = restore_numpy(path, is_verified=True, only=None if len(wanted) == len(metadata["orbax_arrays"]) else wanted)
         found = {name: {"shape": list(array.shape), "dtype": array.dtype.name} for name, array in walk(restored, TRAIN_DIRECTORY)}
-        differing = sorted(name for name in found.keys() | metadata["orbax_arrays"] if found.get(name) != metadata["orbax_arrays"].get(name))
+        differing = sorted(name for name in found.keys() | wanted if found.get(name) != wanted.get(name))
         if differing:
             # The files are those that were written, so it is not they that are damaged.
             raise CheckpointError(f"This Orbax reads {path} otherwise than it was written: {', '.join(differing)} differ in shape or dtype or are not there.")
@@ -122,13 +124,14 @@ def read_state(directory: Path, metadata: Mapping[str, Any], *, roots: Collectio
     return state
 
 
-def restore_numpy(path: Path, *, is_verified: bool = False) -> Any:
+def restore_numpy(path: Path, *, is_verified: bool = False, only: Collection[str] | None = None) -> Any:
     """Returns any checkpoint of Orbax's PyTree or Standard handlers as it was saved, with all arrays as NumPy arrays; devices and shardings do not matter.
 
     Args:
         path: The directory that holds `_METADATA`.
         is_verified: Whether its files are known to be whole; otherwise they are read once before. Where several arrays cannot be read Orbax gives up at the
             first and closes its event loop, and TensorStore's report of the next fails with a message that nobody can catch.
+        only: The paths of the arrays that are read, those beginning with `train` that `write_state` gave them; by default all.
 
     Raises:
         CheckpointError: Orbax cannot read it, or it is not there.
@@ -145,10 +148,23 @@ def restore_numpy(path: Path, *, is_verified: bool = False) -> Any:
         with _checkpointer(orbax) as checkpointer:
             # Not the checkpointer's own `metadata`, which logs what goes wrong and returns None.
             described = checkpointer.handler.metadata(importlib.import_module("etils.epath").Path(path.absolute()))
-            arguments = jax.tree.map(lambda entry: _restore_args(orbax, entry), described.tree)
-            return checkpointer.restore(path.absolute(), args=orbax.args.PyTreeRestore(restore_args=arguments))
+            part = None if only is None else _part(described.tree, TRAIN_DIRECTORY, only)
+            arguments = jax.tree.map(lambda entry: _restore_args(orbax, entry), described.tree if part is None else part)
+            return checkpointer.restore(path.absolute(), args=orbax.args.PyTreeRestore(part, arguments, partial_restore=part is not None))
 
     return _with_orbax(restore, "read", path)
+
+
+def _part(node: Any, path: str, only: Collection[str]) -> dict[str, Any]:
+    """Returns of nested dicts the leaves with these paths."""
+    part: dict[str, Any] = {}
+    for key, child in node.items():
+        where = join(path, key)
+        if isinstance(child, dict):
+            part |= {key: inner} if (inner := _part(child, where, only)) else {}
+        elif where in only:
+            part[key] = child
+    return part
 
 
 def _read_values(path: Path) -> None:
@@ -194,10 +210,11 @@ def _fill(node: dict[str, Any], restored: dict[str, Any]) -> None:
 
 
 def _fetched(tree: dict[str, Any]) -> Any:
-    """Returns `tree` with NumPy arrays only. Orbax would write jax.Arrays as well, but with the devices that they are on."""
+    """Returns `tree` with NumPy arrays, but for those that are split over devices, which Orbax writes part by part."""
     leaves, treedef = jax.tree.flatten(tree)
-    values = fetch((leaf for leaf in leaves if isinstance(leaf, jax.Array)), ahead_bytes=math.inf)
-    return jax.tree.unflatten(treedef, [next(values) if isinstance(leaf, jax.Array) else leaf for leaf in leaves])
+    is_whole = [isinstance(leaf, jax.Array) and not is_spread(leaf) for leaf in leaves]
+    values = fetch((leaf for leaf, whole in zip(leaves, is_whole, strict=True) if whole), ahead_bytes=math.inf)
+    return jax.tree.unflatten(treedef, [next(values) if whole else leaf for leaf, whole in zip(leaves, is_whole, strict=True)])
 
 
 def _save(path: Path, tree: Any) -> None:

@@ -17,10 +17,11 @@ import numpy as np
 
 from fitflax.checkpoints.memory import Arena
 from fitflax.errors import CheckpointError, RestoreError
+from fitflax.parallel.host_memory import copy_to_host_memory, is_spread
 from fitflax.parallel.packed import Form, Packed
 from fitflax.state import PyTree, TrainState, arrays_of
 
-__all__ = ["Plain", "fetch", "fit_leaf", "from_saved", "host_copy", "leaf_paths", "refit", "restore_tree", "shown", "to_plain", "unpack"]
+__all__ = ["Plain", "fetch", "fit_leaf", "from_saved", "host_copy", "leaf_paths", "leaves_of", "refit", "restore_tree", "shown", "to_plain", "unpack"]
 
 # The key of the maps in which flax writes large arrays; no dict of the user's may have it.
 CHUNKED = "__msgpack_chunked_array__"
@@ -128,7 +129,8 @@ def _numbered(form: Form, lists_in: tuple[str, ...]) -> dict[str, Plain]:
 def host_copy(plain: Plain, *, only_numpy: bool = False) -> Plain:
     """Returns `plain` with all arrays in host memory of their own: what is done to the originals afterwards (donation, changes in place) does not reach them.
 
-    All copies from devices are started before the first is waited for; a replicated array is copied once, and one that is on the host already once.
+    All copies from devices are started before the first is waited for; a replicated array is copied once, and one that is on the host already once. One that is
+    split over devices stays split, in the memory of the host.
 
     Args:
         plain: The tree.
@@ -142,7 +144,9 @@ def host_copy(plain: Plain, *, only_numpy: bool = False) -> Plain:
     """
     # Paths are not needed, and making them takes longer than copying a small model.
     kinds: Any = np.ndarray if only_numpy else (jax.Array, np.ndarray)
-    arrays = [leaf for leaf in _leaves(plain.tree) if isinstance(leaf, kinds)]
+    leaves = list(leaves_of(plain.tree))
+    spread = iter([] if only_numpy else copy_to_host_memory([leaf for leaf in leaves if is_spread(leaf)]))
+    arrays = [leaf for leaf in leaves if isinstance(leaf, kinds) and not is_spread(leaf)]
     fetched = fetch((array for array in arrays if isinstance(array, jax.Array)), ahead_bytes=math.inf)
     arena = Arena(sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays))
 
@@ -153,6 +157,8 @@ def host_copy(plain: Plain, *, only_numpy: bool = False) -> Plain:
             return [copy(child) for child in node]
         if not isinstance(node, kinds):
             return node
+        if is_spread(node):
+            return next(spread)
         value = next(fetched) if isinstance(node, jax.Array) else node
         if isinstance(node, jax.Array) and not _may_share(node):
             return value
@@ -163,10 +169,11 @@ def host_copy(plain: Plain, *, only_numpy: bool = False) -> Plain:
     return Plain(copy(plain.tree), plain.key_impls)
 
 
-def _leaves(node: Any) -> Iterator[Any]:
+def leaves_of(node: Any) -> Iterator[Any]:
+    """Yields the leaves of a `Plain` tree."""
     if isinstance(node, (dict, list)):
         for child in node.values() if isinstance(node, dict) else node:
-            yield from _leaves(child)
+            yield from leaves_of(child)
     else:
         yield node
 

@@ -140,6 +140,10 @@ class Strategy(abc.ABC):
     def pin(self, state: TrainState) -> TrainState:
         """Returns, while a step is traced, a state whose arrays the compiler is told to keep in their places."""
 
+    @abc.abstractmethod
+    def describe_whole(self, state: TrainState) -> str | None:
+        """Returns, in words, which large parameters each device holds whole though they could be split; `None` if there are none."""
+
     @property
     @abc.abstractmethod
     def is_replicated(self) -> bool:

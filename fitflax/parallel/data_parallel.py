@@ -159,6 +159,10 @@ class DataParallel(Strategy):
     def pin(self, state: TrainState) -> TrainState:
         return state
 
+    @override
+    def describe_whole(self, state: TrainState) -> str | None:
+        return None
+
     @property
     @override
     def is_replicated(self) -> bool:

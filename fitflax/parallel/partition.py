@@ -159,7 +159,8 @@ class Partition:
         averages = None if state.ema_params is None else state.axes.each(spec, state.ema_params, {}, ())[0]
         if faults:
             listed = "; ".join(dict.fromkeys(faults))
-            raise ShardingError(f"The state does not fit the mesh {dict(self.sizes)}: {listed}. Rules: {dict(self.rules) or 'none'}.")
+            rules = [(name, axes) for name, axes in self.rules if name != axes]
+            raise ShardingError(f"The state does not fit the mesh {dict(self.sizes)} with the rules {rules}: {listed}{'' if listed.endswith('?') else '.'}")
         none: Any = PartitionSpec()
         step, key = (jax.tree.map(lambda leaf: none, each) for each in (state.step, state.key))
         return dataclasses.replace(state, step=step, params=params, model_state=model_state, opt_state=opt_state, key=key, ema_params=averages)
@@ -197,8 +198,8 @@ def _as_tuple(axes: Any) -> tuple[str, ...]:
 
 
 def _short(spec: PartitionSpec) -> PartitionSpec:
-    """Returns a spec without the axes at its end that are not split: JAX takes the two for different places, and compiles for each."""
-    parts = list(spec)
+    """Returns a spec in the shortest of several ways to say the same: JAX takes them for different places, and compiles for each."""
+    parts = [axes[0] if isinstance(axes, tuple) and len(axes) == 1 else axes or None for axes in spec]
     while parts and parts[-1] is None:
         parts.pop()
     return PartitionSpec(*parts)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from typing_extensions import override
 
 from fitflax.errors import ConfigError
@@ -75,7 +75,7 @@ class Sharded(Strategy):
         if isinstance(fsdp_min_size, bool) or not isinstance(fsdp_min_size, int | np.integer) or fsdp_min_size < 0:
             raise ConfigError(f"Sharded(fsdp_min_size=...) must be a number of elements, at least 0. Received: {fsdp_min_size!r}.")
         self.batch_axes = _batch_axes(own_rules, sizes, fsdp_axes, is_bare=rules is None)
-        self.warns_of_whole = fsdp is None or bool(fsdp_axes)
+        self._warns = fsdp is not False
         named = {name for name, _ in own_rules}
         all_rules = (*own_rules, *[(BATCH, self.batch_axes)] * (BATCH not in named), *((axis, axis) for axis in sizes if axis not in named))
         self.partition = Partition(sizes, all_rules, fsdp_axes, int(fsdp_min_size))
@@ -109,7 +109,8 @@ class Sharded(Strategy):
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
         """While a step is traced: constraints by logical names, and by mesh axes, mean this mesh."""
-        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh), nn.logical_axis_rules(self.partition.rules):
+        mesh = jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
+        with mesh, nn.logical_axis_rules(self.partition.rules), nn.intercept_methods(_without_mesh):
             yield
 
     @override
@@ -189,6 +190,14 @@ class Sharded(Strategy):
     def pin(self, state: TrainState) -> TrainState:
         return cast(TrainState, jax.tree.map(jax.lax.with_sharding_constraint, state, self._state_shardings(state)))
 
+    @override
+    def describe_whole(self, state: TrainState) -> str | None:
+        whole = self.partition.describe_large(state) if self._warns else None
+        if whole is None:
+            return None
+        advice = "" if self.partition.fsdp_axes else "pass Sharded(fsdp=True) to split them, or fsdp=False if that is as it should be; or "
+        return f"Large parameters are whole on each of {self.mesh.size} devices: {whole}. To split them {advice}name their axes and give rules for the names."
+
     @property
     @override
     def is_replicated(self) -> bool:
@@ -249,6 +258,18 @@ class Sharded(Strategy):
         return collections
 
 
+def _without_mesh(call: Callable[..., Any], arguments: Any, keywords: Any, context: Any) -> Any:
+    """Calls a module's method; `nn.DenseGeneral`'s outside of the mesh.
+
+    It makes its kernel as a matrix, and under a mesh linen constrains that by the names of all of the kernel's axes (https://github.com/google/flax/issues/3676).
+    There are no constraints of the user's inside of it.
+    """
+    if isinstance(context.module, nn.DenseGeneral):
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            return call(*arguments, **keywords)
+    return call(*arguments, **keywords)
+
+
 def _make_mesh(mesh: Any, devices: Sequence[jax.Device] | None) -> Mesh:
     """Returns the mesh that was asked for, its axes such that the compiler divides the work.
 
@@ -274,10 +295,9 @@ def _make_mesh(mesh: Any, devices: Sequence[jax.Device] | None) -> Mesh:
         sizes[open_axes[0]] = len(used) // known
     elif open_axes or known != len(used):
         wanted = f"a multiple of {known}" if open_axes else f"{known}"
-        raise ConfigError(
-            f"Sharded(mesh={mesh!r}) needs {wanted} devices, and there are {len(used)}. Change the sizes, let one of them be -1, or pass "
-            f"devices=jax.devices()[:{known if known <= len(used) else len(used)}]."
-        )
+        most = len(used) // known * known if open_axes else known
+        advice = f", or pass devices=jax.devices()[:{most}]" if 0 < most < len(used) else ""
+        raise ConfigError(f"Sharded(mesh={mesh!r}) needs {wanted} devices, and there are {len(used)}. Change the sizes or let one of them be -1{advice}.")
     shape = tuple(int(size) for size in sizes.values())
     return jax.make_mesh(shape, tuple(sizes), axis_types=(AxisType.Auto,) * len(shape), devices=used)
 

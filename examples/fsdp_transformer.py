@@ -1,0 +1,134 @@
+"""A character transformer whose state is split over a mesh of devices: FSDP along one axis, tensor parallel along the other, and `fit` as on one device.
+
+python examples/fsdp_transformer.py [--model 2] [--steps 200] [--directory runs/fsdp_transformer]
+
+Without accelerators it makes eight devices of the CPU. Start it again with another --model: it goes on from its checkpoint, on another mesh.
+"""
+
+import argparse
+import importlib.util
+import os
+import pathlib
+
+os.environ.setdefault("PJRT_NPROC", "16")  # With few cores XLA's threads would wait for each other: more of them than devices.
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+import fitflax
+from fitflax.callbacks import ModelCheckpoint
+from fitflax.parallel import Sharded
+
+TEXTS = ("ast", "calendar", "configparser", "difflib", "fractions", "ftplib", "heapq", "inspect", "ipaddress", "optparse", "shutil", "statistics")
+CHARACTERS = 128
+
+# Which axes of the mesh each logical axis is split over. Parameters are split along "embed" over the devices that split the batch, and gathered layer by layer
+# when they are used: that is FSDP. The wide axes are split over "model": that is tensor parallelism.
+RULES = [("batch", "data"), ("embed", "data"), ("mlp", "model"), ("heads", "model"), ("vocab", "model"), ("length", None), ("kv", None)]
+
+
+def named(*axes: str):
+    """Returns an initializer of matrices, or of biases, that says what its axes are."""
+    init = nn.initializers.normal(0.02) if len(axes) > 1 else nn.initializers.zeros
+    return nn.with_logical_partitioning(init, axes)
+
+
+class Block(nn.Module):
+    """Attention to what came before, then a layer for each position, both added to the input `[batch, length, features]`."""
+
+    features: int
+    num_heads: int
+
+    @nn.compact
+    def __call__(self, x, train):
+        size = self.features // self.num_heads
+        y = nn.LayerNorm(scale_init=nn.with_logical_partitioning(nn.initializers.ones, ("embed",)), use_bias=False)(x)
+        q, k, v = (nn.DenseGeneral((self.num_heads, size), use_bias=False, kernel_init=named("embed", "heads", "kv"), name=name)(y) for name in "qkv")
+        q, k, v = (nn.with_logical_constraint(each, ("batch", "length", "heads", "kv")) for each in (q, k, v))
+        y = nn.dot_product_attention(q, k, v, mask=nn.make_causal_mask(x[..., 0]), deterministic=not train)
+        x = x + nn.DenseGeneral(self.features, axis=(-2, -1), use_bias=False, kernel_init=named("heads", "kv", "embed"), name="out")(y)
+        y = nn.LayerNorm(scale_init=nn.with_logical_partitioning(nn.initializers.ones, ("embed",)), use_bias=False)(x)
+        y = nn.Dense(4 * self.features, kernel_init=named("embed", "mlp"), bias_init=named("mlp"))(y)
+        y = nn.with_logical_constraint(nn.gelu(y), ("batch", "length", "mlp"))
+        y = nn.Dense(self.features, kernel_init=named("mlp", "embed"), bias_init=named("embed"))(y)
+        return x + nn.Dropout(0.1, deterministic=not train)(y)
+
+
+class Transformer(nn.Module):
+    """Gives the logits of the next character, `[batch, length, CHARACTERS]`, at each of `[batch, length]`."""
+
+    features: int = 128
+    num_heads: int = 4
+    num_layers: int = 2
+
+    @nn.compact
+    def __call__(self, codes, *, train: bool):
+        x = nn.Embed(CHARACTERS, self.features, embedding_init=named("vocab", "embed"))(codes)
+        x = x + self.param("positions", named("length", "embed"), (codes.shape[1], self.features), jnp.float32)
+        for _ in range(self.num_layers):
+            # What a block computes inside is computed once more on the way back, instead of being kept.
+            x = nn.remat(Block, static_argnums=(2,))(self.features, self.num_heads)(x, train)
+        return nn.Dense(CHARACTERS, use_bias=False, kernel_init=named("embed", "vocab"))(x)
+
+
+def read(length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns windows of the sources of some modules, `[windows, length]`, and for each of their characters the one that follows it."""
+    texts = [importlib.util.find_spec(name).loader.get_source(name) for name in TEXTS]
+    codes = np.frombuffer("".join(texts).encode("ascii", "replace"), np.uint8).astype(np.int32)
+    count = (len(codes) - 1) // length
+    return codes[: count * length].reshape(count, length), codes[1 : count * length + 1].reshape(count, length)
+
+
+def main(
+    directory: str | pathlib.Path = "runs/fsdp_transformer",
+    model: int = 2,
+    steps: int = 200,
+    *,
+    features: int = 128,
+    length: int = 64,
+    verbose: int | str = "auto",
+) -> dict[str, float]:
+    """Trains, and returns the loss and accuracy on windows that were held out.
+
+    Args:
+        directory: Where checkpoints go; a run in it is gone on with, on whatever mesh it was.
+        model: Over how many devices the wide axes are split; the others split the batch, and the parameters along their other axis.
+        steps: Updates, counted from the beginning of the run.
+        features: Width of the network.
+        length: Characters of a window.
+        verbose: As in `fit`; 0 prints nothing.
+    """
+    x, y = read(length)
+    held_out = len(x) // 10
+    trainer = fitflax.Trainer(Transformer(features), parallel=Sharded({"data": -1, "model": model}, rules=RULES))
+    trainer.compile("adamw", loss="sparse_categorical_crossentropy", metrics=["accuracy"], learning_rate=2e-3)
+    trainer.build((x[:1], y[:1]))
+    if verbose:
+        trainer.summary(sharding=True)
+    checkpoints = pathlib.Path(directory) / "checkpoints"
+    trainer.fit(
+        x[:-held_out],
+        y[:-held_out],
+        batch_size=64,
+        steps=steps,
+        callbacks=[ModelCheckpoint(checkpoints, every=fitflax.every(steps=50))],
+        resume="auto",
+        verbose=verbose,
+    )
+    result = trainer.evaluate(x[-held_out:], y[-held_out:], batch_size=64, verbose=0)
+    if verbose:
+        print(f"checkpoints: {checkpoints}")
+        print(f"held-out text: loss {result['loss']:.3f}, accuracy {result['accuracy']:.3f}")
+    return result
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--directory", default="runs/fsdp_transformer")
+    parser.add_argument("--model", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=200)
+    arguments = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", 8)  # Of accelerators there are as many as there are.
+    main(arguments.directory, arguments.model, arguments.steps)

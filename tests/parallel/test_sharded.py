@@ -1,0 +1,743 @@
+import dataclasses
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import fitflax
+from fitflax.callbacks import Callback, ModelCheckpoint
+from fitflax.checkpoints import CheckpointStore, load_inference_state
+from fitflax.diagnostics import NanReport
+from fitflax.errors import ConfigError, FitflaxWarning, ModelError, ShardingError
+from fitflax.parallel import DataParallel, Sharded
+
+Devices = Callable[[int], list[jax.Device]]
+VOCABULARY, LENGTH = 32, 8
+RNG = np.random.default_rng(5)
+X = RNG.integers(0, VOCABULARY, (96, LENGTH)).astype(np.int32)
+Y = ((X + np.roll(X, 1, axis=1)) % VOCABULARY).astype(np.int32)
+RULES = [("embed", None), ("mlp", "model"), ("heads", "model"), ("vocab", "model"), ("kv", None), ("length", None)]
+
+
+def named(*axes: str) -> Any:
+    return nn.with_logical_partitioning(nn.initializers.normal(0.1) if len(axes) > 1 else nn.initializers.zeros, axes)
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any, train: bool) -> Any:
+        y = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
+        q, k, v = (nn.DenseGeneral((4, 4), kernel_init=named("embed", "heads", "kv"), bias_init=named("heads", "kv"), name=name)(y) for name in "qkv")
+        q = nn.with_logical_constraint(q, ("batch", "length", "heads", "kv"))
+        y = nn.dot_product_attention(q, k, v)
+        x = x + nn.DenseGeneral(16, axis=(-2, -1), kernel_init=named("heads", "kv", "embed"), use_bias=False, name="out")(y)
+        y = nn.gelu(nn.Dense(64, kernel_init=named("embed", "mlp"), bias_init=named("mlp"))(nn.LayerNorm()(x)))
+        y = nn.with_logical_constraint(y, ("batch", "length", "mlp"))
+        y = nn.Dropout(0.1, deterministic=not train)(y)
+        return x + nn.Dense(16, kernel_init=named("mlp", "embed"), use_bias=False)(y)
+
+
+class Transformer(nn.Module):
+    @nn.compact
+    def __call__(self, codes: Any, train: bool) -> Any:
+        x = nn.Embed(VOCABULARY, 16, embedding_init=named("vocab", "embed"))(codes)
+        x = Block()(x, train)
+        return nn.Dense(VOCABULARY, kernel_init=named("embed", "vocab"))(x)
+
+
+class Plain(nn.Module):
+    """The same without a word about axes, so that FSDP goes by sizes."""
+
+    @nn.compact
+    def __call__(self, codes: Any, train: bool) -> Any:
+        x = nn.Embed(VOCABULARY, 16)(codes)
+        x = nn.BatchNorm(use_running_average=not train)(x)
+        x = nn.Dropout(0.1, deterministic=not train)(nn.gelu(nn.Dense(64)(x)))
+        return nn.Dense(VOCABULARY)(x)
+
+
+def one(**options: Any) -> Sharded:
+    return Sharded({"data": 1, "model": 1}, rules=RULES, devices=jax.devices()[:1], **options)
+
+
+def mesh_4x2() -> Sharded:
+    return Sharded({"data": 4, "model": 2}, rules=RULES)
+
+
+def fsdp(count: int = 8) -> Sharded:
+    rules = dict.fromkeys(("mlp", "heads", "vocab", "kv", "length")) | {"embed": "data"}
+    return Sharded({"data": -1}, rules=rules, fsdp=True, fsdp_min_size=16, devices=jax.devices()[:count])
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_checkpoint(self, checkpoint: fitflax.Checkpoint) -> fitflax.Checkpoint:
+        self.values.append(checkpoint.loss)
+        return checkpoint
+
+
+def trainer_of(parallel: Any, model: nn.Module | None = None, optimizer: Any = None, **options: Any) -> fitflax.Trainer:
+    trainer = fitflax.Trainer(Transformer() if model is None else model, parallel=parallel)
+    trainer.compile(optax.sgd(0.2) if optimizer is None else optimizer, "sparse_categorical_crossentropy", ["accuracy"], **options)
+    return trainer
+
+
+def fit(trainer: fitflax.Trainer, steps: int = 20, **options: Any) -> list[float]:
+    losses = Losses()
+    callbacks = [losses, *options.pop("callbacks", ())]
+    trainer.fit(X, Y, batch_size=24, steps=steps, callbacks=callbacks, verbose=0, **options)
+    return losses.values
+
+
+def losses_of(trainer: fitflax.Trainer, steps: int = 20, **options: Any) -> list[float]:
+    return [checkpoint.loss for checkpoint in trainer.train_loop((X, Y), steps=steps, batch_size=24, every=fitflax.every(steps=1), **options)]
+
+
+def specs(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.sharding.spec, tree)
+
+
+def host(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf), tree)
+
+
+def assert_equal(left: Any, right: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, host(left), host(right))
+
+
+# -- numbers --
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Any]:
+    """Losses of 20 steps, evaluation and prediction on one device by the strategy that has nothing to do with meshes."""
+    trainer = trainer_of(DataParallel(jax.devices()[:1]))
+    losses = losses_of(trainer)
+    return {"losses": losses, "evaluation": trainer.evaluate(X, Y, verbose=0), "outputs": trainer.predict(X)}
+
+
+@pytest.mark.parametrize("strategy", [one, mesh_4x2, fsdp])
+def test_dropout_and_batch_norm_give_the_same_numbers_on_any_mesh(strategy, expected):
+    trainer = trainer_of(strategy())
+    losses = losses_of(trainer)
+    np.testing.assert_allclose(losses, expected["losses"], atol=1e-5, rtol=0)
+    assert losses[-1] < losses[0] - 0.01
+    evaluation = trainer.evaluate(X, Y, verbose=0)
+    assert evaluation == pytest.approx(expected["evaluation"], abs=1e-5)
+    np.testing.assert_allclose(trainer.predict(X), expected["outputs"], atol=1e-4)
+
+
+def test_one_device_of_a_mesh_computes_what_data_parallel_does_to_the_bit():
+    trainers = [trainer_of(strategy, optimizer=optax.adam(0.01)) for strategy in (DataParallel(jax.devices()[:1]), one())]
+    losses = [losses_of(trainer, 5) for trainer in trainers]
+    assert losses[0] == losses[1]
+    assert_equal(*[trainer.state.params for trainer in trainers])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate_steps": 3},
+        {"steps_per_call": 4},
+        pytest.param({"ema_decay": 0.9}, marks=pytest.mark.slow),
+        pytest.param({"precision": "bfloat16"}, marks=pytest.mark.slow),
+        pytest.param({"precision": "float16"}, marks=pytest.mark.slow),
+        pytest.param({"accumulate_steps": 3, "steps_per_call": 4, "ema_decay": 0.9}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_every_way_to_compute_updates_gives_the_same_numbers_on_any_mesh(options):
+    results = []
+    for strategy in (one(), mesh_4x2(), fsdp()):
+        trainer = trainer_of(strategy, **options)
+        trainer.fit(X, Y, batch_size=24, steps=8, verbose=0)
+        results.append(trainer.evaluate(X, Y, verbose=0)["loss"])
+    assert results[1:] == pytest.approx([results[0]] * 2, abs=2e-2 if "precision" in options else 1e-5)
+
+
+def test_micro_batches_hold_rows_that_lie_apart():
+    class Means(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            self.sow("summaries", "mean", x.mean())
+            return x * self.param("scale", nn.initializers.ones, ())
+
+    for strategy in (one(), mesh_4x2()):
+        trainer = fitflax.Trainer(Means(), parallel=strategy)
+        trainer.compile(optax.sgd(0.0), "mse", accumulate_steps=2)
+        data = np.arange(16.0, dtype=np.float32)[:, None]
+        (checkpoint,) = trainer.train_loop((data, data), steps=1, batch_size=16, sown=("summaries",), shuffle=False)
+        assert checkpoint.sown["summaries"]["mean"][0] == 8.0  # 1, 3, 5, ...: what the last micro-batch left.
+
+
+def test_a_ragged_evaluation_and_prediction_are_those_of_numpy():
+    trainer = trainer_of(mesh_4x2(), Plain())
+    trainer.build((X, Y))
+    rows = 41
+    outputs = trainer.predict(X[:rows], batch_size=16)
+    assert outputs.shape == (rows, LENGTH, VOCABULARY)
+    log_probabilities = jax.nn.log_softmax(outputs)
+    loss = -np.take_along_axis(np.asarray(log_probabilities), Y[:rows, :, None], axis=-1).mean()
+    assert trainer.evaluate(X[:rows], Y[:rows], batch_size=16, verbose=0)["loss"] == pytest.approx(loss, abs=1e-5)
+    np.testing.assert_allclose(trainer.predict(X[:rows], batch_size=8), outputs, atol=1e-5)
+
+
+def test_metrics_that_collect_rows_see_all_of_them_in_order():
+    x = RNG.normal(size=(50, 4)).astype(np.float32)
+    y = (x[:, 0] + RNG.normal(size=50) > 0).astype(np.int32)
+    values = []
+    for strategy in (DataParallel(jax.devices()[:1]), Sharded({"data": 8}, fsdp=True, fsdp_min_size=0)):
+        trainer = fitflax.Trainer(nn.Dense(1), parallel=strategy)
+        trainer.compile(optax.sgd(0.1), "binary_crossentropy", ["auc"], accumulate_steps=2)
+        history = trainer.fit(x, y[:, None], batch_size=16, epochs=2, verbose=0)
+        values.append([*history.history["auc"], trainer.evaluate(x, y[:, None], verbose=0)["auc"]])
+    assert values[0] == pytest.approx(values[1], abs=1e-6)
+
+
+# -- where things lie --
+
+
+@pytest.mark.parametrize("strategy", [mesh_4x2, pytest.param(fsdp, marks=pytest.mark.slow)])
+def test_parameters_and_both_moments_lie_as_the_rules_say_from_beginning_to_restore(strategy, tmp_path):
+    trainer = trainer_of(strategy(), optimizer=optax.adam(0.01), ema_decay=0.9)
+    trainer.build((X[:24], Y[:24]))
+    if strategy is mesh_4x2:
+        assert trainer.state.params["Block_0"]["q"]["kernel"].sharding.spec == P(None, "model")
+        assert trainer.state.params["Dense_0"]["kernel"].sharding.spec == P(None, "model")
+        assert trainer.state.params["Embed_0"]["embedding"].sharding.spec == P("model")
+    else:
+        assert trainer.state.params["Block_0"]["q"]["kernel"].sharding.spec == P("data")
+        assert trainer.state.params["Block_0"]["Dense_1"]["kernel"].sharding.spec == P(None, "data")
+        assert trainer.state.params["Block_0"]["LayerNorm_0"]["scale"].sharding.spec == P("data")
+        assert trainer.state.model_state["batch_stats"]["Block_0"]["BatchNorm_0"]["mean"].sharding.spec == P("data")
+    first = specs(trainer.state.params)
+
+    def check(state: fitflax.TrainState) -> None:
+        assert specs(state.params) == specs(state.ema_params) == specs(state.opt_state[0].mu) == specs(state.opt_state[0].nu) == first
+        kernel = state.opt_state[0].nu["Block_0"]["Dense_0"]["kernel"]
+        assert {shard.data.size for shard in kernel.addressable_shards} == {kernel.size // (2 if strategy is mesh_4x2 else 8)}
+
+    check(trainer.state)
+    fit(trainer, 3)
+    check(trainer.state)
+    other = trainer_of(strategy(), optimizer=optax.adam(0.01), ema_decay=0.9)
+    other.restore(trainer.save(tmp_path / "saved"))
+    other.predict(X)  # Now it is known what the module says of its axes.
+    check(other.state)
+    assert_equal(other.state, trainer.state)
+    trainer.replace_state(jax.tree.map(lambda leaf: leaf, host_state(trainer.state)))
+    check(trainer.state)
+    assert trainer.train_on_batch((X[:24], Y[:24])) == other.train_on_batch((X[:24], Y[:24]))
+
+
+def host_state(state: fitflax.TrainState) -> fitflax.TrainState:
+    """The state as NumPy arrays, but for its key."""
+    return dataclasses.replace(jax.tree.map(np.array, dataclasses.replace(state, key=np.int32(0))), key=state.key)
+
+
+@pytest.mark.slow
+def test_gradients_lie_where_the_parameters_do_and_are_whole_batch_gradients():
+    grads = []
+    for strategy in (one(), mesh_4x2(), fsdp()):
+        trainer = trainer_of(strategy)
+        (checkpoint,) = trainer.train_loop((X, Y), steps=1, batch_size=24, grads=True)
+        assert specs(checkpoint.grads) == specs(trainer.state.params)
+        grads.append(host(checkpoint.grads))
+    for other in grads[1:]:
+        jax.tree.map(lambda left, right: np.testing.assert_allclose(left, right, atol=1e-6), grads[0], other)
+
+
+def test_no_device_holds_the_whole_state_while_it_is_made():
+    class Wide(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.Dense(1024)(nn.Dense(1024)(x))
+
+    trainer = fitflax.Trainer(Wide(), parallel=Sharded({"data": 8}, fsdp=True))
+    trainer.compile("adam", "mse")
+    x = np.ones((8, 1024), np.float32)
+    trainer.build((x, x))
+    session = trainer._session
+    program, strategy = session.need_compiled("test"), session.strategy
+    lowered = program._steps.lower(
+        "init",
+        fitflax.live.Carry.of(program.abstract_state(jax.random.key(0), session.sample)),
+        strategy.abstract_put(jax.random.key(0)),
+        strategy.abstract_feed(session.sample),
+    )
+    memory = lowered.compile().memory_analysis()
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves((trainer.state.params, trainer.state.opt_state)))
+    assert whole > 24 * 2**20
+    assert memory.output_size_in_bytes < whole / 7 and memory.temp_size_in_bytes < whole / 8
+
+
+def test_a_state_of_the_host_reaches_each_device_in_the_part_that_it_keeps(monkeypatch):
+    trainer = trainer_of(fsdp(), optimizer=optax.adam(0.01))
+    trainer.build((X[:24], Y[:24]))
+    state = host_state(trainer.state)
+    seen = []
+    original = jax.make_array_from_callback
+
+    def spy(shape: Any, sharding: Any, callback: Any) -> Any:
+        def part(index: Any) -> Any:
+            data = callback(index)
+            seen.append((int(np.prod(shape)), data.size))
+            return data
+
+        return original(shape, sharding, part)
+
+    monkeypatch.setattr(jax, "make_array_from_callback", spy)
+    trainer.replace_state(state)
+    assert sum(part for _, part in seen) < 1.6 * sum(whole for whole, _ in seen) / 8 * 1.0 + 8 * 200
+    assert {part / whole for whole, part in seen if whole >= 128} == {1 / 8}
+
+
+def test_what_was_replaced_is_the_trainers_own():
+    trainer = trainer_of(mesh_4x2())
+    trainer.build((X[:24], Y[:24]))
+    mine = host_state(trainer.state)
+    trainer.replace_state(mine)
+    theirs = trainer.state
+    before = host(theirs.params)
+    for leaf in jax.tree.leaves(mine.params):
+        leaf[...] = np.nan
+    trainer.replace_state(theirs)
+    fit(trainer, 2)
+    assert_equal(theirs.params, before)  # Neither donated nor overwritten.
+    assert np.isfinite(trainer.evaluate(X, Y, verbose=0)["loss"])
+
+
+def test_a_callback_sees_copies_that_stay(expected):
+    kept = []
+
+    class Keeps(Callback):
+        def on_checkpoint(self, checkpoint: fitflax.Checkpoint) -> fitflax.Checkpoint:
+            kept.append((checkpoint.step, checkpoint.model_params))
+            return checkpoint
+
+    trainer = trainer_of(mesh_4x2())
+    fit(trainer, 3, callbacks=[Keeps()])
+    norms = [float(optax.tree.norm(params)) for _, params in kept]
+    assert len(set(norms)) == len(kept) > 0
+    assert specs(kept[-1][1]) == specs(trainer.state.params)
+
+
+def test_constraints_by_logical_names_are_active_in_fit_evaluate_and_predict_without_another_compilation(compilations):
+    seen: dict[str, str] = {}
+
+    class Watched(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any, train: bool) -> Any:
+            x = nn.Dense(16)(x)
+            x = nn.with_logical_constraint(x, (None, "mlp"))
+            jax.debug.inspect_array_sharding(x, callback=lambda sharding: seen.setdefault(f"{train} {x.shape}", str(sharding.spec)))
+            return nn.Dense(4)(x)
+
+    x = np.ones((64, 8), np.float32)
+    trainer = fitflax.Trainer(Watched(), parallel=Sharded({"data": 4, "model": 2}, rules=[("mlp", "model")]))
+    trainer.compile("adam", "mse")
+    with compilations.counted() as first:
+        trainer.fit(x, np.ones((64, 4), np.float32), batch_size=16, epochs=1, validation_data=(x[:24], np.ones((24, 4), np.float32)), verbose=0)
+        trainer.predict(x, batch_size=32)
+    assert first.count > 0
+    assert set(seen.values()) == {"P(None, 'model')"} or set(seen.values()) == {"PartitionSpec(None, 'model')"}
+    assert {name.split()[0] for name in seen} == {"True", "False"}
+    with compilations.counted() as again:
+        trainer.fit(x, np.ones((64, 4), np.float32), batch_size=16, epochs=1, validation_data=(x[:24], np.ones((24, 4), np.float32)), verbose=0)
+        trainer.evaluate(x, np.ones((64, 4), np.float32), batch_size=16, verbose=0)
+        trainer.predict(x, batch_size=32)
+        trainer.learning_rate = 0.5
+        trainer.fit(x[:40], np.ones((40, 4), np.float32), batch_size=16, epochs=1, verbose=0)
+    assert again.names == []
+
+
+@pytest.mark.parametrize("strategy", [fsdp, pytest.param(mesh_4x2, marks=pytest.mark.slow)])
+def test_each_of_train_evaluate_and_predict_is_compiled_once(strategy, compilations):
+    trainer = trainer_of(strategy(), optimizer=optax.adam(0.01))
+    with compilations.counted() as counted:
+        trainer.fit(X, Y, batch_size=32, epochs=2, validation_data=(X[:40], Y[:40]), verbose=0)
+        trainer.predict(X[:40])
+    names = [name for name in counted.names if any(part in name for part in ("train_step", "eval", "predict", "init_state"))]
+    assert sorted(name.split("(")[-1].rstrip(")").split("_")[0] for name in names) == ["eval", "init", "predict", "train"], counted.names
+
+
+# -- modules --
+
+
+def test_remat_and_scan_keep_names_and_numbers():
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any, _: Any) -> Any:
+            y = nn.Dense(32, kernel_init=named("embed", "mlp"))(x)
+            y = nn.with_logical_constraint(nn.relu(y), ("batch", "mlp"))
+            return x + nn.Dense(16, kernel_init=named("mlp", "embed"))(y), None
+
+    class Deep(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            layers = nn.scan(
+                nn.remat(Layer, prevent_cse=False),
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=3,
+                metadata_params={nn.PARTITION_NAME: "layers"},
+            )
+            return layers()(x, None)[0]
+
+    x = RNG.normal(size=(32, 16)).astype(np.float32)
+    results = []
+    for sizes in ({"data": 1, "model": 1}, {"data": 4, "model": 2}):
+        strategy = Sharded(sizes, rules=[*RULES, ("layers", None)], devices=jax.devices()[: int(np.prod(list(sizes.values())))])
+        trainer = fitflax.Trainer(Deep(), parallel=strategy)
+        trainer.compile(optax.sgd(0.1), "mse")
+        trainer.fit(x, x[:, ::-1], batch_size=16, steps=6, verbose=0)
+        results.append(trainer.evaluate(x, x[:, ::-1], verbose=0)["loss"])
+    kernel = next(leaf for path, leaf in jax.tree_util.tree_leaves_with_path(trainer.state.params) if "Dense_0" in str(path) and leaf.ndim == 3)
+    assert kernel.sharding.spec == P(None, None, "model")
+    assert results[0] == pytest.approx(results[1], abs=1e-6)
+
+
+def test_mesh_axes_may_be_named_by_the_module_itself():
+    class Direct(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.Dense(8, kernel_init=nn.with_partitioning(nn.initializers.lecun_normal(), ("data", "model")))(x)
+
+    trainer = fitflax.Trainer(Direct(), parallel=Sharded({"data": 4, "model": 2}))
+    trainer.compile("sgd", "mse")
+    trainer.fit(np.ones((16, 8), np.float32), np.ones((16, 8), np.float32), verbose=0)
+    assert trainer.state.params["Dense_0"]["kernel"].sharding.spec == P("data", "model")
+
+
+def test_an_overridden_train_step_and_loss_see_the_whole_batch():
+    class Own(fitflax.Trainer):
+        def compute_loss(self, params: Any, model_state: Any, batch: Any, *, rngs: Any, train: bool) -> Any:
+            values, state, aux = super().compute_loss(params, model_state, batch, rngs=rngs, train=train)
+            return values, state, {**aux, "rows": jnp.float32(batch.mask.shape[0])}
+
+    class Step(fitflax.Trainer):
+        def train_step(self, state: Any, batch: Any) -> Any:
+            grads = jax.grad(lambda params: jnp.mean((self.model.apply({"params": params}, batch.x) - batch.y) ** 2))(state.params)
+            return state.apply_gradient(grads, optax.sgd(0.1)), {"rows": (jnp.float32(batch.mask.shape[0]), jnp.float32(1))}
+
+    x = np.ones((16, 8), np.float32)
+    for kind in (Own, Step):
+        trainer = kind(nn.Dense(8), parallel=Sharded({"data": 8}, fsdp=True, fsdp_min_size=0))
+        trainer.compile(optax.sgd(0.1), "mse")
+        history = trainer.fit(x, x, batch_size=16, epochs=2, verbose=0)
+        assert history.history["rows"] == [16.0, 16.0]
+        assert trainer.state.params["kernel"].sharding.spec == P("data")
+
+
+# -- checkpoints --
+
+
+def test_a_split_state_goes_through_orbax_in_parts(tmp_path):
+    trainer = trainer_of(fsdp(), optimizer=optax.adam(0.01))
+    fit(trainer, 4, callbacks=[ModelCheckpoint(tmp_path, every=fitflax.every(steps=2))])
+    store = CheckpointStore(tmp_path)
+    assert store.steps() == [2, 4]
+    store.verify()
+    saved = store.restore(4)
+    assert saved.metadata["backend"] == "orbax"
+    assert_equal(saved.train["params"]["Dense_0"]["kernel"], trainer.state.params["Dense_0"]["kernel"])
+    inference = load_inference_state(tmp_path)
+    assert_equal(inference.params["Dense_0"]["kernel"], trainer.state.params["Dense_0"]["kernel"])
+    # A file of Orbax's that is damaged is found, and the checkpoint before it is taken.
+    file = max((path for path in (tmp_path / "step_00000004/train").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    again = trainer_of(fsdp(), optimizer=optax.adam(0.01))
+    with pytest.warns(FitflaxWarning, match="step_00000004"):
+        fit(again, 4, callbacks=[ModelCheckpoint(tmp_path, every=fitflax.every(steps=2))], resume="auto")
+    assert_equal(again.state, trainer.state)
+
+
+@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_save_is_of_its_step_whatever_is_trained_meanwhile(asynchronous, tmp_path):
+    trainer = trainer_of(fsdp(), optimizer=optax.adam(0.01))
+    params: dict[int, Any] = {}
+
+    class Keeps(Callback):
+        every = fitflax.every(steps=1)
+
+        def on_checkpoint(self, checkpoint: fitflax.Checkpoint) -> fitflax.Checkpoint:
+            params[checkpoint.step] = host(checkpoint.model_params)
+            return checkpoint
+
+    fit(trainer, 6, callbacks=[Keeps(), ModelCheckpoint(tmp_path, every=fitflax.every(steps=1), keep=6, asynchronous=asynchronous)])
+    for step in range(1, 7):
+        assert_equal(CheckpointStore(tmp_path).restore(step).train["params"], params[step])
+
+
+def test_a_run_goes_on_with_fewer_devices_and_with_other_meshes(tmp_path, expected):
+    """8 -> 2 -> 1 devices and back to another mesh of 8: the same batches in the same order, the same parameters where one stops and the next goes on."""
+    norms: list[float] = []
+    begins: list[Any] = []
+
+    class Looks(Callback):
+        def on_train_begin(self, logs: Any) -> None:
+            begins.append(host(self.trainer.state) if self.trainer.step else None)
+
+        def on_train_batch_end(self, batch: int, logs: Any) -> None:
+            norms.append(float(optax.tree.norm(self.trainer.state.params)))
+
+    state = None
+    for end, strategy in ((5, fsdp(8)), (9, fsdp(2)), (14, DataParallel(jax.devices()[:1])), (17, mesh_4x2()), (20, one())):
+        trainer = trainer_of(strategy)
+        checkpoints = ModelCheckpoint(tmp_path, every=fitflax.every(steps=50))
+        trainer.fit(X, Y, batch_size=24, steps=end, callbacks=[Looks(), checkpoints], resume="auto", verbose=0)
+        if state is not None:
+            assert_equal(begins[-1].params, state.params)
+            assert_equal(begins[-1].model_state, state.model_state)
+        state = host(trainer.state)
+    whole = trainer_of(DataParallel(jax.devices()[:1]))
+    expected_norms = [
+        float(optax.tree.norm(checkpoint.model_params)) for checkpoint in whole.train_loop((X, Y), steps=20, batch_size=24, every=fitflax.every(steps=1))
+    ]
+    np.testing.assert_allclose(norms, expected_norms, rtol=1e-5)
+    assert trainer.evaluate(X, Y, verbose=0) == pytest.approx(expected["evaluation"], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_replicated_checkpoint_is_restored_onto_a_mesh_with_the_same_bits(tmp_path):
+    trainer = trainer_of(DataParallel(jax.devices()[:2]), optimizer=optax.adam(0.01))
+    fit(trainer, 3)
+    path = trainer.save(tmp_path / "saved")
+    assert (path / "state.msgpack").stat().st_size > 10_000 and not (path / "train").exists()
+    for order in ("build", "restore"):
+        other = trainer_of(mesh_4x2(), optimizer=optax.adam(0.01))
+        if order == "build":
+            other.build((X[:24], Y[:24]))
+        other.restore(path)
+        assert_equal(other.state, trainer.state)
+        other.evaluate(X, Y, verbose=0)
+        assert other.state.opt_state[0].mu["Block_0"]["Dense_0"]["kernel"].sharding.spec == P(None, "model")
+
+
+@pytest.mark.slow
+def test_an_inference_state_is_split_as_well():
+    trainer = trainer_of(mesh_4x2())
+    fit(trainer, 2)
+    inference = trainer.inference_state()
+    assert specs(inference.params) == specs(trainer.state.params)
+    server = fitflax.Trainer(Transformer(), parallel=fsdp())
+    server.replace_state(inference)
+    np.testing.assert_allclose(server.predict(X), trainer.predict(X), atol=1e-5)
+    assert server._session.need_state("test").borrow().params["Block_0"]["q"]["kernel"].sharding.spec == P("data")
+
+
+@pytest.mark.slow
+def test_a_partial_restore_initializes_the_rest_in_its_place(tmp_path):
+    trainer = trainer_of(mesh_4x2())
+    fit(trainer, 2)
+    path = trainer.save(tmp_path / "saved")
+    other = trainer_of(mesh_4x2(), optimizer=optax.adam(0.01))
+    other.build((X[:24], Y[:24]))
+    fit(other, 1)
+    other.restore(path, partial=True, mapping={"params/Dense_0": None})
+    assert_equal(other.state.params["Block_0"], trainer.state.params["Block_0"])
+    assert specs(other.state.params) == specs(trainer.state.params) == specs(other.state.opt_state[0].nu)
+
+
+# -- the tools around it --
+
+
+def test_the_summary_says_what_lies_where():
+    trainer = trainer_of(mesh_4x2(), optimizer=optax.adam(0.01), ema_decay=0.9)
+    trainer.build((X[:24], Y[:24]))
+    out = io.StringIO()
+    trainer.summary(sharding=True, file=out)
+    text = out.getvalue()
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "Sharded(mesh={'data': 4, 'model': 2} of cpu devices, batches over ('data',)):" in lines
+    assert "params/Block_0/Dense_0/kernel float32[16, 64] -, model 2.0 KB" in lines
+    assert "params/Block_0/LayerNorm_0/scale float32[16] whole 64 B" in lines
+    assert "batch_stats/Block_0/BatchNorm_0/mean float32[16] whole 64 B" in lines
+    assert not [line for line in lines if line.startswith("opt_state")]
+    params, state = trainer.state.params, trainer.state
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves((params, state.model_state, state.opt_state, state.ema_params)))
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves((params, state.model_state, state.opt_state, state.ema_params)))
+    assert lines[-1].endswith(f"in all {held * 10 // 1024 / 10} KB of {whole * 10 // 1024 / 10} KB.")
+    factored = trainer_of(fsdp(), optimizer=optax.adafactor(0.01, min_dim_size_to_factor=8))
+    factored.build((X[:24], Y[:24]))
+    out = io.StringIO()
+    factored.summary(sharding=True, file=out)
+    assert any(line.startswith("opt_state/") and "/v_row/" in line for line in out.getvalue().splitlines())
+
+
+@pytest.mark.slow
+def test_model_flops_are_those_of_a_device():
+    flops = []
+    for strategy in (one(), mesh_4x2()):
+        trainer = trainer_of(strategy)
+        fit(trainer, 1)
+        program = trainer._session.need_compiled("test")
+        flops.append((program.model_flops, program.forward_flops(trainer.state, trainer._session.sample)))
+    assert flops[0][0] == pytest.approx(8 * flops[1][0]) and flops[0][1] == flops[1][1]
+
+
+def test_a_nan_is_hunted_down_on_a_mesh():
+    class Bad(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return jnp.log(nn.Dense(8)(x))
+
+    trainer = fitflax.Trainer(Bad(), parallel=Sharded({"data": 4, "model": 2}, fsdp=True, fsdp_min_size=0))
+    trainer.compile("sgd", "mse")
+    x = np.ones((16, 8), np.float32)
+    report = trainer.hunt_nan((x, x))
+    assert isinstance(report, NanReport) and report.step == 1 and report.origins[0].operation == "log"
+
+
+@pytest.mark.slow
+def test_a_rate_is_found_and_a_module_exported_from_a_mesh(tmp_path):
+    trainer = trainer_of(mesh_4x2(), optimizer="sgd")
+    fit(trainer, 2)
+    before = host(trainer.state)
+    assert trainer.find_learning_rate((X, Y), steps=20).suggestion is not None
+    assert_equal(trainer.state, before)
+    pytest.importorskip("flatbuffers")
+    path = trainer.export(tmp_path / "model.jaxexport")
+    exported = jax.export.deserialize(bytearray(path.read_bytes()))
+    np.testing.assert_allclose(exported.call(X[:7]), trainer.predict(X[:7]), atol=1e-5)
+
+
+# -- errors and warnings --
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mesh": {"data": 4, "model": 3}}, r"needs 12 devices, and there are 8. Change the sizes or let one of them be -1.$"),
+        ({"mesh": {"data": 4}}, r"needs 4 devices, and there are 8. .* or pass devices=jax.devices\(\)\[:4\].$"),
+        ({"mesh": {"data": -1, "model": 3}}, r"needs a multiple of 3 devices, and there are 8. .*devices=jax.devices\(\)\[:6\].$"),
+        ({"mesh": {"data": -1, "model": -1}}, "only one axis may be -1"),
+        ({"mesh": {"data": 0}}, r"takes the sizes of its axes, such as \{'data': -1, 'model': 2\}. Received: \{'data': 0\}"),
+        ({"mesh": {}}, "takes the sizes of its axes"),
+        ({"mesh": 8}, "takes the sizes of its axes"),
+        ({"mesh": {"data": True}}, "takes the sizes of its axes"),
+        ({"mesh": {"data": -1}, "devices": []}, "at least one device, and each only once"),
+        ({"mesh": {"data": -1}, "rules": [("mlp", "model")]}, r"maps 'mlp' to 'model', but the mesh has the axes \['data'\]"),
+        ({"mesh": {"data": -1}, "fsdp": "model"}, r"fsdp=.* takes True, False, None, or an axis of the mesh \['data'\]. Received: 'model'"),
+        ({"mesh": {"a": 4, "b": 2}, "fsdp": True}, r"looks for an axis 'fsdp' or 'data' of the mesh, which has \['a', 'b'\]"),
+        ({"mesh": {"data": -1}, "fsdp_min_size": -1}, "fsdp_min_size=.* at least 0"),
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense_is_an_error(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Sharded(options.pop("mesh"), **options)
+
+
+@pytest.mark.slow
+def test_a_mesh_of_jax_s_own_is_taken_with_axes_that_the_compiler_divides():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    strategy = Sharded(mesh, rules=RULES)
+    assert strategy.mesh.axis_types == (AxisType.Auto,) * 2 and dict(strategy.mesh.shape) == {"data": 2, "model": 4}
+    fit(trainer_of(strategy), 1)
+    with pytest.raises(ConfigError, match="Leave devices= out"):
+        Sharded(mesh, devices=jax.devices())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "axes"),
+    [
+        ({"data": 4, "model": 2}, {}, ("data",)),
+        ({"data": 2, "fsdp": 4}, {"fsdp": True}, ("data", "fsdp")),
+        ({"a": 4, "b": 2}, {"fsdp": "a"}, ("a",)),
+        ({"a": 8}, {}, ("a",)),
+        ({"a": 8}, {"rules": [("mlp", "a")]}, ()),
+        ({"a": 4, "b": 2}, {"rules": [("batch", ("a", "b"))]}, ("a", "b")),
+        ({"data": 4, "b": 2}, {"rules": [("batch", "b")]}, ("b",)),
+        ({"data": 8}, {"rules": [("batch", None)]}, ()),
+    ],
+    ids=str,
+)
+def test_batches_are_split_over_the_axes_that_are_meant_for_it(mesh, options, axes):
+    strategy = Sharded(mesh, **options)
+    assert strategy.batch_axes == axes
+    assert strategy.num_batch_shards == int(np.prod([mesh[axis] for axis in axes]))
+    trainer = fitflax.Trainer(nn.Dense(8), parallel=strategy)
+    trainer.compile("sgd", "mse")
+    x = np.ones((20, 8), np.float32)
+    trainer.fit(x, x, batch_size=10, verbose=0)
+    assert trainer.predict(x).shape == (20, 8)
+
+
+def test_names_and_sizes_that_do_not_fit_are_errors_before_any_work(compilations):
+    def dense(names: tuple[str, ...], size: int) -> nn.Module:
+        return nn.Dense(size, kernel_init=nn.with_logical_partitioning(nn.initializers.ones, names))
+
+    x = np.ones((16, 8), np.float32)
+    with compilations.counted() as counted:
+        for module, message in ((dense(("embed", "mpl"), 8), "params/kernel has the axis name 'mpl'"), (dense(("embed", "mlp"), 7), r"params/kernel \[8, 7\]")):
+            trainer = fitflax.Trainer(module, parallel=mesh_4x2())
+            trainer.compile("sgd", "mse")
+            with pytest.raises(ShardingError, match=message):
+                trainer.fit(x, x, verbose=0)
+            with pytest.raises(ShardingError, match=message):
+                trainer.summary(sample=x)
+    assert counted.count == 0
+
+
+def test_a_module_bound_to_an_axis_name_is_an_error_with_its_path():
+    class Inner(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.BatchNorm(use_running_average=False, axis_name="replica", name="norm")(x)
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return Inner(name="inner")(nn.Dense(8)(x))
+
+    x = np.ones((16, 8), np.float32)
+    for strategy in (mesh_4x2(), DataParallel(axis_name="other")):
+        trainer = fitflax.Trainer(Net(), parallel=strategy)
+        trainer.compile("sgd", "mse")
+        with pytest.raises(ModelError, match=r"unbound axis name: replica. It is named in inner/norm, a BatchNorm. Leave axis_name out under parallel=Sharded"):
+            trainer.fit(x, x, verbose=0)
+
+
+def test_large_parameters_that_stay_whole_are_a_warning_once():
+    x = np.ones((8, 512), np.float32)
+
+    def build(**options: Any) -> list[str]:
+        trainer = fitflax.Trainer(nn.Dense(1024), parallel=Sharded({"data": 8}, **options))
+        trainer.compile("sgd", "mse")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(x, np.ones((8, 1024), np.float32), verbose=0)
+            trainer.fit(x, np.ones((8, 1024), np.float32), verbose=0)
+        return [str(warning.message) for warning in caught]
+
+    (message,) = build()
+    assert message.startswith("Large parameters are whole on each of 8 devices: params/kernel (2.0 MB); 2.0 MB in all")
+    assert "Sharded(fsdp=True)" in message
+    assert build(fsdp=False) == build(fsdp=True) == []
+    (message,) = build(fsdp=True, fsdp_min_size=2**30)
+    assert "fsdp=True" not in message and "name their axes" in message
+
+
+def test_a_strategy_says_what_it_is():
+    assert repr(mesh_4x2()) == "Sharded(mesh={'data': 4, 'model': 2} of cpu devices, batches over ('data',))"
+    assert repr(fsdp()) == "Sharded(mesh={'data': 8} of cpu devices, batches over ('data',), fsdp over ('data',))"
+
+
+def test_the_modular_loops_run_on_a_mesh():
+    module, x = nn.Dense(8), np.ones((32, 8), np.float32)
+    loop = fitflax.TrainLoop(module.init, module.apply, optimizer=optax.sgd(0.1), loss="mse", data=(x, x), steps=3, parallel=fsdp())
+    assert [checkpoint.step for checkpoint in loop] == [1, 2, 3]
