@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks import checkpoint, compare, report, run, workloads
+from benchmarks import checkpoint, compare, report, run, scaling, workloads
 from benchmarks.peers import PEERS, Setup, Unavailable, fit, hand, peers_of
 from benchmarks.worker import open_screen
 from benchmarks.workloads import initial, make_data, make_workload
@@ -298,3 +298,20 @@ def test_restoring_other_values_is_an_error():
     checkpoint.check_same(tree, tree, "itself")
     with pytest.raises(AssertionError, match="somebody restored other values"):
         checkpoint.check_same(tree, checkpoint.make_tree(0.01, 3) | {"layer_1": {"kernel": tree["layer_0"]["kernel"]}}, "somebody")
+
+
+# -- many devices --
+
+
+@pytest.mark.slow
+def test_loops_on_many_devices_do_the_same_work_and_take_the_same_memory(tmp_path, capsys):
+    scaling.main(["--quick", "--json", str(tmp_path / "numbers.json")])
+    numbers = json.loads((tmp_path / "numbers.json").read_text(encoding="utf-8"))
+    assert [(row["kind"], row["devices"], row["width"]) for row in numbers["devices"]] == [(kind, count, 64) for kind in scaling.PAIRS for count in (1, 2)]
+    assert [(row["devices"], row["width"]) for row in numbers["widths"]] == [(2, 64), (2, 128)] * 3
+    for row in numbers["devices"] + numbers["widths"]:
+        mine, hand = (row["memory"][who]["arguments"] for who in ("fitflax", "hand"))
+        assert mine == pytest.approx(hand, rel=0.02), row
+        assert row["us"]["fitflax"] > 0 < row["ratio"]["median"]
+    printed = capsys.readouterr().out
+    assert printed.count("| pmap |") == 4 and "## With the model, on 2 devices" in printed

@@ -297,9 +297,10 @@ def test_the_notebook_runs(tmp_path, process_env, monkeypatch):
         (["diabetes.py"], r"network +(\d\.\d+) +\d+\.\d", 0.3, 0.5),  # of linear regression 0.337
         (["char_lm.py", "--steps", "200"], r"perplexity on held-out text: (\d+\.\d+) \(by the frequency of characters alone: .*\)", 2, 6),
         (["own_training.py"], r"test set, nats an image: (\d+\.\d+) = reconstruction \d+\.\d+ \+ kl \d+\.\d+", 20, 25.5),
+        (["fsdp_transformer.py", "--steps", "20"], r"held-out text: loss (\d+\.\d+), accuracy .*", 2.5, 4.5),
         (["own_loop.py"], r"test accuracy of step \d+: (\d\.\d+)", 0.92, 1),
     ],
-    ids=["diabetes", "char_lm", "own_training", "own_loop"],
+    ids=["diabetes", "char_lm", "own_training", "fsdp_transformer", "own_loop"],
 )
 def test_an_example_runs_in_any_directory_and_ends_with_its_figures(arguments, line, least, most, tmp_path, process_env):
     name, *options = arguments
