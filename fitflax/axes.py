@@ -6,13 +6,23 @@ from typing import Any
 
 import jax
 from flax.core import meta
+from flax.linen.partitioning import AxisMetadata, get_axis_names
 from jax.sharding import PartitionSpec
 
 from fitflax.errors import ModelError
 
-__all__ = ["AxisNames", "Name"]
+__all__ = ["AxisNames", "Name", "is_axes_collection"]
 
 Name = str | tuple[str, ...] | None
+
+
+_AXES = "_axes"
+
+
+def is_axes_collection(name: str, tree: Any) -> bool:
+    """Returns whether a collection holds nothing but names, as `flax.linen.partitioning.param_with_axes` makes one beside the parameters, `params_axes`."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, AxisMetadata))
+    return name.endswith(_AXES) and bool(leaves) and all(isinstance(leaf, AxisMetadata) for leaf in leaves)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,9 +51,13 @@ class AxisNames:
 
     @classmethod
     def of(cls, boxed: Mapping[str, Any]) -> "AxisNames":
-        """Returns the names in the metadata of what a module's `init` returned, such as `nn.with_logical_partitioning` puts there."""
+        """Returns the names in the metadata of what a module's `init` returned, such as `nn.with_logical_partitioning` puts there, or `param_with_axes`."""
         leaves = jax.tree_util.tree_leaves_with_path(boxed, is_leaf=lambda node: isinstance(node, meta.AxisMetadata))
         specs = {_name(path): leaf.get_partition_spec() for path, leaf in leaves if isinstance(leaf, meta.AxisMetadata) and hasattr(leaf, "get_partition_spec")}
+        for collection, tree in boxed.items():
+            if is_axes_collection(collection, tree):
+                names = jax.tree_util.tree_leaves_with_path(get_axis_names(tree), is_leaf=lambda node: isinstance(node, PartitionSpec))
+                specs |= {f"{collection.removesuffix(_AXES)}/{_name(path)}": spec for path, spec in names}
         return cls({path: tuple(spec) for path, spec in specs.items()})
 
     def each(self, fn: Callable[[str, Any, "tuple[Name, ...] | None"], Any], params: Any, model_state: Any, opt_state: Any) -> tuple[Any, Any, Any]:

@@ -1,5 +1,6 @@
 """A task's steps as compiled functions of few arrays, one for each structure of the state, compiled ahead of the first call where that can be known."""
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from fitflax.compilation import AheadOfTime, Compilation
 from fitflax.live import Carry, Sums
 from fitflax.parallel.base import Compiled, Layout, Places
 from fitflax.parallel.packed import Form
-from fitflax.state import Batch, PyTree
+from fitflax.state import Batch, PyTree, TrainState
 from fitflax.step import NOTHING, Keep, Task
 
 __all__ = ["CompiledSteps"]
@@ -22,8 +23,8 @@ __all__ = ["CompiledSteps"]
 class CompiledSteps:
     """The compiled functions of a task, by kind.
 
-    `"init"`, for the shapes of a state, takes a key and a batch. All others take a carry's leaves and key first, then packed sums where there are any; a state
-    comes out where it went in. What follows, by kind:
+    `"init"`, for the shapes of a state with their places, takes a key and a batch, and returns a state without key. All others take a carry's leaves and key
+    first, then packed sums where there are any; a state comes out where it went in. What follows, by kind:
 
     * `"train"`: a batch; `"train group"`: a count, and batches with a leading axis of steps, of which so many are made.
     * `"evaluate"` and `"evaluate group"`: the same. The leaves are those of `(params, model_state)`.
@@ -95,10 +96,11 @@ class CompiledSteps:
         return self._functions[name]
 
     def _init(self, name: "_Name") -> Compiled:
-        def init_state(key: jax.Array, batch: Batch) -> list[Any]:
-            return Carry.of(self._task.init_state(key, batch)).leaves
+        def init_state(key: jax.Array, batch: Batch) -> TrainState:
+            return dataclasses.replace(self._task.init_state(key, batch), key=())  # type: ignore[arg-type]
 
-        return self._task.strategy.compile(init_state, inputs=("replicated", "split"), outputs=name.places)
+        places = Places(jax.tree.unflatten(name.treedef, name.places.tree)) if isinstance(name.places, Places) else name.places
+        return self._task.strategy.compile(init_state, inputs=("replicated", "split"), outputs=places)
 
     def _train(self, name: "_Name") -> Compiled:
         treedef, keep = name.treedef, name.keep

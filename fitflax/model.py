@@ -17,7 +17,7 @@ from flax.core import scope as flax_scope
 from flax.linen import summary as linen_summary
 from typing_extensions import override
 
-from fitflax.axes import AxisNames
+from fitflax.axes import AxisNames, is_axes_collection
 from fitflax.errors import ConfigError, ModelError
 from fitflax.state import PyTree
 
@@ -43,7 +43,7 @@ class Model(abc.ABC):
         """
         with self._explaining(x, "initialized"):
             variables = self._init(rngs, x)
-        return _as_arrays(dict(nn.unbox(variables))), AxisNames.of(variables)
+        return _as_arrays(_without_names(variables)), AxisNames.of(variables)
 
     def apply(self, variables: dict[str, PyTree], x: PyTree, *, train: bool, rngs: dict[str, jax.Array], mutable: Any) -> tuple[PyTree, dict[str, PyTree]]:
         """Returns the outputs and the collections that were changed.
@@ -53,7 +53,7 @@ class Model(abc.ABC):
         """
         with self._explaining(x, "run for training" if train else "run for evaluation"):
             outputs, changed = self._apply(variables, x, train=train, rngs=rngs, mutable=mutable)
-        return outputs, _as_arrays(dict(nn.unbox(changed)))
+        return outputs, _as_arrays(_without_names(changed))
 
     @abc.abstractmethod
     def _init(self, rngs: dict[str, jax.Array], x: PyTree) -> Any: ...
@@ -238,6 +238,11 @@ def _innermost_module(error: Exception) -> str:
 
 def _positional(x: PyTree) -> tuple[Any, ...]:
     return x if isinstance(x, tuple) else (x,)
+
+
+def _without_names(variables: Mapping[str, Any]) -> dict[str, PyTree]:
+    """Returns variables without their boxes, and without collections of nothing but axis names."""
+    return dict(nn.unbox({name: tree for name, tree in variables.items() if not is_axes_collection(name, tree)}))
 
 
 def _as_arrays(variables: dict[str, PyTree]) -> dict[str, PyTree]:

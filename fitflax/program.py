@@ -4,6 +4,7 @@ Each of training, evaluation and prediction is one compiled function. What they 
 evaluating shapes alone, which is also the dry run that reports mistakes before anything is compiled.
 """
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +42,9 @@ _MAX_LAPS = 10
 
 PASSES = 3
 """Of a training step: forward, and back to the activations and to the parameters."""
+
+# Of states whose shapes need not be known.
+_ANY_FORM = Carry([], None, None)
 
 # Larger sums are not packed: it would copy them at every step.
 _LARGEST_PACKED = 4096
@@ -140,16 +144,15 @@ class Program:
 
     def init(self, key: jax.Array, batch: Batch) -> TrainState:
         """Returns the state at step 0, replicated on the devices."""
-        carry = Carry.of(self.abstract_state(key, batch))
         key = self.strategy.put(key)
-        return Carry(self._steps.get("init", carry)(key, self.strategy.feed(batch)), carry.treedef, key).state()
+        state = self._steps.get("init", self._init_form(key, batch))(key, self.strategy.feed(batch))
+        return dataclasses.replace(cast(TrainState, state), key=key)
 
     def begin_init(self, key: jax.Array, batch: Batch) -> TrainState:
         """Returns the shapes of the state at step 0, and has what `init` will call compiled in a thread."""
-        state = self.abstract_state(key, batch)
-        carry = Carry.of(state)
-        self._steps.begin("init", carry, self._steps.lower("init", carry, self.strategy.abstract_put(key), self.strategy.abstract_feed(batch)))
-        return state
+        form = self._init_form(key, batch)
+        self._steps.begin("init", form, self._steps.lower("init", form, self.strategy.abstract_put(key), self.strategy.abstract_feed(batch)))
+        return self.abstract_state(key, batch)
 
     def abstract_state(self, key: jax.Array, batch: Batch) -> TrainState:
         """Returns the shapes of the state at step 0, and where its arrays lie, computing nothing.
@@ -160,9 +163,20 @@ class Program:
         """
         seen = str(self.strategy.abstract_feed(batch)), key.dtype
         if seen not in self._states:
-            init = self.strategy.trace(self.task.init_state, inputs=("replicated", "split"))
-            self._states[seen] = self.strategy.abstract_state(jax.eval_shape(init, key, self.strategy.abstract_feed(batch)))
+            # Where places follow from shapes, these must be known before anything can be compiled; elsewhere one trace serves for both.
+            init: Any = self._steps.get("init", _ANY_FORM) if self._holds_whole else self.strategy.trace(self.task.init_state, inputs=("replicated", "split"))
+            state = jax.eval_shape(init, key, self.strategy.abstract_feed(batch))
+            self._states[seen] = self.strategy.abstract_state(dataclasses.replace(state, key=key))
         return self._states[seen]
+
+    @property
+    def _holds_whole(self) -> bool:
+        """Whether each device holds the whole state, whatever it is."""
+        return self.strategy.places(()) == "replicated"
+
+    def _init_form(self, key: jax.Array, batch: Batch) -> Carry:
+        """Returns what `"init"` is compiled for."""
+        return _ANY_FORM if self._holds_whole else Carry.of(self.abstract_state(key, batch))
 
     def prepare(
         self, state: TrainState, batch: Batch, *, train: bool, is_single: bool = False, steps_per_call: int | None = None, keep: Keep = NOTHING

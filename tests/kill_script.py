@@ -28,7 +28,7 @@ from fitflax.callbacks import (
     TensorBoard,
 )
 from fitflax.errors import FitflaxWarning
-from fitflax.parallel import DataParallel
+from fitflax.parallel import DataParallel, Sharded
 from tests.run_script import rows_of, state_of
 
 CLASSES = 3
@@ -127,14 +127,17 @@ def main(
     best: str = "best",
     checkpoint: dict[str, Any] = {},  # noqa: B006 (only read)
     die_at_file_event: int | None = None,
+    devices: int = 1,
 ) -> None:
+    jax.config.update("jax_num_cpu_devices", devices)
     warnings.simplefilter("error")
     warnings.filterwarnings("default", "Resuming: a damaged checkpoint is passed over", FitflaxWarning)
     # TensorBoard's writer imports PyTorch where it is installed, which would take more time than all the rest.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     root = pathlib.Path(directory)
     file_events = count_file_events(root, die_at_file_event)
-    trainer = fitflax.Trainer(Network(hidden), seed=3, parallel=DataParallel(jax.devices()[:1]))
+    parallel = DataParallel(jax.devices()[:1]) if devices == 1 else Sharded({"data": devices}, fsdp=True, fsdp_min_size=64)
+    trainer = fitflax.Trainer(Network(hidden), seed=3, parallel=parallel)
     trainer.compile("adam", "sparse_categorical_crossentropy", ["accuracy"], learning_rate=0.02)
     best_checkpoint = BestCheckpoint(root / best, keep=2, **checkpoint)
     early = EarlyStopping("val_loss", patience=10)

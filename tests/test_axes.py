@@ -6,10 +6,12 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax.linen import partitioning
 from jax.sharding import PartitionSpec
 
 import fitflax
 from fitflax.errors import ModelError
+from fitflax.parallel import Sharded
 
 X, Y = np.ones((8, 4), np.float32), np.zeros(8, np.int32)
 NAMED = nn.with_logical_partitioning
@@ -132,3 +134,37 @@ def test_names_are_no_part_of_what_makes_two_states_alike():
     assert jax.tree.structure(bare) == jax.tree.structure(state)
     assert jax.tree.map(lambda a, b: a is b, bare, state)
     assert sorted(state.state_dict()) == ["ema_params", "key", "model_state", "opt_state", "params", "step"]
+
+
+class Older(nn.Module):
+    """Names its axes as T5X's modules do, in a collection beside the parameters."""
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = partitioning.param_with_axes("kernel", nn.initializers.lecun_normal(), (4, 6), jnp.float32, axes=("embed", "mlp"))
+        return nn.Dense(3, name="head")(partitioning.with_sharding_constraint(x @ kernel, ("batch", "mlp")))
+
+
+def test_names_in_a_collection_beside_the_parameters_are_found_and_are_no_part_of_the_state():
+    trainer, state = state_of(Older())
+    assert state.model_state == {}
+    assert state.logical_axes(strict=False).params["kernel"] == PartitionSpec("embed", "mlp")
+    before = jax.tree.structure(state)
+    trainer.fit(X, Y, epochs=2, verbose=0)
+    assert jax.tree.structure(trainer.state) == before and trainer.state.model_state == {}
+    sharded = fitflax.Trainer(Older(), parallel=Sharded({"data": 4, "model": 2}, rules=[("embed", None), ("mlp", "model")]))
+    sharded.compile("adam", "sparse_categorical_crossentropy")
+    sharded.fit(X, Y, epochs=2, verbose=0)
+    assert sharded.state.params["kernel"].sharding.spec == PartitionSpec(None, "model")
+    assert sharded.state.opt_state.inner_state[0].mu["kernel"].sharding.spec == PartitionSpec(None, "model")
+
+
+def test_a_collection_that_only_ends_like_those_of_names_is_a_collection():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            self.variable("my_axes", "count", lambda: jnp.zeros(()))
+            return nn.Dense(3)(x)
+
+    _, state = state_of(Net())
+    assert sorted(state.model_state) == ["my_axes"]

@@ -40,6 +40,7 @@ RUNS = {
     "a run with one directory for all": {"fit": {"steps": 222}, "best": "checkpoints"},
     "a run with a large state": {"fit": {"steps": 222}, "hidden": 640},
     "a run that saves with Orbax": {"fit": {"steps": 106}, "checkpoint": {"backend": "orbax"}},
+    "a run whose state is split over four devices": {"fit": {"steps": 64}, "devices": 4},
 }
 IN_EVERY_TEST_RUN = list(RUNS)[:2]
 SOAK = int(os.environ.get("FITFLAX_SOAK", "0"))
