@@ -20,11 +20,13 @@ fall with their number here, and what grows is the cost of the collectives; on a
 import argparse
 import dataclasses
 import functools
+import gc
 import json
 import os
 import pathlib
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -181,6 +183,8 @@ def measure(kind: str, count: int, width: int, *, steps: int, rounds: int) -> di
     Raises:
         AssertionError: The two did other work.
     """
+    jax.clear_caches()  # pmap keeps what it compiled, and arrays with it.
+    gc.collect()
     data = make_data(steps)
     devices = jax.devices()[:count]
     contenders = {
@@ -200,6 +204,7 @@ def measure(kind: str, count: int, width: int, *, steps: int, rounds: int) -> di
         return {"median": float(np.median(ratios)), "min": float(ratios.min()), "max": float(ratios.max())}
 
     memories = {who: contenders[who].memory()._asdict() for who in ("hand", "fitflax")}
+    print(f"{kind}, {count} devices, width {width}: {ratio('fitflax')['median']:.3f}", file=sys.stderr)
     us = {who: statistics.median(times) / steps * 1e6 for who, times in seconds.items()}
     return {"kind": kind, "devices": count, "width": width, "us": us, "ratio": ratio("fitflax"), "control": ratio("control"), "memory": memories}
 
@@ -242,12 +247,12 @@ def machine() -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--width", type=int, nargs="+", default=[512], help="of the network, on all numbers of devices")
+    parser.add_argument("--width", type=int, nargs="+", default=[256], help="of the network, on all numbers of devices")
     parser.add_argument(
-        "--widths", type=int, nargs="+", default=[256, 512, 1024, 2048], help="on the largest number of devices, for how things grow with the model"
+        "--widths", type=int, nargs="+", default=[128, 256, 512, 1024], help="on the largest number of devices, for how things grow with the model"
     )
     parser.add_argument("--pairs", choices=PAIRS, nargs="+", default=list(PAIRS))
-    parser.add_argument("--steps", type=int, default=32, help="of a stretch")
+    parser.add_argument("--steps", type=int, default=16, help="of a stretch")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="few and small, to try the benchmark itself")
     parser.add_argument("--json", type=pathlib.Path, help="a file for the numbers")

@@ -28,7 +28,7 @@ def split(batch: Batch, steps: int, strategy: Strategy) -> Batch:
     """
     rows = batch.mask.shape[0]
     if rows % steps:
-        raise DataError(f"A device's share of {rows} examples cannot be split into {steps} micro-batches, compile(accumulate_steps={steps}).")
+        raise DataError(f"A share of {rows} examples cannot be split into {steps} micro-batches, compile(accumulate_steps={steps}).")
     return cast(Batch, strategy.split(batch, steps))
 
 

@@ -62,6 +62,10 @@ class CompiledSteps:
         self._last[kind] = (carry.treedef, keep, function)
         return function
 
+    def traceable(self, kind: str, carry: Carry, *, keep: Keep = NOTHING) -> Compiled:
+        """Returns a function for states like this one, for evaluating shapes; waits for nothing."""
+        return self._make(self._name(kind, carry, keep))
+
     def lower(self, kind: str, carry: Carry, *arguments: Any, keep: Keep = NOTHING) -> jax.stages.Lowered | None:
         """Traces a function for shapes with their places, which finds faults; returns what `begin` takes, `None` where nothing can be compiled ahead."""
         function = self._make(self._name(kind, carry, keep))
@@ -111,7 +115,7 @@ class CompiledSteps:
             return Carry.of(state).leaves, form.pack(new_sums), vector, rows, *kept
 
         inputs: tuple[Layout, ...] = (name.places, "replicated", "replicated", "split")
-        return self._task.strategy.compile(train_step, inputs=inputs, outputs=name.train_outputs("split"), donate=(0, 2))
+        return self._task.strategy.compile(train_step, inputs=inputs, outputs=self._train_outputs(name, "split"), donate=(0, 2))
 
     def _train_group(self, name: "_Name", *, is_whole: bool = False) -> Compiled:
         treedef, keep, strategy = name.treedef, name.keep, self._task.strategy
@@ -135,7 +139,14 @@ class CompiledSteps:
             return leaves, form.pack(unpacked), (vector, vectors), rows, *kept
 
         inputs: tuple[Layout, ...] = (name.places, "replicated", "replicated", "replicated", "group")
-        return strategy.compile(train_group, inputs=inputs, outputs=name.train_outputs("group"), donate=(0, 2))
+        return strategy.compile(train_group, inputs=inputs, outputs=self._train_outputs(name, "group"), donate=(0, 2))
+
+    def _train_outputs(self, name: "_Name", rows: Layout) -> tuple[Layout, ...]:
+        """Returns the layouts of what training steps return: state, sums, values, rows, and the parts of `Kept`; a gradient lies where the parameters do."""
+        grads: Layout = "replicated"
+        if name.keep.grads and self._task.custom_step is None and isinstance(name.places, Places):
+            grads = Places(jax.tree.unflatten(name.treedef, name.places.tree).params)
+        return (name.places, "replicated", "replicated", rows, grads, "replicated", "replicated")
 
     def _evaluate(self, name: "_Name") -> Compiled:
         def eval_step(leaves: list[Any], key: jax.Array, sums: Sums, batch: Batch) -> Any:
@@ -203,13 +214,6 @@ class _Name(NamedTuple):
     treedef: Any
     places: Layout
     keep: Keep
-
-    def train_outputs(self, rows: Layout) -> tuple[Layout, ...]:
-        """Returns the layouts of what training steps return: state, sums, values, rows, and the parts of `Kept`; the gradient lies where the parameters do."""
-        grads: Layout = "replicated"
-        if self.keep.grads and isinstance(self.places, Places):
-            grads = Places(jax.tree.unflatten(self.treedef, self.places.tree).params)
-        return (self.places, "replicated", "replicated", rows, grads, "replicated", "replicated")
 
 
 _INDEX = jax.ShapeDtypeStruct((), np.int32)

@@ -17,7 +17,7 @@ from fitflax.data.arrays import ArraySource
 from fitflax.data.indexed import IndexedSource
 from fitflax.data.randomness import undisturbed
 from fitflax.errors import DataError, FitflaxWarning
-from fitflax.live import Sums
+from fitflax.live import Carry, Sums
 from fitflax.logs import Kind, Logs, Values
 from fitflax.preflight import check_in_memory
 from fitflax.program import Program
@@ -71,7 +71,7 @@ class Evaluation:
 
     def __call__(self, checkpoint: Checkpoint) -> Summary:
         """Returns `checkpoint` with the metrics of its state; the state is borrowed, not copied."""
-        values = self.evaluate(checkpoint.borrow())
+        values = self.evaluate(checkpoint.borrow)
         return checkpoint.with_metrics(self.name, values, self.kinds)
 
     @property
@@ -87,28 +87,31 @@ class Evaluation:
         """
         fed = self._make_feed().next() if isinstance(self._source, IndexedSource) else None
         if fed is not None:
+            self._check_batch(fed.batch)
             self._check(state, fed.batch)
 
     def _check(self, state: TrainState, batch: Batch) -> None:
-        self._check_batch(batch)
         self._program.prepare(state, batch, train=False)
         check_in_memory(self._program, self._source, state, batch, pad=self._pad, train=False)
 
-    def evaluate(self, state: TrainState) -> dict[str, Any]:
-        """Returns the metrics of `state`, read in one transfer at the end.
+    def evaluate(self, get_state: Callable[[], TrainState]) -> dict[str, Any]:
+        """Returns the metrics of a state, read in one transfer at the end.
+
+        Args:
+            get_state: Returns it; called when the first batch has been looked at, which may show where the state of a checkpoint is to lie.
 
         Raises:
             DataError: The data has no batch.
         """
         with undisturbed(), contextlib.closing(self._make_feed()) as feed:
-            return self._evaluate(state, feed)
+            return self._evaluate(get_state, feed)
 
-    def _evaluate(self, state: TrainState, feed: Feed) -> dict[str, Any]:
+    def _evaluate(self, get_state: Callable[[], TrainState], feed: Feed) -> dict[str, Any]:
         hooks = self._callbacks
         hooks.params["test_steps"] = self._steps or self._source.num_batches
         hooks.call("on_test_begin", {})
         sums: Sums | None = None
-        used = self._program.in_use(state)
+        used: Carry | None = None
         values: Values | None = None
         collected = None
         batch, size = 0, 1
@@ -118,7 +121,10 @@ class Evaluation:
             fed = feed.next(size if size > 1 else None)
             if fed is None:
                 break
-            if sums is None:
+            if sums is None or used is None:
+                self._check_batch(fed.batch)
+                state = get_state()
+                used = self._program.in_use(state)
                 self._check(state, fed.batch)
                 sums = self._program.empty_sums(train=False)
                 collected = self._program.collector(train=False)
@@ -185,12 +191,14 @@ class _Dispatched(NamedTuple):
     is_group: bool
 
 
-def predict(program: Program, state: TrainState, feed: Feed, *, steps: int | None, callbacks: CallbackList, check: Callable[[Batch], None]) -> PyTree:
+def predict(
+    program: Program, get_state: Callable[[], TrainState], feed: Feed, *, steps: int | None, callbacks: CallbackList, check: Callable[[Batch], None]
+) -> PyTree:
     """Returns the outputs for the real rows of all batches, joined in order, as NumPy arrays.
 
     Args:
         program: The compiled steps.
-        state: Whose parameters and collections are used.
+        get_state: Returns the state whose parameters and collections are used; called after `check`.
         feed: The batches.
         steps: How many batches; `None` for all.
         callbacks: Whose `on_predict_*` hooks are called.
@@ -203,18 +211,18 @@ def predict(program: Program, state: TrainState, feed: Feed, *, steps: int | Non
     with undisturbed():
         # Only arrays: nobody waits for several batches of them.
         may_group = isinstance(feed.source, ArraySource) and not callbacks.wants_every("on_predict_batch_begin", "on_predict_batch_end")
-        results = list(_predictions(program, state, feed, steps, callbacks, check, reading=contextlib.nullcontext, may_group=may_group))
+        results = list(_predictions(program, get_state, feed, steps, callbacks, check, reading=contextlib.nullcontext, may_group=may_group))
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *results)
 
 
 def predict_iter(
-    program: Program, state: TrainState, make_feed: Callable[[], Feed], *, steps: int | None, check: Callable[[Batch], None]
+    program: Program, get_state: Callable[[], TrainState], make_feed: Callable[[], Feed], *, steps: int | None, check: Callable[[Batch], None]
 ) -> Generator[PyTree, None, None]:
     """Yields what `predict` joins, batch by batch. Closing it closes the feed.
 
     Args:
         program: The compiled steps.
-        state: Whose parameters and collections are used.
+        get_state: Returns the state whose parameters and collections are used; called after `check`.
         make_feed: Makes the batches, when the first one is asked for.
         steps: How many batches; `None` for all.
         check: Called with the first batch, before anything is done with it.
@@ -225,12 +233,12 @@ def predict_iter(
     with contextlib.closing(make_feed()) as feed:
         # Not `undisturbed`: between two batches it is the caller who draws. It takes half a millisecond a batch, and arrays draw nothing.
         reading = contextlib.nullcontext if isinstance(feed.source, ArraySource) else _OwnRandomness().entered
-        yield from _predictions(program, state, feed, steps, CallbackList(), check, reading=reading)
+        yield from _predictions(program, get_state, feed, steps, CallbackList(), check, reading=reading)
 
 
 def _predictions(
     program: Program,
-    state: TrainState,
+    get_state: Callable[[], TrainState],
     feed: Feed,
     steps: int | None,
     callbacks: CallbackList,
@@ -243,7 +251,7 @@ def _predictions(
 
     With `may_group`, outputs of several batches may be yielded together.
     """
-    used = program.in_use(state)
+    used: Carry | None = None
     pending: list[_Dispatched] = []  # At most two, so that memory does not grow with the data.
     callbacks.call("on_predict_begin", {})
     batch, size = 0, 1
@@ -253,8 +261,10 @@ def _predictions(
             fed = feed.next(size if size > 1 else None) if steps is None or batch < steps else None
         is_over = fed is None
         if fed is not None:
-            if batch == 0:
+            if used is None:
                 check(fed.batch)
+                state = get_state()
+                used = program.in_use(state)
                 program.check_predict(state, fed.batch)
                 size = program.group_for("predict", fed.batch) if may_group else 1
             callbacks.call("on_predict_batch_begin", batch, {})

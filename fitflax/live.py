@@ -96,8 +96,9 @@ class LiveState:
     def snapshots_wait(self) -> bool:
         """Whether the state is to be copied to the host at once: a device may be too small for another, or for what is split; and a large copy is faster."""
         if self._is_large is None:
-            self._is_large = sum(leaf.nbytes for leaf in self._carry.leaves) > _LARGE_BYTES
-        return self._is_large or not (self.strategy.is_on_host and self.strategy.is_replicated)
+            leaves = self._carry.leaves
+            self._is_large = sum(leaf.nbytes for leaf in leaves) > _LARGE_BYTES or not all(leaf.is_fully_replicated for leaf in leaves)
+        return self._is_large or not self.strategy.is_on_host
 
     @property
     def is_intact(self) -> bool:

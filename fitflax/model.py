@@ -100,7 +100,7 @@ class Model(abc.ABC):
             hint = self._argument_hint
         shapes = describe_shapes(x)
         period = "." if hint and not text.rstrip().endswith((".", "!", "?", ")")) else ""
-        return ModelError(f"{self.name} cannot be {what} on inputs {shapes} (a replica's share of the batch): {type(error).__name__}: {text}{period}{hint}")
+        return ModelError(f"{self.name} cannot be {what} on inputs {shapes} (what a step sees of a batch): {type(error).__name__}: {text}{period}{hint}")
 
     @property
     @abc.abstractmethod

@@ -143,7 +143,7 @@ class Program:
     # -- preparation --
 
     def init(self, key: jax.Array, batch: Batch) -> TrainState:
-        """Returns the state at step 0, replicated on the devices."""
+        """Returns the state at step 0, on the devices."""
         key = self.strategy.put(key)
         state = self._steps.get("init", self._init_form(key, batch))(key, self.strategy.feed(batch))
         return dataclasses.replace(cast(TrainState, state), key=key)
@@ -164,8 +164,9 @@ class Program:
         seen = str(self.strategy.abstract_feed(batch)), key.dtype
         if seen not in self._states:
             # Where places follow from shapes, these must be known before anything can be compiled; elsewhere one trace serves for both.
-            init: Any = self._steps.get("init", _ANY_FORM) if self._holds_whole else self.strategy.trace(self.task.init_state, inputs=("replicated", "split"))
-            state = jax.eval_shape(init, key, self.strategy.abstract_feed(batch))
+            whole, feed = self._holds_whole, self.strategy.abstract_feed(batch)
+            init: Any = self._steps.traceable("init", _ANY_FORM) if whole else self.strategy.trace(self.task.init_state, inputs=("replicated", "split"))
+            state = jax.eval_shape(init, self.strategy.abstract_put(key), feed)
             self._states[seen] = self.strategy.abstract_state(dataclasses.replace(state, key=key))
         return self._states[seen]
 

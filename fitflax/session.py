@@ -164,7 +164,8 @@ class Session:
             saved_state, saved = self._unplaced
             self._check_scale(saved)
             target = jax.eval_shape(self._optimizer.init, state.params)
-            opt_state = self.strategy.put_state(_only(state, opt_state=fit_to(target, saved_state, saved, "train/opt_state"))).opt_state
+            fitted = fit_to(target, saved_state, saved, "train/opt_state")
+            opt_state = self.strategy.put_at(fitted, self.strategy.abstract_state(_only(state, opt_state=target)).opt_state)
             self._unplaced = None
         else:
             init, strategy = self._optimizer.init, self.strategy
@@ -399,9 +400,16 @@ class Session:
         if state.ema_params is not None:
             averages = refit(jax.eval_shape(start_average, state.params), state.ema_params, where=self._unchecked, root="train/ema_params")
             state = dataclasses.replace(state, ema_params=averages)
-        if self.strategy.places(state) != self.strategy.places(self.strategy.abstract_state(state)):
-            state = self.strategy.put_state(state)
-        live.replace(state, live.step)
+        placed, treedef = self.strategy.abstract_state(state), jax.tree.structure(state)
+        if self.strategy.places(state) == self.strategy.places(placed):
+            live.replace(state, live.step)
+        else:
+            live.replace(state, live.step)
+            leaves = jax.tree.leaves(live.take().state())  # Copied, where somebody has the old one.
+            del state
+            with self._making_room():
+                moved = jax.tree.unflatten(treedef, self.strategy.move(leaves, jax.tree.leaves(placed)))
+            live.replace(moved, int(moved.step))
         self._built_from, self._unchecked = self.sample, None
 
     def describe(self, sample: Batch | None, *, memory: bool, sharding: bool) -> str:
@@ -422,7 +430,8 @@ class Session:
         program = self.need_trainable("summary(memory=True)") if memory else self.any_program()
         # A share of a batch that has fewer rows than there are devices would have none.
         whole = for_each_replica(shapes, self.strategy)
-        state = program.abstract_state(jax.random.key(self.seed), whole) if self.live is None else self.live.borrow()
+        is_known = self.live is not None and self._unchecked is None  # What a restored state without a batch looks like may not last.
+        state = self.need_state("summary").borrow() if is_known else program.abstract_state(jax.random.key(self.seed), whole)
         assert isinstance(program.task.model, LinenModel)
         optimizer = None if program.task.custom_step else self._optimizer
         table = describe_model(program.task.model, self.strategy, program.task.streams.init, state, shapes, optimizer)

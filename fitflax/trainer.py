@@ -652,7 +652,7 @@ class Trainer:
         evaluation = self._evaluation(data, y, sample_weight, steps=steps, batch_size=batch_size, name="eval", hooks=hooks)
         hooks.bind(self, {})
         try:
-            return evaluation.evaluate(live.borrow())
+            return evaluation.evaluate(live.borrow)
         finally:
             for callback in hooks:
                 callback.close()
@@ -691,7 +691,7 @@ class Trainer:
         try:
             with contextlib.closing(self._session.feeder.prediction(source)) as feed:
                 check = self._session.check_restored
-                return predict(self._session.any_program(), live.borrow(), feed, steps=steps, callbacks=hooks, check=check)
+                return predict(self._session.any_program(), live.borrow, feed, steps=steps, callbacks=hooks, check=check)
         finally:
             for callback in hooks:
                 callback.close()
@@ -725,7 +725,9 @@ class Trainer:
         arguments.check_counts(steps=steps)
         source = self._adapt(data, batch_size=batch_size, shuffle=False, inputs_only=True)
         make_feed = functools.partial(session.feeder.prediction, source)
-        return predict_iter(session.any_program(), live.lend(), make_feed, steps=steps, check=session.check_restored)
+        state, step = live.lend(), live.step
+        # Unless it was trained meanwhile, the state of the call is the newest one, which may lie elsewhere since a batch was seen.
+        return predict_iter(session.any_program(), lambda: live.lend() if live.step == step else state, make_feed, steps=steps, check=session.check_restored)
 
     def train_on_batch(self, batch: Any) -> dict[str, float]:
         """Makes one update and returns loss and metrics of this batch alone, from before the update.

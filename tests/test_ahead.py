@@ -14,7 +14,7 @@ import fitflax
 from fitflax.callbacks import LambdaCallback
 from fitflax.compilation import AheadOfTime, Compilation
 from fitflax.errors import ModelError
-from fitflax.parallel import DataParallel
+from fitflax.parallel import DataParallel, Sharded
 
 
 class Counting(nn.Module):
@@ -41,6 +41,32 @@ def test_each_program_is_compiled_once_and_the_step_is_traced_once(num_devices, 
     assert len(named) == 3, counted.names
     # Shapes of the state, the dry run, and the step; a group is traced once more, for the shapes of its values.
     assert sum(traced) <= (3 if steps_per_call == 1 else 4)
+
+
+def test_nothing_waits_for_initialization_to_be_compiled_before_the_step_is(devices, monkeypatch):
+    events: list[str] = []
+    compile_it, lower_it = jax.stages.Lowered.compile, fitflax.compiled.CompiledSteps.lower
+    may_compile = threading.Event()
+
+    def late(lowered: Any, *arguments: Any, **options: Any) -> Any:
+        assert may_compile.wait(60)
+        return compile_it(lowered, *arguments, **options)
+
+    def noting(steps: Any, kind: str, *arguments: Any, **options: Any) -> Any:
+        result = lower_it(steps, kind, *arguments, **options)
+        events.append(kind)
+        if kind == "train":
+            may_compile.set()  # Had anybody waited for "init" before, this would never come.
+        return result
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", late)
+    monkeypatch.setattr(fitflax.compiled.CompiledSteps, "lower", noting)
+    for strategy in (DataParallel(devices(1)), DataParallel(devices(2)), Sharded({"data": 4}, fsdp=True, fsdp_min_size=0, devices=devices(4))):
+        may_compile.clear()
+        trainer = fitflax.Trainer(nn.Dense(4), parallel=strategy)
+        trainer.compile("adam", "sparse_categorical_crossentropy")
+        trainer.fit(X, Y, batch_size=16, verbose=0)
+    assert events == ["init", "train"] * 3
 
 
 def test_compiling_takes_place_in_another_thread(devices, monkeypatch):

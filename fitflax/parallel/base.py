@@ -7,7 +7,7 @@ what must be the same on all of them.
 import abc
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -120,9 +120,20 @@ class Strategy(abc.ABC):
 
     # The state, all of whose arrays lie on the devices, each in a place that follows from its path, shape and axis names.
 
-    @abc.abstractmethod
     def put_state(self, state: TrainState) -> TrainState:
-        """Returns a state, or a part of one, on the devices, in buffers of its own; no device ever holds more of it than it keeps."""
+        """Returns a state on the devices, in buffers of its own; no device ever holds more of an array than it keeps."""
+        return cast(TrainState, self.put_at(state, self.abstract_state(state)))
+
+    @abc.abstractmethod
+    def put_at(self, tree: PyTree, shapes: PyTree) -> PyTree:
+        """Returns a part of a state on the devices, as `put_state` does, where `shapes`, the same part of `abstract_state`, say."""
+
+    @abc.abstractmethod
+    def move(self, leaves: list[Any], shapes: Sequence[Any]) -> list[Any]:
+        """Returns arrays of a state where `shapes` say, one after another; the list is emptied meanwhile, so that nothing is on the devices twice.
+
+        What lies right stays in the same buffers: the arrays must be nobody else's.
+        """
 
     @abc.abstractmethod
     def abstract_state(self, state: TrainState) -> TrainState:
@@ -143,11 +154,6 @@ class Strategy(abc.ABC):
     @abc.abstractmethod
     def describe_whole(self, state: TrainState) -> str | None:
         """Returns, in words, which large parameters each device holds whole though they could be split; `None` if there are none."""
-
-    @property
-    @abc.abstractmethod
-    def is_replicated(self) -> bool:
-        """Whether every device holds the whole state."""
 
     def feed(self, batch: Batch) -> Batch:
         """Returns a host batch in the form in which compiled functions take it, in the cheapest way for these devices."""
@@ -194,10 +200,7 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def copy_once(self, tree: PyTree) -> Packed:
-        """Returns a copy of a tree of device arrays, on one device, that later donations cannot touch. Waits for nothing.
-
-        Everything that is not replicated comes together on that device.
-        """
+        """Returns a copy of a tree of replicated device arrays, on one device, that later donations cannot touch. Waits for nothing."""
 
     # What a step calls from inside, while it is traced.
 

@@ -144,8 +144,12 @@ class DataParallel(Strategy):
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, True), sharding=self._replicated), tree)
 
     @override
-    def put_state(self, state: TrainState) -> TrainState:
-        return cast(TrainState, self.put(state))
+    def put_at(self, tree: PyTree, shapes: PyTree) -> PyTree:
+        return self.put(tree)
+
+    @override
+    def move(self, leaves: list[Any], shapes: Sequence[Any]) -> list[Any]:
+        return [leaves.pop(0) for _ in shapes]
 
     @override
     def abstract_state(self, state: TrainState) -> TrainState:
@@ -162,11 +166,6 @@ class DataParallel(Strategy):
     @override
     def describe_whole(self, state: TrainState) -> str | None:
         return None
-
-    @property
-    @override
-    def is_replicated(self) -> bool:
-        return True
 
     @override
     def copy(self, tree: PyTree) -> PyTree:

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from flax.linen.spmd import logical_to_mesh_axes
 from jax.sharding import PartitionSpec
 
-from fitflax.axes import AxisNames, Name
+from fitflax.axes import Name
 from fitflax.errors import ConfigError, ShardingError, did_you_mean
 from fitflax.state import PyTree, TrainState
 
@@ -45,6 +46,8 @@ def checked_rules(rules: Any, sizes: Mapping[str, int]) -> Rules:
     >>> checked_rules({"mlp": "model", "embed": None}, {"data": 4, "model": 2})
     (('mlp', 'model'), ('embed', None))
     """
+    if rules is not None and (not isinstance(rules, Mapping | Sequence) or isinstance(rules, str)):
+        raise ConfigError(f"Sharded(rules=...) takes pairs (logical name, mesh axis), such as [('mlp', 'model')], or a dict of them. Received: {rules!r}.")
     pairs: Any = () if rules is None else tuple(rules.items() if isinstance(rules, Mapping) else rules)
     checked: list[tuple[str, MeshAxes]] = []
     for pair in pairs:
@@ -54,6 +57,8 @@ def checked_rules(rules: Any, sizes: Mapping[str, int]) -> Rules:
         axes = tuple(axes) if isinstance(axes, list | tuple) else axes
         if not (axes is None or isinstance(axes, str) or (isinstance(axes, tuple) and all(isinstance(axis, str) for axis in axes))):
             raise ConfigError(f"Sharded(rules=...) maps a logical name to a mesh axis, a tuple of some, or None. Received: {name!r}: {axes!r}.")
+        if len(set(_as_tuple(axes))) < len(_as_tuple(axes)):
+            raise ConfigError(f"Sharded(rules=...) maps {name!r} to the same mesh axis twice: {axes!r}.")
         unknown = [axis for axis in _as_tuple(axes) if axis not in sizes]
         if unknown:
             hint = did_you_mean(unknown[0], sizes)
@@ -101,7 +106,7 @@ class Partition:
             ShardingError: A name is unknown, a mesh axis serves twice, or the size of an axis does not divide.
         """
         if names is None:
-            return self._by_size(shape)
+            return self._by_size(shape, self.fsdp_axes)
         if len(names) != len(shape):
             raise ShardingError(f"{path} {list(shape)} has the axis names {list(names)}, one too {'many' if len(names) > len(shape) else 'few'} or more")
         known = {name for name, _ in self.rules}
@@ -123,16 +128,28 @@ class Partition:
                 raise ShardingError(f"{path} {list(shape)}: its axis {name!r} of {size} cannot be split evenly over {over}")
         return _short(spec)
 
-    def _by_size(self, shape: tuple[int, ...]) -> PartitionSpec:
-        """Returns how an array without names is split: along its largest axis that the devices divide, the first of equals."""
-        parts = math.prod(self.sizes[axis] for axis in self.fsdp_axes)
-        if parts == 1 or math.prod(shape) < self.fsdp_min_size:
-            return PartitionSpec()
-        fitting = [axis for axis, size in enumerate(shape) if size and size % parts == 0]
-        if not fitting:
-            return PartitionSpec()
-        chosen = max(fitting, key=lambda axis: (shape[axis], -axis))
-        return PartitionSpec(*[None] * chosen, self.fsdp_axes if len(self.fsdp_axes) > 1 else self.fsdp_axes[0])
+    def _by_size(self, shape: tuple[int, ...], *choices: tuple[str, ...]) -> PartitionSpec:
+        """Returns how an array without names is split: along its largest axis that the devices divide, the first of equals.
+
+        Args:
+            shape: Its shape.
+            choices: Over which mesh axes; the first choice that divides is taken.
+        """
+        if math.prod(shape) >= self.fsdp_min_size:
+            for axes in choices:
+                parts = math.prod(self.sizes[axis] for axis in axes)
+                fitting = [axis for axis, size in enumerate(shape) if size and size % parts == 0]
+                if parts > 1 and fitting:
+                    chosen = max(fitting, key=lambda axis: (shape[axis], -axis))
+                    return _short(PartitionSpec(*[None] * chosen, axes))
+        return PartitionSpec()
+
+    @property
+    def _all_choices(self) -> list[tuple[str, ...]]:
+        """Every set of mesh axes, those of most devices first."""
+        names = list(self.sizes)
+        sets = [each for count in range(len(names), 0, -1) for each in itertools.combinations(names, count)]
+        return sorted(sets, key=lambda axes: -math.prod(self.sizes[axis] for axis in axes))
 
     def specs(self, state: TrainState) -> TrainState:
         """Returns a state with a `PartitionSpec` of mesh axes in place of each array, or shape.
@@ -142,12 +159,11 @@ class Partition:
         Raises:
             ShardingError: Arrays of which that cannot be said; all of them are listed.
         """
-        if not state.axes.is_known:
-            # Over everything there is: it is only until the module's own names are known.
-            return dataclasses.replace(self, fsdp_axes=tuple(self.sizes)).specs(dataclasses.replace(state, axes=AxisNames({})))
         faults: list[str] = []
 
         def spec(path: str, leaf: Any, names: tuple[Name, ...] | None) -> PartitionSpec:
+            if not state.axes.is_known:
+                return self._by_size(tuple(leaf.shape), *self._all_choices)  # Only until the module's own names are known.
             try:
                 return self.spec(path, tuple(leaf.shape), names)
             except ShardingError as error:

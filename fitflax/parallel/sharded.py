@@ -18,7 +18,7 @@ from flax import linen as nn
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from typing_extensions import override
 
-from fitflax.errors import ConfigError
+from fitflax.errors import ConfigError, FitflaxError, ModelError
 from fitflax.parallel.base import Compiled, Layout, Places, Strategy, own_copy
 from fitflax.parallel.feeding import Feeding
 from fitflax.parallel.in_flight import InFlight
@@ -27,6 +27,9 @@ from fitflax.parallel.partition import BATCH, FSDP_MIN_SIZE, MeshAxes, Partition
 from fitflax.state import PyTree, TrainState
 
 __all__ = ["Sharded"]
+
+# From here on arrays are moved one by one.
+_SMALL_BYTES = 2**20
 
 # Mesh axes over which a batch is split unless a rule for `batch` says something else.
 _BATCH_AXES = ("data", "fsdp")
@@ -53,7 +56,7 @@ class Sharded(Strategy):
         devices: The devices to use; all by default.
 
     Raises:
-        ConfigError: A mesh that does not fit the devices, or rules that do not fit the mesh.
+        ConfigError: A mesh that does not fit the devices, rules that do not fit the mesh, or a mesh of which it is not clear what splits the batch.
 
     >>> Sharded({"data": -1}, devices=jax.devices()[:1])
     Sharded(mesh={'data': 1} of cpu devices, batches over ('data',))
@@ -69,6 +72,8 @@ class Sharded(Strategy):
         devices: Sequence[jax.Device] | None = None,
     ) -> None:
         self.mesh = _make_mesh(mesh, devices)
+        if any(device.process_index != jax.process_index() for device in self._devices):
+            raise ConfigError("Sharded runs in one process: the mesh has devices of others. Pass devices=jax.local_devices().")
         sizes = dict(self.mesh.shape)
         own_rules = checked_rules(rules, sizes)
         fsdp_axes = _fsdp_axes(fsdp, sizes)
@@ -111,7 +116,14 @@ class Sharded(Strategy):
         """While a step is traced: constraints by logical names, and by mesh axes, mean this mesh."""
         mesh = jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
         with mesh, nn.logical_axis_rules(self.partition.rules), nn.intercept_methods(_without_mesh):
-            yield
+            try:
+                yield
+            except (NameError, FitflaxError) as error:
+                text = str(error).partition(". To fix this")[0]
+                if "unbound axis name" not in text or isinstance(error, ModelError):
+                    raise
+                kind = type(error) if isinstance(error, FitflaxError) else ModelError
+                raise kind(f"{text}. Under Sharded a step sees the whole batch, and there is no axis to join: leave collectives out.") from error
 
     @override
     def compile(self, fn: Callable[..., Any], *, inputs: Sequence[Layout], outputs: Layout | Sequence[Layout], donate: Sequence[int] = ()) -> Compiled:
@@ -140,11 +152,23 @@ class Sharded(Strategy):
 
     @override
     def emulate(self, fn: Callable[..., Any], *, inputs: Sequence[Layout]) -> Callable[..., Any]:
-        return lambda *arguments: jax.tree.map(lambda leaf: leaf[None], fn(*arguments))
+        alone = self._alone(fn)
+        return lambda *arguments: jax.tree.map(lambda leaf: leaf[None], alone(*arguments))
 
     @override
     def alone(self, fn: Callable[..., Any]) -> Any:
-        return jax.jit(fn)
+        return jax.jit(self._alone(fn))
+
+    def _alone(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function for one device: a mesh of the same axes is there, as constraints by mesh axes want it, and splits nothing."""
+        names = self.mesh.axis_names
+        mesh = AbstractMesh((1,) * len(names), names, axis_types=(AxisType.Auto,) * len(names))
+
+        def inside(*arguments: Any) -> Any:
+            with jax.sharding.use_abstract_mesh(mesh), nn.intercept_methods(_without_mesh):
+                return fn(*arguments)
+
+        return inside
 
     # -- placing --
 
@@ -162,17 +186,27 @@ class Sharded(Strategy):
         return jax.tree.map(lambda leaf: _abstract(leaf, place(leaf)), tree)
 
     @override
-    def put_state(self, state: TrainState) -> TrainState:
-        leaves = jax.tree.leaves(state)
-        treedef: Any = jax.tree.structure(state)
-        places = jax.tree.leaves(self._state_shardings(state))
-        # What is on devices already goes from there to its place, and is copied.
-        there = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and not _is_key(leaf)]
-        moved = self.copy(jax.device_put([leaves[index] for index in there], [places[index] for index in there]))
-        placed = [None if index in there else _put(leaf, place) for index, (leaf, place) in enumerate(zip(leaves, places, strict=True))]
-        for index, leaf in zip(there, moved, strict=True):
+    def put_at(self, tree: PyTree, shapes: PyTree) -> PyTree:
+        leaves, places = jax.tree.leaves(tree), [leaf.sharding for leaf in jax.tree.leaves(shapes)]
+        treedef: Any = jax.tree.structure(tree)
+        placed: list[Any] = [None] * len(leaves)
+        small: list[int] = []
+        for index, (leaf, place) in enumerate(zip(leaves, places, strict=True)):
+            if not isinstance(leaf, jax.Array) or _is_key(leaf):
+                placed[index] = _put(leaf, place)
+            elif leaf.nbytes < _SMALL_BYTES:
+                small.append(index)
+            else:
+                # What is on devices goes from there to its place, and is copied, because parts that lie right are not moved. One large array at a time.
+                placed[index] = self.copy(jax.device_put(leaf, place))
+        moved = self.copy(jax.device_put([leaves[index] for index in small], [places[index] for index in small]))
+        for index, leaf in zip(small, moved, strict=True):
             placed[index] = leaf
-        return cast(TrainState, treedef.unflatten(placed))
+        return treedef.unflatten(placed)
+
+    @override
+    def move(self, leaves: list[Any], shapes: Sequence[Any]) -> list[Any]:
+        return [jax.device_put(leaves.pop(0), shape.sharding) for shape in shapes]
 
     @override
     def abstract_state(self, state: TrainState) -> TrainState:
@@ -198,11 +232,6 @@ class Sharded(Strategy):
         advice = "" if self.partition.fsdp_axes else "pass Sharded(fsdp=True) to split them, or fsdp=False if that is as it should be; or "
         return f"Large parameters are whole on each of {self.mesh.size} devices: {whole}. To split them {advice}name their axes and give rules for the names."
 
-    @property
-    @override
-    def is_replicated(self) -> bool:
-        return self.mesh.size == 1
-
     @override
     def copy(self, tree: PyTree) -> PyTree:
         leaves = jax.tree.leaves(tree)
@@ -211,8 +240,7 @@ class Sharded(Strategy):
 
     @override
     def copy_once(self, tree: PyTree) -> Packed:
-        whole = jax.device_put(tree, self._by_layout["replicated"])
-        return Packed(jax.tree.map(lambda leaf: leaf.addressable_data(0), whole))
+        return Packed(jax.tree.map(lambda leaf: leaf.addressable_data(0), tree))
 
     @override
     def norm(self, tree: PyTree) -> Any:
@@ -280,6 +308,8 @@ def _make_mesh(mesh: Any, devices: Sequence[jax.Device] | None) -> Mesh:
         if devices is not None:
             raise ConfigError("Sharded takes the devices of the jax.sharding.Mesh that it is given. Leave devices= out.")
         return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
+    if devices is not None and not isinstance(devices, Sequence):
+        raise ConfigError(f"Sharded(devices=...) takes a list of devices, such as jax.devices()[:4]. Received: {devices!r}.")
     used = list(jax.devices() if devices is None else devices)
     if not used or len(set(used)) != len(used):
         raise ConfigError(f"Sharded needs at least one device, and each only once. Received: devices={devices!r}.")
@@ -323,7 +353,16 @@ def _batch_axes(rules: Sequence[tuple[str, MeshAxes]], sizes: Mapping[str, int],
         axes = given[0]
         return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
     usual = tuple(axis for axis in sizes if axis in _BATCH_AXES or axis in fsdp_axes)
-    return tuple(sizes) if not usual and is_bare and len(sizes) == 1 else usual
+    if usual or (is_bare and len(sizes) == 1):
+        return usual or tuple(sizes)
+    in_rules = {axis for _, axes in rules for axis in ((axes,) if isinstance(axes, str) else axes or ())}
+    idle = [axis for axis, size in sizes.items() if size > 1 and axis not in in_rules]
+    if idle:
+        raise ConfigError(
+            f"Sharded does not know over which axes of the mesh {dict(sizes)} batches are split: none is called 'data' or 'fsdp', and nothing uses {idle}. "
+            f"Add the rule ('batch', {idle[0]!r}), or ('batch', None) if each device is to see whole batches."
+        )
+    return ()
 
 
 @functools.lru_cache(maxsize=64)

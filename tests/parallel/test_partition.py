@@ -116,8 +116,9 @@ def test_factored_moments_are_split_by_their_size():
 
 
 def test_a_state_whose_names_nobody_asked_for_is_split_over_the_whole_mesh():
-    specs = PARTITION.specs(state_of({"a": (8, 6), "b": (2, 2)}, {}, is_known=False))
-    assert specs.params == {"a": P(("data", "model")), "b": P()}
+    shapes = {"a": (8, 6), "b": (2, 2), "largest that divides": (500, 516), "half": (7, 6), "none": (7, 9)}
+    specs = PARTITION.specs(state_of(shapes, {}, is_known=False))
+    assert specs.params == {"a": P(("data", "model")), "b": P(), "largest that divides": P(None, "data"), "half": P(None, "model"), "none": P()}
 
 
 def test_large_arrays_that_stay_whole_are_named_largest_first():

@@ -17,8 +17,9 @@ import fitflax
 from fitflax.callbacks import Callback, ModelCheckpoint
 from fitflax.checkpoints import CheckpointStore, load_inference_state
 from fitflax.diagnostics import NanReport
-from fitflax.errors import ConfigError, FitflaxWarning, ModelError, ShardingError
+from fitflax.errors import ConfigError, FitflaxWarning, LossError, ModelError, ShardingError
 from fitflax.parallel import DataParallel, Sharded
+from fitflax.parallel.host_memory import copy_to_host_memory
 
 Devices = Callable[[int], list[jax.Device]]
 VOCABULARY, LENGTH = 32, 8
@@ -440,6 +441,41 @@ def test_an_overridden_train_step_and_loss_see_the_whole_batch():
         assert trainer.state.params["kernel"].sharding.spec == P("data")
 
 
+def test_a_custom_step_without_gradients_runs_where_callbacks_want_them():
+    class Step(fitflax.Trainer):
+        def train_step(self, state: Any, batch: Any) -> Any:
+            grads = jax.grad(lambda params: jnp.mean((self.model.apply({"params": params}, batch.x) - batch.y) ** 2))(state.params)
+            return state.apply_gradient(grads, optax.sgd(0.1)), {}
+
+    x = np.ones((16, 8), np.float32)
+    trainer = Step(nn.Dense(8), parallel=Sharded({"data": 8}, fsdp=True, fsdp_min_size=0))
+    trainer.compile(optax.sgd(0.1))
+    (checkpoint,) = trainer.train_loop((x, x), steps=1, grads=True)
+    assert checkpoint.grads == ()
+
+
+def test_constraints_by_mesh_axes_are_taken_everywhere(tmp_path):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            def body(carry: Any, _: Any) -> Any:
+                return jax.lax.with_sharding_constraint(jnp.log(carry), P("data")), None
+
+            x = jax.lax.with_sharding_constraint(nn.Dense(8, use_bias=False, kernel_init=nn.initializers.ones)(x), P("data", "model"))
+            return jax.lax.scan(body, x, None, length=2)[0]
+
+    trainer = fitflax.Trainer(Net(), parallel=mesh_4x2())
+    trainer.compile("sgd", "mse")
+    x = np.ones((16, 8), np.float32)
+    trainer.build((x, x))
+    np.testing.assert_allclose(trainer.predict(x), np.log(np.log(8)), rtol=1e-6)
+    report = trainer.hunt_nan((-x, x))
+    assert report is not None and report.origins[0].operation == "log"
+    pytest.importorskip("flatbuffers")
+    exported = jax.export.deserialize(bytearray(trainer.export(tmp_path / "model").read_bytes()))
+    np.testing.assert_allclose(exported.call(x[:3]), np.log(np.log(8)), rtol=1e-6)
+
+
 # -- checkpoints --
 
 
@@ -525,6 +561,52 @@ def test_a_replicated_checkpoint_is_restored_onto_a_mesh_with_the_same_bits(tmp_
         assert_equal(other.state, trainer.state)
         other.evaluate(X, Y, verbose=0)
         assert other.state.opt_state[0].mu["Block_0"]["Dense_0"]["kernel"].sharding.spec == P(None, "model")
+
+
+def test_a_snapshot_of_what_several_devices_hold_is_one_copy_of_each_part():
+    strategy = mesh_4x2()
+    whole = np.arange(64 * 64, dtype=np.float32).reshape(64, 64)
+    for spec in (P(None, "model"), P("data"), P(("data", "model")), P("model", "data")):
+        array = jax.device_put(whole, jax.sharding.NamedSharding(strategy.mesh, spec))
+        (copy,) = copy_to_host_memory([array])
+        assert sum(shard.data.nbytes for shard in copy.addressable_shards) == whole.nbytes
+        array.delete()
+        np.testing.assert_array_equal(np.asarray(copy), whole)
+
+
+def test_a_state_that_is_split_nowhere_is_copied_without_waiting():
+    for strategy, waits in ((Sharded({"data": 8}, fsdp=False), False), (fsdp(), True)):
+        trainer = trainer_of(strategy, Plain())
+        trainer.build((X[:24], Y[:24]))
+        assert trainer._session.need_state("test").snapshots_wait == waits
+
+
+def test_a_state_is_never_whole_on_a_device_before_the_modules_names_are_known(tmp_path):
+    class Odd(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.Dense(516, use_bias=False, kernel_init=named("embed", "mlp"))(x)
+
+    def make() -> fitflax.Trainer:
+        trainer = fitflax.Trainer(Odd(), parallel=mesh_4x2())
+        trainer.compile(optax.adam(0.1), "mse")
+        return trainer
+
+    x = np.ones((8, 500), np.float32)
+    trainer = make()
+    trainer.fit(x, np.ones((8, 516), np.float32), verbose=0)
+    other = make()
+    other.restore(trainer.save(tmp_path / "saved"))
+    assert other.state.params["Dense_0"]["kernel"].sharding.spec == P(None, "data")  # 8 divides neither 500 nor 516.
+    lent = other.state
+    out = io.StringIO()
+    other.summary(sample=x, sharding=True, file=out)
+    assert " -, model " in out.getvalue()
+    np.testing.assert_array_equal(other.predict(x), trainer.predict(x))
+    assert specs(other.state.params) == specs(other.state.opt_state[0].mu) == specs(trainer.state.params)
+    assert_equal(other.state, trainer.state)
+    other.fit(x, np.ones((8, 516), np.float32), verbose=0)
+    assert_equal(lent.params, trainer.state.params)
 
 
 @pytest.mark.slow
@@ -634,6 +716,10 @@ def test_a_rate_is_found_and_a_module_exported_from_a_mesh(tmp_path):
         ({"mesh": {"data": -1}, "fsdp": "model"}, r"fsdp=.* takes True, False, None, or an axis of the mesh \['data'\]. Received: 'model'"),
         ({"mesh": {"a": 4, "b": 2}, "fsdp": True}, r"looks for an axis 'fsdp' or 'data' of the mesh, which has \['a', 'b'\]"),
         ({"mesh": {"data": -1}, "fsdp_min_size": -1}, "fsdp_min_size=.* at least 0"),
+        ({"mesh": {"data": -1}, "devices": 3}, r"takes a list of devices, such as jax.devices\(\)\[:4\]. Received: 3"),
+        ({"mesh": {"data": -1}, "rules": 5}, r"takes pairs \(logical name, mesh axis\), .* or a dict of them. Received: 5"),
+        ({"mesh": {"data": -1}, "rules": [("embed", ("data", "data"))]}, "maps 'embed' to the same mesh axis twice"),
+        ({"mesh": {"dp": 4, "model": 2}, "rules": [("mlp", "model")]}, r"over which axes of the mesh .* nothing uses \['dp'\]. Add the rule \('batch', 'dp'\)"),
     ],
     ids=str,
 )
@@ -709,6 +795,18 @@ def test_a_module_bound_to_an_axis_name_is_an_error_with_its_path():
         trainer = fitflax.Trainer(Net(), parallel=strategy)
         trainer.compile("sgd", "mse")
         with pytest.raises(ModelError, match=r"unbound axis name: replica. It is named in inner/norm, a BatchNorm. Leave axis_name out under parallel=Sharded"):
+            trainer.fit(x, x, verbose=0)
+
+
+def test_collectives_outside_of_the_module_are_an_error_that_says_why():
+    class Step(fitflax.Trainer):
+        def train_step(self, state: Any, batch: Any) -> Any:
+            return state, {"loss": (jax.lax.psum(jnp.float32(1), "replica"), jnp.float32(1))}
+
+    x = np.ones((16, 8), np.float32)
+    for trainer, error in ((Step(nn.Dense(8), parallel=mesh_4x2()), ModelError), (fitflax.Trainer(nn.Dense(8), parallel=mesh_4x2()), LossError)):
+        trainer.compile("sgd", lambda outputs, targets: jax.lax.pmean((outputs - targets) ** 2, "replica"))
+        with pytest.raises(error, match=r"unbound axis name: replica\. Under Sharded a step sees the whole batch, and there is no axis to join"):
             trainer.fit(x, x, verbose=0)
 
 
