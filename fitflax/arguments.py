@@ -84,7 +84,9 @@ def strategy_of(owner: str, parallel: Any) -> Strategy:
         ConfigError: It is no strategy.
     """
     if parallel is not None and not isinstance(parallel, Strategy):
-        raise ConfigError(f"{owner}(parallel=...) takes a strategy such as fitflax.parallel.DataParallel(). Received: {parallel!r}.")
+        raise ConfigError(
+            f"{owner}(parallel=...) takes a strategy: fitflax.parallel.DataParallel(), or Sharded({{'data': -1}}, fsdp=True). Received: {parallel!r}."
+        )
     return DataParallel() if parallel is None else parallel
 
 

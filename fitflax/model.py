@@ -94,6 +94,8 @@ class Model(abc.ABC):
                 f"{_innermost_module(error)} Leave axis_name out under parallel=Sharded(...), whose steps see the whole batch; "
                 "under DataParallel(axis_name=...) it is that name, by default 'replica'."
             )
+        elif "is not found in mesh" in text:
+            hint = f"{_innermost_module(error)} nn.with_partitioning names axes of the mesh; for other names take nn.with_logical_partitioning and rules."
         elif isinstance(x, list):
             hint = " The inputs are a list, which is one argument; for inputs and targets yield or pass a tuple, (x, y)."
         elif isinstance(error, TypeError) and "argument" in text:

@@ -34,7 +34,7 @@ def check_activations(program: Program, state: TrainState, batch: Batch) -> None
 
 
 def check_places(program: Program, state: TrainState) -> None:
-    """Warns of large parameters that each device holds whole; once for a program."""
+    """Warns of large parameters, and of batches, that each device holds whole; once for a program."""
     if not program.has_looked_at_places:
         program.has_looked_at_places = True
         whole = program.strategy.describe_whole(state)

@@ -130,6 +130,7 @@ def describe_sharding(strategy: Strategy, state: TrainState) -> list[str]:
     lines = [f"{strategy!r}:", *("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows)]
     if len(apart) < len(followers):
         lines.append(f"The other {len(followers) - len(apart)} arrays of optimizer and averages lie as their parameters do.")
+    lines += [f"No array of the state and no batch is split over {axis!r}." for axis in strategy.idle_axes(state)]
     parts = {"parameters": params, "collections": others, "averages": state.ema_params, "optimizer": state.opt_state}
     held = {name: (sum(map(_bytes_on_device, jax.tree.leaves(tree))), sum(map(_num_bytes, jax.tree.leaves(tree)))) for name, tree in parts.items()}
     sums = [f"{name} {_describe_bytes(own)} of {_describe_bytes(whole)}" for name, (own, whole) in held.items() if whole]

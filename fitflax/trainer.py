@@ -388,13 +388,14 @@ class Trainer:
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, tuple[jax.Array, jax.Array]]]:
         """Returns the state after one update, and logs `{key: (sum, weight)}`; override it for another rule of updating. Pure and traced.
 
-        It runs on one replica's share. `step` is counted and `ema_params` are averaged for you; parameters, optimizer state and collections of all replicas
-        are made equal afterwards, floating-point values by their mean. Sum gradients over the axis `"replica"` where you want the global batch's.
+        Under `DataParallel` it runs on one replica's share: parameters, optimizer state and collections of all replicas are made equal afterwards,
+        floating-point values by their mean; sum gradients over the axis `"replica"` where you want the global batch's. Under `Sharded` it runs on the whole
+        batch, and there is no axis to sum over. `step` is counted and `ema_params` are averaged for you.
         Logs are means over the epoch, so metrics that are no means (r2, rmse, perplexity) come from this method's own logs as means of their batches' values.
 
         Args:
             state: The state before.
-            batch: The replica's share of the batch.
+            batch: The replica's share of the batch, or the whole batch.
         """
         task = self._session.need_compiled("train_step").task
         done = task.update(state, batch, unify=False)

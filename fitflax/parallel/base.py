@@ -6,19 +6,20 @@ what must be the same on all of them.
 
 import abc
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fitflax.errors import ConfigError
 from fitflax.parallel.feeding import Feeding
 from fitflax.parallel.in_flight import InFlight
 from fitflax.parallel.packed import Packed
 from fitflax.state import Batch, PyTree, TrainState
 
-__all__ = ["Compiled", "Layout", "Places", "Strategy", "own_copy"]
+__all__ = ["Compiled", "Layout", "Places", "Strategy", "check_devices", "own_copy"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -152,8 +153,12 @@ class Strategy(abc.ABC):
         """Returns, while a step is traced, a state whose arrays the compiler is told to keep in their places."""
 
     @abc.abstractmethod
+    def idle_axes(self, state: TrainState) -> list[str]:
+        """Returns the mesh axes over which neither batches nor any array of a state is split."""
+
+    @abc.abstractmethod
     def describe_whole(self, state: TrainState) -> str | None:
-        """Returns, in words, which large parameters each device holds whole though they could be split; `None` if there are none."""
+        """Returns, in words, what may be too much for a device: large parameters that each holds whole, or whole batches; `None` if all is well."""
 
     def feed(self, batch: Batch) -> Batch:
         """Returns a host batch in the form in which compiled functions take it, in the cheapest way for these devices."""
@@ -235,6 +240,18 @@ class Strategy(abc.ABC):
     @abc.abstractmethod
     def unify(self, collections: dict[str, PyTree]) -> dict[str, PyTree]:
         """Returns mutable collections made equal on all replicas."""
+
+
+def check_devices(owner: str, devices: Any) -> list[Any]:
+    """Returns devices as a list.
+
+    Raises:
+        ConfigError: They are none, or none at all, or some come twice.
+    """
+    used = list(devices) if isinstance(devices, Iterable) and not isinstance(devices, str | Mapping) else []
+    if not used or len(set(used)) != len(used) or not all(isinstance(device, jax.Device) for device in used):
+        raise ConfigError(f"{owner} takes a list of at least one device, each only once, such as jax.devices()[:4]. Received: devices={devices!r}.")
+    return used
 
 
 def own_copy(leaf: Any) -> Any:

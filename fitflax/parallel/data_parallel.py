@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from typing_extensions import override
 
 from fitflax.errors import ConfigError
-from fitflax.parallel.base import Compiled, Layout, Places, Strategy, own_copy
+from fitflax.parallel.base import Compiled, Layout, Places, Strategy, check_devices, own_copy
 from fitflax.parallel.feeding import Feeding
 from fitflax.parallel.in_flight import InFlight
 from fitflax.parallel.packed import Packed
@@ -55,9 +55,7 @@ class DataParallel(Strategy):
         axis_name: str = "replica",
         reduce: Mapping[str, Reducer] | None = None,
     ) -> None:
-        self.devices: tuple[jax.Device, ...] = tuple(jax.local_devices() if devices is None else devices)
-        if not self.devices or len(set(self.devices)) != len(self.devices):
-            raise ConfigError(f"DataParallel needs at least one device, and each only once. Received: devices={devices!r}.")
+        self.devices: tuple[jax.Device, ...] = tuple(check_devices("DataParallel", jax.local_devices() if devices is None else devices))
         for name, reducer in (reduce or {}).items():
             if reducer not in ("mean", "sum", "max") and not callable(reducer):
                 raise ConfigError(f"DataParallel(reduce=...) takes 'mean', 'sum', 'max' or a function for a collection. Received: {name!r}: {reducer!r}.")
@@ -162,6 +160,10 @@ class DataParallel(Strategy):
     @override
     def pin(self, state: TrainState) -> TrainState:
         return state
+
+    @override
+    def idle_axes(self, state: TrainState) -> list[str]:
+        return []
 
     @override
     def describe_whole(self, state: TrainState) -> str | None:

@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from fitflax.axes import Name
 from fitflax.errors import ConfigError, ShardingError, did_you_mean
-from fitflax.state import PyTree, TrainState
+from fitflax.state import TrainState
 
 __all__ = ["BATCH", "FSDP_MIN_SIZE", "MeshAxes", "Partition", "Rules", "checked_rules"]
 
@@ -67,13 +67,6 @@ def checked_rules(rules: Any, sizes: Mapping[str, int]) -> Rules:
     return tuple(checked)
 
 
-class _Replicated(NamedTuple):
-    """An array of parameters that is on each device whole."""
-
-    path: str
-    num_bytes: int
-
-
 @dataclasses.dataclass(frozen=True)
 class Partition:
     """The rules by which arrays are split over a mesh.
@@ -108,12 +101,13 @@ class Partition:
         if names is None:
             return self._by_size(shape, self.fsdp_axes)
         if len(names) != len(shape):
-            raise ShardingError(f"{path} {list(shape)} has the axis names {list(names)}, one too {'many' if len(names) > len(shape) else 'few'} or more")
-        known = {name for name, _ in self.rules}
-        unknown = [name for name in names if isinstance(name, str) and name not in known]
-        unknown += [axis for name in names if isinstance(name, tuple) for axis in name if axis not in self.sizes]
+            raise ShardingError(f"{path} {list(shape)} has {len(names)} axis names, {list(names)}, for {len(shape)} axes")
+        unknown = self._unknown(names)
         if unknown:
-            raise ShardingError(f"{path} has the axis name {unknown[0]!r}, which is neither in rules nor an axis of the mesh.{did_you_mean(unknown[0], known)}")
+            known = [name for name, _ in self.rules]
+            hints = {name: did_you_mean(name, known).strip().lower() for name in unknown}
+            listed = ", ".join(f"{name!r} ({hint})" if hint else repr(name) for name, hint in hints.items())
+            raise ShardingError(f"{path} has axis names that are neither in rules nor axes of the mesh: {listed}")
         repeated = [name for name, count in collections.Counter(name for name in names if isinstance(name, str)).items() if count > 1]
         if repeated:
             raise ShardingError(f"{path} {list(shape)} has the axis name {repeated[0]!r} more than once")
@@ -125,8 +119,15 @@ class Partition:
             parts = math.prod(self.sizes[axis] for axis in _as_tuple(axes))
             if size % parts:
                 over = ", ".join(f"{axis}={self.sizes[axis]}" for axis in _as_tuple(axes))
-                raise ShardingError(f"{path} {list(shape)}: its axis {name!r} of {size} cannot be split evenly over {over}")
+                advice = f"choose a multiple of {parts}, or the rule ({name!r}, None)"
+                raise ShardingError(f"{path} {list(shape)}: its axis {name!r} of {size} cannot be split evenly over {over} ({advice})")
         return _short(spec)
+
+    def _unknown(self, names: tuple[Name, ...]) -> list[str]:
+        """Returns the names that mean nothing here."""
+        known = {name for name, _ in self.rules}
+        unknown = [name for name in names if isinstance(name, str) and name not in known]
+        return unknown + [axis for name in names if isinstance(name, tuple) for axis in name if axis not in self.sizes]
 
     def _by_size(self, shape: tuple[int, ...], *choices: tuple[str, ...]) -> PartitionSpec:
         """Returns how an array without names is split: along its largest axis that the devices divide, the first of equals.
@@ -160,6 +161,7 @@ class Partition:
             ShardingError: Arrays of which that cannot be said; all of them are listed.
         """
         faults: list[str] = []
+        seen: set[str] = set()  # Names that were said to be unknown.
 
         def spec(path: str, leaf: Any, names: tuple[Name, ...] | None) -> PartitionSpec:
             if not state.axes.is_known:
@@ -167,8 +169,10 @@ class Partition:
             try:
                 return self.spec(path, tuple(leaf.shape), names)
             except ShardingError as error:
-                if not path.startswith("opt_state/"):  # The same as its parameter's.
-                    faults.append(str(error).rstrip("."))
+                unknown = self._unknown(names or ())
+                if not path.startswith("opt_state/") and not (unknown and seen.issuperset(unknown)):  # The same as its parameter's, or as another array's.
+                    faults.append(str(error))
+                    seen.update(unknown)
                 return PartitionSpec()
 
         params, model_state, opt_state = state.axes.each(spec, state.params, state.model_state, state.opt_state)
@@ -176,37 +180,44 @@ class Partition:
         if faults:
             listed = "; ".join(dict.fromkeys(faults))
             rules = [(name, axes) for name, axes in self.rules if name != axes]
-            raise ShardingError(f"The state does not fit the mesh {dict(self.sizes)} with the rules {rules}: {listed}{'' if listed.endswith('?') else '.'}")
+            advice = " Every name needs a rule, such as ('name', None) for an axis that stays whole." if seen else ""
+            raise ShardingError(f"The state does not fit the mesh {dict(self.sizes)} with the rules {rules}: {listed}.{advice}")
         none: Any = PartitionSpec()
         step, key = (jax.tree.map(lambda leaf: none, each) for each in (state.step, state.key))
         return dataclasses.replace(state, step=step, params=params, model_state=model_state, opt_state=opt_state, key=key, ema_params=averages)
 
+    def idle_axes(self, state: TrainState, batch_axes: Sequence[str]) -> list[str]:
+        """Returns the mesh axes over which neither batches nor any array of a state is split, so that devices along them do the same work."""
+        specs = jax.tree.leaves(self.specs(state), is_leaf=lambda node: isinstance(node, PartitionSpec))
+        used = {*batch_axes, *(axis for spec in specs for axes in spec for axis in _as_tuple(axes))}
+        return [axis for axis, size in self.sizes.items() if size > 1 and axis not in used]
+
     def describe_large(self, state: TrainState) -> str | None:
-        """Returns, in words, which large parameters are on each of several devices whole; `None` if there are none."""
+        """Returns, in words, which large parameters are on each of several devices whole, and why; `None` if there are none."""
         if math.prod(self.sizes.values()) == 1:
             return None
-        whole: list[_Replicated] = []
+        whole: list[tuple[int, str]] = []
 
-        def look(path: str, leaf: Any, spec: PartitionSpec) -> None:
-            parts = math.prod(self.sizes[axis] for axes in spec for axis in _as_tuple(axes))
+        def look(path: str, leaf: Any, names: tuple[Name, ...] | None) -> None:
             num_bytes = 0 if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.size * leaf.dtype.itemsize
-            if parts == 1 and num_bytes >= _LARGE_BYTES:
-                whole.append(_Replicated(path, num_bytes))
+            if num_bytes >= _LARGE_BYTES and not any(self.spec(path, tuple(leaf.shape), names)):
+                whole.append((num_bytes, f"{path} ({num_bytes / 2**20:.1f} MB, {self._why_whole(tuple(leaf.shape), names)})"))
 
-        _each_param(look, state.params, self.specs(state).params)
+        state.axes.each(look, state.params, {}, ())
         if not whole:
             return None
-        whole.sort(key=lambda each: -each.num_bytes)
-        names = [f"{each.path} ({each.num_bytes / 2**20:.1f} MB)" for each in whole[:_MOST_NAMED]]
+        whole.sort(key=lambda each: -each[0])
         more = f", and {len(whole) - _MOST_NAMED} more" if len(whole) > _MOST_NAMED else ""
-        total = sum(each.num_bytes for each in whole) / 2**20
-        return f"{', '.join(names)}{more}; {total:.1f} MB in all, and as much for each moment of the optimizer"
+        total = sum(num_bytes for num_bytes, _ in whole) / 2**20
+        return f"{', '.join(words for _, words in whole[:_MOST_NAMED])}{more}; {total:.1f} MB in all, and as much for each moment of the optimizer"
 
-
-def _each_param(look: Any, params: PyTree, specs: PyTree) -> None:
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    for (path, leaf), spec in zip(leaves, jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, PartitionSpec)), strict=True):
-        look(f"params/{jax.tree_util.keystr(path, simple=True, separator='/')}", leaf, spec)
+    def _why_whole(self, shape: tuple[int, ...], names: tuple[Name, ...] | None) -> str:
+        if names is not None:
+            return "as the rules for its axis names say"
+        if not self.fsdp_axes:
+            return "without axis names"
+        parts = math.prod(self.sizes[axis] for axis in self.fsdp_axes)
+        return f"no axis of {list(shape)} is a multiple of {parts}" if math.prod(shape) >= self.fsdp_min_size else "less than fsdp_min_size"
 
 
 def _as_tuple(axes: Any) -> tuple[str, ...]:

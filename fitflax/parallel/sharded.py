@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from typing_extensions import override
 
 from fitflax.errors import ConfigError, FitflaxError, ModelError
-from fitflax.parallel.base import Compiled, Layout, Places, Strategy, own_copy
+from fitflax.parallel.base import Compiled, Layout, Places, Strategy, check_devices, own_copy
 from fitflax.parallel.feeding import Feeding
 from fitflax.parallel.in_flight import InFlight
 from fitflax.parallel.packed import Packed
@@ -56,7 +56,10 @@ class Sharded(Strategy):
         devices: The devices to use; all by default.
 
     Raises:
-        ConfigError: A mesh that does not fit the devices, rules that do not fit the mesh, or a mesh of which it is not clear what splits the batch.
+        ConfigError: A mesh that does not fit the devices, or rules that do not fit the mesh.
+
+    Warns:
+        FitflaxWarning: When the state is made: large parameters stay whole, or nothing says which of several axes splits batches.
 
     >>> Sharded({"data": -1}, devices=jax.devices()[:1])
     Sharded(mesh={'data': 1} of cpu devices, batches over ('data',))
@@ -82,6 +85,7 @@ class Sharded(Strategy):
         self.batch_axes = _batch_axes(own_rules, sizes, fsdp_axes, is_bare=rules is None)
         self._warns = fsdp is not False
         named = {name for name, _ in own_rules}
+        self._is_whole_batch_meant = (BATCH, None) in own_rules
         all_rules = (*own_rules, *[(BATCH, self.batch_axes)] * (BATCH not in named), *((axis, axis) for axis in sizes if axis not in named))
         self.partition = Partition(sizes, all_rules, fsdp_axes, int(fsdp_min_size))
         self.num_replicas = 1
@@ -226,11 +230,20 @@ class Sharded(Strategy):
 
     @override
     def describe_whole(self, state: TrainState) -> str | None:
+        remarks = []
+        axes = [axis for axis, size in self.partition.sizes.items() if size > 1]
+        if len(axes) > 1 and not self.batch_axes and not self._is_whole_batch_meant:
+            remarks.append(
+                f"Each device works on whole batches: no axis of the mesh {dict(self.mesh.shape)} is called 'data' or 'fsdp', and no rule is for 'batch'. "
+                f"Add ('batch', {axes[0]!r}), or ('batch', None) if that is as it should be."
+            )
         whole = self.partition.describe_large(state) if self._warns else None
-        if whole is None:
-            return None
-        advice = "" if self.partition.fsdp_axes else "pass Sharded(fsdp=True) to split them, or fsdp=False if that is as it should be; or "
-        return f"Large parameters are whole on each of {self.mesh.size} devices: {whole}. To split them {advice}name their axes and give rules for the names."
+        if whole is not None:
+            advice = (
+                " Sharded(fsdp=True) splits arrays without axis names; fsdp=False says that all is as it should be." if not self.partition.fsdp_axes else ""
+            )
+            remarks.append(f"Large parameters are whole on each of {self.mesh.size} devices: {whole}.{advice}")
+        return " ".join(remarks) or None
 
     @override
     def copy(self, tree: PyTree) -> PyTree:
@@ -250,6 +263,10 @@ class Sharded(Strategy):
     @override
     def is_on_host(self) -> bool:
         return bool(self._devices[0].platform == "cpu")
+
+    @override
+    def idle_axes(self, state: TrainState) -> list[str]:
+        return self.partition.idle_axes(state, self.batch_axes)
 
     # -- inside of a step: there is one replica --
 
@@ -308,11 +325,7 @@ def _make_mesh(mesh: Any, devices: Sequence[jax.Device] | None) -> Mesh:
         if devices is not None:
             raise ConfigError("Sharded takes the devices of the jax.sharding.Mesh that it is given. Leave devices= out.")
         return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
-    if devices is not None and not isinstance(devices, Sequence):
-        raise ConfigError(f"Sharded(devices=...) takes a list of devices, such as jax.devices()[:4]. Received: {devices!r}.")
-    used = list(jax.devices() if devices is None else devices)
-    if not used or len(set(used)) != len(used):
-        raise ConfigError(f"Sharded needs at least one device, and each only once. Received: devices={devices!r}.")
+    used = check_devices("Sharded", jax.devices() if devices is None else devices)
     is_mesh = isinstance(mesh, Mapping) and mesh and all(isinstance(axis, str) for axis in mesh)
     sizes = dict(mesh) if is_mesh else {}
     if not sizes or any(isinstance(size, bool) or not isinstance(size, int | np.integer) or (size < 1 and size != -1) for size in sizes.values()):
@@ -353,16 +366,7 @@ def _batch_axes(rules: Sequence[tuple[str, MeshAxes]], sizes: Mapping[str, int],
         axes = given[0]
         return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
     usual = tuple(axis for axis in sizes if axis in _BATCH_AXES or axis in fsdp_axes)
-    if usual or (is_bare and len(sizes) == 1):
-        return usual or tuple(sizes)
-    in_rules = {axis for _, axes in rules for axis in ((axes,) if isinstance(axes, str) else axes or ())}
-    idle = [axis for axis, size in sizes.items() if size > 1 and axis not in in_rules]
-    if idle:
-        raise ConfigError(
-            f"Sharded does not know over which axes of the mesh {dict(sizes)} batches are split: none is called 'data' or 'fsdp', and nothing uses {idle}. "
-            f"Add the rule ('batch', {idle[0]!r}), or ('batch', None) if each device is to see whole batches."
-        )
-    return ()
+    return tuple(sizes) if not usual and is_bare and len(sizes) == 1 else usual
 
 
 @functools.lru_cache(maxsize=64)

@@ -404,7 +404,7 @@ def test_the_axis_has_the_name_it_was_given(devices: Devices):
 def test_a_device_serves_once(devices: Devices):
     device = devices(1)[0]
     for given in ([device, device], []):
-        with pytest.raises(ConfigError, match="at least one device, and each only once"):
+        with pytest.raises(ConfigError, match="DataParallel takes a list of at least one device, each only once"):
             DataParallel(given)
 
 

@@ -75,14 +75,19 @@ def test_a_split_over_two_mesh_axes_needs_both_to_divide():
 @pytest.mark.parametrize(
     ("shape", "names", "message"),
     [
-        ((8, 6), ("embed", "mpl"), "w has the axis name 'mpl', which is neither in rules nor an axis of the mesh. Did you mean 'mlp'?"),
-        ((8, 6), (("data", "modle"), None), "w has the axis name 'modle'"),
-        ((8, 7), ("embed", "mlp"), r"w \[8, 7\]: its axis 'mlp' of 7 cannot be split evenly over model=2"),
+        ((8, 6), ("embed", "mpl"), r"w has axis names that are neither in rules nor axes of the mesh: 'mpl' \(did you mean 'mlp'\?\)"),
+        ((8, 6), (("data", "modle"), None), "neither in rules nor axes of the mesh: 'modle'"),
+        ((8, 6), ("foo", "bar"), "neither in rules nor axes of the mesh: 'foo', 'bar'"),
+        (
+            (8, 7),
+            ("embed", "mlp"),
+            r"w \[8, 7\]: its axis 'mlp' of 7 cannot be split evenly over model=2 \(choose a multiple of 2, or the rule \('mlp', None\)\)",
+        ),
         ((12,), ("both",), r"w \[12\]: its axis 'both' of 12 cannot be split evenly over data=4, model=2"),
         ((8, 8), ("embed", "embed"), r"w \[8, 8\] has the axis name 'embed' more than once"),
         ((8, 8), (("data",), ("data", "model")), "would be split over the same mesh axis twice"),
-        ((8,), ("embed", "mlp"), r"w \[8\] has the axis names \['embed', 'mlp'\], one too many or more"),
-        ((8, 8), ("embed",), r"one too few or more"),
+        ((8,), ("embed", "mlp"), r"w \[8\] has 2 axis names, \['embed', 'mlp'\], for 1 axes"),
+        ((8, 8), ("embed",), r"w \[8, 8\] has 1 axis names"),
     ],
 )
 def test_names_that_do_not_fit_are_errors_with_the_path(shape, names, message):
@@ -126,9 +131,35 @@ def test_large_arrays_that_stay_whole_are_named_largest_first():
     names = dict.fromkeys(shapes, (None, None)) | {"split": (None, "mlp")}
     words = PARTITION.describe_large(state_of(shapes, names))
     assert words is not None
-    assert words.startswith("params/b (4.0 MB), params/a (2.0 MB), params/c0 (1.0 MB), ") and ", and 2 more; 11.0 MB in all" in words
+    why = "as the rules for its axis names say"
+    assert words.startswith(f"params/b (4.0 MB, {why}), params/a (2.0 MB, {why}), params/c0 (1.0 MB, {why}), ") and ", and 2 more; 11.0 MB in all" in words
     assert "small" not in words and "split" not in words
     assert dataclasses.replace(PARTITION, sizes={"data": 1, "model": 1}).describe_large(state_of(shapes, names)) is None
+
+
+def test_it_is_said_why_an_array_stays_whole():
+    state = state_of({"a": (1001, 1003)}, {})
+    assert "no axis of [1001, 1003] is a multiple of 4" in str(PARTITION.describe_large(state))
+    assert "less than fsdp_min_size" in str(dataclasses.replace(PARTITION, fsdp_min_size=2**30).describe_large(state))
+    assert "without axis names" in str(dataclasses.replace(PARTITION, fsdp_axes=()).describe_large(state))
+
+
+def test_an_unknown_name_is_told_once_with_the_first_array_that_has_it():
+    shapes = {f"a{index}": (8, 8) for index in range(9)} | {"b": (8, 8)}
+    names = dict.fromkeys(shapes, ("foo", "bar")) | {"b": ("foo", "other")}
+    with pytest.raises(ShardingError) as caught:
+        PARTITION.specs(state_of(shapes, names, optax.adam(0.1)))
+    text = str(caught.value)
+    assert text.count("'bar'") == text.count("'other'") == 1 and "params/a0" in text and "params/b" in text and "params/a1" not in text
+    assert text.endswith("Every name needs a rule, such as ('name', None) for an axis that stays whole.")
+
+
+def test_mesh_axes_that_split_nothing_are_found():
+    named = state_of({"a": (8, 6)}, {"a": ("embed", "mlp")})
+    assert PARTITION.idle_axes(named, ()) == []
+    assert PARTITION.idle_axes(state_of({"a": (8, 6)}, {}), ()) == ["model"]
+    assert PARTITION.idle_axes(state_of({"a": (2, 2)}, {}), ("data",)) == ["model"]
+    assert dataclasses.replace(PARTITION, sizes={"data": 4, "model": 1}).idle_axes(state_of({"a": (8, 6)}, {}), ()) == []
 
 
 @pytest.mark.parametrize(

@@ -711,15 +711,15 @@ def test_a_rate_is_found_and_a_module_exported_from_a_mesh(tmp_path):
         ({"mesh": {}}, "takes the sizes of its axes"),
         ({"mesh": 8}, "takes the sizes of its axes"),
         ({"mesh": {"data": True}}, "takes the sizes of its axes"),
-        ({"mesh": {"data": -1}, "devices": []}, "at least one device, and each only once"),
+        ({"mesh": {"data": -1}, "devices": []}, "at least one device, each only once"),
+        ({"mesh": {"data": 2}, "devices": [0, 1]}, r"Sharded takes a list of at least one device, .* Received: devices=\[0, 1\]"),
         ({"mesh": {"data": -1}, "rules": [("mlp", "model")]}, r"maps 'mlp' to 'model', but the mesh has the axes \['data'\]"),
         ({"mesh": {"data": -1}, "fsdp": "model"}, r"fsdp=.* takes True, False, None, or an axis of the mesh \['data'\]. Received: 'model'"),
         ({"mesh": {"a": 4, "b": 2}, "fsdp": True}, r"looks for an axis 'fsdp' or 'data' of the mesh, which has \['a', 'b'\]"),
         ({"mesh": {"data": -1}, "fsdp_min_size": -1}, "fsdp_min_size=.* at least 0"),
-        ({"mesh": {"data": -1}, "devices": 3}, r"takes a list of devices, such as jax.devices\(\)\[:4\]. Received: 3"),
+        ({"mesh": {"data": -1}, "devices": 3}, r"such as jax.devices\(\)\[:4\]. Received: devices=3"),
         ({"mesh": {"data": -1}, "rules": 5}, r"takes pairs \(logical name, mesh axis\), .* or a dict of them. Received: 5"),
         ({"mesh": {"data": -1}, "rules": [("embed", ("data", "data"))]}, "maps 'embed' to the same mesh axis twice"),
-        ({"mesh": {"dp": 4, "model": 2}, "rules": [("mlp", "model")]}, r"over which axes of the mesh .* nothing uses \['dp'\]. Add the rule \('batch', 'dp'\)"),
     ],
     ids=str,
 )
@@ -769,7 +769,10 @@ def test_names_and_sizes_that_do_not_fit_are_errors_before_any_work(compilations
 
     x = np.ones((16, 8), np.float32)
     with compilations.counted() as counted:
-        for module, message in ((dense(("embed", "mpl"), 8), "params/kernel has the axis name 'mpl'"), (dense(("embed", "mlp"), 7), r"params/kernel \[8, 7\]")):
+        for module, message in (
+            (dense(("embed", "mpl"), 8), "params/kernel has axis names that are neither in rules nor axes of the mesh: 'mpl'"),
+            (dense(("embed", "mlp"), 7), r"params/kernel \[8, 7\]"),
+        ):
             trainer = fitflax.Trainer(module, parallel=mesh_4x2())
             trainer.compile("sgd", "mse")
             with pytest.raises(ShardingError, match=message):
@@ -823,11 +826,45 @@ def test_large_parameters_that_stay_whole_are_a_warning_once():
         return [str(warning.message) for warning in caught]
 
     (message,) = build()
-    assert message.startswith("Large parameters are whole on each of 8 devices: params/kernel (2.0 MB); 2.0 MB in all")
-    assert "Sharded(fsdp=True)" in message
+    assert message.startswith("Large parameters are whole on each of 8 devices: params/kernel (2.0 MB, without axis names); 2.0 MB in all")
+    assert "Sharded(fsdp=True) splits arrays without axis names" in message
     assert build(fsdp=False) == build(fsdp=True) == []
     (message,) = build(fsdp=True, fsdp_min_size=2**30)
-    assert "fsdp=True" not in message and "name their axes" in message
+    assert "less than fsdp_min_size" in message and "fsdp=True" not in message
+
+
+def test_whole_batches_on_a_mesh_of_several_axes_are_a_warning_unless_they_are_asked_for():
+    def warned(mesh: dict[str, int], rules: Any) -> list[str]:
+        trainer = fitflax.Trainer(Plain(), parallel=Sharded(mesh, rules=rules))
+        trainer.compile("sgd", "sparse_categorical_crossentropy")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.build((X[:24], Y[:24]))
+        return [str(warning.message) for warning in caught]
+
+    (message,) = warned({"dp": 4, "tp": 2}, [("embed", "dp"), ("mlp", "tp")])
+    assert message.startswith("Each device works on whole batches: no axis of the mesh {'dp': 4, 'tp': 2} is called 'data'") and "('batch', 'dp')" in message
+    assert warned({"dp": 4, "tp": 2}, [("batch", None)]) == warned({"dp": 4, "tp": 2}, [("batch", "dp")]) == warned({"tp": 8}, [("mlp", "tp")]) == []
+
+
+def test_the_summary_names_axes_over_which_nothing_is_split():
+    out = io.StringIO()
+    trainer = fitflax.Trainer(Plain(), parallel=mesh_4x2())
+    trainer.compile("sgd", "sparse_categorical_crossentropy")
+    trainer.summary(sample=X[:8], sharding=True, file=out)
+    assert "No array of the state and no batch is split over 'model'." in out.getvalue() and "over 'data'." not in out.getvalue()
+
+
+def test_an_axis_that_the_mesh_does_not_have_is_an_error_with_the_modules_path():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.Dense(8, kernel_init=nn.with_partitioning(nn.initializers.ones, ("tensor", None)))(x)
+
+    trainer = fitflax.Trainer(Net(), parallel=mesh_4x2())
+    trainer.compile("sgd", "mse")
+    with pytest.raises(ModelError, match=r"not found in mesh.* It is named in Dense_0, a Dense. nn.with_partitioning names axes of the mesh"):
+        trainer.build((np.ones((8, 8), np.float32), np.ones((8, 8), np.float32)))
 
 
 def test_a_strategy_says_what_it_is():
