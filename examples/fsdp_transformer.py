@@ -1,6 +1,6 @@
 """A character transformer whose state is split over a mesh of devices: FSDP along one axis, tensor parallel along the other, and `fit` as on one device.
 
-python examples/fsdp_transformer.py [--model 2] [--steps 200] [--directory runs/fsdp_transformer]
+python examples/fsdp_transformer.py [--directory runs/fsdp_transformer] [--model 2] [--steps 200]
 
 Without accelerators it makes eight devices of the CPU. Start it again with another --model: it goes on from its checkpoint, on another mesh.
 """

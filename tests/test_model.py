@@ -168,7 +168,7 @@ def test_metadata_boxes_are_taken_off():
 
 def test_a_module_that_fails_says_on_what_and_when():
     model = adapt_module(nn.Conv(2, (3, 3)))
-    with pytest.raises(ModelError, match=r"Conv cannot be initialized on inputs float32\[4\].*share of the batch"):
+    with pytest.raises(ModelError, match=r"Conv cannot be initialized on inputs float32\[4\].*what a step sees of a batch"):
         model.init({"params": jax.random.key(0)}, np.ones(4, np.float32))
 
 

@@ -36,7 +36,7 @@ import fitflax.checkpoints.msgpack_format as msgpack_format
 from fitflax.checkpoints.documents import fsync_directory
 from fitflax.checkpoints.trees import Plain, fetch, join, walk
 from fitflax.errors import CheckpointError, CorruptCheckpointError
-from fitflax.parallel.host_memory import is_spread
+from fitflax.parallel.host_memory import copy_to_host_memory, is_spread
 
 __all__ = ["FILES", "OWN_KEYS", "read_state", "restore_numpy", "write_state"]
 
@@ -212,6 +212,10 @@ def _fill(node: dict[str, Any], restored: dict[str, Any]) -> None:
 def _fetched(tree: dict[str, Any]) -> Any:
     """Returns `tree` with NumPy arrays, but for those that are split over devices, which Orbax writes part by part."""
     leaves, treedef = jax.tree.flatten(tree)
+    # Orbax leaves the values of what it writes on the host, with the arrays: copies go with them.
+    spread = [index for index, leaf in enumerate(leaves) if is_spread(leaf) and leaf.sharding.memory_kind != "pinned_host"]
+    for index, copy in zip(spread, copy_to_host_memory([leaves[index] for index in spread]), strict=True):
+        leaves[index] = copy
     is_whole = [isinstance(leaf, jax.Array) and not is_spread(leaf) for leaf in leaves]
     values = fetch((leaf for leaf, whole in zip(leaves, is_whole, strict=True) if whole), ahead_bytes=math.inf)
     return jax.tree.unflatten(treedef, [next(values) if whole else leaf for leaf, whole in zip(leaves, is_whole, strict=True)])
