@@ -295,13 +295,13 @@ def _send_to_host(outputs: PyTree) -> None:
 
 
 def _to_host(program: Program, dispatched: _Dispatched, callbacks: CallbackList) -> PyTree:
-    group, size = dispatched.group, len(dispatched.group[0].batch.mask)
+    group, size = dispatched.group, dispatched.group[0].num_rows
     outputs = program.strategy.join(dispatched.outputs, len(group) if dispatched.is_group else None)
     real = sum(fed.num_real for fed in group)
     if real - group[-1].num_real == size * (len(group) - 1):  # The usual case: but for the last one, all batches are full.
         outputs = jax.tree.map(lambda leaf: leaf[:real], outputs)
     else:
-        rows = np.concatenate([fed.batch.mask for fed in group])
+        rows = np.concatenate([np.arange(fed.num_rows) < fed.num_real for fed in group])
         outputs = jax.tree.map(lambda leaf: leaf[rows], outputs)
     callbacks.call("on_predict_batch_end", dispatched.number, {"outputs": outputs})
     return outputs

@@ -22,7 +22,7 @@ from fitflax.checkpoints.resume import find_resume
 from fitflax.checkpoints.saved import Saved
 from fitflax.checkpoints.saving import Saver
 from fitflax.checkpoints.store import CheckpointStore
-from fitflax.data import Batcher, Source, adapt
+from fitflax.data import Source, adapt
 from fitflax.data.batch import Selection, Triple
 from fitflax.data.feeds import Feeder
 from fitflax.errors import ConfigError
@@ -129,7 +129,7 @@ class TrainLoop:
         try:
             saved = None if restore_from is None else _newest_in(Path(restore_from), session, saver)
             if sample is not None and saved is None:
-                session.build(Batcher(num_shards=session.strategy.num_batch_shards)(Triple(arguments.zeros(sample), (), None))[0])
+                session.build(session.strategy.batcher()(Triple(arguments.zeros(sample), (), None)).batch)
             options: dict[str, Any] = {"saved": saved, "saver": saver, "steps_per_epoch": steps_per_epoch, "grads": grads, "sown": sown}
             self._begin(session, source, None, steps=steps, every=every, **options)
         except BaseException:
@@ -320,7 +320,7 @@ class EvalLoop:
         source = adapt(data, seed=0, selection=Selection(None, None), batch_size=batch_size, shuffle=False)
 
         def evaluation_on(strategy: Strategy) -> Evaluation:
-            feeds = Feeder(strategy.num_batch_shards, pad=True).evaluations(source, name, steps)
+            feeds = Feeder(strategy.num_batch_shards, pad=True, part=strategy.part).evaluations(source, name, steps)
             return Evaluation(Program(make_task(strategy=strategy)), source, feeds, steps=steps, name=name)
 
         self._evaluation_on = functools.lru_cache(maxsize=1)(evaluation_on)

@@ -483,7 +483,7 @@ class Program:
         seen = ("predict", str(_abstract(self.strategy.abstract_feed(batch)).x), is_single)
         if seen in self._seen:
             return
-        rows = len(batch.mask) // self.strategy.num_replicas
+        rows = self.strategy.rows_of(batch) // self.strategy.num_replicas
         outputs, cost, _ = self._traced_outputs(state, batch, train=False)
         if any(not leaf.shape or leaf.shape[0] != rows for leaf in jax.tree.leaves(outputs)):
             raise ModelError(f"predict joins outputs along their first axis, the examples ({rows} here). The module returned {describe_shapes(outputs)}.")
@@ -507,7 +507,7 @@ class Program:
     def forward_flops(self, state: TrainState, batch: Batch) -> float | None:
         """Returns the same of a pass forward alone over one example, from the shapes of a batch; `None` where that is not known."""
         flops = self._traced_outputs(state, batch, train=not self.task.model.can_evaluate).cost.matrix_flops
-        return flops * self.strategy.num_replicas * self.strategy.num_partitions / len(batch.mask) if math.isfinite(flops) else None
+        return flops * self.strategy.num_replicas * self.strategy.num_partitions / self.strategy.rows_of(batch) if math.isfinite(flops) else None
 
     def memory(self) -> Any:
         """Returns JAX's analysis of the memory that the training step prepared last takes on a device; `None` where none has been compiled ahead."""
@@ -557,8 +557,8 @@ def _without_rows(key: str, metric: Metric) -> Metric:
 
 
 def _check_scalar(structure: _Structure, fed: FedBatch) -> None:
-    if structure.scalar_loss and fed.num_real < len(fed.batch.mask):
-        raise scalar_loss_error(fed.num_real, len(fed.batch.mask))
+    if structure.scalar_loss and fed.num_real < fed.num_rows:
+        raise scalar_loss_error(fed.num_real, fed.num_rows)
 
 
 def scalar_loss_error(rows: int, size: int) -> LossError:

@@ -17,7 +17,7 @@ from fitflax.checkpoints.resume import check_fits, fit_to, restored_state
 from fitflax.checkpoints.saved import Saved
 from fitflax.checkpoints.saving import NICENESS_ON_HOST, Saver
 from fitflax.checkpoints.trees import refit
-from fitflax.data import Batcher, Position, Source
+from fitflax.data import Position, Source
 from fitflax.data.batch import Triple
 from fitflax.data.feeds import Feeder
 from fitflax.data.streams import OneShotSource
@@ -53,7 +53,7 @@ class Session:
         self._make_task = make_task
         self.strategy = strategy
         self.seed = seed
-        self.feeder = Feeder(strategy.num_batch_shards, pad=True)
+        self.feeder = Feeder(strategy.num_batch_shards, pad=True, part=strategy.part)
         self.run_id = secrets.token_hex(8)
         self.stop_reason: str | None = None
         self.is_stopping = False
@@ -148,7 +148,7 @@ class Session:
         self._given_optimizer = given
         self._program = Program(self._make_task(objective, self._optimizer, numerics))
         self.pad = pad
-        self.feeder = Feeder(self.strategy.num_batch_shards, pad, numerics.accumulate_steps)
+        self.feeder = Feeder(self.strategy.num_batch_shards, pad, numerics.accumulate_steps, part=self.strategy.part)
         if self.is_serving:
             return
         if self.live is not None and (not is_same or self._unplaced is not None):
@@ -221,7 +221,7 @@ class Session:
             if make_task is not None:
                 task = self._program.task
                 other._program = Program(make_task(task.objective, task.optimizer, task.numerics))
-            other.feeder = Feeder(self.strategy.num_batch_shards, self.pad, self._program.task.numerics.accumulate_steps)
+            other.feeder = Feeder(self.strategy.num_batch_shards, self.pad, self._program.task.numerics.accumulate_steps, part=self.strategy.part)
         return other
 
     def begin_run(self) -> None:
@@ -439,8 +439,8 @@ class Session:
         if memory and taken is None:
             if sample is None:
                 raise NotReadyError("summary(memory=True) compiles a training step for the shapes of a batch. Pass summary(sample=(x, y), memory=True).")
-            batcher = Batcher(num_shards=self.strategy.num_batch_shards, accumulate_steps=program.task.numerics.accumulate_steps)
-            batch, _ = batcher(Triple(*jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), (sample.x, sample.y, sample.weights))))
+            batcher = self.strategy.batcher(accumulate_steps=program.task.numerics.accumulate_steps)
+            batch = batcher(Triple(*jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), (sample.x, sample.y, sample.weights)))).batch
             steps = None if self.steps_per_call == 1 else self.steps_per_call
             program.prepare(state, batch, train=True, steps_per_call=steps)
             taken = program.memory()

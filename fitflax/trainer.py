@@ -316,7 +316,7 @@ class Trainer:
         """
         self._session.need_compiled("build")
         self._session.begin_run()
-        self._session.build(Batcher(num_shards=self._session.strategy.num_batch_shards)(self._selection.split(arguments.zeros(batch)))[0])
+        self._session.build(self._session.strategy.batcher()(self._selection.split(arguments.zeros(batch))).batch)
 
     def summary(self, sample: Any = None, *, memory: bool = False, sharding: bool = False, file: TextIO | None = None) -> None:
         """Prints the model's layers with shapes and parameters, the sizes of parameters, collections and optimizer state, and what the model costs.
@@ -338,7 +338,7 @@ class Trainer:
             ModelError: The module does not run on it.
             ShardingError: The state does not fit the mesh.
         """
-        batch = None if sample is None else Batcher(num_shards=1)(self._selection.split(arguments.zeros(sample), inputs_only=not memory))[0]
+        batch = None if sample is None else Batcher(num_shards=1)(self._selection.split(arguments.zeros(sample), inputs_only=not memory)).batch
         print(self._session.describe(batch, memory=memory, sharding=sharding), file=file)
 
     def replace_state(self, state: TrainState | InferenceState) -> None:
@@ -997,7 +997,7 @@ class Trainer:
         session = self._session
         live = session.need_state("export")
         arguments.check_counts(batch_size=batch_size)
-        batch = session.sample if sample is None else Batcher(num_shards=1)(self._selection.split(arguments.zeros(sample), inputs_only=True))[0]
+        batch = session.sample if sample is None else Batcher(num_shards=1)(self._selection.split(arguments.zeros(sample), inputs_only=True)).batch
         if batch is None:
             raise NotReadyError("export needs the shapes of inputs, and there has been no batch yet. Pass export(path, sample=x).")
         return export_inference(path, session.any_program(), live.borrow(), batch, batch_size=batch_size, platforms=platforms)

@@ -46,10 +46,11 @@ class FedBatch(NamedTuple):
 
     Attributes:
         batch: The padded batch.
-        num_real: How many of its rows are real.
+        num_real: How many rows of the whole batch are real.
         position: The position of the data after this batch.
         block: The full batches that were read in one piece with it, rows one behind the other; `None` where there are none.
         number: Which of them it is, from 0.
+        size: The rows of the whole batch, of which `batch` may be one process's part.
 
     >>> FedBatch(Batch(x=np.ones((2, 3)), y=(), mask=full_mask(2)), num_real=2, position=Position(examples=2)).num_real
     2
@@ -60,6 +61,12 @@ class FedBatch(NamedTuple):
     position: Position
     block: Triple | None = None
     number: int = 0
+    size: int | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of the whole batch, padding included, over all processes."""
+        return len(self.batch.mask) if self.size is None else self.size
 
 
 def in_one_piece(group: Sequence[FedBatch]) -> Triple | None:
@@ -236,12 +243,13 @@ class Batcher:
         size: The batch size if it is known; otherwise the first batch decides.
         pad: Whether to pad at all; without it every size has a shape of its own.
         class_weight: `{label: weight}`, for labels `[batch]`, `[batch, 1]` or one-hot; labels without a weight count 1.
+        part: Which of how many equal parts of each batch is made, `(index, count)`: that of this process, where all of them read the same data.
 
     Raises:
         ConfigError: A key of `class_weight` that is no integer.
 
-    >>> fed, real = Batcher(num_shards=2, size=4)(Triple(np.arange(3.0), (), None))
-    >>> fed.x.tolist(), fed.mask.tolist(), real
+    >>> fed = Batcher(num_shards=2, size=4)(Triple(np.arange(3.0), (), None))
+    >>> fed.batch.x.tolist(), fed.batch.mask.tolist(), fed.num_real
     ([0.0, 1.0, 2.0, 0.0], [True, True, True, False], 3)
     """
 
@@ -253,7 +261,9 @@ class Batcher:
         size: int | None = None,
         pad: bool = True,
         class_weight: Mapping[int, float] | None = None,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
+        self._part = part
         self._shards = num_shards
         self._accumulate_steps = accumulate_steps
         self._multiple = num_shards * accumulate_steps
@@ -265,8 +275,8 @@ class Batcher:
     def _round_up(self, rows: int) -> int:
         return -(-rows // self._multiple) * self._multiple
 
-    def __call__(self, triple: Triple, *, is_checked: bool = False) -> tuple[Batch, int]:
-        """Returns the padded batch and the number of its real rows.
+    def __call__(self, triple: Triple, *, is_checked: bool = False) -> FedBatch:
+        """Returns the padded batch, with the position after it if it is the first.
 
         Args:
             triple: The batch.
@@ -276,15 +286,19 @@ class Batcher:
             DataError: Lengths that differ, an empty batch, values that are no numbers.
         """
         x, y, weights = self._weigh(triple if is_checked else _checked(triple))
-        return self._padded((x, y, weights), len(jax.tree.leaves(x)[0]))
-
-    def _padded(self, weighed: tuple[PyTree, PyTree, Any], rows: int) -> tuple[Batch, int]:
+        rows = len(jax.tree.leaves(x)[0])
         size = self._size_for(rows)
-        if rows == size:
-            return Batch(weighed[0], weighed[1], full_mask(size), weighed[2]), rows
-        repeated = np.arange(size) % rows
-        x, y, weights = jax.tree.map(lambda leaf: leaf[repeated], weighed)
-        return Batch(x, y, np.arange(size) < rows, weights), rows
+        return FedBatch(self._padded((x, y, weights), rows, size), rows, Position(examples=rows), size=size)
+
+    def _padded(self, weighed: tuple[PyTree, PyTree, Any], rows: int, size: int) -> Batch:
+        """Returns this process's part of so many rows, filled up to `size`."""
+        index, count = self._part
+        if rows == size and count == 1:
+            return Batch(weighed[0], weighed[1], full_mask(size), weighed[2])
+        own = np.arange(size // count * index, size // count * (index + 1))
+        taken: Any = slice(own[0], own[-1] + 1) if rows == size else own % rows
+        x, y, weights = jax.tree.map(lambda leaf: leaf[taken], weighed)
+        return Batch(x, y, full_mask(len(own)) if own[-1] < rows else own < rows, weights)
 
     def _weigh(self, triple: Triple) -> Triple:
         x, y, weights = triple
@@ -305,15 +319,16 @@ class Batcher:
         leaves, structure = jax.tree.flatten(tuple(self._weigh(triple)))
         count, (passes, seen) = len(leaves[0]), position
         rows = min(rows, count)
-        mask = full_mask(self._size_for(rows))
+        size, is_part = self._size_for(rows), self._part[1] > 1
+        mask = full_mask(size)
         whole = Triple(*jax.tree.unflatten(structure, leaves))
         is_plain = len(leaves) == 2 and leaves[0] is whole.x and leaves[1] is whole.y
         cut = []
         for begin in range(0, count, rows):  # As little as possible: a batch may be trained on in some microseconds.
             end = begin + rows
-            if len(mask) != rows:
-                batch, _ = self._padded(jax.tree.unflatten(structure, [leaf[begin:end] for leaf in leaves]), rows)
-                cut.append(FedBatch(batch, rows, Position(passes, seen + end)))
+            if size != rows or is_part:
+                batch = self._padded(jax.tree.unflatten(structure, [leaf[begin:end] for leaf in leaves]), rows, size)
+                cut.append(FedBatch(batch, rows, Position(passes, seen + end), size=size))
             elif is_plain:
                 cut.append(FedBatch(Batch(leaves[0][begin:end], leaves[1][begin:end], mask), rows, Position(passes, seen + end), whole, begin // rows))
             else:

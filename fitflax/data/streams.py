@@ -200,8 +200,8 @@ class Feed:
         if not source.owns_batches:
             # A loader may fill one buffer again and again, and a step may still be reading it when the next batch is asked for.
             triple = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, triple)
-        batch, num_real = self.batcher(triple, is_checked=source.is_checked)
-        self._ready.append(FedBatch(batch, num_real, Position(self._position.passes, self._position.examples + num_real)))
+        fed = self.batcher(triple, is_checked=source.is_checked)
+        self._ready.append(fed._replace(position=Position(self._position.passes, self._position.examples + fed.num_real)))
         return triple
 
     def _open(self) -> Iterator[Triple]:

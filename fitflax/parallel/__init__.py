@@ -3,7 +3,8 @@
 from fitflax.parallel import processes
 from fitflax.parallel.base import Strategy
 from fitflax.parallel.data_parallel import DataParallel
+from fitflax.parallel.launch import initialize
 from fitflax.parallel.replicas import check_replicas
 from fitflax.parallel.sharded import Sharded
 
-__all__ = ["DataParallel", "Sharded", "Strategy", "check_replicas", "processes"]
+__all__ = ["DataParallel", "Sharded", "Strategy", "check_replicas", "initialize", "processes"]

@@ -6,20 +6,18 @@ what must be the same on all of them.
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, cast
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from fitflax.errors import ConfigError
+from fitflax.data.batch import Batcher
 from fitflax.parallel.feeding import Feeding
 from fitflax.parallel.in_flight import InFlight
 from fitflax.parallel.packed import Packed
 from fitflax.state import Batch, PyTree, TrainState
 
-__all__ = ["Compiled", "Layout", "Places", "Strategy", "check_devices", "own_copy"]
+__all__ = ["Compiled", "Layout", "Places", "Strategy"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,6 +59,7 @@ class Strategy(abc.ABC):
         num_replicas: How many calls of a step's function share a batch, each on a device of its own and joined by the functions below.
         num_partitions: Over how many devices the compiler spreads one such call.
         num_batch_shards: Over how many devices the rows of a batch are split; full batches are a multiple of it.
+        part: Which of how many parts of each batch this process feeds, `(index, count)`.
         compiles_ahead: Whether a call uses what was compiled by way of `Compiled.lower`.
         max_in_flight: How many steps may be dispatched and not finished. It bounds memory, and on CPU it keeps XLA's collectives from a deadlock.
         in_flight: Keeps to it, for all who dispatch steps to these devices.
@@ -73,6 +72,7 @@ class Strategy(abc.ABC):
     num_replicas: int
     num_partitions: int
     num_batch_shards: int
+    part: tuple[int, int]
     compiles_ahead: bool
     max_in_flight: int
     in_flight: InFlight
@@ -160,6 +160,14 @@ class Strategy(abc.ABC):
     def describe_whole(self, state: TrainState) -> str | None:
         """Returns, in words, what may be too much for a device: large parameters that each holds whole, or whole batches; `None` if all is well."""
 
+    def batcher(self, **options: Any) -> Batcher:
+        """Returns what makes batches of the shape that the devices need, or this process's part of them; `options` are those of `Batcher`."""
+        return Batcher(num_shards=self.num_batch_shards, part=self.part, **options)
+
+    def rows_of(self, batch: Batch) -> int:
+        """Returns how many rows a host batch has over all processes."""
+        return len(batch.mask) * self.part[1]
+
     def feed(self, batch: Batch) -> Batch:
         """Returns a host batch in the form in which compiled functions take it, in the cheapest way for these devices."""
         return self.feeding.feed(batch)
@@ -240,22 +248,3 @@ class Strategy(abc.ABC):
     @abc.abstractmethod
     def unify(self, collections: dict[str, PyTree]) -> dict[str, PyTree]:
         """Returns mutable collections made equal on all replicas."""
-
-
-def check_devices(owner: str, devices: Any) -> list[Any]:
-    """Returns devices as a list.
-
-    Raises:
-        ConfigError: They are none, or none at all, or some come twice.
-    """
-    used = list(devices) if isinstance(devices, Iterable) and not isinstance(devices, str | Mapping) else []
-    if not used or len(set(used)) != len(used) or not all(isinstance(device, jax.Device) for device in used):
-        raise ConfigError(f"{owner} takes a list of at least one device, each only once, such as jax.devices()[:4]. Received: devices={devices!r}.")
-    return used
-
-
-def own_copy(leaf: Any) -> Any:
-    """Returns a copy of a leaf on the host, without weak types; typed keys stay such."""
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(jnp.array(np.array(jax.random.key_data(leaf))), impl=jax.random.key_impl(leaf))
-    return np.array(leaf)

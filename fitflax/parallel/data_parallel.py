@@ -18,10 +18,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from typing_extensions import override
 
 from fitflax.errors import ConfigError
-from fitflax.parallel.base import Compiled, Layout, Places, Strategy, check_devices, own_copy
+from fitflax.parallel.base import Compiled, Layout, Places, Strategy
 from fitflax.parallel.feeding import Feeding
 from fitflax.parallel.in_flight import InFlight
 from fitflax.parallel.packed import Packed
+from fitflax.parallel.placing import check_devices, own_copy, part_of, put
 from fitflax.state import PyTree, TrainState
 
 __all__ = ["DataParallel"]
@@ -63,19 +64,24 @@ class DataParallel(Strategy):
         self.reduce: dict[str, Reducer] = dict(reduce or {})
         self.num_replicas = self.num_batch_shards = len(self.devices)
         self.num_partitions = 1
+        self.part = part_of(self.devices)
+        # Between processes `jax.pmap` would convert each argument and each result at every call, and loses donated ones.
+        self._maps = self.num_replicas > 1 and self.part[1] == 1
         # Two on several CPU devices: more can fill XLA's thread pool with collectives that wait for each other. Others only need enough to hide the dispatch; a
         # GPU makes a small step while the host wakes up from its wait for another.
         on_cpu = self.devices[0].platform == "cpu"
         self.max_in_flight = (2 if self.num_replicas > 1 else 8) if on_cpu else 32
         self.in_flight = InFlight(self.max_in_flight)
-        self.compiles_ahead = jax.process_count() == 1  # With more, pmap makes other arguments of those that it is given.
+        self.compiles_ahead = True
         mesh = Mesh(np.array(self.devices), (axis_name,))
         self._mesh = mesh
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._split = NamedSharding(mesh, PartitionSpec(axis_name))
         self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
         self._norm = jax.jit(optax.tree.norm)
-        self.feeding = Feeding(self.num_replicas, self._split, self._split)
+        by_process = self.part[1] > 1
+        self._group = NamedSharding(mesh, PartitionSpec(None, axis_name)) if by_process else self._split
+        self.feeding = Feeding(1 if by_process else self.num_replicas, self._split, self._group, self.part[1])
 
     def __repr__(self) -> str:
         return f"DataParallel({self.num_replicas} {self.devices[0].platform} devices, axis_name={self.axis_name!r})"
@@ -84,13 +90,13 @@ class DataParallel(Strategy):
     def compile(self, fn: Callable[..., Any], *, inputs: Sequence[Layout], outputs: Layout | Sequence[Layout], donate: Sequence[int] = ()) -> Compiled:
         results = (outputs,) if isinstance(outputs, str | Places) else tuple(outputs)
         # pmap insists on an argument that is split.
-        if self.num_replicas == 1 or all(map(_is_whole, inputs)):
-            split = PartitionSpec(self.axis_name)
-            out_specs = tuple(PartitionSpec() if _is_whole(layout) else split for layout in results)
+        if not self._maps or all(map(_is_whole, inputs)):
+            by_process = self.part[1] > 1
+            out_specs = tuple(PartitionSpec() if by_process else self._spec(layout) for layout in results)
             mapped = jax.shard_map(
-                fn,
+                self._gathering(fn, outputs) if by_process else fn,
                 mesh=self._mesh,
-                in_specs=tuple(PartitionSpec() if _is_whole(layout) else split for layout in inputs),
+                in_specs=tuple(map(self._spec, inputs)),
                 out_specs=out_specs[0] if isinstance(outputs, str) else out_specs,
                 check_vma=False,
             )
@@ -106,6 +112,25 @@ class DataParallel(Strategy):
             donate_argnums=tuple(donate),
         )
         return _WithNothing(mapped)
+
+    def _spec(self, layout: Layout) -> PartitionSpec:
+        return PartitionSpec() if _is_whole(layout) else self._group.spec if layout == "group" else self._split.spec
+
+    def _gathering(self, fn: Callable[..., Any], outputs: Layout | Sequence[Layout]) -> Callable[..., Any]:
+        """Returns `fn` such that its split results are whole on all devices, so that each process can read them."""
+
+        def whole(layout: Layout, tree: PyTree) -> PyTree:
+            if _is_whole(layout):
+                return tree
+            return lax.all_gather(tree, self.axis_name, axis=1 if layout == "group" else 0, tiled=True)
+
+        def gathered(*arguments: Any) -> Any:
+            results = fn(*arguments)
+            if isinstance(outputs, str | Places):
+                return whole(outputs, results)
+            return tuple(whole(layout, tree) for layout, tree in zip(outputs, results, strict=True))
+
+        return gathered
 
     @override
     def trace(self, fn: Callable[..., Any], *, inputs: Sequence[Layout]) -> Callable[..., Any]:
@@ -135,6 +160,8 @@ class DataParallel(Strategy):
     @override
     def put(self, tree: PyTree) -> PyTree:
         # By way of private NumPy copies: `may_alias=False` still shares aligned NumPy memory, and keeps a JAX buffer that lies on one of the devices.
+        if self.part[1] > 1:
+            return jax.tree.map(lambda leaf: put(leaf, self._replicated), tree)
         return jax.device_put(jax.tree.map(own_copy, tree), self._replicated)
 
     @override

@@ -22,6 +22,7 @@ class Feeding:
         num_shares: How many calls of a step's function share a batch, each on a device of its own: then arrays get a leading axis of shares.
         split: Where `[batch, ...]`, or `[shares, batch / shares, ...]`, lies.
         group: Where `[steps, batch, ...]`, or `[shares, steps, batch / shares, ...]`, lies.
+        num_parts: Of how many parts of a batch, fed by as many processes, the given one is one; there is one share then.
 
     >>> from jax.sharding import Mesh, PartitionSpec
     >>> mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
@@ -30,8 +31,9 @@ class Feeding:
     (4, 2, 3)
     """
 
-    def __init__(self, num_shares: int, split: NamedSharding, group: NamedSharding) -> None:
+    def __init__(self, num_shares: int, split: NamedSharding, group: NamedSharding, num_parts: int = 1) -> None:
         self._num_shares = num_shares
+        self._num_parts = num_parts
         self._split = split
         self._group = group
         self._put_mask = functools.lru_cache(maxsize=8)(self._put_full_mask)
@@ -41,8 +43,11 @@ class Feeding:
         # Arrays go to the compiled call as they are, which is cheaper on CPU than placing them first. Masks are the exception: the mask of a full
         # batch stays on the device, and a short batch's must be placed like it, or the step would be compiled a second time.
         size = len(batch.mask)
-        mask = self._put_mask(size) if batch.mask is full_mask(size) else jax.device_put(self._fold(batch.mask), self._split)
+        mask = self._put_mask(size) if batch.mask is full_mask(size) else self._place(self._fold(batch.mask), self._split)
         x, y, _, weights = batch
+        if self._num_parts > 1:
+            x, y, weights = jax.tree.map(lambda leaf: self._place(leaf, self._split), (x, y, weights))
+            return Batch(x, y, mask, weights)
         is_plain = type(x) is np.ndarray and type(y) is np.ndarray and weights is None  # Looking at trees takes longer than many a step.
         if self._num_shares > 1 or not (is_plain or all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves((x, y, weights)))):
             x, y, weights = jax.tree.map(self._feed_leaf, (x, y, weights))
@@ -55,11 +60,13 @@ class Feeding:
         if all(batch.mask is full for batch in batches):
             mask = self._put_mask(rows, size)
         else:
-            mask = jax.device_put(self._stack(size, *(batch.mask for batch in batches)), self._group)
+            mask = self._place(self._stack(size, *(batch.mask for batch in batches)), self._group)
         if whole is None:
             x, y, weights = jax.tree.map(functools.partial(self._stack, size), *((batch.x, batch.y, batch.weights) for batch in batches))
         else:
             x, y, weights = jax.tree.map(functools.partial(self._fold_group, len(batches), size), tuple(whole))
+        if self._num_parts > 1:
+            x, y, weights = jax.tree.map(lambda leaf: self._place(leaf, self._group), (x, y, weights))
         return Batch(x, y, mask, weights)
 
     def abstract_feed(self, batch: Batch, steps: int | None = None) -> Batch:
@@ -68,13 +75,13 @@ class Feeding:
         place = self._split if steps is None else self._group
 
         def abstract(leaf: Any, is_placed: bool) -> jax.ShapeDtypeStruct:
-            shape = (*group, *leaf.shape)
+            shape = (*group, leaf.shape[0] * self._num_parts, *leaf.shape[1:])
             if self._num_shares > 1:
                 shape = (self._num_shares, *group, leaf.shape[0] // self._num_shares, *leaf.shape[1:])
             return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(leaf.dtype), sharding=place if is_placed else None)
 
         x, y, mask, weights = batch
-        x, y, weights = jax.tree.map(lambda leaf: abstract(leaf, isinstance(leaf, jax.Array)), (x, y, weights))
+        x, y, weights = jax.tree.map(lambda leaf: abstract(leaf, isinstance(leaf, jax.Array) or self._num_parts > 1), (x, y, weights))
         return Batch(x, y, abstract(mask, True), weights)
 
     def join(self, outputs: PyTree, steps: int | None = None) -> PyTree:
@@ -122,5 +129,11 @@ class Feeding:
     def _put_full_mask(self, rows: int, steps: int | None = None) -> Any:
         mask = full_mask(rows)
         if steps is None:
-            return jax.device_put(self._fold(mask), self._split)
-        return jax.device_put(self._stack(steps, *[mask] * steps), self._group)
+            return self._place(self._fold(mask), self._split)
+        return self._place(self._stack(steps, *[mask] * steps), self._group)
+
+    def _place(self, leaf: Any, place: NamedSharding) -> Any:
+        """Returns an array on the devices, given all of it, or this process's part of its rows."""
+        if self._num_parts == 1:
+            return jax.device_put(leaf, place)
+        return jax.make_array_from_process_local_data(place, np.asarray(leaf))

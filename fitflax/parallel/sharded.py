@@ -19,11 +19,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from typing_extensions import override
 
 from fitflax.errors import ConfigError, FitflaxError, ModelError
-from fitflax.parallel.base import Compiled, Layout, Places, Strategy, check_devices, own_copy
+from fitflax.parallel.base import Compiled, Layout, Places, Strategy
 from fitflax.parallel.feeding import Feeding
 from fitflax.parallel.in_flight import InFlight
 from fitflax.parallel.packed import Packed
 from fitflax.parallel.partition import BATCH, FSDP_MIN_SIZE, MeshAxes, Partition, checked_rules
+from fitflax.parallel.placing import check_devices, is_key, part_of, put
 from fitflax.state import PyTree, TrainState
 
 __all__ = ["Sharded"]
@@ -75,8 +76,6 @@ class Sharded(Strategy):
         devices: Sequence[jax.Device] | None = None,
     ) -> None:
         self.mesh = _make_mesh(mesh, devices)
-        if any(device.process_index != jax.process_index() for device in self._devices):
-            raise ConfigError("Sharded runs in one process: the mesh has devices of others. Pass devices=jax.local_devices().")
         sizes = dict(self.mesh.shape)
         own_rules = checked_rules(rules, sizes)
         fsdp_axes = _fsdp_axes(fsdp, sizes)
@@ -100,7 +99,8 @@ class Sharded(Strategy):
         group = PartitionSpec(None, rows) if self.batch_axes else PartitionSpec()
         self._by_layout = {"replicated": self._at(PartitionSpec()), "split": self._at(split), "group": self._at(group)}
         self._norm = jax.jit(optax.tree.norm)
-        self.feeding = Feeding(1, self._by_layout["split"], self._by_layout["group"])
+        self.part = part_of(self.mesh.devices.flat, self._by_layout["split"], self.num_batch_shards)
+        self.feeding = Feeding(1, self._by_layout["split"], self._by_layout["group"], self.part[1])
 
     def __repr__(self) -> str:
         fsdp = f", fsdp over {self.partition.fsdp_axes}" if self.partition.fsdp_axes else ""
@@ -137,13 +137,17 @@ class Sharded(Strategy):
             jax.jit(
                 self.trace(fn, inputs=inputs),
                 in_shardings=tuple(map(self._shardings, inputs)),
-                out_shardings=self._shardings(outputs) if single else tuple(map(self._shardings, cast(Sequence[Layout], outputs))),
+                out_shardings=self._result(outputs) if single else tuple(map(self._result, cast(Sequence[Layout], outputs))),
                 donate_argnums=tuple(donate),
             ),
         )
 
     def _shardings(self, layout: Any) -> Any:
         return layout.tree if isinstance(layout, Places) else self._by_layout[layout]
+
+    def _result(self, layout: Any) -> Any:
+        """Returns where results lie; what is split between processes is whole on all devices, so that each process can read it."""
+        return self._by_layout["replicated"] if self.part[1] > 1 and layout in ("split", "group") else self._shardings(layout)
 
     @override
     def trace(self, fn: Callable[..., Any], *, inputs: Sequence[Layout]) -> Callable[..., Any]:
@@ -178,7 +182,7 @@ class Sharded(Strategy):
 
     @override
     def put(self, tree: PyTree) -> PyTree:
-        return jax.device_put(jax.tree.map(own_copy, tree), self._by_layout["replicated"])
+        return jax.tree.map(lambda leaf: put(leaf, self._by_layout["replicated"]), tree)
 
     @override
     def abstract_put(self, tree: PyTree) -> PyTree:
@@ -196,8 +200,8 @@ class Sharded(Strategy):
         placed: list[Any] = [None] * len(leaves)
         small: list[int] = []
         for index, (leaf, place) in enumerate(zip(leaves, places, strict=True)):
-            if not isinstance(leaf, jax.Array) or _is_key(leaf):
-                placed[index] = _put(leaf, place)
+            if not isinstance(leaf, jax.Array) or is_key(leaf):
+                placed[index] = put(leaf, place)
             elif leaf.nbytes < _SMALL_BYTES:
                 small.append(index)
             else:
@@ -376,17 +380,3 @@ def _copier(places: tuple[NamedSharding, ...]) -> Any:
 
 def _abstract(leaf: Any, place: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, True), sharding=place)
-
-
-def _put(leaf: Any, place: NamedSharding) -> Any:
-    """Returns an array of the host, or a key, in its place; each device gets no more than the part that it keeps."""
-    if _is_key(leaf):
-        return jax.device_put(own_copy(leaf), place)
-    host: np.ndarray[Any, Any] = np.asarray(leaf)
-    dtype = jax.dtypes.canonicalize_dtype(host.dtype)
-    # The copies are private: the memory of an array of the host would be shared where it can be.
-    return jax.make_array_from_callback(host.shape, place, lambda index: np.array(host[index], dtype))
-
-
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -1,0 +1,82 @@
+"""Arrays of the host on devices, also where some of these are other processes'; and what part of a batch a process feeds."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from fitflax.errors import ConfigError
+
+__all__ = ["check_devices", "is_key", "own_copy", "part_of", "put"]
+
+
+def check_devices(owner: str, devices: Any) -> list[Any]:
+    """Returns devices as a list.
+
+    Raises:
+        ConfigError: They are none, or none at all, or some come twice.
+    """
+    used = list(devices) if isinstance(devices, Iterable) and not isinstance(devices, str | Mapping) else []
+    if not used or len(set(used)) != len(used) or not all(isinstance(device, jax.Device) for device in used):
+        raise ConfigError(f"{owner} takes a list of at least one device, each only once, such as jax.devices()[:4]. Received: devices={devices!r}.")
+    return used
+
+
+def is_key(leaf: Any) -> bool:
+    """Returns whether an array holds typed keys."""
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def own_copy(leaf: Any) -> Any:
+    """Returns a copy of a leaf on the host, without weak types; typed keys stay such."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(jnp.array(np.array(jax.random.key_data(leaf))), impl=jax.random.key_impl(leaf))
+    return np.array(leaf)
+
+
+def put(leaf: Any, place: NamedSharding) -> Any:
+    """Returns an array of the host, or a key, in its place, in memory of its own; each device gets no more than the part that it keeps."""
+    if is_key(leaf):
+        data = put(np.asarray(jax.random.key_data(leaf)), NamedSharding(place.mesh, place.spec))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    host: np.ndarray[Any, Any] = np.asarray(leaf)
+    dtype = jax.dtypes.canonicalize_dtype(host.dtype)
+    # The copies are private: the memory of an array of the host would be shared where it can be.
+    return jax.make_array_from_callback(host.shape, place, lambda index: np.array(host[index], dtype))
+
+
+def part_of(devices: Iterable[Any], split: NamedSharding | None = None, num_shards: int = 0) -> tuple[int, int]:
+    """Returns which of how many parts of a batch this process feeds, `(index, count)`.
+
+    Args:
+        devices: Those that a batch is split over, all alike, in the order of its rows.
+        split: Where rows lie, if not one share on each device.
+        num_shards: Into how many pieces they are split then.
+
+    Raises:
+        ConfigError: This process has none of the devices, or the processes' rows overlap in part.
+
+    >>> part_of(jax.devices())
+    (0, 1)
+    """
+    used: Any = list(devices)
+    if jax.process_index() not in {device.process_index for device in used}:
+        raise ConfigError(f"Process {jax.process_index()} has none of the devices. Every process of the program must have some: parallel={used}.")
+    rows: dict[int, set[int]] = {}
+    if split is None:
+        for row, device in enumerate(used):
+            rows.setdefault(device.process_index, set()).add(row)
+    else:
+        for device, (where, *_) in split.devices_indices_map((num_shards,)).items():
+            rows.setdefault(device.process_index, set()).update(range(*where.indices(num_shards)))
+    parts = sorted({tuple(sorted(own)) for own in rows.values()})
+    lengths, covered = {len(part) for part in parts}, [row for part in parts for row in part]
+    if len(lengths) > 1 or covered != list(range(len(covered))):
+        raise ConfigError(
+            "The processes' shares of a batch must be equal and lie one behind the other: give each process as many devices, and the batch the first axis of "
+            f"the mesh. Received devices whose rows are, by process, { {process: sorted(own) for process, own in sorted(rows.items())} }."
+        )
+    return parts.index(tuple(sorted(rows[jax.process_index()]))), len(parts)
