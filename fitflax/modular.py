@@ -320,7 +320,7 @@ class EvalLoop:
         source = adapt(data, seed=0, selection=Selection(None, None), batch_size=batch_size, shuffle=False)
 
         def evaluation_on(strategy: Strategy) -> Evaluation:
-            feeds = Feeder(strategy.num_batch_shards, pad=True, part=strategy.part).evaluations(source, name, steps)
+            feeds = Feeder(strategy.batcher, pad=True).evaluations(source, name, steps)
             return Evaluation(Program(make_task(strategy=strategy)), source, feeds, steps=steps, name=name)
 
         self._evaluation_on = functools.lru_cache(maxsize=1)(evaluation_on)

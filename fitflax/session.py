@@ -53,7 +53,7 @@ class Session:
         self._make_task = make_task
         self.strategy = strategy
         self.seed = seed
-        self.feeder = Feeder(strategy.num_batch_shards, pad=True, part=strategy.part)
+        self.feeder = Feeder(strategy.batcher, pad=True)
         self.run_id = secrets.token_hex(8)
         self.stop_reason: str | None = None
         self.is_stopping = False
@@ -148,7 +148,7 @@ class Session:
         self._given_optimizer = given
         self._program = Program(self._make_task(objective, self._optimizer, numerics))
         self.pad = pad
-        self.feeder = Feeder(self.strategy.num_batch_shards, pad, numerics.accumulate_steps, part=self.strategy.part)
+        self.feeder = Feeder(self.strategy.batcher, pad, numerics.accumulate_steps)
         if self.is_serving:
             return
         if self.live is not None and (not is_same or self._unplaced is not None):
@@ -221,7 +221,7 @@ class Session:
             if make_task is not None:
                 task = self._program.task
                 other._program = Program(make_task(task.objective, task.optimizer, task.numerics))
-            other.feeder = Feeder(self.strategy.num_batch_shards, self.pad, self._program.task.numerics.accumulate_steps, part=self.strategy.part)
+            other.feeder = Feeder(self.strategy.batcher, self.pad, self._program.task.numerics.accumulate_steps)
         return other
 
     def begin_run(self) -> None:

@@ -6,7 +6,7 @@ All of it is NumPy on the host; nothing here knows the device.
 import dataclasses
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -244,6 +244,7 @@ class Batcher:
         pad: Whether to pad at all; without it every size has a shape of its own.
         class_weight: `{label: weight}`, for labels `[batch]`, `[batch, 1]` or one-hot; labels without a weight count 1.
         part: Which of how many equal parts of each batch is made, `(index, count)`: that of this process, where all of them read the same data.
+        compare: Called with the rows of the first batch, to see that this is so.
 
     Raises:
         ConfigError: A key of `class_weight` that is no integer.
@@ -262,8 +263,10 @@ class Batcher:
         pad: bool = True,
         class_weight: Mapping[int, float] | None = None,
         part: tuple[int, int] = (0, 1),
+        compare: Callable[[PyTree], None] | None = None,
     ) -> None:
         self._part = part
+        self._compare = compare
         self._shards = num_shards
         self._accumulate_steps = accumulate_steps
         self._multiple = num_shards * accumulate_steps
@@ -286,6 +289,7 @@ class Batcher:
             DataError: Lengths that differ, an empty batch, values that are no numbers.
         """
         x, y, weights = self._weigh(triple if is_checked else _checked(triple))
+        self._see((x, y, weights))
         rows = len(jax.tree.leaves(x)[0])
         size = self._size_for(rows)
         return FedBatch(self._padded((x, y, weights), rows, size), rows, Position(examples=rows), size=size)
@@ -317,6 +321,7 @@ class Batcher:
             position: The position of the data before them.
         """
         leaves, structure = jax.tree.flatten(tuple(self._weigh(triple)))
+        self._see(leaves)
         count, (passes, seen) = len(leaves[0]), position
         rows = min(rows, count)
         size, is_part = self._size_for(rows), self._part[1] > 1
@@ -335,6 +340,11 @@ class Batcher:
                 x, y, weights = jax.tree.unflatten(structure, [leaf[begin:end] for leaf in leaves])
                 cut.append(FedBatch(Batch(x, y, mask, weights), rows, Position(passes, seen + end), whole, begin // rows))
         return cut
+
+    def _see(self, tree: PyTree) -> None:
+        if self._compare is not None:
+            self._compare(tree)
+            self._compare = None
 
     def _size_for(self, rows: int) -> int:
         if not self._pad:

@@ -14,14 +14,13 @@ class Feeder:
     """Makes feeds whose batches have the shape that a strategy needs.
 
     Args:
-        num_shards: Sizes are multiples of this.
-        pad: Whether short batches are padded.
+        make_batcher: Makes what gives batches the shape that the devices need; takes the options of `Batcher`.
+        pad: Whether to pad at all.
         accumulate_steps: Into how many micro-batches training splits each replica's share; sizes of training are multiples of that as well.
-        part: This process's part of each batch, as of `Batcher`.
     """
 
-    def __init__(self, num_shards: int, pad: bool, accumulate_steps: int = 1, *, part: tuple[int, int] = (0, 1)) -> None:
-        self._shape: dict[str, Any] = {"num_shards": num_shards, "part": part}
+    def __init__(self, make_batcher: Callable[..., Batcher], pad: bool, accumulate_steps: int = 1) -> None:
+        self._make_batcher = make_batcher
         self._pad = pad
         self._accumulate_steps = accumulate_steps
         self._batchers: dict[str, Batcher] = {}
@@ -41,7 +40,7 @@ class Feeder:
         return Feed(source, self._train_batcher(size=size, class_weight=class_weight), position, is_saved=True)
 
     def _train_batcher(self, **options: Any) -> Batcher:
-        return Batcher(**self._shape, accumulate_steps=self._accumulate_steps, pad=self._pad, **options)
+        return self._make_batcher(accumulate_steps=self._accumulate_steps, pad=self._pad, **options)
 
     def evaluations(self, source: Source, name: str, steps: int | None, *, exact: Callable[[], bool] = lambda: False) -> Callable[[], Feed]:
         """Returns what makes the batches of each evaluation.
@@ -59,12 +58,12 @@ class Feeder:
         """
         if source.is_endless and steps is None:
             raise ConfigError(f"The data of {name!r} never ends. Say how many batches to evaluate: validation_steps= in fit, steps= elsewhere.")
-        batcher = Batcher(**self._shape, size=source.batch_size, pad=self._pad)
+        batcher = self._make_batcher(size=source.batch_size, pad=self._pad)
 
         def serve() -> Feed:
             if exact() and source.batch_size is not None and source.num_examples is not None:
                 size = min(source.batch_size, source.num_examples)
-                return Feed(source, Batcher(**self._shape, size=size, pad=self._pad))
+                return Feed(source, self._make_batcher(size=size, pad=self._pad))
             if not isinstance(source, OneShotSource):
                 return Feed(source, batcher)
             if source.taken and steps is None:
@@ -79,9 +78,9 @@ class Feeder:
     def single(self, triple: Triple, kind: str) -> FedBatch:
         """Returns one batch; smaller batches of a kind are padded to the shape that is compiled already."""
         if kind not in self._batchers:
-            self._batchers[kind] = self._train_batcher() if kind == "train" else Batcher(**self._shape, pad=self._pad)
+            self._batchers[kind] = self._train_batcher() if kind == "train" else self._make_batcher(pad=self._pad)
         return self._batchers[kind](triple)
 
     def prediction(self, source: Source) -> Feed:
         """Returns the batches to predict."""
-        return Feed(source, Batcher(**self._shape, size=source.batch_size, pad=self._pad))
+        return Feed(source, self._make_batcher(size=source.batch_size, pad=self._pad))

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol, cast
 import jax
 
 from fitflax.data.batch import Batcher
+from fitflax.parallel import processes
 from fitflax.parallel.feeding import Feeding
 from fitflax.parallel.in_flight import InFlight
 from fitflax.parallel.packed import Packed
@@ -162,7 +163,7 @@ class Strategy(abc.ABC):
 
     def batcher(self, **options: Any) -> Batcher:
         """Returns what makes batches of the shape that the devices need, or this process's part of them; `options` are those of `Batcher`."""
-        return Batcher(num_shards=self.num_batch_shards, part=self.part, **options)
+        return Batcher(num_shards=self.num_batch_shards, part=self.part, compare=processes.check_same if self.part[1] > 1 else None, **options)
 
     def rows_of(self, batch: Batch) -> int:
         """Returns how many rows a host batch has over all processes."""

@@ -62,8 +62,9 @@ def part_of(devices: Iterable[Any], split: NamedSharding | None = None, num_shar
     >>> part_of(jax.devices())
     (0, 1)
     """
-    used: Any = list(devices)
-    if jax.process_index() not in {device.process_index for device in used}:
+    used: Any = [*devices]
+    owners = {device.process_index for device in used}
+    if jax.process_index() not in owners:
         raise ConfigError(f"Process {jax.process_index()} has none of the devices. Every process of the program must have some: parallel={used}.")
     rows: dict[int, set[int]] = {}
     if split is None:

@@ -7,10 +7,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from fitflax.errors import ReplicaError
+from fitflax.errors import DataError, ReplicaError
 from fitflax.state import PyTree
 
-__all__ = ["gather"]
+__all__ = ["check_same", "gather"]
+
+# Of each array of a batch.
+_MOST_COMPARED = 2**20
 
 
 def gather(tree: PyTree) -> PyTree:
@@ -45,6 +48,26 @@ def gather(tree: PyTree) -> PyTree:
         results.append(part.view(array.dtype).reshape(len(gathered), *array.shape) if array.nbytes else np.zeros((len(gathered), *array.shape), array.dtype))
         begin += array.nbytes
     return jax.tree.unflatten(treedef, results)
+
+
+def check_same(tree: PyTree) -> None:
+    """Checks that all processes have the same arrays, NumPy or on devices of this process; all of them must call it.
+
+    Raises:
+        DataError: They have not.
+    """
+    found = 0
+    for leaf in jax.tree.leaves(tree):
+        array = np.ascontiguousarray(leaf)
+        found = zlib.crc32(f"{array.dtype}{array.shape}".encode(), found)
+        found = zlib.crc32(array.reshape(-1).view(np.uint8)[:_MOST_COMPARED].data, found)
+    every = gather(np.uint32(found))
+    if len(set(every.tolist())) > 1:
+        raise DataError(
+            f"The processes read different data: the first batch of process {jax.process_index()} is not that of "
+            f"{'process 0' if jax.process_index() else 'the others'}. Give all processes the same data in the same order (a fixed seed, no sharding by process): "
+            "each takes its part of every batch."
+        )
 
 
 def _is_key(leaf: Any) -> bool:

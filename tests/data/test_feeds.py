@@ -1,3 +1,4 @@
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from flax import linen as nn
 import fitflax
 from fitflax.callbacks import LambdaCallback
 from fitflax.data import Position, adapt
+from fitflax.data.batch import Batcher
 from fitflax.data.feeds import Feeder
 from fitflax.errors import ConfigError, DataError, FitflaxWarning, LossError
 from fitflax.parallel import DataParallel
@@ -60,7 +62,7 @@ def numbers(trainer: fitflax.Trainer, data: Any, callbacks: Any = (), **options:
 
 
 def test_the_full_shape_is_the_batch_size_rounded_up_to_the_devices():
-    feeder = Feeder(num_shards=4, pad=True)
+    feeder = Feeder(functools.partial(Batcher, num_shards=4), pad=True)
     sizes = {rows: len(feeder.train(adapt(np.zeros(rows), batch_size=6), None, Position()).next().batch.mask) for rows in (3, 5, 6, 100)}
     assert sizes == {3: 4, 5: 8, 6: 8, 100: 8}
 
