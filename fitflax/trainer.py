@@ -34,7 +34,7 @@ from fitflax.data.indexed import IndexedSource
 from fitflax.diagnostics import LearningRateCurve, NanReport
 from fitflax.diagnostics.nan_hunt import WATCHED, hunt_nan, last_finite
 from fitflax.diagnostics.rate_finder import find_learning_rate
-from fitflax.errors import ConfigError, FitflaxWarning, NotReadyError, OptimizerError
+from fitflax.errors import CheckpointError, ConfigError, FitflaxWarning, NotReadyError, OptimizerError
 from fitflax.evaluation import Evaluation, predict, predict_iter
 from fitflax.exporting import export_inference
 from fitflax.logs import Logs
@@ -43,7 +43,7 @@ from fitflax.model import TRANSIENT, adapt_module, mutable_filter
 from fitflax.modular import EvalLoop, TrainLoop
 from fitflax.numerics import Numerics
 from fitflax.objective import Objective
-from fitflax.parallel import Strategy
+from fitflax.parallel import Strategy, processes
 from fitflax.plan import RunPlan, Validation
 from fitflax.preparation import make_feed, prepare_run, settings_of, start_progress, trained_aside
 from fitflax.session import Session
@@ -535,7 +535,14 @@ class Trainer:
 
     def _find_resume(self, resume: Any, hooks: CallbackList) -> Saved | None:
         stores = [callback.store for callback in hooks if isinstance(callback, ModelCheckpoint)]
-        saved = find_resume(resume, stores)
+        if self._session.strategy.part[1] > 1:
+            saved = processes.after_first(lambda: find_resume(resume, stores))
+            steps = processes.gather(-1 if saved is None else int(saved.metadata.get("step", -1)))
+            if len(set(steps.tolist())) > 1:
+                found = dict(enumerate(steps.tolist()))
+                raise CheckpointError(f"The processes do not find the same checkpoint to go on from, steps by process: {found}. They must share the directory.")
+        else:
+            saved = find_resume(resume, stores)
         if saved is None and resume == "auto":
             # A run that died before its first checkpoint is begun again under its own name, so that its other directories are still its own.
             self._session.run_id = stores[0].run_id() or self._session.run_id

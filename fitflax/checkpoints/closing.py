@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from fitflax.checkpoints.documents import read_document, replace_document
@@ -19,7 +20,7 @@ CLOSING_FILE = "closing.json"
 
 
 def save_closing_row(directory: Path, row: Mapping[str, Any]) -> None:
-    """Writes the row beside a checkpoint.
+    """Writes the row beside a checkpoint; of several processes the first one does.
 
     Args:
         directory: The checkpoint's directory.
@@ -28,6 +29,8 @@ def save_closing_row(directory: Path, row: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: The disk fails, or a value cannot be saved.
     """
+    if jax.process_index():
+        return
     try:
         for litter in directory.glob(f".{CLOSING_FILE}.tmp-*"):
             litter.unlink()  # Of a process that died while it wrote.

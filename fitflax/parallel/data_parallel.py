@@ -38,7 +38,7 @@ class DataParallel(Strategy):
     Random keys differ between replicas.
 
     Args:
-        devices: The devices to use; all local ones by default.
+        devices: The devices to use; all by default, of all processes where there are several.
         axis_name: The name under which collectives inside the module reach the other replicas.
         reduce: How a mutable collection is made equal on all replicas after a step, by its name: `"mean"`, `"sum"`, `"max"`, or a function
             `(array, axis_name) -> array`. By default floating-point values are averaged and all others take replica 0's value.
@@ -56,7 +56,7 @@ class DataParallel(Strategy):
         axis_name: str = "replica",
         reduce: Mapping[str, Reducer] | None = None,
     ) -> None:
-        self.devices: tuple[jax.Device, ...] = tuple(check_devices("DataParallel", jax.local_devices() if devices is None else devices))
+        self.devices: tuple[jax.Device, ...] = tuple(check_devices("DataParallel", jax.devices() if devices is None else devices))
         for name, reducer in (reduce or {}).items():
             if reducer not in ("mean", "sum", "max") and not callable(reducer):
                 raise ConfigError(f"DataParallel(reduce=...) takes 'mean', 'sum', 'max' or a function for a collection. Received: {name!r}: {reducer!r}.")

@@ -62,7 +62,7 @@ def part_of(devices: Iterable[Any], split: NamedSharding | None = None, num_shar
     >>> part_of(jax.devices())
     (0, 1)
     """
-    used: Any = [*devices]
+    used = list(devices)
     owners = {device.process_index for device in used}
     if jax.process_index() not in owners:
         raise ConfigError(f"Process {jax.process_index()} has none of the devices. Every process of the program must have some: parallel={used}.")
@@ -71,7 +71,8 @@ def part_of(devices: Iterable[Any], split: NamedSharding | None = None, num_shar
         for row, device in enumerate(used):
             rows.setdefault(device.process_index, set()).add(row)
     else:
-        for device, (where, *_) in split.devices_indices_map((num_shards,)).items():
+        places: Any = split.devices_indices_map((num_shards,))
+        for device, (where, *_) in places.items():
             rows.setdefault(device.process_index, set()).update(range(*where.indices(num_shards)))
     parts = sorted({tuple(sorted(own)) for own in rows.values()})
     lengths, covered = {len(part) for part in parts}, [row for part in parts for row in part]

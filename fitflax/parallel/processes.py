@@ -1,7 +1,8 @@
 """What several processes of one program tell each other, over JAX's own distributed runtime."""
 
 import zlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -10,7 +11,9 @@ from jax.experimental import multihost_utils
 from fitflax.errors import DataError, ReplicaError
 from fitflax.state import PyTree
 
-__all__ = ["check_same", "gather"]
+__all__ = ["after_first", "check_same", "gather"]
+
+T = TypeVar("T")
 
 # Of each array of a batch.
 _MOST_COMPARED = 2**20
@@ -64,10 +67,34 @@ def check_same(tree: PyTree) -> None:
     every = gather(np.uint32(found))
     if len(set(every.tolist())) > 1:
         raise DataError(
-            f"The processes read different data: the first batch of process {jax.process_index()} is not that of "
-            f"{'process 0' if jax.process_index() else 'the others'}. Give all processes the same data in the same order (a fixed seed, no sharding by process): "
-            "each takes its part of every batch."
+            f"The processes read different data: the first batch of process {jax.process_index()} is not that of all others. Give all processes the same data "
+            "in the same order (a fixed seed, no sharding by process): each takes its part of every batch."
         )
+
+
+def after_first(make: Callable[[], T]) -> T:
+    """Returns what each process makes, the first one before the others begin, which may wait for what it leaves on the disk; all of them must call it.
+
+    Raises:
+        ReplicaError: The first process failed, which raises its own error.
+
+    >>> after_first(lambda: 7)
+    7
+    """
+    if jax.process_count() == 1:
+        return make()
+    is_first, result, failure = jax.process_index() == 0, None, None
+    if is_first:
+        try:
+            result = make()
+        except Exception as error:  # noqa: BLE001 (raised below, once the others know)
+            failure = error
+    has_failed = bool(gather(np.int32(failure is not None))[0])
+    if failure is not None:
+        raise failure
+    if has_failed:
+        raise ReplicaError("Process 0 failed, and so do all others. Its own output says why.")
+    return cast(T, result) if is_first else make()
 
 
 def _is_key(leaf: Any) -> bool:

@@ -1,0 +1,129 @@
+"""Training in several real processes on loopback: the same numbers as in one, saves, resumes with another number of processes, lost and terminated ones."""
+
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from fitflax.checkpoints import CheckpointStore
+
+SCRIPT = pathlib.Path(__file__).with_name("many_processes_script.py")
+SECONDS = 180.0
+
+pytestmark = pytest.mark.slow  # Each test starts processes that import JAX.
+
+
+def start(env: dict[str, str], count: int, **arguments: Any) -> list[subprocess.Popen[str]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = env | {"PJRT_NPROC": "16"}
+    environment.pop("JAX_NUM_CPU_DEVICES", None)
+    # No cache: several processes would write it at the same time.
+    environment = {name: value for name, value in environment.items() if not name.startswith("JAX_COMPILATION_CACHE")}
+    commands = [[sys.executable, str(SCRIPT), json.dumps({"count": count, "index": index, "port": port, **arguments})] for index in range(count)]
+    return [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for command in commands]
+
+
+def ended(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+    """Status and output of each."""
+    try:
+        outputs = [process.communicate(timeout=SECONDS)[0] for process in processes]
+        return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def results(env: dict[str, str], count: int, **arguments: Any) -> list[dict[str, Any]]:
+    processes = start(env, count, **arguments)
+    outputs = [output for _, output in ended(processes)]
+    assert [process.returncode for process in processes] == [0] * count, outputs
+    return [json.loads(next(line for line in output.splitlines() if line.startswith("RESULT "))[7:]) for output in outputs]
+
+
+def close(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["step"] == expected["step"] and found["outputs"][0] == expected["outputs"][0]
+    for key in ("evaluation", "norm"):
+        assert found[key] == pytest.approx(expected[key], abs=1e-5), key
+    for key, values in expected["history"].items():
+        assert found["history"][key] == pytest.approx(values, abs=1e-5), key
+    assert found["outputs"][2] == pytest.approx(expected["outputs"][2], abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def alone(compilation_cache: dict[str, str]) -> dict[str, Any]:
+    root = str(SCRIPT.parent.parent)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+    return results(env, 1, kind="data parallel")[0]
+
+
+@pytest.mark.parametrize(("kind", "count"), [("data parallel", 2), ("data parallel", 4), ("fsdp", 2), ("fsdp", 4), ("mesh", 2)])
+def test_several_processes_train_evaluate_and_predict_as_one_does(kind, count, alone, process_env):
+    for found in results(process_env, count, kind=kind):
+        assert found["processes"] == count
+        close(found, alone)
+
+
+def test_a_run_goes_on_with_another_number_of_processes(alone, process_env, tmp_path):
+    for steps, count in ((3, 2), (5, 4), (8, 1), (12, 2)):
+        last = results(process_env, count, kind="data parallel", steps=steps, directory=str(tmp_path))
+    for found in last:
+        close(found, alone)
+    assert CheckpointStore(tmp_path / "checkpoints").latest() == 12
+    assert (tmp_path / "log.csv").read_text().count("\n") == 5  # One writes, whoever it is.
+
+
+def test_one_process_alone_prints(process_env):
+    first, second = (output for _, output in ended(start(process_env, 2, kind="data parallel", steps=3)))
+    assert "loss:" in first and "loss:" not in second
+
+
+def test_processes_that_read_other_data_are_an_error(process_env):
+    processes = start(process_env, 2, kind="data parallel", differ=True)
+    outputs = [output for _, output in ended(processes)]
+    assert [process.returncode for process in processes] == [3, 3]
+    for output in outputs:
+        assert "ERROR DataError: The processes read different data" in output
+
+
+def kill_one(number: signal.Signals, victim: int, env: dict[str, str], directory: pathlib.Path) -> tuple[list[subprocess.Popen[str]], list[str], float]:
+    """Sends a signal to one of two processes in the middle of a run; returns them when both have ended, what they said, and after how many seconds."""
+    processes = start(env, 2, kind="data parallel", steps=10**6, directory=str(directory))
+    end = time.monotonic() + SECONDS
+    while not CheckpointStore(directory / "checkpoints").steps() and time.monotonic() < end:
+        time.sleep(0.05)
+    os.kill(processes[victim].pid, number)
+    begin = time.monotonic()
+    outputs = [output for _, output in ended(processes)]
+    return processes, outputs, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_sigterm_to_any_process_has_all_save_the_same_step_and_stop(victim, process_env, tmp_path):
+    processes, outputs, _ = kill_one(signal.SIGTERM, victim, process_env, tmp_path)
+    assert [process.returncode for process in processes] == [128 + signal.SIGTERM] * 2, outputs
+    last = [max(int(line.split()[1]) for line in output.splitlines() if line.startswith("step ")) for output in outputs]
+    assert last[0] == last[1] == CheckpointStore(tmp_path / "checkpoints").latest()
+    step = results(process_env, 2, kind="data parallel", steps=last[0] + 3, directory=str(tmp_path))[0]["step"]
+    assert step == last[0] + 3
+
+
+def test_a_lost_process_ends_the_other_within_a_minute_and_is_named(process_env, tmp_path):
+    processes, outputs, seconds = kill_one(signal.SIGKILL, 1, process_env, tmp_path)
+    assert processes[0].returncode != 0 and processes[1].returncode == -signal.SIGKILL
+    assert seconds < 60
+    assert "/task:1" in outputs[0] or "stopped sending heartbeats):\n1\n" in outputs[0].replace("\r", ""), outputs[0][-2000:]
+    saved = CheckpointStore(tmp_path / "checkpoints")
+    latest = saved.latest()
+    assert latest is not None
+    saved.verify()
+    again = results(process_env, 2, kind="data parallel", steps=latest + 2, directory=str(tmp_path))
+    assert [found["step"] for found in again] == [latest + 2] * 2
