@@ -1,5 +1,6 @@
 """`compile(accumulate_steps=k)`: the update of a whole batch, computed a micro-batch at a time."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ from flax import struct
 import fitflax
 from fitflax import metrics
 from fitflax.callbacks import ModelCheckpoint
+from fitflax.data import Batcher
 from fitflax.data.feeds import Feeder
 from fitflax.errors import ConfigError, DataError, LossError, ModelError, RestoreError
 from fitflax.metrics import Metric
@@ -352,7 +354,7 @@ def test_batches_are_padded_to_a_multiple_and_the_step_is_compiled_once(devices:
 
 
 def test_training_alone_takes_multiples_of_the_micro_batches():
-    feeder = Feeder(2, pad=True, accumulate_steps=3)
+    feeder = Feeder(functools.partial(Batcher, num_shards=2), pad=True, accumulate_steps=3)
     source = fitflax.data.adapt(np.zeros(100), batch_size=8, shuffle=False)
     feeds = (feeder.train(source, None, fitflax.data.Position()), feeder.evaluations(source, "val", None)(), feeder.prediction(source))
     assert [len(feed.next().batch.mask) for feed in feeds] == [12, 8, 8]

@@ -20,7 +20,7 @@ def triple(rows: int, **kwargs: object) -> Triple:
 
 @pytest.mark.parametrize(("rows", "size", "replicas"), [(3, 4, 1), (1, 4, 2), (3, 8, 4), (5, 8, 8), (1, 1, 8), (7, 10, 4)])
 def test_a_short_batch_is_filled_up_with_its_own_rows_in_turn(rows: int, size: int, replicas: int):
-    batch, real = Batcher(num_shards=replicas, size=size)(triple(rows, y=np.arange(rows) * 10, weights=np.arange(rows) + 1.0))
+    batch, real, *_ = Batcher(num_shards=replicas, size=size)(triple(rows, y=np.arange(rows) * 10, weights=np.arange(rows) + 1.0))
     full = -(-size // replicas) * replicas
     expected = [index % rows for index in range(full)]
     assert real == rows
@@ -33,7 +33,7 @@ def test_a_short_batch_is_filled_up_with_its_own_rows_in_turn(rows: int, size: i
 
 def test_a_full_batch_is_passed_on_uncopied_with_the_one_full_mask():
     given = triple(4, y=np.zeros(4))
-    batch, _ = Batcher(num_shards=2, size=4)(given)
+    batch, *_ = Batcher(num_shards=2, size=4)(given)
     assert batch.x is given.x and batch.y is given.y
     assert batch.mask is full_mask(4)
 
@@ -45,7 +45,7 @@ def test_the_full_mask_cannot_be_written_to():
 
 def test_padding_keeps_structure_dtypes_and_trailing_axes():
     x = {"image": np.zeros((3, 2, 2), np.uint8), "pair": (np.zeros(3, np.int32), np.ones((3, 1), bool))}
-    batch, _ = Batcher(size=4)(Triple(x, np.zeros((3, 5), np.float32), np.ones((3, 5), np.float32)))
+    batch, *_ = Batcher(size=4)(Triple(x, np.zeros((3, 5), np.float32), np.ones((3, 5), np.float32)))
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), batch.x) == {
         "image": ((4, 2, 2), "uint8"),
         "pair": (((4,), "int32"), ((4, 1), "bool")),
@@ -80,7 +80,7 @@ def test_without_padding_a_batch_must_divide_over_the_devices():
 @pytest.mark.parametrize("make", [jnp.asarray, list, lambda array: __import__("pandas").Series(array)])
 def test_jax_arrays_and_what_numpy_understands_make_batches(make):
     raw = make(np.arange(3.0, dtype=np.float32)) if make is not list else np.arange(3.0)
-    batch, real = Batcher(size=4)(Triple(raw, (), None))
+    batch, real, *_ = Batcher(size=4)(Triple(raw, (), None))
     assert real == 3
     np.testing.assert_array_equal(batch.x, [0, 1, 2, 0])
 
@@ -147,14 +147,14 @@ def test_labels_without_a_class_weight_count_one():
 
 def test_class_weights_multiply_sample_weights_per_example_and_per_token():
     batcher = Batcher(size=4, class_weight=WEIGHTS)
-    per_example, _ = batcher(triple(4, y=LABELS, weights=np.array([1.0, 10, 100, 1000])))
+    per_example, *_ = batcher(triple(4, y=LABELS, weights=np.array([1.0, 10, 100, 1000])))
     assert per_example.weights.tolist() == [1, 20, 100, 3000]
-    per_token, _ = batcher(triple(4, y=LABELS, weights=np.arange(8.0).reshape(4, 2)))
+    per_token, *_ = batcher(triple(4, y=LABELS, weights=np.arange(8.0).reshape(4, 2)))
     np.testing.assert_array_equal(per_token.weights, np.arange(8.0).reshape(4, 2) * np.array([1, 2, 1, 3])[:, None])
 
 
 def test_class_weights_alone_become_sample_weights_and_are_padded_with_their_rows():
-    batch, _ = Batcher(size=4, class_weight=WEIGHTS)(triple(3, y=np.array([2, 1, 0])))
+    batch, *_ = Batcher(size=4, class_weight=WEIGHTS)(triple(3, y=np.array([2, 1, 0])))
     assert batch.weights.tolist() == [3, 2, 1, 3]
 
 
@@ -254,3 +254,36 @@ def test_an_error_of_a_batch_that_does_not_divide_names_what_would():
     batcher = Batcher(accumulate_steps=3, pad=False)
     with pytest.raises(DataError, match=r"over 1 device, each share in 3 micro-batches .* a multiple of 3, and drop_remainder=True"):
         batcher(Triple(np.zeros((32, 1)), (), None))
+
+
+# -- parts of batches, for several processes --
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 13, 16])
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_parts_of_a_batch_are_the_batch(rows, count):
+    whole = Batcher(num_shards=4, size=8)(triple(rows, weights=np.arange(rows) + 1.0))
+    parts = [Batcher(num_shards=4, size=8, part=(index, count))(triple(rows, weights=np.arange(rows) + 1.0)) for index in range(count)]
+    for name in ("x", "mask", "weights"):
+        np.testing.assert_array_equal(np.concatenate([getattr(part.batch, name) for part in parts]), getattr(whole.batch, name))
+    assert {(part.num_real, part.num_rows) for part in parts} == {(rows, whole.num_rows)} == {(rows, len(whole.batch.mask))}
+    size = whole.num_rows // count
+    for part in parts:
+        assert (part.batch.mask is full_mask(size)) == bool(part.batch.mask.all())
+
+
+def test_the_parts_of_batches_that_lie_in_one_piece_are_those_batches():
+    whole = Batcher(num_shards=2, size=4).cut(Triple(np.arange(8.0), np.arange(8), None), 4, Position())
+    parts = [Batcher(num_shards=2, size=4, part=(index, 2)).cut(Triple(np.arange(8.0), np.arange(8), None), 4, Position()) for index in range(2)]
+    for number, fed in enumerate(whole):
+        np.testing.assert_array_equal(np.concatenate([part[number].batch.x for part in parts]), fed.batch.x)
+        assert [part[number].position for part in parts] == [fed.position] * 2
+
+
+def test_only_the_first_batch_is_compared_with_that_of_other_processes():
+    seen = []
+    batcher = Batcher(size=4, compare=seen.append)
+    batcher(triple(4))
+    batcher(triple(4))
+    batcher.cut(Triple(np.arange(8.0), (), None), 4, Position())
+    assert len(seen) == 1

@@ -68,36 +68,36 @@ def test_the_full_shape_is_the_batch_size_rounded_up_to_the_devices():
 
 
 def test_evaluations_of_arrays_begin_anew_each_time():
-    make = Feeder(1, pad=True).evaluations(adapt(np.arange(6.0), batch_size=4, shuffle=False), "val", None)
+    make = Feeder(Batcher, pad=True).evaluations(adapt(np.arange(6.0), batch_size=4, shuffle=False), "val", None)
     for _ in range(2):
         assert np.asarray(make().next().batch.x).tolist() == [0, 1, 2, 3]
 
 
 def test_evaluations_of_a_function_ask_it_anew_each_time():
-    make = Feeder(1, pad=True).evaluations(adapt(numbered), "val", 2)
+    make = Feeder(Batcher, pad=True).evaluations(adapt(numbered), "val", 2)
     for _ in range(2):
         assert make().next().batch.x[0, 0] == 0
 
 
 def test_an_iterator_serves_one_evaluation_and_a_second_is_an_error():
-    make = Feeder(1, pad=True).evaluations(adapt(numbered()), "val", None)
+    make = Feeder(Batcher, pad=True).evaluations(adapt(numbered()), "val", None)
     make().next()
     with pytest.raises(DataError, match=r"'val' is an iterator that has been used up.*validation_steps"):
         make()
 
 
 def test_an_iterator_goes_on_where_steps_say_how_far():
-    make = Feeder(1, pad=True).evaluations(adapt(numbered()), "val", 2)
+    make = Feeder(Batcher, pad=True).evaluations(adapt(numbered()), "val", 2)
     assert [make().next().batch.x[0, 0] for _ in range(4)] == [0, 1, 2, 3]
 
 
 def test_an_endless_evaluation_is_an_error_that_names_the_way_out():
     with pytest.raises(ConfigError, match=r"'val' never ends.*validation_steps"):
-        Feeder(1, pad=True).evaluations(adapt(itertools.cycle([np.zeros(2)])), "val", None)
+        Feeder(Batcher, pad=True).evaluations(adapt(itertools.cycle([np.zeros(2)])), "val", None)
 
 
 def test_single_batches_take_the_shape_of_the_first_of_their_kind():
-    feeder = Feeder(2, pad=True)
+    feeder = Feeder(functools.partial(Batcher, num_shards=2), pad=True)
     shapes = [len(feeder.single(next(adapt(np.zeros(rows)).open(Position())), kind).batch.mask) for rows, kind in ((4, "a"), (1, "a"), (1, "b"))]
     assert shapes == [4, 4, 2]
 
