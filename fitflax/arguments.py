@@ -85,7 +85,7 @@ def strategy_of(owner: str, parallel: Any) -> Strategy:
     """
     if parallel is not None and not isinstance(parallel, Strategy):
         raise ConfigError(
-            f"{owner}(parallel=...) takes a strategy: fitflax.parallel.DataParallel(), or Sharded({{'data': -1}}, fsdp=True). Received: {parallel!r}."
+            f"{owner}(parallel=...) takes a strategy such as fitflax.parallel.DataParallel(). Received: {parallel!r}. A mesh is Sharded({{'data': -1}}, ...)."
         )
     return DataParallel() if parallel is None else parallel
 

@@ -50,7 +50,7 @@ def test_a_process_feeds_the_rows_of_its_devices():
         with pytest.raises(ConfigError, match="shares of a batch must be equal and lie one behind the other"):
             part_of(devices_of(*owners))
     with pytest.raises(ConfigError, match="Process 0 has none of the devices"):
-        part_of(devices_of(1, 1))
+        part_of(devices_of(1, 2))
 
 
 def test_alone_everything_is_the_same():

@@ -521,9 +521,15 @@ def test_a_save_is_of_its_step_whatever_is_trained_meanwhile(asynchronous, tmp_p
 def test_a_run_goes_on_with_fewer_devices_and_with_other_meshes(tmp_path, expected):
     """8 -> 2 -> 1 devices and back to another mesh of 8: the same batches in the same order, the same parameters where one stops and the next goes on."""
     norms: list[float] = []
+    losses: list[float] = []
     begins: list[Any] = []
 
     class Looks(Callback):
+        every = fitflax.every(steps=1)
+
+        def on_checkpoint(self, checkpoint: fitflax.Checkpoint) -> None:
+            losses.append(checkpoint.loss)
+
         def on_train_begin(self, logs: Any) -> None:
             begins.append(host(self.trainer.state) if self.trainer.step else None)
 
@@ -544,6 +550,7 @@ def test_a_run_goes_on_with_fewer_devices_and_with_other_meshes(tmp_path, expect
         float(optax.tree.norm(checkpoint.model_params)) for checkpoint in whole.train_loop((X, Y), steps=20, batch_size=24, every=fitflax.every(steps=1))
     ]
     np.testing.assert_allclose(norms, expected_norms, rtol=1e-5)
+    np.testing.assert_allclose(losses, expected["losses"], atol=1e-5, rtol=0)
     assert trainer.evaluate(X, Y, verbose=0) == pytest.approx(expected["evaluation"], abs=1e-5)
 
 
