@@ -16,6 +16,7 @@ from fitflax.checkpoints.msgpack_format import STATE_FILE
 from fitflax.checkpoints.orbax_format import TRAIN_DIRECTORY
 from fitflax.checkpoints.saved import WHOLE, Saved, read_checkpoint
 from fitflax.checkpoints.store import CheckpointStore
+from fitflax.checkpoints.trees import check_here
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, FitflaxWarning
 from fitflax.state import PyTree
 
@@ -42,6 +43,7 @@ def save_checkpoint(path: str | os.PathLike[str], *, train: PyTree, run: PyTree,
     """
     # abspath because `.` and `..` cannot be renamed.
     path, given = Path(os.path.abspath(path)), Path(path)
+    check_here(train)
     if jax.process_index():
         return given  # The first process writes.
     with disk_errors("save", given):

@@ -15,7 +15,7 @@ import jax
 
 from fitflax.checkpoints.saving import Saver
 from fitflax.checkpoints.store import CheckpointStore
-from fitflax.checkpoints.trees import Plain, host_copy, to_plain, unpack
+from fitflax.checkpoints.trees import Plain, check_here, host_copy, to_plain, unpack
 from fitflax.data import Position
 from fitflax.errors import ConfigError, NotReadyError
 from fitflax.live import LiveState
@@ -350,6 +350,7 @@ class Checkpoint:
         for put_on_disk in waiting:
             put_on_disk()
         self.num_saves += 1
+        check_here(self.borrow())  # In all processes alike.
         if jax.process_index():
             return  # The first process saves.
         also = [name for directory, name in self.savers if directory == store.directory and name != owner]

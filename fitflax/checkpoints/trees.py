@@ -21,7 +21,21 @@ from fitflax.parallel.host_memory import copy_to_host_memory, is_spread
 from fitflax.parallel.packed import Form, Packed
 from fitflax.state import PyTree, TrainState, arrays_of
 
-__all__ = ["Plain", "fetch", "fit_leaf", "from_saved", "host_copy", "leaf_paths", "leaves_of", "refit", "restore_tree", "shown", "to_plain", "unpack"]
+__all__ = [
+    "Plain",
+    "check_here",
+    "fetch",
+    "fit_leaf",
+    "from_saved",
+    "host_copy",
+    "leaf_paths",
+    "leaves_of",
+    "refit",
+    "restore_tree",
+    "shown",
+    "to_plain",
+    "unpack",
+]
 
 # The key of the maps in which flax writes large arrays; no dict of the user's may have it.
 CHUNKED = "__msgpack_chunked_array__"
@@ -80,6 +94,26 @@ def to_plain(tree: PyTree | Plain, *, root: str = "", keep_lists: bool = False) 
     if faults:
         raise CheckpointError(f"Cannot be saved in a checkpoint: {'; '.join(faults)}.")
     return Plain(plain, impls)
+
+
+def check_here(tree: PyTree) -> None:
+    """Checks that this process has all of every array.
+
+    Raises:
+        CheckpointError: Arrays are split between processes.
+    """
+    if jax.process_count() == 1:
+        return
+    spread = [path for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if isinstance(leaf, jax.Array) and _is_elsewhere(leaf)]
+    if spread:
+        name = jax.tree_util.keystr(spread[0], simple=True, separator="/")
+        raise CheckpointError(
+            f"A state that is split between processes cannot be saved: {name} and {len(spread) - 1} others are. Train with DataParallel, or in one process."
+        )
+
+
+def _is_elsewhere(array: jax.Array) -> bool:
+    return not (array.is_fully_addressable or array.is_fully_replicated)
 
 
 def unpack(packed: Packed, *, lists_in: Collection[str] = ()) -> dict[str, Plain]:
@@ -292,7 +326,7 @@ def _fault(leaf: Any) -> str | None:
 def _array_fault(leaf: jax.Array) -> str | None:
     if leaf.is_deleted():
         return "has been deleted (it was donated to a compiled function)"
-    if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+    if _is_elsewhere(leaf):
         return "is spread over several processes, which this format cannot write"
     if is_key(leaf) and not isinstance(jax.random.key_impl(leaf), str):
         return f"is a key of the unregistered implementation {jax.random.key_impl(leaf)}"
