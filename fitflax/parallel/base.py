@@ -10,15 +10,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, cast
 
 import jax
+import optax
 
 from fitflax.data.batch import Batcher
-from fitflax.parallel import processes
 from fitflax.parallel.feeding import Feeding
 from fitflax.parallel.in_flight import InFlight
 from fitflax.parallel.packed import Packed
+from fitflax.parallel.processes import check_same
 from fitflax.state import Batch, PyTree, TrainState
 
 __all__ = ["Compiled", "Layout", "Places", "Strategy"]
+
+_norm = jax.jit(optax.tree.norm)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -163,7 +166,7 @@ class Strategy(abc.ABC):
 
     def batcher(self, **options: Any) -> Batcher:
         """Returns what makes batches of the shape that the devices need, or this process's part of them; `options` are those of `Batcher`."""
-        return Batcher(num_shards=self.num_batch_shards, part=self.part, compare=processes.check_same if self.part[1] > 1 else None, **options)
+        return Batcher(num_shards=self.num_batch_shards, part=self.part, compare=check_same if self.part[1] > 1 else None, **options)
 
     def rows_of(self, batch: Batch) -> int:
         """Returns how many rows a host batch has over all processes."""
@@ -198,9 +201,9 @@ class Strategy(abc.ABC):
     def copy(self, tree: PyTree) -> PyTree:
         """Returns a copy of a tree of device arrays, on the same devices, that later donations cannot touch."""
 
-    @abc.abstractmethod
     def norm(self, tree: PyTree) -> Any:
         """Returns the global L2 norm of a tree of device arrays, on the devices."""
+        return _norm(tree)
 
     @property
     @abc.abstractmethod

@@ -12,7 +12,6 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from typing_extensions import override
@@ -78,7 +77,6 @@ class DataParallel(Strategy):
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._split = NamedSharding(mesh, PartitionSpec(axis_name))
         self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
-        self._norm = jax.jit(optax.tree.norm)
         by_process = self.part[1] > 1
         self._group = NamedSharding(mesh, PartitionSpec(None, axis_name)) if by_process else self._split
         self.feeding = Feeding(1 if by_process else self.num_replicas, self._split, self._group, self.part[1])
@@ -199,10 +197,6 @@ class DataParallel(Strategy):
     @override
     def copy(self, tree: PyTree) -> PyTree:
         return self._copy(tree)
-
-    @override
-    def norm(self, tree: PyTree) -> Any:
-        return self._norm(tree)
 
     @property
     @override

@@ -13,7 +13,6 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import linen as nn
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from typing_extensions import override
@@ -98,7 +97,6 @@ class Sharded(Strategy):
         split = PartitionSpec(rows) if self.batch_axes else PartitionSpec()
         group = PartitionSpec(None, rows) if self.batch_axes else PartitionSpec()
         self._by_layout = {"replicated": self._at(PartitionSpec()), "split": self._at(split), "group": self._at(group)}
-        self._norm = jax.jit(optax.tree.norm)
         self.part = part_of(self.mesh.devices.flat, self._by_layout["split"], self.num_batch_shards)
         self.feeding = Feeding(1, self._by_layout["split"], self._by_layout["group"], self.part[1])
 
@@ -258,10 +256,6 @@ class Sharded(Strategy):
     @override
     def copy_once(self, tree: PyTree) -> Packed:
         return Packed(jax.tree.map(lambda leaf: leaf.addressable_data(0), tree))
-
-    @override
-    def norm(self, tree: PyTree) -> Any:
-        return self._norm(tree)
 
     @property
     @override
