@@ -535,11 +535,11 @@ class Trainer:
 
     def _find_resume(self, resume: Any, hooks: CallbackList) -> Saved | None:
         stores = [callback.store for callback in hooks if isinstance(callback, ModelCheckpoint)]
-        if self._session.strategy.part[1] > 1:
+        if self._session.strategy.num_processes > 1:
             saved = processes.after_first(lambda: find_resume(resume, stores))
-            steps = processes.gather(-1 if saved is None else int(saved.metadata.get("step", -1)))
-            if len(set(steps.tolist())) > 1:
-                found = dict(enumerate(steps.tolist()))
+            steps = processes.exchange(None if saved is None else saved.metadata.get("step"))
+            if len(set(steps)) > 1:
+                found = dict(enumerate(steps))
                 raise CheckpointError(f"The processes do not find the same checkpoint to go on from, steps by process: {found}. They must share the directory.")
         else:
             saved = find_resume(resume, stores)

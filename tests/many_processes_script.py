@@ -38,6 +38,7 @@ def main(*, kind: str, count: int = 1, index: int = 0, port: int = 0, directory:
         parallel.initialize(f"127.0.0.1:{port}", count, index)
     strategies: dict[str, Any] = {
         "data parallel": parallel.DataParallel,
+        "tensor": lambda: parallel.Sharded({"data": 1, "model": 4}, fsdp="model", fsdp_min_size=64),
         "fsdp": lambda: parallel.Sharded({"data": -1}, fsdp=True, fsdp_min_size=64),
         "mesh": lambda: parallel.Sharded({"data": 2, "model": 2}, rules=[("batch", "data")], fsdp="model", fsdp_min_size=64),
     }

@@ -65,7 +65,7 @@ def alone(compilation_cache: dict[str, str]) -> dict[str, Any]:
     return results(env, 1, kind="data parallel")[0]
 
 
-@pytest.mark.parametrize(("kind", "count"), [("data parallel", 2), ("data parallel", 4), ("fsdp", 2), ("fsdp", 4), ("mesh", 2)])
+@pytest.mark.parametrize(("kind", "count"), [("data parallel", 2), ("data parallel", 4), ("fsdp", 2), ("fsdp", 4), ("mesh", 2), ("tensor", 2)])
 def test_several_processes_train_evaluate_and_predict_as_one_does(kind, count, alone, process_env):
     for found in results(process_env, count, kind=kind):
         assert found["processes"] == count

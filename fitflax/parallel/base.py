@@ -64,6 +64,7 @@ class Strategy(abc.ABC):
         num_partitions: Over how many devices the compiler spreads one such call.
         num_batch_shards: Over how many devices the rows of a batch are split; full batches are a multiple of it.
         part: Which of how many parts of each batch this process feeds, `(index, count)`.
+        num_processes: How many processes the devices belong to; there may be fewer parts, where some feed the same.
         compiles_ahead: Whether a call uses what was compiled by way of `Compiled.lower`.
         max_in_flight: How many steps may be dispatched and not finished. It bounds memory, and on CPU it keeps XLA's collectives from a deadlock.
         in_flight: Keeps to it, for all who dispatch steps to these devices.
@@ -77,6 +78,7 @@ class Strategy(abc.ABC):
     num_partitions: int
     num_batch_shards: int
     part: tuple[int, int]
+    num_processes: int
     compiles_ahead: bool
     max_in_flight: int
     in_flight: InFlight
@@ -166,7 +168,7 @@ class Strategy(abc.ABC):
 
     def batcher(self, **options: Any) -> Batcher:
         """Returns what makes batches of the shape that the devices need, or this process's part of them; `options` are those of `Batcher`."""
-        return Batcher(num_shards=self.num_batch_shards, part=self.part, compare=check_same if self.part[1] > 1 else None, **options)
+        return Batcher(num_shards=self.num_batch_shards, part=self.part, compare=check_same if self.num_processes > 1 else None, **options)
 
     def rows_of(self, batch: Batch) -> int:
         """Returns how many rows a host batch has over all processes."""

@@ -21,7 +21,7 @@ from fitflax.parallel.base import Compiled, Layout, Places, Strategy
 from fitflax.parallel.feeding import Feeding
 from fitflax.parallel.in_flight import InFlight
 from fitflax.parallel.packed import Packed
-from fitflax.parallel.placing import check_devices, own_copy, part_of, put
+from fitflax.parallel.placing import check_devices, count_processes, own_copy, part_of, put
 from fitflax.state import PyTree, TrainState
 
 __all__ = ["DataParallel"]
@@ -63,9 +63,9 @@ class DataParallel(Strategy):
         self.reduce: dict[str, Reducer] = dict(reduce or {})
         self.num_replicas = self.num_batch_shards = len(self.devices)
         self.num_partitions = 1
-        self.part = part_of(self.devices)
+        self.part, self.num_processes = part_of(self.devices), count_processes(self.devices)
         # Between processes `jax.pmap` would convert each argument and each result at every call, and loses donated ones.
-        self._maps = self.num_replicas > 1 and self.part[1] == 1
+        self._maps = self.num_replicas > 1 and self.num_processes == 1
         # Two on several CPU devices: more can fill XLA's thread pool with collectives that wait for each other. Others only need enough to hide the dispatch; a
         # GPU makes a small step while the host wakes up from its wait for another.
         on_cpu = self.devices[0].platform == "cpu"
@@ -77,9 +77,9 @@ class DataParallel(Strategy):
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._split = NamedSharding(mesh, PartitionSpec(axis_name))
         self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
-        by_process = self.part[1] > 1
+        by_process = self.num_processes > 1
         self._group = NamedSharding(mesh, PartitionSpec(None, axis_name)) if by_process else self._split
-        self.feeding = Feeding(1 if by_process else self.num_replicas, self._split, self._group, self.part[1])
+        self.feeding = Feeding(1 if by_process else self.num_replicas, self._split, self._group, self.part[1], spans_processes=by_process)
 
     def __repr__(self) -> str:
         return f"DataParallel({self.num_replicas} {self.devices[0].platform} devices, axis_name={self.axis_name!r})"
@@ -89,7 +89,7 @@ class DataParallel(Strategy):
         results = (outputs,) if isinstance(outputs, str | Places) else tuple(outputs)
         # pmap insists on an argument that is split.
         if not self._maps or all(map(_is_whole, inputs)):
-            by_process = self.part[1] > 1
+            by_process = self.num_processes > 1
             out_specs = tuple(PartitionSpec() if by_process else self._spec(layout) for layout in results)
             mapped = jax.shard_map(
                 self._gathering(fn, outputs) if by_process else fn,
@@ -158,7 +158,7 @@ class DataParallel(Strategy):
     @override
     def put(self, tree: PyTree) -> PyTree:
         # By way of private NumPy copies: `may_alias=False` still shares aligned NumPy memory, and keeps a JAX buffer that lies on one of the devices.
-        if self.part[1] > 1:
+        if self.num_processes > 1:
             return jax.tree.map(lambda leaf: put(leaf, self._replicated), tree)
         return jax.device_put(jax.tree.map(own_copy, tree), self._replicated)
 

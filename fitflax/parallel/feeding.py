@@ -22,7 +22,8 @@ class Feeding:
         num_shares: How many calls of a step's function share a batch, each on a device of its own: then arrays get a leading axis of shares.
         split: Where `[batch, ...]`, or `[shares, batch / shares, ...]`, lies.
         group: Where `[steps, batch, ...]`, or `[shares, steps, batch / shares, ...]`, lies.
-        num_parts: Of how many parts of a batch, fed by as many processes, the given one is one; there is one share then.
+        num_parts: Of how many parts of a batch, fed by several processes, the given one is one.
+        spans_processes: Whether some of the devices are other processes'; there is one share then.
 
     >>> from jax.sharding import Mesh, PartitionSpec
     >>> mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
@@ -31,9 +32,10 @@ class Feeding:
     (4, 2, 3)
     """
 
-    def __init__(self, num_shares: int, split: NamedSharding, group: NamedSharding, num_parts: int = 1) -> None:
+    def __init__(self, num_shares: int, split: NamedSharding, group: NamedSharding, num_parts: int = 1, *, spans_processes: bool = False) -> None:
         self._num_shares = num_shares
         self._num_parts = num_parts
+        self._spans_processes = spans_processes
         self._split = split
         self._group = group
         self._put_mask = functools.lru_cache(maxsize=8)(self._put_full_mask)
@@ -45,7 +47,7 @@ class Feeding:
         size = len(batch.mask)
         mask = self._put_mask(size) if batch.mask is full_mask(size) else self._place(self._fold(batch.mask), self._split)
         x, y, _, weights = batch
-        if self._num_parts > 1:
+        if self._spans_processes:
             x, y, weights = jax.tree.map(lambda leaf: self._place(leaf, self._split), (x, y, weights))
             return Batch(x, y, mask, weights)
         is_plain = type(x) is np.ndarray and type(y) is np.ndarray and weights is None  # Looking at trees takes longer than many a step.
@@ -65,7 +67,7 @@ class Feeding:
             x, y, weights = jax.tree.map(functools.partial(self._stack, size), *((batch.x, batch.y, batch.weights) for batch in batches))
         else:
             x, y, weights = jax.tree.map(functools.partial(self._fold_group, len(batches), size), tuple(whole))
-        if self._num_parts > 1:
+        if self._spans_processes:
             x, y, weights = jax.tree.map(lambda leaf: self._place(leaf, self._group), (x, y, weights))
         return Batch(x, y, mask, weights)
 
@@ -81,7 +83,7 @@ class Feeding:
             return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(leaf.dtype), sharding=place if is_placed else None)
 
         x, y, mask, weights = batch
-        x, y, weights = jax.tree.map(lambda leaf: abstract(leaf, isinstance(leaf, jax.Array) or self._num_parts > 1), (x, y, weights))
+        x, y, weights = jax.tree.map(lambda leaf: abstract(leaf, isinstance(leaf, jax.Array) or self._spans_processes), (x, y, weights))
         return Batch(x, y, abstract(mask, True), weights)
 
     def join(self, outputs: PyTree, steps: int | None = None) -> PyTree:
@@ -134,6 +136,6 @@ class Feeding:
 
     def _place(self, leaf: Any, place: NamedSharding) -> Any:
         """Returns an array on the devices, given all of it, or this process's part of its rows."""
-        if self._num_parts == 1:
+        if not self._spans_processes:
             return jax.device_put(leaf, place)
         return jax.make_array_from_process_local_data(place, np.asarray(leaf))

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from fitflax.errors import ConfigError
 
-__all__ = ["check_devices", "is_key", "own_copy", "part_of", "put"]
+__all__ = ["check_devices", "count_processes", "is_key", "own_copy", "part_of", "put"]
 
 
 def check_devices(owner: str, devices: Any) -> list[Any]:
@@ -23,6 +23,15 @@ def check_devices(owner: str, devices: Any) -> list[Any]:
     if not used or len(set(used)) != len(used) or not all(isinstance(device, jax.Device) for device in used):
         raise ConfigError(f"{owner} takes a list of at least one device, each only once, such as jax.devices()[:4]. Received: devices={devices!r}.")
     return used
+
+
+def count_processes(devices: Iterable[Any]) -> int:
+    """Returns how many processes some devices belong to.
+
+    >>> count_processes(jax.devices())
+    1
+    """
+    return len({device.process_index for device in devices})
 
 
 def is_key(leaf: Any) -> bool:

@@ -1,5 +1,7 @@
 """What several processes of one program tell each other, over JAX's own distributed runtime."""
 
+import itertools
+import json
 import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -9,14 +11,17 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from fitflax.errors import DataError, ReplicaError
+from fitflax.parallel.board import Board
 from fitflax.state import PyTree
 
-__all__ = ["after_first", "check_same", "gather"]
+__all__ = ["after_first", "check_same", "exchange", "gather"]
 
 T = TypeVar("T")
 
 # Of each array of a batch.
 _MOST_COMPARED = 2**20
+# Of exchanges, the same in all processes.
+_numbers = itertools.count()
 
 
 def gather(tree: PyTree) -> PyTree:
@@ -53,6 +58,26 @@ def gather(tree: PyTree) -> PyTree:
     return jax.tree.unflatten(treedef, results)
 
 
+def exchange(value: Any) -> list[Any]:
+    """Returns what every process calls this with, in the order of the processes; all of them must call it. No device takes part, or is waited for.
+
+    Args:
+        value: Numbers, strings, lists and dicts, as JSON has them; in a single process it is returned as it is.
+
+    >>> exchange({"rows": 3})
+    [{'rows': 3}]
+    """
+    if not Board.is_there():
+        return [value]
+    board, number, index = Board("exchange"), next(_numbers), jax.process_index()
+    board.post(f"{number}/{index}", json.dumps(value).encode())
+    board.meet(str(number))
+    found = board.read_all(str(number))
+    if index == 0 and number:
+        board.remove(str(number - 1))  # All have read it, or they would not be here.
+    return [json.loads(found[str(process)]) for process in range(jax.process_count())]
+
+
 def check_same(tree: PyTree) -> None:
     """Checks that all processes have the same arrays, NumPy or on devices of this process; all of them must call it.
 
@@ -64,8 +89,7 @@ def check_same(tree: PyTree) -> None:
         array = np.ascontiguousarray(leaf)
         found = zlib.crc32(f"{array.dtype}{array.shape}".encode(), found)
         found = zlib.crc32(array.reshape(-1).view(np.uint8)[:_MOST_COMPARED].data, found)
-    every = gather(np.uint32(found))
-    if len(set(every.tolist())) > 1:
+    if len(set(exchange(found))) > 1:
         raise DataError(
             f"The processes read different data: the first batch of process {jax.process_index()} is not that of all others. Give all processes the same data "
             "in the same order (a fixed seed, no sharding by process): each takes its part of every batch."
@@ -89,7 +113,7 @@ def after_first(make: Callable[[], T]) -> T:
             result = make()
         except Exception as error:  # noqa: BLE001 (raised below, once the others know)
             failure = error
-    has_failed = bool(gather(np.int32(failure is not None))[0])
+    has_failed = exchange(failure is not None)[0]
     if failure is not None:
         raise failure
     if has_failed:

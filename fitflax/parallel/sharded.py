@@ -23,7 +23,7 @@ from fitflax.parallel.feeding import Feeding
 from fitflax.parallel.in_flight import InFlight
 from fitflax.parallel.packed import Packed
 from fitflax.parallel.partition import BATCH, FSDP_MIN_SIZE, MeshAxes, Partition, checked_rules
-from fitflax.parallel.placing import check_devices, is_key, part_of, put
+from fitflax.parallel.placing import check_devices, count_processes, is_key, part_of, put
 from fitflax.state import PyTree, TrainState
 
 __all__ = ["Sharded"]
@@ -98,7 +98,8 @@ class Sharded(Strategy):
         group = PartitionSpec(None, rows) if self.batch_axes else PartitionSpec()
         self._by_layout = {"replicated": self._at(PartitionSpec()), "split": self._at(split), "group": self._at(group)}
         self.part = part_of(self.mesh.devices.flat, self._by_layout["split"], self.num_batch_shards)
-        self.feeding = Feeding(1, self._by_layout["split"], self._by_layout["group"], self.part[1])
+        self.num_processes = count_processes(self._devices)
+        self.feeding = Feeding(1, self._by_layout["split"], self._by_layout["group"], self.part[1], spans_processes=self.num_processes > 1)
 
     def __repr__(self) -> str:
         fsdp = f", fsdp over {self.partition.fsdp_axes}" if self.partition.fsdp_axes else ""
@@ -145,7 +146,7 @@ class Sharded(Strategy):
 
     def _result(self, layout: Any) -> Any:
         """Returns where results lie; what is split between processes is whole on all devices, so that each process can read it."""
-        return self._by_layout["replicated"] if self.part[1] > 1 and layout in ("split", "group") else self._shardings(layout)
+        return self._by_layout["replicated"] if self.num_processes > 1 and layout in ("split", "group") else self._shardings(layout)
 
     @override
     def trace(self, fn: Callable[..., Any], *, inputs: Sequence[Layout]) -> Callable[..., Any]:
