@@ -13,7 +13,7 @@ from fitflax.callbacks.base import CallbackList
 from fitflax.checkpoints.checkpoint import Checkpoint, Point, Timer
 from fitflax.checkpoints.saving import Saver
 from fitflax.collected import Collected
-from fitflax.data import FedBatch, Feed, Position
+from fitflax.data import FedBatch, Feed
 from fitflax.errors import ConfigError
 from fitflax.evaluation import Interrupted
 from fitflax.live import LiveState, Sums
@@ -109,6 +109,8 @@ class Run:
         # The checkpoint that the end of an epoch, or a validation, has made before it is yielded.
         self._made: Checkpoint | None = None
         self._is_last = self._is_rescue = self._is_closed = False
+        # Whether an exception ends the run in this process, and for all that is known in no other.
+        self._is_alone = False
         # What is saved when the end of an epoch is broken off; no step runs meanwhile, so the state needs no copy.
         self._callbacks_before_epoch_end: dict[str, Any] | None = None
         self._state_before_epoch_end: TrainState | None = None
@@ -249,6 +251,7 @@ class Run:
             raise
         except BaseException as error:  # KeyboardInterrupt raised by hand as well.
             self._settle()
+            self._is_alone = not isinstance(error, Interrupted)
             if self._state_before_epoch_end is not None:
                 self._live.replace(self._state_before_epoch_end, self.progress.step)
             leaves_at_once = self._interruption is not None and self._interruption.leaves_at_once
@@ -321,7 +324,8 @@ class Run:
     def _fetch(self) -> bool:
         """Takes the next batch of the data, over the end of a pass if need be; returns whether there is one."""
         if not self._upcoming and not self._take() and self._may_pass_again():
-            self.progress.position = Position(self.progress.position.passes + (self.progress.position.examples > 0))
+            progress = self.progress
+            progress.begin_pass(progress.position.passes + (progress.position.examples > 0 or any(progress.used)))
             self._take()
         return bool(self._upcoming)
 
@@ -415,7 +419,7 @@ class Run:
         progress.step += steps
         progress.step_in_epoch += steps
         progress.is_pending = True
-        progress.position = group[-1].position
+        progress.position, progress.used = group[-1].position, group[-1].used
         # Last: a KeyboardInterrupt before this finds the state's buffers taken, and saves nothing; one after it finds the whole step counted.
         self._live.advance(carry, steps)
 
@@ -452,7 +456,7 @@ class Run:
 
     def _end_pass(self) -> None:
         self.progress.epoch_is_over = True
-        self.progress.position = Position(self.progress.position.passes + 1)
+        self.progress.begin_pass(self.progress.position.passes + 1)
 
     def _look_ahead(self) -> None:
         """Finds out whether the epoch is over; where only another batch can tell, takes it while the device works."""
@@ -553,6 +557,7 @@ class Run:
             is_repeat=False,
             seconds=self._clock(),
             process_start=self.plan.process_start,
+            used=progress.used,
         )
         values = self._values
         if values is not None and self._collected is not None:
@@ -566,6 +571,7 @@ class Run:
             kept=self._kept,
             timer=self._timer,
             run_state=self._run_state,
+            joined=lambda: self._feed.joined_state(progress.position, is_alone=self._is_alone),
             info=self._info,
             saver=self._saver,
         )

@@ -16,6 +16,7 @@ from fitflax.checkpoints.saving import Saver
 from fitflax.checkpoints.trees import from_saved
 from fitflax.data import FedBatch, Feed, Source
 from fitflax.data.randomness import undisturbed
+from fitflax.data.shards import own_position
 from fitflax.errors import ConfigError, DataError, FitflaxWarning, RestoreError
 from fitflax.logs import StepValues
 from fitflax.loop import Run
@@ -37,9 +38,9 @@ def settings_of(session: Session, source: Source, steps_per_epoch: int | None) -
     """Returns what the order of examples and the numbers follow from; a run can only be resumed with the same."""
     return {
         "seed": session.seed,
-        "batch_size": source.batch_size,
+        "batch_size": source.all_batch_size,
         "steps_per_epoch": steps_per_epoch,
-        "num_examples": source.num_examples,
+        "num_examples": source.all_examples,
         "shuffle": source.shuffles,
         **session.need_compiled("fit").task.numerics.settings,
     }
@@ -53,14 +54,16 @@ def start_progress(session: Session, source: Source, saved: Saved | None, settin
     """
     if saved is not None:
         check_settings(saved, settings)
-        return Progress.from_json(saved.metadata["progress"])
+        progress = Progress.from_json(saved.metadata["progress"])
+        progress.position = own_position(progress.position, progress.used, source.shares)
+        return progress
     step = 0 if session.live is None else session.live.step
     return Progress(step=step, first_step=step, epoch=initial_epoch, position=session.next_position(source))
 
 
 def make_feed(session: Session, source: Source, class_weight: Mapping[int, float] | None, progress: Progress, saved: Saved | None) -> Feed:
     """Returns the batches of a run from where it begins."""
-    feed = session.feeder.train(source, class_weight, progress.position, size=saved.metadata.get("full_batch_size") if saved else None)
+    feed = session.feeder.train(source, class_weight, progress.position, used=progress.used, size=saved.metadata.get("full_batch_size") if saved else None)
     if saved is not None:
         feed.load_state_dict(from_saved(saved.run.get("data", {}), root="run/data", key_impls=saved.metadata["key_impls"]))
     return feed
@@ -94,6 +97,7 @@ def trained_aside(
         settings = settings_of(twin, source, None)
         check_settings(saved, {name: value for name, value in settings.items() if name != "steps_per_epoch"})
         progress = Progress.from_json(saved.metadata["progress"])
+        progress.position = own_position(progress.position, progress.used, source.shares)
     with undisturbed(), contextlib.closing(make_feed(twin, source, class_weight, progress, saved)) as feed:
         fed = feed.next() or feed.next()
         if fed is None:

@@ -72,6 +72,25 @@ def test_several_processes_train_evaluate_and_predict_as_one_does(kind, count, a
         close(found, alone)
 
 
+@pytest.mark.parametrize(("kind", "count"), [("data parallel", 2), ("fsdp", 2), ("data parallel", 4)])
+def test_shares_of_unequal_length_train_evaluate_and_predict_as_one_process_with_the_same_batches(kind, count, process_env):
+    expected = results(process_env, 1, kind="data parallel", shards=count)[0]
+    found = results(process_env, count, kind=kind, shards=count)
+    outputs = [row for each in found for row in each["outputs"][2]]
+    for each in found:
+        close({**each, "outputs": [[len(outputs), 4], 0, outputs]}, expected)
+
+
+def test_a_run_in_shares_goes_on_as_if_nothing_had_happened_and_in_no_other_number(process_env, tmp_path):
+    expected = results(process_env, 2, kind="data parallel", shards=2, steps=11)
+    for steps in (2, 7, 11):
+        found = results(process_env, 2, kind="data parallel", shards=2, steps=steps, directory=str(tmp_path))
+    assert [{**each, "history": {}} for each in found] == [{**each, "history": {}} for each in expected]
+    processes = start(process_env, 4, kind="data parallel", shards=4, steps=15, directory=str(tmp_path))
+    for _, output in ended(processes):
+        assert "ERROR RestoreError: The run's data came in 2 shards" in output
+
+
 def test_a_run_goes_on_with_another_number_of_processes(alone, process_env, tmp_path):
     for steps, count in ((3, 2), (5, 4), (8, 1), (12, 2)):
         last = results(process_env, count, kind="data parallel", steps=steps, directory=str(tmp_path))

@@ -70,6 +70,7 @@ class Point:
         epoch: Index of the epoch, from 0.
         step_in_epoch: Finished updates of that epoch.
         position: The position of the data.
+        used: By process, what of the present pass is used, where each has a part of its own.
         n_completed_steps: Updates since the last checkpoint.
         epoch_ends: Whether the epoch ends here.
         is_last: Whether no step follows in this run.
@@ -90,6 +91,7 @@ class Point:
     is_repeat: bool
     seconds: float
     process_start: int
+    used: tuple[int, ...] = ()
 
 
 class Checkpoint:
@@ -120,6 +122,7 @@ class Checkpoint:
         run_state: Callable[[], dict[str, Any]],
         info: Callable[[], dict[str, Any]],
         saver: Saver,
+        joined: Callable[[], dict[str, Any] | None] = lambda: None,
         keep: Keep = NOTHING,
         kept: Kept | None = None,
         groups: Mapping[str, Mapping[str, Any]] | None = None,
@@ -137,6 +140,7 @@ class Checkpoint:
         self._version = live.version
         self._timer = timer
         self._make_run_state = run_state
+        self._join = joined
         self._make_info = info
         self.saver = saver
         self._keep = keep
@@ -324,6 +328,7 @@ class Checkpoint:
             step_values=self.step_values,
             timer=self._timer,
             run_state=self._make_run_state,
+            joined=self._join,
             info=self._make_info,
             saver=self.saver,
             keep=self._keep,
@@ -351,13 +356,15 @@ class Checkpoint:
             put_on_disk()
         self.num_saves += 1
         check_here(self.borrow())  # In all processes alike.
+        data = self._join()
         if jax.process_index():
             return  # The first process saves.
+        data = {} if data is None else {"data": data}
         also = [name for directory, name in self.savers if directory == store.directory and name != owner]
         save = functools.partial(store.save, step=self.step, owner=owner, keep=keep, also=also)
         if asynchronous:
             self.saver.wait_for_room()
-            run = self.run_state
+            run = {**self.run_state, **data}
             metadata, metrics = self._metadata(run), self._deferred_metrics()
             # Of the run's state, the next step takes the sums alone.
             arrays = self._snapshot({"sums": run.pop("sums")} if "sums" in run else {})
@@ -372,7 +379,7 @@ class Checkpoint:
                 return
         earlier = self.saver.settle()
         try:
-            run = self.run_state
+            run = {**self.run_state, **data}
             save(train=self.borrow(), run=run, metadata={**self._metadata(run), "metrics": self._deferred_metrics()()})
         except Exception as error:
             if earlier is not None:
