@@ -4,11 +4,12 @@ import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
+from fitflax.agreement import Agreement, Together
 from fitflax.callbacks.base import CallbackList
 from fitflax.checkpoints.resume import check_settings, fit_to
 from fitflax.checkpoints.saved import Saved
@@ -20,6 +21,7 @@ from fitflax.data.shards import own_position
 from fitflax.errors import ConfigError, DataError, FitflaxWarning, RestoreError
 from fitflax.logs import StepValues
 from fitflax.loop import Run
+from fitflax.parallel.processes import exchange
 from fitflax.plan import Progress, RunPlan, Validation
 from fitflax.preflight import check_activations, check_in_memory, check_places
 from fitflax.program import Program
@@ -193,7 +195,7 @@ def prepare_run(
         progress=progress,
         callbacks=callbacks,
         validation=validation,
-        should_stop=lambda: session.is_stopping,
+        agreement=functools.partial(_agreement, session, steps_per_call),
         exhausted=session.run_dry,
         interruption=interruption,
         saver=session.make_saver() if saver is None else saver,
@@ -201,6 +203,16 @@ def prepare_run(
         **before,
     )
     return session.last_run
+
+
+def _agreement(session: Session, steps_per_call: int, clock: Callable[[], float]) -> Agreement:
+    """Returns what decides for a run whether it is to stop, and what time it is."""
+    strategy = session.strategy
+    if strategy.num_processes == 1:
+        return Agreement(clock, lambda: session.is_stopping)
+    ahead = (strategy.max_in_flight + 1) * steps_per_call
+    reason = lambda: session.stop_reason or ""  # noqa: E731
+    return Together(clock, lambda: session.is_stopping, reason=reason, stop=session.stop, ahead=ahead, multiple=steps_per_call)
 
 
 def _before(session: Session, program: Program, saved: Saved) -> dict[str, Any]:
@@ -238,6 +250,8 @@ def _choose_steps_per_call(session: Session, program: Program, fed: FedBatch | N
         return before or 1
     size = program.group_size(fed)
     single, grouped = program.time_steps(session.need_state("fit").borrow(), fed, size, keep) if size > 1 else (0.0, 0.0)
+    if session.strategy.num_processes > 1:
+        single, grouped = exchange([single, grouped])[0]
     chosen = size if grouped < single * _WORTH_GROUPING else 1
     session.choice = f"{size} steps a call took {grouped * 1e6:.0f} us a step, single steps {single * 1e6:.0f} us" if size > 1 else "batches are large"
     session.choice = f"steps_per_call='auto' chose {chosen}: {session.choice}."

@@ -6,6 +6,7 @@ It always has four devices in all, so that results are comparable, and prints wh
 import itertools
 import json
 import sys
+import time
 from typing import Any
 
 import jax
@@ -52,7 +53,17 @@ def joined(arrays: tuple[np.ndarray, ...], count: int, size: int) -> Any:
 
 
 def main(
-    *, kind: str, count: int = 1, index: int = 0, port: int = 0, directory: str | None = None, steps: int = 12, differ: bool = False, shards: int = 0
+    *,
+    kind: str,
+    count: int = 1,
+    index: int = 0,
+    port: int = 0,
+    directory: str | None = None,
+    steps: int = 12,
+    differ: bool = False,
+    shards: int = 0,
+    stop: Any = None,
+    seconds: float = 0.0,
 ) -> None:
     jax.config.update("jax_num_cpu_devices", DEVICES // count)
     if count > 1:
@@ -67,6 +78,12 @@ def main(
     trainer.compile(optax.adam(0.01), "sparse_categorical_crossentropy", ["accuracy"])
     x, y = examples(90)
     callbacks: list[Any] = [LambdaCallback(on_train_batch_end=lambda batch, logs: print("step", trainer.step, flush=True))]
+    if stop is not None and index in stop["processes"]:
+        callbacks.append(LambdaCallback(on_train_batch_end=lambda batch, logs: trainer.stop("enough") if trainer.step == stop["step"] else None))
+    due: list[int] = []
+    if seconds:
+        callbacks.append(LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.01 * (1 + index))))
+        callbacks.append(LambdaCallback(on_checkpoint=lambda checkpoint: due.append(checkpoint.step), every=fitflax.every(seconds=seconds)))
     if directory is not None:
         callbacks += [
             ModelCheckpoint(f"{directory}/checkpoints", every=fitflax.every(steps=4)),
@@ -88,6 +105,8 @@ def main(
         outputs = trainer.predict(x[:41], batch_size=16)
         evaluation = trainer.evaluate(x, y, batch_size=24, verbose=0)
     result = {
+        "due": due,
+        "reason": trainer.stop_reason,
         "step": trainer.step,
         "history": {key: list(map(float, values)) for key, values in history.history.items()},
         "evaluation": evaluation,

@@ -100,6 +100,25 @@ def test_a_run_goes_on_with_another_number_of_processes(alone, process_env, tmp_
     assert (tmp_path / "log.csv").read_text().count("\n") == 5  # One writes, whoever it is.
 
 
+def test_a_run_that_all_processes_are_asked_to_stop_at_one_step_stops_there(process_env):
+    found = results(process_env, 2, kind="data parallel", steps=1000, stop={"step": 7, "processes": [0, 1]})
+    assert [each["step"] for each in found] == [7, 7]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_if_one_process_alone_is_asked_to_stop_all_stop_at_the_same_step(who, process_env, tmp_path):
+    arguments: dict[str, Any] = {"kind": "data parallel", "steps": 10**6, "directory": str(tmp_path)}
+    found = results(process_env, 2, **arguments, stop={"step": 7, "processes": [who]})
+    assert found[0]["step"] == found[1]["step"] > 7
+    assert {each["reason"] for each in found} == {"enough"}
+    assert CheckpointStore(tmp_path / "checkpoints").latest() == found[0]["step"]
+
+
+def test_what_is_due_by_the_clock_is_due_at_the_same_steps_in_all_processes(process_env):
+    found = results(process_env, 2, kind="data parallel", steps=300, seconds=1.0)
+    assert found[0]["due"] == found[1]["due"] and len(found[0]["due"]) > 2
+
+
 def test_one_process_alone_prints(process_env):
     first, second = (output for _, output in ended(start(process_env, 2, kind="data parallel", steps=3)))
     assert "loss:" in first and "loss:" not in second
