@@ -64,6 +64,7 @@ def main(
     shards: int = 0,
     stop: Any = None,
     seconds: float = 0.0,
+    fail: Any = None,
 ) -> None:
     jax.config.update("jax_num_cpu_devices", DEVICES // count)
     if count > 1:
@@ -80,6 +81,8 @@ def main(
     callbacks: list[Any] = [LambdaCallback(on_train_batch_end=lambda batch, logs: print("step", trainer.step, flush=True))]
     if stop is not None and index in stop["processes"]:
         callbacks.append(LambdaCallback(on_train_batch_end=lambda batch, logs: trainer.stop("enough") if trainer.step == stop["step"] else None))
+    if fail is not None and index == fail["process"]:
+        callbacks.append(LambdaCallback(on_train_batch_end=lambda batch, logs: 1 / 0 if trainer.step == fail["step"] else None))
     due: list[int] = []
     if seconds:
         callbacks.append(LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.01 * (1 + index))))

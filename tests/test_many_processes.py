@@ -152,6 +152,12 @@ def kill_one(number: signal.Signals, victim: int, env: dict[str, str], directory
     return processes, outputs, time.monotonic() - begin
 
 
+def names(output: str, lost: int) -> bool:
+    """Whether what a process said names the one that was lost; JAX calls process 0 the leader."""
+    told = output.replace("\r", "")
+    return f"/task:{lost}" in told or f"Task {lost} heartbeat" in told or f"heartbeats):\n{lost}\n" in told or (lost == 0 and "leader task" in told)
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_sigterm_to_any_process_has_all_save_the_same_step_and_stop(victim, process_env, tmp_path):
     processes, outputs, _ = kill_one(signal.SIGTERM, victim, process_env, tmp_path)
@@ -162,14 +168,30 @@ def test_a_sigterm_to_any_process_has_all_save_the_same_step_and_stop(victim, pr
     assert step == last[0] + 3
 
 
-def test_a_lost_process_ends_the_other_within_a_minute_and_is_named(process_env, tmp_path):
-    processes, outputs, seconds = kill_one(signal.SIGKILL, 1, process_env, tmp_path)
-    assert processes[0].returncode != 0 and processes[1].returncode == -signal.SIGKILL
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_lost_process_ends_the_other_within_a_minute_and_is_named(victim, process_env, tmp_path):
+    processes, outputs, seconds = kill_one(signal.SIGKILL, victim, process_env, tmp_path)
+    assert processes[1 - victim].returncode != 0 and processes[victim].returncode == -signal.SIGKILL
     assert seconds < 60
-    assert "/task:1" in outputs[0] or "stopped sending heartbeats):\n1\n" in outputs[0].replace("\r", ""), outputs[0][-2000:]
+    assert names(outputs[1 - victim], victim), outputs[1 - victim][-2000:]
     saved = CheckpointStore(tmp_path / "checkpoints")
     latest = saved.latest()
     assert latest is not None
     saved.verify()
+    again = results(process_env, 2, kind="data parallel", steps=latest + 2, directory=str(tmp_path))
+    assert [found["step"] for found in again] == [latest + 2] * 2
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_process_that_fails_alone_ends_the_others_within_a_minute_and_leaves_checkpoints(who, process_env, tmp_path):
+    begin = time.monotonic()
+    processes = start(process_env, 2, kind="data parallel", steps=10**6, directory=str(tmp_path), fail={"process": who, "step": 9})
+    outputs = [output for _, output in ended(processes)]
+    assert time.monotonic() - begin < 80  # The start included.
+    assert [process.returncode != 0 for process in processes] == [True, True]
+    assert "ZeroDivisionError" in outputs[who] and f"Process {who} of 2 has failed alone" in outputs[who]
+    latest = CheckpointStore(tmp_path / "checkpoints").latest()
+    assert latest in (8, 9)  # Process 0 saves what it has, if it has the time.
+    assert names(outputs[1 - who], who), outputs[1 - who][-3000:]
     again = results(process_env, 2, kind="data parallel", steps=latest + 2, directory=str(tmp_path))
     assert [found["step"] for found in again] == [latest + 2] * 2
