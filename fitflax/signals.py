@@ -74,9 +74,9 @@ class Interruption:
         why = "code that is not Python's handles it. Have that code save, or save often"
         return [f"{number.name} {_WILL_NOT_SAVE}: {why}." for number, handler in handlers.items() if handler is None]
 
-    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        if kind is not None:
-            note_failure()  # The others wait for steps that this process will not make.
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None) -> None:
+        if error is not None:
+            note_failure(error)  # The others wait for steps that this process will not make.
         for number, earlier in self._earlier.items():
             signal.signal(number, earlier)
         self._earlier = {}

@@ -155,6 +155,8 @@ def kill_one(number: signal.Signals, victim: int, env: dict[str, str], directory
 def names(output: str, lost: int) -> bool:
     """Whether what a process said names the one that was lost; JAX calls process 0 the leader."""
     told = output.replace("\r", "")
+    if f"or do not answer: [{lost}]." in told or f" Process {lost} failed: " in told:
+        return True
     return f"/task:{lost}" in told or f"Task {lost} heartbeat" in told or f"heartbeats):\n{lost}\n" in told or (lost == 0 and "leader task" in told)
 
 

@@ -1,6 +1,7 @@
 """`initialize`: JAX's distributed runtime, begun in one call on whatever the processes were started by; and the end of a process that fails alone."""
 
 import atexit
+import json
 import os
 import sys
 import time
@@ -22,38 +23,71 @@ _PATIENCE_SECONDS = 5.0
 
 
 class _Ending:
-    """What becomes of this process at its end: whether something failed in it, and whether it leaves without waiting for the others."""
+    """What becomes of this process at its end.
 
-    has_failed = False
-    is_alone = False
+    Attributes:
+        failure: What failed in it, in words.
+        is_own: Whether that was its own failure, and not that others could not be reached.
+        leaves: Whether it leaves without waiting for the others.
+    """
+
+    failure: str | None = None
+    is_own = True
+    leaves = False
 
 
-def note_failure() -> None:
-    """Notes that this process cannot go on with the others: something failed in it, perhaps in it alone."""
-    _Ending.has_failed = True
+def note_failure(error: BaseException) -> None:
+    """Notes that this process cannot go on with the others: something failed in it, perhaps because one of them is gone."""
+    if _Ending.failure is None:
+        _Ending.failure, _Ending.is_own = f"{type(error).__name__}: {error}"[:500], not _is_of_others(error)
+
+
+def _is_of_others(error: BaseException | None) -> bool:
+    """Returns whether something went wrong between processes; what they then do fails as well."""
+    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+        return True
+    return error is not None and _is_of_others(error.__cause__ or error.__context__)
 
 
 def _part() -> None:
     """Before JAX has this process wait for all others, which may be waiting for its steps: sees whether they have failed, too."""
-    if not _Ending.has_failed or not jax.distributed.is_initialized():
+    if _Ending.failure is None or not jax.distributed.is_initialized():
         return
-    board, index, count = Board("failed"), jax.process_index(), jax.process_count()
-    board.post(str(index), b"")
+    index, count = jax.process_index(), jax.process_count()
+    try:
+        every = _told(index, count)
+    except jax.errors.JaxRuntimeError:
+        every = {index: {"error": _Ending.failure, "is_own": _Ending.is_own}}
+    if len(every) == count and all(told["is_own"] for told in every.values()):
+        return  # The same happened to all.
+    culprits = {process: told["error"] for process, told in every.items() if told["is_own"]}
+    missing = sorted(set(range(count)) - set(every))
+    if _Ending.is_own:
+        told = f"Process {index} of {count} has failed alone. The others end when they notice that it is gone."
+    else:
+        told = f"Process {index} of {count} cannot go on without the others."
+        told += "".join(f" Process {process} failed: {error}." for process, error in sorted(culprits.items()))
+        told += f" Processes that are lost, or do not answer: {missing}." if missing else ""
+    print(told, file=sys.stderr, flush=True)
+    _Ending.leaves = True
+    # It would wait for steps that nobody makes, and for the others themselves.
+    atexit.unregister(jax._src.api.clean_up)
+
+
+def _told(index: int, count: int) -> dict[int, dict[str, Any]]:
+    """Returns, by process, what those say that have failed; waits a little for all."""
+    board = Board("failed")
+    board.post(str(index), json.dumps({"error": _Ending.failure, "is_own": _Ending.is_own}).encode())
     end = time.monotonic() + _PATIENCE_SECONDS
-    while len(board.read_all("")) < count:
-        if time.monotonic() > end:
-            _Ending.is_alone = True
-            print(f"Process {index} of {count} has failed alone. The others end when they notice that it is gone.", file=sys.stderr, flush=True)
-            # It would wait for steps that others cannot make, and for the others themselves.
-            atexit.unregister(jax._src.api.clean_up)
-            return
+    while len(found := board.read_all("")) < count and time.monotonic() < end:
         time.sleep(0.05)
+    return {int(process): json.loads(told) for process, told in found.items()}
 
 
 @atexit.register
 def _leave() -> None:
     """After the other functions that are called at exit; what C++ would do from here on is to wait as well."""
-    if _Ending.is_alone:
+    if _Ending.leaves:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
@@ -111,7 +145,7 @@ def initialize(
     earlier = sys.excepthook
 
     def note_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        note_failure()
+        note_failure(error)
         earlier(kind, error, traceback)
 
     sys.excepthook = note_uncaught
