@@ -87,7 +87,10 @@ def as_memory(analysis: Any) -> Memory:
 
 
 def by_hand(kind: str, devices: list[jax.Device], width: int, data: tuple[np.ndarray, np.ndarray]) -> Contender:
-    """Returns a loop as a careful person writes it: state and sums donated, NumPy batches straight into the call, values read at the end."""
+    """Returns a loop as a careful person writes it: state and sums donated, NumPy batches straight into the call, values read at the end.
+
+    Between processes each puts its rows of a batch where they belong.
+    """
     module, optimizer = Network(width), optax.adam(1e-3)
     mesh = Mesh(np.array(devices), ("replica" if kind == "pmap" else "data",), axis_types=(AxisType.Auto,))  # pmap's own, or its first call compiles twice.
     whole, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
@@ -124,24 +127,33 @@ def by_hand(kind: str, devices: list[jax.Device], width: int, data: tuple[np.nda
         state = jax.jit(init, out_shardings=places)(jax.random.key(0))
         shape = lambda leaf: leaf  # noqa: E731
     batches = [tuple(shape(leaf[begin : begin + ROWS]) for leaf in data) for begin in range(0, len(data[0]), ROWS)]
+    feed: Callable[[Any], Any] = lambda batch: batch  # noqa: E731
+    if jax.process_count() > 1:
+        own = slice(ROWS // jax.process_count() * jax.process_index(), ROWS // jax.process_count() * (jax.process_index() + 1))
+        feed = lambda batch: [jax.make_array_from_process_local_data(split, leaf[own]) for leaf in batch]  # noqa: E731
     held = {"state": state}
-    lowered = compiled.lower(held["state"], *batches[0])
+    lowered = compiled.lower(held["state"], *feed(batches[0]))
     in_flight = 2 if devices[0].platform == "cpu" else 32
 
     def train(steps: int) -> tuple[float, float]:
         began, pending = time.perf_counter(), []
         params, opt_state, _ = held["state"]
-        state = params, opt_state, jax.device_put(np.zeros(2, np.float32), whole)
+        state = params, opt_state, zeros(whole)
         for index in range(steps):
             if len(pending) == in_flight:
                 pending.pop(0).block_until_ready()
-            state, loss = compiled(state, *batches[index % len(batches)])
+            state, loss = compiled(state, *feed(batches[index % len(batches)]))
             pending.append(loss)
         sums = np.asarray(state[2])
         held["state"] = jax.block_until_ready(state)
         return time.perf_counter() - began, float(sums[0]) / steps
 
     return Contender(train, lambda: as_memory(lowered.compile().memory_analysis()))
+
+
+def zeros(place: NamedSharding) -> jax.Array:
+    """Returns two zeros, also where some of the devices are other processes'."""
+    return jax.make_array_from_callback((2,), place, lambda index: np.zeros(2, np.float32))
 
 
 def along_largest(shape: tuple[int, ...], count: int) -> PartitionSpec:

@@ -16,7 +16,21 @@ from flax import linen as nn
 
 import fitflax
 from fitflax import parallel
-from fitflax.callbacks import BestCheckpoint, CSVLogger, LambdaCallback, ModelCheckpoint
+from fitflax.callbacks import (
+    BestCheckpoint,
+    Callback,
+    CSVLogger,
+    EarlyStopping,
+    JSONLogger,
+    LambdaCallback,
+    LearningRateScheduler,
+    ModelCheckpoint,
+    ReduceLROnPlateau,
+    SummaryLogger,
+    TensorBoard,
+    TerminateOnNaN,
+    Watchdog,
+)
 from fitflax.data import Shard
 from fitflax.errors import FitflaxError
 
@@ -52,6 +66,37 @@ def joined(arrays: tuple[np.ndarray, ...], count: int, size: int) -> Any:
     return batches
 
 
+class Reader(Callback):
+    """Reads what it can in process 0 alone, as whoever writes something does."""
+
+    main_process_only = True
+    every = fitflax.every(steps=3)
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_checkpoint(self, checkpoint: Any) -> None:
+        whole = jax.tree.leaves(checkpoint.model_params)[0]
+        self.norms.append(float(np.abs(whole.addressable_data(0)).sum()))
+        state = self.trainer.state  # Lent: the next step copies it, in this process alone.
+        assert int(state.step) == checkpoint.step
+
+
+def watchers(directory: str | None) -> list[Callback]:
+    """One of each callback that looks at values or at the state."""
+    return [
+        TensorBoard(f"{directory}/tensorboard", histograms=fitflax.every(steps=4)),
+        SummaryLogger(every=fitflax.every(steps=5)),
+        JSONLogger(f"{directory}/log.json"),
+        ReduceLROnPlateau(patience=1),
+        EarlyStopping(patience=50),
+        TerminateOnNaN(),
+        LearningRateScheduler(lambda epoch, rate: rate * 0.9),
+        Watchdog(seconds=600),
+        Reader(),
+    ]
+
+
 def main(
     *,
     kind: str,
@@ -65,6 +110,7 @@ def main(
     stop: Any = None,
     seconds: float = 0.0,
     fail: Any = None,
+    watch: bool = False,
 ) -> None:
     jax.config.update("jax_num_cpu_devices", DEVICES // count)
     if count > 1:
@@ -76,13 +122,15 @@ def main(
         "mesh": lambda: parallel.Sharded({"data": 2, "model": 2}, rules=[("batch", "data")], fsdp="model", fsdp_min_size=64),
     }
     trainer = fitflax.Trainer(Network(), parallel=strategies[kind]())
-    trainer.compile(optax.adam(0.01), "sparse_categorical_crossentropy", ["accuracy"])
+    trainer.compile("adam" if watch else optax.adam(0.01), learning_rate=0.01 if watch else None, loss="sparse_categorical_crossentropy", metrics=["accuracy"])
     x, y = examples(90)
     callbacks: list[Any] = [LambdaCallback(on_train_batch_end=lambda batch, logs: print("step", trainer.step, flush=True))]
     if stop is not None and index in stop["processes"]:
         callbacks.append(LambdaCallback(on_train_batch_end=lambda batch, logs: trainer.stop("enough") if trainer.step == stop["step"] else None))
     if fail is not None and index == fail["process"]:
         callbacks.append(LambdaCallback(on_train_batch_end=lambda batch, logs: 1 / 0 if trainer.step == fail["step"] else None))
+    if watch:
+        callbacks += watchers(directory)
     due: list[int] = []
     if seconds:
         callbacks.append(LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.01 * (1 + index))))

@@ -119,6 +119,14 @@ def test_what_is_due_by_the_clock_is_due_at_the_same_steps_in_all_processes(proc
     assert found[0]["due"] == found[1]["due"] and len(found[0]["due"]) > 2
 
 
+@pytest.mark.parametrize("kind", ["data parallel", "fsdp"])
+def test_all_callbacks_work_and_what_is_read_in_one_process_alone_holds_up_nobody(kind, process_env, tmp_path):
+    one = results(process_env, 1, kind="data parallel", watch=True, directory=str(tmp_path / "one"))[0]
+    for found in results(process_env, 2, kind=kind, watch=True, directory=str(tmp_path / "two")):
+        close(found, one)
+    assert list((tmp_path / "two/tensorboard").rglob("*tfevents*"))
+
+
 def test_one_process_alone_prints(process_env):
     first, second = (output for _, output in ended(start(process_env, 2, kind="data parallel", steps=3)))
     assert "loss:" in first and "loss:" not in second

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
+import jax
 from typing_extensions import override
 
 from fitflax.callbacks.base import Callback, Phase, check_trigger
@@ -42,8 +43,7 @@ class SummaryLogger(Callback):
     Step      1: train             loss | 1.00000000
     """
 
-    phase = Phase.RECORD
-    main_process_only = True
+    phase = Phase.RECORD  # In all processes: the norm of split parameters takes all of them.
 
     def __init__(self, *, every: Trigger | None = None, file: TextIO | None = None) -> None:
         check_trigger("SummaryLogger", every)
@@ -72,6 +72,8 @@ class SummaryLogger(Callback):
             self._write(checkpoint, list(_lines({group: values for group, values in checkpoint.metrics.items() if group != "train"})))
 
     def _write(self, checkpoint: Checkpoint, lines: list[str]) -> None:
+        if jax.process_index():
+            return
         # Looked up late: standard output may be another one by now, as under pytest or in a notebook.
         stream = self.file or sys.stdout
         # At once, so that the lines of one checkpoint stay together whoever else writes there.

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from fitflax.callbacks.media import check_images, flatten_sown, write_logged, wr
 from fitflax.callbacks.summaries import TRAIN, describe_environment, hyperparameter_summaries, write_histogram
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.cost import peak_flops as peak_flops_of
-from fitflax.errors import CallbackError, NotReadyError
+from fitflax.errors import CallbackError, FitflaxWarning, NotReadyError
 from fitflax.logs import Logs
 from fitflax.optimizers import ONLY_RATE
 from fitflax.state import PyTree
@@ -278,10 +279,15 @@ class TensorBoard(Callback):
 
     def _write_histograms(self, files: EventFiles, checkpoint: Checkpoint) -> None:
         trees, step, now = {"params": checkpoint.model_params, "grads": self._gradients(checkpoint)}, checkpoint.step, time.time()
+        elsewhere = [leaf for leaf in jax.tree.leaves(trees) if not (leaf.is_fully_addressable or leaf.is_fully_replicated)]
+        if elsewhere:
+            warnings.warn(f"TensorBoard leaves out histograms of {len(elsewhere)} arrays that are split between processes.", FitflaxWarning, stacklevel=2)
 
         def write_all(write: Write) -> None:
             for name, tree in trees.items():
                 for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+                    if any(leaf is one for one in elsewhere):
+                        continue
                     write_histogram(write, TRAIN, f"{name}/{jax.tree_util.keystr(path, simple=True, separator='/')}", step, np.asarray(leaf), now)
 
         files.submit(write_all)

@@ -208,7 +208,9 @@ class Strategy(abc.ABC):
         """Returns a copy of a tree of device arrays, on the same devices, that later donations cannot touch."""
 
     def norm(self, tree: PyTree) -> Any:
-        """Returns the global L2 norm of a tree of device arrays, on the devices."""
+        """Returns the global L2 norm of a tree of device arrays, on the devices; where arrays are split between processes, all of these must call it."""
+        if self.num_processes > 1 and all(leaf.is_fully_replicated for leaf in jax.tree.leaves(tree)):
+            tree = jax.tree.map(lambda leaf: leaf.addressable_data(0), tree)
         return _norm(tree)
 
     @property

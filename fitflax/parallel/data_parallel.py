@@ -21,7 +21,7 @@ from fitflax.parallel.base import Compiled, Layout, Places, Strategy
 from fitflax.parallel.feeding import Feeding
 from fitflax.parallel.in_flight import InFlight
 from fitflax.parallel.packed import Packed
-from fitflax.parallel.placing import check_devices, count_processes, own_copy, part_of, put
+from fitflax.parallel.placing import check_devices, copy_here, count_processes, own_copy, part_of, put
 from fitflax.state import PyTree, TrainState
 
 __all__ = ["DataParallel"]
@@ -196,7 +196,7 @@ class DataParallel(Strategy):
 
     @override
     def copy(self, tree: PyTree) -> PyTree:
-        return self._copy(tree)
+        return self._copy(tree) if self.num_processes == 1 else copy_here(tree)
 
     @property
     @override

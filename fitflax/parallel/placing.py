@@ -9,8 +9,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from fitflax.errors import ConfigError
+from fitflax.state import PyTree
 
-__all__ = ["check_devices", "count_processes", "is_key", "own_copy", "part_of", "put"]
+__all__ = ["check_devices", "copy_here", "count_processes", "is_key", "own_copy", "part_of", "put"]
 
 
 def check_devices(owner: str, devices: Any) -> list[Any]:
@@ -55,6 +56,32 @@ def put(leaf: Any, place: NamedSharding) -> Any:
     dtype = jax.dtypes.canonicalize_dtype(host.dtype)
     # The copies are private: the memory of an array of the host would be shared where it can be.
     return jax.make_array_from_callback(host.shape, place, lambda index: np.array(host[index], dtype))
+
+
+def copy_here(tree: PyTree) -> PyTree:
+    """Returns a copy of arrays in the same places, for which each process copies its own parts.
+
+    A compiled copy would be a call of all devices, which all processes must make; this one may be made by one alone.
+
+    >>> copy_here({"w": jnp.zeros(2)})
+    {'w': Array([0., 0.], dtype=float32)}
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    plain = [jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in leaves]
+    by_device: dict[Any, list[Any]] = {}
+    for leaf in plain:
+        for shard in leaf.addressable_shards:
+            by_device.setdefault(shard.device, []).append(shard.data)
+    copies = {device: iter(_copy(parts)) for device, parts in by_device.items()}
+    copied = []
+    for leaf, original in zip(plain, leaves, strict=True):
+        parts = [next(copies[shard.device]) for shard in leaf.addressable_shards]
+        copy = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
+        copied.append(jax.random.wrap_key_data(copy, impl=jax.random.key_impl(original)) if is_key(original) else copy)
+    return jax.tree.unflatten(treedef, copied)
+
+
+_copy = jax.jit(lambda parts: [jnp.copy(part) for part in parts])
 
 
 def part_of(devices: Iterable[Any], split: NamedSharding | None = None, num_shards: int = 0) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from fitflax.parallel.feeding import Feeding
 from fitflax.parallel.in_flight import InFlight
 from fitflax.parallel.packed import Packed
 from fitflax.parallel.partition import BATCH, FSDP_MIN_SIZE, MeshAxes, Partition, checked_rules
-from fitflax.parallel.placing import check_devices, count_processes, is_key, part_of, put
+from fitflax.parallel.placing import check_devices, copy_here, count_processes, is_key, part_of, put
 from fitflax.state import PyTree, TrainState
 
 __all__ = ["Sharded"]
@@ -250,6 +250,8 @@ class Sharded(Strategy):
 
     @override
     def copy(self, tree: PyTree) -> PyTree:
+        if self.num_processes > 1:
+            return copy_here(tree)
         leaves = jax.tree.leaves(tree)
         treedef: Any = jax.tree.structure(tree)
         return treedef.unflatten(_copier(tuple(leaf.sharding for leaf in leaves))(leaves))
