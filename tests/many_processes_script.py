@@ -114,7 +114,7 @@ def main(
 ) -> None:
     jax.config.update("jax_num_cpu_devices", DEVICES // count)
     if count > 1:
-        parallel.initialize(f"127.0.0.1:{port}", count, index)
+        parallel.initialize(*((f"127.0.0.1:{port}", count, index) if port else ()))  # Without a port the environment tells.
     strategies: dict[str, Any] = {
         "data parallel": parallel.DataParallel,
         "tensor": lambda: parallel.Sharded({"data": 1, "model": 4}, fsdp="model", fsdp_min_size=64),

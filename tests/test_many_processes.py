@@ -16,20 +16,25 @@ from fitflax.checkpoints import CheckpointStore
 
 SCRIPT = pathlib.Path(__file__).with_name("many_processes_script.py")
 SECONDS = 180.0
+PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 
 pytestmark = pytest.mark.slow  # Each test starts processes that import JAX.
 
 
-def start(env: dict[str, str], count: int, **arguments: Any) -> list[subprocess.Popen[str]]:
+def free_port(wanted: int = 0) -> int:
     with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        free.bind(("127.0.0.1", wanted))
+        return int(free.getsockname()[1])
+
+
+def start(env: dict[str, str], count: int, **arguments: Any) -> list[subprocess.Popen[str]]:
+    port = free_port()
     environment = env | {"PJRT_NPROC": "16"}
     environment.pop("JAX_NUM_CPU_DEVICES", None)
     # No cache: several processes would write it at the same time.
     environment = {name: value for name, value in environment.items() if not name.startswith("JAX_COMPILATION_CACHE")}
     commands = [[sys.executable, str(SCRIPT), json.dumps({"count": count, "index": index, "port": port, **arguments})] for index in range(count)]
-    return [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for command in commands]
+    return [subprocess.Popen(command, env=environment, **PIPES) for command in commands]
 
 
 def ended(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
@@ -125,6 +130,18 @@ def test_all_callbacks_work_and_what_is_read_in_one_process_alone_holds_up_nobod
     for found in results(process_env, 2, kind=kind, watch=True, directory=str(tmp_path / "two")):
         close(found, one)
     assert list((tmp_path / "two/tensorboard").rglob("*tfevents*"))
+
+
+def test_what_slurm_says_is_enough(alone, process_env):
+    first = 65536 - 2**12
+    job = free_port(first + os.getpid() % 2**12) - first  # JAX makes the port of the job's number.
+    processes = []
+    for index in range(2):
+        env = {"SLURM_JOB_ID": str(job), "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2", "SLURM_PROCID": str(index), "SLURM_LOCALID": str(index)}
+        arguments = {"kind": "data parallel", "count": 2, "index": index, "port": 0}
+        processes.append(subprocess.Popen([sys.executable, str(SCRIPT), json.dumps(arguments)], env=process_env | env | {"PJRT_NPROC": "16"}, **PIPES))
+    for _, output in ended(processes):
+        close(json.loads(output.split("RESULT ")[1]), alone)
 
 
 def test_one_process_alone_prints(process_env):
