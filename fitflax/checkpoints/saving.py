@@ -28,7 +28,7 @@ class _Job:
 
     __slots__ = ("do", "is_save", "left_out", "saver")
 
-    def __init__(self, saver: "Saver", do: Callable[[], Any], is_save: bool, left_out: Callable[[], Any] | None) -> None:
+    def __init__(self, saver: "Saver", do: Callable[[], Any], is_save: bool, left_out: Callable[[], Any] | None = None) -> None:
         self.saver = saver
         self.do = do
         self.is_save = is_save
