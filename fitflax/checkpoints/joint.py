@@ -39,6 +39,7 @@ WRITING_SECONDS = 3600.0
 # How long what another process wrote may stay unseen on a network's file system.
 APPEARING_SECONDS = 30.0
 
+_INTACT = "Checkpoints saved before are intact."
 # Of meetings, the same in all processes: all of them come to the same saves in the same order.
 _numbers = itertools.count()
 # Those of this process that have not ended, and up to which the leader has removed the messages.
@@ -108,8 +109,7 @@ class JointSave:
         if self._has_ended:
             return
         self._close()
-        reason = "an earlier save had failed" if error is None else str(error) or type(error).__name__
-        fault = self._fault or f"process {jax.process_index()}: {reason.rstrip('.')}"
+        fault = self._fault or f"process {jax.process_index()}: {'an earlier save had failed' if error is None else _reason(error)}"
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # Nobody is there any more who could be told.
             if jax.process_index():
                 self._post(f"part/{jax.process_index()}", {"fault": fault})
@@ -149,7 +149,7 @@ class JointSave:
             raise failure
         if faults:
             self._fault = "; ".join(faults)
-            raise CheckpointError(f"Not all processes could write their parts: {self._fault}. Checkpoints saved before are intact.")
+            raise CheckpointError(f"Not all processes could write their parts: {self._fault}. {_INTACT}")
         for name, entry in files.items():
             _wait_for(path.parent / name, lambda found, size=entry["bytes"]: found.stat().st_size == size)  # type: ignore[misc]
         return files
@@ -190,7 +190,7 @@ class JointSave:
                     _wait_for(Path(path), Path.is_dir)
                     self._post(f"part/{jax.process_index()}", {"files": write(Path(path))})
             except Exception as error:
-                self._fault = f"process {jax.process_index()}: {str(error).rstrip('.')}"
+                self._fault = f"process {jax.process_index()}: {_reason(error)}"
                 self._post(f"part/{jax.process_index()}", {"fault": self._fault})
                 with contextlib.suppress(TimeoutError):
                     self._read("verdict", 2 * WRITING_SECONDS)  # So that no process goes on before the others know.
@@ -202,7 +202,7 @@ class JointSave:
             verdict = self._read("verdict", 2 * WRITING_SECONDS)
         self._close()
         if "fault" in verdict:
-            raise CheckpointError(f"Nothing was saved, because another process failed: {verdict['fault']}. Checkpoints saved before are intact.")
+            raise CheckpointError(f"Nothing was saved, because another process failed: {verdict['fault']}. {_INTACT}")
 
     # -- messages --
 
@@ -242,6 +242,11 @@ def _in_touch() -> Iterator[None]:
         raise CheckpointError(f"Nothing was saved, because another process did not answer: {error}") from error
     except jax.errors.JaxRuntimeError as error:
         raise CheckpointError(f"Nothing was saved, because the processes have lost touch: {str(error).splitlines()[0]}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """Returns what an error says, to be put into the middle of a sentence."""
+    return (str(error) or type(error).__name__).removesuffix(_INTACT).rstrip(" .")
 
 
 def _wait_for(path: Path, is_there: Callable[[Path], bool]) -> None:
