@@ -56,7 +56,7 @@ def save_checkpoint(path: str | os.PathLike[str], *, train: PyTree, run: PyTree,
                 raise CheckpointError(f"{given} is in the way: it is not a checkpoint, so it is not replaced. Choose another path or remove it.")
             write_in_place(path, train=train, run=run, metadata=metadata, joint=joint)
 
-    if any(map(spans_processes, jax.tree.leaves(train))):
+    if spans_processes(train):
         joint = JointSave.meet(f"{given}")
         if jax.process_index():
             joint.follow(lambda part: write_part(part, only_split(to_plain(train, root="train", may_span=True))))

@@ -357,7 +357,7 @@ class Checkpoint:
         self.num_saves += 1
         also = [name for directory, name in self.savers if directory == store.directory and name != owner]
         save = functools.partial(store.save, step=self.step, owner=owner, keep=keep, also=also)
-        if any(map(spans_processes, jax.tree.leaves(self.borrow()))):
+        if spans_processes(self.borrow()):
             self._save_jointly(save, f"step {self.step} in {store.directory}", asynchronous=asynchronous)
         elif jax.process_index() == 0:  # The first process saves what it has whole.
             self._save_here(save, asynchronous=asynchronous)

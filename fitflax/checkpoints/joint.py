@@ -184,8 +184,8 @@ class JointSave:
             CheckpointError: It failed, here or in another process.
         """
         with self.or_give_up(), _in_touch():
+            path = self._read("plan", WRITING_SECONDS)["path"]
             try:
-                path = self._read("plan", WRITING_SECONDS)["path"]
                 if path is not None:
                     _wait_for(Path(path), Path.is_dir)
                     self._post(f"part/{jax.process_index()}", {"files": write(Path(path))})

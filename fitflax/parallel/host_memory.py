@@ -6,6 +6,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from fitflax.state import PyTree
+
 __all__ = ["copy_to_host_memory", "is_spread", "spans_processes"]
 
 
@@ -18,13 +20,16 @@ def is_spread(array: object) -> bool:
     return isinstance(array, jax.Array) and not array.is_fully_replicated
 
 
-def spans_processes(array: object) -> bool:
-    """Returns whether an array is one of JAX's that no process holds whole.
+def spans_processes(tree: PyTree) -> bool:
+    """Returns whether arrays of a tree are split between processes: none of them holds them whole. The same in all processes.
 
-    >>> spans_processes(jax.numpy.zeros(3))
+    >>> spans_processes({"w": jax.numpy.zeros(3)})
     False
     """
-    return isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated)
+    if jax.process_count() == 1:
+        return False
+    arrays = (leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
+    return any(not (array.is_fully_addressable or array.is_fully_replicated) for array in arrays)
 
 
 def copy_to_host_memory(arrays: Sequence[jax.Array]) -> list[jax.Array]:
