@@ -194,11 +194,9 @@ class JointSave:
                 self._post(f"part/{jax.process_index()}", {"fault": self._fault})
                 with contextlib.suppress(TimeoutError):
                     self._read("verdict", 2 * WRITING_SECONDS)  # So that no process goes on before the others know.
-                if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-                    raise CheckpointError(
-                        f"Could not save the parts of process {jax.process_index()}: {error}. Checkpoints saved before are intact."
-                    ) from error
-                raise
+                if isinstance(error, CheckpointError) or not isinstance(error, OSError):
+                    raise
+                raise CheckpointError(f"Could not save the parts of {self._fault}. {_INTACT}") from error
             verdict = self._read("verdict", 2 * WRITING_SECONDS)
         self._close()
         if "fault" in verdict:

@@ -71,7 +71,8 @@ def test_a_split_run_that_stops_and_goes_on_is_bit_for_bit_one_that_does_not_sto
     inference.replace_state(load_inference_state(store.directory))
     for trainer in (alone, inference):
         np.testing.assert_allclose(trainer.predict(x[:10], batch_size=10), found[0]["outputs"], atol=1e-5)
-    alone.fit(x, y, batch_size=32, steps=7, callbacks=[ModelCheckpoint(store.directory), BestCheckpoint(store.directory)], resume=True, verbose=0)
+    callbacks = [ModelCheckpoint(store.directory), BestCheckpoint(store.directory)]
+    alone.fit(x, y, batch_size=32, steps=7, validation_data=(x, y), callbacks=callbacks, resume=True, verbose=0)
     assert alone.step == 7
 
 
