@@ -54,8 +54,8 @@ class JointSave:
         earlier: Why an earlier save has failed in one of the processes, if nobody has heard of it.
     """
 
-    def __init__(self, number: int, earlier: str | None) -> None:
-        self.earlier = earlier
+    def __init__(self, number: int) -> None:
+        self.earlier: str | None = None
         self._number = number
         self._board = Board("save")
         self._is_planned = self._has_ended = False
@@ -74,24 +74,54 @@ class JointSave:
         Raises:
             CheckpointError: They did not come, or to save something else. It will not be saved by any of them.
         """
-        number, seconds = next(_numbers), RESCUE_SECONDS if is_rescue else MEETING_SECONDS
-        board, index = Board("save"), jax.process_index()
-        here = {"what": what, "earlier": earlier, "oldest": min(tuple(_open), default=number)}
-        with _in_touch():
-            if index == 0:
-                outcome = json.loads(board.settle(f"{number}/outcome", json.dumps(_met(board, number, here, seconds)).encode()))
-            else:
-                board.post(f"{number}/here/{index}", json.dumps(here).encode())
-                try:
-                    outcome = json.loads(board.read_within(f"{number}/outcome", seconds))
-                except TimeoutError:
-                    fault = f"Process {index} waited for {seconds:g} s to save {what}, and process 0 did not come"
-                    # Unless process 0 decides otherwise at this very moment.
-                    outcome = json.loads(board.settle(f"{number}/outcome", json.dumps({"fault": fault}).encode()))
-        if "fault" in outcome:
-            raise CheckpointError(f"Nothing was saved, because all processes must save a state that is split between them: {outcome['fault']}.")
-        _open.add(number)
-        return cls(number, outcome["earlier"])
+        joint = cls(next(_numbers))
+        here = {"what": what, "earlier": earlier, "oldest": min(tuple(_open), default=joint._number)}
+        with joint.or_give_up(), _in_touch():
+            try:
+                outcome = joint._come(here, RESCUE_SECONDS if is_rescue else MEETING_SECONDS)
+            except BaseException as error:
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    joint._settle({"fault": f"process {jax.process_index()}: {_reason(error)}"})
+                raise
+            if "fault" in outcome:
+                raise CheckpointError(f"Nothing was saved, because all processes must save a state that is split between them: {outcome['fault']}.")
+        _open.add(joint._number)
+        joint.earlier = outcome["earlier"]
+        return joint
+
+    def _come(self, here: Mapping[str, Any], seconds: float) -> Any:
+        """Says that this process has come, and returns what all processes are told: of two who decide, the first one counts."""
+        index = jax.process_index()
+        if index == 0:
+            return self._settle(self._met(here, seconds))
+        self._post(f"here/{index}", here)
+        try:
+            return self._read("outcome", seconds)
+        except TimeoutError:
+            return self._settle({"fault": f"process {index} waited for {seconds:g} s to save {here['what']}, and process 0 did not come"})
+
+    def _settle(self, outcome: Mapping[str, Any]) -> Any:
+        return json.loads(self._board.settle(f"{self._number}/outcome", json.dumps(outcome).encode()))
+
+    def _met(self, here: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        """Waits for all followers, and returns what all are to be told; removes messages that nobody will read any more."""
+        global _removed
+        found = {0: here}
+        end = time.monotonic() + seconds
+        for index in range(1, jax.process_count()):
+            try:
+                found[index] = self._read(f"here/{index}", max(end - time.monotonic(), 0.0))
+            except TimeoutError:
+                return {"fault": f"process 0 waited for {seconds:g} s to save {here['what']}, and process {index} did not come"}
+        for index, other in found.items():
+            if other["what"] != here["what"]:
+                return {"fault": f"process 0 saves {here['what']}, and process {index} {other['what']}"}
+        oldest = min(other["oldest"] for other in found.values())
+        for old in range(_removed, oldest):
+            self._board.remove(str(old))
+        _removed = max(_removed, oldest)
+        earlier = [f"process {index}: {other['earlier']}" for index, other in found.items() if other["earlier"] is not None]
+        return {"earlier": "; ".join(earlier) or None}
 
     # -- what all processes call --
 
@@ -209,26 +239,6 @@ class JointSave:
 
     def _read(self, key: str, seconds: float) -> Any:
         return json.loads(self._board.read_within(f"{self._number}/{key}", seconds))
-
-
-def _met(board: Board, number: int, here: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-    """Waits for all followers, and returns what all processes are told; removes messages that nobody will read any more."""
-    global _removed
-    found = {0: here}
-    end = time.monotonic() + seconds
-    for index in range(1, jax.process_count()):
-        try:
-            found[index] = json.loads(board.read_within(f"{number}/here/{index}", max(end - time.monotonic(), 0.0)))
-        except TimeoutError:
-            return {"fault": f"process 0 waited for {seconds:g} s to save {here['what']}, and process {index} did not come"}
-    for index, other in found.items():
-        if other["what"] != here["what"]:
-            return {"fault": f"process 0 saves {here['what']}, and process {index} {other['what']}"}
-    for old in range(_removed, oldest := min(other["oldest"] for other in found.values())):
-        board.remove(str(old))
-    _removed = max(_removed, oldest)
-    earlier = [f"process {index}: {other['earlier']}" for index, other in found.items() if other["earlier"] is not None]
-    return {"earlier": "; ".join(earlier) or None}
 
 
 @contextlib.contextmanager

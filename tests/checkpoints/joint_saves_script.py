@@ -78,7 +78,7 @@ def resume(kind: str, directory: str, asynchronous: bool = True) -> dict[str, An
     }
 
 
-def fail(kind: str, directory: str, victim: int, asynchronous: bool = True, steps: int = 12) -> dict[str, Any]:
+def fail(kind: str, directory: str, victim: int, asynchronous: bool = True, every: int = 2) -> dict[str, Any]:
     """The disk of one process fails from its third checkpoint on."""
     real, calls = orbax_format._save_part, []
 
@@ -90,7 +90,7 @@ def fail(kind: str, directory: str, victim: int, asynchronous: bool = True, step
 
     if jax.process_index() == victim:
         orbax_format._save_part = save_part
-    fit(trainer(kind), steps, [ModelCheckpoint(f"{directory}/checkpoints", every=fitflax.every(steps=2), asynchronous=asynchronous)])
+    fit(trainer(kind), 12, [ModelCheckpoint(f"{directory}/checkpoints", every=fitflax.every(steps=every), asynchronous=asynchronous)])
     return {}
 
 

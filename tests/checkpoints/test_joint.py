@@ -98,11 +98,24 @@ def test_a_leader_that_waited_in_vain_says_so_to_those_who_come_later(board, mon
 
 def test_a_follower_that_waited_in_vain_decides_unless_the_leader_did(board, monkeypatch):
     be(1, monkeypatch)
-    with pytest.raises(CheckpointError, match="Process 1 waited for 600 s to save step 8, and process 0 did not come"):
+    with pytest.raises(CheckpointError, match="process 1 waited for 600 s to save step 8, and process 0 did not come"):
         JointSave.meet("step 8")
     board.say(**{"1_outcome": {"earlier": None}})
     monkeypatch.setattr(board, "read_within", lambda key, seconds: (_ for _ in ()).throw(TimeoutError()))
     assert JointSave.meet("step 8").earlier is None
+
+
+@pytest.mark.parametrize(("index", "told"), [(0, "0/verdict"), (1, "0/part/1")])
+def test_who_leaves_a_meeting_by_ctrl_c_tells_the_others_wherever_they_are(index, told, board, monkeypatch):
+    be(index, monkeypatch)
+
+    def interrupt(key, seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(board, "read_within", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        JointSave.meet("step 8")
+    assert board["0/outcome"] == board[told] == {"fault": f"process {index}: KeyboardInterrupt"}
 
 
 def test_messages_of_saves_that_have_ended_everywhere_are_removed(leader, board):
