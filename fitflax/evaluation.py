@@ -108,7 +108,7 @@ class Evaluation:
 
     def _evaluate(self, get_state: Callable[[], TrainState], feed: Feed) -> dict[str, Any]:
         hooks = self._callbacks
-        hooks.params["test_steps"] = self._steps or self._source.num_batches
+        hooks.params["test_steps"] = self._steps or self._source.all_batches
         hooks.call("on_test_begin", {})
         sums: Sums | None = None
         used: Carry | None = None
@@ -295,13 +295,18 @@ def _send_to_host(outputs: PyTree) -> None:
 
 
 def _to_host(program: Program, dispatched: _Dispatched, callbacks: CallbackList) -> PyTree:
-    group, size = dispatched.group, dispatched.group[0].num_rows
+    group = dispatched.group
     outputs = program.strategy.join(dispatched.outputs, len(group) if dispatched.is_group else None)
-    real = sum(fed.num_real for fed in group)
-    if real - group[-1].num_real == size * (len(group) - 1):  # The usual case: but for the last one, all batches are full.
+    size, reals = group[0].num_rows, [fed.num_real for fed in group]
+    if group[0].own is not None:
+        index, parts = program.strategy.part
+        outputs = jax.tree.map(lambda leaf: leaf.reshape(len(group), parts, size // parts, *leaf.shape[1:])[:, index].reshape(-1, *leaf.shape[1:]), outputs)
+        size, reals = size // parts, [fed.own or 0 for fed in group]
+    real = sum(reals)
+    if real - reals[-1] == size * (len(group) - 1):  # The usual case: but for the last one, all batches are full.
         outputs = jax.tree.map(lambda leaf: leaf[:real], outputs)
     else:
-        rows = np.concatenate([np.arange(fed.num_rows) < fed.num_real for fed in group])
+        rows = np.concatenate([np.arange(size) < count for count in reals])
         outputs = jax.tree.map(lambda leaf: leaf[rows], outputs)
     callbacks.call("on_predict_batch_end", dispatched.number, {"outputs": outputs})
     return outputs

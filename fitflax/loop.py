@@ -5,15 +5,17 @@ keeps a bounded number in flight, and values come to the host when somebody read
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Self
 
+from fitflax.agreement import Agreement
 from fitflax.callbacks.base import CallbackList
 from fitflax.checkpoints.checkpoint import Checkpoint, Point, Timer
 from fitflax.checkpoints.saving import Saver
 from fitflax.collected import Collected
-from fitflax.data import FedBatch, Feed, Position
+from fitflax.data import FedBatch, Feed
 from fitflax.errors import ConfigError
 from fitflax.evaluation import Interrupted
 from fitflax.live import LiveState, Sums
@@ -51,7 +53,7 @@ class Run:
         collected: What metrics have collected of that epoch's examples.
         values: The last step's values, where the run begins after a step of another process.
         validated: Results of that epoch's last validation so far.
-        should_stop: Returns whether somebody asked to stop.
+        agreement: Makes, of a clock, what decides whether to stop, and what time it is.
         exhausted: Called when the data ended before the plan did.
         interruption: A signal noted here ends the run after the present step.
         saver: Who saves for the run; closed at its end.
@@ -72,7 +74,7 @@ class Run:
         collected: Collected | None = None,
         values: StepValues | None = None,
         validated: Mapping[str, float] | None = None,
-        should_stop: Callable[[], bool] = lambda: False,
+        agreement: Callable[[Callable[[], float]], Agreement] = Agreement,
         exhausted: Callable[[], None] = lambda: None,
         interruption: Interruption | None = None,
         saver: Saver | None = None,
@@ -87,14 +89,14 @@ class Run:
         self.callbacks = callbacks or CallbackList()
         self._validation = validation or Validation()
         self._sums = sums
-        self._should_stop = should_stop
         self._exhausted = exhausted
         self._interruption = interruption
         self._saver = saver or Saver()
         self._clock = clock
+        self._agreement = agreement(lambda: self._clock())
         self.spent = spent or TimeSpent()
-        self._schedule = Schedule(plan.every, clock())
-        self._validation_schedule = Schedule(self._validation.trigger, clock())
+        self._schedule = Schedule(plan.every, self.seconds)
+        self._validation_schedule = Schedule(self._validation.trigger, self.seconds)
         # What the next call trains on: its first batch, and others once the call is made.
         self._upcoming: list[FedBatch] = []
         # Where the present stretch of stepping by hand ends.
@@ -109,6 +111,8 @@ class Run:
         # The checkpoint that the end of an epoch, or a validation, has made before it is yielded.
         self._made: Checkpoint | None = None
         self._is_last = self._is_rescue = self._is_closed = False
+        # Whether an exception ends the run in this process, and for all that is known in no other.
+        self._is_alone = False
         # What is saved when the end of an epoch is broken off; no step runs meanwhile, so the state needs no copy.
         self._callbacks_before_epoch_end: dict[str, Any] | None = None
         self._state_before_epoch_end: TrainState | None = None
@@ -197,7 +201,7 @@ class Run:
             saver: Makes who saves for a run that goes on.
         """
         if every is not self.plan.every:
-            self._schedule = Schedule(every, self._clock())
+            self._schedule = Schedule(every, self.seconds)
         self.plan = dataclasses.replace(self.plan, end_step=end_step, every=every)
         if self.has_ended and not self.is_finished:
             self._reopen(saver())
@@ -215,8 +219,8 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """The loop's clock."""
-        return self._clock()
+        """The time by which triggers go."""
+        return self._agreement.seconds
 
     @property
     def is_finished(self) -> bool:
@@ -226,7 +230,7 @@ class Run:
             return True
         if plan.end_epoch is not None and progress.epoch >= plan.end_epoch:
             return True
-        return self._should_stop()
+        return self._agreement.stops(progress.step)
 
     @property
     def has_nothing_to_do(self) -> bool:
@@ -243,12 +247,14 @@ class Run:
     def _guarded(self) -> Generator[bool, None, None]:
         """Runs `_epochs`; an exception on the way leaves a checkpoint of the last finished step behind it."""
         try:
+            self._agreement.begin(self.progress.step, self.progress.first_step)
             yield from self._epochs()
             self.has_ended = True
         except GeneratorExit:
             raise
         except BaseException as error:  # KeyboardInterrupt raised by hand as well.
             self._settle()
+            self._is_alone = not isinstance(error, Interrupted)
             if self._state_before_epoch_end is not None:
                 self._live.replace(self._state_before_epoch_end, self.progress.step)
             leaves_at_once = self._interruption is not None and self._interruption.leaves_at_once
@@ -298,11 +304,14 @@ class Run:
                 self._train_group()
                 if self._interruption is not None:
                     self._interruption.check(progress.step)
+                self._agreement.listen(progress.step)
                 self._look_ahead()
+            self._agreement.meet()
             # Only an iterator that serves once can turn out to have nothing more; others begin again.
             ends = self.is_finished or (self.plan.end_epoch is not None and progress.epoch + 1 >= self.plan.end_epoch)
             has_more = ends or self._feed.source.can_restart or self._fetch()
             self._close_epoch()
+            self._agreement.meet()
             self._is_rescue = self._is_interrupted()
             self._is_last = self._is_rescue or self.is_finished or not has_more
             yield self._look_at_triggers() or self._is_last or self.plan.at_epoch_ends
@@ -321,7 +330,8 @@ class Run:
     def _fetch(self) -> bool:
         """Takes the next batch of the data, over the end of a pass if need be; returns whether there is one."""
         if not self._upcoming and not self._take() and self._may_pass_again():
-            self.progress.position = Position(self.progress.position.passes + (self.progress.position.examples > 0))
+            progress = self.progress
+            progress.begin_pass(progress.position.passes + (progress.position.examples > 0 or any(progress.used)))
             self._take()
         return bool(self._upcoming)
 
@@ -351,7 +361,7 @@ class Run:
         elif not self.callbacks.wants_every("on_train_batch_begin", "on_train_batch_end"):
             room = _MOST_UNSEEN
         ends: list[int | None] = [step + room]
-        ends += [plan.end_step, self._stretch_end]
+        ends += [plan.end_step, self._stretch_end, self._agreement.next_step()]
         ends += [schedule.next_step(step, plan.process_start) for schedule in (self._schedule, self._validation_schedule, self.callbacks)]
         if plan.steps_per_epoch is not None:
             ends.append(step + plan.steps_per_epoch - (progress.step_in_epoch if progress.epoch_is_open else 0))
@@ -415,19 +425,19 @@ class Run:
         progress.step += steps
         progress.step_in_epoch += steps
         progress.is_pending = True
-        progress.position = group[-1].position
+        progress.position, progress.used = group[-1].position, group[-1].used
         # Last: a KeyboardInterrupt before this finds the state's buffers taken, and saves nothing; one after it finds the whole step counted.
         self._live.advance(carry, steps)
 
     def _train_unseen(self, steps: int) -> None:
         """Makes more single steps, as long as nothing happens between them that anybody could see; all that the loop does otherwise takes time."""
-        feed, progress, interruption, should_stop, clock = self._feed, self.progress, self._interruption, self._should_stop, self._clock
+        feed, progress, interruption, agreement, clock = self._feed, self.progress, self._interruption, self._agreement, self._clock
         spent = self.spent
-        end = min(self._schedule.next_seconds, self._validation_schedule.next_seconds, self.callbacks.next_seconds)
-        if self.callbacks.wants("on_train_batch_end"):
-            end = min(end, clock() + _UNSEEN_SECONDS)
+        due = min(self._schedule.next_seconds, self._validation_schedule.next_seconds, self.callbacks.next_seconds)
+        watches_time = due < math.inf
+        end = clock() + _UNSEEN_SECONDS if self.callbacks.wants("on_train_batch_end") else math.inf
         for _ in range(steps):
-            if not feed.has_more or should_stop() or clock() >= end:
+            if not feed.has_more or agreement.is_asked() or clock() >= end or (watches_time and agreement.seconds >= due):
                 return
             if interruption is not None:
                 interruption.check(progress.step)  # Once for each step: where this returns without asking, the caller does.
@@ -452,7 +462,7 @@ class Run:
 
     def _end_pass(self) -> None:
         self.progress.epoch_is_over = True
-        self.progress.position = Position(self.progress.position.passes + 1)
+        self.progress.begin_pass(self.progress.position.passes + 1)
 
     def _look_ahead(self) -> None:
         """Finds out whether the epoch is over; where only another batch can tell, takes it while the device works."""
@@ -471,7 +481,7 @@ class Run:
         """An epoch's end in order: validation, then `on_epoch_end` of all; the checkpoint that follows holds what they made of it."""
         progress = self.progress
         # What is saved if this is broken off: state and callbacks as they were, so that a resume closes the epoch once more.
-        self._callbacks_before_epoch_end = self.callbacks.state_dict(self._clock())
+        self._callbacks_before_epoch_end = self.callbacks.state_dict(self.seconds)
         self._state_before_epoch_end = self._live.borrow()
         checkpoint = self._make_checkpoint(epoch_ends=True)
         if self._validation.at_epoch(progress.epoch) or self._validation_schedule.due(self._moment(epoch_ends=True)):
@@ -488,7 +498,7 @@ class Run:
         """An epoch's end over the part that was seen, when the run ends inside it; nothing of it is in the checkpoint, only its row beside it."""
         if self._values is None or self._is_closed or self.progress.step_in_epoch == 0:
             return
-        self._callbacks_before_epoch_end = self.callbacks.state_dict(self._clock())
+        self._callbacks_before_epoch_end = self.callbacks.state_dict(self.seconds)
         checkpoint = self._make_checkpoint(epoch_ends=True)
         if self._validation.at_epoch(self.progress.epoch):
             checkpoint = self._validate(checkpoint)
@@ -534,7 +544,7 @@ class Run:
             start_step=self.plan.process_start,
             epochs_done=progress.epoch + progress.epoch_is_over,
             epoch_ends=epoch_ends,
-            seconds=self._clock(),
+            seconds=self.seconds,
         )
 
     # -- checkpoints --
@@ -553,6 +563,7 @@ class Run:
             is_repeat=False,
             seconds=self._clock(),
             process_start=self.plan.process_start,
+            used=progress.used,
         )
         values = self._values
         if values is not None and self._collected is not None:
@@ -566,13 +577,14 @@ class Run:
             kept=self._kept,
             timer=self._timer,
             run_state=self._run_state,
+            joined=lambda: self._feed.joined_state(progress.position, is_alone=self._is_alone),
             info=self._info,
             saver=self._saver,
         )
 
     def _run_state(self) -> dict[str, Any]:
         """Returns what a resume needs besides the train state; made when it is saved."""
-        callbacks = self._callbacks_before_epoch_end or self.callbacks.state_dict(self._clock())
+        callbacks = self._callbacks_before_epoch_end or self.callbacks.state_dict(self.seconds)
         data = self._feed.state_dict(self.progress.position)
         if data:
             callbacks = {**callbacks, "data": data}

@@ -24,7 +24,7 @@ from fitflax.checkpoints.saving import Saver
 from fitflax.checkpoints.store import CheckpointStore
 from fitflax.data import Source, adapt
 from fitflax.data.batch import Selection, Triple
-from fitflax.data.feeds import Feeder
+from fitflax.data.shards import Shard
 from fitflax.errors import ConfigError
 from fitflax.evaluation import Evaluation
 from fitflax.model import TRANSIENT, FunctionModel, mutable_filter
@@ -34,7 +34,7 @@ from fitflax.parallel import Strategy
 from fitflax.plan import RunPlan
 from fitflax.preparation import make_feed, prepare_run, settings_of, start_progress
 from fitflax.program import Program
-from fitflax.session import Session
+from fitflax.session import Session, adapt_on, make_feeder
 from fitflax.step import Keep, Streams, Task
 from fitflax.triggers import Trigger
 from fitflax.triggers import every as make_every
@@ -124,7 +124,7 @@ class TrainLoop:
         make_task = functools.partial(_make_task, FunctionModel(init, apply), strategy, arguments.streams_of("TrainLoop", rngs), mutable)
         session = Session(make_task, strategy, int(seed))
         session.compile(optimizer, arguments.optimizer_of(optimizer), Objective(loss), pad=True, numerics=Numerics())
-        source = session.known(adapt(data, seed=session.seed, selection=Selection(None, None), batch_size=batch_size, shuffle=shuffle))
+        source = session.adapt(data, selection=Selection(None, None), batch_size=batch_size, shuffle=shuffle)
         saver = session.make_saver()
         try:
             saved = None if restore_from is None else _newest_in(Path(restore_from), session, saver)
@@ -317,10 +317,12 @@ class EvalLoop:
             raise ConfigError(f"EvalLoop(rngs=...) takes the names of the streams of evaluation. Received: {dict(rngs)}.")
         streams = Streams((), (), arguments.streams_of("EvalLoop", rngs).train)
         make_task = functools.partial(_make_task, FunctionModel(None, apply), streams=streams, mutable=_ALL_BUT_PARAMS, objective=Objective(None, metrics))
-        source = adapt(data, seed=0, selection=Selection(None, None), batch_size=batch_size, shuffle=False)
+        options: dict[str, Any] = {"selection": Selection(None, None), "batch_size": batch_size, "shuffle": False}
+        adapt(data.data if isinstance(data, Shard) else data, seed=0, **options)  # Its errors come now.
 
         def evaluation_on(strategy: Strategy) -> Evaluation:
-            feeds = Feeder(strategy.batcher, pad=True).evaluations(source, name, steps)
+            source = adapt_on(strategy, data, seed=0, **options)
+            feeds = make_feeder(strategy, pad=True).evaluations(source, name, steps)
             return Evaluation(Program(make_task(strategy=strategy)), source, feeds, steps=steps, name=name)
 
         self._evaluation_on = functools.lru_cache(maxsize=1)(evaluation_on)

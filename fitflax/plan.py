@@ -24,6 +24,7 @@ class Progress:
         epoch_is_over: Whether the open epoch has had all its batches.
         is_pending: Whether it is still to be seen what the last step's triggers ask for.
         position: The position of the data after the last finished step.
+        used: By process, what `position.examples` is, where each has a part of the data of its own.
         first_step: The step at which this run began, which its total is counted from.
     """
 
@@ -34,19 +35,26 @@ class Progress:
     epoch_is_over: bool = False
     is_pending: bool = False
     position: Position = dataclasses.field(default_factory=Position)
+    used: tuple[int, ...] = ()
     first_step: int = 0
+
+    def begin_pass(self, number: int) -> None:
+        """Notes that nothing is used yet of a pass over the data."""
+        self.position, self.used = Position(number), ()
 
     def as_json(self) -> dict[str, Any]:
         """Returns all of it as a dict that JSON can hold."""
         # An epoch without a step has not begun, as far as a resume is concerned.
         is_open = self.epoch_is_open and self.step_in_epoch > 0
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if not self.used:
+            del own["used"]
         return {**own, "position": self.position._asdict(), "epoch_is_open": is_open, "is_pending": self.is_pending and is_open}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "Progress":
         """Returns what `as_json` was called on."""
-        return cls(**{**saved, "position": Position(**saved["position"])})
+        return cls(**{**saved, "position": Position(**saved["position"]), "used": tuple(saved.get("used", ()))})
 
 
 @dataclasses.dataclass(frozen=True)

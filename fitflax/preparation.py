@@ -4,11 +4,12 @@ import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
+from fitflax.agreement import Agreement, Together
 from fitflax.callbacks.base import CallbackList
 from fitflax.checkpoints.resume import check_settings, fit_to
 from fitflax.checkpoints.saved import Saved
@@ -16,9 +17,11 @@ from fitflax.checkpoints.saving import Saver
 from fitflax.checkpoints.trees import from_saved
 from fitflax.data import FedBatch, Feed, Source
 from fitflax.data.randomness import undisturbed
+from fitflax.data.shards import own_position
 from fitflax.errors import ConfigError, DataError, FitflaxWarning, RestoreError
 from fitflax.logs import StepValues
 from fitflax.loop import Run
+from fitflax.parallel.processes import exchange
 from fitflax.plan import Progress, RunPlan, Validation
 from fitflax.preflight import check_activations, check_in_memory, check_places
 from fitflax.program import Program
@@ -37,9 +40,9 @@ def settings_of(session: Session, source: Source, steps_per_epoch: int | None) -
     """Returns what the order of examples and the numbers follow from; a run can only be resumed with the same."""
     return {
         "seed": session.seed,
-        "batch_size": source.batch_size,
+        "batch_size": source.all_batch_size,
         "steps_per_epoch": steps_per_epoch,
-        "num_examples": source.num_examples,
+        "num_examples": source.all_examples,
         "shuffle": source.shuffles,
         **session.need_compiled("fit").task.numerics.settings,
     }
@@ -53,14 +56,16 @@ def start_progress(session: Session, source: Source, saved: Saved | None, settin
     """
     if saved is not None:
         check_settings(saved, settings)
-        return Progress.from_json(saved.metadata["progress"])
+        progress = Progress.from_json(saved.metadata["progress"])
+        progress.position = own_position(progress.position, progress.used, source.shares)
+        return progress
     step = 0 if session.live is None else session.live.step
     return Progress(step=step, first_step=step, epoch=initial_epoch, position=session.next_position(source))
 
 
 def make_feed(session: Session, source: Source, class_weight: Mapping[int, float] | None, progress: Progress, saved: Saved | None) -> Feed:
     """Returns the batches of a run from where it begins."""
-    feed = session.feeder.train(source, class_weight, progress.position, size=saved.metadata.get("full_batch_size") if saved else None)
+    feed = session.feeder.train(source, class_weight, progress.position, used=progress.used, size=saved.metadata.get("full_batch_size") if saved else None)
     if saved is not None:
         feed.load_state_dict(from_saved(saved.run.get("data", {}), root="run/data", key_impls=saved.metadata["key_impls"]))
     return feed
@@ -94,6 +99,7 @@ def trained_aside(
         settings = settings_of(twin, source, None)
         check_settings(saved, {name: value for name, value in settings.items() if name != "steps_per_epoch"})
         progress = Progress.from_json(saved.metadata["progress"])
+        progress.position = own_position(progress.position, progress.used, source.shares)
     with undisturbed(), contextlib.closing(make_feed(twin, source, class_weight, progress, saved)) as feed:
         fed = feed.next() or feed.next()
         if fed is None:
@@ -189,7 +195,7 @@ def prepare_run(
         progress=progress,
         callbacks=callbacks,
         validation=validation,
-        should_stop=lambda: session.is_stopping,
+        agreement=functools.partial(_agreement, session, steps_per_call),
         exhausted=session.run_dry,
         interruption=interruption,
         saver=session.make_saver() if saver is None else saver,
@@ -197,6 +203,16 @@ def prepare_run(
         **before,
     )
     return session.last_run
+
+
+def _agreement(session: Session, steps_per_call: int, clock: Callable[[], float]) -> Agreement:
+    """Returns what decides for a run whether it is to stop, and what time it is."""
+    strategy = session.strategy
+    if strategy.num_processes == 1:
+        return Agreement(clock, lambda: session.is_stopping)
+    ahead = (strategy.max_in_flight + 1) * steps_per_call
+    reason = lambda: session.stop_reason or ""  # noqa: E731
+    return Together(clock, lambda: session.is_stopping, reason=reason, stop=session.stop, ahead=ahead, multiple=steps_per_call)
 
 
 def _before(session: Session, program: Program, saved: Saved) -> dict[str, Any]:
@@ -234,6 +250,8 @@ def _choose_steps_per_call(session: Session, program: Program, fed: FedBatch | N
         return before or 1
     size = program.group_size(fed)
     single, grouped = program.time_steps(session.need_state("fit").borrow(), fed, size, keep) if size > 1 else (0.0, 0.0)
+    if session.strategy.num_processes > 1:
+        single, grouped = exchange([single, grouped])[0]
     chosen = size if grouped < single * _WORTH_GROUPING else 1
     session.choice = f"{size} steps a call took {grouped * 1e6:.0f} us a step, single steps {single * 1e6:.0f} us" if size > 1 else "batches are large"
     session.choice = f"steps_per_call='auto' chose {chosen}: {session.choice}."

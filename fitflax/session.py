@@ -18,8 +18,10 @@ from fitflax.checkpoints.saved import Saved
 from fitflax.checkpoints.saving import NICENESS_ON_HOST, Saver
 from fitflax.checkpoints.trees import refit
 from fitflax.data import Position, Source
+from fitflax.data.adapt import adapt, takes_batch_size
 from fitflax.data.batch import Triple
 from fitflax.data.feeds import Feeder
+from fitflax.data.shards import Shard, agree_on_shares, part_of_batch_size
 from fitflax.data.streams import OneShotSource
 from fitflax.errors import FitflaxWarning, NotReadyError, OptimizerError, RestoreError
 from fitflax.live import LiveState
@@ -29,13 +31,14 @@ from fitflax.model import LinenModel
 from fitflax.numerics import Numerics, start_average
 from fitflax.objective import Objective
 from fitflax.parallel import Strategy
+from fitflax.parallel.processes import exchange
 from fitflax.preflight import check_places
 from fitflax.program import Program
 from fitflax.state import Batch, InferenceState, TrainState
 from fitflax.step import Task, state_faults
 from fitflax.tabulation import describe_costs, describe_model, describe_sharding, for_each_replica
 
-__all__ = ["Session"]
+__all__ = ["Session", "adapt_on", "make_feeder"]
 
 MakeTask = Callable[[Objective, optax.GradientTransformationExtraArgs | None, Numerics], Task]
 
@@ -53,7 +56,7 @@ class Session:
         self._make_task = make_task
         self.strategy = strategy
         self.seed = seed
-        self.feeder = Feeder(strategy.batcher, pad=True)
+        self.feeder = make_feeder(strategy, pad=True)
         self.run_id = secrets.token_hex(8)
         self.stop_reason: str | None = None
         self.is_stopping = False
@@ -148,7 +151,7 @@ class Session:
         self._given_optimizer = given
         self._program = Program(self._make_task(objective, self._optimizer, numerics))
         self.pad = pad
-        self.feeder = Feeder(self.strategy.batcher, pad, numerics.accumulate_steps)
+        self.feeder = make_feeder(self.strategy, pad=pad, accumulate_steps=numerics.accumulate_steps)
         if self.is_serving:
             return
         if self.live is not None and (not is_same or self._unplaced is not None):
@@ -221,7 +224,7 @@ class Session:
             if make_task is not None:
                 task = self._program.task
                 other._program = Program(make_task(task.objective, task.optimizer, task.numerics))
-            other.feeder = Feeder(self.strategy.batcher, self.pad, self._program.task.numerics.accumulate_steps)
+            other.feeder = make_feeder(self.strategy, pad=self.pad, accumulate_steps=self._program.task.numerics.accumulate_steps)
         return other
 
     def begin_run(self) -> None:
@@ -491,7 +494,25 @@ class Session:
 
     # -- runs --
 
-    def known(self, source: Source) -> Source:
+    def adapt(self, data: Any, *targets: Any, is_kept: bool = True, **options: Any) -> Source:
+        """Returns the source of data that a user gave, as `adapt_on` does.
+
+        Args:
+            data: As in `adapt_on`.
+            *targets: As in `data.adapt`.
+            is_kept: Whether an iterator is to be known again when it comes once more.
+            **options: As in `data.adapt`.
+
+        Raises:
+            ConfigError, DataError: As in `data.adapt`.
+        """
+        return adapt_on(self.strategy, data, *targets, seed=self.seed, known=self._known if is_kept else lambda source: source, **options)
+
+    def agreed(self, source: Source) -> Source:
+        """Returns a source of which the processes know each other's parts; all of them must call it."""
+        return _agreed(source, self.strategy)
+
+    def _known(self, source: Source) -> Source:
         """Returns the source that an earlier call made of the same iterator, which may hold a batch that was looked at and not used."""
         if not isinstance(source, OneShotSource):
             return source
@@ -507,6 +528,51 @@ class Session:
             return Position(examples=source.taken)
         last = Position() if self.last_run is None else self.last_run.progress.position
         return Position(last.passes + (last.examples > 0))
+
+
+def make_feeder(strategy: Strategy, *, pad: bool, accumulate_steps: int = 1) -> Feeder:
+    """Returns what makes feeds for some devices; `pad` and `accumulate_steps` are those of `Feeder`."""
+    return Feeder(strategy.batcher, pad=pad, accumulate_steps=accumulate_steps, make_part=strategy.part_batcher, exchange=exchange)
+
+
+def adapt_on(
+    strategy: Strategy,
+    data: Any,
+    *targets: Any,
+    seed: int,
+    batch_size: int | None = None,
+    known: Callable[[Source], Source] = lambda source: source,
+    **options: Any,
+) -> Source:
+    """Returns the source of data that a user gave, of which the processes know each other's parts; all of them must call it.
+
+    Args:
+        strategy: Where its batches go.
+        data: As in `data.adapt`, or a `Shard` of it.
+        *targets: As in `data.adapt`.
+        seed: What the order of examples follows from.
+        batch_size: As in `data.adapt`; of a shard, over all processes.
+        known: Returns the source to take in place of a new one.
+        **options: As in `data.adapt`.
+
+    Raises:
+        ConfigError, DataError: As in `data.adapt`.
+    """
+    is_shard, (index, parts) = isinstance(data, Shard), strategy.part
+    data = data.data if is_shard else data
+    if is_shard and parts > 1:
+        seed = int(np.random.SeedSequence([seed, index]).generate_state(1)[0])  # Or all shards would be shuffled alike.
+        if takes_batch_size(data):
+            batch_size = part_of_batch_size(batch_size, parts)
+    source = known(adapt(data, *targets, batch_size=batch_size, seed=seed, **options))
+    source.is_shard = is_shard
+    return _agreed(source, strategy)
+
+
+def _agreed(source: Source, strategy: Strategy) -> Source:
+    is_apart = source.is_shard and strategy.num_processes > 1
+    source.shares = agree_on_shares(source, strategy.part, jax.process_index(), exchange) if is_apart else None
+    return source
 
 
 def _only(state: TrainState, **parts: Any) -> TrainState:

@@ -16,6 +16,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from fitflax.errors import FitflaxWarning
+from fitflax.parallel.launch import note_failure
 
 __all__ = ["Interruption"]
 
@@ -73,7 +74,9 @@ class Interruption:
         why = "code that is not Python's handles it. Have that code save, or save often"
         return [f"{number.name} {_WILL_NOT_SAVE}: {why}." for number, handler in handlers.items() if handler is None]
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is not None:
+            note_failure()  # The others wait for steps that this process will not make.
         for number, earlier in self._earlier.items():
             signal.signal(number, earlier)
         self._earlier = {}

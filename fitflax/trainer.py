@@ -26,11 +26,12 @@ from fitflax.checkpoints.partial import RestoreReport
 from fitflax.checkpoints.resume import find_resume
 from fitflax.checkpoints.saved import FOR_INFERENCE, WHOLE, Saved
 from fitflax.checkpoints.trees import from_saved
-from fitflax.data import Batcher, Source, adapt
+from fitflax.data import Batcher, Source
 from fitflax.data.adapt import takes_batch_size
 from fitflax.data.batch import Selection, Triple
 from fitflax.data.first import FirstBatches
 from fitflax.data.indexed import IndexedSource
+from fitflax.data.shards import Shard, part_of_batch_size
 from fitflax.diagnostics import LearningRateCurve, NanReport
 from fitflax.diagnostics.nan_hunt import WATCHED, hunt_nan, last_finite
 from fitflax.diagnostics.rate_finder import find_learning_rate
@@ -404,7 +405,7 @@ class Trainer:
     # -- data --
 
     def _adapt(self, data: Any, *arguments: Any, **options: Any) -> Source:
-        return self._session.known(adapt(data, *arguments, seed=self._session.seed, selection=self._selection, **options))
+        return self._session.adapt(data, *arguments, selection=self._selection, **options)
 
     # -- training --
 
@@ -485,7 +486,7 @@ class Trainer:
             steps, epochs, validation_steps, validation_freq, resume = trial, initial_epoch + 1, None, 1, None
         source = self._adapt(data, y, sample_weight, batch_size=batch_size, shuffle=shuffle and not few, drop_remainder=drop_remainder)
         source, validation_data = self._hold_out(source, validation_data, validation_split, validation_batch_size)
-        source = FirstBatches(source, few) if few else source
+        source = self._session.agreed(FirstBatches(source, few)) if few else source
         sets = arguments.validation_sets(validation_data, self._selection)
         arguments.check_end(source, steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch, validates=bool(sets))
         hooks, self._history, note = arguments.callback_list(callbacks, verbose, trial=trial)
@@ -494,7 +495,7 @@ class Trainer:
         with session.make_saver() as saver, Interruption() as interruption:
             hooks.enter_run(saver)
             saved = self._find_resume(resume, hooks)
-            options = {"batch_size": validation_batch_size or batch_size or source.batch_size, "steps": validation_steps, "at_most": trial or None}
+            options = {"batch_size": validation_batch_size or batch_size or source.all_batch_size, "steps": validation_steps, "at_most": trial or None}
             loops = [self._validation_loop(name, one, hooks, interruption, **options) for name, one in sets.items()]
             validation = Validation(loops, arguments.validation_frequency(validation_freq))
             progress = start_progress(session, source, saved, settings, initial_epoch=initial_epoch)
@@ -522,8 +523,8 @@ class Trainer:
 
     def _params(self, source: Source, sets: Iterable[str], settings: Mapping[str, Any], trial: int, steps_per_epoch: int | None) -> dict[str, Any]:
         """Returns what callbacks are told of the data and the run."""
-        steps = min(filter(None, (trial, steps_per_epoch or source.num_batches)), default=None)
-        known = {"steps": steps, "num_examples": source.num_examples, "model_flops": self._session.need_compiled("fit").model_flops}
+        steps = min(filter(None, (trial, steps_per_epoch or source.all_batches)), default=None)
+        known = {"steps": steps, "num_examples": source.all_examples, "model_flops": self._session.need_compiled("fit").model_flops}
         return {**known, "validation_sets": tuple(sets), "hyperparameters": self._hyperparameters(settings)}
 
     def _hyperparameters(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -548,8 +549,7 @@ class Trainer:
             self._session.run_id = stores[0].run_id() or self._session.run_id
         return saved
 
-    @staticmethod
-    def _hold_out(source: Source, validation_data: Any, split: float, batch_size: int | None) -> tuple[Source, Any]:
+    def _hold_out(self, source: Source, validation_data: Any, split: float, batch_size: int | None) -> tuple[Source, Any]:
         """Returns what to train on, and what to validate on, which may be a part that is held out."""
         if not split:
             return source, validation_data
@@ -559,15 +559,22 @@ class Trainer:
             raise ConfigError(f"validation_split must lie between 0 and 1. Received: {split!r}.")
         if not isinstance(source, IndexedSource):
             raise ConfigError("validation_split can only be taken from in-memory arrays. Pass validation_data.")
-        return source.divide(split, batch_size)
+        session = self._session
+        if source.is_shard and batch_size is not None:
+            batch_size = part_of_batch_size(batch_size, session.strategy.part[1])
+        parts = source.divide(split, batch_size)
+        for part in parts:
+            part.is_shard = source.is_shard
+            session.agreed(part)
+        return parts
 
     def _validation_loop(
         self, name: str, data: Any, hooks: CallbackList, interruption: Interruption, *, batch_size: int | None, steps: int | None, at_most: int | None
     ) -> Evaluation:
-        size = {"batch_size": batch_size} if takes_batch_size(data) else {}
+        size = {"batch_size": batch_size} if takes_batch_size(data.data if isinstance(data, Shard) else data) else {}
         source = self._adapt(data, shuffle=False, name=f"validation_data {name!r}", **size)
         if at_most is not None:
-            steps = min(at_most, source.num_batches or at_most)
+            steps = min(at_most, source.all_batches or at_most)
         return self._make_evaluation(source, steps=steps, name=name, callbacks=hooks, interruption=interruption)
 
     def _make_evaluation(self, source: Source, *, steps: int | None, name: str, **options: Any) -> Evaluation:
@@ -695,7 +702,7 @@ class Trainer:
             raise ConfigError("This data never ends. Pass steps=.")
         given = arguments.callbacks_of(callbacks)
         hooks = CallbackList([*given, *arguments.default_bar(given, verbose)])
-        hooks.bind(self, {"test_steps": steps or source.num_batches})
+        hooks.bind(self, {"test_steps": steps or source.all_batches})
         try:
             with contextlib.closing(self._session.feeder.prediction(source)) as feed:
                 check = self._session.check_restored
@@ -918,7 +925,7 @@ class Trainer:
         if not 0 < lowest < highest < float("inf"):
             raise ConfigError(f"find_learning_rate goes from lowest to highest, both positive. Received: lowest={lowest!r}, highest={highest!r}.")
         options: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "drop_remainder": drop_remainder}
-        source = adapt(data, y, sample_weight, seed=self._session.seed, selection=self._selection, **options)
+        source = self._adapt(data, y, sample_weight, is_kept=False, **options)
         with trained_aside(self._session, source, class_weight, "find_learning_rate") as (session, feed):
             return find_learning_rate(session, feed, lowest=lowest, highest=highest, steps=steps)
 
@@ -971,7 +978,7 @@ class Trainer:
         self._session.need_trainable("hunt_nan")
         arguments.check_counts(steps=steps)
         options: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "drop_remainder": drop_remainder}
-        source = adapt(data, y, sample_weight, seed=self._session.seed, selection=self._selection, **options)
+        source = self._adapt(data, y, sample_weight, is_kept=False, **options)
         if source.is_endless and steps is None:
             raise ConfigError("This data never ends. Pass steps=.")
         saved = None if restore_from is None else last_finite(restore_from)

@@ -3,8 +3,10 @@
 It always has four devices in all, so that results are comparable, and prints what it has at the end as one line of JSON.
 """
 
+import itertools
 import json
 import sys
+import time
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ from flax import linen as nn
 import fitflax
 from fitflax import parallel
 from fitflax.callbacks import BestCheckpoint, CSVLogger, LambdaCallback, ModelCheckpoint
+from fitflax.data import Shard
 from fitflax.errors import FitflaxError
 
 DEVICES = 4
@@ -32,7 +35,37 @@ def examples(rows: int) -> tuple[np.ndarray, np.ndarray]:
     return rng.normal(size=(rows, 16)).astype(np.float32), rng.integers(0, 4, rows).astype(np.int32)
 
 
-def main(*, kind: str, count: int = 1, index: int = 0, port: int = 0, directory: str | None = None, steps: int = 12, differ: bool = False) -> None:
+def shares(rows: int, count: int) -> list[slice]:
+    """Parts of very different lengths, some of them shorter by batches than others."""
+    bounds = [0, *(int(rows * (1 - 0.4**number)) for number in range(1, count)), rows]
+    return [slice(begin, end) for begin, end in itertools.pairwise(bounds)]
+
+
+def joined(arrays: tuple[np.ndarray, ...], count: int, size: int) -> Any:
+    """The batches of one process that are those of `count` processes with a share each."""
+    parts = [[array[share] for array in arrays] for share in shares(len(arrays[0]), count)]
+
+    def batches() -> Any:
+        for begin in range(0, max(len(part[0]) for part in parts), size // count):
+            yield tuple(np.concatenate([array[begin : begin + size // count] for array in each]) for each in zip(*parts, strict=True))
+
+    return batches
+
+
+def main(
+    *,
+    kind: str,
+    count: int = 1,
+    index: int = 0,
+    port: int = 0,
+    directory: str | None = None,
+    steps: int = 12,
+    differ: bool = False,
+    shards: int = 0,
+    stop: Any = None,
+    seconds: float = 0.0,
+    fail: Any = None,
+) -> None:
     jax.config.update("jax_num_cpu_devices", DEVICES // count)
     if count > 1:
         parallel.initialize(f"127.0.0.1:{port}", count, index)
@@ -46,21 +79,40 @@ def main(*, kind: str, count: int = 1, index: int = 0, port: int = 0, directory:
     trainer.compile(optax.adam(0.01), "sparse_categorical_crossentropy", ["accuracy"])
     x, y = examples(90)
     callbacks: list[Any] = [LambdaCallback(on_train_batch_end=lambda batch, logs: print("step", trainer.step, flush=True))]
+    if stop is not None and index in stop["processes"]:
+        callbacks.append(LambdaCallback(on_train_batch_end=lambda batch, logs: trainer.stop("enough") if trainer.step == stop["step"] else None))
+    if fail is not None and index == fail["process"]:
+        callbacks.append(LambdaCallback(on_train_batch_end=lambda batch, logs: 1 / 0 if trainer.step == fail["step"] else None))
+    due: list[int] = []
+    if seconds:
+        callbacks.append(LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.01 * (1 + index))))
+        callbacks.append(LambdaCallback(on_checkpoint=lambda checkpoint: due.append(checkpoint.step), every=fitflax.every(seconds=seconds)))
     if directory is not None:
         callbacks += [
             ModelCheckpoint(f"{directory}/checkpoints", every=fitflax.every(steps=4)),
             BestCheckpoint(f"{directory}/best"),
             CSVLogger(f"{directory}/log.csv"),
         ]
-    shifted = np.roll(x, index if differ else 0, axis=0)
-    history = trainer.fit(
-        shifted, y, batch_size=32, steps=steps, validation_data=(x[:50], y[:50]), callbacks=callbacks, resume=None if directory is None else "auto", verbose=2
-    )
-    outputs = trainer.predict(x[:41], batch_size=16)
+    options: dict[str, Any] = {"steps": steps, "callbacks": callbacks, "resume": None if directory is None else "auto", "verbose": 2}
+    if shards:
+        share = shares(90, shards)[index]
+        data = Shard((x[share], y[share])) if count > 1 else joined((x, y), shards, 32)
+        size = {"batch_size": 32, "shuffle": False} if count > 1 else {}
+        valid = Shard((x[:50][shares(50, shards)[index]], y[:50][shares(50, shards)[index]])) if count > 1 else (x[:50], y[:50])
+        history = trainer.fit(data, **size, validation_data=valid, **options)
+        own = shares(41, shards)[index]
+        outputs = trainer.predict(Shard(filter(len, np.split(x[own], [2, 3]))) if count > 1 else x[:41])
+        evaluation = trainer.evaluate(Shard((x[share], y[share])) if count > 1 else (x, y), batch_size=24, verbose=0)
+    else:
+        history = trainer.fit(np.roll(x, index if differ else 0, axis=0), y, batch_size=32, validation_data=(x[:50], y[:50]), **options)
+        outputs = trainer.predict(x[:41], batch_size=16)
+        evaluation = trainer.evaluate(x, y, batch_size=24, verbose=0)
     result = {
+        "due": due,
+        "reason": trainer.stop_reason,
         "step": trainer.step,
         "history": {key: list(map(float, values)) for key, values in history.history.items()},
-        "evaluation": trainer.evaluate(x, y, batch_size=24, verbose=0),
+        "evaluation": evaluation,
         "outputs": [list(outputs.shape), float(np.abs(outputs).sum()), outputs[:, 0].tolist()],
         "norm": float(optax.tree.norm(trainer.state.params)),
         "processes": jax.process_count(),

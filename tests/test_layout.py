@@ -27,7 +27,7 @@ LAYERS = (
     },
     {"checkpoints"},
     {"callbacks"},
-    {"signals", "arguments", "groups", "tabulation", "evaluation", "plan", "loop", "session", "preparation", "modular"},
+    {"signals", "arguments", "groups", "tabulation", "agreement", "evaluation", "plan", "loop", "session", "preparation", "modular"},
     {"diagnostics", "exporting"},
     {"trainer"},
     {"__init__", "__main__", "sklearn"},

@@ -72,6 +72,25 @@ def test_several_processes_train_evaluate_and_predict_as_one_does(kind, count, a
         close(found, alone)
 
 
+@pytest.mark.parametrize(("kind", "count"), [("data parallel", 2), ("fsdp", 2), ("data parallel", 4)])
+def test_shares_of_unequal_length_train_evaluate_and_predict_as_one_process_with_the_same_batches(kind, count, process_env):
+    expected = results(process_env, 1, kind="data parallel", shards=count)[0]
+    found = results(process_env, count, kind=kind, shards=count)
+    outputs = [row for each in found for row in each["outputs"][2]]
+    for each in found:
+        close({**each, "outputs": [[len(outputs), 4], 0, outputs]}, expected)
+
+
+def test_a_run_in_shares_goes_on_as_if_nothing_had_happened_and_in_no_other_number(process_env, tmp_path):
+    expected = results(process_env, 2, kind="data parallel", shards=2, steps=11)
+    for steps in (2, 7, 11):
+        found = results(process_env, 2, kind="data parallel", shards=2, steps=steps, directory=str(tmp_path))
+    assert [{**each, "history": {}} for each in found] == [{**each, "history": {}} for each in expected]
+    processes = start(process_env, 4, kind="data parallel", shards=4, steps=15, directory=str(tmp_path))
+    for _, output in ended(processes):
+        assert "ERROR RestoreError: The run's data came in 2 shards" in output
+
+
 def test_a_run_goes_on_with_another_number_of_processes(alone, process_env, tmp_path):
     for steps, count in ((3, 2), (5, 4), (8, 1), (12, 2)):
         last = results(process_env, count, kind="data parallel", steps=steps, directory=str(tmp_path))
@@ -79,6 +98,25 @@ def test_a_run_goes_on_with_another_number_of_processes(alone, process_env, tmp_
         close(found, alone)
     assert CheckpointStore(tmp_path / "checkpoints").latest() == 12
     assert (tmp_path / "log.csv").read_text().count("\n") == 5  # One writes, whoever it is.
+
+
+def test_a_run_that_all_processes_are_asked_to_stop_at_one_step_stops_there(process_env):
+    found = results(process_env, 2, kind="data parallel", steps=1000, stop={"step": 7, "processes": [0, 1]})
+    assert [each["step"] for each in found] == [7, 7]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_if_one_process_alone_is_asked_to_stop_all_stop_at_the_same_step(who, process_env, tmp_path):
+    arguments: dict[str, Any] = {"kind": "data parallel", "steps": 10**6, "directory": str(tmp_path)}
+    found = results(process_env, 2, **arguments, stop={"step": 7, "processes": [who]})
+    assert found[0]["step"] == found[1]["step"] > 7
+    assert {each["reason"] for each in found} == {"enough"}
+    assert CheckpointStore(tmp_path / "checkpoints").latest() == found[0]["step"]
+
+
+def test_what_is_due_by_the_clock_is_due_at_the_same_steps_in_all_processes(process_env):
+    found = results(process_env, 2, kind="data parallel", steps=300, seconds=1.0)
+    assert found[0]["due"] == found[1]["due"] and len(found[0]["due"]) > 2
 
 
 def test_one_process_alone_prints(process_env):
@@ -106,6 +144,12 @@ def kill_one(number: signal.Signals, victim: int, env: dict[str, str], directory
     return processes, outputs, time.monotonic() - begin
 
 
+def names(output: str, lost: int) -> bool:
+    """Whether what a process said names the one that was lost; JAX calls process 0 the leader."""
+    told = output.replace("\r", "")
+    return f"/task:{lost}" in told or f"Task {lost} heartbeat" in told or f"heartbeats):\n{lost}\n" in told or (lost == 0 and "leader task" in told)
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_sigterm_to_any_process_has_all_save_the_same_step_and_stop(victim, process_env, tmp_path):
     processes, outputs, _ = kill_one(signal.SIGTERM, victim, process_env, tmp_path)
@@ -116,14 +160,30 @@ def test_a_sigterm_to_any_process_has_all_save_the_same_step_and_stop(victim, pr
     assert step == last[0] + 3
 
 
-def test_a_lost_process_ends_the_other_within_a_minute_and_is_named(process_env, tmp_path):
-    processes, outputs, seconds = kill_one(signal.SIGKILL, 1, process_env, tmp_path)
-    assert processes[0].returncode != 0 and processes[1].returncode == -signal.SIGKILL
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_lost_process_ends_the_other_within_a_minute_and_is_named(victim, process_env, tmp_path):
+    processes, outputs, seconds = kill_one(signal.SIGKILL, victim, process_env, tmp_path)
+    assert processes[1 - victim].returncode != 0 and processes[victim].returncode == -signal.SIGKILL
     assert seconds < 60
-    assert "/task:1" in outputs[0] or "stopped sending heartbeats):\n1\n" in outputs[0].replace("\r", ""), outputs[0][-2000:]
+    assert names(outputs[1 - victim], victim), outputs[1 - victim][-2000:]
     saved = CheckpointStore(tmp_path / "checkpoints")
     latest = saved.latest()
     assert latest is not None
     saved.verify()
+    again = results(process_env, 2, kind="data parallel", steps=latest + 2, directory=str(tmp_path))
+    assert [found["step"] for found in again] == [latest + 2] * 2
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_process_that_fails_alone_ends_the_others_within_a_minute_and_leaves_checkpoints(who, process_env, tmp_path):
+    begin = time.monotonic()
+    processes = start(process_env, 2, kind="data parallel", steps=10**6, directory=str(tmp_path), fail={"process": who, "step": 9})
+    outputs = [output for _, output in ended(processes)]
+    assert time.monotonic() - begin < 80  # The start included.
+    assert [process.returncode != 0 for process in processes] == [True, True]
+    assert "ZeroDivisionError" in outputs[who] and f"Process {who} of 2 has failed alone" in outputs[who]
+    latest = CheckpointStore(tmp_path / "checkpoints").latest()
+    assert latest in (8, 9)  # Process 0 saves what it has, if it has the time.
+    assert names(outputs[1 - who], who), outputs[1 - who][-3000:]
     again = results(process_env, 2, kind="data parallel", steps=latest + 2, directory=str(tmp_path))
     assert [found["step"] for found in again] == [latest + 2] * 2

@@ -297,7 +297,7 @@ class TensorBoard(Callback):
     def _examples(self, checkpoint: Checkpoint) -> int | None:
         """Returns how many examples the run has used, where a pass is known to have so many."""
         position, size = checkpoint.data_position, self.params.get("num_examples")
-        return position.examples + position.passes * size if size else None
+        return (sum(checkpoint.point.used) or position.examples) + position.passes * size if size else None
 
     def _describe(self, checkpoint: Checkpoint) -> None:
         """Writes what is known at the start, once in a process."""

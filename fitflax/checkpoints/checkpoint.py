@@ -75,6 +75,7 @@ class Point:
         epoch: Index of the epoch, from 0.
         step_in_epoch: Finished updates of that epoch.
         position: The position of the data.
+        used: By process, what of the present pass is used, where each has a part of its own.
         n_completed_steps: Updates since the last checkpoint.
         epoch_ends: Whether the epoch ends here.
         is_last: Whether no step follows in this run.
@@ -95,6 +96,7 @@ class Point:
     is_repeat: bool
     seconds: float
     process_start: int
+    used: tuple[int, ...] = ()
 
 
 class Checkpoint:
@@ -125,6 +127,7 @@ class Checkpoint:
         run_state: Callable[[], dict[str, Any]],
         info: Callable[[], dict[str, Any]],
         saver: Saver,
+        joined: Callable[[], dict[str, Any] | None] = lambda: None,
         keep: Keep = NOTHING,
         kept: Kept | None = None,
         groups: Mapping[str, Mapping[str, Any]] | None = None,
@@ -142,6 +145,9 @@ class Checkpoint:
         self._version = live.version
         self._timer = timer
         self._make_run_state = run_state
+        self._join = joined
+        # What all processes together know of the data where this is saved.
+        self._data: dict[str, Any] = {}
         self._make_info = info
         self.saver = saver
         self._keep = keep
@@ -329,6 +335,7 @@ class Checkpoint:
             step_values=self.step_values,
             timer=self._timer,
             run_state=self._make_run_state,
+            joined=self._join,
             info=self._make_info,
             saver=self.saver,
             keep=self._keep,
@@ -359,8 +366,15 @@ class Checkpoint:
         save = functools.partial(store.save, step=self.step, owner=owner, keep=keep, also=also)
         if spans_processes(self.borrow()):
             self._save_jointly(save, f"step {self.step} in {store.directory}", asynchronous=asynchronous)
-        elif jax.process_index() == 0:  # The first process saves what it has whole.
+            return
+        self._join_data()
+        if jax.process_index() == 0:  # The first process saves what it has whole.
             self._save_here(save, asynchronous=asynchronous)
+
+    def _join_data(self) -> None:
+        """Notes what is to be saved of all processes' data; all of them call it."""
+        data = self._join()
+        self._data = {} if data is None else {"data": data}
 
     def _save_here(self, save: Callable[..., Any], *, asynchronous: bool) -> None:
         if asynchronous:
@@ -388,6 +402,8 @@ class Checkpoint:
             return
         # What each process makes of it: the first one leads.
         is_leader, save = jax.process_index() == 0, functools.partial(save, joint=joint)
+        with joint.or_give_up():
+            self._join_data()
         if asynchronous and joint.earlier is None:
             with joint.or_give_up():
                 job = functools.partial(joint.lead, self._later(save)) if is_leader else self._parts_later(joint)
@@ -407,12 +423,12 @@ class Checkpoint:
             raise earlier
 
     def _save_now(self, save: Callable[..., Any]) -> None:
-        run = self.run_state
+        run = {**self.run_state, **self._data}
         save(train=self.borrow(), run=run, metadata={**self._metadata(run), "metrics": self._deferred_metrics()()})
 
     def _later(self, save: Callable[..., Any]) -> Callable[[], None]:
         """Returns what saves the run as it is now."""
-        run = self.run_state
+        run = {**self.run_state, **self._data}
         metadata, metrics = self._metadata(run), self._deferred_metrics()
         # Of the run's state, the next step takes the sums alone.
         arrays = self._snapshot({"sums": run.pop("sums")} if "sums" in run else {})

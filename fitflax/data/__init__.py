@@ -5,6 +5,7 @@
 
 from fitflax.data.adapt import adapt
 from fitflax.data.batch import Batcher, FedBatch, Position
+from fitflax.data.shards import Shard
 from fitflax.data.streams import Feed, Source
 
-__all__ = ["Batcher", "FedBatch", "Feed", "Position", "Source", "adapt"]
+__all__ = ["Batcher", "FedBatch", "Feed", "Position", "Shard", "Source", "adapt"]

@@ -13,15 +13,13 @@ import fitflax.data.huggingface as huggingface
 import fitflax.data.tables as tables
 import fitflax.data.torch_loader as torch_loader
 from fitflax.data.arrays import ArraySource
-from fitflax.data.batch import Selection
+from fitflax.data.batch import DEFAULT_BATCH_SIZE, Selection
 from fitflax.data.grain import grain_length, is_grain
 from fitflax.data.streams import IterableSource, OneShotSource, Source
 from fitflax.data.tensorflow import TensorFlowSource, is_tensorflow_dataset
 from fitflax.errors import ConfigError, DataError
 
 __all__ = ["adapt", "takes_batch_size"]
-
-DEFAULT_BATCH_SIZE = 32
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ All of it is NumPy on the host; nothing here knows the device.
 import dataclasses
 import functools
 import warnings
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,14 @@ import numpy as np
 from fitflax.errors import ConfigError, DataError, FitflaxWarning, did_you_mean
 from fitflax.state import Batch, PyTree
 
-__all__ = ["Batcher", "FedBatch", "Position", "Selection", "Triple", "full_mask", "in_one_piece", "leaf_paths", "num_examples"]
+__all__ = [
+    *("DEFAULT_BATCH_SIZE", "Batcher", "FedBatch", "Position", "Selection", "Triple"),
+    *("fingerprint", "full_mask", "in_one_piece", "leaf_paths", "num_examples", "refit"),
+]
+
+DEFAULT_BATCH_SIZE = 32
+# Of each array of a batch, in bytes.
+_MOST_COMPARED = 2**20
 
 
 class Triple(NamedTuple):
@@ -31,7 +39,7 @@ class Position(NamedTuple):
 
     Attributes:
         passes: Finished passes over the data.
-        examples: Real examples used of the present pass.
+        examples: Real examples used of the present pass; of this process's part, where each has one of its own.
 
     >>> Position(passes=1).examples
     0
@@ -51,6 +59,8 @@ class FedBatch(NamedTuple):
         block: The full batches that were read in one piece with it, rows one behind the other; `None` where there are none.
         number: Which of them it is, from 0.
         size: The rows of the whole batch, of which `batch` may be one process's part.
+        own: How many real rows are this process's own, where each has a part of its own.
+        used: By process, what `position.examples` is after it, where each has a part of its own.
 
     >>> FedBatch(Batch(x=np.ones((2, 3)), y=(), mask=full_mask(2)), num_real=2, position=Position(examples=2)).num_real
     2
@@ -62,6 +72,8 @@ class FedBatch(NamedTuple):
     block: Triple | None = None
     number: int = 0
     size: int | None = None
+    own: int | None = None
+    used: tuple[int, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -368,6 +380,31 @@ class Batcher:
             )
             self.size = self._round_up(rows)
         return self.size
+
+
+def refit(batch: Batch, size: int, rows: int) -> Batch:
+    """Returns a batch with another number of rows, of which the first `rows` are real.
+
+    >>> refit(Batch(np.arange(4.0), (), np.array([True, True, False, False])), 6, 2).x.tolist()
+    [0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
+    """
+    taken = np.arange(size) % max(rows, 1)
+    x, y, weights = jax.tree.map(lambda leaf: leaf[taken], (batch.x, batch.y, batch.weights))
+    return Batch(x, y, np.arange(size) < rows, weights)
+
+
+def fingerprint(tree: PyTree) -> int:
+    """Returns a number that tells arrays from others, as far as their beginning does.
+
+    >>> fingerprint({"x": np.zeros(3)}) == fingerprint({"x": np.zeros(3)}), fingerprint(np.zeros(3)) == fingerprint(np.ones(3))
+    (True, False)
+    """
+    found = 0
+    for leaf in jax.tree.leaves(tree):
+        array = np.ascontiguousarray(leaf)
+        found = zlib.crc32(f"{array.dtype}{array.shape}".encode(), found)
+        found = zlib.crc32(array.reshape(-1).view(np.uint8)[:_MOST_COMPARED].data, found)
+    return found
 
 
 def _checked(triple: Triple) -> Triple:

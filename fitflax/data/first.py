@@ -46,6 +46,7 @@ class FirstBatches(Source):
         self.num_batches = len(self._batches)
         self.num_examples = sum(num_examples(triple.x, name="x") for triple in self._batches)
         self.batch_size = source.batch_size
+        self.is_shard = source.is_shard
 
     @override
     def open(self, position: Position) -> Iterator[Triple]:

@@ -19,12 +19,12 @@ from fitflax.data.batch import Position, Triple, num_examples, to_numpy
 from fitflax.data.states import UnstorableError, decode, encode
 from fitflax.errors import DataError, FitflaxWarning
 
-__all__ = ["Bookmark", "Bookmarks", "LoaderPass", "Pass", "RowsPass", "drop", "has_states", "iterator_methods", "resumed", "set_state"]
+__all__ = ["KEPT", "Bookmark", "Bookmarks", "LoaderPass", "Pass", "RowsPass", "drop", "has_states", "iterator_methods", "resumed", "set_state"]
 
 # Taking a state may cost at most a hundredth of the time.
 _COST_RATIO = 100.0
 # Training is at most one batch behind its data; the others are for passes of a single batch.
-_KEPT = 4
+KEPT = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,11 +186,12 @@ class Bookmarks:
 
     Args:
         clock: Returns seconds; it decides where a resume begins to read, never what it reads.
+        kept: How many are kept.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, kept: int = KEPT) -> None:
         self._clock = clock
-        self._kept: collections.deque[Bookmark] = collections.deque(maxlen=_KEPT)
+        self._kept: collections.deque[Bookmark] = collections.deque(maxlen=kept)
         self._due = -float("inf")
         self._is_possible = True
 

@@ -16,7 +16,8 @@ import numpy as np
 from typing_extensions import override
 
 from fitflax.data.batch import Batcher, FedBatch, Position, Selection, Triple, num_examples, to_numpy
-from fitflax.data.passes import Bookmark, Bookmarks, LoaderPass, Pass, RowsPass, drop, iterator_methods, resumed, set_state
+from fitflax.data.passes import KEPT, Bookmark, Bookmarks, LoaderPass, Pass, RowsPass, drop, iterator_methods, resumed, set_state
+from fitflax.data.shares import Shares
 from fitflax.errors import FitflaxWarning
 from fitflax.state import Batch
 
@@ -36,6 +37,8 @@ class Source(abc.ABC):
         owns_batches: Whether the arrays that it yields stay as they are.
         is_checked: Whether its batches are arrays of numbers, all of one length, for certain.
         knows_length: Whether `num_batches` is certain, so that the end of a pass is known without asking for one more batch.
+        is_shard: Whether it is the part of the data that this process alone has, as a user said.
+        shares: What the processes know of each other's parts, where there are several.
 
     >>> from fitflax.data import adapt
     >>> import numpy as np
@@ -53,6 +56,23 @@ class Source(abc.ABC):
     owns_batches: bool = False
     is_checked: bool = False
     knows_length: bool = False
+    is_shard: bool = False
+    shares: Shares | None = None
+
+    @property
+    def all_examples(self) -> int | None:
+        """Examples in a pass over the parts of all processes; `None` if unknown."""
+        return self.num_examples if self.shares is None else self.shares.examples
+
+    @property
+    def all_batches(self) -> int | None:
+        """Batches in a pass over the parts of all processes; `None` if unknown."""
+        return self.num_batches if self.shares is None else self.shares.batches
+
+    @property
+    def all_batch_size(self) -> int | None:
+        """Rows of a batch over the parts of all processes; `None` if the first one decides."""
+        return self.batch_size if self.shares is None else self.shares.batch_size
 
     @abc.abstractmethod
     def open(self, position: Position) -> Iterator[Triple]:
@@ -83,6 +103,7 @@ class Feed:
         batcher: Gives them their shape.
         position: Where to begin.
         is_saved: Whether the position is to be saved, so that states of the source are worth taking.
+        kept: How many of the states that are taken are kept.
         clock: Returns seconds; how often states are taken depends on it.
 
     >>> from fitflax.data import adapt
@@ -101,6 +122,7 @@ class Feed:
         position: Position = Position(),  # noqa: B008 (frozen)
         *,
         is_saved: bool = False,
+        kept: int = KEPT,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.source = source
@@ -113,7 +135,7 @@ class Feed:
         self._ready: list[FedBatch] = []
         # What `next_like` came upon: the end of the pass, or an error.
         self._found: list[Exception | None] = []
-        self._bookmarks = Bookmarks(clock) if is_saved else None
+        self._bookmarks = Bookmarks(clock, kept) if is_saved else None
         # The open pass, if its states are taken; what a resume begins from; whether the last pass had a state.
         self._pass: Pass | None = None
         self._resume: tuple[Bookmark | None] | None = None
@@ -138,6 +160,14 @@ class Feed:
                 raise error
             return None
         return self._next(ahead)
+
+    def more(self) -> FedBatch | None:
+        """Returns what `next` returns; what was given before can be taken back, too."""
+        return self._next(None)
+
+    def forget_given(self, *, but: int) -> None:
+        """Leaves out what was given and can be taken back, but the last so many batches."""
+        del self._given[: len(self._given) - but]
 
     def next_like(self, batch: Batch, count: int) -> list[FedBatch]:
         """Returns up to `count` more batches, of the shapes of `batch` and of the same pass: all that can be trained on together with it.
@@ -234,6 +264,15 @@ class Feed:
             except Exception as error:  # noqa: BLE001 (it must not cost the checkpoint, and `next` raises it again)
                 warnings.warn(f"The next pass over the data could not be opened: {error!r}.", FitflaxWarning, stacklevel=2)
         return self._bookmarks.state_dict(position)
+
+    def joined_state(self, position: Position, *, is_alone: bool) -> dict[str, Any] | None:
+        """Returns what `state_dict` returns in each process, where they have parts of their own and all must call this; `None` elsewhere.
+
+        Args:
+            position: As in `state_dict`.
+            is_alone: Whether this process calls it alone.
+        """
+        return None
 
     def load_state_dict(self, state: Any) -> None:
         """Says that this feed goes on with the run of an earlier process. Called before the first `next`.

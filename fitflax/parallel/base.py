@@ -166,8 +166,12 @@ class Strategy(abc.ABC):
     def describe_whole(self, state: TrainState) -> str | None:
         """Returns, in words, what may be too much for a device: large parameters that each holds whole, or whole batches; `None` if all is well."""
 
+    def part_batcher(self, **options: Any) -> Batcher:
+        """Returns what makes this process's part of batches of the shape that the devices need, given nothing but that; `options` are those of `Batcher`."""
+        return Batcher(num_shards=self.num_batch_shards // self.part[1], **options)
+
     def batcher(self, **options: Any) -> Batcher:
-        """Returns what makes batches of the shape that the devices need, or this process's part of them; `options` are those of `Batcher`."""
+        """Returns what makes batches of the shape that the devices need, or cuts this process's part out of them; `options` are those of `Batcher`."""
         return Batcher(num_shards=self.num_batch_shards, part=self.part, compare=check_same if self.num_processes > 1 else None, **options)
 
     def rows_of(self, batch: Batch) -> int:

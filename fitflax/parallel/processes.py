@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from fitflax.data.batch import fingerprint
 from fitflax.errors import DataError, ReplicaError
 from fitflax.parallel.board import Board
 from fitflax.state import PyTree
@@ -18,8 +19,6 @@ __all__ = ["after_first", "check_same", "exchange", "gather"]
 
 T = TypeVar("T")
 
-# Of each array of a batch.
-_MOST_COMPARED = 2**20
 # Of exchanges, the same in all processes.
 _numbers = itertools.count()
 
@@ -84,15 +83,11 @@ def check_same(tree: PyTree) -> None:
     Raises:
         DataError: They have not.
     """
-    found = 0
-    for leaf in jax.tree.leaves(tree):
-        array = np.ascontiguousarray(leaf)
-        found = zlib.crc32(f"{array.dtype}{array.shape}".encode(), found)
-        found = zlib.crc32(array.reshape(-1).view(np.uint8)[:_MOST_COMPARED].data, found)
-    if len(set(exchange(found))) > 1:
+    if len(set(exchange(fingerprint(tree)))) > 1:
         raise DataError(
             f"The processes read different data: the first batch of process {jax.process_index()} is not that of all others. Give all processes the same data "
-            "in the same order (a fixed seed, no sharding by process): each takes its part of every batch."
+            "in the same order (a fixed seed, no sharding by process): each takes its part of every batch. If each has a part of its own, say so: "
+            "fitflax.data.Shard(data)."
         )
 
 

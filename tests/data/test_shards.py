@@ -1,0 +1,252 @@
+"""Shards: feeds of several processes, here threads that speak to each other by a barrier, give the same number of batches and drop nothing."""
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import fitflax
+from fitflax.data import Batcher, Feed, Position, Shard, adapt
+from fitflax.data.shards import ShardFeed, agree_on_shares, own_position, part_of_batch_size
+from fitflax.errors import ConfigError, DataError, RestoreError
+
+SECONDS = 10
+START = Position()
+
+
+class Team:
+    """Runs one function for each of several simulated processes and lets them exchange values."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.num_exchanges = 0
+        self._barrier = threading.Barrier(count, timeout=SECONDS)
+        self._values: list[Any] = [None] * count
+
+    def run(self, work: Any) -> list[Any]:
+        """Results by process; an exception that was raised counts as one."""
+        results: list[Any] = [None] * self.count
+
+        def call(index: int) -> None:
+            def exchange(value: Any) -> list[Any]:
+                self._values[index] = value
+                self._barrier.wait()
+                found = list(self._values)
+                self._barrier.wait()
+                self.num_exchanges += index == 0
+                return found
+
+            try:
+                results[index] = work(index, exchange)
+            except Exception as error:  # noqa: BLE001
+                results[index] = error
+
+        threads = [threading.Thread(target=call, args=(index,)) for index in range(self.count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SECONDS)
+        return results
+
+
+def make_feed(
+    data: Any, index: int, exchange: Any, count: int, *, position: Position = START, used: Any = (), size: int | None = None, **options: Any
+) -> ShardFeed:
+    data = (lambda: iter(data_list)) if isinstance(data_list := data, list) else data  # A list of arrays would be several inputs.
+    source = adapt(data, shuffle=False, **({} if size is None else {"batch_size": size}))
+    source.shares = agree_on_shares(source, (index, count), index, exchange)
+    return ShardFeed(source, Batcher(size=source.batch_size), own_position(START, used, source.shares), used=used, exchange=exchange, **options)
+
+
+def rows(fed: Any) -> list[float]:
+    return fed.batch.x[fed.batch.mask].tolist()
+
+
+def passes(feed: Feed, count: int = 1) -> list[Any]:
+    given: list[Any] = []
+    for _ in range(count):
+        while (fed := feed.next()) is not None:
+            given.append((rows(fed), fed.num_real, fed.own, fed.used, len(fed.batch.mask)))
+    return given
+
+
+def arrays(*sizes: int) -> list[np.ndarray]:
+    return [np.arange(size) + 100.0 * number for number, size in enumerate(sizes)]
+
+
+@pytest.mark.parametrize("sizes", [(10, 3), (3, 10), (8, 8), (1, 40), (5, 5, 11)])
+@pytest.mark.parametrize("kind", ["arrays", "function"])
+def test_unequal_shards_give_equally_many_batches_and_every_example_once_in_a_pass(sizes, kind):
+    parts = arrays(*sizes)
+
+    def work(index: int, exchange: Any) -> Any:
+        if kind == "arrays":
+            return passes(make_feed(parts[index], index, exchange, len(sizes), size=2), 2)
+        batches = [parts[index][begin : begin + 2] for begin in range(0, len(parts[index]), 2)]
+        return passes(make_feed(batches, index, exchange, len(sizes)), 2)
+
+    results = Team(len(sizes)).run(work)
+    rounds = -(-max(sizes) // 2)
+    for index, given in enumerate(results):
+        assert len(given) == 2 * rounds
+        assert [row for own, *_ in given for row in own] == parts[index].tolist() * 2
+        assert {size for *_, size in given} == {2}
+        assert given[-1][3] == sizes
+    for each in zip(*results, strict=True):
+        assert len({real for _, real, *_ in each}) == 1 and each[0][1] == sum(own for _, _, own, *_ in each)
+        assert len({used for *_, used, _ in each}) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*read:fitflax.errors.FitflaxWarning")
+def test_a_feed_goes_on_in_the_middle_of_a_pass_though_a_shard_has_ended():
+    parts = arrays(12, 3)
+
+    def whole(index: int, exchange: Any) -> Any:
+        return passes(make_feed(lambda: iter(np.split(parts[index], len(parts[index]) // 3)), index, exchange, 2))
+
+    for stop in range(1, 4):
+        expected = Team(2).run(whole)
+
+        def rest(index: int, exchange: Any, stop: int = stop, expected: Any = expected) -> Any:
+            feed = make_feed(lambda: iter(np.split(parts[index], len(parts[index]) // 3)), index, exchange, 2, used=expected[0][stop - 1][3])
+            return passes(feed)
+
+        found = Team(2).run(rest)
+        assert [[one[:3] for one in given] for given in found] == [[one[:3] for one in given[stop:]] for given in expected]
+
+
+def test_the_processes_speak_seldom():
+    parts = arrays(4000, 3000)
+    team = Team(2)
+    team.run(lambda index, exchange: passes(make_feed(parts[index], index, exchange, 2, size=2)))
+    assert team.num_exchanges < 2000 / 16 + 10
+
+
+def test_batches_are_padded_to_the_largest_of_any_process():
+    batches = [[np.zeros(3), np.zeros(3)], [np.ones(5), np.ones(2)]]
+    results = Team(2).run(lambda index, exchange: passes(make_feed(batches[index], index, exchange, 2)))
+    assert [[size for *_, size in given] for given in results] == [[5, 5], [5, 5]]
+    assert results[0][1][0] == [0.0] * 3
+
+
+def test_an_iterator_that_serves_once_keeps_what_was_read_and_not_used():
+    iterators = [iter([np.full(2, value) for value in range(9)]), iter([np.full(2, value) for value in range(7)])]
+    taken = []
+
+    def work(index: int, exchange: Any) -> Any:
+        feed = make_feed(iterators[index], index, exchange, 2)
+        used = [rows(feed.next()) for _ in range(4)]
+        feed.push_back()
+        feed.close()
+        taken.append(feed.source)
+        return used, [triple.x.tolist() for triple in feed.source.open(Position(examples=feed.source.taken))]
+
+    for (used, left), count in zip(Team(2).run(work), (9, 7), strict=True):
+        assert len(used) == 4 and [one[0] for one in left] == list(range(3, count))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([[np.zeros(2)], lambda: iter([])], r"The shards of processes \[1\] yield no batch"),
+        ([[np.zeros((2, 3))], [np.zeros((2, 4))]], r"batches differ .* process 0 has x: float64\[3\]; process 1 has x: float64\[4\]"),
+        ([[np.zeros(2)], [np.zeros(2, np.int32)]], "differ in structure, in the shapes of an example or in dtypes"),
+        ([[np.zeros(2)], [(np.zeros(2), np.zeros(2))]], "batches differ"),
+    ],
+)
+def test_shards_that_do_not_fit_together_are_an_error_in_all_processes(data, message):
+    for error in Team(2).run(lambda index, exchange: passes(make_feed(data[index], index, exchange, 2))):
+        with pytest.raises(DataError, match=message):
+            raise error
+
+
+def test_an_error_in_one_process_is_one_in_all_and_names_it():
+    def fail() -> Any:
+        yield np.zeros(2)
+        raise RuntimeError("the disk is gone")
+
+    results = Team(2).run(lambda index, exchange: passes(make_feed(fail if index else (lambda: iter([np.zeros(2)] * 9)), index, exchange, 2)))
+    assert isinstance(results[1], RuntimeError)
+    with pytest.raises(DataError, match="could not be read, by process 1: RuntimeError: the disk is gone"):
+        raise results[0]
+
+
+def test_without_padding_shards_must_give_equal_batches():
+    for error in Team(2).run(lambda index, exchange: passes(make_feed([np.zeros(2)] * (1 + index), index, exchange, 2, pads=False))):
+        with pytest.raises(DataError, match=r"must give equal batches. Received rows, by process: \[\[2\], \[2\]\]|\[\[\], \[2\]\]"):
+            raise error
+
+
+def test_states_of_loaders_are_saved_for_each_process():
+    class Loader:
+        def __init__(self, count: int) -> None:
+            self.count, self.at = count, 0
+
+        def __iter__(self) -> Any:
+            while self.at < self.count:
+                self.at += 1
+                yield np.full(2, self.at - 1)
+            self.at = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"at": self.at}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.at = state["at"]
+
+    def begin(index: int, exchange: Any) -> Any:
+        feed = make_feed(Loader(6 - 3 * index), index, exchange, 2, is_saved=True)
+        fed = [feed.next() for _ in range(4)][-1]
+        return fed.used, feed.joined_state(fed.position, is_alone=False), feed.joined_state(fed.position, is_alone=True)
+
+    def go_on(index: int, exchange: Any) -> Any:
+        feed = make_feed(Loader(6 - 3 * index), index, exchange, 2, used=used, is_saved=True)
+        feed.load_state_dict(state)
+        return [own for own, *_ in passes(feed)]
+
+    (used, state, alone), (_, other, _) = Team(2).run(begin)
+    assert state == other and used == (8, 6)
+    assert alone["shards"][0] and not alone["shards"][1]
+    assert Team(2).run(go_on) == [[[4, 4], [5, 5]], [[], []]]
+
+
+def test_processes_of_one_part_must_read_the_same():
+    def work(index: int, exchange: Any, *, differ: bool) -> Any:
+        source = adapt(lambda: iter([np.full(2, index % 2 if differ else index // 2)]), shuffle=False)
+        source.shares = agree_on_shares(source, (index // 2, 2), index, exchange)
+        return passes(ShardFeed(source, Batcher(), exchange=exchange))
+
+    good = Team(4).run(lambda index, exchange: work(index, exchange, differ=False))
+    assert [given[0][:2] for given in good] == [([index // 2] * 2, 4) for index in range(4)]
+    for error in Team(4).run(lambda index, exchange: work(index, exchange, differ=True)):
+        with pytest.raises(DataError, match="Process 1 shares part 0 of each batch"):
+            raise error
+
+
+def test_a_run_in_shards_goes_on_with_as_many():
+    def find(index: int, exchange: Any) -> Any:
+        return own_position(Position(2, 5), (5, 7), agree_on_shares(adapt(np.zeros(9)), (index, 2), index, exchange))
+
+    assert Team(2).run(find) == [Position(2, 5), Position(2, 7)]
+    with pytest.raises(RestoreError, match="came in 2 shards, one for each process, and now there are the same data in all processes"):
+        own_position(Position(2, 5), (5, 7), None)
+    assert own_position(Position(2, 5), (), None) == Position(2, 5)
+
+
+def test_a_batch_is_divided_equally_between_the_parts():
+    assert part_of_batch_size(None, 2) == 16
+    with pytest.raises(ConfigError, match="batch_size=33 is that of all processes together, which cannot feed 2 equal parts"):
+        part_of_batch_size(33, 2)
+
+
+def test_alone_a_shard_is_the_data_itself():
+    x, y = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32), np.zeros(20, np.int32)
+    histories = []
+    for data in (Shard((x, y)), (x, y)):
+        trainer = fitflax.Trainer(nn.Dense(4))
+        trainer.compile("sgd", "sparse_categorical_crossentropy")
+        histories.append(trainer.fit(data, batch_size=8, epochs=2, validation_data=Shard((x, y)), verbose=0).history)
+        assert trainer.predict(Shard(x)).shape[0] == 20
+    assert histories[0] == histories[1]

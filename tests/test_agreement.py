@@ -1,0 +1,168 @@
+"""What several processes decide alike, here threads that speak to each other by a board of their own: when to stop, and what time it is."""
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+import fitflax.agreement as module
+from fitflax.agreement import Agreement, Together
+
+SECONDS = 20
+
+
+class FakeBoard:
+    """A board in memory, as `parallel.board.Board`."""
+
+    messages: dict[str, bytes]
+    lock: threading.Lock
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def post(self, key: str, message: bytes) -> None:
+        with self.lock:
+            self.messages[f"{self.name}/{key}"] = message
+
+    def settle(self, key: str, message: bytes) -> bytes:
+        with self.lock:
+            return self.messages.setdefault(f"{self.name}/{key}", message)
+
+    def read(self, key: str) -> bytes:
+        end = time.monotonic() + SECONDS
+        while f"{self.name}/{key}" not in self.messages:
+            assert time.monotonic() < end, key
+            time.sleep(0.001)
+        return self.messages[f"{self.name}/{key}"]
+
+    def read_all(self, folder: str) -> dict[str, bytes]:
+        with self.lock:
+            return {key.rsplit("/", 1)[-1]: message for key, message in self.messages.items() if key.startswith(f"{self.name}/{folder}/")}
+
+    def remove(self, key: str) -> None:
+        with self.lock:
+            for each in [one for one in self.messages if one == f"{self.name}/{key}" or one.startswith(f"{self.name}/{key}/")]:
+                del self.messages[each]
+
+
+class Team:
+    """Simulated processes that make the same steps, none more than `ahead` before another."""
+
+    def __init__(self, monkeypatch: Any, count: int, *, ahead: int = 2, multiple: int = 1, offset: float = 0.0) -> None:
+        self.count, self.ahead, self.multiple, self.offset = count, ahead, multiple, offset
+        self.steps = [0] * count
+        self.asked: list[str | None] = [None] * count
+        self.told: list[str | None] = [None] * count
+        self.barrier = threading.Barrier(count, timeout=SECONDS)
+        self.values: list[Any] = [None] * count
+        self.local = threading.local()
+        FakeBoard.messages, FakeBoard.lock = {}, threading.Lock()
+        monkeypatch.setattr(module, "Board", FakeBoard)
+        monkeypatch.setattr(module, "exchange", self.exchange)
+        monkeypatch.setattr(module, "_numbers", self)
+        monkeypatch.setattr(module.jax, "process_index", lambda: self.local.index)
+        monkeypatch.setattr(module.jax, "process_count", lambda: count)
+        monkeypatch.setattr(module, "_INTERVAL_SECONDS", 0.05)
+        monkeypatch.setattr(module, "_PATIENCE_SECONDS", 0.5)
+
+    def __next__(self) -> int:
+        return 0
+
+    def exchange(self, value: Any) -> list[Any]:
+        self.values[self.local.index] = value
+        self.barrier.wait()
+        found = list(self.values)
+        self.barrier.wait()
+        return found
+
+    def run(self, at_step: Any, steps: int = 400, begin: int = 0) -> list[Any]:
+        """Makes steps in each process; `at_step(index, step, team)` may ask to stop. Returns by process the step at which each stopped and the times it saw."""
+        results: list[Any] = [None] * self.count
+
+        def work(index: int) -> None:
+            self.local.index = index
+            agreement = Together(
+                lambda: time.monotonic() + self.offset * index,
+                lambda: self.asked[index] is not None,
+                reason=lambda: self.asked[index] or "",
+                stop=lambda reason: self.told.__setitem__(index, reason),
+                ahead=self.ahead,
+                multiple=self.multiple,
+            )
+            agreement.begin(begin, begin)
+            seen, step = [], begin
+            while step < steps and not agreement.stops(step):
+                until = agreement.next_step()
+                step = min(step + self.multiple, until, steps)
+                self.steps[index] = step
+                while min(self.steps) < step - self.ahead:  # As if the devices waited for each other.
+                    time.sleep(0.0005)
+                time.sleep(0.002)
+                agreement.listen(step)
+                seen.append((step, agreement.seconds))
+                at_step(index, step, self)
+            self.steps[index] = 10**9
+            results[index] = step, seen
+
+        threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(self.count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SECONDS)
+        assert None not in results
+        return results
+
+
+def test_alone_a_process_goes_by_its_own_clock_and_stops_when_it_is_asked():
+    asked: list[int] = []
+    agreement = Agreement(time.monotonic, lambda: bool(asked))
+    assert not agreement.stops(5) and agreement.next_step() is None and abs(agreement.seconds - time.monotonic()) < 1
+    asked.append(1)
+    assert agreement.stops(5)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_all_see_the_same_time_at_the_same_step_and_it_is_that_of_process_0(monkeypatch, count):
+    results = Team(monkeypatch, count, offset=1000.0).run(lambda *_: None)
+    times = [dict(seen) for _, seen in results]
+    assert all(one == times[0] for one in times)
+    found = [times[0][step] for step in sorted(times[0])]
+    assert found == sorted(found) and len(set(found)) > 5
+    assert abs(found[-1] - time.monotonic()) < 10
+
+
+def test_who_are_all_asked_at_the_same_step_stop_there(monkeypatch):
+    team = Team(monkeypatch, 3)
+
+    def at_step(index: int, step: int, team: Team) -> None:
+        if step == 37:
+            team.asked[index] = "enough"
+
+    assert [step for step, _ in team.run(at_step)] == [37] * 3
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_if_one_is_asked_all_stop_together_a_little_later_and_know_why(monkeypatch, victim, multiple):
+    team = Team(monkeypatch, 3, multiple=multiple, ahead=2 * multiple)
+
+    def at_step(index: int, step: int, team: Team) -> None:
+        if index == victim and step >= 40:
+            team.asked[index] = "the room is too warm"
+
+    stopped = {step for step, _ in team.run(at_step, steps=4000, begin=3)}
+    assert len(stopped) == 1 and 40 < stopped.pop() < 4000
+    assert {reason for index, reason in enumerate(team.told) if index != victim} == {"the room is too warm"}
+
+
+def test_messages_do_not_pile_up(monkeypatch):
+    team = Team(monkeypatch, 2)
+    team.run(lambda *_: None, steps=1500)
+    assert len(FakeBoard.messages) < 8
+
+
+def test_steps_at_which_the_processes_listen_lie_between_calls(monkeypatch):
+    team = Team(monkeypatch, 2, multiple=5, ahead=10)
+    for _, seen in team.run(lambda *_: None, begin=7, steps=407):
+        assert all((step - 7) % 5 == 0 for step, _ in seen)
