@@ -1019,12 +1019,14 @@ class Trainer:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes the state as a checkpoint directory at `path`, replacing a checkpoint that is there, and returns the path.
 
+        Of several processes all must call it where the state is split between them; otherwise the first one's call is what counts.
+
         Args:
             path: The directory to write.
 
         Raises:
             NotReadyError: Before there is a state.
-            CheckpointError: Something else is there, or the disk fails.
+            CheckpointError: Something else is there, or the disk fails, in whichever process.
         """
         live = self._session.need_state("save")
         metadata = {"run_id": self._session.run_id, "step": live.step, "epoch": 0, "metrics": {}, "settings": {"seed": self._session.seed}}

@@ -157,14 +157,6 @@ def test_processes_that_read_other_data_are_an_error(process_env):
         assert "ERROR DataError: The processes read different data" in output
 
 
-def test_saving_a_state_that_is_split_between_processes_is_an_error_in_all_of_them(process_env, tmp_path):
-    processes = start(process_env, 2, kind="fsdp", directory=str(tmp_path))
-    outputs = [output for _, output in ended(processes)]
-    assert [process.returncode for process in processes] == [3, 3]
-    for output in outputs:
-        assert "ERROR CheckpointError: A state that is split between processes cannot be saved: params/Dense_0/" in output
-
-
 def kill_one(number: signal.Signals, victim: int, env: dict[str, str], directory: pathlib.Path) -> tuple[list[subprocess.Popen[str]], list[str], float]:
     """Sends a signal to one of two processes in the middle of a run; returns them when both have ended, what they said, and after how many seconds."""
     processes = start(env, 2, kind="data parallel", steps=10**6, directory=str(directory))

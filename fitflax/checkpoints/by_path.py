@@ -1,5 +1,6 @@
 """One checkpoint by its path: saved under any name, or found and read wherever it is and whoever wrote it."""
 
+import functools
 import os
 import warnings
 from collections.abc import Collection, Mapping
@@ -12,12 +13,14 @@ from fitflax.checkpoints.closing import CLOSING_FILE
 from fitflax.checkpoints.contents import BACKENDS, METADATA_FILE
 from fitflax.checkpoints.directories import disk_errors, put_back, replaced_by, write_in_place
 from fitflax.checkpoints.foreign import read_foreign
+from fitflax.checkpoints.joint import JointSave
 from fitflax.checkpoints.msgpack_format import STATE_FILE
-from fitflax.checkpoints.orbax_format import TRAIN_DIRECTORY
+from fitflax.checkpoints.orbax_format import TRAIN_DIRECTORY, write_part
 from fitflax.checkpoints.saved import WHOLE, Saved, read_checkpoint
 from fitflax.checkpoints.store import CheckpointStore
-from fitflax.checkpoints.trees import check_here
+from fitflax.checkpoints.trees import only_split, to_plain
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, FitflaxWarning
+from fitflax.parallel.host_memory import spans_processes
 from fitflax.state import PyTree
 
 __all__ = ["is_checkpoint", "load_checkpoint", "save_checkpoint"]
@@ -43,16 +46,24 @@ def save_checkpoint(path: str | os.PathLike[str], *, train: PyTree, run: PyTree,
     """
     # abspath because `.` and `..` cannot be renamed.
     path, given = Path(os.path.abspath(path)), Path(path)
-    check_here(train)
-    if jax.process_index():
-        return given  # The first process writes.
-    with disk_errors("save", given):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for aside in replaced_by(path):
-            put_back(aside, path)
-        if os.path.lexists(path) and not _is_only_checkpoint(path):
-            raise CheckpointError(f"{given} is in the way: it is not a checkpoint, so it is not replaced. Choose another path or remove it.")
-        write_in_place(path, train=train, run=run, metadata=metadata)
+
+    def save(joint: JointSave | None = None) -> None:
+        with disk_errors("save", given):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            for aside in replaced_by(path):
+                put_back(aside, path)
+            if os.path.lexists(path) and not _is_only_checkpoint(path):
+                raise CheckpointError(f"{given} is in the way: it is not a checkpoint, so it is not replaced. Choose another path or remove it.")
+            write_in_place(path, train=train, run=run, metadata=metadata, joint=joint)
+
+    if spans_processes(train):
+        joint = JointSave.meet(f"{given}")
+        if jax.process_index():
+            joint.follow(lambda part: write_part(part, only_split(to_plain(train, root="train", may_span=True))))
+        else:
+            joint.lead(functools.partial(save, joint))
+    elif jax.process_index() == 0:
+        save()
     return given
 
 

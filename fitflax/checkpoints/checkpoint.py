@@ -4,24 +4,29 @@ Nothing is read or copied until it is asked for. The state is borrowed: a part t
 read after the loop has moved on is an error.
 """
 
+import contextlib
 import dataclasses
 import functools
+import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import jax
 
+from fitflax.checkpoints.joint import JointSave
+from fitflax.checkpoints.orbax_format import write_part
 from fitflax.checkpoints.saving import Saver
 from fitflax.checkpoints.store import CheckpointStore
-from fitflax.checkpoints.trees import Plain, check_here, host_copy, to_plain, unpack
+from fitflax.checkpoints.trees import Plain, host_copy, only_split, to_plain, unpack
 from fitflax.data import Position
-from fitflax.errors import ConfigError, NotReadyError
+from fitflax.errors import CheckpointError, ConfigError, FitflaxWarning, NotReadyError
 from fitflax.live import LiveState
 from fitflax.logs import Kind, Logs, StepValues
 from fitflax.optimizers import get_learning_rates
 from fitflax.parallel import Strategy
+from fitflax.parallel.host_memory import spans_processes
 from fitflax.parallel.packed import Packed
 from fitflax.state import PyTree, TrainState
 from fitflax.step import NOTHING, Keep, Kept
@@ -141,6 +146,8 @@ class Checkpoint:
         self._timer = timer
         self._make_run_state = run_state
         self._join = joined
+        # What all processes together know of the data where this is saved.
+        self._data: dict[str, Any] = {}
         self._make_info = info
         self.saver = saver
         self._keep = keep
@@ -355,38 +362,89 @@ class Checkpoint:
         for put_on_disk in waiting:
             put_on_disk()
         self.num_saves += 1
-        check_here(self.borrow())  # In all processes alike.
-        data = self._join()
-        if jax.process_index():
-            return  # The first process saves.
-        data = {} if data is None else {"data": data}
         also = [name for directory, name in self.savers if directory == store.directory and name != owner]
         save = functools.partial(store.save, step=self.step, owner=owner, keep=keep, also=also)
+        if spans_processes(self.borrow()):
+            self._save_jointly(save, f"step {self.step} in {store.directory}", asynchronous=asynchronous)
+            return
+        self._join_data()
+        if jax.process_index() == 0:  # The first process saves what it has whole.
+            self._save_here(save, asynchronous=asynchronous)
+
+    def _join_data(self) -> None:
+        """Notes what is to be saved of all processes' data; all of them call it."""
+        data = self._join()
+        self._data = {} if data is None else {"data": data}
+
+    def _save_here(self, save: Callable[..., Any], *, asynchronous: bool) -> None:
         if asynchronous:
             self.saver.wait_for_room()
-            run = {**self.run_state, **data}
-            metadata, metrics = self._metadata(run), self._deferred_metrics()
-            # Of the run's state, the next step takes the sums alone.
-            arrays = self._snapshot({"sums": run.pop("sums")} if "sums" in run else {})
-            rest = host_copy(to_plain(run, root="run", keep_lists=True), only_numpy=not self._live.snapshots_wait)
-
-            def work() -> None:
-                train, sums = arrays()
-                plain_run = Plain({**rest.tree, **sums.tree}, {**rest.key_impls, **sums.key_impls})
-                save(train=train, run=plain_run, metadata={**metadata, "metrics": metrics()})
-
-            if self.saver.submit(work):
+            if self.saver.submit(self._later(save)):
                 return
         earlier = self.saver.settle()
-        try:
-            run = {**self.run_state, **data}
-            save(train=self.borrow(), run=run, metadata={**self._metadata(run), "metrics": self._deferred_metrics()()})
-        except Exception as error:
-            if earlier is not None:
-                error.add_note(f"An earlier save had failed, too: {earlier}")
-            raise
+        with _noting(earlier):
+            self._save_now(save)
         if earlier is not None:
             raise earlier
+
+    def _save_jointly(self, save: Callable[..., Any], what: str, *, asynchronous: bool) -> None:
+        """Saves together with all other processes, which come to the same save; what fails in one fails in all."""
+        if asynchronous:
+            self.saver.wait_for_room()
+        failure = self.saver.failure
+        try:
+            joint = JointSave.meet(what, earlier=None if failure is None else str(failure), is_rescue=self.point.is_rescue)
+        except CheckpointError as error:
+            if not self.point.is_rescue:
+                raise
+            # What this process is being left for is what the user is to hear of.
+            warnings.warn(f"Step {self.step} is not saved. {error}", FitflaxWarning, stacklevel=4)
+            return
+        # What each process makes of it: the first one leads.
+        is_leader, save = jax.process_index() == 0, functools.partial(save, joint=joint)
+        with joint.or_give_up():
+            self._join_data()
+        if asynchronous and joint.earlier is None:
+            with joint.or_give_up():
+                job = functools.partial(joint.lead, self._later(save)) if is_leader else self._parts_later(joint)
+            if not self.saver.submit(job, left_out=joint.give_up):
+                joint.give_up()  # Another save has failed meanwhile, which all processes hear of when they meet again.
+            return
+        with joint.or_give_up():
+            earlier = self.saver.settle()
+            if earlier is None and joint.earlier is not None:
+                earlier = CheckpointError(f"An earlier save has failed in another process: {joint.earlier}")
+            with _noting(earlier):
+                if is_leader:
+                    joint.lead(functools.partial(self._save_now, save))
+                else:
+                    joint.follow(lambda path: write_part(path, to_plain(self.borrow(), root="train", may_span=True)))
+        if earlier is not None:
+            raise earlier
+
+    def _save_now(self, save: Callable[..., Any]) -> None:
+        run = {**self.run_state, **self._data}
+        save(train=self.borrow(), run=run, metadata={**self._metadata(run), "metrics": self._deferred_metrics()()})
+
+    def _later(self, save: Callable[..., Any]) -> Callable[[], None]:
+        """Returns what saves the run as it is now."""
+        run = {**self.run_state, **self._data}
+        metadata, metrics = self._metadata(run), self._deferred_metrics()
+        # Of the run's state, the next step takes the sums alone.
+        arrays = self._snapshot({"sums": run.pop("sums")} if "sums" in run else {})
+        rest = host_copy(to_plain(run, root="run", keep_lists=True), only_numpy=not self._live.snapshots_wait)
+
+        def work() -> None:
+            train, sums = arrays()
+            plain_run = Plain({**rest.tree, **sums.tree}, {**rest.key_impls, **sums.key_impls})
+            save(train=train, run=plain_run, metadata={**metadata, "metrics": metrics()})
+
+        return work
+
+    def _parts_later(self, joint: JointSave) -> Callable[[], None]:
+        """Returns what writes this process's parts of the state as it is now."""
+        arrays = self._snapshot({})
+        return lambda: joint.follow(lambda path: write_part(path, arrays()[0]))
 
     def _snapshot(self, beside: dict[str, PyTree]) -> Callable[[], tuple[Plain, Plain]]:
         """Returns what gives the state, and what is `beside` it in `run`, as they are now; one copy for all who save this step at the same time."""
@@ -396,7 +454,9 @@ class Checkpoint:
         snapshot: Callable[[], tuple[Plain, Plain]] | None = None if reference is None else reference()
         if snapshot is None:
             if self._live.snapshots_wait:
-                copies = host_copy(to_plain(state, root="train")), host_copy(to_plain(beside, root="run", keep_lists=True))
+                train = to_plain(state, root="train", may_span=True)
+                train = only_split(train) if jax.process_index() else train
+                copies = host_copy(train), host_copy(to_plain(beside, root="run", keep_lists=True))
                 snapshot = lambda: copies  # noqa: E731
             else:
                 snapshot = functools.partial(_unpacked, self._live.snapshot({"train": state, "run": beside}))
@@ -426,6 +486,17 @@ class Checkpoint:
 
     def __copy__(self) -> Self:
         return self
+
+
+@contextlib.contextmanager
+def _noting(earlier: BaseException | None) -> Iterator[None]:
+    """Adds what failed before to what fails within."""
+    try:
+        yield
+    except Exception as error:
+        if earlier is not None:
+            error.add_note(f"An earlier save had failed, too: {earlier}")
+        raise
 
 
 def _unpacked(packed: Packed) -> tuple[Plain, Plain]:

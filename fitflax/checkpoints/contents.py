@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import fitflax.checkpoints.msgpack_format as msgpack_format
 import fitflax.checkpoints.orbax_format as orbax_format
 from fitflax.checkpoints.documents import fsync_directory, given_values, library_versions, read_document, write_given
+from fitflax.checkpoints.joint import JointSave
 from fitflax.checkpoints.trees import Plain, leaves_of, to_plain
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from fitflax.parallel.host_memory import is_spread
@@ -28,7 +29,7 @@ _OWN_KEYS = {"backend": str, "key_impls": dict}
 class Backend(NamedTuple):
     """How a state is written and read; `own_keys` are the names and types of what `write_state` wants in `metadata.json`, `files` what it makes."""
 
-    write_state: Callable[[Path, Plain, Plain], dict[str, Any]]
+    write_state: Callable[..., dict[str, Any]]
     read_state: Callable[..., dict[str, Any]]
     own_keys: dict[str, type]
     files: Collection[str]
@@ -40,7 +41,15 @@ BACKENDS = {
 }
 
 
-def write_checkpoint(directory: Path, *, train: PyTree | Plain, run: PyTree | Plain, metadata: Mapping[str, Any], backend: str = "msgpack") -> None:
+def write_checkpoint(
+    directory: Path,
+    *,
+    train: PyTree | Plain,
+    run: PyTree | Plain,
+    metadata: Mapping[str, Any],
+    backend: str = "msgpack",
+    joint: JointSave | None = None,
+) -> None:
     """Writes a checkpoint and returns when all its files, and the directory, are on the disk.
 
     Args:
@@ -49,6 +58,7 @@ def write_checkpoint(directory: Path, *, train: PyTree | Plain, run: PyTree | Pl
         run: Everything else that a resume needs.
         metadata: What people and listings want to know; JSON values and NumPy scalars. `versions` is added to, the names the format uses itself are refused.
         backend: Who writes the state, one of `BACKENDS`; if arrays of `train` are split over devices it is Orbax all the same, which writes them in parts.
+        joint: The save that all processes make, with arrays of `train` that are split between them, if it is one. This process leads it.
 
     Raises:
         CheckpointError: A leaf or a value in `metadata` cannot be saved, or there is no such backend. Nothing is written then.
@@ -63,12 +73,13 @@ def write_checkpoint(directory: Path, *, train: PyTree | Plain, run: PyTree | Pl
     ({'train': {'w': array([1., 1.], dtype=float32)}, 'run': {'rows': [1, 2]}}, {'train': {'loss': inf}})
     """
     check_backend(backend)
-    plain_train, plain_run = to_plain(train, root="train"), to_plain(run, root="run", keep_lists=True)
+    plain_train, plain_run = to_plain(train, root="train", may_span=joint is not None), to_plain(run, root="run", keep_lists=True)
     if any(map(is_spread, leaves_of(plain_train.tree))):
         backend = "orbax"
     # A fault in the metadata comes before any work.
     given = given_values(metadata, {"format_version", "crc32"}.union(_OWN_KEYS, *(each.own_keys for each in BACKENDS.values())))
-    own = BACKENDS[backend].write_state(directory, plain_train, plain_run)
+    # What is split between processes is split.
+    own = BACKENDS[backend].write_state(directory, plain_train, plain_run, **({} if joint is None else {"joint": joint}))
     versions = {**library_versions(), **given.get("versions", {})}
     key_impls = {**plain_train.key_impls, **plain_run.key_impls}
     ours = given_values({"backend": backend, "key_impls": key_impls, **own}, set())

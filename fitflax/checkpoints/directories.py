@@ -14,6 +14,7 @@ from typing import Any
 
 from fitflax.checkpoints.contents import write_checkpoint
 from fitflax.checkpoints.documents import PROCESS, fsync_directory
+from fitflax.checkpoints.joint import JointSave
 from fitflax.errors import CheckpointError, DirectoryInUseError
 from fitflax.state import PyTree
 
@@ -50,8 +51,10 @@ def make_directory(path: Path) -> None:
         raise DirectoryInUseError(f"{path} cannot be a directory of checkpoints: a file is in the way. Choose another directory.") from error
 
 
-def write_in_place(path: Path, *, train: PyTree, run: PyTree, metadata: Mapping[str, Any], backend: str = "msgpack") -> None:
+def write_in_place(path: Path, *, train: PyTree, run: PyTree, metadata: Mapping[str, Any], backend: str = "msgpack", joint: JointSave | None = None) -> None:
     """Writes a checkpoint beside `path` and renames it there when it is on the disk; an older one is deleted after that.
+
+    Of a joint save this is the leader's part.
 
     Raises:
         CheckpointError: A file is in the way, or something cannot be saved.
@@ -62,7 +65,7 @@ def write_in_place(path: Path, *, train: PyTree, run: PyTree, metadata: Mapping[
     temporary = path.parent / f".{path.name}.tmp-{PROCESS}-{random_suffix()}"
     try:
         temporary.mkdir()
-        write_checkpoint(temporary, train=train, run=run, metadata=metadata, backend=backend)
+        write_checkpoint(temporary, train=train, run=run, metadata=metadata, backend=backend, joint=joint)
         aside = _exchange(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -11,11 +11,13 @@ also holds all keys, in their order, with `None` where Orbax has an array.
 Orbax's files hold few checksums of their own. So `metadata.json` gets, beside what the backend `msgpack` puts there, `orbax_files` (`{path from the checkpoint
 directory: {bytes, crc32}}`), which is verified before Orbax reads anything, and `orbax_arrays` (`{path: {shape, dtype}}`).
 
-Process 0 writes, alone; the arrays are whole in its memory then. Orbax runs on a thread that ends with the call, because it leaves the thread it is
-called on without an event loop.
+Process 0 writes, alone; but of arrays that are split between processes each one writes its own parts, side by side in files of its own, which process 0 then
+merges. Of Orbax these saves use what writes and what merges, and not what has processes wait for each other: its barriers know of no failure.
+Orbax runs on a thread that ends with the call, because it leaves the thread it is called on without an event loop.
 """
 
 import contextlib
+import functools
 import gc
 import importlib
 import logging
@@ -34,11 +36,12 @@ import numpy as np
 
 import fitflax.checkpoints.msgpack_format as msgpack_format
 from fitflax.checkpoints.documents import fsync_directory
-from fitflax.checkpoints.trees import Plain, fetch, join, walk
+from fitflax.checkpoints.joint import Files, JointSave
+from fitflax.checkpoints.trees import Plain, fetch, join, only_split, walk
 from fitflax.errors import CheckpointError, CorruptCheckpointError
-from fitflax.parallel.host_memory import copy_to_host_memory, is_spread
+from fitflax.parallel.host_memory import copy_to_host_memory, is_spread, spans_processes
 
-__all__ = ["FILES", "OWN_KEYS", "read_state", "restore_numpy", "write_state"]
+__all__ = ["FILES", "OWN_KEYS", "read_state", "restore_numpy", "write_part", "write_state"]
 
 TRAIN_DIRECTORY = "train"
 FILES = (*msgpack_format.FILES, TRAIN_DIRECTORY)
@@ -48,20 +51,23 @@ _PLAIN_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _DTYPES = {"bool", "int4", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2", "float8_e5m2fnuz", "bfloat16", "complex64", "complex128"}
 _DTYPES |= {f"{kind}{bits}" for kind, sizes in {"int": (8, 16, 32, 64), "uint": (8, 16, 32, 64), "float": (16, 32, 64)}.items() for bits in sizes}
 _READ_BYTES = 2**20
+# Orbax's name for what one process writes.
+_PART_DIRECTORY = "ocdbt.process_"
 
 T = TypeVar("T")
 
 
-def write_state(directory: Path, train: Plain, run: Plain) -> dict[str, Any]:
+def write_state(directory: Path, train: Plain, run: Plain, *, joint: JointSave | None = None) -> dict[str, Any]:
     """Writes `train/` and `state.msgpack`, to the disk, and returns what `read_state` wants to find in `metadata.json`.
 
     Args:
         directory: An existing directory; it may be renamed afterwards.
         train: The TrainState; its arrays may be on devices.
         run: Everything else that a resume needs.
+        joint: The save in which the other processes call `write_part`, if arrays are split between processes.
 
     Raises:
-        CheckpointError: Orbax failed, or this is not process 0. What has been written so far is left.
+        CheckpointError: Orbax failed, here or in another process, or this is not process 0. What has been written so far is left.
         OSError: The disk is full or fails.
 
     >>> import tempfile
@@ -75,17 +81,45 @@ def write_state(directory: Path, train: Plain, run: Plain) -> dict[str, Any]:
         raise CheckpointError(f"Orbax writes NumPy arrays from process 0 only, and this is process {jax.process_index()}.")
     arrays: dict[str, dict[str, Any]] = {}
     rest, taken = _split(train.tree, TRAIN_DIRECTORY, arrays)
+    _check_taken(rest)
     own = msgpack_format.write_state(directory, Plain(rest, train.key_impls), run)
     path = directory / TRAIN_DIRECTORY
-    if arrays:
+    others: Files = {}
+    if joint is not None:
+        others = _save_with_others(path, _fetched(taken), joint)
+    elif arrays:
         _save(path, _fetched(taken))
+    if arrays:
         # Tops down, because a directory has to be there before what is in it: `sorted` has parents first.
         for entry in (path, *sorted(path.rglob("*"))):
             if entry.is_dir():
                 fsync_directory(entry)
-    files = {file.relative_to(directory).as_posix(): _synced_entry(file) for file in _files_under(path)}
+    own_files = {name: file for file in _files_under(path) if (name := file.relative_to(directory).as_posix()) not in others}
+    files = {**others, **{name: _synced_entry(file) for name, file in own_files.items()}}
     fsync_directory(directory)
-    return {**own, "orbax_files": files, "orbax_arrays": arrays}
+    return {**own, "orbax_files": dict(sorted(files.items())), "orbax_arrays": arrays}
+
+
+def write_part(path: Path, train: Plain) -> Files:
+    """Writes what this process has of arrays that are split between processes, to the disk, and returns the files.
+
+    Args:
+        path: The directory `train/`, which the leader of the save has made.
+        train: The TrainState, or of it the arrays that are split between processes.
+
+    Raises:
+        CheckpointError: Orbax failed, or cannot write an array.
+        OSError: The disk is full or fails.
+    """
+    rest, taken = _split(only_split(train).tree, TRAIN_DIRECTORY, {})
+    _check_taken(rest)
+    _save_part(path, _fetched(taken))
+    own = path / f"{_PART_DIRECTORY}{jax.process_index()}"
+    for entry in (path, own, *sorted(own.rglob("*"))):
+        if entry.is_dir():
+            fsync_directory(entry)
+    # Here, because on a network's file system nobody else can have them put on the disk.
+    return {file.relative_to(path.parent).as_posix(): _synced_entry(file) for file in _files_under(own)}
 
 
 def read_state(directory: Path, metadata: Mapping[str, Any], *, roots: Collection[str] = ("train", "run")) -> dict[str, Any]:
@@ -147,7 +181,7 @@ def restore_numpy(path: Path, *, is_verified: bool = False, only: Collection[str
             _read_values(path)
         with _checkpointer(orbax) as checkpointer:
             # Not the checkpointer's own `metadata`, which logs what goes wrong and returns None.
-            described = checkpointer.handler.metadata(importlib.import_module("etils.epath").Path(path.absolute()))
+            described = checkpointer.handler.metadata(_epath(path))
             part = None if only is None else _part(described.tree, TRAIN_DIRECTORY, only)
             arguments = jax.tree.map(lambda entry: _restore_args(orbax, entry), described.tree if part is None else part)
             return checkpointer.restore(path.absolute(), args=orbax.args.PyTreeRestore(part, arguments, partial_restore=part is not None))
@@ -201,6 +235,20 @@ def _split(node: Any, path: str, arrays: dict[str, dict[str, Any]]) -> tuple[Any
     return rest, taken
 
 
+def _check_taken(rest: Any) -> None:
+    """Checks that what Orbax does not take is whole in this process.
+
+    Raises:
+        CheckpointError: Arrays are split between processes.
+    """
+    spanning = [path for path, leaf in walk(rest, TRAIN_DIRECTORY) if spans_processes(leaf)]
+    if spanning:
+        raise CheckpointError(
+            f"Cannot be saved in a checkpoint: {', '.join(spanning)}: split between processes, which only Orbax can write, and it takes neither such keys nor "
+            "such dtypes. Use ASCII letters, digits, _ and - in keys, and usual dtypes, or let a rule keep the array whole."
+        )
+
+
 def _fill(node: dict[str, Any], restored: dict[str, Any]) -> None:
     for key, child in restored.items():
         if isinstance(child, dict):
@@ -227,6 +275,41 @@ def _save(path: Path, tree: Any) -> None:
             checkpointer.save(path.absolute(), args=orbax.args.PyTreeSave(tree))
 
     _with_orbax(save, "write", path)
+
+
+def _save_with_others(path: Path, tree: Any, joint: JointSave) -> Files:
+    """Writes this process's parts while the others write theirs, and merges them; returns the others' files."""
+    # Made here, so that this process lists them whatever its file system has not noticed yet.
+    parts = [path / f"{_PART_DIRECTORY}{index}" for index in range(jax.process_count())]
+    path.mkdir()
+    for part in parts:
+        part.mkdir()
+    others = joint.write(path, functools.partial(_save_part, tree=tree))
+    for part in parts:
+        with contextlib.suppress(OSError):
+            part.rmdir()  # Of a process that had nothing to write.
+    _with_orbax(lambda orbax: _part_handler(orbax).finalize(_epath(path)), "write", path)
+    return others
+
+
+def _save_part(path: Path, tree: Any) -> None:
+    _with_orbax(lambda orbax: _part_handler(orbax).save(_epath(path), args=orbax.args.PyTreeSave(tree)), "write", path)
+
+
+def _part_handler(orbax: Any) -> Any:
+    """Returns what writes one process's parts, and merges those of all; it waits for no other process."""
+    kinds = orbax.type_handlers
+    registry = kinds.create_type_handler_registry(
+        (np.ndarray, kinds.NumpyHandler()),
+        # Each part once: to have several processes write pieces of one it would be cut by a computation, beside those of the training steps.
+        (jax.Array, kinds.ArrayHandler(use_replica_parallel=False)),
+    )
+    together = orbax.options.MultiprocessingOptions(primary_host=0, active_processes=set(range(jax.process_count())))
+    return orbax.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=together, type_handler_registry=registry)
+
+
+def _epath(path: Path) -> Any:
+    return importlib.import_module("etils.epath").Path(path.absolute())
 
 
 def _checkpointer(orbax: Any) -> Any:

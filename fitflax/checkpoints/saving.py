@@ -24,18 +24,21 @@ NICENESS_ON_HOST = 10
 
 
 class _Job:
-    """What is done in the thread, and whether it holds a copy of the state."""
+    """What is done in the thread, what is done if it is left out, and whether it holds a copy of the state."""
 
-    __slots__ = ("do", "is_save", "saver")
+    __slots__ = ("do", "is_save", "left_out", "saver")
 
-    def __init__(self, saver: "Saver", do: Callable[[], Any], is_save: bool) -> None:
+    def __init__(self, saver: "Saver", do: Callable[[], Any], is_save: bool, left_out: Callable[[], Any] | None = None) -> None:
         self.saver = saver
         self.do = do
         self.is_save = is_save
+        self.left_out = left_out
 
     def __call__(self) -> None:
         if not self.saver.has_failed:  # Since it was taken.
             self.do()
+        elif self.left_out is not None:
+            self.left_out()
 
 
 class Saver:
@@ -66,25 +69,31 @@ class Saver:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def submit(self, do: Callable[[], Any], *, is_save: bool = True) -> bool:
+    def submit(self, do: Callable[[], Any], *, is_save: bool = True, left_out: Callable[[], Any] | None = None) -> bool:
         """Has a job done after all before it; returns whether it will be, which it will not after an earlier one failed or when all was abandoned.
 
         Args:
             do: Called without arguments in another thread.
             is_save: Whether it holds a copy of the state. At most one such job waits while another is done: the next one blocks until there is room.
+            left_out: Called, in any thread, if the job was taken and will not be done after all.
         """
         if is_save:
             self.wait_for_room()
         if self._is_abandoned or self.has_failed:
             return False
         _WORKING.add(self)
-        self._thread.submit(_Job(self, do, is_save))
+        self._thread.submit(_Job(self, do, is_save, left_out))
         return True
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is being done, and nothing waits."""
         return self._thread.is_idle
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What a job raised that nobody has heard of."""
+        return self._error
 
     @property
     def has_failed(self) -> bool:
@@ -118,7 +127,7 @@ class Saver:
     def abandon(self) -> None:
         """Leaves out what has not begun, and waits for nothing any more: the user wants to leave at once."""
         self._is_abandoned = True
-        self._thread.clear()
+        self._leave_out()
         self._thread.end(wait=False)
         _WORKING.discard(self)
 
@@ -160,7 +169,15 @@ class Saver:
 
     def _fail(self, error: BaseException) -> None:
         self._error = error
+        self._leave_out()
+
+    def _leave_out(self) -> None:
+        """Leaves out what has not begun."""
+        waiting = self._thread.waiting
         self._thread.clear()
+        for job in waiting:
+            if isinstance(job, _Job) and job.left_out is not None:
+                job.left_out()
 
     def _give_back(self) -> None:
         if self._is_abandoned:

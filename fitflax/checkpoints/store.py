@@ -38,6 +38,7 @@ import jax
 from fitflax.checkpoints.contents import check_backend, read_metadata
 from fitflax.checkpoints.directories import REPLACED, delete, disk_errors, make_directory, put_back, random_suffix, write_in_place
 from fitflax.checkpoints.documents import PROCESS, fsync_directory, read_document, replace_document
+from fitflax.checkpoints.joint import JointSave
 from fitflax.checkpoints.lock import holder_of, lock_directory
 from fitflax.checkpoints.saved import WHOLE, Saved, read_checkpoint
 from fitflax.checkpoints.saving import Saver
@@ -299,7 +300,16 @@ class CheckpointStore:
                     self._undo(undo)
 
     def save(
-        self, *, step: int, train: PyTree, run: PyTree, metadata: Mapping[str, Any], owner: str, keep: Collection[int], also: Collection[str] = ()
+        self,
+        *,
+        step: int,
+        train: PyTree,
+        run: PyTree,
+        metadata: Mapping[str, Any],
+        owner: str,
+        keep: Collection[int],
+        also: Collection[str] = (),
+        joint: JointSave | None = None,
     ) -> Path:
         """Writes a checkpoint and, when it is complete and on the disk, deletes those that nobody wants any more.
 
@@ -314,6 +324,7 @@ class CheckpointStore:
             owner: Who wants the checkpoint.
             keep: The steps that this owner wants from now on, besides `step`.
             also: Owners that will save the same step next; if the process dies before they do, it is theirs all the same.
+            joint: The save that all processes make together, if it is one; this is what its leader does.
 
         Returns:
             The checkpoint's directory.
@@ -346,7 +357,8 @@ class CheckpointStore:
             except (OSError, CheckpointError) as error:
                 unnoted = error  # No reason not to save.
             if not is_written:
-                write_in_place(path, train=train, run=run, metadata={**metadata, "step": step, "process": PROCESS}, backend=self.backend)
+                metadata = {**metadata, "step": step, "process": PROCESS}
+                write_in_place(path, train=train, run=run, metadata=metadata, backend=self.backend, joint=joint)
         try:
             if unnoted is not None:
                 raise unnoted

@@ -17,19 +17,19 @@ import numpy as np
 
 from fitflax.checkpoints.memory import Arena
 from fitflax.errors import CheckpointError, RestoreError
-from fitflax.parallel.host_memory import copy_to_host_memory, is_spread
+from fitflax.parallel.host_memory import copy_to_host_memory, is_spread, spans_processes
 from fitflax.parallel.packed import Form, Packed
 from fitflax.state import PyTree, TrainState, arrays_of
 
 __all__ = [
     "Plain",
-    "check_here",
     "fetch",
     "fit_leaf",
     "from_saved",
     "host_copy",
     "leaf_paths",
     "leaves_of",
+    "only_split",
     "refit",
     "restore_tree",
     "shown",
@@ -57,7 +57,7 @@ class Plain:
     key_impls: dict[str, str]
 
 
-def to_plain(tree: PyTree | Plain, *, root: str = "", keep_lists: bool = False) -> Plain:
+def to_plain(tree: PyTree | Plain, *, root: str = "", keep_lists: bool = False, may_span: bool = False) -> Plain:
     """Returns `tree` as nested dicts, with everything checked that could keep it from being saved.
 
     The same as `flax.serialization.to_state_dict`, but typed keys become key data, and pytrees that JAX knows and flax does not (an `OrderedDict`, registered
@@ -68,6 +68,7 @@ def to_plain(tree: PyTree | Plain, *, root: str = "", keep_lists: bool = False) 
             `float` and `None`. A `Plain` comes back as it is.
         root: What paths begin with.
         keep_lists: Lists and tuples become lists instead of dicts with the keys `"0"`, `"1"`, ...: for trees that are read without a target.
+        may_span: Whether arrays may be split between processes, because all of them save together.
 
     Raises:
         CheckpointError: Leaves that cannot be saved (all of them are named), or two keys of a dict that are the same string.
@@ -81,7 +82,7 @@ def to_plain(tree: PyTree | Plain, *, root: str = "", keep_lists: bool = False) 
     impls: dict[str, str] = {}
 
     def checked(path: str, leaf: Any) -> Any:
-        fault = _fault(leaf)
+        fault = _fault(leaf, may_span)
         if fault is not None:
             faults.append(f"{path} {fault}")
             return None
@@ -96,24 +97,14 @@ def to_plain(tree: PyTree | Plain, *, root: str = "", keep_lists: bool = False) 
     return Plain(plain, impls)
 
 
-def check_here(tree: PyTree) -> None:
-    """Checks that this process has all of every array.
+def only_split(plain: Plain) -> Plain:
+    """Returns of a tree the arrays that are split between processes, and nothing else: what processes but the first have to do with a save."""
 
-    Raises:
-        CheckpointError: Arrays are split between processes.
-    """
-    if jax.process_count() == 1:
-        return
-    spread = [path for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if isinstance(leaf, jax.Array) and _is_elsewhere(leaf)]
-    if spread:
-        name = jax.tree_util.keystr(spread[0], simple=True, separator="/")
-        raise CheckpointError(
-            f"A state that is split between processes cannot be saved: {name} and {len(spread) - 1} others are. Train with DataParallel, or in one process."
-        )
+    def pruned(node: Any) -> dict[str, Any]:
+        children = {key: pruned(child) if isinstance(child, dict) else child for key, child in node.items()}
+        return {key: child for key, child in children.items() if (child if isinstance(child, dict) else spans_processes(child))}
 
-
-def _is_elsewhere(array: jax.Array) -> bool:
-    return not (array.is_fully_addressable or array.is_fully_replicated)
+    return Plain(pruned(plain.tree) if isinstance(plain.tree, dict) else {}, {})
 
 
 def unpack(packed: Packed, *, lists_in: Collection[str] = ()) -> dict[str, Plain]:
@@ -308,10 +299,10 @@ def _children(node: Any, path: str) -> dict[str, Any] | None:
     return children
 
 
-def _fault(leaf: Any) -> str | None:
+def _fault(leaf: Any, may_span: bool) -> str | None:
     """Returns why a leaf cannot be saved, as the end of a sentence that begins with its path."""
     if isinstance(leaf, jax.Array):
-        return _array_fault(leaf)
+        return _array_fault(leaf, may_span)
     if isinstance(leaf, np.str_) or leaf is None or isinstance(leaf, (bool, bytes)):
         return None
     if isinstance(leaf, (np.ndarray, np.generic)):
@@ -323,10 +314,10 @@ def _fault(leaf: Any) -> str | None:
     return None if isinstance(leaf, float) else f"is a {type(leaf).__name__}; only arrays, numbers, strings, bytes and None can be saved"
 
 
-def _array_fault(leaf: jax.Array) -> str | None:
+def _array_fault(leaf: jax.Array, may_span: bool) -> str | None:
     if leaf.is_deleted():
         return "has been deleted (it was donated to a compiled function)"
-    if _is_elsewhere(leaf):
+    if not may_span and spans_processes(leaf):
         return "is spread over several processes, which this format cannot write"
     if is_key(leaf) and not isinstance(jax.random.key_impl(leaf), str):
         return f"is a key of the unregistered implementation {jax.random.key_impl(leaf)}"

@@ -1,5 +1,7 @@
 """The board: short messages between the processes of a program, over the key-value store of JAX's distributed runtime; no device takes part."""
 
+import math
+import time
 from typing import Any
 
 import jax
@@ -9,6 +11,8 @@ __all__ = ["Board"]
 
 # In milliseconds: as long as a process may be slow. One that is lost is found by its heartbeat, which ends all others.
 _PATIENCE = 24 * 3600 * 1000
+# How long a wait is in which Ctrl-C is not heard.
+_DEAF_SECONDS = 2.0
 _ROOT = "fitflax"
 
 
@@ -55,6 +59,23 @@ class Board:
     def read(self, key: str) -> bytes:
         """Returns a message; waits until it is there."""
         return bytes(self._client.blocking_key_value_get_bytes(f"{self._root}/{key}", _PATIENCE))
+
+    def read_within(self, key: str, seconds: float) -> bytes:
+        """Returns a message; waits until it is there, but not longer than so many seconds.
+
+        Raises:
+            TimeoutError: It did not come.
+        """
+        end = time.monotonic() + seconds
+        while True:
+            wait = min(max(end - time.monotonic(), 0.001), _DEAF_SECONDS)
+            try:
+                return bytes(self._client.blocking_key_value_get_bytes(f"{self._root}/{key}", math.ceil(1000 * wait)))
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+                if time.monotonic() >= end:
+                    raise TimeoutError(f"No message {key} within {seconds:g} s.") from error
 
     def read_all(self, folder: str) -> dict[str, bytes]:
         """Returns the messages whose keys begin with `folder/`, by what follows; waits for nothing."""

@@ -422,3 +422,10 @@ def test_other_processes_than_the_first_are_refused(tmp_path, monkeypatch):
 def test_restoring_what_is_not_there_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match=r"Orbax could not read .*nowhere: FileNotFoundError"):
         restore_numpy(tmp_path / "nowhere")
+
+
+def test_what_orbax_does_not_take_must_not_be_split_between_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr(orbax_format, "spans_processes", lambda leaf: isinstance(leaf, np.ndarray))
+    with pytest.raises(CheckpointError, match=r"train/a\.b: split between processes, which only Orbax can write, and it takes neither such keys"):
+        write_state(tmp_path, Plain({"a.b": np.ones(2), "c": np.ones(2)}, {}), Plain({}, {}))
+    assert not list(tmp_path.iterdir())

@@ -199,3 +199,26 @@ def test_a_process_that_ends_in_order_waits_for_its_saves(how, complete, tmp_pat
     done = subprocess.run([sys.executable, "-c", SCRIPT, str(path), how], env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0 and path.exists() == complete
     assert ("A save failed while the process ended: division by zero" in done.stderr) == (how == "fail")
+
+
+def test_a_job_that_was_taken_and_is_left_out_says_so_once():
+    left_out, gate = [], Gate()
+    saver = Saver()
+    saver.submit(lambda: (gate(), failing()))
+    saver.submit(lambda: None, left_out=lambda: left_out.append("waited behind it"))
+    gate.opened.set()
+    assert isinstance(saver.settle(), OSError)
+    saver.submit(lambda: None, left_out=lambda: left_out.append("was done"))
+    saver.close()
+    assert left_out == ["waited behind it"]
+
+
+def test_leaving_at_once_says_what_is_left_out():
+    left_out, gate = [], Gate()
+    saver = Saver()
+    saver.submit(gate)
+    assert gate.entered.wait(60)
+    saver.submit(lambda: None, left_out=lambda: left_out.append("waited"))
+    saver.abandon()
+    gate.opened.set()
+    assert left_out == ["waited"]

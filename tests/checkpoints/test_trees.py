@@ -15,7 +15,7 @@ import pytest
 
 from fitflax.checkpoints import trees
 from fitflax.checkpoints.contents import write_checkpoint
-from fitflax.checkpoints.trees import Plain, fetch, from_saved, host_copy, restore_tree, to_plain
+from fitflax.checkpoints.trees import Plain, fetch, from_saved, host_copy, only_split, restore_tree, to_plain
 from fitflax.errors import CheckpointError, RestoreError
 from tests.checkpoints.samples import RUN, assert_same, read, train_state
 
@@ -348,3 +348,13 @@ def test_keys_of_another_implementation_do_not_fit():
 def test_none_and_empty_containers_fit_each_other(target, saved):
     restored = restore_tree(target, saved, where="c", root="train", key_impls={})
     assert jax.tree.structure(restored) == jax.tree.structure(target)
+
+
+def test_arrays_that_are_split_between_processes_are_taken_only_where_all_save_together(monkeypatch):
+    state = {"params": {"w": jnp.ones(2), "b": jnp.ones(3)}, "step": 4, "more": {}}
+    monkeypatch.setattr(trees, "spans_processes", lambda leaf: getattr(leaf, "shape", None) == (2,))
+    with pytest.raises(CheckpointError, match="run/params/w is spread over several processes, which this format cannot write"):
+        to_plain(state, root="run")
+    plain = to_plain(state, root="train", may_span=True)
+    assert plain.tree == state
+    assert only_split(plain) == Plain({"params": {"w": plain.tree["params"]["w"]}}, {})

@@ -1,0 +1,38 @@
+"""Copies of split arrays on the host: of each part one, and nothing of the original in them. Between processes: tests/checkpoints/test_joint_saves.py."""
+
+import types
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fitflax.parallel.host_memory import _one_for_each_process, copy_to_host_memory
+
+
+@pytest.mark.parametrize(("spec", "num_parts"), [(("a", "b"), 8), (("b",), 4), ((None, "a"), 2), ((("a", "b"),), 8)])
+def test_of_each_part_there_is_one_copy_in_memory_of_its_own(spec, num_parts, devices):
+    mesh = Mesh(np.array(devices(8)).reshape(2, 4), ("a", "b"))
+    values = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+    array = jax.device_put(values, NamedSharding(mesh, PartitionSpec(*spec)))
+    (copy,) = copy_to_host_memory([array])
+    assert len(copy.addressable_shards) == num_parts and copy.sharding.memory_kind == "pinned_host"
+    memory = {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
+    assert memory.isdisjoint(shard.data.unsafe_buffer_pointer() for shard in copy.addressable_shards)
+    array.delete()
+    np.testing.assert_array_equal(copy, values)
+
+
+@pytest.mark.parametrize(
+    ("owners", "axis", "kept"),
+    [
+        ([[0, 0], [0, 0]], 0, [0]),
+        ([[0, 0], [1, 1]], 0, [0, 1]),
+        ([[0, 0], [1, 1]], 1, [0]),
+        ([[0, 1], [0, 1]], 0, [0]),
+        ([[0], [0], [1], [1], [2]], 0, [0, 2, 4]),
+    ],
+)
+def test_copies_of_one_part_are_left_out_as_long_as_each_process_has_some(owners, axis, kept):
+    devices = np.array([[types.SimpleNamespace(process_index=owner) for owner in row] for row in owners])
+    assert _one_for_each_process(devices, axis) == kept
