@@ -21,6 +21,7 @@ from fitflax.data.shards import own_position
 from fitflax.errors import ConfigError, DataError, FitflaxWarning, RestoreError
 from fitflax.logs import StepValues
 from fitflax.loop import Run
+from fitflax.parallel.board import Board
 from fitflax.parallel.processes import exchange
 from fitflax.plan import Progress, RunPlan, Validation
 from fitflax.preflight import check_activations, check_in_memory, check_places
@@ -153,6 +154,7 @@ def prepare_run(
     """
     spent = spent or TimeSpent()
     program = session.need_compiled("fit")
+    _warn_of_own_run(session)
     if program.task.custom_step is not None:
         plan = dataclasses.replace(plan, keep=plan.keep._replace(norm=None))  # A gradient there may be, but nobody knows of it.
     # The first batch is looked at, then trained on.
@@ -203,6 +205,17 @@ def prepare_run(
         **before,
     )
     return session.last_run
+
+
+def _warn_of_own_run(session: Session) -> None:
+    process, taken, count = jax.process_index(), session.strategy.num_processes, jax.process_count()
+    if process and taken < count and Board.is_there():
+        warnings.warn(
+            f"This run takes devices of {taken} of {count} processes, and writes no files in process {process}: process 0 alone does. Start processes that are "
+            "to work by themselves without parallel.initialize().",
+            FitflaxWarning,
+            stacklevel=4,
+        )
 
 
 def _agreement(session: Session, steps_per_call: int, clock: Callable[[], float]) -> Agreement:

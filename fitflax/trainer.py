@@ -70,7 +70,7 @@ class Trainer:
         inputs: What of a batch that is a dict the module is called with: a key (one positional argument), a tuple of keys (several), or
             `{argument: key}` (keywords).
         targets: What of such a batch are the targets: a key, a tuple of keys, or `{name: key}`.
-        parallel: Where steps run: `DataParallel()`, replicas on all local devices, by default; or `Sharded(mesh, ...)`, which splits the state as well.
+        parallel: Where steps run: by default `DataParallel()`, replicas on all devices of all processes; or `Sharded(mesh, ...)`, which splits the state, too.
         mutable: linen's filter for collections that training may change.
         transient: Collections that are never part of the state: taken out after each call. Values sown into `losses` are added to the loss.
         train_kwargs: Keyword arguments of `__call__` in training.

@@ -117,6 +117,7 @@ def main(
         parallel.initialize(*((f"127.0.0.1:{port}", count, index) if port else ()))  # Without a port the environment tells.
     strategies: dict[str, Any] = {
         "data parallel": parallel.DataParallel,
+        "own": lambda: parallel.DataParallel(jax.local_devices()),
         "tensor": lambda: parallel.Sharded({"data": 1, "model": 4}, fsdp="model", fsdp_min_size=64),
         "fsdp": lambda: parallel.Sharded({"data": -1}, fsdp=True, fsdp_min_size=64),
         "mesh": lambda: parallel.Sharded({"data": 2, "model": 2}, rules=[("batch", "data")], fsdp="model", fsdp_min_size=64),
@@ -135,10 +136,11 @@ def main(
     if seconds:
         callbacks.append(LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.01 * (1 + index))))
         callbacks.append(LambdaCallback(on_checkpoint=lambda checkpoint: due.append(checkpoint.step), every=fitflax.every(seconds=seconds)))
+    best = None if directory is None else BestCheckpoint(f"{directory}/best")
     if directory is not None:
         callbacks += [
             ModelCheckpoint(f"{directory}/checkpoints", every=fitflax.every(steps=4)),
-            BestCheckpoint(f"{directory}/best"),
+            best,
             CSVLogger(f"{directory}/log.csv"),
         ]
     options: dict[str, Any] = {"steps": steps, "callbacks": callbacks, "resume": None if directory is None else "auto", "verbose": 2}
@@ -158,6 +160,8 @@ def main(
     result = {
         "due": due,
         "reason": trainer.stop_reason,
+        "best": [best.best, best.best_step] if best else None,
+        "logits": trainer.predict(Shard(x[share]) if count > 1 else x).tolist() if shards else None,
         "step": trainer.step,
         "history": {key: list(map(float, values)) for key, values in history.history.items()},
         "evaluation": evaluation,

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks import checkpoint, compare, report, run, scaling, workloads
+from benchmarks import checkpoint, compare, processes, report, run, scaling, workloads
 from benchmarks.peers import PEERS, Setup, Unavailable, fit, hand, peers_of
 from benchmarks.worker import open_screen
 from benchmarks.workloads import initial, make_data, make_workload
@@ -315,3 +315,11 @@ def test_loops_on_many_devices_do_the_same_work_and_take_the_same_memory(tmp_pat
         assert row["us"]["fitflax"] > 0 < row["ratio"]["median"]
     printed = capsys.readouterr().out
     assert printed.count("| pmap |") == 4 and "## With the model, on 2 devices" in printed
+
+
+@pytest.mark.slow
+def test_loops_in_two_processes_do_the_same_work_and_messages_are_timed(tmp_path):
+    processes.main(["--quick", "--pairs", "fsdp", "--json", str(tmp_path / "numbers.json")])
+    (found,) = json.loads((tmp_path / "numbers.json").read_text(encoding="utf-8"))["found"]
+    assert found["processes"] == 2 and [row["kind"] for row in found["rows"]] == ["fsdp"]
+    assert found["costs"]["exchange"] > 0 and list(found["costs"]["all_reduce"]) == ["1024"]

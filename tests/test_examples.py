@@ -70,6 +70,19 @@ def test_the_demo_ends_with_its_directories_and_an_accuracy_of_at_least_0_97(tmp
     assert float(re.fullmatch(r"test accuracy: (0\.9\d\d)", lines[-1])[1]) >= 0.97
 
 
+# -- multi_process --
+
+
+@pytest.mark.slow
+def test_several_processes_train_are_killed_and_go_on(tmp_path, process_env):
+    command = [sys.executable, str(EXAMPLES / "multi_process.py"), "--directory", str(tmp_path / "run")]
+    done = subprocess.run(command, env=process_env, capture_output=True, text=True, timeout=300, check=True)
+    assert "Killing process 1." in done.stdout and "Resumed at step" in done.stdout
+    assert float(re.search(r"test accuracy: (0\.\d+)", done.stdout)[1]) > 0.9
+    rows = columns(tmp_path / "run/log.csv")
+    assert rows["epoch"] == [str(epoch) for epoch in range(12)]
+
+
 # -- fine_tuning and grid_search --
 
 

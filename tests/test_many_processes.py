@@ -10,9 +10,11 @@ import sys
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fitflax.checkpoints import CheckpointStore
+from tests.many_processes_script import examples
 
 SCRIPT = pathlib.Path(__file__).with_name("many_processes_script.py")
 SECONDS = 180.0
@@ -84,6 +86,12 @@ def test_shares_of_unequal_length_train_evaluate_and_predict_as_one_process_with
     outputs = [row for each in found for row in each["outputs"][2]]
     for each in found:
         close({**each, "outputs": [[len(outputs), 4], 0, outputs]}, expected)
+    # By hand, of what each process predicted for its own examples.
+    logits = np.concatenate([each["logits"] for each in found])
+    labels = examples(90)[1]
+    loss = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(90), labels]
+    by_hand = {"loss": loss.mean(), "accuracy": (logits.argmax(axis=1) == labels).mean()}
+    assert found[0]["evaluation"] == pytest.approx(by_hand, abs=1e-5)
 
 
 def test_a_run_in_shares_goes_on_as_if_nothing_had_happened_and_in_no_other_number(process_env, tmp_path):
@@ -101,6 +109,8 @@ def test_a_run_goes_on_with_another_number_of_processes(alone, process_env, tmp_
         last = results(process_env, count, kind="data parallel", steps=steps, directory=str(tmp_path))
     for found in last:
         close(found, alone)
+    best = min(range(4), key=lambda epoch: alone["history"]["val_loss"][epoch])
+    assert [found["best"] for found in last] == [[pytest.approx(alone["history"]["val_loss"][best], abs=1e-5), 3 * (best + 1)]] * 2
     assert CheckpointStore(tmp_path / "checkpoints").latest() == 12
     assert (tmp_path / "log.csv").read_text().count("\n") == 5  # One writes, whoever it is.
 
@@ -142,6 +152,12 @@ def test_what_slurm_says_is_enough(alone, process_env):
         processes.append(subprocess.Popen([sys.executable, str(SCRIPT), json.dumps(arguments)], env=process_env | env | {"PJRT_NPROC": "16"}, **PIPES))
     for _, output in ended(processes):
         close(json.loads(output.split("RESULT ")[1]), alone)
+
+
+def test_a_run_on_the_devices_of_one_process_alone_is_warned_of_where_it_writes_nothing(process_env, tmp_path):
+    first, second = (output for _, output in ended(start(process_env, 2, kind="own", steps=3, directory=str(tmp_path))))
+    assert "RESULT" in first and "RESULT" in second
+    assert "writes no files in process 1" in second and "writes no files" not in first
 
 
 def test_one_process_alone_prints(process_env):

@@ -230,8 +230,8 @@ class ShardFeed(Feed):
             part = self._shares.parts[process]
             if seen.setdefault(part, (read.rows, read.content)) != (read.rows, read.content):
                 raise DataError(
-                    f"Process {process} shares part {part} of each batch with another one, as the mesh lies, and must read the same shard. Make the shards by "
-                    "trainer.parallel.part, not by process."
+                    f"Process {process} shares part {part} of each batch with another one, as the mesh lies, and must read the same shard. Make the "
+                    "shards by the strategy's part, (index, count), not by process."
                 )
         if not self._pads and any(read.rows != every[0].rows for read in every):
             raise DataError(

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from fitflax.errors import ConfigError
 from fitflax.parallel.base import Compiled, Layout, Places, Strategy
+from fitflax.parallel.board import Board
 from fitflax.parallel.feeding import Feeding
 from fitflax.parallel.in_flight import InFlight
 from fitflax.parallel.packed import Packed
@@ -64,8 +65,9 @@ class DataParallel(Strategy):
         self.num_replicas = self.num_batch_shards = len(self.devices)
         self.num_partitions = 1
         self.part, self.num_processes = part_of(self.devices), count_processes(self.devices)
-        # Between processes `jax.pmap` would convert each argument and each result at every call, and loses donated ones.
-        self._maps = self.num_replicas > 1 and self.num_processes == 1
+        # Where there are several processes `jax.pmap` would convert each argument and each result at every call, and loses donated ones.
+        self._is_among_others = self.num_processes > 1 or Board.is_there()
+        self._maps = self.num_replicas > 1 and not self._is_among_others
         # Two on several CPU devices: more can fill XLA's thread pool with collectives that wait for each other. Others only need enough to hide the dispatch; a
         # GPU makes a small step while the host wakes up from its wait for another.
         on_cpu = self.devices[0].platform == "cpu"
@@ -77,9 +79,9 @@ class DataParallel(Strategy):
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._split = NamedSharding(mesh, PartitionSpec(axis_name))
         self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
-        by_process = self.num_processes > 1
-        self._group = NamedSharding(mesh, PartitionSpec(None, axis_name)) if by_process else self._split
-        self.feeding = Feeding(1 if by_process else self.num_replicas, self._split, self._group, self.part[1], spans_processes=by_process)
+        whole = self._is_among_others
+        self._group = NamedSharding(mesh, PartitionSpec(None, axis_name)) if whole else self._split
+        self.feeding = Feeding(1 if whole else self.num_replicas, self._split, self._group, self.part[1], spans_processes=whole)
 
     def __repr__(self) -> str:
         return f"DataParallel({self.num_replicas} {self.devices[0].platform} devices, axis_name={self.axis_name!r})"
@@ -89,10 +91,10 @@ class DataParallel(Strategy):
         results = (outputs,) if isinstance(outputs, str | Places) else tuple(outputs)
         # pmap insists on an argument that is split.
         if not self._maps or all(map(_is_whole, inputs)):
-            by_process = self.num_processes > 1
-            out_specs = tuple(PartitionSpec() if by_process else self._spec(layout) for layout in results)
+            whole = self._is_among_others
+            out_specs = tuple(PartitionSpec() if whole else self._spec(layout) for layout in results)
             mapped = jax.shard_map(
-                self._gathering(fn, outputs) if by_process else fn,
+                self._gathering(fn, outputs) if whole else fn,
                 mesh=self._mesh,
                 in_specs=tuple(map(self._spec, inputs)),
                 out_specs=out_specs[0] if isinstance(outputs, str) else out_specs,
