@@ -391,6 +391,8 @@ class Program:
 
             lap()  # Compiles.
             end, laps = time.perf_counter() + _TRIAL_SECONDS, [lap()]
+            if self.strategy.num_processes > 1:
+                return min(*laps, lap(), lap())  # As many in all of them, whatever their clocks say.
             while len(laps) < _MAX_LAPS and time.perf_counter() < end:
                 laps.append(lap())
             return min(laps)

@@ -111,6 +111,7 @@ def main(
     seconds: float = 0.0,
     fail: Any = None,
     watch: bool = False,
+    steps_per_call: Any = 1,
 ) -> None:
     jax.config.update("jax_num_cpu_devices", DEVICES // count)
     if count > 1:
@@ -123,7 +124,13 @@ def main(
         "mesh": lambda: parallel.Sharded({"data": 2, "model": 2}, rules=[("batch", "data")], fsdp="model", fsdp_min_size=64),
     }
     trainer = fitflax.Trainer(Network(), parallel=strategies[kind]())
-    trainer.compile("adam" if watch else optax.adam(0.01), learning_rate=0.01 if watch else None, loss="sparse_categorical_crossentropy", metrics=["accuracy"])
+    trainer.compile(
+        "adam" if watch else optax.adam(0.01),
+        learning_rate=0.01 if watch else None,
+        loss="sparse_categorical_crossentropy",
+        metrics=["accuracy"],
+        steps_per_call=steps_per_call,
+    )
     x, y = examples(90)
     callbacks: list[Any] = [LambdaCallback(on_train_batch_end=lambda batch, logs: print("step", trainer.step, flush=True))]
     if stop is not None and index in stop["processes"]:

@@ -160,6 +160,12 @@ def test_a_run_on_the_devices_of_one_process_alone_is_warned_of_where_it_writes_
     assert "writes no files in process 1" in second and "writes no files" not in first
 
 
+@pytest.mark.parametrize("steps_per_call", ["auto", 4])
+def test_groups_of_steps_are_the_same_in_all_processes(steps_per_call, alone, process_env):
+    for found in results(process_env, 2, kind="data parallel", steps_per_call=steps_per_call):
+        close(found, alone)
+
+
 def test_one_process_alone_prints(process_env):
     first, second = (output for _, output in ended(start(process_env, 2, kind="data parallel", steps=3)))
     assert "loss:" in first and "loss:" not in second
