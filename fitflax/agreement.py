@@ -10,6 +10,7 @@ without a word where they can, and seldom where they must:
   as a single process would; otherwise at the next step of the kind above.
 """
 
+import contextlib
 import itertools
 import json
 import time
@@ -20,6 +21,7 @@ import jax
 from typing_extensions import override
 
 from fitflax.parallel.board import Board
+from fitflax.parallel.launch import in_run
 from fitflax.parallel.processes import exchange
 
 __all__ = ["Agreement", "Together"]
@@ -28,11 +30,13 @@ __all__ = ["Agreement", "Together"]
 _INTERVAL_SECONDS = 1.0
 _PROCESSES_A_SECOND = 500
 # How long a process that is asked to stop waits for others that may be asked at the same step: for as long as they may lag behind it.
-_PATIENCE_SECONDS = 5.0
+_PATIENCE_SECONDS = 1.5
 _LOOK_SECONDS = 0.02
 _YES, _NO = b"yes", b"no"
 
+# Of runs, the same in all processes; and up to which process 0 has removed their messages.
 _numbers = itertools.count()
+_removed = 0
 
 
 class Agreement:
@@ -62,6 +66,10 @@ class Agreement:
 
     def begin(self, step: int, first_step: int) -> None:
         """Begins after a step; calls of several steps end at multiples of their size from `first_step` on."""
+
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        """Returns what is entered while steps are made."""
+        return contextlib.nullcontext()
 
     def next_step(self) -> int | None:
         """Returns the next step at which `listen` is to be called; `None` if it need not be."""
@@ -96,7 +104,9 @@ class Together(Agreement):
         self._multiple = multiple
         self._index, self._count = jax.process_index(), jax.process_count()
         self._interval = max(_INTERVAL_SECONDS, self._count / _PROCESSES_A_SECOND)
-        self._board = Board("runs")
+        self._number = next(_numbers)
+        self._board = Board(f"runs/{self._number}")
+        self._has_begun = False
         self._is_stopping = self._was_refused = False
         self._seconds = 0.0
         # The next step that something is posted for. Process 0: what, for which steps before, and where and when it listened last.
@@ -113,14 +123,23 @@ class Together(Agreement):
 
     @override
     def begin(self, step: int, first_step: int) -> None:
-        number = next(_numbers)
-        self._board, self._posted, self._was_refused = Board(f"runs/{number}"), [], False
+        if self._has_begun:
+            self._number = next(_numbers)
+            self._board = Board(f"runs/{self._number}")
+        self._has_begun, self._posted, self._was_refused, self._is_stopping = True, [], False, False
         self.meet()
-        if self._index == 0 and number:
-            Board("runs").remove(str(number - 1))  # All have left it.
+        if self._index == 0:
+            global _removed
+            for earlier in range(_removed, self._number):  # All have left them.
+                Board("runs").remove(str(earlier))
+            _removed = max(_removed, self._number)
         self._next, self._last = step + self._lead + self._multiple - (step - first_step) % self._multiple, (step, self._clock())
         if self._index == 0:
             self._post(self._next, self._next + self._lead)
+
+    @override
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        return in_run()
 
     @override
     def next_step(self) -> int | None:
@@ -151,7 +170,7 @@ class Together(Agreement):
 
     @override
     def meet(self) -> None:
-        found = exchange([self._clock(), self._reason() if self.is_asked() else None])
+        found = exchange([self._clock(), self._reason() if self.is_asked() else None], "the beginning of a run or the end of an epoch")
         self._take(found[0][0], next((reason for _, reason in found if reason is not None), None))
 
     def _take(self, seconds: float, reason: str | None) -> None:

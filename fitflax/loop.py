@@ -247,8 +247,9 @@ class Run:
     def _guarded(self) -> Generator[bool, None, None]:
         """Runs `_epochs`; an exception on the way leaves a checkpoint of the last finished step behind it."""
         try:
-            self._agreement.begin(self.progress.step, self.progress.first_step)
-            yield from self._epochs()
+            with self._agreement.running():
+                self._agreement.begin(self.progress.step, self.progress.first_step)
+                yield from self._epochs()
             self.has_ended = True
         except GeneratorExit:
             raise
@@ -595,4 +596,4 @@ class Run:
         return {**callbacks, **values, **rows, "sums": self._program.unpack_sums(self._sums, train=True), "validated": self._validated}
 
     def _info(self) -> dict[str, Any]:
-        return {**self.plan.info, "progress": self.progress.as_json(), "full_batch_size": self._feed.batcher.size}
+        return {**self.plan.info, "progress": self.progress.as_json(), "full_batch_size": self._feed.full_size}

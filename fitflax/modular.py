@@ -124,12 +124,12 @@ class TrainLoop:
         make_task = functools.partial(_make_task, FunctionModel(init, apply), strategy, arguments.streams_of("TrainLoop", rngs), mutable)
         session = Session(make_task, strategy, int(seed))
         session.compile(optimizer, arguments.optimizer_of(optimizer), Objective(loss), pad=True, numerics=Numerics())
-        source = session.adapt(data, selection=Selection(None, None), batch_size=batch_size, shuffle=shuffle)
+        source = session.adapt(data, call="TrainLoop", selection=Selection(None, None), batch_size=batch_size, shuffle=shuffle)
         saver = session.make_saver()
         try:
             saved = None if restore_from is None else _newest_in(Path(restore_from), session, saver)
             if sample is not None and saved is None:
-                session.build(session.strategy.batcher()(Triple(arguments.zeros(sample), (), None)).batch)
+                session.build(session.strategy.batcher(compare=None)(Triple(arguments.zeros(sample), (), None)).batch)
             options: dict[str, Any] = {"saved": saved, "saver": saver, "steps_per_epoch": steps_per_epoch, "grads": grads, "sown": sown}
             self._begin(session, source, None, steps=steps, every=every, **options)
         except BaseException:
@@ -321,7 +321,7 @@ class EvalLoop:
         adapt(data.data if isinstance(data, Shard) else data, seed=0, **options)  # Its errors come now.
 
         def evaluation_on(strategy: Strategy) -> Evaluation:
-            source = adapt_on(strategy, data, seed=0, **options)
+            source = adapt_on(strategy, data, seed=0, call="EvalLoop", **options)
             feeds = make_feeder(strategy, pad=True).evaluations(source, name, steps)
             return Evaluation(Program(make_task(strategy=strategy)), source, feeds, steps=steps, name=name)
 

@@ -60,7 +60,8 @@ def check_in_memory(program: Program, source: Source, state: TrainState, batch: 
     if not isinstance(source, ArraySource) or source.batch_size is None or source.num_examples is None:
         return
     size = min(source.batch_size, source.num_examples)
-    multiple = program.strategy.num_batch_shards * (program.task.numerics.accumulate_steps if train else 1)
+    shards = program.strategy.num_batch_shards // (1 if source.shares is None else source.shares.num_parts)
+    multiple = shards * (program.task.numerics.accumulate_steps if train else 1)
     short = source.num_examples % size
     if program.structure(train=train).scalar_loss and pad and (short or size % multiple):
         raise scalar_loss_error(short or size, -(-size // multiple) * multiple)

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,9 +17,10 @@ from fitflax.checkpoints.saved import Saved
 from fitflax.checkpoints.saving import Saver
 from fitflax.checkpoints.trees import from_saved
 from fitflax.data import FedBatch, Feed, Source
+from fitflax.data.batch import fingerprint
 from fitflax.data.randomness import undisturbed
 from fitflax.data.shards import own_position
-from fitflax.errors import ConfigError, DataError, FitflaxWarning, RestoreError
+from fitflax.errors import ConfigError, DataError, FitflaxWarning, ReplicaError, RestoreError
 from fitflax.logs import StepValues
 from fitflax.loop import Run
 from fitflax.parallel.board import Board
@@ -28,6 +30,7 @@ from fitflax.preflight import check_activations, check_in_memory, check_places
 from fitflax.program import Program
 from fitflax.session import Session
 from fitflax.signals import Interruption
+from fitflax.state import TrainState
 from fitflax.step import NOTHING, Keep
 from fitflax.time_spent import TimeSpent
 
@@ -35,6 +38,8 @@ __all__ = ["make_feed", "prepare_run", "settings_of", "start_progress", "trained
 
 # Of the time of single steps: less is gained by groups than they cost in memory and in how often anybody can look.
 _WORTH_GROUPING = 0.95
+# Elements of arrays by which processes see that they begin alike.
+_SMALL_SIZE = 2**12
 
 
 def settings_of(session: Session, source: Source, steps_per_epoch: int | None) -> dict[str, Any]:
@@ -155,6 +160,8 @@ def prepare_run(
     spent = spent or TimeSpent()
     program = session.need_compiled("fit")
     _warn_of_own_run(session)
+    if session.strategy.num_processes > 1:
+        _check_alike("is set", _settings_in_words(session, source, plan, callbacks, validation))
     if program.task.custom_step is not None:
         plan = dataclasses.replace(plan, keep=plan.keep._replace(norm=None))  # A gradient there may be, but nobody knows of it.
     # The first batch is looked at, then trained on.
@@ -188,6 +195,8 @@ def prepare_run(
         check_places(program, live.borrow())
         check_in_memory(program, source, live.borrow(), fed.batch, pad=session.pad, train=True)
         before = {} if saved is None else _before(session, program, saved)
+    if session.strategy.num_processes > 1:
+        _check_alike("begins with", {"the state": _summary_of(live.borrow())})
     steps_per_call = _choose_steps_per_call(session, program, fed, saved, plan.keep)
     session.last_run = Run(
         program,
@@ -205,6 +214,40 @@ def prepare_run(
         **before,
     )
     return session.last_run
+
+
+def _settings_in_words(session: Session, source: Source, plan: RunPlan, callbacks: CallbackList | None, validation: Validation | None) -> dict[str, Any]:
+    """Returns what all processes must have set alike."""
+    settings = {**settings_of(session, source, plan.steps_per_epoch), **session.described, "steps_per_call": session.steps_per_call}
+    settings |= {"steps": plan.end_step, "epochs": plan.end_epoch, "every": plan.every}
+    settings["validation"] = None if validation is None else [[loop.name for loop in validation.loops], validation.frequency]
+    settings |= {} if callbacks is None else callbacks.alike
+    return {name: repr(value) for name, value in settings.items()}
+
+
+def _summary_of(state: TrainState) -> str:
+    """Returns what tells a state from others: its structure, shapes and small arrays, as a number."""
+    leaves = jax.tree.leaves(dataclasses.replace(state, key=()))  # type: ignore[arg-type]
+    whole = [leaf.addressable_data(0) for leaf in leaves if leaf.is_fully_replicated and leaf.size <= _SMALL_SIZE]
+    shapes = [(leaf.shape, leaf.dtype.name) for leaf in leaves]
+    return f"{zlib.crc32(f'{len(leaves)} {shapes}'.encode()):08x} {fingerprint(whole):08x}"
+
+
+def _check_alike(what: str, here: Mapping[str, Any]) -> None:
+    """Checks that all processes have the same; all of them must call it.
+
+    Raises:
+        ReplicaError: They have not.
+    """
+    every = exchange(dict(here), "the beginning of a run")
+    faults = [
+        f"{name} is {every[0].get(name)} in process 0 and {other.get(name)} in process {process}"
+        for process, other in enumerate(every)
+        for name in sorted(every[0].keys() | other.keys())
+        if other.get(name) != every[0].get(name)
+    ]
+    if faults:
+        raise ReplicaError(f"The processes must do the same, but what each {what} differs: {'; '.join(faults[:5])}. Give all the same, callbacks included.")
 
 
 def _warn_of_own_run(session: Session) -> None:
@@ -264,7 +307,7 @@ def _choose_steps_per_call(session: Session, program: Program, fed: FedBatch | N
     size = program.group_size(fed)
     single, grouped = program.time_steps(session.need_state("fit").borrow(), fed, size, keep) if size > 1 else (0.0, 0.0)
     if session.strategy.num_processes > 1:
-        single, grouped = exchange([single, grouped])[0]
+        single, grouped = exchange([single, grouped], "how many steps a call makes")[0]
     chosen = size if grouped < single * _WORTH_GROUPING else 1
     session.choice = f"{size} steps a call took {grouped * 1e6:.0f} us a step, single steps {single * 1e6:.0f} us" if size > 1 else "batches are large"
     session.choice = f"steps_per_call='auto' chose {chosen}: {session.choice}."

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,7 @@ from fitflax.data.batch import Triple
 from fitflax.data.feeds import Feeder
 from fitflax.data.shards import Shard, agree_on_shares, part_of_batch_size
 from fitflax.data.streams import OneShotSource
-from fitflax.errors import FitflaxWarning, NotReadyError, OptimizerError, RestoreError
+from fitflax.errors import FitflaxError, FitflaxWarning, NotReadyError, OptimizerError, RestoreError
 from fitflax.live import LiveState
 from fitflax.loop import Run
 from fitflax.loss_scale import LossScaled, scaled_state, with_loss_scale
@@ -442,7 +443,7 @@ class Session:
         if memory and taken is None:
             if sample is None:
                 raise NotReadyError("summary(memory=True) compiles a training step for the shapes of a batch. Pass summary(sample=(x, y), memory=True).")
-            batcher = self.strategy.batcher(accumulate_steps=program.task.numerics.accumulate_steps)
+            batcher = self.strategy.batcher(compare=None, accumulate_steps=program.task.numerics.accumulate_steps)
             batch = batcher(Triple(*jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), (sample.x, sample.y, sample.weights)))).batch
             steps = None if self.steps_per_call == 1 else self.steps_per_call
             program.prepare(state, batch, train=True, steps_per_call=steps)
@@ -510,7 +511,7 @@ class Session:
 
     def agreed(self, source: Source) -> Source:
         """Returns a source of which the processes know each other's parts; all of them must call it."""
-        return _agreed(source, self.strategy)
+        return _agreed(source, self.strategy, "fit: a part of the data")
 
     def _known(self, source: Source) -> Source:
         """Returns the source that an earlier call made of the same iterator, which may hold a batch that was looked at and not used."""
@@ -540,6 +541,7 @@ def adapt_on(
     data: Any,
     *targets: Any,
     seed: int,
+    call: str,
     batch_size: int | None = None,
     known: Callable[[Source], Source] = lambda source: source,
     **options: Any,
@@ -551,6 +553,7 @@ def adapt_on(
         data: As in `data.adapt`, or a `Shard` of it.
         *targets: As in `data.adapt`.
         seed: What the order of examples follows from.
+        call: What it is for, in words; the same in all processes.
         batch_size: As in `data.adapt`; of a shard, over all processes.
         known: Returns the source to take in place of a new one.
         **options: As in `data.adapt`.
@@ -564,14 +567,21 @@ def adapt_on(
         seed = int(np.random.SeedSequence([seed, index]).generate_state(1)[0])  # Or all shards would be shuffled alike.
         if takes_batch_size(data):
             batch_size = part_of_batch_size(batch_size, parts)
-    source = known(adapt(data, *targets, batch_size=batch_size, seed=seed, **options))
+    try:
+        source = known(adapt(data, *targets, batch_size=batch_size, seed=seed, **options))
+    except FitflaxError as error:
+        if strategy.num_processes > 1:
+            agree_on_shares(None, strategy.part, 0, functools.partial(exchange, topic=call), is_shard=is_shard, failure=error)
+        raise
     source.is_shard = is_shard
-    return _agreed(source, strategy)
+    return _agreed(source, strategy, call)
 
 
-def _agreed(source: Source, strategy: Strategy) -> Source:
-    is_apart = source.is_shard and strategy.num_processes > 1
-    source.shares = agree_on_shares(source, strategy.part, jax.process_index(), exchange) if is_apart else None
+def _agreed(source: Source, strategy: Strategy, call: str) -> Source:
+    source.shares = None
+    if strategy.num_processes > 1:
+        tell = functools.partial(exchange, topic=call)
+        source.shares = agree_on_shares(source, strategy.part, jax.process_index(), tell, is_shard=source.is_shard)
     return source
 
 

@@ -317,7 +317,7 @@ class Trainer:
         """
         self._session.need_compiled("build")
         self._session.begin_run()
-        self._session.build(self._session.strategy.batcher()(self._selection.split(arguments.zeros(batch))).batch)
+        self._session.build(self._session.strategy.batcher(compare=None)(self._selection.split(arguments.zeros(batch))).batch)
 
     def summary(self, sample: Any = None, *, memory: bool = False, sharding: bool = False, file: TextIO | None = None) -> None:
         """Prints the model's layers with shapes and parameters, the sizes of parameters, collections and optimizer state, and what the model costs.
@@ -404,8 +404,8 @@ class Trainer:
 
     # -- data --
 
-    def _adapt(self, data: Any, *arguments: Any, **options: Any) -> Source:
-        return self._session.adapt(data, *arguments, selection=self._selection, **options)
+    def _adapt(self, call: str, data: Any, *arguments: Any, **options: Any) -> Source:
+        return self._session.adapt(data, *arguments, call=call, selection=self._selection, **options)
 
     # -- training --
 
@@ -484,7 +484,7 @@ class Trainer:
         trial, few = arguments.numbers_of_batches(fast_dev_run=fast_dev_run, overfit_batches=overfit_batches)
         if trial:
             steps, epochs, validation_steps, validation_freq, resume = trial, initial_epoch + 1, None, 1, None
-        source = self._adapt(data, y, sample_weight, batch_size=batch_size, shuffle=shuffle and not few, drop_remainder=drop_remainder)
+        source = self._adapt("fit", data, y, sample_weight, batch_size=batch_size, shuffle=shuffle and not few, drop_remainder=drop_remainder)
         source, validation_data = self._hold_out(source, validation_data, validation_split, validation_batch_size)
         source = self._session.agreed(FirstBatches(source, few)) if few else source
         sets = arguments.validation_sets(validation_data, self._selection)
@@ -538,7 +538,7 @@ class Trainer:
         stores = [callback.store for callback in hooks if isinstance(callback, ModelCheckpoint)]
         if self._session.strategy.num_processes > 1:
             saved = processes.after_first(lambda: find_resume(resume, stores))
-            steps = processes.exchange(None if saved is None else saved.metadata.get("step"))
+            steps = processes.exchange(None if saved is None else saved.metadata.get("step"), "what to resume")
             if len(set(steps)) > 1:
                 found = dict(enumerate(steps))
                 raise CheckpointError(f"The processes do not find the same checkpoint to go on from, steps by process: {found}. They must share the directory.")
@@ -572,7 +572,7 @@ class Trainer:
         self, name: str, data: Any, hooks: CallbackList, interruption: Interruption, *, batch_size: int | None, steps: int | None, at_most: int | None
     ) -> Evaluation:
         size = {"batch_size": batch_size} if takes_batch_size(data.data if isinstance(data, Shard) else data) else {}
-        source = self._adapt(data, shuffle=False, name=f"validation_data {name!r}", **size)
+        source = self._adapt(f"validation on {name!r}", data, shuffle=False, name=f"validation_data {name!r}", **size)
         if at_most is not None:
             steps = min(at_most, source.all_batches or at_most)
         return self._make_evaluation(source, steps=steps, name=name, callbacks=hooks, interruption=interruption)
@@ -675,7 +675,7 @@ class Trainer:
     def _evaluation(
         self, data: Any, y: Any, sample_weight: Any, *, steps: int | None, batch_size: int | None, name: str, hooks: CallbackList | None = None
     ) -> Evaluation:
-        source = self._adapt(data, y, sample_weight, batch_size=batch_size, shuffle=False)
+        source = self._adapt("evaluate", data, y, sample_weight, batch_size=batch_size, shuffle=False)
         return self._make_evaluation(source, steps=steps, name=name, callbacks=hooks)
 
     def predict(
@@ -697,7 +697,7 @@ class Trainer:
         """
         live = self._session.need_state("predict")
         arguments.check_counts(steps=steps)
-        source = self._adapt(data, batch_size=batch_size, shuffle=False, inputs_only=True)
+        source = self._adapt("predict", data, batch_size=batch_size, shuffle=False, inputs_only=True)
         if source.is_endless and steps is None:
             raise ConfigError("This data never ends. Pass steps=.")
         given = arguments.callbacks_of(callbacks)
@@ -738,7 +738,7 @@ class Trainer:
         session = self._session
         live = session.need_state("predict_iter")
         arguments.check_counts(steps=steps)
-        source = self._adapt(data, batch_size=batch_size, shuffle=False, inputs_only=True)
+        source = self._adapt("predict", data, batch_size=batch_size, shuffle=False, inputs_only=True)
         make_feed = functools.partial(session.feeder.prediction, source)
         state, step = live.lend(), live.step
         # Unless it was trained meanwhile, the state of the call is the newest one, which may lie elsewhere since a batch was seen.
@@ -842,7 +842,7 @@ class Trainer:
         """
         self._session.need_trainable("train_loop")
         arguments.check_counts(steps=steps)
-        source = self._adapt(data, y, sample_weight, batch_size=batch_size, shuffle=shuffle, drop_remainder=drop_remainder)
+        source = self._adapt("train_loop", data, y, sample_weight, batch_size=batch_size, shuffle=shuffle, drop_remainder=drop_remainder)
         return TrainLoop.of(
             self._session,
             source,
@@ -925,7 +925,7 @@ class Trainer:
         if not 0 < lowest < highest < float("inf"):
             raise ConfigError(f"find_learning_rate goes from lowest to highest, both positive. Received: lowest={lowest!r}, highest={highest!r}.")
         options: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "drop_remainder": drop_remainder}
-        source = self._adapt(data, y, sample_weight, is_kept=False, **options)
+        source = self._adapt("a trial", data, y, sample_weight, is_kept=False, **options)
         with trained_aside(self._session, source, class_weight, "find_learning_rate") as (session, feed):
             return find_learning_rate(session, feed, lowest=lowest, highest=highest, steps=steps)
 
@@ -978,7 +978,7 @@ class Trainer:
         self._session.need_trainable("hunt_nan")
         arguments.check_counts(steps=steps)
         options: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "drop_remainder": drop_remainder}
-        source = self._adapt(data, y, sample_weight, is_kept=False, **options)
+        source = self._adapt("a trial", data, y, sample_weight, is_kept=False, **options)
         if source.is_endless and steps is None:
             raise ConfigError("This data never ends. Pass steps=.")
         saved = None if restore_from is None else last_finite(restore_from)

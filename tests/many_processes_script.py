@@ -97,6 +97,24 @@ def watchers(directory: str | None) -> list[Callback]:
     ]
 
 
+def make_mistake(mistake: str, trainer: fitflax.Trainer) -> None:
+    """What one process does otherwise than the others."""
+    if mistake == "leave":
+        sys.exit(0)
+    elif mistake == "evaluate":
+        trainer.build((np.zeros((8, 16), np.float32), np.zeros(8, np.int32)))
+        trainer.evaluate(*examples(90), verbose=0)
+    elif mistake == "optimizer":
+        trainer.compile("sgd", "sparse_categorical_crossentropy", ["accuracy"])
+    elif mistake == "rate":
+        trainer.compile("adam", "sparse_categorical_crossentropy", ["accuracy"], learning_rate=0.02)
+    elif mistake == "epochs":
+        x, y = examples(90)
+        trainer.fit(x, y, batch_size=32, epochs=3, validation_data=(x[:50], y[:50]), verbose=0)
+    elif mistake == "data":
+        trainer.fit(*examples(80), batch_size=32, steps=12, verbose=0)
+
+
 def main(
     *,
     kind: str,
@@ -112,6 +130,7 @@ def main(
     fail: Any = None,
     watch: bool = False,
     steps_per_call: Any = 1,
+    mistake: str = "",
 ) -> None:
     jax.config.update("jax_num_cpu_devices", DEVICES // count)
     if count > 1:
@@ -125,8 +144,8 @@ def main(
     }
     trainer = fitflax.Trainer(Network(), parallel=strategies[kind]())
     trainer.compile(
-        "adam" if watch else optax.adam(0.01),
-        learning_rate=0.01 if watch else None,
+        "adam" if watch or mistake else optax.adam(0.01),
+        learning_rate=0.01 if watch or mistake else None,
         loss="sparse_categorical_crossentropy",
         metrics=["accuracy"],
         steps_per_call=steps_per_call,
@@ -143,6 +162,8 @@ def main(
     if seconds:
         callbacks.append(LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.01 * (1 + index))))
         callbacks.append(LambdaCallback(on_checkpoint=lambda checkpoint: due.append(checkpoint.step), every=fitflax.every(seconds=seconds)))
+    if mistake and index:
+        make_mistake(mistake, trainer)
     best = None if directory is None else BestCheckpoint(f"{directory}/best")
     if directory is not None:
         callbacks += [

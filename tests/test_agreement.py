@@ -69,7 +69,7 @@ class Team:
     def __next__(self) -> int:
         return 0
 
-    def exchange(self, value: Any) -> list[Any]:
+    def exchange(self, value: Any, topic: str) -> list[Any]:
         self.values[self.local.index] = value
         self.barrier.wait()
         found = list(self.values)

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -189,6 +190,27 @@ def kill_one(number: signal.Signals, victim: int, env: dict[str, str], directory
     begin = time.monotonic()
     outputs = [output for _, output in ended(processes)]
     return processes, outputs, time.monotonic() - begin
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("leave", r"ERROR ReplicaError: Process 0 waits \(fit\) for processes \[1\], which have ended. All must make the same calls"),
+        ("evaluate", "ERROR ReplicaError: The processes do not do the same: process 0 is at fit, process 1 is at evaluate"),
+        (
+            "optimizer",
+            "ERROR ReplicaError: The processes must do the same, but what each is set differs: .*optimizer is 'adam' in process 0 and 'sgd' in process 1",
+        ),
+        ("rate", "ERROR ReplicaError: .* learning_rate is 0.01 in process 0 and 0.02 in process 1"),
+        ("epochs", "ERROR ReplicaError: .* epochs is None in process 0 and 3 in process 1"),
+        ("data", "ERROR DataError: The processes have different data: process 0 90 examples in batches of 32; process 1 80 examples"),
+    ],
+)
+def test_what_one_process_does_otherwise_is_an_error_that_says_so_at_once(mistake, message, process_env):
+    begin = time.monotonic()
+    outputs = [output for _, output in ended(start(process_env, 2, kind="data parallel", mistake=mistake))]
+    assert time.monotonic() - begin < 60
+    assert re.search(message, outputs[0]), outputs
 
 
 def names(output: str, lost: int) -> bool:

@@ -397,6 +397,13 @@ class CallbackList:
         grads, culprit = (any(getattr(callback, name) for callback in self._all) for name in ("needs_grads", "needs_culprit"))
         return Keep(norm=any(norms), grads=grads, sown=tuple(sown), culprit=culprit)
 
+    @property
+    def alike(self) -> dict[str, Any]:
+        """What must be the same in all processes: what steps keep for callbacks, when they are due, and where checkpoints go."""
+        due = [f"{type(each).__name__} {each.every}" for each in self._all if each.every is not None]
+        places = [str(each.saves_as[0]) for each in self._all if each.saves_as is not None]
+        return {"what callbacks read of a step": self.keep, "callbacks that are due": due, "checkpoints' directories": places}
+
     def bind(self, trainer: TrainerView, params: Mapping[str, Any]) -> None:
         """Tells all callbacks who runs, and what of the call is known."""
         self.params = dict(params)

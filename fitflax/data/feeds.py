@@ -46,8 +46,10 @@ class Feeder:
             class_weight: `{label: weight}`.
             position: Where to begin.
             used: By process, how many examples of the pass are used, where each has a part of its own.
-            size: The batch size that a resumed run found out; by default the source's, or that of the first batch.
+            size: The rows of a full batch, over all processes, that a resumed run found out; by default the source's, or that of the first batch.
         """
+        if size is not None and source.shares is not None:
+            size = -(-size // source.shares.num_parts)
         size = source.batch_size if size is None else size
         if size is not None and (most := _most_examples(source)) is not None:
             size = min(size, most)  # Fewer examples than one batch are a smaller batch, not one that is mostly padding.

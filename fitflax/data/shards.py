@@ -6,17 +6,18 @@ of batches of one shape, and a process whose shard has ended feeds rows that cou
 
 import base64
 import dataclasses
+import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import flax.serialization
 import jax
+import numpy as np
 from typing_extensions import override
 
-from fitflax.data.batch import DEFAULT_BATCH_SIZE, Batcher, FedBatch, Position, Triple, fingerprint, refit
+from fitflax.data.batch import DEFAULT_BATCH_SIZE, Batcher, FedBatch, Position, Triple, fingerprint, leaf_paths, refit
 from fitflax.data.indexed import IndexedSource, check_batch_size
 from fitflax.data.passes import KEPT
-from fitflax.data.randomness import undisturbed
 from fitflax.data.shares import Shares
 from fitflax.data.streams import Feed, OneShotSource, Source
 from fitflax.errors import ConfigError, DataError, RestoreError
@@ -53,18 +54,47 @@ class Shard:
     data: Any
 
 
-def agree_on_shares(source: Source, part: tuple[int, int], index: int, exchange: Exchange) -> Shares:
-    """Returns what the processes know of each other's parts; all of them must call it.
+def agree_on_shares(
+    source: Source | None, part: tuple[int, int], index: int, exchange: Exchange, *, is_shard: bool = True, failure: Exception | None = None
+) -> Shares | None:
+    """Returns what the processes know of each other's parts of some data; all of them must call it. `None` if they are to have the same data.
 
     Args:
-        source: This process's part.
+        source: What this process has; `None` if it could not be made.
         part: Which of how many parts of a batch it feeds.
         index: Which of the processes this is.
         exchange: Gives what each process calls it with.
+        is_shard: Whether it is a part.
+        failure: Why there is no source.
+
+    Raises:
+        DataError: The processes have data that do not go together, or one of them has none.
+        Exception: The failure.
     """
-    found = exchange([part[0], source.num_examples, source.num_batches, source.batch_size])
-    parts, examples, batches, sizes = zip(*found, strict=True)
-    shares = Shares(index, tuple(parts), None, _largest(batches), _largest(examples), None if None in sizes else max(sizes) * part[1])
+    numbers = [None] * 3 if source is None else [source.num_examples, source.num_batches, source.batch_size]
+    nature = [] if source is None else [type(source).__name__, source.can_restart, source.is_endless]
+    found = exchange([part[0], is_shard, nature, numbers, None if failure is None else f"{type(failure).__name__}: {failure}"])
+    if failure is not None:
+        raise failure
+    parts, shards, natures, sizes, errors = zip(*found, strict=True)
+    failed = "; ".join(f"process {process}: {error}" for process, error in enumerate(errors) if error is not None)
+    if failed:
+        raise DataError(f"The data cannot be used, by {failed}")
+    if len(set(shards)) > 1:
+        raise DataError(
+            f"The data is a Shard in the processes {[process for process, it_is in enumerate(shards) if it_is]} alone. Give a Shard in all, or in none."
+        )
+    for process, each in enumerate(natures):
+        if each != natures[0]:
+            raise DataError(f"The processes have data of different kinds: process 0 {natures[0]}, process {process} {each}.")
+    examples, batches, batch_sizes = zip(*sizes, strict=True)
+    if not is_shard:
+        different = [process for process, each in enumerate(sizes) if each != sizes[0]]
+        if different:
+            told = "; ".join(f"process {process} {sizes[process][0]} examples in batches of {sizes[process][2]}" for process in (0, different[0]))
+            raise DataError(f"The processes have different data: {told}. If each has a part of its own, say so: fitflax.data.Shard(data).")
+        return None
+    shares = Shares(index, tuple(parts), None, _largest(batches), _largest(examples), None if None in batch_sizes else max(batch_sizes) * part[1])
     return shares if None in examples else dataclasses.replace(shares, examples=shares.total(examples))
 
 
@@ -97,7 +127,7 @@ class _Read:
         ended: Whether its part has no more.
         size: The most rows of a batch, padding included.
         num_bytes: Of a batch.
-        form: What the batches look like besides, in words.
+        forms: What each looks like besides, as JSON; one for all where they are alike.
         content: The first batch, as a number; for those who must feed the same.
         error: What went wrong.
     """
@@ -106,9 +136,13 @@ class _Read:
     ended: bool
     size: int = 0
     num_bytes: int = 0
-    form: str = ""
+    forms: Sequence[str] = ()
     content: int = 0
     error: str | None = None
+
+    def form(self, number: int) -> str:
+        """Returns what batch `number` looks like."""
+        return self.forms[0 if len(self.forms) == 1 else number]
 
 
 class ShardFeed(Feed):
@@ -144,7 +178,8 @@ class ShardFeed(Feed):
         self._used = list(used or [0] * len(self._shares.parts))
         self._next_count = 1
         self._has_ended = self._all_ended = False
-        self._last: Batch | None = None
+        # By what is used after a batch, what was used before it.
+        self._before: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     @override
     def _open(self) -> Iterator[Triple]:
@@ -152,16 +187,19 @@ class ShardFeed(Feed):
 
     @override
     def _read(self, iterator: Iterator[Triple], ahead: int | None) -> Triple | None:
-        every: list[_Read] = []
         if not self._all_ended:
             batches, every = self._read_together()
             # Who has not ended has read as many as were asked for.
             count, size = max(len(read.rows) for read in every), max(read.size for read in every)
-            if count:
+            rounds = []
+            for number in range(count):
+                fed = batches[number] if number < len(batches) else None
+                rows = [read.rows[number] if number < len(read.rows) else 0 for read in every]
+                form = next(read.form(number) for read in every if number < len(read.rows))
+                rounds.append(self._round(fed, rows, size if self._pads or fed is None else len(fed.batch.mask), form))
+            if count and self._pads:
                 self.batcher.size = size
-            rounds = zip(*([*read.rows, *[0] * (count - len(read.rows))] for read in every), strict=True)
-            fed = [*batches, *[None] * (count - len(batches))]
-            self._ready = [self._round(one, rows, size) for one, rows in zip(fed, rounds, strict=True)][::-1]
+            self._ready = rounds[::-1]
             self._next_count = max(1, min(2 * self._next_count, _MOST_BATCHES, _MOST_BYTES // max(*(read.num_bytes for read in every), 1)))
             self._all_ended = all(read.ended for read in every)
         if not self._ready:
@@ -187,7 +225,9 @@ class ShardFeed(Feed):
             first = batches[0].batch
             num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(first))
             shared = fingerprint((first.x, first.y, first.weights)) if len(set(self._shares.parts)) < len(self._shares.parts) else 0
-            own = dataclasses.replace(own, size=max(len(fed.batch.mask) for fed in batches), num_bytes=num_bytes, form=_form(first), content=shared)
+            own = dataclasses.replace(own, size=max(len(fed.batch.mask) for fed in batches), num_bytes=num_bytes, content=shared)
+            forms = [_form(fed.batch) for fed in batches]
+            own = dataclasses.replace(own, forms=forms[:1] if len(set(forms)) == 1 else forms)
         every = [_Read(**read) for read in self._exchange(dataclasses.asdict(own))]
         if failure is not None:
             raise failure
@@ -196,6 +236,7 @@ class ShardFeed(Feed):
 
     def _read_own(self) -> list[FedBatch]:
         batches: list[FedBatch] = []
+        self._before = {after: self._before[after] for after in [fed.used for fed, _, _ in self._given]}
         self._local.forget_given(but=sum(fed.own != 0 for fed, _, _ in self._given))
         while not self._has_ended and len(batches) < self._next_count:
             fed = self._local.more()
@@ -221,10 +262,11 @@ class ShardFeed(Feed):
         if given and not any(self._used) and len(given) < len(every):
             empty = sorted(set(range(len(every))) - set(given))
             raise DataError(f"The shards of processes {empty} yield no batch, those of {sorted(given)} do. Every process needs some examples.")
-        forms = {read.form: process for process, read in given.items()}
-        if len(forms) > 1:
-            listed = "; ".join(f"process {process} has {form}" for form, process in forms.items())
-            raise DataError(f"The shards' batches differ in structure, in the shapes of an example or in dtypes: {listed}.")
+        for number in range(max((len(read.rows) for read in given.values()), default=0)):
+            forms = {read.form(number): process for process, read in given.items() if number < len(read.rows)}
+            if len(forms) > 1:
+                listed = "; ".join(f"process {process} has {_words(form)}" for form, process in forms.items())
+                raise DataError(f"The shards' batches differ in structure, in the shapes of an example or in dtypes: {listed}.")
         seen: dict[int, tuple[Any, ...]] = {}
         for process, read in enumerate(every):
             part = self._shares.parts[process]
@@ -239,28 +281,19 @@ class ShardFeed(Feed):
                 "or make the shards equal."
             )
 
-    def _round(self, fed: FedBatch | None, rows: Sequence[int], size: int) -> FedBatch:
+    def _round(self, fed: FedBatch | None, rows: Sequence[int], size: int, form: str) -> FedBatch:
         """Returns this process's part of a batch, whose rows, by process, are given; without a batch of its own it counts nowhere."""
         if fed is None:
-            last = self._last or self._any_batch()
-            batch = refit(last, size, 0)
+            x, y, weights = _zeros(json.loads(form), size)
+            batch = Batch(x, y, np.zeros(size, bool), weights)
         else:
             batch = fed.batch if len(fed.batch.mask) == size else refit(fed.batch, size, fed.num_real)
-            self._last = batch
+        before = tuple(self._used)
         self._used = [used + count for used, count in zip(self._used, rows, strict=True)]
-        shares, passes = self._shares, self._position.passes
-        position = Position(passes, self._used[shares.index])
-        return FedBatch(batch, shares.total(rows), position, size=size * shares.num_parts, own=rows[shares.index], used=tuple(self._used))
-
-    def _any_batch(self) -> Batch:
-        """Returns a batch of a part that had ended when the run was resumed, for its shapes."""
-        if isinstance(self.source, OneShotSource):
-            raise DataError("The iterator of this process has ended, and those of others have not. Pass a function that makes one.")
-        with undisturbed():
-            triple = next(self.source.open(Position(self._position.passes)), None)
-        if triple is None:
-            raise DataError(f"The shard of process {self._shares.index} yields no batch.")
-        return self.batcher(triple).batch
+        shares, used = self._shares, tuple(self._used)
+        self._before[used] = before
+        position = Position(self._position.passes, used[shares.index])
+        return FedBatch(batch, shares.total(rows), position, size=size * shares.num_parts, own=rows[shares.index], used=used)
 
     @property
     @override
@@ -291,6 +324,11 @@ class ShardFeed(Feed):
         states = state.get("shards", [])
         self._local.load_state_dict(states[self._shares.index] if states else {})
 
+    @property
+    @override
+    def full_size(self) -> int | None:
+        return None if self.batcher.size is None else self.batcher.size * self._shares.num_parts
+
     @override
     def reopen(self) -> None:
         self._local.reopen()
@@ -300,15 +338,50 @@ class ShardFeed(Feed):
         if isinstance(self.source, OneShotSource):
             # What was read and not used is for whoever goes on with the iterator.
             self._local.push_back(sum(fed.own != 0 for fed in self._ready))
-            self._ready.clear()
+            if self._ready:
+                self._used, self._has_ended, self._all_ended = list(self._before[self._ready[-1].used]), False, False
+                self._ready.clear()
         self._local.close()
 
 
 def _form(batch: Batch) -> str:
-    """Returns what batches of one program must have in common, in words."""
-    leaves = jax.tree_util.tree_leaves_with_path((batch.x, batch.y, batch.weights))
-    names = ("x", "y", "sample_weight")
-    return ", ".join(f"{names[path[0].idx]}{jax.tree_util.keystr(path[1:])}: {leaf.dtype}{list(leaf.shape[1:])}" for path, leaf in leaves)
+    """Returns, as JSON, what batches that are put together have in common: structure, shapes of an example, dtypes.
+
+    Raises:
+        DataError: Batches are of a structure that cannot be told to others.
+    """
+    return json.dumps([_described(tree) for tree in (batch.x, batch.y, batch.weights)])
+
+
+def _described(node: Any) -> Any:
+    if hasattr(node, "shape"):
+        return {"shape": list(node.shape[1:]), "dtype": node.dtype.name}
+    if node is None:
+        return None
+    if type(node) is dict and all(isinstance(key, str) for key in node):
+        return {"dict": {key: _described(child) for key, child in node.items()}}
+    if type(node) in (list, tuple):
+        return {type(node).__name__: [_described(child) for child in node]}
+    raise DataError(f"The batches of a Shard are arrays, or dicts, lists and tuples of them. Received: a {type(node).__name__}.")
+
+
+def _zeros(described: Any, size: int) -> Any:
+    """Returns zeros, `[size, ...]`, in place of what was described."""
+    if described is None or isinstance(described, list):
+        return None if described is None else [_zeros(child, size) for child in described]
+    if "shape" in described:
+        return np.zeros((size, *described["shape"]), jax.numpy.dtype(described["dtype"]))
+    kind, children = next(iter(described.items()))
+    if kind == "dict":
+        return {key: _zeros(child, size) for key, child in children.items()}
+    return (tuple if kind == "tuple" else list)(_zeros(child, size) for child in children)
+
+
+def _words(form: str) -> str:
+    """Returns a form as people read it."""
+    x, y, weights = (_zeros(each, 0) for each in json.loads(form))
+    leaves = [leaf for name, tree in (("x", x), ("y", y), ("sample_weight", weights)) for leaf in leaf_paths(tree, name)]
+    return ", ".join(f"{path}: {leaf.dtype}{list(leaf.shape[1:])}" for path, leaf in leaves)
 
 
 def own_position(position: Position, used: Sequence[int], shares: Shares | None) -> Position:
@@ -325,5 +398,13 @@ def own_position(position: Position, used: Sequence[int], shares: Shares | None)
     count = 0 if shares is None else len(shares.parts)
     if len(used) not in (0, count):
         now = f"{count} shards" if count else "the same data in all processes"
-        raise RestoreError(f"The run's data came in {len(used)} shards, one for each process, and now there are {now}. Give the same shards.")
+        raise RestoreError(
+            f"The run's data came in {len(used)} shards, one for each process, and now there are {now}. In the middle of a pass only the same shards "
+            "can go on: start as many processes, or resume from a checkpoint at the end of a pass."
+        )
+    if count and not used and position.examples:
+        raise RestoreError(
+            "The run was saved in the middle of a pass over the same data in all processes, and now each has a shard. Give the same data, or resume from a "
+            "checkpoint at the end of a pass."
+        )
     return position._replace(examples=used[shares.index]) if used and shares is not None else position

@@ -244,6 +244,11 @@ class Feed:
         return iterator
 
     @property
+    def full_size(self) -> int | None:
+        """The rows of a full batch over all processes; `None` before the first one."""
+        return self.batcher.size
+
+    @property
     def position(self) -> Position:
         """The position of the data after the batches given out so far."""
         return self._position

@@ -172,7 +172,8 @@ class Strategy(abc.ABC):
 
     def batcher(self, **options: Any) -> Batcher:
         """Returns what makes batches of the shape that the devices need, or cuts this process's part out of them; `options` are those of `Batcher`."""
-        return Batcher(num_shards=self.num_batch_shards, part=self.part, compare=check_same if self.num_processes > 1 else None, **options)
+        compare = check_same if self.num_processes > 1 else None
+        return Batcher(**{"num_shards": self.num_batch_shards, "part": self.part, "compare": compare, **options})
 
     def rows_of(self, batch: Batch) -> int:
         """Returns how many rows a host batch has over all processes."""

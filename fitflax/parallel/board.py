@@ -85,7 +85,3 @@ class Board:
     def remove(self, key: str) -> None:
         """Removes a message, or a folder of them."""
         self._client.key_value_delete(f"{self._root}/{key}")
-
-    def meet(self, key: str) -> None:
-        """Waits until all processes have called this with the same key, which serves once."""
-        self._client.wait_at_barrier(f"{self._root}/{key}", _PATIENCE)

@@ -1,25 +1,33 @@
 """`initialize`: JAX's distributed runtime, begun in one call on whatever the processes were started by; and the end of a process that fails alone."""
 
 import atexit
+import contextlib
 import json
 import os
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import jax
 
-from fitflax.errors import ConfigError, NotReadyError
+from fitflax.errors import ConfigError, NotReadyError, ReplicaError
 from fitflax.parallel.board import Board
+from fitflax.parallel.processes import ended_processes, failures
 
-__all__ = ["initialize", "note_failure"]
+__all__ = ["in_run", "initialize", "note_failure"]
 
 # A lost process is noticed after this, and all others end well within a minute of it.
 _HEARTBEAT_SECONDS = 30
 # How long a process that has failed waits for the others to fail, too.
 _PATIENCE_SECONDS = 5.0
+# How long process 0, without which the others cannot speak, stays after them.
+_LAST_SECONDS = 2.0
+# How often it is looked whether others have failed, and how long after that a process may go on, such as to save what it has.
+_WATCH_SECONDS = 2.0
+_GRACE_SECONDS = 12.0
 
 
 class _Ending:
@@ -28,12 +36,16 @@ class _Ending:
     Attributes:
         failure: What failed in it, in words.
         is_own: Whether that was its own failure, and not that others could not be reached.
+        has_begun: Whether it has come to its end.
         leaves: Whether it leaves without waiting for the others.
+        num_runs: How many runs of all processes it is in.
     """
 
     failure: str | None = None
     is_own = True
+    has_begun = False
     leaves = False
+    num_runs = 0
 
 
 def note_failure(error: BaseException) -> None:
@@ -42,36 +54,55 @@ def note_failure(error: BaseException) -> None:
         _Ending.failure, _Ending.is_own = f"{type(error).__name__}: {error}"[:500], not _is_of_others(error)
 
 
+@contextlib.contextmanager
+def in_run() -> Iterator[None]:
+    """While this is entered the others' end is this process's end, too."""
+    _Ending.num_runs += 1
+    try:
+        yield
+    finally:
+        _Ending.num_runs -= 1
+
+
 def _is_of_others(error: BaseException | None) -> bool:
     """Returns whether something went wrong between processes; what they then do fails as well."""
-    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+    if isinstance(error, ReplicaError) or (isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error)):
         return True
     return error is not None and _is_of_others(error.__cause__ or error.__context__)
 
 
 def _part() -> None:
     """Before JAX has this process wait for all others, which may be waiting for its steps: sees whether they have failed, too."""
-    if _Ending.failure is None or not jax.distributed.is_initialized():
+    if not jax.distributed.is_initialized():
         return
+    _Ending.has_begun = True
     index, count = jax.process_index(), jax.process_count()
+    if _Ending.failure is None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            Board("ended").post(str(index), b"")
+        return
     try:
         every = _told(index, count)
     except jax.errors.JaxRuntimeError:
         every = {index: {"error": _Ending.failure, "is_own": _Ending.is_own}}
-    if len(every) == count and all(told["is_own"] for told in every.values()):
+    if len(every) == count and len({told["is_own"] for told in every.values()}) == 1:
         return  # The same happened to all.
-    culprits = {process: told["error"] for process, told in every.items() if told["is_own"]}
-    missing = sorted(set(range(count)) - set(every))
-    if _Ending.is_own:
-        told = f"Process {index} of {count} has failed alone. The others end when they notice that it is gone."
-    else:
-        told = f"Process {index} of {count} cannot go on without the others."
-        told += "".join(f" Process {process} failed: {error}." for process, error in sorted(culprits.items()))
-        told += f" Processes that are lost, or do not answer: {missing}." if missing else ""
-    print(told, file=sys.stderr, flush=True)
+    print(_last_words(index, count, every), file=sys.stderr, flush=True)
     _Ending.leaves = True
+    if index == 0:
+        time.sleep(_LAST_SECONDS)
     # It would wait for steps that nobody makes, and for the others themselves.
     atexit.unregister(jax._src.api.clean_up)
+
+
+def _last_words(index: int, count: int, every: Mapping[int, Mapping[str, Any]]) -> str:
+    culprits = {process: told["error"] for process, told in sorted(every.items()) if told["is_own"] and process != index}
+    missing = sorted(set(range(count)) - set(every))
+    if _Ending.is_own:
+        return f"Process {index} of {count} has failed alone. The others end when they notice that it is gone."
+    told = f"Process {index} of {count} cannot go on without the others."
+    told += "".join(f" Process {process} failed: {error}." for process, error in culprits.items())
+    return told + (f" Processes that are lost, or do not answer: {missing}." if missing and not culprits else "")
 
 
 def _told(index: int, count: int) -> dict[int, dict[str, Any]]:
@@ -82,6 +113,29 @@ def _told(index: int, count: int) -> dict[int, dict[str, Any]]:
     while len(found := board.read_all("")) < count and time.monotonic() < end:
         time.sleep(0.05)
     return {int(process): json.loads(told) for process, told in found.items()}
+
+
+def _watch(index: int, count: int) -> None:
+    """In a thread: ends this process where another has failed or ended and this one stands in a call of all devices, which nobody can break off."""
+    pause = max(_WATCH_SECONDS, count / 500)
+    since: float | None = None
+    while not _Ending.has_begun:
+        time.sleep(pause)
+        try:
+            failed = {process: error for process, error in failures().items() if process != index}
+            ended = ended_processes() - {index}
+        except (jax.errors.JaxRuntimeError, RuntimeError):
+            return  # The connection is gone, which JAX sees as well.
+        if not failed and not (ended and _Ending.num_runs):
+            since = None
+            continue
+        since = since or time.monotonic()
+        if time.monotonic() > since + _GRACE_SECONDS and not _Ending.has_begun:
+            told = "".join(f" Process {process} failed: {error}." for process, error in failed.items())
+            told += f" Processes {sorted(ended)} have ended, and this one is still in a run." if not failed else ""
+            print(f"Process {index} of {count} cannot go on without the others, and ends.{told}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+            os._exit(1)
 
 
 @atexit.register
@@ -140,8 +194,9 @@ def initialize(
             raise
         if len(missing) == len(given):
             return
-        raise NotReadyError("parallel.initialize must come before JAX's devices are used: call it first, before jax.devices(), arrays and trainers.") from error
+        raise NotReadyError("parallel.initialize must come before JAX's devices are used: call it first, before jax.devices(), arrays and trainers.") from None
     atexit.register(_part)
+    threading.Thread(target=_watch, args=(jax.process_index(), jax.process_count()), name="fitflax-processes", daemon=True).start()
     earlier = sys.excepthook
 
     def note_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

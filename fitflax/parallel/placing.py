@@ -29,10 +29,16 @@ def check_devices(owner: str, devices: Any) -> list[Any]:
 def count_processes(devices: Iterable[Any]) -> int:
     """Returns how many processes some devices belong to.
 
+    Raises:
+        ConfigError: Neither to one nor to all.
+
     >>> count_processes(jax.devices())
     1
     """
-    return len({device.process_index for device in devices})
+    owners = {device.process_index for device in devices}
+    if 1 < len(owners) < jax.process_count():
+        raise ConfigError(f"The devices are those of the processes {sorted(owners)} of {jax.process_count()}. Give those of one process, or some of each.")
+    return len(owners)
 
 
 def is_key(leaf: Any) -> bool:

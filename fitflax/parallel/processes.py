@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import sys
+import time
 import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -19,6 +21,9 @@ __all__ = ["after_first", "check_same", "exchange", "gather"]
 
 T = TypeVar("T")
 
+# How often somebody who waits looks whether the others can still come, and after what time it says so that it waits.
+_LOOK_SECONDS = 1.0
+_TELL_SECONDS = 30.0
 # Of exchanges, the same in all processes.
 _numbers = itertools.count()
 
@@ -57,24 +62,95 @@ def gather(tree: PyTree) -> PyTree:
     return jax.tree.unflatten(treedef, results)
 
 
-def exchange(value: Any) -> list[Any]:
+def exchange(value: Any, topic: str = "exchange") -> list[Any]:
     """Returns what every process calls this with, in the order of the processes; all of them must call it. No device takes part, or is waited for.
 
     Args:
         value: Numbers, strings, lists and dicts, as JSON has them; in a single process it is returned as it is.
+        topic: What it is about; the same in all processes.
+
+    Raises:
+        ReplicaError: Another process is at something else, has ended, or has failed.
 
     >>> exchange({"rows": 3})
     [{'rows': 3}]
     """
     if not Board.is_there():
         return [value]
-    board, number, index = Board("exchange"), next(_numbers), jax.process_index()
-    board.post(f"{number}/{index}", json.dumps(value).encode())
-    board.meet(str(number))
-    found = board.read_all(str(number))
-    if index == 0 and number:
-        board.remove(str(number - 1))  # All have read it, or they would not be here.
-    return [json.loads(found[str(process)]) for process in range(jax.process_count())]
+    board, number, index, count = Board("exchange"), next(_numbers), jax.process_index(), jax.process_count()
+    board.post(f"{number}/{index}", json.dumps([topic, value]).encode())
+    wait = _Wait(board, number, topic)
+    if index:
+        joined = wait.read_joined()
+    else:
+        joined = wait.join(count)
+        board.post(f"{number}/all", json.dumps(joined).encode())
+        if number:
+            board.remove(str(number - 1))  # All have read it, or they would not be here.
+    topics = {process: about for process, (about, _) in enumerate(joined)}
+    if len(set(topics.values())) > 1:
+        listed = ", ".join(f"process {process} is at {about}" for process, about in topics.items() if about != topics[0] or process == 0)
+        raise ReplicaError(f"The processes do not do the same: {listed}. All of them must make the same calls in the same order.")
+    return [each for _, each in joined]
+
+
+class _Wait:
+    """A wait for others, during which it is looked again and again whether they can still come."""
+
+    def __init__(self, board: Board, number: int, topic: str) -> None:
+        self._board = board
+        self._number = number
+        self._topic = topic
+        self._begin = self._looked = time.monotonic()
+        self._has_told = False
+
+    def join(self, count: int) -> list[Any]:
+        """Returns what all processes have posted; called by process 0."""
+        pause = 0.0005
+        while True:
+            found = self._board.read_all(str(self._number))
+            if len(found) == count:
+                return [json.loads(found[str(process)]) for process in range(count)]
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+            if time.monotonic() > self._looked + _LOOK_SECONDS:
+                self._look()
+
+    def read_joined(self) -> list[Any]:
+        """Returns what process 0 has put together."""
+        while True:
+            try:
+                return list(json.loads(self._board.read_within(f"{self._number}/all", _LOOK_SECONDS)))
+            except TimeoutError:
+                self._look()
+
+    def _look(self) -> None:
+        self._looked = time.monotonic()
+        index = jax.process_index()
+        others = {process: error for process, error in failures().items() if process != index}
+        if others:
+            told = "; ".join(f"process {process} failed: {error}" for process, error in others.items())
+            raise ReplicaError(f"This process cannot go on ({self._topic}): {told}")
+        missing = sorted(set(range(jax.process_count())) - {int(process) for process in self._board.read_all(str(self._number)) if process.isdigit()})
+        ended = sorted(set(missing) & ended_processes())
+        if ended:
+            raise ReplicaError(
+                f"Process {index} waits ({self._topic}) for processes {ended}, which have ended. All must make the same calls of fit, evaluate and so on."
+            )
+        if missing and not self._has_told and self._looked > self._begin + _TELL_SECONDS:
+            self._has_told = True
+            print(f"Process {index} has been waiting for processes {missing} for {_TELL_SECONDS:g} s ({self._topic}).", file=sys.stderr, flush=True)
+
+
+def failures() -> dict[int, str]:
+    """Returns by process what has failed in those that end for it."""
+    told = {int(process): json.loads(message) for process, message in Board("failed").read_all("").items()}
+    return {process: each["error"] for process, each in sorted(told.items())}
+
+
+def ended_processes() -> set[int]:
+    """Returns those that have come to their end."""
+    return {int(process) for process in Board("ended").read_all("")}
 
 
 def check_same(tree: PyTree) -> None:
@@ -83,9 +159,9 @@ def check_same(tree: PyTree) -> None:
     Raises:
         DataError: They have not.
     """
-    if len(set(exchange(fingerprint(tree)))) > 1:
+    if len(set(exchange(fingerprint(tree), "the first batch of data"))) > 1:
         raise DataError(
-            f"The processes read different data: the first batch of process {jax.process_index()} is not that of all others. Give all processes the same data "
+            "The processes read different data: their first batches are not the same. Give all processes the same data "
             "in the same order (a fixed seed, no sharding by process): each takes its part of every batch. If each has a part of its own, say so: "
             "fitflax.data.Shard(data)."
         )
@@ -108,7 +184,7 @@ def after_first(make: Callable[[], T]) -> T:
             result = make()
         except Exception as error:  # noqa: BLE001 (raised below, once the others know)
             failure = error
-    has_failed = exchange(failure is not None)[0]
+    has_failed = exchange(failure is not None, "what process 0 does first")[0]
     if failure is not None:
         raise failure
     if has_failed:

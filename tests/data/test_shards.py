@@ -57,7 +57,14 @@ def make_feed(
     data = (lambda: iter(data_list)) if isinstance(data_list := data, list) else data  # A list of arrays would be several inputs.
     source = adapt(data, shuffle=False, **({} if size is None else {"batch_size": size}))
     source.shares = agree_on_shares(source, (index, count), index, exchange)
-    return ShardFeed(source, Batcher(size=source.batch_size), own_position(START, used, source.shares), used=used, exchange=exchange, **options)
+    return ShardFeed(
+        source,
+        Batcher(size=source.batch_size, pad=options.get("pads", True)),
+        own_position(START, used, source.shares),
+        used=used,
+        exchange=exchange,
+        **options,
+    )
 
 
 def rows(fed: Any) -> list[float]:
@@ -233,6 +240,96 @@ def test_a_run_in_shards_goes_on_with_as_many():
     with pytest.raises(RestoreError, match="came in 2 shards, one for each process, and now there are the same data in all processes"):
         own_position(Position(2, 5), (5, 7), None)
     assert own_position(Position(2, 5), (), None) == Position(2, 5)
+
+
+def test_a_run_with_the_same_data_does_not_go_on_in_shards_in_the_middle_of_a_pass():
+    def find(index: int, exchange: Any, examples: int) -> Any:
+        return own_position(Position(2, examples), (), agree_on_shares(adapt(np.zeros(9)), (index, 2), index, exchange))
+
+    assert Team(2).run(lambda index, exchange: find(index, exchange, 0)) == [Position(2)] * 2
+    for error in Team(2).run(lambda index, exchange: find(index, exchange, 5)):
+        with pytest.raises(RestoreError, match="in the middle of a pass over the same data in all processes, and now each has a shard"):
+            raise error
+
+
+def test_batches_of_other_shapes_may_come_in_all_processes_at_once_and_nowhere_else():
+    lengths = [[5, 5, 7, 5, 7], [5, 5, 7]]
+
+    def work(index: int, exchange: Any, lengths: Any) -> Any:
+        feed = make_feed([{"x": np.ones((2, length))} for length in lengths[index]], index, exchange, 2)
+        return [(fed.batch.x["x"].shape, fed.own) for fed in iter(feed.next, None)]
+
+    first, second = Team(2).run(lambda index, exchange: work(index, exchange, lengths))
+    assert [shape for shape, _ in first] == [shape for shape, _ in second] == [(2, length) for length in lengths[0]]
+    assert [own for _, own in second] == [2, 2, 2, 0, 0]
+    for error in Team(2).run(lambda index, exchange: work(index, exchange, [[5, 5, 7, 5, 7], [5, 5, 5, 7, 7]])):
+        with pytest.raises(DataError, match=r"differ in structure, .* process 0 has x\['x'\]: float64\[7\]; process 1 has x\['x'\]: float64\[5\]"):
+            raise error
+
+
+@pytest.mark.filterwarnings("ignore:.*read:fitflax.errors.FitflaxWarning")
+def test_a_loader_is_not_opened_again_for_the_shapes_of_a_shard_that_has_ended():
+    opened = [0, 0]
+
+    def batches(index: int) -> Any:
+        opened[index] += 1
+        yield from [np.zeros(2)] * (6 - 4 * index)
+
+    def go_on(index: int, exchange: Any) -> Any:
+        return passes(make_feed(lambda: batches(index), index, exchange, 2, used=(8, 4)))
+
+    assert [len(given) for given in Team(2).run(go_on)] == [2, 2]
+    assert opened == [1, 1]
+
+
+def test_without_padding_batches_keep_their_sizes():
+    batches = [np.zeros(4), np.zeros(4), np.zeros(2)]
+    for given in Team(2).run(lambda index, exchange: passes(make_feed(batches, index, exchange, 2, pads=False))):
+        assert [size for *_, size in given] == [4, 4, 2]
+
+
+def test_an_iterator_over_which_a_loop_goes_on_loses_nothing():
+    def work(index: int, exchange: Any) -> Any:
+        feed = make_feed(iter([np.full(2, value) for value in range(12 - 5 * index)]), index, exchange, 2)
+        given = [feed.next() for _ in range(6)]
+        feed.close()
+        feed.reopen()
+        given += list(iter(feed.next, None))
+        return [rows(fed)[:1] for fed in given], [fed.used for fed in given]
+
+    for (numbers, used), count in zip(Team(2).run(work), (12, 7), strict=True):
+        assert [number for one in numbers for number in one] == list(range(count))
+        assert used == [(2 * step, min(2 * step, 14)) for step in range(1, 13)]
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        ([(np.zeros(4), True), (np.zeros(4), False)], r"is a Shard in the processes \[0\] alone"),
+        (
+            [(np.zeros(4), True), (lambda: iter([np.zeros(2)]), True)],
+            "data of different kinds: process 0 .'ArraySource', True, False.*process 1 .'IterableSource'",
+        ),
+        ([(np.zeros(4), False), (np.zeros(5), False)], "different data: process 0 4 examples in batches of 32; process 1 5 examples"),
+    ],
+)
+def test_data_that_do_not_go_together_are_an_error_in_all_processes(sources, message):
+    def work(index: int, exchange: Any) -> Any:
+        data, is_shard = sources[index]
+        return agree_on_shares(adapt(data), (index, 2), index, exchange, is_shard=is_shard)
+
+    for error in Team(2).run(work):
+        with pytest.raises(DataError, match=message):
+            raise error
+
+
+def test_data_that_cannot_be_used_in_one_process_is_an_error_in_all():
+    def work(index: int, exchange: Any) -> Any:
+        failure = DataError("There is nothing to work on") if index else None
+        return agree_on_shares(None if index else adapt(np.zeros(4)), (index, 2), index, exchange, failure=failure)
+
+    results = Team(2).run(work)
+    assert str(results[0]) == "The data cannot be used, by process 1: DataError: There is nothing to work on" and "by process" not in str(results[1])
 
 
 def test_a_batch_is_divided_equally_between_the_parts():
