@@ -10,7 +10,6 @@ without a word where they can, and seldom where they must:
   as a single process would; otherwise at the next step of the kind above.
 """
 
-import contextlib
 import itertools
 import json
 import time
@@ -21,7 +20,6 @@ import jax
 from typing_extensions import override
 
 from fitflax.parallel.board import Board
-from fitflax.parallel.launch import in_run
 from fitflax.parallel.processes import exchange
 
 __all__ = ["Agreement", "Together"]
@@ -66,10 +64,6 @@ class Agreement:
 
     def begin(self, step: int, first_step: int) -> None:
         """Begins after a step; calls of several steps end at multiples of their size from `first_step` on."""
-
-    def running(self) -> contextlib.AbstractContextManager[None]:
-        """Returns what is entered while steps are made."""
-        return contextlib.nullcontext()
 
     def next_step(self) -> int | None:
         """Returns the next step at which `listen` is to be called; `None` if it need not be."""
@@ -136,10 +130,6 @@ class Together(Agreement):
         self._next, self._last = step + self._lead + self._multiple - (step - first_step) % self._multiple, (step, self._clock())
         if self._index == 0:
             self._post(self._next, self._next + self._lead)
-
-    @override
-    def running(self) -> contextlib.AbstractContextManager[None]:
-        return in_run()
 
     @override
     def next_step(self) -> int | None:

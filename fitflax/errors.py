@@ -15,7 +15,7 @@ built-in that fits, so that `except ValueError` in users' scripts keeps working.
     +-- OptimizerError (ValueError)         an optimizer or learning rate that cannot be used
     +-- CallbackError (ValueError)          callbacks that cannot work together
     |   +-- MonitorError                    a monitored key that nobody logs
-    +-- ReplicaError (RuntimeError)         replicas that should be equal differ
+    +-- ReplicaError (RuntimeError)         replicas, or processes, that should be equal differ
     +-- CheckpointError (RuntimeError)      anything about checkpoint files
         +-- CheckpointNotFoundError (FileNotFoundError)
         +-- CorruptCheckpointError          a file that fails its checks
@@ -146,7 +146,7 @@ class MonitorError(CallbackError):
 
 
 class ReplicaError(FitflaxError, RuntimeError):
-    """Replicas that should hold equal values differ.
+    """Replicas that should hold equal values differ, or processes that should do the same do not.
 
     >>> issubclass(ReplicaError, RuntimeError)
     True

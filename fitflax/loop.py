@@ -247,9 +247,8 @@ class Run:
     def _guarded(self) -> Generator[bool, None, None]:
         """Runs `_epochs`; an exception on the way leaves a checkpoint of the last finished step behind it."""
         try:
-            with self._agreement.running():
-                self._agreement.begin(self.progress.step, self.progress.first_step)
-                yield from self._epochs()
+            self._agreement.begin(self.progress.step, self.progress.first_step)
+            yield from self._epochs()
             self.has_ended = True
         except GeneratorExit:
             raise

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -15,9 +15,9 @@ import jax
 
 from fitflax.errors import ConfigError, NotReadyError, ReplicaError
 from fitflax.parallel.board import Board
-from fitflax.parallel.processes import ended_processes, failures
+from fitflax.parallel.processes import failures
 
-__all__ = ["in_run", "initialize", "note_failure"]
+__all__ = ["initialize", "note_failure"]
 
 # A lost process is noticed after this, and all others end well within a minute of it.
 _HEARTBEAT_SECONDS = 30
@@ -27,7 +27,7 @@ _PATIENCE_SECONDS = 5.0
 _LAST_SECONDS = 2.0
 # How often it is looked whether others have failed, and how long after that a process may go on, such as to save what it has.
 _WATCH_SECONDS = 2.0
-_GRACE_SECONDS = 12.0
+_GRACE_SECONDS = 20.0
 
 
 class _Ending:
@@ -38,30 +38,18 @@ class _Ending:
         is_own: Whether that was its own failure, and not that others could not be reached.
         has_begun: Whether it has come to its end.
         leaves: Whether it leaves without waiting for the others.
-        num_runs: How many runs of all processes it is in.
     """
 
     failure: str | None = None
     is_own = True
     has_begun = False
     leaves = False
-    num_runs = 0
 
 
 def note_failure(error: BaseException) -> None:
     """Notes that this process cannot go on with the others: something failed in it, perhaps because one of them is gone."""
     if _Ending.failure is None:
         _Ending.failure, _Ending.is_own = f"{type(error).__name__}: {error}"[:500], not _is_of_others(error)
-
-
-@contextlib.contextmanager
-def in_run() -> Iterator[None]:
-    """While this is entered the others' end is this process's end, too."""
-    _Ending.num_runs += 1
-    try:
-        yield
-    finally:
-        _Ending.num_runs -= 1
 
 
 def _is_of_others(error: BaseException | None) -> bool:
@@ -116,23 +104,18 @@ def _told(index: int, count: int) -> dict[int, dict[str, Any]]:
 
 
 def _watch(index: int, count: int) -> None:
-    """In a thread: ends this process where another has failed or ended and this one stands in a call of all devices, which nobody can break off."""
+    """In a thread: ends this process where another has failed and this one stands in a call of all devices, which nobody can break off."""
     pause = max(_WATCH_SECONDS, count / 500)
     since: float | None = None
     while not _Ending.has_begun:
         time.sleep(pause)
         try:
             failed = {process: error for process, error in failures().items() if process != index}
-            ended = ended_processes() - {index}
         except (jax.errors.JaxRuntimeError, RuntimeError):
             return  # The connection is gone, which JAX sees as well.
-        if not failed and not (ended and _Ending.num_runs):
-            since = None
-            continue
-        since = since or time.monotonic()
-        if time.monotonic() > since + _GRACE_SECONDS and not _Ending.has_begun:
+        since = (since or time.monotonic()) if failed else None
+        if since is not None and time.monotonic() > since + _GRACE_SECONDS and not _Ending.has_begun:
             told = "".join(f" Process {process} failed: {error}." for process, error in failed.items())
-            told += f" Processes {sorted(ended)} have ended, and this one is still in a run." if not failed else ""
             print(f"Process {index} of {count} cannot go on without the others, and ends.{told}", file=sys.stderr, flush=True)
             sys.stdout.flush()
             os._exit(1)
