@@ -199,7 +199,7 @@ class Sharded(Strategy):
         placed: list[Any] = [None] * len(leaves)
         small: list[int] = []
         for index, (leaf, place) in enumerate(zip(leaves, places, strict=True)):
-            if not isinstance(leaf, jax.Array) or is_key(leaf):
+            if not isinstance(leaf, jax.Array) or is_key(leaf) or (self.num_processes > 1 and leaf.is_fully_addressable):
                 placed[index] = put(leaf, place)
             elif leaf.nbytes < _SMALL_BYTES:
                 small.append(index)
