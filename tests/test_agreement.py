@@ -64,7 +64,7 @@ class Team:
         monkeypatch.setattr(module.jax, "process_index", lambda: self.local.index)
         monkeypatch.setattr(module.jax, "process_count", lambda: count)
         monkeypatch.setattr(module, "_INTERVAL_SECONDS", 0.05)
-        monkeypatch.setattr(module, "_PATIENCE_SECONDS", 0.5)
+        monkeypatch.setattr(module, "_PATIENCE_SECONDS", 1.5)
 
     def __next__(self) -> int:
         return 0
