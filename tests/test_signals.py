@@ -95,11 +95,13 @@ def test_a_second_ctrl_c_leaves_at_once(tmp_path, process_env):
 
 FOR_EVER = 10**9
 
-# One process of several, each with its own run and directory: what they share is JAX's notice alone. It prints what it has at the end.
+# One process of several, each with its own run and directory: what they share is JAX's notice alone, and fitflax warns of that. It prints what it has at
+# the end.
 DISTRIBUTED = """
 import json, os, sys, warnings
 
 warnings.simplefilter("error")
+warnings.filterwarnings("ignore", "This run takes devices of 1 of")
 import jax
 
 port, index, count, directory, steps = sys.argv[1:]
@@ -138,10 +140,15 @@ def start_distributed(directory: pathlib.Path, env: dict[str, str], *, count: in
 def preempt(directory: pathlib.Path, env: dict[str, str], *, count: int) -> int:
     """Sends SIGTERM to the last of so many processes once all are under way; returns the step after which all stopped and that the first alone saved."""
     processes = start_distributed(directory, env, count=count, steps=FOR_EVER)
-    for process in processes:
-        assert process.stdout.readline() == "under way\n", process.communicate()[1]
-    processes[-1].send_signal(signal.SIGTERM)
-    (says,) = {run_script.finish(process, status=143)[0] for process in processes}
+    try:
+        for process in processes:
+            assert process.stdout.readline() == "under way\n", process.communicate()[1]
+        processes[-1].send_signal(signal.SIGTERM)
+        (says,) = {run_script.finish(process, status=143)[0] for process in processes}
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
     stopped_at = int(says.removeprefix("on_train_end ran after step "))
     assert [steps_in(directory / str(index)) for index in range(count)] == [[stopped_at]] + [[]] * (count - 1)
     return stopped_at
