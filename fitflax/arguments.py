@@ -10,7 +10,7 @@ import optax
 
 import fitflax.optimizers as optimizers
 from fitflax.callbacks import Callback, ProgressBar
-from fitflax.callbacks.base import CallbackList
+from fitflax.callbacks.callback_list import CallbackList
 from fitflax.callbacks.history import History
 from fitflax.data import Source
 from fitflax.data.batch import Selection

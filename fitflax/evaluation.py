@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fitflax.callbacks.base import CallbackList
+from fitflax.callbacks.callback_list import CallbackList
 from fitflax.checkpoints.checkpoint import Checkpoint, Summary
 from fitflax.data import FedBatch, Feed, Source
 from fitflax.data.arrays import ArraySource

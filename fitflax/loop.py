@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from fitflax.agreement import Agreement
-from fitflax.callbacks.base import CallbackList
+from fitflax.callbacks.callback_list import CallbackList
 from fitflax.checkpoints.checkpoint import Checkpoint, Point, Timer
 from fitflax.checkpoints.saving import Saver
 from fitflax.collected import Collected

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from fitflax.agreement import Agreement, Together
-from fitflax.callbacks.base import CallbackList
+from fitflax.callbacks.callback_list import CallbackList
 from fitflax.checkpoints.resume import check_settings, fit_to
 from fitflax.checkpoints.saved import Saved
 from fitflax.checkpoints.saving import Saver

@@ -18,7 +18,7 @@ from flax.core.scope import DenyList
 import fitflax.arguments as arguments
 import fitflax.optimizers as optimizers
 from fitflax.callbacks import Callback, ModelCheckpoint
-from fitflax.callbacks.base import CallbackList
+from fitflax.callbacks.callback_list import CallbackList
 from fitflax.callbacks.history import History
 from fitflax.checkpoints.by_path import load_checkpoint, save_checkpoint
 from fitflax.checkpoints.closing import load_closing_row

@@ -23,7 +23,8 @@ from fitflax.callbacks import (
     TensorBoard,
     TerminateOnNaN,
 )
-from fitflax.callbacks.base import HOOKS, CallbackList
+from fitflax.callbacks.base import HOOKS
+from fitflax.callbacks.callback_list import CallbackList
 from fitflax.callbacks.history import History
 from fitflax.errors import NotReadyError
 from fitflax.parallel import DataParallel

@@ -12,7 +12,7 @@ import pytest
 
 import fitflax
 from fitflax.callbacks import CSVLogger, LambdaCallback, ModelCheckpoint
-from fitflax.callbacks.base import CallbackList
+from fitflax.callbacks.callback_list import CallbackList
 from fitflax.callbacks.csv_logger import read_table
 from fitflax.errors import CallbackError, FitflaxWarning, MonitorError
 from fitflax.parallel import DataParallel
