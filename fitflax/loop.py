@@ -12,7 +12,8 @@ from typing import Any, Self
 
 from fitflax.agreement import Agreement
 from fitflax.callbacks.callback_list import CallbackList
-from fitflax.checkpoints.checkpoint import Checkpoint, Point, Timer
+from fitflax.checkpoints.checkpoint import Checkpoint
+from fitflax.checkpoints.point import Point, Timer
 from fitflax.checkpoints.saving import Saver
 from fitflax.collected import Collected
 from fitflax.data import FedBatch, Feed

@@ -14,6 +14,7 @@ from fitflax.callbacks.base import Callback, Phase, PlainRun
 from fitflax.callbacks.model_checkpoint import check_keep
 from fitflax.callbacks.monitor import Monitor
 from fitflax.checkpoints.checkpoint import Checkpoint
+from fitflax.checkpoints.save_run import save_run
 from fitflax.checkpoints.saving import Saver
 from fitflax.checkpoints.store import CheckpointStore
 from fitflax.checkpoints.trees import restore_tree
@@ -174,7 +175,7 @@ class BestCheckpoint(Callback):
         return sorted(entries, key=lambda entry: (sign * entry[0], entry[1]))
 
     def _save(self, checkpoint: Checkpoint, keep: set[int]) -> None:
-        checkpoint.save_to(self.store, owner=self.owner, keep=keep | self._named, asynchronous=self.asynchronous)
+        save_run(checkpoint, self.store, owner=self.owner, keep=keep | self._named, asynchronous=self.asynchronous)
 
     @override
     def run_was_saved(self) -> None:

@@ -10,6 +10,7 @@ from typing_extensions import override
 from fitflax.callbacks.base import Callback, Phase, PlainRun, check_trigger
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.checkpoints.closing import save_closing_row
+from fitflax.checkpoints.save_run import save_run
 from fitflax.checkpoints.saving import Saver
 from fitflax.checkpoints.store import CheckpointStore
 from fitflax.errors import CallbackError
@@ -112,7 +113,7 @@ class ModelCheckpoint(Callback):
                 self.open_run(checkpoint.run_id, checkpoint.point.process_start)
         steps = [*(step for step in self._steps if step != checkpoint.step), checkpoint.step]
         self._steps = self._kept(steps)
-        checkpoint.save_to(self.store, owner=self.owner, keep=self._steps, asynchronous=self.asynchronous)
+        save_run(checkpoint, self.store, owner=self.owner, keep=self._steps, asynchronous=self.asynchronous)
 
     def _kept(self, steps: list[int]) -> list[int]:
         newest = set(steps if self.keep is None else steps[-self.keep :])

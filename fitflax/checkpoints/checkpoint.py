@@ -4,99 +4,28 @@ Nothing is read or copied until it is asked for. The state is borrowed: a part t
 read after the loop has moved on is an error.
 """
 
-import contextlib
 import dataclasses
 import functools
-import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import jax
 
-from fitflax.checkpoints.joint import JointSave
-from fitflax.checkpoints.orbax_format import write_part
+from fitflax.checkpoints.point import Point, Timer
 from fitflax.checkpoints.saving import Saver
-from fitflax.checkpoints.store import CheckpointStore
 from fitflax.checkpoints.trees import Plain, host_copy, only_split, to_plain, unpack
-from fitflax.data import Position
-from fitflax.errors import CheckpointError, ConfigError, FitflaxWarning, NotReadyError
+from fitflax.errors import ConfigError, NotReadyError
 from fitflax.live import LiveState
 from fitflax.logs import Kind, Logs, StepValues
 from fitflax.optimizers import get_learning_rates
 from fitflax.parallel import Strategy
-from fitflax.parallel.host_memory import spans_processes
 from fitflax.parallel.packed import Packed
 from fitflax.state import PyTree, TrainState
 from fitflax.step import NOTHING, Keep, Kept
 
 __all__ = ["Checkpoint", "Summary"]
-
-
-class Timer:
-    """Measures a stretch of training that ends when the device has finished, leaving out compilation and whoever consumes checkpoints.
-
-    Args:
-        clock: Returns seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._begin = clock()
-        self._end: float | None = None
-        self._values: StepValues | None = None
-        self.excluded = 0.0
-
-    def pause(self, values: StepValues | None) -> None:
-        """Notes that the loop hands over to the consumer now, with these values perhaps still to come."""
-        self._end, self._values = self._clock(), values
-
-    def stop(self, *, wait: bool = True) -> float:
-        """Returns the seconds of the stretch.
-
-        What the device still had to do when the loop handed over counts if somebody waits for it; the time in which it had nothing left does not.
-        """
-        if self._values is not None:
-            if wait and not self._values.is_ready:
-                self._values.wait()
-                self._end = self._clock()
-            self._values = None
-        end = self._clock() if self._end is None else self._end
-        return max(end - self._begin - self.excluded, 0.0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """Where a run is at a checkpoint; host values only.
-
-    Attributes:
-        step: Finished updates.
-        epoch: Index of the epoch, from 0.
-        step_in_epoch: Finished updates of that epoch.
-        position: The position of the data.
-        used: By process, what of the present pass is used, where each has a part of its own.
-        n_completed_steps: Updates since the last checkpoint.
-        epoch_ends: Whether the epoch ends here.
-        is_last: Whether no step follows in this run.
-        is_rescue: Whether the run is being left by a signal or an exception.
-        is_repeat: Whether this step was a checkpoint already, before it was known to be the last.
-        seconds: The loop's clock.
-        process_start: The step at which this process began.
-    """
-
-    step: int
-    epoch: int
-    step_in_epoch: int
-    position: Position
-    n_completed_steps: int
-    epoch_ends: bool
-    is_last: bool
-    is_rescue: bool
-    is_repeat: bool
-    seconds: float
-    process_start: int
-    used: tuple[int, ...] = ()
 
 
 class Checkpoint:
@@ -146,8 +75,6 @@ class Checkpoint:
         self._timer = timer
         self._make_run_state = run_state
         self._join = joined
-        # What all processes together know of the data where this is saved.
-        self._data: dict[str, Any] = {}
         self._make_info = info
         self.saver = saver
         self._keep = keep
@@ -250,7 +177,7 @@ class Checkpoint:
     @property
     def run_id(self) -> str:
         """The name of the run, by which directories tell runs apart."""
-        return str(self._make_info()["run_id"])
+        return str(self.info["run_id"])
 
     @property
     def params_norm(self) -> float:
@@ -346,114 +273,31 @@ class Checkpoint:
         made._version = self._version
         return made
 
-    def save_to(self, store: CheckpointStore, *, owner: str, keep: Collection[int], asynchronous: bool) -> None:
-        """Saves the run in a store: at once from the live state, or from a copy on the host while the loop goes on.
+    # -- for whoever saves the run --
 
-        Args:
-            store: Where.
-            owner: Who wants it.
-            keep: What this owner keeps besides.
-            asynchronous: Whether the run's saver does it.
+    @property
+    def info(self) -> dict[str, Any]:
+        """What is saved with every checkpoint of the run, as JSON."""
+        return self._make_info()
 
-        Raises:
-            CheckpointError: This save failed, or an earlier one of the saver's; then this one was made at once before, as far as the disk let it.
-        """
-        waiting, self.before_saving = self.before_saving, []
-        for put_on_disk in waiting:
-            put_on_disk()
-        self.num_saves += 1
-        also = [name for directory, name in self.savers if directory == store.directory and name != owner]
-        save = functools.partial(store.save, step=self.step, owner=owner, keep=keep, also=also)
-        if spans_processes(self.borrow()):
-            self._save_jointly(save, f"step {self.step} in {store.directory}", asynchronous=asynchronous)
-            return
-        self._join_data()
-        if jax.process_index() == 0:  # The first process saves what it has whole.
-            self._save_here(save, asynchronous=asynchronous)
-
-    def _join_data(self) -> None:
-        """Notes what is to be saved of all processes' data; all of them call it."""
+    def join_data(self) -> dict[str, Any]:
+        """Returns what all processes together know of the data, as a part of what a resume needs; all of them call it."""
         data = self._join()
-        self._data = {} if data is None else {"data": data}
+        return {} if data is None else {"data": data}
 
-    def _save_here(self, save: Callable[..., Any], *, asynchronous: bool) -> None:
-        if asynchronous:
-            self.saver.wait_for_room()
-            if self.saver.submit(self._later(save)):
-                return
-        earlier = self.saver.settle()
-        with _noting(earlier):
-            self._save_now(save)
-        if earlier is not None:
-            raise earlier
+    @property
+    def snapshots_wait(self) -> bool:
+        """Whether a copy of the state goes to the host at once."""
+        return self._live.snapshots_wait
 
-    def _save_jointly(self, save: Callable[..., Any], what: str, *, asynchronous: bool) -> None:
-        """Saves together with all other processes, which come to the same save; what fails in one fails in all."""
-        if asynchronous:
-            self.saver.wait_for_room()
-        failure = self.saver.failure
-        try:
-            joint = JointSave.meet(what, earlier=None if failure is None else str(failure), is_rescue=self.point.is_rescue)
-        except CheckpointError as error:
-            if not self.point.is_rescue:
-                raise
-            # What this process is being left for is what the user is to hear of.
-            warnings.warn(f"Step {self.step} is not saved. {error}", FitflaxWarning, stacklevel=4)
-            return
-        # What each process makes of it: the first one leads.
-        is_leader, save = jax.process_index() == 0, functools.partial(save, joint=joint)
-        with joint.or_give_up():
-            self._join_data()
-        if asynchronous and joint.earlier is None:
-            with joint.or_give_up():
-                job = functools.partial(joint.lead, self._later(save)) if is_leader else self._parts_later(joint)
-            if not self.saver.submit(job, left_out=joint.give_up):
-                joint.give_up()  # Another save has failed meanwhile, which all processes hear of when they meet again.
-            return
-        with joint.or_give_up():
-            earlier = self.saver.settle()
-            if earlier is None and joint.earlier is not None:
-                earlier = CheckpointError(f"An earlier save has failed in another process: {joint.earlier}")
-            with _noting(earlier):
-                if is_leader:
-                    joint.lead(functools.partial(self._save_now, save))
-                else:
-                    joint.follow(lambda path: write_part(path, to_plain(self.borrow(), root="train", may_span=True)))
-        if earlier is not None:
-            raise earlier
-
-    def _save_now(self, save: Callable[..., Any]) -> None:
-        run = {**self.run_state, **self._data}
-        save(train=self.borrow(), run=run, metadata={**self._metadata(run), "metrics": self._deferred_metrics()()})
-
-    def _later(self, save: Callable[..., Any]) -> Callable[[], None]:
-        """Returns what saves the run as it is now."""
-        run = {**self.run_state, **self._data}
-        metadata, metrics = self._metadata(run), self._deferred_metrics()
-        # Of the run's state, the next step takes the sums alone.
-        arrays = self._snapshot({"sums": run.pop("sums")} if "sums" in run else {})
-        rest = host_copy(to_plain(run, root="run", keep_lists=True), only_numpy=not self._live.snapshots_wait)
-
-        def work() -> None:
-            train, sums = arrays()
-            plain_run = Plain({**rest.tree, **sums.tree}, {**rest.key_impls, **sums.key_impls})
-            save(train=train, run=plain_run, metadata={**metadata, "metrics": metrics()})
-
-        return work
-
-    def _parts_later(self, joint: JointSave) -> Callable[[], None]:
-        """Returns what writes this process's parts of the state as it is now."""
-        arrays = self._snapshot({})
-        return lambda: joint.follow(lambda path: write_part(path, arrays()[0]))
-
-    def _snapshot(self, beside: dict[str, PyTree]) -> Callable[[], tuple[Plain, Plain]]:
+    def snapshot(self, beside: dict[str, PyTree]) -> Callable[[], tuple[Plain, Plain]]:
         """Returns what gives the state, and what is `beside` it in `run`, as they are now; one copy for all who save this step at the same time."""
         state = self.borrow()
         self._drop_replaced()
         reference = self._parts.get("snapshot")
         snapshot: Callable[[], tuple[Plain, Plain]] | None = None if reference is None else reference()
         if snapshot is None:
-            if self._live.snapshots_wait:
+            if self.snapshots_wait:
                 train = to_plain(state, root="train", may_span=True)
                 train = only_split(train) if jax.process_index() else train
                 copies = host_copy(train), host_copy(to_plain(beside, root="run", keep_lists=True))
@@ -463,7 +307,7 @@ class Checkpoint:
             self._parts["snapshot"] = weakref.ref(snapshot)  # Gone with the last save, not with this checkpoint, which the user may keep.
         return snapshot
 
-    def _deferred_metrics(self) -> Callable[[], dict[str, dict[str, Any]]]:
+    def deferred_metrics(self) -> Callable[[], dict[str, dict[str, Any]]]:
         """Returns what gives the recorded ones of `metrics` as they are now, in another thread, which then waits for the step."""
         read, evaluated, evaluations, is_recorded = self.logs.deferred(), self.evaluated, self.evaluations, self.logs.is_recorded
 
@@ -474,29 +318,8 @@ class Checkpoint:
 
         return metrics
 
-    def _metadata(self, run: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            **self._make_info(),
-            "history": run["callbacks"].get("History", {}).get("rows", []),
-            "step": self.step,
-            "epoch": self.epoch,
-            "step_in_epoch": self.step_in_epoch,
-            "data_position": self.data_position._asdict(),
-        }
-
     def __copy__(self) -> Self:
         return self
-
-
-@contextlib.contextmanager
-def _noting(earlier: BaseException | None) -> Iterator[None]:
-    """Adds what failed before to what fails within."""
-    try:
-        yield
-    except Exception as error:
-        if earlier is not None:
-            error.add_note(f"An earlier save had failed, too: {earlier}")
-        raise
 
 
 def _unpacked(packed: Packed) -> tuple[Plain, Plain]:

@@ -10,6 +10,7 @@ from flax import linen as nn
 
 import fitflax
 from fitflax.checkpoints import CheckpointStore
+from fitflax.checkpoints.save_run import save_run
 from fitflax.errors import NotReadyError
 from fitflax.loop import Run
 from fitflax.parallel import DataParallel
@@ -147,7 +148,7 @@ def test_its_contents_are_what_a_resume_needs(trainer):
             contents.update(given)
             return self.directory
 
-    checkpoint.save_to(Store("nowhere"), owner="me", keep=[], asynchronous=False)
+    save_run(checkpoint, Store("nowhere"), owner="me", keep=[], asynchronous=False)
     assert contents.keys() == {"step", "train", "run", "metadata", "owner", "keep", "also"}
     assert set(contents["run"]) >= {"callbacks", "schedules", "sums", "values"}
     metadata = contents["metadata"]

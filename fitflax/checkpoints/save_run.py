@@ -1,0 +1,162 @@
+"""How a run is saved at one of its checkpoints: at once from the live state, from a copy in the saver's thread, or by all processes together."""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from fitflax.checkpoints.checkpoint import Checkpoint
+from fitflax.checkpoints.joint import JointSave
+from fitflax.checkpoints.orbax_format import write_part
+from fitflax.checkpoints.store import CheckpointStore
+from fitflax.checkpoints.trees import Plain, host_copy, to_plain
+from fitflax.errors import CheckpointError, FitflaxWarning
+from fitflax.parallel.host_memory import spans_processes
+
+__all__ = ["save_run"]
+
+
+def save_run(checkpoint: Checkpoint, store: CheckpointStore, *, owner: str, keep: Collection[int], asynchronous: bool) -> None:
+    """Saves the run in a store: at once from the live state, or from a copy on the host while the loop goes on.
+
+    Args:
+        checkpoint: Where the run is.
+        store: Where it is saved.
+        owner: Who wants it.
+        keep: What this owner keeps besides.
+        asynchronous: Whether the run's saver does it.
+
+    Raises:
+        CheckpointError: This save failed, or an earlier one of the saver's; then this one was made at once before, as far as the disk let it.
+    """
+    waiting, checkpoint.before_saving = checkpoint.before_saving, []
+    for put_on_disk in waiting:
+        put_on_disk()
+    checkpoint.num_saves += 1
+    also = [name for directory, name in checkpoint.savers if directory == store.directory and name != owner]
+    write = functools.partial(store.save, step=checkpoint.step, owner=owner, keep=keep, also=also)
+    save = _RunSave(checkpoint, asynchronous=asynchronous)
+    if spans_processes(checkpoint.borrow()):
+        save.jointly(write, f"step {checkpoint.step} in {store.directory}")
+        return
+    save.data = checkpoint.join_data()
+    if jax.process_index() == 0:  # The first process saves what it has whole.
+        save.here(write)
+
+
+class _RunSave:
+    """One save of a run.
+
+    Args:
+        checkpoint: Where the run is.
+        asynchronous: Whether the run's saver does it.
+
+    Attributes:
+        data: What all processes together know of the data.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, asynchronous: bool) -> None:
+        self._checkpoint = checkpoint
+        self._saver = checkpoint.saver
+        self._asynchronous = asynchronous
+        self.data: dict[str, Any] = {}
+
+    def here(self, write: Callable[..., Any]) -> None:
+        """Saves in this process."""
+        if self._asynchronous:
+            self._saver.wait_for_room()
+            if self._saver.submit(self._later(write)):
+                return
+        earlier = self._saver.settle()
+        with _noting(earlier):
+            self._now(write)
+        if earlier is not None:
+            raise earlier
+
+    def jointly(self, write: Callable[..., Any], what: str) -> None:
+        """Saves together with all other processes, which come to the same save; what fails in one fails in all."""
+        checkpoint, saver = self._checkpoint, self._saver
+        if self._asynchronous:
+            saver.wait_for_room()
+        failure = saver.failure
+        try:
+            joint = JointSave.meet(what, earlier=None if failure is None else str(failure), is_rescue=checkpoint.point.is_rescue)
+        except CheckpointError as error:
+            if not checkpoint.point.is_rescue:
+                raise
+            # What this process is being left for is what the user is to hear of.
+            warnings.warn(f"Step {checkpoint.step} is not saved. {error}", FitflaxWarning, stacklevel=5)
+            return
+        # What each process makes of it: the first one leads.
+        is_leader, write = jax.process_index() == 0, functools.partial(write, joint=joint)
+        with joint.or_give_up():
+            self.data = checkpoint.join_data()
+        if self._asynchronous and joint.earlier is None:
+            with joint.or_give_up():
+                job = functools.partial(joint.lead, self._later(write)) if is_leader else self._parts_later(joint)
+            if not saver.submit(job, left_out=joint.give_up):
+                joint.give_up()  # Another save has failed meanwhile, which all processes hear of when they meet again.
+            return
+        with joint.or_give_up():
+            earlier = saver.settle()
+            if earlier is None and joint.earlier is not None:
+                earlier = CheckpointError(f"An earlier save has failed in another process: {joint.earlier}")
+            with _noting(earlier):
+                if is_leader:
+                    joint.lead(functools.partial(self._now, write))
+                else:
+                    joint.follow(lambda path: write_part(path, to_plain(checkpoint.borrow(), root="train", may_span=True)))
+        if earlier is not None:
+            raise earlier
+
+    def _run(self) -> dict[str, Any]:
+        return {**self._checkpoint.run_state, **self.data}
+
+    def _now(self, write: Callable[..., Any]) -> None:
+        run = self._run()
+        write(train=self._checkpoint.borrow(), run=run, metadata={**self._metadata(run), "metrics": self._checkpoint.deferred_metrics()()})
+
+    def _later(self, write: Callable[..., Any]) -> Callable[[], None]:
+        """Returns what saves the run as it is now."""
+        checkpoint, run = self._checkpoint, self._run()
+        metadata, metrics = self._metadata(run), checkpoint.deferred_metrics()
+        # Of the run's state, the next step takes the sums alone.
+        arrays = checkpoint.snapshot({"sums": run.pop("sums")} if "sums" in run else {})
+        rest = host_copy(to_plain(run, root="run", keep_lists=True), only_numpy=not checkpoint.snapshots_wait)
+
+        def work() -> None:
+            train, sums = arrays()
+            plain_run = Plain({**rest.tree, **sums.tree}, {**rest.key_impls, **sums.key_impls})
+            write(train=train, run=plain_run, metadata={**metadata, "metrics": metrics()})
+
+        return work
+
+    def _parts_later(self, joint: JointSave) -> Callable[[], None]:
+        """Returns what writes this process's parts of the state as it is now."""
+        arrays = self._checkpoint.snapshot({})
+        return lambda: joint.follow(lambda path: write_part(path, arrays()[0]))
+
+    def _metadata(self, run: Mapping[str, Any]) -> dict[str, Any]:
+        checkpoint = self._checkpoint
+        return {
+            **checkpoint.info,
+            "history": run["callbacks"].get("History", {}).get("rows", []),
+            "step": checkpoint.step,
+            "epoch": checkpoint.epoch,
+            "step_in_epoch": checkpoint.step_in_epoch,
+            "data_position": checkpoint.data_position._asdict(),
+        }
+
+
+@contextlib.contextmanager
+def _noting(earlier: BaseException | None) -> Iterator[None]:
+    """Adds what failed before to what fails within."""
+    try:
+        yield
+    except Exception as error:
+        if earlier is not None:
+            error.add_note(f"An earlier save had failed, too: {earlier}")
+        raise
