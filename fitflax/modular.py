@@ -27,6 +27,7 @@ from fitflax.data.batch import Selection, Triple
 from fitflax.data.shards import Shard
 from fitflax.errors import ConfigError
 from fitflax.evaluation import Evaluation
+from fitflax.intake import Intake, make_feeder
 from fitflax.model import TRANSIENT, FunctionModel, mutable_filter
 from fitflax.numerics import Numerics
 from fitflax.objective import Objective
@@ -34,7 +35,7 @@ from fitflax.parallel import Strategy
 from fitflax.plan import RunPlan
 from fitflax.preparation import make_feed, prepare_run, settings_of, start_progress
 from fitflax.program import Program
-from fitflax.session import Session, adapt_on, make_feeder
+from fitflax.session import Session
 from fitflax.step import Keep, Streams, Task
 from fitflax.triggers import Trigger
 from fitflax.triggers import every as make_every
@@ -124,7 +125,7 @@ class TrainLoop:
         make_task = functools.partial(_make_task, FunctionModel(init, apply), strategy, arguments.streams_of("TrainLoop", rngs), mutable)
         session = Session(make_task, strategy, int(seed))
         session.compile(optimizer, arguments.optimizer_of(optimizer), Objective(loss), pad=True, numerics=Numerics())
-        source = session.adapt(data, call="TrainLoop", selection=Selection(None, None), batch_size=batch_size, shuffle=shuffle)
+        source = session.intake.adapt(data, call="TrainLoop", selection=Selection(None, None), batch_size=batch_size, shuffle=shuffle)
         saver = session.make_saver()
         try:
             saved = None if restore_from is None else _newest_in(Path(restore_from), session, saver)
@@ -321,7 +322,7 @@ class EvalLoop:
         adapt(data.data if isinstance(data, Shard) else data, seed=0, **options)  # Its errors come now.
 
         def evaluation_on(strategy: Strategy) -> Evaluation:
-            source = adapt_on(strategy, data, seed=0, call="EvalLoop", **options)
+            source = Intake(strategy, 0).adapt(data, call="EvalLoop", is_kept=False, **options)
             feeds = make_feeder(strategy, pad=True).evaluations(source, name, steps)
             return Evaluation(Program(make_task(strategy=strategy)), source, feeds, steps=steps, name=name)
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -19,27 +18,21 @@ from fitflax.checkpoints.saved import Saved
 from fitflax.checkpoints.saving import NICENESS_ON_HOST, Saver
 from fitflax.checkpoints.trees import refit
 from fitflax.data import Position, Source
-from fitflax.data.adapt import adapt, takes_batch_size
-from fitflax.data.batch import Triple
-from fitflax.data.feeds import Feeder
-from fitflax.data.shards import Shard, agree_on_shares, part_of_batch_size
 from fitflax.data.streams import OneShotSource
-from fitflax.errors import FitflaxError, FitflaxWarning, NotReadyError, OptimizerError, RestoreError
+from fitflax.errors import FitflaxWarning, NotReadyError, OptimizerError, RestoreError
+from fitflax.intake import Intake, make_feeder
 from fitflax.live import LiveState
 from fitflax.loop import Run
 from fitflax.loss_scale import LossScaled, scaled_state, with_loss_scale
-from fitflax.model import LinenModel
 from fitflax.numerics import Numerics, start_average
 from fitflax.objective import Objective
 from fitflax.parallel import Strategy
-from fitflax.parallel.processes import exchange
 from fitflax.preflight import check_places
 from fitflax.program import Program
-from fitflax.state import Batch, InferenceState, TrainState
+from fitflax.state import Batch, InferenceState, TrainState, shapes_of
 from fitflax.step import Task, state_faults
-from fitflax.tabulation import describe_costs, describe_model, describe_sharding, for_each_replica
 
-__all__ = ["Session", "adapt_on", "make_feeder"]
+__all__ = ["Session"]
 
 MakeTask = Callable[[Objective, optax.GradientTransformationExtraArgs | None, Numerics], Task]
 
@@ -57,6 +50,7 @@ class Session:
         self._make_task = make_task
         self.strategy = strategy
         self.seed = seed
+        self.intake = Intake(strategy, seed)
         self.feeder = make_feeder(strategy, pad=True)
         self.run_id = secrets.token_hex(8)
         self.stop_reason: str | None = None
@@ -74,7 +68,6 @@ class Session:
         self._given_optimizer: Any = None
         self._program: Program | None = None
         self.last_run: Run | None = None
-        self._one_shots: list[OneShotSource] = []
         # A restored optimizer state, until compile() says what it is of.
         self._unplaced: tuple[Any, Saved] | None = None
         # Where a state came from that was restored without knowing the module's own; the first batch shows whether it fits.
@@ -96,6 +89,20 @@ class Session:
         if self._optimizer is None or self._program is None:
             raise NotReadyError(f"{what} needs to know what to minimize. Call compile(optimizer, loss, metrics) first.")
         return self._program
+
+    def need_trainable(self, what: str) -> Program:
+        """Returns the program.
+
+        Raises:
+            NotReadyError: Before `compile`.
+            OptimizerError: The state is an `InferenceState`.
+        """
+        if self.is_serving:
+            raise OptimizerError(
+                f"{what} needs the optimizer's state, and the trainer has an InferenceState. restore(path) goes on with a training, restore(path, "
+                "weights_only=True) begins another with its parameters."
+            )
+        return self.need_compiled(what)
 
     def need_state(self, what: str) -> LiveState:
         """Returns the live state.
@@ -234,7 +241,7 @@ class Session:
 
     def build(self, batch: Batch) -> None:
         """Initializes the state from the shapes of a batch."""
-        self.sample = _shapes(batch)
+        self.sample = shapes_of(batch)
         program, key = self.need_compiled("build"), jax.random.key(self.seed)
         check_places(program, program.abstract_state(key, batch))
         with self._making_room():
@@ -292,7 +299,7 @@ class Session:
         self._exchange(restored)
         self.is_serving = False
         if batch is not None:
-            self._built_from = _shapes(batch)
+            self._built_from = shapes_of(batch)
         self._unchecked = str(saved.path) if target is None else None
         self._unplaced = None if afresh or optimizer is not None else (saved.train["opt_state"], saved)
         if afresh and optimizer is not None:
@@ -388,12 +395,12 @@ class Session:
             raise
 
     def check_restored(self, batch: Batch) -> None:
-        """Checks a state that was restored without knowing the module's own, once there is a batch; it takes the module's own containers.
+        """Notes a batch's shapes, and checks a state that was restored without knowing the module's own; it takes the module's own containers.
 
         Raises:
             RestoreError: It does not fit the module.
         """
-        self.sample = _shapes(batch)
+        self.sample = shapes_of(batch)
         if self._unchecked is None:
             return
         live = self.need_state("restore")
@@ -416,54 +423,15 @@ class Session:
             live.replace(moved, int(moved.step))
         self._built_from, self._unchecked = self.sample, None
 
-    def describe(self, sample: Batch | None, *, memory: bool, sharding: bool) -> str:
-        """Returns the model as a table and what it costs, for the shapes of a batch, by default those of the last one.
-
-        Args:
-            sample: The batch.
-            memory: Whether the training step is compiled for a batch like it, for what is said of its memory.
-            sharding: Whether it is said where each array lies.
+    def state_or_shapes(self, batch: Batch) -> TrainState:
+        """Returns the live state, borrowed, where it is known to fit the module; else the shapes of what such a batch would initialize.
 
         Raises:
-            NotReadyError: There has been no batch yet; `memory` before `compile`.
             ModelError: The module does not run on it.
         """
-        shapes = self.sample if sample is None else _shapes(sample)
-        if shapes is None:
-            raise NotReadyError("summary() needs the shapes of a batch, and there has been none yet. Pass summary(sample=x).")
-        program = self.need_trainable("summary(memory=True)") if memory else self.any_program()
-        # A share of a batch that has fewer rows than there are devices would have none.
-        whole = for_each_replica(shapes, self.strategy)
-        is_known = self.live is not None and self._unchecked is None  # What a restored state without a batch looks like may not last.
-        state = self.need_state("summary").borrow() if is_known else program.abstract_state(jax.random.key(self.seed), whole)
-        assert isinstance(program.task.model, LinenModel)
-        optimizer = None if program.task.custom_step else self._optimizer
-        table = describe_model(program.task.model, self.strategy, program.task.streams.init, state, shapes, optimizer)
-        taken = program.memory() if sample is None else None
-        if memory and taken is None:
-            if sample is None:
-                raise NotReadyError("summary(memory=True) compiles a training step for the shapes of a batch. Pass summary(sample=(x, y), memory=True).")
-            batcher = self.strategy.batcher(compare=None, accumulate_steps=program.task.numerics.accumulate_steps)
-            batch = batcher(Triple(*jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), (sample.x, sample.y, sample.weights)))).batch
-            steps = None if self.steps_per_call == 1 else self.steps_per_call
-            program.prepare(state, batch, train=True, steps_per_call=steps)
-            taken = program.memory()
-        lines = [table, *describe_costs(program.forward_flops(state, whole), taken)]
-        return "\n".join(lines + (["", *describe_sharding(self.strategy, self.strategy.abstract_state(state))] if sharding else []))
-
-    def need_trainable(self, what: str) -> Program:
-        """Returns the program.
-
-        Raises:
-            NotReadyError: Before `compile`.
-            OptimizerError: The state is an `InferenceState`.
-        """
-        if self.is_serving:
-            raise OptimizerError(
-                f"{what} needs the optimizer's state, and the trainer has an InferenceState. restore(path) goes on with a training, restore(path, "
-                "weights_only=True) begins another with its parameters."
-            )
-        return self.need_compiled(what)
+        if self.live is not None and self._unchecked is None:  # What a restored state without a batch looks like may not last.
+            return self.live.borrow()
+        return self.any_program().abstract_state(jax.random.key(self.seed), batch)
 
     def serve(self, state: InferenceState) -> None:
         """Puts a state without an optimizer in place of the live one, on the devices.
@@ -495,94 +463,12 @@ class Session:
 
     # -- runs --
 
-    def adapt(self, data: Any, *targets: Any, is_kept: bool = True, **options: Any) -> Source:
-        """Returns the source of data that a user gave, as `adapt_on` does.
-
-        Args:
-            data: As in `adapt_on`.
-            *targets: As in `data.adapt`.
-            is_kept: Whether an iterator is to be known again when it comes once more.
-            **options: As in `data.adapt`.
-
-        Raises:
-            ConfigError, DataError: As in `data.adapt`.
-        """
-        return adapt_on(self.strategy, data, *targets, seed=self.seed, known=self._known if is_kept else lambda source: source, **options)
-
-    def agreed(self, source: Source) -> Source:
-        """Returns a source of which the processes know each other's parts; all of them must call it."""
-        return _agreed(source, self.strategy, "fit: a part of the data")
-
-    def _known(self, source: Source) -> Source:
-        """Returns the source that an earlier call made of the same iterator, which may hold a batch that was looked at and not used."""
-        if not isinstance(source, OneShotSource):
-            return source
-        for earlier in self._one_shots:
-            if earlier.iterator is source.iterator:
-                return earlier
-        self._one_shots = [*self._one_shots[-7:], source]  # A few: a trainer that is given many iterators must not keep them all.
-        return source
-
     def next_position(self, source: Source) -> Position:
         """Returns where the passes over the data go on: a new run begins a new pass, an iterator goes on where it is."""
         if isinstance(source, OneShotSource):
             return Position(examples=source.taken)
         last = Position() if self.last_run is None else self.last_run.progress.position
         return Position(last.passes + (last.examples > 0))
-
-
-def make_feeder(strategy: Strategy, *, pad: bool, accumulate_steps: int = 1) -> Feeder:
-    """Returns what makes feeds for some devices; `pad` and `accumulate_steps` are those of `Feeder`."""
-    return Feeder(strategy.batcher, pad=pad, accumulate_steps=accumulate_steps, make_part=strategy.part_batcher, exchange=exchange)
-
-
-def adapt_on(
-    strategy: Strategy,
-    data: Any,
-    *targets: Any,
-    seed: int,
-    call: str,
-    batch_size: int | None = None,
-    known: Callable[[Source], Source] = lambda source: source,
-    **options: Any,
-) -> Source:
-    """Returns the source of data that a user gave, of which the processes know each other's parts; all of them must call it.
-
-    Args:
-        strategy: Where its batches go.
-        data: As in `data.adapt`, or a `Shard` of it.
-        *targets: As in `data.adapt`.
-        seed: What the order of examples follows from.
-        call: What it is for, in words; the same in all processes.
-        batch_size: As in `data.adapt`; of a shard, over all processes.
-        known: Returns the source to take in place of a new one.
-        **options: As in `data.adapt`.
-
-    Raises:
-        ConfigError, DataError: As in `data.adapt`.
-    """
-    is_shard, (index, parts) = isinstance(data, Shard), strategy.part
-    data = data.data if is_shard else data
-    if is_shard and parts > 1:
-        seed = int(np.random.SeedSequence([seed, index]).generate_state(1)[0])  # Or all shards would be shuffled alike.
-        if takes_batch_size(data):
-            batch_size = part_of_batch_size(batch_size, parts)
-    try:
-        source = known(adapt(data, *targets, batch_size=batch_size, seed=seed, **options))
-    except FitflaxError as error:
-        if strategy.num_processes > 1:
-            agree_on_shares(None, strategy.part, 0, functools.partial(exchange, topic=call), is_shard=is_shard, failure=error)
-        raise
-    source.is_shard = is_shard
-    return _agreed(source, strategy, call)
-
-
-def _agreed(source: Source, strategy: Strategy, call: str) -> Source:
-    source.shares = None
-    if strategy.num_processes > 1:
-        tell = functools.partial(exchange, topic=call)
-        source.shares = agree_on_shares(source, strategy.part, jax.process_index(), tell, is_shard=source.is_shard)
-    return source
 
 
 def _only(state: TrainState, **parts: Any) -> TrainState:
@@ -592,9 +478,3 @@ def _only(state: TrainState, **parts: Any) -> TrainState:
 
 def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
-
-def _shapes(batch: Batch) -> Batch:
-    """Returns the shapes of the parts of a batch that the module is called with."""
-    x, mask = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (batch.x, batch.mask))
-    return Batch(x, (), mask)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from fitflax.axes import AxisNames
 from fitflax.errors import ConfigError, OptimizerError, RestoreError
 
-__all__ = ["Batch", "InferenceState", "PyTree", "TrainState", "arrays_of"]
+__all__ = ["Batch", "InferenceState", "PyTree", "TrainState", "arrays_of", "shapes_of"]
 
 PyTree = Any
 
@@ -230,3 +230,9 @@ class Batch(NamedTuple):
         if type(x) is np.ndarray and type(y) is np.ndarray and weights is None:  # Asked at each step.
             return int(x.nbytes + y.nbytes)
         return sum(leaf.nbytes for leaf in jax.tree.leaves((x, y, weights)))
+
+
+def shapes_of(batch: Batch) -> Batch:
+    """Returns the shapes of the parts of a batch that the module is called with."""
+    x, mask = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (batch.x, batch.mask))
+    return Batch(x, (), mask)

@@ -5,17 +5,56 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+from fitflax.data.batch import Triple
+from fitflax.errors import NotReadyError
 from fitflax.groups import parameter_groups
 from fitflax.model import LinenModel
 from fitflax.optimizers import get_learning_rates
 from fitflax.parallel import Strategy
 from fitflax.program import PASSES
-from fitflax.state import Batch, PyTree, TrainState
+from fitflax.session import Session
+from fitflax.state import Batch, PyTree, TrainState, shapes_of
 from fitflax.step import split_key
 
-__all__ = ["describe_costs", "describe_model", "describe_sharding", "describe_size", "for_each_replica"]
+__all__ = ["describe"]
+
+
+def describe(session: Session, sample: Batch | None, *, memory: bool, sharding: bool) -> str:
+    """Returns a session's model as a table and what it costs, for the shapes of a batch, by default those of the last one.
+
+    Args:
+        session: The session.
+        sample: The batch.
+        memory: Whether the training step is compiled for a batch like it, for what is said of its memory.
+        sharding: Whether it is said where each array lies.
+
+    Raises:
+        NotReadyError: There has been no batch yet; `memory` before `compile`.
+        ModelError: The module does not run on it.
+    """
+    shapes, strategy = session.sample if sample is None else shapes_of(sample), session.strategy
+    if shapes is None:
+        raise NotReadyError("summary() needs the shapes of a batch, and there has been none yet. Pass summary(sample=x).")
+    program = session.need_trainable("summary(memory=True)") if memory else session.any_program()
+    task = program.task
+    # A share of a batch that has fewer rows than there are devices would have none.
+    whole = for_each_replica(shapes, strategy)
+    state = session.state_or_shapes(whole)
+    assert isinstance(task.model, LinenModel)
+    table = describe_model(task.model, strategy, task.streams.init, state, shapes, None if task.custom_step else task.optimizer)
+    taken = program.memory() if sample is None else None
+    if memory and taken is None:
+        if sample is None:
+            raise NotReadyError("summary(memory=True) compiles a training step for the shapes of a batch. Pass summary(sample=(x, y), memory=True).")
+        batcher = strategy.batcher(compare=None, accumulate_steps=task.numerics.accumulate_steps)
+        batch = batcher(Triple(*jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), (sample.x, sample.y, sample.weights)))).batch
+        program.prepare(state, batch, train=True, steps_per_call=None if session.steps_per_call == 1 else session.steps_per_call)
+        taken = program.memory()
+    lines = [table, *describe_costs(program.forward_flops(state, whole), taken)]
+    return "\n".join(lines + (["", *describe_sharding(strategy, strategy.abstract_state(state))] if sharding else []))
 
 
 def describe_size(tree: PyTree) -> str:

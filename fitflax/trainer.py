@@ -51,6 +51,7 @@ from fitflax.session import Session
 from fitflax.signals import Interruption
 from fitflax.state import Batch, InferenceState, PyTree, TrainState
 from fitflax.step import Task
+from fitflax.tabulation import describe
 from fitflax.time_spent import TimeSpent
 from fitflax.triggers import Trigger
 from fitflax.triggers import every as make_every
@@ -340,7 +341,7 @@ class Trainer:
             ShardingError: The state does not fit the mesh.
         """
         batch = None if sample is None else Batcher(num_shards=1)(self._selection.split(arguments.zeros(sample), inputs_only=not memory)).batch
-        print(self._session.describe(batch, memory=memory, sharding=sharding), file=file)
+        print(describe(self._session, batch, memory=memory, sharding=sharding), file=file)
 
     def replace_state(self, state: TrainState | InferenceState) -> None:
         """Puts another state in place of the newest one; its arrays are copied.
@@ -405,7 +406,7 @@ class Trainer:
     # -- data --
 
     def _adapt(self, call: str, data: Any, *arguments: Any, **options: Any) -> Source:
-        return self._session.adapt(data, *arguments, call=call, selection=self._selection, **options)
+        return self._session.intake.adapt(data, *arguments, call=call, selection=self._selection, **options)
 
     # -- training --
 
@@ -486,7 +487,7 @@ class Trainer:
             steps, epochs, validation_steps, validation_freq, resume = trial, initial_epoch + 1, None, 1, None
         source = self._adapt("fit", data, y, sample_weight, batch_size=batch_size, shuffle=shuffle and not few, drop_remainder=drop_remainder)
         source, validation_data = self._hold_out(source, validation_data, validation_split, validation_batch_size)
-        source = self._session.agreed(FirstBatches(source, few)) if few else source
+        source = session.intake.agreed(FirstBatches(source, few)) if few else source
         sets = arguments.validation_sets(validation_data, self._selection)
         arguments.check_end(source, steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch, validates=bool(sets))
         hooks, self._history, note = arguments.callback_list(callbacks, verbose, trial=trial)
@@ -565,7 +566,7 @@ class Trainer:
         parts = source.divide(split, batch_size)
         for part in parts:
             part.is_shard = source.is_shard
-            session.agreed(part)
+            session.intake.agreed(part)
         return parts
 
     def _validation_loop(

@@ -27,7 +27,10 @@ LAYERS = (
     },
     {"checkpoints"},
     {"callbacks"},
-    {"signals", "arguments", "groups", "tabulation", "agreement", "evaluation", "plan", "loop", "session", "preparation", "modular"},
+    {
+        *("signals", "arguments", "groups", "intake", "agreement", "evaluation", "plan", "loop"),
+        *("session", "tabulation", "preparation", "modular"),
+    },
     {"diagnostics", "exporting"},
     {"trainer"},
     {"__init__", "__main__", "sklearn"},
