@@ -1,4 +1,4 @@
-"""What several processes of a run must decide alike, at the same step: whether it is to stop, and what time it is.
+"""What several processes of a run must have alike as it begins, and decide alike, at the same step: whether it is to stop, and what time it is.
 
 A step is made by all of them or by none, so that nothing that differs between them (a clock, a callback of one alone) may decide by itself. They agree
 without a word where they can, and seldom where they must:
@@ -10,19 +10,24 @@ without a word where they can, and seldom where they must:
   as a single process would; otherwise at the next step of the kind above.
 """
 
+import dataclasses
 import itertools
 import json
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from typing_extensions import override
 
+from fitflax.data.batch import fingerprint
+from fitflax.errors import ReplicaError
 from fitflax.parallel.board import Board
 from fitflax.parallel.processes import exchange
+from fitflax.state import TrainState
 
-__all__ = ["Agreement", "Together"]
+__all__ = ["Agreement", "Together", "check_alike", "summary_of"]
 
 # How often process 0 is listened to; for each 500 processes a second more, which all ask the one coordinator.
 _INTERVAL_SECONDS = 1.0
@@ -31,6 +36,8 @@ _PROCESSES_A_SECOND = 500
 _PATIENCE_SECONDS = 1.5
 _LOOK_SECONDS = 0.02
 _YES, _NO = b"yes", b"no"
+# Elements of arrays by which processes see that they begin alike.
+_SMALL_SIZE = 2**12
 
 # Of runs, the same in all processes; and up to which process 0 has removed their messages.
 _numbers = itertools.count()
@@ -188,3 +195,32 @@ class Together(Agreement):
                 return self._board.settle(f"verdicts/{step}", _NO) == _YES
             time.sleep(_LOOK_SECONDS)
         return self._board.settle(f"verdicts/{step}", _YES) == _YES
+
+
+def summary_of(state: TrainState) -> str:
+    """Returns what tells a state from others: its structure, shapes and small arrays, as a number."""
+    leaves = jax.tree.leaves(dataclasses.replace(state, key=()))  # type: ignore[arg-type]
+    whole = [leaf.addressable_data(0) for leaf in leaves if leaf.is_fully_replicated and leaf.size <= _SMALL_SIZE]
+    shapes = [(leaf.shape, leaf.dtype.name) for leaf in leaves]
+    return f"{zlib.crc32(f'{len(leaves)} {shapes}'.encode()):08x} {fingerprint(whole):08x}"
+
+
+def check_alike(what: str, here: Mapping[str, Any]) -> None:
+    """Checks that all processes have the same; all of them must call it.
+
+    Args:
+        what: What of a process it is, for the error: "is set", "begins with".
+        here: What this process has, by name.
+
+    Raises:
+        ReplicaError: They have not.
+    """
+    every = exchange(dict(here), "the beginning of a run")
+    faults = [
+        f"{name} is {every[0].get(name)} in process 0 and {other.get(name)} in process {process}"
+        for process, other in enumerate(every)
+        for name in sorted(every[0].keys() | other.keys())
+        if other.get(name) != every[0].get(name)
+    ]
+    if faults:
+        raise ReplicaError(f"The processes must do the same, but what each {what} differs: {'; '.join(faults[:5])}. Give all the same, callbacks included.")

@@ -4,23 +4,22 @@ import contextlib
 import dataclasses
 import functools
 import warnings
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
-from fitflax.agreement import Agreement, Together
+from fitflax.agreement import Agreement, Together, check_alike, summary_of
 from fitflax.callbacks.callback_list import CallbackList
 from fitflax.checkpoints.resume import check_settings, fit_to
 from fitflax.checkpoints.saved import Saved
 from fitflax.checkpoints.saving import Saver
 from fitflax.checkpoints.trees import from_saved
 from fitflax.data import FedBatch, Feed, Source
-from fitflax.data.batch import fingerprint
 from fitflax.data.randomness import undisturbed
 from fitflax.data.shards import own_position
-from fitflax.errors import ConfigError, DataError, FitflaxWarning, ReplicaError, RestoreError
+from fitflax.errors import ConfigError, DataError, FitflaxWarning, RestoreError
+from fitflax.evaluation import Evaluation
 from fitflax.logs import StepValues
 from fitflax.loop import Run
 from fitflax.parallel.board import Board
@@ -30,16 +29,13 @@ from fitflax.preflight import check_activations, check_in_memory, check_places
 from fitflax.program import Program
 from fitflax.session import Session
 from fitflax.signals import Interruption
-from fitflax.state import TrainState
 from fitflax.step import NOTHING, Keep
 from fitflax.time_spent import TimeSpent
 
-__all__ = ["make_feed", "prepare_run", "settings_of", "start_progress", "trained_aside"]
+__all__ = ["make_evaluation", "make_feed", "prepare_run", "settings_of", "start_progress", "trained_aside"]
 
 # Of the time of single steps: less is gained by groups than they cost in memory and in how often anybody can look.
 _WORTH_GROUPING = 0.95
-# Elements of arrays by which processes see that they begin alike.
-_SMALL_SIZE = 2**12
 
 
 def settings_of(session: Session, source: Source, steps_per_epoch: int | None) -> dict[str, Any]:
@@ -75,6 +71,25 @@ def make_feed(session: Session, source: Source, class_weight: Mapping[int, float
     if saved is not None:
         feed.load_state_dict(from_saved(saved.run.get("data", {}), root="run/data", key_impls=saved.metadata["key_impls"]))
     return feed
+
+
+def make_evaluation(session: Session, source: Source, *, steps: int | None, name: str, **options: Any) -> Evaluation:
+    """Returns an evaluation of a session's task over data.
+
+    Args:
+        session: What is evaluated.
+        source: The data.
+        steps: Batches of an evaluation; `None` for all.
+        name: The group of its metrics.
+        **options: `callbacks` and `interruption`, as of `Evaluation`.
+
+    Raises:
+        ConfigError: The data never ends, and there are no `steps`.
+        NotReadyError: Before `compile`.
+    """
+    program = session.need_compiled("evaluate")
+    feeds = session.feeder.evaluations(source, name, steps, exact=lambda: program.loss_is_scalar)
+    return Evaluation(program, source, feeds, steps=steps, name=name, pad=session.pad, check=session.check_restored, **options)
 
 
 @contextlib.contextmanager
@@ -161,7 +176,7 @@ def prepare_run(
     program = session.need_compiled("fit")
     _warn_of_own_run(session)
     if session.strategy.num_processes > 1:
-        _check_alike("is set", _settings_in_words(session, source, plan, callbacks, validation))
+        check_alike("is set", _settings_in_words(session, source, plan, callbacks, validation))
     if program.task.custom_step is not None:
         plan = dataclasses.replace(plan, keep=plan.keep._replace(norm=None))  # A gradient there may be, but nobody knows of it.
     # The first batch is looked at, then trained on.
@@ -196,7 +211,7 @@ def prepare_run(
         check_in_memory(program, source, live.borrow(), fed.batch, pad=session.pad, train=True)
         before = {} if saved is None else _before(session, program, saved)
     if session.strategy.num_processes > 1:
-        _check_alike("begins with", {"the state": _summary_of(live.borrow())})
+        check_alike("begins with", {"the state": summary_of(live.borrow())})
     steps_per_call = _choose_steps_per_call(session, program, fed, saved, plan.keep)
     session.last_run = Run(
         program,
@@ -223,31 +238,6 @@ def _settings_in_words(session: Session, source: Source, plan: RunPlan, callback
     settings["validation"] = None if validation is None else [[loop.name for loop in validation.loops], validation.frequency]
     settings |= {} if callbacks is None else callbacks.alike
     return {name: repr(value) for name, value in settings.items()}
-
-
-def _summary_of(state: TrainState) -> str:
-    """Returns what tells a state from others: its structure, shapes and small arrays, as a number."""
-    leaves = jax.tree.leaves(dataclasses.replace(state, key=()))  # type: ignore[arg-type]
-    whole = [leaf.addressable_data(0) for leaf in leaves if leaf.is_fully_replicated and leaf.size <= _SMALL_SIZE]
-    shapes = [(leaf.shape, leaf.dtype.name) for leaf in leaves]
-    return f"{zlib.crc32(f'{len(leaves)} {shapes}'.encode()):08x} {fingerprint(whole):08x}"
-
-
-def _check_alike(what: str, here: Mapping[str, Any]) -> None:
-    """Checks that all processes have the same; all of them must call it.
-
-    Raises:
-        ReplicaError: They have not.
-    """
-    every = exchange(dict(here), "the beginning of a run")
-    faults = [
-        f"{name} is {every[0].get(name)} in process 0 and {other.get(name)} in process {process}"
-        for process, other in enumerate(every)
-        for name in sorted(every[0].keys() | other.keys())
-        if other.get(name) != every[0].get(name)
-    ]
-    if faults:
-        raise ReplicaError(f"The processes must do the same, but what each {what} differs: {'; '.join(faults[:5])}. Give all the same, callbacks included.")
 
 
 def _warn_of_own_run(session: Session) -> None:

@@ -5,7 +5,6 @@ import copy
 import dataclasses
 import functools
 import os
-import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -17,36 +16,31 @@ from flax.core.scope import DenyList
 
 import fitflax.arguments as arguments
 import fitflax.optimizers as optimizers
-from fitflax.callbacks import Callback, ModelCheckpoint
+from fitflax.callbacks import Callback
 from fitflax.callbacks.callback_list import CallbackList
 from fitflax.callbacks.history import History
 from fitflax.checkpoints.by_path import load_checkpoint, save_checkpoint
-from fitflax.checkpoints.closing import load_closing_row
 from fitflax.checkpoints.partial import RestoreReport
-from fitflax.checkpoints.resume import find_resume
-from fitflax.checkpoints.saved import FOR_INFERENCE, WHOLE, Saved
-from fitflax.checkpoints.trees import from_saved
+from fitflax.checkpoints.saved import FOR_INFERENCE, WHOLE
 from fitflax.data import Batcher, Source
 from fitflax.data.adapt import takes_batch_size
 from fitflax.data.batch import Selection, Triple
 from fitflax.data.first import FirstBatches
-from fitflax.data.indexed import IndexedSource
-from fitflax.data.shards import Shard, part_of_batch_size
+from fitflax.data.shards import Shard
 from fitflax.diagnostics import LearningRateCurve, NanReport
 from fitflax.diagnostics.nan_hunt import WATCHED, hunt_nan, last_finite
 from fitflax.diagnostics.rate_finder import find_learning_rate
-from fitflax.errors import CheckpointError, ConfigError, FitflaxWarning, NotReadyError, OptimizerError
+from fitflax.errors import ConfigError, NotReadyError, OptimizerError
 from fitflax.evaluation import Evaluation, predict, predict_iter
 from fitflax.exporting import export_inference
-from fitflax.logs import Logs
-from fitflax.loop import Run
+from fitflax.fitting import find_saved, hold_out, params_of, run_with_callbacks
 from fitflax.model import TRANSIENT, adapt_module, mutable_filter
 from fitflax.modular import EvalLoop, TrainLoop
 from fitflax.numerics import Numerics
 from fitflax.objective import Objective
-from fitflax.parallel import Strategy, processes
+from fitflax.parallel import Strategy
 from fitflax.plan import RunPlan, Validation
-from fitflax.preparation import make_feed, prepare_run, settings_of, start_progress, trained_aside
+from fitflax.preparation import make_evaluation, make_feed, prepare_run, settings_of, start_progress, trained_aside
 from fitflax.session import Session
 from fitflax.signals import Interruption
 from fitflax.state import Batch, InferenceState, PyTree, TrainState
@@ -486,7 +480,7 @@ class Trainer:
         if trial:
             steps, epochs, validation_steps, validation_freq, resume = trial, initial_epoch + 1, None, 1, None
         source = self._adapt("fit", data, y, sample_weight, batch_size=batch_size, shuffle=shuffle and not few, drop_remainder=drop_remainder)
-        source, validation_data = self._hold_out(source, validation_data, validation_split, validation_batch_size)
+        source, validation_data = hold_out(session, source, validation_data, validation_split, validation_batch_size)
         source = session.intake.agreed(FirstBatches(source, few)) if few else source
         sets = arguments.validation_sets(validation_data, self._selection)
         arguments.check_end(source, steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch, validates=bool(sets))
@@ -495,7 +489,7 @@ class Trainer:
         session.clear_stop()
         with session.make_saver() as saver, Interruption() as interruption:
             hooks.enter_run(saver)
-            saved = self._find_resume(resume, hooks)
+            saved = find_saved(session, resume, hooks)
             options = {"batch_size": validation_batch_size or batch_size or source.all_batch_size, "steps": validation_steps, "at_most": trial or None}
             loops = [self._validation_loop(name, one, hooks, interruption, **options) for name, one in sets.items()]
             validation = Validation(loops, arguments.validation_frequency(validation_freq))
@@ -517,57 +511,11 @@ class Trainer:
                 for evaluate in validation.loops:
                     evaluate.prepare(session.need_state("fit").borrow())
             arguments.check_log_keys(session.need_compiled("fit").kinds, tuple(sets))
-            known = {"log_every": log_every, "note": note or session.choice, **self._params(source, sets, settings, trial, steps_per_epoch)}
-            self._run(run, hooks, known, saved, interruption)
+            known = params_of(session, self._model, source, sets, settings, trial=trial, steps_per_epoch=steps_per_epoch)
+            known |= {"log_every": log_every, "note": note or session.choice}
+            run_with_callbacks(session, self, run, hooks, known, saved=saved, interruption=interruption)
         interruption.leave()
         return self._history
-
-    def _params(self, source: Source, sets: Iterable[str], settings: Mapping[str, Any], trial: int, steps_per_epoch: int | None) -> dict[str, Any]:
-        """Returns what callbacks are told of the data and the run."""
-        steps = min(filter(None, (trial, steps_per_epoch or source.all_batches)), default=None)
-        known = {"steps": steps, "num_examples": source.all_examples, "model_flops": self._session.need_compiled("fit").model_flops}
-        return {**known, "validation_sets": tuple(sets), "hyperparameters": self._hyperparameters(settings)}
-
-    def _hyperparameters(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what a run may be told apart by from others, as numbers, booleans and strings."""
-        fields = {field.name: getattr(self._model, field.name, None) for field in dataclasses.fields(self._model) if field.name not in ("parent", "name")}
-        model = {f"model/{name}": value for name, value in fields.items() if isinstance(value, bool | int | float | str)}
-        known = {key: value for key, value in settings.items() if value is not None}
-        return {**known, **self._session.described, "model": type(self._model).__name__, **model}
-
-    def _find_resume(self, resume: Any, hooks: CallbackList) -> Saved | None:
-        stores = [callback.store for callback in hooks if isinstance(callback, ModelCheckpoint)]
-        if self._session.strategy.num_processes > 1:
-            saved = processes.after_first(lambda: find_resume(resume, stores))
-            steps = processes.exchange(None if saved is None else saved.metadata.get("step"), "what to resume")
-            if len(set(steps)) > 1:
-                found = dict(enumerate(steps))
-                raise CheckpointError(f"The processes do not find the same checkpoint to go on from, steps by process: {found}. They must share the directory.")
-        else:
-            saved = find_resume(resume, stores)
-        if saved is None and resume == "auto":
-            # A run that died before its first checkpoint is begun again under its own name, so that its other directories are still its own.
-            self._session.run_id = stores[0].run_id() or self._session.run_id
-        return saved
-
-    def _hold_out(self, source: Source, validation_data: Any, split: float, batch_size: int | None) -> tuple[Source, Any]:
-        """Returns what to train on, and what to validate on, which may be a part that is held out."""
-        if not split:
-            return source, validation_data
-        if validation_data is not None:
-            raise ConfigError("validation_split and validation_data are both given; one of them says what to validate on.")
-        if not 0 < split < 1:
-            raise ConfigError(f"validation_split must lie between 0 and 1. Received: {split!r}.")
-        if not isinstance(source, IndexedSource):
-            raise ConfigError("validation_split can only be taken from in-memory arrays. Pass validation_data.")
-        session = self._session
-        if source.is_shard and batch_size is not None:
-            batch_size = part_of_batch_size(batch_size, session.strategy.part[1])
-        parts = source.divide(split, batch_size)
-        for part in parts:
-            part.is_shard = source.is_shard
-            session.intake.agreed(part)
-        return parts
 
     def _validation_loop(
         self, name: str, data: Any, hooks: CallbackList, interruption: Interruption, *, batch_size: int | None, steps: int | None, at_most: int | None
@@ -576,60 +524,7 @@ class Trainer:
         source = self._adapt(f"validation on {name!r}", data, shuffle=False, name=f"validation_data {name!r}", **size)
         if at_most is not None:
             steps = min(at_most, source.all_batches or at_most)
-        return self._make_evaluation(source, steps=steps, name=name, callbacks=hooks, interruption=interruption)
-
-    def _make_evaluation(self, source: Source, *, steps: int | None, name: str, **options: Any) -> Evaluation:
-        program = self._session.need_compiled("evaluate")
-        feeds = self._session.feeder.evaluations(source, name, steps, exact=lambda: program.loss_is_scalar)
-        check = self._session.check_restored
-        return Evaluation(program, source, feeds, steps=steps, name=name, pad=self._session.pad, check=check, **options)
-
-    def _run(self, run: Run, hooks: CallbackList, params: Mapping[str, Any], saved: Saved | None, interruption: Interruption) -> None:
-        """Makes a run with its callbacks, from `on_train_begin` to `on_train_end`, which always comes."""
-        resumed_step = None if saved is None else run.step
-        known = {
-            "epochs": run.plan.end_epoch,
-            "first_epoch": run.progress.epoch,
-            "resumed_step": resumed_step,
-            "time_spent": run.spent,
-            "is_done": run.has_nothing_to_do,
-        }
-        hooks.bind(self, {**params, **known})
-        hooks.spent = run.spent
-        hooks.leaves_at_once = lambda: interruption.leaves_at_once
-        hooks.open_run(self._session.run_id, run.step)
-        hooks.start_schedules(run.seconds)
-        try:
-            hooks.call("on_train_begin", {})
-            if saved is not None:
-                self._load_callbacks(hooks, saved, run)
-            hooks.state_dict(run.seconds)  # Callbacks whose states would overwrite each other are an error now, not at the first save.
-            for checkpoint in run:
-                hooks.on_checkpoint(checkpoint, run.due)
-            if interruption.requested is not None:
-                self._session.stop(f"interrupted by {interruption.requested.name}")
-        finally:
-            with contextlib.ExitStack() as stack:  # Backwards: `on_train_end` comes last, and whatever happens.
-                stack.callback(hooks.finish, run.epoch_logs)
-                stack.callback(run.close)
-
-    def _load_callbacks(self, hooks: CallbackList, saved: Saved, run: Run) -> None:
-        states = from_saved(saved.run, key_impls=saved.metadata["key_impls"])
-        new, missing = hooks.load_state_dict(states, run.seconds)
-        for key in new:
-            warnings.warn(f"Callback {key} is new: the run in {saved.path} did not have it, so it begins afresh.", FitflaxWarning, stacklevel=2)
-        for key in missing:
-            warnings.warn(f"Callback {key} is missing: the run in {saved.path} had it, and its state is not used.", FitflaxWarning, stacklevel=2)
-        row = load_closing_row(saved.path)
-        if not run.has_nothing_to_do:
-            for callback in hooks:
-                callback.drop_closing()
-        elif row is not None:
-            logs = Logs(extra=row["logs"])
-            logs.earlier = row["earlier"]
-            run.skip_closing(logs)
-            for callback in hooks:
-                callback.load_closing(run.step, row["epoch"], logs)
+        return make_evaluation(self._session, source, steps=steps, name=name, callbacks=hooks, interruption=interruption)
 
     # -- evaluating and predicting --
 
@@ -677,7 +572,7 @@ class Trainer:
         self, data: Any, y: Any, sample_weight: Any, *, steps: int | None, batch_size: int | None, name: str, hooks: CallbackList | None = None
     ) -> Evaluation:
         source = self._adapt("evaluate", data, y, sample_weight, batch_size=batch_size, shuffle=False)
-        return self._make_evaluation(source, steps=steps, name=name, callbacks=hooks)
+        return make_evaluation(self._session, source, steps=steps, name=name, callbacks=hooks)
 
     def predict(
         self, data: Any, *, steps: int | None = None, batch_size: int | None = None, callbacks: Iterable[Callback] | None = (), verbose: int | str = 0

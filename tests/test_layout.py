@@ -29,7 +29,7 @@ LAYERS = (
     {"callbacks"},
     {
         *("signals", "arguments", "groups", "intake", "agreement", "evaluation", "plan", "loop"),
-        *("session", "tabulation", "preparation", "modular"),
+        *("session", "tabulation", "preparation", "fitting", "modular"),
     },
     {"diagnostics", "exporting"},
     {"trainer"},

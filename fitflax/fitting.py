@@ -1,0 +1,175 @@
+"""What `fit` does around a run: the part of the data that is held out, the checkpoint to go on from, and the callbacks from beginning to end."""
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flax import linen as nn
+
+from fitflax.callbacks import ModelCheckpoint, TrainerView
+from fitflax.callbacks.callback_list import CallbackList
+from fitflax.checkpoints.closing import load_closing_row
+from fitflax.checkpoints.resume import find_resume
+from fitflax.checkpoints.saved import Saved
+from fitflax.checkpoints.trees import from_saved
+from fitflax.data import Source
+from fitflax.data.indexed import IndexedSource
+from fitflax.data.shards import part_of_batch_size
+from fitflax.errors import CheckpointError, ConfigError, FitflaxWarning
+from fitflax.logs import Logs
+from fitflax.loop import Run
+from fitflax.parallel import processes
+from fitflax.session import Session
+from fitflax.signals import Interruption
+
+__all__ = ["find_saved", "hold_out", "params_of", "run_with_callbacks"]
+
+
+def hold_out(session: Session, source: Source, validation_data: Any, split: float, batch_size: int | None) -> tuple[Source, Any]:
+    """Returns what to train on, and what to validate on, which may be a part that is held out.
+
+    Args:
+        session: Whose data it is.
+        source: All the data.
+        validation_data: As given to `fit`.
+        split: The share to hold out, or 0.
+        batch_size: Of the part that is held out, over all processes.
+
+    Raises:
+        ConfigError: Both are given; `split` is no share; the data cannot be divided.
+    """
+    if not split:
+        return source, validation_data
+    if validation_data is not None:
+        raise ConfigError("validation_split and validation_data are both given; one of them says what to validate on.")
+    if not 0 < split < 1:
+        raise ConfigError(f"validation_split must lie between 0 and 1. Received: {split!r}.")
+    if not isinstance(source, IndexedSource):
+        raise ConfigError("validation_split can only be taken from in-memory arrays. Pass validation_data.")
+    if source.is_shard and batch_size is not None:
+        batch_size = part_of_batch_size(batch_size, session.strategy.part[1])
+    parts = source.divide(split, batch_size)
+    for part in parts:
+        part.is_shard = source.is_shard
+        session.intake.agreed(part)
+    return parts
+
+
+def find_saved(session: Session, resume: Any, hooks: CallbackList) -> Saved | None:
+    """Returns the checkpoint to go on from, the same in all processes; `None` where a run is to begin.
+
+    Args:
+        session: Whose run it is.
+        resume: As given to `fit`.
+        hooks: The callbacks, one of which may save the run.
+
+    Raises:
+        ConfigError: `resume` makes no sense, or it is not clear where to look.
+        CheckpointError: There is no checkpoint that could be taken, or the processes find different ones.
+    """
+    stores = [callback.store for callback in hooks if isinstance(callback, ModelCheckpoint)]
+    if session.strategy.num_processes > 1:
+        saved = processes.after_first(lambda: find_resume(resume, stores))
+        steps = processes.exchange(None if saved is None else saved.metadata.get("step"), "what to resume")
+        if len(set(steps)) > 1:
+            found = dict(enumerate(steps))
+            raise CheckpointError(f"The processes do not find the same checkpoint to go on from, steps by process: {found}. They must share the directory.")
+    else:
+        saved = find_resume(resume, stores)
+    if saved is None and resume == "auto":
+        # A run that died before its first checkpoint is begun again under its own name, so that its other directories are still its own.
+        session.run_id = stores[0].run_id() or session.run_id
+    return saved
+
+
+def params_of(
+    session: Session, model: nn.Module, source: Source, sets: Iterable[str], settings: Mapping[str, Any], *, trial: int, steps_per_epoch: int | None
+) -> dict[str, Any]:
+    """Returns what callbacks are told of the data and the run.
+
+    Args:
+        session: Whose run it is.
+        model: The user's module.
+        source: What is trained on.
+        sets: The names of what is validated on.
+        settings: What the order of examples and the numbers follow from.
+        trial: How many batches are tried; 0 for a run in earnest.
+        steps_per_epoch: As given to `fit`.
+    """
+    return {
+        "steps": min(filter(None, (trial, steps_per_epoch or source.all_batches)), default=None),
+        "num_examples": source.all_examples,
+        "model_flops": session.need_compiled("fit").model_flops,
+        "validation_sets": tuple(sets),
+        "hyperparameters": _hyperparameters(session, model, settings),
+    }
+
+
+def _hyperparameters(session: Session, model: nn.Module, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a run may be told apart by from others, as numbers, booleans and strings."""
+    fields = {field.name: getattr(model, field.name, None) for field in dataclasses.fields(model) if field.name not in ("parent", "name")}
+    own = {f"model/{name}": value for name, value in fields.items() if isinstance(value, bool | int | float | str)}
+    known = {key: value for key, value in settings.items() if value is not None}
+    return {**known, **session.described, "model": type(model).__name__, **own}
+
+
+def run_with_callbacks(
+    session: Session, trainer: TrainerView, run: Run, hooks: CallbackList, params: Mapping[str, Any], *, saved: Saved | None, interruption: Interruption
+) -> None:
+    """Makes a run with its callbacks, from `on_train_begin` to `on_train_end`, which always comes.
+
+    Args:
+        session: Whose run it is.
+        trainer: What callbacks know as their trainer.
+        run: The run, ready to go.
+        hooks: The callbacks.
+        params: What they are told of the data and the run.
+        saved: The checkpoint that the run goes on from.
+        interruption: Which signals end it.
+    """
+    known = {
+        "epochs": run.plan.end_epoch,
+        "first_epoch": run.progress.epoch,
+        "resumed_step": None if saved is None else run.step,
+        "time_spent": run.spent,
+        "is_done": run.has_nothing_to_do,
+    }
+    hooks.bind(trainer, {**params, **known})
+    hooks.spent = run.spent
+    hooks.leaves_at_once = lambda: interruption.leaves_at_once
+    hooks.open_run(session.run_id, run.step)
+    hooks.start_schedules(run.seconds)
+    try:
+        hooks.call("on_train_begin", {})
+        if saved is not None:
+            _load_callbacks(hooks, saved, run)
+        hooks.state_dict(run.seconds)  # Callbacks whose states would overwrite each other are an error now, not at the first save.
+        for checkpoint in run:
+            hooks.on_checkpoint(checkpoint, run.due)
+        if interruption.requested is not None:
+            session.stop(f"interrupted by {interruption.requested.name}")
+    finally:
+        with contextlib.ExitStack() as stack:  # Backwards: `on_train_end` comes last, and whatever happens.
+            stack.callback(hooks.finish, run.epoch_logs)
+            stack.callback(run.close)
+
+
+def _load_callbacks(hooks: CallbackList, saved: Saved, run: Run) -> None:
+    states = from_saved(saved.run, key_impls=saved.metadata["key_impls"])
+    new, missing = hooks.load_state_dict(states, run.seconds)
+    for key in new:
+        warnings.warn(f"Callback {key} is new: the run in {saved.path} did not have it, so it begins afresh.", FitflaxWarning, stacklevel=2)
+    for key in missing:
+        warnings.warn(f"Callback {key} is missing: the run in {saved.path} had it, and its state is not used.", FitflaxWarning, stacklevel=2)
+    row = load_closing_row(saved.path)
+    if not run.has_nothing_to_do:
+        for callback in hooks:
+            callback.drop_closing()
+    elif row is not None:
+        logs = Logs(extra=row["logs"])
+        logs.earlier = row["earlier"]
+        run.skip_closing(logs)
+        for callback in hooks:
+            callback.load_closing(run.step, row["epoch"], logs)
