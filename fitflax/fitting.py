@@ -21,6 +21,7 @@ from fitflax.errors import CheckpointError, ConfigError, FitflaxWarning
 from fitflax.logs import Logs
 from fitflax.loop import Run
 from fitflax.parallel import processes
+from fitflax.plan import RunPlan
 from fitflax.session import Session
 from fitflax.signals import Interruption
 
@@ -84,9 +85,7 @@ def find_saved(session: Session, resume: Any, hooks: CallbackList) -> Saved | No
     return saved
 
 
-def params_of(
-    session: Session, model: nn.Module, source: Source, sets: Iterable[str], settings: Mapping[str, Any], *, trial: int, steps_per_epoch: int | None
-) -> dict[str, Any]:
+def params_of(session: Session, model: nn.Module, source: Source, sets: Iterable[str], plan: RunPlan, *, trial: int) -> dict[str, Any]:
     """Returns what callbacks are told of the data and the run.
 
     Args:
@@ -94,16 +93,15 @@ def params_of(
         model: The user's module.
         source: What is trained on.
         sets: The names of what is validated on.
-        settings: What the order of examples and the numbers follow from.
+        plan: What the run is to do.
         trial: How many batches are tried; 0 for a run in earnest.
-        steps_per_epoch: As given to `fit`.
     """
     return {
-        "steps": min(filter(None, (trial, steps_per_epoch or source.all_batches)), default=None),
+        "steps": min(filter(None, (trial, plan.steps_per_epoch or source.all_batches)), default=None),
         "num_examples": source.all_examples,
         "model_flops": session.need_compiled("fit").model_flops,
         "validation_sets": tuple(sets),
-        "hyperparameters": _hyperparameters(session, model, settings),
+        "hyperparameters": _hyperparameters(session, model, plan.info["settings"]),
     }
 
 

@@ -511,8 +511,7 @@ class Trainer:
                 for evaluate in validation.loops:
                     evaluate.prepare(session.need_state("fit").borrow())
             arguments.check_log_keys(session.need_compiled("fit").kinds, tuple(sets))
-            known = params_of(session, self._model, source, sets, settings, trial=trial, steps_per_epoch=steps_per_epoch)
-            known |= {"log_every": log_every, "note": note or session.choice}
+            known = {"log_every": log_every, "note": note or session.choice, **params_of(session, self._model, source, sets, plan, trial=trial)}
             run_with_callbacks(session, self, run, hooks, known, saved=saved, interruption=interruption)
         interruption.leave()
         return self._history
