@@ -39,9 +39,9 @@ import orbax.checkpoint as ocp
 import fitflax
 from fitflax.checkpoints.contents import read_metadata, read_state, write_checkpoint
 from fitflax.checkpoints.trees import host_copy, restore_tree, to_plain
-from fitflax.live import LiveState
 from fitflax.parallel import DataParallel
 from fitflax.state import TrainState
+from fitflax.steps.live import LiveState
 
 LIMITS = {"save": 0.85, "restore": 0.7}
 MAX_EXTRA_MB = 64

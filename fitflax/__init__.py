@@ -13,9 +13,9 @@ from fitflax import callbacks, checkpoints, data, diagnostics, errors, losses, m
 from fitflax.callbacks.history import History
 from fitflax.callbacks.serial import serial
 from fitflax.checkpoints.checkpoint import Checkpoint, Summary
-from fitflax.compilation import enable_compilation_cache
-from fitflax.modular import EvalLoop, TrainLoop
+from fitflax.loops.modular import EvalLoop, TrainLoop
 from fitflax.state import InferenceState, TrainState
+from fitflax.steps.compilation import enable_compilation_cache
 from fitflax.trainer import Trainer
 from fitflax.triggers import at, every, first
 

@@ -12,9 +12,9 @@ import numpy as np
 from jax import export as jax_export
 
 from fitflax.errors import ConfigError, ModelError
-from fitflax.model import describe_shapes
-from fitflax.program import Program
 from fitflax.state import Batch, PyTree, TrainState
+from fitflax.steps.model import describe_shapes
+from fitflax.steps.program import Program
 
 __all__ = ["export_inference"]
 

@@ -14,7 +14,7 @@ import optax
 from flax import linen as nn
 from flax.core.scope import DenyList
 
-import fitflax.arguments as arguments
+import fitflax.loops.arguments as arguments
 import fitflax.optimizers as optimizers
 from fitflax.callbacks import Callback
 from fitflax.callbacks.callback_list import CallbackList
@@ -31,21 +31,21 @@ from fitflax.diagnostics import LearningRateCurve, NanReport
 from fitflax.diagnostics.nan_hunt import WATCHED, hunt_nan, last_finite
 from fitflax.diagnostics.rate_finder import find_learning_rate
 from fitflax.errors import ConfigError, NotReadyError, OptimizerError
-from fitflax.evaluation import Evaluation, predict, predict_iter
 from fitflax.exporting import export_inference
-from fitflax.fitting import find_saved, hold_out, params_of, run_with_callbacks
-from fitflax.model import TRANSIENT, adapt_module, mutable_filter
-from fitflax.modular import EvalLoop, TrainLoop
-from fitflax.numerics import Numerics
-from fitflax.objective import Objective
+from fitflax.loops.evaluation import Evaluation, predict, predict_iter
+from fitflax.loops.fitting import find_saved, hold_out, params_of, run_with_callbacks
+from fitflax.loops.modular import EvalLoop, TrainLoop
+from fitflax.loops.plan import RunPlan, Validation
+from fitflax.loops.preparation import make_evaluation, make_feed, prepare_run, settings_of, start_progress, trained_aside
+from fitflax.loops.session import Session
+from fitflax.loops.signals import Interruption
+from fitflax.loops.tabulation import describe
 from fitflax.parallel import Strategy
-from fitflax.plan import RunPlan, Validation
-from fitflax.preparation import make_evaluation, make_feed, prepare_run, settings_of, start_progress, trained_aside
-from fitflax.session import Session
-from fitflax.signals import Interruption
 from fitflax.state import Batch, InferenceState, PyTree, TrainState
-from fitflax.step import Task
-from fitflax.tabulation import describe
+from fitflax.steps.model import TRANSIENT, adapt_module, mutable_filter
+from fitflax.steps.numerics import Numerics
+from fitflax.steps.objective import Objective
+from fitflax.steps.task import Task
 from fitflax.time_spent import TimeSpent
 from fitflax.triggers import Trigger
 from fitflax.triggers import every as make_every

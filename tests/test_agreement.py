@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-import fitflax.agreement as module
-from fitflax.agreement import Agreement, Together
+import fitflax.loops.agreement as module
+from fitflax.loops.agreement import Agreement, Together
 
 SECONDS = 20
 

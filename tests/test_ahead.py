@@ -12,9 +12,9 @@ import pytest
 
 import fitflax
 from fitflax.callbacks import LambdaCallback
-from fitflax.compilation import AheadOfTime, Compilation
 from fitflax.errors import ModelError
 from fitflax.parallel import DataParallel, Sharded
+from fitflax.steps.compilation import AheadOfTime, Compilation
 
 
 class Counting(nn.Module):
@@ -45,7 +45,7 @@ def test_each_program_is_compiled_once_and_the_step_is_traced_once(num_devices, 
 
 def test_nothing_waits_for_initialization_to_be_compiled_before_the_step_is(devices, monkeypatch):
     events: list[str] = []
-    compile_it, lower_it = jax.stages.Lowered.compile, fitflax.compiled.CompiledSteps.lower
+    compile_it, lower_it = jax.stages.Lowered.compile, fitflax.steps.compiled.CompiledSteps.lower
     may_compile = threading.Event()
 
     def late(lowered: Any, *arguments: Any, **options: Any) -> Any:
@@ -60,7 +60,7 @@ def test_nothing_waits_for_initialization_to_be_compiled_before_the_step_is(devi
         return result
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", late)
-    monkeypatch.setattr(fitflax.compiled.CompiledSteps, "lower", noting)
+    monkeypatch.setattr(fitflax.steps.compiled.CompiledSteps, "lower", noting)
     for strategy in (DataParallel(devices(1)), DataParallel(devices(2)), Sharded({"data": 4}, fsdp=True, fsdp_min_size=0, devices=devices(4))):
         may_compile.clear()
         trainer = fitflax.Trainer(nn.Dense(4), parallel=strategy)

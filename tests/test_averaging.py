@@ -14,8 +14,8 @@ import fitflax
 from fitflax.callbacks import BestCheckpoint, LambdaCallback, ModelCheckpoint
 from fitflax.checkpoints import CheckpointStore
 from fitflax.errors import ConfigError, RestoreError
-from fitflax.numerics import Numerics, start_average
 from fitflax.parallel import DataParallel
+from fitflax.steps.numerics import Numerics, start_average
 from tests.run_script import differences, rows_of, state_of
 
 Devices = Callable[[int], list[jax.Device]]

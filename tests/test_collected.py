@@ -18,10 +18,10 @@ from flax import struct
 
 import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, ProgressBar, SummaryLogger
-from fitflax.collected import Collected
 from fitflax.errors import MetricError, MonitorError, NotReadyError, RestoreError
 from fitflax.metrics import AUC, Metric
 from fitflax.parallel import DataParallel
+from fitflax.steps.collected import Collected
 from tests.run_script import at, differences, directory_of, leaves_of, state_of
 
 RNG = np.random.default_rng(3)

@@ -17,10 +17,10 @@ from flax import linen as nn
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 import fitflax
-from fitflax.compilation import CompiledShapes
 from fitflax.errors import ConfigError, FitflaxWarning
 from fitflax.parallel import DataParallel
 from fitflax.state import Batch
+from fitflax.steps.compilation import CompiledShapes
 
 OPTIONS = {
     "jax_compilation_cache_dir": None,

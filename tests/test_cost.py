@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from fitflax.cost import Cost, cost_of, peak_flops
 from fitflax.parallel import DataParallel
+from fitflax.steps.cost import Cost, cost_of, peak_flops
 
 
 def flops(fn, *arguments):

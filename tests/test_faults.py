@@ -20,7 +20,7 @@ from fitflax import EvalLoop, TrainLoop, every, first, serial
 from fitflax.callbacks import BestCheckpoint, CSVLogger, LambdaCallback, ModelCheckpoint, ProgressBar, SummaryLogger, TensorBoard
 from fitflax.checkpoints import CheckpointStore
 from fitflax.errors import CallbackError, CorruptCheckpointError, DataError, FitflaxWarning
-from fitflax.loop import Run
+from fitflax.loops.run import Run
 from fitflax.parallel import DataParallel, check_replicas
 from fitflax.triggers import Moment, Schedule
 from tests.run_script import leaves_of

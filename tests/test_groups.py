@@ -10,11 +10,11 @@ from flax import linen as nn
 
 import fitflax
 from fitflax.callbacks import Callback, CSVLogger, LambdaCallback, ModelCheckpoint, TerminateOnNaN
-from fitflax.compiled import CompiledSteps
 from fitflax.data.batch import in_one_piece
 from fitflax.errors import ConfigError, FitflaxWarning
 from fitflax.parallel import DataParallel
-from fitflax.program import Program
+from fitflax.steps.compiled import CompiledSteps
+from fitflax.steps.program import Program
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((44, 5)).astype(np.float32)
@@ -115,7 +115,7 @@ def test_a_group_ends_where_a_trigger_fires_and_where_the_epoch_does():
 @pytest.mark.slow
 def test_the_arrays_of_each_group_are_read_in_one_piece(options, monkeypatch):
     found = []
-    monkeypatch.setattr("fitflax.program.in_one_piece", lambda group: found.append((len(group), in_one_piece(group))) or found[-1][1])
+    monkeypatch.setattr("fitflax.steps.program.in_one_piece", lambda group: found.append((len(group), in_one_piece(group))) or found[-1][1])
     # 22 batches a pass. Sixteen at a time would be read otherwise, which groups of three lie across.
     make_trainer(3).fit(X, Y, batch_size=2, steps=20, verbose=0, **options)
     assert sum(count for count, _ in found) == 20 and all(whole is not None and len(whole.x) == 2 * count for count, whole in found)
@@ -255,7 +255,7 @@ def test_auto_really_measures_and_leaves_the_state_as_it_was():
 
 def test_large_batches_are_not_tried_in_groups(monkeypatch):
     monkeypatch.setattr(Program, "time_steps", lambda self, state, fed, size, keep: pytest.fail("measured"))
-    monkeypatch.setattr("fitflax.program._GROUP_BYTES", 100)
+    monkeypatch.setattr("fitflax.steps.program._GROUP_BYTES", 100)
     make_trainer("auto").fit(X, Y, batch_size=8, steps=2, verbose=0)
 
 

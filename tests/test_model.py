@@ -9,8 +9,8 @@ from flax.core.scope import DenyList, in_filter
 
 import fitflax
 from fitflax.errors import ConfigError, ModelError
-from fitflax.model import adapt_module, describe_shapes, mutable_filter
 from fitflax.parallel import DataParallel
+from fitflax.steps.model import adapt_module, describe_shapes, mutable_filter
 
 X = np.ones((4, 1), np.float32)
 

@@ -10,8 +10,8 @@ from flax import linen as nn
 import fitflax
 from fitflax import metrics
 from fitflax.errors import ConfigError, DataError, LossError, MetricError
-from fitflax.objective import Objective, output_names
 from fitflax.parallel import DataParallel
+from fitflax.steps.objective import Objective, output_names
 
 ONES, ZEROS = jnp.ones((4, 3)), jnp.zeros((4, 3))
 Pair = collections.namedtuple("Pair", ["mean", "scale"])

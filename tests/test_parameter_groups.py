@@ -13,7 +13,7 @@ import fitflax
 from fitflax import optimizers
 from fitflax.callbacks import TensorBoard
 from fitflax.errors import OptimizerError
-from fitflax.groups import Group, parameter_groups
+from fitflax.steps.groups import Group, parameter_groups
 from tests.callbacks.test_tensorboard import shown
 
 X, Y = np.ones((8, 4), np.float32), np.zeros(8, np.int32)

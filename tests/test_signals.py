@@ -20,8 +20,8 @@ import fitflax
 from fitflax.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
 from fitflax.checkpoints import CheckpointStore
 from fitflax.errors import FitflaxWarning
+from fitflax.loops.signals import Interruption
 from fitflax.parallel import DataParallel
-from fitflax.signals import Interruption
 from tests import run_script
 from tests.run_script import TRAIN, Network, at, differences, directory_of, make_trainer, state_of, steps_in
 

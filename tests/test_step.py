@@ -15,7 +15,7 @@ from fitflax import metrics
 from fitflax.errors import FitflaxError, LossError, MetricError, ModelError
 from fitflax.parallel import DataParallel
 from fitflax.state import Batch, TrainState
-from fitflax.step import split_key
+from fitflax.steps.task import split_key
 from tests.order_metric import Digits
 
 Devices = Callable[[int], list[jax.Device]]

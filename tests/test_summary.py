@@ -13,8 +13,8 @@ from flax import linen as nn
 
 import fitflax
 from fitflax.errors import DataError, ModelError, NotReadyError
+from fitflax.loops.tabulation import describe_costs, describe_size
 from fitflax.parallel import DataParallel
-from fitflax.tabulation import describe_costs, describe_size
 
 X = np.zeros((8, 4), np.float32)
 Y = np.zeros((8, 3), np.float32)

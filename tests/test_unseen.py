@@ -50,7 +50,7 @@ def test_they_come_to_the_same_bits_as_those_that_a_callback_looks_at() -> None:
 
 @pytest.mark.slow
 def test_a_callback_that_may_skip_batches_sees_some_and_the_last_of_each_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fitflax.loop._UNSEEN_SECONDS", 1000.0)
+    monkeypatch.setattr("fitflax.loops.run._UNSEEN_SECONDS", 1000.0)
 
     class Seen(Callback):
         may_skip_batches = True
@@ -70,7 +70,7 @@ def test_a_callback_that_may_skip_batches_sees_some_and_the_last_of_each_epoch(m
     seen = Seen()
     train([seen])
     assert seen.calls == [("begin", 0), ("end", 4)] * 4 + [("begin", 0), ("end", 2)]
-    monkeypatch.setattr("fitflax.loop._UNSEEN_SECONDS", 0.0)
+    monkeypatch.setattr("fitflax.loops.run._UNSEEN_SECONDS", 0.0)
     seen.calls.clear()
     train([seen], steps=3)
     assert [batch for call, batch in seen.calls if call == "end"] == [0, 1, 2]
@@ -106,7 +106,7 @@ def test_an_error_between_two_of_them_saves_the_steps_before_and_the_run_goes_on
 
 def test_it_is_asked_after_each_of_them_once_whether_all_processes_are_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr("fitflax.signals.Interruption.check", lambda self, step: asked.append(step))
+    monkeypatch.setattr("fitflax.loops.signals.Interruption.check", lambda self, step: asked.append(step))
     train()
     assert asked == [*range(1, STEPS + 1)]
 

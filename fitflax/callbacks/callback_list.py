@@ -19,7 +19,7 @@ from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.checkpoints.saving import Saver
 from fitflax.errors import CallbackError, FitflaxWarning, did_you_mean
 from fitflax.logs import Logs
-from fitflax.step import Keep
+from fitflax.steps.task import Keep
 from fitflax.time_spent import TimeSpent
 from fitflax.triggers import Moment, Schedule
 

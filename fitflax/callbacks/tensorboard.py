@@ -18,11 +18,11 @@ from fitflax.callbacks.event_files import EventFiles, Write, trim
 from fitflax.callbacks.media import check_images, flatten_sown, write_logged, write_sown
 from fitflax.callbacks.summaries import TRAIN, describe_environment, hyperparameter_summaries, write_histogram
 from fitflax.checkpoints.checkpoint import Checkpoint
-from fitflax.cost import peak_flops as peak_flops_of
 from fitflax.errors import CallbackError, FitflaxWarning, NotReadyError
 from fitflax.logs import Logs
 from fitflax.optimizers import ONLY_RATE
 from fitflax.state import PyTree
+from fitflax.steps.cost import peak_flops as peak_flops_of
 from fitflax.triggers import Schedule, Trigger
 from fitflax.triggers import every as make_every
 

@@ -17,13 +17,13 @@ from fitflax.checkpoints.point import Point, Timer
 from fitflax.checkpoints.saving import Saver
 from fitflax.checkpoints.trees import Plain, host_copy, only_split, to_plain, unpack
 from fitflax.errors import ConfigError, NotReadyError
-from fitflax.live import LiveState
 from fitflax.logs import Kind, Logs, StepValues
 from fitflax.optimizers import get_learning_rates
 from fitflax.parallel import Strategy
 from fitflax.parallel.packed import Packed
 from fitflax.state import PyTree, TrainState
-from fitflax.step import NOTHING, Keep, Kept
+from fitflax.steps.live import LiveState
+from fitflax.steps.task import NOTHING, Keep, Kept
 
 __all__ = ["Checkpoint", "Summary"]
 

@@ -16,10 +16,10 @@ from fitflax.checkpoints.store import CheckpointStore
 from fitflax.data import Feed
 from fitflax.diagnostics.origins import Origin, find_origins
 from fitflax.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
-from fitflax.program import Program
-from fitflax.session import Session
+from fitflax.loops.session import Session
 from fitflax.state import Batch, PyTree, TrainState
-from fitflax.step import Keep
+from fitflax.steps.program import Program
+from fitflax.steps.task import Keep
 
 __all__ = ["WATCHED", "NanReport", "hunt_nan", "last_finite"]
 

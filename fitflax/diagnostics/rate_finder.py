@@ -8,9 +8,9 @@ import numpy as np
 
 from fitflax.data import Feed
 from fitflax.errors import DataError, FitflaxError
+from fitflax.loops.session import Session
 from fitflax.optimizers import set_learning_rate
-from fitflax.session import Session
-from fitflax.step import NOTHING
+from fitflax.steps.task import NOTHING
 
 __all__ = ["LearningRateCurve", "find_learning_rate"]
 

@@ -12,7 +12,7 @@ import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint
 from fitflax.checkpoints import CheckpointStore
 from fitflax.errors import CallbackError, MonitorError
-from fitflax.loop import Run
+from fitflax.loops.run import Run
 from tests.run_script import differences, directory_of, make_trainer, state_of, steps_in
 
 X, Y = np.linspace(0, 1, 80, dtype=np.float32).reshape(20, 4), np.arange(20, dtype=np.int32) % 3  # 5 batches of 4

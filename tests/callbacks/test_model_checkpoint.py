@@ -13,7 +13,7 @@ import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, LambdaCallback, ModelCheckpoint
 from fitflax.checkpoints import CheckpointStore, directories
 from fitflax.errors import CallbackError, CheckpointError, DirectoryInUseError
-from fitflax.loop import Run
+from fitflax.loops.run import Run
 from tests.run_script import make_trainer, steps_in
 
 X, Y = np.linspace(0, 1, 80, dtype=np.float32).reshape(20, 4), np.zeros(20, np.int32)  # 5 batches of 4

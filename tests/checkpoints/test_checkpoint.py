@@ -12,7 +12,7 @@ import fitflax
 from fitflax.checkpoints import CheckpointStore
 from fitflax.checkpoints.save_run import save_run
 from fitflax.errors import NotReadyError
-from fitflax.loop import Run
+from fitflax.loops.run import Run
 from fitflax.parallel import DataParallel
 from tests.run_script import TRAIN, VALID, Network, leaves_of, make_trainer, state_of
 

@@ -273,7 +273,7 @@ def test_no_device_holds_the_whole_state_while_it_is_made():
     program, strategy = session.need_compiled("test"), session.strategy
     lowered = program._steps.lower(
         "init",
-        fitflax.live.Carry.of(program.abstract_state(jax.random.key(0), session.sample)),
+        fitflax.steps.live.Carry.of(program.abstract_state(jax.random.key(0), session.sample)),
         strategy.abstract_put(jax.random.key(0)),
         strategy.abstract_feed(session.sample),
     )

@@ -15,17 +15,17 @@ import jax.numpy as jnp
 import optax
 from flax.errors import InvalidRngError
 
-import fitflax.accumulation as accumulation
-import fitflax.loss_scale as loss_scale
+import fitflax.steps.accumulation as accumulation
+import fitflax.steps.loss_scale as loss_scale
 from fitflax.errors import LossError, MetricError, ModelError
 from fitflax.metrics import Mean, Metric, weighted_sums
-from fitflax.model import RNG_HINT, Model, describe_shapes
-from fitflax.numerics import Numerics, start_average
-from fitflax.objective import Objective
 from fitflax.parallel import Strategy
 from fitflax.state import Batch, PyTree, TrainState
-from fitflax.sums import EvalSums, TotalLoss, TrainSums, as_vector, rows_of, summed
-from fitflax.suspects import Suspects, find_suspects, named_suspects
+from fitflax.steps.model import RNG_HINT, Model, describe_shapes
+from fitflax.steps.numerics import Numerics, start_average
+from fitflax.steps.objective import Objective
+from fitflax.steps.sums import EvalSums, TotalLoss, TrainSums, as_vector, rows_of, summed
+from fitflax.steps.suspects import Suspects, find_suspects, named_suspects
 
 __all__ = ["NOTHING", "SCALAR", "ComputeLoss", "Keep", "Kept", "Streams", "Task", "TrainStep", "split_key"]
 

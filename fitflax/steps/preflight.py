@@ -9,8 +9,8 @@ from fitflax.data import Source
 from fitflax.data.arrays import ArraySource
 from fitflax.data.batch import leaf_paths
 from fitflax.errors import FitflaxWarning
-from fitflax.program import Program, scalar_loss_error
 from fitflax.state import Batch, TrainState
+from fitflax.steps.program import Program, scalar_loss_error
 
 __all__ = ["check_activations", "check_in_memory", "check_places"]
 

@@ -20,17 +20,17 @@ from fitflax.checkpoints.trees import refit
 from fitflax.data import Position, Source
 from fitflax.data.streams import OneShotSource
 from fitflax.errors import FitflaxWarning, NotReadyError, OptimizerError, RestoreError
-from fitflax.intake import Intake, make_feeder
-from fitflax.live import LiveState
-from fitflax.loop import Run
-from fitflax.loss_scale import LossScaled, scaled_state, with_loss_scale
-from fitflax.numerics import Numerics, start_average
-from fitflax.objective import Objective
+from fitflax.loops.intake import Intake, make_feeder
+from fitflax.loops.run import Run
 from fitflax.parallel import Strategy
-from fitflax.preflight import check_places
-from fitflax.program import Program
 from fitflax.state import Batch, InferenceState, TrainState, shapes_of
-from fitflax.step import Task, state_faults
+from fitflax.steps.live import LiveState
+from fitflax.steps.loss_scale import LossScaled, scaled_state, with_loss_scale
+from fitflax.steps.numerics import Numerics, start_average
+from fitflax.steps.objective import Objective
+from fitflax.steps.preflight import check_places
+from fitflax.steps.program import Program
+from fitflax.steps.task import Task, state_faults
 
 __all__ = ["Session"]
 

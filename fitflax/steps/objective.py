@@ -20,8 +20,8 @@ from fitflax.errors import ConfigError, DataError, FitflaxError, LossError, Metr
 from fitflax.losses.registry import takes_labels, takes_logits
 from fitflax.metrics import Metric
 from fitflax.metrics.clu import CluMetric, adapt_clu, is_clu
-from fitflax.model import describe_shapes
 from fitflax.state import PyTree
+from fitflax.steps.model import describe_shapes
 
 __all__ = ["MetricEntry", "Objective"]
 

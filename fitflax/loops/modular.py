@@ -14,7 +14,7 @@ import optax
 from flax import linen as nn
 from flax.core.scope import DenyList
 
-import fitflax.arguments as arguments
+import fitflax.loops.arguments as arguments
 from fitflax.checkpoints.by_path import is_checkpoint, load_checkpoint
 from fitflax.checkpoints.checkpoint import Checkpoint, Summary
 from fitflax.checkpoints.lock import holder_of
@@ -26,17 +26,17 @@ from fitflax.data import Source, adapt
 from fitflax.data.batch import Selection, Triple
 from fitflax.data.shards import Shard
 from fitflax.errors import ConfigError
-from fitflax.evaluation import Evaluation
-from fitflax.intake import Intake, make_feeder
-from fitflax.model import TRANSIENT, FunctionModel, mutable_filter
-from fitflax.numerics import Numerics
-from fitflax.objective import Objective
+from fitflax.loops.evaluation import Evaluation
+from fitflax.loops.intake import Intake, make_feeder
+from fitflax.loops.plan import RunPlan
+from fitflax.loops.preparation import make_feed, prepare_run, settings_of, start_progress
+from fitflax.loops.session import Session
 from fitflax.parallel import Strategy
-from fitflax.plan import RunPlan
-from fitflax.preparation import make_feed, prepare_run, settings_of, start_progress
-from fitflax.program import Program
-from fitflax.session import Session
-from fitflax.step import Keep, Streams, Task
+from fitflax.steps.model import TRANSIENT, FunctionModel, mutable_filter
+from fitflax.steps.numerics import Numerics
+from fitflax.steps.objective import Objective
+from fitflax.steps.program import Program
+from fitflax.steps.task import Keep, Streams, Task
 from fitflax.triggers import Trigger
 from fitflax.triggers import every as make_every
 

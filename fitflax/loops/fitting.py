@@ -19,11 +19,11 @@ from fitflax.data.indexed import IndexedSource
 from fitflax.data.shards import part_of_batch_size
 from fitflax.errors import CheckpointError, ConfigError, FitflaxWarning
 from fitflax.logs import Logs
-from fitflax.loop import Run
+from fitflax.loops.plan import RunPlan
+from fitflax.loops.run import Run
+from fitflax.loops.session import Session
+from fitflax.loops.signals import Interruption
 from fitflax.parallel import processes
-from fitflax.plan import RunPlan
-from fitflax.session import Session
-from fitflax.signals import Interruption
 
 __all__ = ["find_saved", "hold_out", "params_of", "run_with_callbacks"]
 

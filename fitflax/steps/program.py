@@ -13,22 +13,22 @@ from typing import Any, NamedTuple, cast
 import jax
 import numpy as np
 
-from fitflax.activations import last_activations
-from fitflax.collected import Collected
-from fitflax.compilation import Compilation, CompiledShapes
-from fitflax.compiled import CompiledSteps
-from fitflax.cost import Cost, cost_of
 from fitflax.data import FedBatch
 from fitflax.data.batch import in_one_piece
 from fitflax.errors import LossError, MetricError, ModelError, NotReadyError
-from fitflax.live import Carry, Sums
 from fitflax.logs import NUM_STEP_VALUES, Kind, Place, StepValues, Values
 from fitflax.metrics import Metric, metric_direction
-from fitflax.model import describe_shapes
 from fitflax.parallel.packed import Form
 from fitflax.state import Batch, PyTree, TrainState
-from fitflax.step import NOTHING, SCALAR, Keep, Kept, Task
-from fitflax.sums import EvalSums, TrainSums, collects, summed
+from fitflax.steps.activations import last_activations
+from fitflax.steps.collected import Collected
+from fitflax.steps.compilation import Compilation, CompiledShapes
+from fitflax.steps.compiled import CompiledSteps
+from fitflax.steps.cost import Cost, cost_of
+from fitflax.steps.live import Carry, Sums
+from fitflax.steps.model import describe_shapes
+from fitflax.steps.sums import EvalSums, TrainSums, collects, summed
+from fitflax.steps.task import NOTHING, SCALAR, Keep, Kept, Task
 
 __all__ = ["PASSES", "Program", "Trained", "scalar_loss_error"]
 

@@ -17,12 +17,12 @@ from fitflax.data.arrays import ArraySource
 from fitflax.data.indexed import IndexedSource
 from fitflax.data.randomness import undisturbed
 from fitflax.errors import DataError, FitflaxWarning
-from fitflax.live import Carry, Sums
 from fitflax.logs import Kind, Logs, Values
-from fitflax.preflight import check_in_memory
-from fitflax.program import Program
-from fitflax.signals import Interruption
+from fitflax.loops.signals import Interruption
 from fitflax.state import Batch, PyTree, TrainState
+from fitflax.steps.live import Carry, Sums
+from fitflax.steps.preflight import check_in_memory
+from fitflax.steps.program import Program
 
 __all__ = ["Evaluation", "Interrupted", "predict", "predict_iter"]
 

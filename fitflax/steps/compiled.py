@@ -10,12 +10,12 @@ import jax
 import numpy as np
 from jax import lax
 
-from fitflax.compilation import AheadOfTime, Compilation
-from fitflax.live import Carry, Sums
 from fitflax.parallel.base import Compiled, Layout, Places
 from fitflax.parallel.packed import Form
 from fitflax.state import Batch, PyTree, TrainState
-from fitflax.step import NOTHING, Keep, Task
+from fitflax.steps.compilation import AheadOfTime, Compilation
+from fitflax.steps.live import Carry, Sums
+from fitflax.steps.task import NOTHING, Keep, Task
 
 __all__ = ["CompiledSteps"]
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from fitflax.agreement import Agreement, Together, check_alike, summary_of
 from fitflax.callbacks.callback_list import CallbackList
 from fitflax.checkpoints.resume import check_settings, fit_to
 from fitflax.checkpoints.saved import Saved
@@ -19,17 +18,18 @@ from fitflax.data import FedBatch, Feed, Source
 from fitflax.data.randomness import undisturbed
 from fitflax.data.shards import own_position
 from fitflax.errors import ConfigError, DataError, FitflaxWarning, RestoreError
-from fitflax.evaluation import Evaluation
 from fitflax.logs import StepValues
-from fitflax.loop import Run
+from fitflax.loops.agreement import Agreement, Together, check_alike, summary_of
+from fitflax.loops.evaluation import Evaluation
+from fitflax.loops.plan import Progress, RunPlan, Validation
+from fitflax.loops.run import Run
+from fitflax.loops.session import Session
+from fitflax.loops.signals import Interruption
 from fitflax.parallel.board import Board
 from fitflax.parallel.processes import exchange
-from fitflax.plan import Progress, RunPlan, Validation
-from fitflax.preflight import check_activations, check_in_memory, check_places
-from fitflax.program import Program
-from fitflax.session import Session
-from fitflax.signals import Interruption
-from fitflax.step import NOTHING, Keep
+from fitflax.steps.preflight import check_activations, check_in_memory, check_places
+from fitflax.steps.program import Program
+from fitflax.steps.task import NOTHING, Keep
 from fitflax.time_spent import TimeSpent
 
 __all__ = ["make_evaluation", "make_feed", "prepare_run", "settings_of", "start_progress", "trained_aside"]

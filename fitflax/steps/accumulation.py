@@ -1,4 +1,4 @@
-"""A replica's share of a batch cut into micro-batches, and what they yield put together again; the step in between is `fitflax.step`'s."""
+"""A replica's share of a batch cut into micro-batches, and what they yield put together again; the step in between is `fitflax.steps.task`'s."""
 
 import operator
 from collections.abc import Mapping

@@ -10,14 +10,14 @@ import optax
 
 from fitflax.data.batch import Triple
 from fitflax.errors import NotReadyError
-from fitflax.groups import parameter_groups
-from fitflax.model import LinenModel
+from fitflax.loops.session import Session
 from fitflax.optimizers import get_learning_rates
 from fitflax.parallel import Strategy
-from fitflax.program import PASSES
-from fitflax.session import Session
 from fitflax.state import Batch, PyTree, TrainState, shapes_of
-from fitflax.step import split_key
+from fitflax.steps.groups import parameter_groups
+from fitflax.steps.model import LinenModel
+from fitflax.steps.program import PASSES
+from fitflax.steps.task import split_key
 
 __all__ = ["describe"]
 

@@ -10,22 +10,22 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Self
 
-from fitflax.agreement import Agreement
 from fitflax.callbacks.callback_list import CallbackList
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.checkpoints.point import Point, Timer
 from fitflax.checkpoints.saving import Saver
-from fitflax.collected import Collected
 from fitflax.data import FedBatch, Feed
 from fitflax.errors import ConfigError
-from fitflax.evaluation import Interrupted
-from fitflax.live import LiveState, Sums
 from fitflax.logs import Logs, StepValues
-from fitflax.plan import Progress, RunPlan, Validation
-from fitflax.program import Program, Trained
-from fitflax.signals import Interruption
+from fitflax.loops.agreement import Agreement
+from fitflax.loops.evaluation import Interrupted
+from fitflax.loops.plan import Progress, RunPlan, Validation
+from fitflax.loops.signals import Interruption
 from fitflax.state import TrainState
-from fitflax.step import Kept
+from fitflax.steps.collected import Collected
+from fitflax.steps.live import LiveState, Sums
+from fitflax.steps.program import Program, Trained
+from fitflax.steps.task import Kept
 from fitflax.time_spent import TimeSpent
 from fitflax.triggers import Moment, Schedule, Trigger
 

@@ -16,7 +16,7 @@ from fitflax.data import Source
 from fitflax.data.batch import Selection
 from fitflax.errors import CallbackError, ConfigError, FitflaxWarning, OptimizerError
 from fitflax.parallel import DataParallel, Strategy
-from fitflax.step import Streams
+from fitflax.steps.task import Streams
 from fitflax.triggers import Trigger
 
 __all__ = [

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fitflax.data import Position
-from fitflax.evaluation import Evaluation
-from fitflax.step import NOTHING, Keep
+from fitflax.loops.evaluation import Evaluation
+from fitflax.steps.task import NOTHING, Keep
 from fitflax.triggers import Trigger
 
 __all__ = ["Progress", "RunPlan", "Validation"]
