@@ -124,6 +124,21 @@ class Trainer:
             numerics=numerics,
         )
 
+    def __repr__(self) -> str:
+        """Returns the module's class, what it is compiled with, and how far it is.
+
+        >>> trainer = Trainer(nn.Dense(1))
+        >>> trainer
+        Trainer(Dense, not compiled)
+        >>> trainer.compile("adam", "mse")
+        >>> trainer
+        Trainer(Dense, optimizer='adam', loss='mse', step=0)
+        """
+        session = self._session
+        how = [f"{name}={value!r}" for name, value in session.described.items()] if session.is_compiled else ["not compiled"]
+        step = [f"step={self.step}"] if session.is_compiled or session.live is not None else []
+        return f"{type(self).__name__}({', '.join([type(self._model).__name__, *how, *step])})"
+
     # -- what users may look at --
 
     @property

@@ -80,6 +80,11 @@ class Session:
 
     # -- what must be there --
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile` was called."""
+        return self._optimizer is not None
+
     def need_compiled(self, what: str) -> Program:
         """Returns the program.
 

@@ -14,7 +14,7 @@ from fitflax.losses.classification import (
 )
 from fitflax.losses.distributions import kl_divergence, poisson
 from fitflax.losses.hinges import categorical_hinge, hinge, squared_hinge
-from fitflax.losses.registry import direction, get, names
+from fitflax.losses.registry import get, names
 from fitflax.losses.regression import (
     cosine_similarity,
     huber,
@@ -32,7 +32,6 @@ __all__ = [
     "categorical_focal_crossentropy",
     "categorical_hinge",
     "cosine_similarity",
-    "direction",
     "get",
     "hinge",
     "huber",

@@ -27,7 +27,7 @@ from fitflax.losses.regression import (
     mean_squared_logarithmic_error,
 )
 
-__all__ = ["direction", "get", "names", "takes_labels", "takes_logits"]
+__all__ = ["get", "loss_direction", "names", "takes_labels", "takes_logits"]
 
 _LOSSES: dict[str, Callable[..., jax.Array]] = {
     "mse": mean_squared_error,
@@ -102,13 +102,13 @@ def names() -> list[str]:
     return sorted(_LOSSES)
 
 
-def direction(loss: Any) -> Literal["min"] | None:
+def loss_direction(loss: Any) -> Literal["min"] | None:
     """Returns `"min"` for a loss of this module, by name or function, its arguments bound with `functools.partial` or not; else `None`.
 
     Args:
         loss: A name, or anything callable.
 
-    >>> direction("mse"), direction(functools.partial(huber, delta=2.0)), direction(len)
+    >>> loss_direction("mse"), loss_direction(functools.partial(huber, delta=2.0)), loss_direction(len)
     ('min', 'min', None)
     """
     while isinstance(loss, functools.partial):

@@ -7,14 +7,14 @@ Outputs are logits wherever a threshold or a softmax is involved. Log keys of se
 """
 
 from fitflax.metrics.accuracy import Accuracy, BinaryAccuracy, Perplexity, TopKAccuracy
-from fitflax.metrics.base import Metric, metric_direction, metric_name, weighted_sums
+from fitflax.metrics.base import Metric, weighted_sums
 from fitflax.metrics.classification import F1, ConfusionMatrix, FBeta, MeanIoU, Precision, Recall, Specificity
 from fitflax.metrics.mean import Mean
 from fitflax.metrics.ranking import AUC
-from fitflax.metrics.registry import get, names, resolve
+from fitflax.metrics.registry import get, names
 from fitflax.metrics.regression import R2, CosineSimilarity, ExplainedVariance, RootMeanSquaredError
 from fitflax.metrics.samples import SampleCollector
 
 __all__ = ["AUC", "F1", "R2", "Accuracy", "BinaryAccuracy", "ConfusionMatrix", "CosineSimilarity", "ExplainedVariance", "FBeta", "Mean", "MeanIoU", "Metric"]
 __all__ += ["Perplexity", "Precision", "Recall", "RootMeanSquaredError", "SampleCollector", "Specificity", "TopKAccuracy"]
-__all__ += ["get", "metric_direction", "metric_name", "names", "resolve", "weighted_sums"]
+__all__ += ["get", "names", "weighted_sums"]

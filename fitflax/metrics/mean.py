@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import struct
 from typing_extensions import override
 
-import fitflax.losses as losses
 from fitflax.errors import LossError, MetricError
+from fitflax.losses.registry import loss_direction
 from fitflax.metrics.base import Direction, Metric, add_pairs, metric_direction, pair, pair_field, snake_case, static_field, weighted_sums, zero_pair
 
 __all__ = ["Mean"]
@@ -34,6 +34,7 @@ class Mean(Metric):
     Raises:
         MetricError: `fn`, `direction` or `transform` is none of these.
 
+    >>> from fitflax import losses
     >>> mae = Mean(losses.mean_absolute_error)
     >>> mae = mae.update(jnp.array([1.0, 2.0, 9.0]), jnp.array([0.0, 0.0, 0.0]), jnp.array([1.0, 1.0, 0.0]))
     >>> mae.name, mae.direction, float(mae.compute())
@@ -59,7 +60,7 @@ class Mean(Metric):
         if not self.name:
             object.__setattr__(self, "name", "mean" if self.fn is None else _function_name(self.fn))
         if self.direction is None:
-            object.__setattr__(self, "direction", losses.direction(self.fn))
+            object.__setattr__(self, "direction", loss_direction(self.fn))
         metric_direction(self)
 
     @override

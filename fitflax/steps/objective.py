@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import fitflax.losses as losses
-import fitflax.metrics as metrics
 from fitflax.errors import ConfigError, DataError, FitflaxError, LossError, MetricError, did_you_mean
 from fitflax.losses.registry import takes_labels, takes_logits
 from fitflax.metrics import Metric
+from fitflax.metrics.base import metric_name
 from fitflax.metrics.clu import CluMetric, adapt_clu, is_clu
+from fitflax.metrics.registry import resolve
 from fitflax.state import PyTree
 from fitflax.steps.model import describe_shapes
 
@@ -289,8 +290,8 @@ def _resolve_metric(spec: Any) -> tuple[str, Metric] | list[tuple[str, Metric]]:
         return list(adapted.items()) if isinstance(adapted, dict) else (adapted.name, adapted)
     if not isinstance(spec, str):
         _check_order("metric", spec, MetricError)
-    metric = metrics.resolve(spec)
-    return spec if isinstance(spec, str) else metrics.metric_name(metric), metric
+    metric = resolve(spec)
+    return spec if isinstance(spec, str) else metric_name(metric), metric
 
 
 def _check_order(what: str, fn: Any, error: type[FitflaxError]) -> None:

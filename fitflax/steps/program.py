@@ -17,7 +17,8 @@ from fitflax.data import FedBatch
 from fitflax.data.batch import in_one_piece
 from fitflax.errors import LossError, MetricError, ModelError, NotReadyError
 from fitflax.logs import NUM_STEP_VALUES, Kind, Place, StepValues, Values
-from fitflax.metrics import Metric, metric_direction
+from fitflax.metrics import Metric
+from fitflax.metrics.base import metric_direction
 from fitflax.parallel.packed import Form
 from fitflax.state import Batch, PyTree, TrainState
 from fitflax.steps.activations import last_activations

@@ -13,7 +13,7 @@ import sklearn.metrics
 
 from fitflax import losses
 from fitflax.errors import LossError
-from fitflax.losses.registry import takes_labels
+from fitflax.losses.registry import loss_direction, takes_labels
 
 RNG = np.random.default_rng(0)
 ROWS, CLASSES = 7, 5
@@ -441,11 +441,11 @@ def test_what_is_no_name_is_an_error():
 
 
 def test_losses_are_minimized_and_other_functions_say_nothing():
-    assert {losses.direction(name) for name in NAMES} == {"min"}
-    assert {losses.direction(losses.get(name)) for name in NAMES} == {"min"}
-    assert losses.direction(functools.partial(losses.binary_crossentropy, label_smoothing=0.1)) == "min"
-    assert losses.direction(jnp.mean) is None
-    assert losses.direction("accuracy") is None
+    assert {loss_direction(name) for name in NAMES} == {"min"}
+    assert {loss_direction(losses.get(name)) for name in NAMES} == {"min"}
+    assert loss_direction(functools.partial(losses.binary_crossentropy, label_smoothing=0.1)) == "min"
+    assert loss_direction(jnp.mean) is None
+    assert loss_direction("accuracy") is None
 
 
 def test_short_names_are_the_same_functions():

@@ -11,6 +11,8 @@ from flax import struct
 
 from fitflax import losses, metrics
 from fitflax.errors import MetricError
+from fitflax.metrics.base import metric_direction, metric_name
+from fitflax.metrics.registry import resolve
 from tests.metrics.batches import one_batch, over_batches, softmax
 
 RNG = np.random.default_rng(0)
@@ -90,7 +92,7 @@ def test_every_loss_is_a_metric_but_for_cosine_similarity_which_is_better_when_l
     assert metrics.get("cosine_similarity").direction == "max"
 
 
-@pytest.mark.parametrize("metric", [*map(metrics.get, STATES), metrics.AUC(num_thresholds=20)], ids=metrics.metric_name)
+@pytest.mark.parametrize("metric", [*map(metrics.get, STATES), metrics.AUC(num_thresholds=20)], ids=metric_name)
 @pytest.mark.mostly_slow
 def test_structure_shapes_and_dtypes_are_a_fixpoint(metric: metrics.Metric):
     targets = TARGETS.get(metric.name, VALUES)
@@ -111,7 +113,7 @@ def test_the_log_key_is_the_name_that_the_user_wrote():
     for name in metrics.names():
         metric = metrics.get(name)
         assert isinstance(metric, metrics.Metric)
-        assert metrics.metric_name(metric) == name
+        assert metric_name(metric) == name
 
 
 def test_which_metrics_collect_rows_and_which_add_up():
@@ -133,7 +135,7 @@ def test_a_metric_of_nothing_is_zero_and_adds_nothing(name: str):
 
 
 @pytest.mark.parametrize(
-    "metric", [*map(metrics.get, sorted({*STATES} & {*ADDITIVE})), metrics.F1(average=None), metrics.AUC(num_thresholds=20)], ids=metrics.metric_name
+    "metric", [*map(metrics.get, sorted({*STATES} & {*ADDITIVE})), metrics.F1(average=None), metrics.AUC(num_thresholds=20)], ids=metric_name
 )
 @pytest.mark.mostly_slow
 def test_adding_leaves_joins_what_says_that_it_can_be_added(metric: metrics.Metric):
@@ -227,7 +229,7 @@ def test_a_function_of_per_example_values_is_averaged():
     def top_logit(outputs: jax.Array, targets: jax.Array) -> jax.Array:
         return outputs.max(-1)
 
-    metric = metrics.resolve(top_logit)
+    metric = resolve(top_logit)
     assert (metric.name, metric.direction) == ("top_logit", None)
     np.testing.assert_allclose(over_batches(metric, LOGITS, LABELS, WEIGHTS, size=8).compute(), np.average(LOGITS.max(-1), weights=WEIGHTS), rtol=1e-5)
     np.testing.assert_allclose(
@@ -334,7 +336,7 @@ def test_names_directions_and_keys_are_as_documented():
     highest |= {"sparse_top_k_categorical_accuracy", "r2", "r2_score", "explained_variance", "cosine_similarity"}
     highest |= {"precision", "recall", "f1", "f1_score", "specificity", "mean_iou", "auc", "roc_auc", "pr_auc", "average_precision"}
     lowest = set(losses.names()) - {"cosine_similarity"} | {"rmse", "root_mean_squared_error", "perplexity"}
-    directions = {name: metrics.metric_direction(metrics.get(name)) for name in metrics.names()}
+    directions = {name: metric_direction(metrics.get(name)) for name in metrics.names()}
     assert directions == dict.fromkeys(highest, "max") | dict.fromkeys(lowest, "min") | {"confusion_matrix": None}
 
 
@@ -369,26 +371,26 @@ class NeedsArgument(CountOfExamples):
 
 
 def test_resolve_takes_names_objects_classes_makers_and_functions():
-    assert metrics.resolve("acc").name == "acc"
+    assert resolve("acc").name == "acc"
     given = CountOfExamples()
-    assert metrics.resolve(given) is given
-    assert isinstance(metrics.resolve(CountOfExamples), CountOfExamples)
-    assert isinstance(metrics.resolve(metrics.R2), metrics.R2)
-    assert metrics.resolve(metrics.Accuracy).name == "accuracy"
+    assert resolve(given) is given
+    assert isinstance(resolve(CountOfExamples), CountOfExamples)
+    assert isinstance(resolve(metrics.R2), metrics.R2)
+    assert resolve(metrics.Accuracy).name == "accuracy"
     for maker, name in ((metrics.F1, "f1"), (metrics.AUC, "auc"), (metrics.Precision, "precision"), (metrics.CosineSimilarity, "cosine_similarity")):
-        assert metrics.resolve(maker).name == name
-    assert metrics.resolve(losses.huber).direction == "min"
+        assert resolve(maker).name == name
+    assert resolve(losses.huber).direction == "min"
 
 
 @pytest.mark.parametrize("spec", [3, None, object(), dict, NeedsArgument])
 def test_what_is_no_metric_is_an_error(spec: Any):
     with pytest.raises(MetricError, match="Received: "):
-        metrics.resolve(spec)
+        resolve(spec)
 
 
 def test_names_and_directions_of_any_object_are_found():
-    assert metrics.metric_name(CountOfExamples()) == "count_of_examples"
-    assert metrics.metric_direction(CountOfExamples()) is None
+    assert metric_name(CountOfExamples()) == "count_of_examples"
+    assert metric_direction(CountOfExamples()) is None
     with pytest.raises(MetricError, match=r"direction of metric 'loss' must be 'max', 'min' or None. Received: 'up'"):
         metrics.Mean(name="loss", direction="up")  # type: ignore[arg-type]
 
