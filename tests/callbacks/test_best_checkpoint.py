@@ -6,29 +6,16 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from flax import linen as nn
 
 import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint
 from fitflax.checkpoints import CheckpointStore
 from fitflax.errors import CallbackError, MonitorError
 from fitflax.loops.run import Run
-from tests.run_script import differences, directory_of, make_trainer, state_of, steps_in
+from tests.run_script import differences, directory_of, state_of, steps_in
 
 X, Y = np.linspace(0, 1, 80, dtype=np.float32).reshape(20, 4), np.arange(20, dtype=np.int32) % 3  # 5 batches of 4
 NAN = float("nan")
-
-
-@pytest.fixture(scope="module")
-def shared() -> fitflax.Trainer:
-    return make_trainer(model=nn.Dense(3), optimizer="sgd")
-
-
-@pytest.fixture
-def trainer(shared: fitflax.Trainer) -> fitflax.Trainer:
-    """At step 0, in a run of its own; the compiled steps are shared."""
-    shared.build((X[:4], Y[:4]))
-    return shared
 
 
 def fit(trainer: fitflax.Trainer, *callbacks: Callback, **options: Any) -> fitflax.History:

@@ -19,18 +19,6 @@ from tests.run_script import make_trainer, steps_in
 X, Y = np.linspace(0, 1, 80, dtype=np.float32).reshape(20, 4), np.zeros(20, np.int32)  # 5 batches of 4
 
 
-@pytest.fixture(scope="module")
-def shared() -> fitflax.Trainer:
-    return make_trainer(model=nn.Dense(3), optimizer="sgd")
-
-
-@pytest.fixture
-def trainer(shared: fitflax.Trainer) -> fitflax.Trainer:
-    """At step 0, in a run of its own; the compiled steps are shared."""
-    shared.build((X[:4], Y[:4]))
-    return shared
-
-
 def fit(trainer: fitflax.Trainer, *callbacks: Callback, **options: Any) -> fitflax.History:
     return trainer.fit(X, Y, batch_size=4, verbose=0, callbacks=list(callbacks), **options)
 

@@ -328,6 +328,28 @@ def count_calls(tmp_path, prepare, act):
     return len(calls)
 
 
+def after_each_kill(tmp_path, monkeypatch, prepare, act):
+    """Yields the store as the next process finds and recovers it, for each call of the disk at which a process that does `act` can be killed."""
+    for number in range(1, count_calls(tmp_path, prepare, act) + 1):
+        new_process(monkeypatch, "aaaa")
+        store = prepare(tmp_path / str(number))
+        with pytest.MonkeyPatch.context() as patch:
+            fail_at(patch, store.directory, number, Killed())
+            with pytest.raises(Killed):
+                act(store)
+        new_process(monkeypatch, "cccc")
+        store.recover()
+        yield store
+
+
+def three_steps(directory):
+    store = CheckpointStore(directory)
+    store.claim("a", overwrite=False)
+    for step in (10, 20, 30):
+        save(store, step, keep=[10, 20, 30])
+    return store
+
+
 def prepared(directory):
     store = CheckpointStore(directory)
     store.claim("a", overwrite=False)
@@ -380,15 +402,7 @@ def test_wherever_a_process_is_killed_the_next_one_finds_a_complete_checkpoint(t
     def act(store):
         save(store, step, keep=[2])
 
-    for number in range(1, count_calls(tmp_path, prepared, act) + 1):
-        new_process(monkeypatch, "aaaa")
-        store = prepared(tmp_path / str(number))
-        with pytest.MonkeyPatch.context() as patch:
-            fail_at(patch, store.directory, number, Killed())
-            with pytest.raises(Killed):
-                act(store)
-        new_process(monkeypatch, "bbbb")
-        store.recover()
+    for store in after_each_kill(tmp_path, monkeypatch, prepared, act):
         saved, skipped = store.newest_good()
         assert skipped == [] and hidden(store) == []
         assert saved.path in (store.path(2), store.path(step))
@@ -516,11 +530,7 @@ def test_an_overwritten_run_is_put_back_when_the_new_one_saved_nothing(store, mo
 
 def test_wherever_an_overwriting_process_is_killed_one_run_is_whole(tmp_path, monkeypatch):
     def prepare(directory):
-        new_process(monkeypatch, "aaaa")
-        store = CheckpointStore(directory)
-        store.claim("a", overwrite=False)
-        for step in (10, 20, 30):
-            save(store, step, keep=[10, 20, 30])
+        store = three_steps(directory)
         new_process(monkeypatch, "bbbb")
         return store
 
@@ -529,14 +539,7 @@ def test_wherever_an_overwriting_process_is_killed_one_run_is_whole(tmp_path, mo
         save(store, 20, run="b")
 
     found = set()
-    for number in range(1, count_calls(tmp_path, prepare, act) + 1):
-        store = prepare(tmp_path / str(number))
-        with pytest.MonkeyPatch.context() as patch:
-            fail_at(patch, store.directory, number, Killed())
-            with pytest.raises(Killed):
-                act(store)
-        new_process(monkeypatch, "cccc")
-        store.recover()
+    for store in after_each_kill(tmp_path, monkeypatch, prepare, act):
         assert hidden(store) == []
         runs = {store.restore(step).metadata["run_id"] for step in store.steps()}
         assert (runs, store.steps()) in (({"a"}, [10, 20, 30]), ({"b"}, [20]))
@@ -609,49 +612,22 @@ def test_what_was_dropped_is_put_back_when_nothing_else_is_left(store, monkeypat
 
 
 def test_wherever_dropping_is_killed_all_or_none_are_dropped_and_none_is_lost(tmp_path, monkeypatch):
-    def prepare(directory):
-        new_process(monkeypatch, "aaaa")
-        store = CheckpointStore(directory)
-        store.claim("a", overwrite=False)
-        for step in (10, 20, 30):
-            save(store, step, keep=[10, 20, 30])
-        return store
-
     def act(store):
         store.drop_after(10)
 
-    found = []
-    for number in range(1, count_calls(tmp_path, prepare, act) + 1):
-        store = prepare(tmp_path / str(number))
-        with pytest.MonkeyPatch.context() as patch:
-            fail_at(patch, store.directory, number, Killed())
-            with pytest.raises(Killed):
-                act(store)
-        new_process(monkeypatch, "bbbb")
-        store.recover()
-        found.append((store.steps(), len([*store.directory.glob(".*/step_*")])))
+    stores = after_each_kill(tmp_path, monkeypatch, three_steps, act)
+    found = [(store.steps(), len([*store.directory.glob(".*/step_*")])) for store in stores]
     whole, dropped = ([10, 20, 30], 0), ([10], 2)
     assert whole in found and dropped in found and all(state in (whole, dropped) for state in found)
 
 
 def test_wherever_putting_back_is_killed_none_is_lost(tmp_path, monkeypatch):
     def prepare(directory):
-        new_process(monkeypatch, "aaaa")
-        store = CheckpointStore(directory)
-        store.claim("a", overwrite=False)
-        for step in (10, 20, 30):
-            save(store, step, keep=[10, 20, 30])
+        store = three_steps(directory)
         store.drop_after(0)
         return store
 
-    for number in range(1, count_calls(tmp_path, prepare, CheckpointStore.recover) + 1):
-        store = prepare(tmp_path / str(number))
-        with pytest.MonkeyPatch.context() as patch:
-            fail_at(patch, store.directory, number, Killed())
-            with pytest.raises(Killed):
-                store.recover()
-        new_process(monkeypatch, "bbbb")
-        store.recover()
+    for store in after_each_kill(tmp_path, monkeypatch, prepare, CheckpointStore.recover):
         assert (store.steps(), hidden(store)) == ([10, 20, 30], [])
 
 
