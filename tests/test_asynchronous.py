@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -136,6 +138,21 @@ def test_what_the_next_save_met_with_after_a_failed_one_is_raised_with_a_note_of
         fit(make_trainer(), ModelCheckpoint(tmp_path, every=fitflax.every(steps=5)), steps=1000)
     assert any("An earlier save had failed, too: Could not save" in note for note in caught.value.__notes__)
     assert steps_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_an_error_in_saving_what_an_exception_broke_off_shows_that_exception_too(asynchronous, tmp_path, monkeypatch):
+    Writes(monkeypatch, failing=(2,)).opened.set()
+    trainer = make_trainer()
+
+    def batches() -> Iterator[Any]:
+        yield from [(TRAIN[0][:4], TRAIN[1][:4])] * 2
+        raise ValueError("a bad file")
+
+    with pytest.raises(CheckpointError, match=r"step_00000002: .*No space left on device") as caught:
+        trainer.fit(batches, verbose=0, callbacks=[ModelCheckpoint(tmp_path, asynchronous=asynchronous)])
+    shown = "".join(traceback.format_exception(caught.value))
+    assert shown.index("ValueError: a bad file") < shown.index("OSError: [Errno 28]") < shown.index("CheckpointError: Could not save")
 
 
 def test_litter_of_this_very_process_is_removed_by_its_next_run(tmp_path):

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from flax import linen as nn
@@ -139,6 +139,11 @@ def run_with_callbacks(
     hooks.leaves_at_once = lambda: interruption.leaves_at_once
     hooks.open_run(session.run_id, run.step)
     hooks.start_schedules(run.seconds)
+    with _naming_failure(run):
+        _consume(session, run, hooks, saved, interruption)
+
+
+def _consume(session: Session, run: Run, hooks: CallbackList, saved: Saved | None, interruption: Interruption) -> None:
     try:
         hooks.call("on_train_begin", {})
         if saved is not None:
@@ -152,6 +157,20 @@ def run_with_callbacks(
         with contextlib.ExitStack() as stack:  # Backwards: `on_train_end` comes last, and whatever happens.
             stack.callback(hooks.finish, run.epoch_logs)
             stack.callback(run.close)
+
+
+@contextlib.contextmanager
+def _naming_failure(run: Run) -> Iterator[None]:
+    """Has an error in saving what an exception broke off say which exception that was; without it that one would never be seen."""
+    try:
+        yield
+    except BaseException as error:
+        first: BaseException | None = error
+        while first is not None and first is not run.failure:
+            last, first = first, first.__cause__ or first.__context__
+        if first is None and run.failure is not None:
+            last.__context__ = run.failure
+        raise
 
 
 def _load_callbacks(hooks: CallbackList, saved: Saved, run: Run) -> None:

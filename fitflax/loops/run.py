@@ -112,8 +112,9 @@ class Run:
         # The checkpoint that the end of an epoch, or a validation, has made before it is yielded.
         self._made: Checkpoint | None = None
         self._is_last = self._is_rescue = self._is_closed = False
-        # Whether an exception ends the run in this process, and for all that is known in no other.
+        # Whether an exception ends the run in this process, and for all that is known in no other; and which.
         self._is_alone = False
+        self.failure: BaseException | None = None
         # What is saved when the end of an epoch is broken off; no step runs meanwhile, so the state needs no copy.
         self._callbacks_before_epoch_end: dict[str, Any] | None = None
         self._state_before_epoch_end: TrainState | None = None
@@ -256,6 +257,7 @@ class Run:
         except BaseException as error:  # KeyboardInterrupt raised by hand as well.
             self._settle()
             self._is_alone = not isinstance(error, Interrupted)
+            self.failure = error if self._is_alone else None
             if self._state_before_epoch_end is not None:
                 self._live.replace(self._state_before_epoch_end, self.progress.step)
             leaves_at_once = self._interruption is not None and self._interruption.leaves_at_once
