@@ -502,7 +502,7 @@ class Trainer:
         hooks, self._history, note = arguments.callback_list(callbacks, verbose, trial=trial)
         settings = settings_of(session, source, steps_per_epoch)
         session.clear_stop()
-        with session.make_saver() as saver, Interruption() as interruption:
+        with session.make_saver() as saver, Interruption(saves=hooks.saves) as interruption:
             hooks.enter_run(saver)
             saved = find_saved(session, resume, hooks)
             options = {"batch_size": validation_batch_size or batch_size or source.all_batch_size, "steps": validation_steps, "at_most": trial or None}

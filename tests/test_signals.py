@@ -200,11 +200,11 @@ def test_with_jax_distributed_no_handler_is_taken_and_ctrl_c_still_saves(distrib
     assert steps_in(tmp_path) == [2]
 
 
-def test_with_jaxs_notice_turned_off_a_run_says_that_sigterm_will_not_save_it(distributed, fresh):
+def test_with_jaxs_notice_turned_off_a_run_says_that_sigterm_will_not_save_it(distributed, fresh, tmp_path):
     jax.config.update("jax_enable_preemption_service", False)
     try:
         with pytest.warns(FitflaxWarning, match="SIGTERM will not save this run.*jax_enable_preemption_service is off"):
-            fit(fresh, steps=4)
+            fit(fresh, ModelCheckpoint(tmp_path), steps=4)
     finally:
         jax.config.update("jax_enable_preemption_service", True)
     assert fresh.step == 4 and not distributed
@@ -289,11 +289,16 @@ def in_a_thread(function: Callable[..., Any], *arguments: Any) -> None:
     thread.join()
 
 
-def test_a_run_off_the_main_thread_takes_no_handlers_and_says_so(fresh):
+def test_a_run_off_the_main_thread_that_nobody_saves_says_nothing(fresh):
+    in_a_thread(fit, fresh)
+    assert fresh.step == 10
+
+
+def test_a_run_off_the_main_thread_takes_no_handlers_and_says_so(fresh, tmp_path):
     seen: list[Any] = []
     hook = LambdaCallback(on_train_begin=lambda logs: seen.append(signal.getsignal(signal.SIGINT)))
     with pytest.warns(FitflaxWarning, match="Ctrl-C and SIGTERM will not save this run.*it is in thread 'search-3'") as warned:
-        in_a_thread(fit, fresh, hook)
+        in_a_thread(fit, fresh, ModelCheckpoint(tmp_path), hook)
     assert seen == [signal.getsignal(signal.SIGINT)] and fresh.step == 10
     assert [warning.filename for warning in warned] == [__file__]  # The line that calls fit, so that Python shows it once for each such line.
 
@@ -320,10 +325,10 @@ def test_a_handler_of_c_code_is_left_alone_and_the_run_says_so(c_handler, fresh,
     assert set(set_for) == {signal.SIGINT} and steps_in(tmp_path) == [3]
 
 
-def test_a_warning_that_is_an_error_leaves_no_handler_behind(c_handler, fresh):
+def test_a_warning_that_is_an_error_leaves_no_handler_behind(c_handler, fresh, tmp_path):
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(FitflaxWarning):
-        fit(fresh)
+        fit(fresh, ModelCheckpoint(tmp_path))
     assert signal.getsignal(signal.SIGINT) == before and fresh.step == 0
 
 

@@ -104,6 +104,11 @@ class CallbackList:
         places = [str(each.saves_as[0]) for each in self._all if each.saves_as is not None]
         return {"what callbacks read of a step": self.keep, "callbacks that are due": due, "checkpoints' directories": places}
 
+    @property
+    def saves(self) -> bool:
+        """Whether any callback saves the run."""
+        return any(callback.phase == Phase.SAVE for callback in self._all)
+
     def bind(self, trainer: TrainerView, params: Mapping[str, Any]) -> None:
         """Tells all callbacks who runs, and what of the call is known."""
         self.params = dict(params)

@@ -31,6 +31,9 @@ class Interruption:
     initialized it takes none either, since a handler of ours would switch JAX's own notice off. `check` asks for that one; Ctrl-C is Python's own
     KeyboardInterrupt there, and the loop saves as after any exception.
 
+    Args:
+        saves: Whether the run is saved, so that a signal that will not save it is worth a warning.
+
     Attributes:
         requested: The signal that came, SIGTERM if both did: it asks for the end of the process, not only of what runs in it.
         leaves_at_once: Whether a second Ctrl-C came.
@@ -43,7 +46,8 @@ class Interruption:
     True
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, saves: bool = True) -> None:
+        self._saves = saves
         self.requested: signal.Signals | None = None
         self.leaves_at_once = False
         self._earlier: dict[signal.Signals, Any] = {}
@@ -52,7 +56,8 @@ class Interruption:
     def __enter__(self) -> Self:
         # All warnings before all handlers: a warning that is an error must leave no handler behind.
         for message in self._look_around():
-            warnings.warn(message, FitflaxWarning, stacklevel=3)  # Of the call to fit, so that Python shows it once for each such call.
+            if self._saves:
+                warnings.warn(message, FitflaxWarning, stacklevel=3)  # Of the call to fit, so that Python shows it once for each such call.
         for number in self._earlier:
             signal.signal(number, self._note)
         return self
