@@ -275,6 +275,10 @@ class Trainer:
             LossError: An unknown loss.
             MetricError: An unknown metric.
             ConfigError: An argument that makes no sense.
+
+        >>> trainer = Trainer(nn.Dense(10))
+        >>> trainer.compile("adam", "sparse_categorical_crossentropy", ["accuracy"], learning_rate=1e-3)
+        >>> trainer.compile(optax.adamw(1e-3), lambda outputs, targets: (outputs[:, 0] - targets) ** 2, {"mae": "mean_absolute_error"})
         """
         numerics = Numerics(accumulate_steps, precision, ema_decay)
         if type(self).train_step is not Trainer.train_step:
@@ -485,6 +489,15 @@ class Trainer:
             MetricError: A metric does not fit.
             CallbackError: Callbacks that cannot work.
             CheckpointError: A checkpoint, or the directory of one, cannot be used.
+
+        >>> import numpy as np
+        >>> from fitflax.callbacks import EarlyStopping
+        >>> x = np.linspace(0, 1, 64, dtype=np.float32)[:, None]
+        >>> trainer = Trainer(nn.Dense(1))
+        >>> trainer.compile("adam", "mse", ["mae"], learning_rate=0.1)
+        >>> history = trainer.fit(x, 2 * x, epochs=50, validation_split=0.25, callbacks=[EarlyStopping("val_loss", patience=2)], verbose=0)
+        >>> list(history.history)
+        ['loss', 'mae', 'val_loss', 'val_mae']
         """
         session, spent = self._session, TimeSpent()
         session.need_trainable("fit")
@@ -568,6 +581,13 @@ class Trainer:
             NotReadyError: Before `compile`, or before there is a state.
             DataError: Data that cannot be turned into batches.
             ModelError, LossError, MetricError: What does not fit the data.
+
+        >>> import numpy as np
+        >>> trainer = Trainer(nn.Dense(1, kernel_init=nn.initializers.zeros))
+        >>> trainer.compile("sgd", "mse", ["mae"])
+        >>> trainer.build((np.ones((1, 2)), np.ones((1, 1))))
+        >>> trainer.evaluate(np.ones((6, 2)), np.arange(6.0)[:, None], verbose=0)
+        {'loss': 9.1666..., 'mae': 2.5}
         """
         self._session.need_compiled("evaluate")
         live = self._session.need_state("evaluate")
@@ -604,6 +624,13 @@ class Trainer:
             NotReadyError: Before there is a state.
             DataError: Data that cannot be turned into batches.
             ModelError: The module does not run on it, or an output has no axis of examples.
+
+        >>> import numpy as np
+        >>> trainer = Trainer(nn.Dense(3))
+        >>> trainer.compile("sgd", "mse")
+        >>> trainer.build(np.ones((1, 2)))
+        >>> trainer.predict(np.ones((10, 2))).shape
+        (10, 3)
         """
         live = self._session.need_state("predict")
         arguments.check_counts(steps=steps)
@@ -749,6 +776,14 @@ class Trainer:
         Raises:
             NotReadyError: Before `compile`.
             ConfigError, DataError, ModelError, LossError, MetricError: As in `fit`.
+
+        >>> import numpy as np
+        >>> trainer = Trainer(nn.Dense(1))
+        >>> trainer.compile("sgd", "mse")
+        >>> x = np.ones((8, 2), np.float32)
+        >>> with trainer.train_loop(x, x[:, :1], steps=4, every=make_every(steps=2)) as loop:
+        ...     [(checkpoint.step, checkpoint.loss > 0) for checkpoint in loop]
+        [(2, True), (4, True)]
         """
         self._session.need_trainable("train_loop")
         arguments.check_counts(steps=steps)
@@ -780,6 +815,14 @@ class Trainer:
         Raises:
             NotReadyError: Before `compile`.
             ConfigError, DataError: As in `evaluate`.
+
+        >>> import numpy as np
+        >>> trainer = Trainer(nn.Dense(1))
+        >>> trainer.compile("sgd", "mse")
+        >>> x = np.ones((8, 2), np.float32)
+        >>> evaluate = trainer.eval_loop(x, x[:, :1], name="valid")
+        >>> [list(evaluate(checkpoint).metrics) for checkpoint in trainer.train_loop(x, x[:, :1], steps=1)]
+        [['train', 'valid']]
         """
         self._session.need_compiled("eval_loop")
         arguments.check_counts(steps=steps)
@@ -937,6 +980,16 @@ class Trainer:
         Raises:
             NotReadyError: Before there is a state.
             CheckpointError: Something else is there, or the disk fails, in whichever process.
+
+        >>> import numpy as np
+        >>> import tempfile
+        >>> trainer = Trainer(nn.Dense(1))
+        >>> trainer.compile("sgd", "mse")
+        >>> trainer.build(np.ones((1, 2)))
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     path = trainer.save(f"{directory}/mine")
+        ...     print(trainer.restore(path))
+        Restored 2 of 2 arrays.
         """
         live = self._session.need_state("save")
         metadata = {"run_id": self._session.run_id, "step": live.step, "epoch": 0, "metrics": {}, "settings": {"seed": self._session.seed}}
