@@ -186,7 +186,7 @@ def test_a_run_that_goes_on_from_an_older_checkpoint_drops_what_lies_beyond_it(t
 def test_a_last_checkpoint_that_was_none_after_all_is_the_only_one_that_says_so():
     loop, last = plain_loop(steps=6), []
     for checkpoint in loop:
-        last.append(checkpoint.point.is_last)
+        last.append(checkpoint.is_last)
         if checkpoint.step == 6:  # The end of a pass, too.
             loop.steps = 9
     assert last == [False] * 5 + [True] + [False] * 2 + [True]

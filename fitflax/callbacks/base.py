@@ -303,7 +303,7 @@ class PlainRun:
 
     def goes_on(self, checkpoint: Checkpoint) -> bool:
         """Notes a checkpoint; returns whether it follows the last one in the same run, so that nothing of what was written lies beyond it."""
-        run = checkpoint.run_id, checkpoint.point.process_start
+        run = checkpoint.run_id, checkpoint.run.point.process_start
         follows = run == self._run and checkpoint.step >= self.step
         self._run, self.step = run, checkpoint.step
         return follows
@@ -313,10 +313,10 @@ def moment_of(checkpoint: Checkpoint) -> Moment:
     """Returns the moment of a checkpoint, for triggers."""
     return Moment(
         step=checkpoint.step,
-        start_step=checkpoint.point.process_start,
-        epochs_done=checkpoint.epoch + checkpoint.point.epoch_ends,
-        epoch_ends=checkpoint.point.epoch_ends,
-        seconds=checkpoint.point.seconds,
+        start_step=checkpoint.run.point.process_start,
+        epochs_done=checkpoint.epoch + checkpoint.epoch_ends,
+        epoch_ends=checkpoint.epoch_ends,
+        seconds=checkpoint.run.point.seconds,
     )
 
 

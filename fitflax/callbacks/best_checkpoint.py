@@ -134,14 +134,14 @@ class BestCheckpoint(Callback):
 
     @override
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
-        if self._in_fit and not checkpoint.point.epoch_ends and self._monitor.key not in checkpoint.evaluated:
+        if self._in_fit and not checkpoint.epoch_ends and self._monitor.key not in checkpoint.evaluated:
             return
         goes_on = self._plain_run.goes_on(checkpoint)
-        if checkpoint.saver is not self._saver:
+        if checkpoint.run.saver is not self._saver:
             # Used as a plain function, without a trainer that opens the run. One that had ended may go on, with another saver.
-            self.enter_run(checkpoint.saver)
+            self.enter_run(checkpoint.run.saver)
             if not goes_on:
-                self.open_run(checkpoint.run_id, checkpoint.point.process_start)
+                self.open_run(checkpoint.run_id, checkpoint.run.point.process_start)
         value = self._candidate(checkpoint.logs, checkpoint.step)
         if value is not None:
             self._kept = self._rank([*(entry for entry in self._kept if entry[1] != checkpoint.step), (value, checkpoint.step)])[: self.keep]

@@ -161,12 +161,12 @@ class CallbackList:
         """
 
         def wants(callback: Callback) -> bool:
-            is_due = not checkpoint.point.is_repeat and (callback.every is None or id(callback) in due)
+            is_due = not checkpoint.run.point.is_repeat and (callback.every is None or id(callback) in due)
             return overrides(callback, "on_checkpoint") and (is_due or callback.wants(checkpoint))
 
         is_synced = is_saved = False
         failure: BaseException | None = None
-        checkpoint.savers = [callback.saves_as for callback in self._here if callback.saves_as is not None and wants(callback)]
+        checkpoint.run.savers = [callback.saves_as for callback in self._here if callback.saves_as is not None and wants(callback)]
         for callback in self._here:
             if not wants(callback):
                 continue
@@ -177,13 +177,13 @@ class CallbackList:
                         self.sync()
             except Exception as error:  # noqa: BLE001 (raised below, when the run has been saved)
                 failure = failure or error
-                checkpoint.point = dataclasses.replace(checkpoint.point, is_last=True, is_rescue=True)
+                checkpoint.run.point = dataclasses.replace(checkpoint.run.point, is_last=True, is_rescue=True)
             try:
                 with self.spent.on("saving" if callback.phase >= Phase.SAVE_BEST else "callbacks"):
                     callback.on_checkpoint(checkpoint)
             except BaseException as error:  # noqa: BLE001 (raised below, when everybody has had the checkpoint)
                 failure = failure or error
-                checkpoint.point = dataclasses.replace(checkpoint.point, is_last=True, is_rescue=True)
+                checkpoint.run.point = dataclasses.replace(checkpoint.run.point, is_last=True, is_rescue=True)
                 if self.leaves_at_once():
                     break
             else:

@@ -87,7 +87,7 @@ class EarlyStopping(Callback):
     @override
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
         # A validation in the middle of an epoch; those at its end come with on_epoch_end.
-        if not checkpoint.point.epoch_ends and self._monitor.key in checkpoint.evaluated:
+        if not checkpoint.epoch_ends and self._monitor.key in checkpoint.evaluated:
             self._observe(checkpoint.epoch, checkpoint.logs)
 
     @override

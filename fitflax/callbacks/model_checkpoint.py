@@ -100,17 +100,17 @@ class ModelCheckpoint(Callback):
 
     @override
     def wants(self, checkpoint: Checkpoint) -> bool:
-        wanted = checkpoint.point.is_rescue or (checkpoint.point.is_last and self.save_last)
+        wanted = checkpoint.run.point.is_rescue or (checkpoint.is_last and self.save_last)
         return wanted and checkpoint.step not in self._steps
 
     @override
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
         goes_on = self._plain_run.goes_on(checkpoint)
-        if checkpoint.saver is not self._saver:
+        if checkpoint.run.saver is not self._saver:
             # Used as a plain function, without a trainer that opens the run. One that had ended may go on, with another saver.
-            self.enter_run(checkpoint.saver)
+            self.enter_run(checkpoint.run.saver)
             if not goes_on:
-                self.open_run(checkpoint.run_id, checkpoint.point.process_start)
+                self.open_run(checkpoint.run_id, checkpoint.run.point.process_start)
         steps = [*(step for step in self._steps if step != checkpoint.step), checkpoint.step]
         self._steps = self._kept(steps)
         save_run(checkpoint, self.store, owner=self.owner, keep=self._steps, asynchronous=self.asynchronous)
@@ -123,7 +123,7 @@ class ModelCheckpoint(Callback):
     @override
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
         if checkpoint.step in self._steps:
-            checkpoint.saver.wait()
+            checkpoint.run.saver.wait()
             recorded = {key: value for key, value in logs.items() if not isinstance(logs, Logs) or logs.is_recorded(key)}
             save_closing_row(self.store.path(checkpoint.step), {"epoch": epoch, "logs": recorded, "earlier": dict(getattr(logs, "earlier", {}))})
 

@@ -79,8 +79,8 @@ class Profiler(Callback):
 
     @staticmethod
     def _wait_for(checkpoint: Checkpoint) -> None:
-        if checkpoint.step_values is not None:
-            checkpoint.step_values.wait()
+        if checkpoint.run.step_values is not None:
+            checkpoint.run.step_values.wait()
 
     def _start(self) -> None:
         try:

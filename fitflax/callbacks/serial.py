@@ -22,15 +22,18 @@ class Serial:
 
         As in `fit`, what callbacks have written up to here is on disk before one that follows them saves the run.
         """
-        earlier = list(getattr(checkpoint, "before_saving", ()))
+        if not isinstance(checkpoint, Checkpoint):
+            for step in self.parts:
+                checkpoint = step(checkpoint)
+            return checkpoint
+        run = checkpoint.run
+        earlier = list(run.before_saving)
         for step in self.parts:
-            if isinstance(checkpoint, Checkpoint):
-                checkpoint.before_saving = list(earlier)
-            given, saves = checkpoint, getattr(checkpoint, "num_saves", 0)
+            run.before_saving, saves = list(earlier), run.num_saves
             checkpoint = step(checkpoint)
             if isinstance(step, Callback):
                 earlier.append(step.sync)
-                if step.phase == Phase.SAVE and given.num_saves > saves:
+                if step.phase == Phase.SAVE and run.num_saves > saves:
                     self._run_was_saved()
         return checkpoint
 

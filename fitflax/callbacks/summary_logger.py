@@ -59,7 +59,7 @@ class SummaryLogger(Callback):
 
     @override
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
-        if checkpoint.point.is_repeat:
+        if checkpoint.run.point.is_repeat:
             return
         self._written_step = checkpoint.step
         steps, seconds = checkpoint.n_completed_steps, checkpoint.elapsed_time
@@ -85,7 +85,7 @@ def _own_lines(checkpoint: Checkpoint, steps: int, seconds: float) -> Iterator[s
     """Yields the lines of what is no metric, as far as this process has run the step."""
     if steps:
         yield _line("train", "seconds_per_step", seconds / steps)
-    if checkpoint.step_values is not None:
+    if checkpoint.run.step_values is not None:
         if checkpoint.has_gradients_norm:
             yield _line("train", "gradients_l2norm", checkpoint.gradients_norm)
         yield _line("train", "weights_l2norm", checkpoint.params_norm)

@@ -141,7 +141,7 @@ class TensorBoard(Callback):
         last = plain.step
         goes_on = plain.goes_on(checkpoint)
         if self._files is None or not goes_on:
-            self.open_run(checkpoint.run_id, last if goes_on else checkpoint.point.process_start)
+            self.open_run(checkpoint.run_id, last if goes_on else checkpoint.run.point.process_start)
             self._is_described = goes_on
         self._plain = plain
 
@@ -190,7 +190,7 @@ class TensorBoard(Callback):
 
     @override
     def wants(self, checkpoint: Checkpoint) -> bool:
-        return not checkpoint.point.is_repeat and (checkpoint.point.epoch_ends or bool(checkpoint.evaluations))
+        return not checkpoint.run.point.is_repeat and (checkpoint.epoch_ends or bool(checkpoint.evaluations))
 
     @override
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
@@ -202,12 +202,12 @@ class TensorBoard(Callback):
         due = {name for name, schedule in self._schedules.items() if schedule.due(moment)}
         self._write_evaluations(self._files, checkpoint)
         # The loop and this callback read the clock one after the other: where it was the loop's alone that said so, values are due.
-        if "values" in due or checkpoint.point.epoch_ends or not (due or checkpoint.evaluations):
+        if "values" in due or checkpoint.epoch_ends or not (due or checkpoint.evaluations):
             self._write_training(self._files, checkpoint)
             self._write_sown(self._files, checkpoint)
         if "histograms" in due:
             self._write_histograms(self._files, checkpoint)
-        if self._plain is not None and checkpoint.point.is_last:
+        if self._plain is not None and checkpoint.is_last:
             self._files.sync()  # Nobody may close it.
 
     @override
@@ -227,9 +227,9 @@ class TensorBoard(Callback):
         if self._written.step != checkpoint.step:
             self._written = Written(checkpoint.step)
         written = self._written
-        evaluated, ends = checkpoint.evaluated, checkpoint.point.epoch_ends
+        evaluated, ends = checkpoint.evaluated, checkpoint.epoch_ends
         # Everything that is still on the device is read by the thread.
-        logs, step_values = checkpoint.logs.deferred(late=ends), checkpoint.step_values
+        logs, step_values = checkpoint.logs.deferred(late=ends), checkpoint.run.step_values
         rates, kinds, has_norm = checkpoint.learning_rates, checkpoint.logs.kinds, checkpoint.has_gradients_norm
         clock, evaluating, self._test_seconds = self._clock, self._test_seconds, 0.0
         flops, peak = self.params.get("model_flops"), self._peak_flops or _peak_of(checkpoint)
@@ -262,7 +262,7 @@ class TensorBoard(Callback):
             files.submit(write_all)
 
     def _write_sown(self, files: EventFiles, checkpoint: Checkpoint) -> None:
-        if not self.needs_sown or checkpoint.step_values is None:
+        if not self.needs_sown or checkpoint.run.step_values is None:
             return
         try:
             sown = checkpoint.sown
@@ -303,7 +303,7 @@ class TensorBoard(Callback):
     def _examples(self, checkpoint: Checkpoint) -> int | None:
         """Returns how many examples the run has used, where a pass is known to have so many."""
         position, size = checkpoint.data_position, self.params.get("num_examples")
-        return (sum(checkpoint.point.used) or position.examples) + position.passes * size if size else None
+        return (sum(checkpoint.run.point.used) or position.examples) + position.passes * size if size else None
 
     def _describe(self, checkpoint: Checkpoint) -> None:
         """Writes what is known at the start, once in a process."""
@@ -313,7 +313,7 @@ class TensorBoard(Callback):
         self._is_described = True
         # A process that a resume begins describes itself beyond the step that it goes on from: if it dies before it has saved anything, that goes as well.
         step, now = self._first_step and self._first_step + 1, time.time()
-        environment = describe_environment(checkpoint.borrow().params)
+        environment = describe_environment(checkpoint.run.borrow().params)
         hyperparameters = dict(self.params.get("hyperparameters", {})) if self._is_new else {}
         groups = (TRAIN, *self.params.get("validation_sets", ()))
         tags = [(group, key) for group in groups for key in checkpoint.logs if key not in checkpoint.evaluated]
@@ -331,7 +331,7 @@ class TensorBoard(Callback):
 
 def _peak_of(checkpoint: Checkpoint) -> float | None:
     """Returns the peak of the devices that a checkpoint lies on."""
-    leaf = next(iter(jax.tree.leaves(checkpoint.borrow().params)), None)
+    leaf = next(iter(jax.tree.leaves(checkpoint.run.borrow().params)), None)
     return peak_flops_of(next(iter(leaf.devices())).device_kind) if isinstance(leaf, jax.Array) else None
 
 

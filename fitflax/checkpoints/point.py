@@ -53,11 +53,11 @@ class Point:
         used: By process, what of the present pass is used, where each has a part of its own.
         n_completed_steps: Updates since the last checkpoint.
         epoch_ends: Whether the epoch ends here.
+        seconds: The loop's clock.
+        process_start: The step at which this process began.
         is_last: Whether no step follows in this run.
         is_rescue: Whether the run is being left by a signal or an exception.
         is_repeat: Whether this step was a checkpoint already, before it was known to be the last.
-        seconds: The loop's clock.
-        process_start: The step at which this process began.
     """
 
     step: int
@@ -66,9 +66,9 @@ class Point:
     position: Position
     n_completed_steps: int
     epoch_ends: bool
-    is_last: bool
-    is_rescue: bool
-    is_repeat: bool
     seconds: float
     process_start: int
     used: tuple[int, ...] = ()
+    is_last: bool = False
+    is_rescue: bool = False
+    is_repeat: bool = False

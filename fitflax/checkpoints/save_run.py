@@ -32,17 +32,17 @@ def save_run(checkpoint: Checkpoint, store: CheckpointStore, *, owner: str, keep
     Raises:
         CheckpointError: This save failed, or an earlier one of the saver's; then this one was made at once before, as far as the disk let it.
     """
-    waiting, checkpoint.before_saving = checkpoint.before_saving, []
+    waiting, checkpoint.run.before_saving = checkpoint.run.before_saving, []
     for put_on_disk in waiting:
         put_on_disk()
-    checkpoint.num_saves += 1
-    also = [name for directory, name in checkpoint.savers if directory == store.directory and name != owner]
+    checkpoint.run.num_saves += 1
+    also = [name for directory, name in checkpoint.run.savers if directory == store.directory and name != owner]
     write = functools.partial(store.save, step=checkpoint.step, owner=owner, keep=keep, also=also)
     save = _RunSave(checkpoint, asynchronous=asynchronous)
-    if spans_processes(checkpoint.borrow()):
+    if spans_processes(checkpoint.run.borrow()):
         save.jointly(write, f"step {checkpoint.step} in {store.directory}")
         return
-    save.data = checkpoint.join_data()
+    save.data = checkpoint.run.join_data()
     if jax.process_index() == 0:  # The first process saves what it has whole.
         save.here(write)
 
@@ -60,7 +60,7 @@ class _RunSave:
 
     def __init__(self, checkpoint: Checkpoint, *, asynchronous: bool) -> None:
         self._checkpoint = checkpoint
-        self._saver = checkpoint.saver
+        self._saver = checkpoint.run.saver
         self._asynchronous = asynchronous
         self.data: dict[str, Any] = {}
 
@@ -83,9 +83,9 @@ class _RunSave:
             saver.wait_for_room()
         failure = saver.failure
         try:
-            joint = JointSave.meet(what, earlier=None if failure is None else str(failure), is_rescue=checkpoint.point.is_rescue)
+            joint = JointSave.meet(what, earlier=None if failure is None else str(failure), is_rescue=checkpoint.run.point.is_rescue)
         except CheckpointError as error:
-            if not checkpoint.point.is_rescue:
+            if not checkpoint.run.point.is_rescue:
                 raise
             # What this process is being left for is what the user is to hear of.
             warnings.warn(f"Step {checkpoint.step} is not saved. {error}", FitflaxWarning, stacklevel=5)
@@ -93,7 +93,7 @@ class _RunSave:
         # What each process makes of it: the first one leads.
         is_leader, write = jax.process_index() == 0, functools.partial(write, joint=joint)
         with joint.or_give_up():
-            self.data = checkpoint.join_data()
+            self.data = checkpoint.run.join_data()
         if self._asynchronous and joint.earlier is None:
             with joint.or_give_up():
                 job = functools.partial(joint.lead, self._later(write)) if is_leader else self._parts_later(joint)
@@ -108,7 +108,7 @@ class _RunSave:
                 if is_leader:
                     joint.lead(functools.partial(self._now, write))
                 else:
-                    joint.follow(lambda path: write_part(path, to_plain(checkpoint.borrow(), root="train", may_span=True)))
+                    joint.follow(lambda path: write_part(path, to_plain(checkpoint.run.borrow(), root="train", may_span=True)))
         if earlier is not None:
             raise earlier
 
@@ -117,15 +117,15 @@ class _RunSave:
 
     def _now(self, write: Callable[..., Any]) -> None:
         run = self._run()
-        write(train=self._checkpoint.borrow(), run=run, metadata={**self._metadata(run), "metrics": self._checkpoint.deferred_metrics()()})
+        write(train=self._checkpoint.run.borrow(), run=run, metadata={**self._metadata(run), "metrics": self._checkpoint.deferred_metrics()()})
 
     def _later(self, write: Callable[..., Any]) -> Callable[[], None]:
         """Returns what saves the run as it is now."""
         checkpoint, run = self._checkpoint, self._run()
         metadata, metrics = self._metadata(run), checkpoint.deferred_metrics()
         # Of the run's state, the next step takes the sums alone.
-        arrays = checkpoint.snapshot({"sums": run.pop("sums")} if "sums" in run else {})
-        rest = host_copy(to_plain(run, root="run", keep_lists=True), only_numpy=not checkpoint.snapshots_wait)
+        arrays = checkpoint.run.snapshot({"sums": run.pop("sums")} if "sums" in run else {})
+        rest = host_copy(to_plain(run, root="run", keep_lists=True), only_numpy=not checkpoint.run.snapshots_wait)
 
         def work() -> None:
             train, sums = arrays()
@@ -136,13 +136,13 @@ class _RunSave:
 
     def _parts_later(self, joint: JointSave) -> Callable[[], None]:
         """Returns what writes this process's parts of the state as it is now."""
-        arrays = self._checkpoint.snapshot({})
+        arrays = self._checkpoint.run.snapshot({})
         return lambda: joint.follow(lambda path: write_part(path, arrays()[0]))
 
     def _metadata(self, run: Mapping[str, Any]) -> dict[str, Any]:
         checkpoint = self._checkpoint
         return {
-            **checkpoint.info,
+            **checkpoint.run.info(),
             "history": run["callbacks"].get("History", {}).get("rows", []),
             "step": checkpoint.step,
             "epoch": checkpoint.epoch,

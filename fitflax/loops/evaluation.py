@@ -71,7 +71,7 @@ class Evaluation:
 
     def __call__(self, checkpoint: Checkpoint) -> Summary:
         """Returns `checkpoint` with the metrics of its state; the state is borrowed, not copied."""
-        values = self.evaluate(checkpoint.borrow)
+        values = self.evaluate(checkpoint.run.borrow)
         return checkpoint.with_metrics(self.name, values, self.kinds)
 
     @property

@@ -342,7 +342,7 @@ class EvalLoop:
             DataError: The data has no batch, or is an iterator that was used up.
             ModelError, MetricError: What does not fit it.
         """
-        return self._evaluation_on(checkpoint.strategy)(checkpoint)
+        return self._evaluation_on(checkpoint.run.strategy)(checkpoint)
 
 
 def _make_task(

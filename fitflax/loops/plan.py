@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fitflax.checkpoints.point import Point
 from fitflax.data import Position
 from fitflax.loops.evaluation import Evaluation
 from fitflax.steps.task import NOTHING, Keep
@@ -41,6 +42,20 @@ class Progress:
     def begin_pass(self, number: int) -> None:
         """Notes that nothing is used yet of a pass over the data."""
         self.position, self.used = Position(number), ()
+
+    def point(self, *, n_completed_steps: int, epoch_ends: bool, seconds: float, process_start: int) -> Point:
+        """Returns where the run is, as checkpoints have it; arguments as of `Point`."""
+        return Point(
+            step=self.step,
+            epoch=self.epoch,
+            step_in_epoch=self.step_in_epoch,
+            position=self.position,
+            n_completed_steps=n_completed_steps,
+            epoch_ends=epoch_ends,
+            seconds=seconds,
+            process_start=process_start,
+            used=self.used,
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Returns all of it as a dict that JSON can hold."""

@@ -12,7 +12,8 @@ from typing import Any, Self
 
 from fitflax.callbacks.callback_list import CallbackList
 from fitflax.checkpoints.checkpoint import Checkpoint
-from fitflax.checkpoints.point import Point, Timer
+from fitflax.checkpoints.point import Timer
+from fitflax.checkpoints.run_at_step import RunAtStep
 from fitflax.checkpoints.saving import Saver
 from fitflax.data import FedBatch, Feed
 from fitflax.errors import ConfigError
@@ -59,6 +60,7 @@ class Run:
         interruption: A signal noted here ends the run after the present step.
         saver: Who saves for the run; closed at its end.
         clock: Returns seconds.
+        spent: Where the run's time is noted.
     """
 
     def __init__(
@@ -172,7 +174,8 @@ class Run:
             self.due = set()  # A resume looks at the triggers of this step.
         self._has_yielded = True
         self._timer.pause(self._values)
-        checkpoint.point = dataclasses.replace(checkpoint.point, is_last=self._is_last, is_rescue=self._is_rescue, is_repeat=repeat)
+        run = checkpoint.run
+        run.point = dataclasses.replace(run.point, is_last=self._is_last, is_rescue=self._is_rescue, is_repeat=repeat)
         self._last_yielded = self.progress.step
         return checkpoint
 
@@ -554,24 +557,12 @@ class Run:
 
     def _make_checkpoint(self, *, epoch_ends: bool = False) -> Checkpoint:
         progress = self.progress
-        point = Point(
-            step=progress.step,
-            epoch=progress.epoch,
-            step_in_epoch=progress.step_in_epoch,
-            position=progress.position,
-            n_completed_steps=progress.step - self._last_yielded,
-            epoch_ends=epoch_ends,
-            is_last=False,
-            is_rescue=False,
-            is_repeat=False,
-            seconds=self._clock(),
-            process_start=self.plan.process_start,
-            used=progress.used,
-        )
+        completed = progress.step - self._last_yielded
+        point = progress.point(n_completed_steps=completed, epoch_ends=epoch_ends, seconds=self._clock(), process_start=self.plan.process_start)
         values = self._values
         if values is not None and self._collected is not None:
             values = values.with_late(self._collected.keys, self._collected.now())
-        return Checkpoint(
+        run = RunAtStep(
             point=point,
             live=self._live,
             logs=Logs(values, kinds=self._program.kinds),
@@ -584,6 +575,7 @@ class Run:
             info=self._info,
             saver=self._saver,
         )
+        return Checkpoint(run)
 
     def _run_state(self) -> dict[str, Any]:
         """Returns what a resume needs besides the train state; made when it is saved."""

@@ -161,7 +161,7 @@ def test_the_norm_of_the_gradient_is_computed_where_somebody_may_read_it(make, w
 @pytest.mark.parametrize("wanted", [True, False])
 def test_a_step_without_a_reader_computes_no_norm(wanted):
     norms = []
-    look = LambdaCallback(lambda checkpoint: norms.append(float(checkpoint.step_values.gradients_norm)))
+    look = LambdaCallback(lambda checkpoint: norms.append(float(checkpoint.run.step_values.gradients_norm)))
     look.needs_gradients_norm = wanted
     trainer = fitflax.Trainer(nn.Dense(1))
     trainer.compile("sgd", "mse")

@@ -83,7 +83,7 @@ def test_a_step_takes_over_the_buffers_of_the_state_before(num_devices: int, dev
     trainer = trainer_of(Net(), devices(num_devices))
     seen = []
     for checkpoint in trainer.train_loop(X, Y, steps=4, batch_size=8):
-        state = checkpoint.borrow()
+        state = checkpoint.run.borrow()
         # Leaves of one shape may change places among themselves; together they stay where they were.
         seen.append(set().union(*(pointers(leaf) for leaf in jax.tree.leaves((state.params, state.opt_state)))))
     assert seen[1] == seen[2] == seen[3]
