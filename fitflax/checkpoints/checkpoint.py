@@ -16,6 +16,7 @@ import jax
 from fitflax.checkpoints.point import Point, Timer
 from fitflax.checkpoints.saving import Saver
 from fitflax.checkpoints.trees import Plain, host_copy, only_split, to_plain, unpack
+from fitflax.data import Position
 from fitflax.errors import ConfigError, NotReadyError
 from fitflax.logs import Kind, Logs, StepValues
 from fitflax.optimizers import get_learning_rates
@@ -86,11 +87,30 @@ class Checkpoint:
     def __repr__(self) -> str:
         return f"{type(self).__name__}(step={self.step}, epoch={self.epoch}, step_in_epoch={self.step_in_epoch})"
 
-    step = property(lambda self: self.point.step, doc="Finished updates.")
-    epoch = property(lambda self: self.point.epoch, doc="Index of the epoch, from 0.")
-    step_in_epoch = property(lambda self: self.point.step_in_epoch, doc="Finished updates of the epoch.")
-    n_completed_steps = property(lambda self: self.point.n_completed_steps, doc="Updates since the last checkpoint.")
-    data_position = property(lambda self: self.point.position, doc="Passes finished, and real examples used of the present one.")
+    @property
+    def step(self) -> int:
+        """Finished updates."""
+        return self.point.step
+
+    @property
+    def epoch(self) -> int:
+        """Index of the epoch, from 0."""
+        return self.point.epoch
+
+    @property
+    def step_in_epoch(self) -> int:
+        """Finished updates of the epoch."""
+        return self.point.step_in_epoch
+
+    @property
+    def n_completed_steps(self) -> int:
+        """Updates since the last checkpoint."""
+        return self.point.n_completed_steps
+
+    @property
+    def data_position(self) -> Position:
+        """Passes finished, and real examples used of the present one."""
+        return self.point.position
 
     @property
     def strategy(self) -> Strategy:
