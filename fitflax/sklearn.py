@@ -196,6 +196,8 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
     """What classifier and regressor share. Attributes that end in an underscore are there after `fit`, as scikit-learn has it."""
 
     _trained: _Trained
+    n_iter_: int
+    history_: dict[str, list[float]]
 
     def __init__(
         self,
@@ -312,17 +314,15 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
 
     # -- prediction --
 
-    def _outputs(self, x: Any) -> Any:
+    def _outputs(self, x: Any) -> np.ndarray:
         """Returns the module's outputs, float64 `[n, outputs]`."""
         check_is_fitted(self)
         x = validate_data(self, x, reset=False, allow_nd=True, dtype=self.dtype)
         # Always whole batches: one compiled step, and an example's prediction does not depend on how many others are asked for.
         rows = len(x)
-        missing = -rows % self.batch_size
-        if missing:
+        if missing := -rows % self.batch_size:
             x = np.concatenate([x, np.repeat(x[-1:], missing, axis=0)])
-        outputs = np.asarray(self._trained.trainer.predict(x, batch_size=self.batch_size)[:rows], np.float64)
-        return outputs.reshape(rows, -1)
+        return np.asarray(self._trained.trainer.predict(x, batch_size=self.batch_size)[:rows], np.float64).reshape(rows, -1)
 
     @property
     def trainer_(self) -> Trainer:
@@ -442,7 +442,7 @@ class LinenClassifier(ClassifierMixin, _LinenEstimator):  # type: ignore[misc]
             by_label = dict(enumerate(compute_class_weight(self.class_weight, classes=classes, y=y).tolist()))
         weights = self._weights(sample_weight, x)
         self._train(self._new_classifier(x, classes), x, _positions(classes, y), weights, class_weight=by_label, stratify=y)
-        self.classes_ = classes
+        self.classes_: np.ndarray = classes
         return self
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
@@ -483,16 +483,16 @@ class LinenClassifier(ClassifierMixin, _LinenEstimator):  # type: ignore[misc]
     def _new_classifier(self, x: Any, classes: Any) -> _Trained:
         return self._new(x, len(classes), _Crossentropy(len(classes)) if self.loss is None else self.loss)
 
-    def predict(self, X: Any) -> Any:
+    def predict(self, X: Any) -> np.ndarray:
         """Returns the most probable label of each example, `[n]`.
 
         Args:
             X: Inputs `[n, ...]`.
         """
         probabilities = self.predict_proba(X)
-        return self.classes_[probabilities.argmax(axis=1)]
+        return np.asarray(self.classes_[probabilities.argmax(axis=1)])
 
-    def predict_proba(self, X: Any) -> Any:
+    def predict_proba(self, X: Any) -> np.ndarray:
         """Returns the probabilities of the classes, in the order of `classes_`, float64 `[n, classes]`.
 
         Args:
@@ -504,7 +504,7 @@ class LinenClassifier(ClassifierMixin, _LinenEstimator):  # type: ignore[misc]
                 return np.ones_like(logits)
             logits = np.concatenate([np.zeros_like(logits), logits], axis=1)
         powers = np.exp(logits - logits.max(axis=1, keepdims=True))
-        return powers / powers.sum(axis=1, keepdims=True)
+        return np.asarray(powers / powers.sum(axis=1, keepdims=True))
 
 
 class LinenRegressor(RegressorMixin, _LinenEstimator):  # type: ignore[misc]
@@ -581,7 +581,7 @@ class LinenRegressor(RegressorMixin, _LinenEstimator):  # type: ignore[misc]
     def _new_regressor(self, x: Any, y: Any) -> _Trained:
         return self._new(x, int(np.prod(y.shape[1:])), _Regression(self.loss) if callable(self.loss) else self.loss or "mse")
 
-    def predict(self, X: Any) -> Any:
+    def predict(self, X: Any) -> np.ndarray:
         """Returns the module's outputs in the shape of the targets, float64 `[n]` or `[n, targets]`.
 
         Args:

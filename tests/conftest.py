@@ -25,6 +25,7 @@ import pytest
 
 NUM_DEVICES = 8
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+collect_ignore = ["typed_project"]  # Its modules import each other as a user's do; tests/test_types.py runs them.
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 jax.config.update("jax_num_cpu_devices", NUM_DEVICES)

@@ -7,8 +7,11 @@ import pathlib
 import re
 import subprocess
 import sys
+import tarfile
+import tempfile
 import tomllib
 import venv
+import zipfile
 
 import pytest
 
@@ -120,33 +123,97 @@ def test_the_test_extra_covers_what_the_suite_runs(extra: str):
     assert set(extras[extra]) <= set(extras["test"]), f"examples and documentation run in the suite, so `test` needs what `{extra}` needs"
 
 
-@pytest.mark.slow
-def test_installs_and_imports_with_run_time_requirements_alone(tmp_path):
+@pytest.fixture(scope="session")
+def outside() -> dict[str, str]:
+    """An environment for processes that know nothing of this checkout, on a machine with a package index."""
     environment = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "PYTHONHOME"}}
-    # What pip needs first in any case, so a failure here means that there is no index to ask, not that the project is wrong.
-    build_backend = run(sys.executable, "-m", "pip", "download", "--no-deps", "--dest", tmp_path / "probe", "hatchling", env=environment)
+    with tempfile.TemporaryDirectory() as directory:
+        # What pip needs first in any case, so a failure here means that there is no index to ask, not that the project is wrong.
+        build_backend = run(sys.executable, "-m", "pip", "download", "--no-deps", "--dest", directory, "hatchling", env=environment)
     if build_backend.returncode != 0:
         pytest.skip(f"pip cannot reach a package index: {(build_backend.stderr.strip().splitlines() or ['no message'])[-1]}")
+    return environment
 
-    venv.create(tmp_path / "venv", with_pip=True, symlinks=os.name != "nt")
-    python = tmp_path / "venv" / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    installed = run(python, "-m", "pip", "install", "--disable-pip-version-check", ROOT, cwd=tmp_path, env=environment)
-    assert installed.returncode == 0, installed.stderr
+
+def make_venv(directory: pathlib.Path) -> pathlib.Path:
+    """Returns the Python of a new environment."""
+    venv.create(directory, with_pip=True, symlinks=os.name != "nt")
+    return directory / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def install(python: pathlib.Path, *what: str | pathlib.Path, env: dict[str, str]) -> None:
+    result = run(python, "-m", "pip", "install", "--disable-pip-version-check", *what, env=env)
+    assert result.returncode == 0, result.stderr
+
+
+def contents(wheel: pathlib.Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+@pytest.fixture(scope="session")
+def distributions(outside, tmp_path_factory) -> tuple[pathlib.Path, pathlib.Path]:
+    """The wheel and the source distribution."""
+    directory = tmp_path_factory.mktemp("distributions")
+    python = make_venv(directory / "venv")
+    install(python, "hatchling", env=outside)
+    result = run(python, "-m", "hatchling", "build", "--directory", directory / "dist", cwd=ROOT, env=outside)
+    assert result.returncode == 0, result.stderr
+    (wheel,), (sdist,) = (directory / "dist").glob("*.whl"), (directory / "dist").glob("*.tar.gz")
+    return wheel, sdist
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_package_alone_and_comes_out_the_same_of_the_source_distribution(distributions, outside, tmp_path):
+    wheel, sdist = distributions
+    files = contents(wheel)
+    package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fitflax").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert {name for name in files if not name.startswith(f"fitflax-{project()['version']}.dist-info/")} == package
+    assert "fitflax/py.typed" in package
+    with tarfile.open(sdist) as archive:
+        tops = {pathlib.PurePosixPath(name).parts[1] for name in archive.getnames()}
+    assert {"fitflax", "tests", "docs", "examples", "benchmarks", "pyproject.toml", "README.md", "LICENSE", "Makefile"} <= tops
+    assert not {name for name in tops if name.startswith(".")} - {".gitignore"} and not {"build", "dist", "runs"} & tops
+
+    result = run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path, sdist, cwd=tmp_path, env=outside)
+    assert result.returncode == 0, result.stderr
+    assert contents(tmp_path / wheel.name) == files
+
+
+def lowest(*extras: str) -> list[str]:
+    """Returns all requirements at the lowest version that they allow; for those that jax brings, the lowest of jax 0.10.2."""
+    table = project()
+    requirements = [*table["dependencies"], *(requirement for extra in extras for requirement in table["optional-dependencies"][extra])]
+    return [*(requirement.replace(">=", "==") for requirement in requirements), "numpy==2.0.*", "scipy==1.14.*", "ml-dtypes==0.5.0"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("versions", ["lowest", "newest"])
+def test_the_wheel_needs_its_requirements_alone_and_runs_the_first_script(distributions, outside, tmp_path, versions: str):
+    if versions == "lowest" and sys.version_info >= (3, 13):
+        pytest.skip("the lowest versions have no wheels for this Python")
+    python = make_venv(tmp_path / "venv")
+    install(python, distributions[0], *(lowest() if versions == "lowest" else []), env=outside)
 
     code = """
 import importlib.metadata as metadata, json, fitflax
 print(json.dumps({
     "version": [fitflax.__version__, metadata.version("fitflax")],
     "file": fitflax.__file__,
-    "files": [str(path) for path in metadata.files("fitflax")],
     "distributions": [distribution.metadata["Name"] for distribution in metadata.distributions()],
 }))
 """
-    result = run(python, "-I", "-W", "error", "-c", code, cwd=tmp_path, env=environment)
+    result = run(python, "-I", "-W", "error", "-c", code, cwd=tmp_path, env=outside)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["version"] == [project()["version"]] * 2
     assert pathlib.Path(found["file"]).is_relative_to(tmp_path / "venv")
-    assert "fitflax/py.typed" in found["files"]
-    assert {re.sub(r"^fitflax-.*\.dist-info$", "dist-info", path.split("/")[0]) for path in found["files"]} == {"fitflax", "dist-info"}
     assert not {distribution(name) for name in found["distributions"]} & {"tensorflow", "torch", "matplotlib", "pandas", "scikit-learn"}
+
+    install(python, *(lowest("examples") if versions == "lowest" else project()["optional-dependencies"]["examples"]), env=outside)
+    script = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)[1]
+    (tmp_path / "script.py").write_text(script, encoding="utf-8")
+    result = run(python, "-I", "-W", "error", "script.py", cwd=tmp_path, env=outside)
+    assert result.returncode == 0 and result.stdout.endswith("(450, 10)\n"), result.stdout + result.stderr
+    listed = run(python, "-I", "-W", "error", "-m", "fitflax", "checkpoints", "runs/digits/checkpoints", "--verify", cwd=tmp_path, env=outside)
+    assert listed.returncode == 0 and "val_accuracy" in listed.stdout, listed.stdout + listed.stderr

@@ -42,9 +42,21 @@ class TrainerView(Protocol):
     'TrainerView'
     """
 
-    learning_rate: Any
-    learning_rates: Any
     stop_training: bool
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate; it may be set."""
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None: ...
+
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        """All rates that can be read, by the label of their parameters' group; those assigned are set."""
+
+    @learning_rates.setter
+    def learning_rates(self, values: Mapping[str, float]) -> None: ...
 
     @property
     def state(self) -> TrainState:

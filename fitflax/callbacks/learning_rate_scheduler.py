@@ -32,9 +32,9 @@ class LearningRateScheduler(Callback):
     phase = Phase.CHANGE
     needs_trainer = True
 
-    def __init__(self, schedule: Callable[..., Any]) -> None:
+    def __init__(self, schedule: Callable[[int], Any] | Callable[[int, float], Any]) -> None:
         self._takes_rate = _takes_rate(schedule)
-        self.schedule = schedule
+        self.schedule: Callable[..., Any] = schedule
         # The epoch that was begun last, and the rate before it: an epoch that was left before its first step is begun once more by a resume.
         self._epoch: int | None = None
         self._rate_before: float | None = None

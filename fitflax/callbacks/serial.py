@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, Self, overload
 
 from fitflax.callbacks.base import Callback, Phase
 from fitflax.checkpoints.checkpoint import Checkpoint
@@ -16,6 +16,12 @@ class Serial:
 
     def __init__(self, steps: Sequence[Callable[[Any], Any]]) -> None:
         self.parts = tuple(steps)
+
+    @overload
+    def __call__(self, checkpoint: Checkpoint) -> Checkpoint: ...
+
+    @overload
+    def __call__(self, checkpoint: Any) -> Any: ...
 
     def __call__(self, checkpoint: Any) -> Any:
         """Hands `checkpoint` from one function to the next and returns what the last one returns.

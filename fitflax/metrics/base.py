@@ -72,8 +72,8 @@ class Metric(abc.ABC):
         """
 
     @abc.abstractmethod
-    def merge(self, other: Self) -> Self:
-        """Returns the metric over the examples of both."""
+    def merge(self, other: Any) -> Self:  # Subclasses say `other: Self`, which pyright reports where the base class says it, too.
+        """Returns the metric over the examples of both; `other` is a metric of the same kind."""
 
     @abc.abstractmethod
     def compute(self) -> Any:
