@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fitflax needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help venv peers test test-all soak bench lint demo clean
+.PHONY: help venv peers test test-all soak bench lint site demo clean
 .DELETE_ON_ERROR:
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo 'make soak      kill a run 200 times and compare it with one never stopped; make a million steps and look at the memory'
 	@echo 'make lint      lint and types alone'
 	@echo 'make bench     measure fitflax against hand-written loops, Keras and Lightning (40 minutes)'
+	@echo 'make site      build the documentation site: site/index.html'
 	@echo 'make demo      train a small network on handwritten digits'
 	@echo 'make venv      only create $(VENV)'
 	@echo 'make peers     install PyTorch, TensorFlow, Grain and others into $(VENV), so that tests with them run'
@@ -66,9 +67,14 @@ bench: peers
 	$(BIN)/python $(INSTALL) --editable '.[test,examples,peers,benchmarks]'
 	$(BIN)/python -m benchmarks.run --write
 
+# Anew each time: pages that are kept from the last build do not give their warnings again.
+site: venv
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --fresh-env -c docs/site -d build/doctrees . site
+	@echo 'open site/index.html'
+
 demo: $(DEMO_VENV)/.installed
 	$(DEMO_VENV)/bin/python examples/digits.py
 
 clean:
-	rm -rf $(VENV) $(DEMO_VENV) build dist runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DEMO_VENV) build dist runs site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,7 +2,7 @@
 
 How to choose and word one: the class says *whose* mistake it is (data, model, loss, checkpoint file, ...), the message says what is wrong, where
 (argument, tree path, shape, value) and what to do, in that order. All faults found at once go into one message. Each class also derives from the
-built-in that fits, so that `except ValueError` in users' scripts keeps working.
+built-in that fits, so that `except ValueError` in users' scripts keeps working::
 
     FitflaxError
     +-- ConfigError (ValueError)            an argument, or a combination of arguments, makes no sense

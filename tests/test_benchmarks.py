@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks import checkpoint, compare, processes, report, run, scaling, workloads
+from benchmarks import checkpoint, compare, plots, processes, report, run, scaling, workloads
 from benchmarks.peers import PEERS, Setup, Unavailable, fit, hand, peers_of
 from benchmarks.worker import open_screen
 from benchmarks.workloads import initial, make_data, make_workload
@@ -323,3 +324,22 @@ def test_loops_in_two_processes_do_the_same_work_and_messages_are_timed(tmp_path
     (found,) = json.loads((tmp_path / "numbers.json").read_text(encoding="utf-8"))["found"]
     assert found["processes"] == 2 and [row["kind"] for row in found["rows"]] == ["fsdp"]
     assert found["costs"]["exchange"] > 0 and list(found["costs"]["all_reduce"]) == ["1024"]
+
+
+# -- plots --
+
+
+def test_plots_are_read_from_the_tables():
+    text = "# R\n\n## a\n\nText | with.\n\n| x | ratio |\n| --- | --- |\n| 1 | 1.184 (1.012..1.392) |\n| 2 |  |\n\nMore.\n\n## b\n\n| y |\n|---|\n| 3 |\n"
+    assert plots.tables(text) == {"a": [[{"x": "1", "ratio": "1.184 (1.012..1.392)"}, {"x": "2", "ratio": ""}]], "b": [[{"y": "3"}]]}
+    assert plots.spread("1.184 (1.012..1.392)") == (1.184, 1.012, 1.392) and plots.spread("") is None
+    assert plots.peers("RESULTS.md").keys() == set(TRAINED) and plots.peers("RESULTS-gpu.md").keys() == {"mlp", "lm"}
+
+
+@pytest.mark.parametrize("name", plots.PLOTS)
+def test_a_plot_takes_the_colors_and_the_width_of_its_page(name):
+    drawn = plots.figure(name)
+    assert drawn.startswith('<figure class="plot" role="img" aria-label="') and drawn.endswith("</svg>\n</figure>")
+    assert "currentColor" in drawn and plots.TEXT not in drawn and not re.search(r"<svg [^>]*\b(width|height)=", drawn) and "viewBox" in drawn
+    assert not re.search(r"#(000000|ffffff)", drawn) and "http://www.w3.org/2000/svg" in drawn
+    assert drawn == plots.figure(name)

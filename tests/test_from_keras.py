@@ -1,4 +1,4 @@
-"""docs/from_keras.md: it has a row for every argument and callback of Keras, each row's line runs, and the numbers are Keras's."""
+"""docs/from-keras.md: it has a row for every argument and callback of Keras, each row's line runs, and the numbers are Keras's."""
 
 import csv
 import importlib.util
@@ -20,7 +20,7 @@ from fitflax.callbacks import Callback, CSVLogger, EarlyStopping, Phase, ReduceL
 from tests.test_docs import ROW, run_rows
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PAGE = (ROOT / "docs/from_keras.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/from-keras.md").read_text(encoding="utf-8")
 ROWS = [row for row in ROW.finditer(PAGE) if row["there"] != "Keras"]
 
 # Of Keras 3.15, by heading.

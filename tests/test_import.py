@@ -117,10 +117,10 @@ def test_no_test_needs_a_peer_to_be_collected():
     assert not faults, faults
 
 
-@pytest.mark.parametrize("extra", ["examples", "docs"])
+@pytest.mark.parametrize("extra", ["examples", "docs", "site"])
 def test_the_test_extra_covers_what_the_suite_runs(extra: str):
     extras = project()["optional-dependencies"]
-    assert set(extras[extra]) <= set(extras["test"]), f"examples and documentation run in the suite, so `test` needs what `{extra}` needs"
+    assert set(extras[extra]) <= set(extras["test"]), f"examples, documentation and the site run in the suite, so `test` needs what `{extra}` needs"
 
 
 @pytest.fixture(scope="session")

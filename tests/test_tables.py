@@ -1,4 +1,4 @@
-"""The tables of docs/losses_and_metrics.md name all losses and metrics, with the direction that the code declares, and formulas that hold."""
+"""The tables of docs/losses-and-metrics.md name all losses and metrics, with the direction that the code declares, and formulas that hold."""
 
 import pathlib
 import re
@@ -8,7 +8,7 @@ import pytest
 
 from fitflax import losses, metrics
 
-PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "losses_and_metrics.md"
+PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "losses-and-metrics.md"
 
 
 def rows(heading):

@@ -76,7 +76,7 @@ def _of_labels(name: str, *, binary: str) -> Loss:
 def _named(loss: Loss, name: str) -> Loss:
     # A function that is given as a metric is logged under its name.
     loss.__name__ = loss.__qualname__ = name
-    loss.__doc__ = f"Returns `optax.losses.{name}` of each example; the table of docs/losses_and_metrics.md has the formula and the shapes."
+    loss.__doc__ = f"Returns `optax.losses.{name}` of each example; the table of docs/losses-and-metrics.md has the formula and the shapes."
     return loss
 
 

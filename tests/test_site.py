@@ -1,0 +1,123 @@
+"""The documentation site: it builds without a warning and without a network, each link in it leads somewhere, and each public name is on it."""
+
+import html.parser
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import urllib.parse
+import zlib
+
+import pytest
+
+from tests.test_layout import PUBLIC_MODULES
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "docs" / "site"))
+
+import docstrings  # noqa: E402
+import names  # noqa: E402
+import pages  # noqa: E402
+
+# What a reader's browser fetches by itself; an `a` is followed by the reader.
+LOADING = {"link": "href", "script": "src", "img": "src", "iframe": "src", "source": "src", "object": "data"}
+
+
+class Read(html.parser.HTMLParser):
+    """The links of a page, what it loads, and what can be linked to in it."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.anchors = {""}
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        found = dict(attributes)
+        self.anchors |= {found.get("id") or "", found.get("name") or ""}
+        if tag == "a" and found.get("href"):
+            self.links.append(found["href"])
+        if tag in LOADING and found.get(LOADING[tag]):
+            self.loads.append(found[LOADING[tag]])
+
+
+def is_elsewhere(target: str) -> bool:
+    return bool(urllib.parse.urlparse(target).netloc)
+
+
+def broken_links(site: pathlib.Path) -> list[str]:
+    read = {path: Read(path) for path in site.rglob("*.html")}
+    faults = []
+    for path, page in read.items():
+        for target in [*page.links, *page.loads]:
+            parts = urllib.parse.urlparse(target)
+            if parts.scheme or parts.netloc:
+                continue
+            there = (path.parent / urllib.parse.unquote(parts.path)).resolve() if parts.path else path
+            if not there.is_file() or (there in read and urllib.parse.unquote(parts.fragment) not in read[there].anchors):
+                faults.append(f"{path.relative_to(site)}: {target}")
+    return sorted(set(faults))
+
+
+def described(site: pathlib.Path) -> set[str]:
+    """Returns the names that the reference has entries for, by Sphinx's list of them."""
+    packed = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
+    lines = zlib.decompress(packed).decode().splitlines()
+    return {line.split(" ", 1)[0] for line in lines if " py:" in line}
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning_and_links_and_names_are_whole(tmp_path):
+    site = tmp_path / "site"
+    command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", "-c", "docs/site", "-d", tmp_path / "doctrees", ".", site]
+    built = subprocess.run(command, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, check=False)
+    assert (built.returncode, built.stderr) == (0, "")
+    assert not broken_links(site)
+    assert not [f"{path.name}: {target}" for path in site.rglob("*.html") for target in Read(path).loads if is_elsewhere(target)], "loaded from elsewhere"
+    assert sorted(set(names.public()) - described(site)) == [], "without an entry in docs/api"
+    assert (site / "index.html").is_file() and "fitflax.Trainer" in (site / "docs" / "api" / "trainer.html").read_text(encoding="utf-8")
+
+
+def test_every_public_name_has_a_directive_in_the_reference():
+    assert set(PUBLIC_MODULES) < set(names.MODULES)
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "api").glob("*.md"))
+    directives = set(re.findall(r"^\.\. [\w:]+:: (fitflax[\w.]*)$", text, re.MULTILINE))
+    others = {"fitflax.__version__", *(path for path in names.public() if path.startswith("fitflax.errors."))}  # An attribute, and members of a module.
+    assert set(names.public()) - others <= directives
+    assert directives <= set(names.public())
+
+
+def test_code_that_names_a_thing_is_linked_and_other_code_is_not():
+    linked = {
+        "trainer.fit(x, y)": "fitflax.Trainer.fit",
+        "Trainer(rngs=...)": "fitflax.Trainer",
+        "ModelCheckpoint": "fitflax.callbacks.ModelCheckpoint",
+        "callbacks.Callback": "fitflax.callbacks.Callback",
+        "CheckpointStore.best": "fitflax.checkpoints.CheckpointStore.best",
+        "mean_squared_error": "fitflax.losses.mean_squared_error",
+        "hunt_nan": "fitflax.Trainer.hunt_nan",
+        "every(steps=10)": "fitflax.every",
+        "fitflax.losses": "fitflax.losses",
+    }
+    assert {text: names.path_of(text) for text in linked} == linked
+    for text in ("fit", "every", "loss", "names", "Dense", "trainer.wrong", "x[0]", "a b", "__init__", "ModelCheckpoint.wrong"):
+        assert names.path_of(text) is None
+    assert names.path_of("fit", "fitflax.Trainer") == "fitflax.Trainer.fit"
+
+
+def test_tables_of_docstrings_become_lists_of_cells():
+    lines = ["before", "", "| a | b |", "|---|---|", "| `c` | d |", "", "| no table"]
+    table = [".. list-table::", "   :header-rows: 1", "", "   * - a", "     - b", "   * - `c`", "     - d"]
+    assert list(docstrings.with_tables(lines)) == ["before", "", *table, "", "| no table"]
+
+
+def test_examples_become_pages():
+    text = '"""Does it.\n\npython examples/a.py [--steps 1]\n\nAnd more.\n"""\n\nimport a\n'
+    page = "# a.py\n\nDoes it.\n\n```bash\npython examples/a.py [--steps 1]\n```\n\nAnd more.\n\n```python\nimport a\n```"
+    assert pages.script("a.py", text) == page
+    cells = '{"cells": [{"cell_type": "markdown", "source": ["# A\\n", "b"]}, {"cell_type": "code", "source": ["x"]}]}'
+    assert pages.notebook(cells) == "# A\nb\n\n```python\nx\n```"
+    listed = pages.list_of_examples(ROOT)
+    assert [path.name for path in sorted((ROOT / "examples").glob("*.py")) if f"](../examples/{path.name}): " not in listed] == []
