@@ -9,13 +9,14 @@ BIN := $(VENV)/bin
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fitflax needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help venv peers test test-all soak bench lint site demo clean
+.PHONY: help venv peers test test-all soak mutants bench lint site demo clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make test      lint, types and every test that is not marked slow'
 	@echo 'make test-all  lint, types and every test; CI runs this'
 	@echo 'make soak      kill a run 200 times and compare it with one never stopped; make a million steps and look at the memory'
+	@echo 'make mutants   break single lines of the core, 40 a file, and look whether a test sees it (hours); FILES=fitflax/step.py for one'
 	@echo 'make lint      lint and types alone'
 	@echo 'make bench     measure fitflax against hand-written loops, Keras and Lightning (40 minutes)'
 	@echo 'make site      build the documentation site: site/index.html'
@@ -62,6 +63,10 @@ test-all: lint
 # Other kills than the last time: FITFLAX_SOAK_SEED=n make soak.
 soak: venv
 	FITFLAX_SOAK=200 $(BIN)/python -m pytest -n $(WORKERS) tests/test_kills.py tests/test_soak.py
+
+# Those that no test sees, and why that is so, are in tests/MUTANTS.md.
+mutants: venv
+	$(BIN)/python -m tests.mutants $(FILES)
 
 bench: peers
 	$(BIN)/python $(INSTALL) --editable '.[test,examples,peers,benchmarks]'

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 
 import fitflax
@@ -72,6 +74,10 @@ def test_every_epochs_fires_only_where_an_epoch_ends():
     assert [moment.step for moment in moments if schedule.due(moment)] == [6, 12]
 
 
+def test_a_moment_is_no_end_of_an_epoch_unless_it_says_so():
+    assert not every(epochs=1).is_due(Moment(3, epochs_done=1), 0.0)
+
+
 # --- Time ---
 
 
@@ -112,6 +118,13 @@ def test_a_restored_schedule_goes_on_where_the_saved_one_was_on_another_clock():
     after.load_state_dict(saved, 1000.0)
     assert not after.due(Moment(2, seconds=1005.9))
     assert after.due(Moment(3, seconds=1006.0))
+
+
+def test_the_next_time_of_a_schedule_is_that_of_the_part_that_is_due_first():
+    schedule = Schedule(every(seconds=10) | every(seconds=4) | every(steps=3), 100.0)
+    assert schedule.next_seconds == 104.0
+    assert schedule.due(Moment(1, seconds=105.0)) and schedule.next_seconds == 109.0
+    assert Schedule(every(steps=1) | every(epochs=1)).next_seconds == Schedule(None).next_seconds == math.inf
 
 
 def test_the_state_of_another_trigger_is_ignored():
@@ -157,6 +170,8 @@ def test_joining_is_flat_so_that_every_part_keeps_its_own_time():
         (lambda: every(seconds="7"), r"must be a positive number. Received: '7'"),
         (lambda: every(epochs=1, offset=1), r"every\(offset=...\) must be an integer of at least 0, and needs steps="),
         (lambda: every(steps=2, offset=-1), r"every\(offset=...\) must be an integer of at least 0"),
+        (lambda: every(steps=2, offset=1.0), r"every\(offset=...\) must be an integer of at least 0"),
+        (lambda: every(steps=2, offset=True), r"every\(offset=...\) must be an integer of at least 0"),
         (lambda: at(), r"at\(\) takes at least one step"),
         (lambda: at(0), r"at\(...\) must be a positive integer. Received: 0"),
         (lambda: at([1, 2]), r"at\(...\) must be a positive integer. Received: \[1, 2\]"),

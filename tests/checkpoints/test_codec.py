@@ -74,6 +74,13 @@ def test_blocks_change_nothing(tmp_path, monkeypatch):
         assert_same(read_state(tmp_path, whole), {"train": TRAIN, "run": RUN})
 
 
+def test_what_stands_before_an_array_is_what_flax_writes_at_every_length_where_that_changes():
+    for length in (*range(260), *range(2**16 - 50, 2**16 + 2)):
+        array = np.zeros(length, np.uint8)
+        (part,) = codec._layout(array.shape, array.dtype, 1, 2**30)
+        assert part.header + array.tobytes() == flax.serialization.msgpack_serialize(array)
+
+
 def test_chunks_are_cut_into_blocks(tmp_path, monkeypatch):
     whole = TRAIN["large"]
     for chunk_bytes, block_bytes in ((1000, 256), (256, 1000), (512, 256), (whole.nbytes, 256), (whole.nbytes - 1, 256)):
@@ -171,6 +178,18 @@ def test_no_thread_is_left_after_saving_and_reading(tmp_path, blocks):
 
 
 # --- Reading ---
+
+
+def test_values_come_back_whatever_their_size(tmp_path):
+    numbers = [number for bits in (0, 5, 7, 8, 15, 16, 31, 32, 63) for each in (2**bits, -(2**bits)) for number in (each - 1, each, each + 1)]
+    run = {
+        "numbers": [number for number in numbers if number >= -(2**63)] + [2**64 - 1, 0.1, None, True],
+        "texts": ["x" * length for length in (0, 31, 32, 255, 256, 2**16 - 1, 2**16)],
+        "bytes": [bytes(length) for length in (0, 255, 256, 2**16 - 1, 2**16)],
+        "lists": [[7] * length for length in (0, 15, 16, 300, 2**16)],
+        "dicts": [{str(key): key for key in range(length)} for length in (0, 15, 16, 300, 2**16)],
+    }
+    assert_same(read_state(tmp_path, save(tmp_path, {}, run)), {"train": {}, "run": run})
 
 
 @pytest.mark.parametrize("block_bytes", [256, 2**22])

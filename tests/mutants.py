@@ -1,0 +1,307 @@
+"""Breaks the library one small thing at a time and looks whether a test sees it: `python -m tests.mutants fitflax/step.py ...`, or `make mutants` for all.
+
+A mutant is a copy of the checkout in which one operator, number or statement of one file is another. The 40 of a file are the same every time, and most of
+them stay when the file changes. Those that no test sees are shown, unless `tests/MUTANTS.md` says why; where there are any, the exit status is 1.
+"""
+
+import argparse
+import ast
+import contextlib
+import hashlib
+import importlib
+import math
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import types
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+EXPLAINED = ROOT / "tests/MUTANTS.md"
+MUTANTS_PER_FILE = 40
+SEED = "fitflax"
+# What takes a quick test most of its time to import; imported once, and the tests of each mutant go on from there.
+PRELOADED = ("flax.linen", "hypothesis", "optax", "tensorboardX")
+PATIENCE = 4  # A mutant may take so many times as long as the file's tests without it.
+
+# What sees a file's mutants: arguments of pytest, one call after another until a test fails; the file's doctests come after the first one. What is marked
+# slow is left out, but where `-m` asks for it.
+METRICS = ("tests/metrics/test_metrics.py", "tests/metrics/test_metrics.py -m slow")
+TESTS = {
+    "fitflax/triggers.py": ("tests/test_triggers.py",),
+    "fitflax/metrics/regression.py": ("tests/metrics/test_regression.py", "tests/metrics/test_regression.py -m slow", *METRICS),
+    "fitflax/metrics/ranking.py": ("tests/metrics/test_ranking.py", "tests/metrics/test_ranking.py -m slow", *METRICS),
+    "fitflax/metrics/classification.py": ("tests/metrics/test_classification.py", "tests/metrics/test_classification.py -m slow", *METRICS),
+    "fitflax/metrics/base.py": METRICS,
+    "fitflax/checkpoints/codec.py": (
+        "tests/checkpoints/test_format_docs.py tests/checkpoints/test_codec.py tests/checkpoints/test_msgpack_format.py",
+        "tests/checkpoints/test_damage.py",
+    ),
+    "fitflax/step.py": ("tests/test_step.py", "tests/test_objective.py tests/test_accumulation.py", "tests/test_step.py -m slow"),
+    "fitflax/checkpoints/resume.py": (
+        "tests/checkpoints/test_resume_state.py tests/test_restore.py",
+        "tests/test_resume.py -k 'resume_auto or resume_true or exactly_one or damaged or version or path_without or names or settings or another_model'",
+    ),
+    "fitflax/checkpoints/documents.py": (
+        "tests/checkpoints/test_contents.py tests/checkpoints/test_format_docs.py",
+        "tests/checkpoints/test_store.py tests/checkpoints/test_damage.py",
+    ),
+    "fitflax/checkpoints/store.py": ("tests/checkpoints/test_store.py",),
+    "fitflax/loop.py": ("tests/test_hooks.py", "tests/test_unseen.py tests/checkpoints/test_checkpoint.py", "tests/test_resume.py"),
+    "fitflax/preparation.py": ("tests/test_trials.py tests/test_groups.py", "tests/test_errors.py", "tests/test_resume.py"),
+    "fitflax/checkpoints/trees.py": ("tests/checkpoints/test_trees.py tests/checkpoints/test_codec.py",),
+    "fitflax/checkpoints/saving.py": ("tests/checkpoints/test_saving.py", "tests/test_asynchronous.py"),
+    "fitflax/sums.py": ("tests/test_step.py", "tests/test_objective.py"),
+}
+
+# What stands for what.
+COMPARISONS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is": "is not", "is not": "is", "in": "not in", "not in": "in"}
+BINARY = {"+": "-", "-": "+", "*": "/", "/": "*", "//": "*", "%": "*", "**": "*", "&": "|", "|": "&", "^": "&", "<<": ">>", ">>": "<<"}
+BOOLEAN = {"and": "or", "or": "and"}
+CALLED = {"min": "max", "max": "min", "any": "all", "all": "any", "minimum": "maximum", "maximum": "minimum"}
+
+
+class Mutant(NamedTuple):
+    """A change of one file: its name in `MUTANTS.md`, the function it is in, the line, that before and after, and the whole file after it."""
+
+    name: str
+    where: str
+    line: int
+    before: str
+    after: str
+    source: str
+
+
+def mutants_of(path: str, source: str) -> list[Mutant]:
+    """Returns all mutants of a file, in an order by chance that a change elsewhere in the file leaves as it is.
+
+    >>> sorted(mutant.after for mutant in mutants_of("f.py", "def f(x: int = 3):\\n    return x < 2"))
+    ['def f(x: int = 4):', 'return None', 'return x < 3', 'return x <= 2']
+    """
+    data, original = source.encode(), meaning(compile(source, path, "exec"))
+    begins = [0]
+    for text in data.splitlines(keepends=True):
+        begins.append(begins[-1] + len(text))
+    found, seen = [], dict[str, int]()
+    for where, node in changeable(ast.parse(source)):
+        for first, last, pattern, replacement in changes(node):
+            begin, end = begins[first[0] - 1] + first[1], begins[last[0] - 1] + last[1]
+            old = data[begin:end].decode()
+            new = replacement.format(old) if pattern is None else re.sub(pattern, replacement, old, count=1)
+            mutated = (data[:begin] + new.encode() + data[end:]).decode()
+            if new == old or meaning(compile(mutated, path, "exec")) == original:
+                continue
+            line_begin = data.rfind(b"\n", 0, begin) + 1
+            line_end = data.find(b"\n", end) % (len(data) + 1)
+            before = " ".join(data[line_begin:line_end].decode().split())
+            after = " ".join((data[line_begin:begin].decode() + new + data[end:line_end].decode()).split())
+            what = f"{SEED} {path} {where} {before} -> {after}"
+            seen[what] = seen.get(what, 0) + 1
+            found.append(Mutant(hashlib.sha256(f"{what} {seen[what]}".encode()).hexdigest()[:8], where, first[0], before, after, mutated))
+    return sorted(found)
+
+
+def meaning(code: types.CodeType) -> Any:
+    """Returns what a code object does, without its line numbers."""
+    constants = [meaning(each) if isinstance(each, types.CodeType) else repr(each) for each in code.co_consts]
+    return code.co_code, constants, code.co_names, code.co_varnames, code.co_exceptiontable
+
+
+def changeable(node: ast.AST, where: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """Yields the nodes that may be changed, each with the function it is in; no annotations, decorators, assertions, texts or words of errors."""
+    yield where, node
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        where = f"{where}.{node.name}".lstrip(".")
+    if isinstance(node, (ast.Raise, ast.JoinedStr, ast.Assert)) or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+        return
+    for field, value in ast.iter_fields(node):
+        if field not in ("annotation", "returns", "decorator_list", "bases", "type_params"):
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from changeable(child, where)
+
+
+def changes(node: Any) -> Iterator[tuple[tuple[int, int], tuple[int, int], str | None, str]]:
+    """Yields changes of one node: from where to where (line and column), a pattern that is replaced there (`None`: everything), and what by."""
+    match node:
+        case ast.Compare():
+            for left, operator, right in zip([node.left, *node.comparators], node.ops, node.comparators, strict=False):
+                yield swapped(left, right, operator, COMPARISONS)
+        case ast.BoolOp():
+            for left, right in zip(node.values, node.values[1:], strict=False):
+                yield swapped(left, right, node.op, BOOLEAN)
+        case ast.BinOp() if not isinstance(node.op, ast.MatMult):
+            yield swapped(node.left, node.right, node.op, BINARY)
+        case ast.AugAssign():
+            sign = symbol(node.op)
+            yield end_of(node.target), begin_of(node.value), re.escape(f"{sign}="), f"{BINARY[sign]}="
+        case ast.UnaryOp():
+            yield begin_of(node), end_of(node), r"^(not|-|~)\s*", ""
+        case ast.Constant(value=bool()):
+            yield begin_of(node), end_of(node), None, str(not node.value)
+        case ast.Constant(value=int() | float()):
+            yield begin_of(node), end_of(node), None, str(node.value + 1)
+        case ast.Return() if node.value is not None:
+            yield begin_of(node), end_of(node), None, "return None"
+        case ast.Break() | ast.Continue():
+            yield begin_of(node), end_of(node), None, "continue" if isinstance(node, ast.Break) else "break"
+        case ast.Raise() | ast.Expr(value=ast.Call()) | ast.Delete() | ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
+            yield begin_of(node), end_of(node), None, "pass"
+        case ast.Name() if node.id in CALLED:
+            yield begin_of(node), end_of(node), None, CALLED[node.id]
+        case ast.Attribute() if node.attr in CALLED:
+            yield end_of(node.value), end_of(node), node.attr, CALLED[node.attr]
+        case ast.Slice():
+            for bound in (node.lower, node.upper):
+                if bound is not None and not isinstance(bound, ast.Constant):
+                    yield begin_of(bound), end_of(bound), None, "({}) + 1"
+    if isinstance(node, (ast.If, ast.IfExp, ast.While)) and isinstance(node.test, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)):
+        yield begin_of(node.test), end_of(node.test), None, "not ({})"
+    if isinstance(node, (ast.AugAssign, ast.AnnAssign)) and isinstance(node.target, (ast.Attribute, ast.Subscript)) and node.value is not None:
+        yield begin_of(node), end_of(node), None, "pass"
+
+
+def begin_of(node: Any) -> tuple[int, int]:
+    return node.lineno, node.col_offset
+
+
+def end_of(node: Any) -> tuple[int, int]:
+    return node.end_lineno, node.end_col_offset
+
+
+def symbol(operator: ast.AST) -> str:
+    """Returns how an operator is written."""
+    x = ast.Name("x")
+    if isinstance(operator, ast.operator):
+        return ast.unparse(ast.BinOp(x, operator, x)).strip("x ")
+    if isinstance(operator, ast.boolop):
+        return ast.unparse(ast.BoolOp(operator, [x, x])).strip("x ")
+    return ast.unparse(ast.Compare(x, [operator], [x])).strip("x ")  # type: ignore[list-item]
+
+
+def swapped(left: ast.AST, right: ast.AST, operator: ast.AST, by: dict[str, str]) -> tuple[tuple[int, int], tuple[int, int], str, str]:
+    sign = symbol(operator)
+    return end_of(left), begin_of(right), r"\s+".join(map(re.escape, sign.split())), by[sign]
+
+
+def run_tests(path: str, copy: pathlib.Path, limits: list[float] | None = None) -> tuple[str, str, list[float]]:
+    """Runs a file's tests in `copy`; returns "passed", "failed" or "too slow", the output of the last ones, and the seconds that all took."""
+    result, text, seconds = "passed", "", list[float]()
+    for number, tests in enumerate(TESTS[path]):
+        arguments = shlex.split(tests) + [path] * (number == 0)
+        begin = time.monotonic()
+        result, text = _run(arguments, copy, math.inf if limits is None else limits[number])
+        seconds.append(time.monotonic() - begin)
+        if result != "passed":
+            break
+    return result, text, seconds
+
+
+def _run(tests: list[str], copy: pathlib.Path, limit: float) -> tuple[str, str]:
+    """Runs pytest once, in a process of its own."""
+    (copy / "temporary").mkdir()
+    with (copy / "output.txt").open("w+") as output, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX's, of threads that are not there before it computes.
+        process = os.fork()
+        if process == 0:
+            os.setsid()
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            _be_pytest(tests, copy)
+        end = time.monotonic() + limit
+        while not (ended := os.waitpid(process, os.WNOHANG))[0] and time.monotonic() < end:
+            time.sleep(0.02)
+        with contextlib.suppress(ProcessLookupError):  # What the tests have started, too.
+            os.killpg(process, signal.SIGKILL)
+        shutil.rmtree(copy / "temporary", ignore_errors=True)  # The process leaves without tidying up.
+        if not ended[0]:
+            os.waitpid(process, 0)
+            shutil.rmtree(copy / "programs", ignore_errors=True)  # One may be there by half.
+        output.seek(0)
+        return "too slow" if not ended[0] else "passed" if ended[1] == 0 else "failed", output.read()
+
+
+def _be_pytest(tests: list[str], copy: pathlib.Path) -> NoReturn:
+    """Goes on as `pytest tests` in the directory `copy`; to have imported JAX and others before saves most of the time that a quick test takes."""
+    status = 1
+    try:
+        os.chdir(copy)
+        sys.path[:] = [str(copy), *(entry for entry in sys.path if entry not in ("", str(ROOT)))]
+        os.environ |= {"PYTHONPATH": str(copy), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        os.environ["TMPDIR"] = tempfile.tempdir = str(copy / "temporary")
+        sys.modules.pop("tests", None)
+        options = ["-m", "not slow", "-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider"]
+        status = int(pytest.main([*options, *tests], plugins=[_SharedPrograms(copy / "programs")]))
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+class _SharedPrograms:
+    """Lets all mutants share compiled programs, where each would have a directory of its own."""
+
+    def __init__(self, directory: pathlib.Path) -> None:
+        self._directory = directory
+
+    def pytest_sessionstart(self) -> None:
+        jax.config.update("jax_compilation_cache_dir", str(self._directory))
+
+
+def try_file(path: str, copy: pathlib.Path, explained: str, chosen: list[str]) -> int:
+    """Tries a file's mutants; returns how many survived that nobody has explained."""
+    source = (ROOT / path).read_text(encoding="utf-8")
+    mutants = [mutant for mutant in mutants_of(path, source) if not chosen or mutant.name in chosen]
+    drawn = mutants if chosen else mutants[:MUTANTS_PER_FILE]
+    begin = time.monotonic()
+    result, text, seconds = run_tests(path, copy)
+    limits = [10 + PATIENCE * each for each in seconds]
+    if result != "passed":
+        sys.exit(f"The tests of {path} fail without a mutant:\n{text}")
+    counts = {"failed": 0, "too slow": 0, "passed": 0, "explained": 0}
+    for mutant in sorted(drawn, key=lambda each: each.line):
+        (copy / path).write_text(mutant.source, encoding="utf-8")
+        for stale in (copy / path).parent.glob(f"__pycache__/{pathlib.Path(path).stem}.*.pyc"):
+            stale.unlink()  # It would be taken for the mutant's where second and size are the same.
+        result, _, _ = run_tests(path, copy, limits)
+        result = "explained" if result == "passed" and mutant.name in explained else result
+        counts[result] += 1
+        if result in ("passed", "too slow"):
+            print(f"{path}:{mutant.line} {mutant.name} {mutant.where} {result}\n  - {mutant.before}\n  + {mutant.after}", flush=True)
+    (copy / path).write_text(source, encoding="utf-8")
+    print(
+        f"{path}: {len(drawn)} of {len(mutants)} mutants in {time.monotonic() - begin:.0f} s: {counts['failed']} killed, {counts['too slow']} too slow, "
+        f"{counts['explained']} explained, {counts['passed']} survived",
+        flush=True,
+    )
+    return counts["passed"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("paths", nargs="*", default=list(TESTS), help="files of the library; all that have tests here by default")
+    parser.add_argument("--only", nargs="*", default=[], help="names of mutants, instead of 40 of each file")
+    options = parser.parse_args()
+    for name in PRELOADED:
+        importlib.import_module(name)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_disable_most_optimizations", True)  # As in `make test`.
+    explained = EXPLAINED.read_text(encoding="utf-8") if EXPLAINED.exists() else ""
+    with tempfile.TemporaryDirectory(prefix="fitflax-mutants-") as directory:
+        copy = pathlib.Path(directory).resolve() / "checkout"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__", ".*_cache", ".hypothesis"))
+        sys.exit(int(sum(try_file(path, copy, explained, options.only) for path in options.paths) > 0))
+
+
+if __name__ == "__main__":
+    main()
