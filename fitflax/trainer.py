@@ -36,7 +36,7 @@ from fitflax.loops.evaluation import Evaluation, predict, predict_iter
 from fitflax.loops.fitting import find_saved, hold_out, params_of, run_with_callbacks
 from fitflax.loops.modular import EvalLoop, TrainLoop
 from fitflax.loops.plan import RunPlan, Validation
-from fitflax.loops.preparation import make_evaluation, make_feed, prepare_run, settings_of, start_progress, trained_aside
+from fitflax.loops.preparation import make_evaluation, prepare_run, trained_aside
 from fitflax.loops.session import Session
 from fitflax.loops.signals import Interruption
 from fitflax.loops.tabulation import describe
@@ -513,7 +513,6 @@ class Trainer:
         sets = arguments.validation_sets(validation_data, self._selection)
         arguments.check_end(source, steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch, validates=bool(sets))
         hooks, self._history, note = arguments.callback_list(callbacks, verbose, trial=trial)
-        settings = settings_of(session, source, steps_per_epoch)
         session.clear_stop()
         with session.make_saver() as saver, Interruption(saves=hooks.saves) as interruption:
             hooks.enter_run(saver)
@@ -521,26 +520,13 @@ class Trainer:
             options = {"batch_size": validation_batch_size or batch_size or source.all_batch_size, "steps": validation_steps, "at_most": trial or None}
             loops = [self._validation_loop(name, one, hooks, interruption, **options) for name, one in sets.items()]
             validation = Validation(loops, arguments.validation_frequency(validation_freq))
-            progress = start_progress(session, source, saved, settings, initial_epoch=initial_epoch)
-            feed = make_feed(session, source, class_weight, progress, saved)
-            plan = RunPlan(
-                end_step=None if steps is None else progress.first_step + steps,
-                end_epoch=initial_epoch + 1 if steps is None and epochs is None else epochs,
-                steps_per_epoch=steps_per_epoch,
-                at_epoch_ends=True,
-                info={"settings": settings},
-                process_start=progress.step,
-                repeats_last=True,
-                keep=hooks.keep,
-            )
-            parts: dict[str, Any] = {"callbacks": hooks, "validation": validation, "interruption": interruption, "saver": saver, "spent": spent}
+            end_epoch = initial_epoch + 1 if steps is None and epochs is None else epochs
+            plan = RunPlan(end_epoch=end_epoch, steps_per_epoch=steps_per_epoch, is_fit=True, keep=hooks.keep)
+            parts: dict[str, Any] = {"saved": saved, "saver": saver, "callbacks": hooks, "validation": validation, "interruption": interruption}
             with spent.on("compiling"):
-                run = prepare_run(session, source, feed, plan, progress=progress, saved=saved, **parts)
-                for evaluate in validation.loops:
-                    evaluate.prepare(session.need_state("fit").borrow())
-            arguments.check_log_keys(session.need_compiled("fit").kinds, tuple(sets))
-            known = {"log_every": log_every, "note": note or session.choice, **params_of(session, self._model, source, sets, plan, trial=trial)}
-            run_with_callbacks(session, self, run, hooks, known, saved=saved, interruption=interruption)
+                run = prepare_run(session, source, plan, steps=steps, initial_epoch=initial_epoch, class_weight=class_weight, spent=spent, **parts)
+            known = {"log_every": log_every, "note": note or session.choice, **params_of(session, self._model, source, sets, run.plan, trial=trial)}
+            run_with_callbacks(session, self, run, known, saved=saved)
         interruption.leave()
         return self._history
 

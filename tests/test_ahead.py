@@ -131,25 +131,6 @@ def test_a_second_evaluation_or_fit_traces_nothing(devices):
     assert len(traced) == before
 
 
-@pytest.mark.parametrize("num_devices", [1, 3])
-@pytest.mark.slow
-def test_where_nothing_can_be_compiled_ahead_all_is_the_same(num_devices, devices, monkeypatch):
-    """As with several processes."""
-    results = []
-    for ahead in (True, False):
-        strategy = DataParallel(devices(num_devices))
-        strategy.compiles_ahead = ahead
-        if not ahead:
-            monkeypatch.setattr(AheadOfTime, "start", lambda *_: pytest.fail("compiled ahead"))
-        trainer = fitflax.Trainer(nn.Dense(3), parallel=strategy)
-        trainer.compile("adam", "sparse_categorical_crossentropy", ["accuracy"])
-        history = trainer.fit(X, Y, batch_size=16, validation_data=(X, Y), verbose=0)
-        results.append((history.history, trainer.predict(X, verbose=0)))
-    for key, values in results[0][0].items():
-        np.testing.assert_allclose(values, results[1][0][key], rtol=1e-6)
-    np.testing.assert_allclose(results[0][1], results[1][1], rtol=1e-6)
-
-
 def test_a_call_waits_for_its_program_instead_of_compiling_it_too(devices, monkeypatch):
     """Each program is compiled when somebody waits for it, and not before."""
     asked_for: dict[Any, threading.Event] = collections.defaultdict(threading.Event)

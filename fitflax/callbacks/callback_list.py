@@ -61,10 +61,8 @@ class CallbackList:
         self._schedules: list[tuple[Callback, Schedule]] = []
         # One dict for all of them; an evaluation notes in it how long it will be.
         self.params: dict[str, Any] = {}
-        # Where the time of the call goes.
-        self.spent = TimeSpent()
-        # Whether a second Ctrl-C came, after which nothing more is saved.
-        self.leaves_at_once: Callable[[], bool] = lambda: False
+        self._spent = TimeSpent()
+        self._leaves_at_once: Callable[[], bool] = lambda: False
 
     def __iter__(self) -> Iterator[Callback]:
         return iter(self._here)
@@ -109,9 +107,23 @@ class CallbackList:
         """Whether any callback saves the run."""
         return any(callback.phase == Phase.SAVE for callback in self._all)
 
-    def bind(self, trainer: TrainerView, params: Mapping[str, Any]) -> None:
-        """Tells all callbacks who runs, and what of the call is known."""
-        self.params = dict(params)
+    def bind(
+        self,
+        trainer: TrainerView,
+        params: Mapping[str, Any],
+        *,
+        spent: TimeSpent | None = None,
+        leaves_at_once: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Tells all callbacks who runs, and what of the call is known.
+
+        Args:
+            trainer: Who runs.
+            params: What is known.
+            spent: Where the time of the call goes.
+            leaves_at_once: Returns whether a second Ctrl-C came, after which nothing more is saved.
+        """
+        self.params, self._spent, self._leaves_at_once = dict(params), spent or TimeSpent(), leaves_at_once
         for callback in self._all:
             callback.trainer = trainer
             callback.params = self.params
@@ -173,18 +185,18 @@ class CallbackList:
             try:
                 if callback.phase >= Phase.SAVE_BEST and not is_synced:
                     is_synced = True
-                    with self.spent.on("saving"):
+                    with self._spent.on("saving"):
                         self.sync()
             except Exception as error:  # noqa: BLE001 (raised below, when the run has been saved)
                 failure = failure or error
                 checkpoint.run.point = dataclasses.replace(checkpoint.run.point, is_last=True, is_rescue=True)
             try:
-                with self.spent.on("saving" if callback.phase >= Phase.SAVE_BEST else "callbacks"):
+                with self._spent.on("saving" if callback.phase >= Phase.SAVE_BEST else "callbacks"):
                     callback.on_checkpoint(checkpoint)
             except BaseException as error:  # noqa: BLE001 (raised below, when everybody has had the checkpoint)
                 failure = failure or error
                 checkpoint.run.point = dataclasses.replace(checkpoint.run.point, is_last=True, is_rescue=True)
-                if self.leaves_at_once():
+                if self._leaves_at_once():
                     break
             else:
                 is_saved |= callback.phase == Phase.SAVE
@@ -216,7 +228,7 @@ class CallbackList:
                 stack.callback(self._timed, callback.on_train_end, logs)
 
     def _timed(self, method: Callable[..., None], *arguments: Any) -> None:
-        with self.spent.on("callbacks"):
+        with self._spent.on("callbacks"):
             method(*arguments)
 
     def state_dict(self, seconds: float) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from fitflax.logs import Logs
 from fitflax.loops.plan import RunPlan
 from fitflax.loops.run import Run
 from fitflax.loops.session import Session
-from fitflax.loops.signals import Interruption
 from fitflax.parallel import processes
 
 __all__ = ["find_saved", "hold_out", "params_of", "run_with_callbacks"]
@@ -113,19 +112,15 @@ def _hyperparameters(session: Session, model: nn.Module, settings: Mapping[str, 
     return {**known, **session.described, "model": type(model).__name__, **own}
 
 
-def run_with_callbacks(
-    session: Session, trainer: TrainerView, run: Run, hooks: CallbackList, params: Mapping[str, Any], *, saved: Saved | None, interruption: Interruption
-) -> None:
+def run_with_callbacks(session: Session, trainer: TrainerView, run: Run, params: Mapping[str, Any], *, saved: Saved | None) -> None:
     """Makes a run with its callbacks, from `on_train_begin` to `on_train_end`, which always comes.
 
     Args:
         session: Whose run it is.
         trainer: What callbacks know as their trainer.
         run: The run, ready to go.
-        hooks: The callbacks.
-        params: What they are told of the data and the run.
+        params: What callbacks are told of the data and the run.
         saved: The checkpoint that the run goes on from.
-        interruption: Which signals end it.
     """
     known = {
         "epochs": run.plan.end_epoch,
@@ -134,16 +129,19 @@ def run_with_callbacks(
         "time_spent": run.spent,
         "is_done": run.has_nothing_to_do,
     }
-    hooks.bind(trainer, {**params, **known})
-    hooks.spent = run.spent
-    hooks.leaves_at_once = lambda: interruption.leaves_at_once
-    hooks.open_run(session.run_id, run.step)
-    hooks.start_schedules(run.seconds)
+    hooks, interruption = run.callbacks, run.interruption
+    with contextlib.ExitStack() as failed:
+        failed.callback(run.close)
+        hooks.bind(trainer, {**params, **known}, spent=run.spent, leaves_at_once=lambda: interruption is not None and interruption.leaves_at_once)
+        hooks.open_run(session.run_id, run.step)
+        hooks.start_schedules(run.seconds)
+        failed.pop_all()
     with _naming_failure(run):
-        _consume(session, run, hooks, saved, interruption)
+        _consume(session, run, saved)
 
 
-def _consume(session: Session, run: Run, hooks: CallbackList, saved: Saved | None, interruption: Interruption) -> None:
+def _consume(session: Session, run: Run, saved: Saved | None) -> None:
+    hooks, interruption = run.callbacks, run.interruption
     try:
         hooks.call("on_train_begin", {})
         if saved is not None:
@@ -151,7 +149,7 @@ def _consume(session: Session, run: Run, hooks: CallbackList, saved: Saved | Non
         hooks.state_dict(run.seconds)  # Callbacks whose states would overwrite each other are an error now, not at the first save.
         for checkpoint in run:
             hooks.on_checkpoint(checkpoint, run.due)
-        if interruption.requested is not None:
+        if interruption is not None and interruption.requested is not None:
             session.stop(f"interrupted by {interruption.requested.name}")
     finally:
         with contextlib.ExitStack() as stack:  # Backwards: `on_train_end` comes last, and whatever happens.

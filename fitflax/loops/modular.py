@@ -29,7 +29,7 @@ from fitflax.errors import ConfigError
 from fitflax.loops.evaluation import Evaluation
 from fitflax.loops.intake import Intake, make_feeder
 from fitflax.loops.plan import RunPlan
-from fitflax.loops.preparation import make_feed, prepare_run, settings_of, start_progress
+from fitflax.loops.preparation import prepare_run
 from fitflax.loops.session import Session
 from fitflax.parallel import Strategy
 from fitflax.steps.model import TRANSIENT, FunctionModel, mutable_filter
@@ -169,18 +169,9 @@ class TrainLoop:
         self._steps, self._is_closed, self._has_said = _checked_total(steps), False, False
         arguments.check_counts(steps_per_epoch=steps_per_epoch)
         session.clear_stop()
-        settings = settings_of(session, source, steps_per_epoch)
-        progress = start_progress(session, source, saved, settings)
-        feed = make_feed(session, source, class_weight, progress, saved)
-        plan = RunPlan(
-            end_step=progress.first_step + steps if steps else None,
-            steps_per_epoch=steps_per_epoch,
-            every=every,
-            info={"settings": settings},
-            process_start=progress.step,
-            keep=Keep(norm=True, grads=grads, sown=(sown,) if isinstance(sown, str) else tuple(sown)),
-        )
-        self._run = prepare_run(session, source, feed, plan, progress=progress, saved=saved, saver=saver)
+        keep = Keep(norm=True, grads=grads, sown=(sown,) if isinstance(sown, str) else tuple(sown))
+        plan = RunPlan(steps_per_epoch=steps_per_epoch, every=every, keep=keep)
+        self._run = prepare_run(session, source, plan, steps=steps or None, class_weight=class_weight, saved=saved, saver=saver)
 
     def __repr__(self) -> str:
         return f"TrainLoop(step={self.step}, steps={self.steps})"

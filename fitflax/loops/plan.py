@@ -81,22 +81,21 @@ class RunPlan:
         end_epoch: The epoch index before which it ends; `None` for no bound.
         steps_per_epoch: Batches of an epoch; `None` for a pass over the data.
         every: When a checkpoint is yielded, besides the last step.
-        at_epoch_ends: Whether a checkpoint is yielded at the end of each epoch.
+        is_fit: Whether callbacks consume the checkpoints: then there is one at the end of each epoch, and a step that was yielded already is yielded once
+            more when it turns out to be the last, for those who save only then.
         info: What is saved with every checkpoint, as JSON.
         process_start: The step at which this process began.
-        repeats_last: Whether a step that was yielded already is yielded once more when it turns out to be the last, for those who save only then.
         keep: What of their step checkpoints have besides its values.
         steps_per_call: How many steps a call of the device makes at most.
     """
 
-    end_step: int | None
+    end_step: int | None = None
     end_epoch: int | None = None
     steps_per_epoch: int | None = None
     every: Trigger | None = None
-    at_epoch_ends: bool = False
+    is_fit: bool = False
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     process_start: int = 0
-    repeats_last: bool = False
     keep: Keep = NOTHING
     steps_per_call: int = 1
 

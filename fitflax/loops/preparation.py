@@ -20,6 +20,7 @@ from fitflax.data.shards import own_position
 from fitflax.errors import ConfigError, DataError, FitflaxWarning, RestoreError
 from fitflax.logs import StepValues
 from fitflax.loops.agreement import Agreement, Together, check_alike, summary_of
+from fitflax.loops.arguments import check_log_keys
 from fitflax.loops.evaluation import Evaluation
 from fitflax.loops.plan import Progress, RunPlan, Validation
 from fitflax.loops.run import Run
@@ -27,50 +28,16 @@ from fitflax.loops.session import Session
 from fitflax.loops.signals import Interruption
 from fitflax.parallel.board import Board
 from fitflax.parallel.processes import exchange
+from fitflax.state import Batch
 from fitflax.steps.preflight import check_activations, check_in_memory, check_places
 from fitflax.steps.program import Program
 from fitflax.steps.task import NOTHING, Keep
 from fitflax.time_spent import TimeSpent
 
-__all__ = ["make_evaluation", "make_feed", "prepare_run", "settings_of", "start_progress", "trained_aside"]
+__all__ = ["make_evaluation", "prepare_run", "trained_aside"]
 
 # Of the time of single steps: less is gained by groups than they cost in memory and in how often anybody can look.
 _WORTH_GROUPING = 0.95
-
-
-def settings_of(session: Session, source: Source, steps_per_epoch: int | None) -> dict[str, Any]:
-    """Returns what the order of examples and the numbers follow from; a run can only be resumed with the same."""
-    return {
-        "seed": session.seed,
-        "batch_size": source.all_batch_size,
-        "steps_per_epoch": steps_per_epoch,
-        "num_examples": source.all_examples,
-        "shuffle": source.shuffles,
-        **session.need_compiled("fit").task.numerics.settings,
-    }
-
-
-def start_progress(session: Session, source: Source, saved: Saved | None, settings: Mapping[str, Any], *, initial_epoch: int = 0) -> Progress:
-    """Returns where a run begins: where the one that was saved was, or at the session's step, with new epochs.
-
-    Raises:
-        RestoreError: The saved run had other settings.
-    """
-    if saved is not None:
-        check_settings(saved, settings)
-        progress = Progress.from_json(saved.metadata["progress"])
-        progress.position = own_position(progress.position, progress.used, source.shares)
-        return progress
-    step = 0 if session.live is None else session.live.step
-    return Progress(step=step, first_step=step, epoch=initial_epoch, position=session.next_position(source))
-
-
-def make_feed(session: Session, source: Source, class_weight: Mapping[int, float] | None, progress: Progress, saved: Saved | None) -> Feed:
-    """Returns the batches of a run from where it begins."""
-    feed = session.feeder.train(source, class_weight, progress.position, used=progress.used, size=saved.metadata.get("full_batch_size") if saved else None)
-    if saved is not None:
-        feed.load_state_dict(from_saved(saved.run.get("data", {}), root="run/data", key_impls=saved.metadata["key_impls"]))
-    return feed
 
 
 def make_evaluation(session: Session, source: Source, *, steps: int | None, name: str, **options: Any) -> Evaluation:
@@ -115,13 +82,9 @@ def trained_aside(
     if not source.can_restart:
         raise ConfigError(f"{what} must not use up your data, and an iterator can be passed over only once. Pass a function that makes one, or a list.")
     twin = session.twin() if saved is None else session.fresh(session.seed)
-    progress = Progress()
-    if saved is not None:
-        settings = settings_of(twin, source, None)
-        check_settings(saved, {name: value for name, value in settings.items() if name != "steps_per_epoch"})
-        progress = Progress.from_json(saved.metadata["progress"])
-        progress.position = own_position(progress.position, progress.used, source.shares)
-    with undisturbed(), contextlib.closing(make_feed(twin, source, class_weight, progress, saved)) as feed:
+    settings = {name: value for name, value in _settings_of(twin, source, None).items() if name != "steps_per_epoch"}
+    progress = _start_progress(twin, source, saved, settings)
+    with undisturbed(), contextlib.closing(_make_feed(twin, source, class_weight, progress, saved)) as feed:
         fed = feed.next() or feed.next()
         if fed is None:
             raise DataError(f"{what}: the data yields no batch.")
@@ -130,26 +93,23 @@ def trained_aside(
             twin.place(saved, fed.batch)
         elif twin.live is None:
             twin.build(fed.batch)
-        twin.check_restored(fed.batch)
-        program, state = twin.need_compiled(what), twin.need_state(what).borrow()
-        program.prepare(state, fed.batch, train=True, keep=keep)
-        check_activations(program, state, fed.batch)
-        check_in_memory(program, source, state, fed.batch, pad=twin.pad, train=True)
+        _look_at(twin, source, fed.batch, keep)
         yield twin, feed
 
 
 def prepare_run(
     session: Session,
     source: Source,
-    feed: Feed,
     plan: RunPlan,
     *,
-    progress: Progress,
+    steps: int | None,
+    saver: Saver,
+    initial_epoch: int = 0,
+    class_weight: Mapping[int, float] | None = None,
     callbacks: CallbackList | None = None,
     validation: Validation | None = None,
     interruption: Interruption | None = None,
     saved: Saved | None = None,
-    saver: Saver | None = None,
     spent: TimeSpent | None = None,
 ) -> Run:
     """Returns a run that is ready to go: state built or restored, the first batch looked at and dry-run.
@@ -157,32 +117,125 @@ def prepare_run(
     Args:
         session: What it is made of, and what it leaves its state in.
         source: The data.
-        feed: Its batches.
-        plan: What to do.
-        progress: Where to begin.
+        plan: What to do; what follows from where the run begins is filled in.
+        steps: How many steps it makes in all; `None` for no bound.
+        saver: Who saves for the run.
+        initial_epoch: The index of the first epoch of a new run.
+        class_weight: `{label: weight}`.
         callbacks: Whose hooks are called.
         validation: What is evaluated during training.
         interruption: Which signals end it.
         saved: The checkpoint to go on from.
-        saver: Who saves for the run.
         spent: Where its time is noted.
 
     Raises:
+        ConfigError: A metric has the name under which a validation is logged.
         DataError: There is no batch, or labels are out of range.
         ModelError, LossError, MetricError: What does not fit the first batch.
-        RestoreError: The checkpoint does not fit.
+        RestoreError: The checkpoint does not fit, or is of a run with other settings.
     """
-    spent = spent or TimeSpent()
-    program = session.need_compiled("fit")
+    settings = _settings_of(session, source, plan.steps_per_epoch)
+    progress = _start_progress(session, source, saved, settings, initial_epoch)
+    end_step = None if steps is None else progress.first_step + steps
+    plan = dataclasses.replace(plan, end_step=end_step, info={**plan.info, "settings": settings}, process_start=progress.step)
+    if session.need_compiled("fit").task.custom_step is not None:
+        plan = dataclasses.replace(plan, keep=plan.keep._replace(norm=None))  # A gradient there may be, but nobody knows of it.
     _warn_of_own_run(session)
     if session.strategy.num_processes > 1:
-        check_alike("is set", _settings_in_words(session, source, plan, callbacks, validation))
-    if program.task.custom_step is not None:
-        plan = dataclasses.replace(plan, keep=plan.keep._replace(norm=None))  # A gradient there may be, but nobody knows of it.
-    # The first batch is looked at, then trained on.
-    ahead = session.steps_per_call if (session.steps_per_call or 1) > 1 else None
-    with spent.on("data"):
-        fed = feed.next(ahead)
+        check_alike("is set", _settings_in_words(session, settings, plan, callbacks, validation))
+    feed = _make_feed(session, source, class_weight, progress, saved)
+    with contextlib.ExitStack() as failed:
+        failed.callback(feed.close)  # Workers of a loader end with it.
+        given: dict[str, Any] = {"callbacks": callbacks, "validation": validation, "interruption": interruption, "spent": spent or TimeSpent()}
+        run = _prepared(session, source, feed, plan, progress, saved, given, saver)
+        failed.pop_all()
+    return run
+
+
+def _prepared(
+    session: Session, source: Source, feed: Feed, plan: RunPlan, progress: Progress, saved: Saved | None, given: Mapping[str, Any], saver: Saver
+) -> Run:
+    """Returns the run whose batches are there."""
+    program, steps_per_call = session.need_compiled("fit"), session.steps_per_call
+    with given["spent"].on("data"):
+        fed = _first_batch(feed, source, plan, progress, saved, ahead=steps_per_call if (steps_per_call or 1) > 1 else None)
+    if saved is not None:
+        session.place(saved, None if fed is None else fed.batch)
+    steps = steps_per_call or _steps_before(saved) or 1
+    if session.live is None and fed is not None:
+        # The step is compiled while the state is initialized.
+        shapes = program.begin_init(jax.random.key(session.seed), fed.batch)
+        program.prepare(shapes, fed.batch, train=True, steps_per_call=steps, keep=plan.keep)
+        session.build(fed.batch)
+    live = session.need_state("fit")
+    before: dict[str, Any] = {}
+    if fed is not None:
+        _look_at(session, source, fed.batch, plan.keep, steps_per_call=steps)
+        before = {} if saved is None else _before(session, program, saved)
+    if session.strategy.num_processes > 1:
+        check_alike("begins with", {"the state": summary_of(live.borrow())})
+    chosen = _choose_steps_per_call(session, program, fed, saved, plan.keep)
+    loops = () if given["validation"] is None else given["validation"].loops
+    for evaluate in loops:
+        evaluate.prepare(live.borrow())
+    check_log_keys(program.kinds, [loop.name for loop in loops])
+    session.last_progress = progress
+    return Run(
+        program,
+        live,
+        feed,
+        dataclasses.replace(plan, info={**plan.info, "run_id": session.run_id, "steps_per_call": chosen}, steps_per_call=chosen),
+        progress=progress,
+        agreement=functools.partial(_agreement, session, chosen),
+        exhausted=session.run_dry,
+        saver=saver,
+        **given,
+        **before,
+    )
+
+
+def _settings_of(session: Session, source: Source, steps_per_epoch: int | None) -> dict[str, Any]:
+    """Returns what the order of examples and the numbers follow from; a run can only be resumed with the same."""
+    return {
+        "seed": session.seed,
+        "batch_size": source.all_batch_size,
+        "steps_per_epoch": steps_per_epoch,
+        "num_examples": source.all_examples,
+        "shuffle": source.shuffles,
+        **session.need_compiled("fit").task.numerics.settings,
+    }
+
+
+def _start_progress(session: Session, source: Source, saved: Saved | None, settings: Mapping[str, Any], initial_epoch: int = 0) -> Progress:
+    """Returns where a run begins: where the one that was saved was, or at the session's step, with new epochs.
+
+    Raises:
+        RestoreError: The saved run had other settings.
+    """
+    if saved is not None:
+        check_settings(saved, settings)
+        progress = Progress.from_json(saved.metadata["progress"])
+        progress.position = own_position(progress.position, progress.used, source.shares)
+        return progress
+    step = 0 if session.live is None else session.live.step
+    return Progress(step=step, first_step=step, epoch=initial_epoch, position=session.next_position(source))
+
+
+def _make_feed(session: Session, source: Source, class_weight: Mapping[int, float] | None, progress: Progress, saved: Saved | None) -> Feed:
+    """Returns the batches of a run from where it begins."""
+    feed = session.feeder.train(source, class_weight, progress.position, used=progress.used, size=saved.metadata.get("full_batch_size") if saved else None)
+    if saved is not None:
+        feed.load_state_dict(from_saved(saved.run.get("data", {}), root="run/data", key_impls=saved.metadata["key_impls"]))
+    return feed
+
+
+def _first_batch(feed: Feed, source: Source, plan: RunPlan, progress: Progress, saved: Saved | None, ahead: int | None) -> FedBatch | None:
+    """Returns the batch that the run begins with, which is then trained on; `None` where the run that was saved has had all.
+
+    Raises:
+        DataError: There is none.
+    """
+    fed = feed.next(ahead)
     if fed is None and progress.epoch_is_open and not progress.epoch_is_over and plan.steps_per_epoch is None:
         # The run was broken off after the last batch of an epoch, before anything could tell that it was the last.
         progress.epoch_is_over, progress.position = True, feed.position
@@ -193,47 +246,24 @@ def prepare_run(
         raise DataError(f"The data yields no batch.{used_up}")
     if fed is not None:
         feed.push_back()
-    if saved is not None:
-        session.place(saved, None if fed is None else fed.batch)
-    steps = session.steps_per_call or _steps_before(saved) or 1
-    prepare = functools.partial(program.prepare, train=True, steps_per_call=None if steps == 1 else steps, keep=plan.keep)
-    if session.live is None and fed is not None:
-        # The step is compiled while the state is initialized.
-        prepare(program.begin_init(jax.random.key(session.seed), fed.batch), fed.batch)
-        session.build(fed.batch)
-    live = session.need_state("fit")
-    before: dict[str, Any] = {}
-    if fed is not None:
-        session.check_restored(fed.batch)
-        prepare(live.borrow(), fed.batch)
-        check_activations(program, live.borrow(), fed.batch)
-        check_places(program, live.borrow())
-        check_in_memory(program, source, live.borrow(), fed.batch, pad=session.pad, train=True)
-        before = {} if saved is None else _before(session, program, saved)
-    if session.strategy.num_processes > 1:
-        check_alike("begins with", {"the state": summary_of(live.borrow())})
-    steps_per_call = _choose_steps_per_call(session, program, fed, saved, plan.keep)
-    session.last_run = Run(
-        program,
-        live,
-        feed,
-        dataclasses.replace(plan, info={**plan.info, "run_id": session.run_id, "steps_per_call": steps_per_call}, steps_per_call=steps_per_call),
-        progress=progress,
-        callbacks=callbacks,
-        validation=validation,
-        agreement=functools.partial(_agreement, session, steps_per_call),
-        exhausted=session.run_dry,
-        interruption=interruption,
-        saver=session.make_saver() if saver is None else saver,
-        spent=spent,
-        **before,
-    )
-    return session.last_run
+    return fed
 
 
-def _settings_in_words(session: Session, source: Source, plan: RunPlan, callbacks: CallbackList | None, validation: Validation | None) -> dict[str, Any]:
+def _look_at(session: Session, source: Source, batch: Batch, keep: Keep, *, steps_per_call: int = 1) -> None:
+    """Dry-runs a training step on a batch, and tells what can be told before the first one."""
+    session.check_restored(batch)
+    program, state = session.need_compiled("fit"), session.need_state("fit").borrow()
+    program.prepare(state, batch, train=True, steps_per_call=steps_per_call, keep=keep)
+    check_activations(program, state, batch)
+    check_places(program, state)
+    check_in_memory(program, source, state, batch, pad=session.pad, train=True)
+
+
+def _settings_in_words(
+    session: Session, settings: Mapping[str, Any], plan: RunPlan, callbacks: CallbackList | None, validation: Validation | None
+) -> dict[str, Any]:
     """Returns what all processes must have set alike."""
-    settings = {**settings_of(session, source, plan.steps_per_epoch), **session.described, "steps_per_call": session.steps_per_call}
+    settings = {**settings, **session.described, "steps_per_call": session.steps_per_call}
     settings |= {"steps": plan.end_step, "epochs": plan.end_epoch, "every": plan.every}
     settings["validation"] = None if validation is None else [[loop.name for loop in validation.loops], validation.frequency]
     settings |= {} if callbacks is None else callbacks.alike

@@ -93,7 +93,7 @@ class Run:
         self._validation = validation or Validation()
         self._sums = sums
         self._exhausted = exhausted
-        self._interruption = interruption
+        self.interruption = interruption
         self._saver = saver or Saver()
         self._clock = clock
         self._agreement = agreement(lambda: self._clock())
@@ -192,7 +192,7 @@ class Run:
         self._finish_saving()
 
     def _finish_saving(self) -> None:
-        if self._interruption is not None and self._interruption.leaves_at_once:
+        if self.interruption is not None and self.interruption.leaves_at_once:
             self._saver.abandon()
         with self.spent.on("saving"):
             self._saver.close()
@@ -263,7 +263,7 @@ class Run:
             self.failure = error if self._is_alone else None
             if self._state_before_epoch_end is not None:
                 self._live.replace(self._state_before_epoch_end, self.progress.step)
-            leaves_at_once = self._interruption is not None and self._interruption.leaves_at_once
+            leaves_at_once = self.interruption is not None and self.interruption.leaves_at_once
             if self._live.is_intact and not leaves_at_once:
                 yield from self._last_checkpoint(rescue=True)
             if not isinstance(error, Interrupted):
@@ -308,8 +308,8 @@ class Run:
                     self._close_partial_epoch()
                     return
                 self._train_group()
-                if self._interruption is not None:
-                    self._interruption.check(progress.step)
+                if self.interruption is not None:
+                    self.interruption.check(progress.step)
                 self._agreement.listen(progress.step)
                 self._look_ahead()
             self._agreement.meet()
@@ -320,15 +320,15 @@ class Run:
             self._agreement.meet()
             self._is_rescue = self._is_interrupted()
             self._is_last = self._is_rescue or self.is_finished or not has_more
-            yield self._look_at_triggers() or self._is_last or self.plan.at_epoch_ends
+            yield self._look_at_triggers() or self._is_last or self.plan.is_fit
 
     def _is_interrupted(self) -> bool:
-        return self._interruption is not None and self._interruption.requested is not None
+        return self.interruption is not None and self.interruption.requested is not None
 
     def _last_checkpoint(self, *, rescue: bool = False) -> Iterator[bool]:
         """Yields the last step's checkpoint, unless it was yielded as the last already or no step was made."""
         was_yielded = self.progress.step == self._last_yielded
-        if self.progress.step == self._begin_step or (was_yielded and (self._is_last or not self.plan.repeats_last)):
+        if self.progress.step == self._begin_step or (was_yielded and (self._is_last or not self.plan.is_fit)):
             return
         self._is_last, self._is_rescue = True, rescue
         yield True
@@ -391,29 +391,25 @@ class Run:
         if self._sums is None:
             self._collected = self._program.collector(train=True)
         sums = self._program.empty_sums(train=True) if self._sums is None else self._sums
-        begin, compiles = (0.0, 0.0), not self._is_compiled
-        if compiles:
-            begin, self._is_compiled = (self._clock(), self.spent.clock()), True
-            if self._program.await_step(self._live.carry, steps_per_call=plan.steps_per_call, keep=plan.keep):
-                self._leave_out(*begin)
-                compiles = False
+        if not self._is_compiled:
+            self._await_step()
         if plan.steps_per_call == 1:
             self._train_one(group[0], sums)
         else:
             self._kept = None  # Its memory is free for the next one.
             trained = self._program.train_group(self._live.take(), sums, group, plan.steps_per_call, keep=plan.keep)
             self._advance(trained, group)
-        if compiles:
-            self._leave_out(*begin)
         if plan.steps_per_call == 1 and room > 1:
             self._train_unseen(room - 1)
         if hooks.wants("on_train_batch_end"):
             hooks.call("on_train_batch_end", progress.step_in_epoch - 1, Logs(self._values, kinds=self._program.kinds))
 
-    def _leave_out(self, begin: float, began: float) -> None:
-        """Notes that something was compiled since then, by the loop's clock and by that of `spent`."""
+    def _await_step(self) -> None:
+        """Waits for the step to be compiled, which is no time of the steps."""
+        begin, self._is_compiled = self._clock(), True
+        with self.spent.on("compiling"):
+            self._program.await_step(self._live.carry, steps_per_call=self.plan.steps_per_call, keep=self.plan.keep)
         self._timer.excluded += self._clock() - begin
-        self.spent.add("compiling", self.spent.clock() - began)
 
     def _train_one(self, fed: FedBatch, sums: Sums) -> None:
         self._kept = None
@@ -437,7 +433,7 @@ class Run:
 
     def _train_unseen(self, steps: int) -> None:
         """Makes more single steps, as long as nothing happens between them that anybody could see; all that the loop does otherwise takes time."""
-        feed, progress, interruption, agreement, clock = self._feed, self.progress, self._interruption, self._agreement, self._clock
+        feed, progress, interruption, agreement, clock = self._feed, self.progress, self.interruption, self._agreement, self._clock
         spent = self.spent
         due = min(self._schedule.next_seconds, self._validation_schedule.next_seconds, self.callbacks.next_seconds)
         watches_time = due < math.inf

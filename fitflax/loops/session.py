@@ -21,7 +21,7 @@ from fitflax.data import Position, Source
 from fitflax.data.streams import OneShotSource
 from fitflax.errors import FitflaxWarning, NotReadyError, OptimizerError, RestoreError
 from fitflax.loops.intake import Intake, make_feeder
-from fitflax.loops.run import Run
+from fitflax.loops.plan import Progress
 from fitflax.parallel import Strategy
 from fitflax.state import Batch, InferenceState, TrainState, shapes_of
 from fitflax.steps.live import LiveState
@@ -67,7 +67,8 @@ class Session:
         self._optimizer: optax.GradientTransformationExtraArgs | None = None
         self._given_optimizer: Any = None
         self._program: Program | None = None
-        self.last_run: Run | None = None
+        # Where the last run is in its data.
+        self.last_progress: Progress | None = None
         # A restored optimizer state, until compile() says what it is of.
         self._unplaced: tuple[Any, Saved] | None = None
         # Where a state came from that was restored without knowing the module's own; the first batch shows whether it fits.
@@ -253,7 +254,7 @@ class Session:
             state = program.init(key, batch)
         self.live = LiveState(self.strategy, state, 0)
         self._built_from, self._fresh_version = self.sample, self.live.version
-        self.last_run = self._unplaced = self._unchecked = None
+        self.last_progress = self._unplaced = self._unchecked = None
         self.is_serving = False
 
     def place(
@@ -472,7 +473,7 @@ class Session:
         """Returns where the passes over the data go on: a new run begins a new pass, an iterator goes on where it is."""
         if isinstance(source, OneShotSource):
             return Position(examples=source.taken)
-        last = Position() if self.last_run is None else self.last_run.progress.position
+        last = Position() if self.last_progress is None else self.last_progress.position
         return Position(last.passes + (last.examples > 0))
 
 

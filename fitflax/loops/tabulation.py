@@ -51,7 +51,7 @@ def describe(session: Session, sample: Batch | None, *, memory: bool, sharding: 
             raise NotReadyError("summary(memory=True) compiles a training step for the shapes of a batch. Pass summary(sample=(x, y), memory=True).")
         batcher = strategy.batcher(compare=None, accumulate_steps=task.numerics.accumulate_steps)
         batch = batcher(Triple(*jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), (sample.x, sample.y, sample.weights)))).batch
-        program.prepare(state, batch, train=True, steps_per_call=None if session.steps_per_call == 1 else session.steps_per_call)
+        program.prepare(state, batch, train=True, steps_per_call=session.steps_per_call or 1)
         taken = program.memory()
     lines = [table, *describe_costs(program.forward_flops(state, whole), taken)]
     return "\n".join(lines + (["", *describe_sharding(strategy, strategy.abstract_state(state))] if sharding else []))

@@ -65,7 +65,6 @@ class Strategy(abc.ABC):
         num_batch_shards: Over how many devices the rows of a batch are split; full batches are a multiple of it.
         part: Which of how many parts of each batch this process feeds, `(index, count)`.
         num_processes: How many processes the devices belong to; there may be fewer parts, where some feed the same.
-        compiles_ahead: Whether a call uses what was compiled by way of `Compiled.lower`.
         max_in_flight: How many steps may be dispatched and not finished. It bounds memory, and on CPU it keeps XLA's collectives from a deadlock.
         in_flight: Keeps to it, for all who dispatch steps to these devices.
 
@@ -79,7 +78,6 @@ class Strategy(abc.ABC):
     num_batch_shards: int
     part: tuple[int, int]
     num_processes: int
-    compiles_ahead: bool
     max_in_flight: int
     in_flight: InFlight
     feeding: Feeding

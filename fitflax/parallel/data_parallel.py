@@ -73,7 +73,6 @@ class DataParallel(Strategy):
         on_cpu = self.devices[0].platform == "cpu"
         self.max_in_flight = (2 if self.num_replicas > 1 else 8) if on_cpu else 32
         self.in_flight = InFlight(self.max_in_flight)
-        self.compiles_ahead = True
         mesh = Mesh(np.array(self.devices), (axis_name,))
         self._mesh = mesh
         self._replicated = NamedSharding(mesh, PartitionSpec())

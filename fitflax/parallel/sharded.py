@@ -92,7 +92,6 @@ class Sharded(Strategy):
         on_cpu = self.is_on_host
         self.max_in_flight = (2 if self.mesh.size > 1 else 8) if on_cpu else 32  # As in `DataParallel`.
         self.in_flight = InFlight(self.max_in_flight)
-        self.compiles_ahead = True
         rows = self.batch_axes if len(self.batch_axes) != 1 else self.batch_axes[0]
         split = PartitionSpec(rows) if self.batch_axes else PartitionSpec()
         group = PartitionSpec(None, rows) if self.batch_axes else PartitionSpec()

@@ -66,18 +66,12 @@ class CompiledSteps:
         """Returns a function for states like this one, for evaluating shapes; waits for nothing."""
         return self._make(self._name(kind, carry, keep))
 
-    def lower(self, kind: str, carry: Carry, *arguments: Any, keep: Keep = NOTHING) -> jax.stages.Lowered | None:
-        """Traces a function for shapes with their places, which finds faults; returns what `begin` takes, `None` where nothing can be compiled ahead."""
-        function = self._make(self._name(kind, carry, keep))
-        if not self._task.strategy.compiles_ahead:
-            jax.eval_shape(function, *jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments))
-            return None
-        return function.lower(*arguments)
+    def lower(self, kind: str, carry: Carry, *arguments: Any, keep: Keep = NOTHING) -> jax.stages.Lowered:
+        """Traces a function for shapes with their places, which finds faults; returns what `begin` takes."""
+        return self._make(self._name(kind, carry, keep)).lower(*arguments)
 
-    def begin(self, kind: str, carry: Carry, lowered: jax.stages.Lowered | None, *, keep: Keep = NOTHING) -> Compilation | None:
+    def begin(self, kind: str, carry: Carry, lowered: jax.stages.Lowered, *, keep: Keep = NOTHING) -> Compilation:
         """Has what was lowered compiled in a thread, which is returned; `get` waits for it."""
-        if lowered is None:
-            return None
         self._last.pop(kind, None)
         return self._ahead.start(self._name(kind, carry, keep), lowered)
 

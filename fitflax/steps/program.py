@@ -180,9 +180,7 @@ class Program:
         """Returns what `"init"` is compiled for."""
         return _ANY_FORM if self._holds_whole else Carry.of(self.abstract_state(key, batch))
 
-    def prepare(
-        self, state: TrainState, batch: Batch, *, train: bool, is_single: bool = False, steps_per_call: int | None = None, keep: Keep = NOTHING
-    ) -> _Structure:
+    def prepare(self, state: TrainState, batch: Batch, *, train: bool, is_single: bool = False, steps_per_call: int = 1, keep: Keep = NOTHING) -> _Structure:
         """Dry-runs a step on shapes alone, once for batches of the same shapes, returns what it finds, and begins to compile the step.
 
         Args:
@@ -190,7 +188,7 @@ class Program:
             batch: The first batch of a call.
             train: Whether it is trained on.
             is_single: Whether it is the only one, so that what calls before had compiled is to be compared with.
-            steps_per_call: How many steps a call will make, `None` where they are called one by one; of training only.
+            steps_per_call: How many steps a call will make; of training only.
             keep: What of a training step is kept.
 
         Raises:
@@ -204,8 +202,8 @@ class Program:
         shapes = str(feed)
         seen = ("train" if train else "evaluate", shapes, is_single)
         if train:
-            self._prepared = (shapes, steps_per_call or 1, keep)
-        if train in self._structures and seen in self._seen and (not train or (steps_per_call or 1, keep) in self._begun):
+            self._prepared = (shapes, steps_per_call, keep)
+        if train in self._structures and seen in self._seen and (not train or (steps_per_call, keep) in self._begun):
             return self._structures[train]
         abstract = _abstract(state)
         structure = self._dry_run(abstract, feed, train)
@@ -215,25 +213,23 @@ class Program:
         sums = self.strategy.abstract_put(structure.form.pack(structure.empty))
         carry = Carry.of(state) if train else self.in_use(state)
         arguments = (self.strategy.abstract_put(carry.leaves), self.strategy.abstract_put(carry.key), sums)
-        size = steps_per_call
-        if size is None:
-            size = 1 if train or is_single else self._worth_grouping(structure.cost, batch)
+        size = steps_per_call if train else 1 if is_single else self._worth_grouping(structure.cost, batch)
         kind = self._kind_of_train(size, size) if train else "evaluate" if size == 1 else "evaluate group"
         if size == 1:
             lowered = self._steps.lower(kind, carry, *arguments, self.strategy.abstract_feed(batch), keep=keep)
         else:
             lowered = self._steps.lower(kind, carry, *arguments, np.int32(size), self.strategy.abstract_feed(batch, size), keep=keep)
         compilation = self._steps.begin(kind, carry, lowered, keep=keep)
-        if train and compilation is not None:
+        if train:
             self._compilations[shapes, size, keep] = compilation
+            self._begun.add((size, keep))
         self._seen[seen] = size
-        self._begun.add((size, keep))
         return structure
 
     def _worth_grouping(self, cost: Cost, batch: Batch, outputs: PyTree = ()) -> int:
         """Returns how many batches are to be evaluated, or predicted, in one call: several where a call takes longer than what it computes."""
         on_host = self.strategy.is_on_host
-        if not self.strategy.compiles_ahead or max(cost.flops, cost.bytes_accessed) > (_CHEAP if on_host else _CHEAP_ON_ACCELERATORS):
+        if max(cost.flops, cost.bytes_accessed) > (_CHEAP if on_host else _CHEAP_ON_ACCELERATORS):
             return 1
         if on_host and cost.has_convolution:
             return 1  # XLA computes them on one core inside of a loop.
@@ -402,10 +398,9 @@ class Program:
         single = seconds(lambda now, sums: self.train(now, sums, fed, keep=keep), 1)
         return single, seconds(lambda now, sums: self.train_group(now, sums, group, size, keep=keep), size)
 
-    def await_step(self, carry: Carry, *, steps_per_call: int, keep: Keep = NOTHING) -> bool:
-        """Waits for a training step that is being compiled ahead; returns `False` where steps are compiled by their first call."""
+    def await_step(self, carry: Carry, *, steps_per_call: int, keep: Keep = NOTHING) -> None:
+        """Waits for a training step that is being compiled ahead."""
         self._steps.get(self._kind_of_train(steps_per_call, steps_per_call), carry, keep=keep)
-        return self.strategy.compiles_ahead
 
     def train(self, carry: Carry, sums: Sums, fed: FedBatch, *, keep: Keep = NOTHING) -> Trained:
         """Dispatches one update; `carry` and `sums` are consumed."""
