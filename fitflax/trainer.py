@@ -16,7 +16,7 @@ from flax.core.scope import DenyList
 
 import fitflax.loops.arguments as arguments
 import fitflax.optimizers as optimizers
-from fitflax.callbacks import Callback
+from fitflax.callbacks import Callback, ModelCheckpoint
 from fitflax.callbacks.callback_list import CallbackList
 from fitflax.callbacks.history import History
 from fitflax.checkpoints.by_path import load_checkpoint, save_checkpoint
@@ -33,10 +33,10 @@ from fitflax.diagnostics.rate_finder import find_learning_rate
 from fitflax.errors import ConfigError, NotReadyError, OptimizerError
 from fitflax.exporting import export_inference
 from fitflax.loops.evaluation import Evaluation, predict, predict_iter
-from fitflax.loops.fitting import find_saved, hold_out, params_of, run_with_callbacks
+from fitflax.loops.fitting import hold_out, params_of, run_with_callbacks
 from fitflax.loops.modular import EvalLoop, TrainLoop
 from fitflax.loops.plan import RunPlan, Validation
-from fitflax.loops.preparation import make_evaluation, prepare_run, trained_aside
+from fitflax.loops.preparation import find_saved, make_evaluation, prepare_run, trained_aside
 from fitflax.loops.session import Session
 from fitflax.loops.signals import Interruption
 from fitflax.loops.tabulation import describe
@@ -287,9 +287,15 @@ class Trainer:
         if isinstance(steps_per_call, str) and steps_per_call != "auto":
             raise ConfigError(f"steps_per_call must be a positive integer or 'auto'. Received: {steps_per_call!r}.")
         arguments.check_counts(steps_per_call=None if isinstance(steps_per_call, str) else steps_per_call)
-        self._session.compile(optimizer, transformation, Objective(loss, metrics, weighted_metrics, loss_weights), pad=pad, numerics=numerics)
-        self._session.steps_per_call = None if isinstance(steps_per_call, str) else int(steps_per_call)
-        self._session.described = arguments.described(optimizer=optimizer, loss=loss, learning_rate=learning_rate)
+        self._session.compile(
+            optimizer,
+            transformation,
+            Objective(loss, metrics, weighted_metrics, loss_weights),
+            pad=pad,
+            numerics=numerics,
+            steps_per_call=None if isinstance(steps_per_call, str) else int(steps_per_call),
+            described=arguments.described(optimizer=optimizer, loss=loss, learning_rate=learning_rate),
+        )
 
     def with_seed(self, seed: int) -> Self:
         """Returns a trainer like this one, compiled the same way, with another seed and without a state.
@@ -516,8 +522,9 @@ class Trainer:
         session.clear_stop()
         with session.make_saver() as saver, Interruption(saves=hooks.saves) as interruption:
             hooks.enter_run(saver)
-            saved = find_saved(session, resume, hooks)
-            options = {"batch_size": validation_batch_size or batch_size or source.all_batch_size, "steps": validation_steps, "at_most": trial or None}
+            saved = find_saved(session, resume, [callback.store for callback in hooks if isinstance(callback, ModelCheckpoint)])
+            options: dict[str, Any] = {"batch_size": validation_batch_size or batch_size or source.all_batch_size, "steps": validation_steps}
+            options |= {"at_most": trial or None, "is_held_out": bool(validation_split)}
             loops = [self._validation_loop(name, one, hooks, interruption, **options) for name, one in sets.items()]
             validation = Validation(loops, arguments.validation_frequency(validation_freq))
             end_epoch = initial_epoch + 1 if steps is None and epochs is None else epochs
@@ -531,10 +538,19 @@ class Trainer:
         return self._history
 
     def _validation_loop(
-        self, name: str, data: Any, hooks: CallbackList, interruption: Interruption, *, batch_size: int | None, steps: int | None, at_most: int | None
+        self,
+        name: str,
+        data: Any,
+        hooks: CallbackList,
+        interruption: Interruption,
+        *,
+        batch_size: int | None,
+        steps: int | None,
+        at_most: int | None,
+        is_held_out: bool,
     ) -> Evaluation:
         size = {"batch_size": batch_size} if takes_batch_size(data.data if isinstance(data, Shard) else data) else {}
-        source = self._adapt(f"validation on {name!r}", data, shuffle=False, name=f"validation_data {name!r}", **size)
+        source = data if is_held_out else self._adapt(f"validation on {name!r}", data, shuffle=False, name=f"validation_data {name!r}", **size)
         if at_most is not None:
             steps = min(at_most, source.all_batches or at_most)
         return make_evaluation(self._session, source, steps=steps, name=name, callbacks=hooks, interruption=interruption)
@@ -582,11 +598,8 @@ class Trainer:
         hooks = CallbackList([*given, *arguments.default_bar(given, verbose)])
         evaluation = self._evaluation(data, y, sample_weight, steps=steps, batch_size=batch_size, name="eval", hooks=hooks)
         hooks.bind(self, {})
-        try:
+        with contextlib.closing(hooks):
             return evaluation.evaluate(live.borrow)
-        finally:
-            for callback in hooks:
-                callback.close()
 
     def _evaluation(
         self, data: Any, y: Any, sample_weight: Any, *, steps: int | None, batch_size: int | None, name: str, hooks: CallbackList | None = None
@@ -626,13 +639,9 @@ class Trainer:
         given = arguments.callbacks_of(callbacks)
         hooks = CallbackList([*given, *arguments.default_bar(given, verbose)])
         hooks.bind(self, {"test_steps": steps or source.all_batches})
-        try:
-            with contextlib.closing(self._session.feeder.prediction(source)) as feed:
-                check = self._session.check_restored
-                return predict(self._session.any_program(), live.borrow, feed, steps=steps, callbacks=hooks, check=check)
-        finally:
-            for callback in hooks:
-                callback.close()
+        with contextlib.closing(hooks), contextlib.closing(self._session.feeder.prediction(source)) as feed:
+            check = self._session.check_restored
+            return predict(self._session.any_program(), live.borrow, feed, steps=steps, callbacks=hooks, check=check)
 
     def predict_iter(self, data: Any, *, steps: int | None = None, batch_size: int | None = None) -> Generator[PyTree, None, None]:
         """Returns an iterator over the module's outputs, batch by batch, for data or outputs that are too large for memory.

@@ -4,8 +4,11 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
 import pytest
+from flax import linen as nn
 
+import fitflax
 import fitflax.loops.agreement as module
 from fitflax.loops.agreement import Agreement, Together
 
@@ -166,3 +169,11 @@ def test_steps_at_which_the_processes_listen_lie_between_calls(monkeypatch):
     team = Team(monkeypatch, 2, multiple=5, ahead=10)
     for _, seen in team.run(lambda *_: None, begin=7, steps=407):
         assert all((step - 7) % 5 == 0 for step, _ in seen)
+
+
+def test_checkpoints_have_the_time_that_the_processes_agreed_on():
+    trainer = fitflax.Trainer(nn.Dense(1))
+    trainer.compile("sgd", "mse")
+    loop = trainer.train_loop(np.ones((4, 2), np.float32), np.ones((4, 1), np.float32), steps=1)
+    loop._run._agreement = module.Agreement(lambda: 123.0)
+    assert loop.next_step().run.point.seconds == 123.0

@@ -1,6 +1,8 @@
 """`fit` and `evaluate`: numbers, log keys, and the rules of steps, epochs and validation."""
 
+import gc
 import itertools
+import weakref
 
 import flax.linen as nn
 import jax
@@ -12,7 +14,9 @@ import pytest
 import fitflax
 from fitflax import metrics
 from fitflax.callbacks import Callback, LambdaCallback, ModelCheckpoint
+from fitflax.data import Shard
 from fitflax.errors import ConfigError, DataError, FitflaxWarning, LossError, MetricError
+from fitflax.loops.intake import Intake
 from fitflax.parallel import DataParallel
 
 RNG = np.random.default_rng(0)
@@ -872,3 +876,75 @@ def test_validation_batch_size_is_that_of_a_validation_split_too():
     count = LambdaCallback(on_test_batch_end=lambda batch, logs: sizes.append(batch))
     trainer.fit(np.ones((20, 2)), np.ones((20, 1)), batch_size=8, validation_split=0.5, validation_batch_size=3, callbacks=[count], verbose=0)
     assert sizes == [0, 1, 2, 3]
+
+
+def test_a_trainer_does_not_keep_the_data_of_its_last_fit():
+    trainer = make(F())
+    x, y = (np.ones((8, size), np.float32) for size in (4, 3))
+    kept = [weakref.ref(x), weakref.ref(y)]
+    trainer.fit(x, y, batch_size=4, validation_data=(x, y), verbose=0)
+    del x, y
+    gc.collect()
+    assert [each() for each in kept] == [None, None]
+
+
+def test_a_compile_that_fails_leaves_the_trainer_as_it_was():
+    def fails(params):
+        raise RuntimeError("out of memory")
+
+    trainer, optimizer = make(F(), optimizer=(adam := optax.adam(0.1))), optax.GradientTransformation(fails, lambda updates, state, params: (updates, state))
+    trainer.fit(X, Y, batch_size=4, verbose=0)
+    before, shown = trainer.state, repr(trainer)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.compile(optimizer, "mae", pad=False)
+    assert repr(trainer) == shown and same(trainer.state, before)
+    trainer.compile(adam, "mse")  # The optimizer that it has had all along, so its state goes on.
+    assert same(trainer.state, before)
+    trainer.fit(X[:5], Y[:5], batch_size=4, verbose=0)  # Padded.
+
+
+@pytest.mark.parametrize("fault", ["the loss", "a callback's files"])
+def test_a_fit_that_fails_before_its_first_step_closes_its_data(fault):
+    closed = []
+
+    def batches():
+        try:
+            while True:
+                yield X[:4], Y[:4]
+        finally:
+            closed.append(True)
+
+    class NoFiles(Callback):
+        def open_run(self, run_id, step):
+            raise OSError("no such disk")
+
+    trainer = make(F(), loss="mse" if fault == "a callback's files" else lambda outputs, targets: outputs[:2, 0])
+    with pytest.raises((LossError, OSError)):
+        trainer.fit(batches, steps=3, callbacks=[NoFiles()] if fault == "a callback's files" else [], verbose=0)
+    assert closed == [True]
+
+
+def test_a_part_that_is_held_out_is_taken_in_once(monkeypatch):
+    calls, adapt = [], Intake.adapt
+    monkeypatch.setattr(
+        Intake, "adapt", lambda intake, data, *targets, call, **options: calls.append(call) or adapt(intake, data, *targets, call=call, **options)
+    )
+    history = make(F()).fit(Shard((X, Y)), batch_size=4, validation_split=0.5, verbose=0)
+    assert calls == ["fit"] and "val_loss" in history.history
+
+
+def test_evaluate_and_predict_close_all_callbacks_whatever_fails():
+    class Closing(Callback):
+        is_closed = False
+
+        def close(self):
+            self.is_closed = True
+            raise OSError("no such disk")
+
+    trainer = make(F())
+    trainer.build(X[:4])
+    for call in (lambda callbacks: trainer.evaluate(X, Y, callbacks=callbacks, verbose=0), lambda callbacks: trainer.predict(X, callbacks=callbacks)):
+        first, second = Closing(), Closing()
+        with pytest.raises(OSError, match="no such disk"):
+            call([first, second])
+        assert first.is_closed and second.is_closed

@@ -139,8 +139,7 @@ class CallbackList:
             for callback in self._here:
                 callback.open_run(run_id, step)
         except BaseException:
-            for callback in self._here:
-                callback.close()
+            self.close()
             raise
 
     def start_schedules(self, seconds: float) -> None:
@@ -218,12 +217,17 @@ class CallbackList:
             for callback in reversed(self._here):
                 stack.callback(callback.sync)
 
+    def close(self) -> None:
+        """Closes all callbacks; an error in one does not keep the others from it."""
+        with contextlib.ExitStack() as stack:
+            for callback in reversed(self._here):
+                stack.callback(callback.close)
+
     def finish(self, logs: Mapping[str, Any]) -> None:
         """Calls `on_train_end` of all callbacks and closes them; an error in one does not keep the others from it."""
         with contextlib.ExitStack() as stack:
             # A stack runs backwards.
-            for callback in reversed(self._here):
-                stack.callback(callback.close)
+            stack.callback(self.close)
             for callback in reversed(self._here):
                 stack.callback(self._timed, callback.on_train_end, logs)
 

@@ -136,6 +136,11 @@ class History(Callback):
         self.on_epoch_end(epoch, logs)
         self.rows[-1]["step"] = step
 
+    @property
+    @override
+    def state_key(self) -> str:
+        return "History"  # Of subclasses, too: checkpoints name the rows so for people.
+
     @override
     def state_dict(self) -> dict[str, Any]:
         return {"rows": [{**row, "logs": dict(row["logs"])} for row in self.rows]} if self.rows else {}

@@ -53,7 +53,7 @@ class Point:
         used: By process, what of the present pass is used, where each has a part of its own.
         n_completed_steps: Updates since the last checkpoint.
         epoch_ends: Whether the epoch ends here.
-        seconds: The loop's clock.
+        seconds: The time by which triggers go, the same in all processes.
         process_start: The step at which this process began.
         is_last: Whether no step follows in this run.
         is_rescue: Whether the run is being left by a signal or an exception.

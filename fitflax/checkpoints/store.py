@@ -205,16 +205,20 @@ class CheckpointStore:
         for each in self.steps() if step is None else (step,):
             self.restore(each)
 
-    def newest_good(self, roots: Collection[str] = WHOLE) -> tuple[Saved | None, list[CheckpointError]]:
+    def newest_good(
+        self, roots: Collection[str] = WHOLE, *, accepts: Callable[[Saved], bool] = lambda saved: True
+    ) -> tuple[Saved | None, list[CheckpointError]]:
         """Returns the newest checkpoint that verifies, or `None`, and what is wrong with each newer one, in words that begin with its name.
 
         Args:
             roots: What is read, as of `saved.read_checkpoint`.
+            accepts: Returns whether a good one will do; others are passed over without a word.
         """
         skipped: list[CheckpointError] = []
         for step in reversed(self.steps()):
             try:
-                return read_checkpoint(self.path(step), roots), skipped
+                if accepts(saved := read_checkpoint(self.path(step), roots)):
+                    return saved, skipped
             except CheckpointError as error:
                 path = self.path(step)
                 skipped.append(type(error)(f"{path.name}: {str(error).replace(f'{path}{os.sep}', '')}"))

@@ -1,6 +1,5 @@
 """The search for the step that spoils a run: steps are made again, one by one, and the first bad one operation by operation."""
 
-import contextlib
 import dataclasses
 import os
 from pathlib import Path
@@ -15,7 +14,7 @@ from fitflax.checkpoints.saved import Saved
 from fitflax.checkpoints.store import CheckpointStore
 from fitflax.data import Feed
 from fitflax.diagnostics.origins import Origin, find_origins
-from fitflax.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
+from fitflax.errors import CheckpointNotFoundError, ConfigError
 from fitflax.loops.session import Session
 from fitflax.state import Batch, PyTree, TrainState
 from fitflax.steps.program import Program
@@ -140,11 +139,11 @@ def last_finite(path: str | os.PathLike[str]) -> Saved:
     directory = Path(path)
     if is_checkpoint(directory):
         return load_checkpoint(directory)
-    load_checkpoint(directory)  # Says what is wrong if there is none at all.
     store = CheckpointStore(directory)
-    for step in reversed(store.steps()):
-        with contextlib.suppress(CorruptCheckpointError):
-            saved = store.restore(step)
-            if not _not_finite(saved.train["params"]):
-                return saved
-    raise CheckpointNotFoundError(f"No checkpoint in {directory} has finite parameters: the run was spoilt before the first of them.")
+    if not store.steps():
+        return load_checkpoint(directory)  # One of another library, or an error that says what is there instead.
+    saved, skipped = store.newest_good(accepts=lambda saved: not _not_finite(saved.train["params"]))
+    if saved is None:
+        damaged = f" Others cannot be read: {' '.join(map(str, skipped))}" if skipped else ""
+        raise CheckpointNotFoundError(f"No checkpoint in {directory} has finite parameters: the run was spoilt before the first of them.{damaged}")
+    return saved

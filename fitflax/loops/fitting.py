@@ -8,23 +8,21 @@ from typing import Any
 
 from flax import linen as nn
 
-from fitflax.callbacks import ModelCheckpoint, TrainerView
+from fitflax.callbacks import TrainerView
 from fitflax.callbacks.callback_list import CallbackList
 from fitflax.checkpoints.closing import load_closing_row
-from fitflax.checkpoints.resume import find_resume
 from fitflax.checkpoints.saved import Saved
 from fitflax.checkpoints.trees import from_saved
 from fitflax.data import Source
 from fitflax.data.indexed import IndexedSource
 from fitflax.data.shards import part_of_batch_size
-from fitflax.errors import CheckpointError, ConfigError, FitflaxWarning
+from fitflax.errors import ConfigError, FitflaxWarning
 from fitflax.logs import Logs
 from fitflax.loops.plan import RunPlan
 from fitflax.loops.run import Run
 from fitflax.loops.session import Session
-from fitflax.parallel import processes
 
-__all__ = ["find_saved", "hold_out", "params_of", "run_with_callbacks"]
+__all__ = ["hold_out", "params_of", "run_with_callbacks"]
 
 
 def hold_out(session: Session, source: Source, validation_data: Any, split: float, batch_size: int | None) -> tuple[Source, Any]:
@@ -55,33 +53,6 @@ def hold_out(session: Session, source: Source, validation_data: Any, split: floa
         part.is_shard = source.is_shard
         session.intake.agreed(part)
     return parts
-
-
-def find_saved(session: Session, resume: Any, hooks: CallbackList) -> Saved | None:
-    """Returns the checkpoint to go on from, the same in all processes; `None` where a run is to begin.
-
-    Args:
-        session: Whose run it is.
-        resume: As given to `fit`.
-        hooks: The callbacks, one of which may save the run.
-
-    Raises:
-        ConfigError: `resume` makes no sense, or it is not clear where to look.
-        CheckpointError: There is no checkpoint that could be taken, or the processes find different ones.
-    """
-    stores = [callback.store for callback in hooks if isinstance(callback, ModelCheckpoint)]
-    if session.strategy.num_processes > 1:
-        saved = processes.after_first(lambda: find_resume(resume, stores))
-        steps = processes.exchange(None if saved is None else saved.metadata.get("step"), "what to resume")
-        if len(set(steps)) > 1:
-            found = dict(enumerate(steps))
-            raise CheckpointError(f"The processes do not find the same checkpoint to go on from, steps by process: {found}. They must share the directory.")
-    else:
-        saved = find_resume(resume, stores)
-    if saved is None and resume == "auto":
-        # A run that died before its first checkpoint is begun again under its own name, so that its other directories are still its own.
-        session.run_id = stores[0].run_id() or session.run_id
-    return saved
 
 
 def params_of(session: Session, model: nn.Module, source: Source, sets: Iterable[str], plan: RunPlan, *, trial: int) -> dict[str, Any]:

@@ -18,7 +18,6 @@ import fitflax.loops.arguments as arguments
 from fitflax.checkpoints.by_path import is_checkpoint, load_checkpoint
 from fitflax.checkpoints.checkpoint import Checkpoint, Summary
 from fitflax.checkpoints.lock import holder_of
-from fitflax.checkpoints.resume import find_resume
 from fitflax.checkpoints.saved import Saved
 from fitflax.checkpoints.saving import Saver
 from fitflax.checkpoints.store import CheckpointStore
@@ -29,7 +28,7 @@ from fitflax.errors import ConfigError
 from fitflax.loops.evaluation import Evaluation
 from fitflax.loops.intake import Intake, make_feeder
 from fitflax.loops.plan import RunPlan
-from fitflax.loops.preparation import prepare_run
+from fitflax.loops.preparation import find_saved, prepare_run
 from fitflax.loops.session import Session
 from fitflax.parallel import Strategy
 from fitflax.steps.model import TRANSIENT, FunctionModel, mutable_filter
@@ -310,10 +309,12 @@ class EvalLoop:
         streams = Streams((), (), arguments.streams_of("EvalLoop", rngs).train)
         make_task = functools.partial(_make_task, FunctionModel(None, apply), streams=streams, mutable=_ALL_BUT_PARAMS, objective=Objective(None, metrics))
         options: dict[str, Any] = {"selection": Selection(None, None), "batch_size": batch_size, "shuffle": False}
-        adapt(data.data if isinstance(data, Shard) else data, seed=0, **options)  # Its errors come now.
+        # Its errors come now; how a shard is cut up, only where it is known how many processes there are.
+        given = data if isinstance(data, Shard) else adapt(data, seed=0, **options)
 
         def evaluation_on(strategy: Strategy) -> Evaluation:
-            source = Intake(strategy, 0).adapt(data, call="EvalLoop", is_kept=False, **options)
+            intake = Intake(strategy, 0)
+            source = intake.agreed(given, "EvalLoop") if isinstance(given, Source) else intake.adapt(given, call="EvalLoop", is_kept=False, **options)
             feeds = make_feeder(strategy, pad=True).evaluations(source, name, steps)
             return Evaluation(Program(make_task(strategy=strategy)), source, feeds, steps=steps, name=name)
 
@@ -364,12 +365,9 @@ def _newest_in(path: Path, session: Session, saver: Saver) -> Saved | None:
     store = CheckpointStore(path)
     if isinstance(holder := holder_of(path), Saver):  # An earlier loop of this process, whose callback was not closed.
         holder.wait()
-        return store.newest_good()[0]
-    store.lock(saver)  # Before it is looked at: what another run is writing there is no litter.
-    saved = find_resume("auto", [store])
-    if saved is None:
-        session.run_id = store.run_id() or session.run_id  # It died before its first checkpoint.
-    return saved
+    else:
+        store.lock(saver)  # Before it is looked at: what another run is writing there is no litter.
+    return find_saved(session, "auto", [store])
 
 
 def _check_function(owner: str, name: str, fn: Any) -> None:

@@ -4,20 +4,21 @@ import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from fitflax.callbacks.callback_list import CallbackList
-from fitflax.checkpoints.resume import check_settings, fit_to
+from fitflax.checkpoints.resume import check_settings, find_resume, fit_to
 from fitflax.checkpoints.saved import Saved
 from fitflax.checkpoints.saving import Saver
+from fitflax.checkpoints.store import CheckpointStore
 from fitflax.checkpoints.trees import from_saved
 from fitflax.data import FedBatch, Feed, Source
 from fitflax.data.randomness import undisturbed
 from fitflax.data.shards import own_position
-from fitflax.errors import ConfigError, DataError, FitflaxWarning, RestoreError
+from fitflax.errors import CheckpointError, ConfigError, DataError, FitflaxWarning, RestoreError
 from fitflax.logs import StepValues
 from fitflax.loops.agreement import Agreement, Together, check_alike, summary_of
 from fitflax.loops.arguments import check_log_keys
@@ -27,17 +28,43 @@ from fitflax.loops.run import Run
 from fitflax.loops.session import Session
 from fitflax.loops.signals import Interruption
 from fitflax.parallel.board import Board
-from fitflax.parallel.processes import exchange
+from fitflax.parallel.processes import after_first, exchange
 from fitflax.state import Batch
 from fitflax.steps.preflight import check_activations, check_in_memory, check_places
 from fitflax.steps.program import Program
 from fitflax.steps.task import NOTHING, Keep
 from fitflax.time_spent import TimeSpent
 
-__all__ = ["make_evaluation", "prepare_run", "trained_aside"]
+__all__ = ["find_saved", "make_evaluation", "prepare_run", "trained_aside"]
 
 # Of the time of single steps: less is gained by groups than they cost in memory and in how often anybody can look.
 _WORTH_GROUPING = 0.95
+
+
+def find_saved(session: Session, resume: Any, stores: Sequence[CheckpointStore]) -> Saved | None:
+    """Returns the checkpoint to go on from, the same in all processes; `None` where a run is to begin.
+
+    Args:
+        session: Whose run it is.
+        resume: As given to `fit`.
+        stores: Where the run is saved.
+
+    Raises:
+        ConfigError: `resume` makes no sense, or it is not clear where to look.
+        CheckpointError: There is no checkpoint that could be taken, or the processes find different ones.
+    """
+    if session.strategy.num_processes > 1:
+        saved = after_first(lambda: find_resume(resume, stores))
+        steps = exchange(None if saved is None else saved.metadata.get("step"), "what to resume")
+        if len(set(steps)) > 1:
+            found = dict(enumerate(steps))
+            raise CheckpointError(f"The processes do not find the same checkpoint to go on from, steps by process: {found}. They must share the directory.")
+    else:
+        saved = find_resume(resume, stores)
+    if saved is None and resume == "auto":
+        # A run that died before its first checkpoint is begun again under its own name, so that its other directories are still its own.
+        session.run_id = stores[0].run_id() or session.run_id
+    return saved
 
 
 def make_evaluation(session: Session, source: Source, *, steps: int | None, name: str, **options: Any) -> Evaluation:

@@ -554,7 +554,7 @@ class Run:
     def _make_checkpoint(self, *, epoch_ends: bool = False) -> Checkpoint:
         progress = self.progress
         completed = progress.step - self._last_yielded
-        point = progress.point(n_completed_steps=completed, epoch_ends=epoch_ends, seconds=self._clock(), process_start=self.plan.process_start)
+        point = progress.point(n_completed_steps=completed, epoch_ends=epoch_ends, seconds=self.seconds, process_start=self.plan.process_start)
         values = self._values
         if values is not None and self._collected is not None:
             values = values.with_late(self._collected.keys, self._collected.now())

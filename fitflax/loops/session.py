@@ -149,8 +149,20 @@ class Session:
 
     # -- the task and its state --
 
-    def compile(self, given: Any, optimizer: optax.GradientTransformation, objective: Objective, *, pad: bool, numerics: Numerics) -> None:
+    def compile(
+        self,
+        given: Any,
+        optimizer: optax.GradientTransformation,
+        objective: Objective,
+        *,
+        pad: bool,
+        numerics: Numerics,
+        steps_per_call: int | None = 1,
+        described: Mapping[str, Any] | None = None,
+    ) -> None:
         """Takes a new task; parameters and collections stay, and the optimizer's state where the optimizer is the same object.
+
+        A failure leaves the session as it was; but where the optimizer's state had to be let go of for another one, it is not compiled then.
 
         Args:
             given: What the user gave as optimizer.
@@ -158,19 +170,27 @@ class Session:
             objective: Losses and metrics.
             pad: Whether short batches are padded.
             numerics: How updates are computed.
+            steps_per_call: How many steps a call makes; `None` for whichever is faster.
+            described: What the user gave, in words.
         """
+        before = {name: getattr(self, name) for name in ("_optimizer", "_given_optimizer", "_program", "pad", "feeder", "steps_per_call", "described")}
         is_same = self._optimizer is not None and given is self._given_optimizer and not isinstance(given, str)
         whole = optax.with_extra_args_support(optimizer)
         self._optimizer = with_loss_scale(whole) if numerics.is_scaled else whole
         self._given_optimizer = given
         self._program = Program(self._make_task(objective, self._optimizer, numerics))
-        self.pad = pad
+        self.pad, self.steps_per_call, self.described = pad, steps_per_call, dict(described or {})
         self.feeder = make_feeder(self.strategy, pad=pad, accumulate_steps=numerics.accumulate_steps)
         if self.is_serving:
             return
-        if self.live is not None and (not is_same or self._unplaced is not None):
-            self._start_optimizer()
-        self._match_numerics()
+        try:
+            if self.live is not None and (not is_same or self._unplaced is not None):
+                self._start_optimizer()
+            self._match_numerics()
+        except BaseException:
+            if self._optimizer is not None:
+                vars(self).update(before)
+            raise
 
     def _start_optimizer(self) -> None:
         """Gives the state an optimizer state: the restored one that waits for it, or a fresh one."""
@@ -234,7 +254,6 @@ class Session:
         vars(other).update({name: getattr(self, name) for name in names})
         other._program = self._program
         if self._program is not None:
-            self._program.has_looked_at_data = False  # Its data may be other data.
             if make_task is not None:
                 task = self._program.task
                 other._program = Program(make_task(task.objective, task.optimizer, task.numerics))

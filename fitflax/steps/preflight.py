@@ -66,10 +66,10 @@ def check_in_memory(program: Program, source: Source, state: TrainState, batch: 
     if program.structure(train=train).scalar_loss and pad and (short or size % multiple):
         raise scalar_loss_error(short or size, -(-size // multiple) * multiple)
     task = program.task
-    if not program.has_looked_at_data:
-        program.has_looked_at_data = train
-        for name, tree in (("x", source.x), ("y", source.y)):
-            for path, leaf in leaf_paths(tree, name):
+    for name, tree in (("x", source.x), ("y", source.y)):
+        for path, leaf in leaf_paths(tree, name):
+            if program.looked_at.get(id(leaf)) is not leaf:
+                program.looked_at[id(leaf)] = leaf
                 _warn_of_bad_numbers(path, leaf)
     if task.objective.has_label_loss and task.compute_loss is None and task.custom_step is None:
         task.objective.check_labels(program.output_shapes(state, batch, train=train and not task.model.can_evaluate), source.y, source.weights)

@@ -7,6 +7,7 @@ evaluating shapes alone, which is also the dry run that reports mistakes before 
 import dataclasses
 import math
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -135,9 +136,9 @@ class Program:
         self._outputs: dict[tuple[str, bool], _TracedOutputs] = {}
         self._states: dict[Any, TrainState] = {}
         self._compiled = {verb: CompiledShapes(verb) for verb in ("train on", "evaluate", "predict")}
-        # Whether it has been said that the module and the loss do not go together, and whether arrays were looked at for numbers that are none.
-        self.has_warned = self.has_looked_at_data = False
-        self.has_looked_at_places = False
+        # What `preflight` has looked at: whether module and loss go together, where the state lies, and arrays, by identity.
+        self.has_warned = self.has_looked_at_places = False
+        self.looked_at: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # The devices' own, because a collective of an evaluation can wait for one of a step, whoever dispatched them.
         self._in_flight = self.strategy.in_flight
 

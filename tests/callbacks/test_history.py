@@ -8,6 +8,7 @@ import pytest
 
 import fitflax
 from fitflax.callbacks import LambdaCallback, ModelCheckpoint
+from fitflax.checkpoints import CheckpointStore
 from fitflax.errors import ConfigError
 from fitflax.parallel import DataParallel
 
@@ -123,3 +124,13 @@ def test_a_plot_is_written_to_a_file_and_needs_no_display(tmp_path):
     pytest.importorskip("matplotlib")
     make().fit(X, Y, epochs=2, validation_data=(X, Y), verbose=0).plot().savefig(tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_checkpoints_name_the_rows_of_a_subclass_too(tmp_path):
+    class Mine(fitflax.History):
+        pass
+
+    trainer = fitflax.Trainer(nn.Dense(1))
+    trainer.compile("sgd", "mse")
+    trainer.fit(np.ones((4, 2), np.float32), np.ones((4, 1), np.float32), epochs=2, callbacks=[Mine(), ModelCheckpoint(tmp_path)], verbose=0)
+    assert [row["epoch"] for row in CheckpointStore(tmp_path).restore().metadata["history"]] == [0, 1]

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax.training import checkpoints as flax_checkpoints
 
 import fitflax
 from fitflax.callbacks import ModelCheckpoint, TerminateOnNaN
@@ -192,3 +193,11 @@ def test_what_fit_says_of_data_is_said_here_as_well():
     with pytest.warns(fitflax.errors.FitflaxWarning, match="x holds NaN or infinity in 1 of 48 examples"):
         report = trainer_of().hunt_nan(bad, Y, batch_size=8, shuffle=False)
     assert str(report).endswith("NaN from the batch's x")
+
+
+def test_a_checkpoint_of_another_library_is_no_run_that_was_spoilt(tmp_path):
+    trainer = trainer_of()
+    trainer.build((X[:4], Y[:4]))
+    flax_checkpoints.save_checkpoint(tmp_path, {"params": jax.tree.map(np.asarray, trainer.state.params)}, step=3)
+    with pytest.raises(RestoreError, match="holds a state, but no run that could go on"):
+        trainer.hunt_nan(X, Y, restore_from=tmp_path)
