@@ -13,6 +13,7 @@ from typing import Any
 from typing_extensions import override
 
 from fitflax.errors import ConfigError
+from fitflax.integers import is_integer
 
 __all__ = ["Moment", "Schedule", "Trigger", "at", "every", "first"]
 
@@ -177,8 +178,8 @@ class _Any(Trigger):
 
 
 def _positive(name: str, value: Any, *, kind: type = int) -> None:
-    fits = isinstance(value, int) or (kind is float and isinstance(value, float))
-    if not fits or isinstance(value, bool) or not value > 0:
+    fits = is_integer(value) or (kind is float and isinstance(value, float))
+    if not fits or not value > 0:
         raise ConfigError(f"{name} must be a positive {'integer' if kind is int else 'number'}. Received: {value!r}.")
 
 
@@ -201,14 +202,14 @@ def every(*, steps: int | None = None, epochs: int | None = None, seconds: float
     given = {name: value for name, value in (("steps", steps), ("epochs", epochs), ("seconds", seconds)) if value is not None}
     if len(given) != 1:
         raise ConfigError(f"every() takes exactly one of steps, epochs and seconds. Received: {given or 'none of them'}. Join several with |.")
-    if offset is not None and (steps is None or isinstance(offset, bool) or not isinstance(offset, int) or offset < 0):
+    if offset is not None and (steps is None or not is_integer(offset, 0)):
         raise ConfigError(f"every(offset=...) must be an integer of at least 0, and needs steps=. Received: offset={offset!r} with {given}.")
     if steps is not None:
         _positive("every(steps=...)", steps)
-        return _EverySteps(steps, offset)
+        return _EverySteps(int(steps), None if offset is None else int(offset))
     if epochs is not None:
         _positive("every(epochs=...)", epochs)
-        return _EveryEpochs(epochs)
+        return _EveryEpochs(int(epochs))
     assert seconds is not None
     _positive("every(seconds=...)", seconds, kind=float)
     return _EverySeconds(float(seconds))
@@ -231,7 +232,7 @@ def at(*steps: int) -> Trigger:
         raise ConfigError("at() takes at least one step.")
     for step in steps:
         _positive("at(...)", step)
-    return _At(tuple(steps))
+    return _At(tuple(int(step) for step in steps))
 
 
 def first(steps: int, *, of_process: bool = False) -> Trigger:
@@ -249,7 +250,7 @@ def first(steps: int, *, of_process: bool = False) -> Trigger:
     [101, 102]
     """
     _positive("first(...)", steps)
-    return _First(steps, of_process)
+    return _First(int(steps), of_process)
 
 
 class Schedule:

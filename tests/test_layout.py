@@ -17,7 +17,7 @@ PACKAGE = ROOT / "fitflax"
 
 # A module imports only from its own layer or those before it. The first part of the name after `fitflax.` decides; the package itself is "__init__".
 LAYERS = (
-    {"errors", "triggers", "background", "time_spent"},
+    {"errors", "integers", "triggers", "background", "time_spent"},
     {"axes", "state", "logs", "losses", "metrics", "optimizers"},
     {"data"},
     {"parallel"},

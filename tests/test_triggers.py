@@ -1,8 +1,10 @@
 import math
 
+import numpy as np
 import pytest
 
 import fitflax
+from fitflax.callbacks import ModelCheckpoint
 from fitflax.errors import ConfigError
 from fitflax.triggers import Moment, Schedule, Trigger, at, every, first
 
@@ -216,3 +218,11 @@ def test_triggers_of_time_and_of_epochs_have_no_next_step_and_unknown_ones_may_f
     assert every(seconds=1).next_step(3, 0) is None and every(epochs=1).next_step(3, 0) is None
     assert (every(seconds=1) | every(epochs=2)).next_step(3, 0) is None and Schedule(None).next_step(3, 0) is None
     assert Odd().next_step(3, 0) == 4
+
+
+def test_integers_of_numpy_are_integers():
+    two = np.int64(2)
+    assert (every(steps=two, offset=two), every(epochs=two), at(two), first(two)) == (every(steps=2, offset=2), every(epochs=2), at(2), first(2))
+    assert type(ModelCheckpoint("nowhere", keep=two, keep_every=two).keep_every) is int
+    with pytest.raises(ConfigError, match="must be a positive integer"):
+        every(steps=np.bool_(True))

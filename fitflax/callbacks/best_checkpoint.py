@@ -71,7 +71,7 @@ class BestCheckpoint(Callback):
     ) -> None:
         check_keep("BestCheckpoint", keep)
         self.directory = Path(directory)
-        self.keep = keep
+        self.keep = None if keep is None else int(keep)
         self.restore_best = restore_best
         self.initial_value = initial_value
         self.overwrite = overwrite

@@ -11,6 +11,7 @@ from fitflax.callbacks.base import Callback, Phase
 from fitflax.callbacks.monitor import Monitor
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.errors import CallbackError
+from fitflax.integers import is_integer
 from fitflax.logs import Logs
 
 __all__ = ["EarlyStopping"]
@@ -56,9 +57,9 @@ class EarlyStopping(Callback):
         stopping_threshold: float | None = None,
         divergence_threshold: float | None = None,
     ) -> None:
-        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
+        if not is_integer(patience, 0):
             raise CallbackError(f"EarlyStopping(patience=...) must be an integer of at least 0. Received: {patience!r}.")
-        self.patience = patience
+        self.patience = int(patience)
         self.baseline = baseline
         self.restore_best = restore_best
         self.start_from_epoch = start_from_epoch

@@ -14,6 +14,7 @@ from fitflax.checkpoints.save_run import save_run
 from fitflax.checkpoints.saving import Saver
 from fitflax.checkpoints.store import CheckpointStore
 from fitflax.errors import CallbackError
+from fitflax.integers import is_integer
 from fitflax.logs import Logs
 from fitflax.triggers import Trigger
 from fitflax.triggers import every as make_every
@@ -61,12 +62,12 @@ class ModelCheckpoint(Callback):
     ) -> None:
         check_keep("ModelCheckpoint", keep)
         check_trigger("ModelCheckpoint", every)
-        if keep_every is not None and (isinstance(keep_every, bool) or not isinstance(keep_every, int) or keep_every < 1):
+        if keep_every is not None and not is_integer(keep_every, 1):
             raise CallbackError(f"ModelCheckpoint(keep_every=...) must be a positive integer or None. Received: {keep_every!r}.")
         self.directory = Path(directory)
         self.every = every or make_every(epochs=1) | make_every(seconds=600)
-        self.keep = keep
-        self.keep_every = keep_every
+        self.keep = None if keep is None else int(keep)
+        self.keep_every = None if keep_every is None else int(keep_every)
         self.save_last = save_last
         self.overwrite = overwrite
         self.asynchronous = asynchronous
@@ -139,5 +140,5 @@ def check_keep(owner: str, keep: int | None) -> None:
     Raises:
         CallbackError: It is neither a positive integer nor `None`.
     """
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+    if keep is not None and not is_integer(keep, 1):
         raise CallbackError(f"{owner}(keep=...) must be a positive integer, or None for all. Received: {keep!r}.")

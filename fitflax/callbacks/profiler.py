@@ -12,6 +12,7 @@ from typing_extensions import override
 from fitflax.callbacks.base import Callback, Phase
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.errors import CallbackError, FitflaxWarning
+from fitflax.integers import is_integer
 from fitflax.triggers import at
 
 __all__ = ["Profiler"]
@@ -47,10 +48,10 @@ class Profiler(Callback):
 
     def __init__(self, directory: str | os.PathLike[str], *, steps: tuple[int, int] = _USUAL) -> None:
         first, last = steps
-        if not all(isinstance(step, int) and not isinstance(step, bool) for step in (first, last)) or not 1 <= first <= last:
+        if not is_integer(first, 1) or not is_integer(last, first):
             raise CallbackError(f"Profiler(steps=...) takes the first and the last step to record, counted from 1. Received: {steps!r}.")
         self.directory = Path(directory)
-        self.steps = (first, last)
+        self.steps = (int(first), int(last))
         self._begin = 0
         self._is_recording = self._has_recorded = False
 

@@ -11,6 +11,7 @@ from fitflax.callbacks.learning_rate_scheduler import check_rate
 from fitflax.callbacks.monitor import Monitor
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.errors import CallbackError
+from fitflax.integers import is_integer
 from fitflax.logs import Logs
 
 __all__ = ["ReduceLROnPlateau"]
@@ -56,13 +57,13 @@ class ReduceLROnPlateau(Callback):
         if not 0 < factor < 1:
             raise CallbackError(f"ReduceLROnPlateau(factor=...) must lie between 0 and 1. Received: {factor!r}.")
         for name, count in (("patience", patience), ("cooldown", cooldown)):
-            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            if not is_integer(count, 0):
                 raise CallbackError(f"ReduceLROnPlateau({name}=...) must be an integer of at least 0. Received: {count!r}.")
         if not 0 <= min_lr < float("inf"):
             raise CallbackError(f"ReduceLROnPlateau(min_lr=...) must be a finite number of at least 0. Received: {min_lr!r}.")
         self.factor = factor
-        self.patience = patience
-        self.cooldown = cooldown
+        self.patience = int(patience)
+        self.cooldown = int(cooldown)
         self.min_lr = min_lr
         self._monitor = Monitor("ReduceLROnPlateau", monitor, mode, min_delta)
         self._reset()

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from fitflax.errors import ConfigError, DataError, FitflaxWarning, did_you_mean
+from fitflax.integers import is_integer
 from fitflax.state import Batch, PyTree
 
 __all__ = [
@@ -435,7 +436,7 @@ def _check_class_weight(class_weight: Mapping[int, float]) -> dict[int, float]:
     if not isinstance(class_weight, Mapping):
         raise ConfigError(f"class_weight must be a dict {{label: weight}}. Received: {class_weight!r}.")
     for key, value in class_weight.items():
-        if isinstance(key, bool) or not isinstance(key, int | np.integer) or not isinstance(value, int | float | np.number) or not value >= 0:
+        if not is_integer(key) or not isinstance(value, int | float | np.number) or not value >= 0:
             raise ConfigError(f"class_weight must map integer labels to weights of at least 0. Received: {key!r}: {value!r}.")
     return {int(key): float(value) for key, value in class_weight.items()}
 

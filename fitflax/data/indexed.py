@@ -12,6 +12,7 @@ from fitflax.data.batch import Position, Triple
 from fitflax.data.passes import RowsPass
 from fitflax.data.streams import Source
 from fitflax.errors import ConfigError, DataError
+from fitflax.integers import is_integer
 
 __all__ = ["IndexedSource", "check_batch_size"]
 
@@ -91,5 +92,5 @@ def check_batch_size(batch_size: Any) -> None:
     Raises:
         ConfigError: It is not a positive integer.
     """
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer) or batch_size < 1:
+    if not is_integer(batch_size, 1):
         raise ConfigError(f"batch_size must be a positive integer. Received: {batch_size!r}.")

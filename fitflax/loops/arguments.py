@@ -15,6 +15,7 @@ from fitflax.callbacks.history import History
 from fitflax.data import Source
 from fitflax.data.batch import Selection
 from fitflax.errors import CallbackError, ConfigError, FitflaxWarning, OptimizerError
+from fitflax.integers import is_integer
 from fitflax.parallel import DataParallel, Strategy
 from fitflax.steps.task import Streams
 from fitflax.triggers import Trigger
@@ -73,7 +74,7 @@ def check_seed(owner: str, seed: Any) -> None:
     Raises:
         ConfigError: It is no integer of at least 0.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
+    if not is_integer(seed, 0):
         raise ConfigError(f"{owner}(seed=...) must be an integer of at least 0. Received: {seed!r}.")
 
 
@@ -151,7 +152,7 @@ def check_counts(**counts: int | None) -> None:
         ConfigError: One is not.
     """
     for name, value in counts.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1):
+        if value is not None and not is_integer(value, 1):
             raise ConfigError(f"{name} must be a positive integer. Received: {value!r}.")
 
 
@@ -161,7 +162,7 @@ def check_initial_epoch(value: Any) -> None:
     Raises:
         ConfigError: It is no integer of at least 0.
     """
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
+    if not is_integer(value, 0):
         raise ConfigError(f"initial_epoch must be an integer of at least 0. Received: {value!r}.")
 
 
@@ -242,10 +243,10 @@ def validation_frequency(value: Any) -> int | frozenset[int] | Trigger:
     """
     if isinstance(value, Trigger):
         return value
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    if isinstance(value, list | tuple | set | range) and all(isinstance(epoch, int) and epoch > 0 for epoch in value):
-        return frozenset(value)
+    if is_integer(value, 1):
+        return int(value)
+    if isinstance(value, list | tuple | set | range) and all(is_integer(epoch, 1) for epoch in value):
+        return frozenset(int(epoch) for epoch in value)
     raise ConfigError(f"validation_freq must be a positive integer, a list of epochs counted from 1, or a trigger. Received: {value!r}.")
 
 

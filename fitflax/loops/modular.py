@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import optax
 from flax import linen as nn
 from flax.core.scope import DenyList
@@ -25,6 +24,7 @@ from fitflax.data import Source, adapt
 from fitflax.data.batch import Selection, Triple
 from fitflax.data.shards import Shard
 from fitflax.errors import ConfigError
+from fitflax.integers import is_integer
 from fitflax.loops.evaluation import Evaluation
 from fitflax.loops.intake import Intake, make_feeder
 from fitflax.loops.plan import RunPlan
@@ -378,6 +378,6 @@ def _check_function(owner: str, name: str, fn: Any) -> None:
 
 
 def _checked_total(steps: Any) -> int:
-    if isinstance(steps, bool) or not isinstance(steps, int | np.integer) or steps < 0:
+    if not is_integer(steps, 0):
         raise ConfigError(f"steps must be an integer of at least 0, the run's total. Received: {steps!r}.")
     return int(steps)

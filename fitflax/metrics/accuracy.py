@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 import fitflax.losses as losses
 from fitflax.errors import MetricError
+from fitflax.integers import is_integer
 from fitflax.metrics.base import bound
 from fitflax.metrics.mean import Mean
 from fitflax.metrics.shapes import Targets, arrays, class_labels, same_shape
@@ -66,9 +67,9 @@ def TopKAccuracy(*, k: int = 5, name: str = "top_k_accuracy") -> Mean:
     >>> float(metric.compute())
     0.5
     """
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+    if not is_integer(k, 1):
         raise MetricError(f"TopKAccuracy(k=...) must be a positive integer. Received: {k!r}.")
-    return Mean(bound(top_k_accuracy, k=k, kind="integer or one-hot"), name=name, direction="max")
+    return Mean(bound(top_k_accuracy, k=int(k), kind="integer or one-hot"), name=name, direction="max")
 
 
 def Perplexity(*, name: str = "perplexity") -> Mean:

@@ -16,6 +16,7 @@ from flax import struct
 from typing_extensions import override
 
 from fitflax.errors import MetricError
+from fitflax.integers import is_integer
 from fitflax.metrics.base import Direction, Metric, static_field
 from fitflax.metrics.counts import Counts
 from fitflax.metrics.shapes import as_examples
@@ -73,9 +74,9 @@ def AUC(
     name = name or ("auc" if curve == "ROC" else "pr_auc")
     if num_thresholds is None:
         return ExactAUC(curve=curve, average=average, multi_label=multi_label, name=name)
-    if isinstance(num_thresholds, bool) or not isinstance(num_thresholds, int) or num_thresholds < 2:
+    if not is_integer(num_thresholds, 2):
         raise MetricError(f"AUC(num_thresholds=...) must be an integer of at least 2, or None for the exact area. Received: {num_thresholds!r}.")
-    return BinnedAUC(curve=curve, num_thresholds=num_thresholds, average=average, multi_label=multi_label, name=name)
+    return BinnedAUC(curve=curve, num_thresholds=int(num_thresholds), average=average, multi_label=multi_label, name=name)
 
 
 def _no_rows() -> jax.Array:

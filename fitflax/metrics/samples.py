@@ -11,6 +11,7 @@ from flax import struct
 from typing_extensions import override
 
 from fitflax.errors import MetricError
+from fitflax.integers import is_integer
 from fitflax.metrics.base import Direction, Metric, static_field
 
 __all__ = ["SampleCollector"]
@@ -57,7 +58,7 @@ class SampleCollector(Metric):
     weights: jax.Array = dataclasses.field(default_factory=_none)
 
     def __post_init__(self) -> None:
-        if isinstance(self.max_size, bool) or not isinstance(self.max_size, int) or self.max_size < 1:
+        if not is_integer(self.max_size, 1):
             raise MetricError(f"SampleCollector(max_size=...) must be a positive integer. Received: {self.max_size!r}.")
 
     @override

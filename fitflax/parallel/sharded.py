@@ -12,12 +12,12 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from typing_extensions import override
 
 from fitflax.errors import ConfigError, FitflaxError, ModelError
+from fitflax.integers import is_integer
 from fitflax.parallel.base import Compiled, Layout, Places, Strategy
 from fitflax.parallel.feeding import Feeding
 from fitflax.parallel.in_flight import InFlight
@@ -78,7 +78,7 @@ class Sharded(Strategy):
         sizes = dict(self.mesh.shape)
         own_rules = checked_rules(rules, sizes)
         fsdp_axes = _fsdp_axes(fsdp, sizes)
-        if isinstance(fsdp_min_size, bool) or not isinstance(fsdp_min_size, int | np.integer) or fsdp_min_size < 0:
+        if not is_integer(fsdp_min_size, 0):
             raise ConfigError(f"Sharded(fsdp_min_size=...) must be a number of elements, at least 0. Received: {fsdp_min_size!r}.")
         self.batch_axes = _batch_axes(own_rules, sizes, fsdp_axes, is_bare=rules is None)
         self._warns = fsdp is not False
@@ -328,7 +328,7 @@ def _make_mesh(mesh: Any, devices: Sequence[jax.Device] | None) -> Mesh:
     used = check_devices("Sharded", jax.devices() if devices is None else devices)
     is_mesh = isinstance(mesh, Mapping) and mesh and all(isinstance(axis, str) for axis in mesh)
     sizes = dict(mesh) if is_mesh else {}
-    if not sizes or any(isinstance(size, bool) or not isinstance(size, int | np.integer) or (size < 1 and size != -1) for size in sizes.values()):
+    if not sizes or any(not is_integer(size) or (size < 1 and size != -1) for size in sizes.values()):
         raise ConfigError(f"Sharded(mesh=...) takes the sizes of its axes, such as {{'data': -1, 'model': 2}}. Received: {mesh!r}.")
     open_axes = [axis for axis, size in sizes.items() if size == -1]
     known = math.prod(size for size in sizes.values() if size != -1)

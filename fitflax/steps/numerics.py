@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fitflax.errors import ConfigError
+from fitflax.integers import is_integer
 from fitflax.state import PyTree
 
 __all__ = ["Numerics", "start_average"]
@@ -43,7 +44,7 @@ class Numerics:
 
     def __post_init__(self) -> None:
         steps, precision, decay = self.accumulate_steps, self.precision, self.ema_decay
-        if isinstance(steps, bool) or not isinstance(steps, int | np.integer) or steps < 1:
+        if not is_integer(steps, 1):
             raise ConfigError(f"compile(accumulate_steps=...) must be a positive integer. Received: {steps!r}.")
         if not isinstance(precision, str) or precision not in _PRECISIONS:
             raise ConfigError(f"compile(precision=...) must be one of {', '.join(map(repr, _PRECISIONS))}. Received: {precision!r}.")
