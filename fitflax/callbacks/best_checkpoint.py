@@ -5,18 +5,15 @@ import functools
 import os
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
-from fitflax.callbacks.base import Callback, Phase, PlainRun
-from fitflax.callbacks.model_checkpoint import check_keep
+from fitflax.callbacks.base import Phase
 from fitflax.callbacks.monitor import Monitor
+from fitflax.callbacks.store_callback import StoreCallback
 from fitflax.checkpoints.checkpoint import Checkpoint
-from fitflax.checkpoints.save_run import save_run
-from fitflax.checkpoints.saving import Saver
-from fitflax.checkpoints.store import CheckpointStore
+from fitflax.checkpoints.saved import FOR_INFERENCE
 from fitflax.checkpoints.trees import restore_tree
 from fitflax.errors import FitflaxWarning
 from fitflax.logs import Logs
@@ -24,7 +21,7 @@ from fitflax.logs import Logs
 __all__ = ["BestCheckpoint"]
 
 
-class BestCheckpoint(Callback):
+class BestCheckpoint(StoreCallback):
     """Saves a checkpoint whenever a monitored value is strictly better than the worst one kept. NaN never is.
 
     In `fit` it looks where the value is new: at validations, and at the ends of epochs. As a plain function it looks at every checkpoint it gets.
@@ -53,8 +50,6 @@ class BestCheckpoint(Callback):
     """
 
     phase = Phase.SAVE_BEST
-    writes_files = True
-    needs_gradients_norm = False
 
     def __init__(
         self,
@@ -69,17 +64,10 @@ class BestCheckpoint(Callback):
         asynchronous: bool = True,
         backend: str = "msgpack",
     ) -> None:
-        check_keep("BestCheckpoint", keep)
-        self.directory = Path(directory)
-        self.keep = None if keep is None else int(keep)
+        super().__init__(directory, keep=keep, overwrite=overwrite, asynchronous=asynchronous, backend=backend)
         self.restore_best = restore_best
         self.initial_value = initial_value
-        self.overwrite = overwrite
-        self.asynchronous = asynchronous
-        self.store = CheckpointStore(self.directory, backend=backend)
         self._monitor = Monitor("BestCheckpoint", monitor, mode)
-        self._saver: Saver | None = None
-        self._plain_run = PlainRun()
         self._in_fit = False
         # (value, step), the best first; and what a run that ended inside an epoch saved after its last checkpoint.
         self._kept: list[tuple[float, int]] = []
@@ -103,8 +91,8 @@ class BestCheckpoint(Callback):
         return self._ranking[0][1] if self._ranking else None
 
     @property
+    @override
     def owner(self) -> str:
-        """The name under which this callback's wishes are kept in a directory that it may share."""
         return f"{type(self).__name__}({self._monitor.key})"
 
     @property
@@ -113,14 +101,8 @@ class BestCheckpoint(Callback):
         return f"{type(self).__name__}(monitor={self._monitor.key!r}, directory={self.directory.name!r})"
 
     @override
-    def enter_run(self, saver: Saver) -> None:
-        self._saver = saver
-        self.store.lock(saver)
-
-    @override
     def open_run(self, run_id: str, step: int) -> None:
-        self.store.claim(run_id, overwrite=self.overwrite)
-        self.store.drop_after(step)
+        super().open_run(run_id, step)
         self._closing = None
         self._named = set()
         self._resumed_step = step
@@ -136,16 +118,11 @@ class BestCheckpoint(Callback):
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
         if self._in_fit and not checkpoint.epoch_ends and self._monitor.key not in checkpoint.evaluated:
             return
-        goes_on = self._plain_run.goes_on(checkpoint)
-        if checkpoint.run.saver is not self._saver:
-            # Used as a plain function, without a trainer that opens the run. One that had ended may go on, with another saver.
-            self.enter_run(checkpoint.run.saver)
-            if not goes_on:
-                self.open_run(checkpoint.run_id, checkpoint.run.point.process_start)
+        self._join(checkpoint)
         value = self._candidate(checkpoint.logs, checkpoint.step)
         if value is not None:
             self._kept = self._rank([*(entry for entry in self._kept if entry[1] != checkpoint.step), (value, checkpoint.step)])[: self.keep]
-            self._save(checkpoint, {step for _, step in self._kept})
+            self._save(checkpoint, {step for _, step in self._kept} | self._named)
 
     @override
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
@@ -153,7 +130,7 @@ class BestCheckpoint(Callback):
         value = self._candidate(checkpoint.logs, checkpoint.step)
         if value is not None and checkpoint.step not in {step for _, step in self._kept}:
             self._closing = (value, checkpoint.step)
-            self._save(checkpoint, {step for _, step in self._kept} | {checkpoint.step})
+            self._save(checkpoint, {step for _, step in self._kept} | {checkpoint.step} | self._named)
 
     @override
     def load_closing(self, step: int, epoch: int, logs: Logs) -> None:
@@ -174,9 +151,6 @@ class BestCheckpoint(Callback):
         sign = -1.0 if self._monitor.direction == "max" else 1.0
         return sorted(entries, key=lambda entry: (sign * entry[0], entry[1]))
 
-    def _save(self, checkpoint: Checkpoint, keep: set[int]) -> None:
-        save_run(checkpoint, self.store, owner=self.owner, keep=keep | self._named, asynchronous=self.asynchronous)
-
     @override
     def run_was_saved(self) -> None:
         kept = {step for _, step in self._kept}
@@ -195,7 +169,7 @@ class BestCheckpoint(Callback):
         if self.restore_best and self._saver is not None:
             self._saver.wait()
         if self.restore_best and self.best_step is not None:
-            saved = self.store.restore(self.best_step)
+            saved = self.store.restore(self.best_step, FOR_INFERENCE)
             state = self.trainer.state
             impls = saved.metadata["key_impls"]
             names = ("params", "model_state") if state.ema_params is None else ("params", "model_state", "ema_params")

@@ -7,12 +7,10 @@ from typing import Any
 
 from typing_extensions import override
 
-from fitflax.callbacks.base import Callback, Phase, PlainRun, check_trigger
+from fitflax.callbacks.base import Phase, check_trigger
+from fitflax.callbacks.store_callback import StoreCallback
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.checkpoints.closing import save_closing_row
-from fitflax.checkpoints.save_run import save_run
-from fitflax.checkpoints.saving import Saver
-from fitflax.checkpoints.store import CheckpointStore
 from fitflax.errors import CallbackError
 from fitflax.integers import is_integer
 from fitflax.logs import Logs
@@ -22,7 +20,7 @@ from fitflax.triggers import every as make_every
 __all__ = ["ModelCheckpoint"]
 
 
-class ModelCheckpoint(Callback):
+class ModelCheckpoint(StoreCallback):
     """Saves the whole run in `directory` when `every` is due and, whatever the trigger, when the run ends or is broken off.
 
     Args:
@@ -45,8 +43,6 @@ class ModelCheckpoint(Callback):
     """
 
     phase = Phase.SAVE
-    writes_files = True
-    needs_gradients_norm = False
 
     def __init__(
         self,
@@ -60,39 +56,21 @@ class ModelCheckpoint(Callback):
         asynchronous: bool = True,
         backend: str = "msgpack",
     ) -> None:
-        check_keep("ModelCheckpoint", keep)
+        super().__init__(directory, keep=keep, overwrite=overwrite, asynchronous=asynchronous, backend=backend)
         check_trigger("ModelCheckpoint", every)
         if keep_every is not None and not is_integer(keep_every, 1):
             raise CallbackError(f"ModelCheckpoint(keep_every=...) must be a positive integer or None. Received: {keep_every!r}.")
-        self.directory = Path(directory)
         self.every = every or make_every(epochs=1) | make_every(seconds=600)
-        self.keep = None if keep is None else int(keep)
         self.keep_every = None if keep_every is None else int(keep_every)
         self.save_last = save_last
-        self.overwrite = overwrite
-        self.asynchronous = asynchronous
-        self.store = CheckpointStore(self.directory, backend=backend)
-        self._saver: Saver | None = None
-        self._plain_run = PlainRun()
         self._steps: list[int] = []
 
     @override
-    def enter_run(self, saver: Saver) -> None:
-        self._saver = saver
-        self.store.lock(saver)
-
-    @override
     def open_run(self, run_id: str, step: int) -> None:
-        self.store.claim(run_id, overwrite=self.overwrite)
-        self.store.drop_after(step)
+        super().open_run(run_id, step)
         self._steps = self._kept(self.store.wanted(self.owner))
         if self.store.steps():
             self.store.retain(self.owner, self._steps)  # What a process that died in a save had no time for.
-
-    @property
-    def owner(self) -> str:
-        """The name under which this callback's wishes are kept in a directory that it may share."""
-        return type(self).__name__
 
     @property
     @override
@@ -106,15 +84,10 @@ class ModelCheckpoint(Callback):
 
     @override
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
-        goes_on = self._plain_run.goes_on(checkpoint)
-        if checkpoint.run.saver is not self._saver:
-            # Used as a plain function, without a trainer that opens the run. One that had ended may go on, with another saver.
-            self.enter_run(checkpoint.run.saver)
-            if not goes_on:
-                self.open_run(checkpoint.run_id, checkpoint.run.point.process_start)
+        self._join(checkpoint)
         steps = [*(step for step in self._steps if step != checkpoint.step), checkpoint.step]
         self._steps = self._kept(steps)
-        save_run(checkpoint, self.store, owner=self.owner, keep=self._steps, asynchronous=self.asynchronous)
+        self._save(checkpoint, self._steps)
 
     def _kept(self, steps: list[int]) -> list[int]:
         newest = set(steps if self.keep is None else steps[-self.keep :])
@@ -132,13 +105,3 @@ class ModelCheckpoint(Callback):
     def close(self) -> None:
         if self._saver is not None:
             self._saver.wait()
-
-
-def check_keep(owner: str, keep: int | None) -> None:
-    """Checks an argument `keep`.
-
-    Raises:
-        CallbackError: It is neither a positive integer nor `None`.
-    """
-    if keep is not None and not is_integer(keep, 1):
-        raise CallbackError(f"{owner}(keep=...) must be a positive integer, or None for all. Received: {keep!r}.")

@@ -187,8 +187,12 @@ class CheckpointStore:
         """Returns who wants which steps; nothing where that cannot be read."""
         return dict((self._retention() or {"owners": {}})["owners"])
 
-    def restore(self, step: int | None = None) -> Saved:
+    def restore(self, step: int | None = None, roots: Collection[str] = WHOLE) -> Saved:
         """Returns the checkpoint of `step`, by default the latest, verified.
+
+        Args:
+            step: Which.
+            roots: What is read, as of `newest_good`; what is not read is not verified.
 
         Raises:
             CheckpointNotFoundError: There is none; the message lists those there are.
@@ -198,7 +202,7 @@ class CheckpointStore:
         if not steps or (step is not None and step not in steps):
             wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
             raise CheckpointNotFoundError(f"There is no {wanted} in {self.directory}; it holds {_list_steps(steps)}.")
-        return read_checkpoint(self.path(steps[-1] if step is None else step))
+        return read_checkpoint(self.path(steps[-1] if step is None else step), roots)
 
     def verify(self, step: int | None = None) -> None:
         """Raises what is wrong with the checkpoint of `step`, or with the first damaged one of all, as `restore` does; or returns."""
