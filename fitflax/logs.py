@@ -132,7 +132,6 @@ class StepValues(Values):
         late: As in `Values`.
         compute_late: As in `Values`.
         group: The vectors of all steps of that call, `[at least steps, values]`, and their number; `None` for a single step.
-
         suspects: The names of what was looked at for values that are not finite.
 
     >>> StepValues({"loss": Place(4)}, jax.numpy.array([0.5, 1.0, -1.0, -1.0, 0.25])).loss

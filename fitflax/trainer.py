@@ -18,6 +18,7 @@ import fitflax.loops.arguments as arguments
 import fitflax.optimizers as optimizers
 from fitflax.callbacks import Callback, ModelCheckpoint
 from fitflax.callbacks.callback_list import CallbackList
+from fitflax.callbacks.defaults import callbacks_of_call, callbacks_of_fit
 from fitflax.callbacks.history import History
 from fitflax.checkpoints.by_path import load_checkpoint, save_checkpoint
 from fitflax.checkpoints.partial import RestoreReport
@@ -518,7 +519,7 @@ class Trainer:
         source = session.intake.agreed(FirstBatches(source, few)) if few else source
         sets = arguments.validation_sets(validation_data, self._selection)
         arguments.check_end(source, steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch, validates=bool(sets))
-        hooks, self._history, note = arguments.callback_list(callbacks, verbose, trial=trial)
+        hooks, self._history, note = callbacks_of_fit(callbacks, verbose, trial=trial)
         session.clear_stop()
         with session.make_saver() as saver, Interruption(saves=hooks.saves) as interruption:
             hooks.enter_run(saver)
@@ -594,8 +595,7 @@ class Trainer:
         self._session.need_compiled("evaluate")
         live = self._session.need_state("evaluate")
         arguments.check_counts(steps=steps)
-        given = arguments.callbacks_of(callbacks)
-        hooks = CallbackList([*given, *arguments.default_bar(given, verbose)])
+        hooks = callbacks_of_call(callbacks, verbose)
         evaluation = self._evaluation(data, y, sample_weight, steps=steps, batch_size=batch_size, name="eval", hooks=hooks)
         hooks.bind(self, {})
         with contextlib.closing(hooks):
@@ -636,8 +636,7 @@ class Trainer:
         source = self._adapt("predict", data, batch_size=batch_size, shuffle=False, inputs_only=True)
         if source.is_endless and steps is None:
             raise ConfigError("This data never ends. Pass steps=.")
-        given = arguments.callbacks_of(callbacks)
-        hooks = CallbackList([*given, *arguments.default_bar(given, verbose)])
+        hooks = callbacks_of_call(callbacks, verbose)
         hooks.bind(self, {"test_steps": steps or source.all_batches})
         with contextlib.closing(hooks), contextlib.closing(self._session.feeder.prediction(source)) as feed:
             check = self._session.check_restored
@@ -842,7 +841,7 @@ class Trainer:
         """Returns how the loss goes while the learning rate grows from step to step, on a copy of the state, and the rate that follows from it.
 
         The range test of Smith, "Cyclical Learning Rates for Training Neural Networks" (2017). It ends early when the loss diverges. Nothing of the trainer
-        changes, and the same call gives the same curve; the compiled step is the one that `fit` uses.
+        changes, and the same call gives the same curve. Steps are made one by one, whatever `steps_per_call` says.
 
         Args:
             data: As in `fit`, but for iterators, which would be used up.

@@ -9,34 +9,29 @@ import numpy as np
 import optax
 
 import fitflax.optimizers as optimizers
-from fitflax.callbacks import Callback, ProgressBar
-from fitflax.callbacks.callback_list import CallbackList
-from fitflax.callbacks.history import History
 from fitflax.data import Source
 from fitflax.data.batch import Selection
-from fitflax.errors import CallbackError, ConfigError, FitflaxWarning, OptimizerError
+from fitflax.errors import ConfigError, FitflaxWarning, OptimizerError
 from fitflax.integers import is_integer
 from fitflax.parallel import DataParallel, Strategy
 from fitflax.steps.task import Streams
 from fitflax.triggers import Trigger
 
 __all__ = [
-    "callbacks_of",
     "check_counts",
     "check_end",
     "check_initial_epoch",
     "check_log_keys",
     "check_seed",
-    "default_bar",
     "described",
     "group_name",
+    "numbers_of_batches",
     "optimizer_of",
     "strategy_of",
     "streams_of",
     "trigger_of",
     "validation_frequency",
     "validation_sets",
-    "with_history",
     "zeros",
 ]
 
@@ -180,43 +175,6 @@ def check_log_keys(keys: Iterable[str], sets: Sequence[str]) -> None:
         raise ConfigError(f"The metrics {clashes} have the names under which validation is logged. Give them other names, or the validation set.")
 
 
-def callbacks_of(callbacks: Any) -> list[Callback]:
-    """Returns the callbacks that a user gave, as a list; `None` for none.
-
-    Raises:
-        CallbackError: It is no list.
-    """
-    if isinstance(callbacks, Callback) or not (callbacks is None or isinstance(callbacks, Iterable)):
-        raise CallbackError(f"callbacks takes a list. Received: a {type(callbacks).__name__}; write callbacks=[...].")
-    return list(callbacks or ())
-
-
-def callback_list(callbacks: Any, verbose: Any, *, trial: int) -> tuple[CallbackList, History, str | None]:
-    """Returns a run's callbacks, the history among them, and a sentence for whoever watches.
-
-    Args:
-        callbacks: As given to `fit`.
-        verbose: As given to `fit`.
-        trial: How many batches are tried without any files; 0 for a run in earnest.
-
-    Raises:
-        CallbackError: Something that is no callback, the same one twice, or two whose state would be saved under one key.
-        ConfigError: An unknown `verbose`.
-    """
-    given, note = callbacks_of(callbacks), None
-    if trial:
-        given, note = _without_files(given, trial)
-    given, history = with_history(given)
-    return CallbackList([*given, *default_bar(given, verbose)]), history, note
-
-
-def _without_files(callbacks: Sequence[Callback], batches: int) -> tuple[list[Callback], str]:
-    """Returns the callbacks that write no files, for a trial of some batches, and a sentence for whoever watches it."""
-    names = [type(callback).__name__ for callback in callbacks if callback.writes_files]
-    without = f", without {', '.join(names)}" if names else ""
-    return [callback for callback in callbacks if not callback.writes_files], f"fast_dev_run: {batches} batches of everything and no files{without}."
-
-
 def numbers_of_batches(**counts: Any) -> list[int]:
     """Returns arguments that say how many batches there are to be; 0 for as many as there are, and `True` for one.
 
@@ -227,12 +185,6 @@ def numbers_of_batches(**counts: Any) -> list[int]:
         if not isinstance(value, int | np.integer) or value < 0:
             raise ConfigError(f"{name} must be a number of batches, 0 for all. Received: {value!r}.")
     return [int(value) for value in counts.values()]
-
-
-def with_history(callbacks: Sequence[Callback]) -> tuple[list[Callback], History]:
-    """Returns callbacks with a history among them, after the others, and the history: the user's, or one of their own."""
-    histories = [callback for callback in callbacks if isinstance(callback, History)] or [History()]
-    return [*(callback for callback in callbacks if callback not in histories), *histories], histories[0]
 
 
 def validation_frequency(value: Any) -> int | frozenset[int] | Trigger:
@@ -290,19 +242,3 @@ def check_end(source: Source, *, steps: int | None, epochs: int | None, steps_pe
             FitflaxWarning,
             stacklevel=3,
         )
-
-
-def default_bar(callbacks: Sequence[Callback], verbose: int | str) -> list[Callback]:
-    """Returns the progress bar that `verbose` asks for, unless the user gave one.
-
-    Raises:
-        ConfigError: `verbose` is not 0, 1, 2 or `"auto"`.
-    """
-    if verbose not in ("auto", 0, 1, 2):
-        raise ConfigError(f"verbose must be 0, 1, 2 or 'auto'. Received: {verbose!r}.")
-    if not verbose or any(isinstance(callback, ProgressBar) for callback in callbacks):
-        return []
-    bar = ProgressBar()
-    if verbose == 2:
-        bar.is_plain = True
-    return [bar]

@@ -41,7 +41,7 @@ _UNSEEN_SECONDS = 0.05
 class Run:
     """Trains, and yields a `Checkpoint` whenever one is due and after the last step. Made by `prepare_run`.
 
-    Its plan is never changed by the ways of stepping.
+    Its plan is changed by `change` alone, not by the ways of stepping.
 
     Args:
         program: The compiled steps.

@@ -67,6 +67,7 @@ class Strategy(abc.ABC):
         num_processes: How many processes the devices belong to; there may be fewer parts, where some feed the same.
         max_in_flight: How many steps may be dispatched and not finished. It bounds memory, and on CPU it keeps XLA's collectives from a deadlock.
         in_flight: Keeps to it, for all who dispatch steps to these devices.
+        feeding: Puts batches into the form in which compiled functions take them.
 
     >>> from fitflax.parallel import DataParallel
     >>> isinstance(DataParallel(), Strategy)

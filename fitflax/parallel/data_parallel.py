@@ -20,7 +20,7 @@ from fitflax.errors import ConfigError
 from fitflax.parallel.base import Compiled, Layout, Places, Strategy
 from fitflax.parallel.board import Board
 from fitflax.parallel.feeding import Feeding
-from fitflax.parallel.in_flight import InFlight
+from fitflax.parallel.in_flight import InFlight, limit_for
 from fitflax.parallel.packed import Packed
 from fitflax.parallel.placing import check_devices, copy_here, count_processes, own_copy, part_of, put
 from fitflax.state import PyTree, TrainState
@@ -68,10 +68,7 @@ class DataParallel(Strategy):
         # Where there are several processes `jax.pmap` would convert each argument and each result at every call, and loses donated ones.
         self._is_among_others = self.num_processes > 1 or Board.is_there()
         self._maps = self.num_replicas > 1 and not self._is_among_others
-        # Two on several CPU devices: more can fill XLA's thread pool with collectives that wait for each other. Others only need enough to hide the dispatch; a
-        # GPU makes a small step while the host wakes up from its wait for another.
-        on_cpu = self.devices[0].platform == "cpu"
-        self.max_in_flight = (2 if self.num_replicas > 1 else 8) if on_cpu else 32
+        self.max_in_flight = limit_for(self.devices[0].platform, self.num_replicas)
         self.in_flight = InFlight(self.max_in_flight)
         mesh = Mesh(np.array(self.devices), (axis_name,))
         self._mesh = mesh

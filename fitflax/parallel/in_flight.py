@@ -2,10 +2,24 @@
 
 from typing import Protocol
 
-__all__ = ["InFlight"]
+__all__ = ["InFlight", "limit_for"]
 
 # What batches of unfinished steps may take on the devices.
 _MOST_BYTES = 2**28
+
+
+def limit_for(platform: str, num_devices: int) -> int:
+    """Returns how many steps may be in flight on such devices.
+
+    Two on several CPU devices: more can fill XLA's thread pool with collectives that wait for each other. Others only need enough to hide the dispatch; a GPU
+    makes a small step while the host wakes up from its wait for another.
+
+    >>> limit_for("cpu", 8), limit_for("cpu", 1), limit_for("gpu", 1)
+    (2, 8, 32)
+    """
+    if platform != "cpu":
+        return 32
+    return 2 if num_devices > 1 else 8
 
 
 class Waitable(Protocol):

@@ -20,7 +20,7 @@ from fitflax.errors import ConfigError, FitflaxError, ModelError
 from fitflax.integers import is_integer
 from fitflax.parallel.base import Compiled, Layout, Places, Strategy
 from fitflax.parallel.feeding import Feeding
-from fitflax.parallel.in_flight import InFlight
+from fitflax.parallel.in_flight import InFlight, limit_for
 from fitflax.parallel.packed import Packed
 from fitflax.parallel.partition import BATCH, FSDP_MIN_SIZE, MeshAxes, Partition, checked_rules
 from fitflax.parallel.placing import check_devices, copy_here, count_processes, is_key, part_of, put
@@ -89,8 +89,7 @@ class Sharded(Strategy):
         self.num_replicas = 1
         self.num_partitions = self.mesh.size
         self.num_batch_shards = math.prod(sizes[axis] for axis in self.batch_axes)
-        on_cpu = self.is_on_host
-        self.max_in_flight = (2 if self.mesh.size > 1 else 8) if on_cpu else 32  # As in `DataParallel`.
+        self.max_in_flight = limit_for(self._devices[0].platform, self.mesh.size)
         self.in_flight = InFlight(self.max_in_flight)
         rows = self.batch_axes if len(self.batch_axes) != 1 else self.batch_axes[0]
         split = PartitionSpec(rows) if self.batch_axes else PartitionSpec()

@@ -18,9 +18,6 @@ from fitflax.state import PyTree
 
 __all__ = ["Collected"]
 
-# How many steps' rows may wait on the device: more than steps may be in flight, so that taking the oldest never waits.
-_PENDING = 16
-
 
 class Collected:
     """Rows of an epoch or of an evaluation.
@@ -28,6 +25,7 @@ class Collected:
     Args:
         empty: The metrics over no examples, by log key.
         join: Brings what a call handed out to the host, rows in the order of the batches; takes the number of its steps if they were several.
+        most_pending: How many calls' rows may wait on the devices; more than calls may be in flight, so that taking the oldest does not wait.
 
     >>> from fitflax.metrics import AUC
     >>> auc = AUC(name="auc").empty()
@@ -37,7 +35,8 @@ class Collected:
     {'auc': 1.0}
     """
 
-    def __init__(self, empty: Mapping[str, Metric], join: Callable[[PyTree, int | None], PyTree]) -> None:
+    def __init__(self, empty: Mapping[str, Metric], join: Callable[[PyTree, int | None], PyTree], *, most_pending: int = 16) -> None:
+        self._most_pending = most_pending
         self._empty = dict(empty)
         self._join = join
         self._parts: list[dict[str, Metric]] = []
@@ -57,7 +56,7 @@ class Collected:
         self._count += 1  # Here and not the lengths: a part that another thread brings to the host is in neither.
         with self._lock:
             self._pending.append((rows, steps))
-            if len(self._pending) > _PENDING:
+            if len(self._pending) > self._most_pending:
                 self._settle(1)
 
     def _settle(self, count: int) -> None:

@@ -1,7 +1,7 @@
-"""The compiled steps of one task.
+"""One task as loops see it: dry run, dispatch, and what a step costs.
 
-Each of training, evaluation and prediction is one compiled function. What they need besides (empty sums, the order of log keys) is found once, by
-evaluating shapes alone, which is also the dry run that reports mistakes before anything is compiled.
+What steps need besides state and batch (empty sums, the order of log keys) is found once, by evaluating shapes alone, which is also the dry run that reports
+mistakes before anything is compiled. The compiled functions themselves are `CompiledSteps`.
 """
 
 import dataclasses
@@ -114,7 +114,7 @@ class Trained(NamedTuple):
 
 
 class Program:
-    """One task's compiled functions.
+    """Looks at batches, has steps compiled, and dispatches them; keeps nothing of the state.
 
     Args:
         task: What they compute.
@@ -306,7 +306,7 @@ class Program:
     def collector(self, *, train: bool) -> Collected | None:
         """Returns a place for the rows of an epoch or evaluation; `None` where no metric collects any."""
         collected = self.structure(train=train).collected
-        return Collected(collected, self.strategy.join) if collected else None
+        return Collected(collected, self.strategy.join, most_pending=max(16, self.strategy.max_in_flight + 1)) if collected else None
 
     def output_shapes(self, state: TrainState, batch: Batch, *, train: bool) -> PyTree:
         """Returns the shapes of the module's outputs for a replica's share of the batch, computing nothing; found out once for inputs of the same shapes.
