@@ -343,3 +343,13 @@ def test_a_plot_takes_the_colors_and_the_width_of_its_page(name):
     assert "currentColor" in drawn and plots.TEXT not in drawn and not re.search(r"<svg [^>]*\b(width|height)=", drawn) and "viewBox" in drawn
     assert not re.search(r"#(000000|ffffff)", drawn) and "http://www.w3.org/2000/svg" in drawn
     assert drawn == plots.figure(name)
+
+
+def test_ratios_in_the_readme_are_those_of_the_tables():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = plots.tables((ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8"))
+    said = re.findall(r"^\| `(\w+)`: .* \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", readme, re.MULTILINE)
+    assert [workload for workload, *_ in said] == ["tiny", "mlp", "cnn", "lm"]
+    for workload, *ratios in said:
+        rows = {row["peer"]: row for row in found[workload][1]}
+        assert ratios == [f"{float(rows[peer]['ratio to jit'].split()[0]):.2f}" for peer in ("fit", "keras", "lightning")], workload
