@@ -29,7 +29,6 @@ add_module_names = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
-autodoc_preserve_defaults = True
 autodoc_inherit_docstrings = True
 python_maximum_signature_line_length = 110
 python_use_unqualified_type_names = True

@@ -1,5 +1,6 @@
 """Docstrings as reStructuredText: Google's sections by Napoleon, and Markdown's tables as reStructuredText has them."""
 
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,6 +11,13 @@ from sphinx.ext.napoleon import Config, GoogleDocstring
 
 # Modules before the names of classes, in the types of attributes.
 PREFIX = re.compile(r"\b(?:[a-z_]\w*\.)+(?=[A-Z])")
+# Defaults whose `repr` is no expression, or not the one that users write.
+DEFAULTS = (
+    (re.compile(r"<[^<>]*>|\b[A-Z]\w*\(\d+ arrays\)"), "..."),
+    (re.compile(r"_EverySteps\(steps=(\d+), offset=None\)"), r"every(steps=\1)"),
+    (re.compile(r"DenyList\(deny=('\w+')\)"), r"DenyList(\1)"),
+)
+NOT_MADE = {"fitflax.Checkpoint", "fitflax.Summary", "fitflax.callbacks.Phase", "fitflax.callbacks.TrainerView"}
 
 CONFIG = Config(napoleon_use_rtype=False, napoleon_use_ivar=True)
 
@@ -22,8 +30,10 @@ def process(app: Sphinx, what: str, name: str, found: Any, options: Any, lines: 
 
 
 def signature(app: Sphinx, what: str, name: str, found: Any, options: Any, arguments: str | None, returned: str | None) -> tuple[str, str | None] | None:
-    """Returns a signature that Sphinx can read: that of a dataclass may have `<factory>` for a default."""
-    return (arguments.replace("<factory>", "..."), returned) if arguments else None
+    """Returns a signature as a user would write it; none for what users do not make."""
+    if name in NOT_MADE:
+        return "", None
+    return (functools.reduce(lambda text, rule: rule[0].sub(rule[1], text), DEFAULTS, arguments), returned) if arguments else None
 
 
 def with_tables(lines: Sequence[str]) -> Iterator[str]:
