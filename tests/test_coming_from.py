@@ -1,4 +1,4 @@
-"""docs/coming-from.md: it has a row for everything that the systems before had, and each row's line runs."""
+"""docs/coming-from.md: it has a row for everything that the systems before had, and for the parts of hand-written loops; each row's line runs."""
 
 import pathlib
 import re
@@ -20,6 +20,11 @@ FEATURES = {
         *("compute_loss", "reduce_extra_vars", "get_rng_dict", "make_training_step_fn", "extra_vars`, `model_vars", "write_trainer_log", "EvalResults"),
         *("eval_datasets", "keep_best_checkpoint", "SampledSet", "CronTab", "ThreadedSummaryWriter", "MplImageSummary", "publish_trainer_env_info"),
         *("tpmap", "gather_from_jax_processes", "var_util"),
+    ),
+    "Hand-written loops": (
+        *("TrainState.create", "value_and_grad", "donate_argnums", "fold_in", "mutable=", "for epoch", "permutation", "means of batches", "float(loss)"),
+        *("train=False", "save_checkpoint", "early_stopping", "pmap", "NamedSharding", "MultiSteps", "lax.scan", "moving average", "bfloat16"),
+        *("two optimizers", "tqdm"),
     ),
     "T5X": ("param_states", "as_logical_axes", "InferenceState"),
 }

@@ -113,6 +113,18 @@ def test_tables_of_docstrings_become_lists_of_cells():
     assert list(docstrings.with_tables(lines)) == ["before", "", *table, "", "| no table"]
 
 
+def test_signatures_are_those_that_users_write():
+    shown = {
+        "(a: int = 1)": "(a: int = 1)",
+        "(every: Trigger = _EverySteps(steps=1, offset=None))": "(every: Trigger = every(steps=1))",
+        "(mutable: Any = DenyList(deny='params'))": "(mutable: Any = DenyList('params'))",
+        "(total: Array = <factory>, axes: AxisNames = AxisNames(0 arrays))": "(total: Array = ..., axes: AxisNames = ...)",
+    }
+    assert {text: docstrings.signature(None, "class", "a.B", None, None, text, None)[0] for text in shown} == shown
+    assert docstrings.signature(None, "class", "fitflax.Checkpoint", None, None, "(run)", None) == ("", None)
+    assert docstrings.NOT_MADE.issubset(names.public())
+
+
 def test_examples_become_pages():
     text = '"""Does it.\n\npython examples/a.py [--steps 1]\n\nAnd more.\n"""\n\nimport a\n'
     page = "# a.py\n\nDoes it.\n\n```bash\npython examples/a.py [--steps 1]\n```\n\nAnd more.\n\n```python\nimport a\n```"

@@ -29,12 +29,14 @@ add_module_names = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
-autodoc_preserve_defaults = True
 autodoc_inherit_docstrings = True
-python_maximum_signature_line_length = 88
+python_maximum_signature_line_length = 110
 python_use_unqualified_type_names = True
 python_display_short_literal_types = True
 toc_object_entries_show_parents = "hide"
+
+smartquotes = False
+suppress_warnings = ["toc.empty_glob"]  # docs/index.md has a place for gallery.md, whether it is there or not.
 
 html_theme = "furo"
 html_title = "fitflax"

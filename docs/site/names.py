@@ -25,7 +25,9 @@ MODULES = ("fitflax", *(f"fitflax.{name}" for name in SUBMODULES))
 MET = ("fitflax.state.Batch", "fitflax.triggers.Trigger")
 
 DOTTED = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*")
-CALL = re.compile(r"(?P<name>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)\(.*\)")
+CALL = re.compile(r"(?P<name>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)\([^()]*(\([^()]*\)[^()]*)?\)")
+# Pages whose tables have other libraries' names in the first column.
+COMPARING = {"docs/coming-from", "docs/from-keras"}
 
 
 @functools.cache
@@ -118,7 +120,9 @@ class LinkNames(SphinxTransform):
         """Changes the document that is being read."""
         for literal in list(self.document.findall(nodes.literal)):
             path = path_of(literal.astext())
-            if path and not any(isinstance(parent, nodes.reference | nodes.title | pending_xref) for parent in parents(literal)):
+            around = list(parents(literal))
+            is_theirs = self.env.docname in COMPARING and any(isinstance(parent, nodes.entry) and not parent.parent.index(parent) for parent in around)
+            if path and not is_theirs and not any(isinstance(parent, nodes.reference | nodes.title | pending_xref) for parent in around):
                 literal.parent.replace(literal, link(path, literal.astext(), self.env.docname))
 
 
