@@ -115,8 +115,7 @@ def main(
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--directory", default="runs/char_lm")
-    parser.add_argument("--steps", type=int, default=800)
-    arguments = parser.parse_args()
-    main(arguments.directory, arguments.steps)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], argument_default=argparse.SUPPRESS)
+    parser.add_argument("--directory")
+    parser.add_argument("--steps", type=int)
+    main(**vars(parser.parse_args()))

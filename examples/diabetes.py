@@ -1,4 +1,4 @@
-"""Regression on scikit-learn's diabetes data, with inputs and targets standardized, beside the predictors that a network has to beat.
+"""Regression that knows how sure it is: five networks give each patient of scikit-learn's diabetes data a mean and a scale (Lakshminarayanan et al., 2017).
 
 python examples/diabetes.py [--directory runs/diabetes] [--epochs 200]
 """
@@ -6,6 +6,7 @@ python examples/diabetes.py [--directory runs/diabetes] [--epochs 200]
 import argparse
 import pathlib
 
+import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from sklearn.datasets import load_diabetes
@@ -13,19 +14,30 @@ from sklearn.linear_model import LinearRegression
 from sklearn.metrics import mean_absolute_error, r2_score
 
 import fitflax
-from fitflax.callbacks import CSVLogger, EarlyStopping, ReduceLROnPlateau
+from fitflax.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint
 
 
 class MLP(nn.Module):
-    """One hidden layer with dropout, for rows `[batch, features]` and one number each, `[batch]`."""
+    """One hidden layer with dropout, for rows `[batch, features]`: mean and logarithm of the scale of a normal distribution, `[batch, 2]`."""
 
     features: int = 64
 
     @nn.compact
     def __call__(self, x, *, train: bool):
         x = nn.relu(nn.Dense(self.features)(x))
-        x = nn.Dropout(0.3, deterministic=not train)(x)
-        return nn.Dense(1)(x)[:, 0]
+        x = nn.Dropout(0.5, deterministic=not train)(x)
+        return nn.Dense(2)(x)
+
+
+def nats(outputs, targets):
+    """Returns the negative logarithm of the density of each target, `[batch]`. Means that are wrong cost, and so do scales that are too small or too large."""
+    mean, log_scale = outputs[:, 0], outputs[:, 1]
+    return 0.5 * ((targets - mean) / jnp.exp(log_scale)) ** 2 + log_scale + 0.5 * np.log(2 * np.pi)
+
+
+def covered(outputs, targets):
+    """Returns whether each target lies in the interval that 9 of 10 should lie in, `[batch]`."""
+    return abs(targets - outputs[:, 0]) < 1.645 * jnp.exp(outputs[:, 1])
 
 
 class Standardizer:
@@ -48,47 +60,63 @@ def load(seed: int = 0):
     return [(data.data[part], data.target[part]) for part in (order[:264], order[264:353], order[353:])]
 
 
-def main(directory: str | pathlib.Path = "runs/diabetes", epochs: int = 200, seed: int = 0, verbose: int | str = "auto") -> dict[str, dict[str, float]]:
-    """Trains, and returns `r2` and `mae` (in units of the target) on the test set, by predictor."""
+def mixture(outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns mean and scale, `[batch]` each, of what networks say together, `[networks, batch, 2]`: where they disagree, the scale is larger than theirs."""
+    means, scales = outputs[..., 0], np.exp(outputs[..., 1])
+    return means.mean(axis=0), np.sqrt((scales**2).mean(axis=0) + means.var(axis=0))
+
+
+def scores(mean: np.ndarray, scale: np.ndarray | float, targets: np.ndarray) -> dict[str, float]:
+    """Returns how good normal distributions are, everything in the units of the targets; `scale` may be one for all."""
+    outputs = np.stack([mean, np.broadcast_to(np.log(scale), mean.shape)], axis=-1)
+    of_scale = {function.__name__: float(function(outputs, targets).mean()) for function in (nats, covered)}
+    return {"r2": r2_score(targets, mean), "mae": mean_absolute_error(targets, mean), **of_scale}
+
+
+def main(directory: str | pathlib.Path = "runs/diabetes", epochs: int = 200, networks: int = 5, verbose: bool = True) -> dict[str, dict[str, float]]:
+    """Trains, and returns scores on the test set by predictor; at the end those of the networks for the half of the patients that they are surer of."""
     directory = pathlib.Path(directory)
-    train, valid, test = load(seed)
+    train, valid, test = load()
     scale_x, scale_y = Standardizer(train[0]), Standardizer(train[1])
+    first = fitflax.Trainer(MLP())
+    first.compile("adamw", loss=nats, metrics=[covered], learning_rate=3e-3)
+    standardized = [(scale_x(x), scale_y(y)) for x, y in (train, valid)]
+    outputs = []
+    for seed in range(networks):
+        trainer = first.with_seed(seed)  # Compiled once for all.
+        callbacks = [
+            early := EarlyStopping("val_loss", patience=25, restore_best=True),
+            CSVLogger(directory / f"network_{seed}/log.csv"),
+            ModelCheckpoint(directory / f"network_{seed}/checkpoints", every=fitflax.every(epochs=20)),
+        ]
+        trainer.fit(*standardized[0], epochs=epochs, validation_data=standardized[1], callbacks=callbacks, resume="auto", verbose=0)
+        if verbose:
+            print(f"network {seed}: best validation loss {early.best:.3f}, {trainer.step} steps, in {directory / f'network_{seed}'}")
+        outputs.append([trainer.predict(scale_x(x)) for x in (valid[0], test[0])])
 
-    trainer = fitflax.Trainer(MLP(), seed=seed)
-    # By name: an optimizer whose learning rate callbacks can set.
-    trainer.compile("adamw", loss="mse", metrics=["mae", "rmse", "r2"], learning_rate=3e-3)
-    trainer.fit(
-        scale_x(train[0]),
-        scale_y(train[1]),
-        batch_size=32,
-        epochs=epochs,
-        validation_data=(scale_x(valid[0]), scale_y(valid[1])),
-        callbacks=[
-            ReduceLROnPlateau("val_loss", factor=0.3, patience=8),
-            EarlyStopping("val_loss", patience=25, restore_best=True),
-            CSVLogger(directory / "log.csv"),
-        ],
-        verbose=verbose,
-    )
-
-    # The network's outputs are standardized, the targets of the test set never were.
-    predictions = {
-        "network": scale_y.back(trainer.predict(scale_x(test[0]))),
-        "linear regression": LinearRegression().fit(*train).predict(test[0]),
-        "mean": np.full(len(test[1]), train[1].mean()),
+    on_valid, on_test = (mixture(np.stack(each)) for each in zip(*outputs, strict=True))
+    mean, scale = scale_y.back(on_test[0]), scale_y.deviation * on_test[1]
+    # What has one scale for all patients has that of its errors on the validation set.
+    errors = scale_y.back(on_valid[0]) - valid[1]
+    linear = LinearRegression().fit(*train)
+    is_sure = scale < np.median(scale)
+    result = {
+        "networks": scores(mean, scale, test[1]),
+        "with one scale": scores(mean, errors.std(), test[1]),
+        "linear regression": scores(linear.predict(test[0]), np.std(linear.predict(valid[0]) - valid[1]), test[1]),
+        "mean": scores(np.full(len(test[1]), train[1].mean()), train[1].std(), test[1]),
+        "networks, surer": scores(mean[is_sure], scale[is_sure], test[1][is_sure]),
+        "networks, less sure": scores(mean[~is_sure], scale[~is_sure], test[1][~is_sure]),
     }
-    scores = {name: {"r2": r2_score(test[1], outputs), "mae": mean_absolute_error(test[1], outputs)} for name, outputs in predictions.items()}
     if verbose:
-        print(f"log: {directory / 'log.csv'}")
-        print(f"{'on the test set':<20} {'r2':>6} {'mae':>6}")
-        for name, score in scores.items():
-            print(f"{name:<20} {score['r2']:6.3f} {score['mae']:6.1f}")
-    return scores
+        print(f"{'on the test set':<20} {'r2':>6} {'mae':>6} {'nats':>6} {'in 90 %':>8}")
+        for name, score in result.items():
+            print("{:<20} {r2:6.3f} {mae:6.1f} {nats:6.3f} {covered:8.3f}".format(name, **score))
+    return result
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--directory", default="runs/diabetes")
-    parser.add_argument("--epochs", type=int, default=200)
-    arguments = parser.parse_args()
-    main(arguments.directory, arguments.epochs)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], argument_default=argparse.SUPPRESS)
+    parser.add_argument("--directory")
+    parser.add_argument("--epochs", type=int)
+    main(**vars(parser.parse_args()))

@@ -11,7 +11,7 @@ from flax import linen as nn
 from sklearn.datasets import load_digits
 
 import fitflax
-from fitflax.callbacks import BestCheckpoint, EarlyStopping, ModelCheckpoint, ProgressBar, TensorBoard
+from fitflax.callbacks import BestCheckpoint, EarlyStopping, ModelCheckpoint, TensorBoard
 
 
 class CNN(nn.Module):
@@ -49,8 +49,6 @@ def main(directory: str | pathlib.Path = "runs/digits", epochs: int = 15, featur
     best = BestCheckpoint(directory / "best", monitor="val_accuracy", restore_best=True)
     board = TensorBoard(directory / "tensorboard", histograms=fitflax.every(epochs=5))
     callbacks = [ModelCheckpoint(directory / "checkpoints"), best, EarlyStopping("val_loss", patience=5), board]
-    if verbose:
-        callbacks.append(ProgressBar())
     trainer.fit(*train, batch_size=64, epochs=epochs, validation_data=valid, callbacks=callbacks, resume="auto", verbose=verbose)
     accuracy = trainer.evaluate(*test, verbose=0)["accuracy"]
     if verbose:
@@ -62,8 +60,7 @@ def main(directory: str | pathlib.Path = "runs/digits", epochs: int = 15, featur
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--directory", default="runs/digits")
-    parser.add_argument("--epochs", type=int, default=15)
-    arguments = parser.parse_args()
-    main(arguments.directory, arguments.epochs)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], argument_default=argparse.SUPPRESS)
+    parser.add_argument("--directory")
+    parser.add_argument("--epochs", type=int)
+    main(**vars(parser.parse_args()))

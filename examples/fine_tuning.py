@@ -90,8 +90,7 @@ def main(directory: str | pathlib.Path = "runs/fine_tuning", epochs: int = 10, f
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--directory", default="runs/fine_tuning")
-    parser.add_argument("--epochs", type=int, default=10)
-    arguments = parser.parse_args()
-    main(arguments.directory, arguments.epochs)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], argument_default=argparse.SUPPRESS)
+    parser.add_argument("--directory")
+    parser.add_argument("--epochs", type=int)
+    main(**vars(parser.parse_args()))

@@ -125,10 +125,9 @@ def main(
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--directory", default="runs/fsdp_transformer")
-    parser.add_argument("--model", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=200)
-    arguments = parser.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], argument_default=argparse.SUPPRESS)
+    parser.add_argument("--directory")
+    parser.add_argument("--model", type=int)
+    parser.add_argument("--steps", type=int)
     jax.config.update("jax_num_cpu_devices", 8)  # Of accelerators there are as many as there are.
-    main(arguments.directory, arguments.model, arguments.steps)
+    main(**vars(parser.parse_args()))

@@ -31,14 +31,14 @@ class MLP(nn.Module):
         return nn.Dense(self.classes)(x)
 
 
-def main(directory: str | pathlib.Path = "runs/grid_search", epochs: int = 30, seed: int = 0, verbose: int = 1) -> float:
+def main(directory: str | pathlib.Path = "runs/grid_search", epochs: int = 30, seed: int = 0, verbose: int = 2) -> float:
     """Searches, and returns the accuracy of the best model on the test set."""
     x, y = load_digits(return_X_y=True)
     x_train, x_test, y_train, y_test = train_test_split(x, y, test_size=0.25, stratify=y, random_state=seed)
     classifier = LinenClassifier(MLP(classes=10), learning_rate=3e-3, epochs=epochs, early_stopping=True, random_state=seed)
     # The module's fields are parameters like any others.
     grid = {"linenclassifier__module__features": [32, 128], "linenclassifier__module__dropout": [0.0, 0.3]}
-    search = GridSearchCV(make_pipeline(StandardScaler(), classifier), grid, cv=3).fit(x_train, y_train)
+    search = GridSearchCV(make_pipeline(StandardScaler(), classifier), grid, cv=3, verbose=verbose).fit(x_train, y_train)
     accuracy = search.score(x_test, y_test)
 
     path = pathlib.Path(directory) / "search.pickle"
@@ -53,8 +53,7 @@ def main(directory: str | pathlib.Path = "runs/grid_search", epochs: int = 30, s
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--directory", default="runs/grid_search")
-    parser.add_argument("--epochs", type=int, default=30)
-    arguments = parser.parse_args()
-    main(arguments.directory, arguments.epochs)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], argument_default=argparse.SUPPRESS)
+    parser.add_argument("--directory")
+    parser.add_argument("--epochs", type=int)
+    main(**vars(parser.parse_args()))

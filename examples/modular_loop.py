@@ -71,7 +71,7 @@ def windows(text: np.ndarray, rows: int, length: int) -> tuple[np.ndarray, np.nd
 def main(
     directory: str | pathlib.Path = "runs/modular_loop", steps: int = 400, *, every: int = 50, features: int = 128, length: int = 64, verbose: bool = True
 ) -> dict[str, float]:
-    """Trains, and returns the last step and the lowest log-perplexity on the held-out text, of this process.
+    """Trains, and returns the last step and the lowest log-perplexity on the held-out text.
 
     Args:
         directory: Where files go; a run in it is gone on with.
@@ -101,28 +101,29 @@ def main(
     )
     lnpp = {"lnpp": optax.softmax_cross_entropy_with_integer_labels}
     held_out = windows(valid, 1, length)
+    lowest = BestCheckpoint(directory / "lowest", monitor="eval_lnpp", mode="min")
     process = serial(
         EvalLoop(Network(features).apply, metrics=lnpp, data=held_out),
         EvalLoop(Network(features, typos=0.05).apply, metrics=lnpp, data=held_out, rngs=("typos",), name="typos"),
         *([SummaryLogger()] if verbose else []),
         TensorBoard(directory / "tensorboard", every=fitflax.every(steps=1)),
-        BestCheckpoint(directory / "lowest", monitor="eval_lnpp", mode="min"),
+        lowest,
         ModelCheckpoint(directory / "checkpoints", every=fitflax.every(steps=1)),
     )
-    losses = []
     with loop, process:
         for checkpoint in loop:
-            losses.append(process(checkpoint).metrics["eval"]["lnpp"])
+            process(checkpoint)
+    best_step = lowest.store.latest()
+    best = lowest.store.metric(best_step, "eval_lnpp")
     if verbose:
         print(f"checkpoints: {directory / 'checkpoints'}")
-        print(f"lowest log-perplexity: {directory / 'lowest'}")
         print(f"TensorBoard: {directory / 'tensorboard'}")
-    return {"step": loop.step, "lnpp": min(losses, default=float("nan"))}
+        print(f"lowest log-perplexity on held-out text: {best:.3f}, in {lowest.store.path(best_step)}")
+    return {"step": loop.step, "lnpp": best}
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--directory", default="runs/modular_loop")
-    parser.add_argument("--steps", type=int, default=400)
-    arguments = parser.parse_args()
-    main(arguments.directory, arguments.steps)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], argument_default=argparse.SUPPRESS)
+    parser.add_argument("--directory")
+    parser.add_argument("--steps", type=int)
+    main(**vars(parser.parse_args()))

@@ -76,7 +76,7 @@ def main(directory: pathlib.Path, *, processes: int = 2, epochs: int = 12, kill:
         while kill and not list((directory / "checkpoints").glob("step_*")) and all(process.poll() is None for process in running):
             time.sleep(0.02)
         if kill:
-            print(f"Killing process {processes - 1}.", flush=True)
+            print(f"Killing process {processes - 1}. The others cannot go on alone: they end with an error that says so.", flush=True)
             running[-1].send_signal(signal.SIGKILL)
             begin = time.monotonic()
             codes = [process.wait() for process in running]

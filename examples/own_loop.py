@@ -1,4 +1,4 @@
-"""A training loop of one's own over `train_loop`: it evaluates, logs and saves every 25 steps, and stops by a rule that no callback has.
+"""A training loop of one's own over `train_loop`: it evaluates and logs every 25 steps, and stops by a rule that no callback has.
 
 python examples/own_loop.py [--directory runs/own_loop] [--steps 2000]
 """
@@ -92,8 +92,7 @@ def main(directory: str | pathlib.Path = "runs/own_loop", steps: int = 2000, eve
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--directory", default="runs/own_loop")
-    parser.add_argument("--steps", type=int, default=2000)
-    arguments = parser.parse_args()
-    main(arguments.directory, arguments.steps)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], argument_default=argparse.SUPPRESS)
+    parser.add_argument("--directory")
+    parser.add_argument("--steps", type=int)
+    main(**vars(parser.parse_args()))

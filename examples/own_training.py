@@ -122,8 +122,7 @@ def main(directory: str | pathlib.Path = "runs/own_training", epochs: int = 60, 
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--directory", default="runs/own_training")
-    parser.add_argument("--epochs", type=int, default=60)
-    arguments = parser.parse_args()
-    main(arguments.directory, arguments.epochs)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], argument_default=argparse.SUPPRESS)
+    parser.add_argument("--directory")
+    parser.add_argument("--epochs", type=int)
+    main(**vars(parser.parse_args()))

@@ -481,7 +481,7 @@ class Trainer:
             log_every: How often, in steps, values are read for those who look at the whole run, such as `TerminateOnNaN`.
             resume: `"auto"` goes on from the newest good checkpoint of the one `ModelCheckpoint`, or begins afresh without one; `True` insists that there is
                 one; a path names it. `steps` and `epochs` count from the beginning of the run that is resumed.
-            verbose: 0 for silence, 1 for a bar, 2 for plain lines, `"auto"` for a bar in a terminal and lines elsewhere.
+            verbose: 0 for silence, 2 for plain lines, 1 or `"auto"` for a bar in a terminal or a notebook and lines elsewhere.
             fast_dev_run: So many batches of training and of each validation, all hooks, and no files: callbacks that write any are left out, and nothing is
                 resumed. To see in seconds whether a script runs to its end.
             overfit_batches: Trains on the first so many batches of the data alone, in their order, in every epoch: a model that cannot learn these by heart
@@ -578,7 +578,7 @@ class Trainer:
             steps: Batches to evaluate; all by default.
             batch_size: Rows of a batch, for arrays; 32 by default.
             callbacks: Whose `on_test_*` hooks are called.
-            verbose: 0 for silence, 1 for a bar, 2 for a line, `"auto"` for a bar in a terminal and a line elsewhere.
+            verbose: 0 for silence, 2 for a line, 1 or `"auto"` for a bar in a terminal or a notebook and a line elsewhere.
 
         Raises:
             NotReadyError: Before `compile`, or before there is a state.

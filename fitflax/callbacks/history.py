@@ -7,6 +7,7 @@ from typing import Any
 from typing_extensions import override
 
 from fitflax.callbacks.base import Callback, Phase
+from fitflax.callbacks.notebook import shown
 from fitflax.errors import ConfigError, did_you_mean
 from fitflax.logs import Logs
 
@@ -101,7 +102,7 @@ class History(Callback):
             axes.grid(alpha=0.3)
             if len(lines[key]) > 1:
                 axes.legend()
-        return figure
+        return shown(figure)
 
     def _lines(self) -> dict[str, dict[str, list[tuple[int, float]]]]:
         """Returns by key of training the lines that belong to it, `{"loss": {"loss": points, "val_loss": points}}`; a key that belongs to none has its own."""

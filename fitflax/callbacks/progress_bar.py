@@ -1,4 +1,4 @@
-"""`ProgressBar`: how far a run is, as a live bar in a terminal and as one line an epoch anywhere else."""
+"""`ProgressBar`: how far a run is, as a live bar in a terminal or a notebook and as plain lines anywhere else."""
 
 import sys
 import time
@@ -8,6 +8,7 @@ from typing import Any, TextIO
 from typing_extensions import override
 
 from fitflax.callbacks.base import Callback, Phase
+from fitflax.callbacks.notebook import Screen, is_notebook
 from fitflax.errors import CallbackError
 from fitflax.logs import Logs
 
@@ -17,8 +18,8 @@ __all__ = ["ProgressBar"]
 class ProgressBar(Callback):
     r"""Shows progress with tqdm: a bar for each epoch, which stays, and one for each evaluation, which goes.
 
-    The bar shows the newest values that the device has finished and never waits for one. Where the output is no terminal (a file, a pipe, a notebook
-    that is executed), each epoch is two plain lines, as Keras prints them. At the end of a run comes a line that says where its time went.
+    The bar shows the newest values that the device has finished and never waits for one. Where the output is no terminal and no notebook (a file, a pipe),
+    each epoch is two plain lines, as Keras prints them. At the end of a run comes a line that says where its time went.
 
     Args:
         refresh_seconds: How often the bar is drawn, at most; 0 for each batch.
@@ -48,6 +49,7 @@ class ProgressBar(Callback):
         self.is_plain: bool | None = None
         self._bar: Any = None
         self._test_bar: Any = None
+        self._screen: Screen | None = None
         self._in_fit = False
         self._epoch = 0
         self._steps = 0
@@ -60,15 +62,21 @@ class ProgressBar(Callback):
         self._next_refresh = 0.0
 
     @property
-    def _stream(self) -> TextIO:
+    def _stream(self) -> TextIO | Screen:
         # Looked up late: standard output may be another one by now, as under pytest or in a notebook.
-        return self.file or sys.stdout
+        return self._screen or self.file or sys.stdout
 
     @property
     def _is_live(self) -> bool:
         if self.is_plain is not None:
             return not self.is_plain
-        return bool(getattr(self._stream, "isatty", lambda: False)())
+        return self._screen is not None or bool(getattr(self._stream, "isatty", lambda: False)())
+
+    def _open(self) -> None:
+        """Begins an output of its own, where a notebook shows it: one for a training with its evaluations, or for an evaluation or prediction by itself."""
+        self._close()
+        if not self.is_plain and is_notebook(self.file or sys.stdout):
+            self._screen = Screen(seconds=self.refresh_seconds)
 
     def _make_bar(self, description: str, total: int | None, *, leave: bool, position: int = 0) -> Any:
         from tqdm import tqdm  # Not with the module: most imports of fitflax draw no bar.
@@ -114,7 +122,7 @@ class ProgressBar(Callback):
         self._in_fit, self._announced = True, None
         self._first_step = self.trainer.step
         self._epoch_begin, self._epoch_first, self._steps = time.monotonic(), -1, 0
-        self._close()
+        self._open()
         if self.params.get("resumed_step") is not None:
             begin = "nothing is left to do" if self.params.get("is_done") else f"epoch {int(self.params.get('first_epoch') or 0) + 1}"
             self._line(f"Resumed at step {self.params['resumed_step']}, {begin}.")
@@ -171,7 +179,7 @@ class ProgressBar(Callback):
             if not self.params.get("steps"):
                 self._bar.total = self._steps
             overflow = self._finish(self._bar, _text(logs))
-            self._close()
+            self._close_bars()
             if overflow:
                 self._line(overflow)
         elif not self._is_live:
@@ -183,12 +191,13 @@ class ProgressBar(Callback):
     @override
     def on_train_end(self, logs: Mapping[str, Any]) -> None:
         self._in_fit = False
-        self._close()
+        self._close_bars()
         if self.trainer.stop_reason:
             self._line(f"Stopped at step {self.trainer.step}: {self.trainer.stop_reason}.")
         steps, spent = self.trainer.step - self._first_step, self.params.get("time_spent")
         if steps and spent is not None:
             self._line(_summary(steps, spent))
+        self._close()
 
     # -- evaluation and prediction --
 
@@ -198,6 +207,8 @@ class ProgressBar(Callback):
 
     def _begin_test(self, name: str) -> None:
         self._test_begin, self._test_batches = time.monotonic(), 0
+        if not self._in_fit:
+            self._open()
         if self._is_live:
             if self._bar is not None:
                 self._bar.n = self._steps
@@ -227,6 +238,8 @@ class ProgressBar(Callback):
             self._test_bar = None
             if overflow:
                 self._line(overflow)
+            if not self._in_fit:
+                self._close()
         elif not self._in_fit:
             batches, seconds = self._test_batches, time.monotonic() - self._test_begin
             self._line(_keras_line(batches, self.params.get("test_steps") or batches, seconds, batches, logs))
@@ -243,14 +256,19 @@ class ProgressBar(Callback):
     def on_predict_end(self, logs: Mapping[str, Any]) -> None:
         if self._test_bar is not None:
             self._test_bar.refresh()
-            self._test_bar.close()
-            self._test_bar = None
+            self._close()
 
     @override
     def close(self) -> None:
         self._close()
 
     def _close(self) -> None:
+        self._close_bars()
+        if self._screen is not None:
+            self._screen.close()
+            self._screen = None
+
+    def _close_bars(self) -> None:
         for bar in (self._test_bar, self._bar):
             if bar is not None:
                 bar.close()

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from fitflax.callbacks.notebook import shown
 from fitflax.data import Feed
 from fitflax.errors import DataError, FitflaxError
 from fitflax.loops.session import Session
@@ -79,7 +80,7 @@ class LearningRateCurve:
         axes.set_ylim(low - margin / 10, first + margin)  # What has diverged would press the rest flat.
         axes.grid(alpha=0.3)
         axes.legend()
-        return figure
+        return shown(figure)
 
 
 def _fitted(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

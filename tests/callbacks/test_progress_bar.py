@@ -232,7 +232,7 @@ def test_an_instance_serves_twice():
 
 
 @pytest.mark.slow
-def test_a_notebook_that_is_executed_shows_plain_lines(process_env, monkeypatch, tmp_path):
+def test_a_notebook_that_is_executed_keeps_the_bars_as_they_were_at_the_end_and_a_figure(process_env, monkeypatch, tmp_path):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     for name, value in process_env.items():
         monkeypatch.setenv(name, value)
@@ -245,16 +245,18 @@ trainer = fitflax.Trainer(nn.Dense(3))
 trainer.compile("sgd", loss="mse")
 x, y = np.ones((8, 4), np.float32), np.zeros((8, 3), np.float32)
 history = trainer.fit(x, y, batch_size=2, epochs=3, validation_data=(x, y))
+history.plot()
 """
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "python3", "language": "python"}
     nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
-    outputs = notebook.cells[0].outputs
-    assert {output["output_type"] for output in outputs} == {"stream"}
-    assert not [output["text"] for output in outputs if output["name"] == "stderr"]
-    *lines, summary = plain("".join(output["text"] for output in outputs))
-    assert lines[::2] == ["Epoch 1/3", "Epoch 2/3", "Epoch 3/3"] and summary.startswith("12 steps in ")
-    assert all(re.fullmatch(r"4/4 - 0s - 0s/step - loss: [\d.]+ - val_loss: [\d.]+", line) for line in lines[1::2])
+    bars, figure = notebook.cells[0].outputs
+    assert (bars["output_type"], figure["output_type"]) == ("display_data", "execute_result")
+    *lines, summary = bars["data"]["text/plain"].splitlines()
+    assert len(lines) == 3 and summary.startswith("12 steps in ")
+    for number, line in enumerate(lines, start=1):
+        assert re.fullmatch(rf"Epoch {number}/3: 4/4 \|█{{20}}\| .* batch/s, loss [\d.]+, val_loss [\d.]+", line)
+    assert figure["data"]["image/png"]
 
 
 # --- Errors ---

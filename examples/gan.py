@@ -1,0 +1,125 @@
+"""An update rule of one's own: a conditional GAN (Mirza and Osindero, 2014) draws handwritten digits, from which alone a classifier learns real ones.
+
+python examples/gan.py [--directory runs/gan] [--epochs 200]
+"""
+
+import argparse
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from sklearn.datasets import load_digits
+from sklearn.neighbors import KNeighborsClassifier
+
+import fitflax
+from fitflax.callbacks import CSVLogger, ModelCheckpoint
+
+# Each of the two players has an optimizer of its own; the groups' names are those of the module's parts.
+OPTIMIZER = optax.multi_transform(
+    {"generator": optax.adam(2e-3, b1=0.5), "discriminator": optax.adam(2e-3, b1=0.5)}, param_labels=lambda params: {name: name for name in params}
+)
+
+
+class GAN(nn.Module):
+    """Draws images `[batch, 64]` of the digits `[batch]` that it is called with, and judges images."""
+
+    features: int = 128
+    noise: int = 16
+
+    def setup(self):
+        self.generator = self.network(64)
+        self.discriminator = self.network(1)
+
+    def network(self, outputs):
+        activation = nn.leaky_relu
+        return nn.Sequential([nn.Dense(self.features), activation, nn.Dense(self.features), activation, nn.Dense(outputs)])
+
+    def __call__(self, labels):
+        noise = jax.random.normal(self.make_rng("noise"), (len(labels), self.noise))
+        images = nn.sigmoid(self.generator(jnp.concatenate([noise, jax.nn.one_hot(labels, 10)], axis=-1)))
+        if self.is_initializing():
+            self.judge(images, labels)  # What is not called has no parameters.
+        return images
+
+    def judge(self, images, labels):
+        """Returns logits `[batch]` of that the images are real ones."""
+        return self.discriminator(jnp.concatenate([images, jax.nn.one_hot(labels, 10)], axis=-1))[:, 0]
+
+
+class GANTrainer(fitflax.Trainer):
+    """Lets the discriminator tell real images from drawn ones, and the generator draw what it takes for real."""
+
+    def train_step(self, state, batch):
+        labels, images, mask = batch.x, batch.y, batch.mask
+        # On several devices each has a share of the batch: sums over them all make the step the same as on one.
+        num_examples = jax.lax.psum(mask.sum(), "replica")
+        key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), jax.lax.axis_index("replica"))
+
+        def draw(params):
+            return self.model.apply({"params": params}, labels, rngs={"noise": key})
+
+        def judge(params, images):
+            return self.model.apply({"params": params}, images, labels, method="judge")
+
+        def discriminator_loss(params):
+            real, drawn = judge(params, images), judge(params, drawn_images)
+            values = nn.softplus(-real) + nn.softplus(drawn)
+            return jnp.sum(values * mask) / num_examples, (values, 0.5 * (real > 0) + 0.5 * (drawn < 0))
+
+        def generator_loss(params):
+            values = nn.softplus(-judge(params, draw(params)))
+            return jnp.sum(values * mask) / num_examples, values
+
+        drawn_images = draw(state.params)
+        by_discriminator, (discriminator_values, is_right) = jax.grad(discriminator_loss, has_aux=True)(state.params)
+        by_generator, generator_values = jax.grad(generator_loss, has_aux=True)(state.params)
+        # Of each gradient only the part of the player whose loss it is.
+        grads = jax.lax.psum({"generator": by_generator["generator"], "discriminator": by_discriminator["discriminator"]}, "replica")
+        logs = {"generator_loss": generator_values, "discriminator_loss": discriminator_values, "discriminator_accuracy": is_right}
+        return state.apply_gradient(grads, OPTIMIZER), {name: (jnp.sum(values * mask), jnp.sum(mask)) for name, values in logs.items()}
+
+
+def load(seed: int = 0):
+    """Returns `(labels, images)` to train and to test on; images `[examples, 64]` in [0, 1]."""
+    digits = load_digits()
+    order = np.random.default_rng(seed).permutation(len(digits.target))
+    labels, images = digits.target[order].astype(np.int32), digits.data[order].astype(np.float32) / 16
+    return [(labels[part], images[part]) for part in (slice(0, 1200), slice(1200, None))]
+
+
+def picture(images: np.ndarray) -> str:
+    """Returns images `[images, 64]` in [0, 1] as eight lines of text, side by side."""
+    shades = " .:-=+*#%@"
+    return "\n".join("  ".join("".join(2 * shades[int(value * 9.999)] for value in row) for row in rows) for rows in images.reshape(-1, 8, 8).swapaxes(0, 1))
+
+
+def main(directory: str | pathlib.Path = "runs/gan", epochs: int = 200, features: int = 128, verbose: int | str = "auto") -> dict[str, float]:
+    """Trains, and returns how many real images a classifier gets right that has seen drawn images alone, and one that has seen real ones."""
+    directory = pathlib.Path(directory)
+    train, test = load()
+    # Predictions draw noise, too.
+    trainer = GANTrainer(GAN(features), rngs={"init": ("noise",), "train": ("noise",), "eval": ("noise",)})
+    trainer.compile(OPTIMIZER)
+    callbacks = [CSVLogger(directory / "log.csv"), ModelCheckpoint(directory / "checkpoints", every=fitflax.every(epochs=10))]
+    trainer.fit(*train, batch_size=64, epochs=epochs, callbacks=callbacks, resume="auto", verbose=verbose)
+
+    labels = np.arange(2000, dtype=np.int32) % 10
+    images = trainer.predict(labels)
+    nearest = KNeighborsClassifier(n_neighbors=1)
+    result = {"drawn": nearest.fit(images, labels).score(*test[::-1]), "real": nearest.fit(*train[::-1]).score(*test[::-1])}
+    if verbose:
+        print(f"{picture(images[:5])}\n\n{picture(images[5:10])}")
+        print(f"log: {directory / 'log.csv'}")
+        print(f"checkpoints: {directory / 'checkpoints'}")
+        print("accuracy on real images by the nearest one that was drawn: {drawn:.3f} (by the nearest real one: {real:.3f})".format(**result))
+    return result
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], argument_default=argparse.SUPPRESS)
+    parser.add_argument("--directory")
+    parser.add_argument("--epochs", type=int)
+    main(**vars(parser.parse_args()))
