@@ -15,6 +15,7 @@ from flax import linen as nn
 from flax.core.scope import DenyList
 
 import fitflax.loops.arguments as arguments
+import fitflax.loops.single as single
 import fitflax.optimizers as optimizers
 from fitflax.callbacks import Callback, ModelCheckpoint
 from fitflax.callbacks.callback_list import CallbackList
@@ -23,9 +24,9 @@ from fitflax.callbacks.history import History
 from fitflax.checkpoints.by_path import load_checkpoint, save_checkpoint
 from fitflax.checkpoints.partial import RestoreReport
 from fitflax.checkpoints.saved import FOR_INFERENCE, WHOLE
-from fitflax.data import Batcher, Source
+from fitflax.data import Source
 from fitflax.data.adapt import takes_batch_size
-from fitflax.data.batch import Selection, Triple
+from fitflax.data.batch import Selection
 from fitflax.data.first import FirstBatches
 from fitflax.data.shards import Shard
 from fitflax.diagnostics import LearningRateCurve, NanReport
@@ -35,6 +36,7 @@ from fitflax.errors import ConfigError, NotReadyError, OptimizerError
 from fitflax.exporting import export_inference
 from fitflax.loops.evaluation import Evaluation, predict, predict_iter
 from fitflax.loops.fitting import hold_out, params_of, run_with_callbacks
+from fitflax.loops.intake import as_given
 from fitflax.loops.modular import EvalLoop, TrainLoop
 from fitflax.loops.plan import RunPlan, Validation
 from fitflax.loops.preparation import find_saved, make_evaluation, prepare_run, trained_aside
@@ -336,9 +338,10 @@ class Trainer:
             DataError: `batch` is no batch.
             ModelError: The module does not run on it.
         """
-        self._session.need_compiled("build")
-        self._session.begin_run()
-        self._session.build(self._session.strategy.batcher(compare=None)(self._selection.split(arguments.zeros(batch))).batch)
+        session = self._session
+        session.need_compiled("build")
+        session.build(session.intake.sample(self._selection.split(arguments.zeros(batch))))
+        session.begin_run()
 
     def summary(self, sample: Any = None, *, memory: bool = False, sharding: bool = False, file: TextIO | None = None) -> None:
         """Prints the model's layers with shapes and parameters, the sizes of parameters, collections and optimizer state, and what the model costs.
@@ -360,8 +363,8 @@ class Trainer:
             ModelError: The module does not run on it.
             ShardingError: The state does not fit the mesh.
         """
-        batch = None if sample is None else Batcher(num_shards=1)(self._selection.split(arguments.zeros(sample), inputs_only=not memory)).batch
-        print(describe(self._session, batch, memory=memory, sharding=sharding), file=file)
+        triple = None if sample is None else self._selection.split(arguments.zeros(sample), inputs_only=not memory)
+        print(describe(self._session, triple, memory=memory, sharding=sharding), file=file)
 
     def replace_state(self, state: TrainState | InferenceState) -> None:
         """Puts another state in place of the newest one; its arrays are copied.
@@ -685,17 +688,7 @@ class Trainer:
             NotReadyError: Before `compile`.
             DataError, ModelError, LossError, MetricError: What does not fit.
         """
-        self._session.need_trainable("train_on_batch")
-        fed = self._session.feeder.single(self._selection.split(batch), "train")
-        program = self._session.need_compiled("train_on_batch")
-        if self._session.live is None:
-            self._session.build(fed.batch)
-        self._session.check_restored(fed.batch)
-        live = self._session.need_state("train_on_batch")
-        program.prepare(live.borrow(), fed.batch, train=True, is_single=True)
-        trained = program.train(live.take(), program.empty_sums(train=True), fed)
-        live.advance(trained.state)
-        return program.alone(trained.values, trained.rows, train=True)
+        return single.train_on_batch(self._session, self._selection.split(batch))
 
     def test_on_batch(self, batch: Any) -> dict[str, float]:
         """Returns loss and metrics of one batch.
@@ -707,13 +700,7 @@ class Trainer:
             NotReadyError: Before `compile`, or before there is a state.
             DataError, ModelError, LossError, MetricError: What does not fit.
         """
-        self._session.need_compiled("test_on_batch")
-        live, program = self._session.need_state("test_on_batch"), self._session.need_compiled("test_on_batch")
-        fed = self._session.feeder.single(self._selection.split(batch), "test")
-        self._session.check_restored(fed.batch)
-        program.prepare(live.borrow(), fed.batch, train=False, is_single=True)
-        _, values, rows = program.evaluate(program.in_use(live.borrow()), program.empty_sums(train=False), [fed])
-        return program.alone(values, rows, train=False)
+        return single.test_on_batch(self._session, self._selection.split(batch))
 
     def predict_on_batch(self, x: Any) -> PyTree:
         """Returns the module's outputs for one batch of inputs, as NumPy arrays `[batch, ...]`.
@@ -725,13 +712,7 @@ class Trainer:
             NotReadyError: Before there is a state.
             DataError, ModelError: What does not fit.
         """
-        live, program = self._session.need_state("predict_on_batch"), self._session.any_program()
-        inputs = self._selection.split(x, inputs_only=True).x if isinstance(x, dict) else x
-        fed = self._session.feeder.single(Triple(inputs, (), None), "predict")
-        self._session.check_restored(fed.batch)
-        program.check_predict(live.borrow(), fed.batch, is_single=True)
-        outputs = self._session.strategy.join(program.predict(program.in_use(live.borrow()), [fed], 0))
-        return jax.tree.map(lambda leaf: leaf[: fed.num_real], outputs)
+        return single.predict_on_batch(self._session, self._selection.split(x, inputs_only=True).x if isinstance(x, dict) else x)
 
     # -- loops --
 
@@ -958,7 +939,7 @@ class Trainer:
         session = self._session
         live = session.need_state("export")
         arguments.check_counts(batch_size=batch_size)
-        batch = session.sample if sample is None else Batcher(num_shards=1)(self._selection.split(arguments.zeros(sample), inputs_only=True)).batch
+        batch = session.sample if sample is None else as_given(self._selection.split(arguments.zeros(sample), inputs_only=True))
         if batch is None:
             raise NotReadyError("export needs the shapes of inputs, and there has been no batch yet. Pass export(path, sample=x).")
         return export_inference(path, session.any_program(), live.borrow(), batch, batch_size=batch_size, platforms=platforms)

@@ -6,16 +6,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from fitflax.data import Source
+from fitflax.data import Batcher, Source
 from fitflax.data.adapt import adapt, takes_batch_size
+from fitflax.data.batch import Triple
 from fitflax.data.feeds import Feeder
 from fitflax.data.shards import Shard, agree_on_shares, part_of_batch_size
 from fitflax.data.streams import OneShotSource
 from fitflax.errors import FitflaxError
 from fitflax.parallel import Strategy
 from fitflax.parallel.processes import exchange
+from fitflax.state import Batch
 
-__all__ = ["Intake", "make_feeder"]
+__all__ = ["Intake", "as_given", "make_feeder"]
 
 # Iterators that are known again: a trainer that is given many must not keep them all.
 _MOST_KNOWN = 8
@@ -74,6 +76,18 @@ class Intake:
             source.shares = agree_on_shares(source, strategy.part, jax.process_index(), tell, is_shard=source.is_shard)
         return source
 
+    def sample(self, triple: Triple, *, accumulate_steps: int = 1) -> Batch:
+        """Returns a batch of the shape that the devices need, of which only shapes matter, so that processes need not compare it.
+
+        Args:
+            triple: What the user gave.
+            accumulate_steps: Into how many micro-batches it is split.
+
+        Raises:
+            DataError: It is no batch.
+        """
+        return self._strategy.batcher(compare=None, accumulate_steps=accumulate_steps)(triple).batch
+
     def _known(self, source: Source) -> Source:
         if not isinstance(source, OneShotSource):
             return source
@@ -87,3 +101,12 @@ class Intake:
 def make_feeder(strategy: Strategy, *, pad: bool, accumulate_steps: int = 1) -> Feeder:
     """Returns what makes feeds for some devices; `pad` and `accumulate_steps` are those of `Feeder`."""
     return Feeder(strategy.batcher, pad=pad, accumulate_steps=accumulate_steps, make_part=strategy.part_batcher, exchange=exchange)
+
+
+def as_given(triple: Triple) -> Batch:
+    """Returns a batch of as many rows as the user gave, whatever the devices need.
+
+    Raises:
+        DataError: It is no batch.
+    """
+    return Batcher(num_shards=1)(triple).batch

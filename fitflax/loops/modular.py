@@ -129,7 +129,7 @@ class TrainLoop:
         try:
             saved = None if restore_from is None else _newest_in(Path(restore_from), session, saver)
             if sample is not None and saved is None:
-                session.build(session.strategy.batcher(compare=None)(Triple(arguments.zeros(sample), (), None)).batch)
+                session.build(session.intake.sample(Triple(arguments.zeros(sample), (), None)))
             options: dict[str, Any] = {"saved": saved, "saver": saver, "steps_per_epoch": steps_per_epoch, "grads": grads, "sown": sown}
             self._begin(session, source, None, steps=steps, every=every, **options)
         except BaseException:

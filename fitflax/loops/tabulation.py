@@ -5,11 +5,11 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from fitflax.data.batch import Triple
 from fitflax.errors import NotReadyError
+from fitflax.loops.intake import as_given
 from fitflax.loops.session import Session
 from fitflax.optimizers import get_learning_rates
 from fitflax.parallel import Strategy
@@ -22,12 +22,12 @@ from fitflax.steps.task import split_key
 __all__ = ["describe"]
 
 
-def describe(session: Session, sample: Batch | None, *, memory: bool, sharding: bool) -> str:
+def describe(session: Session, sample: Triple | None, *, memory: bool, sharding: bool) -> str:
     """Returns a session's model as a table and what it costs, for the shapes of a batch, by default those of the last one.
 
     Args:
         session: The session.
-        sample: The batch.
+        sample: A batch as the user gave it.
         memory: Whether the training step is compiled for a batch like it, for what is said of its memory.
         sharding: Whether it is said where each array lies.
 
@@ -35,7 +35,7 @@ def describe(session: Session, sample: Batch | None, *, memory: bool, sharding: 
         NotReadyError: There has been no batch yet; `memory` before `compile`.
         ModelError: The module does not run on it.
     """
-    shapes, strategy = session.sample if sample is None else shapes_of(sample), session.strategy
+    shapes, strategy = session.sample if sample is None else shapes_of(as_given(sample)), session.strategy
     if shapes is None:
         raise NotReadyError("summary() needs the shapes of a batch, and there has been none yet. Pass summary(sample=x).")
     program = session.need_trainable("summary(memory=True)") if memory else session.any_program()
@@ -49,8 +49,7 @@ def describe(session: Session, sample: Batch | None, *, memory: bool, sharding: 
     if memory and taken is None:
         if sample is None:
             raise NotReadyError("summary(memory=True) compiles a training step for the shapes of a batch. Pass summary(sample=(x, y), memory=True).")
-        batcher = strategy.batcher(compare=None, accumulate_steps=task.numerics.accumulate_steps)
-        batch = batcher(Triple(*jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), (sample.x, sample.y, sample.weights)))).batch
+        batch = session.intake.sample(sample, accumulate_steps=task.numerics.accumulate_steps)
         program.prepare(state, batch, train=True, steps_per_call=session.steps_per_call or 1)
         taken = program.memory()
     lines = [table, *describe_costs(program.forward_flops(state, whole), taken)]
