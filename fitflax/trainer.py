@@ -642,7 +642,7 @@ class Trainer:
         hooks = callbacks_of_call(callbacks, verbose)
         hooks.bind(self, {"test_steps": steps or source.all_batches})
         with contextlib.closing(hooks), contextlib.closing(self._session.feeder.prediction(source)) as feed:
-            check = self._session.check_restored
+            check = self._session.see_batch
             return predict(self._session.any_program(), live.borrow, feed, steps=steps, callbacks=hooks, check=check)
 
     def predict_iter(self, data: Any, *, steps: int | None = None, batch_size: int | None = None) -> Generator[PyTree, None, None]:
@@ -676,7 +676,7 @@ class Trainer:
         make_feed = functools.partial(session.feeder.prediction, source)
         state, step = live.lend(), live.step
         # Unless it was trained meanwhile, the state of the call is the newest one, which may lie elsewhere since a batch was seen.
-        return predict_iter(session.any_program(), lambda: live.lend() if live.step == step else state, make_feed, steps=steps, check=session.check_restored)
+        return predict_iter(session.any_program(), lambda: live.lend() if live.step == step else state, make_feed, steps=steps, check=session.see_batch)
 
     def train_on_batch(self, batch: Any) -> dict[str, float]:
         """Makes one update and returns loss and metrics of this batch alone, from before the update.

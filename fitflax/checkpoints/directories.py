@@ -66,7 +66,7 @@ def write_in_place(path: Path, *, train: PyTree, run: PyTree, metadata: Mapping[
     try:
         temporary.mkdir()
         write_checkpoint(temporary, train=train, run=run, metadata=metadata, backend=backend, joint=joint)
-        aside = _exchange(temporary, path)
+        aside = _swap_in(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.rmdir()  # If it is empty still: other than rmtree this needs no file descriptor, of which there may be none left.
@@ -78,7 +78,7 @@ def write_in_place(path: Path, *, train: PyTree, run: PyTree, metadata: Mapping[
             delete(aside)
 
 
-def _exchange(temporary: Path, path: Path) -> Path | None:
+def _swap_in(temporary: Path, path: Path) -> Path | None:
     """Renames `temporary` to `path` for good, or leaves both as they were; returns where what was at `path` is now."""
     aside = path.parent / f".replaced-{path.name}.{random_suffix()}" if path.exists() else None
     if aside is not None:

@@ -83,7 +83,7 @@ def make_evaluation(session: Session, source: Source, *, steps: int | None, name
     """
     program = session.need_compiled("evaluate")
     feeds = session.feeder.evaluations(source, name, steps, exact=lambda: program.loss_is_scalar)
-    return Evaluation(program, source, feeds, steps=steps, name=name, pad=session.pad, check=session.check_restored, **options)
+    return Evaluation(program, source, feeds, steps=steps, name=name, pad=session.pad, check=session.see_batch, **options)
 
 
 @contextlib.contextmanager
@@ -214,7 +214,7 @@ def _prepared(
         dataclasses.replace(plan, info={**plan.info, "run_id": session.run_id, "steps_per_call": chosen}, steps_per_call=chosen),
         progress=progress,
         agreement=functools.partial(_agreement, session, chosen),
-        exhausted=session.run_dry,
+        exhausted=session.note_exhausted,
         saver=saver,
         **given,
         **before,
@@ -278,7 +278,7 @@ def _first_batch(feed: Feed, source: Source, plan: RunPlan, progress: Progress, 
 
 def _look_at(session: Session, source: Source, batch: Batch, keep: Keep, *, steps_per_call: int = 1) -> None:
     """Dry-runs a training step on a batch, and tells what can be told before the first one."""
-    session.check_restored(batch)
+    session.see_batch(batch)
     program, state = session.need_compiled("fit"), session.need_state("fit").borrow()
     program.prepare(state, batch, train=True, steps_per_call=steps_per_call, keep=keep)
     check_activations(program, state, batch)

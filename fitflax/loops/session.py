@@ -141,7 +141,7 @@ class Session:
         """Forgets that anybody asked to stop."""
         self.is_stopping, self.stop_reason = False, None
 
-    def run_dry(self) -> None:
+    def note_exhausted(self) -> None:
         """Notes, and warns, that the data ended before the training did."""
         self.stop("data_exhausted")
         advice = "For more, give data that can be passed over again: a list, or a function that makes an iterator."
@@ -321,7 +321,7 @@ class Session:
             jax.eval_shape(optimizer.init, jax.tree.map(_shape_of, restored.params))  # Its errors, too, come before anything changes.
         if target is not None:
             restored = dataclasses.replace(restored, axes=target.axes)
-        self._exchange(restored)
+        self._swap_in(restored)
         self.is_serving = False
         if batch is not None:
             self._built_from = shapes_of(batch)
@@ -363,7 +363,7 @@ class Session:
         known = self._built_from if batch is None else batch
         return None if known is None else self.any_program().abstract_state(key, known)
 
-    def _exchange(self, restored: TrainState) -> None:
+    def _swap_in(self, restored: TrainState) -> None:
         """Puts a state in place of the live one; where it has shapes alone, leaves are initialized."""
         live, step = self.live, int(restored.step)
         leaves, treedef = jax.tree.flatten(restored)
@@ -419,7 +419,7 @@ class Session:
             self.live = None
             raise
 
-    def check_restored(self, batch: Batch) -> None:
+    def see_batch(self, batch: Batch) -> None:
         """Notes a batch's shapes, and checks a state that was restored without knowing the module's own; it takes the module's own containers.
 
         Raises:
@@ -468,7 +468,7 @@ class Session:
         given = TrainState(step=np.int32(state.step), params=state.params, model_state=state.model_state, opt_state=(), key=jax.random.key(self.seed))  # type: ignore[arg-type]
         if target is not None:
             given = check_fits(dataclasses.replace(target, opt_state=(), ema_params=None), given, "The InferenceState")
-        self._exchange(given)
+        self._swap_in(given)
         self._unchecked = "The InferenceState" if target is None else None
         self._unplaced, self.is_serving = None, True
 

@@ -23,7 +23,7 @@ def train_on_batch(session: Session, triple: Triple) -> dict[str, Any]:
     fed = session.feeder.single(triple, "train")
     if session.live is None:
         session.build(fed.batch)
-    session.check_restored(fed.batch)
+    session.see_batch(fed.batch)
     live = session.need_state("train_on_batch")
     program.prepare(live.borrow(), fed.batch, train=True, is_single=True)
     trained = program.train(live.take(), program.empty_sums(train=True), fed)
@@ -40,7 +40,7 @@ def test_on_batch(session: Session, triple: Triple) -> dict[str, Any]:
     """
     program, live = session.need_compiled("test_on_batch"), session.need_state("test_on_batch")
     fed = session.feeder.single(triple, "test")
-    session.check_restored(fed.batch)
+    session.see_batch(fed.batch)
     program.prepare(live.borrow(), fed.batch, train=False, is_single=True)
     _, values, rows = program.evaluate(program.in_use(live.borrow()), program.empty_sums(train=False), [fed])
     return program.alone(values, rows, train=False)
@@ -55,7 +55,7 @@ def predict_on_batch(session: Session, x: PyTree) -> PyTree:
     """
     live, program = session.need_state("predict_on_batch"), session.any_program()
     fed = session.feeder.single(Triple(x, (), None), "predict")
-    session.check_restored(fed.batch)
+    session.see_batch(fed.batch)
     program.check_predict(live.borrow(), fed.batch, is_single=True)
     outputs = session.strategy.join(program.predict(program.in_use(live.borrow()), [fed], 0))
     return jax.tree.map(lambda leaf: leaf[: fed.num_real], outputs)
