@@ -36,7 +36,6 @@ python_display_short_literal_types = True
 toc_object_entries_show_parents = "hide"
 
 smartquotes = False
-suppress_warnings = ["toc.empty_glob"]  # docs/index.md has a place for gallery.md, whether it is there or not.
 
 html_theme = "furo"
 html_title = "fitflax"
