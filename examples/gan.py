@@ -30,16 +30,12 @@ class GAN(nn.Module):
     noise: int = 16
 
     def setup(self):
-        self.generator = self.network(64)
-        self.discriminator = self.network(1)
-
-    def network(self, outputs):
-        activation = nn.leaky_relu
-        return nn.Sequential([nn.Dense(self.features), activation, nn.Dense(self.features), activation, nn.Dense(outputs)])
+        self.generator = nn.Sequential([nn.Dense(self.features), nn.leaky_relu, nn.Dense(self.features), nn.leaky_relu, nn.Dense(64), nn.sigmoid])
+        self.discriminator = nn.Sequential([nn.Dense(self.features), nn.leaky_relu, nn.Dense(self.features), nn.leaky_relu, nn.Dense(1)])
 
     def __call__(self, labels):
         noise = jax.random.normal(self.make_rng("noise"), (len(labels), self.noise))
-        images = nn.sigmoid(self.generator(jnp.concatenate([noise, jax.nn.one_hot(labels, 10)], axis=-1)))
+        images = self.generator(jnp.concatenate([noise, jax.nn.one_hot(labels, 10)], axis=-1))
         if self.is_initializing():
             self.judge(images, labels)  # What is not called has no parameters.
         return images
@@ -54,9 +50,12 @@ class GANTrainer(fitflax.Trainer):
 
     def train_step(self, state, batch):
         labels, images, mask = batch.x, batch.y, batch.mask
-        # On several devices each has a share of the batch: sums over them all make the step the same as on one.
+        # On several devices each has a share of the batch: sums over all of them make the step what it is on one.
         num_examples = jax.lax.psum(mask.sum(), "replica")
         key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), jax.lax.axis_index("replica"))
+
+        def mean(values):
+            return jnp.sum(values * mask) / num_examples
 
         def draw(params):
             return self.model.apply({"params": params}, labels, rngs={"noise": key})
@@ -64,22 +63,24 @@ class GANTrainer(fitflax.Trainer):
         def judge(params, images):
             return self.model.apply({"params": params}, images, labels, method="judge")
 
+        drawn = draw(state.params)
+
         def discriminator_loss(params):
-            real, drawn = judge(params, images), judge(params, drawn_images)
-            values = nn.softplus(-real) + nn.softplus(drawn)
-            return jnp.sum(values * mask) / num_examples, (values, 0.5 * (real > 0) + 0.5 * (drawn < 0))
+            of_real, of_drawn = judge(params, images), judge(params, drawn)
+            values = nn.softplus(-of_real) + nn.softplus(of_drawn)
+            return mean(values), {"discriminator_loss": values, "discriminator_accuracy": 0.5 * (of_real > 0) + 0.5 * (of_drawn < 0)}
 
         def generator_loss(params):
             values = nn.softplus(-judge(params, draw(params)))
-            return jnp.sum(values * mask) / num_examples, values
+            return mean(values), {"generator_loss": values}
 
-        drawn_images = draw(state.params)
-        by_discriminator, (discriminator_values, is_right) = jax.grad(discriminator_loss, has_aux=True)(state.params)
-        by_generator, generator_values = jax.grad(generator_loss, has_aux=True)(state.params)
-        # Of each gradient only the part of the player whose loss it is.
-        grads = jax.lax.psum({"generator": by_generator["generator"], "discriminator": by_discriminator["discriminator"]}, "replica")
-        logs = {"generator_loss": generator_values, "discriminator_loss": discriminator_values, "discriminator_accuracy": is_right}
-        return state.apply_gradient(grads, OPTIMIZER), {name: (jnp.sum(values * mask), jnp.sum(mask)) for name, values in logs.items()}
+        by_discriminator, values = jax.grad(discriminator_loss, has_aux=True)(state.params)
+        by_generator, more_values = jax.grad(generator_loss, has_aux=True)(state.params)
+        # Each player follows its own loss alone.
+        grads = {"generator": by_generator["generator"], "discriminator": by_discriminator["discriminator"]}
+        state = state.apply_gradient(jax.lax.psum(grads, "replica"), OPTIMIZER)
+        # Logs are a sum and a weight each, so that an epoch's are means over its examples.
+        return state, {name: (jnp.sum(each * mask), jnp.sum(mask)) for name, each in {**values, **more_values}.items()}
 
 
 def load(seed: int = 0):

@@ -131,5 +131,3 @@ def test_examples_become_pages():
     assert pages.script("a.py", text) == page
     cells = '{"cells": [{"cell_type": "markdown", "source": ["# A\\n", "b"]}, {"cell_type": "code", "source": ["x"]}]}'
     assert pages.notebook(cells) == "# A\nb\n\n```python\nx\n```"
-    listed = pages.list_of_examples(ROOT)
-    assert [path.name for path in sorted((ROOT / "examples").glob("*.py")) if f"](../examples/{path.name}): " not in listed] == []

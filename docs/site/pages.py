@@ -11,6 +11,8 @@ from sphinx.application import Sphinx
 from benchmarks import plots
 
 PLOT = re.compile(r"^<!--\s*plot:\s*(?P<name>[\w-]+)\s*-->$", re.MULTILINE)
+# Makes the examples' pages part of the page that says <!-- examples -->.
+EXAMPLES = "```{toctree}\n:hidden:\n:glob:\n\n../examples/*\n```"
 FORWARD = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={page}"><title>{title}</title><a href="{page}">{title}</a>\n'
 
 
@@ -28,8 +30,7 @@ def read(app: Sphinx, document: str, source: list[str]) -> None:
     elif path.suffix == ".ipynb":
         source[0] = notebook(source[0])
     else:
-        source[0] = PLOT.sub(lambda match: f"```{{raw}} html\n{plots.figure(match['name'])}\n```", source[0])
-        source[0] = source[0].replace("<!-- examples -->", list_of_examples(pathlib.Path(app.srcdir)))
+        source[0] = PLOT.sub(lambda match: f"```{{raw}} html\n{plots.figure(match['name'])}\n```", source[0]).replace("<!-- examples -->", EXAMPLES)
 
 
 def script(name: str, text: str) -> str:
@@ -43,12 +44,6 @@ def script(name: str, text: str) -> str:
 def about(text: str) -> list[str]:
     """Returns the paragraphs of an example's docstring: what it is, how to run it, and what else there is to say."""
     return (ast.get_docstring(ast.parse(text)) or "").split("\n\n")
-
-
-def list_of_examples(root: pathlib.Path) -> str:
-    """Returns all scripts in examples/ with what they are, and the notebooks."""
-    lines = [f"* [{path.name}](../examples/{path.name}): {about(path.read_text(encoding='utf-8'))[0]}" for path in sorted(root.glob("examples/*.py"))]
-    return "\n".join([*lines, *(f"* [{path.name}](../examples/{path.name})" for path in sorted(root.glob("examples/*.ipynb")))])
 
 
 def notebook(text: str) -> str:
