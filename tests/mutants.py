@@ -6,7 +6,9 @@ them stay when the file changes. Those that no test sees are shown, unless `test
 
 import argparse
 import ast
+import collections
 import contextlib
+import gc
 import hashlib
 import importlib
 import math
@@ -32,7 +34,8 @@ EXPLAINED = ROOT / "tests/MUTANTS.md"
 MUTANTS_PER_FILE = 40
 SEED = "fitflax"
 # What takes a quick test most of its time to import; imported once, and the tests of each mutant go on from there.
-PRELOADED = ("flax.linen", "hypothesis", "optax", "tensorboardX")
+PRELOADED = ("flax.linen", "hypothesis", "optax", "sklearn.metrics", "tensorboardX")
+KILLS = collections.Counter[str]()  # How many mutants each test has killed.
 PATIENCE = 4  # A mutant may take so many times as long as the file's tests without it.
 
 # What sees a file's mutants: arguments of pytest, one call after another until a test fails; the file's doctests come after the first one. What is marked
@@ -48,19 +51,28 @@ TESTS = {
         "tests/checkpoints/test_format_docs.py tests/checkpoints/test_codec.py tests/checkpoints/test_msgpack_format.py",
         "tests/checkpoints/test_damage.py",
     ),
-    "fitflax/step.py": ("tests/test_step.py", "tests/test_objective.py tests/test_accumulation.py", "tests/test_step.py -m slow"),
+    "fitflax/step.py": (
+        "tests/test_step.py",
+        "tests/callbacks/test_terminate_on_nan.py",
+        "tests/test_trainer.py",
+        "tests/test_numbers.py tests/callbacks/test_media.py",
+        "tests/test_step.py -m slow",
+    ),
     "fitflax/checkpoints/resume.py": (
-        "tests/checkpoints/test_resume_state.py tests/test_restore.py",
-        "tests/test_resume.py -k 'resume_auto or resume_true or exactly_one or damaged or version or path_without or names or settings or another_model'",
+        "tests/checkpoints/test_find_resume.py",
+        "tests/checkpoints/test_resume_state.py",
+        "tests/checkpoints/test_resume_state.py -m slow",
+        "tests/test_restore.py",
     ),
     "fitflax/checkpoints/documents.py": (
         "tests/checkpoints/test_contents.py tests/checkpoints/test_format_docs.py",
-        "tests/checkpoints/test_store.py tests/checkpoints/test_damage.py",
+        "tests/checkpoints/test_store.py",
+        "tests/checkpoints/test_damage.py",
     ),
     "fitflax/checkpoints/store.py": ("tests/checkpoints/test_store.py",),
-    "fitflax/loop.py": ("tests/test_hooks.py", "tests/test_unseen.py tests/checkpoints/test_checkpoint.py", "tests/test_resume.py"),
-    "fitflax/preparation.py": ("tests/test_trials.py tests/test_groups.py", "tests/test_errors.py", "tests/test_resume.py"),
-    "fitflax/checkpoints/trees.py": ("tests/checkpoints/test_trees.py tests/checkpoints/test_codec.py",),
+    "fitflax/loop.py": ("tests/test_hooks.py", "tests/checkpoints/test_checkpoint.py", "tests/test_unseen.py", "tests/test_resume.py"),
+    "fitflax/preparation.py": ("tests/test_trials.py", "tests/test_groups.py", "tests/test_errors.py", "tests/test_resume.py"),
+    "fitflax/checkpoints/trees.py": ("tests/checkpoints/test_trees.py", "tests/checkpoints/test_codec.py"),
     "fitflax/checkpoints/saving.py": ("tests/checkpoints/test_saving.py", "tests/test_asynchronous.py"),
     "fitflax/sums.py": ("tests/test_step.py", "tests/test_objective.py"),
 }
@@ -152,7 +164,7 @@ def changes(node: Any) -> Iterator[tuple[tuple[int, int], tuple[int, int], str |
             yield begin_of(node), end_of(node), None, str(not node.value)
         case ast.Constant(value=int() | float()):
             yield begin_of(node), end_of(node), None, str(node.value + 1)
-        case ast.Return() if node.value is not None:
+        case ast.Return() if node.value is not None and getattr(node.value, "value", ...) is not False:
             yield begin_of(node), end_of(node), None, "return None"
         case ast.Break() | ast.Continue():
             yield begin_of(node), end_of(node), None, "continue" if isinstance(node, ast.Break) else "break"
@@ -195,21 +207,8 @@ def swapped(left: ast.AST, right: ast.AST, operator: ast.AST, by: dict[str, str]
     return end_of(left), begin_of(right), r"\s+".join(map(re.escape, sign.split())), by[sign]
 
 
-def run_tests(path: str, copy: pathlib.Path, limits: list[float] | None = None) -> tuple[str, str, list[float]]:
-    """Runs a file's tests in `copy`; returns "passed", "failed" or "too slow", the output of the last ones, and the seconds that all took."""
-    result, text, seconds = "passed", "", list[float]()
-    for number, tests in enumerate(TESTS[path]):
-        arguments = shlex.split(tests) + [path] * (number == 0)
-        begin = time.monotonic()
-        result, text = _run(arguments, copy, math.inf if limits is None else limits[number])
-        seconds.append(time.monotonic() - begin)
-        if result != "passed":
-            break
-    return result, text, seconds
-
-
-def _run(tests: list[str], copy: pathlib.Path, limit: float) -> tuple[str, str]:
-    """Runs pytest once, in a process of its own."""
+def run_tests(tests: list[str], copy: pathlib.Path, limit: float) -> tuple[str, str]:
+    """Runs pytest in `copy`, in a process of its own; returns "passed", "failed" or "too slow", and its output."""
     (copy / "temporary").mkdir()
     with (copy / "output.txt").open("w+") as output, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # JAX's, of threads that are not there before it computes.
@@ -229,7 +228,9 @@ def _run(tests: list[str], copy: pathlib.Path, limit: float) -> tuple[str, str]:
             os.waitpid(process, 0)
             shutil.rmtree(copy / "programs", ignore_errors=True)  # One may be there by half.
         output.seek(0)
-        return "too slow" if not ended[0] else "passed" if ended[1] == 0 else "failed", output.read()
+        text = output.read()
+    KILLS.update(re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", text, re.MULTILINE))
+    return "too slow" if not ended[0] else "passed" if ended[1] == 0 else "failed", text
 
 
 def _be_pytest(tests: list[str], copy: pathlib.Path) -> NoReturn:
@@ -242,65 +243,83 @@ def _be_pytest(tests: list[str], copy: pathlib.Path) -> NoReturn:
         os.environ["TMPDIR"] = tempfile.tempdir = str(copy / "temporary")
         sys.modules.pop("tests", None)
         options = ["-m", "not slow", "-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider"]
-        status = int(pytest.main([*options, *tests], plugins=[_SharedPrograms(copy / "programs")]))
+        status = int(pytest.main([*options, *tests], plugins=[_Haste(copy / "programs")]))
     finally:
         sys.stdout.flush()
         os._exit(status)
 
 
-class _SharedPrograms:
-    """Lets all mutants share compiled programs, where each would have a directory of its own."""
+class _Haste:
+    """Lets all mutants share compiled programs, where each would have a directory of its own, and runs first what has killed most mutants so far."""
 
-    def __init__(self, directory: pathlib.Path) -> None:
-        self._directory = directory
+    def __init__(self, programs: pathlib.Path) -> None:
+        self._programs = programs
 
     def pytest_sessionstart(self) -> None:
-        jax.config.update("jax_compilation_cache_dir", str(self._directory))
+        jax.config.update("jax_compilation_cache_dir", str(self._programs))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items.sort(key=lambda item: -KILLS[item.nodeid])
 
 
-def try_file(path: str, copy: pathlib.Path, explained: str, chosen: list[str]) -> int:
-    """Tries a file's mutants; returns how many survived that nobody has explained."""
+def try_file(path: str, copy: pathlib.Path, chosen: list[str]) -> bool:
+    """Tries a file's mutants; returns whether all were killed or are explained."""
     source = (ROOT / path).read_text(encoding="utf-8")
-    mutants = [mutant for mutant in mutants_of(path, source) if not chosen or mutant.name in chosen]
-    drawn = mutants if chosen else mutants[:MUTANTS_PER_FILE]
-    begin = time.monotonic()
-    result, text, seconds = run_tests(path, copy)
-    limits = [10 + PATIENCE * each for each in seconds]
-    if result != "passed":
-        sys.exit(f"The tests of {path} fail without a mutant:\n{text}")
-    counts = {"failed": 0, "too slow": 0, "passed": 0, "explained": 0}
-    for mutant in sorted(drawn, key=lambda each: each.line):
-        (copy / path).write_text(mutant.source, encoding="utf-8")
-        for stale in (copy / path).parent.glob(f"__pycache__/{pathlib.Path(path).stem}.*.pyc"):
-            stale.unlink()  # It would be taken for the mutant's where second and size are the same.
-        result, _, _ = run_tests(path, copy, limits)
-        result = "explained" if result == "passed" and mutant.name in explained else result
-        counts[result] += 1
-        if result in ("passed", "too slow"):
-            print(f"{path}:{mutant.line} {mutant.name} {mutant.where} {result}\n  - {mutant.before}\n  + {mutant.after}", flush=True)
-    (copy / path).write_text(source, encoding="utf-8")
-    print(
-        f"{path}: {len(drawn)} of {len(mutants)} mutants in {time.monotonic() - begin:.0f} s: {counts['failed']} killed, {counts['too slow']} too slow, "
-        f"{counts['explained']} explained, {counts['passed']} survived",
-        flush=True,
-    )
-    return counts["passed"]
+    mutants = mutants_of(path, source)
+    drawn = [mutant for mutant in mutants if mutant.name in chosen] if chosen else mutants[:MUTANTS_PER_FILE]
+    explained = EXPLAINED.read_text(encoding="utf-8") if EXPLAINED.exists() and not chosen else ""
+    alive = sorted((mutant for mutant in drawn if mutant.name not in explained), key=lambda mutant: mutant.line)
+    told, slow, begin = len(drawn) - len(alive), [], time.monotonic()
+    for number, tests in enumerate(TESTS[path]):
+        arguments = shlex.split(tests) + [path] * (number == 0)
+        write(copy / path, source)
+        started = time.monotonic()
+        result, text = run_tests(arguments, copy, math.inf)
+        if result != "passed":
+            print(f"{path}: its tests fail without a mutant:\n{text}", flush=True)
+            return False
+        limit = 10 + PATIENCE * (time.monotonic() - started)
+        results = {}
+        for mutant in alive:
+            write(copy / path, mutant.source)
+            results[mutant], _ = run_tests(arguments, copy, limit)
+        slow += [mutant for mutant in alive if results[mutant] == "too slow"]
+        alive = [mutant for mutant in alive if results[mutant] == "passed"]
+        print(f"{path}: after {tests}: {' '.join(mutant.name for mutant in alive) or 'none left'}", flush=True)
+        if not alive:
+            break
+    write(copy / path, source)
+    for kind, some in (("too slow", slow), ("survived", alive)):
+        for mutant in some:
+            print(f"{path}:{mutant.line} {mutant.name} {mutant.where}: {kind}\n  - {mutant.before}\n  + {mutant.after}", flush=True)
+    text = f"{len(drawn) - told - len(slow) - len(alive)} killed, {len(slow)} too slow, {told} explained, {len(alive)} survived"
+    print(f"{path}: {len(drawn)} of {len(mutants)} mutants in {time.monotonic() - begin:.0f} s: {text}", flush=True)
+    return not alive
+
+
+def write(path: pathlib.Path, source: str) -> None:
+    """Writes a module, and removes what Python compiled of it, which would be taken for the new one's where second and size are the same."""
+    path.write_text(source, encoding="utf-8")
+    for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
+        compiled.unlink()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("paths", nargs="*", default=list(TESTS), help="files of the library; all that have tests here by default")
-    parser.add_argument("--only", nargs="*", default=[], help="names of mutants, instead of 40 of each file")
+    parser.add_argument("--only", nargs="*", default=[], help="names of mutants, explained or not, instead of 40 of each file")
     options = parser.parse_args()
     for name in PRELOADED:
         importlib.import_module(name)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_disable_most_optimizations", True)  # As in `make test`.
-    explained = EXPLAINED.read_text(encoding="utf-8") if EXPLAINED.exists() else ""
+    gc.freeze()
     with tempfile.TemporaryDirectory(prefix="fitflax-mutants-") as directory:
         copy = pathlib.Path(directory).resolve() / "checkout"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__", ".*_cache", ".hypothesis"))
-        sys.exit(int(sum(try_file(path, copy, explained, options.only) for path in options.paths) > 0))
+        results = [try_file(path, copy, options.only) for path in options.paths]
+    sys.exit(not all(results))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,157 @@
+"""Which checkpoint a run goes on from, with which settings, and what is taken of it: all without a trainer."""
+
+import dataclasses
+import os
+import pathlib
+import warnings
+
+import jax
+import numpy as np
+import pytest
+
+from fitflax.checkpoints import documents
+from fitflax.checkpoints.by_path import load_checkpoint, save_checkpoint
+from fitflax.checkpoints.resume import check_settings, find_resume, restored_state
+from fitflax.checkpoints.store import CheckpointStore
+from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, FitflaxWarning, RestoreError
+from tests.checkpoints.samples import assert_same, train_state
+
+
+def save(store: CheckpointStore, *steps: int, **metadata: object) -> None:
+    for step in steps:
+        keep = [*store.steps(), *steps]
+        store.save(step=step, train={"w": np.float32(step)}, run={"n": step}, metadata={"run_id": "a", **metadata}, owner="model", keep=keep)
+
+
+def flip_last_byte(path: pathlib.Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints")
+    store.claim("a", overwrite=False)
+    return store
+
+
+@pytest.mark.parametrize("resume", [None, False])
+def test_who_does_not_ask_begins_a_run(resume, store):
+    save(store, 1)
+    assert find_resume(resume, [store]) is None
+
+
+@pytest.mark.parametrize("resume", ["auto", True])
+def test_who_asks_goes_on_from_the_newest_checkpoint(resume, store):
+    save(store, 1, 2)
+    found = find_resume(resume, [store])
+    assert found is not None and (found.path, found.run) == (store.path(2), {"n": 2})
+
+
+def test_a_directory_without_checkpoints_begins_a_run_unless_one_is_demanded(store):
+    assert find_resume("auto", [store]) is None
+    with pytest.raises(CheckpointNotFoundError, match=r"resume=True, but .*checkpoints holds no good checkpoint\. resume='auto' would begin a run"):
+        find_resume(True, [store])
+
+
+@pytest.mark.parametrize("kind", [str, pathlib.Path])
+def test_a_path_is_gone_on_from_whatever_the_callbacks_are(kind, store):
+    save(store, 1, 2)
+    for stores in ([], [store], [store, store]):
+        found = find_resume(kind(store.path(1)), stores)
+        assert found is not None and found.run == {"n": 1}
+    with pytest.raises(CheckpointNotFoundError):
+        find_resume(kind(store.path(3)), [store])
+
+
+@pytest.mark.parametrize("resume", [1, 0, 2.5, b"auto", ["auto"]])
+def test_what_is_no_path_is_an_error(resume, store):
+    with pytest.raises(ConfigError, match="resume must be None, 'auto', True, or the path of a checkpoint"):
+        find_resume(resume, [store])
+
+
+@pytest.mark.parametrize("resume", ["auto", True])
+def test_without_one_directory_to_look_in_a_path_is_asked_for(resume, store):
+    with pytest.raises(ConfigError, match=r"but there are 0\. Add one to callbacks, or pass resume=path\.$"):
+        find_resume(resume, [])
+    with pytest.raises(ConfigError, match=r"but there are 2\. Pass resume=path\.$"):
+        find_resume(resume, [store, store])
+
+
+def test_what_a_process_left_half_done_is_put_back_first(store):
+    save(store, 1, 2)
+    undo = store.directory / ".undo-0a"
+    undo.mkdir()
+    os.rename(store.path(2), undo / store.path(2).name)
+    found = find_resume("auto", [store])
+    assert found is not None and found.path == store.path(2)
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(store):
+    save(store, 1, 2)
+    flip_last_byte(store.path(2) / "state.msgpack")
+    with pytest.warns(FitflaxWarning, match="^Resuming: a damaged checkpoint is passed over: step_00000002: state.msgpack is damaged: "):
+        found = find_resume("auto", [store])
+    assert found is not None and found.path == store.path(1)
+    with pytest.raises(CorruptCheckpointError):
+        find_resume(store.path(2), [store])
+    flip_last_byte(store.path(1) / "state.msgpack")
+    with pytest.warns(FitflaxWarning) as caught:
+        assert find_resume("auto", [store]) is None
+    assert [store.path(step).name in str(warning.message) for step, warning in zip((2, 1), caught, strict=True)] == [True, True]
+    with pytest.warns(FitflaxWarning), pytest.raises(CheckpointNotFoundError, match="holds no good checkpoint"):
+        find_resume(True, [store])
+
+
+def test_the_warning_names_the_line_that_calls_fit(store):
+    save(store, 1)
+    flip_last_byte(store.path(1) / "state.msgpack")
+
+    def fit() -> None:
+        def find() -> None:
+            find_resume("auto", [store])
+
+        find()
+
+    with pytest.warns(FitflaxWarning) as caught:
+        exec(compile("fit()", "train.py", "exec"), {"fit": fit})
+    assert [warning.filename for warning in caught] == ["train.py"]
+
+
+def test_checkpoints_of_another_version_are_passed_over_only_where_there_is_another_one(store, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(documents, "FORMAT_VERSION", 99)
+        save(store, 2)
+    for resume in ("auto", True):
+        with pytest.raises(CheckpointError, match=r"holds checkpoints that cannot be read here, and none that can\. Nothing was changed\. step_00000002: "):
+            find_resume(resume, [store])
+    (store.directory / "retention.json").unlink()
+    save(store, 1)
+    with pytest.warns(
+        FitflaxWarning, match="^Resuming: a checkpoint that cannot be read here is passed over: step_00000002: metadata.json has format version 99"
+    ):
+        found = find_resume("auto", [store])
+    assert found is not None and found.path == store.path(1)
+
+
+def test_settings_must_be_those_of_the_saved_run(store):
+    save(store, 1, progress={}, settings={"seed": 0, "batch_size": 4})
+    saved = store.restore(1)
+    check_settings(saved, {"seed": 0, "batch_size": 4})
+    with pytest.raises(RestoreError, match=r"would differ: seed was 0 and is 1; shuffle was None and is True\.$"):
+        check_settings(saved, {"seed": 1, "batch_size": 4, "shuffle": True})
+    save(store, 2)
+    with pytest.raises(RestoreError, match="holds a state, but no run that could go on"):
+        check_settings(store.restore(2), {})
+
+
+@pytest.mark.parametrize("of", ["the file", "a model"])
+def test_weights_alone_begin_at_step_0_with_the_key_and_without_averages(of, tmp_path):
+    state = dataclasses.replace(train_state(), ema_params=train_state().params)
+    saved = load_checkpoint(save_checkpoint(tmp_path / "one", train=state, run={}, metadata={}))
+    key = jax.random.key(9)
+    target = None if of == "the file" else dataclasses.replace(state, ema_params=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = restored_state(saved, target=target, optimizer=None, key=key, weights_only=True)
+    assert (int(found.step), found.opt_state, found.ema_params) == (0, (), None)
+    assert_same((found.params, found.model_state, found.key), (*jax.tree.map(np.asarray, (state.params, state.model_state)), key))
