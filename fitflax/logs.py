@@ -6,13 +6,13 @@ transfer; reading none costs nothing.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Literal, NamedTuple, Self, cast
 
 import jax
 import numpy as np
 from typing_extensions import override
 
-__all__ = ["Kind", "Logs", "Place", "StepValues", "Values"]
+__all__ = ["Kind", "Logs", "Place", "StepValues", "Values", "default_direction", "flat_name", "row_of"]
 
 # The places of the step's own values in its vector; the running metrics follow.
 STEP_LOSS, GRADIENTS_NORM, STEPS_SINCE_BAD = 0, 1, 2
@@ -185,6 +185,33 @@ class StepValues(Values):
         """What it was that first was not finite, as in "the gradient of Dense_0/kernel"; `None` if nothing was, or nobody looked."""
         number = int(self._read()[CULPRIT])
         return self._suspects[number] if 0 <= number < len(self._suspects) else None
+
+
+def flat_name(group: str, key: str) -> str:
+    """Returns the name under which a metric of a group is logged: its key alone for training, `<group>_<key>` for evaluations.
+
+    >>> flat_name("train", "loss"), flat_name("val", "loss")
+    ('loss', 'val_loss')
+    """
+    return key if group == "train" else f"{group}_{key}"
+
+
+def default_direction(name: str) -> Literal["min"] | None:
+    """Returns which way is better by a flat name alone: less of a loss; of others it is not known."""
+    return "min" if name == "loss" or name.endswith("_loss") else None
+
+
+def row_of(logs: Mapping[str, Any], *, only_recorded: bool) -> dict[str, Any]:
+    """Returns what is kept of an epoch: its values, and those of its last validation if that was before its end.
+
+    Args:
+        logs: The logs of its end.
+        only_recorded: Whether values that are too large to be kept for ever are left out.
+    """
+    values = {**logs, **{key: value for key, value in getattr(logs, "earlier", {}).items() if key not in logs}}
+    if only_recorded and isinstance(logs, Logs):
+        values = {key: value for key, value in values.items() if logs.is_recorded(key)}
+    return values
 
 
 class Logs(MutableMapping[str, Any]):

@@ -13,7 +13,7 @@ from typing_extensions import override
 from fitflax.callbacks.base import Callback, Phase
 from fitflax.checkpoints.documents import PROCESS, fsync_directory
 from fitflax.errors import CallbackError
-from fitflax.logs import Logs
+from fitflax.logs import Logs, row_of
 
 __all__ = ["EPOCH", "EpochFile"]
 
@@ -108,9 +108,7 @@ class EpochFile(Callback):
 
     @override
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        earlier = getattr(logs, "earlier", {})
-        values = {**logs, **{key: value for key, value in earlier.items() if key not in logs}}
-        self._add(epoch, getattr(getattr(self, "trainer", None), "step", 0), values)
+        self._add(epoch, getattr(getattr(self, "trainer", None), "step", 0), row_of(logs, only_recorded=False))
 
     @override
     def load_closing(self, step: int, epoch: int, logs: Logs) -> None:

@@ -9,7 +9,7 @@ from typing_extensions import override
 from fitflax.callbacks.base import Callback, Phase
 from fitflax.callbacks.notebook import shown
 from fitflax.errors import ConfigError, did_you_mean
-from fitflax.logs import Logs
+from fitflax.logs import Logs, row_of
 
 __all__ = ["History"]
 
@@ -124,10 +124,7 @@ class History(Callback):
 
     @override
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        values = {**logs, **{key: value for key, value in getattr(logs, "earlier", {}).items() if key not in logs}}
-        if isinstance(logs, Logs):
-            values = {key: value for key, value in values.items() if logs.is_recorded(key)}
-        self._add(getattr(getattr(self, "trainer", None), "step", 0), epoch, values)
+        self._add(getattr(getattr(self, "trainer", None), "step", 0), epoch, row_of(logs, only_recorded=True))
 
     def _add(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
         self.rows.append({"epoch": epoch, "step": step, "logs": dict(values)})

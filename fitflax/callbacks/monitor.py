@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fitflax.errors import CallbackError, MonitorError, did_you_mean
-from fitflax.logs import Logs
+from fitflax.logs import Logs, default_direction
 
 __all__ = ["Monitor"]
 
@@ -65,9 +65,8 @@ class Monitor:
         if getattr(value, "ndim", 0):
             raise MonitorError(f"{self.owner} monitors {self.key!r}, which is an array of shape {list(value.shape)}. Monitor a number.")
         if self.mode is None:
-            default = "min" if self.key == "loss" or self.key.endswith("_loss") else None
             kind = logs.kinds.get(self.key) if isinstance(logs, Logs) else None
-            self._direction = (kind and kind.direction) or default
+            self._direction = (kind and kind.direction) or default_direction(self.key)
         if self._direction is None:
             raise MonitorError(f"{self.owner} monitors {self.key!r}, which declares no direction. Pass mode='min' or mode='max'.")
         return float(value)

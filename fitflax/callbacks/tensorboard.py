@@ -19,7 +19,7 @@ from fitflax.callbacks.media import check_images, flatten_sown, write_logged, wr
 from fitflax.callbacks.summaries import TRAIN, describe_environment, hyperparameter_summaries, write_histogram
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.errors import CallbackError, FitflaxWarning, NotReadyError
-from fitflax.logs import Logs
+from fitflax.logs import Logs, flat_name
 from fitflax.optimizers import ONLY_RATE
 from fitflax.state import PyTree
 from fitflax.steps.cost import peak_flops as peak_flops_of
@@ -256,7 +256,7 @@ class TensorBoard(Callback):
 
         def write_all(write: Write) -> None:
             for group, values in groups.items():
-                write_logged(write, group, step, values, {key: kinds[f"{group}_{key}"] for key in values if f"{group}_{key}" in kinds}, now)
+                write_logged(write, group, step, values, {key: kinds[flat_name(group, key)] for key in values if flat_name(group, key) in kinds}, now)
 
         if groups:
             files.submit(write_all)

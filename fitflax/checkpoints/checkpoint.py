@@ -11,7 +11,7 @@ from typing import Any, Self
 from fitflax.checkpoints.run_at_step import RunAtStep
 from fitflax.data import Position
 from fitflax.errors import ConfigError, NotReadyError
-from fitflax.logs import Kind, Logs, StepValues
+from fitflax.logs import Kind, Logs, StepValues, flat_name
 from fitflax.state import PyTree, TrainState
 
 __all__ = ["Checkpoint", "Summary"]
@@ -198,7 +198,7 @@ class Checkpoint:
     @property
     def evaluated(self) -> frozenset[str]:
         """Flat names of the values that were evaluated at this very step."""
-        return frozenset(f"{group}_{key}" for group, values in self._groups.items() for key in values)
+        return frozenset(flat_name(group, key) for group, values in self._groups.items() for key in values)
 
     def deferred_metrics(self) -> Callable[[], dict[str, dict[str, Any]]]:
         """Returns what gives the recorded ones of `metrics` as they are now, in another thread, which then waits for the step."""
@@ -206,7 +206,7 @@ class Checkpoint:
 
         def metrics() -> dict[str, dict[str, Any]]:
             train = {key: value for key, value in read().items() if key not in evaluated and is_recorded(key)}
-            others = {group: {key: value for key, value in values.items() if is_recorded(f"{group}_{key}")} for group, values in evaluations.items()}
+            others = {group: {key: value for key, value in values.items() if is_recorded(flat_name(group, key))} for group, values in evaluations.items()}
             return {"train": train, **others}
 
         return metrics
@@ -225,8 +225,8 @@ class Checkpoint:
         if group in self._groups:
             raise ConfigError(f"Two evaluations of one checkpoint are named {group!r}. Give one of them another name.")
         for key, value in values.items():
-            self.logs[f"{group}_{key}"] = value
-        self.logs.kinds = {**self.logs.kinds, **{f"{group}_{key}": kind for key, kind in kinds.items()}}
+            self.logs[flat_name(group, key)] = value
+        self.logs.kinds = {**self.logs.kinds, **{flat_name(group, key): kind for key, kind in kinds.items()}}
         return Summary(self.run, {**self._groups, group: values})
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from fitflax.checkpoints.contents import read_metadata
 from fitflax.checkpoints.store import CheckpointStore
 from fitflax.errors import CheckpointError
+from fitflax.logs import flat_name
 
 __all__ = ["Listed", "list_checkpoints", "table"]
 
@@ -57,7 +58,7 @@ def _listed(store: CheckpointStore, step: int, owners: dict[str, list[int]], is_
     fault = None
     try:
         groups = read_metadata(path).get("metrics", {})
-        metrics = {key if group == "train" else f"{group}_{key}": value for group, values in groups.items() for key, value in values.items()}
+        metrics = {flat_name(group, key): value for group, values in groups.items() for key, value in values.items()}
         if verify:
             store.verify(step)
     except CheckpointError as error:

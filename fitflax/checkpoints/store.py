@@ -43,6 +43,7 @@ from fitflax.checkpoints.lock import holder_of, lock_directory
 from fitflax.checkpoints.saved import WHOLE, Saved, read_checkpoint
 from fitflax.checkpoints.saving import Saver
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, DirectoryInUseError, FitflaxWarning
+from fitflax.logs import flat_name
 from fitflax.state import PyTree
 
 __all__ = ["CheckpointStore"]
@@ -540,8 +541,7 @@ def _metric(metadata: Mapping[str, Any], monitor: str) -> float | None:
     groups = metadata.get("metrics")
     for group, values in groups.items() if isinstance(groups, dict) else ():
         for key, value in values.items() if isinstance(values, dict) else ():
-            name = key if group == "train" else f"{group}_{key}"
-            if name == monitor and isinstance(value, (int, float)) and not math.isnan(value):
+            if flat_name(group, key) == monitor and isinstance(value, (int, float)) and not math.isnan(value):
                 return float(value)
     return None
 

@@ -17,7 +17,7 @@ import numpy as np
 from fitflax.data import FedBatch
 from fitflax.data.batch import in_one_piece
 from fitflax.errors import LossError, MetricError, ModelError, NotReadyError
-from fitflax.logs import NUM_STEP_VALUES, Kind, Place, StepValues, Values
+from fitflax.logs import NUM_STEP_VALUES, Kind, Place, StepValues, Values, default_direction
 from fitflax.metrics import Metric
 from fitflax.metrics.base import metric_direction
 from fitflax.parallel.packed import Form
@@ -535,7 +535,7 @@ def _group_of(num_bytes: int) -> int:
 
 
 def _kind(key: str, metric: Metric) -> Kind:
-    direction = "min" if key == "loss" or key.endswith("_loss") else metric_direction(metric)
+    direction = default_direction(key) or metric_direction(metric)
     shows = getattr(type(metric), "summary", Metric.summary) is not Metric.summary
     # One without rows or sums: its attributes are all that is needed.
     return Kind(direction, jax.tree.map(lambda leaf: None, metric).summary if shows else None, getattr(metric, "is_recorded", True))
