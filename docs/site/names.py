@@ -26,7 +26,7 @@ MET = ("fitflax.state.Batch", "fitflax.triggers.Trigger")
 
 DOTTED = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*")
 CALL = re.compile(r"(?P<name>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)\([^()]*(\([^()]*\)[^()]*)?\)")
-# Pages whose tables have other libraries' names in the first column.
+# Pages whose tables have other libraries' names in the first column, and whole lines of code in the last: only the one in between is linked.
 COMPARING = {"docs/coming-from", "docs/from-keras"}
 
 
@@ -118,11 +118,14 @@ class LinkNames(SphinxTransform):
 
     def apply(self, **options: Any) -> None:
         """Changes the document that is being read."""
+        if self.env.docname in COMPARING:
+            for table in self.document.findall(nodes.table):
+                table["classes"].append("code-last")
         for literal in list(self.document.findall(nodes.literal)):
             path = path_of(literal.astext())
             around = list(parents(literal))
-            is_theirs = self.env.docname in COMPARING and any(isinstance(parent, nodes.entry) and not parent.parent.index(parent) for parent in around)
-            if path and not is_theirs and not any(isinstance(parent, nodes.reference | nodes.title | pending_xref) for parent in around):
+            is_left_out = self.env.docname in COMPARING and any(isinstance(parent, nodes.entry) and parent.parent.index(parent) != 1 for parent in around)
+            if path and not is_left_out and not any(isinstance(parent, nodes.reference | nodes.title | pending_xref) for parent in around):
                 literal.parent.replace(literal, link(path, literal.astext(), self.env.docname))
 
 
