@@ -53,6 +53,7 @@ STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
+    "axes.axisbelow": True,
     "grid.alpha": 0.25,
     "grid.linewidth": 0.6,
     "legend.frameon": False,
@@ -195,7 +196,7 @@ def processes_whole() -> Figure:
         axes.set_ylim(len(table) - 0.5, -0.5)
         axes.set_xlabel(title)
         axes.grid(visible=False, axis="y")
-    legend(figure, shown)
+    legend(figure, shown, columns=4)
     return figure
 
 

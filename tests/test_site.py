@@ -102,7 +102,7 @@ def test_code_that_names_a_thing_is_linked_and_other_code_is_not():
         "fitflax.losses": "fitflax.losses",
     }
     assert {text: names.path_of(text) for text in linked} == linked
-    for text in ("fit", "every", "loss", "names", "Dense", "trainer.wrong", "x[0]", "a b", "__init__", "ModelCheckpoint.wrong"):
+    for text in ("fit", "every", "learning_rate", "loss", "names", "Dense", "trainer.wrong", "x[0]", "a b", "__init__", "ModelCheckpoint.wrong"):
         assert names.path_of(text) is None
     assert names.path_of("fit", "fitflax.Trainer") == "fitflax.Trainer.fit"
 

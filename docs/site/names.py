@@ -79,7 +79,7 @@ def path_of(text: str, owner: str | None = None) -> str | None:
     if first in by_last_part() and (first[0].isupper() or "_" in first.strip("_") or (match and first in {"every", "at", "first", "serial"})):
         whole = by_last_part()[first]
         return whole if not rest else f"{whole}.{rest}" if member(whole, rest) else None
-    if not rest and "_" in name and member("fitflax.Trainer", name):
+    if not rest and "_" in name and member("fitflax.Trainer", name) and callable(getattr(public()["fitflax.Trainer"], name)):
         return f"fitflax.Trainer.{name}"
     return None
 
