@@ -80,6 +80,15 @@ def test_the_site_builds_without_a_warning_and_links_and_names_are_whole(tmp_pat
     assert (site / "index.html").is_file() and "fitflax.Trainer" in (site / "docs" / "api" / "trainer.html").read_text(encoding="utf-8")
 
 
+def test_links_that_lead_nowhere_are_found(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b.html").write_text('<h1 id="top">B</h1><a href="../c.html#x">good</a><a href="#top">good</a><img src="d.png">')
+    (tmp_path / "c.html").write_text(
+        '<p id="x">C</p><a href="a/b.html#none">no anchor</a><a href="e.html">no page</a><a href="https://example.org/">elsewhere</a>'
+    )
+    assert broken_links(tmp_path) == ["a/b.html: d.png", "c.html: a/b.html#none", "c.html: e.html"]
+
+
 def test_every_public_name_has_a_directive_in_the_reference():
     assert set(PUBLIC_MODULES) < set(names.MODULES)
     text = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "api").glob("*.md"))
