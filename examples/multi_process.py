@@ -53,7 +53,7 @@ def train(directory: pathlib.Path, port: int, processes: int, index: int, epochs
     )
     accuracy = trainer.evaluate(Shard((x_test[own], y_test[own])), verbose=0)["accuracy"]  # That of all test images, in every process.
     if index == 0:
-        (directory / "result.json").write_text(json.dumps({"accuracy": accuracy, "step": trainer.step}))
+        (directory / "result.json").write_text(json.dumps({"accuracy": accuracy}))
 
 
 def start(directory: pathlib.Path, processes: int, epochs: int, verbose: int) -> list[subprocess.Popen]:
@@ -69,7 +69,6 @@ def start(directory: pathlib.Path, processes: int, epochs: int, verbose: int) ->
 
 def main(directory: pathlib.Path, *, processes: int = 2, epochs: int = 12, kill: bool = True, verbose: int = 2) -> float:
     """Starts the processes, kills one when there is a checkpoint, starts all of them again, and returns the accuracy on the test images."""
-    directory = directory.absolute()
     directory.mkdir(parents=True, exist_ok=True)
     running = start(directory, processes, epochs, verbose)
     try:
@@ -89,7 +88,8 @@ def main(directory: pathlib.Path, *, processes: int = 2, epochs: int = 12, kill:
     if any(codes):
         raise SystemExit(f"The processes ended with the codes {codes}.")
     result = json.loads((directory / "result.json").read_text())
-    print(f"step: {result['step']}, log: {directory / 'log.csv'}, checkpoints: {directory / 'checkpoints'}")
+    print(f"log: {directory / 'log.csv'}")
+    print(f"checkpoints: {directory / 'checkpoints'}")
     print(f"test accuracy: {result['accuracy']:.3f}")
     return result["accuracy"]
 

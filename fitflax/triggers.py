@@ -92,10 +92,13 @@ class _Simple(Trigger):
         return math.inf
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class _EverySteps(_Simple):
     steps: int
     offset: int | None
+
+    def __repr__(self) -> str:
+        return f"every(steps={self.steps})" if self.offset is None else f"every(steps={self.steps}, offset={self.offset})"
 
     def is_due(self, moment: Moment, last_seconds: float) -> bool:
         offset = self.steps if self.offset is None else self.offset
@@ -107,9 +110,12 @@ class _EverySteps(_Simple):
         return max(offset, step + 1 + (offset - step - 1) % self.steps)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class _EveryEpochs(_Simple):
     epochs: int
+
+    def __repr__(self) -> str:
+        return f"every(epochs={self.epochs})"
 
     def is_due(self, moment: Moment, last_seconds: float) -> bool:
         return moment.epoch_ends and moment.epochs_done % self.epochs == 0
@@ -119,9 +125,12 @@ class _EveryEpochs(_Simple):
         return None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class _EverySeconds(_Simple):
     seconds: float
+
+    def __repr__(self) -> str:
+        return f"every(seconds={self.seconds:g})"
 
     def is_due(self, moment: Moment, last_seconds: float) -> bool:
         return moment.seconds - last_seconds >= self.seconds
@@ -135,9 +144,12 @@ class _EverySeconds(_Simple):
         return None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class _At(_Simple):
     steps: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        return f"at({', '.join(map(str, self.steps))})"
 
     def is_due(self, moment: Moment, last_seconds: float) -> bool:
         return moment.step in self.steps
@@ -147,10 +159,13 @@ class _At(_Simple):
         return min((one for one in self.steps if one > step), default=None)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class _First(_Simple):
     steps: int
     of_process: bool
+
+    def __repr__(self) -> str:
+        return f"first({self.steps}, of_process=True)" if self.of_process else f"first({self.steps})"
 
     def is_due(self, moment: Moment, last_seconds: float) -> bool:
         begin = moment.start_step if self.of_process else 0
@@ -162,9 +177,12 @@ class _First(_Simple):
         return max(step, begin) + 1 if step < begin + self.steps else None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class _Any(Trigger):
     members: tuple[Trigger, ...]
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.members))
 
     def parts(self) -> tuple[Trigger, ...]:
         return self.members

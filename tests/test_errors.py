@@ -442,7 +442,13 @@ class TwoOutputs(nn.Module):
         ),
         ({"loss": ["mse"] * 3}, {"head": Y[:, :1]}, LossError, r"compile\(loss=...\) has 3 entries, but the module has 2 outputs: \['head', 'tail'\]"),
         ({"loss": {"head": "mse"}}, {"haed": Y[:, :1]}, LossError, r"The output 'head' has no targets: the targets are \['haed'\]. Did you mean 'haed'\?"),
-        ({"loss": "mse"}, Y, LossError, r"The module has the outputs \['head', 'tail'\], so targets must be 2 arrays or a dict"),
+        (
+            {"loss": "mse"},
+            Y,
+            LossError,
+            r"The module has the outputs \['head', 'tail'\], so targets must be 2 arrays or a dict.* together is given as a function",
+        ),
+        ({"loss": lambda o, t: o["head"][:, 0], "metrics": ["mae"]}, Y, MetricError, r"A metric of all outputs together is given as metrics=\{key: metric\}"),
         (
             {"loss": {"head": "mse"}, "metrics": {"head": "mse", "tal": "mse"}},
             {"head": Y[:, :1]},

@@ -226,3 +226,10 @@ def test_integers_of_numpy_are_integers():
     assert type(ModelCheckpoint("nowhere", keep=two, keep_every=two).keep_every) is int
     with pytest.raises(ConfigError, match="must be a positive integer"):
         every(steps=np.bool_(True))
+
+
+def test_a_trigger_shows_as_it_is_written():
+    words = ["every(steps=3)", "every(steps=3, offset=1)", "every(epochs=2)", "every(seconds=0.5)", "at(1, 17)", "first(10)", "first(2, of_process=True)"]
+    for text in [*words, "every(epochs=1) | every(seconds=600) | at(4)"]:
+        trigger = eval(text, {"every": every, "at": at, "first": first})
+        assert repr(trigger) == text

@@ -350,7 +350,11 @@ def _select_target(targets: PyTree, name: str, index: int, names: Sequence[str],
         return targets[name]
     if isinstance(targets, list | tuple) and len(targets) == len(names):
         return targets[index]
-    raise error(f"The module has the outputs {list(names)}, so targets must be {len(names)} arrays or a dict. Received: {describe_shapes(targets)}.")
+    what, each = ("metric", "metrics={key: metric}") if error is MetricError else ("loss", "a function")
+    raise error(
+        f"The module has the outputs {list(names)}, so targets must be {len(names)} arrays or a dict. Received: {describe_shapes(targets)}. "
+        f"A {what} of all outputs together is given as {each}."
+    )
 
 
 def _by_output(spec: Any, names: Sequence[str], what: str, error: type[FitflaxError]) -> dict[str, Any]:
