@@ -65,7 +65,7 @@ TESTS = {
         "tests/test_restore.py",
     ),
     "fitflax/checkpoints/documents.py": (
-        "tests/checkpoints/test_contents.py tests/checkpoints/test_format_docs.py",
+        "tests/checkpoints/test_documents.py tests/checkpoints/test_contents.py tests/checkpoints/test_format_docs.py",
         "tests/checkpoints/test_store.py",
         "tests/checkpoints/test_damage.py",
     ),
