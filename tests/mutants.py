@@ -66,7 +66,6 @@ TESTS = {
     ),
     "fitflax/checkpoints/documents.py": (
         "tests/checkpoints/test_documents.py tests/checkpoints/test_contents.py tests/checkpoints/test_format_docs.py",
-        "tests/checkpoints/test_store.py",
         "tests/checkpoints/test_damage.py",
     ),
     "fitflax/checkpoints/store.py": ("tests/checkpoints/test_store.py",),
