@@ -1,4 +1,4 @@
-"""Breaks the library one small thing at a time and looks whether a test sees it: `python -m tests.mutants fitflax/steps/task.py ...`, or `make mutants` for all.
+"""Breaks the library one thing at a time and looks whether a test sees it: `python -m tests.mutants fitflax/triggers.py ...`, or `make mutants` for all.
 
 A mutant is a copy of the checkout in which one operator, number or statement of one file is another. The 40 of a file are the same every time, and most of
 them stay when the file changes. Those that no test sees are shown, unless `tests/MUTANTS.md` says why; where there are any, the exit status is 1.
