@@ -16,7 +16,7 @@ help:
 	@echo 'make test      lint, types and every test that is not marked slow'
 	@echo 'make test-all  lint, types and every test; CI runs this'
 	@echo 'make soak      kill a run 200 times and compare it with one never stopped; make a million steps and look at the memory'
-	@echo 'make mutants   break single lines of the core, 40 a file, and look whether a test sees it (hours); FILES=fitflax/step.py for one'
+	@echo 'make mutants   break single lines of the core, 40 a file, and look whether a test sees it, hours; FILES=fitflax/steps/task.py for one'
 	@echo 'make lint      lint and types alone'
 	@echo 'make bench     measure fitflax against hand-written loops, Keras and Lightning (40 minutes)'
 	@echo 'make site      build the documentation site: site/index.html'

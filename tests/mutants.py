@@ -1,4 +1,4 @@
-"""Breaks the library one small thing at a time and looks whether a test sees it: `python -m tests.mutants fitflax/step.py ...`, or `make mutants` for all.
+"""Breaks the library one thing at a time and looks whether a test sees it: `python -m tests.mutants fitflax/triggers.py ...`, or `make mutants` for all.
 
 A mutant is a copy of the checkout in which one operator, number or statement of one file is another. The 40 of a file are the same every time, and most of
 them stay when the file changes. Those that no test sees are shown, unless `tests/MUTANTS.md` says why; where there are any, the exit status is 1.
@@ -51,7 +51,7 @@ TESTS = {
         "tests/checkpoints/test_format_docs.py tests/checkpoints/test_codec.py tests/checkpoints/test_msgpack_format.py",
         "tests/checkpoints/test_damage.py",
     ),
-    "fitflax/step.py": (
+    "fitflax/steps/task.py": (
         "tests/test_step.py",
         "tests/callbacks/test_terminate_on_nan.py",
         "tests/test_trainer.py",
@@ -65,16 +65,15 @@ TESTS = {
         "tests/test_restore.py",
     ),
     "fitflax/checkpoints/documents.py": (
-        "tests/checkpoints/test_contents.py tests/checkpoints/test_format_docs.py",
-        "tests/checkpoints/test_store.py",
+        "tests/checkpoints/test_documents.py tests/checkpoints/test_contents.py tests/checkpoints/test_format_docs.py",
         "tests/checkpoints/test_damage.py",
     ),
     "fitflax/checkpoints/store.py": ("tests/checkpoints/test_store.py",),
-    "fitflax/loop.py": ("tests/test_hooks.py", "tests/checkpoints/test_checkpoint.py", "tests/test_unseen.py", "tests/test_resume.py"),
-    "fitflax/preparation.py": ("tests/test_trials.py", "tests/test_groups.py", "tests/test_errors.py", "tests/test_resume.py"),
+    "fitflax/loops/run.py": ("tests/test_hooks.py", "tests/checkpoints/test_checkpoint.py", "tests/test_unseen.py", "tests/test_resume.py"),
+    "fitflax/loops/preparation.py": ("tests/test_trials.py", "tests/test_groups.py", "tests/test_errors.py", "tests/test_resume.py"),
     "fitflax/checkpoints/trees.py": ("tests/checkpoints/test_trees.py", "tests/checkpoints/test_codec.py"),
-    "fitflax/checkpoints/saving.py": ("tests/checkpoints/test_saving.py", "tests/test_asynchronous.py"),
-    "fitflax/sums.py": ("tests/test_step.py", "tests/test_objective.py"),
+    "fitflax/checkpoints/saving.py": ("tests/checkpoints/test_saving.py", "tests/checkpoints/test_saving.py -m slow", "tests/test_asynchronous.py"),
+    "fitflax/steps/sums.py": ("tests/test_step.py", "tests/test_objective.py"),
 }
 
 # What stands for what.

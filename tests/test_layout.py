@@ -12,6 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests import mutants
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "fitflax"
 
@@ -277,3 +279,9 @@ def test_public_names_have_docstrings_with_an_example(name: str):
             elif "+SKIP" in doc:
                 faults.append(f"{entry}: an example that does not run")
     assert not faults, f"{name}:\n" + "\n".join(faults)
+
+
+def test_the_files_that_mutants_are_made_of_and_their_tests_are_there():
+    calls = [call for several in mutants.TESTS.values() for call in several]
+    paths = {*mutants.TESTS, *(word for call in calls for word in call.split() if word.endswith(".py"))}
+    assert sorted(path for path in paths if not (ROOT / path).is_file()) == []

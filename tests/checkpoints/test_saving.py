@@ -10,7 +10,7 @@ import weakref
 import pytest
 
 from fitflax import background
-from fitflax.checkpoints.lock import holder_of
+from fitflax.checkpoints.lock import holder_of, lock_directory
 from fitflax.checkpoints.saving import Saver, _Job
 from fitflax.errors import DirectoryInUseError
 
@@ -87,7 +87,9 @@ def test_nothing_is_taken_after_a_failure_until_somebody_has_heard_of_it():
     while not saver.is_idle:
         pass
     assert not saver.submit(lambda: None)
+    assert isinstance(saver.failure, OSError)
     assert isinstance(saver.settle(), OSError) and saver.settle() is None
+    assert saver.failure is None
     assert saver.submit(lambda: None)
     saver.close()
 
@@ -129,13 +131,35 @@ def test_no_thread_is_left_at_the_end():
     assert not [thread for thread in threading.enumerate() if thread.name == "fitflax-saver"]
 
 
-def test_a_thread_that_is_never_closed_ends_by_itself(monkeypatch):
+def ended(saver):
+    """Returns when the saver's thread has ended."""
+    saver._thread.wait_until(lambda: not saver._thread.has_thread)
+    with saver._thread._turn:
+        pass
+
+
+def test_a_thread_that_is_never_closed_ends_by_itself_and_the_run_keeps_its_directory(monkeypatch, tmp_path):
     monkeypatch.setattr(background, "IDLE_SECONDS", 0.0)
     saver = Saver()
+    saver.lock(tmp_path)
     for _ in range(3):
         saver.submit(lambda: None)
         saver.wait()
-        saver._thread.wait_until(lambda: not saver._thread.has_thread)
+        ended(saver)
+        assert holder_of(tmp_path) is saver
+    saver.close()
+
+
+def test_a_ctrl_c_while_somebody_waits_leaves_at_once(monkeypatch):
+    def interrupted(condition):
+        raise KeyboardInterrupt
+
+    saver = Saver()
+    with monkeypatch.context() as patch:
+        patch.setattr(saver._thread, "wait_until", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            saver.wait()
+    assert not saver.submit(lambda: None)
 
 
 def test_leaving_at_once_waits_for_nothing_and_begins_nothing(tmp_path):
@@ -157,6 +181,32 @@ def test_leaving_at_once_waits_for_nothing_and_begins_nothing(tmp_path):
     assert holder_of(tmp_path) is following and done == []
     following.close()
     assert holder_of(tmp_path) is None
+
+
+def test_what_goes_on_in_the_thread_after_leaving_at_once_gives_the_directory_back_when_it_is_done(tmp_path):
+    saver, gate = Saver(), Gate()
+    saver.lock(tmp_path)
+    saver.submit(gate)
+    assert gate.entered.wait(60)
+    saver.abandon()
+    gate.opened.set()
+    ended(saver)
+    assert holder_of(tmp_path) is None
+
+
+def test_a_run_takes_over_from_one_that_left_at_once_and_from_a_store_that_is_used_by_itself(tmp_path):
+    class Store:
+        pass
+
+    left, store = Saver(), Store()
+    left.lock(tmp_path)
+    left.abandon()
+    (tmp_path / "other").mkdir()
+    lock_directory(tmp_path / "other", store)
+    with Saver() as saver:
+        for directory in (tmp_path, tmp_path / "other"):
+            saver.lock(directory)
+            assert holder_of(directory) is saver
 
 
 def test_a_run_that_is_alive_keeps_its_directory_from_other_runs_of_the_process(tmp_path):

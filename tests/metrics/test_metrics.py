@@ -125,7 +125,7 @@ def test_which_metrics_collect_rows_and_which_add_up():
 @pytest.mark.mostly_slow
 def test_a_metric_of_nothing_is_zero_and_adds_nothing(name: str):
     metric = metrics.get(name)
-    assert float(metric.empty().compute()) == 0.0
+    assert float(metric.empty().compute()) == float(metric.empty().merge(metric.empty()).compute()) == 0.0
     nothing = metric.empty().update(np.full_like(LOGITS, np.nan), TARGETS.get(name, VALUES), np.zeros(ROWS, np.float32))
     assert not np.any(nothing.compute())
     some = metric.update(LOGITS, TARGETS.get(name, VALUES), WEIGHTS)

@@ -1,0 +1,43 @@
+"""Files of JSON on the disk: when they are there for good, and what a disk that fails leaves."""
+
+import errno
+import os
+import stat
+
+import pytest
+
+from fitflax.checkpoints.documents import read_document, replace_document, write_document
+from fitflax.errors import CheckpointError, CorruptCheckpointError
+
+
+def test_a_document_is_whole_when_the_disk_is_asked_to_keep_it(tmp_path, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: sizes.append(os.fstat(descriptor).st_size))
+    write_document(tmp_path / "one.json", {"value": 1})
+    assert sizes == [(tmp_path / "one.json").stat().st_size]
+
+
+@pytest.mark.parametrize(("options", "kinds"), [({}, ["file", "directory"]), ({"is_durable": False}, ["file"])])
+def test_a_replaced_document_outlasts_a_power_failure_unless_that_is_given_up(options, kinds, tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append("directory" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file"))
+    replace_document(tmp_path / "one.json", {"value": 1}, **options)
+    assert synced == kinds and read_document(tmp_path / "one.json")["value"] == 1
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_document_that_cannot_be_replaced_stays_and_nothing_is_left_beside_it(call, tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_document(tmp_path / "one.json", {"value": 1})
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(OSError, match="No space left on device"):
+        replace_document(tmp_path / "one.json", {"value": 2})
+    assert os.listdir(tmp_path) == ["one.json"] and read_document(tmp_path / "one.json")["value"] == 1
+
+
+def test_a_document_that_the_disk_does_not_give_is_not_called_damaged(tmp_path):
+    with pytest.raises(CheckpointError, match=r"could not be read: Is a directory\.$") as caught:
+        read_document(tmp_path)
+    assert not isinstance(caught.value, CorruptCheckpointError)
