@@ -125,7 +125,6 @@ def test_tables_of_docstrings_become_lists_of_cells():
 def test_signatures_are_those_that_users_write():
     shown = {
         "(a: int = 1)": "(a: int = 1)",
-        "(every: Trigger = _EverySteps(steps=1, offset=None))": "(every: Trigger = every(steps=1))",
         "(mutable: Any = DenyList(deny='params'))": "(mutable: Any = DenyList('params'))",
         "(total: Array = <factory>, axes: AxisNames = AxisNames(0 arrays))": "(total: Array = ..., axes: AxisNames = ...)",
     }

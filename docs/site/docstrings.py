@@ -14,7 +14,6 @@ PREFIX = re.compile(r"\b(?:[a-z_]\w*\.)+(?=[A-Z])")
 # Defaults whose `repr` is no expression, or not the one that users write.
 DEFAULTS = (
     (re.compile(r"<[^<>]*>|\b[A-Z]\w*\(\d+ arrays\)"), "..."),
-    (re.compile(r"_EverySteps\(steps=(\d+), offset=None\)"), r"every(steps=\1)"),
     (re.compile(r"DenyList\(deny=('\w+')\)"), r"DenyList(\1)"),
 )
 NOT_MADE = {"fitflax.Checkpoint", "fitflax.Summary", "fitflax.callbacks.Phase", "fitflax.callbacks.TrainerView"}
