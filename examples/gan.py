@@ -51,14 +51,14 @@ class GANTrainer(fitflax.Trainer):
     def train_step(self, state, batch):
         labels, images, mask = batch.x, batch.y, batch.mask
         # On several devices each has a share of the batch: sums over all of them make the step what it is on one.
-        num_examples = jax.lax.psum(mask.sum(), "replica")
-        key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), jax.lax.axis_index("replica"))
+        num_examples = self.sum_replicas(mask.sum())
+        rngs = self.step_rngs(state)
 
         def mean(values):
             return jnp.sum(values * mask) / num_examples
 
         def draw(params):
-            return self.model.apply({"params": params}, labels, rngs={"noise": key})
+            return self.model.apply({"params": params}, labels, rngs=rngs)
 
         def judge(params, images):
             return self.model.apply({"params": params}, images, labels, method="judge")
@@ -78,7 +78,7 @@ class GANTrainer(fitflax.Trainer):
         by_generator, more_values = jax.grad(generator_loss, has_aux=True)(state.params)
         # Each player follows its own loss alone.
         grads = {"generator": by_generator["generator"], "discriminator": by_discriminator["discriminator"]}
-        state = state.apply_gradient(jax.lax.psum(grads, "replica"), OPTIMIZER)
+        state = state.apply_gradient(self.sum_replicas(grads), self.optimizer)
         # Logs are a sum and a weight each, so that an epoch's are means over its examples.
         return state, {name: (jnp.sum(each * mask), jnp.sum(mask)) for name, each in {**values, **more_values}.items()}
 

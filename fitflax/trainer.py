@@ -414,17 +414,68 @@ class Trainer:
         """Returns the state after one update, and logs `{key: (sum, weight)}`; override it for another rule of updating. Pure and traced.
 
         Under `DataParallel` it runs on one replica's share: parameters, optimizer state and collections of all replicas are made equal afterwards,
-        floating-point values by their mean; sum gradients over the axis `"replica"` where you want the global batch's. Under `Sharded` it runs on the whole
-        batch, and there is no axis to sum over. `step` is counted and `ema_params` are averaged for you.
+        floating-point values by their mean; `sum_replicas` makes of each share's part of a gradient that of the global batch. Under `Sharded` it runs on the
+        whole batch, and there is nothing to sum. `optimizer` and `step_rngs` are the compiled optimizer and the step's random keys. `step` is counted and
+        `ema_params` are averaged for you.
         Logs are means over the epoch, so metrics that are no means (r2, rmse, perplexity) come from this method's own logs as means of their batches' values.
 
         Args:
             state: The state before.
             batch: The replica's share of the batch, or the whole batch.
+
+        >>> import numpy as np
+        >>> class SignTrainer(Trainer):
+        ...     def train_step(self, state, batch):
+        ...         num_examples = self.sum_replicas(batch.mask.sum())
+        ...         def loss(params):
+        ...             outputs = self.model.apply({"params": params}, batch.x, rngs=self.step_rngs(state))
+        ...             values = ((outputs - batch.y) ** 2).mean(axis=-1) * batch.mask
+        ...             return values.sum() / num_examples, values
+        ...         grads, values = jax.grad(loss, has_aux=True)(state.params)
+        ...         grads = jax.tree.map(jax.numpy.sign, self.sum_replicas(grads))
+        ...         return state.apply_gradient(grads, self.optimizer), {"loss": (values.sum(), batch.mask.sum())}
+        >>> trainer = SignTrainer(nn.Dense(1))
+        >>> trainer.compile("sgd", learning_rate=0.05)
+        >>> x = np.linspace(0, 1, 64, dtype=np.float32)[:, None]
+        >>> trainer.fit(x, 2 * x, epochs=20, verbose=0).history["loss"][-1] < 0.1
+        True
         """
         task = self._session.need_compiled("train_step").task
         done = task.update(state, batch, unify=False)
         return done.state, task.weighted_logs(done.metrics, batch)
+
+    @property
+    def optimizer(self) -> optax.GradientTransformationExtraArgs:
+        """The optax transformation that `compile` was given, or made, for a `train_step` of one's own.
+
+        Raises:
+            NotReadyError: Before `compile`.
+        """
+        optimizer = self._session.need_compiled("optimizer").task.optimizer
+        assert optimizer is not None
+        return optimizer
+
+    def sum_replicas(self, tree: PyTree) -> PyTree:
+        """Returns the sum over all replicas, inside `train_step` and `compute_loss`; under `Sharded`, where there is one, what it was given.
+
+        Args:
+            tree: Arrays of this replica.
+
+        Raises:
+            NotReadyError: Before `compile`.
+        """
+        return self._session.need_compiled("sum_replicas").task.strategy.sum(tree)
+
+    def step_rngs(self, state: TrainState) -> dict[str, jax.Array]:
+        """Returns a key for each of the module's random streams in training, of this step and replica, inside `train_step`.
+
+        Args:
+            state: The state before the step.
+
+        Raises:
+            NotReadyError: Before `compile`.
+        """
+        return self._session.need_compiled("step_rngs").task.step_rngs(state)
 
     # -- data --
 

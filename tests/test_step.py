@@ -13,7 +13,7 @@ from flax import struct
 import fitflax
 from fitflax import metrics
 from fitflax.errors import FitflaxError, LossError, MetricError, ModelError
-from fitflax.parallel import DataParallel
+from fitflax.parallel import DataParallel, Sharded
 from fitflax.state import Batch, TrainState
 from fitflax.steps.task import split_key
 from tests.order_metric import Digits
@@ -416,6 +416,38 @@ def test_the_logs_of_an_update_of_ones_own_are_sums_over_sums_in_its_order(num_d
     logs = trainer.train_on_batch((X[:5], Y[:5]))
     assert list(logs) == ["second", "loss"]
     assert logs == {"second": 1.0, "loss": pytest.approx(np.mean((outputs - Y[:5]) ** 2), rel=1e-6)}
+
+
+class ByHand(fitflax.Trainer):
+    """The usual update, written with what the trainer gives for it."""
+
+    def train_step(self, state: TrainState, batch: Batch) -> Any:
+        num_examples = self.sum_replicas(batch.mask.sum())
+
+        def loss(params: Any) -> Any:
+            outputs = self.model.apply({"params": params}, batch.x, True, rngs=self.step_rngs(state))
+            values = ((outputs - batch.y) ** 2).mean(axis=-1) * batch.mask
+            return values.sum() / num_examples, values
+
+        grads, values = jax.grad(loss, has_aux=True)(state.params)
+        return state.apply_gradient(self.sum_replicas(grads), self.optimizer), {"loss": (values.sum(), batch.mask.sum())}
+
+
+class Dropping(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any, train: bool = False) -> Any:
+        return nn.Dense(Y.shape[1])(nn.Dropout(0.5, deterministic=not train)(nn.Dense(8)(x)))
+
+
+@pytest.mark.parametrize("strategy", [lambda four: DataParallel(four[:1]), DataParallel, lambda four: Sharded({"data": -1}, fsdp=False, devices=four)])
+def test_an_update_by_hand_is_the_usual_one_on_all_strategies(strategy: Any, devices: Devices):
+    states = []
+    for kind in (ByHand, fitflax.Trainer):
+        trainer = kind(Dropping(), parallel=strategy(devices(4)))
+        trainer.compile("adam", None if kind is ByHand else "mse", learning_rate=0.1)
+        history = trainer.fit(X, Y, batch_size=8, epochs=2, verbose=0).history
+        states.append((trainer.state.params, history["loss"]))
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6), *states)
 
 
 class Inheriting(fitflax.Trainer):

@@ -30,7 +30,8 @@ from fitflax.steps.numerics import Numerics, start_average
 from fitflax.steps.objective import Objective
 from fitflax.steps.preflight import check_places
 from fitflax.steps.program import Program
-from fitflax.steps.task import Task, state_faults
+from fitflax.steps.structure import state_faults
+from fitflax.steps.task import Task
 
 __all__ = ["Session"]
 

@@ -24,6 +24,7 @@ from fitflax.state import Batch, PyTree, TrainState
 from fitflax.steps.model import RNG_HINT, Model, describe_shapes
 from fitflax.steps.numerics import Numerics, start_average
 from fitflax.steps.objective import Objective
+from fitflax.steps.structure import same_types, strong_types
 from fitflax.steps.sums import EvalSums, TotalLoss, TrainSums, as_vector, rows_of, summed
 from fitflax.steps.suspects import Suspects, find_suspects, named_suspects
 
@@ -518,6 +519,10 @@ class Task:
         params, x = self.numerics.narrow((params, x))
         return self.numerics.widen(self.model.apply({"params": params, **model_state}, x, train=train, rngs=rngs, mutable=self.mutable)[0])
 
+    def step_rngs(self, state: TrainState) -> dict[str, jax.Array]:
+        """Returns the keys of the streams of training for the step that follows a state."""
+        return self._rngs(self.streams.train, jax.random.fold_in(state.key, state.step))
+
     def _rngs(self, names: tuple[str, ...], key: jax.Array) -> dict[str, jax.Array]:
         return split_key(jax.random.fold_in(key, self.strategy.replica_index()), names) if names else {}
 
@@ -562,39 +567,3 @@ def _masked_weights(batch: Batch) -> tuple[jax.Array, jax.Array]:
 
 def _from_left(array: jax.Array, ndim: int) -> jax.Array:
     return array.reshape(array.shape + (1,) * (ndim - array.ndim))
-
-
-def strong_types(tree: PyTree) -> PyTree:
-    """Returns `tree` without weakly typed leaves, which the first update would turn into others and so compile the step twice."""
-
-    def strong(leaf: jax.Array) -> jax.Array:
-        return leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else jax.lax.convert_element_type(leaf, leaf.dtype)
-
-    return jax.tree.map(strong, tree)
-
-
-def state_faults(old: TrainState, new: TrainState) -> list[str]:
-    """Returns, in words, where `new` differs from `old` in structure, shapes or dtypes."""
-    before, after = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (old, new))
-    faults = []
-    for path in {**before, **after}:
-        was, now, name = before.get(path), after.get(path), jax.tree_util.keystr(path)
-        if was is None or now is None:
-            faults.append(f"{name} {'appears' if was is None else 'disappears'}")
-        elif was.shape != now.shape or was.dtype != now.dtype:
-            faults.append(f"{name} changes from {describe_shapes(was)} to {describe_shapes(now)}")
-    return faults
-
-
-def same_types(new: TrainState, old: TrainState) -> TrainState:
-    """Returns `new`, checked to have the structure, shapes and dtypes of `old`.
-
-    Raises:
-        ModelError: It has not: the step would be compiled again and again.
-    """
-    new = strong_types(new)
-    faults = state_faults(old, new)
-    if faults:
-        raise ModelError(f"The state must keep its structure from step to step: {'; '.join(faults)}.")
-    # Containers may still differ in kind (a FrozenDict for a dict), which would compile twice as well.
-    return cast(TrainState, jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new)))
