@@ -17,7 +17,9 @@ from fitflax.checkpoints import directories
 from fitflax.checkpoints import store as store_module
 from fitflax.checkpoints.by_path import load_checkpoint, save_checkpoint
 from fitflax.checkpoints.documents import read_document
+from fitflax.checkpoints.lock import holder_of
 from fitflax.checkpoints.saved import Saved
+from fitflax.checkpoints.saving import Saver
 from fitflax.checkpoints.store import CheckpointStore
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, DirectoryInUseError, FitflaxWarning
 
@@ -137,8 +139,9 @@ def test_best_passes_over_unreadable_metadata_with_a_warning(store):
     save(store, 1, metrics={"train": {"loss": 0.5}})
     save(store, 2, keep=[1], metrics={"train": {"loss": 0.25}})
     flip(store.path(2) / "metadata.json")
-    with pytest.warns(FitflaxWarning, match="Passed over a checkpoint.*step_00000002/metadata.json"):
+    with pytest.warns(FitflaxWarning, match="Passed over a checkpoint.*step_00000002/metadata.json") as caught:
         assert store.best("loss", "min") == 1
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_a_mode_that_is_neither_min_nor_max_is_an_error(store):
@@ -225,6 +228,37 @@ def test_what_an_owner_wants_and_what_a_checkpoint_measured_can_be_asked(store):
         save(store, step, keep=[1, 9], metrics={"val": {"loss": step / 2}})
     assert (store.wanted("model"), store.wanted("best")) == ([1, 2], [])
     assert (store.metric(1, "val_loss"), store.metric(1, "loss"), store.metric(9, "val_loss")) == (0.5, None, None)
+
+
+def test_a_checkpoint_that_somebody_else_removed_is_lost_and_one_that_was_given_up_is_not(store):
+    for step in (1, 2, 3):
+        save(store, step, keep=[step - 1])
+    shutil.rmtree(store.path(2))
+    assert (store.lost("model", [1, 2, 3]), store.lost("best", [1, 2, 3])) == ([2], [])
+    (store.directory / "retention.json").unlink()
+    assert store.lost("model", [3, 2, 1]) == [1, 2]
+
+
+def test_a_checkpoint_belongs_to_those_who_save_it_next_though_the_process_dies_before(store):
+    store.save(step=1, train={}, run={}, metadata={"run_id": "a"}, owner="latest", keep=[], also=["best"])
+    following = CheckpointStore(store.directory, backend=store.backend)
+    assert (following.wanted("latest"), following.wanted("best")) == ([1], [1])
+    before = (store.path(1) / "metadata.json").stat().st_ino
+    save(store, 1, owner="best")
+    assert (store.path(1) / "metadata.json").stat().st_ino == before
+
+
+def test_what_a_save_gives_up_is_wanted_until_the_new_checkpoint_is_there(store, monkeypatch):
+    def die(*arguments, **options):
+        raise Killed
+
+    save(store, 1)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(store_module, "write_in_place", die)
+        save(store, 2)
+    assert store.wanted("model") == [1]
+    store.retain("best", [])
+    assert store.steps() == [1]
 
 
 def test_retain_changes_wishes_without_saving(store):
@@ -430,6 +464,18 @@ def test_a_directory_that_cannot_be_listed_is_a_checkpoint_error(store, monkeypa
 # --- Whose directory it is ---
 
 
+def test_a_run_locks_the_directory_as_soon_as_it_is_there(tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints")
+    with Saver() as saver:
+        store.lock(saver)
+        assert not store.directory.exists()
+        store.claim("a", overwrite=False)
+        assert holder_of(store.directory) is saver
+    with Saver() as saver:
+        store.lock(saver)
+        assert holder_of(store.directory) is saver
+
+
 def test_claim_makes_the_directory_and_notes_the_run(tmp_path):
     store = CheckpointStore(str(tmp_path / "new" / "dir"))
     store.claim("a", overwrite=False)
@@ -570,6 +616,15 @@ def test_steps_after_a_resume_point_are_dropped_and_deleted_once_one_is_saved_be
     store.retain("best", [])
     assert store.steps() == [20]
     assert store.restore(20).train["w"] == 7
+
+
+def test_what_is_dropped_is_in_its_place_on_the_disk_before_it_counts_as_dropped(store, monkeypatch):
+    for step in (1, 2):
+        save(store, step, keep=[1])
+    synced = []
+    monkeypatch.setattr(store_module, "fsync_directory", lambda directory: synced.append(directory.name))
+    store.drop_after(1)
+    assert [name[:6] for name in synced] == [".undo-", "checkp"]
 
 
 def test_what_was_dropped_stays_aside_when_the_process_dies_before_it_saves(store, monkeypatch):

@@ -11,7 +11,7 @@ from flax import struct
 
 from fitflax import losses, metrics
 from fitflax.errors import MetricError
-from fitflax.metrics.base import metric_direction, metric_name
+from fitflax.metrics.base import add_pairs, metric_direction, metric_name
 from fitflax.metrics.registry import resolve
 from tests.metrics.batches import one_batch, over_batches, softmax
 
@@ -121,6 +121,14 @@ def test_which_metrics_collect_rows_and_which_add_up():
     assert {*NAMES} - {*ADDITIVE} - {*COLLECTING} == {"r2", "explained_variance"}
 
 
+def test_a_metric_is_recorded_and_shown_as_it_is_unless_it_says_otherwise():
+    class Own(metrics.Metric):
+        name, direction = "own", None
+        empty = update = merge = compute = None  # type: ignore[assignment]
+
+    assert Own.is_recorded and Own().summary(0.5) == 0.5
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.mostly_slow
 def test_a_metric_of_nothing_is_zero_and_adds_nothing(name: str):
@@ -184,6 +192,11 @@ def test_counting_goes_on_beyond_what_float32_can_count():
     for _ in range(3):
         full = full.add(0.0, 1.0)
     assert np.asarray(full.weight, np.float64).sum() == 2**24 + 3
+
+
+def test_two_sums_are_joined_with_what_both_had_no_room_for():
+    rounded = jnp.array([2.0**24, 1.0])  # 2^24 + 1 is no float32.
+    assert np.asarray(add_pairs(rounded, rounded), np.float64).sum() == 2**25 + 2
 
 
 def test_replicas_are_joined_by_adding_leaves(devices: Callable[[int], list[jax.Device]]):
