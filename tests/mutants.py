@@ -73,7 +73,7 @@ TESTS = {
     "fitflax/loops/preparation.py": ("tests/test_trials.py", "tests/test_groups.py", "tests/test_errors.py", "tests/test_resume.py"),
     "fitflax/checkpoints/trees.py": ("tests/checkpoints/test_trees.py", "tests/checkpoints/test_codec.py"),
     "fitflax/checkpoints/saving.py": ("tests/checkpoints/test_saving.py", "tests/checkpoints/test_saving.py -m slow", "tests/test_asynchronous.py"),
-    "fitflax/steps/sums.py": ("tests/test_step.py", "tests/test_objective.py"),
+    "fitflax/steps/sums.py": ("tests/test_sums.py", "tests/test_step.py"),
 }
 
 # What stands for what.
