@@ -145,6 +145,12 @@ def test_the_threshold_is_on_the_outputs():
         np.testing.assert_allclose(matrix, sklearn.metrics.confusion_matrix(YES, probabilities > threshold), rtol=1e-5)
 
 
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_an_output_at_the_threshold_is_no_positive(multi_label: bool):
+    outputs, targets = jnp.array([[0.0], [1.0]]), jnp.array([[0], [1]])
+    assert float(metrics.Precision(multi_label=multi_label).update(outputs, targets, jnp.ones(2)).compute()) == 1.0
+
+
 def test_specificity_is_the_recall_of_the_negatives():
     one = metrics.Specificity().update(LOGIT, YES, WEIGHTS).compute()
     np.testing.assert_allclose(one, sklearn.metrics.recall_score(1 - YES, LOGIT <= 0, sample_weight=WEIGHTS), rtol=1e-5)
