@@ -30,7 +30,7 @@ def make_trainer(kind: type[fitflax.Trainer] = fitflax.Trainer, model: nn.Module
 def test_elapsed_time_leaves_out_what_the_consumer_does_before_reading_it():
     loop = make_trainer().train_loop(X, Y, batch_size=5, steps=4, every=fitflax.every(steps=2))
     first = next(loop)
-    jax.block_until_ready(first.step_values.vector)
+    jax.block_until_ready(first.run.step_values.vector)
     begin = time.monotonic()
     while time.monotonic() - begin < 0.3:
         pass

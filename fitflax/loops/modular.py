@@ -82,6 +82,7 @@ class TrainLoop:
         ModelError: The functions do not run on the first batch, or are called in another way.
         CheckpointError: A checkpoint cannot be used.
 
+    >>> import numpy as np
     >>> from flax import linen as nn
     >>> from fitflax import every, first
     >>> model, x = nn.Dense(1), np.ones((8, 2), np.float32)
@@ -282,6 +283,7 @@ class EvalLoop:
         MetricError: An unknown metric.
         DataError: Data that cannot be turned into batches.
 
+    >>> import numpy as np
     >>> from flax import linen as nn
     >>> model, x = nn.Dense(1), np.ones((8, 2), np.float32)
     >>> loop = TrainLoop(model.init, model.apply, optimizer="sgd", loss="mse", data=(x, x[:, :1]), steps=1)

@@ -47,12 +47,11 @@ def checkpoint(metrics, *, step=7, steps=1, seconds=0.0, norm=None, is_repeat=Fa
         step=step,
         n_completed_steps=steps,
         elapsed_time=seconds,
-        step_values=None if norm is None else object(),
         gradients_norm=norm,
         has_gradients_norm=True,
         params_norm=2.0,
         metrics=metrics,
-        point=types.SimpleNamespace(is_repeat=is_repeat),
+        run=types.SimpleNamespace(point=types.SimpleNamespace(is_repeat=is_repeat), step_values=None if norm is None else object()),
     )
 
 
