@@ -177,3 +177,12 @@ def test_checkpoints_have_the_time_that_the_processes_agreed_on():
     loop = trainer.train_loop(np.ones((4, 2), np.float32), np.ones((4, 1), np.float32), steps=1)
     loop._run._agreement = module.Agreement(lambda: 123.0)
     assert loop.next_step().run.point.seconds == 123.0
+
+
+def test_the_time_that_was_agreed_on_never_goes_back():
+    """What is posted for a step was said before what is said when all meet at the end of an epoch."""
+    together = object.__new__(Together)
+    together._seconds = 0.0
+    for said in (5.0, 3.0):
+        together._take(said, None)
+    assert together.seconds == 5.0

@@ -180,3 +180,11 @@ def test_a_loop_that_is_left_gives_back_the_batch_it_looked_at():
     with trainer.train_loop(batches, steps=4) as loop:
         assert loop.run(2).step == 2
     assert [c.step for c in trainer.train_loop(batches, steps=2)] == [3, 4]
+
+
+def test_a_state_that_is_put_in_place_at_a_checkpoint_is_what_the_checkpoint_has(trainer):
+    checkpoint = loop_of(trainer).run(2)
+    before, norm = checkpoint.model_params, checkpoint.params_norm
+    trainer.replace_state(trainer.state.replace_params(jax.tree.map(lambda leaf: 2 * leaf, before)))
+    jax.tree.map(lambda new, old: np.testing.assert_array_equal(new, 2 * old), checkpoint.model_params, before)
+    assert checkpoint.params_norm == pytest.approx(2 * norm)
