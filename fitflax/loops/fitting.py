@@ -134,10 +134,12 @@ def _naming_failure(run: Run) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        if run.failure is None:
+            raise
         first: BaseException | None = error
         while first is not None and first is not run.failure:
             last, first = first, first.__cause__ or first.__context__
-        if first is None and run.failure is not None:
+        if first is None:
             last.__context__ = run.failure
         raise
 
