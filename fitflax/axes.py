@@ -10,6 +10,7 @@ from flax.linen.partitioning import AxisMetadata, get_axis_names
 from jax.sharding import PartitionSpec
 
 from fitflax.errors import ModelError
+from fitflax.leaves import named_leaves, path_name
 
 __all__ = ["AxisNames", "Name", "is_axes_collection"]
 
@@ -53,11 +54,13 @@ class AxisNames:
     def of(cls, boxed: Mapping[str, Any]) -> "AxisNames":
         """Returns the names in the metadata of what a module's `init` returned, such as `nn.with_logical_partitioning` puts there, or `param_with_axes`."""
         leaves = jax.tree_util.tree_leaves_with_path(boxed, is_leaf=lambda node: isinstance(node, meta.AxisMetadata))
-        specs = {_name(path): leaf.get_partition_spec() for path, leaf in leaves if isinstance(leaf, meta.AxisMetadata) and hasattr(leaf, "get_partition_spec")}
+        specs = {
+            path_name(path): leaf.get_partition_spec() for path, leaf in leaves if isinstance(leaf, meta.AxisMetadata) and hasattr(leaf, "get_partition_spec")
+        }
         for collection, tree in boxed.items():
             if is_axes_collection(collection, tree):
                 names = jax.tree_util.tree_leaves_with_path(get_axis_names(tree), is_leaf=lambda node: isinstance(node, PartitionSpec))
-                specs |= {f"{collection.removesuffix(_AXES)}/{_name(path)}": spec for path, spec in names}
+                specs |= {f"{collection.removesuffix(_AXES)}/{path_name(path)}": spec for path, spec in names}
         return cls({path: tuple(spec) for path, spec in specs.items()})
 
     def each(self, fn: Callable[[str, Any, "tuple[Name, ...] | None"], Any], params: Any, model_state: Any, opt_state: Any) -> tuple[Any, Any, Any]:
@@ -69,18 +72,18 @@ class AxisNames:
 
         def own(root: str) -> Callable[[Any, Any], Any]:
             def call(path: Any, leaf: Any) -> Any:
-                name = "/".join(part for part in (root, _name(path)) if part)
+                name = "/".join(part for part in (root, path_name(path)) if part)
                 return fn(name, leaf, self.by_path.get(name))
 
             return call
 
-        shapes = {_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+        shapes = {path: leaf.shape for path, leaf in named_leaves(params)}
 
         def of_optimizer(path: Any, leaf: Any) -> Any:
-            parts = [_name((entry,)) for entry in path]
+            parts = [path_name((entry,)) for entry in path]
             param = next((name for start in range(len(parts) + 1) if (name := "/".join(parts[start:])) in shapes), None)
             is_alike = param is not None and shapes[param] == leaf.shape
-            return fn(f"opt_state/{_name(path)}", leaf, self.by_path.get(f"params/{param}") if is_alike else None)
+            return fn(f"opt_state/{path_name(path)}", leaf, self.by_path.get(f"params/{param}") if is_alike else None)
 
         return (
             jax.tree_util.tree_map_with_path(own("params"), params),
@@ -108,7 +111,3 @@ class AxisNames:
         if faults:
             raise ModelError(f"Each axis of an array needs a logical name: {'; '.join(faults)}. Give them with nn.with_logical_partitioning(init, names).")
         return trees
-
-
-def _name(path: Any) -> str:
-    return str(jax.tree_util.keystr(path, simple=True, separator="/"))

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 from fitflax.errors import OptimizerError, did_you_mean
+from fitflax.leaves import named_leaves
 
 __all__ = ["freeze", "get", "get_learning_rate", "get_learning_rates", "names", "set_learning_rate"]
 
@@ -107,7 +108,7 @@ def freeze(optimizer: optax.GradientTransformation, patterns: str | Sequence[str
         raise OptimizerError(f"freeze() takes patterns of paths, such as 'backbone' or '**/bias'. Received: {patterns!r}.")
 
     def labels(params: Any) -> Any:
-        paths = [str(jax.tree_util.keystr(path, simple=True, separator="/")) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        paths = [path for path, _ in named_leaves(params)]
         for pattern in wanted:
             if not any(_is_below(path.split("/"), pattern.split("/")) for path in paths):
                 prefix = " Paths begin below params." if pattern.startswith("params/") else did_you_mean(pattern, [*paths, *_parents(paths)])

@@ -19,6 +19,7 @@ from flax import linen as nn
 
 from fitflax.callbacks import Callback, EarlyStopping
 from fitflax.errors import LossError
+from fitflax.leaves import is_key
 from fitflax.losses import binary_crossentropy, sparse_categorical_crossentropy
 from fitflax.parallel import DataParallel
 from fitflax.trainer import Trainer
@@ -175,7 +176,9 @@ class _Trained:
             return self._trainer
 
     def __getstate__(self) -> dict[str, Any]:
-        leaves = self._leaves if self._trainer is None else [_on_host(leaf) for leaf in jax.tree.leaves(self._trainer.state)]
+        leaves = self._leaves
+        if self._trainer is not None:
+            leaves = [np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf) for leaf in jax.tree.leaves(self._trainer.state)]
         sample = self._sample.shape, str(self._sample.dtype)
         return {"settings": self._settings, "sample": sample, "leaves": leaves}
 
@@ -184,12 +187,8 @@ class _Trained:
         self._sample = jax.ShapeDtypeStruct(*state["sample"])
 
 
-def _on_host(leaf: Any) -> Any:
-    return np.asarray(jax.random.key_data(leaf) if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
-
-
 def _like(saved: Any, leaf: Any) -> Any:
-    return jax.random.wrap_key_data(saved, impl=jax.random.key_impl(leaf)) if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) else saved
+    return jax.random.wrap_key_data(saved, impl=jax.random.key_impl(leaf)) if is_key(leaf) else saved
 
 
 class _LinenEstimator(BaseEstimator):  # type: ignore[misc]

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "fitflax"
 
 # A module imports only from its own layer or those before it. The first part of the name after `fitflax.` decides; the package itself is "__init__".
 LAYERS = (
-    {"errors", "integers", "triggers", "background", "time_spent"},
+    {"errors", "integers", "leaves", "triggers", "background", "time_spent"},
     {"axes", "state", "logs", "losses", "metrics", "optimizers"},
     {"data"},
     {"parallel"},

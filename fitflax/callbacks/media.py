@@ -19,6 +19,7 @@ from flax import struct as flax_struct
 from fitflax.callbacks.event_files import Write
 from fitflax.callbacks.summaries import summary_value, write_histogram, write_values
 from fitflax.errors import CallbackError
+from fitflax.leaves import named_leaves
 from fitflax.logs import Kind
 from fitflax.state import PyTree
 
@@ -122,8 +123,8 @@ def _leaves(path: str, node: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(node, _KINDS) or not hasattr(node, "__dataclass_fields__"):
         yield path, node
     else:
-        for entry, leaf in jax.tree_util.tree_leaves_with_path(node):
-            yield f"{path}/{jax.tree_util.keystr(entry, simple=True, separator='/')}", leaf
+        for name, leaf in named_leaves(node):
+            yield f"{path}/{name}", leaf
 
 
 def check_images(tag: str, value: Any) -> None:

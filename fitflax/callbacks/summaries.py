@@ -12,6 +12,7 @@ import numpy as np
 
 from fitflax.callbacks.event_files import Write
 from fitflax.checkpoints.documents import library_versions
+from fitflax.leaves import named_leaves
 from fitflax.state import PyTree
 
 __all__ = ["TRAIN", "describe_environment", "hyperparameter_summaries", "summary_value", "write_histogram", "write_values"]
@@ -107,7 +108,7 @@ def hyperparameter_summaries(values: Mapping[str, Any], tags: list[tuple[str, st
 
 def describe_environment(params: PyTree) -> str:
     """Returns what a run ran on, in Markdown: command line, versions, devices, parameters."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
+    leaves = named_leaves(params)
     devices = sorted(leaves[0][1].devices(), key=lambda device: device.id) if leaves else jax.devices()
     facts: dict[str, Any] = {
         "command": " ".join(sys.argv),
@@ -117,5 +118,5 @@ def describe_environment(params: PyTree) -> str:
         "parameters": f"{sum(leaf.size for _, leaf in leaves):,} in {len(leaves)} arrays, {sum(leaf.nbytes for _, leaf in leaves):,} bytes",
     }
     lines = ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in facts.items()), "", "| parameter | shape | dtype | size |", "|---|---|---|---|"]
-    lines += [f"| {jax.tree_util.keystr(path, simple=True, separator='/')} | {list(leaf.shape)} | {leaf.dtype} | {leaf.size:,} |" for path, leaf in leaves]
+    lines += [f"| {path} | {list(leaf.shape)} | {leaf.dtype} | {leaf.size:,} |" for path, leaf in leaves]
     return "\n".join(lines)

@@ -19,6 +19,7 @@ from fitflax.callbacks.media import check_images, flatten_sown, write_logged, wr
 from fitflax.callbacks.summaries import TRAIN, describe_environment, hyperparameter_summaries, write_histogram
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.errors import CallbackError, FitflaxWarning, NotReadyError
+from fitflax.leaves import named_leaves
 from fitflax.logs import Logs, flat_name
 from fitflax.optimizers import ONLY_RATE
 from fitflax.state import PyTree
@@ -285,10 +286,10 @@ class TensorBoard(Callback):
 
         def write_all(write: Write) -> None:
             for name, tree in trees.items():
-                for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+                for path, leaf in named_leaves(tree):
                     if any(leaf is one for one in elsewhere):
                         continue
-                    write_histogram(write, TRAIN, f"{name}/{jax.tree_util.keystr(path, simple=True, separator='/')}", step, np.asarray(leaf), now)
+                    write_histogram(write, TRAIN, f"{name}/{path}", step, np.asarray(leaf), now)
 
         files.submit(write_all)
 

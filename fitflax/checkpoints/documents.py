@@ -19,8 +19,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from fitflax.checkpoints.trees import is_key
 from fitflax.errors import CheckpointError, CorruptCheckpointError
+from fitflax.leaves import is_key
 
 __all__ = ["FORMAT_VERSION", "PROCESS", "fsync_directory", "read_document", "replace_document", "write_document"]
 

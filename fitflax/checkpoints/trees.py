@@ -12,11 +12,11 @@ from typing import Any
 
 import flax.serialization
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from fitflax.checkpoints.memory import Arena
 from fitflax.errors import CheckpointError, RestoreError
+from fitflax.leaves import is_key
 from fitflax.parallel.host_memory import copy_to_host_memory, is_spread, spans_processes
 from fitflax.parallel.packed import Form, Packed
 from fitflax.state import PyTree, TrainState, arrays_of
@@ -73,6 +73,7 @@ def to_plain(tree: PyTree | Plain, *, root: str = "", keep_lists: bool = False, 
     Raises:
         CheckpointError: Leaves that cannot be saved (all of them are named), or two keys of a dict that are the same string.
 
+    >>> import jax.numpy as jnp
     >>> to_plain({"dense": {"bias": jnp.zeros(2)}, "key": jax.random.key(7)}, root="train")
     Plain(tree={'dense': {'bias': Array([0., 0.], dtype=float32)}, 'key': Array([0, 7], dtype=uint32)}, key_impls={'train/key': 'threefry2x32'})
     """
@@ -117,6 +118,7 @@ def unpack(packed: Packed, *, lists_in: Collection[str] = ()) -> dict[str, Plain
     Raises:
         CheckpointError: As `to_plain`.
 
+    >>> import jax.numpy as jnp
     >>> unpack(Packed({"train": {"w": jnp.zeros(2), "key": jax.random.key(7)}}))
     {'train': Plain(tree={'key': array([0, 7], dtype=uint32), 'w': array([0., 0.], dtype=float32)}, key_impls={'train/key': 'threefry2x32'})}
     """
@@ -329,11 +331,6 @@ def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def is_key(leaf: Any) -> bool:
-    # Only JAX's extended dtypes are not NumPy's; the full question takes much longer.
-    return hasattr(leaf, "dtype") and not isinstance(leaf.dtype, np.dtype) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def is_storable(dtype: np.dtype[Any]) -> bool:
     """Returns whether flax's reader finds `dtype` again by its name; not so objects, strings, records and dates."""
     try:
@@ -415,7 +412,7 @@ def fit_leaf(target: Any, saved: Any, impl: str | None) -> tuple[Any, str | None
         saved: The leaf; a typed key as key data.
         impl: The implementation of a typed key.
 
-    >>> fit_leaf(jax.ShapeDtypeStruct((2,), jnp.float32), np.ones(3, np.float32), None)[1]
+    >>> fit_leaf(jax.ShapeDtypeStruct((2,), np.float32), np.ones(3, np.float32), None)[1]
     'is (3,) on disk but (2,) here'
     """
     try:
@@ -444,7 +441,7 @@ def restore_tree(target: PyTree, saved: Any, *, where: str, root: str, key_impls
     Raises:
         RestoreError: Paths, shapes, dtypes or key implementations differ; one error names them all.
 
-    >>> target = {"w": jax.ShapeDtypeStruct((2,), jnp.float32), "b": 0}
+    >>> target = {"w": jax.ShapeDtypeStruct((2,), np.float32), "b": 0}
     >>> restore_tree(target, {"w": np.ones(3, np.float32)}, where="runs/a/step_00000001", root="train", key_impls={})
     Traceback (most recent call last):
     fitflax.errors.RestoreError: runs/a/step_00000001 does not fit this model: missing b; w is (3,) on disk but (2,) here.

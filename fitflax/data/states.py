@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fitflax.leaves import is_key
+
 __all__ = ["UnstorableError", "decode", "encode"]
 
 # A dict with this key stands for something that msgpack would change: a tuple, a tensor, an integer of more than 64 bits.
@@ -71,8 +73,7 @@ def _encode_array(node: Any) -> Any:
     if type(node) is np.ndarray or isinstance(node, np.generic):
         return node.copy() if node.dtype.kind in "biufc" else None
     if isinstance(node, jax.Array):
-        is_key = jnp.issubdtype(node.dtype, jax.dtypes.prng_key)
-        return None if is_key or node.dtype.kind not in "biufc" else _tagged("jax", np.array(node))
+        return None if is_key(node) or node.dtype.kind not in "biufc" else _tagged("jax", np.array(node))
     torch = sys.modules.get("torch")
     if torch is None or type(node) is not torch.Tensor:
         return None

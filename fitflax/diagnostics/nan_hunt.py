@@ -15,6 +15,7 @@ from fitflax.checkpoints.store import CheckpointStore
 from fitflax.data import Feed
 from fitflax.diagnostics.origins import Origin, find_origins
 from fitflax.errors import CheckpointNotFoundError, ConfigError
+from fitflax.leaves import named_leaves, path_name, through_key_data
 from fitflax.loops.session import Session
 from fitflax.state import Batch, PyTree, TrainState
 from fitflax.steps.program import Program
@@ -96,7 +97,7 @@ def _report(program: Program, state: TrainState, batch: Batch, step: int, culpri
         names[:] = [name for name, _ in suspects]
         return [array for _, array in suspects]
 
-    on_host = jax.tree.map(_on_host, (state, program.strategy.feed(batch)))
+    on_host = jax.tree.map(through_key_data(np.asarray), (state, program.strategy.feed(batch)))
     jaxpr = jax.make_jaxpr(program.strategy.emulate(examine, inputs=("replicated", "split")))(*on_host)
     inputs = jax.tree_util.tree_leaves_with_path(on_host)
     called = [_called(path) for path, _ in inputs]
@@ -110,23 +111,13 @@ def _report(program: Program, state: TrainState, batch: Batch, step: int, culpri
 
 def _called(path: tuple[Any, ...]) -> str:
     """Returns what an array of the state or of the batch is called."""
-    name = jax.tree_util.keystr(path[1:], simple=True, separator="/")
+    name = path_name(path[1:])
     return name if path[0].idx == 0 else f"the batch's {name}"
-
-
-def _on_host(leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(leaf))), impl=jax.random.key_impl(leaf))
-    return np.asarray(leaf)
 
 
 def _not_finite(params: PyTree) -> list[str]:
     """Returns the paths of the arrays that hold NaN or infinities."""
-    return [
-        str(jax.tree_util.keystr(path, simple=True, separator="/"))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-        if jnp.issubdtype(leaf.dtype, jnp.inexact) and not np.isfinite(np.asarray(leaf)).all()
-    ]
+    return [name for name, leaf in named_leaves(params) if jnp.issubdtype(leaf.dtype, jnp.inexact) and not np.isfinite(np.asarray(leaf)).all()]
 
 
 def last_finite(path: str | os.PathLike[str]) -> Saved:

@@ -9,6 +9,7 @@ import optax
 
 from fitflax.data.batch import Triple
 from fitflax.errors import NotReadyError
+from fitflax.leaves import is_key, named_leaves
 from fitflax.loops.intake import as_given
 from fitflax.loops.session import Session
 from fitflax.optimizers import get_learning_rates
@@ -62,7 +63,7 @@ def describe_size(tree: PyTree) -> str:
     >>> describe_size({"w": jnp.zeros((5, 5))}), describe_size(jnp.zeros(328960))
     ('25 = 100 B', '328960 ~ 1.2 MB')
     """
-    arrays = [leaf for leaf in jax.tree.leaves(tree) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if not is_key(leaf)]
     count, size = sum(leaf.size for leaf in arrays), sum(leaf.size * leaf.dtype.itemsize for leaf in arrays)
     return f"{count} = {size} B" if size < 1024 else f"{count} ~ {_describe_bytes(size)}"
 
@@ -154,10 +155,10 @@ def describe_sharding(strategy: Strategy, state: TrainState) -> list[str]:
         strategy: Where the state is.
         state: The state's shapes with their places.
     """
-    params = {f"params/{_path(path)}": leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)}
-    others = {_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.model_state)}
-    followers = {f"ema_params/{_path(path)}": leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.ema_params)}
-    followers |= {f"opt_state/{_path(path)}": leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state)}
+    params = {f"params/{path}": leaf for path, leaf in named_leaves(state.params)}
+    others = dict(named_leaves(state.model_state))
+    followers = {f"ema_params/{path}": leaf for path, leaf in named_leaves(state.ema_params)}
+    followers |= {f"opt_state/{path}": leaf for path, leaf in named_leaves(state.opt_state)}
     followers = {path: leaf for path, leaf in followers.items() if leaf.ndim}
     by_end = {path.removeprefix("params"): _place(leaf) for path, leaf in params.items()}
     apart = {path: leaf for path, leaf in followers.items() if not any(path.endswith(end) and at == _place(leaf) for end, at in by_end.items())}
@@ -174,10 +175,6 @@ def describe_sharding(strategy: Strategy, state: TrainState) -> list[str]:
     sums = [f"{name} {_describe_bytes(own)} of {_describe_bytes(whole)}" for name, (own, whole) in held.items() if whole]
     own, whole = (sum(pair[index] for pair in held.values()) for index in (0, 1))
     return [*lines, f"A device holds {', '.join(sums)}; in all {_describe_bytes(own)} of {_describe_bytes(whole)}."]
-
-
-def _path(path: Any) -> str:
-    return str(jax.tree_util.keystr(path, simple=True, separator="/"))
 
 
 def _place(leaf: Any) -> str:
@@ -200,7 +197,7 @@ def _bytes_on_device(leaf: Any) -> int:
 def _describe_params(optimizer: optax.GradientTransformation | None, state: TrainState) -> list[str]:
     """Returns a line for the parameters that are trained, and one for each group that is treated alike, if there are several or some are frozen."""
     groups = [] if optimizer is None else parameter_groups(optimizer, state.params)
-    leaves = {str(jax.tree_util.keystr(path, simple=True, separator="/")): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)}
+    leaves = dict(named_leaves(state.params))
     frozen = {path for group in groups if group.is_frozen for path in group.paths}
     lines = [f"Total number of trainable weights: {describe_size([leaf for path, leaf in leaves.items() if path not in frozen])}"]
     is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state.opt_state))

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from typing_extensions import override
 
 from fitflax.errors import ConfigError
+from fitflax.leaves import through_key_data
 from fitflax.parallel.base import Compiled, Layout, Places, Strategy
 from fitflax.parallel.board import Board
 from fitflax.parallel.feeding import Feeding
@@ -219,11 +220,11 @@ class DataParallel(Strategy):
 
     @override
     def first(self, tree: PyTree) -> PyTree:
-        return tree if self.num_replicas == 1 else jax.tree.map(_through_key_data(self._first), tree)
+        return tree if self.num_replicas == 1 else jax.tree.map(through_key_data(self._first), tree)
 
     @override
     def agree(self, tree: PyTree) -> PyTree:
-        return tree if self.num_replicas == 1 else jax.tree.map(_through_key_data(self._agree), tree)
+        return tree if self.num_replicas == 1 else jax.tree.map(through_key_data(self._agree), tree)
 
     @override
     def split(self, tree: PyTree, steps: int) -> PyTree:
@@ -246,7 +247,7 @@ class DataParallel(Strategy):
         if self.num_replicas == 1:
             return leaf
         if reducer is None and not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            return _through_key_data(self._first)(leaf)
+            return through_key_data(self._first)(leaf)
         collectives: dict[str, Any] = {"sum": lax.psum, "max": lax.pmax, "mean": lax.pmean}
         return collectives[reducer or "mean"](leaf, self.axis_name).astype(leaf.dtype)
 
@@ -283,14 +284,3 @@ class _WithNothing:
 def _is_whole(layout: Layout) -> bool:
     """Returns whether every device holds all of it."""
     return layout == "replicated"
-
-
-def _through_key_data(fn: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any]:
-    """Returns `fn` such that it also takes typed keys, by their data."""
-
-    def apply(leaf: jax.Array) -> Any:
-        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return fn(leaf)
-        return jax.random.wrap_key_data(fn(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
-
-    return apply

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax.linen.spmd import logical_to_mesh_axes
 from jax.sharding import PartitionSpec
 
 from fitflax.axes import Name
 from fitflax.errors import ConfigError, ShardingError, did_you_mean
+from fitflax.leaves import is_key
 from fitflax.state import TrainState
 
 __all__ = ["BATCH", "FSDP_MIN_SIZE", "MeshAxes", "Partition", "Rules", "checked_rules"]
@@ -199,7 +199,7 @@ class Partition:
         whole: list[tuple[int, str]] = []
 
         def look(path: str, leaf: Any, names: tuple[Name, ...] | None) -> None:
-            num_bytes = 0 if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.size * leaf.dtype.itemsize
+            num_bytes = 0 if is_key(leaf) else leaf.size * leaf.dtype.itemsize
             if num_bytes >= _LARGE_BYTES and not any(self.spec(path, tuple(leaf.shape), names)):
                 whole.append((num_bytes, f"{path} ({num_bytes / 2**20:.1f} MB, {self._why_whole(tuple(leaf.shape), names)})"))
 

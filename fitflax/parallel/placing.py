@@ -9,9 +9,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from fitflax.errors import ConfigError
+from fitflax.leaves import is_key
 from fitflax.state import PyTree
 
-__all__ = ["check_devices", "copy_here", "count_processes", "is_key", "own_copy", "part_of", "put"]
+__all__ = ["check_devices", "copy_here", "count_processes", "own_copy", "part_of", "put"]
 
 
 def check_devices(owner: str, devices: Any) -> list[Any]:
@@ -41,14 +42,9 @@ def count_processes(devices: Iterable[Any]) -> int:
     return len(owners)
 
 
-def is_key(leaf: Any) -> bool:
-    """Returns whether an array holds typed keys."""
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def own_copy(leaf: Any) -> Any:
     """Returns a copy of a leaf on the host, without weak types; typed keys stay such."""
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         return jax.random.wrap_key_data(jnp.array(np.array(jax.random.key_data(leaf))), impl=jax.random.key_impl(leaf))
     return np.array(leaf)
 

@@ -14,6 +14,7 @@ from jax.experimental import multihost_utils
 
 from fitflax.data.batch import fingerprint
 from fitflax.errors import DataError, ReplicaError
+from fitflax.leaves import is_key
 from fitflax.parallel.board import Board
 from fitflax.state import PyTree
 
@@ -43,7 +44,7 @@ def gather(tree: PyTree) -> PyTree:
     {'counts': array([[0, 1]]), 'loss': array([0.5])}
     """
     leaves, treedef = jax.tree.flatten(tree)
-    arrays: list[np.ndarray[Any, Any]] = [np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf) for leaf in leaves]
+    arrays: list[np.ndarray[Any, Any]] = [np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf) for leaf in leaves]
     if jax.process_count() == 1:
         return jax.tree.unflatten(treedef, [array[None] for array in arrays])
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
@@ -190,7 +191,3 @@ def after_first(make: Callable[[], T]) -> T:
     if has_failed:
         raise ReplicaError("Process 0 failed, and so do all others. Its own output says why.")
     return cast(T, result) if is_first else make()
-
-
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)

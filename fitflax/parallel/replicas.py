@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fitflax.errors import ReplicaError
+from fitflax.leaves import is_key, path_name
 from fitflax.state import PyTree
 
 __all__ = ["check_replicas"]
@@ -41,7 +42,7 @@ def _fault(path: Any, leaf: Any, atol: float, rtol: float) -> str | None:
     """Returns, in words, which copy of an array is the first that differs."""
     if not isinstance(leaf, jax.Array):
         return None
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     firsts: dict[str, Any] = {}
     for shard in leaf.addressable_shards:
@@ -56,7 +57,7 @@ def _fault(path: Any, leaf: Any, atol: float, rtol: float) -> str | None:
         one, other = (part.astype(wide) if is_inexact else part for part in (data, first))
         equal = np.isclose(one, other, rtol=rtol, atol=atol, equal_nan=True) if is_inexact else one == other
         if not equal.all():
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            name = path_name(path)
             most = f", by up to {np.nanmax(np.abs(one - other)):.3g}" if is_inexact else ""
             return (
                 f"{name or 'the array'} {leaf.dtype}{list(leaf.shape)} on {shard.device} in {int((~equal).sum())} of {equal.size} numbers{most} (from {device})"

@@ -18,12 +18,13 @@ from typing_extensions import override
 
 from fitflax.errors import ConfigError, FitflaxError, ModelError
 from fitflax.integers import is_integer
+from fitflax.leaves import is_key
 from fitflax.parallel.base import Compiled, Layout, Places, Strategy
 from fitflax.parallel.feeding import Feeding
 from fitflax.parallel.in_flight import InFlight, limit_for
 from fitflax.parallel.packed import Packed
 from fitflax.parallel.partition import BATCH, FSDP_MIN_SIZE, MeshAxes, Partition, checked_rules
-from fitflax.parallel.placing import check_devices, copy_here, count_processes, is_key, part_of, put
+from fitflax.parallel.placing import check_devices, copy_here, count_processes, part_of, put
 from fitflax.state import PyTree, TrainState
 
 __all__ = ["Sharded"]

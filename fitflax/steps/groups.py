@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import optax
 
+from fitflax.leaves import named_leaves
 from fitflax.state import PyTree
 
 __all__ = ["Group", "parameter_groups"]
@@ -46,7 +47,7 @@ def parameter_groups(optimizer: optax.GradientTransformation, params: PyTree) ->
     [Group(name='backbone', paths=['a'], is_frozen=True), Group(name='head', paths=['b'], is_frozen=False)]
     """
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
-    paths = [str(jax.tree_util.keystr(path, simple=True, separator="/")) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    paths = [path for path, _ in named_leaves(params)]
     try:
         frozen = _frozen(optimizer, params)
     except Exception:  # noqa: BLE001 (whatever it needs, only training can give it)

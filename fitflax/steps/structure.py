@@ -3,9 +3,9 @@
 from typing import cast
 
 import jax
-import jax.numpy as jnp
 
 from fitflax.errors import ModelError
+from fitflax.leaves import is_key
 from fitflax.state import PyTree, TrainState
 from fitflax.steps.model import describe_shapes
 
@@ -16,7 +16,7 @@ def strong_types(tree: PyTree) -> PyTree:
     """Returns `tree` without weakly typed leaves, which the first update would turn into others and so compile the step twice."""
 
     def strong(leaf: jax.Array) -> jax.Array:
-        return leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else jax.lax.convert_element_type(leaf, leaf.dtype)
+        return leaf if is_key(leaf) else jax.lax.convert_element_type(leaf, leaf.dtype)
 
     return jax.tree.map(strong, tree)
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from fitflax.leaves import named_leaves
 from fitflax.state import PyTree
 
 __all__ = ["Suspects", "find_suspects", "named_suspects"]
@@ -36,7 +37,7 @@ def named_suspects(parts: Mapping[str, jax.Array], loss: jax.Array, grads: PyTre
     """
     named = [(f"the loss of {name!r}", part) for name, part in parts.items()] if len(parts) > 1 else [("the loss", loss)]
     for kind, tree in (("gradient of", grads), ("parameter", params)):
-        named += [(f"the {kind} {jax.tree_util.keystr(path, simple=True, separator='/')}", leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+        named += [(f"the {kind} {path}", leaf) for path, leaf in named_leaves(tree)]
     return named
 
 
