@@ -77,7 +77,7 @@ class Objective:
     @property
     def has_label_loss(self) -> bool:
         """Whether a loss takes integer labels, or shares from 0 to 1, whose range can be checked."""
-        return any(takes_labels(loss.fn) or loss.fn in _OF_SHARES for loss in self._named_losses)
+        return any(loss.is_bounded for loss in self._named_losses)
 
     @property
     def _named_losses(self) -> "list[_NamedLoss]":
@@ -102,26 +102,34 @@ class Objective:
         Raises:
             LossError: A loss does not fit its output and targets.
         """
-        if self._loss is None:
-            return {}, {}
-        names = output_names(outputs)
-        if names is None or callable(_fn(self._loss)):
-            # A function of the user's sees all outputs at once; so does any loss where there is only one output.
-            spec = self._single(self._loss, "loss")
-            weight = self._single(self._loss_weights, "loss_weights")
-            if spec is None:
-                raise LossError("The only output's loss is None.")
-            values = _call_loss(spec, outputs, targets)
-            return {"loss": values if weight is None else values * weight}, {}
-        fns = _by_output(self._loss, names, "loss", LossError)
-        weights = _by_output(self._loss_weights, names, "loss_weights", ConfigError)
         parts: dict[str, jax.Array] = {}
-        for index, name in enumerate(names):
-            if fns[name] is not None:
-                values = _call_loss(fns[name], _select(outputs, name, index), _select_target(targets, name, index, names, LossError), name)
-                parts[name] = values
-        scaled = {name: values if weights[name] is None else values * weights[name] for name, values in parts.items()}
-        return scaled, {f"{name}_loss": values for name, values in parts.items()}
+        logged: dict[str, jax.Array] = {}
+        for term in self._terms(outputs):
+            values = _call_loss(term, outputs, targets)
+            parts[term.part] = values if term.weight is None else values * term.weight
+            if term.output is not None:
+                logged[f"{term.output.name}_loss"] = values
+        return parts, logged
+
+    def _terms(self, outputs: PyTree) -> "list[_Term]":
+        """Returns the losses for outputs of this structure.
+
+        Raises:
+            LossError: Losses by output that do not fit the outputs.
+            ConfigError: Weights that do not.
+        """
+        if self._loss is None:
+            return []
+        names = output_names(outputs)
+        if names is None or callable(self._loss):
+            # A function of the user's sees all outputs at once; so does any loss where there is only one output.
+            loss = self._single(self._loss, "loss")
+            if loss is None:
+                raise LossError("The only output's loss is None.")
+            return [_Term(loss, self._single(self._loss_weights, "loss_weights"), None)]
+        by_output = _by_output(self._loss, names, "loss", LossError)
+        weights = _by_output(self._loss_weights, names, "loss_weights", ConfigError)
+        return [_Term(loss, weights[name], _Output(name, names)) for name, loss in by_output.items() if loss is not None]
 
     @staticmethod
     def _single(spec: Any, name: str) -> Any:
@@ -144,19 +152,13 @@ class Objective:
         Args:
             activations: In the structure of the module's outputs, the names of activations, or `""`.
         """
-        names = output_names(activations)
-        if names is None:
-            pairs = [("", self._single(self._loss, "loss"), activations)]
-        elif callable(_fn(self._loss)):
-            return []
-        else:
-            fns = _by_output(self._loss, names, "loss", LossError)
-            pairs = [(f" in its output {name!r}", fns[name], _select(activations, name, index)) for index, name in enumerate(names)]
-        return [
-            f"The module ends{where} with a {activation}, which the loss {spec!r} applies itself: it takes logits. Leave it out of the module"
-            for where, spec, activation in pairs
-            if isinstance(spec, _NamedLoss) and takes_logits(spec.name) and activation in ("softmax", "sigmoid")
-        ]
+        found = []
+        for loss, _, output in self._terms(activations):
+            activation = activations if output is None else output.of(activations)
+            if isinstance(loss, _NamedLoss) and takes_logits(loss.name) and activation in ("softmax", "sigmoid"):
+                where = "" if output is None else f" in its output {output.name!r}"
+                found.append(f"The module ends{where} with a {activation}, which the loss {loss!r} applies itself: it takes logits. Leave it out of the module")
+        return found
 
     def check_labels(self, outputs: PyTree, targets: PyTree, weights: Any = None) -> None:
         """Checks integer labels against the number of classes, and shares from 0 to 1, for targets that are all at hand.
@@ -169,32 +171,23 @@ class Objective:
         Raises:
             DataError: A label is negative or not smaller than the number of classes, or a share lies outside of 0..1.
         """
-        names = output_names(outputs)
-        if names is None:
-            pairs = [(self._single(self._loss, "loss"), outputs, targets, "y")]
-        elif callable(_fn(self._loss)):
-            return
-        else:
-            fns = _by_output(self._loss, names, "loss", LossError)
-            pairs = [
-                (fns[name], _select(outputs, name, index), _select_target(targets, name, index, names, LossError), f"y[{name!r}]")
-                for index, name in enumerate(names)
-                if fns[name] is not None
-            ]
-        for spec, output, target, where in pairs:
-            is_share = isinstance(spec, _NamedLoss) and spec.fn in _OF_SHARES
-            if isinstance(spec, _NamedLoss) and (takes_labels(spec.fn) or is_share) and np.size(target) and output.shape:
-                if weights is not None and np.shape(weights) == np.shape(target)[: np.ndim(weights)]:
-                    target = np.asarray(target)[np.asarray(weights) != 0]
-                if not np.size(target):
-                    continue
-                if is_share:
-                    if not 0 <= np.min(target) <= np.max(target) <= 1:
-                        raise DataError(f"{where} holds {np.min(target):g} to {np.max(target):g}, but {spec!r} takes 0, 1 or probabilities between.")
-                    continue
-                classes, low, high = output.shape[-1], int(np.min(target)), int(np.max(target))
-                if low < 0 or high >= classes:
-                    raise DataError(f"{where} holds labels from {low} to {high}, but the module has {classes} outputs, for labels 0 to {classes - 1}.")
+        for loss, _, output in self._terms(outputs):
+            if not isinstance(loss, _NamedLoss) or not loss.is_bounded:
+                continue
+            shape, target, where = outputs.shape if output is None else output.of(outputs).shape, targets, "y"
+            if output is not None:
+                target, where = output.targets(targets), f"y[{output.name!r}]"
+            if weights is not None and np.shape(weights) == np.shape(target)[: np.ndim(weights)]:
+                target = np.asarray(target)[np.asarray(weights) != 0]
+            if not np.size(target) or not shape:
+                continue
+            low, high = np.min(target), np.max(target)
+            if loss.fn in _OF_SHARES:
+                if not 0 <= low <= high <= 1:
+                    raise DataError(f"{where} holds {low:g} to {high:g}, but {loss!r} takes 0, 1 or probabilities between.")
+            elif int(low) < 0 or int(high) >= shape[-1]:
+                classes = shape[-1]
+                raise DataError(f"{where} holds labels from {int(low)} to {int(high)}, but the module has {classes} outputs, for labels 0 to {classes - 1}.")
 
     def entries(self, outputs: PyTree, taken: Sequence[str]) -> list[MetricEntry]:
         """Returns the metrics for outputs of this structure, under keys that do not clash.
@@ -233,8 +226,8 @@ class Objective:
         if entry.output is not None:
             names = output_names(outputs)
             assert names is not None
-            index = names.index(entry.output)
-            outputs, targets = _select(outputs, entry.output, index), _select_target(targets, entry.output, index, names, MetricError)
+            output = _Output(entry.output, names)
+            outputs, targets = output.of(outputs), output.targets(targets, MetricError)
         if any(not hasattr(leaf, "shape") for leaf in jax.tree.leaves(entry.metric.empty())):
             name = type(entry.metric).__name__
             raise MetricError(f"The metric {entry.key!r} must be a pytree of arrays: make {name} a flax.struct.dataclass.")
@@ -258,12 +251,13 @@ class _NamedLoss:
         self.name = name
         self.fn = losses.get(name)
 
+    @property
+    def is_bounded(self) -> bool:
+        """Whether its targets are labels, or shares from 0 to 1, whose range can be checked."""
+        return takes_labels(self.fn) or self.fn in _OF_SHARES
+
     def __repr__(self) -> str:
         return repr(self.name)
-
-
-def _fn(spec: Any) -> Any:
-    return spec if callable(spec) else None
 
 
 def _map_spec(resolve: Callable[[Any], Any], spec: Any) -> Any:
@@ -339,22 +333,52 @@ def output_names(outputs: PyTree) -> tuple[str, ...] | None:
     return None
 
 
-def _select(outputs: PyTree, name: str, index: int) -> PyTree:
-    return outputs[name] if isinstance(outputs, Mapping) else outputs[index]
+class _Output(NamedTuple):
+    """One of several outputs."""
+
+    name: str
+    names: tuple[str, ...]
+
+    def of(self, outputs: PyTree) -> PyTree:
+        """Returns it, of what the module returned."""
+        return outputs[self.name] if isinstance(outputs, Mapping) else outputs[self.names.index(self.name)]
+
+    def targets(self, targets: PyTree, error: type[FitflaxError] = LossError) -> PyTree:
+        """Returns the targets that belong to it.
+
+        Raises:
+            FitflaxError: There are none, of the class `error`.
+        """
+        if isinstance(targets, Mapping):
+            if self.name not in targets:
+                raise error(f"The output {self.name!r} has no targets: the targets are {list(targets)}.{did_you_mean(self.name, targets)}")
+            return targets[self.name]
+        if isinstance(targets, list | tuple) and len(targets) == len(self.names):
+            return targets[self.names.index(self.name)]
+        what, each = ("metric", "metrics={key: metric}") if error is MetricError else ("loss", "a function")
+        raise error(
+            f"The module has the outputs {list(self.names)}, so targets must be {len(self.names)} arrays or a dict. Received: {describe_shapes(targets)}. "
+            f"A {what} of all outputs together is given as {each}."
+        )
 
 
-def _select_target(targets: PyTree, name: str, index: int, names: Sequence[str], error: type[FitflaxError]) -> PyTree:
-    if isinstance(targets, Mapping):
-        if name not in targets:
-            raise error(f"The output {name!r} has no targets: the targets are {list(targets)}.{did_you_mean(name, targets)}")
-        return targets[name]
-    if isinstance(targets, list | tuple) and len(targets) == len(names):
-        return targets[index]
-    what, each = ("metric", "metrics={key: metric}") if error is MetricError else ("loss", "a function")
-    raise error(
-        f"The module has the outputs {list(names)}, so targets must be {len(names)} arrays or a dict. Received: {describe_shapes(targets)}. "
-        f"A {what} of all outputs together is given as {each}."
-    )
+class _Term(NamedTuple):
+    """One of the losses that add up to the whole.
+
+    Attributes:
+        loss: A `_NamedLoss`, or the user's function.
+        weight: What it is multiplied with, if anything.
+        output: Which output it sees; `None` for all of them as they are.
+    """
+
+    loss: Any
+    weight: float | None
+    output: _Output | None
+
+    @property
+    def part(self) -> str:
+        """The name of this part of the loss."""
+        return "loss" if self.output is None else self.output.name
 
 
 def _by_output(spec: Any, names: Sequence[str], what: str, error: type[FitflaxError]) -> dict[str, Any]:
@@ -370,19 +394,21 @@ def _by_output(spec: Any, names: Sequence[str], what: str, error: type[FitflaxEr
     return dict.fromkeys(names, spec)
 
 
-def _call_loss(spec: Any, outputs: PyTree, targets: PyTree, output: str | None = None) -> jax.Array:
-    where = "" if output is None else f" of output {output!r}"
+def _call_loss(term: _Term, outputs: PyTree, targets: PyTree) -> jax.Array:
+    loss, output, where = term.loss, term.output, ""
+    if output is not None:
+        outputs, targets, where = output.of(outputs), output.targets(targets), f" of output {output.name!r}"
     has_targets = bool(jax.tree.leaves(targets))
-    if isinstance(spec, _NamedLoss) and not has_targets:
+    if isinstance(loss, _NamedLoss) and not has_targets:
         advice = "Yield (x, y), pass y=, give validation_data=(x, y), or name Trainer(targets=...)."
-        raise LossError(f"The loss {spec!r}{where} needs targets, but the batches hold none. {advice}")
-    fn = spec.fn if isinstance(spec, _NamedLoss) else spec
+        raise LossError(f"The loss {loss!r}{where} needs targets, but the batches hold none. {advice}")
+    fn = loss.fn if isinstance(loss, _NamedLoss) else loss
     try:
         values = fn(outputs, targets) if has_targets else fn(outputs)
     except FitflaxError:
         raise
     except Exception as error:
-        name = repr(spec) if isinstance(spec, _NamedLoss) else getattr(spec, "__name__", repr(spec))
+        name = repr(loss) if isinstance(loss, _NamedLoss) else getattr(loss, "__name__", repr(loss))
         raise LossError(
             f"The loss {name}{where} fails on outputs {describe_shapes(outputs)} and targets {describe_shapes(targets)}: {type(error).__name__}: {error}"
         ) from error
