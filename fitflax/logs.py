@@ -131,14 +131,13 @@ class StepValues(Values):
         vector: The step's vector; of the last step, where a call made several.
         late: As in `Values`.
         compute_late: As in `Values`.
-        group: The vectors of all steps of that call, `[at least steps, values]`, and their number; `None` for a single step.
         suspects: The names of what was looked at for values that are not finite.
 
     >>> StepValues({"loss": Place(4)}, jax.numpy.array([0.5, 1.0, -1.0, -1.0, 0.25])).loss
     0.5
     """
 
-    __slots__ = ("_group", "_suspects")
+    __slots__ = ("_suspects",)
 
     def __init__(
         self,
@@ -146,23 +145,14 @@ class StepValues(Values):
         vector: jax.Array,
         late: tuple[str, ...] = (),
         compute_late: Callable[[], Mapping[str, Any]] = dict,
-        group: tuple[jax.Array, int] | None = None,
         suspects: tuple[str, ...] = (),
     ) -> None:
         super().__init__(places, vector, late, compute_late)
-        self._group, self._suspects = group, suspects
+        self._suspects = suspects
 
     @override
     def with_late(self, late: tuple[str, ...], compute_late: Callable[[], Mapping[str, Any]]) -> Self:
-        return type(self)(self.places, self.vector, late, compute_late, self._group, self._suspects)
-
-    @property
-    def losses(self) -> list[float]:
-        """The losses of all steps of the call that made this one, each step's alone."""
-        if self._group is None:
-            return [self.loss]
-        vectors, steps = self._group
-        return [float(loss) for loss in np.asarray(vectors)[:steps, STEP_LOSS]]
+        return type(self)(self.places, self.vector, late, compute_late, self._suspects)
 
     @property
     def loss(self) -> float:

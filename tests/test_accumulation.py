@@ -320,7 +320,7 @@ def test_less_memory_is_needed(devices: Devices):
         session = trainer._session
         program, strategy = session.need_compiled("test"), session.strategy
         batch = Batch(x, x, np.ones(len(x), bool))
-        program.prepare(session.live.borrow(), batch, train=True)
+        program.prepare_train(session.live.borrow(), batch)
         carry = session.live.take()
         compiled = program._steps.get("train", carry)
         analysis = compiled.lower(carry.leaves, carry.key, program.empty_sums(train=True), strategy.feed(batch)).compile().memory_analysis()

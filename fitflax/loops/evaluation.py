@@ -91,7 +91,7 @@ class Evaluation:
             self._check(state, fed.batch)
 
     def _check(self, state: TrainState, batch: Batch) -> None:
-        self._program.prepare(state, batch, train=False)
+        self._program.prepare_evaluate(state, batch)
         check_in_memory(self._program, self._source, state, batch, pad=self._pad, train=False)
 
     def evaluate(self, get_state: Callable[[], TrainState]) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def _predictions(
                 check(fed.batch)
                 state = get_state()
                 used = program.in_use(state)
-                program.check_predict(state, fed.batch)
+                program.prepare_predict(state, fed.batch)
                 size = program.group_for("predict", fed.batch) if may_group else 1
             callbacks.call("on_predict_batch_begin", batch, {})
             group = [fed]

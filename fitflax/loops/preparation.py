@@ -192,7 +192,7 @@ def _prepared(
     if session.live is None and fed is not None:
         # The step is compiled while the state is initialized.
         shapes = program.begin_init(jax.random.key(session.seed), fed.batch)
-        program.prepare(shapes, fed.batch, train=True, steps_per_call=steps, keep=plan.keep)
+        program.prepare_train(shapes, fed.batch, steps_per_call=steps, keep=plan.keep)
         session.build(fed.batch)
     live = session.need_state("fit")
     before: dict[str, Any] = {}
@@ -280,7 +280,7 @@ def _look_at(session: Session, source: Source, batch: Batch, keep: Keep, *, step
     """Dry-runs a training step on a batch, and tells what can be told before the first one."""
     session.see_batch(batch)
     program, state = session.need_compiled("fit"), session.need_state("fit").borrow()
-    program.prepare(state, batch, train=True, steps_per_call=steps_per_call, keep=keep)
+    program.prepare_train(state, batch, steps_per_call=steps_per_call, keep=keep)
     check_activations(program, state, batch)
     check_places(program, state)
     check_in_memory(program, source, state, batch, pad=session.pad, train=True)

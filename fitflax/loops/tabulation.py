@@ -51,7 +51,7 @@ def describe(session: Session, sample: Triple | None, *, memory: bool, sharding:
         if sample is None:
             raise NotReadyError("summary(memory=True) compiles a training step for the shapes of a batch. Pass summary(sample=(x, y), memory=True).")
         batch = session.intake.sample(sample, accumulate_steps=task.numerics.accumulate_steps)
-        program.prepare(state, batch, train=True, steps_per_call=session.steps_per_call or 1)
+        program.prepare_train(state, batch, steps_per_call=session.steps_per_call or 1)
         taken = program.memory()
     lines = [table, *describe_costs(program.forward_flops(state, whole), taken)]
     return "\n".join(lines + (["", *describe_sharding(strategy, strategy.abstract_state(state))] if sharding else []))

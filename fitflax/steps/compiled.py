@@ -122,15 +122,15 @@ class CompiledSteps:
                 return Carry.of(strategy.pin(result[0])).leaves, *result[1:]
 
             def body(index: jax.Array, carry: Any) -> Any:
-                leaves, sums, _, vectors, rows = carry
+                leaves, sums, _, rows = carry
                 leaves, sums, vector, new_rows, kept = one(index, leaves, sums)
-                return leaves, sums, (vector, kept), _put(vectors, vector, index), _put(rows, new_rows, index)
+                return leaves, sums, (vector, kept), _put(rows, new_rows, index)
 
             unpacked = form.unpack(sums)
             _, _, vector, rows, kept = jax.eval_shape(one, _INDEX, leaves, unpacked)
-            begin = (leaves, unpacked, _zeros((vector, kept)), _zeros(vector, size), _zeros(rows, size))
-            leaves, unpacked, (vector, kept), vectors, rows = lax.fori_loop(0, size if is_whole else count, body, begin)
-            return leaves, form.pack(unpacked), (vector, vectors), rows, *kept
+            begin = (leaves, unpacked, _zeros((vector, kept)), _zeros(rows, size))
+            leaves, unpacked, (vector, kept), rows = lax.fori_loop(0, size if is_whole else count, body, begin)
+            return leaves, form.pack(unpacked), vector, rows, *kept
 
         inputs: tuple[Layout, ...] = (name.places, "replicated", "replicated", "replicated", "group")
         return strategy.compile(train_group, inputs=inputs, outputs=self._train_outputs(name, "group"), donate=(0, 2))

@@ -67,7 +67,6 @@ class _Structure(NamedTuple):
         form: How these sums are packed on their way from call to call.
         collected: Empty metrics whose rows are collected on the host.
         kinds: By log key, what is known of the metrics.
-        cost: Of the passes over a batch and its metrics, without a gradient; of one device.
         scalar_loss: Whether the loss is one number, which padding would falsify.
     """
 
@@ -77,7 +76,6 @@ class _Structure(NamedTuple):
     form: Form
     collected: dict[str, Metric]
     kinds: Mapping[str, Kind]
-    cost: Cost
     scalar_loss: bool
 
 
@@ -125,11 +123,9 @@ class Program:
         self.strategy = task.strategy
         self._steps = CompiledSteps(task, lambda train: self._structures[train].form)
         self._structures: dict[bool, _Structure] = {}
-        # What was dry-run already: kind, shapes, and whether the batch came alone; and how many of such batches a call takes.
-        self._seen: dict[tuple[str, str, bool], int] = {}
-        # Training steps that are compiled, or about to be: how many a call makes, and what is kept.
-        self._begun: set[tuple[int, Keep]] = set()
-        # By the shapes of a batch to train on, what its passes cost; and with size and what is kept, its compilation. The shapes prepared last.
+        # Of evaluations and predictions that were dry-run: how many batches a call takes, by kind, shapes, and whether the batch comes alone.
+        self._group_sizes: dict[tuple[str, str, bool], int] = {}
+        # By the shapes of a batch to train on, what its passes cost; and with how many steps a call makes, and what is kept, its compilation. The last one.
         self._costs: dict[str, Cost] = {}
         self._compilations: dict[tuple[str, int, Keep], Compilation] = {}
         self._prepared: tuple[str, int, Keep] | None = None
@@ -181,51 +177,70 @@ class Program:
         """Returns what `"init"` is compiled for."""
         return _ANY_FORM if self._holds_whole else Carry.of(self.abstract_state(key, batch))
 
-    def prepare(self, state: TrainState, batch: Batch, *, train: bool, is_single: bool = False, steps_per_call: int = 1, keep: Keep = NOTHING) -> _Structure:
-        """Dry-runs a step on shapes alone, once for batches of the same shapes, returns what it finds, and begins to compile the step.
+    def prepare_train(self, state: TrainState, batch: Batch, *, is_single: bool = False, steps_per_call: int = 1, keep: Keep = NOTHING) -> None:
+        """Dry-runs a training step on shapes alone, once for batches of the same shapes, and begins to compile it.
 
         Args:
-            state: The state.
+            state: The state, or its shapes with their places.
             batch: The first batch of a call.
-            train: Whether it is trained on.
             is_single: Whether it is the only one, so that what calls before had compiled is to be compared with.
-            steps_per_call: How many steps a call will make; of training only.
-            keep: What of a training step is kept.
+            steps_per_call: How many steps a call will make.
+            keep: What of a step is kept.
 
         Raises:
-            ModelError: The module fails, or a training step would change the structure of the state.
+            ModelError: The module fails, or the step would change the structure of the state.
             LossError: The loss does not fit.
             MetricError: A metric does not fit.
         """
-        if not is_single:
-            self._compiled["train on" if train else "evaluate"].see(batch, warns=False)
-        feed = _abstract(self.strategy.abstract_feed(batch))
+        feed = self._begin_call("train on", batch, is_single)
         shapes = str(feed)
-        seen = ("train" if train else "evaluate", shapes, is_single)
-        if train:
-            self._prepared = (shapes, steps_per_call, keep)
-        if train in self._structures and seen in self._seen and (not train or (steps_per_call, keep) in self._begun):
-            return self._structures[train]
-        abstract = _abstract(state)
-        structure = self._dry_run(abstract, feed, train)
-        if train:
-            self._costs[shapes] = structure.cost
-        structure = self._structures.setdefault(train, structure)
-        sums = self.strategy.abstract_put(structure.form.pack(structure.empty))
-        carry = Carry.of(state) if train else self.in_use(state)
-        arguments = (self.strategy.abstract_put(carry.leaves), self.strategy.abstract_put(carry.key), sums)
-        size = steps_per_call if train else 1 if is_single else self._worth_grouping(structure.cost, batch)
-        kind = self._kind_of_train(size, size) if train else "evaluate" if size == 1 else "evaluate group"
-        if size == 1:
-            lowered = self._steps.lower(kind, carry, *arguments, self.strategy.abstract_feed(batch), keep=keep)
-        else:
-            lowered = self._steps.lower(kind, carry, *arguments, np.int32(size), self.strategy.abstract_feed(batch, size), keep=keep)
-        compilation = self._steps.begin(kind, carry, lowered, keep=keep)
-        if train:
-            self._compilations[shapes, size, keep] = compilation
-            self._begun.add((size, keep))
-        self._seen[seen] = size
-        return structure
+        self._prepared = prepared = shapes, steps_per_call, keep
+        if prepared in self._compilations:
+            return
+        self._costs[shapes] = self._dry_run(_abstract(state), feed, train=True)
+        kind = self._kind_of_train(steps_per_call, steps_per_call)
+        self._compilations[prepared] = self._compile(kind, Carry.of(state), batch, steps_per_call, train=True, keep=keep)
+
+    def prepare_evaluate(self, state: TrainState, batch: Batch, *, is_single: bool = False) -> None:
+        """Dry-runs an evaluation, and begins to compile it; arguments and errors as of `prepare_train`."""
+        feed = self._begin_call("evaluate", batch, is_single)
+        seen = "evaluate", str(feed), is_single
+        if seen in self._group_sizes:
+            return
+        cost = self._dry_run(_abstract(state), feed, train=False)
+        size = 1 if is_single else self._worth_grouping(cost, batch)
+        self._compile("evaluate" if size == 1 else "evaluate group", self.in_use(state), batch, size, train=False)
+        self._group_sizes[seen] = size
+
+    def prepare_predict(self, state: TrainState, batch: Batch, *, is_single: bool = False) -> None:
+        """Dry-runs prediction; arguments as of `prepare_train`.
+
+        Raises:
+            ModelError: The module fails, or an output has no leading axis of examples.
+        """
+        feed = self._begin_call("predict", Batch(batch.x, (), batch.mask), is_single)
+        seen = "predict", str(feed.x), is_single
+        if seen in self._group_sizes:
+            return
+        rows = self.strategy.rows_of(batch) // self.strategy.num_replicas
+        outputs, cost, _ = self._traced_outputs(state, batch, train=False)
+        if any(not leaf.shape or leaf.shape[0] != rows for leaf in jax.tree.leaves(outputs)):
+            raise ModelError(f"predict joins outputs along their first axis, the examples ({rows} here). The module returned {describe_shapes(outputs)}.")
+        every = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((len(batch.mask), *leaf.shape[1:]), leaf.dtype), outputs)
+        self._group_sizes[seen] = 1 if is_single else self._worth_grouping(cost, batch, every)
+
+    def _begin_call(self, verb: str, batch: Batch, is_single: bool) -> Batch:
+        """Looks at the first batch of a call; returns its shapes as the devices get it."""
+        if not is_single:
+            self._compiled[verb].see(batch, warns=False)
+        return cast(Batch, _abstract(self.strategy.abstract_feed(batch)))
+
+    def _compile(self, kind: str, carry: Carry, batch: Batch, size: int, *, train: bool, keep: Keep = NOTHING) -> Compilation:
+        """Traces a step that takes `size` batches, which finds faults, and has it compiled in a thread."""
+        structure, put = self.structure(train=train), self.strategy.abstract_put
+        arguments = put(carry.leaves), put(carry.key), put(structure.form.pack(structure.empty))
+        batches = (self.strategy.abstract_feed(batch),) if size == 1 else (np.int32(size), self.strategy.abstract_feed(batch, size))
+        return self._steps.begin(kind, carry, self._steps.lower(kind, carry, *arguments, *batches, keep=keep), keep=keep)
 
     def _worth_grouping(self, cost: Cost, batch: Batch, outputs: PyTree = ()) -> int:
         """Returns how many batches are to be evaluated, or predicted, in one call: several where a call takes longer than what it computes."""
@@ -245,9 +260,10 @@ class Program:
     def group_for(self, kind: str, batch: Batch) -> int:
         """Returns how many batches like this one a call of `"evaluate"` or `"predict"` takes."""
         feed = _abstract(self.strategy.abstract_feed(batch))
-        return self._seen[kind, str(feed if kind == "evaluate" else feed.x), False]
+        return self._group_sizes[kind, str(feed if kind == "evaluate" else feed.x), False]
 
-    def _dry_run(self, state: TrainState, feed: Batch, train: bool) -> _Structure:
+    def _dry_run(self, state: TrainState, feed: Batch, *, train: bool) -> Cost:
+        """Evaluates shapes; notes what they tell, the first time, and returns what the passes over such a batch and its metrics cost, without a gradient."""
         order: list[str] = []
         given: dict[str, Any] = {}
 
@@ -275,7 +291,8 @@ class Program:
         shown = {key: places[key] for key in order if key in places}
         collected = {key: _without_rows(key, abstract[key]) for key in order if collects(abstract[key])}
         sums: Any = TrainSums(empty, np.int32(-1), np.int32(-1)) if train else EvalSums(metrics=empty, index=np.int32(0))  # type: ignore[arg-type]
-        return _Structure(shown, end, sums, Form.of(sums, _LARGEST_PACKED), collected, kinds, self._cost_of(jaxpr), scalar)
+        self._structures.setdefault(train, _Structure(shown, end, sums, Form.of(sums, _LARGEST_PACKED), collected, kinds, scalar))
+        return self._cost_of(jaxpr)
 
     def _cost_of(self, jaxpr: Any) -> Cost:
         """Returns what a traced function costs each device."""
@@ -362,9 +379,9 @@ class Program:
         self._in_flight.make_room()
         batches = self.strategy.feed_group([fed.batch for fed in group], size, in_one_piece(group))
         function = self._steps.get(self._kind_of_train(len(group), size), carry, keep=keep)
-        leaves, sums, (vector, vectors), rows, *parts = function(carry.leaves, carry.key, sums, np.int32(len(group)), batches)
+        leaves, sums, vector, rows, *parts = function(carry.leaves, carry.key, sums, np.int32(len(group)), batches)
         kept = Kept(*parts)
-        values = StepValues(structure.places, vector, group=(vectors, len(group)), suspects=kept.suspects.names)
+        values = StepValues(structure.places, vector, suspects=kept.suspects.names)
         self._in_flight.add(values, len(group) * group[0].batch.nbytes)
         return Trained(Carry(leaves, carry.treedef, carry.key), sums, values, rows, kept)
 
@@ -470,25 +487,6 @@ class Program:
         xs = self.strategy.feed_group([fed.batch for fed in group], size, in_one_piece(group)).x
         function = self._steps.get("predict group", used)
         return function(used.leaves, used.key, np.int32(index), np.int32(len(group)), xs)
-
-    def check_predict(self, state: TrainState, batch: Batch, *, is_single: bool = False) -> None:
-        """Dry-runs prediction on shapes alone; arguments as of `prepare`.
-
-        Raises:
-            ModelError: The module fails, or an output has no leading axis of examples.
-        """
-        if not is_single:
-            self._compiled["predict"].see(Batch(batch.x, (), batch.mask), warns=False)
-        seen = ("predict", str(_abstract(self.strategy.abstract_feed(batch)).x), is_single)
-        if seen in self._seen:
-            return
-        rows = self.strategy.rows_of(batch) // self.strategy.num_replicas
-        outputs, cost, _ = self._traced_outputs(state, batch, train=False)
-        if any(not leaf.shape or leaf.shape[0] != rows for leaf in jax.tree.leaves(outputs)):
-            raise ModelError(f"predict joins outputs along their first axis, the examples ({rows} here). The module returned {describe_shapes(outputs)}.")
-        every = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((len(batch.mask), *leaf.shape[1:]), leaf.dtype), outputs)
-        size = 1 if is_single else self._worth_grouping(cost, batch, every)
-        self._seen[seen] = size
 
     @property
     def model_flops(self) -> float | None:
