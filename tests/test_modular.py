@@ -2,9 +2,12 @@
 
 import contextlib
 import functools
+import gc
 import pathlib
 import subprocess
 import sys
+import threading
+import weakref
 from typing import Any
 
 import jax
@@ -480,6 +483,23 @@ def test_leaving_a_loop_ends_it():
     assert loop.next_step() is None
     assert list(loop) == []
     assert repr(loop) == "TrainLoop(step=1, steps=5)"
+
+
+def test_a_loop_that_is_dropped_without_being_closed_may_be_collected_by_the_thread_that_saves_for_it():
+    """The garbage collector runs in whatever thread makes the most objects, which is often the one that writes; it must not wait for itself."""
+    collected = threading.Event()
+    gc.disable()
+    try:
+        loop = plain_loop(steps=5)
+        loop.next_step()
+        saver, run = loop._run._saver, weakref.ref(loop._run)
+        del loop
+        assert run() is not None  # In a cycle of references.
+        saver.submit(lambda: (gc.collect(), collected.set()))
+        assert collected.wait(60)
+        assert run() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ class Saver:
 
     def __init__(self, *, niceness: int = 0) -> None:
         self._thread = Background("fitflax-saver", on_error=self._fail, on_end=self._give_back, niceness=niceness)
-        self._is_abandoned = False
+        self._is_abandoned = self._is_let_go = False
         self._error: BaseException | None = None
 
     def __enter__(self) -> Self:
@@ -145,6 +145,16 @@ class Saver:
                 release_all(self)
             _WORKING.discard(self)
 
+    def let_go(self) -> None:
+        """Does what `close` does, but waits for nothing: the thread gives the directories back once everything is done, and warns of what failed.
+
+        For whoever does not know in which thread this is: that which collects garbage may be the saver's own, which would wait for itself.
+        """
+        self._is_let_go = True
+        self._thread.end(wait=False)
+        if not self._thread.has_thread:
+            release_all(self)
+
     def lock(self, directory: Path) -> None:
         """Locks a directory for this run until `close`.
 
@@ -154,16 +164,20 @@ class Saver:
         """
         other = holder_of(directory)
         if isinstance(other, Saver):
-            other.finish_abandoned()
+            other.finish_given_up()
         elif other is not None:
             release_all(other)  # A store that is used by itself: the run takes over.
         lock_directory(directory, self)
 
-    def finish_abandoned(self) -> None:
-        """Waits for the one job that may still run after `abandon`, in a process that went on."""
+    def finish_given_up(self) -> None:
+        """Waits for what may still be done after `abandon`, which is one job, in a process that went on; and after `let_go`."""
         if self._is_abandoned:
             self._thread.wait_until(lambda: not self._thread.is_busy)
-            release_all(self)
+        elif self._is_let_go:
+            self._thread.wait_until(lambda: self._thread.is_idle)
+        else:
+            return
+        release_all(self)
 
     # -- in the thread --
 
@@ -180,8 +194,10 @@ class Saver:
                 job.left_out()
 
     def _give_back(self) -> None:
-        if self._is_abandoned:
+        if self._is_abandoned or self._is_let_go:
             release_all(self)
+        if self._is_let_go and self._error is not None:
+            warnings.warn(f"A save failed after its run was given up without being closed: {self._error}", FitflaxWarning, stacklevel=1)
 
 
 _WORKING: "weakref.WeakSet[Saver]" = weakref.WeakSet()

@@ -6,9 +6,10 @@ keeps a bounded number in flight, and values come to the host when somebody read
 
 import dataclasses
 import math
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from fitflax.callbacks.callback_list import CallbackList
 from fitflax.checkpoints.checkpoint import Checkpoint
@@ -36,6 +37,13 @@ __all__ = ["Run"]
 # Single steps between which nothing but signals is looked at: at most so many, and for so many seconds where a callback shows how far they are.
 _MOST_UNSEEN = 1000
 _UNSEEN_SECONDS = 0.05
+
+
+class _BeforeClosing(NamedTuple):
+    """What was before the closing of an epoch; no step runs meanwhile, so the state needs no copy."""
+
+    callbacks: dict[str, Any]
+    state: TrainState
 
 
 class Run:
@@ -114,17 +122,15 @@ class Run:
         # The checkpoint that the end of an epoch, or a validation, has made before it is yielded.
         self._made: Checkpoint | None = None
         self._is_last = self._is_rescue = self._is_closed = False
-        # Whether an exception ends the run in this process, and for all that is known in no other; and which.
-        self._is_alone = False
+        # What ends the run in this process, and for all that is known in no other.
         self.failure: BaseException | None = None
-        # What is saved when the end of an epoch is broken off; no step runs meanwhile, so the state needs no copy.
-        self._callbacks_before_epoch_end: dict[str, Any] | None = None
-        self._state_before_epoch_end: TrainState | None = None
+        # What is saved when the closing of an epoch is broken off.
+        self._before_closing: _BeforeClosing | None = None
         # For whoever consumes the checkpoints: which callbacks are due, and the logs of the last epoch.
         self.due: set[int] = set()
         self.epoch_logs = Logs()
         self._moments = self._guarded()
-        self._is_compiled = self.has_ended = False
+        self._is_compiled = self.has_ended = self._is_closing = False
 
     # -- ways of stepping --
 
@@ -185,7 +191,9 @@ class Run:
         Raises:
             CheckpointError: A save failed.
         """
+        self._is_closing = True
         self._moments.close()
+        self._is_closing = False
         self._feed.push_back(len(self._upcoming))
         self._upcoming = []
         self._feed.close()
@@ -214,6 +222,7 @@ class Run:
     def _reopen(self, saver: Saver) -> None:
         self._saver, self._begin_step, self.has_ended = saver, self.progress.step, False
         self._is_last = self._is_rescue = self._is_closed = False
+        self._before_closing = None
         self._feed.reopen()
         self._moments = self._guarded()
 
@@ -259,19 +268,22 @@ class Run:
             raise
         except BaseException as error:  # KeyboardInterrupt raised by hand as well.
             self._settle()
-            self._is_alone = not isinstance(error, Interrupted)
-            self.failure = error if self._is_alone else None
-            if self._state_before_epoch_end is not None:
-                self._live.replace(self._state_before_epoch_end, self.progress.step)
+            self.failure = None if isinstance(error, Interrupted) else error
+            if self._before_closing is not None:
+                self._live.replace(self._before_closing.state, self.progress.step)
             leaves_at_once = self.interruption is not None and self.interruption.leaves_at_once
             if self._live.is_intact and not leaves_at_once:
                 yield from self._last_checkpoint(rescue=True)
-            if not isinstance(error, Interrupted):
+            if self.failure is not None:
                 raise
         finally:
-            # Not left to the garbage collector: worker processes of a loader end here.
-            self._feed.close()
-            self._finish_saving()
+            if not isinstance(sys.exception(), GeneratorExit):
+                self._feed.close()  # Worker processes of a loader end here.
+                self._finish_saving()
+            elif not self._is_closing:
+                # Nobody has the run any more, and this is whatever thread collects the garbage.
+                self._feed.close()
+                self._saver.let_go()
 
     def _epochs(self) -> Iterator[bool]:
         """Yields after every step whether a checkpoint is due there."""
@@ -305,7 +317,7 @@ class Run:
                     if not self.is_finished:
                         self._exhausted()
                     yield from self._last_checkpoint()
-                    self._close_partial_epoch()
+                    self._end_inside_epoch()
                     return
                 self._train_group()
                 if self.interruption is not None:
@@ -316,7 +328,7 @@ class Run:
             # Only an iterator that serves once can turn out to have nothing more; others begin again.
             ends = self.is_finished or (self.plan.end_epoch is not None and progress.epoch + 1 >= self.plan.end_epoch)
             has_more = ends or self._feed.source.can_restart or self._fetch()
-            self._close_epoch()
+            self._end_epoch()
             self._agreement.meet()
             self._is_rescue = self._is_interrupted()
             self._is_last = self._is_rescue or self.is_finished or not has_more
@@ -479,35 +491,32 @@ class Run:
         if ended:
             self._end_pass()
 
-    def _close_epoch(self) -> None:
-        """An epoch's end in order: validation, then `on_epoch_end` of all; the checkpoint that follows holds what they made of it."""
+    def _end_epoch(self) -> None:
+        """An epoch's end in order; the checkpoint that follows holds what validation and callbacks made of it."""
         progress = self.progress
-        # What is saved if this is broken off: state and callbacks as they were, so that a resume closes the epoch once more.
-        self._callbacks_before_epoch_end = self.callbacks.state_dict(self.seconds)
-        self._state_before_epoch_end = self._live.borrow()
-        checkpoint = self._make_checkpoint(epoch_ends=True)
-        if self._validation.at_epoch(progress.epoch) or self._validation_schedule.due(self._moment(epoch_ends=True)):
-            checkpoint = self._validate(checkpoint)
-        checkpoint.logs.earlier = self._validated
-        self.epoch_logs = checkpoint.logs
-        self.callbacks.call("on_epoch_end", progress.epoch, checkpoint.logs)
-        self._callbacks_before_epoch_end = self._state_before_epoch_end = None
+        self._made = self._close_epoch(validates=self._validation.at_epoch(progress.epoch) or self._validation_schedule.due(self._moment(epoch_ends=True)))
+        self._before_closing = None
         progress.epoch += 1
         progress.epoch_is_open = progress.epoch_is_over = False
-        self._made = checkpoint
 
-    def _close_partial_epoch(self) -> None:
-        """An epoch's end over the part that was seen, when the run ends inside it; nothing of it is in the checkpoint, only its row beside it."""
+    def _end_inside_epoch(self) -> None:
+        """The end of the part of an epoch that was seen, where the run ends inside it; nothing of it is in the checkpoint, only its row beside it."""
         if self._values is None or self._is_closed or self.progress.step_in_epoch == 0:
             return
-        self._callbacks_before_epoch_end = self.callbacks.state_dict(self.seconds)
+        checkpoint = self._close_epoch(validates=self._validation.at_epoch(self.progress.epoch))
+        self.callbacks.on_closing(checkpoint, self.progress.epoch, checkpoint.logs)
+
+    def _close_epoch(self, *, validates: bool) -> Checkpoint:
+        """Validates, and calls `on_epoch_end` of all; returns the checkpoint whose logs they saw."""
+        # Now, so that whoever resumes what is saved from here on closes the epoch once more.
+        self._before_closing = _BeforeClosing(self.callbacks.state_dict(self.seconds), self._live.borrow())
         checkpoint = self._make_checkpoint(epoch_ends=True)
-        if self._validation.at_epoch(self.progress.epoch):
+        if validates:
             checkpoint = self._validate(checkpoint)
         checkpoint.logs.earlier = self._validated
         self.epoch_logs = checkpoint.logs
         self.callbacks.call("on_epoch_end", self.progress.epoch, checkpoint.logs)
-        self.callbacks.on_closing(checkpoint, self.progress.epoch, checkpoint.logs)
+        return checkpoint
 
     def _validate(self, checkpoint: Checkpoint) -> Checkpoint:
         waited = self._program.seconds_waited
@@ -567,7 +576,7 @@ class Run:
             kept=self._kept,
             timer=self._timer,
             run_state=self._run_state,
-            joined=lambda: self._feed.joined_state(progress.position, is_alone=self._is_alone),
+            joined=lambda: self._feed.joined_state(progress.position, is_alone=self.failure is not None),
             info=self._info,
             saver=self._saver,
         )
@@ -575,7 +584,7 @@ class Run:
 
     def _run_state(self) -> dict[str, Any]:
         """Returns what a resume needs besides the train state; made when it is saved."""
-        callbacks = self._callbacks_before_epoch_end or self.callbacks.state_dict(self.seconds)
+        callbacks = self.callbacks.state_dict(self.seconds) if self._before_closing is None else self._before_closing.callbacks
         data = self._feed.state_dict(self.progress.position)
         if data:
             callbacks = {**callbacks, "data": data}

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 import weakref
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from fitflax import background
 from fitflax.checkpoints.lock import holder_of, lock_directory
 from fitflax.checkpoints.saving import Saver, _Job
-from fitflax.errors import DirectoryInUseError
+from fitflax.errors import DirectoryInUseError, FitflaxWarning
 
 
 class Gate:
@@ -192,6 +193,49 @@ def test_what_goes_on_in_the_thread_after_leaving_at_once_gives_the_directory_ba
     gate.opened.set()
     ended(saver)
     assert holder_of(tmp_path) is None
+
+
+def test_a_run_that_nobody_has_any_more_is_finished_in_its_thread_and_whoever_wants_its_directory_waits(tmp_path):
+    done, gate, saver = [], Gate(), Saver()
+    saver.lock(tmp_path)
+    saver.submit(gate)
+    assert gate.entered.wait(60)
+    saver.submit(lambda: done.append("last"))
+    saver.let_go()  # Waits for nothing.
+    assert holder_of(tmp_path) is saver
+    following = Saver()
+    thread = blocked(lambda: following.lock(tmp_path))
+    gate.opened.set()
+    thread.join(60)
+    assert holder_of(tmp_path) is following and done == ["last"]
+    following.close()
+
+
+def test_a_saver_without_a_thread_gives_its_directories_back_at_once(tmp_path):
+    saver = Saver()
+    saver.lock(tmp_path)
+    saver.let_go()
+    assert holder_of(tmp_path) is None
+
+
+def test_a_thread_may_let_its_own_saver_go(tmp_path):
+    saver = Saver()
+    saver.lock(tmp_path)
+    saver.submit(saver.let_go)
+    ended(saver)
+    assert holder_of(tmp_path) is None
+
+
+def test_what_failed_after_nobody_had_the_run_any_more_is_warned_of(recwarn):
+    warnings.simplefilter("always")
+    saver, gate = Saver(), Gate()
+    saver.submit(gate)
+    assert gate.entered.wait(60)
+    saver.submit(failing)
+    saver.let_go()
+    gate.opened.set()
+    ended(saver)
+    assert "A save failed after its run was given up without being closed: [Errno 28] No space left" in str(recwarn.pop(FitflaxWarning).message)
 
 
 def test_a_run_takes_over_from_one_that_left_at_once_and_from_a_store_that_is_used_by_itself(tmp_path):
