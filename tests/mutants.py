@@ -52,28 +52,28 @@ TESTS = {
         "tests/checkpoints/test_damage.py",
     ),
     "fitflax/steps/task.py": (
-        "tests/test_step.py",
+        "tests/steps/test_task.py",
         "tests/callbacks/test_terminate_on_nan.py",
         "tests/test_trainer.py",
         "tests/test_numbers.py tests/callbacks/test_media.py",
-        "tests/test_step.py -m slow",
+        "tests/steps/test_task.py -m slow",
     ),
     "fitflax/checkpoints/resume.py": (
         "tests/checkpoints/test_find_resume.py",
         "tests/checkpoints/test_resume_state.py",
         "tests/checkpoints/test_resume_state.py -m slow",
-        "tests/test_restore.py",
+        "tests/loops/test_restore.py",
     ),
     "fitflax/checkpoints/documents.py": (
         "tests/checkpoints/test_documents.py tests/checkpoints/test_contents.py tests/checkpoints/test_format_docs.py",
         "tests/checkpoints/test_damage.py",
     ),
     "fitflax/checkpoints/store.py": ("tests/checkpoints/test_store.py",),
-    "fitflax/loops/run.py": ("tests/test_hooks.py", "tests/checkpoints/test_checkpoint.py", "tests/test_unseen.py", "tests/test_resume.py"),
-    "fitflax/loops/preparation.py": ("tests/test_trials.py", "tests/test_groups.py", "tests/test_errors.py", "tests/test_resume.py"),
+    "fitflax/loops/run.py": ("tests/loops/test_hooks.py", "tests/checkpoints/test_checkpoint.py", "tests/loops/test_unseen.py", "tests/loops/test_resume.py"),
+    "fitflax/loops/preparation.py": ("tests/loops/test_trials.py", "tests/steps/test_groups.py", "tests/test_errors.py", "tests/loops/test_resume.py"),
     "fitflax/checkpoints/trees.py": ("tests/checkpoints/test_trees.py", "tests/checkpoints/test_codec.py"),
-    "fitflax/checkpoints/saving.py": ("tests/checkpoints/test_saving.py", "tests/checkpoints/test_saving.py -m slow", "tests/test_asynchronous.py"),
-    "fitflax/steps/sums.py": ("tests/test_sums.py", "tests/test_step.py"),
+    "fitflax/checkpoints/saving.py": ("tests/checkpoints/test_saving.py", "tests/checkpoints/test_saving.py -m slow", "tests/loops/test_asynchronous.py"),
+    "fitflax/steps/sums.py": ("tests/steps/test_sums.py", "tests/steps/test_task.py"),
 }
 
 # What stands for what.

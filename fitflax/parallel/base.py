@@ -13,10 +13,10 @@ import jax
 import optax
 
 from fitflax.data.batch import Batcher
-from fitflax.parallel.feeding import Feeding
 from fitflax.parallel.in_flight import InFlight
 from fitflax.parallel.packed import Packed
 from fitflax.parallel.processes import check_same
+from fitflax.parallel.transfer import Transfer
 from fitflax.state import Batch, PyTree, TrainState
 
 __all__ = ["Compiled", "Layout", "Places", "Strategy"]
@@ -67,7 +67,7 @@ class Strategy(abc.ABC):
         num_processes: How many processes the devices belong to; there may be fewer parts, where some feed the same.
         max_in_flight: How many steps may be dispatched and not finished. It bounds memory, and on CPU it keeps XLA's collectives from a deadlock.
         in_flight: Keeps to it, for all who dispatch steps to these devices.
-        feeding: Puts batches into the form in which compiled functions take them.
+        transfer: Puts batches into the form in which compiled functions take them.
 
     >>> from fitflax.parallel import DataParallel
     >>> isinstance(DataParallel(), Strategy)
@@ -81,7 +81,7 @@ class Strategy(abc.ABC):
     num_processes: int
     max_in_flight: int
     in_flight: InFlight
-    feeding: Feeding
+    transfer: Transfer
 
     @abc.abstractmethod
     def compile(self, fn: Callable[..., Any], *, inputs: Sequence[Layout], outputs: Layout | Sequence[Layout], donate: Sequence[int] = ()) -> Compiled:
@@ -180,7 +180,7 @@ class Strategy(abc.ABC):
 
     def feed(self, batch: Batch) -> Batch:
         """Returns a host batch in the form in which compiled functions take it, in the cheapest way for these devices."""
-        return self.feeding.feed(batch)
+        return self.transfer.feed(batch)
 
     def feed_group(self, batches: Sequence[Batch], size: int, whole: PyTree = None) -> Batch:
         """Returns batches of the same shapes as one with a leading axis of `size` steps (inside a step; what is beyond them is arbitrary), as `feed` does.
@@ -190,18 +190,18 @@ class Strategy(abc.ABC):
             size: How many steps a call may make.
             whole: `(x, y, weights)` of all of them, NumPy arrays `[len(batches) * batch, ...]`, where they lie so already.
         """
-        return self.feeding.feed_group(batches, size, whole)
+        return self.transfer.feed_group(batches, size, whole)
 
     def abstract_feed(self, batch: Batch, steps: int | None = None) -> Batch:
         """Returns the shapes, dtypes and places of `feed(batch)`, or of `feed_group` of so many steps, moving no data."""
-        return self.feeding.abstract_feed(batch, steps)
+        return self.transfer.abstract_feed(batch, steps)
 
     def join(self, outputs: PyTree, steps: int | None = None) -> PyTree:
         """Returns split outputs as NumPy arrays `[batch, ...]`, rows in the order of the batch.
 
         With `steps` the outputs are those of a group, of which so many steps were made: `[steps * batch, ...]`.
         """
-        return self.feeding.join(outputs, steps)
+        return self.transfer.join(outputs, steps)
 
     @abc.abstractmethod
     def copy(self, tree: PyTree) -> PyTree:

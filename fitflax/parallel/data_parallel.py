@@ -20,10 +20,10 @@ from fitflax.errors import ConfigError
 from fitflax.leaves import through_key_data
 from fitflax.parallel.base import Compiled, Layout, Places, Strategy
 from fitflax.parallel.board import Board
-from fitflax.parallel.feeding import Feeding
 from fitflax.parallel.in_flight import InFlight, limit_for
 from fitflax.parallel.packed import Packed
 from fitflax.parallel.placing import check_devices, copy_here, count_processes, own_copy, part_of, put
+from fitflax.parallel.transfer import Transfer
 from fitflax.state import PyTree, TrainState
 
 __all__ = ["DataParallel"]
@@ -78,7 +78,7 @@ class DataParallel(Strategy):
         self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
         whole = self._is_among_others
         self._group = NamedSharding(mesh, PartitionSpec(None, axis_name)) if whole else self._split
-        self.feeding = Feeding(1 if whole else self.num_replicas, self._split, self._group, self.part[1], spans_processes=whole)
+        self.transfer = Transfer(1 if whole else self.num_replicas, self._split, self._group, self.part[1], spans_processes=whole)
 
     def __repr__(self) -> str:
         return f"DataParallel({self.num_replicas} {self.devices[0].platform} devices, axis_name={self.axis_name!r})"

@@ -20,11 +20,11 @@ from fitflax.errors import ConfigError, FitflaxError, ModelError
 from fitflax.integers import is_integer
 from fitflax.leaves import is_key
 from fitflax.parallel.base import Compiled, Layout, Places, Strategy
-from fitflax.parallel.feeding import Feeding
 from fitflax.parallel.in_flight import InFlight, limit_for
 from fitflax.parallel.packed import Packed
 from fitflax.parallel.partition import BATCH, FSDP_MIN_SIZE, MeshAxes, Partition, checked_rules
 from fitflax.parallel.placing import check_devices, copy_here, count_processes, part_of, put
+from fitflax.parallel.transfer import Transfer
 from fitflax.state import PyTree, TrainState
 
 __all__ = ["Sharded"]
@@ -98,7 +98,7 @@ class Sharded(Strategy):
         self._by_layout = {"replicated": self._at(PartitionSpec()), "split": self._at(split), "group": self._at(group)}
         self.part = part_of(self.mesh.devices.flat, self._by_layout["split"], self.num_batch_shards)
         self.num_processes = count_processes(self._devices)
-        self.feeding = Feeding(1, self._by_layout["split"], self._by_layout["group"], self.part[1], spans_processes=self.num_processes > 1)
+        self.transfer = Transfer(1, self._by_layout["split"], self._by_layout["group"], self.part[1], spans_processes=self.num_processes > 1)
 
     def __repr__(self) -> str:
         fsdp = f", fsdp over {self.partition.fsdp_axes}" if self.partition.fsdp_axes else ""

@@ -41,7 +41,7 @@ def send(root: pathlib.Path, env: dict[str, str], stops: list[list[Any]], signal
 @pytest.fixture(scope="module")
 def never_stopped(tmp_path_factory: pytest.TempPathFactory, compilation_cache: dict[str, str]) -> tuple[pathlib.Path, dict[str, Any]]:
     root = tmp_path_factory.mktemp("never-stopped")
-    top = pathlib.Path(__file__).resolve().parent.parent
+    top = pathlib.Path(__file__).resolve().parents[2]
     env = os.environ | compilation_cache | {"PYTHONPATH": str(top), "JAX_NUM_CPU_DEVICES": "8"}
     result = run_script.run(root, env, fit={"steps": 12}, every=100)
     assert (result["began_at"], result["step"]) == (0, 12)
@@ -108,7 +108,7 @@ port, index, count, directory, steps = sys.argv[1:]
 jax.distributed.initialize(f"localhost:{port}", num_processes=int(count), process_id=int(index))
 
 import fitflax
-from tests.test_signals import train_long
+from tests.loops.test_signals import train_long
 
 trainer = train_long(os.path.join(directory, index), int(steps), jax.local_devices()[0])
 print(json.dumps(trainer.step))

@@ -122,7 +122,7 @@ def never_stopped_process(tmp_path_factory: pytest.TempPathFactory, compilation_
 def process_environment(compilation_cache: dict[str, str], devices: int = 2) -> dict[str, str]:
     import os
 
-    top = pathlib.Path(__file__).resolve().parent.parent
+    top = pathlib.Path(__file__).resolve().parents[2]
     path = os.pathsep.join([str(top), *filter(None, [os.environ.get("PYTHONPATH")])])
     return os.environ | compilation_cache | {"PYTHONPATH": path, "JAX_NUM_CPU_DEVICES": str(devices)}
 

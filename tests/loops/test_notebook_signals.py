@@ -71,7 +71,7 @@ class Notebook:
 def notebook(tmp_path_factory: pytest.TempPathFactory, compilation_cache: dict[str, str]) -> Iterator[Notebook]:
     home = tmp_path_factory.mktemp("home")  # Otherwise kernels leave files in the user's, and take their settings there.
     variables = {name: str(home) for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR")}
-    variables |= {**compilation_cache, "JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": str(pathlib.Path(__file__).resolve().parent.parent)}
+    variables |= {**compilation_cache, "JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": str(pathlib.Path(__file__).resolve().parents[2])}
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         for name, value in variables.items():
             patch.setenv(name, value)

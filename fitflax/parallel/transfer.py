@@ -1,4 +1,4 @@
-"""`Feeding`: host batches in the form in which compiled functions take them, and split outputs back on the host."""
+"""`Transfer`: host batches in the form in which compiled functions take them, and split outputs back on the host."""
 
 import functools
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from jax.sharding import NamedSharding
 from fitflax.data.batch import full_mask
 from fitflax.state import Batch, PyTree
 
-__all__ = ["Feeding"]
+__all__ = ["Transfer"]
 
 
-class Feeding:
+class Transfer:
     """How batches go to the devices, and rows come back.
 
     Args:
@@ -27,8 +27,8 @@ class Feeding:
 
     >>> from jax.sharding import Mesh, PartitionSpec
     >>> mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
-    >>> feeding = Feeding(1, NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec(None, "data")))
-    >>> feeding.feed_group([Batch(x=np.zeros((2, 3)), y=(), mask=full_mask(2))] * 4, 4).x.shape
+    >>> transfer = Transfer(1, NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec(None, "data")))
+    >>> transfer.feed_group([Batch(x=np.zeros((2, 3)), y=(), mask=full_mask(2))] * 4, 4).x.shape
     (4, 2, 3)
     """
 
