@@ -355,3 +355,15 @@ def test_a_run_with_nothing_left_to_do_says_so(tmp_path, capsys):
     for _ in range(2):
         trainer_of().fit(X, Y, epochs=2, callbacks=[ModelCheckpoint(tmp_path)], resume="auto", verbose=2)
     assert "Resumed at step 2, nothing is left to do." in capsys.readouterr().out
+
+
+def test_an_evaluation_that_has_nothing_to_compute_says_so_once():
+    trainer = make(loss=None)
+    trainer.build((X, Y))
+    with pytest.warns(FitflaxWarning, match="There is nothing to compute for 'eval': no loss and no metrics were given, as in compile"):
+        assert trainer.evaluate(X, Y, verbose=0) == {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert trainer.evaluate(X, Y, verbose=0) == {}
+        trainer.compile("adam", None, ["accuracy"])
+        assert list(trainer.evaluate(X, Y, verbose=0)) == ["accuracy"]

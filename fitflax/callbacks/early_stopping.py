@@ -116,7 +116,7 @@ class EarlyStopping(Callback):
         # As in Keras an improvement stops nothing, though it stays below the baseline, and neither does the run's first epoch by itself.
         elif not has_improved and self.wait >= self.patience and (epoch > 0 or self.wait > 1):
             best = "it never was a number" if self.best is None or self.best_epoch is None else f"the best is {self.best:g} of epoch {self.best_epoch + 1}"
-            self._stop(epoch, f"{monitor.key} has not improved for {self.wait} observations; {best}")
+            self._stop(epoch, f"{monitor.key} has not improved for {self.wait} observation{'s' if self.wait != 1 else ''}; {best}")
 
     def _stop(self, epoch: int, reason: str) -> None:
         self.stopped_epoch, self._reason = epoch, f"EarlyStopping: {reason}"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from fitflax.background import Background
 from fitflax.errors import CallbackError
 
-__all__ = ["EventFiles", "events_of", "trim"]
+__all__ = ["EventFiles", "events_of", "files_of", "trim"]
 
 # Jobs may hold copies of all parameters, so that few of them wait.
 _MAX_WAITING = 8
@@ -170,6 +170,17 @@ def events_of(path: Path) -> Iterator[Record]:
             begin = end
 
 
+def files_of(directory: Path, run_id: str, ending: str = "*") -> list[Path]:
+    """Returns the event files of a run, in sub-directories too.
+
+    Args:
+        directory: Where they are.
+        run_id: Whose they are.
+        ending: The mark that their names end with; by default any or none.
+    """
+    return sorted(directory.rglob(f"*.tfevents.*.{run_id}{ending}"))
+
+
 def trim(directory: Path, run_id: str, step: int) -> None:
     """Drops from a run's event files what lies beyond `step`, and records that were cut off; files of other runs are left alone.
 
@@ -180,7 +191,7 @@ def trim(directory: Path, run_id: str, step: int) -> None:
         run_id: Whose files.
         step: The last step that is kept.
     """
-    for path in sorted(directory.rglob(f"*.tfevents.*.{run_id}*")):
+    for path in files_of(directory, run_id):
         keep = 0
         holds_any = False
         for record in events_of(path):

@@ -1,5 +1,6 @@
 """`ProgressBar`: how far a run is, as a live bar in a terminal or a notebook and as plain lines anywhere else."""
 
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -106,14 +107,10 @@ class ProgressBar(Callback):
     @staticmethod
     def _finish(bar: Any, text: str) -> str:
         """Draws a bar for the last time, with its values; returns them for a line of their own where they do not fit the terminal, which would cut them off."""
-        bar.set_postfix_str(text, refresh=False)
-        shape = bar.format_dict
-        overflow = ""
-        if shape["ncols"] and len(bar.format_meter(**{**shape, "ncols": None})) >= shape["ncols"]:
-            overflow = f"  {text}"
-            bar.set_postfix_str("", refresh=False)
+        fits = _fitting(text, _room(bar)) == text
+        bar.set_postfix_str(text if fits else "", refresh=False)
         bar.refresh()
-        return overflow
+        return "" if fits else _lines(text, bar.format_dict["ncols"])
 
     # -- training --
 
@@ -163,7 +160,7 @@ class ProgressBar(Callback):
         # The values of the last refresh: those of this step are still on the device, and nobody waits for them.
         ready = next((source for source in (logs.source, self._shown) if source is not None and source.is_ready), None)
         if ready is not None:
-            self._bar.set_postfix_str(_text(ready.metrics()), refresh=False)
+            self._bar.set_postfix_str(_fitting(_text(ready.metrics()), _room(self._bar)), refresh=False)
         self._shown = logs.source
         self._bar.refresh()
 
@@ -279,6 +276,40 @@ def _text(logs: Mapping[str, Any]) -> str:
     """Returns values in one line, four digits each; arrays have no place in it."""
     shown = {key: value for key, value in logs.items() if not getattr(value, "ndim", 0)}
     return ", ".join(f"{key} {value:.4g}" if isinstance(value, int | float) else f"{key} {value}" for key, value in shown.items())
+
+
+def _room(bar: Any) -> float:
+    """Returns how many characters of values the terminal has room for behind a bar."""
+    shape = {**bar.format_dict, "postfix": ""}
+    return shape["ncols"] - 1 - len(bar.format_meter(**{**shape, "ncols": None})) - len(", ") if shape["ncols"] else math.inf
+
+
+def _fitting(text: str, room: float) -> str:
+    """Returns as many whole values as there is room for.
+
+    >>> _fitting("loss 0.6651, accuracy 0.5819", 20)
+    'loss 0.6651'
+    """
+    values = text.split(", ")
+    while len(", ".join(values)) > room and values:
+        values.pop()
+    return ", ".join(values)
+
+
+def _lines(text: str, width: int) -> str:
+    """Returns values in lines that are indented, none of them cut in two.
+
+    >>> print(_lines("loss 0.6651, accuracy 0.5819, val_loss 0.6604", 32))
+      loss 0.6651, accuracy 0.5819,
+      val_loss 0.6604
+    """
+    lines: list[str] = []
+    for value in text.split(", "):
+        if lines and len(f"{lines[-1]}, {value},") < width:
+            lines[-1] += f", {value}"
+        else:
+            lines.append(f"  {value}")
+    return ",\n".join(lines)
 
 
 def _keras_line(done: int, total: int, seconds: float, made: int, logs: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from typing_extensions import override
 
 from fitflax.callbacks.base import Callback, Phase, PlainRun, check_trigger, moment_of
-from fitflax.callbacks.event_files import EventFiles, Write, trim
+from fitflax.callbacks.event_files import EventFiles, Write, files_of, trim
 from fitflax.callbacks.media import check_images, flatten_sown, write_logged, write_sown
 from fitflax.callbacks.summaries import TRAIN, describe_environment, hyperparameter_summaries, write_histogram
 from fitflax.checkpoints.checkpoint import Checkpoint
@@ -125,7 +125,7 @@ class TensorBoard(Callback):
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             trim(self.directory, run_id, step or -1)  # Of a run that begins again nothing stays, not even what it wrote before its first step.
-            is_new = not any(self.directory.rglob(f"*.tfevents.*.{run_id}"))
+            is_new = not files_of(self.directory, run_id, "")
         except OSError as error:
             raise CallbackError(f"TensorBoard cannot use {self.directory}: {error}. Give it a directory that can be written.") from error
         self._run_id = run_id
@@ -151,7 +151,7 @@ class TensorBoard(Callback):
         self._drop_closing(self._first_step)
 
     def _drop_closing(self, step: int) -> None:
-        for path in self.directory.rglob(f"*.tfevents.*.{self._run_id}{CLOSING}{step}"):
+        for path in files_of(self.directory, str(self._run_id), f"{CLOSING}{step}"):
             path.unlink()
 
     @override

@@ -21,7 +21,7 @@ from fitflax.logs import Kind, Logs, Values
 from fitflax.loops.signals import Interruption
 from fitflax.state import Batch, PyTree, TrainState
 from fitflax.steps.live import Carry, Sums
-from fitflax.steps.preflight import check_in_memory
+from fitflax.steps.preflight import check_in_memory, check_measures
 from fitflax.steps.program import Program
 
 __all__ = ["Evaluation", "Interrupted", "predict", "predict_iter"]
@@ -92,6 +92,7 @@ class Evaluation:
 
     def _check(self, state: TrainState, batch: Batch) -> None:
         self._program.prepare_evaluate(state, batch)
+        check_measures(self._program, self.name)
         check_in_memory(self._program, self._source, state, batch, pad=self._pad, train=False)
 
     def evaluate(self, get_state: Callable[[], TrainState]) -> dict[str, Any]:

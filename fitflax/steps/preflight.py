@@ -12,7 +12,7 @@ from fitflax.errors import FitflaxWarning
 from fitflax.state import Batch, TrainState
 from fitflax.steps.program import Program, scalar_loss_error
 
-__all__ = ["check_activations", "check_in_memory", "check_places"]
+__all__ = ["check_activations", "check_in_memory", "check_measures", "check_places"]
 
 # So much of an array is looked at for numbers that are none, in less than half a second.
 _LOOKED_AT_BYTES = 2**30
@@ -27,19 +27,32 @@ def check_activations(program: Program, state: TrainState, batch: Batch) -> None
         batch: A batch to train on.
     """
     task = program.task
-    if task.objective.takes_logits and task.compute_loss is None and task.custom_step is None and not program.has_warned:
-        program.has_warned = True
+    if task.objective.takes_logits and task.compute_loss is None and task.custom_step is None and program.is_new("activations"):
         for fault in task.objective.unfit_activations(program.activations(state, batch, train=not task.model.can_evaluate)):
             warnings.warn(f"{fault}.", FitflaxWarning, stacklevel=2)
 
 
 def check_places(program: Program, state: TrainState) -> None:
     """Warns of large parameters, and of batches, that each device holds whole; once for a program."""
-    if not program.has_looked_at_places:
-        program.has_looked_at_places = True
+    if program.is_new("places"):
         whole = program.strategy.describe_whole(state)
         if whole is not None:
             warnings.warn(whole, FitflaxWarning, stacklevel=2)
+
+
+def check_measures(program: Program, name: str) -> None:
+    """Warns of an evaluation that has nothing to compute; once for a program.
+
+    Args:
+        program: Knows losses and metrics.
+        name: What the evaluation is called.
+    """
+    if not program.structure(train=False).kinds and program.is_new("measures"):
+        warnings.warn(
+            f"There is nothing to compute for {name!r}: no loss and no metrics were given, as in compile(optimizer, loss, metrics).",
+            FitflaxWarning,
+            stacklevel=2,
+        )
 
 
 def check_in_memory(program: Program, source: Source, state: TrainState, batch: Batch, *, pad: bool, train: bool) -> None:

@@ -132,8 +132,8 @@ class Program:
         self._outputs: dict[tuple[str, bool], _TracedOutputs] = {}
         self._states: dict[Any, TrainState] = {}
         self._compiled = {verb: CompiledShapes(verb) for verb in ("train on", "evaluate", "predict")}
-        # What `preflight` has looked at: whether module and loss go together, where the state lies, and arrays, by identity.
-        self.has_warned = self.has_looked_at_places = False
+        # What `preflight` has looked at, and arrays, by identity.
+        self._asked: set[str] = set()
         self.looked_at: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # The devices' own, because a collective of an evaluation can wait for one of a step, whoever dispatched them.
         self._in_flight = self.strategy.in_flight
@@ -297,6 +297,12 @@ class Program:
     def _cost_of(self, jaxpr: Any) -> Cost:
         """Returns what a traced function costs each device."""
         return cost_of(jaxpr).times(1 / self.strategy.num_partitions)
+
+    def is_new(self, question: str) -> bool:
+        """Returns whether this is asked for the first time: what is to be told of a program is told once."""
+        is_new = question not in self._asked
+        self._asked.add(question)
+        return is_new
 
     def structure(self, *, train: bool) -> _Structure:
         """Returns what the dry run found.

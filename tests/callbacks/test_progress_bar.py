@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import fitflax
-from fitflax.callbacks import LambdaCallback, ModelCheckpoint, ProgressBar
+from fitflax.callbacks import LambdaCallback, ModelCheckpoint, ProgressBar, progress_bar
 from fitflax.errors import CallbackError, ConfigError
 from fitflax.parallel import DataParallel
 
@@ -269,11 +269,26 @@ def test_arguments_that_make_no_sense_are_errors():
         fit(verbose=3)
 
 
-@pytest.mark.parametrize(("text", "overflow"), [("loss 0.5", ""), ("loss 0.5, " * 9, "  " + "loss 0.5, " * 9)])
-def test_values_that_do_not_fit_the_terminal_are_for_a_line_of_their_own(text, overflow):
+NINE = ", ".join(["loss 0.5"] * 9)
+EIGHT_AND_ONE = "  " + ", ".join(["loss 0.5"] * 7) + ",\n  loss 0.5, loss 0.5"
+
+
+@pytest.mark.parametrize(("text", "overflow"), [("loss 0.5", ""), (NINE, EIGHT_AND_ONE)])
+def test_values_that_do_not_fit_the_terminal_are_for_lines_of_their_own(text, overflow):
     file = Terminal()
     bar = ProgressBar(file=file)._make_bar("Epoch 1/1", 4, leave=True)
     bar.dynamic_ncols, bar.ncols = None, 80
     assert ProgressBar._finish(bar, text) == overflow
     bar.close()
     assert len(screen(file.getvalue())[0]) < 80 and ("loss" in screen(file.getvalue())[0]) is not bool(overflow)
+
+
+def test_a_moving_bar_shows_whole_values_only():
+    file = Terminal()
+    bar = ProgressBar(file=file)._make_bar("Epoch 1/1", 4, leave=True)
+    bar.dynamic_ncols = None
+    before = len(bar.format_meter(**{**bar.format_dict, "ncols": None}))
+    for room, shown in ((len(", loss 0.5, acc 0.25") + 1, "loss 0.5, acc 0.25"), (len(", loss 0.5, acc 0.25"), "loss 0.5"), (3, "")):
+        bar.ncols = before + room
+        assert progress_bar._fitting("loss 0.5, acc 0.25", progress_bar._room(bar)) == shown
+    bar.close()

@@ -65,6 +65,16 @@ def test_subclasses_of_numpy_arrays_become_arrays(tmp_path):
     assert [type(leaf) for leaf in to_plain(tree).tree.values()] == [np.ndarray, np.ndarray]
 
 
+def test_text_of_any_language_can_be_saved():
+    assert to_plain({"name": "Zürich 東京"}).tree == {"name": "Zürich 東京"}
+
+
+@pytest.mark.parametrize("leaf", ["\udfff", np.zeros(2, "V0"), np.zeros(2, "V3"), np.zeros(2, "M8[s]")], ids=repr)
+def test_text_without_an_encoding_and_arrays_of_nothing_records_and_dates_cannot_be_saved(leaf):
+    with pytest.raises(CheckpointError, match=r"Cannot be saved in a checkpoint: leaf (is|has dtype)"):
+        to_plain({"leaf": leaf})
+
+
 def test_leaves_that_cannot_be_saved_are_all_named():
     tree = {"big": 2**64, "small": -(2**63) - 1, "text": np.array(["x"]), "object": object(), "bad": "\ud800", "complex": 1j, "ok": 2**64 - 1}
     message = (
