@@ -116,6 +116,7 @@ def _compile_listener() -> None:
             for compilations in tuple(_listeners):
                 compilations.names.append(str(kwargs.get("fun_name", "")))
 
+    # For good: to clear JAX's listeners would have later tests count nothing.
     jax.monitoring.register_event_duration_secs_listener(on_event)
 
 

@@ -1132,22 +1132,18 @@ def test_predicting_again_does_not_trace_the_module_again():
     assert len(calls) == seen
 
 
-def test_a_trainer_with_another_seed_is_as_one_made_with_it_and_compiles_nothing():
+def test_a_trainer_with_another_seed_is_as_one_made_with_it_and_compiles_nothing(compilations):
     x, y = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32), np.arange(32) % 3
     first = fitflax.Trainer(nn.Dense(3), seed=1)
     first.compile("adam", "sparse_categorical_crossentropy")
     first.fit(x, y, verbose=0)
     made = fitflax.Trainer(nn.Dense(3), seed=7)
     made.compile("adam", "sparse_categorical_crossentropy")
-    compiled: list[str] = []
-    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None)
-    try:
+    with compilations.counted() as counted:
         other = first.with_seed(7)
         assert other.step == 0 and first.step == 1
         other.fit(x, y, verbose=0)
-        assert compiled == []
-    finally:
-        jax.monitoring.clear_event_listeners()
+    assert counted.names == []
     made.fit(x, y, verbose=0)
     assert np.array_equal(other.predict(x), made.predict(x)) and not np.array_equal(other.predict(x), first.predict(x))
 

@@ -77,7 +77,7 @@ class Evaluation:
     @property
     def kinds(self) -> Mapping[str, Kind]:
         """By key, what is known of the metrics; after the first evaluation."""
-        return self._program.structure(train=False).kinds
+        return self._program.dry_run.traced_step(train=False).kinds
 
     def prepare(self, state: TrainState) -> None:
         """Dry-runs an evaluation of in-memory data on shapes alone; other data is not asked for a batch before it is evaluated.

@@ -82,7 +82,7 @@ def make_evaluation(session: Session, source: Source, *, steps: int | None, name
         NotReadyError: Before `compile`.
     """
     program = session.need_compiled("evaluate")
-    feeds = session.feeder.evaluations(source, name, steps, exact=lambda: program.loss_is_scalar)
+    feeds = session.feeder.evaluations(source, name, steps, exact=lambda: program.dry_run.loss_is_scalar)
     return Evaluation(program, source, feeds, steps=steps, name=name, pad=session.pad, check=session.see_batch, **options)
 
 
@@ -205,7 +205,7 @@ def _prepared(
     loops = () if given["validation"] is None else given["validation"].loops
     for evaluate in loops:
         evaluate.prepare(live.borrow())
-    check_log_keys(program.kinds, [loop.name for loop in loops])
+    check_log_keys(program.dry_run.kinds, [loop.name for loop in loops])
     session.last_progress = progress
     return Run(
         program,
@@ -324,10 +324,10 @@ def _before(session: Session, program: Program, saved: Saved) -> dict[str, Any]:
     Raises:
         RestoreError: It does not fit the compiled metrics.
     """
-    structure = program.structure(train=True)
+    traced = program.dry_run.traced_step(train=True)
     before: dict[str, Any] = {}
     if "sums" in saved.run:
-        before["sums"] = program.pack_sums(fit_to(structure.empty, saved.run["sums"], saved, "run/sums"), train=True)
+        before["sums"] = program.pack_sums(fit_to(traced.empty, saved.run["sums"], saved, "run/sums"), train=True)
         before["validated"] = saved.run.get("validated", {})
         before["collected"] = collected = program.collector(train=True)
         rows = saved.run.get("rows", {})
@@ -335,8 +335,8 @@ def _before(session: Session, program: Program, saved: Saved) -> dict[str, Any]:
             collected.load_state_dict(rows)
         elif rows:
             raise RestoreError(f"The checkpoint has collected rows of {sorted(rows)}, but the compiled metrics collect none.")
-    if "values" in saved.run and saved.run["values"].size == structure.num_values:
-        before["values"] = StepValues(structure.places, session.strategy.put(saved.run["values"]))
+    if "values" in saved.run and saved.run["values"].size == traced.num_values:
+        before["values"] = StepValues(traced.places, session.strategy.put(saved.run["values"]))
     return before
 
 

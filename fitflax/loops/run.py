@@ -414,7 +414,7 @@ class Run:
         if plan.steps_per_call == 1 and room > 1:
             self._train_unseen(room - 1)
         if hooks.wants("on_train_batch_end"):
-            hooks.call("on_train_batch_end", progress.step_in_epoch - 1, Logs(self._values, kinds=self._program.kinds))
+            hooks.call("on_train_batch_end", progress.step_in_epoch - 1, Logs(self._values, kinds=self._program.dry_run.kinds))
 
     def _await_step(self) -> None:
         """Waits for the step to be compiled, which is no time of the steps."""
@@ -570,7 +570,7 @@ class Run:
         run = RunAtStep(
             point=point,
             live=self._live,
-            logs=Logs(values, kinds=self._program.kinds),
+            logs=Logs(values, kinds=self._program.dry_run.kinds),
             step_values=values,
             keep=self.plan.keep,
             kept=self._kept,

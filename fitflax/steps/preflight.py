@@ -28,7 +28,7 @@ def check_activations(program: Program, state: TrainState, batch: Batch) -> None
     """
     task = program.task
     if task.objective.takes_logits and task.compute_loss is None and task.custom_step is None and program.is_new("activations"):
-        for fault in task.objective.unfit_activations(program.activations(state, batch, train=not task.model.can_evaluate)):
+        for fault in task.objective.unfit_activations(program.dry_run.outputs(state, batch, train=not task.model.can_evaluate).activations):
             warnings.warn(f"{fault}.", FitflaxWarning, stacklevel=2)
 
 
@@ -47,7 +47,7 @@ def check_measures(program: Program, name: str) -> None:
         program: Knows losses and metrics.
         name: What the evaluation is called.
     """
-    if not program.structure(train=False).kinds and program.is_new("measures"):
+    if not program.dry_run.traced_step(train=False).kinds and program.is_new("measures"):
         warnings.warn(
             f"There is nothing to compute for {name!r}: no loss and no metrics were given, as in compile(optimizer, loss, metrics).",
             FitflaxWarning,
@@ -76,7 +76,7 @@ def check_in_memory(program: Program, source: Source, state: TrainState, batch: 
     shards = program.strategy.num_batch_shards // (1 if source.shares is None else source.shares.num_parts)
     multiple = shards * (program.task.numerics.accumulate_steps if train else 1)
     short = source.num_examples % size
-    if program.structure(train=train).scalar_loss and pad and (short or size % multiple):
+    if program.dry_run.traced_step(train=train).scalar_loss and pad and (short or size % multiple):
         raise scalar_loss_error(short or size, -(-size // multiple) * multiple)
     task = program.task
     for name, tree in (("x", source.x), ("y", source.y)):
@@ -85,7 +85,8 @@ def check_in_memory(program: Program, source: Source, state: TrainState, batch: 
                 program.looked_at[id(leaf)] = leaf
                 _warn_of_bad_numbers(path, leaf)
     if task.objective.has_label_loss and task.compute_loss is None and task.custom_step is None:
-        task.objective.check_labels(program.output_shapes(state, batch, train=train and not task.model.can_evaluate), source.y, source.weights)
+        outputs = program.dry_run.outputs(state, batch, train=train and not task.model.can_evaluate)
+        task.objective.check_labels(outputs.shapes, source.y, source.weights)
 
 
 def _warn_of_bad_numbers(path: str, leaf: Any) -> None:
