@@ -24,9 +24,15 @@ __version__: str
 if not TYPE_CHECKING:  # Type checkers would take any name for one of this module's.
 
     def __getattr__(name):
-        """Returns the version, which takes longer to find out than most programs that import this want to wait."""
+        """Returns the version, which takes longer to find out than most programs that import this want to wait; says where else a name is."""
         if name != "__version__":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            homes = [
+                module.__name__
+                for module in (callbacks, metrics, losses, optimizers, parallel, data, checkpoints, diagnostics, errors)
+                if name in module.__all__
+            ]
+            hint = f". It is {homes[0]}.{name}" if homes else ""
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
         try:
             return importlib.metadata.version("fitflax")
         except importlib.metadata.PackageNotFoundError:  # A checkout that is on the path without being installed.

@@ -67,7 +67,7 @@ class Values:
     """Metrics on the device until somebody reads them.
 
     Args:
-        places: The metrics' places in the vector, in the order in which they are shown.
+        places: The metrics' places in the vector, in the order in which they are shown; `None` for those that are computed on the host.
         vector: float32 `[values]`.
         late: Keys of metrics that are computed on the host, from what was collected of every example.
         compute_late: Computes them.
@@ -79,7 +79,7 @@ class Values:
     __slots__ = ("_compute_late", "_host", "_metrics", "late", "places", "vector")
 
     def __init__(
-        self, places: Mapping[str, Place], vector: jax.Array, late: tuple[str, ...] = (), compute_late: Callable[[], Mapping[str, Any]] = dict
+        self, places: Mapping[str, Place | None], vector: jax.Array, late: tuple[str, ...] = (), compute_late: Callable[[], Mapping[str, Any]] = dict
     ) -> None:
         self.places = places
         self.vector = vector
@@ -95,7 +95,7 @@ class Values:
     @property
     def keys(self) -> tuple[str, ...]:
         """The log keys, in the order in which they are shown."""
-        return (*self.places, *self.late)
+        return tuple(key for key, place in self.places.items() if place is not None or key in self.late)
 
     def _read(self) -> list[float]:
         if self._host is None:
@@ -114,13 +114,14 @@ class Values:
     def metrics(self) -> dict[str, Any]:
         """Returns the metrics, floats or arrays; the first call reads them."""
         if self._metrics is None:
-            self._metrics = {**self.summed(), **self._compute_late()}
+            found = {**self.summed(), **self._compute_late()}
+            self._metrics = {key: found[key] for key in self.keys}
         return dict(self._metrics)
 
     def summed(self) -> dict[str, Any]:
         """Returns the metrics without those that are computed on the host."""
         read = self._read()
-        return {key: place.of(read) for key, place in self.places.items()}
+        return {key: place.of(read) for key, place in self.places.items() if place is not None}
 
 
 class StepValues(Values):
@@ -141,7 +142,7 @@ class StepValues(Values):
 
     def __init__(
         self,
-        places: Mapping[str, Place],
+        places: Mapping[str, Place | None],
         vector: jax.Array,
         late: tuple[str, ...] = (),
         compute_late: Callable[[], Mapping[str, Any]] = dict,

@@ -23,6 +23,7 @@ from fitflax.callbacks.defaults import callbacks_of_call, callbacks_of_fit
 from fitflax.callbacks.history import History
 from fitflax.checkpoints.by_path import load_checkpoint, save_checkpoint
 from fitflax.checkpoints.partial import RestoreReport
+from fitflax.checkpoints.resume import warn_of_changes
 from fitflax.checkpoints.saved import FOR_INFERENCE, WHOLE
 from fitflax.data import Source
 from fitflax.data.adapt import takes_batch_size
@@ -118,6 +119,8 @@ class Trainer:
 
     def _make_task(self, objective: Objective, optimizer: optax.GradientTransformationExtraArgs | None, numerics: Numerics) -> Task:
         kind = type(self)
+        arguments.check_called_with(kind.__name__, self.compute_loss, "params", "model_state", "batch", keywords=("rngs", "train"))
+        arguments.check_called_with(kind.__name__, self.train_step, "state", "batch")
         return Task(
             **self._parts,
             objective=objective,
@@ -562,6 +565,8 @@ class Trainer:
         """
         session, spent = self._session, TimeSpent()
         session.need_trainable("fit")
+        if session.is_fitting:
+            raise ConfigError("fit() was called while fit() is at work, as by a callback. Train another trainer there, or this one after its fit has ended.")
         arguments.check_counts(steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch, log_every=log_every)
         arguments.check_counts(validation_steps=validation_steps, validation_batch_size=validation_batch_size)
         arguments.check_initial_epoch(initial_epoch)
@@ -1069,4 +1074,8 @@ class Trainer:
         Unused: params/head/bias, params/head/kernel
         """
         roots = FOR_INFERENCE if weights_only and not partial and not mapping else WHOLE
-        return self._session.place(load_checkpoint(path, roots), None, weights_only=weights_only, partial=partial, mapping=mapping)
+        saved = load_checkpoint(path, roots)
+        report = self._session.place(saved, None, weights_only=weights_only, partial=partial, mapping=mapping)
+        if not (weights_only or partial) and self._session.described:
+            warn_of_changes(saved, self._session.described, to_resume=False)
+        return report

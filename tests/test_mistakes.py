@@ -12,7 +12,7 @@ import pytest
 from flax import linen as nn
 
 import fitflax
-from fitflax.callbacks import EarlyStopping, ModelCheckpoint
+from fitflax.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from fitflax.errors import (
     CallbackError,
     ConfigError,
@@ -56,14 +56,39 @@ class Heads(nn.Module):
         return {"kind": nn.softmax(nn.Dense(3)(x)), "size": nn.sigmoid(nn.Dense(1)(x))}
 
 
+class Moody(nn.Module):
+    @nn.compact
+    def __call__(self, x, is_training):
+        return nn.Dense(3)(x)
+
+
+class KerasLoss(fitflax.Trainer):
+    def compute_loss(self, x, y, y_pred):  # type: ignore[override]
+        return y - y_pred
+
+
+class Forgetful(fitflax.Trainer):
+    def compute_loss(self, params, model_state, batch, *, rngs, train):
+        outputs = self.model.apply({"params": params, **model_state}, batch.x, train=train, rngs=rngs)
+        return outputs.sum(axis=-1), {}, {}
+
+
+class Nested(Callback):
+    def on_epoch_end(self, epoch, logs):
+        self.trainer.fit(X, Y, verbose=0)
+
+
 def make(module: nn.Module | None = None, loss: Any = LABELS, metrics: Any = None, optimizer: Any = "adam", **options: Any) -> fitflax.Trainer:
     trainer = fitflax.Trainer(module or nn.Dense(3), parallel=DataParallel(jax.devices()[:1]), **options)
     trainer.compile(optimizer, loss, metrics)
     return trainer
 
 
-def fit(x: Any = X, y: Any = Y, *, given: dict[str, Any] | None = None, **made: Any) -> fitflax.Trainer:
-    trainer = make(**made)
+def fit(x: Any = X, y: Any = Y, *, given: dict[str, Any] | None = None, trainer: fitflax.Trainer | None = None, **made: Any) -> fitflax.Trainer:
+    if trainer is None:
+        trainer = make(**made)
+    else:
+        trainer.compile("adam")
     trainer.fit(x, y, verbose=0, **(given or {}))
     return trainer
 
@@ -121,12 +146,12 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
     "a generator that is used up": (
         lambda: fit(used_up(), None),
         DataError,
-        "It is an iterator that has been used up; pass a function that makes one, `lambda: ...`, or a list.",
+        "It is an iterator that has been used up; pass a function that makes one, `lambda: ...`.",
     ),
     "a generator to validate on twice": (
         lambda: fit(given={"epochs": 2, "validation_data": iter([(X, Y)])}),
         DataError,
-        "The data of 'val' is an iterator that has been used up. Pass a function that makes one, `lambda: ...`, or a list; or say with validation_steps",
+        "The data of 'val' is an iterator that has been used up. Pass a function that makes one, `lambda: ...`; or say with validation_steps",
     ),
     "a misspelt monitor": (
         lambda: fit(given={"validation_data": (X, Y), "callbacks": [EarlyStopping("val_los")]}),
@@ -183,6 +208,61 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         lambda: fitflax.Trainer(Forgotten),
         ConfigError,
         "Trainer takes an instance of a module. Received: the class Forgotten; call it: Trainer(Forgotten(...)).",
+    ),
+    "a loss that puts each output together with each target": (
+        lambda: fit(y=X[:, 0], module=nn.Dense(1), loss=lambda outputs, targets: (outputs - targets) ** 2),
+        LossError,
+        "The loss <lambda> returned [16, 16] for outputs [16, 1] and targets [16]: each output was put together with each target. Give both .* use outputs[:, 0].",
+    ),
+    "a metric that puts each output together with each target": (
+        lambda: fit(y=X[:, 0], module=nn.Dense(1), loss="mse", metrics=[lambda outputs, targets: abs(outputs - targets)]),
+        MetricError,
+        "Metric 'lambda': its function returned [16, 16] for outputs [16, 1] and targets [16]: each output was put together with each target.",
+    ),
+    "a metric that takes the targets first": (
+        lambda: make(metrics=[lambda labels, logits: labels]),
+        MetricError,
+        "takes the targets first, as in Keras, but is called as (outputs, targets). Swap its arguments",
+    ),
+    "batch normalization without a mode": (
+        lambda: fit(module=nn.BatchNorm()),
+        ModelError,
+        "Give __call__ a keyword, train, and pass it on: nn.BatchNorm(use_running_average=not train); the trainer sets it.",
+    ),
+    "a mode under a name that is not known": (
+        lambda: fit(module=Moody()),
+        ModelError,
+        "A keyword train, training or deterministic is set by the trainer; others go into train_kwargs and eval_kwargs",
+    ),
+    "Keras's compute_loss": (
+        lambda: KerasLoss(nn.Dense(3)).compile("sgd"),
+        ConfigError,
+        "KerasLoss.compute_loss is called as compute_loss(params, model_state, batch, rngs=rngs, train=train), but is defined as compute_loss(x, y, y_pred)",
+    ),
+    "a compute_loss that forgets that collections change": (
+        lambda: fit(trainer=Forgetful(Normed())),
+        ModelError,
+        "Name the collections that the module changes, outputs, changed = self.model.apply(variables, batch.x, mutable=['batch_stats'])",
+    ),
+    "loss and optimizer in the other order": (
+        lambda: make(optimizer=LABELS, loss="adam"),
+        OptimizerError,
+        "compile(optimizer, loss, metrics) takes the optimizer first. Received: 'sparse_categorical_crossentropy', which is a loss.",
+    ),
+    "Keras's arguments of a callback": (
+        lambda: EarlyStopping(restore_best_weights=True),
+        CallbackError,
+        "EarlyStopping does not take restore_best_weights=: it is restore_best= here.",
+    ),
+    "a callback of the top level": (
+        lambda: fitflax.ModelCheckpoint,
+        AttributeError,
+        "has no attribute 'ModelCheckpoint'. It is fitflax.callbacks.ModelCheckpoint",
+    ),
+    "fit inside fit": (
+        lambda: fit(given={"callbacks": [Nested()]}),
+        ConfigError,
+        "fit() was called while fit() is at work, as by a callback. Train another trainer there, or this one after its fit has ended.",
     ),
     "inputs and targets in a list": (
         lambda: fit([X, Y], None),
@@ -367,3 +447,60 @@ def test_an_evaluation_that_has_nothing_to_compute_says_so_once():
         assert trainer.evaluate(X, Y, verbose=0) == {}
         trainer.compile("adam", None, ["accuracy"])
         assert list(trainer.evaluate(X, Y, verbose=0)) == ["accuracy"]
+
+
+def test_targets_that_are_weighted_by_numbers_that_are_none_are_warned_of():
+    weights = np.ones(16, np.float32)
+    weights[2] = np.nan
+    with pytest.warns(FitflaxWarning, match="sample_weight holds NaN or infinity in 1 of 16 examples"):
+        fit(given={"sample_weight": weights})
+
+
+def test_a_module_that_cannot_be_evaluated_can_be_trained():
+    class Noisy(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(3)(nn.Dropout(0.5, deterministic=False)(x))
+
+    trainer = fit(module=Noisy())
+    with pytest.raises(ModelError, match="cannot be run for evaluation"):
+        trainer.evaluate(X, Y, verbose=0)
+
+
+def test_metrics_are_shown_in_the_order_in_which_they_were_given(tmp_path):
+    trainer = fitflax.Trainer(nn.Dense(1), parallel=DataParallel(jax.devices()[:1]))
+    trainer.compile("adam", "binary_crossentropy", ["auc", "accuracy", "precision"])
+    trainer.fit(X, (Y > 0)[:, None].astype(np.float32), validation_data=(X, (Y > 0)[:, None].astype(np.float32)), verbose=0)
+    names = ["loss", "auc", "accuracy", "precision"]
+    assert list(trainer.history.history) == [*names, *(f"val_{name}" for name in names)]
+    assert list(trainer.evaluate(X, (Y > 0)[:, None].astype(np.float32), verbose=0)) == names
+
+
+def test_a_resume_with_another_loss_rate_or_class_weight_is_warned_of(tmp_path):
+    def run(loss: str = LABELS, rate: float = 0.01, **options: Any) -> fitflax.Trainer:
+        trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(jax.devices()[:1]))
+        trainer.compile("adam", loss, learning_rate=rate)
+        trainer.fit(X, Y, epochs=len(list(tmp_path.iterdir())) + 1, callbacks=[ModelCheckpoint(tmp_path)], resume="auto", verbose=0, **options)
+        return trainer
+
+    run()
+    run()  # Alike.
+    with pytest.warns(FitflaxWarning, match=r"was saved with other settings: loss was 'sparse_.*' and is 'multiclass_hinge_loss'\."):
+        run(loss="multiclass_hinge_loss")
+    with pytest.warns(FitflaxWarning) as caught:
+        trainer = run(rate=1e-4, class_weight={0: 2.0})
+    told = " ".join(str(warning.message) for warning in caught)
+    assert "class_weight was not given and is {'0': 2.0}; learning_rate was 0.01 and is 0.0001; loss was" in told
+    assert "The checkpoint's optimizer state counts, its rate as well: set trainer.learning_rate for another." in told
+    assert trainer.learning_rate == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("first", ["compile", "restore"])
+def test_a_restored_rate_that_is_not_the_compiled_one_is_warned_of(first, tmp_path):
+    make(optimizer="adam").fit(X, Y, callbacks=[ModelCheckpoint(tmp_path)], verbose=0)
+    trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(jax.devices()[:1]))
+    steps = {"compile": lambda: trainer.compile("adam", LABELS, learning_rate=0.5), "restore": lambda: trainer.restore(tmp_path)}
+    steps.pop(first)()
+    with pytest.warns(FitflaxWarning, match="learning_rate was not given and is 0.5. The checkpoint's optimizer state counts"):
+        steps.popitem()[1]()
+    assert trainer.learning_rate == pytest.approx(0.001)

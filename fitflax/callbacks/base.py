@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import jax
 
+from fitflax.callbacks.keras_names import check_arguments
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.checkpoints.saving import Saver
 from fitflax.errors import CallbackError
@@ -153,13 +154,21 @@ class Callback:
         own = {name: value for name, value in vars(self).items() if name not in ("trainer", "params", "_own_schedule")}
         return {name: None if isinstance(value, Saver) else value for name, value in own.items()}
 
-    if not TYPE_CHECKING:  # Or every name would be an attribute.
+    if not TYPE_CHECKING:  # Or every name would be an argument, and an attribute.
+
+        def __new__(cls, *args, **kwargs):
+            """Says what is here in place of what Keras's callbacks take."""
+            check_arguments(cls, kwargs)
+            return super().__new__(cls)
 
         def __getattr__(self, name):
             """Says where to find what Keras's callbacks have."""
             if hasattr(type(self), name):  # A property that failed: its own error says more.
                 return object.__getattribute__(self, name)
-            hints = {"model": " What runs it is self.trainer: self.trainer.model, self.trainer.state.", "trainer": " It is there from the first hook on."}
+            hints = {
+                "model": " What runs it is self.trainer: self.trainer.model, self.trainer.state, self.trainer.stop().",
+                "trainer": " It is there from the first hook on.",
+            }
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.{hints.get(name, '')}", name=name, obj=self)
 
     # -- hooks --

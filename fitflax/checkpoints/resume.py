@@ -18,7 +18,7 @@ from fitflax.checkpoints.trees import from_saved, refit, restore_tree
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, FitflaxWarning, RestoreError
 from fitflax.state import PyTree, TrainState
 
-__all__ = ["check_fits", "check_settings", "find_resume", "fit_to", "restored_state"]
+__all__ = ["check_fits", "check_settings", "find_resume", "fit_to", "restored_state", "warn_of_changes"]
 
 _TAKE_PART = "Trainer.restore(path, partial=True) takes what matches."
 
@@ -75,6 +75,25 @@ def check_settings(saved: Saved, settings: Mapping[str, Any]) -> None:
     differing = [f"{key} was {before.get(key)!r} and is {value!r}" for key, value in settings.items() if before.get(key) != value]
     if differing:
         raise RestoreError(f"{saved.path} cannot be resumed, because the order of examples or the numbers would differ: {'; '.join(differing)}.")
+
+
+def warn_of_changes(saved: Saved, compiled: Mapping[str, Any], *, to_resume: bool) -> None:
+    """Warns where a run goes on with another loss, rate or the like than it had: that may be meant, but is nothing that anybody can see later.
+
+    Args:
+        saved: The checkpoint; one that does not say what its run had is taken as it is.
+        compiled: What `compile` and `fit` were given, in words.
+        to_resume: Whether its run goes on; otherwise only the learning rate is looked at, which the checkpoint's optimizer state brings with it.
+    """
+    before = saved.metadata.get("compiled")
+    if before is None:
+        return
+    names = sorted({*before, *compiled}) if to_resume else ["learning_rate"] * (before.get("optimizer") == compiled.get("optimizer"))
+    was, now = ({name: repr(given[name]) if name in given else "not given" for name in names} for given in (before, compiled))
+    changes = [f"{name} was {was[name]} and is {now[name]}" for name in names if was[name] != now[name]]
+    if changes:
+        rate = " The checkpoint's optimizer state counts, its rate as well: set trainer.learning_rate for another." if "learning_rate" in str(changes) else ""
+        warnings.warn(f"{saved.path} was saved with other settings: {'; '.join(changes)}.{rate}", FitflaxWarning, stacklevel=4)
 
 
 def fit_to(target: PyTree, found: Any, saved: Saved, root: str, *, advice: str = "") -> PyTree:

@@ -457,7 +457,9 @@ def restore_tree(target: PyTree, saved: Any, *, where: str, root: str, key_impls
         differing_leaves += [path] if difference else []
     if faults:
         # Of parameters that fit, another optimizer's state.
-        is_optimizers = root == "train" and all(path.startswith("train/opt_state") for path in {*paths.keys() ^ found.keys(), *differing_leaves})
+        is_optimizers = root in ("train", "train/opt_state") and all(
+            path.startswith("train/opt_state") for path in {*paths.keys() ^ found.keys(), *differing_leaves}
+        )
         what, also = ("optimizer", "Compile with the one it was saved with, or restore it with weights_only=True.") if is_optimizers else ("model", advice)
         raise RestoreError(f"{where} does not fit this {what}: {'; '.join(faults)}.{f' {also}' if also else ''}")
     return jax.tree.unflatten(treedef, leaves)

@@ -92,7 +92,7 @@ class Feeder:
                 return self._feed(source, batcher)
             if source.taken and steps is None:
                 raise DataError(
-                    f"The data of {name!r} is an iterator that has been used up. Pass a function that makes one, `lambda: ...`, or a list; "
+                    f"The data of {name!r} is an iterator that has been used up. Pass a function that makes one, `lambda: ...`; "
                     "or say with validation_steps how many of its batches each validation takes."
                 )
             return self._feed(source, batcher, Position(examples=source.taken))

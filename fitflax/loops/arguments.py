@@ -1,5 +1,6 @@
 """Checks of what users pass to `Trainer` and `fit`, each with one clear error before any work."""
 
+import inspect
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -8,6 +9,7 @@ import jax
 import numpy as np
 import optax
 
+import fitflax.losses as losses
 import fitflax.optimizers as optimizers
 from fitflax.data import Source
 from fitflax.data.batch import Selection
@@ -18,6 +20,7 @@ from fitflax.steps.task import Streams
 from fitflax.triggers import Trigger
 
 __all__ = [
+    "check_called_with",
     "check_counts",
     "check_end",
     "check_initial_epoch",
@@ -110,6 +113,8 @@ def optimizer_of(optimizer: Any, learning_rate: Any = None) -> optax.GradientTra
         OptimizerError: Neither a known name nor a transformation.
     """
     if isinstance(optimizer, str):
+        if optimizer in losses.names() and optimizer not in optimizers.names():
+            raise OptimizerError(f"compile(optimizer, loss, metrics) takes the optimizer first. Received: {optimizer!r}, which is a loss.")
         return optimizers.get(optimizer, learning_rate)
     if learning_rate is not None:
         raise ConfigError("compile(learning_rate=...) goes with an optimizer given by name; an optax transformation has its own.")
@@ -138,6 +143,27 @@ def described(**given: Any) -> dict[str, Any]:
     """
     simple = {name: value if isinstance(value, bool | int | float | str) else getattr(value, "__name__", None) for name, value in given.items()}
     return {name: value for name, value in simple.items() if value is not None}
+
+
+def check_called_with(owner: str, function: Any, *arguments: str, keywords: Sequence[str] = ()) -> None:
+    """Checks that a method that a user has overridden takes what it is called with.
+
+    Args:
+        owner: Whose it is, for errors.
+        function: The bound method.
+        *arguments: The names of what it is given by position.
+        keywords: The names of what it is given by name.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*arguments, **dict.fromkeys(keywords))
+    except TypeError as error:
+        called = ", ".join([*arguments, *(f"{name}={name}" for name in keywords)])
+        name = function.__name__
+        raise ConfigError(f"{owner}.{name} is called as {name}({called}), but is defined as {name}{signature}: {error}.") from error
 
 
 def check_counts(**counts: int | None) -> None:

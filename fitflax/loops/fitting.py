@@ -104,11 +104,16 @@ def run_with_callbacks(session: Session, trainer: TrainerView, run: Run, params:
     with contextlib.ExitStack() as failed:
         failed.callback(run.close)
         hooks.bind(trainer, {**params, **known}, spent=run.spent, leaves_at_once=lambda: interruption is not None and interruption.leaves_at_once)
-        hooks.open_run(session.run_id, run.step)
+        with run.spent.on("callbacks"):
+            hooks.open_run(session.run_id, run.step)
         hooks.start_schedules(run.seconds)
         failed.pop_all()
-    with _naming_failure(run):
-        _consume(session, run, saved)
+    session.is_fitting = True
+    try:
+        with _naming_failure(run):
+            _consume(session, run, saved)
+    finally:
+        session.is_fitting = False
 
 
 def _consume(session: Session, run: Run, saved: Saved | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from fitflax.callbacks.callback_list import CallbackList
-from fitflax.checkpoints.resume import check_settings, find_resume, fit_to
+from fitflax.checkpoints.resume import check_settings, find_resume, fit_to, warn_of_changes
 from fitflax.checkpoints.saved import Saved
 from fitflax.checkpoints.saving import Saver
 from fitflax.checkpoints.store import CheckpointStore
@@ -107,7 +107,7 @@ def trained_aside(
         RestoreError: The checkpoint does not fit, or its order of examples is another.
     """
     if not source.can_restart:
-        raise ConfigError(f"{what} must not use up your data, and an iterator can be passed over only once. Pass a function that makes one, or a list.")
+        raise ConfigError(f"{what} must not use up your data, and an iterator can be passed over only once. Pass a function that makes one, `lambda: ...`.")
     twin = session.twin() if saved is None else session.fresh(session.seed)
     settings = {name: value for name, value in _settings_of(twin, source, None).items() if name != "steps_per_epoch"}
     progress = _start_progress(twin, source, saved, settings)
@@ -173,8 +173,13 @@ def prepare_run(
     feed = _make_feed(session, source, class_weight, progress, saved)
     with contextlib.ExitStack() as failed:
         failed.callback(feed.close)  # Workers of a loader end with it.
+        weights = {str(label): float(weight) for label, weight in (class_weight or {}).items()}
+        compiled = {**session.described, **({"class_weight": weights} if weights else {})}
+        plan = dataclasses.replace(plan, info={**plan.info, "compiled": compiled})
         given: dict[str, Any] = {"callbacks": callbacks, "validation": validation, "interruption": interruption, "spent": spent or TimeSpent()}
         run = _prepared(session, source, feed, plan, progress, saved, given, saver)
+        if saved is not None:
+            warn_of_changes(saved, compiled, to_resume=True)
         failed.pop_all()
     return run
 
@@ -269,7 +274,7 @@ def _first_batch(feed: Feed, source: Source, plan: RunPlan, progress: Progress, 
     if fed is None and source.can_restart:
         fed = feed.next(ahead)
     if fed is None and saved is None:
-        used_up = " It is an iterator that has been used up; pass a function that makes one, `lambda: ...`, or a list." if not source.can_restart else ""
+        used_up = " It is an iterator that has been used up; pass a function that makes one, `lambda: ...`." if not source.can_restart else ""
         raise DataError(f"The data yields no batch.{used_up}")
     if fed is not None:
         feed.push_back()

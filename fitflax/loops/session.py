@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from fitflax.checkpoints.partial import RestoreReport, check_mapping, match, moved, report_of
-from fitflax.checkpoints.resume import check_fits, fit_to, restored_state
+from fitflax.checkpoints.resume import check_fits, fit_to, restored_state, warn_of_changes
 from fitflax.checkpoints.saved import Saved
 from fitflax.checkpoints.saving import NICENESS_ON_HOST, Saver
 from fitflax.checkpoints.trees import refit
@@ -63,6 +63,8 @@ class Session:
         self.choice: str | None = None
         # The shapes of the last batch that a call began with.
         self.sample: Batch | None = None
+        # Whether fit() is at work.
+        self.is_fitting = False
         # What compile() was given, in words.
         self.described: dict[str, Any] = {}
         self._optimizer: optax.GradientTransformationExtraArgs | None = None
@@ -145,7 +147,7 @@ class Session:
     def note_exhausted(self) -> None:
         """Notes, and warns, that the data ended before the training did."""
         self.stop("data_exhausted")
-        advice = "For more, give data that can be passed over again: a list, or a function that makes an iterator."
+        advice = "For more, give data that can be passed over again: arrays, or a function that makes an iterator, `lambda: ...`."
         warnings.warn(f"The data ended before the training did. {advice}", FitflaxWarning, stacklevel=2)
 
     # -- the task and its state --
@@ -204,6 +206,7 @@ class Session:
             target = jax.eval_shape(self._optimizer.init, state.params)
             fitted = fit_to(target, saved_state, saved, "train/opt_state")
             opt_state = self.strategy.put_at(fitted, self.strategy.abstract_state(_only(state, opt_state=target)).opt_state)
+            warn_of_changes(saved, self.described, to_resume=False)
             self._unplaced = None
         else:
             init, strategy = self._optimizer.init, self.strategy

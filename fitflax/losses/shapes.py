@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from fitflax.errors import LossError
 
-__all__ = ["check_share", "class_labels", "class_rows", "mean_of_last_axis", "mismatch", "one_array", "same_shape", "vectors"]
+__all__ = ["broadcast_fault", "check_share", "class_labels", "class_rows", "mean_of_last_axis", "mismatch", "one_array", "same_shape", "vectors"]
 
 
 def one_array(name: str, role: str, value: Any) -> jax.Array:
@@ -109,6 +109,26 @@ def check_share(name: str, argument: str, value: float) -> None:
     """Checks that an argument lies in 0..1."""
     if not 0.0 <= value <= 1.0:
         raise LossError(f"{name}({argument}=...) must be within 0..1. Received: {value!r}.")
+
+
+def broadcast_fault(values: Any, outputs: Any, targets: Any) -> str | None:
+    """Returns, in words, that a function of the user's put each output together with each target, because only one of them has a last axis of length 1.
+
+    >>> outputs, targets = jnp.ones((3, 1)), jnp.ones(3)
+    >>> broadcast_fault((outputs - targets) ** 2, outputs, targets)
+    'returned [3, 3] for outputs [3, 1] and targets [3]: each output was put together with each target. Give both one shape: use outputs[:, 0]'
+    """
+    shapes: list[Any] = [getattr(value, "shape", None) for value in (values, outputs, targets)]
+    if None in shapes or not shapes[0] or shapes[0][0] < 2 or shapes[0][:2] != shapes[0][:1] * 2:
+        return None
+    rows = shapes[0][0]
+    both = "use outputs[:, 0]" if shapes[1:] == [(rows, 1), (rows,)] else "use targets[:, 0]" if shapes[1:] == [(rows,), (rows, 1)] else None
+    if both is None:
+        return None
+    return (
+        f"returned {list(shapes[0])} for outputs {list(shapes[1])} and targets {list(shapes[2])}: each output was put together with each target. "
+        f"Give both one shape: {both}"
+    )
 
 
 def mismatch(name: str, outputs: jax.Array, targets: jax.Array, takes: str, advice: str) -> LossError:

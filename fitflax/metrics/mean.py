@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from fitflax.errors import LossError, MetricError
 from fitflax.losses.registry import loss_direction
+from fitflax.losses.shapes import broadcast_fault
 from fitflax.metrics.base import Direction, Metric, add_pairs, metric_direction, pair, pair_field, snake_case, static_field, weighted_sums, zero_pair
 
 __all__ = ["Mean"]
@@ -80,6 +81,8 @@ class Mean(Metric):
                 f"Metric {self.name!r} must return one value per example, [batch] or [batch, ...]: its function returned {list(values.shape)} "
                 f"for weights {list(jnp.shape(weights))}. Leave out the mean over the batch; it is taken here, over all batches."
             )
+        if (fault := broadcast_fault(values, outputs, targets)) is not None:
+            raise MetricError(f"Metric {self.name!r}: its function {fault}.")
         return self.add(values, weights)
 
     def add(self, values: Any, weights: Any) -> Self:

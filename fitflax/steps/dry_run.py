@@ -31,7 +31,7 @@ class TracedStep(NamedTuple):
     """What the dry run of a step finds out.
 
     Attributes:
-        places: Each log key's place in the vector of values, in the order in which keys are shown.
+        places: Each log key's place in the vector of values, in the order in which keys are shown; `None` for metrics that are computed on the host.
         num_values: The length of that vector.
         empty: What nothing has been added to, as NumPy arrays of their final shapes: `TrainSums` or `EvalSums`.
         form: How these sums are packed on their way from call to call.
@@ -40,7 +40,7 @@ class TracedStep(NamedTuple):
         scalar_loss: Whether the loss is one number, which padding would falsify.
     """
 
-    places: dict[str, Place]
+    places: dict[str, Place | None]
     num_values: int
     empty: Any
     form: Form
@@ -132,11 +132,12 @@ class DryRun:
         parts = getattr(abstract.get("loss"), "parts", {})
         scalar = any(getattr(part, "name", None) == SCALAR for part in parts.values())
         kinds = {key: _kind(key, abstract[key]) for key in order}
-        places, end = {}, NUM_STEP_VALUES if train else 0
+        places: dict[str, Place] = {}
+        end = NUM_STEP_VALUES if train else 0
         for key in sorted(computed):
             places[key] = Place(end, computed[key].shape)
             end = places[key].end
-        shown = {key: places[key] for key in order if key in places}
+        shown = {key: places.get(key) for key in order}
         collected = {key: _without_rows(key, abstract[key]) for key in order if collects(abstract[key])}
         sums: Any = TrainSums(empty, np.int32(-1), np.int32(-1)) if train else EvalSums(metrics=empty, index=np.int32(0))  # type: ignore[arg-type]
         self._steps.setdefault(train, TracedStep(shown, end, sums, Form.of(sums, _LARGEST_PACKED), collected, kinds, scalar))
@@ -152,7 +153,7 @@ class DryRun:
         Args:
             state: The state.
             batch: A batch.
-            train: Whether those of training are asked for; a function of the user's may be able to do nothing else.
+            train: In which of its modes.
 
         Raises:
             ModelError: The module fails.

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,9 +61,6 @@ class Model(abc.ABC):
     @abc.abstractmethod
     def _apply(self, variables: dict[str, PyTree], x: PyTree, *, train: bool, rngs: dict[str, jax.Array], mutable: Any) -> tuple[PyTree, Any]: ...
 
-    can_evaluate: ClassVar[bool] = True
-    """Whether it runs in both modes, and not only in that of training."""
-
     @property
     @abc.abstractmethod
     def name(self) -> str:
@@ -87,7 +84,8 @@ class Model(abc.ABC):
         elif type(error).__name__ == "ModifyScopeVariableError":
             hint = " A collection that the module changes must be mutable: see Trainer(mutable=...), by default all but params."
         elif '"deterministic"' in text or '"use_running_average"' in text:
-            hint = " Give __call__ a keyword, train, and pass it on: nn.Dropout(rate, deterministic=not train); the trainer sets it."
+            layer = "nn.Dropout(rate, deterministic=not train)" if '"deterministic"' in text else "nn.BatchNorm(use_running_average=not train)"
+            hint = f" Give __call__ a keyword, train, and pass it on: {layer}; the trainer sets it."
         elif isinstance(error, NameError) and "unbound axis name" in text:
             text = text.partition(". To fix this")[0]
             hint = (
@@ -173,7 +171,10 @@ class LinenModel(Model):
     @property
     @override
     def _argument_hint(self) -> str:
-        return " Several inputs are a tuple ((x1, x2), y), or keys of dicts with Trainer(inputs=...); constant arguments go into train_kwargs/eval_kwargs."
+        return (
+            " Several inputs are a tuple ((x1, x2), y), or keys of dicts with Trainer(inputs=...). A keyword train, training or deterministic is set by the "
+            "trainer; others go into train_kwargs and eval_kwargs: Trainer(model, train_kwargs={'is_training': True}, eval_kwargs={'is_training': False})."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,8 +185,6 @@ class FunctionModel(Model):
         init_fn: `(rngs, *inputs) -> variables`; `None` where nothing is initialized.
         apply_fn: `(variables, *inputs, rngs=, mutable=) -> (outputs, changed)`, in training and evaluation alike.
     """
-
-    can_evaluate: ClassVar[bool] = False  # Whoever trains with one evaluates with another.
 
     init_fn: Callable[..., Any] | None
     apply_fn: Callable[..., Any]

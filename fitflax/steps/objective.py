@@ -17,6 +17,7 @@ import numpy as np
 import fitflax.losses as losses
 from fitflax.errors import ConfigError, DataError, FitflaxError, LossError, MetricError, did_you_mean
 from fitflax.losses.registry import takes_labels, takes_logits
+from fitflax.losses.shapes import broadcast_fault
 from fitflax.metrics import Metric
 from fitflax.metrics.base import metric_name
 from fitflax.metrics.clu import CluMetric, adapt_clu, is_clu
@@ -30,6 +31,11 @@ LossFn = Callable[..., jax.Array]
 
 # Those whose targets are 0, 1 or probabilities.
 _OF_SHARES = (losses.binary_crossentropy, losses.categorical_crossentropy)
+
+
+# What people call the arguments of a loss.
+_TARGETS = {"y_true", "true", "target", "targets", "label", "labels"}
+_OUTPUTS = {"y_pred", "y_hat", "pred", "preds", "prediction", "predictions", "output", "outputs", "logit", "logits"}
 
 
 class MetricEntry(NamedTuple):
@@ -298,10 +304,10 @@ def _check_order(what: str, fn: Any, error: type[FitflaxError]) -> None:
         names = list(inspect.signature(fn).parameters)[:2]
     except (TypeError, ValueError):
         return  # Whatever it is, it says nothing of its arguments.
-    if names == ["y_true", "y_pred"]:
+    if len(names) == 2 and names[0] in _TARGETS and names[1] in _OUTPUTS:
         name = getattr(fn, "__name__", type(fn).__name__)
         raise error(
-            f"The {what} {name}({', '.join(names)}) takes the targets first, as in Keras, but is called with (outputs, targets). Swap its arguments, or give "
+            f"The {what} {name}({', '.join(names)}) takes the targets first, as in Keras, but is called as (outputs, targets). Swap its arguments, or give "
             f"lambda outputs, targets: {name}(targets, outputs)."
         )
 
@@ -414,6 +420,8 @@ def _call_loss(term: _Term, outputs: PyTree, targets: PyTree) -> jax.Array:
         ) from error
     if not hasattr(values, "shape") and not isinstance(values, int | float):
         raise LossError(f"A loss returns one array of values per example. The loss{where} returned a {type(values).__name__}: {describe_shapes(values)}.")
+    if (fault := broadcast_fault(values, outputs, targets)) is not None:
+        raise LossError(f"The loss {getattr(fn, '__name__', repr(fn))}{where} {fault}.")
     return jnp.asarray(values)
 
 

@@ -28,7 +28,7 @@ def check_activations(program: Program, state: TrainState, batch: Batch) -> None
     """
     task = program.task
     if task.objective.takes_logits and task.compute_loss is None and task.custom_step is None and program.is_new("activations"):
-        for fault in task.objective.unfit_activations(program.dry_run.outputs(state, batch, train=not task.model.can_evaluate).activations):
+        for fault in task.objective.unfit_activations(program.dry_run.outputs(state, batch, train=True).activations):
             warnings.warn(f"{fault}.", FitflaxWarning, stacklevel=2)
 
 
@@ -79,13 +79,13 @@ def check_in_memory(program: Program, source: Source, state: TrainState, batch: 
     if program.dry_run.traced_step(train=train).scalar_loss and pad and (short or size % multiple):
         raise scalar_loss_error(short or size, -(-size // multiple) * multiple)
     task = program.task
-    for name, tree in (("x", source.x), ("y", source.y)):
+    for name, tree in (("x", source.x), ("y", source.y), ("sample_weight", source.weights)):
         for path, leaf in leaf_paths(tree, name):
             if program.looked_at.get(id(leaf)) is not leaf:
                 program.looked_at[id(leaf)] = leaf
                 _warn_of_bad_numbers(path, leaf)
     if task.objective.has_label_loss and task.compute_loss is None and task.custom_step is None:
-        outputs = program.dry_run.outputs(state, batch, train=train and not task.model.can_evaluate)
+        outputs = program.dry_run.outputs(state, batch, train=train)
         task.objective.check_labels(outputs.shapes, source.y, source.weights)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import optax
-from flax.errors import InvalidRngError
+from flax.errors import InvalidRngError, ModifyScopeVariableError
 
 import fitflax.steps.accumulation as accumulation
 import fitflax.steps.loss_scale as loss_scale
@@ -38,6 +38,10 @@ _INIT, _EVAL = 0x1A17, 0xE7A1
 
 SCALAR = "scalar"
 """The name of a part of the loss that was returned as one number, which padding would falsify."""
+
+_MUTABLE_HINT = (
+    " Name the collections that the module changes, outputs, changed = self.model.apply(variables, batch.x, mutable=['batch_stats']), and return what changed."
+)
 
 OUTPUTS = "outputs"
 """The entry of `aux` that metrics are computed from; the others reach the logs."""
@@ -286,6 +290,8 @@ class Task:
             values, changed, aux = _checked_triple(compute(params, model_state, batch._replace(x=x), rngs=rngs, train=train))
         except InvalidRngError as error:
             raise ModelError(f"compute_loss: {error}.{RNG_HINT} It gets rngs={list(rngs)} {'in training' if train else 'in evaluation'}.") from error
+        except ModifyScopeVariableError as error:
+            raise ModelError(f"compute_loss: {error}.{_MUTABLE_HINT}") from error
         return values, self.numerics.as_stored(changed, model_state), {key: self.numerics.widen(value) for key, value in aux.items()}
 
     def _mean_part(
@@ -482,7 +488,10 @@ class Task:
     def _custom(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Metric]]:
         """Returns the result of the user's own update, its logs as metrics; replicas made equal."""
         assert self.custom_step is not None
-        result = self.custom_step(state, batch)
+        try:
+            result = self.custom_step(state, batch)
+        except ModifyScopeVariableError as error:
+            raise ModelError(f"train_step: {error}.{_MUTABLE_HINT}") from error
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], TrainState) or not isinstance(result[1], Mapping):
             kinds = f"({', '.join(type(part).__name__ for part in result)})" if isinstance(result, tuple) else type(result).__name__
             raise ModelError(f"train_step returns (TrainState, dict). Received: {kinds}.")
