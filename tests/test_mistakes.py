@@ -212,7 +212,7 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
     "a loss that puts each output together with each target": (
         lambda: fit(y=X[:, 0], module=nn.Dense(1), loss=lambda outputs, targets: (outputs - targets) ** 2),
         LossError,
-        "The loss <lambda> returned [16, 16] for outputs [16, 1] and targets [16]: each output was put together with each target. Give both .* use outputs[:, 0].",
+        "The loss <lambda> returned [16, 16] for outputs [16, 1] and targets [16]: each output was put together with each target. Give .* use outputs[:, 0].",
     ),
     "a metric that puts each output together with each target": (
         lambda: fit(y=X[:, 0], module=nn.Dense(1), loss="mse", metrics=[lambda outputs, targets: abs(outputs - targets)]),
