@@ -156,3 +156,15 @@ def test_without_a_watch_for_it_no_step_is_called_bad():
     watch = LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(logs.source.steps_since_bad))
     make().fit(batches(0, 3), callbacks=[watch], verbose=0)
     assert seen == [None, None, None]
+
+
+def test_where_nothing_is_bad_nothing_is_to_blame():
+    blamed = []
+
+    class Look(TerminateOnNaN):
+        def on_train_batch_end(self, batch, logs):
+            super().on_train_batch_end(batch, logs)
+            blamed.append((logs.source.steps_since_bad, logs.source.culprit))
+
+    make().fit(batches(3, 4), callbacks=[Look()], log_every=100, verbose=0)
+    assert blamed == [(None, None), (None, None), (0, "the loss"), (1, "the loss")]

@@ -608,3 +608,22 @@ def test_inputs_and_targets_go_where_the_trainer_was_told(devices: Devices):
     assert trainer.fit(data, batch_size=4, verbose=0).history["loss"] == [pytest.approx(0, abs=1e-9)]
     np.testing.assert_allclose(trainer.predict({"left": X, "right": X}), 11 * X, rtol=1e-6)
     assert trainer.evaluate(lambda: iter([data]), verbose=0)["loss"] == pytest.approx(0, abs=1e-9)
+
+
+# -- weights --
+
+
+def test_one_weight_for_all_values_of_an_example_may_have_an_axis_of_its_own(devices: Devices):
+    x, y = X[:12].reshape(2, 6, -1), Y[:12].reshape(2, 6, -1)
+    weights = np.array([[1.0], [3.0]], np.float32)
+    values = []
+    for given in (weights, np.repeat(weights, 6, axis=1)):
+        trainer = trainer_of(Net(), devices(1), "mse")
+        values.append(trainer.fit(x, y, given, batch_size=2, verbose=0).history["loss"])
+    assert values[0] == pytest.approx(values[1], rel=1e-6)
+
+
+def test_calling_the_inherited_update_logs_metrics_that_are_no_means_as_those_of_the_batch(devices: Devices):
+    trainer = trainer_of(Net(), devices(1), "mse", ["rmse"], kind=Inheriting)
+    history = trainer.fit(X[:8], Y[:8], batch_size=8, verbose=0).history
+    assert history["rmse"][0] == pytest.approx(history["loss"][0] ** 0.5, rel=1e-6)
