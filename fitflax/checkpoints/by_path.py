@@ -25,6 +25,8 @@ from fitflax.state import PyTree
 
 __all__ = ["is_checkpoint", "load_checkpoint", "save_checkpoint"]
 
+_MOST_NAMED = 5  # Directories, in an error.
+
 
 def save_checkpoint(path: str | os.PathLike[str], *, train: PyTree, run: PyTree, metadata: Mapping[str, Any]) -> Path:
     """Writes one checkpoint to a directory of any name and returns it; an older checkpoint there is replaced when the new one is complete.
@@ -126,7 +128,9 @@ def _newest_good_in(path: Path, roots: Collection[str]) -> Saved:
     if saved is None:
         faults = "".join(f" {error}" for error in skipped)
         names = f"{METADATA_FILE} or a good step_* directory"
-        raise CheckpointNotFoundError(f"There is no checkpoint in {path}: looked for {names}.{faults}")
+        below = [child.name for child in sorted(path.iterdir()) if child.is_dir() and os.access(child, os.R_OK | os.X_OK) and CheckpointStore(child).steps()]
+        hint = f" There are some in {', '.join(below[:_MOST_NAMED])}, below it." if below else ""
+        raise CheckpointNotFoundError(f"There is no checkpoint in {path}: looked for {names}.{faults}{hint}")
     if skipped:
         warnings.warn(f"Took {saved.path}, because newer checkpoints cannot be read. {' '.join(map(str, skipped))}", FitflaxWarning, stacklevel=3)
     return saved

@@ -771,6 +771,13 @@ def test_a_directory_of_checkpoints_stands_for_its_newest_good_one(store):
         load_checkpoint(store.path(2))
 
 
+def test_directories_below_that_hold_checkpoints_are_named_when_their_parent_is_given(store):
+    save(store, 1)
+    (store.directory.parent / "other").mkdir(exist_ok=True)
+    with pytest.raises(CheckpointNotFoundError, match=rf"There is no checkpoint in .* There are some in {store.directory.name}, below it\."):
+        load_checkpoint(store.directory.parent)
+
+
 def test_what_was_looked_for_is_said_when_nothing_is_found(store, tmp_path):
     with pytest.raises(CheckpointNotFoundError, match=r"There is no checkpoint at .*nowhere: no such directory"):
         load_checkpoint(tmp_path / "nowhere")
