@@ -24,7 +24,7 @@ built-in that fits, so that `except ValueError` in users' scripts keeps working:
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 __all__ = [
     "CallbackError",
@@ -191,6 +191,16 @@ class DirectoryInUseError(CheckpointError, FileExistsError):
     >>> issubclass(DirectoryInUseError, FileExistsError)
     True
     """
+
+
+def no_attribute(owner: object, name: str, hints: Mapping[str, str]) -> AttributeError:
+    """Returns the error for an attribute that is not there, with a hint if there is one for it.
+
+    >>> str(no_attribute([], "add", {"add": "Use append()"}))
+    "'list' object has no attribute 'add'. Use append()."
+    """
+    hint = f". {hints[name]}." if name in hints else ""
+    return AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=owner)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple, NoReturn, Self, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self, cast
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ from flax import serialization, struct
 from jax.sharding import PartitionSpec
 
 from fitflax.axes import AxisNames
-from fitflax.errors import ConfigError, OptimizerError, RestoreError
+from fitflax.errors import ConfigError, OptimizerError, RestoreError, no_attribute
 
 __all__ = ["Batch", "InferenceState", "PyTree", "TrainState", "arrays_of", "shapes_of"]
 
@@ -44,6 +44,15 @@ class TrainState:
     key: jax.Array
     ema_params: PyTree | None = None
     axes: AxisNames = dataclasses.field(default=AxisNames(is_known=False), metadata={"pytree_node": False})
+
+    if not TYPE_CHECKING:  # Or every name would be an attribute.
+
+        def __getattr__(self, name):
+            """Says where to find what other libraries' states have under this name."""
+            if hasattr(type(self), name):  # A property that failed: its own error says more.
+                return object.__getattribute__(self, name)
+            hints = {"apply_gradients": "Here it is apply_gradient(grads, optimizer, model_state)", "batch_stats": "Here it is model_state['batch_stats']"}
+            raise no_attribute(self, name, hints)
 
     @property
     def param_states(self) -> PyTree:

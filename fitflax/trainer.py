@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 import jax
 import optax
@@ -33,7 +33,7 @@ from fitflax.data.shards import Shard
 from fitflax.diagnostics import LearningRateCurve, NanReport
 from fitflax.diagnostics.nan_hunt import WATCHED, hunt_nan, last_finite
 from fitflax.diagnostics.rate_finder import find_learning_rate
-from fitflax.errors import ConfigError, NotReadyError, OptimizerError
+from fitflax.errors import ConfigError, NotReadyError, OptimizerError, no_attribute
 from fitflax.exporting import export_inference
 from fitflax.loops.evaluation import Evaluation, predict, predict_iter
 from fitflax.loops.fitting import hold_out, params_of, run_with_callbacks
@@ -57,6 +57,20 @@ from fitflax.triggers import every as make_every
 __all__ = ["Trainer"]
 
 _EVERY_STEP = make_every(steps=1)
+
+# What other trainers have, and what is here in its place.
+_ELSEWHERE = {
+    "params": "trainer.state.params",
+    "opt_state": "trainer.state.opt_state",
+    "batch_stats": "trainer.state.model_state['batch_stats']",
+    "weights": "trainer.state.params",
+    "get_weights": "trainer.state.params",
+    "set_weights": "trainer.replace_state(trainer.state.replace_params(params))",
+    "save_weights": "trainer.save(path)",
+    "load_weights": "trainer.restore(path, weights_only=True)",
+    "stop_training": "trainer.stop()",
+    "callbacks": "fit(callbacks=[...])",
+}
 
 
 class Trainer:
@@ -129,6 +143,14 @@ class Trainer:
             custom_step=self.train_step if kind.train_step is not Trainer.train_step else None,
             numerics=numerics,
         )
+
+    if not TYPE_CHECKING:  # Or every name would be an attribute.
+
+        def __getattr__(self, name):
+            """Says where to find what other trainers have under this name."""
+            if hasattr(type(self), name):  # A property that failed: its own error says more.
+                return object.__getattribute__(self, name)
+            raise no_attribute(self, name, {known: f"Here it is {here}" for known, here in _ELSEWHERE.items()})
 
     def __repr__(self) -> str:
         """Returns the module's class, what it is compiled with, and how far it is.

@@ -44,6 +44,7 @@ ROOT_NAMES = {
 # "module:name" -> why it has no underscore and is not in `__all__`: what the library's own modules share, and users do not need.
 INTERNAL_NAMES = {
     "fitflax.errors:did_you_mean": "words the messages of other modules",
+    "fitflax.errors:no_attribute": "words the messages of other modules",
     "fitflax.optimizers:ONLY_RATE": "a name for those who log rates",
 }
 

@@ -93,6 +93,12 @@ def fit(x: Any = X, y: Any = Y, *, given: dict[str, Any] | None = None, trainer:
     return trainer
 
 
+def built() -> fitflax.Trainer:
+    trainer = make()
+    trainer.build((X, Y))
+    return trainer
+
+
 def used_up() -> Any:
     batches = iter([(X, Y)])
     list(batches)
@@ -258,6 +264,16 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         lambda: fitflax.ModelCheckpoint,
         AttributeError,
         "has no attribute 'ModelCheckpoint'. It is fitflax.callbacks.ModelCheckpoint",
+    ),
+    "flax's name of an update": (
+        lambda: built().state.apply_gradients,
+        AttributeError,
+        "'TrainState' object has no attribute 'apply_gradients'. Here it is apply_gradient(grads, optimizer, model_state).",
+    ),
+    "Keras's weights": (
+        lambda: built().load_weights("weights.h5"),
+        AttributeError,
+        "'Trainer' object has no attribute 'load_weights'. Here it is trainer.restore(path, weights_only=True).",
     ),
     "fit inside fit": (
         lambda: fit(given={"callbacks": [Nested()]}),

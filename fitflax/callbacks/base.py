@@ -10,7 +10,7 @@ import jax
 from fitflax.callbacks.keras_names import check_arguments
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.checkpoints.saving import Saver
-from fitflax.errors import CallbackError
+from fitflax.errors import CallbackError, no_attribute
 from fitflax.logs import Logs
 from fitflax.state import TrainState
 from fitflax.triggers import Moment, Schedule, Trigger
@@ -166,10 +166,10 @@ class Callback:
             if hasattr(type(self), name):  # A property that failed: its own error says more.
                 return object.__getattribute__(self, name)
             hints = {
-                "model": " What runs it is self.trainer: self.trainer.model, self.trainer.state, self.trainer.stop().",
-                "trainer": " It is there from the first hook on.",
+                "model": "What runs it is self.trainer: self.trainer.model, self.trainer.state, self.trainer.stop()",
+                "trainer": "It is there from the first hook on",
             }
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.{hints.get(name, '')}", name=name, obj=self)
+            raise no_attribute(self, name, hints)
 
     # -- hooks --
 
