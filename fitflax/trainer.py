@@ -443,10 +443,11 @@ class Trainer:
         whole batch, and there is nothing to sum. `optimizer` and `step_rngs` are the compiled optimizer and the step's random keys. `step` is counted and
         `ema_params` are averaged for you.
         Logs are means over the epoch, so metrics that are no means (r2, rmse, perplexity) come from this method's own logs as means of their batches' values.
+        They are all that is logged of training: an override logs what it wants of the compiled loss and metrics, which serve evaluation alone.
 
         Args:
             state: The state before.
-            batch: The replica's share of the batch, or the whole batch.
+            batch: The replica's share of the batch, or the whole batch; its `mask`, and its `weights` unless they are `None`, are yours to apply.
 
         >>> import numpy as np
         >>> class SignTrainer(Trainer):
