@@ -11,6 +11,7 @@ import fitflax
 from fitflax.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from fitflax.logs import Values
 from fitflax.parallel import DataParallel
+from fitflax.steps.compiled import CompiledSteps
 from fitflax.time_spent import TimeSpent
 
 X, Y = np.ones((4, 3), np.float32), np.ones((4, 2), np.float32)
@@ -103,3 +104,17 @@ def test_what_callbacks_wait_for_at_the_end_of_an_epoch_are_steps(now, monkeypat
     monkeypatch.setattr(Values, "wait", slow)
     spent = fit((X, Y), LambdaCallback(on_epoch_end=lambda epoch, logs: now.__setitem__(0, now[0] + 1)))
     assert (spent.seconds["callbacks"], spent.stepping) == (1, 5)
+
+
+def test_a_wait_for_an_evaluation_to_be_compiled_is_no_time_of_the_evaluation(now, monkeypatch):
+    get = CompiledSteps.get
+
+    def slow_get(self, kind, *rest, **options):
+        if kind.startswith("evaluate") and not self.seconds_waited:
+            now[0] += 5
+            self.seconds_waited += 5
+        return get(self, kind, *rest, **options)
+
+    monkeypatch.setattr(CompiledSteps, "get", slow_get)
+    spent = fit((X, Y), epochs=2, validation_data=(X, Y))
+    assert (spent.seconds["compiling"], spent.seconds["evaluating"]) == (5.0, 0.0)

@@ -193,7 +193,6 @@ class Run:
         """
         self._is_closing = True
         self._moments.close()
-        self._is_closing = False
         self._feed.push_back(len(self._upcoming))
         self._upcoming = []
         self._feed.close()

@@ -42,6 +42,11 @@ def test_it_says_where_the_run_is(trainer):
     assert seen == [(1, 0, 1, 1), (2, 0, 2, 1), (3, 0, 3, 1), (4, 0, 4, 1), (5, 0, 5, 1), (6, 1, 1, 1), (7, 1, 2, 1)]
 
 
+def test_it_says_whether_an_epoch_ends_there(trainer):
+    seen = [(c.step, c.epoch_ends) for c in loop_of(trainer, 6, steps_per_epoch=2)]
+    assert seen == [(step, step % 2 == 0) for step in range(1, 7)]
+
+
 @pytest.mark.slow
 def test_its_data_position_is_what_finished_steps_have_used(trainer):
     seen = [(c.data_position.passes, c.data_position.examples) for c in loop_of(trainer, 6, shuffle=False)]

@@ -22,6 +22,7 @@ from fitflax import EvalLoop, TrainLoop, every, first, serial
 from fitflax.callbacks import BestCheckpoint, Callback, ModelCheckpoint
 from fitflax.checkpoints import CheckpointStore
 from fitflax.checkpoints.lock import LOCK_FILE
+from fitflax.checkpoints.saving import Saver
 from fitflax.errors import ConfigError, DirectoryInUseError, LossError, ModelError, NotReadyError, OptimizerError
 from fitflax.parallel import DataParallel
 from tests.run_script import leaves_of
@@ -485,19 +486,29 @@ def test_leaving_a_loop_ends_it():
     assert repr(loop) == "TrainLoop(step=1, steps=5)"
 
 
-def test_a_loop_that_is_dropped_without_being_closed_may_be_collected_by_the_thread_that_saves_for_it():
+def test_a_loop_that_is_dropped_without_being_closed_may_be_collected_by_the_thread_that_saves_for_it(tmp_path):
     """The garbage collector runs in whatever thread makes the most objects, which is often the one that writes; it must not wait for itself."""
-    collected = threading.Event()
+    collected, closed = threading.Event(), threading.Event()
+
+    def batches():
+        try:
+            for begin in range(0, 24, 4):
+                yield X[begin : begin + 4], Y[begin : begin + 4]
+        finally:
+            closed.set()
+
     gc.disable()
     try:
-        loop = plain_loop(steps=5)
+        loop = plain_loop(steps=5, data=batches, batch_size=None)
         loop.next_step()
         saver, run = loop._run._saver, weakref.ref(loop._run)
+        saver.lock(tmp_path)
         del loop
-        assert run() is not None  # In a cycle of references.
+        assert run() is not None and not closed.is_set()  # In a cycle of references.
         saver.submit(lambda: (gc.collect(), collected.set()))
         assert collected.wait(60)
-        assert run() is None
+        assert run() is None and closed.is_set()
+        Saver().lock(tmp_path)  # Waits for nothing but what was submitted.
     finally:
         gc.enable()
 

@@ -13,6 +13,7 @@ from typing_extensions import override
 import fitflax
 from fitflax.callbacks import Callback, LambdaCallback, ModelCheckpoint, ProgressBar
 from fitflax.data import Feed
+from fitflax.loops.run import Run
 from fitflax.triggers import Trigger
 from tests.run_script import TRAIN, VALID, differences, leaves_of, make_trainer
 
@@ -38,6 +39,15 @@ def in_the_data(monkeypatch: pytest.MonkeyPatch, batch: int, act: Callable[[], A
         return real(self, *arguments)
 
     monkeypatch.setattr(Feed, "next", next_batch)
+
+
+def test_all_steps_up_to_where_somebody_looks_are_made_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    stretches: list[int] = []
+    real = Run._train_unseen
+    monkeypatch.setattr(Run, "_train_unseen", lambda self, steps: (stretches.append(steps), real(self, steps))[1])
+    train([LambdaCallback(lambda checkpoint: None, every=fitflax.every(steps=4))], steps=13, validation_data=None)
+    # After steps 1, 5, 6, 9 and 11, up to 4, 8 and 12; a pass that ends, at 5 and 10, ends them too.
+    assert stretches == [3, 3, 2, 3, 1]
 
 
 @pytest.mark.slow
