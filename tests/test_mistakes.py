@@ -275,6 +275,12 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         AttributeError,
         "'Trainer' object has no attribute 'load_weights'. Here it is trainer.restore(path, weights_only=True).",
     ),
+    "inputs of another width to predict": (
+        lambda: built().predict(X[:, :3], verbose=0),
+        ModelError,
+        "Its parameters were made for inputs of another shape. Examples are rows: a single one needs an axis of its own, x[:1].",
+    ),
+    "a single example to predict": (lambda: built().predict(X[0], verbose=0), ModelError, "a single one needs an axis of its own, x[:1]."),
     "fit inside fit": (
         lambda: fit(given={"callbacks": [Nested()]}),
         ConfigError,

@@ -83,6 +83,8 @@ class Model(abc.ABC):
             hint = self._rng_hint
         elif type(error).__name__ == "ModifyScopeVariableError":
             hint = " A collection that the module changes must be mutable: see Trainer(mutable=...), by default all but params."
+        elif type(error).__name__ == "ScopeParamShapeError":
+            hint = " Its parameters were made for inputs of another shape. Examples are rows: a single one needs an axis of its own, x[:1]."
         elif '"deterministic"' in text or '"use_running_average"' in text:
             layer = "nn.Dropout(rate, deterministic=not train)" if '"deterministic"' in text else "nn.BatchNorm(use_running_average=not train)"
             hint = f" Give __call__ a keyword, train, and pass it on: {layer}; the trainer sets it."
