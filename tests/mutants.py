@@ -78,6 +78,7 @@ TESTS = {
         "tests/loops/test_resume.py",
         "tests/steps/test_groups.py",
         "tests/test_faults.py tests/loops/test_fit.py",
+        "tests/loops/test_fit.py -m slow -k validation_freq",
         "tests/loops/test_resume.py -m slow",
         "tests/checkpoints/test_closing.py",
         "tests/data/test_shards.py -m slow",
