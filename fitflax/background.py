@@ -122,15 +122,17 @@ class Background:
         if self._niceness and sys.platform == "linux":  # Elsewhere it would be the whole process's.
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
-        with self._turn:
-            while self._do_next() or self._sleep():
-                pass
-            self._thread = None
-            if self._jobs:  # From somebody who took this thread for one that goes on.
-                self._start()
-            else:
-                self._on_end()
-        self._news.put(None)
+        try:
+            with self._turn:
+                while self._do_next() or self._sleep():
+                    pass
+                self._thread = None
+                if self._jobs:  # From somebody who took this thread for one that goes on.
+                    self._start()
+                else:
+                    self._on_end()
+        finally:
+            self._news.put(None)
 
     def _do_next(self) -> bool:
         self.is_busy = True

@@ -68,7 +68,6 @@ _ELSEWHERE = {
     "set_weights": "trainer.replace_state(trainer.state.replace_params(params))",
     "save_weights": "trainer.save(path)",
     "load_weights": "trainer.restore(path, weights_only=True)",
-    "stop_training": "trainer.stop()",
     "callbacks": "fit(callbacks=[...])",
 }
 
@@ -133,8 +132,8 @@ class Trainer:
 
     def _make_task(self, objective: Objective, optimizer: optax.GradientTransformationExtraArgs | None, numerics: Numerics) -> Task:
         kind = type(self)
-        arguments.check_called_with(kind.__name__, self.compute_loss, "params", "model_state", "batch", keywords=("rngs", "train"))
-        arguments.check_called_with(kind.__name__, self.train_step, "state", "batch")
+        arguments.check_called_with(kind.__name__, "compute_loss", self.compute_loss, "params", "model_state", "batch", keywords=("rngs", "train"))
+        arguments.check_called_with(kind.__name__, "train_step", self.train_step, "state", "batch")
         return Task(
             **self._parts,
             objective=objective,
@@ -587,9 +586,7 @@ class Trainer:
         ['loss', 'mae', 'val_loss', 'val_mae']
         """
         session, spent = self._session, TimeSpent()
-        session.need_trainable("fit")
-        if session.is_fitting:
-            raise ConfigError("fit() was called while fit() is at work, as by a callback. Train another trainer there, or this one after its fit has ended.")
+        session.need_idle("fit")
         arguments.check_counts(steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch, log_every=log_every)
         arguments.check_counts(validation_steps=validation_steps, validation_batch_size=validation_batch_size)
         arguments.check_initial_epoch(initial_epoch)
@@ -839,7 +836,7 @@ class Trainer:
         ...     [(checkpoint.step, checkpoint.loss > 0) for checkpoint in loop]
         [(2, True), (4, True)]
         """
-        self._session.need_trainable("train_loop")
+        self._session.need_idle("train_loop")
         arguments.check_counts(steps=steps)
         source = self._adapt("train_loop", data, y, sample_weight, batch_size=batch_size, shuffle=shuffle, drop_remainder=drop_remainder)
         return TrainLoop.of(

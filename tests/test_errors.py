@@ -282,7 +282,7 @@ def test_a_module_that_is_given_too_few_inputs_says_how_several_are_given():
         ModelError, r"TwoInputs cannot be initialized on inputs float32\[12,4\].*missing 1 required positional argument: 'b'", X, Y, trainer=make(TwoInputs())
     )
     assert "Several inputs are a tuple ((x1, x2), y), or keys of dicts with Trainer(inputs=...)" in text
-    assert "train_kwargs/eval_kwargs" in text
+    assert "Trainer(model, train_kwargs={'is_training': True}, eval_kwargs={'is_training': False})" in text
 
 
 def test_a_module_that_is_given_too_many_inputs_says_so():

@@ -1,5 +1,7 @@
 """Mistakes that people make, each with its one message: what is wrong, where, and what to do."""
 
+import functools
+import inspect
 import pathlib
 import re
 import warnings
@@ -225,11 +227,6 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         MetricError,
         "Metric 'lambda': its function returned [16, 16] for outputs [16, 1] and targets [16]: each output was put together with each target.",
     ),
-    "a metric that takes the targets first": (
-        lambda: make(metrics=[lambda labels, logits: labels]),
-        MetricError,
-        "takes the targets first, as in Keras, but is called as (outputs, targets). Swap its arguments",
-    ),
     "batch normalization without a mode": (
         lambda: fit(module=nn.BatchNorm()),
         ModelError,
@@ -284,7 +281,7 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
     "fit inside fit": (
         lambda: fit(given={"callbacks": [Nested()]}),
         ConfigError,
-        "fit() was called while fit() is at work, as by a callback. Train another trainer there, or this one after its fit has ended.",
+        "fit() was called while fit() is at work, by a callback or another thread. Train another trainer there, or this one after its fit has ended.",
     ),
     "inputs and targets in a list": (
         lambda: fit([X, Y], None),
@@ -526,3 +523,77 @@ def test_a_restored_rate_that_is_not_the_compiled_one_is_warned_of(first, tmp_pa
     with pytest.warns(FitflaxWarning, match="learning_rate was not given and is 0.5. The checkpoint's optimizer state counts"):
         steps.popitem()[1]()
     assert trainer.learning_rate == pytest.approx(0.001)
+
+
+def test_a_function_whose_arguments_look_swapped_is_warned_of():
+    def hits(labels, logits):
+        return labels
+
+    with pytest.warns(FitflaxWarning, match=r"The metric hits\(labels, logits\) seems to take the targets first, as in Keras, but is called with"):
+        make(metrics=[hits])
+
+
+def test_losses_of_all_pairs_and_of_several_values_are_no_mistakes():
+    """Shapes alone do not tell: as many quantiles as examples, or a table of all pairs that is meant."""
+
+    def quantiles(outputs, targets):
+        error = targets[:, None] - outputs
+        return jnp.concatenate([jnp.maximum(q * error, (q - 1) * error) for q in np.linspace(0.1, 0.9, 16)], axis=-1)
+
+    def all_pairs(outputs, targets):
+        scores = outputs.reshape(-1)
+        return jnp.where(targets[:, None] > targets[None], jnp.logaddexp(0.0, scores[None] - scores[:, None]), 0.0)
+
+    for loss in (quantiles, all_pairs):
+        assert np.isfinite(fit(y=X[:, 0], module=nn.Dense(1), loss=loss).history.history["loss"][0])
+
+
+def test_a_callback_of_ones_own_refuses_arguments_as_python_does_and_has_pythons_signature():
+    class Mine(Callback):
+        pass
+
+    for arguments in ({"verbose": 1}, {"every": fitflax.every(steps=1)}):
+        with pytest.raises(TypeError):
+            Mine(**arguments)
+    with pytest.raises(TypeError):
+        Mine(1)
+    assert str(inspect.signature(EarlyStopping)).startswith("(monitor: str = 'val_loss', *, mode")
+
+
+def test_an_override_that_is_decorated_is_called_as_its_decorator_is():
+    def scaled(method):
+        @functools.wraps(method)
+        def call(self, params, model_state, batch, *, rngs, train):
+            return method(self, params, model_state, batch, rngs=rngs, train=train, scale=2.0)
+
+        return call
+
+    class Scaled(fitflax.Trainer):
+        @scaled
+        def compute_loss(self, params, model_state, batch, *, rngs, train, scale):
+            values, changed, aux = super().compute_loss(params, model_state, batch, rngs=rngs, train=train)
+            return scale * values, changed, aux
+
+    class Bound(fitflax.Trainer):
+        compute_loss = functools.partialmethod(fitflax.Trainer.compute_loss, None, None, None)
+
+    trainer = Scaled(nn.Dense(3))
+    trainer.compile("adam", LABELS)
+    trainer.fit(X, Y, verbose=0)
+    with pytest.raises(ConfigError, match=r"Bound.compute_loss is called as compute_loss\(params"):
+        Bound(nn.Dense(3)).compile("adam", LABELS)
+
+
+def test_the_same_settings_in_other_words_are_no_change(tmp_path):
+    for number, (rate, weights) in enumerate([(0.01, {0: 1.0, 1: 2.0}), (np.float64(0.01), {1: 2.0, 0: 1.0})]):
+        trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(jax.devices()[:1]))
+        trainer.compile("adam", LABELS, learning_rate=rate)
+        trainer.fit(X, Y, epochs=number + 1, class_weight=weights, callbacks=[ModelCheckpoint(tmp_path)], resume="auto", verbose=0)
+    dense = nn.Dense(3)
+    loop = fitflax.TrainLoop(dense.init, dense.apply, optimizer="adam", loss=LABELS, data=(X, Y), steps=1, parallel=DataParallel(jax.devices()[:1]))
+    with ModelCheckpoint(tmp_path / "loop") as save:
+        for checkpoint in loop:
+            save(checkpoint)
+    fitflax.TrainLoop(
+        dense.init, dense.apply, optimizer="adam", loss=LABELS, data=(X, Y), steps=2, parallel=DataParallel(jax.devices()[:1]), restore_from=tmp_path / "loop"
+    ).next_step()

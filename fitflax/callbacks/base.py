@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import jax
 
-from fitflax.callbacks.keras_names import check_arguments
+from fitflax.callbacks.keras_names import with_hints
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.checkpoints.saving import Saver
 from fitflax.errors import CallbackError, no_attribute
@@ -149,17 +149,18 @@ class Callback:
     may_skip_batches: bool = False
     _own_schedule: Schedule | None = None
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Has the library's own callbacks say what is here in place of what Keras's take."""
+        super().__init_subclass__(**kwargs)
+        if cls.__module__.startswith("fitflax.") and "__init__" in vars(cls):
+            cls.__init__ = with_hints(cls.__name__, vars(cls)["__init__"])  # type: ignore[method-assign]
+
     def __getstate__(self) -> dict[str, Any]:
         """Returns what is pickled: all but the trainer, and what belongs to its call."""
         own = {name: value for name, value in vars(self).items() if name not in ("trainer", "params", "_own_schedule")}
         return {name: None if isinstance(value, Saver) else value for name, value in own.items()}
 
-    if not TYPE_CHECKING:  # Or every name would be an argument, and an attribute.
-
-        def __new__(cls, *args, **kwargs):
-            """Says what is here in place of what Keras's callbacks take."""
-            check_arguments(cls, kwargs)
-            return super().__new__(cls)
+    if not TYPE_CHECKING:  # Or every name would be an attribute.
 
         def __getattr__(self, name):
             """Says where to find what Keras's callbacks have."""

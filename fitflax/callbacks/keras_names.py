@@ -1,11 +1,13 @@
 """What Keras calls the arguments of its callbacks: people bring them along, and Python's own error only says that they are not there."""
 
+import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable
+from typing import Any
 
 from fitflax.errors import CallbackError
 
-__all__ = ["check_arguments"]
+__all__ = ["with_hints"]
 
 _HINTS = {
     "filepath": "give a directory, the first argument; each checkpoint is a directory in it",
@@ -22,23 +24,21 @@ _HINTS = {
 }
 
 
-def check_arguments(kind: type, given: Iterable[str]) -> None:
-    """Checks the keyword arguments of a callback for names that Keras's have and `kind` does not take.
+def with_hints(name: str, init: Callable[..., None]) -> Callable[..., None]:
+    """Returns an `__init__` that says what is here in place of an argument that Keras's callbacks have and it does not take.
 
-    Raises:
-        CallbackError: There is one; it says what is here in its place.
-
-    >>> class Quiet:
-    ...     def __init__(self, *, every=None): ...
-    >>> check_arguments(Quiet, ["every"])
-    >>> check_arguments(Quiet, ["verbose"])
+    >>> def init(self, *, every=None): ...
+    >>> with_hints("Quiet", init)(None, verbose=0)
     Traceback (most recent call last):
     fitflax.errors.CallbackError: Quiet does not take verbose=: leave it out; fit(verbose=...) is for all that is printed.
     """
-    known = [name for name in given if name in _HINTS]
-    if known:
-        parameters = inspect.signature(kind).parameters
-        if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-            for name in known:
-                if name not in parameters:
-                    raise CallbackError(f"{kind.__name__} does not take {name}=: {_HINTS[name]}.")
+    parameters = inspect.signature(init).parameters
+
+    @functools.wraps(init)
+    def checked(*args: Any, **kwargs: Any) -> None:
+        known = [argument for argument in kwargs if argument in _HINTS and argument not in parameters]
+        if known and not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+            raise CallbackError(f"{name} does not take {known[0]}=: {_HINTS[known[0]]}.")
+        init(*args, **kwargs)
+
+    return checked

@@ -1,9 +1,11 @@
 """One checkpoint by its path: saved under any name, or found and read wherever it is and whoever wrote it."""
 
+import contextlib
 import functools
+import itertools
 import os
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +130,17 @@ def _newest_good_in(path: Path, roots: Collection[str]) -> Saved:
     if saved is None:
         faults = "".join(f" {error}" for error in skipped)
         names = f"{METADATA_FILE} or a good step_* directory"
-        below = [child.name for child in sorted(path.iterdir()) if child.is_dir() and os.access(child, os.R_OK | os.X_OK) and CheckpointStore(child).steps()]
-        hint = f" There are some in {', '.join(below[:_MOST_NAMED])}, below it." if below else ""
+        below = list(itertools.islice(_stores_in(path), _MOST_NAMED))
+        hint = f" There are some in {', '.join(below)}, below it." if below else ""
         raise CheckpointNotFoundError(f"There is no checkpoint in {path}: looked for {names}.{faults}{hint}")
     if skipped:
         warnings.warn(f"Took {saved.path}, because newer checkpoints cannot be read. {' '.join(map(str, skipped))}", FitflaxWarning, stacklevel=3)
     return saved
+
+
+def _stores_in(path: Path) -> Iterator[str]:
+    """Yields the names of directories that hold checkpoints; those that cannot be looked into are passed over."""
+    for child in sorted(path.iterdir()):
+        with contextlib.suppress(OSError, CheckpointError):
+            if child.is_dir() and CheckpointStore(child).steps():
+                yield child.name

@@ -90,7 +90,7 @@ def warn_of_changes(saved: Saved, compiled: Mapping[str, Any], *, to_resume: boo
         return
     names = sorted({*before, *compiled}) if to_resume else ["learning_rate"] * (before.get("optimizer") == compiled.get("optimizer"))
     was, now = ({name: repr(given[name]) if name in given else "not given" for name in names} for given in (before, compiled))
-    changes = [f"{name} was {was[name]} and is {now[name]}" for name in names if was[name] != now[name]]
+    changes = [f"{name} was {was[name]} and is {now[name]}" for name in names if before.get(name) != compiled.get(name)]
     if changes:
         rate = " The checkpoint's optimizer state counts, its rate as well: set trainer.learning_rate for another." if "learning_rate" in str(changes) else ""
         warnings.warn(f"{saved.path} was saved with other settings: {'; '.join(changes)}.{rate}", FitflaxWarning, stacklevel=4)

@@ -46,7 +46,7 @@ class Saver:
 
     The thread ends with `close`, or when there has been nothing to do for a while. It does not keep a process alive that leaves at once, but a process that
     ends in order waits for it.
-    Leaving the context, or `close`, waits too.
+    Leaving the context, or `close`, waits too; `let_go` does not.
 
     Args:
         niceness: By how much the thread gives way to others, on Linux: what trains on the host's cores shall not wait for it.
@@ -153,7 +153,7 @@ class Saver:
         self._is_let_go = True
         self._thread.end(wait=False)
         if not self._thread.has_thread:
-            release_all(self)
+            self._give_back()
 
     def lock(self, directory: Path) -> None:
         """Locks a directory for this run until `close`.
@@ -168,6 +168,11 @@ class Saver:
         elif other is not None:
             release_all(other)  # A store that is used by itself: the run takes over.
         lock_directory(directory, self)
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether its run has no more to save: `abandon`, or `let_go`."""
+        return self._is_abandoned or self._is_let_go
 
     def finish_given_up(self) -> None:
         """Waits for what may still be done after `abandon`, which is one job, in a process that went on; and after `let_go`."""
@@ -197,7 +202,8 @@ class Saver:
         if self._is_abandoned or self._is_let_go:
             release_all(self)
         if self._is_let_go and self._error is not None:
-            warnings.warn(f"A save failed after its run was given up without being closed: {self._error}", FitflaxWarning, stacklevel=1)
+            error, self._error = self._error, None
+            warnings.warn(f"A save failed after its run was given up without being closed: {error}", FitflaxWarning, stacklevel=1)
 
 
 _WORKING: "weakref.WeakSet[Saver]" = weakref.WeakSet()

@@ -141,15 +141,17 @@ def described(**given: Any) -> dict[str, Any]:
     >>> described(loss="mse", learning_rate=None, optimizer=check_counts)
     {'loss': 'mse', 'optimizer': 'check_counts'}
     """
-    simple = {name: value if isinstance(value, bool | int | float | str) else getattr(value, "__name__", None) for name, value in given.items()}
+    plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in given.items()}
+    simple = {name: value if isinstance(value, bool | int | float | str) else getattr(value, "__name__", None) for name, value in plain.items()}
     return {name: value for name, value in simple.items() if value is not None}
 
 
-def check_called_with(owner: str, function: Any, *arguments: str, keywords: Sequence[str] = ()) -> None:
+def check_called_with(owner: str, name: str, function: Any, *arguments: str, keywords: Sequence[str] = ()) -> None:
     """Checks that a method that a user has overridden takes what it is called with.
 
     Args:
         owner: Whose it is, for errors.
+        name: What it is called.
         function: The bound method.
         *arguments: The names of what it is given by position.
         keywords: The names of what it is given by name.
@@ -157,13 +159,20 @@ def check_called_with(owner: str, function: Any, *arguments: str, keywords: Sequ
     Raises:
         ConfigError: It does not.
     """
-    signature = inspect.signature(function)
-    try:
-        signature.bind(*arguments, **dict.fromkeys(keywords))
-    except TypeError as error:
-        called = ", ".join([*arguments, *(f"{name}={name}" for name in keywords)])
-        name = function.__name__
-        raise ConfigError(f"{owner}.{name} is called as {name}({called}), but is defined as {name}{signature}: {error}.") from error
+    fault = ""
+    for follows in (False, True):  # A decorator may take other arguments than what it decorates.
+        try:
+            signature = inspect.signature(function, follow_wrapped=follows)
+        except (TypeError, ValueError):
+            return  # Whatever it is, it says nothing of its arguments.
+        try:
+            signature.bind(*arguments, **dict.fromkeys(keywords))
+        except TypeError as error:
+            fault = f"{name}{signature}: {error}"
+        else:
+            return
+    called = ", ".join([*arguments, *(f"{keyword}={keyword}" for keyword in keywords)])
+    raise ConfigError(f"{owner}.{name} is called as {name}({called}), but is defined as {fault}.")
 
 
 def check_counts(**counts: int | None) -> None:

@@ -108,8 +108,8 @@ def run_with_callbacks(session: Session, trainer: TrainerView, run: Run, params:
             hooks.open_run(session.run_id, run.step)
         hooks.start_schedules(run.seconds)
         failed.pop_all()
-    session.is_fitting = True
     try:
+        session.is_fitting = True
         with _naming_failure(run):
             _consume(session, run, saved)
     finally:

@@ -124,7 +124,14 @@ class TrainLoop:
         strategy = arguments.strategy_of("TrainLoop", parallel)
         make_task = functools.partial(_make_task, FunctionModel(init, apply), strategy, arguments.streams_of("TrainLoop", rngs), mutable)
         session = Session(make_task, strategy, int(seed))
-        session.compile(optimizer, arguments.optimizer_of(optimizer), Objective(loss), pad=True, numerics=Numerics())
+        session.compile(
+            optimizer,
+            arguments.optimizer_of(optimizer),
+            Objective(loss),
+            pad=True,
+            numerics=Numerics(),
+            described=arguments.described(optimizer=optimizer, loss=loss),
+        )
         source = session.intake.adapt(data, call="TrainLoop", selection=Selection(None, None), batch_size=batch_size, shuffle=shuffle)
         saver = session.make_saver()
         try:
@@ -365,7 +372,7 @@ def _newest_in(path: Path, session: Session, saver: Saver) -> Saved | None:
     if is_checkpoint(path) or (path.exists() and not os.access(path, os.W_OK)):  # One that nobody writes to.
         return load_checkpoint(path)
     store = CheckpointStore(path)
-    if isinstance(holder := holder_of(path), Saver):  # An earlier loop of this process, whose callback was not closed.
+    if isinstance(holder := holder_of(path), Saver) and not holder.is_given_up:  # An earlier loop of this process, whose callback was not closed.
         holder.wait()
     else:
         store.lock(saver)  # Before it is looked at: what another run is writing there is no litter.

@@ -2,15 +2,16 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from fitflax.checkpoints.point import Point
 from fitflax.data import Position
 from fitflax.loops.evaluation import Evaluation
+from fitflax.state import TrainState
 from fitflax.steps.task import NOTHING, Keep
 from fitflax.triggers import Trigger
 
-__all__ = ["Progress", "RunPlan", "Validation"]
+__all__ = ["BeforeClosing", "Progress", "RunPlan", "Validation"]
 
 
 @dataclasses.dataclass
@@ -122,3 +123,15 @@ class Validation:
     def trigger(self) -> Trigger | None:
         """The trigger, where the frequency is one."""
         return self.frequency if isinstance(self.frequency, Trigger) and self.loops else None
+
+
+class BeforeClosing(NamedTuple):
+    """What was before the closing of an epoch.
+
+    Attributes:
+        callbacks: The callbacks' states.
+        state: The train state, borrowed: the run makes no step meanwhile. `None` where nothing will be saved that it is needed for.
+    """
+
+    callbacks: dict[str, Any]
+    state: TrainState | None

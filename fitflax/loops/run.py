@@ -6,10 +6,11 @@ keeps a bounded number in flight, and values come to the host when somebody read
 
 import dataclasses
 import math
-import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
+
+import jax
 
 from fitflax.callbacks.callback_list import CallbackList
 from fitflax.checkpoints.checkpoint import Checkpoint
@@ -21,7 +22,7 @@ from fitflax.errors import ConfigError
 from fitflax.logs import Logs, StepValues
 from fitflax.loops.agreement import Agreement
 from fitflax.loops.evaluation import Interrupted
-from fitflax.loops.plan import Progress, RunPlan, Validation
+from fitflax.loops.plan import BeforeClosing, Progress, RunPlan, Validation
 from fitflax.loops.signals import Interruption
 from fitflax.state import TrainState
 from fitflax.steps.collected import Collected
@@ -33,17 +34,9 @@ from fitflax.triggers import Moment, Schedule, Trigger
 
 __all__ = ["Run"]
 
-
 # Single steps between which nothing but signals is looked at: at most so many, and for so many seconds where a callback shows how far they are.
 _MOST_UNSEEN = 1000
 _UNSEEN_SECONDS = 0.05
-
-
-class _BeforeClosing(NamedTuple):
-    """What was before the closing of an epoch; no step runs meanwhile, so the state needs no copy."""
-
-    callbacks: dict[str, Any]
-    state: TrainState
 
 
 class Run:
@@ -121,16 +114,16 @@ class Run:
         self._has_yielded = False
         # The checkpoint that the end of an epoch, or a validation, has made before it is yielded.
         self._made: Checkpoint | None = None
-        self._is_last = self._is_rescue = self._is_closed = False
+        self._is_last = self._is_rescue = self._epoch_was_closed = False
         # What ends the run in this process, and for all that is known in no other.
         self.failure: BaseException | None = None
         # What is saved when the closing of an epoch is broken off.
-        self._before_closing: _BeforeClosing | None = None
+        self._before_closing: BeforeClosing | None = None
         # For whoever consumes the checkpoints: which callbacks are due, and the logs of the last epoch.
         self.due: set[int] = set()
         self.epoch_logs = Logs()
         self._moments = self._guarded()
-        self._is_compiled = self.has_ended = self._is_closing = False
+        self._is_compiled = self.has_ended = self._is_being_closed = False
 
     # -- ways of stepping --
 
@@ -191,7 +184,7 @@ class Run:
         Raises:
             CheckpointError: A save failed.
         """
-        self._is_closing = True
+        self._is_being_closed = True
         self._moments.close()
         self._feed.push_back(len(self._upcoming))
         self._upcoming = []
@@ -220,7 +213,7 @@ class Run:
 
     def _reopen(self, saver: Saver) -> None:
         self._saver, self._begin_step, self.has_ended = saver, self.progress.step, False
-        self._is_last = self._is_rescue = self._is_closed = False
+        self._is_last = self._is_rescue = self._epoch_was_closed = False
         self._before_closing = None
         self._feed.reopen()
         self._moments = self._guarded()
@@ -253,36 +246,46 @@ class Run:
     def skip_closing(self, logs: Logs) -> None:
         """Leaves out the closing of the epoch in whose middle the run begins, because an earlier process did it, with these logs."""
         self.epoch_logs = logs
-        self._is_closed = True
+        self._epoch_was_closed = True
 
     # -- the order of a run --
 
     def _guarded(self) -> Generator[bool, None, None]:
         """Runs `_epochs`; an exception on the way leaves a checkpoint of the last finished step behind it."""
+        is_given_up = False
         try:
             self._agreement.begin(self.progress.step, self.progress.first_step)
             yield from self._epochs()
             self.has_ended = True
         except GeneratorExit:
+            is_given_up = True
             raise
         except BaseException as error:  # KeyboardInterrupt raised by hand as well.
             self._settle()
             self.failure = None if isinstance(error, Interrupted) else error
             if self._before_closing is not None:
-                self._live.replace(self._before_closing.state, self.progress.step)
-            leaves_at_once = self.interruption is not None and self.interruption.leaves_at_once
-            if self._live.is_intact and not leaves_at_once:
+                self._take_back(self._before_closing.state)
+            is_whole = self._live.is_intact and self._live.step == self.progress.step
+            if is_whole and not (self.interruption is not None and self.interruption.leaves_at_once):
+                is_given_up = True  # If whoever gets this checkpoint asks for no more.
                 yield from self._last_checkpoint(rescue=True)
+                is_given_up = False
             if self.failure is not None:
                 raise
         finally:
-            if not isinstance(sys.exception(), GeneratorExit):
+            if not is_given_up:
                 self._feed.close()  # Worker processes of a loader end here.
                 self._finish_saving()
-            elif not self._is_closing:
+            elif not self._is_being_closed:
                 # Nobody has the run any more, and this is whatever thread collects the garbage.
                 self._feed.close()
                 self._saver.let_go()
+
+    def _take_back(self, state: TrainState | None) -> None:
+        """Undoes what callbacks did to the state, unless one of them has trained it, which took its buffers."""
+        if state is not None and not any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+            self._live.replace(state, self.progress.step)
+            self._live.lend()  # It may have been lent before.
 
     def _epochs(self) -> Iterator[bool]:
         """Yields after every step whether a checkpoint is due there."""
@@ -493,24 +496,24 @@ class Run:
     def _end_epoch(self) -> None:
         """An epoch's end in order; the checkpoint that follows holds what validation and callbacks made of it."""
         progress = self.progress
-        self._made = self._close_epoch(validates=self._validation.at_epoch(progress.epoch) or self._validation_schedule.due(self._moment(epoch_ends=True)))
+        self._made = self._close_epoch(is_whole=True)
         self._before_closing = None
         progress.epoch += 1
         progress.epoch_is_open = progress.epoch_is_over = False
 
     def _end_inside_epoch(self) -> None:
         """The end of the part of an epoch that was seen, where the run ends inside it; nothing of it is in the checkpoint, only its row beside it."""
-        if self._values is None or self._is_closed or self.progress.step_in_epoch == 0:
+        if self._values is None or self._epoch_was_closed or self.progress.step_in_epoch == 0:
             return
-        checkpoint = self._close_epoch(validates=self._validation.at_epoch(self.progress.epoch))
+        checkpoint = self._close_epoch(is_whole=False)
         self.callbacks.on_closing(checkpoint, self.progress.epoch, checkpoint.logs)
 
-    def _close_epoch(self, *, validates: bool) -> Checkpoint:
+    def _close_epoch(self, *, is_whole: bool) -> Checkpoint:
         """Validates, and calls `on_epoch_end` of all; returns the checkpoint whose logs they saw."""
-        # Now, so that whoever resumes what is saved from here on closes the epoch once more.
-        self._before_closing = _BeforeClosing(self.callbacks.state_dict(self.seconds), self._live.borrow())
+        # Now, so that whoever resumes what is saved from here on closes the epoch once more. Of a part of an epoch nothing is saved after this.
+        self._before_closing = BeforeClosing(self.callbacks.state_dict(self.seconds), self._live.borrow() if is_whole else None)
         checkpoint = self._make_checkpoint(epoch_ends=True)
-        if validates:
+        if self._validation.at_epoch(self.progress.epoch) or (is_whole and self._validation_schedule.due(self._moment(epoch_ends=True))):
             checkpoint = self._validate(checkpoint)
         checkpoint.logs.earlier = self._validated
         self.epoch_logs = checkpoint.logs

@@ -19,7 +19,7 @@ from fitflax.checkpoints.saving import NICENESS_ON_HOST, Saver
 from fitflax.checkpoints.trees import refit
 from fitflax.data import Position, Source
 from fitflax.data.streams import OneShotSource
-from fitflax.errors import FitflaxWarning, NotReadyError, OptimizerError, RestoreError
+from fitflax.errors import ConfigError, FitflaxWarning, NotReadyError, OptimizerError, RestoreError
 from fitflax.loops.intake import Intake, make_feeder
 from fitflax.loops.plan import Progress
 from fitflax.parallel import Strategy
@@ -112,6 +112,18 @@ class Session:
                 "weights_only=True) begins another with its parameters."
             )
         return self.need_compiled(what)
+
+    def need_idle(self, what: str) -> Program:
+        """Returns the program for another run.
+
+        Raises:
+            ConfigError: `fit` is at work.
+            NotReadyError, OptimizerError: As of `need_trainable`.
+        """
+        if self.is_fitting:
+            advice = "Train another trainer there, or this one after its fit has ended."
+            raise ConfigError(f"{what}() was called while fit() is at work, by a callback or another thread. {advice}")
+        return self.need_trainable(what)
 
     def need_state(self, what: str) -> LiveState:
         """Returns the live state.

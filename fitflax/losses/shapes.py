@@ -1,5 +1,6 @@
 """What all losses check: one array each of outputs and targets, in shapes that fit."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -111,23 +112,33 @@ def check_share(name: str, argument: str, value: float) -> None:
         raise LossError(f"{name}({argument}=...) must be within 0..1. Received: {value!r}.")
 
 
-def broadcast_fault(values: Any, outputs: Any, targets: Any) -> str | None:
+def broadcast_fault(fn: Callable[[Any, Any], Any], values: Any, outputs: Any, targets: Any) -> str | None:
     """Returns, in words, that a function of the user's put each output together with each target, because only one of them has a last axis of length 1.
 
+    That is so if it returns one value per example where both have one shape; a loss of all pairs still returns a table then.
+
     >>> outputs, targets = jnp.ones((3, 1)), jnp.ones(3)
-    >>> broadcast_fault((outputs - targets) ** 2, outputs, targets)
+    >>> square = lambda outputs, targets: (outputs - targets) ** 2
+    >>> broadcast_fault(square, square(outputs, targets), outputs, targets)
     'returned [3, 3] for outputs [3, 1] and targets [3]: each output was put together with each target. Give both one shape: use outputs[:, 0]'
+    >>> broadcast_fault(square, square(outputs, outputs), outputs, outputs)
     """
     shapes: list[Any] = [getattr(value, "shape", None) for value in (values, outputs, targets)]
     if None in shapes or not shapes[0] or shapes[0][0] < 2 or shapes[0][:2] != shapes[0][:1] * 2:
         return None
     rows = shapes[0][0]
-    both = "use outputs[:, 0]" if shapes[1:] == [(rows, 1), (rows,)] else "use targets[:, 0]" if shapes[1:] == [(rows,), (rows, 1)] else None
-    if both is None:
+    if sorted(shapes[1:]) != [(rows,), (rows, 1)]:
+        return None
+    alike = [jax.ShapeDtypeStruct((rows,), value.dtype) for value in (outputs, targets)]
+    try:
+        is_meant = getattr(jax.eval_shape(fn, *alike), "shape", None) != (rows,)
+    except Exception:  # noqa: BLE001 (a function of the user's that needs these very shapes)
+        return None
+    if is_meant:
         return None
     return (
         f"returned {list(shapes[0])} for outputs {list(shapes[1])} and targets {list(shapes[2])}: each output was put together with each target. "
-        f"Give both one shape: {both}"
+        f"Give both one shape: use {'outputs' if len(shapes[1]) == 2 else 'targets'}[:, 0]"
     )
 
 

@@ -81,7 +81,7 @@ class Mean(Metric):
                 f"Metric {self.name!r} must return one value per example, [batch] or [batch, ...]: its function returned {list(values.shape)} "
                 f"for weights {list(jnp.shape(weights))}. Leave out the mean over the batch; it is taken here, over all batches."
             )
-        if (fault := broadcast_fault(values, outputs, targets)) is not None:
+        if (fault := broadcast_fault(self.fn, values, outputs, targets)) is not None:
             raise MetricError(f"Metric {self.name!r}: its function {fault}.")
         return self.add(values, weights)
 

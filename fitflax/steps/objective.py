@@ -6,6 +6,7 @@ that is decided from their structure alone, so it is the same at every trace.
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fitflax.losses as losses
-from fitflax.errors import ConfigError, DataError, FitflaxError, LossError, MetricError, did_you_mean
+from fitflax.errors import ConfigError, DataError, FitflaxError, FitflaxWarning, LossError, MetricError, did_you_mean
 from fitflax.losses.registry import takes_labels, takes_logits
 from fitflax.losses.shapes import broadcast_fault
 from fitflax.metrics import Metric
@@ -305,11 +306,13 @@ def _check_order(what: str, fn: Any, error: type[FitflaxError]) -> None:
     except (TypeError, ValueError):
         return  # Whatever it is, it says nothing of its arguments.
     if len(names) == 2 and names[0] in _TARGETS and names[1] in _OUTPUTS:
+        is_keras = names == ["y_true", "y_pred"]
         name = getattr(fn, "__name__", type(fn).__name__)
-        raise error(
-            f"The {what} {name}({', '.join(names)}) takes the targets first, as in Keras, but is called as (outputs, targets). Swap its arguments, or give "
-            f"lambda outputs, targets: {name}(targets, outputs)."
-        )
+        advice = f"Swap its arguments, or give lambda outputs, targets: {name}(targets, outputs)."
+        called = f"the targets first, as in Keras, but is called with (outputs, targets). {advice}"
+        if is_keras:
+            raise error(f"The {what} {name}({', '.join(names)}) takes {called}")
+        warnings.warn(f"The {what} {name}({', '.join(names)}) seems to take {called}", FitflaxWarning, stacklevel=2)
 
 
 def _check_weighted(spec: Any) -> None:
@@ -420,7 +423,7 @@ def _call_loss(term: _Term, outputs: PyTree, targets: PyTree) -> jax.Array:
         ) from error
     if not hasattr(values, "shape") and not isinstance(values, int | float):
         raise LossError(f"A loss returns one array of values per example. The loss{where} returned a {type(values).__name__}: {describe_shapes(values)}.")
-    if (fault := broadcast_fault(values, outputs, targets)) is not None:
+    if (fault := broadcast_fault(fn, values, outputs, targets)) is not None:
         raise LossError(f"The loss {getattr(fn, '__name__', repr(fn))}{where} {fault}.")
     return jnp.asarray(values)
 

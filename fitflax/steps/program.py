@@ -83,8 +83,9 @@ class Program:
         self._steps = CompiledSteps(task, lambda train: self.dry_run.traced_step(train=train).form)
         # Of evaluations and predictions that were dry-run: how many batches a call takes, by kind, shapes, and whether the batch comes alone.
         self._group_sizes: dict[tuple[str, str, bool], int] = {}
-        # By the shapes of a batch to train on, what its passes cost; and with how many steps a call makes, and what is kept, its compilation. The last one.
+        # By the shapes of a batch to train on: what its passes cost.
         self._costs: dict[str, Cost] = {}
+        # Of training: by shapes, how many steps a call makes, and what is kept; and which of them was prepared last.
         self._compilations: dict[tuple[str, int, Keep], Compilation] = {}
         self._prepared: tuple[str, int, Keep] | None = None
         self._states: dict[Any, TrainState] = {}

@@ -236,6 +236,16 @@ def test_what_failed_after_nobody_had_the_run_any_more_is_warned_of(recwarn):
     gate.opened.set()
     ended(saver)
     assert "A save failed after its run was given up without being closed: [Errno 28] No space left" in str(recwarn.pop(FitflaxWarning).message)
+    assert saver.failure is None  # Nobody is told twice.
+
+
+def test_what_failed_before_nobody_had_the_run_any_more_is_warned_of(monkeypatch):
+    monkeypatch.setattr(background, "IDLE_SECONDS", 0.0)
+    saver = Saver()
+    saver.submit(failing)
+    ended(saver)
+    with pytest.warns(FitflaxWarning, match="A save failed after its run was given up"):
+        saver.let_go()
 
 
 def test_a_run_takes_over_from_one_that_left_at_once_and_from_a_store_that_is_used_by_itself(tmp_path):

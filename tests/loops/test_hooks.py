@@ -550,3 +550,17 @@ def test_a_callback_evaluates_and_predicts_inside_of_a_run_which_goes_on_as_it_w
         states.append([np.asarray(leaf) for leaf in jax.tree.leaves(trainer.state.params)])
     np.testing.assert_allclose(history["own"], history["val_loss"], rtol=1e-6)
     assert all(np.array_equal(one, other) for one, other in zip(*states, strict=True))
+
+
+@pytest.mark.parametrize("steps", [1, 2], ids=["inside an epoch", "at its end"])
+def test_a_callback_that_trains_at_an_epochs_end_and_fails_loses_no_state(steps):
+    class Trains(Callback):
+        def on_epoch_end(self, epoch, logs):
+            self.trainer.train_on_batch((np.ones((8, 4), np.float32), np.ones((8, 3), np.float32)))
+            raise ArithmeticError("broken")
+
+    trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(jax.devices()[:1]))
+    trainer.compile("sgd", "mse")
+    with pytest.raises(ArithmeticError):
+        trainer.fit(np.ones((16, 4), np.float32), np.ones((16, 3), np.float32), steps=steps, batch_size=8, callbacks=[Trains()], verbose=0)
+    assert int(trainer.state.step) == trainer.step == steps + 1

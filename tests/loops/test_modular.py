@@ -21,7 +21,7 @@ import fitflax
 from fitflax import EvalLoop, TrainLoop, every, first, serial
 from fitflax.callbacks import BestCheckpoint, Callback, ModelCheckpoint
 from fitflax.checkpoints import CheckpointStore
-from fitflax.checkpoints.lock import LOCK_FILE
+from fitflax.checkpoints.lock import LOCK_FILE, holder_of
 from fitflax.checkpoints.saving import Saver
 from fitflax.errors import ConfigError, DirectoryInUseError, LossError, ModelError, NotReadyError, OptimizerError
 from fitflax.parallel import DataParallel
@@ -511,6 +511,36 @@ def test_a_loop_that_is_dropped_without_being_closed_may_be_collected_by_the_thr
         Saver().lock(tmp_path)  # Waits for nothing but what was submitted.
     finally:
         gc.enable()
+
+
+def test_a_loop_that_ends_in_order_waits_for_its_saves_whatever_its_caller_is_doing(tmp_path):
+    """Also while a generator of the caller's is being closed, whose exception looks like that of a loop that is given up."""
+    waited = []
+
+    def caller():
+        try:
+            yield
+        finally:
+            loop = plain_loop(steps=2)
+            for _ in loop:
+                pass
+            waited.append(not loop._run._saver.is_given_up)
+
+    generator = caller()
+    next(generator)
+    generator.close()
+    assert waited == [True]
+
+
+def test_a_loop_goes_on_from_the_directory_of_one_that_was_dropped_and_has_it_for_itself(tmp_path):
+    loop = plain_loop(steps=4)
+    save = ModelCheckpoint(tmp_path, every=every(steps=1))
+    save(loop.next_step())
+    saver = loop._run._saver
+    saver.let_go()
+    again = plain_loop(steps=4, restore_from=tmp_path)
+    assert again.step == 1 and holder_of(tmp_path) is again._run._saver
+    again.close()
 
 
 @pytest.mark.parametrize(

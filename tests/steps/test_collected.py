@@ -157,10 +157,10 @@ def test_many_more_steps_than_may_wait_on_the_device_lose_no_row():
     assert logs["median"] == pytest.approx([np.sort(X[:, 0])[5]] * 5)
 
 
-def test_metrics_stand_in_the_order_in_which_they_were_given_where_that_can_be():
+def test_metrics_stand_in_the_order_in_which_they_were_given():
     trainer = make(["mae", WeightedMedian(), Bins(), AUC()])
     trainer.build((X, Y[:, None]))
-    assert list(trainer.evaluate(X, Y[:, None], verbose=0)) == ["loss", "mae", "bins", "median", "auc"]
+    assert list(trainer.evaluate(X, Y[:, None], verbose=0)) == ["loss", "mae", "median", "bins", "auc"]
 
 
 # --- Where they stand, and where not ---
