@@ -245,6 +245,16 @@ def test_auto_takes_what_is_faster_says_so_and_a_resume_takes_it_again(tmp_path,
         make_trainer(2).fit(X, Y, batch_size=8, steps=9, callbacks=[ModelCheckpoint(tmp_path)], resume=True, verbose=0)
 
 
+def test_what_auto_chose_is_not_said_of_a_later_fit_that_did_not_ask(monkeypatch, capsys):
+    monkeypatch.setattr(Program, "time_steps", lambda *arguments: (1.0, 2.0))
+    trainer = make_trainer("auto")
+    trainer.fit(X, Y, batch_size=8, steps=2, verbose=1)
+    assert "steps_per_call='auto' chose 1: " in capsys.readouterr().out
+    trainer.compile(optax.adam(1e-2), "sparse_categorical_crossentropy", steps_per_call=2)
+    trainer.fit(X, Y, batch_size=8, steps=2, verbose=1)
+    assert "auto" not in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_auto_really_measures_and_leaves_the_state_as_it_was():
     trainer, other = make_trainer("auto"), make_trainer(1)
