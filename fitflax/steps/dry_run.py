@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import numpy as np
 
-from fitflax.errors import MetricError, NotReadyError
+from fitflax.errors import MetricError, ModelError, NotReadyError
 from fitflax.logs import NUM_STEP_VALUES, Kind, Place, default_direction
 from fitflax.metrics import Metric
 from fitflax.metrics.base import metric_direction
@@ -95,6 +95,13 @@ class DryRun:
     def kinds(self) -> Mapping[str, Kind]:
         """By log key of training, what is known of the metrics."""
         return self._steps[True].kinds if True in self._steps else {}
+
+    def usual_outputs(self, state: TrainState, batch: Batch) -> TracedOutputs:
+        """Returns what `outputs` does of evaluation, which later calls need as well; of training for a module that cannot be evaluated."""
+        try:
+            return self.outputs(state, batch, train=False)
+        except ModelError:
+            return self.outputs(state, batch, train=True)
 
     def step(self, state: TrainState, feed: Batch, *, train: bool) -> Cost:
         """Evaluates a training step or an evaluation, and keeps what the first one tells.

@@ -28,7 +28,7 @@ def check_activations(program: Program, state: TrainState, batch: Batch) -> None
     """
     task = program.task
     if task.objective.takes_logits and task.compute_loss is None and task.custom_step is None and program.is_new("activations"):
-        for fault in task.objective.unfit_activations(program.dry_run.outputs(state, batch, train=True).activations):
+        for fault in task.objective.unfit_activations(program.dry_run.usual_outputs(state, batch).activations):
             warnings.warn(f"{fault}.", FitflaxWarning, stacklevel=2)
 
 
@@ -85,7 +85,7 @@ def check_in_memory(program: Program, source: Source, state: TrainState, batch: 
                 program.looked_at[id(leaf)] = leaf
                 _warn_of_bad_numbers(path, leaf)
     if task.objective.has_label_loss and task.compute_loss is None and task.custom_step is None:
-        outputs = program.dry_run.outputs(state, batch, train=train)
+        outputs = program.dry_run.usual_outputs(state, batch)
         task.objective.check_labels(outputs.shapes, source.y, source.weights)
 
 

@@ -382,7 +382,7 @@ class Program:
 
     def forward_flops(self, state: TrainState, batch: Batch) -> float | None:
         """Returns the same of a pass forward alone over one example, from the shapes of a batch; `None` where that is not known."""
-        flops = self.dry_run.outputs(state, batch, train=True).cost.matrix_flops
+        flops = self.dry_run.usual_outputs(state, batch).cost.matrix_flops
         return flops * self.strategy.num_replicas * self.strategy.num_partitions / self.strategy.rows_of(batch) if math.isfinite(flops) else None
 
     def memory(self) -> Any:
