@@ -118,3 +118,11 @@ def test_a_wait_for_an_evaluation_to_be_compiled_is_no_time_of_the_evaluation(no
     monkeypatch.setattr(CompiledSteps, "get", slow_get)
     spent = fit((X, Y), epochs=2, validation_data=(X, Y))
     assert (spent.seconds["compiling"], spent.seconds["evaluating"]) == (5.0, 0.0)
+
+
+def test_the_time_that_callbacks_take_to_open_their_files_is_theirs(now):
+    class Opens(Callback):
+        def open_run(self, run_id, step):
+            now[0] += 7
+
+    assert fit((X, Y), Opens()).seconds["callbacks"] == 7.0

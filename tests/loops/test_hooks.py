@@ -13,6 +13,7 @@ import pytest
 import fitflax
 from fitflax.callbacks import Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, Phase
 from fitflax.callbacks.base import HOOKS
+from fitflax.checkpoints.by_path import load_checkpoint
 from fitflax.errors import CallbackError, FitflaxWarning
 from fitflax.parallel import DataParallel
 
@@ -553,7 +554,7 @@ def test_a_callback_evaluates_and_predicts_inside_of_a_run_which_goes_on_as_it_w
 
 
 @pytest.mark.parametrize("steps", [1, 2], ids=["inside an epoch", "at its end"])
-def test_a_callback_that_trains_at_an_epochs_end_and_fails_loses_no_state(steps):
+def test_a_callback_that_trains_at_an_epochs_end_and_fails_loses_no_state(steps, tmp_path):
     class Trains(Callback):
         def on_epoch_end(self, epoch, logs):
             self.trainer.train_on_batch((np.ones((8, 4), np.float32), np.ones((8, 3), np.float32)))
@@ -562,5 +563,28 @@ def test_a_callback_that_trains_at_an_epochs_end_and_fails_loses_no_state(steps)
     trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(jax.devices()[:1]))
     trainer.compile("sgd", "mse")
     with pytest.raises(ArithmeticError):
-        trainer.fit(np.ones((16, 4), np.float32), np.ones((16, 3), np.float32), steps=steps, batch_size=8, callbacks=[Trains()], verbose=0)
+        callbacks = [Trains(), ModelCheckpoint(tmp_path)]
+        trainer.fit(np.ones((16, 4), np.float32), np.ones((16, 3), np.float32), steps=steps, batch_size=8, callbacks=callbacks, verbose=0)
     assert int(trainer.state.step) == trainer.step == steps + 1
+    # Nothing is saved as a step that it is not.
+    assert [int(load_checkpoint(path).train["step"]) for path in sorted(tmp_path.glob("step_*"))] == ([1] if steps == 1 else [])
+
+
+def test_a_state_that_somebody_holds_is_still_theirs_after_an_epochs_end_was_broken_off():
+    held = []
+
+    class Holds(Callback):
+        def on_epoch_end(self, epoch, logs):
+            held.append(self.trainer.state)
+            self.trainer.replace_state(held[0].replace_params(jax.tree.map(np.zeros_like, held[0].params)))
+            raise ArithmeticError("broken")
+
+    trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(jax.devices()[:1]))
+    trainer.compile("sgd", "mse")
+    data = np.ones((8, 4), np.float32), np.ones((8, 3), np.float32)
+    with pytest.raises(ArithmeticError):
+        trainer.fit(*data, batch_size=8, callbacks=[Holds()], verbose=0)
+    before = np.array(held[0].params["kernel"])
+    trainer.train_on_batch(data)
+    np.testing.assert_array_equal(held[0].params["kernel"], before)
+    assert before.any()
