@@ -493,6 +493,7 @@ def test_metrics_are_shown_in_the_order_in_which_they_were_given(tmp_path):
     names = ["loss", "auc", "accuracy", "precision"]
     assert list(trainer.history.history) == [*names, *(f"val_{name}" for name in names)]
     assert list(trainer.evaluate(X, (Y > 0)[:, None].astype(np.float32), verbose=0)) == names
+    assert list(trainer.test_on_batch((X, (Y > 0)[:, None].astype(np.float32)))) == names
 
 
 def test_a_resume_with_another_loss_rate_or_class_weight_is_warned_of(tmp_path):

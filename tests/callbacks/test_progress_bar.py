@@ -292,3 +292,20 @@ def test_a_moving_bar_shows_whole_values_only():
         bar.ncols = before + room
         assert progress_bar._fitting("loss 0.5, acc 0.25", progress_bar._room(bar)) == shown
     bar.close()
+
+
+def test_no_value_of_a_moving_bar_is_cut_by_a_narrow_terminal(monkeypatch):
+    make_bar = ProgressBar._make_bar
+
+    def narrow(self, *arguments, **options):
+        bar = make_bar(self, *arguments, **options)
+        bar.dynamic_ncols, bar.ncols = None, 80
+        return bar
+
+    monkeypatch.setattr(ProgressBar, "_make_bar", narrow)
+    file = Terminal()
+    trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(jax.devices()[:1]))
+    trainer.compile(optax.sgd(0.01), loss="mse", metrics=["mae", "rmse", "mape", "msle"])
+    trainer.fit(X, Y, batch_size=1, callbacks=[ProgressBar(file=file, refresh_seconds=0)], verbose=1)
+    drawn = [part for part in re.split(r"[\r\n]", file.getvalue()) if "batch" in part and "loss" in part]
+    assert drawn and all(re.search(r"batch(/s)?(, \w+ [\d.e+-]+)+\s*$", part) and len(part.rstrip()) < 80 for part in drawn), drawn
