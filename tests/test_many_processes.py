@@ -222,6 +222,30 @@ def names(output: str, lost: int) -> bool:
     return f"/task:{lost}" in told or f"Task {lost} heartbeat" in told or f"heartbeats):\n{lost}\n" in told or (lost == 0 and "leader task" in told)
 
 
+ASKING = """
+import sys, time
+from fitflax import parallel
+from fitflax.parallel import board, launch
+
+def ask():
+    try:
+        return board.Board("nothing").read_within("comes", 1.5)
+    except TimeoutError:
+        return {}
+
+launch.failures, launch._WATCH_SECONDS = ask, 0.0
+parallel.initialize("127.0.0.1:" + sys.argv[1], 2, int(sys.argv[2]))
+time.sleep(0.5)
+"""
+
+
+def test_a_process_that_asks_after_the_others_at_its_end_ends_as_ever(process_env):
+    port = free_port()
+    processes = [subprocess.Popen([sys.executable, "-c", ASKING, str(port), str(index)], env=process_env, **PIPES) for index in range(2)]
+    outputs = [output for _, output in ended(processes)]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_sigterm_to_any_process_has_all_save_the_same_step_and_stop(victim, process_env, tmp_path):
     processes, outputs, _ = kill_one(signal.SIGTERM, victim, process_env, tmp_path)

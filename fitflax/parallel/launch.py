@@ -4,12 +4,13 @@ import atexit
 import contextlib
 import json
 import os
+import queue
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -37,12 +38,16 @@ class _Ending:
         failure: What failed in it, in words.
         is_own: Whether that was its own failure, and not that others could not be reached.
         has_begun: Whether it has come to its end.
+        watch: The thread that looks after the others.
+        told: Wakes that thread.
         leaves: Whether it leaves without waiting for the others.
     """
 
     failure: str | None = None
     is_own = True
     has_begun = False
+    watch: threading.Thread | None = None
+    told: ClassVar[queue.SimpleQueue[None]] = queue.SimpleQueue()
     leaves = False
 
 
@@ -63,7 +68,7 @@ def _part() -> None:
     """Before JAX has this process wait for all others, which may be waiting for its steps: sees whether they have failed, too."""
     if not jax.distributed.is_initialized():
         return
-    _Ending.has_begun = True
+    _end_watch()
     index, count = jax.process_index(), jax.process_count()
     if _Ending.failure is None:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -81,6 +86,14 @@ def _part() -> None:
         time.sleep(_LAST_SECONDS)
     # It would wait for steps that nobody makes, and for the others themselves.
     atexit.unregister(jax._src.api.clean_up)
+
+
+def _end_watch() -> None:
+    """Ends the thread that looks after the others: the end of the interpreter in the middle of its question would be a SIGABRT, from JAX's C++."""
+    _Ending.has_begun = True
+    _Ending.told.put(None)
+    if _Ending.watch is not None:
+        _Ending.watch.join(_PATIENCE_SECONDS)
 
 
 def _last_words(index: int, count: int, every: Mapping[int, Mapping[str, Any]]) -> str:
@@ -107,8 +120,11 @@ def _watch(index: int, count: int) -> None:
     """In a thread: ends this process where another has failed and this one stands in a call of all devices, which nobody can break off."""
     pause = max(_WATCH_SECONDS, count / 500)
     since: float | None = None
-    while not _Ending.has_begun:
-        time.sleep(pause)
+    while True:
+        with contextlib.suppress(queue.Empty):
+            _Ending.told.get(timeout=pause)
+        if _Ending.has_begun:
+            return
         try:
             failed = {process: error for process, error in failures().items() if process != index}
         except (jax.errors.JaxRuntimeError, RuntimeError):
@@ -179,7 +195,8 @@ def initialize(
             return
         raise NotReadyError("parallel.initialize must come before JAX's devices are used: call it first, before jax.devices(), arrays and trainers.") from None
     atexit.register(_part)
-    threading.Thread(target=_watch, args=(jax.process_index(), jax.process_count()), name="fitflax-processes", daemon=True).start()
+    _Ending.watch = threading.Thread(target=_watch, args=(jax.process_index(), jax.process_count()), name="fitflax-processes", daemon=True)
+    _Ending.watch.start()
     earlier = sys.excepthook
 
     def note_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
