@@ -24,6 +24,8 @@ built-in that fits, so that `except ValueError` in users' scripts keeps working:
 """
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable, Mapping
 
 __all__ = [
@@ -191,6 +193,24 @@ class DirectoryInUseError(CheckpointError, FileExistsError):
     >>> issubclass(DirectoryInUseError, FileExistsError)
     True
     """
+
+
+# Where no line of the user's stands.
+_NOT_USERS = frozenset({"concurrent", "contextlib", "flax", "functools", "fitflax", "jax", "optax", "threading"})
+
+
+def warn(message: str) -> None:
+    """Gives a `FitflaxWarning` at the line of the user's code that is being done, so that Python shows it once for each such line.
+
+    >>> with warnings.catch_warnings(record=True, action="always") as caught:
+    ...     exec("warn('Too hot.')", {"warn": warn, "__name__": "users"})
+    >>> [(str(warning.message), warning.filename, warning.lineno) for warning in caught]
+    [('Too hot.', '<string>', 1)]
+    """
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_USERS:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, FitflaxWarning, stacklevel=level)
 
 
 def no_attribute(owner: object, name: str, hints: Mapping[str, str]) -> AttributeError:

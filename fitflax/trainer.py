@@ -14,6 +14,7 @@ import optax
 from flax import linen as nn
 from flax.core.scope import DenyList
 
+import fitflax.keras_names as keras_names
 import fitflax.loops.arguments as arguments
 import fitflax.loops.single as single
 import fitflax.optimizers as optimizers
@@ -261,6 +262,7 @@ class Trainer:
 
     # -- preparing --
 
+    @keras_names.with_hints("Trainer.compile", keras_names.COMPILE, ConfigError)
     def compile(
         self,
         optimizer: str | optax.GradientTransformation,
@@ -509,6 +511,7 @@ class Trainer:
 
     # -- training --
 
+    @keras_names.with_hints("Trainer.fit", keras_names.FIT, ConfigError)
     def fit(
         self,
         data: Any,
@@ -637,6 +640,7 @@ class Trainer:
 
     # -- evaluating and predicting --
 
+    @keras_names.with_hints("Trainer.evaluate", keras_names.EVALUATE, ConfigError)
     def evaluate(
         self,
         data: Any,
@@ -686,6 +690,7 @@ class Trainer:
         source = self._adapt("evaluate", data, y, sample_weight, batch_size=batch_size, shuffle=False)
         return make_evaluation(self._session, source, steps=steps, name=name, callbacks=hooks)
 
+    @keras_names.with_hints("Trainer.predict", keras_names.PREDICT, ConfigError)
     def predict(
         self, data: Any, *, steps: int | None = None, batch_size: int | None = None, callbacks: Iterable[Callback] | None = (), verbose: int | str = 0
     ) -> PyTree:

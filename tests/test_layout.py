@@ -19,7 +19,7 @@ PACKAGE = ROOT / "fitflax"
 
 # A module imports only from its own layer or those before it. The first part of the name after `fitflax.` decides; the package itself is "__init__".
 LAYERS = (
-    {"errors", "integers", "leaves", "triggers", "background", "time_spent"},
+    {"errors", "integers", "keras_names", "leaves", "triggers", "background", "time_spent"},
     {"axes", "state", "logs", "losses", "metrics", "optimizers"},
     {"data"},
     {"parallel"},
@@ -45,6 +45,7 @@ ROOT_NAMES = {
 INTERNAL_NAMES = {
     "fitflax.errors:did_you_mean": "words the messages of other modules",
     "fitflax.errors:no_attribute": "words the messages of other modules",
+    "fitflax.errors:warn": "gives the warnings of other modules",
     "fitflax.optimizers:ONLY_RATE": "a name for those who log rates",
 }
 
@@ -241,6 +242,16 @@ def test_all_equals_what_is_importable(name: str):
 def test_fitflax_has_only_the_names_of_its_design():
     extra = set(importlib.import_module("fitflax").__all__) - ROOT_NAMES
     assert not extra, f"not in section 2 of the design: {sorted(extra)}"
+
+
+def test_warnings_are_given_in_one_way():
+    faults = [
+        where(module, node)
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if module != "fitflax.errors" and isinstance(node, ast.Attribute) and ast.unparse(node) == "warnings.warn"
+    ]
+    assert not faults, f"use fitflax.errors.warn, which finds the user's line: {faults}"
 
 
 def test_internal_names_exist_and_have_reasons():

@@ -257,6 +257,26 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         CallbackError,
         "EarlyStopping does not take restore_best_weights=: it is restore_best= here.",
     ),
+    "Keras's name of the data": (
+        lambda: built().fit(x=X, y=Y),
+        ConfigError,
+        "Trainer.fit does not take x=: give it as the first argument, data.",
+    ),
+    "Keras's name of steps in one call": (
+        lambda: built().compile("adam", LABELS, steps_per_execution=8),
+        ConfigError,
+        "Trainer.compile does not take steps_per_execution=: it is steps_per_call= here.",
+    ),
+    "Keras's question for a dict": (
+        lambda: built().evaluate(X, Y, return_dict=True),
+        ConfigError,
+        "Trainer.evaluate does not take return_dict=: leave it out; the values come in a dict.",
+    ),
+    "Keras's data to predict": (
+        lambda: built().predict(x=X),
+        ConfigError,
+        "Trainer.predict does not take x=: give it as the first argument, data.",
+    ),
     "a callback of the top level": (
         lambda: fitflax.ModelCheckpoint,
         AttributeError,
@@ -309,6 +329,15 @@ def test_a_directory_of_another_run_is_named_with_the_three_ways_out(tmp_path: p
 
 
 # -- what may be meant, and is warned of --
+
+
+def test_a_warning_points_at_the_line_that_called_the_library():
+    trainer = make(nn.Dense(3))
+    with pytest.warns(FitflaxWarning, match="The data ended before the training did") as ended:
+        trainer.fit(iter([(X, Y)]), steps=2, verbose=0)
+    with pytest.warns(FitflaxWarning, match="holds NaN or infinity in 1 of 16 examples") as spoilt:
+        trainer.fit(np.where(np.arange(16)[:, None] == 3, np.nan, X), Y, verbose=0)
+    assert [warning.filename for warning in [*ended, *spoilt]] == [__file__] * 2
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import jax
 
-from fitflax.callbacks.keras_names import with_hints
+import fitflax.keras_names as keras_names
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.checkpoints.saving import Saver
 from fitflax.errors import CallbackError, no_attribute
@@ -153,7 +153,7 @@ class Callback:
         """Has the library's own callbacks say what is here in place of what Keras's take."""
         super().__init_subclass__(**kwargs)
         if cls.__module__.startswith("fitflax.") and "__init__" in vars(cls):
-            cls.__init__ = with_hints(cls.__name__, vars(cls)["__init__"])  # type: ignore[method-assign]
+            cls.__init__ = keras_names.with_hints(cls.__name__, keras_names.CALLBACKS, CallbackError)(vars(cls)["__init__"])  # type: ignore[method-assign]
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what is pickled: all but the trainer, and what belongs to its call."""

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import os
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ from fitflax.callbacks.store_callback import StoreCallback
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.checkpoints.saved import FOR_INFERENCE
 from fitflax.checkpoints.trees import restore_tree
-from fitflax.errors import FitflaxWarning
+from fitflax.errors import warn
 from fitflax.logs import Logs
 
 __all__ = ["BestCheckpoint"]
@@ -192,7 +191,7 @@ class BestCheckpoint(StoreCallback):
             message = (
                 f"{self.directory} no longer holds the best checkpoints of steps {gone}, which the run had saved there; what comes is compared with the rest."
             )
-            warnings.warn(message, FitflaxWarning, stacklevel=2)
+            warn(message)
         self._named = {step for _, step in self._kept}
         if self.store.steps():  # What a process that died had no time for; the resumed step may be wanted for the closing of its epoch.
             self.store.retain(self.owner, self._named | ({self._resumed_step} & set(self.store.wanted(self.owner))))

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ import jax
 from fitflax.callbacks.base import HOOKS, Callback, Phase, TrainerView, check_trigger, overrides
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.checkpoints.saving import Saver
-from fitflax.errors import CallbackError, FitflaxWarning, did_you_mean
+from fitflax.errors import CallbackError, did_you_mean, warn
 from fitflax.logs import Logs
 from fitflax.steps.task import Keep
 from fitflax.time_spent import TimeSpent
@@ -297,4 +296,4 @@ def _check(callback: Any) -> None:
     for hook in dir(type(callback)):
         if hook.startswith("on_") and not hasattr(Callback, hook):
             meant = f" Did you mean {_ALIASES[hook]!r}?" if hook in _ALIASES else did_you_mean(hook, HOOKS)
-            warnings.warn(f"{name}.{hook} is no hook and is never called by fitflax.{meant}", FitflaxWarning, stacklevel=4)
+            warn(f"{name}.{hook} is no hook and is never called by fitflax.{meant}")

@@ -1,7 +1,6 @@
 """`Profiler`: a trace of some steps, by JAX's own profiler."""
 
 import os
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing_extensions import override
 
 from fitflax.callbacks.base import Callback, Phase
 from fitflax.checkpoints.checkpoint import Checkpoint
-from fitflax.errors import CallbackError, FitflaxWarning
+from fitflax.errors import CallbackError, warn
 from fitflax.integers import is_integer
 from fitflax.triggers import at
 
@@ -99,4 +98,4 @@ class Profiler(Callback):
         if self._is_recording:
             self._stop()
         elif self.steps != _USUAL and not self._has_recorded and 0 < (made := self.trainer.step - self._begin) < self.steps[0]:
-            warnings.warn(f"Profiler recorded nothing: the run made {made} steps, and it was to begin with step {self.steps[0]}.", FitflaxWarning, stacklevel=2)
+            warn(f"Profiler recorded nothing: the run made {made} steps, and it was to begin with step {self.steps[0]}.")

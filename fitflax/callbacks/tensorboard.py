@@ -4,7 +4,6 @@ import dataclasses
 import math
 import os
 import time
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from fitflax.callbacks.event_files import EventFiles, Write, files_of, trim
 from fitflax.callbacks.media import check_images, flatten_sown, write_logged, write_sown
 from fitflax.callbacks.summaries import TRAIN, describe_environment, hyperparameter_summaries, write_histogram
 from fitflax.checkpoints.checkpoint import Checkpoint
-from fitflax.errors import CallbackError, FitflaxWarning, NotReadyError
+from fitflax.errors import CallbackError, NotReadyError, warn
 from fitflax.leaves import named_leaves
 from fitflax.logs import Logs, flat_name
 from fitflax.optimizers import ONLY_RATE
@@ -282,7 +281,7 @@ class TensorBoard(Callback):
         trees, step, now = {"params": checkpoint.model_params, "grads": self._gradients(checkpoint)}, checkpoint.step, time.time()
         elsewhere = [leaf for leaf in jax.tree.leaves(trees) if not (leaf.is_fully_addressable or leaf.is_fully_replicated)]
         if elsewhere:
-            warnings.warn(f"TensorBoard leaves out histograms of {len(elsewhere)} arrays that are split between processes.", FitflaxWarning, stacklevel=2)
+            warn(f"TensorBoard leaves out histograms of {len(elsewhere)} arrays that are split between processes.")
 
         def write_all(write: Write) -> None:
             for name, tree in trees.items():

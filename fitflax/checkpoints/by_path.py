@@ -4,7 +4,6 @@ import contextlib
 import functools
 import itertools
 import os
-import warnings
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from fitflax.checkpoints.orbax_format import TRAIN_DIRECTORY, write_part
 from fitflax.checkpoints.saved import WHOLE, Saved, read_checkpoint
 from fitflax.checkpoints.store import CheckpointStore
 from fitflax.checkpoints.trees import only_split, to_plain
-from fitflax.errors import CheckpointError, CheckpointNotFoundError, FitflaxWarning
+from fitflax.errors import CheckpointError, CheckpointNotFoundError, warn
 from fitflax.parallel.host_memory import spans_processes
 from fitflax.state import PyTree
 
@@ -134,7 +133,7 @@ def _newest_good_in(path: Path, roots: Collection[str]) -> Saved:
         hint = f" There are some in {', '.join(below)}, below it." if below else ""
         raise CheckpointNotFoundError(f"There is no checkpoint in {path}: looked for {names}.{faults}{hint}")
     if skipped:
-        warnings.warn(f"Took {saved.path}, because newer checkpoints cannot be read. {' '.join(map(str, skipped))}", FitflaxWarning, stacklevel=3)
+        warn(f"Took {saved.path}, because newer checkpoints cannot be read. {' '.join(map(str, skipped))}")
     return saved
 
 

@@ -14,12 +14,11 @@ import json
 import os
 import socket
 import threading
-import warnings
 import weakref
 from pathlib import Path
 from typing import Any
 
-from fitflax.errors import DirectoryInUseError, FitflaxWarning
+from fitflax.errors import DirectoryInUseError, warn
 
 __all__ = ["LOCK_FILE", "holder_of", "lock_directory", "release_all"]
 
@@ -129,7 +128,7 @@ def _take(descriptor: int, directory: Path) -> None:
         if error.errno not in _UNSUPPORTED:
             raise
         message = f"{directory} cannot be locked ({error.strerror}): make sure that no other run saves there while this one does."
-        warnings.warn(message, FitflaxWarning, stacklevel=2)
+        warn(message)
         return
     now = dt.datetime.now().astimezone().isoformat(timespec="seconds")
     note = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now}).encode() + b"\n"

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from fitflax.checkpoints.by_path import load_checkpoint
 from fitflax.checkpoints.saved import Saved
 from fitflax.checkpoints.store import CheckpointStore
 from fitflax.checkpoints.trees import from_saved, refit, restore_tree
-from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, FitflaxWarning, RestoreError
+from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, RestoreError, warn
 from fitflax.state import PyTree, TrainState
 
 __all__ = ["check_fits", "check_settings", "find_resume", "fit_to", "restored_state", "warn_of_changes"]
@@ -57,7 +56,7 @@ def find_resume(resume: str | os.PathLike[str] | bool | None, stores: Sequence[C
         raise CheckpointError(f"{stores[0].directory} holds checkpoints that cannot be read here, and none that can. Nothing was changed. {faults}")
     for error in skipped:
         what = "a damaged checkpoint" if isinstance(error, CorruptCheckpointError) else "a checkpoint that cannot be read here"
-        warnings.warn(f"Resuming: {what} is passed over: {error}", FitflaxWarning, stacklevel=4)
+        warn(f"Resuming: {what} is passed over: {error}")
     if saved is None and resume is True:
         raise CheckpointNotFoundError(f"resume=True, but {stores[0].directory} holds no good checkpoint. resume='auto' would begin a run.")
     return saved
@@ -93,7 +92,7 @@ def warn_of_changes(saved: Saved, compiled: Mapping[str, Any], *, to_resume: boo
     changes = [f"{name} was {was[name]} and is {now[name]}" for name in names if before.get(name) != compiled.get(name)]
     if changes:
         rate = " The checkpoint's optimizer state counts, its rate as well: set trainer.learning_rate for another." if "learning_rate" in str(changes) else ""
-        warnings.warn(f"{saved.path} was saved with other settings: {'; '.join(changes)}.{rate}", FitflaxWarning, stacklevel=4)
+        warn(f"{saved.path} was saved with other settings: {'; '.join(changes)}.{rate}")
 
 
 def fit_to(target: PyTree, found: Any, saved: Saved, root: str, *, advice: str = "") -> PyTree:

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ from fitflax.checkpoints.joint import JointSave
 from fitflax.checkpoints.orbax_format import write_part
 from fitflax.checkpoints.store import CheckpointStore
 from fitflax.checkpoints.trees import Plain, host_copy, to_plain
-from fitflax.errors import CheckpointError, FitflaxWarning
+from fitflax.errors import CheckpointError, warn
 from fitflax.parallel.host_memory import spans_processes
 
 __all__ = ["save_run"]
@@ -88,7 +87,7 @@ class _RunSave:
             if not checkpoint.run.point.is_rescue:
                 raise
             # What this process is being left for is what the user is to hear of.
-            warnings.warn(f"Step {checkpoint.step} is not saved. {error}", FitflaxWarning, stacklevel=5)
+            warn(f"Step {checkpoint.step} is not saved. {error}")
             return
         # What each process makes of it: the first one leads.
         is_leader, write = jax.process_index() == 0, functools.partial(write, joint=joint)

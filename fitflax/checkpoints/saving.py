@@ -7,7 +7,6 @@ the end of the run.
 
 import atexit
 import os
-import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, Self
 
 from fitflax.background import Background
 from fitflax.checkpoints.lock import holder_of, lock_directory, release_all
-from fitflax.errors import FitflaxWarning
+from fitflax.errors import warn
 
 __all__ = ["NICENESS_ON_HOST", "Saver"]
 
@@ -203,7 +202,7 @@ class Saver:
             release_all(self)
         if self._is_let_go and self._error is not None:
             error, self._error = self._error, None
-            warnings.warn(f"A save failed after its run was given up without being closed: {error}", FitflaxWarning, stacklevel=1)
+            warn(f"A save failed after its run was given up without being closed: {error}")
 
 
 _WORKING: "weakref.WeakSet[Saver]" = weakref.WeakSet()
@@ -214,7 +213,7 @@ def _finish_all() -> None:
         try:
             saver.wait()
         except Exception as error:  # noqa: BLE001 (nobody is left who could catch it)
-            warnings.warn(f"A save failed while the process ended: {error}", FitflaxWarning, stacklevel=1)
+            warn(f"A save failed while the process ended: {error}")
 
 
 atexit.register(_finish_all)

@@ -28,7 +28,6 @@ import math
 import operator
 import os
 import re
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,7 +41,7 @@ from fitflax.checkpoints.joint import JointSave
 from fitflax.checkpoints.lock import holder_of, lock_directory
 from fitflax.checkpoints.saved import WHOLE, Saved, read_checkpoint
 from fitflax.checkpoints.saving import Saver
-from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, DirectoryInUseError, FitflaxWarning
+from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, DirectoryInUseError, warn
 from fitflax.logs import flat_name
 from fitflax.state import PyTree
 
@@ -164,7 +163,7 @@ class CheckpointStore:
             raise ConfigError(f"mode must be 'min' or 'max'. Received: {mode!r}.")
         best: tuple[float, int] | None = None
         for step in self.steps():
-            value = _metric(self._metadata(step, warn=True), monitor)
+            value = _metric(self._metadata(step, warns=True), monitor)
             if value is not None and (best is None or (value < best[0] if mode == "min" else value > best[0])):
                 best = value, step
         return None if best is None else best[1]
@@ -378,7 +377,7 @@ class CheckpointStore:
             self._delete_unwanted(present)
         except (OSError, CheckpointError) as error:
             message = f"{path} is saved, but {self.directory} could not be tidied up: {error}. More is kept than was asked for."
-            warnings.warn(message, FitflaxWarning, stacklevel=2)
+            warn(message)
         return path
 
     @_first_process_only
@@ -440,7 +439,7 @@ class CheckpointStore:
             if (self.directory / _RETENTION).exists():
                 kept = _list_steps(sorted(present.difference(wishes)))
                 message = f"{self.directory / _RETENTION} is damaged: {kept} will be kept until an owner wants and drops them."
-                warnings.warn(message, FitflaxWarning, stacklevel=3)
+                warn(message)
         saving = set() if step is None else {step}
         owners = {name: [one for one in steps if one in present and not (fresh and one == step)] for name, steps in table["owners"].items()}
         before = present.intersection(table["owners"].get(owner, ()))
@@ -506,13 +505,13 @@ class CheckpointStore:
                 self._known[name] = (version, {})  # Both files can be done without; the damage shows in what is kept.
         return self._known[name][1]
 
-    def _metadata(self, step: int, *, warn: bool = False) -> dict[str, Any]:
+    def _metadata(self, step: int, *, warns: bool = False) -> dict[str, Any]:
         """Returns a checkpoint's metadata, or `{}`: those who call this can do without, and reading the checkpoint says what is wrong."""
         try:
             return read_metadata(self.path(step))
         except CheckpointError as error:
-            if warn:
-                warnings.warn(f"Passed over a checkpoint in the search for the best: {error}", FitflaxWarning, stacklevel=3)
+            if warns:
+                warn(f"Passed over a checkpoint in the search for the best: {error}")
             return {}
 
     def _run_ids(self) -> dict[int, str | None]:

@@ -5,7 +5,6 @@ All of it is NumPy on the host; nothing here knows the device.
 
 import dataclasses
 import functools
-import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fitflax.errors import ConfigError, DataError, FitflaxWarning, did_you_mean
+from fitflax.errors import ConfigError, DataError, did_you_mean, warn
 from fitflax.integers import is_integer
 from fitflax.state import Batch, PyTree
 
@@ -374,11 +373,7 @@ class Batcher:
         if self.size is None or (is_first and rows > self.size):  # A loader's batch size says little where batches are put together by the user.
             self.size = self._round_up(rows)
         elif rows > self.size:
-            warnings.warn(
-                f"A batch of {rows} examples follows batches of {self.size}: the step is compiled again. Yield the largest batch first, or equal sizes.",
-                FitflaxWarning,
-                stacklevel=2,
-            )
+            warn(f"A batch of {rows} examples follows batches of {self.size}: the step is compiled again. Yield the largest batch first, or equal sizes.")
             self.size = self._round_up(rows)
         return self.size
 

@@ -8,7 +8,6 @@ import abc
 import collections
 import dataclasses
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from typing_extensions import override
 
 from fitflax.data.batch import Position, Triple, num_examples, to_numpy
 from fitflax.data.states import UnstorableError, decode, encode
-from fitflax.errors import DataError, FitflaxWarning
+from fitflax.errors import DataError, warn
 
 __all__ = ["KEPT", "Bookmark", "Bookmarks", "LoaderPass", "Pass", "RowsPass", "drop", "has_states", "iterator_methods", "resumed", "set_state"]
 
@@ -144,7 +143,7 @@ class LoaderPass(Pass):
             self.took_state = True
         except DataError as error:
             # This iterator may be half set; another one begins where the pass begins, from where it can be read up to the position.
-            warnings.warn(f"{str(error).rstrip('.')}. The data is read up to where the run was instead.", FitflaxWarning, stacklevel=6)
+            warn(f"{str(error).rstrip('.')}. The data is read up to where the run was instead.")
             self._iterator = None
             self._begin()
 
@@ -228,7 +227,7 @@ class Bookmarks:
     def _give_up(self, reason: str) -> None:
         self._is_possible = False
         self._kept.clear()
-        warnings.warn(f"{reason} A resume will read the data up to where the run was.", FitflaxWarning, stacklevel=5)
+        warn(f"{reason} A resume will read the data up to where the run was.")
 
     def state_dict(self, position: Position) -> dict[str, Any]:
         """Returns the newest bookmark at or before a position in the same pass, as a checkpoint holds it; `{}` without one."""
@@ -263,11 +262,7 @@ def drop(batches: Iterator[Triple], examples: int, *, seen: int = 0, warns: bool
     if examples <= seen:
         return batches
     if warns:
-        warnings.warn(
-            f"This data source cannot seek: {examples} examples are read and dropped to come to where the run was. In-memory arrays seek at once.",
-            FitflaxWarning,
-            stacklevel=6,
-        )
+        warn(f"This data source cannot seek: {examples} examples are read and dropped to come to where the run was. In-memory arrays seek at once.")
     while seen < examples:
         triple = next(batches, None)
         if triple is None:

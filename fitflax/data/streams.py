@@ -7,7 +7,6 @@ the newest bookmark; sources that cannot seek are read and dropped up to the pos
 import abc
 import itertools
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ from typing_extensions import override
 from fitflax.data.batch import Batcher, FedBatch, Position, Selection, Triple, num_examples, to_numpy
 from fitflax.data.passes import KEPT, Bookmark, Bookmarks, LoaderPass, Pass, RowsPass, drop, iterator_methods, resumed, set_state
 from fitflax.data.shares import Shares
-from fitflax.errors import FitflaxWarning
+from fitflax.errors import warn
 from fitflax.state import Batch
 
 __all__ = ["Feed", "IterableSource", "OneShotSource", "Source"]
@@ -267,7 +266,7 @@ class Feed:
             try:
                 self._iterator = self._open()  # Between two passes: the state that matters is that of the one to come.
             except Exception as error:  # noqa: BLE001 (it must not cost the checkpoint, and `next` raises it again)
-                warnings.warn(f"The next pass over the data could not be opened: {error!r}.", FitflaxWarning, stacklevel=2)
+                warn(f"The next pass over the data could not be opened: {error!r}.")
         return self._bookmarks.state_dict(position)
 
     def joined_state(self, position: Position, *, is_alone: bool) -> dict[str, Any] | None:

@@ -1,7 +1,6 @@
 """`tf.data.Dataset`: batches as NumPy arrays. TensorFlow is never imported here; whoever has one of its data sets has imported it."""
 
 import sys
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +9,7 @@ from typing_extensions import override
 from fitflax.data.batch import Position, Selection, Triple, leaf_paths
 from fitflax.data.passes import Bookmark
 from fitflax.data.streams import IterableSource
-from fitflax.errors import DataError, FitflaxWarning
+from fitflax.errors import DataError, warn
 
 __all__ = ["TensorFlowSource", "is_tensorflow_dataset"]
 
@@ -50,11 +49,9 @@ class TensorFlowSource(IterableSource):
     def reopen(self, position: Position, bookmark: Bookmark | None) -> Iterator[Triple]:
         shuffles = list(_shuffles(self._dataset))
         if any(_is_unseeded(shuffle) for shuffle in shuffles):
-            warnings.warn(
+            warn(
                 "The order of examples cannot be repeated, so this run will differ from one that was never stopped: the tf.data.Dataset shuffles without a "
-                "seed. Pass shuffle(..., seed=0).",
-                FitflaxWarning,
-                stacklevel=4,
+                "seed. Pass shuffle(..., seed=0)."
             )
         if shuffles:
             # The order of a pass follows from the seed and from how many passes were begun before it.

@@ -4,7 +4,6 @@ PyTorch is never imported here; whoever has one of its objects has imported it.
 """
 
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ from typing_extensions import override
 from fitflax.data.batch import Position, Selection, Triple
 from fitflax.data.passes import Bookmark, Pass, drop, has_states, set_state
 from fitflax.data.streams import Source
-from fitflax.errors import DataError, FitflaxWarning
+from fitflax.errors import DataError, warn
 
 __all__ = ["TorchSource", "is_bare_dataset", "is_loader", "is_loader_iterator", "is_tensor", "torch_batch"]
 
@@ -144,11 +143,7 @@ class TorchSource(Source):
             reason = "shuffles, and the checkpoint does not hold the state of its generator"
         else:
             return
-        warnings.warn(
-            f"The order of examples cannot be repeated, so this run will differ from one that was never stopped: the {type(self._loader).__name__} {reason}.",
-            FitflaxWarning,
-            stacklevel=5,
-        )
+        warn(f"The order of examples cannot be repeated, so this run will differ from one that was never stopped: the {type(self._loader).__name__} {reason}.")
 
 
 class _TorchPass(Pass):

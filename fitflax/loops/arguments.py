@@ -1,7 +1,6 @@
 """Checks of what users pass to `Trainer` and `fit`, each with one clear error before any work."""
 
 import inspect
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -13,7 +12,7 @@ import fitflax.losses as losses
 import fitflax.optimizers as optimizers
 from fitflax.data import Source
 from fitflax.data.batch import Selection
-from fitflax.errors import ConfigError, FitflaxWarning, OptimizerError
+from fitflax.errors import ConfigError, OptimizerError, warn
 from fitflax.integers import is_integer
 from fitflax.parallel import DataParallel, Strategy
 from fitflax.steps.task import Streams
@@ -272,8 +271,4 @@ def check_end(source: Source, *, steps: int | None, epochs: int | None, steps_pe
         alone = "" if epochs is None else " epochs= alone does not help, because an epoch of it has no end."
         raise ConfigError(f"This data never ends, and nothing says where to stop: pass steps=, or steps_per_epoch= with epochs=.{alone}")
     if validates:
-        warnings.warn(
-            "This data never ends, so the whole fit is one epoch, validated once at its end. Pass steps_per_epoch=, or validation_freq=every(steps=...).",
-            FitflaxWarning,
-            stacklevel=3,
-        )
+        warn("This data never ends, so the whole fit is one epoch, validated once at its end. Pass steps_per_epoch=, or validation_freq=every(steps=...).")

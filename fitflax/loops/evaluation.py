@@ -3,7 +3,6 @@
 import contextlib
 import random
 import sys
-import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from fitflax.data import FedBatch, Feed, Source
 from fitflax.data.arrays import ArraySource
 from fitflax.data.indexed import IndexedSource
 from fitflax.data.randomness import undisturbed
-from fitflax.errors import DataError, FitflaxWarning
+from fitflax.errors import DataError, warn
 from fitflax.logs import Kind, Logs, Values
 from fitflax.loops.signals import Interruption
 from fitflax.state import Batch, PyTree, TrainState
@@ -145,7 +144,7 @@ class Evaluation:
         if values is None:
             raise DataError(f"The data of {self.name!r} yields no batch.")
         if self._steps is not None and batch < self._steps:
-            warnings.warn(f"The data of {self.name!r} ended after {batch} of {self._steps} batches.", FitflaxWarning, stacklevel=2)
+            warn(f"The data of {self.name!r} ended after {batch} of {self._steps} batches.")
         if collected is not None:
             values = values.with_late(collected.keys, collected.now())
         logs = Logs(values, kinds=self.kinds)

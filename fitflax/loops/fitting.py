@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ from fitflax.checkpoints.trees import from_saved
 from fitflax.data import Source
 from fitflax.data.indexed import IndexedSource
 from fitflax.data.shards import part_of_batch_size
-from fitflax.errors import ConfigError, FitflaxWarning
+from fitflax.errors import ConfigError, warn
 from fitflax.logs import Logs
 from fitflax.loops.plan import RunPlan
 from fitflax.loops.run import Run
@@ -153,9 +152,9 @@ def _load_callbacks(hooks: CallbackList, saved: Saved, run: Run) -> None:
     states = from_saved(saved.run, key_impls=saved.metadata["key_impls"])
     new, missing = hooks.load_state_dict(states, run.seconds)
     for key in new:
-        warnings.warn(f"Callback {key} is new: the run in {saved.path} did not have it, so it begins afresh.", FitflaxWarning, stacklevel=2)
+        warn(f"Callback {key} is new: the run in {saved.path} did not have it, so it begins afresh.")
     for key in missing:
-        warnings.warn(f"Callback {key} is missing: the run in {saved.path} had it, and its state is not used.", FitflaxWarning, stacklevel=2)
+        warn(f"Callback {key} is missing: the run in {saved.path} had it, and its state is not used.")
     row = load_closing_row(saved.path)
     if not run.has_nothing_to_do:
         for callback in hooks:

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from fitflax.checkpoints.trees import from_saved
 from fitflax.data import FedBatch, Feed, Source
 from fitflax.data.randomness import undisturbed
 from fitflax.data.shards import own_position
-from fitflax.errors import CheckpointError, ConfigError, DataError, FitflaxWarning, RestoreError
+from fitflax.errors import CheckpointError, ConfigError, DataError, RestoreError, warn
 from fitflax.logs import StepValues
 from fitflax.loops.agreement import Agreement, Together, check_alike, summary_of
 from fitflax.loops.arguments import check_log_keys
@@ -305,11 +304,9 @@ def _settings_in_words(
 def _warn_of_own_run(session: Session) -> None:
     process, taken, count = jax.process_index(), session.strategy.num_processes, jax.process_count()
     if process and taken < count and Board.is_there():
-        warnings.warn(
+        warn(
             f"This run takes devices of {taken} of {count} processes, and writes no files in process {process}: process 0 alone does. Start processes that are "
-            "to work by themselves without parallel.initialize().",
-            FitflaxWarning,
-            stacklevel=4,
+            "to work by themselves without parallel.initialize()."
         )
 
 
@@ -352,7 +349,7 @@ def _choose_steps_per_call(session: Session, program: Program, fed: FedBatch | N
     if session.steps_per_call is not None:
         if before not in (None, session.steps_per_call):
             message = f"The run made {before} steps a call and goes on with {session.steps_per_call}: from then on its results may differ by rounding."
-            warnings.warn(message, FitflaxWarning, stacklevel=4)
+            warn(message)
         return session.steps_per_call
     if before is not None or fed is None:
         return before or 1

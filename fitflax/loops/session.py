@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import secrets
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
@@ -19,7 +18,7 @@ from fitflax.checkpoints.saving import NICENESS_ON_HOST, Saver
 from fitflax.checkpoints.trees import refit
 from fitflax.data import Position, Source
 from fitflax.data.streams import OneShotSource
-from fitflax.errors import ConfigError, FitflaxWarning, NotReadyError, OptimizerError, RestoreError
+from fitflax.errors import ConfigError, NotReadyError, OptimizerError, RestoreError, warn
 from fitflax.loops.intake import Intake, make_feeder
 from fitflax.loops.plan import Progress
 from fitflax.parallel import Strategy
@@ -160,7 +159,7 @@ class Session:
         """Notes, and warns, that the data ended before the training did."""
         self.stop("data_exhausted")
         advice = "For more, give data that can be passed over again: arrays, or a function that makes an iterator, `lambda: ...`."
-        warnings.warn(f"The data ended before the training did. {advice}", FitflaxWarning, stacklevel=2)
+        warn(f"The data ended before the training did. {advice}")
 
     # -- the task and its state --
 

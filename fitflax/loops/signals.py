@@ -9,13 +9,12 @@ import signal
 import sys
 import threading
 import types
-import warnings
 from typing import Any, Self
 
 import jax
 from jax.experimental import multihost_utils
 
-from fitflax.errors import FitflaxWarning
+from fitflax.errors import warn
 from fitflax.parallel.launch import note_failure
 
 __all__ = ["Interruption"]
@@ -57,7 +56,7 @@ class Interruption:
         # All warnings before all handlers: a warning that is an error must leave no handler behind.
         for message in self._look_around():
             if self._saves:
-                warnings.warn(message, FitflaxWarning, stacklevel=3)  # Of the call to fit, so that Python shows it once for each such call.
+                warn(message)
         for number in self._earlier:
             signal.signal(number, self._note)
         return self

@@ -4,7 +4,6 @@ import contextlib
 import os
 import tempfile
 import threading
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
 from fitflax.data.batch import leaf_paths
-from fitflax.errors import ConfigError, FitflaxWarning
+from fitflax.errors import ConfigError, warn
 from fitflax.state import Batch
 
 __all__ = ["AheadOfTime", "Compilation", "CompiledShapes", "enable_compilation_cache"]
@@ -58,7 +57,7 @@ def enable_compilation_cache(directory: str | os.PathLike[str] | None = None) ->
         ) from error
     if not jax.config.values["jax_enable_compilation_cache"]:
         message = "Nothing will be cached: JAX's switch jax_enable_compilation_cache is off. Turn it on, or unset JAX_ENABLE_COMPILATION_CACHE."
-        warnings.warn(message, FitflaxWarning, stacklevel=2)
+        warn(message)
     jax.config.update(_DIRECTORY, str(path))
     for option, default, everything in _LIMITS:
         # What somebody set stays as it is.
@@ -198,11 +197,7 @@ class CompiledShapes:
         changes = {path: pair for path, pair in pairs.items() if _without_rows(pair[0]) != _without_rows(pair[1])}
         if is_new and warns and changes:
             listed = ", ".join(f"{path}: {old} -> {new}" for path, (old, new) in changes.items())
-            warnings.warn(
-                f"A batch to {self._verb} has other shapes than the one before, so its step is compiled again: {listed}. {_advice(changes)}",
-                FitflaxWarning,
-                stacklevel=4,
-            )
+            warn(f"A batch to {self._verb} has other shapes than the one before, so its step is compiled again: {listed}. {_advice(changes)}")
 
 
 def _without_rows(words: str) -> tuple[str, str]:

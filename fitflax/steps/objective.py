@@ -6,7 +6,6 @@ that is decided from their structure alone, so it is the same at every trace.
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fitflax.losses as losses
-from fitflax.errors import ConfigError, DataError, FitflaxError, FitflaxWarning, LossError, MetricError, did_you_mean
+from fitflax.errors import ConfigError, DataError, FitflaxError, LossError, MetricError, did_you_mean, warn
 from fitflax.losses.registry import takes_labels, takes_logits
 from fitflax.losses.shapes import broadcast_fault
 from fitflax.metrics import Metric
@@ -312,7 +311,7 @@ def _check_order(what: str, fn: Any, error: type[FitflaxError]) -> None:
         called = f"the targets first, as in Keras, but is called with (outputs, targets). {advice}"
         if is_keras:
             raise error(f"The {what} {name}({', '.join(names)}) takes {called}")
-        warnings.warn(f"The {what} {name}({', '.join(names)}) seems to take {called}", FitflaxWarning, stacklevel=2)
+        warn(f"The {what} {name}({', '.join(names)}) seems to take {called}")
 
 
 def _check_weighted(spec: Any) -> None:

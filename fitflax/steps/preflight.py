@@ -1,6 +1,5 @@
 """What can be told of a module, its loss and its data before the first step."""
 
-import warnings
 from typing import Any
 
 import numpy as np
@@ -8,7 +7,7 @@ import numpy as np
 from fitflax.data import Source
 from fitflax.data.arrays import ArraySource
 from fitflax.data.batch import leaf_paths
-from fitflax.errors import FitflaxWarning
+from fitflax.errors import warn
 from fitflax.state import Batch, TrainState
 from fitflax.steps.program import Program, scalar_loss_error
 
@@ -29,7 +28,7 @@ def check_activations(program: Program, state: TrainState, batch: Batch) -> None
     task = program.task
     if task.objective.takes_logits and task.compute_loss is None and task.custom_step is None and program.is_new("activations"):
         for fault in task.objective.unfit_activations(program.dry_run.usual_outputs(state, batch).activations):
-            warnings.warn(f"{fault}.", FitflaxWarning, stacklevel=2)
+            warn(f"{fault}.")
 
 
 def check_places(program: Program, state: TrainState) -> None:
@@ -37,7 +36,7 @@ def check_places(program: Program, state: TrainState) -> None:
     if program.is_new("places"):
         whole = program.strategy.describe_whole(state)
         if whole is not None:
-            warnings.warn(whole, FitflaxWarning, stacklevel=2)
+            warn(whole)
 
 
 def check_measures(program: Program, name: str) -> None:
@@ -48,11 +47,7 @@ def check_measures(program: Program, name: str) -> None:
         name: What the evaluation is called.
     """
     if not program.dry_run.traced_step(train=False).kinds and program.is_new("measures"):
-        warnings.warn(
-            f"There is nothing to compute for {name!r}: no loss and no metrics were given, as in compile(optimizer, loss, metrics).",
-            FitflaxWarning,
-            stacklevel=2,
-        )
+        warn(f"There is nothing to compute for {name!r}: no loss and no metrics were given, as in compile(optimizer, loss, metrics).")
 
 
 def check_in_memory(program: Program, source: Source, state: TrainState, batch: Batch, *, pad: bool, train: bool) -> None:
@@ -98,9 +93,7 @@ def _warn_of_bad_numbers(path: str, leaf: Any) -> None:
     if not np.issubdtype(part.dtype, np.floating) or not part.size or np.isfinite([part.min(), part.max()]).all():
         return
     bad = int((~np.isfinite(part.reshape(len(part), -1)).all(axis=1)).sum())
-    warnings.warn(
+    warn(
         f"{path} holds NaN or infinity in {bad} of {len(part)} examples. If the module does not see to them, one is enough to spoil all parameters: "
-        "clean them, or leave these examples out.",
-        FitflaxWarning,
-        stacklevel=2,
+        "clean them, or leave these examples out."
     )

@@ -102,21 +102,6 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(store):
         find_resume(True, [store])
 
 
-def test_the_warning_names_the_line_that_calls_fit(store):
-    save(store, 1)
-    flip_last_byte(store.path(1) / "state.msgpack")
-
-    def fit() -> None:
-        def find() -> None:
-            find_resume("auto", [store])
-
-        find()
-
-    with pytest.warns(FitflaxWarning) as caught:
-        exec(compile("fit()", "train.py", "exec"), {"fit": fit})
-    assert [warning.filename for warning in caught] == ["train.py"]
-
-
 def test_checkpoints_of_another_version_are_passed_over_only_where_there_is_another_one(store, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(documents, "FORMAT_VERSION", 99)
