@@ -1,13 +1,12 @@
 """`Trainer`: the facade. It checks arguments, turns them into the parts below it, and delegates; no step and no loop is written here."""
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TextIO
 
 import jax
 import optax
@@ -151,6 +150,13 @@ class Trainer:
             if hasattr(type(self), name):  # A property that failed: its own error says more.
                 return object.__getattribute__(self, name)
             raise no_attribute(self, name, {known: f"Here it is {here}" for known, here in _ELSEWHERE.items()})
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuses to be copied or pickled: devices and compiled programs cannot be, and two trainers must not train one state."""
+        raise TypeError(
+            f"A {type(self).__name__} can be neither copied nor pickled: it holds devices and compiled programs. Make another one; with_seed(seed) makes one that is "
+            "compiled the same way, and save(path) and restore(path) carry the state over."
+        )
 
     def __repr__(self) -> str:
         """Returns the module's class, what it is compiled with, and how far it is.
@@ -348,7 +354,8 @@ class Trainer:
         3
         """
         arguments.check_seed("with_seed", seed)
-        other = copy.copy(self)
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
         own = type(self).compute_loss is not Trainer.compute_loss or type(self).train_step is not Trainer.train_step
         other._session, other._history = self._session.fresh(int(seed), other._make_task if own else None), History()
         return other
