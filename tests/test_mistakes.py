@@ -258,7 +258,7 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         CallbackError,
         "EarlyStopping does not take restore_best_weights=: it is restore_best= here.",
     ),
-    "a copy of a trainer": (lambda: copy.deepcopy(built()), TypeError, "A Trainer can be neither copied nor pickled: .* with_seed(seed) makes one that is"),
+    "a copy of a trainer": (lambda: copy.deepcopy(built()), TypeError, "A Trainer can be neither copied nor pickled: .* with_seed(seed) makes one that"),
     "Keras's name of the data": (
         lambda: built().fit(x=X, y=Y),
         ConfigError,
