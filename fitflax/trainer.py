@@ -154,8 +154,8 @@ class Trainer:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuses to be copied or pickled: devices and compiled programs cannot be, and two trainers must not train one state."""
         raise TypeError(
-            f"A {type(self).__name__} can be neither copied nor pickled: it holds devices and compiled programs. Make another one; with_seed(seed) makes one that "
-            "is compiled the same way, and save(path) and restore(path) carry the state over."
+            f"A {type(self).__name__} can be neither copied nor pickled: it holds devices and compiled programs. Make another one; with_seed(seed) makes one "
+            "that is compiled the same way, and save(path) and restore(path) carry the state over."
         )
 
     def __repr__(self) -> str:
