@@ -58,6 +58,7 @@ TESTS = {
         "tests/test_numbers.py tests/callbacks/test_media.py",
         "tests/steps/test_task.py -m slow",
         "tests/loops/test_modular.py tests/diagnostics/test_nan_hunt.py",
+        "tests/loops/test_modular.py -m slow -k gradients",
     ),
     "fitflax/checkpoints/resume.py": (
         "tests/checkpoints/test_find_resume.py",

@@ -85,6 +85,8 @@ class DataParallel(Strategy):
 
     @override
     def compile(self, fn: Callable[..., Any], *, inputs: Sequence[Layout], outputs: Layout | Sequence[Layout], donate: Sequence[int] = ()) -> Compiled:
+        if not jax.sharding.get_abstract_mesh().empty:
+            raise ConfigError("DataParallel has a mesh of its own, unusable within jax.set_mesh(): leave that, or train with parallel.Sharded(mesh).")
         results = (outputs,) if isinstance(outputs, str | Places) else tuple(outputs)
         # pmap insists on an argument that is split.
         if not self._maps or all(map(_is_whole, inputs)):

@@ -457,3 +457,10 @@ def test_outputs_of_several_steps_are_joined_in_the_order_of_their_batches(numbe
     outputs = np.arange(3 * 4).reshape(3, 4)  # Steps, rows.
     split = outputs if number == 1 else np.moveaxis(outputs.reshape(3, number, 2), 1, 0)
     assert strategy.join(split, steps=2).tolist() == [*range(8)]
+
+
+def test_within_a_mesh_of_the_users_the_way_out_is_named(devices: Devices):
+    trainer = trainer_of(Net(), devices(1))
+    with jax.set_mesh(jax.make_mesh((1,), ("batch",))), pytest.raises(ConfigError, match=r"leave that, or train with parallel\.Sharded\(mesh\)"):
+        trainer.fit(X, Y, verbose=0)
+    assert trainer.fit(X, Y, verbose=0).epoch == [0]
