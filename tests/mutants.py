@@ -94,6 +94,7 @@ TESTS = {
         "tests/test_faults.py tests/loops/test_restore.py tests/callbacks/test_tensorboard.py",
         "tests/data/test_streams.py",
         "tests/checkpoints/test_closing.py",
+        "tests/data/test_grain.py",
     ),
     "fitflax/checkpoints/trees.py": ("tests/checkpoints/test_trees.py", "tests/checkpoints/test_codec.py"),
     "fitflax/checkpoints/saving.py": ("tests/checkpoints/test_saving.py", "tests/checkpoints/test_saving.py -m slow", "tests/loops/test_asynchronous.py"),
