@@ -223,7 +223,7 @@ def names(output: str, lost: int) -> bool:
 
 
 ASKING = """
-import sys, time
+import atexit, sys, time
 from fitflax import parallel
 from fitflax.parallel import board, launch
 
@@ -233,17 +233,19 @@ def ask():
     except TimeoutError:
         return {}
 
-launch.failures, launch._WATCH_SECONDS = ask, 0.0
+launch.failures, launch._WATCH_SECONDS = ask, float(sys.argv[3])
+atexit.register(lambda: print("watched" if launch._Ending.watch.is_alive() else "ended"))
 parallel.initialize("127.0.0.1:" + sys.argv[1], 2, int(sys.argv[2]))
 time.sleep(0.5)
 """
 
 
-def test_a_process_that_asks_after_the_others_at_its_end_ends_as_ever(process_env):
+@pytest.mark.parametrize("pause", [0.0, 60.0])  # In the middle of a question at the end, and between two of them.
+def test_a_process_asks_no_more_after_the_others_when_it_ends(pause, process_env):
     port = free_port()
-    processes = [subprocess.Popen([sys.executable, "-c", ASKING, str(port), str(index)], env=process_env, **PIPES) for index in range(2)]
-    outputs = [output for _, output in ended(processes)]
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    processes = [subprocess.Popen([sys.executable, "-c", ASKING, str(port), str(index), str(pause)], env=process_env, **PIPES) for index in range(2)]
+    outputs = ended(processes)
+    assert [(status, output.splitlines()[-1:]) for status, output in outputs] == [(0, ["ended"])] * 2, outputs
 
 
 @pytest.mark.parametrize("victim", [0, 1])
