@@ -25,8 +25,10 @@ TEXTS = ("ast", "calendar", "configparser", "difflib", "fractions", "ftplib", "h
 CHARACTERS = 128
 
 # Which axes of the mesh each logical axis is split over. Parameters are split along "embed" over the devices that split the batch, and gathered layer by layer
-# when they are used: that is FSDP. The wide axes are split over "model": that is tensor parallelism.
-RULES = [("batch", "data"), ("embed", "data"), ("mlp", "model"), ("heads", "model"), ("vocab", "model"), ("length", None), ("kv", None)]
+# when they are used: that is FSDP. The wide axes are split over "model": that is tensor parallelism. The table of codes is split by rows, over both.
+RULES = [("batch", "data"), ("embed", "data"), ("mlp", "model"), ("heads", "model"), ("vocab", "model"), ("codes", ("data", "model"))]
+RULES += [("length", None), ("kv", None)]
+STREAM = ("batch", "length", None)  # What goes from block to block: split as the batch is, and its features whole, although parameters' "embed" is split.
 
 
 def named(*axes: str):
@@ -49,11 +51,12 @@ class Block(nn.Module):
         q, k, v = (nn.with_logical_constraint(each, ("batch", "length", "heads", "kv")) for each in (q, k, v))
         y = nn.dot_product_attention(q, k, v, mask=nn.make_causal_mask(x[..., 0]), deterministic=not train)
         x = x + nn.DenseGeneral(self.features, axis=(-2, -1), use_bias=False, kernel_init=named("heads", "kv", "embed"), name="out")(y)
+        x = nn.with_logical_constraint(x, STREAM)
         y = nn.LayerNorm(scale_init=nn.with_logical_partitioning(nn.initializers.ones, ("embed",)), use_bias=False)(x)
         y = nn.Dense(4 * self.features, kernel_init=named("embed", "mlp"), bias_init=named("mlp"))(y)
         y = nn.with_logical_constraint(nn.gelu(y), ("batch", "length", "mlp"))
         y = nn.Dense(self.features, kernel_init=named("mlp", "embed"), bias_init=named("embed"))(y)
-        return x + nn.Dropout(0.1, deterministic=not train)(y)
+        return nn.with_logical_constraint(x + nn.Dropout(0.1, deterministic=not train)(y), STREAM)
 
 
 class Transformer(nn.Module):
@@ -65,8 +68,9 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(self, codes, *, train: bool):
-        x = nn.Embed(CHARACTERS, self.features, embedding_init=named("vocab", "embed"))(codes)
+        x = nn.Embed(CHARACTERS, self.features, embedding_init=named("codes", None))(codes)
         x = x + self.param("positions", named("length", "embed"), (codes.shape[1], self.features), jnp.float32)
+        x = nn.with_logical_constraint(x, STREAM)
         for _ in range(self.num_layers):
             # What a block computes inside is computed once more on the way back, instead of being kept.
             x = nn.remat(Block, static_argnums=(2,))(self.features, self.num_heads)(x, train)
