@@ -118,7 +118,9 @@ class ProgressBar(Callback):
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:
         self._in_fit, self._announced = True, None
         self._first_step = self.trainer.step
-        self._epoch_begin, self._epoch_first, self._steps = time.monotonic(), -1, 0
+        # Where a resume enters an epoch in its middle; no on_epoch_begin comes then.
+        self._epoch_begin, self._epoch_first = time.monotonic(), int(self.params.get("first_step_in_epoch") or 0)
+        self._steps = self._epoch_first
         self._open()
         if self.params.get("resumed_step") is not None:
             begin = "nothing is left to do" if self.params.get("is_done") else f"epoch {int(self.params.get('first_epoch') or 0) + 1}"
@@ -147,10 +149,9 @@ class ProgressBar(Callback):
 
     @override
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
-        if self._epoch_first < 0:
-            self._epoch_first = batch  # A resume entered this epoch in its middle.
+        is_drawing = self._is_drawing()
         self._steps = batch + 1
-        if not self._is_drawing(batch):
+        if not is_drawing:
             return
         now = time.monotonic()
         if now < self._next_refresh:
@@ -164,9 +165,9 @@ class ProgressBar(Callback):
         self._shown = logs.source
         self._bar.refresh()
 
-    def _is_drawing(self, batch: int) -> bool:
+    def _is_drawing(self) -> bool:
         if self._bar is None and self._is_live:
-            self._begin_epoch(int(self.params.get("first_epoch") or 0), batch)
+            self._begin_epoch(int(self.params.get("first_epoch") or 0), self._epoch_first)
         return self._bar is not None
 
     @override
@@ -182,7 +183,7 @@ class ProgressBar(Callback):
         elif not self._is_live:
             self._epoch = epoch
             self._announce()
-            made = self._steps - max(self._epoch_first, 0)
+            made = self._steps - self._epoch_first
             self._line(_keras_line(self._steps, self.params.get("steps") or self._steps, time.monotonic() - self._epoch_begin, made, logs))
 
     @override

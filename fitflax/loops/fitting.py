@@ -95,6 +95,7 @@ def run_with_callbacks(session: Session, trainer: TrainerView, run: Run, params:
     known = {
         "epochs": run.plan.end_epoch,
         "first_epoch": run.progress.epoch,
+        "first_step_in_epoch": run.progress.step_in_epoch if run.progress.epoch_is_open else 0,
         "resumed_step": None if saved is None else run.step,
         "time_spent": run.spent,
         "is_done": run.has_nothing_to_do,

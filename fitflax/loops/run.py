@@ -137,14 +137,6 @@ class Run:
                 return self._yielded()
         raise StopIteration
 
-    def next_checkpoint(self) -> Checkpoint | None:
-        """Returns the next checkpoint, or `None` when the run has ended."""
-        return next(self, None)
-
-    def next_step(self) -> Checkpoint | None:
-        """Makes one step and returns its checkpoint, due or not; `None` when the run has ended."""
-        return self.run(1)
-
     def run(self, steps: int) -> Checkpoint | None:
         """Makes so many steps, fewer if the run ends before, and returns the checkpoint of the last one; `None` if there was no step left.
 

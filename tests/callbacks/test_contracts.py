@@ -13,10 +13,12 @@ import fitflax
 import fitflax.callbacks as callbacks
 from fitflax.callbacks import Callback, Phase
 from fitflax.callbacks.base import HOOKS, overrides
+from fitflax.callbacks.callback_list import CallbackList
 from fitflax.checkpoints.contents import write_checkpoint
 from fitflax.checkpoints.saved import read_checkpoint
+from fitflax.errors import CallbackError
 from fitflax.parallel import DataParallel
-from tests.run_script import differences
+from tests.run_script import TRAIN, differences, make_trainer
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(12, 4)).astype(np.float32), RNG.integers(0, 3, 12).astype(np.int32)
@@ -131,3 +133,35 @@ def test_an_error_inside_of_a_property_is_its_own():
     with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'key'"):
         Broken().monitor  # noqa: B018 (reading it is what fails)
     assert not hasattr(Callback(), "anything") and copy.copy(Broken()).params == {}
+
+
+def test_a_hook_that_does_not_take_its_arguments_is_an_error_before_the_first_step():
+    class Short(Callback):
+        def on_epoch_end(self, epoch):
+            """Takes too few."""
+
+    with pytest.raises(CallbackError, match=r"Short\.on_epoch_end is called with \(epoch, logs\), but does not take that: too many positional arguments"):
+        CallbackList([Short()])
+
+
+def test_a_hook_whose_arguments_nobody_can_know_is_called():
+    class Iterating(Callback):
+        on_train_end = staticmethod(iter)  # Python knows no signature of it.
+
+    assert CallbackList([Iterating()]).wants("on_train_end")
+
+
+def test_a_key_that_two_callbacks_have_once_they_have_state_is_an_error_when_it_is_saved(tmp_path):
+    class Counting(Callback):
+        count = 0
+
+        def on_epoch_end(self, epoch, logs):
+            self.count += 1
+
+        def state_dict(self):
+            return {"count": self.count} if self.count else {}
+
+    trainer = make_trainer(model=nn.Dense(10))
+    saving = callbacks.ModelCheckpoint(tmp_path)
+    with pytest.raises(CallbackError, match=r"Two callbacks would save their state under the key 'Counting"):
+        trainer.fit(*TRAIN, callbacks=[Counting(), Counting(), saving], verbose=0)

@@ -1,13 +1,15 @@
 """`JSONLogger`: an object an epoch, each epoch once whatever happens, and other people's files left alone."""
 
+import errno
 import json
+import pathlib
 
 import flax.linen as nn
 import numpy as np
 import pytest
 
 import fitflax
-from fitflax.callbacks import JSONLogger, LambdaCallback, ModelCheckpoint
+from fitflax.callbacks import CSVLogger, JSONLogger, LambdaCallback, ModelCheckpoint
 from fitflax.errors import CallbackError
 
 RNG = np.random.default_rng(0)
@@ -98,3 +100,39 @@ def test_a_file_that_cannot_be_written_is_an_error_before_the_first_step(tmp_pat
     with pytest.raises(CallbackError, match=r"JSONLogger cannot write .*log\.jsonl"):
         run(tmp_path / "log.jsonl", trainer=trainer)
     assert trainer.step == 0
+
+
+def test_a_run_that_had_written_nothing_yet_leaves_another_runs_log_to_be_replaced(tmp_path):
+    path, saving = tmp_path / "log.jsonl", tmp_path / "checkpoints"
+    run(tmp_path / "own.jsonl", more=[ModelCheckpoint(saving)], steps=1)  # Of the two of an epoch.
+    path.write_text('{"epoch": 0, "step": 9, "loss": 5.0}\n')
+    logger = JSONLogger(path)
+    logger.load_state_dict({"lines": 0})
+    assert len(rows_of(path)) == 1 and logger._lines == []
+
+
+def test_a_log_to_append_to_that_is_no_text_is_one_clear_error_and_stays(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'{"epoch": 0}\n\xff\n')
+    with pytest.raises(CallbackError, match=r"JSONLogger cannot go on with .*log\.jsonl: it is no text\. Move the file away"):
+        run(path, append=True)
+    assert path.read_bytes() == b'{"epoch": 0}\n\xff\n'
+
+
+@pytest.mark.parametrize("append", [False, True])
+@pytest.mark.parametrize("logger", [JSONLogger, CSVLogger])
+def test_a_log_that_cannot_be_read_is_one_clear_error_and_stays(logger, append, tmp_path, monkeypatch):
+    def refuse(*arguments, **options):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    path, write = tmp_path / "log", pathlib.Path.open
+    path.write_text("epoch,loss\n0,0.5\n")
+    monkeypatch.setattr(pathlib.Path, "read_text", refuse)
+    monkeypatch.setattr(pathlib.Path, "read_bytes", refuse)
+    monkeypatch.setattr(pathlib.Path, "open", lambda self, mode="r", *rest, **options: refuse() if "r" in mode else write(self, mode, *rest, **options))
+    trainer = fitflax.Trainer(nn.Dense(3))
+    trainer.compile("sgd", "mse")
+    with pytest.raises(CallbackError, match=rf"{logger.__name__} cannot read .*log: Permission denied\."):
+        trainer.fit(X, Y, callbacks=[logger(path, append=append)], verbose=0)
+    monkeypatch.undo()
+    assert path.read_text() == "epoch,loss\n0,0.5\n" and trainer.step == 0

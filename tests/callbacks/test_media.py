@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing import event_multiplexer
 import fitflax
 from fitflax import TrainLoop, every
 from fitflax.callbacks import Callback, FigureSummary, HistogramSummary, ImageSummary, LambdaCallback, ModelCheckpoint, TensorBoard
-from fitflax.callbacks.media import _as_bytes
+from fitflax.callbacks.media import _as_bytes, check_images, flatten_sown
 from fitflax.errors import CallbackError, NotReadyError
 from fitflax.metrics import ConfusionMatrix, Metric, SampleCollector
 from fitflax.parallel import DataParallel
@@ -331,3 +331,22 @@ def test_a_metric_shows_its_value_unless_it_says_otherwise():
 def test_floats_outside_of_0_to_1_are_taken_as_the_nearest_and_what_is_no_number_as_0():
     image = np.array([-1.0, 0.0, 0.5, 1.0, 2.0, np.nan, np.inf, -np.inf], np.float32)
     assert _as_bytes(image).tolist() == [0, 0, 128, 255, 255, 0, 255, 0]
+
+
+def test_what_a_module_sows_as_a_dataclass_has_a_tag_for_each_of_its_arrays():
+    @struct.dataclass
+    class Moments:
+        mean: Any
+        spread: Any
+
+    assert flatten_sown("summaries", {"layer": (Moments(0.5, 2.0),)}) == {"summaries/layer/mean": 0.5, "summaries/layer/spread": 2.0}
+
+
+def test_images_of_other_numbers_than_bytes_and_floats_are_one_clear_error():
+    with pytest.raises(CallbackError, match=r"tag: ImageSummary takes images of uint8, or of floats from 0 to 1\. Received: int32\."):
+        check_images("tag", ImageSummary(np.zeros((1, 2, 2, 3), np.int32)))
+
+
+def test_figures_that_the_same_code_draws_are_one_kind_of_leaf():
+    one, other = (jax.tree.structure(FigureSummary(lambda rows: draw(rows), X)) for _ in range(2))
+    assert one == other and hash(one.node_data()[1]) == hash(other.node_data()[1])

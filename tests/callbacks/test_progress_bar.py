@@ -2,6 +2,7 @@ import io
 import re
 import sys
 import time
+import types
 
 import flax.linen as nn
 import jax
@@ -12,6 +13,7 @@ import pytest
 import fitflax
 from fitflax.callbacks import LambdaCallback, ModelCheckpoint, ProgressBar, progress_bar
 from fitflax.errors import CallbackError, ConfigError
+from fitflax.logs import Logs
 from fitflax.parallel import DataParallel
 
 X, Y = np.ones((8, 4), np.float32), np.zeros((8, 3), np.float32)
@@ -80,6 +82,49 @@ def test_an_epoch_that_a_resume_enters_in_its_middle_is_announced_and_its_pace_i
     first, *lines, summary = plain(file.getvalue())
     assert first == "Resumed at step 5, epoch 2." and lines[0] == "Epoch 2" and lines[1].startswith("4/4 - 0s - 0s/step - loss: ")
     assert len(lines) == 2 and summary.startswith("3 steps in ")
+
+
+def test_an_epoch_that_a_resume_enters_in_its_middle_has_a_bar_in_a_terminal(tmp_path):
+    file = Terminal()
+    options = {"validation_data": None, "resume": "auto", "steps": 5, "epochs": None}
+    fit(ModelCheckpoint(tmp_path), **options)
+    fit(ModelCheckpoint(tmp_path), ProgressBar(file=file), **{**options, "steps": 8})
+    first, bar, summary = screen(file.getvalue())
+    assert first == "Resumed at step 5, epoch 2." and re.match(r"Epoch 2: 4/4 .* loss ", bar) and summary.startswith("3 steps in ")
+
+
+def test_the_pace_of_a_resumed_epoch_is_that_of_the_steps_made_however_many_a_call_makes(monkeypatch):
+    file, now, logs = io.StringIO(), iter([0.0, 3.0]), Logs()
+    bar = ProgressBar(file=file)
+    monkeypatch.setattr(progress_bar, "time", types.SimpleNamespace(monotonic=lambda: next(now)))
+    bar.trainer, bar.params = types.SimpleNamespace(step=5, stop_reason=None), {"first_epoch": 1, "first_step_in_epoch": 1, "steps": 4}
+    logs["loss"] = 0.5
+    bar.on_train_begin({})
+    bar.on_train_batch_end(3, logs)  # One call made steps 2, 3 and 4 of the epoch.
+    bar.on_epoch_end(1, logs)
+    assert file.getvalue().splitlines() == ["Epoch 2", "4/4 - 3s - 1s/step - loss: 0.5000"]
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    """Bars of 80 columns."""
+    make_bar = ProgressBar._make_bar
+
+    def narrow(self, *arguments, **options):
+        bar = make_bar(self, *arguments, **options)
+        bar.dynamic_ncols, bar.ncols = None, 80
+        return bar
+
+    monkeypatch.setattr(ProgressBar, "_make_bar", narrow)
+
+
+@pytest.mark.usefixtures("narrow")
+def test_values_of_an_evaluation_that_do_not_fit_the_terminal_stand_below_its_bar():
+    file, trainer = Terminal(), make()
+    trainer.compile(optax.sgd(0.01), loss="mse", metrics=["mae", "rmse", "mape"])
+    trainer.build((X, Y))
+    trainer.evaluate(X, Y, callbacks=[ProgressBar(file=file)], verbose=1)
+    assert re.fullmatch(r"  loss [\d.]+, mae [\d.]+, rmse [\d.]+, mape [\d.e+]+", screen(file.getvalue())[1]), file.getvalue()
 
 
 def test_the_summary_says_where_the_time_went():
@@ -294,15 +339,8 @@ def test_a_moving_bar_shows_whole_values_only():
     bar.close()
 
 
-def test_no_value_of_a_moving_bar_is_cut_by_a_narrow_terminal(monkeypatch):
-    make_bar = ProgressBar._make_bar
-
-    def narrow(self, *arguments, **options):
-        bar = make_bar(self, *arguments, **options)
-        bar.dynamic_ncols, bar.ncols = None, 80
-        return bar
-
-    monkeypatch.setattr(ProgressBar, "_make_bar", narrow)
+@pytest.mark.usefixtures("narrow")
+def test_no_value_of_a_moving_bar_is_cut_by_a_narrow_terminal():
     file = Terminal()
     trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(jax.devices()[:1]))
     trainer.compile(optax.sgd(0.01), loss="mse", metrics=["mae", "rmse", "mape", "msle"])

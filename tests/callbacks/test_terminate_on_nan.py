@@ -168,3 +168,12 @@ def test_where_nothing_is_bad_nothing_is_to_blame():
 
     make().fit(batches(3, 4), callbacks=[Look()], log_every=100, verbose=0)
     assert blamed == [(None, None), (None, None), (0, "the loss"), (1, "the loss")]
+
+
+def test_it_also_looks_at_logs_that_nobody_s_steps_have_made():
+    trainer, callback = make(), TerminateOnNaN()
+    trainer.fit(batches(0, 2), callbacks=[callback], verbose=0)
+    callback.on_epoch_end(1, {"loss": 0.5})
+    assert callback.bad_step is None
+    callback.on_epoch_end(2, {"loss": np.nan})
+    assert (callback.bad_step, trainer.stop_reason) == (2, "TerminateOnNaN: the loss or its gradient is not finite since step 2")

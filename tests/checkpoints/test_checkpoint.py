@@ -1,5 +1,6 @@
 """`Checkpoint` and `Summary`: what they hold, that they read and copy only what is asked for, and for how long they are valid."""
 
+import copy
 import pathlib
 from typing import Any
 
@@ -193,3 +194,8 @@ def test_a_state_that_is_put_in_place_at_a_checkpoint_is_what_the_checkpoint_has
     trainer.replace_state(trainer.state.replace_params(jax.tree.map(lambda leaf: 2 * leaf, before)))
     jax.tree.map(lambda new, old: np.testing.assert_array_equal(new, 2 * old), checkpoint.model_params, before)
     assert checkpoint.params_norm == pytest.approx(2 * norm)
+
+
+def test_it_says_which_step_it_is_and_is_not_copied(trainer):
+    checkpoint = next(loop_of(trainer, 6, every=fitflax.every(steps=6)))
+    assert repr(checkpoint) == "Checkpoint(step=6, epoch=1, step_in_epoch=1)" and copy.copy(checkpoint) is checkpoint

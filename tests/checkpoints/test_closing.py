@@ -77,3 +77,9 @@ def test_a_checkpoint_that_is_gone_is_an_error_of_the_disk(tmp_path):
 def test_an_intact_document_of_another_form_means_no_row(tmp_path):
     documents.replace_document(tmp_path / "closing.json", {"epoch": 1})
     assert load_closing_row(tmp_path) is None
+
+
+def test_what_a_process_that_died_left_half_written_is_cleared_away(tmp_path):
+    (tmp_path / ".closing.json.tmp-123").write_text("{")
+    save_closing_row(tmp_path, row_of(1))
+    assert [path.name for path in tmp_path.iterdir()] == ["closing.json"]

@@ -1,12 +1,15 @@
 """Files of JSON on the disk: when they are there for good, and what a disk that fails leaves."""
 
+import enum
 import errno
+import importlib.metadata
+import math
 import os
 import stat
 
 import pytest
 
-from fitflax.checkpoints.documents import read_document, replace_document, write_document
+from fitflax.checkpoints.documents import library_versions, read_document, replace_document, write_document
 from fitflax.errors import CheckpointError, CorruptCheckpointError
 
 
@@ -41,3 +44,29 @@ def test_a_document_that_the_disk_does_not_give_is_not_called_damaged(tmp_path):
     with pytest.raises(CheckpointError, match=r"could not be read: Is a directory\.$") as caught:
         read_document(tmp_path)
     assert not isinstance(caught.value, CorruptCheckpointError)
+
+
+class Rate(float):
+    """A number of a user's own kind."""
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+def test_numbers_of_a_users_own_kinds_are_written_as_the_numbers_that_they_are(tmp_path):
+    write_document(tmp_path / "one.json", {"rate": Rate(0.5), "worst": Rate("nan"), "level": Level.HIGH})
+    values = read_document(tmp_path / "one.json")
+    assert (values["rate"], math.isnan(values["worst"]), values["level"]) == (0.5, True, 3)
+    assert '"level": 3' in (tmp_path / "one.json").read_text()
+
+
+def test_a_library_that_is_on_the_path_without_being_installed_has_an_unknown_version(monkeypatch):
+    def find(name):
+        if name == "fitflax":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1.2.3"
+
+    monkeypatch.setattr(importlib.metadata, "version", find)
+    versions = library_versions.__wrapped__()
+    assert versions["fitflax"] == "unknown" and versions["jax"] == "1.2.3"

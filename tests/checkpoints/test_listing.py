@@ -1,8 +1,10 @@
 """`python -m fitflax checkpoints DIR`."""
 
+import dataclasses
 import json
 import math
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -10,6 +12,7 @@ import pytest
 
 from fitflax.__main__ import main
 from fitflax.checkpoints import CheckpointStore
+from fitflax.checkpoints.listing import list_checkpoints, table
 
 
 @pytest.fixture
@@ -77,3 +80,9 @@ def test_it_runs_as_a_module(directory, process_env):
     command = [sys.executable, "-m", "fitflax", "checkpoints", str(directory), "--verify"]
     result = subprocess.run(command, env=process_env, capture_output=True, text=True, timeout=120)
     assert result.returncode == 1 and "20 (latest)" in result.stdout
+
+
+@pytest.mark.parametrize(("seconds", "age"), [(0, "0 s"), (59, "59 s"), (60, "1 min"), (7200, "2 h"), (86400, "1 d"), (40 * 86400, "40 d")])
+def test_an_age_is_told_in_the_largest_unit_that_it_fills(seconds, age, directory):
+    row = dataclasses.replace(list_checkpoints(directory)[0], age_seconds=seconds)
+    assert re.search(rf"  {age}  ", table([row]))

@@ -9,6 +9,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import weakref
 
 import pytest
 
@@ -131,3 +132,34 @@ def test_a_directory_that_cannot_be_written_is_an_error_and_leaves_nothing_locke
     with pytest.raises(IsADirectoryError):
         lock_directory(tmp_path, run)
     assert holder_of(tmp_path) is None
+
+
+def test_a_lock_file_that_a_failing_disk_does_not_lock_is_that_disks_error(run, tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fcntl, "lockf", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        lock_directory(tmp_path, run)
+    monkeypatch.undo()
+    lock_directory(tmp_path, run)
+    assert holder_of(tmp_path) is run
+
+
+def test_on_a_full_disk_the_lock_counts_though_nobody_can_note_who_has_it(run, tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    lock_directory(tmp_path, run)
+    assert holder_of(tmp_path) is run
+    with pytest.raises(DirectoryInUseError):
+        lock_directory(tmp_path, Run())
+
+
+def test_a_holder_that_is_gone_before_its_finalizer_has_run_does_not_keep_the_directory(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(weakref, "finalize", lambda *arguments: None)
+    lock_directory(tmp_path, Run())
+    gc.collect()
+    lock_directory(tmp_path, run)
+    assert holder_of(tmp_path) is run
