@@ -239,3 +239,38 @@ def test_a_file_can_be_read_by_whom_the_umask_lets(tmp_path):
     assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
     with pytest.raises(ConfigError, match=r"export writes one file, and .* is a directory\. Give the file's path"):
         trained().export(tmp_path)
+
+
+class Registered:
+    """A container of the user's."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+jax.tree_util.register_pytree_node(Registered, lambda node: ((node.value,), None), lambda _, children: Registered(*children))
+
+
+def test_a_module_whose_outputs_are_in_a_container_of_its_own_is_an_error_that_says_what_to_do(tmp_path):
+    class Wrapped(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return Registered(nn.Dense(1)(x.reshape(len(x), -1)))
+
+    trainer = fitflax.Trainer(Wrapped())
+    trainer.compile("sgd", lambda outputs, targets: outputs.value[:, 0] ** 2)
+    trainer.build((X[:4], Y[:4]))
+    with pytest.raises(ModelError, match=r"cannot be exported.* must be arrays in tuples, lists and dicts: register other containers with jax\.export\."):
+        trainer.export(tmp_path / "wrapped", batch_size=4)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_trainer_that_has_seen_no_batch_is_an_error_that_names_sample(tmp_path):
+    path = tmp_path / "saved"
+    trained().save(path)
+    trainer = fitflax.Trainer(CNN())
+    trainer.compile("adam", "sparse_categorical_crossentropy")
+    trainer.restore(path)
+    with pytest.raises(NotReadyError, match=r"export needs the shapes of inputs, and there has been no batch yet\. Pass export\(path, sample=x\)\."):
+        trainer.export(tmp_path / "cnn")
+    assert trainer.export(tmp_path / "cnn", sample=X[:1]).exists()

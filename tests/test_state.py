@@ -81,3 +81,13 @@ def test_an_inference_state_has_no_optimizer_and_says_so():
         with pytest.raises(OptimizerError, match="An InferenceState has no optimizer"):
             getattr(state, name)
     assert len(jax.tree.leaves(state)) == 3
+
+
+def test_an_error_inside_of_a_property_is_its_own():
+    class Own(TrainState):
+        @property
+        def norm(self):
+            return None.missing
+
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'missing'"):
+        Own(step=0, params={}, model_state={}, opt_state=(), key=()).norm  # noqa: B018 (reading it is what fails)

@@ -1167,3 +1167,13 @@ def test_with_another_seed_a_loss_of_a_subclass_is_that_of_the_instance():
     plain = first.with_seed(0)
     plain.scale = 100.0
     assert plain.fit(x, x[:, :1], verbose=0).history["loss"] == pytest.approx([100 * loss for loss in first.history.history["loss"]])
+
+
+def test_an_error_inside_of_a_subclasses_property_is_its_own():
+    class Own(fitflax.Trainer):
+        @property
+        def norm(self):
+            return None.missing
+
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'missing'"):
+        Own(nn.Dense(1)).norm  # noqa: B018 (reading it is what fails)

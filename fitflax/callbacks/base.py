@@ -113,9 +113,10 @@ class Callback:
 
     Attributes:
         trainer: The trainer that runs; see `TrainerView`.
-        params: What is known of the running call: `epochs`, `first_epoch`, `first_step_in_epoch` (0 unless a resume enters it in its middle),
-            `steps` (of an epoch), `test_steps`, `log_every`, `validation_sets`, `num_examples` (of a pass), `hyperparameters`, `model_flops` (of a training step on a device), `resumed_step`, `is_done` (whether a resume has nothing left to do),
-            `note` (a sentence for whoever watches), `time_spent` (its `seconds` by what they went to); `None` for what is not known.
+        params: What is known of the running call: `epochs`, `first_epoch`, `first_step_in_epoch` (0 unless a resume enters that epoch in its middle), `steps`
+            (of an epoch), `test_steps`, `log_every`, `validation_sets`, `num_examples` (of a pass), `hyperparameters`, `model_flops` (of a training step on
+            a device), `resumed_step`, `is_done` (whether a resume has nothing left to do), `note` (a sentence for whoever watches), `time_spent` (its
+            `seconds` by what they went to); `None` for what is not known.
         every: When `on_checkpoint` is due; `None` for each checkpoint that the loop makes.
         phase: When it is called within an event.
         needs_trainer: Whether it can do nothing with a checkpoint alone.

@@ -1,3 +1,4 @@
+import collections
 import itertools
 
 import jax.numpy as jnp
@@ -212,3 +213,11 @@ def test_a_tuple_of_four_arrays_is_an_error():
 )
 def test_endless_iterators_of_itertools_are_known(data: object, is_endless: bool):
     assert adapt(data).is_endless == is_endless
+
+
+def test_named_tuples_of_arrays_stay_named_tuples():
+    pandas = pytest.importorskip("pandas")
+    Inputs = collections.namedtuple("Inputs", ["image", "age"])
+    data = Inputs(np.ones((4, 2), np.float32), pandas.Series([1.0, 2.0, 3.0, 4.0], dtype="float32"))
+    batch = next(adapt((data, np.zeros(4)), batch_size=2, shuffle=False, seed=0).open(Position(0, 0)))
+    assert type(batch.x) is Inputs and batch.x.age.tolist() == [1.0, 2.0]

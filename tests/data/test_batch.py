@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fitflax.data import Batcher, Position
-from fitflax.data.batch import Selection, Triple, class_weights_of, full_mask, leaf_paths, num_examples
+from fitflax.data.batch import Selection, Triple, class_weights_of, full_mask, leaf_paths, num_examples, to_numpy
 from fitflax.errors import ConfigError, DataError, FitflaxWarning
 
 
@@ -287,3 +287,12 @@ def test_only_the_first_batch_is_compared_with_that_of_other_processes():
     batcher(triple(4))
     batcher.cut(Triple(np.arange(8.0), (), None), 4, Position())
     assert len(seen) == 1
+
+
+def test_what_numpy_cannot_read_is_one_clear_error():
+    class Broken:
+        def __array__(self, dtype=None, copy=None):
+            raise RuntimeError("the file is gone")
+
+    with pytest.raises(DataError, match=r"`x`\['image'\] cannot become an array: the file is gone"):
+        to_numpy({"image": Broken()}, name="`x`")

@@ -1,3 +1,4 @@
+import types
 from typing import Any
 
 import numpy as np
@@ -5,7 +6,7 @@ import pytest
 
 from fitflax.data import Position, adapt
 from fitflax.data.batch import Selection
-from fitflax.data.huggingface import StreamSource, TableSource
+from fitflax.data.huggingface import StreamSource, TableSource, _dtype_of, _stacked
 from fitflax.errors import ConfigError, DataError, FitflaxWarning, RestoreError
 from tests.data.same_training import BATCH, CANNOT_SEEK, ROWS, X, Y, assert_resumes, assert_same, make_trainer, of_arrays, outcome, run
 
@@ -233,3 +234,13 @@ def test_a_stream_that_is_not_where_it_was_is_an_error(table, tmp_path):
     run(tmp_path, table.to_iterable_dataset().shuffle(seed=3, buffer_size=5), 2, keys=KEYS, batch_size=BATCH)
     with pytest.warns(FitflaxWarning), pytest.raises(DataError, match="the data ends after 4"):
         run(tmp_path, table.select(range(4)).to_iterable_dataset().shuffle(seed=3, buffer_size=5), 6, keys=KEYS, batch_size=BATCH)
+
+
+def test_images_of_different_sizes_are_one_clear_error():
+    with pytest.raises(DataError, match=r"x holds rows of different shapes\. Pad them first"):
+        _stacked([np.ones((2, 2)), np.ones((3, 3))], "x")
+
+
+@pytest.mark.parametrize("dtype", ["string", "timestamp[s]", None])
+def test_a_feature_that_is_no_number_says_no_type_of_numbers(dtype):
+    assert _dtype_of(types.SimpleNamespace(dtype=dtype)) is None

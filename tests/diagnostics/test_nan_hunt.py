@@ -1,5 +1,7 @@
 """`Trainer.hunt_nan`: the step that spoils a run is made again, and what spoilt it is named."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -201,3 +203,20 @@ def test_a_checkpoint_of_another_library_is_no_run_that_was_spoilt(tmp_path):
     flax_checkpoints.save_checkpoint(tmp_path, {"params": jax.tree.map(np.asarray, trainer.state.params)}, step=3)
     with pytest.raises(RestoreError, match="holds a state, but no run that could go on"):
         trainer.hunt_nan(X, Y, restore_from=tmp_path)
+
+
+def test_data_that_never_ends_needs_steps():
+    trainer = fitflax.Trainer(nn.Dense(1))
+    trainer.compile("sgd", "mse")
+    with pytest.raises(ConfigError, match=r"This data never ends\. Pass steps=\."):
+        trainer.hunt_nan(itertools.repeat((np.ones((2, 2)), np.ones((2, 1)))))
+
+
+def test_a_checkpoint_to_hunt_from_may_be_named_itself(tmp_path):
+    trainer = fitflax.Trainer(nn.Dense(1))
+    trainer.compile("sgd", "mse")
+    data = np.ones((4, 2), np.float32), np.ones((4, 1), np.float32)
+    trainer.fit(*data, batch_size=2, steps=1, callbacks=[ModelCheckpoint(tmp_path)], verbose=0)
+    data[0][:] = np.nan
+    report = trainer.hunt_nan(*data, restore_from=tmp_path / "step_00000001", batch_size=2)
+    assert (report.step, trainer.step) == (2, 1)

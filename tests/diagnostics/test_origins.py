@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from fitflax.diagnostics.origins import Origin, find_origins
+from fitflax.diagnostics.origins import Origin, _describe, find_origins
 
 ONES = np.ones((2, 3), np.float32)
 
@@ -170,3 +170,15 @@ def test_a_layer_has_its_path_whatever_it_is_wrapped_in_on_the_way_back_as_well(
     zeros = np.zeros_like(ONES)
     chain = find_origins(jax.make_jaxpr(jax.grad(Net().apply))(params, zeros), [*jax.tree.leaves(params), zeros], ["kernel", "x"])[0]
     assert [origin.layer for origin in chain] == ["Net/inner", "Net/inner/Dense_0"] and chain[-1].is_backward
+
+
+@pytest.mark.parametrize("make", [jnp.asarray, np.asarray])
+def test_an_array_that_a_function_took_from_outside_is_looked_at_too(make):
+    table = make(np.float32([1.0, 0.0, 2.0]))
+    [origin] = origins(lambda x: x / table, ONES)
+    assert (origin.kind, origin.operation) == ("infinity", "div") and any("0 to 2" in operand for operand in origin.operands)
+    assert pairs(lambda x: x * make(np.float32([1.0, np.nan, 2.0])), ONES) == [("NaN", "a constant")]
+
+
+def test_an_array_without_elements_is_described_by_its_shape():
+    assert _describe(np.zeros((0, 3), np.float32)) == "float32[0,3]"

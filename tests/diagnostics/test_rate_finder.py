@@ -193,3 +193,12 @@ def test_what_the_data_draws_from_the_global_generators_is_put_back():
     drawn, _ = np.random.rand(), np.random.seed(7)
     network().find_learning_rate(batches, steps=4, highest=1e-3)
     assert np.random.rand() == drawn
+
+
+def test_data_without_a_batch_is_an_error_before_anything_is_changed():
+    trainer, data = quadratic([1.0, 2.0])
+    trainer.build(data)
+    before = jax.device_get(trainer.state.params)
+    with pytest.raises(DataError, match="yields no batch"):
+        trainer.find_learning_rate(lambda: iter([]), steps=3)
+    assert jax.tree.all(jax.tree.map(np.array_equal, before, jax.device_get(trainer.state.params)))

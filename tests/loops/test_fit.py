@@ -948,3 +948,31 @@ def test_evaluate_and_predict_close_all_callbacks_whatever_fails():
         with pytest.raises(OSError, match="no such disk"):
             call([first, second])
         assert first.is_closed and second.is_closed
+
+
+def test_a_metric_with_the_name_of_a_validated_one_is_an_error_before_the_first_step():
+    trainer = make(F(), metrics={"mae": "mae", "dev_mae": "rmse"})
+    with pytest.raises(ConfigError, match=r"The metrics \['dev_mae'\] have the names under which validation is logged\. Give them other names"):
+        trainer.fit(X, Y, validation_data={"dev": (X, Y)}, verbose=0)
+    assert trainer.fit(X, Y, validation_data={"test": (X, Y)}, verbose=0).history.keys() >= {"dev_mae", "test_dev_mae", "test_mae"}
+
+
+def test_a_value_taken_out_of_logs_is_in_no_history():
+    def forget(epoch, logs):
+        assert repr(dict(logs)) == repr(logs)
+        del logs["mae"]
+
+    history = make(F(), metrics=["mae"]).fit(X, Y, callbacks=[LambdaCallback(on_epoch_end=forget)], verbose=0)
+    assert list(history.history) == ["loss"]
+
+
+@pytest.mark.slow
+def test_a_function_that_needs_the_shapes_it_was_given_may_return_a_table():
+    def pairs(outputs, targets):
+        return outputs @ targets[None] / outputs.shape[1]  # Fails for outputs without a second axis.
+
+    def network():
+        return nn.Dense(1, use_bias=False, kernel_init=nn.initializers.ones)
+
+    expected = (X.sum(axis=1)[:, None] * Y[:, 0][None]).mean()
+    assert make(network(), pairs, rate=0.0).fit(X, Y[:, 0], verbose=0, batch_size=12).history["loss"] == [pytest.approx(expected, rel=1e-4)]

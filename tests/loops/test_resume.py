@@ -920,3 +920,17 @@ def test_a_source_that_is_empty_in_its_second_pass_ends_the_run_with_its_last_st
     with pytest.warns(FitflaxWarning, match="ended before"):
         ended = run(tmp_path / "run", data=once, steps=12, every=fitflax.every(steps=100))
     assert (ended.trainer.stop_reason, ended.history.epoch, ended.steps) == ("data_exhausted", [0], [5])
+
+
+def test_a_run_broken_off_in_the_last_batch_of_a_pass_that_nobody_knew_to_be_the_last_goes_on_with_the_next_epoch(tmp_path):
+    def batches() -> Iterator[Any]:
+        for begin in range(0, 16, 4):
+            yield TRAIN[0][begin : begin + 4], TRAIN[1][begin : begin + 4]
+
+    options = {"data": batches, "epochs": 3, "every": fitflax.every(epochs=1)}
+    never = run(tmp_path / "never", **options)
+    broken = run(tmp_path / "broken", **options, more=lambda trainer: [at(trainer, "on_train_batch_end", 4, raising("broken"))], raises=ArithmeticError)
+    assert broken.steps == [4] and len(broken.history.epoch) == 0
+    with pytest.warns(FitflaxWarning, match="16 examples are read and dropped"):
+        resumed = run(tmp_path / "broken", **options)
+    assert_equal(resumed, never)

@@ -424,3 +424,8 @@ def test_a_subclass_of_mean_keeps_its_own_fields():
             return self.scale * super().compute()
 
     assert float(Scaled(losses.mean_absolute_error, scale=3.0).empty().update(np.ones(2), np.zeros(2), np.ones(2)).compute()) == 3.0
+
+
+def test_what_is_no_name_is_told_to_be_given_as_it_is():
+    with pytest.raises(MetricError, match=r"metrics\.get\(\) takes a name\. Received: 3\."):
+        metrics.get(3)

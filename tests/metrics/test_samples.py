@@ -84,3 +84,9 @@ def test_history_holds_no_samples(tmp_path):
     x = np.ones((8, 2), np.float32)
     history = trainer.fit(x, x[:, :1], callbacks=[watch], verbose=0)
     assert seen[0] - set(history.history) == {"samples"}
+
+
+def test_samples_of_no_rows_change_nothing():
+    one = SampleCollector(2, fn=lambda outputs, targets: outputs)
+    rows = one.empty().update(np.ones((3, 1), np.float32), (), np.ones(3))
+    assert rows.merge(one.empty()) is rows and one.empty().merge(rows).rows.tolist() == [[1.0]] * 3

@@ -28,6 +28,12 @@ class Net(nn.Module):
         return nn.Dense(2)(nn.Dense(33)(x))
 
 
+class WithStats(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any, train: bool = False) -> Any:
+        return nn.Dense(2)(nn.BatchNorm(use_running_average=not train)(x))
+
+
 class Double(nn.Module):
     """Its outputs tell which rows they are of."""
 
@@ -464,3 +470,11 @@ def test_within_a_mesh_of_the_users_the_way_out_is_named(devices: Devices):
     with jax.set_mesh(jax.make_mesh((1,), ("batch",))), pytest.raises(ConfigError, match=r"leave that, or train with parallel\.Sharded\(mesh\)"):
         trainer.fit(X, Y, verbose=0)
     assert trainer.fit(X, Y, verbose=0).epoch == [0]
+
+
+def test_a_rule_for_a_collection_that_the_module_does_not_have_is_an_error(devices):
+    trainer = trainer_of(WithStats(), devices(2), reduce={"batch_statistics": "mean"})
+    with pytest.raises(
+        ConfigError, match=r"DataParallel\(reduce=\.\.\.\) names the collections \['batch_statistics'\], but the module has \['batch_stats'\]\."
+    ):
+        trainer.fit(X, Y, verbose=0)

@@ -34,6 +34,13 @@ try:
     processes.gather({"rows": np.zeros(index + 1)})
 except ReplicaError as error:
     result["error"] = str(error)
+result["made"] = processes.after_first(lambda: index + 5)
+def fail():
+    raise ValueError("the disk is full")
+try:
+    processes.after_first(fail)
+except (ValueError, ReplicaError) as error:
+    result["failed"] = f"{type(error).__name__}: {error}"
 print(json.dumps(result), flush=True)
 """
 
@@ -62,6 +69,11 @@ def test_two_processes_get_what_both_have_to_the_bit(tmp_path: pathlib.Path):
     results = [json.loads(output.splitlines()[-1]) for output in outputs]
     for index, result in enumerate(results):
         assert f"takes trees of the same structure, shapes and dtypes on all processes. Process {index} has" in result.pop("error")
+    assert [result.pop("made") for result in results] == [5, 6]
+    assert [result.pop("failed") for result in results] == [
+        "ValueError: the disk is full",
+        "ReplicaError: Process 0 failed, and so do all others. Its own output says why.",
+    ]
     assert results[0] == results[1]
     assert results[0]["loss"] == ["float64", [2], [0.1, 1.1]]
     assert results[0]["big"] == ["int64", [2], [2.0**40, 2.0**40 + 1]]

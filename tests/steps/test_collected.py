@@ -20,6 +20,7 @@ import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, ProgressBar, SummaryLogger
 from fitflax.errors import MetricError, MonitorError, NotReadyError, RestoreError
 from fitflax.metrics import AUC, Metric
+from fitflax.metrics.clu import adapt_clu
 from fitflax.parallel import DataParallel
 from fitflax.steps.collected import Collected
 from tests.run_script import at, differences, directory_of, leaves_of, state_of
@@ -617,3 +618,15 @@ def test_nothing_is_read_until_somebody_reads_it(monkeypatch):
         checkpoint = loop.next_checkpoint()
         assert checkpoint.step_in_epoch == 37 and len(joined) == 37 - 16
         assert checkpoint.logs["median"] and len(joined) == 37
+
+
+def test_classes_of_clu_are_metrics_by_hand_too(clu):
+    logits, labels = classes()
+    labels = labels.astype(np.int32)
+    accuracy = adapt_clu(clu.Accuracy)
+    assert float(accuracy.empty().update(logits, labels, np.ones(ROWS)).compute()) == pytest.approx(np.mean(logits.argmax(-1) == labels))
+    half = np.arange(ROWS) < ROWS // 2
+    collected = adapt_clu(clu.CollectingMetric.from_outputs(("labels",)))
+    assert collected.empty().compute() == 0.0
+    parts = [collected.empty().update_from({}, logits, labels, weights) for weights in (half, ~half)]
+    assert parts[0].merge(parts[1]).compute()["labels"].tolist() == labels.tolist()

@@ -370,3 +370,12 @@ def test_a_changed_metric_changes_keys_and_nothing_else():
     jax.tree.map(np.testing.assert_array_equal, (trainer.state.params, trainer.state.opt_state), before)
     assert trainer.step == 1
     assert list(trainer.evaluate(X, y, verbose=0)) == ["loss", "mean_absolute_error"]
+
+
+def test_a_loss_that_is_none_for_the_only_output_is_an_error():
+    with pytest.raises(LossError, match=r"The only output's loss is None\."):
+        values(Objective([None]))
+
+
+def test_an_empty_batch_of_labels_is_within_any_range():
+    Objective("sparse_categorical_crossentropy").check_labels(jax.ShapeDtypeStruct((0, 3), np.float32), np.zeros(0, np.int32), None)

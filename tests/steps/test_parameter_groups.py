@@ -1,5 +1,6 @@
 """Groups of parameters: found in any optimizer, shown apart by `summary`, their learning rates read, set and logged."""
 
+import functools
 import io
 
 import jax
@@ -13,7 +14,7 @@ import fitflax
 from fitflax import optimizers
 from fitflax.callbacks import TensorBoard
 from fitflax.errors import OptimizerError
-from fitflax.steps.groups import Group, parameter_groups
+from fitflax.steps.groups import Group, _labels, parameter_groups
 from tests.callbacks.test_tensorboard import shown
 
 X, Y = np.ones((8, 4), np.float32), np.zeros(8, np.int32)
@@ -159,3 +160,16 @@ def test_a_frozen_parameter_is_found_inside_of_a_jitted_update():
     jitted = optax.GradientTransformation(inner.init, jax.jit(inner.update))
     params = {"w": jnp.ones(2), "v": jnp.ones(2)}
     assert {(path, group.is_frozen) for group in parameter_groups(jitted, params) for path in group.paths} == {("w", False), ("v", True)}
+
+
+def test_labels_for_other_trees_than_the_parameters_say_nothing():
+    def labels(params):
+        return {"other": "a"}[next(iter(params))]
+
+    assert _labels(optax.multi_transform({"a": optax.sgd(0.1)}, labels), {"params": np.ones(2)}) is None
+
+
+def test_labels_are_found_inside_of_a_partial_function():
+    inner = optax.multi_transform({"a": optax.sgd(0.1), "b": optax.set_to_zero()}, {"w": "a", "v": "b"})
+    wrapped = optax.GradientTransformation(functools.partial(inner.init), inner.update)
+    assert _labels(wrapped, {"w": np.ones(2), "v": np.ones(2)}) == ["b", "a"]
