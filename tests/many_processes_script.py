@@ -114,6 +114,9 @@ def make_mistake(mistake: str, trainer: fitflax.Trainer) -> None:
         trainer.fit(x, y, batch_size=32, epochs=3, validation_data=(x[:50], y[:50]), verbose=0)
     elif mistake == "data":
         trainer.fit(*examples(80), batch_size=32, steps=12, verbose=0)
+    elif mistake == "lengths":
+        x, y = examples(90)
+        trainer.fit(x, y[:80], batch_size=32, steps=12, verbose=0)
 
 
 def main(
@@ -157,6 +160,7 @@ def main(
         params = Network().init(jax.random.key(7), x[:1], train=False)["params"]
         trainer.build((x[:4], y[:4]))
         trainer.replace_state(dataclasses.replace(trainer.state, params=params, opt_state=optax.adam(0.01).init(params)))
+    directory = None if directory is None else directory.format(index=index)
     callbacks: list[Any] = [LambdaCallback(on_train_batch_end=lambda batch, logs: print("step", trainer.step, flush=True))]
     if stop is not None and index in stop["processes"]:
         callbacks.append(LambdaCallback(on_train_batch_end=lambda batch, logs: trainer.stop("enough") if trainer.step == stop["step"] else None))

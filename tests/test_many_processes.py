@@ -205,6 +205,7 @@ def kill_one(number: signal.Signals, victim: int, env: dict[str, str], directory
         ("rate", "ERROR ReplicaError: .* learning_rate is 0.01 in process 0 and 0.02 in process 1"),
         ("epochs", "ERROR ReplicaError: .* epochs is None in process 0 and 3 in process 1"),
         ("data", "ERROR DataError: The processes have different data: process 0 90 examples in batches of 32; process 1 80 examples"),
+        ("lengths", "ERROR DataError: The data cannot be used, by process 1: DataError: .*90.*80"),
     ],
 )
 def test_what_one_process_does_otherwise_is_an_error_that_says_so_at_once(mistake, message, process_env):
@@ -212,6 +213,14 @@ def test_what_one_process_does_otherwise_is_an_error_that_says_so_at_once(mistak
     outputs = [output for _, output in ended(start(process_env, 2, kind="data parallel", mistake=mistake))]
     assert time.monotonic() - begin < 60
     assert re.search(message, outputs[0]), outputs
+
+
+def test_processes_that_find_different_checkpoints_are_an_error_before_the_first_step(process_env, tmp_path):
+    step = results(process_env, 1, kind="data parallel", steps=4, directory=str(tmp_path / "0"))[0]["step"]
+    outputs = [output for _, output in ended(start(process_env, 2, kind="data parallel", directory=f"{tmp_path}/{{index}}"))]
+    told = re.escape(f"ERROR CheckpointError: The processes do not find the same checkpoint to go on from, steps by process: {{0: {step}, 1: None}}. They must share")
+    for output in outputs:
+        assert re.search(told, output) and "step 5" not in output, output
 
 
 def names(output: str, lost: int) -> bool:
@@ -246,6 +255,33 @@ def test_a_process_asks_no_more_after_the_others_when_it_ends(pause, process_env
     processes = [subprocess.Popen([sys.executable, "-c", ASKING, str(port), str(index), str(pause)], env=process_env, **PIPES) for index in range(2)]
     outputs = ended(processes)
     assert [(status, output.splitlines()[-1:]) for status, output in outputs] == [(0, ["ended"])] * 2, outputs
+
+
+STANDING = """
+import sys, time
+import jax, numpy as np
+from fitflax import parallel
+from fitflax.parallel import launch, processes
+
+index = int(sys.argv[2])
+launch._WATCH_SECONDS, launch._GRACE_SECONDS, processes._TELL_SECONDS = 0.1, 2.0, 0.5
+parallel.initialize("127.0.0.1:" + sys.argv[1], 2, index)
+if index:
+    time.sleep(4)
+processes.exchange(index, "a trial")
+if index:
+    raise ValueError("the disk is full")
+time.sleep(100)  # As in a call of all devices, which nobody can break off.
+"""
+
+
+def test_a_process_that_waits_says_for_whom_and_one_that_stands_still_ends_when_another_has_failed(process_env):
+    port, begin = free_port(), time.monotonic()
+    processes = [subprocess.Popen([sys.executable, "-c", STANDING, str(port), str(index)], env=process_env, **PIPES) for index in range(2)]
+    outputs = ended(processes)
+    assert time.monotonic() - begin < 60 and [status != 0 for status, _ in outputs] == [True, True], outputs
+    assert "Process 0 has been waiting for processes [1] for 0.5 s (a trial)." in outputs[0][1]
+    assert "Process 0 of 2 cannot go on without the others, and ends. Process 1 failed: ValueError: the disk is full." in outputs[0][1]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
