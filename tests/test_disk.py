@@ -219,6 +219,22 @@ def test_a_run_whose_first_save_fails_is_begun_again(trainer, never, tmp_path):
     assert not differences(start_again(tmp_path), never)
 
 
+def test_after_a_save_that_failed_in_the_background_the_next_is_made_at_once_and_nothing_is_deleted(trainer, tmp_path, monkeypatch):
+    save = CheckpointStore.save
+
+    def fail_once(self: CheckpointStore, *, step: int, **options: Any) -> Any:
+        if step == 6:
+            raise CheckpointError("No space left on device")
+        return save(self, step=step, **options)
+
+    monkeypatch.setattr(CheckpointStore, "save", fail_once)
+    saving = ModelCheckpoint(tmp_path, every=fitflax.every(steps=2), keep=2)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        trainer.fit(TRAIN, batch_size=4, steps=20, verbose=0, callbacks=[saving])
+    assert steps_in(tmp_path) in ([2, 4, 8], [2, 4, 10])
+    CheckpointStore(tmp_path).verify()
+
+
 def test_a_failure_of_the_last_save_is_raised_by_the_end_of_fit(trainer, tmp_path):
     limited = contextlib.ExitStack()
 

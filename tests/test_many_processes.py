@@ -218,7 +218,9 @@ def test_what_one_process_does_otherwise_is_an_error_that_says_so_at_once(mistak
 def test_processes_that_find_different_checkpoints_are_an_error_before_the_first_step(process_env, tmp_path):
     step = results(process_env, 1, kind="data parallel", steps=4, directory=str(tmp_path / "0"))[0]["step"]
     outputs = [output for _, output in ended(start(process_env, 2, kind="data parallel", directory=f"{tmp_path}/{{index}}"))]
-    told = re.escape(f"ERROR CheckpointError: The processes do not find the same checkpoint to go on from, steps by process: {{0: {step}, 1: None}}. They must share")
+    told = re.escape(
+        f"ERROR CheckpointError: The processes do not find the same checkpoint to go on from, steps by process: {{0: {step}, 1: None}}. They must share"
+    )
     for output in outputs:
         assert re.search(told, output) and "step 5" not in output, output
 

@@ -36,14 +36,13 @@ def save_run(checkpoint: Checkpoint, store: CheckpointStore, *, owner: str, keep
         put_on_disk()
     checkpoint.run.num_saves += 1
     also = [name for directory, name in checkpoint.run.savers if directory == store.directory and name != owner]
-    write = functools.partial(store.save, step=checkpoint.step, owner=owner, keep=keep, also=also)
-    save = _RunSave(checkpoint, asynchronous=asynchronous)
+    save = _RunSave(checkpoint, store, {"step": checkpoint.step, "owner": owner, "keep": keep, "also": also}, asynchronous=asynchronous)
     if spans_processes(checkpoint.run.borrow()):
-        save.jointly(write, f"step {checkpoint.step} in {store.directory}")
+        save.jointly()
         return
     save.data = checkpoint.run.join_data()
     if jax.process_index() == 0:  # The first process saves what it has whole.
-        save.here(write)
+        save.here()
 
 
 class _RunSave:
@@ -51,37 +50,42 @@ class _RunSave:
 
     Args:
         checkpoint: Where the run is.
+        store: Where it is saved.
+        options: What the store is told of it.
         asynchronous: Whether the run's saver does it.
 
     Attributes:
         data: What all processes together know of the data.
     """
 
-    def __init__(self, checkpoint: Checkpoint, *, asynchronous: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, store: CheckpointStore, options: Mapping[str, Any], *, asynchronous: bool) -> None:
         self._checkpoint = checkpoint
+        self._store = store
+        self._options = options
         self._saver = checkpoint.run.saver
         self._asynchronous = asynchronous
         self.data: dict[str, Any] = {}
 
-    def here(self, write: Callable[..., Any]) -> None:
+    def here(self) -> None:
         """Saves in this process."""
         if self._asynchronous:
             self._saver.wait_for_room()
-            if self._saver.submit(self._later(write)):
+            if self._saver.submit(self._later(None)):
                 return
         earlier = self._saver.settle()
         with _noting(earlier):
-            self._now(write)
+            self._now(None, has_failed=earlier is not None)
         if earlier is not None:
             raise earlier
 
-    def jointly(self, write: Callable[..., Any], what: str) -> None:
+    def jointly(self) -> None:
         """Saves together with all other processes, which come to the same save; what fails in one fails in all."""
         checkpoint, saver = self._checkpoint, self._saver
         if self._asynchronous:
             saver.wait_for_room()
         failure = saver.failure
         try:
+            what = f"step {checkpoint.step} in {self._store.directory}"
             joint = JointSave.meet(what, earlier=None if failure is None else str(failure), is_rescue=checkpoint.run.point.is_rescue)
         except CheckpointError as error:
             if not checkpoint.run.point.is_rescue:
@@ -89,13 +93,12 @@ class _RunSave:
             # What this process is being left for is what the user is to hear of.
             warn(f"Step {checkpoint.step} is not saved. {error}")
             return
-        # What each process makes of it: the first one leads.
-        is_leader, write = jax.process_index() == 0, functools.partial(write, joint=joint)
+        is_leader = jax.process_index() == 0
         with joint.or_give_up():
             self.data = checkpoint.run.join_data()
         if self._asynchronous and joint.earlier is None:
             with joint.or_give_up():
-                job = functools.partial(joint.lead, self._later(write)) if is_leader else self._parts_later(joint)
+                job = functools.partial(joint.lead, self._later(joint)) if is_leader else self._parts_later(joint)
             if not saver.submit(job, left_out=joint.give_up):
                 joint.give_up()  # Another save has failed meanwhile, which all processes hear of when they meet again.
             return
@@ -105,7 +108,7 @@ class _RunSave:
                 earlier = CheckpointError(f"An earlier save has failed in another process: {joint.earlier}")
             with _noting(earlier):
                 if is_leader:
-                    joint.lead(functools.partial(self._now, write))
+                    joint.lead(lambda: self._now(joint, has_failed=earlier is not None))
                 else:
                     joint.follow(lambda path: write_part(path, to_plain(checkpoint.run.borrow(), root="train", may_span=True)))
         if earlier is not None:
@@ -114,11 +117,14 @@ class _RunSave:
     def _run(self) -> dict[str, Any]:
         return {**self._checkpoint.run_state, **self.data}
 
-    def _now(self, write: Callable[..., Any]) -> None:
-        run = self._run()
-        write(train=self._checkpoint.run.borrow(), run=run, metadata={**self._metadata(run), "metrics": self._checkpoint.deferred_metrics()()})
+    def _now(self, joint: JointSave | None, *, has_failed: bool) -> None:
+        options, run = dict(self._options), self._run()
+        if has_failed:  # Nothing is deleted: what the owner keeps may be steps that are not there.
+            options["keep"] = {*options["keep"], *self._store.steps()}
+        metadata = {**self._metadata(run), "metrics": self._checkpoint.deferred_metrics()()}
+        self._store.save(train=self._checkpoint.run.borrow(), run=run, metadata=metadata, joint=joint, **options)
 
-    def _later(self, write: Callable[..., Any]) -> Callable[[], None]:
+    def _later(self, joint: JointSave | None) -> Callable[[], None]:
         """Returns what saves the run as it is now."""
         checkpoint, run = self._checkpoint, self._run()
         metadata, metrics = self._metadata(run), checkpoint.deferred_metrics()
@@ -129,7 +135,7 @@ class _RunSave:
         def work() -> None:
             train, sums = arrays()
             plain_run = Plain({**rest.tree, **sums.tree}, {**rest.key_impls, **sums.key_impls})
-            write(train=train, run=plain_run, metadata={**metadata, "metrics": metrics()})
+            self._store.save(train=train, run=plain_run, metadata={**metadata, "metrics": metrics()}, joint=joint, **self._options)
 
         return work
 

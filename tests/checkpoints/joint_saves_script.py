@@ -78,13 +78,13 @@ def resume(kind: str, directory: str, asynchronous: bool = True) -> dict[str, An
     }
 
 
-def fail(kind: str, directory: str, victim: int, asynchronous: bool = True, every: int = 2) -> dict[str, Any]:
-    """The disk of one process fails from its third checkpoint on."""
+def fail(kind: str, directory: str, victim: int, asynchronous: bool = True, every: int = 2, times: int = 100) -> dict[str, Any]:
+    """The disk of one process fails from its third checkpoint on, so many times."""
     real, calls = orbax_format._save_part, []
 
     def save_part(path: Any, tree: Any) -> None:
         calls.append(path)
-        if len(calls) > 2:
+        if 2 < len(calls) <= 2 + times:
             raise OSError(28, "No space left on device", str(path))
         real(path, tree)
 

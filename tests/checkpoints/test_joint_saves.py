@@ -102,6 +102,19 @@ def test_a_disk_that_fails_in_one_process_is_an_error_in_all_and_older_checkpoin
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.usefixtures("own_script")
+def test_after_a_save_that_failed_in_the_background_the_next_is_made_at_once_before_all_raise(victim, process_env, tmp_path):
+    processes = start(process_env, scenario="fail", kind="fsdp", victim=victim, times=1, directory=str(tmp_path))
+    outputs = [output for _, output in ended(processes)]
+    assert [process.returncode for process in processes] == [3, 3], outputs
+    for kind, text in errors(outputs):
+        assert kind == "CheckpointError" and "No space left on device" in text
+    store = CheckpointStore(tmp_path / "checkpoints")
+    assert store.steps() in ([2, 4, 8], [2, 4, 10]) and not hidden(store.directory)  # The older ones: what failed makes no room.
+    store.verify()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.usefixtures("own_script")
 def test_one_process_that_fails_alone_waits_for_the_others_not_long_and_raises_its_own_error(victim, process_env, tmp_path):
     processes = start(process_env, scenario="desert", kind="fsdp", victim=victim, directory=str(tmp_path))
     try:
