@@ -1,5 +1,6 @@
 """`BestCheckpoint`: the checkpoints with the best values of a monitored metric."""
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -14,7 +15,7 @@ from fitflax.callbacks.store_callback import StoreCallback
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.checkpoints.saved import FOR_INFERENCE
 from fitflax.checkpoints.trees import restore_tree
-from fitflax.errors import warn
+from fitflax.errors import CheckpointError, warn
 from fitflax.logs import Logs
 
 __all__ = ["BestCheckpoint"]
@@ -71,6 +72,7 @@ class BestCheckpoint(StoreCallback):
         # (value, step), the best first; and what a run that ended inside an epoch saved after its last checkpoint.
         self._kept: list[tuple[float, int]] = []
         self._closing: tuple[float, int] | None = None
+        self._saving: tuple[float, int] | None = None
         # Steps that the newest regular checkpoint names as the best: a resume from it must find them, so they go only when a newer one is complete.
         self._named: set[int] = set()
         self._resumed_step = 0
@@ -105,8 +107,17 @@ class BestCheckpoint(StoreCallback):
         self._closing = None
         self._named = set()
         self._resumed_step = step
+        self._kept = self._on_disk()
+
+    def _on_disk(self) -> list[tuple[float, int]]:
         values = ((self.store.metric(saved, self._monitor.key), saved) for saved in self.store.wanted(self.owner))
-        self._kept = [(value, saved) for value, saved in values if value is not None and value == value]
+        return [(value, saved) for value, saved in values if value is not None and value == value]
+
+    def _forget_failed(self) -> None:
+        """After a save that failed: what is kept is what is there, where the best before may be the best again."""
+        with contextlib.suppress(CheckpointError):  # The disk is not there at all; what failed has said so.
+            there = [entry for entry in self._on_disk() if self._saving is None or entry[1] != self._saving[1]]
+            self._kept = self._rank([*there, *([self._saving] if self._saving else [])])[: self.keep]
 
     @override
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:
@@ -120,8 +131,16 @@ class BestCheckpoint(StoreCallback):
         self._join(checkpoint)
         value = self._candidate(checkpoint.logs, checkpoint.step)
         if value is not None:
-            self._kept = self._rank([*(entry for entry in self._kept if entry[1] != checkpoint.step), (value, checkpoint.step)])[: self.keep]
-            self._save(checkpoint, {step for _, step in self._kept} | self._named)
+            self._saving = (value, checkpoint.step)
+            self._kept = self._rank([*(entry for entry in self._kept if entry[1] != checkpoint.step), self._saving])[: self.keep]
+            try:
+                self._save(checkpoint, {step for _, step in self._kept} | self._named)
+            except CheckpointError:
+                self._saving = None
+                self._forget_failed()
+                raise
+            finally:
+                self._saving = None
 
     @override
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
@@ -167,6 +186,8 @@ class BestCheckpoint(StoreCallback):
         self._in_fit = False
         if self.restore_best and self._saver is not None:
             self._saver.wait()
+            if self._saver.has_lost:
+                self._forget_failed()
         if self.restore_best and self.best_step is not None:
             saved = self.store.restore(self.best_step, FOR_INFERENCE)
             state = self.trainer.state
@@ -179,6 +200,8 @@ class BestCheckpoint(StoreCallback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
+        if self._saver is not None and self._saver.has_lost:
+            self._forget_failed()
         return {"kept": [[value, step] for value, step in self._kept], "direction": self._monitor.direction}
 
     @override

@@ -47,6 +47,9 @@ class Saver:
     ends in order waits for it.
     Leaving the context, or `close`, waits too; `let_go` does not.
 
+    Attributes:
+        has_lost: Whether anything that was to be saved was not, whoever has heard of it.
+
     Args:
         niceness: By how much the thread gives way to others, on Linux: what trains on the host's cores shall not wait for it.
 
@@ -61,6 +64,7 @@ class Saver:
         self._thread = Background("fitflax-saver", on_error=self._fail, on_end=self._give_back, niceness=niceness)
         self._is_abandoned = self._is_let_go = False
         self._error: BaseException | None = None
+        self.has_lost = False
 
     def __enter__(self) -> Self:
         return self
@@ -186,7 +190,7 @@ class Saver:
     # -- in the thread --
 
     def _fail(self, error: BaseException) -> None:
-        self._error = error
+        self._error, self.has_lost = error, True
         self._leave_out()
 
     def _leave_out(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint
 from fitflax.checkpoints import CheckpointStore
-from fitflax.errors import CallbackError, MonitorError
+from fitflax.errors import CallbackError, CheckpointError, MonitorError
 from fitflax.loops.run import Run
 from tests.run_script import differences, directory_of, state_of, steps_in
 
@@ -274,3 +274,30 @@ def test_as_a_plain_function_it_looks_at_every_checkpoint(trainer, tmp_path):
         values[checkpoint.step] = process(checkpoint).metrics["valid"]["loss"]
     assert steps_in(tmp_path) == sorted(sorted(values, key=values.get)[:2])
     assert best.best == min(values.values())
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("restore_best", [False, True])
+def test_where_the_save_of_the_best_failed_the_best_before_it_stays_the_best(asynchronous, restore_best, trainer, tmp_path, monkeypatch):
+    save = CheckpointStore.save
+
+    def fail_once(self: CheckpointStore, *, step: int, owner: str, **options: Any) -> Any:
+        if step == 15 and owner.startswith("Best"):
+            raise CheckpointError("No space left on device")
+        return save(self, step=step, owner=owner, **options)
+
+    def start(*values: float, best: BestCheckpoint) -> None:
+        saving = ModelCheckpoint(tmp_path / "all", asynchronous=asynchronous)
+        fit(trainer, scores(*values), best, saving, epochs=len(values), resume="auto")
+
+    def make() -> BestCheckpoint:
+        return BestCheckpoint(tmp_path / "best", monitor="score", mode="min", asynchronous=asynchronous, restore_best=restore_best)
+
+    best, again = make(), make()
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="No space left on device"):
+        patch.setattr(CheckpointStore, "save", fail_once)
+        start(3, 2, 1, 5, 5, 5, 5, best=best)
+    assert (best.best, best.best_step, steps_in(tmp_path / "best")) == (2, 10, [10])
+    assert 15 <= steps_in(tmp_path / "all")[-1] < 35
+    start(3, 2, 1, 5, 5, 5, 5, 4, best=again)
+    assert (again.best, again.best_step, steps_in(tmp_path / "best")) == (2, 10, [10])
