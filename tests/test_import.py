@@ -94,6 +94,14 @@ def test_import_does_not_start_a_device(tmp_path, process_env):
 
 
 @pytest.mark.slow
+def test_without_scikit_learn_the_estimators_say_what_to_install(tmp_path, process_env):
+    code = "import sys; sys.modules['sklearn'] = None; import fitflax.sklearn"
+    result = run(sys.executable, "-c", code, cwd=tmp_path, env=process_env)
+    assert result.returncode == 1
+    message = "ImportError: fitflax.sklearn needs scikit-learn 1.6 or newer, and cloudpickle: pip install 'fitflax[sklearn]'."
+    assert result.stderr.splitlines()[-1] == message
+
+
 def test_sub_modules_are_attributes(tmp_path, process_env):
     code = "import fitflax; " + "; ".join(f"fitflax.{name}" for name in SUB_MODULES)
     result = run(sys.executable, "-W", "error", "-c", code, cwd=tmp_path, env=process_env)

@@ -60,8 +60,6 @@ def join_rows(metrics: Mapping[str, Metric], strategy: Strategy) -> dict[str, Me
 
 def merge_all(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     """Returns metrics merged in the order of their leaves' first axis."""
-    if not metrics:
-        return {}
     # A loop, not a chain of merges, which XLA would take long to compile.
     first, rest = (jax.tree.map(operator.itemgetter(part), dict(metrics)) for part in (0, slice(1, None)))
     return cast(dict[str, Metric], jax.lax.scan(lambda sums, share: ({key: sums[key].merge(share[key]) for key in sums}, None), first, rest)[0])

@@ -773,3 +773,8 @@ def test_utilization_is_written_where_the_peak_is_given(tmp_path):
 def test_a_peak_that_is_none_is_an_error(peak):
     with pytest.raises(CallbackError, match=r"TensorBoard\(peak_flops=...\) takes floating-point operations a second"):
         TensorBoard("runs", peak_flops=peak)
+
+
+def test_a_collection_is_given_by_its_name(tmp_path):
+    with pytest.raises(CallbackError, match=r"TensorBoard\(sown=\.\.\.\) takes the name of a collection, or None\. Received: 3\."):
+        TensorBoard(tmp_path, sown=3)

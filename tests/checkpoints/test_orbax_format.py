@@ -429,3 +429,14 @@ def test_what_orbax_does_not_take_must_not_be_split_between_processes(tmp_path, 
     with pytest.raises(CheckpointError, match=r"train/a\.b: split between processes, which only Orbax can write, and it takes neither such keys"):
         write_state(tmp_path, Plain({"a.b": np.ones(2), "c": np.ones(2)}, {}), Plain({}, {}))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_the_disk_does_not_give_is_not_called_damaged(tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise OSError(errno.EIO, "Input/output error", "the file")
+
+    metadata = write(tmp_path / "c", {"w": np.ones(3)})
+    monkeypatch.setattr(orbax_format, "_crc32", fail)
+    with pytest.raises(CheckpointError, match=r"^the file could not be read: Input/output error\.$") as caught:
+        read_state(tmp_path / "c", metadata)
+    assert not isinstance(caught.value, CorruptCheckpointError)

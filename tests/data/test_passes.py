@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from fitflax.data import Batcher, Feed, Position, adapt
-from fitflax.data.passes import Bookmark, Pass
+from fitflax.data.passes import Bookmark, LoaderPass, Pass
 from fitflax.data.streams import Source
 from fitflax.errors import DataError, FitflaxWarning
 from tests.data.same_training import BATCH, CANNOT_SEEK, ROWS, X, Y, assert_resumes, assert_same, of_arrays, outcome, run, warned
@@ -429,3 +429,8 @@ def test_a_run_that_broke_off_in_the_data_resumes_bit_for_bit(cost_ratio, tmp_pa
         run(tmp_path / "broken", make(True), 8)
     with warned():
         assert_same(run(tmp_path / "broken", make(False, 99), 8), never)
+
+
+def test_an_iterator_that_has_lost_its_methods_is_read_up_to_the_position():
+    loader = LoaderPass([np.ones((2, 1)), np.zeros((2, 1))], lambda item: item, {"step": 1})
+    assert not loader.took_state and next(loader).sum() == 2

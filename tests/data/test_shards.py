@@ -1,5 +1,6 @@
 """Shards: feeds of several processes, here threads that speak to each other by a barrier, give the same number of batches and drop nothing."""
 
+import collections
 import threading
 from typing import Any
 
@@ -8,8 +9,9 @@ import pytest
 from flax import linen as nn
 
 import fitflax
+from fitflax.callbacks import LambdaCallback
 from fitflax.data import Batcher, Feed, Position, Shard, adapt
-from fitflax.data.shards import ShardFeed, agree_on_shares, own_position, part_of_batch_size
+from fitflax.data.shards import ShardFeed, _described, agree_on_shares, own_position, part_of_batch_size
 from fitflax.errors import ConfigError, DataError, RestoreError
 
 SECONDS = 10
@@ -347,3 +349,16 @@ def test_alone_a_shard_is_the_data_itself():
         histories.append(trainer.fit(data, batch_size=8, epochs=2, validation_data=Shard((x, y)), verbose=0).history)
         assert trainer.predict(Shard(x)).shape[0] == 20
     assert histories[0] == histories[1]
+
+
+def test_of_a_shard_its_own_last_part_is_held_out_in_batches_of_the_size_given():
+    trainer, sizes = fitflax.Trainer(nn.Dense(2)), []
+    trainer.compile("sgd", "mse")
+    count = LambdaCallback(on_test_batch_end=lambda batch, logs: sizes.append(batch))
+    trainer.fit(Shard((np.ones((8, 4)), np.ones((8, 2)))), validation_split=0.5, validation_batch_size=2, batch_size=4, callbacks=[count], verbose=0)
+    assert (trainer.step, sizes) == (1, [0, 1])
+
+
+def test_batches_that_cannot_be_told_to_other_processes_are_an_error():
+    with pytest.raises(DataError, match=r"The batches of a Shard are arrays, or dicts, lists and tuples of them\. Received: a OrderedDict\."):
+        _described({"image": collections.OrderedDict(left=np.ones((2, 3)))})

@@ -605,3 +605,11 @@ def test_a_sample_is_what_the_state_is_initialized_from():
     seen.clear()
     TrainLoop(init, DENSE.apply, **options)
     assert set(seen) == {(4, 4)}
+
+
+def test_a_loop_that_was_closed_may_be_asked_and_set_and_makes_no_step():
+    loop = plain_loop(steps=5)
+    loop.next_step()
+    loop.close()
+    loop.every, loop.steps = every(steps=2), 9
+    assert (loop.step, loop.next_step()) == (1, None)

@@ -14,6 +14,7 @@ from jax._src import array as jax_array
 import fitflax
 from fitflax.callbacks import LambdaCallback
 from fitflax.errors import ConfigError, DataError, ModelError, NotReadyError
+from fitflax.loops.evaluation import _OwnRandomness
 from fitflax.parallel import DataParallel
 
 X = np.linspace(-1, 1, 42, dtype=np.float32).reshape(14, 3)
@@ -197,3 +198,18 @@ def test_outputs_of_an_accelerator_set_out_for_the_host_before_those_of_the_batc
     monkeypatch.setattr(DataParallel, "is_on_host", False)
     np.testing.assert_array_equal(np.concatenate(list(getattr(trainer, how)(X, batch_size=4, **options))).reshape(-1, 2), expected)
     assert events == ["sent", "sent", "joined", "sent", "joined", "sent", "joined", "joined"]
+
+
+def test_a_reader_of_data_has_a_generator_of_pytorch_to_itself():
+    torch = pytest.importorskip("torch")
+    own = _OwnRandomness()
+    torch.manual_seed(3)
+    expected = [torch.rand(1).item() for _ in range(4)]
+    torch.manual_seed(3)
+    with own.entered():
+        inside = [torch.rand(1).item()]
+    outside = [torch.rand(1).item()]
+    with own.entered():
+        inside.append(torch.rand(1).item())
+    outside.append(torch.rand(1).item())
+    assert inside == expected[:2] == outside

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from fitflax.errors import ConfigError
 from fitflax.parallel.host_memory import _one_for_each_process, copy_to_host_memory
+from fitflax.parallel.placing import count_processes
 
 
 @pytest.mark.parametrize(("spec", "num_parts"), [(("a", "b"), 8), (("b",), 4), ((None, "a"), 2), ((("a", "b"),), 8)])
@@ -36,3 +38,9 @@ def test_of_each_part_there_is_one_copy_in_memory_of_its_own(spec, num_parts, de
 def test_copies_of_one_part_are_left_out_as_long_as_each_process_has_some(owners, axis, kept):
     devices = np.array([[types.SimpleNamespace(process_index=owner) for owner in row] for row in owners])
     assert _one_for_each_process(devices, axis) == kept
+
+
+def test_devices_of_some_of_several_processes_are_an_error(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    with pytest.raises(ConfigError, match=r"The devices are those of the processes \[0, 2\] of 3\. Give those of one process, or some of each\."):
+        count_processes([types.SimpleNamespace(process_index=index) for index in (0, 2, 0)])

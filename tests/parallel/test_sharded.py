@@ -18,7 +18,7 @@ from fitflax.callbacks import Callback, ModelCheckpoint
 from fitflax.checkpoints import CheckpointStore, load_inference_state
 from fitflax.diagnostics import NanReport
 from fitflax.errors import ConfigError, FitflaxWarning, LossError, ModelError, ShardingError
-from fitflax.parallel import DataParallel, Sharded
+from fitflax.parallel import DataParallel, Sharded, sharded
 from fitflax.parallel.host_memory import copy_to_host_memory
 
 Devices = Callable[[int], list[jax.Device]]
@@ -884,3 +884,15 @@ def test_the_modular_loops_run_on_a_mesh():
     module, x = nn.Dense(8), np.ones((32, 8), np.float32)
     loop = fitflax.TrainLoop(module.init, module.apply, optimizer=optax.sgd(0.1), loss="mse", data=(x, x), steps=3, parallel=fsdp())
     assert [checkpoint.step for checkpoint in loop] == [1, 2, 3]
+
+
+def test_large_arrays_on_devices_are_moved_one_by_one_to_where_they_belong(monkeypatch):
+    monkeypatch.setattr(sharded, "_SMALL_BYTES", 0)
+    trainer = fitflax.Trainer(nn.Dense(8), parallel=Sharded({"data": 2}, fsdp=True, fsdp_min_size=1, devices=jax.devices()[:2]))
+    trainer.compile("sgd", "mse")
+    trainer.build((np.ones((4, 4), np.float32), np.ones((4, 8), np.float32)))
+    before = trainer.state
+    given = jax.device_put(jax.device_get(before.params), jax.devices()[1])
+    trainer.replace_state(dataclasses.replace(before, params=given))
+    for old, new in zip(jax.tree.leaves(before.params), jax.tree.leaves(trainer.state.params), strict=True):
+        assert new.sharding == old.sharding and np.array_equal(new, old)

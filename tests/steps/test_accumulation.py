@@ -22,6 +22,7 @@ from fitflax.errors import ConfigError, DataError, LossError, ModelError, Restor
 from fitflax.metrics import Metric
 from fitflax.parallel import DataParallel
 from fitflax.state import Batch
+from fitflax.steps.accumulation import split
 from tests.order_metric import Digits
 from tests.run_script import differences, rows_of, state_of
 
@@ -445,3 +446,9 @@ def test_a_run_cannot_be_resumed_with_another_number_of_micro_batches(tmp_path: 
         trainer = trainer_of(Net(), devices(1), steps=after)
         with pytest.raises(RestoreError, match="accumulate_steps was"):
             trainer.fit(X, Y, steps=4, callbacks=[ModelCheckpoint(directory)], resume="auto", verbose=0)
+
+
+def test_rows_that_do_not_divide_into_micro_batches_are_an_error():
+    batch = Batch(x=jnp.arange(3), y=(), mask=jnp.ones(3, bool))
+    with pytest.raises(DataError, match=r"A share of 3 examples cannot be split into 2 micro-batches, compile\(accumulate_steps=2\)\."):
+        split(batch, 2, DataParallel())

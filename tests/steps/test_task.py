@@ -627,3 +627,34 @@ def test_calling_the_inherited_update_logs_metrics_that_are_no_means_as_those_of
     trainer = trainer_of(Net(), devices(1), "mse", ["rmse"], kind=Inheriting)
     history = trainer.fit(X[:8], Y[:8], batch_size=8, verbose=0).history
     assert history["rmse"][0] == pytest.approx(history["loss"][0] ** 0.5, rel=1e-6)
+
+
+class WithStats(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.Dense(2)(nn.BatchNorm(use_running_average=not train)(x))
+
+
+def test_a_train_step_that_does_not_say_what_changes_is_an_error_that_says_how():
+    class Frozen(fitflax.Trainer):
+        def train_step(self, state, batch):
+            self.model.apply({"params": state.params, **state.model_state}, batch.x, train=True)
+            return state, {"loss": (0.0, 1.0)}
+
+    trainer = Frozen(WithStats())
+    trainer.compile("sgd")
+    with pytest.raises(ModelError, match=r"^train_step: .*Name the collections that the module changes, .*mutable=\['batch_stats'\]"):
+        trainer.fit(np.ones((4, 3), np.float32), np.ones((4, 2), np.float32), verbose=0)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_collections_of_another_structure_are_an_error_in_every_precision(precision):
+    class Renaming(fitflax.Trainer):
+        def compute_loss(self, params, model_state, batch, *, rngs, train):
+            outputs = self.model.apply({"params": params, **model_state}, batch.x)
+            return (outputs**2).mean(-1), {"batch_stats": {"other": model_state["batch_stats"]}}, {}
+
+    trainer = Renaming(WithStats())
+    trainer.compile("sgd", precision=precision)
+    with pytest.raises(ModelError, match=r"must keep its structure from step to step: .*\['BatchNorm_0'\]\['mean'\] disappears"):
+        trainer.fit(np.ones((4, 3), np.float32), np.ones((4, 2), np.float32), verbose=0)
