@@ -9,12 +9,13 @@ BIN := $(VENV)/bin
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fitflax needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help venv peers test test-all soak mutants bench lint site demo clean
+.PHONY: help venv peers test test-all coverage soak mutants bench lint site demo clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make test      lint, types and every test that is not marked slow'
 	@echo 'make test-all  lint, types and every test; CI runs this'
+	@echo 'make coverage  which lines of fitflax no test runs; needs Python 3.12'
 	@echo 'make soak      kill a run 200 times and compare it with one never stopped; make a million steps and look at the memory'
 	@echo 'make mutants   break single lines of the core, 40 a file, and look whether a test sees it, hours; FILES=fitflax/steps/task.py for one'
 	@echo 'make lint      lint and types alone'
@@ -59,6 +60,15 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+# By sys.monitoring, because coverage's other tracer takes a lock, and tests that raise at any instant leave it taken.
+coverage: peers
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 12) and "coverage needs Python 3.12 or newer: make clean, make coverage PYTHON=python3.12")'
+	$(BIN)/python $(INSTALL) 'coverage>=7.10'
+	rm -rf build/coverage && mkdir -p build/coverage
+	COVERAGE_FILE=$(CURDIR)/build/coverage/data $(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist worksteal
+	COVERAGE_FILE=$(CURDIR)/build/coverage/data $(BIN)/python -m coverage combine --quiet
+	COVERAGE_FILE=$(CURDIR)/build/coverage/data $(BIN)/python -m coverage report --show-missing --skip-covered
 
 # Other kills than the last time: FITFLAX_SOAK_SEED=n make soak.
 soak: venv

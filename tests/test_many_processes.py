@@ -286,6 +286,31 @@ def test_a_process_that_waits_says_for_whom_and_one_that_stands_still_ends_when_
     assert "Process 0 of 2 cannot go on without the others, and ends. Process 1 failed: ValueError: the disk is full." in outputs[0][1]
 
 
+GOING_ON = """
+import sys
+import jax, numpy as np
+from flax import linen as nn
+jax.config.update("jax_num_cpu_devices", 1)
+import fitflax
+fitflax.parallel.initialize("127.0.0.1:" + sys.argv[1], 2, int(sys.argv[2]))
+trainer = fitflax.Trainer(nn.Dense(1))
+trainer.compile("sgd", "mse")
+loop = trainer.train_loop((np.ones((8, 3), np.float32), np.ones((8, 1), np.float32)), batch_size=4, steps=3)
+steps = [checkpoint.step for checkpoint in loop]
+loop.steps = 6
+steps += [checkpoint.step for checkpoint in loop]
+loop.steps, loop.every = 8, fitflax.every(steps=2)
+print(steps + [checkpoint.step for checkpoint in loop])
+"""
+
+
+def test_a_loop_that_had_ended_goes_on_in_all_processes_when_its_total_is_raised(process_env):
+    port = free_port()
+    processes = [subprocess.Popen([sys.executable, "-W", "ignore", "-c", GOING_ON, str(port), str(index)], env=process_env, **PIPES) for index in range(2)]
+    outputs = ended(processes)
+    assert [(status, output.splitlines()[-1:]) for status, output in outputs] == [(0, ["[1, 2, 3, 4, 5, 6, 8]"])] * 2, outputs
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_sigterm_to_any_process_has_all_save_the_same_step_and_stop(victim, process_env, tmp_path):
     processes, outputs, _ = kill_one(signal.SIGTERM, victim, process_env, tmp_path)
