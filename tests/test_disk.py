@@ -14,6 +14,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -233,6 +234,27 @@ def test_after_a_save_that_failed_in_the_background_the_next_is_made_at_once_and
         trainer.fit(TRAIN, batch_size=4, steps=20, verbose=0, callbacks=[saving])
     assert steps_in(tmp_path) in ([2, 4, 8], [2, 4, 10])
     CheckpointStore(tmp_path).verify()
+
+
+def test_nothing_is_deleted_either_by_a_callback_that_has_not_heard_of_the_failure_of_anothers_save(trainer, tmp_path, monkeypatch):
+    save, submitted = CheckpointStore.save, threading.Event()
+
+    def fail_once(self: CheckpointStore, *, step: int, owner: str, **options: Any) -> Any:
+        if owner.startswith("Best") and step == 15:
+            assert submitted.wait(20)
+            raise CheckpointError("No space left on device")
+        return save(self, step=step, owner=owner, **options)
+
+    monkeypatch.setattr(CheckpointStore, "save", fail_once)
+    falling = LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(score=-epoch))
+    best = BestCheckpoint(tmp_path / "best", monitor="score", mode="min")
+    regular = ModelCheckpoint(tmp_path / "all", every=fitflax.every(epochs=1), keep=2)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        trainer.fit(
+            TRAIN, batch_size=4, epochs=6, verbose=0, callbacks=[falling, best, regular, at(trainer, "on_train_batch_end", 16, lambda _: submitted.set())]
+        )
+    assert steps_in(tmp_path / "all")[:2] == [5, 10] and steps_in(tmp_path / "all")[-1] >= 20
+    assert (best.best_step, steps_in(tmp_path / "best")) == (steps_in(tmp_path / "best")[-1], [10, best.best_step])
 
 
 def test_a_failure_of_the_last_save_is_raised_by_the_end_of_fit(trainer, tmp_path):

@@ -172,7 +172,7 @@ class BestCheckpoint(StoreCallback):
     @override
     def run_was_saved(self) -> None:
         kept = {step for _, step in self._kept}
-        if self._named - kept and self._saver is not None:
+        if self._named - kept and self._saver is not None and not self._saver.has_lost:
             # After what is being saved: only then is there something that names others.
             self._saver.submit(functools.partial(self.store.retain, self.owner, kept), is_save=False)
         self._named = kept

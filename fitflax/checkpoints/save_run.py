@@ -74,7 +74,7 @@ class _RunSave:
                 return
         earlier = self._saver.settle()
         with _noting(earlier):
-            self._now(None, has_failed=earlier is not None)
+            self._now(None)
         if earlier is not None:
             raise earlier
 
@@ -108,7 +108,7 @@ class _RunSave:
                 earlier = CheckpointError(f"An earlier save has failed in another process: {joint.earlier}")
             with _noting(earlier):
                 if is_leader:
-                    joint.lead(lambda: self._now(joint, has_failed=earlier is not None))
+                    joint.lead(lambda: self._now(joint))
                 else:
                     joint.follow(lambda path: write_part(path, to_plain(checkpoint.run.borrow(), root="train", may_span=True)))
         if earlier is not None:
@@ -117,12 +117,17 @@ class _RunSave:
     def _run(self) -> dict[str, Any]:
         return {**self._checkpoint.run_state, **self.data}
 
-    def _now(self, joint: JointSave | None, *, has_failed: bool) -> None:
-        options, run = dict(self._options), self._run()
-        if has_failed:  # Nothing is deleted: what the owner keeps may be steps that are not there.
+    def _write(self, joint: JointSave | None, **contents: Any) -> None:
+        options = dict(self._options)
+        if self._saver.has_lost or (joint is not None and joint.earlier is not None):
+            # Nothing is deleted any more: what the owner keeps may be steps that are not there.
             options["keep"] = {*options["keep"], *self._store.steps()}
+        self._store.save(joint=joint, **contents, **options)
+
+    def _now(self, joint: JointSave | None) -> None:
+        run = self._run()
         metadata = {**self._metadata(run), "metrics": self._checkpoint.deferred_metrics()()}
-        self._store.save(train=self._checkpoint.run.borrow(), run=run, metadata=metadata, joint=joint, **options)
+        self._write(joint, train=self._checkpoint.run.borrow(), run=run, metadata=metadata)
 
     def _later(self, joint: JointSave | None) -> Callable[[], None]:
         """Returns what saves the run as it is now."""
@@ -135,7 +140,7 @@ class _RunSave:
         def work() -> None:
             train, sums = arrays()
             plain_run = Plain({**rest.tree, **sums.tree}, {**rest.key_impls, **sums.key_impls})
-            self._store.save(train=train, run=plain_run, metadata={**metadata, "metrics": metrics()}, joint=joint, **self._options)
+            self._write(joint, train=train, run=plain_run, metadata={**metadata, "metrics": metrics()})
 
         return work
 
