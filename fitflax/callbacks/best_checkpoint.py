@@ -79,6 +79,7 @@ class BestCheckpoint(StoreCallback):
 
     @property
     def _ranking(self) -> list[tuple[float, int]]:
+        self._forget_failed()
         return self._rank([*self._kept, *([self._closing] if self._closing else [])])
 
     @property
@@ -115,6 +116,10 @@ class BestCheckpoint(StoreCallback):
 
     def _forget_failed(self) -> None:
         """After a save that failed: what is kept is what is there, where the best before may be the best again."""
+        if self._saver is not None and self._saver.has_lost:
+            self._take_from_disk()
+
+    def _take_from_disk(self) -> None:
         with contextlib.suppress(CheckpointError):  # The disk is not there at all; what failed has said so.
             there = [entry for entry in self._on_disk() if self._saving is None or entry[1] != self._saving[1]]
             self._kept = self._rank([*there, *([self._saving] if self._saving else [])])[: self.keep]
@@ -137,7 +142,7 @@ class BestCheckpoint(StoreCallback):
                 self._save(checkpoint, {step for _, step in self._kept} | self._named)
             except CheckpointError:
                 self._saving = None
-                self._forget_failed()
+                self._take_from_disk()
                 raise
             finally:
                 self._saving = None
@@ -186,8 +191,6 @@ class BestCheckpoint(StoreCallback):
         self._in_fit = False
         if self.restore_best and self._saver is not None:
             self._saver.wait()
-            if self._saver.has_lost:
-                self._forget_failed()
         if self.restore_best and self.best_step is not None:
             saved = self.store.restore(self.best_step, FOR_INFERENCE)
             state = self.trainer.state
@@ -200,8 +203,7 @@ class BestCheckpoint(StoreCallback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        if self._saver is not None and self._saver.has_lost:
-            self._forget_failed()
+        self._forget_failed()
         return {"kept": [[value, step] for value, step in self._kept], "direction": self._monitor.direction}
 
     @override

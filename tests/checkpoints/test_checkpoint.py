@@ -155,7 +155,7 @@ def test_its_contents_are_what_a_resume_needs(trainer):
             return self.directory
 
     save_run(checkpoint, Store("nowhere"), owner="me", keep=[], asynchronous=False)
-    assert contents.keys() == {"step", "train", "run", "metadata", "owner", "keep", "also"}
+    assert contents.keys() == {"step", "train", "run", "metadata", "owner", "keep", "also", "joint"}
     assert set(contents["run"]) >= {"callbacks", "schedules", "sums", "values"}
     metadata = contents["metadata"]
     assert (metadata["step"], metadata["epoch"], metadata["step_in_epoch"]) == (3, 0, 3)

@@ -170,19 +170,34 @@ def test_a_failed_last_save_is_raised_by_the_end_and_on_train_end_is_called(tmp_
     assert len(ended) == 1 and steps_in(tmp_path) == []
 
 
-def test_a_checkpoint_that_names_a_best_one_is_not_written_when_that_one_failed(tmp_path, monkeypatch):
-    fail = {"is_on": True}
-    write = directories.write_checkpoint
+@pytest.mark.parametrize("is_known", [False, True])
+def test_no_checkpoint_names_a_best_one_whose_save_failed(is_known, tmp_path, monkeypatch):
+    """Where the failure is not yet known the regular one is left out; where it is, it is made at once and knows better."""
+    write, failed, submitted = directories.write_checkpoint, threading.Event(), threading.Event()
 
     def failing(directory: pathlib.Path, **options: Any) -> None:
-        if directory.parent.name == "best" and fail["is_on"]:
+        if directory.parent.name == "best":
+            assert is_known or submitted.wait(60)
+            failed.set()
             raise OSError(28, "No space left on device")
         write(directory, **options)
 
+    class Regular(ModelCheckpoint):
+        def on_checkpoint(self, checkpoint: fitflax.Checkpoint) -> None:
+            if is_known:
+                assert failed.wait(60)
+                checkpoint.run.saver._thread.wait_until(lambda: checkpoint.run.saver.has_failed)
+            super().on_checkpoint(checkpoint)
+            submitted.set()
+
     monkeypatch.setattr(directories, "write_checkpoint", failing)
+    best = BestCheckpoint(tmp_path / "best", monitor="loss")
     with pytest.raises(CheckpointError, match="best"):
-        fit(make_trainer(), ModelCheckpoint(tmp_path / "checkpoints"), BestCheckpoint(tmp_path / "best", monitor="loss"), epochs=1)
-    assert steps_in(tmp_path / "best") == steps_in(tmp_path / "checkpoints") == []
+        fit(make_trainer(), Regular(tmp_path / "checkpoints"), best, epochs=1)
+    assert steps_in(tmp_path / "best") == [] and best.best_step is None
+    assert steps_in(tmp_path / "checkpoints") == ([5] if is_known else [])
+    if is_known:
+        assert CheckpointStore(tmp_path / "checkpoints").restore().run["callbacks"][best.state_key]["kept"] in ([], {})
 
 
 def test_a_best_checkpoint_that_is_gone_is_named_and_no_longer_counts(tmp_path):
