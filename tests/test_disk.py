@@ -255,6 +255,8 @@ def test_nothing_is_deleted_either_by_a_callback_that_has_not_heard_of_the_failu
         )
     assert steps_in(tmp_path / "all")[:2] == [5, 10] and steps_in(tmp_path / "all")[-1] >= 20
     assert (best.best_step, steps_in(tmp_path / "best")) == (steps_in(tmp_path / "best")[-1], [10, best.best_step])
+    kept = CheckpointStore(tmp_path / "best").restore().run["callbacks"][best.state_key]["kept"]
+    assert kept == [[-3.0, 20]]
 
 
 def test_a_failure_of_the_last_save_is_raised_by_the_end_of_fit(trainer, tmp_path):
