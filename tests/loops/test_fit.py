@@ -976,3 +976,16 @@ def test_a_function_that_needs_the_shapes_it_was_given_may_return_a_table():
 
     expected = (X.sum(axis=1)[:, None] * Y[:, 0][None]).mean()
     assert make(network(), pairs, rate=0.0).fit(X, Y[:, 0], verbose=0, batch_size=12).history["loss"] == [pytest.approx(expected, rel=1e-4)]
+
+
+def test_callbacks_are_told_where_in_its_first_epoch_a_run_begins(tmp_path):
+    class Begin(Callback):
+        def on_train_begin(self, logs):
+            self.begin = self.params["first_epoch"], self.params["first_step_in_epoch"]
+
+    def begin(steps):
+        callback = Begin()
+        make(F()).fit(X, Y, batch_size=4, steps=steps, callbacks=[callback, ModelCheckpoint(tmp_path)], resume="auto", verbose=0)
+        return callback.begin
+
+    assert [begin(steps) for steps in (5, 6, 7)] == [(0, 0), (1, 2), (2, 0)]
