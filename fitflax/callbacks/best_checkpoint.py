@@ -121,8 +121,12 @@ class BestCheckpoint(StoreCallback):
 
     def _take_from_disk(self) -> None:
         with contextlib.suppress(CheckpointError):  # The disk is not there at all; what failed has said so.
-            there = [entry for entry in self._on_disk() if self._saving is None or entry[1] != self._saving[1]]
-            self._kept = self._rank([*there, *([self._saving] if self._saving else [])])[: self.keep]
+            self._keep_best_of(self._on_disk())
+
+    def _keep_best_of(self, entries: list[tuple[float, int]]) -> None:
+        """Keeps the best of these and of what is being saved."""
+        now = [self._saving] if self._saving else []
+        self._kept = self._rank([*(entry for entry in entries if entry[1] not in {step for _, step in now}), *now])[: self.keep]
 
     @override
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:
@@ -137,7 +141,7 @@ class BestCheckpoint(StoreCallback):
         value = self._candidate(checkpoint.logs, checkpoint.step)
         if value is not None:
             self._saving = (value, checkpoint.step)
-            self._kept = self._rank([*(entry for entry in self._kept if entry[1] != checkpoint.step), self._saving])[: self.keep]
+            self._keep_best_of(self._kept)
             try:
                 self._save(checkpoint, {step for _, step in self._kept} | self._named)
             except CheckpointError:
