@@ -13,8 +13,8 @@ INSTALL := -m pip install --quiet --disable-pip-version-check
 .DELETE_ON_ERROR:
 
 help:
-	@echo 'make test      lint, types and every test that is not marked slow'
-	@echo 'make test-all  lint, types and every test; CI runs this'
+	@echo 'make test      lint, types, and all tests that are not marked slow; CI runs this'
+	@echo 'make test-all  lint, types, and all tests'
 	@echo 'make coverage  which lines of fitflax no test runs; needs Python 3.12'
 	@echo 'make soak      kill a run 200 times and compare it with one never stopped; make a million steps and look at the memory'
 	@echo 'make mutants   break single lines of the core, 40 a file, and look whether a test sees it, hours; FILES=fitflax/steps/task.py for one'
@@ -54,12 +54,15 @@ lint: venv
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --strict fitflax
 
-# XLA's optimizations take a quarter of the time, and no quick test is about them; `test-all` has them.
+# A test that fails is run once more, alone. tests/flaky.py reports it as flaky if it passes then.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -p tests.flaky
+
+# XLA's optimizations take a quarter of the time, and only slow tests depend on them.
 test: lint
-	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow'
+	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTEST) -m 'not slow'
 
 test-all: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(PYTEST)
 
 # By sys.monitoring, because coverage's other tracer takes a lock, and tests that raise at any instant leave it taken.
 coverage: peers

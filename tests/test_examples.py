@@ -397,6 +397,7 @@ def test_the_notebook_runs(tmp_path, process_env, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("arguments", "line", "least", "most"),
     [
@@ -412,6 +413,7 @@ def test_the_notebook_runs(tmp_path, process_env, monkeypatch):
     ids=["diabetes", "several_outputs", "roman", "gan", "char_lm", "own_training", "fsdp_transformer", "own_loop"],
 )
 def test_an_example_runs_in_any_directory_and_ends_with_its_figures(arguments, line, least, most, tmp_path, process_env):
+    """Its time limit is that of an example, which trains for up to minutes, and a little more."""
     name, *options = arguments
     env = process_env | {"JAX_NUM_CPU_DEVICES": "1"}
     done = subprocess.run([sys.executable, str(EXAMPLES / name), *options], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500, check=True)

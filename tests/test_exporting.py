@@ -85,7 +85,9 @@ def test_another_process_runs_it_without_fitflax_flax_and_the_modules_code(tmp_p
 
 
 @pytest.mark.slow  # Needs a package index.
+@pytest.mark.timeout(900)
 def test_the_digits_network_runs_in_an_environment_of_jax_and_flatbuffers_alone(tmp_path):
+    """Its time limit allows for a slow package index."""
     digits = load("digits")
     train, _, test = digits.load()
     trainer = trained(digits.CNN(), *train)

@@ -196,8 +196,10 @@ def lowest(*extras: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("versions", ["lowest", "newest"])
 def test_the_wheel_needs_its_requirements_alone_and_runs_the_first_script(distributions, outside, tmp_path, versions: str):
+    """Its time limit allows for a slow package index."""
     if versions == "lowest" and sys.version_info >= (3, 13):
         pytest.skip("the lowest versions have no wheels for this Python")
     python = make_venv(tmp_path / "venv")

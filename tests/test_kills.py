@@ -364,6 +364,7 @@ def kill_again_and_again(count: int, seed: int, arguments: dict[str, Any], never
         number += 1
 
 
+@pytest.mark.timeout(3600 if SOAK else 300)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in IN_EVERY_TEST_RUN else pytest.mark.slow) for name in RUNS])
 def test_a_run_that_is_killed_again_and_again_ends_as_the_run_never_killed(name, env, never_killed, tmp_path):
     # 8 in the tests of every day, 20 with those that are marked slow.

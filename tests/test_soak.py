@@ -1,4 +1,4 @@
-"""A process that trains for very long holds no more memory at the end than soon after its beginning.
+"""A process that trains for very long holds no more memory at the end than soon after its beginning. Its time limit fits a million steps.
 
 `FITFLAX_SOAK=200 pytest tests/test_soak.py` trains for a million steps.
 """
@@ -19,6 +19,7 @@ LIMIT_MB = 8
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("steps_per_call", [1, 16])
 def test_memory_stays_flat_however_many_steps_are_made(tmp_path: pathlib.Path, steps_per_call: int) -> None:
     command = [sys.executable, str(SCRIPT), str(STEPS), str(steps_per_call), str(tmp_path)]
