@@ -1,7 +1,7 @@
-# All commands of the project. `make test` on a machine with Python 3.11 or newer and pip needs nothing before it.
+# All commands of the project. `make test` needs only Python 3.11 or newer and pip.
 
 PYTHON ?= python3
-# Processes that run tests.
+# The number of processes that run tests.
 WORKERS ?= 2
 VENV := .venv
 DEMO_VENV := .venv-demo
@@ -15,28 +15,28 @@ INSTALL := -m pip install --quiet --disable-pip-version-check
 help:
 	@echo 'make test      lint, types, and all tests that are not marked slow; CI runs this'
 	@echo 'make test-all  lint, types, and all tests'
-	@echo 'make coverage  which lines of fitflax no test runs; needs Python 3.12'
-	@echo 'make soak      kill a run 200 times and compare it with one never stopped; make a million steps and look at the memory'
-	@echo 'make mutants   break single lines of the core, 40 a file, and look whether a test sees it, hours; FILES=fitflax/steps/task.py for one'
-	@echo 'make lint      lint and types alone'
+	@echo 'make coverage  report the lines of fitflax that no test runs; needs Python 3.12'
+	@echo 'make soak      kill a run 200 times and compare it with an uninterrupted run; run a million steps and check memory'
+	@echo 'make mutants   break single lines of the core, 40 per file, and check that a test fails (hours); FILES=fitflax/steps/gradients.py for one file'
+	@echo 'make lint      only lint, spelling and types'
 	@echo 'make bench     measure fitflax against hand-written loops, Keras and Lightning (40 minutes)'
 	@echo 'make site      build the documentation site: site/index.html'
 	@echo 'make demo      train a small network on handwritten digits'
-	@echo 'make venv      only create $(VENV)'
-	@echo 'make peers     install PyTorch, TensorFlow, Grain and others into $(VENV), so that tests with them run'
+	@echo 'make venv      create $(VENV)'
+	@echo 'make peers     install PyTorch, TensorFlow, Grain and others into $(VENV), for the tests that need them'
 	@echo 'make clean     remove environments, caches and runs of the demo'
 
 venv: $(VENV)/.installed
 
-# The stamp is newer than pyproject.toml when the environment fits it.
+# The stamp is newer than pyproject.toml if the environment is up to date.
 $(VENV)/.installed: pyproject.toml
 	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python $(INSTALL) --editable '.[test,examples]'
 	@touch $@
 
-# Libraries whose data and metrics fitflax takes; tests that need one skip where it is missing. A version of PyTorch is named because the newest may come
-# with gigabytes for GPUs.
+# Libraries whose data and metrics fitflax accepts. Tests that need a missing one are skipped. The version of PyTorch is fixed because the latest may install
+# gigabytes of GPU libraries.
 TORCH ?= torch==2.13.0
 
 peers: venv
@@ -52,19 +52,22 @@ $(DEMO_VENV)/.installed: pyproject.toml
 lint: venv
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/codespell
 	$(BIN)/mypy --strict fitflax
 
 # A test that fails is run once more, alone. tests/flaky.py reports it as flaky if it passes then.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -p tests.flaky
+# XLA's optimizations take a quarter of the time, and only slow tests marked `optimized` depend on them.
+UNOPTIMIZED := JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTEST)
 
-# XLA's optimizations take a quarter of the time, and only slow tests depend on them.
 test: lint
-	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTEST) -m 'not slow'
+	$(UNOPTIMIZED) -m 'not slow'
 
+# Runs both parts, even if the first fails.
 test-all: lint
-	$(PYTEST)
+	$(UNOPTIMIZED) -m 'not (slow and optimized)'; unoptimized=$$?; $(PYTEST) -m 'slow and optimized' $$(grep -rl mark.optimized tests --include='test_*.py') && exit $$unoptimized
 
-# By sys.monitoring, because coverage's other tracer takes a lock, and tests that raise at any instant leave it taken.
+# Uses sys.monitoring, because coverage's other tracer takes a lock, and tests that raise at arbitrary points never release it.
 coverage: peers
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 12) and "coverage needs Python 3.12 or newer: make clean, make coverage PYTHON=python3.12")'
 	$(BIN)/python $(INSTALL) 'coverage>=7.10'
@@ -73,11 +76,11 @@ coverage: peers
 	COVERAGE_FILE=$(CURDIR)/build/coverage/data $(BIN)/python -m coverage combine --quiet
 	COVERAGE_FILE=$(CURDIR)/build/coverage/data $(BIN)/python -m coverage report --show-missing --skip-covered
 
-# Other kills than the last time: FITFLAX_SOAK_SEED=n make soak.
+# For kills at different times: FITFLAX_SOAK_SEED=n make soak.
 soak: venv
 	FITFLAX_SOAK=200 $(BIN)/python -m pytest -n $(WORKERS) tests/test_kills.py tests/test_soak.py
 
-# Those that no test sees, and why that is so, are in tests/MUTANTS.md.
+# tests/MUTANTS.md lists mutants that no test detects, and why.
 mutants: venv
 	$(BIN)/python -m tests.mutants $(FILES)
 
@@ -85,7 +88,7 @@ bench: peers
 	$(BIN)/python $(INSTALL) --editable '.[test,examples,peers,benchmarks]'
 	$(BIN)/python -m benchmarks.run --write
 
-# Anew each time: pages that are kept from the last build do not give their warnings again.
+# Builds all pages, because pages from the last build would not repeat their warnings.
 site: venv
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --fresh-env -c docs/site -d build/doctrees . site
 	@echo 'open site/index.html'

@@ -1,1 +1,1 @@
-"""What fitflax costs, measured: `python -m benchmarks.run` against peers, `python benchmarks/checkpoint.py` against the disk."""
+"""Benchmarks of what fitflax costs: `python -m benchmarks.run` against peers, `python benchmarks/checkpoint.py` against the disk."""

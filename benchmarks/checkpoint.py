@@ -1,15 +1,17 @@
-"""Checkpoints against the disk: a save against a raw write of the same bytes, a restore against a raw read, and both against flax and Orbax.
+"""Compares a save with a raw write of the same bytes, a restore with a raw read, and both with flax and Orbax.
 
-Each round runs base, fitflax, control, control, fitflax, base; the peers follow after all rounds. All write, and read, the same float32 arrays:
+Each round runs base, fitflax, control, control, fitflax, base. The peers follow after all rounds. All write, and read, the same float32 arrays:
 
-* save: the base writes the arrays' bytes to a file and calls fsync. fitflax writes a whole checkpoint: structure, checksums, metadata, fsync of all.
-* restore: the base reads the bytes into fresh memory, then runs zlib.crc32 over it. fitflax verifies everything and puts the arrays into their tree.
-* snapshot: the base copies every array; fitflax takes the copy that an asynchronous save writes while training goes on, and waits for it.
+* save: the base writes the arrays' bytes to a file and calls fsync. fitflax writes a whole checkpoint: structure, checksums, metadata, and fsync of all files.
+* restore: the base reads the bytes into fresh memory and computes their zlib.crc32. fitflax verifies everything and puts the arrays into their tree.
+* snapshot: the base copies every array. fitflax makes the copy that an asynchronous save writes during training, and waits for it.
 
-The control is the base once more: its ratio shows what 1 looks like on this machine. What is read was written just before, so it comes from the page cache for
-all alike. Old files are deleted before the clock starts. Memory is always fresh (glibc is told not to keep what was freed), as for a process that resumes.
+The control is a second base: its ratio shows how much this machine varies around 1. Files are read from the page cache by all, because they were just written.
+Old files are deleted before the clock starts. Memory is always fresh (glibc is told not to keep freed memory), as in a process that resumes.
 
-Speed is the base's time over the other's: 1 is the disk's own. The extra memory of a save is the high-water mark of a process of its own.
+With `--pause`, it measures training during asynchronous saves instead; see `pause.py`.
+
+Speed is the base's time divided by the contender's: 1 is the speed of the disk. The extra memory of a save is the high-water mark of a separate process.
 """
 
 import argparse
@@ -37,15 +39,20 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 import fitflax
-from fitflax.checkpoints.contents import read_metadata, read_state, write_checkpoint
-from fitflax.checkpoints.trees import host_copy, restore_tree, to_plain
+from fitflax.checkpoints.formats.checkpoint_files import read_metadata, read_state, write_checkpoint
+from fitflax.checkpoints.formats.plain_tree import to_plain
+from fitflax.checkpoints.memory import ReusedMemory
+from fitflax.checkpoints.restore.fit import restore_tree
+from fitflax.checkpoints.writer.snapshot import host_copy
 from fitflax.parallel import DataParallel
 from fitflax.state import TrainState
-from fitflax.steps.live import LiveState
+from fitflax.steps.live_state import LiveState
 
 LIMITS = {"save": 0.85, "restore": 0.7}
 MAX_EXTRA_MB = 64
 SNAPSHOT_SECONDS = 0.010  # beyond one copy
+# For `--pause`: the pause relative to a warm copy, extra memory relative to the state, and steps during a write relative to other steps.
+PAUSE_LIMITS = {"pause": 1.5, "memory": 1.1, "steps": 1.1}
 MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc's mallopt
 
 Tree = dict[str, dict[str, jax.Array]]
@@ -73,7 +80,7 @@ def write_file(path: pathlib.Path, blocks: list[Any]) -> None:
 
 
 def savers(tree: Tree, directory: pathlib.Path) -> dict[str, Contender]:
-    """Returns who saves; each writes what is called as it is."""
+    """Returns the contenders that save. Each writes to its own name in the directory."""
     host = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
 
     def fitflax_save() -> None:
@@ -95,7 +102,7 @@ def savers(tree: Tree, directory: pathlib.Path) -> dict[str, Contender]:
 
 
 def restorers(tree: Tree, directory: pathlib.Path) -> dict[str, Contender]:
-    """Returns who restores what `savers` saved."""
+    """Returns the contenders that restore what `savers` saved."""
     target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
@@ -127,28 +134,29 @@ def restorers(tree: Tree, directory: pathlib.Path) -> dict[str, Contender]:
 
 
 def copiers(tree: Tree) -> dict[str, Contender]:
-    """Returns who copies the tree; no peer has that as a call of its own."""
+    """Returns the contenders that copy the tree. No peer has a separate call for this."""
     host = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
     strategy = DataParallel(jax.devices()[:1])
     on_device = strategy.put(tree)
     state = TrainState(step=strategy.put(np.int32(0)), params=on_device, model_state={}, opt_state=(), key=strategy.put(jax.random.key(0)))
     live = LiveState(strategy, state, 0)
     live.snapshot(on_device).leaves()  # Compiles.
+    memory = ReusedMemory()  # Memory that is reused, as in a run.
     return {
         "base": lambda: [leaf.copy() for leaf in host],
-        # On a CPU nobody waits for it, but the steps that come after it do.
-        "fitflax": lambda: host_copy(to_plain(on_device, root="train")) if live.snapshots_wait else live.snapshot(on_device).leaves(),
+        # On a CPU, steps that follow the snapshot wait for it.
+        "fitflax": lambda: host_copy(to_plain(on_device, root="train"), lend=memory.lend) if live.snapshots_wait else live.snapshot(on_device).leaves(),
         "control": lambda: [leaf.copy() for leaf in host],
     }
 
 
 def check_same(tree: Tree, found: Any, who: str) -> None:
-    """Checks that everybody did the same work."""
+    """Checks that a contender restored the same values."""
     leaves = jax.tree.leaves(found)
     bits = [np.asarray(leaf).view(np.uint8) for leaf in jax.tree.leaves(tree)]
     found_bits = np.split(leaves[0], np.cumsum([len(part) for part in bits])[:-1]) if len(leaves) < len(bits) else leaves
     for mine, other in zip(bits, found_bits, strict=True):
-        np.testing.assert_array_equal(mine, np.asarray(other).view(np.uint8), err_msg=f"{who} restored other values")
+        np.testing.assert_array_equal(mine, np.asarray(other).view(np.uint8), err_msg=f"{who} restored different values")
 
 
 def timed(contender: Contender) -> float:
@@ -161,12 +169,12 @@ def timed(contender: Contender) -> float:
 
 
 def measure(contenders: dict[str, Contender], rounds: int, directory: pathlib.Path | None = None) -> dict[str, Any]:
-    """Returns seconds and speeds; with `directory`, what a contender left there is deleted before it runs again."""
+    """Returns seconds and speeds. With `directory`, a contender's files are deleted before it runs again."""
     for contender in contenders.values():
-        contender()  # Imports, threads and caches of everybody.
+        contender()  # Imports modules, starts threads and fills caches.
     core = ["base", "fitflax", "control"]
     seconds: dict[str, list[float]] = {who: [] for who in contenders}
-    # There and back: a machine that grows slower does so for all alike. The peers leave another state of memory behind, so they come last.
+    # Runs forth and back, so that a machine that slows down affects all equally. The peers leave memory in another state, so they run last.
     for who in [*core, *reversed(core)] * rounds + [name for name in contenders if name not in core] * rounds:
         if directory is not None:
             clear(directory / who)
@@ -181,36 +189,85 @@ def measure(contenders: dict[str, Contender], rounds: int, directory: pathlib.Pa
 
 
 def status() -> dict[str, int]:
-    """Returns this process's memory in kB as Linux counts it."""
+    """Returns this process's memory in kB, as Linux reports it."""
     lines = pathlib.Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if name in {"VmHWM", "VmRSS"}}
 
 
 def print_peak(who: str, megabytes: float, arrays: int, directory: pathlib.Path) -> None:
-    """Prints how far one save lifts the high-water mark of this process above what it held before, in MB."""
+    """Prints by how many MB a save raises the high-water mark of this process above its memory before the save."""
     tree = jax.block_until_ready(make_tree(megabytes, arrays))
     (directory / "small").mkdir()
     savers(make_tree(0.1, 2), directory / "small")[who]()
-    pathlib.Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # The mark begins anew.
+    pathlib.Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # Resets the high-water mark.
     before = status()["VmRSS"]
     savers(tree, directory)[who]()
     print((status()["VmHWM"] - before) / 1024)
 
 
 def peak(who: str, megabytes: float, arrays: int, parent: pathlib.Path) -> float | None:
-    """Returns the extra memory of one save in MB; `None` where there is no Linux to ask."""
+    """Returns the extra memory of a save in MB, or `None` if the system is not Linux."""
     if not pathlib.Path("/proc/self/clear_refs").exists():
         return None
     with tempfile.TemporaryDirectory(dir=parent) as directory:
-        arguments = [sys.executable, __file__, "--peak", who, "--megabytes", str(megabytes), "--arrays", str(arrays), "--directory", directory]
-        root = pathlib.Path(fitflax.__file__).resolve().parent.parent
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])}
-        done = subprocess.run(arguments, env=environment, check=True, capture_output=True, text=True)
-    return float(done.stdout.split()[-1])
+        return float(printed(__file__, "--peak", who, "--megabytes", str(megabytes), "--arrays", str(arrays), "--directory", directory).split()[-1])
+
+
+def printed(*arguments: str) -> str:
+    """Returns the output of another Python process that uses the same fitflax."""
+    roots = (pathlib.Path(file).resolve().parent.parent for file in (fitflax.__file__, __file__))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, roots), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    return subprocess.run([sys.executable, *arguments], env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def pause_part(part: str, rounds: int, parent: pathlib.Path, quick: bool) -> dict[str, Any]:
+    """Returns the numbers of a part of `pause.py`, from a separate process."""
+    numbers: dict[str, Any] = json.loads(printed("-m", "benchmarks.pause", part, "--rounds", str(rounds), "--directory", str(parent), *["--quick"] * quick))
+    return numbers
+
+
+def pause_rows(rounds: int, parent: pathlib.Path, quick: bool) -> list[dict[str, Any]]:
+    """Returns the rows of the table of pauses: the measured quantity, its median, minimum and maximum, the reference, and the ratio."""
+    fit, loop = (pause_part(part, rounds, parent, quick) for part in ("fit", "pauses"))
+    warm, rows = statistics.median(loop["pauses"]["warm copy"]), []
+
+    def add(what: str, values: list[float], base: float | None, limit: float | None = None) -> None:
+        ratio = None if not values or not base else statistics.median(values) / base
+        verdict = "" if limit is None or ratio is None else "ok" if ratio <= limit else "over"
+        rows.append({"what": what, "values": values, "ratio": ratio, "limit": limit, "verdict": verdict})
+
+    for who, values in loop["pauses"].items():
+        add(f"pause of {who}, s", values, warm, PAUSE_LIMITS["pause"] if who == "fitflax" else None)
+    add("CPU time of a pause of fitflax, s", loop["cpu"]["fitflax"], statistics.median(loop["cpu"]["warm copy"]))
+    worst = max(loop["pauses"]["fitflax"])
+    add("worst pause of fitflax, s, relative to the worst warm copy", [worst], max(loop["pauses"]["warm copy"]), PAUSE_LIMITS["pause"])
+    add("first pause of fitflax, s", [fit["first_pause"]], warm)
+    add("pause in fit, s, with waits for the previous save", fit["pauses"], warm)
+    add("step during a write, s", fit["beside"], statistics.median(fit["others"]) if fit["others"] else None, PAUSE_LIMITS["steps"])
+    add("other steps, s", fit["others"], None)
+    add("write in fit, s", fit["writes"], None)
+    add("write without training, s", loop["writes"], None)
+    if fit["extra_mb"] is not None:
+        add("extra memory in fit, MB, relative to the state", [fit["extra_mb"]], fit["megabytes"], PAUSE_LIMITS["memory"])
+        add("peak memory of fit, MB", [fit["peak_mb"]], None)
+    return rows
+
+
+def pause_table(rows: list[dict[str, Any]]) -> str:
+    def shown(value: float | None) -> str:
+        return "" if value is None else f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+
+    def spread(values: list[float]) -> str:
+        text = shown(statistics.median(values)) if values else "none"
+        return f"{text} ({shown(min(values))}..{shown(max(values))})" if len(values) > 1 else text
+
+    lines = [["what", "median (lowest..highest)", "number", "ratio", "limit", "verdict"], ["---"] * 6]
+    lines += [[row["what"], spread(row["values"]), str(len(row["values"])), shown(row["ratio"]), shown(row["limit"]), row["verdict"]] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def rows_of(megabytes: float, arrays: int, rounds: int, parent: pathlib.Path, peers: bool) -> list[dict[str, Any]]:
-    """Returns the table's rows for a tree of one size."""
+    """Returns the table rows for a tree of one size."""
     tree = jax.block_until_ready(make_tree(megabytes, arrays))
     size = {"megabytes": megabytes, "arrays": arrays}
 
@@ -262,30 +319,39 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def keep_no_memory() -> None:
-    """Makes glibc give back what is freed, so that everybody's memory is fresh; elsewhere it stays as it is."""
+    """Makes glibc return freed memory to the system, so that the memory of all contenders is fresh. Does nothing on other systems."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 2**17)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--megabytes", type=float, nargs="+", default=[512], help="sizes of the trees; 4096 needs some 16 GB of memory")
-    parser.add_argument("--arrays", type=int, nargs="+", default=[64, 2000], help="in how many arrays")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--directory", type=pathlib.Path, default=pathlib.Path.cwd(), help="where to write, below it; on the disk that is asked about")
-    parser.add_argument("--no-peers", action="store_true", help="without flax and Orbax, which take most of the time")
-    parser.add_argument("--quick", action="store_true", help="a tree of half a megabyte, to try the benchmark itself")
-    parser.add_argument("--json", type=pathlib.Path, help="a file for the numbers")
+    parser.add_argument("--megabytes", type=float, nargs="+", default=[512], help="sizes of the trees in MB; 4096 needs about 16 GB of memory")
+    parser.add_argument("--arrays", type=int, nargs="+", default=[64, 2000], help="numbers of arrays in a tree")
+    parser.add_argument("--pause", action="store_true", help="measure pauses of training, steps during a write, and memory, with the arrays of GPT-2 small")
+    parser.add_argument("--rounds", type=int, help="default: 5, or 10 with --pause")
+    parser.add_argument("--directory", type=pathlib.Path, default=pathlib.Path.cwd(), help="where to write temporary files, on the disk to measure")
+    parser.add_argument("--no-peers", action="store_true", help="leave out flax and Orbax, which take most of the time")
+    parser.add_argument("--quick", action="store_true", help="a tree of 0.5 MB, to check that the benchmark runs")
+    parser.add_argument("--json", type=pathlib.Path, help="write the numbers to this JSON file")
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.peak:
         print_peak(options.peak, options.megabytes[0], options.arrays[0], options.directory)
         return
+    if options.pause:
+        rows = pause_rows(options.rounds or 10, options.directory, options.quick)
+        finish(pause_table(rows), rows, options)
+        return
     keep_no_memory()
     sizes = [(0.5, 5)] if options.quick else [(megabytes, arrays) for megabytes in options.megabytes for arrays in options.arrays]
-    rows = [row for size in sizes for row in rows_of(*size, options.rounds, options.directory, not options.no_peers)]
+    rows = [row for size in sizes for row in rows_of(*size, options.rounds or 5, options.directory, not options.no_peers)]
+    finish(table(rows), rows, options)
+
+
+def finish(text: str, rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     here = machine(options.directory.resolve())
-    print(table(rows), ", ".join(f"{name} {value}" for name, value in here.items()), sep="\n\n")
+    print(text, ", ".join(f"{name} {value}" for name, value in here.items()), sep="\n\n")
     if options.json:
         options.json.write_text(json.dumps({"machine": here, "results": rows}, indent=2) + "\n", encoding="utf-8")
 

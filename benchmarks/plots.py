@@ -1,4 +1,4 @@
-"""The tables of RESULTS*.md as pictures, which the documentation site draws when it is built: SVG that takes the colors of the page it stands in."""
+"""Draws the tables of RESULTS*.md when the documentation site is built: SVG in the colors of its page."""
 
 import html
 import io
@@ -18,7 +18,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 Row = dict[str, str]
 Tables = dict[str, list[list[Row]]]  # heading of a section -> its tables
 
-# Whatever is drawn in it has the color of the page's text. The others can be read on white and on black.
+# Everything drawn in this color gets the color of the page's text. The other colors are readable on white and on black.
 TEXT = "#010203"
 COLORS = {
     "fit": "#2f7ed8",
@@ -33,15 +33,15 @@ COLORS = {
     "mesh": "#3f9e5f",
     "fsdp": "#d98a1f",
 }
-# The names by which readers know them.
+# The names that readers see.
 LABELS = {
     "fit": "fitflax",
-    "fit16": "fitflax, 16 steps a call",
+    "fit16": "fitflax, 16 steps per call",
     "keras": "Keras",
-    "keras16": "Keras, 16 steps a call",
+    "keras16": "Keras, 16 steps per call",
     "lightning": "Lightning (PyTorch)",
-    "scan": "by hand, lax.scan of 16 steps",
-    "jit": "by hand, jax.jit",
+    "scan": "hand-written, lax.scan of 16 steps",
+    "jit": "hand-written, jax.jit",
     "pmap": "DataParallel / pmap",
     "mesh": "Sharded / mesh",
     "fsdp": "Sharded / FSDP",
@@ -49,7 +49,7 @@ LABELS = {
 STYLE = {
     "font.size": 8,
     "font.family": "sans-serif",
-    "svg.fonttype": "none",  # Text stays text, in a font of the page.
+    "svg.fonttype": "none",  # Text stays text, in the page's font.
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -63,7 +63,7 @@ WIDTH = 5.6  # inches
 
 
 class Spread(NamedTuple):
-    """A median of some rounds, with the lowest and the highest."""
+    """The median of some rounds, with the lowest and the highest."""
 
     median: float
     low: float
@@ -71,7 +71,7 @@ class Spread(NamedTuple):
 
 
 def tables(text: str) -> Tables:
-    """Returns the tables of a Markdown text by the heading that they stand under."""
+    """Returns the tables of a Markdown text by their heading."""
     found: Tables = {}
     for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
         heading, _, body = part.partition("\n")
@@ -81,35 +81,35 @@ def tables(text: str) -> Tables:
 
 
 def rows(lines: Sequence[str]) -> list[Row]:
-    """Returns the rows of one table as dicts by its columns' headings."""
+    """Returns the rows of a table as dicts with the columns' headings as keys."""
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
 
 
 def spread(cell: str) -> Spread | None:
-    """Reads what `benchmarks.report.spread` writes, `1.184 (1.012..1.392)`; `None` for an empty cell."""
+    """Parses what `benchmarks.report.spread` writes, `1.184 (1.012..1.392)`; returns `None` for an empty cell."""
     match = re.fullmatch(r"([\d.]+) \(([\d.]+)\.\.([\d.]+)\)", cell)
     return Spread(*map(float, match.groups())) if match else None
 
 
 def results(name: str) -> Tables:
-    """Returns the tables of one of the files of results."""
+    """Returns the tables of a results file."""
     return tables((HERE / name).read_text(encoding="utf-8"))
 
 
 def peers(name: str) -> dict[str, list[Row]]:
-    """Returns the table of all peers of each workload that has a hand-written `jit` to compare with."""
+    """Returns the table of all peers for each workload that has a hand-written `jit` to compare with."""
     return {workload: found[1] for workload, found in results(name).items() if any(row.get("peer") == "jit" for row in found[1])}
 
 
 def grid(height: float, columns: int = 1) -> tuple[Figure, list[Axes]]:
-    """Returns a figure that is as wide as a page, with its axes side by side."""
+    """Returns a figure as wide as a page, with its axes next to each other."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     return figure, list(figure.subplots(1, columns, squeeze=False)[0])
 
 
 def ratio_axis(axes: Axes, ticks: Sequence[float], title: str) -> None:
-    """Makes the horizontal axis one of ratios, logarithmic, with a line at 1."""
+    """Turns the horizontal axis into a logarithmic one of ratios, with a line at 1."""
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -120,7 +120,7 @@ def ratio_axis(axes: Axes, ticks: Sequence[float], title: str) -> None:
 
 
 def draw_ratios(axes: Axes, table: dict[str, dict[str, Spread]], shown: Sequence[str]) -> None:
-    """Draws a row for each workload, with a dot for each peer and a line from its lowest to its highest round."""
+    """Draws a row per workload, with a dot per peer and a line from its lowest to its highest round."""
     for place, (_, found) in enumerate(table.items()):
         present = [peer for peer in shown if peer in found]
         for number, peer in enumerate(present):
@@ -141,7 +141,7 @@ def legend(figure: Figure, shown: Sequence[str], columns: int = 3) -> None:
 
 
 def training(name: str = "RESULTS.md") -> Figure:
-    """The time of a training step of each peer over that of the hand-written loop."""
+    """Draws each peer's time per training step relative to the hand-written loop."""
     shown = ["fit", "fit16", "scan", "keras", "keras16", "lightning"]
     table = {
         workload: {row["peer"]: ratio for row in found if (ratio := spread(row["ratio to jit"])) is not None and row["peer"] in shown}
@@ -151,19 +151,21 @@ def training(name: str = "RESULTS.md") -> Figure:
     figure, (axes,) = grid(0.9 + 0.62 * len(table))
     draw_ratios(axes, table, present)
     ratio_axis(
-        axes, [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 40] if len(table) > 2 else [0.2, 0.5, 1, 2, 4], "time of a training step, over the hand-written jax.jit loop"
+        axes,
+        [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 40] if len(table) > 2 else [0.2, 0.5, 1, 2, 4],
+        "time of a training step, relative to the hand-written jax.jit loop",
     )
     legend(figure, present)
     return figure
 
 
 def training_on_a_gpu() -> Figure:
-    """The same on a GPU."""
+    """Draws the same for a GPU."""
     return training("RESULTS-gpu.md")
 
 
 def reading(name: str = "RESULTS.md") -> Figure:
-    """The time of a batch of `evaluate` and `predict` over that of hand-written loops."""
+    """Draws the time per batch of `evaluate` and `predict` relative to hand-written loops."""
     shown = ["fit", "keras"]
     figure, both = grid(3.2, 2)
     for axes, operation in zip(both, ("evaluate", "predict"), strict=True):
@@ -174,18 +176,18 @@ def reading(name: str = "RESULTS.md") -> Figure:
                 if row["operation"] == operation and row["peer"] in shown and ratio is not None:
                     found[row["peer"]] = ratio
         draw_ratios(axes, table, shown)
-        ratio_axis(axes, [0.3, 0.5, 1, 2, 4, 8], f"{operation}: over by hand")
+        ratio_axis(axes, [0.3, 0.5, 1, 2, 4, 8], f"{operation}: time relative to hand-written")
     both[1].set_yticklabels([])
     legend(figure, shown)
     return figure
 
 
 def processes_whole() -> Figure:
-    """The seconds from the start of a process until its first step is done, and its memory."""
+    """Draws the seconds from the start of a process to the end of its first step, and its memory."""
     shown = ["jit", "fit", "keras", "lightning"]
     table = {workload: {row["peer"]: row for row in found} for workload, found in peers("RESULTS.md").items() if workload != "many_leaves"}
     figure, both = grid(3.4, 2)
-    for axes, (column, title) in zip(both, (("first step s", "seconds until the first step is done"), ("peak MB", "peak of the memory, MB")), strict=True):
+    for axes, (column, title) in zip(both, (("first step s", "seconds to the end of the first step"), ("peak MB", "peak memory, MB")), strict=True):
         for place, found in enumerate(table.values()):
             present = [peer for peer in shown if found.get(peer, {}).get(column)]
             for number, peer in enumerate(present):
@@ -201,8 +203,8 @@ def processes_whole() -> Figure:
 
 
 def devices() -> Figure:
-    """Both strategies on 1 to 8 devices: the step over that of loops by hand, and the memory of the state on each device."""
-    found = results("RESULTS-scaling.md")["With the number of devices"][0]
+    """Draws both strategies on 1 to 8 devices: the step relative to hand-written loops, and the memory of the state on each device."""
+    found = results("RESULTS-scaling.md")["By number of devices"][0]
     figure, (left, right) = grid(2.7, 2)
     for number, kind in enumerate(("pmap", "mesh", "fsdp")):
         mine = [row for row in found if row["pair"] == kind]
@@ -213,10 +215,10 @@ def devices() -> Figure:
                 left.plot([count * 1.08 ** (number - 1)] * 2, ratio[1:], color=COLORS[kind], linewidth=1.6)
         medians = [ratio.median for ratio in ratios if ratio is not None]
         left.plot([count * 1.08 ** (number - 1) for count in counts], medians, "o", color=COLORS[kind], markersize=4)
-        right.plot(counts, [float(row["MB a device: state and batch"]) for row in mine], "o-", color=COLORS[kind], markersize=4, linewidth=1.6)
+        right.plot(counts, [float(row["MB per device: state and batch"]) for row in mine], "o-", color=COLORS[kind], markersize=4, linewidth=1.6)
     left.axhline(1, color=TEXT, linewidth=0.8)
-    left.set_ylabel("step, over by hand")
-    right.set_ylabel("MB of state and batch a device")
+    left.set_ylabel("step, relative to hand-written")
+    right.set_ylabel("MB of state and batch per device")
     right.set_ylim(0)
     for axes in (left, right):
         axes.set_xscale("log", base=2)
@@ -229,7 +231,7 @@ def devices() -> Figure:
 
 
 def several_processes() -> Figure:
-    """The same pairs on 1, 2 and 4 processes."""
+    """Draws the same pairs on 1, 2 and 4 processes."""
     found = results("RESULTS-processes.md")["Training"][0]
     table: dict[str, dict[str, Spread]] = {}
     for row in found:
@@ -238,24 +240,24 @@ def several_processes() -> Figure:
             table.setdefault(f"{count} process{'es' * (count > 1)}", {})[row["pair"]] = ratio
     figure, (axes,) = grid(2.2)
     draw_ratios(axes, table, ["pmap", "mesh", "fsdp"])
-    ratio_axis(axes, [0.8, 0.9, 1, 1.1, 1.2], "time of a training step, over the same by hand")
+    ratio_axis(axes, [0.8, 0.9, 1, 1.1, 1.2], "time of a training step, relative to hand-written")
     legend(figure, ["pmap", "mesh", "fsdp"])
     return figure
 
 
-# Name -> what draws it, and what it shows, for those who do not see it.
+# Name -> the function that draws it, and a text alternative.
 PLOTS: dict[str, tuple[Callable[[], Figure], str]] = {
-    "training": (training, "Time of a training step of each library on each workload, over that of the hand-written loop"),
-    "reading": (reading, "Time of a batch of evaluate and predict, over that of hand-written loops"),
-    "processes-whole": (processes_whole, "Seconds until the first step is done, and peak of the memory, of whole processes"),
-    "gpu": (training_on_a_gpu, "Time of a training step on a GPU, over that of the hand-written loop"),
-    "devices": (devices, "Time of a step on 1 to 8 devices over that of loops by hand, and memory of the state on each device"),
-    "processes": (several_processes, "Time of a training step on 1, 2 and 4 processes, over that of loops by hand"),
+    "training": (training, "Time of a training step of each library on each workload, relative to the hand-written loop"),
+    "reading": (reading, "Time of a batch of evaluate and predict, relative to hand-written loops"),
+    "processes-whole": (processes_whole, "Seconds to the end of the first step, and peak memory, of whole processes"),
+    "gpu": (training_on_a_gpu, "Time of a training step on a GPU, relative to the hand-written loop"),
+    "devices": (devices, "Time of a step on 1 to 8 devices relative to hand-written loops, and memory of the state on each device"),
+    "processes": (several_processes, "Time of a training step on 1, 2 and 4 processes, relative to hand-written loops"),
 }
 
 
 def figure(name: str) -> str:
-    """Returns a plot as HTML: an SVG that is as wide as its place and has the colors of its text.
+    """Returns a plot as HTML: an SVG that is as wide as its container and has the colors of its text.
 
     Raises:
         KeyError: There is no such plot.

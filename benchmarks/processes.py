@@ -1,16 +1,15 @@
-"""Several processes on this machine, over loopback: fitflax against a loop written by hand, and what each kind of message between processes costs.
+"""Compares fitflax with a hand-written loop in several processes on this machine, over loopback, and measures each kind of message between processes.
 
     python -m benchmarks.processes                # about 10 minutes on two cores
-    python -m benchmarks.processes --quick        # only to see that it runs
-    python -m benchmarks.processes --write        # into benchmarks/RESULTS-processes.md, too
+    python -m benchmarks.processes --quick        # only to check that it runs
+    python -m benchmarks.processes --write        # also writes to benchmarks/RESULTS-processes.md
 
-Each process has one device of the CPU, and all of them the same global batch. The pairs and rounds are those of `benchmarks.scaling`: `mesh` is a jitted loop
-over a mesh of all processes' devices, against `Sharded({"data": -1})`; `fsdp` the same with split parameters; `pmap` is the first hand-written loop once more,
-against `DataParallel`, which between processes is compiled by `jit(shard_map)`. Processes share two cores here: what grows with their number is cost, not
-speed.
+Each process has one CPU device, and all train on the same global batch. The pairs and rounds are those of `benchmarks.scaling`: `mesh` is a jitted loop over a
+mesh of all processes' devices, against `Sharded({"data": -1})`. `fsdp` is the same with sharded parameters. `pmap` is the first hand-written loop again,
+against `DataParallel`, which `jit(shard_map)` compiles between processes. Processes share two cores here, so what grows with their number is cost, not speed.
 
-Costs: the sum of an array of so many bytes over the processes' devices (all-reduce), each process having the result (`us`, medians); and one agreement beside
-the devices, in which every process learns what each of them says (`parallel.processes.exchange`).
+Costs are the median microseconds of a sum of an array over the processes' devices, with the result in each process (all-reduce), and of an agreement outside
+the devices, in which every process learns a value from each of the others (`parallel.processes.exchange`).
 """
 
 import argparse
@@ -24,7 +23,7 @@ import sys
 import time
 from typing import Any
 
-os.environ.setdefault("PJRT_NPROC", "16")  # On few cores XLA's threads would wait for each other.
+os.environ.setdefault("PJRT_NPROC", "16")  # On few cores, XLA's threads would wait for each other.
 
 import jax
 import numpy as np
@@ -38,7 +37,7 @@ SIZES = (2**10, 2**14, 2**18, 2**22, 2**24)
 
 
 def all_reduces(sizes: list[int], repeats: int) -> dict[int, float]:
-    """Returns by bytes the microseconds of a sum over all devices."""
+    """Returns the microseconds of a sum over all devices, by number of bytes."""
     mesh = Mesh(np.array(jax.devices()), ("data",))
     split, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
     total = jax.jit(lambda rows: rows.sum(axis=0), in_shardings=split, out_shardings=whole)
@@ -55,7 +54,7 @@ def all_reduces(sizes: list[int], repeats: int) -> dict[int, float]:
 
 
 def exchanges(repeats: int) -> float:
-    """Returns the microseconds of one agreement."""
+    """Returns the microseconds of an agreement."""
     parallel.processes.exchange(0)
     began = time.perf_counter()
     for number in range(repeats):
@@ -64,17 +63,17 @@ def exchanges(repeats: int) -> float:
 
 
 def work(options: argparse.Namespace) -> None:
-    """What each process does; the first one prints the numbers."""
+    """Runs in each process. The first process prints the numbers."""
     jax.config.update("jax_num_cpu_devices", 1)
     if options.count > 1:
         parallel.initialize(f"127.0.0.1:{options.port}", options.count, options.index)
-    kinds = {"pmap": "pmap" if options.count == 1 else "mesh"}  # By hand as a jitted loop, whatever fitflax does.
+    kinds = {"pmap": "pmap" if options.count == 1 else "mesh"}  # The hand-written loop is jitted, whatever fitflax does.
     rows = []
     for kind in options.pairs:
-        by_hand = scaling.by_hand
-        scaling.by_hand = lambda given, *rest: by_hand(kinds.get(given, given), *rest)  # noqa: B023
+        hand_written = scaling.hand_written
+        scaling.hand_written = lambda given, *rest: hand_written(kinds.get(given, given), *rest)  # noqa: B023
         rows.append(scaling.measure(kind, options.count, options.width, steps=options.steps, rounds=options.rounds))
-        scaling.by_hand = by_hand
+        scaling.hand_written = hand_written
     costs = {}
     if options.count > 1:
         costs = {"all_reduce": all_reduces(options.sizes, options.repeats), "exchange": exchanges(10 * options.repeats)}
@@ -83,10 +82,10 @@ def work(options: argparse.Namespace) -> None:
 
 
 def started(count: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the numbers of so many processes.
+    """Returns the numbers for a number of processes.
 
     Raises:
-        RuntimeError: One of them failed.
+        RuntimeError: A process failed.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -104,7 +103,7 @@ def started(count: int, options: argparse.Namespace) -> dict[str, Any]:
 
 def tables(found: list[dict[str, Any]]) -> str:
     """Returns the numbers as text."""
-    lines = [["pair", "processes", "us/step by hand", "us/step fitflax", "ratio", "control"]]
+    lines = [["pair", "processes", "us/step hand-written", "us/step fitflax", "ratio", "control"]]
     for each in found:
         for row in each["rows"]:
             spread = [f"{row[name]['median']:.3f} ({row[name]['min']:.3f}..{row[name]['max']:.3f})" for name in ("ratio", "control")]
@@ -125,13 +124,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--pairs", choices=scaling.PAIRS, nargs="+", default=list(scaling.PAIRS))
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=32, help="of a stretch")
+    parser.add_argument("--steps", type=int, default=32, help="steps per measurement")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="bytes of the arrays that are summed")
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="sizes in bytes of the arrays to sum")
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--quick", action="store_true", help="few and small, to try the benchmark itself")
-    parser.add_argument("--json", type=pathlib.Path, help="a file for the numbers")
-    parser.add_argument("--write", action="store_true", help=f"the tables into {RESULTS.name}")
+    parser.add_argument("--quick", action="store_true", help="small sizes and few rounds, to check that the benchmark runs")
+    parser.add_argument("--json", type=pathlib.Path, help="write the numbers to this JSON file")
+    parser.add_argument("--write", action="store_true", help=f"write the tables to {RESULTS.name}")
     for name in ("--count", "--index", "--port"):
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -151,7 +150,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.json:
         options.json.write_text(json.dumps({"machine": here, "found": found}, indent=2) + "\n", encoding="utf-8")
     if options.write:
-        head = "# Several processes\n\nWritten by `python -m benchmarks.processes --write`; the head of `processes.py` says what is measured.\n\n"
+        head = "# Several processes\n\nWritten by `python -m benchmarks.processes --write`; the docstring of `processes.py` describes the method.\n\n"
         RESULTS.write_text(head + text, encoding="utf-8")
 
 

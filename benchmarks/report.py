@@ -1,4 +1,4 @@
-"""The tables: what was found, as Markdown, and RESULTS.md made of it. One section a workload, each with its own machine, so that one can be measured again."""
+"""Formats the results as Markdown tables and RESULTS.md. Each workload has a section with its own machine, so that it can be measured again separately."""
 
 import re
 from typing import Any
@@ -8,7 +8,7 @@ from benchmarks.workloads import ALL, make_workload
 
 PREAMBLE = """# Results
 
-Written by `python -m benchmarks.run --write`; [README.md](README.md) says what is measured and how to read it.
+Written by `python -m benchmarks.run --write`; [README.md](README.md) describes what is measured and how to read it.
 """
 
 
@@ -17,7 +17,7 @@ def number(value: float | None, digits: int) -> str:
 
 
 def spread(found: dict[str, float] | None, digits: int = 3) -> str:
-    """Returns a median with the lowest and highest round."""
+    """Returns a median with the lowest and the highest round."""
     return "" if found is None else f"{found['median']:.{digits}f} ({found['low']:.{digits}f}..{found['high']:.{digits}f})"
 
 
@@ -41,7 +41,7 @@ def peers_table(result: dict[str, Any]) -> str:
 
 
 def reading_table(result: dict[str, Any]) -> str:
-    """Returns the table of `evaluate` and `predict`; nothing where nobody does."""
+    """Returns the table of `evaluate` and `predict`, or nothing if no peer has them."""
     rows = [
         [do, name, number(peer[do]["us"], 1), spread(peer[do]["ratio"]), number(peer[do]["start_ms"], 1)]
         for do in ("evaluate", "predict")
@@ -62,7 +62,7 @@ def claims_table(result: dict[str, Any]) -> str:
 
 def section(result: dict[str, Any], machine: dict[str, Any]) -> str:
     workload = make_workload(result["workload"])
-    size = f"{result['rounds']} rounds of {result['steps']} steps" + (", **small sizes: only to try the benchmark**" if result["small"] else "")
+    size = f"{result['rounds']} rounds of {result['steps']} steps" + (", **small sizes: only to check that the benchmark runs**" if result["small"] else "")
     parts = [
         f"## {workload.name}",
         f"{workload.about}. {size}. device {result['device']}, {', '.join(f'{name} {value}' for name, value in machine.items())}.",
@@ -74,7 +74,7 @@ def section(result: dict[str, Any], machine: dict[str, Any]) -> str:
 
 
 def merged(text: str, sections: dict[str, str]) -> str:
-    """Returns RESULTS.md with new sections in place of old ones of the same workloads."""
+    """Returns RESULTS.md with new sections in place of the old ones of the same workloads."""
     old = {part.partition("\n")[0].strip(): f"## {part.strip()}\n" for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]}
     kept = old | sections
     return "\n".join([PREAMBLE, *(kept[workload.name] for workload in ALL if workload.name in kept)])

@@ -1,13 +1,14 @@
-"""Runs each peer in a process of its own, all on the same data, model, optimizer and metrics, and prints how long they take.
+"""Runs each peer in a separate process, with the same data, model, optimizer and metrics, and prints how long they take.
 
     python -m benchmarks.run                                    # everything, about 40 minutes
     python -m benchmarks.run --workload mlp --peers jit control fit
     python -m benchmarks.run --quick                            # tiny and mlp, two minutes
-    python -m benchmarks.run --write                            # into benchmarks/RESULTS.md, too
-    python -m benchmarks.run --write benchmarks/RESULTS-gpu.md  # or into another file
+    python -m benchmarks.run --write                            # also writes to benchmarks/RESULTS.md
+    python -m benchmarks.run --write benchmarks/RESULTS-gpu.md  # or to another file
 
 All processes of a workload live at the same time, and all but one sleep. Each compiles and warms up, and the losses are compared: peers that take the same
-batches must agree to 1e-5, on a GPU to 5e-3. Then come rounds. In each, each peer in turn runs base, peer, peer, base, as many steps each time.
+batches must agree to 1e-5, on a GPU to 5e-3. Then the rounds begin. In a round, each peer in turn runs base, peer, peer, base, with the same number of steps
+each time.
 """
 
 import argparse
@@ -22,8 +23,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks import compare, report
@@ -34,43 +36,42 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = pathlib.Path(__file__).resolve().parent / "RESULTS.md"
 QUICK = {"workloads": ("tiny", "mlp"), "rounds": 3}
 MIN_ROUNDS = 3
-START_SECONDS = 300.0  # How long a peer may take to compile and warm up.
+START_SECONDS = 300.0  # The time limit for a peer to compile and warm up.
 STRETCH_SECONDS = 300.0
 DISTRIBUTIONS = ("jax", "jaxlib", "flax", "optax", "numpy", "keras", "torch", "lightning")
 
 
 class WorkerError(Exception):
-    """A peer that failed; the message ends with what its process said last."""
+    """Raised when a peer fails. The message ends with the last output of its process."""
 
 
 class Worker:
     """The process of one peer.
 
     Args:
-        peer: Who.
-        workload: What it trains.
-        small: Whether sizes are small.
-        own_parameters: Whether the framework's own initial parameters are kept, and the first step is noted.
+        peer: The peer's name.
+        arguments: The arguments of its module: a workload, and how it is trained.
+        module: The module that is run.
+        environment: Variables in addition to this process's.
     """
 
-    def __init__(self, peer: str, workload: str, *, small: bool, own_parameters: bool = False) -> None:
+    def __init__(self, peer: str, *arguments: str, module: str = "benchmarks.worker", environment: Mapping[str, str] = MappingProxyType({})) -> None:
         self.peer = peer
         self.missing: str | None = None
         self.device = "cpu"
         self.started = time.perf_counter()
-        flags = [*(["--small"] if small else []), *(["--own-parameters"] if own_parameters else [])]
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "3"}
-        environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # They share the GPU's memory.
-        environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+        variables = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "3"}
+        variables.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # The processes share the GPU's memory.
+        variables.pop("JAX_COMPILATION_CACHE_DIR", None)
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed in __exit__)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.worker", peer, workload, *flags],
+            [sys.executable, "-m", module, peer, *arguments],
             bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
-            env=environment,
+            env={**variables, **environment},
         )
 
     def __enter__(self) -> "Worker":
@@ -87,7 +88,7 @@ class Worker:
         """Returns the next answer.
 
         Raises:
-            WorkerError: None came in time, or the process ended.
+            WorkerError: No answer came in time, or the process ended.
         """
         deadline = time.monotonic() + seconds
         line = b""
@@ -96,7 +97,7 @@ class Worker:
                 raise WorkerError(f"no answer within {seconds:.0f} s")
             piece = os.read(self._process.stdout.fileno(), 65536)
             if not piece:
-                raise WorkerError(f"ended with: {self._last_words()}")
+                raise WorkerError(f"the process ended with: {self._last_words()}")
             line += piece
         return json.loads(line)
 
@@ -106,29 +107,34 @@ class Worker:
         lines = self._said.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"exit code {self._process.returncode}"
 
-    def send(self, do: str, passes: int) -> None:
-        """Sends a command, without waiting for its answer."""
+    def send(self, do: str, **options: Any) -> None:
+        """Sends a command without waiting for its answer."""
         try:
-            self._process.stdin.write(f"{json.dumps({'do': do, 'passes': passes})}\n".encode())
+            self._process.stdin.write(f"{json.dumps({'do': do, **options})}\n".encode())
         except BrokenPipeError as error:
-            raise WorkerError(f"ended with: {self._last_words()}") from error
+            raise WorkerError(f"the process ended with: {self._last_words()}") from error
 
-    def ask(self, do: str, passes: int, seconds: float = STRETCH_SECONDS) -> dict[str, Any]:
-        self.send(do, passes)
+    def ask(self, do: str, *, seconds: float = STRETCH_SECONDS, **options: Any) -> dict[str, Any]:
+        """Returns the answer to a command."""
+        self.send(do, **options)
         return self.read(seconds)
 
     def get_ready(self) -> None:
-        """Waits until the peer can take commands, and notes its `device`, or has said why it cannot run; then `missing` says so."""
+        """Waits until the peer accepts commands and records its `device`, or until it reports why it cannot run, which `missing` then says."""
         answer = self.read(START_SECONDS)
         self.missing, self.device = answer.get("unavailable"), answer.get("device", "cpu")
 
-    def finish(self) -> float:
-        """Ends the process in order, and returns the peak of its resident memory in MB."""
+    def finish(self) -> dict[str, Any]:
+        """Ends the process normally, and returns its last answer, with `peak_mb`, the peak of its resident memory."""
         self._process.stdin.close()
-        peak: float = self.read(STRETCH_SECONDS)["peak_mb"]
+        last = self.read(STRETCH_SECONDS)
         if self._process.wait():
-            raise WorkerError(f"ended with: {self._last_words()}")
-        return peak
+            raise WorkerError(f"the process ended with: {self._last_words()}")
+        return last
+
+
+def _small(small: bool) -> list[str]:
+    return ["--small"] if small else []
 
 
 def say(text: str) -> None:
@@ -136,26 +142,26 @@ def say(text: str) -> None:
 
 
 def run_process(peer: str, workload: Workload, *, small: bool) -> dict[str, float] | None:
-    """Returns what a whole process takes that trains for one pass, as a person would start it; `None` where the peer cannot run here."""
-    with Worker(peer, workload.name, small=small, own_parameters=True) as worker:
+    """Returns the times and memory of a whole process that trains for one pass, started from a shell; `None` if the peer cannot run here."""
+    with Worker(peer, workload.name, "--own-parameters", *_small(small)) as worker:
         worker.get_ready()
         if worker.missing:
             return None
-        worker.send("train", 1)
+        worker.send("train", passes=1)
         worker.read(START_SECONDS)
         first_step = time.perf_counter() - worker.started
         worker.read(STRETCH_SECONDS)
-        peak = worker.finish()
+        peak = worker.finish()["peak_mb"]
         return {"first_step_s": first_step, "process_s": time.perf_counter() - worker.started, "peak_mb": peak}
 
 
 class Field:
-    """The peers of one workload: their processes, what they answered and how long it took.
+    """The peers of one workload: their processes, answers and times.
 
     Args:
-        workload: What they train.
-        peers: Who; the first is the base.
-        small: Whether sizes are small.
+        workload: The workload.
+        peers: The peers' names; the first one is the base.
+        small: Whether to use small sizes.
     """
 
     def __init__(self, workload: Workload, peers: tuple[str, ...], *, small: bool) -> None:
@@ -175,21 +181,21 @@ class Field:
         return ("train", "evaluate", "predict") if reads else ("train",)
 
     def _leave_out(self, peer: str, reason: str, *, failed: bool) -> None:
-        """Goes on without a peer.
+        """Continues without a peer.
 
         Raises:
-            WorkerError: It is the base.
+            WorkerError: The peer is the base.
         """
-        say(f"{self.workload.name}: without {peer}: {reason}")
+        say(f"{self.workload.name}: {peer} is left out: {reason}")
         if peer == self.base:
             raise WorkerError(f"{peer} on {self.workload.name}: {reason}")
         self.missing[peer], self.failed = reason, self.failed or failed
         self._workers.pop(peer).__exit__()
 
     def start(self, stack: ExitStack) -> None:
-        """Starts all peers one after the other, lets each compile and warm up with the same steps, and compares their values."""
+        """Starts all peers one after the other. Each compiles and warms up with the same steps, and its values are compared with the base's."""
         for peer in self.peers:
-            self._workers[peer] = worker = stack.enter_context(Worker(peer, self.workload.name, small=self.small))
+            self._workers[peer] = worker = stack.enter_context(Worker(peer, self.workload.name, *_small(self.small)))
             try:
                 worker.get_ready()
                 if worker.missing:
@@ -204,7 +210,7 @@ class Field:
             found, base = self.values[peer], self.values[self.base]
             wrong = [f"{do}: {text}" for do in found if (text := self._disagreement(peer, found[do], base[do]))]
             if wrong:
-                self._leave_out(peer, f"does other work than {self.base}: {'; '.join(wrong)}", failed=True)
+                self._leave_out(peer, f"does different work than {self.base}: {'; '.join(wrong)}", failed=True)
             else:
                 say(f"{self.workload.name}: {peer} is ready, loss {found['train']['loss']:.7g}")
 
@@ -212,19 +218,20 @@ class Field:
         return compare.disagreement(values, base, exact=PEERS[peer].is_exact, device=self.device)
 
     def _warm_up(self, peer: str, worker: Worker) -> dict[str, dict[str, float]]:
-        """Returns the values of the first stretch by operation; everything runs twice, because a second run may take another path through the caches.
+        """Returns the values of the first stretch by operation. Everything runs twice, because a second run may take another path through the caches.
 
-        Of the first, because rounding grows in training: convolutions in a `scan` take another kernel, and differ by 1e-4 after 64 steps of Adam.
+        It returns the first values because training amplifies rounding errors: convolutions in a `scan` take another kernel, and differ by 1e-4 after 64 steps
+        of Adam.
         """
         found: dict[str, dict[str, float]] = {}
         for do in self.operations(peer):
             for _ in range(2):
-                answer = worker.ask(do, self.workload.passes if do == "train" else 1, START_SECONDS)
+                answer = worker.ask(do, passes=self.workload.passes if do == "train" else 1, seconds=START_SECONDS)
                 found.setdefault(do, answer["values"])
         return found
 
     def _stretch(self, peer: str, do: str) -> float:
-        answer = self._workers[peer].ask(do, self.workload.passes)
+        answer = self._workers[peer].ask(do, passes=self.workload.passes)
         self.starts.setdefault((peer, do), []).append(answer["start_seconds"])
         return answer["seconds"]
 
@@ -235,7 +242,7 @@ class Field:
                     yield peer, do
 
     def run_round(self) -> None:
-        """Lets each peer run beside the base.
+        """Runs each peer next to the base.
 
         Raises:
             WorkerError: The base failed.
@@ -252,7 +259,7 @@ class Field:
                 self.times.setdefault(do, {}).setdefault(peer, []).append((found[0], found[1], found[2], found[3]))
 
     def result(self) -> dict[str, Any]:
-        """Returns all that was found, as what JSON can hold."""
+        """Returns all results as JSON-compatible values."""
         steps = self.workload.steps * self.workload.passes
         peers = {peer: self._result_of(peer, steps) for peer in self.peers}
         rounds = max((len(rounds) for rounds in self.times.get("train", {}).values()), default=0)
@@ -265,7 +272,7 @@ class Field:
         if found["missing"]:
             return found
         for do in self.operations(peer):
-            # The base has no rounds of its own; it stands in those of its control, which come first.
+            # The base has no separate rounds. Use those of its control, which come first.
             rounds_of = self.peers[1] if peer == self.base and len(self.peers) > 1 else peer
             us = compare.microseconds(self.times, do, rounds_of, steps, base=peer == self.base)
             starts = self.starts.get((peer, do), [])
@@ -275,7 +282,7 @@ class Field:
 
 
 def measure(workload: Workload, peers: tuple[str, ...], options: argparse.Namespace) -> dict[str, Any]:
-    """Returns what was found for a workload.
+    """Returns the results for a workload.
 
     Raises:
         WorkerError: The base failed.
@@ -297,7 +304,7 @@ def measure(workload: Workload, peers: tuple[str, ...], options: argparse.Namesp
         began = time.monotonic()
         for index in range(rounds):
             if index >= MIN_ROUNDS and (time.monotonic() - began) * (index + 1) / index > options.minutes * 60:
-                say(f"{workload.name}: {index} of {rounds} rounds took {time.monotonic() - began:.0f} s, which is enough")
+                say(f"{workload.name}: stopping after {index} of {rounds} rounds and {time.monotonic() - began:.0f} s")
                 break
             field.run_round()
     say(f"{workload.name}: done")
@@ -305,7 +312,7 @@ def measure(workload: Workload, peers: tuple[str, ...], options: argparse.Namesp
 
 
 def machine() -> dict[str, Any]:
-    """Returns what the numbers depend on."""
+    """Returns the properties of the machine that the numbers depend on."""
     versions = {}
     for name in DISTRIBUTIONS:
         try:
@@ -324,24 +331,24 @@ def open_or_empty(path: str | pathlib.Path) -> str:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="python -m benchmarks.run")
-    parser.add_argument("--workload", nargs="+", choices=NAMES, help="by default all")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, help="by default all; the base is always among them")
-    parser.add_argument("--rounds", type=int, help="by default what suits the workload")
-    parser.add_argument("--minutes", type=float, default=3.0, help=f"when to end the rounds of a workload, after at least {MIN_ROUNDS} (default: 3)")
-    parser.add_argument("--quick", action="store_true", help="tiny and mlp in few rounds, without whole processes")
-    parser.add_argument("--small", action="store_true", help="small models and little data, to try the benchmark itself")
-    parser.add_argument("--json", type=pathlib.Path, help="a file for all numbers")
-    parser.add_argument("--write", nargs="?", type=pathlib.Path, const=RESULTS, metavar="FILE", help="put the tables into this file, by default RESULTS.md")
+    parser.add_argument("--workload", nargs="+", choices=NAMES, help="default: all")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, help="default: all; the base is always included")
+    parser.add_argument("--rounds", type=int, help="default: depends on the workload")
+    parser.add_argument("--minutes", type=float, default=3.0, help=f"time limit for each workload, after at least {MIN_ROUNDS} rounds (default: 3)")
+    parser.add_argument("--quick", action="store_true", help="only tiny and mlp, with few rounds and without whole processes")
+    parser.add_argument("--small", action="store_true", help="small models and little data, to check that the benchmark runs")
+    parser.add_argument("--json", type=pathlib.Path, help="write all numbers to this JSON file")
+    parser.add_argument("--write", nargs="?", type=pathlib.Path, const=RESULTS, metavar="FILE", help="write the tables to this file; default: RESULTS.md")
     options = parser.parse_args(argv)
     if options.write and (options.small or options.peers):
-        parser.error("--write is for whole measurements, without --small and --peers.")
+        parser.error("--write cannot be combined with --small or --peers.")
     if options.rounds is not None and options.rounds < 1:
         parser.error("--rounds must be at least 1.")
     return options
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measures, prints and writes; returns 1 where a peer failed or did other work, whatever the verdicts."""
+    """Measures, prints and writes. Returns 1 if a peer failed or did different work, whatever the verdicts."""
     options = parse(argv)
     here, results, failed = machine(), [], False
     for name in options.workload or (QUICK["workloads"] if options.quick else NAMES):
@@ -354,7 +361,7 @@ def main(argv: list[str] | None = None) -> int:
             failed = True
             continue
         print(report.section(results[-1], here), flush=True)
-        if options.json:  # Each time: a long run that is ended keeps what it has found.
+        if options.json:  # Written after each workload, so that an interrupted run keeps its results.
             options.json.write_text(json.dumps({"machine": here, "results": results}, indent=2) + "\n", encoding="utf-8")
         if options.write:
             text = open_or_empty(options.write)

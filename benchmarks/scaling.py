@@ -1,20 +1,20 @@
-"""Many devices: fitflax against loops written by hand on 1, 2, 4 and 8 of them, and how time and memory grow with devices and with the model.
+"""Compares fitflax with hand-written loops on 1, 2, 4 and 8 devices, and measures how time and memory grow with devices and with the model.
 
-    python -m benchmarks.scaling                  # about 20 minutes on two cores, where eight devices are pretended
-    python -m benchmarks.scaling --quick          # only to see that it runs
-    python -m benchmarks.scaling --write          # into benchmarks/RESULTS-scaling.md, too
+    python -m benchmarks.scaling                  # about 20 minutes on two cores, which simulate eight devices
+    python -m benchmarks.scaling --quick          # only to check that it runs
+    python -m benchmarks.scaling --write          # also writes to benchmarks/RESULTS-scaling.md
 
-Three pairs of contenders train the same dense network on the same batches with Adam, and keep the sums of loss and right answers:
+Three pairs of contenders train the same dense network on the same batches with Adam, and keep the sums of the loss and of correct answers:
 
-* `pmap`: by hand with `jax.pmap`, parameters replicated and not stacked; fitflax with `DataParallel`.
-* `mesh`: by hand with `jax.jit` over a mesh that splits the batch, parameters replicated; fitflax with `Sharded({"data": -1})`.
-* `fsdp`: the same with parameters and moments split along their largest axis; fitflax with `Sharded({"data": -1}, fsdp=True)`.
+* `pmap`: a hand-written loop with `jax.pmap`, parameters replicated and not stacked; fitflax with `DataParallel`.
+* `mesh`: a hand-written loop with `jax.jit` over a mesh that splits the batch, parameters replicated; fitflax with `Sharded({"data": -1})`.
+* `fsdp`: the same with parameters and moments sharded along their largest axis; fitflax with `Sharded({"data": -1}, fsdp=True)`.
 
-Each round runs hand, fitflax, control, control, fitflax, hand; the control is the hand-written loop once more. A ratio is that of the two sums, the median over
-all rounds. The losses of both must agree to 1e-4 after the warm-up. Between stretches nothing is compiled.
+Each round runs hand, fitflax, control, control, fitflax, hand. The control is the hand-written loop again. A ratio is that of the two sums, and the median of
+all rounds is reported. The losses of both must agree to 1e-4 after the warm-up. Nothing is compiled between stretches.
 
-Memory is XLA's analysis of a compiled step for one device: arguments (state and batch), and temporaries. Devices of one CPU share its cores, so time does not
-fall with their number here, and what grows is the cost of the collectives; on accelerators the global batch is spread over real ones.
+Memory is XLA's analysis of a compiled step on one device: arguments (state and batch), and temporaries. The devices of a CPU share its cores, so time does not
+fall with their number here, and the cost of the collectives grows. On accelerators, the global batch is spread over real devices.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
-os.environ.setdefault("PJRT_NPROC", "16")  # On few cores XLA's threads would wait for each other.
+os.environ.setdefault("PJRT_NPROC", "16")  # On few cores, XLA's threads would wait for each other.
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ INPUTS, CLASSES, ROWS = 256, 16, 64
 
 
 class Network(nn.Module):
-    """Dense layers of one width."""
+    """Dense layers of a single width."""
 
     width: int
     depth: int = 3
@@ -64,14 +64,14 @@ class Network(nn.Module):
 
 
 class Memory(NamedTuple):
-    """What a step takes on one device, in bytes."""
+    """The memory of a step on one device, in bytes."""
 
     arguments: int
     temporaries: int
 
 
 class Contender(NamedTuple):
-    """Who trains: `train` makes so many steps from where it is and returns seconds and mean loss; `memory` is of one device."""
+    """A contender: `train` runs the given number of steps and returns seconds and mean loss; `memory` is that of one device."""
 
     train: Callable[[int], tuple[float, float]]
     memory: Callable[[], Memory]
@@ -86,13 +86,13 @@ def as_memory(analysis: Any) -> Memory:
     return Memory(analysis.argument_size_in_bytes, analysis.temp_size_in_bytes)
 
 
-def by_hand(kind: str, devices: list[jax.Device], width: int, data: tuple[np.ndarray, np.ndarray]) -> Contender:
-    """Returns a loop as a careful person writes it: state and sums donated, NumPy batches straight into the call, values read at the end.
+def hand_written(kind: str, devices: list[jax.Device], width: int, data: tuple[np.ndarray, np.ndarray]) -> Contender:
+    """Returns a careful hand-written loop: state and sums are donated, NumPy batches go into the call, and values are read at the end.
 
-    Between processes each puts its rows of a batch where they belong.
+    With several processes, each puts its rows of a batch on its devices.
     """
     module, optimizer = Network(width), optax.adam(1e-3)
-    mesh = Mesh(np.array(devices), ("replica" if kind == "pmap" else "data",), axis_types=(AxisType.Auto,))  # pmap's own, or its first call compiles twice.
+    mesh = Mesh(np.array(devices), ("replica" if kind == "pmap" else "data",), axis_types=(AxisType.Auto,))  # pmap's names, or its first call compiles twice.
     whole, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
 
     def init(key: jax.Array) -> Any:
@@ -152,12 +152,12 @@ def by_hand(kind: str, devices: list[jax.Device], width: int, data: tuple[np.nda
 
 
 def zeros(place: NamedSharding) -> jax.Array:
-    """Returns two zeros, also where some of the devices are other processes'."""
+    """Returns two zeros, even if some of the devices belong to other processes."""
     return jax.make_array_from_callback((2,), place, lambda index: np.zeros(2, np.float32))
 
 
 def along_largest(shape: tuple[int, ...], count: int) -> PartitionSpec:
-    """Returns the rule of fitflax: the largest axis that the devices divide, of arrays of 4096 elements and more."""
+    """Returns fitflax's rule: the largest axis that the number of devices divides, for arrays of at least 4096 elements."""
     fitting = [axis for axis, size in enumerate(shape) if size % count == 0]
     if count == 1 or int(np.prod(shape)) < 4096 or not fitting:
         return PartitionSpec()
@@ -184,25 +184,25 @@ def by_fitflax(kind: str, devices: list[jax.Device], width: int, data: tuple[np.
         return time.perf_counter() - began[0], history.history["loss"][-1]
 
     def memory() -> Memory:
-        return as_memory(trainer._session.need_compiled("memory").memory())
+        return as_memory(trainer._session.task.need_compiled("memory").preparation.memory())
 
     return Contender(train, memory)
 
 
 def measure(kind: str, count: int, width: int, *, steps: int, rounds: int) -> dict[str, Any]:
-    """Returns times and memory of a pair on so many devices.
+    """Returns the times and memory of a pair on the given number of devices.
 
     Raises:
-        AssertionError: The two did other work.
+        AssertionError: The two did different work.
     """
-    jax.clear_caches()  # pmap keeps what it compiled, and arrays with it.
+    jax.clear_caches()  # pmap keeps compiled programs, and arrays with them.
     gc.collect()
     data = make_data(steps)
     devices = jax.devices()[:count]
     contenders = {
-        "hand": by_hand(kind, devices, width, data),
+        "hand": hand_written(kind, devices, width, data),
         "fitflax": by_fitflax(kind, devices, width, data),
-        "control": by_hand(kind, devices, width, data),
+        "control": hand_written(kind, devices, width, data),
     }
     first = {who: contender.train(steps)[1] for who, contender in contenders.items()}
     assert max(first.values()) - min(first.values()) < 1e-4 * first["hand"], first
@@ -222,19 +222,19 @@ def measure(kind: str, count: int, width: int, *, steps: int, rounds: int) -> di
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Returns a table with a line for each measurement; what grows is told against the first line of the same pair."""
+    """Returns a table with a row per measurement. Growth is relative to the first row of the same pair."""
     header = [
         "pair",
         "devices",
         "width",
-        "us/step by hand",
+        "us/step hand-written",
         "us/step fitflax",
         "ratio",
         "control",
         "growth of time",
-        "MB a device: state and batch",
+        "MB per device: state and batch",
         "temporaries",
-        "by hand",
+        "hand-written",
     ]
     lines = [header, ["---"] * len(header)]
     for row in rows:
@@ -259,16 +259,14 @@ def machine() -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--width", type=int, nargs="+", default=[256], help="of the network, on all numbers of devices")
-    parser.add_argument(
-        "--widths", type=int, nargs="+", default=[128, 256, 512, 1024], help="on the largest number of devices, for how things grow with the model"
-    )
+    parser.add_argument("--width", type=int, nargs="+", default=[256], help="width of the network, for all numbers of devices")
+    parser.add_argument("--widths", type=int, nargs="+", default=[128, 256, 512, 1024], help="widths of the network, for the largest number of devices")
     parser.add_argument("--pairs", choices=PAIRS, nargs="+", default=list(PAIRS))
-    parser.add_argument("--steps", type=int, default=16, help="of a stretch")
+    parser.add_argument("--steps", type=int, default=16, help="steps per measurement")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="few and small, to try the benchmark itself")
-    parser.add_argument("--json", type=pathlib.Path, help="a file for the numbers")
-    parser.add_argument("--write", action="store_true", help=f"the tables into {RESULTS.name}")
+    parser.add_argument("--quick", action="store_true", help="small sizes and few rounds, to check that the benchmark runs")
+    parser.add_argument("--json", type=pathlib.Path, help="write the numbers to this JSON file")
+    parser.add_argument("--write", action="store_true", help=f"write the tables to {RESULTS.name}")
     options = parser.parse_args(argv)
     if options.quick:
         options.devices, options.width, options.widths, options.steps, options.rounds = [1, 2], [64], [64, 128], 4, 1
@@ -281,14 +279,14 @@ def main(argv: list[str] | None = None) -> None:
     most = max(options.devices)
     by_width = [measure(kind, most, width, steps=options.steps, rounds=options.rounds) for kind in options.pairs for width in options.widths]
     here = machine()
-    titles = ["With the number of devices", f"With the model, on {most} devices"]
+    titles = ["By number of devices", f"By width, on {most} devices"]
     text = "\n\n".join(f"## {title}\n\n{table(rows)}" for title, rows in zip(titles, (by_devices, by_width), strict=True))
     text += f"\n\n{options.rounds} rounds of {options.steps} steps, batches of {ROWS} rows. {', '.join(f'{name} {value}' for name, value in here.items())}.\n"
     print(text)
     if options.json:
         options.json.write_text(json.dumps({"machine": here, "devices": by_devices, "widths": by_width}, indent=2) + "\n", encoding="utf-8")
     if options.write:
-        head = "# Scaling\n\nWritten by `python -m benchmarks.scaling --write`; the head of `scaling.py` says what is measured.\n\n"
+        head = "# Scaling\n\nWritten by `python -m benchmarks.scaling --write`; the docstring of `scaling.py` describes the method.\n\n"
         RESULTS.write_text(head + text, encoding="utf-8")
 
 

@@ -1,8 +1,8 @@
-"""The process of one peer: `python -m benchmarks.worker PEER WORKLOAD`. It reads commands from standard input, and sleeps in that read while others work.
+"""The process of one peer: `python -m benchmarks.worker PEER WORKLOAD`. It reads commands from standard input, and sleeps while others work.
 
-A command is `{"do": "train" | "evaluate" | "predict", "passes": n}`, an answer one line of JSON on what was standard output; the peer's own output goes to a
-file that says it is a terminal. The first answer says that the peer is ready, or why it cannot run. The end of the input ends the process; its last
-answer is its peak memory.
+A command is `{"do": "train" | "evaluate" | "predict", "passes": n}`, and an answer is one line of JSON on the original standard output. The peer's own output
+goes to a file that claims to be a terminal. The first answer says that the peer is ready, or why it cannot run. The process ends at the end of its input, and
+its last answer is its peak memory.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from benchmarks.workloads import make_workload
 
 
 class Screen(io.TextIOWrapper):
-    """A terminal as far as progress bars can tell, so that they draw."""
+    """A file that progress bars take for a terminal, so that they draw."""
 
     def isatty(self) -> bool:
         return True
@@ -34,7 +34,7 @@ def open_screen(path: pathlib.Path) -> Screen:
 
 
 def together(stretches: list[Stretch]) -> Stretch:
-    """Returns several calls as one, with the values of the last."""
+    """Returns several calls as one, with the values of the last call."""
     return Stretch(sum(each.seconds for each in stretches), max(each.start_seconds for each in stretches), stretches[-1].values)
 
 
@@ -49,13 +49,13 @@ def carry_out(contender: Contender, command: dict[str, Any], on_first_step: Call
 def peak_mb() -> float:
     """Returns the peak of this process's resident memory in MB."""
     status = pathlib.Path("/proc/self/status")
-    if status.exists():  # `ru_maxrss` begins with what the process had that started this one.
+    if status.exists():  # `ru_maxrss` would include memory of the process that started this one.
         return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM")) * 1024 / 1e6
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
 
 
 def device_kind() -> str:
-    """Returns what the peer computes on: `cpu`, or a GPU's name."""
+    """Returns the name of the device: `cpu`, or that of a GPU."""
     jax = sys.modules.get("jax")
     return jax.devices()[0].device_kind if jax else "cpu"
 
@@ -72,10 +72,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("peer", choices=PEERS)
     parser.add_argument("workload")
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--own-parameters", action="store_true", help="keep the framework's own, and say when the first step is computed")
+    parser.add_argument("--own-parameters", action="store_true", help="keep the framework's initial parameters, and report when the first step is computed")
     options = parser.parse_args(argv)
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
-    os.dup2(2, 1)  # What libraries in C print.
+    os.dup2(2, 1)  # For the output of C libraries.
 
     def say(answer: dict[str, Any]) -> None:
         answers.write(json.dumps(answer) + "\n")

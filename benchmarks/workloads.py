@@ -1,4 +1,4 @@
-"""What the peers train: sizes, data and initial parameters, all in NumPy, the same for every framework. Models are in `peers/`, one module a framework."""
+"""What the peers train: sizes, data and initial parameters in NumPy, the same for every framework. `peers/` has the models, one module per framework."""
 
 import dataclasses
 import math
@@ -19,15 +19,15 @@ class Workload:
     """A model by its kind and sizes, and how it is trained.
 
     Args:
-        name: As on the command line.
-        kind: Which model: `dense`, `cnn`, `lm`, `leaves` or `digits`.
-        sizes: What the model and its data are made from.
-        batch_size: Rows of a batch.
-        steps: Batches of a pass over the data; a multiple of 16, so that calls of 16 steps come out even.
-        passes: Passes that are timed at a stretch.
-        rounds: How often that is done, unless the command line says so.
+        name: The name on the command line.
+        kind: The model: `dense`, `cnn`, `lm`, `leaves` or `digits`.
+        sizes: The sizes of the model and its data.
+        batch_size: Examples per batch.
+        steps: Batches per pass over the data; a multiple of 16, for calls of 16 steps.
+        passes: Passes per timed stretch.
+        rounds: Number of rounds, unless the command line sets it.
         optimizer: `adam` or `sgd`.
-        about: For the table.
+        about: The description in the table.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Workload:
 
 
 ALL = (
-    Workload("tiny", "dense", {"inputs": 8, "hidden": (8,)}, 8, 1024, 2, 15, "8-8-10, batch 8: nothing but overhead"),
+    Workload("tiny", "dense", {"inputs": 8, "hidden": (8,)}, 8, 1024, 2, 15, "8-8-10, batch 8: only overhead"),
     Workload("mlp", "dense", {"inputs": 784, "hidden": (64,)}, 64, 512, 2, 15, "784-64-10, batch 64"),
     Workload("cnn", "cnn", {"side": 28, "features": 32}, 32, 32, 1, 7, "28 x 28, convolutions of 32 and 64, one hidden layer, batch 32"),
     Workload(
@@ -62,7 +62,7 @@ ALL = (
     ),
     Workload("wide", "dense", {"inputs": 1024, "hidden": (4096, 4096, 1024)}, 8, 16, 1, 7, "100 MB of float32 in 8 parameters, batch 8"),
     Workload("many_leaves", "leaves", {"inputs": 4, "pairs": 999}, 8, 64, 1, 7, "2000 small parameters, SGD, batch 8", "sgd"),
-    Workload("digits", "digits", {"features": 32}, 64, 16, 20, 9, "the CNN of examples/digits.py, batch 64: what callbacks cost"),
+    Workload("digits", "digits", {"features": 32}, 64, 16, 20, 9, "the CNN of examples/digits.py, batch 64: the cost of callbacks"),
 )
 NAMES = tuple(workload.name for workload in ALL)
 SMALL_SIZES: dict[str, dict[str, Any]] = {
@@ -76,7 +76,7 @@ SMALL_SIZES: dict[str, dict[str, Any]] = {
 
 
 def make_workload(name: str, *, small: bool = False) -> Workload:
-    """Returns the workload; a small one runs in no time, to try the benchmark itself."""
+    """Returns a workload. A small one runs within seconds, to try the benchmark itself."""
     (workload,) = (each for each in ALL if each.name == name)
     if not small:
         return workload
@@ -84,7 +84,7 @@ def make_workload(name: str, *, small: bool = False) -> Workload:
 
 
 def make_data(workload: Workload) -> tuple[np.ndarray, np.ndarray]:
-    """Returns inputs and labels that can be learned: of a random linear map, or of a random walk over tokens the next one."""
+    """Returns inputs and labels that can be learned: those of a random linear map, or the next tokens of a random walk."""
     rng, sizes = np.random.default_rng(SEED), workload.sizes
     if workload.kind == "digits":
         x, y = runpy.run_path(str(DIGITS))["load"]()[0]
@@ -99,7 +99,7 @@ def make_data(workload: Workload) -> tuple[np.ndarray, np.ndarray]:
 
 
 def initial(path: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns the first value of a parameter: `path` is its name in linen, such as `head/kernel`, and `shape` linen's."""
+    """Returns the initial value of a parameter. `path` is its name in linen, such as `head/kernel`, and `shape` is its shape in linen."""
     kind = path.rpartition("/")[2]
     if kind in {"bias", "scale"}:
         return np.full(shape, float(kind == "scale"), np.float32)

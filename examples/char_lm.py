@@ -1,4 +1,4 @@
-"""A character language model on the sources of Python's standard library; stop it with Ctrl-C and start it again, and it goes on where it was.
+"""Trains a character language model on the sources of Python's standard library; if you interrupt it with Ctrl-C, it resumes when you run it again.
 
 python examples/char_lm.py [--directory runs/char_lm] [--steps 800]
 """
@@ -14,14 +14,14 @@ from flax import linen as nn
 import fitflax
 from fitflax.callbacks import LearningRateScheduler, ModelCheckpoint
 
-# Modules that are files of their own in Python 3.11 to 3.13. Those to validate on are whole modules, so that nothing of them has been seen.
+# Modules that are a single file in Python 3.11 to 3.13. Validation uses whole modules, so that training has seen no part of them.
 TRAIN = ("ast", "calendar", "configparser", "difflib", "fractions", "ftplib", "heapq", "inspect", "ipaddress", "optparse", "shutil", "statistics", "subprocess")
 VALID = ("argparse", "textwrap")
-CHARACTERS = 128  # ASCII; the few others become "?".
+CHARACTERS = 128  # ASCII; other characters become "?".
 
 
 class Network(nn.Module):
-    """A recurrent network that gives the logits of the next character, `[batch, time, CHARACTERS]`, at each of `[batch, time]`."""
+    """A recurrent network. It returns the logits of the next character, `[batch, time, CHARACTERS]`, for each position of `[batch, time]`."""
 
     features: int = 256
 
@@ -34,31 +34,31 @@ class Network(nn.Module):
 
 
 def read(modules: tuple[str, ...]) -> np.ndarray:
-    """Returns the sources of modules, one after the other, as codes `[characters]`. No module is run."""
+    """Returns the concatenated sources of modules, as codes `[characters]`. The modules are not run."""
     texts = [importlib.util.find_spec(name).loader.get_source(name) for name in modules]
     return np.frombuffer("".join(texts).encode("ascii", "replace"), np.uint8).astype(np.int32)
 
 
 def windows(text: np.ndarray, length: int, limit: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Returns pieces of `text`, `[windows, length]`, and for each of their characters the one that follows it."""
+    """Returns windows of `text`, `[windows, length]`, and for each character the one that follows it."""
     count = min((len(text) - 1) // length, limit or len(text))
     return text[: count * length].reshape(count, length), text[1 : count * length + 1].reshape(count, length)
 
 
 def frequency_perplexity(train: np.ndarray, text: np.ndarray) -> float:
-    """Returns the perplexity of `text` for who knows nothing but how frequent each character is in `train`: what to beat."""
+    """Returns the perplexity of `text` when each character is guessed by its frequency in `train`: a baseline."""
     counts = np.bincount(train, minlength=CHARACTERS) + 1
     return math.exp(-np.log(counts / counts.sum())[text].mean())
 
 
 def sample(trainer: fitflax.Trainer, length: int, prompt: str = "    def ", limit: int = 80, temperature: float = 0.6, seed: int = 0) -> str:
-    """Returns a line that begins with `prompt`, its other characters drawn one by one."""
+    """Returns a line that begins with `prompt` and continues with sampled characters."""
     rng, line = np.random.default_rng(seed), prompt
     while len(line) < limit:
-        # What stands to the right of a character does not reach it, so one shape, and one program, serves for all lengths.
+        # Logits do not depend on later characters, so padding on the right is harmless: one shape, and one compiled program, works for all lengths.
         codes = np.frombuffer(f"\n{line}".encode(), np.uint8)[-length:]
         logits = trainer.predict_on_batch(np.pad(codes, (0, length - len(codes))).astype(np.int32)[None])[0, len(codes) - 1]
-        # Largest value of logits plus Gumbel noise: a draw from their softmax.
+        # The argmax of logits plus Gumbel noise is a sample from their softmax.
         character = chr(np.argmax(logits / temperature + rng.gumbel(size=CHARACTERS)))
         if character == "\n":
             break
@@ -76,15 +76,15 @@ def main(
     limit: int | None = None,
     verbose: int | str = "auto",
 ) -> dict[str, object]:
-    """Trains, and returns the perplexity on text that was held out, that of guessing by frequency, the validation's history, and a sampled line.
+    """Trains, and returns perplexities on held-out text, the validation history, and a sampled line.
 
     Args:
-        directory: Where checkpoints go; a run in it is gone on with.
-        steps: Updates, counted from the beginning of the run.
+        directory: Where checkpoints are saved; a run in it is resumed.
+        steps: Total steps of the run, including those before a resume.
         features: Size of the recurrent state.
-        length: Characters of a window.
-        steps_per_epoch: Updates between two validations.
-        limit: The most windows to train and to validate on, each.
+        length: Characters per window.
+        steps_per_epoch: Steps between validations.
+        limit: Maximum number of windows, for training and for validation.
         verbose: As in `fit`; 0 prints nothing.
     """
     train, valid = read(TRAIN), read(VALID)
@@ -109,8 +109,8 @@ def main(
     }
     if verbose:
         print(f"checkpoints: {pathlib.Path(directory) / 'checkpoints'}")
-        print("perplexity on held-out text: {perplexity:.2f} (by the frequency of characters alone: {frequency_perplexity:.2f})".format(**result))
-        print(f"a sampled line: {result['line']}")
+        print("perplexity on held-out text: {perplexity:.2f} (from character frequencies alone: {frequency_perplexity:.2f})".format(**result))
+        print(f"sampled line: {result['line']}")
     return result
 
 

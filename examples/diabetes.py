@@ -1,4 +1,4 @@
-"""Regression that knows how sure it is: five networks give each patient of scikit-learn's diabetes data a mean and a scale (Lakshminarayanan et al., 2017).
+"""Regression with uncertainty: five networks predict a mean and a scale for each patient of the diabetes data (Lakshminarayanan et al., 2017).
 
 python examples/diabetes.py [--directory runs/diabetes] [--epochs 200]
 """
@@ -18,7 +18,7 @@ from fitflax.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint
 
 
 class MLP(nn.Module):
-    """One hidden layer with dropout, for rows `[batch, features]`: mean and logarithm of the scale of a normal distribution, `[batch, 2]`."""
+    """One hidden layer with dropout, for rows `[batch, features]`. It returns the mean and log scale of a normal distribution, `[batch, 2]`."""
 
     features: int = 64
 
@@ -30,18 +30,18 @@ class MLP(nn.Module):
 
 
 def nats(outputs, targets):
-    """Returns the negative logarithm of the density of each target, `[batch]`. Means that are wrong cost, and so do scales that are too small or too large."""
+    """Returns the negative log density of each target, `[batch]`. It penalizes wrong means, and scales that are too small or too large."""
     mean, log_scale = outputs[:, 0], outputs[:, 1]
     return 0.5 * ((targets - mean) / jnp.exp(log_scale)) ** 2 + log_scale + 0.5 * np.log(2 * np.pi)
 
 
 def covered(outputs, targets):
-    """Returns whether each target lies in the interval that 9 of 10 should lie in, `[batch]`."""
+    """Returns whether each target is in the interval that should contain 90 % of them, `[batch]`."""
     return abs(targets - outputs[:, 0]) < 1.645 * jnp.exp(outputs[:, 1])
 
 
 class Standardizer:
-    """Scales columns to mean 0 and deviation 1 by those of the training data, and back."""
+    """Scales columns to the mean 0 and standard deviation 1 of the training data, and back."""
 
     def __init__(self, values: np.ndarray):
         self.mean, self.deviation = values.mean(axis=0), values.std(axis=0)
@@ -54,27 +54,27 @@ class Standardizer:
 
 
 def load(seed: int = 0):
-    """Returns `(x, y)` to train, validate and test on: 10 measurements of a patient, and how far the disease is a year later (25 to 346)."""
+    """Returns `(x, y)` for training, validation and test: 10 measurements of each patient, and the progression of the disease a year later (25 to 346)."""
     data = load_diabetes(scaled=False)
     order = np.random.default_rng(seed).permutation(len(data.target))
     return [(data.data[part], data.target[part]) for part in (order[:264], order[264:353], order[353:])]
 
 
 def mixture(outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns mean and scale, `[batch]` each, of what networks say together, `[networks, batch, 2]`: where they disagree, the scale is larger than theirs."""
+    """Returns the mean and scale, `[batch]` each, of a mixture of networks, `[networks, batch, 2]`. Where they disagree, its scale is larger than theirs."""
     means, scales = outputs[..., 0], np.exp(outputs[..., 1])
     return means.mean(axis=0), np.sqrt((scales**2).mean(axis=0) + means.var(axis=0))
 
 
 def scores(mean: np.ndarray, scale: np.ndarray | float, targets: np.ndarray) -> dict[str, float]:
-    """Returns how good normal distributions are, everything in the units of the targets; `scale` may be one for all."""
+    """Returns the scores of predicted normal distributions, in the units of the targets. `scale` may be a single number."""
     outputs = np.stack([mean, np.broadcast_to(np.log(scale), mean.shape)], axis=-1)
     of_scale = {function.__name__: float(function(outputs, targets).mean()) for function in (nats, covered)}
     return {"r2": r2_score(targets, mean), "mae": mean_absolute_error(targets, mean), **of_scale}
 
 
 def main(directory: str | pathlib.Path = "runs/diabetes", epochs: int = 200, networks: int = 5, verbose: bool = True) -> dict[str, dict[str, float]]:
-    """Trains, and returns scores on the test set by predictor; at the end those of the networks for the half of the patients that they are surer of."""
+    """Trains, and returns the test scores of each predictor, and of the networks for the half with smaller scales and for the other half."""
     directory = pathlib.Path(directory)
     train, valid, test = load()
     scale_x, scale_y = Standardizer(train[0]), Standardizer(train[1])
@@ -83,7 +83,7 @@ def main(directory: str | pathlib.Path = "runs/diabetes", epochs: int = 200, net
     standardized = [(scale_x(x), scale_y(y)) for x, y in (train, valid)]
     outputs = []
     for seed in range(networks):
-        trainer = first.with_seed(seed)  # Compiled once for all.
+        trainer = first.with_seed(seed)  # Shares the compiled steps.
         callbacks = [
             early := EarlyStopping("val_loss", patience=25, restore_best=True),
             CSVLogger(directory / f"network_{seed}/log.csv"),
@@ -96,20 +96,20 @@ def main(directory: str | pathlib.Path = "runs/diabetes", epochs: int = 200, net
 
     on_valid, on_test = (mixture(np.stack(each)) for each in zip(*outputs, strict=True))
     mean, scale = scale_y.back(on_test[0]), scale_y.deviation * on_test[1]
-    # What has one scale for all patients has that of its errors on the validation set.
+    # The networks with one scale, and the linear regression, use the scale of their errors on the validation set.
     errors = scale_y.back(on_valid[0]) - valid[1]
     linear = LinearRegression().fit(*train)
-    is_sure = scale < np.median(scale)
+    is_confident = scale < np.median(scale)
     result = {
         "networks": scores(mean, scale, test[1]),
-        "with one scale": scores(mean, errors.std(), test[1]),
+        "networks, one scale": scores(mean, errors.std(), test[1]),
         "linear regression": scores(linear.predict(test[0]), np.std(linear.predict(valid[0]) - valid[1]), test[1]),
         "mean": scores(np.full(len(test[1]), train[1].mean()), train[1].std(), test[1]),
-        "networks, surer": scores(mean[is_sure], scale[is_sure], test[1][is_sure]),
-        "networks, less sure": scores(mean[~is_sure], scale[~is_sure], test[1][~is_sure]),
+        "networks, confident": scores(mean[is_confident], scale[is_confident], test[1][is_confident]),
+        "networks, uncertain": scores(mean[~is_confident], scale[~is_confident], test[1][~is_confident]),
     }
     if verbose:
-        print(f"{'on the test set':<20} {'r2':>6} {'mae':>6} {'nats':>6} {'in 90 %':>8}")
+        print(f"{'test set':<20} {'r2':>6} {'mae':>6} {'nats':>6} {'in 90 %':>8}")
         for name, score in result.items():
             print("{:<20} {r2:6.3f} {mae:6.1f} {nats:6.3f} {covered:8.3f}".format(name, **score))
     return result

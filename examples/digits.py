@@ -1,4 +1,4 @@
-"""Trains a small CNN on scikit-learn's handwritten digits; stop it with Ctrl-C and start it again, and it goes on where it was.
+"""Trains a small CNN on scikit-learn's handwritten digits; if you interrupt it with Ctrl-C, it resumes when you run it again.
 
 python examples/digits.py [--directory runs/digits] [--epochs 15]
 """
@@ -32,7 +32,7 @@ class CNN(nn.Module):
 
 
 def load(seed: int = 0):
-    """Returns `(images, labels)` to train, validate and test on; images in [0, 1]."""
+    """Returns `(images, labels)` for training, validation and test; images are in [0, 1]."""
     digits = load_digits()
     order = np.random.default_rng(seed).permutation(len(digits.target))
     images = digits.images[order, :, :, None].astype(np.float32) / 16
@@ -41,7 +41,7 @@ def load(seed: int = 0):
 
 
 def main(directory: str | pathlib.Path = "runs/digits", epochs: int = 15, features: int = 32, verbose: int | str = "auto") -> float:
-    """Trains, and returns the accuracy on the test set."""
+    """Trains, and returns the test accuracy."""
     directory = pathlib.Path(directory)
     train, valid, test = load()
     trainer = fitflax.Trainer(CNN(features), seed=0)

@@ -1,4 +1,4 @@
-"""Transfer on handwritten digits: a network learns 0 to 6, and what it has learned then serves for 7, 8 and 9, of which there is one example each.
+"""Fine-tunes a pretrained network: it learns the digits 0 to 6, and then 7, 8 and 9 from one example each.
 
 python examples/fine_tuning.py [--directory runs/fine_tuning] [--epochs 10]
 """
@@ -39,7 +39,7 @@ class Backbone(nn.Module):
 
 
 def load(digits: range, seed: int = 0):
-    """Returns images of these digits and labels that count from 0, in random order."""
+    """Returns images of these digits in random order, and labels that start at 0."""
     data = load_digits()
     chosen = np.flatnonzero(np.isin(data.target, digits))
     chosen = np.random.default_rng(seed).permutation(chosen)
@@ -53,7 +53,7 @@ def trainer_of(optimizer, classes: int, features: int, seed: int) -> fitflax.Tra
 
 
 def main(directory: str | pathlib.Path = "runs/fine_tuning", epochs: int = 10, features: int = 16, verbose: int | str = "auto") -> dict[str, float]:
-    """Trains, and returns the mean accuracy of three networks on digits 7 to 9, by what of them was trained on the three examples."""
+    """Trains, and returns the mean accuracy of three networks on the digits 7 to 9 for each way of fine-tuning on three examples."""
     directory = pathlib.Path(directory)
     x, y = load(range(7))
     best = BestCheckpoint(directory / "pretrained", monitor="val_accuracy", overwrite=True)
@@ -68,13 +68,13 @@ def main(directory: str | pathlib.Path = "runs/fine_tuning", epochs: int = 10, f
         "everything": (adam, True),
         "all but the first layer": (optimizers.freeze(adam, "backbone/Conv_0"), True),
         "head and biases": (optimizers.freeze(adam, "backbone/*/kernel"), True),
-        "the head alone": (optimizers.freeze(adam, "backbone"), True),
+        "only the head": (optimizers.freeze(adam, "backbone"), True),
     }
     accuracies = {}
     for name, (optimizer, is_tuned) in ways.items():
         first, found = trainer_of(optimizer, 3, features, seed=1), []
         for seed in range(1, 4):
-            trainer = first.with_seed(seed)  # Compiled once for all seeds.
+            trainer = first.with_seed(seed)  # Shares the compiled steps.
             trainer.build((x[:1], y[:1]))
             if is_tuned:
                 trainer.restore(directory / "pretrained", partial=True, mapping={"params/head": None})
@@ -83,7 +83,7 @@ def main(directory: str | pathlib.Path = "runs/fine_tuning", epochs: int = 10, f
         accuracies[name] = float(np.mean(found))
     if verbose:
         print(f"pretrained: {directory / 'pretrained'}")
-        print(f"accuracy on {len(test)} images of 7, 8 and 9, from {len(few)} to learn from:")
+        print(f"accuracy on {len(test)} images of 7, 8 and 9, after training on {len(few)}:")
         for name, accuracy in accuracies.items():
             print(f"{name:<24} {accuracy:.3f}")
     return accuracies

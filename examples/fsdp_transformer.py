@@ -1,8 +1,8 @@
-"""A character transformer whose state is split over a mesh of devices: FSDP along one axis, tensor parallel along the other, and `fit` as on one device.
+"""Trains a character transformer whose state is sharded over a mesh of devices: FSDP along one axis, tensor parallelism along the other.
 
 python examples/fsdp_transformer.py [--directory runs/fsdp_transformer] [--model 2] [--steps 200]
 
-Without accelerators it makes eight devices of the CPU. Start it again with another --model: it goes on from its checkpoint, on another mesh.
+Without accelerators, it simulates eight devices on the CPU. Run it again with another --model, and it resumes from its checkpoint on another mesh.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import importlib.util
 import os
 import pathlib
 
-os.environ.setdefault("PJRT_NPROC", "16")  # With few cores XLA's threads would wait for each other: more of them than devices.
+os.environ.setdefault("PJRT_NPROC", "16")  # Gives XLA more threads than a machine with few cores would get; with too few, devices may wait for each other.
 
 import jax
 import jax.numpy as jnp
@@ -24,21 +24,21 @@ from fitflax.parallel import Sharded
 TEXTS = ("ast", "calendar", "configparser", "difflib", "fractions", "ftplib", "heapq", "inspect", "ipaddress", "optparse", "shutil", "statistics")
 CHARACTERS = 128
 
-# Which axes of the mesh each logical axis is split over. Parameters are split along "embed" over the devices that split the batch, and gathered layer by layer
-# when they are used: that is FSDP. The wide axes are split over "model": that is tensor parallelism. The table of codes is split by rows, over both.
+# Maps each logical axis to the mesh axes it is sharded over. Parameters are sharded along "embed" over the devices that split the batch, and gathered layer by
+# layer when they are used: FSDP. Wide axes are sharded over "model": tensor parallelism. The rows of the embedding table are sharded over both.
 RULES = [("batch", "data"), ("embed", "data"), ("mlp", "model"), ("heads", "model"), ("vocab", "model"), ("codes", ("data", "model"))]
 RULES += [("length", None), ("kv", None)]
-STREAM = ("batch", "length", None)  # What goes from block to block: split as the batch is, and its features whole, although parameters' "embed" is split.
+STREAM = ("batch", "length", None)  # The layout between blocks: sharded like the batch. Features are not sharded, although the "embed" axis of parameters is.
 
 
 def named(*axes: str):
-    """Returns an initializer of matrices, or of biases, that says what its axes are."""
+    """Returns an initializer of matrices or biases that names their axes."""
     init = nn.initializers.normal(0.02) if len(axes) > 1 else nn.initializers.zeros
     return nn.with_logical_partitioning(init, axes)
 
 
 class Block(nn.Module):
-    """Attention to what came before, then a layer for each position, both added to the input `[batch, length, features]`."""
+    """Causal attention and an MLP for each position, both added to the input `[batch, length, features]`."""
 
     features: int
     num_heads: int
@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Gives the logits of the next character, `[batch, length, CHARACTERS]`, at each of `[batch, length]`."""
+    """Returns the logits of the next character, `[batch, length, CHARACTERS]`, for each position of `[batch, length]`."""
 
     features: int = 128
     num_heads: int = 4
@@ -72,13 +72,13 @@ class Transformer(nn.Module):
         x = x + self.param("positions", named("length", "embed"), (codes.shape[1], self.features), jnp.float32)
         x = nn.with_logical_constraint(x, STREAM)
         for _ in range(self.num_layers):
-            # What a block computes inside is computed once more on the way back, instead of being kept.
+            # Recompute a block's intermediate values in the backward pass instead of keeping them.
             x = nn.remat(Block, static_argnums=(2,))(self.features, self.num_heads)(x, train)
         return nn.Dense(CHARACTERS, use_bias=False, kernel_init=named("embed", "vocab"))(x)
 
 
 def read(length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns windows of the sources of some modules, `[windows, length]`, and for each of their characters the one that follows it."""
+    """Returns windows of the sources of some modules, `[windows, length]`, and for each character the one that follows it."""
     texts = [importlib.util.find_spec(name).loader.get_source(name) for name in TEXTS]
     codes = np.frombuffer("".join(texts).encode("ascii", "replace"), np.uint8).astype(np.int32)
     count = (len(codes) - 1) // length
@@ -94,14 +94,14 @@ def main(
     length: int = 64,
     verbose: int | str = "auto",
 ) -> dict[str, float]:
-    """Trains, and returns the loss and accuracy on windows that were held out.
+    """Trains, and returns the loss and accuracy on held-out windows.
 
     Args:
-        directory: Where checkpoints go; a run in it is gone on with, on whatever mesh it was.
-        model: Over how many devices the wide axes are split; the others split the batch, and the parameters along their other axis.
-        steps: Updates, counted from the beginning of the run.
+        directory: Where checkpoints are saved; a run in it is resumed, whatever mesh it was on.
+        model: The number of devices that wide axes are sharded over. The other mesh axis splits the batch, and the other axis of the parameters.
+        steps: Total steps of the run, including those before a resume.
         features: Width of the network.
-        length: Characters of a window.
+        length: Characters per window.
         verbose: As in `fit`; 0 prints nothing.
     """
     x, y = read(length)
@@ -133,5 +133,5 @@ if __name__ == "__main__":
     parser.add_argument("--directory")
     parser.add_argument("--model", type=int)
     parser.add_argument("--steps", type=int)
-    jax.config.update("jax_num_cpu_devices", 8)  # Of accelerators there are as many as there are.
+    jax.config.update("jax_num_cpu_devices", 8)  # Affects only the CPU, not accelerators.
     main(**vars(parser.parse_args()))

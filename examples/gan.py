@@ -1,4 +1,4 @@
-"""An update rule of one's own: a conditional GAN (Mirza and Osindero, 2014) draws handwritten digits, from which alone a classifier learns real ones.
+"""A custom update: a conditional GAN (Mirza and Osindero, 2014) draws handwritten digits, and a classifier learns from only these drawings.
 
 python examples/gan.py [--directory runs/gan] [--epochs 200]
 """
@@ -17,14 +17,14 @@ from sklearn.neighbors import KNeighborsClassifier
 import fitflax
 from fitflax.callbacks import CSVLogger, ModelCheckpoint
 
-# Each of the two players has an optimizer of its own; the groups' names are those of the module's parts.
+# Each of the two networks has its own optimizer. The labels are the names of the module's parts.
 OPTIMIZER = optax.multi_transform(
     {"generator": optax.adam(2e-3, b1=0.5), "discriminator": optax.adam(2e-3, b1=0.5)}, param_labels=lambda params: {name: name for name in params}
 )
 
 
 class GAN(nn.Module):
-    """Draws images `[batch, 64]` of the digits `[batch]` that it is called with, and judges images."""
+    """Draws images `[batch, 64]` of the requested digits `[batch]`, and judges images."""
 
     features: int = 128
     noise: int = 16
@@ -37,20 +37,20 @@ class GAN(nn.Module):
         noise = jax.random.normal(self.make_rng("noise"), (len(labels), self.noise))
         images = self.generator(jnp.concatenate([noise, jax.nn.one_hot(labels, 10)], axis=-1))
         if self.is_initializing():
-            self.judge(images, labels)  # What is not called has no parameters.
+            self.judge(images, labels)  # Parameters are created only for layers that are called.
         return images
 
     def judge(self, images, labels):
-        """Returns logits `[batch]` of that the images are real ones."""
+        """Returns the logits `[batch]` that the images are real."""
         return self.discriminator(jnp.concatenate([images, jax.nn.one_hot(labels, 10)], axis=-1))[:, 0]
 
 
 class GANTrainer(fitflax.Trainer):
-    """Lets the discriminator tell real images from drawn ones, and the generator draw what it takes for real."""
+    """Trains the discriminator to tell real images from drawn ones, and the generator to draw images that the discriminator takes for real."""
 
     def train_step(self, state, batch):
         labels, images, mask = batch.x, batch.y, batch.mask
-        # On several devices each has a share of the batch: sums over all of them make the step what it is on one.
+        # Each device has a shard of the batch. Sums over all devices make the step the same as on one device.
         num_examples = self.sum_replicas(mask.sum())
         rngs = self.step_rngs(state)
 
@@ -76,15 +76,15 @@ class GANTrainer(fitflax.Trainer):
 
         by_discriminator, values = jax.grad(discriminator_loss, has_aux=True)(state.params)
         by_generator, more_values = jax.grad(generator_loss, has_aux=True)(state.params)
-        # Each player follows its own loss alone.
+        # Each network follows only its own loss.
         grads = {"generator": by_generator["generator"], "discriminator": by_discriminator["discriminator"]}
         state = state.apply_gradient(self.sum_replicas(grads), self.optimizer)
-        # Logs are a sum and a weight each, so that an epoch's are means over its examples.
+        # Each log is a sum and a weight, so that an epoch's logs are means over its examples.
         return state, {name: (jnp.sum(each * mask), jnp.sum(mask)) for name, each in {**values, **more_values}.items()}
 
 
 def load(seed: int = 0):
-    """Returns `(labels, images)` to train and to test on; images `[examples, 64]` in [0, 1]."""
+    """Returns `(labels, images)` for training and test; images are `[examples, 64]` in [0, 1]."""
     digits = load_digits()
     order = np.random.default_rng(seed).permutation(len(digits.target))
     labels, images = digits.target[order].astype(np.int32), digits.data[order].astype(np.float32) / 16
@@ -92,16 +92,16 @@ def load(seed: int = 0):
 
 
 def picture(images: np.ndarray) -> str:
-    """Returns images `[images, 64]` in [0, 1] as eight lines of text, side by side."""
+    """Returns images `[images, 64]` in [0, 1] as eight lines of text, next to each other."""
     shades = " .:-=+*#%@"
     return "\n".join("  ".join("".join(2 * shades[int(value * 9.999)] for value in row) for row in rows) for rows in images.reshape(-1, 8, 8).swapaxes(0, 1))
 
 
 def main(directory: str | pathlib.Path = "runs/gan", epochs: int = 200, features: int = 128, verbose: int | str = "auto") -> dict[str, float]:
-    """Trains, and returns how many real images a classifier gets right that has seen drawn images alone, and one that has seen real ones."""
+    """Trains, and returns the accuracies on real images of a classifier that has seen only drawn images, and of one that has seen real images."""
     directory = pathlib.Path(directory)
     train, test = load()
-    # Predictions draw noise, too.
+    # Prediction draws noise, too.
     trainer = GANTrainer(GAN(features), rngs={"init": ("noise",), "train": ("noise",), "eval": ("noise",)})
     trainer.compile(OPTIMIZER)
     callbacks = [CSVLogger(directory / "log.csv"), ModelCheckpoint(directory / "checkpoints", every=fitflax.every(epochs=10))]
@@ -115,7 +115,7 @@ def main(directory: str | pathlib.Path = "runs/gan", epochs: int = 200, features
         print(f"{picture(images[:5])}\n\n{picture(images[5:10])}")
         print(f"log: {directory / 'log.csv'}")
         print(f"checkpoints: {directory / 'checkpoints'}")
-        print("accuracy on real images by the nearest one that was drawn: {drawn:.3f} (by the nearest real one: {real:.3f})".format(**result))
+        print("nearest-neighbor accuracy on real images: {drawn:.3f} with generated images, {real:.3f} with real ones".format(**result))
     return result
 
 

@@ -1,8 +1,8 @@
-"""A recurrent language model trained without a Trainer, by loops that are put together: kill it and start it again, and it goes on to the same bits.
+"""Trains a recurrent language model without a Trainer, with modular loops; if you kill it, it resumes bit for bit when you run it again.
 
 python examples/modular_loop.py [--directory runs/modular_loop] [--steps 400]
 
-Each row of a batch goes on where the row of the batch before it ended, and so does the network's state, which is a collection that training changes.
+Each row of a batch continues the same row of the batch before it. So does the network's recurrent state, a collection that training changes.
 """
 
 import argparse
@@ -20,25 +20,25 @@ from fitflax import EvalLoop, TrainLoop, first, serial
 from fitflax.callbacks import BestCheckpoint, ModelCheckpoint, SummaryLogger, TensorBoard
 from fitflax.parallel import DataParallel
 
-# Sources of Python's standard library; the last module is held out.
+# Sources from Python's standard library. The last module is held out.
 MODULES = ("ast", "calendar", "configparser", "difflib", "heapq", "inspect", "optparse", "statistics", "subprocess", "textwrap")
-CHARACTERS = 128  # ASCII; the few others become "?".
+CHARACTERS = 128  # ASCII; other characters become "?".
 
 
 class Network(nn.Module):
-    """Logits of the next character, `[batch, time, CHARACTERS]`, at each of `[batch, time]`.
+    """Returns the logits of the next character, `[batch, time, CHARACTERS]`, for each position of `[batch, time]`.
 
     Attributes:
         features: Size of the recurrent state.
-        dropout: The share of it that is dropped.
-        typos: The share of characters that are replaced by others.
-        goes_on: Whether it begins with the state that the batch before left, and leaves its own.
+        dropout: Dropout rate of the recurrent network's outputs.
+        typos: The fraction of characters that are replaced by random ones.
+        carries_state: Whether to begin with the final state of the previous batch, and to keep the final state for the next batch.
     """
 
     features: int
     dropout: float = 0.0
     typos: float = 0.0
-    goes_on: bool = False
+    carries_state: bool = False
 
     @nn.compact
     def __call__(self, x):
@@ -46,23 +46,23 @@ class Network(nn.Module):
             rng = self.make_rng("typos")
             x = jnp.where(jax.random.bernoulli(rng, self.typos, x.shape), jax.random.randint(rng, x.shape, 0, CHARACTERS), x)
         carry = self.variable("carry", "state", lambda: 0.1 * jax.random.normal(self.make_rng("carry"), (len(x), self.features)))
-        begin = carry.value if self.goes_on else jnp.zeros((len(x), self.features))
+        begin = carry.value if self.carries_state else jnp.zeros((len(x), self.features))
         end, x = nn.RNN(nn.GRUCell(self.features), return_carry=True)(nn.Embed(CHARACTERS, 64)(x), initial_carry=begin)
-        if self.goes_on and not self.is_initializing():
+        if self.carries_state and not self.is_initializing():
             carry.value = jax.lax.stop_gradient(end)
         self.sow("summaries", "state", end)
         return nn.Dense(CHARACTERS)(nn.Dropout(self.dropout, deterministic=not self.dropout)(x))
 
 
 def read() -> tuple[np.ndarray, np.ndarray]:
-    """Returns the text to train on and the text that is held out, as codes `[characters]`. No module is run."""
+    """Returns the text for training and the held-out text, as codes `[characters]`. The modules are not run."""
     texts = [importlib.util.find_spec(name).loader.get_source(name) for name in MODULES]
     codes = [np.frombuffer(text.encode("ascii", "replace"), np.uint8).astype(np.int32) for text in texts]
     return np.concatenate(codes[:-1]), codes[-1]
 
 
 def windows(text: np.ndarray, rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns pieces of `text`, `[windows, length]`, and what follows each of their characters; a row of a batch of `rows` goes on in the next batch."""
+    """Returns windows of `text`, `[windows, length]`, and the character after each; each row of a batch of `rows` continues in the next batch."""
     steps = (len(text) - 1) // (rows * length)
     order = np.arange(rows * steps).reshape(rows, steps).T.ravel()
     return tuple(text[begin : begin + rows * steps * length].reshape(-1, length)[order] for begin in (0, 1))
@@ -74,16 +74,16 @@ def main(
     """Trains, and returns the last step and the lowest log-perplexity on the held-out text.
 
     Args:
-        directory: Where files go; a run in it is gone on with.
-        steps: The run's total.
-        every: Steps between checkpoints, the first of which is that of step 1.
+        directory: Where files are written; a run in it is resumed.
+        steps: Total steps of the run, including those before a resume.
+        every: Steps between checkpoints; the first one is at step 1.
         features: Size of the recurrent state.
-        length: Characters of a window.
+        length: Characters per window.
         verbose: Whether to print.
     """
     directory, rows = pathlib.Path(directory), 32
     train, valid = read()
-    model = Network(features, dropout=0.1, goes_on=True)
+    model = Network(features, dropout=0.1, carries_state=True)
     loop = TrainLoop(
         model.init,
         model.apply,
@@ -96,7 +96,7 @@ def main(
         every=first(1) | fitflax.every(steps=every, offset=1),
         rngs={"init": ("carry",), "train": ("dropout",)},
         restore_from=directory / "checkpoints",
-        parallel=DataParallel(jax.devices()[:1]),  # One device has all rows' states.
+        parallel=DataParallel(jax.devices()[:1]),  # A single device, which holds the recurrent states of all rows.
         sown="summaries",
     )
     lnpp = {"lnpp": optax.softmax_cross_entropy_with_integer_labels}

@@ -1,4 +1,4 @@
-"""A training loop of one's own over `train_loop`: it evaluates and logs every 25 steps, and stops by a rule that no callback has.
+"""A hand-written loop over `train_loop`: it evaluates and logs every 25 steps, and stops by a rule that no callback has.
 
 python examples/own_loop.py [--directory runs/own_loop] [--steps 2000]
 """
@@ -27,9 +27,9 @@ class MLP(nn.Module):
 
 
 class GeneralizationLoss:
-    """Stops when the validation loss lies more than `percent` above its smallest value so far (GL of Prechelt, "Early stopping - but when?", 1998).
+    """Stops when the validation loss is more than `percent` above its minimum so far (GL of Prechelt, "Early stopping - but when?", 1998).
 
-    It keeps the state of that smallest value.
+    It keeps the state with the minimum.
     """
 
     def __init__(self, percent: float):
@@ -39,13 +39,13 @@ class GeneralizationLoss:
     def __call__(self, summary: fitflax.Summary) -> bool:
         loss = summary.metrics["valid"]["loss"]
         if loss < self.best_loss:
-            # Reading a checkpoint's state copies it: this one stays as it is while the loop goes on.
+            # Reading a checkpoint's state copies it, so later steps do not change this one.
             self.best_loss, self.best_step, self.best_state = loss, summary.step, summary.state
         return 100 * (loss / self.best_loss - 1) > self.percent
 
 
 def load(seed: int = 0):
-    """Returns `(images, labels)` to train, validate and test on; the first part is small, so that there is something to stop for."""
+    """Returns `(images, labels)` for training, validation and test. The training part is small, so that the network overfits."""
     digits = load_digits()
     order = np.random.default_rng(seed).permutation(len(digits.target))
     images, labels = digits.data[order].astype(np.float32) / 16, digits.target[order].astype(np.int32)
@@ -53,7 +53,7 @@ def load(seed: int = 0):
 
 
 def main(directory: str | pathlib.Path = "runs/own_loop", steps: int = 2000, every: int = 25, percent: float = 5.0, verbose: bool = True) -> dict[str, float]:
-    """Trains, and returns the step that the loop stopped at, the best one, and the accuracy of the latter on the test set."""
+    """Trains, and returns the step at which the loop stopped, the best step, and the test accuracy of the best step."""
     directory = pathlib.Path(directory)
     train, valid, test = load()
     trainer = fitflax.Trainer(MLP())
@@ -62,22 +62,23 @@ def main(directory: str | pathlib.Path = "runs/own_loop", steps: int = 2000, eve
         trainer.summary(train)
 
     loop = trainer.train_loop(*train, batch_size=32, steps=steps, every=fitflax.every(steps=every))
-    # Functions checkpoint -> checkpoint, one after the other; each but the first could have an `every` of its own.
+    # Functions from checkpoint to checkpoint, called in order. All but the first can have their own `every`.
     process = fitflax.serial(
         trainer.eval_loop(*valid, name="valid"),
         *([SummaryLogger()] if verbose else []),
         TensorBoard(directory / "tensorboard", every=fitflax.every(steps=every)),
-        ModelCheckpoint(directory / "checkpoints", every=fitflax.every(steps=4 * every), overwrite=True),  # a second run takes the first one's place
+        ModelCheckpoint(directory / "checkpoints", every=fitflax.every(steps=4 * every), overwrite=True),  # A second run replaces the first.
     )
     stops = GeneralizationLoss(percent)
-    # Leaving them ends the run and closes the writers, however the loop is left.
+    # Leaving the `with` block ends the run and closes the writers, also after `break` or an exception.
     with loop, process:
         for checkpoint in loop:
             summary = process(checkpoint)
             if stops(summary):
                 break
     if verbose:
-        print(f"left at step {trainer.step}: validation loss {summary.metrics['valid']['loss']:.4f}, which was {stops.best_loss:.4f} at {stops.best_step}")
+        loss = summary.metrics["valid"]["loss"]
+        print(f"stopped at step {trainer.step}: validation loss {loss:.4f}; best: {stops.best_loss:.4f} at step {stops.best_step}")
 
     stopped_at = trainer.step
     trainer.replace_state(stops.best_state)

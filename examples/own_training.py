@@ -1,4 +1,4 @@
-"""A loss and a callback of one's own: a variational autoencoder (Kingma and Welling, 2013) of handwritten digits, and a count of the latent units it uses.
+"""A custom loss and a custom callback: a variational autoencoder (Kingma and Welling, 2013) of digits, and a count of its active latent units.
 
 python examples/own_training.py [--directory runs/own_training] [--epochs 60]
 """
@@ -18,7 +18,7 @@ from fitflax.callbacks import Callback, CSVLogger, EarlyStopping, ModelCheckpoin
 
 
 class VAE(nn.Module):
-    """Encodes images `[batch, 64]` as normal distributions over `[batch, latents]`, and decodes a draw from them."""
+    """Encodes images `[batch, 64]` as normal distributions over `[batch, latents]`, and decodes samples from them."""
 
     latents: int = 16
     features: int = 128
@@ -33,30 +33,30 @@ class VAE(nn.Module):
         return self.decode(z), mean, log_variance
 
     def encode(self, x):
-        """Returns mean and log of the variance, `[batch, latents]` each."""
+        """Returns the mean and the log variance, `[batch, latents]` each."""
         return jnp.split(self.encoder(x), 2, axis=-1)
 
     def decode(self, z):
-        """Returns logits of the pixels, `[batch, 64]`."""
+        """Returns the logits of the pixels, `[batch, 64]`."""
         return self.decoder(z)
 
 
 class VAETrainer(fitflax.Trainer):
-    """Minimizes the negative evidence lower bound, in nats an image."""
+    """Minimizes the negative evidence lower bound, in nats per image."""
 
     def compute_loss(self, params, model_state, batch, *, rngs, train):
         logits, mean, log_variance = self.model.apply({"params": params}, batch.x, rngs=rngs)
-        # One value per example, [batch]: the trainer takes their mean, over all devices and without padding.
+        # One value per example, [batch]. The trainer computes the mean, over all devices and without padding.
         reconstruction = optax.sigmoid_binary_cross_entropy(logits, batch.x).sum(axis=-1)
         kl = 0.5 * (mean**2 + jnp.exp(log_variance) - 1 - log_variance).sum(axis=-1)
-        # No collections change; the two parts reach the logs beside their sum, and their validation values, too.
+        # No collections change. The two parts are logged next to their sum, for training and for validation.
         return reconstruction + kl, {}, {"reconstruction": reconstruction, "kl": kl}
 
 
 class ActiveUnits(Callback):
-    """Logs `active_units` after each epoch: of how many latent units the mean varies over `images` by more than 0.01 (Burda et al., 2015).
+    """Logs `active_units` after each epoch: the number of latent units whose mean has a variance above 0.01 over `images` (Burda et al., 2015).
 
-    The others are noise to the decoder. Whatever sees the logs after it (CSV, EarlyStopping, History, checkpoints) has the value as well.
+    The other units are noise to the decoder. Callbacks that see the logs later (CSVLogger, EarlyStopping, History, checkpoints) have this value, too.
     """
 
     def __init__(self, images):
@@ -72,7 +72,7 @@ class ActiveUnits(Callback):
         logs["active_units"] = int((np.var(means, axis=0) > 0.01).sum())
         self.most = max(self.most, logs["active_units"])
 
-    # What a resumed run could not know otherwise; it is saved in every checkpoint.
+    # State that a resumed run cannot recompute. It is saved in every checkpoint.
 
     def state_dict(self):
         return {"most": self.most}
@@ -82,7 +82,7 @@ class ActiveUnits(Callback):
 
 
 def load(seed: int = 0) -> list[np.ndarray]:
-    """Returns images `[examples, 64]` in [0, 1] to train, validate and test on."""
+    """Returns images `[examples, 64]` in [0, 1] for training, validation and test."""
     images = np.random.default_rng(seed).permutation(load_digits().data.astype(np.float32) / 16)
     return np.split(images, [1200, 1500])
 
@@ -94,10 +94,10 @@ def draw(image: np.ndarray) -> str:
 
 
 def main(directory: str | pathlib.Path = "runs/own_training", epochs: int = 60, features: int = 128, verbose: int | str = "auto") -> dict[str, object]:
-    """Trains, and returns the test set's values, `active_units` by epoch, the most of them, and four images drawn from the prior, `[4, 64]`."""
+    """Trains, and returns the test values, `active_units` of each epoch, their maximum, and four images sampled from the prior, `[4, 64]`."""
     directory = pathlib.Path(directory)
     train, valid, test = load()
-    # Evaluation draws latents as well: a bound that is estimated at their mean is no bound.
+    # Evaluation samples latents, too: the loss at their mean would not be a bound.
     trainer = VAETrainer(VAE(features=features), rngs={"init": ("latent",), "train": ("latent",), "eval": ("latent",)})
     trainer.compile(optax.adam(1e-2))
     active = ActiveUnits(valid)
@@ -117,7 +117,7 @@ def main(directory: str | pathlib.Path = "runs/own_training", epochs: int = 60, 
         print("\n\n".join(draw(image) for image in images))
         print(f"log: {directory / 'log.csv'}")
         print(f"active units: {history.history['active_units'][-1]} of {trainer.model.latents}, at most {active.most}")
-        print("test set, nats an image: {loss:.2f} = reconstruction {reconstruction:.2f} + kl {kl:.2f}".format(**values))
+        print("test set, nats per image: {loss:.2f} = reconstruction {reconstruction:.2f} + kl {kl:.2f}".format(**values))
     return {**values, "active_units": history.history["active_units"], "most": active.most, "images": images}
 
 

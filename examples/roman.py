@@ -1,4 +1,4 @@
-"""A sequence-to-sequence network that writes numbers as Roman numerals; the padding of short numerals counts neither in its own loss nor in accuracies.
+"""Trains a sequence-to-sequence network to write numbers as Roman numerals; weights remove the padding from a custom loss and from accuracies.
 
 python examples/roman.py [--directory runs/roman] [--epochs 40]
 """
@@ -15,13 +15,13 @@ from flax import linen as nn
 import fitflax
 from fitflax.callbacks import ModelCheckpoint
 
-LETTERS = ".IVXLCDM"  # By code; a point ends a numeral, and pads it.
+LETTERS = ".IVXLCDM"  # Letters by code. A dot ends a numeral and pads it.
 END, START = 0, len(LETTERS)
-LENGTH = 16  # Of the longest numeral, MMMDCCCLXXXVIII, with its end.
+LENGTH = 16  # Length of the longest numeral, MMMDCCCLXXXVIII, plus its end.
 
 
 class Writer(nn.Module):
-    """Reads digits `[batch, 4]`, and gives logits `[batch, LENGTH, letters]` of each letter of the numeral, knowing those before it, `[batch, LENGTH]`."""
+    """Reads digits `[batch, 4]`, and returns the logits of each letter, `[batch, LENGTH, letters]`, given the letters before it, `[batch, LENGTH]`."""
 
     features: int = 128
 
@@ -33,18 +33,18 @@ class Writer(nn.Module):
 
 
 def loss(logits, codes):
-    """Returns a value for each letter, `[batch, LENGTH]`: its crossentropy, and a little for logits that drift off together, which softmax does not see."""
+    """Returns the loss of each letter, `[batch, LENGTH]`: its crossentropy, plus a small penalty on logits that all grow or shrink, which softmax ignores."""
     return optax.softmax_cross_entropy_with_integer_labels(logits, codes) + 1e-4 * jax.nn.logsumexp(logits, axis=-1) ** 2
 
 
 def whole(logits, codes):
-    """Returns whether each numeral is right from its first letter to its end, `[batch]`."""
+    """Returns whether each numeral is correct from its first letter to its end, `[batch]`."""
     is_padding = jnp.cumsum(codes == END, axis=-1) > 1
     return ((logits.argmax(axis=-1) == codes) | is_padding).all(axis=-1)
 
 
 def roman(number: int) -> str:
-    """Returns a number from 1 to 3999 as a Roman numeral: the rule that is to be learned."""
+    """Returns a number from 1 to 3999 as a Roman numeral. This is the rule to learn."""
     numeral = ""
     for value, letters in {1000: "M", 900: "CM", 500: "D", 400: "CD", 100: "C", 90: "XC", 50: "L", 40: "XL", 10: "X", 9: "IX", 5: "V", 4: "IV", 1: "I"}.items():
         numeral += letters * (number // value)
@@ -53,12 +53,12 @@ def roman(number: int) -> str:
 
 
 def shifted(codes: np.ndarray) -> np.ndarray:
-    """Returns what stands before each letter."""
+    """Returns the letter before each letter."""
     return np.pad(codes[:, :-1], ((0, 0), (1, 0)), constant_values=START)
 
 
 def encode(numbers: np.ndarray):
-    """Returns `((digits, letters before), letters, weights)` of numbers; the weights are 0 for what stands behind a numeral's end."""
+    """Returns `((digits, letters before), letters, weights)` of numbers. The weights are 0 after the end of a numeral."""
     digits = np.stack([numbers // 1000, numbers // 100 % 10, numbers // 10 % 10, numbers % 10], axis=1).astype(np.int32)
     codes = np.array([[LETTERS.index(letter) for letter in roman(number).ljust(LENGTH, LETTERS[END])] for number in numbers], np.int32)
     weights = (np.arange(LENGTH) <= (codes != END).sum(axis=1, keepdims=True)).astype(np.float32)
@@ -66,21 +66,21 @@ def encode(numbers: np.ndarray):
 
 
 def write(trainer: fitflax.Trainer, digits: np.ndarray) -> list[str]:
-    """Returns a numeral for each row of digits, letter by letter: always the likeliest one after those that the network has written itself."""
+    """Returns a numeral for each row of digits, decoded greedily: each letter is the most likely one after those already written."""
     codes = np.full((len(digits), LENGTH), END, np.int32)
     for place in range(LENGTH):
-        # What stands to the right of a letter does not reach it, so one shape, and one program, serves for all lengths.
+        # Letters do not depend on later letters, so one shape, and one compiled program, works for all lengths.
         codes[:, place] = trainer.predict((digits, shifted(codes)))[:, place].argmax(axis=-1)
     return ["".join(LETTERS[code] for code in row).partition(LETTERS[END])[0] for row in codes]
 
 
 def main(directory: str | pathlib.Path = "runs/roman", epochs: int = 40, features: int = 128, verbose: int | str = "auto") -> dict[str, float]:
-    """Trains, and returns the test set's values, and as `written` the share of its numbers that are written without a fault."""
+    """Trains, and returns the test values, and as `written` the fraction of test numbers that are written without an error."""
     directory = pathlib.Path(directory)
     numbers = np.random.default_rng(0).permutation(np.arange(1, 4000))
     train, valid, test = numbers[:1000], numbers[1000:1500], numbers[1500:]
     trainer = fitflax.Trainer(Writer(features))
-    # Weights belong to letters. `whole` has one value a numeral, so it is a metric without them.
+    # Weights are per letter. `whole` has one value per numeral, so it is a metric without weights.
     trainer.compile("adam", loss=loss, metrics=[whole], weighted_metrics=["accuracy"], learning_rate=3e-3)
     callbacks = [ModelCheckpoint(directory / "checkpoints", every=fitflax.every(epochs=10))]
     trainer.fit(*encode(train), batch_size=64, epochs=epochs, validation_data=encode(valid), callbacks=callbacks, resume="auto", verbose=verbose)
@@ -92,7 +92,7 @@ def main(directory: str | pathlib.Path = "runs/roman", epochs: int = 40, feature
     if verbose:
         print(f"checkpoints: {directory / 'checkpoints'}")
         print(*(f"{number} {numeral}" for number, numeral in zip(test[:5], numerals, strict=False)), sep=", ")
-        print("{} numbers that it has not seen: letters right {accuracy:.4f}, numerals written without a fault {written:.4f}".format(len(test), **values))
+        print("{} unseen numbers: accuracy of letters {accuracy:.4f}, of whole numerals {written:.4f}".format(len(test), **values))
     return values
 
 

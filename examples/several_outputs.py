@@ -1,4 +1,4 @@
-"""Several outputs: a CNN says which digit is on a canvas and where it is, each answer with a loss, a weight and metrics of its own.
+"""Trains a CNN with several outputs: which digit is on a canvas, and where; each output has its own loss, loss weight and metrics.
 
 python examples/several_outputs.py [--directory runs/several_outputs] [--epochs 30]
 """
@@ -17,7 +17,7 @@ SIZE = 16  # Of the canvas, in pixels.
 
 
 class CNN(nn.Module):
-    """A body and two heads, for images `[batch, SIZE, SIZE, 1]`: logits of ten classes, and the place of the digit's upper left corner, `[batch, 2]`."""
+    """A body and two heads, for images `[batch, SIZE, SIZE, 1]`: logits of ten classes, and the upper left corner of the digit, `[batch, 2]`."""
 
     features: int = 32
 
@@ -32,7 +32,7 @@ class CNN(nn.Module):
 
 
 def load(seed: int = 0):
-    """Returns `(images, {"digit": labels, "place": rows and columns})` to train, validate and test on: each digit is put on a dark canvas at random."""
+    """Returns `(images, {"digit": labels, "place": rows and columns})` for training, validation and test: digits at random places on a dark canvas."""
     digits = load_digits()
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(digits.target))
@@ -46,7 +46,7 @@ def load(seed: int = 0):
 
 
 def main(directory: str | pathlib.Path = "runs/several_outputs", epochs: int = 30, features: int = 32, verbose: int | str = "auto") -> dict[str, float]:
-    """Trains, and returns the test set's values: `digit_accuracy`, `place_mae` in pixels, and the parts of the loss."""
+    """Trains, and returns the test values: `digit_accuracy`, `place_mae` in pixels, and the parts of the loss."""
     directory = pathlib.Path(directory)
     train, valid, test = load()
     trainer = fitflax.Trainer(CNN(features))
@@ -66,7 +66,7 @@ def main(directory: str | pathlib.Path = "runs/several_outputs", epochs: int = 3
         guess = np.abs(test[1]["place"] - train[1]["place"].mean(axis=0)).mean()
         print(f"checkpoints: {directory / 'checkpoints'}")
         print(f"best checkpoint: {best.store.path(best.best_step)}")
-        print("test set: digits right {digit_accuracy:.3f}, places off by {place_mae:.2f} pixels".format(**values) + f" (always the middle: {guess:.2f})")
+        print("test set: digit accuracy {digit_accuracy:.3f}, place error {place_mae:.2f} pixels".format(**values) + f" (always the center: {guess:.2f})")
     return values
 
 

@@ -1,4 +1,4 @@
-"""fitflax: `compile`, `fit`, `evaluate` and `predict` for Flax linen modules, at the speed of a hand-written loop, with runs that cannot be lost.
+"""fitflax: `compile`, `fit`, `evaluate` and `predict` for Flax linen and NNX modules, as fast as a hand-written loop, with resumable runs.
 
 >>> import fitflax, optax
 >>> from flax import linen as nn
@@ -9,33 +9,33 @@
 import importlib.metadata
 from typing import TYPE_CHECKING
 
-from fitflax import callbacks, checkpoints, data, diagnostics, errors, losses, metrics, optimizers, parallel
+from fitflax import adapters, callbacks, checkpoints, data, diagnostics, errors, keras_names, losses, metrics, optimizers, parallel
 from fitflax.callbacks.history import History
 from fitflax.callbacks.serial import serial
 from fitflax.checkpoints.checkpoint import Checkpoint, Summary
-from fitflax.loops.modular import EvalLoop, TrainLoop
+from fitflax.loops.user_loops import EvalLoop, TrainLoop
 from fitflax.state import InferenceState, TrainState
-from fitflax.steps.compilation import enable_compilation_cache
+from fitflax.steps.compile_ahead import enable_compilation_cache
 from fitflax.trainer import Trainer
 from fitflax.triggers import at, every, first
 
 __version__: str
 
-if not TYPE_CHECKING:  # Type checkers would take any name for one of this module's.
+if not TYPE_CHECKING:  # Otherwise type checkers would accept any attribute name.
 
     def __getattr__(name):
-        """Returns the version, which takes longer to find out than most programs that import this want to wait; says where else a name is."""
+        """Returns the version, read only when needed because that is slow; for other names, the error says which submodule has them."""
         if name != "__version__":
             homes = [
                 module.__name__
-                for module in (callbacks, metrics, losses, optimizers, parallel, data, checkpoints, diagnostics, errors)
+                for module in (callbacks, metrics, losses, optimizers, parallel, data, checkpoints, diagnostics, adapters, errors)
                 if name in module.__all__
             ]
-            hint = f". It is {homes[0]}.{name}" if homes else ""
+            hint = f". It is {homes[0]}.{name}" if homes else f". {keras_names.MODULE[name]}." if name in keras_names.MODULE else ""
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
         try:
             return importlib.metadata.version("fitflax")
-        except importlib.metadata.PackageNotFoundError:  # A checkout that is on the path without being installed.
+        except importlib.metadata.PackageNotFoundError:  # A checkout that is on the path but not installed.
             return "0+unknown"
 
 
@@ -49,6 +49,7 @@ __all__ = [
     "TrainState",
     "Trainer",
     "__version__",
+    "adapters",
     "at",
     "callbacks",
     "checkpoints",

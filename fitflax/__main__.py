@@ -1,47 +1,34 @@
-"""`python -m fitflax checkpoints DIR`: what is in a directory of checkpoints, and whether it is whole."""
+"""The command line: `python -m fitflax COMMAND`: lists and compares checkpoints, and plots runs."""
 
 import argparse
-import dataclasses
-import json
-import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-from fitflax.checkpoints.listing import list_checkpoints, table
+import fitflax.commands.checkpoints as checkpoints
+import fitflax.commands.compare as compare
+import fitflax.commands.plot as plot
+from fitflax.errors import FitflaxError
 
 __all__ = ["main"]
 
+_COMMANDS = {
+    "checkpoints": (checkpoints, "list the checkpoints of a directory"),
+    "compare": (compare, "show which arrays of two checkpoints differ"),
+    "plot": (plot, "plot the curves of runs"),
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit status: 0, or 1 if a checkpoint is damaged; wrong arguments exit with 2.
-
-    Args:
-        argv: The arguments; by default those of the command line.
-    """
+    """Runs a command and returns its exit status: 0, or 1 if a checkpoint is damaged or two differ. Invalid arguments exit with 2."""
     parser = argparse.ArgumentParser(prog="python -m fitflax")
     commands = parser.add_subparsers(dest="command", required=True)
-    listing = commands.add_parser("checkpoints", help="list the checkpoints of a directory")
-    listing.add_argument("directory", type=Path, metavar="DIR")
-    listing.add_argument("--verify", action="store_true", help="check every byte of each")
-    listing.add_argument("--json", action="store_true", help="print JSON, for programs")
+    for name, (module, purpose) in _COMMANDS.items():
+        module.add_arguments(commands.add_parser(name, help=purpose, description=module.__doc__))
     options = parser.parse_args(argv)
-    if not options.directory.is_dir():
-        parser.error(f"{options.directory} is no directory.")
-    rows = list_checkpoints(options.directory, verify=options.verify)
-    if options.json:
-        print(json.dumps([_plain(dataclasses.asdict(row)) for row in rows], indent=2, allow_nan=False))
-    else:
-        print(table(rows) if rows else f"{options.directory} holds no checkpoints.")
-    return int(any(row.is_damaged for row in rows))
-
-
-def _plain(value: Any) -> Any:
-    """Returns `value` with what JSON has no number for as text."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    try:
+        return int(_COMMANDS[options.command][0].run(options))
+    except (FitflaxError, ImportError, OSError) as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

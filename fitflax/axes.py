@@ -1,4 +1,4 @@
-"""Logical axis names: what linen's metadata says about the axes of parameters and collections, and what follows for the optimizer's state."""
+"""Logical axis names from linen's metadata, for parameters, collections and the optimizer state."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -10,32 +10,31 @@ from flax.linen.partitioning import AxisMetadata, get_axis_names
 from jax.sharding import PartitionSpec
 
 from fitflax.errors import ModelError
-from fitflax.leaves import named_leaves, path_name
+from fitflax.leaves import listed, named_leaves, path_name
 
 __all__ = ["AxisNames", "Name", "is_axes_collection"]
 
 Name = str | tuple[str, ...] | None
 
-
 _AXES = "_axes"
 
 
 def is_axes_collection(name: str, tree: Any) -> bool:
-    """Returns whether a collection holds nothing but names, as `flax.linen.partitioning.param_with_axes` makes one beside the parameters, `params_axes`."""
+    """Returns whether a collection holds only axis names, such as `params_axes` of `flax.linen.partitioning.param_with_axes`."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, AxisMetadata))
     return name.endswith(_AXES) and bool(leaves) and all(isinstance(leaf, AxisMetadata) for leaf in leaves)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AxisNames:
-    """The names of the axes of a module's variables, by path, such as `params/Dense_0/kernel`.
+    """The logical axis names of a module's variables by path, such as `params/Dense_0/kernel`.
 
-    It is a static field of states, and says nothing about which state they are: all of them are equal, so that neither a tree's structure nor a compiled
-    function depends on it. A compiled function of the user's that returns a state returns the names of the state that it was compiled for.
+    A static field of states. All instances are equal, so neither tree structures nor compiled functions depend on the names. As a result, a user's compiled
+    function that returns a state returns the names of the state that it was compiled for.
 
     Attributes:
-        by_path: One name, several, or none, for each axis of an array that has metadata.
-        is_known: Whether the module was asked for them.
+        by_path: One name, a tuple of names or `None` for each axis of an array with metadata.
+        is_known: Whether the names were read from the module.
     """
 
     by_path: Mapping[str, tuple[Name, ...]] = dataclasses.field(default_factory=dict)
@@ -52,7 +51,7 @@ class AxisNames:
 
     @classmethod
     def of(cls, boxed: Mapping[str, Any]) -> "AxisNames":
-        """Returns the names in the metadata of what a module's `init` returned, such as `nn.with_logical_partitioning` puts there, or `param_with_axes`."""
+        """Returns the names in the metadata of variables from `init`, as set by `nn.with_logical_partitioning` or `param_with_axes`."""
         leaves = jax.tree_util.tree_leaves_with_path(boxed, is_leaf=lambda node: isinstance(node, meta.AxisMetadata))
         specs = {
             path_name(path): leaf.get_partition_spec() for path, leaf in leaves if isinstance(leaf, meta.AxisMetadata) and hasattr(leaf, "get_partition_spec")
@@ -64,13 +63,13 @@ class AxisNames:
         return cls({path: tuple(spec) for path, spec in specs.items()})
 
     def each(self, fn: Callable[[str, Any, "tuple[Name, ...] | None"], Any], params: Any, model_state: Any, opt_state: Any) -> tuple[Any, Any, Any]:
-        """Returns parameters, collections and optimizer state with `fn(path, array, names)` in place of each array.
+        """Returns parameters, collections and optimizer state with each array replaced by `fn(path, array, names)`.
 
-        The names are `None` where there are none. An array of the optimizer has its parameter's if it has its shape: a moment's path ends with that of its
-        parameter, whatever transformations it lies in.
+        `names` is `None` for arrays without names. An optimizer array has the names of a parameter if its path ends with the parameter's path and the shapes
+        are equal.
         """
 
-        def own(root: str) -> Callable[[Any, Any], Any]:
+        def of_variables(root: str) -> Callable[[Any, Any], Any]:
             def call(path: Any, leaf: Any) -> Any:
                 name = "/".join(part for part in (root, path_name(path)) if part)
                 return fn(name, leaf, self.by_path.get(name))
@@ -82,32 +81,31 @@ class AxisNames:
         def of_optimizer(path: Any, leaf: Any) -> Any:
             parts = [path_name((entry,)) for entry in path]
             param = next((name for start in range(len(parts) + 1) if (name := "/".join(parts[start:])) in shapes), None)
-            is_alike = param is not None and shapes[param] == leaf.shape
-            return fn(f"opt_state/{path_name(path)}", leaf, self.by_path.get(f"params/{param}") if is_alike else None)
+            has_param_shape = param is not None and shapes[param] == leaf.shape
+            return fn(f"opt_state/{path_name(path)}", leaf, self.by_path.get(f"params/{param}") if has_param_shape else None)
 
         return (
-            jax.tree_util.tree_map_with_path(own("params"), params),
-            jax.tree_util.tree_map_with_path(own(""), model_state),
+            jax.tree_util.tree_map_with_path(of_variables("params"), params),
+            jax.tree_util.tree_map_with_path(of_variables(""), model_state),
             jax.tree_util.tree_map_with_path(of_optimizer, opt_state),
         )
 
     def specs(self, params: Any, model_state: Any, opt_state: Any, *, strict: bool) -> tuple[Any, Any, Any]:
         """Returns `PartitionSpec`s of logical names for parameters, collections and optimizer state, in their structures.
 
-        Raises:
-            ModelError: `strict`, and arrays have no names; or one has another number of axes than names. All of them are listed.
+        Raises a `ModelError` if an array has more names than axes or, if `strict`, no names.
         """
         faults: list[str] = []
 
         def spec(path: str, leaf: Any, names: tuple[Name, ...] | None) -> PartitionSpec:
-            is_own = not path.startswith("opt_state/")
-            if is_own and names is not None and len(names) != leaf.ndim:
+            is_variable = not path.startswith("opt_state/")
+            if is_variable and names is not None and len(names) > leaf.ndim:
                 faults.append(f"{path} {list(leaf.shape)} has the names {list(names)}")
-            elif is_own and names is None and leaf.ndim and strict:
-                faults.append(f"{path} {list(leaf.shape)} has none")
-            return PartitionSpec(*([None] * leaf.ndim if names is None else names))
+            elif is_variable and names is None and leaf.ndim and strict:
+                faults.append(f"{path} {list(leaf.shape)} has no names")
+            return PartitionSpec(*(names or ()), *[None] * (leaf.ndim - len(names or ())))
 
         trees = self.each(spec, params, model_state, opt_state)
         if faults:
-            raise ModelError(f"Each axis of an array needs a logical name: {'; '.join(faults)}. Give them with nn.with_logical_partitioning(init, names).")
+            raise ModelError(f"Each axis of an array needs one logical name: {listed(faults, '; ')}. Set names with nn.with_logical_partitioning(init, names).")
         return trees

@@ -1,8 +1,7 @@
-"""Work for a thread beside the one that trains, safe from Ctrl-C.
+"""A worker thread next to the training thread that is safe from Ctrl-C.
 
-A signal handler may raise in the main thread between any two instructions of Python code: inside of a `threading.Condition`, an `Event` or a `queue.Queue`
-that leaves a lock taken for good, and the other thread, and with it the end of the process, waits for ever. So whoever hands out work here takes no lock at
-all: deques and `queue.SimpleQueue`, which are C code, are told of it.
+A signal handler may raise in the main thread between any two Python instructions. Inside a `threading.Condition`, an `Event` or a `queue.Queue`, this can
+leave a lock held and make the process hang. So the submitting thread only uses deques and `queue.SimpleQueue`, which are implemented in C.
 """
 
 import collections
@@ -11,28 +10,36 @@ import os
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 __all__ = ["Background"]
 
 Job = Callable[[], Any]
-# Starting a thread takes longer than many a job; one that is never ended must not live for ever.
+# Starting a thread takes longer than many jobs, but a thread that nobody ends must not live forever.
 IDLE_SECONDS = 10.0
-# Nobody relies on it: how often it is looked again whether what is waited for has come, without being told.
-_LOOK_SECONDS = 1.0
+# A job that takes longer and computes for less than this share of the time is starved, or waits for a disk, which needs no CPU time.
+_STARVED_SECONDS = 60.0
+_STARVED_SHARE = 0.1
+# The timeout for waits in case a notification is missed; correctness does not depend on it.
+_POLL_SECONDS = 1.0
 
 
 class Background:
-    """Calls functions one after another in a thread, which begins with the first one and ends with `end`, or when there was nothing to do for a while.
+    """Runs functions one after another in a thread that starts with the first job and ends with `end` or after some idle time.
 
-    The thread is a daemon: the interpreter would wait for any other even where the user wants to leave at once.
+    The thread is a daemon, so that it does not delay an immediate exit.
 
     Args:
-        name: The thread's.
-        on_error: Called in the thread with what a job raised.
+        on_error: Called in the thread with the exception that a job raised.
         on_end: Called in the thread when it ends.
-        niceness: By how much the thread gives way to others, on Linux.
+        niceness: The niceness of the thread and of threads that its jobs start, on Linux only.
+
+    Attributes:
+        niceness: As passed; may be raised at any time, and applies from the next job.
+        only_idle_cpu: Whether the thread only gets CPU time that no other thread wants (Linux: SCHED_IDLE), from the next job. Unlike a low priority, this
+            never delays a thread that wakes up. It is reset if a job gets almost no CPU time because other processes use all of it.
 
     >>> done = []
     >>> background = Background("doctest", on_error=done.append)
@@ -48,18 +55,20 @@ class Background:
         self.name = name
         self._on_error = on_error
         self._on_end = on_end
-        self._niceness = niceness
+        self.niceness = niceness
+        self.only_idle_cpu = False
+        self._applied_priority = 0, False  # Of the current thread.
         self._jobs: collections.deque[Job] = collections.deque()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
-        # Threads alone take it: of two that were started by misunderstanding, one works.
+        self._notifications: queue.SimpleQueue[None] = queue.SimpleQueue()
+        # Taken only by worker threads: if a race starts two, only one works.
         self._turn = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_ending = False
         self.is_busy = False
 
     def submit(self, job: Job) -> None:
-        """Has a job done after all before it; waits for nothing."""
+        """Queues a job without waiting."""
         self._is_ending = False
         self._jobs.append(job)
         self._wake.put(None)
@@ -67,42 +76,38 @@ class Background:
 
     @property
     def waiting(self) -> list[Job]:
-        """What has not begun."""
+        """The jobs that have not started."""
         return list(self._jobs)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is being done, and nothing waits."""
-        return not self._jobs and not self.is_busy  # In this order: a job is busy before it is taken from those that wait.
+        """Whether no job is running or queued."""
+        return not self._jobs and not self.is_busy  # In this order: `is_busy` is set before a job leaves the queue.
 
     @property
     def has_thread(self) -> bool:
-        """Whether there is a thread."""
+        """Whether a thread exists."""
         return self._thread is not None
 
     def clear(self) -> None:
-        """Leaves out what has not begun."""
+        """Removes all jobs that have not started."""
         self._jobs.clear()
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Waits until `condition()`, which is asked again after each job."""
+        """Waits until `condition()` is true; checks it after each job."""
         while True:
-            while not self._news.empty():
+            while not self._notifications.empty():
                 with contextlib.suppress(queue.Empty):
-                    self._news.get_nowait()
+                    self._notifications.get_nowait()
             if condition():
                 return
             if self._jobs:
-                self._start()  # Whoever submitted was broken off before it could.
+                self._start()  # `submit` was interrupted before it could.
             with contextlib.suppress(queue.Empty):
-                self._news.get(timeout=_LOOK_SECONDS)
+                self._notifications.get(timeout=_POLL_SECONDS)
 
     def end(self, *, wait: bool = True) -> None:
-        """Ends the thread once everything is done; a later `submit` begins another one.
-
-        Args:
-            wait: Whether to wait for that.
-        """
+        """Ends the thread after all jobs are done, and by default waits for it; a later `submit` starts another one."""
         thread = self._thread
         self._is_ending = True
         self._wake.put(None)
@@ -113,47 +118,69 @@ class Background:
 
     def _start(self) -> None:
         if self._thread is None:
-            self._thread = thread = threading.Thread(target=self._work, name=self.name, daemon=True)
+            self._thread = thread = threading.Thread(target=self._run_jobs, name=self.name, daemon=True)
             thread.start()
 
     # -- what the thread does --
 
-    def _work(self) -> None:
-        if self._niceness and sys.platform == "linux":  # Elsewhere it would be the whole process's.
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
+    def _run_jobs(self) -> None:
         try:
             with self._turn:
-                while self._do_next() or self._sleep():
-                    pass
-                self._thread = None
-                if self._jobs:  # From somebody who took this thread for one that goes on.
-                    self._start()
-                else:
-                    self._on_end()
+                self._applied_priority = 0, False
+                while True:
+                    # On Linux, a thread cannot leave the idle class, and threads that it starts inherit the class. So it ends when there is no job left,
+                    # and the caller's next job starts another thread.
+                    while (self._run_next_job() or self._sleep()) and (self._jobs or self.only_idle_cpu or not self._applied_priority[1]):
+                        pass
+                    self._thread = None
+                    if not self._jobs:
+                        self._on_end()
+                        break
+                    if self.has_thread:
+                        break
+                    # A job was submitted while this thread was ending, and no other thread was started.
+                    self._thread = threading.current_thread()
         finally:
-            self._news.put(None)
+            self._notifications.put(None)
 
-    def _do_next(self) -> bool:
+    def _run_next_job(self) -> bool:
         self.is_busy = True
+        begin = time.monotonic(), time.thread_time()
         try:
             job = self._jobs.popleft()
         except IndexError:
             return False
         else:
-            self._news.put(None)  # There is room for another one.
+            self._notifications.put(None)  # The queue is shorter.
+            self._apply_priority()
             try:
                 job()
-            except BaseException as error:  # noqa: BLE001 (it is its caller's business)
+            except BaseException as error:  # noqa: BLE001 (`on_error` handles it)
                 self._on_error(error)
             return True
         finally:
-            job = None  # type: ignore[assignment]  # With what it holds, before anybody learns that it is done.
+            job = None  # type: ignore[assignment]  # Release its objects before waiters learn that it is done.
+            self._check_starvation(*begin)
             self.is_busy = False
-            self._news.put(None)
+            self._notifications.put(None)
+
+    def _apply_priority(self) -> None:
+        wanted = self.niceness, self.only_idle_cpu
+        if self._applied_priority != wanted and sys.platform == "linux":  # Elsewhere it would change the whole process.
+            self._applied_priority = wanted
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self.niceness)
+                if self.only_idle_cpu:
+                    os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+
+    def _check_starvation(self, begin: float, cpu_begin: float) -> None:
+        """Leaves the idle class if a job took long and used little CPU time."""
+        seconds = time.monotonic() - begin
+        if seconds > _STARVED_SECONDS and time.thread_time() - cpu_begin < _STARVED_SHARE * seconds:
+            self.only_idle_cpu = False
 
     def _sleep(self) -> bool:
-        """Waits for a job; returns whether the thread is to go on."""
+        """Waits for a job; returns whether the thread should continue."""
         if self._is_ending:
             return bool(self._jobs)
         try:

@@ -1,32 +1,32 @@
-"""Every exception and warning that fitflax raises on purpose.
+"""All exceptions and warnings that fitflax raises on purpose.
 
-How to choose and word one: the class says *whose* mistake it is (data, model, loss, checkpoint file, ...), the message says what is wrong, where
-(argument, tree path, shape, value) and what to do, in that order. All faults found at once go into one message. Each class also derives from the
-built-in that fits, so that `except ValueError` in users' scripts keeps working::
+The class says *where* the mistake is (data, model, loss, checkpoint file, ...). The message says what is wrong, where (argument, tree path, shape, value)
+and what to do, in that order; one message covers all faults found. Each class also derives from the matching built-in exception, so that `except ValueError`
+in user scripts keeps working::
 
     FitflaxError
-    +-- ConfigError (ValueError)            an argument, or a combination of arguments, makes no sense
+    +-- ConfigError (ValueError)            an argument, or a combination of arguments, is invalid
     +-- NotReadyError (RuntimeError)        something was used before the call that makes it available
     +-- DataError (ValueError)              the data cannot be turned into batches
     +-- ModelError (ValueError)             the module does not run on the batch
-    +-- ShardingError (ValueError)          arrays that cannot lie on a mesh as they should
+    +-- ShardingError (ValueError)          arrays cannot be placed on the mesh
     +-- LossError (ValueError)              the loss does not fit the outputs and targets
     +-- MetricError (ValueError)            a metric does not fit the outputs and targets
-    +-- OptimizerError (ValueError)         an optimizer or learning rate that cannot be used
-    +-- CallbackError (ValueError)          callbacks that cannot work together
-    |   +-- MonitorError                    a monitored key that nobody logs
+    +-- OptimizerError (ValueError)         an optimizer or learning rate cannot be used
+    +-- CallbackError (ValueError)          callbacks cannot work together
+    |   +-- MonitorError                    a monitored key is not logged
     +-- ReplicaError (RuntimeError)         replicas, or processes, that should be equal differ
-    +-- CheckpointError (RuntimeError)      anything about checkpoint files
+    +-- CheckpointError (RuntimeError)      a problem with checkpoint files
         +-- CheckpointNotFoundError (FileNotFoundError)
-        +-- CorruptCheckpointError          a file that fails its checks
-        +-- RestoreError (ValueError)       a good file that does not fit this model or run
+        +-- CorruptCheckpointError          a file fails its checks
+        +-- RestoreError (ValueError)       an intact file does not fit this model or run
         +-- DirectoryInUseError (FileExistsError)
 """
 
 import difflib
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 __all__ = [
     "CallbackError",
@@ -59,7 +59,7 @@ class FitflaxError(Exception):
 
 
 class FitflaxWarning(UserWarning):
-    """The category of all warnings that fitflax gives; filter on it to silence or to raise them.
+    """The category of all warnings of fitflax; filter on it to silence them or to turn them into errors.
 
     >>> import warnings
     >>> warnings.simplefilter("error", FitflaxWarning)
@@ -67,7 +67,7 @@ class FitflaxWarning(UserWarning):
 
 
 class ConfigError(FitflaxError, ValueError):
-    """An argument, or a combination of arguments, makes no sense.
+    """An argument, or a combination of arguments, is invalid.
 
     >>> raise ConfigError("steps must be at least 1. Received: 0.")
     Traceback (most recent call last):
@@ -92,7 +92,7 @@ class DataError(FitflaxError, ValueError):
 
 
 class ModelError(FitflaxError, ValueError):
-    """The module does not run on the batch; the message holds the shapes and the module's own error.
+    """The module does not run on the batch; the message has the shapes and the module's own error.
 
     >>> issubclass(ModelError, ValueError)
     True
@@ -100,7 +100,7 @@ class ModelError(FitflaxError, ValueError):
 
 
 class ShardingError(FitflaxError, ValueError):
-    """Arrays that cannot lie on a mesh as their axis names and the rules say; the message holds the path of each.
+    """Arrays cannot be placed on a mesh as their axis names and the rules require; the message lists their paths.
 
     >>> issubclass(ShardingError, ValueError)
     True
@@ -124,7 +124,7 @@ class MetricError(FitflaxError, ValueError):
 
 
 class OptimizerError(FitflaxError, ValueError):
-    """An optimizer, or a learning rate, that cannot be used.
+    """An optimizer or a learning rate cannot be used.
 
     >>> issubclass(OptimizerError, ValueError)
     True
@@ -132,7 +132,7 @@ class OptimizerError(FitflaxError, ValueError):
 
 
 class CallbackError(FitflaxError, ValueError):
-    """Callbacks that cannot work, or cannot work together.
+    """Callbacks cannot work, or cannot work together.
 
     >>> issubclass(CallbackError, ValueError)
     True
@@ -140,7 +140,7 @@ class CallbackError(FitflaxError, ValueError):
 
 
 class MonitorError(CallbackError):
-    """A callback monitors a key that nobody logs; the message lists the keys that are logged.
+    """A callback monitors a key that is not logged; the message lists the keys that are logged.
 
     >>> issubclass(MonitorError, CallbackError)
     True
@@ -148,7 +148,7 @@ class MonitorError(CallbackError):
 
 
 class ReplicaError(FitflaxError, RuntimeError):
-    """Replicas that should hold equal values differ, or processes that should do the same do not.
+    """Replicas that should hold equal values differ, or processes that should behave alike do not.
 
     >>> issubclass(ReplicaError, RuntimeError)
     True
@@ -156,7 +156,7 @@ class ReplicaError(FitflaxError, RuntimeError):
 
 
 class CheckpointError(FitflaxError, RuntimeError):
-    """Anything that goes wrong with checkpoint files.
+    """A problem with checkpoint files; the base class of the errors below.
 
     >>> issubclass(CheckpointError, RuntimeError)
     True
@@ -164,7 +164,7 @@ class CheckpointError(FitflaxError, RuntimeError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """No checkpoint is where one was asked for.
+    """There is no checkpoint at the given path.
 
     >>> issubclass(CheckpointNotFoundError, FileNotFoundError)
     True
@@ -188,19 +188,49 @@ class RestoreError(CheckpointError, ValueError):
 
 
 class DirectoryInUseError(CheckpointError, FileExistsError):
-    """A directory holds another run's checkpoints.
+    """A directory has the checkpoints of another run.
 
     >>> issubclass(DirectoryInUseError, FileExistsError)
     True
     """
 
 
-# Where no line of the user's stands.
-_NOT_USERS = frozenset({"concurrent", "contextlib", "flax", "functools", "fitflax", "jax", "optax", "threading"})
+# Errors of JAX's debugging options and Python's debugger: by class, and by message if there is no specific class.
+_DEBUG_ERRORS = frozenset({"BdbQuit", "FloatingPointError", "JaxRuntimeError", "KeyReuseError", "TypePromotionError", "XlaRuntimeError"})
+_DEBUG_MESSAGES = ("Leaked trace", "jax_numpy_rank_promotion", "jax_legacy_prng_key", "jax_check_static_indices")
+
+
+def is_of_debugger(error: BaseException) -> bool:
+    """Returns whether an error comes from a debugging tool, such as `jax_debug_nans`; such errors reach the user unchanged.
+
+    >>> is_of_debugger(FloatingPointError("invalid value (nan) encountered in log")), is_of_debugger(ValueError("negative"))
+    (True, False)
+    """
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool(names & _DEBUG_ERRORS) or any(words in str(error) for words in _DEBUG_MESSAGES)
+
+
+def chain_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error and its chain of causes, each once, even if the chain has a cycle.
+
+    >>> error = ValueError("a")
+    >>> error.__cause__ = error
+    >>> list(chain_of(error))
+    [ValueError('a')]
+    """
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+# Packages whose lines are not user code.
+_LIBRARY_PACKAGES = frozenset({"concurrent", "contextlib", "flax", "functools", "fitflax", "jax", "optax", "threading"})
 
 
 def warn(message: str) -> None:
-    """Gives a `FitflaxWarning` at the line of the user's code that is being done, so that Python shows it once for each such line.
+    """Emits a `FitflaxWarning` at the current line of the user's code, so that Python shows it once for each line.
 
     >>> with warnings.catch_warnings(record=True, action="always") as caught:
     ...     exec("warn('Too hot.')", {"warn": warn, "__name__": "users"})
@@ -208,13 +238,13 @@ def warn(message: str) -> None:
     [('Too hot.', '<string>', 1)]
     """
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_USERS:
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARY_PACKAGES:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, FitflaxWarning, stacklevel=level)
 
 
 def no_attribute(owner: object, name: str, hints: Mapping[str, str]) -> AttributeError:
-    """Returns the error for an attribute that is not there, with a hint if there is one for it.
+    """Returns the error for a missing attribute, with a hint if there is one.
 
     >>> str(no_attribute([], "add", {"add": "Use append()"}))
     "'list' object has no attribute 'add'. Use append()."
@@ -224,11 +254,7 @@ def no_attribute(owner: object, name: str, hints: Mapping[str, str]) -> Attribut
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns ` Did you mean 'x'?` for the closest of `known`, or an empty string when none is close.
-
-    Args:
-        name: What the user wrote.
-        known: What would have been right.
+    """Returns ` Did you mean 'x'?` for the closest of `known`, or an empty string if none is close.
 
     >>> did_you_mean("val_acc", ["loss", "val_accuracy"])
     " Did you mean 'val_accuracy'?"

@@ -1,91 +1,94 @@
-"""A trained module as one file that needs neither fitflax nor the module's code: its inference function and weights through `jax.export`."""
+"""Exports the inference function of a trained module and its weights with `jax.export`, to a file that needs neither fitflax nor the module's code."""
 
 import os
 import secrets
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import export as jax_export
 
+from fitflax.data.whole_batches import has_rows
 from fitflax.errors import ConfigError, ModelError
+from fitflax.leaves import describe_shapes, key_of
 from fitflax.state import Batch, PyTree, TrainState
-from fitflax.steps.model import describe_shapes
-from fitflax.steps.program import Program
+from fitflax.steps.model_outputs import in_plain_containers
+from fitflax.steps.step_dispatch import Program
+from fitflax.storage import Location, ObjectPath, locate
 
 __all__ = ["export_inference"]
 
-# The format has 32-bit offsets.
-_LARGEST = 2**31 - 2**20
+# The file format has 32-bit offsets.
+_MAX_BYTES = 2**31 - 2**20
 
 
 def export_inference(
-    path: str | os.PathLike[str], program: Program, state: TrainState, batch: Batch, *, batch_size: int | None, platforms: Sequence[str] | None
-) -> Path:
-    """Writes what `predict` computes of a batch, with its weights, to a file, and returns its path.
+    path: str | os.PathLike[str],
+    program: Program,
+    state: TrainState,
+    batch: Batch,
+    *,
+    batch_size: int | None,
+    platforms: Sequence[str] | None,
+    storage_options: Mapping[str, Any] | None,
+) -> Location:
+    """Writes the prediction function of a module, with its weights, to a file and returns the path.
 
-    Args:
-        path: The file.
-        program: Whose module is exported.
-        state: Its weights; averaged parameters if there are any.
-        batch: The shapes of a batch.
-        batch_size: The rows that it takes; any number by default.
-        platforms: What it runs on, of `"cpu"`, `"cuda"`, `"rocm"` and `"tpu"`; the present platform by default.
-
-    Raises:
-        ImportError: The package flatbuffers is not installed.
-        ConfigError: There is no such platform, the weights are too large for one file, or `path` is a directory.
-        ModelError: The module cannot be exported, and why.
+    The shapes and dtypes are those of `batch`; the other arguments are as in `Trainer.export`. Averaged parameters are used if there are any.
     """
+    target = locate(path, owner="export(path)", error=ConfigError, options=storage_options)
     try:
         import flatbuffers  # noqa: F401
     except ImportError as error:
-        raise ImportError("trainer.export writes with the package flatbuffers: pip install 'fitflax[export]'.") from error
+        raise ImportError("trainer.export needs the package flatbuffers: pip install 'fitflax[export]'.") from error
     known = ("cpu", "cuda", "rocm", "tpu")
     names = tuple(platforms) if platforms is not None else None
     if names is not None and (isinstance(platforms, str) or not names or set(names) - set(known)):
-        raise ConfigError(f"export(platforms=...) takes names out of {list(known)}. Received: {platforms!r}.")
-    used = program.in_use(state)
-    params, model_state = jax.tree.map(np.asarray, jax.tree.unflatten(used.treedef, used.leaves))
+        raise ConfigError(f"export(platforms=...) must be a list of names from {list(known)}. Received: {platforms!r}.")
+    program.preparation.check_eval_model(state, batch)
+    used = program.eval_carry(state)
+    params, model_state = jax.device_get(jax.tree.unflatten(used.treedef, used.leaves))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves((params, model_state)))
-    if size > _LARGEST:
-        raise ConfigError(f"The weights take {size / 2**30:.1f} GB, and a file of jax.export holds less than 2. Save them with trainer.save(path).")
-    key = jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(used.key))), impl=jax.random.key_impl(used.key))
-    inputs = batch.x if isinstance(batch.x, tuple) else (batch.x,)
+    if size > _MAX_BYTES:
+        raise ConfigError(f"The parameters take {size / 2**30:.1f} GB, but a file of jax.export can hold less than 2 GB. Use trainer.save(path) instead.")
+    key = key_of(jax.device_get(jax.random.key_data(used.key)), jax.random.key_impl(used.key))
+    if not has_rows(batch.x, len(batch.mask)):
+        raise ConfigError(
+            "export needs inputs whose arrays all have an axis of examples, but this batch is passed whole. Export a custom function with jax.export instead."
+        )
+    has_several_inputs = type(batch.x) is tuple
+    inputs = batch.x if has_several_inputs else (batch.x,)
 
     def predict(*inputs: Any) -> PyTree:
-        return program.task.predict_step(params, model_state, key, jnp.int32(0), inputs if isinstance(batch.x, tuple) else inputs[0])
+        outputs = program.task.predict_step(params, model_state, key, jnp.int32(0), inputs if has_several_inputs else inputs[0])
+        return in_plain_containers(outputs)  # The file must not depend on the module's classes.
 
-    shapes = _shapes(inputs, batch_size)
+    shapes = _input_shapes(inputs, batch_size)
     exporter = jax_export.export(program.strategy.alone(predict), platforms=names)
     try:
         exported = exporter(*shapes)
         data = exported.serialize()
     except Exception as error:
-        raise _explained(error, program.task.model.name, inputs, batch_size) from error
-    return _write(Path(path), bytes(data))
+        raise _export_error(error, program.task.model.name, inputs, batch_size) from error
+    return _write_file(target, bytes(data))
 
 
-def _shapes(inputs: PyTree, batch_size: int | None) -> PyTree:
-    """Returns the shapes of inputs with so many rows, or any number."""
-    if batch_size is not None:
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((batch_size, *leaf.shape[1:]), leaf.dtype), inputs)
-    (rows,) = jax_export.symbolic_shape("batch")
+def _input_shapes(inputs: PyTree, batch_size: int | None) -> PyTree:
+    """Returns the shapes of inputs with `batch_size` rows, or with a symbolic number of rows."""
+    rows = jax_export.symbolic_shape("batch")[0] if batch_size is None else batch_size
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), inputs)
 
 
-def _explained(error: Exception, name: str, inputs: PyTree, batch_size: int | None) -> Exception:
+def _export_error(error: Exception, name: str, inputs: PyTree, batch_size: int | None) -> Exception:
     """Returns an error that says why a module cannot be exported, and what to do."""
     cause = error.__cause__ if isinstance(error, ModelError) and error.__cause__ is not None else error
     text = str(cause).partition("\n")[0]
     whole = f"{type(cause).__name__} {cause}"
     if batch_size is None and any(sign in whole for sign in ("_DimExpr", "symbolic", "InconclusiveDimensionOperation")):
-        advice = " Its code asks for the number of rows where any number must do: pass batch_size=, or write x.shape[0] for len(x) and compare no sizes."
+        advice = " Its code depends on the batch size. Pass batch_size=, or use x.shape[0] instead of len(x) and do not compare sizes."
     elif "PyTree" in whole or "serializ" in whole:
-        advice = " What goes in and comes out must be arrays in tuples, lists and dicts: register other containers with jax.export."
+        advice = " Inputs and outputs must be arrays in tuples, lists and dicts. Register other containers with jax.export."
     elif isinstance(error, ModelError):
         return ModelError(f"{name} cannot be exported: {error}")
     else:
@@ -93,10 +96,15 @@ def _explained(error: Exception, name: str, inputs: PyTree, batch_size: int | No
     return ModelError(f"{name} cannot be exported for inputs {describe_shapes(inputs)}: {type(cause).__name__}: {text.rstrip('.')}.{advice}")
 
 
-def _write(path: Path, data: bytes) -> Path:
-    """Writes a file, which replaces another one once it is complete."""
+def _write_file(path: Location, data: bytes) -> Location:
+    """Writes a file atomically: an existing file is replaced when the new one is complete."""
+    if isinstance(path, ObjectPath):
+        if not path.key:
+            raise ConfigError(f"export(path) must be an object, but {path} is a bucket. Pass a path such as {path / 'model.jaxexport'}.")
+        path.write_bytes(data)
+        return path
     if path.is_dir():
-        raise ConfigError(f"export writes one file, and {path} is a directory. Give the file's path, such as {path / 'model.jaxexport'}.")
+        raise ConfigError(f"export(path) must be a file, but {path} is a directory. Pass a path such as {path / 'model.jaxexport'}.")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}"
     try:

@@ -1,4 +1,4 @@
-"""Integers that users pass: Python's and NumPy's are the same to them, and a boolean is none."""
+"""Integers that users pass: Python and NumPy integers are accepted, booleans are not."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ __all__ = ["is_integer"]
 
 
 def is_integer(value: Any, at_least: int | None = None) -> bool:
-    """Returns whether a value is an integer, of at least so much; `int(value)` is what is kept of it.
+    """Returns whether a value is an integer, and not less than `at_least` if given; callers convert it with `int(value)`.
 
     >>> is_integer(3, 1), is_integer(np.int64(3), 1), is_integer(True), is_integer(0, 1), is_integer(3.0)
     (True, True, False, False, False)

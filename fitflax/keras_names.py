@@ -1,72 +1,145 @@
-"""What Keras and others call arguments: people bring them along, and Python's own error only says that they are not there."""
+"""Argument names of Keras and other trainers, with hints that say what to use instead.
+
+A hint continues the sentence `NAME does not take ARGUMENT=; ...` and has no period at its end. The hint for the key `POSITIONAL` is for calls with too many
+positional arguments.
+"""
 
 import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import ParamSpec, TypeVar
 
-from fitflax.errors import FitflaxError
+from fitflax.errors import FitflaxError, did_you_mean
 
-__all__ = ["CALLBACKS", "COMPILE", "EVALUATE", "FIT", "PREDICT", "with_hints"]
+__all__ = ["CALLBACKS", "COMPILE", "EVALUATE", "FIT", "METHODS", "MODULE", "ON_BATCH", "PREDICT", "TRAINER", "with_hints"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+POSITIONAL = "*"
+
 CALLBACKS = {
-    "filepath": "give a directory, the first argument; each checkpoint is a directory in it",
-    "log_dir": "give the directory as the first argument",
-    "filename": "give the path as the first argument",
-    "monitor": "BestCheckpoint(directory, monitor=...) keeps the best, ModelCheckpoint the newest",
-    "save_best_only": "BestCheckpoint(directory, monitor=...) keeps the best, ModelCheckpoint the newest",
-    "save_weights_only": "a checkpoint holds all that a resume needs; restore(path, weights_only=True) takes its weights alone",
-    "save_freq": "say when with every=, such as every(steps=100)",
-    "update_freq": "say when with every=, such as every(steps=100)",
-    "histogram_freq": "say when with histograms=, such as every(epochs=1)",
-    "restore_best_weights": "it is restore_best= here",
-    "verbose": "leave it out; fit(verbose=...) is for all that is printed",
+    "filepath": "pass a directory as the first argument, which will have a subdirectory for each checkpoint",
+    "log_dir": "pass the directory as the first argument",
+    "filename": "pass the path as the first argument",
+    "monitor": "use BestCheckpoint(directory, monitor=...) to keep the best checkpoints instead of the newest",
+    "save_best_only": "use BestCheckpoint(directory, monitor=...) to keep the best checkpoints instead of the newest",
+    "save_weights_only": "leave it out: checkpoints have everything that a resume needs, and restore(path, weights_only=True) restores only the weights",
+    "save_freq": "use every= instead, such as every=every(steps=100)",
+    "update_freq": "use every= instead, such as every=every(steps=100)",
+    "histogram_freq": "use histograms= instead, such as histograms=every(epochs=1)",
+    "restore_best_weights": "use restore_best= instead",
+    "verbose": "use fit(verbose=...) instead, which controls everything that is printed",
+    "every_n_steps": "use every= instead, such as every=every(steps=100)",
+    "every_n_train_steps": "use every= instead, such as every=every(steps=100)",
+    "every_n_epochs": "use every= instead, such as every=every(epochs=2)",
+    "period": "use every= instead, such as every=every(epochs=2)",
+    "log_freq": "use every= instead, such as every=every(steps=100)",
+    "dirpath": "pass the directory as the first argument",
+    "mode": "use BestCheckpoint(directory, monitor=..., mode=...) to keep the best checkpoints instead of the newest",
+    "initial_value_threshold": "use BestCheckpoint(directory, monitor=..., initial_value=...) instead",
+    "save_top_k": "use keep= instead",
+    "max_to_keep": "use keep= instead",
+    "profile_batch": "pass Profiler(directory, steps=(10, 20)) as another callback",
+    "dir": "use directory= instead",
+    "save_dir": "use directory= instead",
+    "project_name": "use project= instead",
+    "experiment_name": "use experiment= instead",
+    "run_name": "use name= instead",
+    "run_id": "start that run before fit, such as with mlflow.start_run(run_id=...); the logger uses the active run",
+    "offline": "use mode='offline' instead",
+    "resume": "pass fit(resume=...) instead, which also continues the run of a logger",
+    "tags": "pass options={'tags': [...]} instead",
+    **{name: f"pass options={{{name!r}: ...}} instead" for name in ("group", "id", "job_type", "notes")},
+    "config": "pass fit(config=...) instead",
+    "log_model": "pass a BestCheckpoint or ModelCheckpoint of the run as checkpoint=",
+}
+TRAINER = {
+    "rng": "use rngs= for the names of random streams, and seed= for the seed",
+    "optimizer": "pass it to compile(optimizer, loss, metrics)",
+    "loss": "pass it to compile(optimizer, loss, metrics)",
+    "metrics": "pass it to compile(optimizer, loss, metrics)",
+    "callbacks": "pass it to fit(callbacks=[...])",
+    "max_epochs": "pass fit(epochs=...) instead",
+    "devices": "use parallel= instead, such as parallel=DataParallel(jax.devices()[:1])",
+    "strategy": "use parallel= instead, such as parallel=Sharded({'data': -1}, fsdp=True)",
+    "precision": "pass compile(precision=...) instead",
 }
 COMPILE = {
-    "steps_per_execution": "it is steps_per_call= here",
-    "jit_compile": "leave it out; steps are always compiled",
-    "run_eagerly": "call fit within jax.disable_jit()",
-    "auto_scale_loss": "precision='float16' scales it",
-    "lr": "it is learning_rate= here",
+    "steps_per_execution": "use steps_per_call= instead",
+    "jit_compile": "leave it out: steps are always compiled unless you pass run_eagerly=True",
+    "auto_scale_loss": "use precision='float16' instead, which scales the loss",
+    "lr": "use learning_rate= instead",
+    "from_logits": "leave it out: crossentropies given by name always take logits",
 }
 PREDICT = {
-    "x": "give it as the first argument, data",
-    "workers": "leave it out; a loader of yours, as of PyTorch or Grain, has its own",
-    "use_multiprocessing": "leave it out; a loader of yours, as of PyTorch or Grain, has its own processes",
-    "max_queue_size": "leave it out; batches are read ahead of the device as far as it takes",
+    "x": "pass it as the first argument, data",
+    "workers": "use the workers of your data loader instead, such as PyTorch's or Grain's",
+    "use_multiprocessing": "use the worker processes of your data loader instead, such as PyTorch's or Grain's",
+    "max_queue_size": "leave it out: batches are read ahead as far as the device needs",
+    POSITIONAL: "pass batch_size= by keyword",
 }
-EVALUATE = PREDICT | {"return_dict": "leave it out; the values come in a dict"}
-FIT = PREDICT | {"max_steps": "it is steps= here", "num_steps": "it is steps= here", "max_epochs": "it is epochs= here", "num_epochs": "it is epochs= here"}
+EVALUATE = PREDICT | {"return_dict": "leave it out: the values are always returned in a dict"}
+FIT = PREDICT | {
+    "callback": "use callbacks= instead, a list",
+    "checkpoint": "pass callbacks=[ModelCheckpoint(directory)] instead",
+    "max_steps": "use steps= instead",
+    "num_steps": "use steps= instead",
+    "max_epochs": "use epochs= instead",
+    "num_epochs": "use epochs= instead",
+    POSITIONAL: "pass batch_size= and epochs= by keyword",
+}
+METHODS = {
+    "training_step": "To change the loss, override compute_loss; to change the update, override train_step(state, batch)",
+    "validation_step": "Pass metrics to compile(optimizer, loss, metrics), or override compute_loss, which validation calls with train=False",
+    "test_step": "Pass metrics to compile(optimizer, loss, metrics), or override compute_loss, which evaluation calls with train=False",
+    "predict_step": "Change what the module returns with train=False, or process the result of predict()",
+    "configure_optimizers": "Pass the optimizer to compile(optimizer, loss, metrics), or override train_step(state, batch) for a custom update",
+    "call": "Define __call__ of the Flax module that you pass to the trainer, or override compute_loss, which calls the module",
+}
+"""Sentences for methods of other trainers that a subclass of `Trainer` may define by mistake; fitflax never calls them."""
+MODULE = {
+    "load_model": "Create the trainer, then call trainer.restore(path) for a checkpoint or trainer.load_weights(path) for safetensors",
+}
+"""Sentences for names of the package; the other hints are for arguments."""
+ON_BATCH = dict.fromkeys(("x", "y", "sample_weight", POSITIONAL), "pass the batch as one tuple, such as (x, y)")
 
 
 def with_hints(name: str, hints: Mapping[str, str], error: type[FitflaxError]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Returns a decorator of functions that say what is here in place of an argument that they do not take.
+    """Returns a decorator that raises an error with a hint for arguments in `hints` that the function `name` does not take.
 
-    Args:
-        name: The function's, for errors.
-        hints: What to do, by what others call the argument. Any other that it does not take is Python's own `TypeError`.
-        error: What is raised.
+    Other unknown arguments raise `TypeError`, which names the closest argument.
 
-    >>> @with_hints("go", {"quickly": "it is speed= here"}, FitflaxError)
-    ... def go(*, speed=1): ...
-    >>> go(quickly=True)
+    >>> @with_hints("go", {"quickly": "use speed= instead", POSITIONAL: "pass speed= by keyword"}, FitflaxError)
+    ... def go(place, *, speed=1): ...
+    >>> go("there", quickly=True)
     Traceback (most recent call last):
-    fitflax.errors.FitflaxError: go does not take quickly=: it is speed= here.
+    fitflax.errors.FitflaxError: go does not take quickly=; use speed= instead.
+    >>> go("there", speed_=2)
+    Traceback (most recent call last):
+    TypeError: go does not take speed_=. Did you mean 'speed'?
+    >>> go("there", 2)
+    Traceback (most recent call last):
+    fitflax.errors.FitflaxError: go(place, ...) takes no other positional arguments; pass speed= by keyword.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         parameters = inspect.signature(function).parameters
         if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
             return function
+        positional = [parameter.name for parameter in parameters.values() if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             for argument in kwargs:
-                if argument not in parameters and argument in hints:
-                    raise error(f"{name} does not take {argument}=: {hints[argument]}.")
+                if argument in parameters:
+                    continue
+                if argument in hints:
+                    raise error(f"{name} does not take {argument}=; {hints[argument]}.")
+                raise TypeError(f"{name} does not take {argument}=.{did_you_mean(argument, parameters)}")
+            if len(args) > len(positional) and POSITIONAL in hints:
+                taken = [each for each in positional if each != "self"] + ["..."] * (len(parameters) > len(positional))
+                raise error(f"{name}({', '.join(taken)}) takes no other positional arguments; {hints[POSITIONAL]}.")
             return function(*args, **kwargs)
 
         return checked

@@ -1,7 +1,6 @@
-"""Lazily read values: what a step leaves on the device for logs, and the mapping that callbacks see.
+"""Log values that stay on the device until they are read, and the mapping that callbacks get.
 
-A step returns its values as one vector, which is not donated and stays readable for as long as somebody holds it. Reading any of them reads all, in one
-transfer; reading none costs nothing.
+A step returns its values as one vector, which is not donated, so it can be read at any time; reading one value transfers all of them.
 """
 
 import math
@@ -12,20 +11,22 @@ import jax
 import numpy as np
 from typing_extensions import override
 
-__all__ = ["Kind", "Logs", "Place", "StepValues", "Values", "default_direction", "flat_name", "row_of"]
+from fitflax.leaves import on_host
 
-# The places of the step's own values in its vector; the running metrics follow.
+__all__ = ["GRADIENTS_NORM", "STEP_LOSS", "Kind", "Logs", "Place", "StepValues", "Values", "default_direction", "flat_name", "row_of"]
+
+# Indices of the step's own values in its vector; the running metrics follow.
 STEP_LOSS, GRADIENTS_NORM, STEPS_SINCE_BAD = 0, 1, 2
 CULPRIT = 3
 NUM_STEP_VALUES = 4
 
 
 class Place(NamedTuple):
-    """Where in a vector of values a metric lies.
+    """The position of a metric in a vector of values.
 
     Attributes:
         begin: The index of its first value.
-        shape: Its shape; `()` for a number.
+        shape: The shape of the metric; `()` for a number.
 
     >>> Place(3).of([0.0, 0.0, 0.0, 0.5]), Place(0, (2,)).of([1.0, 2.0])
     (0.5, array([1., 2.], dtype=float32))
@@ -36,7 +37,7 @@ class Place(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The index behind its last value."""
+        """The index after its last value."""
         return self.begin + math.prod(self.shape)
 
     def of(self, values: list[float]) -> Any:
@@ -47,15 +48,12 @@ class Place(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What is known of a metric besides its values.
+    """Properties of a metric besides its values.
 
     Attributes:
-        direction: `"max"` or `"min"` where it declares which is better.
-        summary: Returns what TensorBoard shows in place of a value; `None` where it shows the value.
-        is_recorded: Whether values are kept in `History` and in checkpoints' metadata.
-
-    >>> Kind("min").direction
-    'min'
+        direction: `"max"` or `"min"`, whichever is better; `None` if the metric does not declare it.
+        summary: A function of a value that returns what TensorBoard shows instead; `None` if it shows the value.
+        is_recorded: Whether `History` and checkpoint metadata keep the values.
     """
 
     direction: str | None = None
@@ -64,13 +62,12 @@ class Kind(NamedTuple):
 
 
 class Values:
-    """Metrics on the device until somebody reads them.
+    """Metrics that stay on the device until they are read.
 
     Args:
-        places: The metrics' places in the vector, in the order in which they are shown; `None` for those that are computed on the host.
+        places: The positions of the metrics in the vector, in display order; `None` for metrics that are computed on the host.
         vector: float32 `[values]`.
-        late: Keys of metrics that are computed on the host, from what was collected of every example.
-        compute_late: Computes them.
+        late: The keys of metrics that `compute_late` computes on the host, from collected outputs of all examples.
 
     >>> Values({"loss": Place(1)}, jax.numpy.array([0.5, 0.25])).metrics()
     {'loss': 0.25}
@@ -89,50 +86,47 @@ class Values:
         self._metrics: dict[str, Any] | None = None
 
     def with_late(self, late: tuple[str, ...], compute_late: Callable[[], Mapping[str, Any]]) -> Self:
-        """Returns these values with metrics that are computed on the host."""
+        """Returns these values together with metrics that are computed on the host."""
         return type(self)(self.places, self.vector, late, compute_late)
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The log keys, in the order in which they are shown."""
+        """The log keys, in display order."""
         return tuple(key for key, place in self.places.items() if place is not None or key in self.late)
 
     def _read(self) -> list[float]:
         if self._host is None:
-            self._host = [float(value) for value in np.asarray(self.vector)]
+            self._host = [float(value) for value in on_host(self.vector)]
         return self._host
 
     @property
     def is_ready(self) -> bool:
-        """Whether the step has finished, so that reading does not wait."""
+        """Whether the step has finished, so that reading does not block."""
         return self._host is not None or bool(cast(Any, self.vector).is_ready())
 
     def wait(self) -> None:
-        """Waits until the step has finished; reads nothing."""
+        """Waits until the step has finished, without reading."""
         self.vector.block_until_ready()
 
     def metrics(self) -> dict[str, Any]:
-        """Returns the metrics, floats or arrays; the first call reads them."""
+        """Returns the metrics as floats or arrays; the first call reads them."""
         if self._metrics is None:
             found = {**self.summed(), **self._compute_late()}
             self._metrics = {key: found[key] for key in self.keys}
         return dict(self._metrics)
 
     def summed(self) -> dict[str, Any]:
-        """Returns the metrics without those that are computed on the host."""
+        """Returns all metrics except those that are computed on the host."""
         read = self._read()
         return {key: place.of(read) for key, place in self.places.items() if place is not None}
 
 
 class StepValues(Values):
-    """The values of one training step: the running metrics of its epoch, and its own loss and gradient.
+    """The values of one training step: the running metrics of its epoch, and the step's own loss and gradient norm.
 
     Args:
-        places: As in `Values`.
-        vector: The step's vector; of the last step, where a call made several.
-        late: As in `Values`.
-        compute_late: As in `Values`.
-        suspects: The names of what was looked at for values that are not finite.
+        vector: The vector of the step; if a call ran several steps, of the last one.
+        suspects: The names of the values that were checked for non-finite numbers.
 
     >>> StepValues({"loss": Place(4)}, jax.numpy.array([0.5, 1.0, -1.0, -1.0, 0.25])).loss
     0.5
@@ -157,29 +151,30 @@ class StepValues(Values):
 
     @property
     def loss(self) -> float:
-        """The loss of this step alone."""
+        """The loss of this step only."""
         return self._read()[STEP_LOSS]
 
     @property
     def gradients_norm(self) -> float:
-        """The global L2 norm of this step's gradient."""
-        return self._read()[GRADIENTS_NORM]
+        """The global L2 norm of this step's gradient; NaN if the step did not compute it."""
+        norm = self._read()[GRADIENTS_NORM]
+        return math.nan if norm < 0 else norm
 
     @property
     def steps_since_bad(self) -> int | None:
-        """How many steps ago the loss or the gradient first was not finite, 0 for this step; `None` if it never was in this epoch."""
+        """The number of steps since the loss or the gradient first was not finite (0 for this step); `None` if both were finite in this epoch."""
         since = self._read()[STEPS_SINCE_BAD]
         return None if since < 0 else int(since)
 
     @property
     def culprit(self) -> str | None:
-        """What it was that first was not finite, as in "the gradient of Dense_0/kernel"; `None` if nothing was, or nobody looked."""
+        """The first value that was not finite, such as "the gradient of Dense_0/kernel"; `None` if all were finite or were not checked."""
         number = int(self._read()[CULPRIT])
         return self._suspects[number] if 0 <= number < len(self._suspects) else None
 
 
 def flat_name(group: str, key: str) -> str:
-    """Returns the name under which a metric of a group is logged: its key alone for training, `<group>_<key>` for evaluations.
+    """Returns the log key of a metric: `<key>` for training, `<group>_<key>` for evaluations.
 
     >>> flat_name("train", "loss"), flat_name("val", "loss")
     ('loss', 'val_loss')
@@ -188,16 +183,14 @@ def flat_name(group: str, key: str) -> str:
 
 
 def default_direction(name: str) -> Literal["min"] | None:
-    """Returns which way is better by a flat name alone: less of a loss; of others it is not known."""
+    """Returns `"min"` if the log key is that of a loss, otherwise `None`, for unknown."""
     return "min" if name == "loss" or name.endswith("_loss") else None
 
 
 def row_of(logs: Mapping[str, Any], *, only_recorded: bool) -> dict[str, Any]:
-    """Returns what is kept of an epoch: its values, and those of its last validation if that was before its end.
+    """Returns the values of an epoch to record, including those of its last validation if that was before the end of the epoch.
 
-    Args:
-        logs: The logs of its end.
-        only_recorded: Whether values that are too large to be kept for ever are left out.
+    If `only_recorded`, values that are too large to keep for each epoch are dropped.
     """
     values = {**logs, **{key: value for key, value in getattr(logs, "earlier", {}).items() if key not in logs}}
     if only_recorded and isinstance(logs, Logs):
@@ -206,16 +199,16 @@ def row_of(logs: Mapping[str, Any], *, only_recorded: bool) -> dict[str, Any]:
 
 
 class Logs(MutableMapping[str, Any]):
-    """What callbacks get as `logs`: one mapping per event, shared by all of them, whose values come to the host when first read.
+    """The `logs` of callbacks: one mapping per event, shared by all callbacks, whose values are read from the device on first use.
 
     Args:
         values: Values that are still on the device.
-        extra: Values already at hand.
-        kinds: What is known of metrics by key.
+        extra: Values that are already on the host.
+        kinds: Properties of metrics by key.
 
     Attributes:
-        earlier: Values of this epoch's last validation, if that was before this event; for the record only.
-        source: The values that were given, for whoever needs more of them than metrics.
+        earlier: Values of this epoch's last validation if that was before this event; used only for recording.
+        source: The `values` argument.
 
     >>> logs = Logs(extra={"loss": 0.5})
     >>> logs["f1"] = 0.9
@@ -229,7 +222,7 @@ class Logs(MutableMapping[str, Any]):
         self,
         values: Values | None = None,
         extra: Mapping[str, Any] | None = None,
-        kinds: "Mapping[str, Kind] | None" = None,
+        kinds: Mapping[str, Kind] | None = None,
     ) -> None:
         self.source = self._pending = values
         self._extra: dict[str, Any] = dict.fromkeys(values.keys) if values is not None else {}
@@ -238,8 +231,13 @@ class Logs(MutableMapping[str, Any]):
         self.earlier: Mapping[str, float] = {}
 
     def is_recorded(self, key: str) -> bool:
-        """Returns whether a value is kept in `History` and in checkpoints' metadata."""
+        """Returns whether `History` and checkpoint metadata keep a value."""
         return key not in self.kinds or self.kinds[key].is_recorded
+
+    @property
+    def at_hand(self) -> dict[str, Any]:
+        """The values that are available without reading from the device."""
+        return {key: value for key, value in self._extra.items() if self._pending is None or value is not None}
 
     def _read(self) -> dict[str, Any]:
         if self._pending is not None:
@@ -250,11 +248,7 @@ class Logs(MutableMapping[str, Any]):
         return self._extra
 
     def deferred(self, *, late: bool = True) -> Callable[[], dict[str, Any]]:
-        """Returns a function that gives what is logged now, reading it when it is called, perhaps in another thread.
-
-        Args:
-            late: Whether metrics that would have to be computed on the host are among it.
-        """
+        """Returns a function that reads and returns the current logs, possibly in another thread; with or without `late` metrics."""
         known, pending = dict(self._extra), self._pending
         if pending is None:
             return lambda: known

@@ -1,10 +1,9 @@
-"""Optimizers by name, and the learning rate inside an optax state: found, read and replaced without a new compilation.
+"""Optimizers by name, and reading and setting the learning rate in an optax state without recompilation.
 
-An optimizer by name is optax's, with the learning rate, and nothing else, injected by `optax.inject_hyperparams`. Reading and setting work on any optax state
-with exactly one injected `learning_rate`, wherever it is nested and wherever its arrays live. Gradient clipping, accumulation and the like are optax's own.
+Reading and setting work for any optax state with a `learning_rate` of `optax.inject_hyperparams`, however it is nested. For gradient clipping and so on, use
+optax.
 """
 
-import fnmatch
 import inspect
 import itertools
 import math
@@ -17,14 +16,17 @@ import numpy as np
 import optax
 
 from fitflax.errors import OptimizerError, did_you_mean
-from fitflax.leaves import named_leaves
+from fitflax.leaves import listed, named_leaves
+from fitflax.path_patterns import as_patterns, matching
 
-__all__ = ["freeze", "get", "get_learning_rate", "get_learning_rates", "names", "set_learning_rate"]
+__all__ = [
+    *("freeze", "get", "get_hyperparams", "get_learning_rate", "get_learning_rates", "names", "set_hyperparam", "set_learning_rate", "train_only"),
+]
 
 ONLY_RATE = "learning_rate"
-"""The name of an injected rate, and of the only one of an optimizer without labels."""
+"""The hyperparameter's name, and the label of the only rate of an optimizer without labels."""
 
-# Keras's default learning rate, or None for what Keras does not have: optax has no defaults, and inventing some would be guessing.
+# Keras's default learning rate, or None if Keras does not have the optimizer; optax has no defaults.
 _OPTIMIZERS: dict[str, tuple[Callable[..., optax.GradientTransformation], float | None]] = {
     "adabelief": (optax.adabelief, None),
     "adadelta": (optax.adadelta, 0.001),
@@ -54,46 +56,47 @@ _OPTIMIZERS: dict[str, tuple[Callable[..., optax.GradientTransformation], float 
 def get(name: str, learning_rate: Any = None) -> optax.GradientTransformation:
     """Returns optax's optimizer of that name, with a learning rate that can be read and, unless it is a schedule, set.
 
-    All other hyperparameters have optax's defaults, which are not everywhere Keras's (`adamw` decays weights by 1e-4, in Keras by 4e-3). For others build it
-    yourself: `optax.inject_hyperparams(optax.sgd, static_args=("momentum", "nesterov"))(learning_rate=0.1, momentum=0.9)`.
+    Other hyperparameters have optax's defaults, which sometimes differ from Keras's (`adamw` has a weight decay of 1e-4, in Keras 4e-3). For other values,
+    build the optimizer yourself: `optax.inject_hyperparams(optax.sgd, static_args=("momentum", "nesterov"))(learning_rate=0.1, momentum=0.9)`.
 
     Args:
         name: One of `names()`.
         learning_rate: A number of at least 0, or an optax schedule `step -> rate`; by default Keras's: 0.01 for `sgd`, 0.001 for the others that Keras has.
 
     Raises:
-        OptimizerError: There is no such optimizer, the rate is no rate, or none is given and Keras has no default.
+        OptimizerError: There is no such optimizer, the learning rate is invalid, or it is missing and Keras has no default.
 
     >>> state = get("sgd").init({"w": np.ones(3, np.float32)})
     >>> get_learning_rate(state)
     Array(0.01, dtype=float32)
     """
     if not isinstance(name, str):
-        raise OptimizerError(f"optimizers.get() takes a name. Received: {name!r}. An optax transformation needs no get().")
+        raise OptimizerError(f"optimizers.get() takes a name. Received: {name!r}. Pass an optax transformation to compile() directly.")
     if name not in _OPTIMIZERS:
         close = did_you_mean(name.lower(), _OPTIMIZERS)
-        raise OptimizerError(f"There is no optimizer {name!r}.{close} Known: {names()}. Or give an optax transformation.")
+        raise OptimizerError(f"There is no optimizer {name!r}.{close} Pass an optax transformation, or one of these names: {names()}.")
     factory, default = _OPTIMIZERS[name]
     if learning_rate is None and default is None:
-        raise OptimizerError(f"Keras has no {name!r}, so there is no default learning rate. Give learning_rate=.")
-    rate = default if learning_rate is None else learning_rate if callable(learning_rate) else _number(learning_rate)
+        raise OptimizerError(f"{name!r} has no default learning rate, because Keras does not have this optimizer. Pass learning_rate=.")
+    rate = default if learning_rate is None else learning_rate if callable(learning_rate) else _checked_rate(learning_rate)
     static = tuple(parameter for parameter in inspect.signature(factory).parameters if parameter != "learning_rate")
     return cast(optax.GradientTransformation, optax.inject_hyperparams(factory, static_args=static)(learning_rate=rate))
 
 
 def freeze(optimizer: optax.GradientTransformation, patterns: str | Sequence[str]) -> optax.GradientTransformation:
-    """Returns an optimizer that never changes some of the parameters, and keeps no state for them; `optax.multi_transform` does the work.
+    """Returns an optimizer that never changes some of the parameters and keeps no state for them, with `optax.multi_transform`.
 
-    A pattern is a path of parameters, as in `Trainer.summary` and in errors: `"backbone"` is all below it, `"*"` stands for any part of one name, as do `?`
-    and `[abc]`, and a name `**` for any number of names: `"Dense_[01]"`, `"encoder/*/kernel"`, `"**/bias"`. Parameters that some pattern matches are frozen;
-    batch statistics and other collections go on as the module says. XLA leaves out what only their gradients would need.
+    A pattern is a parameter path, as in `Trainer.summary` and in errors: `"backbone"` matches everything below it. `*`, `?` and `[abc]` match within one
+    name, and a name `**` matches any number of names: `"Dense_[01]"`, `"encoder/*/kernel"`, `"**/bias"`. Parameters that match any pattern are frozen. Batch
+    statistics and other collections are still updated by the module. XLA removes computations that only the frozen parameters' gradients need.
 
     Args:
-        optimizer: What trains the others.
-        patterns: One, or several.
+        optimizer: The optimizer of the other parameters.
+        patterns: One or more patterns.
 
     Raises:
-        OptimizerError: `optimizer` is none, or there is no pattern; once there are parameters: a pattern matches none of them, or all are frozen.
+        OptimizerError: `optimizer` is not an optax transformation, or there is no pattern. When the optimizer state is initialized: a pattern matches no
+            parameter, or all parameters are frozen.
 
     >>> params = {"backbone": {"kernel": np.ones(3)}, "head": {"kernel": np.ones(3)}}
     >>> tx = freeze(get("sgd", 1.0), "backbone")
@@ -103,39 +106,50 @@ def freeze(optimizer: optax.GradientTransformation, patterns: str | Sequence[str
     """
     if not isinstance(optimizer, optax.GradientTransformation):
         raise OptimizerError(f"freeze() takes an optax transformation, such as optimizers.get('adam'). Received: {optimizer!r}.")
-    wanted = (patterns,) if isinstance(patterns, str) else tuple(patterns) if isinstance(patterns, Sequence) else ()
-    if not wanted or not all(isinstance(pattern, str) and pattern for pattern in wanted):
-        raise OptimizerError(f"freeze() takes patterns of paths, such as 'backbone' or '**/bias'. Received: {patterns!r}.")
+    wanted = as_patterns(patterns, owner="freeze()", error=OptimizerError)
 
+    def is_frozen(paths: list[str]) -> list[bool]:
+        frozen = matching(paths, wanted, owner="freeze()", error=OptimizerError)
+        if all(frozen):
+            raise OptimizerError(f"freeze({list(wanted)}) leaves nothing to train. Pass patterns that do not match all of the parameters: {listed(paths)}.")
+        return frozen
+
+    return _partly_frozen(optimizer, is_frozen)
+
+
+def train_only(optimizer: optax.GradientTransformation, patterns: str | Sequence[str]) -> optax.GradientTransformation:
+    """Returns an optimizer that changes only some of the parameters: like `freeze` for all parameters that no pattern matches.
+
+    Args:
+        optimizer: The optimizer of the matched parameters.
+        patterns: One or more patterns, as in `freeze`.
+
+    Raises:
+        OptimizerError: `optimizer` is not an optax transformation, or there is no pattern. When the optimizer state is initialized: a pattern matches no
+            parameter.
+
+    >>> params = {"backbone": {"kernel": np.ones(3)}, "head": {"kernel": np.ones(3)}}
+    >>> tx = train_only(get("sgd", 1.0), "head")
+    >>> updates, _ = tx.update(params, tx.init(params), params)
+    >>> float(updates["backbone"]["kernel"].sum()), float(updates["head"]["kernel"].sum())
+    (0.0, -3.0)
+    """
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise OptimizerError(f"train_only() takes an optax transformation, such as optimizers.get('adam'). Received: {optimizer!r}.")
+    wanted = as_patterns(patterns, owner="train_only()", error=OptimizerError)
+    return _partly_frozen(optimizer, lambda paths: [not one for one in matching(paths, wanted, owner="train_only()", error=OptimizerError)])
+
+
+def _partly_frozen(optimizer: optax.GradientTransformation, is_frozen: Callable[[list[str]], list[bool]]) -> optax.GradientTransformation:
     def labels(params: Any) -> Any:
         paths = [path for path, _ in named_leaves(params)]
-        for pattern in wanted:
-            if not any(_is_below(path.split("/"), pattern.split("/")) for path in paths):
-                prefix = " Paths begin below params." if pattern.startswith("params/") else did_you_mean(pattern, [*paths, *_parents(paths)])
-                raise OptimizerError(f"freeze(): no parameter is {pattern!r}, or below it.{prefix} There are: {', '.join(paths)}.")
-        is_frozen = [any(_is_below(path.split("/"), pattern.split("/")) for pattern in wanted) for path in paths]
-        if all(is_frozen):
-            raise OptimizerError(f"freeze({list(wanted)}) leaves nothing to train: it matches all of {', '.join(paths)}.")
-        return jax.tree.unflatten(jax.tree.structure(params), ["frozen" if one else "trained" for one in is_frozen])
+        return jax.tree.unflatten(jax.tree.structure(params), ["frozen" if one else "trained" for one in is_frozen(paths)])
 
     return cast(optax.GradientTransformation, optax.multi_transform({"trained": optimizer, "frozen": optax.set_to_zero()}, labels))
 
 
-def _is_below(path: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Returns whether a path, name by name, is what a pattern stands for or lies below it."""
-    if not pattern:
-        return True
-    if pattern[0] == "**":
-        return any(_is_below(path[start:], pattern[1:]) for start in range(len(path)))
-    return bool(path) and fnmatch.fnmatchcase(path[0], pattern[0]) and _is_below(path[1:], pattern[1:])
-
-
-def _parents(paths: Sequence[str]) -> list[str]:
-    return sorted({"/".join(path.split("/")[:end]) for path in paths for end in range(1, path.count("/") + 1)})
-
-
 def names() -> list[str]:
-    """Returns the names that `get` knows, sorted.
+    """Returns the names that `get` accepts, sorted.
 
     >>> "adam" in names()
     True
@@ -144,109 +158,169 @@ def names() -> list[str]:
 
 
 def get_learning_rate(opt_state: Any) -> jax.Array | None:
-    """Returns the injected learning rate of an optax state, or `None` where there is none.
+    """Returns the injected learning rate of an optax state, or `None` if there is none.
 
-    Under a schedule it is the rate of the last update. Nothing waits for the device: the array may still be on its way.
+    With a schedule, it is the rate of the last update. The call does not wait for the device.
 
     Args:
-        opt_state: Any optax state; chains, `optax.multi_transform`, `optax.MultiSteps` and the like are searched.
-
-    Returns:
-        A float array of shape `[]`, the state's own.
+        opt_state: Any optax state; nested states, such as those of `optax.chain` and `optax.MultiSteps`, are searched.
 
     Raises:
-        OptimizerError: There are several.
+        OptimizerError: There are several learning rates.
 
     >>> get_learning_rate(optax.chain(optax.clip(1.0), get("adam", 0.5)).init(np.ones(3, np.float32)))
     Array(0.5, dtype=float32)
     >>> get_learning_rate(optax.adam(0.5).init(np.ones(3, np.float32))) is None
     True
     """
-    found = _find_one(opt_state)
+    found = _find_single_rate(opt_state)
     return None if found is None else cast(jax.Array, found[1].hyperparams["learning_rate"])
 
 
 def get_learning_rates(opt_state: Any) -> dict[str, jax.Array]:
-    """Returns all injected learning rates of an optax state, by the label of `optax.multi_transform` that they belong to.
+    """Returns all injected learning rates of an optax state, by their label in `optax.multi_transform`.
 
-    The only rate of an optimizer without labels is `"learning_rate"`; several without a label of their own have their paths for names.
+    The key of the only rate of an optimizer without labels is `"learning_rate"`. Rates that have no unique label have their path in the state as their key.
 
     >>> tx = optax.multi_transform({"a": get("sgd", 0.5), "b": get("adam", 0.25)}, {"w": "a", "v": "b"})
     >>> {label: float(rate) for label, rate in get_learning_rates(tx.init({"w": np.ones(2), "v": np.ones(2)})).items()}
     {'a': 0.5, 'b': 0.25}
     """
+    return dict(_rates_by_member(_learning_rates(opt_state)))
+
+
+def _rates_by_member(rates: dict[str, jax.Array]) -> Iterator[tuple[str, jax.Array]]:
+    """Yields the learning rates; for an ensemble, whose rates are arrays, one for each member."""
+    for label, rate in rates.items():
+        if rate.ndim == 0:
+            yield label, rate
+        else:
+            prefix = "" if label == ONLY_RATE else f"{label}/"
+            yield from ((f"{prefix}member {number}", rate[number]) for number in range(len(rate)))
+
+
+def _learning_rates(opt_state: Any) -> dict[str, jax.Array]:
     rates: list[Any] = []
     trees = [opt_state]
     while trees:
-        # Without paths, which take longer than all the rest; but for labels.
+        # Without paths, which are slow to compute and only needed for labels.
         nodes = jax.tree.leaves(trees.pop(), is_leaf=lambda node: _is_injected(node) or _is_partition(node))
         if any(_is_partition(node) for node in nodes):
-            return {label: node.hyperparams[ONLY_RATE] for label, (_, node) in _by_label(opt_state).items()}
+            return {label: node.hyperparams[ONLY_RATE] for label, (_, node) in _nodes_by_label(opt_state).items()}
         injected = [node for node in nodes if _is_injected(node)]
         rates += [node.hyperparams[ONLY_RATE] for node in injected if ONLY_RATE in node.hyperparams]
         trees += [node.inner_state for node in injected]
     if len(rates) < 2:
         return {ONLY_RATE: rates[0]} if rates else {}
-    return {label: node.hyperparams[ONLY_RATE] for label, (_, node) in _by_label(opt_state).items()}
+    return {label: node.hyperparams[ONLY_RATE] for label, (_, node) in _nodes_by_label(opt_state).items()}
 
 
 def set_learning_rate(opt_state: Any, value: Any, label: str | None = None) -> Any:
-    """Returns an optax state with another learning rate in the place of the old one; `opt_state` is not changed.
+    """Returns a new optax state with another learning rate; `opt_state` is not changed.
 
-    The new array has the old one's dtype, weak type and sharding, so that what was compiled for the old state takes the new one.
+    The new array has the dtype, weak type and sharding of the old one, so compiled functions are not recompiled.
 
     Args:
-        opt_state: An optax state with one injected `learning_rate`.
+        opt_state: An optax state with an injected `learning_rate`.
         value: The new rate, a number of at least 0.
-        label: Which one, of `get_learning_rates`, where there are several.
+        label: A key of `get_learning_rates`, if there are several rates.
 
     Raises:
-        OptimizerError: The rate is no rate; the state has no injected rate, or several and no `label`, or none of that label; or a schedule sets it, which
-            would overrule the new value.
+        OptimizerError: The rate is invalid; the state has no injected rate, no rate with that label, or several rates and no `label` is given; or a schedule
+            sets the rate and would override the new value.
 
     >>> state = set_learning_rate(get("sgd").init(np.ones(3, np.float32)), 0.5)
     >>> get_learning_rate(state)
     Array(0.5, dtype=float32)
     """
-    number = _number(value)
-    found = _find_one(opt_state) if label is None else _find_labelled(opt_state, label)
+    number = _checked_rate(value)
+    found = _find_single_rate(opt_state) if label is None else _find_rate_by_label(opt_state, label)
     if found is None:
         raise OptimizerError(
-            "The learning rate cannot be set: this optimizer holds it as a constant. Give the optimizer by name, or wrap it: "
+            "The learning rate cannot be set, because it is a constant in this optimizer. Pass the optimizer by name, or wrap it: "
             "optax.inject_hyperparams(optax.adam)(learning_rate=0.001)."
         )
     path, node = found
     if "learning_rate" in getattr(node, "hyperparams_states", ()):
         raise OptimizerError(
-            f"The learning rate cannot be set: a schedule computes it before every update (opt_state{jax.tree_util.keystr(path)}), and a value put beside it "
-            "would be ignored. Give a number instead of the schedule: compile(..., learning_rate=0.001), optimizers.get or optax.inject_hyperparams."
+            f"The learning rate cannot be set, because a schedule computes it before every update (opt_state{jax.tree_util.keystr(path)}). "
+            "Use a number instead of the schedule, in compile(..., learning_rate=0.001), optimizers.get or optax.inject_hyperparams."
         )
-    target = (*path, jax.tree_util.GetAttrKey("hyperparams"), jax.tree_util.DictKey("learning_rate"))
-    return jax.tree_util.tree_map_with_path(lambda leaf_path, leaf: _like(leaf, number) if leaf_path == target else leaf, opt_state)
+    return _set_value(opt_state, path, ONLY_RATE, number)
+
+
+def get_hyperparams(opt_state: Any) -> dict[str, jax.Array]:
+    """Returns the hyperparameters of `optax.inject_hyperparams` in an optax state by name; if a name occurs several times, the first one.
+
+    >>> {name: float(value) for name, value in get_hyperparams(optax.inject_hyperparams(optax.adam)(0.5).init(np.ones(3))).items() if name == "b1"}
+    {'b1': 0.8999999761581421}
+    """
+    values: dict[str, jax.Array] = {}
+    for _, node in _find_injected(opt_state, None):
+        values = {**node.hyperparams, **values}
+    return values
+
+
+def set_hyperparam(opt_state: Any, name: str, value: Any) -> Any:
+    """Returns a new optax state with another value of an injected hyperparameter, without recompilation; `opt_state` is not changed.
+
+    Args:
+        opt_state: An optax state of `optax.inject_hyperparams`.
+        name: The name of the hyperparameter, such as `"weight_decay"`.
+        value: A finite number; for an ensemble also one number per member, `[members]`.
+
+    Raises:
+        OptimizerError: The value is not a finite number; the state has no such hyperparameter, or several; or a schedule sets it.
+
+    >>> state = optax.inject_hyperparams(optax.adamw)(1e-3, weight_decay=0.1).init(np.ones(3))
+    >>> get_hyperparams(set_hyperparam(state, "weight_decay", 0.5))["weight_decay"].item()
+    0.5
+    """
+    number = finite(name, value)
+    if name == ONLY_RATE and np.min(number) < 0:
+        raise OptimizerError(f"A learning rate must be a finite number of at least 0. Received: {value!r}.")
+    found = list(_find_injected(opt_state, name))
+    known = list(get_hyperparams(opt_state))
+    if not found:
+        have = f"It has: {', '.join(known)}." if known else "It has none."
+        advice = f"Inject it: optax.inject_hyperparams(optax.adamw)(learning_rate=0.001, {name}=...)."
+        raise OptimizerError(f"The optimizer has no injected hyperparameter {name!r}. {have}{did_you_mean(name, known)} {advice}")
+    if len(found) > 1:
+        advice = "Use trainer.learning_rates, or inject it only once." if name == ONLY_RATE else "Inject it only once."
+        raise OptimizerError(f"This optimizer has {len(found)} hyperparameters named {name!r}. {advice}")
+    path, node = found[0]
+    if name in getattr(node, "hyperparams_states", ()):
+        raise OptimizerError(f"{name!r} cannot be set, because a schedule computes it before every update. Use a number instead of the schedule.")
+    return _set_value(opt_state, path, name, number)
+
+
+def _set_value(opt_state: Any, path: "_Path", name: str, number: "float | np.ndarray[Any, Any]") -> Any:
+    target = (*path, jax.tree_util.GetAttrKey("hyperparams"), jax.tree_util.DictKey(name))
+    return jax.tree_util.tree_map_with_path(lambda leaf_path, leaf: like(leaf, number) if leaf_path == target else leaf, opt_state)
 
 
 _Path = tuple[Any, ...]
 
 
-def _find_one(opt_state: Any) -> tuple[_Path, Any] | None:
-    """Returns path and node of the one `inject_hyperparams` state that has a learning rate."""
-    found = list(_find_all(opt_state))
+def _find_single_rate(opt_state: Any) -> tuple[_Path, Any] | None:
+    """Returns the path and node of the only `inject_hyperparams` state with a learning rate."""
+    found = list(_find_injected(opt_state))
     if len(found) > 1:
-        labels = list(_by_label(opt_state))
-        raise OptimizerError(f"This optimizer has several learning rates: {labels}. Read and set each by its name: trainer.learning_rates.")
+        labels = list(_nodes_by_label(opt_state))
+        raise OptimizerError(f"This optimizer has several learning rates: {labels}. Use trainer.learning_rates to read and set them by name.")
     return found[0] if found else None
 
 
-def _find_labelled(opt_state: Any, label: str) -> tuple[_Path, Any]:
-    found = _by_label(opt_state)
+def _find_rate_by_label(opt_state: Any, label: str) -> tuple[_Path, Any]:
+    found = _nodes_by_label(opt_state)
     if label not in found:
-        raise OptimizerError(f"This optimizer has no learning rate {label!r} that can be set: {list(found)}.{did_you_mean(label, found)}")
+        raise OptimizerError(f"This optimizer has no learning rate {label!r} that can be set. Available: {list(found)}.{did_you_mean(label, found)}")
     return found[label]
 
 
-def _by_label(opt_state: Any) -> dict[str, tuple[_Path, Any]]:
-    """Returns path and node of each injected rate by its name, `a/b` where one label lies in another."""
-    found = list(_find_all(opt_state))
+def _nodes_by_label(opt_state: Any) -> dict[str, tuple[_Path, Any]]:
+    """Returns the path and node of each injected rate by label, `a/b` for a label inside another one."""
+    found = list(_find_injected(opt_state))
     labels = ["/".join(str(child.key) for parent, child in itertools.pairwise(path) if getattr(parent, "name", None) == "inner_states") for path, _ in found]
     if labels == [""]:
         return {ONLY_RATE: found[0]}
@@ -254,12 +328,12 @@ def _by_label(opt_state: Any) -> dict[str, tuple[_Path, Any]]:
     return {label if named else f"opt_state{jax.tree_util.keystr(place[0])}": place for label, named, place in zip(labels, is_name, found, strict=True)}
 
 
-def _find_all(tree: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
+def _find_injected(tree: Any, name: str | None = ONLY_RATE, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
     for place, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_injected):
         if _is_injected(node):
-            if "learning_rate" in node.hyperparams:
+            if name is None or name in node.hyperparams:
                 yield (*path, *place), node
-            yield from _find_all(node.inner_state, (*path, *place, jax.tree_util.GetAttrKey("inner_state")))
+            yield from _find_injected(node.inner_state, name, (*path, *place, jax.tree_util.GetAttrKey("inner_state")))
 
 
 def _is_partition(node: Any) -> bool:
@@ -270,21 +344,38 @@ def _is_injected(node: Any) -> bool:
     return isinstance(getattr(node, "hyperparams", None), dict)
 
 
-def _number(value: Any) -> float:
-    scalar = isinstance(value, (int, float))
-    if isinstance(value, (np.generic, np.ndarray, jax.Array)):
-        scalar = value.ndim == 0 and (jnp.issubdtype(value.dtype, np.floating) or jnp.issubdtype(value.dtype, np.integer))
-    # A Python float: optax injects neither NumPy scalars nor, as a rate, integers.
-    number = float(value) if scalar and not isinstance(value, bool) else math.nan
-    if not 0 <= number < math.inf:
-        raise OptimizerError(f"A learning rate is a finite number of at least 0. Received: {value!r}.")
+def _checked_rate(value: Any) -> float:
+    number = _finite_float(value)
+    if number is None or number < 0:
+        raise OptimizerError(f"A learning rate must be a finite number of at least 0. Received: {value!r}.")
     return number
 
 
-def _like(old: Any, number: float) -> Any:
-    """Returns `number` as an array that no compiled function can tell from `old`."""
+def _finite_float(value: Any) -> float | None:
+    """Returns a finite number as a Python float, because optax injects neither NumPy scalars nor integer rates; `None` for other values."""
+    scalar = isinstance(value, (int, float))
+    if isinstance(value, (np.generic, np.ndarray, jax.Array)):
+        scalar = value.ndim == 0 and (jnp.issubdtype(value.dtype, np.floating) or jnp.issubdtype(value.dtype, np.integer))
+    number = float(value) if scalar and not isinstance(value, bool) else math.nan
+    return number if math.isfinite(number) else None
+
+
+def finite(name: str, value: Any) -> "float | np.ndarray[Any, Any]":
+    """Returns a finite number as a Python float or a sequence of them as an array; raises `OptimizerError` for other values."""
+    several = list(value) if isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) == 1 else None
+    numbers = [_finite_float(each) for each in ([value] if several is None else several)]
+    if not numbers or None in numbers:
+        raise OptimizerError(f"{name} must be a finite number. Received: {value!r}.")
+    return cast(float, numbers[0]) if several is None else np.asarray(numbers)
+
+
+def like(old: Any, number: "float | np.ndarray[Any, Any]") -> Any:
+    """Returns `number` as an array with the dtype, weak type, shape and placement of `old`, so that nothing is recompiled; several numbers need an ensemble."""
+    if np.ndim(number) and np.shape(number) != np.shape(old):
+        members = f"the ensemble has {np.shape(old)[0]} members" if np.ndim(old) == 1 else "this trainer is not an ensemble"
+        raise OptimizerError(f"A hyperparameter takes one value, or one for each member of an ensemble. Received: {np.size(number)} values, but {members}.")
     if not isinstance(old, jax.Array):
         return np.asarray(number, np.result_type(old))
-    value = number if old.weak_type else np.asarray(number, old.dtype)
-    # Whether an array is committed to its devices is part of what a function is compiled for. No aliasing: the state's buffers are donated.
+    value = number if old.weak_type and old.ndim == 0 else np.broadcast_to(np.asarray(number, old.dtype), old.shape).copy()
+    # Compiled functions depend on whether an array is committed to its devices. No aliasing, because the state's buffers are donated.
     return jax.device_put(value, old.sharding if old.committed else None, may_alias=False)

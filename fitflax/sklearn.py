@@ -1,4 +1,4 @@
-"""scikit-learn estimators whose model is a linen module; `Trainer` does the work. Needs the extra `sklearn`.
+"""scikit-learn estimators with a linen module as the model, trained by `Trainer`. Requires the extra `sklearn`.
 
 >>> from sklearn.datasets import load_iris
 >>> x, y = load_iris(return_X_y=True)
@@ -19,7 +19,7 @@ from flax import linen as nn
 
 from fitflax.callbacks import Callback, EarlyStopping
 from fitflax.errors import LossError
-from fitflax.leaves import is_key
+from fitflax.leaves import is_key, key_of
 from fitflax.losses import binary_crossentropy, sparse_categorical_crossentropy
 from fitflax.parallel import DataParallel
 from fitflax.trainer import Trainer
@@ -37,27 +37,27 @@ except ImportError as error:
 
 __all__ = ["LinenClassifier", "LinenRegressor"]
 
-_HIDDEN = 100
-# Fields that every module has.
-_OF_MODULES = ("parent", "name")
-# Parameters that are functions, or hold some.
-_FUNCTIONS = ("module", "optimizer", "learning_rate", "loss", "callbacks")
+_HIDDEN_UNITS = 100
+# Fields that every module has, which are not parameters.
+_MODULE_FIELDS = ("parent", "name")
+# Parameters that may contain functions, which pickle cannot always serialize.
+_CLOUDPICKLED = ("module", "optimizer", "learning_rate", "loss", "callbacks")
 
 
 class _Network(nn.Module):
-    """One hidden layer of 100 relu units."""
+    """A network with one hidden layer of 100 ReLU units."""
 
     num_outputs: int
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.relu(nn.Dense(_HIDDEN)(x.reshape(x.shape[0], -1)))
+        x = nn.relu(nn.Dense(_HIDDEN_UNITS)(x.reshape(x.shape[0], -1)))
         return nn.Dense(self.num_outputs)(x)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Crossentropy:
-    """The crossentropy of logits `[batch, classes]`, or of two classes `[batch, 1]` or `[batch]`."""
+    """Crossentropy of logits `[batch, classes]`, or, for two classes, `[batch, 1]` or `[batch]`."""
 
     classes: int
 
@@ -67,12 +67,14 @@ class _Crossentropy:
                 return binary_crossentropy(outputs, targets)
         elif outputs.shape[-1] == self.classes:
             return sparse_categorical_crossentropy(outputs, targets)
-        raise LossError(f"There are {self.classes} classes, but the module returns {list(outputs.shape)}; its last layer must have {self.classes} features.")
+        raise LossError(
+            f"There are {self.classes} classes, but the module's outputs have shape {list(outputs.shape)}. Its last layer must have {self.classes} features."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Regression:
-    """A function of outputs and targets of one shape: of one target the module may return `[batch, 1]` or `[batch]`, which must not broadcast."""
+    """A loss of outputs and targets of the same shape: `[batch, 1]` and `[batch]` for one target must not broadcast against each other."""
 
     loss: Any
 
@@ -82,11 +84,7 @@ class _Regression:
 
 
 class _Portable:
-    """Has a value pickled by what can pickle functions and classes of scripts as well: linen's initializers and optax's transformations are functions.
-
-    Args:
-        value: Anything.
-    """
+    """Pickles a value with cloudpickle, which also handles functions and classes of scripts, such as linen's initializers and optax's transformations."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -95,14 +93,14 @@ class _Portable:
         return cloudpickle.loads, (cloudpickle.dumps(self.value),)
 
 
-def _unpacked(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a state with the values that were to be pickled, where it was copied instead."""
+def _unwrapped(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns a state without `_Portable` wrappers, which remain if the state was copied instead of pickled."""
     return {name: value.value if isinstance(value, _Portable) else value for name, value in state.items()}
 
 
 @dataclasses.dataclass
 class _Settings:
-    """What a trainer is made of."""
+    """The settings that a trainer is created from."""
 
     module: nn.Module
     seed: int
@@ -112,12 +110,12 @@ class _Settings:
     steps_per_call: int
 
     def make(self) -> Trainer:
-        """Returns a trainer, which shares its compiled steps with earlier ones of this thread that differ in their seed alone."""
+        """Returns a trainer that shares compiled steps with earlier trainers of this thread whose settings differ only in the seed."""
         key = self.module, self.optimizer, self.learning_rate, self.loss, self.steps_per_call
         shared: OrderedDict[Any, Trainer] = vars(_SHARED).setdefault("trainers", OrderedDict())
         try:
             found = shared.get(key)
-        except Exception:  # noqa: BLE001 (a module, or whatever it holds, without a hash)
+        except Exception:  # noqa: BLE001 (a module, or a value in it, is not hashable)
             return self._make()
         if found is None:
             found = shared[key] = self._make()
@@ -135,7 +133,7 @@ class _Settings:
         return {name: _Portable(value) for name, value in vars(self).items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(_unpacked(state))
+        vars(self).update(_unwrapped(state))
 
 
 _SHARED = threading.local()
@@ -143,12 +141,7 @@ _NUM_SHARED = 8
 
 
 class _Trained:
-    """A trainer that can be pickled and copied: by what it is made of and its arrays; it is made again when it is first needed.
-
-    Args:
-        settings: What it is made of.
-        sample: The shape of one batch's inputs.
-    """
+    """A trainer that can be pickled and copied, as its settings and arrays; it is recreated on first use."""
 
     def __init__(self, settings: _Settings, sample: jax.ShapeDtypeStruct) -> None:
         self._settings = settings
@@ -159,19 +152,19 @@ class _Trained:
 
     @property
     def seed(self) -> int:
-        """What its randomness follows from."""
+        """The seed of the trainer."""
         return self._settings.seed
 
     @property
     def trainer(self) -> Trainer:
         """The trainer."""
-        with self._lock:  # A model that is served may be asked for by several threads at once.
+        with self._lock:  # A served model may be used by several threads.
             if self._trainer is None:
                 trainer = self._settings.make()
                 trainer.build((self._sample,))
                 leaves, treedef = jax.tree.flatten(trainer.state)
                 assert self._leaves is not None
-                trainer.replace_state(jax.tree.unflatten(treedef, [_like(saved, leaf) for saved, leaf in zip(self._leaves, leaves, strict=True)]))
+                trainer.replace_state(jax.tree.unflatten(treedef, [_restored_leaf(saved, leaf) for saved, leaf in zip(self._leaves, leaves, strict=True)]))
                 self._trainer, self._leaves = trainer, None
             return self._trainer
 
@@ -187,12 +180,12 @@ class _Trained:
         self._sample = jax.ShapeDtypeStruct(*state["sample"])
 
 
-def _like(saved: Any, leaf: Any) -> Any:
-    return jax.random.wrap_key_data(saved, impl=jax.random.key_impl(leaf)) if is_key(leaf) else saved
+def _restored_leaf(saved: Any, leaf: Any) -> Any:
+    return key_of(saved, jax.random.key_impl(leaf)) if is_key(leaf) else saved
 
 
 class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
-    """What classifier and regressor share. Attributes that end in an underscore are there after `fit`, as scikit-learn has it."""
+    """The base class of the classifier and the regressor. As usual in scikit-learn, `fit` sets the attributes that end with an underscore."""
 
     _trained: _Trained
     n_iter_: int
@@ -233,43 +226,32 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
         self.random_state = random_state
         self.verbose = verbose
 
-    # -- parameters: fields of the module are parameters, too --
+    # -- parameters, including the fields of the module --
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """Returns the constructor's arguments; with `deep` the module's fields as well, as `module__features`.
-
-        Args:
-            deep: Whether those of the module are wanted.
-        """
+        """Returns the constructor's arguments and, if `deep`, the module's fields as `module__<field>`."""
         params: dict[str, Any] = super().get_params(deep=False)
         if deep and isinstance(self.module, nn.Module):
             params |= {f"module__{name}": getattr(self.module, name) for name in _fields(self.module)}
         return params
 
     def set_params(self, **params: Any) -> Self:
-        """Sets the constructor's arguments; `module__features=64` puts a clone of the module with that field in its place.
-
-        Args:
-            **params: By name.
-
-        Raises:
-            ValueError: There is no such parameter.
-        """
+        """Sets constructor arguments; `module__features=64` replaces the module with a clone that has this value."""
         own = {name: value for name, value in params.items() if not name.startswith("module__")}
         super().set_params(**own)
         fields = {name.removeprefix("module__"): value for name, value in params.items() if name not in own}
         if fields:
             if not isinstance(self.module, nn.Module):
-                raise ValueError(f"Invalid parameter 'module__{min(fields)}': fields are those of an instance, and module is none.")
+                raise ValueError(f"Invalid parameter 'module__{min(fields)}': module must be an instance. Received: {self.module!r}.")
             unknown = sorted(set(fields) - set(_fields(self.module)))
             if unknown:
-                raise ValueError(f"Invalid parameter 'module__{unknown[0]}': {type(self.module).__name__} has the fields {_fields(self.module)}.")
+                raise ValueError(f"Invalid parameter 'module__{unknown[0]}'. The fields of {type(self.module).__name__} are {_fields(self.module)}.")
             self.module = self.module.clone(**fields)
         return self
 
     # -- training --
 
-    def _new(self, x: Any, num_outputs: int, loss: Any) -> _Trained:
+    def _new_trainer(self, x: Any, num_outputs: int, loss: Any) -> _Trained:
         """Returns a new trainer."""
         if self.module is None:
             module: Any = _Network(num_outputs)
@@ -280,7 +262,7 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
         return _Trained(settings, jax.ShapeDtypeStruct((self.batch_size, *x.shape[1:]), x.dtype))
 
     def _train(self, trained: _Trained, x: Any, y: Any, weights: Any, *, class_weight: dict[int, float] | None = None, stratify: Any = None) -> None:
-        """Trains for all epochs, with a part held out for early stopping where that is asked for; what was trained before goes only when this is done."""
+        """Trains for all epochs, with held-out data if `early_stopping` is set; a previous fit is replaced only on success."""
         callbacks = list(self.callbacks or [])
         validation: tuple[Any, ...] | None = None
         if self.early_stopping:
@@ -296,16 +278,16 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
         history = trained.trainer.fit(x, y, weights, epochs=self.epochs, validation_data=validation, callbacks=callbacks, **options)
         self._trained, self.n_iter_, self.history_ = trained, len(history.epoch), dict(history.history)
 
-    def _train_once(self, trained: _Trained, x: Any, y: Any, weights: Any, *, class_weight: dict[int, float] | None = None) -> None:
-        """Trains for one epoch, in an order that follows from the seed and the number of epochs, and so goes on in a copy of the estimator."""
-        made = getattr(self, "n_iter_", 0)
+    def _train_epoch(self, trained: _Trained, x: Any, y: Any, weights: Any, *, class_weight: dict[int, float] | None = None) -> None:
+        """Trains for one epoch, in an order that depends only on the seed and the number of epochs, so that copies of the estimator continue the same way."""
+        epochs_run = getattr(self, "n_iter_", 0)
         if self.shuffle:
-            order = np.random.default_rng((trained.seed, made)).permutation(len(x))
+            order = np.random.default_rng((trained.seed, epochs_run)).permutation(len(x))
             x, y, weights = x[order], y[order], None if weights is None else weights[order]
         options: dict[str, Any] = {"batch_size": self.batch_size, "shuffle": False, "verbose": self.verbose, "class_weight": class_weight}
         history = trained.trainer.fit(x, y, weights, epochs=1, callbacks=list(self.callbacks or []), **options)
         earlier = getattr(self, "history_", {})
-        self._trained, self.n_iter_ = trained, made + 1
+        self._trained, self.n_iter_ = trained, epochs_run + 1
         self.history_ = {key: [*earlier.get(key, []), *values] for key, values in history.history.items()}
 
     def _weights(self, sample_weight: Any, x: Any) -> Any:
@@ -317,7 +299,7 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
         """Returns the module's outputs, float64 `[n, outputs]`."""
         check_is_fitted(self)
         x = validate_data(self, x, reset=False, allow_nd=True, dtype=self.dtype)
-        # Always whole batches: one compiled step, and an example's prediction does not depend on how many others are asked for.
+        # Full batches only: one compiled step, and predictions do not depend on the number of examples.
         rows = len(x)
         if missing := -rows % self.batch_size:
             x = np.concatenate([x, np.repeat(x[-1:], missing, axis=0)])
@@ -325,7 +307,7 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
 
     @property
     def trainer_(self) -> Trainer:
-        """The trainer, with all that it can do: `trainer_.summary()`, `trainer_.save(path)`, `trainer_.export(path)`."""
+        """The underlying trainer: `trainer_.summary()`, `trainer_.save(path)`, `trainer_.export(path)`."""
         check_is_fitted(self)
         return self._trained.trainer
 
@@ -334,47 +316,47 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        return {name: _Portable(value) if name in _FUNCTIONS else value for name, value in state.items()}
+        return {name: _Portable(value) if name in _CLOUDPICKLED else value for name, value in state.items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(_unpacked(state))
+        super().__setstate__(_unwrapped(state))
 
 
 def _fields(module: nn.Module) -> list[str]:
-    return [field.name for field in dataclasses.fields(module) if field.init and field.name not in _OF_MODULES]
+    return [field.name for field in dataclasses.fields(module) if field.init and field.name not in _MODULE_FIELDS]
 
 
 class LinenClassifier(ClassifierMixin, _LinenEstimator):  # type: ignore[misc]
     """A linen module as a scikit-learn classifier.
 
-    Labels are of any kind: integers, strings, booleans. Training runs on one device; for several, checkpoints and all else use `Trainer`.
+    Labels may be integers, strings or booleans. Training runs on one device; for several devices or checkpoints, use `Trainer`.
 
     Args:
-        module: A module whose outputs are logits `[batch, classes]`, or for two classes `[batch, 1]` as well; or what makes one of the number of classes, such
-            as the class of a module whose first field that is. By default one hidden layer of 100 relu units. Fields of a module are parameters for
+        module: A module that returns logits `[batch, classes]` or, for two classes, `[batch, 1]`; or a function that makes one from the number of classes,
+            such as a module class whose first field it is. By default one hidden layer of 100 ReLU units. The fields of a module are parameters for
             searches: `module__features`.
-        dtype: What inputs are converted to; `None` leaves them as they are, as integers for an embedding must be.
+        dtype: The dtype that inputs are converted to; `None` keeps theirs, such as integers for an embedding.
         optimizer: A name, or an optax transformation.
-        learning_rate: With a name: a number or a schedule.
-        loss: A name, or a function `(outputs, targets) -> values`; targets are the positions of labels in `classes_`. By default crossentropy.
-        epochs: Passes over the data, the most there are with `early_stopping`.
-        batch_size: Rows of a batch.
-        shuffle: Whether each pass has an order of its own.
-        early_stopping: Whether a part of the data is held out, training ends when the loss there no longer falls, and the best weights are taken.
-        validation_fraction: How much of the data that is, in the proportions of the classes.
-        patience: For how many epochs it may not fall.
+        learning_rate: A number or a schedule, for an optimizer given by name.
+        loss: A name, or a function `(outputs, targets) -> values` whose targets are indices into `classes_`. By default crossentropy.
+        epochs: The number of epochs; the maximum with `early_stopping`.
+        batch_size: The number of examples per batch.
+        shuffle: Whether each epoch has its own order.
+        early_stopping: Whether to hold out data, stop when the loss on it no longer decreases, and keep the best weights.
+        validation_fraction: The fraction of held-out data, stratified by class.
+        patience: The number of epochs without improvement after which training stops.
         class_weight: `{label: weight}`, or `"balanced"`.
-        steps_per_call: How many updates go in one call of the device; see `Trainer.compile`.
-        callbacks: More of them, such as `LearningRateScheduler`; a copy is used where scikit-learn clones.
-        random_state: Where all randomness comes from; an integer for the same result each time.
+        steps_per_call: The number of steps per call of the device; see `Trainer.compile`.
+        callbacks: Callbacks, such as `LearningRateScheduler`; copied when scikit-learn clones the estimator.
+        random_state: The source of all randomness; pass an integer for reproducible results.
         verbose: As in `Trainer.fit`.
 
     Attributes:
         classes_: The labels, sorted.
         n_features_in_: The second dimension of the inputs.
-        n_iter_: Epochs made.
+        n_iter_: The number of epochs run.
         history_: `{key: value of each epoch}`.
-        trainer_: The trainer.
+        trainer_: The underlying trainer.
 
     >>> x = np.random.default_rng(0).normal(size=(200, 2))
     >>> y = np.where(x[:, 0] * x[:, 1] > 0, "same", "different")
@@ -431,7 +413,7 @@ class LinenClassifier(ClassifierMixin, _LinenEstimator):  # type: ignore[misc]
             sample_weight: Weights `[n]`.
 
         Raises:
-            ValueError: What scikit-learn does not take, or `Trainer` does not.
+            ValueError: scikit-learn or `Trainer` does not accept the data or the parameters.
         """
         x, y = validate_data(self, X, y, allow_nd=True, dtype=self.dtype)
         check_classification_targets(y)
@@ -440,31 +422,31 @@ class LinenClassifier(ClassifierMixin, _LinenEstimator):  # type: ignore[misc]
         if self.class_weight is not None:
             by_label = dict(enumerate(compute_class_weight(self.class_weight, classes=classes, y=y).tolist()))
         weights = self._weights(sample_weight, x)
-        self._train(self._new_classifier(x, classes), x, _positions(classes, y), weights, class_weight=by_label, stratify=y)
+        self._train(self._new_classifier_trainer(x, classes), x, _label_indices(classes, y), weights, class_weight=by_label, stratify=y)
         self.classes_: np.ndarray = classes
         return self
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
-        """Trains for one epoch over these examples, on from where the model is.
+        """Trains the current model for one epoch on these examples.
 
         Args:
             X: Inputs `[n, ...]`.
             y: Labels `[n]`.
-            classes: All labels there will be; needed in the first call.
+            classes: All labels that will occur; required in the first call.
             sample_weight: Weights `[n]`.
 
         Raises:
-            ValueError: Labels that are not among `classes`, and as in `fit`.
+            ValueError: Labels are not among `classes`, and as in `fit`.
         """
         is_first = not self.__sklearn_is_fitted__()
         x, y = validate_data(self, X, y, allow_nd=True, dtype=self.dtype, reset=is_first)
         check_classification_targets(y)
         if is_first:
             if classes is None:
-                raise ValueError("The first call of partial_fit needs classes, all labels there will be.")
+                raise ValueError("The first call of partial_fit needs classes=, all labels that will occur.")
             classes = np.unique(classes)
         elif classes is not None and not np.array_equal(np.unique(classes), self.classes_):
-            raise ValueError(f"classes={classes!r} are not those of the first call of partial_fit, {self.classes_}.")
+            raise ValueError(f"classes must be the same as in the first call of partial_fit: {self.classes_}. Received: {classes!r}.")
         classes = classes if is_first else self.classes_
         unknown = np.setdiff1d(y, classes)
         if len(unknown):
@@ -472,31 +454,27 @@ class LinenClassifier(ClassifierMixin, _LinenEstimator):  # type: ignore[misc]
         by_label = None
         if self.class_weight is not None:
             if not isinstance(self.class_weight, dict):
-                raise ValueError(f"class_weight={self.class_weight!r} needs all labels, of which partial_fit sees a part at a time. Pass {{label: weight}}.")
+                raise ValueError(
+                    f"class_weight={self.class_weight!r} needs all labels, but partial_fit sees only some at a time. Pass a dict {{label: weight}}."
+                )
             by_label = {place: self.class_weight[label] for place, label in enumerate(classes.tolist()) if label in self.class_weight}
         weights = self._weights(sample_weight, x)
-        self._train_once(self._new_classifier(x, classes) if is_first else self._trained, x, _positions(classes, y), weights, class_weight=by_label)
+        self._train_epoch(
+            self._new_classifier_trainer(x, classes) if is_first else self._trained, x, _label_indices(classes, y), weights, class_weight=by_label
+        )
         self.classes_ = classes
         return self
 
-    def _new_classifier(self, x: Any, classes: Any) -> _Trained:
-        return self._new(x, len(classes), _Crossentropy(len(classes)) if self.loss is None else self.loss)
+    def _new_classifier_trainer(self, x: Any, classes: Any) -> _Trained:
+        return self._new_trainer(x, len(classes), _Crossentropy(len(classes)) if self.loss is None else self.loss)
 
     def predict(self, X: Any) -> np.ndarray:
-        """Returns the most probable label of each example, `[n]`.
-
-        Args:
-            X: Inputs `[n, ...]`.
-        """
+        """Returns the most probable label of each example, `[n]`, for inputs `[n, ...]`."""
         probabilities = self.predict_proba(X)
         return np.asarray(self.classes_[probabilities.argmax(axis=1)])
 
     def predict_proba(self, X: Any) -> np.ndarray:
-        """Returns the probabilities of the classes, in the order of `classes_`, float64 `[n, classes]`.
-
-        Args:
-            X: Inputs `[n, ...]`.
-        """
+        """Returns the probabilities of the classes, float64 `[n, classes]`, in the order of `classes_`, for inputs `[n, ...]`."""
         logits = self._outputs(X)
         if logits.shape[1] == 1:
             if len(self.classes_) == 1:
@@ -507,31 +485,14 @@ class LinenClassifier(ClassifierMixin, _LinenEstimator):  # type: ignore[misc]
 
 
 class LinenRegressor(RegressorMixin, _LinenEstimator):  # type: ignore[misc]
-    """A linen module as a scikit-learn regressor, of one target or several.
+    """A linen module as a scikit-learn regressor, for one or more targets.
+
+    Other arguments and attributes are those of `LinenClassifier`. Held-out data for `early_stopping` is not stratified.
 
     Args:
-        module: A module whose outputs are `[batch, targets]`, or for one target `[batch]`; or what makes one of the number of targets. By default one hidden
-            layer of 100 relu units.
-        dtype: As in `LinenClassifier`, like all that is not said here.
-        optimizer: A name, or an optax transformation.
-        learning_rate: With a name: a number or a schedule.
+        module: A module that returns `[batch, targets]` or, for one target, `[batch]`; or a function that makes one from the number of targets. By default
+            one hidden layer of 100 ReLU units.
         loss: A name, or a function `(outputs, targets) -> values`; by default the squared error.
-        epochs: Passes over the data, the most there are with `early_stopping`.
-        batch_size: Rows of a batch.
-        shuffle: Whether each pass has an order of its own.
-        early_stopping: Whether a part of the data is held out to end by.
-        validation_fraction: How much of the data that is.
-        patience: For how many epochs its loss may not fall.
-        steps_per_call: How many updates go in one call of the device.
-        callbacks: More of them.
-        random_state: Where all randomness comes from.
-        verbose: As in `Trainer.fit`.
-
-    Attributes:
-        n_features_in_: The second dimension of the inputs.
-        n_iter_: Epochs made.
-        history_: `{key: value of each epoch}`.
-        trainer_: The trainer.
 
     >>> x = np.linspace(-1, 1, 200)[:, None]
     >>> LinenRegressor(learning_rate=0.01, epochs=100, random_state=0).fit(x, np.sin(3 * x[:, 0])).score(x, np.sin(3 * x[:, 0])) > 0.95
@@ -547,15 +508,15 @@ class LinenRegressor(RegressorMixin, _LinenEstimator):  # type: ignore[misc]
             sample_weight: Weights `[n]`.
 
         Raises:
-            ValueError: What scikit-learn does not take, or `Trainer` does not.
+            ValueError: scikit-learn or `Trainer` does not accept the data or the parameters.
         """
-        x, y = self._checked(X, y, reset=True)
-        self._train(self._new_regressor(x, y), x, y, self._weights(sample_weight, x))
+        x, y = self._validated(X, y, reset=True)
+        self._train(self._new_regressor_trainer(x, y), x, y, self._weights(sample_weight, x))
         self._target_shape = y.shape[1:]
         return self
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Trains for one epoch over these examples, on from where the model is.
+        """Trains the current model for one epoch on these examples.
 
         Args:
             X: Inputs `[n, ...]`.
@@ -563,29 +524,27 @@ class LinenRegressor(RegressorMixin, _LinenEstimator):  # type: ignore[misc]
             sample_weight: Weights `[n]`.
 
         Raises:
-            ValueError: Another number of targets than before, and as in `fit`.
+            ValueError: The number of targets differs from that of the first call, and as in `fit`.
         """
         is_first = not self.__sklearn_is_fitted__()
-        x, y = self._checked(X, y, reset=is_first)
+        x, y = self._validated(X, y, reset=is_first)
         if not is_first and y.shape[1:] != self._target_shape:
-            raise ValueError(f"y has {y.shape[1:] or 'one target'} for each example, and had {self._target_shape or 'one'} in the first call of partial_fit.")
-        self._train_once(self._new_regressor(x, y) if is_first else self._trained, x, y, self._weights(sample_weight, x))
+            raise ValueError(
+                f"The targets of an example must have shape {list(self._target_shape)}, as in the first call of partial_fit. Received: {list(y.shape[1:])}."
+            )
+        self._train_epoch(self._new_regressor_trainer(x, y) if is_first else self._trained, x, y, self._weights(sample_weight, x))
         self._target_shape = y.shape[1:]
         return self
 
-    def _checked(self, X: Any, y: Any, *, reset: bool) -> tuple[Any, Any]:
+    def _validated(self, X: Any, y: Any, *, reset: bool) -> tuple[Any, Any]:
         x, y = validate_data(self, X, y, allow_nd=True, dtype=self.dtype, multi_output=True, y_numeric=True, reset=reset)
         return x, np.asarray(y, np.float32)
 
-    def _new_regressor(self, x: Any, y: Any) -> _Trained:
-        return self._new(x, int(np.prod(y.shape[1:])), _Regression(self.loss) if callable(self.loss) else self.loss or "mse")
+    def _new_regressor_trainer(self, x: Any, y: Any) -> _Trained:
+        return self._new_trainer(x, int(np.prod(y.shape[1:])), _Regression(self.loss) if callable(self.loss) else self.loss or "mse")
 
     def predict(self, X: Any) -> np.ndarray:
-        """Returns the module's outputs in the shape of the targets, float64 `[n]` or `[n, targets]`.
-
-        Args:
-            X: Inputs `[n, ...]`.
-        """
+        """Returns the module's outputs in the shape of the targets, float64 `[n]` or `[n, targets]`, for inputs `[n, ...]`."""
         outputs = self._outputs(X)
         return outputs.reshape(len(outputs), *self._target_shape)
 
@@ -595,5 +554,5 @@ class LinenRegressor(RegressorMixin, _LinenEstimator):  # type: ignore[misc]
         return tags
 
 
-def _positions(classes: Any, y: Any) -> Any:
+def _label_indices(classes: Any, y: Any) -> Any:
     return np.searchsorted(classes, y).astype(np.int32)

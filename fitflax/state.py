@@ -1,4 +1,4 @@
-"""What is trained, what is served and what is fed: `TrainState`, `InferenceState` and `Batch`, all plain pytrees of arrays."""
+"""`TrainState`, `InferenceState` and `Batch`: plain pytrees of arrays."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,24 +12,25 @@ from jax.sharding import PartitionSpec
 
 from fitflax.axes import AxisNames
 from fitflax.errors import ConfigError, OptimizerError, RestoreError, no_attribute
+from fitflax.leaves import key_of, listed, named_leaves
 
-__all__ = ["Batch", "InferenceState", "PyTree", "TrainState", "arrays_of", "shapes_of"]
+__all__ = ["Batch", "InferenceState", "PyTree", "TrainState", "arrays_of", "only_params", "parts_of", "shapes_in", "shapes_of"]
 
 PyTree = Any
 
 
 @struct.dataclass
 class TrainState:
-    """Everything that training changes, as a frozen pytree of arrays; no module, no optimizer, no loader.
+    """Everything that training changes, as a frozen pytree of arrays, without the module, the optimizer or the data.
 
     Attributes:
-        step: Finished updates; int32, shape `[]`.
+        step: The number of finished steps; int32, shape `[]`.
         params: The module's `"params"` collection.
-        model_state: The module's other collections that last from step to step, `{collection: tree}`, such as `"batch_stats"`.
+        model_state: The module's other persistent collections, `{collection: tree}`, such as `"batch_stats"`.
         opt_state: The optax state.
-        key: The typed key that all randomness of training is derived from; it never changes, the step is folded into it.
-        ema_params: Averaged parameters, which are what is evaluated; `None` unless `compile(ema_decay=...)` asked for them.
-        axes: The logical names of the arrays' axes, as far as the module gives any; no array, and no part of what makes two states equal.
+        key: The typed key that all randomness of training is derived from, by folding in the step; it never changes.
+        ema_params: Averaged parameters, which are used for evaluation; `None` without `compile(ema_decay=...)`.
+        axes: The logical axis names from the module's metadata; not an array, and ignored when states are compared.
 
     >>> import jax.numpy as jnp
     >>> state = TrainState(step=jnp.int32(0), params={"w": jnp.ones(3)}, model_state={}, opt_state=(), key=jax.random.key(0))
@@ -45,46 +46,45 @@ class TrainState:
     ema_params: PyTree | None = None
     axes: AxisNames = dataclasses.field(default=AxisNames(is_known=False), metadata={"pytree_node": False})
 
-    if not TYPE_CHECKING:  # Or every name would be an attribute.
+    if not TYPE_CHECKING:  # Otherwise type checkers would accept any attribute name.
 
         def __getattr__(self, name):
-            """Says where to find what other libraries' states have under this name."""
-            if hasattr(type(self), name):  # A property that failed: its own error says more.
+            """Raises an error that says where to find an attribute of other libraries' states."""
+            if hasattr(type(self), name):  # A property raised an AttributeError; its message is more helpful.
                 return object.__getattribute__(self, name)
-            hints = {"apply_gradients": "Here it is apply_gradient(grads, optimizer, model_state)", "batch_stats": "Here it is model_state['batch_stats']"}
+            hints = {"apply_gradients": "Use apply_gradient(grads, optimizer, model_state)", "batch_stats": "Use model_state['batch_stats']"}
             raise no_attribute(self, name, hints)
 
     @property
     def param_states(self) -> PyTree:
-        """T5X's name of `opt_state`."""
+        """T5X's name for `opt_state`."""
         return self.opt_state
 
     @property
     def flax_mutables(self) -> dict[str, PyTree]:
-        """T5X's name of `model_state`."""
+        """T5X's name for `model_state`."""
         return self.model_state
 
     def replace_params(self, params: PyTree) -> Self:
-        """Returns the state with other parameters.
-
-        Raises:
-            ConfigError: They differ in structure, shapes or dtypes.
-        """
-        _check_alike("replace_params", self.params, params)
+        """Returns the state with other parameters; raises `ConfigError` if the structure, shapes or dtypes differ."""
+        _check_same_shapes("replace_params", self.params, params)
         return dataclasses.replace(self, params=params)
 
     def replace_step(self, step: Any) -> Self:
-        """Returns the state with another number of finished updates; an integer, or an array of one."""
+        """Returns the state with another number of finished steps, an integer or a scalar array."""
         return dataclasses.replace(self, step=jax.numpy.asarray(step, self.step.dtype))
 
     def apply_gradient(self, grads: PyTree, optimizer: optax.GradientTransformation, model_state: Mapping[str, PyTree] | None = None, **extra: Any) -> Self:
-        """Returns the state after one update; what an overridden `train_step` usually ends with.
+        """Returns the state after one update; a custom `train_step` usually ends with it.
 
         Args:
-            grads: The gradient, as `params`.
-            optimizer: The transformation that `opt_state` is of.
-            model_state: Collections that the module has changed; those that are not among them stay.
-            **extra: What the transformation's `update` takes besides.
+            grads: The gradient, with the structure of `params`. Pass zeros for parameters that have none.
+            optimizer: The transformation that `opt_state` belongs to.
+            model_state: Collections that the module has changed; other collections are kept.
+            **extra: Extra arguments of the transformation's `update`.
+
+        Raises:
+            ConfigError: `grads` has another structure than `params`.
 
         >>> import jax.numpy as jnp
         >>> sgd, params = optax.sgd(0.5), {"w": jnp.ones(2)}
@@ -93,21 +93,22 @@ class TrainState:
         >>> state.params["w"].tolist(), int(state.step), sorted(state.model_state)
         ([0.5, 0.5], 1, ['a', 'b'])
         """
+        _check_gradient(grads, self.params)
         updates, opt_state = optax.with_extra_args_support(optimizer).update(grads, self.opt_state, self.params, **extra)
         params, collections = optax.apply_updates(self.params, updates), {**self.model_state, **(model_state or {})}
         return dataclasses.replace(self, step=self.step + 1, params=params, opt_state=opt_state, model_state=collections)
 
     def logical_axes(self, *, strict: bool = True) -> "TrainState":
-        """Returns a state of the same structure with the logical names of each array's axes in place of it, from linen's metadata.
+        """Returns a state of the same structure in which each array is replaced by the logical names of its axes, from linen's metadata.
 
-        The names are those of `nn.with_logical_partitioning` or `nn.with_partitioning`, each array's in a `jax.sharding.PartitionSpec`, as
-        `nn.logical_to_mesh` takes them. An array of the optimizer has its parameter's names where it has its shape; others, and numbers, have none.
+        The names are those of `nn.with_logical_partitioning` or `nn.with_partitioning`, as a `jax.sharding.PartitionSpec` for each array, which
+        `nn.logical_to_mesh` takes. An optimizer array with the shape of its parameter has the parameter's names; others have none.
 
         Args:
-            strict: Whether every parameter and every array of the collections must have names; otherwise those without have `None` for each axis.
+            strict: Whether all parameters and arrays of the collections must have names; if not, arrays without names have `None` for each axis.
 
         Raises:
-            ModelError: Arrays without names, all of them listed, or with more or fewer names than axes.
+            ModelError: Arrays have more names than axes or, if `strict`, no names. The message lists all of them.
 
         >>> import fitflax, numpy as np
         >>> from flax import linen as nn
@@ -123,40 +124,36 @@ class TrainState:
         return dataclasses.replace(self, step=none, params=params, model_state=model_state, opt_state=opt_state, key=none, ema_params=averages)
 
     def for_inference(self) -> "InferenceState":
-        """Returns what evaluation and prediction need: the averaged parameters where there are any, and collections."""
+        """Returns the state for evaluation and prediction: parameters (the averaged ones if there are any) and collections."""
         return InferenceState(step=self.step, params=self.params if self.ema_params is None else self.ema_params, model_state=self.model_state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state as nested dicts with strings for keys, as `flax.serialization` makes them; the key as its data."""
+        """Returns the state as nested dicts with string keys, as in `flax.serialization`; the random key is stored as key data."""
         return dict(serialization.to_state_dict({**arrays_of(self), "key": jax.random.key_data(self.key)}))
 
     def restore_state(self, state_dict: Mapping[str, Any]) -> Self:
-        """Returns this state with the values of what `state_dict` returned for one of the same structure.
-
-        Raises:
-            RestoreError: It is of another structure.
-        """
+        """Returns this state with the values of a `state_dict`; raises `RestoreError` if the structure differs."""
         target = {**arrays_of(self), "key": jax.random.key_data(self.key)}
         try:
             restored = serialization.from_state_dict(target, dict(state_dict))
         except (KeyError, ValueError, TypeError) as error:
-            raise RestoreError(f"The state_dict is not that of such a state: {error}") from error
-        key = jax.random.wrap_key_data(jax.numpy.asarray(restored.pop("key")), impl=jax.random.key_impl(self.key))
+            raise RestoreError(f"The state_dict does not fit this state: {error}") from error
+        key = key_of(restored.pop("key"), jax.random.key_impl(self.key))
         return dataclasses.replace(self, key=key, **restored)
 
 
-_NO_OPTIMIZER = "An InferenceState has no optimizer. Restore the checkpoint into a compiled Trainer to train on."
+_NO_OPTIMIZER = "An InferenceState has no optimizer. Restore the checkpoint into a compiled Trainer to continue training."
 
 
 @struct.dataclass
 class InferenceState:
-    """What of a training is needed to evaluate and predict: no optimizer, of which not even the bytes are read.
+    """The part of the state that evaluation and prediction need, without an optimizer state; loading it does not read optimizer data.
 
-    Made by `TrainState.for_inference`, `Trainer.inference_state` and `checkpoints.load_inference_state`.
+    Created by `TrainState.for_inference`, `Trainer.inference_state` and `checkpoints.load_inference_state`.
 
     Attributes:
-        step: Finished updates; int32, shape `[]`.
-        params: The parameters; the averaged ones where the training had such.
+        step: The number of finished steps; int32, shape `[]`.
+        params: The parameters; the averaged ones if the run had them.
         model_state: The module's other collections.
 
     >>> import jax.numpy as jnp
@@ -171,56 +168,80 @@ class InferenceState:
 
     @property
     def flax_mutables(self) -> dict[str, PyTree]:
-        """T5X's name of `model_state`."""
+        """T5X's name for `model_state`."""
         return self.model_state
 
     @property
     def variables(self) -> dict[str, PyTree]:
-        """What the module's `apply` takes."""
+        """The variables for the module's `apply`."""
         return {"params": self.params, **self.model_state}
 
     @property
     def opt_state(self) -> NoReturn:
-        """There is none.
-
-        Raises:
-            OptimizerError: Always.
-        """
+        """Not available; raises `OptimizerError`."""
         raise OptimizerError(_NO_OPTIMIZER)
 
     @property
     def param_states(self) -> NoReturn:
-        """There are none.
-
-        Raises:
-            OptimizerError: Always.
-        """
+        """Not available; raises `OptimizerError`."""
         raise OptimizerError(_NO_OPTIMIZER)
 
 
 def arrays_of(state: Any) -> dict[str, Any]:
-    """Returns a state's fields that hold arrays, by name."""
+    """Returns the array fields of a state by name."""
     return {field.name: getattr(state, field.name) for field in dataclasses.fields(state) if field.metadata.get("pytree_node", True)}
 
 
-def _check_alike(caller: str, old: PyTree, new: PyTree) -> None:
+def parts_of(variables: Mapping[str, PyTree]) -> tuple[PyTree, dict[str, PyTree]]:
+    """Returns the parameters and the other collections, `{collection: tree}`, of variables."""
+    return variables["params"], {name: tree for name, tree in variables.items() if name != "params"}
+
+
+def only_params(state: TrainState, **parts: Any) -> TrainState:
+    """Returns a state with only the parameters, and with `parts` as its other fields."""
+    return dataclasses.replace(state, **{"model_state": {}, "opt_state": (), "ema_params": None, **parts})
+
+
+def shapes_in(tree: PyTree) -> PyTree:
+    """Returns the shapes and dtypes of arrays, without their shardings."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def _check_same_shapes(caller: str, old: PyTree, new: PyTree) -> None:
     structures: list[Any] = [jax.tree.structure(tree) for tree in (old, new)]
     if structures[0] != structures[1]:
-        raise ConfigError(f"{caller}: the structure differs: {structures[1]} in place of {structures[0]}.")
+        raise ConfigError(f"{caller}: the structure must not change. Expected: {structures[0]}. Received: {structures[1]}.")
     for (path, have), want in zip(jax.tree.leaves_with_path(new), jax.tree.leaves(old), strict=True):
         if (have.shape, have.dtype) != (want.shape, want.dtype):
             where = jax.tree_util.keystr(path)
-            raise ConfigError(f"{caller}: {where} is {have.dtype}{list(have.shape)} in place of {want.dtype}{list(want.shape)}.")
+            raise ConfigError(f"{caller}: {where} must be {want.dtype}{list(want.shape)}. Received: {have.dtype}{list(have.shape)}.")
+
+
+def _check_gradient(grads: PyTree, params: PyTree) -> None:
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (grads, params)]
+    if structures[0] == structures[1]:
+        return
+    have, want = ([name for name, _ in named_leaves(tree)] for tree in (grads, params))
+    missing, unknown = ([name for name in one if name not in other] for one, other in ((want, have), (have, want)))
+    faults = [f"{what}: {listed(names)}." for what, names in (("Missing", missing), ("Not in params", unknown)) if names]
+    advice = (
+        " For gradients of only a part, add zeros: {**jax.tree.map(jnp.zeros_like, state.params), 'head': head_grads}. To leave the other parameters "
+        "unchanged, compile with optimizers.train_only(optimizer, 'head')."
+    )
+    raise ConfigError(
+        "apply_gradient(grads, ...) takes a gradient for each parameter, with the structure of params. "
+        f"{' '.join(faults) or f'Received: {structures[0]}. Expected: {structures[1]}.'}{advice if missing else ''}"
+    )
 
 
 class Batch(NamedTuple):
     """One batch of fixed shape.
 
     Attributes:
-        x: What the module is called with: a tuple is spread over positional arguments, anything else is one argument.
-        y: The targets; `()` where there are none.
-        mask: bool `[batch]`; False marks padding, which repeats real rows and counts nowhere.
-        weights: Sample weight times class weight, `[batch]` or `[batch, ...]`; `None` where none were given. A real example of weight 0 is not padding.
+        x: The inputs of the module: the elements of a plain tuple are positional arguments; anything else, including a NamedTuple, is one argument.
+        y: The targets; `()` if there are none.
+        mask: bool `[batch]`; False marks padding, which repeats real rows and has weight zero.
+        weights: Sample weight times class weight, `[batch]` or `[batch, ...]`; `None` if there are none. A real example with weight 0 is not padding.
 
     >>> import numpy as np
     >>> Batch(x=np.ones((2, 3)), y=np.zeros(2), mask=np.array([True, False])).mask.sum()
@@ -234,14 +255,14 @@ class Batch(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all but the mask."""
+        """The size of all parts except the mask, in bytes."""
         x, y, _, weights = self
-        if type(x) is np.ndarray and type(y) is np.ndarray and weights is None:  # Asked at each step.
+        if type(x) is np.ndarray and type(y) is np.ndarray and weights is None:  # A fast path, for each step.
             return int(x.nbytes + y.nbytes)
         return sum(leaf.nbytes for leaf in jax.tree.leaves((x, y, weights)))
 
 
 def shapes_of(batch: Batch) -> Batch:
-    """Returns the shapes of the parts of a batch that the module is called with."""
-    x, mask = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (batch.x, batch.mask))
+    """Returns a batch with the shapes of the inputs and the mask."""
+    x, mask = shapes_in((batch.x, batch.mask))
     return Batch(x, (), mask)

@@ -1,4 +1,4 @@
-"""`TimeSpent`: where the time of a call goes."""
+"""`TimeSpent`: measures where the time of a call goes."""
 
 import contextlib
 import time
@@ -8,15 +8,15 @@ __all__ = ["TimeSpent"]
 
 
 class TimeSpent:
-    """Seconds of the host's clock, by what they went to. What nobody claims is time in which steps were made and waited for.
+    """Seconds of wall-clock time by activity. Time that is not claimed is the time for running steps and waiting for them.
 
     Args:
-        clock: Returns seconds; `time.perf_counter` by default.
+        clock: A function that returns seconds; `time.perf_counter` by default.
 
     Attributes:
-        seconds: By `"compiling"` (and tracing, and initializing), `"data"` (waiting for it), `"evaluating"`, `"callbacks"` (their hooks, but those of
-            batches) and `"saving"`.
-        examples: How many real examples were trained on.
+        seconds: Seconds by activity: `"compiling"` (including tracing and initialization), `"data"` (waiting for it), `"evaluating"`, `"callbacks"` (all
+            hooks except batch hooks) and `"saving"`.
+        examples: The number of training examples, without padding.
 
     >>> now = iter(range(100))
     >>> spent = TimeSpent(lambda: next(now))
@@ -34,43 +34,43 @@ class TimeSpent:
         self.seconds = {"compiling": 0.0, "data": 0.0, "evaluating": 0.0, "callbacks": 0.0, "saving": 0.0}
         self.examples = 0
         self._begin = self.clock()
-        self._inner = 0.0  # What was claimed inside of what is being measured.
+        self._nested = 0.0  # Seconds claimed inside the current block.
 
     @contextlib.contextmanager
     def on(self, what: str) -> Iterator[None]:
-        """Claims the time of a block, but for what is claimed inside of it."""
-        begin, before = self.clock(), self._inner
-        self._inner = 0.0
+        """Claims the time of a block, except what is claimed inside it."""
+        begin, before = self.clock(), self._nested
+        self._nested = 0.0
         try:
             yield
         finally:
             whole = self.clock() - begin
-            self.seconds[what] += whole - self._inner
-            self._inner = before + whole
+            self.seconds[what] += whole - self._nested
+            self._nested = before + whole
 
     def add(self, what: str, seconds: float) -> None:
-        """Claims some seconds that have just passed; costs less than `on`."""
+        """Claims seconds that have just passed; cheaper than `on`."""
         self.seconds[what] += seconds
-        self._inner += seconds
+        self._nested += seconds
 
     def move(self, source: str, target: str, seconds: float) -> None:
-        """Gives some of what was claimed for one thing to another."""
+        """Moves claimed seconds from one activity to another."""
         self.seconds[source] -= seconds
         self.seconds[target] += seconds
 
     @property
     def total(self) -> float:
-        """All seconds since this object was made."""
+        """Seconds since this object was created."""
         return self.clock() - self._begin
 
     @property
     def stepping(self) -> float:
-        """The seconds that nobody has claimed."""
+        """Seconds that are not claimed."""
         return max(self.total - sum(self.seconds.values()), 0.0)
 
     @property
     def shares(self) -> dict[str, float]:
-        """What part of the time went to what, `"stepping"` included; together 1."""
+        """The fraction of time by activity, including `"stepping"`; the sum is 1."""
         seconds = {"stepping": self.stepping, **self.seconds}
         total = sum(seconds.values())
         return {what: one / total if total else float(what == "stepping") for what, one in seconds.items()}

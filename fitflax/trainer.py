@@ -1,12 +1,13 @@
-"""`Trainer`: the facade. It checks arguments, turns them into the parts below it, and delegates; no step and no loop is written here."""
+"""`Trainer`, the facade: it checks arguments and delegates; steps and loops are elsewhere."""
 
 import contextlib
 import dataclasses
 import functools
 import os
+import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TextIO
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, Self, TextIO, TypeVar, overload
 
 import jax
 import optax
@@ -14,82 +15,141 @@ from flax import linen as nn
 from flax.core.scope import DenyList
 
 import fitflax.keras_names as keras_names
-import fitflax.loops.arguments as arguments
-import fitflax.loops.single as single
 import fitflax.optimizers as optimizers
 from fitflax.callbacks import Callback, ModelCheckpoint
 from fitflax.callbacks.callback_list import CallbackList
 from fitflax.callbacks.defaults import callbacks_of_call, callbacks_of_fit
 from fitflax.callbacks.history import History
-from fitflax.checkpoints.by_path import load_checkpoint, save_checkpoint
-from fitflax.checkpoints.partial import RestoreReport
-from fitflax.checkpoints.resume import warn_of_changes
-from fitflax.checkpoints.saved import FOR_INFERENCE, WHOLE
+from fitflax.callbacks.notebook import is_notebook, print_table
+from fitflax.checkpoints.collective_read import read_collectively
+from fitflax.checkpoints.formats.checkpoint_files import FOR_INFERENCE, WHOLE
+from fitflax.checkpoints.restore.load import load_checkpoint
+from fitflax.checkpoints.restore.partial import RestoreReport
+from fitflax.checkpoints.restore.resume import warn_of_changes
+from fitflax.checkpoints.restore.weight_rules import WeightMapping
+from fitflax.checkpoints.save import save_checkpoint
 from fitflax.data import Source
 from fitflax.data.adapt import takes_batch_size
 from fitflax.data.batch import Selection
-from fitflax.data.first import FirstBatches
+from fitflax.data.first_batches import FirstBatches
 from fitflax.data.shards import Shard
 from fitflax.diagnostics import LearningRateCurve, NanReport
 from fitflax.diagnostics.nan_hunt import WATCHED, hunt_nan, last_finite
 from fitflax.diagnostics.rate_finder import find_learning_rate
-from fitflax.errors import ConfigError, NotReadyError, OptimizerError, no_attribute
+from fitflax.errors import ConfigError, NotReadyError, OptimizerError, no_attribute, warn
 from fitflax.exporting import export_inference
+from fitflax.hyperparams import with_hyperparams
+from fitflax.integers import is_integer
+from fitflax.loops import argument_checks, single_batch
 from fitflax.loops.evaluation import Evaluation, predict, predict_iter
-from fitflax.loops.fitting import hold_out, params_of, run_with_callbacks
-from fitflax.loops.intake import as_given
-from fitflax.loops.modular import EvalLoop, TrainLoop
-from fitflax.loops.plan import RunPlan, Validation
-from fitflax.loops.preparation import find_saved, make_evaluation, prepare_run, trained_aside
+from fitflax.loops.fit import hold_out, params_of, run_with_callbacks
+from fitflax.loops.input_sources import as_given
+from fitflax.loops.model_summary import describe
+from fitflax.loops.run_plan import RunPlan, Validation
+from fitflax.loops.run_setup import find_saved, make_evaluation, prepare_run, training_copy
 from fitflax.loops.session import Session
 from fitflax.loops.signals import Interruption
-from fitflax.loops.tabulation import describe
+from fitflax.loops.user_loops import EvalLoop, TrainLoop
+from fitflax.loops.weights import complete, load_weights, save_weights
+from fitflax.models import TRANSIENT, adapt_model, mutable_filter
 from fitflax.parallel import Strategy
+from fitflax.run_config import as_config
 from fitflax.state import Batch, InferenceState, PyTree, TrainState
-from fitflax.steps.model import TRANSIENT, adapt_module, mutable_filter
+from fitflax.steps.compile_ahead import share_programs
+from fitflax.steps.ensemble import EnsembleTask, best_member, member_of
+from fitflax.steps.live_state import LiveState
+from fitflax.steps.loss_and_metrics import Objective
 from fitflax.steps.numerics import Numerics
-from fitflax.steps.objective import Objective
-from fitflax.steps.task import Task
+from fitflax.steps.step_functions import Task
+from fitflax.storage import Location
 from fitflax.time_spent import TimeSpent
 from fitflax.triggers import Trigger
 from fitflax.triggers import every as make_every
 
 __all__ = ["Trainer"]
 
-_EVERY_STEP = make_every(steps=1)
+if TYPE_CHECKING:
+    from flax import nnx
 
-# What other trainers have, and what is here in its place.
-_ELSEWHERE = {
+_EVERY_STEP = make_every(steps=1)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+# Attributes of other trainers, and what to use instead.
+_ATTRIBUTE_HINTS = {
     "params": "trainer.state.params",
     "opt_state": "trainer.state.opt_state",
     "batch_stats": "trainer.state.model_state['batch_stats']",
     "weights": "trainer.state.params",
     "get_weights": "trainer.state.params",
     "set_weights": "trainer.replace_state(trainer.state.replace_params(params))",
-    "save_weights": "trainer.save(path)",
-    "load_weights": "trainer.restore(path, weights_only=True)",
     "callbacks": "fit(callbacks=[...])",
+    "load": "trainer.restore(path)",
+    "load_model": "trainer.restore(path)",
+    "lr": "trainer.learning_rate",
+    "layers": "trainer.summary()",
+    "count_params": "trainer.summary()",
+    "metrics_names": "list(history.history)",
+    "predict_proba": "jax.nn.softmax(trainer.predict(x))",
 }
+_OPTIMIZER_HINTS = dict.fromkeys(("learning_rate", "lr"), "Use trainer.learning_rate instead")
+
+
+class _Optimizer(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
+    """An optax transformation that rejects attributes of Keras's optimizers instead of ignoring them."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name):
+            raise no_attribute(self, name, _OPTIMIZER_HINTS)
+
+        def __setattr__(self, name, value):
+            raise no_attribute(self, name, _OPTIMIZER_HINTS)
+
+
+def _syncs_model(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
+    """Returns a trainer method that first reads the variables of a model that holds them (NNX), and finally writes the newest ones back."""
+    return _synced(method, builds_state=False)
+
+
+def _builds_from_model(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
+    """Returns such a method that builds a missing state itself, while its step is compiled."""
+    return _synced(method, builds_state=True)
+
+
+def _synced(method: Callable[Concatenate[Any, _P], _R], *, builds_state: bool) -> Callable[Concatenate[Any, _P], _R]:
+    @functools.wraps(method)
+    def call(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with self._session.state.synced_with_model(builds_state=builds_state):
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class Trainer:
-    """Trains, evaluates and runs a linen module.
+    """Trains, evaluates and runs a linen or NNX module.
 
     Args:
-        model: Any `flax.linen` module, unchanged. A mode keyword of its `__call__` (`train`, `training`, `deterministic`), or such a field, is found and set.
-        seed: What all randomness follows from: initialization, dropout, the order of examples.
-        rngs: Names of the random streams that the module uses at initialization and in training, or `{"init": names, "train": names, "eval": names}`.
-        inputs: What of a batch that is a dict the module is called with: a key (one positional argument), a tuple of keys (several), or
-            `{argument: key}` (keywords).
-        targets: What of such a batch are the targets: a key, a tuple of keys, or `{name: key}`.
-        parallel: Where steps run: by default `DataParallel()`, replicas on all devices of all processes; or `Sharded(mesh, ...)`, which splits the state, too.
+        model: A `flax.linen` module; its mode keyword (`train`, `training` or `deterministic`), an argument of `__call__` or a field, is detected and set.
+            Or an `flax.nnx` module, whose variables are the initial state and are updated when a call returns. Or two functions `(init, apply)`.
+        eval_model: A module that replaces `model` in evaluation, prediction and export, with the same variables, for models whose configuration sets the
+            mode: `model.clone(config=dataclasses.replace(config, deterministic=True))`. Its mode keyword is set, too.
+        trainable: An NNX filter for the variables to train, such as `nnx.LoRAParam`; `nnx.Param` by default.
+        seed: The seed of all randomness: initialization, dropout, the order of examples. An NNX module already has its variables and random streams.
+        rngs: Names of the module's random streams for initialization and training, or `{"init": names, "train": names, "eval": names}`.
+        inputs: The entries of a dict batch to pass to the module: a key or a tuple of keys (positional arguments), or `{argument: key}` (keywords).
+        targets: The entries of a dict batch that are targets: a key, a tuple of keys, or `{name: key}`.
+        parallel: The strategy: by default `DataParallel()`, replicas on all devices of all processes; or `Sharded(mesh, ...)`, which also splits the state.
         mutable: linen's filter for collections that training may change.
-        transient: Collections that are never part of the state: taken out after each call. Values sown into `losses` are added to the loss.
+        transient: Collections that are never part of the state: they are removed after each call. Values sown into `losses` are added to the loss.
         train_kwargs: Keyword arguments of `__call__` in training.
-        eval_kwargs: Keyword arguments of `__call__` in evaluation and prediction.
+        eval_kwargs: Keyword arguments of `__call__` (of `eval_model` if given) in evaluation and prediction.
+        ensemble: The number of members to train together on the same batches; member `i` has the seed `seed + i`. All arrays of the state except the step
+            get a leading axis of members, and outputs are `[batch, members, ...]`. Logs have means over members, and all values as `loss_by_member`. Only
+            for linen modules and `DataParallel`.
 
     Raises:
-        ConfigError: An argument that makes no sense.
+        ConfigError: An argument is invalid.
 
     >>> import numpy as np
     >>> trainer = Trainer(nn.Dense(1))
@@ -100,10 +160,19 @@ class Trainer:
     True
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Warns about methods of other trainers, which are never called."""
+        super().__init_subclass__(**kwargs)
+        for name in filter(vars(cls).__contains__, keras_names.METHODS):
+            warn(f"{cls.__name__} defines {name}, which fitflax never calls. {keras_names.METHODS[name]}. If you call it yourself, rename it.")
+
+    @keras_names.with_hints("Trainer", keras_names.TRAINER, ConfigError)
     def __init__(
         self,
-        model: nn.Module,
+        model: "nn.Module | nnx.Module | tuple[Callable[..., Any], Callable[..., Any]]",
         *,
+        eval_model: "nn.Module | nnx.Module | tuple[Callable[..., Any], Callable[..., Any]] | None" = None,
+        trainable: Any = None,
         seed: int = 0,
         rngs: Sequence[str] | Mapping[str, Sequence[str]] = ("dropout",),
         inputs: str | tuple[str, ...] | dict[str, str] | None = None,
@@ -113,28 +182,34 @@ class Trainer:
         transient: Sequence[str] = TRANSIENT,
         train_kwargs: Mapping[str, Any] | None = None,
         eval_kwargs: Mapping[str, Any] | None = None,
+        ensemble: int | None = None,
     ) -> None:
-        arguments.check_seed("Trainer", seed)
-        self._model = model
+        argument_checks.check_seed("Trainer", seed)
+        self._model, self._eval_model = model, eval_model
         self._selection = Selection(inputs, targets)
-        self._history = History()
-        module = adapt_module(model, train_kwargs=train_kwargs, eval_kwargs=eval_kwargs, keyword_inputs=isinstance(inputs, dict))
-        strategy = arguments.strategy_of("Trainer", parallel)
-        taken_out = tuple(transient)
+        self._history, self._members = History(), ensemble
+        strategy = argument_checks.strategy_of("Trainer", parallel)
+        transient_names = tuple(transient)
+        kwargs: dict[str, Any] = {"train_kwargs": train_kwargs, "eval_kwargs": eval_kwargs, "keyword_inputs": isinstance(inputs, dict)}
+        adapted, own = adapt_model(model, eval_model=eval_model, trainable=trainable, transient=transient_names, **kwargs)
+        argument_checks.check_ensemble("Trainer", ensemble, strategy, has_own=own is not None)
         self._parts: dict[str, Any] = {
-            "model": module,
+            "model": adapted,
             "strategy": strategy,
-            "streams": arguments.streams_of("Trainer", rngs),
-            "mutable": mutable_filter(mutable, taken_out),
-            "transient": taken_out,
+            "streams": argument_checks.streams_of("Trainer", rngs),
+            "mutable": mutable_filter(mutable, transient_names),
+            "transient": transient_names,
         }
-        self._session = Session(self._make_task, strategy, int(seed))
+        self._session = Session(self._make_task, strategy, int(seed), own, ensemble)
+        if is_notebook(sys.stdout):
+            share_programs()  # Running a notebook cell again redefines the module's class.
 
     def _make_task(self, objective: Objective, optimizer: optax.GradientTransformationExtraArgs | None, numerics: Numerics) -> Task:
-        kind = type(self)
-        arguments.check_called_with(kind.__name__, "compute_loss", self.compute_loss, "params", "model_state", "batch", keywords=("rngs", "train"))
-        arguments.check_called_with(kind.__name__, "train_step", self.train_step, "state", "batch")
-        return Task(
+        kind, model = type(self), self._parts["model"]
+        argument_checks.check_called_with(kind.__name__, "compute_loss", self.compute_loss, *model.loss_arguments, keywords=model.loss_keywords)
+        argument_checks.check_called_with(kind.__name__, "train_step", self.train_step, "state", "batch")
+        members = self._members
+        return (Task if members is None else functools.partial(EnsembleTask, members=members))(
             **self._parts,
             objective=objective,
             optimizer=optimizer,
@@ -143,23 +218,23 @@ class Trainer:
             numerics=numerics,
         )
 
-    if not TYPE_CHECKING:  # Or every name would be an attribute.
+    if not TYPE_CHECKING:  # Otherwise type checkers would accept any attribute name.
 
         def __getattr__(self, name):
-            """Says where to find what other trainers have under this name."""
-            if hasattr(type(self), name):  # A property that failed: its own error says more.
+            """Raises an error that says where to find an attribute of other trainers."""
+            if hasattr(type(self), name):  # A property raised an AttributeError; its message is more helpful.
                 return object.__getattribute__(self, name)
-            raise no_attribute(self, name, {known: f"Here it is {here}" for known, here in _ELSEWHERE.items()})
+            raise no_attribute(self, name, {known: f"Use {here} instead" for known, here in _ATTRIBUTE_HINTS.items()})
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuses to be copied or pickled: devices and compiled programs cannot be, and two trainers must not train one state."""
         raise TypeError(
-            f"A {type(self).__name__} can be neither copied nor pickled: it holds devices and compiled programs. Make another one; with_seed(seed) makes one "
-            "that is compiled the same way, and save(path) and restore(path) carry the state over."
+            f"A {type(self).__name__} cannot be copied or pickled, because it holds devices and compiled programs. Create another one; with_seed(seed) returns "
+            "one that is compiled the same way. To transfer the state, use save(path) and restore(path)."
         )
 
     def __repr__(self) -> str:
-        """Returns the module's class, what it is compiled with, and how far it is.
+        """Returns the module's class, the arguments of `compile` and the step.
 
         >>> trainer = Trainer(nn.Dense(1))
         >>> trainer
@@ -169,30 +244,36 @@ class Trainer:
         Trainer(Dense, optimizer='adam', loss='mse', step=0)
         """
         session = self._session
-        how = [f"{name}={value!r}" for name, value in session.described.items()] if session.is_compiled else ["not compiled"]
-        step = [f"step={self.step}"] if session.is_compiled or session.live is not None else []
-        return f"{type(self).__name__}({', '.join([type(self._model).__name__, *how, *step])})"
+        how = [f"{name}={value!r}" for name, value in session.task.described.items()] if session.task.is_compiled else ["not compiled"]
+        step = [f"step={self.step}"] if session.task.is_compiled or session.state.live is not None else []
+        return f"{type(self).__name__}({', '.join([self._parts['model'].name, *how, *step])})"
 
-    # -- what users may look at --
+    # -- attributes --
 
     @property
-    def model(self) -> nn.Module:
-        """The module, as it was given."""
+    def model(self) -> Any:
+        """The module as passed. Whenever a call has returned, an NNX module holds the newest variables."""
         return self._model
 
     @property
+    def eval_model(self) -> Any:
+        """The module for evaluation as passed; `None` if `model` is evaluated."""
+        return self._eval_model
+
+    @property
+    @_syncs_model
     def state(self) -> TrainState:
-        """The newest state. It stays valid whatever is trained afterwards.
+        """The newest state. It stays valid during further training.
 
         Raises:
             NotReadyError: Before `build`, `fit` or `restore`.
         """
-        return self._session.need_state("state").lend()
+        return self._session.state.need("state").lend()
 
     @property
     def step(self) -> int:
-        """Finished updates."""
-        return 0 if self._session.live is None else self._session.live.step
+        """The number of finished steps."""
+        return 0 if self._session.state.live is None else self._session.state.live.step
 
     @property
     def history(self) -> History:
@@ -200,50 +281,54 @@ class Trainer:
         return self._history
 
     @property
+    @_syncs_model
     def learning_rate(self) -> float:
-        """The learning rate, where the optimizer was given by name or wrapped in `optax.inject_hyperparams`; setting it never recompiles.
+        """The learning rate, for an optimizer given by name or wrapped in `optax.inject_hyperparams`; setting it never recompiles.
 
         Raises:
-            OptimizerError: The optimizer's rate cannot be read; or set, as with a schedule.
+            OptimizerError: The learning rate cannot be read, or cannot be set, for example because a schedule computes it.
             NotReadyError: Before `build`, `fit` or `restore`.
         """
-        rate = optimizers.get_learning_rate(self._session.need_state("learning_rate").borrow().opt_state)
+        rate = optimizers.get_learning_rate(self._session.state.need("learning_rate").borrow().opt_state)
         if rate is None:
             raise OptimizerError(
-                "This optimizer's learning rate cannot be read. Give the optimizer by name, compile('adam', learning_rate=...), or wrap it: "
+                "This optimizer's learning rate cannot be read. Pass the optimizer by name, compile('adam', learning_rate=...), or wrap it: "
                 "optax.inject_hyperparams(optax.adam)(learning_rate=...)."
             )
-        return float(rate)
+        return float(jax.device_get(rate))
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
-        live = self._session.need_state("learning_rate")
-        state = live.borrow()
-        live.replace(dataclasses.replace(state, opt_state=optimizers.set_learning_rate(state.opt_state, value)), live.step)
+        with self._session.state.synced_with_model():  # The decorator would hide the setter's types from type checkers.
+            live = self._session.state.need("learning_rate")
+            state = live.borrow()
+            live.replace(dataclasses.replace(state, opt_state=optimizers.set_learning_rate(state.opt_state, value)), live.step)
 
     @property
+    @_syncs_model
     def learning_rates(self) -> dict[str, float]:
-        """All learning rates that can be read, by the label of their parameters' group, as in `optax.multi_transform`; those assigned are set.
+        """All learning rates that can be read, by the label of their parameter group, as in `optax.multi_transform`. Assigning a dict sets the rates in it.
 
         Raises:
-            OptimizerError: A rate is set that is not there, or that a schedule computes.
+            OptimizerError: A rate that is set does not exist, or a schedule computes it.
             NotReadyError: Before `build`, `fit` or `restore`.
         """
-        rates = optimizers.get_learning_rates(self._session.need_state("learning_rates").borrow().opt_state)
-        return {label: float(rate) for label, rate in rates.items()}
+        rates = optimizers.get_learning_rates(self._session.state.need("learning_rates").borrow().opt_state)
+        return {label: float(rate) for label, rate in jax.device_get(rates).items()}
 
     @learning_rates.setter
     def learning_rates(self, values: Mapping[str, float]) -> None:
-        live = self._session.need_state("learning_rates")
-        state = live.borrow()
-        opt_state = state.opt_state
-        for label, value in values.items():
-            opt_state = optimizers.set_learning_rate(opt_state, value, label)
-        live.replace(dataclasses.replace(state, opt_state=opt_state), live.step)
+        with self._session.state.synced_with_model():
+            live = self._session.state.need("learning_rates")
+            state = live.borrow()
+            opt_state = state.opt_state
+            for label, value in values.items():
+                opt_state = optimizers.set_learning_rate(opt_state, value, label)
+            live.replace(dataclasses.replace(state, opt_state=opt_state), live.step)
 
     @property
     def stop_training(self) -> bool:
-        """Whether somebody asked to stop; setting it to `True` is `stop()`."""
+        """Whether a stop was requested; setting it to `True` calls `stop()`."""
         return self._session.is_stopping
 
     @stop_training.setter
@@ -255,18 +340,14 @@ class Trainer:
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the last `fit` stopped before its end, or is about to; `None` if it did not."""
+        """The reason why the last `fit` stopped early, or is about to; `None` if it did not."""
         return self._session.stop_reason
 
     def stop(self, reason: str = "stop() was called") -> None:
-        """Asks a running `fit` to stop after the present step. Its validation and end hooks still run.
-
-        Args:
-            reason: Kept as `stop_reason`; the first one counts.
-        """
+        """Stops a running `fit` after the current step; validation and end hooks still run. The first `reason` becomes `stop_reason`."""
         self._session.stop(reason)
 
-    # -- preparing --
+    # -- preparation --
 
     @keras_names.with_hints("Trainer.compile", keras_names.COMPILE, ConfigError)
     def compile(
@@ -283,33 +364,40 @@ class Trainer:
         accumulate_steps: int = 1,
         precision: str = "float32",
         ema_decay: float | None = None,
+        run_eagerly: bool = False,
+        eval_params: Callable[[PyTree, PyTree], PyTree] | None = None,
     ) -> None:
-        """Says what training minimizes, how, and what is measured. Calling it again keeps parameters and collections.
+        """Configures the optimizer, the loss and the metrics. Calling it again keeps parameters and collections.
 
         Args:
-            optimizer: Any optax transformation, called with `params`; or a name, such as `"adam"`. Another object than before starts its state afresh.
-            loss: A name; a function `(outputs, targets) -> values`, one value per example, `[batch]` or `[batch, ...]`; a dict or list of them for several
-                outputs, `None` skipping one; `None` where the module sows its losses. Outputs are logits for all crossentropies.
-            metrics: Names, metrics, functions of per-example values, or a dict of them by log key. They ignore sample weights.
-            learning_rate: With a name: the rate, a number or an optax schedule; Keras's default if it is not given.
-            loss_weights: A number, or numbers by output, that losses are multiplied with.
+            optimizer: Any optax transformation, called with `params`; or a name, such as `"adam"`. A different object than before gets a new state.
+            loss: A name, or a function `(outputs, targets) -> values` with one value per example, `[batch]` or `[batch, ...]`. For several outputs, a dict
+                or list of losses by key or attribute; `None` skips an output. `None` if the module sows its losses. Targets are also given by output; if
+                only one output has a loss, they may be given directly. Outputs are logits for all crossentropies.
+            metrics: Names, metrics, functions of per-example values, or a dict of these by log key. They ignore sample weights.
+            learning_rate: The rate of an optimizer given by name: a number or an optax schedule; by default Keras's.
+            loss_weights: A number, or numbers by output, that multiply the losses.
             weighted_metrics: Metrics that use sample weights.
-            steps_per_call: How many updates one call of the device makes at most; `"auto"` tries 1 and 16 on the first batch, on copies, and takes what is
-                faster. Results differ from single steps by rounding only. A call ends where a trigger of steps fires and at the end of an epoch; hooks of
-                batches, signals, triggers of time and `stop` take effect between calls. What was chosen belongs to the run, and a resume uses it again.
-            pad: Whether short batches are padded to the full shape. Without it each size is compiled by itself and must divide over the devices.
-            accumulate_steps: Into how many micro-batches a batch is split, one after another in each update, so that only one's activations are in memory.
-                The gradient is that of the whole batch; batches are padded to a multiple. Evaluation and prediction do not split.
-            precision: What the module computes in: `"float32"`, `"bfloat16"`, or `"float16"`, whose loss is scaled. Parameters and inputs are cast for it;
-                what is stored, outputs, losses and metrics are float32, also those of `predict`. Modules with a `dtype` of their own keep it.
-            ema_decay: With it the state has averaged parameters, `decay * average + (1 - decay) * parameters` after each update, which are what is evaluated,
-                validated and predicted with; `state.params` are those of the last update.
+            steps_per_call: The most steps that one call of the device runs. `"auto"` tries 1 and 16 on the first batch, with copies of the state, and uses
+                the faster one. Results differ from those of single steps only by rounding. A call ends when a step trigger fires and at the end of an epoch;
+                batch hooks, signals, time triggers and `stop` take effect between calls. A resume uses the same number.
+            pad: Whether to pad short batches to the full shape. If not, each size is compiled separately and must be divisible by the number of devices.
+            accumulate_steps: The number of micro-batches that each batch is split into. A step processes one after another, so that only one's activations
+                are in memory, and uses the gradient of the whole batch. Batches are padded to a multiple of it. Evaluation and prediction do not split.
+            precision: The compute dtype of the module: `"float32"`, `"bfloat16"`, or `"float16"` with loss scaling. Parameters and inputs are cast. Stored
+                values, outputs, losses and metrics are float32. Modules with their own `dtype` keep it.
+            ema_decay: The decay of averaged parameters in the state, `decay * average + (1 - decay) * parameters` after each step. Evaluation and prediction
+                use them; `state.params` are the parameters of the last step.
+            run_eagerly: Whether to run the steps of this trainer without jit, as inside `jax.disable_jit()`: `print` and debuggers see numbers. Results
+                equal those of compiled steps up to rounding, and a run can be resumed either way. `DataParallel` uses only its first device.
+            eval_params: A function `(opt_state, params) -> params`, for optimizers that evaluate other parameters than they train, such as
+                `optax.contrib.schedule_free_eval_params`. Evaluation, prediction and export use its result; `state.params` are the trained parameters.
 
         Raises:
-            OptimizerError: Neither a known name nor an optax transformation.
-            LossError: An unknown loss.
-            MetricError: An unknown metric.
-            ConfigError: An argument that makes no sense.
+            OptimizerError: `optimizer` is neither a known name nor an optax transformation.
+            LossError: A loss is unknown.
+            MetricError: A metric is unknown.
+            ConfigError: An argument is invalid.
 
         >>> trainer = Trainer(nn.Dense(10))
         >>> trainer.compile("adam", "sparse_categorical_crossentropy", ["accuracy"], learning_rate=1e-3)
@@ -318,31 +406,32 @@ class Trainer:
         numerics = Numerics(accumulate_steps, precision, ema_decay)
         if type(self).train_step is not Trainer.train_step:
             numerics.check_custom_step()
-        transformation = arguments.optimizer_of(optimizer, learning_rate)
+        transformation = argument_checks.optimizer_of(optimizer, learning_rate)
         if isinstance(steps_per_call, str) and steps_per_call != "auto":
             raise ConfigError(f"steps_per_call must be a positive integer or 'auto'. Received: {steps_per_call!r}.")
-        arguments.check_counts(steps_per_call=None if isinstance(steps_per_call, str) else steps_per_call)
+        argument_checks.check_counts(steps_per_call=None if isinstance(steps_per_call, str) else steps_per_call)
         self._session.compile(
             optimizer,
             transformation,
             Objective(loss, metrics, weighted_metrics, loss_weights),
             pad=pad,
             numerics=numerics,
+            run_eagerly=bool(run_eagerly),
+            eval_params=argument_checks.eval_params_of(eval_params, ema_decay),
             steps_per_call=None if isinstance(steps_per_call, str) else int(steps_per_call),
-            described=arguments.described(optimizer=optimizer, loss=loss, learning_rate=learning_rate),
+            described=argument_checks.described(optimizer=optimizer, loss=loss, learning_rate=learning_rate, eval_params=eval_params),
         )
 
     def with_seed(self, seed: int) -> Self:
-        """Returns a trainer like this one, compiled the same way, with another seed and without a state.
+        """Returns a new trainer with the same configuration, another seed and no state.
 
-        The two share their compiled steps, so that the next one of an ensemble, or of a search, begins at once; nothing else. Where a subclass has a
-        `compute_loss` or `train_step` of its own, which may depend on the instance, each compiles its own.
+        The two trainers share only their compiled steps, so that the next member of an ensemble starts without compiling. If a subclass overrides
+        `compute_loss` or `train_step`, which may depend on the instance, each trainer compiles its own steps.
 
-        Args:
-            seed: What all randomness follows from.
+        An NNX module is copied in its current state, whatever the seed; for other variables, create a new trainer with a new module.
 
         Raises:
-            ConfigError: `seed` is none.
+            ConfigError: `seed` is not a valid seed.
 
         >>> import numpy as np
         >>> trainer = Trainer(nn.Dense(1))
@@ -353,109 +442,197 @@ class Trainer:
         >>> len({float(member.state.params["kernel"][0, 0]) for member in members})
         3
         """
-        arguments.check_seed("with_seed", seed)
+        argument_checks.check_seed("with_seed", seed)
+        return self._copy_without_state(int(seed), self._session.state.hyperparams)
+
+    def with_hyperparams(self, *, seed: int | None = None, **values: float | Sequence[float]) -> Self:
+        """Returns a new trainer with the same configuration, other initial hyperparameters and no state.
+
+        The two trainers share their compiled steps, as with `with_seed`: trials of a search that differ only in numbers compile once. A restored state has
+        its own values.
+
+        Args:
+            seed: The seed of all randomness; by default that of this trainer.
+            **values: Finite numbers by name; for an `ensemble` also a sequence with one number per member. Names are `learning_rate` of an optimizer given
+                by name, hyperparameters of `optax.inject_hyperparams`, such as `weight_decay`, and variables of the module's collection `"hyperparams"`,
+                such as `self.variable("hyperparams", "rate", lambda: jnp.float32(0.1)).value`.
+
+        Raises:
+            ConfigError: `seed` is not a valid seed.
+            NotReadyError: Before `compile`.
+            OptimizerError: There is no such hyperparameter, or it cannot be set. Raised by `build` or `fit` of the new trainer if this one has no state.
+
+        >>> import numpy as np
+        >>> trainer = Trainer(nn.Dense(1))
+        >>> trainer.compile("sgd", "mse", learning_rate=0.1)
+        >>> trials = [trainer.with_hyperparams(learning_rate=rate) for rate in (0.1, 0.01)]
+        >>> for trial in trials:
+        ...     trial.build((np.ones((8, 2), np.float32),))
+        >>> [round(trial.learning_rate, 6) for trial in trials]
+        [0.1, 0.01]
+        """
+        session = self._session
+        argument_checks.check_seed("with_hyperparams", session.seed if seed is None else seed)
+        session.task.need_compiled("with_hyperparams")
+        if session.state.live is not None and session.state.live.is_intact and not session.state.is_serving:
+            with_hyperparams(session.state.live.borrow(), values)
+        return self._copy_without_state(session.seed if seed is None else int(seed), {**session.state.hyperparams, **values})
+
+    def select(self, member: int | str) -> Self:
+        """Returns a trainer for one member of an ensemble, with a copy of its state, as if the member had been trained alone.
+
+        Args:
+            member: The number of the member, or a log key such as `"val_loss"` for the member with the best finite value at the end of the last epoch.
+
+        Raises:
+            ConfigError: The trainer has no `ensemble`, there is no such member, or the key or its direction is unknown.
+            NotReadyError: Before `fit`.
+
+        >>> import numpy as np
+        >>> trainer = Trainer(nn.Dense(1), ensemble=3)
+        >>> trainer.compile("adam", "mse")
+        >>> x = np.ones((8, 2), np.float32)
+        >>> history = trainer.fit(x, x[:, :1], epochs=2, verbose=0)
+        >>> best = trainer.select("loss")
+        >>> best.step, best.predict(x).shape, trainer.predict(x).shape
+        (2, (8, 1), (8, 3, 1))
+        """
+        session = self._session
+        if session.members is None:
+            raise ConfigError("select() requires an ensemble, but this trainer is not one. Create it with Trainer(model, ensemble=5).")
+        session.task.need_compiled("select")
+        state = session.state.need("select").borrow()
+        kinds = session.task.any_program().dry_run.kinds
+        number = best_member(self._history.history, member, kinds) if isinstance(member, str) else member
+        if not is_integer(number, 0) or number >= session.members:
+            raise ConfigError(f"select(member) takes a number from 0 to {session.members - 1}, or a log key such as 'val_loss'. Received: {member!r}.")
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        other._history, other._members = History(), None
+        other._session = session.fresh(session.seed + int(number), other._make_task, is_member=True)
+        other._session.state.live = LiveState(session.strategy, session.strategy.put(member_of(state, int(number))), self.step)
+        return other
+
+    def _copy_without_state(self, seed: int, hyperparams: Mapping[str, Any]) -> Self:
         other = object.__new__(type(self))
         vars(other).update(vars(self))
         own = type(self).compute_loss is not Trainer.compute_loss or type(self).train_step is not Trainer.train_step
-        other._session, other._history = self._session.fresh(int(seed), other._make_task if own else None), History()
+        other._session, other._history = self._session.fresh(seed, other._make_task if own else None), History()
+        other._session.state.hyperparams = dict(hyperparams)
+        if other._session.state.own is not None:
+            other._model = other._session.state.own.model
         return other
 
+    @_syncs_model
     def build(self, batch: Any) -> None:
-        """Initializes the state from a batch's shapes and dtypes; its values do not matter. `fit` does it by itself.
+        """Initializes the state from the shapes and dtypes of a batch; its values are not used. `fit` does this automatically.
 
         Args:
-            batch: A batch as training gets it: `x`, `(x,)`, `(x, y)`, `(x, y, sample_weight)` or a dict; arrays or `jax.ShapeDtypeStruct`.
+            batch: A training batch: `x`, `(x,)`, `(x, y)`, `(x, y, sample_weight)` or a dict; arrays or `jax.ShapeDtypeStruct`.
 
         Raises:
             NotReadyError: Before `compile`.
-            DataError: `batch` is no batch.
+            DataError: `batch` is not a valid batch.
             ModelError: The module does not run on it.
         """
         session = self._session
-        session.need_compiled("build")
-        session.build(session.intake.sample(self._selection.split(arguments.zeros(batch))))
+        session.task.need_compiled("build")
+        session.state.build(session.intake.sample(self._selection.split(argument_checks.zeros(batch))))
         session.begin_run()
 
+    @_syncs_model
     def summary(self, sample: Any = None, *, memory: bool = False, sharding: bool = False, file: TextIO | None = None) -> None:
-        """Prints the model's layers with shapes and parameters, the sizes of parameters, collections and optimizer state, and what the model costs.
+        """Prints layers with shapes and parameters, the sizes of the parts of the state, and what the model costs.
 
-        Each is counted once, however many devices hold it. Nothing is computed but shapes. Model FLOPs are the floating-point operations of matrix products
-        and convolutions, in training three times those of the pass forward; the compiled step's memory is JAX's analysis: its arguments (state, sums and
-        batch), its temporaries, and the most that it needs at a time.
+        Each array is counted once, even if several devices hold it. Only shapes are computed. Model FLOPs count the floating-point operations of matrix
+        products and convolutions; those of training are three times those of the forward pass. The memory of the compiled step is JAX's estimate.
 
         Args:
-            sample: A batch as in `build`, or inputs alone (several are `((x1, x2),)`); by default the shapes of the last batch that a call began with.
-            memory: Whether to compile the training step for a batch like `sample`, which needs targets then, and say what memory it takes. `fit` uses what was
-                compiled, unless a callback has more of each step kept.
-            sharding: Whether to say where each array of the state lies, and how many bytes of it a device holds.
-            file: Where to; standard output by default.
+            sample: A batch as in `build`, or only inputs (several are `((x1, x2),)`); by default the first batch of the last call.
+            memory: Whether to compile the training step for a batch like `sample`, which then needs targets, and show its memory. `fit` usually reuses it.
+            sharding: Whether to show where each array of the state is placed, and how many bytes of it a device holds.
+            file: The output file; by default standard output, or in a notebook a scrollable table.
 
         Raises:
-            NotReadyError: There has been no batch yet, and no `sample`; `memory` before `compile`.
-            DataError: `sample` is no batch.
+            NotReadyError: There was no batch yet and `sample` is missing, or `memory` is used before `compile`.
+            DataError: `sample` is not a valid batch.
             ModelError: The module does not run on it.
             ShardingError: The state does not fit the mesh.
         """
-        triple = None if sample is None else self._selection.split(arguments.zeros(sample), inputs_only=not memory)
-        print(describe(self._session, triple, memory=memory, sharding=sharding), file=file)
+        triple = None if sample is None else self._selection.split(argument_checks.zeros(sample), inputs_only=not memory)
+        table = describe(self._session, triple, memory=memory, sharding=sharding)
+        if file is None and is_notebook(sys.stdout):
+            print_table(table)
+        else:
+            print(table, file=file)
 
+    @_syncs_model
     def replace_state(self, state: TrainState | InferenceState) -> None:
-        """Puts another state in place of the newest one; its arrays are copied.
+        """Replaces the current state with a copy of another one.
 
         Args:
-            state: Of the same structure, shapes and dtypes; or, even before there is a state, an `InferenceState`, with which the trainer evaluates and
-                predicts and holds nothing of an optimizer.
+            state: A state with the same structure, shapes and dtypes; or an `InferenceState`, at any time, for evaluation and prediction only.
 
         Raises:
-            RestoreError: It differs in structure, shapes or dtypes.
+            RestoreError: The structure, shapes or dtypes differ.
             NotReadyError: Before `build`, `fit` or `restore`.
         """
         if isinstance(state, InferenceState):
-            self._session.serve(state)
+            self._session.state.serve(state)
         else:
-            self._session.replace_state(state)
+            self._session.state.replace(state)
 
+    @_syncs_model
     def inference_state(self) -> InferenceState:
-        """Returns what of the newest state evaluation and prediction need; it stays valid whatever is trained afterwards.
+        """Returns the part of the current state that evaluation and prediction need; it stays valid during further training.
+
+        With `compile(eval_params=...)`, its parameters are the evaluated ones.
 
         Raises:
             NotReadyError: Before `build`, `fit` or `restore`.
         """
-        return self._session.need_state("inference_state").lend().for_inference()
+        state = self._session.state.need("inference_state").lend()
+        program = self._session.task.any_program()
+        return dataclasses.replace(state.for_inference(), params=program.eval_params(state))
 
     # -- custom training --
 
-    def compute_loss(
-        self, params: PyTree, model_state: dict[str, PyTree], batch: Batch, *, rngs: dict[str, jax.Array], train: bool
-    ) -> tuple[Any, dict[str, PyTree], dict[str, Any]]:
-        """Returns the losses of a batch; override it for a loss that needs more than outputs and targets. Pure and traced, on one replica's share.
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the losses of a batch; override it for a loss that needs more than outputs and targets.
+
+        It must be pure: it is traced, on one replica's shard of the batch. The signature of an override, and of `super().compute_loss`, which computes the
+        compiled loss, depends on the model:
+
+        * linen modules and functions: `compute_loss(self, params, model_state, batch, *, rngs, train)` returns `(values, new_model_state, aux)`;
+        * NNX modules: `compute_loss(self, model, batch, *, train)` returns `(values, aux)` or only `values`.
 
         Args:
-            params: The parameters.
-            model_state: The other collections.
-            batch: `x`, `y`, `mask` and `weights`; weights and mask are applied to the values afterwards.
-            rngs: A key for each of the module's random streams.
-            train: Whether this is training.
+            *args: `params` and `model_state`, the parameters and the other collections; or `model`, an NNX module with these variables in the mode of
+                `train`, whose changes are kept. Then `batch`, with `x`, `y`, `mask` and `weights`; mask and weights are applied to the returned values.
+            **kwargs: `train`, whether this is training; if not, the model is `eval_model` if there is one. `rngs`, a key for each random stream; for NNX
+                modules an `nnx.Rngs`, and only if the override has this argument.
 
         Returns:
-            `(values, new_model_state, aux)`: values per example, `[batch]` or `[batch, ...]`, or a dict of them whose means are added up; collections that
-            changed; and a flat dict of values per example or scalars that reach the logs. Its entry `"outputs"` feeds the compiled metrics.
+            Values per example, `[batch]` or `[batch, ...]`, or a dict of these whose means are added; changed collections; and `aux`, a flat dict of scalars
+            or values per example for the logs. Its entry `"outputs"` is passed to the compiled metrics.
         """
-        return self._session.need_compiled("compute_loss").task.default_loss(params, model_state, batch, rngs=rngs, train=train)
+        return self._session.task.need_compiled("compute_loss").task.forward.default_loss(*args, **kwargs)
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, tuple[jax.Array, jax.Array]]]:
-        """Returns the state after one update, and logs `{key: (sum, weight)}`; override it for another rule of updating. Pure and traced.
+        """Returns the state after one step, and logs `{key: (sum, weight)}`; override it for custom updates. Must be pure: it is traced.
 
-        Under `DataParallel` it runs on one replica's share: parameters, optimizer state and collections of all replicas are made equal afterwards,
-        floating-point values by their mean; `sum_replicas` makes of each share's part of a gradient that of the global batch. Under `Sharded` it runs on the
-        whole batch, and there is nothing to sum. `optimizer` and `step_rngs` are the compiled optimizer and the step's random keys. `step` is counted and
-        `ema_params` are averaged for you.
-        Logs are means over the epoch, so metrics that are no means (r2, rmse, perplexity) come from this method's own logs as means of their batches' values.
-        They are all that is logged of training: an override logs what it wants of the compiled loss and metrics, which serve evaluation alone.
+        Under `DataParallel` it runs on one replica's shard of the batch. Afterwards, parameters, optimizer state and collections of all replicas are made
+        equal: floating-point values become their mean. `sum_replicas` sums gradients over the shards. Under `Sharded` it runs on the whole batch.
+        `optimizer` and `step_rngs` provide the compiled optimizer and random keys. `step` and `ema_params` are updated for you.
+
+        Logs are means over the epoch, so metrics that are not means (r2, rmse, perplexity) become means of their values per batch. The compiled loss and
+        metrics are then used only in evaluation.
+
+        An NNX module is created with `merge(params, state.model_state, train=True)`; `split` returns its collections.
 
         Args:
-            state: The state before.
-            batch: The replica's share of the batch, or the whole batch; its `mask`, and its `weights` unless they are `None`, are yours to apply.
+            state: The state before the step.
+            batch: The replica's shard of the batch, or the whole batch. An override must apply its `mask`, and its `weights` unless they are `None`.
 
         >>> import numpy as np
         >>> class SignTrainer(Trainer):
@@ -474,51 +651,69 @@ class Trainer:
         >>> trainer.fit(x, 2 * x, epochs=20, verbose=0).history["loss"][-1] < 0.1
         True
         """
-        task = self._session.need_compiled("train_step").task
+        task = self._session.task.need_compiled("train_step").task
         done = task.update(state, batch, unify=False)
         return done.state, task.weighted_logs(done.metrics, batch)
 
     @property
     def optimizer(self) -> optax.GradientTransformationExtraArgs:
-        """The optax transformation that `compile` was given, or made, for a `train_step` of one's own.
+        """The optax transformation passed to or created by `compile`, for a custom `train_step`.
 
         Raises:
             NotReadyError: Before `compile`.
         """
-        optimizer = self._session.need_compiled("optimizer").task.optimizer
+        optimizer = self._session.task.need_compiled("optimizer").task.optimizer
         assert optimizer is not None
-        return optimizer
+        return _Optimizer(*optimizer)
 
     def sum_replicas(self, tree: PyTree) -> PyTree:
-        """Returns the sum over all replicas, inside `train_step` and `compute_loss`; under `Sharded`, where there is one, what it was given.
-
-        Args:
-            tree: Arrays of this replica.
-
-        Raises:
-            NotReadyError: Before `compile`.
-        """
-        return self._session.need_compiled("sum_replicas").task.strategy.sum(tree)
+        """Returns the sum of arrays over all replicas, inside `train_step` and `compute_loss`; under `Sharded`, returns its argument."""
+        return self._session.task.need_compiled("sum_replicas").task.strategy.sum(tree)
 
     def step_rngs(self, state: TrainState) -> dict[str, jax.Array]:
-        """Returns a key for each of the module's random streams in training, of this step and replica, inside `train_step`.
+        """Returns a key for each of the module's random streams in training, for this step and replica, inside `train_step`."""
+        return self._session.task.need_compiled("step_rngs").task.step_rngs(state)
+
+    def merge(self, params: PyTree, model_state: Mapping[str, PyTree], *, train: bool = False) -> Any:
+        """Returns an NNX module with parameters and collections, such as those of `state`; changes to the module do not affect them.
+
+        For callbacks, because the module itself is only updated after the run, and for `train_step`, where replicas get different random streams.
 
         Args:
-            state: The state before the step.
+            params: The parameters.
+            model_state: The other collections.
+            train: Whether the module is in training mode.
 
         Raises:
-            NotReadyError: Before `compile`.
+            ConfigError: The trainer's model is not an NNX module.
+
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> trainer = Trainer(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+        >>> trainer.merge(trainer.state.params, trainer.state.model_state)(jnp.ones((4, 2))).shape
+        (4, 3)
         """
-        return self._session.need_compiled("step_rngs").task.step_rngs(state)
+        return self._session.task.any_program().task.merge(params, model_state, train=train)
+
+    def split(self, model: Any) -> tuple[PyTree, dict[str, PyTree]]:
+        """Returns the parameters and collections of an NNX module that `merge` created.
+
+        Raises:
+            ConfigError: The trainer's model is not an NNX module.
+            ModelError: The module has new variables.
+        """
+        variables = self._session.task.any_program().task.model.split(model)
+        return variables.pop("params"), variables
 
     # -- data --
 
-    def _adapt(self, call: str, data: Any, *arguments: Any, **options: Any) -> Source:
+    def _to_source(self, call: str, data: Any, *arguments: Any, **options: Any) -> Source:
         return self._session.intake.adapt(data, *arguments, call=call, selection=self._selection, **options)
 
     # -- training --
 
     @keras_names.with_hints("Trainer.fit", keras_names.FIT, ConfigError)
+    @_builds_from_model
     def fit(
         self,
         data: Any,
@@ -544,47 +739,51 @@ class Trainer:
         verbose: int | str = "auto",
         fast_dev_run: int = 0,
         overfit_batches: int = 0,
+        config: Any = None,
     ) -> History:
-        """Trains, and returns the history of the run's epochs.
+        """Trains the model and returns the history of the run.
 
         Args:
-            data: Arrays `[examples, ...]`, alone or nested in lists, tuples and dicts; data frames; a Hugging Face data set; or anything that yields
-                batches: a PyTorch `DataLoader`, `tf.data`, Grain, an iterable, a generator, a function that makes an iterator.
+            data: Arrays `[examples, ...]`, alone or nested in lists, tuples, dicts and dataclasses; data frames; a Hugging Face dataset; or anything that
+                yields batches: a PyTorch `DataLoader`, `tf.data`, Grain, an iterable, a generator, or a function that returns an iterator. Inputs whose
+                arrays share no axis of examples are passed whole: targets or weights then count the examples, and an example whose weights are all 0 is
+                padding.
             y: Targets, for arrays.
             sample_weight: Weights `[examples]` or `[examples, ...]`, for arrays.
-            steps: Updates to make.
-            epochs: The epoch index before which to end. With `steps`, whichever comes first; with neither, one epoch.
+            steps: The number of steps.
+            epochs: The epoch index at which to end. With `steps`, training ends at whichever comes first; with neither, after one epoch.
             initial_epoch: The index of the first epoch.
-            batch_size: Rows of a batch, for arrays; 32 by default.
-            steps_per_epoch: Batches of an epoch; a pass over the data by default.
-            shuffle: Whether arrays are taken in another order in each pass; it follows from the seed and the pass.
-            drop_remainder: Whether the short last batch of arrays is left out. Otherwise it is padded by repeating its rows, which count nowhere, but are
-                seen by what couples rows, such as batch statistics.
-            validation_data: What to validate on, as `data`, or `(x, y[, sample_weight])` of arrays; a dict of such sets by name.
-            validation_split: The last part of the arrays to validate on, between 0 and 1, taken before shuffling.
-            validation_batch_size: Rows of a batch of validation; `batch_size` by default.
-            validation_steps: Batches of a validation; all by default.
-            validation_freq: Validate every so many epochs, at the epochs in a list (counted from 1), or when a trigger fires.
-            class_weight: `{label: weight}`, multiplied with sample weights; labels without a weight count 1.
-            callbacks: What happens beside the steps.
-            log_every: How often, in steps, values are read for those who look at the whole run, such as `TerminateOnNaN`.
-            resume: `"auto"` goes on from the newest good checkpoint of the one `ModelCheckpoint`, or begins afresh without one; `True` insists that there is
-                one; a path names it. `steps` and `epochs` count from the beginning of the run that is resumed.
-            verbose: 0 for silence, 2 for plain lines, 1 or `"auto"` for a bar in a terminal or a notebook and lines elsewhere.
-            fast_dev_run: So many batches of training and of each validation, all hooks, and no files: callbacks that write any are left out, and nothing is
-                resumed. To see in seconds whether a script runs to its end.
-            overfit_batches: Trains on the first so many batches of the data alone, in their order, in every epoch: a model that cannot learn these by heart
-                has a fault. Validation is as ever.
+            batch_size: The number of examples per batch, for arrays, data frames, Hugging Face and Ray datasets, `TokenFile`; 32 by default.
+            steps_per_epoch: The number of steps per epoch; by default an epoch is one iteration over the data.
+            shuffle: Whether to shuffle arrays before each iteration over them, in an order that depends on the seed.
+            drop_remainder: Whether to drop a short last batch of data that takes `batch_size`. If not, it is padded by repeating rows with weight zero,
+                which batch normalization sees.
+            validation_data: Validation data, as in `data`, or `(x, y[, sample_weight])` of arrays; or a dict of several sets by name.
+            validation_split: The fraction, between 0 and 1, of arrays, a Hugging Face dataset or a `TokenFile` to hold out, from the end, for validation.
+            validation_batch_size: The number of examples per validation batch; `batch_size` by default.
+            validation_steps: The number of batches per validation; all by default.
+            validation_freq: When to validate: an interval in epochs, a list of epochs (counted from 1), or a trigger.
+            class_weight: `{label: weight}`, multiplied with sample weights; missing labels have weight 1.
+            callbacks: Callbacks, such as `ModelCheckpoint`.
+            log_every: The interval of log points in steps, for callbacks that watch the whole run, such as `TerminateOnNaN`.
+            resume: `"auto"` resumes from the newest good checkpoint of the only `ModelCheckpoint`, or starts from the beginning if there is none; `True`
+                requires a checkpoint; a path names one. `steps` and `epochs` count from the beginning of the resumed run.
+            verbose: 0 for silence, 2 for plain lines, 1 or `"auto"` for a progress bar in a terminal or a notebook and plain lines elsewhere.
+            fast_dev_run: The number of batches of training and of each validation in a test run, with all hooks, but without callbacks that write files and
+                without a resume.
+            overfit_batches: The number of batches to overfit: every epoch trains on only these first batches of the data, in order.
+            config: The configuration of the run, only to be saved in the checkpoints' `metadata.json` and shown by trackers and TensorBoard: a dict, a
+                dataclass, an `argparse.Namespace`, or an object of OmegaConf or `ml_collections`.
 
         Raises:
             NotReadyError: Before `compile`.
-            ConfigError: Arguments that make no sense, alone or together.
-            DataError: Data that cannot be turned into batches.
+            ConfigError: Arguments are invalid, alone or in combination.
+            DataError: The data cannot be turned into batches.
             ModelError: The module does not run on the first batch.
-            LossError: The loss does not fit.
-            MetricError: A metric does not fit.
-            CallbackError: Callbacks that cannot work.
-            CheckpointError: A checkpoint, or the directory of one, cannot be used.
+            LossError: The loss does not fit the outputs and targets.
+            MetricError: A metric does not fit the outputs and targets.
+            CallbackError: The callbacks cannot work.
+            CheckpointError: A checkpoint, or its directory, cannot be used.
 
         >>> import numpy as np
         >>> from fitflax.callbacks import EarlyStopping
@@ -597,18 +796,20 @@ class Trainer:
         """
         session, spent = self._session, TimeSpent()
         session.need_idle("fit")
-        arguments.check_counts(steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch, log_every=log_every)
-        arguments.check_counts(validation_steps=validation_steps, validation_batch_size=validation_batch_size)
-        arguments.check_initial_epoch(initial_epoch)
-        trial, few = arguments.numbers_of_batches(fast_dev_run=fast_dev_run, overfit_batches=overfit_batches)
+        argument_checks.check_counts(steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch, log_every=log_every)
+        argument_checks.check_counts(validation_steps=validation_steps, validation_batch_size=validation_batch_size)
+        argument_checks.check_initial_epoch(initial_epoch)
+        trial, num_overfit = argument_checks.numbers_of_batches(fast_dev_run=fast_dev_run, overfit_batches=overfit_batches)
         if trial:
             steps, epochs, validation_steps, validation_freq, resume = trial, initial_epoch + 1, None, 1, None
-        source = self._adapt("fit", data, y, sample_weight, batch_size=batch_size, shuffle=shuffle and not few, drop_remainder=drop_remainder)
+        config = None if config is None else as_config(config)
+        source = self._to_source("fit", data, y, sample_weight, batch_size=batch_size, shuffle=shuffle and not num_overfit, drop_remainder=drop_remainder)
         source, validation_data = hold_out(session, source, validation_data, validation_split, validation_batch_size)
-        source = session.intake.agreed(FirstBatches(source, few)) if few else source
-        sets = arguments.validation_sets(validation_data, self._selection)
-        arguments.check_end(source, steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch, validates=bool(sets))
+        source = session.intake.agreed(FirstBatches(source, num_overfit)) if num_overfit else source
+        sets = argument_checks.validation_sets(validation_data, self._selection)
+        argument_checks.check_end(source, steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch, validates=bool(sets))
         hooks, self._history, note = callbacks_of_fit(callbacks, verbose, trial=trial)
+        argument_checks.check_restores_best(hooks, session.task.any_program().eval_params.custom)
         session.clear_stop()
         with session.make_saver() as saver, Interruption(saves=hooks.saves) as interruption:
             hooks.enter_run(saver)
@@ -616,13 +817,14 @@ class Trainer:
             options: dict[str, Any] = {"batch_size": validation_batch_size or batch_size or source.all_batch_size, "steps": validation_steps}
             options |= {"at_most": trial or None, "is_held_out": bool(validation_split)}
             loops = [self._validation_loop(name, one, hooks, interruption, **options) for name, one in sets.items()]
-            validation = Validation(loops, arguments.validation_frequency(validation_freq))
+            validation = Validation(loops, argument_checks.validation_frequency(validation_freq))
             end_epoch = initial_epoch + 1 if steps is None and epochs is None else epochs
-            plan = RunPlan(end_epoch=end_epoch, steps_per_epoch=steps_per_epoch, is_fit=True, keep=hooks.keep)
+            info = {} if config is None else {"config": config}
+            plan = RunPlan(end_epoch=end_epoch, steps_per_epoch=steps_per_epoch, is_fit=True, keep=hooks.keep, info=info)
             parts: dict[str, Any] = {"saved": saved, "saver": saver, "callbacks": hooks, "validation": validation, "interruption": interruption}
             with spent.on("compiling"):
                 run = prepare_run(session, source, plan, steps=steps, initial_epoch=initial_epoch, class_weight=class_weight, spent=spent, **parts)
-            known = {"log_every": log_every, "note": note or session.choice, **params_of(session, self._model, source, sets, run.plan, trial=trial)}
+            known = {"log_every": log_every, "note": note or session.task.choice, **params_of(session, source, sets, run.plan, trial=trial)}
             run_with_callbacks(session, self, run, known, saved=saved)
         interruption.leave()
         return self._history
@@ -640,14 +842,15 @@ class Trainer:
         is_held_out: bool,
     ) -> Evaluation:
         size = {"batch_size": batch_size} if takes_batch_size(data.data if isinstance(data, Shard) else data) else {}
-        source = data if is_held_out else self._adapt(f"validation on {name!r}", data, shuffle=False, name=f"validation_data {name!r}", **size)
+        source = data if is_held_out else self._to_source(f"validation on {name!r}", data, shuffle=False, name=f"validation_data {name!r}", **size)
         if at_most is not None:
             steps = min(at_most, source.all_batches or at_most)
         return make_evaluation(self._session, source, steps=steps, name=name, callbacks=hooks, interruption=interruption)
 
-    # -- evaluating and predicting --
+    # -- evaluation and prediction --
 
     @keras_names.with_hints("Trainer.evaluate", keras_names.EVALUATE, ConfigError)
+    @_syncs_model
     def evaluate(
         self,
         data: Any,
@@ -659,21 +862,21 @@ class Trainer:
         callbacks: Iterable[Callback] | None = (),
         verbose: int | str = "auto",
     ) -> dict[str, float]:
-        """Returns loss and metrics over data, the same for every batch size and number of devices.
+        """Returns the loss and metrics over data, independent of the batch size and the number of devices.
 
         Args:
             data: As in `fit`.
             y: Targets, for arrays.
             sample_weight: Weights, for arrays.
-            steps: Batches to evaluate; all by default.
-            batch_size: Rows of a batch, for arrays; 32 by default.
-            callbacks: Whose `on_test_*` hooks are called.
-            verbose: 0 for silence, 2 for a line, 1 or `"auto"` for a bar in a terminal or a notebook and a line elsewhere.
+            steps: The number of batches; all by default.
+            batch_size: As in `fit`.
+            callbacks: Callbacks whose `on_test_*` hooks are called.
+            verbose: 0 for silence, 2 for a line, 1 or `"auto"` for a progress bar in a terminal or a notebook and a line elsewhere.
 
         Raises:
             NotReadyError: Before `compile`, or before there is a state.
-            DataError: Data that cannot be turned into batches.
-            ModelError, LossError, MetricError: What does not fit the data.
+            DataError: The data cannot be turned into batches.
+            ModelError, LossError, MetricError: The module, the loss or a metric does not fit the data.
 
         >>> import numpy as np
         >>> trainer = Trainer(nn.Dense(1, kernel_init=nn.initializers.zeros))
@@ -682,9 +885,9 @@ class Trainer:
         >>> trainer.evaluate(np.ones((6, 2)), np.arange(6.0)[:, None], verbose=0)
         {'loss': 9.1666..., 'mae': 2.5}
         """
-        self._session.need_compiled("evaluate")
-        live = self._session.need_state("evaluate")
-        arguments.check_counts(steps=steps)
+        self._session.task.need_compiled("evaluate")
+        live = self._session.state.need("evaluate")
+        argument_checks.check_counts(steps=steps)
         hooks = callbacks_of_call(callbacks, verbose)
         evaluation = self._evaluation(data, y, sample_weight, steps=steps, batch_size=batch_size, name="eval", hooks=hooks)
         hooks.bind(self, {})
@@ -694,26 +897,30 @@ class Trainer:
     def _evaluation(
         self, data: Any, y: Any, sample_weight: Any, *, steps: int | None, batch_size: int | None, name: str, hooks: CallbackList | None = None
     ) -> Evaluation:
-        source = self._adapt("evaluate", data, y, sample_weight, batch_size=batch_size, shuffle=False)
+        source = self._to_source("evaluate", data, y, sample_weight, batch_size=batch_size, shuffle=False)
         return make_evaluation(self._session, source, steps=steps, name=name, callbacks=hooks)
 
     @keras_names.with_hints("Trainer.predict", keras_names.PREDICT, ConfigError)
+    @_syncs_model
     def predict(
         self, data: Any, *, steps: int | None = None, batch_size: int | None = None, callbacks: Iterable[Callback] | None = (), verbose: int | str = 0
     ) -> PyTree:
         """Returns the module's outputs for all examples, in order, as NumPy arrays `[examples, ...]`.
 
+        If the module returns several outputs, they have the same class, such as a dict, a tuple or a dataclass, with keys in the same order.
+
         Args:
-            data: Arrays (a tuple is several inputs), or anything that yields batches, whose targets are ignored.
-            steps: Batches to predict; all by default.
-            batch_size: Rows of a batch, for arrays; 32 by default.
-            callbacks: Whose `on_predict_*` hooks are called.
-            verbose: 0 for silence, 1 for a bar.
+            data: Arrays (a tuple is several inputs), or anything that yields batches, whose targets are ignored. For inputs that are passed whole, rows that
+                the batch's weights mark as padding are dropped.
+            steps: The number of batches; all by default.
+            batch_size: As in `fit`.
+            callbacks: Callbacks whose `on_predict_*` hooks are called.
+            verbose: 0 for silence, 1 for a progress bar.
 
         Raises:
             NotReadyError: Before there is a state.
-            DataError: Data that cannot be turned into batches.
-            ModelError: The module does not run on it, or an output has no axis of examples.
+            DataError: The data cannot be turned into batches.
+            ModelError: The module does not run on the data, or an output has no axis of examples.
 
         >>> import numpy as np
         >>> trainer = Trainer(nn.Dense(3))
@@ -722,33 +929,34 @@ class Trainer:
         >>> trainer.predict(np.ones((10, 2))).shape
         (10, 3)
         """
-        live = self._session.need_state("predict")
-        arguments.check_counts(steps=steps)
-        source = self._adapt("predict", data, batch_size=batch_size, shuffle=False, inputs_only=True)
+        live = self._session.state.need("predict")
+        argument_checks.check_counts(steps=steps)
+        source = self._to_source("predict", data, batch_size=batch_size, shuffle=False, inputs_only=True)
         if source.is_endless and steps is None:
             raise ConfigError("This data never ends. Pass steps=.")
         hooks = callbacks_of_call(callbacks, verbose)
         hooks.bind(self, {"test_steps": steps or source.all_batches})
-        with contextlib.closing(hooks), contextlib.closing(self._session.feeder.prediction(source)) as feed:
-            check = self._session.see_batch
-            return predict(self._session.any_program(), live.borrow, feed, steps=steps, callbacks=hooks, check=check)
+        with contextlib.closing(hooks), contextlib.closing(self._session.task.feeder.prediction(source)) as feed:
+            check = self._session.state.check_batch
+            return predict(self._session.task.any_program(), live.borrow, feed, steps=steps, callbacks=hooks, check=check)
 
+    @_syncs_model
     def predict_iter(self, data: Any, *, steps: int | None = None, batch_size: int | None = None) -> Generator[PyTree, None, None]:
-        """Returns an iterator over the module's outputs, batch by batch, for data or outputs that are too large for memory.
+        """Returns an iterator over the module's outputs by batch, for data or outputs that do not fit into memory.
 
-        Each is what `predict` joins: NumPy arrays `[rows, ...]` for the real rows of one batch. Data is read one batch ahead, so that the device computes while
-        the caller works, and nothing is kept of what was yielded. The state is that of the call, whatever is trained meanwhile. Breaking off closes the data;
-        a batch that was read from an iterator and not yielded goes back to the trainer, whose next call with that iterator begins with it.
+        Each item has NumPy arrays `[rows, ...]` for the examples of one batch, without padding, as in `predict`. Data is read one batch ahead, so that the
+        device computes while the caller works. All items are computed with the state at the time of the call. If you stop early, the data source is closed;
+        a batch that was read from an iterator but not yielded is used first by the trainer's next call with that iterator.
 
         Args:
-            data: As in `predict`; it may be endless.
-            steps: Batches to predict; all by default.
-            batch_size: Rows of a batch, for arrays; 32 by default.
+            data: As in `predict`; may be endless.
+            steps: The number of batches; all by default.
+            batch_size: As in `fit`.
 
         Raises:
             NotReadyError: Before there is a state.
-            DataError: Data that cannot be turned into batches.
-            ModelError: The module does not run on it, or an output has no axis of examples.
+            DataError: The data cannot be turned into batches.
+            ModelError: The module does not run on the data, or an output has no axis of examples.
 
         >>> import numpy as np
         >>> trainer = Trainer(nn.Dense(3))
@@ -758,52 +966,57 @@ class Trainer:
         [(4, 3), (4, 3), (2, 3)]
         """
         session = self._session
-        live = session.need_state("predict_iter")
-        arguments.check_counts(steps=steps)
-        source = self._adapt("predict", data, batch_size=batch_size, shuffle=False, inputs_only=True)
-        make_feed = functools.partial(session.feeder.prediction, source)
+        live = session.state.need("predict_iter")
+        argument_checks.check_counts(steps=steps)
+        source = self._to_source("predict", data, batch_size=batch_size, shuffle=False, inputs_only=True)
+        make_feed = functools.partial(session.task.feeder.prediction, source)
         state, step = live.lend(), live.step
-        # Unless it was trained meanwhile, the state of the call is the newest one, which may lie elsewhere since a batch was seen.
-        return predict_iter(session.any_program(), lambda: live.lend() if live.step == step else state, make_feed, steps=steps, check=session.see_batch)
+        # Without training since the call, its state is the newest one, whose placement may have changed when a batch was seen.
+        return predict_iter(
+            session.task.any_program(), lambda: live.lend() if live.step == step else state, make_feed, steps=steps, check=session.state.check_batch
+        )
 
+    @keras_names.with_hints("Trainer.train_on_batch", keras_names.ON_BATCH, ConfigError)
+    @_syncs_model
     def train_on_batch(self, batch: Any) -> dict[str, float]:
-        """Makes one update and returns loss and metrics of this batch alone, from before the update.
+        """Runs one step and returns the loss and metrics of this batch only, from before the update.
 
         Args:
-            batch: `x`, `(x,)`, `(x, y)`, `(x, y, sample_weight)` or a dict.
+            batch: `x`, `(x,)`, `(x, y)`, `(x, y, sample_weight)` or a dict. Only a plain tuple or list is unpacked; a NamedTuple or a dataclass is `x`.
 
         Raises:
             NotReadyError: Before `compile`.
-            DataError, ModelError, LossError, MetricError: What does not fit.
+            DataError, ModelError, LossError, MetricError: The batch, the module, the loss or a metric does not fit.
         """
-        return single.train_on_batch(self._session, self._selection.split(batch))
+        return single_batch.train_on_batch(self._session, self._selection.split(batch))
 
+    @keras_names.with_hints("Trainer.test_on_batch", keras_names.ON_BATCH, ConfigError)
+    @_syncs_model
     def test_on_batch(self, batch: Any) -> dict[str, float]:
-        """Returns loss and metrics of one batch.
-
-        Args:
-            batch: As in `train_on_batch`.
+        """Returns the loss and metrics of one batch, which is as in `train_on_batch`.
 
         Raises:
             NotReadyError: Before `compile`, or before there is a state.
-            DataError, ModelError, LossError, MetricError: What does not fit.
+            DataError, ModelError, LossError, MetricError: The batch, the module, the loss or a metric does not fit.
         """
-        return single.test_on_batch(self._session, self._selection.split(batch))
+        return single_batch.test_on_batch(self._session, self._selection.split(batch))
 
+    @_syncs_model
     def predict_on_batch(self, x: Any) -> PyTree:
         """Returns the module's outputs for one batch of inputs, as NumPy arrays `[batch, ...]`.
 
         Args:
-            x: Inputs; a tuple is several of them, a dict goes by the trainer's `inputs`.
+            x: Inputs; a tuple is several inputs, and the trainer's `inputs` selects from a dict.
 
         Raises:
             NotReadyError: Before there is a state.
-            DataError, ModelError: What does not fit.
+            DataError, ModelError: The batch or the module does not fit.
         """
-        return single.predict_on_batch(self._session, self._selection.split(x, inputs_only=True).x if isinstance(x, dict) else x)
+        return single_batch.predict_on_batch(self._session, self._selection.split(x, inputs_only=True).x if isinstance(x, dict) else x)
 
     # -- loops --
 
+    @_syncs_model
     def train_loop(
         self,
         data: Any,
@@ -819,22 +1032,24 @@ class Trainer:
         class_weight: Mapping[int, float] | None = None,
         grads: bool = False,
         sown: str | Sequence[str] = (),
+        config: Any = None,
     ) -> TrainLoop:
-        """Returns an iterator of checkpoints that trains as it goes; `fit` is a `for` over one.
+        """Returns an iterator that trains and yields checkpoints; `fit` is a loop over such an iterator.
 
         Args:
             data: As in `fit`.
             y: Targets, for arrays.
             sample_weight: Weights, for arrays.
-            steps: Updates to make.
-            every: When a checkpoint is yielded, besides the last step.
-            batch_size: Rows of a batch, for arrays; 32 by default.
-            steps_per_epoch: Batches over which the running metrics are taken; a pass over the data by default.
-            shuffle: Whether arrays are taken in another order in each pass.
-            drop_remainder: Whether the short last batch of arrays is left out.
+            steps: The number of steps.
+            every: When to yield a checkpoint, in addition to the last step.
+            batch_size: As in `fit`.
+            steps_per_epoch: The number of batches over which running metrics are computed; by default one iteration over the data.
+            shuffle: Whether to shuffle arrays in each epoch.
+            drop_remainder: Whether to drop a short last batch of arrays.
             class_weight: `{label: weight}`.
-            grads: Whether checkpoints have the gradient of their step, which takes as much memory as the parameters.
-            sown: Collections of sown values, such as `"summaries"`, that checkpoints have of their step.
+            grads: Whether checkpoints include the gradient of their step, which takes as much memory as the parameters.
+            sown: Collections of sown values, such as `"summaries"`, that checkpoints include.
+            config: As in `fit`.
 
         Raises:
             NotReadyError: Before `compile`.
@@ -849,31 +1064,33 @@ class Trainer:
         [(2, True), (4, True)]
         """
         self._session.need_idle("train_loop")
-        arguments.check_counts(steps=steps)
-        source = self._adapt("train_loop", data, y, sample_weight, batch_size=batch_size, shuffle=shuffle, drop_remainder=drop_remainder)
+        argument_checks.check_counts(steps=steps)
+        source = self._to_source("train_loop", data, y, sample_weight, batch_size=batch_size, shuffle=shuffle, drop_remainder=drop_remainder)
         return TrainLoop.of(
             self._session,
             source,
             class_weight,
             steps=steps,
-            every=arguments.trigger_of("train_loop", every),
+            every=argument_checks.trigger_of("train_loop", every),
             steps_per_epoch=steps_per_epoch,
             grads=grads,
             sown=sown,
+            config=config,
         )
 
+    @_syncs_model
     def eval_loop(
         self, data: Any, y: Any = None, sample_weight: Any = None, *, steps: int | None = None, name: str = "eval", batch_size: int | None = None
     ) -> EvalLoop:
-        """Returns a function `checkpoint -> summary` that evaluates a checkpoint's state over data.
+        """Returns a function `checkpoint -> summary` that evaluates the state of a checkpoint on data.
 
         Args:
-            data: As in `fit`; a one-shot iterator serves only once.
+            data: As in `fit`; a one-shot iterator can be used only once.
             y: Targets, for arrays.
             sample_weight: Weights, for arrays.
-            steps: Batches of each evaluation; all by default.
-            name: The group of its metrics.
-            batch_size: Rows of a batch, for arrays; 32 by default.
+            steps: The number of batches per evaluation; all by default.
+            name: The group name of the metrics.
+            batch_size: As in `fit`.
 
         Raises:
             NotReadyError: Before `compile`.
@@ -887,12 +1104,13 @@ class Trainer:
         >>> [list(evaluate(checkpoint).metrics) for checkpoint in trainer.train_loop(x, x[:, :1], steps=1)]
         [['train', 'valid']]
         """
-        self._session.need_compiled("eval_loop")
-        arguments.check_counts(steps=steps)
-        return EvalLoop.of(self._evaluation(data, y, sample_weight, steps=steps, batch_size=batch_size, name=arguments.group_name(name)))
+        self._session.task.need_compiled("eval_loop")
+        argument_checks.check_counts(steps=steps)
+        return EvalLoop.of(self._evaluation(data, y, sample_weight, steps=steps, batch_size=batch_size, name=argument_checks.group_name(name)))
 
-    # -- looking into it --
+    # -- diagnostics --
 
+    @_syncs_model
     def find_learning_rate(
         self,
         data: Any,
@@ -907,26 +1125,26 @@ class Trainer:
         drop_remainder: bool = False,
         class_weight: Mapping[int, float] | None = None,
     ) -> LearningRateCurve:
-        """Returns how the loss goes while the learning rate grows from step to step, on a copy of the state, and the rate that follows from it.
+        """Runs a learning rate range test on a copy of the state and returns the loss curve with a suggested rate.
 
-        The range test of Smith, "Cyclical Learning Rates for Training Neural Networks" (2017). It ends early when the loss diverges. Nothing of the trainer
-        changes, and the same call gives the same curve. Steps are made one by one, whatever `steps_per_call` says.
+        The range test is from Smith, "Cyclical Learning Rates for Training Neural Networks" (2017): the rate grows from step to step, and the test ends
+        early if the loss diverges. The trainer does not change, and repeated calls return the same curve. `steps_per_call` is ignored.
 
         Args:
-            data: As in `fit`, but for iterators, which would be used up.
+            data: As in `fit`, except iterators, which would be consumed.
             y: Targets, for arrays.
             sample_weight: Weights, for arrays.
             lowest: The first rate.
-            highest: The last one.
-            steps: How many rates are tried; each is the one before times the same factor. The data begins anew when it ends.
-            batch_size: Rows of a batch, for arrays; 32 by default. The rate that is found is for batches of this size.
-            shuffle: Whether arrays are taken in another order in each pass.
-            drop_remainder: Whether the short last batch of arrays is left out.
+            highest: The last rate.
+            steps: The number of rates, which grow by a constant factor. The data is repeated if it ends.
+            batch_size: The number of examples per batch, for arrays; 32 by default. The suggested rate is for this batch size.
+            shuffle: Whether to shuffle arrays in each epoch.
+            drop_remainder: Whether to drop a short last batch of arrays.
             class_weight: `{label: weight}`.
 
         Raises:
             NotReadyError: Before `compile`.
-            OptimizerError: The optimizer's rate cannot be set.
+            OptimizerError: The learning rate cannot be set.
             ConfigError, DataError, ModelError, LossError, MetricError: As in `fit`.
 
         >>> import numpy as np
@@ -937,14 +1155,15 @@ class Trainer:
         True
         """
         self._session.need_trainable("find_learning_rate")
-        arguments.check_counts(steps=steps)
+        argument_checks.check_counts(steps=steps)
         if not 0 < lowest < highest < float("inf"):
-            raise ConfigError(f"find_learning_rate goes from lowest to highest, both positive. Received: lowest={lowest!r}, highest={highest!r}.")
+            raise ConfigError(f"find_learning_rate requires 0 < lowest < highest, both finite. Received: lowest={lowest!r}, highest={highest!r}.")
         options: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "drop_remainder": drop_remainder}
-        source = self._adapt("a trial", data, y, sample_weight, is_kept=False, **options)
-        with trained_aside(self._session, source, class_weight, "find_learning_rate") as (session, feed):
+        source = self._to_source("find_learning_rate", data, y, sample_weight, is_kept=False, **options)
+        with training_copy(self._session, source, class_weight, "find_learning_rate") as (session, feed):
             return find_learning_rate(session, feed, lowest=lowest, highest=highest, steps=steps)
 
+    @_syncs_model
     def hunt_nan(
         self,
         data: Any,
@@ -953,35 +1172,37 @@ class Trainer:
         *,
         steps: int | None = None,
         restore_from: str | os.PathLike[str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
         batch_size: int | None = None,
         shuffle: bool = True,
         drop_remainder: bool = False,
         class_weight: Mapping[int, float] | None = None,
     ) -> NanReport | None:
-        """Makes the steps of a run again, on a copy of the state, until one is not finite; then that one operation by operation, to say what spoilt it.
+        """Repeats the steps of a run on a copy of the state until one is not finite, and finds the operation that caused it.
 
-        The report names the step, the first loss, gradient or parameter that is not finite, and the operations from which that comes: the layer, the line of
-        your code, and what they were given. Nothing of the trainer changes.
+        The report names the step, the first loss, gradient or parameter that is not finite, and the operations where it originates: the layer, the line of
+        your code and the inputs.
 
         Args:
-            data: What `fit` was given; an iterator would be used up.
+            data: The data of the `fit` call, except iterators, which would be consumed.
             y: Targets, for arrays.
             sample_weight: Weights, for arrays.
-            steps: How many steps to make at most; to the end of the present pass over the data by default.
-            restore_from: A checkpoint from before that step, or a directory of checkpoints, whose newest good one with finite parameters is taken; its
-                position in the data is taken, too. By default the trainer's state, or the initial one where it has none, and the beginning of the data.
-            batch_size: As in that `fit`, like all that follows.
-            shuffle: Whether arrays are taken in another order in each pass.
-            drop_remainder: Whether the short last batch of arrays is left out.
+            steps: The maximum number of steps; by default up to the end of the current iteration over the data.
+            restore_from: A checkpoint from before that step, or a directory of checkpoints, of which the newest good one with finite parameters is used; the
+                position in the data is restored, too. By default the trainer's state (or the initial state) and the beginning of the data.
+            storage_options: Options for a URL in `restore_from`, as in `ModelCheckpoint`.
+            batch_size: As in that `fit` call, like the arguments below.
+            shuffle: Whether to shuffle arrays in each epoch.
+            drop_remainder: Whether to drop a short last batch of arrays.
             class_weight: `{label: weight}`.
 
         Returns:
-            What was found; `None` if every step was finite.
+            The report; `None` if every step was finite.
 
         Raises:
             NotReadyError: Before `compile`.
-            ConfigError: The parameters are not finite to begin with; data that can be passed over only once.
-            CheckpointError: There is no checkpoint that could be taken, or it does not fit.
+            ConfigError: The parameters are not finite from the beginning, or the data can be iterated over only once.
+            CheckpointError: There is no usable checkpoint, or it does not fit.
             DataError, ModelError, LossError, MetricError: As in `fit`.
 
         >>> import numpy as np
@@ -992,57 +1213,74 @@ class Trainer:
         (1, 'the loss', 'log')
         """
         self._session.need_trainable("hunt_nan")
-        arguments.check_counts(steps=steps)
+        argument_checks.check_counts(steps=steps)
         options: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "drop_remainder": drop_remainder}
-        source = self._adapt("a trial", data, y, sample_weight, is_kept=False, **options)
+        source = self._to_source("hunt_nan", data, y, sample_weight, is_kept=False, **options)
         if source.is_endless and steps is None:
             raise ConfigError("This data never ends. Pass steps=.")
-        saved = None if restore_from is None else last_finite(restore_from)
-        with trained_aside(self._session, source, class_weight, "hunt_nan", saved, keep=WATCHED) as (session, feed):
+        saved = None if restore_from is None else last_finite(restore_from, storage_options=storage_options)
+        with training_copy(self._session, source, class_weight, "hunt_nan", saved, keep=WATCHED) as (session, feed):
             return hunt_nan(session, feed, steps=steps)
 
     # -- saving --
 
-    def export(self, path: str | os.PathLike[str], sample: Any = None, *, batch_size: int | None = None, platforms: Sequence[str] | None = None) -> Path:
-        """Writes what `predict_on_batch` computes, with its weights, as one file that needs neither fitflax nor the module's code.
+    @_syncs_model
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        sample: Any = None,
+        *,
+        batch_size: int | None = None,
+        platforms: Sequence[str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> Location:
+        """Writes the function `predict_on_batch`, with its weights, to one file that needs neither fitflax nor the module's code.
 
-        Where it is used, jax and flatbuffers are enough: `run = jax.export.deserialize(open(path, "rb").read()).call`, then `run(x)`; inputs that are a tuple
-        are several arguments. JAX reads such files for six months at least, and computes with them as with any function of its own: they can be jitted, and
-        mapped. Averaged parameters are taken where there are any. Needs the extra `export`.
+        Loading requires only jax and flatbuffers: `run = jax.export.deserialize(open(path, "rb").read()).call`, then `run(x)`; inputs that are a tuple are
+        separate arguments. JAX can read such files for at least six months, and the function can be jitted and mapped. Averaged parameters are used if there
+        are any. Requires the extra `export`.
 
         Args:
-            path: The file; one that is there is replaced.
-            sample: A batch as in `build`, or inputs alone (several are `((x1, x2),)`), whose shapes and dtypes are taken; by default those of the last batch
-                that a call began with.
-            batch_size: The number of rows that it takes; any number by default, for which the module is traced with an unknown one: where its code asks whether
-                that equals another number, JAX says no.
-            platforms: What it is to run on, of `"cpu"`, `"cuda"`, `"rocm"` and `"tpu"`; by default where it is now.
+            path: The file, or a URL; an existing file is replaced.
+            sample: A batch as in `build`, or only inputs (several are `((x1, x2),)`), for shapes and dtypes; by default the first batch of the last call.
+            batch_size: The number of rows; by default any number. The module is then traced with a symbolic size, which compares unequal to any number.
+            platforms: The target platforms, of `"cpu"`, `"cuda"`, `"rocm"` and `"tpu"`; by default the current one.
+            storage_options: Options for a URL, as in `ModelCheckpoint`.
 
         Raises:
-            NotReadyError: Before there is a state, or without any batch's shapes.
+            NotReadyError: There is no state, or no batch has been seen and `sample` is missing.
             ImportError: The package flatbuffers is not installed.
-            ConfigError: Unknown platforms; weights of 2 GB and more.
+            ConfigError: A platform is unknown, or the weights take 2 GB or more.
             ModelError: The module cannot be exported; the message says why.
         """
         session = self._session
-        live = session.need_state("export")
-        arguments.check_counts(batch_size=batch_size)
-        batch = session.sample if sample is None else as_given(self._selection.split(arguments.zeros(sample), inputs_only=True))
+        live = session.state.need("export")
+        argument_checks.check_counts(batch_size=batch_size)
+        batch = session.state.sample if sample is None else as_given(self._selection.split(argument_checks.zeros(sample), inputs_only=True))
         if batch is None:
-            raise NotReadyError("export needs the shapes of inputs, and there has been no batch yet. Pass export(path, sample=x).")
-        return export_inference(path, session.any_program(), live.borrow(), batch, batch_size=batch_size, platforms=platforms)
+            raise NotReadyError("export needs the shapes of the inputs, but there has been no batch yet. Pass export(path, sample=x).")
+        return export_inference(
+            path, session.task.any_program(), live.borrow(), batch, batch_size=batch_size, platforms=platforms, storage_options=storage_options
+        )
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the state as a checkpoint directory at `path`, replacing a checkpoint that is there, and returns the path.
+    @overload
+    def save(self, path: Path, *, storage_options: Mapping[str, Any] | None = None) -> Path: ...
 
-        Of several processes all must call it where the state is split between them; otherwise the first one's call is what counts.
+    @overload
+    def save(self, path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Location: ...
+
+    def save(self, path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Location:
+        """Saves the state as a checkpoint directory at `path`, replacing an existing checkpoint, and returns the path.
+
+        If the state is split between processes, all of them must call it; otherwise only process 0 writes.
 
         Args:
-            path: The directory to write.
+            path: The directory to write, or a URL such as `s3://bucket/model`.
+            storage_options: Options for a URL, as in `ModelCheckpoint`.
 
         Raises:
             NotReadyError: Before there is a state.
-            CheckpointError: Something else is there, or the disk fails, in whichever process.
+            CheckpointError: The path exists and is not a checkpoint, or the disk fails in any process.
 
         >>> import numpy as np
         >>> import tempfile
@@ -1054,36 +1292,45 @@ class Trainer:
         ...     print(trainer.restore(path))
         Restored 2 of 2 arrays.
         """
-        live = self._session.need_state("save")
-        metadata = {"run_id": self._session.run_id, "step": live.step, "epoch": 0, "metrics": {}, "settings": {"seed": self._session.seed}}
-        return save_checkpoint(path, train=live.borrow(), run={}, metadata=metadata)
+        with self._session.state.synced_with_model():
+            live = self._session.state.need("save")
+            metadata = {"run_id": self._session.run_id, "step": live.step, "epoch": 0, "metrics": {}, "settings": {"seed": self._session.seed}}
+            return save_checkpoint(path, train=live.borrow(), run={}, metadata=metadata, storage_options=storage_options)
 
+    @_syncs_model
     def restore(
-        self, path: str | os.PathLike[str], *, weights_only: bool = False, partial: bool = False, mapping: Mapping[str, str | None] | None = None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        weights_only: bool = False,
+        partial: bool = False,
+        mapping: Mapping[str, str | None] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> RestoreReport:
-        """Takes the state from a checkpoint; all of it, or for fine-tuning what another model has in common with this one.
+        """Restores the state from a checkpoint: all of it, or for fine-tuning only what fits this model.
 
-        Paths are those that errors list: `params/Dense_0/kernel`, and for other collections `batch_stats/BatchNorm_0/mean`. After an error the state is what
-        it was. The old state is let go of before the new one comes, so the devices need not hold both.
+        Paths of arrays are as in errors: `params/Dense_0/kernel`, and for other collections `batch_stats/BatchNorm_0/mean`. After an error the state is
+        unchanged. The old state is released before the new one is loaded, so the devices need not hold both.
 
         Args:
-            path: A checkpoint directory, or a directory of them, whose newest good one is taken.
-            weights_only: Whether only parameters and collections are taken, and the optimizer and the step begin afresh.
-            partial: Whether the checkpoint may be of another model. Taken are the parameters and collections whose path, shape and dtype agree; the others are
-                initialized as `build` does it, and the optimizer and the step begin afresh, as with `weights_only`. The model's shapes must be known: call
-                `build` first. An array of another shape or dtype is an error unless `mapping` says what to do with it.
-            mapping: Other names: `{path in this model: path in the checkpoint}`, of single arrays or of all below a path; the longest path decides. `None` in
-                place of a path, with `partial`, initializes what the checkpoint has, too. Two paths may take from the same one. Without `partial` everything
-                must fit in the end, and the optimizer's state follows the parameters.
+            path: A checkpoint directory; a directory of checkpoints, to use the newest good one; safetensors, with `weights_only` or `partial`; or a URL.
+            weights_only: Whether to restore only parameters and collections; the optimizer and the step are reset.
+            partial: Whether the checkpoint may be of another model. Parameters and collections with the same path, shape and dtype are restored; others are
+                initialized as in `build`, and the optimizer and the step are reset. Requires `build`, for the model's shapes. Arrays with another shape or
+                dtype need an entry in `mapping`.
+            mapping: Renamed paths, `{path in this model: path in the checkpoint}`, of arrays or of everything below a path; the longest path wins. `None`
+                instead of a path, with `partial`, initializes arrays that the checkpoint also has. Two paths may use the same source. Without `partial`, the
+                optimizer state is renamed, too.
+            storage_options: Options for a URL, as in `ModelCheckpoint`.
 
         Returns:
-            What was restored, what was initialized, and what of the checkpoint was left unused.
+            The paths that were restored, initialized, and unused in the checkpoint.
 
         Raises:
             CheckpointNotFoundError: There is no checkpoint.
-            CorruptCheckpointError: It is damaged.
-            RestoreError: It does not fit the model or the optimizer, the message lists all differences; or an entry of `mapping` has no effect.
-            ConfigError: `mapping` makes no sense.
+            CorruptCheckpointError: The checkpoint is damaged.
+            RestoreError: The checkpoint does not fit the model or the optimizer (the message lists differences), or an entry of `mapping` has no effect.
+            ConfigError: `mapping` is invalid.
             NotReadyError: `partial` before `build`.
 
         >>> import numpy as np
@@ -1106,8 +1353,95 @@ class Trainer:
         Unused: params/head/bias, params/head/kernel
         """
         roots = FOR_INFERENCE if weights_only and not partial and not mapping else WHOLE
-        saved = load_checkpoint(path, roots)
-        report = self._session.place(saved, None, weights_only=weights_only, partial=partial, mapping=mapping)
-        if not (weights_only or partial) and self._session.described:
-            warn_of_changes(saved, self._session.described, to_resume=False)
+        saved = read_collectively(
+            lambda together: load_checkpoint(path, roots, storage_options=storage_options, together=together),
+            num_processes=self._session.strategy.num_processes,
+        )
+        saved = complete(self._session, saved)
+        report = self._session.restore(saved, None, weights_only=weights_only, partial=partial, mapping=mapping)
+        if not (weights_only or partial) and self._session.task.described:
+            warn_of_changes(saved, self._session.task.described, to_resume=False)
         return report
+
+    @_syncs_model
+    def save_weights(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        mapping: WeightMapping | None = None,
+        dtype: Any = None,
+        metadata: Mapping[str, str] | None = None,
+        max_shard_bytes: int = 5_000_000_000,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> Location:
+        """Saves parameters and collections as safetensors, for other programs, and returns the file, or the index if there are several files.
+
+        Names are paths joined by `.`: `params.Dense_0.kernel`, `batch_stats.BatchNorm_0.mean`. The parameters are the evaluated ones: averaged parameters if
+        there are any. For an NNX module, random streams are left out, and frozen parameters count as parameters. To resume, use `save`.
+
+        If several processes train together, all of them must call it; process 0 writes, and the call returns when the files are complete.
+
+        Args:
+            path: The file, whose name ends with `.safetensors`, or a URL; existing weights are replaced when the new ones are complete.
+            mapping: Other names and layouts: the rules or the dict that `load_weights` takes, applied in reverse.
+            dtype: The dtype that floating-point arrays are converted to, such as `"bfloat16"`.
+            metadata: Strings by name. By default `format`, which other libraries read: `"pt"`, for PyTorch's names and layouts, with a mapping. Without a
+                mapping, `paths: collections` is added, which means that names begin with the collection.
+            max_shard_bytes: The maximum size of a file in bytes; larger weights are split into several files with an index, `<path>.index.json`.
+            storage_options: Options for a URL, as in `ModelCheckpoint`.
+
+        Raises:
+            NotReadyError: Before there is a state.
+            CheckpointError: An array cannot be stored or is too large for `dtype`, the path exists and is something else, or the disk fails.
+            RestoreError: The mapping does not fit the model.
+            ConfigError: An argument is invalid, or the mapping cannot be reversed.
+
+        >>> import numpy as np
+        >>> import tempfile
+        >>> trainer = Trainer(nn.Dense(1))
+        >>> trainer.compile("sgd", "mse")
+        >>> trainer.build(np.ones((1, 2)))
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     path = trainer.save_weights(f"{directory}/model.safetensors")
+        ...     print(trainer.load_weights(path))
+        Restored 2 of 2 arrays.
+        """
+        options: dict[str, Any] = {"metadata": metadata, "max_shard_bytes": max_shard_bytes, "storage_options": storage_options}
+        return save_weights(self._session, path, mapping=mapping, dtype=dtype, **options)
+
+    @_syncs_model
+    def load_weights(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        mapping: WeightMapping | None = None,
+        partial: bool = False,
+        dtype: Any = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> RestoreReport:
+        """Loads parameters and collections from safetensors of any origin; the optimizer and the step are reset.
+
+        Without a mapping it is the same as `restore(path, weights_only=True)`. Only the needed parts of a file are read: it is memory-mapped, and every size
+        and offset in it is checked. Nothing is unpickled or executed. After an error the state is unchanged.
+
+        Args:
+            path: A `.safetensors` file; an index of several files, or their common name; a directory with one of these, as of Hugging Face; or a URL.
+            mapping: The names and layouts of the file's arrays in this model: a list of `checkpoints.WeightRule`; a dict from names in the file to paths in
+                the model, to `(path, transform)` for another layout, or to `None` to skip an array (if all values are `None`, other names are kept); or a
+                function from a name to a path or `None`. Paths are as in errors, `params/Dense_0/kernel`. `restore` maps in the opposite direction.
+            partial: Whether the file and the model may each have arrays that the other does not have; see `restore`.
+            dtype: The dtype that floating-point arrays are converted to, such as `"float32"`; without it, a dtype that differs from the model's is an error.
+            storage_options: Options for a URL, as in `ModelCheckpoint`.
+
+        Returns:
+            The paths that were restored, initialized, and unused in the file.
+
+        Raises:
+            CheckpointNotFoundError: There are no safetensors.
+            CorruptCheckpointError: A file is damaged.
+            RestoreError: Mapping, file and model do not fit; the message lists differences.
+            CheckpointError: Numbers are too large for `dtype`, or the disk fails.
+            ConfigError: `mapping` or `dtype` is invalid.
+            NotReadyError: `partial` before `build`.
+        """
+        return load_weights(self._session, path, mapping=mapping, partial=partial, dtype=dtype, storage_options=storage_options)

@@ -1,8 +1,6 @@
-"""Triggers: *when* something happens, as values that can be joined, compared and saved.
+"""Triggers say *when* something happens, as values that can be combined, compared and saved.
 
-`every`, `at` and `first` make them, `|` joins them. A trigger is a pure function of a `Moment`; what it has to remember (only the time of its last
-firing) is kept by the `Schedule` that runs it, so one trigger can serve several callbacks. Nothing here reads the device or a clock: the loop puts the
-seconds into the moment.
+A trigger is a pure function of a `Moment`, which has the time; the `Schedule` that runs it remembers the last firing, so callbacks can share triggers.
 """
 
 import abc
@@ -20,17 +18,14 @@ __all__ = ["Moment", "Schedule", "Trigger", "at", "every", "first"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moment:
-    """A point between two steps of a run, as far as triggers see it.
+    """A point between two steps of a run, as triggers see it.
 
     Attributes:
-        step: Finished updates since the beginning of the run.
-        start_step: Finished updates when this process began; larger than 0 after a resume.
-        epochs_done: Finished epochs, the one ending here included.
+        step: The number of finished steps since the beginning of the run.
+        start_step: The number of finished steps when this process started; larger than 0 after a resume.
+        epochs_done: The number of finished epochs, including one that ends here.
         epoch_ends: Whether an epoch ends at this step.
-        seconds: Process 0's clock, in seconds from any origin.
-
-    >>> Moment(step=3, start_step=0, epochs_done=1, epoch_ends=True, seconds=0.5).step
-    3
+        seconds: Process 0's clock in seconds, from any origin.
     """
 
     step: int
@@ -41,7 +36,7 @@ class Moment:
 
 
 class Trigger(abc.ABC):
-    """Says when something is due. Made by `every`, `at` and `first`; joined with `|`.
+    """Says when something is due; created by `every`, `at` and `first`, combined with `|`.
 
     >>> isinstance(every(steps=10) | at(1), Trigger)
     True
@@ -49,38 +44,24 @@ class Trigger(abc.ABC):
 
     @abc.abstractmethod
     def parts(self) -> "tuple[Trigger, ...]":
-        """Returns the simple triggers that this one is made of."""
+        """Returns the simple triggers that this one consists of."""
 
     @abc.abstractmethod
     def is_due(self, moment: Moment, last_seconds: float) -> bool:
-        """Returns whether this trigger fires.
-
-        Args:
-            moment: Where the run is.
-            last_seconds: The clock when this trigger last fired, or when its schedule began.
-        """
+        """Returns whether this trigger fires; `last_seconds` is the time when it last fired, or when its schedule began."""
 
     def next_step(self, step: int, start_step: int) -> int | None:
-        """Returns the first step after `step` at which this trigger may fire, so that it must be asked there; `None` where only an epoch's end or time matters.
-
-        Args:
-            step: Finished updates.
-            start_step: Finished updates when this process began.
-        """
+        """Returns the first step after `step` at which this trigger must be checked; `None` if only the end of an epoch or time matters."""
         return step + 1
 
     def next_seconds(self, last_seconds: float) -> float:
-        """Returns when on the clock this trigger may fire, so that it must be asked then; infinite where time does not matter.
-
-        Args:
-            last_seconds: The clock when this trigger last fired, or when its schedule began.
-        """
+        """Returns the time at which this trigger must be checked; infinite if time does not matter."""
         return last_seconds
 
     def __or__(self, other: "Trigger") -> "Trigger":
         if not isinstance(other, Trigger):
             return NotImplemented
-        return _Any(self.parts() + other.parts())
+        return _AnyOf(self.parts() + other.parts())
 
 
 class _Simple(Trigger):
@@ -178,7 +159,7 @@ class _First(_Simple):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class _Any(Trigger):
+class _AnyOf(Trigger):
     members: tuple[Trigger, ...]
 
     def __repr__(self) -> str:
@@ -205,13 +186,13 @@ def every(*, steps: int | None = None, epochs: int | None = None, seconds: float
     """Returns a trigger that fires at regular intervals of steps, epochs or time.
 
     Args:
-        steps: Fire when the step is a multiple of this.
-        epochs: Fire at the end of every so many epochs.
-        seconds: Fire when at least so many seconds have passed since this trigger last fired. Checked between steps.
-        offset: With `steps=n`: fire at `offset`, `offset + n`, `offset + 2n`, ...
+        steps: The interval in steps: fires when the step is a multiple of it.
+        epochs: The interval in epochs: fires at the end of every `epochs` epochs.
+        seconds: The least time between two firings, in seconds; checked between steps.
+        offset: With `steps=n`, the first step: fires at `offset`, `offset + n`, `offset + 2n`, ...
 
     Raises:
-        ConfigError: Not exactly one of `steps`, `epochs`, `seconds`; one that is not positive; `offset` without `steps`.
+        ConfigError: Not exactly one of `steps`, `epochs` and `seconds` is given, it is not positive, or `offset` is given without `steps`.
 
     >>> schedule = Schedule(every(steps=3, offset=1))
     >>> [step for step in range(1, 9) if schedule.due(Moment(step))]
@@ -219,7 +200,7 @@ def every(*, steps: int | None = None, epochs: int | None = None, seconds: float
     """
     given = {name: value for name, value in (("steps", steps), ("epochs", epochs), ("seconds", seconds)) if value is not None}
     if len(given) != 1:
-        raise ConfigError(f"every() takes exactly one of steps, epochs and seconds. Received: {given or 'none of them'}. Join several with |.")
+        raise ConfigError(f"every() takes exactly one of steps, epochs and seconds. Received: {given or 'none of them'}. Combine triggers with |.")
     if offset is not None and (steps is None or not is_integer(offset, 0)):
         raise ConfigError(f"every(offset=...) must be an integer of at least 0, and needs steps=. Received: offset={offset!r} with {given}.")
     if steps is not None:
@@ -240,7 +221,7 @@ def at(*steps: int) -> Trigger:
         *steps: Steps, counted from 1.
 
     Raises:
-        ConfigError: No step, or one that is not a positive integer.
+        ConfigError: There is no step, or a step is not a positive integer.
 
     >>> schedule = Schedule(at(1, 17))
     >>> [step for step in range(1, 20) if schedule.due(Moment(step))]
@@ -257,8 +238,8 @@ def first(steps: int, *, of_process: bool = False) -> Trigger:
     """Returns a trigger that fires at each of the first `steps` steps.
 
     Args:
-        steps: How many steps.
-        of_process: Count from the step at which this process began (which a resume moves) instead of the beginning of the run.
+        steps: The number of steps.
+        of_process: Whether to count from the step at which this process started (later after a resume) instead of the beginning of the run.
 
     Raises:
         ConfigError: `steps` is not a positive integer.
@@ -274,11 +255,11 @@ def first(steps: int, *, of_process: bool = False) -> Trigger:
 class Schedule:
     """Runs one trigger over time and remembers when each of its parts last fired.
 
-    Every part is asked at every moment, so that a part that measures time does not go stale when another part fires.
+    Every part is checked at every moment, so that a part that measures time stays up to date when another part fires.
 
     Args:
-        trigger: What to run; `None` never fires.
-        seconds: The clock at the beginning; intervals of time are counted from it.
+        trigger: The trigger to run; `None` never fires.
+        seconds: The time at the beginning, from which time intervals are counted.
 
     >>> schedule = Schedule(every(seconds=7), seconds=0.0)
     >>> [t for t in (10, 15, 19, 25, 27) if schedule.due(Moment(1, seconds=t))]
@@ -291,7 +272,7 @@ class Schedule:
 
     @property
     def measures_time(self) -> bool:
-        """Whether any part fires by the clock, so that its state matters."""
+        """Whether any part measures time, so that the schedule has state worth saving."""
         return any(isinstance(part, _EverySeconds) for part in self._parts)
 
     def due(self, moment: Moment) -> bool:
@@ -304,20 +285,20 @@ class Schedule:
         return fired
 
     def next_step(self, step: int, start_step: int) -> int | None:
-        """Returns the first step after `step` at which the trigger may fire for another reason than time or an epoch's end; `None` if there is none."""
+        """Returns the first step after `step` at which the trigger may fire because of its step; `None` if there is none."""
         return min((one for part in self._parts if (one := part.next_step(step, start_step)) is not None), default=None)
 
     @property
     def next_seconds(self) -> float:
-        """When the trigger may fire by the clock; infinite if it does not."""
+        """The time at which the trigger may fire because of time; infinite if it never does."""
         return min((part.next_seconds(last) for part, last in zip(self._parts, self._last, strict=True)), default=math.inf)
 
     def state_dict(self, seconds: float) -> dict[str, Any]:
-        """Returns the seconds since each part last fired, as seen at `seconds`."""
+        """Returns the time since each part last fired, as of `seconds`."""
         return {"since": [seconds - last for last in self._last]}
 
     def load_state_dict(self, state: dict[str, Any], seconds: float) -> None:
-        """Takes back what `state_dict` returned; `seconds` is the clock now. A state of another trigger is ignored."""
+        """Restores a `state_dict`, with `seconds` as the current time. The state of a different trigger is ignored."""
         since = list(state.get("since", ()))
         if len(since) == len(self._last):
             self._last = [seconds - float(value) for value in since]

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 
 # Before JAX starts. On a machine with few cores XLA's thread pool fills with threads that wait for each other's collectives, and the process aborts.
 os.environ.setdefault("PJRT_NPROC", "16")
-# The tests want eight devices, which any CPU can pretend to be; set the variable to run them on something else.
+# The tests need eight devices, which any CPU can simulate; set the variable to run them on something else.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if not os.environ["JAX_PLATFORMS"].startswith("cpu"):
-    # A GPU multiplies float32 with ten bits of mantissa otherwise, and the numbers that tests know are exact.
+    # Otherwise, a GPU multiplies float32 with ten bits of mantissa, and tests expect exact numbers.
     os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 
 import hypothesis
@@ -30,12 +30,12 @@ COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
 
-# Started in the background by a shell, this process would ignore Ctrl-C, and so would those that it starts; many tests are about it.
+# If a shell started this process in the background, it and the processes that it starts would ignore Ctrl-C, which many tests send.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Half of the time of the tests would go into compiling the same small programs again and again. A directory for each process, because JAX does not write it
-# atomically. A program that comes from here still counts as compiled, in JAX's events and so in `Compilations`.
+# Otherwise, half of the tests' time would go into compiling the same small programs repeatedly. Each process has a separate directory, because JAX does not
+# write it atomically. A program from this cache still counts as compiled in JAX's events, and so in `Compilations`.
 _compiled_programs = tempfile.TemporaryDirectory(prefix="fitflax-tests-")
 atexit.register(_compiled_programs.cleanup)
 jax.config.update("jax_compilation_cache_dir", _compiled_programs.name)
@@ -47,16 +47,18 @@ hypothesis.settings.register_profile("fitflax", deadline=None, derandomize=True,
 hypothesis.settings.load_profile("fitflax")
 
 
-# JAX keeps every pmapped function that ran, with its programs, until its caches are cleared: 15 MB a trainer on eight devices, and so many objects that
+# JAX keeps every pmapped function that ran, with its programs, until its caches are cleared: 15 MB per trainer on eight devices, and so many objects that
 # the garbage collector takes longer than the tests.
 TESTS_BETWEEN_CLEARING = 40
 _tests_done = itertools.count(1)
 
 
-@pytest.hookimpl(tryfirst=True)  # Before `-m` chooses.
+@pytest.hookimpl(tryfirst=True)  # Before `-m` selects tests.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     seen: set[str] = set()
     for item in items:
+        if " at 0x" in item.nodeid:
+            raise pytest.UsageError(f"{item.nodeid}: the processes that run the tests have other addresses. Give the parameters ids.")
         if item.get_closest_marker("mostly_slow") is not None:
             test = item.nodeid.split("[")[0]
             if test in seen:
@@ -64,9 +66,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen.add(test)
 
 
+def pytest_collection_finish() -> None:
+    """Excludes all modules from garbage collections, and makes these rarer: with JAX, PyTorch and TensorFlow in one process, each takes a second or two."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+
+
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     for thread in threading.enumerate():
-        if thread.name == "fitflax-compile":  # Of a run that ended before it called what is compiled; the next test may count compilations.
+        if thread.name == "fitflax-compile":  # Of a run that ended before it called the compiled program; the next test may count compilations.
             thread.join()
     if next(_tests_done) % TESTS_BETWEEN_CLEARING == 0:
         jax.clear_caches()
@@ -89,13 +98,13 @@ class Compilations:
 
     @contextlib.contextmanager
     def counted(self) -> Iterator["Compilations"]:
-        """Yields a count of its own, of the block's compilations alone; it keeps its value after the block."""
+        """Yields a separate count of only the block's compilations; it keeps its value after the block."""
         inner = Compilations()
         with listening(inner):
             yield inner
 
 
-# JAX has no public way to take a single listener back, so one is registered for good and hands events on to whoever listens now.
+# JAX has no public way to unregister a single listener, so one is registered permanently and forwards events to the current listeners.
 _listeners: list[Compilations] = []
 
 
@@ -116,7 +125,7 @@ def _compile_listener() -> None:
             for compilations in tuple(_listeners):
                 compilations.names.append(str(kwargs.get("fun_name", "")))
 
-    # For good: to clear JAX's listeners would have later tests count nothing.
+    # Permanently: if JAX's listeners were cleared, later tests would count nothing.
     jax.monitoring.register_event_duration_secs_listener(on_event)
 
 
@@ -126,6 +135,7 @@ def compilations(_compile_listener: None) -> Iterator[Compilations]:
 
     A program taken from the persistent cache counts as well; one that JAX still has in memory does not.
     """
+    jax.clear_caches()  # So that the count does not depend on what earlier tests compiled.
     result = Compilations()
     with listening(result):
         yield result
@@ -146,7 +156,7 @@ def devices() -> Callable[[int], list[jax.Device]]:
 
 @pytest.fixture(scope="session")
 def compilation_cache() -> dict[str, str]:
-    """Environment variables by which processes that tests start share the compiled programs of this one."""
+    """Environment variables with which processes that tests start share the compiled programs of this one."""
     return {
         "JAX_COMPILATION_CACHE_DIR": _compiled_programs.name,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

@@ -1,6 +1,6 @@
-"""What Keras does on its JAX backend, for tests that compare: `python keras_script.py JOB RESULT`, where JOB and RESULT are files.
+"""Runs Keras on its JAX backend, for tests that compare with it: `python keras_script.py JOB RESULT`, where JOB and RESULT are files.
 
-JOB is JSON: `networks`, by name what is trained on which arrays (files of NumPy), and `scripted`, runs whose monitored values are given. RESULT is JSON.
+Both are JSON. JOB has `networks`, what to train on which arrays (NumPy files) by name, and `scripted`, runs with given monitored values.
 """
 
 import csv
@@ -31,7 +31,7 @@ def network(keras, job):
 
 
 def scripted(keras, job):
-    """One epoch for each of the given values, which stand in the logs as `score`."""
+    """Runs one epoch for each of the given values, which are in the logs as `score`."""
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(1.0), "mse")
     rates, values = [], iter(job["values"])
@@ -63,7 +63,7 @@ def scripted(keras, job):
 def main(job, result):
     os.environ["KERAS_BACKEND"] = "jax"
     warnings.simplefilter("ignore")
-    import keras  # Here, because doctests import this module where there may be none.
+    import keras  # Here, because doctests import this module even if Keras is not installed.
 
     with open(job) as file:
         jobs = json.load(file)

@@ -1,7 +1,7 @@
-"""A training script that test_kills.py starts, kills and starts again, with all that a run can lose; written with the public API alone.
+"""A training script that test_kills.py starts, kills and restarts, with everything that a run can lose; it uses only the public API.
 
-`python tests/kill_script.py '{"directory": ..., "fit": {"epochs": 20}}'` prints a line wherever it gets, so that whoever watches knows when to kill it, and
-writes what it has at the end to `result.json` in `directory`. It never finds out that it was killed: it is always the same script.
+`python tests/kill_script.py '{"directory": ..., "fit": {"epochs": 20}}'` prints a line at every stage, so that a test knows when to kill it, and
+writes its results to `result.json` in `directory`. It does not know whether it was killed: each start runs the same script.
 """
 
 import json
@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import linen as nn
+from flax import nnx
 
 import fitflax
 from fitflax.callbacks import (
@@ -29,13 +30,14 @@ from fitflax.callbacks import (
 )
 from fitflax.errors import FitflaxWarning
 from fitflax.parallel import DataParallel, Sharded
+from fitflax.storage import parts
 from tests.run_script import rows_of, state_of
 
 CLASSES = 3
 BATCH_SIZE = 16
 STEPS_PER_EPOCH = 40
 VALIDATION_BATCH_SIZE = 48
-# A step that is saved for one reason is often saved for another, too, and often is not.
+# Some steps are saved for one reason only, and some for several.
 SAVE_STEPS, VALIDATE_STEPS, TALLY_STEPS, HISTOGRAM_STEPS = 7, 15, 9, 50
 
 
@@ -51,8 +53,22 @@ class Network(nn.Module):
         return nn.Dense(CLASSES)(x)
 
 
+class NNXNetwork(nnx.Module):
+    """The same as an NNX module, whose random streams are a part of the state."""
+
+    def __init__(self, hidden: int, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.List([nnx.Linear(width, hidden, rngs=rngs) for width in (16, hidden)])
+        self.norms = nnx.List([nnx.BatchNorm(hidden, momentum=0.9, rngs=rngs) for _ in range(2)])
+        self.dropout, self.out = nnx.Dropout(0.5, rngs=rngs), nnx.Linear(hidden, CLASSES, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = self.dropout(nnx.relu(norm(layer(x))))
+        return self.out(x)
+
+
 def examples(rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Half of the labels are noise, so that validation stops improving while training goes on."""
+    """Half of the labels are noise, so that validation stops improving while training continues."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(rows, 16)).astype(np.float32)
     y = np.argmax(x[:, :CLASSES], axis=1)
@@ -60,7 +76,7 @@ def examples(rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Tally(Callback):
-    """A user's callback: a number that every step made exactly once, in order, leads to, and what it saw at checkpoints of its own."""
+    """A custom callback: a number that results only if every step runs exactly once and in order, and what it saw at its own checkpoints."""
 
     def __init__(self) -> None:
         self.every = fitflax.every(steps=TALLY_STEPS)
@@ -95,11 +111,11 @@ class Tally(Callback):
 
 
 def say(what: str, step: int) -> None:
-    os.write(1, f"{what} {step}\n".encode())  # At once or not at all, whenever this process is killed.
+    os.write(1, f"{what} {step}\n".encode())  # Completely or not at all, whenever this process is killed.
 
 
 def count_file_events(root: pathlib.Path, die_at: int | None) -> list[int]:
-    """Counts what this process does to names under `root`: files opened for writing, renames, removals, new directories; before one of them it dies."""
+    """Counts what this process does to names under `root`: files opened for writing, renames, removals, new directories. It dies before number `die_at`."""
     count = [0]
     inside = os.path.join(root, "")
 
@@ -108,7 +124,7 @@ def count_file_events(root: pathlib.Path, die_at: int | None) -> list[int]:
             return
         if event == "open" and not (isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)):
             return
-        # A tree is removed by names relative to an open directory.
+        # A tree is removed with names relative to an open directory.
         is_relative = event in ("os.remove", "os.rmdir") and arguments[-1] not in (None, -1)
         if is_relative or os.fspath(arguments[0] if not isinstance(arguments[0], int) else "").startswith(inside):
             count[0] += 1
@@ -128,18 +144,25 @@ def main(
     checkpoint: dict[str, Any] = {},  # noqa: B006 (only read)
     die_at_file_event: int | None = None,
     devices: int = 1,
+    kind: str = "linen",
+    place: str | None = None,
+    part_bytes: int | None = None,
 ) -> None:
     jax.config.update("jax_num_cpu_devices", devices)
     warnings.simplefilter("error")
-    warnings.filterwarnings("default", "Resuming: a damaged checkpoint is passed over", FitflaxWarning)
-    # TensorBoard's writer imports PyTorch where it is installed, which would take more time than all the rest.
+    warnings.filterwarnings("default", "Resuming: skipped a damaged checkpoint", FitflaxWarning)
+    # TensorBoard's writer imports PyTorch if it is installed, which would take longer than everything else.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     root = pathlib.Path(directory)
+    where = place or directory  # A URL replaces the directory.
+    if part_bytes is not None:
+        parts.PART_BYTES = part_bytes
     file_events = count_file_events(root, die_at_file_event)
     parallel = DataParallel(jax.devices()[:1]) if devices == 1 else Sharded({"data": devices}, fsdp=True, fsdp_min_size=64)
-    trainer = fitflax.Trainer(Network(hidden), seed=3, parallel=parallel)
+    network = Network(hidden) if kind == "linen" else NNXNetwork(hidden, nnx.Rngs(3))
+    trainer = fitflax.Trainer(network, seed=3, parallel=parallel)
     trainer.compile("adam", "sparse_categorical_crossentropy", ["accuracy"], learning_rate=0.02)
-    best_checkpoint = BestCheckpoint(root / best, keep=2, **checkpoint)
+    best_checkpoint = BestCheckpoint(f"{where}/{best}", keep=2, **checkpoint)
     early = EarlyStopping("val_loss", patience=10)
     tally = Tally()
     steps = fitflax.every(steps=SAVE_STEPS)
@@ -162,9 +185,9 @@ def main(
             tally,
             early,
             ReduceLROnPlateau("val_loss", patience=3, factor=0.5),
-            CSVLogger(root / "log.csv"),
-            TensorBoard(root / "tensorboard", every=fitflax.every(steps=10), histograms=fitflax.every(steps=HISTOGRAM_STEPS)),
-            ModelCheckpoint(root / "checkpoints", every=steps | fitflax.every(epochs=1), keep=3, keep_every=5 * SAVE_STEPS, **checkpoint),
+            CSVLogger(f"{where}/log.csv"),
+            TensorBoard(f"{where}/tensorboard", every=fitflax.every(steps=10), histograms=fitflax.every(steps=HISTOGRAM_STEPS)),
+            ModelCheckpoint(f"{where}/checkpoints", every=steps | fitflax.every(epochs=1), keep=3, keep_every=5 * SAVE_STEPS, **checkpoint),
             best_checkpoint,
         ],
         **fit,

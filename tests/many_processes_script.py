@@ -1,12 +1,16 @@
 """A training script that test_many_processes.py starts in one process or in several: `python tests/many_processes_script.py '{"port": ..., "index": 0, ...}'`.
 
-It always has four devices in all, so that results are comparable, and prints what it has at the end as one line of JSON.
+It always has four devices in total, so that results are comparable, and prints its results as one line of JSON. With `runs`, arguments by name, the same
+processes execute several runs one after another; the output of each starts with a line `RUN` and its name.
 """
 
+import atexit
 import dataclasses
 import itertools
 import json
+import os
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -34,6 +38,7 @@ from fitflax.callbacks import (
 )
 from fitflax.data import Shard
 from fitflax.errors import FitflaxError
+from fitflax.integrations.tracker import Tracker, TrackerLogger
 
 DEVICES = 4
 
@@ -51,13 +56,13 @@ def examples(rows: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def shares(rows: int, count: int) -> list[slice]:
-    """Parts of very different lengths, some of them shorter by batches than others."""
+    """Shards of very different lengths, some of them shorter than others by several batches."""
     bounds = [0, *(int(rows * (1 - 0.4**number)) for number in range(1, count)), rows]
     return [slice(begin, end) for begin, end in itertools.pairwise(bounds)]
 
 
 def joined(arrays: tuple[np.ndarray, ...], count: int, size: int) -> Any:
-    """The batches of one process that are those of `count` processes with a share each."""
+    """The batches of one process that equal those of `count` processes with a shard each."""
     parts = [[array[share] for array in arrays] for share in shares(len(arrays[0]), count)]
 
     def batches() -> Any:
@@ -68,7 +73,7 @@ def joined(arrays: tuple[np.ndarray, ...], count: int, size: int) -> Any:
 
 
 class Reader(Callback):
-    """Reads what it can in process 0 alone, as whoever writes something does."""
+    """Reads what it can in process 0 only, as callbacks that write something do."""
 
     main_process_only = True
     every = fitflax.every(steps=3)
@@ -79,12 +84,30 @@ class Reader(Callback):
     def on_checkpoint(self, checkpoint: Any) -> None:
         whole = jax.tree.leaves(checkpoint.model_params)[0]
         self.norms.append(float(np.abs(whole.addressable_data(0)).sum()))
-        state = self.trainer.state  # Lent: the next step copies it, in this process alone.
+        state = self.trainer.state  # Borrowed: the next step copies it, in this process only.
         assert int(state.step) == checkpoint.step
 
 
+class Lines(Tracker):
+    """A tracker that writes to a file: the process, the step and the loss of each point."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def start(self, name: str, run_id: str | None, config: Any) -> str:
+        return name
+
+    def log(self, points: Any) -> None:
+        with open(self.path, "a") as file:
+            file.writelines(f"{os.getpid()} {point.step} {point.values['loss']}\n" for point in points)
+
+    def finish(self, status: str, summary: Any, artifact: Any) -> None:
+        with open(self.path, "a") as file:
+            file.write(f"{os.getpid()} {status}\n")
+
+
 def watchers(directory: str | None) -> list[Callback]:
-    """One of each callback that looks at values or at the state."""
+    """One of each callback that reads values or the state."""
     return [
         TensorBoard(f"{directory}/tensorboard", histograms=fitflax.every(steps=4)),
         SummaryLogger(every=fitflax.every(steps=5)),
@@ -94,12 +117,13 @@ def watchers(directory: str | None) -> list[Callback]:
         TerminateOnNaN(),
         LearningRateScheduler(lambda epoch, rate: rate * 0.9),
         Watchdog(seconds=600),
+        TrackerLogger(Lines(f"{directory}/tracker.txt"), every=fitflax.every(steps=4)),
         Reader(),
     ]
 
 
 def make_mistake(mistake: str, trainer: fitflax.Trainer) -> None:
-    """What one process does otherwise than the others."""
+    """Does what makes one process differ from the others."""
     if mistake == "leave":
         sys.exit(0)
     elif mistake == "evaluate":
@@ -119,12 +143,24 @@ def make_mistake(mistake: str, trainer: fitflax.Trainer) -> None:
         trainer.fit(x, y[:80], batch_size=32, steps=12, verbose=0)
 
 
-def main(
+def share_programs() -> None:
+    """Makes the runs of this process share compiled programs, in a separate directory; JAX lets only the first of several processes write."""
+    programs = tempfile.TemporaryDirectory(prefix="fitflax-tests-")
+    atexit.register(programs.cleanup)
+    jax.config.update("jax_compilation_cache_dir", programs.name)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def print_result(result: dict[str, Any]) -> None:
+    print("RESULT " + json.dumps(result), flush=True)
+
+
+def run(
+    count: int,
+    index: int,
     *,
     kind: str,
-    count: int = 1,
-    index: int = 0,
-    port: int = 0,
     directory: str | None = None,
     steps: int = 12,
     differ: bool = False,
@@ -135,10 +171,8 @@ def main(
     watch: bool = False,
     steps_per_call: Any = 1,
     mistake: str = "",
+    brief: bool = False,
 ) -> None:
-    jax.config.update("jax_num_cpu_devices", DEVICES // count)
-    if count > 1:
-        parallel.initialize(*((f"127.0.0.1:{port}", count, index) if port else ()))  # Without a port the environment tells.
     strategies: dict[str, Any] = {
         "data parallel": parallel.DataParallel,
         "own": lambda: parallel.DataParallel(jax.local_devices()),
@@ -156,7 +190,7 @@ def main(
     )
     x, y = examples(90)
     if kind != "own" and not mistake and not watch:
-        # From arrays that each process has on a device of its own.
+        # From arrays that each process has on its own device.
         params = Network().init(jax.random.key(7), x[:1], train=False)["params"]
         trainer.build((x[:4], y[:4]))
         trainer.replace_state(dataclasses.replace(trainer.state, params=params, opt_state=optax.adam(0.01).init(params)))
@@ -188,11 +222,15 @@ def main(
         size = {"batch_size": 32, "shuffle": False} if count > 1 else {}
         valid = Shard((x[:50][shares(50, shards)[index]], y[:50][shares(50, shards)[index]])) if count > 1 else (x[:50], y[:50])
         history = trainer.fit(data, **size, validation_data=valid, **options)
+        if brief:
+            return print_result({"step": trainer.step, "processes": jax.process_count()})
         own = shares(41, shards)[index]
         outputs = trainer.predict(Shard(filter(len, np.split(x[own], [2, 3]))) if count > 1 else x[:41])
         evaluation = trainer.evaluate(Shard((x[share], y[share])) if count > 1 else (x, y), batch_size=24, verbose=0)
     else:
         history = trainer.fit(np.roll(x, index if differ else 0, axis=0), y, batch_size=32, validation_data=(x[:50], y[:50]), **options)
+        if brief:
+            return print_result({"due": due, "reason": trainer.stop_reason, "step": trainer.step, "processes": jax.process_count()})
         outputs = trainer.predict(x[:41], batch_size=16)
         evaluation = trainer.evaluate(x, y, batch_size=24, verbose=0)
     result = {
@@ -207,12 +245,28 @@ def main(
         "norm": float(optax.tree.norm(trainer.state.params)),
         "processes": jax.process_count(),
     }
-    print("RESULT " + json.dumps(result), flush=True)
+    return print_result(result)
+
+
+def main(*, count: int = 1, index: int = 0, port: int = 0, heartbeat: int = 30, runs: dict[str, Any] | None = None, **arguments: Any) -> int:
+    """Returns the exit status of the last run: an error in one run is an error in all processes, so they can continue together."""
+    jax.config.update("jax_num_cpu_devices", DEVICES // count)
+    if count > 1:
+        # Without a port, the environment has the arguments.
+        parallel.initialize(*((f"127.0.0.1:{port}", count, index) if port else ()), heartbeat_timeout_seconds=heartbeat)
+    if runs:
+        share_programs()
+    status = 0
+    for name, given in (runs or {"alone": arguments}).items():
+        print("RUN " + name, flush=True)
+        status = 0
+        try:
+            run(count, index, **given)
+        except FitflaxError as error:
+            print(f"ERROR {type(error).__name__}: {error}", flush=True)
+            status = 3
+    return status
 
 
 if __name__ == "__main__":
-    try:
-        main(**json.loads(sys.argv[1]))
-    except FitflaxError as error:
-        print(f"ERROR {type(error).__name__}: {error}", flush=True)
-        sys.exit(3)
+    sys.exit(main(**json.loads(sys.argv[1])))

@@ -1,7 +1,8 @@
-"""Breaks the library one thing at a time and looks whether a test sees it: `python -m tests.mutants fitflax/triggers.py ...`, or `make mutants` for all.
+"""Breaks the library in one place at a time and checks whether a test detects it: `python -m tests.mutants fitflax/triggers.py ...`, or `make mutants` for all.
 
-A mutant is a copy of the checkout in which one operator, number or statement of one file is another. The 40 of a file are the same every time, and most of
-them stay when the file changes. Those that no test sees are shown, unless `tests/MUTANTS.md` says why; where there are any, the exit status is 1.
+A mutant is a copy of the checkout in which one operator, number or statement of one file is changed. The 40 mutants of a file are the same every time, and
+most of them stay the same when the file changes. Mutants that no test detects are printed, unless `tests/MUTANTS.md` explains them; if there are any, the exit
+status is 1.
 """
 
 import argparse
@@ -33,13 +34,13 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 EXPLAINED = ROOT / "tests/MUTANTS.md"
 MUTANTS_PER_FILE = 40
 SEED = "fitflax"
-# What takes a quick test most of its time to import; imported once, and the tests of each mutant go on from there.
+# Importing these takes most of the time of a quick test; they are imported once, and the tests of each mutant continue from there.
 PRELOADED = ("flax.linen", "hypothesis", "optax", "sklearn.metrics", "tensorboardX")
 KILLS = collections.Counter[str]()  # How many mutants each test has killed.
-PATIENCE = 4  # A mutant may take so many times as long as the file's tests without it.
+PATIENCE = 4  # A mutant may take this many times as long as the file's tests without it.
 
-# What sees a file's mutants: arguments of pytest, one call after another until a test fails; the file's doctests come after the first one. What is marked
-# slow is left out, but where `-m` asks for it.
+# What detects a file's mutants: arguments of pytest, one call after another until a test fails; the file's doctests are added to the first call. Tests that
+# are marked slow are excluded unless `-m` selects them.
 METRICS = ("tests/metrics/test_metrics.py", "tests/metrics/test_metrics.py -m slow")
 TESTS = {
     "fitflax/triggers.py": ("tests/test_triggers.py",),
@@ -47,61 +48,64 @@ TESTS = {
     "fitflax/metrics/ranking.py": ("tests/metrics/test_ranking.py", "tests/metrics/test_ranking.py -m slow", *METRICS),
     "fitflax/metrics/classification.py": ("tests/metrics/test_classification.py", "tests/metrics/test_classification.py -m slow", *METRICS),
     "fitflax/metrics/base.py": METRICS,
-    "fitflax/checkpoints/codec.py": (
-        "tests/checkpoints/test_format_docs.py tests/checkpoints/test_codec.py tests/checkpoints/test_msgpack_format.py",
+    "fitflax/checkpoints/formats/msgpack_codec.py": (
+        "tests/checkpoints/test_format_docs.py tests/checkpoints/test_msgpack_codec.py tests/checkpoints/test_msgpack_format.py",
         "tests/checkpoints/test_damage.py",
     ),
-    "fitflax/steps/task.py": (
-        "tests/steps/test_task.py",
-        "tests/callbacks/test_terminate_on_nan.py",
-        "tests/test_trainer.py",
-        "tests/test_numbers.py tests/callbacks/test_media.py",
-        "tests/steps/test_task.py -m slow",
-        "tests/loops/test_modular.py tests/diagnostics/test_nan_hunt.py",
-        "tests/loops/test_modular.py -m slow -k gradients",
+    **dict.fromkeys(
+        ("fitflax/steps/step_functions.py", "fitflax/steps/forward_pass.py", "fitflax/steps/gradients.py"),
+        (
+            "tests/steps/test_step_functions.py",
+            "tests/callbacks/test_terminate_on_nan.py",
+            "tests/test_trainer.py",
+            "tests/test_numbers.py tests/callbacks/test_media.py",
+            "tests/steps/test_step_functions.py -m slow",
+            "tests/loops/test_user_loops.py tests/diagnostics/test_nan_hunt.py",
+            "tests/loops/test_user_loops.py -m slow -k gradients",
+        ),
     ),
-    "fitflax/checkpoints/resume.py": (
+    "fitflax/checkpoints/restore/resume.py": (
         "tests/checkpoints/test_find_resume.py",
         "tests/checkpoints/test_resume_state.py",
         "tests/checkpoints/test_resume_state.py -m slow",
         "tests/loops/test_restore.py",
     ),
-    "fitflax/checkpoints/documents.py": (
-        "tests/checkpoints/test_documents.py tests/checkpoints/test_contents.py tests/checkpoints/test_format_docs.py",
+    "fitflax/checkpoints/formats/json_documents.py": (
+        "tests/checkpoints/test_json_documents.py tests/checkpoints/test_checkpoint_files.py tests/checkpoints/test_format_docs.py",
         "tests/checkpoints/test_damage.py",
     ),
-    "fitflax/checkpoints/store.py": ("tests/checkpoints/test_store.py",),
-    "fitflax/loops/run.py": (
+    "fitflax/checkpoints/store/checkpoint_store.py": ("tests/checkpoints/test_store.py",),
+    "fitflax/loops/training_loop.py": (
         "tests/loops/test_hooks.py",
         "tests/checkpoints/test_checkpoint.py",
         "tests/loops/test_unseen.py tests/test_time_spent.py",
-        "tests/loops/test_modular.py",
+        "tests/loops/test_user_loops.py",
         "tests/loops/test_resume.py",
-        "tests/steps/test_groups.py",
+        "tests/steps/test_steps_per_call.py",
         "tests/test_faults.py tests/loops/test_fit.py",
         "tests/loops/test_fit.py -m slow -k validation_freq",
         "tests/loops/test_resume.py -m slow",
-        "tests/checkpoints/test_closing.py",
+        "tests/checkpoints/test_partial_epoch.py",
         "tests/data/test_shards.py -m slow",
     ),
-    "fitflax/loops/preparation.py": (
+    "fitflax/loops/run_setup.py": (
         "tests/loops/test_trials.py tests/test_errors.py tests/test_mistakes.py",
-        "tests/steps/test_groups.py",
-        "tests/steps/test_groups.py -m slow",
-        "tests/loops/test_resume.py tests/loops/test_modular.py",
+        "tests/steps/test_steps_per_call.py",
+        "tests/steps/test_steps_per_call.py -m slow",
+        "tests/loops/test_resume.py tests/loops/test_user_loops.py",
         "tests/diagnostics tests/steps/test_ahead.py",
         "tests/loops/test_resume.py -m slow",
         "tests/test_faults.py tests/loops/test_restore.py tests/callbacks/test_tensorboard.py",
-        "tests/data/test_streams.py",
-        "tests/checkpoints/test_closing.py",
+        "tests/data/test_sources.py",
+        "tests/checkpoints/test_partial_epoch.py",
         "tests/data/test_grain.py",
     ),
-    "fitflax/checkpoints/trees.py": ("tests/checkpoints/test_trees.py", "tests/checkpoints/test_codec.py"),
-    "fitflax/checkpoints/saving.py": ("tests/checkpoints/test_saving.py", "tests/checkpoints/test_saving.py -m slow", "tests/loops/test_asynchronous.py"),
-    "fitflax/steps/sums.py": ("tests/steps/test_sums.py", "tests/steps/test_task.py"),
+    "fitflax/checkpoints/formats/plain_tree.py": ("tests/checkpoints/test_plain_tree.py", "tests/checkpoints/test_msgpack_codec.py"),
+    "fitflax/checkpoints/writer/saver.py": ("tests/checkpoints/test_saver.py", "tests/checkpoints/test_saver.py -m slow", "tests/loops/test_asynchronous.py"),
+    "fitflax/steps/metric_state.py": ("tests/steps/test_metric_state.py", "tests/steps/test_step_functions.py"),
 }
 
-# What stands for what.
+# What is replaced by what.
 COMPARISONS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is": "is not", "is not": "is", "in": "not in", "not in": "in"}
 BINARY = {"+": "-", "-": "+", "*": "/", "/": "*", "//": "*", "%": "*", "**": "*", "&": "|", "|": "&", "^": "&", "<<": ">>", ">>": "<<"}
 BOOLEAN = {"and": "or", "or": "and"}
@@ -109,7 +113,7 @@ CALLED = {"min": "max", "max": "min", "any": "all", "all": "any", "minimum": "ma
 
 
 class Mutant(NamedTuple):
-    """A change of one file: its name in `MUTANTS.md`, the function it is in, the line, that before and after, and the whole file after it."""
+    """A change of one file: its name in `MUTANTS.md`, the function it is in, the number of the line, the line before and after, and the whole file after."""
 
     name: str
     where: str
@@ -120,7 +124,7 @@ class Mutant(NamedTuple):
 
 
 def mutants_of(path: str, source: str) -> list[Mutant]:
-    """Returns all mutants of a file, in an order by chance that a change elsewhere in the file leaves as it is.
+    """Returns all mutants of a file, in a pseudo-random order that a change elsewhere in the file does not affect.
 
     >>> sorted(mutant.after for mutant in mutants_of("f.py", "def f(x: int = 3):\\n    return x < 2"))
     ['def f(x: int = 4):', 'return None', 'return x < 3', 'return x <= 2']
@@ -155,7 +159,7 @@ def meaning(code: types.CodeType) -> Any:
 
 
 def changeable(node: ast.AST, where: str = "") -> Iterator[tuple[str, ast.AST]]:
-    """Yields the nodes that may be changed, each with the function it is in; no annotations, decorators, assertions, texts or words of errors."""
+    """Yields the nodes that may be changed, each with the function it is in; no annotations, decorators, assertions, strings or error messages."""
     yield where, node
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         where = f"{where}.{node.name}".lstrip(".")
@@ -169,7 +173,7 @@ def changeable(node: ast.AST, where: str = "") -> Iterator[tuple[str, ast.AST]]:
 
 
 def changes(node: Any) -> Iterator[tuple[tuple[int, int], tuple[int, int], str | None, str]]:
-    """Yields changes of one node: from where to where (line and column), a pattern that is replaced there (`None`: everything), and what by."""
+    """Yields changes of one node: start and end (line and column), a pattern that is replaced there (`None`: everything), and its replacement."""
     match node:
         case ast.Compare():
             for left, operator, right in zip([node.left, *node.comparators], node.ops, node.comparators, strict=False):
@@ -232,33 +236,33 @@ def swapped(left: ast.AST, right: ast.AST, operator: ast.AST, by: dict[str, str]
 
 
 def run_tests(tests: list[str], copy: pathlib.Path, limit: float) -> tuple[str, str]:
-    """Runs pytest in `copy`, in a process of its own; returns "passed", "failed" or "too slow", and its output."""
+    """Runs pytest in `copy`, in a separate process; returns "passed", "failed" or "too slow", and its output."""
     (copy / "temporary").mkdir()
     with (copy / "output.txt").open("w+") as output, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # JAX's, of threads that are not there before it computes.
+        warnings.simplefilter("ignore")  # JAX warns about threads, which do not exist before it computes.
         process = os.fork()
         if process == 0:
             os.setsid()
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
-            _be_pytest(tests, copy)
+            _become_pytest(tests, copy)
         end = time.monotonic() + limit
         while not (ended := os.waitpid(process, os.WNOHANG))[0] and time.monotonic() < end:
             time.sleep(0.02)
-        with contextlib.suppress(ProcessLookupError):  # What the tests have started, too.
+        with contextlib.suppress(ProcessLookupError):  # Includes what the tests started.
             os.killpg(process, signal.SIGKILL)
-        shutil.rmtree(copy / "temporary", ignore_errors=True)  # The process leaves without tidying up.
+        shutil.rmtree(copy / "temporary", ignore_errors=True)  # The process exits without cleaning up.
         if not ended[0]:
             os.waitpid(process, 0)
-            shutil.rmtree(copy / "programs", ignore_errors=True)  # One may be there by half.
+            shutil.rmtree(copy / "programs", ignore_errors=True)  # One may be incomplete.
         output.seek(0)
         text = output.read()
     KILLS.update(re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", text, re.MULTILINE))
     return "too slow" if not ended[0] else "passed" if ended[1] == 0 else "failed", text
 
 
-def _be_pytest(tests: list[str], copy: pathlib.Path) -> NoReturn:
-    """Goes on as `pytest tests` in the directory `copy`; to have imported JAX and others before saves most of the time that a quick test takes."""
+def _become_pytest(tests: list[str], copy: pathlib.Path) -> NoReturn:
+    """Continues as `pytest tests` in the directory `copy`; JAX and others are already imported, which saves most of the time that a quick test takes."""
     status = 1
     try:
         os.chdir(copy)
@@ -267,14 +271,14 @@ def _be_pytest(tests: list[str], copy: pathlib.Path) -> NoReturn:
         os.environ["TMPDIR"] = tempfile.tempdir = str(copy / "temporary")
         sys.modules.pop("tests", None)
         options = ["-m", "not slow", "-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider"]
-        status = int(pytest.main([*options, *tests], plugins=[_Haste(copy / "programs")]))
+        status = int(pytest.main([*options, *tests], plugins=[_SpeedUp(copy / "programs")]))
     finally:
         sys.stdout.flush()
         os._exit(status)
 
 
-class _Haste:
-    """Lets all mutants share compiled programs, where each would have a directory of its own, and runs first what has killed most mutants so far."""
+class _SpeedUp:
+    """Lets all mutants share compiled programs instead of each having its own directory, and first runs the tests that killed the most mutants so far."""
 
     def __init__(self, programs: pathlib.Path) -> None:
         self._programs = programs
@@ -294,7 +298,7 @@ def try_file(path: str, copy: pathlib.Path, chosen: list[str]) -> bool:
     drawn = [mutant for mutant in mutants if mutant.name in chosen] if chosen else mutants[:MUTANTS_PER_FILE]
     explained = EXPLAINED.read_text(encoding="utf-8") if EXPLAINED.exists() and not chosen else ""
     alive = sorted((mutant for mutant in drawn if mutant.name not in explained), key=lambda mutant: mutant.line)
-    told, slow, begin = len(drawn) - len(alive), [], time.monotonic()
+    num_explained, slow, begin = len(drawn) - len(alive), [], time.monotonic()
     for number, tests in enumerate(TESTS[path]):
         arguments = shlex.split(tests) + [path] * (number == 0)
         write(copy / path, source)
@@ -317,13 +321,13 @@ def try_file(path: str, copy: pathlib.Path, chosen: list[str]) -> bool:
     for kind, some in (("too slow", slow), ("survived", alive)):
         for mutant in some:
             print(f"{path}:{mutant.line} {mutant.name} {mutant.where}: {kind}\n  - {mutant.before}\n  + {mutant.after}", flush=True)
-    text = f"{len(drawn) - told - len(slow) - len(alive)} killed, {len(slow)} too slow, {told} explained, {len(alive)} survived"
+    text = f"{len(drawn) - num_explained - len(slow) - len(alive)} killed, {len(slow)} too slow, {num_explained} explained, {len(alive)} survived"
     print(f"{path}: {len(drawn)} of {len(mutants)} mutants in {time.monotonic() - begin:.0f} s: {text}", flush=True)
     return not alive
 
 
 def write(path: pathlib.Path, source: str) -> None:
-    """Writes a module, and removes what Python compiled of it, which would be taken for the new one's where second and size are the same."""
+    """Writes a module, and removes its bytecode, which Python would take for that of the new one if second and size were the same."""
     path.write_text(source, encoding="utf-8")
     for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
         compiled.unlink()

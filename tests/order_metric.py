@@ -11,7 +11,7 @@ from fitflax.metrics import Metric
 
 @struct.dataclass
 class Digits(Metric):
-    """Writes the first targets of what is merged one after another, so that order shows; its parts cannot be added."""
+    """Writes the first targets of the merged parts one after another, so that their order is visible; the parts cannot be added."""
 
     value: Any = np.float32(0)
     name: str = struct.field(pytree_node=False, default="digits")

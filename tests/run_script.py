@@ -1,7 +1,7 @@
-"""A training script that process tests start, stop, kill and start again, and what tests compare two runs with.
+"""A training script that process tests start, stop, kill and restart, and functions with which tests compare two runs.
 
-`python tests/run_script.py '{"directory": ..., "fit": {"steps": 12}}'` trains a small network with all that has state: dropout, batch statistics, Adam,
-shuffling, a ragged last batch, validation, EarlyStopping, BestCheckpoint. It writes what it has at the end to `result.json` in `directory`.
+`python tests/run_script.py '{"directory": ..., "fit": {"steps": 12}}'` trains a small network with everything that has state: dropout, batch statistics, Adam,
+shuffling, a ragged last batch, validation, EarlyStopping, BestCheckpoint. It writes its results to `result.json` in `directory`.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from flax import linen as nn
 
 import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint
-from fitflax.checkpoints.saved import read_checkpoint
+from fitflax.checkpoints.formats.checkpoint_files import read_checkpoint
 from fitflax.parallel import DataParallel
 
 STEPS_PER_EPOCH = 5
@@ -72,17 +72,17 @@ def leaves_of(tree: Any, path: str = "") -> dict[str, Any]:
 
 
 def state_of(trainer: fitflax.Trainer) -> dict[str, Any]:
-    """The whole live state, to compare."""
+    """The whole live state, for comparisons."""
     return {jax.tree_util.keystr(path): leaves_of(leaf)[""] for path, leaf in jax.tree_util.tree_leaves_with_path(trainer.state)}
 
 
 def rows_of(history: fitflax.History) -> list[Any]:
-    """The rows of a history, to compare; NaN equals NaN here."""
+    """The rows of a history, for comparisons; NaN equals NaN here."""
     return [[row["epoch"], {key: float(value).hex() for key, value in row["logs"].items()}] for row in history.rows]
 
 
 def checkpoint_of(directory: pathlib.Path) -> dict[str, Any]:
-    """All of a checkpoint that must be equal, which is all but clocks and the names of runs."""
+    """Everything in a checkpoint that must be equal: all but clocks and the names of runs."""
     saved = read_checkpoint(directory)
     state = {"train": saved.train, "run": {key: value for key, value in saved.run.items() if key != "schedules"}}
     metadata = json.loads((directory / "metadata.json").read_text())
@@ -96,12 +96,12 @@ def steps_in(directory: pathlib.Path) -> list[int]:
 
 
 def directory_of(directory: pathlib.Path) -> dict[str, Any]:
-    """All checkpoints of a directory, to compare."""
+    """All checkpoints of a directory, for comparisons."""
     return {path.name: checkpoint_of(path) for path in sorted(directory.glob("step_*"))}
 
 
 def differences(one: dict[str, Any], other: dict[str, Any], path: str = "") -> list[str]:
-    """What two results of the functions above differ in; short enough to be read."""
+    """The differences between two results of the functions above, short enough to read."""
     if len(one) != len(other) and path.endswith("/"):
         return [f"{path}: {list(one)} != {list(other)}"]
     found = []
@@ -130,7 +130,7 @@ def finish(process: subprocess.Popen[str], *, status: int = 0) -> tuple[str, str
 
 
 def run(root: pathlib.Path, env: dict[str, str], *, status: int = 0, **arguments: Any) -> dict[str, Any]:
-    """Runs the script to its end and returns its result; `{}` if it died before."""
+    """Runs the script until it ends and returns its result; `{}` if it died before."""
     (root / "result.json").unlink(missing_ok=True)
     finish(start(root, env, **arguments), status=status)
     path = root / "result.json"
@@ -150,7 +150,7 @@ ACTIONS: dict[str, Callable[[int], Any]] = {
 
 
 def at(trainer: fitflax.Trainer, hook: str, step: int, action: Callable[[int], Any], *, times: int = 1) -> Callback:
-    """A callback without state that does something in a hook after so many steps."""
+    """A callback without state that runs an action in a hook at a step."""
     left = iter(range(times))
 
     def act(*arguments: Any) -> None:
@@ -188,7 +188,7 @@ def main(
         verbose=0,
         resume=resume,
         callbacks=[
-            # Not asynchronous where a test kills at a certain step and asks which checkpoints there are: it would have to wait for them.
+            # Not asynchronous if a test kills the process at a step and checks which checkpoints there are: it would have to wait for them.
             ModelCheckpoint(root / "checkpoints", every=fitflax.every(steps=every), keep=keep, asynchronous=asynchronous),
             BestCheckpoint(root / "best", keep=2, asynchronous=asynchronous),
             EarlyStopping(patience=100),

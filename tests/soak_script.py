@@ -1,9 +1,14 @@
-"""Trains for very many steps with all that a run usually has, and writes down how much memory the process holds as it goes; run by test_soak.py."""
+"""Trains for very many steps or epochs with everything that a run usually has, and prints memory and time at intervals as JSON.
 
+`python tests/soak_script.py STEPS STEPS_PER_CALL EPOCHS DIRECTORY`; run by test_soak.py.
+"""
+
+import itertools
 import json
 import os
 import pathlib
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -13,21 +18,22 @@ from typing_extensions import override
 import fitflax
 from fitflax import callbacks
 
-EPOCHS = 40  # However many steps: a history grows with the epochs, and may.
-
 
 class Resident(callbacks.Callback):
-    """Notes the process's resident memory, in MB, twenty times in a run."""
+    """Records the process's resident memory, in MB, and the time twenty times in a run of `epochs` epochs."""
 
-    def __init__(self) -> None:
+    def __init__(self, epochs: int) -> None:
         super().__init__()
+        self._every = epochs // 20
         self.megabytes: list[float] = []
+        self.times = [time.perf_counter()]
 
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if epoch % 2 == 1:
+        if (epoch + 1) % self._every == 0:
             pages = int(pathlib.Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
             self.megabytes.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
+            self.times.append(time.perf_counter())
 
 
 class Net(nn.Module):
@@ -36,13 +42,13 @@ class Net(nn.Module):
         return nn.Dense(1)(nn.Dropout(0.1, deterministic=not train)(nn.relu(nn.Dense(8)(x))))
 
 
-def main(steps: int, steps_per_call: int, directory: str) -> None:
+def main(steps: int, steps_per_call: int, epochs: int, directory: str) -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(4096, 4)).astype(np.float32)
     y = (x @ rng.normal(size=(4, 1))).astype(np.float32)
     trainer = fitflax.Trainer(Net())
     trainer.compile("adam", "mse", metrics=["mae"], steps_per_call=steps_per_call)
-    resident = Resident()
+    resident = Resident(epochs)
     listed = [
         resident,
         callbacks.ProgressBar(),
@@ -53,9 +59,11 @@ def main(steps: int, steps_per_call: int, directory: str) -> None:
         callbacks.EarlyStopping(monitor="val_loss", patience=10**6),
         callbacks.TerminateOnNaN(),
     ]
-    trainer.fit(x, y, batch_size=8, steps=steps, steps_per_epoch=steps // EPOCHS, validation_data=(x[:64], y[:64]), callbacks=listed)
-    print(json.dumps(resident.megabytes))
+    trainer.fit(x, y, batch_size=8, steps=steps, steps_per_epoch=steps // epochs, validation_data=(x[:64], y[:64]), callbacks=listed)
+    seconds = [end - begin for begin, end in itertools.pairwise(resident.times)]
+    files = [path.relative_to(directory).as_posix() for path in pathlib.Path(directory).rglob("*") if path.is_file()]
+    print(json.dumps({"megabytes": resident.megabytes, "seconds": seconds, "files": sorted(files)}))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -1,4 +1,4 @@
-"""`TrainState.logical_axes`: the names in linen's metadata, for parameters, collections and the optimizer's state."""
+"""`TrainState.logical_axes`: the names in linen's metadata, for parameters, collections and the optimizer state."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def specs(tree):
 
 
 @pytest.mark.slow
-def test_every_parameter_and_collection_has_the_names_of_its_metadata():
+def test_every_parameter_and_collection_has_the_names_from_its_metadata():
     trainer, state = state_of(Network(with_stats=True))
     axes = state.logical_axes()
     assert specs(axes.params) == {
@@ -69,7 +69,7 @@ def test_every_parameter_and_collection_has_the_names_of_its_metadata():
     ],
 )
 @pytest.mark.mostly_slow
-def test_moments_have_the_names_of_their_parameters_wherever_they_lie(optimizer):
+def test_moments_have_the_names_of_their_parameters_anywhere_in_the_optimizer_state(optimizer):
     _, state = state_of(Network(), optimizer)
     axes = state.logical_axes()
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state):
@@ -79,7 +79,7 @@ def test_moments_have_the_names_of_their_parameters_wherever_they_lie(optimizer)
         assert spec == (specs(axes.params)[owner] if owner else PartitionSpec(*[None] * leaf.ndim))
 
 
-def test_an_array_of_the_optimizer_that_is_not_shaped_like_its_parameter_has_no_names():
+def test_an_optimizer_array_that_is_not_shaped_like_its_parameter_has_no_names():
     _, state = state_of(Network(), optax.adafactor(1e-3, min_dim_size_to_factor=2))
     found = specs(state.logical_axes().opt_state)
     rows = {name: spec for name, spec in found.items() if "v_row" in name}
@@ -95,12 +95,18 @@ def test_averaged_parameters_have_the_names_of_the_parameters():
 
 def test_every_missing_name_is_listed():
     _, state = state_of(Network(is_named=False))
-    with pytest.raises(ModelError, match=r"name: params/Dense_1/bias \[3\] has none; params/Dense_1/kernel \[6, 3\] has none. Give") as caught:
+    with pytest.raises(ModelError, match=r"name: params/Dense_1/bias \[3\] has no names; params/Dense_1/kernel \[6, 3\] has no names. Set") as caught:
         state.logical_axes()
     assert "Dense_0" not in str(caught.value)
     axes = state.logical_axes(strict=False)
     assert axes.params["Dense_1"]["kernel"] == PartitionSpec(None, None)
     assert axes.params["Dense_0"]["kernel"] == PartitionSpec("embed", "mlp")
+
+
+def test_fewer_names_than_axes_apply_to_the_first_axes():
+    _, state = state_of(nn.DenseGeneral((2, 3), use_bias=False, kernel_init=NAMED(nn.initializers.ones, ("embed", "heads"))))
+    assert state.params["kernel"].ndim == 3
+    assert state.logical_axes().params["kernel"] == PartitionSpec("embed", "heads", None)
 
 
 def test_more_names_than_axes_are_an_error():
@@ -128,7 +134,7 @@ def test_names_survive_training_saving_and_restoring(tmp_path):
     assert checkpoint.state.logical_axes() == want
 
 
-def test_names_are_no_part_of_what_makes_two_states_alike():
+def test_names_are_not_part_of_the_tree_structure_or_the_state_dict():
     _, state = state_of(Network())
     bare = fitflax.TrainState(**{**vars(state), "axes": type(state.axes)()})
     assert jax.tree.structure(bare) == jax.tree.structure(state)
@@ -137,7 +143,7 @@ def test_names_are_no_part_of_what_makes_two_states_alike():
 
 
 class Older(nn.Module):
-    """Names its axes as T5X's modules do, in a collection beside the parameters."""
+    """Names its axes as T5X's modules do, in a collection next to the parameters."""
 
     @nn.compact
     def __call__(self, x):
@@ -145,7 +151,7 @@ class Older(nn.Module):
         return nn.Dense(3, name="head")(partitioning.with_sharding_constraint(x @ kernel, ("batch", "mlp")))
 
 
-def test_names_in_a_collection_beside_the_parameters_are_found_and_are_no_part_of_the_state():
+def test_names_in_a_separate_collection_are_found_and_kept_out_of_the_state():
     trainer, state = state_of(Older())
     assert state.model_state == {}
     assert state.logical_axes(strict=False).params["kernel"] == PartitionSpec("embed", "mlp")
@@ -159,7 +165,7 @@ def test_names_in_a_collection_beside_the_parameters_are_found_and_are_no_part_o
     assert sharded.state.opt_state.inner_state[0].mu["kernel"].sharding.spec == PartitionSpec(None, "model")
 
 
-def test_a_collection_that_only_ends_like_those_of_names_is_a_collection():
+def test_another_collection_with_a_name_that_ends_in_axes_stays_in_the_state():
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):

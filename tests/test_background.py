@@ -1,4 +1,4 @@
-"""Work in a thread: order, errors, the thread's life, and that no exception in the thread that hands it out can leave a lock behind."""
+"""Work in a background thread: order, errors, the thread's lifetime, and that no exception in the thread that submits work can leave a lock held."""
 
 import ctypes
 import sys
@@ -16,7 +16,7 @@ def make(**options):
     return Background("test", on_error=errors.append, **options), errors
 
 
-def test_jobs_are_done_in_order_in_one_other_thread():
+def test_jobs_run_in_order_in_one_other_thread():
     background, errors = make()
     done = []
     for number in range(50):
@@ -27,7 +27,7 @@ def test_jobs_are_done_in_order_in_one_other_thread():
     assert len({thread for _, thread in done}) == 1 and done[0][1] != threading.get_ident()
 
 
-def test_an_error_is_handed_over_and_the_next_job_is_done():
+def test_an_error_is_passed_to_the_handler_and_the_next_job_runs():
     background, errors = make()
     done = []
     background.submit(lambda: 1 / 0)
@@ -37,7 +37,7 @@ def test_an_error_is_handed_over_and_the_next_job_is_done():
     assert [type(error) for error in errors] == [ZeroDivisionError] and done == ["next"]
 
 
-def test_the_thread_ends_when_told_or_idle_and_another_one_takes_over(monkeypatch):
+def test_the_thread_ends_on_request_or_when_idle_and_another_one_takes_over(monkeypatch):
     ended = []
     background, _ = make(on_end=lambda: ended.append(1))
     done = []
@@ -52,16 +52,16 @@ def test_the_thread_ends_when_told_or_idle_and_another_one_takes_over(monkeypatc
     background.end()
 
 
-def test_jobs_from_several_threads_are_all_done_even_as_the_thread_goes_idle(monkeypatch):
+def test_all_jobs_from_several_threads_run_even_while_the_thread_goes_idle(monkeypatch):
     monkeypatch.setattr(background_module, "IDLE_SECONDS", 0.0)
     background, errors = make()
     done = []
 
-    def hand_out() -> None:
+    def submit_jobs() -> None:
         for _ in range(300):
             background.submit(lambda: done.append(1))
 
-    threads = [threading.Thread(target=hand_out) for _ in range(3)]
+    threads = [threading.Thread(target=submit_jobs) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -71,39 +71,45 @@ def test_jobs_from_several_threads_are_all_done_even_as_the_thread_goes_idle(mon
     assert errors == []
 
 
-class _Left(BaseException):
+class _Interrupt(BaseException):
     """What a signal handler raises."""
 
 
-def test_an_exception_at_any_instant_in_the_caller_leaves_a_thread_that_works_on(monkeypatch):
-    """Raised from outside between two instructions of a thread that hands out work and waits, again and again, as Ctrl-C is in the main thread."""
-    # No thread is started meanwhile: for an instant it has the number of the one that starts it, and would get the exception in its place.
+def test_an_exception_at_any_moment_in_the_caller_leaves_a_thread_that_keeps_working(monkeypatch):
+    """The exception is raised from outside, between two instructions of a thread that repeatedly submits work and waits, as Ctrl-C is in the main thread."""
+    # No thread is started meanwhile: for a moment, a new thread has the identifier of the one that starts it, and would get the exception instead.
     monkeypatch.setattr(background_module, "IDLE_SECONDS", 1000.0)
     background, errors = make()
     background.submit(lambda: None)
     background.wait_until(lambda: background.is_idle)
     rounds = 1000
     caught = []
-    # Threads change places after a few instructions, so that the exception comes anywhere, and not mostly where the caller waits.
+    ready = []  # The exception must reach the thread inside its `try`, which it leaves only when an exception arrives.
+    # Threads switch after a few instructions, so that the exception arrives anywhere, and not mostly where the caller waits.
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
 
-    def hand_out() -> None:
+    def submit_jobs() -> None:
         while len(caught) < rounds:
             try:
+                ready.append(1)
                 while True:
                     for _ in range(20):
                         background.submit(lambda: None)
                     background.wait_until(lambda: len(background.waiting) < 20)
-            except _Left:
+            except _Interrupt:
+                ready.clear()
                 caught.append(1)
 
-    thread = threading.Thread(target=hand_out)
+    thread = threading.Thread(target=submit_jobs)
     thread.start()
     end = time.monotonic() + 100
     while thread.is_alive() and time.monotonic() < end:
+        if not ready:
+            time.sleep(0.0002)
+            continue
         before = len(caught)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Left))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Interrupt))
         while len(caught) == before and thread.is_alive() and time.monotonic() < end:
             time.sleep(0.0002)
     sys.setswitchinterval(interval)
@@ -115,10 +121,10 @@ def test_an_exception_at_any_instant_in_the_caller_leaves_a_thread_that_works_on
     assert errors == []
 
 
-def test_a_job_that_comes_while_the_thread_ends_is_done(monkeypatch):
+def test_a_job_that_arrives_while_the_thread_ends_still_runs(monkeypatch):
     ended, done = [], []
     background, _ = make(on_end=lambda: ended.append(len(done)))
-    # As from somebody who has added it and sees a thread that has just made up its mind.
+    # As if a caller added a job and still saw the thread, which has just decided to end.
     monkeypatch.setattr(background, "_sleep", lambda: done or background._jobs.append(lambda: done.append(1)))
     background.submit(lambda: None)
     background.wait_until(lambda: bool(done))
@@ -128,7 +134,7 @@ def test_a_job_that_comes_while_the_thread_ends_is_done(monkeypatch):
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_what_has_not_begun_can_be_left_out(count):
+def test_jobs_that_have_not_started_can_be_dropped(count):
     background, _ = make()
     gate, done = threading.Event(), []
     background.submit(lambda: gate.wait(60))

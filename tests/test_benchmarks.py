@@ -1,8 +1,9 @@
-"""The benchmarks, run small. They show times; the tests check that all sides do the same work, and that tables and verdicts say what was found."""
+"""The benchmarks at a small size. They measure times; these tests check that all peers do the same work, and that tables and verdicts report what was found."""
 
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import pathlib
 import re
@@ -15,13 +16,21 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks import checkpoint, compare, plots, processes, report, run, scaling, workloads
+from benchmarks import checkpoint, compare, eager, pause, plots, processes, report, run, scaling, tuning, weights, workloads
+from benchmarks import input as pipelines
 from benchmarks.peers import PEERS, Setup, Unavailable, fit, hand, peers_of
+from benchmarks.real import run as real_run
+from benchmarks.real.contenders import CONTENDERS
+from benchmarks.real.workloads import make_data as make_real_data
+from benchmarks.real.workloads import workload_of as real_workload
 from benchmarks.worker import open_screen
 from benchmarks.workloads import initial, make_data, make_workload
 
+pytestmark = pytest.mark.optimized
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EXACT = ("jit", "pmap", "scan", "fit")
+WITH_NNX = ("fit_nnx", "nnx", "nnx_split")
+REAL_MODE = {"resnet50": {"train": False}}
 TRAINED = tuple(name for name in workloads.NAMES if name != "digits")
 
 
@@ -36,7 +45,7 @@ def make(peer, workload, setup):
 
 
 def check_agreement(workload, setup, peers):
-    """Checks that all go the same way over several calls, of one pass and of more, and then read the same."""
+    """Checks that all peers train to the same values over several calls, of one pass and of more, and then evaluate and predict the same."""
     contenders = {peer: make(peer, workload, setup) for peer in peers}
     for passes in (1, 2):
         found = {peer: contender.train(passes) for peer, contender in contenders.items()}
@@ -52,29 +61,27 @@ def check_agreement(workload, setup, peers):
 
 
 @pytest.mark.slow
-def test_the_hand_written_loops_and_fit_agree_and_draw_their_bars(setup):
-    check_agreement(make_workload("tiny", small=True), setup, EXACT)
+def test_the_hand_written_loops_and_fit_agree_and_draw_their_progress_bars(setup):
+    check_agreement(make_workload("tiny", small=True), setup, (*EXACT, "fit16", *WITH_NNX))
     drawn = (setup.directory / "screen").read_text(encoding="utf-8")
     assert "Epoch 2: 64/64 |" in drawn and " 64/64 [" in drawn and "Evaluation: 64/64 |" in drawn
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in TRAINED if name != "tiny"])
+@pytest.mark.parametrize("name", ["lm", "many_leaves"])  # The others are dense layers, too.
 def test_the_hand_written_loops_and_fit_agree_on_the_other_workloads(name, setup):
-    check_agreement(make_workload(name, small=True), setup, EXACT)
+    check_agreement(make_workload(name, small=True), setup, ("jit", "fit", *(["fit_nnx"] if "fit_nnx" in peers_of(name) else [])))
 
 
-@pytest.mark.slow
-def test_sixteen_steps_a_call_train_like_one(setup):
-    try:
-        check_agreement(make_workload("tiny", small=True), setup, ("jit", "fit16"))
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+def test_nnx_peers_are_unavailable_for_a_workload_without_an_nnx_module(setup):
+    for peer in WITH_NNX:
+        with pytest.raises(Unavailable, match="no NNX module for cnn"):
+            make(peer, make_workload("cnn", small=True), setup)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("peer", "name"), [("fit+callbacks", "tiny"), ("fit+tensorboard", "digits"), ("fit+saving", "digits")])
-def test_callbacks_change_nothing_of_what_is_trained_and_leave_no_files(peer, name, setup):
+def test_callbacks_do_not_affect_training_and_leave_no_files(peer, name, setup):
     workload = make_workload(name, small=True)
     without, with_callbacks = make("fit", workload, setup), make(peer, workload, setup)
     for _ in range(2):
@@ -87,16 +94,17 @@ def test_an_option_that_compile_does_not_take_makes_a_peer_unavailable(setup):
         fit.make(make_workload("tiny", small=True), setup, steps_in_a_row=16)
 
 
-def test_the_first_step_is_told_once(setup):
-    told = []
+@pytest.mark.slow
+def test_the_first_step_is_reported_once(setup):
+    reported = []
     workload = make_workload("tiny", small=True)
     for contender in (make("jit", workload, setup), make("fit", workload, setup._replace(own_parameters=True))):
-        contender.train(1, lambda: told.append(True))
-        assert told == [True]
-        told.clear()
+        contender.train(1, lambda: reported.append(True))
+        assert reported == [True]
+        reported.clear()
 
 
-def test_the_hand_written_sums_are_those_of_numpy():
+def test_the_hand_written_sums_match_numpy():
     workload = make_workload("tiny", small=True)
     x, y = (array[:8] for array in make_data(workload))
     module, optimizer = hand.make_module(workload), optax.sgd(0.1)
@@ -107,7 +115,7 @@ def test_the_hand_written_sums_are_those_of_numpy():
     assert sums.tolist() == pytest.approx([losses.sum() + 1, (logits.argmax(axis=1) == y).sum() + 1, 9.0], rel=1e-5)
 
 
-def test_each_pass_takes_all_examples_in_another_order(setup):
+def test_each_pass_uses_all_examples_in_a_different_order(setup):
     contender = make("jit", make_workload("tiny", small=True), setup)
     first, second = contender.order(), contender.order()
     assert not np.array_equal(first, second)
@@ -118,7 +126,7 @@ def test_each_pass_takes_all_examples_in_another_order(setup):
 
 
 @pytest.mark.slow
-def test_passes_come_out_even_in_calls_of_sixteen_steps_and_sizes_are_what_the_names_say():
+def test_passes_divide_into_calls_of_sixteen_steps_and_sizes_match_their_names():
     for name in workloads.NAMES:
         assert all(make_workload(name, small=small).steps % 16 == 0 for small in (False, True))
     sizes = {
@@ -129,7 +137,7 @@ def test_passes_come_out_even_in_calls_of_sixteen_steps_and_sizes_are_what_the_n
     assert len(jax.tree.leaves(sizes["many_leaves"])) == 2000
 
 
-def test_shared_parameters_follow_from_their_path_alone():
+def test_shared_parameters_depend_only_on_their_path():
     assert np.array_equal(initial("head/kernel", (64, 10)), initial("head/kernel", (64, 10)))
     assert not np.array_equal(initial("head/kernel", (64, 10)), initial("body/kernel", (64, 10)))
     assert not initial("head/bias", (10,)).any() and (initial("norm/scale", (10,)) == 1).all()
@@ -149,7 +157,7 @@ TIMES = {
 }
 
 
-def test_a_ratio_is_that_of_the_sums_of_a_round():
+def test_a_ratio_is_computed_from_the_sums_of_a_round():
     assert compare.ratio(TIMES, "train", "fit") == (1.2, 1.1, 1.3)
     assert compare.ratio(TIMES, "train", "fit16", "scan").median == pytest.approx(1.5)
     assert compare.ratio(TIMES, "train", "pmap") is None and compare.ratio(TIMES, "evaluate", "fit") is None
@@ -158,7 +166,7 @@ def test_a_ratio_is_that_of_the_sums_of_a_round():
     assert compare.extra_us(TIMES, "fit", 1000).median == pytest.approx(200)
 
 
-def test_verdicts_go_by_the_limit_or_by_the_control_where_that_is_larger():
+def test_verdicts_use_the_larger_of_the_limit_and_the_control():
     found = {claim.what: claim for claim in compare.claims("mlp", TIMES, 1000)}
     assert {what: claim.verdict for what, claim in found.items()} == {
         "fit / jit": "over",
@@ -169,27 +177,31 @@ def test_verdicts_go_by_the_limit_or_by_the_control_where_that_is_larger():
     }
     noisy = TIMES["train"] | {"control": [(1.0, 1.25, 1.25, 1.0)] * 3}
     assert next(iter(compare.claims("mlp", {"train": noisy}, 1000))).verdict == "ok"
+    with_nnx = {"train": TIMES["train"] | {"fit_nnx": [(1.0, 1.2, 1.2, 1.0)] * 3, "nnx": [(1.0, 3.0, 3.0, 1.0)] * 3}}
+    found = {claim.what: claim for claim in compare.claims("mlp", with_nnx, 1000)}
+    assert found["fit_nnx / fit"].found.median == pytest.approx(1.2 / 1.2) and found["fit_nnx / fit"].verdict == "ok"
+    assert found["fit_nnx / nnx"].found.median == pytest.approx(0.4) and found["evaluate: fit_nnx / nnx"].verdict == "not measured"
     tiny = {claim.what: claim for claim in compare.claims("tiny", TIMES, 10_000)}
     assert tiny["fit - jit"].found.median == pytest.approx(20) and tiny["fit - jit"].verdict == "ok"
     assert tiny["fit16 / jit, 2.5 times as fast"].verdict == "ok"
     assert [claim.what for claim in compare.claims("digits", TIMES, 1)] == ["fit+tensorboard / fit", "fit+saving / fit"]
 
 
-def test_other_work_is_found_by_its_values():
+def test_different_work_is_detected_by_its_values():
     base = {"loss": 0.5, "accuracy": 0.9}
     assert compare.disagreement({"loss": 0.500004, "accuracy": 0.901}, base, exact=True) is None
-    assert compare.disagreement({"loss": 0.5, "accuracy": 0.91}, base, exact=True) == "accuracy is 0.91 and not 0.9"
-    assert compare.disagreement({"outputs": 1.0001}, {"outputs": 1.0}, exact=True) == "outputs is 1.0001 and not 1"
-    assert compare.disagreement({"loss": 0.5001, "accuracy": 0.9}, base, exact=True) == "loss is 0.5001 and not 0.5"
+    assert compare.disagreement({"loss": 0.5, "accuracy": 0.91}, base, exact=True) == "accuracy is 0.91 instead of 0.9"
+    assert compare.disagreement({"outputs": 1.0001}, {"outputs": 1.0}, exact=True) == "outputs is 1.0001 instead of 1"
+    assert compare.disagreement({"loss": 0.5001, "accuracy": 0.9}, base, exact=True) == "loss is 0.5001 instead of 0.5"
     assert compare.disagreement({"loss": 0.5001, "accuracy": 0.9}, base, exact=True, device="NVIDIA H100") is None
-    assert compare.disagreement({"loss": 0.51, "accuracy": 0.9}, base, exact=True, device="NVIDIA H100") == "loss is 0.51 and not 0.5"
+    assert compare.disagreement({"loss": 0.51, "accuracy": 0.9}, base, exact=True, device="NVIDIA H100") == "loss is 0.51 instead of 0.5"
     assert compare.disagreement({"loss": 0.55, "accuracy": 0.1}, base, exact=False) is None
-    assert compare.disagreement({"loss": float("nan"), "accuracy": 0.9}, base, exact=False) == "loss is nan and not 0.5"
+    assert compare.disagreement({"loss": float("nan"), "accuracy": 0.9}, base, exact=False) == "loss is nan instead of 0.5"
 
 
-def test_each_workload_begins_with_its_base_and_control():
+def test_the_peers_of_each_workload_start_with_its_base_and_control():
     assert peers_of("mlp")[:2] == ("jit", "control") and "fit+saving" not in peers_of("mlp")
-    assert set(peers_of("mlp")) - set(peers_of("many_leaves")) == {"pmap", "fit+callbacks"}
+    assert set(peers_of("mlp")) - set(peers_of("many_leaves")) == {"pmap", "fit+callbacks", *WITH_NNX}
     assert peers_of("digits") == ("fit", "fit_again", "fit+tensorboard", "fit+saving")
 
 
@@ -217,20 +229,20 @@ def test_a_small_run_in_processes_prints_its_tables_and_writes_the_same_numbers(
 
 
 @pytest.mark.slow
-def test_a_peer_that_dies_is_left_out_with_its_last_words():
-    with run.Worker("jit", "tiny", small=True) as worker:
+def test_a_peer_that_dies_raises_an_error_with_its_last_message():
+    with run.Worker("jit", "tiny", "--small") as worker:
         worker.get_ready()
         with pytest.raises(run.WorkerError, match="ended with: KeyError: 'sing'"):
-            worker.ask("sing", 1)
+            worker.ask("sing", passes=1)
 
 
-def test_a_peer_that_says_nothing_is_not_waited_for_forever():
-    with run.Worker("jit", "tiny", small=True) as worker, pytest.raises(run.WorkerError, match="no answer within 0 s"):
+def test_a_peer_that_does_not_answer_is_not_waited_for_forever():
+    with run.Worker("jit", "tiny", "--small") as worker, pytest.raises(run.WorkerError, match="no answer within 0 s"):
         worker.read(0.0)
     assert worker._process.returncode is not None
 
 
-def test_results_are_written_by_workload_and_the_others_stay():
+def test_results_are_written_by_workload_and_the_others_are_kept():
     text = report.merged("", {"lm": "## lm\n\nold\n"})
     text = report.merged(text, {"tiny": "## tiny\n\nnew\n"})
     assert text == f"{report.PREAMBLE}\n## tiny\n\nnew\n\n## lm\n\nold\n"
@@ -238,11 +250,11 @@ def test_results_are_written_by_workload_and_the_others_stay():
     assert report.merged((ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8"), {}).startswith(report.PREAMBLE)
 
 
-def test_only_whole_measurements_are_written(capsys):
+def test_only_complete_measurements_are_written(capsys):
     for flag in (["--small"], ["--peers", "fit"]):
         with pytest.raises(SystemExit):
             run.main(["--write", *flag])
-        assert "--write is for whole measurements" in capsys.readouterr().err
+        assert "--write cannot be combined with" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -254,22 +266,21 @@ def test_whole_processes_are_timed(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("package", "peer"), [("keras", "keras"), ("keras", "keras16"), ("lightning", "lightning")])
-@pytest.mark.parametrize("name", TRAINED)
-def test_other_frameworks_train_the_same_models_about_as_well(package, peer, name):
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
-    workload = make_workload(name, small=True)
-    field = run.Field(workload, ("jit", peer), small=True)
+@pytest.mark.parametrize(("name", "peers"), [("tiny", ("keras", "keras16", "lightning")), ("lm", ("keras", "lightning"))])
+def test_other_frameworks_train_the_same_models_about_as_well(name, peers):
+    here = tuple(peer for peer in peers if importlib.util.find_spec(peer.removesuffix("16")))
+    if not here:
+        pytest.skip("neither Keras nor Lightning is installed")
+    field = run.Field(make_workload(name, small=True), ("jit", *here), small=True)
     with run.ExitStack() as stack:
         field.start(stack)
-    assert field.missing == {}
+    assert field.missing == {} and list(field.values) == ["jit", *here]
 
 
-def test_a_peer_whose_package_is_missing_says_so():
+def test_a_peer_reports_that_its_package_is_missing():
     if importlib.util.find_spec("lightning") or importlib.util.find_spec("pytorch_lightning"):
         pytest.skip("Lightning is installed")
-    with run.Worker("lightning", "tiny", small=True) as worker:
+    with run.Worker("lightning", "tiny", "--small") as worker:
         worker.get_ready()
     assert worker.missing in {"torch is not installed", "neither lightning nor pytorch_lightning is installed"}
 
@@ -284,8 +295,8 @@ def test_the_harness_imports_no_framework():
 
 @pytest.mark.slow
 def test_checkpoints_are_compared_with_the_disk(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(checkpoint, "keep_no_memory", lambda: None)  # It would last for all tests after this one.
-    monkeypatch.setattr(checkpoint, "peak", lambda *arguments: 1.0)  # A process of its own.
+    monkeypatch.setattr(checkpoint, "keep_no_memory", lambda: None)  # It would affect all later tests.
+    monkeypatch.setattr(checkpoint, "peak", lambda *arguments: 1.0)  # It starts a process.
     checkpoint.main(["--quick", "--rounds", "1", "--no-peers", "--directory", str(tmp_path), "--json", str(tmp_path / "numbers.json")])
     rows = json.loads((tmp_path / "numbers.json").read_text(encoding="utf-8"))["results"]
     assert [row["operation"] for row in rows] == ["save", "restore", "snapshot"]
@@ -294,10 +305,28 @@ def test_checkpoints_are_compared_with_the_disk(tmp_path, monkeypatch, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["numbers.json"]
 
 
-def test_restoring_other_values_is_an_error():
+@pytest.mark.slow
+def test_pauses_of_training_are_compared_with_a_copy(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(checkpoint, "pause_part", lambda part, rounds, parent, quick: pause.PARTS[part](pause.QUICK, rounds, parent))  # It starts processes.
+    checkpoint.main(["--pause", "--quick", "--rounds", "2", "--directory", str(tmp_path), "--json", str(tmp_path / "numbers.json")])
+    rows = {row["what"]: row for row in json.loads((tmp_path / "numbers.json").read_text(encoding="utf-8"))["results"]}
+    assert [len(rows[f"pause of {who}, s"]["values"]) for who in ("fitflax", "warm copy", "orbax", "flax")] == [2, 2, 4, 2]
+    assert rows["pause of warm copy, s"]["ratio"] == 1 and rows["pause of fitflax, s"]["ratio"] > 0
+    assert len(rows["pause in fit, s, with waits for the previous save"]["values"]) == len(rows["write in fit, s"]["values"]) == 2
+    assert len(rows["step during a write, s"]["values"]) + len(rows["other steps, s"]["values"]) == 6
+    assert capsys.readouterr().out.startswith("| what | median (lowest..highest) |")
+
+
+@pytest.mark.slow
+def test_loading_weights_is_compared_with_reading_them(tmp_path):
+    found = weights.measure(1, 2, 1, True, tmp_path)
+    assert found["ratios"].keys() == {"base", "fitflax", "control", "peer"} and all(ratio > 0 for ratio in found["ratios"].values())
+
+
+def test_restoring_different_values_is_an_error():
     tree = checkpoint.make_tree(0.01, 3)
     checkpoint.check_same(tree, tree, "itself")
-    with pytest.raises(AssertionError, match="somebody restored other values"):
+    with pytest.raises(AssertionError, match="somebody restored different values"):
         checkpoint.check_same(tree, checkpoint.make_tree(0.01, 3) | {"layer_1": {"kernel": tree["layer_0"]["kernel"]}}, "somebody")
 
 
@@ -306,16 +335,17 @@ def test_restoring_other_values_is_an_error():
 
 @pytest.mark.slow
 def test_loops_on_many_devices_do_the_same_work_and_take_the_same_memory(tmp_path, capsys):
-    scaling.main(["--quick", "--json", str(tmp_path / "numbers.json")])
+    options = ["--devices", "1", "2", "--width", "64", "--widths", "128", "--steps", "4", "--rounds", "1"]
+    scaling.main([*options, "--json", str(tmp_path / "numbers.json")])
     numbers = json.loads((tmp_path / "numbers.json").read_text(encoding="utf-8"))
     assert [(row["kind"], row["devices"], row["width"]) for row in numbers["devices"]] == [(kind, count, 64) for kind in scaling.PAIRS for count in (1, 2)]
-    assert [(row["devices"], row["width"]) for row in numbers["widths"]] == [(2, 64), (2, 128)] * 3
+    assert [(row["devices"], row["width"]) for row in numbers["widths"]] == [(2, 128)] * 3
     for row in numbers["devices"] + numbers["widths"]:
         mine, hand = (row["memory"][who]["arguments"] for who in ("fitflax", "hand"))
         assert mine == pytest.approx(hand, rel=0.02), row
         assert row["us"]["fitflax"] > 0 < row["ratio"]["median"]
     printed = capsys.readouterr().out
-    assert printed.count("| pmap |") == 4 and "## With the model, on 2 devices" in printed
+    assert printed.count("| pmap |") == 3 and "## By width, on 2 devices" in printed
 
 
 @pytest.mark.slow
@@ -324,6 +354,38 @@ def test_loops_in_two_processes_do_the_same_work_and_messages_are_timed(tmp_path
     (found,) = json.loads((tmp_path / "numbers.json").read_text(encoding="utf-8"))["found"]
     assert found["processes"] == 2 and [row["kind"] for row in found["rows"]] == ["fsdp"]
     assert found["costs"]["exchange"] > 0 and list(found["costs"]["all_reduce"]) == ["1024"]
+
+
+# -- input pipelines --
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
+@pytest.mark.parametrize("name", [name for name in pipelines.PIPELINES if name != "torchdata"])  # It is a DataLoader, too.
+def test_a_pipeline_is_measured_alone_and_in_both_loops_and_resumes_where_it_stopped(name, tmp_path):
+    if name != "tokens":
+        pytest.importorskip(pipelines.PACKAGES[name])
+    found = pipelines.part(name, ["light"], pipelines.QUICK, tmp_path)
+    (result,), (resume,) = found["results"], found["resumes"]
+    assert {who: len(stretches) for who, stretches in result["stretches"].items()} == dict.fromkeys(("pipeline", "step", "hand", "fit"), 2)
+    for who in ("hand", "fit"):
+        assert all(0 < stretch["waited"] < stretch["seconds"] for stretch in result["stretches"][who])
+    assert resume["batches_compared"] >= 2 and resume["examples"] > 0 < resume["resume"]
+    assert list(tmp_path.iterdir()) == []
+    assert f"| {name} | light |" in pipelines.table([result]) and f"| {name} |" in pipelines.resume_table([resume])
+
+
+def test_results_of_pipelines_that_were_measured_before_are_kept():
+    rows = {name: {"results": [{"pipeline": name, "model": "light"}], "resumes": [{"pipeline": name}]} for name in ("tokens", "grain")}
+    again = {"results": [{"pipeline": "tokens", "model": "light", "is_new": True}], "resumes": [{"pipeline": "tokens", "is_new": True}]}
+    both = pipelines.joined(pipelines.joined(rows["tokens"], rows["grain"]), again)
+    assert [[row["pipeline"] for row in both[name]] for name in ("results", "resumes")] == [["grain", "tokens"]] * 2
+    assert both["results"][1]["is_new"] and both["resumes"][1]["is_new"]
+
+
+@pytest.mark.parametrize(("over_hand", "over_least", "expected"), [(0.9, 0.98, "ok"), (0.98, 0.8, "ok, hand-written"), (0.9, 0.9, "under")])
+def test_a_pipeline_is_judged_by_its_slower_part_or_by_the_hand_written_loop(over_hand, over_least, expected):
+    assert pipelines.verdict(over_hand, over_least) == expected
 
 
 # -- plots --
@@ -337,7 +399,7 @@ def test_plots_are_read_from_the_tables():
 
 
 @pytest.mark.parametrize("name", plots.PLOTS)
-def test_a_plot_takes_the_colors_and_the_width_of_its_page(name):
+def test_a_plot_uses_the_colors_and_the_width_of_its_page(name):
     drawn = plots.figure(name)
     assert drawn.startswith('<figure class="plot" role="img" aria-label="') and drawn.endswith("</svg>\n</figure>")
     assert "currentColor" in drawn and plots.TEXT not in drawn and not re.search(r"<svg [^>]*\b(width|height)=", drawn) and "viewBox" in drawn
@@ -345,11 +407,112 @@ def test_a_plot_takes_the_colors_and_the_width_of_its_page(name):
     assert drawn == plots.figure(name)
 
 
-def test_ratios_in_the_readme_are_those_of_the_tables():
+def test_ratios_in_the_readme_match_those_in_the_tables():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     found = plots.tables((ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8"))
-    said = re.findall(r"^\| `(\w+)`: .* \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", readme, re.MULTILINE)
-    assert [workload for workload, *_ in said] == ["tiny", "mlp", "cnn", "lm"]
-    for workload, *ratios in said:
+    quoted = re.findall(r"^\| `(\w+)`: .* \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", readme, re.MULTILINE)
+    assert [workload for workload, *_ in quoted] == ["tiny", "mlp", "cnn", "lm"]
+    for workload, *ratios in quoted:
         rows = {row["peer"]: row for row in found[workload][1]}
         assert ratios == [f"{float(rows[peer]['ratio to jit'].split()[0]):.2f}" for peer in ("fit", "keras", "lightning")], workload
+
+
+@pytest.mark.slow
+def test_steps_without_jit_are_timed_side_by_side():
+    *_, row = eager.main(["--small", "--workload", "mlp", "--steps", "2", "--rounds", "1"])
+    name, hand_written, fitted, ratio = (cell.strip() for cell in row.strip("|").split("|"))
+    assert name == "mlp" and float(ratio) == pytest.approx(float(fitted) / float(hand_written), rel=0.2)
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_object_stores_runs_and_prints_its_ratios(capsys):
+    pytest.importorskip("obstore")
+    from benchmarks import object_store
+
+    assert object_store.main(["--quick"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"\| save \| \d+\.\d\d ", printed) and "| restore |" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_benchmark_of_trackers_runs_and_prints_its_ratios():
+    pytest.importorskip("mlflow")
+    pytest.importorskip("wandb")
+    from benchmarks import trackers
+
+    lines = trackers.main(["--quick"])
+    assert [line.split("|")[2].strip() for line in lines[2:]] == ["control", "alone", "wandb", "mlflow"]
+
+
+# -- real models --
+
+
+@pytest.mark.parametrize(("name", "millions"), [("gpt2", 124.440), ("resnet50", 25.557), ("vit_b16", 86.568), ("encoder_decoder", 124.296), ("unet", 35.746)])
+def test_real_models_have_as_many_parameters_as_the_published_ones(name, millions):
+    workload = real_workload(name)
+    x = make_real_data(workload, "cpu", 1)[0]
+    variables = jax.eval_shape(lambda: workload.model("full").init(jax.random.key(0), *(x if isinstance(x, tuple) else (x,)), **REAL_MODE.get(name, {})))
+    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(variables["params"])) / 1e6 == pytest.approx(millions, abs=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2_nnx", "resnet50"])
+def test_a_hand_written_loop_and_fit_train_a_real_model_about_equally_well(name, tmp_path):
+    with open_screen(tmp_path / "screen") as screen:
+        loop, trainer = (CONTENDERS[who](real_workload(name), "small", every=4, screen=screen, directory=tmp_path) for who in ("hand", "fit+everything"))
+        hand_losses, losses = ([contender.train(8, validates=True) for _ in range(2)] for contender in (loop, trainer))
+    assert [stretch.loss for stretch in losses] == pytest.approx([stretch.loss for stretch in hand_losses], rel=0.5)  # Each has its own initial parameters.
+    assert all(stretch.seconds > 0 and len(stretch.pauses) == 2 for stretch in losses)
+
+
+def check_others(found):
+    """Checks that the installed frameworks took part and trained an equal model, and returns them."""
+    here = found["starts"].keys() & {"keras", "lightning"}
+    assert here >= {who for who in ("keras", "lightning") if importlib.util.find_spec(who)}
+    for who in here:
+        first = [stretch["loss"] for stretch in (*found["rounds"][0][who], *found["rounds"][0]["fit"])]
+        assert max(first) - min(first) < 1.0, who  # Each has its own initial parameters.
+    return here
+
+
+@pytest.mark.slow
+def test_other_frameworks_train_an_equal_model(tmp_path):
+    if not any(importlib.util.find_spec(who) for who in ("keras", "lightning")):
+        pytest.skip("neither Keras nor Lightning is installed")
+    options = ["--workload", "vit_b16", "--size", "small", "--rounds", "1", "--steps", "2", "--without", "everything", "evaluation", "warm"]
+    real_run.main([*options, "--json", str(tmp_path / "results.json")])
+    (found,) = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    check_others(found)
+
+
+def test_other_frameworks_have_the_same_number_of_parameters(tmp_path):
+    pytest.importorskip("lightning")
+    from benchmarks.real.lightning_torch import GPT2, ViT
+
+    assert sum(parameter.numel() for parameter in GPT2().parameters()) == 124_439_808
+    assert sum(parameter.numel() for parameter in ViT(224).parameters()) == 86_567_656
+
+
+@pytest.mark.slow
+def test_real_models_are_measured_side_by_side(tmp_path, capsys):
+    options = ["--workload", "gpt2", "--size", "small", "--rounds", "1", "--steps", "4", "--every", "2"]
+    real_run.main([*options, "--write", str(tmp_path / "results.md"), "--json", str(tmp_path / "results.json")])
+    (found,) = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    assert found["starts"]["hand"]["compilations"] > 0 and found["flops"] > 1e6 and len(found["rounds"][0]["everything"]) == 2
+    here = check_others(found)
+    text = (tmp_path / "results.md").read_text(encoding="utf-8")
+    assert "size small, 1 rounds of 4 steps" in text and capsys.readouterr().out.strip() in text
+    assert text.count("| GPT-2, 124M |") == 2 + len(here) and all(f"| GPT-2, 124M | {who} |" in text for who in here)
+
+
+# -- trials and ensembles --
+
+
+@pytest.mark.slow
+def test_trials_and_ensembles_are_measured(tmp_path, capsys):
+    tuning.main(["--quick", "--rounds", "1", "--workload", "tiny", "--json", str(tmp_path / "results.json")])
+    (found,) = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["tiny"]["rounds"]
+    assert found.keys() == {"shared", "fresh", "ensemble", "single runs"} and all(seconds > 0 for seconds in found.values())
+    assert "| `tiny` |" in capsys.readouterr().out

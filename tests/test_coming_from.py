@@ -1,16 +1,16 @@
-"""docs/coming-from.md: it has a row for everything that the systems before had, and for the parts of hand-written loops; each row's line runs."""
+"""docs/coming-from.md: it has a row for each feature of earlier systems and each part of a hand-written loop; each row's code line runs."""
 
 import pathlib
 import re
 
 import pytest
 
-from fitflax.callbacks.tensorboard import Clock
+from fitflax.callbacks.clock import Clock, Stamp
 from tests.test_docs import ROW, run_rows
 
 PAGE = (pathlib.Path(__file__).resolve().parent.parent / "docs/coming-from.md").read_text(encoding="utf-8")
 
-# The features, by words that their rows must have.
+# The features, by words that their rows must contain.
 FEATURES = {
     "flax_extra": (
         *("TrainTask(apply", "TrainLoop(init", "iterating", "next_step", "n_steps`", "Checkpoint`:", "at its total", "EvalTask", "SummaryLogger"),
@@ -31,7 +31,7 @@ FEATURES = {
 
 
 def rows(system: str) -> list[re.Match[str]]:
-    """The rows of the table under a system's heading."""
+    """Returns the rows of the table under a system's heading."""
     section = next(part for part in PAGE.split("\n## ") if part.startswith(system))
     return list(ROW.finditer(section))
 
@@ -43,18 +43,18 @@ def test_every_feature_has_one_row_with_a_line_of_code(system):
         assert len([there for there in found if words in there]) == 1, words
     section = next(part for part in PAGE.split("\n## ") if part.startswith(system))
     lines = [line for line in section.splitlines() if line.startswith("| ") and "|---" not in line]
-    assert len(found) == len(FEATURES[system]) == len(lines) - 1  # The heading.
+    assert len(found) == len(FEATURES[system]) == len(lines) - 1  # Without the header row.
 
 
-def test_steps_a_second_are_those_between_two_writings(monkeypatch):
+def test_steps_per_second_are_measured_between_two_writes(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr("fitflax.callbacks.tensorboard.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("fitflax.callbacks.clock.time.monotonic", lambda: now[0])
     clock = Clock()
-    assert clock.rates(10, None, now[0], 0.0) == {}
+    assert clock.rates(Stamp(10, None, now[0])) == {}
     now[0] = 1010.0
-    assert clock.rates(133, None, now[0], 0.0) == {"time/steps_per_second": 12.3}
+    assert clock.rates(Stamp(133, None, now[0])) == {"time/steps_per_second": 12.3}
 
 
 @pytest.mark.slow
-def test_every_rows_line_runs(tmp_path, monkeypatch, capsys):
+def test_the_code_line_of_every_row_runs(tmp_path, monkeypatch, capsys):
     run_rows(PAGE, [row for system in FEATURES for row in rows(system)], tmp_path, monkeypatch)

@@ -1,7 +1,7 @@
-"""Disk trouble under a run, through the public API: a clear error, earlier checkpoints intact, and the next start goes on bit for bit and leaves no litter.
+"""Disk trouble during a run, through the public API: a clear error, intact earlier checkpoints, and a next start that resumes bit for bit without litter.
 
-The trouble is real where that can be had: limits of the process, directories moved away, file systems of our own. What each single call to the disk may do is
-the concern of the tests of the store and of the writers.
+The trouble is real where possible: process limits, directories that are moved away, separate file systems. The tests of the store and of the writers cover
+what each single call to the disk may do.
 """
 
 import contextlib
@@ -26,7 +26,8 @@ import pytest
 import fitflax
 from fitflax.callbacks import BestCheckpoint, CSVLogger, LambdaCallback, ModelCheckpoint, TensorBoard
 from fitflax.callbacks.event_files import events_of
-from fitflax.checkpoints import CheckpointStore, saving
+from fitflax.checkpoints import CheckpointStore
+from fitflax.checkpoints.writer import saver
 from fitflax.errors import CallbackError, CheckpointError, DirectoryInUseError, FitflaxError, FitflaxWarning
 from tests.run_script import TRAIN, VALID, at, differences, directory_of, make_trainer, rows_of, state_of, steps_in
 
@@ -36,7 +37,7 @@ NEWEST = 12
 def start(
     root: pathlib.Path, *callbacks: Any, asynchronous: bool = True, trainer: fitflax.Trainer | None = None, writers: bool = True
 ) -> tuple[fitflax.Trainer, fitflax.History]:
-    """Starts the same script once more: it saves at every step, and writes whatever a run can write."""
+    """Runs the same script again: it saves at every step, and writes everything that a run can write."""
     trainer = trainer or make_trainer()
     files = [
         ModelCheckpoint(root / "checkpoints", every=fitflax.every(steps=1), asynchronous=asynchronous),
@@ -49,7 +50,7 @@ def start(
 
 @contextlib.contextmanager
 def another_process() -> Iterator[None]:
-    """Takes this process for another one, which what it finds on the disk was not written by."""
+    """Makes this process look like another one, which did not write what is on the disk."""
     modules = [module for name, module in sys.modules.items() if name.startswith("fitflax.") and hasattr(module, "PROCESS")]
     with pytest.MonkeyPatch.context() as patch:
         for module in modules:
@@ -58,31 +59,31 @@ def another_process() -> Iterator[None]:
 
 
 def start_again(root: pathlib.Path, *callbacks: Any, **options: Any) -> dict[str, Any]:
-    """Starts the script as a new process does, to its end, and returns what `everything` does."""
+    """Runs the script to its end as a new process would, and returns the result of `everything`."""
     with another_process():
         return everything(root, *start(root, *callbacks, **options))
 
 
-def hidden(directory: pathlib.Path) -> list[str]:
-    """What is left in a directory of checkpoints besides them and the notes of the run."""
-    notes = {".run.json", ".lock", "retention.json"}
-    return sorted(entry.name for entry in directory.iterdir() if entry.name not in notes and not entry.name.startswith("step_"))
+def leftovers(directory: pathlib.Path) -> list[str]:
+    """Returns what is in a checkpoint directory besides checkpoints and the files of the run."""
+    run_files = {".run.json", ".lock", "retention.json"}
+    return sorted(entry.name for entry in directory.iterdir() if entry.name not in run_files and not entry.name.startswith("step_"))
 
 
 def everything(root: pathlib.Path, trainer: fitflax.Trainer, history: fitflax.History) -> dict[str, Any]:
-    """What two runs must have in common at their ends."""
+    """Returns what two runs must have in common at their end."""
     return {
         "state": state_of(trainer),
         "history": rows_of(history),
         "checkpoints": directory_of(root / "checkpoints"),
         "best": directory_of(root / "best"),
         "csv": (root / "log.csv").read_text(),
-        "litter": [hidden(root / name) for name in ("checkpoints", "best")],
+        "litter": [leftovers(root / name) for name in ("checkpoints", "best")],
     }
 
 
 @pytest.fixture(scope="module")
-def never(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A run that never had any trouble."""
     root = tmp_path_factory.mktemp("never")
     result = everything(root, *start(root))
@@ -106,9 +107,9 @@ def trainer(shared: fitflax.Trainer) -> fitflax.Trainer:
 
 @contextlib.contextmanager
 def file_size_limit(root: pathlib.Path) -> Iterator[None]:
-    """Files cannot grow beyond some hundred bytes, which is less than any checkpoint: as with a quota, or a full disk."""
+    """Files cannot grow beyond a few hundred bytes, which is less than any checkpoint, as with a quota or a full disk."""
     seconds = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)  # JAX stores what it compiles meanwhile, and would leave half of it.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)  # Otherwise JAX caches what it compiles meanwhile, and leaves truncated files.
     try:
         with limit(resource.RLIMIT_FSIZE, 600):
             yield
@@ -118,7 +119,7 @@ def file_size_limit(root: pathlib.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_descriptors(root: pathlib.Path) -> Iterator[None]:
-    """No file can be opened any more; those that are open can still be written."""
+    """No more files can be opened; those that are open can still be written."""
     with limit(resource.RLIMIT_NOFILE, 0):
         yield
 
@@ -135,7 +136,7 @@ def limit(which: int, value: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def read_only(root: pathlib.Path) -> Iterator[None]:
-    """Nothing can be made in the directory. Root may do so all the same, so that there it is pretended."""
+    """Nothing can be created in the directory. Permissions do not stop root, so the error is simulated for root."""
     directory = root / "checkpoints"
     if os.geteuid() != 0:
         directory.chmod(0o555)
@@ -156,7 +157,7 @@ def read_only(root: pathlib.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def gone(root: pathlib.Path) -> Iterator[None]:
-    """The directory is not there, as when what it was mounted from is lost."""
+    """The directory is missing, as when its mount is lost."""
     os.rename(root / "checkpoints", root / "elsewhere")
     yield
     os.rename(root / "elsewhere", root / "checkpoints")
@@ -180,26 +181,26 @@ TROUBLES: dict[Callable[[pathlib.Path], AbstractContextManager[None]], str] = {
 
 
 def run_into(trouble: Callable[[pathlib.Path], AbstractContextManager[None]], root: pathlib.Path, trainer: fitflax.Trainer, **options: Any) -> str:
-    """Starts a run that meets trouble after step 6; returns the error that ended it."""
+    """Starts a run that meets trouble after step 6; returns the message of the error that ended it."""
     with contextlib.ExitStack() as stack, warnings.catch_warnings():
-        # What was being saved when the trouble began may be complete, and what it replaces still be there.
-        warnings.filterwarnings("ignore", "(?s).* is saved, but .* could not be tidied up", FitflaxWarning)
+        # The save in progress when the trouble began may be complete, while the checkpoint that it replaces is still there.
+        warnings.filterwarnings("ignore", "(?s).* was saved, but .* could not be cleaned up", FitflaxWarning)
         begins = at(trainer, "on_train_batch_end", 6, lambda step: stack.enter_context(trouble(root)))
         with pytest.raises(CheckpointError) as caught:
             start(root, begins, trainer=trainer, **options)
     return str(caught.value)
 
 
-# -- a run that meets it --
+# -- a run that meets trouble --
 
 
 @pytest.mark.parametrize(("trouble", "asynchronous"), [*((trouble, True) for trouble in TROUBLES), (file_size_limit, False)])
 @pytest.mark.slow
-def test_the_run_ends_with_a_clear_error_and_the_next_start_goes_on_bit_for_bit(trouble, asynchronous, trainer, never, tmp_path):
+def test_the_run_ends_with_a_clear_error_and_the_next_start_resumes_bit_for_bit(trouble, asynchronous, trainer, undisturbed, tmp_path):
     message = run_into(trouble, tmp_path, trainer, asynchronous=asynchronous)
     assert str(tmp_path / "checkpoints") in message and TROUBLES[trouble] in message
-    assert message.endswith("Checkpoints saved before are intact.") == (TROUBLES[trouble] != "is gone")
-    assert 6 <= trainer.step < NEWEST  # By one of the next saves, long before the end.
+    assert message.endswith("Earlier checkpoints are intact.") == (TROUBLES[trouble] != "is gone")
+    assert 6 <= trainer.step < NEWEST  # One of the next saves fails, long before the end.
     store = CheckpointStore(tmp_path / "checkpoints")
     newest = store.latest()
     assert newest is not None and newest <= 6
@@ -208,19 +209,19 @@ def test_the_run_ends_with_a_clear_error_and_the_next_start_goes_on_bit_for_bit(
     again = make_trainer()
     result = start_again(tmp_path, LambdaCallback(on_train_begin=lambda logs: began.append(again.step)), trainer=again)
     assert began == [newest]
-    assert not differences(result, never)
+    assert not differences(result, undisturbed)
 
 
 @pytest.mark.slow
-def test_a_run_whose_first_save_fails_is_begun_again(trainer, never, tmp_path):
+def test_a_run_whose_first_save_fails_starts_over(trainer, undisturbed, tmp_path):
     limited = contextlib.ExitStack()
     with limited, pytest.raises(CheckpointError, match="File too large"):
         start(tmp_path, at(trainer, "on_train_begin", 0, lambda step: limited.enter_context(file_size_limit(tmp_path))), trainer=trainer)
     assert steps_in(tmp_path / "checkpoints") == []
-    assert not differences(start_again(tmp_path), never)
+    assert not differences(start_again(tmp_path), undisturbed)
 
 
-def test_after_a_save_that_failed_in_the_background_the_next_is_made_at_once_and_nothing_is_deleted(trainer, tmp_path, monkeypatch):
+def test_after_a_background_save_fails_the_next_is_immediate_and_nothing_is_deleted(trainer, tmp_path, monkeypatch):
     save = CheckpointStore.save
 
     def fail_once(self: CheckpointStore, *, step: int, **options: Any) -> Any:
@@ -236,7 +237,7 @@ def test_after_a_save_that_failed_in_the_background_the_next_is_made_at_once_and
     CheckpointStore(tmp_path).verify()
 
 
-def test_nothing_is_deleted_either_by_a_callback_that_has_not_heard_of_the_failure_of_anothers_save(trainer, tmp_path, monkeypatch):
+def test_a_callback_that_does_not_know_of_anothers_failed_save_deletes_nothing_either(trainer, tmp_path, monkeypatch):
     save, submitted = CheckpointStore.save, threading.Event()
 
     def fail_once(self: CheckpointStore, *, step: int, owner: str, **options: Any) -> Any:
@@ -259,37 +260,37 @@ def test_nothing_is_deleted_either_by_a_callback_that_has_not_heard_of_the_failu
     assert kept == [[-3.0, 20]]
 
 
-def test_a_failure_of_the_last_save_is_raised_by_the_end_of_fit(trainer, tmp_path):
+def test_a_failure_of_the_last_save_is_raised_before_fit_returns(trainer, tmp_path):
     limited = contextlib.ExitStack()
 
     def begin(step: int) -> None:
         while steps_in(tmp_path) != [5, 10]:
-            pass  # They may still be being written.
+            pass  # They may still be in progress.
         limited.enter_context(file_size_limit(tmp_path))
 
     callbacks = [ModelCheckpoint(tmp_path, every=fitflax.every(steps=5)), at(trainer, "on_train_batch_end", NEWEST, begin)]
     with limited, pytest.raises(CheckpointError, match=r"step_00000012: .*File too large"):
         trainer.fit(TRAIN, batch_size=4, steps=NEWEST, verbose=0, callbacks=callbacks)
     CheckpointStore(tmp_path).verify()
-    assert steps_in(tmp_path) == [5, 10] and hidden(tmp_path) == []
+    assert steps_in(tmp_path) == [5, 10] and leftovers(tmp_path) == []
 
 
-def test_a_directory_that_was_deleted_is_said_to_be_gone_and_the_next_start_is_the_first(trainer, tmp_path):
+def test_a_deleted_directory_is_reported_as_gone_and_the_next_start_begins_a_new_run(trainer, tmp_path):
     directory = tmp_path / "checkpoints"
 
     def delete(step: int) -> None:
-        os.rename(directory, tmp_path / "trash")  # At once: something is being written.
+        os.rename(directory, tmp_path / "trash")  # Immediate, because something is being written.
         shutil.rmtree(tmp_path / "trash")
 
     with pytest.raises(CheckpointError, match=re.escape(f"{directory} is gone")):
         start(tmp_path, at(trainer, "on_train_batch_end", 6, delete), trainer=trainer, writers=False)
     with another_process():
         start(tmp_path, writers=False)
-    assert steps_in(directory) == [10, 11, 12] and hidden(directory) == []
+    assert steps_in(directory) == [10, 11, 12] and leftovers(directory) == []
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_disk_too_full_to_tidy_up_keeps_more_than_was_asked_for_and_the_run_goes_on(asynchronous, trainer, never, tmp_path, monkeypatch):
+def test_a_run_on_a_disk_too_full_for_cleanup_continues_and_keeps_more_than_requested(asynchronous, trainer, undisturbed, tmp_path, monkeypatch):
     replace = os.replace
 
     def full(source: Any, target: Any) -> None:
@@ -298,19 +299,21 @@ def test_a_disk_too_full_to_tidy_up_keeps_more_than_was_asked_for_and_the_run_go
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.warns(FitflaxWarning, match=r"is saved, but .* could not be tidied up: .*No space left on device.* More is kept than was asked for"):
+    with pytest.warns(
+        FitflaxWarning, match=r"was saved, but .* could not be cleaned up: .*No space left on device.* More checkpoints are kept than you asked for"
+    ):
         start(tmp_path, asynchronous=asynchronous, trainer=trainer)
     assert steps_in(tmp_path / "checkpoints")[-4:] == [9, 10, 11, 12]
     monkeypatch.undo()
     CheckpointStore(tmp_path / "checkpoints").verify()
     result = start_again(tmp_path)
-    # All steps that were kept too long are another matter: nobody saves any more, which is when they would go.
-    result["checkpoints"] = {name: result["checkpoints"][name] for name in never["checkpoints"]}
-    assert not differences(result, never)
+    # Checkpoints that were kept too long are excluded: the next save would delete them, but there is no further save.
+    result["checkpoints"] = {name: result["checkpoints"][name] for name in undisturbed["checkpoints"]}
+    assert not differences(result, undisturbed)
 
 
-def test_a_log_that_cannot_be_written_ends_the_run_after_it_was_saved(trainer, never, tmp_path, monkeypatch):
-    """The files that people read belong to a run as well: one that went on without them could not be resumed to the same files."""
+def test_a_log_that_cannot_be_written_ends_the_run_after_its_state_is_saved(trainer, undisturbed, tmp_path, monkeypatch):
+    """The files that people read are part of a run, too: a run that continued without them could not be resumed to the same files."""
     fsync = os.fsync
 
     def full(descriptor: int) -> None:
@@ -324,7 +327,7 @@ def test_a_log_that_cannot_be_written_ends_the_run_after_it_was_saved(trainer, n
     monkeypatch.undo()
     CheckpointStore(tmp_path / "checkpoints").verify()
     assert steps_in(tmp_path / "checkpoints")[-1] == 10
-    assert not differences(start_again(tmp_path), never)
+    assert not differences(start_again(tmp_path), undisturbed)
 
 
 # -- before the first step --
@@ -338,10 +341,10 @@ def file(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 @pytest.mark.parametrize("make", [ModelCheckpoint, BestCheckpoint])
-def test_a_directory_that_cannot_be_made_is_an_error_before_the_first_step(make, trainer, file):
+def test_a_directory_that_cannot_be_created_is_an_error_before_the_first_step(make, trainer, file):
     calls: list[str] = []
     begins = LambdaCallback(on_train_begin=lambda logs: calls.append("on_train_begin"))
-    nowhere = pathlib.Path("/proc/fitflax/run")  # Where not even root can make a directory.
+    nowhere = pathlib.Path("/proc/fitflax/run")  # Not even root can create a directory there.
     cases = {file: DirectoryInUseError, file / "run": DirectoryInUseError} | ({nowhere: CheckpointError} if nowhere.parent.parent.is_dir() else {})
     for directory, error in cases.items():
         with pytest.raises(error, match=re.escape(str(directory))):
@@ -352,7 +355,7 @@ def test_a_directory_that_cannot_be_made_is_an_error_before_the_first_step(make,
 # -- single checkpoints --
 
 
-def test_a_save_by_hand_that_fails_leaves_the_earlier_one(trainer, tmp_path):
+def test_a_manual_save_that_fails_leaves_the_earlier_checkpoint(trainer, tmp_path):
     path = trainer.save(tmp_path / "final")
     before = directory_of_one(path)
     trainer.train_on_batch((TRAIN[0][:4], TRAIN[1][:4]))
@@ -368,7 +371,7 @@ def directory_of_one(path: pathlib.Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("trouble", [file_size_limit, no_descriptors])
-def test_a_store_by_itself_takes_nothing_back_and_leaves_nothing_behind(trouble, tmp_path):
+def test_a_failed_save_of_a_store_keeps_earlier_checkpoints_and_leaves_no_litter(trouble, tmp_path):
     store = CheckpointStore(tmp_path)
     store.claim("run", overwrite=False)
 
@@ -376,15 +379,15 @@ def test_a_store_by_itself_takes_nothing_back_and_leaves_nothing_behind(trouble,
         store.save(step=step, train={"w": list(range(1000))}, run={}, metadata={"run_id": "run"}, owner="me", keep=[])
 
     save(1)
-    with trouble(tmp_path), pytest.raises(CheckpointError, match=rf"step_00000002.*{TROUBLES[trouble]}.*Checkpoints saved before are intact"):
+    with trouble(tmp_path), pytest.raises(CheckpointError, match=rf"step_00000002.*{TROUBLES[trouble]}.*Earlier checkpoints are intact"):
         save(2)
-    assert (store.steps(), hidden(tmp_path)) == ([1], [])
+    assert (store.steps(), leftovers(tmp_path)) == ([1], [])
     store.verify()
     save(2)
-    assert (store.steps(), hidden(tmp_path)) == ([2], [])
+    assert (store.steps(), leftovers(tmp_path)) == ([2], [])
 
 
-# -- file systems of our own --
+# -- separate file systems --
 
 
 def mount(directory: pathlib.Path, options: str) -> None:
@@ -404,14 +407,14 @@ def really_full(root: pathlib.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def really_read_only(root: pathlib.Path) -> Iterator[None]:
-    """Another file system lies over the directory, and cannot be written."""
+    """Another file system is mounted over the directory, and is read-only."""
     mount(root / "checkpoints", "ro,size=4k")
     yield
     subprocess.run(["umount", str(root / "checkpoints")], check=True)
 
 
 def scalars(root: pathlib.Path) -> dict[str, str]:
-    """All scalars in the event files, but those of a clock."""
+    """Returns all scalars in the event files except measured times."""
     values: dict[str, str] = {}
     for path in sorted((root / "tensorboard").rglob("*.tfevents.*")):
         for record in events_of(path):
@@ -422,24 +425,24 @@ def scalars(root: pathlib.Path) -> dict[str, str]:
 
 
 def scenario(top: pathlib.Path) -> dict[str, Any]:
-    """What `main` does on a file system of its own: by trouble, the error, and in what the run that went on differs from one without any trouble."""
+    """Runs on a separate file system; returns, for each trouble, the error, and how the resumed run differs from one without trouble."""
     mount(top, "size=2m")
     outcome: dict[str, Any] = {}
 
-    def whole(root: pathlib.Path, *callbacks: Any, **options: Any) -> dict[str, Any]:
+    def complete_run(root: pathlib.Path, *callbacks: Any, **options: Any) -> dict[str, Any]:
         return {**start_again(root, TensorBoard(root / "tensorboard"), *callbacks, **options), "scalars": scalars(root)}
 
     for name in ("never", "really_full", "really_read_only"):
         (top / name).mkdir()
-    never = whole(top / "never")
+    undisturbed = complete_run(top / "never")
     for trouble in (really_full, really_read_only):
         root, trainer = top / trouble.__name__, make_trainer()
         with contextlib.ExitStack() as stack:
 
             def begin(step: int, stack: contextlib.ExitStack = stack, trouble: Any = trouble, root: pathlib.Path = root) -> None:
-                # Not while a save is going on: the old checkpoint that it deletes would leave room for each one that follows.
-                for saver in list(saving._WORKING):
-                    saver.wait()
+                # Not during a save: the old checkpoint that it deletes would make room for each one that follows.
+                for each in list(saver._WORKING):
+                    each.wait()
                 stack.enter_context(trouble(root))
 
             begins = at(trainer, "on_train_batch_end", 6, begin)
@@ -448,14 +451,14 @@ def scenario(top: pathlib.Path) -> dict[str, Any]:
             except FitflaxError as error:
                 outcome[trouble.__name__] = {"error": str(error), "step": trainer.step}
         CheckpointStore(root / "checkpoints").verify()
-        outcome[trouble.__name__]["differences"] = differences(whole(root), never)
-        outcome[trouble.__name__]["scalars"] = len(never["scalars"])
+        outcome[trouble.__name__]["differences"] = differences(complete_run(root), undisturbed)
+        outcome[trouble.__name__]["scalars"] = len(undisturbed["scalars"])
     return outcome
 
 
 @pytest.mark.slow
-def test_a_real_file_system_that_is_full_or_read_only(tmp_path, process_env):
-    """In a process with mounts of its own, which Linux lets anybody have, unless it was told not to."""
+def test_a_run_resumes_after_a_real_file_system_is_full_or_read_only(tmp_path, process_env):
+    """Runs in a process with its own mounts, which Linux allows any user by default."""
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
         pytest.skip("needs unshare, and a kernel that lets users make mounts of their own")
     (tmp_path / "disk").mkdir()
@@ -469,5 +472,5 @@ def test_a_real_file_system_that_is_full_or_read_only(tmp_path, process_env):
 
 
 if __name__ == "__main__":
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # tensorboardX imports it where it is installed, which takes seconds.
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # tensorboardX imports it if it is installed, which takes seconds.
     print(json.dumps(scenario(pathlib.Path(sys.argv[1]))))

@@ -1,4 +1,4 @@
-"""What users get wrong, and what they are told: what, where, what to do; before any step is made."""
+"""What users get wrong, and the errors they get: what is wrong, where, and what to do; before any step runs."""
 
 import itertools
 
@@ -28,7 +28,7 @@ def make(model=None, loss="mse", metrics=None, **kwargs):
 
 
 def fails(error, message, *args, trainer=None, **kwargs):
-    """Checks that `fit` raises before it makes a step."""
+    """Checks that `fit` raises before it runs a step, and returns the message."""
     trainer = trainer or make()
     with pytest.raises(error, match=message) as raised:
         trainer.fit(*args, verbose=0, **kwargs)
@@ -36,7 +36,7 @@ def fails(error, message, *args, trainer=None, **kwargs):
     return str(raised.value)
 
 
-# --- The tree of errors ---
+# --- The error hierarchy ---
 
 
 def test_every_error_is_a_fitflax_error_and_a_built_in_one():
@@ -47,7 +47,7 @@ def test_every_error_is_a_fitflax_error_and_a_built_in_one():
     assert issubclass(errors.DataError, ValueError) and issubclass(errors.NotReadyError, RuntimeError)
 
 
-def test_the_tree_in_the_docstring_is_the_tree():
+def test_the_tree_in_the_docstring_names_every_error():
     for name in errors.__all__:
         if name != "FitflaxWarning":
             assert f"{name}" in errors.__doc__, name
@@ -57,7 +57,7 @@ def test_the_tree_in_the_docstring_is_the_tree():
     ("name", "known", "expected"),
     [("val_acc", ["loss", "val_accuracy"], " Did you mean 'val_accuracy'?"), ("zzz", ["loss"], ""), ("x", [], "")],
 )
-def test_the_closest_name_is_proposed(name, known, expected):
+def test_the_closest_name_is_suggested(name, known, expected):
     assert did_you_mean(name, known) == expected
 
 
@@ -77,14 +77,14 @@ def test_the_closest_name_is_proposed(name, known, expected):
         ((np.array([["a"] * 4] * 12), Y), r"x must hold numbers, but its dtype is <U1; encode them as numbers first"),
         ((X, np.array(["cat"] * 12)), r"y must hold numbers, but its dtype is <U3; encode them as numbers first"),
         ((np.array([object()] * 12), Y), r"x must hold numbers, but its dtype is object"),
-        (((X, Y, np.ones(12), X),), r"a tuple of 4 elements. Several inputs are nested: \(\(x1, x2\), y\)"),
-        ((5,), r"`data` must be arrays, an iterable of batches, or a function that makes an iterator of batches. Received: a int"),
+        (((X, Y, np.ones(12), X),), r"a tuple of 4 elements. Nest several inputs: \(\(x1, x2\), y\)"),
+        ((5,), r"`data` must be arrays, an iterable of batches, or a function that returns an iterator of batches. Received: a int"),
         (("train.csv",), r"Received: a str"),
         ((None,), r"Received: a NoneType"),
         (([],), r"`data` is an empty list"),
-        (([(X, Y), (X, Y)],), r"this list of 2 tuple.* would be the inputs. For a list of batches give a function, `lambda: batches`"),
-        ((lambda: 5,), r"A function given as data must return an iterable of batches. Received: a int"),
-        ((lambda: iter(()),), r"The data yields no batch"),
+        (([(X, Y), (X, Y)],), r"a list of length 2, whose first element is a tuple. To pass a list of batches, use a function: `lambda: batches`"),
+        ((lambda: 5,), r"A function that is passed as data must return an iterable of batches. Received: a int"),
+        ((lambda: iter(()),), r"The data yields no batches"),
         ((list,), r"class list|yields no batch"),
         ((lambda: [(X[:0], Y[:0])],), r"a batch of 0 examples"),
         ((lambda: [(X, Y, np.ones(12), X)],), r"A batch must be x, \(x,\), \(x, y\) or \(x, y, sample_weight\). Received: a tuple of 4 elements"),
@@ -92,7 +92,7 @@ def test_the_closest_name_is_proposed(name, known, expected):
         ((lambda: [(X, np.array(["cat"] * 12))],), r"y must hold numbers"),
     ],
 )
-def test_data_that_makes_no_batches_is_an_error_that_says_where(args, message):
+def test_data_that_cannot_form_batches_is_an_error_that_says_where(args, message):
     fails(DataError, message, *args)
 
 
@@ -102,14 +102,14 @@ def test_data_that_makes_no_batches_is_an_error_that_says_where(args, message):
         (
             {"inputs": "imgae"},
             {"image": X, "label": Y},
-            r"Trainer\(inputs=...\) asks for the key 'imgae', but batches have \['image', 'label'\]. Did you mean 'image'\?",
+            r"Trainer\(inputs=...\) selects the key 'imgae', which the batches do not have. Did you mean 'image'\? Their keys: 'image', 'label'\.",
         ),
-        ({"inputs": "image", "targets": "labels"}, {"image": X, "label": Y}, r"Trainer\(targets=...\) asks for the key 'labels'.*Did you mean 'label'\?"),
-        ({"inputs": "image"}, (X, Y), r"Trainer\(inputs='image'\) picks from batches that are dicts. Received: a tuple"),
-        ({"inputs": "image"}, lambda: [(X, Y)], r"picks from batches that are dicts. Received: a tuple"),
+        ({"inputs": "image", "targets": "labels"}, {"image": X, "label": Y}, r"Trainer\(targets=...\) selects the key 'labels'.*Did you mean 'label'\?"),
+        ({"inputs": "image"}, (X, Y), r"Trainer\(inputs='image'\) needs batches that are dicts. Received: a tuple"),
+        ({"inputs": "image"}, lambda: [(X, Y)], r"needs batches that are dicts. Received: a tuple"),
     ],
 )
-def test_keys_that_a_batch_does_not_have_are_errors(trainer, data, message):
+def test_keys_that_are_missing_from_a_batch_are_errors(trainer, data, message):
     fails(DataError, message, data, trainer=make(**trainer))
 
 
@@ -132,10 +132,10 @@ def test_labels_of_validation_data_are_checked_as_well():
     fails(DataError, message, X, LABELS, validation_data=(X, LABELS + 1), trainer=make(loss="sparse_categorical_crossentropy"))
 
 
-def test_a_module_that_is_called_on_the_wrong_shape_is_an_error_with_the_shapes():
+def test_calling_a_module_on_the_wrong_shape_is_an_error_with_the_shapes():
     trainer = make()
     trainer.fit(X, Y, verbose=0)
-    with pytest.raises(ModelError, match=r"Dense cannot be run for training on inputs float32\[12,5\]"):
+    with pytest.raises(ModelError, match=r"Dense cannot be run in training mode on inputs float32\[12,5\]"):
         trainer.fit(np.ones((12, 5), np.float32), Y, verbose=0)
 
 
@@ -160,35 +160,38 @@ def test_a_module_that_is_called_on_the_wrong_shape_is_an_error_with_the_shapes(
         ({"validation_freq": 0}, r"validation_freq must be a positive integer, a list of epochs counted from 1, or a trigger. Received: 0"),
         ({"validation_freq": [0, 1]}, r"validation_freq must be"),
         ({"validation_freq": "epoch"}, r"validation_freq must be"),
-        ({"validation_split": 1.5}, r"validation_split must lie between 0 and 1. Received: 1.5"),
-        ({"validation_split": -0.1}, r"validation_split must lie between 0 and 1"),
+        ({"validation_split": 1.5}, r"validation_split must be between 0 and 1. Received: 1.5"),
+        ({"validation_split": -0.1}, r"validation_split must be between 0 and 1"),
         ({"validation_split": 0.5, "validation_data": (X, Y)}, r"validation_split and validation_data are both given"),
         ({"validation_data": {"train": (X, Y)}}, r"names other than 'train'. Received: \['train'\]"),
         ({"class_weight": {"a": 1.0}}, r"class_weight must map integer labels"),
-        ({"resume": "auto"}, r"resume='auto' looks in the directory of the one ModelCheckpoint, but there are 0. Add one to callbacks, or pass resume=path"),
+        (
+            {"resume": "auto"},
+            r"resume='auto' needs exactly one ModelCheckpoint, whose directory it uses, but there are 0. Add one to callbacks, or pass resume=path",
+        ),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
-def test_arguments_of_fit_that_make_no_sense_are_errors(kwargs, message):
+def test_invalid_arguments_of_fit_are_errors(kwargs, message):
     fails(ConfigError, message, X, Y, **kwargs)
 
 
 def test_a_validation_split_that_leaves_nothing_is_an_error():
-    fails(DataError, r"validation_split=0.5 of 1 examples leaves 0 to train on and 1 to validate on", X[:1], Y[:1], validation_split=0.5)
+    fails(DataError, r"validation_split=0.5 of 1 examples leaves 0 for training and 1 for validation", X[:1], Y[:1], validation_split=0.5)
 
 
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"y": Y}, r"y can only be given with in-memory arrays; batches of `data` \(a function\) hold their own"),
-        ({"sample_weight": np.ones(12)}, r"sample_weight can only be given with in-memory arrays"),
-        ({"batch_size": 4}, r"batch_size can only be given with in-memory arrays"),
-        ({"drop_remainder": True}, r"drop_remainder can only be given with in-memory arrays"),
-        ({"validation_split": 0.5}, r"validation_split can only be taken from in-memory arrays. Pass validation_data"),
+        ({"y": Y}, r"y can only be passed with in-memory arrays. `data` is a function, which defines its own batches; leave y out"),
+        ({"sample_weight": np.ones(12)}, r"sample_weight can only be passed with in-memory arrays"),
+        ({"batch_size": 4}, r"batch_size can only be passed with in-memory arrays"),
+        ({"drop_remainder": True}, r"drop_remainder can only be passed with in-memory arrays"),
+        ({"validation_split": 0.5}, r"validation_split requires in-memory arrays, .* pass validation_data"),
     ],
     ids=str,
 )
-def test_arguments_for_arrays_do_not_go_with_batches(kwargs, message):
+def test_arguments_for_arrays_cannot_be_combined_with_batches(kwargs, message):
     def batches():
         return iter([(X, Y)])
 
@@ -196,32 +199,41 @@ def test_arguments_for_arrays_do_not_go_with_batches(kwargs, message):
 
 
 def test_drop_remainder_that_leaves_nothing_is_an_error():
-    fails(DataError, r"There is nothing to work on: 12 examples, batch_size=32, drop_remainder=True", X, Y, drop_remainder=True)
+    fails(DataError, r"The data yields no batches. Received: 12 examples, batch_size=32, drop_remainder=True", X, Y, drop_remainder=True)
 
 
 def test_sample_weights_given_twice_are_an_error():
-    fails(ConfigError, r"sample_weight is given twice", (X, Y, np.ones(12)), sample_weight=np.ones(12))
+    fails(ConfigError, r"sample_weight is passed twice", (X, Y, np.ones(12)), sample_weight=np.ones(12))
 
 
 @pytest.mark.parametrize(
     ("make_trainer", "message"),
     [
-        (lambda: fitflax.Trainer(nn.Dense), r"Trainer takes an instance of a module. Received: the class Dense; call it: Trainer\(Dense\(...\)\)"),
-        (lambda: fitflax.Trainer(lambda x: x), r"Trainer takes a flax.linen module. Received: a builtins.function"),
-        (lambda: fitflax.Trainer(None), r"Trainer takes a flax.linen module. Received: a builtins.NoneType"),
+        (lambda: fitflax.Trainer(nn.Dense), r"Trainer takes an instance of a module. Received: the class Dense. Call it: Trainer\(Dense\(...\)\)"),
+        (
+            lambda: fitflax.Trainer(lambda x: x),
+            r"Trainer takes a flax.linen module, .*Received: a builtins.function",
+        ),
+        (
+            lambda: fitflax.Trainer(None),
+            r"Trainer takes a flax.linen module, .*Received: a builtins.NoneType",
+        ),
         (lambda: fitflax.Trainer(nn.Dense(1), seed=-1), r"Trainer\(seed=...\) must be an integer of at least 0. Received: -1"),
         (lambda: fitflax.Trainer(nn.Dense(1), seed=1.5), r"Trainer\(seed=...\) must be an integer"),
-        (lambda: fitflax.Trainer(nn.Dense(1), parallel=4), r"Trainer\(parallel=...\) takes a strategy such as fitflax.parallel.DataParallel\(\). Received: 4"),
+        (
+            lambda: fitflax.Trainer(nn.Dense(1), parallel=4),
+            r"Trainer\(parallel=...\) must be a strategy, such as fitflax.parallel.DataParallel\(\). Received: 4",
+        ),
         (
             lambda: fitflax.Trainer(nn.Dense(1), rngs={"training": ["x"]}),
-            r"Trainer\(rngs=...\) by occasion has the keys 'init', 'train' and 'eval'. Received: \['training'\]",
+            r"Trainer\(rngs=...\) as a dict must have only the keys 'init', 'train' and 'eval'. Received: \['training'\]",
         ),
-        (lambda: fitflax.Trainer(nn.Dense(1), rngs=[3]), r"Trainer\(rngs=...\) takes names of random streams. Received: \[3\]"),
+        (lambda: fitflax.Trainer(nn.Dense(1), rngs=[3]), r"Trainer\(rngs=...\) must be names of random streams, such as 'dropout'. Received: \[3\]"),
         (lambda: fitflax.Trainer(nn.Dense(1), inputs=3), r"Trainer\(inputs=...\) must be a key, a tuple of keys or a dict \{name: key\}. Received: 3"),
-        (lambda: fitflax.Trainer(nn.Dense(1), targets="label"), r"Trainer\(targets='label'\) needs inputs= as well"),
+        (lambda: fitflax.Trainer(nn.Dense(1), targets="label"), r"Trainer\(targets='label'\) also needs inputs="),
     ],
 )
-def test_arguments_of_a_trainer_that_make_no_sense_are_errors(make_trainer, message):
+def test_invalid_arguments_of_a_trainer_are_errors(make_trainer, message):
     with pytest.raises(ConfigError, match=message):
         make_trainer()
 
@@ -233,22 +245,27 @@ def test_arguments_of_a_trainer_that_make_no_sense_are_errors(make_trainer, mess
         ((optax.adam, "mse"), {}, OptimizerError, r"optax transformation.*Received: .*adam"),
         ((3, "mse"), {}, OptimizerError, r"optimizer must be a name or an optax transformation. Received: 3"),
         (("adam", "msee"), {}, LossError, r"There is no loss 'msee'. Did you mean 'mse'\?"),
-        (("adam", 3), {}, LossError, r"A loss is a name or a function \(outputs, targets\) -> one value per example. Received: 3"),
+        (("adam", 3), {}, LossError, r"A loss must be a name or a function \(outputs, targets\) -> one value per example. Received: 3"),
         (("adam", "mse", ["acuracy"]), {}, MetricError, r"There is no metric 'acuracy'. Did you mean 'accuracy'\?"),
-        (("adam", "mse", [3]), {}, MetricError, r"A metric is a name, an object .*Received: 3"),
+        (("adam", "mse", [3]), {}, MetricError, r"A metric must be a name, an object .*Received: 3"),
         (("adam", "mse"), {"weighted_metrics": ["maee"]}, MetricError, r"Did you mean 'mae'\?"),
         (("adam", "mse"), {"loss_weights": "0.5"}, ConfigError, r"loss_weights must be numbers. Received: '0.5'"),
-        (("adam", "mse"), {"learning_rate": -1.0}, OptimizerError, r"A learning rate is a finite number of at least 0. Received: -1.0"),
-        ((optax.sgd(0.1), "mse"), {"learning_rate": 0.1}, ConfigError, r"compile\(learning_rate=...\) goes with an optimizer given by name"),
-        (("adabelief", "mse"), {}, OptimizerError, r"Keras has no 'adabelief', so there is no default learning rate. Give learning_rate="),
+        (("adam", "mse"), {"learning_rate": -1.0}, OptimizerError, r"A learning rate must be a finite number of at least 0. Received: -1.0"),
+        ((optax.sgd(0.1), "mse"), {"learning_rate": 0.1}, ConfigError, r"compile\(learning_rate=...\) requires an optimizer given by name"),
+        (
+            ("adabelief", "mse"),
+            {},
+            OptimizerError,
+            r"'adabelief' has no default learning rate, because Keras does not have this optimizer. Pass learning_rate=",
+        ),
     ],
 )
-def test_arguments_of_compile_that_make_no_sense_are_errors(args, kwargs, error, message):
+def test_invalid_arguments_of_compile_are_errors(args, kwargs, error, message):
     with pytest.raises(error, match=message):
         fitflax.Trainer(nn.Dense(1)).compile(*args, **kwargs)
 
 
-def test_a_compile_that_fails_leaves_the_trainer_as_it_was():
+def test_a_compile_that_fails_leaves_the_trainer_unchanged():
     trainer = make()
     before = trainer.fit(X, Y, verbose=0).history
     with pytest.raises(MetricError):
@@ -256,14 +273,14 @@ def test_a_compile_that_fails_leaves_the_trainer_as_it_was():
     assert list(trainer.fit(X, Y, verbose=0).history) == list(before) == ["loss"]
 
 
-def test_a_train_loop_takes_a_trigger():
+def test_invalid_arguments_of_train_loop_are_errors():
     with pytest.raises(ConfigError, match=r"train_loop\(every=...\) takes a trigger, such as fitflax.every\(steps=10\). Received: 10"):
         make().train_loop((X, Y), steps=1, every=10)
     with pytest.raises(ConfigError, match=r"steps must be a positive integer. Received: 0"):
         make().train_loop((X, Y), steps=0)
 
 
-def test_a_misspelt_argument_is_pythons_own_error():
+def test_a_misspelled_argument_raises_pythons_own_error():
     with pytest.raises(TypeError, match="validation_dta"):
         make().fit(X, Y, validation_dta=(X, Y))
 
@@ -277,15 +294,15 @@ class TwoInputs(nn.Module):
         return nn.Dense(3)(a) + nn.Dense(3)(b)
 
 
-def test_a_module_that_is_given_too_few_inputs_says_how_several_are_given():
+def test_the_error_for_too_few_inputs_says_how_to_pass_several():
     text = fails(
         ModelError, r"TwoInputs cannot be initialized on inputs float32\[12,4\].*missing 1 required positional argument: 'b'", X, Y, trainer=make(TwoInputs())
     )
-    assert "Several inputs are a tuple ((x1, x2), y), or keys of dicts with Trainer(inputs=...)" in text
+    assert "Pass several inputs as a tuple, ((x1, x2), y), or as keys of dicts with Trainer(inputs=...)" in text
     assert "Trainer(model, train_kwargs={'is_training': True}, eval_kwargs={'is_training': False})" in text
 
 
-def test_a_module_that_is_given_too_many_inputs_says_so():
+def test_too_many_inputs_are_an_error_that_lists_them():
     fails(
         ModelError,
         r"TwoInputs cannot be initialized on inputs \(float32\[12,4\], float32\[12,4\], float32\[12,4\]\)",
@@ -294,7 +311,7 @@ def test_a_module_that_is_given_too_many_inputs_says_so():
     )
 
 
-def test_an_error_within_the_module_comes_with_the_shapes_and_the_modules_own_words():
+def test_an_error_inside_the_module_comes_with_the_shapes_and_the_original_message():
     class Reshaping(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -312,14 +329,14 @@ def test_a_state_that_changes_its_shape_from_step_to_step_is_an_error():
                 seen.value = jnp.concatenate([seen.value, jnp.zeros(1)])
             return nn.Dense(3)(x)
 
-    fails(ModelError, r"model_state\['seen'\]\['x'\] changes from float32\[1\] to float32\[2\]", X, Y, trainer=make(Growing()))
+    fails(ModelError, r"model_state\['seen'\]\['x'\] is float32\[2\] instead of float32\[1\]", X, Y, trainer=make(Growing()))
 
 
 # --- Losses and metrics ---
 
 
-def test_a_loss_without_targets_says_how_they_are_given():
-    fails(LossError, r"The loss 'mse' needs targets, but the batches hold none. Yield \(x, y\), pass y=, give validation_data=\(x, y\), or name Trainer", X)
+def test_the_error_for_a_loss_without_targets_says_how_to_pass_them():
+    fails(LossError, r"The loss 'mse' needs targets, but the batches have none. Yield \(x, y\), pass y= or validation_data=\(x, y\), or set Trainer", X)
     fails(LossError, r"needs targets", lambda: [(X,)])
     fails(LossError, r"needs targets", {"x": X, "y": Y}, trainer=make(inputs="x"))
 
@@ -328,7 +345,7 @@ def test_nothing_to_minimize_is_an_error():
     fails(LossError, r"There is nothing to minimize: compile\(\) has no loss, and the module sows no 'losses'", X, Y, trainer=make(loss=None))
 
 
-def test_shapes_that_do_not_fit_the_loss_are_an_error_with_both():
+def test_shapes_that_do_not_fit_the_loss_are_an_error_with_both_shapes():
     fails(LossError, r"\[12, ?3\].*\[12, ?2\]", X, Y[:, :2])
 
 
@@ -337,26 +354,26 @@ def scalar(outputs, targets):
 
 
 @pytest.mark.slow
-def test_a_scalar_loss_is_the_mean_of_its_batch_where_nothing_is_padded():
+def test_a_scalar_loss_is_the_mean_of_its_batch_if_nothing_is_padded():
     one, other = make(loss=scalar), make()
     losses = [trainer.fit(X, Y, batch_size=4, epochs=2, verbose=0).history["loss"] for trainer in (one, other)]
     np.testing.assert_allclose(*losses, rtol=1e-5)
     np.testing.assert_allclose(one.evaluate(X, Y, batch_size=6, verbose=0)["loss"], other.evaluate(X, Y, verbose=0)["loss"], rtol=1e-5)
 
 
-def test_a_scalar_loss_of_fewer_examples_than_a_batch_needs_no_padding_in_training_and_evaluation():
+def test_a_scalar_loss_of_less_than_one_batch_needs_no_padding_in_fit_and_evaluate():
     trainer = make(loss=scalar)
     history = trainer.fit(X, Y, validation_data=(X, Y), verbose=0).history
     assert list(history) == ["loss", "val_loss"]
     assert trainer.evaluate(X, Y, verbose=0)["loss"] == history["val_loss"][0]
 
 
-def test_a_scalar_loss_and_a_batch_that_must_be_padded_are_an_error_before_the_first_step():
-    message = r"The loss returns one number for a batch, but a batch of 2 examples has to be padded to 5, which would falsify it. Return one value per example"
+def test_a_scalar_loss_with_a_batch_that_must_be_padded_is_an_error_before_any_step():
+    message = r"The loss returns one number for a batch, but a batch of 2 examples must be padded to 5, which would make it wrong. Return one value per example"
     fails(LossError, message, X, Y, batch_size=5, trainer=make(loss=scalar))
     fails(
         LossError,
-        r"batch of 2 examples has to be padded to 5",
+        r"batch of 2 examples must be padded to 5",
         X,
         Y,
         validation_data=(X, Y),
@@ -366,19 +383,19 @@ def test_a_scalar_loss_and_a_batch_that_must_be_padded_are_an_error_before_the_f
     )
 
 
-def test_a_scalar_loss_of_a_stream_fails_at_the_batch_that_must_be_padded():
+def test_a_scalar_loss_on_a_stream_fails_at_the_batch_that_must_be_padded():
     trainer = make(loss=scalar)
-    with pytest.raises(LossError, match=r"a batch of 5 examples has to be padded to 12"):
+    with pytest.raises(LossError, match=r"a batch of 5 examples must be padded to 12"):
         trainer.fit(lambda: [(X, Y), (X[:5], Y[:5])], verbose=0)
     assert trainer.step == 1
 
 
-def test_a_scalar_loss_and_weights_are_an_error():
+def test_a_scalar_loss_with_sample_weights_is_an_error():
     fails(LossError, r"The loss is a scalar, but the data is weighted. Return one value per example", X, Y, np.ones(12), trainer=make(loss=scalar))
 
 
 @pytest.mark.slow
-def test_drop_remainder_and_pad_false_are_ways_out_for_a_scalar_loss():
+def test_drop_remainder_and_pad_false_allow_a_scalar_loss():
     make(loss=scalar).fit(X, Y, batch_size=5, drop_remainder=True, verbose=0)
     trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(jax.devices()[:1]))
     trainer.compile(optax.sgd(0.0), loss=scalar, pad=False)
@@ -392,14 +409,14 @@ def test_a_loss_that_returns_a_tuple_is_an_error():
     def loss(outputs, targets):
         return jnp.mean((outputs - targets) ** 2, axis=-1), {}
 
-    fails(LossError, r"A loss returns one array of values per example. The loss returned a tuple", X, Y, trainer=make(loss=loss))
+    fails(LossError, r"A loss must return one array of values per example. The loss returned a tuple", X, Y, trainer=make(loss=loss))
 
 
-def test_a_loss_that_does_not_begin_with_the_examples_is_an_error():
+def test_a_loss_without_a_leading_axis_of_examples_is_an_error():
     def loss(outputs, targets):
         return jnp.mean((outputs - targets) ** 2, axis=0)
 
-    fails(LossError, r"A loss returns one value per example: \[12\] or \[12, ...\] here. It returned \[3\]", X, Y, trainer=make(loss=loss))
+    fails(LossError, r"A loss must return one value per example, \[12\] or \[12, ...\]. The loss returned \[3\]", X, Y, trainer=make(loss=loss))
 
 
 def test_a_loss_that_fails_is_an_error_with_its_name_and_the_shapes():
@@ -422,7 +439,7 @@ def test_a_metric_without_one_value_per_example_is_an_error():
 
 
 def test_weights_that_do_not_fit_the_values_of_the_loss_are_an_error():
-    fails(LossError, r"sample_weight.* \[12, 3\] does not fit the loss's values.* \[12\]", X, Y, np.ones((12, 3)))
+    fails(LossError, r"sample_weight.* \[12, 3\] does not fit the loss values.* \[12\]", X, Y, np.ones((12, 3)))
 
 
 class TwoOutputs(nn.Module):
@@ -441,14 +458,24 @@ class TwoOutputs(nn.Module):
             r"names the outputs \['hed'\], but the module's outputs are \['head', 'tail'\]. Did you mean 'head'\?",
         ),
         ({"loss": ["mse"] * 3}, {"head": Y[:, :1]}, LossError, r"compile\(loss=...\) has 3 entries, but the module has 2 outputs: \['head', 'tail'\]"),
-        ({"loss": {"head": "mse"}}, {"haed": Y[:, :1]}, LossError, r"The output 'head' has no targets: the targets are \['haed'\]. Did you mean 'haed'\?"),
+        (
+            {"loss": {"head": "mse"}},
+            {"haed": Y[:, :1]},
+            LossError,
+            r"The output 'head' has no targets. Received: targets for \['haed'\]. Did you mean 'haed'\?",
+        ),
         (
             {"loss": "mse"},
             Y,
             LossError,
-            r"The module has the outputs \['head', 'tail'\], so targets must be 2 arrays or a dict.* together is given as a function",
+            r"The module has the outputs \['head', 'tail'\], so targets must be 2 arrays or a dict.* together, pass a function",
         ),
-        ({"loss": lambda o, t: o["head"][:, 0], "metrics": ["mae"]}, Y, MetricError, r"A metric of all outputs together is given as metrics=\{key: metric\}"),
+        (
+            {"loss": lambda o, t: o["head"][:, 0], "metrics": ["mae"]},
+            Y,
+            MetricError,
+            r"To compute a metric from all outputs together, pass metrics=\{key: metric\}",
+        ),
         (
             {"loss": {"head": "mse"}, "metrics": {"head": "mse", "tal": "mse"}},
             {"head": Y[:, :1]},
@@ -458,12 +485,14 @@ class TwoOutputs(nn.Module):
     ],
 )
 @pytest.mark.mostly_slow
-def test_outputs_that_are_not_there_are_errors_that_list_those_that_are(kwargs, y, error, message):
+def test_unknown_outputs_are_errors_that_list_the_known_ones(kwargs, y, error, message):
     fails(error, message, X, y, trainer=make(TwoOutputs(), **kwargs))
 
 
-def test_a_loss_by_outputs_for_a_single_output_is_an_error():
-    fails(ConfigError, r"compile\(loss=\['head'\]\) names outputs, but the module has only one output", X, Y, trainer=make(loss={"head": "mse"}))
+def test_losses_by_output_for_a_module_with_one_output_are_an_error():
+    fails(
+        ConfigError, r"compile\(loss=...\) names the outputs \['head'\], but the module has one output without a name", X, Y, trainer=make(loss={"head": "mse"})
+    )
     fails(ConfigError, r"compile\(loss=...\) has 2 entries, but the module has one output", X, Y, trainer=make(loss=["mse", "mae"]))
 
 
@@ -471,13 +500,13 @@ def test_a_loss_by_outputs_for_a_single_output_is_an_error():
 
 
 def test_a_class_instead_of_a_callback_is_an_error_that_says_to_call_it():
-    fails(CallbackError, r"callbacks takes instances. Received: the class EarlyStopping; call it: EarlyStopping\(...\)", X, Y, callbacks=[EarlyStopping])
+    fails(CallbackError, r"callbacks must be instances. Received: the class EarlyStopping. Pass EarlyStopping\(...\)", X, Y, callbacks=[EarlyStopping])
 
 
 # --- After an error ---
 
 
-def test_a_trainer_goes_on_after_an_error():
+def test_a_trainer_still_works_after_an_error():
     trainer = make()
     for args in ((X, Y[:3]), (X,), (itertools.cycle([(X, Y)]),)):
         with pytest.raises(FitflaxError):
@@ -488,7 +517,7 @@ def test_a_trainer_goes_on_after_an_error():
     jax.tree.map(np.testing.assert_array_equal, trainer.state.params, fresh.state.params)
 
 
-# --- What a first user stumbled over ---
+# --- What the first user stumbled over ---
 
 
 @pytest.mark.parametrize("class_weight", [[1, 2, 3], "balanced"])
@@ -503,35 +532,41 @@ def test_class_weight_must_be_a_dict(class_weight):
     )
 
 
-def test_yes_or_no_targets_of_arrays_are_checked():
-    fails(DataError, r"y holds 0 to 2, but 'binary_crossentropy' takes 0, 1 or probabilities", X, LABELS, trainer=make(nn.Dense(1), "binary_crossentropy"))
+def test_binary_targets_in_arrays_are_checked():
+    fails(
+        DataError,
+        r"y holds values from 0 to 2, but 'binary_crossentropy' takes 0, 1 or probabilities",
+        X,
+        LABELS,
+        trainer=make(nn.Dense(1), "binary_crossentropy"),
+    )
 
 
 def test_a_metric_cannot_be_named_epoch():
-    fails(ConfigError, "A metric is named 'epoch'", X, Y, trainer=make(metrics={"epoch": "mae"}))
+    fails(ConfigError, "A metric cannot have the name 'epoch'", X, Y, trainer=make(metrics={"epoch": "mae"}))
 
 
 @pytest.mark.parametrize(("role", "arguments"), [("data", (X.tolist(), Y)), ("y", (X, Y.tolist())), ("sample_weight", (X, Y, [1.0] * 12))])
-def test_lists_of_numbers_are_no_arrays(role, arguments):
-    fails(DataError, rf"`{role}` is a list of Python numbers. Make an array of it: np.asarray\({role}\)", *arguments)
+def test_lists_of_numbers_are_not_accepted_as_arrays(role, arguments):
+    fails(DataError, rf"`{role}` is a list of Python numbers. Convert it to an array: np.asarray\({role}\)", *arguments)
 
 
-def test_an_optimizer_that_was_not_called_is_named():
+def test_an_optimizer_that_was_not_called_is_an_error_that_says_to_call_it():
     with pytest.raises(OptimizerError, match="Call it"):
         fitflax.Trainer(nn.Dense(1)).compile(optax.adam, "mse")
 
 
-def test_a_monitor_proposes_the_named_sets():
-    message = r"the validation sets are \['dev'\]. Did you mean one of \['dev_loss'\]"
+def test_the_error_of_a_monitor_suggests_the_named_validation_sets():
+    message = r"the validation sets are named \['dev'\]. Use one of \['dev_loss'\]"
     fails(errors.MonitorError, message, X, Y, validation_data={"dev": (X, Y)}, callbacks=[EarlyStopping("val_loss")])
 
 
-def test_a_list_of_inputs_and_targets_is_named():
-    fails(ModelError, r"The inputs are a list, which is one argument; .* a tuple, \(x, y\)", lambda: iter([[X, Y]]))
+def test_a_list_of_input_arrays_is_an_error_that_suggests_tuples():
+    fails(ModelError, r"The inputs are a list, which is one argument. Pass tuples: \(x, y\)", [X, X], Y)
 
 
-def test_the_group_of_an_evaluation_is_not_that_of_training():
-    with pytest.raises(ConfigError, match="not 'train'"):
+def test_an_evaluation_cannot_be_named_train():
+    with pytest.raises(ConfigError, match="other than 'train'"):
         make().eval_loop(X, Y, name="train")
 
 
@@ -545,17 +580,17 @@ def test_nested_aux_is_an_error_that_names_it():
     fails(LossError, r"aux\['parts'\] is a dict", X, Y, trainer=trainer)
 
 
-def test_a_stream_that_compute_loss_lacks_is_named():
+def test_a_missing_random_stream_in_compute_loss_is_an_error_that_says_how_to_add_it():
     class Noisy(nn.Module):
         @nn.compact
         def __call__(self, x):
             return nn.Dense(3)(x) + (0 if self.is_initializing() else jax.random.normal(self.make_rng("noise"), (len(x), 3)))
 
-    class Own(fitflax.Trainer):
+    class CustomLoss(fitflax.Trainer):
         def compute_loss(self, params, model_state, batch, *, rngs, train):
             outputs = self.model.apply({"params": params}, batch.x, rngs=rngs)
             return jnp.square(outputs).mean(-1), {}, {"outputs": outputs}
 
-    trainer = Own(Noisy())
+    trainer = CustomLoss(Noisy())
     trainer.compile("sgd")
     fails(ModelError, r"compute_loss.*Trainer\(rngs=", X, Y, trainer=trainer)

@@ -16,6 +16,7 @@ from fitflax.errors import ConfigError, ModelError, NotReadyError
 from fitflax.parallel import DataParallel
 from tests.test_examples import load
 
+pytestmark = pytest.mark.optimized
 pytest.importorskip("flatbuffers")
 
 RNG = np.random.default_rng(0)
@@ -47,7 +48,7 @@ def loaded(path):
 
 @pytest.mark.parametrize("options", [{}, {"devices": 2}, {"ema_decay": 0.5}, {"precision": "bfloat16"}])
 @pytest.mark.mostly_slow
-def test_it_computes_what_predict_does_for_any_batch_size(tmp_path, options):
+def test_the_file_computes_what_predict_does_for_any_batch_size(tmp_path, options):
     trainer = trained(**options)
     path = trainer.export(tmp_path / "models" / "cnn.jaxexport")
     run = loaded(path)
@@ -74,7 +75,7 @@ print("equal")
 
 
 @pytest.mark.slow
-def test_another_process_runs_it_without_fitflax_flax_and_the_modules_code(tmp_path):
+def test_another_process_runs_the_file_without_fitflax_flax_or_the_modules_code(tmp_path):
     trainer = trained()
     path = trainer.export(tmp_path / "cnn")
     np.savez(tmp_path / "data.npz", x=X, outputs=trainer.predict(X))
@@ -86,7 +87,7 @@ def test_another_process_runs_it_without_fitflax_flax_and_the_modules_code(tmp_p
 
 @pytest.mark.slow  # Needs a package index.
 @pytest.mark.timeout(900)
-def test_the_digits_network_runs_in_an_environment_of_jax_and_flatbuffers_alone(tmp_path):
+def test_the_digits_network_runs_in_an_environment_with_only_jax_and_flatbuffers(tmp_path):
     """Its time limit allows for a slow package index."""
     digits = load("digits")
     train, _, test = digits.load()
@@ -108,7 +109,7 @@ class Two(nn.Module):
         return {"sum": nn.Dense(1)(left + right), "both": (left, right)}
 
 
-def test_inputs_that_are_a_tuple_are_several_arguments_and_outputs_keep_their_structure(tmp_path):
+def test_a_tuple_of_inputs_becomes_several_arguments_and_outputs_keep_their_structure(tmp_path):
     trainer = fitflax.Trainer(Two())
     trainer.compile("sgd", {"sum": "mse"})
     trainer.build(((X[:8, :, 0, 0], X[:8, :, 1, 0]), {"sum": X[:8, 0, 0]}))
@@ -147,7 +148,7 @@ def test_random_streams_of_evaluation_have_the_keys_of_the_first_batch(tmp_path)
     np.testing.assert_allclose(run(X[:4, :, 0, 0]), trainer.predict_on_batch(X[:4, :, 0, 0]), atol=1e-6)
 
 
-def test_before_compile_weights_can_be_exported_too(tmp_path):
+def test_weights_can_be_exported_before_compile_too(tmp_path):
     source = trained()
     source.save(tmp_path / "saved")
     trainer = fitflax.Trainer(CNN())
@@ -157,7 +158,7 @@ def test_before_compile_weights_can_be_exported_too(tmp_path):
 
 
 @pytest.mark.slow
-def test_one_file_can_be_for_several_platforms(tmp_path):
+def test_one_file_can_support_several_platforms(tmp_path):
     path = trained().export(tmp_path / "cnn", platforms=["cpu", "cuda", "tpu"])
     assert jax.export.deserialize(bytearray(path.read_bytes())).platforms == ("cpu", "cuda", "tpu")
 
@@ -165,7 +166,7 @@ def test_one_file_can_be_for_several_platforms(tmp_path):
 class Halves(nn.Module):
     @nn.compact
     def __call__(self, x):
-        if x.shape[0] > 4:  # What an unknown number of rows cannot answer.
+        if x.shape[0] > 4:  # An unknown number of rows cannot answer this.
             return nn.Dense(2)(x)
         return nn.Dense(2)(x) + 1
 
@@ -176,30 +177,30 @@ class Measured(nn.Module):
         return nn.Dense(2)(x.reshape(len(x), -1))
 
 
-def test_a_module_that_computes_with_the_number_of_rows_says_so_and_is_exported_for_one_number(tmp_path):
+def test_a_module_that_depends_on_the_batch_size_is_an_error_and_exports_for_one_size(tmp_path):
     x = X[:, :, 0, 0]
     trainer = trained(Halves(), x, x[:, :2], loss="mse")
-    with pytest.raises(ModelError, match=r"^Halves cannot be exported for inputs .*float32\[.*Its code asks for the number of rows.*pass batch_size="):
+    with pytest.raises(ModelError, match=r"^Halves cannot be exported for inputs .*float32\[.*Its code depends on the batch size. Pass batch_size="):
         trainer.export(tmp_path / "halves")
-    with pytest.raises(ModelError, match=r"^Measured cannot be exported.*TypeError.*write x\.shape\[0\] for len\(x\)"):
+    with pytest.raises(ModelError, match=r"^Measured cannot be exported.*TypeError.*use x\.shape\[0\] instead of len\(x\)"):
         trained(Measured(), x, x[:, :2], loss="mse").export(tmp_path / "halves")
     assert not (tmp_path / "halves").exists()
     run = loaded(trainer.export(tmp_path / "halves", batch_size=5))
     np.testing.assert_allclose(run(x[:5]), trainer.predict(x[:5], batch_size=5), atol=1e-6)
 
 
-def test_what_cannot_work_is_one_clear_error(tmp_path, monkeypatch):
+def test_an_export_that_cannot_work_is_one_clear_error(tmp_path, monkeypatch):
     trainer = fitflax.Trainer(CNN())
     with pytest.raises(NotReadyError, match="export: there is no state yet"):
         trainer.export(tmp_path / "cnn")
     trainer = trained()
     for platforms in ("cpu", [], ["gpu"]):
-        with pytest.raises(ConfigError, match=r"takes names out of \['cpu', 'cuda', 'rocm', 'tpu'\]"):
+        with pytest.raises(ConfigError, match=r"must be a list of names from \['cpu', 'cuda', 'rocm', 'tpu'\]"):
             trainer.export(tmp_path / "cnn", platforms=platforms)
     with pytest.raises(ConfigError, match="batch_size"):
         trainer.export(tmp_path / "cnn", batch_size=0)
-    monkeypatch.setattr(exporting, "_LARGEST", 100)
-    with pytest.raises(ConfigError, match=r"The weights take .* GB, and a file of jax.export holds less than 2"):
+    monkeypatch.setattr(exporting, "_MAX_BYTES", 100)
+    with pytest.raises(ConfigError, match=r"The parameters take .* GB, but a file of jax.export can hold less than 2"):
         trainer.export(tmp_path / "cnn")
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "flatbuffers", None)
@@ -224,7 +225,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_module_that_asks_for_its_replicas_is_exported_as_the_only_one(tmp_path):
+def test_a_module_that_uses_the_replica_axis_is_exported_as_the_only_replica(tmp_path):
     class Normed(nn.Module):
         @nn.compact
         def __call__(self, x, train=False):
@@ -235,16 +236,16 @@ def test_a_module_that_asks_for_its_replicas_is_exported_as_the_only_one(tmp_pat
     np.testing.assert_allclose(loaded(trainer.export(tmp_path / "normed"))(x[:6]), trainer.predict(x[:6]), atol=1e-6)
 
 
-def test_a_file_can_be_read_by_whom_the_umask_lets(tmp_path):
+def test_the_permissions_of_a_file_follow_the_umask(tmp_path):
     path = trained().export(tmp_path / "cnn")
     (tmp_path / "other").write_bytes(b"")
     assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
-    with pytest.raises(ConfigError, match=r"export writes one file, and .* is a directory\. Give the file's path"):
+    with pytest.raises(ConfigError, match=r"export\(path\) must be a file, but .* is a directory\. Pass a path such as"):
         trained().export(tmp_path)
 
 
 class Registered:
-    """A container of the user's."""
+    """A custom container."""
 
     def __init__(self, value):
         self.value = value
@@ -253,7 +254,7 @@ class Registered:
 jax.tree_util.register_pytree_node(Registered, lambda node: ((node.value,), None), lambda _, children: Registered(*children))
 
 
-def test_a_module_whose_outputs_are_in_a_container_of_its_own_is_an_error_that_says_what_to_do(tmp_path):
+def test_outputs_in_a_custom_container_are_an_error_that_says_what_to_do(tmp_path):
     class Wrapped(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -262,17 +263,17 @@ def test_a_module_whose_outputs_are_in_a_container_of_its_own_is_an_error_that_s
     trainer = fitflax.Trainer(Wrapped())
     trainer.compile("sgd", lambda outputs, targets: outputs.value[:, 0] ** 2)
     trainer.build((X[:4], Y[:4]))
-    with pytest.raises(ModelError, match=r"cannot be exported.* must be arrays in tuples, lists and dicts: register other containers with jax\.export\."):
+    with pytest.raises(ModelError, match=r"cannot be exported.* must be arrays in tuples, lists and dicts. Register other containers with jax\.export\."):
         trainer.export(tmp_path / "wrapped", batch_size=4)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_trainer_that_has_seen_no_batch_is_an_error_that_names_sample(tmp_path):
+def test_exporting_before_any_batch_is_an_error_that_names_sample(tmp_path):
     path = tmp_path / "saved"
     trained().save(path)
     trainer = fitflax.Trainer(CNN())
     trainer.compile("adam", "sparse_categorical_crossentropy")
     trainer.restore(path)
-    with pytest.raises(NotReadyError, match=r"export needs the shapes of inputs, and there has been no batch yet\. Pass export\(path, sample=x\)\."):
+    with pytest.raises(NotReadyError, match=r"export needs the shapes of the inputs, but there has been no batch yet\. Pass export\(path, sample=x\)\."):
         trainer.export(tmp_path / "cnn")
     assert trainer.export(tmp_path / "cnn", sample=X[:1]).exists()

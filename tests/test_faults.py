@@ -1,4 +1,4 @@
-"""The faults of the systems that fitflax replaces, each reproduced there by running the original: none of them comes back."""
+"""The faults of the systems that fitflax replaces, each reproduced by running the original: fitflax has none of them."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from fitflax import EvalLoop, TrainLoop, every, first, serial
 from fitflax.callbacks import BestCheckpoint, CSVLogger, LambdaCallback, ModelCheckpoint, ProgressBar, SummaryLogger, TensorBoard
 from fitflax.checkpoints import CheckpointStore
 from fitflax.errors import CallbackError, CorruptCheckpointError, DataError, FitflaxWarning
-from fitflax.loops.run import Run
+from fitflax.loops.training_loop import Run
 from fitflax.parallel import DataParallel, check_replicas
 from fitflax.triggers import Moment, Schedule
 from tests.run_script import leaves_of
@@ -42,7 +42,7 @@ def loop_of(**options: Any) -> TrainLoop:
 
 
 class Numbered(EvalLoop):
-    """Gives the values it is told, one for each checkpoint."""
+    """Returns the given values, one for each checkpoint."""
 
     def __init__(self, values: list[float]) -> None:
         self.values = iter(values)
@@ -63,7 +63,7 @@ def best_of(directory: pathlib.Path, values: list[float], mode: str = "min", **o
 # -- best checkpoints --
 
 
-def test_highest_and_lowest_have_nothing_of_each_other(tmp_path):
+def test_the_best_checkpoints_by_highest_and_by_lowest_value_are_independent(tmp_path):
     for mode, step in (("max", 2), ("min", 3)):
         assert best_of(tmp_path / mode, [5, 9, 1], mode).best_step == step
         assert CheckpointStore(tmp_path / mode).steps() == [step]
@@ -133,7 +133,7 @@ def test_an_optimizer_that_needs_the_parameters_gets_them():
 
 @pytest.mark.parametrize("devices", [1, 3])
 @pytest.mark.mostly_slow
-def test_collections_change_keep_their_kinds_and_are_equal_on_all_replicas(devices):
+def test_collections_change_keep_their_dtypes_and_are_equal_on_all_replicas(devices):
     trainer = trainer_of(Stateful(), devices=devices)
     trainer.fit(X, Y, batch_size=6, steps=3, verbose=0)
     state = trainer.state.model_state
@@ -180,7 +180,7 @@ def test_the_second_step_compiles_nothing(compilations):
 OPTIONS: dict[str, Any] = {"optimizer": "adam", "loss": LOSS, "data": (X, Y), "batch_size": 4, "steps": 5}
 
 
-def test_sown_values_do_not_pile_up():
+def test_sown_values_do_not_accumulate():
     trainer = trainer_of(Stateful())
     for checkpoint in trainer.train_loop(X, Y, steps=3, sown="intermediates"):
         assert len(checkpoint.sown["intermediates"]["mean"]) == 1
@@ -189,8 +189,8 @@ def test_sown_values_do_not_pile_up():
 
 @pytest.mark.parametrize("devices", [2, 3])
 @pytest.mark.mostly_slow
-def test_nothing_goes_from_device_to_device_but_by_the_steps_own_collectives(devices):
-    """Neither does a batch lie on device 0 first, nor does an evaluation replicate the parameters for each batch."""
+def test_only_the_collectives_of_steps_transfer_data_between_devices(devices):
+    """A batch is not placed on device 0 first, and an evaluation does not replicate the parameters for each batch."""
     trainer = trainer_of(Stateful(), metrics=["accuracy"], devices=devices)
     trainer.fit(X, Y, batch_size=6, steps=2, validation_data=(X, Y), verbose=0)
     with jax.transfer_guard_device_to_device("disallow"):
@@ -226,12 +226,12 @@ def test_a_resume_restarts_neither_the_keys_nor_the_data(tmp_path):
         with serial(ModelCheckpoint(tmp_path / name, every=every(steps=1), overwrite=not restore)) as save:
             return leaves_of([save(checkpoint).state for checkpoint in loop][-1])
 
-    whole = run("whole", 8)
+    uninterrupted = run("whole", 8)
     run("parts", 3)
-    assert run("parts", 8) == whole
+    assert run("parts", 8) == uninterrupted
 
 
-def test_the_end_of_an_iterator_ends_the_run_in_order_at_the_step_that_it_is_at():
+def test_the_end_of_an_iterator_ends_the_run_normally_at_the_current_step():
     loop = loop_of(data=iter([(X[:4], Y[:4])] * 3), batch_size=None, steps=10)
     with pytest.warns(FitflaxWarning, match="data ended before"):
         assert [checkpoint.step for checkpoint in loop] == [1, 2, 3]
@@ -241,7 +241,7 @@ def test_the_end_of_an_iterator_ends_the_run_in_order_at_the_step_that_it_is_at(
 # -- evaluation --
 
 
-def test_an_evaluation_weighs_examples_and_not_batches():
+def test_an_evaluation_averages_over_examples_and_not_over_batches():
     trainer = trainer_of(metrics=["accuracy"], devices=2)
     trainer.build((X[:4], Y[:4]))
     logits = trainer.predict(X)
@@ -271,7 +271,7 @@ def test_a_second_evaluation_in_a_chain_works():
 # -- time --
 
 
-def test_ways_of_stepping_leave_the_total_alone():
+def test_all_ways_to_step_leave_the_total_unchanged():
     loop = loop_of(steps=5, every=every(steps=2))
     loop.next_step()
     loop.next_checkpoint()
@@ -280,7 +280,7 @@ def test_ways_of_stepping_leave_the_total_alone():
     assert [checkpoint.step for checkpoint in loop] == [4, 5]
 
 
-def test_elapsed_time_waits_for_the_device_and_leaves_compilation_out(monkeypatch):
+def test_elapsed_time_waits_for_the_device_and_excludes_compilation(monkeypatch):
     now = [0.0]
     monkeypatch.setitem(Run.__init__.__kwdefaults__, "clock", lambda: now[0])
 
@@ -301,7 +301,7 @@ def test_elapsed_time_waits_for_the_device_and_leaves_compilation_out(monkeypatc
     assert loop.next_checkpoint().elapsed_time == pytest.approx(10.0, abs=0.1)
 
 
-def test_triggers_are_asked_with_numbers_of_the_host_alone():
+def test_triggers_receive_only_numbers_on_the_host():
     schedule = Schedule(every(steps=123) | first(10), 0.0)
     fired = [step for step in range(1, 250) if schedule.due(Moment(step))]
     assert fired == [*range(1, 11), 123, 246]
@@ -309,15 +309,15 @@ def test_triggers_are_asked_with_numbers_of_the_host_alone():
     assert all(isinstance(value, int | float | bool) for value in dataclasses.astuple(Moment(1)))
 
 
-def test_the_first_steps_of_a_process_are_as_many_as_said():
+def test_the_first_steps_of_a_process_are_as_many_as_requested():
     schedule = Schedule(first(3, of_process=True), 0.0)
     assert [step for step in range(101, 110) if schedule.due(Moment(step, start_step=100))] == [101, 102, 103]
 
 
-def test_a_trigger_of_time_does_not_go_stale_when_another_fires():
+def test_a_time_trigger_does_not_go_stale_when_another_fires():
     schedule = Schedule(every(seconds=7) | every(steps=2), 0.0)
     moments = [(1, 10.0), (2, 15.0), (3, 19.0), (4, 25.0), (5, 27.0)]
-    # By time alone 10, 19 and 27; steps 2 and 4 by their number.
+    # By time: 10, 19 and 27; by their number: steps 2 and 4.
     assert [seconds for step, seconds in moments if schedule.due(Moment(step, seconds=seconds))] == [10.0, 15.0, 19.0, 25.0, 27.0]
     alone = Schedule(every(seconds=7) | every(steps=1000), 0.0)
     assert [seconds for step, seconds in moments if alone.due(Moment(step, seconds=seconds))] == [10.0, 19.0, 27.0]
@@ -326,7 +326,7 @@ def test_a_trigger_of_time_does_not_go_stale_when_another_fires():
 # -- files --
 
 
-def test_a_corrupt_result_is_not_silently_no_best(tmp_path):
+def test_a_corrupt_result_is_never_silently_ignored(tmp_path):
     best_of(tmp_path, [5, 1, 3])
     path = CheckpointStore(tmp_path).path(2) / "metadata.json"
     text = json.loads(path.read_text())
@@ -337,7 +337,7 @@ def test_a_corrupt_result_is_not_silently_no_best(tmp_path):
         assert CheckpointStore(tmp_path).best("eval_score", "min") is None
 
 
-def test_an_error_in_a_thread_that_writes_reaches_the_training(tmp_path, monkeypatch):
+def test_an_error_in_a_writer_thread_reaches_the_run(tmp_path, monkeypatch):
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -346,7 +346,7 @@ def test_an_error_in_a_thread_that_writes_reaches_the_training(tmp_path, monkeyp
         trainer_of().fit(X, Y, steps=5, callbacks=[TensorBoard(tmp_path, every=every(steps=1))], verbose=0)
 
 
-def test_only_the_first_process_writes_and_shows(tmp_path, monkeypatch, capsys):
+def test_only_the_first_process_writes_and_prints(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(jax, "process_index", lambda *arguments: 1)
     callbacks = [TensorBoard(tmp_path / "board", every=every(steps=1)), CSVLogger(tmp_path / "log.csv"), SummaryLogger(), ProgressBar()]
     history = trainer_of().fit(X, Y, epochs=2, callbacks=callbacks)
@@ -375,12 +375,12 @@ def test_only_the_first_process_saves_and_all_know_the_best(tmp_path, monkeypatc
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     with monkeypatch.context() as patch:
         patch.setattr(jax, "process_index", lambda *arguments: 1)
-        again = run()  # Has nothing left to do, and leaves the files alone.
+        again = run()  # It has nothing left to do, and leaves the files alone.
     assert (again.best, again.best_step) == (here.best, here.best_step)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-def test_saving_one_step_twice_is_no_error(tmp_path):
+def test_saving_one_step_twice_is_not_an_error(tmp_path):
     trainer = trainer_of()
     callbacks = [ModelCheckpoint(tmp_path / "all", every=every(steps=1)), LambdaCallback(lambda checkpoint: None, every=every(steps=1))]
     trainer.fit(X, Y, steps=2, callbacks=callbacks, verbose=0)

@@ -1,4 +1,4 @@
-"""docs/from-keras.md: it has a row for every argument and callback of Keras, each row's line runs, and the numbers are Keras's."""
+"""docs/from-keras.md: it has a row for every argument and callback of Keras, each row's code line runs, and the numbers match those of Keras."""
 
 import csv
 import importlib.util
@@ -17,6 +17,7 @@ import pytest
 
 import fitflax
 from fitflax.callbacks import Callback, CSVLogger, EarlyStopping, Phase, ReduceLROnPlateau
+from fitflax.parallel import DataParallel
 from tests.test_docs import ROW, run_rows
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -49,7 +50,7 @@ def test_every_argument_and_callback_of_keras_has_a_row(heading):
 
 @pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="keras is not installed")
 @pytest.mark.slow
-def test_these_are_the_arguments_and_callbacks_of_the_keras_that_is_here(process_env):
+def test_these_are_the_arguments_and_callbacks_of_the_installed_keras(process_env):
     code = """
 import inspect, json, keras
 names = {name: list(inspect.signature(getattr(keras.Model, name)).parameters)[1:] for name in ("compile", "fit", "evaluate", "predict")}
@@ -63,20 +64,20 @@ print(json.dumps({**names, "Callbacks": [name for name in dir(keras.callbacks) i
 
 
 @pytest.mark.slow
-def test_every_rows_line_runs(tmp_path, monkeypatch, capsys):
+def test_the_code_line_of_every_row_runs(tmp_path, monkeypatch, capsys):
     assert len(ROWS) > 50
     run_rows(PAGE, ROWS, tmp_path, monkeypatch)
 
 
 def test_all_optimizers_by_name_are_listed_with_their_rates():
     paragraph = next(part for part in PAGE.split("\n\n") if part.startswith("**Optimizers by name**"))
-    with_rate, without = paragraph.split("With a `learning_rate` to give:")
+    with_rate, without = paragraph.split("Without a default learning rate:")
     known = set(fitflax.optimizers.names())
     listed = [set(re.findall(r"`(\w+)`", part)) & known for part in (with_rate, without)]
     assert listed[0] | listed[1] == known
     for name in known:
         if name in listed[1]:
-            with pytest.raises(fitflax.errors.OptimizerError, match="there is no default learning rate"):
+            with pytest.raises(fitflax.errors.OptimizerError, match="has no default learning rate"):
                 fitflax.optimizers.get(name)
         else:
             rate = float(fitflax.optimizers.get_learning_rate(fitflax.optimizers.get(name).init({"w": np.ones(2, np.float32)})))
@@ -125,7 +126,7 @@ def params_of(name):
 
 
 def scripts():
-    """Runs of callbacks with values that go up and down, in many ways."""
+    """Yields runs of callbacks with various options, on values that go up and down."""
     draw = random.Random(0)
 
     def values(count):
@@ -151,7 +152,7 @@ SCRIPTS = list(scripts())
 
 @pytest.fixture(scope="module")
 def keras(tmp_path_factory, compilation_cache):
-    """What Keras finds."""
+    """The results of Keras."""
     if importlib.util.find_spec("keras") is None:
         pytest.skip("keras is not installed")
     root = tmp_path_factory.mktemp("keras")
@@ -171,7 +172,7 @@ def keras(tmp_path_factory, compilation_cache):
 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.slow
-def test_the_same_network_on_the_same_ragged_batches_has_the_numbers_of_keras(name, keras):
+def test_the_same_network_on_the_same_ragged_batches_gives_the_numbers_of_keras(name, keras):
     job, (x, y), theirs = NETWORKS[name], data_of(name), keras["networks"][name]
     trainer = fitflax.Trainer(MODULES[job["kind"]](job["outputs"]))
     trainer.compile("sgd", job["loss"], job["metrics"], learning_rate=0.05)
@@ -187,7 +188,7 @@ def test_the_same_network_on_the_same_ragged_batches_has_the_numbers_of_keras(na
 
 
 class Script(Callback):
-    """Puts given values into the logs, and notes the rates of the epochs."""
+    """Puts given values into the logs, and records the learning rates of the epochs."""
 
     phase = Phase.CHANGE
 
@@ -201,11 +202,11 @@ class Script(Callback):
         logs["score"] = self.values[epoch]
 
 
-def played(script, tmp_path):
+def run_script(script, tmp_path):
     kinds = {"early": EarlyStopping, "plateau": ReduceLROnPlateau}
     callback = CSVLogger(tmp_path / "log.csv") if script["callback"] == "csv" else kinds[script["callback"]]("score", **script["options"])
     play = Script(script["values"])
-    trainer = fitflax.Trainer(nn.Dense(1))
+    trainer = fitflax.Trainer(nn.Dense(1), parallel=DataParallel(jax.devices()[:1]))
     trainer.compile("sgd", "mse", learning_rate=1.0)
     trainer.fit(np.zeros((1, 1)), np.zeros((1, 1)), epochs=len(script["values"]), callbacks=[play, callback], verbose=0)
     return play.rates
@@ -213,11 +214,11 @@ def played(script, tmp_path):
 
 @pytest.mark.parametrize("kind", ["early", "plateau"])
 @pytest.mark.slow
-def test_stops_and_rates_are_those_of_keras(kind, keras, tmp_path):
+def test_stops_and_learning_rates_match_keras(kind, keras, tmp_path):
     wrong = []
     for script, theirs in zip(SCRIPTS, keras["scripted"], strict=True):
         if script["callback"] == kind:
-            rates = played(script, tmp_path)
+            rates = run_script(script, tmp_path)
             if rates != theirs["rates"]:
                 wrong.append((script, rates, theirs["rates"]))
     assert not wrong, wrong[0]
@@ -226,9 +227,9 @@ def test_stops_and_rates_are_those_of_keras(kind, keras, tmp_path):
 
 
 @pytest.mark.slow
-def test_rows_of_a_csv_file_are_those_of_keras(keras, tmp_path):
-    played(SCRIPTS[-1], tmp_path)
+def test_rows_of_a_csv_file_match_keras(keras, tmp_path):
+    run_script(SCRIPTS[-1], tmp_path)
     with (tmp_path / "log.csv").open(newline="") as file:
         rows = [{"epoch": row["epoch"], "score": row["score"]} for row in csv.DictReader(file)]
-    # Keras adds a column of each monitor's validation, which there is none of.
+    # Keras adds a column for the validation of each monitor; there is none here.
     assert rows == [{"epoch": row["epoch"], "score": row["score"]} for row in keras["scripted"][-1]["rows"]]

@@ -9,7 +9,7 @@ import pytest
 
 import fitflax
 from fitflax.checkpoints import load_inference_state
-from fitflax.checkpoints.by_path import load_checkpoint
+from fitflax.checkpoints.restore.load import load_checkpoint
 from fitflax.errors import CorruptCheckpointError, NotReadyError, OptimizerError, RestoreError
 from tests.run_script import TRAIN, VALID, leaves_of, make_trainer
 
@@ -28,7 +28,7 @@ def trained(tmp_path: pathlib.Path, **options) -> tuple[fitflax.Trainer, pathlib
 
 
 def damage(path: pathlib.Path, part: str) -> None:
-    """Flips a bit of an array of a part of the state, found by its bytes."""
+    """Flips a bit in an array of a part of the state, which is found by its bytes."""
     saved, file = load_checkpoint(path), path / "state.msgpack"
     leaf = max(jax.tree.leaves(saved.train[part]), key=lambda leaf: leaf.nbytes)
     data = bytearray(file.read_bytes())
@@ -49,7 +49,7 @@ def test_the_optimizers_bytes_are_not_read_and_all_others_are_verified(tmp_path)
     assert leaves_of(other.state.params) == leaves_of(state.params)
 
 
-def test_damaged_parameters_are_noticed(tmp_path):
+def test_damaged_parameters_are_detected(tmp_path):
     _, path = trained(tmp_path)
     damage(path, "params")
     with pytest.raises(CorruptCheckpointError, match="train/params"):
@@ -58,7 +58,7 @@ def test_damaged_parameters_are_noticed(tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"ema_decay": 0.5}], ids=["raw", "averaged"])
 @pytest.mark.slow
-def test_it_evaluates_and_predicts_as_the_trainer_that_saved_it(options, tmp_path):
+def test_an_inference_state_evaluates_and_predicts_like_the_trainer_that_saved_it(options, tmp_path):
     trainer, path = trained(tmp_path, **options)
     server = make_trainer(seed=3)
     server.compile("adam", "sparse_categorical_crossentropy", ["accuracy"], **options)
@@ -70,7 +70,7 @@ def test_it_evaluates_and_predicts_as_the_trainer_that_saved_it(options, tmp_pat
 
 
 @pytest.mark.slow
-def test_it_predicts_before_compile_and_compile_brings_no_optimizer(tmp_path):
+def test_an_inference_state_predicts_before_compile_which_adds_no_optimizer_state(tmp_path):
     trainer, path = trained(tmp_path)
     server = fitflax.Trainer(trainer.model)
     server.replace_state(load_inference_state(path))
@@ -81,11 +81,11 @@ def test_it_predicts_before_compile_and_compile_brings_no_optimizer(tmp_path):
     assert server.evaluate(*VALID, verbose=0)["loss"] == pytest.approx(trainer.evaluate(*VALID, verbose=0)["loss"], rel=1e-6)
 
 
-def test_training_is_refused_until_there_is_an_optimizers_state(tmp_path):
+def test_training_is_refused_until_there_is_an_optimizer_state(tmp_path):
     trainer, path = trained(tmp_path)
     server = make_trainer()
     server.replace_state(trainer.inference_state())
-    refused = "needs the optimizer's state, and the trainer has an InferenceState"
+    refused = "needs the optimizer state, but the trainer has only an InferenceState"
     for train in (
         lambda: server.fit(*TRAIN, verbose=0),
         lambda: server.train_on_batch((TRAIN[0][:4], TRAIN[1][:4])),
@@ -93,7 +93,7 @@ def test_training_is_refused_until_there_is_an_optimizers_state(tmp_path):
     ):
         with pytest.raises(OptimizerError, match=refused):
             train()
-    server.predict(VALID[0])  # Now the state is known to fit, and still has no optimizer's.
+    server.predict(VALID[0])  # Now the state is known to fit, and still has no optimizer state.
     server.restore(path)
     for each in (server, trainer):
         each.fit(*TRAIN, batch_size=4, epochs=1, shuffle=False, verbose=0)
@@ -115,6 +115,6 @@ def test_a_state_of_another_module_is_refused(tmp_path):
         late.predict(VALID[0])
 
 
-def test_there_is_none_before_there_is_a_state():
+def test_there_is_no_inference_state_before_there_is_a_state():
     with pytest.raises(NotReadyError, match="inference_state"):
         make_trainer().inference_state()

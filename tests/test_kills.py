@@ -1,8 +1,8 @@
-"""Real training processes, killed again and again at random moments, come to the very end that one comes to which nobody ever killed.
+"""Real training processes that are killed repeatedly at random moments end bit-for-bit identical to one that was never killed.
 
 Everything that a run leaves behind is compared bit for bit: the last state, History, CSV, TensorBoard, and every checkpoint with all callbacks' states in it.
-Clocks are excepted. A test that fails says what happened to its run, and by which seed; what is decided follows from that, but the moments of kills are up to
-the machine as well, so that it may take more than one attempt to see it again.
+Measured times are excluded. A test that fails reports what happened to its run, and the seed. The seed determines all decisions, but the moments of kills also
+depend on the machine, so it may take more than one attempt to reproduce a failure.
 
 `FITFLAX_SOAK=200 pytest tests/test_kills.py` kills 200 times; `FITFLAX_SOAK_SEED=2` makes other decisions.
 """
@@ -29,28 +29,28 @@ from fitflax.checkpoints import CheckpointStore
 from tests.run_script import differences, directory_of
 
 SCRIPT = pathlib.Path(__file__).with_name("kill_script.py")
-# More than this in one run, and it would hardly get on between two of them.
+# With more than this in one run, it would hardly make progress between two of them.
 MAX_KILLS_A_RUN = 5
 
-# The script's arguments. A run may end by a callback, at the end of an epoch, or inside of one, which is then closed without its checkpoint knowing of it.
+# The script's arguments. A callback may end a run, or it ends with an epoch, or inside one, which is then closed without being recorded in its checkpoint.
 RUNS = {
     "a run that a callback stops": {"fit": {"epochs": 20}},
     "a run that ends inside an epoch": {"fit": {"steps": 222}},
-    "a run that waits for its saves": {"fit": {"epochs": 20}, "checkpoint": {"asynchronous": False}},
-    "a run with one directory for all": {"fit": {"steps": 222}, "best": "checkpoints"},
-    "a run with a large state": {"fit": {"steps": 222}, "hidden": 640},
+    "a run of an NNX module that waits for its saves": {"fit": {"steps": 150}, "kind": "nnx", "checkpoint": {"asynchronous": False}},
+    "a run with a large state and one directory for all": {"fit": {"steps": 222}, "hidden": 640, "best": "checkpoints"},
     "a run that saves with Orbax": {"fit": {"steps": 106}, "checkpoint": {"backend": "orbax"}},
     "a run whose state is split over four devices": {"fit": {"steps": 64}, "devices": 4},
 }
-IN_EVERY_TEST_RUN = list(RUNS)[:2]
+IN_EVERY_TEST_RUN = list(RUNS)[:1]
+KILLED = [name for name in RUNS if name != "a run that ends inside an epoch"]  # Others do, too; test_kills_in_bucket.py kills it.
 SOAK = int(os.environ.get("FITFLAX_SOAK", "0"))
 SEED = int(os.environ.get("FITFLAX_SOAK_SEED", "1"))
 
-# How a process dies, in turns: after a random number of steps (and some milliseconds more), while it saves a checkpoint, just before it changes a name on the
-# disk, while it validates or closes an epoch, about when the run ends, and while it starts.
+# How processes die, in turn: after a random number of steps (and some milliseconds more), while saving a checkpoint, just before changing a name on the disk,
+# while validating or closing an epoch, around the end of the run, and while starting.
 HOWS = ("step", "saving", "epoch", "file event", "saving", "step", "saving", "file event", "epoch", "ending", "saving", "step", "file event", "start")
 
-# What happens to the newest checkpoint before the next start, every other time.
+# What happens to the newest checkpoint before about half of the starts.
 DAMAGES = (
     "state truncated",
     "metadata flipped",
@@ -72,11 +72,11 @@ class Run:
     """The processes of one run, one after the other, and what happened to them.
 
     Attributes:
-        root: What they write.
+        root: The directory that they write to.
         env: Their environment.
-        arguments: Theirs; always the same.
-        notes: What happened, for people.
-        foreign: Names that were put among the checkpoints and are none of the run's business.
+        arguments: Their arguments, which are always the same.
+        notes: What happened, for error messages.
+        foreign: Names that were put among the checkpoints and do not belong to the run.
     """
 
     root: pathlib.Path
@@ -90,11 +90,11 @@ class Run:
         return CheckpointStore(self.root / "checkpoints")
 
     def newest_good(self) -> int:
-        """The step of the newest checkpoint that is complete and whole; 0 without one."""
+        """Returns the step of the newest checkpoint that is complete and undamaged; 0 if there is none."""
         return self.look()[0]
 
     def look(self) -> tuple[int, list[str]]:
-        """The same, and the names of the damaged ones that are newer."""
+        """Returns the same step, and the names of the damaged checkpoints that are newer."""
         saved, damaged = self.store.newest_good()
         return 0 if saved is None else int(saved.metadata["step"]), [str(error).partition(":")[0] for error in damaged]
 
@@ -103,13 +103,13 @@ class Run:
         return Process(self, {"directory": str(self.root), **self.arguments, **more})
 
     def finish(self) -> None:
-        """Lets a process come to the end of the run."""
+        """Starts a process that completes the run."""
         process = self.start()
         assert process.ended(), "The process did not end."
 
     def result(self) -> dict[str, Any]:
         result = json.loads((self.root / "result.json").read_text())
-        del result["file_events"]  # Of one process.
+        del result["file_events"]  # They belong to one process.
         return dict(result)
 
 
@@ -126,7 +126,7 @@ class Process:
         self.began: int | None = None
 
     def until(self, reached: Callable[[str, int], bool]) -> bool:
-        """Reads lines up to one that says `reached(what, step)`; returns whether there was one."""
+        """Reads lines until `reached(what, step)` is true; returns whether there was such a line."""
         assert self.popen.stdout is not None
         for line in self.popen.stdout:
             what, _, step = line.rstrip("\n").partition(" ")
@@ -134,8 +134,8 @@ class Process:
             if what == "began":
                 self.began = int(step)
                 assert self.began >= self.good, f"It began at step {self.began}, but there was a good checkpoint of step {self.good}."
-                silent = [name for name in self.damaged if f"passed over: {name}" not in self.errors.read_text()]
-                assert not silent, f"It did not say that it passed over {silent}."
+                silent = [name for name in self.damaged if f"skipped a damaged checkpoint: {name}" not in self.errors.read_text()]
+                assert not silent, f"It did not say that it skipped {silent}."
             if reached(what, int(step)):
                 return True
         return False
@@ -154,7 +154,7 @@ class Process:
         return not self.ended()
 
     def ended(self) -> bool:
-        """Waits for its end; returns whether it came to one by itself, rather than by SIGKILL."""
+        """Waits until it ends; returns whether it ended by itself rather than by SIGKILL."""
         self.until(lambda what, step: False)
         status = self.popen.wait(timeout=120)
         assert self.popen.stdout is not None
@@ -167,7 +167,7 @@ class Process:
 
 
 def kill_once(run: Run, how: str, rng: np.random.Generator, *, end_step: int, share: float) -> bool:
-    """Starts a process and kills it, on the average after so large a share of the steps that it has left; returns whether it was running still."""
+    """Starts a process and kills it, on average after `share` of its remaining steps; returns whether it was still running."""
     began = run.newest_good()
     steps = began + 1 + int(rng.uniform(0, 2 * share) * (end_step - began))
     milliseconds = float(rng.choice([0.0, rng.uniform(0, 2), rng.uniform(0, 20)]))
@@ -186,21 +186,21 @@ def kill_once(run: Run, how: str, rng: np.random.Generator, *, end_step: int, sh
         milliseconds /= 4
         _ = process.until(lambda what, step: step >= steps) and process.until_saving()
     if how != "file event":
-        time.sleep(milliseconds / 1000)  # Nothing can be waited for here: that it is some moment is all that counts.
+        time.sleep(milliseconds / 1000)  # There is nothing to wait for here: any moment will do.
     was_running = not process.ended() if how == "file event" else process.kill()
     good = run.newest_good()
     moment = f"event {events}" if how == "file event" else f"step {steps} and {milliseconds:.3f} ms"
     run.notes.append(f"{how}: {'killed' if was_running else 'ended before it was killed'} ({moment}); began at {process.began}, left {good}")
-    # Nothing that was once saved is lost: what a process goes on from stays until there is something better.
+    # Nothing that was saved is lost: the checkpoint that a process resumes from stays until there is a better one.
     assert good >= began, f"There was a good checkpoint of step {began}, and now there is none of it or a later one."
     return was_running
 
 
 def damage(run: Run, how: str, rng: np.random.Generator) -> None:
-    """Does to the newest checkpoint, or around it, what disks and people do."""
+    """Damages the newest checkpoint, or adds files next to it, as disks and people do."""
     steps = run.store.steps()
     if how == "litter":
-        put_litter(run, steps, rng)
+        add_litter(run, steps, rng)
     elif not steps:
         run.notes.append(f"   damage: {how}: there is none yet")
         return
@@ -216,7 +216,7 @@ def damage(run: Run, how: str, rng: np.random.Generator) -> None:
 
 def damage_file(directory: pathlib.Path, how: str, rng: np.random.Generator) -> None:
     what, kind = how.split(" ")
-    # One of several, where another backend has written the state.
+    # One of several files if another backend has written the state.
     states = sorted(path for path in directory.rglob("*") if path.is_file() and path.stat().st_size and path.suffix != ".json")
     path = directory / "metadata.json" if what == "metadata" else states[rng.integers(len(states))]
     content = bytearray(path.read_bytes())
@@ -232,8 +232,8 @@ def damage_file(directory: pathlib.Path, how: str, rng: np.random.Generator) -> 
         path.write_bytes(content)
 
 
-def put_litter(run: Run, steps: list[int], rng: np.random.Generator) -> None:
-    """Puts there what a process that died while it wrote would leave, and files that are somebody else's."""
+def add_litter(run: Run, steps: list[int], rng: np.random.Generator) -> None:
+    """Adds what a process that died while writing would leave, and files that do not belong to the run."""
     directory = run.root / "checkpoints"
     for name in (".step_00000021.tmp-0123abcd-0123abcd", ".trash-0123abcd"):
         (directory / name).mkdir(parents=True)
@@ -249,12 +249,12 @@ def put_litter(run: Run, steps: list[int], rng: np.random.Generator) -> None:
 
 
 def names_in(root: pathlib.Path) -> set[str]:
-    """All names that a run left, hidden ones as well; left out are event files, of which there is one a process, and what Orbax names at random."""
+    """Returns all names that a run left, including hidden ones, except event files, one per process, and names that Orbax draws at random."""
     return {str(path.relative_to(root)) for path in root.rglob("*") if ".tfevents." not in path.name and path.parent.name != "d"}
 
 
 def events_in(directory: pathlib.Path) -> dict[str, Any]:
-    """What stands in the event files, clocks and descriptions of processes left out; each value must be there once."""
+    """Returns the content of the event files, except measured times and descriptions of processes; each value must be there once."""
     found: dict[str, Any] = {}
     for path in sorted(directory.rglob("*.tfevents.*")):
         for event in LegacyEventFileLoader(str(path)).Load():
@@ -272,7 +272,7 @@ def events_in(directory: pathlib.Path) -> dict[str, Any]:
 
 
 def shown_in(directory: pathlib.Path) -> dict[str, Any]:
-    """What TensorBoard shows: the points of each curve, and of each histogram."""
+    """Returns what TensorBoard shows: the points of each curve, and of each histogram."""
     runs = EventMultiplexer(size_guidance=dict.fromkeys(("scalars", "histograms", "tensors"), 0)).AddRunsFromDirectory(str(directory)).Reload()
     shown: dict[str, Any] = {}
     for run, tags in runs.Runs().items():
@@ -285,7 +285,7 @@ def shown_in(directory: pathlib.Path) -> dict[str, Any]:
 
 
 def everything(run: Run) -> dict[str, Any]:
-    """All that a run left behind, to compare."""
+    """Returns everything that a run left behind, for comparison."""
     return {
         "result": run.result(),
         "names": dict.fromkeys(sorted(names_in(run.root) - run.foreign), "there"),
@@ -309,7 +309,7 @@ def assert_equal(run: Run, never_killed: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def env(tmp_path_factory: pytest.TempPathFactory, compilation_cache: dict[str, str]) -> dict[str, str]:
-    # A cache of its own: JAX does not write it atomically, and others shall not find what a kill left.
+    # A separate cache: JAX does not write it atomically, and other tests must not find what a kill left.
     cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("programs")), "JAX_NUM_CPU_DEVICES": "1"}
     path = os.pathsep.join([str(SCRIPT.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     return os.environ | compilation_cache | cache | {"PYTHONPATH": path}
@@ -317,7 +317,7 @@ def env(tmp_path_factory: pytest.TempPathFactory, compilation_cache: dict[str, s
 
 @pytest.fixture(scope="module")
 def never_killed(tmp_path_factory: pytest.TempPathFactory, env: dict[str, str]) -> Callable[[str], tuple[Run, dict[str, Any]]]:
-    """`never_killed(name)`: one of `RUNS` that nobody killed, and everything that it left; made once."""
+    """`never_killed(name)`: one of `RUNS` that was never killed, and everything that it left; made once."""
     made: dict[str, tuple[Run, dict[str, Any]]] = {}
 
     def get(name: str) -> tuple[Run, dict[str, Any]]:
@@ -337,10 +337,10 @@ def cycled(values: tuple[str, ...], rng: np.random.Generator) -> Iterator[str]:
         begin = 0
 
 
-def kill_again_and_again(count: int, seed: int, arguments: dict[str, Any], never_killed: dict[str, Any], env: dict[str, str], directory: pathlib.Path) -> None:
-    """Kills processes of runs until so many have been killed; each run is then let come to its end, which must be that of the run never killed."""
+def kill_repeatedly(count: int, seed: int, arguments: dict[str, Any], never_killed: dict[str, Any], env: dict[str, str], directory: pathlib.Path) -> None:
+    """Kills `count` processes of runs; each run is then completed, and must equal the run that was never killed."""
     rng = np.random.default_rng(seed)
-    # They read compiled programs, which the run never killed has left, and write none: a half written one would stand in the next process's way.
+    # They read the compiled programs that the run never killed has left, and write none: a partly written one would break the next process.
     env = env | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1000"}
     hows, damages = cycled(HOWS, rng), cycled(DAMAGES, rng)
     end_step = never_killed["result"]["step"]
@@ -365,15 +365,15 @@ def kill_again_and_again(count: int, seed: int, arguments: dict[str, Any], never
 
 
 @pytest.mark.timeout(3600 if SOAK else 300)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in IN_EVERY_TEST_RUN else pytest.mark.slow) for name in RUNS])
-def test_a_run_that_is_killed_again_and_again_ends_as_the_run_never_killed(name, env, never_killed, tmp_path):
-    # 8 in the tests of every day, 20 with those that are marked slow.
-    kills = -(-SOAK // len(RUNS)) if SOAK else 4 if name in IN_EVERY_TEST_RUN else 3
-    kill_again_and_again(kills, SEED + list(RUNS).index(name), RUNS[name], never_killed(name)[1], env, tmp_path)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in IN_EVERY_TEST_RUN else pytest.mark.slow) for name in KILLED])
+def test_a_run_that_is_killed_repeatedly_is_bit_for_bit_identical_to_one_never_killed(name, env, never_killed, tmp_path):
+    # 2 in a quick test run, 18 with the slow tests.
+    kills = -(-SOAK // len(KILLED)) if SOAK else 2 if name in IN_EVERY_TEST_RUN else 4
+    kill_repeatedly(kills, SEED + list(RUNS).index(name), RUNS[name], never_killed(name)[1], env, tmp_path)
 
 
-def test_the_run_that_is_killed_has_everything_to_lose(never_killed):
-    """Otherwise the tests above would prove less than they say."""
+def test_the_run_that_is_killed_has_everything_that_can_be_lost(never_killed):
+    """Otherwise, the tests above would prove less than they claim."""
     _, found = never_killed("a run that a callback stops")
     result = found["result"]
     assert result["stop_reason"].startswith("EarlyStopping") and result["step"] > 150
@@ -385,7 +385,7 @@ def test_the_run_that_is_killed_has_everything_to_lose(never_killed):
     assert any("params/" in name for name in found["tensorboard"])
 
 
-# What is changed in what a run left, and in which part of it that must be found.
+# Changes to what a run left: the part in which each must be detected, and the change.
 CHANGES: dict[str, tuple[str, Callable[[pathlib.Path], Any]]] = {
     "a number in the log": ("csv", lambda root: change(root / "log.csv", b"1,", b"1,0")),
     "a parameter at the end": ("result", lambda root: change(root / "result.json", b'"float32", "', b'"float32", "0')),
@@ -414,12 +414,12 @@ def cut_off(path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("what", CHANGES)
-@pytest.mark.mostly_slow
-def test_the_comparison_sees(what, never_killed, tmp_path):
-    never, expected = never_killed(IN_EVERY_TEST_RUN[0])
+@pytest.mark.slow
+def test_the_comparison_detects_a_change(what, never_killed, tmp_path):
+    uninterrupted, expected = never_killed(IN_EVERY_TEST_RUN[0])
     part, act = CHANGES[what]
-    run = dataclasses.replace(never, root=tmp_path / "run")
-    shutil.copytree(never.root, run.root)
+    run = dataclasses.replace(uninterrupted, root=tmp_path / "run")
+    shutil.copytree(uninterrupted.root, run.root)
     assert not differences(everything(run), expected)
     act(run.root)
     assert part in {line.partition(":")[0] for line in differences(everything(run), expected)}

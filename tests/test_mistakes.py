@@ -11,13 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 
 import fitflax
-from fitflax.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, ModelCheckpoint
 from fitflax.errors import (
     CallbackError,
+    CheckpointNotFoundError,
     ConfigError,
     DataError,
     DirectoryInUseError,
@@ -28,6 +30,8 @@ from fitflax.errors import (
     MonitorError,
     OptimizerError,
 )
+from fitflax.integrations.mlflow import MLflowLogger
+from fitflax.integrations.wandb import WandbLogger
 from fitflax.parallel import DataParallel
 
 X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
@@ -59,6 +63,13 @@ class Heads(nn.Module):
         return {"kind": nn.softmax(nn.Dense(3)(x)), "size": nn.sigmoid(nn.Dense(1)(x))}
 
 
+class Convolutional(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.max_pool(nn.Conv(4, (3, 3))(x), (4, 4), (4, 4))
+        return nn.Dense(3)(x.reshape(len(x), -1))
+
+
 class Moody(nn.Module):
     @nn.compact
     def __call__(self, x, is_training):
@@ -68,6 +79,13 @@ class Moody(nn.Module):
 class KerasLoss(fitflax.Trainer):
     def compute_loss(self, x, y, y_pred):  # type: ignore[override]
         return y - y_pred
+
+
+class KerasLossObject:
+    from_logits = True
+
+    def __call__(self, y_true, y_pred):
+        return y_true - y_pred
 
 
 class Forgetful(fitflax.Trainer):
@@ -118,7 +136,7 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
     "labels of another shape": (
         lambda: fit(y=np.zeros((16, 2)), loss="mse"),
         LossError,
-        "takes outputs and targets of one shape .* Received: outputs [16, 3], targets [16, 2]. Check the model's last layer.",
+        "takes outputs and targets of the same shape .* Received: outputs [16, 3], targets [16, 2]. Check the model's last layer.",
     ),
     "one-hot labels for a loss of integers": (lambda: fit(y=np.eye(3)[Y]), LossError, "For one-hot targets use 'categorical_crossentropy'."),
     "labels as floats": (
@@ -130,52 +148,52 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
     "yes and no as -1 and 1": (
         lambda: fit(y=np.where(Y > 0, 1.0, -1.0)[:, None], module=nn.Dense(1), loss="binary_crossentropy"),
         DataError,
-        "y holds -1 to 1, but 'binary_crossentropy' takes 0, 1 or probabilities between.",
+        "y holds values from -1 to 1, but 'binary_crossentropy' takes 0, 1 or probabilities in between.",
     ),
     "probabilities out of range": (
         lambda: fit(y=2 * np.eye(3, dtype=np.float32)[Y], loss="categorical_crossentropy"),
         DataError,
-        "y holds 0 to 2, but 'categorical_crossentropy' takes 0, 1 or probabilities between.",
+        "y holds values from 0 to 2, but 'categorical_crossentropy' takes 0, 1 or probabilities in between.",
     ),
     "dropout without a mode": (
         lambda: fit(module=Forgotten()),
         ModelError,
-        "Give __call__ a keyword, train, and pass it on: nn.Dropout(rate, deterministic=not train); the trainer sets it.",
+        "Add a keyword argument `train` to __call__, which the trainer sets, and use it: nn.Dropout(rate, deterministic=not train).",
     ),
     "a collection that is not mutable": (
         lambda: fit(module=Normed(), mutable=False),
         ModelError,
-        "must be mutable: see Trainer(mutable=...), by default all but params.",
+        "must be mutable. Add it to Trainer(mutable=...); by default, all collections except params are mutable.",
     ),
     "a module with a missing argument": (
         lambda: fit(module=Masked()),
         ModelError,
-        "missing 1 required positional argument: 'mask'. Several inputs are a tuple ((x1, x2), y), or keys of dicts with Trainer(inputs=...)",
+        "missing 1 required positional argument: 'mask'. Pass several inputs as a tuple, ((x1, x2), y), or as keys of dicts with Trainer(inputs=...)",
     ),
     "a generator that is used up": (
         lambda: fit(used_up(), None),
         DataError,
-        "It is an iterator that has been used up; pass a function that makes one, `lambda: ...`.",
+        "It is an exhausted iterator. Pass a function that returns a new one: `lambda: ...`.",
     ),
     "a generator to validate on twice": (
         lambda: fit(given={"epochs": 2, "validation_data": iter([(X, Y)])}),
         DataError,
-        "The data of 'val' is an iterator that has been used up. Pass a function that makes one, `lambda: ...`; or say with validation_steps",
+        "The data of 'val' is an iterator that has been used up. Pass a function that returns a new iterator, `lambda: ...`, or set validation_steps",
     ),
     "a misspelt monitor": (
         lambda: fit(given={"validation_data": (X, Y), "callbacks": [EarlyStopping("val_los")]}),
         MonitorError,
-        "EarlyStopping monitors 'val_los', but only ['loss', 'val_loss'] are logged. Did you mean 'val_loss'?",
+        "EarlyStopping monitors 'val_los', which is not logged. Did you mean 'val_loss'? Logged keys: ['loss', 'val_loss'].",
     ),
     "a monitor of validation without any": (
         lambda: fit(given={"callbacks": [EarlyStopping()]}),
         MonitorError,
-        "but there is no validation data. Pass validation_data=, or monitor a value of training such as 'loss'.",
+        "but there is no validation data. Pass validation_data=, or monitor a training value, such as 'loss'.",
     ),
     "a metric that needs another shape": (
         lambda: fit(metrics=["r2"]),
         MetricError,
-        "Metric 'r2': It takes outputs and targets of one shape .* outputs [16, 3], targets [16].",
+        "Metric 'r2': It takes outputs and targets of the same shape .* outputs [16, 3], targets [16].",
     ),
     "mismatched lengths": (lambda: fit(y=Y[:10]), DataError, "All arrays must have the same number of examples: `x` has 16, `y` has 10."),
     "strings in data": (lambda: fit(np.array([["a"] * 4] * 16)), DataError, "x must hold numbers, but its dtype is <U1; encode them as numbers first."),
@@ -184,13 +202,13 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         DataError,
         "x must hold numbers, but its dtype is object; encode them as numbers first.",
     ),
-    "empty data": (lambda: fit(X[:0], Y[:0]), DataError, "There is nothing to work on: 0 examples, batch_size=32"),
+    "empty data": (lambda: fit(X[:0], Y[:0]), DataError, "The data yields no batches. Received: 0 examples, batch_size=32"),
     "batch size 0": (lambda: fit(given={"batch_size": 0}), ConfigError, "batch_size must be a positive integer. Received: 0."),
     "negative steps": (lambda: fit(given={"steps": -1}), ConfigError, "steps must be a positive integer. Received: -1."),
     "an unknown optimizer": (
         lambda: make(optimizer="adm"),
         OptimizerError,
-        "There is no optimizer 'adm'. Did you mean 'adam'? Known: ['adabelief', .*, 'yogi']",
+        "There is no optimizer 'adm'. Did you mean 'adam'? Pass an optax transformation, or one of these names: ['adabelief', .*, 'yogi']",
     ),
     "an optimizer that was not called": (
         lambda: make(optimizer=__import__("optax").adam),
@@ -200,43 +218,47 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
     "an unknown loss": (
         lambda: make(loss="crossentropy"),
         LossError,
-        "There is no loss 'crossentropy'. Did you mean 'sparse_categorical_crossentropy'? Known: ['binary_crossentropy', .*]",
+        "There is no loss 'crossentropy'. Did you mean 'sparse_categorical_crossentropy'? Pass a known name, .*. Known: ['binary_crossentropy', .*]",
     ),
-    "an unknown metric": (lambda: make(metrics=["acuracy"]), MetricError, "There is no metric 'acuracy'. Did you mean 'accuracy'? Known: ['acc', .*]"),
+    "an unknown metric": (
+        lambda: make(metrics=["acuracy"]),
+        MetricError,
+        "There is no metric 'acuracy'. Did you mean 'accuracy'? Pass a known name, .*. Known: ['acc', .*]",
+    ),
     "a loss that returns a tuple": (
         lambda: fit(loss=lambda outputs, targets: (outputs.sum(-1), outputs)),
         LossError,
-        "A loss returns one array of values per example. The loss returned a tuple: (float32[16], float32[16,3]).",
+        "A loss must return one array of values per example. The loss returned a tuple: (float32[16], float32[16,3]).",
     ),
     "a callback's class": (
         lambda: fit(given={"callbacks": [EarlyStopping]}),
         CallbackError,
-        "callbacks takes instances. Received: the class EarlyStopping; call it: EarlyStopping(...).",
+        "callbacks must be instances. Received: the class EarlyStopping. Pass EarlyStopping(...).",
     ),
     "a module's class": (
         lambda: fitflax.Trainer(Forgotten),
         ConfigError,
-        "Trainer takes an instance of a module. Received: the class Forgotten; call it: Trainer(Forgotten(...)).",
+        "Trainer takes an instance of a module. Received: the class Forgotten. Call it: Trainer(Forgotten(...)).",
     ),
     "a loss that puts each output together with each target": (
         lambda: fit(y=X[:, 0], module=nn.Dense(1), loss=lambda outputs, targets: (outputs - targets) ** 2),
         LossError,
-        "The loss <lambda> returned [16, 16] for outputs [16, 1] and targets [16]: each output was put together with each target. Give .* use outputs[:, 0].",
+        "The loss <lambda> returned [16, 16] for outputs [16, 1] and targets [16]: each output was combined with each target. Give .* use outputs[:, 0].",
     ),
     "a metric that puts each output together with each target": (
         lambda: fit(y=X[:, 0], module=nn.Dense(1), loss="mse", metrics=[lambda outputs, targets: abs(outputs - targets)]),
         MetricError,
-        "Metric 'lambda': its function returned [16, 16] for outputs [16, 1] and targets [16]: each output was put together with each target.",
+        "Metric 'lambda': its function returned [16, 16] for outputs [16, 1] and targets [16]: each output was combined with each target.",
     ),
     "batch normalization without a mode": (
         lambda: fit(module=nn.BatchNorm()),
         ModelError,
-        "Give __call__ a keyword, train, and pass it on: nn.BatchNorm(use_running_average=not train); the trainer sets it.",
+        "Add a keyword argument `train` to __call__, which the trainer sets, and use it: nn.BatchNorm(use_running_average=not train).",
     ),
     "a mode under a name that is not known": (
         lambda: fit(module=Moody()),
         ModelError,
-        "A keyword train, training or deterministic is set by the trainer; others go into train_kwargs and eval_kwargs",
+        "The trainer sets the keywords train, training and deterministic. Set others with Trainer(model, train_kwargs=",
     ),
     "Keras's compute_loss": (
         lambda: KerasLoss(nn.Dense(3)).compile("sgd"),
@@ -246,7 +268,7 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
     "a compute_loss that forgets that collections change": (
         lambda: fit(trainer=Forgetful(Normed())),
         ModelError,
-        "Name the collections that the module changes, outputs, changed = self.model.apply(variables, batch.x, mutable=['batch_stats'])",
+        "return the updated ones: outputs, updated = self.model.apply(variables, batch.x, mutable=['batch_stats']).",
     ),
     "loss and optimizer in the other order": (
         lambda: make(optimizer=LABELS, loss="adam"),
@@ -256,28 +278,118 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
     "Keras's arguments of a callback": (
         lambda: EarlyStopping(restore_best_weights=True),
         CallbackError,
-        "EarlyStopping does not take restore_best_weights=: it is restore_best= here.",
+        "EarlyStopping does not take restore_best_weights=; use restore_best= instead.",
     ),
-    "a copy of a trainer": (lambda: copy.deepcopy(built()), TypeError, "A Trainer can be neither copied nor pickled: .* with_seed(seed) makes one that"),
+    "a copy of a trainer": (lambda: copy.deepcopy(built()), TypeError, "A Trainer cannot be copied or pickled, because .* with_seed(seed) returns one that"),
     "Keras's name of the data": (
         lambda: built().fit(x=X, y=Y),
         ConfigError,
-        "Trainer.fit does not take x=: give it as the first argument, data.",
+        "Trainer.fit does not take x=; pass it as the first argument, data.",
     ),
     "Keras's name of steps in one call": (
         lambda: built().compile("adam", LABELS, steps_per_execution=8),
         ConfigError,
-        "Trainer.compile does not take steps_per_execution=: it is steps_per_call= here.",
+        "Trainer.compile does not take steps_per_execution=; use steps_per_call= instead.",
+    ),
+    "a trainer's arguments at the wrong call": (
+        lambda: fitflax.Trainer(nn.Dense(3), optimizer="adam"),
+        ConfigError,
+        "Trainer does not take optimizer=; pass it to compile(optimizer, loss, metrics).",
+    ),
+    "one callback": (
+        lambda: built().fit(X, Y, callback=EarlyStopping()),
+        ConfigError,
+        "Trainer.fit does not take callback=; use callbacks= instead, a list.",
+    ),
+    "Lightning's trigger": (
+        lambda: fitflax.callbacks.ModelCheckpoint("runs", every_n_epochs=2),
+        CallbackError,
+        "ModelCheckpoint does not take every_n_epochs=; use every= instead, such as every=every(epochs=2).",
+    ),
+    "Lightning's number of checkpoints": (
+        lambda: fitflax.callbacks.ModelCheckpoint("runs", save_top_k=3),
+        CallbackError,
+        "ModelCheckpoint does not take save_top_k=; use keep= instead.",
+    ),
+    "W&B's resume": (
+        lambda: WandbLogger("digits", resume="must"),
+        CallbackError,
+        "WandbLogger does not take resume=; pass fit(resume=...) instead, which also continues the run of a logger.",
+    ),
+    "W&B's options": (
+        lambda: WandbLogger("digits", group="sweep"),
+        CallbackError,
+        "WandbLogger does not take group=; pass options={'group': ...} instead.",
+    ),
+    "MLflow's name of an experiment": (
+        lambda: MLflowLogger(experiment_name="digits"),
+        CallbackError,
+        "MLflowLogger does not take experiment_name=; use experiment= instead.",
+    ),
+    "a part of a generator to validate": (
+        lambda: fit(lambda: iter([(X, Y)]), None, given={"validation_split": 0.2}),
+        ConfigError,
+        "validation_split requires in-memory arrays, .* For other data, pass validation_data=.",
     ),
     "Keras's question for a dict": (
         lambda: built().evaluate(X, Y, return_dict=True),
         ConfigError,
-        "Trainer.evaluate does not take return_dict=: leave it out; the values come in a dict.",
+        "Trainer.evaluate does not take return_dict=; leave it out: the values are always returned in a dict.",
     ),
     "Keras's data to predict": (
         lambda: built().predict(x=X),
         ConfigError,
-        "Trainer.predict does not take x=: give it as the first argument, data.",
+        "Trainer.predict does not take x=; pass it as the first argument, data.",
+    ),
+    "positional sizes": (
+        lambda: built().fit(X, Y, 32, 5),
+        ConfigError,
+        "Trainer.fit(data, y, sample_weight, ...) takes no other positional arguments; pass batch_size= and epochs= by keyword.",
+    ),
+    "a positional size of evaluation": (
+        lambda: built().evaluate(X, Y, None, 32),
+        ConfigError,
+        "Trainer.evaluate(data, y, sample_weight, ...) takes no other positional arguments; pass batch_size= by keyword.",
+    ),
+    "a positional size of prediction": (
+        lambda: built().predict(X, 32),
+        ConfigError,
+        "Trainer.predict(data, ...) takes no other positional arguments; pass batch_size= by keyword.",
+    ),
+    "a batch as two arguments": (
+        lambda: built().train_on_batch(X, Y),
+        ConfigError,
+        "Trainer.train_on_batch(batch) takes no other positional arguments; pass the batch as one tuple, such as (x, y).",
+    ),
+    "a batch by Keras's names": (
+        lambda: built().test_on_batch(x=X, y=Y),
+        ConfigError,
+        "Trainer.test_on_batch does not take x=; pass the batch as one tuple, such as (x, y).",
+    ),
+    "from_logits with a loss by name": (
+        lambda: built().compile("adam", LABELS, from_logits=True),
+        ConfigError,
+        "Trainer.compile does not take from_logits=; leave it out: crossentropies given by name always take logits.",
+    ),
+    "from_logits with a function of fitflax": (
+        lambda: fit(loss=functools.partial(fitflax.losses.sparse_categorical_crossentropy, from_logits=True)),
+        LossError,
+        "unexpected keyword argument 'from_logits'. Leave out from_logits=: crossentropies of fitflax always take logits.",
+    ),
+    "a loss of Keras's class": (
+        lambda: make(loss=KerasLossObject()),
+        LossError,
+        "takes the targets first, as in Keras, .* Or pass a loss by name: crossentropies given by name always take logits.",
+    ),
+    "Keras's way to load a model": (
+        lambda: fitflax.load_model("model.keras"),
+        AttributeError,
+        "has no attribute 'load_model'. Create the trainer, then call trainer.restore(path) for a checkpoint or trainer.load_weights(path) for safetensors.",
+    ),
+    "a class of Keras's losses": (
+        lambda: fitflax.losses.SparseCategoricalCrossentropy(from_logits=True),
+        AttributeError,
+        "Losses are functions, which compile takes by name. Did you mean 'sparse_categorical_crossentropy'?",
     ),
     "a callback of the top level": (
         lambda: fitflax.ModelCheckpoint,
@@ -287,34 +399,50 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
     "flax's name of an update": (
         lambda: built().state.apply_gradients,
         AttributeError,
-        "'TrainState' object has no attribute 'apply_gradients'. Here it is apply_gradient(grads, optimizer, model_state).",
+        "'TrainState' object has no attribute 'apply_gradients'. Use apply_gradient(grads, optimizer, model_state).",
     ),
     "Keras's weights": (
         lambda: built().load_weights("weights.h5"),
-        AttributeError,
-        "'Trainer' object has no attribute 'load_weights'. Here it is trainer.restore(path, weights_only=True).",
+        CheckpointNotFoundError,
+        "There are no weights at weights.h5: no such file or directory.",
+    ),
+    "Keras's weights to save": (
+        lambda: built().save_weights("weights.h5"),
+        ConfigError,
+        "save_weights writes safetensors, so the file name must end with .safetensors. Received: 'weights.h5'. To save a checkpoint, use save(path).",
     ),
     "inputs of another width to predict": (
         lambda: built().predict(X[:, :3], verbose=0),
         ModelError,
-        "Its parameters were made for inputs of another shape. Examples are rows: a single one needs an axis of its own, x[:1].",
+        "Its parameters were initialized for inputs of another shape. The first axis is that of examples: pass a single example as x[:1].",
     ),
-    "a single example to predict": (lambda: built().predict(X[0], verbose=0), ModelError, "a single one needs an axis of its own, x[:1]."),
+    "a single example to predict": (lambda: built().predict(X[0], verbose=0), ModelError, "pass a single example as x[:1]."),
     "fit inside fit": (
         lambda: fit(given={"callbacks": [Nested()]}),
         ConfigError,
-        "fit() was called while fit() is at work, by a callback or another thread. Train another trainer there, or this one after its fit has ended.",
+        "fit() was called while fit() is running, from a callback or another thread. Use another trainer there, or call fit() after fit() has returned.",
+    ),
+    "an argument that is misspelt": (lambda: fit(given={"batchsize": 8}), TypeError, "Trainer.fit does not take batchsize=. Did you mean 'batch_size'?"),
+    "images with the channels first": (
+        lambda: fit(np.zeros((16, 3, 8, 8), np.float32), module=Convolutional()),
+        ModelError,
+        "Flax's layers take the channels last, but these inputs seem to have them first. Transpose them: x.transpose(0, 2, 3, 1).",
+    ),
+    "dicts without keys of inputs": (
+        lambda: fit(lambda: iter([{"image": X, "label": Y}]), None),
+        ModelError,
+        "The inputs are a dict, which is one argument. To select entries of it, pass their keys: Trainer(inputs='image', targets='label').",
     ),
     "inputs and targets in a list": (
         lambda: fit([X, Y], None),
         ModelError,
-        "The inputs are a list, which is one argument; for inputs and targets yield or pass a tuple, (x, y).",
+        "The inputs are a list, which is one argument. Pass tuples: (x, y) for inputs and targets, ((x1, x2), y) for several inputs.",
     ),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.filterwarnings("ignore:shape requires ndarray or scalar:DeprecationWarning")  # JAX, of the list.
+@pytest.mark.filterwarnings("ignore:shape requires ndarray or scalar:DeprecationWarning")  # JAX warns of the list.
 def test_a_mistake_has_a_message_that_says_what_to_do(mistake):
     make_it, error, message = MISTAKES[mistake]
     pattern = ".*".join(re.escape(part) for part in message.split(".*"))
@@ -323,23 +451,43 @@ def test_a_mistake_has_a_message_that_says_what_to_do(mistake):
     assert len(str(caught.value)) < 1500 and "\n" not in str(caught.value)
 
 
-def test_a_directory_of_another_run_is_named_with_the_three_ways_out(tmp_path: pathlib.Path):
+def test_the_error_for_a_directory_of_another_run_names_it_and_the_three_options(tmp_path: pathlib.Path):
     fit(given={"callbacks": [ModelCheckpoint(tmp_path)]})
-    message = 'holds checkpoints of run .* Go on with that run with resume="auto", choose another directory, or replace it with overwrite=True.'
+    message = 'holds checkpoints of run .* To resume that run, pass resume="auto" .* choose another directory, or pass overwrite=True to the callback'
     with pytest.raises(DirectoryInUseError, match=re.escape(str(tmp_path)) + f" {message}"):
         fit(given={"callbacks": [ModelCheckpoint(tmp_path)]})
 
 
-# -- what may be meant, and is warned of --
+def test_the_advice_for_a_second_run_with_only_a_best_checkpoint_works(tmp_path: pathlib.Path):
+    def again(epochs: int, resume: str | None = None, *callbacks: Callback, **best: bool) -> int:
+        trainer = make()
+        trainer.fit(X, Y, epochs=epochs, callbacks=[BestCheckpoint(tmp_path / "best", monitor="loss", **best), *callbacks], resume=resume, verbose=0)
+        return trainer.step
+
+    again(2)
+    with pytest.raises(DirectoryInUseError, match=r'otherwise resume="(.*)". To start a new run.*overwrite=True') as caught:
+        again(3)
+    advice = re.search('otherwise resume="(.*?)"', str(caught.value))
+    assert advice is not None and again(3, advice[1]) == 3
+    with pytest.raises(ConfigError, match=r"needs exactly one ModelCheckpoint, .* Add one to callbacks, or pass resume=path"):
+        again(4, "auto")
+    with pytest.raises(DirectoryInUseError, match=f'otherwise resume="{re.escape(advice[1])}"'):
+        again(4, "auto", ModelCheckpoint(tmp_path / "new"))
+    assert again(4, advice[1], ModelCheckpoint(tmp_path / "new")) == 4
+    assert again(5, "auto", ModelCheckpoint(tmp_path / "new")) == 5
+    assert again(1, overwrite=True) == 1
+
+
+# -- what may be intended, and causes a warning --
 
 
 def test_a_warning_points_at_the_line_that_called_the_library():
     trainer = make(nn.Dense(3))
-    with pytest.warns(FitflaxWarning, match="The data ended before the training did") as ended:
+    with pytest.warns(FitflaxWarning, match="The data ended before the run did") as ended:
         trainer.fit(iter([(X, Y)]), steps=2, verbose=0)
-    with pytest.warns(FitflaxWarning, match="holds NaN or infinity in 1 of 16 examples") as spoilt:
+    with pytest.warns(FitflaxWarning, match="has NaN or infinity in 1 of 16 examples") as spoiled:
         trainer.fit(np.where(np.arange(16)[:, None] == 3, np.nan, X), Y, verbose=0)
-    assert [warning.filename for warning in [*ended, *spoilt]] == [__file__] * 2
+    assert [warning.filename for warning in [*ended, *spoiled]] == [__file__] * 2
 
 
 @pytest.mark.parametrize(
@@ -350,19 +498,47 @@ def test_a_warning_points_at_the_line_that_called_the_library():
         (nn.Sequential([nn.Dense(1), nn.sigmoid, lambda x: x[:, 0]]), "binary_crossentropy", (Y > 0).astype(np.float32), "sigmoid"),
     ],
 )
-def test_a_softmax_before_a_loss_of_logits_is_warned_of_once(module, loss, y, activation):
+def test_a_softmax_before_a_loss_of_logits_warns_once(module, loss, y, activation):
     trainer = make(module, loss)
-    with pytest.warns(
-        FitflaxWarning, match=rf"The module ends with a {activation}, which the loss '{loss}' applies itself: it takes logits\. Leave it out of the module\."
-    ):
+    fault = rf"The module ends with a {activation}, but the loss '{loss}' takes logits and applies the {activation} itself\."
+    message = rf"{fault} Remove the {activation} from the module\."
+    with pytest.warns(FitflaxWarning, match=message):
         trainer.fit(X, y, verbose=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trainer.fit(X, y, verbose=0)
 
 
-def test_of_several_outputs_the_one_with_an_activation_is_named():
-    with pytest.warns(FitflaxWarning, match="ends in its output 'kind' with a softmax") as caught:
+@pytest.mark.parametrize("validates", [False, True])
+def test_a_softmax_that_is_only_in_evaluation_warns_if_a_loss_is_evaluated(validates):
+    class Classifier(nn.Module):
+        @nn.compact
+        def __call__(self, x, train: bool):
+            logits = nn.Dense(3)(x)
+            return logits if train else nn.softmax(logits)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", FitflaxWarning)
+        make(Classifier()).fit(X, Y, validation_data=(X, Y) if validates else None, verbose=0)
+    assert ["ends with a softmax" in str(warning.message) for warning in caught] == [True] * validates
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("training_step", "To change the loss, override compute_loss; to change the update, override train_step(state, batch)"),
+        ("configure_optimizers", "Pass the optimizer to compile(optimizer, loss, metrics), or override train_step(state, batch)"),
+        ("call", "Define __call__ of the Flax module that you pass to the trainer, or override compute_loss"),
+    ],
+)
+def test_methods_of_other_trainers_that_are_never_called_cause_a_warning(name, advice):
+    with pytest.warns(FitflaxWarning, match=re.escape(f"Mine defines {name}, which fitflax never calls. {advice}")):
+        subclass = type("Mine", (fitflax.Trainer,), {name: lambda self, *arguments: 0})
+    type("Theirs", (subclass,), {})  # Only once, for the class that defines it.
+
+
+def test_the_warning_names_which_of_several_outputs_has_an_activation():
+    with pytest.warns(FitflaxWarning, match="The module's output 'kind' ends with a softmax") as caught:
         fit(y={"kind": Y, "size": X[:, :1]}, module=Heads(), loss={"kind": LABELS, "size": "mse"})
     assert len(caught) == 1
 
@@ -376,28 +552,28 @@ def test_of_several_outputs_the_one_with_an_activation_is_named():
         (nn.Sequential([nn.Dense(3), lambda x: jnp.exp(x) / 2]), LABELS),
     ],
 )
-def test_what_ends_otherwise_and_losses_of_ones_own_are_left_alone(module, loss):
+def test_modules_that_end_differently_and_custom_losses_do_not_warn(module, loss):
     fit(module=module, loss=loss)
 
 
-def test_numbers_that_are_none_are_warned_of_before_the_first_step():
-    steps = []
-    look = fitflax.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: steps.append(batch))
-    with pytest.warns(FitflaxWarning, match=r"x holds NaN or infinity in 2 of 16 examples\. .* clean them, or leave these examples out\.") as caught:
+def test_nan_and_infinity_in_the_data_warn_before_the_first_step():
+    known = []
+    look = fitflax.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: known.append(len(caught)))
+    with pytest.warns(FitflaxWarning, match=r"x has NaN or infinity in 2 of 16 examples\. .* Clean or remove these examples\.") as caught:
         fit(bad_examples(), given={"callbacks": [look]})
-    assert len(caught) == 1
+    assert known and set(known) == {len(caught)} == {1}
     y = {"a": X.copy(), "b": np.where(np.arange(16)[:, None] == 7, -np.inf, X)}
-    with pytest.warns(FitflaxWarning, match=r"y\['b'\] holds NaN or infinity in 1 of 16 examples"):
+    with pytest.warns(FitflaxWarning, match=r"y\['b'\] has NaN or infinity in 1 of 16 examples"):
         fit(y=y, module=nn.Dense(4), loss=lambda outputs, targets: (outputs - targets["a"]).mean(-1))
 
 
-def test_whole_numbers_and_files_are_not_looked_at(tmp_path: pathlib.Path):
+def test_integers_and_files_are_not_checked(tmp_path: pathlib.Path):
     np.save(tmp_path / "x.npy", bad_examples())
     trainer = make(loss=lambda outputs, targets: outputs.sum(-1) * 0)
     trainer.fit(np.load(tmp_path / "x.npy", mmap_mode="r"), Y, verbose=0)
 
 
-# --- Habits of Keras ---
+# --- Habits from Keras ---
 
 
 def trainer_of(**options: Any) -> fitflax.Trainer:
@@ -411,60 +587,70 @@ def pinball(y_true, y_pred):
 
 
 @pytest.mark.parametrize(("options", "error", "what"), [({"loss": pinball}, LossError, "loss"), ({"metrics": [pinball]}, MetricError, "metric")])
-def test_a_function_that_takes_the_targets_first_is_not_called_the_other_way_round(options, error, what):
+def test_a_function_that_takes_the_targets_first_is_not_called_with_swapped_arguments(options, error, what):
     with pytest.raises(
         error, match=rf"^The {what} pinball\(y_true, y_pred\) takes the targets first, as in Keras.*lambda outputs, targets: pinball\(targets, outputs\)"
     ):
         trainer_of(**options)
 
 
-def test_a_checkpoint_is_no_file_with_placeholders():
-    with pytest.raises(ConfigError, match=r"has no placeholders: those in it are named by their steps.*\{epoch:02d\}"):
+def test_placeholders_in_the_path_of_checkpoints_are_an_error():
+    with pytest.raises(ConfigError, match=r"must not have placeholders: each checkpoint is named by its step.*\{epoch:02d\}"):
         ModelCheckpoint("w.{epoch:02d}-{val_loss:.2f}.keras")
 
 
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        (32, r"Received: int\. Sizes go by their names: batch_size=32"),
-        ({"a": X[:, 0]}, r"Received: dict\. It counts for all outputs; weigh one output by itself"),
+        (32, r"Received: int\. Pass sizes by name: batch_size=32"),
+        ({"a": X[:, 0]}, r"Received: dict\. It applies to all outputs; to weight a single output, use a custom loss"),
     ],
 )
-def test_weights_are_one_array(weights, message):
+def test_sample_weights_must_be_one_array(weights, message):
     with pytest.raises(DataError, match=rf"^sample_weight must be one array, \[examples\] or \[examples, \.\.\.\]\. {message}"):
         trainer_of().fit(X, Y, weights)
 
 
-def test_a_callback_says_where_the_model_is():
+def test_the_learning_rate_of_the_optimizer_is_neither_read_nor_set_silently():
+    trainer = trainer_of()
+    trainer.compile("adam", "sparse_categorical_crossentropy")
+    with pytest.raises(AttributeError, match=r"'learning_rate'\. Use trainer\.learning_rate instead"):
+        trainer.optimizer.learning_rate = 1e-5
+    with pytest.raises(AttributeError, match=r"Use trainer\.learning_rate"):
+        trainer.optimizer.lr  # noqa: B018
+    assert isinstance(trainer.optimizer, optax.GradientTransformationExtraArgs) and trainer.optimizer.update is trainer.optimizer[1]
+
+
+def test_the_error_for_the_missing_model_of_a_callback_says_where_it_is():
     class Ported(fitflax.callbacks.Callback):
         def on_train_begin(self, logs):
             self.model.summary()
 
-    with pytest.raises(AttributeError, match=r"'Ported' object has no attribute 'model'\. What runs it is self\.trainer: self\.trainer\.model"):
+    with pytest.raises(AttributeError, match=r"'Ported' object has no attribute 'model'\. Use self\.trainer: self\.trainer\.predict"):
         trainer_of().fit(X, Y, callbacks=[Ported()], verbose=0)
 
 
-def test_keras_short_names_of_hooks_are_known():
+def test_the_short_hook_names_of_keras_are_recognized():
     class Ported(fitflax.callbacks.Callback):
         def on_batch_end(self, batch, logs):
             """Never called."""
 
-    with pytest.warns(FitflaxWarning, match=r"Ported\.on_batch_end is no hook .* Did you mean 'on_train_batch_end'"):
+    with pytest.warns(FitflaxWarning, match=r"Ported\.on_batch_end is not a hook .* Did you mean 'on_train_batch_end'"):
         trainer_of().fit(X, Y, callbacks=[Ported()], verbose=0)
 
 
-def test_another_optimizers_state_is_named_as_such(tmp_path):
+def test_the_error_for_the_state_of_another_optimizer_names_the_cause(tmp_path):
     trainer_of().fit(X, Y, epochs=1, callbacks=[ModelCheckpoint(tmp_path)], verbose=0)
     other = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(jax.devices()[:1]))
     other.compile("adam", LABELS)
     with pytest.raises(
         fitflax.errors.RestoreError,
-        match=r"does not fit this optimizer: missing opt_state.*Compile with the one it was saved with, or restore it with weights_only",
+        match=r"does not fit this optimizer\. Compile with the optimizer of the checkpoint, or restore it with weights_only=True\. Missing: opt_state",
     ):
         other.fit(X, Y, epochs=2, callbacks=[ModelCheckpoint(tmp_path)], resume="auto", verbose=0)
 
 
-def test_metrics_under_a_name_that_is_no_output_say_so():
+def test_metrics_under_a_name_that_is_not_an_output_are_an_error():
     class Two(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -476,21 +662,21 @@ def test_metrics_under_a_name_that_is_no_output_say_so():
         trainer.fit(X, {"left": X[:, :1], "right": X[:, :1]}, verbose=0)
 
 
-def test_a_trial_shows_its_own_number_of_steps(capsys):
+def test_a_fast_dev_run_shows_its_own_number_of_steps(capsys):
     trainer_of().fit(X, Y, batch_size=2, fast_dev_run=2, verbose=2)
     assert "\n2/2 - " in capsys.readouterr().out
 
 
-def test_a_run_with_nothing_left_to_do_says_so(tmp_path, capsys):
+def test_a_run_with_nothing_left_to_do_prints_a_message(tmp_path, capsys):
     for _ in range(2):
         trainer_of().fit(X, Y, epochs=2, callbacks=[ModelCheckpoint(tmp_path)], resume="auto", verbose=2)
-    assert "Resumed at step 2, nothing is left to do." in capsys.readouterr().out
+    assert "Resumed at step 2; nothing is left to do." in capsys.readouterr().out
 
 
-def test_an_evaluation_that_has_nothing_to_compute_says_so_once():
+def test_an_evaluation_that_has_nothing_to_compute_warns_once():
     trainer = make(loss=None)
     trainer.build((X, Y))
-    with pytest.warns(FitflaxWarning, match="There is nothing to compute for 'eval': no loss and no metrics were given, as in compile"):
+    with pytest.warns(FitflaxWarning, match="There is nothing to compute for 'eval', because no loss and no metrics are compiled. Pass them: compile"):
         assert trainer.evaluate(X, Y, verbose=0) == {}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -499,10 +685,10 @@ def test_an_evaluation_that_has_nothing_to_compute_says_so_once():
         assert list(trainer.evaluate(X, Y, verbose=0)) == ["accuracy"]
 
 
-def test_targets_that_are_weighted_by_numbers_that_are_none_are_warned_of():
+def test_nan_in_the_sample_weights_causes_a_warning():
     weights = np.ones(16, np.float32)
     weights[2] = np.nan
-    with pytest.warns(FitflaxWarning, match="sample_weight holds NaN or infinity in 1 of 16 examples"):
+    with pytest.warns(FitflaxWarning, match="sample_weight has NaN or infinity in 1 of 16 examples"):
         fit(given={"sample_weight": weights})
 
 
@@ -513,7 +699,7 @@ def test_a_module_that_cannot_be_evaluated_can_be_trained():
             return nn.Dense(3)(nn.Dropout(0.5, deterministic=False)(x))
 
     trainer = fit(module=Noisy())
-    with pytest.raises(ModelError, match="cannot be run for evaluation"):
+    with pytest.raises(ModelError, match="cannot be run in evaluation mode"):
         trainer.evaluate(X, Y, verbose=0)
 
 
@@ -527,7 +713,7 @@ def test_metrics_are_shown_in_the_order_in_which_they_were_given(tmp_path):
     assert list(trainer.test_on_batch((X, (Y > 0)[:, None].astype(np.float32)))) == names
 
 
-def test_a_resume_with_another_loss_rate_or_class_weight_is_warned_of(tmp_path):
+def test_resuming_with_another_loss_learning_rate_or_class_weight_causes_a_warning(tmp_path):
     def run(loss: str = LABELS, rate: float = 0.01, **options: Any) -> fitflax.Trainer:
         trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(jax.devices()[:1]))
         trainer.compile("adam", loss, learning_rate=rate)
@@ -535,29 +721,29 @@ def test_a_resume_with_another_loss_rate_or_class_weight_is_warned_of(tmp_path):
         return trainer
 
     run()
-    run()  # Alike.
-    with pytest.warns(FitflaxWarning, match=r"was saved with other settings: loss was 'sparse_.*' and is 'multiclass_hinge_loss'\."):
+    run()  # The same settings.
+    with pytest.warns(FitflaxWarning, match=r"was saved with other settings: loss was 'sparse_.*' and is now 'multiclass_hinge_loss'\."):
         run(loss="multiclass_hinge_loss")
     with pytest.warns(FitflaxWarning) as caught:
         trainer = run(rate=1e-4, class_weight={0: 2.0})
-    told = " ".join(str(warning.message) for warning in caught)
-    assert "class_weight was not given and is {'0': 2.0}; learning_rate was 0.01 and is 0.0001; loss was" in told
-    assert "The checkpoint's optimizer state counts, its rate as well: set trainer.learning_rate for another." in told
+    text = " ".join(str(warning.message) for warning in caught)
+    assert "class_weight was not given and is now {'0': 2.0}; learning_rate was 0.01 and is now 0.0001; loss was" in text
+    assert "The checkpoint's learning rate is used. To change it, set trainer.learning_rate." in text
     assert trainer.learning_rate == pytest.approx(0.01)
 
 
 @pytest.mark.parametrize("first", ["compile", "restore"])
-def test_a_restored_rate_that_is_not_the_compiled_one_is_warned_of(first, tmp_path):
+def test_a_restored_learning_rate_that_is_not_the_compiled_one_causes_a_warning(first, tmp_path):
     make(optimizer="adam").fit(X, Y, callbacks=[ModelCheckpoint(tmp_path)], verbose=0)
     trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(jax.devices()[:1]))
     steps = {"compile": lambda: trainer.compile("adam", LABELS, learning_rate=0.5), "restore": lambda: trainer.restore(tmp_path)}
     steps.pop(first)()
-    with pytest.warns(FitflaxWarning, match="learning_rate was not given and is 0.5. The checkpoint's optimizer state counts"):
+    with pytest.warns(FitflaxWarning, match="learning_rate was not given and is now 0.5. The checkpoint's learning rate is used"):
         steps.popitem()[1]()
     assert trainer.learning_rate == pytest.approx(0.001)
 
 
-def test_a_function_whose_arguments_look_swapped_is_warned_of():
+def test_a_function_whose_arguments_look_swapped_causes_a_warning():
     def hits(labels, logits):
         return labels
 
@@ -565,8 +751,8 @@ def test_a_function_whose_arguments_look_swapped_is_warned_of():
         make(metrics=[hits])
 
 
-def test_losses_of_all_pairs_and_of_several_values_are_no_mistakes():
-    """Shapes alone do not tell: as many quantiles as examples, or a table of all pairs that is meant."""
+def test_losses_of_all_pairs_and_of_several_values_are_not_mistakes():
+    """Shapes alone do not prove a mistake: there may be as many quantiles as examples, or a table of all pairs may be intended."""
 
     def quantiles(outputs, targets):
         error = targets[:, None] - outputs
@@ -580,7 +766,19 @@ def test_losses_of_all_pairs_and_of_several_values_are_no_mistakes():
         assert np.isfinite(fit(y=X[:, 0], module=nn.Dense(1), loss=loss).history.history["loss"][0])
 
 
-def test_a_callback_of_ones_own_refuses_arguments_as_python_does_and_has_pythons_signature():
+def test_a_hint_after_an_address_begins_a_new_sentence():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(3)(x) + jax.random.normal(self.make_rng("noise"), (3,))
+
+    trainer = fitflax.Trainer(Net())
+    trainer.compile("sgd", LABELS)
+    with pytest.raises(ModelError, match=r"\(https://flax\.[^ ]*\)\. [A-Z]"):
+        trainer.fit(X, Y, verbose=0)
+
+
+def test_a_custom_callback_rejects_arguments_as_python_does_and_signatures_are_kept():
     class Mine(Callback):
         pass
 
@@ -589,10 +787,11 @@ def test_a_callback_of_ones_own_refuses_arguments_as_python_does_and_has_pythons
             Mine(**arguments)
     with pytest.raises(TypeError):
         Mine(1)
+    assert str(inspect.signature(Mine)) == str(inspect.signature(Callback)) == "()"
     assert str(inspect.signature(EarlyStopping)).startswith("(monitor: str = 'val_loss', *, mode")
 
 
-def test_an_override_that_is_decorated_is_called_as_its_decorator_is():
+def test_a_decorated_override_is_called_with_the_signature_of_its_decorator():
     def scaled(method):
         @functools.wraps(method)
         def call(self, params, model_state, batch, *, rngs, train):
@@ -607,7 +806,7 @@ def test_an_override_that_is_decorated_is_called_as_its_decorator_is():
             return scale * values, changed, aux
 
     class Bound(fitflax.Trainer):
-        compute_loss = functools.partialmethod(fitflax.Trainer.compute_loss, None, None, None)
+        compute_loss = functools.partialmethod(Scaled.compute_loss, None, None, None)
 
     trainer = Scaled(nn.Dense(3))
     trainer.compile("adam", LABELS)
@@ -616,7 +815,7 @@ def test_an_override_that_is_decorated_is_called_as_its_decorator_is():
         Bound(nn.Dense(3)).compile("adam", LABELS)
 
 
-def test_the_same_settings_in_other_words_are_no_change(tmp_path):
+def test_the_same_settings_in_another_form_are_not_a_change(tmp_path):
     for number, (rate, weights) in enumerate([(0.01, {0: 1.0, 1: 2.0}), (np.float64(0.01), {1: 2.0, 0: 1.0})]):
         trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(jax.devices()[:1]))
         trainer.compile("adam", LABELS, learning_rate=rate)

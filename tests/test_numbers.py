@@ -1,4 +1,4 @@
-"""Losses, gradients and metrics through `fit` and `evaluate`, against loops written by hand, NumPy and scikit-learn."""
+"""Losses, gradients and metrics of `fit` and `evaluate`, compared with hand-written loops, NumPy and scikit-learn."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -36,8 +36,8 @@ class Net(nn.Module):
         return nn.Dense(CLASSES)(jnp.tanh(nn.Dense(6)(x)))
 
 
-class Pass(nn.Module):
-    """Returns its inputs, so that every loss and metric is known beforehand."""
+class Identity(nn.Module):
+    """Returns its inputs, so that all losses and metrics are known in advance."""
 
     @nn.compact
     def __call__(self, *x: Any) -> Any:
@@ -63,11 +63,11 @@ def weighted_mean(values: Any, weights: Any) -> Any:
 
 
 @jax.jit
-def loss_by_hand(params: Any, x: Any, y: Any, weights: Any) -> Any:
+def hand_written_loss(params: Any, x: Any, y: Any, weights: Any) -> Any:
     return weighted_mean(squared(Net().apply({"params": params}, x), y), weights)
 
 
-gradient_by_hand = jax.jit(jax.grad(loss_by_hand))
+hand_written_gradient = jax.jit(jax.grad(hand_written_loss))
 
 
 def batches_of(size: int, *arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
@@ -75,17 +75,17 @@ def batches_of(size: int, *arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...
         yield tuple(array[begin : begin + size] for array in arrays)
 
 
-def train_by_hand(params: Any, optimizer: optax.GradientTransformation, size: int, epochs: int, x: Any, y: Any, weights: Any) -> tuple[Any, list[float]]:
-    """Returns the parameters after so many epochs, and the loss over each of them."""
+def hand_written_loop(params: Any, optimizer: optax.GradientTransformation, size: int, epochs: int, x: Any, y: Any, weights: Any) -> tuple[Any, list[float]]:
+    """Returns the parameters after the given number of epochs, and the loss of each epoch."""
     opt_state = optimizer.init(params)
     history = []
     for _ in range(epochs):
         total = weight = 0.0
         for batch in batches_of(size, x, y, weights):
             mass = float(np.sum(batch[2]) * (batch[1][..., 0].size / batch[2].size))
-            total += float(loss_by_hand(params, *batch)) * mass
+            total += float(hand_written_loss(params, *batch)) * mass
             weight += mass
-            updates, opt_state = optimizer.update(gradient_by_hand(params, *batch), opt_state, params)
+            updates, opt_state = optimizer.update(hand_written_gradient(params, *batch), opt_state, params)
             params = optax.apply_updates(params, updates)
         history.append(total / weight)
     return params, history
@@ -110,10 +110,10 @@ OPTIMIZERS = {"sgd": optax.sgd(0.1), "momentum": optax.sgd(0.1, momentum=0.9), "
 )
 @pytest.mark.mostly_slow
 @pytest.mark.slow
-def test_training_equals_the_loop_written_by_hand(num_devices: int, optimizer: str, devices: Devices):
+def test_training_equals_a_hand_written_loop(num_devices: int, optimizer: str, devices: Devices):
     trainer = trainer_of(Net(), devices(num_devices), OPTIMIZERS[optimizer])
     trainer.build(X)
-    params, history = train_by_hand(params_of(trainer), OPTIMIZERS[optimizer], 10, 3, X, Y, np.ones(ROWS, np.float32))
+    params, history = hand_written_loop(params_of(trainer), OPTIMIZERS[optimizer], 10, 3, X, Y, np.ones(ROWS, np.float32))
     logs = trainer.fit(X, Y, epochs=3, batch_size=10, shuffle=False, verbose=0).history
     assert trainer.step == 9
     assert_close(params_of(trainer), params, 1e-5)
@@ -122,10 +122,10 @@ def test_training_equals_the_loop_written_by_hand(num_devices: int, optimizer: s
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
 @pytest.mark.slow
-def test_training_with_weights_equals_the_loop_written_by_hand(num_devices: int, devices: Devices):
+def test_training_with_weights_equals_a_hand_written_loop(num_devices: int, devices: Devices):
     trainer = trainer_of(Net(), devices(num_devices), optax.adam(0.01))
     trainer.build(X)
-    params, history = train_by_hand(params_of(trainer), optax.adam(0.01), 10, 2, X, Y, WEIGHTS)
+    params, history = hand_written_loop(params_of(trainer), optax.adam(0.01), 10, 2, X, Y, WEIGHTS)
     logs = trainer.fit(X, Y, WEIGHTS, epochs=2, batch_size=10, shuffle=False, verbose=0).history
     assert_close(params_of(trainer), params, 1e-5)
     np.testing.assert_allclose(logs["loss"], history, rtol=1e-5)
@@ -137,7 +137,7 @@ def test_training_with_weights_equals_the_loop_written_by_hand(num_devices: int,
 def test_weights_per_token_and_per_example_average_over_tokens(num_devices: int, weights: np.ndarray, devices: Devices):
     trainer = trainer_of(Net(), devices(num_devices), optax.sgd(0.1))
     trainer.build(TOKENS_X)
-    params, history = train_by_hand(params_of(trainer), optax.sgd(0.1), 10, 2, TOKENS_X, TOKENS_Y, weights)
+    params, history = hand_written_loop(params_of(trainer), optax.sgd(0.1), 10, 2, TOKENS_X, TOKENS_Y, weights)
     logs = trainer.fit(TOKENS_X, TOKENS_Y, weights, epochs=2, batch_size=10, shuffle=False, verbose=0).history
     assert_close(params_of(trainer), params, 1e-5)
     np.testing.assert_allclose(logs["loss"], history, rtol=1e-5)
@@ -149,15 +149,15 @@ def test_weights_per_token_and_per_example_average_over_tokens(num_devices: int,
     ids=["integers", "float64", "booleans", "float16"],
 )
 def test_weights_may_have_any_dtype(weights: np.ndarray, devices: Devices):
-    trainer = trainer_of(Pass(), devices(2))
+    trainer = trainer_of(Identity(), devices(2))
     logs = trainer.fit(Y, 0 * Y, weights, batch_size=6, verbose=0).history
     np.testing.assert_allclose(logs["loss"], [np.average((Y**2).mean(-1), weights=weights.astype(np.float64))], rtol=1e-6)
 
 
 def test_weights_that_do_not_fit_the_losses_are_an_error(devices: Devices):
-    trainer = trainer_of(Pass(), devices(1))
+    trainer = trainer_of(Identity(), devices(1))
     for weights in (np.ones((ROWS, 2)), np.ones((ROWS, 1, 1))):
-        with pytest.raises(LossError, match="does not fit the loss's values"):
+        with pytest.raises(LossError, match="does not fit the loss values"):
             trainer.fit(Y, Y, weights, verbose=0)
 
 
@@ -166,8 +166,8 @@ def test_weights_that_do_not_fit_the_losses_are_an_error(devices: Devices):
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
 @pytest.mark.slow
-def test_the_gradient_is_that_of_the_whole_batch_whatever_is_padded(num_devices: int, devices: Devices):
-    # Rows from one to more than there are devices: with few, some devices hold nothing but padding.
+def test_the_gradient_equals_that_of_the_whole_batch_regardless_of_padding(num_devices: int, devices: Devices):
+    # From one row to more rows than devices: with few rows, some devices hold only padding.
     trainer = trainer_of(Net(), devices(num_devices))
     trainer.build(X)
     start = trainer.state
@@ -176,13 +176,13 @@ def test_the_gradient_is_that_of_the_whole_batch_whatever_is_padded(num_devices:
         before = params_of(trainer)
         logs = trainer.train_on_batch((X[:rows], Y[:rows], WEIGHTS[:rows]))
         gradient = jax.tree.map(np.subtract, before, params_of(trainer))
-        assert_close(gradient, gradient_by_hand(before, X[:rows], Y[:rows], WEIGHTS[:rows]), 1e-6)
-        assert logs["loss"] == pytest.approx(float(loss_by_hand(before, X[:rows], Y[:rows], WEIGHTS[:rows])), rel=1e-6)
+        assert_close(gradient, hand_written_gradient(before, X[:rows], Y[:rows], WEIGHTS[:rows]), 1e-6)
+        assert logs["loss"] == pytest.approx(float(hand_written_loss(before, X[:rows], Y[:rows], WEIGHTS[:rows])), rel=1e-6)
 
 
 @pytest.mark.parametrize("num_devices", [1, 4])
 @pytest.mark.mostly_slow
-def test_a_batch_without_any_weight_has_loss_zero_and_changes_nothing(num_devices: int, devices: Devices):
+def test_a_batch_with_only_zero_weights_has_loss_zero_and_changes_nothing(num_devices: int, devices: Devices):
     trainer = trainer_of(Net(), devices(num_devices), metrics=["mae"], weighted_metrics=["mae"])
     trainer.build(X)
     before = params_of(trainer)
@@ -194,7 +194,7 @@ def test_a_batch_without_any_weight_has_loss_zero_and_changes_nothing(num_device
     assert_close(params_of(trainer), before, 0)
 
 
-def test_examples_of_weight_zero_are_as_if_they_were_not_there(devices: Devices):
+def test_examples_with_weight_zero_do_not_affect_training(devices: Devices):
     trainer = trainer_of(Net(), devices(4))
     trainer.build(X)
     start = trainer.state
@@ -217,7 +217,7 @@ def test_a_frozen_model_has_the_same_loss_for_every_batch_size_in_fit_and_evalua
     for size in (80, 100):
         found += trainer.fit(x, y, batch_size=size, verbose=0).history["loss"]
         found.append(trainer.evaluate(x, y, batch_size=size, verbose=0)["loss"])
-    np.testing.assert_allclose(found, float(loss_by_hand(params_of(trainer), x, y, np.ones(100))), rtol=1e-6)
+    np.testing.assert_allclose(found, float(hand_written_loss(params_of(trainer), x, y, np.ones(100))), rtol=1e-6)
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
@@ -238,8 +238,8 @@ def test_ten_rows_in_batches_of_four_give_numpys_metrics_and_ten_predictions_in_
 
 @pytest.mark.parametrize("size", [1, 3, 8, 23, 64])
 @pytest.mark.mostly_slow
-def test_evaluate_is_numpys_average_for_every_batch_size(size: int, devices: Devices):
-    trainer = trainer_of(Pass(), devices(4), metrics=["mae"], weighted_metrics=["mae"])
+def test_evaluate_equals_numpys_average_for_every_batch_size(size: int, devices: Devices):
+    trainer = trainer_of(Identity(), devices(4), metrics=["mae"], weighted_metrics=["mae"])
     trainer.build(Y)
     logs = trainer.evaluate(Y, Y[::-1], WEIGHTS, batch_size=size, verbose=0)
     squares, absolutes = ((Y - Y[::-1]).astype(np.float64) ** 2).mean(-1), np.abs((Y - Y[::-1]).astype(np.float64)).mean(-1)
@@ -247,10 +247,10 @@ def test_evaluate_is_numpys_average_for_every_batch_size(size: int, devices: Dev
     assert logs == pytest.approx(expected, rel=1e-6)
 
 
-def test_batches_of_any_sizes_are_weighed_by_their_examples(devices: Devices):
+def test_batches_of_any_size_are_weighted_by_their_examples(devices: Devices):
     cuts = [0, 6, 7, 13, 15, 21, 23]
     batches = [(Y[a:b], 0 * Y[a:b], WEIGHTS[a:b]) for a, b in itertools.pairwise(cuts)]
-    trainer = trainer_of(Pass(), devices(4), metrics=["mae"])
+    trainer = trainer_of(Identity(), devices(4), metrics=["mae"])
     logs = trainer.fit(lambda: iter(batches), verbose=0).history
     assert logs["loss"] == [pytest.approx(np.average((Y**2).mean(-1), weights=WEIGHTS), rel=1e-6)]
     assert logs["mae"] == [pytest.approx(np.abs(Y).mean(), rel=1e-6)]
@@ -268,7 +268,7 @@ ONE_HOT = np.eye(CLASSES)[LABELS]
 BITS = (RNG.random((ROWS, CLASSES)) < 0.5).astype(np.float32)
 PROBABILITIES = 1 / (1 + np.exp(-X[:, :CLASSES].astype(np.float64)))
 LOGITS = X[:, :CLASSES]
-# Every task: loss, targets, metrics, and what they are: functions of the weights.
+# For each task: loss, targets, metrics, and the expected values as functions of the weights.
 TASKS: dict[str, tuple[str, np.ndarray, list[Any], dict[str, Callable[[Any], float]]]] = {
     "labels": (
         "sparse_categorical_crossentropy",
@@ -322,7 +322,7 @@ TASKS: dict[str, tuple[str, np.ndarray, list[Any], dict[str, Callable[[Any], flo
 @pytest.mark.slow
 def test_fit_and_evaluate_agree_with_scikit_learn_over_ragged_batches_and_weights(task: str, num_devices: int, devices: Devices):
     loss, targets, metrics, formulas = TASKS[task]
-    trainer = trainer_of(Pass(), devices(num_devices), optax.sgd(0.0), loss, metrics, weighted_metrics=metrics)
+    trainer = trainer_of(Identity(), devices(num_devices), optax.sgd(0.0), loss, metrics, weighted_metrics=metrics)
     trained = trainer.fit(LOGITS, targets, WEIGHTS, batch_size=6, verbose=0).history
     evaluated = trainer.evaluate(LOGITS, targets, WEIGHTS, batch_size=6, verbose=0)
     expected = {"loss": formulas["loss"](WEIGHTS)}
@@ -341,7 +341,7 @@ def test_fit_and_evaluate_agree_with_scikit_learn_over_ragged_batches_and_weight
 @pytest.mark.parametrize("form", ["integer", "column", "one-hot"])
 @pytest.mark.mostly_slow
 @pytest.mark.slow
-def test_class_weights_are_sample_weights_by_label(form: str, devices: Devices):
+def test_class_weights_equal_sample_weights_by_label(form: str, devices: Devices):
     labels = np.array([0, 1, 0, 2])
     y = {"integer": labels, "column": labels[:, None], "one-hot": np.eye(3, dtype=np.float32)[labels]}[form]
     loss = "categorical_crossentropy" if form == "one-hot" else "sparse_categorical_crossentropy"
@@ -355,15 +355,15 @@ def test_class_weights_are_sample_weights_by_label(form: str, devices: Devices):
 
 def test_class_weights_multiply_sample_weights(devices: Devices):
     class_weight = {0: 0.5, 2: 4.0}
-    trainer = trainer_of(Pass(), devices(4), loss="sparse_categorical_crossentropy", weighted_metrics=["accuracy"])
+    trainer = trainer_of(Identity(), devices(4), loss="sparse_categorical_crossentropy", weighted_metrics=["accuracy"])
     history = trainer.fit(LOGITS, LABELS, WEIGHTS, batch_size=6, class_weight=class_weight, verbose=0).history
     weights = WEIGHTS * np.array([0.5, 1.0, 4.0])[LABELS]
     assert history["loss"] == [pytest.approx(sklearn.metrics.log_loss(LABELS, softmax(LOGITS), sample_weight=weights), rel=1e-5)]
     assert history["accuracy"] == [pytest.approx(sklearn.metrics.accuracy_score(LABELS, LOGITS.argmax(-1), sample_weight=weights))]
 
 
-def test_validation_knows_no_class_weights(devices: Devices):
-    trainer = trainer_of(Pass(), devices(2), loss="sparse_categorical_crossentropy")
+def test_validation_does_not_use_class_weights(devices: Devices):
+    trainer = trainer_of(Identity(), devices(2), loss="sparse_categorical_crossentropy")
     history = trainer.fit(LOGITS, LABELS, class_weight={0: 9.0}, validation_data=(LOGITS, LABELS), verbose=0).history
     assert history["val_loss"] == [pytest.approx(sklearn.metrics.log_loss(LABELS, softmax(LOGITS)), rel=1e-5)]
     assert history["loss"] != history["val_loss"]
@@ -381,7 +381,7 @@ class Heads(nn.Module):
 
 @pytest.mark.parametrize("num_devices", [1, 4])
 @pytest.mark.slow
-def test_several_outputs_add_up_with_their_weights_in_loss_and_gradient(num_devices: int, devices: Devices):
+def test_loss_and_gradient_are_weighted_sums_over_several_outputs(num_devices: int, devices: Devices):
     trainer = trainer_of(
         Heads(), devices(num_devices), loss={"value": "mse", "label": "sparse_categorical_crossentropy"}, loss_weights={"value": 0.25, "label": 2.0}
     )
@@ -390,12 +390,12 @@ def test_several_outputs_add_up_with_their_weights_in_loss_and_gradient(num_devi
     before = params_of(trainer)
 
     @jax.value_and_grad
-    def by_hand(params: Any) -> Any:
+    def expected_loss_and_gradient(params: Any) -> Any:
         outputs = Heads().apply({"params": params}, X)
         label = optax.losses.softmax_cross_entropy_with_integer_labels(outputs["label"], LABELS)
         return 0.25 * weighted_mean(squared(outputs["value"], Y), WEIGHTS) + 2.0 * weighted_mean(label, WEIGHTS)
 
-    loss, gradient = by_hand(before)
+    loss, gradient = expected_loss_and_gradient(before)
     logs = trainer.train_on_batch((X, targets, WEIGHTS))
     assert_close(jax.tree.map(np.subtract, before, params_of(trainer)), gradient, 1e-6)
     assert logs["loss"] == pytest.approx(float(loss), rel=1e-6)
@@ -406,7 +406,7 @@ def test_several_outputs_add_up_with_their_weights_in_loss_and_gradient(num_devi
 
 
 class Sowing(nn.Module):
-    """Sows what is no mean over examples, so that it shows over which rows a replica took it."""
+    """Sows a value that is not a mean over examples, so that it shows which rows a replica used."""
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
@@ -416,8 +416,8 @@ class Sowing(nn.Module):
         return x * 0
 
 
-def sown_by_hand(x: np.ndarray, size: int, num_devices: int) -> float:
-    """Each replica's own value, averaged by its real examples."""
+def expected_sown_loss(x: np.ndarray, size: int, num_devices: int) -> float:
+    """Averages the values of the replicas, weighted by their numbers of real examples."""
     rows = np.arange(size) % len(x)
     shares = np.split(rows, num_devices)
     real = [int((np.arange(size) < len(x))[np.arange(size).reshape(num_devices, -1)[index]].sum()) for index in range(num_devices)]
@@ -427,12 +427,12 @@ def sown_by_hand(x: np.ndarray, size: int, num_devices: int) -> float:
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
 @pytest.mark.parametrize("rows", [8, 5, 2])
 @pytest.mark.slow
-def test_sown_losses_are_averaged_over_replicas_by_their_real_examples(rows: int, num_devices: int, devices: Devices):
+def test_sown_losses_are_averaged_over_replicas_weighted_by_their_real_examples(rows: int, num_devices: int, devices: Devices):
     x = np.arange(rows, dtype=np.float32)[:, None] * 2
     trainer = trainer_of(Sowing(), devices(num_devices), optax.sgd(1.0), "mse")
     trainer.build(np.zeros((8, 1)))
     trainer.test_on_batch((np.zeros((8, 1)), np.zeros((8, 1))))  # batches of 8 from now on
-    expected = sown_by_hand(x, 8, num_devices)
+    expected = expected_sown_loss(x, 8, num_devices)
     assert trainer.test_on_batch((x, x * 0, np.arange(rows)))["loss"] == pytest.approx(expected, rel=1e-6)
     trainer.train_on_batch((np.zeros((8, 1)), np.zeros((8, 1))))
     before = float(trainer.state.params["scale"])
@@ -441,7 +441,7 @@ def test_sown_losses_are_averaged_over_replicas_by_their_real_examples(rows: int
     assert before - float(trainer.state.params["scale"]) == pytest.approx(expected, rel=1e-5)
 
 
-def test_sown_losses_alone_can_be_trained_on(devices: Devices):
+def test_a_model_can_be_trained_on_sown_losses_alone(devices: Devices):
     trainer = trainer_of(Sowing(), devices(2), optax.sgd(0.1), None)
     history = trainer.fit(np.ones((4, 1)), epochs=2, verbose=0).history
     assert history["loss"] == pytest.approx([3.0, 3 * 0.7])
@@ -452,7 +452,7 @@ def test_nothing_to_minimize_is_an_error(devices: Devices):
         trainer_of(Net(), devices(1), loss=None).fit(X, verbose=0)
 
 
-# -- losses that are one number --
+# -- scalar losses --
 
 
 def scalar(outputs: Any, targets: Any) -> Any:
@@ -461,7 +461,7 @@ def scalar(outputs: Any, targets: Any) -> Any:
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
 @pytest.mark.mostly_slow
-def test_a_scalar_loss_is_the_mean_of_its_batch_where_nothing_is_padded(num_devices: int, devices: Devices):
+def test_a_scalar_loss_is_the_mean_of_its_batch_if_nothing_is_padded(num_devices: int, devices: Devices):
     results = []
     for loss in ("mse", scalar):
         trainer = trainer_of(Net(), devices(num_devices), optax.sgd(0.1), loss)
@@ -470,42 +470,42 @@ def test_a_scalar_loss_is_the_mean_of_its_batch_where_nothing_is_padded(num_devi
     assert_close(results[0], results[1], 1e-6)
 
 
-def test_a_scalar_loss_goes_with_all_ways_around_padding(devices: Devices):
-    trainer = trainer_of(Pass(), devices(2), loss=scalar)
+def test_a_scalar_loss_works_with_all_ways_to_avoid_padding(devices: Devices):
+    trainer = trainer_of(Identity(), devices(2), loss=scalar)
     assert trainer.fit(Y, 0 * Y, batch_size=8, shuffle=False, drop_remainder=True, verbose=0).history["loss"] == [pytest.approx((Y[:16] ** 2).mean(), rel=1e-6)]
     trainer.compile(optax.sgd(1.0), scalar, pad=False)
     assert trainer.fit(Y[:22], 0 * Y[:22], batch_size=8, verbose=0).history["loss"] == [pytest.approx((Y[:22] ** 2).mean(), rel=1e-6)]
 
 
 def test_a_scalar_loss_of_a_batch_that_must_be_padded_is_an_error_before_any_step(devices: Devices):
-    trainer = trainer_of(Pass(), devices(2), loss=scalar)
-    with pytest.raises(LossError, match="one number for a batch, but a batch of 7 examples has to be padded to 8"):
+    trainer = trainer_of(Identity(), devices(2), loss=scalar)
+    with pytest.raises(LossError, match="one number for a batch, but a batch of 7 examples must be padded to 8"):
         trainer.fit(Y, Y, batch_size=8, verbose=0)
-    with pytest.raises(LossError, match="a batch of 3 examples has to be padded to 4"):
+    with pytest.raises(LossError, match="a batch of 3 examples must be padded to 4"):
         trainer.fit(Y[:6], Y[:6], batch_size=3, verbose=0)
     assert trainer.step == 0
-    with pytest.raises(LossError, match="a batch of 1 examples has to be padded to 4"):
+    with pytest.raises(LossError, match="a batch of 1 examples must be padded to 4"):
         trainer.fit(lambda: iter([(Y[:4], Y[:4]), (Y[:1], Y[:1])]), verbose=0)
 
 
-def test_a_scalar_loss_and_weights_are_an_error(devices: Devices):
-    trainer = trainer_of(Pass(), devices(2), loss=lambda outputs, targets: jnp.mean(outputs))
+def test_a_scalar_loss_with_weights_is_an_error(devices: Devices):
+    trainer = trainer_of(Identity(), devices(2), loss=lambda outputs, targets: jnp.mean(outputs))
     for options in ({"sample_weight": np.ones(8)}, {"class_weight": {0: 1.0}}):
         with pytest.raises(LossError, match="scalar, but the data is weighted"):
             trainer.fit(Y[:8], LABELS[:8], batch_size=8, verbose=0, **options)
 
 
-def test_a_scalar_loss_can_be_evaluated_on_what_it_was_trained_on(devices: Devices):
+def test_a_scalar_loss_can_be_evaluated_on_the_data_it_was_trained_on(devices: Devices):
     # Eight examples are one batch of eight, not a batch of 32 that is mostly padding.
-    trainer = trainer_of(Pass(), devices(2), loss=scalar)
+    trainer = trainer_of(Identity(), devices(2), loss=scalar)
     history = trainer.fit(Y[:8], 0 * Y[:8], validation_data=(Y[:8], 0 * Y[:8]), verbose=0).history
     assert history == {"loss": [pytest.approx((Y[:8] ** 2).mean(), rel=1e-6)], "val_loss": [pytest.approx((Y[:8] ** 2).mean(), rel=1e-6)]}
 
 
 @pytest.mark.parametrize("shape", [(3,), (5, 2), (1,)])
-def test_a_loss_with_another_number_of_values_than_examples_is_an_error(shape: tuple[int, ...], devices: Devices):
-    trainer = trainer_of(Pass(), devices(2), loss=lambda outputs, targets: jnp.zeros(shape))
-    with pytest.raises(LossError, match=r"one value per example: \[4\] or \[4, ...\] here"):
+def test_a_loss_with_a_different_number_of_values_than_examples_is_an_error(shape: tuple[int, ...], devices: Devices):
+    trainer = trainer_of(Identity(), devices(2), loss=lambda outputs, targets: jnp.zeros(shape))
+    with pytest.raises(LossError, match=r"one value per example, \[4\] or \[4, ...\]\."):
         trainer.fit(Y[:8], Y[:8], batch_size=8, verbose=0)
 
 
@@ -514,13 +514,13 @@ def test_a_loss_with_another_number_of_values_than_examples_is_an_error(shape: t
 
 @pytest.mark.parametrize("data", [X, (X,), (X, ()), lambda: iter([X[:20], X[20:]]), lambda: iter([(X[:20],), (X[20:],)])])
 @pytest.mark.mostly_slow
-def test_without_targets_the_loss_takes_outputs_only(data: Any, devices: Devices):
-    trainer = trainer_of(Pass(), devices(2), loss=lambda outputs: outputs.sum(-1))
+def test_without_targets_the_loss_receives_only_outputs(data: Any, devices: Devices):
+    trainer = trainer_of(Identity(), devices(2), loss=lambda outputs: outputs.sum(-1))
     assert trainer.fit(data, verbose=0).history["loss"] == [pytest.approx(X.sum(-1).mean(), rel=1e-5)]
     assert trainer.evaluate(data, verbose=0)["loss"] == pytest.approx(X.sum(-1).mean(), rel=1e-5)
 
 
 def test_without_targets_weights_still_count(devices: Devices):
-    trainer = trainer_of(Pass(), devices(2), loss=lambda outputs: outputs.sum(-1))
+    trainer = trainer_of(Identity(), devices(2), loss=lambda outputs: outputs.sum(-1))
     history = trainer.fit(X, None, WEIGHTS, batch_size=6, verbose=0).history
     assert history["loss"] == [pytest.approx(np.average(X.sum(-1), weights=WEIGHTS), rel=1e-5)]

@@ -1,4 +1,4 @@
-"""What a reader of the design expected and did not find: each was reproduced once."""
+"""Behavior that a reader of the design expected and did not find. Each case was reproduced once."""
 
 import dataclasses
 import pathlib
@@ -27,7 +27,7 @@ def make_trainer(kind: type[fitflax.Trainer] = fitflax.Trainer, model: nn.Module
     return trainer
 
 
-def test_elapsed_time_leaves_out_what_the_consumer_does_before_reading_it():
+def test_elapsed_time_excludes_the_work_of_the_consumer_before_it_is_read():
     loop = make_trainer().train_loop(X, Y, batch_size=5, steps=4, every=fitflax.every(steps=2))
     first = next(loop)
     jax.block_until_ready(first.run.step_values.vector)
@@ -42,7 +42,7 @@ def test_elapsed_time_leaves_out_what_the_consumer_does_before_reading_it():
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, RuntimeError])
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_checkpoint"])
 @pytest.mark.mostly_slow
-def test_whatever_a_hook_raises_leaves_a_checkpoint_of_that_step(tmp_path: pathlib.Path, error: type[BaseException], hook: str):
+def test_any_exception_in_a_hook_leaves_a_checkpoint_of_that_step(tmp_path: pathlib.Path, error: type[BaseException], hook: str):
     trainer = make_trainer()
 
     def fail(*arguments: Any) -> None:
@@ -59,10 +59,11 @@ def test_a_store_restores_and_verifies_all_of_its_checkpoints(tmp_path: pathlib.
     make_trainer().fit(X, Y, batch_size=5, epochs=2, callbacks=[ModelCheckpoint(tmp_path)], verbose=0)
     store = CheckpointStore(tmp_path)
     store.verify()
+    assert [store.restore(step).metadata["step"] for step in store.steps()] == store.steps()
     assert store.restore().metadata["step"] == store.latest() == 10
 
 
-def test_the_built_in_losses_values_can_be_added_to():
+def test_a_subclass_can_add_to_the_values_of_the_built_in_loss():
     class Penalized(fitflax.Trainer):
         def compute_loss(self, params: Any, model_state: Any, batch: Any, *, rngs: Any, train: bool) -> Any:
             values, changed, aux = super().compute_loss(params, model_state, batch, rngs=rngs, train=train)
@@ -74,13 +75,13 @@ def test_the_built_in_losses_values_can_be_added_to():
 
 
 @pytest.mark.parametrize("callback", [EarlyStopping("loss"), TerminateOnNaN(), fitflax.History()], ids=lambda callback: type(callback).__name__)
-def test_a_callback_that_can_do_nothing_with_a_checkpoint_alone_says_so(callback: Any):
+def test_calling_a_callback_that_cannot_handle_a_checkpoint_alone_is_an_error(callback: Any):
     (checkpoint,) = make_trainer().train_loop(X, Y, steps=1)
-    with pytest.raises(CallbackError, match="works in fit"):
+    with pytest.raises(CallbackError, match="cannot be called with a checkpoint"):
         callback(checkpoint)
 
 
-def test_early_stopping_can_be_driven_by_hand():
+def test_early_stopping_can_be_driven_manually():
     class Stub:
         reason = ""
 
@@ -104,29 +105,29 @@ class Named(nn.Module):
 
 
 @pytest.mark.parametrize("method", ["evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"])
-def test_a_state_of_another_model_is_noticed_wherever_it_is_first_used(tmp_path: pathlib.Path, method: str):
+def test_a_state_of_another_model_is_detected_wherever_it_is_first_used(tmp_path: pathlib.Path, method: str):
     saved = make_trainer(model=Named("a"))
     saved.build((X, Y))
     saved.save(tmp_path / "saved")
     other = make_trainer(model=Named("b"))
     other.restore(tmp_path / "saved")
     arguments = {"evaluate": (X, Y), "predict": (X,), "predict_on_batch": (X,)}.get(method, ((X, Y),))
-    with pytest.raises(RestoreError, match=r"missing params/b/bias, params/b/kernel; unexpected params/a/bias, params/a/kernel"):
+    with pytest.raises(RestoreError, match=r"Missing: params/b/bias, params/b/kernel\. Unexpected: params/a/bias, params/a/kernel"):
         getattr(other, method)(*arguments)
 
 
-def test_three_batches_in_a_tuple_are_no_sample_weights():
+def test_a_tuple_of_three_batches_is_an_error_about_sample_weight():
     batch = (X[:4], Y[:4])
     with pytest.raises(DataError, match="sample_weight must be one array"):
         make_trainer().fit((batch, batch, batch), verbose=0)
 
 
-def test_a_number_is_no_checkpoint_to_resume():
+def test_a_number_is_not_a_valid_checkpoint_to_resume_from():
     with pytest.raises(ConfigError, match="Received: 5"):
         make_trainer().fit(X, Y, resume=5, verbose=0)
 
 
-def test_a_metric_that_is_no_pytree_is_an_error_that_says_how_to_make_it_one():
+def test_a_metric_that_is_not_a_pytree_is_an_error_that_says_how_to_make_it_one():
     @dataclasses.dataclass
     class Counter:
         n: Any = 0

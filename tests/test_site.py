@@ -1,4 +1,4 @@
-"""The documentation site: it builds without a warning and without a network, each link in it leads somewhere, and each public name is on it."""
+"""The documentation site: it builds without warnings and without a network, no link in it is broken, and each public name is on it."""
 
 import html.parser
 import os
@@ -20,12 +20,12 @@ import docstrings  # noqa: E402
 import names  # noqa: E402
 import pages  # noqa: E402
 
-# What a reader's browser fetches by itself; an `a` is followed by the reader.
+# What a browser fetches by itself. The reader follows an `a`.
 LOADING = {"link": "href", "script": "src", "img": "src", "iframe": "src", "source": "src", "object": "data"}
 
 
-class Read(html.parser.HTMLParser):
-    """The links of a page, what it loads, and what can be linked to in it."""
+class Page(html.parser.HTMLParser):
+    """The links of a page, the files that it loads, and its anchors."""
 
     def __init__(self, path: pathlib.Path) -> None:
         super().__init__()
@@ -48,39 +48,39 @@ def is_elsewhere(target: str) -> bool:
 
 
 def broken_links(site: pathlib.Path) -> list[str]:
-    read = {path: Read(path) for path in site.rglob("*.html")}
+    parsed = {path: Page(path) for path in site.rglob("*.html")}
     faults = []
-    for path, page in read.items():
+    for path, page in parsed.items():
         for target in [*page.links, *page.loads]:
             parts = urllib.parse.urlparse(target)
             if parts.scheme or parts.netloc:
                 continue
             there = (path.parent / urllib.parse.unquote(parts.path)).resolve() if parts.path else path
-            if not there.is_file() or (there in read and urllib.parse.unquote(parts.fragment) not in read[there].anchors):
+            if not there.is_file() or (there in parsed and urllib.parse.unquote(parts.fragment) not in parsed[there].anchors):
                 faults.append(f"{path.relative_to(site)}: {target}")
     return sorted(set(faults))
 
 
 def described(site: pathlib.Path) -> set[str]:
-    """Returns the names that the reference has entries for, by Sphinx's list of them."""
+    """Returns the names that have entries in the reference, according to Sphinx's inventory."""
     packed = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
     lines = zlib.decompress(packed).decode().splitlines()
     return {line.split(" ", 1)[0] for line in lines if " py:" in line}
 
 
 @pytest.mark.slow
-def test_the_site_builds_without_a_warning_and_links_and_names_are_whole(tmp_path):
+def test_the_site_builds_without_warnings_and_has_no_broken_links_or_missing_names(tmp_path):
     site = tmp_path / "site"
     command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", "-c", "docs/site", "-d", tmp_path / "doctrees", ".", site]
     built = subprocess.run(command, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, check=False)
     assert (built.returncode, built.stderr) == (0, "")
     assert not broken_links(site)
-    assert not [f"{path.name}: {target}" for path in site.rglob("*.html") for target in Read(path).loads if is_elsewhere(target)], "loaded from elsewhere"
+    assert not [f"{path.name}: {target}" for path in site.rglob("*.html") for target in Page(path).loads if is_elsewhere(target)], "loaded from elsewhere"
     assert sorted(set(names.public()) - described(site)) == [], "without an entry in docs/api"
     assert (site / "index.html").is_file() and "fitflax.Trainer" in (site / "docs" / "api" / "trainer.html").read_text(encoding="utf-8")
 
 
-def test_links_that_lead_nowhere_are_found(tmp_path):
+def test_broken_links_are_found(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "b.html").write_text('<h1 id="top">B</h1><a href="../c.html#x">good</a><a href="#top">good</a><img src="d.png">')
     (tmp_path / "c.html").write_text(
@@ -98,7 +98,7 @@ def test_every_public_name_has_a_directive_in_the_reference():
     assert directives <= set(names.public())
 
 
-def test_code_that_names_a_thing_is_linked_and_other_code_is_not():
+def test_code_that_names_a_public_object_is_linked_and_other_code_is_not():
     linked = {
         "trainer.fit(x, y)": "fitflax.Trainer.fit",
         "Trainer(rngs=...)": "fitflax.Trainer",
@@ -116,13 +116,13 @@ def test_code_that_names_a_thing_is_linked_and_other_code_is_not():
     assert names.path_of("fit", "fitflax.Trainer") == "fitflax.Trainer.fit"
 
 
-def test_tables_of_docstrings_become_lists_of_cells():
+def test_tables_in_docstrings_become_list_tables():
     lines = ["before", "", "| a | b |", "|---|---|", "| `c` | d |", "", "| no table"]
     table = [".. list-table::", "   :header-rows: 1", "", "   * - a", "     - b", "   * - `c`", "     - d"]
     assert list(docstrings.with_tables(lines)) == ["before", "", *table, "", "| no table"]
 
 
-def test_signatures_are_those_that_users_write():
+def test_signatures_are_shown_as_users_write_them():
     shown = {
         "(a: int = 1)": "(a: int = 1)",
         "(mutable: Any = DenyList(deny='params'))": "(mutable: Any = DenyList('params'))",

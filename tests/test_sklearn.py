@@ -1,4 +1,4 @@
-"""`fitflax.sklearn`: estimators as scikit-learn has them, around a linen module."""
+"""`fitflax.sklearn`: scikit-learn estimators around a linen module."""
 
 import copy
 import pathlib
@@ -15,6 +15,7 @@ from flax import linen as nn
 from sklearn.base import clone, is_classifier, is_regressor
 from sklearn.datasets import load_diabetes, load_digits
 from sklearn.exceptions import NotFittedError
+from sklearn.linear_model import LinearRegression
 from sklearn.model_selection import GridSearchCV, cross_val_score, train_test_split
 from sklearn.multioutput import MultiOutputRegressor
 from sklearn.pipeline import make_pipeline
@@ -31,7 +32,7 @@ X = RNG.normal(size=(120, 4))
 LABELS = np.where(X[:, 0] > 0, "up", np.where(X[:, 1] > 0, "left", "right"))
 TARGETS = X @ np.array([1.0, -2.0, 0.5, 0.0]) + 1
 
-# Why an estimator of minibatches in float32 cannot pass them.
+# Why an estimator that trains on minibatches in float32 cannot pass these checks.
 EXPECTED = {
     "check_sample_weight_equivalence_on_dense_data": "float32 sums of other rows in another order are equal to 1e-6, and 1e-7 is asked for; with more "
     "rows than batch_size, batches would be cut elsewhere, too",
@@ -39,16 +40,16 @@ EXPECTED = {
 
 
 def _small(estimator):
-    return estimator(learning_rate=0.01, epochs=60, random_state=0)
+    return estimator(learning_rate=0.05, epochs=20, random_state=0)
 
 
 @pytest.mark.slow
 @parametrize_with_checks([_small(LinenClassifier), _small(LinenRegressor)], expected_failed_checks=lambda estimator: EXPECTED)
-def test_scikit_learns_own_checks(estimator, check):
+def test_estimators_pass_the_checks_of_scikit_learn(estimator, check):
     check(estimator)
 
 
-def test_what_scikit_learn_does_not_check_of_expected_failures_is_little():
+def test_few_checks_of_scikit_learn_are_expected_to_fail():
     assert len(EXPECTED) <= 6
 
 
@@ -77,7 +78,7 @@ def regressor(**options):
     ids=["strings", "objects", "integers", "booleans", "floats"],
 )
 @pytest.mark.mostly_slow
-def test_labels_of_any_kind_come_back(labels):
+def test_labels_of_any_kind_are_predicted_in_their_original_form(labels):
     model = classifier().fit(X, labels)
     assert model.classes_.tolist() == np.unique(labels).tolist()
     predicted = model.predict(X)
@@ -90,7 +91,7 @@ def test_labels_of_any_kind_come_back(labels):
 
 @pytest.mark.parametrize("module", [None, MLP, MLP(3), lambda classes: MLP(classes, features=8), nn.Sequential([nn.Dense(16), nn.relu, nn.Dense(3)])])
 @pytest.mark.mostly_slow
-def test_a_module_is_an_instance_or_what_makes_one_of_the_number_of_classes(module):
+def test_a_module_is_an_instance_or_a_callable_that_takes_the_number_of_classes(module):
     assert classifier(module=module).fit(X, LABELS).score(X, LABELS) > 0.9
 
 
@@ -102,15 +103,15 @@ def test_two_classes_may_have_one_logit(outputs):
     assert model.predict_proba(X).shape == (120, 2)
 
 
-def test_a_module_of_another_number_of_classes_is_an_error():
-    with pytest.raises(LossError, match=r"There are 3 classes, but the module returns \[32, 5\]; its last layer must have 3 features"):
+def test_a_module_with_the_wrong_number_of_classes_is_an_error():
+    with pytest.raises(LossError, match=r"There are 3 classes, but the module's outputs have shape \[32, 5\]. Its last layer must have 3 features"):
         classifier(module=MLP(5)).fit(X, LABELS)
     with pytest.raises(LossError, match="There are 3 classes"):
         classifier(module=MLP(1)).fit(X, LABELS)
 
 
 @pytest.mark.slow
-def test_one_target_or_several_are_learned():
+def test_one_or_several_targets_are_learned():
     one = regressor().fit(X, TARGETS)
     assert one.predict(X).shape == (120,) and one.score(X, TARGETS) > 0.95
     two = regressor(module=MLP).fit(X, np.stack([TARGETS, -TARGETS], axis=1))
@@ -118,12 +119,12 @@ def test_one_target_or_several_are_learned():
     assert MultiOutputRegressor(regressor(epochs=1)).fit(X, np.stack([TARGETS, TARGETS], axis=1)).predict(X).shape == (120, 2)
 
 
-def test_the_same_random_state_gives_the_same_model_and_another_another():
+def test_the_same_random_state_gives_the_same_model_and_another_gives_a_different_one():
     first, second, third = (regressor(random_state=seed, epochs=3).fit(X, TARGETS).predict(X) for seed in (1, 1, 2))
     assert np.array_equal(first, second) and not np.array_equal(first, third)
 
 
-def test_a_prediction_does_not_depend_on_how_many_others_are_asked_for():
+def test_a_prediction_does_not_depend_on_the_number_of_rows():
     model = classifier(epochs=3).fit(X, LABELS)
     whole = model.predict_proba(X)
     for rows in (1, 31, 33, 119):
@@ -131,7 +132,7 @@ def test_a_prediction_does_not_depend_on_how_many_others_are_asked_for():
 
 
 @pytest.mark.slow
-def test_a_weight_is_as_good_as_a_repetition():
+def test_a_weight_is_equivalent_to_repeating_an_example():
     counts = RNG.integers(0, 3, 120)
     weighted = regressor(batch_size=512, epochs=20).fit(X, TARGETS, sample_weight=counts)
     repeated = regressor(batch_size=512, epochs=20).fit(np.repeat(X, counts, axis=0), np.repeat(TARGETS, counts))
@@ -139,7 +140,7 @@ def test_a_weight_is_as_good_as_a_repetition():
 
 
 @pytest.mark.slow
-def test_weights_of_classes_are_those_of_scikit_learn():
+def test_class_weights_work_as_in_scikit_learn():
     y = np.where(X[:, 0] + RNG.normal(size=120) > 1.5, "rare", "common")
     plain = classifier(epochs=20).fit(X, y).predict(X)
     balanced = classifier(epochs=20, class_weight="balanced").fit(X, y).predict(X)
@@ -147,7 +148,7 @@ def test_weights_of_classes_are_those_of_scikit_learn():
     assert (plain == "rare").sum() < (balanced == "rare").sum() < (heavy == "rare").sum()
 
 
-def test_early_stopping_holds_a_part_out_and_keeps_the_best_weights():
+def test_early_stopping_holds_out_examples_and_stops_after_patience_epochs():
     noise = RNG.integers(0, 2, 120)
     model = classifier(early_stopping=True, validation_fraction=0.25, patience=3, epochs=200, learning_rate=0.1).fit(X, noise)
     losses = model.history_["val_loss"]
@@ -156,7 +157,7 @@ def test_early_stopping_holds_a_part_out_and_keeps_the_best_weights():
     assert "val_loss" in weighted.history_
 
 
-def test_partial_fit_goes_on_and_knows_all_classes_from_the_first_call():
+def test_partial_fit_continues_training_and_knows_all_classes_from_the_first_call():
     model = classifier()
     with pytest.raises(ValueError, match="first call of partial_fit needs classes"):
         model.partial_fit(X[:40], LABELS[:40])
@@ -168,17 +169,17 @@ def test_partial_fit_goes_on_and_knows_all_classes_from_the_first_call():
     assert model.score(X, LABELS) > 0.9 and model.n_iter_ == 121
     with pytest.raises(ValueError, match=r"labels \['down'\], which are not among the classes"):
         model.partial_fit(X[:2], ["down", "up"])
-    with pytest.raises(ValueError, match="are not those of the first call"):
+    with pytest.raises(ValueError, match="must be the same as in the first call"):
         model.partial_fit(X[:2], LABELS[:2], classes=["up", "down"])
     other = regressor()
     for _ in range(60):
         other.partial_fit(X, TARGETS)
     assert other.score(X, TARGETS) > 0.9
-    with pytest.raises(ValueError, match=r"y has \(2,\) for each example, and had one"):
+    with pytest.raises(ValueError, match=r"The targets of an example must have shape \[\], .* Received: \[2\]"):
         other.partial_fit(X, np.stack([TARGETS, TARGETS], axis=1))
 
 
-def test_partial_fit_goes_on_after_pickling_as_if_it_had_not_been():
+def test_partial_fit_continues_bit_for_bit_after_pickling():
     model = regressor(epochs=2).fit(X, TARGETS)
     other = pickle.loads(pickle.dumps(model))
     for each in (model, other):
@@ -192,14 +193,14 @@ def test_partial_fit_goes_on_after_pickling_as_if_it_had_not_been():
     ids=["the default", "a module", "an optimizer"],
 )
 @pytest.mark.mostly_slow
-def test_it_is_pickled_with_functions_and_all(options):
+def test_estimators_that_hold_functions_can_be_pickled(options):
     model = classifier(epochs=3, **options).fit(X, LABELS)
     twice = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(model))))
     assert np.array_equal(twice.predict_proba(X), model.predict_proba(X))
     assert not hasattr(pickle.loads(pickle.dumps(clone(model))), "classes_")
 
 
-def test_fields_of_the_module_are_parameters():
+def test_fields_of_the_module_are_parameters_of_the_estimator():
     model = classifier(module=MLP(3))
     assert {name: value for name, value in model.get_params().items() if name.startswith("module__")} == {
         "module__num_outputs": 3,
@@ -208,21 +209,21 @@ def test_fields_of_the_module_are_parameters():
     }
     assert "module__features" not in model.get_params(deep=False)
     assert model.set_params(module__features=5, epochs=2).module == MLP(3, features=5) and model.epochs == 2
-    with pytest.raises(ValueError, match=r"Invalid parameter 'module__width'.*fields \['num_outputs', 'features', 'rate'\]"):
+    with pytest.raises(ValueError, match=r"Invalid parameter 'module__width'.*fields of MLP are \['num_outputs', 'features', 'rate'\]"):
         model.set_params(module__width=3)
-    with pytest.raises(ValueError, match="Invalid parameter 'module__features': fields are those of an instance"):
+    with pytest.raises(ValueError, match=r"Invalid parameter 'module__features': module must be an instance\. Received: "):
         classifier(module=MLP).set_params(module__features=3)
 
 
 @pytest.mark.slow
-def test_a_search_over_the_modules_fields_and_the_rate():
+def test_a_search_can_tune_the_modules_fields_and_the_learning_rate():
     search = GridSearchCV(classifier(module=MLP(3), epochs=5), {"module__features": [1, 32], "learning_rate": [1e-5, 0.05]}, cv=2).fit(X, LABELS)
     assert search.best_params_ == {"module__features": 32, "learning_rate": 0.05}
     assert search.best_estimator_.module.features == 32
 
 
 @pytest.mark.slow
-def test_estimators_that_differ_in_their_seed_share_what_is_compiled(compilations):
+def test_estimators_that_differ_only_in_their_seed_share_compiled_functions(compilations):
     cross_val_score(regressor(epochs=2, batch_size=16), X, TARGETS, cv=3)
     with compilations.counted() as counted:
         cross_val_score(regressor(epochs=2, batch_size=16, random_state=5), X, TARGETS, cv=3)
@@ -230,7 +231,7 @@ def test_estimators_that_differ_in_their_seed_share_what_is_compiled(compilation
 
 
 @pytest.mark.slow
-def test_inputs_may_have_any_shape_and_integers_stay_if_asked_for():
+def test_inputs_may_have_any_shape_and_stay_integers_if_dtype_is_none():
     images = RNG.normal(size=(40, 6, 6, 1))
 
     class CNN(nn.Module):
@@ -254,14 +255,14 @@ def test_inputs_may_have_any_shape_and_integers_stay_if_asked_for():
     assert model.score(tokens, (tokens == 3).any(axis=1)) > 0.8
 
 
-def test_callbacks_losses_and_all_of_the_trainer_are_at_hand(tmp_path):
+def test_callbacks_losses_and_the_trainer_are_available(tmp_path):
     seen = []
     model = regressor(epochs=3, loss="mae", callbacks=[LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(epoch))]).fit(X, TARGETS)
     assert seen == [0, 1, 2] and list(model.history_) == ["loss"]
     assert model.trainer_.step > 0 and model.trainer_.save(tmp_path / "saved").is_dir()
 
 
-def test_before_fit_it_says_so():
+def test_using_an_estimator_before_fit_is_a_not_fitted_error():
     for model in (LinenClassifier(), LinenRegressor()):
         with pytest.raises(NotFittedError):
             model.predict(X)
@@ -280,15 +281,15 @@ print(round(model.score(x, model.predict(x)), 3))
 
 
 @pytest.mark.slow
-def test_a_search_on_the_digits_reaches_97_percent_and_is_loaded_in_another_process(tmp_path):
+def test_a_search_on_the_digits_reaches_97_percent_and_loads_in_another_process(tmp_path):
     x, y = load_digits(return_X_y=True)
     x, held_x, y, held_y = train_test_split(x, y, test_size=0.25, stratify=y, random_state=0)
-    pipeline = make_pipeline(StandardScaler(), LinenClassifier(MLP(10, features=64), epochs=30, random_state=0))
-    search = GridSearchCV(pipeline, {"linenclassifier__learning_rate": [1e-4, 3e-3], "linenclassifier__module__rate": [0.0, 0.3]}, cv=3).fit(x, y)
+    pipeline = make_pipeline(StandardScaler(), LinenClassifier(MLP(10, features=64), epochs=15, random_state=0))
+    search = GridSearchCV(pipeline, {"linenclassifier__learning_rate": [1e-4, 3e-3], "linenclassifier__module__rate": [0.0, 0.3]}, cv=2).fit(x, y)
     assert search.score(held_x, held_y) >= 0.97
     path = tmp_path / "search.pickle"
     path.write_bytes(pickle.dumps((search, held_x, search.predict_proba(held_x))))
-    # The module's class is found by its name, as pickle has it.
+    # Pickle finds the module's class by its name.
     root = str(pathlib.Path(__file__).resolve().parent.parent)
     done = subprocess.run(
         [sys.executable, "-c", f"import sys\nsys.path.insert(0, {root!r})\n{LOADING}", str(path)], capture_output=True, text=True, timeout=120
@@ -297,15 +298,15 @@ def test_a_search_on_the_digits_reaches_97_percent_and_is_loaded_in_another_proc
 
 
 @pytest.mark.slow
-def test_the_diabetes_data_are_learned_as_well_as_by_a_linear_model():
+def test_a_linear_module_learns_the_diabetes_data_as_well_as_a_linear_model():
     x, y = load_diabetes(return_X_y=True)
     scaled = StandardScaler().fit_transform(x)
     model = LinenRegressor(lambda targets: nn.Dense(targets), learning_rate=1.0, epochs=100, random_state=0).fit(scaled, y)
-    assert model.score(scaled, y) > 0.5
+    assert model.score(scaled, y) == pytest.approx(LinearRegression().fit(scaled, y).score(scaled, y), abs=0.01)
 
 
 @pytest.mark.slow
-def test_numbers_are_float64_and_do_not_lose_what_a_softmax_has():
+def test_probabilities_are_finite_for_huge_logits():
     model = classifier(module=lambda classes: _Huge(classes), epochs=1).fit(X, LABELS)
     assert np.isfinite(model.predict_proba(X)).all()
 
@@ -319,7 +320,7 @@ class _Huge(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_loss_of_ones_own_gets_outputs_and_targets_of_one_shape():
+def test_a_custom_loss_gets_outputs_and_targets_of_the_same_shape():
     for module in (None, lambda targets: nn.Dense(targets)):
         model = regressor(module=module, loss=lambda outputs, targets: (outputs - targets) ** 2).fit(X, TARGETS)
         assert model.score(X, TARGETS) > 0.9
@@ -327,7 +328,7 @@ def test_a_loss_of_ones_own_gets_outputs_and_targets_of_one_shape():
     assert regressor(loss=lambda outputs, targets: (outputs - targets) ** 2).fit(X, two).score(X, two) > 0.9
 
 
-def test_copies_are_estimators_of_their_own():
+def test_copies_are_independent_estimators():
     model = classifier(module=MLP, epochs=2).fit(X, LABELS)
     for other in (copy.copy(model), copy.deepcopy(model)):
         assert np.array_equal(other.predict_proba(X), model.predict_proba(X))
@@ -335,7 +336,7 @@ def test_copies_are_estimators_of_their_own():
 
 
 @pytest.mark.slow
-def test_a_loaded_model_serves_several_threads_at_once():
+def test_a_loaded_model_serves_several_threads_simultaneously():
     model = classifier(epochs=2).fit(X, LABELS)
     expected, data = model.predict_proba(X), pickle.dumps(model)
     for _ in range(3):
@@ -345,7 +346,7 @@ def test_a_loaded_model_serves_several_threads_at_once():
         assert all(np.array_equal(one, expected) for one in found)
 
 
-def test_a_fit_that_fails_leaves_the_model_that_was_there():
+def test_a_fit_that_fails_keeps_the_previous_model():
     model = classifier(epochs=2)
     with pytest.raises(ValueError, match="Negative values"):
         model.fit(X, LABELS, sample_weight=-np.ones(120))
@@ -358,8 +359,8 @@ def test_a_fit_that_fails_leaves_the_model_that_was_there():
 
 
 @pytest.mark.slow
-def test_weights_of_classes_in_partial_fit_are_given_by_label():
-    with pytest.raises(ValueError, match=r"class_weight='balanced' needs all labels.*Pass \{label: weight\}"):
+def test_class_weights_in_partial_fit_are_given_by_label():
+    with pytest.raises(ValueError, match=r"class_weight='balanced' needs all labels.*Pass a dict \{label: weight\}"):
         classifier(class_weight="balanced").partial_fit(X, LABELS, classes=np.unique(LABELS))
     model = classifier(class_weight={"up": 1e4, "left": 1e-4, "right": 1e-4})
     for _ in range(20):
@@ -367,14 +368,14 @@ def test_weights_of_classes_in_partial_fit_are_given_by_label():
     assert (model.predict(X) == "up").mean() > 0.9
 
 
-def test_each_partial_fit_has_an_order_of_its_own_that_a_copy_goes_on_with(monkeypatch):
+def test_each_partial_fit_has_a_different_order_that_a_copy_continues(monkeypatch):
     orders, fit = [], Trainer.fit
 
-    def noting(self, x, *arguments, **options):
+    def recording(self, x, *arguments, **options):
         orders.append(x[:, 0].tolist())
         return fit(self, x, *arguments, **options)
 
-    monkeypatch.setattr(Trainer, "fit", noting)
+    monkeypatch.setattr(Trainer, "fit", recording)
     model = regressor()
     for _ in range(2):
         model.partial_fit(X[:20], TARGETS[:20])

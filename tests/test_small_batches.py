@@ -1,4 +1,4 @@
-"""Evaluations and predictions whose batches are computed faster than they are called: several in one call, and the same numbers and hooks as one by one."""
+"""Evaluations and predictions whose batches take less time to compute than to dispatch: several in one call, with the same values and hooks as one by one."""
 
 from typing import Any
 
@@ -20,8 +20,8 @@ class Small(nn.Module):
         return nn.Dense(3)(nn.tanh(nn.Dense(8)(x + noise)))
 
 
-class Dear(nn.Module):
-    """More than two milliseconds' work."""
+class Expensive(nn.Module):
+    """Takes more than two milliseconds."""
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
@@ -41,17 +41,17 @@ def make(devices: Any, module: nn.Module | None = None) -> fitflax.Trainer:
 
 
 def calls_of(trainer: fitflax.Trainer, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Returns a list that notes how many batches each call of the device is given."""
+    """Returns a list that records how many batches each call to the device gets."""
     calls: list[tuple[str, int]] = []
-    program = trainer._session.any_program()
+    program = trainer._session.task.any_program()
     for kind in ("evaluate", "predict"):
         method = getattr(program, kind)
 
-        def noting(used: Any, given: Any, third: Any, *rest: Any, kind: str = kind, method: Any = method) -> Any:
+        def recording(used: Any, given: Any, third: Any, *rest: Any, kind: str = kind, method: Any = method) -> Any:
             calls.append((kind, len(third if kind == "evaluate" else given)))
             return method(used, given, third, *rest)
 
-        monkeypatch.setattr(program, kind, noting)
+        monkeypatch.setattr(program, kind, recording)
     return calls
 
 
@@ -60,7 +60,7 @@ EACH = {"on_test_batch_end": lambda batch, logs: None, "on_predict_batch_end": l
 
 @pytest.mark.parametrize(("num_devices", "rows"), [(1, 16 * 8 + 3), (1, 8), (1, 40 * 8), (3, 16 * 9 + 4)])
 @pytest.mark.mostly_slow
-def test_groups_give_what_batches_one_by_one_give(num_devices, rows, devices, monkeypatch):
+def test_groups_of_batches_give_the_same_results_as_batches_one_by_one(num_devices, rows, devices, monkeypatch):
     trainer, (x, y) = make(devices(num_devices)), data_of(rows)
     calls = calls_of(trainer, monkeypatch)
     together = trainer.evaluate(x, y, batch_size=8, verbose=0), trainer.predict(x, batch_size=8, verbose=0)
@@ -76,7 +76,7 @@ def test_groups_give_what_batches_one_by_one_give(num_devices, rows, devices, mo
     assert together[1].shape == (rows, 3)
 
 
-def test_steps_are_batches_not_calls(devices, monkeypatch):
+def test_steps_count_batches_not_calls(devices, monkeypatch):
     trainer, (x, y) = make(devices(1)), data_of(800)
     calls = calls_of(trainer, monkeypatch)
     assert trainer.evaluate(x, y, batch_size=8, steps=20, verbose=0) == pytest.approx(trainer.evaluate(x[:160], y[:160], batch_size=8, verbose=0))
@@ -97,7 +97,7 @@ def test_each_batch_keeps_its_own_random_keys_and_rows_are_collected_in_order(de
     assert np.abs(together[1] - make(devices(2)).predict(x, batch_size=8, verbose=0)).max() > 0.01  # There is noise.
 
 
-def test_a_callback_sees_every_batch_and_the_bar_comes_to_its_end(devices, tmp_path):
+def test_a_callback_sees_every_batch_and_the_progress_bar_reaches_its_end(devices, tmp_path):
     trainer, (x, y) = make(devices(1)), data_of(8 * 20)
     seen: list[int] = []
     trainer.evaluate(x, y, batch_size=8, verbose=0, callbacks=[LambdaCallback(on_test_batch_begin=lambda batch, logs: seen.append(batch))])
@@ -115,8 +115,8 @@ def test_a_callback_sees_every_batch_and_the_bar_comes_to_its_end(devices, tmp_p
 
 
 @pytest.mark.slow
-def test_what_takes_long_is_computed_batch_by_batch(devices, monkeypatch):
-    trainer, (x, y) = make(devices(1), Dear()), data_of(64)
+def test_expensive_batches_are_computed_one_by_one(devices, monkeypatch):
+    trainer, (x, y) = make(devices(1), Expensive()), data_of(64)
     calls = calls_of(trainer, monkeypatch)
     trainer.evaluate(x, y, batch_size=16, verbose=0)
     trainer.predict(x, batch_size=16, verbose=0)
@@ -129,10 +129,10 @@ class Convolved(nn.Module):
         return nn.Dense(3)(nn.Conv(2, (3,))(x[..., None]).reshape(len(x), -1))
 
 
-@pytest.mark.parametrize(("on_host", "module", "together"), [(True, Convolved(), 1), (False, Convolved(), 4), (False, Dear(), 4)])
+@pytest.mark.parametrize(("on_host", "module", "together"), [(True, Convolved(), 1), (False, Convolved(), 4), (False, Expensive(), 4)])
 @pytest.mark.mostly_slow
-def test_convolutions_are_computed_batch_by_batch_on_a_cpu_and_an_accelerator_takes_more_together(on_host, module, together, devices, monkeypatch):
-    """XLA computes convolutions inside of a loop on one core; a GPU does in a millisecond what takes a core a hundred."""
+def test_a_cpu_computes_convolutions_batch_by_batch_and_an_accelerator_groups_batches(on_host, module, together, devices, monkeypatch):
+    """XLA computes convolutions inside a loop on one core. A GPU computes in one millisecond what takes a core a hundred."""
     monkeypatch.setattr(DataParallel, "is_on_host", on_host)
     trainer, (x, y) = make(devices(1), module), data_of(64)
     calls = calls_of(trainer, monkeypatch)
@@ -141,7 +141,7 @@ def test_convolutions_are_computed_batch_by_batch_on_a_cpu_and_an_accelerator_ta
     assert calls == [("evaluate", together)] * (4 // together) + [("predict", together)] * (4 // together)
 
 
-def test_nobody_waits_for_several_batches_of_a_stream(devices, monkeypatch):
+def test_evaluation_does_not_wait_for_several_batches_of_a_stream(devices, monkeypatch):
     trainer, (x, y) = make(devices(1)), data_of(64)
     calls = calls_of(trainer, monkeypatch)
     trainer.evaluate(lambda: ((x[i : i + 8], y[i : i + 8]) for i in range(0, 64, 8)), verbose=0)

@@ -1,5 +1,6 @@
-"""The states as T5X's users know them: names, protocol, and what an InferenceState refuses."""
+"""The states as users of T5X know them: names, protocol, and what an InferenceState does not have."""
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,12 +26,12 @@ def same(one: TrainState, other: TrainState) -> bool:
     return jax.tree.structure(one) == jax.tree.structure(other) and all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in data)
 
 
-def test_t5x_names_are_other_names_of_the_same_things():
+def test_t5x_names_are_aliases_of_the_same_objects():
     state = make()
     assert state.param_states is state.opt_state and state.flax_mutables is state.model_state
 
 
-def test_a_state_dict_restores_the_state_it_is_of():
+def test_a_state_dict_restores_the_state_that_it_was_made_from():
     state = make()
     saved = state.state_dict()
     assert sorted(saved) == ["ema_params", "key", "model_state", "opt_state", "params", "step"]
@@ -39,10 +40,10 @@ def test_a_state_dict_restores_the_state_it_is_of():
     assert same(make(2.0).restore_state(jax.tree.map(np.asarray, saved)), state)
 
 
-def test_a_state_dict_of_another_structure_is_an_error():
+def test_a_state_dict_with_a_different_structure_is_an_error():
     saved = make().state_dict()
     del saved["params"]["dense"]["bias"]
-    with pytest.raises(RestoreError, match="not that of such a state"):
+    with pytest.raises(RestoreError, match="The state_dict does not fit this state"):
         make().restore_state(saved)
 
 
@@ -51,13 +52,13 @@ def test_parameters_and_step_are_replaced_and_nothing_else():
     replaced = state.replace_params(jax.tree.map(lambda leaf: leaf + 1, state.params)).replace_step(np.int64(9))
     assert replaced.step.dtype == jnp.int32 and int(replaced.step) == 9 and float(replaced.params["dense"]["bias"][0]) == 1
     assert replaced.opt_state is state.opt_state and replaced.model_state is state.model_state and replaced.key is state.key
-    with pytest.raises(ConfigError, match="replace_params: the structure differs"):
+    with pytest.raises(ConfigError, match="replace_params: the structure must not change"):
         state.replace_params({})
-    with pytest.raises(ConfigError, match=r"\['dense'\]\['bias'\] is float32\[4\] in place of float32\[3\]"):
+    with pytest.raises(ConfigError, match=r"\['dense'\]\['bias'\] must be float32\[3\]\. Received: float32\[4\]"):
         state.replace_params({"dense": {"kernel": state.params["dense"]["kernel"], "bias": jnp.zeros(4)}})
 
 
-def test_an_update_is_optax_and_keeps_collections_that_nobody_changed():
+def test_an_update_equals_that_of_optax_and_keeps_collections_that_did_not_change():
     state = make()
     grads = jax.tree.map(jnp.ones_like, state.params)
     new = jax.jit(lambda state: state.apply_gradient(grads, OPTIMIZER, {"batch_stats": {"mean": jnp.zeros(3)}}))(state)
@@ -74,7 +75,7 @@ def test_an_update_is_optax_and_keeps_collections_that_nobody_changed():
     assert int(new.step) == 5
 
 
-def test_an_inference_state_has_no_optimizer_and_says_so():
+def test_an_inference_state_has_no_optimizer_and_the_error_says_so():
     state = InferenceState(step=jnp.int32(4), params={"w": jnp.ones(2)}, model_state={"cache": {"index": jnp.int32(7)}})
     assert state.variables == {"params": state.params, "cache": state.model_state["cache"]} and state.flax_mutables is state.model_state
     for name in ("opt_state", "param_states"):
@@ -83,11 +84,21 @@ def test_an_inference_state_has_no_optimizer_and_says_so():
     assert len(jax.tree.leaves(state)) == 3
 
 
-def test_an_error_inside_of_a_property_is_its_own():
-    class Own(TrainState):
+def test_an_attribute_error_in_a_property_is_raised_unchanged():
+    class Custom(TrainState):
         @property
         def norm(self):
             return None.missing
 
     with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'missing'"):
-        Own(step=0, params={}, model_state={}, opt_state=(), key=()).norm  # noqa: B018 (reading it is what fails)
+        Custom(step=0, params={}, model_state={}, opt_state=(), key=()).norm  # noqa: B018 (reading it is what fails)
+
+
+def test_gradients_for_only_some_parameters_are_an_error_that_names_the_missing_ones():
+    state = make()
+    with pytest.raises(ConfigError, match=r"with the structure of params\. Missing: dense/bias\. For gradients of only a part, add zeros: .*train_only"):
+        state.apply_gradient({"dense": {"kernel": state.params["dense"]["kernel"]}}, OPTIMIZER)
+    with pytest.raises(ConfigError, match=r"Missing: dense/bias, dense/kernel\. Not in params: bias, kernel\."):
+        state.apply_gradient(state.params["dense"], OPTIMIZER)
+    with pytest.raises(ConfigError, match=r"Received: PyTreeDef\(CustomNode.* Expected: PyTreeDef\(\{'dense'"):
+        state.apply_gradient(flax.core.freeze(state.params), OPTIMIZER)

@@ -1,4 +1,4 @@
-"""The tables of docs/losses-and-metrics.md name all losses and metrics, with the direction that the code declares, and formulas that hold."""
+"""The tables of docs/losses-and-metrics.md name all losses and metrics, with the directions that the code declares and correct formulas."""
 
 import pathlib
 import re
@@ -69,7 +69,7 @@ def multiclass_sparsemax(z, t):
 
 
 def dice(p, t):
-    # Of one pixel: the rows here have no axis of pixels.
+    # For one pixel: the rows here have no axis of pixels.
     return 1 - (p * t + 1) / ((p + t) / 2 + 1)
 
 
@@ -134,7 +134,7 @@ def targets_that_fit(words, rng):
 
 @pytest.mark.parametrize(("names", "cells"), rows("Losses"), ids=lambda value: value[0])
 @pytest.mark.mostly_slow
-def test_a_loss_is_the_formula_of_the_table(names, cells):
+def test_a_loss_equals_the_formula_in_the_table(names, cells):
     rng = np.random.default_rng(0)
     z, t = rng.normal(size=(20, 5)) * 2, targets_that_fit(cells[-1], rng)
     for name in names:

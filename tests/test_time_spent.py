@@ -1,4 +1,4 @@
-"""Where the time of a run goes: every moment is counted once, for what it was spent on."""
+"""Where the time of a run goes: every moment is counted once, under the activity it was spent on."""
 
 import time
 
@@ -9,16 +9,18 @@ import pytest
 
 import fitflax
 from fitflax.callbacks import Callback, LambdaCallback, ModelCheckpoint
+from fitflax.checkpoints.run_view import RunView
 from fitflax.logs import Values
 from fitflax.parallel import DataParallel
-from fitflax.steps.compiled import CompiledSteps
+from fitflax.steps import live_state as live
+from fitflax.steps.compiled_functions import CompiledSteps
 from fitflax.time_spent import TimeSpent
 
 X, Y = np.ones((4, 3), np.float32), np.ones((4, 2), np.float32)
 
 
 class Look(Callback):
-    """Keeps what a run tells of its time."""
+    """Keeps the time measurements of a run."""
 
     def on_train_end(self, logs):
         self.spent = self.params["time_spent"]
@@ -26,7 +28,7 @@ class Look(Callback):
 
 @pytest.fixture
 def now(monkeypatch):
-    """A clock that stands still but for who moves it."""
+    """A clock that only the test advances."""
     seconds = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: seconds[0])
     return seconds
@@ -42,7 +44,7 @@ def fit(data, *callbacks, **options):
 
 @pytest.mark.parametrize("compiled", [{}, {"steps_per_call": 2}])
 @pytest.mark.parametrize("options", [{}, {"callbacks": [LambdaCallback(on_train_batch_end=lambda batch, logs: None)]}], ids=["unseen", "looked at"])
-def test_case_36_a_wait_for_data_is_seen_and_shares_sum_to_1(now, compiled, options):
+def test_case_36_waiting_for_data_is_measured_and_shares_sum_to_1(now, compiled, options):
     def batches():
         for _ in range(4):
             now[0] += 0.5
@@ -53,7 +55,7 @@ def test_case_36_a_wait_for_data_is_seen_and_shares_sum_to_1(now, compiled, opti
     assert spent.shares["data"] == 1 and sum(spent.shares.values()) == 1 and spent.examples == 16
 
 
-def test_evaluations_and_saves_are_counted_for_themselves_with_the_data_they_wait_for(now, tmp_path, monkeypatch):
+def test_evaluations_and_saves_are_counted_separately_including_their_waits_for_data(now, tmp_path, monkeypatch):
     def validation():
         now[0] += 3
         yield X, Y
@@ -68,13 +70,28 @@ def test_evaluations_and_saves_are_counted_for_themselves_with_the_data_they_wai
         now[0] += 1
 
     monkeypatch.setattr(ModelCheckpoint, "on_checkpoint", slow)
-    own = LambdaCallback(lambda checkpoint: epoch(0, {}), on_epoch_end=epoch, on_train_end=lambda logs: epoch(0, {}))
-    spent = fit((X, Y), ModelCheckpoint(tmp_path), own, epochs=2, validation_data=validation)
+    callback = LambdaCallback(lambda checkpoint: epoch(0, {}), on_epoch_end=epoch, on_train_end=lambda logs: epoch(0, {}))
+    spent = fit((X, Y), ModelCheckpoint(tmp_path), callback, epochs=2, validation_data=validation)
     assert (spent.seconds["evaluating"], spent.seconds["callbacks"], spent.stepping) == (6, 5, 0) and spent.seconds["saving"] >= 14
     assert sum(spent.shares.values()) == pytest.approx(1)
 
 
-def test_what_is_claimed_inside_is_not_counted_twice():
+def test_steps_that_a_save_waits_for_do_not_count_as_saving(now, tmp_path, monkeypatch):
+    monkeypatch.setattr(live, "_LARGE_BYTES", 0)
+    finish, calls = RunView.finish_steps, []
+
+    def slow(self):
+        finish(self)
+        assert all(leaf.is_ready() for leaf in jax.tree.leaves(self.borrow().params))
+        now[0] += 5
+        calls.append(self.position.step)
+
+    monkeypatch.setattr(RunView, "finish_steps", slow)
+    spent = fit((X, Y), ModelCheckpoint(tmp_path), epochs=2)
+    assert calls[:2] == [1, 2] and spent.stepping == 5 * len(calls) and spent.seconds["saving"] == 0
+
+
+def test_time_in_a_nested_block_is_not_counted_twice():
     now = [0.0]
     spent = TimeSpent(lambda: now[0])
     with spent.on("evaluating"):
@@ -90,11 +107,11 @@ def test_what_is_claimed_inside_is_not_counted_twice():
     assert (spent.seconds["evaluating"], spent.seconds["compiling"]) == (0.25, 4.25)
 
 
-def test_a_run_that_took_no_time_was_all_steps():
+def test_a_run_that_took_no_time_counts_as_stepping():
     assert TimeSpent(lambda: 0.0).shares == {"stepping": 1.0, "compiling": 0.0, "data": 0.0, "evaluating": 0.0, "callbacks": 0.0, "saving": 0.0}
 
 
-def test_what_callbacks_wait_for_at_the_end_of_an_epoch_are_steps(now, monkeypatch):
+def test_steps_that_callbacks_wait_for_at_the_end_of_an_epoch_count_as_stepping(now, monkeypatch):
     wait = Values.wait
 
     def slow(self):
@@ -106,7 +123,7 @@ def test_what_callbacks_wait_for_at_the_end_of_an_epoch_are_steps(now, monkeypat
     assert (spent.seconds["callbacks"], spent.stepping) == (1, 5)
 
 
-def test_a_wait_for_an_evaluation_to_be_compiled_is_no_time_of_the_evaluation(now, monkeypatch):
+def test_waiting_for_an_evaluation_to_compile_does_not_count_as_evaluating(now, monkeypatch):
     get = CompiledSteps.get
 
     def slow_get(self, kind, *rest, **options):
@@ -120,7 +137,7 @@ def test_a_wait_for_an_evaluation_to_be_compiled_is_no_time_of_the_evaluation(no
     assert (spent.seconds["compiling"], spent.seconds["evaluating"]) == (5.0, 0.0)
 
 
-def test_the_time_that_callbacks_take_to_open_their_files_is_theirs(now):
+def test_opening_the_files_of_callbacks_counts_as_callback_time(now):
     class Opens(Callback):
         def open_run(self, run_id, step):
             now[0] += 7

@@ -29,8 +29,8 @@ def as_data(leaf):
     return np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
 
 
-def looked_at(leaf):
-    """Returns a copy of the values by way of a copy on the device: a view of an array's memory keeps the next step from taking it, which is what is tested."""
+def device_copy(leaf):
+    """Returns the values, copied on the device first: a view of an array's memory would keep the next step from reusing it, which is what is tested."""
     return np.array(as_data(jnp.copy(leaf)))
 
 
@@ -46,26 +46,26 @@ def differ(a, b):
 # --- The mode of the module ---
 
 
-def told(value):
+def constant(value):
     return jnp.full((1,), value, jnp.float32)
 
 
 class Train(nn.Module):
     @nn.compact
     def __call__(self, x, train):
-        return nn.Dense(1)(x) * 0 + told(train)
+        return nn.Dense(1)(x) * 0 + constant(train)
 
 
 class Training(nn.Module):
     @nn.compact
     def __call__(self, x, *, training=False):
-        return nn.Dense(1)(x) * 0 + told(training)
+        return nn.Dense(1)(x) * 0 + constant(training)
 
 
 class Deterministic(nn.Module):
     @nn.compact
     def __call__(self, x, deterministic=True):
-        return nn.Dense(1)(x) * 0 + told(not deterministic)
+        return nn.Dense(1)(x) * 0 + constant(not deterministic)
 
 
 class TrainField(nn.Module):
@@ -73,7 +73,7 @@ class TrainField(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        return nn.Dense(1)(x) * 0 + told(self.train)
+        return nn.Dense(1)(x) * 0 + constant(self.train)
 
 
 class DeterministicField(nn.Module):
@@ -81,7 +81,7 @@ class DeterministicField(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        return nn.Dense(1)(x) * 0 + told(not self.deterministic)
+        return nn.Dense(1)(x) * 0 + constant(not self.deterministic)
 
 
 class KeywordBeforeField(nn.Module):
@@ -90,14 +90,14 @@ class KeywordBeforeField(nn.Module):
     @nn.compact
     def __call__(self, x, *, deterministic):
         assert not self.train
-        return nn.Dense(1)(x) * 0 + told(not deterministic)
+        return nn.Dense(1)(x) * 0 + constant(not deterministic)
 
 
 class AnyKeywords(nn.Module):
     @nn.compact
     def __call__(self, x, **kwargs):
         assert not kwargs
-        return nn.Dense(1)(x) * 0 + told(True)
+        return nn.Dense(1)(x) * 0 + constant(True)
 
 
 def modes(model, **kwargs):
@@ -117,7 +117,7 @@ def test_a_mode_keyword_or_field_is_found_and_set(model):
     assert modes(model) == (1.0, 0.0, 0.0)
 
 
-def test_keywords_of_any_name_are_no_mode_keyword():
+def test_a_module_that_takes_any_keywords_gets_no_mode_keyword():
     assert modes(AnyKeywords()) == (1.0, 1.0, 1.0)
 
 
@@ -135,7 +135,7 @@ def test_train_kwargs_and_eval_kwargs_override_the_mode():
     class Scaled(nn.Module):
         @nn.compact
         def __call__(self, x, train, *, scale):
-            return nn.Dense(1)(x) * 0 + told(train) * scale + scale
+            return nn.Dense(1)(x) * 0 + constant(train) * scale + scale
 
     assert modes(Scaled(), train_kwargs={"scale": 2.0}, eval_kwargs={"scale": 3.0}) == (4.0, 3.0, 3.0)
 
@@ -152,7 +152,7 @@ class TwoInputs(nn.Module):
 A, B = X, RNG.normal(size=(12, 2)).astype(np.float32)
 
 
-def two_inputs_by_hand(params, a, b):
+def outputs_of_two_inputs(params, a, b):
     return a @ params["a"]["kernel"] + params["a"]["bias"] + 2 * (b @ params["b"]["kernel"] + params["b"]["bias"])
 
 
@@ -169,7 +169,7 @@ def two_inputs_by_hand(params, a, b):
 def test_several_inputs_reach_the_arguments_that_they_are_meant_for(inputs, data):
     trainer = make(TwoInputs(), inputs=inputs, targets=None if inputs is None else "label")
     trainer.build(data)
-    expected = two_inputs_by_hand(trainer.state.params, A, B)
+    expected = outputs_of_two_inputs(trainer.state.params, A, B)
     inputs_alone = data[0] if inputs is None else data
     np.testing.assert_allclose(trainer.predict(inputs_alone, batch_size=5), expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(trainer.evaluate(data, batch_size=5, verbose=0)["loss"], np.mean((expected - Y) ** 2), rtol=1e-5)
@@ -185,7 +185,7 @@ def test_one_key_is_one_positional_argument():
     assert plain.fit(X, Y, verbose=0).history == history.history
 
 
-def test_inputs_without_targets_leave_the_loss_with_outputs_alone():
+def test_inputs_without_targets_pass_only_outputs_to_the_loss():
     trainer = make(inputs="image", loss=lambda outputs: jnp.mean(outputs**2, axis=-1))
     trainer.build({"image": X, "label": Y})
     expected = np.mean(trainer.predict({"image": X}) ** 2)
@@ -193,7 +193,7 @@ def test_inputs_without_targets_leave_the_loss_with_outputs_alone():
 
 
 @pytest.mark.parametrize("targets", [("one", "two"), {"first": "one", "second": "two"}], ids=["tuple", "dict"])
-def test_several_targets_come_in_the_form_of_the_keys(targets):
+def test_several_targets_have_the_structure_of_their_keys(targets):
     def loss(outputs, given):
         one, two = (given["first"], given["second"]) if isinstance(targets, dict) else given
         return jnp.mean((outputs - one - 2 * two) ** 2, axis=-1)
@@ -217,7 +217,7 @@ def test_a_dict_of_inputs_without_keys_is_one_argument():
     assert trainer.train_on_batch((x, Y)).keys() == {"loss"}
 
 
-def test_a_batch_may_be_a_named_tuple_or_list_of_pandas_columns():
+def test_inputs_may_be_a_pandas_data_frame():
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame(X, columns=list("abcd"))
     by_frame, by_array = make(), make()
@@ -268,7 +268,7 @@ class Normalized(nn.Module):
 
 
 @pytest.mark.slow
-def test_batch_statistics_are_those_of_a_loop_written_by_hand():
+def test_batch_statistics_equal_those_of_a_hand_written_loop():
     optimizer = optax.adam(0.01)
     trainer = make(Normalized(), optimizer)
     trainer.build((X, Y))
@@ -297,7 +297,7 @@ def test_batch_statistics_are_those_of_a_loop_written_by_hand():
 
 
 @pytest.mark.slow
-def test_evaluation_uses_batch_statistics_and_leaves_them():
+def test_evaluation_uses_batch_statistics_and_does_not_change_them():
     trainer = make(Normalized())
     trainer.fit(X, Y, verbose=0)
     before = trainer.state
@@ -348,7 +348,7 @@ def test_sown_values_are_never_in_the_state_and_do_not_pile_up(compilations):
     assert later.names == [] and jax.tree.structure(trainer.state) == structure
 
 
-def test_transient_can_be_other_collections():
+def test_other_collections_can_be_transient():
     class Remembering(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -384,7 +384,7 @@ class Dropping(nn.Module):
 
 
 @pytest.mark.slow
-def test_dropout_follows_from_the_seed_alone():
+def test_dropout_depends_only_on_the_seed():
     states = []
     for seed in (0, 0, 1):
         trainer = make(Dropping(), seed=seed)
@@ -403,7 +403,7 @@ def test_dropout_differs_from_step_to_step_and_is_off_in_evaluation():
 
 
 class Noisy(nn.Module):
-    """Its outputs are noise of a stream of its own, in evaluation too."""
+    """Outputs noise from a custom random stream, in evaluation too."""
 
     @nn.compact
     def __call__(self, x):
@@ -415,7 +415,7 @@ def noisy(seed=0):
 
 
 @pytest.mark.slow
-def test_noise_of_evaluation_depends_on_the_seed_and_the_batch_alone():
+def test_noise_in_evaluation_depends_only_on_the_seed_and_the_batch():
     trainer = noisy()
     trainer.build((X, Y[:, :1]))
     first = trainer.predict(X, batch_size=4)
@@ -428,7 +428,7 @@ def test_noise_of_evaluation_depends_on_the_seed_and_the_batch_alone():
     assert not np.array_equal(other.predict(X, batch_size=4), first)
 
 
-def test_a_stream_that_was_not_named_is_an_error_that_names_rngs():
+def test_a_random_stream_that_is_not_named_is_an_error_that_mentions_rngs():
     with pytest.raises(ModelError, match=r"Name every random stream that the module uses: Trainer\(rngs="):
         make(Noisy()).fit(X, Y[:, :1], verbose=0)
 
@@ -450,19 +450,19 @@ def test_an_optimizer_that_needs_params_gets_them():
 
 @pytest.mark.parametrize(("name", "default"), [("sgd", 0.01), ("adam", 0.001), ("adamw", 0.001)])
 @pytest.mark.mostly_slow
-def test_an_optimizer_by_name_is_optaxs_with_kerass_learning_rate(name, default):
-    by_name, by_hand = make(optimizer=name), make(optimizer=getattr(optax, name)(default))
-    for trainer in (by_name, by_hand):
+def test_an_optimizer_by_name_is_the_one_in_optax_with_the_learning_rate_of_keras(name, default):
+    by_name, explicit = make(optimizer=name), make(optimizer=getattr(optax, name)(default))
+    for trainer in (by_name, explicit):
         trainer.fit(X, Y, epochs=2, verbose=0)
     assert by_name.learning_rate == np.float32(default)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), by_name.state.params, by_hand.state.params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), by_name.state.params, explicit.state.params)
 
 
 def test_the_learning_rate_can_be_set_and_takes_effect_without_compiling(compilations):
     trainer = make(optimizer="sgd", compile_kwargs={"learning_rate": 0.5})
     trainer.build((X, Y))
     assert trainer.learning_rate == trainer.learning_rate == 0.5
-    params = jax.tree.map(np.array, trainer.state.params)  # Handed out, and so copied before the next step, which compiles the copying.
+    params = jax.tree.map(np.array, trainer.state.params)  # A state that was read is copied before the next step. This compiles the copy.
     trainer.fit(X, Y, batch_size=12, verbose=0)
     params = jax.tree.map(np.array, trainer.state.params)
     with compilations.counted() as setting:
@@ -483,7 +483,7 @@ def test_the_learning_rate_of_injected_hyperparameters_can_be_read_and_set():
     assert trainer.learning_rate == 0.0625
 
 
-def test_a_callback_can_set_the_learning_rate_in_a_run():
+def test_a_callback_can_set_the_learning_rate_during_a_run():
     trainer = make(optimizer="sgd", compile_kwargs={"learning_rate": 0.0})
     trainer.build((X, Y))
     before = trainer.state.params
@@ -504,7 +504,7 @@ def test_a_callback_can_set_the_learning_rate_in_a_run():
     [(optax.adam(0.1), {}), ("adam", {"learning_rate": optax.linear_schedule(0.1, 0.0, 10)})],
     ids=["plain", "schedule"],
 )
-def test_a_learning_rate_that_cannot_be_set_is_an_error_that_names_the_way_out(optimizer, kwargs):
+def test_a_learning_rate_that_cannot_be_set_is_an_error_that_names_inject_hyperparams(optimizer, kwargs):
     trainer = make(optimizer=optimizer, compile_kwargs=kwargs)
     trainer.build((X, Y))
     with pytest.raises(OptimizerError, match=r"optax\.inject_hyperparams"):
@@ -514,7 +514,7 @@ def test_a_learning_rate_that_cannot_be_set_is_an_error_that_names_the_way_out(o
             _ = trainer.learning_rate
 
 
-def test_a_schedule_by_name_is_read_as_the_rate_of_the_last_update():
+def test_the_learning_rate_of_a_schedule_is_the_rate_of_the_last_update():
     trainer = make(optimizer="sgd", compile_kwargs={"learning_rate": optax.linear_schedule(1.0, 0.0, 10)})
     trainer.fit(X, Y, batch_size=12, epochs=3, verbose=0)
     np.testing.assert_allclose(trainer.learning_rate, 0.8, rtol=1e-6)
@@ -524,7 +524,7 @@ def moments(trainer):
     return trainer.state.opt_state[0].mu
 
 
-def test_compiling_with_the_same_optimizer_keeps_its_state_and_with_another_starts_afresh():
+def test_compiling_with_the_same_optimizer_keeps_its_state_and_another_one_resets_it():
     optimizer = optax.adam(0.1)
     trainer = make(optimizer=optimizer)
     trainer.fit(X, Y, epochs=3, verbose=0)
@@ -548,7 +548,7 @@ def test_compiling_again_keeps_collections():
     assert_same((before.params, before.model_state), (trainer.state.params, trainer.state.model_state))
 
 
-def test_compiling_before_there_is_a_state_only_replaces_what_was_said():
+def test_compiling_again_before_there_is_a_state_only_replaces_the_arguments():
     trainer = make()
     trainer.compile(optax.sgd(0.1), loss="mae")
     trainer.build((X, Y))
@@ -571,7 +571,7 @@ def test_values_on_a_batch_are_those_of_that_batch_before_the_update():
 
 
 @pytest.mark.slow
-def test_training_on_batches_is_fit():
+def test_training_on_single_batches_is_bit_for_bit_identical_to_fit():
     by_batch, by_fit = make(Normalized(), optax.adam(0.1)), make(Normalized(), optax.adam(0.1))
     for begin in (0, 4, 8):
         by_batch.train_on_batch((X[begin : begin + 4], Y[begin : begin + 4]))
@@ -597,7 +597,7 @@ def test_values_on_a_batch_are_python_floats():
     assert {type(value) for value in trainer.train_on_batch((X, Y)).values()} == {float}
 
 
-# --- What comes before what ---
+# --- Order of calls ---
 
 
 @pytest.mark.parametrize(
@@ -613,7 +613,7 @@ def test_values_on_a_batch_are_python_floats():
     ],
     ids=["fit", "evaluate", "build", "train_on_batch", "test_on_batch", "train_loop", "eval_loop"],
 )
-def test_what_is_used_before_compile_says_so(use):
+def test_using_a_trainer_before_compile_is_an_error_that_says_so(use):
     trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(jax.devices()[:1]))
     with pytest.raises(NotReadyError, match=r"Call compile\(optimizer, loss, metrics\) first"):
         use(trainer)
@@ -634,7 +634,7 @@ def test_what_is_used_before_compile_says_so(use):
     ],
     ids=["evaluate", "predict", "test_on_batch", "predict_on_batch", "state", "get rate", "set rate", "replace_state", "save"],
 )
-def test_what_is_used_before_there_is_a_state_says_so(use):
+def test_using_a_trainer_before_there_is_a_state_is_an_error_that_says_so(use):
     with pytest.raises(NotReadyError, match=r"there is no state yet. Call build\(batch\), fit\(...\) or restore\(path\) first"):
         use(make())
 
@@ -655,7 +655,7 @@ def test_predict_needs_no_compile_after_a_restore(tmp_path):
 # --- build ---
 
 
-def test_building_from_shapes_is_building_from_the_batch():
+def test_building_from_shapes_equals_building_from_a_batch():
     one, two, three = make(Normalized()), make(Normalized()), make(Normalized())
     one.build((X, Y))
     two.build((jax.ShapeDtypeStruct(X.shape, X.dtype), jax.ShapeDtypeStruct(Y.shape, Y.dtype)))
@@ -705,7 +705,7 @@ def test_a_run_stops_after_the_step_in_which_it_was_asked_to(ask):
     assert trainer.stop_reason in ("because", "stop_training was set")
 
 
-def test_stop_training_can_be_taken_back():
+def test_stop_training_can_be_reset():
     trainer = make()
 
     def on_train_batch_end(batch, logs):
@@ -720,20 +720,20 @@ def test_stop_training_can_be_taken_back():
 
 
 @pytest.mark.slow
-def test_a_state_that_was_handed_out_stays_as_it_was():
+def test_a_state_that_was_read_does_not_change():
     trainer = make(Normalized(), optax.adam(0.1))
     trainer.build((X, Y))
-    held, copied = trainer.state, jax.tree.map(looked_at, trainer.state)
+    held, copied = trainer.state, jax.tree.map(device_copy, trainer.state)
     trainer.fit(X, Y, batch_size=4, epochs=2, verbose=0)
     trainer.train_on_batch((X, Y))
     jax.tree.map(lambda leaf, copy: np.testing.assert_array_equal(as_data(leaf), copy), held, copied)
 
 
-def test_a_state_handed_out_in_a_run_stays_as_it_was():
+def test_a_state_that_was_read_during_a_run_does_not_change():
     trainer, held = make(optimizer=optax.adam(0.1)), []
 
     def take(batch, logs):
-        held.append((trainer.state, jax.tree.map(looked_at, trainer.state)))
+        held.append((trainer.state, jax.tree.map(device_copy, trainer.state)))
 
     trainer.fit(X, Y, batch_size=4, epochs=2, callbacks=[LambdaCallback(on_train_batch_end=take)], verbose=0)
     assert [int(state.step) for state, _ in held] == [1, 2, 3, 4, 5, 6]
@@ -747,7 +747,7 @@ def test_the_step_is_a_python_int_and_1_after_the_first_batch():
     assert steps == [1, 2] and type(steps[0]) is int and type(trainer.step) is int
 
 
-def test_a_state_can_be_put_back():
+def test_the_state_can_be_replaced_by_an_earlier_one():
     trainer = make(optimizer=optax.adam(0.1))
     trainer.fit(X, Y, verbose=0)
     held = trainer.state
@@ -756,11 +756,11 @@ def test_a_state_can_be_put_back():
     assert trainer.step == 1
     assert_same(trainer.state, held)
     trainer.fit(X, Y, verbose=0)
-    # The state that was given is copied: its buffers are not taken.
+    # The given state is copied: its buffers are not donated.
     assert int(held.step) == 1
 
 
-def test_a_state_of_numpy_arrays_can_be_put_back():
+def test_the_state_can_be_replaced_by_one_of_numpy_arrays():
     trainer = make()
     trainer.build((X, Y))
     params = {"kernel": np.ones((4, 3), np.float32), "bias": np.zeros(3, np.float32)}
@@ -768,7 +768,7 @@ def test_a_state_of_numpy_arrays_can_be_put_back():
     np.testing.assert_allclose(trainer.predict(X), np.repeat(X.sum(1, keepdims=True), 3, 1), rtol=1e-5, atol=1e-6)
 
 
-def test_a_state_put_in_a_hook_is_what_the_next_step_begins_with():
+def test_the_next_step_uses_a_state_that_was_replaced_in_a_hook():
     trainer = make(optimizer=optax.sgd(0.0))
     trainer.build((X, Y))
     zeros = jax.tree.map(jnp.zeros_like, trainer.state.params)
@@ -785,12 +785,12 @@ def test_a_state_put_in_a_hook_is_what_the_next_step_begins_with():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: dataclasses.replace(s, params={"kernel": s.params["kernel"]}), r"params\['bias'\] disappears"),
-        (lambda s: dataclasses.replace(s, params={**s.params, "bias": jnp.zeros(5)}), r"params\['bias'\] changes from float32\[3\] to float32\[5\]"),
-        (lambda s: dataclasses.replace(s, params={**s.params, "bias": jnp.zeros(3, jnp.int32)}), r"params\['bias'\] changes from float32\[3\] to int32\[3\]"),
+        (lambda s: dataclasses.replace(s, params={"kernel": s.params["kernel"]}), r"params\['bias'\] is missing"),
+        (lambda s: dataclasses.replace(s, params={**s.params, "bias": jnp.zeros(5)}), r"params\['bias'\] is float32\[5\] instead of float32\[3\]"),
+        (lambda s: dataclasses.replace(s, params={**s.params, "bias": jnp.zeros(3, jnp.int32)}), r"params\['bias'\] is int32\[3\] instead of float32\[3\]"),
     ],
 )
-def test_a_state_that_does_not_fit_is_not_taken(change, message):
+def test_a_state_that_does_not_fit_is_rejected(change, message):
     trainer = make()
     trainer.build((X, Y))
     with pytest.raises(RestoreError, match=message):
@@ -817,7 +817,7 @@ def test_aux_of_a_custom_loss_reaches_the_logs_as_means_over_real_examples():
     assert trainer.evaluate(X, Y, verbose=0) == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_custom_loss_is_what_the_gradient_is_taken_of():
+def test_the_gradient_is_computed_from_the_custom_loss():
     trainer = make(trainer=WithPenalty)
     trainer.build((X, Y))
     params = jax.tree.map(np.array, trainer.state.params)
@@ -827,33 +827,33 @@ def test_a_custom_loss_is_what_the_gradient_is_taken_of():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), trainer.state.params, expected)
 
 
-def test_a_custom_loss_written_from_nothing_needs_no_compiled_loss():
-    class Own(fitflax.Trainer):
+def test_a_custom_loss_written_from_scratch_needs_no_compiled_loss():
+    class Custom(fitflax.Trainer):
         def compute_loss(self, params, model_state, batch, *, rngs, train):
             outputs = self.model.apply({"params": params, **model_state}, batch.x)
             return jnp.mean((outputs - batch.y) ** 2, axis=-1), {}, {}
 
-    own, plain = make(trainer=Own, loss=None), make()
-    assert own.fit(X, Y, verbose=0).history["loss"] == pytest.approx(plain.fit(X, Y, verbose=0).history["loss"])
-    assert_same(own.state.params, plain.state.params)
+    custom, plain = make(trainer=Custom, loss=None), make()
+    assert custom.fit(X, Y, verbose=0).history["loss"] == pytest.approx(plain.fit(X, Y, verbose=0).history["loss"])
+    assert_same(custom.state.params, plain.state.params)
 
 
-def test_compiled_metrics_of_a_custom_loss_without_outputs_are_an_error():
-    class Own(fitflax.Trainer):
+def test_compiled_metrics_with_a_custom_loss_that_returns_no_outputs_are_an_error():
+    class Custom(fitflax.Trainer):
         def compute_loss(self, params, model_state, batch, *, rngs, train):
             return jnp.mean(batch.x @ params["kernel"], axis=-1), {}, {}
 
-    with pytest.raises(ValueError, match=r"compute_loss returns no aux\['outputs'\]"):
-        make(trainer=Own, metrics=["mae"]).fit(X, Y, verbose=0)
+    with pytest.raises(ValueError, match=r"compute_loss must return aux\['outputs'\]"):
+        make(trainer=Custom, metrics=["mae"]).fit(X, Y, verbose=0)
 
 
-def test_a_custom_loss_that_returns_something_else_is_an_error():
-    class Own(fitflax.Trainer):
+def test_a_custom_loss_with_an_invalid_return_value_is_an_error():
+    class Custom(fitflax.Trainer):
         def compute_loss(self, params, model_state, batch, *, rngs, train):
             return jnp.mean(batch.x @ params["kernel"], axis=-1)
 
-    with pytest.raises(LossError, match=r"compute_loss returns \(values, new_model_state, aux\)"):
-        make(trainer=Own).fit(X, Y, verbose=0)
+    with pytest.raises(LossError, match=r"compute_loss must return \(values, new_model_state, aux\)"):
+        make(trainer=Custom).fit(X, Y, verbose=0)
 
 
 def test_a_custom_step_replaces_the_update_and_its_logs():
@@ -874,7 +874,7 @@ def test_a_custom_step_replaces_the_update_and_its_logs():
     assert (trainer.step, int(trainer.state.step)) == (2, 2)
 
 
-def test_a_custom_step_may_call_the_usual_one():
+def test_a_custom_step_may_call_the_default_one():
     class Counting(fitflax.Trainer):
         def train_step(self, state, batch):
             state, logs = super().train_step(state, batch)
@@ -887,7 +887,7 @@ def test_a_custom_step_may_call_the_usual_one():
     assert list(history) == ["loss", "two"] and history["two"] == [2.0]
 
 
-def test_a_custom_step_with_the_usual_one_logs_the_loss_over_real_examples():
+def test_a_custom_step_that_calls_the_default_one_logs_the_loss_over_real_examples():
     class Same(fitflax.Trainer):
         def train_step(self, state, batch):
             return super().train_step(state, batch)
@@ -910,14 +910,14 @@ def test_case_30_a_loop_yields_at_its_trigger_and_after_its_last_step():
     assert [(c.step, c.n_completed_steps) for c in loop] == [(1, 1), (4, 3), (7, 3), (8, 1)]
 
 
-# flax_extra: 7 steps and 10 steps, and a run that goes on from step 1.
+# flax_extra: 7 steps and 10 steps, and a run that continues from step 1.
 @pytest.mark.parametrize(("steps", "n", "expected"), [(7, 3, [1, 4, 7]), (10, 5, [1, 6, 10])])
 def test_a_loop_that_ends_at_a_due_step_yields_it_once(steps, n, expected):
     every = fitflax.first(1) | fitflax.every(steps=n, offset=1)
     assert [c.step for c in loop_of(steps=steps, every=every)] == expected
 
 
-def test_a_loop_goes_on_from_the_present_step():
+def test_a_loop_continues_from_the_current_step():
     trainer = make()
     assert [c.step for c in loop_of(trainer, steps=1)] == [1]
     every = fitflax.first(1) | fitflax.every(steps=3, offset=1)
@@ -935,13 +935,13 @@ def test_a_loop_goes_on_from_the_present_step():
     ],
     ids=str,
 )
-def test_triggers_that_do_not_fall_together_with_epochs_yield_the_right_steps(every, steps):
-    """Three steps an epoch: a due step that follows an epoch's end is a checkpoint of its own."""
+def test_triggers_that_do_not_coincide_with_epochs_yield_the_right_steps(every, steps):
+    """An epoch has three steps. A due step after the end of an epoch is a separate checkpoint."""
     seen = [(c.step, c.epoch, c.step_in_epoch, int(c.state.step)) for c in loop_of(steps=10, every=every)]
     assert seen == [(step, (step - 1) // 3, (step - 1) % 3 + 1, step) for step in steps]
 
 
-def test_next_step_and_next_checkpoint_and_run_do_not_change_the_total():
+def test_next_step_next_checkpoint_and_run_do_not_change_the_total():
     loop = loop_of(steps=8, every=fitflax.every(steps=3))
     assert loop.next_step().step == 1
     assert loop.next_checkpoint().step == 3
@@ -954,16 +954,16 @@ def test_next_step_and_next_checkpoint_and_run_do_not_change_the_total():
 
 @pytest.mark.parametrize("steps", [4, 5, 7, 8])
 @pytest.mark.mostly_slow
-def test_run_returns_the_checkpoint_of_its_last_step_beyond_the_end_of_an_epoch(steps):
+def test_run_returns_the_checkpoint_of_its_last_step_even_in_a_later_epoch(steps):
     loop = loop_of(steps=20, every=fitflax.every(steps=100))
     checkpoint = loop.run(steps)
     assert (checkpoint.step, checkpoint.n_completed_steps, int(checkpoint.state.step)) == (steps, steps, steps)
 
 
-def test_run_takes_what_is_left():
+def test_run_is_limited_to_the_remaining_steps():
     loop = loop_of(steps=4)
     assert loop.run(100).step == 4
-    with pytest.raises(ConfigError, match=r"run\(steps\) must make at least one step. Received: 0"):
+    with pytest.raises(ConfigError, match=r"run\(steps\) must run at least one step. Received: 0"):
         loop.run(0)
 
 
@@ -975,7 +975,7 @@ def test_a_loop_trains_as_fit_does():
     assert_same(by_loop.state, by_fit.state)
 
 
-def test_a_loop_that_is_left_can_be_followed_by_another():
+def test_a_loop_that_is_exited_early_can_be_followed_by_another():
     trainer = make()
     with loop_of(trainer, steps=100) as loop:
         for checkpoint in loop:
@@ -1023,12 +1023,12 @@ def test_a_checkpoints_values_are_those_of_its_step():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), checkpoint.model_params, params)
 
 
-def test_a_checkpoint_says_where_it_is():
+def test_a_checkpoint_has_its_position_in_the_data():
     seen = [(c.step, c.epoch, c.step_in_epoch, (c.data_position.passes, c.data_position.examples)) for c in loop_of(rows=10, steps=5)]
     assert seen == [(1, 0, 1, (0, 4)), (2, 0, 2, (0, 8)), (3, 0, 3, (1, 0)), (4, 1, 1, (1, 4)), (5, 1, 2, (1, 8))]
 
 
-def test_parts_of_a_checkpoint_are_copied_when_they_are_first_read_and_stay():
+def test_parts_of_a_checkpoint_are_copied_when_they_are_first_read_and_stay_valid():
     loop = loop_of(make(Normalized(), optax.adam(0.1)), steps=3)
     first = next(loop)
     params, copied = first.model_params, jax.tree.map(np.array, first.model_params)
@@ -1042,19 +1042,19 @@ def test_parts_of_a_checkpoint_are_copied_when_they_are_first_read_and_stay():
     with pytest.raises(NotReadyError, match="The state of step 2 is gone"):
         _ = later[0].model_state
     assert int(later[1].state.step) == 3
-    # Values are outputs of their own: they can be read at any time.
+    # Values are separate outputs: they can be read at any time.
     assert first.loss > 0 and first.metrics["train"]["loss"] == first.loss
 
 
-def test_a_whole_state_that_was_read_stays_whatever_follows():
+def test_a_whole_state_that_was_read_stays_valid_in_later_steps():
     trainer = make(optimizer=optax.adam(0.1))
-    states = [(c.state, jax.tree.map(looked_at, c.state)) for c in loop_of(trainer, steps=4)]
+    states = [(c.state, jax.tree.map(device_copy, c.state)) for c in loop_of(trainer, steps=4)]
     assert [int(state.step) for state, _ in states] == [1, 2, 3, 4]
     for state, copied in states:
         jax.tree.map(lambda leaf, copy: np.testing.assert_array_equal(as_data(leaf), copy), state, copied)
 
 
-def test_elapsed_time_is_a_positive_number_of_seconds():
+def test_elapsed_time_is_a_nonnegative_number_of_seconds():
     assert all(0 <= c.elapsed_time < 60 for c in loop_of(steps=3))
 
 
@@ -1062,7 +1062,7 @@ def test_elapsed_time_is_a_positive_number_of_seconds():
 
 
 @pytest.mark.slow
-def test_evaluation_loops_add_groups_and_can_follow_one_another():
+def test_evaluation_loops_add_groups_of_metrics_and_can_be_chained():
     trainer = make(metrics=["mae"])
     first = trainer.eval_loop((X[:7], Y[:7]), batch_size=3)
     second = trainer.eval_loop(lambda: iter([(X[7:], Y[7:])]), name="other")
@@ -1080,7 +1080,7 @@ def test_evaluation_loops_add_groups_and_can_follow_one_another():
         np.testing.assert_allclose(summary.metrics["other"]["loss"], np.mean((outputs - Y)[7:] ** 2), rtol=1e-5)
 
 
-def test_an_evaluation_loop_of_an_earlier_checkpoint_is_an_error_that_names_its_step():
+def test_evaluating_an_earlier_checkpoint_is_an_error_that_names_its_step():
     trainer = make()
     evaluate = trainer.eval_loop((X, Y))
     loop = loop_of(trainer, steps=3)
@@ -1090,7 +1090,7 @@ def test_an_evaluation_loop_of_an_earlier_checkpoint_is_an_error_that_names_its_
         evaluate(early)
 
 
-def test_serial_hands_a_checkpoint_from_one_to_the_next():
+def test_serial_passes_a_checkpoint_from_each_function_to_the_next():
     trainer, seen = make(), []
     watch = LambdaCallback(lambda checkpoint: seen.append((checkpoint.step, list(checkpoint.metrics))), every=fitflax.every(steps=2))
     closed = []
@@ -1102,8 +1102,8 @@ def test_serial_hands_a_checkpoint_from_one_to_the_next():
     assert closed == [True]
 
 
-def test_serial_takes_functions_only():
-    with pytest.raises(ConfigError, match=r"serial\(\) takes functions checkpoint -> checkpoint. Received: 3"):
+def test_serial_takes_only_functions():
+    with pytest.raises(ConfigError, match=r"serial\(\) takes functions from a checkpoint to a checkpoint. Received: 3"):
         fitflax.serial(3)
 
 
@@ -1132,7 +1132,7 @@ def test_predicting_again_does_not_trace_the_module_again():
     assert len(calls) == seen
 
 
-def test_a_trainer_with_another_seed_is_as_one_made_with_it_and_compiles_nothing(compilations):
+def test_with_seed_equals_a_new_trainer_with_that_seed_and_compiles_nothing(compilations):
     x, y = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32), np.arange(32) % 3
     first = fitflax.Trainer(nn.Dense(3), seed=1)
     first.compile("adam", "sparse_categorical_crossentropy")
@@ -1148,7 +1148,7 @@ def test_a_trainer_with_another_seed_is_as_one_made_with_it_and_compiles_nothing
     assert np.array_equal(other.predict(x), made.predict(x)) and not np.array_equal(other.predict(x), first.predict(x))
 
 
-def test_with_another_seed_a_loss_of_a_subclass_is_that_of_the_instance():
+def test_after_with_seed_the_loss_of_a_subclass_uses_attributes_of_the_new_instance():
     class Scaled(fitflax.Trainer):
         scale = 1.0
 
@@ -1169,11 +1169,11 @@ def test_with_another_seed_a_loss_of_a_subclass_is_that_of_the_instance():
     assert plain.fit(x, x[:, :1], verbose=0).history["loss"] == pytest.approx([100 * loss for loss in first.history.history["loss"]])
 
 
-def test_an_error_inside_of_a_subclasses_property_is_its_own():
-    class Own(fitflax.Trainer):
+def test_an_attribute_error_in_a_property_of_a_subclass_is_raised_unchanged():
+    class Custom(fitflax.Trainer):
         @property
         def norm(self):
             return None.missing
 
     with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'missing'"):
-        Own(nn.Dense(1)).norm  # noqa: B018 (reading it is what fails)
+        Custom(nn.Dense(1)).norm  # noqa: B018 (reading it is what fails)

@@ -38,29 +38,29 @@ def fired_at_seconds(trigger, seconds, *, begin=0.0):
     ],
     ids=str,
 )
-def test_a_trigger_of_steps_fires_at_exactly_these_of_the_first_eight(trigger, expected):
+def test_a_step_trigger_fires_at_exactly_the_expected_steps_of_the_first_eight(trigger, expected):
     assert fired(trigger, range(1, 9)) == expected
 
 
 # flax_extra: a checkpoint after step s if (s - 1) % n == 0.
 @pytest.mark.parametrize(("steps", "n"), [(8, 3), (7, 3), (10, 5), (5, 1), (3, 9)])
-def test_an_offset_of_one_is_the_rule_of_flax_extra(steps, n):
+def test_an_offset_of_one_equals_the_rule_of_flax_extra(steps, n):
     expected = [step for step in range(1, steps + 1) if (step - 1) % n == 0]
     assert fired(every(steps=n, offset=1), range(1, steps + 1)) == expected
     assert fired(first(1) | every(steps=n, offset=1), range(1, steps + 1)) == expected
 
 
-def test_the_rule_of_flax_extra_goes_on_after_a_resume():
+def test_the_rule_of_flax_extra_continues_after_a_resume():
     assert fired(every(steps=3, offset=1), range(2, 6), start=1) == [4]
 
 
 # bobbin: interval 123 and the first 10 steps.
 @pytest.mark.parametrize(("step", "is_due"), [(123, True), (124, False), (3, True), (10, True), (11, False), (246, True)])
-def test_an_interval_and_the_first_steps_are_joined_as_in_bobbin(step, is_due):
+def test_an_interval_and_the_first_steps_are_combined_as_in_bobbin(step, is_due):
     assert Schedule(every(steps=123) | first(10)).due(Moment(step)) is is_due
 
 
-def test_the_first_steps_of_a_process_count_from_where_it_began():
+def test_the_first_steps_of_a_process_are_counted_from_the_step_where_it_started():
     steps = range(1, 20)
     assert fired(first(3, of_process=True), steps, start=10) == [11, 12, 13]
     assert fired(first(3), range(11, 20), start=10) == []
@@ -70,35 +70,35 @@ def test_the_first_steps_of_a_process_count_from_where_it_began():
 # --- Epochs ---
 
 
-def test_every_epochs_fires_only_where_an_epoch_ends():
+def test_every_epochs_fires_only_at_the_end_of_an_epoch():
     schedule = Schedule(every(epochs=2))
     moments = [Moment(step, epochs_done=step // 3, epoch_ends=step % 3 == 0) for step in range(1, 13)]
     assert [moment.step for moment in moments if schedule.due(moment)] == [6, 12]
 
 
-def test_a_moment_is_no_end_of_an_epoch_unless_it_says_so():
+def test_a_moment_is_not_the_end_of_an_epoch_by_default():
     assert not every(epochs=1).is_due(Moment(3, epochs_done=1), 0.0)
 
 
 # --- Time ---
 
 
-# bobbin: an interval of 7 seconds, begun at 0.
-def test_seconds_are_counted_from_the_last_time_it_fired():
+# bobbin: an interval of 7 seconds that starts at 0.
+def test_seconds_are_counted_from_the_last_time_the_trigger_fired():
     assert fired_at_seconds(every(seconds=7), [10, 15, 19, 25, 27]) == [10, 19, 27]
 
 
-def test_seconds_are_counted_from_the_begin_of_the_schedule():
+def test_seconds_are_counted_from_the_start_of_the_schedule():
     assert fired_at_seconds(every(seconds=7), [100, 106, 107, 113.9, 114], begin=100.0) == [107, 114]
 
 
-def test_a_time_that_fires_together_with_a_step_does_not_fire_again_at_the_next_step():
+def test_a_time_trigger_that_fires_along_with_a_step_does_not_fire_at_the_next_step():
     schedule = Schedule(every(steps=2) | every(seconds=10))
     moments = [Moment(1, seconds=1), Moment(2, seconds=10), Moment(3, seconds=11), Moment(4, seconds=12), Moment(5, seconds=20)]
     assert [schedule.due(moment) for moment in moments] == [False, True, False, True, True]
 
 
-def test_a_step_that_fires_does_not_put_off_the_time():
+def test_a_step_trigger_that_fires_does_not_delay_a_time_trigger():
     schedule = Schedule(every(seconds=10) | every(steps=2))
     assert schedule.due(Moment(2, seconds=6))
     assert schedule.due(Moment(3, seconds=10))
@@ -111,7 +111,7 @@ def test_one_trigger_serves_two_schedules():
     assert early.due(Moment(2, seconds=10)) and not late.due(Moment(2, seconds=10))
 
 
-def test_a_restored_schedule_goes_on_where_the_saved_one_was_on_another_clock():
+def test_a_restored_schedule_continues_where_the_saved_one_was_on_another_clock():
     trigger = every(seconds=10) | every(steps=100)
     before = Schedule(trigger, 0.0)
     assert before.due(Moment(1, seconds=12))
@@ -138,11 +138,11 @@ def test_the_state_of_another_trigger_is_ignored():
 # --- Values ---
 
 
-def test_no_trigger_never_fires():
+def test_a_schedule_without_a_trigger_never_fires():
     assert not Schedule(None).due(Moment(1, epoch_ends=True, seconds=1e9))
 
 
-def test_triggers_are_values():
+def test_triggers_are_compared_by_value():
     assert every(steps=3) == every(steps=3) != every(steps=4)
     assert hash(at(1, 2)) == hash(at(1, 2))
     assert every(steps=3) | at(1) == every(steps=3) | at(1)
@@ -150,7 +150,7 @@ def test_triggers_are_values():
     assert (fitflax.every, fitflax.at, fitflax.first) == (every, at, first)
 
 
-def test_joining_is_flat_so_that_every_part_keeps_its_own_time():
+def test_combining_triggers_is_flat_so_that_every_part_keeps_its_own_time():
     assert len(((every(seconds=1) | every(seconds=2)) | (at(1) | first(2))).parts()) == 4
 
 
@@ -161,7 +161,7 @@ def test_joining_is_flat_so_that_every_part_keeps_its_own_time():
     ("make", "message"),
     [
         (lambda: every(), r"every\(\) takes exactly one of steps, epochs and seconds. Received: none of them"),
-        (lambda: every(steps=1, epochs=2), r"exactly one of steps, epochs and seconds. Received: \{'steps': 1, 'epochs': 2\}. Join several with \|"),
+        (lambda: every(steps=1, epochs=2), r"exactly one of steps, epochs and seconds. Received: \{'steps': 1, 'epochs': 2\}. Combine triggers with \|"),
         (lambda: every(steps=0), r"every\(steps=...\) must be a positive integer. Received: 0"),
         (lambda: every(steps=-3), r"must be a positive integer. Received: -3"),
         (lambda: every(steps=2.0), r"must be a positive integer. Received: 2.0"),
@@ -180,12 +180,12 @@ def test_joining_is_flat_so_that_every_part_keeps_its_own_time():
         (lambda: first(0), r"first\(...\) must be a positive integer. Received: 0"),
     ],
 )
-def test_arguments_that_make_no_sense_are_errors(make, message):
+def test_invalid_arguments_are_errors(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
 
 
-def test_a_trigger_joins_with_triggers_only():
+def test_a_trigger_combines_only_with_triggers():
     with pytest.raises(TypeError):
         every(steps=1) | 3
 
@@ -207,7 +207,7 @@ def test_the_next_step_of_a_trigger_is_the_first_one_at_which_it_fires(trigger, 
         assert Schedule(trigger).next_step(step, start) == trigger.next_step(step, start)
 
 
-def test_triggers_of_time_and_of_epochs_have_no_next_step_and_unknown_ones_may_fire_at_the_next():
+def test_time_and_epoch_triggers_have_no_next_step_and_custom_ones_may_fire_at_the_next():
     class Odd(Trigger):
         def parts(self):
             return (self,)
@@ -220,7 +220,7 @@ def test_triggers_of_time_and_of_epochs_have_no_next_step_and_unknown_ones_may_f
     assert Odd().next_step(3, 0) == 4
 
 
-def test_integers_of_numpy_are_integers():
+def test_numpy_integers_are_accepted_as_integers():
     two = np.int64(2)
     assert (every(steps=two, offset=two), every(epochs=two), at(two), first(two)) == (every(steps=2, offset=2), every(epochs=2), at(2), first(2))
     assert type(ModelCheckpoint("nowhere", keep=two, keep_every=two).keep_every) is int
@@ -228,7 +228,7 @@ def test_integers_of_numpy_are_integers():
         every(steps=np.bool_(True))
 
 
-def test_a_trigger_shows_as_it_is_written():
+def test_the_repr_of_a_trigger_is_the_code_that_creates_it():
     words = ["every(steps=3)", "every(steps=3, offset=1)", "every(epochs=2)", "every(seconds=0.5)", "at(1, 17)", "first(10)", "first(2, of_process=True)"]
     for text in [*words, "every(epochs=1) | every(seconds=600) | at(4)"]:
         trigger = eval(text, {"every": every, "at": at, "first": first})

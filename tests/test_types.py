@@ -1,4 +1,4 @@
-"""The types that a user's project sees: `typed_project/` as the checkers read it, and as it runs."""
+"""The types that a user's project sees: `typed_project/` is type-checked and run."""
 
 import importlib.util
 import pathlib
@@ -9,7 +9,7 @@ import sys
 import pytest
 
 PROJECT = pathlib.Path(__file__).parent / "typed_project"
-# In place of `assert_type`, which checks nothing when it runs.
+# Replaces `assert_type`, which checks nothing at run time.
 DRIVER = """
 import runpy, sys, types, typing
 
@@ -41,7 +41,7 @@ print(len(seen), "types")
 
 @pytest.fixture
 def project(tmp_path, process_env) -> tuple[pathlib.Path, dict[str, str]]:
-    """A copy of the project, so that nothing of this repository but the package is in sight."""
+    """A copy of the project, so that it sees only the package and nothing else of this repository."""
     shutil.copytree(PROJECT, tmp_path / "project", ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path / "project", process_env
 
@@ -49,7 +49,7 @@ def project(tmp_path, process_env) -> tuple[pathlib.Path, dict[str, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("checker", ["mypy", "basedpyright"])
 def test_checkers_accept_a_users_project_and_report_its_mistakes(project, checker: str):
-    """Without an ignore but those of the mistakes, all of which are needed: both are set to report others."""
+    """The only ignore comments are those of the mistakes, and all of them are needed: both checkers report unnecessary ones."""
     if importlib.util.find_spec(checker) is None:
         pytest.skip(f"{checker} is not installed: make peers")
     directory, environment = project
@@ -59,7 +59,7 @@ def test_checkers_accept_a_users_project_and_report_its_mistakes(project, checke
 
 
 @pytest.mark.slow
-def test_types_that_the_checkers_see_are_those_of_the_values(project, tmp_path):
+def test_the_types_that_checkers_see_match_the_values_at_run_time(project, tmp_path):
     directory, environment = project
     environment = environment | {"JAX_NUM_CPU_DEVICES": "1"}
     command = [sys.executable, "-W", "error", "-c", DRIVER, "script.py", str(tmp_path)]
@@ -69,6 +69,6 @@ def test_types_that_the_checkers_see_are_those_of_the_values(project, tmp_path):
     assert int(result.stdout.split()[-2]) >= wanted, "some were not reached"
 
 
-def test_only_mistakes_are_ignored():
+def test_only_the_file_of_mistakes_has_ignore_comments():
     ignoring = {path.name for path in PROJECT.glob("*.py") if "ignore[" in path.read_text(encoding="utf-8")}
     assert ignoring == {"mistakes.py"}

@@ -1,4 +1,4 @@
-"""Who is compared. Each peer lives in a process of its own (`benchmarks.worker`), and nothing is imported here that only one of them needs."""
+"""The peers to compare. Each runs in a separate process (`benchmarks.worker`), and this module imports nothing that only one of them needs."""
 
 import abc
 import time
@@ -14,13 +14,13 @@ class Peer(NamedTuple):
     """A way to train.
 
     Args:
-        module: The module of this package that makes it.
-        options: What `make` of that module is told.
-        about: For the table.
-        is_exact: Whether it takes the same batches through the same mathematics as the hand-written loop, so that losses agree to 1e-5.
+        module: The module of this package that creates it.
+        options: The options for `make` of that module.
+        about: The description in the table.
+        is_exact: Whether it takes the same batches through the same math as the hand-written loop, so that losses agree to 1e-5.
         evaluates: Whether its `evaluate` and `predict` are timed.
         has_process: Whether whole processes of it are timed.
-        only: The workload that it is for; by default all but `digits`.
+        only: The workloads that it runs; by default all but `digits`.
     """
 
     module: str
@@ -29,8 +29,10 @@ class Peer(NamedTuple):
     is_exact: bool = True
     evaluates: bool = False
     has_process: bool = False
-    only: str | None = None
+    only: tuple[str, ...] | None = None
 
+
+WITH_NNX = ("tiny", "mlp", "lm")
 
 PEERS = {
     "jit": Peer("hand", {"way": "jit"}, "hand-written, jax.jit", evaluates=True, has_process=True),
@@ -43,29 +45,34 @@ PEERS = {
     "keras": Peer("keras_jax", {}, "Keras 3 on JAX", is_exact=False, evaluates=True, has_process=True),
     "keras16": Peer("keras_jax", {"steps_per_execution": STEPS_PER_CALL}, "the same with steps_per_execution=16", is_exact=False),
     "lightning": Peer("lightning_torch", {}, "Lightning, PyTorch on the CPU", is_exact=False, has_process=True),
-    "fit_again": Peer("fit", {}, "the same again", only="digits"),
-    "fit+tensorboard": Peer("fit", {"callbacks": "tensorboard"}, "fit with TensorBoard every 50 steps", only="digits"),
-    "fit+saving": Peer("fit", {"callbacks": "saving"}, "fit with ModelCheckpoint every 10 steps", only="digits"),
+    "fit_nnx": Peer("fit", {"nnx": True}, "fit of the same network as an NNX module", evaluates=True, only=WITH_NNX),
+    "nnx": Peer("hand", {"way": "nnx"}, "hand-written, nnx.jit and nnx.Optimizer", evaluates=True, only=WITH_NNX),
+    "nnx_split": Peer("hand", {"way": "split"}, "hand-written, jax.jit around an NNX module that is split once", evaluates=True, only=WITH_NNX),
+    "fit_again": Peer("fit", {}, "the same again", only=("digits",)),
+    "fit+tensorboard": Peer("fit", {"callbacks": "tensorboard"}, "fit with TensorBoard every 50 steps", only=("digits",)),
+    "fit+saving": Peer("fit", {"callbacks": "saving"}, "fit with ModelCheckpoint every 10 steps", only=("digits",)),
 }
 
-# Each compiles for half a minute, and has no limit to meet.
+# Each takes half a minute to compile, and has no limit.
 LEFT_OUT = {"many_leaves": ("pmap", "fit+callbacks")}
 
 
 def peers_of(workload: str) -> tuple[str, ...]:
-    """Returns who runs a workload: first the one that the others are measured against, then the one that is the same again."""
-    if workload == "digits":
-        return ("fit", *(name for name, peer in PEERS.items() if peer.only == workload))
-    return tuple(name for name, peer in PEERS.items() if peer.only is None and name not in LEFT_OUT.get(workload, ()))
+    """Returns the peers that run a workload: first the base, then its control, then the others."""
+    ours = {name: workload in peer.only if peer.only else workload != "digits" for name, peer in PEERS.items()}
+    chosen = tuple(name for name, is_ours in ours.items() if is_ours and name not in LEFT_OUT.get(workload, ()))
+    return ("fit", *chosen) if workload == "digits" else chosen
 
 
 class Unavailable(Exception):
-    """A peer that cannot run here; the message says why."""
+    """Raised when a peer cannot run here. The message says why."""
 
 
 class Setup(NamedTuple):
-    """What a contender gets besides its workload: where its progress bar draws, a directory for its files, and whether it keeps its framework's own initial
-    parameters instead of taking those that all share."""
+    """The inputs of a contender besides its workload.
+
+    They are the stream for its progress bar, a directory for its files, and whether it keeps its framework's initial parameters instead of the shared ones.
+    """
 
     screen: TextIO
     directory: Path
@@ -73,7 +80,7 @@ class Setup(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """What was timed: from the first epoch's begin until all is computed; what one call did before that; and what it measured or made, of the last pass."""
+    """A timed stretch: seconds from the first epoch until all is computed, seconds of the call before that, and the values of the last pass."""
 
     seconds: float
     start_seconds: float
@@ -81,11 +88,11 @@ class Stretch(NamedTuple):
 
 
 class Contender(abc.ABC):
-    """A peer that is ready to run; each call goes on from where the last one left the parameters."""
+    """A peer that is ready to run. Each call continues with the parameters of the last one."""
 
     @abc.abstractmethod
     def train(self, passes: int, on_first_step: Callable[[], None] | None = None) -> Stretch:
-        """Trains for so many passes; `on_first_step` is called when the first step is computed, and costs time in later ones."""
+        """Trains for a number of passes. `on_first_step` is called when the first step is computed, and makes later steps slower."""
 
     @abc.abstractmethod
     def evaluate(self) -> Stretch: ...
@@ -95,7 +102,7 @@ class Contender(abc.ABC):
 
 
 class Watch:
-    """The times that matter in a call: made before it, told when its first epoch begins, asked after its end."""
+    """The times of a call: create it before the call, call `begin` when the first epoch begins, and ask it after the end."""
 
     def __init__(self) -> None:
         self.called = time.perf_counter()
@@ -113,7 +120,7 @@ class Watch:
 class Once:
     """Calls a function after the first step, and never again.
 
-    Called with a framework's logs it reads their loss before, which waits until the step is computed.
+    When called with a framework's logs, it first reads their loss, which waits until the step is computed.
     """
 
     def __init__(self, function: Callable[[], None]) -> None:

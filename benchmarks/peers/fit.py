@@ -1,4 +1,4 @@
-"""fitflax as a user has it: `Trainer`, metrics, `ProgressBar` on what it takes for a terminal, the default `History`, and callbacks where asked for."""
+"""fitflax as users run it: `Trainer`, metrics, `ProgressBar` on a simulated terminal, the default `History`, and callbacks if requested."""
 
 import dataclasses
 import inspect
@@ -15,6 +15,7 @@ from typing_extensions import override
 import fitflax
 from benchmarks.peers import LOG_EVERY, Contender, Once, Setup, Stretch, Unavailable, Watch
 from benchmarks.peers.models import make_module, make_optimizer, shared_parameters
+from benchmarks.peers.nnx_models import make_nnx_module
 from benchmarks.workloads import SEED, Workload, make_data
 from fitflax.callbacks import BestCheckpoint, Callback, CSVLogger, EarlyStopping, LambdaCallback, ModelCheckpoint, ProgressBar, TensorBoard, TerminateOnNaN
 from fitflax.parallel import DataParallel
@@ -25,7 +26,7 @@ def no_callbacks(directory: Path) -> list[Callback]:
 
 
 def all_callbacks(directory: Path) -> list[Callback]:
-    """Returns those that look at a run or save it, as they are by default; schedules of the learning rate would need another optimizer than the peers have."""
+    """Returns the callbacks that monitor or save a run, with default options. Learning rate schedules would need a different optimizer from the peers'."""
     checkpoints = [ModelCheckpoint(directory / "checkpoints"), BestCheckpoint(directory / "best", monitor="loss")]
     return [*checkpoints, TensorBoard(directory / "board"), CSVLogger(directory / "log.csv"), EarlyStopping("loss", patience=10**9), TerminateOnNaN()]
 
@@ -39,13 +40,14 @@ CALLBACKS: dict[str | None, Callable[[Path], list[Callback]]] = {
 
 
 class Fit(Contender):
-    def __init__(self, workload: Workload, setup: Setup, callbacks: str | None, compile_options: dict[str, Any]) -> None:
+    def __init__(self, workload: Workload, setup: Setup, callbacks: str | None, nnx: bool, compile_options: dict[str, Any]) -> None:
         self._workload, self._setup = workload, setup
         self._x, self._y = make_data(workload)
         self._make_callbacks = CALLBACKS[callbacks]
-        self._trainer = fitflax.Trainer(make_module(workload), seed=SEED, parallel=DataParallel(jax.devices()[:1]))
+        module = make_nnx_module(workload, own_parameters=setup.own_parameters) if nnx else make_module(workload)
+        self._trainer = fitflax.Trainer(module, seed=SEED, parallel=DataParallel(jax.devices()[:1]))
         self._trainer.compile(make_optimizer(workload), "sparse_categorical_crossentropy", metrics=["accuracy"], **compile_options)
-        if not setup.own_parameters and workload.kind != "digits":
+        if not setup.own_parameters and not nnx and workload.kind != "digits":
             self._trainer.build((self._x[: workload.batch_size], self._y[: workload.batch_size]))
             state = self._trainer.state
             self._trainer.replace_state(dataclasses.replace(state, params=shared_parameters(state.params)))
@@ -60,7 +62,7 @@ class Fit(Contender):
             callbacks.append(LambdaCallback(on_train_batch_end=lambda batch, logs: once(logs)))
         steps = passes * self._workload.steps
         history = self._trainer.fit(self._x, self._y, batch_size=self._workload.batch_size, steps=steps, callbacks=callbacks, log_every=LOG_EVERY)
-        # History has read values of the last step, so the device is done. `trainer.state` would have the next stretch begin with a copy of it.
+        # History has read values of the last step, so the device is done. Reading `trainer.state` would make the next stretch begin with a copy of it.
         stretch = watch.stretch({name: history.history[name][-1] for name in ("loss", "accuracy")})
         shutil.rmtree(directory)
         return stretch
@@ -80,13 +82,13 @@ class Fit(Contender):
         return stretch._replace(values={"outputs": float(np.abs(outputs).mean())})
 
 
-def make(workload: Workload, setup: Setup, *, callbacks: str | None = None, **compile_options: Any) -> Contender:
-    """Returns `fit`.
+def make(workload: Workload, setup: Setup, *, callbacks: str | None = None, nnx: bool = False, **compile_options: Any) -> Contender:
+    """Returns `fit`; with `nnx`, for an NNX module.
 
     Raises:
-        Unavailable: `compile` does not know one of the options.
+        Unavailable: `compile` does not know an option, or there is no NNX module for this workload.
     """
     for name in compile_options:
         if name not in inspect.signature(fitflax.Trainer.compile).parameters:
             raise Unavailable(f"not built: compile() takes no {name}")
-    return Fit(workload, setup, callbacks, compile_options)
+    return Fit(workload, setup, callbacks, nnx, compile_options)

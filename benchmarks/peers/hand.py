@@ -1,32 +1,38 @@
-"""The best loops that a careful person would write by hand: state and running sums are donated, NumPy batches go straight into the compiled call, values are
-read every 50 steps only, and JAX itself bounds how far the loop runs ahead of the device."""
+"""The best loops that a careful person would write.
 
+State and running sums are donated, NumPy batches go directly into the compiled call, values are read only every 50 steps, and JAX limits how far the loop runs
+ahead of the device.
+"""
+
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
+from flax import nnx
 from tqdm import tqdm
 from typing_extensions import override
 
 from benchmarks.peers import LOG_EVERY, STEPS_PER_CALL, Contender, Setup, Stretch, Watch
 from benchmarks.peers.models import make_module, make_optimizer, shared_parameters
+from benchmarks.peers.nnx_models import make_nnx_module
 from benchmarks.workloads import SEED, Workload, make_data
 
 AXIS = "replica"
 
 
 def measure(logits: Any, y: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the mean loss, and what a batch adds to the sums: of losses, of hits and of weights."""
+    """Returns the mean loss, and what a batch adds to the sums of losses, of correct predictions and of weights."""
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
     return loss, jnp.stack([loss * y.size, (logits.argmax(-1) == y).sum(dtype=jnp.float32), jnp.float32(y.size)])
 
 
 def make_step(module: nn.Module, optimizer: optax.GradientTransformation, axis: str | None = None) -> Callable[..., Any]:
-    """Returns the step `(state, sums, x, y) -> (state, sums)`, not yet compiled; with `axis` on one replica's share of a batch."""
+    """Returns the step `(state, sums, x, y) -> (state, sums)`, not yet compiled; with `axis`, for one replica's shard of a batch."""
 
     def step(state, sums, x, y):
         params, opt_state = state
@@ -63,27 +69,96 @@ def text(sums: jax.Array) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in means(sums).items())
 
 
+class Loop(NamedTuple):
+    """The differences between the loops.
+
+    Args:
+        state: What a step takes and returns.
+        step: `(state, sums, x, y) -> (state, sums)`.
+        apply: `(state, x) -> outputs`.
+        add: `(state, sums, x, y) -> sums`.
+        lead: Axes of a batch before the axis of examples.
+    """
+
+    state: Any
+    step: Callable[..., Any]
+    apply: Callable[..., Any]
+    add: Callable[..., Any]
+    lead: tuple[int, ...] = ()
+
+
+def linen_loop(workload: Workload, way: str, *, own_parameters: bool) -> Loop:
+    module, optimizer = make_module(workload), make_optimizer(workload)
+    x = make_data(workload)[0][: workload.batch_size]
+    params = jax.jit(module.init)(jax.random.key(SEED), x)["params"]
+    if not own_parameters:
+        params = shared_parameters(params)
+    lead = {"jit": (), "pmap": (1,), "scan": (STEPS_PER_CALL,)}[way]
+    apply = jax.jit(lambda params, x: module.apply({"params": params}, x))
+    add = jax.jit(lambda params, sums, x, y: sums + measure(module.apply({"params": params}, x), y)[1], donate_argnums=1)
+    state = (params, jax.jit(optimizer.init)(params))
+    return Loop(state, compile_step(module, optimizer, way), lambda state, x: apply(state[0], x), lambda state, *rest: add(state[0], *rest), lead)
+
+
+def nnx_loop(workload: Workload, *, own_parameters: bool) -> Loop:
+    """Returns the loop from Flax's documentation, with `nnx.jit` and `nnx.Optimizer`, which hold the state."""
+    module = make_nnx_module(workload, own_parameters=own_parameters)
+    optimizer = nnx.Optimizer(module, make_optimizer(workload), wrt=nnx.Param)
+
+    @nnx.jit(donate_argnums=2)
+    def train(module, optimizer, sums, x, y):
+        (_, added), grads = nnx.value_and_grad(lambda module: measure(module(x), y), has_aux=True)(module)
+        optimizer.update(module, grads)
+        return sums + added
+
+    apply = nnx.jit(lambda module, x: module(x))
+    add = nnx.jit(lambda module, sums, x, y: sums + measure(module(x), y)[1], donate_argnums=1)
+    # The state of the loop is an array that can be waited for.
+    return Loop(
+        (),
+        lambda state, sums, x, y: (module.head.bias[...], train(module, optimizer, sums, x, y)),
+        lambda state, x: apply(module, x),
+        lambda state, *rest: add(module, *rest),
+    )
+
+
+def split_loop(workload: Workload, *, own_parameters: bool) -> Loop:
+    """Returns a loop that splits an NNX module once and merges it in a step of `jax.jit`, which is the fastest way."""
+    module, optimizer = make_nnx_module(workload, own_parameters=own_parameters), make_optimizer(workload)
+    graph, params, rest = nnx.split(module, nnx.Param, ...)
+
+    def outputs(params, rest, x):
+        return nnx.merge(graph, params, rest)(x)
+
+    def step(state, sums, x, y):
+        params, rest, opt_state = state
+        (_, added), grads = jax.value_and_grad(lambda params: measure(outputs(params, rest, x), y), has_aux=True)(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), rest, opt_state), sums + added
+
+    apply = jax.jit(outputs)
+    add = jax.jit(lambda params, rest, sums, x, y: sums + measure(outputs(params, rest, x), y)[1], donate_argnums=2)
+    state = (params, rest, jax.jit(optimizer.init)(params))
+    donating = jax.jit(step, donate_argnums=(0, 1))
+    return Loop(state, donating, lambda state, x: apply(*state[:2], x), lambda state, *more: add(*state[:2], *more))
+
+
+LOOPS = {"nnx": nnx_loop, "split": split_loop}
+
+
 class Hand(Contender):
-    def __init__(self, workload: Workload, setup: Setup, way: str) -> None:
-        self._workload, self._screen = workload, setup.screen
+    def __init__(self, workload: Workload, setup: Setup, loop: Loop) -> None:
+        self._workload, self._screen, self._loop = workload, setup.screen, loop
         self._x, self._y = make_data(workload)
         self._passes = 0
-        self._per_call = STEPS_PER_CALL if way == "scan" else 1
-        self._lead = {"jit": (), "pmap": (1,), "scan": (STEPS_PER_CALL,)}[way]
-        module, optimizer = make_module(workload), make_optimizer(workload)
-        params = jax.jit(module.init)(jax.random.key(SEED), self._x[: workload.batch_size])["params"]
-        if not setup.own_parameters:
-            params = shared_parameters(params)
-        self._state = (params, jax.jit(optimizer.init)(params))
-        self._step = compile_step(module, optimizer, way)
-        self._apply = jax.jit(lambda params, x: module.apply({"params": params}, x))
-        self._add = jax.jit(lambda params, sums, x, y: sums + measure(module.apply({"params": params}, x), y)[1], donate_argnums=1)
+        self._state = loop.state
+        self._per_call = loop.lead[0] if loop.lead else 1
 
     def _take(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         x, y = self._x.take(rows, 0), self._y.take(rows, 0)  # Faster than x[rows] for few rows.
-        if not self._lead:
+        if not self._loop.lead:
             return x, y
-        return x.reshape(*self._lead, -1, *x.shape[1:]), y.reshape(*self._lead, -1, *y.shape[1:])
+        return x.reshape(*self._loop.lead, -1, *x.shape[1:]), y.reshape(*self._loop.lead, -1, *y.shape[1:])
 
     def order(self) -> np.ndarray:
         """Returns the order of examples in the next pass, which is that of `fit`."""
@@ -92,7 +167,7 @@ class Hand(Contender):
 
     @override
     def train(self, passes: int, on_first_step: Callable[[], None] | None = None) -> Stretch:
-        step, state, take, steps, per_call = self._step, self._state, self._take, self._workload.steps, self._per_call
+        step, state, take, steps, per_call = self._loop.step, self._state, self._take, self._workload.steps, self._per_call
         rows_per_call = self._workload.batch_size * per_call
         watch = Watch()
         watch.begin()
@@ -118,13 +193,13 @@ class Hand(Contender):
 
     @override
     def evaluate(self) -> Stretch:
-        add, params, size = self._add, self._state[0], self._workload.batch_size
+        add, state, size = self._loop.add, self._state, self._workload.batch_size
         watch = Watch()
         watch.begin()
         sums = jnp.zeros(3)
         bar = tqdm(total=self._workload.steps, file=self._screen, dynamic_ncols=True)
         for done in range(1, self._workload.steps + 1):
-            sums = add(params, sums, self._x[(done - 1) * size : done * size], self._y[(done - 1) * size : done * size])
+            sums = add(state, sums, self._x[(done - 1) * size : done * size], self._y[(done - 1) * size : done * size])
             if done % LOG_EVERY == 0:
                 bar.update(LOG_EVERY)
         found = means(sums)
@@ -133,13 +208,13 @@ class Hand(Contender):
 
     @override
     def predict(self) -> Stretch:
-        apply, params, size = self._apply, self._state[0], self._workload.batch_size
+        apply, state, size = self._loop.apply, self._state, self._workload.batch_size
         watch = Watch()
         watch.begin()
         results, pending = [], None
         for begin in range(0, len(self._x), size):
-            outputs = apply(params, self._x[begin : begin + size])
-            if pending is not None:  # Fetched while the next one is computed.
+            outputs = apply(state, self._x[begin : begin + size])
+            if pending is not None:  # Fetched while the next batch is computed.
                 results.append(np.asarray(pending))
             pending = outputs
         results.append(np.asarray(pending))
@@ -149,5 +224,10 @@ class Hand(Contender):
 
 
 def make(workload: Workload, setup: Setup, *, way: str) -> Contender:
-    """Returns the loop that goes by `jax.jit`, `jax.pmap`, or `jax.lax.scan` over 16 stacked batches a call."""
-    return Hand(workload, setup, way)
+    """Returns a loop with `jax.jit`, with `jax.pmap`, with `jax.lax.scan` over 16 stacked batches per call, or with NNX in one of two ways.
+
+    Raises:
+        Unavailable: There is no NNX module for this workload.
+    """
+    make_loop = LOOPS[way] if way in LOOPS else functools.partial(linen_loop, way=way)
+    return Hand(workload, setup, make_loop(workload, own_parameters=setup.own_parameters))

@@ -1,4 +1,4 @@
-"""Keras 3 on JAX: the same models of Keras's own layers, from the same parameters; it shuffles by itself, so losses agree only roughly."""
+"""Keras 3 on JAX: the same models built from Keras layers, with the same parameters. It shuffles differently, so losses agree only roughly."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ try:
 except ModuleNotFoundError as error:
     raise Unavailable("keras is not installed") from error
 
-# Keras's names for what linen calls otherwise.
+# Keras names -> linen names.
 LINEN_NAMES = {"gamma": "scale", "beta": "bias", "embeddings": "embedding", "attention_output": "out"}
 
 
@@ -88,7 +88,7 @@ def share_parameters(model: Any) -> None:
 
 
 class Events(keras.callbacks.Callback):
-    """Tells a watch when a call's first epoch begins."""
+    """Tells a watch when the first epoch of a call begins."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
@@ -145,10 +145,10 @@ class Keras(Contender):
 
 
 def make(workload: Workload, setup: Setup, **compile_options: Any) -> Contender:
-    """Returns Keras's `fit`; its progress bar draws on standard output, which the worker has replaced.
+    """Returns Keras's `fit`. Its progress bar draws on standard output, which the worker has replaced.
 
     Raises:
-        Unavailable: Keras runs on something other than JAX.
+        Unavailable: Keras does not run on JAX.
     """
     if keras.backend.backend() != "jax":
         raise Unavailable(f"Keras runs on {keras.backend.backend()}, not on JAX")

@@ -1,4 +1,4 @@
-"""Lightning with PyTorch on the CPU: the same models, from the same parameters; it shuffles by itself, so losses agree only roughly."""
+"""Lightning with PyTorch on the CPU: the same models with the same parameters. It shuffles differently, so losses agree only roughly."""
 
 from collections.abc import Callable
 
@@ -96,7 +96,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {"dense": Dense, "cnn": CNN, "lm":
 
 
 def linen_path(name: str, shape: tuple[int, ...]) -> str:
-    """Returns linen's path for a parameter of these models."""
+    """Returns the path in linen of a parameter of these models."""
     parts = name.split(".")
     if parts[0] in {"weights", "shifts"}:
         return f"leaves/{parts[0].removesuffix('s')}_{parts[1]}"
@@ -111,7 +111,7 @@ def linen_path(name: str, shape: tuple[int, ...]) -> str:
 
 
 def linen_shape(path: str, shape: tuple[int, ...], heads: int) -> tuple[int, ...]:
-    """Returns the shape that linen gives the parameter: the output's axis comes last, and attention has heads of their own."""
+    """Returns the shape of the parameter in linen: the output axis is last, and attention has an axis of heads."""
     if not path.endswith("kernel"):
         return shape
     outputs, inputs, *window = shape
@@ -123,7 +123,7 @@ def linen_shape(path: str, shape: tuple[int, ...], heads: int) -> tuple[int, ...
 def share_parameters(model: nn.Module, heads: int) -> None:
     """Gives all parameters the initial values that the peers share.
 
-    A hidden layer after convolutions sees its inputs in another order than linen's; as they are random, that changes nothing that is measured.
+    A hidden layer after convolutions has its inputs in another order than in linen. They are random, so this does not affect the measurements.
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -153,11 +153,11 @@ class Module(pl.LightningModule):
         return loss
 
     def configure_optimizers(self):
-        return self._optimizer  # The same in each call of fit, and so with its moments.
+        return self._optimizer  # The same in each call of fit, so that it keeps its moments.
 
 
 class Events(pl.Callback):
-    """Tells what happens to whom the present call wants to tell."""
+    """Calls the functions of the current call."""
 
     def __init__(self) -> None:
         self.on_begin: Callable[[], None] = lambda: None
@@ -175,7 +175,7 @@ class Lightning(Contender):
     def __init__(self, workload: Workload, setup: Setup) -> None:
         x, y = make_data(workload)
         data = TensorDataset(torch.from_numpy(x), torch.from_numpy(y.astype(np.int64)))
-        # A batch by its indices at once: far faster than DataLoader(data, batch_size, shuffle=True), which takes rows one by one.
+        # Takes a batch by its indices, which is much faster than DataLoader(data, batch_size, shuffle=True), which takes rows one by one.
         self._loader = DataLoader(data, sampler=BatchSampler(RandomSampler(data), workload.batch_size, drop_last=False), batch_size=None)
         self._module = Module(workload, own_parameters=setup.own_parameters)
         self._events = Events()
@@ -201,10 +201,10 @@ class Lightning(Contender):
 
 
 def make(workload: Workload, setup: Setup) -> Contender:
-    """Returns Lightning's `Trainer.fit`; its progress bar draws on standard output, which the worker has replaced.
+    """Returns Lightning's `Trainer.fit`. Its progress bar draws on standard output, which the worker has replaced.
 
     Raises:
-        Unavailable: The others would compute on a GPU.
+        Unavailable: The other peers would compute on a GPU.
     """
     if torch.cuda.is_available():
         raise Unavailable("compared on the CPU alone")

@@ -63,9 +63,10 @@ class Transformer(nn.Module):
 
 
 class Leaves(nn.Module):
-    """Scales and shifts its inputs by each of many pairs of small parameters.
+    """Scales and shifts its inputs with each of many pairs of small parameters.
 
-    They begin as ones in all frameworks unless they are shared, because random numbers for each would take longer to compile than all else.
+    Unless parameters are shared, they are initialized to ones in all frameworks, because random initial values would take longer to compile than everything
+    else.
     """
 
     pairs: int

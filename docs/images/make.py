@@ -1,9 +1,9 @@
-"""Makes the pictures of README.md: runs examples/digits.py in a terminal, and shows its log directory in TensorBoard and its history as a plot.
+"""Creates the pictures of README.md: runs examples/digits.py in a terminal, and shows its logs in TensorBoard and its history as a plot.
 
-    python docs/images/make.py [terminal] [pages]
+    python docs/images/make.py [terminal] [pages] [trackers]
 
-Needs what `make venv` installs, and for what is not Python `tmux` and Chromium, as in `apt-get install tmux chromium`. Tests need
-none of it.
+It needs what `make venv` installs, `trackers` also what `make peers` installs, and `tmux` and Chromium, for example from
+`apt-get install tmux chromium`. Tests do not need it.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 JOB = "examples/digits.py"
 COLUMNS, ROWS = 104, 20
-# Of a character, in pixels; a font that is narrower or wider is stretched to it.
+# The size of a character, in pixels. A narrower or wider font is stretched to it.
 WIDTH, HEIGHT, MARGIN = 8.4, 20, 18
 COLORS = dict(zip(range(30, 38), ("#6e7681", "#ff7b72", "#7ee787", "#e3b341", "#79c0ff", "#d2a8ff", "#76e3ea", "#e6edf3"), strict=True))
 BACKGROUND, EDGE, TEXT = "#161b22", "#30363d", "#e6edf3"
@@ -38,7 +38,7 @@ STYLE = re.compile(r"\x1b\[([\d;]*)m")
 
 
 def in_terminal(directory: pathlib.Path) -> str:
-    """Returns what a terminal shows, escapes included, while the job validates in one of its epochs; nothing if that was too short to be seen."""
+    """Returns what a terminal shows, including escapes, while the job validates in one of its epochs; nothing if the validation was too short."""
     (directory / "examples").symlink_to(ROOT / "examples")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
     environment["PATH"] = os.pathsep.join([str(pathlib.Path(sys.executable).parent), environment["PATH"]])
@@ -53,7 +53,7 @@ def in_terminal(directory: pathlib.Path) -> str:
         tmux("send-keys", r"PS1='\[\e[32m\]$\[\e[0m\] '; clear", "Enter")
         time.sleep(1)
         tmux("send-keys", f"python {JOB}", "Enter")
-        best, end = "", time.monotonic() + 120  # At best with the values of the epoch that is validated, which are drawn some ten times a second only.
+        best, end = "", time.monotonic() + 120  # Preferably with the values of the validated epoch, which are drawn only about ten times per second.
         while time.monotonic() < end:
             shown = tmux("capture-pane", "-p", "-e")
             if (found := re.search(r"Epoch [4-8]/(.*)\n.*validation: +\d+/", shown)) and ("loss" in found[1] or "validation" not in best):
@@ -66,7 +66,7 @@ def in_terminal(directory: pathlib.Path) -> str:
 
 
 def cells(line: str) -> list[tuple[str, str]]:
-    """Returns a line's characters with their colors."""
+    """Returns the characters of a line with their colors."""
     color, result, at = TEXT, [], 0
     for style in STYLE.finditer(line):
         result += [(character, color) for character in line[at : style.start()]]
@@ -77,7 +77,7 @@ def cells(line: str) -> list[tuple[str, str]]:
 
 
 def drawing(screen: str) -> str:
-    """Returns a screen as SVG: text that every browser has a font for, and the bars' blocks as rectangles, between which no gap can show."""
+    """Returns a screen as SVG: text in a font that every browser has, and the blocks of bars as rectangles, so that there are no gaps between them."""
     lines = [cells(line) for line in screen.splitlines()]
     width, height = round(max(map(len, lines)) * WIDTH + 2 * MARGIN), len(lines) * HEIGHT + 2 * MARGIN
     parts = [
@@ -111,7 +111,7 @@ def terminal() -> None:
 
 
 def train(directory: pathlib.Path) -> None:
-    """Runs the job with two sizes of its network, and writes the plot of the second one's history to `history.png` in `directory`."""
+    """Runs the job with two sizes of its network, and writes the plot of the second run's history to `history.png` in `directory`."""
     code = f"""
 import sys
 sys.path.insert(0, {str(ROOT / "examples")!r})
@@ -131,7 +131,7 @@ figure.savefig("history.png", dpi=110)
 
 @contextlib.contextmanager
 def served(directory: pathlib.Path):
-    """Gives the address of TensorBoard while it shows `directory`."""
+    """Yields the address of TensorBoard while it serves `directory`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -144,19 +144,19 @@ def served(directory: pathlib.Path):
                 urllib.request.urlopen(f"{address}data/plugins_listing").close()
                 break
             time.sleep(0.5)
-        time.sleep(5)  # It reads the files after it has begun to answer.
+        time.sleep(5)  # It reads the files after it starts to answer.
         yield address
     finally:
         server.terminate()
         server.wait()
 
 
-# Closes the settings of the page, which take a quarter of it.
+# Closes the settings pane, which takes a quarter of the page.
 CLOSE_SETTINGS = "document.querySelector('metrics-dashboard-right-pane button')?.click() ?? document.querySelector('button.settings-button')?.click()"
 
 
 async def take(browser: str, address: str, path: pathlib.Path, size: tuple[int, int]) -> None:
-    """Opens a page in a browser, waits until its charts are drawn, and writes the picture."""
+    """Opens a page in a browser, waits until its charts are drawn, and writes a screenshot."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         options = ["--headless=new", "--no-sandbox", "--hide-scrollbars", "--use-angle=swiftshader", "--enable-unsafe-swiftshader", "--remote-debugging-port=0"]
         command = [browser, *options, f"--user-data-dir={profile}", "about:blank"]
@@ -190,7 +190,7 @@ async def take(browser: str, address: str, path: pathlib.Path, size: tuple[int, 
 
 
 def screenshot(address: str, path: pathlib.Path, size: tuple[int, int]) -> None:
-    """Writes what Chromium shows of a page once it has come to rest."""
+    """Writes a screenshot of a page in Chromium when it no longer changes."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
         raise SystemExit("There is no Chromium here: apt-get install chromium.")
@@ -198,7 +198,7 @@ def screenshot(address: str, path: pathlib.Path, size: tuple[int, int]) -> None:
 
 
 def pages() -> None:
-    """Writes `history.png`, and `tensorboard-light.png` and `tensorboard-dark.png`: the curves of two runs."""
+    """Writes `history.png`, and the curves of two runs as `tensorboard-light.png` and `tensorboard-dark.png`."""
     with tempfile.TemporaryDirectory() as directory:
         work = pathlib.Path(directory)
         train(work)
@@ -209,7 +209,41 @@ def pages() -> None:
                 screenshot(address + query, HERE / f"tensorboard-{name}.png", (1280, 600))
 
 
+def trackers() -> None:
+    """Writes `mlflow.png`: the metrics of a run in the MLflow UI."""
+    sys.path.insert(0, str(ROOT))
+    from PIL import Image
+
+    from tests.integrations.servers import Server
+
+    with tempfile.TemporaryDirectory() as directory:
+        work = pathlib.Path(directory)
+        server = Server(work)
+        server.start()
+        try:
+            code = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "examples")!r})
+import fitflax, digits
+from fitflax.integrations.mlflow import MLflowLogger
+train, valid, _ = digits.load()
+trainer = fitflax.Trainer(digits.CNN(32))
+trainer.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"], learning_rate=2e-3)
+logger = MLflowLogger("digits", tracking_uri={server.uri!r}, every=fitflax.every(steps=5))
+trainer.fit(*train, batch_size=64, epochs=15, validation_data=valid, callbacks=[logger], verbose=0)
+import mlflow
+print(mlflow.MlflowClient({server.uri!r}).get_run(logger.run_id).info.experiment_id, logger.run_id)
+"""
+            env = os.environ | {"PYTHONPATH": str(ROOT)}
+            printed = subprocess.run([sys.executable, "-c", code], cwd=directory, env=env, check=True, capture_output=True, text=True).stdout
+            experiment, run = printed.split()[-2:]
+            screenshot(f"{server.uri}/#/experiments/{experiment}/runs/{run}/model-metrics", work / "page.png", (1280, 1900))
+            Image.open(work / "page.png").crop((200, 1075, 946, 1810)).save(HERE / "mlflow.png")  # The charts of its metrics.
+        finally:
+            server.stop()
+
+
 if __name__ == "__main__":
-    for make in (terminal, pages):
+    for make in (terminal, pages, trackers):
         if make.__name__ in sys.argv[1:] or not sys.argv[1:]:
             make()

@@ -16,7 +16,17 @@ root_doc = "docs/index"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
 
 source_suffix = dict.fromkeys([".md", ".py", ".ipynb"], "markdown")
-include_patterns = ["docs/**.md", "examples/*.py", "examples/*.ipynb", "benchmarks/*.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+include_patterns = [
+    "docs/**.md",
+    "examples/*.py",
+    "examples/pretrained/*.py",
+    "examples/configuration/*.py",
+    "examples/cluster/*.py",
+    "examples/*.ipynb",
+    "benchmarks/*.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+]
 exclude_patterns = ["docs/site", ".*", "build", "dist", "fitflax", "runs", "site", "tests"]  # Not walked through, either.
 
 # Headings have the anchors that hosts of repositories give them.

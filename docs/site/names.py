@@ -19,7 +19,21 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.transforms import SphinxTransform
 
-SUBMODULES = ("callbacks", "checkpoints", "data", "diagnostics", "errors", "losses", "metrics", "optimizers", "parallel", "parallel.processes", "sklearn")
+SUBMODULES = (
+    *("adapters", "callbacks", "checkpoints", "data", "diagnostics", "errors", "integrations", "integrations.mlflow", "integrations.optuna"),
+    *(
+        "integrations.ray",
+        "integrations.torch_layers",
+        "integrations.tracker",
+        "integrations.wandb",
+        "losses",
+        "metrics",
+        "optimizers",
+        "parallel",
+        "parallel.processes",
+        "sklearn",
+    ),
+)
 MODULES = ("fitflax", *(f"fitflax.{name}" for name in SUBMODULES))
 # What users meet and cannot import from a public module: its path here is where it is defined.
 MET = ("fitflax.state.Batch", "fitflax.triggers.Trigger")

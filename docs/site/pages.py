@@ -12,7 +12,7 @@ from benchmarks import plots
 
 PLOT = re.compile(r"^<!--\s*plot:\s*(?P<name>[\w-]+)\s*-->$", re.MULTILINE)
 # Makes the examples' pages part of the page that says <!-- examples -->.
-EXAMPLES = "```{toctree}\n:hidden:\n:glob:\n\n../examples/*\n```"
+EXAMPLES = "```{toctree}\n:hidden:\n:glob:\n\n../examples/*\n../examples/pretrained/*\n../examples/configuration/*\n../examples/cluster/*\n```"
 FORWARD = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={page}"><title>{title}</title><a href="{page}">{title}</a>\n'
 
 
@@ -36,7 +36,8 @@ def read(app: Sphinx, document: str, source: list[str]) -> None:
 def script(name: str, text: str) -> str:
     """Returns the page of an example: what its docstring says, how to run it, and its code."""
     paragraphs = about(text)
-    paragraphs[1:2] = [f"```bash\n{paragraphs[1]}\n```"]
+    if len(paragraphs) > 1:  # A module that others import is not run.
+        paragraphs[1] = f"```bash\n{paragraphs[1]}\n```"
     code = text.split('"""\n', 1)[1].strip("\n")
     return "\n\n".join([f"# {name}", *paragraphs, f"```python\n{code}\n```"])
 

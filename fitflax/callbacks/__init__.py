@@ -1,4 +1,4 @@
-"""Callbacks: what happens beside the steps of a run. Subclass `Callback` for your own."""
+"""Callbacks, which `fit` calls at fixed points of a run. Subclass `Callback` to write a custom one."""
 
 from fitflax.callbacks.base import Callback, Phase, TrainerView
 from fitflax.callbacks.best_checkpoint import BestCheckpoint
@@ -9,6 +9,7 @@ from fitflax.callbacks.lambda_callback import LambdaCallback
 from fitflax.callbacks.learning_rate_scheduler import LearningRateScheduler
 from fitflax.callbacks.media import FigureSummary, HistogramSummary, ImageSummary
 from fitflax.callbacks.model_checkpoint import ModelCheckpoint
+from fitflax.callbacks.preemption_notice import PreemptionNotice
 from fitflax.callbacks.profiler import Profiler
 from fitflax.callbacks.progress_bar import ProgressBar
 from fitflax.callbacks.reduce_lr_on_plateau import ReduceLROnPlateau
@@ -30,6 +31,7 @@ __all__ = [
     "LearningRateScheduler",
     "ModelCheckpoint",
     "Phase",
+    "PreemptionNotice",
     "Profiler",
     "ProgressBar",
     "ReduceLROnPlateau",

@@ -1,18 +1,18 @@
-"""The base class of callbacks: hooks with Keras's names, called positionally, and what a callback says of itself to those who call it."""
+"""The base class of callbacks: hooks with Keras's names, called positionally, and attributes that describe a callback to the training loop."""
 
 import enum
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import jax
 
 import fitflax.keras_names as keras_names
 from fitflax.checkpoints.checkpoint import Checkpoint
-from fitflax.checkpoints.saving import Saver
+from fitflax.checkpoints.writer.saver import Saver
 from fitflax.errors import CallbackError, no_attribute
 from fitflax.logs import Logs
 from fitflax.state import TrainState
+from fitflax.storage import Location
 from fitflax.triggers import Moment, Schedule, Trigger
 
 __all__ = ["Callback", "Phase", "PlainRun", "TrainerView"]
@@ -37,7 +37,7 @@ HOOKS = (
 
 
 class TrainerView(Protocol):
-    """What callbacks may use of a trainer.
+    """The part of a trainer that callbacks may use.
 
     >>> TrainerView.__name__
     'TrainerView'
@@ -54,44 +54,44 @@ class TrainerView(Protocol):
 
     @property
     def learning_rates(self) -> dict[str, float]:
-        """All rates that can be read, by the label of their parameters' group; those assigned are set."""
+        """All readable learning rates, by the label of their parameter group. Assign a dict to set the rates in it."""
 
     @learning_rates.setter
     def learning_rates(self, values: Mapping[str, float]) -> None: ...
 
     @property
     def state(self) -> TrainState:
-        """The newest state, which stays valid after later steps."""
+        """The latest state. It stays valid after later steps."""
 
     @property
     def step(self) -> int:
-        """Finished updates."""
+        """The number of finished steps."""
 
     @property
     def model(self) -> Any:
-        """The module, as the user gave it."""
+        """The module that was passed to the trainer."""
 
     @property
     def stop_reason(self) -> str | None:
-        """Why training stopped or is to stop."""
+        """Why training stopped or is about to stop."""
 
     def stop(self, reason: str) -> None:
-        """Asks training to stop after the present step."""
+        """Stops training after the current step."""
 
     def replace_state(self, state: TrainState) -> None:
-        """Puts another state in place of the newest one."""
+        """Replaces the trainer's state."""
 
     @property
     def evaluate(self) -> Callable[..., dict[str, Any]]:
-        """`Trainer.evaluate`; training goes on as it would have."""
+        """`Trainer.evaluate`. It does not affect training."""
 
     @property
     def predict(self) -> Callable[..., Any]:
-        """`Trainer.predict`; training goes on as it would have."""
+        """`Trainer.predict`. It does not affect training."""
 
 
 class Phase(enum.IntEnum):
-    """When a callback is called within an event, by the kind of its work.
+    """The order in which callbacks are called within an event.
 
     >>> Phase.CHANGE < Phase.USER < Phase.DECIDE < Phase.RECORD < Phase.SAVE_BEST < Phase.SAVE
     True
@@ -106,28 +106,29 @@ class Phase(enum.IntEnum):
 
 
 class Callback:
-    """Something to do at certain points of a run. Subclass it and override hooks; a hook nobody overrides costs nothing.
+    """Base class of callbacks. Subclass it and override hooks; a hook that is not overridden costs nothing.
 
-    `logs` is never `None`: it is one mapping per event, shared by all callbacks, and its values come to the host only when read. In batch hooks they are
-    running values of the epoch. Subclasses need not call `super().__init__()`.
+    `logs` is never `None`. It is one mapping per event, shared by all callbacks, whose values are copied to the host only when they are read. In batch hooks
+    they are running values of the epoch. Subclasses need not call `super().__init__()`.
 
     Attributes:
         trainer: The trainer that runs; see `TrainerView`.
-        params: What is known of the running call: `epochs`, `first_epoch`, `first_step_in_epoch` (0 unless a resume enters that epoch in its middle), `steps`
-            (of an epoch), `test_steps`, `log_every`, `validation_sets`, `num_examples` (of a pass), `hyperparameters`, `model_flops` (of a training step on
-            a device), `resumed_step`, `is_done` (whether a resume has nothing left to do), `note` (a sentence for whoever watches), `time_spent` (its
-            `seconds` by what they went to); `None` for what is not known.
+        params: Facts about the running call, `None` if unknown: `epochs`, `first_epoch`, `first_step_in_epoch` (0 unless a resume enters the epoch in its
+            middle), `steps` (per epoch), `test_steps`, `log_every`, `validation_sets`, `num_examples` (per pass), `hyperparameters`, `model_flops` (of a
+            training step on one device), `resumed_step`, `is_done` (whether a resume has nothing left to do), `note` (a sentence to show to the user),
+            `time_spent` (its `seconds` by category).
         every: When `on_checkpoint` is due; `None` for each checkpoint that the loop makes.
-        phase: When it is called within an event.
-        needs_trainer: Whether it can do nothing with a checkpoint alone.
-        may_skip_batches: Whether its hooks of batches may be called for some of them only, some twenty times a second. Batches between which nobody must see
-            anything take the loop less time, and several small ones of an evaluation or prediction are computed in one call.
-        main_process_only: Whether it does nothing in processes but the first, as whoever writes or shows something.
-        writes_files: Whether it writes files, which `fit(fast_dev_run=...)` does without.
-        needs_gradients_norm: Whether it reads `checkpoint.gradients_norm`, without which some steps take less time; by default wherever it has `on_checkpoint`.
-        needs_grads: Whether it reads `checkpoint.grads`; the run then keeps the gradient of each step, which takes as much memory as the parameters.
+        phase: When the callback is called within an event.
+        needs_trainer: Whether the callback cannot be called as a plain function with a checkpoint.
+        may_skip_batches: Whether batch hooks may be called for only some batches, about 20 times per second. This makes the loop faster, and lets it
+            compute several small batches of an evaluation or prediction in one call.
+        main_process_only: Whether only the first process calls it, as for callbacks that write or display something.
+        writes_files: Whether it writes files. `fit(fast_dev_run=...)` leaves such callbacks out.
+        needs_gradients_norm: Whether it reads `checkpoint.gradients_norm`, without which some steps are faster. By default, whether it overrides
+            `on_checkpoint`.
+        needs_grads: Whether it reads `checkpoint.grads`. The run then keeps the gradient of each step, which takes as much memory as the parameters.
         needs_sown: Collections of sown values that it reads from `checkpoint.sown`.
-        needs_culprit: Whether it reads what first was not finite, for which each step looks at all gradients and parameters.
+        needs_culprit: Whether it reads which value was the first that was not finite. Each step then checks all gradients and parameters.
 
     >>> class PrintLoss(Callback):
     ...     def on_epoch_end(self, epoch, logs):
@@ -151,38 +152,38 @@ class Callback:
     _own_schedule: Schedule | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Has the library's own callbacks say what is here in place of what Keras's take."""
+        """Adds hints about Keras's argument names to the constructors of fitflax's callbacks."""
         super().__init_subclass__(**kwargs)
         if cls.__module__.startswith("fitflax.") and "__init__" in vars(cls):
             cls.__init__ = keras_names.with_hints(cls.__name__, keras_names.CALLBACKS, CallbackError)(vars(cls)["__init__"])  # type: ignore[method-assign]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what is pickled: all but the trainer, and what belongs to its call."""
+        """Returns the attributes to pickle: all but the trainer and those that belong to its running call."""
         own = {name: value for name, value in vars(self).items() if name not in ("trainer", "params", "_own_schedule")}
         return {name: None if isinstance(value, Saver) else value for name, value in own.items()}
 
-    if not TYPE_CHECKING:  # Or every name would be an attribute.
+    if not TYPE_CHECKING:  # Otherwise type checkers would accept any attribute.
 
         def __getattr__(self, name):
-            """Says where to find what Keras's callbacks have."""
-            if hasattr(type(self), name):  # A property that failed: its own error says more.
+            """Raises an error that says where to find an attribute of Keras's callbacks."""
+            if hasattr(type(self), name):  # A property raised AttributeError: call it again for its own message.
                 return object.__getattribute__(self, name)
             hints = {
-                "model": "What runs it is self.trainer: self.trainer.model, self.trainer.state, self.trainer.stop()",
-                "trainer": "It is there from the first hook on",
+                "model": "Use self.trainer: self.trainer.predict(x), self.trainer.learning_rate, self.trainer.model, self.trainer.state, self.trainer.stop()",
+                "trainer": "It is set before the first hook is called",
             }
             raise no_attribute(self, name, hints)
 
     # -- hooks --
 
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:
-        """Called once before the first step; resets what an earlier run left. `logs` is empty."""
+        """Called once before the first step. Reset what an earlier run left here. `logs` is empty."""
 
     def on_train_end(self, logs: Mapping[str, Any]) -> None:
-        """Called once at the end, whatever ended the run. `logs` are those of the last epoch."""
+        """Called once at the end, also of a run that failed. `logs` are those of the last epoch."""
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any]) -> None:
-        """Called before an epoch's first batch, not when a resume enters an epoch in its middle. `logs` is empty."""
+        """Called before an epoch's first batch, but not when a resume enters an epoch in its middle. `logs` is empty."""
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Called after an epoch's last batch and its validation."""
@@ -194,10 +195,10 @@ class Callback:
         """Called after a step was dispatched; reading `logs` waits for it."""
 
     def on_test_begin(self, logs: Mapping[str, Any]) -> None:
-        """Called before an evaluation, also one that validates."""
+        """Called before an evaluation or validation."""
 
     def on_test_end(self, logs: Logs) -> None:
-        """Called after an evaluation, with its results."""
+        """Called after an evaluation or validation, with its results."""
 
     def on_test_batch_begin(self, batch: int, logs: Mapping[str, Any]) -> None:
         """Called before a batch of an evaluation."""
@@ -215,7 +216,7 @@ class Callback:
         """Called before a batch of a prediction."""
 
     def on_predict_batch_end(self, batch: int, logs: Mapping[str, Any]) -> None:
-        """Called after a batch of a prediction; `logs["outputs"]` are its outputs, NumPy."""
+        """Called after a batch of a prediction. `logs["outputs"]` are its outputs as NumPy arrays."""
 
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Called with a checkpoint when `every` is due."""
@@ -223,10 +224,10 @@ class Callback:
     # -- a callback as a plain function --
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Acts on `checkpoint` if `every` is due, and returns it; for loops without a trainer.
+        """Calls `on_checkpoint` if `every` is due, and returns `checkpoint`. For loops without a trainer.
 
         Raises:
-            CallbackError: This callback consumes no checkpoints, or needs a trainer.
+            CallbackError: This callback does not override `on_checkpoint`, or needs a trainer.
         """
         self.check_alone()
         if self.main_process_only and jax.process_index():
@@ -241,68 +242,64 @@ class Callback:
         return checkpoint
 
     def check_alone(self) -> None:
-        """Checks that this callback can be called with a checkpoint.
-
-        Raises:
-            CallbackError: It consumes no checkpoints, or needs a trainer.
-        """
+        """Raises a `CallbackError` if this callback does not work as a plain function."""
         if not overrides(self, "on_checkpoint") or (self.needs_trainer and not hasattr(self, "trainer")):
-            raise CallbackError(f"{type(self).__name__} works in fit(callbacks=[...]) only: it can do nothing with a checkpoint alone.")
+            raise CallbackError(f"{type(self).__name__} cannot be called with a checkpoint. Pass it to fit(callbacks=[...]).")
 
     def wants(self, checkpoint: Checkpoint) -> bool:
-        """Returns whether this callback wants `checkpoint` although `every` is not due, because no other follows."""
+        """Returns whether to call `on_checkpoint` although `every` is not due."""
         return False
 
     # -- state --
 
     @property
     def state_key(self) -> str:
-        """Under which key `state_dict` is saved: the class and the arguments that tell two instances apart."""
+        """The key under which `state_dict` is saved: the class, and the arguments that distinguish two instances."""
         return type(self).__name__
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resume needs: arrays, numbers, strings, `None`, lists and dicts of them. Empty for nothing."""
+        """Returns the state to save in checkpoints: a dict of arrays, numbers, strings, `None`, and lists and dicts of them."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what `state_dict` returned; called after `on_train_begin` on a resume."""
+        """Restores what `state_dict` returned. Called after `on_train_begin` on a resume."""
 
     # -- files --
 
+    @property
+    def copies_state(self) -> bool:
+        """Whether it saves copies of the state while training continues. The run reserves memory for them."""
+        return False
+
     def enter_run(self, saver: Saver) -> None:
-        """Locks what only one run may use at a time, before anything of it is read; `saver.close()` gives it back."""
+        """Locks files that only one run may use at a time, before they are read. `saver.close()` releases the lock."""
 
     def open_run(self, run_id: str, step: int) -> None:
-        """Prepares files before a run's first step.
-
-        Args:
-            run_id: Which run.
-            step: The step that it goes on from; what files hold beyond it is dropped.
-        """
+        """Prepares files before a run's first step. Drop what they contain beyond `step`, from which the run resumes."""
 
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
-        """Called when a run ended inside an epoch, after that epoch was closed over the part seen.
+        """Called when a run ends inside an epoch, after the metrics and validation of the partial epoch.
 
-        `checkpoint` is that of the last step again, now with the validation's values; `logs` is the row of the epoch. A resume that goes on knows nothing
-        of this event.
+        `checkpoint` is the last step's checkpoint again, now with validation values; `logs` is the epoch's row. If a resume continues the epoch, the event
+        is forgotten.
         """
 
     @property
-    def saves_as(self) -> tuple[Path, str] | None:
-        """Where this callback saves whatever checkpoint it is given, and under which name it wants it there."""
+    def saves_as(self) -> tuple[Location, str] | None:
+        """The directory in which this callback saves every checkpoint that it gets, and the owner name under which it keeps them."""
         return None
 
     def run_was_saved(self) -> None:
-        """Called when a checkpoint that the run can be resumed from, with the states of all callbacks, is complete."""
+        """Called after a checkpoint of the whole run, with the states of all callbacks, is saved."""
 
     def drop_closing(self) -> None:
-        """Forgets what an earlier process did when it closed an epoch in its middle, on a resume that goes on."""
+        """Discards what an earlier process wrote in `on_closing`. Called when a resume continues that epoch."""
 
     def load_closing(self, step: int, epoch: int, logs: Logs) -> None:
-        """Takes what an earlier process logged when it closed the epoch, on a resume that has nothing left to do."""
+        """Restores what an earlier process logged in `on_closing`. Called when a resume has nothing left to do."""
 
     def sync(self) -> None:
-        """Puts everything up to now on disk; called before the checkpoint of this step is completed."""
+        """Flushes everything to disk. Called before the checkpoint of this step is completed."""
 
     def close(self) -> None:
         """Waits for writers and closes files."""
@@ -315,45 +312,37 @@ class Callback:
 
 
 class PlainRun:
-    """Which run a callback serves as a plain function, and how far that is.
-
-    Attributes:
-        step: The step of the last checkpoint.
-    """
+    """Tracks the run of a callback that is used as a plain function. `step` is that of the last checkpoint."""
 
     def __init__(self) -> None:
         self._run: tuple[str, int] | None = None
         self.step = 0
 
-    def goes_on(self, checkpoint: Checkpoint) -> bool:
-        """Notes a checkpoint; returns whether it follows the last one in the same run, so that nothing of what was written lies beyond it."""
-        run = checkpoint.run_id, checkpoint.run.point.process_start
+    def continues(self, checkpoint: Checkpoint) -> bool:
+        """Records a checkpoint, and returns whether it continues the run of the previous one, so that no written data has to be dropped."""
+        run = checkpoint.run_id, checkpoint.run.position.process_start
         follows = run == self._run and checkpoint.step >= self.step
         self._run, self.step = run, checkpoint.step
         return follows
 
 
 def moment_of(checkpoint: Checkpoint) -> Moment:
-    """Returns the moment of a checkpoint, for triggers."""
+    """Returns a checkpoint's `Moment`, for triggers."""
     return Moment(
         step=checkpoint.step,
-        start_step=checkpoint.run.point.process_start,
+        start_step=checkpoint.run.position.process_start,
         epochs_done=checkpoint.epoch + checkpoint.epoch_ends,
         epoch_ends=checkpoint.epoch_ends,
-        seconds=checkpoint.run.point.seconds,
+        seconds=checkpoint.run.position.seconds,
     )
 
 
 def overrides(callback: Callback, hook: str) -> bool:
-    """Returns whether `callback` does anything in `hook`."""
+    """Returns whether `callback` overrides `hook`."""
     return hook in vars(callback) or getattr(type(callback), hook) is not getattr(Callback, hook)
 
 
 def check_trigger(owner: str, every: Any) -> None:
-    """Checks an argument `every`.
-
-    Raises:
-        CallbackError: It is neither a trigger nor `None`.
-    """
+    """Checks that an argument `every` is a trigger or `None`, and raises a `CallbackError` otherwise."""
     if every is not None and not isinstance(every, Trigger):
         raise CallbackError(f"{owner}(every=...) takes a trigger, such as fitflax.every(steps=100). Received: {every!r}.")

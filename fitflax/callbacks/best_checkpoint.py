@@ -1,4 +1,4 @@
-"""`BestCheckpoint`: the checkpoints with the best values of a monitored metric."""
+"""`BestCheckpoint`: saves the checkpoints with the best values of a metric."""
 
 import contextlib
 import dataclasses
@@ -13,8 +13,8 @@ from fitflax.callbacks.base import Phase
 from fitflax.callbacks.monitor import Monitor
 from fitflax.callbacks.store_callback import StoreCallback
 from fitflax.checkpoints.checkpoint import Checkpoint
-from fitflax.checkpoints.saved import FOR_INFERENCE
-from fitflax.checkpoints.trees import restore_tree
+from fitflax.checkpoints.formats.checkpoint_files import FOR_INFERENCE
+from fitflax.checkpoints.restore.fit import restore_tree
 from fitflax.errors import CheckpointError, warn
 from fitflax.logs import Logs
 
@@ -22,28 +22,30 @@ __all__ = ["BestCheckpoint"]
 
 
 class BestCheckpoint(StoreCallback):
-    """Saves a checkpoint whenever a monitored value is strictly better than the worst one kept. NaN never is.
+    """Saves a checkpoint when a monitored value is strictly better than the worst one kept, or fewer than `keep` are kept. NaN is never saved.
 
-    In `fit` it looks where the value is new: at validations, and at the ends of epochs. As a plain function it looks at every checkpoint it gets.
+    In `fit` it checks the value at validations and at the end of each epoch. As a plain function it checks every checkpoint that it gets.
 
     Args:
-        directory: Where; it may be the directory of a `ModelCheckpoint`.
+        directory: A path or a URL. It may be the directory of a `ModelCheckpoint`.
         monitor: The flat name of the value, such as `"val_loss"`.
         mode: `"min"`, `"max"`, or `None` for the direction that the loss or metric declares.
-        keep: How many of the best are kept; `None` for all.
-        restore_best: Whether the best parameters, averages of them and collections are put back at the end of `fit`, after the last checkpoint.
-        initial_value: Only values better than this are saved.
-        overwrite: Whether a run from the beginning may replace another run in the directory.
-        asynchronous: Whether training goes on while a copy of the state on the host is written; see `ModelCheckpoint`.
-        backend: Who writes the state; see `ModelCheckpoint`.
+        keep: The number of best checkpoints to keep; `None` keeps a checkpoint of every observed value.
+        restore_best: Whether to restore the best parameters, their averages and collections at the end of `fit`, after the last checkpoint.
+        initial_value: A threshold; only better values are saved.
+        overwrite: Whether a new run may replace another run in the directory.
+        asynchronous: Whether training continues during a save; see `ModelCheckpoint`.
+        backend: The backend that writes the state; see `ModelCheckpoint`.
+        on_save_error: Whether a failed save ends the run; see `ModelCheckpoint`.
+        storage_options: Options for a URL; see `ModelCheckpoint`.
 
     Attributes:
-        best: The best value so far; `None` if there was none.
-        best_step: Its step.
+        best: The best value so far; `None` if there is none.
+        best_step: The step of the best value.
 
     Raises:
-        CallbackError: An argument out of its range.
-        CheckpointError: There is no such backend.
+        CallbackError: An argument is out of range.
+        CheckpointError: The backend is unknown.
 
     >>> BestCheckpoint("runs/a/best", monitor="val_accuracy").best is None
     True
@@ -63,33 +65,43 @@ class BestCheckpoint(StoreCallback):
         overwrite: bool = False,
         asynchronous: bool = True,
         backend: str = "msgpack",
+        on_save_error: str = "raise",
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(directory, keep=keep, overwrite=overwrite, asynchronous=asynchronous, backend=backend)
+        super().__init__(
+            directory,
+            keep=keep,
+            overwrite=overwrite,
+            asynchronous=asynchronous,
+            backend=backend,
+            on_save_error=on_save_error,
+            storage_options=storage_options,
+        )
         self.restore_best = restore_best
         self.initial_value = initial_value
         self._monitor = Monitor("BestCheckpoint", monitor, mode)
         self._in_fit = False
-        # (value, step), the best first; and what a run that ended inside an epoch saved after its last checkpoint.
+        # Pairs (value, step), the best first. `_closing` is what a run that ended inside an epoch saved after its last checkpoint.
         self._kept: list[tuple[float, int]] = []
         self._closing: tuple[float, int] | None = None
         self._saving: tuple[float, int] | None = None
-        # Steps that the newest regular checkpoint names as the best: a resume from it must find them, so they go only when a newer one is complete.
-        self._named: set[int] = set()
+        # Steps that the newest checkpoint of the whole run lists as the best. A resume needs them, so they are deleted only after a newer one is complete.
+        self._referenced: set[int] = set()
         self._resumed_step = 0
 
     @property
     def _ranking(self) -> list[tuple[float, int]]:
-        self._forget_failed()
+        self._drop_failed_saves()
         return self._rank([*self._kept, *([self._closing] if self._closing else [])])
 
     @property
     def best(self) -> float | None:
-        """The best value so far."""
+        """The best value so far; `None` if there is none."""
         return self._ranking[0][0] if self._ranking else None
 
     @property
     def best_step(self) -> int | None:
-        """The step of the best value so far."""
+        """The step of the best value; `None` if there is none."""
         return self._ranking[0][1] if self._ranking else None
 
     @property
@@ -106,7 +118,7 @@ class BestCheckpoint(StoreCallback):
     def open_run(self, run_id: str, step: int) -> None:
         super().open_run(run_id, step)
         self._closing = None
-        self._named = set()
+        self._referenced = set()
         self._resumed_step = step
         self._kept = self._on_disk()
 
@@ -114,17 +126,17 @@ class BestCheckpoint(StoreCallback):
         values = ((self.store.metric(saved, self._monitor.key), saved) for saved in self.store.wanted(self.owner))
         return [(value, saved) for value, saved in values if value is not None and value == value]
 
-    def _forget_failed(self) -> None:
-        """After a save that failed: what is kept is what is there, where the best before may be the best again."""
+    def _drop_failed_saves(self) -> None:
+        """Reads from disk what is kept, after a failed save. An earlier checkpoint may be the best again."""
         if self._saver is not None and self._saver.has_lost:
-            self._take_from_disk()
+            self._reload()
 
-    def _take_from_disk(self) -> None:
-        with contextlib.suppress(CheckpointError):  # The disk is not there at all; what failed has said so.
+    def _reload(self) -> None:
+        with contextlib.suppress(CheckpointError):  # The disk is unavailable, which the failed save has reported.
             self._keep_best_of(self._on_disk())
 
     def _keep_best_of(self, entries: list[tuple[float, int]]) -> None:
-        """Keeps the best of these and of what is being saved."""
+        """Keeps the best of `entries` and of the one that is being saved."""
         now = [self._saving] if self._saving else []
         self._kept = self._rank([*(entry for entry in entries if entry[1] not in {step for _, step in now}), *now])[: self.keep]
 
@@ -137,27 +149,27 @@ class BestCheckpoint(StoreCallback):
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
         if self._in_fit and not checkpoint.epoch_ends and self._monitor.key not in checkpoint.evaluated:
             return
-        self._join(checkpoint)
+        self._open_plain_run(checkpoint)
         value = self._candidate(checkpoint.logs, checkpoint.step)
         if value is not None:
             self._saving = (value, checkpoint.step)
             self._keep_best_of(self._kept)
             try:
-                self._save(checkpoint, {step for _, step in self._kept} | self._named)
+                self._save(checkpoint, {step for _, step in self._kept} | self._referenced)
             except CheckpointError:
                 self._saving = None
-                self._take_from_disk()
+                self._reload()
                 raise
             finally:
                 self._saving = None
 
     @override
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
-        # The last regular checkpoint does not know of this value, and a resume from it must still find what it knows: nothing is deleted here.
+        # Delete nothing: a resume from the last checkpoint of the whole run, which does not have this value, needs the ones listed there.
         value = self._candidate(checkpoint.logs, checkpoint.step)
         if value is not None and checkpoint.step not in {step for _, step in self._kept}:
             self._closing = (value, checkpoint.step)
-            self._save(checkpoint, {step for _, step in self._kept} | {checkpoint.step} | self._named)
+            self._save(checkpoint, {step for _, step in self._kept} | {checkpoint.step} | self._referenced)
 
     @override
     def load_closing(self, step: int, epoch: int, logs: Logs) -> None:
@@ -166,7 +178,7 @@ class BestCheckpoint(StoreCallback):
             self._closing = (value, step)
 
     def _candidate(self, logs: Logs, step: int) -> float | None:
-        """Returns the monitored value if its checkpoint is to be saved."""
+        """Returns the monitored value if its checkpoint should be saved."""
         value = self._monitor.value(logs, self.params.get("validation_sets", ()) if self._in_fit else ())
         if value is None or not self._monitor.is_better(value, self.initial_value):
             return None
@@ -181,10 +193,10 @@ class BestCheckpoint(StoreCallback):
     @override
     def run_was_saved(self) -> None:
         kept = {step for _, step in self._kept}
-        if self._named - kept and self._saver is not None and not self._saver.has_lost:
-            # After what is being saved: only then is there something that names others.
+        if self._referenced - kept and self._saver is not None and not self._saver.has_lost:
+            # Queued behind the save in progress, which lists the steps that are needed from then on.
             self._saver.submit(functools.partial(self.store.retain, self.owner, kept), is_save=False)
-        self._named = kept
+        self._referenced = kept
 
     @override
     def drop_closing(self) -> None:
@@ -194,7 +206,8 @@ class BestCheckpoint(StoreCallback):
     def on_train_end(self, logs: Mapping[str, Any]) -> None:
         self._in_fit = False
         if self.restore_best and self._saver is not None:
-            self._saver.wait()
+            with self._warn_on_failure():
+                self._saver.wait()
         if self.restore_best and self.best_step is not None:
             saved = self.store.restore(self.best_step, FOR_INFERENCE)
             state = self.trainer.state
@@ -207,21 +220,21 @@ class BestCheckpoint(StoreCallback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        self._forget_failed()
+        self._drop_failed_saves()
         return {"kept": [[value, step] for value, step in self._kept], "direction": self._monitor.direction}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         kept = [(float(value), int(step)) for value, step in state["kept"]]
-        # Not what gave way to a better one: a run that goes on from an older checkpoint will find that one again.
+        # Those that were replaced by a better one are not lost: a run that resumes from an older checkpoint will reach the better one again.
         gone = self.store.lost(self.owner, [step for _, step in kept])
         self._kept = [entry for entry in kept if entry[1] not in gone]
         if gone:
-            message = (
-                f"{self.directory} no longer holds the best checkpoints of steps {gone}, which the run had saved there; what comes is compared with the rest."
+            warn(
+                f"{self.directory} no longer contains the best checkpoints of steps {gone}, which this run saved. Later checkpoints are compared only with the "
+                "remaining ones."
             )
-            warn(message)
-        self._named = {step for _, step in self._kept}
-        if self.store.steps():  # What a process that died had no time for; the resumed step may be wanted for the closing of its epoch.
-            self.store.retain(self.owner, self._named | ({self._resumed_step} & set(self.store.wanted(self.owner))))
-        self._monitor.take_direction(state["direction"])
+        self._referenced = {step for _, step in self._kept}
+        if self.store.steps():  # Delete what a killed process did not. `load_closing` may need the resumed step.
+            self.store.retain(self.owner, self._referenced | ({self._resumed_step} & set(self.store.wanted(self.owner))))
+        self._monitor.restore_direction(state["direction"])

@@ -1,19 +1,16 @@
-"""`CSVLogger`: the logs of every epoch as a CSV file, a row an epoch.
-
-It keeps what `History` keeps, in a file that anything can read while the run goes on. Arrays have no place in a table and are left out.
-"""
+"""`CSVLogger`: writes the logs of each epoch to a CSV file."""
 
 import csv
 import io
 import os
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from typing_extensions import override
 
 from fitflax.callbacks.epoch_file import EPOCH, EpochFile
 from fitflax.errors import CallbackError
+from fitflax.storage import Location
 
 __all__ = ["CSVLogger"]
 
@@ -21,20 +18,21 @@ MISSING = "NA"
 
 
 class CSVLogger(EpochFile):
-    r"""Writes a row an epoch: `epoch`, then all that is logged, under a header.
+    r"""Writes a row per epoch to a CSV file: `epoch`, then all logged values, under a header.
 
-    What a row lacks is `NA`; a key that comes later, such as a validation's, becomes one more column. Floats read back to the same floats. A resumed run goes
-    on from the rows that its checkpoint knew, so that each epoch is there once. A run that begins afresh replaces the file with its first row, not before.
+    Missing values are `NA`. A key that is first logged later, such as one of a validation, adds a column. Floats are written without loss of precision;
+    arrays are left out. A resumed run drops rows that are newer than its checkpoint, so each epoch is in the file once. A new run replaces the file when
+    it writes its first row.
 
     Args:
-        path: The file; its directories are made.
-        append: Whether a run that begins afresh keeps the rows that are there. A column that the file has and the run does not log is kept, too.
+        path: The file. Missing directories are created.
+        append: Whether a new run keeps the existing rows, with all their columns.
 
     Raises:
-        CallbackError: Before the first step: the file cannot be written, or is to be appended to and is no such table. It is left as it is.
+        CallbackError: Before the first step: the file cannot be written, or has another format. The file is not changed.
 
-    >>> import tempfile
-    >>> path = Path(tempfile.mkdtemp(), "log.csv")
+    >>> import pathlib, tempfile
+    >>> path = pathlib.Path(tempfile.mkdtemp(), "log.csv")
     >>> with CSVLogger(path) as logger:
     ...     logger.on_epoch_end(0, {"loss": 0.5})
     ...     logger.on_epoch_end(1, {"loss": 0.25, "val_loss": 1.0})
@@ -42,18 +40,18 @@ class CSVLogger(EpochFile):
     'epoch,loss,val_loss\n0,0.5,NA\n1,0.25,1.0\n'
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, append: bool = False) -> None:
-        super().__init__(path, append=append)
-        # The table as it stands in the file, or will once there is a row to write.
+    def __init__(self, path: str | os.PathLike[str], *, append: bool = False, storage_options: Mapping[str, Any] | None = None) -> None:
+        super().__init__(path, append=append, storage_options=storage_options)
+        # The table that is in the file, or will be when the next row is written.
         self._columns: list[str] = []
         self._rows: list[list[str]] = []
 
     @override
-    def _read_in(self) -> None:
+    def _read_existing(self) -> None:
         self._columns, self._rows = read_table(self.path)
 
     @override
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self._columns, self._rows = [], []
 
     @override
@@ -61,7 +59,7 @@ class CSVLogger(EpochFile):
         return EPOCH.encode() in line.split(b",")
 
     @override
-    def _whole(self) -> str:
+    def _contents(self) -> str:
         return table_text([self._columns, *self._rows] if self._columns else [])
 
     @override
@@ -88,10 +86,10 @@ class CSVLogger(EpochFile):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         count, known = int(state["rows"]), set(state["columns"])
         if not count and not self.append:
-            return  # The run had written nothing yet; what is there is not its own.
+            return  # The run had written nothing yet, so the file belongs to another run.
         columns, rows = read_table(self.path)
         kept = rows[:count]
-        # A column of dropped rows alone goes with them.
+        # Drop columns that only dropped rows have.
         places = [place for place, key in enumerate(columns) if key in known or any(row[place] != MISSING for row in kept)]
         self._columns = [columns[place] for place in places]
         self._rows = [[row[place] for place in places] for row in kept]
@@ -100,13 +98,13 @@ class CSVLogger(EpochFile):
 
 
 def field_text(value: Any) -> str | None:
-    """Returns a logged value as the text of a field, or `None` where it has none, as an array.
+    """Returns a logged value as the text of a field; `None` for arrays and other values that are left out.
 
     >>> field_text(0.1), field_text(float("nan")), field_text(None), field_text([1, 2])
     ('0.1', 'nan', 'NA', None)
     """
     if getattr(value, "ndim", None) == 0:
-        value = value.item()  # A scalar of NumPy's or JAX's.
+        value = value.item()
     if value is None:
         return MISSING
     if isinstance(value, float):
@@ -125,13 +123,10 @@ def table_text(rows: Iterable[Sequence[str]]) -> str:
     return text.getvalue()
 
 
-def read_table(path: Path) -> tuple[list[str], list[list[str]]]:
-    """Returns columns and rows of a CSV file with a column `epoch`; nothing where there is no file, or an empty one.
+def read_table(path: Location) -> tuple[list[str], list[list[str]]]:
+    """Returns the columns and rows of a CSV file with a column `epoch`; empty lists if the file is missing or empty.
 
-    The last row may have been cut off, as by a power failure: what it lacks is `NA`.
-
-    Raises:
-        CallbackError: It is no such file, or cannot be read.
+    Missing fields of an incomplete last row, as after a power failure, are `NA`. Raises a `CallbackError` for other files.
     """
     try:
         text = path.read_bytes().decode("utf-8")
@@ -141,21 +136,21 @@ def read_table(path: Path) -> tuple[list[str], list[list[str]]]:
     except OSError as error:
         raise CallbackError(f"CSVLogger cannot read {path}: {error.strerror or error}.") from error
     except (UnicodeDecodeError, csv.Error) as error:
-        raise _no_table(path, f"it is no CSV file ({error})") from error
+        raise _invalid_file(path, f"it is not a CSV file ({error})") from error
     if not lines:
         return [], []
     columns, *rows = lines
     if EPOCH not in columns:
-        raise _no_table(path, f"it has no column {EPOCH!r}, only {columns}")
+        raise _invalid_file(path, f"it has no column {EPOCH!r}, only {columns}")
     if len(set(columns)) < len(columns):
-        raise _no_table(path, f"its columns {columns} are not distinct")
+        raise _invalid_file(path, f"some of its columns {columns} have the same name")
     if rows and not text.endswith(("\n", "\r")):
         rows[-1] += [MISSING] * (len(columns) - len(rows[-1]))
     for number, row in enumerate(rows, start=1):
         if len(row) != len(columns):
-            raise _no_table(path, f"its row {number} has {len(row)} fields instead of {len(columns)}")
+            raise _invalid_file(path, f"its row {number} has {len(row)} fields instead of {len(columns)}")
     return columns, rows
 
 
-def _no_table(path: Path, fault: str) -> CallbackError:
-    return CallbackError(f"CSVLogger cannot go on with {path}: {fault}. Move the file away, or give another path.")
+def _invalid_file(path: Location, fault: str) -> CallbackError:
+    return CallbackError(f"CSVLogger cannot continue the file {path}: {fault}. Move the file, or pass another path.")

@@ -1,4 +1,4 @@
-"""`EarlyStopping`: ends a run when a monitored value has stopped improving."""
+"""`EarlyStopping`: stops a run when a monitored value has stopped improving."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,23 +18,24 @@ __all__ = ["EarlyStopping"]
 
 
 class EarlyStopping(Callback):
-    """Stops a run when a monitored value has not improved for more than `patience` observations, one an epoch or one a validation.
+    """Stops a run when a monitored value has not improved for `patience` observations, one per epoch or validation.
 
-    What it ended stays ended on a resume.
+    A run that was stopped stays stopped after a resume.
 
     Args:
         monitor: The flat name of the value.
         mode: `"min"`, `"max"`, or `None` for the direction that the loss or metric declares.
-        min_delta: What an improvement must exceed.
-        patience: How many observations without improvement are allowed; 0 and 1 both stop at the first.
-        baseline: Observations are waited through, improvements or not, until one is better than this; what stops is one that is no improvement.
-        restore_best: Whether the parameters and collections of the best observation are put back at the end, after the last checkpoint.
-        start_from_epoch: Epochs before this index are not observed.
-        stopping_threshold: Stop as soon as the value is better than this.
-        divergence_threshold: Stop as soon as the value is worse than this.
+        min_delta: The change that an improvement must exceed.
+        patience: The number of consecutive observations without improvement after which the run stops; 0 and 1 both stop at the first.
+        baseline: A value to beat. Until an observation is better than it, improvements do not reset the count of `patience`; still, only an observation
+            without improvement stops the run.
+        restore_best: Whether to restore the parameters and collections of the best observation at the end, after the last checkpoint.
+        start_from_epoch: The index of the first epoch that is observed.
+        stopping_threshold: A value at which training is good enough: it stops as soon as an observation is better.
+        divergence_threshold: A value at which training has failed: it stops as soon as an observation is worse.
 
     Raises:
-        CallbackError: A number out of its range.
+        CallbackError: A number is out of range.
 
     >>> EarlyStopping("val_loss", patience=3).patience
     3
@@ -105,31 +106,31 @@ class EarlyStopping(Callback):
         if has_improved:
             self.best, self.best_epoch = value, epoch
             if self.restore_best:
-                # These leaves stay valid: a state that was handed out is copied before the next step.
-                self._best_leaves = jax.tree.leaves(self._weights())
+                # These leaves stay valid, because a state that was read is copied before the next step donates it.
+                self._best_leaves = jax.tree.leaves(self._params_and_collections())
             if self.baseline is None or monitor.is_better(value, self.baseline):
                 self.wait = 0
         if self.stopping_threshold is not None and monitor.is_better(value, self.stopping_threshold):
             self._stop(epoch, f"{monitor.key} is {value:g}, better than {self.stopping_threshold:g}")
         elif self.divergence_threshold is not None and monitor.is_better(self.divergence_threshold, value):
             self._stop(epoch, f"{monitor.key} is {value:g}, worse than {self.divergence_threshold:g}")
-        # As in Keras an improvement stops nothing, though it stays below the baseline, and neither does the run's first epoch by itself.
+        # As in Keras, neither an improvement that does not reach the baseline nor the first epoch by itself stops the run.
         elif not has_improved and self.wait >= self.patience and (epoch > 0 or self.wait > 1):
-            best = "it never was a number" if self.best is None or self.best_epoch is None else f"the best is {self.best:g} of epoch {self.best_epoch + 1}"
+            best = "it was never a number" if self.best is None or self.best_epoch is None else f"best: {self.best:g} (epoch {self.best_epoch + 1})"
             self._stop(epoch, f"{monitor.key} has not improved for {self.wait} observation{'s' if self.wait != 1 else ''}; {best}")
 
     def _stop(self, epoch: int, reason: str) -> None:
         self.stopped_epoch, self._reason = epoch, f"EarlyStopping: {reason}"
         self.trainer.stop(self._reason)
 
-    def _weights(self) -> tuple[Any, Any, Any]:
+    def _params_and_collections(self) -> tuple[Any, Any, Any]:
         state = self.trainer.state
         return state.params, state.model_state, state.ema_params
 
     @override
     def on_train_end(self, logs: Mapping[str, Any]) -> None:
         if self.restore_best and self._best_leaves is not None:
-            params, model_state, averages = jax.tree.unflatten(jax.tree.structure(self._weights()), self._best_leaves)
+            params, model_state, averages = jax.tree.unflatten(jax.tree.structure(self._params_and_collections()), self._best_leaves)
             self.trainer.replace_state(dataclasses.replace(self.trainer.state, params=params, model_state=model_state, ema_params=averages))
 
     @property
@@ -155,6 +156,6 @@ class EarlyStopping(Callback):
         self.best, self.best_epoch, self.stopped_epoch = state["best"], state["best_epoch"], state["stopped_epoch"]
         self._reason = state["reason"]
         self._best_leaves = state["best_leaves"]
-        self._monitor.take_direction(state["direction"])
+        self._monitor.restore_direction(state["direction"])
         if self.stopped_epoch is not None:
             self.trainer.stop(self._reason)

@@ -1,7 +1,8 @@
-"""`EpochFile`: what callbacks share that write the logs of every epoch into one file and go on with it when a run is resumed."""
+"""`EpochFile`: base class of callbacks that write the logs of each epoch to one file, and continue the file after a resume."""
 
 import abc
 import contextlib
+import functools
 import glob
 import os
 from collections.abc import Mapping
@@ -10,10 +11,12 @@ from typing import Any, TextIO
 
 from typing_extensions import override
 
+from fitflax.background import Background
 from fitflax.callbacks.base import Callback, Phase
-from fitflax.checkpoints.documents import PROCESS, fsync_directory
-from fitflax.errors import CallbackError
+from fitflax.checkpoints.formats.json_documents import PROCESS, fsync_directory
+from fitflax.errors import CallbackError, ConfigError
 from fitflax.logs import Logs, row_of
+from fitflax.storage import ObjectPath, locate
 
 __all__ = ["EPOCH", "EpochFile"]
 
@@ -21,80 +24,84 @@ EPOCH = "epoch"
 
 
 class EpochFile(Callback):
-    """A file with a line for each epoch.
+    """Base class of callbacks that write a line per epoch to a file.
 
-    A run that begins afresh replaces the file with its first line, not before; what is put in its place is put there at once.
-
-    Args:
-        path: The file; its directories are made.
-        append: Whether a run that begins afresh keeps the lines that are there.
+    Unless it appends, a new run replaces the file, atomically, when it writes its first line. A file in a bucket is uploaded whole at each epoch, in a thread.
     """
 
     phase = Phase.RECORD
     main_process_only = True
     writes_files = True
 
-    def __init__(self, path: str | os.PathLike[str], *, append: bool) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str], *, append: bool, storage_options: Mapping[str, Any] | None) -> None:
+        self.path = locate(path, owner=f"{type(self).__name__}(path)", error=ConfigError, options=storage_options)
         self.append = append
         self._file: TextIO | None = None  # Open from the first line of a run on.
+        # For a file in a bucket, from its first line on.
+        self._thread: Background | None = None
+        self._failure: BaseException | None = None
 
-    # -- what a kind of file says --
-
-    @abc.abstractmethod
-    def _read_in(self) -> None:
-        """Takes what the file has.
-
-        Raises:
-            CallbackError: It is another kind of file, or cannot be read.
-        """
+    # -- the file format --
 
     @abc.abstractmethod
-    def _forget(self) -> None:
-        """Takes what a file has that is not there."""
+    def _read_existing(self) -> None:
+        """Reads the existing file into memory, and raises a `CallbackError` if it has another format."""
+
+    @abc.abstractmethod
+    def _clear(self) -> None:
+        """Begins with an empty file in memory."""
 
     @abc.abstractmethod
     def _is_log(self, line: bytes) -> bool:
-        """Returns whether this may be the first line of such a file."""
+        """Returns whether `line` can be the first line of such a file."""
 
     @abc.abstractmethod
-    def _whole(self) -> str:
-        """Returns all that the file should have."""
+    def _contents(self) -> str:
+        """Returns the full text of the file."""
 
     @abc.abstractmethod
     def _add(self, epoch: int, step: int, values: dict[str, Any]) -> None:
-        """Takes the values of an epoch, and writes them with `_write`."""
+        """Adds the values of an epoch, and writes them with `_write`."""
 
     # -- a run --
 
     @override
     def open_run(self, run_id: str, step: int) -> None:
-        self._begin()  # As early as this for its errors: nobody has touched a directory of checkpoints yet.
+        self._prepare()  # Here already, so that its errors are raised before any directory of checkpoints is changed.
 
     @override
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:
-        self._begin()
+        self._prepare()
 
-    def _begin(self) -> None:
+    def _prepare(self) -> None:
         self.close()
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            target = self.path.resolve()
-            for litter in target.parent.glob(f".{glob.escape(target.name.lstrip('.'))}.tmp-*"):
-                litter.unlink()  # Of a process that died while it wrote.
-            if self.path.exists():
-                self.path.open("ab").close()  # Whether it can be written; this changes nothing.
+            if isinstance(self.path, ObjectPath):
+                self.path.stat()  # Fails if the store is not available.
+            else:
+                self._prepare_path(self.path)
+        except FileNotFoundError:
+            pass
         except OSError as error:
             raise self._cannot_write(error) from error
-        # Otherwise the file is nothing to this run, unless load_state_dict says that it resumes the one that wrote it.
+        # Without `append` the file is ignored, unless `load_state_dict` finds that this run wrote it.
         if self.append:
-            self._read_in()
+            self._read_existing()
         else:
-            self._check_may_be_replaced()
-            self._forget()
+            self._check_replaceable()
+            self._clear()
 
-    def _check_may_be_replaced(self) -> None:
-        """Checks that the file is an earlier log, empty, or not there; another one nobody meant to lose."""
+    @staticmethod
+    def _prepare_path(path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        target = path.resolve()
+        for litter in target.parent.glob(f".{glob.escape(target.name.lstrip('.'))}.tmp-*"):
+            litter.unlink()  # Left by a process that was killed while writing.
+        if path.exists():
+            path.open("ab").close()  # Fails if the file cannot be written; changes nothing.
+
+    def _check_replaceable(self) -> None:
+        """Checks that the file is an earlier log, empty, or missing, so that no other file is overwritten."""
         try:
             with self.path.open("rb") as file:
                 head = file.readline()
@@ -104,7 +111,7 @@ class EpochFile(Callback):
             raise self._cannot_read(error) from error
         if head.strip() and not self._is_log(head.strip()):
             owner = type(self).__name__
-            raise CallbackError(f"{owner} would replace {self.path}, which is no log of epochs: its first line has no {EPOCH!r}. Give another path.")
+            raise CallbackError(f"{owner} would replace {self.path}, which is not a log of epochs: its first line has no {EPOCH!r}. Pass another path.")
 
     @override
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
@@ -117,13 +124,19 @@ class EpochFile(Callback):
     @property
     @override
     def state_key(self) -> str:
-        # The name alone: a run's directory may have moved by the time it is resumed.
+        # Only the name, because a run's directory may be moved before a resume.
         return f"{type(self).__name__}(path={self.path.name!r})"
 
     # -- the file --
 
     def _write(self, line: str | None) -> None:
-        """Writes one more line; or all of them, where that does not do, or the file is not open yet."""
+        """Appends `line`, or writes the whole file if `line` is `None` or the file is not open yet."""
+        if isinstance(self.path, ObjectPath):
+            self._raise_failure()
+            self._thread = self._thread or Background("fitflax-epoch-file", on_error=self._fail)
+            self._thread.clear()  # Writes that wait are a part of this one.
+            self._thread.submit(functools.partial(self.path.write_bytes, self._contents().encode()))
+            return
         if line is None or self._file is None:
             self._rewrite()
             return
@@ -134,13 +147,14 @@ class EpochFile(Callback):
             raise self._cannot_write(error) from error
 
     def _rewrite(self) -> None:
-        """Puts the whole in place of the file at once: whoever reads it finds the old one or the new one."""
+        """Replaces the file atomically, so that readers see the old file or the new one."""
         self.close()
-        target = self.path.resolve()  # Of a link, what it leads to.
+        assert isinstance(self.path, Path)
+        target = self.path.resolve()  # Write to the target of a symbolic link.
         temporary = target.with_name(f".{target.name.lstrip('.')}.tmp-{PROCESS}")
         try:
             with temporary.open("w", newline="", encoding="utf-8") as file:
-                file.write(self._whole())
+                file.write(self._contents())
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, target)
@@ -151,9 +165,19 @@ class EpochFile(Callback):
         finally:
             temporary.unlink(missing_ok=True)
 
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if isinstance(failure, OSError):
+            raise self._cannot_write(failure) from failure
+        if failure is not None:
+            raise failure
+
     def _cannot_write(self, error: OSError) -> CallbackError:
         with contextlib.suppress(OSError):
-            self.close()  # What is still in its buffer would fail once more.
+            self.close()  # Flushing the buffer may fail again.
         return CallbackError(f"{type(self).__name__} cannot write {self.path}: {error.strerror or error}.")
 
     def _cannot_read(self, error: OSError) -> CallbackError:
@@ -161,6 +185,10 @@ class EpochFile(Callback):
 
     @override
     def sync(self) -> None:
+        thread = self._thread
+        if thread is not None:
+            thread.wait_until(lambda: thread.is_idle)
+            self._raise_failure()
         if self._file is not None:
             try:
                 self._file.flush()
@@ -177,3 +205,7 @@ class EpochFile(Callback):
         file, self._file = self._file, None
         if file is not None:
             file.close()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.end()
+            self._raise_failure()

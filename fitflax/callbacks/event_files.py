@@ -1,7 +1,7 @@
-"""TensorBoard event files, written by a thread of their own over tensorboardX's synchronous writer.
+"""TensorBoard event files, written in a thread with tensorboardX's synchronous writer.
 
-tensorboardX's `SummaryWriter` is not used: its `flush` leaves events in its queue, and two of them opened within a second overwrite each other. Files carry
-a number and the run's id in their names, so that a resume can drop what lies beyond the step that it goes on from.
+tensorboardX's `SummaryWriter` is not used, because its `flush` leaves events in its queue, and two writers opened within a second overwrite each other's
+file. File names contain a number and the run's id, so that a resume can drop events beyond the restored step.
 """
 
 import contextlib
@@ -15,92 +15,85 @@ from typing import Any, NamedTuple
 
 from fitflax.background import Background
 from fitflax.errors import CallbackError
+from fitflax.storage.mirror import Mirror
 
 __all__ = ["EventFiles", "events_of", "files_of", "trim"]
 
-# Jobs may hold copies of all parameters, so that few of them wait.
+# Small, because jobs may hold copies of all parameters.
 _MAX_WAITING = 8
 
 
 class EventFiles:
-    """Event files of one run of a program, a sub-directory each for training, validation sets and so on.
+    """The event files that one process writes, in one subdirectory for training and one for each validation set.
 
-    Args:
-        directory: Where.
-        run_id: The run that they belong to.
-        first_step: The step after which this process goes on; TensorBoard is told to forget what it read of later steps. 0 for a fresh run, of whose
-            directory it is to forget all.
-        mark: Ends the names of the files, by which they are found again.
+    `first_step` is the step from which this process resumes, which tells TensorBoard to discard events of later steps; 0 for a new run makes it discard
+    everything. `mark` is a suffix of file names, by which `files_of` finds the files.
     """
 
-    def __init__(self, directory: Path, run_id: str, first_step: int, *, mark: str = "") -> None:
-        # Before training and not in the thread: where PyTorch is installed this imports it, which takes seconds, and others should not find it half imported.
+    def __init__(self, directory: Path, run_id: str, first_step: int, *, mark: str = "", mirror: Mirror | None = None) -> None:
+        # Not in the thread, because this imports PyTorch if it is installed, which takes seconds, and other threads must not see it half imported.
         importlib.import_module("tensorboardX.event_file_writer")
         self.directory = directory
         self._run_id = run_id
         self._purge_step = first_step + 1 if first_step else 0
         self._mark = mark
+        self._mirror = mirror
         self._writers: dict[str, Any] = {}
         self._thread = Background("fitflax-tensorboard", on_error=self._fail)
         self._failure: BaseException | None = None
 
     def submit(self, job: "Callable[[Write], None]") -> None:
-        """Has the thread call `job` with a function that writes one summary.
-
-        Raises:
-            CallbackError: Something failed in the thread before.
-        """
-        self._check()
+        """Calls `job` in the thread, with a function that writes one summary. Raises a `CallbackError` if an earlier job failed."""
+        self._raise_failure()
         self._thread.wait_until(lambda: len(self._thread.waiting) < _MAX_WAITING)
-        self._thread.submit(lambda: self._do(lambda: job(self._write)))
+        self._thread.submit(lambda: self._run_job(lambda: job(self._write)))
 
     def sync(self) -> None:
-        """Waits until everything submitted is on disk.
-
-        Raises:
-            CallbackError: Something failed in the thread.
-        """
+        """Waits until everything is on disk. Raises a `CallbackError` if a job failed."""
         if self._writers or not self._thread.is_idle:
-            self._thread.submit(lambda: self._do(self._flush))
+            self._thread.submit(lambda: self._run_job(self._flush))
             self._thread.wait_until(lambda: self._thread.is_idle)
-        self._check()
+        self._raise_failure()
 
     def close(self) -> None:
-        """Waits until everything is on disk and closes all files.
-
-        Raises:
-            CallbackError: Something failed in the thread.
-        """
+        """Waits until everything is on disk, and closes all files. Raises a `CallbackError` if a job failed."""
         if self._writers or not self._thread.is_idle:
             self._thread.submit(self._close)
         self._thread.end()
-        self._check()
+        self._raise_failure()
 
-    def _check(self) -> None:
+    def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None
         if isinstance(failure, CallbackError):
-            raise failure  # It says itself what failed.
+            raise failure
         if failure is not None:
-            raise CallbackError(f"TensorBoard's event files in {self.directory} cannot be written: {type(failure).__name__}: {failure}.") from failure
+            where = self.directory if self._mirror is None else self._mirror.place
+            raise CallbackError(f"TensorBoard cannot write event files in {where}: {type(failure).__name__}: {failure}.") from failure
 
-    # -- what the thread does --
+    # -- in the thread --
 
-    def _do(self, job: Callable[[], None]) -> None:
+    def _run_job(self, job: Callable[[], None]) -> None:
         if self._failure is None:
             job()
+            if self._mirror is not None and self._mirror.is_due:
+                self._flush()
 
     def _fail(self, error: BaseException) -> None:
         self._failure = error
 
     def _close(self) -> None:
         writers, self._writers = self._writers, {}
-        with contextlib.ExitStack() as stack:  # One that fails does not keep the others open.
+        with contextlib.ExitStack() as stack:  # Close all, even if one fails.
+            if self._mirror is not None and self._failure is None:
+                stack.callback(self._mirror.push)
             for writer in writers.values():
                 stack.callback(writer.close)  # Flushes and fsyncs first.
 
     def _flush(self) -> None:
         for writer in self._writers.values():
             writer.flush()
+        if self._mirror is not None:
+            self._mirror.push()
 
     def _write(self, group: str, step: int, summary: Any, seconds: float) -> None:
         from tensorboardX.proto.event_pb2 import Event
@@ -115,7 +108,7 @@ class EventFiles:
 
         directory = self.directory / group
         directory.mkdir(parents=True, exist_ok=True)
-        # Readers take files in the order of their names, which begin with the second: the number keeps the order within one.
+        # Readers sort files by name, which begins with the time in seconds. The number keeps the order within a second.
         number = sum(1 for _ in directory.glob("*.tfevents.*"))
         writer = EventsWriter(os.path.join(directory, "events"), filename_suffix=f".{number:05d}.{self._run_id}{self._mark}")
         if not self._mark:
@@ -124,17 +117,11 @@ class EventFiles:
 
 
 Write = Callable[[str, int, Any, float], None]
-"""Writes a summary: the sub-directory, the step, the summary, and the time in seconds since 1970."""
+"""A function that writes a summary. Its arguments are the subdirectory, the step, the summary, and the time in seconds since 1970."""
 
 
 class Record(NamedTuple):
-    """An event in a file.
-
-    Attributes:
-        begin: The offset of its first byte.
-        end: The offset behind its last byte.
-        event: The event.
-    """
+    """An event, and the offsets of its first byte and after its last byte in the file."""
 
     begin: int
     end: int
@@ -142,10 +129,10 @@ class Record(NamedTuple):
 
 
 def events_of(path: Path) -> Iterator[Record]:
-    """Yields the events of a file, up to the first that is cut off or damaged, as a killed process leaves it.
+    """Yields the events of a file, up to the first one that is truncated or damaged, as after a kill.
 
-    Source of the format: TensorFlow's TFRecord, length (uint64), its masked crc32c, data, its masked crc32c. The checksum of the data is left to readers: in
-    Python it takes a second for a few megabytes, and what a kill leaves behind shows in the lengths. Only where a tail of zeros may begin it is looked at.
+    The format is TensorFlow's TFRecord: length (uint64), its masked crc32c, data, its masked crc32c. The data's checksum is not verified, because that takes
+    a second for a few megabytes in Python, and the length shows a truncated record. The exception is a record that may begin a tail of zeros.
     """
     from google.protobuf.message import DecodeError
     from tensorboardX.proto.event_pb2 import Event
@@ -171,25 +158,14 @@ def events_of(path: Path) -> Iterator[Record]:
 
 
 def files_of(directory: Path, run_id: str, ending: str = "*") -> list[Path]:
-    """Returns the event files of a run, in sub-directories too.
-
-    Args:
-        directory: Where they are.
-        run_id: Whose they are.
-        ending: The mark that their names end with; by default any or none.
-    """
+    """Returns the event files of a run in `directory` and its subdirectories whose names end with the mark `ending`, by default any or none."""
     return sorted(directory.rglob(f"*.tfevents.*.{run_id}{ending}"))
 
 
 def trim(directory: Path, run_id: str, step: int) -> None:
-    """Drops from a run's event files what lies beyond `step`, and records that were cut off; files of other runs are left alone.
+    """Removes events after `step`, and truncated records, from the event files of a run in `directory` and its subdirectories.
 
-    Events of a file are in the order of their steps, so that each file is cut at the first event of a later step; what remains empty is removed.
-
-    Args:
-        directory: Where they are, in sub-directories too.
-        run_id: Whose files.
-        step: The last step that is kept.
+    Events are sorted by step, so each file is truncated at the first event of a later step. Files without summaries are deleted.
     """
     for path in files_of(directory, run_id):
         keep = 0

@@ -1,4 +1,4 @@
-"""`History`: one row of logs per epoch, part of every run."""
+"""`History`: the logs of all epochs, which every run records."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ __all__ = ["History"]
 
 
 class History(Callback):
-    """Records the logs of every epoch; `fit` returns one. Saved in checkpoints, so that a resumed run has the rows of all its epochs.
+    """Records the logs of every epoch. `fit` returns one. It is saved in checkpoints, so a resumed run has the rows of all its epochs.
 
     >>> history = History()
     >>> history.on_train_begin({})
@@ -34,22 +34,22 @@ class History(Callback):
 
     @property
     def history(self) -> dict[str, list[float]]:
-        """`{key: values}`; an epoch that did not log a key, as one without validation, has no value in its list."""
+        """`{key: values}`. Epochs that did not log a key, such as those without validation, have no value in its list."""
         keys = dict.fromkeys(key for row in self.rows for key in row["logs"])
         return {key: [row["logs"][key] for row in self.rows if key in row["logs"]] for key in keys}
 
     @property
     def epoch(self) -> list[int]:
-        """The index of each row's epoch."""
+        """The epoch index of each row, from 0."""
         return [row["epoch"] for row in self.rows]
 
     @property
     def steps(self) -> list[int]:
-        """The updates that were made by the end of each row's epoch."""
+        """The number of finished steps at the end of each row's epoch."""
         return [row["step"] for row in self.rows]
 
     def to_pandas(self) -> Any:
-        """Returns a `pandas.DataFrame`, a row an epoch: `step`, then a column for each key, NaN where an epoch did not log it; the index is `epoch`.
+        """Returns a `pandas.DataFrame` with a row per epoch, the index `epoch`, and the columns `step` and all keys, with NaN for missing values.
 
         Raises:
             ImportError: pandas is not installed.
@@ -65,15 +65,15 @@ class History(Callback):
         return table.set_index("epoch") if self.rows else table
 
     def plot(self, keys: str | Sequence[str] | None = None) -> Any:
-        """Returns a `matplotlib.figure.Figure`: a diagram for each key of training, with the values of validation sets in it, over epochs counted from 1.
+        """Returns a `matplotlib.figure.Figure` with a plot for each training key, which includes the values of validation sets, over epochs from 1.
 
-        Made without pyplot: it is shown where it is the last value of a notebook's cell, and `figure.savefig(path)` writes it.
+        The figure is made without pyplot. A notebook shows it if it is the last value of a cell; `figure.savefig(path)` saves it.
 
         Args:
-            keys: Which, such as `"loss"`; by default all that are numbers.
+            keys: A key such as `"loss"`, or several; by default all keys whose values are numbers.
 
         Raises:
-            ConfigError: A key that was not logged.
+            ConfigError: A key was not logged.
             ImportError: matplotlib is not installed.
 
         >>> history = History()
@@ -88,7 +88,7 @@ class History(Callback):
         wanted = list(lines) if keys is None else [keys] if isinstance(keys, str) else list(keys)
         for key in wanted:
             if key not in lines:
-                raise ConfigError(f"History has no numbers {key!r} to plot: {list(lines)}.{did_you_mean(key, lines)}")
+                raise ConfigError(f"History has no numbers named {key!r}.{did_you_mean(key, lines)} Logged keys: {list(lines)}.")
         columns = min(3, max(1, len(wanted)))
         shape = math.ceil(len(wanted) / columns) or 1, columns
         figure = Figure(figsize=(4.5 * shape[1], 3.2 * shape[0]), layout="constrained")
@@ -105,7 +105,7 @@ class History(Callback):
         return shown(figure)
 
     def _lines(self) -> dict[str, dict[str, list[tuple[int, float]]]]:
-        """Returns by key of training the lines that belong to it, `{"loss": {"loss": points, "val_loss": points}}`; a key that belongs to none has its own."""
+        """Returns the lines of each plot, by its training key, such as `{"loss": {"loss": points, "val_loss": points}}`."""
         points: dict[str, list[tuple[int, float]]] = {}
         for row in self.rows:
             for key, value in row["logs"].items():
@@ -124,24 +124,27 @@ class History(Callback):
 
     @override
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        self._add(getattr(getattr(self, "trainer", None), "step", 0), epoch, row_of(logs, only_recorded=True))
-
-    def _add(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
-        self.rows.append({"epoch": epoch, "step": step, "logs": dict(values)})
+        step = getattr(getattr(self, "trainer", None), "step", 0)
+        self.rows.append({"epoch": epoch, "step": step, "logs": row_of(logs, only_recorded=True)})
 
     @override
     def load_closing(self, step: int, epoch: int, logs: Logs) -> None:
         self.on_epoch_end(epoch, logs)
         self.rows[-1]["step"] = step
 
+    @override
+    def close(self) -> None:
+        # A notebook keeps what a cell returns, and must not keep the trainer's state with it.
+        vars(self).pop("trainer", None)
+
     @property
     @override
     def state_key(self) -> str:
-        return "History"  # Of subclasses, too: checkpoints name the rows so for people.
+        return "History"  # For subclasses, too, so that people find the rows in checkpoints under this name.
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"rows": [{**row, "logs": dict(row["logs"])} for row in self.rows]} if self.rows else {}
+        return {"rows": list(self.rows)} if self.rows else {}  # A shallow copy is enough, because rows never change.
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:

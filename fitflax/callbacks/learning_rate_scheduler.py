@@ -1,4 +1,4 @@
-"""`LearningRateScheduler`: a learning rate for each epoch."""
+"""`LearningRateScheduler`: sets a learning rate for each epoch."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -14,16 +14,17 @@ __all__ = ["LearningRateScheduler", "check_rate"]
 
 
 class LearningRateScheduler(Callback):
-    """Sets the learning rate at the beginning of each epoch, and logs it at the end as `learning_rate`.
+    """Sets the learning rate at the beginning of each epoch, and logs it as `learning_rate` at the end.
 
-    For a rate that changes with the step give the optimizer an optax schedule instead. A resume inside an epoch goes on with that epoch's rate.
+    For a rate that changes with the step, pass an optax schedule to the optimizer instead. A resume inside an epoch continues with that epoch's rate.
 
     Args:
-        schedule: `schedule(epoch)` or `schedule(epoch, learning_rate)`, the latter called with the present rate; returns the rate. Epochs count from 0.
+        schedule: A function `schedule(epoch)` or `schedule(epoch, learning_rate)` that returns the new rate. Epochs count from 0; `learning_rate` is the
+            current rate.
 
     Raises:
-        CallbackError: `schedule` takes other arguments, or a second one that may be left out, which might be anything.
-        OptimizerError: Before the first step: the optimizer's rate cannot be set. Later: `schedule` returned no rate.
+        CallbackError: `schedule` takes other arguments, or an optional second argument, whose meaning is unclear.
+        OptimizerError: Before the first step: the optimizer's rate cannot be set. Later: `schedule` did not return a valid rate.
 
     >>> LearningRateScheduler(lambda epoch: 0.1 * 0.5**epoch).schedule(1)
     0.05
@@ -35,7 +36,7 @@ class LearningRateScheduler(Callback):
     def __init__(self, schedule: Callable[[int], Any] | Callable[[int, float], Any]) -> None:
         self._takes_rate = _takes_rate(schedule)
         self.schedule: Callable[..., Any] = schedule
-        # The epoch that was begun last, and the rate before it: an epoch that was left before its first step is begun once more by a resume.
+        # The last epoch that began, and the rate before it. If a run is interrupted before the epoch's first step, a resume begins the epoch again.
         self._epoch: int | None = None
         self._rate_before: float | None = None
 
@@ -61,7 +62,7 @@ class LearningRateScheduler(Callback):
 
     @override
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        # Reads what the epoch's last step left, which whoever logs the epoch waits for anyway.
+        # This waits for the epoch's last step, as logging the epoch does anyway.
         logs["learning_rate"] = self.trainer.learning_rate
 
     @override
@@ -74,27 +75,23 @@ class LearningRateScheduler(Callback):
 
 
 def _takes_rate(schedule: Any) -> bool:
-    """Returns whether `schedule` takes the present rate besides the epoch.
-
-    Raises:
-        CallbackError: That is not clear.
-    """
-    wanted = "LearningRateScheduler takes schedule(epoch) or schedule(epoch, learning_rate)."
+    """Returns whether `schedule` takes the current rate as its second argument."""
+    wanted = "LearningRateScheduler needs a function schedule(epoch) or schedule(epoch, learning_rate)."
     if not callable(schedule):
-        raise CallbackError(f"{wanted} Received: {schedule!r}, which cannot be called.")
+        raise CallbackError(f"{wanted} Received: {schedule!r}.")
     try:
         signature = inspect.signature(schedule)
     except (TypeError, ValueError) as error:
-        raise CallbackError(f"{wanted} What {schedule!r} takes cannot be found out. Wrap it: lambda epoch: ...") from error
-    takes_one, takes_two = _binds(signature, 0), _binds(signature, 0, 0.0)
+        raise CallbackError(f"{wanted} The arguments of {schedule!r} cannot be inspected. Wrap it: lambda epoch: ...") from error
+    takes_one, takes_two = _accepts(signature, 0), _accepts(signature, 0, 0.0)
     if takes_one == takes_two:
-        # With `lambda epoch, base=0.1: ...` the rate would come in place of the base, and nobody would notice.
-        which = "which could be either; wrap it: lambda epoch: ..." if takes_one else "which is neither"
-        raise CallbackError(f"{wanted} Received: {schedule!r} with the arguments {signature}, {which}.")
+        # With `lambda epoch, base=0.1: ...` the rate would silently replace the base.
+        which = "which could be either. Wrap it: lambda epoch: ..." if takes_one else "which is neither."
+        raise CallbackError(f"{wanted} Received: {schedule!r} with the arguments {signature}, {which}")
     return takes_two
 
 
-def _binds(signature: inspect.Signature, *arguments: Any) -> bool:
+def _accepts(signature: inspect.Signature, *arguments: Any) -> bool:
     try:
         signature.bind(*arguments)
     except TypeError:
@@ -103,12 +100,8 @@ def _binds(signature: inspect.Signature, *arguments: Any) -> bool:
 
 
 def check_rate(owner: str, trainer: TrainerView) -> None:
-    """Checks that the learning rate can be read and set.
-
-    Raises:
-        OptimizerError: It cannot.
-    """
+    """Checks that the learning rate can be read and set, and raises an `OptimizerError` otherwise."""
     try:
         trainer.learning_rate = trainer.learning_rate
     except OptimizerError as error:
-        raise OptimizerError(f"{owner} sets the learning rate. {error}") from error
+        raise OptimizerError(f"{owner} needs to set the learning rate. {error}") from error

@@ -1,8 +1,7 @@
-"""`ModelCheckpoint`: regular checkpoints, which a run can be resumed from."""
+"""`ModelCheckpoint`: saves checkpoints from which a run can be resumed."""
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
@@ -10,10 +9,11 @@ from typing_extensions import override
 from fitflax.callbacks.base import Phase, check_trigger
 from fitflax.callbacks.store_callback import StoreCallback
 from fitflax.checkpoints.checkpoint import Checkpoint
-from fitflax.checkpoints.closing import save_closing_row
+from fitflax.checkpoints.formats.partial_epoch import save_partial_epoch
 from fitflax.errors import CallbackError
 from fitflax.integers import is_integer
 from fitflax.logs import Logs
+from fitflax.storage import Location
 from fitflax.triggers import Trigger
 from fitflax.triggers import every as make_every
 
@@ -21,22 +21,27 @@ __all__ = ["ModelCheckpoint"]
 
 
 class ModelCheckpoint(StoreCallback):
-    """Saves the whole run in `directory` when `every` is due and, whatever the trigger, when the run ends or is broken off.
+    """Saves the whole run in `directory` when `every` is due, when the run ends, and when it is interrupted.
 
     Args:
-        directory: Where; one directory `step_00002000` a checkpoint. Made if it is not there.
-        every: When; at the end of each epoch and every ten minutes by default.
-        keep: How many of the newest are kept; `None` for all.
-        keep_every: Checkpoints of steps that are multiples of this are kept for ever.
-        save_last: Whether the last step of a run that ends in order is saved though `every` is not due. A run that is broken off always saves.
-        overwrite: Whether a run from the beginning may replace another run in the directory, which is deleted once the first new checkpoint is complete.
-        asynchronous: Whether training goes on while a copy of the state on the host is written. A save that failed raises at the next one, or at the end; the
-            end waits for all.
-        backend: Who writes the state: `"msgpack"` or `"orbax"`. A resume reads both.
+        directory: A path or the URL of an object store, such as `s3://bucket/runs/a`. It is created if it is missing. Each checkpoint is a subdirectory, such
+            as `step_00002000`.
+        every: When to save; by default at the end of each epoch and every ten minutes.
+        keep: The number of newest checkpoints to keep; `None` keeps all.
+        keep_every: A number of steps. Checkpoints of its multiples are kept forever.
+        save_last: Whether to save the last step of a run that ends normally although `every` is not due. Interrupted runs always save.
+        overwrite: Whether a new run may replace another run in the directory, which is deleted when the first new checkpoint is complete.
+        asynchronous: Whether training continues while a copy of the state in host memory is written. The error of a failed save is raised at the next save
+            or at the end of the run, which waits for all saves.
+        backend: The backend that writes the state: `"msgpack"` or, on file systems, `"orbax"`. A resume reads both.
+        on_save_error: `"raise"` ends the run at the next save, or at its end, if a save failed. `"warn"` continues with a warning for each failed save.
+            Either way, earlier checkpoints stay intact, and nothing is deleted after a failure.
+        storage_options: Arguments of obstore's store, for a URL, that the environment does not provide, such as `endpoint` or `access_key_id`.
 
     Raises:
-        CallbackError: A number out of its range.
-        CheckpointError: There is no such backend.
+        CallbackError: A number is out of range.
+        CheckpointError: The backend is unknown, or `directory` is a URL that is not supported.
+        ImportError: `directory` is a URL, and the package for object stores is not installed.
 
     >>> ModelCheckpoint("runs/a/checkpoints", keep=2).directory.name
     'checkpoints'
@@ -55,8 +60,18 @@ class ModelCheckpoint(StoreCallback):
         overwrite: bool = False,
         asynchronous: bool = True,
         backend: str = "msgpack",
+        on_save_error: str = "raise",
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(directory, keep=keep, overwrite=overwrite, asynchronous=asynchronous, backend=backend)
+        super().__init__(
+            directory,
+            keep=keep,
+            overwrite=overwrite,
+            asynchronous=asynchronous,
+            backend=backend,
+            on_save_error=on_save_error,
+            storage_options=storage_options,
+        )
         check_trigger("ModelCheckpoint", every)
         if keep_every is not None and not is_integer(keep_every, 1):
             raise CallbackError(f"ModelCheckpoint(keep_every=...) must be a positive integer or None. Received: {keep_every!r}.")
@@ -68,40 +83,52 @@ class ModelCheckpoint(StoreCallback):
     @override
     def open_run(self, run_id: str, step: int) -> None:
         super().open_run(run_id, step)
-        self._steps = self._kept(self.store.wanted(self.owner))
+        self._steps = self._steps_to_keep(self.store.wanted(self.owner))
         if self.store.steps():
-            self.store.retain(self.owner, self._steps)  # What a process that died in a save had no time for.
+            self.store.retain(self.owner, self._steps)  # Delete what a process that was killed during a save did not.
 
     @property
     @override
-    def saves_as(self) -> tuple[Path, str]:
+    def saves_as(self) -> tuple[Location, str]:
         return self.directory, self.owner
 
     @override
     def wants(self, checkpoint: Checkpoint) -> bool:
-        wanted = checkpoint.run.point.is_rescue or (checkpoint.is_last and self.save_last)
+        wanted = checkpoint.run.position.is_rescue or (checkpoint.is_last and self.save_last)
         return wanted and checkpoint.step not in self._steps
 
     @override
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
-        self._join(checkpoint)
+        self._open_plain_run(checkpoint)
         steps = [*(step for step in self._steps if step != checkpoint.step), checkpoint.step]
-        self._steps = self._kept(steps)
+        self._steps = self._steps_to_keep(steps)
         self._save(checkpoint, self._steps)
 
-    def _kept(self, steps: list[int]) -> list[int]:
+    def save_now(self, checkpoint: Checkpoint) -> None:
+        """Saves a checkpoint whether `every` is due or not, unless its step is already saved, and waits until it is complete."""
+        if checkpoint.step not in self._steps:
+            self.on_checkpoint(checkpoint)
+        with self._warn_on_failure():
+            checkpoint.run.saver.wait()
+
+    def _steps_to_keep(self, steps: list[int]) -> list[int]:
         newest = set(steps if self.keep is None else steps[-self.keep :])
-        for_ever = {step for step in steps if self.keep_every is not None and step % self.keep_every == 0}
-        return sorted(newest | for_ever)
+        permanent = {step for step in steps if self.keep_every is not None and step % self.keep_every == 0}
+        return sorted(newest | permanent)
 
     @override
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
-        if checkpoint.step in self._steps:
+        if checkpoint.step not in self._steps:
+            return
+        with self._warn_on_failure():
             checkpoint.run.saver.wait()
+            if checkpoint.step not in self.store.steps():
+                return  # The save failed.
             recorded = {key: value for key, value in logs.items() if not isinstance(logs, Logs) or logs.is_recorded(key)}
-            save_closing_row(self.store.path(checkpoint.step), {"epoch": epoch, "logs": recorded, "earlier": dict(getattr(logs, "earlier", {}))})
+            save_partial_epoch(self.store.path(checkpoint.step), {"epoch": epoch, "logs": recorded, "earlier": dict(getattr(logs, "earlier", {}))})
 
     @override
     def close(self) -> None:
         if self._saver is not None:
-            self._saver.wait()
+            with self._warn_on_failure():
+                self._saver.wait()

@@ -1,4 +1,4 @@
-"""`ProgressBar`: how far a run is, as a live bar in a terminal or a notebook and as plain lines anywhere else."""
+"""`ProgressBar`: shows progress as a live bar in a terminal or notebook, and as plain lines elsewhere."""
 
 import math
 import sys
@@ -17,14 +17,14 @@ __all__ = ["ProgressBar"]
 
 
 class ProgressBar(Callback):
-    r"""Shows progress with tqdm: a bar for each epoch, which stays, and one for each evaluation, which goes.
+    r"""Shows progress with tqdm: a bar for each epoch, which stays, and one for each evaluation, which disappears.
 
-    The bar shows the newest values that the device has finished and never waits for one. Where the output is no terminal and no notebook (a file, a pipe),
-    each epoch is two plain lines, as Keras prints them. At the end of a run comes a line that says where its time went.
+    The bar shows the latest values that are available without waiting for the device. If the output is not a terminal or notebook but a file or pipe, each
+    epoch is two plain lines, as in Keras. At the end of a run, a line shows how its time was spent.
 
     Args:
-        refresh_seconds: How often the bar is drawn, at most; 0 for each batch.
-        file: Where to; standard output by default.
+        refresh_seconds: The minimum interval between two updates of the bar; 0 updates it after each batch.
+        file: The output; standard output by default.
 
     Raises:
         CallbackError: `refresh_seconds` is negative.
@@ -54,7 +54,7 @@ class ProgressBar(Callback):
         self._in_fit = False
         self._epoch = 0
         self._steps = 0
-        # The run's first step; the epoch that was announced, and when and at which of its steps; the same of an evaluation's batches.
+        # The run's first step; the epoch whose name was printed; the time and step at which the epoch began; the same for an evaluation, with its batches.
         self._first_step = 0
         self._announced: int | None = None
         self._epoch_begin, self._epoch_first = time.monotonic(), 0
@@ -64,7 +64,7 @@ class ProgressBar(Callback):
 
     @property
     def _stream(self) -> TextIO | Screen:
-        # Looked up late: standard output may be another one by now, as under pytest or in a notebook.
+        # Looked up late, because pytest and notebooks replace standard output.
         return self._screen or self.file or sys.stdout
 
     @property
@@ -74,13 +74,13 @@ class ProgressBar(Callback):
         return self._screen is not None or bool(getattr(self._stream, "isatty", lambda: False)())
 
     def _open(self) -> None:
-        """Begins an output of its own, where a notebook shows it: one for a training with its evaluations, or for an evaluation or prediction by itself."""
+        """Opens a new output in a notebook, one for each call of `fit`, `evaluate` or `predict`."""
         self._close()
         if not self.is_plain and is_notebook(self.file or sys.stdout):
             self._screen = Screen(seconds=self.refresh_seconds)
 
     def _make_bar(self, description: str, total: int | None, *, leave: bool, position: int = 0) -> Any:
-        from tqdm import tqdm  # Not with the module: most imports of fitflax draw no bar.
+        from tqdm import tqdm  # Here, to keep `import fitflax` fast.
 
         return tqdm(
             total=total,
@@ -106,8 +106,8 @@ class ProgressBar(Callback):
 
     @staticmethod
     def _finish(bar: Any, text: str) -> str:
-        """Draws a bar for the last time, with its values; returns them for a line of their own where they do not fit the terminal, which would cut them off."""
-        fits = _fitting(text, _room(bar)) == text
+        """Draws a bar for the last time. If its values do not fit the terminal, returns them as text for separate lines."""
+        fits = _fitting(text, _available_width(bar)) == text
         bar.set_postfix_str(text if fits else "", refresh=False)
         bar.refresh()
         return "" if fits else _lines(text, bar.format_dict["ncols"])
@@ -118,13 +118,13 @@ class ProgressBar(Callback):
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:
         self._in_fit, self._announced = True, None
         self._first_step = self.trainer.step
-        # Where a resume enters an epoch in its middle; no on_epoch_begin comes then.
+        # For a resume that enters an epoch in its middle, which does not call `on_epoch_begin`.
         self._epoch_begin, self._epoch_first = time.monotonic(), int(self.params.get("first_step_in_epoch") or 0)
         self._steps = self._epoch_first
         self._open()
         if self.params.get("resumed_step") is not None:
-            begin = "nothing is left to do" if self.params.get("is_done") else f"epoch {int(self.params.get('first_epoch') or 0) + 1}"
-            self._line(f"Resumed at step {self.params['resumed_step']}, {begin}.")
+            begin = "; nothing is left to do" if self.params.get("is_done") else f", epoch {int(self.params.get('first_epoch') or 0) + 1}"
+            self._line(f"Resumed at step {self.params['resumed_step']}{begin}.")
         if self.params.get("note"):
             self._line(self.params["note"])
 
@@ -158,12 +158,21 @@ class ProgressBar(Callback):
             return
         self._next_refresh = now + self.refresh_seconds
         self._bar.n = self._steps
-        # The values of the last refresh: those of this step are still on the device, and nobody waits for them.
+        # Usually the values of the last refresh, because those of this step are not finished on the device yet.
         ready = next((source for source in (logs.source, self._shown) if source is not None and source.is_ready), None)
         if ready is not None:
-            self._bar.set_postfix_str(_fitting(_text(ready.metrics()), _room(self._bar)), refresh=False)
+            values = ready.metrics()
+            self._bar.set_postfix_str(_fitting(_text(values), _available_width(self._bar)), refresh=False)
+            self._add_to_plot(values)
         self._shown = logs.source
         self._bar.refresh()
+
+    def _add_to_plot(self, values: Mapping[str, Any]) -> None:
+        if self._screen is None:
+            return
+        for key, value in values.items():
+            if (key == "loss" or key.endswith("_loss")) and isinstance(value, int | float):
+                self._screen.curves.add(key, self.trainer.step, value)
 
     def _is_drawing(self) -> bool:
         if self._bar is None and self._is_live:
@@ -176,6 +185,7 @@ class ProgressBar(Callback):
             self._bar.n = self._steps
             if not self.params.get("steps"):
                 self._bar.total = self._steps
+            self._add_to_plot(logs)
             overflow = self._finish(self._bar, _text(logs))
             self._close_bars()
             if overflow:
@@ -274,19 +284,19 @@ class ProgressBar(Callback):
 
 
 def _text(logs: Mapping[str, Any]) -> str:
-    """Returns values in one line, four digits each; arrays have no place in it."""
+    """Returns values in one line, with four significant digits and without arrays."""
     shown = {key: value for key, value in logs.items() if not getattr(value, "ndim", 0)}
     return ", ".join(f"{key} {value:.4g}" if isinstance(value, int | float) else f"{key} {value}" for key, value in shown.items())
 
 
-def _room(bar: Any) -> float:
-    """Returns how many characters of values the terminal has room for behind a bar."""
+def _available_width(bar: Any) -> float:
+    """Returns the number of characters that fit behind a bar in the terminal."""
     shape = {**bar.format_dict, "postfix": ""}
     return shape["ncols"] - 1 - len(bar.format_meter(**{**shape, "ncols": None})) - len(", ") if shape["ncols"] else math.inf
 
 
 def _fitting(text: str, room: float) -> str:
-    """Returns as many whole values as there is room for.
+    """Returns as many of the first values as fit.
 
     >>> _fitting("loss 0.6651, accuracy 0.5819", 20)
     'loss 0.6651'
@@ -298,7 +308,7 @@ def _fitting(text: str, room: float) -> str:
 
 
 def _lines(text: str, width: int) -> str:
-    """Returns values in lines that are indented, none of them cut in two.
+    """Returns values in indented lines, wrapped between values.
 
     >>> print(_lines("loss 0.6651, accuracy 0.5819, val_loss 0.6604", 32))
       loss 0.6651, accuracy 0.5819,
@@ -328,7 +338,7 @@ def _keras_number(value: Any) -> str:
 
 
 def _summary(steps: int, spent: Any) -> str:
-    """Returns where the time of a run went."""
+    """Returns a line that shows how the time of a run was spent."""
     stepping, total = spent.stepping, spent.total
     rate = spent.examples / max(stepping + spent.seconds["data"], 1e-9)
     parts = {"stepping": stepping, **spent.seconds}

@@ -1,4 +1,4 @@
-"""`ReduceLROnPlateau`: a smaller learning rate when a monitored value has stopped improving."""
+"""`ReduceLROnPlateau`: reduces the learning rate when a monitored value has stopped improving."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,21 +18,21 @@ __all__ = ["ReduceLROnPlateau"]
 
 
 class ReduceLROnPlateau(Callback):
-    """Multiplies the learning rate with `factor` when a monitored value has not improved for `patience` observations, one an epoch or one a validation.
+    """Multiplies the learning rate by `factor` when a monitored value has not improved for `patience` observations, one per epoch or validation.
 
-    The rate that the epoch was trained with is logged as `learning_rate`.
+    The learning rate that was used in the epoch is logged as `learning_rate`.
 
     Args:
         monitor: The flat name of the value.
         mode: `"min"`, `"max"`, or `None` for the direction that the loss or metric declares.
-        factor: Between 0 and 1: `new_rate = max(rate * factor, min_lr)`.
-        patience: How many observations without improvement are enough; 0 and 1 both reduce at the first.
-        min_delta: What an improvement must exceed.
-        cooldown: How many observations after a reduction it takes until they are counted again; as in Keras the last of them is.
-        min_lr: The rate is not reduced below this.
+        factor: A number between 0 and 1: `new_rate = max(rate * factor, min_lr)`.
+        patience: The number of observations without improvement that reduce the rate; 0 and 1 both reduce at the first.
+        min_delta: The change that an improvement must exceed.
+        cooldown: The number of observations to wait after a reduction. As in Keras, the last of them counts toward `patience` again.
+        min_lr: The minimum learning rate.
 
     Raises:
-        CallbackError: A number out of its range.
+        CallbackError: A number is out of range.
         OptimizerError: Before the first step: the optimizer's rate cannot be set.
 
     >>> ReduceLROnPlateau("val_loss", factor=0.5, patience=3).factor
@@ -55,7 +55,7 @@ class ReduceLROnPlateau(Callback):
         min_lr: float = 0.0,
     ) -> None:
         if not 0 < factor < 1:
-            raise CallbackError(f"ReduceLROnPlateau(factor=...) must lie between 0 and 1. Received: {factor!r}.")
+            raise CallbackError(f"ReduceLROnPlateau(factor=...) must be between 0 and 1. Received: {factor!r}.")
         for name, count in (("patience", patience), ("cooldown", cooldown)):
             if not is_integer(count, 0):
                 raise CallbackError(f"ReduceLROnPlateau({name}=...) must be an integer of at least 0. Received: {count!r}.")
@@ -81,7 +81,7 @@ class ReduceLROnPlateau(Callback):
 
     @override
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        # One read an epoch, of what the epoch's last step left, which whoever logs the epoch waits for anyway.
+        # This waits for the epoch's last step, as logging the epoch does anyway.
         rate = self.trainer.learning_rate
         logs.setdefault("learning_rate", rate)
         self._observe(logs, rate)
@@ -100,7 +100,7 @@ class ReduceLROnPlateau(Callback):
         value = self._monitor.value(logs, self.params.get("validation_sets", ()))
         if value is None:
             return
-        # Keras's order: the observation that ends a cooldown counts already.
+        # As in Keras, the observation that ends a cooldown counts.
         if self._cooldown_left:
             self._cooldown_left -= 1
             self.wait = 0
@@ -112,7 +112,7 @@ class ReduceLROnPlateau(Callback):
                 self._reduce(self.trainer.learning_rate if rate is None else rate)
 
     def _reduce(self, rate: float) -> None:
-        # As float32, which the rate is: otherwise a rate of min_lr may seem to lie above it.
+        # The rate is float32. Without the conversion, a rate that equals `min_lr` may compare as greater.
         if rate > np.float32(self.min_lr):
             self.trainer.learning_rate = max(rate * self.factor, self.min_lr)
             self.wait, self._cooldown_left = 0, self.cooldown
@@ -129,4 +129,4 @@ class ReduceLROnPlateau(Callback):
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.wait, self.best, self._cooldown_left = int(state["wait"]), state["best"], int(state["cooldown_left"])
-        self._monitor.take_direction(state["direction"])
+        self._monitor.restore_direction(state["direction"])

@@ -1,4 +1,4 @@
-"""`serial`: functions `checkpoint -> checkpoint` as one."""
+"""`serial`: composes functions `checkpoint -> checkpoint`."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ __all__ = ["serial"]
 
 
 class Serial:
-    """Functions `checkpoint -> checkpoint` as one; made by `serial`."""
+    """A composition of functions `checkpoint -> checkpoint`, as `serial` returns it."""
 
     def __init__(self, steps: Sequence[Callable[[Any], Any]]) -> None:
         self.parts = tuple(steps)
@@ -24,9 +24,9 @@ class Serial:
     def __call__(self, checkpoint: Any) -> Any: ...
 
     def __call__(self, checkpoint: Any) -> Any:
-        """Hands `checkpoint` from one function to the next and returns what the last one returns.
+        """Passes `checkpoint` through all functions and returns the result of the last one.
 
-        As in `fit`, what callbacks have written up to here is on disk before one that follows them saves the run.
+        As in `fit`, earlier callbacks are synced to disk before a later one saves the run.
         """
         if not isinstance(checkpoint, Checkpoint):
             for step in self.parts:
@@ -56,26 +56,26 @@ class Serial:
 
     def close(self) -> None:
         """Waits for saves and closes writers."""
-        with contextlib.ExitStack() as stack:  # One that fails keeps no other from it.
+        with contextlib.ExitStack() as stack:  # Close all, even if one fails.
             for step in reversed(self.parts):
                 if isinstance(step, Callback | Serial):
                     stack.callback(step.close)
 
 
 def serial(*steps: Callable[[Any], Any]) -> Serial:
-    """Returns functions `checkpoint -> checkpoint` as one: evaluation loops, callbacks, others; a context manager that closes writers.
+    """Composes functions `checkpoint -> checkpoint`, such as evaluation loops and callbacks. The result is a context manager that closes writers.
 
     Raises:
-        ConfigError: One of them cannot be called.
-        CallbackError: One of them is a callback that can do nothing without a trainer.
+        ConfigError: One of them is not callable.
+        CallbackError: One of them is a callback that needs a trainer.
 
     >>> serial(lambda c: c + 1, lambda c: c * 2)(3)
     8
     """
     for step in steps:
         if not callable(step):
-            raise ConfigError(f"serial() takes functions checkpoint -> checkpoint. Received: {step!r}.")
+            raise ConfigError(f"serial() takes functions from a checkpoint to a checkpoint. Received: {step!r}.")
         if isinstance(step, Callback):
             step.check_alone()
-    # Flat, so that each knows all that come before it.
+    # Flattened, so that a callback that saves is preceded by all earlier ones in one list.
     return Serial([part for step in steps for part in (step.parts if isinstance(step, Serial) else (step,))])

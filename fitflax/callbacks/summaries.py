@@ -1,4 +1,4 @@
-"""What `TensorBoard` writes, as tensorboardX's summaries: numbers, lists, tables, histograms, hyperparameters, and the environment as text."""
+"""Makes tensorboardX's summaries for `TensorBoard`: numbers, lists, tables, histograms, hyperparameters, and the environment as text."""
 
 import functools
 import platform
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fitflax.callbacks.event_files import Write
-from fitflax.checkpoints.documents import library_versions
+from fitflax.checkpoints.formats.json_documents import library_versions
 from fitflax.leaves import named_leaves
 from fitflax.state import PyTree
 
@@ -22,7 +22,7 @@ _HISTOGRAM_BINS = 64
 
 
 def write_values(write: Write, group: str, step: int, values: Mapping[str, Any], now: float) -> None:
-    """Writes numbers as scalars, lists as a scalar for each entry, and matrices as tables; all in one event, because events cost more than values."""
+    """Writes numbers as scalars, lists as a scalar per entry, and matrices as tables. All are in one event, because events cost more than values."""
     from tensorboardX import summary
     from tensorboardX.proto.summary_pb2 import Summary
 
@@ -31,10 +31,10 @@ def write_values(write: Write, group: str, step: int, values: Mapping[str, Any],
         if isinstance(value, float | int):
             parts.append(scalar(key, value))
             continue
-        array = np.asarray(value)
+        array = np.asarray(jax.device_get(value))
         is_number = array.dtype == bool or jnp.issubdtype(array.dtype, jnp.integer) or jnp.issubdtype(array.dtype, jnp.floating)
         if not is_number or not array.size:
-            continue  # Something of a user's callback that is no number.
+            continue  # A value from a user's callback that is not a number.
         if array.ndim == 0:
             parts.append(scalar(key, float(array)))
         elif array.ndim == 1:
@@ -46,19 +46,19 @@ def write_values(write: Write, group: str, step: int, values: Mapping[str, Any],
 
 
 def _markdown(rows: Any) -> str:
-    """Returns a matrix as a table, its rows and columns numbered; of a confusion matrix these are targets and predictions."""
+    """Returns a matrix as a Markdown table with numbered rows and columns, which are targets and predictions in a confusion matrix."""
     lines = [["", *map(str, range(rows.shape[1]))], ["---"] * (rows.shape[1] + 1)]
     lines += [[f"**{number}**", *(f"{entry:g}" for entry in row)] for number, row in enumerate(rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def scalar(key: str, value: float) -> Any:
-    """Returns one number, which may be NaN or infinite, as a value of a summary. tensorboardX's own function would log a warning for each of these."""
+    """Returns a number as a summary value. Unlike tensorboardX's function, it does not log a warning for NaN or infinity."""
     return summary_value(key, simple_value=value).value[0]
 
 
 def summary_value(key: str, **content: Any) -> Any:
-    """Returns a summary of one value, whose content is named as in TensorBoard's protocol."""
+    """Returns a summary of one value. `content` is a field of TensorBoard's protocol buffer."""
     from tensorboardX.proto.summary_pb2 import Summary
 
     return Summary(value=[Summary.Value(tag=tag_of(key), **content)])
@@ -66,14 +66,14 @@ def summary_value(key: str, **content: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def tag_of(key: str) -> str:
-    """Returns a log key without the characters that a tag may not have."""
+    """Returns a log key without characters that are invalid in a tag."""
     from tensorboardX import summary
 
     return str(summary.scalar(key, 0.0).value[0].tag)
 
 
 def write_histogram(write: Write, group: str, tag: str, step: int, values: Any, now: float) -> None:
-    """Writes a histogram of the finite values, of complex ones of their magnitudes; of none there is none."""
+    """Writes a histogram of the finite values, if there are any. Complex values are replaced by their magnitudes."""
     from tensorboardX import summary
 
     finite = (np.abs(values) if np.iscomplexobj(values) else values).astype(np.float64).ravel()
@@ -83,14 +83,9 @@ def write_histogram(write: Write, group: str, tag: str, step: int, values: Any, 
 
 
 def hyperparameter_summaries(values: Mapping[str, Any], tags: list[tuple[str, str]], now: float) -> list[Any]:
-    """Returns the summaries that TensorBoard's table of hyperparameters is made from.
+    """Returns the summaries for TensorBoard's table of hyperparameters.
 
-    TensorBoard finds the metrics of a run that is a sub-directory of its logdir, not those of the logdir itself.
-
-    Args:
-        values: Numbers, booleans and strings by name.
-        tags: The metrics of the table: sub-directory and tag.
-        now: When the run began, in seconds since 1970.
+    `tags` are the table's metrics, as pairs of subdirectory and tag. TensorBoard finds them only if the run is in a subdirectory of its logdir.
     """
     from tensorboardX import summary
     from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
@@ -107,7 +102,7 @@ def hyperparameter_summaries(values: Mapping[str, Any], tags: list[tuple[str, st
 
 
 def describe_environment(params: PyTree) -> str:
-    """Returns what a run ran on, in Markdown: command line, versions, devices, parameters."""
+    """Describes command line, versions, devices and parameters in Markdown."""
     leaves = named_leaves(params)
     devices = sorted(leaves[0][1].devices(), key=lambda device: device.id) if leaves else jax.devices()
     facts: dict[str, Any] = {

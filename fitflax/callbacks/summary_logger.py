@@ -1,4 +1,4 @@
-"""`SummaryLogger`: a few lines of text for each checkpoint, a value a line."""
+"""`SummaryLogger`: prints the values of checkpoints as lines of text."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,17 +16,17 @@ __all__ = ["SummaryLogger"]
 
 
 class SummaryLogger(Callback):
-    """Writes how long the steps of a checkpoint took, and all its values by group, a value a line.
+    """Writes the time of the steps since the last checkpoint, and all values by group, one value per line.
 
-    In `fit` and, as a plain function, in `serial(...)`. It reads `elapsed_time` and the values, and so waits for the device at each checkpoint that it writes.
-    Steps and seconds are those since the loop's checkpoint before, whoever asked for that one. Arrays are left out.
+    It works in `fit` and, as a plain function, in `serial(...)`. It waits for the device at each checkpoint that it writes. Steps and seconds are counted from
+    the loop's previous checkpoint, even if that was made for another callback. Arrays are left out.
 
     Args:
-        every: When; each checkpoint that the loop makes by default, in `fit` those at the ends of epochs and of the run.
-        file: Where to; standard output by default.
+        every: When to write; by default at each checkpoint that the loop makes, which in `fit` are those at the end of each epoch and of the run.
+        file: The output; standard output by default.
 
     Raises:
-        CallbackError: `every` is no trigger, or `file` cannot be written to.
+        CallbackError: `every` is not a trigger, or `file` has no method `write`.
 
     >>> import fitflax, io, numpy as np
     >>> from flax import linen as nn
@@ -43,12 +43,12 @@ class SummaryLogger(Callback):
     Step      1: train             loss | 1.00000000
     """
 
-    phase = Phase.RECORD  # In all processes: the norm of split parameters takes all of them.
+    phase = Phase.RECORD  # Called in all processes, because the norm of sharded parameters needs all of them.
 
     def __init__(self, *, every: Trigger | None = None, file: TextIO | None = None) -> None:
         check_trigger("SummaryLogger", every)
         if file is not None and not hasattr(file, "write"):
-            raise CallbackError(f"SummaryLogger(file=...) takes a file that is open for text. Received: {file!r}.")
+            raise CallbackError(f"SummaryLogger(file=...) must be a file that is open for writing text. Received: {file!r}.")
         self.every = every
         self.file = file
         self._written_step: int | None = None
@@ -59,7 +59,7 @@ class SummaryLogger(Callback):
 
     @override
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
-        if checkpoint.run.point.is_repeat:
+        if checkpoint.run.position.is_repeat:
             return
         self._written_step = checkpoint.step
         steps, seconds = checkpoint.n_completed_steps, checkpoint.elapsed_time
@@ -67,22 +67,22 @@ class SummaryLogger(Callback):
 
     @override
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
-        # The validation of an epoch that ended in its middle comes after that step's checkpoint.
+        # The validation of a partial epoch runs after its last step's checkpoint.
         if checkpoint.step == self._written_step:
             self._write(checkpoint, list(_lines({group: values for group, values in checkpoint.metrics.items() if group != "train"})))
 
     def _write(self, checkpoint: Checkpoint, lines: list[str]) -> None:
         if jax.process_index():
             return
-        # Looked up late: standard output may be another one by now, as under pytest or in a notebook.
+        # Looked up late, because pytest and notebooks replace standard output.
         stream = self.file or sys.stdout
-        # At once, so that the lines of one checkpoint stay together whoever else writes there.
+        # One write, so that the lines of a checkpoint stay together.
         stream.write("".join(f"Step {checkpoint.step:6d}: {line}\n" for line in lines))
         stream.flush()
 
 
 def _own_lines(checkpoint: Checkpoint, steps: int, seconds: float) -> Iterator[str]:
-    """Yields the lines of what is no metric, as far as this process has run the step."""
+    """Yields the lines of values that are not metrics. Norms are known only if this process ran the step."""
     if steps:
         yield _line("train", "seconds_per_step", seconds / steps)
     if checkpoint.run.step_values is not None:

@@ -1,4 +1,4 @@
-"""`TensorBoard`: what a run logs, as event files that TensorBoard shows."""
+"""`TensorBoard`: writes a run's logs to event files for TensorBoard."""
 
 import dataclasses
 import math
@@ -6,63 +6,65 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import numpy as np
 from typing_extensions import override
 
 from fitflax.callbacks.base import Callback, Phase, PlainRun, check_trigger, moment_of
+from fitflax.callbacks.clock import Clock
 from fitflax.callbacks.event_files import EventFiles, Write, files_of, trim
-from fitflax.callbacks.media import check_images, flatten_sown, write_logged, write_sown
+from fitflax.callbacks.media import sown_values, write_logged, write_sown
 from fitflax.callbacks.summaries import TRAIN, describe_environment, hyperparameter_summaries, write_histogram
 from fitflax.checkpoints.checkpoint import Checkpoint
-from fitflax.errors import CallbackError, NotReadyError, warn
+from fitflax.errors import CallbackError, ConfigError, NotReadyError, warn
 from fitflax.leaves import named_leaves
 from fitflax.logs import Logs, flat_name
 from fitflax.optimizers import ONLY_RATE
 from fitflax.state import PyTree
 from fitflax.steps.cost import peak_flops as peak_flops_of
+from fitflax.storage import ObjectPath, locate
+from fitflax.storage.mirror import Mirror
 from fitflax.triggers import Schedule, Trigger
 from fitflax.triggers import every as make_every
 
 __all__ = ["TensorBoard"]
 
-# What a run that ended inside an epoch wrote after its last checkpoint, which a resume drops.
+# The mark of files with values that a run that ended inside an epoch wrote after its last checkpoint. A resume deletes them.
 CLOSING = ".closing-"
 
 
 class TensorBoard(Callback):
-    """Writes event files for TensorBoard. For `TensorBoard("runs/a/tensorboard")`: `tensorboard --logdir runs`, which also compares runs.
+    """Writes event files for TensorBoard. To view those of `TensorBoard("runs/a/tensorboard")`, and compare runs, run `tensorboard --logdir runs`.
 
-    Sub-directory `train` has the values of training, one for each validation set has that set's, under the same tags, so that curves of a metric lie in one
-    chart; the x axis is the step. Training is written when `every` is due, and at the end of each epoch; validation always:
+    The subdirectory `train` contains values of training. Each validation set has a subdirectory with the same tags, so that a metric's curves are in one
+    chart. The x axis is the step. Validation is written whenever it runs; training is written when `every` is due and at the end of each epoch:
 
-    * `loss` and the metrics, over the epoch so far; `step/loss` and `step/gradients_norm`, of that step alone; `epoch`, at the end of each;
-    * `learning_rate`, where it can be read: an optimizer by name, or wrapped in `optax.inject_hyperparams`; `learning_rate/<label>` of each group that has
-      one of its own, as in `optax.multi_transform`;
-    * `time/steps_per_second`, `time/examples_per_second` (evaluations left out), `time/validation_seconds`; `time/model_flops_per_second` of a device, and
-      `time/model_flops_utilization`, what part that is of the device's peak, where both are known;
-    * what modules sow, `self.sow("summaries", "mean", h.mean())` in a module `layer` as `summaries/layer/mean`: a number as a scalar, an array as a histogram,
-      an `ImageSummary` or `FigureSummary` as images; see `checkpoint.sown`;
+    * `loss` and the metrics over the epoch so far; `step/loss` and `step/gradients_norm` of the step; `epoch` at the end of each epoch;
+    * `learning_rate` if it can be read, for an optimizer by name or wrapped in `optax.inject_hyperparams`; `learning_rate/<label>` of parameter groups with
+      different rates, as in `optax.multi_transform`;
+    * `time/steps_per_second` and `time/examples_per_second` (without evaluations), `time/validation_seconds`; `time/model_flops_per_second` of one device, and
+      `time/model_flops_utilization`, its fraction of the device's peak, if they are known;
+    * sown values: `self.sow("summaries", "mean", h.mean())` in a module `layer` is `summaries/layer/mean`. A number is a scalar, an array a histogram, an
+      `ImageSummary` or `FigureSummary` images; see `checkpoint.sown`;
     * `params/...` and `grads/...`, histograms, when `histograms` is due;
-    * a metric that is a list, such as one number per class, is `key/0`, `key/1`, ...; a matrix is a table among the texts;
-    * at the start `environment` (parameters, devices, versions, command line) as text, and hyperparameters.
+    * a metric that is a list, such as one number per class, is `key/0`, `key/1`, ...; a matrix is a table in the text tab;
+    * at the start, `environment` (parameters, devices, versions, command line) as text, and hyperparameters.
 
-    A thread writes, and waits for the device in place of the training thread. Whatever was written up to a checkpoint is on disk before the checkpoint is. On a
-    resume, events beyond the restored step are dropped. Another run's files in the directory stay, but TensorBoard shows the newest run only.
+    A thread waits for the device and writes, so training does not wait. Everything up to a checkpoint is on disk before the checkpoint is complete. A resume
+    drops events beyond the restored step. Files of other runs in the directory are kept, but TensorBoard shows only the newest run.
 
     Args:
-        directory: Where; made if it is not there. One for each run.
-        every: When the values of training are written, besides the ends of epochs; each 50 steps by default.
-        histograms: When histograms of parameters and gradients are written; never by default. Gradients are kept for it at every step, which takes as much
+        directory: A path or URL, one for each run, created if it is missing. Files in a bucket are uploaded whole, every 30 s and before each checkpoint.
+        every: When to write values of training, in addition to the end of each epoch; by default every 50 steps.
+        histograms: When to write histograms of parameters and gradients; by default never. The run then keeps the gradient of each step, which takes as much
             memory as the parameters.
-        sown: A collection whose sown values are written with those of training; `None` for none.
-        peak_flops: The floating-point operations a second that a device can make at best; by default that of the makers' data sheets in bfloat16, where it is
-            a GPU or TPU whose name is known.
+        sown: The collection whose sown values are written; `None` for none.
+        peak_flops: The peak floating-point operations per second of a device; by default the data sheet's value in bfloat16, for known GPUs and TPUs.
+        storage_options: Options for a URL; see `ModelCheckpoint`.
 
     Raises:
-        CallbackError: Something that is no trigger, or no positive number. Later, as soon as it is known: event files cannot be written.
+        CallbackError: An argument has a wrong type or value. During the run: event files cannot be written.
 
     >>> TensorBoard("runs/a/tensorboard", histograms=make_every(epochs=1)).needs_grads
     True
@@ -80,11 +82,14 @@ class TensorBoard(Callback):
         histograms: Trigger | None = None,
         sown: str | None = "summaries",
         peak_flops: float | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         check_trigger("TensorBoard", every)
         if histograms is not None and not isinstance(histograms, Trigger):
             raise CallbackError(f"TensorBoard(histograms=...) takes a trigger, such as fitflax.every(epochs=1). Received: {histograms!r}.")
-        self.directory = Path(directory)
+        self.directory = locate(directory, owner="TensorBoard(directory)", error=ConfigError, options=storage_options)
+        # The local directory from which files are uploaded, if `directory` is a URL.
+        self._mirror: Mirror | None = None
         values = every or make_every(steps=50)
         self._triggers = {"values": values, "histograms": histograms}
         self.every = values if histograms is None else values | histograms
@@ -92,12 +97,14 @@ class TensorBoard(Callback):
         if sown is not None and not isinstance(sown, str):
             raise CallbackError(f"TensorBoard(sown=...) takes the name of a collection, or None. Received: {sown!r}.")
         if peak_flops is not None and (isinstance(peak_flops, bool) or not isinstance(peak_flops, int | float) or not 0 < peak_flops < math.inf):
-            raise CallbackError(f"TensorBoard(peak_flops=...) takes floating-point operations a second, such as 312e12. Received: {peak_flops!r}.")
+            raise CallbackError(
+                f"TensorBoard(peak_flops=...) must be a number of floating-point operations per second, such as 312e12. Received: {peak_flops!r}."
+            )
         self.needs_sown = () if sown is None else (sown,)
         self._peak_flops = peak_flops
         self._files: EventFiles | None = None
         self._run_id: str | None = None
-        self._plain: PlainRun | None = None  # While it is a plain function.
+        self._plain_run: PlainRun | None = None  # Set while it is used as a plain function.
         self._schedules: dict[str, Schedule] = {}
         self._reset(0)
 
@@ -105,11 +112,9 @@ class TensorBoard(Callback):
         self._first_step = step
         self._is_described = False
         self._is_new = True
-        # The last step whose values of training were written, and their tags.
+        # The last step for which values of training were written, and their tags.
         self._written = Written(-1)
         self._clock = Clock()
-        self._test_begin = 0.0
-        self._test_seconds = 0.0
 
     @property
     @override
@@ -122,35 +127,45 @@ class TensorBoard(Callback):
     def open_run(self, run_id: str, step: int) -> None:
         self.close()
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            trim(self.directory, run_id, step or -1)  # Of a run that begins again nothing stays, not even what it wrote before its first step.
-            is_new = not files_of(self.directory, run_id, "")
+            if isinstance(self.directory, ObjectPath):
+                self._mirror = Mirror(self.directory)
+                self._mirror.pull(lambda name: f".{run_id}" in name and ".tfevents." in name)
+            self._local.mkdir(parents=True, exist_ok=True)
+            trim(self._local, run_id, step or -1)  # A run that begins again drops everything, including what it wrote at step 0.
+            is_new = not files_of(self._local, run_id, "")
         except OSError as error:
-            raise CallbackError(f"TensorBoard cannot use {self.directory}: {error}. Give it a directory that can be written.") from error
+            raise CallbackError(f"TensorBoard cannot use {self.directory}: {error}. Pass a writable directory.") from error
         self._run_id = run_id
-        self._files = EventFiles(self.directory, run_id, step)
-        # The loop's clock as well.
+        self._files = EventFiles(self._local, run_id, step, mirror=self._mirror)
+        # The loop uses this clock, too.
         self._schedules = {name: Schedule(trigger, time.monotonic()) for name, trigger in self._triggers.items()}
-        self._plain = None
+        self._plain_run = None
         self._reset(step)
         self._is_new = is_new
 
-    def _open_plain(self, checkpoint: Checkpoint) -> None:
-        """Opens the run of a checkpoint, where no trainer does; one that was closed in the middle of its loop, or at its end, goes on."""
-        plain = self._plain or PlainRun()
+    @property
+    def _local(self) -> Path:
+        if self._mirror is not None:
+            return self._mirror.directory
+        assert isinstance(self.directory, Path)
+        return self.directory
+
+    def _open_plain_run(self, checkpoint: Checkpoint) -> None:
+        """Opens the run of a checkpoint if this callback is used as a plain function, or continues the last one if it was closed."""
+        plain = self._plain_run or PlainRun()
         last = plain.step
-        goes_on = plain.goes_on(checkpoint)
-        if self._files is None or not goes_on:
-            self.open_run(checkpoint.run_id, last if goes_on else checkpoint.run.point.process_start)
-            self._is_described = goes_on
-        self._plain = plain
+        continues = plain.continues(checkpoint)
+        if self._files is None or not continues:
+            self.open_run(checkpoint.run_id, last if continues else checkpoint.run.position.process_start)
+            self._is_described = continues
+        self._plain_run = plain
 
     @override
     def drop_closing(self) -> None:
         self._drop_closing(self._first_step)
 
     def _drop_closing(self, step: int) -> None:
-        for path in files_of(self.directory, str(self._run_id), f"{CLOSING}{step}"):
+        for path in files_of(self._local, str(self._run_id), f"{CLOSING}{step}"):
             path.unlink()
 
     @override
@@ -161,13 +176,18 @@ class TensorBoard(Callback):
     @override
     def close(self) -> None:
         files, self._files = self._files, None
-        if files is not None:
-            files.close()
+        mirror, self._mirror = self._mirror, None
+        try:
+            if files is not None:
+                files.close()
+        finally:
+            if mirror is not None:
+                mirror.close()
 
     @override
     def state_dict(self) -> dict[str, Any]:
         now = time.monotonic()
-        # What a clock measures is not part of it, so that a resumed run's is that of a run never stopped.
+        # Without tags of measured times, so that a resumed run's state equals that of an uninterrupted one.
         written = {"written": [self._written.step, *sorted(tag for tag in self._written.tags if not tag.startswith("time/"))]}
         return {name: schedule.state_dict(now)["since"] for name, schedule in self._schedules.items() if schedule.measures_time} | written
 
@@ -182,39 +202,39 @@ class TensorBoard(Callback):
 
     @override
     def on_test_begin(self, logs: Mapping[str, Any]) -> None:
-        self._test_begin = time.monotonic()
+        self._clock.begin_test()
 
     @override
     def on_test_end(self, logs: Logs) -> None:
-        self._test_seconds += time.monotonic() - self._test_begin
+        self._clock.end_test()
 
     @override
     def wants(self, checkpoint: Checkpoint) -> bool:
-        return not checkpoint.run.point.is_repeat and (checkpoint.epoch_ends or bool(checkpoint.evaluations))
+        return not checkpoint.run.position.is_repeat and (checkpoint.epoch_ends or bool(checkpoint.evaluations))
 
     @override
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
-        if self._files is None or self._plain is not None:
-            self._open_plain(checkpoint)
+        if self._files is None or self._plain_run is not None:
+            self._open_plain_run(checkpoint)
         assert self._files is not None
         self._describe(checkpoint)
         moment = moment_of(checkpoint)
         due = {name for name, schedule in self._schedules.items() if schedule.due(moment)}
         self._write_evaluations(self._files, checkpoint)
-        # The loop and this callback read the clock one after the other: where it was the loop's alone that said so, values are due.
+        # The loop's schedule and those here read the clock at slightly different times. If only the loop's fired, write values.
         if "values" in due or checkpoint.epoch_ends or not (due or checkpoint.evaluations):
             self._write_training(self._files, checkpoint)
             self._write_sown(self._files, checkpoint)
         if "histograms" in due:
             self._write_histograms(self._files, checkpoint)
-        if self._plain is not None and checkpoint.is_last:
-            self._files.sync()  # Nobody may close it.
+        if self._plain_run is not None and checkpoint.is_last:
+            self._files.sync()  # A loop without a trainer may never call `close`.
 
     @override
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
         self._describe(checkpoint)
-        self._drop_closing(checkpoint.step)  # A process that was killed right after this left one, and no row that says so.
-        files = EventFiles(self.directory, str(self._run_id), self._first_step, mark=f"{CLOSING}{checkpoint.step}")
+        self._drop_closing(checkpoint.step)  # Left by a process that was killed right after this, before its epoch's row was saved.
+        files = EventFiles(self._local, str(self._run_id), self._first_step, mark=f"{CLOSING}{checkpoint.step}", mirror=self._mirror)
         try:
             self._write_evaluations(files, checkpoint)
             self._write_training(files, checkpoint)
@@ -228,23 +248,23 @@ class TensorBoard(Callback):
             self._written = Written(checkpoint.step)
         written = self._written
         evaluated, ends = checkpoint.evaluated, checkpoint.epoch_ends
-        # Everything that is still on the device is read by the thread.
+        # The thread reads values that are still on the device.
         logs, step_values = checkpoint.logs.deferred(late=ends), checkpoint.run.step_values
         rates, kinds, has_norm = checkpoint.learning_rates, checkpoint.logs.kinds, checkpoint.has_gradients_norm
-        clock, evaluating, self._test_seconds = self._clock, self._test_seconds, 0.0
+        clock, stamp = self._clock, self._clock.read(checkpoint, self.params)
         flops, peak = self.params.get("model_flops"), self._peak_flops or _peak_of(checkpoint)
-        step, examples, dispatched, now = checkpoint.step, self._examples(checkpoint), time.monotonic(), time.time()
+        step, now = checkpoint.step, time.time()
 
         def write_all(write: Write) -> None:
             values = {key: value for key, value in logs().items() if key not in evaluated}
             if step_values is not None:
                 values |= {"step/loss": step_values.loss} | ({"step/gradients_norm": step_values.gradients_norm} if has_norm else {})
-            values |= {label if label == ONLY_RATE else f"{ONLY_RATE}/{label}": float(rate) for label, rate in rates.items()}
+            values |= {label if label == ONLY_RATE else f"{ONLY_RATE}/{label}": float(jax.device_get(rate)) for label, rate in rates.items()}
             if ends:
                 values["epoch"] = checkpoint.epoch + 1
-            values |= clock.rates(step, examples, dispatched, evaluating)
+            values |= clock.rates(stamp)
             values |= _utilization(values.get("time/steps_per_second"), flops, peak)
-            # A step that is written again, at the close of an epoch in its middle, adds only what is new by then.
+            # If a partial epoch ends at this step, the step is written again, and only new tags are added.
             values = {tag: value for tag, value in values.items() if tag not in written.tags}
             written.tags |= values.keys()
             write_logged(write, TRAIN, step, values, kinds, now)
@@ -262,33 +282,23 @@ class TensorBoard(Callback):
             files.submit(write_all)
 
     def _write_sown(self, files: EventFiles, checkpoint: Checkpoint) -> None:
-        if not self.needs_sown or checkpoint.run.step_values is None:
-            return
-        try:
-            sown = checkpoint.sown
-        except NotReadyError:
-            if self._plain is None:
-                raise
-            return  # Only `fit` is told by a callback what is wanted.
-        values = {tag: value for name in self.needs_sown for tag, value in flatten_sown(name, sown.get(name, {})).items()}
-        for tag, value in values.items():
-            check_images(tag, value)
+        values = sown_values(checkpoint, self.needs_sown, is_plain=self._plain_run is not None)
         step, now = checkpoint.step, time.time()
         if values:
             files.submit(lambda write: write_sown(write, TRAIN, step, values, now))
 
     def _write_histograms(self, files: EventFiles, checkpoint: Checkpoint) -> None:
         trees, step, now = {"params": checkpoint.model_params, "grads": self._gradients(checkpoint)}, checkpoint.step, time.time()
-        elsewhere = [leaf for leaf in jax.tree.leaves(trees) if not (leaf.is_fully_addressable or leaf.is_fully_replicated)]
-        if elsewhere:
-            warn(f"TensorBoard leaves out histograms of {len(elsewhere)} arrays that are split between processes.")
+        not_addressable = [leaf for leaf in jax.tree.leaves(trees) if not (leaf.is_fully_addressable or leaf.is_fully_replicated)]
+        if not_addressable:
+            warn(f"TensorBoard writes no histograms of {len(not_addressable)} arrays, because they are split between processes.")
 
         def write_all(write: Write) -> None:
             for name, tree in trees.items():
                 for path, leaf in named_leaves(tree):
-                    if any(leaf is one for one in elsewhere):
+                    if any(leaf is one for one in not_addressable):
                         continue
-                    write_histogram(write, TRAIN, f"{name}/{path}", step, np.asarray(leaf), now)
+                    write_histogram(write, TRAIN, f"{name}/{path}", step, jax.device_get(leaf), now)
 
         files.submit(write_all)
 
@@ -296,22 +306,17 @@ class TensorBoard(Callback):
         try:
             return checkpoint.grads
         except NotReadyError:
-            if self._plain is None:
+            if self._plain_run is None:
                 raise
-            return ()  # Only `fit` is told by a callback that gradients are wanted.
-
-    def _examples(self, checkpoint: Checkpoint) -> int | None:
-        """Returns how many examples the run has used, where a pass is known to have so many."""
-        position, size = checkpoint.data_position, self.params.get("num_examples")
-        return (sum(checkpoint.run.point.used) or position.examples) + position.passes * size if size else None
+            return ()  # Without `fit`, `needs_grads` has no effect.
 
     def _describe(self, checkpoint: Checkpoint) -> None:
-        """Writes what is known at the start, once in a process."""
+        """Writes the environment and hyperparameters, once in a process."""
         if self._is_described:
             return
         assert self._files is not None
         self._is_described = True
-        # A process that a resume begins describes itself beyond the step that it goes on from: if it dies before it has saved anything, that goes as well.
+        # After a resume, at the step after the restored one: if the process is killed before it saves, the next resume drops this with its other events.
         step, now = self._first_step and self._first_step + 1, time.time()
         environment = describe_environment(checkpoint.run.borrow().params)
         hyperparameters = dict(self.params.get("hyperparameters", {})) if self._is_new else {}
@@ -321,7 +326,7 @@ class TensorBoard(Callback):
         def write_all(write: Write) -> None:
             from tensorboardX import summary
 
-            if hyperparameters:  # Of the run, not of the process.
+            if hyperparameters:  # Once in a run, not in every process.
                 for part in hyperparameter_summaries(hyperparameters, tags, now):
                     write("", 0, part, now)
             write("", step, summary.text("environment", environment), now)
@@ -330,13 +335,12 @@ class TensorBoard(Callback):
 
 
 def _peak_of(checkpoint: Checkpoint) -> float | None:
-    """Returns the peak of the devices that a checkpoint lies on."""
     leaf = next(iter(jax.tree.leaves(checkpoint.run.borrow().params)), None)
     return peak_flops_of(next(iter(leaf.devices())).device_kind) if isinstance(leaf, jax.Array) else None
 
 
 def _utilization(steps_per_second: float | None, flops: float | None, peak: float | None) -> dict[str, float]:
-    """Returns what a device computes for the model (Chowdhery et al., "PaLM", 2022, appendix B)."""
+    """Returns model FLOPS, and their utilization (Chowdhery et al., "PaLM", 2022, appendix B)."""
     if not steps_per_second or not flops:
         return {}
     values = {"time/model_flops_per_second": steps_per_second * flops}
@@ -345,67 +349,7 @@ def _utilization(steps_per_second: float | None, flops: float | None, peak: floa
 
 @dataclasses.dataclass
 class Written:
-    """The tags of training that were written at a step; the thread replaces them by more, so that they can be read meanwhile.
-
-    Attributes:
-        step: The step.
-        tags: The tags.
-    """
+    """The tags of training that were written at a step. The thread replaces `tags` and never mutates them, so the training thread can read them."""
 
     step: int
     tags: frozenset[str] = frozenset()
-
-
-class Reading(NamedTuple):
-    """The clock at a step whose values are written.
-
-    Attributes:
-        step: The step.
-        examples: Examples used so far, if known.
-        dispatched: When the training thread was there, in seconds.
-        finished: When the writing thread had seen the device finish it.
-    """
-
-    step: int
-    examples: int | None
-    dispatched: float
-    finished: float
-
-
-class Clock:
-    """Speed between two points at which values were written.
-
-    The training thread runs ahead of the device, by a few steps; the writing thread may lag behind it. Neither can make a stretch longer than it was, so the
-    longer of the two counts. Before an evaluation the device still finishes steps while its time is running already, which is no matter over a whole stretch
-    from one evaluation to the next.
-    """
-
-    def __init__(self) -> None:
-        self._last: Reading | None = None
-        self._evaluated: Reading | None = None
-
-    def rates(self, step: int, examples: int | None, dispatched: float, evaluating: float) -> dict[str, float]:
-        """Returns values about time since the last call, or since the last one after an evaluation.
-
-        Args:
-            step: The step that has just finished.
-            examples: Examples used so far, if known.
-            dispatched: When the training thread was there, in seconds.
-            evaluating: Seconds of evaluations since the last call.
-        """
-        now = Reading(step, examples, dispatched, time.monotonic())
-        before = self._evaluated if evaluating else self._last
-        self._last = now
-        if evaluating or self._evaluated is None:
-            self._evaluated = now
-        values = {"time/validation_seconds": evaluating} if evaluating else {}
-        if before is None or step <= before.step:
-            return values
-        seconds = dispatched - before.dispatched - evaluating
-        if not evaluating:
-            seconds = max(seconds, now.finished - before.finished)
-        seconds = max(seconds, 1e-9)
-        values["time/steps_per_second"] = (step - before.step) / seconds
-        if examples is not None and before.examples is not None:
-            values["time/examples_per_second"] = (examples - before.examples) / seconds
-        return values

@@ -1,4 +1,4 @@
-"""`TerminateOnNaN`: ends a run whose loss, gradient or parameters are no longer finite."""
+"""`TerminateOnNaN`: stops a run when the loss, a gradient or a parameter is not finite."""
 
 import math
 from collections.abc import Mapping
@@ -13,13 +13,15 @@ __all__ = ["TerminateOnNaN"]
 
 
 class TerminateOnNaN(Callback):
-    """Stops a run when the loss, the gradient or a parameter is not finite, and says at which step that began and with what.
+    """Stops a run when the loss, a gradient or a parameter is not finite, and reports the first such step and value.
 
-    The step itself notes both, so looking every `log_every` steps is enough to name them. What was ended stays ended on a resume.
+    It checks every `log_every` steps. The step and the value are still exact, because the compiled step records them. A run that was stopped stays stopped
+    after a resume.
 
     Attributes:
         bad_step: The first step with values that are not finite, counted from 1; `None` if there was none.
-        culprit: What had them first, such as "the loss", "the loss of 'left'", "the gradient of Dense_0/kernel" or "the parameter Dense_0/kernel".
+        culprit: The first value that was not finite, such as "the loss", "the loss of 'left'", "the gradient of Dense_0/kernel" or "the parameter
+            Dense_0/kernel".
 
     >>> callback = TerminateOnNaN()
     >>> callback.bad_step is None
@@ -43,15 +45,15 @@ class TerminateOnNaN(Callback):
     @override
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         every, step = int(self.params.get("log_every") or 1), self.trainer.step
-        if step // every > self._last_step // every:  # A call may have made several steps.
-            self._look(logs)
+        if step // every > self._last_step // every:  # A call may run several steps.
+            self._check_finite(logs)
         self._last_step = step
 
     @override
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        self._look(logs)
+        self._check_finite(logs)
 
-    def _look(self, logs: Mapping[str, Any]) -> None:
+    def _check_finite(self, logs: Mapping[str, Any]) -> None:
         if self.bad_step is not None:
             return
         source = getattr(logs, "source", None)
@@ -64,7 +66,7 @@ class TerminateOnNaN(Callback):
             self._stop()
 
     def _stop(self) -> None:
-        self.trainer.stop(f"TerminateOnNaN: {self.culprit or 'the loss or its gradient'} is not finite since step {self.bad_step}")
+        self.trainer.stop(f"TerminateOnNaN: {self.culprit or 'the loss or its gradient'} is not finite at step {self.bad_step}")
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`Watchdog`: says where a run hangs."""
+"""`Watchdog`: shows where a run hangs."""
 
 import sys
 import threading
@@ -16,14 +16,14 @@ __all__ = ["Watchdog"]
 
 
 class Watchdog(Callback):
-    """Prints the stacks of all threads when a run has made no step for some time, and again after as long, so that one can see what it waits for.
+    """Prints the stacks of all threads when a run has not finished a step for some time, and repeats that while it hangs.
 
-    A thread looks at the clock; the run itself is not slowed down, and nothing is stopped. The ends of validations and of epochs count as steps, too. Compiling
-    does not, so give more time than the longest compilation, validation, save or wait for data that you expect.
+    A thread checks the time. It does not slow down or stop the run. The end of a validation or epoch counts as a step. Compilation does not, so allow more
+    time than the longest compilation, validation, save or wait for data that you expect.
 
     Args:
-        seconds: How long nothing may happen.
-        file: Where to; standard error by default.
+        seconds: The time without a step after which stacks are printed.
+        file: The output; standard error by default.
 
     Raises:
         CallbackError: `seconds` is not positive.
@@ -37,37 +37,37 @@ class Watchdog(Callback):
             raise CallbackError(f"Watchdog(seconds=...) must be a positive number. Received: {seconds!r}.")
         self.seconds = float(seconds)
         self._file = file
-        self._signs = 0
-        self._watch: object = None  # The present one; a thread whose own it is not ends.
+        self._num_events = 0
+        self._token: object = None  # The token of the current thread; threads with another one end.
 
     @override
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:
-        self._watch = watch = object()
-        threading.Thread(target=self._look, args=(watch,), name="fitflax-watchdog", daemon=True).start()
+        self._token = token = object()
+        threading.Thread(target=self._watch_steps, args=(token,), name="fitflax-watchdog", daemon=True).start()
 
     @override
     def on_test_end(self, logs: Mapping[str, Any]) -> None:
-        self._signs += 1
+        self._num_events += 1
 
     @override
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any]) -> None:
-        self._signs += 1
+        self._num_events += 1
 
     @override
     def on_train_end(self, logs: Mapping[str, Any]) -> None:
-        self.close()  # Without waiting for the thread, whose turn may be a second away.
+        self.close()  # Does not wait for the thread, which may sleep for another second.
 
     @override
     def close(self) -> None:
-        self._watch = None
+        self._token = None
 
-    def _look(self, watch: object) -> None:
-        seen, since, reported = (self.trainer.step, self._signs), time.monotonic(), 0
+    def _watch_steps(self, token: object) -> None:
+        seen, since, reported = (self.trainer.step, self._num_events), time.monotonic(), 0
         while True:
             time.sleep(min(self.seconds / 10, 1.0))
-            if self._watch is not watch:
+            if self._token is not token:
                 return
-            now = self.trainer.step, self._signs
+            now = self.trainer.step, self._num_events
             if now != seen:
                 seen, since, reported = now, time.monotonic(), 0
             elif time.monotonic() - since >= self.seconds * (reported + 1):
@@ -76,7 +76,7 @@ class Watchdog(Callback):
 
     def _report(self, step: int, seconds: float) -> None:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        lines = [f"Watchdog: nothing has happened for {seconds:.0f} s, since step {step}. What all threads are at, the innermost call last:\n"]
+        lines = [f"Watchdog: no progress for {seconds:.0f} s, since step {step}. Stacks of all threads, most recent call last:\n"]
         for ident, frame in sys._current_frames().items():
             if ident != threading.get_ident():
                 lines += [f"\nThread {names.get(ident, ident)}:\n", *traceback.format_stack(frame)]

@@ -1,14 +1,14 @@
 """What loops yield: `Checkpoint`, a lazy view of a run at one step, and `Summary`, the same with evaluation metrics.
 
-Nothing is read or copied until it is asked for. The state is borrowed: a part that is read is copied then, and stays valid after later steps; a first
-read after the loop has moved on is an error.
+Values are read or copied on first access and stay valid after later steps. The state is borrowed from the loop, so a first access after the loop has
+advanced is an error.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
-from fitflax.checkpoints.run_at_step import RunAtStep
+from fitflax.checkpoints.run_view import RunView
 from fitflax.data import Position
 from fitflax.errors import ConfigError, NotReadyError
 from fitflax.logs import Kind, Logs, StepValues, flat_name
@@ -18,10 +18,10 @@ __all__ = ["Checkpoint", "Summary"]
 
 
 class Checkpoint:
-    """A run at one step, as yielded by a `TrainLoop`. Made by loops only.
+    """A run at one step, as yielded by a `TrainLoop`. Only loops create it.
 
     Attributes:
-        run: What it is a view of; for the library's own callbacks.
+        run: The underlying view, for the library's own callbacks.
 
     >>> import fitflax, optax, numpy as np
     >>> from flax import linen as nn
@@ -31,7 +31,7 @@ class Checkpoint:
     [2, 4, 5]
     """
 
-    def __init__(self, run: RunAtStep, groups: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+    def __init__(self, run: RunView, groups: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         self.run = run
         self._groups: dict[str, Mapping[str, Any]] = dict(groups or {})
 
@@ -41,90 +41,90 @@ class Checkpoint:
     def __copy__(self) -> Self:
         return self
 
-    # -- where --
+    # -- the position --
 
     @property
     def step(self) -> int:
-        """Finished updates."""
-        return self.run.point.step
+        """The number of completed steps."""
+        return self.run.position.step
 
     @property
     def epoch(self) -> int:
-        """Index of the epoch, from 0."""
-        return self.run.point.epoch
+        """The index of the epoch, from 0."""
+        return self.run.position.epoch
 
     @property
     def step_in_epoch(self) -> int:
-        """Finished updates of the epoch."""
-        return self.run.point.step_in_epoch
+        """The number of completed steps of the epoch."""
+        return self.run.position.step_in_epoch
 
     @property
     def n_completed_steps(self) -> int:
-        """Updates since the last checkpoint."""
-        return self.run.point.n_completed_steps
+        """The number of steps since the last checkpoint."""
+        return self.run.position.n_completed_steps
 
     @property
     def epoch_ends(self) -> bool:
         """Whether the epoch ends here."""
-        return self.run.point.epoch_ends
+        return self.run.position.epoch_ends
 
     @property
     def is_last(self) -> bool:
-        """Whether no step follows in this run, as far as it is known yet."""
-        return self.run.point.is_last
+        """Whether this is the last step of the run, as far as is known yet."""
+        return self.run.position.is_last
 
     @property
     def data_position(self) -> Position:
-        """Passes finished, and real examples used of the present one."""
-        return self.run.point.position
+        """The number of finished passes over the data, and of real examples used in the current pass."""
+        return self.run.position.data_position
 
     @property
     def run_id(self) -> str:
-        """The name of the run, by which directories tell runs apart."""
+        """The identifier of the run."""
         return str(self.run.info()["run_id"])
 
     # -- the state --
 
     @property
     def state(self) -> TrainState:
-        """The whole state, copied when first read."""
+        """The whole state, copied on first access."""
         return TrainState(**{field.name: self.run.part(field.name) for field in dataclasses.fields(TrainState)})
 
     @property
     def model_params(self) -> PyTree:
-        """The parameters, copied when first read."""
+        """The parameters, copied on first access."""
         return self.run.part("params")
 
     @property
     def model_state(self) -> dict[str, PyTree]:
-        """The module's other collections, copied when first read."""
+        """The module's other collections, copied on first access."""
         return dict(self.run.part("model_state"))
 
     @property
     def optimizer_state(self) -> PyTree:
-        """The optax state, copied when first read."""
+        """The Optax state, copied on first access."""
         return self.run.part("opt_state")
 
     @property
     def run_state(self) -> dict[str, Any]:
-        """What a resume needs besides the state: sums of the running epoch, states of callbacks; made when it is read."""
+        """What a resume needs besides the state, such as sums of the current epoch and states of callbacks. Created on access."""
         return self.run.run_state()
 
     @property
     def learning_rates(self) -> dict[str, Any]:
-        """The injected learning rates, copies that are still on the device, by the names of `optimizers.get_learning_rates`."""
+        """Copies of the injected learning rates, still on the device, named as by `optimizers.get_learning_rates`."""
         return self.run.learning_rates()
 
     @property
     def params_norm(self) -> float:
-        """The global L2 norm of the parameters; computed when first read."""
+        """The global L2 norm of the parameters, computed on first access."""
         return self.run.params_norm()
 
     # -- the step --
 
     def _values(self) -> StepValues:
         if self.run.step_values is None:
-            raise NotReadyError(f"This process has not run step {self.step}; it was restored.")
+            raise NotReadyError(f"Step {self.step} was restored from a checkpoint, so its loss and gradients are not available. Run a step first.")
         return self.run.step_values
 
     @property
@@ -134,54 +134,56 @@ class Checkpoint:
 
     @property
     def has_gradients_norm(self) -> bool:
-        """Whether the step computed the norm of its gradient."""
+        """Whether the step computed the norm of its gradients."""
         return bool(self.run.keep.norm)
 
     @property
     def gradients_norm(self) -> float:
-        """The global L2 norm of this step's gradient; NaN where `train_step` is overridden, whose gradients nobody knows.
+        """The global L2 norm of this step's gradients; NaN if `train_step` is overridden, because its gradients are not known.
 
         Raises:
-            NotReadyError: The run is one of `fit`, and none of its callbacks said that it reads this.
+            NotReadyError: The run was started by `fit`, and none of its callbacks sets `needs_gradients_norm`.
         """
         if self.run.keep.norm is False:
-            raise NotReadyError(f"The gradient's norm of step {self.step} was not computed: fit a callback whose needs_gradients_norm is True.")
+            raise NotReadyError(f"The gradient norm of step {self.step} was not computed. Use a callback with needs_gradients_norm = True.")
         return self._values().gradients_norm
 
     @property
     def grads(self) -> PyTree:
-        """The gradient of this step by parameter, global; an output of the step's own, so it needs no copy. `()` where `train_step` is overridden.
+        """The global gradients of this step, by parameter; `()` if `train_step` is overridden. They are an output of the step, so they need no copy.
 
         Raises:
             NotReadyError: The run does not keep gradients.
         """
         if not self.run.keep.grads:
-            raise NotReadyError(f"The gradient of step {self.step} was not kept: pass train_loop(grads=True), or fit a callback whose needs_grads is True.")
+            raise NotReadyError(f"The gradients of step {self.step} were not kept. Pass train_loop(grads=True), or use a callback with needs_grads = True.")
         return self.run.kept.grads
 
     @property
     def sown(self) -> dict[str, PyTree]:
-        """What the module sowed in this step, by collection; outputs of the step's own. Numbers are averaged over replicas, arrays of all replicas joined.
+        """What the module sowed in this step, by collection. Numbers are averaged over replicas; arrays of all replicas are joined.
 
-        Of a batch that was split into micro-batches it is what the last one left; `{}` where `train_step` is overridden.
+        With micro-batches, these are the values of the last one. `{}` if `train_step` is overridden.
 
         Raises:
-            NotReadyError: The run keeps no sown values.
+            NotReadyError: The run does not keep sown values.
         """
         if not self.run.keep.sown:
-            raise NotReadyError(f"What was sown in step {self.step} was not kept: pass train_loop(sown=...), or fit a callback that names it in needs_sown.")
+            raise NotReadyError(
+                f"The values sown in step {self.step} were not kept. Pass train_loop(sown=...), or use a callback that names the collection in needs_sown."
+            )
         return self.run.kept.sown
 
     @property
     def elapsed_time(self) -> float:
-        """Seconds of training since the last checkpoint, without compilation and without the consumer's time. Waits for the device."""
+        """Seconds of training since the last checkpoint, without compilation and the consumer's time. Waits for the device."""
         return self.run.timer.stop()
 
     # -- metrics --
 
     @property
     def logs(self) -> Logs:
-        """The values of this step by flat name, shared by all who see this checkpoint: group `train` by key, others as `<group>_<key>`."""
+        """The values of this step by flat name: `<key>` for group `train`, `<group>_<key>` for others. Shared by everyone who uses this checkpoint."""
         return self.run.logs
 
     @property
@@ -192,16 +194,16 @@ class Checkpoint:
 
     @property
     def evaluations(self) -> dict[str, dict[str, Any]]:
-        """`{group: {key: value}}` of what was evaluated at this very step; waits for nothing."""
+        """`{group: {key: value}}` of what was evaluated at this step. Does not wait for the device."""
         return {group: dict(values) for group, values in self._groups.items()}
 
     @property
     def evaluated(self) -> frozenset[str]:
-        """Flat names of the values that were evaluated at this very step."""
+        """The flat names of the values that were evaluated at this step."""
         return frozenset(flat_name(group, key) for group, values in self._groups.items() for key in values)
 
     def deferred_metrics(self) -> Callable[[], dict[str, dict[str, Any]]]:
-        """Returns what gives the recorded ones of `metrics` as they are now, in another thread, which then waits for the step."""
+        """Returns a function that gives the recorded `metrics` as of now. Call it in another thread, because it waits for the step."""
         read, evaluated, evaluations, is_recorded = self.logs.deferred(), self.evaluated, self.evaluations, self.logs.is_recorded
 
         def metrics() -> dict[str, dict[str, Any]]:
@@ -212,15 +214,15 @@ class Checkpoint:
         return metrics
 
     def with_metrics(self, group: str, values: Mapping[str, Any], kinds: Mapping[str, Kind]) -> "Summary":
-        """Returns this checkpoint with the metrics of an evaluation; also put into the shared `logs`.
+        """Returns this checkpoint with the metrics of an evaluation added, and adds them to the shared `logs`.
 
         Args:
-            group: Their name.
+            group: The name of the group.
             values: The metrics by key.
-            kinds: By key, what is known of them.
+            kinds: The kind of each metric, by key.
 
         Raises:
-            ConfigError: It has a group of that name already.
+            ConfigError: There already is a group with that name.
         """
         if group in self._groups:
             raise ConfigError(f"Two evaluations of one checkpoint are named {group!r}. Give one of them another name.")
@@ -231,7 +233,7 @@ class Checkpoint:
 
 
 class Summary(Checkpoint):
-    """A `Checkpoint` with evaluation metrics added. Made by an `EvalLoop`; several can follow one another.
+    """A `Checkpoint` with evaluation metrics added. Created by an `EvalLoop`; several can be chained.
 
     >>> issubclass(Summary, Checkpoint)
     True

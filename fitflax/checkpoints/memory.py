@@ -1,54 +1,127 @@
-"""Fresh memory for many arrays, at the speed at which the kernel can give it."""
+"""Memory for many arrays, either new and in huge pages, or reused from one copy of a state to the next."""
 
 import math
+import weakref
 from typing import Any
 
 import numpy as np
 
-__all__ = ["Arena"]
+__all__ = ["Arena", "Loan", "ReusedMemory", "bytes_of"]
 
-# Whoever keeps one array keeps its slab: tiny ones, which live in callbacks, get memory of their own, and large ones have no need of others.
+# An array keeps its whole slab alive. So tiny arrays, which callbacks may keep, and large ones get their own memory.
 _TINY_BYTES = 2**14
 _LARGE_BYTES = 2**24
 _SLAB_BYTES = 2**25
-# A huge page, and the size from which on NumPy asks for them.
+# The alignment of arrays; see `_memory`.
+_ALIGNMENT = 64
+# The size of a huge page, and the size from which NumPy requests them.
 _PAGE_BYTES = 2**21
 _PAGES_BYTES = 2**22
 
 
 class Arena:
-    """Makes arrays as `np.empty` does, but in huge pages: first touching memory small page by small page takes longer than to read it from a disk.
+    """Creates arrays like `np.empty`, but in huge pages: touching new memory page by page takes longer than reading it from a disk.
 
-    Huge pages begin at multiples of their size, so large arrays do too, and others share slabs of up to 32 MB that do.
-
-    >>> arena = Arena(80_000)
-    >>> first, second = arena.empty((5000,), np.dtype(float)), arena.empty((50, 100), np.dtype(float))
-    >>> first.base is second.base, second.shape
-    (True, (50, 100))
+    Huge pages begin at multiples of their size. So do large arrays and the slabs of up to 32 MB that other arrays share.
     """
 
     def __init__(self, num_bytes: int) -> None:
-        self._left = num_bytes  # What is still expected to be asked for.
+        self._remaining = num_bytes  # Bytes that are still expected to be requested.
         self._slab = np.empty(0, np.uint8)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-        """Returns a new array, whose values are arbitrary."""
+        """Returns a new uninitialized array."""
         num_bytes = math.prod(shape) * dtype.itemsize
-        aligned = -(-num_bytes // 64) * 64
-        self._left -= aligned
+        aligned = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        self._remaining -= aligned
         if num_bytes < _TINY_BYTES:
             return np.empty(shape, dtype)
         if num_bytes >= _LARGE_BYTES:
             return _memory(num_bytes).view(dtype).reshape(shape)
         if num_bytes > len(self._slab):
-            self._slab = _memory(max(aligned, min(self._left + aligned, _SLAB_BYTES)))
+            self._slab = _memory(max(aligned, min(self._remaining + aligned, _SLAB_BYTES)))
         data, self._slab = self._slab[:num_bytes], self._slab[aligned:]
         return data.view(dtype).reshape(shape)
 
 
+class Loan:
+    """A block of memory that is in use while this object lives. Arrays in it, their views and `memoryview`s all keep it alive."""
+
+    def __init__(self, block: np.ndarray[Any, Any]) -> None:
+        # Makes this object the base of its arrays. Slices of the block would keep only the block alive, not the loan.
+        self.__array_interface__ = block.__array_interface__
+        self.block = block
+        self._begin = 0
+
+    @staticmethod
+    def size_of(num_bytes: int) -> int:
+        """Returns how many bytes of a block an array takes."""
+        return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+        """Returns the next uninitialized array of the block. Raises `ValueError` if the block has not enough room."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        begin, self._begin = self._begin, self._begin + self.size_of(num_bytes)
+        if self._begin > len(self.block):
+            raise ValueError(f"An array of {num_bytes} bytes does not fit the {len(self.block) - begin} bytes that are left of the block.")
+        return np.asarray(self)[begin : begin + num_bytes].view(dtype).reshape(shape)
+
+
+class ReusedMemory:
+    """Memory that is reused for one copy of a state after another, so that only the first copy waits for the kernel to supply it.
+
+    A block is reused once nothing refers to its last loan, so a reader of an array prevents it from being overwritten. All methods except `release` must
+    be called from one thread.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[np.ndarray[Any, Any]] = []
+        self._loans: list[weakref.ref[Loan]] = []
+
+    @property
+    def num_lent(self) -> int:
+        """The number of loans that are still referenced."""
+        return len(self._living())
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all blocks that are kept."""
+        return sum(len(block) for block in self._blocks)
+
+    def lend(self, num_bytes: int, *, max_blocks: int = 1) -> Loan:
+        """Returns a block of exactly this size, the sum of `Loan.size_of` of all arrays, reused or new.
+
+        Blocks of other sizes are released first. Blocks beyond `max_blocks` are freed after use.
+        """
+        lent = {id(loan.block) for loan in self._living()}
+        self._blocks = [block for block in self._blocks if len(block) == num_bytes]
+        free = [block for block in self._blocks if id(block) not in lent]
+        block = free[0] if free else _memory(num_bytes)
+        if not free and len(self._blocks) < max_blocks:
+            self._blocks.append(block)
+        loan = Loan(block)
+        self._loans.append(weakref.ref(loan))
+        return loan
+
+    def release(self) -> None:
+        """Frees all blocks; those in use live until their last array is gone."""
+        self._blocks = []
+
+    def _living(self) -> list[Loan]:
+        living = [loan for reference in self._loans if (loan := reference()) is not None]
+        self._loans = [weakref.ref(loan) for loan in living]
+        return living
+
+
+def bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
+    """Returns the memory of a contiguous array, as bytes because `memoryview` does not support bfloat16."""
+    data: memoryview = array.reshape(-1).view(np.uint8).data
+    return data
+
+
 def _memory(num_bytes: int) -> np.ndarray[Any, Any]:
-    alignment = _PAGE_BYTES if num_bytes >= _PAGES_BYTES else 64
-    # 16 bytes after the multiple, as NumPy's own memory. On a CPU, JAX borrows what is aligned to 64 instead of copying it, and would hold the slab.
+    alignment = _PAGE_BYTES if num_bytes >= _PAGES_BYTES else _ALIGNMENT
+    # 16 bytes off, as in NumPy's own memory: on a CPU, JAX borrows memory with an alignment of 64 instead of copying it, and would keep the slab.
     offset = 16
     memory = np.empty(num_bytes + alignment + offset, np.uint8)
     begin = -memory.ctypes.data % alignment + offset

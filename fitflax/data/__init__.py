@@ -1,11 +1,12 @@
-"""From what users have to batches of fixed shape: adapting sources, order and position, padding.
+"""Turns data into batches of fixed shape: adapts sources, shuffles, tracks the position, and pads.
 
-`fit`, `evaluate` and `predict` call this for you. `Source` and `adapt` are for code that wants the same batches without a trainer.
+`fit`, `evaluate` and `predict` use this package for you. Use `adapt` and `Source` to get the same batches without a trainer.
 """
 
 from fitflax.data.adapt import adapt
 from fitflax.data.batch import Batcher, FedBatch, Position
 from fitflax.data.shards import Shard
-from fitflax.data.streams import Feed, Source
+from fitflax.data.sources import Feed, Source
+from fitflax.data.token_file import TokenFile
 
-__all__ = ["Batcher", "FedBatch", "Feed", "Position", "Shard", "Source", "adapt"]
+__all__ = ["Batcher", "FedBatch", "Feed", "Position", "Shard", "Source", "TokenFile", "adapt"]

@@ -1,4 +1,4 @@
-"""In-memory arrays as a source."""
+"""A source over in-memory arrays."""
 
 import math
 from typing import Any
@@ -7,36 +7,23 @@ import jax
 import numpy as np
 from typing_extensions import override
 
-from fitflax.data.batch import Triple, check_weights, num_examples, to_numpy
+from fitflax.data.batch import Triple, check_weights, to_numpy
 from fitflax.data.indexed import IndexedSource, check_batch_size
+from fitflax.data.whole_batches import is_structure, num_examples
 from fitflax.errors import DataError
 from fitflax.state import PyTree
 
 __all__ = ["ArraySource"]
 
-# Of what is read in one go: so many batches, if they stay in a core's cache.
+# A block of batches is read at once if it fits into a core's cache.
 _MAX_BATCHES = 16
 _BLOCK_BYTES = 2**22
-# In bytes, of XLA's buffers on CPUs.
+# Of XLA's CPU buffers, in bytes.
 _ALIGNMENT = 64
 
 
 class ArraySource(IndexedSource):
-    """Batches cut from arrays `[examples, ...]`.
-
-    Args:
-        x: Inputs, any pytree of arrays.
-        y: Targets, `()` for none.
-        weights: Sample weights `[examples]` or `[examples, ...]`, `None` for none.
-        batch_size: Rows of a batch; the last one of a pass may be shorter.
-        shuffle: Whether each pass has its own order.
-        seed: What the order of a pass follows from, together with its number.
-        drop_remainder: Whether the short last batch is left out.
-
-    Raises:
-        DataError: Unequal lengths, no examples, or none left by `drop_remainder`.
-        ConfigError: `batch_size` is not a positive integer.
-    """
+    """Batches of arrays `[examples, ...]`: inputs, targets (`()` for none) and sample weights (`None` for none); other arguments as in `adapt`."""
 
     is_checked = True
 
@@ -46,7 +33,7 @@ class ArraySource(IndexedSource):
         check_batch_size(batch_size)
         check_weights(weights)
         named = {"x": _canonical(x, "x"), "y": _canonical(y, "y"), "sample_weight": _canonical(weights, "sample_weight")}
-        lengths = {name: num_examples(tree, name=name) for name, tree in named.items() if jax.tree.leaves(tree)}
+        lengths = {name: _num_rows(tree, name) for name, tree in named.items() if jax.tree.leaves(tree)}
         if len(set(lengths.values())) > 1:
             raise DataError("All arrays must have the same number of examples: " + ", ".join(f"`{k}` has {v}" for k, v in lengths.items()) + ".")
         self.x, self.y, self.weights = named.values()
@@ -61,8 +48,7 @@ class ArraySource(IndexedSource):
 
     @override
     def read(self, rows: Any) -> Triple:
-        # A slice is a view; only shuffled rows are copied.
-        cut = [leaf[rows] if isinstance(rows, slice) else _take(leaf, rows) for leaf in self._leaves]
+        cut = [leaf[rows] if isinstance(rows, slice) else _take_aligned(leaf, rows) for leaf in self._leaves]
         return Triple(*jax.tree.unflatten(self._structure, cut))
 
     @override
@@ -71,26 +57,32 @@ class ArraySource(IndexedSource):
         return ArraySource(*head, **self.options), ArraySource(*tail, batch_size=batch_size or self.options["batch_size"])
 
     def split(self, fraction: float) -> "tuple[tuple[PyTree, PyTree, Any], tuple[PyTree, PyTree, Any]]":
-        """Returns `(x, y, weights)` of the first part and of the last `fraction`, in the order given, before any shuffling.
-
-        Raises:
-            DataError: One of the parts would be empty.
-        """
+        """Returns `(x, y, weights)` of the first part and of the last `fraction` of the rows, before any shuffling."""
         cut = self.cut(fraction)
         return tuple(self.read(slice(cut))), tuple(self.read(slice(cut, None)))
 
 
-def _take(leaf: np.ndarray[Any, Any], rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Returns `leaf[rows]` in memory that is aligned so that JAX on a CPU need not copy it once more."""
+def _take_aligned(leaf: np.ndarray[Any, Any], rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Returns `leaf[rows]` in aligned memory, which JAX on CPU uses without another copy."""
     shape = (len(rows), *leaf.shape[1:])
     num_bytes = math.prod(shape) * leaf.itemsize
     memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
     begin = -memory.__array_interface__["data"][0] % _ALIGNMENT
     taken = memory[begin : begin + num_bytes].view(leaf.dtype).reshape(shape)
-    return leaf.take(rows, axis=0, out=taken, mode="clip")  # Other modes make a copy on the way.
+    return leaf.take(rows, axis=0, out=taken, mode="clip")  # Other modes copy twice.
+
+
+def _num_rows(tree: PyTree, name: str) -> int:
+    try:
+        return num_examples(tree, name=name)
+    except DataError as error:
+        if not is_structure(tree):
+            raise
+        advice = "To pass graphs, or other inputs that the module takes whole, use a function that yields batches: (x, y) or (x, y, sample_weight)."
+        raise DataError(f"In-memory data is split into batches, so its arrays must share an axis of examples. {error} {advice}") from None
 
 
 def _canonical(tree: PyTree, name: str) -> PyTree:
-    """Returns `tree` as NumPy arrays in the dtypes that JAX computes in (float64 becomes float32), converted once instead of in every step."""
+    """Returns `tree` as NumPy arrays of JAX's canonical dtypes (float64 becomes float32), so that steps need not convert them."""
     arrays = to_numpy(tree, name=name)
-    return jax.tree.map(lambda leaf: np.asarray(leaf).astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False), arrays)
+    return jax.tree.map(lambda leaf: np.asarray(jax.device_get(leaf)).astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False), arrays)

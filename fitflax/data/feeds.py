@@ -1,25 +1,21 @@
-"""Which batches a run or an evaluation gets: feeds over sources, and the rules for sources that serve only once."""
+"""Creates the feeds of runs, evaluations and predictions, with the rules for one-shot iterators."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fitflax.data.batch import Batcher, FedBatch, Position, Triple
 from fitflax.data.shards import ShardFeed
-from fitflax.data.streams import Feed, OneShotSource, Source
+from fitflax.data.sources import Feed, OneShotSource, Source
 from fitflax.errors import ConfigError, DataError
 
 __all__ = ["Feeder"]
 
 
 class Feeder:
-    """Makes feeds whose batches have the shape that a strategy needs.
+    """Creates feeds whose batches have the shape that a strategy needs.
 
-    Args:
-        make_batcher: Makes what gives batches the shape that the devices need; takes the options of `Batcher`.
-        pad: Whether to pad at all.
-        accumulate_steps: Into how many micro-batches training splits each replica's share; sizes of training are multiples of that as well.
-        make_part: Does what `make_batcher` does for a process that is given nothing but its own part of each batch.
-        exchange: Gives, in all such processes, what each calls it with.
+    `make_batcher` takes the options of `Batcher`, and so does `make_part`, for a process that reads only its own shard of the data; `exchange` gathers a value
+    from all such processes.
     """
 
     def __init__(
@@ -41,18 +37,14 @@ class Feeder:
     def train(self, source: Source, class_weight: Mapping[int, float] | None, position: Position, *, used: Sequence[int] = (), size: int | None = None) -> Feed:
         """Returns the batches to train on.
 
-        Args:
-            source: Where they come from.
-            class_weight: `{label: weight}`.
-            position: Where to begin.
-            used: By process, how many examples of the pass are used, where each has a part of its own.
-            size: The rows of a full batch, over all processes, that a resumed run found out; by default the source's, or that of the first batch.
+        `used` are the examples of this pass that each process has used, if each has its own shard. `size` are the rows of a full batch over all processes, if a
+        resumed run knows them; by default the source's batch size, or that of the first batch.
         """
         if size is not None and source.shares is not None:
             size = -(-size // source.shares.num_parts)
         size = source.batch_size if size is None else size
         if size is not None and (most := _most_examples(source)) is not None:
-            size = min(size, most)  # Fewer examples than one batch are a smaller batch, not one that is mostly padding.
+            size = min(size, most)  # With fewer examples than a batch, use a smaller batch instead of mostly padding.
         return self._feed(source, self._train_batcher(source, size=size, class_weight=class_weight), position, used=used, is_saved=True)
 
     def _train_batcher(self, source: Source | None = None, **options: Any) -> Batcher:
@@ -68,48 +60,40 @@ class Feeder:
         return ShardFeed(source, batcher, position, used=used, exchange=self._exchange, is_saved=is_saved, pads=self._pad)
 
     def evaluations(self, source: Source, name: str, steps: int | None, *, exact: Callable[[], bool] = lambda: False) -> Callable[[], Feed]:
-        """Returns what makes the batches of each evaluation.
+        """Returns a function that creates the feed of each evaluation.
 
-        A source that serves once serves one evaluation of all of it, or goes on from one evaluation to the next where `steps` says how far.
-
-        Args:
-            source: Where they come from.
-            name: The caller's name for it, for errors.
-            steps: Batches of an evaluation; `None` for all.
-            exact: Returns whether fewer examples than one batch are a smaller batch, compiled by itself, because they must not be padded.
-
-        Raises:
-            ConfigError: The data never ends, and there are no `steps`.
+        A one-shot iterator serves a single evaluation or, with `steps`, one evaluation after another from where it is. `exact` returns whether padding must be
+        avoided, so that fewer examples than a batch become a smaller batch, which is compiled separately.
         """
         if source.is_endless and steps is None:
-            raise ConfigError(f"The data of {name!r} never ends. Say how many batches to evaluate: validation_steps= in fit, steps= elsewhere.")
+            raise ConfigError(f"The data of {name!r} never ends. Pass the number of batches to evaluate: validation_steps= in fit, steps= elsewhere.")
         batcher = self._batcher(source, size=source.batch_size)
 
-        def serve() -> Feed:
+        def make_feed() -> Feed:
             if exact() and source.batch_size is not None and (most := _most_examples(source)) is not None:
                 return self._feed(source, self._batcher(source, size=min(source.batch_size, most)))
             if not isinstance(source, OneShotSource):
                 return self._feed(source, batcher)
             if source.taken and steps is None:
                 raise DataError(
-                    f"The data of {name!r} is an iterator that has been used up. Pass a function that makes one, `lambda: ...`; "
-                    "or say with validation_steps how many of its batches each validation takes."
+                    f"The data of {name!r} is an iterator that has been used up. Pass a function that returns a new iterator, `lambda: ...`, "
+                    "or set validation_steps to the number of batches for each validation."
                 )
             return self._feed(source, batcher, Position(examples=source.taken))
 
-        return serve
+        return make_feed
 
     def single(self, triple: Triple, kind: str) -> FedBatch:
-        """Returns one batch; smaller batches of a kind are padded to the shape that is compiled already."""
+        """Returns one padded batch; a batch smaller than earlier ones of its kind is padded to their shape, to avoid recompilation."""
         if kind not in self._batchers:
-            self._batchers[kind] = self._train_batcher() if kind == "train" else self._batcher()
+            self._batchers[kind] = self._train_batcher() if kind == "train" else self._batcher(must_count=kind != "predict")
         return self._batchers[kind](triple)
 
     def prediction(self, source: Source) -> Feed:
         """Returns the batches to predict."""
-        return self._feed(source, self._batcher(source, size=source.batch_size))
+        return self._feed(source, self._batcher(source, size=source.batch_size, must_count=False))
 
 
 def _most_examples(source: Source) -> int | None:
-    """Returns how many examples a pass has; where there are parts, the largest of them."""
+    """Returns the number of examples in a pass; with shards, that of the largest one."""
     return source.num_examples if source.shares is None else source.shares.largest

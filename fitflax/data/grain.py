@@ -1,14 +1,14 @@
-"""What Grain's data sets and loaders tell of their length. Their iterators save states as any iterator may, which needs nothing from here.
+"""Recognizes Grain's datasets and loaders and finds their lengths. Their iterators save states like any other iterator.
 
-Grain is never imported here; whoever has one of its objects has imported it.
+Grain is never imported here: a user who passes one of its objects has imported it.
 """
 
 import sys
 from typing import Any
 
-__all__ = ["grain_length", "is_grain"]
+__all__ = ["grain_length", "is_grain", "start_workers"]
 
-# `repeat()` without a count gives a length near the largest integer, divided by the batch size later on.
+# `repeat()` without a count reports a length near the largest integer, which batching divides.
 _ENDLESS = 2**48
 
 
@@ -19,17 +19,27 @@ def _is_a(data: Any, *names: str) -> bool:
 
 
 def is_grain(data: Any) -> bool:
-    """Returns whether `data` is a data set or a loader of Grain."""
+    """Returns whether `data` is a Grain dataset or loader."""
     return _is_a(data, "MapDataset", "IterDataset", "DataLoader")
 
 
+def start_workers(iterator: Any) -> None:
+    """Starts all worker processes of a Grain iterator; does nothing for other iterators.
+
+    Otherwise, an iterator whose state was read or set would start its workers one by one, each when its first batch is requested.
+    """
+    is_grains = any(base.__module__.partition(".")[0] == "grain" for base in type(iterator).__mro__)  # A loader's iterator class is not public.
+    if is_grains and hasattr(iterator, "start_prefetch"):
+        iterator.start_prefetch()
+
+
 def grain_length(data: Any) -> tuple[int | None, bool]:
-    """Returns the number of batches, `None` if unknown, and whether the data is known to be endless."""
+    """Returns the number of batches (`None` if unknown), and whether the data is known to be endless."""
     if _is_a(data, "MapDataset"):
         return (None, True) if len(data) > _ENDLESS else (len(data), False)
     if _is_a(data, "IterDataset"):
-        # What limits the number of elements ends the search; a transformation that combines several ends with the first of them.
+        # A limit makes data finite; a transformation with several parents ends with the first of them.
         parents = () if "Limit" in type(data).__name__ else getattr(data, "parents", ())
         return None, bool(parents) and all(grain_length(parent)[1] for parent in parents)
-    # A loader goes on for ever where its sampler has no number of epochs; an attribute that is not public, so its absence says nothing.
+    # A loader is endless if its sampler has no number of epochs. The attribute is private, so it may be missing.
     return None, getattr(getattr(data, "_sampler", None), "_num_epochs", 1) is None

@@ -1,4 +1,4 @@
-"""Sources whose rows can be had by their numbers: order by `(seed, pass)` alone, so that any position can be sought at once."""
+"""Sources whose rows are read by number. Their order depends on `(seed, pass)` only, so they can seek to any position."""
 
 import abc
 import math
@@ -9,8 +9,8 @@ import numpy as np
 from typing_extensions import override
 
 from fitflax.data.batch import Position, Triple
-from fitflax.data.passes import RowsPass
-from fitflax.data.streams import Source
+from fitflax.data.resumable import RowsPass
+from fitflax.data.sources import Source
 from fitflax.errors import ConfigError, DataError
 from fitflax.integers import is_integer
 
@@ -18,19 +18,7 @@ __all__ = ["IndexedSource", "check_batch_size"]
 
 
 class IndexedSource(Source):
-    """Batches of rows that can be had by their numbers.
-
-    Args:
-        rows: How many there are.
-        batch_size: Rows of a batch; the last one of a pass may be shorter.
-        shuffle: Whether each pass has its own order.
-        seed: What the order of a pass follows from, together with its number.
-        drop_remainder: Whether the short last batch is left out.
-
-    Raises:
-        DataError: There are no examples, or none are left by `drop_remainder`.
-        ConfigError: `batch_size` is not a positive integer.
-    """
+    """Batches of `rows` rows that are read by number; other arguments as in `adapt`."""
 
     knows_length = True
     owns_batches = True
@@ -39,7 +27,10 @@ class IndexedSource(Source):
         check_batch_size(batch_size)
         self.num_examples = rows - rows % batch_size if drop_remainder else rows
         if not self.num_examples:
-            raise DataError(f"There is nothing to work on: {rows} examples, batch_size={batch_size}, drop_remainder={drop_remainder}.")
+            raise DataError(
+                f"The data yields no batches. Received: {rows} examples, batch_size={batch_size}, drop_remainder={drop_remainder}. "
+                "Pass more examples, or a smaller batch_size."
+            )
         self._rows = rows
         self.batch_size = int(batch_size)
         self.num_batches = math.ceil(self.num_examples / batch_size)
@@ -49,19 +40,11 @@ class IndexedSource(Source):
 
     @abc.abstractmethod
     def read(self, rows: Any) -> Triple:
-        """Returns the given rows: a slice, or an array of their numbers."""
+        """Returns rows, given as a slice or as an array of row numbers."""
 
     @abc.abstractmethod
     def divide(self, fraction: float, batch_size: int | None = None) -> "tuple[IndexedSource, IndexedSource]":
-        """Returns the first part, to train on, and the last `fraction` of the rows, in the order given, before any shuffling.
-
-        Args:
-            fraction: How much of it is held out.
-            batch_size: Rows of a batch of the part held out; by default as of the other.
-
-        Raises:
-            DataError: One of the parts would be empty.
-        """
+        """Returns two sources: the first rows, to train on, and the last `fraction` of the rows, before any shuffling, with its own `batch_size` if given."""
 
     @override
     def open(self, position: Position) -> Iterator[Triple]:
@@ -70,27 +53,22 @@ class IndexedSource(Source):
         return RowsPass(self.read, range(position.examples, self.num_examples), self.batch_size, order)
 
     def cut(self, fraction: float) -> int:
-        """Returns how many rows the first part has.
-
-        Raises:
-            DataError: One of the parts would be empty.
-        """
+        """Returns the number of rows of the first part when `fraction` of them is held out. Raises a `DataError` if a part would be empty."""
         cut = math.floor(self._rows * (1.0 - fraction))
         if not 0 < cut < self._rows:
-            raise DataError(f"validation_split={fraction} of {self._rows} examples leaves {cut} to train on and {self._rows - cut} to validate on.")
+            raise DataError(
+                f"validation_split={fraction} of {self._rows} examples leaves {cut} for training and {self._rows - cut} for validation. "
+                "Choose a fraction that leaves at least one for each."
+            )
         return cut
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments that the part to train on takes over."""
+        """The arguments with which to create the part to train on."""
         return {"batch_size": self.batch_size, "shuffle": bool(self.shuffles), "seed": self._seed, "drop_remainder": self._drop_remainder}
 
 
 def check_batch_size(batch_size: Any) -> None:
-    """Checks the number of rows of a batch.
-
-    Raises:
-        ConfigError: It is not a positive integer.
-    """
+    """Checks that a batch size is a positive integer."""
     if not is_integer(batch_size, 1):
         raise ConfigError(f"batch_size must be a positive integer. Received: {batch_size!r}.")

@@ -1,4 +1,4 @@
-"""Keeps the process's global random generators as they were while something else, such as an evaluation, reads data."""
+"""Protects the process's global random generators while an evaluation or the like reads data."""
 
 import contextlib
 import random
@@ -12,9 +12,9 @@ __all__ = ["undisturbed"]
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Puts the global generators of `random`, `numpy.random` and, if it is imported, PyTorch's on the CPU back when its block ends.
+    """Restores the global random generators of `random`, `numpy.random` and PyTorch (CPU, if imported) when its block ends.
 
-    A PyTorch `DataLoader` draws a seed from the global generator whenever it is iterated, so validating would change the order of training.
+    A PyTorch `DataLoader` draws a seed from the global generator whenever it is iterated, so without this, validation would change the order of training data.
 
     >>> np.random.seed(0)
     >>> with undisturbed():
@@ -24,7 +24,7 @@ def undisturbed() -> Iterator[None]:
     """
     torch = sys.modules.get("torch")
     if not hasattr(torch, "get_rng_state"):
-        torch = None  # Another thread is importing it just now.
+        torch = None  # Another thread is still importing it.
     python_state, numpy_state = random.getstate(), np.random.get_state()
     torch_state = None if torch is None else torch.get_rng_state()
     try:

@@ -1,10 +1,11 @@
-"""`Shard`: data of which each process of a program has a part of its own, and feeds whose batches are put together from all parts.
+"""`Shard`, which marks data as this process's own part of a dataset, and feeds whose batches are joined from the shards of all processes.
 
-What a shard gives need not be as much as the others give. Batches are read some at a time, as many as the processes then agree on: all make the same steps,
-of batches of one shape, and a process whose shard has ended feeds rows that count nowhere.
+Shards need not have equal lengths. Each process reads some batches, and then all agree on their number, so that all run the same steps with batches of one
+shape. A process whose shard has ended feeds padding.
 """
 
 import base64
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -15,33 +16,35 @@ import jax
 import numpy as np
 from typing_extensions import override
 
-from fitflax.data.batch import DEFAULT_BATCH_SIZE, Batcher, FedBatch, Position, Triple, fingerprint, leaf_paths, refit
+from fitflax.data.batch import DEFAULT_BATCH_SIZE, Batcher, FedBatch, Position, Triple, fingerprint, refit
 from fitflax.data.indexed import IndexedSource, check_batch_size
-from fitflax.data.passes import KEPT
-from fitflax.data.shares import Shares
-from fitflax.data.streams import Feed, OneShotSource, Source
+from fitflax.data.resumable import KEPT
+from fitflax.data.shard_info import Shares
+from fitflax.data.sources import Feed, OneShotSource, Source
+from fitflax.data.whole_batches import describe_leaves, leaf_paths
 from fitflax.errors import ConfigError, DataError, RestoreError
 from fitflax.state import Batch
 
-__all__ = ["Shard", "ShardFeed", "agree_on_shares", "own_position", "part_of_batch_size"]
+__all__ = ["Shard", "ShardFeed", "agree_on_shares", "own_position", "part_of_batch_size", "spread"]
 
-# What is read before the processes speak to each other again, which takes milliseconds.
+# Limits of what is read between two exchanges, which take milliseconds.
 _MOST_BATCHES = 16
 _MOST_BYTES = 2**26
+_WHOLE = "whole"
 
 Exchange = Callable[[Any], list[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """Data that only this process has, a part of the whole; what `fit`, `evaluate`, `predict` and the others take in place of data.
+    """Data of which each process has its own part. Pass it to `fit`, `evaluate`, `predict` and the like in place of the data.
 
-    In a single process it is the data itself. Otherwise a step's batch is what all processes feed, one behind the other; `batch_size` is that of the whole,
-    of which each process feeds an equal part, and batches that come as such are parts as they are. Parts need not be equally long: a pass ends when all have
-    ended. Metrics are those of all examples; `predict` returns the outputs of this process's own. Without it all processes are to give the same data.
+    Without it, all processes must pass the same data. With it, the batch of a step consists of the rows of all processes. `batch_size` is that of the whole
+    batch, of which each process feeds an equal part; data that comes in batches is used as it is. Shards need not have equal lengths: a pass ends when all
+    have ended. Metrics cover the examples of all processes; `predict` returns the outputs of this process. In a single process, a shard is the data itself.
 
     Attributes:
-        data: As `fit` takes it: arrays, `(x, y)`, loaders.
+        data: What `fit` accepts: arrays, `(x, y)`, loaders.
 
     >>> import fitflax, numpy as np
     >>> from flax import linen as nn
@@ -57,19 +60,15 @@ class Shard:
 def agree_on_shares(
     source: Source | None, part: tuple[int, int], index: int, exchange: Exchange, *, is_shard: bool = True, failure: Exception | None = None
 ) -> Shares | None:
-    """Returns what the processes know of each other's parts of some data; all of them must call it. `None` if they are to have the same data.
+    """Returns what the processes know about each other's shards; `None` if all have the same data. All processes must call it.
 
     Args:
-        source: What this process has; `None` if it could not be made.
-        part: Which of how many parts of a batch it feeds.
-        index: Which of the processes this is.
-        exchange: Gives what each process calls it with.
-        is_shard: Whether it is a part.
-        failure: Why there is no source.
-
-    Raises:
-        DataError: The processes have data that do not go together, or one of them has none.
-        Exception: The failure.
+        source: The data of this process; `None` if it could not be created.
+        part: Which part of a batch this process feeds, `(index, count)`.
+        index: The index of this process.
+        exchange: Gathers a value from all processes.
+        is_shard: Whether the data is a `Shard`.
+        failure: Why there is no source; raised here once all processes know of it.
     """
     numbers = [None] * 3 if source is None else [source.num_examples, source.num_batches, source.batch_size]
     nature = [] if source is None else [type(source).__name__, source.can_restart, source.is_endless]
@@ -79,38 +78,35 @@ def agree_on_shares(
     parts, shards, natures, sizes, errors = zip(*found, strict=True)
     failed = "; ".join(f"process {process}: {error}" for process, error in enumerate(errors) if error is not None)
     if failed:
-        raise DataError(f"The data cannot be used, by {failed}")
+        raise DataError(f"The data of some processes cannot be used: {failed}")
     if len(set(shards)) > 1:
-        raise DataError(
-            f"The data is a Shard in the processes {[process for process, it_is in enumerate(shards) if it_is]} alone. Give a Shard in all, or in none."
-        )
+        having = [process for process, it_is in enumerate(shards) if it_is]
+        raise DataError(f"The data is a Shard only in processes {having}. Pass a Shard in all processes, or in none.")
     for process, each in enumerate(natures):
         if each != natures[0]:
-            raise DataError(f"The processes have data of different kinds: process 0 {natures[0]}, process {process} {each}.")
+            two = ((0, natures[0]), (process, each))
+            told = "; ".join(f"process {number} has {kind} (can restart: {restarts}, endless: {ends})" for number, (kind, restarts, ends) in two)
+            raise DataError(f"The processes have different kinds of data: {told}. Pass the same kind in all processes.")
     examples, batches, batch_sizes = zip(*sizes, strict=True)
     if not is_shard:
         different = [process for process, each in enumerate(sizes) if each != sizes[0]]
         if different:
-            told = "; ".join(f"process {process} {sizes[process][0]} examples in batches of {sizes[process][2]}" for process in (0, different[0]))
-            raise DataError(f"The processes have different data: {told}. If each has a part of its own, say so: fitflax.data.Shard(data).")
+            told = "; ".join(
+                f"process {process} has num_examples={sizes[process][0]}, num_batches={sizes[process][1]}, batch_size={sizes[process][2]}"
+                for process in (0, different[0])
+            )
+            raise DataError(f"The processes have different data: {told}. If each process reads its own shard, pass fitflax.data.Shard(data).")
         return None
     shares = Shares(index, tuple(parts), None, _largest(batches), _largest(examples), None if None in batch_sizes else max(batch_sizes) * part[1])
     return shares if None in examples else dataclasses.replace(shares, examples=shares.total(examples))
 
 
 def part_of_batch_size(batch_size: int | None, parts: int) -> int:
-    """Returns how many rows of a batch each of so many equal parts has; by default of one of 32.
-
-    Raises:
-        ConfigError: They cannot be equal.
-
-    >>> part_of_batch_size(64, 4)
-    16
-    """
+    """Returns the rows of a batch, 32 by default, that each of `parts` equal parts has. Raises a `ConfigError` if they are not a multiple of `parts`."""
     size = DEFAULT_BATCH_SIZE if batch_size is None else batch_size
     check_batch_size(size)
     if size % parts:
-        raise ConfigError(f"batch_size={size} is that of all processes together, which cannot feed {parts} equal parts. Choose a multiple of {parts}.")
+        raise ConfigError(f"batch_size is the total over all processes and must be a multiple of {parts}, the number of equal shards. Received: {size}.")
     return size // parts
 
 
@@ -119,43 +115,26 @@ def _largest(values: Sequence[int | None]) -> int | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Read:
-    """What a process says of the batches that it has read.
+class _Report:
+    """A process's report about the batches that it has read."""
 
-    Attributes:
-        rows: Of each.
-        ended: Whether its part has no more.
-        size: The most rows of a batch, padding included.
-        num_bytes: Of a batch.
-        forms: What each looks like besides, as JSON; one for all where they are alike.
-        content: The first batch, as a number; for those who must feed the same.
-        error: What went wrong.
-    """
-
-    rows: list[int]
-    ended: bool
-    size: int = 0
-    num_bytes: int = 0
-    forms: Sequence[str] = ()
-    content: int = 0
-    error: str | None = None
+    rows: list[int]  # The number of real rows of each batch.
+    ended: bool  # Whether its shard has no more.
+    size: int = 0  # The most rows of a batch, including padding.
+    num_bytes: int = 0  # The size of a batch.
+    forms: Sequence[str] = ()  # The structure, shapes and dtypes of each batch, as JSON; a single one if they are equal.
+    content: int = 0  # A checksum of the first batch, for processes that must feed the same rows.
+    last: str = ""  # The form of the batch that is repeated when the shard has ended, if batches are passed whole.
+    error: str | None = None  # The error that reading raised.
 
     def form(self, number: int) -> str:
-        """Returns what batch `number` looks like."""
         return self.forms[0 if len(self.forms) == 1 else number]
 
 
 class ShardFeed(Feed):
-    """A feed over this process's part of the data, which gives as many batches as the others'.
+    """A feed over this process's shard that yields as many batches as those of the other processes.
 
-    Args:
-        source: This process's part, with its `shares`.
-        batcher: Makes this process's part of a batch.
-        position: Where to begin.
-        used: By process, how many examples of the pass are used.
-        exchange: Gives what each process calls it with.
-        is_saved: As of `Feed`.
-        pads: Whether batches may be padded.
+    The source has its `shares`; `used` are, for each process, the examples of the pass that are used; `exchange` gathers a value from all processes.
     """
 
     def __init__(
@@ -177,8 +156,10 @@ class ShardFeed(Feed):
         self._local = Feed(source, batcher, position, is_saved=is_saved, kept=KEPT + _MOST_BATCHES)
         self._used = list(used or [0] * len(self._shares.parts))
         self._next_count = 1
+        # The last batch whose inputs are passed whole.
+        self._last_whole: FedBatch | None = None
         self._has_ended = self._all_ended = False
-        # By what is used after a batch, what was used before it.
+        # Maps what is used after a batch to what was used before it.
         self._before: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     @override
@@ -186,58 +167,69 @@ class ShardFeed(Feed):
         return iter(())
 
     @override
-    def _read(self, iterator: Iterator[Triple], ahead: int | None) -> Triple | None:
+    def _read(self, iterator: Iterator[Triple], ahead: int | None) -> list[Triple]:
         if not self._all_ended:
-            batches, every = self._read_together()
-            # Who has not ended has read as many as were asked for.
-            count, size = max(len(read.rows) for read in every), max(read.size for read in every)
-            rounds = []
+            batches, reports = self._read_and_exchange()
+            # Processes whose shard has not ended have read the full number of batches.
+            count, size = max(len(report.rows) for report in reports), max(report.size for report in reports)
+            fed_batches = []
             for number in range(count):
                 fed = batches[number] if number < len(batches) else None
-                rows = [read.rows[number] if number < len(read.rows) else 0 for read in every]
-                form = next(read.form(number) for read in every if number < len(read.rows))
-                rounds.append(self._round(fed, rows, size if self._pads or fed is None else len(fed.batch.mask), form))
+                rows = [report.rows[number] if number < len(report.rows) else 0 for report in reports]
+                form = next(report.form(number) for report in reports if number < len(report.rows))
+                fed_batches.append(self._local_part(fed, rows, size if self._pads or fed is None else len(fed.batch.mask), form))
             if count and self._pads:
                 self.batcher.size = size
-            self._ready = rounds[::-1]
-            self._next_count = max(1, min(2 * self._next_count, _MOST_BATCHES, _MOST_BYTES // max(*(read.num_bytes for read in every), 1)))
-            self._all_ended = all(read.ended for read in every)
-        if not self._ready:
+            self._buffer = fed_batches[::-1]
+            self._next_count = max(1, min(2 * self._next_count, _MOST_BATCHES, _MOST_BYTES // max(*(report.num_bytes for report in reports), 1)))
+            self._all_ended = all(report.ended for report in reports)
+        if not self._buffer:
             self._has_ended = self._all_ended = False
             self._used = [0] * len(self._used)
-        return None
+        return []
 
-    def _read_together(self) -> tuple[list[FedBatch], list[_Read]]:
-        """Returns the next batches of this process, and what each process has read.
-
-        Raises:
-            Exception: What reading raised in this process.
-            DataError: It raised in another one, or the batches do not fit together.
-        """
+    def _read_and_exchange(self) -> tuple[list[FedBatch], list[_Report]]:
+        """Returns the next batches of this process, and the reports of all processes. Raises if any process failed or the batches cannot be joined."""
         batches, failure = [], None
         try:
-            batches = self._read_own()
-        except Exception as error:  # noqa: BLE001 (raised below, once the others know)
+            batches = self._read_local()
+        except Exception as error:  # noqa: BLE001 (raised below, after the exchange)
             failure = error
         rows = [fed.num_real for fed in batches]
-        own = _Read(rows, self._has_ended, error=None if failure is None else f"{type(failure).__name__}: {failure}")
+        own = _Report(rows, self._has_ended, error=None if failure is None else f"{type(failure).__name__}: {failure}")
         if batches:
             first = batches[0].batch
             num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(first))
+            self._last_whole = batches[-1] if batches[-1].real is not None else None
             shared = fingerprint((first.x, first.y, first.weights)) if len(set(self._shares.parts)) < len(self._shares.parts) else 0
             own = dataclasses.replace(own, size=max(len(fed.batch.mask) for fed in batches), num_bytes=num_bytes, content=shared)
-            forms = [_form(fed.batch) for fed in batches]
+            forms = [_form(fed) for fed in batches]
             own = dataclasses.replace(own, forms=forms[:1] if len(set(forms)) == 1 else forms)
-        every = [_Read(**read) for read in self._exchange(dataclasses.asdict(own))]
+        if self._last_whole is not None:
+            own = dataclasses.replace(own, last=_form(self._last_whole))
+        reports = [_Report(**report) for report in self._exchange(dataclasses.asdict(own))]
         if failure is not None:
             raise failure
-        self._check(every)
-        return batches, every
+        reports = self._with_last_forms(reports)
+        self._check(reports)
+        return batches, reports
 
-    def _read_own(self) -> list[FedBatch]:
+    def _with_last_forms(self, reports: list[_Report]) -> list[_Report]:
+        """Returns the reports with the forms of the batches that ended shards repeat; after a resume, this batch may have to be read first."""
+        if not any(_is_whole(form) for report in reports for form in report.forms) or all(report.rows or report.last for report in reports):
+            return reports
+        if self._has_ended and self._last_whole is None and self.source.can_restart:
+            # If there is none, all processes raise the same error below.
+            with contextlib.closing(Feed(self.source, self.batcher)) as again, contextlib.suppress(Exception):
+                fed = again.next()
+                self._last_whole = fed if fed is not None and fed.real is not None else None
+        lasts = self._exchange("" if self._last_whole is None else _form(self._last_whole))
+        return [dataclasses.replace(report, last=last) for report, last in zip(reports, lasts, strict=True)]
+
+    def _read_local(self) -> list[FedBatch]:
         batches: list[FedBatch] = []
-        self._before = {after: self._before[after] for after in [fed.used for fed, _, _ in self._given]}
-        self._local.forget_given(but=sum(fed.own != 0 for fed, _, _ in self._given))
+        self._before = {after: self._before[after] for after in [fed.used for fed, _, _ in self._returned]}
+        self._local.forget_given(but=sum(fed.own != 0 for fed, _, _ in self._returned))
         while not self._has_ended and len(batches) < self._next_count:
             fed = self._local.more()
             if fed is None:
@@ -245,45 +237,51 @@ class ShardFeed(Feed):
             else:
                 batches.append(fed)
         if not self._has_ended and self._local.pass_has_ended:
-            self._local.more()  # The end itself.
+            self._local.more()  # Reads the end of the pass.
             self._has_ended = True
         return batches
 
-    def _check(self, every: Sequence[_Read]) -> None:
-        """Checks that what the processes have read can be put together; all of them find the same.
-
-        Raises:
-            DataError: It cannot.
-        """
-        failed = [f"process {process}: {read.error}" for process, read in enumerate(every) if read.error is not None]
+    def _check(self, reports: Sequence[_Report]) -> None:
+        """Checks that the batches of all processes can be joined. All processes find the same error."""
+        failed = [f"process {process}: {report.error}" for process, report in enumerate(reports) if report.error is not None]
         if failed:
-            raise DataError(f"A shard of the data could not be read, by {'; '.join(failed)}.")
-        given = {process: read for process, read in enumerate(every) if read.rows}
-        if given and not any(self._used) and len(given) < len(every):
-            empty = sorted(set(range(len(every))) - set(given))
-            raise DataError(f"The shards of processes {empty} yield no batch, those of {sorted(given)} do. Every process needs some examples.")
-        for number in range(max((len(read.rows) for read in given.values()), default=0)):
-            forms = {read.form(number): process for process, read in given.items() if number < len(read.rows)}
-            if len(forms) > 1:
-                listed = "; ".join(f"process {process} has {_words(form)}" for form, process in forms.items())
-                raise DataError(f"The shards' batches differ in structure, in the shapes of an example or in dtypes: {listed}.")
-        seen: dict[int, tuple[Any, ...]] = {}
-        for process, read in enumerate(every):
-            part = self._shares.parts[process]
-            if seen.setdefault(part, (read.rows, read.content)) != (read.rows, read.content):
-                raise DataError(
-                    f"Process {process} shares part {part} of each batch with another one, as the mesh lies, and must read the same shard. Make the "
-                    "shards by the strategy's part, (index, count), not by process."
-                )
-        if not self._pads and any(read.rows != every[0].rows for read in every):
+            raise DataError(f"Shards of the data could not be read: {'; '.join(failed)}.")
+        nonempty = {process: report for process, report in enumerate(reports) if report.rows}
+        if nonempty and not any(self._used) and len(nonempty) < len(reports):
+            empty = sorted(set(range(len(reports))) - set(nonempty))
             raise DataError(
-                f"With compile(pad=False) the shards must give equal batches. Received rows, by process: {[read.rows for read in every]}. Leave pad=False out, "
-                "or make the shards equal."
+                f"The shards of processes {empty} yield no batches, but those of processes {sorted(nonempty)} do. Give every process some examples."
+            )
+        for number in range(max((len(report.rows) for report in nonempty.values()), default=0)):
+            forms = {report.form(number): process for process, report in nonempty.items() if number < len(report.rows)}
+            if any(_is_whole(form) for form in forms):  # Ended shards repeat their last batch.
+                forms |= {report.last: process for process, report in enumerate(reports) if number >= len(report.rows)}
+            if len(forms) > 1:
+                received = "; ".join(f"process {process} has {_format_form(form)}" for form, process in forms.items())
+                raise DataError(f"The batches of all shards must have the same structure, example shapes, and dtypes. Received: {received}.")
+        seen: dict[int, tuple[Any, ...]] = {}
+        for process, report in enumerate(reports):
+            part = self._shares.parts[process]
+            if seen.setdefault(part, (report.rows, report.content)) != (report.rows, report.content):
+                raise DataError(
+                    f"On this mesh, process {process} has the same part of each batch (part {part}) as another process, so both must read the same shard. "
+                    "Choose the shard by the strategy's part, (index, count), not by process."
+                )
+        if not self._pads and any(report.rows != reports[0].rows for report in reports):
+            raise DataError(
+                f"With compile(pad=False), all shards must yield batches of equal size. Received rows, by process: {[report.rows for report in reports]}. "
+                "Leave pad=False out, or make the shards equal."
             )
 
-    def _round(self, fed: FedBatch | None, rows: Sequence[int], size: int, form: str) -> FedBatch:
-        """Returns this process's part of a batch, whose rows, by process, are given; without a batch of its own it counts nowhere."""
-        if fed is None:
+    def _local_part(self, fed: FedBatch | None, rows: Sequence[int], size: int, form: str) -> FedBatch:
+        """Returns this process's part of a batch for which each process has `rows` real rows; padding if `fed` is `None`."""
+        real = None if fed is None else fed.real
+        if _is_whole(form):
+            whole = fed or self._last_whole
+            assert whole is not None
+            size, real = len(whole.batch.mask), whole.real if fed is not None else np.zeros_like(whole.real)
+            batch = whole.batch if fed is not None else whole.batch._replace(mask=real)
+        elif fed is None:
             x, y, weights = _zeros(json.loads(form), size)
             batch = Batch(x, y, np.zeros(size, bool), weights)
         else:
@@ -293,17 +291,19 @@ class ShardFeed(Feed):
         shares, used = self._shares, tuple(self._used)
         self._before[used] = before
         position = Position(self._position.passes, used[shares.index])
-        return FedBatch(batch, shares.total(rows), position, size=size * shares.num_parts, own=rows[shares.index], used=used)
+        is_counted = fed is None or fed.is_counted
+        num_rows = size * shares.num_parts
+        return FedBatch(batch, shares.total(rows), position, size=num_rows, own=rows[shares.index], used=used, real=real, is_counted=is_counted)
 
     @property
     @override
     def has_more(self) -> bool:
-        return bool(self._ready)
+        return bool(self._buffer)
 
     @property
     @override
     def pass_has_ended(self) -> bool | None:
-        return False if self._ready else self._all_ended or None
+        return False if self._buffer else self._all_ended or None
 
     @override
     def state_dict(self, position: Position) -> dict[str, Any]:
@@ -312,7 +312,7 @@ class ShardFeed(Feed):
     @override
     def joined_state(self, position: Position, *, is_alone: bool) -> dict[str, Any] | None:
         if isinstance(self.source, IndexedSource):
-            return None  # The position is all that there is to it.
+            return None  # These sources have no other state than the position.
         own, index = self.state_dict(position), self._shares.index
         if is_alone:
             return {"shards": [own if process == index else {} for process in range(len(self._shares.parts))]}
@@ -336,75 +336,85 @@ class ShardFeed(Feed):
     @override
     def close(self) -> None:
         if isinstance(self.source, OneShotSource):
-            # What was read and not used is for whoever goes on with the iterator.
-            self._local.push_back(sum(fed.own != 0 for fed in self._ready))
-            if self._ready:
-                self._used, self._has_ended, self._all_ended = list(self._before[self._ready[-1].used]), False, False
-                self._ready.clear()
+            # Other feeds of the iterator continue with what was read but not used.
+            self._local.push_back(sum(fed.own != 0 for fed in self._buffer))
+            if self._buffer:
+                self._used, self._has_ended, self._all_ended = list(self._before[self._buffer[-1].used]), False, False
+                self._buffer.clear()
         self._local.close()
 
 
-def _form(batch: Batch) -> str:
-    """Returns, as JSON, what batches that are put together have in common: structure, shapes of an example, dtypes.
+def _form(fed: FedBatch) -> str:
+    """Returns, as JSON, what batches must have in common to be joined: structure, shapes of an example and dtypes; all shapes if they are passed whole."""
+    batch = fed.batch
+    if fed.real is not None:
+        return json.dumps({_WHOLE: describe_leaves(batch.x, batch.y, batch.weights)})
+    return json.dumps([_describe(tree) for tree in (batch.x, batch.y, batch.weights)])
 
-    Raises:
-        DataError: Batches are of a structure that cannot be told to others.
-    """
-    return json.dumps([_described(tree) for tree in (batch.x, batch.y, batch.weights)])
+
+def _is_whole(form: str) -> bool:
+    return form.startswith(f'{{"{_WHOLE}"')
 
 
-def _described(node: Any) -> Any:
+def _describe(node: Any) -> Any:
     if hasattr(node, "shape"):
         return {"shape": list(node.shape[1:]), "dtype": node.dtype.name}
     if node is None:
         return None
     if type(node) is dict and all(isinstance(key, str) for key in node):
-        return {"dict": {key: _described(child) for key, child in node.items()}}
+        return {"dict": {key: _describe(child) for key, child in node.items()}}
     if type(node) in (list, tuple):
-        return {type(node).__name__: [_described(child) for child in node]}
-    raise DataError(f"The batches of a Shard are arrays, or dicts, lists and tuples of them. Received: a {type(node).__name__}.")
+        return {type(node).__name__: [_describe(child) for child in node]}
+    raise DataError(f"The batches of a Shard must be arrays, or dicts, lists, and tuples of arrays. Received: a {type(node).__name__}.")
 
 
-def _zeros(described: Any, size: int) -> Any:
-    """Returns zeros, `[size, ...]`, in place of what was described."""
-    if described is None or isinstance(described, list):
-        return None if described is None else [_zeros(child, size) for child in described]
-    if "shape" in described:
-        return np.zeros((size, *described["shape"]), jax.numpy.dtype(described["dtype"]))
-    kind, children = next(iter(described.items()))
+def _zeros(description: Any, size: int) -> Any:
+    """Returns zeros `[size, ...]` of a description structure."""
+    if description is None or isinstance(description, list):
+        return None if description is None else [_zeros(child, size) for child in description]
+    if "shape" in description:
+        return np.zeros((size, *description["shape"]), jax.numpy.dtype(description["dtype"]))
+    kind, children = next(iter(description.items()))
     if kind == "dict":
         return {key: _zeros(child, size) for key, child in children.items()}
     return (tuple if kind == "tuple" else list)(_zeros(child, size) for child in children)
 
 
-def _words(form: str) -> str:
-    """Returns a form as people read it."""
+def _format_form(form: str) -> str:
+    """Returns a form in readable text."""
+    if not form or _is_whole(form):
+        return ", ".join(f"{path}: {words}" for path, words in json.loads(form)[_WHOLE].items()) if form else "no batch to repeat"
     x, y, weights = (_zeros(each, 0) for each in json.loads(form))
     leaves = [leaf for name, tree in (("x", x), ("y", y), ("sample_weight", weights)) for leaf in leaf_paths(tree, name)]
     return ", ".join(f"{path}: {leaf.dtype}{list(leaf.shape[1:])}" for path, leaf in leaves)
 
 
-def own_position(position: Position, used: Sequence[int], shares: Shares | None) -> Position:
-    """Returns the position of a saved run for this process.
+def spread(position: Position, used: Sequence[int], source: Source) -> tuple[Position, tuple[int, ...]]:
+    """Returns the approximate position of a saved run, and the examples used by each process, for another number of processes.
 
-    Args:
-        position: That of the process which saved it.
-        used: By process, what of the pass was used.
-        shares: Of the data that the run goes on with.
-
-    Raises:
-        RestoreError: The run had as many shards as there were processes, and now it has others.
+    This is for sources that are not repeatable. `position` is that of the process that saved it, and `used` has the used examples of each process of that
+    run.
     """
+    count = 0 if source.shares is None else len(source.shares.parts)
+    if len(used) == count:
+        return position, tuple(used)
+    each = (sum(used) or position.examples) // max(count, 1)
+    each -= each % (source.batch_size or 1)
+    return position._replace(examples=each), (each,) * count
+
+
+def own_position(position: Position, used: Sequence[int], shares: Shares | None) -> Position:
+    """Returns this process's position from the saved one and the examples that each process had `used`. The number of shards cannot change in a pass."""
     count = 0 if shares is None else len(shares.parts)
     if len(used) not in (0, count):
         now = f"{count} shards" if count else "the same data in all processes"
         raise RestoreError(
-            f"The run's data came in {len(used)} shards, one for each process, and now there are {now}. In the middle of a pass only the same shards "
-            "can go on: start as many processes, or resume from a checkpoint at the end of a pass."
+            f"The run was saved in the middle of a pass over {len(used)} shards, one for each process. Received: {now}. "
+            f"Start {len(used)} processes with a shard each, or resume from a checkpoint at the end of a pass."
         )
     if count and not used and position.examples:
         raise RestoreError(
-            "The run was saved in the middle of a pass over the same data in all processes, and now each has a shard. Give the same data, or resume from a "
-            "checkpoint at the end of a pass."
+            "The run was saved in the middle of a pass, with the same data in all processes. Received: a shard for each process. "
+            "Pass the same data in all processes, or resume from a checkpoint at the end of a pass."
         )
     return position._replace(examples=used[shares.index]) if used and shares is not None else position

@@ -1,13 +1,15 @@
-"""Data frames and series of pandas and polars as NumPy arrays. Neither is imported here; whoever has one of their objects has imported it."""
+"""Converts data frames and series of pandas and polars to NumPy arrays, without importing either library."""
 
 import sys
 from typing import Any
 
 import numpy as np
 
+from fitflax.data.batch import Selection
 from fitflax.errors import DataError
+from fitflax.leaves import listed
 
-__all__ = ["is_frame", "is_series", "matrix", "named_columns", "vector"]
+__all__ = ["is_frame", "is_series", "matrix", "named_columns", "needed_columns", "vector"]
 
 
 def _is_a(data: Any, name: str) -> bool:
@@ -26,15 +28,7 @@ def is_series(data: Any) -> bool:
 
 
 def matrix(frame: Any, name: str) -> np.ndarray[Any, Any]:
-    """Returns a frame as an array `[rows, columns]` of the type that all its columns fit into.
-
-    Args:
-        frame: The frame; its index is ignored.
-        name: What the caller calls it, for errors.
-
-    Raises:
-        DataError: It has no columns, or columns that hold no numbers; all of them are named.
-    """
+    """Returns a data frame, without its index, as an array `[rows, columns]` of the common dtype of its columns."""
     arrays = _converted(frame, name)
     if not arrays:
         raise DataError(f"`{name}` has no columns.")
@@ -42,36 +36,27 @@ def matrix(frame: Any, name: str) -> np.ndarray[Any, Any]:
 
 
 def named_columns(frame: Any, names: list[str], name: str) -> dict[str, np.ndarray[Any, Any]]:
-    """Returns columns of a frame as arrays `[rows]`.
-
-    Args:
-        frame: The frame; its index is ignored.
-        names: Which columns.
-        name: What the caller calls the frame, for errors.
-
-    Raises:
-        DataError: Columns that hold no numbers, all of them named, or that have the same name.
-    """
+    """Returns the columns `names` of a data frame, without its index, as arrays `[rows]`."""
     arrays = _converted(frame, name, names)
     twice = sorted({column for index, (column, _) in enumerate(arrays) if column in [other for other, _ in arrays[:index]]})
     if twice:
-        raise DataError(f"`{name}` has several columns of the name {twice}.")
+        raise DataError(f"`{name}` has duplicate column names: {twice}. Rename or drop these columns.")
     return dict(arrays)
 
 
+def needed_columns(known: list[str] | None, selection: Selection, inputs_only: bool, name: str) -> list[str]:
+    """Returns the columns to read from a dataset whose inputs and targets are named columns; `known` are all its columns, `None` if unknown."""
+    if selection.inputs is None:
+        columns = f" Its columns: {listed([repr(column) for column in known])}." if known else ""
+        raise DataError(f"`{name}` has named columns. Pass the names of the inputs and targets: Trainer(inputs=..., targets=...).{columns}")
+    return selection.columns(known, inputs_only=inputs_only, name=name)
+
+
 def vector(series: Any, name: str) -> np.ndarray[Any, Any]:
-    """Returns a series as an array `[rows]`.
-
-    Args:
-        series: The series; its index is ignored.
-        name: What the caller calls it, for errors.
-
-    Raises:
-        DataError: It does not hold numbers.
-    """
+    """Returns a series, without its index, as an array `[rows]`. Raises a `DataError` if it does not hold numbers."""
     fault = _fault(series)
     if fault:
-        raise DataError(f"`{name}` must hold numbers, but it {fault}. Encode it as numbers first.")
+        raise DataError(f"`{name}` must hold numbers, but it {fault}. Encode it as numbers, and fill in missing values, first.")
     return _values(series)
 
 
@@ -80,31 +65,33 @@ def _converted(frame: Any, name: str, names: list[str] | None = None) -> list[tu
     columns = [(column, series) for column, series in pairs if names is None or column in names]
     faults = [f"{column!r} {fault}" for column, series in columns if (fault := _fault(series))]
     if faults:
-        raise DataError(f"All columns of `{name}` must hold numbers, but {', '.join(faults)}. Encode them as numbers, or leave them out, first.")
+        raise DataError(
+            f"All columns of `{name}` must hold numbers, but {listed(faults)}. Encode them as numbers, fill in missing values, or drop the columns first."
+        )
     return [(column, _values(series)) for column, series in columns]
 
 
-def _number_type(dtype: Any) -> np.dtype[Any] | None:
-    """Returns the NumPy type of a column's values; `None` for those that are no numbers, such as categories, whose codes nobody asked for."""
+def _numeric_dtype(dtype: Any) -> np.dtype[Any] | None:
+    """Returns the NumPy dtype of a column; `None` if it is not numeric. Categories are not: their codes have no numeric meaning."""
     found = dtype
-    for attribute in ("numpy_dtype", "subtype"):  # Nullable and Arrow types; sparse ones.
+    for attribute in ("numpy_dtype", "subtype"):  # Of nullable and Arrow types, and of sparse types.
         found = getattr(found, attribute, found)
     return found if isinstance(found, np.dtype) and found.kind in "biuf" else None
 
 
 def _fault(series: Any) -> str | None:
-    """Returns why a column cannot be used, as the end of a sentence that begins with its name."""
+    """Returns why a column cannot be used, as the end of a sentence that begins with its name; `None` if it can."""
     if hasattr(series, "null_count"):  # polars
         if not (series.dtype.is_numeric() or str(series.dtype) == "Boolean"):
             return f"is of type {series.dtype}"
         return "has missing values" if series.null_count() else None
-    if _number_type(series.dtype) is None:
+    if _numeric_dtype(series.dtype) is None:
         return f"is of type {series.dtype}"
-    # NumPy has a NaN for floating-point values only; a nullable column tells "missing" from it, which nothing after this could.
+    # A nullable column distinguishes missing values from NaN, which a NumPy array cannot.
     return "has missing values" if not isinstance(series.dtype, np.dtype) and not hasattr(series.dtype, "subtype") and series.isna().any() else None
 
 
 def _values(series: Any) -> np.ndarray[Any, Any]:
     if hasattr(series, "null_count"):
         return np.asarray(series.to_numpy())
-    return np.asarray(series.to_numpy(dtype=_number_type(series.dtype)))
+    return np.asarray(series.to_numpy(dtype=_numeric_dtype(series.dtype)))

@@ -1,35 +1,36 @@
-"""PyTorch's `DataLoader`: batches as NumPy arrays, and an order that can be repeated where the loader has a generator of its own.
+"""A source over PyTorch's `DataLoader`, whose order can be repeated if the loader has its own generator.
 
-PyTorch is never imported here; whoever has one of its objects has imported it.
+PyTorch is never imported here: a user who passes one of its objects has imported it.
 """
 
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from typing_extensions import override
 
 from fitflax.data.batch import Position, Selection, Triple
-from fitflax.data.passes import Bookmark, Pass, drop, has_states, set_state
-from fitflax.data.streams import Source
+from fitflax.data.resumable import Bookmark, Pass, drop, has_states, set_state
+from fitflax.data.sources import Source
+from fitflax.data.whole_batches import is_structure
 from fitflax.errors import DataError, warn
 
 __all__ = ["TorchSource", "is_bare_dataset", "is_loader", "is_loader_iterator", "is_tensor", "torch_batch"]
 
-# What `torch.utils.data.DataLoader` and its iterators are is asked of the module that the user has imported.
 _MODULE = "torch.utils.data"
 
 
 def is_loader(data: Any) -> bool:
-    """Returns whether `data` is a PyTorch `DataLoader`, or of a class that derives from it."""
+    """Returns whether `data` is a PyTorch `DataLoader`, or an instance of a subclass."""
     module = sys.modules.get(_MODULE)
     return module is not None and isinstance(data, module.DataLoader)
 
 
 def is_bare_dataset(data: Any) -> bool:
-    """Returns whether `data` is a PyTorch data set, which yields single examples."""
+    """Returns whether `data` is a PyTorch dataset, which yields single examples."""
     module = sys.modules.get(_MODULE)
     return module is not None and isinstance(data, module.Dataset)
 
@@ -41,24 +42,20 @@ def is_tensor(data: Any) -> bool:
 
 
 def is_loader_iterator(data: Any) -> bool:
-    """Returns whether `data` is what `iter(loader)` returns."""
+    """Returns whether `data` is an iterator of a PyTorch loader."""
     module = sys.modules.get(_MODULE)
     return module is not None and any(base.__module__.startswith(_MODULE) or base.__module__.startswith("torchdata.") for base in type(data).__mro__)
 
 
 def torch_batch(item: Any) -> Any:
-    """Returns what a `DataLoader` yields with its tensors as NumPy arrays, where possible without a copy, and lists as the tuples that they stand for.
-
-    Raises:
-        DataError: A tensor has no NumPy form, such as a sparse one.
-    """
+    """Returns an item of a `DataLoader` with tensors as NumPy arrays (without a copy where possible) and lists as tuples."""
     torch = sys.modules["torch"]
     if isinstance(item, torch.Tensor):
         return _array(torch, item)
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*map(torch_batch, item))
-    if isinstance(item, list | tuple):
+    if type(item) in (list, tuple):
         return tuple(map(torch_batch, item))
+    if is_structure(item) and not isinstance(item, dict):
+        return jax.tree.map(torch_batch, item, is_leaf=lambda node: type(node) in (list, tuple, dict))
     if isinstance(item, Mapping):
         return {key: torch_batch(value) for key, value in item.items()}
     return item
@@ -67,31 +64,22 @@ def torch_batch(item: Any) -> Any:
 def _array(torch: Any, tensor: Any) -> np.ndarray[Any, Any]:
     try:
         tensor = tensor.detach().cpu()
-        if tensor.dtype == torch.bfloat16:  # NumPy has no such type of its own; the bits are the same.
+        if tensor.dtype == torch.bfloat16:  # NumPy has no bfloat16, so its bits are viewed as int16.
             return np.asarray(tensor.contiguous().view(torch.int16).numpy().view(jnp.bfloat16))
         return np.asarray(tensor.numpy())
     except (TypeError, RuntimeError) as error:
-        raise DataError(f"A tensor of dtype {tensor.dtype} and layout {tensor.layout} cannot become an array: {error}") from error
+        raise DataError(f"A tensor of dtype {tensor.dtype} and layout {tensor.layout} cannot be converted to an array: {error}") from error
 
 
 class TorchSource(Source):
-    """The batches of a `DataLoader`.
-
-    Args:
-        loader: The loader; if it has `state_dict` and `load_state_dict`, as torchdata's `StatefulDataLoader`, it seeks.
-        selection: Which parts are inputs and targets.
-        inputs_only: Whether only inputs are needed.
-
-    Raises:
-        DataError: The loader has no batch.
-    """
+    """Batches of a `DataLoader`. One with `state_dict` and `load_state_dict`, such as torchdata's `StatefulDataLoader`, can seek."""
 
     def __init__(self, loader: Any, selection: Selection, *, inputs_only: bool = False) -> None:
         self._loader = loader
         self._selection = selection
         self._inputs_only = inputs_only
         self.batch_size = loader.batch_size
-        # What an iterable data set says of its length may be wrong, and PyTorch warns later only if it was asked.
+        # The length of an iterable dataset may be wrong, and asking for it makes PyTorch warn later.
         if not isinstance(loader.dataset, sys.modules[_MODULE].IterableDataset):
             self.num_batches = _length(loader)
             rows = _length(loader.sampler)
@@ -99,24 +87,24 @@ class TorchSource(Source):
                 self.batch_size = min(self.batch_size, rows)
         if self.num_batches == 0:
             raise DataError(f"The {type(loader).__name__} is empty: it has 0 batches.")
-        # Batches that PyTorch itself puts together are new ones each time.
+        # PyTorch's own collation allocates new tensors for each batch.
         self.owns_batches = loader.batch_size is not None and loader.collate_fn is sys.modules[_MODULE].default_collate
 
     @override
     def open(self, position: Position) -> Iterator[Triple]:
-        return drop(self._pass(position, None), position.examples)
+        return drop(self._open_pass(position, None), position.examples)
 
     @override
     def reopen(self, position: Position, bookmark: Bookmark | None) -> Iterator[Triple]:
-        self._warn_of_order(bookmark)
+        self._warn_if_not_repeatable(bookmark)
         if bookmark is None:
             return self.open(position)
-        opened = self._pass(position, bookmark.state)
+        opened = self._open_pass(position, bookmark.state)
         return drop(opened, position.examples, seen=bookmark.position.examples, warns=not has_states(self._loader))
 
-    def _pass(self, position: Position, state: Any) -> "_TorchPass":
+    def _open_pass(self, position: Position, state: Any) -> "_TorchPass":
         for sampler in self._samplers():
-            if hasattr(sampler, "set_epoch"):  # As DistributedSampler, whose order follows from its seed and this number.
+            if hasattr(sampler, "set_epoch"):  # DistributedSampler's order depends on its seed and this number.
                 sampler.set_epoch(position.passes)
         return _TorchPass(self._loader, self._read, self._generators(), state)
 
@@ -132,24 +120,26 @@ class TorchSource(Source):
         owners = [self._loader, *self._samplers()]
         return [generator for generator in _distinct(getattr(owner, "generator", None) for owner in owners) if generator is not None]
 
-    def _warn_of_order(self, bookmark: Bookmark | None) -> None:
-        # Samplers that shuffle have this attribute; without a generator they draw from the global one.
+    def _warn_if_not_repeatable(self, bookmark: Bookmark | None) -> None:
+        # Samplers that shuffle have this attribute; if it is None, they draw from the global generator.
         drawing = [sampler for sampler in self._samplers() if hasattr(sampler, "generator")]
         if not drawing or (has_states(self._loader) and bookmark is not None):
             return
         if any(sampler.generator is None for sampler in drawing):
-            reason = "shuffles without a generator of its own. Pass it generator=torch.Generator().manual_seed(0)"
+            reason, advice = "shuffles without its own generator", " Pass it generator=torch.Generator().manual_seed(0)."
         elif bookmark is None:
-            reason = "shuffles, and the checkpoint does not hold the state of its generator"
+            reason, advice = "shuffles, and the checkpoint does not contain the state of its generator", ""
         else:
             return
-        warn(f"The order of examples cannot be repeated, so this run will differ from one that was never stopped: the {type(self._loader).__name__} {reason}.")
+        warn(
+            f"The {type(self._loader).__name__} {reason}, so its order of examples cannot be repeated. This run will differ from an uninterrupted one.{advice}"
+        )
 
 
 class _TorchPass(Pass):
-    """A pass over a `DataLoader`, which is iterated, and so draws from its generators, only when the first batch is asked for.
+    """A pass over a `DataLoader` that draws from its generators only when the first batch is requested.
 
-    Its state is that of the generators before that, and, of a loader that has one, the loader's own.
+    Its state holds the generators' states from before that and, if the loader has one, the loader's own state.
     """
 
     def __init__(self, loader: Any, read: Any, generators: list[Any], state: Any) -> None:
@@ -157,28 +147,31 @@ class _TorchPass(Pass):
         self._read = read
         self._generators = generators
         self._iterator: Any = None
-        self._first: list[Any] | None = None
+        self._states_at_begin: list[Any] | None = None
         self._is_at_beginning = True
-        self._inside: list[Any] = []
+        self._states_in_pass: list[Any] = []
         if state is not None:
-            self._first = list(state["generators"])
-            if len(self._first) != len(generators):
-                raise DataError(f"The run's {type(loader).__name__} had {len(self._first)} generators of its own, this one has {len(generators)}.")
+            self._states_at_begin = list(state["generators"])
+            if len(self._states_at_begin) != len(generators):
+                raise DataError(
+                    f"The {type(loader).__name__} of the saved run had {len(self._states_at_begin)} generators, but this one has {len(generators)}. "
+                    "Create it in the same way."
+                )
             self._is_at_beginning = state["loader"] is None
             if self._is_at_beginning and state["is_kept"] and not _keeps_iterator(loader):
-                iter(loader)  # In that run this pass was not the first one of the workers, for which a loader draws a seed from its generator.
-            self._inside = state["inside"]
-            self._set_generators(self._first)
+                iter(loader)  # The saved pass was not the workers' first one, for which a loader draws a seed.
+            self._states_in_pass = state["inside"]
+            self._set_generators(self._states_at_begin)
             if state["loader"] is not None:
                 set_state(loader.load_state_dict, state["loader"], loader)
 
     def _begin(self) -> Any:
         if self._iterator is None:
-            if self._first is None:
-                self._first = [generator.get_state() for generator in self._generators]
+            if self._states_at_begin is None:
+                self._states_at_begin = [generator.get_state() for generator in self._generators]
             self._iterator = iter(self._loader)
-            # Without workers torchdata draws fewer numbers when it takes up a state than it did when it began the pass.
-            self._set_generators(self._inside)
+            # Without workers, torchdata draws fewer numbers when it restores a state than when it begins a pass.
+            self._set_generators(self._states_in_pass)
         return self._iterator
 
     def _set_generators(self, states: list[Any]) -> None:
@@ -199,17 +192,17 @@ class _TorchPass(Pass):
             return self._state([generator.get_state() for generator in self._generators], None)
         if not has_states(self._loader):
             return None
-        self._begin()  # An iterator of an earlier pass that was left early must not be asked.
-        return self._state(self._first or [], self._loader.state_dict())
+        self._begin()  # Otherwise the loader reports the state of an earlier, unfinished pass.
+        return self._state(self._states_at_begin or [], self._loader.state_dict())
 
     @override
     def close(self) -> None:
-        # Worker processes end with the iterator; those that are to persist, the loader keeps.
+        # Worker processes end with the iterator, unless the loader keeps them as persistent.
         self._iterator = None
 
 
 def _keeps_iterator(loader: Any) -> bool:
-    """Returns whether a loader with persistent workers has begun them; without them it begins anew each time."""
+    """Returns whether a loader has started persistent workers; without them it starts a new iterator for each pass."""
     return bool(getattr(loader, "persistent_workers", False)) and getattr(loader, "_iterator", None) is not None
 
 

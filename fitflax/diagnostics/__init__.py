@@ -1,7 +1,7 @@
-"""What is found out about a model beside training it: a learning rate, and where NaN comes from."""
+"""The results of diagnosing a model: a learning-rate curve, and reports of where NaN comes from."""
 
 from fitflax.diagnostics.nan_hunt import NanReport
-from fitflax.diagnostics.origins import Origin
+from fitflax.diagnostics.nan_origin import Origin
 from fitflax.diagnostics.rate_finder import LearningRateCurve
 
 __all__ = ["LearningRateCurve", "NanReport", "Origin"]

@@ -1,47 +1,50 @@
-"""The search for the step that spoils a run: steps are made again, one by one, and the first bad one operation by operation."""
+"""Finds the first step that is not finite: runs steps one by one, and the first bad one operation by operation."""
 
 import dataclasses
 import os
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fitflax.checkpoints.by_path import is_checkpoint, load_checkpoint
-from fitflax.checkpoints.saved import Saved
-from fitflax.checkpoints.store import CheckpointStore
+from fitflax.checkpoints.formats.checkpoint_files import Saved, is_checkpoint
+from fitflax.checkpoints.restore.load import load_checkpoint
+from fitflax.checkpoints.store.checkpoint_store import CheckpointStore
 from fitflax.data import Feed
-from fitflax.diagnostics.origins import Origin, find_origins
-from fitflax.errors import CheckpointNotFoundError, ConfigError
+from fitflax.diagnostics.nan_origin import Origin, find_origins
+from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from fitflax.leaves import named_leaves, path_name, through_key_data
 from fitflax.loops.session import Session
 from fitflax.state import Batch, PyTree, TrainState
-from fitflax.steps.program import Program
-from fitflax.steps.task import Keep
+from fitflax.steps.kept_values import Keep
+from fitflax.steps.step_dispatch import Program
+from fitflax.storage import locate
 
 __all__ = ["WATCHED", "NanReport", "hunt_nan", "last_finite"]
 
+_MAX_NAMED = 5
+
 WATCHED = Keep(norm=True, culprit=True)
-"""What of a step is kept to see whether it is finite."""
+"""The values of a step that show whether it is finite."""
 
 
 @dataclasses.dataclass(frozen=True)
 class NanReport:
-    """The first step of a run whose loss, gradient or new parameters are not finite, and how that came.
+    """The first step of a run whose loss, gradient or new parameters are not finite, with the cause.
 
     Attributes:
         step: The step, counted from 1.
-        culprit: What was not finite first: "the loss", "the gradient of Dense_0/kernel", "the parameter Dense_0/kernel".
-        origins: The operations at which it came up, in the order of cause and effect: where an infinity did, if one became NaN, then where NaN did. Empty if
-            the step is finite when it is made operation by operation, because only the compiled step, which computes in another order, loses it.
+        culprit: The first value that was not finite: "the loss", "the gradient of Dense_0/kernel", "the parameter Dense_0/kernel".
+        origins: The operations that caused it, in order: where an infinity came up, if one became NaN, then where NaN came up. Empty if the step is finite
+            when it runs operation by operation, and only the compiled step, which computes in another order, is not.
         batch: The batch, as NumPy arrays `[batch, ...]`.
         state: The state before the step, on the host.
 
-    >>> print(NanReport(7, "the loss", (Origin("NaN", "log", "Net/Dense_0", False, "net.py:12 in __call__", ("float32[8] of -1 to 3",)),), None, None))
+    >>> print(NanReport(7, "the loss", (Origin("NaN", "log", "Net/Dense_0", False, "net.py:12 in __call__", ("float32[8] from -1 to 3",)),), None, None))
     Step 7: the loss is not finite.
-      NaN from log in Net/Dense_0 (net.py:12 in __call__), of float32[8] of -1 to 3
+      NaN from log in Net/Dense_0 (net.py:12 in __call__); operands: float32[8] from -1 to 3
     """
 
     step: int
@@ -51,27 +54,22 @@ class NanReport:
     state: TrainState
 
     def __str__(self) -> str:
-        unknown = ["made operation by operation it is finite, so the compiled step loses it in the order in which it computes"]
+        unknown = ["Run operation by operation, the step is finite. Only the compiled step, which computes in another order, is not."]
         return "\n  ".join([f"Step {self.step}: {self.culprit} is not finite.", *([str(origin) for origin in self.origins] or unknown)])
 
 
 def hunt_nan(session: Session, feed: Feed, *, steps: int | None) -> NanReport | None:
-    """Trains a session's state until a step is not finite, and says why; `None` if none is.
+    """Trains a session's state, which is used only here, until a step is not finite, and returns a report; `None` if all steps are finite.
 
-    Args:
-        session: What is trained; nobody else's.
-        feed: The batches.
-        steps: How many steps to make at most; a pass over the data by default.
-
-    Raises:
-        ConfigError: The state is not finite before the first step.
+    `steps` is the maximum number of steps; by default one pass over the data.
     """
-    program, live = session.need_compiled("hunt_nan"), session.need_state("hunt_nan")
-    bad = _not_finite(live.borrow().params)
+    program, live = session.task.need_compiled("hunt_nan"), session.state.need("hunt_nan")
+    bad = _nonfinite_paths(live.borrow().params)
     if bad:
+        more = f" and {len(bad) - _MAX_NAMED} more" if len(bad) > _MAX_NAMED else ""
         raise ConfigError(
-            f"The parameters are not finite to begin with: {', '.join(bad)}. Pass restore_from=, a checkpoint from before that or a directory of some, or "
-            "train a new trainer."
+            f"The parameters are not finite before the first step: {', '.join(bad[:_MAX_NAMED])}{more}. Pass restore_from=, an earlier checkpoint or a "
+            "directory of checkpoints, or use a new trainer."
         )
     made, sums = 0, program.empty_sums(train=True)
     while steps is None or made < steps:
@@ -97,44 +95,37 @@ def _report(program: Program, state: TrainState, batch: Batch, step: int, culpri
         names[:] = [name for name, _ in suspects]
         return [array for _, array in suspects]
 
-    on_host = jax.tree.map(through_key_data(np.asarray), (state, program.strategy.feed(batch)))
+    on_host = jax.tree.map(through_key_data(jax.device_get), (state, program.strategy.feed(batch)))
     jaxpr = jax.make_jaxpr(program.strategy.emulate(examine, inputs=("replicated", "split")))(*on_host)
     inputs = jax.tree_util.tree_leaves_with_path(on_host)
-    called = [_called(path) for path, _ in inputs]
-    chains = find_origins(jaxpr, [leaf for _, leaf in inputs], called)
-    found = next(((name, chain) for name, chain in zip(names, chains, strict=True) if chain), None)
-    host_batch = jax.tree.map(np.asarray, batch)
-    if found is None:
-        return NanReport(step, culprit or "the loss or its gradient", (), host_batch, on_host[0])
-    return NanReport(step, culprit or found[0], tuple(found[1]), host_batch, on_host[0])
+    chains = find_origins(jaxpr, [leaf for _, leaf in inputs], [_array_name(path) for path, _ in inputs])
+    name, chain = next(((name, chain) for name, chain in zip(names, chains, strict=True) if chain), ("the loss or its gradient", []))
+    return NanReport(step, culprit or name, tuple(chain), jax.device_get(batch), on_host[0])
 
 
-def _called(path: tuple[Any, ...]) -> str:
-    """Returns what an array of the state or of the batch is called."""
+def _array_name(path: tuple[Any, ...]) -> str:
+    """Returns the name of an array of the state or the batch."""
     name = path_name(path[1:])
     return name if path[0].idx == 0 else f"the batch's {name}"
 
 
-def _not_finite(params: PyTree) -> list[str]:
-    """Returns the paths of the arrays that hold NaN or infinities."""
-    return [name for name, leaf in named_leaves(params) if jnp.issubdtype(leaf.dtype, jnp.inexact) and not np.isfinite(np.asarray(leaf)).all()]
+def _nonfinite_paths(params: PyTree) -> list[str]:
+    """Returns the paths of arrays that hold NaN or infinities."""
+    return [name for name, leaf in named_leaves(params) if jnp.issubdtype(leaf.dtype, jnp.inexact) and not np.isfinite(jax.device_get(leaf)).all()]
 
 
-def last_finite(path: str | os.PathLike[str]) -> Saved:
-    """Returns a checkpoint, or of a directory of checkpoints the newest good one whose parameters are finite.
-
-    Raises:
-        CheckpointNotFoundError: There is none.
-        CorruptCheckpointError: The checkpoint is damaged.
-    """
-    directory = Path(path)
+def last_finite(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Saved:
+    """Returns a checkpoint; for a directory of checkpoints, the newest intact one with finite parameters."""
+    directory = locate(path, owner="restore_from", error=CheckpointError, options=storage_options)
     if is_checkpoint(directory):
         return load_checkpoint(directory)
     store = CheckpointStore(directory)
     if not store.steps():
-        return load_checkpoint(directory)  # One of another library, or an error that says what is there instead.
-    saved, skipped = store.newest_good(accepts=lambda saved: not _not_finite(saved.train["params"]))
+        return load_checkpoint(directory)  # A checkpoint of another library, or an error that says what is there instead.
+    saved, skipped = store.newest_good(accepts=lambda saved: not _nonfinite_paths(saved.train["params"]))
     if saved is None:
         damaged = f" Others cannot be read: {' '.join(map(str, skipped))}" if skipped else ""
-        raise CheckpointNotFoundError(f"No checkpoint in {directory} has finite parameters: the run was spoilt before the first of them.{damaged}")
+        raise CheckpointNotFoundError(
+            f"No checkpoint in {directory} has finite parameters. Start from the beginning instead: use a new trainer, without restore_from.{damaged}"
+        )
     return saved

@@ -1,1 +1,1 @@
-"""WHEN things happen: what a trainer keeps between calls, how a run is prepared, and the loops that make it."""
+"""When things happen: what a trainer keeps between calls, how a run is prepared, and its loops."""

@@ -1,8 +1,10 @@
-"""Passes over data that do not train: `Evaluation` adds metrics to checkpoints, `predict` and `predict_iter` give outputs."""
+"""Passes over data without training: `Evaluation` adds metrics to checkpoints, `predict` and `predict_iter` return outputs."""
 
 import contextlib
+import math
 import random
 import sys
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,34 +17,31 @@ from fitflax.data import FedBatch, Feed, Source
 from fitflax.data.arrays import ArraySource
 from fitflax.data.indexed import IndexedSource
 from fitflax.data.randomness import undisturbed
+from fitflax.data.whole_batches import without_padding
 from fitflax.errors import DataError, warn
 from fitflax.logs import Kind, Logs, Values
 from fitflax.loops.signals import Interruption
 from fitflax.state import Batch, PyTree, TrainState
-from fitflax.steps.live import Carry, Sums
-from fitflax.steps.preflight import check_in_memory, check_measures
-from fitflax.steps.program import Program
+from fitflax.steps.early_checks import check_in_memory, check_measures
+from fitflax.steps.live_state import Carry, Sums
+from fitflax.steps.model_outputs import Returned
+from fitflax.steps.step_dispatch import Program
 
 __all__ = ["Evaluation", "Interrupted", "predict", "predict_iter"]
 
+# Minimum time between two calls of batch hooks if all callbacks allow batches to be skipped.
+_BATCH_HOOK_SECONDS = 0.05
+
 
 class Interrupted(Exception):
-    """Leaves an evaluation because a signal asked to stop; never reaches users."""
+    """Leaves an evaluation after a signal; it never reaches users."""
 
 
 class Evaluation:
-    """Evaluates a state over data. Called with a checkpoint it returns a `Summary`; several can follow one another.
+    """Evaluates a state over data. Called with a checkpoint, it returns a `Summary`, so several evaluations can be chained.
 
-    Args:
-        program: The compiled steps.
-        source: The data.
-        make_feed: Makes its batches, anew for each evaluation.
-        steps: Batches of an evaluation; `None` for all.
-        name: The group of its metrics.
-        callbacks: Whose `on_test_*` hooks are called.
-        interruption: A signal noted here ends an evaluation at its next batch.
-        pad: Whether short batches are padded.
-        check: Called with the first batch, before anything is done with it.
+    `steps` is the number of batches of an evaluation, `None` for all, and `name` that of the group of metrics. A signal ends an evaluation at its next
+    batch. `check` is called with the first batch before it is used.
     """
 
     def __init__(
@@ -58,56 +57,45 @@ class Evaluation:
         pad: bool = True,
         check: Callable[[Batch], None] = lambda batch: None,
     ) -> None:
-        self._program = program
-        self._source = source
-        self._make_feed = make_feed
-        self._steps = steps
-        self.name = name
+        self._program, self._source, self._make_feed = program, source, make_feed
+        self._steps, self.name = steps, name
         self._callbacks = callbacks or CallbackList()
         self._interruption = interruption
         self._pad = pad
         self._check_batch = check
 
     def __call__(self, checkpoint: Checkpoint) -> Summary:
-        """Returns `checkpoint` with the metrics of its state; the state is borrowed, not copied."""
+        """Returns `checkpoint` with the metrics of its state, which is not copied."""
         values = self.evaluate(checkpoint.run.borrow)
         return checkpoint.with_metrics(self.name, values, self.kinds)
 
     @property
     def kinds(self) -> Mapping[str, Kind]:
-        """By key, what is known of the metrics; after the first evaluation."""
+        """The kinds of the metrics by key; available after the first evaluation."""
         return self._program.dry_run.traced_step(train=False).kinds
 
     def prepare(self, state: TrainState) -> None:
-        """Dry-runs an evaluation of in-memory data on shapes alone; other data is not asked for a batch before it is evaluated.
-
-        Raises:
-            DataError, ModelError, LossError, MetricError: What does not fit.
-        """
+        """Dry-runs an evaluation of in-memory data on shapes. For other data it does nothing, because that would request a batch."""
         fed = self._make_feed().next() if isinstance(self._source, IndexedSource) else None
         if fed is not None:
             self._check_batch(fed.batch)
             self._check(state, fed.batch)
 
     def _check(self, state: TrainState, batch: Batch) -> None:
-        self._program.prepare_evaluate(state, batch)
+        self._program.preparation.evaluate(state, batch)
         check_measures(self._program, self.name)
         check_in_memory(self._program, self._source, state, batch, pad=self._pad, train=False)
 
     def evaluate(self, get_state: Callable[[], TrainState]) -> dict[str, Any]:
-        """Returns the metrics of a state, read in one transfer at the end.
+        """Returns the metrics of a state, read from the device in one transfer at the end; raises `DataError` if there is no batch.
 
-        Args:
-            get_state: Returns it; called when the first batch has been looked at, which may show where the state of a checkpoint is to lie.
-
-        Raises:
-            DataError: The data has no batch.
+        `get_state` is called after `check` has seen the first batch, which may decide how the state is laid out.
         """
         with undisturbed(), contextlib.closing(self._make_feed()) as feed:
             return self._evaluate(get_state, feed)
 
     def _evaluate(self, get_state: Callable[[], TrainState], feed: Feed) -> dict[str, Any]:
-        hooks = self._callbacks
+        hooks, batch_hooks = self._callbacks, _BatchHooks(self._callbacks)
         hooks.params["test_steps"] = self._steps or self._source.all_batches
         hooks.call("on_test_begin", {})
         sums: Sums | None = None
@@ -124,14 +112,14 @@ class Evaluation:
             if sums is None or used is None:
                 self._check_batch(fed.batch)
                 state = get_state()
-                used = self._program.in_use(state)
+                used = self._program.eval_carry(state)
                 self._check(state, fed.batch)
                 sums = self._program.empty_sums(train=False)
                 collected = self._program.collector(train=False)
-                # Only arrays: nobody waits for several batches of them.
-                may_group = isinstance(self._source, ArraySource) and not hooks.wants_every("on_test_batch_begin", "on_test_batch_end")
-                size = self._program.group_for("evaluate", fed.batch) if may_group else 1
-            hooks.call("on_test_batch_begin", batch, {})
+                # Only for arrays: other sources may be slow, and a call waits for all of its batches.
+                may_group = isinstance(self._source, ArraySource) and not batch_hooks.see_all
+                size = self._program.preparation.group_for("evaluate", fed.batch) if may_group else 1
+            batch_hooks.begin(batch)
             group = [fed]
             if size > 1:
                 group += feed.next_like(fed.batch, (size if self._steps is None else min(size, self._steps - batch)) - 1)
@@ -139,12 +127,12 @@ class Evaluation:
             if collected is not None:
                 collected.add(rows, None if size == 1 else len(group))
             batch += len(group)
-            if hooks.wants("on_test_batch_end"):
-                hooks.call("on_test_batch_end", batch - 1, Logs(values, kinds=self.kinds))
+            batch_hooks.end(batch - 1, values, self.kinds)
         if values is None:
-            raise DataError(f"The data of {self.name!r} yields no batch.")
+            raise DataError(f"The data of {self.name!r} yields no batches. Check that it is neither empty nor an exhausted iterator.")
         if self._steps is not None and batch < self._steps:
-            warn(f"The data of {self.name!r} ended after {batch} of {self._steps} batches.")
+            warn(f"The data of {self.name!r} ended after {batch} of {self._steps} batches, so its metrics cover only these. Pass more data or fewer steps.")
+        batch_hooks.finish()
         if collected is not None:
             values = values.with_late(collected.keys, collected.now())
         logs = Logs(values, kinds=self.kinds)
@@ -152,15 +140,47 @@ class Evaluation:
         return dict(logs)
 
 
-class _OwnRandomness:
-    """The process's global random generators as one reader of data uses them, apart from what the rest of the program draws between its batches."""
+class _BatchHooks:
+    """Calls the batch hooks of an evaluation: for each batch or, if all callbacks allow skipping, 20 times a second and for the last batch."""
+
+    def __init__(self, callbacks: CallbackList) -> None:
+        self._callbacks = callbacks
+        self.see_all = callbacks.wants_every("on_test_batch_begin", "on_test_batch_end")
+        self._wants_end = callbacks.wants("on_test_batch_end")
+        self._is_skipped, self._next_time = False, -math.inf
+        self._last: tuple[int, Values, Mapping[str, Kind]] | None = None
+
+    def begin(self, batch: int) -> None:
+        """Calls the hook for the beginning of a batch, unless it is skipped."""
+        self._is_skipped = not self.see_all and time.monotonic() < self._next_time
+        if not self._is_skipped:
+            self._callbacks.call("on_test_batch_begin", batch, {})
+
+    def end(self, batch: int, values: Values, kinds: Mapping[str, Kind]) -> None:
+        """Calls the hook for the end of a batch, with the metrics so far."""
+        self._last = (batch, values, kinds) if self._is_skipped else None
+        if not self._is_skipped:
+            self._next_time = time.monotonic() + _BATCH_HOOK_SECONDS
+            if self._wants_end:
+                self._callbacks.call("on_test_batch_end", batch, Logs(values, kinds=kinds))
+
+    def finish(self) -> None:
+        """Calls the hooks of the last batch if they were skipped."""
+        if self._last is not None:
+            self._next_time = -math.inf
+            self.begin(self._last[0])
+            self.end(*self._last)
+
+
+class _IsolatedRandomState:
+    """The global random generators as one reader of data uses them, isolated from what the program draws between its batches."""
 
     def __init__(self) -> None:
         self._states: tuple[Any, ...] | None = None
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Sets the generators to where the last block of this kind left them, and back when this one ends."""
+        """Sets the generators to their state at the end of the last such block, and resets them when this block ends."""
         with undisturbed():
             torch = sys.modules.get("torch")
             torch = torch if hasattr(torch, "get_rng_state") else None
@@ -176,63 +196,34 @@ class _OwnRandomness:
 
 
 class _Dispatched(NamedTuple):
-    """Outputs that are being computed.
-
-    Attributes:
-        number: The number of the (last) batch.
-        outputs: On the devices.
-        group: The batches.
-        is_group: Whether the outputs have an axis of batches.
-    """
-
-    number: int
-    outputs: PyTree
+    number: int  # Of the (last) batch.
+    outputs: Returned
     group: Sequence[FedBatch]
-    is_group: bool
+    is_group: bool  # Whether the outputs have an axis of batches.
 
 
 def predict(
     program: Program, get_state: Callable[[], TrainState], feed: Feed, *, steps: int | None, callbacks: CallbackList, check: Callable[[Batch], None]
 ) -> PyTree:
-    """Returns the outputs for the real rows of all batches, joined in order, as NumPy arrays.
+    """Returns the outputs for the real rows of all batches, concatenated in order, as NumPy arrays in the containers that the module returns.
 
-    Args:
-        program: The compiled steps.
-        get_state: Returns the state whose parameters and collections are used; called after `check`.
-        feed: The batches.
-        steps: How many batches; `None` for all.
-        callbacks: Whose `on_predict_*` hooks are called.
-        check: Called with the first batch, before anything is done with it.
-
-    Raises:
-        DataError: The data has no batch.
-        ModelError: The module does not run on it, or an output has no axis of examples.
+    `check` is called with the first batch before it is used, and `get_state` after that.
     """
     with undisturbed():
-        # Only arrays: nobody waits for several batches of them.
+        # Only for arrays: other sources may be slow, and a call waits for all of its batches.
         may_group = isinstance(feed.source, ArraySource) and not callbacks.wants_every("on_predict_batch_begin", "on_predict_batch_end")
         results = list(_predictions(program, get_state, feed, steps, callbacks, check, reading=contextlib.nullcontext, may_group=may_group))
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *results)
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *map(Returned.of, results)).rebuilt()
 
 
 def predict_iter(
     program: Program, get_state: Callable[[], TrainState], make_feed: Callable[[], Feed], *, steps: int | None, check: Callable[[Batch], None]
 ) -> Generator[PyTree, None, None]:
-    """Yields what `predict` joins, batch by batch. Closing it closes the feed.
-
-    Args:
-        program: The compiled steps.
-        get_state: Returns the state whose parameters and collections are used; called after `check`.
-        make_feed: Makes the batches, when the first one is asked for.
-        steps: How many batches; `None` for all.
-        check: Called with the first batch, before anything is done with it.
-
-    Raises:
-        DataError, ModelError: As in `predict`.
-    """
+    """Yields the outputs that `predict` concatenates, batch by batch. The feed is made when the first is requested, and closed with the generator."""
     with contextlib.closing(make_feed()) as feed:
-        # Not `undisturbed`: between two batches it is the caller who draws. It takes half a millisecond a batch, and arrays draw nothing.
-        reading = contextlib.nullcontext if isinstance(feed.source, ArraySource) else _OwnRandomness().entered
+        # Not `undisturbed`, because the caller may draw random numbers between two batches. It costs half a millisecond per batch, and reading arrays
+        # draws no random numbers.
+        reading = contextlib.nullcontext if isinstance(feed.source, ArraySource) else _IsolatedRandomState().entered
         yield from _predictions(program, get_state, feed, steps, CallbackList(), check, reading=reading)
 
 
@@ -247,7 +238,7 @@ def _predictions(
     reading: Callable[[], contextlib.AbstractContextManager[None]],
     may_group: bool = False,
 ) -> Generator[PyTree, None, None]:
-    """Yields the outputs of each batch's real rows, in order, while the next batch is computed; data is read inside of `reading()`.
+    """Yields the outputs of each batch's real rows, in order, while the next batch is computed. Data is read inside `reading()`.
 
     With `may_group`, outputs of several batches may be yielded together.
     """
@@ -264,19 +255,19 @@ def _predictions(
             if used is None:
                 check(fed.batch)
                 state = get_state()
-                used = program.in_use(state)
-                program.prepare_predict(state, fed.batch)
-                size = program.group_for("predict", fed.batch) if may_group else 1
+                used = program.eval_carry(state)
+                program.preparation.predict(state, fed.batch, is_counted=fed.is_counted)
+                size = program.preparation.group_for("predict", fed.batch) if may_group else 1
             callbacks.call("on_predict_batch_begin", batch, {})
             group = [fed]
             if size > 1:
                 group += feed.next_like(fed.batch, (size if steps is None else min(size, steps - batch)) - 1)
             last = batch + len(group) - 1
-            # In no variable of its own, which would keep it while the caller works.
+            # Not assigned to a variable, which would keep the outputs alive while the caller works.
             pending.append(_Dispatched(last, program.predict(used, group, batch, size), group, is_group=size > 1))
             batch = last + 1
             if not program.strategy.is_on_host:
-                _send_to_host(pending[-1].outputs)
+                _copy_to_host_async(pending[-1].outputs)
         if len(pending) == 2 or (is_over and pending):
             try:
                 yield _to_host(program, pending.pop(0), callbacks)
@@ -284,12 +275,12 @@ def _predictions(
                 feed.push_back(len(pending))
                 raise
     if batch == 0:
-        raise DataError("The data yields no batch.")
+        raise DataError("The data yields no batches. Check that it is neither empty nor an exhausted iterator.")
     callbacks.call("on_predict_end", {})
 
 
-def _send_to_host(outputs: PyTree) -> None:
-    """Has outputs come to the host as soon as they are computed, and not only when somebody waits for them; where they are there already it costs time."""
+def _copy_to_host_async(outputs: PyTree) -> None:
+    """Starts copying outputs to the host as soon as they are computed. If they are on the host already, this only costs time."""
     for leaf in jax.tree.leaves(outputs):
         leaf.copy_to_host_async()
 
@@ -300,13 +291,16 @@ def _to_host(program: Program, dispatched: _Dispatched, callbacks: CallbackList)
     size, reals = group[0].num_rows, [fed.num_real for fed in group]
     if group[0].own is not None:
         index, parts = program.strategy.part
-        outputs = jax.tree.map(lambda leaf: leaf.reshape(len(group), parts, size // parts, *leaf.shape[1:])[:, index].reshape(-1, *leaf.shape[1:]), outputs)
+        outputs = jax.tree.map(lambda leaf: leaf.reshape(len(group), parts, -1, *leaf.shape[1:])[:, index].reshape(-1, *leaf.shape[1:]), outputs)
         size, reals = size // parts, [fed.own or 0 for fed in group]
     real = sum(reals)
-    if real - reals[-1] == size * (len(group) - 1):  # The usual case: but for the last one, all batches are full.
+    if group[0].real is not None:
+        outputs = without_padding(outputs, group[0].real)
+    elif real - reals[-1] == size * (len(group) - 1):  # The usual case: all batches but the last are full.
         outputs = jax.tree.map(lambda leaf: leaf[:real], outputs)
     else:
         rows = np.concatenate([np.arange(size) < count for count in reals])
         outputs = jax.tree.map(lambda leaf: leaf[rows], outputs)
-    callbacks.call("on_predict_batch_end", dispatched.number, {"outputs": outputs})
-    return outputs
+    own = outputs.rebuilt()
+    callbacks.call("on_predict_batch_end", dispatched.number, {"outputs": own})
+    return own

@@ -1,7 +1,8 @@
-"""Ctrl-C and SIGTERM during a run: asked for at any moment, obeyed between two steps.
+"""Ctrl-C and SIGTERM during a run: recorded at any time, handled between two steps.
 
-A signal must not break off a step, whose buffers are half consumed. The first one is noted, the loop leaves at its next safe point and saves; the second
-Ctrl-C leaves at once. Where `jax.distributed` runs, SIGTERM is JAX's: it has all processes agree on one step, after which each of them saves and leaves.
+A signal must not interrupt a step, whose buffers are partly donated. The first signal is recorded, and the loop stops at its next safe point and
+saves; a second Ctrl-C exits immediately. With `jax.distributed`, JAX handles SIGTERM: all processes agree on a step, after which each of them saves
+and exits.
 """
 
 import contextlib
@@ -16,110 +17,108 @@ from jax.experimental import multihost_utils
 
 from fitflax.errors import warn
 from fitflax.parallel.launch import note_failure
+from fitflax.parallel.preemption import listening
+from fitflax.parallel.ray_worker import is_actor
 
 __all__ = ["Interruption"]
 
-_WILL_NOT_SAVE = "will not save this run, only its regular checkpoints will be there"
-
 
 class Interruption:
-    """Notes SIGINT and SIGTERM while it is entered; puts the earlier handlers back after.
+    """Context manager that records SIGINT and SIGTERM, and restores the earlier handlers afterward.
 
-    Handlers are a thing of the main thread and of one process alone. It changes nothing, and says so, off the main thread and for a signal that C code
-    handles; and nothing for one that is ignored, as SIGINT is in a script's background jobs: that is somebody's wish. Where `jax.distributed` has been
-    initialized it takes none either, since a handler of ours would switch JAX's own notice off. `check` asks for that one; Ctrl-C is Python's own
-    KeyboardInterrupt there, and the loop saves as after any exception.
+    It sets no handlers in these cases:
 
-    Args:
-        saves: Whether the run is saved, so that a signal that will not save it is worth a warning.
+    * Outside the main thread, and for signals that C code handles; it warns.
+    * For ignored signals, such as SIGINT in a script's background jobs.
+    * With `jax.distributed`, because a handler would disable JAX's own. `check` asks JAX about SIGTERM; Ctrl-C raises KeyboardInterrupt, and the loop
+      saves as after any exception.
+    * In a Ray actor, where Ray handles signals.
 
-    Attributes:
-        requested: The signal that came, SIGTERM if both did: it asks for the end of the process, not only of what runs in it.
-        leaves_at_once: Whether a second Ctrl-C came.
-
-    Warns:
-        FitflaxWarning: A signal will not save this run.
-
-    >>> with Interruption() as interruption:
-    ...     interruption.requested is None
-    True
+    `fitflax.parallel.preemption.preempt` counts as a SIGTERM everywhere. `saves` tells whether the run is saved, so that it warns about signals that will
+    not save it.
     """
 
     def __init__(self, *, saves: bool = True) -> None:
         self._saves = saves
-        self.requested: signal.Signals | None = None
-        self.leaves_at_once = False
+        self.requested: signal.Signals | None = None  # SIGTERM if both were received, because it ends the process and not only what runs in it.
+        self.leaves_at_once = False  # Whether a second Ctrl-C was received.
         self._earlier: dict[signal.Signals, Any] = {}
         self._asks_jax = False
+        self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        # All warnings before all handlers: a warning that is an error must leave no handler behind.
-        for message in self._look_around():
+        # Warn before setting handlers: a warning that is raised as an error must not leave a handler behind.
+        for message in self._find_handlers():
             if self._saves:
                 warn(message)
         for number in self._earlier:
-            signal.signal(number, self._note)
+            signal.signal(number, self._handle)
+        self._exit.enter_context(listening(self._preempt))
         return self
 
-    def _look_around(self) -> list[str]:
-        """Finds out which signals can be noted, and how; returns what to say of the others."""
+    def _find_handlers(self) -> list[str]:
+        """Finds out which signals can be recorded, and how; returns warnings about the others."""
         if jax.distributed.is_initialized():
             self._asks_jax = bool(jax.config.values["jax_enable_preemption_service"])
-            why = "jax_enable_preemption_service is off. Turn it on before jax.distributed.initialize()"
-            return [] if self._asks_jax else [f"SIGTERM {_WILL_NOT_SAVE}: {why}."]
+            advice = "Turn it on before jax.distributed.initialize()"
+            return [] if self._asks_jax else [_will_not_save("SIGTERM", "jax_enable_preemption_service is off", advice)]
+        if is_actor():
+            return []
         thread = threading.current_thread()
         if thread is not threading.main_thread():
-            why = f"it is in thread {thread.name!r}, and Python gives signals to the main thread alone"
-            advice = "Call fit there, or have the main thread call trainer.stop(reason), which saves"
-            return [f"Ctrl-C and SIGTERM {_WILL_NOT_SAVE}: {why}. {advice}."]
+            why = f"fit runs in thread {thread.name!r}, but Python delivers signals only to the main thread"
+            advice = "Call fit in the main thread, or call trainer.stop(reason) from there, which saves"
+            return [_will_not_save("Ctrl-C and SIGTERM", why, advice)]
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        # Ignored: somebody's wish. None: a handler of C code, which Python could not put back.
+        # SIG_IGN was set on purpose. None is a handler of C code, which Python cannot restore.
         self._earlier = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
-        why = "code that is not Python's handles it. Have that code save, or save often"
-        return [f"{number.name} {_WILL_NOT_SAVE}: {why}." for number, handler in handlers.items() if handler is None]
+        why, advice = "code that is not Python handles it", "Save from that code, or save checkpoints more often"
+        return [_will_not_save(number.name, why, advice) for number, handler in handlers.items() if handler is None]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None) -> None:
+        self._exit.close()
         if error is not None:
-            note_failure(error)  # The others wait for steps that this process will not make.
+            note_failure(error)  # The other processes wait for steps that this one will not run.
         for number, earlier in self._earlier.items():
             signal.signal(number, earlier)
         self._earlier = {}
 
-    def _note(self, number: int, frame: types.FrameType | None) -> None:
+    def _preempt(self) -> None:
+        if self.requested is None:
+            self.requested = signal.SIGTERM
+
+    def _handle(self, number: int, frame: types.FrameType | None) -> None:
         if self.requested is not None and number == signal.SIGINT:
             self.leaves_at_once = True
             raise KeyboardInterrupt
         self.requested = signal.Signals(number)
         if number == signal.SIGINT:
-            # A step may take long, and whoever sees nothing presses again. A handler may come in the middle of another write, which is an error.
+            # A step may take long, and a user who sees nothing presses Ctrl-C again. Printing raises if the signal came during another write.
             with contextlib.suppress(Exception):
-                print("\nFinishing the step and saving; Ctrl-C again leaves at once.", file=sys.stderr, flush=True)
+                print("\nFinishing the step and saving. Press Ctrl-C again to exit immediately.", file=sys.stderr, flush=True)
 
     def check(self, step: int) -> None:
-        """Asks JAX, where it runs in many processes, whether all of them are to stop after this step. Costs nothing elsewhere.
+        """Asks JAX whether all processes stop after this step. It does nothing unless `jax.distributed` handles SIGTERM.
 
-        To be called once after each step, by every process: they agree on a step that none of them has reached yet, and only there is the answer yes, once.
-
-        Args:
-            step: Finished updates, the same in all processes.
+        Every process must call it once after each step: JAX chooses a step that no process has reached yet, and answers yes once, at that step.
         """
         if self._asks_jax and self.requested is None and multihost_utils.reached_preemption_sync_point(step):
             self.requested = signal.SIGTERM
 
     def leave(self) -> None:
-        """Does what the noted signal asks, once everything is saved and the earlier handlers are back; returns if there was none.
+        """Passes on the recorded signal, once everything is saved and the earlier handlers are restored.
 
-        A handler that the program had installed is called, and decides what happens.
-
-        Raises:
-            KeyboardInterrupt: After SIGINT.
-            SystemExit: With status 143 after SIGTERM.
+        If the program had installed a handler, it is called.
         """
         if self.requested is None:
             return
         number, self.requested = self.requested, None
-        earlier = signal.getsignal(number)
+        earlier = None if is_actor() else signal.getsignal(number)
         if callable(earlier):
             earlier(number, None)  # Python's own handler of SIGINT raises KeyboardInterrupt.
         else:
             raise SystemExit(128 + number)
+
+
+def _will_not_save(signals: str, why: str, advice: str) -> str:
+    return f"{signals} will not save this run, because {why}; only its regular checkpoints will be available. {advice}."

@@ -1,10 +1,13 @@
-"""Losses by name and as functions: `(outputs, targets) -> values`, one value per example or per token, never a mean over the batch.
+"""Loss functions, `(outputs, targets) -> values`, and their names.
 
-The step weights and sums the values, so what is here knows nothing of padding, weights or devices. All are computed in float32 whatever comes in. The
-formulas are Keras's, reduced over the last axis, on logits where Keras takes probabilities and log rates where it takes rates; the losses that only optax has
-are known by name. All are to be minimized. What to do with several outputs is decided elsewhere: here outputs and targets are one array each.
+A loss returns one float32 value per example or per token, never a mean over the batch; the step applies weights and sums. Lower is better for all of them.
+The formulas are those of Keras, reduced over the last axis. Outputs are logits where Keras takes probabilities, and log rates where it takes rates.
+Optax's other losses are available by name. Each loss takes a single array of outputs and a single array of targets.
 """
 
+from typing import TYPE_CHECKING
+
+from fitflax.losses import registry
 from fitflax.losses.classification import (
     binary_crossentropy,
     binary_focal_crossentropy,
@@ -24,6 +27,14 @@ from fitflax.losses.regression import (
     mean_squared_error,
     mean_squared_logarithmic_error,
 )
+
+if not TYPE_CHECKING:  # Otherwise type checkers would accept any attribute name.
+
+    def __getattr__(name):
+        """For the name of a Keras class, the error names the function."""
+        close = registry.closest(name) if name[:1].isupper() else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{f'. Losses are functions, which compile takes by name.{close}' if close else ''}")
+
 
 __all__ = [
     "binary_crossentropy",

@@ -1,4 +1,4 @@
-"""Hinge losses between scores and labels: `(outputs, targets) -> values`, in Keras's formulas. A score far enough on the right side costs nothing."""
+"""Hinge losses between scores and labels, with the formulas of Keras."""
 
 from typing import Any
 
@@ -12,20 +12,17 @@ __all__ = ["categorical_hinge", "hinge", "squared_hinge"]
 
 
 def hinge(outputs: Any, targets: Any) -> jax.Array:
-    """Returns how far the scores of each example fall short of the margin, averaged over the last axis.
+    """Returns the hinge loss, averaged over the last axis: float32, `[batch]` or `[batch, ...]`.
 
-    `mean(max(1 - y * outputs, 0), axis=-1)`, `y` being the targets with -1 for 0. Each target is converted by itself, where Keras looks at all of them at once,
-    so that an example's value never depends on the others in its batch.
+    `mean(max(1 - y * outputs, 0), axis=-1)`, where `y` is the target with 0 replaced by -1. Unlike in Keras, each target is converted independently, so
+    the value of an example does not depend on the rest of the batch.
 
     Args:
         outputs: Scores (no sigmoid or tanh applied), `[batch]` or `[batch, ..., labels]`.
-        targets: 0 or 1, or -1 or 1; the same shape; a last axis of length 1 may be missing on either side.
-
-    Returns:
-        float32 values, `[batch]` or `[batch, ...]`.
+        targets: 0 or 1, or -1 or 1, of the same shape. Either side may omit a trailing axis of length 1.
 
     Raises:
-        LossError: The shapes do not fit.
+        LossError: The shapes do not match.
 
     >>> hinge(jnp.array([2.0, 0.5, 0.5, 0.5]), jnp.array([1, 1, 0, -1]))
     Array([0. , 0.5, 1.5, 1.5], dtype=float32)
@@ -35,19 +32,16 @@ def hinge(outputs: Any, targets: Any) -> jax.Array:
 
 
 def squared_hinge(outputs: Any, targets: Any) -> jax.Array:
-    """Returns the square of how far the scores of each example fall short of the margin, averaged over the last axis.
+    """Returns the squared hinge loss, averaged over the last axis: float32, `[batch]` or `[batch, ...]`.
 
-    `mean(max(1 - y * outputs, 0)^2, axis=-1)`, `y` being the targets with -1 for 0, each converted by itself.
+    `mean(max(1 - y * outputs, 0)^2, axis=-1)`, where `y` is the target with 0 replaced by -1, independently for each target.
 
     Args:
         outputs: Scores (no sigmoid or tanh applied), `[batch]` or `[batch, ..., labels]`.
-        targets: 0 or 1, or -1 or 1; the same shape; a last axis of length 1 may be missing on either side.
-
-    Returns:
-        float32 values, `[batch]` or `[batch, ...]`.
+        targets: 0 or 1, or -1 or 1, of the same shape. Either side may omit a trailing axis of length 1.
 
     Raises:
-        LossError: The shapes do not fit.
+        LossError: The shapes do not match.
 
     >>> squared_hinge(jnp.array([2.0, 0.5, 0.5, 0.5]), jnp.array([1, 1, 0, -1]))
     Array([0.  , 0.25, 2.25, 2.25], dtype=float32)
@@ -57,20 +51,17 @@ def squared_hinge(outputs: Any, targets: Any) -> jax.Array:
 
 
 def categorical_hinge(outputs: Any, targets: Any) -> jax.Array:
-    """Returns how far the score of the right class falls short of the best other one and the margin.
+    """Returns the categorical hinge loss of one-hot targets: float32, `[batch, ...]`.
 
-    `max(max((1 - y) * outputs) - sum(y * outputs) + 1, 0)` over the last axis. In Keras's formula the right class competes with a score of 0: if all other
-    scores are negative, its own must still reach 1. For scores compared with each other alone there is `"multiclass_hinge_loss"`, for integer labels.
+    `max(max((1 - y) * outputs) - sum(y * outputs) + 1, 0)` over the last axis. As in Keras, the score of the true class also competes with 0: it must
+    reach 1 even if all other scores are negative. To compare scores only with each other, use `"multiclass_hinge_loss"` with integer labels.
 
     Args:
         outputs: Scores (no softmax applied), `[batch, ..., classes]`, at least two classes.
-        targets: One-hot rows, the same shape.
-
-    Returns:
-        float32 values, `[batch, ...]`.
+        targets: One-hot rows of the same shape.
 
     Raises:
-        LossError: The shapes do not fit.
+        LossError: The shapes do not match.
 
     >>> categorical_hinge(jnp.array([[3.0, 1.0], [3.0, 1.0], [-2.0, -9.0]]), jnp.array([[1, 0], [0, 1], [1, 0]]))
     Array([0., 3., 3.], dtype=float32)

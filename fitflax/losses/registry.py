@@ -54,8 +54,8 @@ _LOSSES: dict[str, Callable[..., jax.Array]] = {
     **OPTAX_LOSSES,
 }
 
-# What others call them, and names that Keras and optax had once. Named in the error only: a second name for everything helps nobody.
-_ELSEWHERE = {
+# Names of other libraries and former names of Keras and Optax. They appear only in the suggestion of an error.
+_ALIASES = {
     "bce": "binary_crossentropy",
     "binary_logistic_loss": "binary_crossentropy",
     "binary_sparsemax_loss": "sparsemax_loss",
@@ -74,10 +74,10 @@ _ELSEWHERE = {
 
 
 def get(name: str) -> Callable[..., jax.Array]:
-    """Returns the loss of that name.
+    """Returns the loss with a name.
 
     Args:
-        name: One of `names()`. What Keras calls by a class (`"MeanSquaredError"`) or another alias is named in the error.
+        name: One of `names()`. For other aliases, such as the class names of Keras (`"MeanSquaredError"`), the error suggests the name.
 
     Raises:
         LossError: There is no such loss.
@@ -88,9 +88,19 @@ def get(name: str) -> Callable[..., jax.Array]:
     if not isinstance(name, str):
         raise LossError(f"losses.get() takes a name. Received: {name!r}.")
     if name not in _LOSSES:
-        close = did_you_mean(_ELSEWHERE.get(name.lower(), name.lower()), _LOSSES)
-        raise LossError(f"There is no loss {name!r}.{close} Known: {names()}. Or give a function (outputs, targets) -> one value per example.")
+        raise LossError(
+            f"There is no loss {name!r}.{closest(name)} Pass a known name, or a function (outputs, targets) -> one value per example. Known: {names()}."
+        )
     return _LOSSES[name]
+
+
+def closest(name: str) -> str:
+    """Returns the hint for an unknown name.
+
+    >>> closest("KLDivergence")
+    " Did you mean 'kl_divergence'?"
+    """
+    return did_you_mean(_ALIASES.get(name.lower(), name.lower()), _LOSSES)
 
 
 def names() -> list[str]:
@@ -103,10 +113,7 @@ def names() -> list[str]:
 
 
 def loss_direction(loss: Any) -> Literal["min"] | None:
-    """Returns `"min"` for a loss of this module, by name or function, its arguments bound with `functools.partial` or not; else `None`.
-
-    Args:
-        loss: A name, or anything callable.
+    """Returns `"min"` for a loss of this package, given by name, function or `functools.partial`; else `None`.
 
     >>> loss_direction("mse"), loss_direction(functools.partial(huber, delta=2.0)), loss_direction(len)
     ('min', 'min', None)
@@ -117,10 +124,7 @@ def loss_direction(loss: Any) -> Literal["min"] | None:
 
 
 def takes_labels(loss: Any) -> bool:
-    """Returns whether a loss of this package takes integer class labels, whose range can be checked where they are at hand.
-
-    Args:
-        loss: A function, its arguments bound with `functools.partial` or not.
+    """Returns whether a function, or a `functools.partial` of one, is a loss of this package that takes integer class labels.
 
     >>> takes_labels(sparse_categorical_crossentropy), takes_labels(categorical_crossentropy)
     (True, False)
@@ -130,8 +134,8 @@ def takes_labels(loss: Any) -> bool:
     return loss is sparse_categorical_crossentropy or any(loss is known for known in LABEL_LOSSES.values())
 
 
-# Those of the names above whose outputs are logits, which they put through a softmax or sigmoid themselves.
-_OF_LOGITS = (
+# The losses above that apply a softmax or sigmoid to the outputs.
+_LOGIT_LOSSES = (
     *("kl_divergence", "binary_crossentropy", "binary_focal_crossentropy", "categorical_crossentropy", "categorical_focal_crossentropy"),
     *("sparse_categorical_crossentropy", "sigmoid_binary_cross_entropy", "sigmoid_focal_loss", "softmax_cross_entropy", "safe_softmax_cross_entropy"),
     *("softmax_cross_entropy_with_integer_labels", "poly_loss_cross_entropy", "dice_loss", "binary_dice_loss"),
@@ -139,9 +143,9 @@ _OF_LOGITS = (
 
 
 def takes_logits(name: str) -> bool:
-    """Returns whether the loss of that name takes logits.
+    """Returns whether the loss with a name takes logits.
 
     >>> takes_logits("binary_crossentropy"), takes_logits("mse")
     (True, False)
     """
-    return name in _OF_LOGITS
+    return name in _LOGIT_LOSSES

@@ -1,4 +1,4 @@
-"""What all losses check: one array each of outputs and targets, in shapes that fit."""
+"""Checks of the shapes of outputs and targets that losses share."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,14 +8,16 @@ import jax.numpy as jnp
 
 from fitflax.errors import LossError
 
-__all__ = ["broadcast_fault", "check_share", "class_labels", "class_rows", "mean_of_last_axis", "mismatch", "one_array", "same_shape", "vectors"]
+__all__ = ["broadcast_fault", "check_fraction", "class_labels", "class_rows", "mean_of_last_axis", "mismatch", "nan_unless"]
+__all__ += ["one_array", "same_shape", "vectors"]
 
 
 def one_array(name: str, role: str, value: Any) -> jax.Array:
-    """Returns `value` as an array, or says that the loss takes one array."""
+    """Returns `value` as an array with a batch axis."""
     if isinstance(value, (dict, list, tuple)):
         raise LossError(
-            f"{name} takes one array of {role}. Received: a {type(value).__name__} of {len(value)}. Give a loss for each output, or join them to one array."
+            f"{name} takes one array of {role}. Received: a {type(value).__name__} of length {len(value)}. "
+            "Pass a loss for each output, or concatenate them into one array."
         )
     array = jnp.asarray(value)
     if array.ndim == 0:
@@ -24,70 +26,55 @@ def one_array(name: str, role: str, value: Any) -> jax.Array:
 
 
 def same_shape(name: str, outputs: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns both in float32 and in one shape; a missing last axis of length 1 is put back, so that [N, 1] and [N] never broadcast to [N, N]."""
+    """Returns both in float32 and one shape; restores a missing trailing axis of length 1, so that `[N, 1]` and `[N]` never broadcast to `[N, N]`."""
     outputs, targets = one_array(name, "outputs", outputs), one_array(name, "targets", targets)
-    # The axis is added rather than taken away: of [batch, time, 1] and [batch, time] the values stay one per token, which token weights need.
+    # Add the axis rather than remove it: for [batch, time, 1] and [batch, time] there must be one value per token, for token weights.
     if outputs.shape == (*targets.shape, 1):
         targets = targets[..., None]
     elif targets.shape == (*outputs.shape, 1):
         outputs = outputs[..., None]
     if outputs.shape != targets.shape:
         advice = "Check the model's last layer."
-        if _labels_for(outputs, targets):
-            advice = "For integer class labels use 'sparse_categorical_crossentropy'; else the model's last layer should have as many features as the targets."
-        raise mismatch(name, outputs, targets, "outputs and targets of one shape (a last axis of length 1 may be missing)", advice)
+        if _have_label_shape(outputs, targets):
+            advice = (
+                "For integer class labels use 'sparse_categorical_crossentropy'; otherwise the model's last layer must have as many features as the targets."
+            )
+        raise mismatch(name, outputs, targets, "outputs and targets of the same shape (a last axis of length 1 may be missing)", advice)
     return outputs.astype(jnp.float32), targets.astype(jnp.float32)
 
 
 def mean_of_last_axis(values: jax.Array) -> jax.Array:
-    """Returns the mean over the last axis; of one number per example, `[batch]`, the numbers themselves."""
+    """Returns the mean over the last axis; values `[batch]` are returned unchanged."""
     return values.mean(axis=-1) if values.ndim > 1 else values
 
 
 def vectors(name: str, outputs: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns both in float32, of one shape `[batch, ..., features]`, at least two features: of one number the direction is its sign, without gradient."""
+    """Returns both in float32, `[batch, ..., features]`, with at least two features: the direction of a single number has no gradient."""
     outputs, targets = same_shape(name, outputs, targets)
     if outputs.ndim < 2 or outputs.shape[-1] == 1:
         advice = "For one number per example use 'mean_squared_error'."
-        raise mismatch(name, outputs, targets, "vectors [batch, ..., features] of at least two features", advice)
+        raise mismatch(name, outputs, targets, "vectors [batch, ..., features] with at least two features", advice)
     return outputs, targets
 
 
 def class_rows(name: str, outputs: Any, targets: Any, *, binary: str, labels: str, role: str = "one-hot targets") -> tuple[jax.Array, jax.Array]:
-    """Returns both in float32, of one shape `[batch, ..., classes]`, at least two classes.
+    """Returns both in float32, of one shape `[batch, ..., classes]`, with at least two classes.
 
-    Args:
-        name: The loss, for errors.
-        outputs: One number per class.
-        targets: One number per class.
-        binary: The loss to name where there is one number per example.
-        labels: What to do with integer labels, a sentence.
-        role: What the targets are.
-
-    Raises:
-        LossError: The shapes do not fit.
+    For errors, `binary` is the name of the loss for one number per example, `labels` is advice for integer labels, and `role` says what the targets are.
     """
     outputs, targets = one_array(name, "outputs", outputs), one_array(name, "targets", targets)
     _check_classes(name, outputs, targets, binary)
     if outputs.shape != targets.shape:
-        if _labels_for(outputs, targets):
+        if _have_label_shape(outputs, targets):
             raise mismatch(name, outputs, targets, f"{role} [..., classes]", labels)
-        raise mismatch(name, outputs, targets, f"outputs and {role} of one shape [..., classes]", "Check the model's last layer.")
+        raise mismatch(name, outputs, targets, f"outputs and {role} of the same shape [..., classes]", "Check the model's last layer.")
     return outputs.astype(jnp.float32), targets.astype(jnp.float32)
 
 
 def class_labels(name: str, outputs: Any, targets: Any, *, binary: str, one_hot: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns outputs `[batch, ..., classes]` in float32, labels `[batch, ...]`, and which of the labels are a class at all.
+    """Returns float32 outputs `[batch, ..., classes]`, labels `[batch, ...]`, and whether each label is in range.
 
-    Args:
-        name: The loss, for errors.
-        outputs: One number per class, at least two classes.
-        targets: Integers, `[batch, ...]` or `[batch, ..., 1]`.
-        binary: The loss to name where there is one number per example.
-        one_hot: What to do with one-hot targets, a sentence.
-
-    Raises:
-        LossError: The shapes do not fit, or the targets are not integers.
+    Targets are `[batch, ...]` or `[batch, ..., 1]`. For errors, `binary` is as in `class_rows`, and `one_hot` is advice for one-hot targets.
     """
     outputs, targets = one_array(name, "outputs", outputs), one_array(name, "targets", targets)
     _check_classes(name, outputs, targets, binary)
@@ -99,28 +86,28 @@ def class_labels(name: str, outputs: Any, targets: Any, *, binary: str, one_hot:
         raise mismatch(name, outputs, targets, "integer targets [...] or [..., 1] for logits [..., classes]", "Check the model's last layer.")
     if jnp.issubdtype(targets.dtype, jnp.inexact):
         raise LossError(f"{name} takes integer class labels. Received: targets of dtype {targets.dtype}. Cast them: targets.astype('int32').")
-    # Narrow integers first: 200 classes do not fit into the int8 that the labels may come in.
+    # Labels may be int8, which cannot hold the number of classes.
     labels = targets.astype(jnp.int32) if targets.dtype.itemsize < 4 else targets
-    # optax counts negative labels from the end.
+    # In Optax, negative labels count from the end.
     known = (labels >= 0) & (labels < outputs.shape[-1])
     return outputs.astype(jnp.float32), labels, known
 
 
-def check_share(name: str, argument: str, value: float) -> None:
-    """Checks that an argument lies in 0..1."""
+def check_fraction(name: str, argument: str, value: float) -> None:
+    """Checks that an argument is in 0..1."""
     if not 0.0 <= value <= 1.0:
-        raise LossError(f"{name}({argument}=...) must be within 0..1. Received: {value!r}.")
+        raise LossError(f"{name}({argument}=...) must be between 0 and 1. Received: {value!r}.")
 
 
 def broadcast_fault(fn: Callable[[Any, Any], Any], values: Any, outputs: Any, targets: Any) -> str | None:
-    """Returns, in words, that a function of the user's put each output together with each target, because only one of them has a last axis of length 1.
+    """Returns a message if a custom function broadcast `[N, 1]` against `[N]`, which pairs each output with each target; else `None`.
 
-    That is so if it returns one value per example where both have one shape; a loss of all pairs still returns a table then.
+    That is the case if the function returns one value per example when both have one shape. A loss of all pairs returns a matrix for these, too.
 
     >>> outputs, targets = jnp.ones((3, 1)), jnp.ones(3)
     >>> square = lambda outputs, targets: (outputs - targets) ** 2
     >>> broadcast_fault(square, square(outputs, targets), outputs, targets)
-    'returned [3, 3] for outputs [3, 1] and targets [3]: each output was put together with each target. Give both one shape: use outputs[:, 0]'
+    'returned [3, 3] for outputs [3, 1] and targets [3]: each output was combined with each target. Give both the same shape: use outputs[:, 0]'
     >>> broadcast_fault(square, square(outputs, outputs), outputs, outputs)
     """
     shapes: list[Any] = [getattr(value, "shape", None) for value in (values, outputs, targets)]
@@ -132,23 +119,34 @@ def broadcast_fault(fn: Callable[[Any, Any], Any], values: Any, outputs: Any, ta
     alike = [jax.ShapeDtypeStruct((rows,), value.dtype) for value in (outputs, targets)]
     try:
         is_meant = getattr(jax.eval_shape(fn, *alike), "shape", None) != (rows,)
-    except Exception:  # noqa: BLE001 (a function of the user's that needs these very shapes)
+    except Exception:  # noqa: BLE001 (a custom function may require exactly these shapes)
         return None
     if is_meant:
         return None
     return (
-        f"returned {list(shapes[0])} for outputs {list(shapes[1])} and targets {list(shapes[2])}: each output was put together with each target. "
-        f"Give both one shape: use {'outputs' if len(shapes[1]) == 2 else 'targets'}[:, 0]"
+        f"returned {list(shapes[0])} for outputs {list(shapes[1])} and targets {list(shapes[2])}: each output was combined with each target. "
+        f"Give both the same shape: use {'outputs' if len(shapes[1]) == 2 else 'targets'}[:, 0]"
     )
 
 
+def nan_unless(known: jax.Array, values: jax.Array) -> jax.Array:
+    """Returns floating-point `values`, with NaN and no gradient where `known`, bool of the same shape, is false.
+
+    The NaN is computed, because a NaN constant would trigger `jax_debug_nans` in every eager step.
+
+    >>> nan_unless(jnp.array([True, False]), jnp.ones(2)).tolist()
+    [1.0, nan]
+    """
+    return jnp.where(known, values, jnp.sqrt(jnp.where(known, 0.0, -1.0)).astype(values.dtype))
+
+
 def mismatch(name: str, outputs: jax.Array, targets: jax.Array, takes: str, advice: str) -> LossError:
-    """Returns the error for shapes that do not fit."""
+    """Returns the error for shapes that do not match."""
     return LossError(f"{name} takes {takes}. Received: outputs {list(outputs.shape)}, targets {list(targets.shape)}. {advice}")
 
 
-def _labels_for(outputs: jax.Array, targets: jax.Array) -> bool:
-    """Whether the targets have the shape of integer labels for these outputs."""
+def _have_label_shape(outputs: jax.Array, targets: jax.Array) -> bool:
+    """Returns whether the targets have the shape of integer labels for these outputs."""
     return targets.shape in (outputs.shape[:-1], (*outputs.shape[:-1], 1))
 
 

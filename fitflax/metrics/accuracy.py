@@ -1,4 +1,4 @@
-"""Accuracies, and perplexity: means of functions of logits and labels."""
+"""Accuracies and perplexity: means of functions of logits and labels."""
 
 from typing import Any
 
@@ -16,18 +16,18 @@ __all__ = ["Accuracy", "BinaryAccuracy", "Perplexity", "TopKAccuracy", "class_ac
 
 
 def Accuracy(*, name: str = "accuracy") -> Mean:
-    """Returns the share of examples that are classified right; what that means is taken from the shapes.
+    """Returns the fraction of examples that are classified correctly, as the shapes imply.
 
-    | outputs | targets | right when |
+    | outputs | targets | correct if |
     |---|---|---|
     | `[..., classes]` | `[...]` or `[..., 1]` | `argmax(outputs) == targets` |
     | `[..., classes]` | `[..., classes]` | `argmax(outputs) == argmax(targets)` |
     | `[batch]` or `[..., 1]` | `[batch]`, `[...]` or `[..., 1]` | `(outputs > 0) == targets`: logits |
 
-    For several yes-or-no labels per example (`[batch, labels]` both), use `BinaryAccuracy`.
+    For several binary labels per example (both `[batch, labels]`), use `BinaryAccuracy`.
 
     Args:
-        name: The log key.
+        name: Log key.
 
     >>> accuracy = Accuracy().update(jnp.array([[1.0, 2.0], [3.0, 0.0]]), jnp.array([1, 1]), jnp.ones(2))
     >>> accuracy.name, accuracy.direction, float(accuracy.compute())
@@ -37,11 +37,11 @@ def Accuracy(*, name: str = "accuracy") -> Mean:
 
 
 def BinaryAccuracy(*, threshold: float = 0.0, name: str = "binary_accuracy") -> Mean:
-    """Returns the share of yes-or-no targets that are met: `(outputs > threshold) == targets`, each label by itself.
+    """Returns the fraction of binary targets that are predicted correctly: `(outputs > threshold) == targets`, for each label separately.
 
     Args:
-        threshold: On the outputs: 0 for logits, 0.5 for probabilities.
-        name: The log key.
+        threshold: Threshold of the outputs: 0 for logits, 0.5 for probabilities.
+        name: Log key.
 
     >>> metric = BinaryAccuracy().update(jnp.array([[-1.0, 2.0], [3.0, 0.5]]), jnp.array([[0, 1], [1, 0]]), jnp.ones(2))
     >>> float(metric.compute())
@@ -51,14 +51,14 @@ def BinaryAccuracy(*, threshold: float = 0.0, name: str = "binary_accuracy") -> 
 
 
 def TopKAccuracy(*, k: int = 5, name: str = "top_k_accuracy") -> Mean:
-    """Returns the share of examples whose class is among the `k` highest outputs; targets are labels or one-hot rows, by their shape.
+    """Returns the fraction of examples whose class is among the `k` highest outputs; targets are labels or one-hot rows.
 
-    As in Keras's `in_top_k`, a class is among the `k` if fewer than `k` others are strictly higher, so ties at the border all count. A NaN output and a
-    label that is no class never count.
+    As in `in_top_k` of Keras, a class is in the top `k` if fewer than `k` others are strictly higher, so ties count as correct. NaN outputs and labels
+    out of range never count as correct.
 
     Args:
-        k: At least 1.
-        name: The log key.
+        k: Number of outputs, at least 1.
+        name: Log key.
 
     Raises:
         MetricError: `k` is not a positive integer.
@@ -73,10 +73,10 @@ def TopKAccuracy(*, k: int = 5, name: str = "top_k_accuracy") -> Mean:
 
 
 def Perplexity(*, name: str = "perplexity") -> Mean:
-    """Returns `exp` of the mean sparse categorical crossentropy over all tokens; not the mean of the batches' perplexities.
+    """Returns `exp` of the mean sparse categorical cross-entropy over all tokens; not the mean of the perplexities of batches.
 
     Args:
-        name: The log key.
+        name: Log key.
 
     >>> float(Perplexity().update(jnp.zeros((2, 5, 8)), jnp.zeros((2, 5), int), jnp.ones(2)).compute().round(4))
     8.0
@@ -105,7 +105,7 @@ def class_accuracy(outputs: Any, targets: Any, *, kind: Targets) -> jax.Array:
 def top_k_accuracy(outputs: Any, targets: Any, *, k: int, kind: Targets) -> jax.Array:
     """Returns whether the class of each example is among its `k` highest outputs."""
     outputs, labels = class_labels(outputs, targets, kind)
-    labels = labels.astype(jnp.int32)  # they may come as int8 or as floats, which neither count the classes nor index them
+    labels = labels.astype(jnp.int32)  # Labels may be int8 or floats, which can neither hold nor index all classes.
     known = (labels >= 0) & (labels < outputs.shape[-1])
     at_label = jnp.take_along_axis(outputs, labels[..., None], axis=-1)
     return jnp.logical_and(known & ~jnp.isnan(at_label[..., 0]), jnp.sum(outputs > at_label, axis=-1) < k)

@@ -1,7 +1,7 @@
-"""Scores of classifiers that are no means over examples: precision and recall and what is made of them, overlap, and the table of confusions.
+"""Classification scores that are not means over examples: precision and recall, scores derived from them, overlap, and confusion matrices.
 
-All are functions of weighted counts, so they are the same however the examples are cut into batches, and equal scikit-learn's over all of them. What kind
-of problem it is follows from the shapes, by the rule of `Accuracy`. Scores that need a ranking of the examples are in `ranking`.
+All are functions of weighted counts: they do not depend on how the examples are cut into batches, and equal those of scikit-learn over all examples. The
+kind of problem follows from the shapes, as for `Accuracy`.
 """
 
 import abc
@@ -26,7 +26,7 @@ _NORMALIZATIONS = (None, "true", "pred", "all")
 
 
 class _Decisions(NamedTuple):
-    """Of every row and class, boolean `[rows, classes]`: whether it is the target, whether it is predicted, and (`[rows, 1]` for classes) whether one knows."""
+    """Boolean `[rows, classes]`: whether the class is the target, whether it is predicted, and (`[rows, 1]` for classes) whether the target is valid."""
 
     targets: jax.Array
     predicted: jax.Array
@@ -34,7 +34,7 @@ class _Decisions(NamedTuple):
 
 
 class _Hits(NamedTuple):
-    """True and false, positives and negatives, float32 `[classes]` or `[]`."""
+    """True and false positives and negatives, float32 `[classes]` or `[]`."""
 
     tp: jax.Array
     fp: jax.Array
@@ -44,7 +44,7 @@ class _Hits(NamedTuple):
 
 @struct.dataclass
 class _ClassScore(Counts):
-    """A score of hits and misses, averaged over classes; see `Precision` for what all of them share."""
+    """The base class of scores of counts, averaged over classes; see `Precision`."""
 
     _: dataclasses.KW_ONLY
     direction: Direction | None = static_field("max")
@@ -56,11 +56,11 @@ class _ClassScore(Counts):
         if self.average not in _AVERAGES:
             raise MetricError(f"Metric {self.name!r}: average must be one of {list(_AVERAGES)}. Received: {self.average!r}.")
         if self.average == "binary" and self.multi_label:
-            raise MetricError(f"Metric {self.name!r}: average='binary' is for one logit per example, not for multi_label=True. Leave it out, or take 'macro'.")
+            raise MetricError(f"Metric {self.name!r}: average='binary' is for one logit per example, not for multi_label=True. Leave it out, or use 'macro'.")
 
     @abc.abstractmethod
     def _score(self, hits: _Hits) -> jax.Array:
-        """Returns the score of each class, of counts whose shapes it keeps."""
+        """Returns the score of each class, in the shape of the counts."""
 
     @override
     def count(self, outputs: Any, targets: Any, weights: Any) -> jax.Array:
@@ -68,17 +68,17 @@ class _ClassScore(Counts):
         if self.average == "binary" and examples.kind != "one logit":
             raise MetricError(
                 f"Metric {self.name!r}: average='binary' takes one logit per example, outputs [batch] or [..., 1]. "
-                f"Received: outputs {list(jnp.shape(outputs))}. For several classes take 'macro', 'micro', 'weighted' or None."
+                f"Received: outputs {list(jnp.shape(outputs))}. For several classes use 'macro', 'micro', 'weighted' or None."
             )
         is_target, is_predicted, known = _decisions(examples, self.threshold)
 
-        # No scatter: on a GPU its order of adding, and so its rounding, changes from run to run. This one compiles to a single pass over the rows.
+        # Not a scatter, whose rounding is nondeterministic on GPUs. XLA fuses this into one pass over the rows.
         def weight_of(rows: jax.Array) -> jax.Array:
             return jnp.sum(jnp.where(rows, examples.weights[:, None], 0.0), axis=0)
 
         hits = (is_predicted & is_target, is_predicted & ~is_target, ~is_predicted & is_target, ~is_predicted & ~is_target & known)
         counts = jnp.stack([weight_of(rows) for rows in hits], axis=-1)
-        # The two classes of one logit have an axis in front, which tells `compute` that they are no two classes with a logit each.
+        # A leading axis tells `compute` that these two classes come from one logit.
         return counts[None] if examples.kind == "one logit" else counts
 
     @override
@@ -108,33 +108,37 @@ class _ClassScore(Counts):
 
 @struct.dataclass
 class Precision(_ClassScore):
-    """The share of right ones among the examples that are called positive: `tp / (tp + fp)`, sums of weights; 0 where nothing is.
+    """The fraction of predicted positives that are correct: `tp / (tp + fp)`, in sums of weights; 0 if there are none.
 
-    As scikit-learn's `precision_score(zero_division=0)`. What is counted is taken from the shapes, for this metric, `Recall`, `FBeta`, `F1`, `Specificity`
-    and `MeanIoU` alike:
+    Same as scikit-learn's `precision_score(zero_division=0)`. The shapes determine the classes, for this metric and for `Recall`, `FBeta`, `F1`,
+    `Specificity` and `MeanIoU`:
 
-    | outputs | targets | `multi_label` | classes | an example is called |
+    | outputs | targets | `multi_label` | classes | prediction |
     |---|---|---|---|---|
     | `[batch]`, `[..., 1]` | 0 or 1, the same shape, or without the 1 | `False` | two | 1 where `outputs > threshold` |
     | `[..., classes]` | `[...]`, `[..., 1]` or one-hot `[..., classes]` | `False` | `classes` | `argmax(outputs)` |
-    | `[..., labels]` | 0 or 1, `[..., labels]` | `True` | `labels` | each of them, where `outputs > threshold` |
+    | `[..., labels]` | 0 or 1, `[..., labels]` | `True` | `labels` | each label where `outputs > threshold` |
 
-    Weights are the leading axes of the outputs without classes and labels, so that of `[batch, time, classes]` each token can have its own. A target that is
-    no class (or neither 0 nor 1) is never met: it counts as an error of what is predicted (a false positive), and nowhere else. To ignore it, give it weight
-    0: that leaves an example out entirely, also from the classes that occur.
+    Weights have the leading axes of the outputs, without classes and labels, so each token of `[batch, time, classes]` can have its own. An invalid
+    target (not a class, or neither 0 nor 1) only counts as a false positive of the predicted class. To exclude an example entirely, also from the
+    classes that occur, give it weight 0.
 
     Attributes:
-        name: The log key.
+        name: Log key.
         direction: `"max"`.
-        average: `"binary"`: the score of class 1, for one logit. `"micro"`: of the counts summed over classes. `"macro"`: the mean over the classes that occur
-            among targets or predictions; over all columns with `multi_label`. `"weighted"`: the same, weighted by how often a class is the target. `None`: an
-            array, one score per class; for one logit `[2]`, class 0 first. The default `"auto"` is `"binary"` for one logit and `"macro"` for all else.
-        threshold: On the outputs of one logit or of labels: 0 for logits, 0.5 for probabilities.
-        multi_label: Whether the last axis of outputs and targets holds labels that are yes or no each for itself.
+        average: One of the averages below. The default `"auto"` is `"binary"` for one logit, else `"macro"`.
+
+            - `"binary"`: the score of class 1, for one logit.
+            - `"micro"`: the score of the counts summed over classes.
+            - `"macro"`: the mean over the classes that occur among targets or predictions; with `multi_label`, over all columns.
+            - `"weighted"`: the mean weighted by how often each class is the target.
+            - `None`: an array with one score per class; for one logit `[2]`, class 0 first.
+        threshold: Threshold of the outputs, for one logit or for labels: 0 for logits, 0.5 for probabilities.
+        multi_label: Whether the last axis of outputs and targets holds independent binary labels.
         counts: tp, fp, fn and tn of each class, float32 pairs `[classes, 4, 2]`; `[1, 2, 4, 2]` for one logit.
 
     Raises:
-        MetricError: `average` is none of these, or does not fit the shapes.
+        MetricError: `average` is unknown, or does not fit the shapes.
 
     >>> outputs, targets = jnp.array([2.0, 1.0, 3.0, -1.0]), jnp.array([1, 0, 1, 1])
     >>> round(float(Precision().update(outputs, targets, jnp.ones(4)).compute()), 4)
@@ -151,17 +155,9 @@ class Precision(_ClassScore):
 
 @struct.dataclass
 class Recall(_ClassScore):
-    """The share of the positives that are found: `tp / (tp + fn)`, sums of weights; 0 where there are none. Also called sensitivity.
+    """The fraction of positives that are found: `tp / (tp + fn)`, in sums of weights; 0 if there are none. Also called sensitivity.
 
-    As scikit-learn's `recall_score(zero_division=0)`. Shapes, targets that are no class and attributes: see `Precision`.
-
-    Attributes:
-        name: The log key.
-        direction: `"max"`.
-        average: `"auto"` (binary for one logit, else macro), `"binary"`, `"micro"`, `"macro"`, `"weighted"`, or `None` for one score per class.
-        threshold: On the outputs of one logit or of labels.
-        multi_label: Whether the last axis holds labels that are yes or no each for itself.
-        counts: tp, fp, fn and tn of each class, pairs.
+    Same as scikit-learn's `recall_score(zero_division=0)`. See `Precision` for shapes, invalid targets and attributes.
 
     >>> outputs, targets = jnp.array([[2.0, 1.0], [0.0, 3.0], [1.0, 0.0]]), jnp.array([0, 1, 1])
     >>> Recall(average=None).update(outputs, targets, jnp.ones(3)).compute()
@@ -178,22 +174,16 @@ class Recall(_ClassScore):
 
 @struct.dataclass
 class FBeta(_ClassScore):
-    """The weighted harmonic mean of precision and recall: `(1 + b^2) tp / ((1 + b^2) tp + b^2 fn + fp)`; 0 where all three are.
+    """The weighted harmonic mean of precision and recall: `(1 + b^2) tp / ((1 + b^2) tp + b^2 fn + fp)`; 0 if all counts are.
 
-    As scikit-learn's `fbeta_score(zero_division=0)` (van Rijsbergen, 1979): recall counts `beta` times as much as precision. Shapes, targets that are no
-    class and attributes: see `Precision`.
+    Same as scikit-learn's `fbeta_score(zero_division=0)` (van Rijsbergen, 1979): recall counts `beta` times as much as precision. See `Precision` for
+    shapes, invalid targets and the other attributes.
 
     Attributes:
-        name: The log key.
-        direction: `"max"`.
-        average: `"auto"` (binary for one logit, else macro), `"binary"`, `"micro"`, `"macro"`, `"weighted"`, or `None` for one score per class.
-        threshold: On the outputs of one logit or of labels.
-        multi_label: Whether the last axis holds labels that are yes or no each for itself.
-        beta: Larger than 0; 1 weighs both alike.
-        counts: tp, fp, fn and tn of each class, pairs.
+        beta: Importance of recall relative to precision, larger than 0.
 
     Raises:
-        MetricError: `beta` is not positive, or `average` is none of these.
+        MetricError: `beta` is not positive, or `average` is unknown.
 
     >>> outputs, targets = jnp.array([2.0, 1.0, 3.0, -1.0]), jnp.array([1, 0, 1, 0])
     >>> round(float(FBeta(beta=2.0).update(outputs, targets, jnp.ones(4)).compute()), 4)
@@ -217,18 +207,18 @@ class FBeta(_ClassScore):
 
 
 def F1(*, average: Average | None = "auto", threshold: float = 0.0, multi_label: bool = False, name: str = "f1") -> FBeta:
-    """Returns the harmonic mean of precision and recall: `2 tp / (2 tp + fn + fp)`; 0 where all three are.
+    """Returns the harmonic mean of precision and recall: `2 tp / (2 tp + fn + fp)`; 0 if all counts are.
 
-    As scikit-learn's `f1_score(zero_division=0)`: `FBeta` with `beta=1`. Shapes and targets that are no class: see `Precision`.
+    Same as scikit-learn's `f1_score(zero_division=0)`, and as `FBeta` with `beta=1`. See `Precision` for shapes, invalid targets and arguments.
 
     Args:
         average: `"auto"` (binary for one logit, else macro), `"binary"`, `"micro"`, `"macro"`, `"weighted"`, or `None` for one score per class.
-        threshold: On the outputs of one logit or of labels.
-        multi_label: Whether the last axis holds labels that are yes or no each for itself.
-        name: The log key.
+        threshold: Threshold of the outputs, for one logit or for labels.
+        multi_label: Whether the last axis holds independent binary labels.
+        name: Log key.
 
     Raises:
-        MetricError: `average` is none of these.
+        MetricError: `average` is unknown.
 
     >>> outputs, targets = jnp.array([2.0, 1.0, 3.0, -1.0]), jnp.array([1, 0, 1, 0])
     >>> round(float(F1().update(outputs, targets, jnp.ones(4)).compute()), 4)
@@ -239,17 +229,9 @@ def F1(*, average: Average | None = "auto", threshold: float = 0.0, multi_label:
 
 @struct.dataclass
 class Specificity(_ClassScore):
-    """The share of the negatives that are called so: `tn / (tn + fp)`, sums of weights; 0 where there are none.
+    """The fraction of negatives that are predicted as negative: `tn / (tn + fp)`, in sums of weights; 0 if there are none.
 
-    The recall of class 0 for one logit; for classes, each one's against all others. Shapes, targets that are no class and attributes: see `Precision`.
-
-    Attributes:
-        name: The log key.
-        direction: `"max"`.
-        average: `"auto"` (binary for one logit, else macro), `"binary"`, `"micro"`, `"macro"`, `"weighted"`, or `None` for one score per class.
-        threshold: On the outputs of one logit or of labels.
-        multi_label: Whether the last axis holds labels that are yes or no each for itself.
-        counts: tp, fp, fn and tn of each class, pairs.
+    For one logit it is the recall of class 0; for classes, each one against all others. See `Precision` for shapes, invalid targets and attributes.
 
     >>> outputs, targets = jnp.array([2.0, 1.0, -3.0, -1.0]), jnp.array([1, 0, 0, 0])
     >>> round(float(Specificity().update(outputs, targets, jnp.ones(4)).compute()), 4)
@@ -266,19 +248,14 @@ class Specificity(_ClassScore):
 
 @struct.dataclass
 class MeanIoU(_ClassScore):
-    """Intersection over union, `tp / (tp + fp + fn)`, averaged over the classes that occur; the usual score of segmentations.
+    """Intersection over union, `tp / (tp + fp + fn)`, averaged over the classes that occur; the usual score for segmentation.
 
-    As scikit-learn's `jaccard_score(average="macro")` and Keras's `MeanIoU`. One logit makes two classes, and both count. Outputs are
-    `[batch, height, width, classes]`, targets `[batch, height, width]`, weights `[batch]` or one per pixel; shapes in general and targets that are no class:
-    see `Precision`. Pixels to be ignored get weight 0.
+    Same as scikit-learn's `jaccard_score(average="macro")` and `MeanIoU` of Keras. One logit makes two classes, and both count. For images, outputs are
+    `[batch, height, width, classes]`, targets `[batch, height, width]`, and weights `[batch]` or one per pixel. To exclude pixels, give them weight 0.
+    See `Precision` for other shapes, invalid targets and the other attributes.
 
     Attributes:
-        name: The log key.
-        direction: `"max"`.
-        average: `"macro"`; `None` for one score per class, or one of the averages of `Precision`.
-        threshold: On the outputs of one logit or of labels.
-        multi_label: Whether the last axis holds labels that are yes or no each for itself.
-        counts: tp, fp, fn and tn of each class, pairs.
+        average: As for `Precision`, but `"macro"` by default.
 
     >>> outputs, targets = jnp.array([[[2.0, 1.0], [0.0, 3.0], [1.0, 0.0]]]), jnp.array([[0, 1, 1]])
     >>> float(MeanIoU().update(outputs, targets, jnp.ones(1)).compute())
@@ -296,20 +273,20 @@ class MeanIoU(_ClassScore):
 
 @struct.dataclass
 class ConfusionMatrix(Counts):
-    """How often each class is taken for each: rows are targets, columns predictions, float32 `[classes, classes]`; `[2, 2]` for one logit.
+    """The confusion matrix: rows are targets, columns are predictions, float32 `[classes, classes]`; `[2, 2]` for one logit.
 
-    As scikit-learn's `confusion_matrix(labels=range(classes))`. Shapes are those of `Precision` without `multi_label`. A target that is no class is in no
-    row. It holds `classes^2` numbers, so it is not for vocabularies.
+    Same as scikit-learn's `confusion_matrix(labels=range(classes))`. Shapes are those of `Precision` without `multi_label`. Invalid targets are in no
+    row. The memory is quadratic in the number of classes, so it is not suited to vocabularies.
 
     Attributes:
-        name: The log key.
+        name: Log key.
         direction: `None`.
-        normalize: `None` for sums of weights; `"true"`, `"pred"` or `"all"` for shares of a row, of a column or of all; 0 where there is nothing to share.
-        threshold: On the outputs where they are one logit.
+        normalize: `None` for sums of weights; `"true"`, `"pred"` or `"all"` to divide by the sums of rows, of columns or of all; 0 where the sum is 0.
+        threshold: Threshold of the outputs, for one logit.
         counts: float32 pairs `[classes, classes, 2]`.
 
     Raises:
-        MetricError: `normalize` is none of these.
+        MetricError: `normalize` is unknown.
 
     >>> outputs, targets = jnp.array([[2.0, 1.0], [0.0, 3.0], [1.0, 0.0]]), jnp.array([0, 1, 1])
     >>> ConfusionMatrix().update(outputs, targets, jnp.ones(3)).compute()
@@ -330,7 +307,7 @@ class ConfusionMatrix(Counts):
     def count(self, outputs: Any, targets: Any, weights: Any) -> jax.Array:
         examples = as_examples(outputs, targets, weights, multi_label=False, name=self.name)
         is_target, is_predicted, _ = _decisions(examples, self.threshold)
-        # Highest precision: else weights would be rounded to what the matrix unit multiplies.
+        # Highest precision, because matrix units would round the weights.
         rows = jnp.where(is_target, examples.weights[:, None], 0.0)
         return jnp.matmul(rows.T, is_predicted.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
@@ -344,7 +321,7 @@ class ConfusionMatrix(Counts):
 
 
 def _decisions(examples: Examples, threshold: float) -> _Decisions:
-    """Returns targets and predictions class by class."""
+    """Returns targets and predictions for each class."""
     scores, labels = examples.scores, examples.labels
     if examples.kind == "labels":
         return _Decisions(labels == 1, scores > threshold, (labels == 0) | (labels == 1))
@@ -358,5 +335,5 @@ def _decisions(examples: Examples, threshold: float) -> _Decisions:
 
 
 def _ratio(part: jax.Array, whole: jax.Array) -> jax.Array:
-    """Returns `part / whole`, and 0 where the whole is 0."""
+    """Returns `part / whole`, or 0 where the whole is 0."""
     return jnp.where(whole == 0, 0.0, part / jnp.where(whole == 0, 1.0, whole))

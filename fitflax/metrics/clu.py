@@ -1,4 +1,4 @@
-"""Metrics of the package `clu`, taken as they are: its classes, and collections of them. `clu` itself is never imported here."""
+"""Adapters for the metrics of the package `clu` and collections of them. `clu` itself is never imported here."""
 
 import dataclasses
 import sys
@@ -12,44 +12,41 @@ from flax import struct
 from typing_extensions import override
 
 from fitflax.errors import MetricError
-from fitflax.metrics.base import Direction, Metric, snake_case, static_field
+from fitflax.metrics.base import Direction, snake_case, static_field
+from fitflax.metrics.foreign import ForeignMetric, keywords_of
 
 __all__ = ["CluCollectingMetric", "CluMetric", "adapt_clu", "is_clu"]
 
 
 def is_clu(spec: Any) -> bool:
-    """Returns whether `spec` is a class of `clu.metrics`: a metric, or a collection of them."""
+    """Returns whether `spec` is a class of `clu.metrics`: a metric or a collection."""
     clu = sys.modules.get("clu.metrics")
     return clu is not None and isinstance(spec, type) and issubclass(spec, (clu.Metric, clu.Collection))
 
 
 def adapt_clu(spec: Any) -> "dict[str, CluMetric] | CluMetric":
-    """Returns the metric that a class of `clu.metrics` stands for; for a collection, its metrics by name."""
+    """Returns the adapted metric for a class of `clu.metrics`; for a collection, its metrics by name."""
     clu = sys.modules["clu.metrics"]
     if issubclass(spec, clu.Collection):
         members = {key: kind for key, kind in spec.__annotations__.items() if isinstance(kind, type) and issubclass(kind, clu.Metric)}
-        return {key: _adapted(kind, key) for key, kind in members.items()}
-    return _adapted(spec, snake_case(spec.__name__))
+        return {key: _adapt(kind, key) for key, kind in members.items()}
+    return _adapt(spec, snake_case(spec.__name__))
 
 
-def _adapted(kind: Any, name: str) -> "CluMetric":
+def _adapt(kind: Any, name: str) -> "CluMetric":
     collects = issubclass(kind, sys.modules["clu.metrics"].CollectingMetric)
     return CluCollectingMetric(kind, name=name) if collects else CluMetric(kind, inner=kind.empty(), name=name)
 
 
 @struct.dataclass
-class CluMetric(Metric):
-    """A metric of `clu.metrics`. It is computed from `logits` (the outputs), `labels` (the targets), `loss` (the values), `mask`, and what else is logged.
+class CluMetric(ForeignMetric):
+    """A metric of `clu.metrics`, computed from `logits` (the outputs), `labels` (the targets), `loss` (its values), `mask`, and other logged values.
 
-    Sums are kept as `clu` keeps them, in plain float32. A mask leaves examples out and cannot weigh them, so such metrics belong into `metrics`, not into
-    `weighted_metrics`.
-
-    Attributes:
-        kind: The class.
-        inner: Its instance over the examples so far.
-        name: The log key.
-        direction: `None`: these metrics declare none.
+    Sums are plain float32, as in `clu`. A mask can exclude examples but not weight them, so use such metrics in `metrics`, not in `weighted_metrics`.
+    They declare no direction. `inner` is an instance of the class `kind` over the examples so far.
     """
+
+    library: ClassVar[str] = "clu"
 
     kind: Any = static_field(None)
     _: dataclasses.KW_ONLY
@@ -62,20 +59,8 @@ class CluMetric(Metric):
         return dataclasses.replace(self, inner=self.kind.empty())
 
     @override
-    def update(self, outputs: Any, targets: Any, weights: Any) -> Self:
-        return self.update_from({}, outputs, targets, weights)
-
     def update_from(self, logged: Mapping[str, Any], outputs: Any, targets: Any, weights: Any) -> Self:
-        """Returns this metric with one batch more.
-
-        Args:
-            logged: `loss`, the values `[batch, ...]`, and other values per example by name.
-            outputs: What the module returned.
-            targets: What the data says.
-            weights: 0 leaves an example out.
-        """
-        mask = jnp.asarray(weights) != 0
-        made = self.kind.from_model_output(**{**logged, "logits": outputs, "labels": targets, "mask": mask})
+        made = self.kind.from_model_output(**keywords_of(logged, outputs, targets, jnp.asarray(weights) != 0))
         return dataclasses.replace(self, inner=self.inner.merge(made))
 
     @override
@@ -89,11 +74,7 @@ class CluMetric(Metric):
 
 @struct.dataclass
 class CluCollectingMetric(CluMetric):
-    """A `clu.metrics.CollectingMetric`, whose rows are collected on the host, those of padding left out.
-
-    Attributes:
-        mask: Which rows are real, bool `[rows]`.
-    """
+    """A `clu.metrics.CollectingMetric`, whose rows are collected on the host; `mask`, bool `[rows]`, marks rows that are not padding."""
 
     collect: ClassVar[bool] = True
 
@@ -106,11 +87,11 @@ class CluCollectingMetric(CluMetric):
     @override
     def update_from(self, logged: Mapping[str, Any], outputs: Any, targets: Any, weights: Any) -> Self:
         mask = jnp.asarray(weights) != 0
-        made = self.kind.from_model_output(**{**logged, "logits": outputs, "labels": targets, "mask": mask})
+        made = self.kind.from_model_output(**keywords_of(logged, outputs, targets, mask))
         values = {key: jnp.concatenate(value) if isinstance(value, tuple) else value for key, value in made.values.items()}
         scalars = [key for key, value in values.items() if jnp.shape(value)[:1] != mask.shape[:1]]
         if scalars:
-            raise MetricError(f"{self.kind.__name__} collects {scalars}, which are not one row per example [{mask.shape[0]}, ...].")
+            raise MetricError(f"{self.kind.__name__} collects {scalars}, which must have one row per example, [{mask.shape[0]}, ...].")
         return self.merge(dataclasses.replace(self, inner=values, mask=jnp.any(mask.reshape(mask.shape[0], -1), axis=1)))
 
     @override

@@ -1,4 +1,4 @@
-"""`Counts`, the base of metrics that are functions of weighted counts: of hits and misses, of pairs of classes, of scores in bins."""
+"""`Counts`, the base class of metrics that are functions of weighted counts."""
 
 import abc
 import dataclasses
@@ -17,12 +17,10 @@ __all__ = ["Counts"]
 
 @struct.dataclass
 class Counts(Metric):
-    """Weighted counts that add up: a subclass says what is counted in a batch, and what follows from the counts.
+    """Weighted counts that add up; a subclass defines what is counted in a batch and computes the metric from the counts.
 
     Attributes:
-        name: The log key.
-        direction: What is better.
-        counts: Sums of weights, float32 pairs `[..., 2]`; `[2]` while empty, because what there is to count follows from the first batch's shapes.
+        counts: Sums of weights, float32 pairs `[..., 2]`; `[2]` while empty, because the shape follows from the first batch.
     """
 
     additive: ClassVar[bool] = True
@@ -34,7 +32,7 @@ class Counts(Metric):
 
     @abc.abstractmethod
     def count(self, outputs: Any, targets: Any, weights: Any) -> jax.Array:
-        """Returns the counts of one batch, float32 `[...]`, at least one axis."""
+        """Returns the counts of a batch, float32 `[...]`, with at least one axis."""
 
     @override
     def empty(self) -> Self:
@@ -48,6 +46,9 @@ class Counts(Metric):
     def merge(self, other: Self) -> Self:
         mine, theirs = np.shape(self.counts), np.shape(other.counts)
         if mine != theirs and (2,) not in (mine, theirs):
-            # Broadcasting would make a number of it.
-            raise MetricError(f"Metric {self.name!r} cannot join counts of other shapes: {list(mine[:-1])} and {list(theirs[:-1])}. They are of other classes.")
+            # Broadcasting would hide the mismatch.
+            raise MetricError(
+                f"Metric {self.name!r} cannot merge counts of different shapes: {list(mine[:-1])} and {list(theirs[:-1])}. "
+                "All batches must have the same number of classes."
+            )
         return dataclasses.replace(self, counts=add_pairs(self.counts, other.counts))

@@ -1,4 +1,4 @@
-"""`Mean`, the weighted mean of a function of examples: the workhorse, and what most names stand for."""
+"""`Mean`, the weighted mean of a function of outputs and targets."""
 
 import dataclasses
 import functools
@@ -22,18 +22,18 @@ _TRANSFORMS: dict[str | None, Callable[[jax.Array], jax.Array]] = {None: lambda 
 
 @struct.dataclass
 class Mean(Metric):
-    """The weighted mean of a function's per-example values: `sum(w * v) / sum(w)` over all examples; 0 where no example has weight.
+    """The weighted mean of per-example values: `sum(w * v) / sum(w)` over all examples; 0 if no example has weight.
 
     Attributes:
-        fn: `(outputs, targets) -> values`, `[batch]` or `[batch, ...]`; `None` for a mean that is fed by `add` alone.
-        name: The log key; by default the function's `__name__` (`functools.partial` is looked through; `"lambda"` for a lambda).
-        direction: By default `"min"` for the losses of `fitflax.losses` and `None` for all else.
+        fn: `(outputs, targets) -> values`, `[batch]` or `[batch, ...]`; `None` for a mean that only `add` updates.
+        name: Log key; by default the `__name__` of the function, also inside of a `functools.partial` (`"lambda"` for a lambda).
+        direction: By default `"min"` for the losses of `fitflax.losses`, else `None`.
         transform: `"sqrt"` or `"exp"` of the mean, or `None` for the mean itself.
         total: `sum(w * v)`, a pair, float32 `[2]`.
         weight: `sum(w)`, a pair, float32 `[2]`.
 
     Raises:
-        MetricError: `fn`, `direction` or `transform` is none of these.
+        MetricError: `fn`, `direction` or `transform` is invalid.
 
     >>> from fitflax import losses
     >>> mae = Mean(losses.mean_absolute_error)
@@ -53,9 +53,9 @@ class Mean(Metric):
     weight: jax.Array = pair_field()
 
     def __post_init__(self) -> None:
-        # Runs again whenever JAX rebuilds the metric from its leaves, and then changes nothing.
+        # JAX calls this again whenever it rebuilds the metric from its leaves, so it must be idempotent.
         if self.fn is not None and not callable(self.fn):
-            raise MetricError(f"Mean takes a function (outputs, targets) -> values. Received: {self.fn!r}. For a metric by name: metrics.get(name).")
+            raise MetricError(f"Mean takes a function (outputs, targets) -> values. Received: {self.fn!r}. To get a metric by name, use metrics.get(name).")
         if self.transform not in _TRANSFORMS:
             raise MetricError(f"Mean(transform=...) must be one of {list(_TRANSFORMS)}. Received: {self.transform!r}.")
         if not self.name:
@@ -71,26 +71,26 @@ class Mean(Metric):
     @override
     def update(self, outputs: Any, targets: Any, weights: Any) -> Self:
         if self.fn is None:
-            raise MetricError(f"Metric {self.name!r} has no function to take values from. Use add(values, weights), or Mean(fn).")
+            raise MetricError(f"Metric {self.name!r} has no function that computes values. Use add(values, weights), or Mean(fn).")
         try:
             values = jnp.asarray(self.fn(outputs, targets))
         except (LossError, MetricError) as error:
             raise MetricError(f"Metric {self.name!r}: {error}") from error
         if values.shape[:1] != jnp.shape(weights)[:1]:
             raise MetricError(
-                f"Metric {self.name!r} must return one value per example, [batch] or [batch, ...]: its function returned {list(values.shape)} "
-                f"for weights {list(jnp.shape(weights))}. Leave out the mean over the batch; it is taken here, over all batches."
+                f"Metric {self.name!r} must return one value per example, [batch] or [batch, ...]. Received: {list(values.shape)} "
+                f"for weights {list(jnp.shape(weights))}. Do not average over the batch; the metric averages over all batches."
             )
         if (fault := broadcast_fault(self.fn, values, outputs, targets)) is not None:
             raise MetricError(f"Metric {self.name!r}: its function {fault}.")
         return self.add(values, weights)
 
     def add(self, values: Any, weights: Any) -> Self:
-        """Returns this metric with values that are already there, such as a step's losses.
+        """Returns this metric with precomputed values added, such as the losses of a step.
 
         Args:
             values: `[batch]`, `[batch, ...]` or `[]`.
-            weights: float32, the leading axes of `values`, or fewer of them.
+            weights: float32, the leading axes of `values`.
 
         Raises:
             MetricError: `weights` does not fit `values`.

@@ -1,13 +1,13 @@
-"""Areas under curves: how well outputs rank examples, at every threshold instead of one; exact over all rows, or binned in fixed memory.
+"""Areas under curves, exact over all rows or binned in fixed memory.
 
 `ExactAUC` keeps every row until the end of an epoch or evaluation and ranks them in NumPy, in float64. `BinnedAUC` keeps histograms of the scores, which
-add up like any other counts. `AUC` makes either. The formulas are written once, for the NumPy of the one and the JAX of the other.
+add up like other counts. `AUC` creates either one. Both share the formulas, in NumPy or JAX.
 """
 
 import dataclasses
 import math
 from types import ModuleType
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from fitflax.errors import MetricError
 from fitflax.integers import is_integer
-from fitflax.metrics.base import Direction, Metric, static_field
+from fitflax.metrics.base import Direction, Metric, no_rows, static_field
 from fitflax.metrics.counts import Counts
 from fitflax.metrics.shapes import as_examples
 
@@ -37,29 +37,29 @@ def AUC(
     multi_label: bool = False,
     name: str | None = None,
 ) -> Metric:
-    """Returns the area under the receiver operating characteristic, or under the curve of precision over recall.
+    """Returns the area under the ROC curve, or under the precision-recall curve.
 
-    ROC is scikit-learn's `roc_auc_score`: the probability that a positive ranks above a negative, ties counting half. PR is `average_precision_score`: the
-    sum over thresholds of precision times the step in recall, without interpolation. Both with weights. What is ranked is taken from the shapes, by the
-    rule of `Precision`: one logit per example; logits of classes, whose softmax ranks each class against all others; with `multi_label` the columns, each
-    by its own logit.
+    ROC is scikit-learn's `roc_auc_score`: the probability that a positive ranks above a negative, where ties count half. PR is
+    `average_precision_score`: the sum over thresholds of precision times the increase in recall, without interpolation. Both are weighted. What is
+    ranked follows from the shapes, as for `Precision`: one logit per example; logits of classes, whose softmax ranks each class against all others; or,
+    with `multi_label`, each column by its logit.
 
-    Where the area is undefined it is NaN: ROC of one class alone, PR without positives. An average is over the columns where it is defined, and NaN if there
-    is none. (scikit-learn warns, and gives NaN or 0.) Of no examples at all it is 0. A target that is no class leaves its example out, and where labels
-    are yes or no, one that is neither 0 nor 1 its label alone. A NaN among the scores makes a NaN.
+    An undefined area is NaN: ROC with a single class, PR without positives. Averages are over the defined columns, and NaN if there are none;
+    scikit-learn warns, and returns NaN or 0. Without any examples, the value is 0. An invalid class label excludes its example; among binary labels, a
+    target that is neither 0 nor 1 excludes only itself. A NaN score makes the value NaN.
 
     Args:
         curve: `"ROC"` or `"PR"`.
-        num_thresholds: `None` keeps every row, `[examples]` of scores, labels and weights, and is exact: such a metric has no value before the end of an
-            epoch or evaluation. An integer sorts sigmoid or softmax into that many equal bins from 0 to 1 instead: fixed memory, values in the logs of
-            batches, and exactly what scores rounded to their bins give; 200 is Keras's.
-        average: Over classes or columns: `"macro"`, their mean; `"weighted"`, by their weight of positives; `"micro"`, all of them as one ranking; `None`,
-            an array, one area each. Of no concern for one logit.
-        multi_label: Whether the last axis holds labels that are yes or no each for itself.
-        name: The log key; by default `"auc"`, and `"pr_auc"` for that curve.
+        num_thresholds: `None` keeps the scores, labels and weights of all examples and is exact, but the value is only available at the end of an epoch
+            or evaluation. An integer sorts the sigmoid or softmax into that many equal bins from 0 to 1: memory is fixed, batches log the value, and the
+            value is exact for scores rounded to their bins. The default of Keras is 200.
+        average: Average over classes or columns: `"macro"`, the mean; `"weighted"`, the mean weighted by positives; `"micro"`, all columns as one
+            ranking; `None`, an array of one area per column. No effect for one logit.
+        multi_label: Whether the last axis holds independent binary labels.
+        name: Log key; by default `"auc"`, or `"pr_auc"` for PR.
 
     Raises:
-        MetricError: An argument is none of these.
+        MetricError: An argument is invalid.
 
     >>> outputs, targets = jnp.array([0.1, 0.4, 0.35, 0.8]), jnp.array([0, 0, 1, 1])
     >>> float(AUC().empty().update(outputs, targets, jnp.ones(4)).compute())
@@ -79,29 +79,14 @@ def AUC(
     return BinnedAUC(curve=curve, num_thresholds=int(num_thresholds), average=average, multi_label=multi_label, name=name)
 
 
-def _no_rows() -> jax.Array:
-    """Returns no rows, `[0, 0]`: how many columns there are follows from the first batch."""
-    return cast(jax.Array, np.zeros((0, 0), np.float32))  # NumPy: making a metric must not start JAX's backend.
-
-
-def _rows_field() -> Any:
-    """Returns a dataclass field that holds rows, none by default."""
-    return dataclasses.field(default_factory=_no_rows)
-
-
 @struct.dataclass
 class ExactAUC(Metric):
-    """The area under a curve over all rows, in NumPy; made and documented by `AUC`.
+    """The exact area under a curve over all rows, in NumPy; see `AUC` for the settings.
 
     Attributes:
-        name: The log key.
-        direction: `"max"`.
-        curve: `"ROC"` or `"PR"`.
-        average: Over classes or columns.
-        multi_label: Whether the last axis holds labels that are yes or no each for itself.
         scores: Logits, float32 `[rows, columns]`.
-        labels: float32, the class, `[rows, 1]`, where there are classes, else 0 or 1, `[rows, columns]`.
-        weights: float32 `[rows, 1]`; rows of weight 0 are dropped by `compute`.
+        labels: float32, the class `[rows, 1]` for classes, else 0 or 1, `[rows, columns]`.
+        weights: float32 `[rows, 1]`; `compute` drops rows of weight 0.
     """
 
     collect: ClassVar[bool] = True
@@ -112,18 +97,18 @@ class ExactAUC(Metric):
     curve: Curve = static_field("ROC")
     average: ColumnAverage | None = static_field("macro")
     multi_label: bool = static_field(False)
-    scores: jax.Array = _rows_field()
-    labels: jax.Array = _rows_field()
-    weights: jax.Array = _rows_field()
+    scores: jax.Array = dataclasses.field(default_factory=no_rows)
+    labels: jax.Array = dataclasses.field(default_factory=no_rows)
+    weights: jax.Array = dataclasses.field(default_factory=no_rows)
 
     @override
     def empty(self) -> Self:
-        return dataclasses.replace(self, scores=_no_rows(), labels=_no_rows(), weights=_no_rows())
+        return dataclasses.replace(self, scores=no_rows(), labels=no_rows(), weights=no_rows())
 
     @override
     def update(self, outputs: Any, targets: Any, weights: Any) -> Self:
         examples = as_examples(outputs, targets, weights, multi_label=self.multi_label, name=self.name)
-        # Logits, not softmax, which in float32 is 1 for all that are sure: their order would be lost.
+        # Logits, because softmax saturates at 1 in float32, which loses the order.
         return self.merge(dataclasses.replace(self, scores=examples.scores, labels=examples.labels, weights=examples.weights[:, None]))
 
     @override
@@ -132,11 +117,15 @@ class ExactAUC(Metric):
             return dataclasses.replace(self, scores=other.scores, labels=other.labels, weights=other.weights)
         if np.shape(other.weights)[0] == 0:
             return self
-        if np.shape(self.scores)[1] != np.shape(other.scores)[1] or np.shape(self.labels)[1] != np.shape(other.labels)[1]:
-            raise MetricError(f"Metric {self.name!r} cannot join rows of {np.shape(self.scores)[1]} columns and of {np.shape(other.scores)[1]}.")
+        mine, theirs = ((np.shape(metric.scores)[1], np.shape(metric.labels)[1]) for metric in (self, other))
+        if mine != theirs:
+            raise MetricError(
+                f"Metric {self.name!r} cannot merge rows of {mine[0]} scores and {mine[1]} labels with rows of {theirs[0]} and {theirs[1]}. "
+                "All batches must have the same number of classes."
+            )
 
         def append(mine: Any, theirs: Any) -> Any:
-            # On the host rows stay on the host.
+            # Keep NumPy arrays on the host.
             return (np if isinstance(mine, np.ndarray) and isinstance(theirs, np.ndarray) else jnp).concatenate([mine, theirs])
 
         return dataclasses.replace(
@@ -153,7 +142,7 @@ class ExactAUC(Metric):
             return np.float32(0.0)
         yes, no = _yes_and_no(labels, columns, np)
         if labels.shape[1] != columns:
-            with np.errstate(invalid="ignore"):  # infinite logits; their NaN shows
+            with np.errstate(invalid="ignore"):  # Infinite logits; the result is NaN.
                 exp = np.exp(scores - scores.max(axis=-1, keepdims=True))
                 scores = exp / exp.sum(axis=-1, keepdims=True)
         if self.average == "micro":
@@ -170,16 +159,10 @@ class ExactAUC(Metric):
 
 @struct.dataclass
 class BinnedAUC(Counts):
-    """The area under a curve over scores in equal bins, in fixed memory; made and documented by `AUC`.
+    """The area under a curve over binned scores, in fixed memory; see `AUC` for the settings.
 
     Attributes:
-        name: The log key.
-        direction: `"max"`.
-        curve: `"ROC"` or `"PR"`.
-        num_thresholds: How many bins there are.
-        average: Over classes or columns.
-        multi_label: Whether the last axis holds labels that are yes or no each for itself.
-        counts: Histograms of the positives' and of the negatives' weights, float32 pairs `[columns, 2, bins, 2]`.
+        counts: Histograms of the weights of positives and negatives, float32 pairs `[columns, 2, bins, 2]`.
     """
 
     _: dataclasses.KW_ONLY
@@ -194,8 +177,8 @@ class BinnedAUC(Counts):
     def count(self, outputs: Any, targets: Any, weights: Any) -> jax.Array:
         examples = as_examples(outputs, targets, weights, multi_label=self.multi_label, name=self.name)
         scores = jax.nn.softmax(examples.scores, axis=-1) if examples.kind == "classes" else jax.nn.sigmoid(examples.scores)
-        # What is no number has no bin: it makes the counts NaN, unless its weight is 0.
-        weights = jnp.where(jnp.isnan(scores) & (examples.weights != 0)[:, None], jnp.nan, examples.weights[:, None])
+        # A NaN score makes the counts NaN, unless its weight is 0.
+        weights = jnp.where(jnp.isnan(scores) & (examples.weights != 0)[:, None], scores, examples.weights[:, None])
         bins = jnp.clip(jnp.nan_to_num(scores) * self.num_thresholds, 0, self.num_thresholds - 1).astype(jnp.int32)
         sides = _yes_and_no(examples.labels, scores.shape[-1], jnp)
         return _histograms(bins, jnp.stack([jnp.where(side, weights, 0.0) for side in sides], axis=-1), self.num_thresholds)
@@ -215,25 +198,25 @@ class BinnedAUC(Counts):
 
 
 def _histograms(bins: jax.Array, weights: jax.Array, num_bins: int) -> jax.Array:
-    """Returns the sum of the weights in each bin, `[columns, sides, num_bins]`, of bins `[rows, columns]` and weights `[rows, columns, sides]`.
+    """Returns the sum of the weights in each bin, `[columns, sides, num_bins]`, for bins `[rows, columns]` and weights `[rows, columns, sides]`.
 
-    A bin's number has two digits, and a product of two one-hot matrices of digits counts both at once: in memory for some `2 * sqrt(num_bins)` numbers a
-    row instead of `num_bins`, and without a scatter, whose order of adding, and so its rounding, changes on a GPU from run to run.
+    Splits the bin number into two digits and multiplies their one-hot matrices, which takes about `2 * sqrt(num_bins)` numbers per row instead of
+    `num_bins`. A scatter would round nondeterministically on GPUs.
     """
     base = math.isqrt(num_bins - 1) + 1
     digits = jnp.arange(base, dtype=jnp.int32)[None, None]
     high, low = (bins // base)[..., None] == digits, (bins % base)[..., None] == digits
     high_weights = jnp.where(high[:, :, None], weights[..., None], 0.0)
-    # Highest precision: else weights would be rounded to what the matrix unit multiplies.
+    # Highest precision, because matrix units would round the weights.
     counts = jnp.einsum("rcsh,rcl->cshl", high_weights, low.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
     return counts.reshape(*counts.shape[:2], -1)[..., :num_bins]
 
 
-# `Any` below is an array of `xp`, which is NumPy or jax.numpy.
+# Below, `Any` is an array of `xp`, which is NumPy or jax.numpy.
 
 
 def _yes_and_no(labels: Any, columns: int, xp: ModuleType) -> tuple[Any, Any]:
-    """Returns what is positive and what is negative in each column, boolean `[rows, columns]`; neither where a label is none."""
+    """Returns whether each column is positive, and whether it is negative, boolean `[rows, columns]`; neither for invalid labels."""
     if labels.shape[-1] == columns:
         return labels == 1, labels == 0
     yes = labels == xp.arange(columns)[None]
@@ -241,7 +224,7 @@ def _yes_and_no(labels: Any, columns: int, xp: ModuleType) -> tuple[Any, Any]:
 
 
 def _steps(scores: np.ndarray, yes: np.ndarray, no: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the weights of positives and negatives at each different score, the highest first; `[rows]` becomes `[scores]`."""
+    """Returns the weights of positives and negatives at each distinct score, highest first; `[rows]` becomes `[scores]`."""
     if not len(scores):
         return np.zeros(1), np.zeros(1)
     order = np.argsort(-scores, kind="stable")
@@ -251,16 +234,16 @@ def _steps(scores: np.ndarray, yes: np.ndarray, no: np.ndarray) -> tuple[np.ndar
 
 
 def _area(yes: Any, no: Any, curve: Curve, xp: ModuleType) -> Any:
-    """Returns the area of a column, from the weights of positives and negatives step by step, the highest score first; `[..., steps]` becomes `[...]`."""
+    """Returns the area of a column from the weights of positives and negatives at each score, highest first; `[..., scores]` becomes `[...]`."""
     true, false = xp.cumsum(yes, axis=-1), xp.cumsum(no, axis=-1)
-    if curve == "ROC":  # trapezoids: what is gained in a step counts half in it
+    if curve == "ROC":  # Trapezoidal rule.
         return (_share(no, false[..., -1:], xp) * _share(true - yes / 2, true[..., -1:], xp)).sum(axis=-1)
     return (_share(yes, true[..., -1:], xp) * _share(true, true + false, xp)).sum(axis=-1)
 
 
 def _averaged(areas: Any, yes: Any, no: Any, *, curve: Curve, average: ColumnAverage | None, xp: ModuleType) -> Any:
-    """Returns the average of columns `[columns]`, or the columns, NaN where undefined; `yes` and `no` are the weights of positives and negatives."""
-    # Not `> 0`: NaN counts come of NaN scores, and must show.
+    """Returns the average of the columns `[columns]`, or all of them, NaN where undefined; `yes` and `no` are the weights of positives and negatives."""
+    # Not `> 0`, because NaN counts, from NaN scores, must propagate.
     defined = (yes != 0) & (no != 0) if curve == "ROC" else yes != 0
     if average is None:
         result = xp.where(defined, areas, xp.nan)
@@ -273,5 +256,5 @@ def _averaged(areas: Any, yes: Any, no: Any, *, curve: Curve, average: ColumnAve
 
 
 def _share(part: Any, whole: Any, xp: ModuleType) -> Any:
-    """Returns `part / whole`, and 0 where the whole is 0."""
+    """Returns `part / whole`, or 0 where the whole is 0."""
     return xp.where(whole == 0, 0.0, part / xp.where(whole == 0, 1.0, whole))

@@ -1,4 +1,4 @@
-"""Metrics by name, and what else may stand for a metric."""
+"""Metrics by name, and the resolution of other metric specifications."""
 
 import functools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from fitflax.metrics.regression import R2, CosineSimilarity, ExplainedVariance, 
 
 __all__ = ["get", "names", "resolve"]
 
-# The key of a metric is the name that the user wrote, so each of these takes `name`.
+# Each takes `name`, because the log key is the name that the user wrote.
 _METRICS: dict[str, Callable[..., Any]] = {
     **{name: functools.partial(Mean, losses.get(name)) for name in losses.names()},
     "accuracy": Accuracy,
@@ -43,15 +43,15 @@ _METRICS: dict[str, Callable[..., Any]] = {
     "pr_auc": functools.partial(AUC, curve="PR"),
     "average_precision": functools.partial(AUC, curve="PR"),
     "explained_variance": ExplainedVariance,
-    "cosine_similarity": CosineSimilarity,  # takes the place of the loss's, which is its negative
+    "cosine_similarity": CosineSimilarity,  # Replaces the loss, which is its negative.
 }
 
 
 def get(name: str) -> Metric:
-    """Returns the metric of that name, with the name as its log key.
+    """Returns the metric with a name, which is also its log key.
 
     Args:
-        name: One of `names()`; the names of all losses are among them.
+        name: One of `names()`, which include the names of all losses.
 
     Raises:
         MetricError: There is no such metric.
@@ -63,7 +63,9 @@ def get(name: str) -> Metric:
         raise MetricError(f"metrics.get() takes a name. Received: {name!r}.")
     if name not in _METRICS:
         close = did_you_mean(snake_case(name), _METRICS)
-        raise MetricError(f"There is no metric {name!r}.{close} Known: {names()}. Or give a function (outputs, targets) -> one value per example.")
+        raise MetricError(
+            f"There is no metric {name!r}.{close} Pass a known name, or a function (outputs, targets) -> one value per example. Known: {names()}."
+        )
     return cast(Metric, _METRICS[name](name=name))
 
 
@@ -79,15 +81,10 @@ def names() -> list[str]:
 def resolve(spec: Any) -> Any:
     """Returns the metric that `spec` stands for.
 
-    Args:
-        spec: A name; a metric, or anything with `empty`, `update`, `merge` and `compute`; a class of such, or a function of this module that makes one, which
-            is called without arguments; a function `(outputs, targets) -> values`, one per example, whose `Mean` is taken.
-
-    Raises:
-        MetricError: It is none of these.
-
-    >>> resolve("mse").name, resolve(R2).name, resolve(losses.huber).name
-    ('mse', 'r2', 'huber')
+    - A name.
+    - A metric, or any object with `empty`, `update`, `merge` and `compute`.
+    - A class of such objects, or a function of this package that creates one, which is called without arguments.
+    - A function `(outputs, targets) -> values`, one per example, whose `Mean` is returned.
     """
     if isinstance(spec, str):
         return get(spec)
@@ -96,10 +93,10 @@ def resolve(spec: Any) -> Any:
         try:
             return spec()
         except TypeError as error:
-            raise MetricError(f"{spec!r} cannot be made without arguments ({error}). Received: the class; give an object.") from error
+            raise MetricError(f"{spec!r} cannot be created without arguments ({error}). Received: the class. Pass an instance.") from error
     if has_methods:
         return spec
     if callable(spec) and not isinstance(spec, type):
         return Mean(spec)
     takes = "a name, an object with empty, update, merge and compute, or a function (outputs, targets) -> one value per example"
-    raise MetricError(f"A metric is {takes}. Received: {spec!r}.")
+    raise MetricError(f"A metric must be {takes}. Received: {spec!r}.")

@@ -1,4 +1,4 @@
-"""Metrics of numbers that are no mean of a loss: roots, angles, and shares of variance with moments of their own."""
+"""Regression metrics that are not means of a loss: roots, angles, and explained variance."""
 
 import dataclasses
 from typing import Any, Self
@@ -19,18 +19,18 @@ __all__ = ["R2", "CosineSimilarity", "ExplainedVariance", "RootMeanSquaredError"
 
 @struct.dataclass
 class R2(Metric):
-    """The coefficient of determination, `1 - sum(w * (targets - outputs)^2) / sum(w * (targets - mean)^2)`, per column and then averaged over columns.
+    """The coefficient of determination, `1 - sum(w * (targets - outputs)^2) / sum(w * (targets - mean)^2)`, averaged over columns.
 
-    As scikit-learn's `r2_score`: 1 is perfect, 0 as good as the mean of the targets. Constant targets give 1 if they are met exactly, else 0. The mean and
-    the squares around it are joined by the formula of Chan, Golub and LeVeque (1979): sums of raw squares in float32 are off by 3e-3 for targets around 1000.
-    Outputs and targets are `[batch]` or `[batch, ..., columns]` (a last axis of length 1 may be missing on either side), weights their leading axes without
-    the columns.
+    Same as scikit-learn's `r2_score`: 1 is perfect, 0 is as good as the mean of the targets. Constant targets give 1 if they are predicted exactly, else
+    0. Outputs and targets are `[batch]` or `[batch, ..., columns]`; either side may omit a trailing axis of length 1. Weights have the leading axes
+    without the columns. Means and squared deviations are merged by the formula of Chan, Golub and LeVeque (1979), because float32 sums of squares are
+    off by 3e-3 for targets around 1000.
 
     Attributes:
-        name: The log key.
+        name: Log key.
         direction: `"max"`.
-        weight: `sum(w)`, a pair, float32 `[2]`.
-        mean: The targets' mean, float32 pairs `[columns, 2]`; `[2]` while empty, as those below.
+        weight: `sum(w)`, a float32 pair `[2]`.
+        mean: Mean of the targets, float32 pairs `[columns, 2]`; `[2]` while empty, like the sums below.
         spread: `sum(w * (targets - mean)^2)`, float32 pairs `[columns, 2]`.
         residual: `sum(w * (targets - outputs)^2)`, float32 pairs `[columns, 2]`.
 
@@ -73,18 +73,13 @@ class R2(Metric):
 
 @struct.dataclass
 class ExplainedVariance(Metric):
-    """The share of the targets' variance that the outputs explain, `1 - var(targets - outputs) / var(targets)`, per column and then averaged over columns.
+    """The explained variance, `1 - var(targets - outputs) / var(targets)`, averaged over columns.
 
-    As scikit-learn's `explained_variance_score`; unlike `R2` it forgives outputs that are off by a constant. Constant targets give 1 if the errors are
-    constant too, else 0. Variances are weighted; means and squares around them are joined as in `R2`, and shapes are the same.
+    Same as scikit-learn's `explained_variance_score`; unlike `R2`, it ignores constant offsets of the outputs. Constant targets give 1 if the errors are
+    constant too, else 0. Variances are weighted. Shapes, merging and the other attributes are those of `R2`.
 
     Attributes:
-        name: The log key.
-        direction: `"max"`.
-        weight: `sum(w)`, a pair, float32 `[2]`.
-        mean: The targets' mean, float32 pairs `[columns, 2]`; `[2]` while empty, as those below.
-        spread: `sum(w * (targets - mean)^2)`, float32 pairs `[columns, 2]`.
-        error_mean: The mean of the errors, `targets - outputs`, float32 pairs `[columns, 2]`.
+        error_mean: Mean of the errors, `targets - outputs`, float32 pairs `[columns, 2]`.
         error_spread: `sum(w * (errors - error_mean)^2)`, float32 pairs `[columns, 2]`.
 
     >>> metric = ExplainedVariance().update(jnp.array([11.0, 12.0, 13.0]), jnp.array([1.0, 2.0, 3.0]), jnp.ones(3))
@@ -129,7 +124,7 @@ class ExplainedVariance(Metric):
 
 
 def _columns(outputs: Any, targets: Any, weights: Any, *, name: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns outputs and targets, float32 `[rows, columns]`, 0 where the weight is, and weights `[rows, 1]`."""
+    """Returns outputs and targets, float32 `[rows, columns]`, 0 where the weight is 0, and weights `[rows, 1]`."""
     try:
         outputs, targets = same_shape(outputs, targets)
         if outputs.ndim == 1:
@@ -144,17 +139,17 @@ def _columns(outputs: Any, targets: Any, weights: Any, *, name: str) -> tuple[ja
 
 
 def _moments(values: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns a batch's mean, and the squares around it, pairs `[columns, 2]`; of values `[rows, columns]`, weighted by `rows`, `[rows, 1]`."""
+    """Returns the mean of a batch and its squared deviations, pairs `[columns, 2]`, for values `[rows, columns]` with weights `rows`, `[rows, 1]`."""
     weight = rows.sum()
     divisor = jnp.where(weight == 0, 1.0, weight)
-    # The mean once more, of what the first one leaves: float32 alone is too coarse for the squares around it to be joined later.
+    # Add the mean of the residuals to the mean: float32 alone is too coarse to merge the squared deviations later.
     mean = jnp.sum(rows * values, axis=0, keepdims=True) / divisor
     finer = jnp.sum(rows * (values - mean), axis=0, keepdims=True) / divisor
     return jnp.stack([mean[0], finer[0]], axis=-1), pair(jnp.sum(rows * ((values - mean) - finer) ** 2, axis=0))
 
 
 def _join(mine: tuple[jax.Array, jax.Array], theirs: tuple[jax.Array, jax.Array], my_weight: jax.Array, their_weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the mean of two parts, and the squares around it, from those of each, by the formula of Chan, Golub and LeVeque."""
+    """Returns the merged mean and squared deviations of two parts, by the formula of Chan, Golub and LeVeque."""
     both = add_pairs(my_weight, their_weight).sum(-1)
     share = jnp.where(both == 0, 0.0, their_weight.sum(-1) / jnp.where(both == 0, 1.0, both))
     shift = add_pairs(theirs[0], -mine[0])
@@ -163,22 +158,22 @@ def _join(mine: tuple[jax.Array, jax.Array], theirs: tuple[jax.Array, jax.Array]
 
 
 def _constant(mean: jax.Array, spread: jax.Array, weight: jax.Array) -> jax.Array:
-    """Returns whether there is no spread: of constants, rounding leaves some 1e-14 of their size, which must not divide anything."""
+    """Returns whether there is no spread: for constants, rounding leaves about 1e-14 of their size, which must not be a divisor."""
     return jnp.sqrt(spread.sum(-1)) <= 1e-9 * jnp.abs(mean.sum(-1)) * jnp.sqrt(weight.sum(-1))
 
 
 def _share_explained(rest: jax.Array, is_zero: jax.Array, mean: jax.Array, spread: jax.Array, weight: jax.Array) -> jax.Array:
-    """Returns the mean over columns of `1 - rest / spread`; of constant targets 1 where the rest is zero, else 0."""
+    """Returns the mean over columns of `1 - rest / spread`; for constant targets 1 if the rest is zero, else 0."""
     constant = _constant(mean, spread, weight)
     score = jnp.where(constant, jnp.where(is_zero, 1.0, 0.0), 1.0 - rest / jnp.where(constant, 1.0, spread.sum(-1)))
     return jnp.where(weight.sum(-1) == 0, 0.0, score.mean())
 
 
 def RootMeanSquaredError(*, name: str = "rmse") -> Mean:
-    """Returns the square root of the mean squared error over all examples; not the mean of the batches' roots.
+    """Returns the square root of the mean squared error over all examples; not the mean of the roots of batches.
 
     Args:
-        name: The log key.
+        name: Log key.
 
     >>> float(RootMeanSquaredError().update(jnp.array([3.0, 5.0]), jnp.array([0.0, 0.0]), jnp.array([1.0, 0.0])).compute())
     3.0
@@ -187,13 +182,13 @@ def RootMeanSquaredError(*, name: str = "rmse") -> Mean:
 
 
 def CosineSimilarity(*, name: str = "cosine_similarity") -> Mean:
-    """Returns the mean cosine of the angle between outputs and targets, over the last axis: 1 where they point the same way, -1 for opposite ways.
+    """Returns the mean cosine similarity over the last axis: 1 for the same direction, -1 for opposite directions.
 
-    `sum(outputs * targets) / (|outputs| * |targets|)`; 0 where one of them is all zeros. The loss of that name is its negative, so that it can be minimized.
-    Outputs and targets are `[batch, ..., features]`, two features at least: one number has no direction but its sign.
+    `sum(outputs * targets) / (|outputs| * |targets|)`; 0 if either one is all zeros. The loss of the same name is its negative. Outputs and targets are
+    `[batch, ..., features]` with at least two features.
 
     Args:
-        name: The log key.
+        name: Log key.
 
     >>> metric = CosineSimilarity().update(jnp.array([[3.0, 0.0], [1.0, 1.0]]), jnp.array([[1.0, 0.0], [0.0, 0.0]]), jnp.ones(2))
     >>> float(metric.compute()), metric.direction
@@ -205,14 +200,14 @@ def CosineSimilarity(*, name: str = "cosine_similarity") -> Mean:
 def _cosine(outputs: Any, targets: Any) -> jax.Array:
     outputs, targets = same_shape(outputs, targets)
     if outputs.ndim < 2 or outputs.shape[-1] < 2:
-        raise mismatch("outputs and targets of one shape [batch, ..., features], two features at least", outputs, targets)
+        raise mismatch("outputs and targets of the same shape [batch, ..., features] with at least two features", outputs, targets)
     return jnp.sum(_direction(outputs) * _direction(targets), axis=-1)
 
 
 def _direction(rows: jax.Array) -> jax.Array:
-    """Returns rows of length 1, zeros for zeros."""
+    """Returns rows scaled to norm 1; rows of zeros stay zero."""
     rows = rows.astype(jnp.float32)
-    # Before they are squared: what is smaller than 1e-19 or larger than 1e19 has no square in float32.
+    # Scale before squaring: squares of values below 1e-19 or above 1e19 are out of the range of float32.
     largest = jnp.max(jnp.abs(rows), axis=-1, keepdims=True)
     rows = rows / jnp.where(largest == 0, 1.0, largest)
     return rows / jnp.where(largest == 0, 1.0, jnp.linalg.norm(rows, axis=-1, keepdims=True))

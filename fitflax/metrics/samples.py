@@ -1,8 +1,8 @@
-"""`SampleCollector`: some examples, drawn at random, of all that a pass saw."""
+"""`SampleCollector`: a random sample of the examples."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,31 +12,27 @@ from typing_extensions import override
 
 from fitflax.errors import MetricError
 from fitflax.integers import is_integer
-from fitflax.metrics.base import Direction, Metric, static_field
+from fitflax.metrics.base import Direction, Metric, no_rows, static_field
 
 __all__ = ["SampleCollector"]
 
 
-def _none() -> jax.Array:
-    return cast(jax.Array, np.zeros((0, 0), np.float32))  # NumPy: making a metric must not start JAX's backend.
-
-
 @struct.dataclass
 class SampleCollector(Metric):
-    """A uniform sample of fixed size of what is computed for each example, `[max_size, ...]`, in the order of the data.
+    """A uniform random sample of the examples, `[max_size, ...]`, in the order of the data.
 
-    Each example draws a number that follows from `seed` and from its place in the pass; the `max_size` lowest are kept (bottom-k sampling). So the sample is
-    the same for every batch size and number of devices, and joining two samples' rows samples from both. Until the end of the pass the host keeps the rows of
-    all examples, as for an exact AUC, and so do checkpoints inside of an epoch; where that is too much, have `fn` return less. The sample is in the logs, in
-    what `evaluate` returns and in TensorBoard, not in `History`.
+    Each example gets a random priority that depends on `seed` and on its position in the pass; the `max_size` lowest are kept (bottom-k sampling). So
+    the sample does not depend on the batch size or the number of devices, and merging two metrics samples from both. Until the end of the pass, the
+    host, and any checkpoint inside of an epoch, keeps the rows of all examples, as for an exact AUC. If they are too large, let `fn` return less. The
+    sample is in the logs, in the result of `evaluate` and in TensorBoard, but not in `History`.
 
     Attributes:
-        max_size: How many examples are kept; fewer where there are fewer.
-        fn: `fn(outputs, targets) -> [batch, ...]`, what is kept of each example; by default the outputs, which then must be one array.
-        show: What TensorBoard shows of the sample, an array `[<= max_size, ...]`; see `Metric.summary`. By default what is shown of any array.
-        seed: Which sample.
-        name: The log key.
-        rows: What was computed, `[examples, ...]`.
+        max_size: Maximum number of examples in the sample.
+        fn: `fn(outputs, targets) -> [batch, ...]`, what is kept of each example; by default the outputs, which must then be one array.
+        show: Function from the sample, an array `[<= max_size, ...]`, to what TensorBoard shows; see `Metric.summary`. By default the array itself.
+        seed: Seed of the random priorities.
+        name: Log key.
+        rows: Results of `fn`, `[examples, ...]`.
         weights: float32 `[examples, 1]`; examples of weight 0 are never drawn.
 
     >>> collector = SampleCollector(max_size=2, fn=lambda outputs, targets: outputs - targets)
@@ -54,8 +50,8 @@ class SampleCollector(Metric):
     seed: int = static_field(0)
     name: str = static_field("samples")
     direction: Direction | None = static_field(None)
-    rows: jax.Array = dataclasses.field(default_factory=_none)
-    weights: jax.Array = dataclasses.field(default_factory=_none)
+    rows: jax.Array = dataclasses.field(default_factory=no_rows)
+    weights: jax.Array = dataclasses.field(default_factory=no_rows)
 
     def __post_init__(self) -> None:
         if not is_integer(self.max_size, 1):
@@ -63,7 +59,7 @@ class SampleCollector(Metric):
 
     @override
     def empty(self) -> Self:
-        return dataclasses.replace(self, rows=_none(), weights=_none())
+        return dataclasses.replace(self, rows=no_rows(), weights=no_rows())
 
     @override
     def update(self, outputs: Any, targets: Any, weights: Any) -> Self:
@@ -72,7 +68,7 @@ class SampleCollector(Metric):
         if not hasattr(rows, "shape") or rows.shape[:1] != weights.shape[:1]:
             what = "outputs" if self.fn is None else "fn(outputs, targets)"
             received = f"shape {list(rows.shape)}" if hasattr(rows, "shape") else f"a {type(rows).__name__}"
-            raise MetricError(f"The metric {self.name!r} samples {what}, which must be one array [{weights.shape[0]}, ...]. Received: {received}.")
+            raise MetricError(f"Metric {self.name!r} samples {what}, which must be one array [{weights.shape[0]}, ...]. Received: {received}.")
         return self.merge(dataclasses.replace(self, rows=rows, weights=weights.reshape(weights.shape[0], -1).max(axis=1, keepdims=True)))
 
     @override

@@ -1,4 +1,4 @@
-"""What metrics check and read off the shapes of outputs and targets."""
+"""Checks of the shapes of outputs and targets that metrics share."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -17,9 +17,9 @@ class Examples(NamedTuple):
     """Outputs, targets and weights as rows, one for each example, token or pixel.
 
     Attributes:
-        kind: What was read off the shapes: one logit for a yes-or-no target, classes of which one is right, or labels that are yes or no each for itself.
-        scores: The outputs, float32 `[rows, columns]`; one logit is one column.
-        labels: float32; the class, `[rows, 1]`, where there are classes, else 0 or 1, `[rows, columns]`.
+        kind: Kind of problem, from the shapes: one logit for a binary target, classes that exclude each other, or independent binary labels.
+        scores: Outputs, float32 `[rows, columns]`; one logit is one column.
+        labels: float32; the class `[rows, 1]` for classes, else 0 or 1, `[rows, columns]`.
         weights: float32 `[rows]`.
     """
 
@@ -30,25 +30,14 @@ class Examples(NamedTuple):
 
 
 def as_examples(outputs: Any, targets: Any, weights: Any, *, multi_label: bool, name: str) -> Examples:
-    """Returns a batch as rows, by the rule of `Accuracy`.
-
-    Args:
-        outputs: `[batch]` or `[..., 1]` for one logit, else `[..., classes]`, or `[..., labels]` with `multi_label`.
-        targets: 0 or 1 for one logit and for labels, in the shape of the outputs; labels of classes, `[...]` or `[..., 1]`, or their one-hot rows.
-        weights: The leading axes of the outputs, without classes and labels.
-        multi_label: Whether the last axis holds labels that are yes or no each for itself.
-        name: The metric's; it stands in errors.
-
-    Raises:
-        MetricError: The shapes do not fit.
-    """
+    """Returns a batch as rows; shapes and the kind of problem are as in the table of `Precision`, and errors begin with the `name` of the metric."""
     kind: Literal["one logit", "classes", "labels"]
     try:
         outputs, targets = arrays(outputs, targets)
         if multi_label:
             kind, (outputs, targets) = "labels", same_shape(outputs, targets)
             if outputs.ndim < 2:
-                raise mismatch("outputs and targets [batch, ..., labels] where multi_label=True", outputs, targets)
+                raise mismatch("outputs and targets [batch, ..., labels] with multi_label=True", outputs, targets)
             shape = outputs.shape[:-1]
         elif outputs.ndim < 2 or outputs.shape[-1] == 1:
             kind, (outputs, targets) = "one logit", same_shape(outputs, targets)
@@ -60,30 +49,31 @@ def as_examples(outputs: Any, targets: Any, weights: Any, *, multi_label: bool, 
     except MetricError as error:
         raise MetricError(f"Metric {name!r}: {error}") from error
     columns = 1 if kind == "one logit" else outputs.shape[-1]
-    # float32 holds every class below 2^24, and what is no integer remains none.
+    # float32 is exact for classes below 2^24, and keeps non-integers invalid.
     labels = targets.astype(jnp.float32).reshape(-1, columns if kind == "labels" else 1)
     return Examples(kind, outputs.astype(jnp.float32).reshape(-1, columns), labels, rows.reshape(-1))
 
 
 def arrays(outputs: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns both as arrays, or says that a metric takes one of each."""
+    """Returns both as arrays, after checking that each is a single array."""
     for role, value in (("outputs", outputs), ("targets", targets)):
         if isinstance(value, (dict, list, tuple)):
             raise MetricError(
-                f"It takes one array of {role}. Received: a {type(value).__name__} of {len(value)}. Give metrics for each output, or join them to one array."
+                f"It takes one array of {role}. Received: a {type(value).__name__} of length {len(value)}. "
+                "Pass metrics for each output, or concatenate them into one array."
             )
     return jnp.asarray(outputs), jnp.asarray(targets)
 
 
 def same_shape(outputs: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns both in one shape; a missing last axis of length 1 is put back."""
+    """Returns both in one shape; restores a missing trailing axis of length 1."""
     outputs, targets = arrays(outputs, targets)
     if outputs.shape == (*targets.shape, 1):
         targets = targets[..., None]
     elif targets.shape == (*outputs.shape, 1):
         outputs = outputs[..., None]
     if outputs.shape != targets.shape or outputs.ndim == 0:
-        raise mismatch("outputs and targets of one shape [batch, ...] (a last axis of length 1 may be missing)", outputs, targets)
+        raise mismatch("outputs and targets of the same shape [batch, ...] (a last axis of length 1 may be missing)", outputs, targets)
     return outputs, targets
 
 
@@ -98,6 +88,6 @@ def class_labels(outputs: Any, targets: Any, kind: Targets) -> tuple[jax.Array, 
 
 
 def mismatch(takes: str, outputs: jax.Array, targets: jax.Array) -> MetricError:
-    """Returns the error for shapes that do not fit."""
-    # `update` puts the metric's name in front.
+    """Returns the error for shapes that do not match."""
+    # `update` prepends the name of the metric.
     return MetricError(f"It takes {takes}. Received: outputs {list(outputs.shape)}, targets {list(targets.shape)}.")

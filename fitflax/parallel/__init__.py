@@ -1,4 +1,4 @@
-"""Strategies: on which devices a step runs and what is joined between them. `DataParallel` is the default."""
+"""Strategies: how the state and batches are laid out on devices, and how steps are compiled. `DataParallel` is the default."""
 
 from fitflax.parallel import processes
 from fitflax.parallel.base import Strategy

@@ -1,7 +1,6 @@
-"""What every strategy offers to the layers above; the only place besides its subclasses that knows how steps are compiled.
+"""The interface of strategies; only strategies know how steps are compiled.
 
-A step is written once, as a pure function of one replica's share of the batch. A strategy compiles it, places what goes in, and joins between replicas
-what must be the same on all of them.
+A step is written once, as a pure function of one replica's shard of the batch. A strategy compiles it, places its inputs, and reduces over replicas.
 """
 
 import abc
@@ -10,9 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, cast
 
 import jax
+import numpy as np
 import optax
 
 from fitflax.data.batch import Batcher
+from fitflax.parallel.eager import guards_transfers
 from fitflax.parallel.in_flight import InFlight
 from fitflax.parallel.packed import Packed
 from fitflax.parallel.processes import check_same
@@ -22,15 +23,12 @@ from fitflax.state import Batch, PyTree, TrainState
 __all__ = ["Compiled", "Layout", "Places", "Strategy"]
 
 _norm = jax.jit(optax.tree.norm)
+_copy = jax.jit(lambda tree: jax.tree.map(jax.numpy.copy, tree))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Places:
-    """Where each array of a tree lies.
-
-    Attributes:
-        tree: Shardings, in the structure of the arrays.
-    """
+    """Where each array of a tree is placed: `tree` holds shardings, in the structure of the arrays."""
 
     tree: PyTree
 
@@ -42,32 +40,32 @@ class Places:
 
 
 Layout = Literal["replicated", "split", "group"] | Places
-"""How an argument or a result lies on the devices: whole on each of them; its leading axis, the rows of a batch, split over them; the same of a group of
-steps, whose leading axis is that of the steps; or each array where it is said."""
+"""The layout of an argument or a result on the devices: `"replicated"`; `"split"` along the leading axis, the rows of a batch; `"group"`, the same for a group
+of steps, whose leading axis is that of the steps; or the place of each array."""
 
 
 class Compiled(Protocol):
     """A compiled function."""
 
     def __call__(self, *arguments: Any) -> Any:
-        """Runs it, compiling it first where it has not been for such arguments."""
+        """Runs the function, and compiles it first for new kinds of arguments."""
 
     def lower(self, *arguments: Any) -> jax.stages.Lowered:
-        """Traces it for arrays, or for shapes with their places. What `compile()` makes of the result, a call with such arguments uses."""
+        """Traces the function for arrays, or for shapes with shardings. Later calls reuse what `compile()` of the result creates."""
 
 
 class Strategy(abc.ABC):
-    """Where and how steps run. Give one to `Trainer(parallel=...)`.
+    """How the state and batches are laid out on devices and how steps run; passed as `Trainer(parallel=...)`.
 
     Attributes:
-        num_replicas: How many calls of a step's function share a batch, each on a device of its own and joined by the functions below.
-        num_partitions: Over how many devices the compiler spreads one such call.
-        num_batch_shards: Over how many devices the rows of a batch are split; full batches are a multiple of it.
-        part: Which of how many parts of each batch this process feeds, `(index, count)`.
-        num_processes: How many processes the devices belong to; there may be fewer parts, where some feed the same.
-        max_in_flight: How many steps may be dispatched and not finished. It bounds memory, and on CPU it keeps XLA's collectives from a deadlock.
-        in_flight: Keeps to it, for all who dispatch steps to these devices.
-        transfer: Puts batches into the form in which compiled functions take them.
+        num_replicas: Number of replicas: calls of the step function that share a batch, each on its own device, joined by the collectives below.
+        num_partitions: Number of devices over which the compiler partitions each such call.
+        num_batch_shards: Number of devices over which the rows of a batch are split; full batches are a multiple of it.
+        part: Which shard of each batch this process feeds, `(index, count)`.
+        num_processes: Number of processes that own the devices; `part` has fewer shards if several processes feed the same one.
+        max_in_flight: Maximum number of steps that are dispatched but not finished. It bounds memory, and prevents a deadlock of XLA's collectives on CPU.
+        in_flight: Enforces that limit for everything that dispatches steps to these devices.
+        transfer: Converts batches to the form that compiled functions take.
 
     >>> from fitflax.parallel import DataParallel
     >>> isinstance(DataParallel(), Strategy)
@@ -85,77 +83,73 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def compile(self, fn: Callable[..., Any], *, inputs: Sequence[Layout], outputs: Layout | Sequence[Layout], donate: Sequence[int] = ()) -> Compiled:
-        """Returns `fn`, a pure function of one replica's share, compiled for all replicas.
+        """Returns `fn`, a pure function of one replica's shard, compiled for all replicas.
 
         Args:
-            fn: Takes positional pytrees only.
-            inputs: The layout of each argument.
-            outputs: The layout of the result, or of each member of a tuple of results. A replicated result must be equal on all replicas.
+            fn: Function of positional pytrees.
+            inputs: Layout of each argument.
+            outputs: Layout of the result, or of each member of a tuple of results. A replicated result must be equal on all replicas.
             donate: Positions of arguments whose buffers the results may reuse.
         """
 
     @abc.abstractmethod
     def trace(self, fn: Callable[..., Any], *, inputs: Sequence[Layout]) -> Callable[..., Any]:
-        """Returns `fn` as it is compiled, for evaluating shapes alone; its results are those of one replica.
+        """Returns `fn` as `compile` does, but only for evaluating shapes; its results are those of one replica.
 
-        Args:
-            fn: As in `compile`.
-            inputs: The layout of each argument. A batch may have any number of rows that the replicas divide.
+        A batch may have any number of rows that is a multiple of the number of replicas.
         """
 
     @abc.abstractmethod
     def emulate(self, fn: Callable[..., Any], *, inputs: Sequence[Layout]) -> Callable[..., Any]:
-        """Returns `fn` for all replicas as plain operations on one device, without collectives; results have a leading axis of replicas.
+        """Returns `fn` for all replicas as plain operations on one device, without collectives.
 
-        Args:
-            fn: As in `compile`.
-            inputs: The layout of each argument; split ones come as `feed` makes them.
+        Split arguments are in the form that `feed` returns; results have a leading axis of replicas.
         """
 
     @abc.abstractmethod
     def alone(self, fn: Callable[..., Any]) -> Any:
-        """Returns `fn` of batches as a jitted function for one device that knows of no others."""
+        """Returns `fn`, a function of batches, jitted for a single device without the others."""
 
     @abc.abstractmethod
     def put(self, tree: PyTree) -> PyTree:
-        """Returns `tree` replicated on the devices, in buffers of its own: donating them never touches the caller's arrays."""
+        """Returns `tree` replicated on the devices, in new buffers, so that donating them never affects the arrays of the caller."""
 
     @abc.abstractmethod
     def abstract_put(self, tree: PyTree) -> PyTree:
-        """Returns the shapes, dtypes and places of `put(tree)`, moving no data; what is a part of a state with places keeps them."""
+        """Returns the shapes, dtypes and shardings of `put(tree)` without moving data; parts of a placed state keep their shardings."""
 
-    # The state, all of whose arrays lie on the devices, each in a place that follows from its path, shape and axis names.
+    # The state: the place of each array follows from its path, shape and axis names.
 
     def put_state(self, state: TrainState) -> TrainState:
-        """Returns a state on the devices, in buffers of its own; no device ever holds more of an array than it keeps."""
+        """Returns a state on the devices, in new buffers; no device ever holds more of an array than its shard."""
         return cast(TrainState, self.put_at(state, self.abstract_state(state)))
 
     @abc.abstractmethod
     def put_at(self, tree: PyTree, shapes: PyTree) -> PyTree:
-        """Returns a part of a state on the devices, as `put_state` does, where `shapes`, the same part of `abstract_state`, say."""
+        """Returns a part of a state on the devices, as `put_state` does, placed as in `shapes`, the same part of `abstract_state`."""
 
     @abc.abstractmethod
     def move(self, leaves: list[Any], shapes: Sequence[Any]) -> list[Any]:
-        """Returns arrays of a state where `shapes` say, one after another; the list is emptied meanwhile, so that nothing is on the devices twice.
+        """Returns arrays of a state, moved one at a time to the shardings of `shapes`; empties the list, so that nothing is on the devices twice.
 
-        What lies right stays in the same buffers: the arrays must be nobody else's.
+        Arrays that are already in place keep their buffers, so there must be no other references to them.
         """
 
     @abc.abstractmethod
     def abstract_state(self, state: TrainState) -> TrainState:
-        """Returns the shapes, dtypes and places of `put_state(state)`, moving no data.
+        """Returns the shapes, dtypes and shardings of `put_state(state)` without moving data.
 
         Raises:
-            ShardingError: The axis names of arrays do not fit the devices; all faults are listed.
+            ShardingError: The axis names of arrays do not fit the devices; lists all of them.
         """
 
     @abc.abstractmethod
     def places(self, tree: PyTree) -> Layout:
-        """Returns the layout of parts of a state that are on the devices, or of their shapes with places."""
+        """Returns the layout of parts of a state that are on the devices, or of their shapes with shardings."""
 
     @abc.abstractmethod
     def pin(self, state: TrainState) -> TrainState:
-        """Returns, while a step is traced, a state whose arrays the compiler is told to keep in their places."""
+        """Returns, while a step is traced, the state with sharding constraints that keep its arrays in place."""
 
     @abc.abstractmethod
     def idle_axes(self, state: TrainState) -> list[str]:
@@ -163,52 +157,67 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def describe_whole(self, state: TrainState) -> str | None:
-        """Returns, in words, what may be too much for a device: large parameters that each holds whole, or whole batches; `None` if all is well."""
+        """Returns a message about what may be too large for a device: large replicated parameters, or whole batches; `None` if there is nothing."""
 
     def part_batcher(self, **options: Any) -> Batcher:
-        """Returns what makes this process's part of batches of the shape that the devices need, given nothing but that; `options` are those of `Batcher`."""
-        return Batcher(num_shards=self.num_batch_shards // self.part[1], **options)
+        """Returns a `Batcher` of this process's shard of batches, for data that is already sharded; `options` are those of `Batcher`."""
+        return Batcher(num_shards=self.num_batch_shards // self.part[1], divides=self._divides_batches, **options)
 
     def batcher(self, **options: Any) -> Batcher:
-        """Returns what makes batches of the shape that the devices need, or cuts this process's part out of them; `options` are those of `Batcher`."""
+        """Returns a `Batcher` for these devices, which cuts out this process's shard if there are several processes; `options` are those of `Batcher`."""
         compare = check_same if self.num_processes > 1 else None
-        return Batcher(**{"num_shards": self.num_batch_shards, "part": self.part, "compare": compare, **options})
+        return Batcher(**{"num_shards": self.num_batch_shards, "part": self.part, "compare": compare, "divides": self._divides_batches, **options})
+
+    @property
+    def _divides_batches(self) -> bool:
+        """Whether one step sees the rows of several devices; then inputs without an axis of examples cannot be separate batches."""
+        return self.num_batch_shards > self.num_replicas
 
     def rows_of(self, batch: Batch) -> int:
-        """Returns how many rows a host batch has over all processes."""
+        """Returns the number of rows of a host batch over all processes."""
         return len(batch.mask) * self.part[1]
 
     def feed(self, batch: Batch) -> Batch:
-        """Returns a host batch in the form in which compiled functions take it, in the cheapest way for these devices."""
+        """Returns a host batch in the form that compiled functions take, in the cheapest way for these devices."""
         return self.transfer.feed(batch)
 
+    def number(self, value: int) -> Any:
+        """Returns an integer in the form that compiled functions take, int32."""
+        return self.put(np.int32(value)) if guards_transfers() else np.int32(value)
+
     def feed_group(self, batches: Sequence[Batch], size: int, whole: PyTree = None) -> Batch:
-        """Returns batches of the same shapes as one with a leading axis of `size` steps (inside a step; what is beyond them is arbitrary), as `feed` does.
+        """Returns batches of equal shapes as one batch with an axis of `size` steps, in the form that `feed` returns; unused steps are arbitrary.
 
         Args:
-            batches: At most `size`.
-            size: How many steps a call may make.
-            whole: `(x, y, weights)` of all of them, NumPy arrays `[len(batches) * batch, ...]`, where they lie so already.
+            batches: At most `size` batches.
+            size: Maximum number of steps of a call.
+            whole: `(x, y, weights)` of all batches, NumPy arrays `[len(batches) * batch, ...]`, if they are contiguous already.
         """
         return self.transfer.feed_group(batches, size, whole)
 
     def abstract_feed(self, batch: Batch, steps: int | None = None) -> Batch:
-        """Returns the shapes, dtypes and places of `feed(batch)`, or of `feed_group` of so many steps, moving no data."""
+        """Returns the shapes, dtypes and shardings of `feed(batch)`, or of `feed_group` with `steps` steps, without moving data."""
         return self.transfer.abstract_feed(batch, steps)
 
     def join(self, outputs: PyTree, steps: int | None = None) -> PyTree:
-        """Returns split outputs as NumPy arrays `[batch, ...]`, rows in the order of the batch.
+        """Returns split outputs as NumPy arrays `[batch, ...]`, with rows in the order of the batch.
 
-        With `steps` the outputs are those of a group, of which so many steps were made: `[steps * batch, ...]`.
+        With `steps` the outputs are those of a group, of which `steps` steps were run: `[steps * batch, ...]`.
         """
         return self.transfer.join(outputs, steps)
 
     @abc.abstractmethod
     def copy(self, tree: PyTree) -> PyTree:
-        """Returns a copy of a tree of device arrays, on the same devices, that later donations cannot touch."""
+        """Returns a copy of a tree of device arrays, on the same devices, that later donations do not affect."""
+
+    def copy_apart(self, tree: PyTree) -> PyTree:
+        """Returns a copy of a tree of device arrays for use without the other devices: on one of them, if each holds the whole tree."""
+        if all(leaf.is_fully_replicated for leaf in jax.tree.leaves(tree)):
+            return _copy(jax.tree.map(lambda leaf: leaf.addressable_data(0), tree))
+        return self.copy(tree)
 
     def norm(self, tree: PyTree) -> Any:
-        """Returns the global L2 norm of a tree of device arrays, on the devices; where arrays are split between processes, all of these must call it."""
+        """Returns the global L2 norm of a tree of device arrays, on the devices; if arrays are split between processes, all processes must call it."""
         if self.num_processes > 1 and all(leaf.is_fully_replicated for leaf in jax.tree.leaves(tree)):
             tree = jax.tree.map(lambda leaf: leaf.addressable_data(0), tree)
         return _norm(tree)
@@ -216,22 +225,22 @@ class Strategy(abc.ABC):
     @property
     @abc.abstractmethod
     def is_on_host(self) -> bool:
-        """Whether the devices' memory is the host's, so that a copy there costs the host's memory only."""
+        """Whether the devices use the memory of the host, so that copies on them only cost host memory."""
 
     @property
     def prefers_counted_loops(self) -> bool:
-        """Whether a loop is faster where its number of rounds is known when it is compiled: an accelerator has to ask the host before each round otherwise."""
+        """Whether loops with a constant number of iterations are faster; otherwise accelerators wait for the host before each iteration."""
         return not self.is_on_host
 
     @abc.abstractmethod
     def copy_once(self, tree: PyTree) -> Packed:
-        """Returns a copy of a tree of replicated device arrays, on one device, that later donations cannot touch. Waits for nothing."""
+        """Returns a copy of a tree of replicated device arrays, on one device, that later donations do not affect; does not block."""
 
-    # What a step calls from inside, while it is traced.
+    # Called inside of a step, while it is traced.
 
     @abc.abstractmethod
     def replica_index(self) -> Any:
-        """Returns this replica's number, int32."""
+        """Returns the index of this replica, int32."""
 
     @abc.abstractmethod
     def sum(self, tree: PyTree) -> PyTree:
@@ -239,23 +248,23 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def gather(self, tree: PyTree) -> PyTree:
-        """Returns every replica's `tree`, leaves stacked along a new first axis in the order of the replicas."""
+        """Returns the `tree` of every replica, with leaves stacked along a new first axis in the order of the replicas."""
 
     @abc.abstractmethod
     def first(self, tree: PyTree) -> PyTree:
-        """Returns replica 0's `tree` on all replicas."""
+        """Returns the `tree` of replica 0 on all replicas."""
 
     @abc.abstractmethod
     def agree(self, tree: PyTree) -> PyTree:
-        """Returns `tree` made equal on all replicas: what is equal stays to the bit, other floats are averaged, all else is replica 0's."""
+        """Returns `tree` made equal on all replicas: equal values stay bit-for-bit identical, other floats are averaged, and the rest is that of replica 0."""
 
     @abc.abstractmethod
     def split(self, tree: PyTree, steps: int) -> PyTree:
-        """Returns the rows of a replica's share, `[rows, ...]`, as those of micro-batches, `[steps, rows / steps, ...]`, such that none changes its device."""
+        """Returns a replica's rows `[rows, ...]` as micro-batches `[steps, rows / steps, ...]`, such that no row moves to another device."""
 
     @abc.abstractmethod
     def unsplit(self, tree: PyTree) -> PyTree:
-        """Returns the rows of micro-batches, `[steps, rows / steps, ...]`, in the order in which they were before `split`."""
+        """Returns the rows of micro-batches, `[steps, rows / steps, ...]`, in their order before `split`."""
 
     @abc.abstractmethod
     def unify(self, collections: dict[str, PyTree]) -> dict[str, PyTree]:

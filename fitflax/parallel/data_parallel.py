@@ -1,12 +1,13 @@
-"""Data parallelism over `jax.pmap`: every device holds the whole state and works on its share of the batch.
+"""Data parallelism over `jax.pmap`: every device holds the whole state and works on its shard of the batch.
 
-The state has no leading device axis: it goes in and out with axis `None`, and stays where it is, donated. `out_axes=None` takes replica 0's value on
-trust, so whatever leaves a step replicated is made equal inside it. On a single device the same step, axis name included, is compiled by
-`jit(shard_map)`, which costs less per call than `pmap` and means the same.
+The state has no leading axis of devices: it is passed with axis `None`, and donated. With `out_axes=None`, `pmap` returns the value of replica 0 without
+a check, so a step makes replicated results equal before it returns them. On a single device, where it has less overhead per call, and with several
+processes, `jit(shard_map)` compiles the same step with the same axis name. Without jit, a step runs on the first device as the only replica.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -20,10 +21,11 @@ from fitflax.errors import ConfigError
 from fitflax.leaves import through_key_data
 from fitflax.parallel.base import Compiled, Layout, Places, Strategy
 from fitflax.parallel.board import Board
-from fitflax.parallel.in_flight import InFlight, limit_for
+from fitflax.parallel.eager import Debuggable, copy_aliased, eager_step_error, names_unbound_axis, traced_or_eager
+from fitflax.parallel.in_flight import MAX_SHORT_STEPS, InFlight, limit_for
 from fitflax.parallel.packed import Packed
-from fitflax.parallel.placing import check_devices, copy_here, count_processes, own_copy, part_of, put
-from fitflax.parallel.transfer import Transfer
+from fitflax.parallel.placement import check_devices, copy_here, count_processes, own_copy, part_of, put
+from fitflax.parallel.transfer import Transfer, of_feed
 from fitflax.state import PyTree, TrainState
 
 __all__ = ["DataParallel"]
@@ -34,18 +36,18 @@ Reducer = str | Callable[[jax.Array, str], jax.Array]
 class DataParallel(Strategy):
     """Replicates the state over devices and splits each batch between them.
 
-    A loss or metric whose value for an example depends on that example alone comes out the same for any number of devices. Whatever couples examples
-    (batch statistics, in-batch negatives) sees one replica's share, unless the module asks for all by the axis name, as `nn.BatchNorm(axis_name="replica")`.
-    Random keys differ between replicas.
+    Losses and metrics that treat each example separately give the same values for any number of devices. Operations that combine examples (batch
+    statistics, in-batch negatives) see one replica's shard, unless the module uses the axis name, as in `nn.BatchNorm(axis_name="replica")`. Random keys
+    differ between replicas.
 
     Args:
-        devices: The devices to use; all by default, of all processes where there are several.
-        axis_name: The name under which collectives inside the module reach the other replicas.
-        reduce: How a mutable collection is made equal on all replicas after a step, by its name: `"mean"`, `"sum"`, `"max"`, or a function
-            `(array, axis_name) -> array`. By default floating-point values are averaged and all others take replica 0's value.
+        devices: Devices to use; by default all, including those of other processes.
+        axis_name: Axis name for collectives inside the module.
+        reduce: How to make each mutable collection equal on all replicas after a step, by name: `"mean"`, `"sum"`, `"max"`, or a function
+            `(array, axis_name) -> array`. By default floating-point values are averaged and others take the value of replica 0.
 
     Raises:
-        ConfigError: No devices, the same device twice, or an unknown reducer.
+        ConfigError: There are no devices, a device is repeated, or a reducer is unknown.
 
     >>> DataParallel(jax.devices()[:1]).num_replicas
     1
@@ -60,23 +62,25 @@ class DataParallel(Strategy):
         self.devices: tuple[jax.Device, ...] = tuple(check_devices("DataParallel", jax.devices() if devices is None else devices))
         for name, reducer in (reduce or {}).items():
             if reducer not in ("mean", "sum", "max") and not callable(reducer):
-                raise ConfigError(f"DataParallel(reduce=...) takes 'mean', 'sum', 'max' or a function for a collection. Received: {name!r}: {reducer!r}.")
+                raise ConfigError(f"DataParallel(reduce=...) must map collections to 'mean', 'sum', 'max' or a function. Received: {name!r}: {reducer!r}.")
         self.axis_name = axis_name
         self.reduce: dict[str, Reducer] = dict(reduce or {})
         self.num_replicas = self.num_batch_shards = len(self.devices)
         self.num_partitions = 1
         self.part, self.num_processes = part_of(self.devices), count_processes(self.devices)
-        # Where there are several processes `jax.pmap` would convert each argument and each result at every call, and loses donated ones.
-        self._is_among_others = self.num_processes > 1 or Board.is_there()
-        self._maps = self.num_replicas > 1 and not self._is_among_others
+        # With several processes, `jax.pmap` converts all arguments and results at every call, and loses donated ones.
+        self._is_distributed = self.num_processes > 1 or Board.is_there()
+        self._uses_pmap = self.num_replicas > 1 and not self._is_distributed
+        self._is_single_replica = self.num_replicas == 1  # Whether the running step is the only replica: there is one device, or jit is disabled.
         self.max_in_flight = limit_for(self.devices[0].platform, self.num_replicas)
-        self.in_flight = InFlight(self.max_in_flight)
+        is_single_cpu = self.devices[0].platform == "cpu" and self.num_replicas == 1
+        self.in_flight = InFlight(self.max_in_flight, MAX_SHORT_STEPS if is_single_cpu else 0)
         mesh = Mesh(np.array(self.devices), (axis_name,))
         self._mesh = mesh
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._split = NamedSharding(mesh, PartitionSpec(axis_name))
         self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
-        whole = self._is_among_others
+        whole = self._is_distributed
         self._group = NamedSharding(mesh, PartitionSpec(None, axis_name)) if whole else self._split
         self.transfer = Transfer(1 if whole else self.num_replicas, self._split, self._group, self.part[1], spans_processes=whole)
 
@@ -86,48 +90,131 @@ class DataParallel(Strategy):
     @override
     def compile(self, fn: Callable[..., Any], *, inputs: Sequence[Layout], outputs: Layout | Sequence[Layout], donate: Sequence[int] = ()) -> Compiled:
         if not jax.sharding.get_abstract_mesh().empty:
-            raise ConfigError("DataParallel has a mesh of its own, unusable within jax.set_mesh(): leave that, or train with parallel.Sharded(mesh).")
-        results = (outputs,) if isinstance(outputs, str | Places) else tuple(outputs)
-        # pmap insists on an argument that is split.
-        if not self._maps or all(map(_is_whole, inputs)):
-            whole = self._is_among_others
-            out_specs = tuple(PartitionSpec() if whole else self._spec(layout) for layout in results)
-            mapped = jax.shard_map(
-                self._gathering(fn, outputs) if whole else fn,
-                mesh=self._mesh,
-                in_specs=tuple(map(self._spec, inputs)),
-                out_specs=out_specs[0] if isinstance(outputs, str) else out_specs,
-                check_vma=False,
+            raise ConfigError(
+                "DataParallel cannot be used inside jax.set_mesh(), because it creates a mesh. Leave that context, or use parallel.Sharded(mesh)."
             )
-            return cast(Compiled, jax.jit(mapped, donate_argnums=tuple(donate)))
-        out_axes = tuple(None if _is_whole(layout) else 0 for layout in results)
-        # The last argument holds nothing. Without it JAX 0.10 takes `in_axes` leaf by leaf where there happen to be as many leaves as arguments.
+        fn = of_feed(fn)
+        spread = self._shard_map(fn, inputs, outputs)
+        either = traced_or_eager(spread, self._eager(fn, inputs, outputs))
+        # pmap requires a split argument.
+        if not self._uses_pmap or all(map(_is_replicated, inputs)):
+            return Debuggable(jax.jit(either, donate_argnums=tuple(donate)), jax.jit(either))
+        # The empty last argument prevents JAX 0.10 from applying `in_axes` to leaves if there are as many leaves as arguments.
         mapped = jax.pmap(
             lambda *arguments: fn(*arguments[:-1]),
             axis_name=self.axis_name,
-            in_axes=(*(None if _is_whole(layout) else 0 for layout in inputs), ()),
-            out_axes=out_axes[0] if isinstance(outputs, str) else out_axes,
+            in_axes=(*(None if _is_replicated(layout) else 0 for layout in inputs), ()),
+            out_axes=_each(lambda layout, _: None if _is_replicated(layout) else 0, outputs, outputs),
             devices=self.devices,
             donate_argnums=tuple(donate),
         )
-        return _WithNothing(mapped)
+        return Debuggable(_WithEmptyArgument(mapped), jax.jit(either))
+
+    def _shard_map(self, fn: Callable[..., Any], inputs: Sequence[Layout], outputs: Layout | Sequence[Layout]) -> Callable[..., Any]:
+        """Returns `fn` for all replicas, for arguments in the form that `feed` returns."""
+        whole = self._is_distributed
+        return jax.shard_map(
+            self._with_gathered_results(fn, outputs) if whole else _with_replica_axis(fn, inputs, outputs) if self._uses_pmap else fn,
+            mesh=self._mesh,
+            in_specs=tuple(map(self._spec, inputs)),
+            out_specs=_each(lambda layout, _: PartitionSpec() if whole else self._spec(layout), outputs, outputs),
+            check_vma=False,
+        )
+
+    def _eager(self, fn: Callable[..., Any], inputs: Sequence[Layout], outputs: Layout | Sequence[Layout]) -> Callable[..., Any]:
+        """Returns `fn` of all rows as plain operations on the first device, for arguments and results in the form that `feed` returns.
+
+        The axis name is only bound for functions that use it, because mapping would hide the values from debugging.
+        """
+        needs_axis, mapped = False, self._vmap_single_replica(fn, inputs)
+
+        def bound(*arguments: Any) -> Any:
+            return jax.tree.map(lambda leaf: leaf[0], mapped(*arguments))
+
+        def eager(*arguments: Any) -> Any:
+            nonlocal needs_axis
+            if self.num_processes > 1:
+                raise eager_step_error()
+            given = tuple(self._to_first_device(layout, tree) for layout, tree in zip(inputs, arguments, strict=True))
+            with self._as_single_replica():
+                try:
+                    results = bound(*given) if needs_axis else fn(*given)
+                except Exception as error:
+                    if needs_axis or not names_unbound_axis(error, self.axis_name):
+                        raise
+                    needs_axis = True
+                    results = bound(*given)
+            return _each(self._from_first_device, outputs, copy_aliased(results, given))
+
+        return eager
+
+    @contextlib.contextmanager
+    def _as_single_replica(self) -> Iterator[None]:
+        before, self._is_single_replica = self._is_single_replica, True
+        try:
+            yield
+        finally:
+            self._is_single_replica = before
+
+    def _vmap_single_replica(self, fn: Callable[..., Any], inputs: Sequence[Layout]) -> Callable[..., Any]:
+        """Returns `fn` for a single replica with the axis name bound; results have a leading axis of length 1."""
+        axes = tuple(None if _is_replicated(layout) else 0 for layout in inputs)
+        mapped = jax.vmap(of_feed(fn), in_axes=axes, axis_name=self.axis_name, axis_size=1)
+
+        def call(*arguments: Any) -> Any:
+            return mapped(*(tree if axis is None else jax.tree.map(lambda leaf: leaf[None], tree) for axis, tree in zip(axes, arguments, strict=True)))
+
+        return call
+
+    def _to_first_device(self, layout: Layout, tree: PyTree) -> PyTree:
+        """Returns an argument on the first device, with the rows of all replicas along one axis."""
+        axis = int(self._uses_pmap) + (layout == "group")
+        if self.num_replicas > 1 and not _is_replicated(layout) and len({leaf.shape[axis] for leaf in jax.tree.leaves(tree)}) > 1:
+            raise ConfigError(
+                "Without jit, several devices cannot process inputs that share no axis of examples. Debug the program on one device: "
+                "Trainer(parallel=DataParallel(jax.devices()[:1]))."
+            )
+
+        def move(leaf: Any) -> Any:
+            if self.num_replicas == 1:
+                return leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf, self._replicated)
+            leaf = jax.device_put(leaf, self.devices[0])
+            if not self._uses_pmap or _is_replicated(layout):
+                return leaf
+            if layout == "group":
+                leaf = jnp.moveaxis(leaf, 1, 0)
+                return leaf.reshape(leaf.shape[0], -1, *leaf.shape[3:])
+            return leaf.reshape(-1, *leaf.shape[2:])
+
+        return jax.tree.map(move, tree)
+
+    def _from_first_device(self, layout: Layout, tree: PyTree) -> PyTree:
+        """Returns the result of an eager step, on the first device, in the form of a compiled step."""
+
+        def move(leaf: Any) -> Any:
+            if _is_replicated(layout) or self._is_distributed:
+                return jax.device_put(leaf, self._replicated)
+            if not self._uses_pmap:
+                return leaf
+            if layout == "group":
+                return jnp.moveaxis(leaf.reshape(leaf.shape[0], self.num_replicas, -1, *leaf.shape[2:]), 1, 0)
+            return leaf.reshape(self.num_replicas, -1, *leaf.shape[1:])
+
+        return jax.tree.map(move, tree)
 
     def _spec(self, layout: Layout) -> PartitionSpec:
-        return PartitionSpec() if _is_whole(layout) else self._group.spec if layout == "group" else self._split.spec
+        return PartitionSpec() if _is_replicated(layout) else self._group.spec if layout == "group" else self._split.spec
 
-    def _gathering(self, fn: Callable[..., Any], outputs: Layout | Sequence[Layout]) -> Callable[..., Any]:
-        """Returns `fn` such that its split results are whole on all devices, so that each process can read them."""
+    def _with_gathered_results(self, fn: Callable[..., Any], outputs: Layout | Sequence[Layout]) -> Callable[..., Any]:
+        """Returns `fn` with its split results gathered on all devices, so that each process can read them."""
 
         def whole(layout: Layout, tree: PyTree) -> PyTree:
-            if _is_whole(layout):
+            if _is_replicated(layout):
                 return tree
             return lax.all_gather(tree, self.axis_name, axis=1 if layout == "group" else 0, tiled=True)
 
         def gathered(*arguments: Any) -> Any:
-            results = fn(*arguments)
-            if isinstance(outputs, str | Places):
-                return whole(outputs, results)
-            return tuple(whole(layout, tree) for layout, tree in zip(outputs, results, strict=True))
+            return _each(whole, outputs, fn(*arguments))
 
         return gathered
 
@@ -137,19 +224,14 @@ class DataParallel(Strategy):
 
     @override
     def emulate(self, fn: Callable[..., Any], *, inputs: Sequence[Layout]) -> Callable[..., Any]:
-        axes = tuple(None if _is_whole(layout) else 0 for layout in inputs)
-        mapped = jax.vmap(fn, in_axes=axes, axis_name=self.axis_name, axis_size=self.num_replicas)
+        axes = tuple(None if _is_replicated(layout) else 0 for layout in inputs)
         if self.num_replicas > 1:
-            return mapped
-
-        def call(*arguments: Any) -> Any:
-            return mapped(*(tree if axis is None else jax.tree.map(lambda leaf: leaf[None], tree) for axis, tree in zip(axes, arguments, strict=True)))
-
-        return call
+            return jax.vmap(of_feed(fn), in_axes=axes, axis_name=self.axis_name, axis_size=self.num_replicas)
+        return self._vmap_single_replica(fn, inputs)
 
     @override
     def alone(self, fn: Callable[..., Any]) -> Any:
-        mapped = jax.vmap(fn, axis_name=self.axis_name, axis_size=1)
+        mapped = jax.vmap(of_feed(fn), axis_name=self.axis_name, axis_size=1)
 
         def call(*arguments: Any) -> Any:
             return jax.tree.map(lambda leaf: leaf[0], mapped(*jax.tree.map(lambda leaf: leaf[None], arguments)))
@@ -158,7 +240,7 @@ class DataParallel(Strategy):
 
     @override
     def put(self, tree: PyTree) -> PyTree:
-        # By way of private NumPy copies: `may_alias=False` still shares aligned NumPy memory, and keeps a JAX buffer that lies on one of the devices.
+        # Copy first: `may_alias=False` still shares aligned NumPy memory, and JAX buffers that are already on one of the devices.
         if self.num_processes > 1:
             return jax.tree.map(lambda leaf: put(leaf, self._replicated), tree)
         return jax.device_put(jax.tree.map(own_copy, tree), self._replicated)
@@ -210,23 +292,23 @@ class DataParallel(Strategy):
 
     @override
     def replica_index(self) -> Any:
-        return lax.axis_index(self.axis_name)
+        return jnp.int32(0) if self._is_single_replica else lax.axis_index(self.axis_name)
 
     @override
     def sum(self, tree: PyTree) -> PyTree:
-        return tree if self.num_replicas == 1 else lax.psum(tree, self.axis_name)
+        return tree if self._is_single_replica else lax.psum(tree, self.axis_name)
 
     @override
     def gather(self, tree: PyTree) -> PyTree:
-        return lax.all_gather(tree, self.axis_name)
+        return jax.tree.map(lambda leaf: leaf[None], tree) if self._is_single_replica else lax.all_gather(tree, self.axis_name)
 
     @override
     def first(self, tree: PyTree) -> PyTree:
-        return tree if self.num_replicas == 1 else jax.tree.map(through_key_data(self._first), tree)
+        return tree if self._is_single_replica else jax.tree.map(through_key_data(self._first), tree)
 
     @override
     def agree(self, tree: PyTree) -> PyTree:
-        return tree if self.num_replicas == 1 else jax.tree.map(through_key_data(self._agree), tree)
+        return tree if self._is_single_replica else jax.tree.map(through_key_data(self._agree), tree)
 
     @override
     def split(self, tree: PyTree, steps: int) -> PyTree:
@@ -240,13 +322,13 @@ class DataParallel(Strategy):
     def unify(self, collections: dict[str, PyTree]) -> dict[str, PyTree]:
         unknown = sorted(set(self.reduce) - set(collections))
         if unknown:
-            raise ConfigError(f"DataParallel(reduce=...) names the collections {unknown}, but the module has {sorted(collections)}.")
+            raise ConfigError(f"DataParallel(reduce=...) names unknown collections: {unknown}. The module has {sorted(collections)}.")
         return {name: jax.tree.map(functools.partial(self._unify, self.reduce.get(name)), tree) for name, tree in collections.items()}
 
     def _unify(self, reducer: Reducer | None, leaf: jax.Array) -> Any:
         if callable(reducer):
             return reducer(leaf, self.axis_name)
-        if self.num_replicas == 1:
+        if self._is_single_replica:
             return leaf
         if reducer is None and not jnp.issubdtype(leaf.dtype, jnp.inexact):
             return through_key_data(self._first)(leaf)
@@ -254,24 +336,20 @@ class DataParallel(Strategy):
         return collectives[reducer or "mean"](leaf, self.axis_name).astype(leaf.dtype)
 
     def _first(self, leaf: jax.Array) -> Any:
-        """Returns replica 0's value on all replicas: the sum of it and of zeros elsewhere."""
+        """Returns the value of replica 0 on all replicas: the sum of it and of zeros elsewhere."""
         wide = leaf.astype(jnp.int32) if leaf.dtype == jnp.bool_ else leaf
         return lax.psum(jnp.where(self.replica_index() == 0, wide, jnp.zeros_like(wide)), self.axis_name).astype(leaf.dtype)
 
     def _agree(self, leaf: jax.Array) -> Any:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             return self._first(leaf)
-        # The mean of three equal floats need not be that float.
+        # The mean of equal floats may differ from them by rounding.
         is_equal = lax.pmax(leaf, self.axis_name) == lax.pmin(leaf, self.axis_name)
         return jnp.where(is_equal, leaf, lax.pmean(leaf, self.axis_name)).astype(leaf.dtype)
 
 
-class _WithNothing:
-    """A pmapped function that is called with one more argument, which holds nothing.
-
-    Args:
-        mapped: The function.
-    """
+class _WithEmptyArgument:
+    """A pmapped function that is called with an additional empty argument."""
 
     def __init__(self, mapped: Any) -> None:
         self._mapped = mapped
@@ -283,6 +361,25 @@ class _WithNothing:
         return self._mapped.lower(*arguments, ())
 
 
-def _is_whole(layout: Layout) -> bool:
-    """Returns whether every device holds all of it."""
+def _is_replicated(layout: Layout) -> bool:
     return layout == "replicated"
+
+
+def _each(fn: Callable[[Layout, Any], Any], outputs: Layout | Sequence[Layout], results: Any) -> Any:
+    """Returns `fn(layout, result)`, for each member of a tuple of results if there are several."""
+    if isinstance(outputs, str | Places):
+        return fn(outputs, results)
+    return tuple(fn(layout, tree) for layout, tree in zip(outputs, results, strict=True))
+
+
+def _with_replica_axis(fn: Callable[..., Any], inputs: Sequence[Layout], outputs: Layout | Sequence[Layout]) -> Callable[..., Any]:
+    """Returns `fn` with a leading axis of one replica in its split arguments and results."""
+
+    def fold(layout: Layout, tree: PyTree) -> PyTree:
+        return tree if _is_replicated(layout) else jax.tree.map(lambda leaf: leaf[None], tree)
+
+    def wrapped(*arguments: Any) -> Any:
+        shares = (tree if _is_replicated(layout) else jax.tree.map(lambda leaf: leaf[0], tree) for layout, tree in zip(inputs, arguments, strict=True))
+        return _each(fold, outputs, fn(*shares))
+
+    return wrapped

@@ -1,53 +1,64 @@
-"""Copies of arrays that are split over devices, in the memory of the host and split as they are: nothing is put together."""
+"""Copies of arrays in the memory of the host that remain JAX arrays and keep their shards."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
 from fitflax.state import PyTree
 
-__all__ = ["copy_to_host_memory", "is_spread", "spans_processes"]
+__all__ = ["copy_to_host_memory", "has_host_memory", "is_spread", "spans_processes", "whole"]
 
 
 def is_spread(array: object) -> bool:
-    """Returns whether an array is one of JAX's that no device holds whole.
-
-    >>> is_spread(jax.numpy.zeros(3))
-    False
-    """
+    """Returns whether a value is a JAX array that no device holds whole."""
     return isinstance(array, jax.Array) and not array.is_fully_replicated
 
 
 def spans_processes(tree: PyTree) -> bool:
-    """Returns whether arrays of a tree are split between processes: none of them holds them whole. The same in all processes.
-
-    >>> spans_processes({"w": jax.numpy.zeros(3)})
-    False
-    """
+    """Returns whether any array of a tree is split between processes, so that none of them holds it whole. The same in all processes."""
     if jax.process_count() == 1:
         return False
     arrays = (leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
     return any(not (array.is_fully_addressable or array.is_fully_replicated) for array in arrays)
 
 
-def copy_to_host_memory(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns copies in the host's memory that whatever is done to the originals cannot touch, split as these are; waits for them.
+def whole(array: Any) -> np.ndarray[Any, Any]:
+    """Returns a whole array on the host. If it is split between processes, all of them must call this."""
+    if not isinstance(array, jax.Array) or array.is_fully_addressable:
+        return np.asarray(jax.device_get(array))
+    if array.is_fully_replicated:
+        return np.asarray(jax.device_get(array.addressable_data(0)))
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
-    Each process copies its own parts, and no other process needs to take part. Of a part that several of its devices hold there is one copy.
 
-    >>> array = jax.numpy.arange(3)
-    >>> copy = copy_to_host_memory([array])[0]
-    >>> array.delete()
-    >>> copy.tolist(), copy.sharding.memory_kind
-    ([0, 1, 2], 'pinned_host')
+def has_host_memory(array: jax.Array) -> bool:
+    """Returns whether all devices of an array can copy to pinned memory of the host."""
+    return _have_host_memory(array.sharding)
+
+
+@functools.lru_cache(maxsize=256)
+def _have_host_memory(sharding: jax.sharding.Sharding) -> bool:
+    devices: Any = sharding.addressable_devices
+    return all("pinned_host" in {memory.kind for memory in device.addressable_memories()} for device in devices)
+
+
+def copy_to_host_memory(arrays: Sequence[jax.Array], *, wait: bool = True) -> list[jax.Array]:
+    """Returns copies in the memory of the host, split like the originals and independent of them.
+
+    Each process copies its own shards, without the other processes. A shard that several of its devices hold is copied once. Without `wait`, the copies
+    are only dispatched, like a step; a later step that reuses the buffers runs after them.
     """
-    once = [_once(array) for array in arrays]
+    once = [array.addressable_data(0) if array.is_fully_replicated else _without_duplicates(array) for array in arrays]
     parts = [[shard.data for shard in array.addressable_shards] for array in once]
-    # Not the arrays themselves: of one that spans processes that is a computation of all of them, in which training steps must not come between.
+    # Shards, because copying an array that spans processes is a computation of all of them, whose order relative to the steps may differ.
     copies = jax.device_put(parts, [[part.sharding.with_memory_kind("pinned_host") for part in own] for own in parts])
-    jax.block_until_ready(copies)
+    if wait:
+        jax.block_until_ready(copies)
     shardings = [array.sharding.with_memory_kind("pinned_host") for array in once]
     return [
         jax.make_array_from_single_device_arrays(array.shape, sharding, own, dtype=array.dtype)
@@ -55,10 +66,10 @@ def copy_to_host_memory(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     ]
 
 
-def _once(array: jax.Array) -> jax.Array:
-    """Returns an array of which devices of one process hold the same parts as one of which they hold each part once; the same memory.
+def _without_duplicates(array: jax.Array) -> jax.Array:
+    """Returns an array without duplicates of shards within a process, in the same memory.
 
-    Each process still has a device in the mesh: an array of which a process has nothing cannot be written by all of them together.
+    Each process keeps a device in the mesh, because an array must have shards on all processes to be written by all of them together.
     """
     sharding = array.sharding
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
@@ -77,7 +88,7 @@ def _once(array: jax.Array) -> jax.Array:
 
 
 def _one_for_each_process(devices: Any, axis: int) -> list[int]:
-    """Returns the places along an axis that are needed to have devices of all processes that have some."""
+    """Returns the indices along an axis that are needed to keep a device of every process."""
     kept, seen = [], set[int]()
     for index in range(devices.shape[axis]):
         owners = {device.process_index for device in devices.take([index], axis).flat}

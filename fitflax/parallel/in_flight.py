@@ -1,18 +1,24 @@
-"""`InFlight`: how many steps may be dispatched and not yet finished."""
+"""`InFlight`: limits how many steps are dispatched but not finished."""
 
-from typing import Protocol
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
 
-__all__ = ["InFlight", "limit_for"]
+__all__ = ["MAX_SHORT_STEPS", "InFlight", "limit_for"]
 
-# What batches of unfinished steps may take on the devices.
-_MOST_BYTES = 2**28
+# Memory on the devices for the batches of unfinished steps.
+_MAX_BATCH_BYTES = 2**28
+# Steps below this duration are short: the host is then at most a fraction of a second ahead.
+_SHORT_SECONDS = 0.005
+# For one CPU device.
+MAX_SHORT_STEPS = 32
 
 
 def limit_for(platform: str, num_devices: int) -> int:
     """Returns how many steps may be in flight on such devices.
 
-    Two on several CPU devices: more can fill XLA's thread pool with collectives that wait for each other. Others only need enough to hide the dispatch; a GPU
-    makes a small step while the host wakes up from its wait for another.
+    Two on several CPU devices: with more, collectives that wait for each other can fill the thread pool of XLA. Otherwise there need to be enough to
+    hide the dispatch; a GPU finishes a small step while the host wakes up from waiting for another one.
 
     >>> limit_for("cpu", 8), limit_for("cpu", 1), limit_for("gpu", 1)
     (2, 8, 32)
@@ -23,43 +29,43 @@ def limit_for(platform: str, num_devices: int) -> int:
 
 
 class Waitable(Protocol):
-    """What a dispatched step leaves."""
+    """The result of a dispatched step."""
 
     def wait(self) -> None:
         """Waits until the step has finished."""
 
 
 class InFlight:
-    """Bounds how many dispatched steps may be unfinished: memory, and on CPU a deadlock of collectives, depend on it.
+    """Limits how many dispatched steps may be unfinished, to bound memory and to prevent a deadlock of collectives on CPU.
 
-    Args:
-        limit: How many; fewer where their batches are large, but never fewer than two, or one where that is the limit.
-
-    >>> class Step:
-    ...     def __init__(self, name): self.name = name
-    ...     def wait(self): print("waits for", self.name)
-    >>> steps = InFlight(4)
-    >>> for name in "abcdef":
-    ...     steps.make_room()
-    ...     steps.add(Step(name), num_bytes=100)
-    waits for b
+    `limit` is the maximum number of steps, reduced for large batches, but not below two; `most` is that of short steps, for which waking up the host
+    takes a noticeable part of the time.
     """
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, limit: int, most: int = 0, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._base_limit, self._limit, self._max_limit = limit, limit, max(limit, most)
+        self._clock = clock
+        self._kind: Any = None
+        self._num_other_kind = 0  # Number of pending steps of another kind.
         self._pending: list[Waitable] = []
-        self._num_bytes = 0  # Of the newest batch; they are all alike but for the last one of a pass.
+        self._num_bytes = 0  # Of the newest batch; only the last batch of a pass may differ.
 
-    def make_room(self) -> None:
-        """Waits until one more step may be dispatched; not every time, but then until half of them are finished, which one wait can tell."""
-        limit = self._limit if self._num_bytes * self._limit <= _MOST_BYTES else min(self._limit, max(2, _MOST_BYTES // self._num_bytes))
+    def make_room(self, kind: Any = None) -> None:
+        """Waits until one more step may be dispatched; to wait less often, until half are finished. Steps of a `kind` take about the same time."""
+        if kind is not self._kind:
+            self._kind, self._limit, self._num_other_kind = kind, self._base_limit, len(self._pending)
+        limit = self._limit if self._num_bytes * self._limit <= _MAX_BATCH_BYTES else min(self._limit, max(2, _MAX_BATCH_BYTES // self._num_bytes))
         count = len(self._pending)
         if count >= limit:
-            done = max((limit + 1) // 2, count - limit + 1)
+            done, begin = max((limit + 1) // 2, count - limit + 1), self._clock()
             self._pending[done - 1].wait()
+            if done > self._num_other_kind:
+                is_short = self._clock() - begin < _SHORT_SECONDS * done
+                self._limit = min(2 * self._limit, self._max_limit) if is_short else self._base_limit
+            self._num_other_kind = max(0, self._num_other_kind - done)
             del self._pending[:done]
 
     def add(self, values: Waitable, num_bytes: int) -> None:
-        """Notes the values of a step just dispatched, and how many bytes its batch has."""
+        """Adds the results of a dispatched step, and the size of its batch in bytes."""
         self._pending.append(values)
         self._num_bytes = num_bytes

@@ -1,10 +1,11 @@
-"""`initialize`: JAX's distributed runtime, begun in one call on whatever the processes were started by; and the end of a process that fails alone."""
+"""`initialize`: connects the processes of a program, and ends a process properly if another one fails."""
 
 import atexit
 import contextlib
 import json
 import os
 import queue
+import re
 import sys
 import threading
 import time
@@ -14,136 +15,153 @@ from typing import Any, ClassVar
 
 import jax
 
-from fitflax.errors import ConfigError, NotReadyError, ReplicaError
+from fitflax.errors import ConfigError, NotReadyError, ReplicaError, chain_of, warn
 from fitflax.parallel.board import Board
-from fitflax.parallel.processes import failures
+from fitflax.parallel.processes import Failure, failures
+from fitflax.parallel.ray_worker import find_group
 
 __all__ = ["initialize", "note_failure"]
 
-# A lost process is noticed after this, and all others end well within a minute of it.
+# All processes end within a minute after one is lost.
 _HEARTBEAT_SECONDS = 30
-# How long a process that has failed waits for the others to fail, too.
-_PATIENCE_SECONDS = 5.0
-# How long process 0, without which the others cannot speak, stays after them.
-_LAST_SECONDS = 2.0
-# How often it is looked whether others have failed, and how long after that a process may go on, such as to save what it has.
+# Words in JAX errors that are caused by the connection to another process.
+_CONNECTION = re.compile(r"UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|gloo|nccl|coordination|peer", re.IGNORECASE)
+# How long a failed process waits for the failures of the others.
+_FAILURE_WAIT_SECONDS = 5.0
+# How long process 0, which hosts the messages, outlives the others.
+_COORDINATOR_WAIT_SECONDS = 2.0
+# How often a process checks whether others have failed, and how long it may then continue, for example to save its state.
 _WATCH_SECONDS = 2.0
 _GRACE_SECONDS = 20.0
+# Exit codes: a retry may help only if no process failed because of an error of its own (`EX_TEMPFAIL` of sysexits.h).
+_EXIT_FAILED = 1
+_EXIT_LOST_OTHERS = 75
 
 
-class _Ending:
-    """What becomes of this process at its end.
+class _Exit:
+    """The state of this process's exit."""
 
-    Attributes:
-        failure: What failed in it, in words.
-        is_own: Whether that was its own failure, and not that others could not be reached.
-        has_begun: Whether it has come to its end.
-        watch: The thread that looks after the others.
-        told: Wakes that thread.
-        leaves: Whether it leaves without waiting for the others.
-    """
-
-    failure: str | None = None
-    is_own = True
+    failure: str | None = None  # Message of the error that ended this process.
+    is_own = True  # Whether the error is its own, rather than a lost connection to other processes.
     has_begun = False
-    watch: threading.Thread | None = None
-    told: ClassVar[queue.SimpleQueue[None]] = queue.SimpleQueue()
-    leaves = False
+    watch: threading.Thread | None = None  # It watches the other processes.
+    wake_up: ClassVar[queue.SimpleQueue[None]] = queue.SimpleQueue()  # It wakes that thread.
+    code: int | None = None  # Exit code for leaving without waiting for the others; `None` to wait.
 
 
 def note_failure(error: BaseException) -> None:
-    """Notes that this process cannot go on with the others: something failed in it, perhaps because one of them is gone."""
-    if _Ending.failure is None:
-        _Ending.failure, _Ending.is_own = f"{type(error).__name__}: {error}"[:500], not _is_of_others(error)
+    """Records that this process cannot continue with the others, because of an error in it or in one of them."""
+    if _Exit.failure is None:
+        _Exit.failure, _Exit.is_own = f"{type(error).__name__}: {error}"[:500], not _is_communication_error(error)
 
 
-def _is_of_others(error: BaseException | None) -> bool:
-    """Returns whether something went wrong between processes; what they then do fails as well."""
-    if isinstance(error, ReplicaError) or (isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error)):
-        return True
-    return error is not None and _is_of_others(error.__cause__ or error.__context__)
+def _is_communication_error(error: BaseException) -> bool:
+    """Returns whether an error is about the communication between processes, which makes the other processes fail as well."""
+    return any(isinstance(each, ReplicaError) or (isinstance(each, jax.errors.JaxRuntimeError) and _CONNECTION.search(str(each))) for each in chain_of(error))
 
 
-def _part() -> None:
-    """Before JAX has this process wait for all others, which may be waiting for its steps: sees whether they have failed, too."""
+def _before_shutdown() -> None:
+    """Posts and reads failures, before JAX waits at exit for all processes, which may be waiting for steps of this one."""
     if not jax.distributed.is_initialized():
         return
-    _end_watch()
+    _stop_watching()
     index, count = jax.process_index(), jax.process_count()
-    if _Ending.failure is None:
+    if _Exit.failure is None:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             Board("ended").post(str(index), b"")
         return
     try:
-        every = _told(index, count)
+        failed = _collect_failures(index, count)
     except jax.errors.JaxRuntimeError:
-        every = {index: {"error": _Ending.failure, "is_own": _Ending.is_own}}
-    if len(every) == count and len({told["is_own"] for told in every.values()}) == 1:
-        return  # The same happened to all.
-    print(_last_words(index, count, every), file=sys.stderr, flush=True)
-    _Ending.leaves = True
+        failed = {index: Failure(_Exit.failure, _Exit.is_own)}
+    if len(failed) == count and len({failure.is_own for failure in failed.values()}) == 1 and (_Exit.is_own or _all_are_mismatches(failed)):
+        return  # All processes failed in the same way.
+    print(_exit_message(index, count, failed), file=sys.stderr, flush=True)
+    _Exit.code = _exit_code(failed)
     if index == 0:
-        time.sleep(_LAST_SECONDS)
-    # It would wait for steps that nobody makes, and for the others themselves.
+        _wait_for_others(count)
+    else:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            Board("left").post(str(index), b"")
+    # It would wait for the others, and for steps that they never run.
     atexit.unregister(jax._src.api.clean_up)
 
 
-def _end_watch() -> None:
-    """Ends the thread that looks after the others: the end of the interpreter in the middle of its question would be a SIGABRT, from JAX's C++."""
-    _Ending.has_begun = True
-    _Ending.told.put(None)
-    if _Ending.watch is not None:
-        _Ending.watch.join(_PATIENCE_SECONDS)
+def _all_are_mismatches(failed: Mapping[int, Failure]) -> bool:
+    """Returns whether all processes failed because they differ, and not because one of them was lost."""
+    return all(failure.error.startswith(ReplicaError.__name__) for failure in failed.values())
 
 
-def _last_words(index: int, count: int, every: Mapping[int, Mapping[str, Any]]) -> str:
-    culprits = {process: told["error"] for process, told in sorted(every.items()) if told["is_own"] and process != index}
-    missing = sorted(set(range(count)) - set(every))
-    if _Ending.is_own:
-        return f"Process {index} of {count} has failed alone. The others end when they notice that it is gone."
-    told = f"Process {index} of {count} cannot go on without the others."
-    told += "".join(f" Process {process} failed: {error}." for process, error in culprits.items())
-    return told + (f" Processes that are lost, or do not answer: {missing}." if missing and not culprits else "")
+def _wait_for_others(count: int) -> None:
+    """Waits for the other processes to leave, because this one hosts the messages that tell them why."""
+    end = time.monotonic() + (_GRACE_SECONDS + 2 * _WATCH_SECONDS if _Exit.is_own else 0)
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        while time.monotonic() < end and len(Board("left").read_all("")) < count - 1:
+            time.sleep(0.1)
+    time.sleep(_COORDINATOR_WAIT_SECONDS)
 
 
-def _told(index: int, count: int) -> dict[int, dict[str, Any]]:
-    """Returns, by process, what those say that have failed; waits a little for all."""
-    board = Board("failed")
-    board.post(str(index), json.dumps({"error": _Ending.failure, "is_own": _Ending.is_own}).encode())
-    end = time.monotonic() + _PATIENCE_SECONDS
-    while len(found := board.read_all("")) < count and time.monotonic() < end:
+def _exit_code(failed: Mapping[int, Failure]) -> int:
+    return _EXIT_FAILED if any(failure.is_own for failure in failed.values()) else _EXIT_LOST_OTHERS
+
+
+def _stop_watching() -> None:
+    """Ends the watching thread: if the interpreter exited during its call, the C++ code of JAX would raise SIGABRT."""
+    _Exit.has_begun = True
+    _Exit.wake_up.put(None)
+    if _Exit.watch is not None:
+        _Exit.watch.join(_FAILURE_WAIT_SECONDS)
+
+
+def _exit_message(index: int, count: int, failed: Mapping[int, Failure]) -> str:
+    culprits = {process: failure.error for process, failure in failed.items() if failure.is_own and process != index}
+    missing = sorted(set(range(count)) - set(failed))
+    if _Exit.is_own:
+        return f"Process {index} of {count} has failed. The others exit when they notice."
+    message = f"Process {index} of {count} cannot continue without the others."
+    message += "".join(f" Process {process} failed: {error}." for process, error in culprits.items())
+    return message + (f" Processes that are lost or do not respond: {missing}." if missing and not culprits else "")
+
+
+def _collect_failures(index: int, count: int) -> dict[int, Failure]:
+    """Posts the failure of this process, and returns the failures of all processes; waits for them for a short time."""
+    Board("failed").post(str(index), json.dumps({"error": _Exit.failure, "is_own": _Exit.is_own}).encode())
+    end = time.monotonic() + _FAILURE_WAIT_SECONDS
+    while len(found := failures()) < count and time.monotonic() < end:
         time.sleep(0.05)
-    return {int(process): json.loads(told) for process, told in found.items()}
+    return found
 
 
 def _watch(index: int, count: int) -> None:
-    """In a thread: ends this process where another has failed and this one stands in a call of all devices, which nobody can break off."""
+    """Runs in a thread: ends this process if another one has failed, because a collective that waits for that one cannot be interrupted."""
     pause = max(_WATCH_SECONDS, count / 500)
     since: float | None = None
     while True:
         with contextlib.suppress(queue.Empty):
-            _Ending.told.get(timeout=pause)
-        if _Ending.has_begun:
+            _Exit.wake_up.get(timeout=pause)
+        if _Exit.has_begun:
             return
         try:
-            failed = {process: error for process, error in failures().items() if process != index}
+            failed = {process: failure for process, failure in failures().items() if process != index}
         except (jax.errors.JaxRuntimeError, RuntimeError):
-            return  # The connection is gone, which JAX sees as well.
+            return  # The connection is lost, which JAX notices as well.
         since = (since or time.monotonic()) if failed else None
-        if since is not None and time.monotonic() > since + _GRACE_SECONDS and not _Ending.has_begun:
-            told = "".join(f" Process {process} failed: {error}." for process, error in failed.items())
-            print(f"Process {index} of {count} cannot go on without the others, and ends.{told}", file=sys.stderr, flush=True)
+        if since is not None and time.monotonic() > since + _GRACE_SECONDS and not _Exit.has_begun:
+            message = "".join(f" Process {process} failed: {failure.error}." for process, failure in failed.items())
+            print(f"Process {index} of {count} cannot continue without the others and exits.{message}", file=sys.stderr, flush=True)
             sys.stdout.flush()
-            os._exit(1)
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                Board("left").post(str(index), b"")
+            os._exit(_exit_code(failed))
 
 
 @atexit.register
-def _leave() -> None:
-    """After the other functions that are called at exit; what C++ would do from here on is to wait as well."""
-    if _Ending.leaves:
+def _exit_immediately() -> None:
+    """Exits immediately, after the other exit handlers, because the C++ code that runs next would wait, too."""
+    if _Exit.code is not None:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(_Exit.code)
 
 
 def initialize(
@@ -155,23 +173,26 @@ def initialize(
     heartbeat_timeout_seconds: int = _HEARTBEAT_SECONDS,
     **options: Any,
 ) -> None:
-    """Joins this process to the others of the same program, before anything else is done with JAX; in a process that was started alone it does nothing.
+    """Connects this process to the others of the same program; does nothing in a single process. Call it before any other use of JAX.
 
-    Around `jax.distributed.initialize`, which finds the arguments by itself under Slurm, Open MPI and Kubernetes and on Cloud TPUs. From then on a
-    trainer's default strategy takes the devices of all processes, and a SIGTERM to any of them has all of them save the same step and stop. A process in which
-    something fails does not wait for the others at its end, as JAX has it do, so that they notice.
+    It calls `jax.distributed.initialize`, which detects the arguments under Slurm, Open MPI and Kubernetes and on Cloud TPUs. Afterwards the default
+    strategy of a trainer uses the devices of all processes, and a SIGTERM to any process makes all of them save the same step and stop. Unlike with JAX
+    alone, a failed process does not wait for the others at exit, so they notice the failure.
+
+    In a worker of Ray Train the arguments come from Ray, unless Ray has initialized JAX itself. Ray also handles failures: it ends all workers if one is
+    lost, and restarts them.
 
     Args:
-        coordinator_address: `"host:port"` of process 0, with a free port that all can reach.
-        num_processes: How many there are.
-        process_id: Which one this is, from 0.
-        local_device_ids: Which of the machine's devices are this process's; all by default, under Slurm and Open MPI on GPUs one.
-        heartbeat_timeout_seconds: After how many seconds without a sign of life a process counts as lost, which ends all others; less than JAX's own 100.
-        **options: What `jax.distributed.initialize` takes besides, such as `cluster_detection_method` or `initialization_timeout`.
+        coordinator_address: `"host:port"` of process 0, with a free port that all processes can reach.
+        num_processes: Number of processes.
+        process_id: Index of this process, from 0.
+        local_device_ids: Devices of the machine that belong to this process; by default all, or one under Slurm and Open MPI on GPUs.
+        heartbeat_timeout_seconds: Time in seconds without a heartbeat after which a process counts as lost, which ends all others. JAX's default is 100.
+        **options: Other arguments of `jax.distributed.initialize`, such as `cluster_detection_method` or `initialization_timeout`.
 
     Raises:
-        ConfigError: Arguments that do not go together.
-        NotReadyError: JAX's devices were used before.
+        ConfigError: The arguments are inconsistent.
+        NotReadyError: JAX's devices have been used before.
 
     >>> initialize()  # Alone.
     >>> jax.process_count()
@@ -181,22 +202,45 @@ def initialize(
         return
     given: dict[str, Any] = {"coordinator_address": coordinator_address, "num_processes": num_processes, "process_id": process_id}
     missing = [name for name, value in given.items() if value is None]
+    group = find_group() if len(missing) == len(given) else None
+    if group is not None and group.size == 1:
+        return
+    if group is not None:
+        given = {"coordinator_address": group.coordinator_address(), "num_processes": group.size, "process_id": group.rank}
     try:
         jax.distributed.initialize(**given, local_device_ids=local_device_ids, heartbeat_timeout_seconds=heartbeat_timeout_seconds, **options)
     except (ValueError, TypeError) as error:
         if len(missing) == len(given) and "coordinator_address should be defined" in str(error):
-            return  # Nothing that starts several processes has started this one.
-        hint = f" Not given, and not found in the environment: {', '.join(missing)}." if missing else ""
+            _warn_without_srun()
+            return  # A single process, without a launcher of several.
+        hint = f" Pass {', '.join(missing)}, which the environment does not define." if missing else ""
         raise ConfigError(f"parallel.initialize: {str(error).rstrip('.')}.{hint}") from error
     except RuntimeError as error:
         if "must be called before" not in str(error):
             raise
-        if len(missing) == len(given):
+        if len(missing) == len(given) and group is None:
             return
-        raise NotReadyError("parallel.initialize must come before JAX's devices are used: call it first, before jax.devices(), arrays and trainers.") from None
-    atexit.register(_part)
-    _Ending.watch = threading.Thread(target=_watch, args=(jax.process_index(), jax.process_count()), name="fitflax-processes", daemon=True)
-    _Ending.watch.start()
+        raise NotReadyError(
+            "parallel.initialize() must run before JAX's devices are used. Call it before jax.devices(), and before you create arrays and trainers."
+        ) from None
+    if group is None:
+        _start_watching()  # Ray ends and restarts its workers.
+
+
+def _warn_without_srun() -> None:
+    tasks = os.environ.get("SLURM_NTASKS", "")
+    if tasks.isdigit() and int(tasks) > 1:
+        warn(
+            f"This Slurm job has {tasks} tasks, but this process was not started by srun, so it trains alone. In the batch script, start all tasks with srun: "
+            "srun python train.py."
+        )
+
+
+def _start_watching() -> None:
+    """Starts watching for failures of other processes, and reporting those of this one."""
+    atexit.register(_before_shutdown)
+    _Exit.watch = threading.Thread(target=_watch, args=(jax.process_index(), jax.process_count()), name="fitflax-processes", daemon=True)
+    _Exit.watch.start()
     earlier = sys.excepthook
 
     def note_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

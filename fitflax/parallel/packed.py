@@ -1,4 +1,4 @@
-"""Many small arrays in few large ones: each array that is spared is a transfer less, or an argument and a result less of every call of the device."""
+"""Many small arrays packed into few large ones, to save transfers and arguments of calls."""
 
 import functools
 import math
@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fitflax.leaves import on_host
 from fitflax.state import PyTree
 
 __all__ = ["Form", "Packed"]
 
 
 class _Leaf(NamedTuple):
-    """Where a leaf lies: its vector, its stretch of that, its shape (of the key's data for a typed key), and the key's implementation."""
+    """The place of a leaf: its vector, its range in the vector, its shape (of the key data for a typed key), and the implementation of the key."""
 
     vector: str
     begin: int
@@ -25,12 +26,9 @@ class _Leaf(NamedTuple):
 
 
 class Form:
-    """How a tree is packed; the same object for all trees of the same structure, shapes and dtypes, so that what follows from these can be cached by it.
+    """How a tree is packed; the same object for all trees of the same structure, shapes and dtypes, so it can be a key of caches.
 
-    Args:
-        treedef: The structure.
-        types: Shape, dtype and, of a typed key, implementation of each leaf.
-        largest: Leaves with more elements have a vector of their own.
+    `types` are the shape, the dtype and, for a typed key, the implementation of each leaf. Leaves larger than `largest` get a separate vector.
 
     >>> tree = {"w": jnp.ones(2), "b": jnp.zeros(()), "n": jnp.arange(3)}
     >>> form = Form.of(tree)
@@ -60,7 +58,7 @@ class Form:
         return _form(treedef, tuple((leaf.shape, leaf.dtype, _impl(leaf)) for leaf in leaves), largest)
 
     def pack(self, tree: PyTree) -> dict[str, Any]:
-        """Returns the vectors of a tree, NumPy of a tree of NumPy; may be traced."""
+        """Returns the vectors of a tree, in NumPy for a tree of NumPy arrays; may be traced."""
         groups: dict[str, list[Any]] = {}
         leaves = jax.tree.leaves(tree)
         for place, leaf in zip(self.leaves, leaves, strict=True):
@@ -70,18 +68,18 @@ class Form:
         return {name: concatenate(group) for name, group in groups.items()}
 
     def unpack(self, vectors: Mapping[str, Any]) -> PyTree:
-        """Returns the tree that `pack` was called with; may be traced."""
+        """Returns the tree that was packed; may be traced."""
         leaves = [vectors[leaf.vector][leaf.begin : leaf.end].reshape(leaf.shape) for leaf in self.leaves]
         typed = [data if leaf.impl is None else jax.random.wrap_key_data(data, impl=leaf.impl) for leaf, data in zip(self.leaves, leaves, strict=True)]
         return self.treedef.unflatten(typed)
 
     def unpack_arrays(self, vectors: Mapping[str, jax.Array]) -> PyTree:
-        """Returns the tree of vectors on the device, in one call of it."""
+        """Returns the tree that was packed, unpacked on the device in one call."""
         return _unpack(self, vectors)
 
 
 def _impl(leaf: jax.Array) -> Any:
-    return None if isinstance(leaf.dtype, np.dtype) else jax.random.key_impl(leaf)  # No other dtypes than those of keys are not NumPy's.
+    return None if isinstance(leaf.dtype, np.dtype) else jax.random.key_impl(leaf)  # Only the dtypes of keys are not NumPy dtypes.
 
 
 _form = functools.lru_cache(maxsize=64)(Form)
@@ -91,23 +89,13 @@ _unpack = jax.jit(Form.unpack, static_argnums=0)
 
 
 class Packed:
-    """A copy of a tree of arrays on one device that nothing done to the originals can touch: a vector for each dtype.
-
-    Making one waits for nothing.
-
-    Args:
-        tree: Arrays that lie on the same device.
-
-    >>> packed = Packed({"w": jnp.ones(2), "b": jnp.zeros(()), "n": jnp.arange(3)})
-    >>> packed.form.treedef.unflatten(packed.leaves())
-    {'b': array(0., dtype=float32), 'n': array([0, 1, 2], dtype=int32), 'w': array([1., 1.], dtype=float32)}
-    """
+    """A copy of a tree of arrays on one device, independent of the originals, with one vector per dtype; creating it does not block."""
 
     def __init__(self, tree: PyTree) -> None:
         self.form = Form.of(tree)
         self._vectors = _pack(self.form, tree)
 
     def leaves(self) -> list[np.ndarray[Any, Any]]:
-        """Returns the leaves, those that are typed keys as key data; waits until they are there. They are views of larger arrays."""
-        vectors = {name: np.asarray(vector) for name, vector in self._vectors.items()}
+        """Returns the leaves, views of larger arrays, with typed keys as key data; waits until they are available."""
+        vectors = {name: on_host(vector) for name, vector in self._vectors.items()}
         return [vectors[leaf.vector][leaf.begin : leaf.end].reshape(leaf.shape) for leaf in self.form.leaves]

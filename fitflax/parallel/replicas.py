@@ -1,4 +1,4 @@
-"""`check_replicas`: whether what should be the same on several devices is the same."""
+"""`check_replicas`: checks that replicated arrays are equal on all devices."""
 
 from typing import Any
 
@@ -12,41 +12,41 @@ from fitflax.state import PyTree
 
 __all__ = ["check_replicas"]
 
-# More of them would bury the rest of a message.
-_MOST_FAULTS = 10
+# Keeps the message short.
+_MAX_LISTED = 10
 
 
 def check_replicas(tree: PyTree, *, atol: float = 0.0, rtol: float = 0.0) -> None:
-    """Checks that the copies of arrays on several devices are equal, or as near as said; reads all of them.
+    """Checks that the copies of arrays on several devices are equal, or within a tolerance; reads all of them.
 
-    For finding out which array a user's own step lets diverge: the state of a run is equal on all replicas, to the bit. NaN equals NaN. Of an array that is
-    split, the parts that several devices hold are compared. Leaves that are no JAX arrays have no replicas.
+    Use it to find out which array a custom step lets diverge; the state of a run is bit-for-bit identical on all replicas. NaN equals NaN. For a split
+    array, the shards that several devices hold are compared. Leaves that are not JAX arrays are ignored.
 
     Args:
         tree: Arrays, such as `trainer.state`.
-        atol: Absolute tolerance; `|a - b| <= atol + rtol * |b|`, where `b` is the copy on the first device. For floating-point and complex numbers only.
+        atol: Absolute tolerance; `|a - b| <= atol + rtol * |b|`, where `b` is the copy on the first device. Only for floating-point and complex numbers.
         rtol: Relative tolerance.
 
     Raises:
-        ReplicaError: Copies differ; up to ten arrays are named with path, shape, device and by how much.
+        ReplicaError: Copies differ; names up to ten arrays with path, shape, device and difference.
 
     >>> check_replicas({"w": jnp.zeros((2, 3))})
     """
-    faults = [fault for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if (fault := _fault(path, leaf, atol, rtol))]
-    if faults:
-        more = f"; and {len(faults) - _MOST_FAULTS} more" if len(faults) > _MOST_FAULTS else ""
-        raise ReplicaError(f"Replicas that should be equal differ: {'; '.join(faults[:_MOST_FAULTS])}{more}.")
+    differences = [difference for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if (difference := _difference(path, leaf, atol, rtol))]
+    if differences:
+        more = f"; and {len(differences) - _MAX_LISTED} more" if len(differences) > _MAX_LISTED else ""
+        raise ReplicaError(f"Replicas that should be equal differ: {'; '.join(differences[:_MAX_LISTED])}{more}.")
 
 
-def _fault(path: Any, leaf: Any, atol: float, rtol: float) -> str | None:
-    """Returns, in words, which copy of an array is the first that differs."""
+def _difference(path: Any, leaf: Any, atol: float, rtol: float) -> str | None:
+    """Returns a message about the first copy of an array that differs; `None` if all are equal."""
     if not isinstance(leaf, jax.Array):
         return None
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     firsts: dict[str, Any] = {}
     for shard in leaf.addressable_shards:
-        data = np.asarray(shard.data)
+        data = jax.device_get(shard.data)
         where = str(shard.index)
         if where not in firsts:
             firsts[where] = shard.device, data
@@ -59,7 +59,5 @@ def _fault(path: Any, leaf: Any, atol: float, rtol: float) -> str | None:
         if not equal.all():
             name = path_name(path)
             most = f", by up to {np.nanmax(np.abs(one - other)):.3g}" if is_inexact else ""
-            return (
-                f"{name or 'the array'} {leaf.dtype}{list(leaf.shape)} on {shard.device} in {int((~equal).sum())} of {equal.size} numbers{most} (from {device})"
-            )
+            return f"{name or 'the array'} {leaf.dtype}{list(leaf.shape)} on {shard.device} and {device} in {int((~equal).sum())} of {equal.size} numbers{most}"
     return None

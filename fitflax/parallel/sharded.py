@@ -1,7 +1,7 @@
-"""A mesh of devices over which the state is split as well as the batch: FSDP, tensor parallelism, or both, by `jax.jit` with shardings.
+"""FSDP, tensor parallelism, or both: splits the state and the batch over a mesh of devices, by `jax.jit` with shardings.
 
-A step is traced once for the whole batch, as if there were a single large device, and XLA divides it: there are no replicas, so nothing is joined between
-them, and results do not depend on the number of devices but for rounding. What is said here is where arrays lie; the collectives follow from it.
+A step is traced once for the whole batch, as for a single large device, and XLA partitions it. So there is one replica, and results do not depend on the
+number of devices, up to rounding. This module only determines shardings; the compiler derives the collectives from them.
 """
 
 import contextlib
@@ -20,47 +20,46 @@ from fitflax.errors import ConfigError, FitflaxError, ModelError
 from fitflax.integers import is_integer
 from fitflax.leaves import is_key
 from fitflax.parallel.base import Compiled, Layout, Places, Strategy
+from fitflax.parallel.eager import Debuggable, copy_aliased, eager_step_error, traced_or_eager
 from fitflax.parallel.in_flight import InFlight, limit_for
 from fitflax.parallel.packed import Packed
 from fitflax.parallel.partition import BATCH, FSDP_MIN_SIZE, MeshAxes, Partition, checked_rules
-from fitflax.parallel.placing import check_devices, copy_here, count_processes, part_of, put
-from fitflax.parallel.transfer import Transfer
+from fitflax.parallel.placement import SMALL_BYTES, check_devices, copy_here, count_processes, part_of, put
+from fitflax.parallel.transfer import Transfer, of_feed
 from fitflax.state import PyTree, TrainState
 
 __all__ = ["Sharded"]
 
-# From here on arrays are moved one by one.
-_SMALL_BYTES = 2**20
-
-# Mesh axes over which a batch is split unless a rule for `batch` says something else.
+# Mesh axes over which batches are split without a rule for `batch`.
 _BATCH_AXES = ("data", "fsdp")
 
 
 class Sharded(Strategy):
-    """Splits state and batch over a mesh of devices.
+    """Splits the state and batches over a mesh of devices.
 
-    The step sees the whole batch: batch statistics and in-batch negatives are those of all its examples, dropout does not depend on the number of devices,
-    and a module must not use the name of a mapped axis, as in `nn.BatchNorm(axis_name=...)`. With `accumulate_steps=k` micro-batch `i` holds the rows
-    `i, i + k, i + 2 k, ...` of the batch, so that each device keeps the rows that it has.
+    A step sees the whole batch: batch statistics and in-batch negatives cover all its examples, and dropout does not depend on the number of devices.
+    Modules must not use the name of a mapped axis, as in `nn.BatchNorm(axis_name=...)`. With `accumulate_steps=k`, micro-batch `i` holds the rows
+    `i, i + k, i + 2 k, ...` of the batch, so that no row moves to another device.
 
-    Where an array of the state lies follows from the logical names of its axes, as `nn.with_logical_partitioning` gives them, and `rules`; of one without
-    names from `fsdp`. Averages and an optimizer's moments lie where their parameters do. Activations are constrained by `nn.with_logical_constraint` under
-    the same rules, in training, evaluation and prediction.
+    The logical names of an array's axes, from `nn.with_logical_partitioning`, and `rules` determine how the array is split; for arrays without names
+    `fsdp` does. Parameter averages and the moments of an optimizer are placed like their parameters. `nn.with_logical_constraint` constrains activations
+    by the same rules, in training, evaluation and prediction.
 
     Args:
-        mesh: The sizes of the mesh's axes, the slowest first; one may be -1, for what is left of the devices. Or a `jax.sharding.Mesh`.
-        rules: The mesh axes of logical names, as pairs in order of precedence or as a dict: `[("mlp", "model"), ("embed", None)]`. The names of the mesh's
-            own axes may be used as they are. Without a rule for `"batch"`, batches are split over the axes `"data"` and `"fsdp"`, and that of `fsdp`.
-        fsdp: Whether arrays without axis names are split: along the largest of their axes that the devices divide. `True` splits them over the axis `"fsdp"`
-            of the mesh, or `"data"` if it has none; a string names the axis. `None` is `False` with a warning where that leaves large parameters whole.
-        fsdp_min_size: How many elements such an array must have to be split.
-        devices: The devices to use; all by default.
+        mesh: Sizes of the mesh axes, the slowest first; one may be -1 for the remaining devices. Or a `jax.sharding.Mesh`.
+        rules: Mesh axes of logical names, in order of precedence, as pairs or a dict: `[("mlp", "model"), ("embed", None)]`. The mesh axes may also be
+            used directly as names. Without a rule for `"batch"`, batches are split over the axes `"data"` and `"fsdp"`, and that of `fsdp`.
+        fsdp: Whether to split arrays without axis names, along their largest axis that is divisible by the number of devices. `True` splits them over
+            the mesh axis `"fsdp"`, else `"data"`, else the only axis; a string names the axis. `None` is `False` with a warning if large parameters are
+            replicated.
+        fsdp_min_size: Minimum number of elements of arrays that `fsdp` splits.
+        devices: Devices to use; by default all.
 
     Raises:
-        ConfigError: A mesh that does not fit the devices, or rules that do not fit the mesh.
+        ConfigError: The mesh does not fit the devices, or the rules do not fit the mesh.
 
     Warns:
-        FitflaxWarning: When the state is made: large parameters stay whole, or nothing says which of several axes splits batches.
+        FitflaxWarning: When the state is created: large parameters are replicated, or it is unclear which of several axes splits batches.
 
     >>> Sharded({"data": -1}, devices=jax.devices()[:1])
     Sharded(mesh={'data': 1} of cpu devices, batches over ('data',))
@@ -84,7 +83,7 @@ class Sharded(Strategy):
         self.batch_axes = _batch_axes(own_rules, sizes, fsdp_axes, is_bare=rules is None)
         self._warns = fsdp is not False
         named = {name for name, _ in own_rules}
-        self._is_whole_batch_meant = (BATCH, None) in own_rules
+        self._allows_whole_batches = (BATCH, None) in own_rules
         all_rules = (*own_rules, *[(BATCH, self.batch_axes)] * (BATCH not in named), *((axis, axis) for axis in sizes if axis not in named))
         self.partition = Partition(sizes, all_rules, fsdp_axes, int(fsdp_min_size))
         self.num_replicas = 1
@@ -95,7 +94,7 @@ class Sharded(Strategy):
         rows = self.batch_axes if len(self.batch_axes) != 1 else self.batch_axes[0]
         split = PartitionSpec(rows) if self.batch_axes else PartitionSpec()
         group = PartitionSpec(None, rows) if self.batch_axes else PartitionSpec()
-        self._by_layout = {"replicated": self._at(PartitionSpec()), "split": self._at(split), "group": self._at(group)}
+        self._by_layout = {"replicated": self._sharding(PartitionSpec()), "split": self._sharding(split), "group": self._sharding(group)}
         self.part = part_of(self.mesh.devices.flat, self._by_layout["split"], self.num_batch_shards)
         self.num_processes = count_processes(self._devices)
         self.transfer = Transfer(1, self._by_layout["split"], self._by_layout["group"], self.part[1], spans_processes=self.num_processes > 1)
@@ -108,14 +107,14 @@ class Sharded(Strategy):
     def _devices(self) -> list[jax.Device]:
         return list(self.mesh.devices.flat)
 
-    def _at(self, spec: PartitionSpec) -> NamedSharding:
+    def _sharding(self, spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
 
     # -- compiling --
 
     @contextlib.contextmanager
-    def _inside(self) -> Iterator[None]:
-        """While a step is traced: constraints by logical names, and by mesh axes, mean this mesh."""
+    def _tracing(self) -> Iterator[None]:
+        """Applies the mesh and the rules to constraints in the code inside the block, while a step is traced."""
         mesh = jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
         with mesh, nn.logical_axis_rules(self.partition.rules), nn.intercept_methods(_without_mesh):
             try:
@@ -125,54 +124,63 @@ class Sharded(Strategy):
                 if "unbound axis name" not in text or isinstance(error, ModelError):
                     raise
                 kind = type(error) if isinstance(error, FitflaxError) else ModelError
-                raise kind(f"{text}. Under Sharded a step sees the whole batch, and there is no axis to join: leave collectives out.") from error
+                raise kind(f"{text}. Under Sharded, a step sees the whole batch, so there is no such axis. Leave out collectives such as psum.") from error
 
     @override
     def compile(self, fn: Callable[..., Any], *, inputs: Sequence[Layout], outputs: Layout | Sequence[Layout], donate: Sequence[int] = ()) -> Compiled:
         single = isinstance(outputs, str | Places)
-        return cast(
-            Compiled,
-            jax.jit(
-                self.trace(fn, inputs=inputs),
-                in_shardings=tuple(map(self._shardings, inputs)),
-                out_shardings=self._result(outputs) if single else tuple(map(self._result, cast(Sequence[Layout], outputs))),
-                donate_argnums=tuple(donate),
-            ),
-        )
+        places = tuple(map(self._shardings, inputs))
+        results = self._result_shardings(outputs) if single else tuple(map(self._result_shardings, cast(Sequence[Layout], outputs)))
+        either = traced_or_eager(self.trace(fn, inputs=inputs), self._eager(fn, places, results))
+        kept = jax.jit(either, in_shardings=places, out_shardings=results)
+        return Debuggable(jax.jit(either, in_shardings=places, out_shardings=results, donate_argnums=tuple(donate)), kept)
+
+    def _eager(self, fn: Callable[..., Any], places: Sequence[Any], results: Any) -> Callable[..., Any]:
+        """Returns `fn` as plain operations, each of which runs on the devices of its operands."""
+
+        def eager(*arguments: Any) -> Any:
+            if self.num_processes > 1:
+                raise eager_step_error()
+            given = tuple(jax.device_put(tree, place) for tree, place in zip(arguments, places, strict=True))
+            with self._tracing():
+                made = copy_aliased(of_feed(fn)(*given), given)
+            return jax.device_put(made, results)
+
+        return eager
 
     def _shardings(self, layout: Any) -> Any:
         return layout.tree if isinstance(layout, Places) else self._by_layout[layout]
 
-    def _result(self, layout: Any) -> Any:
-        """Returns where results lie; what is split between processes is whole on all devices, so that each process can read it."""
+    def _result_shardings(self, layout: Any) -> Any:
+        """Returns the shardings of results; with several processes split results are replicated, so that each process can read them."""
         return self._by_layout["replicated"] if self.num_processes > 1 and layout in ("split", "group") else self._shardings(layout)
 
     @override
     def trace(self, fn: Callable[..., Any], *, inputs: Sequence[Layout]) -> Callable[..., Any]:
         @functools.wraps(fn)
         def inside(*arguments: Any) -> Any:
-            with self._inside():
-                return fn(*arguments)
+            with self._tracing():
+                return of_feed(fn)(*arguments)
 
         return inside
 
     @override
     def emulate(self, fn: Callable[..., Any], *, inputs: Sequence[Layout]) -> Callable[..., Any]:
-        alone = self._alone(fn)
+        alone = self._on_one_device(fn)
         return lambda *arguments: jax.tree.map(lambda leaf: leaf[None], alone(*arguments))
 
     @override
     def alone(self, fn: Callable[..., Any]) -> Any:
-        return jax.jit(self._alone(fn))
+        return jax.jit(self._on_one_device(fn))
 
-    def _alone(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function for one device: a mesh of the same axes is there, as constraints by mesh axes want it, and splits nothing."""
+    def _on_one_device(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `fn` for one device, in a mesh with the same axes of size 1, which constraints by mesh axes require."""
         names = self.mesh.axis_names
         mesh = AbstractMesh((1,) * len(names), names, axis_types=(AxisType.Auto,) * len(names))
 
         def inside(*arguments: Any) -> Any:
             with jax.sharding.use_abstract_mesh(mesh), nn.intercept_methods(_without_mesh):
-                return fn(*arguments)
+                return of_feed(fn)(*arguments)
 
         return inside
 
@@ -200,10 +208,10 @@ class Sharded(Strategy):
         for index, (leaf, place) in enumerate(zip(leaves, places, strict=True)):
             if not isinstance(leaf, jax.Array) or is_key(leaf) or (self.num_processes > 1 and leaf.is_fully_addressable):
                 placed[index] = put(leaf, place)
-            elif leaf.nbytes < _SMALL_BYTES:
+            elif leaf.nbytes < SMALL_BYTES:
                 small.append(index)
             else:
-                # What is on devices goes from there to its place, and is copied, because parts that lie right are not moved. One large array at a time.
+                # Copy explicitly, because `device_put` reuses shards that are already in place. One large array at a time.
                 placed[index] = self.copy(jax.device_put(leaf, place))
         moved = self.copy(jax.device_put([leaves[index] for index in small], [places[index] for index in small]))
         for index, leaf in zip(small, moved, strict=True):
@@ -220,7 +228,7 @@ class Sharded(Strategy):
 
     def _state_shardings(self, state: TrainState) -> TrainState:
         specs = self.partition.specs(state)
-        return cast(TrainState, jax.tree.map(self._at, specs, is_leaf=lambda node: isinstance(node, PartitionSpec)))
+        return cast(TrainState, jax.tree.map(self._sharding, specs, is_leaf=lambda node: isinstance(node, PartitionSpec)))
 
     @override
     def places(self, tree: PyTree) -> Layout:
@@ -234,16 +242,14 @@ class Sharded(Strategy):
     def describe_whole(self, state: TrainState) -> str | None:
         remarks = []
         axes = [axis for axis, size in self.partition.sizes.items() if size > 1]
-        if len(axes) > 1 and not self.batch_axes and not self._is_whole_batch_meant:
+        if len(axes) > 1 and not self.batch_axes and not self._allows_whole_batches:
             remarks.append(
-                f"Each device works on whole batches: no axis of the mesh {dict(self.mesh.shape)} is called 'data' or 'fsdp', and no rule is for 'batch'. "
-                f"Add ('batch', {axes[0]!r}), or ('batch', None) if that is as it should be."
+                f"Each device processes whole batches, because the mesh {dict(self.mesh.shape)} has no axis 'data' or 'fsdp', and there is no rule for "
+                f"'batch'. Add the rule ('batch', {axes[0]!r}), or ('batch', None) if this is intended."
             )
         whole = self.partition.describe_large(state) if self._warns else None
         if whole is not None:
-            advice = (
-                " Sharded(fsdp=True) splits arrays without axis names; fsdp=False says that all is as it should be." if not self.partition.fsdp_axes else ""
-            )
+            advice = " Pass Sharded(fsdp=True) to split arrays without axis names, or fsdp=False if this is intended." if not self.partition.fsdp_axes else ""
             remarks.append(f"Large parameters are whole on each of {self.mesh.size} devices: {whole}.{advice}")
         return " ".join(remarks) or None
 
@@ -253,7 +259,7 @@ class Sharded(Strategy):
             return copy_here(tree)
         leaves = jax.tree.leaves(tree)
         treedef: Any = jax.tree.structure(tree)
-        return treedef.unflatten(_copier(tuple(leaf.sharding for leaf in leaves))(leaves))
+        return treedef.unflatten(_copy_function(tuple(leaf.sharding for leaf in leaves))(leaves))
 
     @override
     def copy_once(self, tree: PyTree) -> Packed:
@@ -268,7 +274,7 @@ class Sharded(Strategy):
     def idle_axes(self, state: TrainState) -> list[str]:
         return self.partition.idle_axes(state, self.batch_axes)
 
-    # -- inside of a step: there is one replica --
+    # -- inside of a step: a single replica --
 
     @override
     def replica_index(self) -> Any:
@@ -304,10 +310,10 @@ class Sharded(Strategy):
 
 
 def _without_mesh(call: Callable[..., Any], arguments: Any, keywords: Any, context: Any) -> Any:
-    """Calls a module's method; `nn.DenseGeneral`'s outside of the mesh.
+    """Calls the method of a module, and that of `nn.DenseGeneral` outside of the mesh.
 
-    It makes its kernel as a matrix, and under a mesh linen constrains that by the names of all of the kernel's axes (https://github.com/google/flax/issues/3676).
-    There are no constraints of the user's inside of it.
+    It creates its kernel as a matrix, which linen would constrain by the names of all axes of the kernel (https://github.com/google/flax/issues/3676).
+    There are no custom constraints inside of it.
     """
     if isinstance(context.module, nn.DenseGeneral):
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
@@ -316,20 +322,15 @@ def _without_mesh(call: Callable[..., Any], arguments: Any, keywords: Any, conte
 
 
 def _make_mesh(mesh: Any, devices: Sequence[jax.Device] | None) -> Mesh:
-    """Returns the mesh that was asked for, its axes such that the compiler divides the work.
-
-    Raises:
-        ConfigError: It does not fit the devices.
-    """
     if isinstance(mesh, Mesh):
         if devices is not None:
-            raise ConfigError("Sharded takes the devices of the jax.sharding.Mesh that it is given. Leave devices= out.")
+            raise ConfigError("Sharded(devices=...) cannot be combined with a jax.sharding.Mesh, which has its own devices. Leave devices= out.")
         return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
     used = check_devices("Sharded", jax.devices() if devices is None else devices)
     is_mesh = isinstance(mesh, Mapping) and mesh and all(isinstance(axis, str) for axis in mesh)
     sizes = dict(mesh) if is_mesh else {}
     if not sizes or any(not is_integer(size) or (size < 1 and size != -1) for size in sizes.values()):
-        raise ConfigError(f"Sharded(mesh=...) takes the sizes of its axes, such as {{'data': -1, 'model': 2}}. Received: {mesh!r}.")
+        raise ConfigError(f"Sharded(mesh=...) takes a jax.sharding.Mesh, or sizes of axes such as {{'data': -1, 'model': 2}}. Received: {mesh!r}.")
     open_axes = [axis for axis, size in sizes.items() if size == -1]
     known = math.prod(size for size in sizes.values() if size != -1)
     if len(open_axes) > 1:
@@ -340,7 +341,7 @@ def _make_mesh(mesh: Any, devices: Sequence[jax.Device] | None) -> Mesh:
         wanted = f"a multiple of {known}" if open_axes else f"{known}"
         most = len(used) // known * known if open_axes else known
         advice = f", or pass devices=jax.devices()[:{most}]" if 0 < most < len(used) else ""
-        raise ConfigError(f"Sharded(mesh={mesh!r}) needs {wanted} devices, and there are {len(used)}. Change the sizes or let one of them be -1{advice}.")
+        raise ConfigError(f"Sharded(mesh={mesh!r}) needs {wanted} devices, but there are {len(used)}. Change the sizes or set one of them to -1{advice}.")
     shape = tuple(int(size) for size in sizes.values())
     return jax.make_mesh(shape, tuple(sizes), axis_types=(AxisType.Auto,) * len(shape), devices=used)
 
@@ -352,7 +353,7 @@ def _fsdp_axes(fsdp: Any, sizes: Mapping[str, int]) -> tuple[str, ...]:
         axis = next((axis for axis in ("fsdp", "data") if axis in sizes), None)
         axis = next(iter(sizes)) if axis is None and len(sizes) == 1 else axis
         if axis is None:
-            raise ConfigError(f"Sharded(fsdp=True) looks for an axis 'fsdp' or 'data' of the mesh, which has {list(sizes)}. Name the axis: fsdp='...'.")
+            raise ConfigError(f"Sharded(fsdp=True) needs a mesh axis 'fsdp' or 'data'. The mesh has {list(sizes)}. Name the axis to use: fsdp='...'.")
         return (axis,)
     if not isinstance(fsdp, str) or fsdp not in sizes:
         raise ConfigError(f"Sharded(fsdp=...) takes True, False, None, or an axis of the mesh {list(sizes)}. Received: {fsdp!r}.")
@@ -360,7 +361,7 @@ def _fsdp_axes(fsdp: Any, sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def _batch_axes(rules: Sequence[tuple[str, MeshAxes]], sizes: Mapping[str, int], fsdp_axes: Sequence[str], *, is_bare: bool) -> tuple[str, ...]:
-    """Returns the mesh axes over which a batch is split; of a mesh of one axis without rules it is that one."""
+    """Returns the mesh axes over which batches are split; a mesh of one axis without rules uses that axis."""
     given = [axes for name, axes in rules if name == BATCH]
     if given:
         axes = given[0]
@@ -370,7 +371,7 @@ def _batch_axes(rules: Sequence[tuple[str, MeshAxes]], sizes: Mapping[str, int],
 
 
 @functools.lru_cache(maxsize=64)
-def _copier(places: tuple[NamedSharding, ...]) -> Any:
+def _copy_function(places: tuple[NamedSharding, ...]) -> Any:
     return jax.jit(lambda leaves: [jnp.copy(leaf) for leaf in leaves], out_shardings=list(places))
 
 

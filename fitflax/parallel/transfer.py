@@ -1,7 +1,7 @@
-"""`Transfer`: host batches in the form in which compiled functions take them, and split outputs back on the host."""
+"""`Transfer`: converts host batches to the form that compiled functions take, and split outputs to host arrays."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,56 +10,54 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from fitflax.data.batch import full_mask
+from fitflax.data.whole_batches import unboxed
+from fitflax.leaves import on_host
+from fitflax.parallel.eager import explicitly, guards_transfers
 from fitflax.state import Batch, PyTree
 
-__all__ = ["Transfer"]
+__all__ = ["Transfer", "of_feed"]
+
+
+def of_feed(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `fn` as a function of what `feed` returns, where scalars are boxed into arrays with an axis, because split arrays need one."""
+    return functools.wraps(fn)(lambda *arguments: fn(*unboxed(arguments)))
 
 
 class Transfer:
-    """How batches go to the devices, and rows come back.
+    """Transfers batches to the devices and outputs to the host.
 
-    Args:
-        num_shares: How many calls of a step's function share a batch, each on a device of its own: then arrays get a leading axis of shares.
-        split: Where `[batch, ...]`, or `[shares, batch / shares, ...]`, lies.
-        group: Where `[steps, batch, ...]`, or `[shares, steps, batch / shares, ...]`, lies.
-        num_parts: Of how many parts of a batch, fed by several processes, the given one is one.
-        spans_processes: Whether some of the devices are other processes'; there is one share then.
-
-    >>> from jax.sharding import Mesh, PartitionSpec
-    >>> mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
-    >>> transfer = Transfer(1, NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec(None, "data")))
-    >>> transfer.feed_group([Batch(x=np.zeros((2, 3)), y=(), mask=full_mask(2))] * 4, 4).x.shape
-    (4, 2, 3)
+    With more than one mapped replica, arrays get a leading axis of replicas: `split` is the sharding of `[batch, ...]` or `[replicas, batch / replicas,
+    ...]`, and `group` that of `[steps, batch, ...]` or `[replicas, steps, batch / replicas, ...]`. If some devices belong to other processes,
+    `num_mapped` must be 1; processes feed `num_parts` shards of a batch.
     """
 
-    def __init__(self, num_shares: int, split: NamedSharding, group: NamedSharding, num_parts: int = 1, *, spans_processes: bool = False) -> None:
-        self._num_shares = num_shares
-        self._num_parts = num_parts
-        self._spans_processes = spans_processes
-        self._split = split
-        self._group = group
+    def __init__(self, num_mapped: int, split: NamedSharding, group: NamedSharding, num_parts: int = 1, *, spans_processes: bool = False) -> None:
+        self._num_mapped, self._num_parts, self._spans_processes = num_mapped, num_parts, spans_processes
+        self._split, self._group = split, group
         self._put_mask = functools.lru_cache(maxsize=8)(self._put_full_mask)
 
     def feed(self, batch: Batch) -> Batch:
         """See `Strategy.feed`."""
-        # Arrays go to the compiled call as they are, which is cheaper on CPU than placing them first. Masks are the exception: the mask of a full
-        # batch stays on the device, and a short batch's must be placed like it, or the step would be compiled a second time.
+        # The compiled call places arrays, which is cheaper on CPU than placing them first. Only masks are placed: the mask of a full batch stays
+        # on the device, and other masks need the same sharding, or the step would be compiled a second time.
         size = len(batch.mask)
         mask = self._put_mask(size) if batch.mask is full_mask(size) else self._place(self._fold(batch.mask), self._split)
         x, y, _, weights = batch
         if self._spans_processes:
             x, y, weights = jax.tree.map(lambda leaf: self._place(leaf, self._split), (x, y, weights))
             return Batch(x, y, mask, weights)
-        is_plain = type(x) is np.ndarray and type(y) is np.ndarray and weights is None  # Looking at trees takes longer than many a step.
-        if self._num_shares > 1 or not (is_plain or all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves((x, y, weights)))):
+        is_plain = type(x) is np.ndarray and type(y) is np.ndarray and weights is None  # Tree functions can take longer than a step.
+        if self._num_mapped > 1 or not (is_plain or all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves((x, y, weights)))):
             x, y, weights = jax.tree.map(self._feed_leaf, (x, y, weights))
+        if guards_transfers():
+            x, y, weights = jax.device_put((x, y, weights), self._split)
         return Batch(x, y, mask, weights)
 
     def feed_group(self, batches: Sequence[Batch], size: int, whole: PyTree = None) -> Batch:
         """See `Strategy.feed_group`."""
         rows = len(batches[0].mask)
         full = full_mask(rows)
-        if all(batch.mask is full for batch in batches):
+        if whole is not None or all(batch.mask is full for batch in batches):  # Contiguous batches have no padding.
             mask = self._put_mask(rows, size)
         else:
             mask = self._place(self._stack(size, *(batch.mask for batch in batches)), self._group)
@@ -69,6 +67,8 @@ class Transfer:
             x, y, weights = jax.tree.map(functools.partial(self._fold_group, len(batches), size), tuple(whole))
         if self._spans_processes:
             x, y, weights = jax.tree.map(lambda leaf: self._place(leaf, self._group), (x, y, weights))
+        elif guards_transfers():
+            x, y, weights = jax.device_put((x, y, weights), self._group)
         return Batch(x, y, mask, weights)
 
     def abstract_feed(self, batch: Batch, steps: int | None = None) -> Batch:
@@ -78,8 +78,8 @@ class Transfer:
 
         def abstract(leaf: Any, is_placed: bool) -> jax.ShapeDtypeStruct:
             shape = (*group, leaf.shape[0] * self._num_parts, *leaf.shape[1:])
-            if self._num_shares > 1:
-                shape = (self._num_shares, *group, leaf.shape[0] // self._num_shares, *leaf.shape[1:])
+            if self._num_mapped > 1:
+                shape = (self._num_mapped, *group, leaf.shape[0] // self._num_mapped, *leaf.shape[1:])
             return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(leaf.dtype), sharding=place if is_placed else None)
 
         x, y, mask, weights = batch
@@ -90,34 +90,35 @@ class Transfer:
         """See `Strategy.join`."""
 
         def unfold(leaf: Any) -> np.ndarray[Any, Any]:
-            array = np.asarray(leaf)
+            array = on_host(leaf)
             if steps is not None:
-                array = array[:steps] if self._num_shares == 1 else np.moveaxis(array, 1, 0)[:steps]
-                array = array.reshape(-1, *array.shape[2:])
-            return array if self._num_shares == 1 else array.reshape(-1, *array.shape[2:])
+                array = array[:steps] if self._num_mapped == 1 else np.moveaxis(array, 1, 0)[:steps]
+                array = array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
+            return array if self._num_mapped == 1 else array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
 
         return jax.tree.map(unfold, outputs)
 
     def _fold_group(self, count: int, size: int, leaf: Any) -> Any:
-        """Returns `[count * batch, ...]` as `_stack` returns it, a view if it can be one."""
+        """Returns `[count * batch, ...]` in the form of `_stack`, as a view if possible."""
         steps = leaf.reshape(count, -1, *leaf.shape[1:])
-        if self._num_shares == 1 and count == size:
+        if self._num_mapped == 1 and count == size:
             return steps
         return self._stack(size, *steps)
 
     def _stack(self, size: int, *leaves: Any) -> Any:
-        """Returns `[batch, ...]` of several steps as `[size, batch, ...]`, or `[shares, size, batch / shares, ...]`, in fresh memory."""
+        """Returns `[batch, ...]` of several steps as `[size, batch, ...]`, or `[replicas, size, batch / replicas, ...]`, in new memory."""
         if any(isinstance(leaf, jax.Array) for leaf in leaves):
             whole = jnp.stack([*leaves, *[leaves[-1]] * (size - len(leaves))])
-            if self._num_shares > 1:
-                whole = jnp.moveaxis(whole.reshape(size, self._num_shares, -1, *whole.shape[2:]), 1, 0)
+            if self._num_mapped > 1:
+                rows = whole.shape[1] // self._num_mapped
+                whole = jnp.moveaxis(whole.reshape(size, self._num_mapped, rows, *whole.shape[2:]), 1, 0)
             return jax.device_put(whole, self._group)
-        first = leaves[0] if self._num_shares == 1 else self._fold(leaves[0])
-        shape = (size, *first.shape) if self._num_shares == 1 else (first.shape[0], size, *first.shape[1:])
+        first = leaves[0] if self._num_mapped == 1 else self._fold(leaves[0])
+        shape = (size, *first.shape) if self._num_mapped == 1 else (first.shape[0], size, *first.shape[1:])
         stack: np.ndarray[Any, Any] = np.empty(shape, first.dtype)
-        steps = stack if self._num_shares == 1 else np.moveaxis(stack, 1, 0)
-        for step, leaf in zip(steps, leaves, strict=False):  # Views: the rest of the memory is never read.
-            step[...] = leaf if self._num_shares == 1 else self._fold(leaf)
+        steps = stack if self._num_mapped == 1 else np.moveaxis(stack, 1, 0)
+        for step, leaf in zip(steps, leaves, strict=False):  # Views. Unused steps are never read.
+            step[...] = leaf if self._num_mapped == 1 else self._fold(leaf)
         return stack
 
     def _feed_leaf(self, leaf: Any) -> Any:
@@ -125,8 +126,8 @@ class Transfer:
         return jax.device_put(self._fold(leaf), self._split) if isinstance(leaf, jax.Array) else self._fold(leaf)
 
     def _fold(self, leaf: Any) -> Any:
-        """Returns `[batch, ...]` as `[shares, batch / shares, ...]`, a view."""
-        return leaf if self._num_shares == 1 else leaf.reshape(self._num_shares, -1, *leaf.shape[1:])
+        """Returns `[batch, ...]` as `[replicas, batch / replicas, ...]`, a view."""
+        return leaf if self._num_mapped == 1 else leaf.reshape(self._num_mapped, len(leaf) // self._num_mapped, *leaf.shape[1:])
 
     def _put_full_mask(self, rows: int, steps: int | None = None) -> Any:
         mask = full_mask(rows)
@@ -135,7 +136,8 @@ class Transfer:
         return self._place(self._stack(steps, *[mask] * steps), self._group)
 
     def _place(self, leaf: Any, place: NamedSharding) -> Any:
-        """Returns an array on the devices, given all of it, or this process's part of its rows."""
+        """Returns an array on the devices, from the whole array or from this process's shard of its rows."""
         if not self._spans_processes:
             return jax.device_put(leaf, place)
-        return jax.make_array_from_process_local_data(place, np.asarray(leaf))
+        with explicitly():
+            return jax.make_array_from_process_local_data(place, np.asarray(leaf))

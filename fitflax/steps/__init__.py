@@ -1,1 +1,1 @@
-"""WHAT happens to a batch: the module's pure functions, the steps that train, evaluate and predict, and their compiled form."""
+"""What happens to a batch: the forward pass, gradients, the steps that train, evaluate and predict, and their compiled form."""

@@ -1,4 +1,4 @@
-"""What a traced function costs, counted from its jaxpr: the same on every platform, and before anything is compiled."""
+"""Costs of a traced function, counted from its jaxpr: the same on every platform, without compilation."""
 
 import math
 from collections.abc import Iterator
@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-__all__ = ["Cost", "cost_of", "peak_flops"]
+__all__ = ["UNKNOWN", "Cost", "cost_of", "peak_flops"]
 
-# Dense floating-point operations a second of a device's matrix units in bfloat16 (float16 where there is no such thing), from the makers' data sheets, by the
-# beginning of the name that JAX gives it. A TPU before v4 has two devices a chip.
+# Dense bfloat16 operations per second of a device (float16 if it has no bfloat16), from the vendors' data sheets, by the beginning of JAX's name of
+# the device. TPUs before v4 have two devices per chip.
 _PEAKS = {
     "NVIDIA A10": 125e12,
     "NVIDIA A10G": 70e12,
@@ -34,39 +34,29 @@ _PEAKS = {
 
 
 class Cost(NamedTuple):
-    """What one call of a function costs; infinite where it holds a loop of unknown length or a kernel that is not written in JAX.
+    """Cost of one call of a function; infinite if it contains a loop of unknown length or a kernel that is not written in JAX."""
 
-    Attributes:
-        flops: Floating-point operations: two for each multiplication and addition of matrix products and convolutions, one for each element of all other
-            results.
-        bytes_accessed: What all operations read and write, each by itself, in bytes; a compiler that fuses them needs less.
-        has_convolution: Whether there is a convolution among them.
-        matrix_flops: Those of matrix products and convolutions alone.
-    """
-
-    flops: float
-    bytes_accessed: float
+    flops: float  # Floating-point operations: two for each multiply-add of matrix products and convolutions, one for each element of other results.
+    bytes_accessed: float  # Bytes that all operations read and write without fusion.
     has_convolution: bool
-    matrix_flops: float
+    matrix_flops: float  # Those of matrix products and convolutions only.
 
     def __add__(self, other: Any) -> "Cost":
         flops, accessed = self.flops + other.flops, self.bytes_accessed + other.bytes_accessed
         return Cost(flops, accessed, self.has_convolution or other.has_convolution, self.matrix_flops + other.matrix_flops)
 
     def times(self, count: float) -> "Cost":
-        """Returns the cost of so many calls, or of a part of one."""
+        """Returns the cost of `count` calls, which may be a fraction."""
         return Cost(self.flops * count, self.bytes_accessed * count, self.has_convolution, self.matrix_flops * count)
 
 
 _NOTHING = Cost(0.0, 0.0, False, 0.0)
-_UNKNOWN = Cost(math.inf, math.inf, False, math.inf)
+UNKNOWN = Cost(math.inf, math.inf, False, math.inf)
+"""The cost of a function that cannot be counted."""
 
 
 def cost_of(jaxpr: core.ClosedJaxpr | core.Jaxpr) -> Cost:
-    """Returns what one call costs; of a function that is mapped over devices, on one of them.
-
-    Args:
-        jaxpr: What `jax.make_jaxpr` returns.
+    """Returns the cost of one call of a function, given its jaxpr; for a function that is mapped over devices, on one of them.
 
     >>> import jax
     >>> import numpy as np
@@ -81,7 +71,7 @@ def cost_of(jaxpr: core.ClosedJaxpr | core.Jaxpr) -> Cost:
 def _cost_of_equation(equation: Any) -> Cost:
     name, params = equation.primitive.name, equation.params
     if name in ("while", "pallas_call"):
-        return _UNKNOWN
+        return UNKNOWN
     inner = [cost_of(jaxpr) for jaxpr in _jaxprs_in(params)]
     if name == "cond":
         return max(inner, key=lambda cost: cost.flops)
@@ -110,15 +100,12 @@ def _jaxprs_in(params: dict[str, Any]) -> Iterator[Any]:
 
 
 def _num_bytes(aval: Any) -> float:
-    dtype = getattr(aval, "dtype", None)  # A key's has an item size as well.
+    dtype = getattr(aval, "dtype", None)  # Key dtypes have an item size, too.
     return 0.0 if dtype is None else float(math.prod(aval.shape) * dtype.itemsize)
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Returns how many floating-point operations a second a device can make at best, in bfloat16; `None` where that is not known.
-
-    Args:
-        device_kind: `jax.Device.device_kind`.
+    """Returns the peak bfloat16 operations per second of a device with this `jax.Device.device_kind`, or `None` if it is not known.
 
     >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("cpu")
     (989000000000000.0, None)

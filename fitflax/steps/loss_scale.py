@@ -1,7 +1,7 @@
-"""Dynamic loss scaling for float16, whose smallest number is 6e-8: the loss is multiplied before it is differentiated, and the gradient divided afterwards.
+"""Dynamic loss scaling for float16, whose smallest number is 6e-8: the loss is multiplied before differentiation, and the gradient divided after it.
 
-The scale is found by trying: halved when a gradient is not finite, which skips the update, and doubled after many good steps in a row. It is a part of the
-optimizer's state, so it is saved and restored with it.
+If a gradient is not finite, the update is skipped and the scale halved; after many good steps in a row it is doubled. The scale is part of the
+optimizer state, so it is saved and restored with it.
 """
 
 from typing import Any, NamedTuple
@@ -17,30 +17,20 @@ __all__ = ["LossScaled", "is_finite", "scaled_state", "unscaled", "with_loss_sca
 FIRST_SCALE = 2.0**15
 MIN_SCALE = 1.0
 MAX_SCALE = 2.0**24
-# Good steps in a row after which a larger scale is tried.
+# Number of good steps in a row after which the scale is doubled.
 PATIENCE = 2000
 
 
 class LossScaled(NamedTuple):
-    """An optimizer's state with the scale of the loss.
+    """An optimizer state with the loss scale."""
 
-    Attributes:
-        inner_state: The optimizer's own state.
-        scale: What the loss of the next step is multiplied with, a power of two; float32 `[]`.
-        good_steps: Steps with a finite gradient since the scale was changed; int32 `[]`.
-    """
-
-    inner_state: PyTree
-    scale: jax.Array
-    good_steps: jax.Array
+    inner_state: PyTree  # State of the wrapped optimizer.
+    scale: jax.Array  # Factor of the loss in the next step, a power of two; float32 `[]`.
+    good_steps: jax.Array  # Steps with a finite gradient since the last change of the scale; int32 `[]`.
 
 
 def scaled_state(opt_state: PyTree) -> LossScaled:
-    """Returns an optimizer's state with the first scale.
-
-    >>> float(scaled_state(()).scale)
-    32768.0
-    """
+    """Returns an optimizer state with the initial scale."""
     return LossScaled(opt_state, jnp.float32(FIRST_SCALE), jnp.int32(0))
 
 
@@ -50,17 +40,14 @@ def unscaled(grads: PyTree, scale: jax.Array) -> PyTree:
 
 
 def is_finite(grads: PyTree) -> jax.Array:
-    """Returns whether all of a gradient is finite; bool `[]`."""
+    """Returns whether all of the gradient is finite; bool `[]`."""
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(grad)) for grad in jax.tree.leaves(grads)], bool))
 
 
 def with_loss_scale(optimizer: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer that keeps a scale beside its state, and keeps that state where a gradient is not finite.
+    """Returns an optimizer that adds a loss scale to its state, and does not change the wrapped state if the gradient is not finite.
 
-    It takes gradients that are `unscaled` already. The updates of a gradient that is not finite mean nothing: whoever applies updates must skip those, too.
-
-    Args:
-        optimizer: Any optax transformation.
+    It takes gradients that are already `unscaled`. If a gradient is not finite, its updates are invalid, and the caller must skip them.
 
     >>> optimizer = with_loss_scale(optax.sgd(0.1, momentum=0.9))
     >>> state = optimizer.init({"w": jnp.zeros(1)})

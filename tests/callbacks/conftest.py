@@ -1,4 +1,4 @@
-"""A small trainer that tests of callbacks share."""
+"""A small trainer that the tests of callbacks share."""
 
 import numpy as np
 import pytest
@@ -15,6 +15,6 @@ def shared() -> fitflax.Trainer:
 
 @pytest.fixture
 def trainer(shared: fitflax.Trainer) -> fitflax.Trainer:
-    """At step 0, in a run of its own; the compiled steps are shared."""
+    """A trainer at step 0. The tests of a module share its compiled steps."""
     shared.build((np.zeros((4, 4), np.float32), np.zeros(4, np.int32)))
     return shared

@@ -1,4 +1,4 @@
-"""BestCheckpoint: which checkpoints are the best, what survives a restart, and which weights are put back."""
+"""BestCheckpoint: which checkpoints are the best, what survives a resume, and which parameters are restored."""
 
 import dataclasses
 from typing import Any
@@ -11,7 +11,7 @@ import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint
 from fitflax.checkpoints import CheckpointStore
 from fitflax.errors import CallbackError, CheckpointError, MonitorError
-from fitflax.loops.run import Run
+from fitflax.loops.training_loop import Run
 from tests.run_script import differences, directory_of, state_of, steps_in
 
 X, Y = np.linspace(0, 1, 80, dtype=np.float32).reshape(20, 4), np.arange(20, dtype=np.int32) % 3  # 5 batches of 4
@@ -33,11 +33,11 @@ def best_of(trainer: fitflax.Trainer, directory: Any, values: list[float], mode:
     return best
 
 
-# -- which --
+# -- which checkpoints are kept --
 
 
 @pytest.mark.parametrize(("keep", "epochs"), [(1, [4]), (2, [2, 4]), (3, [2, 3, 4]), (None, [0, 1, 2, 3, 4])])
-def test_the_best_k_are_kept(keep, epochs, trainer, tmp_path):
+def test_the_best_k_checkpoints_are_kept(keep, epochs, trainer, tmp_path):
     """Case 21."""
     best = best_of(trainer, tmp_path, [10, 9, 2.8, 5, 2.5], "min", keep=keep)
     assert steps_in(tmp_path) == [5 * epoch + 5 for epoch in epochs]
@@ -51,20 +51,20 @@ def test_nan_is_never_the_best_and_evicts_nothing(values, mode, value, step, tra
     assert (best.best, best.best_step, steps_in(tmp_path)) == (value, step, [step])
 
 
-def test_nothing_but_nan_saves_nothing(trainer, tmp_path):
+def test_nothing_is_saved_if_all_values_are_nan(trainer, tmp_path):
     best = best_of(trainer, tmp_path, [NAN, NAN], "min", restore_best=True)
     assert best.best is None and best.best_step is None and not steps_in(tmp_path)
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
 @pytest.mark.parametrize(("keep", "steps"), [(1, [5]), (2, [5, 10])])
-def test_of_equals_the_earliest_is_kept(mode, keep, steps, trainer, tmp_path):
+def test_of_equal_values_the_earliest_are_kept(mode, keep, steps, trainer, tmp_path):
     best = best_of(trainer, tmp_path, [1.0, 1.0, 1.0], mode, keep=keep)
     assert steps_in(tmp_path) == steps and best.best_step == 5
 
 
 @pytest.mark.parametrize(("mode", "values"), [("max", [0.5, 0.7, 0.75, 0.71]), ("min", [0.9, 0.7, 0.65, 0.69])])
-def test_only_what_is_better_than_the_initial_value_is_saved(mode, values, trainer, tmp_path):
+def test_only_checkpoints_better_than_the_initial_value_are_saved(mode, values, trainer, tmp_path):
     assert best_of(trainer, tmp_path, values, mode, initial_value=0.7, keep=None).best_step == 15
     assert steps_in(tmp_path) == [15, 20]
 
@@ -74,31 +74,31 @@ def test_an_infinite_value_can_be_the_best(trainer, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_direction_is_that_of_the_metric(trainer, tmp_path):
+def test_the_direction_comes_from_the_metric_unless_mode_is_given(trainer, tmp_path):
     best, worst = BestCheckpoint(tmp_path / "a", monitor="val_accuracy"), BestCheckpoint(tmp_path / "b", monitor="val_accuracy", mode="min")
     history = fit(trainer, best, worst, epochs=4, validation_data=(X, Y)).history["val_accuracy"]
     assert (best.best, worst.best) == (max(history), min(history))
     assert best.best_step == 5 * history.index(max(history)) + 5
 
 
-def test_it_looks_at_epochs_with_a_validation_only(trainer, tmp_path):
+def test_it_checks_only_epochs_with_validation(trainer, tmp_path):
     best = BestCheckpoint(tmp_path, keep=None)
     fit(trainer, best, epochs=5, validation_data=(X, Y), validation_freq=2)
     assert steps_in(tmp_path) == [10, 20]
 
 
-def test_it_looks_at_validations_inside_an_epoch(trainer, tmp_path):
+def test_it_checks_validations_inside_an_epoch(trainer, tmp_path):
     best = BestCheckpoint(tmp_path, keep=None)
     fit(trainer, best, steps=7, steps_per_epoch=100, validation_data=(X, Y), validation_freq=fitflax.every(steps=3))
     assert steps_in(tmp_path) == [3, 6]
 
 
-def test_a_value_of_training_is_looked_at_at_the_ends_of_epochs(trainer, tmp_path):
+def test_a_training_value_is_checked_at_the_end_of_each_epoch(trainer, tmp_path):
     fit(trainer, BestCheckpoint(tmp_path, monitor="loss", keep=None), epochs=3)
     assert steps_in(tmp_path) == [5, 10, 15]
 
 
-def test_a_best_checkpoint_is_a_whole_one(trainer, tmp_path):
+def test_a_best_checkpoint_contains_everything_that_a_regular_one_does(trainer, tmp_path):
     fit(trainer, BestCheckpoint(tmp_path / "best", keep=None), ModelCheckpoint(tmp_path / "all", keep=None), epochs=2, validation_data=(X, Y))
     assert directory_of(tmp_path / "best") == directory_of(tmp_path / "all")
 
@@ -106,38 +106,38 @@ def test_a_best_checkpoint_is_a_whole_one(trainer, tmp_path):
 # -- errors --
 
 
-def test_a_monitor_that_is_misspelt_is_an_error_with_the_keys_that_are_logged(trainer, tmp_path):
-    with pytest.raises(MonitorError, match=r"BestCheckpoint monitors 'val_acuracy', but .*'val_accuracy'.*Did you mean 'val_accuracy'"):
+def test_a_misspelled_monitor_is_an_error_that_lists_the_logged_keys(trainer, tmp_path):
+    with pytest.raises(MonitorError, match=r"BestCheckpoint monitors 'val_acuracy', which is not logged\. Did you mean 'val_accuracy'\? Logged keys: "):
         fit(trainer, BestCheckpoint(tmp_path, monitor="val_acuracy"), epochs=3, validation_data=(X, Y))
     assert trainer.step == 5
 
 
-def test_a_monitor_of_validation_without_validation_is_an_error_before_the_first_step(trainer, tmp_path):
+def test_monitoring_validation_without_validation_data_is_an_error_before_the_first_step(trainer, tmp_path):
     with pytest.raises(MonitorError, match="there is no validation data"):
         fit(trainer, BestCheckpoint(tmp_path), epochs=3)
     assert trainer.step == 0
 
 
-def test_a_key_that_declares_no_direction_needs_a_mode(trainer, tmp_path):
+def test_a_key_without_a_direction_needs_a_mode(trainer, tmp_path):
     with pytest.raises(MonitorError, match="mode='min' or mode='max'"):
         fit(trainer, scores(1, 2), BestCheckpoint(tmp_path, monitor="score"), epochs=2)
 
 
 @pytest.mark.parametrize("options", [{"keep": 0}, {"keep": True}, {"keep": 1.5}, {"mode": "auto"}])
-def test_arguments_out_of_their_range_are_errors(options, tmp_path):
+def test_arguments_out_of_range_are_errors(options, tmp_path):
     with pytest.raises(CallbackError, match="Received"):
         BestCheckpoint(tmp_path, **options)
 
 
-# -- restarts --
+# -- resuming --
 
 
 @pytest.mark.parametrize(
     ("mode", "stored", "values", "best"),
     [("max", 0.9, [0.7], (0.9, 5)), ("min", 0.0, [0.5, 0.1], (0.0, 5)), ("max", 0.0, [-1.0, 0.5], (0.5, 15))],
 )
-def test_a_restart_keeps_the_best(mode, stored, values, best, trainer, tmp_path):
-    """Case 24: also a stored best of 0.0."""
+def test_a_resume_keeps_the_best(mode, stored, values, best, trainer, tmp_path):
+    """Case 24, including a saved best of 0.0."""
 
     def start(epochs: int) -> BestCheckpoint:
         callback = BestCheckpoint(tmp_path / "best", monitor="score", mode=mode)
@@ -149,7 +149,7 @@ def test_a_restart_keeps_the_best(mode, stored, values, best, trainer, tmp_path)
     assert (resumed.best, resumed.best_step, steps_in(tmp_path / "best")) == (*best, [best[1]])
 
 
-def test_what_lies_beyond_the_step_that_is_resumed_is_dropped(trainer, tmp_path):
+def test_checkpoints_after_the_step_resumed_from_are_dropped(trainer, tmp_path):
     def start(epochs: int, **options: Any) -> BestCheckpoint:
         best = BestCheckpoint(tmp_path / "best", monitor="score", mode="max", keep=None)
         fit(trainer, scores(1, 2, 3, 4), best, ModelCheckpoint(tmp_path / "all", keep=None), epochs=epochs, **options)
@@ -161,8 +161,8 @@ def test_what_lies_beyond_the_step_that_is_resumed_is_dropped(trainer, tmp_path)
     assert (resumed.best, steps_in(tmp_path / "best")) == (3, [5, 10, 15])
 
 
-def test_the_best_that_the_newest_regular_checkpoint_knows_is_not_deleted_before_a_newer_one_is_complete(trainer, tmp_path, monkeypatch):
-    """Killed after the best of step 5 gave way to that of 10, and before the regular checkpoint of 14: step 7 is resumed, whose best is that of 5."""
+def test_the_best_of_the_newest_regular_checkpoint_is_kept_until_a_newer_one_is_complete(trainer, tmp_path, monkeypatch):
+    """The run is killed after step 10 replaces step 5 as the best, before the regular checkpoint of step 14. It resumes from step 7, whose best is step 5."""
 
     def start(steps: int, *more: Callback) -> BestCheckpoint:
         best = BestCheckpoint(tmp_path / "best", monitor="score", mode="max", restore_best=True)
@@ -174,7 +174,7 @@ def test_the_best_that_the_newest_regular_checkpoint_knows_is_not_deleted_before
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Run, "_last_checkpoint", lambda self, **options: iter(()))  # As a kill, which leaves no time to save.
+        patch.setattr(Run, "_last_checkpoint", lambda self, **options: iter(()))  # Like a kill, which leaves no time to save.
         start(15, LambdaCallback(on_train_batch_end=die))
     assert steps_in(tmp_path / "all") == [7]
     resumed = start(8)
@@ -185,30 +185,30 @@ def test_the_best_that_the_newest_regular_checkpoint_knows_is_not_deleted_before
 # -- a run that ends inside an epoch --
 
 
-def closing(trainer: fitflax.Trainer, root: Any, steps: int, **options: Any) -> BestCheckpoint:
+def run(trainer: fitflax.Trainer, root: Any, steps: int, **options: Any) -> BestCheckpoint:
     best = BestCheckpoint(root / "best", **options)
-    data = X, np.zeros(20, np.int32)  # The loss goes down with every step.
+    data = X, np.zeros(20, np.int32)  # The loss decreases with every step.
     options: dict[str, Any] = {"batch_size": 4, "steps": steps, "validation_data": data, "verbose": 0, "resume": "auto"}
     trainer.fit(data, callbacks=[best, ModelCheckpoint(root / "all"), EarlyStopping(patience=99)], **options)
     return best
 
 
 def test_the_closing_validation_can_be_the_best(trainer, tmp_path):
-    best = closing(trainer, tmp_path, 7)
+    best = run(trainer, tmp_path, 7)
     values = trainer.history.history["val_loss"]
     assert values[1] < values[0]
     assert (best.best, best.best_step, CheckpointStore(tmp_path / "best").best("val_loss", "min")) == (values[1], 7, 7)
 
 
-def test_the_best_of_before_is_not_deleted_for_a_closing_validation(trainer, tmp_path):
-    """A longer run goes on from a checkpoint that knows only of the earlier one."""
-    closing(trainer, tmp_path, 7)
+def test_a_closing_validation_does_not_delete_the_previous_best(trainer, tmp_path):
+    """A longer run resumes from a checkpoint that knows only the previous best."""
+    run(trainer, tmp_path, 7)
     assert steps_in(tmp_path / "best") == [5, 7]
 
 
-def test_a_start_with_nothing_left_to_do_still_knows_the_closing_best(trainer, tmp_path):
-    first = closing(trainer, tmp_path, 7)
-    again = closing(trainer, tmp_path, 7)
+def test_a_resume_with_nothing_left_to_do_still_knows_the_closing_best(trainer, tmp_path):
+    first = run(trainer, tmp_path, 7)
+    again = run(trainer, tmp_path, 7)
     assert (again.best, again.best_step) == (first.best, first.best_step)
     assert steps_in(tmp_path / "best") == [5, 7]
 
@@ -216,7 +216,7 @@ def test_a_start_with_nothing_left_to_do_still_knows_the_closing_best(trainer, t
 @pytest.mark.parametrize("shared_directory", [False, True])
 @pytest.mark.parametrize("total", [8, 13])
 def test_a_longer_run_forgets_the_closing_best(total, shared_directory, trainer, tmp_path):
-    """It equals the run never stopped, whose directory has no checkpoint of step 7."""
+    """It equals an uninterrupted run, whose directory has no checkpoint of step 7."""
 
     def start(root: Any, steps: int) -> BestCheckpoint:
         best = BestCheckpoint(root / "best", monitor="score", mode="max", keep=1)
@@ -224,18 +224,18 @@ def test_a_longer_run_forgets_the_closing_best(total, shared_directory, trainer,
         fit(trainer, scores(1, 9 if steps == 7 else 0, 0), best, ModelCheckpoint(directory, keep=1), steps=steps, resume="auto")
         return best
 
-    never = start(tmp_path / "never", total)
+    uninterrupted = start(tmp_path / "never", total)
     trainer.build((X[:4], Y[:4]))
     assert start(tmp_path / "run", 7).best == 9
     resumed = start(tmp_path / "run", total)
-    assert (resumed.best, resumed.best_step) == (never.best, never.best_step) == (1, 5)
+    assert (resumed.best, resumed.best_step) == (uninterrupted.best, uninterrupted.best_step) == (1, 5)
     assert not differences(directory_of(tmp_path / "run/best"), directory_of(tmp_path / "never/best"), "best/")
 
 
 # -- restore_best --
 
 
-def test_the_best_weights_are_put_back_after_the_last_checkpoint(trainer, tmp_path):
+def test_the_best_parameters_are_restored_after_the_last_checkpoint(trainer, tmp_path):
     states: dict[int, Any] = {}
     keep = LambdaCallback(on_epoch_end=lambda epoch, logs: states.update({trainer.step: trainer.state}))
     best = BestCheckpoint(tmp_path / "best", monitor="score", mode="max", restore_best=True)
@@ -246,27 +246,27 @@ def test_the_best_weights_are_put_back_after_the_last_checkpoint(trainer, tmp_pa
     assert np.array_equal(last["kernel"], states[15].params["kernel"])
 
 
-def test_the_closing_best_is_put_back_too_and_by_the_next_start(trainer, tmp_path):
-    closing(trainer, tmp_path, 7, restore_best=True)
+def test_the_closing_best_is_restored_at_the_end_and_after_a_resume(trainer, tmp_path):
+    run(trainer, tmp_path, 7, restore_best=True)
     first = state_of(trainer)
     assert first[".params['kernel']"] == directory_of(tmp_path / "best")["step_00000007"]["/train/params/kernel"]
-    closing(trainer, tmp_path, 7, restore_best=True)
+    run(trainer, tmp_path, 7, restore_best=True)
     assert not differences(state_of(trainer), first)
 
 
-def test_weights_put_back_do_not_reach_a_longer_run(trainer, tmp_path):
-    closing(trainer, tmp_path / "never", 13)
-    never = state_of(trainer)
+def test_restored_parameters_do_not_affect_a_longer_run(trainer, tmp_path):
+    run(trainer, tmp_path / "never", 13)
+    uninterrupted = state_of(trainer)
     trainer.build((X[:4], Y[:4]))
-    closing(trainer, tmp_path / "run", 7, restore_best=True)
-    closing(trainer, tmp_path / "run", 13)
-    assert not differences(state_of(trainer), never)
+    run(trainer, tmp_path / "run", 7, restore_best=True)
+    run(trainer, tmp_path / "run", 13)
+    assert not differences(state_of(trainer), uninterrupted)
 
 
 # -- as a plain function --
 
 
-def test_as_a_plain_function_it_looks_at_every_checkpoint(trainer, tmp_path):
+def test_as_a_plain_function_it_checks_every_checkpoint(trainer, tmp_path):
     best = BestCheckpoint(tmp_path, monitor="valid_loss", keep=2)
     process = fitflax.serial(trainer.eval_loop((X, Y), name="valid"), best)
     values = {}
@@ -278,7 +278,7 @@ def test_as_a_plain_function_it_looks_at_every_checkpoint(trainer, tmp_path):
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("restore_best", [False, True])
-def test_where_the_save_of_the_best_failed_the_best_before_it_stays_the_best(asynchronous, restore_best, trainer, tmp_path, monkeypatch):
+def test_if_saving_the_best_fails_the_previous_best_stays_the_best(asynchronous, restore_best, trainer, tmp_path, monkeypatch):
     save = CheckpointStore.save
 
     def fail_once(self: CheckpointStore, *, step: int, owner: str, **options: Any) -> Any:

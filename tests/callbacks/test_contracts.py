@@ -1,4 +1,4 @@
-"""What holds for every callback that comes with the library, whichever it is."""
+"""Contracts that every built-in callback fulfills."""
 
 import copy
 import inspect
@@ -14,8 +14,7 @@ import fitflax.callbacks as callbacks
 from fitflax.callbacks import Callback, Phase
 from fitflax.callbacks.base import HOOKS, overrides
 from fitflax.callbacks.callback_list import CallbackList
-from fitflax.checkpoints.contents import write_checkpoint
-from fitflax.checkpoints.saved import read_checkpoint
+from fitflax.checkpoints.formats.checkpoint_files import read_checkpoint, write_checkpoint
 from fitflax.errors import CallbackError
 from fitflax.parallel import DataParallel
 from tests.run_script import TRAIN, differences, make_trainer
@@ -25,7 +24,7 @@ X, Y = RNG.normal(size=(12, 4)).astype(np.float32), RNG.integers(0, 3, 12).astyp
 
 
 def notice(checkpoint):
-    """A function that can be found by its name."""
+    """A module-level function, which can be pickled by its name."""
 
 
 MAKE = {
@@ -38,6 +37,7 @@ MAKE = {
     "LambdaCallback": lambda path: callbacks.LambdaCallback(notice, every=fitflax.every(steps=2)),
     "LearningRateScheduler": lambda path: callbacks.LearningRateScheduler(_rate),
     "ModelCheckpoint": lambda path: callbacks.ModelCheckpoint(path / "checkpoints", overwrite=True),
+    "PreemptionNotice": lambda path: callbacks.PreemptionNotice(path / "stop"),
     "Profiler": lambda path: callbacks.Profiler(path / "profile", steps=(1, 1)),
     "ProgressBar": lambda path: callbacks.ProgressBar(),
     "ReduceLROnPlateau": lambda path: callbacks.ReduceLROnPlateau(patience=9),
@@ -53,7 +53,7 @@ def _rate(epoch):
 
 
 def state_of(callback):
-    """Its state as plain lists and numbers."""
+    """Returns the state of a callback as plain lists and numbers."""
     return jax.tree.map(lambda leaf: np.asarray(leaf).tolist() if hasattr(leaf, "dtype") else leaf, callback.state_dict())
 
 
@@ -64,7 +64,7 @@ def fit(callback, **options):
     return trainer
 
 
-def test_every_callback_is_here():
+def test_every_built_in_callback_is_covered():
     shipped = {name for name in callbacks.__all__ if isinstance(getattr(callbacks, name), type) and issubclass(getattr(callbacks, name), Callback)}
     assert {name.split("(")[0] for name in MAKE} == shipped - {"Callback"} | {"History"}
 
@@ -80,7 +80,7 @@ def test_its_hooks_have_the_arguments_of_the_base_class(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", MAKE)
-def test_it_serves_two_runs_the_second_as_the_first(name, tmp_path, capsys):
+def test_a_second_run_with_the_same_instance_ends_with_the_same_state(name, tmp_path, capsys):
     callback = MAKE[name](tmp_path)
     states = []
     for _ in range(2):
@@ -89,8 +89,9 @@ def test_it_serves_two_runs_the_second_as_the_first(name, tmp_path, capsys):
     assert not differences(*states)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", MAKE)
-def test_it_can_be_pickled_before_a_run_and_after_it(name, tmp_path, capsys):
+def test_it_can_be_pickled_before_and_after_a_run(name, tmp_path, capsys):
     callback = MAKE[name](tmp_path)
     before = pickle.loads(pickle.dumps(callback))
     assert type(before) is type(callback) and repr(before.every) == repr(callback.every)
@@ -101,7 +102,7 @@ def test_it_can_be_pickled_before_a_run_and_after_it(name, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", MAKE)
-def test_its_state_goes_through_a_file_into_another_instance(name, tmp_path, capsys):
+def test_its_state_can_be_saved_to_a_file_and_loaded_into_another_instance(name, tmp_path, capsys):
     callback = MAKE[name](tmp_path)
     trainer = fit(callback)
     state = callback.state_dict()
@@ -115,16 +116,16 @@ def test_its_state_goes_through_a_file_into_another_instance(name, tmp_path, cap
         assert not differences(state_of(other), state_of(callback))
 
 
-def test_the_order_of_phases_is_that_of_the_documentation(tmp_path):
+def test_the_phases_of_callbacks_are_as_documented(tmp_path):
     phases = {name: make(tmp_path).phase for name, make in MAKE.items()}
     assert phases["LearningRateScheduler"] == Phase.CHANGE and phases["LambdaCallback"] == Phase.USER
     assert {name for name, phase in phases.items() if phase == Phase.DECIDE} == {
-        *("EarlyStopping", "EarlyStopping(restore_best)", "ReduceLROnPlateau", "TerminateOnNaN"),
+        *("EarlyStopping", "EarlyStopping(restore_best)", "PreemptionNotice", "ReduceLROnPlateau", "TerminateOnNaN"),
     }
     assert phases["BestCheckpoint"] == Phase.SAVE_BEST and phases["ModelCheckpoint"] == Phase.SAVE == max(phases.values())
 
 
-def test_an_error_inside_of_a_property_is_its_own():
+def test_an_attribute_error_inside_a_property_is_not_hidden():
     class Broken(Callback):
         @property
         def monitor(self):
@@ -135,23 +136,23 @@ def test_an_error_inside_of_a_property_is_its_own():
     assert not hasattr(Callback(), "anything") and copy.copy(Broken()).params == {}
 
 
-def test_a_hook_that_does_not_take_its_arguments_is_an_error_before_the_first_step():
+def test_a_hook_that_does_not_accept_its_arguments_is_an_error_before_the_first_step():
     class Short(Callback):
         def on_epoch_end(self, epoch):
-            """Takes too few."""
+            """Takes too few arguments."""
 
-    with pytest.raises(CallbackError, match=r"Short\.on_epoch_end is called with \(epoch, logs\), but does not take that: too many positional arguments"):
+    with pytest.raises(CallbackError, match=r"Short\.on_epoch_end must accept the arguments \(epoch, logs\): too many positional arguments"):
         CallbackList([Short()])
 
 
-def test_a_hook_whose_arguments_nobody_can_know_is_called():
+def test_a_hook_whose_signature_cannot_be_inspected_is_accepted():
     class Iterating(Callback):
-        on_train_end = staticmethod(iter)  # Python knows no signature of it.
+        on_train_end = staticmethod(iter)  # Python cannot inspect its signature.
 
     assert CallbackList([Iterating()]).wants("on_train_end")
 
 
-def test_a_key_that_two_callbacks_have_once_they_have_state_is_an_error_when_it_is_saved(tmp_path):
+def test_callbacks_that_share_a_key_are_an_error_when_their_state_is_saved(tmp_path):
     class Counting(Callback):
         count = 0
 
@@ -163,5 +164,5 @@ def test_a_key_that_two_callbacks_have_once_they_have_state_is_an_error_when_it_
 
     trainer = make_trainer(model=nn.Dense(10))
     saving = callbacks.ModelCheckpoint(tmp_path)
-    with pytest.raises(CallbackError, match=r"Two callbacks would save their state under the key 'Counting"):
+    with pytest.raises(CallbackError, match=r"Two callbacks have the same key in checkpoints: 'Counting"):
         trainer.fit(*TRAIN, callbacks=[Counting(), Counting(), saving], verbose=0)

@@ -31,7 +31,7 @@ def make():
 
 @pytest.fixture(scope="module")
 def trainer():
-    """One for all tests that do not care where it begins."""
+    """One trainer for all tests that do not depend on the step at which it starts."""
     return make()
 
 
@@ -54,7 +54,7 @@ def lines(path):
 
 
 def expected(history):
-    """The file that holds what a history holds."""
+    """Returns the lines of the file that matches a history."""
     keys = list(dict.fromkeys(key for row in history.rows for key in row["logs"]))
     rows = [[str(row["epoch"]), *(repr(row["logs"][key]) if key in row["logs"] else "NA" for key in keys)] for row in history.rows]
     return [",".join(row) for row in [["epoch", *keys], *rows]]
@@ -63,7 +63,7 @@ def expected(history):
 # --- What it writes ---
 
 
-def test_case_17_one_epoch_again_with_append_and_again_for_two_are_five_lines_with_one_header(tmp_path):
+def test_case_17_appending_runs_of_one_and_two_epochs_gives_five_lines_with_one_header(tmp_path):
     path, trainer = tmp_path / "log.csv", make()
     histories = [fit(CSVLogger(path), trainer=trainer)]
     logger = CSVLogger(path, append=True)
@@ -72,7 +72,7 @@ def test_case_17_one_epoch_again_with_append_and_again_for_two_are_five_lines_wi
     assert [line.split(",")[0] for line in lines(path)] == ["epoch", "0", "0", "0", "1"]
 
 
-def test_case_17_validation_every_third_epoch_is_na_except_in_row_three(tmp_path, trainer):
+def test_case_17_validation_every_third_epoch_is_na_in_all_rows_but_the_third(tmp_path, trainer):
     history = fit(CSVLogger(tmp_path / "log.csv"), trainer=trainer, epochs=5, validation_data=(X, Y), validation_freq=3)
     assert lines(tmp_path / "log.csv") == expected(history)
     table = [line.split(",") for line in lines(tmp_path / "log.csv")]
@@ -80,31 +80,31 @@ def test_case_17_validation_every_third_epoch_is_na_except_in_row_three(tmp_path
     assert [row[2] == "NA" for row in table[1:]] == [True, True, False, True, True]
 
 
-def test_other_programs_read_it(tmp_path, trainer):
+def test_pandas_can_read_the_file(tmp_path, trainer):
     history = fit(CSVLogger(tmp_path / "log.csv"), trainer=trainer, epochs=3, validation_data=(X, Y), validation_freq=2)
     table = pd.read_csv(tmp_path / "log.csv")
     np.testing.assert_allclose(table["loss"], history.history["loss"], rtol=1e-12)
     np.testing.assert_allclose(table["val_loss"].dropna(), history.history["val_loss"], rtol=1e-12)
 
 
-def test_a_column_that_comes_later_is_na_in_the_rows_before(tmp_path):
+def test_a_column_added_later_is_na_in_earlier_rows(tmp_path):
     write(CSVLogger(tmp_path / "log.csv"), {"loss": 3.0}, {"loss": 2.0, "b": 1.0, "a": 0.5}, {"a": 0.25})
     assert lines(tmp_path / "log.csv") == ["epoch,loss,b,a", "0,3.0,NA,NA", "1,2.0,1.0,0.5", "2,NA,NA,0.25"]
 
 
-def test_what_other_callbacks_add_is_written(tmp_path, trainer):
+def test_values_added_by_other_callbacks_are_written(tmp_path, trainer):
     add = LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(added=epoch))
     fit(CSVLogger(tmp_path / "log.csv"), add, trainer=trainer, epochs=2)
     assert [row[-1] for row in csv.reader(io.StringIO((tmp_path / "log.csv").read_text()))] == ["added", "0", "1"]
 
 
-def test_a_validation_inside_an_epoch_is_in_the_row_of_the_epoch_as_in_the_history(tmp_path, trainer):
+def test_validation_inside_an_epoch_is_in_the_row_of_that_epoch_as_in_the_history(tmp_path, trainer):
     history = fit(CSVLogger(tmp_path / "log.csv"), trainer=trainer, epochs=2, validation_data=(X, Y), validation_freq=fitflax.every(steps=3))
     assert len(history.history["val_loss"]) == 2
     assert lines(tmp_path / "log.csv") == expected(history)
 
 
-def test_floats_read_back_to_the_same_floats(tmp_path):
+def test_floats_are_read_back_exactly(tmp_path):
     values = [0.1, 1 / 3, 5e-324, sys.float_info.max, -0.0, float(np.float32(0.1)), math.nan, math.inf, -math.inf, 1e22, 123456789.123456789]
     write(CSVLogger(tmp_path / "log.csv"), *({"value": value} for value in values))
     read = [row["value"] for row in csv.DictReader(io.StringIO((tmp_path / "log.csv").read_text()))]
@@ -116,22 +116,22 @@ def test_floats_read_back_to_the_same_floats(tmp_path):
     ("value", "text"),
     [(np.float64(0.1), "0.1"), (np.float32(0.5), "0.5"), (np.array(0.25), "0.25"), (np.int64(3), "3"), (4, "4"), (True, "True"), (None, "NA")],
 )
-def test_scalars_of_all_kinds_are_written(value, text, tmp_path):
+def test_all_kinds_of_scalars_are_written(value, text, tmp_path):
     write(CSVLogger(tmp_path / "log.csv"), {"value": value})
     assert lines(tmp_path / "log.csv") == ["epoch,value", f"0,{text}"]
 
 
-def test_a_scalar_of_jax_is_written(tmp_path):
+def test_a_jax_scalar_is_written(tmp_path):
     write(CSVLogger(tmp_path / "log.csv"), {"value": jax.numpy.float32(0.5)})
     assert lines(tmp_path / "log.csv") == ["epoch,value", "0,0.5"]
 
 
-def test_arrays_are_left_out(tmp_path):
+def test_arrays_are_omitted(tmp_path):
     write(CSVLogger(tmp_path / "log.csv"), {"matrix": np.eye(2), "loss": 1.0, "list": [1, 2]}, {"loss": 2.0, "matrix": 0.5})
     assert lines(tmp_path / "log.csv") == ["epoch,loss,matrix", "0,1.0,NA", "1,2.0,0.5"]
 
 
-def test_text_is_quoted_as_csv_wants_it(tmp_path):
+def test_text_is_quoted_as_csv_requires(tmp_path):
     text = 'a, "b"\nc'
     write(CSVLogger(tmp_path / "log.csv"), {text: text, "ü": 1})
     assert list(csv.reader(io.StringIO((tmp_path / "log.csv").read_bytes().decode(), newline=""))) == [["epoch", text, "ü"], ["0", text, "1"]]
@@ -139,7 +139,7 @@ def test_text_is_quoted_as_csv_wants_it(tmp_path):
     assert read_table(tmp_path / "log.csv") == (["epoch", text, "ü"], [["0", text, "1"], ["0", "x", "2"]])
 
 
-def test_a_value_called_epoch_does_not_hide_the_index(tmp_path):
+def test_a_value_named_epoch_does_not_replace_the_epoch_index(tmp_path):
     write(CSVLogger(tmp_path / "log.csv"), {"epoch": 9.5, "loss": 1.0})
     assert lines(tmp_path / "log.csv") == ["epoch,loss", "0,1.0"]
 
@@ -147,19 +147,19 @@ def test_a_value_called_epoch_does_not_hide_the_index(tmp_path):
 # --- The file ---
 
 
-def test_a_row_can_be_read_as_soon_as_its_epoch_has_ended(tmp_path, trainer):
+def test_a_row_can_be_read_as_soon_as_its_epoch_ends(tmp_path, trainer):
     seen = []
     peek = LambdaCallback(on_epoch_begin=lambda epoch, logs: seen.append(len(lines(tmp_path / "log.csv")) if epoch else 0))
     fit(CSVLogger(tmp_path / "log.csv"), peek, trainer=trainer, epochs=4)
     assert seen == [0, 2, 3, 4]
 
 
-def test_directories_are_made_and_nothing_else_is_left_there(tmp_path):
+def test_missing_directories_are_created_and_no_other_files_are_left(tmp_path):
     write(CSVLogger(tmp_path / "a/b/log.csv"), {"loss": 1.0}, {"loss": 1.0, "later": 2.0})
     assert os.listdir(tmp_path / "a/b") == ["log.csv"]
 
 
-def test_a_fresh_run_overwrites_the_file(tmp_path):
+def test_a_new_run_overwrites_the_file(tmp_path):
     write(CSVLogger(tmp_path / "log.csv"), {"old": 1.0}, {"old": 2.0})
     write(CSVLogger(tmp_path / "log.csv"), {"new": 3.0})
     assert lines(tmp_path / "log.csv") == ["epoch,new", "0,3.0"]
@@ -172,7 +172,7 @@ def test_a_second_fit_with_the_same_instance_overwrites_the_file(tmp_path):
     assert lines(tmp_path / "log.csv") == expected(history)
 
 
-def test_a_start_that_fails_loses_nothing(tmp_path, trainer):
+def test_a_run_that_fails_before_its_first_row_keeps_the_old_file(tmp_path, trainer):
     (tmp_path / "log.csv").write_text("epoch,loss\n0,1.0\n")
     with pytest.raises(MonitorError):
         fit(CSVLogger(tmp_path / "log.csv"), fitflax.callbacks.EarlyStopping("val_loss"), trainer=trainer)
@@ -193,19 +193,19 @@ def test_the_file_is_closed_when_the_run_fails(tmp_path, trainer):
 def test_everything_is_on_disk_before_a_checkpoint_is_complete(tmp_path, monkeypatch, trainer):
     events, fsync, save = [], os.fsync, fitflax.checkpoints.CheckpointStore.save
 
-    def note_fsync(descriptor):
+    def record_fsync(descriptor):
         path = tmp_path / "log.csv"
         if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
             events.append(len(lines(tmp_path / "log.csv")))
         fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "fsync", record_fsync)
     monkeypatch.setattr(fitflax.checkpoints.CheckpointStore, "save", lambda *args, **kwargs: (events.append("save"), save(*args, **kwargs)))
     fit(CSVLogger(tmp_path / "log.csv"), ModelCheckpoint(tmp_path / "checkpoints", asynchronous=False), trainer=trainer, epochs=3)
     assert events == [2, "save", 3, "save", 4, "save"]
 
 
-def test_a_file_that_cannot_be_rewritten_is_as_it_was(tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_rewritten_is_unchanged(tmp_path, monkeypatch):
     logger = CSVLogger(tmp_path / "log.csv")
     logger.on_train_begin({})
     logger.on_epoch_end(0, {"loss": 1.0})
@@ -221,7 +221,7 @@ def test_a_file_that_cannot_be_rewritten_is_as_it_was(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is always full")
-def test_a_disk_that_is_full_is_one_error(tmp_path):
+def test_a_full_disk_raises_only_one_error(tmp_path):
     logger = CSVLogger(tmp_path / "log.csv")
     logger.on_train_begin({})
     logger.on_epoch_end(0, {"loss": 1.0})
@@ -232,7 +232,7 @@ def test_a_disk_that_is_full_is_one_error(tmp_path):
     logger.on_train_end({})
 
 
-def test_a_link_stays_a_link(tmp_path):
+def test_a_symbolic_link_stays_a_symbolic_link(tmp_path):
     (tmp_path / "real.csv").write_text("")
     (tmp_path / "log.csv").symlink_to(tmp_path / "real.csv")
     write(CSVLogger(tmp_path / "log.csv"), {"loss": 1.0})
@@ -253,21 +253,21 @@ def test_a_path_that_cannot_be_a_file_is_an_error_before_the_first_step(append, 
 # --- Appending ---
 
 
-def test_appending_keeps_the_columns_and_rows_that_are_there(tmp_path):
+def test_appending_keeps_existing_columns_and_rows(tmp_path):
     (tmp_path / "log.csv").write_text("mine,epoch,loss\r\nx,7,1e-3\r\n")
     write(CSVLogger(tmp_path / "log.csv", append=True), {"loss": 2.0, "new": 3.0})
     assert lines(tmp_path / "log.csv") == ["mine,epoch,loss,new", "x,7,1e-3,NA", "NA,0,2.0,3.0"]
 
 
 @pytest.mark.parametrize(("text", "row"), [("epoch,a,b\n0,1.0,2.0", "0,1.0,2.0"), ("epoch,a,b\n0,1.", "0,1.,NA"), ("epoch,a,b\n0,1.0,2.0\n\n", "0,1.0,2.0")])
-def test_appending_repairs_a_file_that_does_not_end_with_a_line(text, row, tmp_path):
+def test_appending_repairs_a_file_whose_last_line_is_incomplete_or_empty(text, row, tmp_path):
     (tmp_path / "log.csv").write_text(text)
     write(CSVLogger(tmp_path / "log.csv", append=True), {"a": 3.0, "b": 4.0})
     assert lines(tmp_path / "log.csv") == ["epoch,a,b", row, "0,3.0,4.0"]
 
 
 @pytest.mark.parametrize("text", [None, "", "\n", "epoch,loss", "epoch,loss\n"])
-def test_appending_to_nothing_begins_the_file(text, tmp_path):
+def test_appending_to_a_missing_file_or_one_without_rows_starts_it(text, tmp_path):
     if text is not None:
         (tmp_path / "log.csv").write_text(text)
     write(CSVLogger(tmp_path / "log.csv", append=True), {"loss": 1.0})
@@ -279,17 +279,17 @@ def test_appending_to_nothing_begins_the_file(text, tmp_path):
     [
         (b"step,loss\n0,1.0\n", r"it has no column 'epoch', only \['step', 'loss'\]"),
         (b"hello\n", "it has no column 'epoch'"),
-        (b"\xff\xfe\x00\x01", "it is no CSV file"),
-        (b"epoch,loss,loss\n0,1.0,2.0\n", "are not distinct"),
+        (b"\xff\xfe\x00\x01", "it is not a CSV file"),
+        (b"epoch,loss,loss\n0,1.0,2.0\n", "have the same name"),
         (b"epoch,loss\n0,1.0,2.0\n1,2.0\n", "its row 1 has 3 fields instead of 2"),
         (b"epoch,loss\n0,1.0\n1\n2,1.0\n", "its row 2 has 1 fields instead of 2"),
     ],
 )
 @pytest.mark.mostly_slow
-def test_appending_to_something_else_is_an_error_before_the_first_step_and_leaves_it_untouched(data, fault, tmp_path):
+def test_appending_to_an_invalid_file_fails_before_the_first_step_and_does_not_change_it(data, fault, tmp_path):
     trainer = make()
     (tmp_path / "log.csv").write_bytes(data)
-    with pytest.raises(CallbackError, match=rf"CSVLogger cannot go on with .*log\.csv: .*{fault}.* Move the file away, or give another path\."):
+    with pytest.raises(CallbackError, match=rf"CSVLogger cannot continue the file .*log\.csv: .*{fault}.* Move the file, or pass another path\."):
         fit(ModelCheckpoint(tmp_path / "checkpoints"), CSVLogger(tmp_path / "log.csv", append=True), trainer=trainer)
     assert trainer.step == 0 and (tmp_path / "log.csv").read_bytes() == data
     assert not (tmp_path / "checkpoints").exists()
@@ -299,7 +299,7 @@ def test_appending_to_something_else_is_an_error_before_the_first_step_and_leave
 
 
 def run(root, *more, append=False, trainer=None, **kwargs):
-    """Trains with everything made from scratch; returns the trainer."""
+    """Trains with new objects, as a new process would; returns the trainer."""
     trainer = trainer or make()
     saving = ModelCheckpoint(root / "checkpoints", keep=None)
     options = {"resume": "auto", "validation_data": (X, Y), "validation_freq": 2, **kwargs}
@@ -309,9 +309,9 @@ def run(root, *more, append=False, trainer=None, **kwargs):
 
 def assert_equal(root, trainer, other_root, other):
     wanted, found = directory_of(other_root / "checkpoints"), directory_of(root / "checkpoints")
-    # A run that was stopped inside an epoch has a checkpoint there, too.
+    # A run that was stopped inside an epoch also has a checkpoint there.
     unequal = differences(state_of(trainer), state_of(other)) + differences({name: found.get(name, {}) for name in wanted}, wanted)
-    unequal = [line for line in unequal if ": closing: " not in line]  # It stays beside the checkpoint that it was made for.
+    unequal = [line for line in unequal if ": closing: " not in line]  # It stays next to the checkpoint that it was made for.
     assert not unequal, "\n".join(unequal)
     assert rows_of(trainer.history) == rows_of(other.history)
     assert (root / "log.csv").read_bytes() == (other_root / "log.csv").read_bytes()
@@ -319,25 +319,25 @@ def assert_equal(root, trainer, other_root, other):
 
 
 @pytest.fixture(scope="module")
-def never(tmp_path_factory):
-    """The run that was never stopped: root and trainer. Validation in the second and the fourth epoch."""
+def uninterrupted(tmp_path_factory):
+    """The root and the trainer of an uninterrupted run, with validation in the second and fourth epochs."""
     root = tmp_path_factory.mktemp("never")
     return root, run(root, epochs=4)
 
 
 @pytest.mark.parametrize("k", [3, 5, 7, 10])
 @pytest.mark.mostly_slow
-def test_a_run_that_was_stopped_and_goes_on_has_the_file_of_the_run_never_stopped(k, never, tmp_path):
+def test_a_resumed_run_writes_the_same_file_as_an_uninterrupted_run(k, uninterrupted, tmp_path):
     trainer = make()
     run(tmp_path, at(trainer, "on_train_batch_end", k, lambda step: trainer.stop("enough")), trainer=trainer, epochs=4)
-    # The row of an epoch that ended in its middle is there, with its validation, and is not doubled later.
+    # The row of an epoch that was stopped in the middle is there, with its validation, and is not duplicated later.
     assert lines(tmp_path / "log.csv") == expected(trainer.history) and len(lines(tmp_path / "log.csv")) == 1 + -(-k // 5)
     resumed = run(tmp_path, epochs=4)
-    assert_equal(tmp_path, resumed, *never)
+    assert_equal(tmp_path, resumed, *uninterrupted)
 
 
 @pytest.mark.slow
-def test_a_row_that_was_written_before_a_run_was_broken_off_is_not_doubled(never, tmp_path):
+def test_a_row_written_before_a_run_was_interrupted_is_not_duplicated(uninterrupted, tmp_path):
     trainer = make()
 
     class Failing(fitflax.callbacks.Callback):
@@ -351,12 +351,12 @@ def test_a_row_that_was_written_before_a_run_was_broken_off_is_not_doubled(never
     with pytest.raises(ArithmeticError):
         run(tmp_path, Failing(), trainer=trainer, epochs=4)
     assert len(lines(tmp_path / "log.csv")) == 3
-    assert_equal(tmp_path, run(tmp_path, epochs=4), *never)
+    assert_equal(tmp_path, run(tmp_path, epochs=4), *uninterrupted)
 
 
 @pytest.mark.parametrize(("steps", "append"), [(7, False), (7, True), (10, False)])
 @pytest.mark.mostly_slow
-def test_a_resume_that_has_nothing_left_to_do_leaves_the_file_as_it_was(steps, append, tmp_path):
+def test_a_resume_with_nothing_left_to_do_leaves_the_file_unchanged(steps, append, tmp_path):
     first = run(tmp_path, steps=steps, append=append)
     text = (tmp_path / "log.csv").read_text()
     assert text.splitlines() == expected(first.history) and len(text.splitlines()) == 3
@@ -364,12 +364,12 @@ def test_a_resume_that_has_nothing_left_to_do_leaves_the_file_as_it_was(steps, a
     assert again.step == steps and (tmp_path / "log.csv").read_text() == text
 
 
-def test_what_a_file_holds_beyond_the_checkpoint_is_dropped_at_once_with_the_columns_that_came_with_it(tmp_path):
+def test_loading_state_immediately_drops_rows_after_the_checkpoint_and_their_columns(tmp_path):
     logger = write(CSVLogger(tmp_path / "log.csv"), {"loss": 1.0}, {"loss": 2.0})
     state = logger.state_dict()
     write(logger, {"loss": 3.0}, {"loss": 4.0, "val_loss": 5.0}, begin=False)
     with (tmp_path / "log.csv").open("a") as file:
-        file.write("4,0.")  # A row that was cut off.
+        file.write("4,0.")  # An incomplete row.
     other = CSVLogger(tmp_path / "log.csv")
     other.on_train_begin({})
     assert len(lines(tmp_path / "log.csv")) == 6
@@ -380,7 +380,7 @@ def test_what_a_file_holds_beyond_the_checkpoint_is_dropped_at_once_with_the_col
     other.close()
 
 
-def test_columns_that_the_checkpoint_knew_stay_though_all_of_them_is_na(tmp_path):
+def test_columns_known_to_the_checkpoint_stay_even_if_all_their_values_are_na(tmp_path):
     (tmp_path / "log.csv").write_text("epoch,mine,loss\n0,NA,1.0\n")
     logger = write(CSVLogger(tmp_path / "log.csv", append=True), {"loss": 2.0})
     state = logger.state_dict()
@@ -391,7 +391,7 @@ def test_columns_that_the_checkpoint_knew_stay_though_all_of_them_is_na(tmp_path
 
 
 @pytest.mark.parametrize(("text", "kept"), [(None, []), ("", []), ("epoch,loss\n0,1.0\n", ["0,1.0"]), ("epoch,loss\n0,1.0\n1,2.0\n", ["0,1.0", "1,2.0"])])
-def test_a_resume_goes_on_with_what_is_left_of_the_file(text, kept, tmp_path):
+def test_a_resume_continues_with_what_is_left_of_the_file(text, kept, tmp_path):
     state = write(CSVLogger(tmp_path / "log.csv"), {"loss": 1.0}, {"loss": 2.0}, {"loss": 3.0}).state_dict()
     (tmp_path / "log.csv").unlink() if text is None else (tmp_path / "log.csv").write_text(text)
     logger = CSVLogger(tmp_path / "log.csv")
@@ -402,7 +402,7 @@ def test_a_resume_goes_on_with_what_is_left_of_the_file(text, kept, tmp_path):
     assert lines(tmp_path / "log.csv") == ["epoch,loss", *kept, "3,4.0"]
 
 
-def test_a_run_that_was_left_in_its_first_epoch_had_no_file_of_its_own(tmp_path):
+def test_a_run_interrupted_in_its_first_epoch_does_not_own_the_file_yet(tmp_path):
     (tmp_path / "log.csv").write_text("epoch,mine\n")
     logger = CSVLogger(tmp_path / "log.csv")
     logger.on_train_begin({})
@@ -414,7 +414,7 @@ def test_a_run_that_was_left_in_its_first_epoch_had_no_file_of_its_own(tmp_path)
     assert lines(tmp_path / "log.csv") == ["epoch,loss", "0,3.0"]
 
 
-def test_a_run_that_was_left_in_its_first_epoch_still_appends(tmp_path):
+def test_a_run_interrupted_in_its_first_epoch_still_appends(tmp_path):
     (tmp_path / "log.csv").write_text("epoch,old\n0,1.0\n1,2.0\n")
     logger = CSVLogger(tmp_path / "log.csv", append=True)
     logger.on_train_begin({})
@@ -425,7 +425,7 @@ def test_a_run_that_was_left_in_its_first_epoch_still_appends(tmp_path):
     assert lines(tmp_path / "log.csv") == ["epoch,old,loss", "0,1.0,NA", "1,2.0,NA", "0,NA,3.0"]
 
 
-def test_a_logger_that_is_new_in_a_resumed_run_starts_a_file(tmp_path):
+def test_a_logger_added_to_a_resumed_run_starts_a_file(tmp_path):
     trainer = make()
     fit(ModelCheckpoint(tmp_path / "checkpoints"), trainer=trainer, epochs=2)
     (tmp_path / "log.csv").write_text("epoch,old\n0,1.0\n")
@@ -440,27 +440,27 @@ def test_a_logger_that_is_new_in_a_resumed_run_starts_a_file(tmp_path):
     assert lines(tmp_path / "kept.csv") == ["epoch,loss", "0,1.0", row]
 
 
-def test_the_directory_of_a_run_may_move_before_it_is_resumed(never, tmp_path):
+def test_a_run_can_be_resumed_after_its_directory_was_moved(uninterrupted, tmp_path):
     run(tmp_path / "here", epochs=2)
     (tmp_path / "here").rename(tmp_path / "there")
-    assert_equal(tmp_path / "there", run(tmp_path / "there", epochs=4), *never)
+    assert_equal(tmp_path / "there", run(tmp_path / "there", epochs=4), *uninterrupted)
 
 
-def test_two_loggers_of_one_file_are_an_error(tmp_path):
-    with pytest.raises(CallbackError, match=r"Two callbacks would save their state under the key \"CSVLogger\(path='log.csv'\)\""):
+def test_two_loggers_with_the_same_file_are_an_error(tmp_path):
+    with pytest.raises(CallbackError, match=r"Two callbacks have the same key in checkpoints: \"CSVLogger\(path='log.csv'\)\""):
         CallbackList([CSVLogger(tmp_path / "log.csv"), CSVLogger(tmp_path / "log.csv", append=True)])
     CallbackList([CSVLogger(tmp_path / "a.csv"), CSVLogger(tmp_path / "b.csv")])
 
 
-def test_a_file_that_is_no_log_is_not_replaced(tmp_path):
+def test_a_file_that_is_not_a_log_is_not_replaced(tmp_path):
     path = tmp_path / "script.py"
     path.write_text("import fitflax\n")
-    with pytest.raises(CallbackError, match=r"CSVLogger would replace .*script.py, which is no log of epochs"):
+    with pytest.raises(CallbackError, match=r"CSVLogger would replace .*script.py, which is not a log of epochs"):
         CSVLogger(path).open_run("run", 0)
     assert path.read_text() == "import fitflax\n"
 
 
-def test_what_a_process_left_that_died_while_it_wrote_is_removed(tmp_path, trainer):
+def test_temporary_files_left_by_a_process_that_died_while_writing_are_removed(tmp_path, trainer):
     (tmp_path / ".log.csv.tmp-0123abcd").write_text("epoch,lo")
     fit(CSVLogger(tmp_path / "log.csv"), trainer=trainer, epochs=1)
     assert [path.name for path in tmp_path.iterdir()] == ["log.csv"]

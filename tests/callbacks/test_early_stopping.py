@@ -20,7 +20,7 @@ LOSSES = [10, 9, 8, 9, 8.9, 8.8, 8.7, 8.6, 8.5]
 
 
 class View:
-    """The little of a trainer that the callback asks for."""
+    """The part of a trainer that the callback uses."""
 
     reason = None
 
@@ -29,7 +29,7 @@ class View:
 
 
 def observed(values, **kwargs):
-    """Returns the callback, and the epoch in which it asked to stop, over one value an epoch."""
+    """Feeds one value per epoch to the callback; returns it and the epoch in which it asked to stop."""
     callback = EarlyStopping("score", **{"mode": "min", **kwargs})
     callback.trainer = View()
     callback.on_train_begin({})
@@ -63,11 +63,11 @@ def test_case_13_patience_counts_epochs_without_improvement(patience, stopped):
 
 
 @pytest.mark.parametrize(("patience", "stopped"), [(0, 3), (1, 3), (2, 4), (3, 5)])
-def test_case_13_holds_for_a_loss_that_is_measured(patience, stopped):
+def test_case_13_holds_for_a_measured_loss(patience, stopped):
     losses = iter(LOSSES)
 
     def batches():
-        # The module multiplies by one, so the loss is the square of what it is given.
+        # The module multiplies by one, so the loss is the square of its input.
         yield np.full((2, 1), math.sqrt(next(losses)), np.float32), np.zeros((2, 1), np.float32)
 
     trainer = fitflax.Trainer(nn.Dense(1, use_bias=False, kernel_init=nn.initializers.ones), parallel=DataParallel(jax.devices()[:1]))
@@ -84,7 +84,7 @@ def test_improvement_is_strict():
     assert observed([0.5, 0.5], mode="max")[1] == 1
 
 
-def test_mode_max_is_the_mirror_of_mode_min():
+def test_mode_max_mirrors_mode_min():
     assert observed([-value for value in LOSSES], mode="max", patience=2)[1] == 4
 
 
@@ -93,21 +93,21 @@ def test_an_improvement_must_exceed_min_delta(values, stopped):
     assert observed(values, min_delta=0.15, patience=1)[1] == stopped
 
 
-def test_an_improvement_by_exactly_min_delta_is_none():
+def test_a_change_of_exactly_min_delta_is_not_an_improvement():
     assert observed([1.0, 0.5], min_delta=0.5)[1] == 1
 
 
 @pytest.mark.parametrize(
     ("values", "patience", "stopped"),
     [
-        # As in Keras: until the baseline is beaten every epoch is waited through, but what stops is one without an improvement.
+        # As in Keras: until a value beats the baseline, every epoch counts toward the patience, but only an epoch without an improvement stops the run.
         ([0.9, 0.8, 0.7], 0, None),
         ([0.9, 0.8, 0.7, 0.75], 2, 3),
         ([0.9, 0.4, 0.45, 0.46], 2, 3),
         ([0.4, 0.3, 0.2], 0, None),
     ],
 )
-def test_only_what_beats_the_baseline_resets_the_patience(values, patience, stopped):
+def test_only_values_better_than_the_baseline_reset_the_patience(values, patience, stopped):
     assert observed(values, baseline=0.5, patience=patience)[1] == stopped
 
 
@@ -116,7 +116,7 @@ def test_epochs_before_start_from_epoch_are_not_observed(start, stopped):
     assert observed([1.0, 2.0, 3.0, 4.0, 5.0], start_from_epoch=start)[1] == stopped
 
 
-def test_start_from_epoch_forgets_better_values_before_it():
+def test_start_from_epoch_ignores_better_values_before_it():
     callback, epoch = observed([0.1, 5.0, 4.0, 3.0], start_from_epoch=1)
     assert (epoch, callback.best) == (None, 3.0)
 
@@ -132,54 +132,54 @@ def test_start_from_epoch_forgets_better_values_before_it():
         ([3.0, 2.0, math.inf], {"patience": 5, "divergence_threshold": 5.0}, 2),
     ],
 )
-def test_thresholds_stop_at_once(values, kwargs, stopped):
+def test_thresholds_stop_immediately(values, kwargs, stopped):
     assert observed(values, **kwargs)[1] == stopped
 
 
-def test_nan_never_improves():
+def test_nan_is_never_an_improvement():
     callback, epoch = observed([math.nan, math.nan, math.nan], patience=2)
     assert (epoch, callback.best) == (1, None)
     callback, epoch = observed([math.nan, 5.0, math.nan, 4.0, math.nan, math.nan], patience=2)
     assert (epoch, callback.best, callback.best_epoch) == (5, 4.0, 3)
     callback, epoch = observed([math.nan, math.nan])
-    assert epoch == 1 and "never was a number" in callback.trainer.reason  # As in Keras the first epoch stops nothing.
+    assert epoch == 1 and "was never a number" in callback.trainer.reason  # As in Keras, the first epoch never stops the run.
 
 
-def test_the_reason_says_what_was_best():
+def test_the_stop_reason_names_the_best_value_and_its_epoch():
     callback, _ = observed([2.0, 1.0, 3.0, 4.0], patience=2)
-    assert callback.trainer.reason == "EarlyStopping: score has not improved for 2 observations; the best is 1 of epoch 2"
+    assert callback.trainer.reason == "EarlyStopping: score has not improved for 2 observations; best: 1 (epoch 2)"
 
 
-# --- What it puts back ---
+# --- What it restores ---
 
 
-def test_case_14_the_weights_of_the_best_epoch_are_put_back():
-    trainer, weights = make(), []
-    note = LambdaCallback(on_epoch_end=lambda epoch, logs: weights.append(jax.tree.map(np.array, trainer.state.params)))
+def test_case_14_the_parameters_of_the_best_epoch_are_restored():
+    trainer, params = make(), []
+    note = LambdaCallback(on_epoch_end=lambda epoch, logs: params.append(jax.tree.map(np.array, trainer.state.params)))
     stop = EarlyStopping("score", mode="min", patience=2, restore_best=True)
     history = trainer.fit(X, Y, epochs=9, callbacks=[note, adding([0.2, 0.15, 0.1, 0.11, 0.12]), stop], verbose=0)
     assert (history.epoch[-1], stop.best_epoch, stop.best) == (4, 2, 0.1)
-    jax.tree.map(np.testing.assert_array_equal, trainer.state.params, weights[2])
-    # Parameters and collections alone: the run has made its steps.
+    jax.tree.map(np.testing.assert_array_equal, trainer.state.params, params[2])
+    # Only parameters and collections are restored: the step is still that of the end of the run.
     assert trainer.step == 5 and int(trainer.state.step) == 5
 
 
-def test_without_restore_best_the_last_weights_stay():
-    trainer, weights = make(), []
-    note = LambdaCallback(on_epoch_end=lambda epoch, logs: weights.append(jax.tree.map(np.array, trainer.state.params)))
+def test_without_restore_best_the_last_parameters_are_kept():
+    trainer, params = make(), []
+    note = LambdaCallback(on_epoch_end=lambda epoch, logs: params.append(jax.tree.map(np.array, trainer.state.params)))
     trainer.fit(X, Y, epochs=3, callbacks=[note, adding([1, 2, 3]), EarlyStopping("score", mode="min", patience=5)], verbose=0)
-    jax.tree.map(np.testing.assert_array_equal, trainer.state.params, weights[-1])
+    jax.tree.map(np.testing.assert_array_equal, trainer.state.params, params[-1])
 
 
-def test_the_best_weights_are_put_back_though_the_run_was_not_stopped():
-    trainer, weights = make(), []
-    note = LambdaCallback(on_epoch_end=lambda epoch, logs: weights.append(jax.tree.map(np.array, trainer.state.params)))
+def test_the_best_parameters_are_restored_even_if_the_run_was_not_stopped():
+    trainer, params = make(), []
+    note = LambdaCallback(on_epoch_end=lambda epoch, logs: params.append(jax.tree.map(np.array, trainer.state.params)))
     stop = EarlyStopping("score", mode="max", patience=50, restore_best=True)
     trainer.fit(X, Y, epochs=3, callbacks=[note, adding([1, 3, 2]), stop], verbose=0)
-    jax.tree.map(np.testing.assert_array_equal, trainer.state.params, weights[1])
+    jax.tree.map(np.testing.assert_array_equal, trainer.state.params, params[1])
 
 
-def test_the_best_collections_are_put_back_with_the_weights():
+def test_the_best_collections_are_restored_with_the_parameters():
     class Normalized(nn.Module):
         @nn.compact
         def __call__(self, x, train):
@@ -219,28 +219,32 @@ def test_without_a_mode_the_direction_is_what_the_metric_declares(monitor, metri
     assert stop.best is not None and stop._monitor.direction == direction
 
 
-def test_the_mode_that_the_user_gives_counts_before_what_the_metric_declares():
+def test_mode_overrides_the_direction_that_the_metric_declares():
     stop = EarlyStopping("loss", mode="max", patience=0)
     history = make().fit(X, Y, epochs=9, callbacks=[stop], verbose=0)
     assert history.epoch == [0, 1]
 
 
 def test_a_value_without_a_direction_needs_a_mode():
-    with pytest.raises(MonitorError, match=r"EarlyStopping monitors 'rising', which declares no direction. Pass mode='min' or mode='max'"):
+    with pytest.raises(
+        MonitorError, match=r"EarlyStopping monitors 'rising', but it is unknown whether higher or lower is better. Pass mode='min' or mode='max'"
+    ):
         make([rising]).fit(X, Y, callbacks=[EarlyStopping("rising")], verbose=0)
-    with pytest.raises(MonitorError, match="declares no direction"):
+    with pytest.raises(MonitorError, match="it is unknown whether higher or lower is better"):
         make().fit(X, Y, callbacks=[adding([1.0]), EarlyStopping("score")], verbose=0)
 
 
-def test_a_misspelt_monitor_is_an_error_with_the_keys_and_the_closest_of_them():
-    with pytest.raises(MonitorError, match=r"EarlyStopping monitors 'val_los', but .*\['loss', 'val_loss'\].*Did you mean 'val_loss'\?"):
+def test_a_misspelled_monitor_is_an_error_with_the_logged_keys_and_the_closest_one():
+    with pytest.raises(
+        MonitorError, match=r"EarlyStopping monitors 'val_los', which is not logged\. Did you mean 'val_loss'\? Logged keys: \['loss', 'val_loss'\]"
+    ):
         make().fit(X, Y, validation_data=(X, Y), callbacks=[EarlyStopping("val_los")], verbose=0)
     with pytest.raises(MonitorError, match=r"'lss'.*Did you mean 'loss'\?"):
         make().fit(X, Y, callbacks=[EarlyStopping("lss")], verbose=0)
 
 
-@pytest.mark.parametrize(("sets", "advice"), [(None, r"Pass validation_data="), ({"dev": (X, Y)}, r"Did you mean one of \['dev_loss'\]\?")])
-def test_a_value_of_a_validation_that_does_not_exist_is_an_error_before_the_first_step(sets, advice):
+@pytest.mark.parametrize(("sets", "advice"), [(None, r"Pass validation_data="), ({"dev": (X, Y)}, r"Use one of \['dev_loss'\]\.")])
+def test_monitoring_a_missing_validation_set_is_an_error_before_the_first_step(sets, advice):
     trainer = make()
     with pytest.raises(MonitorError, match=rf"EarlyStopping monitors 'val_loss', but .*valid.*{advice}"):
         trainer.fit(X, Y, validation_data=sets, callbacks=[EarlyStopping()], verbose=0)
@@ -256,11 +260,11 @@ def test_a_named_validation_set_can_be_monitored():
 def test_epochs_without_validation_are_not_observed():
     stop = EarlyStopping("val_loss", mode="max", patience=1)
     history = make().fit(X, Y, epochs=9, validation_data=(X, Y), validation_freq=3, callbacks=[stop], verbose=0)
-    # Improves at epoch 2, for the first is always best, and not at epoch 5.
+    # Improves at epoch 2, because the first value is always the best, and not at epoch 5.
     assert history.epoch == [*range(6)] and (stop.best_epoch, stop.stopped_epoch) == (2, 5)
 
 
-def test_each_validation_by_a_trigger_is_an_observation():
+def test_each_triggered_validation_is_an_observation():
     trainer = make()
     stop = EarlyStopping("val_loss", mode="max", patience=2)
     trainer.fit(X, Y, batch_size=2, epochs=5, validation_data=(X, Y), validation_freq=fitflax.every(steps=3), callbacks=[stop], verbose=0)
@@ -268,7 +272,7 @@ def test_each_validation_by_a_trigger_is_an_observation():
     assert (trainer.step, stop.wait, stop.stopped_epoch) == (9, 2, 2)
 
 
-def test_it_serves_twice():
+def test_an_instance_can_be_used_twice():
     stop = EarlyStopping("loss", mode="max")
     trainer = make()
     for _ in range(2):
@@ -276,7 +280,7 @@ def test_it_serves_twice():
     assert stop.stopped_epoch == 1
 
 
-def test_its_state_goes_into_another_instance():
+def test_its_state_can_be_loaded_into_another_instance():
     first, _ = observed([3.0, 2.0, 2.5], patience=3)
     second = EarlyStopping("score", mode="min", patience=3)
     second.trainer = View()
@@ -288,7 +292,7 @@ def test_its_state_goes_into_another_instance():
     assert (second.stopped_epoch, second.best, second.best_epoch) == (4, 2.0, 1)
 
 
-def test_what_it_ended_stays_ended_when_its_state_comes_back():
+def test_a_run_that_it_stopped_stays_stopped_when_its_state_is_loaded():
     first, epoch = observed([1.0, 2.0])
     assert epoch == 1
     second = EarlyStopping("score", mode="min")
@@ -307,12 +311,12 @@ def test_what_it_ended_stays_ended_when_its_state_comes_back():
         ({"min_delta": math.nan}, r"min_delta=...\) must be at least 0"),
     ],
 )
-def test_arguments_out_of_their_range_are_errors(kwargs, message):
+def test_arguments_out_of_range_are_errors(kwargs, message):
     with pytest.raises(CallbackError, match=message):
         EarlyStopping(**kwargs)
 
 
-def test_the_best_averaged_parameters_come_back_with_the_best_ones():
+def test_the_best_averaged_parameters_are_restored_with_the_best_parameters():
     trainer = fitflax.Trainer(nn.Dense(1))
     trainer.compile("sgd", "mse", learning_rate=0.1, ema_decay=0.5)
     x = np.ones((8, 2), np.float32)

@@ -1,4 +1,4 @@
-"""Event files: what a kill leaves of them, what a resume drops, and whose they are."""
+"""Event files: what is left of them after a kill, what a resume drops, and which run they belong to."""
 
 import os
 import struct
@@ -41,14 +41,14 @@ def test_events_are_read_as_they_were_written(tmp_path):
     assert [record.begin for record in records] == [0, *(record.end for record in records[:-1])] and records[-1].end == path.stat().st_size
 
 
-def test_a_start_tells_readers_to_forget_what_the_process_before_wrote_beyond_its_step(tmp_path):
+def test_a_session_start_tells_readers_to_drop_later_steps_of_the_previous_process(tmp_path):
     starts = [list(events_of(write(tmp_path, [9], first_step=step)))[1].event for step in (0, 7)]
     assert [(start.session_log.status, start.step) for start in starts] == [(1, 0), (1, 8)]
     closing = write(tmp_path, [9], first_step=7, mark=".closing")
     assert not any(record.event.HasField("session_log") for record in events_of(closing)) and closing.name.endswith(".a.closing")
 
 
-def test_files_of_one_second_are_numbered_so_that_readers_take_them_in_order(tmp_path):
+def test_files_of_the_same_second_are_numbered_so_that_readers_read_them_in_order(tmp_path):
     paths = [write(tmp_path, [step], run_id=run_id) for step, run_id in enumerate("zya")]
     assert [path.name.split(".")[-2:] for path in paths] == [["00000", "z"], ["00001", "y"], ["00002", "a"]]
 
@@ -57,7 +57,7 @@ def test_files_of_one_second_are_numbered_so_that_readers_take_them_in_order(tmp
 
 
 @pytest.mark.parametrize(("step", "kept"), [(-1, None), (0, None), (3, [1, 3, 3]), (4, [1, 3, 3]), (8, [1, 3, 3, 5, 8]), (99, [1, 3, 3, 5, 8])])
-def test_trimming_cuts_at_the_first_event_beyond_the_step(step, kept, tmp_path):
+def test_trimming_cuts_at_the_first_event_after_the_step(step, kept, tmp_path):
     path = write(tmp_path, [1, 3, 3, 5, 8])
     data = path.read_bytes()
     trim(tmp_path, "a", step)
@@ -66,7 +66,7 @@ def test_trimming_cuts_at_the_first_event_beyond_the_step(step, kept, tmp_path):
         assert data.startswith(path.read_bytes())
 
 
-def test_trimming_leaves_whole_records_wherever_a_kill_cut_the_file(tmp_path):
+def test_trimming_leaves_complete_records_wherever_a_kill_truncated_the_file(tmp_path):
     path = write(tmp_path, [1, 2, 3, 4])
     data, records = path.read_bytes(), list(events_of(path))
     for cut in range(records[-2].begin, len(data)):
@@ -77,15 +77,15 @@ def test_trimming_leaves_whole_records_wherever_a_kill_cut_the_file(tmp_path):
         assert steps_of(path) == [1, 2, 3, 4][: 3 if cut >= records[-2].end else 2]
 
 
-def test_trimming_drops_a_tail_of_zeros_wherever_it_begins(tmp_path):
-    """As some file systems leave a file after a power failure: its length is there, its data is not."""
+def test_trimming_drops_trailing_zeros_wherever_they_begin(tmp_path):
+    """Some file systems leave a file like this after a power failure: its length is there, but its data is not."""
     path = write(tmp_path, [1, 2, 3, 4])
     data, records = path.read_bytes(), list(events_of(path))
     for cut in range(records[-2].begin, records[-1].begin):
         path.write_bytes(data[:cut] + bytes(64))
         trim(tmp_path, "a", 99)
         kept = steps_of(path)
-        # A record of whose checksum something is left is whole as far as its event goes.
+        # The event of a record is complete if any part of the checksum after it is left.
         whole = cut > records[-2].end - 4
         assert kept == ([1, 2, 3] if whole else [1, 2]), cut
         assert path.stat().st_size == (records[-2].end if whole else records[-2].begin)
@@ -100,7 +100,7 @@ def test_a_file_without_any_event_is_removed(data, tmp_path):
     assert not path.exists()
 
 
-def test_a_damaged_record_ends_a_file(tmp_path):
+def test_a_file_ends_at_a_damaged_record(tmp_path):
     path = write(tmp_path, [1, 2])
     garbage = b"\xff" * 20
     head = struct.pack("<Q", len(garbage))
@@ -111,7 +111,7 @@ def test_a_damaged_record_ends_a_file(tmp_path):
     assert path.stat().st_size == list(events_of(path))[-1].end
 
 
-def test_what_is_not_this_runs_is_left_alone(tmp_path):
+def test_files_that_do_not_belong_to_the_run_are_left_alone(tmp_path):
     other = write(tmp_path, [1, 2, 3], run_id="b")
     empty, foreign = tmp_path / "train/events.out.tfevents.1.host.00009.b", tmp_path / "train/events.out.tfevents.1.host"
     notes = tmp_path / "notes.txt"
@@ -124,7 +124,7 @@ def test_what_is_not_this_runs_is_left_alone(tmp_path):
     assert empty.exists() and foreign.exists() and notes.exists()
 
 
-def test_trimming_reaches_all_groups_and_closing_files(tmp_path):
+def test_trimming_covers_all_groups_and_closing_files(tmp_path):
     paths = [write(tmp_path, [1, 2, 3], group=group) for group in ("", "train", "val")]
     closing = write(tmp_path, [3], group="val", mark=".closing-3")
     trim(tmp_path, "a", 2)
@@ -134,7 +134,7 @@ def test_trimming_reaches_all_groups_and_closing_files(tmp_path):
 # --- The thread ---
 
 
-def test_the_thread_begins_with_the_first_job_and_ends_at_close(tmp_path):
+def test_the_thread_starts_with_the_first_job_and_ends_at_close(tmp_path):
     before = threading.active_count()
     files = EventFiles(tmp_path, "a", 0)
     files.sync()
@@ -146,10 +146,10 @@ def test_the_thread_begins_with_the_first_job_and_ends_at_close(tmp_path):
     assert threading.active_count() == before and list(tmp_path.iterdir()) == []
 
 
-def test_few_jobs_wait_because_they_may_hold_copies_of_all_parameters(tmp_path):
-    files, gate, begun = EventFiles(tmp_path, "a", 0), threading.Event(), threading.Event()
-    files.submit(lambda put: (begun.set(), gate.wait(60)))
-    assert begun.wait(60)
+def test_only_a_few_jobs_are_queued_because_they_may_hold_copies_of_all_parameters(tmp_path):
+    files, gate, started = EventFiles(tmp_path, "a", 0), threading.Event(), threading.Event()
+    files.submit(lambda put: (started.set(), gate.wait(60)))
+    assert started.wait(60)
     submitted = []
 
     def submit() -> None:
@@ -167,7 +167,7 @@ def test_few_jobs_wait_because_they_may_hold_copies_of_all_parameters(tmp_path):
     assert len(submitted) == 20
 
 
-def test_sync_puts_everything_on_disk_while_the_files_stay_open(tmp_path, monkeypatch):
+def test_sync_writes_everything_to_disk_while_the_files_stay_open(tmp_path, monkeypatch):
     synced, fsync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(descriptor), fsync(descriptor)))
     files = EventFiles(tmp_path, "a", 0)
@@ -183,18 +183,18 @@ def test_sync_puts_everything_on_disk_while_the_files_stay_open(tmp_path, monkey
 
 
 @pytest.mark.parametrize("when", ["submit", "sync", "close"])
-def test_an_error_in_the_thread_is_raised_once_by_whatever_comes_next(when, tmp_path):
-    begun = threading.Event()
+def test_an_error_in_the_thread_is_raised_once_by_the_next_call(when, tmp_path):
+    started = threading.Event()
 
     def fail(put):
-        begun.set()
+        started.set()
         raise OSError(28, "No space left on device")
 
     files = EventFiles(tmp_path, "a", 0)
     files.submit(fail)
     files._thread.wait_until(lambda: files._thread.is_idle)
-    assert begun.is_set()
-    with pytest.raises(CallbackError, match=r"TensorBoard's event files in .* cannot be written: OSError: \[Errno 28\] No space left on device") as caught:
+    assert started.is_set()
+    with pytest.raises(CallbackError, match=r"TensorBoard cannot write event files in .*: OSError: \[Errno 28\] No space left on device") as caught:
         files.submit(lambda put: None) if when == "submit" else getattr(files, when)()
     assert isinstance(caught.value.__cause__, OSError)
     files.close()
@@ -215,8 +215,8 @@ def test_closing_closes_the_other_files_when_one_fails(tmp_path):
     assert len(closed) == 2
 
 
-def test_any_bytes_of_a_record_survive(tmp_path):
-    """A histogram's bytes hold what looks like heads of records."""
+def test_records_may_contain_any_bytes(tmp_path):
+    """The bytes of a histogram can look like the headers of records."""
     files = EventFiles(tmp_path, "a", 0)
     values = np.random.default_rng(0).normal(size=1000)
     files.submit(lambda put: [put("train", step, summary.histogram("h", values, 64), 1.0) for step in range(5)])

@@ -1,4 +1,4 @@
-"""`History`: a row an epoch, as lists, as a table and as diagrams."""
+"""`History`: one row per epoch, as lists, as a table and as plots."""
 
 import flax.linen as nn
 import jax
@@ -23,7 +23,7 @@ def make(metrics=None):
     return trainer
 
 
-def test_fit_returns_one_value_of_each_key_an_epoch():
+def test_fit_returns_one_value_of_each_key_per_epoch():
     trainer = make(["mae"])
     history = trainer.fit(X, Y, epochs=3, validation_data=(X, Y), verbose=0)
     assert isinstance(history, fitflax.History) and trainer.history is history
@@ -33,17 +33,23 @@ def test_fit_returns_one_value_of_each_key_an_epoch():
     assert [row["logs"]["loss"] for row in history.rows] == history.history["loss"]
 
 
-def test_an_epoch_without_validation_has_no_value_of_it():
+def test_an_epoch_without_validation_has_no_validation_values():
     history = make().fit(X, Y, epochs=3, validation_data=(X, Y), validation_freq=2, verbose=0)
     assert (len(history.history["loss"]), len(history.history["val_loss"])) == (3, 1)
     assert [list(row["logs"]) for row in history.rows] == [["loss"], ["loss", "val_loss"], ["loss"]]
 
 
-def test_each_fit_has_a_history_of_its_own():
+def test_each_fit_has_its_own_history():
     trainer = make()
     first = trainer.fit(X, Y, epochs=2, verbose=0)
     second = trainer.fit(X, Y, epochs=1, verbose=0)
     assert (first.epoch, second.epoch) == ([0, 1], [0]) and trainer.history is second
+
+
+def test_a_history_does_not_keep_its_trainer_in_memory():
+    history = make().fit(X, Y, verbose=0)
+    assert "trainer" not in vars(history)
+    assert history.plot() and history.steps == [1]
 
 
 def test_rows_are_copies_of_the_logs():
@@ -53,27 +59,27 @@ def test_rows_are_copies_of_the_logs():
     assert history.history["loss"][0] > 0
 
 
-def test_what_a_callback_adds_comes_back_as_it_was_added():
+def test_values_added_by_a_callback_are_returned_unchanged():
     add = LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(added=epoch))
     assert make().fit(X, Y, epochs=2, callbacks=[add], verbose=0).history["added"] == [0, 1]
 
 
-def test_its_state_goes_into_another_instance():
+def test_its_state_can_be_loaded_into_another_instance():
     history = make().fit(X, Y, epochs=2, verbose=0)
     other = fitflax.History()
     other.load_state_dict(history.state_dict())
     assert other.rows == history.rows and other.rows[0]["logs"] is not history.rows[0]["logs"]
 
 
-def test_before_any_fit_it_is_empty():
+def test_it_is_empty_before_the_first_fit():
     history = make().history
     assert (history.history, history.epoch, repr(history)) == ({}, [], "History({})")
 
 
-# -- steps, tables and diagrams --
+# -- steps, tables and plots --
 
 
-def test_steps_are_the_updates_made_by_the_end_of_each_epoch():
+def test_steps_lists_the_step_at_the_end_of_each_epoch():
     trainer = make()
     assert trainer.fit(X, Y, batch_size=4, epochs=3, verbose=0).steps == [2, 4, 6]
     assert trainer.fit(X, Y, batch_size=4, steps=3, verbose=0).steps == [8, 9]
@@ -82,11 +88,11 @@ def test_steps_are_the_updates_made_by_the_end_of_each_epoch():
 def test_a_resumed_run_has_the_steps_of_all_its_epochs(tmp_path):
     options = {"batch_size": 4, "callbacks": [ModelCheckpoint(tmp_path)], "resume": "auto", "verbose": 0}
     make().fit(X, Y, steps=3, **options)
-    assert make().fit(X, Y, steps=3, **options).steps == [2, 3]  # Of which the second was closed in its middle.
+    assert make().fit(X, Y, steps=3, **options).steps == [2, 3]  # The second epoch was closed in the middle.
     assert make().fit(X, Y, steps=6, **options).steps == [2, 4, 6]
 
 
-def test_a_table_has_a_row_an_epoch_and_nan_where_nothing_was_logged():
+def test_a_table_has_one_row_per_epoch_and_nan_where_nothing_was_logged():
     pandas = pytest.importorskip("pandas")
     table = make(["mae"]).fit(X, Y, batch_size=4, epochs=2, validation_data=(X, Y), validation_freq=2, verbose=0).to_pandas()
     assert isinstance(table, pandas.DataFrame) and list(table.columns) == ["step", "loss", "mae", "val_loss", "val_mae"]
@@ -99,7 +105,7 @@ def lines_of(figure):
     return {axes.get_title(): {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()} for axes in figure.axes}
 
 
-def test_a_plot_has_a_diagram_for_each_key_of_training_with_all_sets_in_it():
+def test_a_plot_has_axes_for_each_training_key_with_the_curves_of_all_sets():
     pytest.importorskip("matplotlib")
     sets = {"dev": (X, Y), "test": (X, Y)}
     history = make(["mae"]).fit(X, Y, epochs=3, validation_data=sets, validation_freq=[1, 3], verbose=0)
@@ -108,11 +114,11 @@ def test_a_plot_has_a_diagram_for_each_key_of_training_with_all_sets_in_it():
     assert found["loss"]["loss"] == [[epoch + 1, value] for epoch, value in enumerate(history.history["loss"])]
     assert [epoch for epoch, _ in found["mae"]["dev_mae"]] == [1, 3]
     assert list(lines_of(history.plot("mae"))) == list(lines_of(history.plot(["mae"]))) == ["mae"]
-    with pytest.raises(ConfigError, match=r"no numbers 'lost' to plot: \['loss', 'mae'\]. Did you mean 'loss'"):
+    with pytest.raises(ConfigError, match=r"no numbers named 'lost'. Did you mean 'loss'\? Logged keys: \['loss', 'mae'\]"):
         history.plot("lost")
 
 
-def test_what_only_looks_like_a_set_and_what_is_no_number_is_plotted_by_itself_or_not_at_all():
+def test_a_key_that_only_looks_like_a_set_has_its_own_axes_and_arrays_are_not_plotted():
     pytest.importorskip("matplotlib")
     history = fitflax.History()
     history.on_epoch_end(0, {"loss": 0.5, "left_loss": 0.25, "matrix": np.eye(2)})
@@ -120,13 +126,13 @@ def test_what_only_looks_like_a_set_and_what_is_no_number_is_plotted_by_itself_o
     assert not fitflax.History().plot().axes
 
 
-def test_a_plot_is_written_to_a_file_and_needs_no_display(tmp_path):
+def test_a_plot_can_be_saved_to_a_file_without_a_display(tmp_path):
     pytest.importorskip("matplotlib")
     make().fit(X, Y, epochs=2, validation_data=(X, Y), verbose=0).plot().savefig(tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_checkpoints_name_the_rows_of_a_subclass_too(tmp_path):
+def test_checkpoints_contain_the_rows_of_a_subclass_too(tmp_path):
     class Mine(fitflax.History):
         pass
 

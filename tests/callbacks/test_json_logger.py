@@ -1,4 +1,4 @@
-"""`JSONLogger`: an object an epoch, each epoch once whatever happens, and other people's files left alone."""
+"""`JSONLogger`: one object per epoch, each epoch exactly once, and other files are left alone."""
 
 import errno
 import json
@@ -26,7 +26,7 @@ def rows_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_line_an_epoch_has_what_history_has(tmp_path):
+def test_each_epoch_is_a_line_with_the_values_of_the_history(tmp_path):
     history = run(tmp_path / "deep" / "log.jsonl", epochs=3, validation_data=(X, Y), validation_freq=2)
     rows = rows_of(tmp_path / "deep" / "log.jsonl")
     assert [list(row) for row in rows][:2] == [["epoch", "step", "loss", "mae"], ["epoch", "step", "loss", "mae", "val_loss", "val_mae"]]
@@ -34,7 +34,7 @@ def test_a_line_an_epoch_has_what_history_has(tmp_path):
     assert [row["loss"] for row in rows] == history.history["loss"]
 
 
-def test_what_json_cannot_say_is_said_otherwise(tmp_path):
+def test_values_that_json_cannot_represent_are_converted(tmp_path):
     strange = {
         "nan": float("nan"),
         "inf": -np.inf,
@@ -55,7 +55,7 @@ def test_a_resumed_run_has_each_epoch_once(tmp_path):
     def start(name, steps):
         return run(tmp_path / name / "log.jsonl", more=[ModelCheckpoint(tmp_path / name / "checkpoints")], steps=steps, resume="auto")
 
-    start("stopped", 3)  # Inside of its second epoch, which is closed.
+    start("stopped", 3)  # Inside its second epoch, which is closed.
     assert [row["epoch"] for row in rows_of(tmp_path / "stopped" / "log.jsonl")] == [0, 1]
     start("stopped", 8)
     start("never", 8)
@@ -71,7 +71,7 @@ def test_a_new_run_replaces_the_file_or_appends_to_it(tmp_path):
     assert [row["epoch"] for row in rows_of(path)] == [0, 0, 1]
 
 
-def test_a_last_line_that_was_cut_off_is_left_out(tmp_path):
+def test_an_incomplete_last_line_is_dropped(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text('{"epoch": 0, "loss": 1}\n{"epoch": 1, "lo')
     run(path, append=True)
@@ -82,8 +82,8 @@ def test_a_last_line_that_was_cut_off_is_left_out(tmp_path):
     ("text", "append", "fault"),
     [
         ("epoch,loss\n0,1\n", False, "would replace .*its first line has no 'epoch'"),
-        ("[1, 2]\n", True, "cannot go on with .*its line 1 has no 'epoch'"),
-        ('{"epoch": 0}\nnonsense\n{"epoch": 1}\n', True, "cannot go on with .*its line 2 is no JSON"),
+        ("[1, 2]\n", True, "cannot continue the file .*its line 1 has no 'epoch'"),
+        ('{"epoch": 0}\nnonsense\n{"epoch": 1}\n', True, "cannot continue the file .*its line 2 is not JSON"),
     ],
 )
 def test_a_file_of_another_kind_is_left_alone(text, append, fault, tmp_path):
@@ -102,26 +102,25 @@ def test_a_file_that_cannot_be_written_is_an_error_before_the_first_step(tmp_pat
     assert trainer.step == 0
 
 
-def test_a_run_that_had_written_nothing_yet_leaves_another_runs_log_to_be_replaced(tmp_path):
-    path, saving = tmp_path / "log.jsonl", tmp_path / "checkpoints"
-    run(tmp_path / "own.jsonl", more=[ModelCheckpoint(saving)], steps=1)  # Of the two of an epoch.
+def test_loading_the_state_of_a_run_without_rows_leaves_the_log_of_another_run_unchanged(tmp_path):
+    path = tmp_path / "log.jsonl"
     path.write_text('{"epoch": 0, "step": 9, "loss": 5.0}\n')
     logger = JSONLogger(path)
     logger.load_state_dict({"lines": 0})
     assert len(rows_of(path)) == 1 and logger._lines == []
 
 
-def test_a_log_to_append_to_that_is_no_text_is_one_clear_error_and_stays(tmp_path):
+def test_appending_to_a_file_that_is_not_text_is_one_clear_error_and_does_not_change_it(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_bytes(b'{"epoch": 0}\n\xff\n')
-    with pytest.raises(CallbackError, match=r"JSONLogger cannot go on with .*log\.jsonl: it is no text\. Move the file away"):
+    with pytest.raises(CallbackError, match=r"JSONLogger cannot continue the file .*log\.jsonl: it is not a text file\. Move the file, or"):
         run(path, append=True)
     assert path.read_bytes() == b'{"epoch": 0}\n\xff\n'
 
 
 @pytest.mark.parametrize("append", [False, True])
 @pytest.mark.parametrize("logger", [JSONLogger, CSVLogger])
-def test_a_log_that_cannot_be_read_is_one_clear_error_and_stays(logger, append, tmp_path, monkeypatch):
+def test_a_log_that_cannot_be_read_is_one_clear_error_and_stays_unchanged(logger, append, tmp_path, monkeypatch):
     def refuse(*arguments, **options):
         raise PermissionError(errno.EACCES, "Permission denied")
 

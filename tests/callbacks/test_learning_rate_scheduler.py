@@ -45,8 +45,8 @@ def test_case_15_the_rate_is_what_the_schedule_returns():
     assert history.history["learning_rate"][0] == 0.5
 
 
-def test_steps_are_made_with_the_rate_of_their_epoch():
-    """Case F: x = 1, y = 0, four inputs, three outputs, mean square; all weights stay equal, w <- w - rate * 2/3 * 4 w."""
+def test_steps_use_the_rate_of_their_epoch():
+    """Case F: x = 1, y = 0, four inputs, three outputs, mean squared error; all elements of the kernel stay equal, w <- w - rate * 2/3 * 4 w."""
     trainer = fitflax.Trainer(nn.Dense(3, use_bias=False, kernel_init=nn.initializers.ones), parallel=DataParallel(jax.devices()[:1]))
     trainer.compile("sgd", loss="mse")
     rates, w = [0.1, 0.0, 0.03], 1.0
@@ -57,26 +57,26 @@ def test_steps_are_made_with_the_rate_of_their_epoch():
     np.testing.assert_allclose(trainer.state.params["kernel"], np.full((4, 3), w), rtol=1e-5)
 
 
-def test_a_schedule_may_take_the_present_rate():
+def test_a_schedule_may_take_the_current_rate():
     assert fit(LearningRateScheduler(halved), epochs=3).history["learning_rate"] == float32s([0.0005, 0.00025, 0.000125])
 
 
-def test_a_second_fit_with_the_same_instance_goes_on_from_the_rate_that_the_first_one_left():
+def test_a_second_fit_with_the_same_instance_continues_from_the_last_rate_of_the_first():
     trainer, scheduler = make(), LearningRateScheduler(halved)
     rates = [fit(scheduler, trainer=trainer).history["learning_rate"] for _ in range(2)]
     assert rates == [float32s([0.0005]), float32s([0.00025])]
 
 
-def test_the_schedule_is_asked_once_an_epoch_with_the_index_and_the_rate():
-    asked = []
-    scheduler = LearningRateScheduler(lambda epoch, rate: asked.append((epoch, rate)) or 0.25)
+def test_the_schedule_is_called_once_per_epoch_with_the_epoch_index_and_the_rate():
+    calls = []
+    scheduler = LearningRateScheduler(lambda epoch, rate: calls.append((epoch, rate)) or 0.25)
     trainer = make()
     fit(scheduler, trainer=trainer, epochs=5, initial_epoch=3)
     fit(scheduler, trainer=trainer, epochs=4, initial_epoch=3)
-    assert asked == [(3, float32s([0.001])[0]), (4, 0.25), (3, 0.25)]
+    assert calls == [(3, float32s([0.001])[0]), (4, 0.25), (3, 0.25)]
 
 
-def test_other_callbacks_see_the_rate_of_the_epoch_at_its_beginning_and_in_the_logs_of_its_end(tmp_path):
+def test_other_callbacks_see_the_rate_of_an_epoch_at_its_start_and_in_its_final_logs(tmp_path):
     seen, trainer = [], make()
     note = LambdaCallback(
         on_epoch_begin=lambda epoch, logs: seen.append(trainer.learning_rate), on_epoch_end=lambda epoch, logs: seen.append(logs["learning_rate"])
@@ -86,12 +86,12 @@ def test_other_callbacks_see_the_rate_of_the_epoch_at_its_beginning_and_in_the_l
     assert [line.split(",")[2] for line in (tmp_path / "log.csv").read_text().splitlines()] == ["learning_rate", "0.5", "0.25"]
 
 
-def test_a_rate_may_be_a_number_of_any_kind():
+def test_a_rate_may_be_any_kind_of_number():
     rates = [1, np.float32(0.5), np.array(0.25), 0, jax.numpy.float32(0.125)]
     assert fit(LearningRateScheduler(lambda epoch: rates[epoch]), epochs=5).history["learning_rate"] == [float(rate) for rate in rates]
 
 
-def test_a_schedule_of_optax_counts_epochs():
+def test_an_optax_schedule_counts_epochs():
     history = fit(LearningRateScheduler(optax.linear_schedule(1.0, 0.0, 4)), epochs=3)
     assert history.history["learning_rate"] == [1.0, 0.75, 0.5]
 
@@ -104,7 +104,7 @@ def test_setting_the_rate_compiles_nothing(compilations):
     assert counted.names == []
 
 
-def test_the_rate_is_read_once_at_the_end_of_an_epoch_and_at_its_beginning_only_if_the_schedule_takes_it():
+def test_the_rate_is_read_once_per_epoch_and_once_more_if_the_schedule_takes_it():
     class View:
         reads = 0
 
@@ -131,7 +131,7 @@ def test_the_rate_is_read_once_at_the_end_of_an_epoch_and_at_its_beginning_only_
 
 @pytest.fixture(scope="module")
 def built():
-    """A trainer that makes no step in any of the tests that share it."""
+    """A trainer that runs no steps in any of the tests that share it."""
     return make()
 
 
@@ -150,8 +150,8 @@ def test_a_rate_that_cannot_be_set_is_an_error_before_the_first_step(optimizer):
     ("rate", "text"),
     [(None, "None"), ("fast", "'fast'"), (-0.5, "-0.5"), (np.nan, "nan"), (np.inf, "inf"), (True, "True"), (np.ones(2), r"array\(\[1\., 1\.\]\)")],
 )
-def test_what_is_no_rate_is_an_error_that_names_the_epoch_and_the_value(rate, text, built):
-    with pytest.raises(OptimizerError, match=rf"the schedule returned {text} for epoch 2\. A learning rate is a finite number of at least 0"):
+def test_an_invalid_rate_is_an_error_that_names_the_epoch_and_the_value(rate, text, built):
+    with pytest.raises(OptimizerError, match=rf"the schedule returned {text} for epoch 2\. A learning rate must be a finite number of at least 0"):
         fit(LearningRateScheduler(lambda epoch: rate), trainer=built, epochs=3, initial_epoch=2)
     assert built.step == 0
 
@@ -163,22 +163,22 @@ def test_what_is_no_rate_is_an_error_that_names_the_epoch_and_the_value(rate, te
         lambda epoch, rate, more: 0.1,
         lambda *, epoch: 0.1,
         0.1,
-        # Could be either: with `base` as the rate, it would be wrong and nobody would notice.
+        # Ambiguous: if `base` received the rate, the result would be wrong without an error.
         lambda epoch, base=0.1: base * 0.5**epoch,
         lambda *arguments: 0.1,
     ],
 )
 def test_a_schedule_with_other_arguments_is_an_error_that_names_both_forms(schedule):
-    with pytest.raises(CallbackError, match=r"takes schedule\(epoch\) or schedule\(epoch, learning_rate\)\. Received: "):
+    with pytest.raises(CallbackError, match=r"needs a function schedule\(epoch\) or schedule\(epoch, learning_rate\)\. Received: "):
         LearningRateScheduler(schedule)
 
 
-def test_a_function_whose_arguments_cannot_be_found_out_is_an_error():
-    with pytest.raises(CallbackError, match=r"schedule\(epoch\) or schedule\(epoch, learning_rate\)\. What <.*cannot be found out\. Wrap it"):
+def test_a_function_whose_arguments_cannot_be_inspected_is_an_error():
+    with pytest.raises(CallbackError, match=r"schedule\(epoch\) or schedule\(epoch, learning_rate\)\. The arguments of <.*cannot be inspected\. Wrap it"):
         LearningRateScheduler(dict)
 
 
-def test_callable_objects_partial_functions_and_methods_are_schedules():
+def test_callable_objects_partial_functions_and_methods_can_be_schedules():
     class Schedule:
         def __call__(self, epoch):
             return 0.5
@@ -190,11 +190,11 @@ def test_callable_objects_partial_functions_and_methods_are_schedules():
     assert [LearningRateScheduler(each)._takes_rate for each in (Schedule(), partial, Schedule().method, operator.mul)] == [False, False, True, True]
 
 
-# --- With other callbacks, and resuming ---
+# --- Other callbacks, and resuming ---
 
 
-def test_it_may_be_used_together_with_reduce_lr_on_plateau():
-    """As in Keras: what a plateau reduces holds until the schedule sets the rate of the next epoch."""
+def test_it_can_be_used_together_with_reduce_lr_on_plateau():
+    """As in Keras: a reduced rate holds until the schedule sets the rate of the next epoch."""
     seen, trainer = [], make()
     note = LambdaCallback(on_checkpoint=lambda checkpoint: seen.append(trainer.learning_rate))
     plateau = ReduceLROnPlateau("loss", min_delta=100.0, patience=1, factor=0.5)
@@ -204,7 +204,7 @@ def test_it_may_be_used_together_with_reduce_lr_on_plateau():
 
 
 def run(root, *more, schedule=halved, every=None, trainer=None, **kwargs):
-    """Trains with everything made from scratch; returns the trainer."""
+    """Trains with new objects, as a new process would; returns the trainer."""
     trainer = trainer or make()
     saving = ModelCheckpoint(root / "checkpoints", keep=None, **({} if every is None else {"every": every}))
     fit(saving, LearningRateScheduler(schedule), *more, trainer=trainer, resume="auto", **kwargs)
@@ -213,7 +213,7 @@ def run(root, *more, schedule=halved, every=None, trainer=None, **kwargs):
 
 def assert_equal(root, trainer, other_root, other):
     wanted, found = directory_of(other_root / "checkpoints"), directory_of(root / "checkpoints")
-    # A run that was stopped inside an epoch has a checkpoint there, too.
+    # A run that was stopped inside an epoch also has a checkpoint there.
     unequal = differences(state_of(trainer), state_of(other)) + differences({name: found.get(name, {}) for name in wanted}, wanted)
     unequal = [line for line in unequal if ": closing: " not in line]
     assert not unequal, "\n".join(unequal)
@@ -221,33 +221,33 @@ def assert_equal(root, trainer, other_root, other):
 
 
 @pytest.fixture(scope="module")
-def never(tmp_path_factory):
+def uninterrupted(tmp_path_factory):
     root = tmp_path_factory.mktemp("never")
     return root, run(root, epochs=3)
 
 
 @pytest.mark.parametrize("k", [3, 5, 7])
 @pytest.mark.mostly_slow
-def test_a_run_that_was_stopped_and_goes_on_equals_the_run_never_stopped(k, never, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_run(k, uninterrupted, tmp_path):
     trainer = make()
     run(tmp_path, at(trainer, "on_train_batch_end", k, lambda step: trainer.stop("enough")), trainer=trainer, epochs=3)
     assert trainer.step == k
-    assert_equal(tmp_path, run(tmp_path, epochs=3), *never)
+    assert_equal(tmp_path, run(tmp_path, epochs=3), *uninterrupted)
 
 
 def test_a_resume_inside_an_epoch_keeps_the_restored_rate(tmp_path):
     run(tmp_path, steps=7)
-    asked, rates = [], []
+    calls, rates = [], []
     trainer = make()
     note = LambdaCallback(on_train_batch_begin=lambda batch, logs: rates.append(trainer.learning_rate))
-    run(tmp_path, note, trainer=trainer, schedule=lambda epoch, rate: asked.append(epoch) or 0.125, epochs=3)
-    assert asked == [2] and rates == [*float32s([0.00025] * 3), *[0.125] * 5]
+    run(tmp_path, note, trainer=trainer, schedule=lambda epoch, rate: calls.append(epoch) or 0.125, epochs=3)
+    assert calls == [2] and rates == [*float32s([0.00025] * 3), *[0.125] * 5]
 
 
-def test_an_epoch_that_was_left_before_its_first_step_begins_with_the_same_rate_again(tmp_path):
-    """The checkpoint of step 5 is made by the exception, after the second epoch's rate was set."""
+def test_an_epoch_interrupted_before_its_first_step_starts_with_the_same_rate_again(tmp_path):
+    """The exception causes the checkpoint of step 5, after the rate of the second epoch was set."""
     options = {"epochs": 3, "every": fitflax.every(steps=7)}
-    never = run(tmp_path / "never", **options)
+    uninterrupted = run(tmp_path / "never", **options)
 
     class Failing(Callback):
         def on_epoch_begin(self, epoch, logs):
@@ -258,11 +258,11 @@ def test_an_epoch_that_was_left_before_its_first_step_begins_with_the_same_rate_
         run(tmp_path / "failed", Failing(), **options)
     resumed = run(tmp_path / "failed", **options)
     assert [row["logs"]["learning_rate"] for row in resumed.history.rows] == float32s([0.0005, 0.00025, 0.000125])
-    assert not differences(state_of(resumed), state_of(never))
-    assert rows_of(resumed.history) == rows_of(never.history)
+    assert not differences(state_of(resumed), state_of(uninterrupted))
+    assert rows_of(resumed.history) == rows_of(uninterrupted.history)
 
 
-def test_the_same_script_started_again_changes_nothing(tmp_path):
+def test_running_the_same_script_again_changes_nothing(tmp_path):
     first = run(tmp_path, steps=7)
     again = run(tmp_path, steps=7)
     assert not differences(state_of(again), state_of(first))

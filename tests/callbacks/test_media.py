@@ -1,4 +1,4 @@
-"""Images, figures and histograms in TensorBoard: sown by modules, or made by metrics of their values; read with TensorBoard's own reader."""
+"""Images, figures and histograms in TensorBoard, sown by modules or made by metrics from their values. TensorBoard's own reader reads them."""
 
 import functools
 import io
@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing import event_multiplexer
 import fitflax
 from fitflax import TrainLoop, every
 from fitflax.callbacks import Callback, FigureSummary, HistogramSummary, ImageSummary, LambdaCallback, ModelCheckpoint, TensorBoard
-from fitflax.callbacks.media import _as_bytes, check_images, flatten_sown
+from fitflax.callbacks.media import _as_uint8, check_images, flatten_sown
 from fitflax.errors import CallbackError, NotReadyError
 from fitflax.metrics import ConfusionMatrix, Metric, SampleCollector
 from fitflax.parallel import DataParallel
@@ -28,7 +28,7 @@ PIL_IMAGE = pytest.importorskip("PIL.Image")
 
 
 class Picture:
-    """As much of matplotlib's `Figure` as is used."""
+    """The part of matplotlib's `Figure` that is used."""
 
     def __init__(self, rows: Any) -> None:
         self.rows = rows
@@ -88,7 +88,7 @@ def opened(directory: Any) -> Any:
     return runs.AddRunsFromDirectory(str(directory)).Reload()
 
 
-class Noting(Callback):
+class Recorder(Callback):
     needs_sown = ("summaries",)
 
     def __init__(self) -> None:
@@ -99,9 +99,9 @@ class Noting(Callback):
         self.seen.append(jax.tree.map(np.asarray, checkpoint.sown))
 
 
-def test_sown_values_of_every_kind_are_shown_under_their_modules_path(tmp_path):
-    noting = Noting()
-    fit(make(), TensorBoard(tmp_path, every=every(steps=2)), noting, steps=4)
+def test_sown_values_of_every_kind_are_shown_under_the_path_of_their_module(tmp_path):
+    recorder = Recorder()
+    fit(make(), TensorBoard(tmp_path, every=every(steps=2)), recorder, steps=4)
     runs = opened(tmp_path)
     tags = runs.Runs()["train"]
     assert {tag for tag in tags["scalars"] if tag.startswith("summaries/")} == {
@@ -110,7 +110,7 @@ def test_sown_values_of_every_kind_are_shown_under_their_modules_path(tmp_path):
     assert set(tags["histograms"]) == {"summaries/Layer_0/outputs/0", "summaries/Layer_0/outputs/1", "summaries/number"}
     assert set(tags["images"]) == {"summaries/inputs/0", "summaries/inputs/1", "summaries/inputs/2", "summaries/picture"}
     for event in runs.Scalars("train", "summaries/Layer_0/mean/0"):
-        want = noting.seen[event.step - 1]["summaries"]["Layer_0"]["mean"][0]
+        want = recorder.seen[event.step - 1]["summaries"]["Layer_0"]["mean"][0]
         assert event.value == pytest.approx(float(want), rel=1e-6)
     assert [event.step for event in runs.Images("train", "summaries/picture")] == [2, 4]
     assert {event.value for event in runs.Scalars("train", "summaries/Layer_0/count/1")} == {7.0}
@@ -127,7 +127,7 @@ def test_an_image_is_shown_as_it_was_sown(tmp_path):
 @pytest.mark.parametrize("channels", [1, 3, 4])
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, jnp.bfloat16])
 @pytest.mark.mostly_slow
-def test_images_of_any_kind_are_encoded_so_that_others_can_read_them(tmp_path, channels, dtype):
+def test_images_of_any_dtype_and_channel_count_can_be_decoded_by_other_libraries(tmp_path, channels, dtype):
     image = RNG.integers(0, 256, (1, 5, 7, channels)).astype(np.uint8)
     given = image if dtype == np.uint8 else (image / 255).astype(dtype)
 
@@ -146,26 +146,26 @@ def test_images_of_any_kind_are_encoded_so_that_others_can_read_them(tmp_path, c
 @pytest.mark.parametrize("options", [{}, {"steps_per_call": 2}, {"accumulate_steps": 2}])
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.mostly_slow
-def test_sown_values_are_those_of_the_last_step_alone(devices, options):
-    noting = Noting()
-    fit(make(devices=devices, **options), noting, steps=4)
-    for number, sown in enumerate(noting.seen):
+def test_sown_values_are_only_those_of_the_last_step(devices, options):
+    recorder = Recorder()
+    fit(make(devices=devices, **options), recorder, steps=4)
+    for number, sown in enumerate(recorder.seen):
         summaries = sown["summaries"]
         rows = X[4 * number : 4 * number + 4]
-        if "accumulate_steps" in options:  # The last micro-batch of each replica's share.
-            rows = np.concatenate([share[len(share) // 2 :] for share in np.split(rows, devices)])
-        assert len(summaries["Layer_0"]["mean"]) == 2  # One for each call, and none of an earlier step.
+        if "accumulate_steps" in options:  # The last micro-batch of each replica's shard.
+            rows = np.concatenate([shard[len(shard) // 2 :] for shard in np.split(rows, devices)])
+        assert len(summaries["Layer_0"]["mean"]) == 2  # One for each call, and none from an earlier step.
         np.testing.assert_allclose(summaries["picture"][0].arrays[0], rows)
         np.testing.assert_allclose(summaries["Layer_0"]["mean"][0], summaries["Layer_0"]["outputs"][0].mean(), rtol=1e-5)
 
 
-def test_nobody_pays_for_what_nobody_reads():
+def test_sown_values_are_not_kept_if_no_callback_needs_them():
     trainer = make()
-    with pytest.raises(NotReadyError, match="was not kept"):
+    with pytest.raises(NotReadyError, match="were not kept"):
         fit(trainer, LambdaCallback(on_checkpoint=lambda checkpoint: checkpoint.sown, every=every(steps=1)), steps=1)
-    noting = Noting()
-    fit(make(nn.Dense(3)), noting, steps=1)
-    assert noting.seen == [{}]
+    recorder = Recorder()
+    fit(make(nn.Dense(3)), recorder, steps=1)
+    assert recorder.seen == [{}]
 
 
 def test_another_collection_or_none_can_be_shown(tmp_path):
@@ -183,13 +183,13 @@ def test_another_collection_or_none_can_be_shown(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_loop_by_hand_keeps_what_it_is_asked_for(tmp_path):
+def test_a_hand_written_loop_keeps_the_sown_values_that_it_is_asked_for(tmp_path):
     loop = TrainLoop(Network().init, Network().apply, optimizer="sgd", loss=LOSS, data=(X, Y), steps=2, sown="summaries")
     with TensorBoard(tmp_path, every=every(steps=1)) as board:
         for checkpoint in loop:
             board(checkpoint)
     assert "summaries/Layer_0/mean/0" in opened(tmp_path).Runs()["train"]["scalars"]
-    with TensorBoard(tmp_path / "other", every=every(steps=1)) as board:  # It says nothing where the loop keeps nothing.
+    with TensorBoard(tmp_path / "other", every=every(steps=1)) as board:  # It does not fail if the loop keeps no sown values.
         board(TrainLoop(Network().init, Network().apply, optimizer="sgd", loss=LOSS, data=(X, Y)).next_step())
 
 
@@ -208,20 +208,20 @@ def test_a_resumed_run_shows_each_sown_value_once(tmp_path):
     assert [step for step, _ in events[0]] == [1, 2, 3, 4, 5, 6]
 
 
-def test_images_that_are_none_are_one_clear_error(tmp_path):
+def test_an_array_that_is_not_a_batch_of_images_is_one_clear_error(tmp_path):
     class Sowing(nn.Module):
         @nn.compact
         def __call__(self, x):
             self.sow("summaries", "image", ImageSummary(x))
             return nn.Dense(3)(x)
 
-    with pytest.raises(CallbackError, match=r"summaries/image: ImageSummary takes images \[images, height, width, channels\].*Received: \[4, 4\]"):
+    with pytest.raises(CallbackError, match=r"summaries/image: ImageSummary needs images of shape \[images, height, width, channels\].*Received: \[4, 4\]"):
         fit(make(Sowing()), TensorBoard(tmp_path, every=every(steps=1)), steps=1)
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 @pytest.mark.mostly_slow
-def test_a_function_that_draws_may_be_made_anew_in_each_call(tmp_path, steps_per_call, compilations):
+def test_a_drawing_function_may_be_created_again_in_each_call(tmp_path, steps_per_call, compilations):
     class Sowing(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -242,7 +242,7 @@ def test_a_function_that_draws_may_be_made_anew_in_each_call(tmp_path, steps_per
     assert counted.count == 0, counted.names
 
 
-def test_figures_of_matplotlib_are_shown(tmp_path):
+def test_matplotlib_figures_are_shown(tmp_path):
     pytest.importorskip("matplotlib")
 
     class Sowing(nn.Module):
@@ -263,7 +263,7 @@ def test_a_figure_that_cannot_be_drawn_fails_the_run_with_the_reason(tmp_path):
             self.sow("summaries", "figure", FigureSummary(fail, x))
             return nn.Dense(3)(x)
 
-    with pytest.raises(CallbackError, match="TensorBoard cannot show summaries/figure: RuntimeError: no canvas"):
+    with pytest.raises(CallbackError, match="summaries/figure cannot be drawn: RuntimeError: no canvas"):
         fit(make(Sowing()), TensorBoard(tmp_path, every=every(steps=1)), steps=1)
 
 
@@ -281,7 +281,7 @@ class Drawn(ConfusionMatrix):
 
 
 @pytest.mark.slow
-def test_a_metric_shows_what_it_makes_of_its_value(tmp_path):
+def test_a_metric_shows_what_its_summary_returns(tmp_path):
     trainer = make(nn.Dense(3), metrics=[Drawn(name="drawn"), "accuracy"])
     fit(trainer, TensorBoard(tmp_path), epochs=1, validation_data=(X, Y))
     runs = opened(tmp_path)
@@ -301,7 +301,7 @@ def test_a_sample_of_examples_is_shown_as_images(tmp_path):
     assert opened(tmp_path).Runs()["val"]["images"] == ["samples/0", "samples/1"]
 
 
-def test_sampled_images_of_bytes_are_shown_as_they_are(tmp_path):
+def test_sampled_uint8_images_are_shown_unchanged(tmp_path):
     images = RNG.integers(0, 256, (16, 2, 2, 3)).astype(np.uint8)
 
     class Flat(nn.Module):
@@ -315,7 +315,7 @@ def test_sampled_images_of_bytes_are_shown_as_they_are(tmp_path):
     (event,) = opened(tmp_path).Images("train", "samples")
     found = np.asarray(PIL_IMAGE.open(io.BytesIO(event.encoded_image_string)))
     assert any(np.array_equal(found, image) for image in images)
-    assert list(history.history) == ["loss"]  # A sample is nothing to keep for ever.
+    assert list(history.history) == ["loss"]  # Samples are not kept in the history.
     metadata = json.loads((tmp_path / "all/step_00000004/metadata.json").read_text())
     assert list(metadata["metrics"]["train"]) == ["loss"]
 
@@ -324,16 +324,16 @@ def _as_images(rows: Any) -> ImageSummary:
     return ImageSummary(np.asarray(rows).reshape(-1, 1, 3, 1))
 
 
-def test_a_metric_shows_its_value_unless_it_says_otherwise():
+def test_a_metric_shows_its_value_by_default():
     assert ConfusionMatrix().summary(0.5) == Metric.summary(ConfusionMatrix(), 0.5) == 0.5
 
 
-def test_floats_outside_of_0_to_1_are_taken_as_the_nearest_and_what_is_no_number_as_0():
+def test_floats_outside_0_to_1_are_clipped_and_nan_becomes_0():
     image = np.array([-1.0, 0.0, 0.5, 1.0, 2.0, np.nan, np.inf, -np.inf], np.float32)
-    assert _as_bytes(image).tolist() == [0, 0, 128, 255, 255, 0, 255, 0]
+    assert _as_uint8(image).tolist() == [0, 0, 128, 255, 255, 0, 255, 0]
 
 
-def test_what_a_module_sows_as_a_dataclass_has_a_tag_for_each_of_its_arrays():
+def test_a_sown_dataclass_has_a_tag_for_each_of_its_arrays():
     @struct.dataclass
     class Moments:
         mean: Any
@@ -342,11 +342,11 @@ def test_what_a_module_sows_as_a_dataclass_has_a_tag_for_each_of_its_arrays():
     assert flatten_sown("summaries", {"layer": (Moments(0.5, 2.0),)}) == {"summaries/layer/mean": 0.5, "summaries/layer/spread": 2.0}
 
 
-def test_images_of_other_numbers_than_bytes_and_floats_are_one_clear_error():
-    with pytest.raises(CallbackError, match=r"tag: ImageSummary takes images of uint8, or of floats from 0 to 1\. Received: int32\."):
+def test_images_of_dtypes_other_than_uint8_and_floats_are_one_clear_error():
+    with pytest.raises(CallbackError, match=r"tag: ImageSummary needs images of uint8, or of floats from 0 to 1\. Received: int32\."):
         check_images("tag", ImageSummary(np.zeros((1, 2, 2, 3), np.int32)))
 
 
-def test_figures_that_the_same_code_draws_are_one_kind_of_leaf():
+def test_figures_drawn_by_the_same_code_have_the_same_tree_structure():
     one, other = (jax.tree.structure(FigureSummary(lambda rows: draw(rows), X)) for _ in range(2))
     assert one == other and hash(one.node_data()[1]) == hash(other.node_data()[1])

@@ -1,4 +1,4 @@
-"""ModelCheckpoint: when it saves, what it keeps, whose directory it takes, and what happens when the disk fails."""
+"""ModelCheckpoint: when it saves, what it keeps, which directories it uses, and what happens when the disk fails."""
 
 import errno
 import json
@@ -11,9 +11,10 @@ from flax import linen as nn
 
 import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, LambdaCallback, ModelCheckpoint
-from fitflax.checkpoints import CheckpointStore, directories
+from fitflax.checkpoints import CheckpointStore
+from fitflax.checkpoints.store import local_files
 from fitflax.errors import CallbackError, CheckpointError, DirectoryInUseError
-from fitflax.loops.run import Run
+from fitflax.loops.training_loop import Run
 from tests.run_script import make_trainer, steps_in
 
 X, Y = np.linspace(0, 1, 80, dtype=np.float32).reshape(20, 4), np.zeros(20, np.int32)  # 5 batches of 4
@@ -24,7 +25,7 @@ def fit(trainer: fitflax.Trainer, *callbacks: Callback, **options: Any) -> fitfl
 
 
 class Recorder(CheckpointStore):
-    """Notes every checkpoint that is written."""
+    """Records every checkpoint that is written."""
 
     written: list[int]
 
@@ -38,11 +39,11 @@ def recorded(callback: Any) -> Any:
     return callback
 
 
-# -- when --
+# -- when it saves --
 
 
 @pytest.mark.parametrize(("save_last", "steps"), [(False, [15, 30, 45]), (True, [15, 30, 45, 50])])
-def test_every_15_steps_of_5_an_epoch_and_10_epochs_saves_at_the_ends_of_epochs_3_6_and_9(save_last, steps, trainer, tmp_path):
+def test_every_15_steps_with_5_steps_per_epoch_saves_at_the_end_of_every_third_epoch(save_last, steps, trainer, tmp_path):
     """Case 16."""
     fit(trainer, ModelCheckpoint(tmp_path, every=fitflax.every(steps=15), keep=None, save_last=save_last), epochs=10)
     assert steps_in(tmp_path) == steps
@@ -50,14 +51,14 @@ def test_every_15_steps_of_5_an_epoch_and_10_epochs_saves_at_the_ends_of_epochs_
 
 @pytest.mark.parametrize("steps_per_epoch", [5, 100])
 @pytest.mark.parametrize(("save_last", "steps"), [(False, [2, 4]), (True, [4, 5])])
-def test_keep_2_every_2_steps_of_5(save_last, steps, steps_per_epoch, trainer, tmp_path):
+def test_saving_every_2_of_5_steps_with_keep_2_leaves_the_newest_two(save_last, steps, steps_per_epoch, trainer, tmp_path):
     """Case 25, at the end of an epoch and inside one."""
     callback = ModelCheckpoint(tmp_path, every=fitflax.every(steps=2), keep=2, save_last=save_last)
     fit(trainer, callback, steps=5, steps_per_epoch=steps_per_epoch)
     assert steps_in(tmp_path) == steps
 
 
-def test_the_last_step_is_saved_though_not_the_last_where_it_is_due(trainer, tmp_path):
+def test_the_last_step_is_saved_if_it_is_due_even_without_save_last(trainer, tmp_path):
     fit(trainer, ModelCheckpoint(tmp_path, every=fitflax.every(steps=2), save_last=False), steps=4, steps_per_epoch=100)
     assert steps_in(tmp_path) == [2, 4]
 
@@ -70,7 +71,7 @@ def test_by_default_it_saves_at_the_end_of_each_epoch_and_of_the_run(trainer, tm
 @pytest.mark.parametrize("steps", [10, 12])
 @pytest.mark.mostly_slow
 def test_no_step_is_saved_twice(steps, trainer, tmp_path):
-    """Case 35: the last step is a multiple of all periods, or of none."""
+    """Case 35: the last step is a multiple of all periods, or of only one."""
     callback = recorded(ModelCheckpoint(tmp_path, every=fitflax.every(steps=5) | fitflax.every(epochs=1) | fitflax.every(steps=2)))
     fit(trainer, callback, steps=steps)
     assert callback.store.written == [2, 4, 5, 6, 8, 10, 12][: 6 if steps == 10 else 7]
@@ -91,7 +92,7 @@ def test_a_run_that_is_stopped_between_checkpoints_saves_its_last_step(steps, tr
 
 
 class Clock:
-    """Seconds that pass by one for each step."""
+    """A clock that advances by one second per step."""
 
     def __init__(self, trainer: fitflax.Trainer) -> None:
         self.trainer = trainer
@@ -112,7 +113,7 @@ def test_a_time_trigger_saves_by_the_clock(trainer, clock, tmp_path):
     assert steps_in(tmp_path) == [4, 8, 12, 16]
 
 
-def test_a_time_trigger_goes_on_after_a_resume_where_it_was(trainer, clock, tmp_path):
+def test_a_time_trigger_continues_where_it_was_after_a_resume(trainer, clock, tmp_path):
     def callback() -> ModelCheckpoint:
         return ModelCheckpoint(tmp_path, every=fitflax.every(seconds=4), keep=None)
 
@@ -126,43 +127,43 @@ def test_a_time_trigger_goes_on_after_a_resume_where_it_was(trainer, clock, tmp_
 
 
 @pytest.mark.parametrize(("keep", "steps"), [(1, [20]), (2, [15, 20]), (3, [10, 15, 20]), (None, [5, 10, 15, 20])])
-def test_keep_is_how_many_of_the_newest_are_there(keep, steps, trainer, tmp_path):
+def test_keep_is_the_number_of_newest_checkpoints_that_are_kept(keep, steps, trainer, tmp_path):
     fit(trainer, ModelCheckpoint(tmp_path, keep=keep), epochs=4)
     assert steps_in(tmp_path) == steps
 
 
-def test_keep_every_keeps_for_ever(trainer, tmp_path):
+def test_keep_every_keeps_checkpoints_forever(trainer, tmp_path):
     fit(trainer, ModelCheckpoint(tmp_path, keep=1, keep_every=10), epochs=7)
     assert steps_in(tmp_path) == [10, 20, 30, 35]
 
 
-def test_keep_goes_on_counting_after_a_resume(trainer, tmp_path):
+def test_keep_continues_counting_after_a_resume(trainer, tmp_path):
     for epochs in (3, 5):
         fit(trainer, ModelCheckpoint(tmp_path, keep=2, keep_every=10), epochs=epochs, resume="auto")
     assert steps_in(tmp_path) == [10, 20, 25]
 
 
-def test_the_checkpoint_a_run_goes_on_from_is_deleted_only_after_a_newer_one_is_complete(trainer, tmp_path, monkeypatch):
+def test_the_checkpoint_resumed_from_is_deleted_only_after_a_newer_one_is_complete(trainer, tmp_path, monkeypatch):
     """Case 25."""
     fit(trainer, ModelCheckpoint(tmp_path, keep=1), steps=5)
     present: list[list[int]] = []
-    write = directories.write_checkpoint
+    write = local_files.write_checkpoint
 
-    def noting(directory: pathlib.Path, **options: Any) -> None:
+    def write_and_record(directory: pathlib.Path, **options: Any) -> None:
         write(directory, **options)
         present.append(steps_in(tmp_path))
 
-    monkeypatch.setattr(directories, "write_checkpoint", noting)
+    monkeypatch.setattr(local_files, "write_checkpoint", write_and_record)
     fit(trainer, ModelCheckpoint(tmp_path, keep=1), steps=10, resume="auto")
     assert present == [[5]] and steps_in(tmp_path) == [10]
 
 
 @pytest.mark.parametrize("best_first", [False, True])
-def test_a_directory_shared_with_the_best_keeps_what_either_wants_and_writes_a_step_once(best_first, trainer, tmp_path, monkeypatch):
-    """Case 23: accuracies .9 .5 .4 .3, the latest and the best one: epochs 1 and 4."""
+def test_sharing_a_directory_with_best_checkpoint_keeps_both_and_writes_each_step_once(best_first, trainer, tmp_path, monkeypatch):
+    """Case 23: with accuracies .9 .5 .4 .3, the best and the latest checkpoints are those of epochs 1 and 4."""
     written: list[str] = []
-    write = directories.write_checkpoint
-    monkeypatch.setattr(directories, "write_checkpoint", lambda directory, **options: (written.append(directory.name), write(directory, **options)))
+    write = local_files.write_checkpoint
+    monkeypatch.setattr(local_files, "write_checkpoint", lambda directory, **options: (written.append(directory.name), write(directory, **options)))
     scores = LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(score=[0.9, 0.5, 0.4, 0.3][epoch]))
     callbacks = [ModelCheckpoint(tmp_path, keep=1), BestCheckpoint(tmp_path, monitor="score", mode="max")]
     fit(trainer, scores, *(callbacks[::-1] if best_first else callbacks), epochs=4)
@@ -171,7 +172,7 @@ def test_a_directory_shared_with_the_best_keeps_what_either_wants_and_writes_a_s
     assert [name.split(".")[1] for name in written] == ["step_00000005", "step_00000010", "step_00000015", "step_00000020"]
 
 
-# -- whose directory --
+# -- directories --
 
 
 def test_a_directory_in_use_is_an_error_before_the_first_step(trainer, tmp_path):
@@ -183,8 +184,8 @@ def test_a_directory_in_use_is_an_error_before_the_first_step(trainer, tmp_path)
     assert trainer.step == 0 and steps_in(tmp_path) == [5]
 
 
-def test_a_directory_in_use_is_the_error_that_is_seen_whatever_callbacks_do_at_the_end(trainer, tmp_path):
-    """A callback whose on_train_begin has not been called may have nothing to end."""
+def test_errors_of_other_callbacks_do_not_hide_that_a_directory_is_in_use(trainer, tmp_path):
+    """If on_train_begin of a callback was not called, its on_train_end may fail."""
 
     class Timed(Callback):
         def on_train_begin(self, logs):
@@ -202,16 +203,16 @@ def test_a_directory_in_use_is_the_error_that_is_seen_whatever_callbacks_do_at_t
 def test_overwrite_deletes_the_old_run_once_the_first_new_checkpoint_is_complete(trainer, tmp_path, monkeypatch):
     fit(trainer, ModelCheckpoint(tmp_path), steps=5)
     trainer.build((X[:4], Y[:4]))
-    beside: list[bool] = []
-    write = directories.write_checkpoint
+    old_run_exists: list[bool] = []
+    write = local_files.write_checkpoint
 
-    def noting(directory: pathlib.Path, **options: Any) -> None:
+    def write_and_record(directory: pathlib.Path, **options: Any) -> None:
         write(directory, **options)
-        beside.append(any(tmp_path.glob(".old-*/step_00000005")))
+        old_run_exists.append(any(tmp_path.glob(".old-*/step_00000005")))
 
-    monkeypatch.setattr(directories, "write_checkpoint", noting)
+    monkeypatch.setattr(local_files, "write_checkpoint", write_and_record)
     fit(trainer, ModelCheckpoint(tmp_path, overwrite=True), steps=2)
-    assert beside == [True] and steps_in(tmp_path) == [2] and not any(tmp_path.glob(".old-*"))
+    assert old_run_exists == [True] and steps_in(tmp_path) == [2] and not any(tmp_path.glob(".old-*"))
 
 
 def test_a_run_that_overwrites_and_dies_before_its_first_checkpoint_loses_nothing(trainer, tmp_path):
@@ -227,7 +228,7 @@ def test_a_run_that_overwrites_and_dies_before_its_first_checkpoint_loses_nothin
     assert trainer.step == 7 and steps_in(tmp_path) == [5, 7]
 
 
-def test_fit_twice_with_the_same_trainer_and_callbacks_works(trainer, tmp_path):
+def test_fitting_twice_with_the_same_trainer_and_callbacks_works(trainer, tmp_path):
     callbacks = [ModelCheckpoint(tmp_path / "a", keep=None), BestCheckpoint(tmp_path / "b", monitor="loss", keep=None)]
     for steps in (7, 13):
         fit(trainer, *callbacks, steps=steps)
@@ -236,37 +237,37 @@ def test_fit_twice_with_the_same_trainer_and_callbacks_works(trainer, tmp_path):
     assert steps_in(tmp_path / "a") == [5, 7, 12, 17, 20]
 
 
-# -- faults --
+# -- errors --
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_disk_that_is_full_raises_and_leaves_older_checkpoints_intact(asynchronous, trainer, tmp_path, monkeypatch):
+def test_a_full_disk_raises_and_leaves_older_checkpoints_intact(asynchronous, trainer, tmp_path, monkeypatch):
     """Case 27."""
-    write = directories.write_checkpoint
+    write = local_files.write_checkpoint
 
     def full(directory: pathlib.Path, **options: Any) -> None:
         write(directory, **options)
         if "step_00000005" not in directory.name:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(directories, "write_checkpoint", full)
+    monkeypatch.setattr(local_files, "write_checkpoint", full)
     with pytest.raises(CheckpointError, match=r"step_000000\d\d.*No space left on device"):
         fit(trainer, ModelCheckpoint(tmp_path, asynchronous=asynchronous), epochs=4)
-    # By the next save, or by the end.
+    # The next save or the end of the run raises the error.
     assert trainer.step in ((10, 15, 20) if asynchronous else (10,)) and steps_in(tmp_path) == [5]
     CheckpointStore(tmp_path).verify(5)
     assert not [entry.name for entry in tmp_path.iterdir() if "step_0000001" in entry.name]
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "3"])
-def test_numbers_out_of_their_range_are_errors(value, tmp_path):
+def test_numbers_out_of_range_are_errors(value, tmp_path):
     with pytest.raises(CallbackError, match=r"ModelCheckpoint\(keep=...\)"):
         ModelCheckpoint(tmp_path, keep=value)
     with pytest.raises(CallbackError, match=r"ModelCheckpoint\(keep_every=...\)"):
         ModelCheckpoint(tmp_path, keep_every=value)
 
 
-def test_a_period_that_is_no_trigger_is_an_error(tmp_path):
+def test_a_number_instead_of_a_trigger_is_an_error(tmp_path):
     with pytest.raises(CallbackError, match=r"every\(steps=100\)"):
         ModelCheckpoint(tmp_path, every=100)
 
@@ -274,7 +275,7 @@ def test_a_period_that_is_no_trigger_is_an_error(tmp_path):
 # -- as a plain function --
 
 
-def test_it_is_a_plain_function_of_checkpoints(trainer, tmp_path):
+def test_it_can_be_called_as_a_plain_function_of_checkpoints(trainer, tmp_path):
     save = ModelCheckpoint(tmp_path, every=fitflax.every(steps=3), keep=None)
     passed = []
     for checkpoint in trainer.train_loop(X, Y, batch_size=4, steps=8):
@@ -282,7 +283,7 @@ def test_it_is_a_plain_function_of_checkpoints(trainer, tmp_path):
     assert steps_in(tmp_path) == [3, 6, 8] and passed == [True] * 8
 
 
-def test_it_saves_each_step_once_in_a_series_with_an_evaluation_and_the_best(trainer, tmp_path):
+def test_it_saves_each_step_once_in_serial_with_an_evaluation_and_best_checkpoint(trainer, tmp_path):
     save, best = recorded(ModelCheckpoint(tmp_path / "a", every=fitflax.every(steps=4))), BestCheckpoint(tmp_path / "b", monitor="valid_loss")
     with trainer.train_loop(X, Y, batch_size=4, steps=8, every=fitflax.every(steps=4)) as loop:
         process = fitflax.serial(trainer.eval_loop((X, Y), name="valid"), best, save)
@@ -294,21 +295,21 @@ def test_it_saves_each_step_once_in_a_series_with_an_evaluation_and_the_best(tra
     assert best.best_step == 8 and steps_in(tmp_path / "b") == [8]
 
 
-def test_a_loop_that_checkpoints_more_rarely_than_epochs_end_yields_its_own_steps(trainer, tmp_path):
+def test_a_loop_yields_only_its_own_steps_across_the_ends_of_epochs(trainer, tmp_path):
     """Case 30 across the ends of epochs."""
     loop = trainer.train_loop(X, Y, batch_size=4, steps=13, every=fitflax.every(steps=3, offset=1))
     seen = [(c.step, c.n_completed_steps, int(c.state.step), c.step_in_epoch) for c in loop]
     assert seen == [(1, 1, 1, 1), (4, 3, 4, 4), (7, 3, 7, 2), (10, 3, 10, 5), (13, 3, 13, 3)]
 
 
-def test_a_loop_can_be_stepped_over_the_end_of_an_epoch(trainer):
+def test_a_loop_can_step_across_the_end_of_an_epoch(trainer):
     loop = trainer.train_loop(X, Y, batch_size=4, steps=12, every=fitflax.every(steps=100))
     assert [loop.run(steps).step for steps in (4, 3, 4)] == [4, 7, 11]
     assert loop.next_step().step == 12 and loop.next_step() is None
 
 
 def test_a_callback_may_change_the_state_before_it_is_saved(trainer, tmp_path):
-    """At the end of an epoch and at a checkpoint; what is saved is what training goes on with."""
+    """At the end of an epoch and at a checkpoint. Training continues with the state that is saved."""
 
     def double(*arguments: Any) -> None:
         trainer.learning_rate = 2 * trainer.learning_rate

@@ -1,4 +1,4 @@
-"""`Profiler`: a trace of the steps that were asked for, and of no others."""
+"""`Profiler`: it traces the requested steps and no others."""
 
 import gzip
 import json
@@ -25,7 +25,7 @@ def make(**options):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """The steps before which recording began and after which it ended."""
+    """Returns a function that trains and returns the steps after which recording started and stopped."""
     found, trainers = [], []
     monkeypatch.setattr(jax.profiler, "start_trace", lambda directory, **options: found.append(("start", trainers[-1].step)))
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: found.append(("stop", trainers[-1].step)))
@@ -45,19 +45,19 @@ def recorded(monkeypatch):
         ((3, 5), 20, [("start", 2), ("stop", 5)]),
         ((1, 2), 20, [("start", 0), ("stop", 2)]),
         ((12, 12), 20, [("start", 11), ("stop", 12)]),
-        ((10, 40), 20, [("start", 9), ("stop", 20)]),  # The run ends before.
+        ((10, 40), 20, [("start", 9), ("stop", 20)]),  # The run ends earlier.
     ],
 )
-def test_the_steps_asked_for_are_recorded(steps, total, expected, recorded, tmp_path):
+def test_the_requested_steps_are_recorded(steps, total, expected, recorded, tmp_path):
     assert recorded(Profiler(tmp_path, steps=steps), steps=total) == expected
 
 
-def test_a_run_that_ends_before_says_that_nothing_was_recorded(recorded, tmp_path):
-    with pytest.warns(FitflaxWarning, match="Profiler recorded nothing: the run made 20 steps, and it was to begin with step 30"):
+def test_a_run_that_ends_earlier_warns_that_nothing_was_recorded(recorded, tmp_path):
+    with pytest.warns(FitflaxWarning, match="Profiler recorded nothing: the run ended after 20 steps, before step 30"):
         assert recorded(Profiler(tmp_path, steps=(30, 40)), steps=20) == []
 
 
-def test_steps_are_counted_from_where_a_call_begins(recorded, tmp_path):
+def test_steps_are_counted_from_the_start_of_each_call(recorded, tmp_path):
     trainer, profiler = make(), Profiler(tmp_path / "profile", steps=(3, 5))
     recorded(profiler, trainer, steps=7)
     assert recorded(profiler, trainer, steps=7) == [("start", 9), ("stop", 12)]
@@ -66,11 +66,11 @@ def test_steps_are_counted_from_where_a_call_begins(recorded, tmp_path):
     assert recorded(profiler, steps=18, callbacks=[ModelCheckpoint(tmp_path / "checkpoints")], resume="auto") == [("start", 12), ("stop", 15)]
 
 
-def test_calls_of_several_steps_end_where_recording_does(recorded, tmp_path):
+def test_calls_of_several_steps_end_where_recording_starts_or_stops(recorded, tmp_path):
     assert recorded(Profiler(tmp_path, steps=(4, 6)), make(steps_per_call=4), steps=12) == [("start", 3), ("stop", 6)]
 
 
-def test_recording_ends_with_a_run_that_fails(recorded, tmp_path):
+def test_recording_ends_when_a_run_fails(recorded, tmp_path):
     def fail(batch, logs):
         raise ArithmeticError("broken")
 
@@ -80,7 +80,7 @@ def test_recording_ends_with_a_run_that_fails(recorded, tmp_path):
     assert recorded(Profiler(tmp_path, steps=(1, 2)), steps=5) == [("start", 0), ("stop", 2)]
 
 
-def test_a_trace_has_the_calls_of_the_step_and_opens_in_perfetto(tmp_path):
+def test_a_trace_contains_the_calls_of_the_step_and_has_a_file_for_perfetto(tmp_path):
     trainer = make()
     trainer.fit(X, Y, batch_size=4, steps=6, callbacks=[Profiler(tmp_path, steps=(3, 5))], verbose=0)
     (trace,) = tmp_path.glob("plugins/profile/*/perfetto_trace.json.gz")
@@ -90,13 +90,13 @@ def test_a_trace_has_the_calls_of_the_step_and_opens_in_perfetto(tmp_path):
     assert len(calls) >= 3
 
 
-def test_another_profile_that_is_being_recorded_is_an_error(tmp_path):
+def test_recording_while_another_profile_is_being_recorded_is_an_error(tmp_path):
     with jax.profiler.trace(str(tmp_path / "other")), pytest.raises(CallbackError, match=r"Profiler cannot record: .*[Oo]nly one"):
         make().fit(X, Y, batch_size=4, steps=3, callbacks=[Profiler(tmp_path / "own", steps=(1, 2))], verbose=0)
     assert not os.path.exists(tmp_path / "own" / "plugins")
 
 
 @pytest.mark.parametrize("steps", [(0, 3), (4, 3), (1.0, 2), (True, 2)])
-def test_steps_that_are_none_are_an_error(steps, tmp_path):
+def test_invalid_steps_are_an_error(steps, tmp_path):
     with pytest.raises(CallbackError, match=r"takes the first and the last step to record, counted from 1\. Received"):
         Profiler(tmp_path, steps=steps)

@@ -35,7 +35,7 @@ def fit(*callbacks, trainer=None, **kwargs):
 
 
 def screen(text):
-    """Returns the lines that a terminal shows at the end: what is behind the last carriage return of each, tqdm's moves up and down followed."""
+    """Returns the final lines of a terminal: what follows the last carriage return in each, with tqdm's moves up and down applied."""
     lines, row = [""], 0
     for part in re.split(r"(\n|\r|\x1b\[A)", text):
         if part == "\n":
@@ -56,7 +56,7 @@ def plain(text):
     return [re.sub(r"\d+s - \d+(s|ms|us)/step", "0s - 0s/step", line) for line in text.splitlines()]
 
 
-def test_where_there_is_no_terminal_an_epoch_is_two_lines_as_keras_prints_them():
+def test_without_a_terminal_an_epoch_is_two_lines_as_in_keras():
     file = io.StringIO()
     history = fit(ProgressBar(file=file)).history
     *lines, summary = plain(file.getvalue())
@@ -67,14 +67,14 @@ def test_where_there_is_no_terminal_an_epoch_is_two_lines_as_keras_prints_them()
     assert re.fullmatch(r"8 steps in \d+\.\d s( \(.*\))?, [\d,]+ examples/s while training\.", summary)
 
 
-def test_small_numbers_are_printed_as_keras_prints_them_and_arrays_are_not():
+def test_small_numbers_are_printed_as_in_keras_and_arrays_are_omitted():
     file = io.StringIO()
     values = {"rate": 0.001, "zero": 0.0, "count": 12, "low": -0.25, "nan": float("nan"), "matrix": np.eye(2)}
     fit(LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(values)), ProgressBar(file=file), epochs=1, validation_data=None)
     assert plain(file.getvalue())[1].endswith(" - rate: 1.0000e-03 - zero: 0.0000e+00 - count: 12.0000 - low: -0.2500 - nan: nan")
 
 
-def test_an_epoch_that_a_resume_enters_in_its_middle_is_announced_and_its_pace_is_that_of_the_steps_made(tmp_path):
+def test_a_resume_in_the_middle_of_an_epoch_is_announced_and_only_its_steps_are_counted(tmp_path):
     file = io.StringIO()
     options = {"validation_data": None, "resume": "auto", "steps": 5, "epochs": None}
     fit(ModelCheckpoint(tmp_path), **options)
@@ -84,7 +84,7 @@ def test_an_epoch_that_a_resume_enters_in_its_middle_is_announced_and_its_pace_i
     assert len(lines) == 2 and summary.startswith("3 steps in ")
 
 
-def test_an_epoch_that_a_resume_enters_in_its_middle_has_a_bar_in_a_terminal(tmp_path):
+def test_an_epoch_resumed_in_the_middle_has_a_bar_in_a_terminal(tmp_path):
     file = Terminal()
     options = {"validation_data": None, "resume": "auto", "steps": 5, "epochs": None}
     fit(ModelCheckpoint(tmp_path), **options)
@@ -93,21 +93,21 @@ def test_an_epoch_that_a_resume_enters_in_its_middle_has_a_bar_in_a_terminal(tmp
     assert first == "Resumed at step 5, epoch 2." and re.match(r"Epoch 2: 4/4 .* loss ", bar) and summary.startswith("3 steps in ")
 
 
-def test_the_pace_of_a_resumed_epoch_is_that_of_the_steps_made_however_many_a_call_makes(monkeypatch):
+def test_the_time_per_step_of_a_resumed_epoch_counts_every_step_of_a_call(monkeypatch):
     file, now, logs = io.StringIO(), iter([0.0, 3.0]), Logs()
     bar = ProgressBar(file=file)
     monkeypatch.setattr(progress_bar, "time", types.SimpleNamespace(monotonic=lambda: next(now)))
     bar.trainer, bar.params = types.SimpleNamespace(step=5, stop_reason=None), {"first_epoch": 1, "first_step_in_epoch": 1, "steps": 4}
     logs["loss"] = 0.5
     bar.on_train_begin({})
-    bar.on_train_batch_end(3, logs)  # One call made steps 2, 3 and 4 of the epoch.
+    bar.on_train_batch_end(3, logs)  # One call ran steps 2, 3 and 4 of the epoch.
     bar.on_epoch_end(1, logs)
     assert file.getvalue().splitlines() == ["Epoch 2", "4/4 - 3s - 1s/step - loss: 0.5000"]
 
 
 @pytest.fixture
 def narrow(monkeypatch):
-    """Bars of 80 columns."""
+    """Limits bars to 80 columns."""
     make_bar = ProgressBar._make_bar
 
     def narrow(self, *arguments, **options):
@@ -119,7 +119,7 @@ def narrow(monkeypatch):
 
 
 @pytest.mark.usefixtures("narrow")
-def test_values_of_an_evaluation_that_do_not_fit_the_terminal_stand_below_its_bar():
+def test_values_of_an_evaluation_that_do_not_fit_the_terminal_are_below_its_bar():
     file, trainer = Terminal(), make()
     trainer.compile(optax.sgd(0.01), loss="mse", metrics=["mae", "rmse", "mape"])
     trainer.build((X, Y))
@@ -144,20 +144,20 @@ def test_the_summary_says_where_the_time_went():
     assert sum(seconds.values()) == pytest.approx(total, abs=0.3)
 
 
-def test_without_a_known_number_of_epochs_only_the_number_is_shown():
+def test_if_the_number_of_epochs_is_unknown_only_the_current_epoch_is_shown():
     file = io.StringIO()
     fit(ProgressBar(file=file), epochs=None, steps=5)
     assert file.getvalue().splitlines()[:-1:2] == ["Epoch 1", "Epoch 2"]
 
 
-def test_what_other_callbacks_add_is_shown():
+def test_values_added_by_other_callbacks_are_shown():
     file = io.StringIO()
     add = LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(added=0.5, note="fine"))
     fit(add, ProgressBar(file=file), epochs=1)
     assert file.getvalue().splitlines()[1].endswith("added: 0.5000 - note: fine")
 
 
-def test_evaluation_is_one_line_and_prediction_none():
+def test_evaluation_prints_one_line_and_prediction_none():
     file, trainer = io.StringIO(), make()
     trainer.build((X, Y))
     loss = trainer.evaluate(X, Y, callbacks=[ProgressBar(file=file)])["loss"]
@@ -165,14 +165,14 @@ def test_evaluation_is_one_line_and_prediction_none():
     assert plain(file.getvalue()) == [f"1/1 - 0s - 0s/step - loss: {loss:.4f}"]
 
 
-def test_the_reason_of_a_stop_is_shown():
+def test_the_reason_for_a_stop_is_shown():
     file, trainer = io.StringIO(), make()
     fit(ProgressBar(file=file), LambdaCallback(on_train_batch_end=lambda batch, logs: trainer.stop("seen enough")), trainer=trainer)
     assert file.getvalue().splitlines()[-2] == "Stopped at step 1: seen enough."
 
 
 @pytest.mark.slow
-def test_the_default_bar_writes_to_standard_output_and_silence_is_silent(capsys):
+def test_the_default_bar_writes_to_standard_output_and_verbose_0_prints_nothing(capsys):
     fit(epochs=1)
     assert capsys.readouterr().out.startswith("Epoch 1/1\n4/4 - ")
     fit(epochs=1, verbose="auto")
@@ -185,7 +185,7 @@ def test_the_default_bar_writes_to_standard_output_and_silence_is_silent(capsys)
     assert (captured.out, captured.err) == ("", "")
 
 
-def test_a_bar_that_the_user_gives_replaces_the_default_one(capsys):
+def test_a_bar_passed_by_the_user_replaces_the_default_one(capsys):
     file = io.StringIO()
     fit(ProgressBar(file=file), epochs=1)
     assert file.getvalue().count("\n") == 3 and capsys.readouterr().out == ""
@@ -205,7 +205,7 @@ def test_in_a_terminal_each_epoch_leaves_its_bar_and_validation_leaves_nothing()
     assert "validation" in file.getvalue()
 
 
-def test_a_bar_shows_values_that_are_finished_and_counts_its_steps():
+def test_a_bar_shows_computed_values_and_counts_its_steps():
     file = Terminal()
     fit(ProgressBar(file=file, refresh_seconds=0), epochs=1)
     counts = [int(count) for count in re.findall(r"Epoch 1/1: (\d)/4", file.getvalue())]
@@ -213,7 +213,7 @@ def test_a_bar_shows_values_that_are_finished_and_counts_its_steps():
     assert "loss" in file.getvalue()
 
 
-def test_a_bar_is_not_drawn_more_often_than_asked_for():
+def test_a_bar_is_not_drawn_more_often_than_requested():
     often, seldom = Terminal(), Terminal()
     fit(ProgressBar(file=often, refresh_seconds=0), batch_size=1, epochs=1)
     fit(ProgressBar(file=seldom, refresh_seconds=1000), batch_size=1, epochs=1)
@@ -221,7 +221,7 @@ def test_a_bar_is_not_drawn_more_often_than_asked_for():
     assert screen(seldom.getvalue())[-2].startswith("Epoch 1/1: 8/8 |")
 
 
-def test_the_length_of_a_stream_is_learnt_in_its_first_epoch():
+def test_the_length_of_a_stream_is_learned_in_its_first_epoch():
     file = Terminal()
     make().fit(lambda: iter([(X, Y)] * 3), epochs=2, callbacks=[ProgressBar(file=file, refresh_seconds=0)])
     *lines, _ = screen(file.getvalue())
@@ -238,14 +238,14 @@ def test_evaluation_and_prediction_each_leave_a_bar():
     assert prediction.startswith("Prediction: 4/4 |")
 
 
-def test_verbose_2_gives_lines_in_a_terminal_too(monkeypatch):
+def test_verbose_2_prints_lines_in_a_terminal_too(monkeypatch):
     file = Terminal()
     monkeypatch.setattr(sys, "stdout", file)
     fit(verbose=2)
     assert len(file.getvalue().splitlines()) == 5 and "\r" not in file.getvalue()
 
 
-def test_verbose_1_gives_a_bar_in_a_terminal(monkeypatch):
+def test_verbose_1_shows_a_bar_in_a_terminal(monkeypatch):
     file = Terminal()
     monkeypatch.setattr(sys, "stdout", file)
     fit()
@@ -264,7 +264,7 @@ def test_an_error_closes_the_bar():
     assert bar._bar is None and file.getvalue().endswith("\n")
 
 
-def test_an_instance_serves_twice():
+def test_an_instance_can_be_used_twice():
     file, bar = io.StringIO(), None
     bar = ProgressBar(file=file)
     trainer = make()
@@ -277,7 +277,7 @@ def test_an_instance_serves_twice():
 
 
 @pytest.mark.slow
-def test_a_notebook_that_is_executed_keeps_the_bars_as_they_were_at_the_end_and_a_figure(process_env, monkeypatch, tmp_path):
+def test_an_executed_notebook_keeps_the_final_bars_and_a_figure(process_env, monkeypatch, tmp_path):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     for name, value in process_env.items():
         monkeypatch.setenv(name, value)
@@ -307,7 +307,7 @@ history.plot()
 # --- Errors ---
 
 
-def test_arguments_that_make_no_sense_are_errors():
+def test_invalid_arguments_are_errors():
     with pytest.raises(CallbackError, match=r"ProgressBar\(refresh_seconds=...\) must be at least 0. Received: -1"):
         ProgressBar(refresh_seconds=-1)
     with pytest.raises(ConfigError, match=r"verbose must be 0, 1, 2 or 'auto'. Received: 3"):
@@ -319,7 +319,7 @@ EIGHT_AND_ONE = "  " + ", ".join(["loss 0.5"] * 7) + ",\n  loss 0.5, loss 0.5"
 
 
 @pytest.mark.parametrize(("text", "overflow"), [("loss 0.5", ""), (NINE, EIGHT_AND_ONE)])
-def test_values_that_do_not_fit_the_terminal_are_for_lines_of_their_own(text, overflow):
+def test_values_that_do_not_fit_the_terminal_are_for_separate_lines(text, overflow):
     file = Terminal()
     bar = ProgressBar(file=file)._make_bar("Epoch 1/1", 4, leave=True)
     bar.dynamic_ncols, bar.ncols = None, 80
@@ -328,19 +328,19 @@ def test_values_that_do_not_fit_the_terminal_are_for_lines_of_their_own(text, ov
     assert len(screen(file.getvalue())[0]) < 80 and ("loss" in screen(file.getvalue())[0]) is not bool(overflow)
 
 
-def test_a_moving_bar_shows_whole_values_only():
+def test_a_moving_bar_shows_only_whole_values():
     file = Terminal()
     bar = ProgressBar(file=file)._make_bar("Epoch 1/1", 4, leave=True)
     bar.dynamic_ncols = None
     before = len(bar.format_meter(**{**bar.format_dict, "ncols": None}))
     for room, shown in ((len(", loss 0.5, acc 0.25") + 1, "loss 0.5, acc 0.25"), (len(", loss 0.5, acc 0.25"), "loss 0.5"), (3, "")):
         bar.ncols = before + room
-        assert progress_bar._fitting("loss 0.5, acc 0.25", progress_bar._room(bar)) == shown
+        assert progress_bar._fitting("loss 0.5, acc 0.25", progress_bar._available_width(bar)) == shown
     bar.close()
 
 
 @pytest.mark.usefixtures("narrow")
-def test_no_value_of_a_moving_bar_is_cut_by_a_narrow_terminal():
+def test_a_narrow_terminal_does_not_truncate_the_values_of_a_moving_bar():
     file = Terminal()
     trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(jax.devices()[:1]))
     trainer.compile(optax.sgd(0.01), loss="mse", metrics=["mae", "rmse", "mape", "msle"])

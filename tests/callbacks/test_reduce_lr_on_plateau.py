@@ -18,7 +18,7 @@ Y = RNG.normal(size=(18, 3)).astype(np.float32)
 
 
 class View:
-    """The little of a trainer that the callback asks for; its rate is float32, as on the device."""
+    """The part of a trainer that the callback uses; its rate is float32, as on the device."""
 
     def __init__(self, rate):
         self.reads = self.writes = 0
@@ -36,7 +36,7 @@ class View:
 
 
 def observed(values, rate=1.0, **kwargs):
-    """Returns the callback, and the rate after each of the values, one an epoch."""
+    """Feeds one value per epoch to the callback; returns it and the rate after each value."""
     callback = ReduceLROnPlateau("score", **{"mode": "min", "factor": 0.5, "patience": 2, "min_delta": 0.0, **kwargs})
     callback.trainer = View(rate)
     callback.on_train_begin({})
@@ -68,42 +68,42 @@ def test_case_15_a_loss_that_does_not_improve_by_a_hundred_reduces_the_rate(cool
     history = fit(note, plateau, trainer=trainer, epochs=epochs, validation_data=(X, Y))
     np.testing.assert_allclose(seen, rates, rtol=1e-6)
     np.testing.assert_allclose(trainer.learning_rate, rates[-1], rtol=1e-6)
-    # Logged is the rate that the epoch was trained with.
+    # The logged rate is the one that the epoch was trained with.
     np.testing.assert_allclose(history.history["learning_rate"], [0.1, *rates[:-1]], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("values", "kwargs", "rates"),
     [
-        # Patience counts observations without improvement; a reduction and an improvement begin the count anew.
+        # Patience counts observations without improvement; a reduction or an improvement restarts the count.
         ([3, 2, 2, 2, 2, 2], {}, [1, 1, 1, 0.5, 0.5, 0.25]),
         ([3, 3, 2, 3, 1, 1], {}, [1, 1, 1, 1, 1, 1]),
         ([3, 3, 3, 1, 1, 1], {}, [1, 1, 0.5, 0.5, 0.5, 0.25]),
         ([3, 3, 3, 3], {"patience": 1}, [1, 0.5, 0.25, 0.125]),
         ([3, 3, 3, 3], {"patience": 0}, [1, 0.5, 0.25, 0.125]),
         ([3, 3, 3, 3], {"patience": 3}, [1, 1, 1, 0.5]),
-        # In a cooldown nothing is counted, but for its last observation; what improves in it is the best.
+        # During a cooldown, only its last observation is counted, but any improvement becomes the best value.
         ([3] * 8, {"patience": 1, "cooldown": 1}, [1, 0.5, 0.25, 0.125, 2**-4, 2**-5, 2**-6, 2**-7]),
         ([3] * 8, {"patience": 1, "cooldown": 3}, [1, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.125]),
         ([3] * 8, {"patience": 2, "cooldown": 2}, [1, 1, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25]),
         ([3, 3, 1, 2, 2, 2], {"patience": 1, "cooldown": 3}, [1, 0.5, 0.5, 0.5, 0.25, 0.25]),
-        # Improvement is strict, and by more than min_delta.
+        # An improvement must be greater than min_delta.
         ([3, 2.5, 2.5, 2], {"min_delta": 0.5, "patience": 1}, [1, 0.5, 0.25, 0.25]),
         ([1, 2, 2, 3, 3], {"mode": "max"}, [1, 1, 1, 1, 1]),
         ([3, 2, 1], {"mode": "max"}, [1, 1, 0.5]),
-        # A NaN never improves and is never the best.
+        # NaN is never an improvement and never the best value.
         ([math.nan, math.nan, 3, math.nan, 4], {}, [1, 0.5, 0.5, 0.5, 0.25]),
-        # Not below min_lr, and from there no further.
+        # The rate does not fall below min_lr. It does not change if it already is lower.
         ([3] * 5, {"patience": 1, "factor": 0.1, "min_lr": 0.05}, [1, float(np.float32(0.1)), *[float(np.float32(0.05))] * 3]),
         ([3] * 3, {"patience": 1, "min_lr": 2.0}, [1, 1, 1]),
     ],
 )
-def test_the_rate_after_each_observation(values, kwargs, rates):
+def test_the_rate_follows_the_observed_values(values, kwargs, rates):
     assert observed(values, **kwargs)[1] == rates
 
 
 def test_it_follows_keras_on_random_values():
-    """Keras's rules written out once more, over runs long enough to meet every turn of them."""
+    """Compares with Keras's rules, written out again here, on runs that are long enough to reach every branch."""
     rng = np.random.default_rng(0)
     for _ in range(200):
         values = rng.integers(0, 6, 30).astype(float).tolist()
@@ -122,25 +122,25 @@ def test_it_follows_keras_on_random_values():
         assert observed(values, patience=patience, cooldown=cooldown, min_delta=0.5, min_lr=0.01)[1] == expected
 
 
-def test_at_the_smallest_rate_nothing_is_set_again():
-    """0.05 as float32 lies above 0.05."""
+def test_at_min_lr_the_rate_is_not_set_again():
+    """0.05 as float32 is greater than 0.05."""
     callback, _ = observed([3] * 3, rate=0.05, patience=1, min_lr=0.05, cooldown=5)
-    assert callback.trainer.writes == 1 and callback.wait == 2  # The one is the look at the beginning, whether it can be set.
+    assert callback.trainer.writes == 1 and callback.wait == 2  # The one write checks at the start that the rate can be set.
 
 
-def test_the_rate_is_read_once_an_epoch():
+def test_the_rate_is_read_once_per_epoch():
     callback, _ = observed([3] * 6, patience=1)
-    assert callback.trainer.reads == 1 + 6  # The one is the look at the beginning.
+    assert callback.trainer.reads == 1 + 6  # The one additional read is the check at the start.
 
 
-def test_what_another_callback_has_logged_as_the_rate_stays():
+def test_a_rate_logged_by_another_callback_is_kept():
     callback, _ = observed([])
     logs = {"score": 1.0, "learning_rate": 0.25}
     callback.on_epoch_end(0, logs)
     assert logs["learning_rate"] == 0.25
 
 
-def test_reducing_compiles_nothing(compilations):
+def test_reducing_the_rate_compiles_nothing(compilations):
     trainer = make()
     fit(trainer=trainer)
     with compilations.counted() as counted:
@@ -165,7 +165,7 @@ def test_epochs_without_validation_are_not_observed_but_log_the_rate():
     np.testing.assert_allclose(history.history["learning_rate"], [0.01, 0.01, 0.01, 0.01, 0.001], rtol=1e-6)
 
 
-def test_each_validation_by_a_trigger_is_an_observation():
+def test_each_triggered_validation_is_an_observation():
     trainer, rates = make(), []
     plateau = ReduceLROnPlateau(patience=1, min_delta=100.0, factor=0.5)
     note = LambdaCallback(on_train_batch_begin=lambda batch, logs: rates.append(trainer.learning_rate))
@@ -175,7 +175,7 @@ def test_each_validation_by_a_trigger_is_an_observation():
     np.testing.assert_allclose(history.history["learning_rate"], [0.005, 0.00125], rtol=1e-6)
 
 
-def test_a_value_of_a_validation_that_does_not_exist_is_an_error_before_the_first_step():
+def test_monitoring_a_missing_validation_set_is_an_error_before_the_first_step():
     trainer = make()
     with pytest.raises(MonitorError, match="ReduceLROnPlateau monitors 'val_loss', but there is no validation data"):
         fit(ReduceLROnPlateau(), trainer=trainer)
@@ -195,7 +195,7 @@ def test_a_rate_that_cannot_be_set_is_an_error_before_the_first_step(options):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"factor": 1.0}, r"ReduceLROnPlateau\(factor=...\) must lie between 0 and 1. Received: 1.0"),
+        ({"factor": 1.0}, r"ReduceLROnPlateau\(factor=...\) must be between 0 and 1. Received: 1.0"),
         ({"factor": 0.0}, "Received: 0.0"),
         ({"factor": math.nan}, "Received: nan"),
         ({"patience": -1}, r"patience=...\) must be an integer of at least 0. Received: -1"),
@@ -208,7 +208,7 @@ def test_a_rate_that_cannot_be_set_is_an_error_before_the_first_step(options):
         ({"mode": "auto"}, r"ReduceLROnPlateau\(mode=...\) must be 'min', 'max' or None"),
     ],
 )
-def test_arguments_out_of_their_range_are_errors(kwargs, message):
+def test_arguments_out_of_range_are_errors(kwargs, message):
     with pytest.raises(CallbackError, match=message):
         ReduceLROnPlateau(**kwargs)
 
@@ -216,7 +216,7 @@ def test_arguments_out_of_their_range_are_errors(kwargs, message):
 # --- Its state, and resuming ---
 
 
-def test_it_serves_twice():
+def test_an_instance_can_be_used_twice():
     callback, first = observed([3] * 4, cooldown=3)
     callback.trainer = View(1.0)
     callback.on_train_begin({})
@@ -229,7 +229,7 @@ def test_it_serves_twice():
 
 
 @pytest.mark.parametrize("cut", range(1, 8))
-def test_its_state_goes_into_another_instance(cut):
+def test_its_state_can_be_loaded_into_another_instance(cut):
     values, kwargs = [3, 3, 3, 4, 2, 2, 2, 2, 2], {"cooldown": 2}
     _, rates = observed(values, **kwargs)
     first, _ = observed(values[:cut], **kwargs)
@@ -243,7 +243,7 @@ def test_its_state_goes_into_another_instance(cut):
 
 
 def run(root, *more, trainer=None, **kwargs):
-    """Trains with everything made from scratch; returns the trainer and the callback."""
+    """Trains with new objects, as a new process would; returns the trainer and the callback."""
     trainer = trainer or make("adam")
     saving = ModelCheckpoint(root / "checkpoints", keep=None)
     plateau = ReduceLROnPlateau(patience=1, min_delta=100.0, cooldown=2, factor=0.5)
@@ -253,7 +253,7 @@ def run(root, *more, trainer=None, **kwargs):
 
 def assert_equal(root, one, other_root, other):
     wanted, found = directory_of(other_root / "checkpoints"), directory_of(root / "checkpoints")
-    # A run that was stopped inside an epoch has a checkpoint there, too.
+    # A run that was stopped inside an epoch also has a checkpoint there.
     unequal = differences(state_of(one[0]), state_of(other[0])) + differences({name: found.get(name, {}) for name in wanted}, wanted)
     unequal = [line for line in unequal if ": closing: " not in line]
     assert not unequal, "\n".join(unequal)
@@ -262,45 +262,45 @@ def assert_equal(root, one, other_root, other):
 
 
 @pytest.fixture(scope="module")
-def never(tmp_path_factory):
+def uninterrupted(tmp_path_factory):
     root = tmp_path_factory.mktemp("never")
     return root, run(root, epochs=4)
 
 
 @pytest.mark.parametrize("k", [8, 10, 17])
 @pytest.mark.slow
-def test_a_run_that_was_stopped_and_goes_on_equals_the_run_never_stopped(k, never, tmp_path):
-    """The rate goes down after the second and the fourth epoch; the rows of steps 8 and 17 would take it down in their middle."""
-    never_root, expected = never
+def test_a_resumed_run_equals_an_uninterrupted_run(k, uninterrupted, tmp_path):
+    """The rate is reduced after the second and fourth epochs. The closing rows of steps 8 and 17 reduce it in the middle of an epoch."""
+    uninterrupted_root, expected = uninterrupted
     np.testing.assert_allclose(expected[0].history.history["learning_rate"], [0.001] * 2 + [0.0005] * 2, rtol=1e-6)
     np.testing.assert_allclose(expected[0].learning_rate, 0.00025, rtol=1e-6)
     trainer = make("adam")
     run(tmp_path, at(trainer, "on_train_batch_end", k, lambda step: trainer.stop("enough")), trainer=trainer, epochs=4)
     assert trainer.step == k
     np.testing.assert_allclose(trainer.learning_rate, 0.00025 if k == 17 else 0.0005, rtol=1e-6)
-    assert_equal(tmp_path, run(tmp_path, epochs=4), never_root, expected)
+    assert_equal(tmp_path, run(tmp_path, epochs=4), uninterrupted_root, expected)
 
 
 @pytest.mark.slow
-def test_a_run_that_validates_by_a_trigger_goes_on_as_if_never_stopped(tmp_path):
+def test_a_resumed_run_with_triggered_validation_equals_an_uninterrupted_run(tmp_path):
     options = {"validation_freq": fitflax.every(steps=2)}
-    never = run(tmp_path / "never", steps=9, **options)
-    np.testing.assert_allclose(never[0].learning_rate, 0.00025, rtol=1e-6)
+    uninterrupted = run(tmp_path / "never", steps=9, **options)
+    np.testing.assert_allclose(uninterrupted[0].learning_rate, 0.00025, rtol=1e-6)
     run(tmp_path / "stopped", steps=7, **options)
-    assert_equal(tmp_path / "stopped", run(tmp_path / "stopped", steps=9, **options), tmp_path / "never", never)
+    assert_equal(tmp_path / "stopped", run(tmp_path / "stopped", steps=9, **options), tmp_path / "never", uninterrupted)
 
 
 @pytest.mark.parametrize("steps", [8, 10])
-def test_the_same_script_started_again_ends_with_the_same_rate(steps, tmp_path):
-    """What it made of an epoch that ended in its middle is in no checkpoint, and is done again."""
+def test_running_the_same_script_again_ends_with_the_same_rate(steps, tmp_path):
+    """A reduction by an epoch that ended in the middle is not in a checkpoint. The second run repeats it."""
     first = run(tmp_path, steps=steps)
     np.testing.assert_allclose(first[0].learning_rate, 0.0005, rtol=1e-6)
     assert_equal(tmp_path, run(tmp_path, steps=steps), tmp_path, first)
 
 
-def test_a_rate_that_cannot_be_set_names_the_callback():
+def test_the_error_for_a_rate_that_cannot_be_set_names_the_callback():
     trainer = fitflax.Trainer(nn.Dense(3))
     trainer.compile(optax.adam(0.1), "mse")
-    with pytest.raises(OptimizerError, match=r"ReduceLROnPlateau sets the learning rate. .*cannot be read"):
+    with pytest.raises(OptimizerError, match=r"ReduceLROnPlateau needs to set the learning rate. .*cannot be read"):
         trainer.fit(X, Y, callbacks=[ReduceLROnPlateau("loss")], verbose=0)
     assert trainer.step == 0

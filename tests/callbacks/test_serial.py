@@ -5,7 +5,7 @@ from fitflax.callbacks import Callback, EarlyStopping
 from fitflax.errors import CallbackError
 
 
-def test_a_callback_that_cannot_be_closed_does_not_keep_serial_from_closing_the_others():
+def test_serial_closes_the_other_callbacks_if_one_cannot_be_closed():
     closed = []
 
     class Closes(Callback):
@@ -25,6 +25,6 @@ def test_a_callback_that_cannot_be_closed_does_not_keep_serial_from_closing_the_
     assert closed == ["first", "second"]
 
 
-def test_a_callback_that_needs_a_trainer_is_refused_at_once():
-    with pytest.raises(CallbackError, match="EarlyStopping works in fit"):
+def test_a_callback_that_needs_a_trainer_is_rejected_immediately():
+    with pytest.raises(CallbackError, match=r"EarlyStopping cannot be called with a checkpoint\. Pass it to fit"):
         fitflax.serial(EarlyStopping())

@@ -15,7 +15,7 @@ from fitflax.parallel import DataParallel
 
 X, Y = np.ones((8, 4), np.float32), np.zeros((8, 3), np.float32)
 
-# As the system that this replaces wrote it.
+# As written by the system that this replaces.
 BLOCK = """\
 Step      7: Ran 1 train steps in 15.91 seconds
 Step      7: train seconds_per_step | 15.90994287
@@ -25,7 +25,7 @@ Step      7: eval              lnpp | 5.54795837
 
 
 class File(io.StringIO):
-    """Notes what each single write wrote."""
+    """Records the text of each write."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ def checkpoint(metrics, *, step=7, steps=1, seconds=0.0, norm=None, is_repeat=Fa
         has_gradients_norm=True,
         params_norm=2.0,
         metrics=metrics,
-        run=types.SimpleNamespace(point=types.SimpleNamespace(is_repeat=is_repeat), step_values=None if norm is None else object()),
+        run=types.SimpleNamespace(position=types.SimpleNamespace(is_repeat=is_repeat), step_values=None if norm is None else object()),
     )
 
 
@@ -67,11 +67,11 @@ def without_times(text):
     return re.sub(r"(in|seconds_per_step \|) [\d.]+", r"\1 T", text).splitlines()
 
 
-def test_the_lines_are_those_of_the_system_that_this_replaces():
+def test_the_lines_equal_those_of_the_system_that_this_replaces():
     assert written(checkpoint({"train": {"loss": 7.84606361}, "eval": {"lnpp": 5.54795837}}, seconds=15.90994287)).getvalue() == BLOCK
 
 
-def test_seconds_are_those_of_one_step_and_of_all():
+def test_seconds_are_shown_in_total_and_per_step():
     lines = written(checkpoint({"train": {}}, steps=4, seconds=10.0, norm=0.5)).getvalue().splitlines()
     assert lines == [
         "Step      7: Ran 4 train steps in 10.00 seconds",
@@ -81,37 +81,37 @@ def test_seconds_are_those_of_one_step_and_of_all():
     ]
 
 
-def test_long_names_and_steps_only_push_the_line():
+def test_long_names_and_steps_only_make_the_line_longer():
     lines = written(checkpoint({"train": {"a_very_long_name_of_a_metric": 1}, "validation": {"x": -2.5}}, step=12345678)).getvalue().splitlines()
     assert lines[0].startswith("Step 12345678: Ran 1")
     assert lines[2:] == ["Step 12345678: train a_very_long_name_of_a_metric | 1.00000000", "Step 12345678: validation                x | -2.50000000"]
 
 
-def test_the_lines_of_one_checkpoint_are_one_write():
+def test_the_lines_of_one_checkpoint_are_written_at_a_time():
     file = written(checkpoint({"train": {"loss": 1.0}, "eval": {"loss": 2.0}}), checkpoint({"train": {"loss": 3.0}}, step=8))
     assert [text.count("\n") for text in file.writes] == [4, 3]
 
 
-def test_arrays_and_text_are_left_out_and_scalars_are_not():
+def test_scalars_are_written_and_arrays_and_text_are_omitted():
     values = {"matrix": np.eye(2), "list": [1], "text": "a", "float32": np.float32(0.5), "zero_d": np.array(2.0), "jax": jax.numpy.float32(4), "nan": np.nan}
     labels = [line.split("|")[0].split()[-1] for line in written(checkpoint({"train": values})).getvalue().splitlines()[2:]]
     assert labels == ["float32", "zero_d", "jax", "nan"]
 
 
-def test_a_restored_step_shows_what_there_is():
-    """This process has not run it, so there are no steps, no gradient and no metrics of training."""
+def test_a_restored_step_shows_only_the_available_values():
+    """This process has not run the step, so there are no steps, no gradient and no training metrics."""
     assert written(checkpoint({"train": {}, "eval": {"loss": 1.0}}, steps=0)).getvalue() == (
         "Step      7: Ran 0 train steps in 0.00 seconds\nStep      7: eval              loss | 1.00000000\n"
     )
 
 
-def test_a_checkpoint_that_comes_again_is_not_written_again():
+def test_a_repeated_checkpoint_is_not_written_again():
     one = checkpoint({"train": {"loss": 1.0}})
     again = checkpoint({"train": {"loss": 1.0}}, is_repeat=True)
     assert len(written(one, again).writes) == 1
 
 
-def test_as_a_plain_function_it_writes_what_the_checkpoint_holds():
+def test_as_a_plain_function_it_writes_the_values_of_the_checkpoint():
     trainer, file, seen = make(), File(), []
     evaluate = trainer.eval_loop(X, Y, name="valid")
     with fitflax.serial(evaluate, SummaryLogger(file=file), seen.append) as process:
@@ -140,7 +140,7 @@ def test_it_obeys_its_own_trigger():
     assert [int(text[4:11]) for text in file.writes] == [2, 4]
 
 
-def test_in_fit_it_writes_at_the_ends_of_epochs_with_validation_and_what_callbacks_add():
+def test_in_fit_it_writes_at_the_end_of_each_epoch_with_validation_and_added_values():
     file = File()
     add = LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(added=epoch))
     history = make().fit(X, Y, batch_size=4, epochs=2, validation_data=(X, Y), callbacks=[SummaryLogger(file=file), add], verbose=0)
@@ -160,7 +160,7 @@ def test_in_fit_it_writes_at_the_ends_of_epochs_with_validation_and_what_callbac
 
 
 @pytest.mark.parametrize(("every", "steps"), [(None, [2, 3, 3]), (fitflax.every(steps=2), [2])])
-def test_the_validation_of_an_epoch_that_ends_in_its_middle_is_written_after_its_last_step(every, steps):
+def test_the_validation_of_an_incomplete_epoch_is_written_after_its_last_step(every, steps):
     file = File()
     history = make().fit(X, Y, batch_size=4, steps=3, validation_data=(X, Y), callbacks=[SummaryLogger(every=every, file=file)], verbose=0)
     assert [int(text[4:11]) for text in file.writes] == steps
@@ -169,15 +169,15 @@ def test_the_validation_of_an_epoch_that_ends_in_its_middle_is_written_after_its
         assert file.writes[-1] == f"Step      3: val               loss | {loss:.8f}\nStep      3: val                mae | {mae:.8f}\n"
 
 
-def test_the_default_file_is_the_standard_output_of_the_time_of_writing(capsys):
+def test_the_default_file_is_standard_output_at_the_time_of_writing(capsys):
     logger = SummaryLogger()
     logger(checkpoint({"train": {}}))
     assert capsys.readouterr().out == "Step      7: Ran 1 train steps in 0.00 seconds\nStep      7: train seconds_per_step | 0.00000000\n"
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "message"), [({"every": 10}, r"SummaryLogger\(every=...\) takes a trigger"), ({"file": "log.txt"}, r"file=...\) takes a file .*'log.txt'")]
+    ("kwargs", "message"), [({"every": 10}, r"SummaryLogger\(every=...\) takes a trigger"), ({"file": "log.txt"}, r"file=...\) must be a file .*'log.txt'")]
 )
-def test_arguments_that_make_no_sense_are_errors(kwargs, message):
+def test_invalid_arguments_are_errors(kwargs, message):
     with pytest.raises(CallbackError, match=message):
         SummaryLogger(**kwargs)

@@ -1,4 +1,4 @@
-"""`TensorBoard`, read with TensorBoard's own reader; and what stands in the files themselves, after whatever happened to the run."""
+"""`TensorBoard`, read with TensorBoard's own reader; and the contents of the files themselves, however the run ended."""
 
 import json
 import logging
@@ -24,8 +24,8 @@ from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
 import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, LambdaCallback, ModelCheckpoint, TensorBoard
+from fitflax.callbacks.clock import Clock, Stamp
 from fitflax.callbacks.event_files import EventFiles, events_of
-from fitflax.callbacks.tensorboard import Clock
 from fitflax.errors import CallbackError
 from fitflax.metrics import AUC, Metric
 from fitflax.parallel import DataParallel
@@ -56,13 +56,13 @@ def opened(directory):
 
 
 def shown(directory):
-    """What TensorBoard shows of scalars: `{run: {tag: {step: value}}}`."""
+    """Returns the scalars that TensorBoard shows: `{run: {tag: {step: value}}}`."""
     runs = opened(directory)
     return {name: {tag: {event.step: event.value for event in runs.Scalars(name, tag)} for tag in tags["scalars"]} for name, tags in runs.Runs().items()}
 
 
 def written(directory):
-    """What stands in the files: `{(run, tag, step): value}`, and that each stands there once; clocks and descriptions of processes left out."""
+    """Returns the contents of the files, `{(run, tag, step): value}`, without times and environments, and checks that each value is there once."""
     found = []
     for path in sorted(pathlib.Path(directory).rglob("*.tfevents.*")):
         for record in events_of(path):
@@ -83,9 +83,9 @@ def as_float32(value):
 
 
 def test_every_kind_of_value_is_found_by_tensorboards_own_reader(tmp_path):
-    grads, batch_logs, steps = [], {}, []
+    batch_logs, steps = {}, []
 
-    class Noting(Callback):
+    class Recorder(Callback):
         def on_train_batch_end(self, batch, logs):
             batch_logs[trainer.step] = dict(logs)
 
@@ -94,7 +94,7 @@ def test_every_kind_of_value_is_found_by_tensorboards_own_reader(tmp_path):
 
     trainer = make(learning_rate=0.01)
     board = TensorBoard(tmp_path, every=fitflax.every(steps=2), histograms=fitflax.every(epochs=1))
-    history = trainer.fit(X, Y, batch_size=4, epochs=2, validation_data=VALID, callbacks=[board, Noting()], verbose=0).history
+    history = trainer.fit(X, Y, batch_size=4, epochs=2, validation_data=VALID, callbacks=[board, Recorder()], verbose=0).history
     runs = shown(tmp_path)
     assert set(runs) == {".", "train", "val"}
     train = runs["train"]
@@ -119,11 +119,10 @@ def test_every_kind_of_value_is_found_by_tensorboards_own_reader(tmp_path):
     expected = np.asarray(trainer.state.params["kernel"], np.float64)
     assert (kernel.num, kernel.min, kernel.max) == (12, expected.min(), expected.max()) and kernel.sum == pytest.approx(expected.sum())
     assert sum(kernel.bucket) == 12
-    assert not grads
 
 
 @pytest.mark.slow
-def test_gradients_are_those_of_the_global_batch(tmp_path):
+def test_gradients_are_computed_from_the_global_batch(tmp_path):
     trainer = make(optax.sgd(0.1), devices=2)
     trainer.build((X, Y))
     params = jax.tree.map(np.asarray, trainer.state.params)
@@ -131,12 +130,12 @@ def test_gradients_are_those_of_the_global_batch(tmp_path):
     def loss(params):
         return optax.softmax_cross_entropy_with_integer_labels(X[:10] @ params["kernel"] + params["bias"], Y[:10]).mean()
 
-    by_hand = jax.grad(loss)(params)
+    reference = jax.grad(loss)(params)
     fit(TensorBoard(tmp_path, histograms=fitflax.at(1)), trainer=trainer, data=X[:10], y=Y[:10], batch_size=10, shuffle=False)
     events = opened(tmp_path)
     for name in ("kernel", "bias"):
         (event,) = events.Histograms("train", f"grads/{name}")
-        want, have = np.asarray(by_hand[name], np.float64), event.histogram_value
+        want, have = np.asarray(reference[name], np.float64), event.histogram_value
         assert (event.step, have.num) == (1, want.size)
         assert (have.sum, have.min, have.max, have.sum_squares) == pytest.approx((want.sum(), want.min(), want.max(), (want**2).sum()), rel=1e-5, abs=1e-6)
 
@@ -151,12 +150,12 @@ def test_gradients_are_those_of_the_global_batch(tmp_path):
     ],
 )
 @pytest.mark.mostly_slow
-def test_the_learning_rate_is_written_where_it_can_be_read(optimizer, options, expected, tmp_path):
+def test_the_learning_rate_is_written_if_it_can_be_read(optimizer, options, expected, tmp_path):
     fit(TensorBoard(tmp_path), trainer=make(optimizer, **options))
     assert shown(tmp_path)["train"].get("learning_rate") == (None if expected is None else {5: as_float32(expected)})
 
 
-def test_a_learning_rate_that_is_set_is_written_from_then_on(tmp_path):
+def test_a_changed_learning_rate_is_written_from_then_on(tmp_path):
     trainer = make(learning_rate=0.5)
     fit(
         TensorBoard(tmp_path, every=fitflax.every(steps=1)),
@@ -166,7 +165,7 @@ def test_a_learning_rate_that_is_set_is_written_from_then_on(tmp_path):
     assert shown(tmp_path)["train"]["learning_rate"] == {1: 0.5, 2: 0.5, 3: 0.25, 4: 0.25, 5: 0.25}
 
 
-def test_every_validation_set_has_a_directory_of_its_own(tmp_path):
+def test_each_validation_set_has_its_own_directory(tmp_path):
     trainer = fit(TensorBoard(tmp_path), validation_data={"dev": VALID, "test": (X[:3], Y[:3])}, epochs=2)
     runs = shown(tmp_path)
     assert set(runs) == {".", "train", "dev", "test"}
@@ -185,14 +184,14 @@ def test_validation_inside_an_epoch_is_written_at_its_step(tmp_path):
     assert runs["val"]["loss"][3] != runs["val"]["loss"][6]
 
 
-def test_the_default_is_every_fifty_steps_and_the_ends_of_epochs(tmp_path):
+def test_by_default_it_writes_every_fifty_steps_and_at_the_end_of_each_epoch(tmp_path):
     fit(TensorBoard(tmp_path), epochs=2, steps_per_epoch=70)
     assert list(shown(tmp_path)["train"]["loss"]) == [50, 70, 100, 140]
 
 
 @struct.dataclass
 class Columns(Metric):
-    """The mean of each output, and all outputs' means twice as a matrix."""
+    """The mean of each output, or with `is_matrix` a matrix of the means and of twice the means."""
 
     total: jax.Array = struct.field(default_factory=lambda: np.zeros(3, np.float32))
     count: jax.Array = struct.field(default_factory=lambda: np.zeros((), np.float32))
@@ -214,7 +213,7 @@ class Columns(Metric):
         return jnp.stack([mean, mean * 2]) if self.is_matrix else mean
 
 
-def test_lists_are_numbered_scalars_and_matrices_are_tables(tmp_path):
+def test_vectors_are_written_as_numbered_scalars_and_matrices_as_tables(tmp_path):
     trainer = fit(TensorBoard(tmp_path), trainer=make(metrics=[Columns(), Columns(name="matrix", is_matrix=True)]), validation_data=VALID)
     runs, history = shown(tmp_path), trainer.history.history
     for group, prefix in (("train", ""), ("val", "val_")):
@@ -228,16 +227,16 @@ def test_lists_are_numbered_scalars_and_matrices_are_tables(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_computed_from_collected_rows_is_written_where_an_epoch_ends_alone(tmp_path):
+def test_metrics_of_collected_rows_are_written_only_at_the_end_of_an_epoch(tmp_path):
     history = fit(TensorBoard(tmp_path, every=fitflax.every(steps=1)), trainer=make(metrics=[AUC()]), steps=7, validation_data=VALID).history.history
     runs = shown(tmp_path)
-    # The last epoch ended inside, at a step that was written without it.
+    # The last epoch ended in the middle, at a step that had been written without the metric.
     assert runs["train"]["auc"] == dict(zip((5, 7), map(as_float32, history["auc"]), strict=True)) and len(runs["train"]["loss"]) == 7
     assert runs["val"]["auc"] == dict(zip((5, 7), map(as_float32, history["val_auc"]), strict=True))
     assert written(tmp_path)
 
 
-def test_what_other_callbacks_add_at_the_end_of_an_epoch_is_written_whatever_it_is(tmp_path, caplog):
+def test_real_numbers_that_callbacks_add_at_the_end_of_an_epoch_are_written(tmp_path, caplog):
     added = {
         "f1": 0.5,
         "flag": True,
@@ -262,19 +261,19 @@ def test_what_other_callbacks_add_at_the_end_of_an_epoch_is_written_whatever_it_
     assert not caplog.records
 
 
-def test_a_run_whose_numbers_are_not_finite_is_written_to_its_end(tmp_path, caplog):
+def test_a_run_with_values_that_are_not_finite_is_written_to_its_end(tmp_path, caplog):
     caplog.set_level(logging.WARNING)
     trainer = make(optax.sgd(np.inf))
     fit(TensorBoard(tmp_path, every=fitflax.every(steps=1), histograms=fitflax.every(steps=1)), trainer=trainer, validation_data=VALID)
     runs = shown(tmp_path)
     assert np.isfinite(runs["train"]["step/loss"][1]) and np.isnan(runs["train"]["step/loss"][5]) and np.isnan(runs["val"]["loss"][5])
-    # Of what is not finite there is no histogram.
+    # Values that are not finite have no histogram.
     assert [event.step for event in opened(tmp_path).Histograms("train", "grads/kernel")] == [1]
     assert not caplog.records
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.complex64])
-def test_parameters_of_any_kind_have_histograms(dtype, tmp_path):
+def test_parameters_of_any_dtype_have_histograms(dtype, tmp_path):
     class Odd(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -314,7 +313,7 @@ def hyperparameters(directory):
 
 
 @pytest.mark.slow
-def test_hyperparameters_are_found_with_the_metrics_of_all_sets(tmp_path):
+def test_hyperparameters_are_written_with_the_metrics_of_all_sets(tmp_path):
     fit(TensorBoard(tmp_path), trainer=make("sgd", metrics=[Columns(name="a@b"), "accuracy"], learning_rate=0.125), validation_data=VALID)
     values, metrics = hyperparameters(tmp_path)
     want = {"seed": 0, "batch_size": 4, "num_examples": 18, "optimizer": "sgd", "learning_rate": 0.125, "model": "Dense", "model/features": 3}
@@ -323,7 +322,7 @@ def test_hyperparameters_are_found_with_the_metrics_of_all_sets(tmp_path):
 
 
 @pytest.mark.slow
-def test_nothing_of_tensorboard_is_imported_before_it_is_used(tmp_path, process_env):
+def test_tensorboard_is_not_imported_before_it_is_used(tmp_path, process_env):
     code = (
         "import sys, fitflax; from fitflax.callbacks import TensorBoard; TensorBoard('here', histograms=fitflax.every(epochs=1));"
         "print([name for name in sys.modules if name.startswith(('tensorboard', 'tensorflow', 'google.protobuf'))])"
@@ -336,7 +335,7 @@ def test_nothing_of_tensorboard_is_imported_before_it_is_used(tmp_path, process_
     ("arguments", "fault"),
     [({"every": 5}, r"TensorBoard\(every=...\) takes a trigger"), ({"histograms": 1}, r"TensorBoard\(histograms=...\) takes a trigger.*Received: 1")],
 )
-def test_what_is_no_trigger_is_an_error(arguments, fault, tmp_path):
+def test_an_argument_that_is_not_a_trigger_is_an_error(arguments, fault, tmp_path):
     with pytest.raises(CallbackError, match=fault):
         TensorBoard(tmp_path, **arguments)
 
@@ -344,7 +343,7 @@ def test_what_is_no_trigger_is_an_error(arguments, fault, tmp_path):
 def test_a_directory_that_cannot_be_used_is_an_error_before_the_first_step(tmp_path):
     (tmp_path / "file").touch()
     trainer = make()
-    with pytest.raises(CallbackError, match=r"TensorBoard cannot use .*file/board.*Give it a directory"):
+    with pytest.raises(CallbackError, match=r"TensorBoard cannot use .*file/board.*Pass a writable directory"):
         fit(TensorBoard(tmp_path / "file/board"), trainer=trainer)
     assert trainer.step == 0
 
@@ -363,36 +362,46 @@ def test_values_and_histograms_can_be_written_by_the_clock(tmp_path):
     assert not opened(tmp_path / "values").Runs()["train"]["histograms"]
 
 
-def test_rates_leave_out_evaluations_and_never_count_a_stretch_too_short(monkeypatch):
+def test_rates_exclude_evaluations_and_never_underestimate_an_interval(monkeypatch):
     clock, now = Clock(), [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
     def rates(step, dispatched, finished, evaluating=0.0):
         now[0] = finished
-        return clock.rates(step, 4 * step, dispatched, evaluating)
+        return clock.rates(Stamp(step, 4 * step, dispatched, evaluating))
 
     assert rates(10, dispatched=1.0, finished=2.0) == {}
-    # The training thread ran ahead, then the writing thread lagged behind: the longer stretch counts.
+    # The training thread ran ahead, then the writing thread lagged behind: the longer interval counts.
     assert rates(20, dispatched=2.0, finished=12.0) == {"time/steps_per_second": 1.0, "time/examples_per_second": 4.0}
     assert rates(30, dispatched=22.0, finished=12.1)["time/steps_per_second"] == 0.5
-    # With an evaluation, from the first reading on: 30 steps in 30 of 80 seconds.
+    # With an evaluation, counted from the first reading: 30 steps in 30 of 80 seconds.
     assert rates(40, dispatched=81.0, finished=81.0, evaluating=50.0) == {
         "time/validation_seconds": 50.0, "time/steps_per_second": 1.0, "time/examples_per_second": 4.0
     }  # fmt: skip
     assert rates(50, dispatched=82.0, finished=86.0)["time/steps_per_second"] == 2.0
     assert rates(50, dispatched=90.0, finished=91.0) == {}
-    assert clock.rates(60, None, 100.0, 0.0) == {"time/steps_per_second": 1.0}
+    assert clock.rates(Stamp(60, None, 100.0)) == {"time/steps_per_second": 1.0}
+
+
+def test_an_interval_that_is_too_short_becomes_part_of_the_next(monkeypatch):
+    clock = Clock(min_seconds=1.0)
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+    assert clock.rates(Stamp(0, None, 0.0)) == {}
+    assert clock.rates(Stamp(32, None, 0.1)) == {}
+    assert clock.rates(Stamp(40, None, 5.5, 5.0)) == {"time/validation_seconds": 5.0}
+    assert clock.rates(Stamp(50, None, 10.0)) == {"time/steps_per_second": 10.0}
+    assert clock.rates(Stamp(60, None, 12.0)) == {"time/steps_per_second": 5.0}
 
 
 # --- As a plain function ---
 
 
-def test_it_serves_a_loop_without_a_trainer_and_all_is_on_disk_when_the_loop_ends(tmp_path):
+def test_it_works_in_a_loop_without_fit_and_everything_is_on_disk_when_the_loop_ends(tmp_path):
     trainer = make()
     board = TensorBoard(tmp_path, every=fitflax.every(steps=3), histograms=fitflax.at(7))
     process = fitflax.serial(trainer.eval_loop(*VALID, name="valid"), board)
     losses = {checkpoint.step: process(checkpoint).logs["valid_loss"] for checkpoint in trainer.train_loop(X, Y, steps=7, batch_size=4)}
-    values = written(tmp_path)  # Nobody has closed it.
+    values = written(tmp_path)  # The callback was not closed.
     assert {step: values["valid", "loss", step] for step in range(1, 8)} == {step: as_float32(loss) for step, loss in losses.items()}
     assert sorted(step for run, tag, step in values if (run, tag) == ("train", "loss")) == [3, 5, 6]
     # The loop does not know that gradients are wanted.
@@ -404,7 +413,7 @@ def test_it_serves_a_loop_without_a_trainer_and_all_is_on_disk_when_the_loop_end
     assert sorted(step for run, tag, step in written(tmp_path) if (run, tag) == ("train", "loss")) == [3, 5, 6, 9]
 
 
-def test_a_loop_that_goes_on_after_it_was_closed_loses_nothing(tmp_path):
+def test_a_loop_that_continues_after_the_callback_was_closed_loses_nothing(tmp_path):
     trainer, board = make(), TensorBoard(tmp_path, every=fitflax.every(steps=1))
     loop = trainer.train_loop(X, Y, steps=4, batch_size=4)
     for checkpoint in loop:
@@ -416,7 +425,7 @@ def test_a_loop_that_goes_on_after_it_was_closed_loses_nothing(tmp_path):
 # --- More than one ---
 
 
-def test_a_second_fit_goes_on_in_the_same_directory(tmp_path):
+def test_a_second_fit_continues_in_the_same_directory(tmp_path):
     trainer, board = make(), TensorBoard(tmp_path)
     for _ in range(2):
         fit(board, trainer=trainer, validation_data=VALID, steps=7)
@@ -426,7 +435,7 @@ def test_a_second_fit_goes_on_in_the_same_directory(tmp_path):
     assert list(shown(tmp_path)["train"]["loss"]) == [5, 7, 12, 14]
 
 
-def test_another_run_in_the_same_directory_leaves_the_first_ones_files_and_is_shown_alone(tmp_path):
+def test_a_new_run_in_the_same_directory_keeps_the_old_files_and_only_it_is_shown(tmp_path):
     fit(TensorBoard(tmp_path), epochs=3)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.tfevents.*")}
     fit(TensorBoard(tmp_path), epochs=2)
@@ -435,7 +444,7 @@ def test_another_run_in_the_same_directory_leaves_the_first_ones_files_and_is_sh
     assert list(shown(tmp_path)["train"]["loss"]) == [5, 10]
 
 
-def test_two_boards_write_in_two_directories(tmp_path):
+def test_two_callbacks_write_to_two_directories(tmp_path):
     fit(TensorBoard(tmp_path / "a", every=fitflax.every(steps=1)), TensorBoard(tmp_path / "b"), validation_data=VALID)
     a, b = written(tmp_path / "a"), written(tmp_path / "b")
     assert {key for key in a if key[2] == 5} == {key for key in b if key[2] == 5} and set(b) < set(a)
@@ -445,7 +454,7 @@ def test_two_boards_write_in_two_directories(tmp_path):
 # --- Off the training thread ---
 
 
-def test_training_goes_on_while_the_writer_is_blocked(tmp_path, monkeypatch):
+def test_training_continues_while_the_writer_is_blocked(tmp_path, monkeypatch):
     release, write = threading.Event(), EventFiles._write
 
     def blocked(self, *arguments):
@@ -454,33 +463,38 @@ def test_training_goes_on_while_the_writer_is_blocked(tmp_path, monkeypatch):
 
     monkeypatch.setattr(EventFiles, "_write", blocked)
     trainer = make()
-    # Fewer writes than may wait.
+    # There are fewer writes than the queue holds.
     fit(TensorBoard(tmp_path, every=fitflax.every(steps=4)), at(trainer, "on_train_batch_end", 15, lambda step: release.set()), trainer=trainer, epochs=3)
     assert sorted(step for run, tag, step in written(tmp_path) if tag == "loss") == [4, 5, 8, 10, 12, 15]
 
 
 @pytest.mark.slow
-def test_the_training_thread_reads_nothing_for_it(tmp_path, monkeypatch):
+def test_the_training_thread_reads_no_values_for_it(tmp_path, monkeypatch):
     """Values, parameters, gradients and the rate come to the host in the writing thread."""
     trainer, threads = make(metrics=["accuracy", Columns()]), []
     trainer.fit(X, Y, batch_size=4, verbose=0)
-    asarray = np.asarray
 
-    def watched(value, *args, **kwargs):
-        if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
-            threads.append(threading.current_thread().name)
-        return asarray(value, *args, **kwargs)
+    def watch(module, name):
+        function = getattr(module, name)
 
-    monkeypatch.setattr(np, "asarray", watched)
+        def watched(value, *args, **kwargs):
+            arrays = [leaf for leaf in jax.tree.leaves(value) if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)]
+            threads.extend(threading.current_thread().name for _ in arrays)
+            return function(value, *args, **kwargs)
+
+        monkeypatch.setattr(module, name, watched)
+
+    watch(np, "asarray")
+    watch(jax, "device_get")
     fit(TensorBoard(tmp_path, every=fitflax.every(steps=2), histograms=fitflax.every(steps=3)), trainer=trainer, steps=60, steps_per_epoch=60)
     assert len([name for name in threads if name == "fitflax-tensorboard"]) >= 30 + 20 * 4
-    # The history, once.
+    # Only for the history, once.
     assert len([name for name in threads if name != "fitflax-tensorboard"]) <= 2
     assert len(opened(tmp_path).Scalars("train", "learning_rate")) == 31
 
 
 class Disk:
-    """A writer that fails from a step on, or once."""
+    """A writer that fails at the given steps."""
 
     def __init__(self, monkeypatch, *, steps):
         self.failed, write = threading.Event(), EventFiles._write
@@ -506,10 +520,10 @@ def test_an_error_in_the_thread_is_raised_and_the_run_can_be_resumed(failing, at
             at(trainer, "on_train_batch_end", 5, lambda step: disk.failed.wait(60) if at_once else None),
             LambdaCallback(on_train_end=lambda logs: ended.append(trainer.step)),
         ]
-        with pytest.raises(CallbackError, match=r"TensorBoard's event files in .*board cannot be written: OSError: \[Errno 28\] No space left") as caught:
+        with pytest.raises(CallbackError, match=r"TensorBoard cannot write event files in .*board: OSError: \[Errno 28\] No space left") as caught:
             fit(*callbacks, trainer=trainer, steps=12)
     assert isinstance(caught.value.__cause__, OSError)
-    # By the next event at the latest; everybody else ended in order, and the thread is gone.
+    # The error is raised by the next event at the latest; the other callbacks ended normally, and the thread is gone.
     assert trainer.step == (5 if at_once else 12) and ended == [trainer.step]
     assert not [thread for thread in threading.enumerate() if thread.name == "fitflax-tensorboard"]
     steps = fitflax.checkpoints.CheckpointStore(tmp_path / "checkpoints").steps()
@@ -521,12 +535,12 @@ def test_an_error_in_the_thread_is_raised_and_the_run_can_be_resumed(failing, at
         steps=12,
         resume=True,
     )
-    # What was written before the run was saved and failed then is lost; the run itself never is.
+    # Events whose write failed before the run was saved are lost, but the run itself never is.
     assert {step for run, tag, step in written(tmp_path / "board") if tag == "loss"} >= ({8, 10, 12} if at_once else {2, 4, 6, 8, 10})
 
 
-def test_the_run_is_saved_although_the_disk_of_the_events_is_full(tmp_path, monkeypatch):
-    """An error of a writer is one like any other callback's: the checkpoint of the step at which it shows is complete."""
+def test_the_run_is_saved_even_if_the_disk_of_the_events_is_full(tmp_path, monkeypatch):
+    """An error of a writer is like that of any other callback: the checkpoint of the step at which it is raised is complete."""
     trainer = make()
 
     def full(files):
@@ -590,14 +604,14 @@ def test_it_compiles_nothing_in_a_second_run(tmp_path, compilations):
 
 
 class Adding(Callback):
-    """Adds a value at the ends of epochs, which is so among those of an epoch that ended inside."""
+    """Adds a value at the end of each epoch, including an epoch that ends in the middle."""
 
     def on_epoch_end(self, epoch, logs):
         logs["added"] = epoch + logs["loss"]
 
 
 def run(root, *more, trainer=None, every=None, saves=None, **options):
-    """Trains with everything made from scratch, as a new process would."""
+    """Trains with new objects, as a new process would."""
     trainer = trainer or make()
     callbacks = [
         ModelCheckpoint(root / "checkpoints", keep=None, every=fitflax.every(steps=saves or 1)),
@@ -612,36 +626,36 @@ def run(root, *more, trainer=None, every=None, saves=None, **options):
 
 
 @pytest.fixture(scope="module")
-def never(tmp_path_factory):
-    """The run that was never stopped: its events and its trainer."""
+def uninterrupted(tmp_path_factory):
+    """The root and the trainer of an uninterrupted run."""
     root = tmp_path_factory.mktemp("never")
     trainer = run(root)
     return root, trainer
 
 
-def assert_equal(root, trainer, never):
-    never_root, never_trainer = never
-    have, want = written(root / "board"), written(never_root / "board")
+def assert_equal(root, trainer, uninterrupted):
+    uninterrupted_root, uninterrupted_trainer = uninterrupted
+    have, want = written(root / "board"), written(uninterrupted_root / "board")
     assert set(have) == set(want)
     assert have == want
-    unequal = differences(state_of(trainer), state_of(never_trainer)) + differences(
-        directory_of(root / "checkpoints"), directory_of(never_root / "checkpoints")
+    unequal = differences(state_of(trainer), state_of(uninterrupted_trainer)) + differences(
+        directory_of(root / "checkpoints"), directory_of(uninterrupted_root / "checkpoints")
     )
-    # A closing row stays beside the checkpoint that it was made for; seconds since a trigger last fired are a clock's.
+    # A closing row stays next to the checkpoint that it was made for; the seconds since a trigger last fired depend on the clock.
     unequal = [line for line in unequal if ": closing: " not in line and not re.search(r"/TensorBoard\(.*\)/(values|histograms)/", line)]
     assert not unequal, "\n".join(unequal)
-    assert rows_of(trainer.history) == rows_of(never_trainer.history)
-    assert shown(root / "board")["train"]["loss"] == shown(never_root / "board")["train"]["loss"]
+    assert rows_of(trainer.history) == rows_of(uninterrupted_trainer.history)
+    assert shown(root / "board")["train"]["loss"] == shown(uninterrupted_root / "board")["train"]["loss"]
 
 
 @pytest.mark.parametrize("k", [1, pytest.param(5, marks=pytest.mark.slow), 7])
 @pytest.mark.slow
-def test_a_run_that_was_stopped_and_resumed_has_the_events_of_one_never_stopped(k, never, tmp_path):
+def test_a_run_that_was_stopped_and_resumed_has_the_events_of_an_uninterrupted_run(k, uninterrupted, tmp_path):
     run(tmp_path, steps=k)
-    # An epoch that ended inside was closed, with its validation and what callbacks added.
+    # An epoch that ended in the middle was closed, with its validation and the values that callbacks added.
     closed = {key for key in written(tmp_path / "board") if key[2] == k}
     assert {("val", "loss", k), ("train", "added", k), ("train", "loss", k), ("train", "epoch", k)} <= closed
-    assert_equal(tmp_path, run(tmp_path), never)
+    assert_equal(tmp_path, run(tmp_path), uninterrupted)
 
 
 def raising(step):
@@ -650,35 +664,35 @@ def raising(step):
 
 @pytest.mark.parametrize(("hook", "k"), [pytest.param("on_train_batch_end", 4, marks=pytest.mark.slow), ("on_train_batch_end", 7), ("on_checkpoint", 4)])
 @pytest.mark.mostly_slow
-def test_a_run_that_was_broken_off_and_resumed_has_the_events_of_one_never_stopped(hook, k, never, tmp_path):
+def test_a_run_that_failed_and_was_resumed_has_the_events_of_an_uninterrupted_run(hook, k, uninterrupted, tmp_path):
     trainer = make()
     with pytest.raises(ArithmeticError):
         run(tmp_path, at(trainer, hook, k, raising), trainer=trainer)
-    assert_equal(tmp_path, run(tmp_path, LambdaCallback()), never)
+    assert_equal(tmp_path, run(tmp_path, LambdaCallback()), uninterrupted)
 
 
 @pytest.mark.parametrize("hook", [pytest.param("on_test_batch_end", marks=pytest.mark.slow), "on_epoch_end"])
-def test_a_run_that_was_broken_off_at_the_end_of_an_epoch_closes_it_once_more(hook, never, tmp_path):
+def test_a_run_that_was_interrupted_at_the_end_of_an_epoch_closes_it_again(hook, uninterrupted, tmp_path):
     trainer = make()
     with pytest.raises(ArithmeticError):
         run(tmp_path, at(trainer, hook, 5, raising), trainer=trainer)
-    assert_equal(tmp_path, run(tmp_path), never)
+    assert_equal(tmp_path, run(tmp_path), uninterrupted)
 
 
 @pytest.mark.slow
-def test_what_lies_beyond_the_checkpoint_is_dropped(never, tmp_path):
-    """Checkpoints every five steps, events at each: of a run that dies, as if it were killed, without another checkpoint."""
+def test_events_after_the_checkpoint_are_dropped(uninterrupted, tmp_path):
+    """The run has checkpoints every five steps and more frequent events. It dies as if killed, without another checkpoint."""
     run(tmp_path, saves=5, steps=9)
     shutil.rmtree(tmp_path / "checkpoints/step_00000009")
     assert 9 in {step for run, tag, step in written(tmp_path / "board")}
     trainer = run(tmp_path, saves=5)
-    have, want = written(tmp_path / "board"), written(never[0] / "board")
+    have, want = written(tmp_path / "board"), written(uninterrupted[0] / "board")
     assert have == want and trainer.step == 12
 
 
 @pytest.mark.parametrize("k", [7, pytest.param(10, marks=pytest.mark.slow)])
 @pytest.mark.slow
-def test_a_resume_that_has_nothing_left_to_do_keeps_what_is_there(k, tmp_path):
+def test_a_resume_with_nothing_left_to_do_keeps_the_existing_events(k, tmp_path):
     run(tmp_path, steps=k)
     before, events = {path: path.read_bytes() for path in (tmp_path / "board").rglob("*.tfevents.*")}, written(tmp_path / "board")
     run(tmp_path, steps=k)
@@ -686,8 +700,8 @@ def test_a_resume_that_has_nothing_left_to_do_keeps_what_is_there(k, tmp_path):
     assert all(path.read_bytes() == data for path, data in before.items())
 
 
-def test_a_run_killed_before_its_closing_row_was_written_closes_once_more(tmp_path):
-    k = 6  # Which was written already, as a step that is due.
+def test_a_run_killed_before_its_closing_row_was_written_closes_the_epoch_again(tmp_path):
+    k = 6  # This step was already written, because it was due.
     run(tmp_path, steps=k)
     events = written(tmp_path / "board")
     (closing,) = (tmp_path / "checkpoints").rglob("closing.json")
@@ -697,7 +711,7 @@ def test_a_run_killed_before_its_closing_row_was_written_closes_once_more(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_before_it_saves_anything_leaves_nothing_of_itself(tmp_path):
+def test_a_process_that_dies_before_it_saves_anything_leaves_no_events(tmp_path):
     run(tmp_path, steps=4)
     for k in (5, 5):
         trainer = make()
@@ -705,22 +719,22 @@ def test_a_process_that_dies_before_it_saves_anything_leaves_nothing_of_itself(t
             run(tmp_path, at(trainer, "on_train_batch_end", k, raising), trainer=trainer, saves=100)
         shutil.rmtree(tmp_path / f"checkpoints/step_{k:08d}")
     run(tmp_path)
-    # Checked by `written`: the environment of each process that counts stands once, the one of those that died before not at all.
+    # `written` checks that each event is there once. Only the environments of the processes that did not die are there.
     written(tmp_path / "board")
     assert [event.step for event in opened(tmp_path / "board").Tensors(".", "environment/text_summary")] == [0, 5]
     assert hyperparameters(tmp_path / "board")[0]["seed"] == 0
 
 
-def test_a_run_that_died_before_its_first_checkpoint_begins_again_under_its_own_name(never, tmp_path):
+def test_a_run_that_died_before_its_first_checkpoint_starts_again_under_the_same_id(uninterrupted, tmp_path):
     trainer = make()
     with pytest.raises(ArithmeticError):
         run(tmp_path, at(trainer, "on_train_batch_end", 3, raising), trainer=trainer, saves=100)
     shutil.rmtree(tmp_path / "checkpoints/step_00000003")
     run(tmp_path, saves=100)
-    assert written(tmp_path / "board") == written(never[0] / "board")
+    assert written(tmp_path / "board") == written(uninterrupted[0] / "board")
 
 
-def test_a_board_that_is_new_in_a_resumed_run_begins_there(tmp_path):
+def test_a_callback_added_to_a_resumed_run_starts_there(tmp_path):
     fit(ModelCheckpoint(tmp_path / "checkpoints"), epochs=1)
     with pytest.warns(fitflax.errors.FitflaxWarning, match=r"TensorBoard\(directory='board'\) is new"):
         fit(ModelCheckpoint(tmp_path / "checkpoints"), TensorBoard(tmp_path / "board"), epochs=2, resume=True)
@@ -747,20 +761,20 @@ def process(root, env, *, steps=12, kill=None, status=0):
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_in_a_new_process_and_each_step_stands_once(never, tmp_path, process_env):
+def test_a_killed_run_resumes_in_a_new_process_and_each_step_is_written_once(uninterrupted, tmp_path, process_env):
     for hook, k in (("on_train_batch_end", 1), ("on_train_batch_end", 7), ("on_epoch_end", 10), ("on_checkpoint", 12)):
         process(tmp_path, process_env, kill=[hook, k], status=-signal.SIGKILL)
         if k > 1:
             assert {step for run, tag, step in written(tmp_path / "board")} >= {0, 2, 4}
     process(tmp_path, process_env)
-    assert written(tmp_path / "board") == written(never[0] / "board")
+    assert written(tmp_path / "board") == written(uninterrupted[0] / "board")
 
 
-def test_utilization_is_written_where_the_peak_is_given(tmp_path):
+def test_utilization_is_written_if_the_peak_is_given(tmp_path):
     trainer = fitflax.Trainer(nn.Dense(3, use_bias=False), parallel=DataParallel(jax.devices()[:1]))
     trainer.compile("sgd", "mse")
     x = np.ones((40, 4), np.float32)
-    trainer.train_on_batch((x[:2], x[:2, :3]))  # Other shapes cost something else.
+    trainer.train_on_batch((x[:2], x[:2, :3]))  # Other shapes have a different cost.
     trainer.fit(x, x[:, :3], batch_size=8, epochs=2, callbacks=[TensorBoard(tmp_path, every=fitflax.every(steps=1), peak_flops=1e9)], verbose=0)
     train = shown(tmp_path)["train"]
     flops = 3 * 2 * 8 * 4 * 3
@@ -770,11 +784,11 @@ def test_utilization_is_written_where_the_peak_is_given(tmp_path):
 
 
 @pytest.mark.parametrize("peak", [0, -1.0, "312e12", True, float("inf")])
-def test_a_peak_that_is_none_is_an_error(peak):
-    with pytest.raises(CallbackError, match=r"TensorBoard\(peak_flops=...\) takes floating-point operations a second"):
+def test_an_invalid_peak_is_an_error(peak):
+    with pytest.raises(CallbackError, match=r"TensorBoard\(peak_flops=...\) must be a number of floating-point operations per second"):
         TensorBoard("runs", peak_flops=peak)
 
 
-def test_a_collection_is_given_by_its_name(tmp_path):
+def test_a_collection_must_be_given_by_its_name(tmp_path):
     with pytest.raises(CallbackError, match=r"TensorBoard\(sown=\.\.\.\) takes the name of a collection, or None\. Received: 3\."):
         TensorBoard(tmp_path, sown=3)

@@ -17,7 +17,7 @@ def make(loss="mse", metrics=None, rate=0.0):
 
 
 def batches(bad, total, value=np.nan):
-    """A function that makes `total` batches, whose `bad`-th, counted from 1, holds `value`."""
+    """Returns a function that yields `total` batches. Batch `bad`, counted from 1, holds `value`."""
     return lambda: ((np.full((2, 4), value if number == bad else 1.0, np.float32), np.zeros((2, 1), np.float32)) for number in range(1, total + 1))
 
 
@@ -26,7 +26,7 @@ def test_case_34_a_nan_at_step_30_is_reported_as_step_30_though_logs_are_read_ev
     trainer, callback = make(), TerminateOnNaN()
     trainer.fit(batches(30, 200, value), callbacks=[callback], log_every=50, verbose=0)
     assert callback.bad_step == 30
-    assert trainer.stop_reason == "TerminateOnNaN: the loss is not finite since step 30"
+    assert trainer.stop_reason == "TerminateOnNaN: the loss is not finite at step 30"
     assert trainer.step == 50
 
 
@@ -38,7 +38,7 @@ def test_it_stops_at_the_next_log_point_or_the_end_of_the_epoch(bad, log_every, 
     assert (callback.bad_step, trainer.step) == (bad, stopped)
 
 
-def test_a_step_of_a_later_epoch_and_fit_is_named_by_its_own_number():
+def test_a_bad_step_in_a_later_epoch_and_fit_is_reported_by_its_own_number():
     trainer, callback = make(), TerminateOnNaN()
     trainer.fit(batches(0, 6), epochs=2, callbacks=[callback], verbose=0)
     assert (callback.bad_step, trainer.stop_reason) == (None, None)
@@ -52,7 +52,7 @@ class Two(nn.Module):
         return {"left": nn.Dense(1, name="l")(x), "right": nn.Dense(1, name="r")(x)}
 
 
-def test_of_several_losses_the_one_to_blame_is_named():
+def test_of_several_losses_the_bad_one_is_named():
     def bad_at_3(outputs, targets):
         return jnp.where(targets[:, 0] == 3, jnp.nan, outputs[:, 0])
 
@@ -63,7 +63,7 @@ def test_of_several_losses_the_one_to_blame_is_named():
     assert (callback.bad_step, callback.culprit) == (3, "the loss of 'right'")
 
 
-def test_a_parameter_that_the_optimizer_spoils_is_named():
+def test_a_parameter_that_the_optimizer_makes_infinite_is_named():
     def update(updates, state, params=None):
         count = state + 1
         spoiled = jax.tree.map_with_path(lambda path, leaf: jnp.where((count == 3) & (path[-1].key == "bias"), jnp.inf, 0.0) * jnp.ones_like(leaf), updates)
@@ -73,13 +73,13 @@ def test_a_parameter_that_the_optimizer_spoils_is_named():
     trainer.compile(optax.GradientTransformation(lambda params: jnp.int32(0), update), "mse")
     trainer.fit(batches(0, 6), callbacks=[callback], log_every=1, verbose=0)
     assert (callback.bad_step, callback.culprit, trainer.step) == (3, "the parameter bias", 3)
-    assert trainer.stop_reason == "TerminateOnNaN: the parameter bias is not finite since step 3"
+    assert trainer.stop_reason == "TerminateOnNaN: the parameter bias is not finite at step 3"
 
 
 @pytest.mark.parametrize("options", [{"steps_per_call": 4}, {"accumulate_steps": 2}])
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.mostly_slow
-def test_what_was_to_blame_is_named_in_groups_micro_batches_and_on_several_devices(options, number):
+def test_the_culprit_is_named_with_steps_per_call_micro_batches_and_several_devices(options, number):
     trainer, callback = fitflax.Trainer(nn.Dense(1), parallel=DataParallel(jax.devices()[:number])), TerminateOnNaN()
     trainer.compile(optax.sgd(0.0), "mse", **options)
     rows = [np.full((4, 4), np.nan if index == 6 else 1.0, np.float32) for index in range(12)]
@@ -87,9 +87,9 @@ def test_what_was_to_blame_is_named_in_groups_micro_batches_and_on_several_devic
     assert (callback.bad_step, callback.culprit) == (7, "the loss")
 
 
-def test_a_gradient_that_is_not_finite_counts_though_the_loss_is():
+def test_a_gradient_that_is_not_finite_counts_even_if_the_loss_is_finite():
     def loss(outputs, targets):
-        # The root of zero has no slope.
+        # The square root has no finite derivative at zero.
         return jnp.sqrt(jnp.sum((outputs - outputs) ** 2, axis=-1)) + jnp.sum(outputs, axis=-1)
 
     trainer, callback = make(loss), TerminateOnNaN()
@@ -104,13 +104,13 @@ def test_a_run_without_nan_is_left_alone():
     assert (trainer.step, callback.bad_step, trainer.stop_reason) == (10, None, None)
 
 
-def test_the_first_bad_step_is_reported_when_several_are():
+def test_the_first_of_several_bad_steps_is_reported():
     trainer, callback = make(rate=0.1), TerminateOnNaN()
     trainer.fit(batches(2, 10), callbacks=[callback], log_every=7, verbose=0)
     assert (callback.bad_step, trainer.step) == (2, 7)
 
 
-def test_an_instance_serves_again_after_it_has_stopped_a_run():
+def test_an_instance_can_be_used_again_after_it_stopped_a_run():
     callback = TerminateOnNaN()
     make().fit(batches(2, 4), callbacks=[callback], log_every=1, verbose=0)
     assert callback.bad_step == 2
@@ -119,7 +119,7 @@ def test_an_instance_serves_again_after_it_has_stopped_a_run():
     assert (trainer.step, callback.bad_step) == (4, None)
 
 
-def test_what_it_ended_stays_ended_when_its_state_comes_back():
+def test_a_run_that_it_stopped_stays_stopped_when_its_state_is_loaded():
     callback = TerminateOnNaN()
     make().fit(batches(2, 4), callbacks=[callback], log_every=1, verbose=0)
     stopped = []
@@ -131,11 +131,11 @@ def test_what_it_ended_stays_ended_when_its_state_comes_back():
     other = TerminateOnNaN()
     other.trainer = View()
     other.load_state_dict(callback.state_dict())
-    assert other.bad_step == 2 and stopped == ["TerminateOnNaN: the loss is not finite since step 2"]
+    assert other.bad_step == 2 and stopped == ["TerminateOnNaN: the loss is not finite at step 2"]
     assert TerminateOnNaN().state_dict() == {}
 
 
-def test_it_reads_at_log_points_only(monkeypatch):
+def test_it_reads_only_at_log_points(monkeypatch):
     from fitflax import logs
 
     steps, trainer = [], make()
@@ -151,29 +151,29 @@ def test_it_reads_at_log_points_only(monkeypatch):
     assert steps == [4, 8, 10]
 
 
-def test_without_a_watch_for_it_no_step_is_called_bad():
+def test_without_the_callback_the_culprit_is_not_looked_for():
     seen = []
-    watch = LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(logs.source.steps_since_bad))
-    make().fit(batches(0, 3), callbacks=[watch], verbose=0)
-    assert seen == [None, None, None]
+    reader = LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append((logs.source.steps_since_bad, logs.source.culprit)))
+    make().fit(batches(2, 3), callbacks=[reader], verbose=0)
+    assert seen == [(None, None), (0, None), (1, None)]
 
 
-def test_where_nothing_is_bad_nothing_is_to_blame():
-    blamed = []
+def test_there_is_no_culprit_before_the_first_bad_step():
+    culprits = []
 
-    class Look(TerminateOnNaN):
+    class Recorder(TerminateOnNaN):
         def on_train_batch_end(self, batch, logs):
             super().on_train_batch_end(batch, logs)
-            blamed.append((logs.source.steps_since_bad, logs.source.culprit))
+            culprits.append((logs.source.steps_since_bad, logs.source.culprit))
 
-    make().fit(batches(3, 4), callbacks=[Look()], log_every=100, verbose=0)
-    assert blamed == [(None, None), (None, None), (0, "the loss"), (1, "the loss")]
+    make().fit(batches(3, 4), callbacks=[Recorder()], log_every=100, verbose=0)
+    assert culprits == [(None, None), (None, None), (0, "the loss"), (1, "the loss")]
 
 
-def test_it_also_looks_at_logs_that_nobody_s_steps_have_made():
+def test_it_also_checks_logs_that_do_not_come_from_steps():
     trainer, callback = make(), TerminateOnNaN()
     trainer.fit(batches(0, 2), callbacks=[callback], verbose=0)
     callback.on_epoch_end(1, {"loss": 0.5})
     assert callback.bad_step is None
     callback.on_epoch_end(2, {"loss": np.nan})
-    assert (callback.bad_step, trainer.stop_reason) == (2, "TerminateOnNaN: the loss or its gradient is not finite since step 2")
+    assert (callback.bad_step, trainer.stop_reason) == (2, "TerminateOnNaN: the loss or its gradient is not finite at step 2")

@@ -1,4 +1,4 @@
-"""`Watchdog`: what it prints when a run hangs, and that it says nothing else."""
+"""`Watchdog`: what it prints when a run hangs, and that it prints nothing else."""
 
 import io
 import re
@@ -18,7 +18,7 @@ from fitflax.parallel import DataParallel
 X, Y = np.ones((16, 4), np.float32), np.ones((16, 1), np.float32)
 
 
-def trainer_of():
+def make_trainer():
     trainer = fitflax.Trainer(nn.Dense(1), parallel=DataParallel(jax.devices()[:1]))
     trainer.compile("sgd", "mse")
     trainer.build((X[:8], Y[:8]))
@@ -26,7 +26,7 @@ def trainer_of():
 
 
 def hang_until(condition):
-    """Waits for what the dog does; the test fails where it never does."""
+    """Waits until the watchdog has acted; the test fails if it never does."""
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
@@ -34,40 +34,40 @@ def hang_until(condition):
 
 
 def reports(file):
-    """How many there are; lines of code in them are indented."""
+    """Returns the number of reports. Lines of code in them are indented."""
     return len(re.findall("^Watchdog:", file.getvalue(), re.MULTILINE))
 
 
 def watching():
-    """The threads that still look."""
+    """Returns the threads that are still watching."""
     return {thread for thread in threading.enumerate() if thread.name == "fitflax-watchdog"}
 
 
-def test_it_prints_the_stacks_of_all_threads_again_and_again_while_nothing_happens():
+def test_it_prints_the_stacks_of_all_threads_repeatedly_while_there_is_no_progress():
     file = io.StringIO()
 
     def batches():
         yield X[:8], Y[:8]
-        said = reports(file)
-        hang_until(lambda: reports(file) >= said + 2 and "in hang_until" in file.getvalue())  # Which is where the run waits.
+        num_reports = reports(file)
+        hang_until(lambda: reports(file) >= num_reports + 2 and "in hang_until" in file.getvalue())  # The run waits there.
         yield X[8:], Y[8:]
 
     ended, other = threading.Event(), threading.Thread(target=lambda: ended.wait(), name="another-thread")
     other.start()
     try:
-        trainer_of().fit(batches, callbacks=[Watchdog(seconds=0.2, file=file)], verbose=0)
+        make_trainer().fit(batches, callbacks=[Watchdog(seconds=0.2, file=file)], verbose=0)
     finally:
         ended.set()
         other.join()
     text = file.getvalue()
-    assert text.startswith("Watchdog: nothing has happened for ") and "What all threads are at" in text
+    assert text.startswith("Watchdog: no progress for ") and "Stacks of all threads" in text
     assert "Thread MainThread:" in text and "Thread another-thread:" in text
 
 
 def test_it_names_the_step():
     file = io.StringIO()
     hang = LambdaCallback(on_train_batch_end=lambda batch, logs: hang_until(lambda: "since step 2." in file.getvalue()) if batch == 1 else None)
-    trainer_of().fit(X, Y, batch_size=4, callbacks=[hang, Watchdog(seconds=0.2, file=file)], verbose=0)
+    make_trainer().fit(X, Y, batch_size=4, callbacks=[hang, Watchdog(seconds=0.2, file=file)], verbose=0)
     assert " s, since step 2." in file.getvalue() and "since step 4." not in file.getvalue()
 
 
@@ -77,39 +77,39 @@ def test_by_default_it_prints_to_standard_error(capsys):
     def hang(batch, logs):
         hang_until(lambda: written.append(capsys.readouterr().err) or "Watchdog:" in "".join(written))
 
-    trainer_of().fit(X, Y, batch_size=16, callbacks=[LambdaCallback(on_train_batch_end=hang), Watchdog(seconds=0.1)], verbose=0)
+    make_trainer().fit(X, Y, batch_size=16, callbacks=[LambdaCallback(on_train_batch_end=hang), Watchdog(seconds=0.1)], verbose=0)
 
 
-def test_a_run_that_goes_on_is_not_disturbed_and_the_thread_ends_with_it():
+def test_a_run_that_makes_progress_prints_nothing_and_the_thread_ends_with_it():
     file, before = io.StringIO(), watching()
-    dog = Watchdog(seconds=60, file=file)
-    trainer = trainer_of()
+    watchdog = Watchdog(seconds=60, file=file)
+    trainer = make_trainer()
     for _ in range(2):
-        trainer.fit(X, Y, epochs=2, validation_data=(X, Y), callbacks=[dog], verbose=0)
+        trainer.fit(X, Y, epochs=2, validation_data=(X, Y), callbacks=[watchdog], verbose=0)
     hang_until(lambda: not watching() - before)
     assert file.getvalue() == ""
 
 
-def test_validations_and_the_ends_of_epochs_count_as_steps():
-    dog = Watchdog(seconds=60)
-    before = dog._signs
-    dog.on_test_end({})
-    dog.on_epoch_end(0, {})
-    assert dog._signs == before + 2
+def test_validations_and_ends_of_epochs_count_as_progress():
+    watchdog = Watchdog(seconds=60)
+    before = watchdog._num_events
+    watchdog.on_test_end({})
+    watchdog.on_epoch_end(0, {})
+    assert watchdog._num_events == before + 2
 
 
-def test_it_ends_with_a_run_that_fails():
+def test_it_ends_when_a_run_fails():
     def batches():
         yield X[:8], Y[:8]
         raise OSError("the disk is gone")
 
     before = watching()
     with pytest.raises(OSError, match="the disk is gone"):
-        trainer_of().fit(batches, callbacks=[Watchdog(seconds=60)], verbose=0)
+        make_trainer().fit(batches, callbacks=[Watchdog(seconds=60)], verbose=0)
     hang_until(lambda: not watching() - before)
 
 
 @pytest.mark.parametrize("seconds", [0, -1, "10", True, float("nan")])
-def test_seconds_that_are_none_are_an_error(seconds):
+def test_invalid_seconds_are_an_error(seconds):
     with pytest.raises(CallbackError, match=r"Watchdog\(seconds=...\) must be a positive number"):
         Watchdog(seconds=seconds)

@@ -1,8 +1,8 @@
-"""Fixtures of the tests of checkpoints."""
+"""Fixtures for tests of checkpoints."""
 
 import pytest
 
-from fitflax.checkpoints.contents import write_checkpoint
+from fitflax.checkpoints.formats.checkpoint_files import write_checkpoint
 from tests.checkpoints.samples import METADATA, RUN, train_state
 
 

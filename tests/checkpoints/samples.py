@@ -1,4 +1,4 @@
-"""What the tests of the file format save, and how they read and compare it."""
+"""Sample states for tests of the file format, and helpers to read and compare them."""
 
 import math
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fitflax.checkpoints.contents import read_metadata, read_state
+from fitflax.checkpoints.formats.checkpoint_files import read_metadata, read_state
 from fitflax.state import TrainState
 
 

@@ -1,4 +1,4 @@
-"""`Checkpoint` and `Summary`: what they hold, that they read and copy only what is asked for, and for how long they are valid."""
+"""`Checkpoint` and `Summary`: what they hold, that they read and copy only what is requested, and how long they are valid."""
 
 import copy
 import pathlib
@@ -11,9 +11,9 @@ from flax import linen as nn
 
 import fitflax
 from fitflax.checkpoints import CheckpointStore
-from fitflax.checkpoints.save_run import save_run
+from fitflax.checkpoints.save import save_run
 from fitflax.errors import NotReadyError
-from fitflax.loops.run import Run
+from fitflax.loops.training_loop import Run
 from fitflax.parallel import DataParallel
 from tests.run_script import TRAIN, VALID, Network, leaves_of, make_trainer, state_of
 
@@ -38,24 +38,24 @@ def as_leaves(tree: object) -> list[object]:
 
 
 @pytest.mark.slow
-def test_it_says_where_the_run_is(trainer):
+def test_a_checkpoint_has_the_position_of_the_run(trainer):
     seen = [(c.step, c.epoch, c.step_in_epoch, c.n_completed_steps) for c in loop_of(trainer, 7)]
     assert seen == [(1, 0, 1, 1), (2, 0, 2, 1), (3, 0, 3, 1), (4, 0, 4, 1), (5, 0, 5, 1), (6, 1, 1, 1), (7, 1, 2, 1)]
 
 
-def test_it_says_whether_an_epoch_ends_there(trainer):
+def test_epoch_ends_is_true_only_at_the_last_step_of_an_epoch(trainer):
     seen = [(c.step, c.epoch_ends) for c in loop_of(trainer, 6, steps_per_epoch=2)]
     assert seen == [(step, step % 2 == 0) for step in range(1, 7)]
 
 
 @pytest.mark.slow
-def test_its_data_position_is_what_finished_steps_have_used(trainer):
+def test_data_position_counts_the_examples_that_finished_steps_have_used(trainer):
     seen = [(c.data_position.passes, c.data_position.examples) for c in loop_of(trainer, 6, shuffle=False)]
-    begin = seen[0][0]  # A trainer that has trained goes on with another pass.
-    assert seen == [(begin, 4), (begin, 8), (begin, 12), (begin, 16), (begin + 1, 0), (begin + 1, 4)]
+    first_pass = seen[0][0]  # A trainer that has been trained continues with another pass.
+    assert seen == [(first_pass, 4), (first_pass, 8), (first_pass, 12), (first_pass, 16), (first_pass + 1, 0), (first_pass + 1, 4)]
 
 
-def test_its_state_is_that_of_its_step_and_stays_valid_after_later_steps(trainer):
+def test_the_state_is_from_the_step_of_the_checkpoint_and_stays_valid_after_later_steps(trainer):
     kept = []
     for checkpoint in loop_of(trainer):
         kept.append((checkpoint.state, as_leaves(trainer.state)))
@@ -65,7 +65,7 @@ def test_its_state_is_that_of_its_step_and_stays_valid_after_later_steps(trainer
         assert as_leaves(state) == leaves
 
 
-def test_its_parts_are_those_of_its_state_and_copied_once(trainer):
+def test_parts_of_a_checkpoint_belong_to_its_state_and_are_copied_only_once(trainer):
     checkpoint = next(loop_of(trainer))
     state = checkpoint.state
     assert checkpoint.model_params is state.params and checkpoint.optimizer_state is state.opt_state
@@ -105,14 +105,14 @@ def test_a_part_that_was_read_can_be_read_after_the_loop_has_moved_on(trainer):
         checkpoint.optimizer_state  # noqa: B018
 
 
-def test_its_values_can_be_read_at_any_time(trainer):
+def test_loss_gradients_norm_and_metrics_can_be_read_at_any_time(trainer):
     early = [(c.loss, c.gradients_norm, c.metrics) for c in loop_of(trainer, shuffle=False)]
     trainer.build((TRAIN[0][:4], TRAIN[1][:4]))
     late = [(c.loss, c.gradients_norm, c.metrics) for c in list(loop_of(trainer, shuffle=False))]
     assert early == late
 
 
-def test_its_metrics_run_over_the_epoch_and_its_loss_is_of_the_step(trainer):
+def test_metrics_cover_the_epoch_so_far_and_loss_covers_only_the_step(trainer):
     loop = loop_of(trainer, steps=7)
     losses, rows = [], []
     for checkpoint in loop:
@@ -123,7 +123,7 @@ def test_its_metrics_run_over_the_epoch_and_its_loss_is_of_the_step(trainer):
     assert rows == pytest.approx(running, rel=1e-6)
 
 
-def test_a_summary_adds_groups_and_shares_what_was_copied(trainer):
+def test_a_summary_adds_metric_groups_and_shares_what_was_copied(trainer):
     checkpoint = next(loop_of(trainer))
     params = checkpoint.model_params
     first = trainer.eval_loop(VALID, name="dev")(checkpoint)
@@ -144,7 +144,7 @@ def test_a_summary_of_a_checkpoint_that_is_gone_is_an_error(trainer):
         trainer.eval_loop(VALID)(checkpoint)
 
 
-def test_its_contents_are_what_a_resume_needs(trainer):
+def test_a_saved_checkpoint_contains_what_a_resume_needs(trainer):
     loop = loop_of(trainer)
     checkpoint = loop.run(3)
     contents: dict[str, Any] = {}
@@ -155,7 +155,7 @@ def test_its_contents_are_what_a_resume_needs(trainer):
             return self.directory
 
     save_run(checkpoint, Store("nowhere"), owner="me", keep=[], asynchronous=False)
-    assert contents.keys() == {"step", "train", "run", "metadata", "owner", "keep", "also", "joint"}
+    assert contents.keys() == {"step", "train", "run", "metadata", "owner", "keep", "also", "collective"}
     assert set(contents["run"]) >= {"callbacks", "schedules", "sums", "values"}
     metadata = contents["metadata"]
     assert (metadata["step"], metadata["epoch"], metadata["step_in_epoch"]) == (3, 0, 3)
@@ -170,7 +170,7 @@ def test_between_two_epochs_there_are_no_sums_to_save(trainer):
     assert "sums" not in checkpoint.run_state
 
 
-def test_its_time_leaves_the_consumer_out(trainer, monkeypatch):
+def test_elapsed_time_excludes_the_consumer_of_the_loop(trainer, monkeypatch):
     now = [0.0]
     monkeypatch.setitem(Run.__init__.__kwdefaults__, "clock", lambda: now[0])
     elapsed = []
@@ -180,7 +180,7 @@ def test_its_time_leaves_the_consumer_out(trainer, monkeypatch):
     assert elapsed == [0.0] * 4
 
 
-def test_a_loop_that_is_left_gives_back_the_batch_it_looked_at():
+def test_leaving_a_loop_early_returns_the_batch_that_was_read_ahead():
     batches = iter([(TRAIN[0][i : i + 4], TRAIN[1][i : i + 4]) for i in range(0, 16, 4)])
     trainer = make_trainer(model=nn.Dense(3), optimizer="sgd")
     with trainer.train_loop(batches, steps=4) as loop:
@@ -188,7 +188,7 @@ def test_a_loop_that_is_left_gives_back_the_batch_it_looked_at():
     assert [c.step for c in trainer.train_loop(batches, steps=2)] == [3, 4]
 
 
-def test_a_state_that_is_put_in_place_at_a_checkpoint_is_what_the_checkpoint_has(trainer):
+def test_after_replace_state_at_a_checkpoint_the_checkpoint_has_the_new_state(trainer):
     checkpoint = loop_of(trainer).run(2)
     before, norm = checkpoint.model_params, checkpoint.params_norm
     trainer.replace_state(trainer.state.replace_params(jax.tree.map(lambda leaf: 2 * leaf, before)))
@@ -196,6 +196,6 @@ def test_a_state_that_is_put_in_place_at_a_checkpoint_is_what_the_checkpoint_has
     assert checkpoint.params_norm == pytest.approx(2 * norm)
 
 
-def test_it_says_which_step_it_is_and_is_not_copied(trainer):
+def test_repr_names_the_step_and_copy_returns_the_same_checkpoint(trainer):
     checkpoint = next(loop_of(trainer, 6, every=fitflax.every(steps=6)))
     assert repr(checkpoint) == "Checkpoint(step=6, epoch=1, step_in_epoch=1)" and copy.copy(checkpoint) is checkpoint

@@ -1,4 +1,4 @@
-"""Whatever happens to the files of a checkpoint, reading them ends in an error that names the file, and never in another exception or a wrong state."""
+"""For any damage to the files of a checkpoint, reading raises an error that names the file. It never raises another exception or returns a wrong state."""
 
 import json
 import math
@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from fitflax.checkpoints.contents import read_metadata, read_state, write_checkpoint
-from fitflax.checkpoints.documents import write_document
+from fitflax.checkpoints.formats.checkpoint_files import read_metadata, read_state, write_checkpoint
+from fitflax.checkpoints.formats.json_documents import write_document
 from fitflax.errors import CheckpointError, CorruptCheckpointError
 
 FILES = ("state.msgpack", "metadata.json")
@@ -21,7 +21,7 @@ RUN = {"list": [1, -1, 300, -300, 70000, 2**40, 1.5, True, None, "text", "x" * 3
 
 
 class Victim:
-    """A small checkpoint with every kind of leaf, whose files are broken and mended again."""
+    """A small checkpoint with every kind of leaf. Tests damage its files and then repair them."""
 
     def __init__(self, path, **contents):
         self.path = path
@@ -30,7 +30,7 @@ class Victim:
         self.metadata = read_metadata(path)
 
     def check(self, name: str, data: bytes) -> None:
-        """Fails unless reading says that the file called `name`, holding `data`, cannot be used."""
+        """Fails unless reading raises an error that names the file `name` when it contains `data`."""
         if data == self.files[name]:
             return
         (self.path / name).write_bytes(data)
@@ -51,12 +51,12 @@ def tiny(tmp_path_factory):
     return Victim(tmp_path_factory.mktemp("tiny"), train={"w": np.arange(3, dtype=np.int16), "s": np.float32(1)}, run=[None, 1, "x"], metadata={"step": 1})
 
 
-def test_what_is_broken_below_is_whole_before(victim, tiny):
+def test_the_checkpoints_are_intact_before_they_are_damaged(victim, tiny):
     for each in (victim, tiny):
         assert set(read_state(each.path, read_metadata(each.path))) == {"train", "run"}
 
 
-# --- Damage by chance ---
+# --- Random damage ---
 
 
 def some(name: str) -> st.SearchStrategy:
@@ -73,7 +73,7 @@ def test_any_changed_byte_is_detected(victim, name, where, mask):
 
 @hypothesis.settings(max_examples=50, derandomize=True, deadline=None)
 @hypothesis.given(name=some("name"), where=some("where"))
-def test_any_tail_cut_off_is_detected(victim, name, where):
+def test_any_truncation_is_detected(victim, name, where):
     victim.check(name, victim.files[name][: int(where * len(victim.files[name]))])
 
 
@@ -93,8 +93,8 @@ def test_garbage_in_place_of_some_bytes_is_detected(victim, name, garbage, where
 
 @hypothesis.settings(max_examples=60, derandomize=True, deadline=None)
 @hypothesis.given(name=some("name"), where=some("where"), other=some("where"), count=st.integers(1, 200))
-def test_a_part_of_the_file_in_another_place_is_detected(victim, name, where, other, count):
-    """As a disk does that writes a sector twice, or zeros instead."""
+def test_a_misplaced_or_zeroed_part_of_the_file_is_detected(victim, name, where, other, count):
+    """As if a disk wrote a sector twice, or zeros instead."""
     data = victim.files[name]
     begin, source = int(where * (len(data) - count)), int(other * (len(data) - count))
     for piece in (data[source : source + count], bytes(count)):
@@ -103,7 +103,7 @@ def test_a_part_of_the_file_in_another_place_is_detected(victim, name, where, ot
 
 @hypothesis.settings(max_examples=80, derandomize=True, deadline=None)
 @hypothesis.given(name=some("name"), data=st.binary(max_size=100))
-def test_arbitrary_bytes_are_no_checkpoint(victim, name, data):
+def test_arbitrary_bytes_are_not_a_checkpoint(victim, name, data):
     victim.check(name, data)
 
 
@@ -118,17 +118,17 @@ JSON = st.recursive(
 @hypothesis.settings(max_examples=80, derandomize=True, deadline=None)
 @hypothesis.given(value=JSON, indent=st.sampled_from([None, 2]))
 @pytest.mark.slow
-def test_arbitrary_json_is_no_metadata(victim, value, indent):
+def test_arbitrary_json_is_not_valid_metadata(victim, value, indent):
     victim.check("metadata.json", json.dumps(value, indent=indent).encode())
 
 
-# --- Damage on purpose: the checksums of the files are right, what they hold is not ---
+# --- Deliberate damage: the checksums of the files are right, but their contents are not ---
 
 
 @hypothesis.settings(max_examples=150, derandomize=True, deadline=None)
 @hypothesis.given(head=st.sampled_from([b"", b"\x82\xa5train", b"\x81\xa5train\x83\xa6kernel"]), data=st.binary(max_size=60))
-def test_arbitrary_bytes_of_the_expected_length_are_no_state(victim, head, data):
-    """The reader alone: the size of the file is no help to it."""
+def test_arbitrary_bytes_of_the_expected_length_are_not_a_state(victim, head, data):
+    """The reader alone: the size of the file does not reveal the damage."""
     (victim.path / "state.msgpack").write_bytes(head + data)
     try:
         with pytest.raises(CorruptCheckpointError, match=re.escape(str(victim.path / "state.msgpack"))):
@@ -137,9 +137,10 @@ def test_arbitrary_bytes_of_the_expected_length_are_no_state(victim, head, data)
         (victim.path / "state.msgpack").write_bytes(victim.files["state.msgpack"])
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=80, derandomize=True, deadline=None)
 @hypothesis.given(entry=JSON, key=st.sampled_from(["shape", "dtype", "crc32"]), whole=st.booleans())
-def test_entries_with_a_valid_checksum_that_describe_no_array_are_detected(victim, entry, key, whole):
+def test_entries_that_do_not_describe_an_array_are_detected_despite_a_valid_checksum(victim, entry, key, whole):
     values = {name: value for name, value in victim.metadata.items() if name not in {"format_version", "crc32"}}
     arrays = victim.metadata["arrays"] | {"train/kernel": entry if whole else victim.metadata["arrays"]["train/kernel"] | {key: entry}}
     write_document(victim.path / "metadata.json", values | {"arrays": arrays})
@@ -154,19 +155,19 @@ HEADS = [b"\xdf\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xf
 
 
 @pytest.mark.parametrize("head", HEADS, ids=bytes.hex)
-def test_absurd_lengths_are_damage_and_not_memory_errors(victim, head):
+def test_absurd_lengths_are_reported_as_damage_and_not_as_memory_errors(victim, head):
     data = victim.files["state.msgpack"]
     victim.check("state.msgpack", head + data[len(head) :])
     victim.check("state.msgpack", b"\x81\xa5train" + head + data[7 + len(head) :])
 
 
 @pytest.mark.parametrize(("name", "data"), [("state.msgpack", b"\x91"), ("state.msgpack", b"\x81\xa0"), ("metadata.json", b"["), ("metadata.json", b'{"":')])
-def test_bottomless_nesting_is_damage_and_not_a_recursion_error(victim, name, data):
+def test_extremely_deep_nesting_is_reported_as_damage_and_not_as_a_recursion_error(victim, name, data):
     victim.check(name, (data * 100_000)[: len(victim.files[name])])
     victim.check(name, data * 100_000)
 
 
-def test_numbers_of_a_million_digits_are_damage(victim):
+def test_numbers_with_a_million_digits_are_reported_as_damage(victim):
     victim.check("metadata.json", b'{"format_version": 1, "step": ' + b"9" * 1_000_000 + b"}\n")
 
 
@@ -184,7 +185,7 @@ def cuts(data: bytes) -> list[bytes]:
     return [data[:length] for length in range(len(data))]
 
 
-def all_that_is_not_detected(victim: Victim, name: str, damage: Callable[[bytes], list[bytes]]) -> list[int]:
+def undetected(victim: Victim, name: str, damage: Callable[[bytes], list[bytes]]) -> list[int]:
     missed = []
     for index, data in enumerate(damage(victim.files[name])):
         try:
@@ -195,14 +196,14 @@ def all_that_is_not_detected(victim: Victim, name: str, damage: Callable[[bytes]
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_in_every_byte_and_a_cut_at_every_byte_are_detected(tiny, name):
-    # Bit 5 makes small letters of capitals and spaces of zeros.
-    assert all_that_is_not_detected(tiny, name, flips([5])) == []
-    assert all_that_is_not_detected(tiny, name, cuts) == []
+def test_a_flipped_bit_in_any_byte_and_truncation_at_any_byte_are_detected(tiny, name):
+    # Bit 5 turns capitals into lowercase letters and zero bytes into spaces.
+    assert undetected(tiny, name, flips([5])) == []
+    assert undetected(tiny, name, cuts) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_every_flipped_bit_is_detected(victim, name):
-    assert all_that_is_not_detected(victim, name, flips(list(range(8)))) == []
-    assert all_that_is_not_detected(victim, name, cuts) == []
+    assert undetected(victim, name, flips(list(range(8)))) == []
+    assert undetected(victim, name, cuts) == []

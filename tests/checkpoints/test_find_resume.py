@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, with which settings, and what is taken of it: all without a trainer."""
+"""Which checkpoint a run resumes from, with which settings, and what is restored from it, all without a trainer."""
 
 import dataclasses
 import os
@@ -9,10 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from fitflax.checkpoints import documents
-from fitflax.checkpoints.by_path import load_checkpoint, save_checkpoint
-from fitflax.checkpoints.resume import check_settings, find_resume, restored_state
-from fitflax.checkpoints.store import CheckpointStore
+from fitflax.checkpoints.formats import json_documents
+from fitflax.checkpoints.restore.load import load_checkpoint
+from fitflax.checkpoints.restore.resume import check_settings, find_resume, restored_state
+from fitflax.checkpoints.save import save_checkpoint
+from fitflax.checkpoints.store.checkpoint_store import CheckpointStore
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, FitflaxWarning, RestoreError
 from tests.checkpoints.samples import assert_same, train_state
 
@@ -35,26 +36,26 @@ def store(tmp_path):
 
 
 @pytest.mark.parametrize("resume", [None, False])
-def test_who_does_not_ask_begins_a_run(resume, store):
+def test_without_resume_a_new_run_starts(resume, store):
     save(store, 1)
     assert find_resume(resume, [store]) is None
 
 
 @pytest.mark.parametrize("resume", ["auto", True])
-def test_who_asks_goes_on_from_the_newest_checkpoint(resume, store):
+def test_a_run_resumes_from_the_newest_checkpoint(resume, store):
     save(store, 1, 2)
     found = find_resume(resume, [store])
     assert found is not None and (found.path, found.run) == (store.path(2), {"n": 2})
 
 
-def test_a_directory_without_checkpoints_begins_a_run_unless_one_is_demanded(store):
+def test_a_directory_without_checkpoints_starts_a_new_run_unless_one_is_required(store):
     assert find_resume("auto", [store]) is None
-    with pytest.raises(CheckpointNotFoundError, match=r"resume=True, but .*checkpoints holds no good checkpoint\. resume='auto' would begin a run"):
+    with pytest.raises(CheckpointNotFoundError, match=r"resume=True, but .*checkpoints has no intact checkpoint\. To start a new run, pass resume='auto'"):
         find_resume(True, [store])
 
 
 @pytest.mark.parametrize("kind", [str, pathlib.Path])
-def test_a_path_is_gone_on_from_whatever_the_callbacks_are(kind, store):
+def test_a_run_resumes_from_a_path_regardless_of_the_callbacks(kind, store):
     save(store, 1, 2)
     for stores in ([], [store], [store, store]):
         found = find_resume(kind(store.path(1)), stores)
@@ -64,20 +65,20 @@ def test_a_path_is_gone_on_from_whatever_the_callbacks_are(kind, store):
 
 
 @pytest.mark.parametrize("resume", [1, 0, 2.5, b"auto", ["auto"]])
-def test_what_is_no_path_is_an_error(resume, store):
+def test_a_value_that_is_not_a_path_is_an_error(resume, store):
     with pytest.raises(ConfigError, match="resume must be None, 'auto', True, or the path of a checkpoint"):
         find_resume(resume, [store])
 
 
 @pytest.mark.parametrize("resume", ["auto", True])
-def test_without_one_directory_to_look_in_a_path_is_asked_for(resume, store):
+def test_without_exactly_one_directory_to_search_the_error_asks_for_a_path(resume, store):
     with pytest.raises(ConfigError, match=r"but there are 0\. Add one to callbacks, or pass resume=path\.$"):
         find_resume(resume, [])
     with pytest.raises(ConfigError, match=r"but there are 2\. Pass resume=path\.$"):
         find_resume(resume, [store, store])
 
 
-def test_what_a_process_left_half_done_is_put_back_first(store):
+def test_checkpoints_that_a_dead_process_set_aside_are_put_back_first(store):
     save(store, 1, 2)
     undo = store.directory / ".undo-0a"
     undo.mkdir()
@@ -86,10 +87,10 @@ def test_what_a_process_left_half_done_is_put_back_first(store):
     assert found is not None and found.path == store.path(2)
 
 
-def test_a_damaged_checkpoint_is_passed_over_with_a_warning(store):
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(store):
     save(store, 1, 2)
     flip_last_byte(store.path(2) / "state.msgpack")
-    with pytest.warns(FitflaxWarning, match="^Resuming: a damaged checkpoint is passed over: step_00000002: state.msgpack is damaged: "):
+    with pytest.warns(FitflaxWarning, match="^Resuming: skipped a damaged checkpoint: step_00000002: state.msgpack is damaged: "):
         found = find_resume("auto", [store])
     assert found is not None and found.path == store.path(1)
     with pytest.raises(CorruptCheckpointError):
@@ -98,39 +99,37 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(store):
     with pytest.warns(FitflaxWarning) as caught:
         assert find_resume("auto", [store]) is None
     assert [store.path(step).name in str(warning.message) for step, warning in zip((2, 1), caught, strict=True)] == [True, True]
-    with pytest.warns(FitflaxWarning), pytest.raises(CheckpointNotFoundError, match="holds no good checkpoint"):
+    with pytest.warns(FitflaxWarning), pytest.raises(CheckpointNotFoundError, match="has no intact checkpoint"):
         find_resume(True, [store])
 
 
-def test_checkpoints_of_another_version_are_passed_over_only_where_there_is_another_one(store, monkeypatch):
+def test_checkpoints_of_another_version_are_skipped_only_if_another_one_can_be_read(store, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(documents, "FORMAT_VERSION", 99)
+        patch.setattr(json_documents, "FORMAT_VERSION", 99)
         save(store, 2)
     for resume in ("auto", True):
-        with pytest.raises(CheckpointError, match=r"holds checkpoints that cannot be read here, and none that can\. Nothing was changed\. step_00000002: "):
+        with pytest.raises(CheckpointError, match=r"No checkpoint in .* can be read here\. They may be intact, so nothing was changed\. step_00000002: "):
             find_resume(resume, [store])
     (store.directory / "retention.json").unlink()
     save(store, 1)
-    with pytest.warns(
-        FitflaxWarning, match="^Resuming: a checkpoint that cannot be read here is passed over: step_00000002: metadata.json has format version 99"
-    ):
+    with pytest.warns(FitflaxWarning, match="^Resuming: skipped a checkpoint that cannot be read here: step_00000002: metadata.json has format version 99"):
         found = find_resume("auto", [store])
     assert found is not None and found.path == store.path(1)
 
 
-def test_settings_must_be_those_of_the_saved_run(store):
+def test_settings_must_match_those_of_the_saved_run(store):
     save(store, 1, progress={}, settings={"seed": 0, "batch_size": 4})
     saved = store.restore(1)
     check_settings(saved, {"seed": 0, "batch_size": 4})
-    with pytest.raises(RestoreError, match=r"would differ: seed was 0 and is 1; shuffle was None and is True\.$"):
+    with pytest.raises(RestoreError, match=r"would change: seed was 0 and is now 1; shuffle was None and is now True\. Pass the same settings"):
         check_settings(saved, {"seed": 1, "batch_size": 4, "shuffle": True})
     save(store, 2)
-    with pytest.raises(RestoreError, match="holds a state, but no run that could go on"):
+    with pytest.raises(RestoreError, match="holds a state, but no run to resume"):
         check_settings(store.restore(2), {})
 
 
 @pytest.mark.parametrize("of", ["the file", "a model"])
-def test_weights_alone_begin_at_step_0_with_the_key_and_without_averages(of, tmp_path):
+def test_weights_only_starts_at_step_0_with_the_given_key_and_without_averages(of, tmp_path):
     state = dataclasses.replace(train_state(), ema_params=train_state().params)
     saved = load_checkpoint(save_checkpoint(tmp_path / "one", train=state, run={}, metadata={}))
     key = jax.random.key(9)

@@ -18,9 +18,10 @@ import pytest
 from flax.training import checkpoints
 from flax.training.train_state import TrainState
 
-from fitflax.checkpoints.contents import write_checkpoint
-from fitflax.checkpoints.foreign import read_foreign
-from fitflax.checkpoints.trees import restore_tree, walk
+from fitflax.checkpoints.formats.checkpoint_files import write_checkpoint
+from fitflax.checkpoints.formats.foreign import read_foreign
+from fitflax.checkpoints.formats.plain_tree import walk
+from fitflax.checkpoints.restore.fit import restore_tree
 from fitflax.errors import CheckpointError, CorruptCheckpointError
 
 
@@ -53,7 +54,7 @@ def train_state():
 
 
 @pytest.fixture(autouse=True)
-def what_flax_writes_stays_as_it_was():
+def restore_flax_config():
     before = flax.config.flax_use_orbax_checkpointing
     yield
     flax.config.update("flax_use_orbax_checkpointing", before)
@@ -134,7 +135,7 @@ def fit(target, train, name):
 
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.slow
-def test_a_flax_train_state_is_read_bit_by_bit(tmp_path, writer):
+def test_a_flax_train_state_is_read_bit_for_bit(tmp_path, writer):
     WRITERS[writer](tmp_path / "c", train_state())
     train, metadata = read_foreign(tmp_path / "c")
     assert train.keys() == {"step", "params", "model_state", "opt_state"}
@@ -155,7 +156,7 @@ def test_a_flax_train_state_is_read_bit_by_bit(tmp_path, writer):
         pytest.param("pytree", marks=pytest.mark.slow),
     ],
 )
-def test_training_goes_on_as_if_never_stopped(tmp_path, writer):
+def test_training_continues_bit_for_bit_after_restoring(tmp_path, writer):
     WRITERS[writer](tmp_path / "c", train_state())
     train, _ = read_foreign(tmp_path / "c")
     params, opt_state = (fit(getattr(train_state(), name), train, name) for name in ("params", "opt_state"))
@@ -179,7 +180,7 @@ def test_linen_variables_become_parameters_and_collections(tmp_path, save):
 
 
 @pytest.mark.parametrize("save", [save_bytes, save_pytree])
-def test_a_bare_tree_is_parameters(tmp_path, save):
+def test_a_bare_tree_is_read_as_parameters(tmp_path, save):
     save(tmp_path / "c", {"Dense_0": {"kernel": np.ones((2, 3)), "bias": np.zeros(3)}, "scales": [np.ones(1), (np.zeros(2),)]})
     train, metadata = read_foreign(tmp_path / "c")
     expected = {"Dense_0": {"kernel": np.ones((2, 3)), "bias": np.zeros(3)}, "scales": {"0": np.ones(1), "1": {"0": np.zeros(2)}}}
@@ -193,7 +194,7 @@ def test_several_states_in_one_tree_are_read_as_one_tree_of_parameters(tmp_path)
     assert arrays_of(read_foreign(tmp_path / "c")[0]["params"]) == arrays_of(tree)
 
 
-def test_variables_in_the_place_of_parameters_are_taken_apart(tmp_path):
+def test_variables_in_place_of_parameters_are_split_into_parameters_and_collections(tmp_path):
     moments = optax.adam(0.1).init({"params": SMALL["params"]})
     save_bytes(tmp_path / "c", {"step": 3, "params": SMALL, "opt_state": moments})
     train, _ = read_foreign(tmp_path / "c")
@@ -203,7 +204,7 @@ def test_variables_in_the_place_of_parameters_are_taken_apart(tmp_path):
     assert arrays_of({"mu": restored[0].mu}) == arrays_of({"mu": {"w": np.zeros((2, 3), np.float32)}})
 
 
-def test_python_s_numbers_in_an_optimizer_s_state_stay_what_they_are(tmp_path):
+def test_python_numbers_in_an_optimizer_state_keep_their_types(tmp_path):
     opt_state = {"rate": 0.5, "count": 3, "on": True, "momentum": np.ones(2)}
     for save, path in ((save_bytes, tmp_path / "flax"), (save_pytree, tmp_path / "orbax")):
         save(path, {**SMALL, "opt_state": opt_state})
@@ -213,7 +214,7 @@ def test_python_s_numbers_in_an_optimizer_s_state_stay_what_they_are(tmp_path):
 
 @pytest.mark.parametrize("num_keys", [1, 20, 70_000])
 @pytest.mark.parametrize("key", ["k", "k" * 40, "k" * 300, "k" * 70_000])
-def test_files_of_flax_are_known_by_their_first_bytes(tmp_path, num_keys, key):
+def test_flax_files_are_recognized_by_their_first_bytes(tmp_path, num_keys, key):
     if num_keys == 1 or key == "k":
         save_bytes(tmp_path / "c", {key: np.ones(1), **{str(index): 0 for index in range(num_keys - 1)}})
         assert arrays_of(read_foreign(tmp_path / "c")[0]["params"]) == arrays_of({key: np.ones(1)})
@@ -225,7 +226,7 @@ def test_averaged_parameters_are_kept(tmp_path):
     assert arrays_of(train["ema_params"]) == arrays_of({"w": np.ones(2)}) and "ema_params" not in train["model_state"]
 
 
-def test_parameters_and_the_rest_as_items_of_their_own_are_one_state(tmp_path):
+def test_parameters_and_collections_in_separate_items_are_read_as_one_state(tmp_path):
     items = {"params": ocp.args.StandardSave(SMALL["params"]), "batch_stats": ocp.args.PyTreeSave(SMALL["batch_stats"])}
     save_managed(tmp_path / "c", None, steps=[5], items=items)
     train, metadata = read_foreign(tmp_path / "c")
@@ -233,17 +234,17 @@ def test_parameters_and_the_rest_as_items_of_their_own_are_one_state(tmp_path):
     assert arrays_of(train["model_state"]) == arrays_of({"batch_stats": SMALL["batch_stats"]})
 
 
-def test_large_arrays_of_flax_are_put_together(tmp_path, monkeypatch):
+def test_large_arrays_that_flax_wrote_in_chunks_are_reassembled(tmp_path, monkeypatch):
     monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", 16)
     save_bytes(tmp_path / "c", SMALL)
     assert arrays_of(read_foreign(tmp_path / "c")[0]["params"]) == arrays_of(SMALL["params"])
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_eight_devices_is_read_on_one(tmp_path, process_env):
+def test_a_checkpoint_from_eight_devices_is_read_on_one(tmp_path, process_env):
     save_standard(tmp_path / "c", train_state())
     code = (
-        "import sys, pathlib, jax\nfrom fitflax.checkpoints.foreign import read_foreign\n"
+        "import sys, pathlib, jax\nfrom fitflax.checkpoints.formats.foreign import read_foreign\n"
         "train, _ = read_foreign(pathlib.Path(sys.argv[1]))\nprint(jax.device_count(), train['params']['Dense_1']['kernel'].tobytes().hex())"
     )
     command = [sys.executable, "-W", "error", "-c", code, str(tmp_path / "c")]
@@ -256,7 +257,7 @@ def test_a_checkpoint_of_eight_devices_is_read_on_one(tmp_path, process_env):
 
 
 @pytest.mark.parametrize("save", [save_flax_file, save_flax_directory])
-def test_flax_s_newest_step_is_read(tmp_path, save):
+def test_the_newest_flax_step_is_read(tmp_path, save):
     for step in (9, 10, 100):
         save(tmp_path, {"params": {"w": np.full(2, step)}}, step)
     save(tmp_path, {"params": {"w": np.zeros(2)}}, 200, prefix="other_")
@@ -277,14 +278,14 @@ def test_names_may_end_in_any_number(tmp_path, names, newest):
     assert read_foreign(tmp_path)[1]["path"] == str(tmp_path / newest)
 
 
-def test_several_kinds_in_one_directory_are_an_error(tmp_path):
+def test_several_kinds_of_checkpoints_in_one_directory_are_an_error(tmp_path):
     for name in ("a_1", "a_2", "b_1"):
         save_bytes(tmp_path / name, SMALL)
     with pytest.raises(CheckpointError, match=r"holds checkpoints of several kinds: a_2, b_1. Pass the path of one of them"):
         read_foreign(tmp_path)
 
 
-def test_a_manager_s_newest_finished_step_is_read(tmp_path):
+def test_the_newest_finished_step_of_a_manager_is_read(tmp_path):
     save_managed(tmp_path, SMALL, steps=[3, 20])
     (tmp_path / "20").rename(tmp_path / "30.orbax-checkpoint-tmp-1700000000")
     save_managed(tmp_path, SMALL, steps=[20])
@@ -297,13 +298,13 @@ def test_a_manager_s_newest_finished_step_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(("step", "expected"), [(5, 5), (np.int64(5), 5), (np.full(8, 5), 7), (5.0, 7), (None, 7)])
-def test_the_state_s_own_step_comes_before_its_name_s(tmp_path, step, expected):
+def test_the_step_in_the_state_takes_precedence_over_the_step_in_the_name(tmp_path, step, expected):
     save_bytes(tmp_path / "checkpoint_7", {**SMALL, "step": step})
     train, metadata = read_foreign(tmp_path)
     assert (train["step"], train["step"].dtype, train["step"].shape, metadata["step"]) == (expected, np.int32, (), expected)
 
 
-# --- What is damaged, or no checkpoint ---
+# --- Damaged checkpoints, and files that are not checkpoints ---
 
 
 class Trap:
@@ -327,25 +328,25 @@ class Trap:
         b"\xdf\0\0",
     ],
 )
-def test_other_files_are_no_checkpoints(tmp_path, data):
+def test_other_files_are_not_checkpoints(tmp_path, data):
     (tmp_path / "file_1").write_bytes(data)
     assert read_foreign(tmp_path / "file_1") is None
     assert read_foreign(tmp_path) is None
-    # By its name it is one.
+    # Its name says that it is one.
     (tmp_path / "file_1").rename(tmp_path / "checkpoint_1")
     if not data.startswith((b"\x81\xa1", b"\x81\x01", b"\x91")):
-        with pytest.raises(CorruptCheckpointError, match="checkpoint_1 was read as a msgpack file of flax, but is "):
+        with pytest.raises(CorruptCheckpointError, match="checkpoint_1 cannot be read as a msgpack file of Flax: it is "):
             read_foreign(tmp_path)
 
 
-def test_other_directories_and_missing_paths_are_no_checkpoints(tmp_path):
+def test_other_directories_and_missing_paths_are_not_checkpoints(tmp_path):
     (tmp_path / "empty_1").mkdir()
     (tmp_path / "link_2").symlink_to(tmp_path / "nowhere")
     (tmp_path / "full_3" / "data").mkdir(parents=True)
     assert [read_foreign(path) for path in (tmp_path, tmp_path / "empty_1", tmp_path / "link_2", tmp_path / "full_3", tmp_path / "nowhere")] == [None] * 5
 
 
-def test_fitflax_s_own_checkpoints_are_not_read_without_their_checks(tmp_path):
+def test_fitflax_checkpoints_are_not_read_without_their_checks(tmp_path):
     (tmp_path / "step_00000001").mkdir()
     write_checkpoint(tmp_path / "step_00000001", train=SMALL, run=None, metadata={})
     save_pytree(tmp_path / "step_00000001" / "train", SMALL)  # As the backend `orbax` does.
@@ -355,30 +356,30 @@ def test_fitflax_s_own_checkpoints_are_not_read_without_their_checks(tmp_path):
         assert [read_foreign(path) for path in paths] == [None] * 3
 
 
-def test_an_item_that_is_called_train_is_read(tmp_path):
+def test_an_item_named_train_is_read(tmp_path):
     save_managed(tmp_path / "m", None, steps=[7], items={"train": ocp.args.StandardSave(SMALL)})
     assert arrays_of(read_foreign(tmp_path / "m")[0]["params"]) == arrays_of(SMALL["params"])
 
 
-def test_an_array_of_orbax_s_array_handler_is_an_error(tmp_path):
+def test_an_array_saved_with_the_array_handler_of_orbax_is_an_error(tmp_path):
     with ocp.Checkpointer(ocp.ArrayCheckpointHandler()) as checkpointer:
         checkpointer.save(tmp_path / "c", np.ones(3))
-    with pytest.raises(CorruptCheckpointError, match="c was read as a checkpoint of Orbax, but is damaged or of another version of it"):
+    with pytest.raises(CorruptCheckpointError, match="c cannot be read as a checkpoint of Orbax: it is damaged, or from another version of Orbax"):
         read_foreign(tmp_path / "c")
 
 
-def test_a_cut_file_of_flax_is_an_error_wherever_it_is_cut(tmp_path):
+def test_a_flax_file_truncated_anywhere_is_an_error(tmp_path):
     data = flax.serialization.to_bytes(SMALL)
     for length in range(8, len(data)):
         (tmp_path / "c").write_bytes(data[:length])
-        with pytest.raises(CorruptCheckpointError, match=r"c was read as a msgpack file of flax, but is damaged, or is no such file"):
+        with pytest.raises(CorruptCheckpointError, match=r"c cannot be read as a msgpack file of Flax: it is damaged, or has another format"):
             read_foreign(tmp_path / "c")
     (tmp_path / "c").write_bytes(data + b"\0")
     with pytest.raises(CorruptCheckpointError):
         read_foreign(tmp_path / "c")
 
 
-def test_a_flipped_bit_in_a_file_of_flax_ends_in_values_or_an_error_that_names_it(tmp_path):
+def test_a_flipped_bit_in_a_flax_file_gives_values_or_an_error_that_names_the_file(tmp_path):
     data = flax.serialization.to_bytes(SMALL)
     for position in range(len(data)):
         (tmp_path / "checkpoint_1").write_bytes(data[:position] + bytes([data[position] ^ 0x11]) + data[position + 1 :])
@@ -387,7 +388,7 @@ def test_a_flipped_bit_in_a_file_of_flax_ends_in_values_or_an_error_that_names_i
             raise CheckpointError("checkpoint_1 was read")
 
 
-def test_a_file_that_is_nested_too_deep_is_an_error(tmp_path):
+def test_a_file_that_is_nested_too_deeply_is_an_error(tmp_path):
     tree: dict = {"w": np.ones(1)}
     for _ in range(150):
         tree = {"a": tree}
@@ -400,7 +401,7 @@ def test_a_file_that_is_nested_too_deep_is_an_error(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_of_orbax_is_an_error_or_reads_as_before(tmp_path, caplog):
+def test_a_damaged_orbax_checkpoint_is_an_error_or_gives_the_same_arrays(tmp_path, caplog):
     params = {"w": np.arange(3.0)}
     save_managed(tmp_path / "m", {"params": params}, steps=[7])
     path, messages = tmp_path / "m" / "7" / "default", []
@@ -417,16 +418,16 @@ def test_a_damaged_checkpoint_of_orbax_is_an_error_or_reads_as_before(tmp_path, 
     assert caplog.records == []
 
 
-def test_only_one_error_is_made_of_many_arrays_that_cannot_be_read(tmp_path, caplog):
+def test_many_arrays_that_cannot_be_read_raise_only_one_error(tmp_path, caplog):
     save_pytree(tmp_path / "c", {f"w{index}": np.arange(3.0) for index in range(9)})
     for file in (tmp_path / "c" / "d").iterdir():
         file.write_bytes(b"")
-    with pytest.raises(CorruptCheckpointError, match=r"damaged or of another version of it\. Orbax could not read .*c: ValueError: OUT_OF_RANGE"):
+    with pytest.raises(CorruptCheckpointError, match=r"damaged, or from another version of Orbax\. Orbax could not read .*c: ValueError: OUT_OF_RANGE"):
         read_foreign(tmp_path / "c")
     assert caplog.records == []
 
 
-def test_a_step_of_a_manager_of_old_is_read_without_its_description(tmp_path):
+def test_a_step_of_an_old_manager_is_read_without_its_metadata_file(tmp_path):
     save_managed(tmp_path / "m", SMALL, steps=[7])
     (tmp_path / "m" / "7" / "_CHECKPOINT_METADATA").unlink()
     for path in (tmp_path / "m", tmp_path / "m" / "7"):
@@ -435,37 +436,35 @@ def test_a_step_of_a_manager_of_old_is_read_without_its_description(tmp_path):
 
 def test_an_orbax_checkpoint_without_trees_is_an_error(tmp_path):
     save_managed(tmp_path / "m", None, steps=[7], items={"config": ocp.args.JsonSave({"lr": 0.1})})
-    with pytest.raises(
-        CorruptCheckpointError, match=r"7 was read as a checkpoint of Orbax, but holds no trees: neither it nor a directory in it has a _METADATA"
-    ):
+    with pytest.raises(CorruptCheckpointError, match=r"7 cannot be read as a checkpoint of Orbax: neither it nor a subdirectory contains _METADATA"):
         read_foreign(tmp_path / "m" / "7")
 
 
-def test_several_items_of_which_none_is_a_state_are_an_error(tmp_path):
+def test_several_items_without_a_state_among_them_are_an_error(tmp_path):
     save_managed(tmp_path / "m", None, steps=[7], items={name: ocp.args.StandardSave(SMALL) for name in ("generator", "critic")})
     with pytest.raises(CheckpointError, match=r"7 holds several items: critic, generator. Pass the path of one of them"):
         read_foreign(tmp_path / "m")
     assert arrays_of(read_foreign(tmp_path / "m" / "7" / "critic")[0]["params"]) == arrays_of(SMALL["params"])
 
 
-def test_one_of_several_items_is_the_state_by_its_name(tmp_path):
+def test_one_of_several_items_is_recognized_as_the_state_by_its_name(tmp_path):
     save_managed(tmp_path / "m", None, steps=[7], items={"averages": ocp.args.StandardSave({"w": np.zeros(1)}), "state": ocp.args.StandardSave(SMALL)})
     assert arrays_of(read_foreign(tmp_path / "m")[0]["params"]) == arrays_of(SMALL["params"])
 
 
-def test_arrays_that_are_elsewhere_are_an_error(tmp_path):
+def test_arrays_that_are_stored_elsewhere_are_an_error(tmp_path):
     save_bytes(tmp_path / "c", {**SMALL, "params": {"v": "//GDAPlaceholder:v", "w": np.ones(1)}})
-    with pytest.raises(CheckpointError, match=r"params/v was spread over several processes and is in .*c_gda"):
+    with pytest.raises(CheckpointError, match=r"split between processes are in .*c_gda.* Arrays: params/v\."):
         read_foreign(tmp_path / "c")
 
 
 def test_a_single_array_is_an_error(tmp_path):
     save_bytes(tmp_path / "checkpoint_1", np.ones(3))
-    with pytest.raises(CheckpointError, match="checkpoint_1 holds a single array"):
+    with pytest.raises(CheckpointError, match="checkpoint_1 holds a single array instead of named parameters"):
         read_foreign(tmp_path)
 
 
-def test_a_file_that_may_not_be_read_is_an_error_that_names_it(tmp_path, monkeypatch):
+def test_a_file_without_read_permission_is_an_error_that_names_it(tmp_path, monkeypatch):
     save_bytes(tmp_path / "checkpoint_1", SMALL)
 
     def refuse(path):

@@ -1,4 +1,4 @@
-"""docs/checkpoint-format.md says what is written: its example is the file, and its reader reads and verifies all kinds of checkpoints."""
+"""docs/checkpoint-format.md matches what is written: its example equals the file, and its reader reads and verifies all kinds of checkpoints."""
 
 import json
 import pathlib
@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from fitflax.checkpoints import codec
-from fitflax.checkpoints.contents import read_metadata, write_checkpoint
+from fitflax.checkpoints.formats import msgpack_codec
+from fitflax.checkpoints.formats.checkpoint_files import read_metadata, write_checkpoint
 from tests.checkpoints.samples import METADATA, RUN, assert_same, read, train_state
 
 TEXT = (pathlib.Path(__file__).resolve().parents[2] / "docs" / "checkpoint-format.md").read_text(encoding="utf-8")
@@ -33,14 +33,14 @@ def example(tmp_path, monkeypatch):
     return tmp_path / "example"
 
 
-def test_the_hex_dump_is_the_file(example):
+def test_the_hex_dump_equals_the_file(example):
     (dump,) = BLOCKS["text"]
     columns = [re.match(r" *\[?((?:[0-9a-f]{2}\b ?)+)", line)[1] for line in dump.splitlines()]
     assert bytes.fromhex("".join(columns)) == (example / "state.msgpack").read_bytes()
     assert f"these {len(bytes.fromhex(''.join(columns)))} bytes" in TEXT
 
 
-def test_the_metadata_shown_is_the_file_but_for_the_versions_and_verifies(example):
+def test_the_metadata_shown_equals_the_file_except_for_versions_and_can_be_read(example):
     (shown,) = BLOCKS["json"]
     written = (example / "metadata.json").read_text()
 
@@ -59,7 +59,7 @@ def test_every_key_of_the_metadata_is_described(example):
 
 @pytest.mark.parametrize("chunk_bytes", [2**30, 16])
 def test_the_reader_reads_what_fitflax_reads(tmp_path, monkeypatch, read_checkpoint, chunk_bytes):
-    monkeypatch.setattr(codec, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(msgpack_codec, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", chunk_bytes)
     run = RUN | {"a/b~": [np.ones(3)], "edges": [-1, -33, 200, 70000, -(2**40), 2.5, "x" * 300, b"b" * 70000, [0] * 20, {str(key): key for key in range(20)}]}
     write_checkpoint(tmp_path, train=train_state(), run=run, metadata=METADATA)
@@ -70,14 +70,14 @@ def test_the_reader_reads_what_fitflax_reads(tmp_path, monkeypatch, read_checkpo
     assert metadata["history"] == expected_metadata["history"]
 
 
-def test_the_reader_finds_a_flipped_bit_in_every_byte(example, read_checkpoint):
+def test_the_reader_detects_a_flipped_bit_in_any_byte(example, read_checkpoint):
     for name in ("state.msgpack", "metadata.json"):
         data = (example / name).read_bytes()
         for position, bit in ((position, bit) for position in range(len(data)) for bit in (0, 5)):
             changed = bytearray(data)
             changed[position] ^= 1 << bit
             if name == "metadata.json" and json_of(changed) == json_of(data):
-                continue  # Spaces are of no interest to it.
+                continue  # The reader ignores spaces.
             (example / name).write_bytes(changed)
             with pytest.raises((AssertionError, AttributeError, LookupError, TypeError, ValueError)):
                 read_checkpoint(example)

@@ -13,12 +13,12 @@ import weakref
 
 import pytest
 
-from fitflax.checkpoints.lock import LOCK_FILE, holder_of, lock_directory, release_all
+from fitflax.checkpoints.store.lock import LOCK_FILE, holder_of, lock_directory, release_all
 from fitflax.errors import DirectoryInUseError, FitflaxWarning
 
 HOLD = """
 import os, pathlib, sys, time
-from fitflax.checkpoints.lock import lock_directory
+from fitflax.checkpoints.store.lock import lock_directory
 
 class Run:
     pass
@@ -43,8 +43,8 @@ def run():
     release_all(run)
 
 
-class Elsewhere:
-    """Another process that has a directory."""
+class OtherProcess:
+    """Another process that holds the lock of a directory."""
 
     def __init__(self, directory: pathlib.Path, how: str = "plain") -> None:
         env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -59,8 +59,8 @@ class Elsewhere:
         self.process.stdout.close()
 
 
-def test_a_directory_that_a_live_process_has_is_refused_and_a_killed_one_never_blocks(tmp_path, run):
-    other = Elsewhere(tmp_path)
+def test_a_directory_locked_by_a_live_process_is_refused_and_a_killed_one_never_blocks(tmp_path, run):
+    other = OtherProcess(tmp_path)
     with pytest.raises(DirectoryInUseError, match=rf"in use by process {other.process.pid} on .*, which has been using it since 20.*choose another directory"):
         lock_directory(tmp_path, run)
     assert holder_of(tmp_path) is None
@@ -71,7 +71,7 @@ def test_a_directory_that_a_live_process_has_is_refused_and_a_killed_one_never_b
 
 
 def test_a_forked_child_that_outlives_its_killed_parent_does_not_block(tmp_path, run):
-    other = Elsewhere(tmp_path, "fork")
+    other = OtherProcess(tmp_path, "fork")
     try:
         with pytest.raises(DirectoryInUseError):
             lock_directory(tmp_path, run)
@@ -81,25 +81,25 @@ def test_a_forked_child_that_outlives_its_killed_parent_does_not_block(tmp_path,
         os.kill(other.child, signal.SIGKILL)
 
 
-def test_what_the_lock_file_says_does_not_count(tmp_path, run):
+def test_the_contents_of_the_lock_file_do_not_matter(tmp_path, run):
     (tmp_path / LOCK_FILE).write_text(json.dumps({"pid": 1, "host": "elsewhere", "since": "yesterday"}))
     lock_directory(tmp_path, run)
     assert holder_of(tmp_path) is run
 
 
-def test_a_note_that_cannot_be_read_makes_no_difference_to_those_who_come_second(tmp_path, run):
-    other = Elsewhere(tmp_path)
+def test_a_locked_directory_is_refused_even_if_its_lock_file_cannot_be_parsed(tmp_path, run):
+    other = OtherProcess(tmp_path)
     (tmp_path / LOCK_FILE).write_text("?")
     with pytest.raises(DirectoryInUseError, match="in use by another process"):
         lock_directory(tmp_path, run)
     other.kill()
 
 
-def test_one_holder_may_lock_again_and_another_one_may_not(tmp_path, run):
+def test_the_same_holder_can_lock_again_and_another_one_cannot(tmp_path, run):
     lock_directory(tmp_path, run)
     lock_directory(tmp_path, run)
     (tmp_path / "link").symlink_to(tmp_path)
-    with pytest.raises(DirectoryInUseError, match="another run of this very process"):
+    with pytest.raises(DirectoryInUseError, match="another run in this process"):
         lock_directory(tmp_path / "link", Run())
     release_all(run)
     other = Run()
@@ -108,21 +108,21 @@ def test_one_holder_may_lock_again_and_another_one_may_not(tmp_path, run):
 
 
 @pytest.mark.slow
-def test_a_holder_that_is_gone_has_given_everything_back(tmp_path, run):
+def test_a_holder_that_is_gone_has_released_everything(tmp_path, run):
     lock_directory(tmp_path, Run())
     gc.collect()
     assert holder_of(tmp_path) is None
-    other = Elsewhere(tmp_path)  # The kernel's lock is free, too.
+    other = OtherProcess(tmp_path)  # The kernel's lock is free, too.
     other.kill()
     lock_directory(tmp_path, run)
 
 
-def test_a_file_system_without_locks_is_a_warning(tmp_path, run, monkeypatch):
+def test_a_file_system_without_locks_gives_a_warning(tmp_path, run, monkeypatch):
     def unsupported(*arguments):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", unsupported)
-    with pytest.warns(FitflaxWarning, match=r"cannot be locked \(No locks available\): make sure that no other run"):
+    with pytest.warns(FitflaxWarning, match=r"cannot be locked \(No locks available\), so .* Make sure that no other run"):
         lock_directory(tmp_path, run)
     assert holder_of(tmp_path) is run
 
@@ -134,7 +134,7 @@ def test_a_directory_that_cannot_be_written_is_an_error_and_leaves_nothing_locke
     assert holder_of(tmp_path) is None
 
 
-def test_a_lock_file_that_a_failing_disk_does_not_lock_is_that_disks_error(run, tmp_path, monkeypatch):
+def test_an_error_of_the_disk_while_locking_is_raised_unchanged(run, tmp_path, monkeypatch):
     def fail(*arguments):
         raise OSError(errno.EIO, "Input/output error")
 
@@ -146,7 +146,7 @@ def test_a_lock_file_that_a_failing_disk_does_not_lock_is_that_disks_error(run, 
     assert holder_of(tmp_path) is run
 
 
-def test_on_a_full_disk_the_lock_counts_though_nobody_can_note_who_has_it(run, tmp_path, monkeypatch):
+def test_on_a_full_disk_the_lock_holds_although_its_holder_cannot_be_recorded(run, tmp_path, monkeypatch):
     def fail(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -157,7 +157,7 @@ def test_on_a_full_disk_the_lock_counts_though_nobody_can_note_who_has_it(run, t
         lock_directory(tmp_path, Run())
 
 
-def test_a_holder_that_is_gone_before_its_finalizer_has_run_does_not_keep_the_directory(run, tmp_path, monkeypatch):
+def test_a_holder_that_is_gone_does_not_keep_the_directory_before_its_finalizer_runs(run, tmp_path, monkeypatch):
     monkeypatch.setattr(weakref, "finalize", lambda *arguments: None)
     lock_directory(tmp_path, Run())
     gc.collect()

@@ -1,4 +1,4 @@
-"""What `state.msgpack` holds: the bytes that flax would write, and every kind of leaf comes back from it."""
+"""The contents of `state.msgpack`: the same bytes that flax would write, and every kind of leaf round-trips."""
 
 import collections
 import enum
@@ -15,9 +15,10 @@ import numpy as np
 import optax
 import pytest
 
-from fitflax.checkpoints import codec
-from fitflax.checkpoints.contents import write_checkpoint
-from fitflax.checkpoints.trees import from_saved, restore_tree, to_plain
+from fitflax.checkpoints.formats import msgpack_codec
+from fitflax.checkpoints.formats.checkpoint_files import write_checkpoint
+from fitflax.checkpoints.formats.plain_tree import to_plain
+from fitflax.checkpoints.restore.fit import from_saved, restore_tree
 from fitflax.errors import CheckpointError, CorruptCheckpointError
 from tests.checkpoints.samples import METADATA, RUN, assert_same, read, train_state
 
@@ -28,7 +29,7 @@ class Color(enum.StrEnum):
 
 @flax.struct.dataclass
 class Ema:
-    """A dataclass that flax knows, with a field that is no part of the tree."""
+    """A dataclass that flax knows, with a field that is not part of the tree."""
 
     params: object
     decay: float = flax.struct.field(pytree_node=False)
@@ -50,7 +51,7 @@ def test_flax_restores_the_train_state_from_the_file(directory):
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 7)])
 def test_large_arrays_are_written_in_chunks_as_flax_does(tmp_path, monkeypatch, shape):
-    monkeypatch.setattr(codec, "CHUNK_BYTES", 16)
+    monkeypatch.setattr(msgpack_codec, "CHUNK_BYTES", 16)
     monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", 16)
     train = {"w": np.arange(math.prod(shape), dtype=np.int64).reshape(shape), "v": np.ones(40, jnp.bfloat16)}
     write_checkpoint(tmp_path, train=train, run=[train["w"]], metadata={})
@@ -73,7 +74,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optax_states_are_what_flax_writes_and_come_back_into_their_own_types(tmp_path, name):
+def test_optax_states_are_written_as_flax_writes_them_and_restored_into_their_types(tmp_path, name):
     state = jax.tree.map(lambda leaf: leaf + 1 if isinstance(leaf, jax.Array) and leaf.dtype == jnp.float32 else leaf, OPTIMIZERS[name].init(PARAMS))
     plain = jax.tree.map(lambda leaf: jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf, state)
     write_checkpoint(tmp_path, train=state, run=None, metadata={})
@@ -84,7 +85,7 @@ def test_optax_states_are_what_flax_writes_and_come_back_into_their_own_types(tm
     assert_same(restore_tree(jax.eval_shape(lambda: state), found["train"], where="c", root="train", key_impls=metadata["key_impls"]), state)
 
 
-def test_frozen_dicts_and_dataclasses_are_what_flax_writes(tmp_path):
+def test_frozen_dicts_and_dataclasses_are_written_as_flax_writes_them(tmp_path):
     train = {"frozen": flax.core.freeze({"a": {"b": jnp.ones(1)}}), "ema": Ema(params=PARAMS, decay=0.9), "none": None, "empty": {}, "tuple": (1, ())}
     write_checkpoint(tmp_path, train=train, run=None, metadata={})
     data = (tmp_path / "state.msgpack").read_bytes()
@@ -92,13 +93,13 @@ def test_frozen_dicts_and_dataclasses_are_what_flax_writes(tmp_path):
     assert_same(restore_tree(train, read(tmp_path)[0]["train"], where="c", root="train", key_impls={}), train)
 
 
-# All that JAX and NumPy count with; flax finds them again by name. Not long doubles, which have bytes that mean nothing and so differ from copy to copy.
+# All numeric dtypes of JAX and NumPy; flax looks them up by name. Not long doubles: they have unused bytes, which differ from copy to copy.
 DTYPES = sorted({np.dtype(kind) for kind in (*np.typecodes["AllInteger"], *"efdFD?")}, key=str)
 DTYPES += [np.dtype(kind) for kind in vars(ml_dtypes).values() if isinstance(kind, type) and issubclass(kind, np.generic)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
-def test_every_dtype_comes_back_bit_by_bit_here_and_in_flax(tmp_path, dtype):
+def test_every_dtype_round_trips_bit_for_bit_here_and_in_flax(tmp_path, dtype):
     arrays = {str(shape): (np.arange(math.prod(shape)) % 2).reshape(shape).astype(dtype) for shape in ((), (0,), (2, 0, 3), (2, 3))}
     train = arrays | {"scalar": dtype.type(1)}
     write_checkpoint(tmp_path, train=train, run=None, metadata={})
@@ -109,7 +110,7 @@ def test_every_dtype_comes_back_bit_by_bit_here_and_in_flax(tmp_path, dtype):
 NARROW = ["bfloat16", "float4_e2m1fn", "float8_e3m4", "float8_e4m3", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int2", "int4", "uint2", "uint4"]
 
 
-def test_jax_arrays_of_narrow_types_come_back_bit_by_bit_here_and_in_flax(tmp_path):
+def test_jax_arrays_of_narrow_dtypes_round_trip_bit_for_bit_here_and_in_flax(tmp_path):
     train = {name: jnp.asarray(np.array([1, 0, 1, 1, 0]).astype(getattr(ml_dtypes, name))) for name in NARROW}
     write_checkpoint(tmp_path, train=train, run=None, metadata={})
     assert_same(read(tmp_path)[0]["train"], jax.tree.map(np.asarray, train))
@@ -118,7 +119,7 @@ def test_jax_arrays_of_narrow_types_come_back_bit_by_bit_here_and_in_flax(tmp_pa
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
-def test_keys_of_every_implementation_come_back(tmp_path, impl):
+def test_random_keys_of_every_implementation_round_trip(tmp_path, impl):
     key = jax.random.key(5, impl=impl)
     train = {"key": key, "keys": jax.random.split(key, (2, 3))}
     write_checkpoint(tmp_path, train=train, run={"key": key}, metadata={})
@@ -132,7 +133,7 @@ def test_keys_of_every_implementation_come_back(tmp_path, impl):
 
 
 @pytest.mark.slow
-def test_python_values_of_every_size_come_back(tmp_path):
+def test_python_values_of_every_size_round_trip(tmp_path):
     edges = [0, 1, -1, -32, -33, 127, 128, 255, 256, 65535, 65536, 2**31, 2**32, 2**63, 2**64 - 1, -128, -129, -(2**15) - 1, -(2**31) - 1, -(2**63)]
     texts = [kind(length) for length in (0, 31, 32, 255, 256, 65536) for kind in (lambda n: "é" * n, lambda n: b"\xff" * n)]
     run = [*edges, *texts, True, False, None, 0.1, -0.0, math.inf, 5e-324, list(range(16)), list(range(65536)), {str(index): index for index in range(70000)}]
@@ -182,13 +183,13 @@ def test_the_deepest_tree_that_can_be_saved_can_be_read(tmp_path):
         to_plain([tree, [tree]])
 
 
-def test_only_the_roots_asked_for_are_returned_and_verified(directory):
+def test_only_the_requested_roots_are_returned_and_verified(directory):
     data = bytearray((directory / "state.msgpack").read_bytes())
     position = data.index(np.ones(4, np.float32).tobytes())
     data[position] ^= 1
     (directory / "state.msgpack").write_bytes(data)
     assert set(read(directory, roots=["run"])[0]) == {"run"}
-    with pytest.raises(CorruptCheckpointError, match="train/params/Dense_0/bias has another checksum"):
+    with pytest.raises(CorruptCheckpointError, match="train/params/Dense_0/bias does not match its checksum"):
         read(directory, roots=["train"])
     with pytest.raises(CheckpointError, match=r"has no root 'other', only \['run', 'train'\]"):
         read(directory, roots=["other", "run"])
@@ -206,5 +207,5 @@ def test_the_state_of_another_checkpoint_is_refused(directory, tmp_path):
     other = train_state().replace(key=jax.random.key(4))
     write_checkpoint(tmp_path, train=other, run=RUN, metadata=METADATA)
     shutil.copy(tmp_path / "state.msgpack", directory)
-    with pytest.raises(CorruptCheckpointError, match="train/key has another checksum"):
+    with pytest.raises(CorruptCheckpointError, match="train/key does not match its checksum"):
         read(directory)

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from fitflax.checkpoints.partial import RestoreReport, check_mapping, match, moved
-from fitflax.checkpoints.saved import Saved
+from fitflax.checkpoints.formats.checkpoint_files import Saved
+from fitflax.checkpoints.restore.partial import RestoreReport, check_mapping, match, moved
 from fitflax.errors import ConfigError, RestoreError
 from fitflax.state import TrainState
 
@@ -40,7 +40,7 @@ BODY = {"kernel": (3, 2), "bias": (2,)}
 SAME = {"body": BODY, "head": {"kernel": (2, 5)}}
 
 
-def test_what_has_the_same_path_is_taken_and_the_rest_named():
+def test_arrays_with_the_same_path_are_restored_and_the_rest_are_listed():
     target = model({"body": BODY, "new": {"kernel": (2, 4)}}, batch_stats={"norm": {"mean": (2,)}, "other": {"mean": (4,)}})
     parts, report = match(saved(), target, {})
     assert at(parts, "params/body/kernel") is PARAMS["body"]["kernel"] and at(parts, "params/body/bias") is PARAMS["body"]["bias"]
@@ -53,8 +53,8 @@ def test_what_has_the_same_path_is_taken_and_the_rest_named():
     )
 
 
-def taken_by(target: TrainState, mapping: dict[str, str | None], checkpoint: Saved | None = None) -> dict[str, Any]:
-    """The first value of what each path of the model takes; `None` where it is initialized."""
+def restored_by(target: TrainState, mapping: dict[str, str | None], checkpoint: Saved | None = None) -> dict[str, Any]:
+    """Returns the first value of the array restored to each path of the model, or `None` if it is initialized."""
     parts, report = match(checkpoint or saved(), target, mapping)
     flat, _ = jax.tree.flatten_with_path(parts)
     values = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
@@ -64,26 +64,26 @@ def taken_by(target: TrainState, mapping: dict[str, str | None], checkpoint: Sav
     return result
 
 
-def test_a_mapping_says_what_the_checkpoint_calls_a_subtree_or_an_array():
+def test_a_mapping_gives_the_path_of_a_subtree_or_an_array_in_the_checkpoint():
     target = model({"encoder": BODY, "out": {"w": (2, 5)}})
     mapping: dict[str, str | None] = {"params/encoder": "params/body", "params/out/w": "params/head/kernel"}
-    assert taken_by(target, mapping) == {"params/encoder/kernel": 1, "params/encoder/bias": 2, "params/out/w": 3}
+    assert restored_by(target, mapping) == {"params/encoder/kernel": 1, "params/encoder/bias": 2, "params/out/w": 3}
 
 
-def test_a_model_can_be_the_inner_or_the_outer_one_of_the_saved_one():
-    assert taken_by(model(BODY), {"params": "params/body"}) == {"params/kernel": 1, "params/bias": 2}
-    assert taken_by(model({"net": SAME}), {"params/net": "params"}) == {"params/net/body/kernel": 1, "params/net/body/bias": 2, "params/net/head/kernel": 3}
+def test_a_model_can_be_a_submodule_of_the_saved_one_or_contain_it():
+    assert restored_by(model(BODY), {"params": "params/body"}) == {"params/kernel": 1, "params/bias": 2}
+    assert restored_by(model({"net": SAME}), {"params/net": "params"}) == {"params/net/body/kernel": 1, "params/net/body/bias": 2, "params/net/head/kernel": 3}
 
 
-def test_the_longest_path_decides():
+def test_the_longest_path_takes_precedence():
     target = model({"encoder": BODY, "body": BODY})
     mapping = {"params/encoder": "params/body", "params/encoder/bias": None, "params/body": None, "params/body/bias": "params/body/bias"}
-    assert taken_by(target, mapping) == {"params/encoder/kernel": 1, "params/encoder/bias": None, "params/body/kernel": None, "params/body/bias": 2}
+    assert restored_by(target, mapping) == {"params/encoder/kernel": 1, "params/encoder/bias": None, "params/body/kernel": None, "params/body/bias": 2}
 
 
-def test_a_path_is_no_prefix_of_a_longer_name():
+def test_a_path_does_not_match_a_longer_name_that_starts_with_it():
     params = {"body": BODY, "body2": BODY}
-    assert taken_by(model(params), {"params/body": None, "params/body2/kernel": "params/body/kernel"}) == {
+    assert restored_by(model(params), {"params/body": None, "params/body2/kernel": "params/body/kernel"}) == {
         "params/body/kernel": None,
         "params/body/bias": None,
         "params/body2/kernel": 1,
@@ -91,35 +91,35 @@ def test_a_path_is_no_prefix_of_a_longer_name():
     }
 
 
-def test_two_can_take_the_same_and_two_can_be_exchanged():
+def test_two_subtrees_can_use_the_same_saved_one_and_two_can_be_swapped():
     two = {"teacher": BODY, "student": BODY}
-    both = taken_by(model(two), {"params/teacher": "params/body", "params/student": "params/body"})
+    both = restored_by(model(two), {"params/teacher": "params/body", "params/student": "params/body"})
     assert both == {"params/teacher/kernel": 1, "params/teacher/bias": 2, "params/student/kernel": 1, "params/student/bias": 2}
     checkpoint = saved({"teacher": PARAMS["body"], "student": {name: -leaf for name, leaf in PARAMS["body"].items()}})
-    swapped = taken_by(model(two), {"params/teacher": "params/student", "params/student": "params/teacher"}, checkpoint)
+    swapped = restored_by(model(two), {"params/teacher": "params/student", "params/student": "params/teacher"}, checkpoint)
     assert swapped == {"params/teacher/kernel": -1, "params/teacher/bias": -2, "params/student/kernel": 1, "params/student/bias": 2}
 
 
 def test_none_initializes_what_the_checkpoint_has():
-    assert taken_by(model(SAME), {"params/head": None})["params/head/kernel"] is None
+    assert restored_by(model(SAME), {"params/head": None})["params/head/kernel"] is None
     assert match(saved(), model(SAME), {"params/head": None})[1].unused == ("batch_stats/norm/mean", "params/head/kernel")
 
 
-def test_averaged_parameters_can_be_taken_for_parameters_and_are_not_unused():
+def test_averaged_parameters_can_be_used_as_parameters_and_are_not_listed_as_unused():
     averaged = saved(ema_params={"body": {name: leaf * 10 for name, leaf in PARAMS["body"].items()}})
     target = model({"body": BODY})
-    assert taken_by(target, {"params": "ema_params"}, averaged) == {"params/body/kernel": 10, "params/body/bias": 20}
+    assert restored_by(target, {"params": "ema_params"}, averaged) == {"params/body/kernel": 10, "params/body/bias": 20}
     assert match(averaged, target, {})[1].unused == ("batch_stats/norm/mean", "params/head/kernel")
 
 
-def test_names_with_slashes_are_written_as_in_errors():
+def test_names_with_slashes_are_escaped_as_in_errors():
     checkpoint = saved({"a/b": {"w": np.ones(2, np.float32)}}, {})
-    assert taken_by(model({"x": {"w": (2,)}}), {"params/x": "params/a~1b"}, checkpoint) == {"params/x/w": 1}
+    assert restored_by(model({"x": {"w": (2,)}}), {"params/x": "params/a~1b"}, checkpoint) == {"params/x/w": 1}
     renamed = moved(checkpoint, None, {"params/c~1d": "params/a~1b"})
     assert list(renamed.train["params"]) == ["c/d"]
 
 
-def test_typed_keys_are_keys_again_wherever_they_go():
+def test_typed_keys_are_restored_as_keys_at_any_path():
     key = jax.random.key(7, impl="rbg")
     checkpoint = saved({}, {"noise": {"key": np.asarray(jax.random.key_data(key))}}, {"train/model_state/noise/key": "rbg", "run/x": "rbg"})
     target = model({})
@@ -131,18 +131,32 @@ def test_typed_keys_are_keys_again_wherever_they_go():
     assert checkpoint.metadata["key_impls"].keys() == {"train/model_state/noise/key", "run/x"}
 
 
-def test_other_shapes_and_dtypes_are_one_error_that_says_how_to_go_on():
+def test_different_shapes_and_dtypes_are_one_error_with_advice_that_works():
     target = model({"encoder": {"kernel": (3, 4), "bias": (2,)}, "head": {"kernel": (2, 3)}, "body": BODY})
     target.params["body"]["bias"] = jax.ShapeDtypeStruct((2,), np.float16)
     mapping: dict[str, str | None] = {"params/encoder": "params/body", "params/body": "params/body"}
     with pytest.raises(RestoreError) as caught:
         match(saved(), target, mapping)
-    message, _, advice = str(caught.value).partition(" Initialize what differs: mapping=")
+    advice, _, message = str(caught.value).partition(" Different: ")
     assert message == (
-        "runs/a does not fit this model: params/body/bias is float32 on disk but float16 here; "
-        "params/encoder/kernel (from params/body/kernel) is (3, 2) on disk but (3, 4) here; params/head/kernel is (2, 5) on disk but (2, 3) here."
+        "params/body/bias is float32, expected float16; params/encoder/kernel (from params/body/kernel) has shape (3, 2), expected (3, 4); "
+        "params/head/kernel has shape (2, 5), expected (2, 3)."
     )
-    assert taken_by(target, {**mapping, **eval(advice.removesuffix("."))})["params/encoder/bias"] == 2
+    advice = advice.removeprefix("runs/a does not fit this model. To restore only what matches, call Trainer.restore(path, partial=True, mapping=")
+    assert restored_by(target, eval(advice.removesuffix(")."), {}, {"mapping": mapping}))["params/encoder/bias"] == 2
+
+
+def test_with_many_differences_the_advice_comes_first_and_only_some_are_listed():
+    target = model({"body": {str(number): {"bias": (2,)} for number in range(10)}})
+    checkpoint = saved({"body": {str(number): {"bias": np.ones(3, np.float32)} for number in range(10)}}, {})
+    with pytest.raises(RestoreError) as caught:
+        match(checkpoint, target, {})
+    assert str(caught.value) == (
+        "runs/a does not fit this model. To restore only what matches, call Trainer.restore(path, partial=True, mapping={'params/body/0/bias': None, "
+        "'params/body/1/bias': None, 'params/body/2/bias': None, ...}). "
+        "Different: params/body/0/bias has shape (3,), expected (2,); params/body/1/bias has shape (3,), expected (2,); "
+        "params/body/2/bias has shape (3,), expected (2,); and 7 more."
+    )
 
 
 FAULTS: dict[str, tuple[dict[str, str | None], str]] = {
@@ -152,18 +166,18 @@ FAULTS: dict[str, tuple[dict[str, str | None], str]] = {
     "whole words": ({"params/bod": "params/body"}, "'params/bod': the model has no 'params/bod'"),
     "collections": ({"model_state/batch_stats/norm": None}, "Did you mean 'batch_stats/norm'"),
     "a slash too many": ({"params/body/": "params/body"}, "Did you mean 'params/body'"),
-    "shadowed": ({"params/head": "params/head", "params/head/kernel": None}, "'params/head': longer paths of the mapping decide for all below it"),
+    "shadowed": ({"params/head": "params/head", "params/head/kernel": None}, "'params/head': longer paths of the mapping cover everything below it"),
     "nothing in common": (
         {"params/head": "params/body/bias"},
-        "'params/head': 'params/body/bias' gives it nothing, the model has params/head/kernel, the checkpoint params/body/bias",
+        r"'params/head': no array of 'params/body/bias' matches \(the model has params/head/kernel; the checkpoint has params/body/bias\)",
     ),
-    "by name": ({"params/extra": "params/body"}, "'params/extra' takes 'params/body', and so does this model's own 'params/body' by its name"),
+    "by name": ({"params/extra": "params/body"}, "'params/extra' uses 'params/body', and so does the model's own 'params/body'"),
     "all at once": ({"params/foot": None, "params/body": "params/arm"}, "the model has no 'params/foot'.*; 'params/body': the checkpoint has no 'params/arm'"),
 }
 
 
 @pytest.mark.parametrize("case", FAULTS)
-def test_a_mapping_without_effect_or_against_a_name_is_an_error(case):
+def test_a_mapping_without_effect_or_in_conflict_with_a_name_is_an_error(case):
     mapping, message = FAULTS[case]
     target = model({**SAME, "extra": BODY}, batch_stats={"norm": {"mean": (2,)}})
     with pytest.raises(RestoreError, match=message):
@@ -173,37 +187,39 @@ def test_a_mapping_without_effect_or_against_a_name_is_an_error(case):
             moved(saved(), target, mapping)
 
 
-def test_both_ways_out_of_a_layer_put_in_between_work():
-    """flax numbers layers: with one more in front, `Dense_1` is another layer than the saved `Dense_1`."""
+def test_both_suggested_mappings_for_an_inserted_layer_work():
+    """flax numbers layers: with one more in front, `Dense_1` is not the same layer as the saved `Dense_1`."""
     checkpoint = saved({"Dense_0": {"bias": np.full(2, 1, np.float32)}, "Dense_1": {"bias": np.full(2, 2, np.float32)}}, {})
     target = model({f"Dense_{number}": {"bias": (2,)} for number in range(3)})
     mapping = {"params/Dense_2": "params/Dense_1"}
-    with pytest.raises(RestoreError, match="'params/Dense_1': 'params/Dense_1' to take it for both, or 'params/Dense_1': None to initialize it"):
+    with pytest.raises(RestoreError, match="'params/Dense_1': 'params/Dense_1' to use it for both, or 'params/Dense_1': None to initialize it"):
         match(checkpoint, target, mapping)
-    inserted = taken_by(target, {**mapping, "params/Dense_1": None}, checkpoint)
+    inserted = restored_by(target, {**mapping, "params/Dense_1": None}, checkpoint)
     assert list(inserted.values()) == [1, None, 2]
-    assert list(taken_by(target, {**mapping, "params/Dense_1": "params/Dense_1"}, checkpoint).values()) == [1, 2, 2]
+    assert list(restored_by(target, {**mapping, "params/Dense_1": "params/Dense_1"}, checkpoint).values()) == [1, 2, 2]
 
 
 def test_nothing_in_common_is_an_error_that_shows_both_sides():
-    with pytest.raises(RestoreError, match=r"nothing that this model could take. It has batch_stats/norm/mean, .*; the model has params/net/w") as caught:
+    with pytest.raises(
+        RestoreError, match=r"has no arrays with the paths of this model\. .* It has batch_stats/norm/mean, .*; the model has params/net/w"
+    ) as caught:
         match(saved(), model({"net": {"w": (2,)}}), {})
     assert "mapping=" in str(caught.value)
 
 
 @pytest.mark.parametrize("mapping", [["params/a"], {"params/a": 1}, {1: "params/a"}, "params"])
-def test_a_mapping_is_a_dict_of_paths(mapping):
+def test_a_mapping_must_be_a_dict_of_paths(mapping):
     with pytest.raises(ConfigError, match="mapping must be a dict"):
         check_mapping(mapping, partial=True)
 
 
-def test_none_needs_partial():
+def test_none_in_a_mapping_requires_partial():
     with pytest.raises(ConfigError, match=r"mapping\['params/head'\] is None.*partial=True"):
         check_mapping({"params/body": "params/x", "params/head": None}, partial=False)
     assert check_mapping({"params/head": None}, partial=True) == {"params/head": None} and check_mapping(None, partial=False) == {}
 
 
-def test_a_whole_state_is_renamed_with_all_that_is_named_after_parameters():
+def test_renaming_in_a_whole_state_includes_all_that_is_named_after_parameters():
     def moments(sign: int) -> Any:
         return {"body": {name: sign * leaf for name, leaf in PARAMS["body"].items()}, "head": {"kernel": sign * PARAMS["head"]["kernel"]}}
 
@@ -224,16 +240,16 @@ def test_a_whole_state_is_renamed_with_all_that_is_named_after_parameters():
     assert list(checkpoint.train["params"]) == ["body", "head"] and moved(checkpoint, None, {}) is checkpoint
 
 
-def test_everything_must_find_a_place_when_a_whole_state_is_renamed():
+def test_every_array_must_have_a_place_when_a_whole_state_is_renamed():
     checkpoint = saved({"body": PARAMS["body"], "old": PARAMS["body"]}, {})
-    with pytest.raises(RestoreError, match=r"no place for params/body/bias, params/body/kernel. Pass partial=True"):
+    with pytest.raises(RestoreError, match=r"pass partial=True\. Left out: params/body/bias, params/body/kernel\."):
         moved(checkpoint, model({"body": BODY}), {"params/body": "params/old"})
-    with pytest.raises(RestoreError, match="params/body/bias/x/kernel lies above or below another array"):
+    with pytest.raises(RestoreError, match="params/body/bias/x/kernel conflicts with the path of another array"):
         moved(checkpoint, None, {"params/body/bias/x": "params/old"})
     assert list(moved(checkpoint, None, {"params/new": "params/old"}).train["params"]) == ["body", "new"]
 
 
-def test_a_report_is_short_to_read_however_large_the_model():
+def test_a_report_is_short_for_a_model_of_any_size():
     paths = tuple(f"params/Dense_{number}/kernel" for number in range(10))
     report = RestoreReport(restored=("params/a",), initialized=paths, unused=())
     assert str(report).splitlines() == ["Restored 1 of 11 arrays.", f"Initialized: {', '.join(paths[:8])}, and 2 more"]

@@ -13,23 +13,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fitflax.checkpoints import directories
-from fitflax.checkpoints import store as store_module
-from fitflax.checkpoints.by_path import load_checkpoint, save_checkpoint
-from fitflax.checkpoints.documents import read_document
-from fitflax.checkpoints.lock import holder_of
-from fitflax.checkpoints.saved import Saved
-from fitflax.checkpoints.saving import Saver
-from fitflax.checkpoints.store import CheckpointStore
+from fitflax.checkpoints.formats.checkpoint_files import Saved
+from fitflax.checkpoints.formats.json_documents import read_document
+from fitflax.checkpoints.restore.load import load_checkpoint
+from fitflax.checkpoints.save import save_checkpoint
+from fitflax.checkpoints.store import checkpoint_store as store_module
+from fitflax.checkpoints.store import local_directory, local_files
+from fitflax.checkpoints.store.checkpoint_store import CheckpointStore
+from fitflax.checkpoints.store.lock import holder_of
+from fitflax.checkpoints.writer.saver import Saver
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, DirectoryInUseError, FitflaxWarning
 
 
 class Killed(BaseException):
-    """What a test raises where a process is to die; the code must not run any further than that, so the disk is then frozen."""
+    """Raised by a test at the point where a process dies. The code must not continue after that, so the disk is then frozen."""
 
 
 def new_process(monkeypatch, name):
-    for module in (store_module, directories):
+    for module in (store_module, local_files, local_directory):
         monkeypatch.setattr(module, "PROCESS", name)
 
 
@@ -58,7 +59,7 @@ def store(tmp_path, request):
 # --- Which checkpoints there are ---
 
 
-def test_a_checkpoint_comes_back_as_it_was_saved(store):
+def test_a_checkpoint_is_restored_as_it_was_saved(store):
     path = save(store, 40)
     saved = store.restore()
     assert isinstance(saved, Saved) and saved.path == path == store.path(40) == store.directory / "step_00000040"
@@ -83,13 +84,15 @@ def test_steps_ignores_hidden_names_and_foreign_files(store):
 
 
 def test_an_empty_or_missing_directory_has_no_checkpoints(tmp_path):
-    store = CheckpointStore(tmp_path / "nowhere")
-    assert (store.steps(), store.latest(), store.best("loss", "min"), store.newest_good(), store.run_id()) == ([], None, None, (None, []), None)
-    with pytest.raises(CheckpointNotFoundError, match=r"There is no checkpoint in .*nowhere; it holds none"):
-        store.restore()
+    tmp_path.joinpath("empty").mkdir()
+    for name in ("nowhere", "empty"):
+        store = CheckpointStore(tmp_path / name)
+        assert (store.steps(), store.latest(), store.best("loss", "min"), store.newest_good(), store.run_id()) == ([], None, None, (None, []), None)
+        with pytest.raises(CheckpointNotFoundError, match=rf"There is no checkpoint in .*{name}; it holds none"):
+            store.restore()
 
 
-def test_reading_a_step_that_is_not_there_lists_those_that_are(store):
+def test_reading_a_missing_step_lists_the_existing_ones(store):
     for step in range(8):
         save(store, step, keep=range(8))
     with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint of step 9 in .*; it holds steps 0, 1, ..., 6, 7 \(8 in all\)\.$"):
@@ -97,12 +100,12 @@ def test_reading_a_step_that_is_not_there_lists_those_that_are(store):
 
 
 @pytest.mark.parametrize("step", [-1, 1.5, None, "1"])
-def test_a_step_that_is_no_step_is_an_error(store, step):
+def test_an_invalid_step_is_an_error(store, step):
     with pytest.raises(ConfigError, match="step must be an integer of at least 0"):
         save(store, step, value=0)
 
 
-def test_numpy_integers_are_steps(store):
+def test_numpy_integers_are_valid_steps(store):
     save(store, np.int64(1), keep=[np.int32(7)])
     save(store, np.int64(2), keep=np.array([1]))
     assert store.steps() == [1, 2]
@@ -128,18 +131,18 @@ def test_best_is_the_earliest_best_number(store, values, mode, best):
     assert store.best("val_loss", mode) == best
 
 
-def test_metrics_of_the_group_train_go_by_their_key_alone(store):
+def test_metrics_of_the_group_train_have_no_prefix(store):
     save(store, 1, metrics={"train": {"loss": 0.5}, "dev": {"acc": 1}})
     save(store, 2, keep=[1], metrics={"train": {"loss": 0.25}})
     assert (store.best("loss", "min"), store.best("dev_acc", "max")) == (2, 1)
     assert store.best("train_loss", "min") is store.best("acc", "max") is None
 
 
-def test_best_passes_over_unreadable_metadata_with_a_warning(store):
+def test_best_skips_unreadable_metadata_with_a_warning(store):
     save(store, 1, metrics={"train": {"loss": 0.5}})
     save(store, 2, keep=[1], metrics={"train": {"loss": 0.25}})
     flip(store.path(2) / "metadata.json")
-    with pytest.warns(FitflaxWarning, match="Passed over a checkpoint.*step_00000002/metadata.json") as caught:
+    with pytest.warns(FitflaxWarning, match="Skipped a checkpoint.*step_00000002/metadata.json") as caught:
         assert store.best("loss", "min") == 1
     assert [warning.filename for warning in caught] == [__file__]
 
@@ -164,7 +167,7 @@ def test_newest_good_says_what_is_wrong_with_newer_ones(store):
     assert list(map(str, skipped)) == [
         f"step_00000040: state.msgpack is truncated: {len(data) - 1} bytes instead of {len(data)}.",
         "step_00000030: metadata.json is missing.",
-        "step_00000020: state.msgpack is damaged: its structure has another checksum than metadata.json says.",
+        "step_00000020: state.msgpack is damaged: its structure does not match its checksum in metadata.json.",
     ]
     with pytest.raises(CorruptCheckpointError, match="is truncated"):
         store.verify(40)
@@ -211,7 +214,7 @@ def test_saving_a_step_again_for_the_same_owner_replaces_it_and_others_still_wan
 
 
 @pytest.mark.parametrize("stale", ["of another process", "of another run", "damaged"])
-def test_a_stale_checkpoint_of_the_same_step_is_replaced_and_so_are_wishes_for_it(store, monkeypatch, stale):
+def test_a_stale_checkpoint_of_the_same_step_is_replaced_and_its_owners_are_forgotten(store, monkeypatch, stale):
     save(store, 1, owner="best", run="b" if stale == "of another run" else "a")
     if stale == "of another process":
         new_process(monkeypatch, "bbbb")
@@ -223,14 +226,14 @@ def test_a_stale_checkpoint_of_the_same_step_is_replaced_and_so_are_wishes_for_i
     assert store.steps() == [2]
 
 
-def test_what_an_owner_wants_and_what_a_checkpoint_measured_can_be_asked(store):
+def test_the_steps_an_owner_wants_and_the_metrics_of_a_checkpoint_can_be_queried(store):
     for step in (1, 2):
         save(store, step, keep=[1, 9], metrics={"val": {"loss": step / 2}})
     assert (store.wanted("model"), store.wanted("best")) == ([1, 2], [])
     assert (store.metric(1, "val_loss"), store.metric(1, "loss"), store.metric(9, "val_loss")) == (0.5, None, None)
 
 
-def test_a_checkpoint_that_somebody_else_removed_is_lost_and_one_that_was_given_up_is_not(store):
+def test_a_checkpoint_removed_from_outside_is_lost_but_one_no_longer_wanted_is_not(store):
     for step in (1, 2, 3):
         save(store, step, keep=[step - 1])
     shutil.rmtree(store.path(2))
@@ -239,7 +242,7 @@ def test_a_checkpoint_that_somebody_else_removed_is_lost_and_one_that_was_given_
     assert store.lost("model", [3, 2, 1]) == [1, 2]
 
 
-def test_a_checkpoint_belongs_to_those_who_save_it_next_though_the_process_dies_before(store):
+def test_a_checkpoint_belongs_to_owners_that_save_it_next_even_if_the_process_dies(store):
     store.save(step=1, train={}, run={}, metadata={"run_id": "a"}, owner="latest", keep=[], also=["best"])
     following = CheckpointStore(store.directory, backend=store.backend)
     assert (following.wanted("latest"), following.wanted("best")) == ([1], [1])
@@ -248,20 +251,20 @@ def test_a_checkpoint_belongs_to_those_who_save_it_next_though_the_process_dies_
     assert (store.path(1) / "metadata.json").stat().st_ino == before
 
 
-def test_what_a_save_gives_up_is_wanted_until_the_new_checkpoint_is_there(store, monkeypatch):
+def test_what_a_save_gives_up_stays_wanted_until_the_new_checkpoint_exists(store, monkeypatch):
     def die(*arguments, **options):
         raise Killed
 
     save(store, 1)
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(store_module, "write_in_place", die)
+        patch.setattr(local_directory, "write_in_place", die)
         save(store, 2)
     assert store.wanted("model") == [1]
     store.retain("best", [])
     assert store.steps() == [1]
 
 
-def test_retain_changes_wishes_without_saving(store):
+def test_retain_changes_the_wanted_steps_without_saving(store):
     for step in (1, 2, 3):
         save(store, step, keep=[1, 2, 3])
     store.retain("best", [1])
@@ -270,7 +273,7 @@ def test_retain_changes_wishes_without_saving(store):
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[]", '{"owners": {"model": 3}, "unknown": []}', "\x00" * 50])
-def test_without_readable_retention_nothing_older_is_deleted_until_an_owner_takes_it_over(store, text):
+def test_without_readable_retention_nothing_old_is_deleted_until_an_owner_takes_it_over(store, text):
     for step in (1, 2, 3):
         save(store, step, keep=[1, 2, 3])
     file = store.directory / "retention.json"
@@ -278,7 +281,11 @@ def test_without_readable_retention_nothing_older_is_deleted_until_an_owner_take
         file.unlink()
     else:
         file.write_text(text)
-    with warnings.catch_warnings() if text is None else pytest.warns(FitflaxWarning, match="retention.json is damaged: steps 1, 2 will be kept"):
+    with (
+        warnings.catch_warnings()
+        if text is None
+        else pytest.warns(FitflaxWarning, match="retention.json is damaged, so checkpoints that may still be needed are kept: steps 1, 2\\.")
+    ):
         save(store, 4, keep=[3])
     save(store, 5, keep=[4])
     assert store.steps() == [1, 2, 4, 5]
@@ -287,10 +294,10 @@ def test_without_readable_retention_nothing_older_is_deleted_until_an_owner_take
     assert store.steps() == [1, 7]
 
 
-def test_a_failure_in_tidying_up_is_a_warning_and_the_step_is_saved(store, monkeypatch):
+def test_a_failed_cleanup_is_a_warning_and_the_step_is_saved(store, monkeypatch):
     save(store, 1)
     monkeypatch.setattr(shutil, "rmtree", failing(lambda *args, **kwargs: True, shutil.rmtree))
-    with pytest.warns(FitflaxWarning, match="step_00000002 is saved, but .* could not be tidied up: .*No space left"):
+    with pytest.warns(FitflaxWarning, match="step_00000002 was saved, but .* could not be cleaned up: .*No space left"):
         save(store, 2)
     assert store.steps() == [2]
     monkeypatch.undo()
@@ -303,12 +310,12 @@ def test_a_changed_digit_in_retention_deletes_nothing(store):
         save(store, step, keep=[1, 2, 3])
     file = store.directory / "retention.json"
     file.write_text(file.read_text().replace("[1, 2, 3]", "[1, 3, 3]"))
-    with pytest.warns(FitflaxWarning, match=r"retention\.json is damaged: steps 1, 2, 3 will be kept"):
+    with pytest.warns(FitflaxWarning, match=r"retention\.json is damaged, so checkpoints that may still be needed are kept: steps 1, 2, 3\."):
         store.retain("best", [])
     assert store.steps() == [1, 2, 3]
 
 
-# --- The disk fails ---
+# --- Disk failures ---
 
 
 def failing(when, function):
@@ -324,7 +331,7 @@ CALLS = [(os, "fsync"), (os, "rename"), (os, "replace"), (builtins, "open"), (pa
 
 
 def fail_at(monkeypatch, directory, number, error):
-    """Lets the `number`-th call to the disk below `directory` raise `error`; returns the list of calls."""
+    """Makes the `number`-th disk call below `directory` raise `error`; returns the list of calls."""
     calls = []
 
     def watch(name, function):
@@ -340,7 +347,7 @@ def fail_at(monkeypatch, directory, number, error):
 
     for owner, name in CALLS:
         monkeypatch.setattr(owner, name, watch(name, getattr(owner, name)))
-    if isinstance(error, Killed):  # A dead process cleans nothing up.
+    if isinstance(error, Killed):  # A dead process does not clean up.
         for owner, name in ((shutil, "rmtree"), (os, "unlink"), (pathlib.Path, "unlink")):
             monkeypatch.setattr(owner, name, lambda *args, **kwargs: None)
     return calls
@@ -363,7 +370,7 @@ def count_calls(tmp_path, prepare, act):
 
 
 def after_each_kill(tmp_path, monkeypatch, prepare, act):
-    """Yields the store as the next process finds and recovers it, for each call of the disk at which a process that does `act` can be killed."""
+    """Yields the store as the next process recovers it, for each disk call at which a process that runs `act` can be killed."""
     for number in range(1, count_calls(tmp_path, prepare, act) + 1):
         new_process(monkeypatch, "aaaa")
         store = prepare(tmp_path / str(number))
@@ -392,7 +399,7 @@ def prepared(directory):
     return store
 
 
-def test_a_checkpoint_is_on_the_disk_before_it_is_renamed_and_the_rename_before_save_returns(store, monkeypatch):
+def test_a_checkpoint_is_synced_before_it_is_renamed_and_the_rename_before_save_returns(store, monkeypatch):
     events, fsync, rename = [], os.fsync, os.rename
     monkeypatch.setattr(os, "fsync", lambda file: events.append(os.fstat(file).st_ino) or fsync(file))
     monkeypatch.setattr(os, "rename", lambda old, new: events.append(pathlib.Path(new)) or rename(old, new))
@@ -403,7 +410,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_is_renamed_and_the_rename_before_
 
 
 @pytest.mark.parametrize("step", [2, 3])
-def test_wherever_the_disk_fails_earlier_checkpoints_are_intact_and_the_failed_step_is_not_listed(tmp_path, step):
+def test_wherever_the_disk_fails_older_checkpoints_stay_and_a_failed_step_is_not_listed(tmp_path, step):
     def act(store):
         save(store, step, keep=[2])
 
@@ -443,14 +450,14 @@ def test_wherever_a_process_is_killed_the_next_one_finds_a_complete_checkpoint(t
 
 
 def test_a_leaf_that_cannot_be_saved_leaves_nothing_behind(store):
-    with pytest.raises(CheckpointError, match="run/x is a object"):
+    with pytest.raises(CheckpointError, match="run/x is of type object"):
         store.save(step=1, train={}, run={"x": object()}, metadata={"run_id": "a"}, owner="me", keep=[])
     assert (store.steps(), hidden(store)) == ([], [])
 
 
-def test_a_file_in_the_place_of_a_checkpoint_is_not_touched(store):
+def test_a_file_in_place_of_a_checkpoint_is_not_touched(store):
     store.path(1).write_text("mine")
-    with pytest.raises(CheckpointError, match="step_00000001 is in the way: it is a file"):
+    with pytest.raises(CheckpointError, match="step_00000001 is a file, not a checkpoint"):
         save(store, 1)
     assert store.path(1).read_text() == "mine" and hidden(store) == []
 
@@ -461,10 +468,10 @@ def test_a_directory_that_cannot_be_listed_is_a_checkpoint_error(store, monkeypa
         store.steps()
 
 
-# --- Whose directory it is ---
+# --- Claiming a directory ---
 
 
-def test_a_run_locks_the_directory_as_soon_as_it_is_there(tmp_path):
+def test_a_run_locks_the_directory_as_soon_as_it_exists(tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints")
     with Saver() as saver:
         store.lock(saver)
@@ -476,7 +483,7 @@ def test_a_run_locks_the_directory_as_soon_as_it_is_there(tmp_path):
         assert holder_of(store.directory) is saver
 
 
-def test_claim_makes_the_directory_and_notes_the_run(tmp_path):
+def test_claim_creates_the_directory_and_records_the_run(tmp_path):
     store = CheckpointStore(str(tmp_path / "new" / "dir"))
     store.claim("a", overwrite=False)
     assert store.run_id() == "a" and store.steps() == []
@@ -485,8 +492,8 @@ def test_claim_makes_the_directory_and_notes_the_run(tmp_path):
 def test_a_directory_with_checkpoints_of_another_run_is_in_use(store):
     save(store, 100)
     message = (
-        f"{store.directory} holds checkpoints of run 'a': step 100. Go on with that run with resume=\"auto\", choose another directory, "
-        "or replace it with overwrite=True."
+        f"{store.directory} holds checkpoints of run 'a': step 100. To resume that run, pass resume=\"auto\" if it has a ModelCheckpoint, otherwise "
+        f'resume="{store.directory}". To start a new run, choose another directory, or pass overwrite=True to the callback, which replaces these checkpoints.'
     )
     with pytest.raises(DirectoryInUseError, match=f"^{re.escape(message)}$"):
         store.claim("b", overwrite=False)
@@ -497,7 +504,7 @@ def test_a_directory_with_checkpoints_of_another_run_is_in_use(store):
 @pytest.mark.parametrize("where", [".", "below"])
 def test_a_file_in_the_way_is_an_error_before_any_work(tmp_path, where):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(DirectoryInUseError, match="a file is in the way"):
+    with pytest.raises(DirectoryInUseError, match="it or one of its parents is a file"):
         CheckpointStore(tmp_path / "file" / where).claim("a", overwrite=True)
 
 
@@ -517,7 +524,7 @@ def test_damaged_metadata_does_not_make_a_directory_free(store, monkeypatch, not
         store.claim("b", overwrite=False)
 
 
-def test_claim_removes_litter_of_dead_processes_and_nothing_else(store, monkeypatch):
+def test_claim_removes_leftovers_of_dead_processes_and_nothing_else(store, monkeypatch):
     save(store, 1)
     for name in (".step_00000002.tmp-0123-4567", ".trash-0123"):
         (store.directory / name).mkdir()
@@ -574,7 +581,7 @@ def test_an_overwritten_run_is_put_back_when_the_new_one_saved_nothing(store, mo
     assert (store.steps(), hidden(store)) == ([1], [])
 
 
-def test_wherever_an_overwriting_process_is_killed_one_run_is_whole(tmp_path, monkeypatch):
+def test_wherever_an_overwriting_process_is_killed_one_run_is_intact(tmp_path, monkeypatch):
     def prepare(directory):
         store = three_steps(directory)
         new_process(monkeypatch, "bbbb")
@@ -593,7 +600,7 @@ def test_wherever_an_overwriting_process_is_killed_one_run_is_whole(tmp_path, mo
     assert found == {"a", "b"}
 
 
-def test_claiming_fails_whole_when_the_disk_does(store, monkeypatch):
+def test_a_claim_that_fails_because_of_the_disk_changes_nothing(store, monkeypatch):
     for step in (10, 20):
         save(store, step, keep=[10])
     monkeypatch.setattr(os, "rename", failing(lambda old, new: "step_00000020" in str(old), os.rename))
@@ -605,7 +612,7 @@ def test_claiming_fails_whole_when_the_disk_does(store, monkeypatch):
 # --- Going back to an earlier step ---
 
 
-def test_steps_after_a_resume_point_are_dropped_and_deleted_once_one_is_saved_beyond_it(store):
+def test_steps_after_a_resume_point_are_dropped_and_deleted_once_a_later_one_is_saved(store):
     for step in (10, 20, 30):
         save(store, step, keep=[10, 20, 30], owner="model")
         save(store, step, keep=[10, 20, 30], owner="best")
@@ -618,16 +625,16 @@ def test_steps_after_a_resume_point_are_dropped_and_deleted_once_one_is_saved_be
     assert store.restore(20).train["w"] == 7
 
 
-def test_what_is_dropped_is_in_its_place_on_the_disk_before_it_counts_as_dropped(store, monkeypatch):
+def test_dropped_steps_are_synced_in_their_new_place_before_they_count_as_dropped(store, monkeypatch):
     for step in (1, 2):
         save(store, step, keep=[1])
     synced = []
-    monkeypatch.setattr(store_module, "fsync_directory", lambda directory: synced.append(directory.name))
+    monkeypatch.setattr(local_directory, "fsync_directory", lambda directory: synced.append(directory.name))
     store.drop_after(1)
     assert [name[:6] for name in synced] == [".undo-", "checkp"]
 
 
-def test_what_was_dropped_stays_aside_when_the_process_dies_before_it_saves(store, monkeypatch):
+def test_dropped_steps_stay_set_aside_if_the_process_dies_before_it_saves(store, monkeypatch):
     for step in (10, 20):
         save(store, step, keep=[10])
     store.drop_after(10)
@@ -640,13 +647,13 @@ def test_what_was_dropped_stays_aside_when_the_process_dies_before_it_saves(stor
     assert (store.steps(), hidden(store)) == ([15], [])
 
 
-def test_what_was_dropped_is_deleted_by_the_next_claim_when_the_process_died_after_it_saved(store, monkeypatch):
+def test_dropped_steps_are_deleted_by_the_next_claim_if_the_process_died_after_it_saved(store, monkeypatch):
     for step in (10, 20):
         save(store, step, keep=[10])
     store.drop_after(10)
     with pytest.MonkeyPatch.context() as patch:
-        listing = CheckpointStore._list
-        patch.setattr(CheckpointStore, "_list", lambda self: listing(self)._replace(set_aside=[]))
+        contents = local_directory.LocalDirectory.contents
+        patch.setattr(local_directory.LocalDirectory, "contents", lambda self: contents(self)._replace(set_aside=[]))
         save(store, 11, keep=[10])
     assert len(hidden(store)) == 1
     new_process(monkeypatch, "bbbb")
@@ -654,7 +661,7 @@ def test_what_was_dropped_is_deleted_by_the_next_claim_when_the_process_died_aft
     assert (store.steps(), hidden(store)) == ([10, 11], [])
 
 
-def test_what_was_dropped_is_put_back_when_nothing_else_is_left(store, monkeypatch):
+def test_dropped_steps_are_put_back_if_nothing_else_is_left(store, monkeypatch):
     for step in (10, 20):
         save(store, step, keep=[10])
     store.drop_after(5)
@@ -666,7 +673,7 @@ def test_what_was_dropped_is_put_back_when_nothing_else_is_left(store, monkeypat
     assert store.steps() == [20, 30]
 
 
-def test_wherever_dropping_is_killed_all_or_none_are_dropped_and_none_is_lost(tmp_path, monkeypatch):
+def test_wherever_dropping_is_killed_all_or_no_steps_are_dropped_and_none_is_lost(tmp_path, monkeypatch):
     def act(store):
         store.drop_after(10)
 
@@ -676,7 +683,7 @@ def test_wherever_dropping_is_killed_all_or_none_are_dropped_and_none_is_lost(tm
     assert whole in found and dropped in found and all(state in (whole, dropped) for state in found)
 
 
-def test_wherever_putting_back_is_killed_none_is_lost(tmp_path, monkeypatch):
+def test_wherever_putting_back_is_killed_no_step_is_lost(tmp_path, monkeypatch):
     def prepare(directory):
         store = three_steps(directory)
         store.drop_after(0)
@@ -686,10 +693,10 @@ def test_wherever_putting_back_is_killed_none_is_lost(tmp_path, monkeypatch):
         assert (store.steps(), hidden(store)) == ([10, 20, 30], [])
 
 
-# --- One checkpoint, anywhere ---
+# --- A single checkpoint at any path ---
 
 
-def test_a_checkpoint_can_have_any_name_and_is_replaced_whole(tmp_path, monkeypatch):
+def test_a_checkpoint_can_have_any_name_and_is_replaced_as_a_whole(tmp_path, monkeypatch):
     path = tmp_path / "new" / "final"
     assert save_checkpoint(path, train={"w": 1}, run={}, metadata={"step": 1}) == path
     monkeypatch.chdir(path.parent)
@@ -714,10 +721,10 @@ def test_what_is_not_a_checkpoint_is_never_replaced(tmp_path, kind):
     if kind in ("directory", "checkpoint and more"):
         (path / "thesis.tex").write_text("x")
     if kind in ("data", "checkpoint and data"):
-        (path / "train").mkdir()  # As Orbax's directory is called, and many a data set.
+        (path / "train").mkdir()  # The name of Orbax's directory, and of many datasets.
         (path / "train" / "cat.jpg").write_text("x")
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(CheckpointError, match="x is in the way: it is not a checkpoint"):
+    with pytest.raises(CheckpointError, match="x already exists and is not a checkpoint"):
         save_checkpoint(path, train={}, run={}, metadata={})
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -731,7 +738,7 @@ def test_a_damaged_checkpoint_may_be_replaced(tmp_path):
     assert load_checkpoint(tmp_path / "x").train == {"w": 2}
 
 
-def test_wherever_saving_is_killed_the_old_or_the_new_checkpoint_is_there_or_named(tmp_path):
+def test_wherever_saving_is_killed_the_old_or_new_checkpoint_exists_or_an_error_names_it(tmp_path):
     def prepare(directory):
         directory.mkdir()
         save_checkpoint(directory / "x", train={"w": 1}, run={}, metadata={})
@@ -753,35 +760,37 @@ def test_wherever_saving_is_killed_the_old_or_the_new_checkpoint_is_there_or_nam
             moved += 1
             (aside,) = directory.glob(".replaced-x.*")
             assert load_checkpoint(aside).train == {"w": 1}
-            with pytest.raises(CheckpointNotFoundError, match=f"An earlier one was set aside as {re.escape(str(aside))}"):
+            with pytest.raises(CheckpointNotFoundError, match=f"set an earlier one aside as {re.escape(str(aside))}"):
                 load_checkpoint(directory / "x")
         save_checkpoint(directory / "x", train={"w": 3}, run={}, metadata={})
         assert load_checkpoint(directory / "x").train == {"w": 3}
     assert moved == 1
 
 
-def test_a_directory_of_checkpoints_stands_for_its_newest_good_one(store):
+def test_loading_a_directory_of_checkpoints_uses_its_newest_intact_one(store):
     for step in (1, 2):
         save(store, step, keep=[1])
     assert load_checkpoint(store.directory).path == store.path(2) == load_checkpoint(str(store.path(2))).path
     flip(store.path(2) / "state.msgpack")
-    with pytest.warns(FitflaxWarning, match="Took .*step_00000001, because newer checkpoints cannot be read. step_00000002: state.msgpack is damaged"):
+    with pytest.warns(FitflaxWarning, match="Using .*step_00000001, because newer checkpoints cannot be read. step_00000002: state.msgpack is damaged"):
         assert load_checkpoint(store.directory).run == {"n": 1}
     with pytest.raises(CorruptCheckpointError):
         load_checkpoint(store.path(2))
 
 
-def test_directories_below_that_hold_checkpoints_are_named_when_their_parent_is_given(store):
+def test_loading_a_parent_directory_names_the_subdirectories_with_checkpoints(store):
     save(store, 1)
     (store.directory.parent / "other").mkdir(exist_ok=True)
-    with pytest.raises(CheckpointNotFoundError, match=rf"There is no checkpoint in .* There are some in {store.directory.name}, below it\."):
+    with pytest.raises(
+        CheckpointNotFoundError, match=rf"There is no checkpoint in .* Pass one of its subdirectories that contain checkpoints: {store.directory.name}\."
+    ):
         load_checkpoint(store.directory.parent)
 
 
-def test_what_was_looked_for_is_said_when_nothing_is_found(store, tmp_path):
+def test_the_error_says_what_was_looked_for_when_nothing_is_found(store, tmp_path):
     with pytest.raises(CheckpointNotFoundError, match=r"There is no checkpoint at .*nowhere: no such directory"):
         load_checkpoint(tmp_path / "nowhere")
-    with pytest.raises(CheckpointNotFoundError, match=r"There is no checkpoint in .*: looked for metadata\.json or a good step_"):
+    with pytest.raises(CheckpointNotFoundError, match=r"There is no checkpoint in .*: looked for metadata\.json or an intact step_"):
         load_checkpoint(store.directory)
     save(store, 1)
     (store.path(1) / "state.msgpack").write_bytes(b"")
@@ -789,7 +798,7 @@ def test_what_was_looked_for_is_said_when_nothing_is_found(store, tmp_path):
         load_checkpoint(store.directory)
 
 
-def test_arrays_of_several_devices_are_saved_once(store, devices):
+def test_arrays_on_several_devices_are_saved_once(store, devices):
     mesh = jax.sharding.Mesh(np.array(devices(2)), ("x",))
     sharded = jax.device_put(np.arange(4), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
     replicated = jax.device_put(np.arange(3), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))

@@ -1,4 +1,4 @@
-"""What tests of data sources share."""
+"""Fixtures for the tests of data sources."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 @pytest.fixture(scope="module")
 def compiled_once(compilation_cache: dict[str, str]) -> Iterator[None]:
-    """Every trainer is made from scratch; only the compiler's work is shared."""
+    """Tests create every trainer from scratch and share only the compilation cache."""
     before = {name: getattr(jax.config, name.lower()) for name in compilation_cache}
     for name, value in compilation_cache.items():
         jax.config.update(name.lower(), value if name.endswith("DIR") else int(value))

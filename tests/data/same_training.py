@@ -1,4 +1,4 @@
-"""What tests of data sources compare: training, evaluation and prediction with a source, and a run that stops and goes on, bit for bit."""
+"""Bit-for-bit comparisons for the tests of data sources: training, evaluation and prediction with a source, and a run that is interrupted and resumed."""
 
 import contextlib
 import pathlib
@@ -21,8 +21,8 @@ ROWS, BATCH = 10, 4  # Batches of 4, 4 and 2.
 X = np.random.default_rng(5).normal(size=(ROWS, 3)).astype(np.float32)
 Y = (X @ np.array([[1.0], [-2.0], [0.5]], np.float32)).astype(np.float32)
 
-CANNOT_SEEK = "This data source cannot seek: {} examples are read and dropped"
-NO_ORDER = "The order of examples cannot be repeated"
+CANNOT_SEEK = "This data source cannot seek, so {} examples are read and dropped"
+NO_ORDER = "so its order of examples cannot be repeated. This run will differ from an uninterrupted one."
 
 
 def make_trainer(**options: Any) -> fitflax.Trainer:
@@ -32,7 +32,7 @@ def make_trainer(**options: Any) -> fitflax.Trainer:
 
 
 def outcome(data: Any, predicted: Any = None, *, keys: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-    """All that comes of training two epochs on `data`, evaluating on it, and predicting."""
+    """Returns all results of training for two epochs on `data`, evaluating on it, and predicting."""
     trainer = make_trainer(**(keys or {}))
     history = trainer.fit(data, epochs=2, verbose=0, **options)
     size = {"batch_size": options["batch_size"]} if "batch_size" in options else {}
@@ -51,15 +51,15 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def warned(*beginnings: str) -> Iterator[None]:
-    """Checks that the block warns so, in this order, and of nothing else."""
+def warned(*prefixes: str) -> Iterator[None]:
+    """Checks that the block emits exactly these warnings, in this order."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        # Third parties' own deprecations are not this library's; each test module says which it lets pass.
+        # Deprecations in third-party packages are not checked here; each test module declares which ones it ignores.
         yield
-    own = [str(warning.message) for warning in caught if issubclass(warning.category, FitflaxWarning)]
-    assert [message[: len(beginning)] for message, beginning in zip(own, beginnings, strict=False)] == list(beginnings), own
-    assert len(own) == len(beginnings), own
+    emitted = [str(warning.message) for warning in caught if issubclass(warning.category, FitflaxWarning)]
+    assert [message[: len(prefix)] for message, prefix in zip(emitted, prefixes, strict=False)] == list(prefixes), emitted
+    assert len(emitted) == len(prefixes), emitted
 
 
 def run(root: pathlib.Path, data: Any, steps: int, *, keys: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
@@ -70,9 +70,9 @@ def run(root: pathlib.Path, data: Any, steps: int, *, keys: dict[str, Any] | Non
 
 
 def assert_resumes(root: pathlib.Path, make: Callable[[], Any], k: int, *messages: str, steps: int = 8, **options: Any) -> None:
-    """Checks that a run stopped at step `k` and resumed over data made anew, as in a new process, is the run never stopped, and that it warns so."""
-    never = run(root / "never", make(), steps, **options)
+    """Checks that a run stopped at step `k` and resumed on newly created data is identical to an uninterrupted run, and emits exactly these warnings."""
+    uninterrupted = run(root / "never", make(), steps, **options)
     run(root / "stopped", make(), k, **options)
     with warned(*messages):
         resumed = run(root / "stopped", make(), steps, **options)
-    assert_same(resumed, never)
+    assert_same(resumed, uninterrupted)

@@ -9,7 +9,7 @@ from fitflax.data import Position, Source, adapt
 from fitflax.data.adapt import is_in_memory
 from fitflax.data.arrays import ArraySource
 from fitflax.data.batch import Selection
-from fitflax.data.streams import IterableSource, OneShotSource
+from fitflax.data.sources import IterableSource, OneShotSource
 from fitflax.errors import ConfigError, DataError
 
 X, Y, W = np.arange(12, dtype=np.float32).reshape(6, 2), np.arange(6, dtype=np.int32), np.arange(6, dtype=np.float32)
@@ -24,7 +24,7 @@ def first(source: Source):
     return next(source.open(Position()))
 
 
-# -- what is in memory --
+# -- in-memory data --
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_pandas_frames_and_series_are_in_memory():
 
 
 @pytest.mark.parametrize("data", [(), [], {}, (None,), [X, 3], (X, "text"), {"a": X, "b": None}, [(X, Y), 3], "text", 3, None, (X, range(3))])
-def test_anything_else_is_not(data: object):
+def test_anything_else_is_not_in_memory(data: object):
     assert not is_in_memory(data)
 
 
@@ -72,13 +72,13 @@ def test_anything_else_is_not(data: object):
     ],
     ids=["generator", "function", "lambda", "iterator", "map", "cycle"],
 )
-def test_everything_else_yields_batches(data: object, kind: type):
+def test_functions_and_iterators_become_sources_of_batches(data: object, kind: type):
     source = adapt(data)
     assert type(source) is kind
     np.testing.assert_array_equal(first(source).x[:4], X[:4])
 
 
-def test_an_iterable_object_is_iterated_anew_for_each_pass_and_tells_its_length():
+def test_an_iterable_object_is_iterated_again_for_each_pass_and_reports_its_length():
     class Loader:
         def __init__(self) -> None:
             self.passes = 0
@@ -97,7 +97,7 @@ def test_an_iterable_object_is_iterated_anew_for_each_pass_and_tells_its_length(
     assert loader.passes == 2
 
 
-def test_an_object_that_is_indexed_as_a_sequence_yields_batches():
+def test_an_object_that_supports_indexing_yields_batches():
     class Sequence:
         def __len__(self) -> int:
             return 2
@@ -108,7 +108,7 @@ def test_an_object_that_is_indexed_as_a_sequence_yields_batches():
     assert [len(triple.x) for triple in adapt(Sequence()).open(Position())] == [4, 2]
 
 
-def test_a_callable_iterable_is_an_iterable():
+def test_a_callable_iterable_is_treated_as_an_iterable():
     class Both(list):
         def __call__(self):
             raise AssertionError
@@ -116,27 +116,27 @@ def test_a_callable_iterable_is_an_iterable():
     assert len(first(adapt(Both([{"x": X, "y": 1}]), selection=Selection("x"))).x) == 6
 
 
-def test_a_source_is_passed_on():
+def test_a_source_is_returned_unchanged():
     source = adapt(X)
     assert adapt(source) is source
 
 
-# -- what of it is what --
+# -- inputs, targets, and weights --
 
 
-def test_the_targets_and_weights_of_a_tuple_are_its_second_and_third():
+def test_the_second_and_third_elements_of_a_tuple_are_targets_and_weights():
     source = adapt((X, Y, W), shuffle=False)
     triple = first(source)
     assert (triple.x.tolist(), triple.y.tolist(), triple.weights.tolist()) == (X.tolist(), Y.tolist(), W.tolist())
 
 
-def test_with_targets_of_its_own_a_tuple_is_several_inputs():
+def test_a_tuple_with_separate_targets_is_several_inputs():
     triple = first(adapt((X, W), Y, shuffle=False))
     assert [leaf.tolist() for leaf in triple.x] == [X.tolist(), W.tolist()]
     assert triple.y.tolist() == Y.tolist()
 
 
-def test_for_predict_a_tuple_is_several_inputs():
+def test_predict_treats_a_tuple_as_several_inputs():
     triple = first(adapt((X, Y), shuffle=False, inputs_only=True))
     assert [leaf.tolist() for leaf in triple.x] == [X.tolist(), Y.tolist()]
     assert triple.y == ()
@@ -147,35 +147,35 @@ def test_a_list_is_one_argument():
     assert isinstance(triple.x, list) and len(triple.x) == 2
 
 
-def test_keys_pick_from_dicts_of_arrays():
+def test_keys_pick_inputs_and_targets_from_dicts_of_arrays():
     data = {"image": X, "label": Y, "id": W}
     triple = first(adapt(data, selection=Selection("image", "label"), shuffle=False))
     assert (triple.x.tolist(), triple.y.tolist()) == (X.tolist(), Y.tolist())
     assert first(adapt({"image": X}, selection=Selection("image", "label"), shuffle=False, inputs_only=True)).x.tolist() == X.tolist()
 
 
-def test_weights_beside_a_pair_are_its_weights():
+def test_sample_weight_with_a_pair_of_arrays_sets_its_weights():
     assert first(adapt((X, Y), sample_weight=W, shuffle=False)).weights.tolist() == W.tolist()
 
 
-def test_weights_given_twice_are_an_error():
-    with pytest.raises(ConfigError, match="given twice"):
+def test_passing_weights_twice_is_an_error():
+    with pytest.raises(ConfigError, match="sample_weight is passed twice"):
         adapt((X, Y, W), sample_weight=W)
 
 
-def test_the_batch_size_is_32_unless_said():
+def test_the_default_batch_size_is_32():
     assert adapt(np.zeros(100)).num_batches == 4
     assert adapt(np.zeros(100), batch_size=10).num_batches == 10
 
 
 @pytest.mark.parametrize("given", [{"y": Y}, {"sample_weight": W}, {"batch_size": 3}, {"drop_remainder": True}], ids=lambda given: next(iter(given)))
-def test_what_batches_hold_themselves_cannot_be_given_beside_them(given: dict):
-    with pytest.raises(ConfigError, match=rf"{next(iter(given))} can only be given with in-memory arrays; batches of `data` \(a function\)"):
+def test_arguments_for_in_memory_arrays_cannot_be_passed_with_batches(given: dict):
+    with pytest.raises(ConfigError, match=rf"{next(iter(given))} can only be passed with in-memory arrays\. `data` is a function"):
         adapt(batches, **given)
 
 
 @pytest.mark.parametrize("data", ["text", b"bytes", 3, 2.5, None, object()])
-def test_what_yields_no_batches_is_an_error(data: object):
+def test_an_object_that_cannot_yield_batches_is_an_error(data: object):
     with pytest.raises(DataError, match=f"Received: a {type(data).__name__}"):
         adapt(data)
 
@@ -186,8 +186,8 @@ def test_an_empty_list_is_an_error():
 
 
 @pytest.mark.parametrize("batches", [[(X, Y), (X, Y)], [(X, Y)], [{"x": X}, {"x": X}]], ids=["pairs", "one pair", "dicts"])
-def test_a_list_of_batches_is_not_taken_for_arrays(batches: list):
-    with pytest.raises(DataError, match="For a list of batches give a function"):
+def test_a_list_of_batches_is_not_mistaken_for_arrays(batches: list):
+    with pytest.raises(DataError, match="To pass a list of batches, use a function"):
         adapt(batches)
 
 
@@ -196,7 +196,7 @@ def test_a_tuple_of_four_arrays_is_an_error():
         adapt((X, Y, W, W))
 
 
-# -- what is known to be endless --
+# -- endless data --
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_a_tuple_of_four_arrays_is_an_error():
     ],
     ids=["cycle", "count", "repeat", "repeat 3", "iterator", "generator"],
 )
-def test_endless_iterators_of_itertools_are_known(data: object, is_endless: bool):
+def test_endless_iterators_of_itertools_are_recognized(data: object, is_endless: bool):
     assert adapt(data).is_endless == is_endless
 
 

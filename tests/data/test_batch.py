@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from fitflax.data import Batcher, Position
-from fitflax.data.batch import Selection, Triple, class_weights_of, full_mask, leaf_paths, num_examples, to_numpy
+from fitflax.data.batch import Selection, Triple, class_weights_of, full_mask, to_numpy
+from fitflax.data.whole_batches import leaf_paths, num_examples
 from fitflax.errors import ConfigError, DataError, FitflaxWarning
 
 
@@ -19,7 +20,7 @@ def triple(rows: int, **kwargs: object) -> Triple:
 
 
 @pytest.mark.parametrize(("rows", "size", "replicas"), [(3, 4, 1), (1, 4, 2), (3, 8, 4), (5, 8, 8), (1, 1, 8), (7, 10, 4)])
-def test_a_short_batch_is_filled_up_with_its_own_rows_in_turn(rows: int, size: int, replicas: int):
+def test_a_short_batch_is_padded_by_repeating_its_rows_in_order(rows: int, size: int, replicas: int):
     batch, real, *_ = Batcher(num_shards=replicas, size=size)(triple(rows, y=np.arange(rows) * 10, weights=np.arange(rows) + 1.0))
     full = -(-size // replicas) * replicas
     expected = [index % rows for index in range(full)]
@@ -31,7 +32,7 @@ def test_a_short_batch_is_filled_up_with_its_own_rows_in_turn(rows: int, size: i
     assert batch.mask.tolist() == [index < rows for index in range(full)]
 
 
-def test_a_full_batch_is_passed_on_uncopied_with_the_one_full_mask():
+def test_a_full_batch_is_not_copied_and_has_the_shared_full_mask():
     given = triple(4, y=np.zeros(4))
     batch, *_ = Batcher(num_shards=2, size=4)(given)
     assert batch.x is given.x and batch.y is given.y
@@ -53,49 +54,48 @@ def test_padding_keeps_structure_dtypes_and_trailing_axes():
     assert batch.y.shape == batch.weights.shape == (4, 5)
 
 
-def test_the_first_batch_gives_the_size_where_none_is_known():
+def test_the_first_batch_determines_the_size_if_none_is_given():
     batcher = Batcher(num_shards=4)
     assert len(batcher(triple(6))[0].mask) == 8
     assert len(batcher(triple(1))[0].mask) == 8
 
 
-def test_a_larger_later_batch_is_taken_with_a_warning_that_it_compiles_again():
+def test_a_larger_later_batch_is_accepted_with_a_warning_about_compiling_again():
     batcher = Batcher(num_shards=2)
     batcher(triple(3))
-    with pytest.warns(FitflaxWarning, match="A batch of 5 examples follows batches of 4: the step is compiled again"):
+    with pytest.warns(FitflaxWarning, match="A batch of 5 examples follows batches of 4, so the step is compiled again"):
         assert len(batcher(triple(5))[0].mask) == 6
     assert len(batcher(triple(3))[0].mask) == 6
 
 
-def test_without_padding_every_size_is_its_own():
+def test_without_padding_every_batch_keeps_its_size():
     batcher = Batcher(num_shards=2, size=4, pad=False)
     assert [len(batcher(triple(rows))[0].mask) for rows in (4, 2, 6)] == [4, 2, 6]
 
 
-def test_without_padding_a_batch_must_divide_over_the_devices():
-    with pytest.raises(DataError, match=r"A batch of 3 examples cannot be split over 2 devices with compile\(pad=False\)"):
+def test_without_padding_a_batch_must_be_divisible_by_the_number_of_devices():
+    with pytest.raises(DataError, match=r"With compile\(pad=False\), .* a multiple of 2 \(devices: 2, accumulate_steps: 1\)\. Received: 3 examples"):
         Batcher(num_shards=2, size=4, pad=False)(triple(3))
 
 
-@pytest.mark.parametrize("make", [jnp.asarray, list, lambda array: __import__("pandas").Series(array)])
-def test_jax_arrays_and_what_numpy_understands_make_batches(make):
-    raw = make(np.arange(3.0, dtype=np.float32)) if make is not list else np.arange(3.0)
-    batch, real, *_ = Batcher(size=4)(Triple(raw, (), None))
+@pytest.mark.parametrize("make", [np.asarray, jnp.asarray, lambda array: __import__("pandas").Series(array)], ids=["numpy", "jax", "pandas"])
+def test_arrays_and_series_make_batches(make):
+    batch, real, *_ = Batcher(size=4)(Triple(make(np.arange(3.0, dtype=np.float32)), (), None))
     assert real == 3
     np.testing.assert_array_equal(batch.x, [0, 1, 2, 0])
 
 
-# -- what does not fit --
+# -- errors --
 
 
-def test_leaves_of_unequal_length_are_named_with_their_paths():
-    bad = Triple({"image": np.zeros(4), "label": np.zeros(3)}, np.zeros(4), None)
+def test_leaves_of_unequal_length_are_an_error_that_lists_their_paths():
+    bad = Triple({"image": np.zeros(4), "label": np.zeros(3)}, (), None)
     with pytest.raises(DataError, match=r"x.*\['image'\].* has 4.*\['label'\].* has 3"):
         Batcher()(bad)
 
 
 @pytest.mark.parametrize("bad", [triple(4, y=np.zeros(3)), triple(4, weights=np.zeros(5))])
-def test_targets_and_weights_must_be_as_many_as_the_inputs(bad: Triple):
+def test_targets_and_weights_must_have_as_many_examples_as_the_inputs(bad: Triple):
     with pytest.raises(DataError, match="same number of examples"):
         Batcher()(bad)
 
@@ -111,7 +111,7 @@ def test_targets_and_weights_must_be_as_many_as_the_inputs(bad: Triple):
         ((), "holds no arrays"),
     ],
 )
-def test_what_is_no_batch_of_numbers_is_an_error(x: object, match: str):
+def test_anything_but_a_batch_of_numbers_is_an_error(x: object, match: str):
     with pytest.raises(DataError, match=match):
         Batcher()(Triple(x, (), None))
 
@@ -135,13 +135,13 @@ LABELS = np.array([0, 1, 0, 2])
     [LABELS, LABELS[:, None], np.eye(3)[LABELS], np.eye(3, dtype=bool)[LABELS], LABELS.astype(np.float32), LABELS.astype(np.uint8), jnp.asarray(LABELS)],
     ids=["integer", "column", "one-hot", "bool one-hot", "float", "uint8", "jax"],
 )
-def test_class_weights_are_taken_from_labels_in_all_their_forms(labels: np.ndarray):
+def test_class_weights_apply_to_labels_in_every_format(labels: np.ndarray):
     weights = class_weights_of(labels, WEIGHTS)
     assert weights.dtype == np.float32
     assert weights.tolist() == [1, 2, 1, 3]
 
 
-def test_labels_without_a_class_weight_count_one():
+def test_labels_without_a_class_weight_have_weight_one():
     assert class_weights_of(np.array([0, 5, -1]), {0: 0.5}).tolist() == [0.5, 1, 1]
 
 
@@ -159,7 +159,7 @@ def test_class_weights_alone_become_sample_weights_and_are_padded_with_their_row
 
 
 @pytest.mark.parametrize("bad", [{"cat": 1}, {0.5: 1}, {True: 1}, {0: -1}, {0: float("nan")}, {0: None}, {0: "much"}, {0: [1, 2]}])
-def test_class_weights_map_integers_to_weights_of_at_least_zero(bad: dict):
+def test_class_weights_must_map_integers_to_nonnegative_weights(bad: dict):
     with pytest.raises(ConfigError, match="class_weight must map integer labels"):
         Batcher(class_weight=bad)
 
@@ -169,7 +169,7 @@ def test_class_weights_map_integers_to_weights_of_at_least_zero(bad: dict):
     [(), (LABELS, LABELS), {"a": LABELS}, np.zeros((4, 2, 2)), np.array([[0.2, 0.8], [0.5, 0.5]]), np.array([[1, 1, 0], [0, 1, 0]])],
     ids=["none", "tuple", "dict", "cube", "soft", "several labels a row"],
 )
-def test_class_weights_need_one_label_an_example(y: object):
+def test_class_weights_need_one_label_per_example(y: object):
     with pytest.raises(DataError, match="class_weight needs"):
         class_weights_of(y, WEIGHTS)
 
@@ -197,7 +197,7 @@ def test_inputs_and_targets_are_picked_from_dicts(inputs, targets, x, y):
     assert picked.weights is None
 
 
-def test_any_mapping_will_do():
+def test_any_mapping_is_accepted():
     assert Selection("image").split(collections.UserDict(BATCH)).x is BATCH["image"]
 
 
@@ -213,36 +213,37 @@ def test_without_keys_a_batch_is_inputs_targets_and_weights():
     assert Selection().split((a, b, c)) == (a, b, c)
     assert Selection().split(((a, b), c)) == ((a, b), c, None)
     assert Selection().split((a, None, c)) == (a, (), c)
-    assert Selection().split([a, b]).x == [a, b]
+    assert Selection().split([a, b, c]) == (a, b, c)
+    assert Selection().split([[a, b], c]) == ([a, b], c, None)
     assert Selection().split(BATCH).x is BATCH
 
 
 @pytest.mark.parametrize("raw", [(), (1, 2, 3, 4)])
-def test_a_batch_of_another_number_of_elements_is_an_error(raw: tuple):
+def test_a_batch_with_an_unsupported_number_of_elements_is_an_error(raw: tuple):
     with pytest.raises(DataError, match=rf"a tuple of {len(raw)} elements"):
         Selection().split(raw)
 
 
-def test_a_missing_key_is_an_error_that_lists_what_there_is():
-    with pytest.raises(DataError, match=r"asks for the key 'imag', but batches have \['image', 'mask', 'label'\]. Did you mean 'image'"):
+def test_a_missing_key_is_an_error_that_lists_the_available_keys():
+    with pytest.raises(DataError, match=r"the key 'imag', which the batches do not have\. Did you mean 'image'\? Their keys: 'image', 'mask', 'label'\."):
         Selection("imag").split(BATCH)
-    with pytest.raises(DataError, match=r"Trainer\(targets=...\) asks for the key 'labels'"):
+    with pytest.raises(DataError, match=r"Trainer\(targets=...\) selects the key 'labels'"):
         Selection("image", "labels").split(BATCH)
 
 
-def test_keys_ask_for_dicts():
-    with pytest.raises(DataError, match=r"picks from batches that are dicts\. Received: a tuple"):
+def test_keys_require_batches_that_are_dicts():
+    with pytest.raises(DataError, match=r"needs batches that are dicts\. Received: a tuple"):
         Selection("image", "label").split((np.zeros(2), np.zeros(2)))
 
 
 @pytest.mark.parametrize("spec", [3, ("a", 1), {"a": 1}, ["a"]])
-def test_a_selection_is_made_of_keys(spec: object):
+def test_a_selection_must_consist_of_keys(spec: object):
     with pytest.raises(ConfigError, match="must be a key, a tuple of keys or a dict"):
         Selection(inputs=spec)
 
 
 def test_targets_without_inputs_are_an_error():
-    with pytest.raises(ConfigError, match="needs inputs= as well"):
+    with pytest.raises(ConfigError, match="also needs inputs="):
         Selection(targets="label")
 
 
@@ -250,9 +251,9 @@ def test_positions_compare_by_value():
     assert Position(1, 2) == Position(passes=1, examples=2) != Position(1, 3)
 
 
-def test_an_error_of_a_batch_that_does_not_divide_names_what_would():
+def test_the_error_for_an_indivisible_batch_names_the_required_multiple():
     batcher = Batcher(accumulate_steps=3, pad=False)
-    with pytest.raises(DataError, match=r"over 1 device, each share in 3 micro-batches .* a multiple of 3, and drop_remainder=True"):
+    with pytest.raises(DataError, match=r"a multiple of 3 \(devices: 1, accumulate_steps: 3\)\. Received: 32 examples\. .* drop_remainder=True"):
         batcher(Triple(np.zeros((32, 1)), (), None))
 
 
@@ -261,7 +262,7 @@ def test_an_error_of_a_batch_that_does_not_divide_names_what_would():
 
 @pytest.mark.parametrize("rows", [1, 5, 8, 13, 16])
 @pytest.mark.parametrize("count", [2, 4])
-def test_the_parts_of_a_batch_are_the_batch(rows, count):
+def test_the_parts_of_a_batch_concatenate_to_the_whole_batch(rows, count):
     whole = Batcher(num_shards=4, size=8)(triple(rows, weights=np.arange(rows) + 1.0))
     parts = [Batcher(num_shards=4, size=8, part=(index, count))(triple(rows, weights=np.arange(rows) + 1.0)) for index in range(count)]
     for name in ("x", "mask", "weights"):
@@ -272,7 +273,7 @@ def test_the_parts_of_a_batch_are_the_batch(rows, count):
         assert (part.batch.mask is full_mask(size)) == bool(part.batch.mask.all())
 
 
-def test_the_parts_of_batches_that_lie_in_one_piece_are_those_batches():
+def test_the_parts_of_batches_cut_from_one_piece_concatenate_to_those_batches():
     whole = Batcher(num_shards=2, size=4).cut(Triple(np.arange(8.0), np.arange(8), None), 4, Position())
     parts = [Batcher(num_shards=2, size=4, part=(index, 2)).cut(Triple(np.arange(8.0), np.arange(8), None), 4, Position()) for index in range(2)]
     for number, fed in enumerate(whole):
@@ -280,7 +281,7 @@ def test_the_parts_of_batches_that_lie_in_one_piece_are_those_batches():
         assert [part[number].position for part in parts] == [fed.position] * 2
 
 
-def test_only_the_first_batch_is_compared_with_that_of_other_processes():
+def test_only_the_first_batch_is_compared_across_processes():
     seen = []
     batcher = Batcher(size=4, compare=seen.append)
     batcher(triple(4))
@@ -289,10 +290,10 @@ def test_only_the_first_batch_is_compared_with_that_of_other_processes():
     assert len(seen) == 1
 
 
-def test_what_numpy_cannot_read_is_one_clear_error():
+def test_an_object_that_numpy_cannot_convert_is_a_clear_error():
     class Broken:
         def __array__(self, dtype=None, copy=None):
             raise RuntimeError("the file is gone")
 
-    with pytest.raises(DataError, match=r"`x`\['image'\] cannot become an array: the file is gone"):
+    with pytest.raises(DataError, match=r"`x`\['image'\] cannot be converted to an array: the file is gone"):
         to_numpy({"image": Broken()}, name="`x`")

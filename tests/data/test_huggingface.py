@@ -18,7 +18,7 @@ PICK = Selection("image", "label")
 
 @pytest.fixture(scope="module", autouse=True)
 def datasets(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The library with a cache of its own, and never on the network."""
+    """Returns the library with a temporary cache and without network access."""
     patch = pytest.MonkeyPatch()
     patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("huggingface")))
     patch.setenv("HF_HUB_OFFLINE", "1")
@@ -46,19 +46,19 @@ def first(data: Any, selection: Selection = PICK, **options: Any) -> Any:
 @pytest.mark.parametrize("options", [{"shuffle": False}, {"shuffle": True}, {"shuffle": True, "drop_remainder": True}], ids=["in order", "shuffled", "dropped"])
 @pytest.mark.mostly_slow
 @pytest.mark.slow
-def test_a_table_trains_like_the_arrays(table, options):
+def test_a_table_trains_like_arrays(table, options):
     assert_same(outcome(table, keys=KEYS, batch_size=BATCH, **options), of_arrays(**options))
 
 
 @pytest.mark.slow
-def test_a_table_is_split_and_validated_like_the_arrays(table):
+def test_a_table_is_split_and_validated_like_arrays(table):
     def trained(data: Any, **keys: Any) -> Any:
         return make_trainer(**keys).fit(data, epochs=2, batch_size=3, validation_split=0.3, verbose=0).history
 
     assert trained(table, **KEYS) == trained((X, Y))
 
 
-def test_a_dict_of_splits_validates_by_name(datasets, table):
+def test_validation_on_a_dict_of_splits_logs_each_split_by_name(datasets, table):
     splits = datasets.DatasetDict({"dev": table.select(range(4)), "test": table})
     history = make_trainer(**KEYS).fit(table, batch_size=BATCH, validation_data=splits, verbose=0).history
     assert {"dev_loss", "test_loss"} <= set(history)
@@ -66,13 +66,13 @@ def test_a_dict_of_splits_validates_by_name(datasets, table):
 
 @pytest.mark.parametrize("k", [2, 3, 4])
 @pytest.mark.mostly_slow
-def test_a_table_is_sought_at_once(table, k, tmp_path):
+def test_a_table_seeks_to_the_position_immediately(table, k, tmp_path):
     assert_resumes(tmp_path, lambda: table, k, keys=KEYS, batch_size=BATCH)
 
 
-def test_a_table_of_another_length_is_an_error_on_a_resume(table, tmp_path):
+def test_resuming_with_a_table_of_a_different_length_is_an_error(table, tmp_path):
     run(tmp_path, table, 2, keys=KEYS)
-    with pytest.raises(RestoreError, match="num_examples was 10 and is 9"):
+    with pytest.raises(RestoreError, match="num_examples was 10 and is now 9"):
         run(tmp_path, table.select(range(9)), 4, keys=KEYS)
 
 
@@ -82,44 +82,44 @@ def test_only_the_rows_and_columns_of_a_batch_are_read(table):
     read: list[Any] = []
     inner = source._table
 
-    class Watching:
+    class RecordingTable:
         def __getitem__(self, rows: Any) -> Any:
             read.append((len(range(ROWS)[rows]) if isinstance(rows, slice) else len(rows), inner.column_names))
             return inner[rows]
 
-    source._table = Watching()
+    source._table = RecordingTable()
     assert sum(len(triple.x) for triple in source.open(Position())) == ROWS
     assert read == [(4, ["image", "label"]), (4, ["image", "label"]), (2, ["image", "label"])]
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int32, np.int64, np.float16, np.float32, np.float64, np.bool_])
 @pytest.mark.parametrize("shape", [(4,), (4, 2), (4, 2, 3)])
-def test_columns_have_the_types_that_arrays_would_have(datasets, dtype, shape):
+def test_columns_have_the_same_dtypes_as_arrays(datasets, dtype, shape):
     values = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
     data = datasets.Dataset.from_dict({"image": values, "label": Y[:4]})
-    here, there = first(data).x, next(adapt(values, shuffle=False).open(Position())).x
-    assert here.dtype == there.dtype
-    np.testing.assert_array_equal(here, there)
+    found, expected = first(data).x, next(adapt(values, shuffle=False).open(Position())).x
+    assert found.dtype == expected.dtype
+    np.testing.assert_array_equal(found, expected)
 
 
-def test_a_column_of_classes_or_fixed_arrays_is_one_of_numbers(datasets):
+def test_columns_of_class_labels_and_fixed_size_arrays_are_numeric(datasets):
     features = datasets.Features({"image": datasets.Array2D((2, 3), "uint8"), "label": datasets.ClassLabel(names=["cat", "dog"])})
     data = datasets.Dataset.from_dict({"image": np.ones((4, 2, 3), np.uint8), "label": [0, 1, 1, 0]}, features=features)
     triple = first(data)
     assert (triple.x.shape, triple.x.dtype, triple.y.tolist()) == ((4, 2, 3), np.uint8, [0, 1, 1, 0])
 
 
-def test_a_transform_of_the_users_own_is_applied(table):
+def test_a_custom_transform_is_applied(table):
     doubled = table.with_transform(lambda batch: {"image": [2 * np.asarray(x, np.float32) for x in batch["image"]], "label": np.asarray(batch["label"])})
     np.testing.assert_array_equal(first(doubled).x, 2 * X)
 
 
-def test_a_format_of_the_users_own_makes_no_difference(table):
+def test_a_custom_format_makes_no_difference(table):
     pytest.importorskip("torch")
     np.testing.assert_array_equal(first(table.with_format("torch")).x, X)
 
 
-def test_several_inputs_and_targets_come_by_name(datasets):
+def test_several_inputs_and_targets_are_selected_by_name(datasets):
     data = datasets.Dataset.from_dict({"a": X, "b": Y, "c": Y})
     triple = first(data, Selection(("a", "b"), {"target": "c"}))
     assert [leaf.shape for leaf in triple.x] == [(ROWS, 3), (ROWS, 1)] and set(triple.y) == {"target"}
@@ -131,18 +131,19 @@ def test_predicting_needs_no_targets(table):
     assert trainer.predict(table.remove_columns(["label", "id"])).shape == (ROWS, 1)
 
 
-# -- what is wrong with a data set --
+# -- errors --
 
 
-def test_without_names_the_columns_are_listed(table):
+def test_without_inputs_and_targets_the_error_lists_the_columns(table):
     for data in (table, table.to_iterable_dataset()):
-        with pytest.raises(DataError, match=r"Which columns \['image', 'label', 'id'\] of `data` are what\? Say Trainer\(inputs=\.\.\., targets=\.\.\.\)"):
+        with pytest.raises(DataError, match=r"Trainer\(inputs=\.\.\., targets=\.\.\.\)\. Its columns: 'image', 'label', 'id'\."):
             adapt(data)
 
 
 def test_a_missing_column_is_an_error_that_suggests_another(table):
     for data in (table, table.to_iterable_dataset()):
-        with pytest.raises(DataError, match=r"asks for the columns \['imag', 'no'\], but `data` has \['image', 'label', 'id'\]\. Did you mean 'image'\?"):
+        columns = r"columns that `data` does not have: \['imag', 'no'\]\. Did you mean 'image'\? Its columns: 'image', 'label', 'id'\."
+        with pytest.raises(DataError, match=columns):
             adapt(data, selection=Selection("imag", "no"))
 
 
@@ -162,24 +163,24 @@ def test_a_column_of_lists_of_different_lengths_is_an_error_that_names_it(datase
 
 def test_a_column_of_integers_with_missing_values_is_an_error_that_names_it(datasets):
     data = datasets.Dataset.from_dict({"image": X[:3], "label": [1, None, 3]})
-    with pytest.raises(DataError, match=r"data\['label'\] is a column of int64 with missing values"):
+    with pytest.raises(DataError, match=r"data\['label'\] is a column of dtype int64 with missing values"):
         first(data)
 
 
 def test_a_dict_of_splits_is_an_error_that_lists_them(datasets, table):
-    with pytest.raises(DataError, match=r"`data` is a DatasetDict with the splits \['train', 'test'\]\. Give one of them: data\['train'\]"):
+    with pytest.raises(DataError, match=r"`data` is a DatasetDict with the splits \['train', 'test'\]\. Pass one of them: data\['train'\]"):
         adapt(datasets.DatasetDict({"train": table, "test": table}), selection=PICK)
 
 
 @pytest.mark.parametrize("given", [{"y": Y}, {"sample_weight": Y}], ids=["y", "sample_weight"])
-def test_targets_and_weights_beside_a_data_set_are_an_error(table, given):
+def test_passing_targets_or_weights_with_a_data_set_is_an_error(table, given):
     for data in (table, table.to_iterable_dataset()):
-        with pytest.raises(ConfigError, match=f"{next(iter(given))} can only be given with in-memory arrays"):
+        with pytest.raises(ConfigError, match=f"{next(iter(given))} can only be passed with in-memory arrays"):
             adapt(data, selection=PICK, **given)
 
 
 def test_an_empty_table_is_an_error(table):
-    with pytest.raises(DataError, match="nothing to work on: 0 examples"):
+    with pytest.raises(DataError, match=r"The data yields no batches. Received: 0 examples"):
         adapt(table.select([]), selection=PICK)
 
 
@@ -193,11 +194,11 @@ def test_a_batch_size_must_be_a_positive_integer(table, size):
 # -- streams --
 
 
-def test_a_stream_trains_like_the_arrays(table):
+def test_a_stream_trains_like_arrays(table):
     assert_same(outcome(table.to_iterable_dataset(), keys=KEYS, batch_size=BATCH), of_arrays())
 
 
-def test_a_stream_has_32_rows_a_batch_and_may_drop_the_last(table):
+def test_a_stream_has_32_rows_per_batch_and_may_drop_the_last_batch(table):
     source = adapt(table.to_iterable_dataset(), selection=PICK)
     assert isinstance(source, StreamSource) and source.batch_size == 32 and source.num_batches is None
     dropped = adapt(table.to_iterable_dataset(), selection=PICK, batch_size=BATCH, drop_remainder=True)
@@ -206,7 +207,7 @@ def test_a_stream_has_32_rows_a_batch_and_may_drop_the_last(table):
 
 @pytest.mark.parametrize("k", [2, 3, 4])
 @pytest.mark.mostly_slow
-def test_a_stream_with_an_exact_state_goes_on_without_a_warning(table, k, tmp_path):
+def test_a_stream_with_an_exact_state_resumes_without_a_warning(table, k, tmp_path):
     def make() -> Any:
         return table.to_iterable_dataset(num_shards=3).map(lambda row: {"label": [value * 2 for value in row["label"]]})
 
@@ -215,14 +216,14 @@ def test_a_stream_with_an_exact_state_goes_on_without_a_warning(table, k, tmp_pa
 
 @pytest.mark.parametrize("k", [3, 4])
 @pytest.mark.mostly_slow
-def test_a_stream_whose_state_would_lose_its_buffer_is_read_up_to_the_position(table, k, tmp_path):
+def test_a_stream_with_a_shuffle_buffer_is_read_up_to_the_position(table, k, tmp_path):
     def make() -> Any:
         return table.to_iterable_dataset(num_shards=2).shuffle(seed=3, buffer_size=5)
 
     assert_resumes(tmp_path, make, k, *([CANNOT_SEEK.format(BATCH)] if k % 3 else []), keys=KEYS, batch_size=BATCH)
 
 
-def test_a_stream_is_shuffled_anew_in_each_pass_and_keeps_its_own_epoch(table):
+def test_a_stream_is_reshuffled_in_each_pass_without_changing_its_epoch(table):
     stream = table.to_iterable_dataset().shuffle(seed=3, buffer_size=5)
     source = adapt(stream, selection=PICK, batch_size=BATCH)
     orders = [np.concatenate([triple.x for triple in source.open(Position(number))]).tolist() for number in (0, 1, 0)]
@@ -230,17 +231,17 @@ def test_a_stream_is_shuffled_anew_in_each_pass_and_keeps_its_own_epoch(table):
     assert stream.epoch == 0
 
 
-def test_a_stream_that_is_not_where_it_was_is_an_error(table, tmp_path):
+def test_a_shorter_stream_on_a_resume_is_an_error(table, tmp_path):
     run(tmp_path, table.to_iterable_dataset().shuffle(seed=3, buffer_size=5), 2, keys=KEYS, batch_size=BATCH)
     with pytest.warns(FitflaxWarning), pytest.raises(DataError, match="the data ends after 4"):
         run(tmp_path, table.select(range(4)).to_iterable_dataset().shuffle(seed=3, buffer_size=5), 6, keys=KEYS, batch_size=BATCH)
 
 
-def test_images_of_different_sizes_are_one_clear_error():
+def test_images_of_different_sizes_are_a_clear_error():
     with pytest.raises(DataError, match=r"x holds rows of different shapes\. Pad them first"):
         _stacked([np.ones((2, 2)), np.ones((3, 3))], "x")
 
 
 @pytest.mark.parametrize("dtype", ["string", "timestamp[s]", None])
-def test_a_feature_that_is_no_number_says_no_type_of_numbers(dtype):
+def test_a_non_numeric_feature_has_no_dtype(dtype):
     assert _dtype_of(types.SimpleNamespace(dtype=dtype)) is None

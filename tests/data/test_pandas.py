@@ -13,7 +13,7 @@ pandas = pytest.importorskip("pandas")
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
-# An index that, if anybody looked at it, would say something else than the rows' order.
+# An index that contradicts the order of the rows, to show that it is ignored.
 INDEX = list(range(9, -1, -1))
 
 
@@ -42,12 +42,12 @@ def mixed() -> Any:
     )
 
 
-def test_frames_and_frames_train_like_the_arrays():
+def test_frames_of_inputs_and_targets_train_like_arrays():
     assert_same(outcome((frame(), pandas.DataFrame(Y, columns=["y"])), frame(), batch_size=BATCH, shuffle=False), of_arrays())
 
 
 @pytest.mark.slow
-def test_frames_and_series_are_fitted_evaluated_and_predicted():
+def test_fit_evaluate_and_predict_accept_frames_and_series():
     flat = (X, Y[:, 0])
     results = []
     for x, y in (flat, (frame(), target())):
@@ -75,7 +75,7 @@ def test_a_frame_in_a_dict_is_a_matrix():
     assert triple.x.tolist() == X.tolist() and triple.y.tolist() == Y[:, 0].tolist()
 
 
-def test_batches_may_be_frames_that_columns_are_picked_of():
+def test_columns_are_picked_from_batches_that_are_frames():
     batches = [frame().assign(y=Y[:, 0])[begin : begin + BATCH] for begin in range(0, 10, BATCH)]
     source = adapt(lambda: batches, selection=Selection(("a", "b"), "y"))
     assert [np.asarray(leaf).tolist() for leaf in next(source.open(Position())).x] == [X[:BATCH, 0].tolist(), X[:BATCH, 1].tolist()]
@@ -97,13 +97,13 @@ def test_a_column_keeps_its_type(column, dtype):
     assert first(mixed()[[column]]).x.dtype == dtype
 
 
-def test_a_frame_has_the_type_that_its_columns_fit_into():
+def test_a_frame_has_the_common_type_of_its_columns():
     assert first(mixed()[["int", "bool"]]).x.dtype == np.int32
     assert first(mixed()[["bool", "nullable bool"]]).x.dtype == np.bool_
     assert first(pandas.DataFrame(X.astype(np.float16))).x.dtype == np.float16
 
 
-def test_all_columns_that_hold_no_numbers_are_named_at_once():
+def test_one_error_covers_all_non_numeric_columns():
     data = mixed().assign(
         text=["x", "y"],
         day=pandas.to_datetime(["2020-01-01", "2021-01-01"]),
@@ -117,7 +117,10 @@ def test_all_columns_that_hold_no_numbers_are_named_at_once():
     message = str(caught.value)
     for column in ("'text' is of type", "'day' is of type datetime64", "'zone' is of type", "'kind' is of type category", "'objects' is of type object"):
         assert column in message
-    assert "'missing' has missing values" in message and "'int'" not in message and message.endswith("Encode them as numbers, or leave them out, first.")
+    assert "and 1 more. " in message and "'missing'" not in message and "'int'" not in message
+    assert message.endswith("Encode them as numbers, fill in missing values, or drop the columns first.")
+    with pytest.raises(DataError, match="'missing' has missing values"):
+        adapt(mixed().assign(missing=pandas.array([1, None], dtype="Int64")))
 
 
 def test_columns_that_are_not_picked_may_hold_anything():
@@ -125,19 +128,19 @@ def test_columns_that_are_not_picked_may_hold_anything():
 
 
 @pytest.mark.parametrize("values", [["x", "y"], pandas.Categorical([1, 2]), pandas.array([1, None], dtype="Int64")], ids=["text", "categories", "missing"])
-def test_a_series_that_holds_no_numbers_is_an_error(values):
+def test_a_series_of_text_categories_or_missing_values_is_an_error(values):
     with pytest.raises(DataError, match="`y` must hold numbers, but it "):
         adapt(X[:2], pandas.Series(values))
 
 
 def test_a_missing_column_is_an_error_that_suggests_another():
-    with pytest.raises(DataError, match=r"asks for the columns \['alpha'\], but `data` has \['alpha1', 'b'\]\. Did you mean 'alpha1'\?"):
+    with pytest.raises(DataError, match=r"`data` does not have: \['alpha'\]\. Did you mean 'alpha1'\? Its columns: 'alpha1', 'b'\."):
         adapt(pandas.DataFrame({"alpha1": [1], "b": [2]}), selection=Selection("alpha"))
 
 
-def test_two_columns_of_one_name_are_an_error_where_it_is_picked():
+def test_duplicate_column_names_are_an_error_if_they_are_picked():
     data = pandas.DataFrame(X, columns=["a", "a", "b"])
-    with pytest.raises(DataError, match=r"`data` has several columns of the name \['a'\]"):
+    with pytest.raises(DataError, match=r"`data` has duplicate column names: \['a'\]"):
         adapt(data, selection=Selection("a"))
     assert first(data).x.tolist() == X.tolist()
 
@@ -147,7 +150,7 @@ def test_a_frame_without_columns_is_an_error():
         adapt(pandas.DataFrame(index=[1, 2]))
 
 
-def test_frames_of_polars_are_arrays_too():
+def test_polars_frames_are_accepted_as_arrays():
     polars = pytest.importorskip("polars")
     data = polars.DataFrame({"a": [1, 2], "b": [True, False], "c": [0.5, 1.5]})
     assert first(data).x.tolist() == [[1, 1, 0.5], [2, 0, 1.5]]

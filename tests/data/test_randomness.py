@@ -12,7 +12,7 @@ def draws() -> tuple[float, float]:
     return random.random(), float(np.random.rand())
 
 
-def test_the_generators_are_put_back():
+def test_the_global_generators_are_restored():
     random.seed(3)
     np.random.seed(3)
     expected = draws()
@@ -24,7 +24,7 @@ def test_the_generators_are_put_back():
     assert draws() == expected
 
 
-def test_they_are_put_back_after_an_error():
+def test_the_global_generators_are_restored_after_an_error():
     random.seed(3)
     np.random.seed(3)
     with pytest.raises(KeyError), undisturbed():
@@ -33,7 +33,7 @@ def test_they_are_put_back_after_an_error():
     assert draws() == first
 
 
-def test_pytorchs_generator_is_put_back():
+def test_pytorchs_generator_is_restored():
     torch = pytest.importorskip("torch")
     torch.manual_seed(3)
     with undisturbed():
@@ -41,7 +41,7 @@ def test_pytorchs_generator_is_put_back():
     assert torch.equal(torch.rand(3), inside)
 
 
-def test_a_library_that_is_half_imported_is_left_alone(monkeypatch):
+def test_a_partially_imported_library_is_ignored(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
     with undisturbed():
         pass

@@ -1,4 +1,4 @@
-"""Shards: feeds of several processes, here threads that speak to each other by a barrier, give the same number of batches and drop nothing."""
+"""Shards: feeds of several processes, simulated by threads that communicate through a barrier, return equally many batches and drop nothing."""
 
 import collections
 import threading
@@ -11,7 +11,7 @@ from flax import linen as nn
 import fitflax
 from fitflax.callbacks import LambdaCallback
 from fitflax.data import Batcher, Feed, Position, Shard, adapt
-from fitflax.data.shards import ShardFeed, _described, agree_on_shares, own_position, part_of_batch_size
+from fitflax.data.shards import ShardFeed, _describe, agree_on_shares, own_position, part_of_batch_size
 from fitflax.errors import ConfigError, DataError, RestoreError
 
 SECONDS = 10
@@ -28,7 +28,7 @@ class Team:
         self._values: list[Any] = [None] * count
 
     def run(self, work: Any) -> list[Any]:
-        """Results by process; an exception that was raised counts as one."""
+        """Returns the result of each process, or the exception that it raised."""
         results: list[Any] = [None] * self.count
 
         def call(index: int) -> None:
@@ -87,7 +87,7 @@ def arrays(*sizes: int) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("sizes", [(10, 3), (3, 10), (8, 8), (1, 40), (5, 5, 11)])
 @pytest.mark.parametrize("kind", ["arrays", "function"])
-def test_unequal_shards_give_equally_many_batches_and_every_example_once_in_a_pass(sizes, kind):
+def test_unequal_shards_return_equally_many_batches_and_every_example_once_per_pass(sizes, kind):
     parts = arrays(*sizes)
 
     def work(index: int, exchange: Any) -> Any:
@@ -97,9 +97,9 @@ def test_unequal_shards_give_equally_many_batches_and_every_example_once_in_a_pa
         return passes(make_feed(batches, index, exchange, len(sizes)), 2)
 
     results = Team(len(sizes)).run(work)
-    rounds = -(-max(sizes) // 2)
+    num_batches = -(-max(sizes) // 2)
     for index, given in enumerate(results):
-        assert len(given) == 2 * rounds
+        assert len(given) == 2 * num_batches
         assert [row for own, *_ in given for row in own] == parts[index].tolist() * 2
         assert {size for *_, size in given} == {2}
         assert given[-1][3] == sizes
@@ -109,7 +109,7 @@ def test_unequal_shards_give_equally_many_batches_and_every_example_once_in_a_pa
 
 
 @pytest.mark.filterwarnings("ignore:.*read:fitflax.errors.FitflaxWarning")
-def test_a_feed_goes_on_in_the_middle_of_a_pass_though_a_shard_has_ended():
+def test_a_feed_resumes_inside_a_pass_although_a_shard_has_ended():
     parts = arrays(12, 3)
 
     def whole(index: int, exchange: Any) -> Any:
@@ -126,21 +126,21 @@ def test_a_feed_goes_on_in_the_middle_of_a_pass_though_a_shard_has_ended():
         assert [[one[:3] for one in given] for given in found] == [[one[:3] for one in given[stop:]] for given in expected]
 
 
-def test_the_processes_speak_seldom():
+def test_the_processes_rarely_communicate():
     parts = arrays(4000, 3000)
     team = Team(2)
     team.run(lambda index, exchange: passes(make_feed(parts[index], index, exchange, 2, size=2)))
     assert team.num_exchanges < 2000 / 16 + 10
 
 
-def test_batches_are_padded_to_the_largest_of_any_process():
+def test_batches_are_padded_to_the_largest_batch_of_all_processes():
     batches = [[np.zeros(3), np.zeros(3)], [np.ones(5), np.ones(2)]]
     results = Team(2).run(lambda index, exchange: passes(make_feed(batches[index], index, exchange, 2)))
     assert [[size for *_, size in given] for given in results] == [[5, 5], [5, 5]]
     assert results[0][1][0] == [0.0] * 3
 
 
-def test_an_iterator_that_serves_once_keeps_what_was_read_and_not_used():
+def test_a_one_shot_iterator_keeps_batches_that_were_read_but_not_used():
     iterators = [iter([np.full(2, value) for value in range(9)]), iter([np.full(2, value) for value in range(7)])]
     taken = []
 
@@ -159,32 +159,32 @@ def test_an_iterator_that_serves_once_keeps_what_was_read_and_not_used():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ([[np.zeros(2)], lambda: iter([])], r"The shards of processes \[1\] yield no batch"),
-        ([[np.zeros((2, 3))], [np.zeros((2, 4))]], r"batches differ .* process 0 has x: float64\[3\]; process 1 has x: float64\[4\]"),
-        ([[np.zeros(2)], [np.zeros(2, np.int32)]], "differ in structure, in the shapes of an example or in dtypes"),
-        ([[np.zeros(2)], [(np.zeros(2), np.zeros(2))]], "batches differ"),
+        ([[np.zeros(2)], lambda: iter([])], r"The shards of processes \[1\] yield no batches, but those of processes \[0\] do"),
+        ([[np.zeros((2, 3))], [np.zeros((2, 4))]], r"must have the same structure, .* process 0 has x: float64\[3\]; process 1 has x: float64\[4\]"),
+        ([[np.zeros(2)], [np.zeros(2, np.int32)]], "must have the same structure, example shapes, and dtypes"),
+        ([[np.zeros(2)], [(np.zeros(2), np.zeros(2))]], "batches of all shards must have the same structure"),
     ],
 )
-def test_shards_that_do_not_fit_together_are_an_error_in_all_processes(data, message):
+def test_incompatible_shards_are_an_error_in_all_processes(data, message):
     for error in Team(2).run(lambda index, exchange: passes(make_feed(data[index], index, exchange, 2))):
         with pytest.raises(DataError, match=message):
             raise error
 
 
-def test_an_error_in_one_process_is_one_in_all_and_names_it():
+def test_an_error_in_one_process_is_an_error_in_all_processes_that_names_it():
     def fail() -> Any:
         yield np.zeros(2)
         raise RuntimeError("the disk is gone")
 
     results = Team(2).run(lambda index, exchange: passes(make_feed(fail if index else (lambda: iter([np.zeros(2)] * 9)), index, exchange, 2)))
     assert isinstance(results[1], RuntimeError)
-    with pytest.raises(DataError, match="could not be read, by process 1: RuntimeError: the disk is gone"):
+    with pytest.raises(DataError, match="could not be read: process 1: RuntimeError: the disk is gone"):
         raise results[0]
 
 
-def test_without_padding_shards_must_give_equal_batches():
+def test_without_padding_shards_must_yield_batches_of_equal_size():
     for error in Team(2).run(lambda index, exchange: passes(make_feed([np.zeros(2)] * (1 + index), index, exchange, 2, pads=False))):
-        with pytest.raises(DataError, match=r"must give equal batches. Received rows, by process: \[\[2\], \[2\]\]|\[\[\], \[2\]\]"):
+        with pytest.raises(DataError, match=r"must yield batches of equal size\. .*Received rows, by process: (\[\[2\], \[2\]\]|\[\[\], \[2\]\])"):
             raise error
 
 
@@ -210,7 +210,7 @@ def test_states_of_loaders_are_saved_for_each_process():
         fed = [feed.next() for _ in range(4)][-1]
         return fed.used, feed.joined_state(fed.position, is_alone=False), feed.joined_state(fed.position, is_alone=True)
 
-    def go_on(index: int, exchange: Any) -> Any:
+    def resume(index: int, exchange: Any) -> Any:
         feed = make_feed(Loader(6 - 3 * index), index, exchange, 2, used=used, is_saved=True)
         feed.load_state_dict(state)
         return [own for own, *_ in passes(feed)]
@@ -218,10 +218,10 @@ def test_states_of_loaders_are_saved_for_each_process():
     (used, state, alone), (_, other, _) = Team(2).run(begin)
     assert state == other and used == (8, 6)
     assert alone["shards"][0] and not alone["shards"][1]
-    assert Team(2).run(go_on) == [[[4, 4], [5, 5]], [[], []]]
+    assert Team(2).run(resume) == [[[4, 4], [5, 5]], [[], []]]
 
 
-def test_processes_of_one_part_must_read_the_same():
+def test_processes_with_the_same_part_must_read_the_same_data():
     def work(index: int, exchange: Any, *, differ: bool) -> Any:
         source = adapt(lambda: iter([np.full(2, index % 2 if differ else index // 2)]), shuffle=False)
         source.shares = agree_on_shares(source, (index // 2, 2), index, exchange)
@@ -230,31 +230,31 @@ def test_processes_of_one_part_must_read_the_same():
     good = Team(4).run(lambda index, exchange: work(index, exchange, differ=False))
     assert [given[0][:2] for given in good] == [([index // 2] * 2, 4) for index in range(4)]
     for error in Team(4).run(lambda index, exchange: work(index, exchange, differ=True)):
-        with pytest.raises(DataError, match="Process 1 shares part 0 of each batch"):
+        with pytest.raises(DataError, match=r"process 1 has the same part of each batch \(part 0\) as another process"):
             raise error
 
 
-def test_a_run_in_shards_goes_on_with_as_many():
+def test_a_run_with_shards_resumes_with_the_same_number_of_shards():
     def find(index: int, exchange: Any) -> Any:
         return own_position(Position(2, 5), (5, 7), agree_on_shares(adapt(np.zeros(9)), (index, 2), index, exchange))
 
     assert Team(2).run(find) == [Position(2, 5), Position(2, 7)]
-    with pytest.raises(RestoreError, match="came in 2 shards, one for each process, and now there are the same data in all processes"):
+    with pytest.raises(RestoreError, match=r"over 2 shards, one for each process. Received: the same data in all processes. Start 2 processes"):
         own_position(Position(2, 5), (5, 7), None)
     assert own_position(Position(2, 5), (), None) == Position(2, 5)
 
 
-def test_a_run_with_the_same_data_does_not_go_on_in_shards_in_the_middle_of_a_pass():
+def test_a_run_without_shards_cannot_resume_with_shards_inside_a_pass():
     def find(index: int, exchange: Any, examples: int) -> Any:
         return own_position(Position(2, examples), (), agree_on_shares(adapt(np.zeros(9)), (index, 2), index, exchange))
 
     assert Team(2).run(lambda index, exchange: find(index, exchange, 0)) == [Position(2)] * 2
     for error in Team(2).run(lambda index, exchange: find(index, exchange, 5)):
-        with pytest.raises(RestoreError, match="in the middle of a pass over the same data in all processes, and now each has a shard"):
+        with pytest.raises(RestoreError, match=r"in the middle of a pass, with the same data in all processes. Received: a shard for each process"):
             raise error
 
 
-def test_batches_of_other_shapes_may_come_in_all_processes_at_once_and_nowhere_else():
+def test_batches_may_change_shape_only_in_all_processes_simultaneously():
     lengths = [[5, 5, 7, 5, 7], [5, 5, 7]]
 
     def work(index: int, exchange: Any, lengths: Any) -> Any:
@@ -265,7 +265,7 @@ def test_batches_of_other_shapes_may_come_in_all_processes_at_once_and_nowhere_e
     assert [shape for shape, _ in first] == [shape for shape, _ in second] == [(2, length) for length in lengths[0]]
     assert [own for _, own in second] == [2, 2, 2, 0, 0]
     for error in Team(2).run(lambda index, exchange: work(index, exchange, [[5, 5, 7, 5, 7], [5, 5, 5, 7, 7]])):
-        with pytest.raises(DataError, match=r"differ in structure, .* process 0 has x\['x'\]: float64\[7\]; process 1 has x\['x'\]: float64\[5\]"):
+        with pytest.raises(DataError, match=r"must have the same structure, .* process 0 has x\['x'\]: float64\[7\]; process 1 has x\['x'\]: float64\[5\]"):
             raise error
 
 
@@ -277,10 +277,10 @@ def test_a_loader_is_not_opened_again_for_the_shapes_of_a_shard_that_has_ended()
         opened[index] += 1
         yield from [np.zeros(2)] * (6 - 4 * index)
 
-    def go_on(index: int, exchange: Any) -> Any:
+    def resume(index: int, exchange: Any) -> Any:
         return passes(make_feed(lambda: batches(index), index, exchange, 2, used=(8, 4)))
 
-    assert [len(given) for given in Team(2).run(go_on)] == [2, 2]
+    assert [len(given) for given in Team(2).run(resume)] == [2, 2]
     assert opened == [1, 1]
 
 
@@ -290,7 +290,7 @@ def test_without_padding_batches_keep_their_sizes():
         assert [size for *_, size in given] == [4, 4, 2]
 
 
-def test_an_iterator_over_which_a_loop_goes_on_loses_nothing():
+def test_reopening_a_feed_over_an_iterator_loses_no_batch():
     def work(index: int, exchange: Any) -> Any:
         feed = make_feed(iter([np.full(2, value) for value in range(12 - 5 * index)]), index, exchange, 2)
         given = [feed.next() for _ in range(6)]
@@ -307,15 +307,18 @@ def test_an_iterator_over_which_a_loop_goes_on_loses_nothing():
 @pytest.mark.parametrize(
     ("sources", "message"),
     [
-        ([(np.zeros(4), True), (np.zeros(4), False)], r"is a Shard in the processes \[0\] alone"),
+        ([(np.zeros(4), True), (np.zeros(4), False)], r"is a Shard only in processes \[0\]"),
         (
             [(np.zeros(4), True), (lambda: iter([np.zeros(2)]), True)],
-            "data of different kinds: process 0 .'ArraySource', True, False.*process 1 .'IterableSource'",
+            r"different kinds of data: process 0 has ArraySource \(can restart: True, endless: False\); process 1 has IterableSource",
         ),
-        ([(np.zeros(4), False), (np.zeros(5), False)], "different data: process 0 4 examples in batches of 32; process 1 5 examples"),
+        (
+            [(np.zeros(4), False), (np.zeros(5), False)],
+            "different data: process 0 has num_examples=4, num_batches=1, batch_size=32; process 1 has num_examples=5",
+        ),
     ],
 )
-def test_data_that_do_not_go_together_are_an_error_in_all_processes(sources, message):
+def test_incompatible_data_is_an_error_in_all_processes(sources, message):
     def work(index: int, exchange: Any) -> Any:
         data, is_shard = sources[index]
         return agree_on_shares(adapt(data), (index, 2), index, exchange, is_shard=is_shard)
@@ -325,22 +328,23 @@ def test_data_that_do_not_go_together_are_an_error_in_all_processes(sources, mes
             raise error
 
 
-def test_data_that_cannot_be_used_in_one_process_is_an_error_in_all():
+def test_data_that_cannot_be_used_in_one_process_is_an_error_in_all_processes():
     def work(index: int, exchange: Any) -> Any:
         failure = DataError("There is nothing to work on") if index else None
         return agree_on_shares(None if index else adapt(np.zeros(4)), (index, 2), index, exchange, failure=failure)
 
     results = Team(2).run(work)
-    assert str(results[0]) == "The data cannot be used, by process 1: DataError: There is nothing to work on" and "by process" not in str(results[1])
+    assert str(results[0]) == "The data of some processes cannot be used: process 1: DataError: There is nothing to work on"
+    assert "process" not in str(results[1])
 
 
 def test_a_batch_is_divided_equally_between_the_parts():
     assert part_of_batch_size(None, 2) == 16
-    with pytest.raises(ConfigError, match="batch_size=33 is that of all processes together, which cannot feed 2 equal parts"):
+    with pytest.raises(ConfigError, match=r"batch_size is the total over all processes and must be a multiple of 2, the number of equal shards. Received: 33"):
         part_of_batch_size(33, 2)
 
 
-def test_alone_a_shard_is_the_data_itself():
+def test_in_a_single_process_a_shard_equals_its_data():
     x, y = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32), np.zeros(20, np.int32)
     histories = []
     for data in (Shard((x, y)), (x, y)):
@@ -351,7 +355,7 @@ def test_alone_a_shard_is_the_data_itself():
     assert histories[0] == histories[1]
 
 
-def test_of_a_shard_its_own_last_part_is_held_out_in_batches_of_the_size_given():
+def test_the_last_part_of_a_shard_is_held_out_in_batches_of_validation_batch_size():
     trainer, sizes = fitflax.Trainer(nn.Dense(2)), []
     trainer.compile("sgd", "mse")
     count = LambdaCallback(on_test_batch_end=lambda batch, logs: sizes.append(batch))
@@ -359,6 +363,6 @@ def test_of_a_shard_its_own_last_part_is_held_out_in_batches_of_the_size_given()
     assert (trainer.step, sizes) == (1, [0, 1])
 
 
-def test_batches_that_cannot_be_told_to_other_processes_are_an_error():
-    with pytest.raises(DataError, match=r"The batches of a Shard are arrays, or dicts, lists and tuples of them\. Received: a OrderedDict\."):
-        _described({"image": collections.OrderedDict(left=np.ones((2, 3)))})
+def test_batches_that_cannot_be_described_to_other_processes_are_an_error():
+    with pytest.raises(DataError, match=r"The batches of a Shard must be arrays, or dicts, lists, and tuples of arrays\. Received: a OrderedDict\."):
+        _describe({"image": collections.OrderedDict(left=np.ones((2, 3)))})

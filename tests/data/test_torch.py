@@ -34,7 +34,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
-# Python and JAX warn of the fork by which PyTorch starts workers; these run nothing of JAX.
+# Python and JAX warn about the fork with which PyTorch starts workers; these workers do not use JAX.
 forks = [pytest.mark.filterwarnings(f"ignore:{text}") for text in (r"os\.fork\(\) was called", ".*multi-threaded, use of fork")]
 
 
@@ -51,7 +51,7 @@ def seeded(seed: int = 1) -> Any:
 
 
 class Stream(IterableDataset):
-    """Yields single examples, and says nothing, or something wrong, of how many."""
+    """Yields single examples and reports no length or a wrong one."""
 
     def __init__(self, length: int | None = None) -> None:
         if length is not None:
@@ -69,13 +69,13 @@ def first(data: Any, **options: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_a_data_loader_trains_like_the_arrays():
+def test_a_data_loader_trains_like_arrays():
     assert_same(outcome(loader()), of_arrays())
 
 
 @pytest.mark.parametrize("make", [lambda: lambda: loader(), lambda: DataLoader(Stream(), batch_size=BATCH)], ids=["function", "iterable data set"])
 @pytest.mark.slow
-def test_a_function_that_makes_loaders_and_an_iterable_data_set_train_like_the_arrays(make):
+def test_a_function_that_makes_loaders_and_an_iterable_data_set_train_like_arrays(make):
     assert_same(outcome(make()), of_arrays())
 
 
@@ -83,7 +83,7 @@ def test_a_function_that_makes_loaders_and_an_iterable_data_set_train_like_the_a
 @pytest.mark.parametrize("persistent", [False, True])
 @forks[0]
 @forks[1]
-def test_workers_train_like_the_arrays_and_end(persistent, tmp_path):
+def test_workers_train_like_arrays_and_terminate(persistent, tmp_path):
     assert_same(outcome(loader(num_workers=2, persistent_workers=persistent)), of_arrays())
     gc.collect()
     assert multiprocessing.active_children() == []
@@ -94,7 +94,7 @@ def test_workers_train_like_the_arrays_and_end(persistent, tmp_path):
 @pytest.mark.slow
 @forks[0]
 @forks[1]
-def test_workers_of_a_pass_that_is_left_early_end():
+def test_workers_of_a_pass_that_ends_early_terminate():
     gc.collect()  # Persistent workers of another test end with its trainer.
     data = loader(num_workers=2)
     trainer = make_trainer()
@@ -109,11 +109,11 @@ def test_workers_of_a_pass_that_is_left_early_end():
     assert multiprocessing.active_children() == []
 
 
-def test_validation_on_a_shuffling_loader_leaves_training_as_it_is():
+def test_validation_on_a_shuffling_loader_does_not_change_training():
     def trained(**options: Any) -> dict[str, Any]:
         torch.manual_seed(0)
         trainer = make_trainer()
-        # The order of training follows from PyTorch's global generator, from which the loader of validation draws as well.
+        # PyTorch's global generator determines the order of training, and the validation loader draws from it as well.
         history = trainer.fit(loader(shuffle=True), epochs=3, verbose=0, **options)
         return {**state_of(trainer), "loss": [loss.hex() for loss in history.history["loss"]]}
 
@@ -131,20 +131,20 @@ def test_a_loader_that_does_not_shuffle_is_read_up_to_the_position(k, tmp_path):
 
 @pytest.mark.parametrize("k", [2, 3, 4, 6])
 @pytest.mark.slow
-def test_a_loader_with_a_generator_of_its_own_goes_on_in_the_order_that_it_had(k, tmp_path):
+def test_a_loader_with_its_own_generator_resumes_in_the_original_order(k, tmp_path):
     messages = [CANNOT_SEEK.format(k % 3 * BATCH)] if k % 3 else []
     assert_resumes(tmp_path, lambda: loader(shuffle=True, generator=seeded()), k, *messages)
 
 
 @pytest.mark.slow
-def test_a_generator_whose_state_is_not_restored_gives_another_run(tmp_path):
-    """The control: a new process begins with the generator's first order."""
-    never = run(tmp_path / "never", loader(shuffle=True, generator=seeded()), 8)
+def test_a_run_differs_if_the_state_of_its_generator_is_not_restored(tmp_path):
+    """The control experiment: a new process starts with the generator's first order."""
+    uninterrupted = run(tmp_path / "never", loader(shuffle=True, generator=seeded()), 8)
     run(tmp_path / "stopped", loader(shuffle=True, generator=seeded()), 3)
     trained = make_trainer()
     trained.restore(tmp_path / "stopped")
     trained.fit(loader(shuffle=True, generator=seeded()), steps=5, verbose=0)
-    assert differences(state_of(trained), {key: value for key, value in never.items() if key != "history"})
+    assert differences(state_of(trained), {key: value for key, value in uninterrupted.items() if key != "history"})
 
 
 @pytest.mark.parametrize(
@@ -156,12 +156,12 @@ def test_a_generator_whose_state_is_not_restored_gives_another_run(tmp_path):
     ids=["sampler", "batch sampler"],
 )
 @pytest.mark.slow
-def test_the_generator_may_be_a_samplers(make, tmp_path):
+def test_the_generator_may_belong_to_a_sampler(make, tmp_path):
     assert_resumes(tmp_path, make, 4, CANNOT_SEEK.format(BATCH))
 
 
 @pytest.mark.slow
-def test_a_function_may_make_loaders_that_share_a_generator_or_have_new_ones(tmp_path):
+def test_a_function_may_make_loaders_with_a_shared_generator_or_new_ones(tmp_path):
     def shared() -> Any:
         generator = seeded()
         return lambda: loader(shuffle=True, generator=generator)
@@ -173,13 +173,13 @@ def test_a_function_may_make_loaders_that_share_a_generator_or_have_new_ones(tmp
 
 @pytest.mark.parametrize("k", [3, 4])
 @pytest.mark.mostly_slow
-def test_a_loader_that_shuffles_without_a_generator_warns_that_its_order_cannot_be_repeated(k, tmp_path):
+def test_shuffling_without_a_generator_warns_that_the_order_cannot_be_repeated(k, tmp_path):
     run(tmp_path, loader(shuffle=True), k)
-    with warned(f"{NO_ORDER}, so this run will differ", *([CANNOT_SEEK.format(BATCH)] if k % 3 else [])):
+    with warned(f"The DataLoader shuffles without its own generator, {NO_ORDER}", *([CANNOT_SEEK.format(BATCH)] if k % 3 else [])):
         run(tmp_path, loader(shuffle=True), 6)
 
 
-def test_no_such_warning_comes_without_a_resume(tmp_path):
+def test_shuffling_without_a_generator_does_not_warn_without_a_resume(tmp_path):
     trainer = make_trainer()
     with warned():
         for _ in range(2):
@@ -187,7 +187,7 @@ def test_no_such_warning_comes_without_a_resume(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_distributed_sampler_is_told_the_number_of_the_pass(tmp_path):
+def test_a_distributed_sampler_receives_the_pass_number(tmp_path):
     def make() -> Any:
         sampler = torch.utils.data.DistributedSampler(tensors(), num_replicas=1, rank=0, seed=3)
         return DataLoader(tensors(), batch_size=BATCH, sampler=sampler)
@@ -204,16 +204,16 @@ def test_a_shorter_loader_on_a_resume_is_an_error(tmp_path):
         run(tmp_path, loader(rows=4), 6)
 
 
-def test_another_batch_size_on_a_resume_is_an_error_with_both(tmp_path):
+def test_a_different_batch_size_on_a_resume_is_an_error_that_names_both(tmp_path):
     run(tmp_path, loader(), 2)
-    with pytest.raises(RestoreError, match="batch_size was 4 and is 5"):
+    with pytest.raises(RestoreError, match="batch_size was 4 and is now 5"):
         run(tmp_path, DataLoader(tensors(), batch_size=5), 6)
 
 
-def test_a_loader_with_other_generators_on_a_resume_is_an_error(tmp_path):
+def test_a_loader_with_more_generators_on_a_resume_is_an_error(tmp_path):
     run(tmp_path, loader(shuffle=True, generator=seeded()), 3)
     other = DataLoader(tensors(), batch_size=BATCH, sampler=RandomSampler(tensors(), generator=seeded()), generator=seeded())
-    with pytest.raises(DataError, match="had 1 generators of its own, this one has 2"):
+    with pytest.raises(DataError, match="had 1 generators, but this one has 2"):
         run(tmp_path, other, 6)
 
 
@@ -228,33 +228,34 @@ def test_a_stateful_data_loader_seeks(options, tmp_path):
         given = dict(options)
         if "generator" in given:
             given["generator"] = seeded()
-        # Without a generator its own state holds one, which begins from the global generator.
+        # Without a generator, the loader's state holds one that is seeded from the global generator.
         torch.manual_seed(next(seeds))
         return stateful.StatefulDataLoader(tensors(), batch_size=BATCH, **given)
 
     for k in (2, 3, 4):
-        seeds = iter((1, 1, 99))  # The resumed process has another one.
+        seeds = iter((1, 1, 99))  # The resumed process has a different seed.
         assert_resumes(tmp_path / str(k), make, k)
 
 
 # -- batches --
 
 
-def test_a_batch_that_pytorch_made_a_list_of_is_a_tuple():
+def test_a_batch_that_pytorch_collates_into_a_list_becomes_a_tuple():
     triple = first(DataLoader(TensorDataset(*(torch.from_numpy(part) for part in (X, Y, Y[:, 0]))), batch_size=BATCH))
     assert [type(part) for part in triple] == [np.ndarray] * 3
     np.testing.assert_array_equal(triple.weights, Y[:BATCH, 0])
 
 
-def test_nested_lists_are_tuples_and_names_stay():
+def test_nested_lists_become_tuples_and_named_tuples_stay():
     Pair = collections.namedtuple("Pair", "a b")
+    assert Selection().split(torch_batch(Pair(torch.zeros(2), torch.ones(2)))).y == ()  # One value, as in JAX.
     item = [[torch.zeros(2), [torch.ones(2)]], {"y": Pair(torch.zeros(2), [torch.zeros(2)])}]
     (a, (b,)), targets = torch_batch(item)
     assert (a.tolist(), b.tolist()) == ([0, 0], [1, 1])
     assert isinstance(targets["y"], Pair) and isinstance(targets["y"].b, tuple)
 
 
-def test_batches_that_are_dicts_are_picked_by_key():
+def test_inputs_and_targets_are_picked_from_dicts_by_key():
     class Named(Dataset):
         def __len__(self) -> int:
             return ROWS
@@ -267,10 +268,10 @@ def test_batches_that_are_dicts_are_picked_by_key():
 
 
 def test_an_iterator_of_a_loader_yields_the_same_batches():
-    assert_same(state(lambda: iter(loader()), epochs=1), state(loader, epochs=1))
+    assert_same(trained_state(lambda: iter(loader()), epochs=1), trained_state(loader, epochs=1))
 
 
-def state(make: Any, **options: Any) -> dict[str, Any]:
+def trained_state(make: Any, **options: Any) -> dict[str, Any]:
     trainer = make_trainer()
     history = trainer.fit(make(), verbose=0, **options)
     return {**state_of(trainer), "history": rows_of(history)}
@@ -289,8 +290,8 @@ def test_tensors_that_require_gradients_or_are_bfloat16_are_converted():
     assert first((torch.ones(4, 3, requires_grad=True), torch.ones(4))).x.shape == (4, 3)
 
 
-def test_a_tensor_without_an_array_form_is_an_error():
-    with pytest.raises(DataError, match=r"A tensor of dtype torch\.float32 and layout torch\.sparse_coo cannot become an array"):
+def test_a_sparse_tensor_is_an_error():
+    with pytest.raises(DataError, match=r"A tensor of dtype torch\.float32 and layout torch\.sparse_coo cannot be converted to an array"):
         torch_batch(torch.zeros(2, 2).to_sparse())
 
 
@@ -307,25 +308,25 @@ def test_text_is_an_error_that_names_it():
 
 
 def test_a_loader_of_single_examples_is_an_error():
-    with pytest.raises(DataError, match="Single examples must be put into batches first"):
+    with pytest.raises(DataError, match="Put single examples into batches first"):
         make_trainer().fit(DataLoader(TensorDataset(torch.zeros(4), torch.zeros(4)), batch_size=None), verbose=0)
 
 
-def test_a_batch_of_four_is_an_error():
-    with pytest.raises(DataError, match=r"a tuple of 4 elements\. Several inputs are nested"):
+def test_a_batch_of_four_elements_is_an_error():
+    with pytest.raises(DataError, match=r"a tuple of 4 elements\. Nest several inputs"):
         make_trainer().fit(DataLoader(TensorDataset(*[torch.zeros(4)] * 4), batch_size=2), verbose=0)
 
 
-# -- what is known of a loader --
+# -- what is known about a loader --
 
 
-def test_a_loader_tells_its_batches_but_not_its_examples():
+def test_a_loader_reports_its_number_of_batches_but_not_of_examples():
     source = adapt(loader())
     assert isinstance(source, TorchSource)
     assert (source.num_batches, source.batch_size, source.num_examples, source.shuffles, source.knows_length) == (3, BATCH, None, None, False)
 
 
-def test_a_loader_of_fewer_rows_than_a_batch_is_not_mostly_padding():
+def test_a_loader_with_fewer_rows_than_a_batch_is_not_mostly_padding():
     assert adapt(DataLoader(tensors(), batch_size=64)).batch_size == ROWS
 
 
@@ -336,13 +337,13 @@ def test_an_iterable_data_set_is_not_asked_for_its_length(length):
     assert sum(len(triple.x) for triple in source.open(Position())) == ROWS
 
 
-def test_only_batches_that_pytorch_puts_together_are_not_copied():
+def test_only_batches_collated_by_pytorch_are_not_copied():
     assert adapt(loader()).owns_batches
     assert not adapt(DataLoader(tensors(), batch_size=2, collate_fn=lambda rows: rows)).owns_batches
     assert not adapt(DataLoader(tensors(), batch_size=None)).owns_batches
 
 
-def test_batches_that_the_user_puts_together_may_be_larger_than_their_number_of_rows():
+def test_batches_from_a_custom_collate_fn_may_be_larger_than_the_batch_size():
     def both(rows: Any) -> Any:
         x, y = torch.utils.data.default_collate(rows)
         return torch.cat([x, x]), torch.cat([y, y])
@@ -354,7 +355,8 @@ def test_batches_that_the_user_puts_together_may_be_larger_than_their_number_of_
 
 def test_a_bare_data_set_is_an_error_that_says_to_wrap_it():
     for data in (tensors(), Stream()):
-        with pytest.raises(DataError, match=rf"a PyTorch data set \(a {type(data).__name__}\) of single examples\. Wrap it: DataLoader\(data, batch_size=32\)"):
+        fault = rf"a PyTorch dataset \(a {type(data).__name__}\), which yields single examples\. Pass a loader: DataLoader\(data, batch_size=32\)"
+        with pytest.raises(DataError, match=fault):
             adapt(data)
 
 
@@ -364,12 +366,12 @@ def test_an_empty_loader_is_an_error():
 
 
 @pytest.mark.parametrize("given", [{"y": Y}, {"batch_size": 3}, {"drop_remainder": True}], ids=lambda given: next(iter(given)))
-def test_what_a_loader_holds_itself_cannot_be_given_beside_it(given):
-    with pytest.raises(ConfigError, match=rf"{next(iter(given))} can only be given with in-memory arrays; batches of `data` \(a DataLoader\)"):
+def test_arguments_for_in_memory_arrays_cannot_be_passed_with_a_loader(given):
+    with pytest.raises(ConfigError, match=rf"{next(iter(given))} can only be passed with in-memory arrays\. `data` is a DataLoader"):
         adapt(loader(), **given)
 
 
-def test_a_pass_draws_from_the_generator_only_when_its_first_batch_is_asked_for():
+def test_a_pass_draws_from_the_generator_only_when_its_first_batch_is_requested():
     generator = seeded()
     begin = generator.get_state()
     opened = TorchSource(loader(shuffle=True, generator=generator), Selection()).open(Position())
@@ -378,6 +380,6 @@ def test_a_pass_draws_from_the_generator_only_when_its_first_batch_is_asked_for(
     assert not torch.equal(generator.get_state(), begin)
 
 
-def test_all_of_a_pass_comes_once():
+def test_a_pass_yields_every_example_once():
     seen = np.concatenate([triple.x for triple in itertools.islice(adapt(loader(shuffle=True)).open(Position()), 9)])
     np.testing.assert_array_equal(np.sort(seen, axis=0), np.sort(X, axis=0))

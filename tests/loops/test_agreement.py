@@ -1,4 +1,4 @@
-"""What several processes decide alike, here threads that speak to each other by a board of their own: when to stop, and what time it is."""
+"""Decisions that several processes make together: when to stop, and what time it is. Here threads with a fake board simulate the processes."""
 
 import threading
 import time
@@ -10,13 +10,13 @@ from flax import linen as nn
 
 import fitflax
 import fitflax.loops.agreement as module
-from fitflax.loops.agreement import Agreement, Together
+from fitflax.loops.agreement import Agreement, DistributedAgreement
 
 SECONDS = 20
 
 
 class FakeBoard:
-    """A board in memory, as `parallel.board.Board`."""
+    """Replaces `parallel.board.Board` with a board in memory."""
 
     messages: dict[str, bytes]
     lock: threading.Lock
@@ -50,24 +50,24 @@ class FakeBoard:
 
 
 class Team:
-    """Simulated processes that make the same steps, none more than `ahead` before another."""
+    """Simulated processes that run the same steps, none more than `ahead` steps ahead of another."""
 
     def __init__(self, monkeypatch: Any, count: int, *, ahead: int = 2, multiple: int = 1, offset: float = 0.0) -> None:
         self.count, self.ahead, self.multiple, self.offset = count, ahead, multiple, offset
         self.steps = [0] * count
         self.asked: list[str | None] = [None] * count
-        self.told: list[str | None] = [None] * count
+        self.stop_reasons: list[str | None] = [None] * count
         self.barrier = threading.Barrier(count, timeout=SECONDS)
         self.values: list[Any] = [None] * count
         self.local = threading.local()
         FakeBoard.messages, FakeBoard.lock = {}, threading.Lock()
         monkeypatch.setattr(module, "Board", FakeBoard)
         monkeypatch.setattr(module, "exchange", self.exchange)
-        monkeypatch.setattr(module, "_numbers", self)
+        monkeypatch.setattr(module, "_run_numbers", self)
         monkeypatch.setattr(module.jax, "process_index", lambda: self.local.index)
         monkeypatch.setattr(module.jax, "process_count", lambda: count)
         monkeypatch.setattr(module, "_INTERVAL_SECONDS", 0.05)
-        monkeypatch.setattr(module, "_PATIENCE_SECONDS", 1.5)
+        monkeypatch.setattr(module, "_VOTE_SECONDS", 1.5)
 
     def __next__(self) -> int:
         return 0
@@ -79,22 +79,22 @@ class Team:
         self.barrier.wait()
         return found
 
-    def run(self, at_step: Any, steps: int = 400, begin: int = 0) -> list[Any]:
-        """Makes steps in each process; `at_step(index, step, team)` may ask to stop. Returns by process the step at which each stopped and the times it saw."""
+    def run(self, at_step: Any, steps: int = 400, start: int = 0) -> list[Any]:
+        """Runs steps in each process; `at_step(index, step, team)` may ask to stop. Returns each process's last step and the times it saw."""
         results: list[Any] = [None] * self.count
 
         def work(index: int) -> None:
             self.local.index = index
-            agreement = Together(
+            agreement = DistributedAgreement(
                 lambda: time.monotonic() + self.offset * index,
                 lambda: self.asked[index] is not None,
                 reason=lambda: self.asked[index] or "",
-                stop=lambda reason: self.told.__setitem__(index, reason),
+                stop=lambda reason: self.stop_reasons.__setitem__(index, reason),
                 ahead=self.ahead,
                 multiple=self.multiple,
             )
-            agreement.begin(begin, begin)
-            seen, step = [], begin
+            agreement.begin(start, start)
+            seen, step = [], start
             while step < steps and not agreement.stops(step):
                 until = agreement.next_step()
                 step = min(step + self.multiple, until, steps)
@@ -117,7 +117,7 @@ class Team:
         return results
 
 
-def test_alone_a_process_goes_by_its_own_clock_and_stops_when_it_is_asked():
+def test_a_single_process_uses_its_own_clock_and_stops_when_it_is_asked():
     asked: list[int] = []
     agreement = Agreement(time.monotonic, lambda: bool(asked))
     assert not agreement.stops(5) and agreement.next_step() is None and abs(agreement.seconds - time.monotonic()) < 1
@@ -126,7 +126,7 @@ def test_alone_a_process_goes_by_its_own_clock_and_stops_when_it_is_asked():
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_all_see_the_same_time_at_the_same_step_and_it_is_that_of_process_0(monkeypatch, count):
+def test_all_processes_see_the_time_of_process_0_at_each_step(monkeypatch, count):
     results = Team(monkeypatch, count, offset=1000.0).run(lambda *_: None)
     times = [dict(seen) for _, seen in results]
     assert all(one == times[0] for one in times)
@@ -135,7 +135,7 @@ def test_all_see_the_same_time_at_the_same_step_and_it_is_that_of_process_0(monk
     assert abs(found[-1] - time.monotonic()) < 10
 
 
-def test_who_are_all_asked_at_the_same_step_stop_there(monkeypatch):
+def test_processes_that_are_all_asked_at_the_same_step_stop_at_that_step(monkeypatch):
     team = Team(monkeypatch, 3)
 
     def at_step(index: int, step: int, team: Team) -> None:
@@ -145,18 +145,19 @@ def test_who_are_all_asked_at_the_same_step_stop_there(monkeypatch):
     assert [step for step, _ in team.run(at_step)] == [37] * 3
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("multiple", [1, 4])
-def test_if_one_is_asked_all_stop_together_a_little_later_and_know_why(monkeypatch, victim, multiple):
+def test_if_one_process_is_asked_all_stop_together_soon_after_and_know_the_reason(monkeypatch, victim, multiple):
     team = Team(monkeypatch, 3, multiple=multiple, ahead=2 * multiple)
 
     def at_step(index: int, step: int, team: Team) -> None:
         if index == victim and step >= 40:
             team.asked[index] = "the room is too warm"
 
-    stopped = {step for step, _ in team.run(at_step, steps=4000, begin=3)}
+    stopped = {step for step, _ in team.run(at_step, steps=4000, start=3)}
     assert len(stopped) == 1 and 40 < stopped.pop() < 4000
-    assert {reason for index, reason in enumerate(team.told) if index != victim} == {"the room is too warm"}
+    assert {reason for index, reason in enumerate(team.stop_reasons) if index != victim} == {"the room is too warm"}
 
 
 def test_messages_do_not_pile_up(monkeypatch):
@@ -165,9 +166,9 @@ def test_messages_do_not_pile_up(monkeypatch):
     assert len(FakeBoard.messages) < 8
 
 
-def test_steps_at_which_the_processes_listen_lie_between_calls(monkeypatch):
+def test_processes_listen_only_at_steps_between_calls(monkeypatch):
     team = Team(monkeypatch, 2, multiple=5, ahead=10)
-    for _, seen in team.run(lambda *_: None, begin=7, steps=407):
+    for _, seen in team.run(lambda *_: None, start=7, steps=407):
         assert all((step - 7) % 5 == 0 for step, _ in seen)
 
 
@@ -176,13 +177,13 @@ def test_checkpoints_have_the_time_that_the_processes_agreed_on():
     trainer.compile("sgd", "mse")
     loop = trainer.train_loop(np.ones((4, 2), np.float32), np.ones((4, 1), np.float32), steps=1)
     loop._run._agreement = module.Agreement(lambda: 123.0)
-    assert loop.next_step().run.point.seconds == 123.0
+    assert loop.next_step().run.position.seconds == 123.0
 
 
-def test_the_time_that_was_agreed_on_never_goes_back():
-    """What is posted for a step was said before what is said when all meet at the end of an epoch."""
-    together = object.__new__(Together)
-    together._seconds = 0.0
-    for said in (5.0, 3.0):
-        together._take(said, None)
-    assert together.seconds == 5.0
+def test_the_agreed_time_never_goes_backward():
+    """The time posted for a step may be older than the time that the processes exchanged at the end of an epoch."""
+    agreement = object.__new__(DistributedAgreement)
+    agreement._seconds = 0.0
+    for seconds in (5.0, 3.0):
+        agreement._apply(seconds, None)
+    assert agreement.seconds == 5.0

@@ -1,4 +1,4 @@
-"""Saving while training goes on: what is saved is the step's own state, failures come out, the end waits, and one directory has one run at a time."""
+"""Saving while training continues: a checkpoint has the state of its step, failures are raised, the end waits, and a directory has one run at a time."""
 
 import os
 import pathlib
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,9 +16,16 @@ import pytest
 
 import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, LambdaCallback, ModelCheckpoint
-from fitflax.checkpoints import CheckpointStore, directories, documents
+from fitflax.checkpoints import CheckpointStore
+from fitflax.checkpoints.formats import json_documents
+from fitflax.checkpoints.formats.plain_tree import Plain
+from fitflax.checkpoints.formats.plain_tree import leaves_of as leaves_of_plain
+from fitflax.checkpoints.memory import Loan, ReusedMemory
+from fitflax.checkpoints.store import local_files
+from fitflax.checkpoints.writer import snapshot
 from fitflax.errors import CheckpointError, DirectoryInUseError, FitflaxWarning
 from fitflax.parallel import DataParallel
+from fitflax.steps import live_state as live
 from tests import run_script
 from tests.run_script import TRAIN, VALID, at, differences, directory_of, leaves_of, make_trainer, steps_in
 
@@ -29,17 +37,24 @@ def fit(trainer: fitflax.Trainer, *callbacks: Callback, **options: Any) -> fitfl
 
 
 class Writes:
-    """Stands for the disk: holds writes back until it is opened, or fails them."""
+    """Stands in for the disk: delays writes until it is opened, or makes them fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, failing: tuple[int, ...] = ()) -> None:
         self.begun, self.opened = threading.Event(), threading.Event()
         self.written: list[str] = []
-        self._failing, self._write = failing, directories.write_checkpoint
-        monkeypatch.setattr(directories, "write_checkpoint", self)
+        self.addresses: list[list[int]] = []
+        self.niceness: set[int] = set()
+        self._failing, self._write = failing, local_files.write_checkpoint
+        monkeypatch.setattr(local_files, "write_checkpoint", self)
 
     def __call__(self, directory: pathlib.Path, **options: Any) -> None:
+        leaves = [leaf for leaf in leaves_of_plain(options["train"].tree) if isinstance(leaf, np.ndarray)] if isinstance(options["train"], Plain) else []
+        self.addresses.append([leaf.ctypes.data for leaf in leaves])
+        before = [leaf.tobytes() for leaf in leaves]
+        self.niceness |= {os.getpriority(os.PRIO_PROCESS, threading.get_native_id())} if sys.platform == "linux" else {19}
         self.begun.set()
         assert self.opened.wait(120)
+        assert [leaf.tobytes() for leaf in leaves] == before, "the copy was overwritten while it was written"
         step = options["metadata"]["step"]
         self.written.append(f"{directory.parent.name} {step}")
         if step in self._failing:
@@ -47,11 +62,13 @@ class Writes:
         self._write(directory, **options)
 
 
-@pytest.mark.parametrize("is_on_host", [True, False])
+@pytest.mark.parametrize("way", ["a device's copy", "kept memory", "pinned memory"])
 @pytest.mark.mostly_slow
 @pytest.mark.slow
-def test_what_is_saved_is_the_state_of_its_step_though_later_steps_took_its_buffers(is_on_host, tmp_path, monkeypatch):
-    monkeypatch.setattr(DataParallel, "is_on_host", is_on_host)  # An accelerator's state is copied to the host at once.
+def test_a_checkpoint_has_the_state_of_its_step_although_later_steps_reuse_its_buffers(way, tmp_path, monkeypatch):
+    monkeypatch.setattr(DataParallel, "is_on_host", way == "a device's copy")  # An accelerator's state is copied to the host.
+    if way == "pinned memory":
+        monkeypatch.setattr(snapshot, "may_share", lambda array: False)
     writes, trainer, states = Writes(monkeypatch), make_trainer(), {}
     look = LambdaCallback(lambda checkpoint: states.update({checkpoint.step: leaves_of(dict(checkpoint.state.params))}), every=EVERY)
     look.needs_gradients_norm = False  # As in the run that this one is compared with.
@@ -73,7 +90,7 @@ def test_what_is_saved_is_the_state_of_its_step_though_later_steps_took_its_buff
 
 
 @pytest.mark.slow
-def test_saving_in_a_thread_and_at_once_leave_the_same_files(tmp_path):
+def test_saving_in_a_thread_and_saving_synchronously_write_the_same_files(tmp_path):
     for asynchronous in (True, False):
         root = tmp_path / str(asynchronous)
         fit(
@@ -88,7 +105,7 @@ def test_saving_in_a_thread_and_at_once_leave_the_same_files(tmp_path):
 
 
 @pytest.mark.slow
-def test_all_who_save_a_step_share_one_copy_of_the_state(tmp_path, monkeypatch):
+def test_callbacks_that_save_the_same_step_share_one_copy_of_the_state(tmp_path, monkeypatch):
     copies: list[str] = []
     copy = DataParallel.copy_once
 
@@ -98,7 +115,7 @@ def test_all_who_save_a_step_share_one_copy_of_the_state(tmp_path, monkeypatch):
 
     monkeypatch.setattr(DataParallel, "copy_once", counting)
     writes = Writes(monkeypatch)
-    thread = threading.Timer(0.5, writes.opened.set)  # The first save is still going on when the second one comes.
+    thread = threading.Timer(0.5, writes.opened.set)  # The first save is still in progress when the second one starts.
     thread.start()
     fit(make_trainer(), ModelCheckpoint(tmp_path / "a"), BestCheckpoint(tmp_path / "b", monitor="loss"), epochs=1)
     thread.join()
@@ -115,12 +132,88 @@ def test_the_end_of_fit_waits_for_all_saves(tmp_path, monkeypatch):
     assert not [one for one in threading.enumerate() if one.name == "fitflax-saver"]
 
 
+@pytest.fixture
+def loans(monkeypatch):
+    """Makes every state count as large. Returns how many copies existed each time one was made, and references to the memory of all copies."""
+    monkeypatch.setattr(live, "_LARGE_BYTES", 0)
+    return counted(monkeypatch)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {"counts": [], "blocks": []}
+    lend = ReusedMemory.lend
+
+    def counting(self: ReusedMemory, num_bytes: int, **options: Any) -> Loan:
+        loan = lend(self, num_bytes, **options)
+        found["counts"].append(self.num_lent)
+        found["blocks"] += [weakref.ref(loan.block)] if all(block() is not loan.block for block in found["blocks"]) else []
+        return loan
+
+    monkeypatch.setattr(ReusedMemory, "lend", counting)
+    return found
+
+
+def test_all_copies_of_a_large_state_reuse_the_same_memory_which_is_released_at_the_end(loans, tmp_path, monkeypatch):
+    writes = Writes(monkeypatch)
+    thread = threading.Timer(0.5, writes.opened.set)  # The second save starts while the first one is being written, and waits.
+    thread.start()
+    fit(make_trainer(), ModelCheckpoint(tmp_path / "a", every=EVERY, keep=None), steps=7)
+    thread.join()
+    assert loans["counts"] == [1] * 8 and len(writes.addresses[0]) > 10  # The first one is made before the first step.
+    assert writes.niceness == {19}
+    assert writes.addresses == [writes.addresses[0]] * 7
+    assert [block() for block in loans["blocks"]] == [None]
+    fit(make_trainer(), ModelCheckpoint(tmp_path / "b", every=EVERY, keep=None, asynchronous=False), steps=7)
+    assert not differences(directory_of(tmp_path / "a"), directory_of(tmp_path / "b"))
+
+
+def test_memory_for_the_first_copy_is_prepared_in_advance_only_if_there_will_be_a_copy(loans, tmp_path, monkeypatch):
+    touched, touch = [], snapshot._touch
+    monkeypatch.setattr(snapshot, "_touch", lambda loan: touched.append(threading.current_thread().name) or touch(loan))
+    trainer = make_trainer()
+    fit(trainer, ModelCheckpoint(tmp_path / "a", save_last=False, every=fitflax.every(steps=100)), steps=3)
+    assert touched == ["fitflax-saver"] and len(loans["blocks"]) == 1 and loans["blocks"][0]() is None
+    fit(trainer, ModelCheckpoint(tmp_path / "b", asynchronous=False), steps=1)
+    fit(trainer, steps=1)
+    assert len(touched) == 1
+
+
+def test_callbacks_that_save_the_same_step_share_a_copy_of_a_large_state_without_waiting(loans, tmp_path, monkeypatch):
+    writes = Writes(monkeypatch)
+    thread = threading.Timer(60, writes.opened.set)  # Runs only if something waits.
+    thread.start()
+    trainer, found = make_trainer(), []
+    opens = at(trainer, "on_train_batch_end", 6, lambda step: (found.append((writes.opened.is_set(), list(loans["counts"]))), writes.opened.set()))
+    fit(trainer, ModelCheckpoint(tmp_path / "a"), BestCheckpoint(tmp_path / "b", monitor="loss"), opens, steps=6)
+    thread.cancel()
+    assert found == [(False, [1, 1])] and writes.written[:2] == ["b 5", "a 5"]
+
+
+def test_small_states_of_accelerators_have_two_copies(tmp_path, monkeypatch):
+    monkeypatch.setattr(DataParallel, "is_on_host", False)
+    found, writes = counted(monkeypatch), Writes(monkeypatch)
+    thread = threading.Timer(0.5, writes.opened.set)
+    thread.start()
+    fit(make_trainer(), ModelCheckpoint(tmp_path, every=EVERY, keep=None), steps=7)
+    thread.join()
+    assert max(found["counts"]) == 2 and len({tuple(addresses) for addresses in writes.addresses}) == 2
+    assert [block() for block in found["blocks"]] == [None, None]
+
+
+def test_nothing_waits_for_a_failed_save_of_a_large_state(loans, tmp_path, monkeypatch):
+    Writes(monkeypatch, failing=(1,)).opened.set()
+    trainer = make_trainer()
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        fit(trainer, ModelCheckpoint(tmp_path, every=EVERY), steps=100)
+    assert steps_in(tmp_path) == [trainer.step] and loans["counts"] == [1, 1]
+
+
 @pytest.mark.slow
-def test_a_failed_save_is_raised_by_the_next_one_which_is_made_at_once_before(tmp_path, monkeypatch):
+def test_a_failed_save_is_raised_by_the_next_one_after_it_has_saved_synchronously(tmp_path, monkeypatch):
     writes = Writes(monkeypatch, failing=(5,))
     writes.opened.set()
     trainer = make_trainer()
-    with pytest.raises(CheckpointError, match=r"step_00000005: .*No space left on device.*Checkpoints saved before are intact") as caught:
+    with pytest.raises(CheckpointError, match=r"step_00000005: .*No space left on device.*Earlier checkpoints are intact") as caught:
         fit(trainer, ModelCheckpoint(tmp_path, every=fitflax.every(steps=5)), steps=100)
     assert caught.value.__traceback__ is not None
     # The step that was reached is not lost if the disk has room again.
@@ -132,16 +225,16 @@ def test_a_failed_save_is_raised_by_the_next_one_which_is_made_at_once_before(tm
     assert run_script.state_of(resumed) == run_script.state_of(whole)
 
 
-def test_what_the_next_save_met_with_after_a_failed_one_is_raised_with_a_note_of_the_first(tmp_path, monkeypatch):
+def test_if_the_save_after_a_failed_one_fails_too_its_error_has_a_note_about_the_first(tmp_path, monkeypatch):
     Writes(monkeypatch, failing=tuple(range(5, 100))).opened.set()
     with pytest.raises(CheckpointError, match="No space left on device") as caught:
         fit(make_trainer(), ModelCheckpoint(tmp_path, every=fitflax.every(steps=5)), steps=1000)
-    assert any("An earlier save had failed, too: Could not save" in note for note in caught.value.__notes__)
+    assert any("An earlier save also failed: Could not save" in note for note in caught.value.__notes__)
     assert steps_in(tmp_path) == []
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_an_error_in_saving_what_an_exception_broke_off_shows_that_exception_too(asynchronous, tmp_path, monkeypatch):
+def test_an_error_while_saving_a_run_that_an_exception_interrupted_shows_both(asynchronous, tmp_path, monkeypatch):
     Writes(monkeypatch, failing=(2,)).opened.set()
     trainer = make_trainer()
 
@@ -155,14 +248,14 @@ def test_an_error_in_saving_what_an_exception_broke_off_shows_that_exception_too
     assert shown.index("ValueError: a bad file") < shown.index("OSError: [Errno 28]") < shown.index("CheckpointError: Could not save")
 
 
-def test_litter_of_this_very_process_is_removed_by_its_next_run(tmp_path):
+def test_leftover_files_of_the_same_process_are_removed_by_its_next_run(tmp_path):
     fit(make_trainer(), ModelCheckpoint(tmp_path), steps=2)
-    (tmp_path / f".step_00000003.tmp-{documents.PROCESS}-4567").mkdir()
+    (tmp_path / f".step_00000003.tmp-{json_documents.PROCESS}-4567").mkdir()
     fit(make_trainer(), ModelCheckpoint(tmp_path), steps=3, resume="auto")
     assert not list(tmp_path.glob(".step*")) and steps_in(tmp_path) == [2, 3]
 
 
-def test_a_failed_last_save_is_raised_by_the_end_and_on_train_end_is_called(tmp_path, monkeypatch):
+def test_a_failed_last_save_is_raised_at_the_end_and_on_train_end_is_called(tmp_path, monkeypatch):
     Writes(monkeypatch, failing=(5,)).opened.set()
     ended: list[Any] = []
     with pytest.raises(CheckpointError, match="step_00000005"):
@@ -171,9 +264,9 @@ def test_a_failed_last_save_is_raised_by_the_end_and_on_train_end_is_called(tmp_
 
 
 @pytest.mark.parametrize("is_known", [False, True])
-def test_no_checkpoint_names_a_best_one_whose_save_failed(is_known, tmp_path, monkeypatch):
-    """Where the failure is not yet known the regular one is left out; where it is, it is made at once and knows better."""
-    write, failed, submitted = directories.write_checkpoint, threading.Event(), threading.Event()
+def test_no_checkpoint_refers_to_a_best_checkpoint_that_failed_to_save(is_known, tmp_path, monkeypatch):
+    """If the failure is not known yet, the regular checkpoint is not saved. If it is, the regular checkpoint is saved immediately and omits the best one."""
+    write, failed, submitted = local_files.write_checkpoint, threading.Event(), threading.Event()
 
     def failing(directory: pathlib.Path, **options: Any) -> None:
         if directory.parent.name == "best":
@@ -190,7 +283,7 @@ def test_no_checkpoint_names_a_best_one_whose_save_failed(is_known, tmp_path, mo
             super().on_checkpoint(checkpoint)
             submitted.set()
 
-    monkeypatch.setattr(directories, "write_checkpoint", failing)
+    monkeypatch.setattr(local_files, "write_checkpoint", failing)
     best = BestCheckpoint(tmp_path / "best", monitor="loss")
     with pytest.raises(CheckpointError, match="best"):
         fit(make_trainer(), Regular(tmp_path / "checkpoints"), best, epochs=1)
@@ -200,7 +293,7 @@ def test_no_checkpoint_names_a_best_one_whose_save_failed(is_known, tmp_path, mo
         assert CheckpointStore(tmp_path / "checkpoints").restore().run["callbacks"][best.state_key]["kept"] == []
 
 
-def test_a_best_checkpoint_that_is_gone_is_named_and_no_longer_counts(tmp_path):
+def test_a_missing_best_checkpoint_is_named_in_a_warning_and_no_longer_counts(tmp_path):
     def callbacks() -> list[Callback]:
         return [ModelCheckpoint(tmp_path / "checkpoints"), BestCheckpoint(tmp_path / "best", monitor="loss", keep=None)]
 
@@ -211,7 +304,7 @@ def test_a_best_checkpoint_that_is_gone_is_named_and_no_longer_counts(tmp_path):
         path.unlink()
     best.path(gone).rmdir()
     trainer = make_trainer()
-    with pytest.warns(FitflaxWarning, match=rf"best no longer holds the best checkpoints of steps \[{gone}\]"):
+    with pytest.warns(FitflaxWarning, match=rf"best no longer contains the best checkpoints of steps \[{gone}\]"):
         fit(trainer, *callbacks(), epochs=3, resume="auto")
     assert trainer.step == 15
 
@@ -227,13 +320,13 @@ def test_a_second_ctrl_c_does_not_wait_for_a_save(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         fit(trainer, ModelCheckpoint(tmp_path, every=fitflax.at(1)), at(trainer, "on_train_batch_end", 2, interrupt), steps=100)
     assert trainer.step == 2 and steps_in(tmp_path) == []
-    # The process lives on, and its next run waits for what is still being written.
+    # The process continues, and its next run waits for what is still being written.
     writes.opened.set()
     fit(make_trainer(), ModelCheckpoint(tmp_path, overwrite=True), steps=3, resume="auto")
     assert steps_in(tmp_path)[-1] == 3
 
 
-def test_a_ctrl_c_while_the_end_waits_leaves_at_once(tmp_path, monkeypatch, capsys):
+def test_ctrl_c_while_the_end_waits_for_a_save_exits_immediately(tmp_path, monkeypatch, capsys):
     writes, trainer = Writes(monkeypatch), make_trainer()
     main = threading.get_ident()
     timer = threading.Timer(1.0, lambda: signal.pthread_kill(main, signal.SIGINT))
@@ -246,12 +339,12 @@ def test_a_ctrl_c_while_the_end_waits_leaves_at_once(tmp_path, monkeypatch, caps
         fit(trainer, ModelCheckpoint(tmp_path), at(trainer, "on_train_batch_end", 2, begin), steps=100)
     timer.join()
     assert steps_in(tmp_path) == []
-    assert capsys.readouterr().err == "\nFinishing the step and saving; Ctrl-C again leaves at once.\n"
+    assert capsys.readouterr().err == "\nFinishing the step and saving. Press Ctrl-C again to exit immediately.\n"
     writes.opened.set()
 
 
 @pytest.mark.slow
-def test_in_an_own_loop_the_end_of_the_loop_waits_and_gives_the_directory_back(tmp_path):
+def test_the_end_of_a_train_loop_waits_for_its_saves_and_releases_the_directory(tmp_path):
     trainer = make_trainer()
     save = ModelCheckpoint(tmp_path, every=fitflax.every(steps=2), keep=None)
     for reached in trainer.train_loop(TRAIN, batch_size=4, steps=5):
@@ -259,7 +352,7 @@ def test_in_an_own_loop_the_end_of_the_loop_waits_and_gives_the_directory_back(t
     assert steps_in(tmp_path) == [2, 4, 5]
     with trainer.train_loop(TRAIN, batch_size=4, steps=3) as loop:
         save(loop.next_checkpoint())
-        with pytest.raises(DirectoryInUseError, match="another run of this very process"):
+        with pytest.raises(DirectoryInUseError, match="another run in this process"):
             fit(make_trainer(), ModelCheckpoint(tmp_path, overwrite=True), steps=1)
         save(loop.run(2))
     assert steps_in(tmp_path) == [2, 4, 5, 6, 8]
@@ -270,14 +363,14 @@ def test_in_an_own_loop_the_end_of_the_loop_waits_and_gives_the_directory_back(t
 
 
 @pytest.mark.slow
-def test_a_second_run_in_a_directory_of_a_live_one_is_an_error_before_its_first_step(tmp_path, process_env):
+def test_a_second_run_in_the_directory_of_a_live_run_is_an_error_before_its_first_step(tmp_path, process_env):
     alive = run_script.start(tmp_path, process_env, fit={"steps": 12}, stops=[["on_train_batch_end", 3, "wait"]])
     assert alive.stdout.readline().startswith("at step 3")
     steps: list[int] = []
     trainer = make_trainer()
     for resume in ("auto", None):
         callbacks = [ModelCheckpoint(tmp_path / "checkpoints", overwrite=True), at(trainer, "on_train_batch_begin", 0, steps.append)]
-        with pytest.raises(DirectoryInUseError, match=rf"checkpoints is in use by process {alive.pid} on .* Two runs cannot save in one directory"):
+        with pytest.raises(DirectoryInUseError, match=rf"checkpoints is in use by process {alive.pid} on .* Two runs cannot save to the same directory"):
             fit(trainer, *callbacks, steps=3, resume=resume)
     assert steps == []
     alive.stdin.write("\n")
@@ -285,11 +378,11 @@ def test_a_second_run_in_a_directory_of_a_live_one_is_an_error_before_its_first_
     assert steps_in(tmp_path / "checkpoints")[-1] == 12
 
 
-def test_two_runs_of_one_process_in_one_directory_are_refused(tmp_path):
+def test_two_runs_of_one_process_cannot_save_to_the_same_directory(tmp_path):
     inner: list[str] = []
 
     def begin_another(step: int) -> None:
-        with pytest.raises(DirectoryInUseError, match="another run of this very process") as caught:
+        with pytest.raises(DirectoryInUseError, match="another run in this process") as caught:
             fit(make_trainer(), ModelCheckpoint(tmp_path, overwrite=True), steps=1)
         inner.append(str(caught.value))
 
@@ -299,7 +392,7 @@ def test_two_runs_of_one_process_in_one_directory_are_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_fit_that_fails_before_its_first_step_gives_the_directory_back(tmp_path):
+def test_a_fit_that_fails_before_its_first_step_releases_the_directory(tmp_path):
     fit(make_trainer(), ModelCheckpoint(tmp_path), steps=2)
     with pytest.raises(fitflax.errors.DataError):
         make_trainer().fit(np.zeros((4, 4), np.float32), np.zeros(3, np.int32), callbacks=[ModelCheckpoint(tmp_path)], resume="auto", verbose=0)

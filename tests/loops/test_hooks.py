@@ -1,4 +1,4 @@
-"""Hooks: which are called, in which order, with what."""
+"""Hooks: which ones are called, in which order, and with which arguments."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ import pytest
 import fitflax
 from fitflax.callbacks import Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, Phase
 from fitflax.callbacks.base import HOOKS
-from fitflax.checkpoints.by_path import load_checkpoint
+from fitflax.checkpoints.restore.load import load_checkpoint
 from fitflax.errors import CallbackError, FitflaxWarning
 from fitflax.parallel import DataParallel
 
@@ -29,7 +29,7 @@ def make(metrics=None, rate=0.1):
 
 
 class Recorder(Callback):
-    """Notes every call of every hook as `(who, hook, number)` in one list."""
+    """Records every call of every hook as `(who, hook, number)` in one list."""
 
     def __init__(self, name, calls, logs=None):
         self.name, self.calls, self.logs = name, calls, logs
@@ -66,7 +66,7 @@ def batch(number):
 # --- The order of calls ---
 
 
-def test_the_hooks_of_a_fit_with_validation_are_exactly_these_and_each_is_called_of_all_callbacks_in_turn():
+def test_a_fit_with_validation_calls_exactly_these_hooks_each_on_all_callbacks_in_turn():
     calls = []
     make().fit(X, Y, batch_size=3, epochs=2, validation_data=(X, Y), validation_batch_size=4, callbacks=[Recorder(name, calls) for name in "abc"], verbose=0)
     expected = ["train_begin"]
@@ -91,7 +91,7 @@ def test_checkpoints_within_an_epoch_come_between_two_batches():
     ]
 
 
-def test_a_stop_within_an_epoch_gives_that_steps_checkpoint_then_validation_and_the_end_of_the_epoch():
+def test_a_stop_within_an_epoch_makes_a_checkpoint_then_validates_and_ends_the_epoch():
     trainer = make()
 
     def fit(recorder):
@@ -119,7 +119,7 @@ def test_data_that_ends_within_an_epoch_closes_it_like_a_stop():
     assert record(fit) == ["train_begin", "epoch_begin 0", *batch(0), *batch(1), "checkpoint 2", "epoch_end 0", "train_end"]
 
 
-def test_a_stop_in_an_epochs_last_batch_is_an_ordinary_end_of_epoch():
+def test_a_stop_in_the_last_batch_of_an_epoch_is_an_ordinary_end_of_the_epoch():
     trainer = make()
     stop = LambdaCallback(on_train_batch_end=lambda batch, logs: trainer.stop() if trainer.step == 2 else None)
     calls = record(lambda recorder: trainer.fit(X, Y, batch_size=3, epochs=3, callbacks=[recorder, stop], verbose=0))
@@ -133,7 +133,7 @@ def test_a_stop_in_on_epoch_begin_of_a_later_epoch_is_obeyed_before_its_first_ba
     assert trainer.step == 2
 
 
-def test_a_stop_in_on_train_begin_makes_no_step():
+def test_a_stop_in_on_train_begin_runs_no_step():
     trainer = make()
     trainer.build((X, Y))
     stop = LambdaCallback(on_train_begin=lambda logs: trainer.stop("not today"))
@@ -150,7 +150,7 @@ def test_a_run_with_nothing_to_do_begins_and_ends():
     assert record(lambda recorder: make().fit(X, Y, epochs=2, initial_epoch=2, callbacks=[recorder], verbose=0)) == ["train_begin", "train_end"]
 
 
-def test_evaluate_and_predict_call_their_own_hooks_alone():
+def test_evaluate_and_predict_call_only_their_own_hooks():
     trainer = make()
     trainer.build((X, Y))
     assert record(lambda recorder: trainer.evaluate(X, Y, batch_size=3, callbacks=[recorder], verbose=0)) == VALIDATION
@@ -161,19 +161,19 @@ def test_evaluate_and_predict_call_their_own_hooks_alone():
     assert ends == ["predict_batch_end 0", "predict_batch_end 1"]
 
 
-def test_each_named_validation_set_is_an_evaluation_of_its_own():
+def test_each_named_validation_set_is_a_separate_evaluation():
     calls = record(lambda recorder: make().fit(X, Y, validation_data={"a": (X, Y), "b": (X, Y)}, callbacks=[recorder], verbose=0))
     assert calls.count("test_begin") == calls.count("test_end") == 2
 
 
-# --- Ends that are no ends in order ---
+# --- Interrupted runs ---
 
 
 @pytest.mark.parametrize(
     "hook", ["on_train_begin", "on_epoch_begin", "on_train_batch_begin", "on_train_batch_end", "on_test_batch_end", "on_epoch_end", "on_checkpoint"]
 )
 @pytest.mark.mostly_slow
-def test_on_train_end_is_called_whatever_an_error_broke_off(hook):
+def test_on_train_end_is_called_after_an_error_in_any_hook(hook):
     calls = []
 
     def fail(*arguments):
@@ -198,7 +198,7 @@ def test_an_error_in_a_hook_leaves_a_checkpoint_of_the_last_finished_step():
     assert record(fit) == ["train_begin", "epoch_begin 0", *batch(0), *batch(1), "checkpoint 2", "train_end"]
 
 
-def test_an_error_of_the_data_ends_the_run_and_the_trainer_goes_on_afterwards():
+def test_an_error_in_the_data_ends_the_run_and_the_trainer_can_train_afterwards():
     def batches():
         yield X, Y
         yield X, Y
@@ -218,7 +218,7 @@ def test_an_error_of_the_data_ends_the_run_and_the_trainer_goes_on_afterwards():
     assert trainer.step == before + 1
 
 
-def test_on_train_end_of_one_callback_is_called_though_that_of_another_fails():
+def test_on_train_end_of_one_callback_is_called_even_if_that_of_another_fails():
     calls = []
 
     def fail(logs):
@@ -229,8 +229,9 @@ def test_on_train_end_of_one_callback_is_called_though_that_of_another_fails():
     assert calls[-2:] == [("a", "train_end", None), ("b", "train_end", None)]
 
 
+@pytest.mark.filterwarnings("ignore:SIGTERM ended the run")  # There is no ModelCheckpoint.
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)], ids=["SIGINT", "SIGTERM"])
-def test_a_signal_ends_the_run_after_the_present_step_with_a_checkpoint_and_on_train_end(number, expected):
+def test_a_signal_ends_the_run_after_the_current_step_with_a_checkpoint_and_on_train_end(number, expected):
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     trainer = make()
 
@@ -249,7 +250,7 @@ def test_a_signal_ends_the_run_after_the_present_step_with_a_checkpoint_and_on_t
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
 
 
-def test_a_signal_in_a_validation_ends_it_at_its_next_batch():
+def test_a_signal_during_a_validation_ends_it_before_its_next_batch():
     def fit(recorder):
         kill = LambdaCallback(on_test_batch_begin=lambda batch, logs: os.kill(os.getpid(), signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
@@ -260,7 +261,7 @@ def test_a_signal_in_a_validation_ends_it_at_its_next_batch():
     assert calls.count("test_batch_end 0") == 1 and "test_batch_begin 1" not in calls and "epoch_end 0" not in calls
 
 
-def test_a_second_ctrl_c_leaves_at_once_and_on_train_end_is_called():
+def test_a_second_ctrl_c_exits_immediately_and_on_train_end_is_called():
     def kill(batch, logs):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
@@ -272,7 +273,7 @@ def test_a_second_ctrl_c_leaves_at_once_and_on_train_end_is_called():
     assert record(fit)[-1] == "train_end"
 
 
-def test_a_signal_saves_though_its_checkpoint_is_not_due(tmp_path):
+def test_a_signal_saves_a_checkpoint_even_if_none_is_due(tmp_path):
     checkpoint = ModelCheckpoint(tmp_path / "run", every=fitflax.every(steps=100), save_last=False)
     kill = LambdaCallback(on_train_batch_begin=lambda batch, logs: os.kill(os.getpid(), signal.SIGINT) if batch == 1 else None)
     with pytest.raises(KeyboardInterrupt):
@@ -340,7 +341,7 @@ def test_logs_kept_from_earlier_batches_can_be_read_later():
     assert [logs["loss"] for logs in kept] == seen
 
 
-def test_what_one_callback_adds_to_the_logs_those_after_it_and_the_history_see():
+def test_values_that_a_callback_adds_to_epoch_logs_reach_later_callbacks_and_the_history():
     seen = []
     first = LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append("added" in logs))
     adds = LambdaCallback(on_epoch_end=lambda epoch, logs: logs.__setitem__("added", epoch + 0.5))
@@ -351,7 +352,7 @@ def test_what_one_callback_adds_to_the_logs_those_after_it_and_the_history_see()
     assert history.history["added"] == [0.5, 1.5]
 
 
-def test_what_is_added_to_the_logs_of_a_batch_those_after_it_see():
+def test_values_that_a_callback_adds_to_batch_logs_reach_later_callbacks():
     seen = []
     adds = LambdaCallback(on_train_batch_end=lambda batch, logs: logs.__setitem__("added", batch))
     later = LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append((logs["added"], "loss" in logs)))
@@ -363,7 +364,7 @@ def test_a_monitor_may_be_a_value_that_another_callback_adds():
     values = iter([1.0, 2.0, 3.0])
     adds = LambdaCallback(on_epoch_end=lambda epoch, logs: logs.__setitem__("score", next(values)))
     stops = EarlyStopping("score", mode="min")
-    # Listed before it; those that decide come after those of the user all the same.
+    # EarlyStopping is listed first, but callbacks that decide always run after those of the user.
     history = make().fit(X, Y, epochs=5, callbacks=[stops, adds], verbose=0)
     assert history.history["score"] == [1.0, 2.0]
 
@@ -391,10 +392,10 @@ def test_all_values_of_a_log_point_are_read_in_one_transfer(monkeypatch):
     assert sum(reads) == 1
 
 
-# --- Who is called ---
+# --- Which callbacks are called ---
 
 
-def test_callbacks_are_called_by_the_kind_of_their_work_and_then_as_listed():
+def test_callbacks_are_called_in_the_order_of_their_phases_and_then_as_listed():
     calls = []
 
     def of(name, phase):
@@ -433,7 +434,7 @@ def test_everything_is_on_disk_before_a_checkpoint_is_saved():
     assert calls[:4] == ["write", "record", "sync", "save"]
 
 
-def test_a_hook_that_nobody_overrides_is_not_called(monkeypatch):
+def test_a_hook_that_is_not_overridden_is_not_called(monkeypatch):
     def fail(self, *arguments):
         raise AssertionError("called although nobody overrides it")
 
@@ -459,7 +460,7 @@ def test_a_subclass_need_not_call_the_initializer_of_its_base():
     assert careless.epochs == [(0, 2, 2, 2), (1, 4, 2, 2)]
 
 
-def test_an_instance_serves_two_fits_and_two_trainers():
+def test_a_callback_can_be_used_in_two_fits_of_two_trainers():
     calls = []
     recorder = Recorder("a", calls)
     one, other = make(), make()
@@ -470,7 +471,7 @@ def test_an_instance_serves_two_fits_and_two_trainers():
     assert calls == first and recorder.trainer is other
 
 
-def test_callbacks_reach_the_trainer():
+def test_callbacks_can_access_the_trainer():
     seen = {}
 
     def look(epoch, logs):
@@ -501,41 +502,41 @@ def test_a_fit_within_a_hook_of_another_trainer_works():
     assert history.history["inner"][1] < history.history["inner"][0]
 
 
-# --- Callbacks that cannot be ---
+# --- Invalid callbacks ---
 
 
 @pytest.mark.parametrize(
     ("callbacks", "message"),
     [
-        ([EarlyStopping], r"callbacks takes instances. Received: the class EarlyStopping; call it: EarlyStopping\(...\)"),
+        ([EarlyStopping], r"callbacks must be instances. Received: the class EarlyStopping. Pass EarlyStopping\(...\)"),
         ([print], r"Received: a builtin_function_or_method. Wrap a function in LambdaCallback"),
         ([None], r"instances of fitflax.callbacks.Callback. Received: a NoneType"),
     ],
 )
-def test_what_is_no_callback_is_an_error(callbacks, message):
+def test_an_object_that_is_not_a_callback_is_an_error(callbacks, message):
     with pytest.raises(CallbackError, match=message):
         make().fit(X, Y, callbacks=callbacks, verbose=0)
 
 
-def test_a_single_callback_without_a_list_is_an_error_that_says_so():
+def test_a_single_callback_without_a_list_is_an_error_that_names_the_argument():
     with pytest.raises((CallbackError, TypeError), match=r"callbacks"):
         make().fit(X, Y, callbacks=EarlyStopping("loss"), verbose=0)
 
 
 def test_a_callback_given_twice_is_an_error():
     callback = EarlyStopping("loss")
-    with pytest.raises(CallbackError, match="given twice"):
+    with pytest.raises(CallbackError, match="contains the same EarlyStopping object twice"):
         make().fit(X, Y, callbacks=[callback, callback], verbose=0)
 
 
-def test_two_callbacks_whose_state_has_the_same_key_are_an_error_before_the_first_step():
+def test_two_callbacks_with_the_same_state_key_are_an_error_before_the_first_step():
     trainer = make()
     with pytest.raises(CallbackError, match=r"EarlyStopping\(monitor='loss'\)"):
         trainer.fit(X, Y, callbacks=[EarlyStopping("loss", patience=1), EarlyStopping("loss", patience=2)], verbose=0)
     assert trainer.step == 0
 
 
-def test_a_callback_evaluates_and_predicts_inside_of_a_run_which_goes_on_as_it_would_have():
+def test_a_callback_can_evaluate_and_predict_within_a_run_without_affecting_it():
     class Ask(Callback):
         def on_epoch_end(self, epoch, logs):
             logs["own"] = self.trainer.evaluate(x, y, verbose=0)["loss"]
@@ -554,7 +555,7 @@ def test_a_callback_evaluates_and_predicts_inside_of_a_run_which_goes_on_as_it_w
 
 
 @pytest.mark.parametrize("steps", [1, 2], ids=["inside an epoch", "at its end"])
-def test_a_callback_that_trains_at_an_epochs_end_and_fails_loses_no_state(steps, tmp_path):
+def test_a_callback_that_trains_at_the_end_of_an_epoch_and_fails_loses_no_state(steps, tmp_path):
     class Trains(Callback):
         def on_epoch_end(self, epoch, logs):
             self.trainer.train_on_batch((np.ones((8, 4), np.float32), np.ones((8, 3), np.float32)))
@@ -566,17 +567,17 @@ def test_a_callback_that_trains_at_an_epochs_end_and_fails_loses_no_state(steps,
         callbacks = [Trains(), ModelCheckpoint(tmp_path)]
         trainer.fit(np.ones((16, 4), np.float32), np.ones((16, 3), np.float32), steps=steps, batch_size=8, callbacks=callbacks, verbose=0)
     assert int(trainer.state.step) == trainer.step == steps + 1
-    # Nothing is saved as a step that it is not.
+    # No state is saved as another step.
     assert [int(load_checkpoint(path).train["step"]) for path in sorted(tmp_path.glob("step_*"))] == ([1] if steps == 1 else [])
 
 
-def test_a_state_that_somebody_holds_is_still_theirs_after_an_epochs_end_was_broken_off():
+def test_a_state_that_a_callback_holds_stays_valid_after_an_interrupted_end_of_an_epoch():
     held = []
 
     class Holds(Callback):
         def on_epoch_end(self, epoch, logs):
             held.append(self.trainer.state)
-            self.trainer.train_on_batch(data)  # Takes a copy, because the state is lent.
+            self.trainer.train_on_batch(data)  # Copies the state, because it is lent.
             raise ArithmeticError("broken")
 
     trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(jax.devices()[:1]))

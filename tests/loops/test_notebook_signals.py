@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM in a notebook, in a real kernel: the cell ends, the run is saved, the kernel lives, and the next cell goes on with the run."""
+"""Ctrl-C and SIGTERM in a notebook, in a real kernel: the cell ends, the run is saved, the kernel stays alive, and the next cell resumes the run."""
 
 import contextlib
 import pathlib
@@ -10,7 +10,7 @@ import pytest
 from jupyter_client.manager import KernelManager
 
 TIMEOUT = 300
-# Waits, in the hook of step 7, until the run has noted the signal: it so always comes there.
+# Waits in the hook of step 7 until the run has noticed the signal, so that the signal always arrives there.
 FIRST_CELL = """
 import os, pathlib, signal
 import fitflax
@@ -32,10 +32,10 @@ def start(directory, wait_at=None):
 
 
 class Notebook:
-    """Runs cells in a kernel of its own.
+    """Runs cells in a separate kernel.
 
     Args:
-        manager: Of the kernel, which runs.
+        manager: The manager of the running kernel.
     """
 
     def __init__(self, manager: KernelManager) -> None:
@@ -45,7 +45,7 @@ class Notebook:
         self._client.wait_for_ready(timeout=TIMEOUT)
 
     def cell(self, code: str, *, at: str | None = None, do: Callable[[], None] = lambda: None) -> tuple[str, str]:
-        """Runs a cell, does something when it has printed `at`, and returns what it printed and the error that it ended with."""
+        """Runs a cell, calls `do` when it has printed `at`, and returns what it printed and the error that it ended with."""
         request = self._client.execute(code)
         printed, error = "", ""
         while True:
@@ -69,7 +69,7 @@ class Notebook:
 
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory: pytest.TempPathFactory, compilation_cache: dict[str, str]) -> Iterator[Notebook]:
-    home = tmp_path_factory.mktemp("home")  # Otherwise kernels leave files in the user's, and take their settings there.
+    home = tmp_path_factory.mktemp("home")  # Otherwise kernels leave files in the user's home directory and read the settings there.
     variables = {name: str(home) for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR")}
     variables |= {**compilation_cache, "JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": str(pathlib.Path(__file__).resolve().parents[2])}
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
@@ -94,7 +94,7 @@ def terminate(notebook: Notebook) -> Callable[[], None]:
 
 @pytest.mark.parametrize(("how", "error"), [(interrupt, "KeyboardInterrupt: "), (terminate, "SystemExit: 143")])
 @pytest.mark.slow
-def test_an_interrupted_cell_saves_and_the_next_one_goes_on_bit_for_bit(how, error, notebook, tmp_path):
+def test_an_interrupted_cell_saves_and_the_next_one_resumes_bit_for_bit(how, error, notebook, tmp_path):
     never, here = f"{tmp_path}/never", f"{tmp_path}/here"
     assert notebook.cell(f"never = start({never!r})") == ("begins at 0\non_train_end ran\n", "")
     printed = notebook.cell(f"start({here!r}, wait_at=7)", at="at step 7", do=how(notebook))

@@ -1,4 +1,4 @@
-"""`predict_iter`: what `predict` joins, batch by batch, in constant memory; and how the outputs of both come to the host."""
+"""`predict_iter`: what `predict` joins, batch by batch, in constant memory; and how the outputs of both are copied to the host."""
 
 import itertools
 import weakref
@@ -14,7 +14,7 @@ from jax._src import array as jax_array
 import fitflax
 from fitflax.callbacks import LambdaCallback
 from fitflax.errors import ConfigError, DataError, ModelError, NotReadyError
-from fitflax.loops.evaluation import _OwnRandomness
+from fitflax.loops.evaluation import _IsolatedRandomState
 from fitflax.parallel import DataParallel
 
 X = np.linspace(-1, 1, 42, dtype=np.float32).reshape(14, 3)
@@ -55,7 +55,7 @@ class Counted:
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_it_yields_the_rows_that_predict_joins_as_numpy_arrays(num_devices: int):
+def test_predict_iter_yields_the_rows_that_predict_joins_as_numpy_arrays(num_devices: int):
     trainer = trainer_of(TwoHeads(), num_devices)
     joined = trainer.predict(X, batch_size=4)
     parts = list(trainer.predict_iter(X, batch_size=4))
@@ -64,7 +64,7 @@ def test_it_yields_the_rows_that_predict_joins_as_numpy_arrays(num_devices: int)
     assert len(list(trainer.predict_iter(X, batch_size=4, steps=2))) == 2
 
 
-def test_nothing_is_read_before_the_first_output_is_asked_for_and_then_one_batch_ahead():
+def test_nothing_is_read_before_the_first_output_is_requested_and_then_one_batch_ahead():
     trainer, data = trainer_of(), Counted()
     outputs = trainer.predict_iter(data)
     assert data.taken == 0
@@ -77,7 +77,7 @@ def test_nothing_is_read_before_the_first_output_is_asked_for_and_then_one_batch
     assert data.taken == 3
 
 
-def test_nothing_is_kept_of_what_was_yielded():
+def test_outputs_are_not_kept_after_they_are_yielded():
     trainer = trainer_of(num_devices=2)
     kept: list[weakref.ref[Any]] = []
     counts = []
@@ -89,7 +89,7 @@ def test_nothing_is_kept_of_what_was_yielded():
     assert len(kept) == 8 and max(counts[1:]) == counts[1]
 
 
-def test_what_cannot_work_is_an_error_of_the_call():
+def test_a_call_that_cannot_work_raises_immediately():
     fresh = fitflax.Trainer(nn.Dense(2))
     with pytest.raises(NotReadyError, match="predict_iter: there is no state yet"):
         fresh.predict_iter(X)
@@ -101,20 +101,21 @@ def test_what_cannot_work_is_an_error_of_the_call():
 
 
 @pytest.mark.parametrize("how", ["predict", "predict_iter"])
-def test_what_the_first_batch_shows_is_an_error_before_anything_is_yielded(how: str):
+def test_an_error_that_the_first_batch_reveals_is_raised_before_anything_is_yielded(how: str):
     def run(trainer: fitflax.Trainer, data: Any) -> Any:
-        return list(getattr(trainer, how)(data))
+        outputs = getattr(trainer, how)(data)
+        return next(iter(outputs))
 
     with pytest.raises(DataError, match="The data yields no batch"):
         run(trainer_of(), Counted(0))
     with pytest.raises(ModelError):
         run(trainer_of(), np.ones((4, 5), np.float32))
-    with pytest.raises(ModelError, match="predict joins outputs along their first axis"):
+    with pytest.raises(ModelError, match="predict concatenates outputs along their first axis"):
         run(trainer_of(Summed()), X)
 
 
 class Loader:
-    """Keeps what it hands out, as one with worker processes does, so that only closing it can end it."""
+    """Keeps the iterators that it returns, like a loader with worker processes, so that they end only when they are closed."""
 
     def __init__(self) -> None:
         self.batches = Counted()
@@ -125,7 +126,7 @@ class Loader:
         return self.handed_out[-1]
 
 
-def test_breaking_off_closes_the_data():
+def test_closing_the_iterator_closes_the_data():
     trainer, data = trainer_of(), Loader()
     outputs = trainer.predict_iter(data)
     next(outputs)
@@ -136,7 +137,7 @@ def test_breaking_off_closes_the_data():
         next(outputs)
 
 
-def test_a_batch_that_was_read_ahead_of_an_iterator_is_the_first_of_the_next_call():
+def test_a_batch_that_was_read_ahead_from_an_iterator_is_the_first_of_the_next_call():
     trainer, data = trainer_of(), Counted(5)()
     expected = trainer.predict(Counted(5))
     parts = []
@@ -148,7 +149,7 @@ def test_a_batch_that_was_read_ahead_of_an_iterator_is_the_first_of_the_next_cal
     np.testing.assert_array_equal(np.concatenate(parts), expected)
 
 
-def test_the_outputs_are_those_of_the_state_at_the_call_whatever_is_trained_meanwhile():
+def test_the_outputs_use_the_state_at_the_call_even_if_the_trainer_trains_meanwhile():
     trainer = trainer_of()
     expected = trainer.predict(X, batch_size=4)
     outputs = trainer.predict_iter(X, batch_size=4)
@@ -160,7 +161,7 @@ def test_the_outputs_are_those_of_the_state_at_the_call_whatever_is_trained_mean
     assert not np.array_equal(trainer.predict(X, batch_size=4), expected)
 
 
-def test_what_the_data_draws_and_what_the_caller_draws_do_not_touch_each_other():
+def test_random_draws_of_the_data_and_of_the_caller_do_not_affect_each_other():
     trainer = trainer_of()
 
     def noisy() -> Iterator[Any]:
@@ -181,15 +182,13 @@ def test_what_the_data_draws_and_what_the_caller_draws_do_not_touch_each_other()
 
 @pytest.mark.parametrize("how", ["predict", "predict_iter"])
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_outputs_of_an_accelerator_set_out_for_the_host_before_those_of_the_batch_before_are_waited_for(
-    how: str, num_devices: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_accelerator_outputs_are_sent_before_those_of_the_previous_batch_are_waited_for(how: str, num_devices: int, monkeypatch: pytest.MonkeyPatch):
     trainer, events = trainer_of(num_devices=num_devices), []
     expected = trainer.predict(X, batch_size=4)
     send, join = jax_array.ArrayImpl.copy_to_host_async, DataParallel.join
     monkeypatch.setattr(jax_array.ArrayImpl, "copy_to_host_async", lambda self: (events.append("sent"), send(self))[1])
     monkeypatch.setattr(DataParallel, "join", lambda self, outputs, *rest: (events.append("joined"), join(self, outputs, *rest))[1])
-    # Or several batches are one call.
+    # Otherwise several batches are one call.
     options = {"callbacks": [LambdaCallback(on_predict_batch_end=lambda batch, logs: None)]} if how == "predict" else {}
     monkeypatch.setattr(DataParallel, "is_on_host", True)
     list(getattr(trainer, how)(X, batch_size=4, **options))
@@ -200,16 +199,16 @@ def test_outputs_of_an_accelerator_set_out_for_the_host_before_those_of_the_batc
     assert events == ["sent", "sent", "joined", "sent", "joined", "sent", "joined", "joined"]
 
 
-def test_a_reader_of_data_has_a_generator_of_pytorch_to_itself():
+def test_reading_data_uses_a_separate_random_generator_of_pytorch():
     torch = pytest.importorskip("torch")
-    own = _OwnRandomness()
+    isolated = _IsolatedRandomState()
     torch.manual_seed(3)
     expected = [torch.rand(1).item() for _ in range(4)]
     torch.manual_seed(3)
-    with own.entered():
+    with isolated.entered():
         inside = [torch.rand(1).item()]
     outside = [torch.rand(1).item()]
-    with own.entered():
+    with isolated.entered():
         inside.append(torch.rand(1).item())
     outside.append(torch.rand(1).item())
     assert inside == expected[:2] == outside

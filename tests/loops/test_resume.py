@@ -1,9 +1,10 @@
-"""A run that is stopped and resumed is the run that never was: the whole state, history and every callback's state, bit for bit."""
+"""A run that is stopped and resumed equals an uninterrupted run bit for bit: the whole state, the history and every callback's state."""
 
 import contextlib
 import dataclasses
 import json
 import pathlib
+import re
 import shutil
 import signal
 import warnings
@@ -17,15 +18,17 @@ from flax import linen as nn
 
 import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, TerminateOnNaN
-from fitflax.checkpoints import CheckpointStore, directories, documents, store
+from fitflax.checkpoints import CheckpointStore
+from fitflax.checkpoints.formats import json_documents
+from fitflax.checkpoints.store import checkpoint_store, local_directory, local_files
 from fitflax.errors import CallbackError, CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, DataError, FitflaxWarning, RestoreError
 from tests import run_script
 from tests.run_script import TRAIN, VALID, at, checkpoint_of, differences, directory_of, make_trainer, rows_of, state_of, steps_in
 
 
 @dataclasses.dataclass
-class Ran:
-    """A run that ended, however it did."""
+class RunResult:
+    """A run that ended, normally or with an error."""
 
     root: pathlib.Path
     trainer: fitflax.Trainer
@@ -58,8 +61,8 @@ def run(
     optimizer: Any = "adam",
     backend: str = "msgpack",
     **options: Any,
-) -> Ran:
-    """Trains with everything made from scratch."""
+) -> RunResult:
+    """Trains with everything created from scratch."""
     trainer = make_trainer(model=model, seed=seed, optimizer=optimizer)
     best = BestCheckpoint(root / "best", keep=2, restore_best=restore_best, backend=backend)
     early = EarlyStopping(patience=patience)
@@ -69,11 +72,11 @@ def run(
         arguments["batch_size"] = 4
     with pytest.raises(raises) if raises else contextlib.nullcontext() as caught:
         trainer.fit(data, callbacks=[model_checkpoint, best, early, *more(trainer)], **(arguments | options))
-    return Ran(root, trainer, trainer.history, best, early, caught.value if raises else None)
+    return RunResult(root, trainer, trainer.history, best, early, caught.value if raises else None)
 
 
-def assert_equal(one: Ran, other: Ran) -> None:
-    """All that a user could see of two runs is equal, their newest checkpoints and best checkpoints included."""
+def assert_equal(one: RunResult, other: RunResult) -> None:
+    """Checks that everything that users see of two runs is equal, including their newest checkpoints and best checkpoints."""
     found = {"history": (rows_of(one.history), rows_of(other.history))}
     found["end"] = (one.trainer.step, one.trainer.stop_reason), (other.trainer.step, other.trainer.stop_reason)
     found["best"] = (one.best.best, one.best.best_step), (other.best.best, other.best.best_step)
@@ -85,16 +88,16 @@ def assert_equal(one: Ran, other: Ran) -> None:
     assert not unequal, "\n".join(unequal)
 
 
-def newest_of(ran: Ran) -> dict[str, Any]:
-    return checkpoint_of(ran.checkpoints / f"step_{ran.steps[-1]:08d}")
+def newest_of(result: RunResult) -> dict[str, Any]:
+    return checkpoint_of(result.checkpoints / f"step_{result.steps[-1]:08d}")
 
 
 @pytest.fixture(scope="module")
-def never(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ran]:
-    """`never(**options)`: the run that was never stopped, made once for the same options."""
-    made: dict[str, Ran] = {}
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., RunResult]:
+    """`uninterrupted(**options)`: the uninterrupted run, made once for the same options."""
+    made: dict[str, RunResult] = {}
 
-    def get(**options: Any) -> Ran:
+    def get(**options: Any) -> RunResult:
         key = repr(sorted(options.items(), key=lambda item: item[0]))
         if key not in made:
             made[key] = run(tmp_path_factory.mktemp("never"), **options)
@@ -114,7 +117,7 @@ def raising(message: str) -> Callable[[int], Any]:
 
 
 @pytest.fixture(scope="module")
-def never_stopped_process(tmp_path_factory: pytest.TempPathFactory, compilation_cache: dict[str, str]) -> tuple[pathlib.Path, dict[str, Any], Any]:
+def uninterrupted_process(tmp_path_factory: pytest.TempPathFactory, compilation_cache: dict[str, str]) -> tuple[pathlib.Path, dict[str, Any], Any]:
     root = tmp_path_factory.mktemp("never-stopped")
     env = process_environment(compilation_cache)
     return root, run_script.run(root, env, fit={"steps": 12}), env
@@ -133,54 +136,55 @@ def assert_same_process(root: pathlib.Path, result: dict[str, Any], other_root: 
     unequal = differences(*results, "result: ")
     for name in ("checkpoints", "best"):
         unequal += differences(directory_of(root / name), directory_of(other_root / name), f"{name}/")
-    # A closing row stays beside the checkpoint that it was made for.
+    # A closing row stays next to the checkpoint that it was made for.
     unequal = [line for line in unequal if ": closing: " not in line]
     assert not unequal, "\n".join(unequal)
 
 
 @pytest.mark.parametrize("k", [4, 5, 6])
-@pytest.mark.mostly_slow
-def test_a_killed_run_goes_on_in_a_new_process_bit_for_bit(k, never_stopped_process, tmp_path):
+@pytest.mark.slow
+def test_a_killed_run_resumes_in_a_new_process_bit_for_bit(k, uninterrupted_process, tmp_path):
     """Case 29 and invariant 3: before, at and after the end of an epoch."""
-    never_root, never, env = never_stopped_process
+    uninterrupted_root, uninterrupted, env = uninterrupted_process
     run_script.run(tmp_path, env, fit={"steps": 12}, stops=[["on_train_batch_end", k + 1, "kill"]], status=-signal.SIGKILL)
     assert steps_in(tmp_path / "checkpoints")[-1] == k
     resumed = run_script.run(tmp_path, env, fit={"steps": 12}, resume=True)
     assert resumed["began_at"] == k
-    assert_same_process(tmp_path, resumed, never_root, never)
+    assert_same_process(tmp_path, resumed, uninterrupted_root, uninterrupted)
 
 
 @pytest.mark.slow
-def test_a_run_that_ended_inside_an_epoch_goes_on_in_a_new_process_bit_for_bit(never_stopped_process, tmp_path):
-    never_root, never, env = never_stopped_process
+def test_a_run_that_ended_inside_an_epoch_resumes_in_a_new_process_bit_for_bit(uninterrupted_process, tmp_path):
+    uninterrupted_root, uninterrupted, env = uninterrupted_process
     first = run_script.run(tmp_path, env, fit={"steps": 4})
     assert (first["step"], len(first["history"])) == (4, 1)
     resumed = run_script.run(tmp_path, env, fit={"steps": 12})
     assert resumed["began_at"] == 4
-    assert_same_process(tmp_path, resumed, never_root, never)
+    assert_same_process(tmp_path, resumed, uninterrupted_root, uninterrupted)
 
 
 @pytest.mark.slow
-def test_a_killed_run_on_two_devices_goes_on_bit_for_bit(tmp_path, compilation_cache):
+def test_a_killed_run_on_two_devices_resumes_bit_for_bit(tmp_path, compilation_cache):
     env = process_environment(compilation_cache)
-    never = run_script.run(tmp_path / "never", env, fit={"steps": 12}, devices=2)
+    uninterrupted = run_script.run(tmp_path / "never", env, fit={"steps": 12}, devices=2)
     run_script.run(tmp_path / "killed", env, fit={"steps": 12}, devices=2, stops=[["on_train_batch_end", 8, "kill"]], status=-signal.SIGKILL)
     resumed = run_script.run(tmp_path / "killed", env, fit={"steps": 12}, devices=2)
     assert resumed["began_at"] == 7
-    assert_same_process(tmp_path / "killed", resumed, tmp_path / "never", never)
+    assert_same_process(tmp_path / "killed", resumed, tmp_path / "never", uninterrupted)
 
 
-@pytest.mark.parametrize(("hook", "step"), [("on_test_batch_end", 10), ("on_epoch_end", 10), ("on_epoch_begin", 10)])
 @pytest.mark.slow
-def test_a_run_killed_at_the_end_of_an_epoch_goes_on_bit_for_bit(hook, step, tmp_path, compilation_cache):
-    """Regular checkpoints at step 7 only: everything after it, the best one of the killed epoch included, is done again."""
+def test_a_run_killed_at_the_end_of_an_epoch_resumes_bit_for_bit(tmp_path, compilation_cache):
+    """The only regular checkpoint is at step 7: everything after it, including the best checkpoint of the killed epoch, is done again."""
     env = process_environment(compilation_cache)
-    never = run_script.run(tmp_path / "never", env, fit={"steps": 12}, every=7)
-    run_script.run(tmp_path / "killed", env, fit={"steps": 12}, every=7, stops=[[hook, step, "kill"]], status=-signal.SIGKILL)
-    assert steps_in(tmp_path / "killed/checkpoints") == [7]
-    resumed = run_script.run(tmp_path / "killed", env, fit={"steps": 12}, every=7)
-    assert resumed["began_at"] == 7
-    assert_same_process(tmp_path / "killed", resumed, tmp_path / "never", never)
+    uninterrupted = run_script.run(tmp_path / "never", env, fit={"steps": 12}, every=7)
+    for hook in ("on_test_batch_end", "on_epoch_begin"):
+        root = tmp_path / hook
+        run_script.run(root, env, fit={"steps": 12}, every=7, stops=[[hook, 10, "kill"]], status=-signal.SIGKILL)
+        assert steps_in(root / "checkpoints") == [7]
+        resumed = run_script.run(root, env, fit={"steps": 12}, every=7)
+        assert resumed["began_at"] == 7
+        assert_same_process(root, resumed, tmp_path / "never", uninterrupted)
 
 
 @pytest.mark.parametrize(
@@ -188,8 +192,8 @@ def test_a_run_killed_at_the_end_of_an_epoch_goes_on_bit_for_bit(hook, step, tmp
     [pytest.param("orbax", "orbax", marks=pytest.mark.slow), ("orbax", "msgpack"), pytest.param("msgpack", "orbax", marks=pytest.mark.slow)],
 )
 @pytest.mark.slow
-def test_a_run_saved_through_orbax_goes_on_bit_for_bit_by_either_backend(first, second, never, tmp_path):
-    expected = never(steps=12)
+def test_a_run_saved_with_one_backend_resumes_bit_for_bit_with_the_same_or_another(first, second, uninterrupted, tmp_path):
+    expected = uninterrupted(steps=12)
     run(tmp_path / "stopped", steps=7, backend=first)
     resumed = run(tmp_path / "stopped", steps=12, backend=second)
     assert_equal(resumed, expected)
@@ -197,11 +201,11 @@ def test_a_run_saved_through_orbax_goes_on_bit_for_bit_by_either_backend(first, 
 
 
 class Died(BaseException):
-    """Stands for the death of a process: nothing of the run happens after it but its cleaning up, which a death would not have; so nothing must need it."""
+    """Simulates the death of a process: after it, the run only cleans up. A real death would skip even that, so nothing may depend on it."""
 
 
 def dying(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, is_now: Callable[..., bool]) -> None:
-    """Has a function raise instead of being called, from a certain call on."""
+    """Makes a function raise instead of running, from a certain call on."""
     function, is_dead = getattr(owner, name), []
 
     def call(*arguments: Any, **options: Any) -> Any:
@@ -222,28 +226,30 @@ def run_nine(root: pathlib.Path, **options: Any) -> None:
     make_trainer().fit(TRAIN, batch_size=4, steps=9, validation_data=VALID, verbose=0, resume="auto", callbacks=keep_two(root, **options))
 
 
-@pytest.mark.parametrize("best", ["best", "checkpoints"])
 @pytest.mark.parametrize(
-    ("owner", "name"), [(CheckpointStore, "_note"), (store, "write_in_place"), (CheckpointStore, "_delete_unwanted"), (ModelCheckpoint, "on_checkpoint")]
+    ("number", "best"),
+    # With one store for both, more can go wrong.
+    [pytest.param(1, "checkpoints", marks=pytest.mark.slow), (3, "best"), *(pytest.param(k, "checkpoints", marks=pytest.mark.slow) for k in (3, 5, 6))],
 )
 @pytest.mark.parametrize(
-    "number", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow)]
+    ("owner", "name"),
+    [(CheckpointStore, "_record"), (local_directory, "write_in_place"), (CheckpointStore, "_delete_unwanted"), (ModelCheckpoint, "on_checkpoint")],
 )
 @pytest.mark.mostly_slow
-def test_a_process_that_dies_within_a_save_changes_nothing_of_what_is_kept(owner, name, number, best, never_nine, tmp_path, monkeypatch):
+def test_a_process_that_dies_during_a_save_does_not_change_which_checkpoints_are_kept(owner, name, number, best, uninterrupted_nine, tmp_path, monkeypatch):
     calls = iter(range(1, 1000))
     with monkeypatch.context() as patch, contextlib.suppress(Died):
         dying(patch, owner, name, lambda *arguments, **options: next(calls) == number)
         run_nine(tmp_path, best=best)
-    for module in (store, directories):
-        monkeypatch.setattr(module, "PROCESS", "0123")  # The next one is another.
+    for module in (checkpoint_store, local_files):
+        monkeypatch.setattr(module, "PROCESS", "0123")  # The next run is in another process.
     run_nine(tmp_path, best=best)
     for directory in ("checkpoints", "best"):
-        assert steps_in(tmp_path / directory) == steps_in(never_nine(best) / directory)
+        assert steps_in(tmp_path / directory) == steps_in(uninterrupted_nine(best) / directory)
 
 
 @pytest.fixture(scope="module")
-def never_nine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.Path]:
+def uninterrupted_nine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.Path]:
     roots: dict[str, pathlib.Path] = {}
 
     def get(best: str) -> pathlib.Path:
@@ -256,8 +262,8 @@ def never_nine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], path
 
 
 @pytest.mark.slow
-def test_a_best_checkpoint_that_gave_way_before_the_run_fell_back_is_still_remembered(tmp_path):
-    """Damage takes the run back to a checkpoint that names a best one which is gone; it is to lose to the same better one again, and to nothing else."""
+def test_a_best_checkpoint_that_was_deleted_before_the_run_fell_back_is_still_remembered(tmp_path):
+    """Damage takes the run back to a checkpoint that names a deleted best one. Only the same better checkpoint may replace that one again."""
     run(tmp_path, steps=5)
     best = CheckpointStore(tmp_path / "best")
     assert best.steps() == [5]
@@ -271,8 +277,8 @@ def test_a_best_checkpoint_that_gave_way_before_the_run_fell_back_is_still_remem
 
 @pytest.mark.parametrize("k", [1, 4, 5, 6, 10])
 @pytest.mark.mostly_slow
-def test_a_run_that_ended_after_k_steps_and_goes_on_equals_the_run_never_stopped(k, never, tmp_path):
-    expected = never(steps=12)
+def test_resuming_after_k_steps_is_bit_for_bit_identical_to_an_uninterrupted_run(k, uninterrupted, tmp_path):
+    expected = uninterrupted(steps=12)
     run(tmp_path / "stopped", steps=k)
     resumed = run(tmp_path / "stopped", steps=12)
     assert_equal(resumed, expected)
@@ -280,9 +286,9 @@ def test_a_run_that_ended_after_k_steps_and_goes_on_equals_the_run_never_stopped
 
 @pytest.mark.parametrize("k", [3, 5, 7])
 @pytest.mark.slow
-def test_a_run_that_was_stopped_and_goes_on_equals_the_run_never_stopped(k, never, tmp_path):
-    """Case 40: one row for the epoch in whose middle it stopped."""
-    expected = never(epochs=2)
+def test_resuming_a_stopped_run_is_bit_for_bit_identical_to_an_uninterrupted_run(k, uninterrupted, tmp_path):
+    """Case 40: there is one row for the epoch in which the run stopped."""
+    expected = uninterrupted(epochs=2)
     stopped = run(tmp_path / "stopped", epochs=2, more=lambda trainer: [at(trainer, "on_train_batch_end", k, lambda step: trainer.stop("enough"))])
     assert (stopped.trainer.step, stopped.trainer.stop_reason) == (k, "enough")
     assert stopped.history.epoch == list(range(-(-k // 5)))
@@ -292,8 +298,8 @@ def test_a_run_that_was_stopped_and_goes_on_equals_the_run_never_stopped(k, neve
 
 
 @pytest.mark.slow
-def test_the_last_checkpoint_of_a_run_that_ended_inside_an_epoch_knows_nothing_of_its_closing(tmp_path):
-    ended = run(tmp_path / "ended", steps=7)
+def test_the_last_checkpoint_of_a_run_that_ended_inside_an_epoch_excludes_its_closing(uninterrupted):
+    ended = uninterrupted(steps=7)
     metadata = fitflax.checkpoints.CheckpointStore(ended.checkpoints).restore(7).metadata
     assert [row["epoch"] for row in metadata["history"]] == [0]
     assert list(metadata["metrics"]) == ["train"]
@@ -301,8 +307,7 @@ def test_the_last_checkpoint_of_a_run_that_ended_inside_an_epoch_knows_nothing_o
     assert set(ended.history.rows[1]["logs"]) == {"loss", "accuracy", "val_loss", "val_accuracy"}
 
 
-@pytest.mark.parametrize("steps", [7, 10])
-@pytest.mark.parametrize("restore_best", [False, True])
+@pytest.mark.parametrize(("steps", "restore_best"), [(7, False), (7, True), (10, True)])
 @pytest.mark.slow
 def test_the_same_script_started_three_times_trains_once(steps, restore_best, tmp_path):
     first = run(tmp_path / "run", steps=steps, restore_best=restore_best)
@@ -323,8 +328,8 @@ def test_the_same_script_started_three_times_trains_once(steps, restore_best, tm
 
 
 @pytest.mark.slow
-def test_a_run_whose_closing_was_broken_off_is_closed_by_the_resume(tmp_path):
-    whole = run(tmp_path / "whole", steps=7)
+def test_a_run_with_an_interrupted_closing_is_closed_by_the_resume(uninterrupted, tmp_path):
+    whole = uninterrupted(steps=7)
     run(tmp_path / "broken", steps=7, more=lambda trainer: [at(trainer, "on_test_begin", 7, raising("no"))], raises=ArithmeticError)
     resumed = run(tmp_path / "broken", steps=7)
     assert_equal(resumed, whole)
@@ -332,7 +337,7 @@ def test_a_run_whose_closing_was_broken_off_is_closed_by_the_resume(tmp_path):
 
 
 @pytest.mark.slow
-def test_steps_count_from_the_beginning_of_the_run_that_is_resumed(tmp_path):
+def test_steps_are_counted_from_the_start_of_the_resumed_run(tmp_path):
     trainer = make_trainer()
     trainer.fit(TRAIN, batch_size=4, steps=3, verbose=0)
     trainer.fit(TRAIN, batch_size=4, steps=4, verbose=0, callbacks=[ModelCheckpoint(tmp_path)])
@@ -343,23 +348,23 @@ def test_steps_count_from_the_beginning_of_the_run_that_is_resumed(tmp_path):
 
 
 @pytest.mark.slow
-def test_epochs_count_from_the_beginning_of_the_run_that_is_resumed(never, tmp_path):
+def test_epochs_are_counted_from_the_start_of_the_resumed_run(uninterrupted, tmp_path):
     run(tmp_path / "run", epochs=1)
     resumed = run(tmp_path / "run", epochs=3)
     assert (resumed.trainer.step, resumed.history.epoch) == (15, [0, 1, 2])
-    assert_equal(resumed, never(epochs=3))
+    assert_equal(resumed, uninterrupted(epochs=3))
 
 
 @pytest.mark.slow
-def test_a_run_that_begins_at_another_epoch_goes_on_with_its_numbers(never, tmp_path):
-    expected = never(epochs=5, initial_epoch=3)
+def test_a_run_that_starts_at_another_epoch_resumes_with_its_epoch_numbers(uninterrupted, tmp_path):
+    expected = uninterrupted(epochs=5, initial_epoch=3)
     assert expected.history.epoch == [3, 4]
     run(tmp_path / "run", epochs=5, initial_epoch=3, steps=7)
     assert_equal(run(tmp_path / "run", epochs=5, initial_epoch=3), expected)
 
 
 @pytest.mark.slow
-def test_what_early_stopping_ended_stays_ended(tmp_path):
+def test_a_run_that_early_stopping_ended_stays_ended(tmp_path):
     first = run(tmp_path / "run", epochs=20, patience=1)
     assert first.trainer.step < 100 and first.trainer.stop_reason.startswith("EarlyStopping")
     again = run(tmp_path / "run", epochs=20, patience=1)
@@ -367,7 +372,7 @@ def test_what_early_stopping_ended_stays_ended(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_early_stopping_ended_inside_an_epoch_stays_ended(tmp_path):
+def test_a_run_that_early_stopping_ended_inside_an_epoch_stays_ended(tmp_path):
     options = {"epochs": 20, "patience": 1, "validation_freq": fitflax.every(steps=3), "optimizer": optax.sgd(-0.1)}  # Uphill.
     first = run(tmp_path / "run", **options)
     assert first.trainer.step == 6 and first.trainer.stop_reason.startswith("EarlyStopping")
@@ -375,90 +380,93 @@ def test_what_early_stopping_ended_inside_an_epoch_stays_ended(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_terminate_on_nan_ended_stays_ended(tmp_path):
+def test_a_run_that_terminate_on_nan_ended_stays_ended(tmp_path):
     data = TRAIN[0].copy(), TRAIN[1]
     data[0][:] = np.nan
     options = {"steps": 20, "data": data, "batch_size": 4, "log_every": 3, "more": lambda trainer: [TerminateOnNaN()]}
-    with pytest.warns(FitflaxWarning, match="x holds NaN or infinity in 18 of 18 examples"):
+    with pytest.warns(FitflaxWarning, match="x has NaN or infinity in 18 of 18 examples"):
         first = run(tmp_path / "run", **options)
-    assert (first.trainer.step, first.trainer.stop_reason) == (3, "TerminateOnNaN: the loss is not finite since step 1")
-    with pytest.warns(FitflaxWarning, match="x holds NaN or infinity"):
+    assert (first.trainer.step, first.trainer.stop_reason) == (3, "TerminateOnNaN: the loss is not finite at step 1")
+    with pytest.warns(FitflaxWarning, match="x has NaN or infinity"):
         again = run(tmp_path / "run", **options)
     assert_equal(again, first)
 
 
 @pytest.mark.slow
-def test_early_stopping_goes_on_counting_and_restores_the_best_weights_of_before(tmp_path):
+def test_resumed_early_stopping_continues_its_count_and_restores_the_earlier_best_state(tmp_path):
     def observe(trainer: fitflax.Trainer) -> list[Callback]:
         return [EarlyStopping("accuracy", mode="max", patience=3, restore_best=True)]
 
-    never = run(tmp_path / "never", epochs=6, more=observe)
+    uninterrupted = run(tmp_path / "never", epochs=6, more=observe)
     run(tmp_path / "run", epochs=2, more=observe)
-    assert_equal(run(tmp_path / "run", epochs=6, more=observe), never)
+    assert_equal(run(tmp_path / "run", epochs=6, more=observe), uninterrupted)
 
 
 # -- exceptions --
 
 
-@pytest.mark.parametrize(
-    ("hook", "step"),
-    [
-        ("on_train_batch_begin", 3),
-        ("on_train_batch_begin", 5),
-        ("on_train_batch_begin", 6),
-        ("on_train_batch_end", 3),
-        ("on_train_batch_end", 5),
-        ("on_train_batch_end", 6),
-        ("on_epoch_begin", 0),
-        ("on_epoch_begin", 5),
-        ("on_epoch_end", 5),
-        ("on_epoch_end", 10),
-        ("on_test_begin", 5),
-        ("on_test_batch_end", 10),
-        ("on_test_end", 5),
-    ],
-)
-@pytest.mark.parametrize("every_epochs", [1, 4])
+# At steps with a regular checkpoint, and where an older checkpoint must be skipped.
+AT_AN_END = [
+    ("on_train_batch_begin", 5),
+    ("on_train_batch_end", 5),
+    ("on_train_batch_end", 6),
+    ("on_epoch_end", 5),
+    ("on_epoch_end", 10),
+    ("on_test_batch_end", 10),
+]
+ANYWHERE = [
+    *AT_AN_END,
+    ("on_train_batch_begin", 3),
+    ("on_train_batch_begin", 6),
+    ("on_train_batch_end", 3),
+    ("on_epoch_begin", 0),
+    ("on_epoch_begin", 5),
+    ("on_test_begin", 5),
+    ("on_test_end", 5),
+]
+
+
+@pytest.mark.parametrize(("hook", "step", "every_epochs"), [*((*place, 1) for place in AT_AN_END), *((*place, 4) for place in ANYWHERE)])
 @pytest.mark.slow
-def test_a_run_that_a_callback_broke_off_goes_on_as_if_it_had_not(hook, step, every_epochs, never, tmp_path):
+def test_a_run_that_a_callback_interrupted_resumes_like_an_uninterrupted_one(hook, step, every_epochs, uninterrupted, tmp_path):
     trigger = fitflax.every(epochs=every_epochs)
-    expected = never(steps=12, every=trigger)
-    broken = run(tmp_path / "broken", steps=12, every=trigger, more=lambda trainer: [at(trainer, hook, step, raising("broken"))], raises=ArithmeticError)
-    assert broken.steps == ([step] if step and every_epochs == 4 else sorted({5, 10, step} & set(range(1, step + 1))))
+    expected = uninterrupted(steps=12, every=trigger)
+    interrupted = run(tmp_path / "broken", steps=12, every=trigger, more=lambda trainer: [at(trainer, hook, step, raising("broken"))], raises=ArithmeticError)
+    assert interrupted.steps == ([step] if step and every_epochs == 4 else sorted({5, 10, step} & set(range(1, step + 1))))
     resumed = run(tmp_path / "broken", steps=12, every=trigger)
     assert_equal(resumed, expected)
 
 
 @pytest.mark.slow
-def test_a_run_that_a_callback_broke_off_with_steps_per_epoch_goes_on_as_if_it_had_not(never, tmp_path):
-    expected = never(steps=12, steps_per_epoch=4)
+def test_an_interrupted_run_with_steps_per_epoch_resumes_like_an_uninterrupted_one(uninterrupted, tmp_path):
+    expected = uninterrupted(steps=12, steps_per_epoch=4)
     run(tmp_path / "broken", steps=12, steps_per_epoch=4, more=lambda t: [at(t, "on_train_batch_end", 4, raising("broken"))], raises=ArithmeticError)
     assert_equal(run(tmp_path / "broken", steps=12, steps_per_epoch=4), expected)
 
 
 @pytest.mark.slow
-def test_what_callbacks_did_to_the_state_before_another_broke_the_epochs_end_off_is_done_once(tmp_path):
+def test_callbacks_change_the_state_only_once_if_another_interrupts_the_end_of_an_epoch(tmp_path):
     def halve(trainer: fitflax.Trainer) -> Callback:
         return LambdaCallback(on_epoch_end=lambda epoch, logs: setattr(trainer, "learning_rate", trainer.learning_rate / 2))
 
-    never = run(tmp_path / "never", epochs=3, more=lambda trainer: [halve(trainer)])
+    uninterrupted = run(tmp_path / "never", epochs=3, more=lambda trainer: [halve(trainer)])
     run(tmp_path / "broken", epochs=3, more=lambda t: [halve(t), at(t, "on_epoch_end", 10, raising("broken"))], raises=ArithmeticError)
-    assert_equal(run(tmp_path / "broken", epochs=3, more=lambda trainer: [halve(trainer)]), never)
+    assert_equal(run(tmp_path / "broken", epochs=3, more=lambda trainer: [halve(trainer)]), uninterrupted)
 
 
 @pytest.mark.slow
-def test_an_exception_in_a_user_function_at_a_checkpoint_loses_no_step_that_was_saved(tmp_path):
-    """The run never stopped has the hook too: a reader of checkpoints has the norm of the gradient computed, and it is saved."""
+def test_an_exception_in_a_custom_function_at_a_checkpoint_loses_no_saved_step(tmp_path):
+    """The uninterrupted run has the hook, too: a callback that reads checkpoints makes the run compute the norm of the gradient, which is saved."""
 
-    def train(name: str, action: Callable[[int], Any], **options: Any) -> Ran:
+    def train(name: str, action: Callable[[int], Any], **options: Any) -> RunResult:
         return run(tmp_path / name, epochs=3, more=lambda trainer: [at(trainer, "on_checkpoint", 10, action)], **options)
 
     train("broken", raising("broken"), raises=ArithmeticError)
     assert_equal(train("broken", lambda step: None), train("never", lambda step: None))
 
 
-def batches_that_break_after(count: int) -> Callable[[], Iterator[Any]]:
-    """A source of 5 batches a pass, of 4 rows and a last one of 2, that fails once."""
+def batches_that_fail_after(count: int) -> Callable[[], Iterator[Any]]:
+    """A source that fails once. A pass has 5 batches: 4 of 4 rows, and a last one of 2."""
     left = [count]
 
     def batches() -> Iterator[Any]:
@@ -471,42 +479,45 @@ def batches_that_break_after(count: int) -> Callable[[], Iterator[Any]]:
     return batches
 
 
-@pytest.mark.parametrize("k", [3, 4, 5, 8, 9])
+UNBROKEN = batches_that_fail_after(1000)
+
+
+@pytest.mark.parametrize("k", [4, 5, 8, 9])
 @pytest.mark.slow
-def test_a_run_whose_data_broke_off_goes_on_as_if_it_had_not(k, tmp_path):
-    never = run(tmp_path / "never", data=batches_that_break_after(1000), epochs=3)
-    broken = run(tmp_path / "broken", data=batches_that_break_after(k), epochs=3, raises=ArithmeticError)
-    assert broken.steps[-1] == k
+def test_a_run_that_its_data_interrupted_resumes_like_an_uninterrupted_one(k, uninterrupted, tmp_path):
+    expected = uninterrupted(data=UNBROKEN, epochs=3)
+    interrupted = run(tmp_path / "broken", data=batches_that_fail_after(k), epochs=3, raises=ArithmeticError)
+    assert interrupted.steps[-1] == k
     with pytest.warns(FitflaxWarning, match="cannot seek") if k % 5 else contextlib.nullcontext():
-        resumed = run(tmp_path / "broken", data=batches_that_break_after(1000), epochs=3)
-    assert_equal(resumed, never)
+        resumed = run(tmp_path / "broken", data=batches_that_fail_after(1000), epochs=3)
+    assert_equal(resumed, expected)
 
 
 @pytest.mark.slow
-def test_a_run_whose_validation_data_broke_off_goes_on_as_if_it_had_not(tmp_path):
-    def validation(breaks: bool) -> Callable[[], Iterator[Any]]:
+def test_a_run_that_its_validation_data_interrupted_resumes_like_an_uninterrupted_one(tmp_path):
+    def validation(fails: bool) -> Callable[[], Iterator[Any]]:
         passes = iter(range(100))
 
         def batches() -> Iterator[Any]:
             number = next(passes)
             yield tuple(part[:4] for part in VALID)
-            if breaks and number == 1:
+            if fails and number == 1:
                 raise ArithmeticError("the disk is gone")
             yield tuple(part[4:] for part in VALID)
 
         return batches
 
-    never = run(tmp_path / "never", epochs=3, validation_data=validation(False))
-    broken = run(tmp_path / "broken", epochs=3, validation_data=validation(True), raises=ArithmeticError)
-    assert broken.steps == [5, 10] and broken.history.epoch == [0]
-    assert_equal(run(tmp_path / "broken", epochs=3, validation_data=validation(False)), never)
+    uninterrupted = run(tmp_path / "never", epochs=3, validation_data=validation(False))
+    interrupted = run(tmp_path / "broken", epochs=3, validation_data=validation(True), raises=ArithmeticError)
+    assert interrupted.steps == [5, 10] and interrupted.history.epoch == [0]
+    assert_equal(run(tmp_path / "broken", epochs=3, validation_data=validation(False)), uninterrupted)
 
 
 # -- triggers in the middle of an epoch --
 
 
 class Counter(Callback):
-    """Has state of its own, counted at checkpoints."""
+    """Has state: the steps of the checkpoints that it has seen."""
 
     def __init__(self) -> None:
         self.every = fitflax.every(steps=2)
@@ -525,45 +536,44 @@ class Counter(Callback):
         self.seen = list(state["seen"])
 
 
-STOPS = {
+STOPS: dict[str, dict[str, Any]] = {
     "end of steps": {},
-    "stop": {"more": lambda t: [at(t, "on_train_batch_end", 4, lambda step: t.stop("enough"))]},
-    "an exception": {"more": lambda t: [at(t, "on_train_batch_end", 4, raising("broken"))], "raises": ArithmeticError},
-    "an exception before the next": {"more": lambda t: [at(t, "on_train_batch_begin", 4, raising("broken"))], "raises": ArithmeticError},
-    "a signal": {"more": lambda t: [at(t, "on_train_batch_end", 4, lambda step: signal.raise_signal(signal.SIGINT))], "raises": KeyboardInterrupt},
+    "stop": {"does": ("on_train_batch_end", lambda trainer: trainer.stop("enough"))},
+    "an exception": {"does": ("on_train_batch_end", lambda trainer: raising("broken")(4)), "raises": ArithmeticError},
+    "an exception before the next": {"does": ("on_train_batch_begin", lambda trainer: raising("broken")(4)), "raises": ArithmeticError},
+    "a signal": {"does": ("on_train_batch_end", lambda trainer: signal.raise_signal(signal.SIGINT)), "raises": KeyboardInterrupt},
 }
+
+
+def counted(trainer: fitflax.Trainer) -> list[Callback]:
+    return [Counter()]
 
 
 @pytest.mark.parametrize("how", STOPS)
 @pytest.mark.parametrize("k", [4, 3])
 @pytest.mark.slow
-def test_a_validation_that_was_due_at_the_step_where_a_run_stopped_is_not_left_out(how, k, never, tmp_path):
-    """`k` is the period of validation: due at the stop at step 4, and not."""
-    stop = dict(STOPS[how])
+def test_what_is_due_at_the_step_where_a_run_stops_is_not_omitted(how, k, uninterrupted, tmp_path):
+    """`k` is the period of validation, which is due at the stop at step 4 only if `k` is 4. The trigger of the callback is always due there."""
     options = {"validation_freq": fitflax.every(steps=k), "steps_per_epoch": 100}
-    expected = never(steps=8, **options)
-    run(tmp_path / "stopped", steps=8 if stop else 4, **options, **stop)
-    assert_equal(run(tmp_path / "stopped", steps=8, **options), expected)
+    expected = uninterrupted(steps=8, more=counted, **options)
+    counters: list[Counter] = []
 
+    def more(trainer: fitflax.Trainer) -> list[Callback]:
+        counters.append(Counter())
+        if "does" not in STOPS[how] or len(counters) == 2:
+            return counters[-1:]
+        hook, action = STOPS[how]["does"]
+        return [counters[-1], at(trainer, hook, 4, lambda step: action(trainer))]
 
-@pytest.mark.parametrize("how", STOPS)
-@pytest.mark.slow
-def test_a_callback_whose_trigger_was_due_at_the_step_where_a_run_stopped_is_not_left_out(how, tmp_path):
-    stop = dict(STOPS[how])
-    more = stop.pop("more", lambda trainer: [])
-    seen = []
-    for name, steps, extra in (("never", 8, []), ("stopped", 8 if stop or how == "stop" else 4, [more]), ("stopped", 8, [])):
-        counter = Counter()
-        raises = stop.get("raises") if extra else None
-        run(tmp_path / name, steps=steps, steps_per_epoch=100, more=lambda t, c=counter, e=extra: [c, *(one for make in e for one in make(t))], raises=raises)
-        seen.append(counter.seen)
-    assert seen[0] == seen[2] == [2, 4, 6, 8]
+    run(tmp_path / "stopped", steps=8 if STOPS[how] else 4, more=more, raises=STOPS[how].get("raises"), **options)
+    assert_equal(run(tmp_path / "stopped", steps=8, more=more, **options), expected)
+    assert counters[1].seen == [2, 4, 6, 8]
 
 
 @pytest.mark.parametrize("steps_per_epoch", [5, 100])
 @pytest.mark.parametrize("steps", [4, 5])
 @pytest.mark.mostly_slow
-def test_a_trigger_is_asked_at_the_last_step_like_at_any_other(steps, steps_per_epoch, tmp_path):
+def test_a_trigger_is_evaluated_at_the_last_step_as_at_any_other(steps, steps_per_epoch, tmp_path):
     counter = Counter()
     run(tmp_path / "run", steps=steps, steps_per_epoch=steps_per_epoch, more=lambda trainer: [counter])
     assert counter.seen == [2, 4]
@@ -573,13 +583,13 @@ def test_a_trigger_is_asked_at_the_last_step_like_at_any_other(steps, steps_per_
 
 
 @pytest.mark.slow
-def test_resume_auto_without_checkpoints_begins_a_run(tmp_path):
-    assert_equal(run(tmp_path / "auto", steps=7, resume="auto"), run(tmp_path / "none", steps=7, resume=None))
+def test_resume_auto_without_checkpoints_starts_a_new_run(uninterrupted, tmp_path):
+    assert_equal(uninterrupted(steps=7), run(tmp_path / "none", steps=7, resume=None))  # The default of `run` is "auto".
 
 
 def test_resume_true_without_checkpoints_is_an_error_before_the_first_step(tmp_path):
-    ran = run(tmp_path / "run", steps=7, resume=True, raises=CheckpointNotFoundError)
-    assert ran.trainer.step == 0 and "resume='auto' would begin a run" in str(ran.error)
+    result = run(tmp_path / "run", steps=7, resume=True, raises=CheckpointNotFoundError)
+    assert result.trainer.step == 0 and "To start a new run, pass resume='auto'" in str(result.error)
 
 
 def test_resume_without_exactly_one_model_checkpoint_asks_for_a_path(tmp_path):
@@ -590,8 +600,8 @@ def test_resume_without_exactly_one_model_checkpoint_asks_for_a_path(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_the_step_directory_that_resume_names(never, tmp_path):
-    expected = never(steps=12)
+def test_a_run_resumes_from_the_step_directory_that_resume_names(uninterrupted, tmp_path):
+    expected = uninterrupted(steps=12)
     run(tmp_path / "run", steps=10)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     began: list[int] = []
@@ -606,8 +616,8 @@ def test_a_run_goes_on_from_the_step_directory_that_resume_names(never, tmp_path
 
 
 @pytest.mark.slow
-def test_a_step_directory_of_the_run_itself_takes_it_back_there(never, tmp_path):
-    expected = never(steps=12)
+def test_resuming_from_a_step_directory_of_the_same_run_goes_back_to_that_step(uninterrupted, tmp_path):
+    expected = uninterrupted(steps=12)
     run(tmp_path / "run", steps=12)
     resumed = run(tmp_path / "run", steps=12, resume=str(tmp_path / "run/checkpoints/step_00000005"))
     assert resumed.steps == [5, 10, 12]
@@ -622,8 +632,8 @@ def test_a_state_without_a_run_cannot_be_resumed(tmp_path):
     trainer = make_trainer()
     trainer.fit(TRAIN, batch_size=4, steps=2, verbose=0)
     trainer.save(tmp_path / "state")
-    ran = run(tmp_path / "run", steps=4, resume=tmp_path / "state", raises=RestoreError)
-    assert "no run that could go on" in str(ran.error)
+    result = run(tmp_path / "run", steps=4, resume=tmp_path / "state", raises=RestoreError)
+    assert "no run to resume" in str(result.error)
 
 
 # -- damage --
@@ -646,11 +656,11 @@ def damage(path: pathlib.Path, how: str) -> None:
         (path / "notes.txt").write_text("mine")
     elif how == "metadata of another version":
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(documents, "FORMAT_VERSION", 99)
+            patch.setattr(json_documents, "FORMAT_VERSION", 99)
             document = json.loads(content)
             for name in ("format_version", "crc32"):
                 del document[name]
-            documents.write_document(file, document)
+            json_documents.write_document(file, document)
     else:
         file.write_bytes(content)
 
@@ -666,36 +676,36 @@ def damage(path: pathlib.Path, how: str) -> None:
         ("metadata flipped", "metadata.json is damaged: "),
         pytest.param("metadata empty", "metadata.json is empty", marks=pytest.mark.slow),
         pytest.param("metadata missing", "metadata.json is missing", marks=pytest.mark.slow),
-        ("metadata of another version", "metadata.json has format version 99, but this fitflax reads version 1. Use the fitflax that wrote it"),
+        ("metadata of another version", "metadata.json has format version 99, but this version of fitflax reads 1. Use the version that wrote it"),
         pytest.param("foreign files", "metadata.json is missing", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.mostly_slow
-def test_a_damaged_checkpoint_is_passed_over_and_the_run_equals_the_run_never_stopped(how, why, never, tmp_path):
-    expected = never(epochs=3)
-    run(tmp_path / "run", epochs=2)
+def test_a_damaged_checkpoint_is_skipped_and_the_run_equals_an_uninterrupted_run(how, why, uninterrupted, tmp_path):
+    expected = uninterrupted(epochs=3)
+    shutil.copytree(uninterrupted(epochs=2).root, tmp_path / "run")
     damage(tmp_path / "run/checkpoints/step_00000010", how)
     what = "a checkpoint that cannot be read here" if "version" in how else "a damaged checkpoint"
-    with pytest.warns(FitflaxWarning, match=f"Resuming: {what} is passed over: step_00000010: {why}"):
+    with pytest.warns(FitflaxWarning, match=f"Resuming: skipped {what}: step_00000010: {why}"):
         resumed = run(tmp_path / "run", epochs=3)
     assert_equal(resumed, expected)
 
 
 @pytest.mark.slow
-def test_a_run_whose_only_checkpoint_is_damaged_begins_again(never, tmp_path):
+def test_a_run_whose_only_checkpoint_is_damaged_starts_over(uninterrupted, tmp_path):
     run(tmp_path / "run", epochs=1)
     damage(tmp_path / "run/checkpoints/step_00000005", "state truncated")
-    with pytest.warns(FitflaxWarning, match="passed over"):
+    with pytest.warns(FitflaxWarning, match="skipped a damaged checkpoint"):
         resumed = run(tmp_path / "run", epochs=2)
-    assert_equal(resumed, never(epochs=2))
+    assert_equal(resumed, uninterrupted(epochs=2))
 
 
-def test_checkpoints_of_another_version_alone_do_not_make_a_run_begin_anew(tmp_path):
+def test_a_run_with_only_checkpoints_of_another_version_does_not_start_over(tmp_path):
     run(tmp_path / "run", epochs=1)
     damage(tmp_path / "run/checkpoints/step_00000005", "metadata of another version")
     before = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
-    ran = run(tmp_path / "run", epochs=2, raises=CheckpointError)
-    assert "holds checkpoints that cannot be read here, and none that can. Nothing was changed. step_00000005: metadata.json has format" in str(ran.error)
+    result = run(tmp_path / "run", epochs=2, raises=CheckpointError)
+    assert "can be read here. They may be intact, so nothing was changed. step_00000005: metadata.json has format" in str(result.error)
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == before
 
 
@@ -718,36 +728,36 @@ def test_a_damaged_closing_row_is_made_again(tmp_path):
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ({"seed": 0}, {"seed": 1}, "seed was 0 and is 1"),
-        ({"batch_size": 4}, {"batch_size": 6}, "batch_size was 4 and is 6"),
-        ({"steps_per_epoch": 4}, {"steps_per_epoch": None}, "steps_per_epoch was 4 and is None"),
-        ({}, {"data": tuple(part[:17] for part in TRAIN), "batch_size": 4}, "num_examples was 18 and is 17"),
+        ({"seed": 0}, {"seed": 1}, "seed was 0 and is now 1"),
+        ({"batch_size": 4}, {"batch_size": 6}, "batch_size was 4 and is now 6"),
+        ({"steps_per_epoch": 4}, {"steps_per_epoch": None}, "steps_per_epoch was 4 and is now None"),
+        ({}, {"data": tuple(part[:17] for part in TRAIN), "batch_size": 4}, "num_examples was 18 and is now 17"),
     ],
 )
 @pytest.mark.mostly_slow
-def test_a_resume_with_another_order_of_examples_is_an_error_with_both_values(before, after, message, tmp_path):
+def test_a_resume_with_a_different_order_of_examples_is_an_error_with_both_values(before, after, message, tmp_path):
     run(tmp_path / "run", steps=3, **before)
-    ran = run(tmp_path / "run", steps=6, **after, raises=RestoreError)
-    assert message in str(ran.error)
-    assert ran.trainer.step == 0 and steps_in(tmp_path / "run/checkpoints") == [3]
+    result = run(tmp_path / "run", steps=6, **after, raises=RestoreError)
+    assert message in str(result.error)
+    assert result.trainer.step == 0 and steps_in(tmp_path / "run/checkpoints") == [3]
 
 
-def test_all_settings_that_differ_are_named_at_once(tmp_path):
+def test_all_settings_that_differ_are_named_in_one_error(tmp_path):
     run(tmp_path / "run", steps=3)
-    ran = run(tmp_path / "run", steps=6, seed=5, batch_size=3, raises=RestoreError)
-    assert "seed was 0 and is 5" in str(ran.error) and "batch_size was 4 and is 3" in str(ran.error)
+    result = run(tmp_path / "run", steps=6, seed=5, batch_size=3, raises=RestoreError)
+    assert "seed was 0 and is now 5" in str(result.error) and "batch_size was 4 and is now 3" in str(result.error)
 
 
 @pytest.mark.slow
-def test_another_seed_gives_another_run(tmp_path):
+def test_a_different_seed_gives_a_different_run(tmp_path):
     """The first control of case 29."""
     one, other = run(tmp_path / "one", steps=6), run(tmp_path / "other", steps=6, seed=1)
     assert differences(state_of(one.trainer), state_of(other.trainer))
 
 
-def test_a_run_whose_order_of_examples_is_not_restored_differs(never, tmp_path):
-    """The second control of case 29: the same state, but passes over the data begin again."""
-    expected = never(steps=12)
+def test_a_run_whose_order_of_examples_is_not_restored_differs(uninterrupted, tmp_path):
+    """The second control of case 29: the same state, but the order of the data starts over."""
+    expected = uninterrupted(steps=12)
     run(tmp_path / "run", steps=6)
     trainer = make_trainer()
     trainer.restore(tmp_path / "run/checkpoints")
@@ -758,13 +768,13 @@ def test_a_run_whose_order_of_examples_is_not_restored_differs(never, tmp_path):
 
 def test_a_resume_into_another_model_is_an_error_and_leaves_the_checkpoints(tmp_path):
     run(tmp_path / "run", steps=3)
-    ran = run(tmp_path / "run", steps=6, model=nn.Dense(3), raises=RestoreError)
-    assert "params/BatchNorm_0" in str(ran.error) and "params/kernel" in str(ran.error)
+    result = run(tmp_path / "run", steps=6, model=nn.Dense(3), raises=RestoreError)
+    assert "params/BatchNorm_0" in str(result.error) and "params/kernel" in str(result.error)
     assert steps_in(tmp_path / "run/checkpoints") == [3]
 
 
 @pytest.mark.slow
-def test_a_resume_with_another_list_of_callbacks_warns_by_name(tmp_path):
+def test_a_resume_with_different_callbacks_warns_and_names_them(tmp_path):
     run(tmp_path / "run", steps=3, more=lambda trainer: [Counter()])
     with pytest.warns(FitflaxWarning, match="Callback Counter"):
         run(tmp_path / "run", steps=6)
@@ -772,23 +782,23 @@ def test_a_resume_with_another_list_of_callbacks_warns_by_name(tmp_path):
         run(tmp_path / "run", steps=9, more=lambda trainer: [Counter()])
 
 
-def test_two_callbacks_with_one_key_are_an_error_before_the_first_step(tmp_path):
-    ran = run(tmp_path / "run", steps=6, more=lambda trainer: [Counter(), Counter()], raises=CallbackError)
-    assert "'Counter'" in str(ran.error)
-    assert ran.trainer.step == 0
+def test_two_callbacks_with_the_same_key_are_an_error_before_the_first_step(tmp_path):
+    result = run(tmp_path / "run", steps=6, more=lambda trainer: [Counter(), Counter()], raises=CallbackError)
+    assert "'Counter'" in str(result.error)
+    assert result.trainer.step == 0
 
 
 # -- data --
 
 
 @pytest.mark.slow
-def test_steps_per_epoch_runs_one_iterator_on_across_epochs_and_resumes(tmp_path):
-    for k in (3, 4, 5, 7, 10):
-        options = {"steps_per_epoch": 4, "epochs": 4}
-        never = run(tmp_path / f"never-{k}", **options)
-        assert never.trainer.step == 16
+def test_with_steps_per_epoch_one_iterator_continues_across_epochs_and_resumes(tmp_path):
+    options = {"steps_per_epoch": 4, "epochs": 4}
+    uninterrupted = run(tmp_path / "never", **options)
+    assert uninterrupted.trainer.step == 16
+    for k in (3, 4, 5, 10):
         run(tmp_path / f"run-{k}", steps=k, **options)
-        assert_equal(run(tmp_path / f"run-{k}", **options), never)
+        assert_equal(run(tmp_path / f"run-{k}", **options), uninterrupted)
 
 
 def streamed() -> Iterator[Any]:
@@ -796,30 +806,28 @@ def streamed() -> Iterator[Any]:
         yield tuple(part[begin : begin + 4] for part in TRAIN)
 
 
-@pytest.mark.parametrize("k", [3, 4, 5, 6, 9])
-@pytest.mark.parametrize("steps_per_epoch", [None, 4])
-@pytest.mark.mostly_slow
+@pytest.mark.parametrize(("k", "steps_per_epoch"), [(4, None), (5, None), (9, None), (3, 4), (4, 4), (5, 4), (9, 4)])
 @pytest.mark.slow
-def test_a_stream_is_read_again_up_to_the_position_with_a_warning(k, steps_per_epoch, never, tmp_path):
-    """Step 5 is the ragged batch: a resume right before it must give it the shape that it had."""
+def test_a_stream_is_read_again_up_to_the_position_with_a_warning(k, steps_per_epoch, uninterrupted, tmp_path):
+    """Step 5 is the ragged batch: a resume right before it must give it the same shape as before."""
     options = {"data": streamed, "steps": 12, "steps_per_epoch": steps_per_epoch}
-    expected = never(**options)
+    expected = uninterrupted(**options)
     run(tmp_path / "run", **options | {"steps": k})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         resumed = run(tmp_path / "run", **options)
-    dropped = {5: ["18"]} if steps_per_epoch else {}
-    assert [str(warning.message).split(": ")[1].split()[0] for warning in caught] == dropped.get(k, [str(k % 5 * 4)] if k % 5 else [])
+    dropped = 18 if steps_per_epoch and k == 5 else k % 5 * 4
+    assert [re.findall(r"(\d+) examples are read and dropped", str(warning.message)) for warning in caught] == ([[str(dropped)]] if dropped else [])
     assert_equal(resumed, expected)
 
 
 @pytest.mark.slow
-def test_an_endless_stream_is_one_epoch_and_resumes_inside_it(never, tmp_path):
+def test_an_endless_stream_is_one_epoch_and_resumes_inside_it(uninterrupted, tmp_path):
     def endless() -> Iterator[Any]:
         while True:
             yield from streamed()
 
-    expected = never(data=endless, steps=12)
+    expected = uninterrupted(data=endless, steps=12)
     assert expected.history.epoch == [0]
     run(tmp_path / "run", data=endless, steps=7)
     with pytest.warns(FitflaxWarning, match="26 examples are read and dropped"):
@@ -828,21 +836,21 @@ def test_an_endless_stream_is_one_epoch_and_resumes_inside_it(never, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_iterator_is_read_again_in_a_new_process(never, tmp_path):
-    expected = never(data=streamed(), steps=5)
+def test_a_new_iterator_is_read_up_to_the_position_of_the_resumed_run(uninterrupted, tmp_path):
+    expected = uninterrupted(data=streamed(), steps=5)
     run(tmp_path / "run", data=streamed(), steps=3)
     with pytest.warns(FitflaxWarning, match="12 examples are read and dropped"):
         resumed = run(tmp_path / "run", data=streamed(), steps=5)
     assert_equal(resumed, expected)
 
 
-def test_data_that_is_shorter_than_what_the_run_had_used_is_an_error(tmp_path):
+def test_data_that_is_shorter_than_what_the_run_has_used_is_an_error(tmp_path):
     run(tmp_path / "run", data=streamed, steps=4)
     with pytest.warns(FitflaxWarning, match="read and dropped"):
         run(tmp_path / "run", data=lambda: iter(list(streamed())[:2]), steps=6, raises=DataError)
 
 
-def test_a_run_whose_iterator_ended_early_returns_the_same_history_when_started_again(tmp_path):
+def test_a_run_whose_iterator_ended_early_returns_the_same_history_when_it_is_resumed(tmp_path):
     options = {"steps": 8, "steps_per_epoch": 3}
     with pytest.warns(FitflaxWarning, match="ended before"):
         first = run(tmp_path / "run", data=streamed(), **options)
@@ -856,7 +864,7 @@ def test_a_run_whose_iterator_ended_early_returns_the_same_history_when_started_
 
 
 @pytest.mark.slow
-def test_the_hooks_of_a_resumed_run_are_these(tmp_path):
+def test_a_resumed_run_calls_exactly_these_hooks(tmp_path):
     hooks: list[str] = []
 
     class Recorder(Callback):
@@ -905,10 +913,10 @@ def test_the_hooks_of_a_resumed_run_are_these(tmp_path):
 
 
 @pytest.mark.slow
-def test_stopping_before_an_epochs_first_batch_adds_no_row(never, tmp_path):
+def test_stopping_before_the_first_batch_of_an_epoch_adds_no_row(uninterrupted, tmp_path):
     stopped = run(tmp_path / "run", epochs=3, more=lambda trainer: [at(trainer, "on_epoch_begin", 5, lambda step: trainer.stop("enough"))])
     assert (stopped.trainer.step, stopped.history.epoch) == (5, [0])
-    assert_equal(run(tmp_path / "run", epochs=3), never(epochs=3))
+    assert_equal(run(tmp_path / "run", epochs=3), uninterrupted(epochs=3))
 
 
 def test_a_source_that_is_empty_in_its_second_pass_ends_the_run_with_its_last_step_saved(tmp_path):
@@ -922,15 +930,15 @@ def test_a_source_that_is_empty_in_its_second_pass_ends_the_run_with_its_last_st
     assert (ended.trainer.stop_reason, ended.history.epoch, ended.steps) == ("data_exhausted", [0], [5])
 
 
-def test_a_run_broken_off_in_the_last_batch_of_a_pass_that_nobody_knew_to_be_the_last_goes_on_with_the_next_epoch(tmp_path):
+def test_a_run_interrupted_before_its_pass_is_known_to_be_over_resumes_at_the_next_epoch(tmp_path):
     def batches() -> Iterator[Any]:
         for begin in range(0, 16, 4):
             yield TRAIN[0][begin : begin + 4], TRAIN[1][begin : begin + 4]
 
     options = {"data": batches, "epochs": 3, "every": fitflax.every(epochs=1)}
-    never = run(tmp_path / "never", **options)
-    broken = run(tmp_path / "broken", **options, more=lambda trainer: [at(trainer, "on_train_batch_end", 4, raising("broken"))], raises=ArithmeticError)
-    assert broken.steps == [4] and len(broken.history.epoch) == 0
+    uninterrupted = run(tmp_path / "never", **options)
+    interrupted = run(tmp_path / "broken", **options, more=lambda trainer: [at(trainer, "on_train_batch_end", 4, raising("broken"))], raises=ArithmeticError)
+    assert interrupted.steps == [4] and len(interrupted.history.epoch) == 0
     with pytest.warns(FitflaxWarning, match="16 examples are read and dropped"):
         resumed = run(tmp_path / "broken", **options)
-    assert_equal(resumed, never)
+    assert_equal(resumed, uninterrupted)

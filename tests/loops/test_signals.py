@@ -4,7 +4,6 @@ import hashlib
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ from fitflax.errors import FitflaxWarning
 from fitflax.loops.signals import Interruption
 from fitflax.parallel import DataParallel
 from tests import run_script
+from tests.ports import reserve_port
 from tests.run_script import TRAIN, Network, at, differences, directory_of, make_trainer, state_of, steps_in
 
 
@@ -39,7 +39,7 @@ def send(root: pathlib.Path, env: dict[str, str], stops: list[list[Any]], signal
 
 
 @pytest.fixture(scope="module")
-def never_stopped(tmp_path_factory: pytest.TempPathFactory, compilation_cache: dict[str, str]) -> tuple[pathlib.Path, dict[str, Any]]:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, compilation_cache: dict[str, str]) -> tuple[pathlib.Path, dict[str, Any]]:
     root = tmp_path_factory.mktemp("never-stopped")
     top = pathlib.Path(__file__).resolve().parents[2]
     env = os.environ | compilation_cache | {"PYTHONPATH": str(top), "JAX_NUM_CPU_DEVICES": "8"}
@@ -48,44 +48,44 @@ def never_stopped(tmp_path_factory: pytest.TempPathFactory, compilation_cache: d
     return root, result
 
 
-def assert_goes_on(root: pathlib.Path, env: dict[str, str], never_stopped: tuple[pathlib.Path, dict[str, Any]], *, began_at: int) -> None:
+def assert_resumes(root: pathlib.Path, env: dict[str, str], uninterrupted: tuple[pathlib.Path, dict[str, Any]], *, began_at: int) -> None:
     resumed = run_script.run(root, env, fit={"steps": 12}, every=100)
-    never_root, never = never_stopped
+    expected_root, expected = uninterrupted
     assert resumed.pop("began_at") == began_at
-    unequal = differences(resumed, {key: value for key, value in never.items() if key != "began_at"}, "result: ")
-    unequal += differences(directory_of(root / "best"), directory_of(never_root / "best"), "best/")
+    unequal = differences(resumed, {key: value for key, value in expected.items() if key != "began_at"}, "result: ")
+    unequal += differences(directory_of(root / "best"), directory_of(expected_root / "best"), "best/")
     assert not unequal, "\n".join(unequal)
     newest = "step_00000012"
-    assert not differences(directory_of(root / "checkpoints")[newest], directory_of(never_root / "checkpoints")[newest])
+    assert not differences(directory_of(root / "checkpoints")[newest], directory_of(expected_root / "checkpoints")[newest])
 
 
 @pytest.mark.slow
-def test_ctrl_c_inside_an_epoch_saves_that_step_and_the_run_goes_on_bit_for_bit(tmp_path, process_env, never_stopped):
+def test_ctrl_c_inside_an_epoch_saves_that_step_and_the_run_resumes_bit_for_bit(tmp_path, process_env, uninterrupted):
     out, err = send(tmp_path, process_env, [["on_train_batch_end", 7, "wait"]], [signal.SIGINT], status=-signal.SIGINT)
     assert err.rstrip().endswith("KeyboardInterrupt") and "on_train_end ran" in out
     assert steps_in(tmp_path / "checkpoints") == [7]
-    assert_goes_on(tmp_path, process_env, never_stopped, began_at=7)
+    assert_resumes(tmp_path, process_env, uninterrupted, began_at=7)
 
 
-def test_sigterm_saves_and_exits_with_143(tmp_path, process_env, never_stopped):
+def test_sigterm_saves_and_exits_with_143(tmp_path, process_env, uninterrupted):
     out, err = send(tmp_path, process_env, [["on_train_batch_begin", 4, "wait"]], [signal.SIGTERM], status=143)
     assert "on_train_end ran" in out and not err
-    # The signal came while step 5 was being made: it is finished, with the end of its epoch.
+    # The signal arrived during step 5: the step is finished, with the end of its epoch.
     assert steps_in(tmp_path / "checkpoints") == [5]
-    assert_goes_on(tmp_path, process_env, never_stopped, began_at=5)
+    assert_resumes(tmp_path, process_env, uninterrupted, began_at=5)
 
 
 @pytest.mark.slow
-def test_ctrl_c_during_validation_leaves_the_epoch_to_be_closed_by_the_resume(tmp_path, process_env, never_stopped):
+def test_ctrl_c_during_validation_leaves_the_epoch_to_be_closed_by_the_resume(tmp_path, process_env, uninterrupted):
     out, _ = send(tmp_path, process_env, [["on_test_batch_end", 10, "wait"]], [signal.SIGINT], status=-signal.SIGINT)
     assert "on_train_end ran" in out
     saved = CheckpointStore(tmp_path / "checkpoints").restore()
     assert saved.metadata["step"] == 10 and [row["epoch"] for row in saved.metadata["history"]] == [0]
-    assert_goes_on(tmp_path, process_env, never_stopped, began_at=10)
+    assert_resumes(tmp_path, process_env, uninterrupted, began_at=10)
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_leaves_at_once(tmp_path, process_env):
+def test_a_second_ctrl_c_exits_immediately(tmp_path, process_env):
     out, err = send(tmp_path, process_env, [["on_train_batch_end", 7, "wait twice"]], [signal.SIGINT, signal.SIGINT], status=-signal.SIGINT)
     assert err.rstrip().endswith("KeyboardInterrupt") and "on_train_end ran" in out
     assert not steps_in(tmp_path / "checkpoints")
@@ -93,15 +93,14 @@ def test_a_second_ctrl_c_leaves_at_once(tmp_path, process_env):
 
 # -- with jax.distributed --
 
-FOR_EVER = 10**9
+FOREVER = 10**9
 
-# One process of several, each with its own run and directory: what they share is JAX's notice alone, and fitflax warns of that. It prints what it has at
-# the end.
+# One of several processes, each with its own run and directory: they share only JAX's notice, and fitflax warns about that. It prints its step at the end.
 DISTRIBUTED = """
 import json, os, sys, warnings
 
 warnings.simplefilter("error")
-warnings.filterwarnings("ignore", "This run takes devices of 1 of")
+warnings.filterwarnings("ignore", "This run uses devices of 1 of")
 import jax
 
 port, index, count, directory, steps = sys.argv[1:]
@@ -116,30 +115,28 @@ print(json.dumps(trainer.step))
 
 
 def train_long(directory: str | pathlib.Path, steps: int, device: jax.Device) -> fitflax.Trainer:
-    """Runs or goes on with a run that says when it is under way."""
+    """Starts or resumes a run that prints when it is under way."""
     trainer = fitflax.Trainer(Network(), parallel=DataParallel([device]))
     trainer.compile("adam", "sparse_categorical_crossentropy", ["accuracy"], learning_rate=0.05)
     checkpoints = ModelCheckpoint(directory)
-    # JAX looks for its signal once a second: steps that take their time keep this from being thousands of them.
+    # JAX checks for its signal once a second: slow steps keep the run from reaching thousands of steps.
     take_time = LambdaCallback(on_train_batch_end=lambda batch, logs: hashlib.sha256(bytes(2**21)))
     under_way = at(trainer, "on_train_batch_end", 7, lambda step: print("under way", flush=True))
     says = LambdaCallback(on_train_end=lambda logs: print("on_train_end ran after step", trainer.step, flush=True))
-    more = [take_time, under_way, says] if steps == FOR_EVER else [says]
-    trainer.fit(TRAIN, batch_size=4, steps=steps, steps_per_epoch=FOR_EVER, verbose=0, resume="auto", callbacks=[checkpoints, *more])
+    more = [take_time, under_way, says] if steps == FOREVER else [says]
+    trainer.fit(TRAIN, batch_size=4, steps=steps, steps_per_epoch=FOREVER, verbose=0, resume="auto", callbacks=[checkpoints, *more])
     return trainer
 
 
 def start_distributed(directory: pathlib.Path, env: dict[str, str], *, count: int, steps: int) -> list[subprocess.Popen[str]]:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = reserve_port()
     commands = [[sys.executable, "-c", DISTRIBUTED, *map(str, (port, index, count, directory, steps))] for index in range(count)]
     return [subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for command in commands]
 
 
 def preempt(directory: pathlib.Path, env: dict[str, str], *, count: int) -> int:
-    """Sends SIGTERM to the last of so many processes once all are under way; returns the step after which all stopped and that the first alone saved."""
-    processes = start_distributed(directory, env, count=count, steps=FOR_EVER)
+    """Sends SIGTERM to the last of `count` processes once all are under way; returns the step after which all stopped, which only the first saved."""
+    processes = start_distributed(directory, env, count=count, steps=FOREVER)
     try:
         for process in processes:
             assert process.stdout.readline() == "under way\n", process.communicate()[1]
@@ -155,24 +152,24 @@ def preempt(directory: pathlib.Path, env: dict[str, str], *, count: int) -> int:
 
 
 @pytest.mark.slow
-def test_jaxs_own_notice_saves_and_exits_with_143_and_the_run_goes_on_bit_for_bit(tmp_path, process_env):
+def test_jaxs_notice_saves_and_exits_with_143_and_the_run_resumes_bit_for_bit(tmp_path, process_env):
     stopped_at = preempt(tmp_path, process_env, count=1)
     (process,) = start_distributed(tmp_path, process_env, count=1, steps=stopped_at + 5)
     out, err = run_script.finish(process)
     assert out.splitlines() == [f"on_train_end ran after step {stopped_at + 5}", str(stopped_at + 5)] and not err
     train_long(tmp_path / "never", stopped_at + 5, jax.devices()[0])
-    never, resumed = (directory_of(tmp_path / name)[f"step_{stopped_at + 5:08d}"] for name in ("never", "0"))
-    assert not differences(resumed, never)
+    expected, resumed = (directory_of(tmp_path / name)[f"step_{stopped_at + 5:08d}"] for name in ("never", "0"))
+    assert not differences(resumed, expected)
 
 
 @pytest.mark.slow
-def test_processes_that_one_sigterm_reaches_all_stop_after_the_same_step_and_the_first_saves_it(tmp_path, process_env):
+def test_after_one_sigterm_all_processes_stop_after_the_same_step_and_the_first_saves_it(tmp_path, process_env):
     assert preempt(tmp_path, process_env, count=2) >= 7
 
 
 @pytest.fixture
 def distributed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """`jax.distributed` as far as a run in this process can tell, its notice meant for step 3; the steps that were asked about."""
+    """Simulates `jax.distributed` for a run in this process, with a notice for step 3; returns the steps that were asked about."""
     asked: list[int] = []
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", lambda step: asked.append(step) or step == 3)
@@ -180,17 +177,17 @@ def distributed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("options", [{"validation_data": TRAIN, "validation_freq": fitflax.every(steps=1)}, {}], ids=["looked at", "unseen"])
-def test_jax_is_asked_once_a_step_and_its_answer_counts_once_and_for_all(options, distributed, fresh, tmp_path):
+def test_jax_is_asked_once_per_step_and_its_answer_is_final(options, distributed, fresh, tmp_path):
     ended: list[int] = []
     callbacks = [ModelCheckpoint(tmp_path), LambdaCallback(on_train_end=lambda logs: ended.append(fresh.step))]
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as caught:
         fit(fresh, *callbacks, **options)
-    assert left.value.code == 143
+    assert caught.value.code == 143
     assert distributed == [1, 2, 3]
     assert (ended, steps_in(tmp_path), fresh.stop_reason) == ([3], [3], "interrupted by SIGTERM")
 
 
-def test_with_jax_distributed_no_handler_is_taken_and_ctrl_c_still_saves(distributed, fresh, tmp_path):
+def test_with_jax_distributed_no_handler_is_installed_and_ctrl_c_still_saves(distributed, fresh, tmp_path):
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     seen: list[Any] = []
     look = at(fresh, "on_train_batch_end", 1, lambda step: seen.extend(signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)))
@@ -200,7 +197,7 @@ def test_with_jax_distributed_no_handler_is_taken_and_ctrl_c_still_saves(distrib
     assert steps_in(tmp_path) == [2]
 
 
-def test_with_jaxs_notice_turned_off_a_run_says_that_sigterm_will_not_save_it(distributed, fresh, tmp_path):
+def test_with_jaxs_notice_turned_off_a_run_warns_that_sigterm_will_not_save_it(distributed, fresh, tmp_path):
     jax.config.update("jax_enable_preemption_service", False)
     try:
         with pytest.warns(FitflaxWarning, match="SIGTERM will not save this run.*jax_enable_preemption_service is off"):
@@ -242,8 +239,8 @@ def test_a_signal_in_any_hook_is_obeyed_after_the_step_is_saved(hook, fresh, tmp
     assert fresh.step == (saved[-1] if saved else 0)
 
 
-def test_a_signal_during_the_first_hook_of_an_epoch_can_be_resumed(fresh, tmp_path):
-    """Nothing was saved at the end of the epoch before, so the checkpoint is made between the epochs."""
+def test_a_run_with_a_signal_in_the_first_hook_of_an_epoch_can_be_resumed(fresh, tmp_path):
+    """Nothing was saved at the end of the previous epoch, so the checkpoint is made between the epochs."""
     with pytest.raises(KeyboardInterrupt):
         fit(fresh, ModelCheckpoint(tmp_path, every=fitflax.every(steps=100)), raising_signal(fresh, "on_epoch_begin", 5, signal.SIGINT))
     assert steps_in(tmp_path) == [5]
@@ -254,16 +251,16 @@ def test_a_signal_during_the_first_hook_of_an_epoch_can_be_resumed(fresh, tmp_pa
     assert (again.step, history.epoch, epochs) == (10, [0, 1], [1])
 
 
-def test_handlers_are_put_back(fresh):
+def test_handlers_are_restored(fresh):
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     fit(fresh, steps=1)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-    with pytest.raises(SystemExit):
+    with pytest.warns(FitflaxWarning, match="SIGTERM ended the run, and nothing was saved"), pytest.raises(SystemExit):
         fit(fresh, raising_signal(fresh, "on_train_batch_end", 2, signal.SIGTERM))
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-def test_a_programs_own_sigterm_handler_is_called_once_after_the_save(fresh, tmp_path):
+def test_a_custom_sigterm_handler_is_called_once_after_the_save(fresh, tmp_path):
     seen: list[list[int]] = []
     earlier = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(steps_in(tmp_path)))
     try:
@@ -289,15 +286,15 @@ def in_a_thread(function: Callable[..., Any], *arguments: Any) -> None:
     thread.join()
 
 
-def test_a_run_off_the_main_thread_that_nobody_saves_says_nothing(fresh):
+def test_a_run_off_the_main_thread_that_is_not_saved_does_not_warn(fresh):
     in_a_thread(fit, fresh)
     assert fresh.step == 10
 
 
-def test_a_run_off_the_main_thread_takes_no_handlers_and_says_so(fresh, tmp_path):
+def test_a_run_off_the_main_thread_installs_no_handlers_and_warns(fresh, tmp_path):
     seen: list[Any] = []
     hook = LambdaCallback(on_train_begin=lambda logs: seen.append(signal.getsignal(signal.SIGINT)))
-    with pytest.warns(FitflaxWarning, match="Ctrl-C and SIGTERM will not save this run.*it is in thread 'search-3'") as warned:
+    with pytest.warns(FitflaxWarning, match="Ctrl-C and SIGTERM will not save this run, because fit runs in thread 'search-3'") as warned:
         in_a_thread(fit, fresh, ModelCheckpoint(tmp_path), hook)
     assert seen == [signal.getsignal(signal.SIGINT)] and fresh.step == 10
     assert [warning.filename for warning in warned] == [__file__]  # The line that calls fit, so that Python shows it once for each such line.
@@ -305,22 +302,22 @@ def test_a_run_off_the_main_thread_takes_no_handlers_and_says_so(fresh, tmp_path
 
 def test_a_run_off_the_main_thread_is_saved_by_stop_as_the_warning_advises(fresh, tmp_path):
     stopping = at(fresh, "on_train_batch_end", 3, lambda step: fresh.stop("asked by the main thread"))
-    with pytest.warns(FitflaxWarning, match=r"have the main thread call trainer\.stop\(reason\), which saves"):
+    with pytest.warns(FitflaxWarning, match=r"call trainer\.stop\(reason\) from there, which saves"):
         in_a_thread(fit, fresh, ModelCheckpoint(tmp_path), stopping)
     assert (steps_in(tmp_path), fresh.stop_reason) == ([3], "asked by the main thread")
 
 
 @pytest.fixture
 def c_handler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGTERM as Python shows it when code that is not Python's handled it before Python began."""
+    """SIGTERM as Python reports it if code that is not Python handled it before Python started."""
     known = signal.getsignal
     monkeypatch.setattr(signal, "getsignal", lambda number: None if number == signal.SIGTERM else known(number))
 
 
-def test_a_handler_of_c_code_is_left_alone_and_the_run_says_so(c_handler, fresh, tmp_path, monkeypatch):
+def test_a_handler_of_c_code_is_left_alone_and_the_run_warns(c_handler, fresh, tmp_path, monkeypatch):
     real, set_for = signal.signal, []
     monkeypatch.setattr(signal, "signal", lambda number, handler: set_for.append(number) or real(number, handler))
-    with pytest.warns(FitflaxWarning, match="SIGTERM will not save this run.*code that is not Python's handles it"), pytest.raises(KeyboardInterrupt):
+    with pytest.warns(FitflaxWarning, match="SIGTERM will not save this run, because code that is not Python handles it"), pytest.raises(KeyboardInterrupt):
         fit(fresh, ModelCheckpoint(tmp_path), raising_signal(fresh, "on_train_batch_end", 3, signal.SIGINT))
     assert set(set_for) == {signal.SIGINT} and steps_in(tmp_path) == [3]
 
@@ -332,6 +329,7 @@ def test_a_warning_that_is_an_error_leaves_no_handler_behind(c_handler, fresh, t
     assert signal.getsignal(signal.SIGINT) == before and fresh.step == 0
 
 
+@pytest.mark.filterwarnings("ignore:SIGTERM ended the run")
 def test_on_train_end_always_runs(fresh):
     for hook, number in (("on_train_batch_end", signal.SIGINT), ("on_train_batch_end", signal.SIGTERM)):
         ended: list[int] = []
@@ -355,7 +353,7 @@ def test_a_second_ctrl_c_in_a_hook_still_runs_on_train_end(fresh, tmp_path):
     assert ended == [3] and not steps_in(tmp_path)
 
 
-def test_a_signal_in_the_closing_validation_leaves_no_row_and_the_next_start_closes(fresh, tmp_path):
+def test_a_signal_in_the_closing_validation_leaves_no_row_and_resuming_closes_the_epoch(fresh, tmp_path):
     def start(*more: Any, trainer: fitflax.Trainer) -> fitflax.History:
         return fit(trainer, ModelCheckpoint(tmp_path), EarlyStopping(patience=9), *more, steps=3, validation_data=TRAIN, resume="auto")
 
@@ -366,7 +364,7 @@ def test_a_signal_in_the_closing_validation_leaves_no_row_and_the_next_start_clo
     assert (tmp_path / "step_00000003/closing.json").exists()
 
 
-def test_an_interruption_asks_for_nothing_until_a_signal_comes():
+def test_an_interruption_requests_nothing_until_a_signal_arrives():
     with Interruption() as interruption:
         interruption.leave()
         signal.raise_signal(signal.SIGTERM)
@@ -376,28 +374,28 @@ def test_an_interruption_asks_for_nothing_until_a_signal_comes():
 def test_sigterm_outranks_ctrl_c_because_it_asks_for_the_end_of_the_process(fresh, tmp_path):
     first = raising_signal(fresh, "on_train_batch_begin", 2, signal.SIGINT)
     second = raising_signal(fresh, "on_train_batch_end", 3, signal.SIGTERM)
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as caught:
         fit(fresh, ModelCheckpoint(tmp_path), first, second)
-    assert (left.value.code, steps_in(tmp_path)) == (143, [3])
+    assert (caught.value.code, steps_in(tmp_path)) == (143, [3])
 
 
 def test_sigterm_can_be_repeated_without_harm(fresh, tmp_path):
-    """As some schedulers do."""
+    """Some schedulers repeat it."""
     callbacks = [raising_signal(fresh, "on_train_batch_end", 3, signal.SIGTERM, times=2), raising_signal(fresh, "on_train_end", 3, signal.SIGTERM)]
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as caught:
         fit(fresh, ModelCheckpoint(tmp_path), *callbacks)
-    assert (left.value.code, steps_in(tmp_path)) == (143, [3])
+    assert (caught.value.code, steps_in(tmp_path)) == (143, [3])
 
 
-def test_ctrl_c_after_sigterm_leaves_at_once(fresh, tmp_path):
+def test_ctrl_c_after_sigterm_exits_immediately(fresh, tmp_path):
     signals = [raising_signal(fresh, "on_train_batch_end", 3, number) for number in (signal.SIGTERM, signal.SIGINT)]
     with pytest.raises(KeyboardInterrupt):
         fit(fresh, ModelCheckpoint(tmp_path), *signals)
     assert not steps_in(tmp_path)
 
 
-def test_a_second_ctrl_c_leaves_a_validation_and_a_third_nothing_worse(fresh, tmp_path):
-    """The first waits for the end of the validation's batch; the second does not, and saves nothing; the callbacks that are left still end."""
+def test_a_second_ctrl_c_exits_a_validation_and_a_third_does_no_further_harm(fresh, tmp_path):
+    """The first waits for the end of the validation's batch; the second does not, and saves nothing; the remaining callbacks still end."""
     ended: list[str] = []
 
     def impatient(batch: int, logs: Any) -> None:
@@ -416,8 +414,8 @@ def test_a_second_ctrl_c_leaves_a_validation_and_a_third_nothing_worse(fresh, tm
     assert ended == ["first", "second"] and not steps_in(tmp_path)
 
 
-def test_a_second_ctrl_c_breaks_off_an_on_train_end_that_takes_its_time(fresh, tmp_path):
-    """What the first one saved stays, and the callbacks behind it still end."""
+def test_a_second_ctrl_c_interrupts_a_slow_on_train_end(fresh, tmp_path):
+    """What the first one saved stays, and the callbacks after the slow one still end."""
     ended: list[str] = []
 
     def block(logs: Any) -> None:
@@ -432,7 +430,7 @@ def test_a_second_ctrl_c_breaks_off_an_on_train_end_that_takes_its_time(fresh, t
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_second_ctrl_c_does_not_wait_for_a_save(asynchronous, fresh, tmp_path, monkeypatch):
-    """The disk hangs until the run has been left; what is left half written is no checkpoint, and the next start removes it."""
+    """The disk hangs until the run has exited; what is half written is not a checkpoint, and the next run removes it."""
     disk, fsync = threading.Event(), os.fsync
     asked_again: list[int] = []
 
@@ -459,7 +457,7 @@ def test_a_second_ctrl_c_does_not_wait_for_a_save(asynchronous, fresh, tmp_path,
 
 
 def test_a_signal_before_the_first_step_saves_nothing_and_the_hooks_pair_up(trainer, tmp_path):
-    """As one that comes while the data are opened, or the step is compiled."""
+    """Such as a signal that arrives while the data is opened or the step is compiled."""
     calls: list[str] = []
     hooks = LambdaCallback(**{hook: (lambda *_, hook=hook: calls.append(hook)) for hook in ("on_train_begin", "on_epoch_begin", "on_train_end")})
 
@@ -474,24 +472,24 @@ def test_a_signal_before_the_first_step_saves_nothing_and_the_hooks_pair_up(trai
     assert (trainer.step, steps_in(tmp_path)) == (0, [])
 
 
-def test_a_step_that_is_broken_off_is_left_to_the_resume_with_its_batch(fresh, tmp_path):
-    """As by Python's own KeyboardInterrupt, which comes anywhere; here before the last step of an epoch, whose batch ends the pass and is taken already."""
+def test_resuming_repeats_an_interrupted_step_with_its_batch(fresh, tmp_path):
+    """Python's own KeyboardInterrupt can come anywhere. Here it comes before the last step of an epoch, when the batch that ends the pass is already taken."""
     fit(fresh, steps=7)
-    never = state_of(fresh)
+    expected = state_of(fresh)
     fresh.build((TRAIN[0][:4], TRAIN[1][:4]))
 
-    def break_off(step: int) -> None:
+    def interrupt(step: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fit(fresh, ModelCheckpoint(tmp_path), at(fresh, "on_train_batch_begin", 4, break_off))
+        fit(fresh, ModelCheckpoint(tmp_path), at(fresh, "on_train_batch_begin", 4, interrupt))
     assert steps_in(tmp_path) == [4]
     again = make_trainer()
     fit(again, ModelCheckpoint(tmp_path), steps=7, resume="auto")
-    assert not differences(state_of(again), never)
+    assert not differences(state_of(again), expected)
 
 
-def test_a_signal_after_the_last_step_is_obeyed_when_the_run_is_whole(fresh, tmp_path):
+def test_a_signal_after_the_last_step_is_obeyed_when_the_run_is_complete(fresh, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         fit(fresh, ModelCheckpoint(tmp_path), raising_signal(fresh, "on_train_end", 10, signal.SIGINT))
     assert steps_in(tmp_path)[-1] == 10 and len(fresh.history.rows) == 2
@@ -499,8 +497,8 @@ def test_a_signal_after_the_last_step_is_obeyed_when_the_run_is_whole(fresh, tmp
 
 
 @pytest.mark.parametrize("what", ["evaluate", "predict"])
-def test_evaluating_and_predicting_by_themselves_are_left_at_once_and_can_be_repeated(what, fresh):
-    """Nothing is to be saved there: Ctrl-C is what it is everywhere else."""
+def test_ctrl_c_exits_evaluate_and_predict_immediately_and_they_can_be_repeated(what, fresh):
+    """There is nothing to save, so Ctrl-C does what it does everywhere else."""
     fit(fresh, steps=1)
     name = {"evaluate": "test", "predict": "predict"}[what]
     batches: list[int] = []
@@ -520,8 +518,8 @@ def test_evaluating_and_predicting_by_themselves_are_left_at_once_and_can_be_rep
     np.testing.assert_equal(call(), whole)
 
 
-def test_a_fit_inside_a_fit_hands_ctrl_c_on(fresh, tmp_path):
-    """The handler that it finds is that of the run around it, which so leaves and saves as well."""
+def test_a_fit_inside_a_fit_passes_ctrl_c_to_the_outer_fit(fresh, tmp_path):
+    """The handler that it finds belongs to the outer run, which therefore saves and exits, too."""
     inner = make_trainer()
 
     def train_another(step: int) -> None:

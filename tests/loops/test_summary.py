@@ -13,7 +13,7 @@ from flax import linen as nn
 
 import fitflax
 from fitflax.errors import DataError, ModelError, NotReadyError
-from fitflax.loops.tabulation import describe_costs, describe_size
+from fitflax.loops.model_summary import describe_costs, describe_size
 from fitflax.parallel import DataParallel
 
 X = np.zeros((8, 4), np.float32)
@@ -46,7 +46,7 @@ def sizes(text):
 
 
 def costs(text):
-    """The lines that say what it costs."""
+    """The lines that give the costs."""
     return [line for line in text.splitlines() if line.startswith(("Model FLOPs", "Memory"))]
 
 
@@ -65,14 +65,14 @@ def bytes_of(tree):
         ({}, "0 = 0 B"),
         (np.zeros(1023, np.int8), "1023 = 1023 B"),
         (np.zeros(1024, np.int8), "1024 ~ 1.0 KB"),
-        # Rounded down: nothing is called a megabyte that is less.
+        # Rounded down: less than a megabyte is never shown as a megabyte.
         (np.zeros(2**20 - 1, np.int8), "1048575 ~ 1023.9 KB"),
         (np.zeros(2**20, np.int8), "1048576 ~ 1.0 MB"),
         (jax.ShapeDtypeStruct((2**30,), np.float32), "1073741824 ~ 4.0 GB"),
         (jax.ShapeDtypeStruct((2**40,), np.float32), "1099511627776 ~ 4.0 TB"),
         (jax.ShapeDtypeStruct((2**50,), np.float32), "1125899906842624 ~ 4096.0 TB"),
         ({"half": jnp.zeros(10, jnp.bfloat16), "whole": jnp.zeros((), jnp.int32)}, "11 = 24 B"),
-        # Keys are no numbers that anybody trains or looks at.
+        # Random keys are not counted: they are not numbers that are trained.
         ({"key": jax.random.key(0), "w": jnp.zeros(2)}, "2 = 8 B"),
     ],
 )
@@ -82,7 +82,7 @@ def test_sizes_are_exact_below_a_kilobyte_and_rounded_down_above(tree, text):
 
 @pytest.mark.parametrize("devices", [1, 2, 8])
 @pytest.mark.mostly_slow
-def test_everything_is_counted_once_however_many_devices_hold_it(devices):
+def test_everything_is_counted_once_for_any_number_of_devices(devices):
     trainer = trainer_of(devices=devices)
     trainer.build((X, Y))
     state = trainer.state
@@ -95,7 +95,7 @@ def test_everything_is_counted_once_however_many_devices_hold_it(devices):
     assert bytes_of(state.params) == 212
 
 
-def test_several_devices_show_the_whole_batch():
+def test_the_whole_batch_is_shown_for_several_devices():
     texts = [summary(trainer_of(devices=devices), X) for devices in (1, 4)]
     assert texts[0] == texts[1] and "float32[8,4]" in texts[0]
 
@@ -111,7 +111,7 @@ def test_a_sample_may_have_fewer_rows_than_there_are_devices(rows):
     assert f"float32[{rows},2,2]" in text and "Total number of trainable weights: 15 = 60 B" in text
 
 
-def test_layers_have_their_shapes_and_the_mode_of_training():
+def test_layers_are_shown_with_their_shapes_in_training_mode():
     text = summary(trainer_of(), X)
     for layer, shape in (("Dense_0", "float32[8,5]"), ("BatchNorm_0", "float32[8,5]"), ("Dense_1", "float32[8,3]")):
         assert re.search(rf"{layer} .*{re.escape(shape)}", text)
@@ -144,14 +144,14 @@ def test_before_compile_a_sample_is_enough():
     assert sizes(text) == ["Total number of trainable weights: 53 = 212 B", "Collection batch_stats: 10 = 40 B"]
 
 
-def test_a_sample_may_be_a_batch_or_shapes_alone():
+def test_a_sample_may_be_a_batch_or_only_shapes():
     texts = {summary(trainer_of(), sample) for sample in (X, (X, Y), (X,), jax.ShapeDtypeStruct((8, 4), jnp.float32))}
     assert len(texts) == 1
 
 
-def test_without_a_sample_and_without_a_batch_it_says_what_to_do():
+def test_without_a_sample_and_without_a_batch_the_error_says_what_to_do():
     for trainer in (trainer_of(), trainer_of(optimizer=None)):
-        with pytest.raises(NotReadyError, match=r"summary\(\) needs the shapes of a batch, and there has been none yet\. Pass summary\(sample=x\)\."):
+        with pytest.raises(NotReadyError, match=r"summary\(\) needs the shapes of a batch, but there has been none yet\. Pass summary\(sample=x\)\."):
             trainer.summary()
 
 
@@ -164,11 +164,11 @@ def test_without_a_sample_and_without_a_batch_it_says_what_to_do():
     ],
 )
 @pytest.mark.mostly_slow
-def test_after_a_batch_its_shapes_are_taken(begin):
+def test_after_a_batch_its_shapes_are_used(begin):
     trainer = trainer_of(devices=2)
     begin(trainer)
     assert "float32[8,4]" in summary(trainer)
-    # A sample counts before it.
+    # A sample takes precedence.
     assert "float32[2,4]" in summary(trainer, X[:2])
 
 
@@ -185,7 +185,7 @@ def test_after_a_restore_a_sample_is_needed_and_the_state_is_what_was_restored(t
     assert summary(other) == summary(trainer)
 
 
-def test_it_prints_to_standard_output_and_nothing_else(capsys):
+def test_summary_prints_to_standard_output_and_does_nothing_else(capsys):
     trainer = trainer_of()
     assert trainer.summary(X) is None
     out, err = capsys.readouterr()
@@ -195,6 +195,7 @@ def test_it_prints_to_standard_output_and_nothing_else(capsys):
 
 
 def test_nothing_is_computed_and_nothing_changes(compilations):
+    summary(trainer_of(devices=4), X)  # Making a key compiles small programs of JAX, once per process.
     trainer = trainer_of(devices=4)
     with compilations.counted() as before_build:
         summary(trainer, X)
@@ -220,7 +221,7 @@ def test_several_inputs_are_a_tuple():
 
 
 @pytest.mark.parametrize("inputs", [("left", "right"), {"b": "right", "a": "left"}])
-def test_inputs_of_dicts_are_those_of_the_trainer(inputs):
+def test_inputs_are_taken_from_dicts_by_the_names_of_the_trainer(inputs):
     class Two(nn.Module):
         @nn.compact
         def __call__(self, a, b, deterministic):
@@ -233,7 +234,7 @@ def test_inputs_of_dicts_are_those_of_the_trainer(inputs):
 
 
 @pytest.mark.parametrize("devices", [1, 4])
-def test_a_module_may_need_the_name_of_the_axis(devices):
+def test_a_module_may_require_the_name_of_the_replica_axis(devices):
     class Synced(nn.Module):
         @nn.compact
         def __call__(self, x, train):
@@ -263,7 +264,7 @@ def test_modules_under_scan_and_remat_are_counted_in_full():
     assert "float32[3,4,4]" in text
 
 
-def test_sown_values_are_no_collection():
+def test_sown_values_are_not_shown_as_a_collection():
     class Sowing(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -273,7 +274,7 @@ def test_sown_values_are_no_collection():
     assert sizes(summary(trainer_of(Sowing(), optimizer=optax.sgd(0.1)), X)) == ["Total number of trainable weights: 15 = 60 B"]
 
 
-def test_what_does_not_fit_is_an_error():
+def test_a_sample_that_does_not_fit_the_model_is_an_error():
     class Wide(nn.Module):
         @nn.compact
         def __call__(self, a, b):
@@ -295,18 +296,18 @@ class Layers(nn.Module):
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_model_flops_are_those_of_matrix_products_for_an_example(devices):
+def test_model_flops_count_the_matrix_products_for_one_example(devices):
     lines = costs(summary(trainer_of(Layers(), devices=devices), X))
     forward = 2 * (4 * 5 + 5 * 3)
-    assert f"Model FLOPs of an example: {forward} forward, {3 * forward} in training" in lines
+    assert f"Model FLOPs per example: {forward} forward, {3 * forward} in training" in lines
 
 
 def test_large_numbers_have_units():
-    assert describe_costs(1.5e12, None) == ["Model FLOPs of an example: 1.5 T forward, 4.5 T in training"]
+    assert describe_costs(1.5e12, None) == ["Model FLOPs per example: 1.5 T forward, 4.5 T in training"]
     assert describe_costs(None, None) == describe_costs(0.0, None) == []
 
 
-def test_memory_is_that_of_the_compiled_step_and_nothing_is_compiled_for_it_unasked():
+def test_memory_is_measured_on_the_compiled_step_which_is_compiled_only_on_request():
     trainer = trainer_of(Layers())
     trainer.build((X, Y))
     assert "Memory" not in summary(trainer)
@@ -315,7 +316,7 @@ def test_memory_is_that_of_the_compiled_step_and_nothing_is_compiled_for_it_unas
     file = io.StringIO()
     trainer.summary((X, Y), memory=True, file=file)
     asked = next(line for line in costs(file.getvalue()) if line.startswith("Memory"))
-    assert re.fullmatch(r"Memory of a training step on a device: arguments [\d.]+ K?B, temporaries [\d.]+ K?B, peak [\d.]+ K?B", asked)
+    assert re.fullmatch(r"Memory of a training step per device: arguments [\d.]+ K?B, temporaries [\d.]+ K?B, peak [\d.]+ K?B", asked)
     trainer.fit(X, Y, verbose=0)
     assert asked in costs(summary(trainer))
     larger = io.StringIO()
@@ -323,7 +324,7 @@ def test_memory_is_that_of_the_compiled_step_and_nothing_is_compiled_for_it_unas
     assert " MB" in next(line for line in costs(larger.getvalue()) if line.startswith("Memory"))  # That of its own shapes.
     trainer.fit(X, Y, verbose=0)
     assert asked in costs(summary(trainer))
-    with pytest.raises(NotReadyError, match=r"summary\(memory=True\) needs to know what to minimize"):
+    with pytest.raises(NotReadyError, match=r"summary\(memory=True\) requires a compiled trainer"):
         fitflax.Trainer(Layers()).summary(X, memory=True)
 
 
@@ -346,7 +347,7 @@ def test_accumulation_needs_less_memory_for_temporaries():
 
 
 @pytest.mark.parametrize(("reported", "peak"), [(0, "6.0 KB"), (2048, "6.0 KB"), (8192, "8.0 KB")])
-def test_the_peak_of_memory_is_never_less_than_what_is_there_together(reported, peak):
+def test_peak_memory_is_never_less_than_what_is_in_use_at_the_same_time(reported, peak):
     sizes = {"argument_size_in_bytes": 2048, "output_size_in_bytes": 1024, "alias_size_in_bytes": 1024, "temp_size_in_bytes": 4096}
     memory = types.SimpleNamespace(**sizes, peak_memory_in_bytes=reported)
-    assert describe_costs(None, memory) == [f"Memory of a training step on a device: arguments 2.0 KB, temporaries 4.0 KB, peak {peak}"]
+    assert describe_costs(None, memory) == [f"Memory of a training step per device: arguments 2.0 KB, temporaries 4.0 KB, peak {peak}"]

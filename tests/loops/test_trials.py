@@ -1,4 +1,4 @@
-"""`fit(fast_dev_run=..., overfit_batches=...)`: a script tried in seconds, and a model that is to learn a few batches by heart."""
+"""`fit(fast_dev_run=..., overfit_batches=...)`: a quick trial of a script, and a model that should memorize a few batches."""
 
 import io
 import os
@@ -11,7 +11,7 @@ import pytest
 import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, CSVLogger, EarlyStopping, JSONLogger, ModelCheckpoint, Profiler, ProgressBar, TensorBoard
 from fitflax.data import Position, adapt
-from fitflax.data.first import FirstBatches
+from fitflax.data.first_batches import FirstBatches
 from fitflax.errors import ConfigError, DataError
 from fitflax.parallel import DataParallel
 
@@ -27,7 +27,7 @@ def make():
 
 
 class Hooks(Callback):
-    """Notes the hooks of a call."""
+    """Records the hooks that are called."""
 
     def __init__(self):
         self.calls = []
@@ -57,7 +57,7 @@ def files_of(tmp_path):
 
 
 @pytest.mark.parametrize("batches", [1, 3, True])
-def test_so_many_batches_of_everything_are_run_and_no_file_is_written(batches, tmp_path):
+def test_fast_dev_run_limits_the_batches_of_everything_and_writes_no_files(batches, tmp_path):
     hooks, file, trainer = Hooks(), io.StringIO(), make()
     callbacks = [*files_of(tmp_path), EarlyStopping(patience=3), hooks, ProgressBar(file=file)]
     options = {"epochs": 50, "validation_freq": 10, "validation_steps": 4, "resume": "auto"}
@@ -65,18 +65,18 @@ def test_so_many_batches_of_everything_are_run_and_no_file_is_written(batches, t
     logs = ["accuracy", "loss", "val_accuracy", "val_loss"]
     assert hooks.calls == ["train", *["step"] * batches, *["test"] * batches, ("epoch", 0, logs), "end"]
     assert trainer.step == batches and history.epoch == [0] and os.listdir(tmp_path) == []
-    note = f"fast_dev_run: {int(batches)} batches of everything and no files, without "
+    note = f"fast_dev_run: runs at most {int(batches)} batches of training and of each validation, and writes no files. Left out: "
     assert file.getvalue().startswith(note + "ModelCheckpoint, BestCheckpoint, TensorBoard, CSVLogger, JSONLogger, Profiler.\n")
 
 
-def test_data_with_fewer_batches_is_run_once(tmp_path):
+def test_fast_dev_run_runs_data_with_fewer_batches_once(tmp_path):
     hooks = Hooks()
     sets = {"few": (X[:8], Y[:8]), "stream": lambda: iter([(X[:4], Y[:4])] * 9)}
     make().fit(X[:12], Y[:12], batch_size=4, validation_data=sets, callbacks=[hooks], fast_dev_run=5, verbose=0)
     assert hooks.calls[1:-2] == ["step"] * 3 + ["test"] * (2 + 5)
 
 
-def test_endless_data_and_epochs_of_steps_are_run_for_so_many_batches_too():
+def test_fast_dev_run_also_limits_endless_data_with_steps_per_epoch():
     trainer, hooks = make(), Hooks()
 
     def endless():
@@ -87,19 +87,19 @@ def test_endless_data_and_epochs_of_steps_are_run_for_so_many_batches_too():
     assert trainer.step == 2 and hooks.calls.count("step") == 2
 
 
-def test_it_is_off_by_default_and_with_0_and_takes_numbers_only(tmp_path):
+def test_fast_dev_run_is_off_with_0_and_takes_only_numbers(tmp_path):
     trainer = make()
     trainer.fit(X, Y, batch_size=4, callbacks=[ModelCheckpoint(tmp_path)], fast_dev_run=0, verbose=0)
     assert trainer.step == 10 and os.listdir(tmp_path)
     for wrong in (-1, 1.5, "yes"):
-        with pytest.raises(ConfigError, match=r"fast_dev_run must be a number of batches, 0 for all\. Received"):
+        with pytest.raises(ConfigError, match=r"fast_dev_run must be a number of batches, or 0 for all data\. Received"):
             trainer.fit(X, Y, fast_dev_run=wrong)
 
 
 # -- overfit_batches --
 
 
-def test_the_first_batches_are_trained_on_in_every_epoch_and_learnt_by_heart():
+def test_every_epoch_trains_on_the_first_batches_and_the_model_memorizes_them():
     trainer, seen = make(), []
     look = fitflax.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(trainer.step))
     history = trainer.fit(X, Y, batch_size=4, epochs=60, validation_data=(X, Y), overfit_batches=2, callbacks=[look], verbose=0)
@@ -110,7 +110,7 @@ def test_the_first_batches_are_trained_on_in_every_epoch_and_learnt_by_heart():
     jax.tree.map(np.testing.assert_array_equal, trainer.state.params, alone.state.params)
 
 
-def test_batches_of_a_stream_are_asked_for_once_and_may_be_few():
+def test_batches_of_a_stream_are_read_once_and_may_be_fewer_than_requested():
     made = []
 
     def batches():
@@ -126,7 +126,7 @@ def test_batches_of_a_stream_are_asked_for_once_and_may_be_few():
     assert len(list(one_shot)) == 3
 
 
-def test_a_resumed_run_goes_on_with_the_same_batches(tmp_path):
+def test_a_resumed_run_continues_with_the_same_batches(tmp_path):
     def run(name, steps):
         trainer = make()
         callbacks = [ModelCheckpoint(tmp_path / name)]
@@ -137,7 +137,7 @@ def test_a_resumed_run_goes_on_with_the_same_batches(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, run("stopped", 8), run("never", 8))
 
 
-def test_a_batch_of_a_loader_that_writes_into_its_own_buffer_is_copied():
+def test_batches_of_a_loader_that_reuses_its_buffer_are_copied():
     buffer = np.zeros((2, 1), np.float32)
 
     def batches():

@@ -1,11 +1,15 @@
-"""What single losses do beyond the formula of their defaults: options, precision, and what counts nothing."""
+"""Individual losses beyond their default formulas: options, precision, and terms that have no effect."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 
+import fitflax
 from fitflax import losses
 from fitflax.errors import LossError
 
@@ -27,7 +31,7 @@ def test_huber_turns_linear_at_delta():
 
 
 @pytest.mark.slow
-def test_label_smoothing_is_keras_formula():
+def test_label_smoothing_matches_the_formula_of_keras():
     smooth = ONE_HOT * 0.9 + 0.1 / 4
     expected = -(smooth * np.log(SOFTMAX)).sum(-1)
     np.testing.assert_allclose(losses.categorical_crossentropy(LOGITS, ONE_HOT, label_smoothing=0.1), expected, rtol=1e-5)
@@ -51,25 +55,25 @@ def test_label_smoothing_is_keras_formula():
         losses.categorical_focal_crossentropy,
     ],
 )
-def test_a_label_smoothing_outside_of_0_to_1_is_an_error(loss):
+def test_label_smoothing_outside_the_range_0_to_1_is_an_error(loss):
     for value in (1.5, -0.1, float("nan")):
-        with pytest.raises(LossError, match=rf"{loss.__name__}\(label_smoothing=...\) must be within 0..1. Received: {value}"):
+        with pytest.raises(LossError, match=rf"{loss.__name__}\(label_smoothing=...\) must be between 0 and 1. Received: {value}"):
             loss(LOGITS, ONE_HOT, label_smoothing=value)
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0, 3.0])
-def test_binary_focal_crossentropy_is_keras_formula(gamma: float):
+def test_binary_focal_crossentropy_matches_the_formula_of_keras(gamma: float):
     cross = -(BINARY * np.log(P) + (1 - BINARY) * np.log(1 - P))
     focal = np.abs(BINARY - P) ** gamma * cross
     np.testing.assert_allclose(losses.binary_focal_crossentropy(LOGITS, BINARY, gamma=gamma), focal.mean(-1), rtol=1e-5)
-    # Without class balancing alpha is not used.
+    # Without class balancing, alpha is not used.
     np.testing.assert_allclose(losses.binary_focal_crossentropy(LOGITS, BINARY, gamma=gamma, alpha=0.9), focal.mean(-1), rtol=1e-5)
     balanced = losses.binary_focal_crossentropy(LOGITS, BINARY, apply_class_balancing=True, alpha=0.9, gamma=gamma)
     np.testing.assert_allclose(balanced, (np.where(BINARY == 1, 0.9, 0.1) * focal).mean(-1), rtol=1e-5)
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0, 3.0])
-def test_categorical_focal_crossentropy_is_keras_formula(gamma: float):
+def test_categorical_focal_crossentropy_matches_the_formula_of_keras(gamma: float):
     focal = -((1 - SOFTMAX) ** gamma) * PROBABILITIES * np.log(SOFTMAX)
     np.testing.assert_allclose(losses.categorical_focal_crossentropy(LOGITS, PROBABILITIES, gamma=gamma), 0.25 * focal.sum(-1), rtol=1e-5)
     alpha = [0.1, 1.0, 2.0, 0.0]
@@ -81,7 +85,7 @@ def test_categorical_focal_crossentropy_is_keras_formula(gamma: float):
 @pytest.mark.parametrize("gamma", [0.0, 0.3, 1.0, 2.0])
 @pytest.mark.parametrize("loss", [losses.binary_focal_crossentropy, losses.categorical_focal_crossentropy])
 @pytest.mark.mostly_slow
-def test_focal_losses_of_certain_outputs_have_finite_gradients(loss, gamma: float):
+def test_focal_losses_of_confident_outputs_have_finite_gradients(loss, gamma: float):
     @jax.jit
     @jax.value_and_grad
     def total(outputs):
@@ -99,19 +103,19 @@ def test_focal_losses_of_certain_outputs_have_finite_gradients(loss, gamma: floa
         assert jnp.all(jnp.isfinite(slope))
 
 
-def test_options_of_focal_losses_that_mean_nothing_are_errors():
-    with pytest.raises(LossError, match=r"binary_focal_crossentropy\(alpha=...\) must be within 0..1. Received: 2.0"):
+def test_invalid_options_of_focal_losses_are_errors():
+    with pytest.raises(LossError, match=r"binary_focal_crossentropy\(alpha=...\) must be between 0 and 1. Received: 2.0"):
         losses.binary_focal_crossentropy(LOGITS, BINARY, alpha=2.0)
     for loss in (losses.binary_focal_crossentropy, losses.categorical_focal_crossentropy):
         with pytest.raises(LossError, match=rf"{loss.__name__}\(gamma=...\) must not be negative. Received: -1"):
             loss(LOGITS, ONE_HOT, gamma=-1)
     for alpha in ([0.1, 0.2], -0.5, [[0.1, 0.2, 0.3, 0.4]]):
-        with pytest.raises(LossError, match=r"alpha=...\) must be a number or one for each of the 4 classes, none negative. Received: "):
+        with pytest.raises(LossError, match=r"alpha=...\) must be at least 0: one number, or one for each of the 4 classes. Received: "):
             losses.categorical_focal_crossentropy(LOGITS, ONE_HOT, alpha=alpha)
 
 
 @pytest.mark.slow
-def test_small_errors_keep_their_log_cosh_and_large_ones_are_finite():
+def test_log_cosh_is_accurate_for_small_errors_and_finite_for_large_ones():
     errors = np.float32([0, 1e-6, 1e-4, 1e-3, 0.03, 0.5, 0.999, 1.0, 1.001, 3, 20, 89, 1e6, 1e30])
     exact = errors.astype(np.float64)
     exact = np.where(exact < 1, np.log1p(2 * np.sinh(np.minimum(exact, 1) / 2) ** 2), np.logaddexp(exact, -exact) - np.log(2))
@@ -121,11 +125,11 @@ def test_small_errors_keep_their_log_cosh_and_large_ones_are_finite():
         np.testing.assert_allclose(slopes, np.tanh(sign * errors.astype(np.float64)), rtol=1e-6)
 
 
-def test_targets_of_zero_count_by_the_bound_in_percent():
+def test_percentage_errors_of_zero_targets_are_relative_to_a_lower_bound():
     np.testing.assert_allclose(losses.mean_absolute_percentage_error(np.float32([0, 1e-7, -3]), np.zeros(3)), [0, 100, 3e9], rtol=1e-6)
 
 
-def test_values_below_zero_count_as_zero_in_logarithmic_errors():
+def test_negative_values_count_as_zero_in_logarithmic_errors():
     values = losses.mean_squared_logarithmic_error(np.float32([-5, -0.5, 3]), np.float32([0, 3, -2]))
     np.testing.assert_allclose(values, [0, np.log(4) ** 2, np.log(4) ** 2], rtol=1e-6)
     assert jnp.all(jnp.isfinite(jax.grad(lambda z: losses.mean_squared_logarithmic_error(z, z * 0 + 1).sum())(jnp.array([-1.0, -5.0]))))
@@ -133,7 +137,7 @@ def test_values_below_zero_count_as_zero_in_logarithmic_errors():
 
 @pytest.mark.parametrize("name", ["cosine_similarity", "cosine_distance"])
 @pytest.mark.slow
-def test_cosines_know_no_length_and_rows_of_zeros_are_at_a_right_angle_to_all(name: str):
+def test_cosines_ignore_length_and_rows_of_zeros_are_orthogonal_to_all_rows(name: str):
     loss = losses.get(name)
     a, b = np.float32([[3, 4], [0, 0], [1, 2], [0, 0]]), np.float32([[-6, -8], [1, 2], [0, 0], [0, 0]])
     right_angle = {"cosine_similarity": 0.0, "cosine_distance": 1.0}[name]
@@ -145,7 +149,7 @@ def test_cosines_know_no_length_and_rows_of_zeros_are_at_a_right_angle_to_all(na
 
 
 @pytest.mark.parametrize("loss", [losses.hinge, losses.squared_hinge])
-def test_hinges_take_targets_of_0_or_minus_1_each_by_itself(loss):
+def test_hinge_losses_accept_both_0_and_minus_1_as_the_negative_target(loss):
     scores = np.float32([[0.5, 0.5], [-0.2, 3.0], [0.5, 0.5]])
     mixed = loss(scores, np.array([[0, 1], [-1, 1], [-1, 1]]))
     np.testing.assert_array_equal(mixed, loss(scores, np.array([[-1, 1], [-1, 1], [-1, 1]])))
@@ -155,7 +159,7 @@ def test_hinges_take_targets_of_0_or_minus_1_each_by_itself(loss):
 
 
 @pytest.mark.slow
-def test_targets_of_probability_zero_add_nothing_to_the_divergence_nor_to_its_gradients():
+def test_targets_with_probability_zero_add_nothing_to_the_divergence_or_its_gradients():
     targets = np.float32([[0.25, 0.75, 0.0], [0.0, 0.0, 1.0]])
     outputs = np.float32([[0.1, -0.3, -np.inf], [2.0, -np.inf, 1.0]])
     p = np.exp(outputs.astype(np.float64)) / np.exp(outputs.astype(np.float64)).sum(-1, keepdims=True)
@@ -164,26 +168,28 @@ def test_targets_of_probability_zero_add_nothing_to_the_divergence_nor_to_its_gr
     by_outputs, by_targets = jax.grad(lambda z, t: losses.kl_divergence(z, t).sum(), argnums=(0, 1))(outputs, targets)
     np.testing.assert_allclose(by_outputs, p - targets, atol=1e-6)
     assert jnp.all(jnp.isfinite(by_targets))
-    # The same by optax's name, for logarithms of the probabilities on both sides.
+    # The same under optax's name, with log probabilities as outputs and targets.
     with np.errstate(divide="ignore"):
         loss, log_p, log_t = losses.get("kl_divergence_with_log_targets"), np.log(p), np.log(targets)
     np.testing.assert_allclose(loss(log_p, log_t), expected, rtol=1e-6)
     np.testing.assert_allclose(jax.grad(lambda z: loss(z, log_t).sum())(jnp.asarray(log_p, jnp.float32)), -targets, atol=1e-6)
 
 
-def test_the_divergence_is_the_crossentropy_less_the_entropy_and_zero_for_equals():
+def test_the_divergence_is_crossentropy_minus_entropy_and_zero_for_equal_distributions():
     entropy = -(PROBABILITIES.astype(np.float64) * np.log(PROBABILITIES)).sum(-1)
     np.testing.assert_allclose(losses.kl_divergence(LOGITS, PROBABILITIES), losses.categorical_crossentropy(LOGITS, PROBABILITIES) - entropy, atol=1e-6)
     np.testing.assert_allclose(losses.kl_divergence(np.log(PROBABILITIES) + 3, PROBABILITIES), 0, atol=1e-6)
 
 
-def test_poisson_is_least_at_the_logarithm_of_the_count():
+def test_poisson_is_minimal_at_the_logarithm_of_the_count():
     slope = jax.grad(lambda z: losses.poisson(z, jnp.array([1.0, 5.0])).sum())
     np.testing.assert_allclose(slope(jnp.log(jnp.array([1.0, 5.0]))), [0, 0], atol=1e-6)
     assert jnp.isfinite(losses.poisson(jnp.array([-1e6]), jnp.array([0.0])))[0]
 
 
-def test_optaxs_own_function_is_a_loss_with_other_options():
-    np.testing.assert_allclose(
-        optax.losses.poly_loss_cross_entropy(LOGITS, ONE_HOT, epsilon=0.0), losses.get("softmax_cross_entropy")(LOGITS, ONE_HOT), rtol=1e-6
-    )
+def test_an_optax_function_with_other_options_is_a_loss():
+    trainer = fitflax.Trainer(nn.Dense(4))
+    trainer.compile("sgd", functools.partial(optax.losses.poly_loss_cross_entropy, epsilon=2.0))
+    trainer.build((LOGITS, ONE_HOT))
+    p = (np.asarray(jax.nn.softmax(trainer.predict(LOGITS))) * ONE_HOT).sum(-1)
+    assert trainer.evaluate(LOGITS, ONE_HOT, verbose=0)["loss"] == pytest.approx((-np.log(p) + 2.0 * (1 - p)).mean(), rel=1e-5)

@@ -26,7 +26,7 @@ SIGNS = 2 * BINARY - 1
 COUNTS = RNG.poisson(2.0, size=(ROWS, CLASSES)).astype(np.float32)
 PROBABILITIES = RNG.dirichlet(np.ones(CLASSES), size=ROWS).astype(np.float32)
 
-# What losses of more than one kind of targets need; values for all others.
+# Targets for losses that need a particular kind; all others use VALUES.
 TARGETS = {
     **dict.fromkeys(("binary_crossentropy", "binary_focal_crossentropy", "hinge", "squared_hinge", "binary_dice_loss"), BINARY),
     **dict.fromkeys(("sigmoid_binary_cross_entropy", "sigmoid_focal_loss", "sparsemax_loss"), BINARY),
@@ -40,7 +40,7 @@ TARGETS = {
     "kl_divergence_with_log_targets": np.log(PROBABILITIES),
 }
 NAMES = losses.names()
-# Of these an example has one value, however many axes it has.
+# These give one value per example, regardless of its number of axes.
 WHOLE_EXAMPLES = ["binary_dice_loss", "dice_loss"]
 ELEMENTWISE = [
     *("binary_crossentropy", "binary_dice_loss", "binary_focal_crossentropy", "hinge", "hinge_loss", "huber", "huber_loss", "l2_loss", "log_cosh"),
@@ -73,7 +73,7 @@ def values_of(name: str, outputs: Any, targets: Any) -> jax.Array:
 
 
 def values_and_gradient(name: str, outputs: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the values, and the gradient of their sum; for LOGITS' shape, which nearly all tests have, one program serves them all."""
+    """Returns the values and the gradient of their sum. Nearly all tests use the shape of LOGITS, so they share one compiled program."""
     values, gradient = program(losses.get(name), backward=True)(outputs, targets)
     return values, gradient
 
@@ -143,11 +143,11 @@ def cross(z: np.ndarray, t: np.ndarray) -> np.ndarray:
 
 
 def dice(p: np.ndarray, t: np.ndarray) -> np.ndarray:
-    """Of one number per class and example; 1 is added above and below."""
+    """Takes one number per class and example; 1 is added to the numerator and to the denominator."""
     return 1 - (p * t + 1) / ((p + t) / 2 + 1)
 
 
-BY_HAND: dict[str, Callable[..., np.ndarray]] = {
+FORMULAS: dict[str, Callable[..., np.ndarray]] = {
     "mse": squared,
     "mean_squared_error": squared,
     "squared_error": squared,
@@ -194,17 +194,17 @@ BY_HAND: dict[str, Callable[..., np.ndarray]] = {
 
 
 def test_every_name_has_a_formula_here():
-    assert sorted(BY_HAND) == NAMES
+    assert sorted(FORMULAS) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.mostly_slow
-def test_every_loss_is_its_formula_for_each_example_and_compiles(name: str):
+def test_every_loss_equals_its_formula_for_each_example_and_compiles(name: str):
     targets = targets_of(name)
     with jax.numpy_rank_promotion("raise"):
         values, _ = values_and_gradient(name, LOGITS, targets)
     assert (values.shape, values.dtype) == ((ROWS,), jnp.float32)
-    np.testing.assert_allclose(values, BY_HAND[name](LOGITS, targets), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(values, FORMULAS[name](LOGITS, targets), rtol=1e-5, atol=1e-6)
 
 
 def tokens_of(name: str) -> tuple[jax.Array, np.ndarray]:
@@ -215,7 +215,7 @@ def tokens_of(name: str) -> tuple[jax.Array, np.ndarray]:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.mostly_slow
 def test_every_loss_computes_in_float32(name: str):
-    # The values of bfloat16 outputs are those of the same numbers in float32, to its precision.
+    # The values of bfloat16 outputs equal those of the same numbers in float32, to float32 precision.
     outputs, targets = (LOGITS.astype(jnp.bfloat16), targets_of(name)) if name in WHOLE_EXAMPLES else tokens_of(name)
     values, rows = values_of(name, outputs, targets), np.asarray(outputs, np.float32).reshape(ROWS, -1, CLASSES)[:, 0]
     expected, _ = values_and_gradient(name, rows, targets_of(name))
@@ -240,13 +240,13 @@ def test_dice_losses_give_one_value_per_example_over_all_its_pixels():
     p = np.exp(log_softmax(pixels))
     expected = (1 - ((p * truth).sum(1) + 1) / ((p + truth).sum(1) / 2 + 1)).mean(-1)
     np.testing.assert_allclose(losses.get("dice_loss")(pixels, truth), expected, rtol=1e-5)
-    expected = BY_HAND["binary_dice_loss"](pixels[..., 0], truth[..., 0])
+    expected = FORMULAS["binary_dice_loss"](pixels[..., 0], truth[..., 0])
     np.testing.assert_allclose(losses.get("binary_dice_loss")(pixels[..., :1], truth[..., 0]), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.mostly_slow
-def test_an_example_has_the_same_value_whatever_else_is_in_its_batch(name: str):
+def test_the_value_of_an_example_does_not_depend_on_the_rest_of_its_batch(name: str):
     outputs, targets = LOGITS.copy(), targets_of(name).copy()
     outputs[1:], targets[1:] = np.nan, targets[1:][::-1]
     values, _ = values_and_gradient(name, outputs, targets)
@@ -259,7 +259,7 @@ OPTAX = [name for name in NAMES if name not in losses.__all__ and name not in ("
 
 @pytest.mark.parametrize("name", OPTAX)
 @pytest.mark.mostly_slow
-def test_names_that_only_optax_knows_are_optaxs(name: str):
+def test_names_that_only_optax_knows_are_losses_of_optax(name: str):
     options = {"ranking_softmax_loss": {"reduce_fn": None}}.get(name, {})
     expected = jax.jit(functools.partial(getattr(optax.losses, name), **options))(LOGITS, targets_of(name))
     expected = expected.mean(-1) if expected.ndim > 1 else expected
@@ -284,7 +284,7 @@ def test_losses_agree_with_scikit_learn():
     check("hinge_loss", SIGNS[:, 0], sklearn.metrics.hinge_loss(SIGNS[:, 0], one), one)
     check("multiclass_hinge_loss", LABELS, sklearn.metrics.hinge_loss(LABELS, LOGITS, labels=range(CLASSES)))
     check("cosine_distance", VALUES, sklearn.metrics.pairwise.paired_cosine_distances(LOGITS, VALUES).mean())
-    # Half the deviance is the loss less that of the best rate, which is the count itself.
+    # Half the deviance is the loss minus the loss at the best rate, which is the count itself.
     best = np.mean(COUNTS - COUNTS * np.log(np.where(COUNTS == 0, 1, COUNTS)))
     check("poisson", COUNTS, sklearn.metrics.mean_poisson_deviance(COUNTS.ravel(), np.exp(LOGITS.astype(np.float64)).ravel()) / 2 + best)
 
@@ -293,7 +293,7 @@ def test_losses_agree_with_scikit_learn():
 @pytest.mark.mostly_slow
 def test_one_number_per_example_is_never_broadcast_to_a_square(name: str):
     outputs, targets = LOGITS[:, 0], targets_of(name)[:, 0]
-    expected = BY_HAND[name](outputs[:, None], targets[:, None])
+    expected = FORMULAS[name](outputs[:, None], targets[:, None])
     for o, t in ((outputs[:, None], targets), (outputs, targets[:, None])):
         np.testing.assert_allclose(values_of(name, o, t), expected, rtol=1e-5, atol=1e-6)
     for column in (slice(None), (slice(None), None)):
@@ -302,7 +302,7 @@ def test_one_number_per_example_is_never_broadcast_to_a_square(name: str):
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - set(ELEMENTWISE)))
 @pytest.mark.parametrize("outputs", [(ROWS,), (ROWS, 1)])
-def test_losses_of_vectors_and_classes_refuse_one_number_per_example_and_name_what_takes_it(name: str, outputs: tuple[int, ...]):
+def test_losses_of_vectors_or_classes_reject_one_number_per_example_and_suggest_another(name: str, outputs: tuple[int, ...]):
     kind = "mean_squared_error" if name.startswith(("cosine", "ranking")) else "[a-z_]+"
     for targets in ((ROWS,), (ROWS, 1)):
         with pytest.raises(LossError, match=rf"^{name} takes .* Received: outputs \[7.*For one (number|logit) per example use '{kind}'") as error:
@@ -315,10 +315,10 @@ def test_a_missing_feature_axis_keeps_the_values_per_token():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_are_those_of_the_formula(name: str):
+def test_gradients_equal_those_of_the_formula(name: str):
     targets = targets_of(name)
     direction = np.where(RNG.random(LOGITS.shape) < 0.5, -1.0, 1.0)
-    formula, outputs = BY_HAND[name], LOGITS.astype(np.float64)
+    formula, outputs = FORMULAS[name], LOGITS.astype(np.float64)
     slope = (formula(outputs + 1e-6 * direction, targets).sum() - formula(outputs - 1e-6 * direction, targets).sum()) / 2e-6
     _, gradient = values_and_gradient(name, LOGITS, targets)
     np.testing.assert_allclose((gradient * direction).sum(), slope, rtol=1e-4, atol=1e-4)
@@ -339,19 +339,19 @@ def test_huge_outputs_have_finite_values_and_gradients(name: str):
 
 
 @pytest.mark.parametrize("name", MASKABLE)
-def test_classes_masked_with_minus_infinity_count_nothing(name: str):
+def test_classes_masked_with_minus_infinity_have_no_effect(name: str):
     labels = LABELS % (CLASSES - 1)
     targets = labels if name in OF_LABELS else np.eye(CLASSES, dtype=np.float32)[labels]
     for last in (np.full(ROWS, -np.inf), np.where(LOGITS[:, 0] > 0, -np.inf, 0.5)):
         masked = np.concatenate([LOGITS[:, :-1], last[:, None]], axis=1, dtype=np.float32)
         expected = values_and_gradient(name, np.where(masked == -np.inf, np.float32(-1e6), masked), targets)
-        for found, of_a_number in zip(values_and_gradient(name, masked, targets), expected, strict=True):
-            np.testing.assert_allclose(found, of_a_number, rtol=1e-6, atol=1e-7)
+        for found, reference in zip(values_and_gradient(name, masked, targets), expected, strict=True):
+            np.testing.assert_allclose(found, reference, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", OF_LABELS)
 @pytest.mark.parametrize("bad", [-1, CLASSES, 200])
-def test_labels_that_are_no_class_give_nan_and_no_gradient(name: str, bad: int):
+def test_invalid_labels_give_nan_and_no_gradient(name: str, bad: int):
     values, gradient = values_and_gradient(name, LOGITS, np.where(np.arange(ROWS) == 1, bad, LABELS))
     np.testing.assert_array_equal(np.isnan(values), np.arange(ROWS) == 1)
     assert np.all(gradient[1] == 0)
@@ -361,14 +361,14 @@ def test_labels_that_are_no_class_give_nan_and_no_gradient(name: str, bad: int):
 
 @pytest.mark.parametrize("name", ["sparse_categorical_crossentropy", "multiclass_hinge_loss"])
 @pytest.mark.mostly_slow
-def test_labels_of_any_integer_dtype_and_with_a_last_axis_are_the_same(name: str):
+def test_labels_of_any_integer_dtype_and_with_a_trailing_axis_give_the_same_values(name: str):
     wide = RNG.normal(size=(ROWS, 200)).astype(np.float32)
     expected = values_of(name, wide, LABELS)
     for dtype in (np.int8, np.uint8, np.uint32):
         np.testing.assert_array_equal(values_of(name, wide, LABELS.astype(dtype)[:, None]), expected)
 
 
-def test_which_losses_take_labels_is_known():
+def test_takes_labels_recognizes_losses_of_integer_labels():
     assert {name for name in NAMES if np.issubdtype(targets_of(name).dtype, np.integer)} == set(OF_LABELS)
     assert takes_labels(functools.partial(losses.sparse_categorical_crossentropy, label_smoothing=0.1))
     assert not takes_labels(jnp.mean)
@@ -377,7 +377,7 @@ def test_which_losses_take_labels_is_known():
 @pytest.mark.parametrize(
     ("name", "outputs", "targets", "message"),
     [
-        ("mse", (7, 5), (7, 4), r"mean_squared_error takes outputs and targets of one shape.* Received: outputs \[7, 5\], targets \[7, 4\]"),
+        ("mse", (7, 5), (7, 4), r"mean_squared_error takes outputs and targets of the same shape.* Received: outputs \[7, 5\], targets \[7, 4\]"),
         ("mse", (7, 5), (5,), r"outputs \[7, 5\], targets \[5\]"),
         ("mae", (7, 1, 1), (7,), r"outputs \[7, 1, 1\], targets \[7\]"),
         ("mse", (7, 5), (7,), "For integer class labels use 'sparse_categorical_crossentropy'"),
@@ -393,7 +393,7 @@ def test_which_losses_take_labels_is_known():
         ("categorical_focal_crossentropy", (7, 5), (7,), r"Make integer labels one-hot: jax.nn.one_hot\(labels, classes\)"),
         ("categorical_hinge", (7, 5), (7,), "For integer labels use 'multiclass_hinge_loss'"),
         ("kl_divergence", (7, 5), (7,), r"takes probabilities \[..., classes\].*'sparse_categorical_crossentropy'"),
-        ("kl_divergence", (7, 5), (7, 4), "takes outputs and probabilities of one shape"),
+        ("kl_divergence", (7, 5), (7, 4), "takes outputs and probabilities of the same shape"),
         ("softmax_cross_entropy", (7, 5), (7,), "For integer labels use 'softmax_cross_entropy_with_integer_labels'"),
         ("sparse_categorical_crossentropy", (7, 5), (7, 5), "For one-hot targets use 'categorical_crossentropy'"),
         ("sparse_categorical_crossentropy", (7, 5), (6,), r"outputs \[7, 5\], targets \[6\]"),
@@ -404,14 +404,14 @@ def test_which_losses_take_labels_is_known():
         ("mse", (), (), "mean_squared_error takes outputs with a leading batch axis. Received: a scalar"),
     ],
 )
-def test_shapes_that_do_not_fit_are_named_with_what_to_do(name: str, outputs: tuple[int, ...], targets: tuple[int, ...], message: str):
+def test_errors_name_incompatible_shapes_and_suggest_a_fix(name: str, outputs: tuple[int, ...], targets: tuple[int, ...], message: str):
     with pytest.raises(LossError, match=message):
         losses.get(name)(np.zeros(outputs, np.float32), np.zeros(targets, np.float32))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_several_outputs_ask_for_several_losses(name: str):
-    with pytest.raises(LossError, match=r"takes one array of outputs. Received: a tuple of 2. Give a loss for each"):
+def test_several_outputs_are_an_error_that_asks_for_several_losses(name: str):
+    with pytest.raises(LossError, match=r"takes one array of outputs. Received: a tuple of length 2. Pass a loss for each"):
         losses.get(name)((LOGITS, LOGITS), targets_of(name))
 
 
@@ -430,17 +430,17 @@ def test_several_outputs_ask_for_several_losses(name: str):
         ("categorical_crossentropi", "categorical_crossentropy"),
     ],
 )
-def test_unknown_names_are_errors_that_name_the_one_meant(name: str, meant: str):
-    with pytest.raises(LossError, match=rf"There is no loss '{name}'. Did you mean '{meant}'\? Known: \['binary_crossentropy', "):
+def test_unknown_names_are_errors_that_suggest_a_known_name(name: str, meant: str):
+    with pytest.raises(LossError, match=rf"There is no loss '{name}'. Did you mean '{meant}'\? Pass .*\. Known: \['binary_crossentropy', "):
         losses.get(name)
 
 
-def test_what_is_no_name_is_an_error():
+def test_anything_but_a_name_is_an_error():
     with pytest.raises(LossError, match=r"takes a name. Received: 3"):
         losses.get(3)  # type: ignore[arg-type]
 
 
-def test_losses_are_minimized_and_other_functions_say_nothing():
+def test_losses_are_minimized_and_other_functions_have_no_direction():
     assert {loss_direction(name) for name in NAMES} == {"min"}
     assert {loss_direction(losses.get(name)) for name in NAMES} == {"min"}
     assert loss_direction(functools.partial(losses.binary_crossentropy, label_smoothing=0.1)) == "min"

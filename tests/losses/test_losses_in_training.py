@@ -1,4 +1,4 @@
-"""Losses through `fit` and `evaluate`: the weighted mean over all real examples, whatever the batches."""
+"""Losses in `fit` and `evaluate`: the weighted mean over all real examples, regardless of the batches."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ LENGTHS = np.sqrt((Z**2).sum(-1) * (PROBABILITIES**2).sum(-1))
 
 
 class Shifted(nn.Module):
-    """Returns its inputs, moved by parameters that begin at 0."""
+    """Returns its inputs, shifted by parameters that are initialized to 0."""
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
@@ -52,7 +52,7 @@ def test_fit_and_evaluate_give_the_weighted_mean_over_ragged_batches(name: str, 
     assert trainer.evaluate(OUTPUTS, targets, batch_size=4, verbose=0)["loss"] == pytest.approx(expected.mean(), rel=1e-5)
 
 
-def test_a_step_goes_down_the_gradient_of_the_weighted_mean():
+def test_a_step_descends_the_gradient_of_the_weighted_mean():
     trainer = fitflax.Trainer(Shifted(), parallel=DataParallel(jax.devices()[:2]))
     trainer.compile(optax.sgd(1.0), "poisson")
     counts = RNG.poisson(2.0, size=(10, 3)).astype(np.float32)

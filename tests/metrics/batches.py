@@ -1,4 +1,4 @@
-"""Rows cut into padded batches and joined again, as the loop does it, for the tests of all metrics."""
+"""Cuts rows into padded batches and merges their metrics, as the loop does, for the tests of all metrics."""
 
 import functools
 from typing import Any
@@ -23,9 +23,9 @@ def merged(metric: Any, other: Any) -> Any:
 
 
 def over_batches(metric: Any, outputs: Any, targets: Any, weights: Any, *, size: int, order: str = "left", compiled: bool = True) -> Any:
-    """Cuts the rows into padded batches: padding repeats a row that is NaN here, at weight 0."""
+    """Returns a metric merged over padded batches. Padding has weight 0, and its outputs are NaN to show that they are not used."""
     update = one_batch if compiled else one_batch.__wrapped__
-    # What collects rows has other shapes after every merge; it is joined on the host, of NumPy.
+    # A metric that collects rows changes its shapes with every merge, so it is merged on the host with NumPy.
     merge = merged if compiled and not metric.collect else merged.__wrapped__
     parts = []
     for begin in range(0, len(outputs), size):

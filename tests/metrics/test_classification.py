@@ -1,4 +1,4 @@
-"""Precision, recall and their kin, IoU, confusion matrices: scikit-learn's numbers over ragged batches and weights (case 37)."""
+"""Precision, recall and related metrics, IoU, and confusion matrices agree with scikit-learn over ragged batches and with weights (case 37)."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,7 +21,7 @@ ONES = np.ones(ROWS, np.float32)
 
 LOGIT = RNG.normal(size=ROWS).astype(np.float32)
 YES = (RNG.random(ROWS) < 0.4).astype(np.int32)
-# Class 5 is neither a target nor predicted, class 4 is predicted but no target, class 3 a target but never predicted.
+# Class 5 is neither a target nor predicted, class 4 is predicted but never a target, and class 3 is a target but never predicted.
 LOGITS = RNG.normal(size=(ROWS, CLASSES)).astype(np.float32) + np.float32([0, 0, 0, -50, 0, -50])
 CLASS = RNG.integers(4, size=ROWS)
 SEVERAL = RNG.normal(size=(ROWS, LABELS)).astype(np.float32) + np.float32([0, 0, 0, 0, -50])
@@ -72,7 +72,7 @@ def test_every_average_agrees_with_scikit_learn(kind: str, name: str):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.mostly_slow
-def test_any_cut_into_padded_batches_gives_the_same(kind: str):
+def test_results_do_not_depend_on_how_rows_are_cut_into_padded_batches(kind: str):
     outputs, targets = KINDS[kind]
     metric = metrics.F1(average="macro", multi_label=kind == "labels")
     expected = by_sklearn("f1", targets, DECISIONS[kind], "macro", WEIGHTS)
@@ -83,15 +83,15 @@ def test_any_cut_into_padded_batches_gives_the_same(kind: str):
 
 @pytest.mark.parametrize(("kind", "average"), [("one logit", "binary"), ("classes", "macro"), ("labels", "macro")])
 @pytest.mark.slow
-def test_without_an_average_it_is_binary_for_one_logit_and_macro_for_several(kind: str, average: str):
+def test_the_default_average_is_binary_for_one_logit_and_macro_for_several(kind: str, average: str):
     outputs, targets = KINDS[kind]
     for name, maker in MAKERS.items():
         chosen = maker(multi_label=kind == "labels").update(outputs, targets, WEIGHTS).compute()
-        expected = "macro" if name == "mean_iou" else average  # one logit makes two classes of pixels
+        expected = "macro" if name == "mean_iou" else average  # for MeanIoU, one logit means two classes of pixels
         np.testing.assert_allclose(chosen, by_sklearn(name, targets, DECISIONS[kind], expected, WEIGHTS), rtol=1e-5)
 
 
-def test_two_logits_are_two_classes_and_not_one_yes_or_no():
+def test_two_logits_are_two_classes_and_not_one_binary_decision():
     two = np.stack([np.zeros_like(LOGIT), LOGIT], axis=1)
     for average in ("macro", None):
         expected = by_sklearn("recall", YES, LOGIT > 0, average, WEIGHTS)
@@ -115,13 +115,13 @@ def test_two_logits_are_two_classes_and_not_one_yes_or_no():
     ],
 )
 @pytest.mark.mostly_slow
-def test_the_kind_is_taken_from_the_shapes(outputs: Any, targets: Any):
+def test_the_kind_of_classification_is_inferred_from_the_shapes(outputs: Any, targets: Any):
     kind = "classes" if outputs.shape[-1] == CLASSES else "one logit"
     expected = metrics.Precision().update(*KINDS[kind], WEIGHTS).compute()
     np.testing.assert_allclose(metrics.Precision().update(outputs, targets, WEIGHTS).compute(), expected, rtol=1e-6)
 
 
-def test_tokens_count_one_by_one_with_weights_per_example_or_per_token():
+def test_tokens_count_individually_with_weights_per_example_or_per_token():
     outputs, targets = RNG.normal(size=(6, 5, CLASSES)).astype(np.float32), RNG.integers(CLASSES, size=(6, 5))
     per_token = (RNG.uniform(size=(6, 5)) * (RNG.random((6, 5)) < 0.7)).astype(np.float32)
     outputs[per_token == 0] = np.nan
@@ -136,7 +136,7 @@ def test_tokens_count_one_by_one_with_weights_per_example_or_per_token():
     np.testing.assert_allclose(over_batches(metrics.F1(), outputs, targets, WEIGHTS[:6], size=4).compute(), expected, rtol=1e-5)
 
 
-def test_the_threshold_is_on_the_outputs():
+def test_the_threshold_applies_to_the_outputs():
     probabilities = 1 / (1 + np.exp(-LOGIT))
     for threshold in (0.5, 0.3):
         expected = sklearn.metrics.precision_score(YES, probabilities > threshold)
@@ -146,7 +146,7 @@ def test_the_threshold_is_on_the_outputs():
 
 
 @pytest.mark.parametrize("multi_label", [False, True])
-def test_an_output_at_the_threshold_is_no_positive(multi_label: bool):
+def test_an_output_at_the_threshold_is_not_positive(multi_label: bool):
     outputs, targets = jnp.array([[0.0], [1.0]]), jnp.array([[0], [1]])
     assert float(metrics.Precision(multi_label=multi_label).update(outputs, targets, jnp.ones(2)).compute()) == 1.0
 
@@ -164,12 +164,12 @@ def test_specificity_is_the_recall_of_the_negatives():
 
 
 @pytest.mark.slow
-def test_a_label_that_is_no_class_is_an_error_of_what_is_predicted_and_nothing_else():
+def test_an_invalid_label_counts_only_as_a_false_positive_of_the_predicted_class():
     unknown = CLASS.copy()
     unknown[:9] = [-1, CLASSES, 255, -1, -1, 1000, -7, CLASSES, CLASSES]
     for name in MAKERS:
         for average in ("micro", "macro", "weighted", None):
-            # scikit-learn counts so with the classes given; those that do not occur would enter its macro average.
+            # scikit-learn counts the same way if the classes are given; classes that do not occur would enter its macro average.
             classes = range(CLASSES) if average is None else np.union1d(unknown[9:], LOGITS.argmax(-1))
             expected = SCORES[name](unknown, LOGITS.argmax(-1), labels=classes, average=average, sample_weight=WEIGHTS, zero_division=0)
             result = MAKERS[name](average=average).update(LOGITS, unknown, WEIGHTS).compute()
@@ -182,7 +182,7 @@ def test_a_label_that_is_no_class_is_an_error_of_what_is_predicted_and_nothing_e
 
 
 @pytest.mark.slow
-def test_a_target_that_is_neither_0_nor_1_is_an_error_where_1_is_predicted_and_else_nothing():
+def test_a_target_other_than_0_or_1_counts_only_as_a_false_positive_if_1_is_predicted():
     outputs, targets = np.float32([1, 1, 1, -1, -1, -1]), np.array([1, 2, -1, 0, 2, -1])
     for maker, expected in ((metrics.Precision, 1 / 3), (metrics.Recall, 1.0), (metrics.Specificity, 1 / 3)):
         assert float(maker().update(outputs, targets, np.ones(6)).compute()) == pytest.approx(expected)
@@ -190,7 +190,7 @@ def test_a_target_that_is_neither_0_nor_1_is_an_error_where_1_is_predicted_and_e
         np.testing.assert_allclose(columns, [expected], rtol=1e-6)
 
 
-def test_classes_that_only_examples_of_weight_zero_have_do_not_occur():
+def test_classes_that_occur_only_in_examples_with_zero_weight_are_ignored():
     weights = np.where(CLASS == 3, 0, WEIGHTS)
     counted = weights > 0
     expected = by_sklearn("recall", CLASS[counted], LOGITS[counted].argmax(-1), "macro", weights[counted])
@@ -198,7 +198,7 @@ def test_classes_that_only_examples_of_weight_zero_have_do_not_occur():
     np.testing.assert_allclose(result, expected, rtol=1e-5)
 
 
-def test_nothing_to_divide_by_is_zero():
+def test_a_zero_denominator_gives_zero():
     never = metrics.Precision().update(-np.ones(4), np.array([1, 0, 1, 0]), np.ones(4))
     assert float(never.compute()) == 0.0
     assert float(metrics.Recall().update(np.ones(4), np.zeros(4), np.ones(4)).compute()) == 0.0
@@ -218,7 +218,7 @@ def test_the_confusion_matrix_agrees_with_scikit_learn():
                 np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_mean_iou_of_segmentations_with_ignored_pixels():
+def test_mean_iou_of_segmentations_ignores_pixels_with_zero_weight():
     outputs, targets = RNG.normal(size=(3, 4, 5, CLASSES)).astype(np.float32), RNG.integers(3, size=(3, 4, 5))
     weights = (RNG.random((3, 4, 5)) < 0.8).astype(np.float32)
     counted = weights.ravel() > 0
@@ -228,7 +228,7 @@ def test_mean_iou_of_segmentations_with_ignored_pixels():
 
 
 @pytest.mark.slow
-def test_counting_goes_on_beyond_what_float32_can_count():
+def test_counting_continues_beyond_what_float32_can_count():
     metric = metrics.Precision().update(np.float32([1.0]), np.array([1]), np.float32([2.0**24]))
     one = metrics.Precision().update(np.float32([1.0, -1.0]), np.array([1, 0]), np.ones(2))
     for _ in range(3):
@@ -240,16 +240,18 @@ def test_counting_goes_on_beyond_what_float32_can_count():
 def test_one_program_serves_all_batches_and_merges():
     metric = metrics.Precision(average=None)
     parts = [one_batch(metric, LOGITS[rows], CLASS[rows], WEIGHTS[rows]) for rows in (slice(0, 20), slice(20, 40))]
+    both = merged(*parts)
     before = one_batch._cache_size(), merged._cache_size()
-    one_batch(metrics.Precision(average=None), LOGITS[10:30], CLASS[10:30], WEIGHTS[10:30])
-    assert one_batch._cache_size() == before[0]
+    other = one_batch(metrics.Precision(average=None), LOGITS[10:30], CLASS[10:30], WEIGHTS[10:30])
+    merged(parts[1], other)
+    assert (one_batch._cache_size(), merged._cache_size()) == before
     whole = metric.update(LOGITS[:40], CLASS[:40], WEIGHTS[:40]).compute()
-    np.testing.assert_allclose(parts[0].merge(parts[1]).compute(), whole, rtol=1e-6)
+    np.testing.assert_allclose(both.compute(), whole, rtol=1e-6)
     np.testing.assert_allclose(parts[1].merge(parts[0]).compute(), whole, rtol=1e-6)
 
 
-def test_counts_of_other_classes_cannot_be_joined():
-    with pytest.raises(MetricError, match=r"Metric 'f1' cannot join counts of other shapes: \[6, 4\] and \[1, 2, 4\]"):
+def test_counts_of_different_numbers_of_classes_cannot_be_merged():
+    with pytest.raises(MetricError, match=r"Metric 'f1' cannot merge counts of different shapes: \[6, 4\] and \[1, 2, 4\]"):
         metrics.F1().update(LOGITS, CLASS, ONES).merge(metrics.F1().update(LOGIT, YES, ONES))
 
 
@@ -265,30 +267,30 @@ def test_wrong_arguments_are_errors():
         metrics.ConfusionMatrix(normalize=True)  # type: ignore[arg-type]
 
 
-def test_shapes_that_do_not_fit_name_the_metric_by_its_key():
+def test_errors_of_incompatible_shapes_name_the_metric_by_its_key():
     with pytest.raises(MetricError, match=r"Metric 'p': It takes outputs \[..., classes\] .* Received: outputs \[41, 6\], targets \[5\]"):
         metrics.Precision(name="p").update(LOGITS, CLASS[:5], WEIGHTS)
     with pytest.raises(MetricError, match=r"Metric 'confusion_matrix': It takes .* Received: outputs \[41\], targets \[41, 5\]"):
         metrics.ConfusionMatrix().update(LOGIT, FLAGS, WEIGHTS)
-    with pytest.raises(MetricError, match=r"Metric 'recall': It takes outputs and targets of one shape .* Received: outputs \[41, 6\], targets \[41\]"):
+    with pytest.raises(MetricError, match=r"Metric 'recall': It takes outputs and targets of the same shape .* Received: outputs \[41, 6\], targets \[41\]"):
         metrics.Recall(multi_label=True).update(LOGITS, CLASS, WEIGHTS)
     with pytest.raises(
-        MetricError, match=r"Metric 'recall': It takes outputs and targets \[batch, ..., labels\] where multi_label=True. Received: outputs \[41\]"
+        MetricError, match=r"Metric 'recall': It takes outputs and targets \[batch, ..., labels\] with multi_label=True. Received: outputs \[41\]"
     ):
         metrics.Recall(multi_label=True).update(LOGIT, YES, WEIGHTS)
     with pytest.raises(MetricError, match=r"Metric 'recall': Weights must .* weights \[41, 5\] for values \[41\]"):
         metrics.Recall(multi_label=True).update(SEVERAL, FLAGS, np.ones((ROWS, LABELS)))
-    with pytest.raises(MetricError, match=r"Metric 'f1': It takes one array of outputs. Received: a dict of 1"):
+    with pytest.raises(MetricError, match=r"Metric 'f1': It takes one array of outputs. Received: a dict of length 1"):
         metrics.F1().update({"a": LOGIT}, YES, WEIGHTS)
 
 
 @pytest.mark.slow
-def test_counts_of_replicas_are_joined_by_one_sum(devices: Callable[[int], list[jax.Device]]):
+def test_counts_of_replicas_are_merged_by_one_sum(devices: Callable[[int], list[jax.Device]]):
     metric = metrics.F1(average=None)
 
     def step(outputs: jax.Array, targets: jax.Array, weights: jax.Array) -> metrics.Metric:
         return jax.lax.psum(metric.empty().update(outputs, targets, weights), "replica")
 
-    shares = [array[:40].reshape(4, 10, *array.shape[1:]) for array in (LOGITS, CLASS, WEIGHTS)]
-    summed = jax.pmap(step, axis_name="replica", out_axes=None, devices=devices(4))(*shares)
+    shards = [array[:40].reshape(4, 10, *array.shape[1:]) for array in (LOGITS, CLASS, WEIGHTS)]
+    summed = jax.pmap(step, axis_name="replica", out_axes=None, devices=devices(4))(*shards)
     np.testing.assert_allclose(summed.compute(), metric.update(LOGITS[:40], CLASS[:40], WEIGHTS[:40]).compute(), rtol=1e-5)

@@ -1,4 +1,4 @@
-"""Metrics through `fit` and `evaluate`, against scikit-learn over all rows; those that collect rows or give arrays are elsewhere."""
+"""Metrics in `fit` and `evaluate`, compared with scikit-learn over all rows; other modules test metrics that collect rows or return arrays."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,8 +24,8 @@ CLASS = np.array([0, 1, 2, 1, 0, 0, 2, 1, 1, 2])
 LOGITS = (RNG.normal(size=(ROWS, CLASSES)) + np.eye(CLASSES)[CLASS]).astype(np.float32)
 
 
-class Pass(nn.Module):
-    """Returns its inputs, so that every metric is known beforehand."""
+class Identity(nn.Module):
+    """Returns its inputs, so that the expected value of every metric is known."""
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
@@ -50,9 +50,9 @@ def by_sklearn(weights: Any) -> dict[str, float]:
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
 @pytest.mark.mostly_slow
-def test_ten_rows_in_batches_of_four_give_scikit_learns_numbers(num_devices: int, devices: Callable[[int], list[jax.Device]]):
+def test_metrics_of_ten_rows_in_batches_of_four_agree_with_scikit_learn(num_devices: int, devices: Callable[[int], list[jax.Device]]):
     chosen = ["precision", "recall", "f1", "mean_iou", metrics.AUC(num_thresholds=BINS, name="binned"), "explained_variance"]
-    trainer = fitflax.Trainer(Pass(), parallel=DataParallel(devices(num_devices)))
+    trainer = fitflax.Trainer(Identity(), parallel=DataParallel(devices(num_devices)))
     trainer.compile(optax.sgd(0.0), "binary_crossentropy", chosen, weighted_metrics=chosen)
     trainer.build(LOGIT[:, None])
     logs = trainer.evaluate(LOGIT[:, None], YES[:, None], WEIGHTS, batch_size=4, verbose=0)
@@ -63,8 +63,8 @@ def test_ten_rows_in_batches_of_four_give_scikit_learns_numbers(num_devices: int
         assert {key: value[0] for key, value in history.items() if key != "loss"} == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-def test_classes_have_scikit_learns_macro_averages(devices: Callable[[int], list[jax.Device]]):
-    trainer = fitflax.Trainer(Pass(), parallel=DataParallel(devices(4)))
+def test_macro_averages_over_classes_agree_with_scikit_learn(devices: Callable[[int], list[jax.Device]]):
+    trainer = fitflax.Trainer(Identity(), parallel=DataParallel(devices(4)))
     trainer.compile(optax.sgd(0.0), "sparse_categorical_crossentropy", ["f1", "mean_iou", metrics.AUC(num_thresholds=BINS)])
     trainer.build(LOGITS)
     logs = trainer.evaluate(LOGITS, CLASS, batch_size=4, verbose=0)

@@ -39,12 +39,12 @@ TARGETS = {
     **dict.fromkeys(("precision", "recall", "f1", "f1_score", "specificity", "mean_iou", "confusion_matrix"), LABELS),
     **dict.fromkeys(("auc", "roc_auc", "pr_auc", "average_precision"), LABELS),
 }
-# Every name that means something of its own, and one loss: all of them are the same `Mean`.
+# Every name with its own implementation, and one loss, because all losses become the same `Mean`.
 ALIASES = {"acc", "f1_score", "r2_score", "root_mean_squared_error", "roc_auc", "average_precision", "sparse_top_k_categorical_accuracy"}
 NAMES = sorted({*metrics.names()} - {*losses.names()} - ALIASES | {"mse", "cosine_similarity"})
 ADDITIVE = [name for name in NAMES if metrics.get(name).additive]
 COLLECTING = ["auc", "pr_auc"]
-# One for each way to keep a state; those of the `Mean` differ in what it is a mean of.
+# One metric for each kind of state; metrics that are a `Mean` differ only in what they average.
 STATES = ["accuracy", "confusion_matrix", "explained_variance", "mean_iou", "perplexity", "r2"]
 
 BY_SKLEARN: dict[str, Callable[..., float]] = {
@@ -84,7 +84,7 @@ def test_a_loss_by_name_is_the_mean_of_its_values(name: str):
     assert metric.direction == "min"
 
 
-def test_every_loss_is_a_metric_but_for_cosine_similarity_which_is_better_when_larger():
+def test_every_loss_is_a_minimized_metric_except_cosine_similarity_which_is_maximized():
     for name in set(losses.names()) - {"cosine_similarity"}:
         metric = metrics.get(name)
         assert isinstance(metric, metrics.Mean)
@@ -94,7 +94,7 @@ def test_every_loss_is_a_metric_but_for_cosine_similarity_which_is_better_when_l
 
 @pytest.mark.parametrize("metric", [*map(metrics.get, STATES), metrics.AUC(num_thresholds=20)], ids=metric_name)
 @pytest.mark.mostly_slow
-def test_structure_shapes_and_dtypes_are_a_fixpoint(metric: metrics.Metric):
+def test_merging_preserves_structure_shapes_and_dtypes(metric: metrics.Metric):
     targets = TARGETS.get(metric.name, VALUES)
 
     def step(running: metrics.Metric, _: None) -> tuple[metrics.Metric, None]:
@@ -116,22 +116,22 @@ def test_the_log_key_is_the_name_that_the_user_wrote():
         assert metric_name(metric) == name
 
 
-def test_which_metrics_collect_rows_and_which_add_up():
+def test_metrics_declare_whether_they_collect_rows_or_are_additive():
     assert [name for name in NAMES if metrics.get(name).collect] == COLLECTING
     assert {*NAMES} - {*ADDITIVE} - {*COLLECTING} == {"r2", "explained_variance"}
 
 
-def test_a_metric_is_recorded_and_shown_as_it_is_unless_it_says_otherwise():
-    class Own(metrics.Metric):
+def test_by_default_a_metric_is_recorded_and_its_summary_is_its_value():
+    class Custom(metrics.Metric):
         name, direction = "own", None
         empty = update = merge = compute = None  # type: ignore[assignment]
 
-    assert Own.is_recorded and Own().summary(0.5) == 0.5
+    assert Custom.is_recorded and Custom().summary(0.5) == 0.5
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.mostly_slow
-def test_a_metric_of_nothing_is_zero_and_adds_nothing(name: str):
+def test_a_metric_of_no_examples_is_zero_and_merging_it_changes_nothing(name: str):
     metric = metrics.get(name)
     assert float(metric.empty().compute()) == float(metric.empty().merge(metric.empty()).compute()) == 0.0
     nothing = metric.empty().update(np.full_like(LOGITS, np.nan), TARGETS.get(name, VALUES), np.zeros(ROWS, np.float32))
@@ -146,7 +146,7 @@ def test_a_metric_of_nothing_is_zero_and_adds_nothing(name: str):
     "metric", [*map(metrics.get, sorted({*STATES} & {*ADDITIVE})), metrics.F1(average=None), metrics.AUC(num_thresholds=20)], ids=metric_name
 )
 @pytest.mark.mostly_slow
-def test_adding_leaves_joins_what_says_that_it_can_be_added(metric: metrics.Metric):
+def test_adding_the_leaves_of_additive_metrics_merges_them(metric: metrics.Metric):
     targets = TARGETS.get(metric.name, VALUES)
     parts = [one_batch(metric, LOGITS[rows], targets[rows], WEIGHTS[rows]) for rows in (slice(0, 7), slice(7, 14), slice(14, 21))]
     added = jax.tree.map(lambda *leaves: sum(leaves[1:], start=leaves[0]), *parts).compute()
@@ -164,7 +164,7 @@ def test_equal_metrics_have_equal_structure_so_that_one_program_serves_both(name
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_million_merges_lose_nothing(compiled: bool):
+def test_a_million_merges_lose_no_precision(compiled: bool):
     values = RNG.uniform(0.0, 2.0, size=1000).astype(np.float32)
     expected = values.astype(np.float64).mean()
 
@@ -187,19 +187,19 @@ def test_a_million_merges_lose_nothing(compiled: bool):
     assert float(metric.weight.sum()) == 1e6
 
 
-def test_counting_goes_on_beyond_what_float32_can_count():
+def test_counting_continues_beyond_what_float32_can_count():
     full = metrics.Mean(name="loss").add(1.0, 2.0**24)
     for _ in range(3):
         full = full.add(0.0, 1.0)
     assert np.asarray(full.weight, np.float64).sum() == 2**24 + 3
 
 
-def test_two_sums_are_joined_with_what_both_had_no_room_for():
-    rounded = jnp.array([2.0**24, 1.0])  # 2^24 + 1 is no float32.
+def test_adding_two_pairs_keeps_the_rounding_errors_of_both():
+    rounded = jnp.array([2.0**24, 1.0])  # 2^24 + 1 is not a float32 number.
     assert np.asarray(add_pairs(rounded, rounded), np.float64).sum() == 2**25 + 2
 
 
-def test_replicas_are_joined_by_adding_leaves(devices: Callable[[int], list[jax.Device]]):
+def test_replicas_are_merged_by_adding_leaves(devices: Callable[[int], list[jax.Device]]):
     metric = metrics.get("mse")
     assert metric.additive
     assert not metrics.R2.additive
@@ -212,7 +212,7 @@ def test_replicas_are_joined_by_adding_leaves(devices: Callable[[int], list[jax.
     np.testing.assert_allclose(summed.compute(), metric.update(LOGITS[:20], VALUES[:20], WEIGHTS[:20]).compute(), rtol=1e-6)
 
 
-def test_an_infinite_or_nan_value_stays_what_it_is():
+def test_infinite_and_nan_values_are_preserved():
     mean = metrics.Mean(name="loss")
     assert float(mean.add(np.inf, 1.0).add(1.0, 1.0).compute()) == np.inf
     assert np.isnan(float(mean.add(np.nan, 1.0).add(1.0, 1.0).compute()))
@@ -232,8 +232,8 @@ def test_weights_are_broadcast_from_the_left_before_both_sums():
 
 
 @pytest.mark.parametrize(("weights", "values"), [((4, 2), (4,)), ((3,), (4,)), ((1,), (4,)), ((4, 2), (4, 3)), ((4,), ())])
-def test_weights_that_do_not_fit_the_values_are_an_error_with_both_shapes(weights: tuple[int, ...], values: tuple[int, ...]):
-    with pytest.raises(MetricError, match=r"Weights must have the leading axes of what they weigh, or fewer. Received: weights") as error:
+def test_weights_that_do_not_match_the_values_are_an_error_that_names_both_shapes(weights: tuple[int, ...], values: tuple[int, ...]):
+    with pytest.raises(MetricError, match=r"Weights must have the leading axes of the values. Received: weights") as error:
         metrics.weighted_sums(np.zeros(values), np.ones(weights))
     assert f"weights {list(weights)} for values {list(values)}" in str(error.value)
 
@@ -250,7 +250,7 @@ def test_a_function_of_per_example_values_is_averaged():
     )
 
 
-def test_the_name_of_a_mean_is_its_functions():
+def test_a_mean_has_the_name_of_its_function():
     assert metrics.Mean(functools.partial(functools.partial(losses.huber, delta=2.0))).name == "huber"
     assert metrics.Mean(functools.partial(losses.huber, delta=2.0)).direction == "min"
     assert metrics.Mean(lambda outputs, targets: outputs).name == "lambda"
@@ -264,7 +264,7 @@ def test_the_name_of_a_mean_is_its_functions():
     assert metrics.Mean(MarginOfSafety()).name == "margin_of_safety"
 
 
-def test_a_mean_that_is_fed_takes_scalars_and_token_values():
+def test_a_mean_without_a_function_accepts_scalars_and_token_values():
     mean = metrics.Mean(name="aux").add(jnp.ones((2, 3)), jnp.array([1.0, 0.0])).add(5, 3)
     assert float(mean.compute()) == pytest.approx((3 + 15) / 6)
     with pytest.raises(MetricError, match="Metric 'aux' has no function"):
@@ -278,16 +278,16 @@ def test_a_mean_that_is_fed_takes_scalars_and_token_values():
     [(lambda outputs, targets: outputs.mean(), r"\[\]"), (lambda outputs, targets: outputs.mean(0), r"\[7\]")],
 )
 def test_a_function_that_averages_over_the_batch_is_an_error(fn: Callable[..., Any], returned: str):
-    with pytest.raises(MetricError, match=rf"Metric 'lambda' must return one value per example.*returned {returned} for weights \[23\]. Leave out the mean"):
+    with pytest.raises(MetricError, match=rf"Metric 'lambda' must return one value per example.*Received: {returned} for weights \[23\]. Do not average"):
         metrics.Mean(fn).update(LOGITS, VALUES, WEIGHTS)
 
 
-def test_shapes_that_do_not_fit_name_the_metric_by_its_key():
+def test_errors_of_incompatible_shapes_name_the_metric_by_its_key():
     with pytest.raises(MetricError, match=r"Metric 'acc': It takes .* with integer or one-hot targets. Received: outputs \[23, 7\], targets \[5\]"):
         metrics.get("acc").update(LOGITS, LABELS[:5], WEIGHTS)
     with pytest.raises(MetricError, match=r"Metric 'mse': mean_squared_error takes .* Received: outputs \[23, 7\], targets \[23\]"):
         metrics.get("mse").update(LOGITS, LABELS, WEIGHTS)
-    with pytest.raises(MetricError, match=r"Metric 'r2_score': It takes outputs and targets of one shape"):
+    with pytest.raises(MetricError, match=r"Metric 'r2_score': It takes outputs and targets of the same shape"):
         metrics.get("r2_score").update(LOGITS, LABELS, WEIGHTS)
     with pytest.raises(MetricError, match=r"Metric 'r2': Weights must"):
         metrics.get("r2").update(LOGITS, VALUES, np.ones((ROWS, CLASSES)))
@@ -295,9 +295,9 @@ def test_shapes_that_do_not_fit_name_the_metric_by_its_key():
         metrics.get("categorical_accuracy").update(LOGITS, LABELS, WEIGHTS)
     with pytest.raises(MetricError, match=r"Metric 'sparse_categorical_accuracy': It takes .* with integer targets"):
         metrics.get("sparse_categorical_accuracy").update(LOGITS, ONE_HOT, WEIGHTS)
-    with pytest.raises(MetricError, match=r"Metric 'accuracy': It takes outputs and targets of one shape .* Received: outputs \[\], targets \[\]"):
+    with pytest.raises(MetricError, match=r"Metric 'accuracy': It takes outputs and targets of the same shape .* Received: outputs \[\], targets \[\]"):
         metrics.get("accuracy").update(np.float32(1.0), np.float32(1.0), WEIGHTS)
-    with pytest.raises(MetricError, match=r"one array of targets. Received: a dict of 1. Give metrics for each"):
+    with pytest.raises(MetricError, match=r"one array of targets. Received: a dict of length 1. Pass metrics for each"):
         metrics.get("accuracy").update(LOGITS, {"y": LABELS}, WEIGHTS)
 
 
@@ -314,22 +314,22 @@ def test_shapes_that_do_not_fit_name_the_metric_by_its_key():
         (np.stack([LOGITS, -LOGITS], 1), np.stack([LABELS, LABELS], 1), np.stack([LOGITS.argmax(-1) == LABELS, LOGITS.argmin(-1) == LABELS], 1)),
     ],
 )
-def test_accuracy_takes_its_kind_from_the_shapes(outputs: np.ndarray, targets: np.ndarray, expected: np.ndarray):
+def test_accuracy_infers_its_kind_from_the_shapes(outputs: np.ndarray, targets: np.ndarray, expected: np.ndarray):
     weights = WEIGHTS if expected.ndim == 1 else np.stack([WEIGHTS, 2 * WEIGHTS], 1)
     np.testing.assert_allclose(metrics.Accuracy().update(outputs, targets, weights).compute(), np.average(expected, weights=weights), rtol=1e-5)
 
 
-def test_binary_accuracy_has_a_threshold_on_the_outputs():
+def test_binary_accuracy_applies_its_threshold_to_the_outputs():
     metric = metrics.BinaryAccuracy(threshold=0.5, name="p")
     assert float(metric.update(np.float32([0.4, 0.6, 0.9]), np.array([0, 1, 0]), np.ones(3)).compute()) == pytest.approx(2 / 3)
     assert metric.name == "p"
 
 
-def test_top_k_counts_ties_as_keras_does_and_nothing_that_is_no_number_or_no_class():
+def test_top_k_counts_ties_as_keras_does_and_counts_nan_and_invalid_labels_as_wrong():
     top2 = metrics.TopKAccuracy(k=2)
     one = np.ones(1, np.float32)
     for outputs, label, expected in (
-        ([1.0, 1.0, 1.0, 0.0], 2, 1.0),  # two others are as high, none is higher
+        ([1.0, 1.0, 1.0, 0.0], 2, 1.0),  # two others are equally high, none is higher
         ([1.0, 2.0, 3.0, 0.0], 0, 0.0),
         ([1.0, 2.0, 3.0, 0.0], 1, 1.0),
         ([np.nan, 2.0, 3.0, 0.0], 0, 0.0),
@@ -354,14 +354,14 @@ def test_names_directions_and_keys_are_as_documented():
 
 
 @pytest.mark.parametrize(("name", "meant"), [("RootMeanSquaredError", "root_mean_squared_error"), ("accurracy", "accuracy"), ("R2Score", "r2_score")])
-def test_unknown_names_are_errors_that_name_the_one_meant(name: str, meant: str):
-    with pytest.raises(MetricError, match=rf"There is no metric '{name}'. Did you mean '{meant}'\? Known: \['acc', "):
+def test_unknown_names_are_errors_that_suggest_a_known_name(name: str, meant: str):
+    with pytest.raises(MetricError, match=rf"There is no metric '{name}'. Did you mean '{meant}'\? Pass .*\. Known: \['acc', "):
         metrics.get(name)
 
 
 @struct.dataclass
 class CountOfExamples:
-    """Duck-typed: it is no `Metric`."""
+    """Duck-typed: not a subclass of `Metric`."""
 
     count: Any = 0.0
 
@@ -383,7 +383,7 @@ class NeedsArgument(CountOfExamples):
     count: Any = struct.field(kw_only=True)
 
 
-def test_resolve_takes_names_objects_classes_makers_and_functions():
+def test_resolve_accepts_names_objects_classes_factories_and_functions():
     assert resolve("acc").name == "acc"
     given = CountOfExamples()
     assert resolve(given) is given
@@ -396,7 +396,7 @@ def test_resolve_takes_names_objects_classes_makers_and_functions():
 
 
 @pytest.mark.parametrize("spec", [3, None, object(), dict, NeedsArgument])
-def test_what_is_no_metric_is_an_error(spec: Any):
+def test_anything_but_a_metric_is_an_error(spec: Any):
     with pytest.raises(MetricError, match="Received: "):
         resolve(spec)
 
@@ -408,8 +408,8 @@ def test_names_and_directions_of_any_object_are_found():
         metrics.Mean(name="loss", direction="up")  # type: ignore[arg-type]
 
 
-def test_a_mean_of_what_is_no_function_is_an_error():
-    with pytest.raises(MetricError, match=r"Mean takes a function .* Received: 'mse'. For a metric by name: metrics.get"):
+def test_a_mean_of_anything_but_a_function_is_an_error():
+    with pytest.raises(MetricError, match=r"Mean takes a function .* Received: 'mse'. To get a metric by name, use metrics.get"):
         metrics.Mean("mse")  # type: ignore[arg-type]
     with pytest.raises(MetricError, match=r"transform=...\) must be one of \[None, 'sqrt', 'exp'\]. Received: 'log'"):
         metrics.Mean(losses.huber, transform="log")  # type: ignore[arg-type]
@@ -426,6 +426,6 @@ def test_a_subclass_of_mean_keeps_its_own_fields():
     assert float(Scaled(losses.mean_absolute_error, scale=3.0).empty().update(np.ones(2), np.zeros(2), np.ones(2)).compute()) == 3.0
 
 
-def test_what_is_no_name_is_told_to_be_given_as_it_is():
+def test_getting_a_metric_by_anything_but_a_name_is_an_error():
     with pytest.raises(MetricError, match=r"metrics\.get\(\) takes a name\. Received: 3\."):
         metrics.get(3)

@@ -75,7 +75,7 @@ def test_classes_are_ranked_one_against_the_rest_by_their_softmax(curve: Any, av
             np.testing.assert_allclose(result, one_vs_rest(curve, probabilities, average, weights), rtol=1e-6)
         result = over_batches(coarse, LOGITS, CLASS, weights, size=ROWS, compiled=False).compute()
         np.testing.assert_allclose(result, one_vs_rest(curve, binned(probabilities), average, weights), rtol=1e-5)
-    if curve == "ROC":  # what the documentation names
+    if curve == "ROC":  # the call that the documentation names
         expected = sklearn.metrics.roc_auc_score(CLASS, softmax(LOGITS), multi_class="ovr", average=average, sample_weight=None if average is None else WEIGHTS)
         result = exact.update(LOGITS, CLASS, ONES if average is None else WEIGHTS).compute()
         np.testing.assert_allclose(result, expected, rtol=1e-6)
@@ -123,7 +123,7 @@ def test_tokens_are_ranked_one_by_one(bins: int | None):
 
 @pytest.mark.parametrize("bins", [None, BINS])
 @pytest.mark.slow
-def test_what_is_undefined_is_nan_and_no_part_of_an_average(bins: int | None):
+def test_an_undefined_area_is_nan_and_excluded_from_averages(bins: int | None):
     one_class = np.zeros(ROWS)
     for targets, curve in ((one_class, "ROC"), (one_class + 1, "ROC"), (one_class, "PR")):
         assert np.isnan(metrics.AUC(num_thresholds=bins, curve=curve).update(LOGIT, targets, WEIGHTS).compute())
@@ -141,7 +141,7 @@ def test_what_is_undefined_is_nan_and_no_part_of_an_average(bins: int | None):
 
 @pytest.mark.parametrize("bins", [None, BINS])
 @pytest.mark.slow
-def test_no_examples_are_zero_whatever_is_known_of_their_shape(bins: int | None):
+def test_the_area_of_no_examples_is_zero_whether_or_not_their_shape_is_known(bins: int | None):
     for average, shape in (("macro", ()), ("micro", ()), (None, (CLASSES,))):
         metric = metrics.AUC(num_thresholds=bins, average=average)
         assert np.shape(metric.empty().compute()) == ()
@@ -153,7 +153,7 @@ def test_no_examples_are_zero_whatever_is_known_of_their_shape(bins: int | None)
 
 @pytest.mark.parametrize("bins", [None, BINS])
 @pytest.mark.mostly_slow
-def test_a_label_that_is_no_class_leaves_its_example_out(bins: int | None):
+def test_an_example_with_an_invalid_label_is_excluded(bins: int | None):
     known = np.arange(ROWS) >= 8
     unknown = np.where(known, CLASS, np.resize([-1, CLASSES, 255], ROWS))
     for average in ("macro", "micro"):
@@ -171,7 +171,7 @@ def test_a_label_that_is_no_class_leaves_its_example_out(bins: int | None):
 
 @pytest.mark.parametrize("bins", [None, BINS])
 @pytest.mark.slow
-def test_a_nan_among_the_scores_shows(bins: int | None):
+def test_a_nan_among_the_scores_makes_the_area_nan(bins: int | None):
     broken = SEVERAL.copy()
     broken[3, 1] = np.nan
     each = metrics.AUC(num_thresholds=bins, average=None, multi_label=True).update(broken, FLAGS, WEIGHTS).compute()
@@ -181,21 +181,21 @@ def test_a_nan_among_the_scores_shows(bins: int | None):
     assert np.isfinite(metrics.AUC(num_thresholds=bins, multi_label=True).update(broken, FLAGS, without).compute())
 
 
-def test_the_exact_area_tells_apart_what_is_all_the_same_to_a_float32_softmax():
+def test_the_exact_area_distinguishes_logits_with_equal_float32_softmax():
     logits, labels = np.float32([[0, 20], [0, 21], [0, 22], [0, 23]]), np.array([0, 1, 0, 1])
     assert len(np.unique(np.asarray(jax.nn.softmax(logits)[:, 1]))) == 1
     assert float(metrics.AUC().update(logits, labels, np.ones(4)).compute()) == 0.75
 
 
 @pytest.mark.slow
-def test_scores_at_both_ends_have_a_bin_each():
+def test_extreme_scores_fall_into_the_first_and_last_bins():
     scores, labels = np.float32([-200, -100, 100, 200]), np.array([0, 1, 0, 1])
     assert float(metrics.AUC(num_thresholds=2).update(scores, labels, np.ones(4)).compute()) == 0.5
     assert float(metrics.AUC(num_thresholds=2).update(np.float32([-np.inf, np.inf]), np.array([0, 1]), np.ones(2)).compute()) == 1.0
     assert float(metrics.AUC().update(np.float32([-np.inf, np.inf]), np.array([0, 1]), np.ones(2)).compute()) == 1.0
 
 
-def test_rows_have_the_shape_of_the_batch_alone_and_stay_on_the_host():
+def test_rows_depend_only_on_the_shape_of_the_batch_and_stay_on_the_host():
     for metric, outputs, targets, widths in (
         (metrics.AUC(), LOGIT, YES, [1, 1, 1]),
         (metrics.AUC(), LOGITS, CLASS, [CLASSES, 1, 1]),
@@ -209,12 +209,12 @@ def test_rows_have_the_shape_of_the_batch_alone_and_stay_on_the_host():
     halves = [jax.tree.map(np.asarray, metrics.AUC().update(LOGIT[rows], YES[rows], WEIGHTS[rows])) for rows in (slice(0, 30), slice(30, None))]
     whole = functools.reduce(lambda done, part: done.merge(part), halves, metrics.AUC().empty())
     assert all(type(leaf) is np.ndarray and len(leaf) == ROWS for leaf in jax.tree.leaves(whole))
-    appended = jax.tree.map(lambda *leaves: np.concatenate(leaves), *halves)  # as the loop does it, all parts at once
+    appended = jax.tree.map(lambda *leaves: np.concatenate(leaves), *halves)  # as in the loop, which appends all parts together
     np.testing.assert_array_equal(appended.scores, whole.scores)
     assert float(halves[1].merge(halves[0]).compute()) == float(whole.compute()) == float(appended.compute())
 
 
-def test_the_kinds_of_joining_and_names():
+def test_exact_and_binned_areas_have_the_expected_flags_and_names():
     exact, coarse = metrics.AUC(), metrics.AUC(num_thresholds=10)
     assert (exact.collect, exact.additive, coarse.collect, coarse.additive) == (True, False, False, True)
     assert [metrics.AUC(curve=curve, num_thresholds=bins).name for curve in ("ROC", "PR") for bins in (None, 5)] == ["auc", "auc", "pr_auc", "pr_auc"]
@@ -236,5 +236,5 @@ def test_wrong_arguments_and_shapes_are_errors():
     for bins in (None, 20):
         with pytest.raises(MetricError, match=r"Metric 'a': It takes outputs \[..., classes\] .* targets \[5\]"):
             metrics.AUC(name="a", num_thresholds=bins).update(LOGITS, CLASS[:5], WEIGHTS)
-    with pytest.raises(MetricError, match=r"Metric 'auc' cannot join rows of 4 columns and of 1"):
+    with pytest.raises(MetricError, match=r"Metric 'auc' cannot merge rows of 4 scores and 1 labels with rows of 1 and 1"):
         metrics.AUC().update(LOGITS, CLASS, ONES).merge(metrics.AUC().update(LOGIT, YES, ONES))

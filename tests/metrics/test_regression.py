@@ -16,9 +16,9 @@ SCORES = {metrics.R2: sklearn.metrics.r2_score, metrics.ExplainedVariance: sklea
 @pytest.mark.parametrize(("columns", "weighted"), [(None, False), (3, True)])
 @pytest.mark.parametrize("kind", SCORES)
 @pytest.mark.slow
-def test_shares_of_variance_are_right_for_targets_far_from_zero(kind: type[metrics.Metric], columns: int | None, weighted: bool):
+def test_variance_scores_are_accurate_for_targets_far_from_zero(kind: type[metrics.Metric], columns: int | None, weighted: bool):
     shape = (500,) if columns is None else (500, columns)
-    targets = np.sort(RNG.normal(1000.0, 1.0, size=shape), axis=0).astype(np.float32)  # sorted: every batch has another mean
+    targets = np.sort(RNG.normal(1000.0, 1.0, size=shape), axis=0).astype(np.float32)  # sorted: every batch has a different mean
     outputs = (targets + RNG.normal(0.1, 0.5, size=shape)).astype(np.float32)
     weights = RNG.uniform(0.1, 3.0, size=500).astype(np.float32) if weighted else np.ones(500, np.float32)
     expected = SCORES[kind](targets.astype(np.float64), outputs.astype(np.float64), sample_weight=weights)
@@ -26,7 +26,7 @@ def test_shares_of_variance_are_right_for_targets_far_from_zero(kind: type[metri
         np.testing.assert_allclose(over_batches(kind(), outputs, targets, weights, size=size, order=order).compute(), expected, atol=1e-5)
 
 
-def test_r2_over_a_hundred_thousand_merges_is_right():
+def test_r2_over_a_hundred_thousand_merges_is_accurate():
     targets = np.sort(RNG.normal(1000.0, 1.0, size=(100_000, 1)), axis=0).astype(np.float32)
     outputs = (targets + RNG.normal(0.0, 0.5, size=targets.shape)).astype(np.float32)
 
@@ -40,15 +40,15 @@ def test_r2_over_a_hundred_thousand_merges_is_right():
 
 
 @pytest.mark.slow
-def test_r2_of_constant_targets_is_scikit_learns():
+def test_r2_of_constant_targets_agrees_with_scikit_learn():
     for constant in (0.0, 0.5, 1000.25, 0.1, 1000.1):
         targets = np.full(10, constant, np.float32)
         for outputs, expected in ((targets, 1.0), (targets + 1, 0.0)):
             assert float(over_batches(metrics.R2(), outputs, targets, WEIGHTS[:10], size=3).compute()) == expected
-            if constant not in (0.1, 1000.1):  # there scikit-learn divides by the rounding of its mean
+            if constant not in (0.1, 1000.1):  # there, scikit-learn divides by the rounding error of its mean
                 assert sklearn.metrics.r2_score(targets.astype(np.float64), outputs.astype(np.float64)) == expected
     rng = np.random.default_rng(0)
-    for constant in rng.normal(size=60) * 10.0 ** rng.integers(-3, 5, size=60):  # of some the mean is not exact
+    for constant in rng.normal(size=60) * 10.0 ** rng.integers(-3, 5, size=60):  # the mean of some is not exact
         targets, weights = np.full(185, constant, np.float32), rng.uniform(0.1, 3.0, 185).astype(np.float32)
         assert float(over_batches(metrics.R2(), targets + 1, targets, weights, size=37).compute()) == 0.0
     two_columns = np.stack([np.full(4, 0.3), np.arange(4)], 1).astype(np.float32)
@@ -56,7 +56,7 @@ def test_r2_of_constant_targets_is_scikit_learns():
 
 
 @pytest.mark.slow
-def test_explained_variance_forgives_what_is_off_by_a_constant():
+def test_explained_variance_ignores_a_constant_offset():
     targets = RNG.normal(size=(23, 2)).astype(np.float32)
     metric = over_batches(metrics.ExplainedVariance(), targets + np.float32([3.0, -700.0]), targets, WEIGHTS, size=4)
     assert float(metric.compute()) == pytest.approx(1.0, abs=1e-6)
@@ -68,7 +68,7 @@ def test_explained_variance_forgives_what_is_off_by_a_constant():
 
 
 @pytest.mark.slow
-def test_explained_variance_takes_tokens_and_no_other_shapes():
+def test_explained_variance_accepts_tokens_but_not_incompatible_shapes():
     outputs, targets = RNG.normal(size=(2, 6, 5, 3)).astype(np.float32)
     weights = RNG.uniform(size=(6, 5)).astype(np.float32)
     weights[2, 3], outputs[2, 3] = 0.0, np.nan
@@ -76,11 +76,11 @@ def test_explained_variance_takes_tokens_and_no_other_shapes():
     flat = [array.reshape(30, -1)[counted] for array in (targets, outputs, weights)]
     expected = sklearn.metrics.explained_variance_score(flat[0], flat[1], sample_weight=flat[2][:, 0])
     np.testing.assert_allclose(over_batches(metrics.ExplainedVariance(), outputs, targets, weights, size=4).compute(), expected, atol=1e-5)
-    with pytest.raises(MetricError, match=r"Metric 'ev': It takes outputs and targets of one shape .* Received: outputs \[6, 5, 3\], targets \[6\]"):
+    with pytest.raises(MetricError, match=r"Metric 'ev': It takes outputs and targets of the same shape .* Received: outputs \[6, 5, 3\], targets \[6\]"):
         metrics.ExplainedVariance(name="ev").update(outputs, targets[:, 0, 0], weights)
 
 
-def test_cosine_similarity_is_the_mean_cosine_and_zero_for_zeros():
+def test_cosine_similarity_is_the_mean_cosine_and_zero_for_zero_vectors():
     outputs, targets = RNG.normal(size=(2, 23, 4)).astype(np.float32)
     outputs[3], targets[4], outputs[5], outputs[6] = 0, 0, outputs[5] * 1e-25, outputs[6] * 1e25
     lengths = np.linalg.norm(outputs.astype(np.float64), axis=-1) * np.linalg.norm(targets.astype(np.float64), axis=-1)
@@ -91,11 +91,11 @@ def test_cosine_similarity_is_the_mean_cosine_and_zero_for_zeros():
     tokens = metrics.CosineSimilarity().update(outputs.reshape(1, 23, 4), targets.reshape(1, 23, 4), WEIGHTS[None])
     np.testing.assert_allclose(tokens.compute(), np.average(cosine, weights=WEIGHTS), atol=1e-6)
     for shape in ((23,), (23, 1)):
-        with pytest.raises(MetricError, match="two features at least"):
+        with pytest.raises(MetricError, match="with at least two features"):
             metrics.CosineSimilarity().update(np.ones(shape), np.ones(shape), WEIGHTS)
 
 
-def test_cosine_similarity_as_a_metric_is_minus_the_loss():
+def test_the_cosine_similarity_metric_is_the_negative_of_the_loss():
     outputs, targets = RNG.normal(size=(2, 23, 4)).astype(np.float32)
     loss = losses.get("cosine_similarity")(outputs, targets).mean()
     np.testing.assert_allclose(metrics.get("cosine_similarity").update(outputs, targets, np.ones(23)).compute(), -loss, atol=1e-6)

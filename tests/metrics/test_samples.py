@@ -1,4 +1,4 @@
-"""`SampleCollector`: a uniform sample of fixed size, the same however the examples were cut into batches."""
+"""`SampleCollector`: a uniform sample of fixed size that does not depend on how the examples are batched."""
 
 import jax
 import numpy as np
@@ -22,18 +22,18 @@ def collected(parts, **options):
 
 
 @pytest.mark.parametrize("sizes", [[40], [1] * 40, [7, 33], [13, 13, 14]])
-def test_the_sample_does_not_depend_on_how_examples_are_cut(sizes):
+def test_the_sample_does_not_depend_on_how_examples_are_batched(sizes):
     assert collected(np.split(ROWS, np.cumsum(sizes)[:-1])) == collected([ROWS])
 
 
-def test_it_holds_different_examples_in_the_order_of_the_data():
+def test_the_sample_holds_distinct_examples_in_the_order_of_the_data():
     sample = collected([ROWS])
     assert len(sample) == 8
     assert sample == sorted(set(sample))
     assert set(sample) <= set(ROWS.tolist())
 
 
-def test_fewer_examples_than_its_size_are_all_kept():
+def test_all_examples_are_kept_if_there_are_fewer_than_the_sample_size():
     assert collected([ROWS[:5]]) == ROWS[:5].tolist()
     assert collected([]) == []
 
@@ -42,15 +42,15 @@ def test_each_example_is_as_likely_as_any_other():
     hits = np.zeros(40)
     for seed in range(2000):
         hits[np.asarray(collected([ROWS], seed=seed), int)] += 1
-    # 400 expected of each, with a standard deviation of 18.
+    # Each example has 400 expected hits, with a standard deviation of 18.
     assert abs(hits - 400).max() < 5 * 18
 
 
-def test_other_seeds_draw_other_samples():
+def test_different_seeds_draw_different_samples():
     assert collected([ROWS], seed=1) != collected([ROWS], seed=2)
 
 
-def test_padding_and_examples_without_weight_are_never_drawn():
+def test_padding_and_examples_with_zero_weight_are_never_drawn():
     weights = (ROWS % 2).astype(np.float32)
     sample = SampleCollector(50).update(ROWS, None, weights).compute()
     assert np.asarray(sample).tolist() == ROWS[1::2].tolist()
@@ -59,7 +59,7 @@ def test_padding_and_examples_without_weight_are_never_drawn():
 @pytest.mark.parametrize("devices", [1, 3])
 @pytest.mark.parametrize("batch_size", [4, 7, 32])
 @pytest.mark.mostly_slow
-def test_in_evaluate_it_is_the_same_for_any_batch_size_and_number_of_devices(devices, batch_size):
+def test_evaluate_gives_the_same_sample_for_any_batch_size_and_number_of_devices(devices, batch_size):
     trainer = fitflax.Trainer(nn.Dense(1, use_bias=False, kernel_init=nn.initializers.ones), parallel=DataParallel(jax.devices()[:devices]))
     trainer.compile("sgd", "mse", metrics=[SampleCollector(8, fn=lambda outputs, targets: outputs[:, 0] - targets[:, 0])])
     trainer.build((ROWS[:, None], ROWS[:, None]))
@@ -67,7 +67,7 @@ def test_in_evaluate_it_is_the_same_for_any_batch_size_and_number_of_devices(dev
     assert found.tolist() == collected([ROWS])
 
 
-def test_what_is_no_array_of_the_batch_is_an_error():
+def test_anything_but_one_array_with_a_batch_axis_is_an_error():
     with pytest.raises(MetricError, match=r"must be one array \[4, ...\]. Received: shape \[\]"):
         SampleCollector(fn=lambda outputs, targets: outputs.sum()).update(ROWS[:4], None, np.ones(4))
     with pytest.raises(MetricError, match=r"samples outputs, which must be one array.*Received: a tuple"):
@@ -86,7 +86,7 @@ def test_history_holds_no_samples(tmp_path):
     assert seen[0] - set(history.history) == {"samples"}
 
 
-def test_samples_of_no_rows_change_nothing():
+def test_merging_an_empty_sample_changes_nothing():
     one = SampleCollector(2, fn=lambda outputs, targets: outputs)
     rows = one.empty().update(np.ones((3, 1), np.float32), (), np.ones(3))
     assert rows.merge(one.empty()) is rows and one.empty().merge(rows).rows.tolist() == [[1.0]] * 3

@@ -14,6 +14,7 @@ import fitflax
 from fitflax.data.batch import full_mask
 from fitflax.errors import ConfigError
 from fitflax.parallel import DataParallel, Strategy
+from fitflax.parallel.in_flight import InFlight
 from fitflax.state import Batch
 
 Devices = Callable[[int], list[jax.Device]]
@@ -35,7 +36,7 @@ class WithStats(nn.Module):
 
 
 class Double(nn.Module):
-    """Its outputs tell which rows they are of."""
+    """Its outputs show which rows they belong to."""
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
@@ -54,7 +55,7 @@ def shards(leaf: jax.Array) -> list[np.ndarray]:
 
 
 def assert_replicated(tree: Any, num_devices: int) -> None:
-    """Every device holds the whole of every array, and the same bits."""
+    """Asserts that every device holds a whole copy of every array, and that the copies are bit-for-bit identical."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         found = shards(leaf)
         assert len(found) == num_devices
@@ -85,19 +86,19 @@ def test_the_state_has_no_device_axis_and_is_whole_and_equal_on_every_device(num
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
 @pytest.mark.mostly_slow
-def test_a_step_takes_over_the_buffers_of_the_state_before(num_devices: int, devices: Devices):
+def test_a_step_reuses_the_buffers_of_the_previous_state(num_devices: int, devices: Devices):
     trainer = trainer_of(Net(), devices(num_devices))
     seen = []
     for checkpoint in trainer.train_loop(X, Y, steps=4, batch_size=8):
         state = checkpoint.run.borrow()
-        # Leaves of one shape may change places among themselves; together they stay where they were.
+        # Leaves with the same shape may swap buffers, but the set of all buffers stays the same.
         seen.append(set().union(*(pointers(leaf) for leaf in jax.tree.leaves((state.params, state.opt_state)))))
     assert seen[1] == seen[2] == seen[3]
     assert len(seen[1]) >= num_devices * 4
 
 
 @pytest.mark.slow
-def test_a_state_that_was_looked_at_stays_as_it_was(devices: Devices):
+def test_a_state_read_from_the_trainer_is_not_changed_by_training(devices: Devices):
     trainer = trainer_of(Net(), devices(2))
     trainer.build(X)
     state = trainer.state
@@ -109,7 +110,7 @@ def test_a_state_that_was_looked_at_stays_as_it_was(devices: Devices):
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.slow
-def test_the_users_arrays_are_neither_taken_nor_changed(num_devices: int, devices: Devices):
+def test_the_users_arrays_are_neither_donated_nor_changed(num_devices: int, devices: Devices):
     x, y, w = jnp.asarray(X), jnp.asarray(Y), jnp.ones(24)
     trainer = trainer_of(Net(), devices(num_devices))
     trainer.fit(x, y, w, batch_size=8, verbose=0)
@@ -126,7 +127,7 @@ def test_the_users_arrays_are_neither_taken_nor_changed(num_devices: int, device
     jax.tree.map(np.testing.assert_array_equal, given.params, before)
 
 
-def test_numpy_arrays_given_as_data_and_state_are_left_as_they_were(devices: Devices):
+def test_numpy_arrays_passed_as_data_and_state_are_not_changed(devices: Devices):
     x, y = X.copy(), Y.copy()
     trainer = trainer_of(Net(), devices(1))
     trainer.build(x)
@@ -142,7 +143,7 @@ def test_numpy_arrays_given_as_data_and_state_are_left_as_they_were(devices: Dev
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("where", [0, 5])
 @pytest.mark.slow
-def test_batches_of_jax_arrays_may_lie_on_any_device(num_devices: int, where: int, devices: Devices):
+def test_batches_of_jax_arrays_may_be_on_any_device(num_devices: int, where: int, devices: Devices):
     def placed():
         for rows in (slice(0, 8), slice(8, 13)):
             yield jax.device_put((X[rows], Y[rows]), devices(8)[where])
@@ -157,7 +158,7 @@ def test_batches_of_jax_arrays_may_lie_on_any_device(num_devices: int, where: in
 
 
 class Kinds(nn.Module):
-    """A collection of every kind of value, each replica with values of its own."""
+    """A collection with every kind of value, which differs between replicas."""
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
@@ -174,7 +175,7 @@ class Kinds(nn.Module):
 
 @pytest.mark.parametrize("num_devices", [1, 3, 8])
 @pytest.mark.mostly_slow
-def test_floats_are_averaged_and_all_else_is_the_first_replicas_on_all(num_devices: int, devices: Devices):
+def test_floats_are_averaged_and_other_values_are_copied_from_the_first_replica(num_devices: int, devices: Devices):
     trainer = trainer_of(Kinds(), devices(num_devices))
     trainer.build(X)
     dtypes = jax.tree.map(lambda leaf: leaf.dtype, trainer.state.model_state)
@@ -218,7 +219,7 @@ class One(nn.Module):
     ids=["mean", "mean of integers", "sum", "sum of integers", "max", "max of integers", "function"],
 )
 @pytest.mark.mostly_slow
-def test_reduce_says_how_a_collection_is_joined(reducer: Any, dtype: Any, expected: float, devices: Devices):
+def test_reduce_determines_how_a_collection_is_combined(reducer: Any, dtype: Any, expected: float, devices: Devices):
     trainer = trainer_of(One(dtype), devices(4), {"one": reducer})
     trainer.train_on_batch((X, Y))
     found = trainer.state.model_state["one"]["n"]
@@ -228,8 +229,8 @@ def test_reduce_says_how_a_collection_is_joined(reducer: Any, dtype: Any, expect
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.mostly_slow
-def test_a_function_that_reduces_is_called_on_any_number_of_devices(num_devices: int, devices: Devices):
-    # One that is more than a join, such as a decay, must mean the same on a single device.
+def test_a_reduce_function_is_called_for_any_number_of_devices(num_devices: int, devices: Devices):
+    # A function that does more than combine values, such as a decay, must have the same effect on a single device.
     trainer = trainer_of(One(jnp.float32), devices(num_devices), {"one": lambda array, axis: 0.5 * jax.lax.pmin(array, axis)})
     trainer.train_on_batch((X, Y))
     assert float(trainer.state.model_state["one"]["n"]) == 0.5
@@ -237,7 +238,7 @@ def test_a_function_that_reduces_is_called_on_any_number_of_devices(num_devices:
 
 @pytest.mark.parametrize("reducer", ["sum", "max"])
 @pytest.mark.mostly_slow
-def test_flags_can_be_joined_too(reducer: str, devices: Devices):
+def test_flags_can_be_combined_too(reducer: str, devices: Devices):
     class Flag(nn.Module):
         @nn.compact
         def __call__(self, x: Any) -> Any:
@@ -267,8 +268,8 @@ class Normed(nn.Module):
 
 @pytest.mark.parametrize("num_devices", [2, 4, 8])
 @pytest.mark.slow
-def test_batch_norm_over_the_axis_of_replicas_is_that_of_the_whole_batch(num_devices: int, devices: Devices):
-    # Not Adam: it would turn the noise that is the gradient of a bias before batch norm into steps.
+def test_batch_norm_over_the_replica_axis_equals_batch_norm_of_the_whole_batch(num_devices: int, devices: Devices):
+    # Not Adam: the gradient of a bias before batch norm is only rounding error, which Adam would turn into full-size steps.
     alone, spread = (
         trainer_of(Normed(name), devices(number), optimizer=optax.sgd(0.1, momentum=0.9)) for name, number in ((None, 1), ("replica", num_devices))
     )
@@ -296,7 +297,7 @@ def test_batch_norm_without_the_axis_averages_the_replicas_statistics(devices: D
 
 
 @pytest.mark.parametrize(("rows", "size", "num_devices"), [*((10, 4, number) for number in (1, 2, 4, 8)), (3, 32, 8), (1, 1, 4), (17, 5, 2)])
-def test_predictions_are_as_many_as_rows_and_in_their_order(rows: int, size: int, num_devices: int, devices: Devices):
+def test_there_is_one_prediction_per_row_in_the_order_of_the_rows(rows: int, size: int, num_devices: int, devices: Devices):
     x = np.arange(rows * 3, dtype=np.float32).reshape(rows, 3)
     trainer = trainer_of(Double(), devices(num_devices))
     trainer.build(x)
@@ -308,7 +309,7 @@ def test_predictions_are_as_many_as_rows_and_in_their_order(rows: int, size: int
 
 
 @pytest.mark.parametrize("num_devices", [1, 4])
-def test_predictions_over_batches_of_changing_sizes_keep_their_order(num_devices: int, devices: Devices):
+def test_predictions_for_batches_of_varying_sizes_keep_their_order(num_devices: int, devices: Devices):
     x = np.arange(18, dtype=np.float32)[:, None]
     cuts = np.cumsum([0, 4, 2, 3, 4, 2, 3])
     trainer = trainer_of(Double(), devices(num_devices))
@@ -320,8 +321,8 @@ def test_predictions_over_batches_of_changing_sizes_keep_their_order(num_devices
 
 @pytest.mark.parametrize(("inputs", "params", "collections"), [(3, 0, 0), (2, 1, 0), (2, 0, 1), (1, 2, 0), (1, 1, 1), (2, 2, 1)])
 @pytest.mark.mostly_slow
-def test_inputs_are_split_and_parameters_are_not_however_many_there_are(inputs: int, params: int, collections: int, devices: Devices):
-    # pmap of JAX 0.10.2 takes in_axes for those of the leaves where there happen to be as many leaves as arguments, one of them being empty.
+def test_inputs_are_split_and_parameters_are_not_for_any_number_of_either(inputs: int, params: int, collections: int, devices: Devices):
+    # pmap of JAX 0.10.2 mistakes in_axes for the axes of the leaves if there are as many leaves as arguments and one argument is empty.
     class Many(nn.Module):
         @nn.compact
         def __call__(self, *x: Any) -> Any:
@@ -338,7 +339,7 @@ def test_inputs_are_split_and_parameters_are_not_however_many_there_are(inputs: 
 
 @pytest.mark.parametrize("num_devices", [2, 8])
 @pytest.mark.slow
-def test_a_batch_smaller_than_the_devices_is_trained_on(num_devices: int, devices: Devices):
+def test_a_batch_with_fewer_examples_than_devices_can_be_trained_on(num_devices: int, devices: Devices):
     trainer, alone = trainer_of(Net(), devices(num_devices)), trainer_of(Net(), devices(1))
     for one in (trainer, alone):
         one.fit(X[:1], Y[:1], epochs=2, verbose=0)
@@ -350,7 +351,7 @@ def test_a_batch_smaller_than_the_devices_is_trained_on(num_devices: int, device
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
-def test_what_is_split_comes_back_in_the_order_of_the_batch(num_devices: int, devices: Devices):
+def test_split_values_are_joined_in_the_order_of_the_batch(num_devices: int, devices: Devices):
     strategy = DataParallel(devices(num_devices))
     batch = Batch(np.arange(8.0, dtype=np.float32), (), full_mask(8), None)
     double = strategy.compile(lambda scale, batch: (scale * batch.x, scale), inputs=("replicated", "split"), outputs=("split", "replicated"))
@@ -361,7 +362,7 @@ def test_what_is_split_comes_back_in_the_order_of_the_batch(num_devices: int, de
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
-def test_replicas_know_their_number_and_reach_each_other(num_devices: int, devices: Devices):
+def test_replicas_know_their_index_and_can_communicate(num_devices: int, devices: Devices):
     strategy = DataParallel(devices(num_devices))
 
     def share(batch: Batch) -> Any:
@@ -378,14 +379,15 @@ def test_replicas_know_their_number_and_reach_each_other(num_devices: int, devic
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_put_never_shares_the_callers_buffers(num_devices: int, devices: Devices):
     strategy = DataParallel(devices(num_devices))
-    # Aligned as XLA likes it: device_put would keep the array itself, whatever may_alias says.
+    # Aligned for XLA, so that device_put would keep the array itself, regardless of may_alias.
     raw = np.zeros(4096 + 64, np.uint8)
     begin = -raw.ctypes.data % 64
-    numpy, array = raw[begin : begin + 4096].view(np.float32), jnp.arange(4.0)
-    placed = strategy.put((numpy, array))
+    numpy, array, large = raw[begin : begin + 4096].view(np.float32), jnp.arange(4.0), jnp.arange(2.0**18)
+    placed = strategy.put((numpy, array, large))  # The last one is copied on its device.
     numpy[:] = -1
     assert not np.asarray(placed[0]).any()
-    assert not pointers(placed[1]) & pointers(array)
+    assert not pointers(placed[1]) & pointers(array) and not pointers(placed[2]) & pointers(large)
+    np.testing.assert_array_equal(placed[2], large)
 
 
 def test_the_mask_of_full_batches_stays_on_the_device(devices: Devices):
@@ -407,21 +409,21 @@ def test_the_axis_has_the_name_it_was_given(devices: Devices):
     assert_replicated(trainer.state, 2)
 
 
-def test_a_device_serves_once(devices: Devices):
+def test_devices_must_be_a_nonempty_list_without_duplicates(devices: Devices):
     device = devices(1)[0]
     for given in ([device, device], []):
-        with pytest.raises(ConfigError, match="DataParallel takes a list of at least one device, each only once"):
+        with pytest.raises(ConfigError, match=r"DataParallel\(devices=...\) must be a nonempty list of distinct devices"):
             DataParallel(given)
 
 
 @pytest.mark.parametrize("reducer", ["median", None, 3])
 def test_an_unknown_reducer_is_an_error(reducer: Any, devices: Devices):
-    with pytest.raises(ConfigError, match=f"takes 'mean', 'sum', 'max' or a function for a collection. Received: 'counts': {reducer!r}"):
+    with pytest.raises(ConfigError, match=f"must map collections to 'mean', 'sum', 'max' or a function. Received: 'counts': {reducer!r}"):
         DataParallel(devices(2), reduce={"counts": reducer})
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_copy_made_once_lies_on_one_device_and_outlives_the_donated_original(number, devices):
+def test_a_single_copy_is_on_one_device_and_outlives_the_donated_original(number, devices):
     strategy = DataParallel(devices(number))
     state = strategy.put({"w": np.arange(6.0, dtype=np.float32), "key": jax.random.key(7)})
     copy = strategy.copy_once(state)
@@ -434,7 +436,7 @@ def test_a_copy_made_once_lies_on_one_device_and_outlives_the_donated_original(n
 
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("kind", ["views", "arrays", "jax"])
-def test_batches_fed_together_are_the_same_batches_one_behind_the_other(number, kind, devices):
+def test_batches_fed_together_are_the_same_batches_one_after_another(number, kind, devices):
     strategy = DataParallel(devices(number))
     whole = np.arange(4 * 6 * 2, dtype=np.float32).reshape(4 * 6, 2)
     make = {"views": lambda x: x, "arrays": np.copy, "jax": jnp.asarray}[kind]
@@ -465,9 +467,9 @@ def test_outputs_of_several_steps_are_joined_in_the_order_of_their_batches(numbe
     assert strategy.join(split, steps=2).tolist() == [*range(8)]
 
 
-def test_within_a_mesh_of_the_users_the_way_out_is_named(devices: Devices):
+def test_the_error_inside_a_mesh_context_of_the_user_suggests_a_solution(devices: Devices):
     trainer = trainer_of(Net(), devices(1))
-    with jax.set_mesh(jax.make_mesh((1,), ("batch",))), pytest.raises(ConfigError, match=r"leave that, or train with parallel\.Sharded\(mesh\)"):
+    with jax.set_mesh(jax.make_mesh((1,), ("batch",))), pytest.raises(ConfigError, match=r"Leave that context, or use parallel\.Sharded\(mesh\)"):
         trainer.fit(X, Y, verbose=0)
     assert trainer.fit(X, Y, verbose=0).epoch == [0]
 
@@ -475,6 +477,35 @@ def test_within_a_mesh_of_the_users_the_way_out_is_named(devices: Devices):
 def test_a_rule_for_a_collection_that_the_module_does_not_have_is_an_error(devices):
     trainer = trainer_of(WithStats(), devices(2), reduce={"batch_statistics": "mean"})
     with pytest.raises(
-        ConfigError, match=r"DataParallel\(reduce=\.\.\.\) names the collections \['batch_statistics'\], but the module has \['batch_stats'\]\."
+        ConfigError, match=r"DataParallel\(reduce=\.\.\.\) names unknown collections: \['batch_statistics'\]\. The module has \['batch_stats'\]\."
     ):
         trainer.fit(X, Y, verbose=0)
+
+
+def test_more_steps_are_in_flight_if_they_are_short():
+    now, waited = [0.0], list[int]()
+
+    class Step:
+        def __init__(self, number: int, seconds: float) -> None:
+            self.number, self.seconds = number, seconds
+
+        def wait(self) -> None:
+            waited.append(self.number)
+            now[0] += self.seconds
+
+    def dispatch(numbers: range, seconds: float, kind: str) -> None:
+        for number in numbers:
+            steps.make_room(kind)
+            steps.add(Step(number, seconds), num_bytes=1)
+
+    steps = InFlight(8, 32, clock=lambda: now[0])
+    dispatch(range(100), 0.0, "short")
+    assert waited == [3, 11, 27, 43, 59, 75]  # 4 of 8, 8 of 16, then 16 of 32.
+    waited.clear()
+    dispatch(range(100, 130), 1.0, "long")
+    assert waited == list(range(92, 130, 4))[: len(waited)] and len(waited) > 7  # Another kind starts with 8 in flight, and stays there.
+    alone = InFlight(2, clock=lambda: now[0])
+    for number in range(5):
+        alone.make_room("short")
+        alone.add(Step(number, 0.0), num_bytes=1)
+    assert len(alone._pending) <= 2

@@ -1,4 +1,4 @@
-"""Copies of split arrays on the host: of each part one, and nothing of the original in them. Between processes: tests/checkpoints/test_joint_saves.py."""
+"""Copies of split arrays in host memory: one of each shard, independent of the original. Several processes: tests/checkpoints/test_collective_saves.py."""
 
 import types
 
@@ -9,11 +9,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fitflax.errors import ConfigError
 from fitflax.parallel.host_memory import _one_for_each_process, copy_to_host_memory
-from fitflax.parallel.placing import count_processes
+from fitflax.parallel.placement import count_processes
 
 
 @pytest.mark.parametrize(("spec", "num_parts"), [(("a", "b"), 8), (("b",), 4), ((None, "a"), 2), ((("a", "b"),), 8)])
-def test_of_each_part_there_is_one_copy_in_memory_of_its_own(spec, num_parts, devices):
+def test_each_distinct_shard_is_copied_once_into_separate_memory(spec, num_parts, devices):
     mesh = Mesh(np.array(devices(8)).reshape(2, 4), ("a", "b"))
     values = np.arange(64.0, dtype=np.float32).reshape(8, 8)
     array = jax.device_put(values, NamedSharding(mesh, PartitionSpec(*spec)))
@@ -35,12 +35,12 @@ def test_of_each_part_there_is_one_copy_in_memory_of_its_own(spec, num_parts, de
         ([[0], [0], [1], [1], [2]], 0, [0, 2, 4]),
     ],
 )
-def test_copies_of_one_part_are_left_out_as_long_as_each_process_has_some(owners, axis, kept):
+def test_duplicate_shards_are_omitted_if_each_process_keeps_one(owners, axis, kept):
     devices = np.array([[types.SimpleNamespace(process_index=owner) for owner in row] for row in owners])
     assert _one_for_each_process(devices, axis) == kept
 
 
-def test_devices_of_some_of_several_processes_are_an_error(monkeypatch):
+def test_devices_of_only_some_of_the_processes_are_an_error(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 3)
-    with pytest.raises(ConfigError, match=r"The devices are those of the processes \[0, 2\] of 3\. Give those of one process, or some of each\."):
+    with pytest.raises(ConfigError, match=r"The devices belong to 2 of 3 processes: \[0, 2\]\. Pass devices of one process, or some of every process\."):
         count_processes([types.SimpleNamespace(process_index=index) for index in (0, 2, 0)])

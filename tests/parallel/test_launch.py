@@ -1,4 +1,4 @@
-"""`parallel.initialize` in a process that was started alone, and which part of a batch a process feeds; `tests/test_many_processes.py` starts several."""
+"""`parallel.initialize` in a single process, and which shard of a batch a process feeds; `tests/test_many_processes.py` starts several processes."""
 
 import types
 
@@ -6,30 +6,43 @@ import jax
 import pytest
 
 from fitflax import parallel
-from fitflax.errors import ConfigError, NotReadyError
-from fitflax.parallel.placing import part_of
+from fitflax.errors import ConfigError, FitflaxWarning, NotReadyError, ReplicaError
+from fitflax.parallel import launch
+from fitflax.parallel.placement import part_of
 from fitflax.parallel.processes import after_first, check_same
 
 
-def test_alone_nothing_is_initialized(monkeypatch):
+def test_a_single_process_initializes_nothing(monkeypatch):
     for name in ("JAX_COORDINATOR_ADDRESS", "SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "KUBERNETES_SERVICE_HOST"):
         monkeypatch.delenv(name, raising=False)
     parallel.initialize()
     assert jax.process_count() == 1 and not jax.distributed.is_initialized()
 
 
-def test_it_must_come_before_devices_are_used():
+def test_a_slurm_batch_script_without_srun_gets_a_warning(monkeypatch):
+    def refuse(**options: object) -> None:
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", refuse)
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    parallel.initialize()
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    with pytest.warns(FitflaxWarning, match=r"has 4 tasks, but this process was not started by srun, so it trains alone\. .* srun python train\.py"):
+        parallel.initialize()
+
+
+def test_initialize_must_be_called_before_devices_are_used():
     jax.devices()
-    with pytest.raises(NotReadyError, match="must come before JAX's devices are used: call it first"):
+    with pytest.raises(NotReadyError, match=r"must run before JAX's devices are used\. Call it before"):
         parallel.initialize("127.0.0.1:1", 2, 0)
 
 
-def test_arguments_that_do_not_go_together_are_an_error(monkeypatch):
+def test_missing_arguments_are_an_error_that_names_them(monkeypatch):
     def refuse(**options: object) -> None:
         raise ValueError("Number of processes must be defined.")
 
     monkeypatch.setattr(jax.distributed, "initialize", refuse)
-    with pytest.raises(ConfigError, match=r"Number of processes must be defined. Not given, and not found in the environment: num_processes, process_id."):
+    with pytest.raises(ConfigError, match=r"Number of processes must be defined. Pass num_processes, process_id, which the environment does not define."):
         parallel.initialize("127.0.0.1:1")
 
 
@@ -47,12 +60,38 @@ def test_a_process_feeds_the_rows_of_its_devices():
     assert part_of(devices_of(0, 0, 1, 1)) == (0, 2)
     assert part_of(devices_of(1, 2, 0)) == (2, 3)
     for owners in ((0, 1, 0, 1), (0, 0, 1)):
-        with pytest.raises(ConfigError, match="shares of a batch must be equal and lie one behind the other"):
+        with pytest.raises(ConfigError, match="must have equal, contiguous parts of a batch"):
             part_of(devices_of(*owners))
     with pytest.raises(ConfigError, match="Process 0 has none of the devices"):
         part_of(devices_of(1, 2))
 
 
-def test_alone_everything_is_the_same():
+def test_a_single_process_has_nothing_to_compare_or_wait_for():
     check_same({"x": jax.numpy.ones(3)})
     assert after_first(lambda: 3) == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "is_of_others"),
+    [
+        (
+            jax.errors.JaxRuntimeError("INTERNAL: Error dispatching computation: Gloo all-reduce failed: Read error"),
+            True,
+        ),
+        (jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect to all addresses"), True),
+        (jax.errors.JaxRuntimeError("INTERNAL: NCCL operation ncclCommInitRank failed: unhandled system error"), True),
+        (ReplicaError("This process cannot continue"), True),
+        (jax.errors.JaxRuntimeError("INTERNAL: CpuCallback error calling callback: ValueError: wrong"), False),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), False),
+        (ValueError("wrong"), False),
+    ],
+)
+def test_connection_errors_are_distinguished_from_errors_of_the_script(error, is_of_others):
+    assert launch._is_communication_error(error) is is_of_others
+
+
+def test_a_job_failed_on_its_own_if_one_of_its_processes_did():
+    lost, own = launch.Failure("JaxRuntimeError: UNAVAILABLE", False), launch.Failure("ValueError: wrong", True)
+    assert launch._exit_code({0: lost, 1: lost}) == 75
+    assert launch._exit_code({0: lost, 1: own}) == 1
+    assert launch._all_are_mismatches({0: launch.Failure("ReplicaError: not the same", False)}) and not launch._all_are_mismatches({0: lost})

@@ -1,4 +1,4 @@
-"""Packed copies: the same values as the originals, whatever their dtypes and shapes, and nothing of theirs."""
+"""Packed copies: equal to the originals for all dtypes and shapes, but without shared memory."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from flax import struct
 
-from fitflax.checkpoints.trees import to_plain, unpack
+from fitflax.checkpoints.formats.plain_tree import to_plain
+from fitflax.checkpoints.writer.snapshot import unpack
 from fitflax.errors import CheckpointError
 from fitflax.parallel.packed import Form, Packed
 
@@ -35,7 +36,7 @@ def test_a_packed_tree_unpacks_to_what_was_packed():
             np.testing.assert_array_equal(ours, np.asarray(theirs), strict=True)
 
 
-def test_a_packed_copy_is_untouched_by_what_becomes_of_the_original():
+def test_a_packed_copy_does_not_change_with_the_original():
     original = {"alone": jnp.arange(4), "w": jnp.ones(3)}  # A vector of one array must be a copy, too.
     packed = Packed(original)
     originals = {leaf.unsafe_buffer_pointer() for leaf in original.values()}
@@ -47,17 +48,17 @@ def test_a_packed_copy_is_untouched_by_what_becomes_of_the_original():
     assert alone.tolist() == [0, 1, 2, 3] and w.tolist() == [1, 1, 1]
 
 
-def test_trees_of_one_form_share_what_is_known_of_it():
+def test_trees_with_the_same_form_share_the_form_object():
     assert Packed({"w": jnp.ones(2)}).form is Packed({"w": jnp.zeros(2)}).form
     assert Packed({"w": jnp.ones(2)}).form is not Packed({"w": jnp.ones(3)}).form
     assert Packed({"k": jax.random.key(0)}).form is not Packed({"k": jax.random.key(0, impl="rbg")}).form
 
 
-def test_packing_takes_one_array_for_each_dtype():
+def test_packing_uses_one_array_per_dtype():
     assert len(jax.tree.leaves(Packed({"a": jnp.ones(2), "b": jnp.ones(()), "c": jnp.arange(3), "d": [jnp.ones((2, 2))]})._vectors)) == 2
 
 
-def test_larger_leaves_keep_a_vector_of_their_own_and_everything_comes_back():
+def test_larger_leaves_get_a_separate_vector_and_all_leaves_are_unpacked():
     original = {"a": jnp.ones(2), "large": jnp.arange(6.0).reshape(2, 3), "b": jnp.zeros(()), "n": np.arange(3), "key": jax.random.key(3)}
     form = Form.of(original, 3)
     packed = form.pack(original)
@@ -72,5 +73,5 @@ def test_larger_leaves_keep_a_vector_of_their_own_and_everything_comes_back():
 def test_a_key_of_an_unregistered_implementation_cannot_be_saved():
     packed = Packed({"train": {"key": jax.random.key(0), "only here": jnp.ones(())}})
     packed.form.leaves[0] = packed.form.leaves[0]._replace(impl=object())
-    with pytest.raises(CheckpointError, match="train/key is a key of the unregistered implementation"):
+    with pytest.raises(CheckpointError, match="train/key is a random key of an unregistered implementation"):
         unpack(packed)

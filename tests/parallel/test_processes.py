@@ -1,8 +1,7 @@
-"""`processes.gather`: alone, and among real processes on loopback."""
+"""`processes.gather`: in a single process, and among real processes on loopback."""
 
 import json
 import pathlib
-import socket
 import subprocess
 import sys
 
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 
 from fitflax.parallel import processes
+from tests.ports import reserve_port
 
 SCRIPT = """
 import json, sys
@@ -22,6 +22,7 @@ jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", num_processes=2, process_
 import fitflax
 from fitflax.errors import ReplicaError
 from fitflax.parallel import processes
+from tests.ports import reserve_port
 index = jax.process_index()
 tree = {"loss": 0.1 + index, "big": np.int64(2**40 + index), "rows": np.full((2, 3), index, np.float32), "half": np.ones(3, ml_dtypes.bfloat16),
         "flag": np.array([index == 1]), "none": np.zeros((0, 2)), "device": jax.numpy.arange(2) * index, "key": jax.random.key(index)}
@@ -45,7 +46,7 @@ print(json.dumps(result), flush=True)
 """
 
 
-def test_alone_there_is_one_of_each():
+def test_a_single_process_gathers_one_copy_of_each_value():
     found = processes.gather({"loss": 0.5, "rows": jnp.ones((2, 3)), "wide": np.float64(1e-300)})
     assert found["loss"].tolist() == [0.5]
     assert found["rows"].shape == (1, 2, 3)
@@ -54,10 +55,8 @@ def test_alone_there_is_one_of_each():
 
 
 @pytest.mark.slow  # Two processes that import JAX.
-def test_two_processes_get_what_both_have_to_the_bit(tmp_path: pathlib.Path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+def test_two_processes_gather_the_values_of_both_bit_for_bit(tmp_path: pathlib.Path):
+    port = str(reserve_port())
     script = tmp_path / "gather.py"
     script.write_text(SCRIPT)
     started = [subprocess.Popen([sys.executable, str(script), port, str(index)], stdout=subprocess.PIPE, text=True) for index in range(2)]
@@ -68,11 +67,11 @@ def test_two_processes_get_what_both_have_to_the_bit(tmp_path: pathlib.Path):
             process.kill()
     results = [json.loads(output.splitlines()[-1]) for output in outputs]
     for index, result in enumerate(results):
-        assert f"takes trees of the same structure, shapes and dtypes on all processes. Process {index} has" in result.pop("error")
+        assert f"needs trees of the same structure, shapes and dtypes in all processes. Process {index} has" in result.pop("error")
     assert [result.pop("made") for result in results] == [5, 6]
     assert [result.pop("failed") for result in results] == [
         "ValueError: the disk is full",
-        "ReplicaError: Process 0 failed, and so do all others. Its own output says why.",
+        "ReplicaError: Process 0 failed, so all other processes stop. See the error in the output of process 0.",
     ]
     assert results[0] == results[1]
     assert results[0]["loss"] == ["float64", [2], [0.1, 1.1]]

@@ -56,7 +56,7 @@ class Transformer(nn.Module):
 
 
 class Plain(nn.Module):
-    """The same without a word about axes, so that FSDP goes by sizes."""
+    """A similar model without axis names, so that FSDP splits arrays by their sizes."""
 
     @nn.compact
     def __call__(self, codes: Any, train: bool) -> Any:
@@ -122,13 +122,13 @@ def assert_equal(left: Any, right: Any) -> None:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Any]:
-    """Losses of 20 steps, evaluation and prediction on one device by the strategy that has nothing to do with meshes."""
+    """Losses of 20 steps, evaluation and predictions on one device with `DataParallel`, which uses no mesh."""
     trainer = trainer_of(DataParallel(jax.devices()[:1]))
     losses = losses_of(trainer)
     return {"losses": losses, "evaluation": trainer.evaluate(X, Y, verbose=0), "outputs": trainer.predict(X)}
 
 
-@pytest.mark.parametrize("strategy", [one, mesh_4x2, fsdp])
+@pytest.mark.parametrize("strategy", [fsdp, pytest.param(mesh_4x2, marks=pytest.mark.slow)])
 def test_dropout_and_batch_norm_give_the_same_numbers_on_any_mesh(strategy, expected):
     trainer = trainer_of(strategy())
     losses = losses_of(trainer)
@@ -139,22 +139,20 @@ def test_dropout_and_batch_norm_give_the_same_numbers_on_any_mesh(strategy, expe
     np.testing.assert_allclose(trainer.predict(X), expected["outputs"], atol=1e-4)
 
 
-def test_one_device_of_a_mesh_computes_what_data_parallel_does_to_the_bit():
+def test_a_mesh_of_one_device_is_bit_for_bit_identical_to_data_parallel():
     trainers = [trainer_of(strategy, optimizer=optax.adam(0.01)) for strategy in (DataParallel(jax.devices()[:1]), one())]
     losses = [losses_of(trainer, 5) for trainer in trainers]
     assert losses[0] == losses[1]
     assert_equal(*[trainer.state.params for trainer in trainers])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
         {"accumulate_steps": 3},
-        {"steps_per_call": 4},
-        pytest.param({"ema_decay": 0.9}, marks=pytest.mark.slow),
-        pytest.param({"precision": "bfloat16"}, marks=pytest.mark.slow),
-        pytest.param({"precision": "float16"}, marks=pytest.mark.slow),
-        pytest.param({"accumulate_steps": 3, "steps_per_call": 4, "ema_decay": 0.9}, marks=pytest.mark.slow),
+        {"precision": "float16"},
+        {"accumulate_steps": 3, "steps_per_call": 4, "ema_decay": 0.9},
     ],
     ids=str,
 )
@@ -167,7 +165,7 @@ def test_every_way_to_compute_updates_gives_the_same_numbers_on_any_mesh(options
     assert results[1:] == pytest.approx([results[0]] * 2, abs=2e-2 if "precision" in options else 1e-5)
 
 
-def test_micro_batches_hold_rows_that_lie_apart():
+def test_micro_batches_hold_interleaved_rows():
     class Means(nn.Module):
         @nn.compact
         def __call__(self, x: Any) -> Any:
@@ -179,10 +177,10 @@ def test_micro_batches_hold_rows_that_lie_apart():
         trainer.compile(optax.sgd(0.0), "mse", accumulate_steps=2)
         data = np.arange(16.0, dtype=np.float32)[:, None]
         (checkpoint,) = trainer.train_loop((data, data), steps=1, batch_size=16, sown=("summaries",), shuffle=False)
-        assert checkpoint.sown["summaries"]["mean"][0] == 8.0  # 1, 3, 5, ...: what the last micro-batch left.
+        assert checkpoint.sown["summaries"]["mean"][0] == 8.0  # The mean of 1, 3, 5, ..., the rows of the last micro-batch.
 
 
-def test_a_ragged_evaluation_and_prediction_are_those_of_numpy():
+def test_evaluation_and_prediction_with_a_short_last_batch_agree_with_numpy():
     trainer = trainer_of(mesh_4x2(), Plain())
     trainer.build((X, Y))
     rows = 41
@@ -194,6 +192,7 @@ def test_a_ragged_evaluation_and_prediction_are_those_of_numpy():
     np.testing.assert_allclose(trainer.predict(X[:rows], batch_size=8), outputs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_metrics_that_collect_rows_see_all_of_them_in_order():
     x = RNG.normal(size=(50, 4)).astype(np.float32)
     y = (x[:, 0] + RNG.normal(size=50) > 0).astype(np.int32)
@@ -206,11 +205,12 @@ def test_metrics_that_collect_rows_see_all_of_them_in_order():
     assert values[0] == pytest.approx(values[1], abs=1e-6)
 
 
-# -- where things lie --
+# -- where arrays are --
 
 
-@pytest.mark.parametrize("strategy", [mesh_4x2, pytest.param(fsdp, marks=pytest.mark.slow)])
-def test_parameters_and_both_moments_lie_as_the_rules_say_from_beginning_to_restore(strategy, tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [mesh_4x2, fsdp])
+def test_parameters_and_both_moments_are_split_as_the_rules_say_from_build_to_restore(strategy, tmp_path):
     trainer = trainer_of(strategy(), optimizer=optax.adam(0.01), ema_decay=0.9)
     trainer.build((X[:24], Y[:24]))
     if strategy is mesh_4x2:
@@ -234,7 +234,7 @@ def test_parameters_and_both_moments_lie_as_the_rules_say_from_beginning_to_rest
     check(trainer.state)
     other = trainer_of(strategy(), optimizer=optax.adam(0.01), ema_decay=0.9)
     other.restore(trainer.save(tmp_path / "saved"))
-    other.predict(X)  # Now it is known what the module says of its axes.
+    other.predict(X)  # Now the axis names of the module are known.
     check(other.state)
     assert_equal(other.state, trainer.state)
     trainer.replace_state(jax.tree.map(lambda leaf: leaf, host_state(trainer.state)))
@@ -243,12 +243,12 @@ def test_parameters_and_both_moments_lie_as_the_rules_say_from_beginning_to_rest
 
 
 def host_state(state: fitflax.TrainState) -> fitflax.TrainState:
-    """The state as NumPy arrays, but for its key."""
+    """The state as NumPy arrays, except for its key."""
     return dataclasses.replace(jax.tree.map(np.array, dataclasses.replace(state, key=np.int32(0))), key=state.key)
 
 
 @pytest.mark.slow
-def test_gradients_lie_where_the_parameters_do_and_are_whole_batch_gradients():
+def test_gradients_are_split_like_the_parameters_and_are_those_of_the_whole_batch():
     grads = []
     for strategy in (one(), mesh_4x2(), fsdp()):
         trainer = trainer_of(strategy)
@@ -259,7 +259,7 @@ def test_gradients_lie_where_the_parameters_do_and_are_whole_batch_gradients():
         jax.tree.map(lambda left, right: np.testing.assert_allclose(left, right, atol=1e-6), grads[0], other)
 
 
-def test_no_device_holds_the_whole_state_while_it_is_made():
+def test_no_device_holds_the_whole_state_while_it_is_created():
     class Wide(nn.Module):
         @nn.compact
         def __call__(self, x: Any) -> Any:
@@ -270,12 +270,12 @@ def test_no_device_holds_the_whole_state_while_it_is_made():
     x = np.ones((8, 1024), np.float32)
     trainer.build((x, x))
     session = trainer._session
-    program, strategy = session.need_compiled("test"), session.strategy
+    program, strategy = session.task.need_compiled("test"), session.strategy
     lowered = program._steps.lower(
         "init",
-        fitflax.steps.live.Carry.of(program.abstract_state(jax.random.key(0), session.sample)),
+        fitflax.steps.live_state.Carry.of(program.initial_state.shapes(jax.random.key(0), session.state.sample)),
         strategy.abstract_put(jax.random.key(0)),
-        strategy.abstract_feed(session.sample),
+        strategy.abstract_feed(session.state.sample),
     )
     memory = lowered.compile().memory_analysis()
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves((trainer.state.params, trainer.state.opt_state)))
@@ -283,7 +283,8 @@ def test_no_device_holds_the_whole_state_while_it_is_made():
     assert memory.output_size_in_bytes < whole / 7 and memory.temp_size_in_bytes < whole / 8
 
 
-def test_a_state_of_the_host_reaches_each_device_in_the_part_that_it_keeps(monkeypatch):
+@pytest.mark.slow
+def test_each_device_receives_only_its_shard_of_a_state_on_the_host(monkeypatch):
     trainer = trainer_of(fsdp(), optimizer=optax.adam(0.01))
     trainer.build((X[:24], Y[:24]))
     state = host_state(trainer.state)
@@ -304,7 +305,8 @@ def test_a_state_of_the_host_reaches_each_device_in_the_part_that_it_keeps(monke
     assert {part / whole for whole, part in seen if whole >= 128} == {1 / 8}
 
 
-def test_what_was_replaced_is_the_trainers_own():
+@pytest.mark.slow
+def test_replace_state_neither_shares_nor_donates_the_arrays_that_it_gets():
     trainer = trainer_of(mesh_4x2())
     trainer.build((X[:24], Y[:24]))
     mine = host_state(trainer.state)
@@ -319,22 +321,24 @@ def test_what_was_replaced_is_the_trainers_own():
     assert np.isfinite(trainer.evaluate(X, Y, verbose=0)["loss"])
 
 
-def test_a_callback_sees_copies_that_stay(expected):
+@pytest.mark.slow
+def test_a_callback_gets_copies_that_stay_valid():
     kept = []
 
-    class Keeps(Callback):
+    class Recorder(Callback):
         def on_checkpoint(self, checkpoint: fitflax.Checkpoint) -> fitflax.Checkpoint:
             kept.append((checkpoint.step, checkpoint.model_params))
             return checkpoint
 
     trainer = trainer_of(mesh_4x2())
-    fit(trainer, 3, callbacks=[Keeps()])
+    fit(trainer, 3, callbacks=[Recorder()])
     norms = [float(optax.tree.norm(params)) for _, params in kept]
     assert len(set(norms)) == len(kept) > 0
     assert specs(kept[-1][1]) == specs(trainer.state.params)
 
 
-def test_constraints_by_logical_names_are_active_in_fit_evaluate_and_predict_without_another_compilation(compilations):
+@pytest.mark.slow
+def test_logical_constraints_apply_in_fit_evaluate_and_predict_without_recompilation(compilations):
     seen: dict[str, str] = {}
 
     class Watched(nn.Module):
@@ -364,7 +368,7 @@ def test_constraints_by_logical_names_are_active_in_fit_evaluate_and_predict_wit
 
 
 @pytest.mark.parametrize("strategy", [fsdp, pytest.param(mesh_4x2, marks=pytest.mark.slow)])
-def test_each_of_train_evaluate_and_predict_is_compiled_once(strategy, compilations):
+def test_training_evaluation_and_prediction_are_each_compiled_once(strategy, compilations):
     trainer = trainer_of(strategy(), optimizer=optax.adam(0.01))
     with compilations.counted() as counted:
         trainer.fit(X, Y, batch_size=32, epochs=2, validation_data=(X[:40], Y[:40]), verbose=0)
@@ -376,7 +380,8 @@ def test_each_of_train_evaluate_and_predict_is_compiled_once(strategy, compilati
 # -- modules --
 
 
-def test_remat_and_scan_keep_names_and_numbers():
+@pytest.mark.slow
+def test_remat_and_scan_keep_axis_names_and_give_the_same_numbers():
     class Layer(nn.Module):
         @nn.compact
         def __call__(self, x: Any, _: Any) -> Any:
@@ -409,7 +414,7 @@ def test_remat_and_scan_keep_names_and_numbers():
     assert results[0] == pytest.approx(results[1], abs=1e-6)
 
 
-def test_mesh_axes_may_be_named_by_the_module_itself():
+def test_a_module_may_name_mesh_axes_itself():
     class Direct(nn.Module):
         @nn.compact
         def __call__(self, x: Any) -> Any:
@@ -422,18 +427,18 @@ def test_mesh_axes_may_be_named_by_the_module_itself():
 
 
 def test_an_overridden_train_step_and_loss_see_the_whole_batch():
-    class Own(fitflax.Trainer):
+    class CustomLoss(fitflax.Trainer):
         def compute_loss(self, params: Any, model_state: Any, batch: Any, *, rngs: Any, train: bool) -> Any:
             values, state, aux = super().compute_loss(params, model_state, batch, rngs=rngs, train=train)
             return values, state, {**aux, "rows": jnp.float32(batch.mask.shape[0])}
 
-    class Step(fitflax.Trainer):
+    class CustomStep(fitflax.Trainer):
         def train_step(self, state: Any, batch: Any) -> Any:
             grads = jax.grad(lambda params: jnp.mean((self.model.apply({"params": params}, batch.x) - batch.y) ** 2))(state.params)
             return state.apply_gradient(grads, optax.sgd(0.1)), {"rows": (jnp.float32(batch.mask.shape[0]), jnp.float32(1))}
 
     x = np.ones((16, 8), np.float32)
-    for kind in (Own, Step):
+    for kind in (CustomLoss, CustomStep):
         trainer = kind(nn.Dense(8), parallel=Sharded({"data": 8}, fsdp=True, fsdp_min_size=0))
         trainer.compile(optax.sgd(0.1), "mse")
         history = trainer.fit(x, x, batch_size=16, epochs=2, verbose=0)
@@ -441,7 +446,7 @@ def test_an_overridden_train_step_and_loss_see_the_whole_batch():
         assert trainer.state.params["kernel"].sharding.spec == P("data")
 
 
-def test_a_custom_step_without_gradients_runs_where_callbacks_want_them():
+def test_a_custom_step_without_gradients_runs_even_if_gradients_are_requested():
     class Step(fitflax.Trainer):
         def train_step(self, state: Any, batch: Any) -> Any:
             grads = jax.grad(lambda params: jnp.mean((self.model.apply({"params": params}, batch.x) - batch.y) ** 2))(state.params)
@@ -454,7 +459,8 @@ def test_a_custom_step_without_gradients_runs_where_callbacks_want_them():
     assert checkpoint.grads == ()
 
 
-def test_constraints_by_mesh_axes_are_taken_everywhere(tmp_path):
+@pytest.mark.slow
+def test_constraints_by_mesh_axes_work_everywhere(tmp_path):
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x: Any) -> Any:
@@ -479,7 +485,8 @@ def test_constraints_by_mesh_axes_are_taken_everywhere(tmp_path):
 # -- checkpoints --
 
 
-def test_a_split_state_goes_through_orbax_in_parts(tmp_path):
+@pytest.mark.slow
+def test_a_split_state_is_saved_and_restored_by_orbax_in_shards(tmp_path):
     trainer = trainer_of(fsdp(), optimizer=optax.adam(0.01))
     fit(trainer, 4, callbacks=[ModelCheckpoint(tmp_path, every=fitflax.every(steps=2))])
     store = CheckpointStore(tmp_path)
@@ -490,48 +497,50 @@ def test_a_split_state_goes_through_orbax_in_parts(tmp_path):
     assert_equal(saved.train["params"]["Dense_0"]["kernel"], trainer.state.params["Dense_0"]["kernel"])
     inference = load_inference_state(tmp_path)
     assert_equal(inference.params["Dense_0"]["kernel"], trainer.state.params["Dense_0"]["kernel"])
-    # A file of Orbax's that is damaged is found, and the checkpoint before it is taken.
+    # A damaged Orbax file is detected, and the previous checkpoint is used.
     file = max((path for path in (tmp_path / "step_00000004/train").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    again = trainer_of(fsdp(), optimizer=optax.adam(0.01))
+    resumed = trainer_of(fsdp(), optimizer=optax.adam(0.01))
     with pytest.warns(FitflaxWarning, match="step_00000004"):
-        fit(again, 4, callbacks=[ModelCheckpoint(tmp_path, every=fitflax.every(steps=2))], resume="auto")
-    assert_equal(again.state, trainer.state)
+        fit(resumed, 4, callbacks=[ModelCheckpoint(tmp_path, every=fitflax.every(steps=2))], resume="auto")
+    assert_equal(resumed.state, trainer.state)
 
 
-@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_save_is_of_its_step_whatever_is_trained_meanwhile(asynchronous, tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_checkpoint_holds_the_state_of_its_step_while_training_continues(asynchronous, tmp_path):
     trainer = trainer_of(fsdp(), optimizer=optax.adam(0.01))
     params: dict[int, Any] = {}
 
-    class Keeps(Callback):
+    class Recorder(Callback):
         every = fitflax.every(steps=1)
 
         def on_checkpoint(self, checkpoint: fitflax.Checkpoint) -> fitflax.Checkpoint:
             params[checkpoint.step] = host(checkpoint.model_params)
             return checkpoint
 
-    fit(trainer, 6, callbacks=[Keeps(), ModelCheckpoint(tmp_path, every=fitflax.every(steps=1), keep=6, asynchronous=asynchronous)])
+    fit(trainer, 6, callbacks=[Recorder(), ModelCheckpoint(tmp_path, every=fitflax.every(steps=1), keep=6, asynchronous=asynchronous)])
     for step in range(1, 7):
         assert_equal(CheckpointStore(tmp_path).restore(step).train["params"], params[step])
 
 
-def test_a_run_goes_on_with_fewer_devices_and_with_other_meshes(tmp_path, expected):
-    """8 -> 2 -> 1 devices and back to another mesh of 8: the same batches in the same order, the same parameters where one stops and the next goes on."""
+@pytest.mark.slow
+def test_a_run_resumes_with_fewer_devices_and_with_other_meshes(tmp_path, expected):
+    """8 -> 2 -> 1 devices and back to another mesh of 8: the same batches in the same order, and equal parameters where one stops and the next resumes."""
     norms: list[float] = []
     losses: list[float] = []
-    begins: list[Any] = []
+    initial_states: list[Any] = []
 
-    class Looks(Callback):
+    class Recorder(Callback):
         every = fitflax.every(steps=1)
 
         def on_checkpoint(self, checkpoint: fitflax.Checkpoint) -> None:
             losses.append(checkpoint.loss)
 
         def on_train_begin(self, logs: Any) -> None:
-            begins.append(host(self.trainer.state) if self.trainer.step else None)
+            initial_states.append(host(self.trainer.state) if self.trainer.step else None)
 
         def on_train_batch_end(self, batch: int, logs: Any) -> None:
             norms.append(float(optax.tree.norm(self.trainer.state.params)))
@@ -540,10 +549,10 @@ def test_a_run_goes_on_with_fewer_devices_and_with_other_meshes(tmp_path, expect
     for end, strategy in ((5, fsdp(8)), (9, fsdp(2)), (14, DataParallel(jax.devices()[:1])), (17, mesh_4x2()), (20, one())):
         trainer = trainer_of(strategy)
         checkpoints = ModelCheckpoint(tmp_path, every=fitflax.every(steps=50))
-        trainer.fit(X, Y, batch_size=24, steps=end, callbacks=[Looks(), checkpoints], resume="auto", verbose=0)
+        trainer.fit(X, Y, batch_size=24, steps=end, callbacks=[Recorder(), checkpoints], resume="auto", verbose=0)
         if state is not None:
-            assert_equal(begins[-1].params, state.params)
-            assert_equal(begins[-1].model_state, state.model_state)
+            assert_equal(initial_states[-1].params, state.params)
+            assert_equal(initial_states[-1].model_state, state.model_state)
         state = host(trainer.state)
     whole = trainer_of(DataParallel(jax.devices()[:1]))
     expected_norms = [
@@ -555,7 +564,7 @@ def test_a_run_goes_on_with_fewer_devices_and_with_other_meshes(tmp_path, expect
 
 
 @pytest.mark.slow
-def test_a_replicated_checkpoint_is_restored_onto_a_mesh_with_the_same_bits(tmp_path):
+def test_a_replicated_checkpoint_is_restored_onto_a_mesh_bit_for_bit(tmp_path):
     trainer = trainer_of(DataParallel(jax.devices()[:2]), optimizer=optax.adam(0.01))
     fit(trainer, 3)
     path = trainer.save(tmp_path / "saved")
@@ -570,7 +579,7 @@ def test_a_replicated_checkpoint_is_restored_onto_a_mesh_with_the_same_bits(tmp_
         assert other.state.opt_state[0].mu["Block_0"]["Dense_0"]["kernel"].sharding.spec == P(None, "model")
 
 
-def test_a_snapshot_of_what_several_devices_hold_is_one_copy_of_each_part():
+def test_a_snapshot_of_arrays_on_several_devices_has_one_copy_of_each_shard():
     strategy = mesh_4x2()
     whole = np.arange(64 * 64, dtype=np.float32).reshape(64, 64)
     for spec in (P(None, "model"), P("data"), P(("data", "model")), P("model", "data")):
@@ -581,14 +590,15 @@ def test_a_snapshot_of_what_several_devices_hold_is_one_copy_of_each_part():
         np.testing.assert_array_equal(np.asarray(copy), whole)
 
 
-def test_a_state_that_is_split_nowhere_is_copied_without_waiting():
+def test_a_state_without_split_arrays_is_copied_without_waiting():
     for strategy, waits in ((Sharded({"data": 8}, fsdp=False), False), (fsdp(), True)):
         trainer = trainer_of(strategy, Plain())
         trainer.build((X[:24], Y[:24]))
-        assert trainer._session.need_state("test").snapshots_wait == waits
+        assert trainer._session.state.need("test").snapshots_wait == waits
 
 
-def test_a_state_is_never_whole_on_a_device_before_the_modules_names_are_known(tmp_path):
+@pytest.mark.slow
+def test_a_state_is_never_whole_on_a_device_before_the_axis_names_are_known(tmp_path):
     class Odd(nn.Module):
         @nn.compact
         def __call__(self, x: Any) -> Any:
@@ -605,7 +615,7 @@ def test_a_state_is_never_whole_on_a_device_before_the_modules_names_are_known(t
     other = make()
     other.restore(trainer.save(tmp_path / "saved"))
     assert other.state.params["Dense_0"]["kernel"].sharding.spec == P(None, "data")  # 8 divides neither 500 nor 516.
-    lent = other.state
+    held = other.state
     out = io.StringIO()
     other.summary(sample=x, sharding=True, file=out)
     assert " -, model " in out.getvalue()
@@ -613,38 +623,43 @@ def test_a_state_is_never_whole_on_a_device_before_the_modules_names_are_known(t
     assert specs(other.state.params) == specs(other.state.opt_state[0].mu) == specs(trainer.state.params)
     assert_equal(other.state, trainer.state)
     other.fit(x, np.ones((8, 516), np.float32), verbose=0)
-    assert_equal(lent.params, trainer.state.params)
+    assert_equal(held.params, trainer.state.params)
+
+
+@pytest.fixture(scope="module")
+def trained() -> fitflax.Trainer:
+    """A trainer on a mesh after two steps, for tests that do not change it."""
+    trainer = trainer_of(mesh_4x2())
+    fit(trainer, 2)
+    return trainer
 
 
 @pytest.mark.slow
-def test_an_inference_state_is_split_as_well():
-    trainer = trainer_of(mesh_4x2())
-    fit(trainer, 2)
-    inference = trainer.inference_state()
-    assert specs(inference.params) == specs(trainer.state.params)
+def test_an_inference_state_is_split_too(trained):
+    inference = trained.inference_state()
+    assert specs(inference.params) == specs(trained.state.params)
     server = fitflax.Trainer(Transformer(), parallel=fsdp())
     server.replace_state(inference)
-    np.testing.assert_allclose(server.predict(X), trainer.predict(X), atol=1e-5)
-    assert server._session.need_state("test").borrow().params["Block_0"]["q"]["kernel"].sharding.spec == P("data")
+    np.testing.assert_allclose(server.predict(X), trained.predict(X), atol=1e-5)
+    assert server._session.state.need("test").borrow().params["Block_0"]["q"]["kernel"].sharding.spec == P("data")
 
 
 @pytest.mark.slow
-def test_a_partial_restore_initializes_the_rest_in_its_place(tmp_path):
-    trainer = trainer_of(mesh_4x2())
-    fit(trainer, 2)
-    path = trainer.save(tmp_path / "saved")
+def test_a_partial_restore_initializes_the_rest_with_the_same_sharding(trained, tmp_path):
+    path = trained.save(tmp_path / "saved")
     other = trainer_of(mesh_4x2(), optimizer=optax.adam(0.01))
     other.build((X[:24], Y[:24]))
     fit(other, 1)
     other.restore(path, partial=True, mapping={"params/Dense_0": None})
-    assert_equal(other.state.params["Block_0"], trainer.state.params["Block_0"])
-    assert specs(other.state.params) == specs(trainer.state.params) == specs(other.state.opt_state[0].nu)
+    assert_equal(other.state.params["Block_0"], trained.state.params["Block_0"])
+    assert specs(other.state.params) == specs(trained.state.params) == specs(other.state.opt_state[0].nu)
 
 
-# -- the tools around it --
+# -- other tools --
 
 
-def test_the_summary_says_what_lies_where():
+@pytest.mark.slow
+def test_the_summary_shows_how_arrays_are_split():
     trainer = trainer_of(mesh_4x2(), optimizer=optax.adam(0.01), ema_decay=0.9)
     trainer.build((X[:24], Y[:24]))
     out = io.StringIO()
@@ -659,7 +674,7 @@ def test_the_summary_says_what_lies_where():
     params, state = trainer.state.params, trainer.state
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves((params, state.model_state, state.opt_state, state.ema_params)))
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves((params, state.model_state, state.opt_state, state.ema_params)))
-    assert lines[-1].endswith(f"in all {held * 10 // 1024 / 10} KB of {whole * 10 // 1024 / 10} KB.")
+    assert lines[-1].endswith(f"in total {held * 10 // 1024 / 10} KB of {whole * 10 // 1024 / 10} KB.")
     factored = trainer_of(fsdp(), optimizer=optax.adafactor(0.01, min_dim_size_to_factor=8))
     factored.build((X[:24], Y[:24]))
     out = io.StringIO()
@@ -668,17 +683,17 @@ def test_the_summary_says_what_lies_where():
 
 
 @pytest.mark.slow
-def test_model_flops_are_those_of_a_device():
+def test_model_flops_are_counted_per_device(trained):
     flops = []
-    for strategy in (one(), mesh_4x2()):
-        trainer = trainer_of(strategy)
-        fit(trainer, 1)
-        program = trainer._session.need_compiled("test")
-        flops.append((program.model_flops, program.forward_flops(trainer.state, trainer._session.sample)))
+    alone = trainer_of(one())
+    fit(alone, 1)
+    for trainer in (alone, trained):
+        program = trainer._session.task.need_compiled("test")
+        flops.append((program.preparation.model_flops, program.preparation.forward_flops(trainer.state, trainer._session.state.sample)))
     assert flops[0][0] == pytest.approx(8 * flops[1][0]) and flops[0][1] == flops[1][1]
 
 
-def test_a_nan_is_hunted_down_on_a_mesh():
+def test_hunt_nan_finds_the_origin_on_a_mesh():
     class Bad(nn.Module):
         @nn.compact
         def __call__(self, x: Any) -> Any:
@@ -692,7 +707,7 @@ def test_a_nan_is_hunted_down_on_a_mesh():
 
 
 @pytest.mark.slow
-def test_a_rate_is_found_and_a_module_exported_from_a_mesh(tmp_path):
+def test_find_learning_rate_and_export_work_on_a_mesh(tmp_path):
     trainer = trainer_of(mesh_4x2(), optimizer="sgd")
     fit(trainer, 2)
     before = host(trainer.state)
@@ -710,33 +725,33 @@ def test_a_rate_is_found_and_a_module_exported_from_a_mesh(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mesh": {"data": 4, "model": 3}}, r"needs 12 devices, and there are 8. Change the sizes or let one of them be -1.$"),
-        ({"mesh": {"data": 4}}, r"needs 4 devices, and there are 8. .* or pass devices=jax.devices\(\)\[:4\].$"),
-        ({"mesh": {"data": -1, "model": 3}}, r"needs a multiple of 3 devices, and there are 8. .*devices=jax.devices\(\)\[:6\].$"),
+        ({"mesh": {"data": 4, "model": 3}}, r"needs 12 devices, but there are 8. Change the sizes or set one of them to -1.$"),
+        ({"mesh": {"data": 4}}, r"needs 4 devices, but there are 8. .* or pass devices=jax.devices\(\)\[:4\].$"),
+        ({"mesh": {"data": -1, "model": 3}}, r"needs a multiple of 3 devices, but there are 8. .*devices=jax.devices\(\)\[:6\].$"),
         ({"mesh": {"data": -1, "model": -1}}, "only one axis may be -1"),
-        ({"mesh": {"data": 0}}, r"takes the sizes of its axes, such as \{'data': -1, 'model': 2\}. Received: \{'data': 0\}"),
-        ({"mesh": {}}, "takes the sizes of its axes"),
-        ({"mesh": 8}, "takes the sizes of its axes"),
-        ({"mesh": {"data": True}}, "takes the sizes of its axes"),
-        ({"mesh": {"data": -1}, "devices": []}, "at least one device, each only once"),
-        ({"mesh": {"data": 2}, "devices": [0, 1]}, r"Sharded takes a list of at least one device, .* Received: devices=\[0, 1\]"),
+        ({"mesh": {"data": 0}}, r"or sizes of axes such as \{'data': -1, 'model': 2\}. Received: \{'data': 0\}"),
+        ({"mesh": {}}, "takes a jax.sharding.Mesh, or sizes of axes"),
+        ({"mesh": 8}, "takes a jax.sharding.Mesh, or sizes of axes"),
+        ({"mesh": {"data": True}}, "takes a jax.sharding.Mesh, or sizes of axes"),
+        ({"mesh": {"data": -1}, "devices": []}, "a nonempty list of distinct devices"),
+        ({"mesh": {"data": 2}, "devices": [0, 1]}, r"Sharded\(devices=...\) must be a nonempty list of distinct devices, .* Received: \[0, 1\]"),
         ({"mesh": {"data": -1}, "rules": [("mlp", "model")]}, r"maps 'mlp' to 'model', but the mesh has the axes \['data'\]"),
         ({"mesh": {"data": -1}, "fsdp": "model"}, r"fsdp=.* takes True, False, None, or an axis of the mesh \['data'\]. Received: 'model'"),
-        ({"mesh": {"a": 4, "b": 2}, "fsdp": True}, r"looks for an axis 'fsdp' or 'data' of the mesh, which has \['a', 'b'\]"),
+        ({"mesh": {"a": 4, "b": 2}, "fsdp": True}, r"needs a mesh axis 'fsdp' or 'data'. The mesh has \['a', 'b'\]"),
         ({"mesh": {"data": -1}, "fsdp_min_size": -1}, "fsdp_min_size=.* at least 0"),
-        ({"mesh": {"data": -1}, "devices": 3}, r"such as jax.devices\(\)\[:4\]. Received: devices=3"),
+        ({"mesh": {"data": -1}, "devices": 3}, r"such as jax.devices\(\)\[:4\]. Received: 3"),
         ({"mesh": {"data": -1}, "rules": 5}, r"takes pairs \(logical name, mesh axis\), .* or a dict of them. Received: 5"),
         ({"mesh": {"data": -1}, "rules": [("embed", ("data", "data"))]}, "maps 'embed' to the same mesh axis twice"),
     ],
     ids=str,
 )
-def test_what_makes_no_sense_is_an_error(options, message):
+def test_invalid_arguments_are_errors(options, message):
     with pytest.raises(ConfigError, match=message):
         Sharded(options.pop("mesh"), **options)
 
 
 @pytest.mark.slow
-def test_a_mesh_of_jax_s_own_is_taken_with_axes_that_the_compiler_divides():
+def test_a_jax_mesh_is_accepted_and_its_axes_become_automatic():
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     strategy = Sharded(mesh, rules=RULES)
     assert strategy.mesh.axis_types == (AxisType.Auto,) * 2 and dict(strategy.mesh.shape) == {"data": 2, "model": 4}
@@ -745,6 +760,7 @@ def test_a_mesh_of_jax_s_own_is_taken_with_axes_that_the_compiler_divides():
         Sharded(mesh, devices=jax.devices())
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     ("mesh", "options", "axes"),
     [
@@ -759,7 +775,7 @@ def test_a_mesh_of_jax_s_own_is_taken_with_axes_that_the_compiler_divides():
     ],
     ids=str,
 )
-def test_batches_are_split_over_the_axes_that_are_meant_for_it(mesh, options, axes):
+def test_batches_are_split_over_the_axes_that_are_meant_for_them(mesh, options, axes):
     strategy = Sharded(mesh, **options)
     assert strategy.batch_axes == axes
     assert strategy.num_batch_shards == int(np.prod([mesh[axis] for axis in axes]))
@@ -770,7 +786,7 @@ def test_batches_are_split_over_the_axes_that_are_meant_for_it(mesh, options, ax
     assert trainer.predict(x).shape == (20, 8)
 
 
-def test_names_and_sizes_that_do_not_fit_are_errors_before_any_work(compilations):
+def test_axis_names_and_sizes_that_do_not_fit_are_errors_before_compilation(compilations):
     def dense(names: tuple[str, ...], size: int) -> nn.Module:
         return nn.Dense(size, kernel_init=nn.with_logical_partitioning(nn.initializers.ones, names))
 
@@ -786,11 +802,11 @@ def test_names_and_sizes_that_do_not_fit_are_errors_before_any_work(compilations
                 trainer.fit(x, x, verbose=0)
             with pytest.raises(ShardingError, match=message):
                 trainer.summary(sample=x)
-    # Keys are made by programs, which JAX forgets between tests.
+    # Random keys are created by compiled programs, which JAX drops between tests.
     assert not [name for name in counted.names if any(part in name for part in ("train", "eval", "init", "lambda"))], counted.names
 
 
-def test_a_module_bound_to_an_axis_name_is_an_error_with_its_path():
+def test_a_module_with_an_unbound_axis_name_is_an_error_with_its_path():
     class Inner(nn.Module):
         @nn.compact
         def __call__(self, x: Any) -> Any:
@@ -805,11 +821,13 @@ def test_a_module_bound_to_an_axis_name_is_an_error_with_its_path():
     for strategy in (mesh_4x2(), DataParallel(axis_name="other")):
         trainer = fitflax.Trainer(Net(), parallel=strategy)
         trainer.compile("sgd", "mse")
-        with pytest.raises(ModelError, match=r"unbound axis name: replica. It is named in inner/norm, a BatchNorm. Leave axis_name out under parallel=Sharded"):
+        with pytest.raises(
+            ModelError, match=r"unbound axis name: replica. The name is used in inner/norm, a BatchNorm. Under parallel=Sharded\(...\), leave axis_name"
+        ):
             trainer.fit(x, x, verbose=0)
 
 
-def test_collectives_outside_of_the_module_are_an_error_that_says_why():
+def test_collectives_outside_the_module_are_an_error_that_says_why():
     class Step(fitflax.Trainer):
         def train_step(self, state: Any, batch: Any) -> Any:
             return state, {"loss": (jax.lax.psum(jnp.float32(1), "replica"), jnp.float32(1))}
@@ -817,11 +835,12 @@ def test_collectives_outside_of_the_module_are_an_error_that_says_why():
     x = np.ones((16, 8), np.float32)
     for trainer, error in ((Step(nn.Dense(8), parallel=mesh_4x2()), ModelError), (fitflax.Trainer(nn.Dense(8), parallel=mesh_4x2()), LossError)):
         trainer.compile("sgd", lambda outputs, targets: jax.lax.pmean((outputs - targets) ** 2, "replica"))
-        with pytest.raises(error, match=r"unbound axis name: replica\. Under Sharded a step sees the whole batch, and there is no axis to join"):
+        with pytest.raises(error, match=r"unbound axis name: replica\. Under Sharded, a step sees the whole batch, so there is no such axis"):
             trainer.fit(x, x, verbose=0)
 
 
-def test_large_parameters_that_stay_whole_are_a_warning_once():
+@pytest.mark.slow
+def test_large_parameters_that_stay_whole_cause_one_warning():
     x = np.ones((8, 512), np.float32)
 
     def build(**options: Any) -> list[str]:
@@ -834,14 +853,15 @@ def test_large_parameters_that_stay_whole_are_a_warning_once():
         return [str(warning.message) for warning in caught]
 
     (message,) = build()
-    assert message.startswith("Large parameters are whole on each of 8 devices: params/kernel (2.0 MB, without axis names); 2.0 MB in all")
-    assert "Sharded(fsdp=True) splits arrays without axis names" in message
+    assert message.startswith("Large parameters are whole on each of 8 devices: params/kernel (2.0 MB, no axis names); 2.0 MB in total")
+    assert "Pass Sharded(fsdp=True) to split arrays without axis names" in message
     assert build(fsdp=False) == build(fsdp=True) == []
     (message,) = build(fsdp=True, fsdp_min_size=2**30)
-    assert "less than fsdp_min_size" in message and "fsdp=True" not in message
+    assert "smaller than fsdp_min_size" in message and "fsdp=True" not in message
 
 
-def test_whole_batches_on_a_mesh_of_several_axes_are_a_warning_unless_they_are_asked_for():
+@pytest.mark.slow
+def test_whole_batches_on_a_mesh_of_several_axes_cause_a_warning_unless_requested():
     def warned(mesh: dict[str, int], rules: Any) -> list[str]:
         trainer = fitflax.Trainer(Plain(), parallel=Sharded(mesh, rules=rules))
         trainer.compile("sgd", "sparse_categorical_crossentropy")
@@ -851,7 +871,8 @@ def test_whole_batches_on_a_mesh_of_several_axes_are_a_warning_unless_they_are_a
         return [str(warning.message) for warning in caught]
 
     (message,) = warned({"dp": 4, "tp": 2}, [("embed", "dp"), ("mlp", "tp")])
-    assert message.startswith("Each device works on whole batches: no axis of the mesh {'dp': 4, 'tp': 2} is called 'data'") and "('batch', 'dp')" in message
+    assert message.startswith("Each device processes whole batches, because the mesh {'dp': 4, 'tp': 2} has no axis 'data'")
+    assert "('batch', 'dp')" in message
     assert warned({"dp": 4, "tp": 2}, [("batch", None)]) == warned({"dp": 4, "tp": 2}, [("batch", "dp")]) == warned({"tp": 8}, [("mlp", "tp")]) == []
 
 
@@ -860,7 +881,7 @@ def test_the_summary_names_axes_over_which_nothing_is_split():
     trainer = fitflax.Trainer(Plain(), parallel=mesh_4x2())
     trainer.compile("sgd", "sparse_categorical_crossentropy")
     trainer.summary(sample=X[:8], sharding=True, file=out)
-    assert "No array of the state and no batch is split over 'model'." in out.getvalue() and "over 'data'." not in out.getvalue()
+    assert "Axis 'model' is unused: no array of the state and no batch is split over it." in out.getvalue() and "over 'data'." not in out.getvalue()
 
 
 def test_an_axis_that_the_mesh_does_not_have_is_an_error_with_the_modules_path():
@@ -871,11 +892,11 @@ def test_an_axis_that_the_mesh_does_not_have_is_an_error_with_the_modules_path()
 
     trainer = fitflax.Trainer(Net(), parallel=mesh_4x2())
     trainer.compile("sgd", "mse")
-    with pytest.raises(ModelError, match=r"not found in mesh.* It is named in Dense_0, a Dense. nn.with_partitioning names axes of the mesh"):
+    with pytest.raises(ModelError, match=r"not found in mesh.* The name is used in Dense_0, a Dense. nn.with_partitioning takes axes of the mesh"):
         trainer.build((np.ones((8, 8), np.float32), np.ones((8, 8), np.float32)))
 
 
-def test_a_strategy_says_what_it_is():
+def test_the_repr_of_a_strategy_describes_it():
     assert repr(mesh_4x2()) == "Sharded(mesh={'data': 4, 'model': 2} of cpu devices, batches over ('data',))"
     assert repr(fsdp()) == "Sharded(mesh={'data': 8} of cpu devices, batches over ('data',), fsdp over ('data',))"
 
@@ -887,7 +908,7 @@ def test_the_modular_loops_run_on_a_mesh():
 
 
 def test_large_arrays_on_devices_are_moved_one_by_one_to_where_they_belong(monkeypatch):
-    monkeypatch.setattr(sharded, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(sharded, "SMALL_BYTES", 0)
     trainer = fitflax.Trainer(nn.Dense(8), parallel=Sharded({"data": 2}, fsdp=True, fsdp_min_size=1, devices=jax.devices()[:2]))
     trainer.compile("sgd", "mse")
     trainer.build((np.ones((4, 4), np.float32), np.ones((4, 8), np.float32)))

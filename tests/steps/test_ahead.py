@@ -1,4 +1,4 @@
-"""Compiling ahead: each program once, in a thread, and found by the first call; faults are still those of the call."""
+"""Ahead-of-time compilation: each program is compiled once, in a thread, and used by the first call, which still raises all errors."""
 
 import collections
 import threading
@@ -14,7 +14,7 @@ import fitflax
 from fitflax.callbacks import LambdaCallback
 from fitflax.errors import ModelError
 from fitflax.parallel import DataParallel, Sharded
-from fitflax.steps.compilation import AheadOfTime, Compilation
+from fitflax.steps.compile_ahead import AheadOfTime, Compilation
 
 
 class Counting(nn.Module):
@@ -43,24 +43,24 @@ def test_each_program_is_compiled_once_and_the_step_is_traced_once(num_devices, 
     assert sum(traced) <= (3 if steps_per_call == 1 else 4)
 
 
-def test_nothing_waits_for_initialization_to_be_compiled_before_the_step_is(devices, monkeypatch):
+def test_lowering_the_step_does_not_wait_until_initialization_is_compiled(devices, monkeypatch):
     events: list[str] = []
-    compile_it, lower_it = jax.stages.Lowered.compile, fitflax.steps.compiled.CompiledSteps.lower
+    compile_it, lower_it = jax.stages.Lowered.compile, fitflax.steps.compiled_functions.CompiledSteps.lower
     may_compile = threading.Event()
 
     def late(lowered: Any, *arguments: Any, **options: Any) -> Any:
         assert may_compile.wait(60)
         return compile_it(lowered, *arguments, **options)
 
-    def noting(steps: Any, kind: str, *arguments: Any, **options: Any) -> Any:
+    def recording(steps: Any, kind: str, *arguments: Any, **options: Any) -> Any:
         result = lower_it(steps, kind, *arguments, **options)
         events.append(kind)
         if kind == "train":
-            may_compile.set()  # Had anybody waited for "init" before, this would never come.
+            may_compile.set()  # If anything had waited for "init" before, this line would never run.
         return result
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", late)
-    monkeypatch.setattr(fitflax.steps.compiled.CompiledSteps, "lower", noting)
+    monkeypatch.setattr(fitflax.steps.compiled_functions.CompiledSteps, "lower", recording)
     for strategy in (DataParallel(devices(1)), DataParallel(devices(2)), Sharded({"data": 4}, fsdp=True, fsdp_min_size=0, devices=devices(4))):
         may_compile.clear()
         trainer = fitflax.Trainer(nn.Dense(4), parallel=strategy)
@@ -69,22 +69,22 @@ def test_nothing_waits_for_initialization_to_be_compiled_before_the_step_is(devi
     assert events == ["init", "train"] * 3
 
 
-def test_compiling_takes_place_in_another_thread(devices, monkeypatch):
+def test_compilation_runs_in_another_thread(devices, monkeypatch):
     threads: list[str] = []
     compile_it = jax.stages.Lowered.compile
 
-    def noting(lowered: Any, *arguments: Any, **options: Any) -> Any:
+    def recording(lowered: Any, *arguments: Any, **options: Any) -> Any:
         threads.append(threading.current_thread().name)
         return compile_it(lowered, *arguments, **options)
 
-    monkeypatch.setattr(jax.stages.Lowered, "compile", noting)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", recording)
     trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(devices(1)))
     trainer.compile("adam", "sparse_categorical_crossentropy")
     trainer.fit(X, Y, batch_size=16, validation_data=(X, Y), verbose=0)
     assert threads == ["fitflax-compile"] * 3
 
 
-def test_what_cannot_be_compiled_is_raised_by_the_call():
+def test_waiting_for_a_failed_compilation_raises_nothing():
     class Lowered:
         def compile(self) -> None:
             raise ValueError("never seen")
@@ -131,8 +131,8 @@ def test_a_second_evaluation_or_fit_traces_nothing(devices):
     assert len(traced) == before
 
 
-def test_a_call_waits_for_its_program_instead_of_compiling_it_too(devices, monkeypatch):
-    """Each program is compiled when somebody waits for it, and not before."""
+def test_a_call_waits_for_its_program_instead_of_compiling_it_again(devices, monkeypatch):
+    """Here, each program is compiled when a call waits for it, and not before."""
     asked_for: dict[Any, threading.Event] = collections.defaultdict(threading.Event)
     done: list[threading.Thread] = []
     compile_it, wait = Compilation._compile, AheadOfTime.wait
@@ -143,8 +143,8 @@ def test_a_call_waits_for_its_program_instead_of_compiling_it_too(devices, monke
         done.append(threading.current_thread())
 
     def asking(ahead: AheadOfTime, name: Any) -> None:
-        if name in ahead._going_on:
-            asked_for[ahead._going_on[name]._thread].set()
+        if name in ahead._compilations:
+            asked_for[ahead._compilations[name]._thread].set()
         wait(ahead, name)
 
     monkeypatch.setattr(Compilation, "_compile", when_asked_for)
@@ -154,7 +154,7 @@ def test_a_call_waits_for_its_program_instead_of_compiling_it_too(devices, monke
     trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(devices(1)))
     trainer.compile("sgd", "sparse_categorical_crossentropy")
     try:
-        for size in (16, 32):  # The second one's shapes are new to a function that was called before.
+        for size in (16, 32):  # The shapes of the second size are new to a function that was already called.
             trainer.fit(X, Y, batch_size=size, verbose=0, callbacks=[look])
     finally:
         for event in asked_for.values():

@@ -1,4 +1,4 @@
-"""`compile(ema_decay=...)`: averaged parameters, which are what is evaluated."""
+"""`compile(ema_decay=...)`: averaged parameters, which evaluation uses."""
 
 from collections.abc import Callable
 from typing import Any
@@ -57,7 +57,7 @@ def trained(devices: list[jax.Device], decay: float | None = 0.9, steps: int = 3
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.mostly_slow
-def test_the_average_is_the_one_that_numpy_computes(num_devices: int, devices: Devices):
+def test_the_average_equals_the_one_that_numpy_computes(num_devices: int, devices: Devices):
     trainer = trainer_of(devices(num_devices), 0.75)
     trainer.build((X, Y))
     expected = host(trainer.state.params)
@@ -73,14 +73,14 @@ def test_the_average_is_the_one_that_numpy_computes(num_devices: int, devices: D
 
 
 @pytest.mark.slow
-def test_the_parameters_are_trained_as_without_an_average(devices: Devices):
+def test_an_average_does_not_change_how_the_parameters_are_trained(devices: Devices):
     with_average, without = (trained(devices(2), decay, model=Net()) for decay in (0.9, None))
     assert without.state.ema_params is None
     for name in ("params", "model_state", "opt_state"):
         assert_same(getattr(with_average.state, name), getattr(without.state, name))
 
 
-def test_an_average_of_half_precision_is_float32_and_one_of_integers_the_newest():
+def test_averages_of_half_precision_are_float32_and_those_of_integers_the_newest_value():
     params = {"w": jnp.ones(2, jnp.bfloat16), "n": jnp.arange(2)}
     averages = start_average(params)
     assert {name: str(leaf.dtype) for name, leaf in averages.items()} == {"w": "float32", "n": "int32"}
@@ -91,22 +91,22 @@ def test_an_average_of_half_precision_is_float32_and_one_of_integers_the_newest(
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.mostly_slow
-def test_parameters_of_half_precision_are_trained_and_averaged(num_devices: int, devices: Devices):
+def test_parameters_in_half_precision_are_trained_and_averaged(num_devices: int, devices: Devices):
     trainer = trained(devices(num_devices), 0.5, model=nn.Dense(2, param_dtype=jnp.bfloat16))
     assert trainer.state.ema_params["kernel"].dtype == jnp.float32 and trainer.state.params["kernel"].dtype == jnp.bfloat16
     assert np.isfinite(trainer.evaluate(X, Y, verbose=0)["loss"])
 
 
 @pytest.mark.parametrize("inherits", [True, False])
-def test_an_update_of_ones_own_is_averaged_once(inherits: bool, devices: Devices):
-    class Own(fitflax.Trainer):
+def test_a_custom_update_is_averaged_once(inherits: bool, devices: Devices):
+    class Custom(fitflax.Trainer):
         def train_step(self, state: Any, batch: Any) -> Any:
             if inherits:
                 return super().train_step(state, batch)
             params = jax.tree.map(lambda leaf: leaf - 1, state.params)
             return fitflax.TrainState(state.step, params, state.model_state, state.opt_state, state.key), {"loss": (jnp.float32(0), jnp.float32(1))}
 
-    trainer = trainer_of(devices(2), 0.75, kind=Own)
+    trainer = trainer_of(devices(2), 0.75, kind=Custom)
     trainer.build((X, Y))
     before = host(trainer.state.params)
     trainer.train_on_batch((X, Y))
@@ -152,7 +152,7 @@ def test_the_best_averages_are_restored_at_the_end(tmp_path: Any, devices: Devic
 # -- compiling again --
 
 
-def test_compiling_again_begins_keeps_or_drops_the_average(devices: Devices):
+def test_compiling_again_starts_keeps_or_drops_the_average(devices: Devices):
     trainer = trained(devices(2))
     optimizer = optax.sgd(0.3)
     averages = host(trainer.state.ema_params)
@@ -163,14 +163,14 @@ def test_compiling_again_begins_keeps_or_drops_the_average(devices: Devices):
         assert trainer.state.ema_params is None
         trainer.compile(again, "mse", ema_decay=0.5)
         assert_same(trainer.state.ema_params, trainer.state.params)
-    lent = trainer.state
-    kept = host((lent.params, lent.ema_params))
+    held = trainer.state
+    kept = host((held.params, held.ema_params))
     trainer.fit(X, Y, steps=2, verbose=0)
-    assert_same((lent.params, lent.ema_params), kept)
+    assert_same((held.params, held.ema_params), kept)
 
 
 @pytest.mark.parametrize("decay", [0, 1, 1.0, -0.5, 2, "0.9", True, float("nan")])
-def test_a_decay_lies_between_0_and_1(decay: Any, devices: Devices):
+def test_the_decay_must_be_between_0_and_1(decay: Any, devices: Devices):
     with pytest.raises(ConfigError, match=r"compile\(ema_decay=...\) must be a number between 0 and 1, such as 0.999, or None. Received: "):
         trainer_of(devices(1), decay)
 
@@ -180,14 +180,14 @@ def test_a_decay_lies_between_0_and_1(decay: Any, devices: Devices):
 
 @pytest.fixture
 def saved(tmp_path: Any, devices: Devices) -> dict[str, Any]:
-    """Checkpoints of a trainer with and of one without averages, and their states."""
+    """Checkpoints and states of a trainer with averages and of one without."""
     trainers = {"with": trained(devices(1), model=Net()), "without": trained(devices(1), None, model=Net())}
     return {name: (trainer.save(tmp_path / name), trainer.state) for name, trainer in trainers.items()}
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.slow
-def test_both_are_saved_and_restored(num_devices: int, saved: Any, devices: Devices):
+def test_parameters_and_averages_are_both_saved_and_restored(num_devices: int, saved: Any, devices: Devices):
     path, state = saved["with"]
     built, fresh, bare = trainer_of(devices(num_devices), model=Net()), trainer_of(devices(num_devices), model=Net()), fitflax.Trainer(Net())
     built.build((X, Y))
@@ -201,7 +201,8 @@ def test_both_are_saved_and_restored(num_devices: int, saved: Any, devices: Devi
         trainer.fit(X, Y, steps=1, verbose=0)
 
 
-def test_a_checkpoint_without_averages_begins_them_at_its_parameters(saved: Any, devices: Devices):
+@pytest.mark.slow
+def test_averages_start_at_the_parameters_of_a_checkpoint_without_averages(saved: Any, devices: Devices):
     path, state = saved["without"]
     for weights_only in (False, True):
         trainer = trainer_of(devices(2), model=Net())
@@ -212,7 +213,7 @@ def test_a_checkpoint_without_averages_begins_them_at_its_parameters(saved: Any,
 
 
 @pytest.mark.slow
-def test_averages_are_left_out_where_the_trainer_has_none(saved: Any, devices: Devices):
+def test_averages_are_ignored_if_the_trainer_has_none(saved: Any, devices: Devices):
     path, state = saved["with"]
     for weights_only in (False, True):
         for is_built in (False, True):
@@ -229,7 +230,7 @@ def test_averages_are_left_out_where_the_trainer_has_none(saved: Any, devices: D
     assert trainer.state.ema_params is None
 
 
-def test_weights_alone_bring_their_averages(saved: Any, devices: Devices):
+def test_weights_only_restores_the_averages_too(saved: Any, devices: Devices):
     path, state = saved["with"]
     for is_built in (False, True):
         trainer = trainer_of(devices(2), model=Net())
@@ -241,7 +242,7 @@ def test_weights_alone_bring_their_averages(saved: Any, devices: Devices):
         trainer.fit(X, Y, steps=1, verbose=0)
 
 
-def test_a_partial_restore_begins_the_average_at_what_came_of_it(saved: Any, devices: Devices):
+def test_a_partial_restore_starts_the_averages_at_the_resulting_parameters(saved: Any, devices: Devices):
     path, state = saved["with"]
     trainer = trainer_of(devices(2), model=Net())
     trainer.build((X, Y))
@@ -259,7 +260,7 @@ def test_a_partial_restore_begins_the_average_at_what_came_of_it(saved: Any, dev
     ids=["average", "accumulated", "all"],
 )
 @pytest.mark.slow
-def test_a_resumed_run_is_the_run_that_never_stopped(options: Any, tmp_path: Any, devices: Devices):
+def test_a_resumed_run_is_bit_for_bit_identical_to_an_uninterrupted_run(options: Any, tmp_path: Any, devices: Devices):
     def run(directory: str, stops: list[int], decay: float | None = 0.9) -> Any:
         for steps in stops:
             trainer = trainer_of(devices(2), decay, model=Net(), optimizer="adam", **options)
@@ -274,7 +275,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(options: Any, tmp_path: Any
     assert resumed.step == 10 and not differences(state_of(resumed), state_of(whole))
     assert rows_of(resumed.history) == rows_of(whole.history)
     assert "ema_params" in CheckpointStore(tmp_path / "parts").restore(10).train
-    with pytest.raises(RestoreError, match=r"ema_decay was 0\.9 and is 0\.5"):
+    with pytest.raises(RestoreError, match=r"ema_decay was 0\.9 and is now 0\.5"):
         run("parts", [12], 0.5)
-    with pytest.raises(RestoreError, match=r"ema_decay was 0\.9 and is None"):
+    with pytest.raises(RestoreError, match=r"ema_decay was 0\.9 and is now None"):
         run("parts", [12], None)

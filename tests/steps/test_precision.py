@@ -27,7 +27,7 @@ SLOW = pytest.mark.slow
 
 
 class Net(nn.Module):
-    """Notes the dtypes that it sees while it is traced."""
+    """Records the dtypes that it sees while it is traced."""
 
     note: Any = None
 
@@ -116,7 +116,7 @@ def test_losses_metrics_and_predictions_are_float32(precision: str, devices: Dev
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.slow
-def test_gradients_are_those_of_the_module_in_bfloat16(num_devices: int, devices: Devices):
+def test_gradients_equal_those_of_the_module_in_bfloat16(num_devices: int, devices: Devices):
     trainer = trainer_of(nn.Dense(2), devices(num_devices), "bfloat16", optimizer=optax.sgd(1.0))
     trainer.build((X[:12], Y[:12]))
     params = jax.tree.map(np.asarray, trainer.state.params)
@@ -129,13 +129,13 @@ def test_gradients_are_those_of_the_module_in_bfloat16(num_devices: int, devices
     grads = jax.grad(whole)(params)
     trainer.train_on_batch((X[:12], Y[:12]))
     for name in params:
-        # Sums over rows are made in bfloat16, in another order on several devices.
+        # Sums over rows are computed in bfloat16, and in a different order on several devices.
         np.testing.assert_allclose(params[name] - trainer.state.params[name], grads[name], rtol=2e-2 if num_devices > 1 else 1e-5, atol=1e-2)
 
 
 @pytest.mark.parametrize("precision", [pytest.param("bfloat16", marks=SLOW), "float16"])
 @pytest.mark.slow
-def test_training_comes_close_to_that_in_float32(precision: str, devices: Devices):
+def test_training_is_close_to_training_in_float32(precision: str, devices: Devices):
     losses = []
     for each in ("float32", precision):
         trainer = trainer_of(Net(), devices(1), each)
@@ -145,7 +145,7 @@ def test_training_comes_close_to_that_in_float32(precision: str, devices: Device
 
 @pytest.mark.parametrize("precision", HALVES)
 @pytest.mark.slow
-def test_collections_that_a_module_makes_from_its_inputs_keep_their_dtype(precision: str, devices: Devices):
+def test_collections_that_a_module_computes_from_its_inputs_keep_their_dtype(precision: str, devices: Devices):
     class Last(nn.Module):
         @nn.compact
         def __call__(self, x: Any) -> Any:
@@ -159,10 +159,10 @@ def test_collections_that_a_module_makes_from_its_inputs_keep_their_dtype(precis
     np.testing.assert_allclose(trainer.state.model_state["last"]["mean"], X[:12].mean(0), atol=1e-2)
 
 
-def test_a_loss_of_ones_own_gets_parameters_and_inputs_in_half_precision(devices: Devices):
+def test_a_custom_loss_gets_parameters_and_inputs_in_half_precision(devices: Devices):
     seen: set[str] = set()
 
-    class Own(fitflax.Trainer):
+    class Custom(fitflax.Trainer):
         def compute_loss(self, params: Any, model_state: Any, batch: Batch, *, rngs: Any, train: bool) -> Any:
             outputs = self.model.apply({"params": params}, batch.x)
             seen.update({f"x {batch.x.dtype}", f"params {params['kernel'].dtype}", f"y {batch.y.dtype}", f"outputs {outputs.dtype}"})
@@ -172,11 +172,11 @@ def test_a_loss_of_ones_own_gets_parameters_and_inputs_in_half_precision(devices
         seen.add(f"metric {outputs.dtype}")
         return abs(outputs - targets).mean(-1)
 
-    trainer_of(nn.Dense(2), devices(1), "bfloat16", None, kind=Own, metrics=[mae]).train_on_batch((X, Y))
+    trainer_of(nn.Dense(2), devices(1), "bfloat16", None, kind=Custom, metrics=[mae]).train_on_batch((X, Y))
     assert seen == {"x bfloat16", "params bfloat16", "y float32", "outputs bfloat16", "metric float32"}
 
 
-def test_integers_are_no_concern_of_the_precision(devices: Devices):
+def test_integer_inputs_are_not_affected_by_the_precision(devices: Devices):
     class Words(nn.Module):
         @nn.compact
         def __call__(self, ids: Any) -> Any:
@@ -188,7 +188,7 @@ def test_integers_are_no_concern_of_the_precision(devices: Devices):
     trainer_of(Words(), devices(1), "bfloat16").train_on_batch((np.arange(4) % 5, Y[:4]))
 
 
-# -- the scale of the loss --
+# -- the loss scale --
 
 
 def square_sum(outputs: Any, targets: Any) -> Any:
@@ -205,7 +205,7 @@ def test_a_step_whose_gradient_overflows_is_skipped_and_halves_the_scale(num_dev
     trainer.train_on_batch(SMALL)
     before = trainer.state
     assert scale_of(trainer) == FIRST_SCALE and int(before.opt_state.good_steps) == 1
-    # On one replica alone.
+    # On only one replica.
     rows = np.concatenate([SMALL[0][:3], LARGE[0][:1]])
     logs = trainer.train_on_batch((rows, SMALL[1]))
     after = trainer.state
@@ -219,14 +219,14 @@ def test_a_step_whose_gradient_overflows_is_skipped_and_halves_the_scale(num_dev
         assert np.asarray(old).tobytes() == np.asarray(new).tobytes()
 
 
-def test_the_scale_makes_gradients_that_float16_could_not_hold(devices: Devices):
+def test_the_scale_preserves_gradients_that_are_too_small_for_float16(devices: Devices):
     x, y = np.full((4, 1), 1e-3, np.float32), np.full(4, 1e-3, np.float32) * (1 - 1e-3)
     updates = {}
     for precision in ("float32", "float16"):
         trainer = trainer_of(Line(), devices(1), precision, lambda o, t: o[:, 0] * 1e-6, optimizer=optax.sgd(1e6))
         trainer.train_on_batch((x, y))
         updates[precision] = 1 - float(trainer.state.params["w"][0])
-    # 1e-9 by 1e-6: less than a hundredth of the smallest number of float16.
+    # The gradient of each row is 2.5e-10: less than a hundredth of the smallest float16 number.
     assert updates["float16"] == pytest.approx(updates["float32"], rel=1e-2) and updates["float32"] == pytest.approx(1e-3, rel=1e-3)
 
 
@@ -241,7 +241,7 @@ def test_the_scale_falls_until_gradients_fit(devices: Devices):
     assert scales[-1] == 32 and scales[0] == FIRST_SCALE / 2 and int(trainer.state.opt_state.good_steps) > 0
 
 
-def test_good_steps_in_a_row_double_the_scale_up_to_a_bound():
+def test_consecutive_good_steps_double_the_scale_up_to_a_limit():
     optimizer = with_loss_scale(optax.with_extra_args_support(optax.sgd(0.1)))
     good, bad = {"w": jnp.ones(2)}, {"w": jnp.array([1.0, jnp.nan])}
     state = optimizer.init(good)
@@ -258,7 +258,7 @@ def test_good_steps_in_a_row_double_the_scale_up_to_a_bound():
     assert after(state._replace(scale=jnp.float32(1)), bad) == (1.0, 0)
 
 
-def test_a_skipped_step_does_not_end_a_run_and_a_loss_that_is_not_finite_does(devices: Devices):
+def test_a_skipped_step_does_not_end_a_run_but_a_loss_that_is_not_finite_does(devices: Devices):
     def run(rows: Any, **options: Any) -> Any:
         trainer = trainer_of(Line(), devices(2), "float16", square_sum, optimizer=optax.sgd(1e-9))
         trainer.fit(rows, np.zeros(len(rows), np.float32), batch_size=4, shuffle=False, callbacks=[TerminateOnNaN()], log_every=1, verbose=0, **options)
@@ -267,14 +267,14 @@ def test_a_skipped_step_does_not_end_a_run_and_a_loss_that_is_not_finite_does(de
     rows = np.concatenate([SMALL[0], LARGE[0], SMALL[0]])
     trainer = run(rows, epochs=1)
     assert trainer.step == 3 and trainer.stop_reason is None and scale_of(trainer) == FIRST_SCALE / 2
-    with pytest.warns(FitflaxWarning, match="x holds NaN or infinity in 4 of 12 examples"):
+    with pytest.warns(FitflaxWarning, match="x has NaN or infinity in 4 of 12 examples"):
         assert "step 2" in run(np.where(rows > 1, np.nan, rows), epochs=1).stop_reason
     # Gradients that no scale can make finite: 3000 * 6000 is too large for float16.
     trainer = run(LARGE[0], epochs=30)
-    assert trainer.step == 16 and scale_of(trainer) == 1 and "not finite since step 16" in trainer.stop_reason
+    assert trainer.step == 16 and scale_of(trainer) == 1 and "not finite at step 16" in trainer.stop_reason
 
 
-def test_micro_batches_are_scaled_alike(devices: Devices):
+def test_micro_batches_are_scaled_in_the_same_way(devices: Devices):
     trainers = [trainer_of(Line(), devices(2), "float16", square_sum, optimizer=optax.sgd(0.1), accumulate_steps=steps) for steps in (1, 2)]
     for trainer in trainers:
         trainer.train_on_batch(SMALL)
@@ -284,7 +284,7 @@ def test_micro_batches_are_scaled_alike(devices: Devices):
     assert scale_of(trainers[1]) == FIRST_SCALE / 2
 
 
-def test_the_learning_rate_beside_a_scale_is_read_and_set(devices: Devices):
+def test_the_learning_rate_can_be_read_and_set_if_there_is_a_scale(devices: Devices):
     trainer = trainer_of(Line(), devices(1), "float16", square_sum, optimizer="sgd", learning_rate=0.5)
     trainer.build(SMALL)
     assert trainer.learning_rate == 0.5
@@ -315,23 +315,23 @@ def test_compiling_again_with_the_same_optimizer_keeps_its_state_with_or_without
 
 
 @pytest.mark.parametrize("precision", ["half", "float64", None, jnp.bfloat16, ["float16"]])
-def test_a_precision_is_one_of_three_names(precision: Any, devices: Devices):
+def test_the_precision_must_be_one_of_three_names(precision: Any, devices: Devices):
     with pytest.raises(ConfigError, match=r"compile\(precision=...\) must be one of 'float32', 'bfloat16', 'float16'. Received: "):
         trainer_of(Net(), devices(1), precision)
 
 
-def test_an_update_of_ones_own_has_a_precision_of_its_own(devices: Devices):
-    class Own(fitflax.Trainer):
+def test_a_custom_update_cannot_be_combined_with_a_precision(devices: Devices):
+    class Custom(fitflax.Trainer):
         def train_step(self, state: Any, batch: Any) -> Any:
             return super().train_step(state, batch)
 
-    with pytest.raises(ConfigError, match=r"compile\(accumulate_steps=4, precision='bfloat16'\) cannot be applied to an overridden train_step"):
-        trainer_of(Net(), devices(1), "bfloat16", kind=Own, accumulate_steps=4)
+    with pytest.raises(ConfigError, match=r"compile\(accumulate_steps=4, precision='bfloat16'\) cannot be combined with an overridden train_step"):
+        trainer_of(Net(), devices(1), "bfloat16", kind=Custom, accumulate_steps=4)
 
 
 @pytest.mark.parametrize("precision", [pytest.param("bfloat16", marks=SLOW), "float16"])
 @pytest.mark.slow
-def test_a_resumed_run_is_the_run_that_never_stopped(precision: str, tmp_path: Any, devices: Devices):
+def test_a_resumed_run_is_bit_for_bit_identical_to_an_uninterrupted_run(precision: str, tmp_path: Any, devices: Devices):
     x = np.concatenate([X, 1e4 * X[:4]])  # Some steps overflow.
 
     def run(directory: Any, stops: list[int]) -> Any:
@@ -350,11 +350,12 @@ def test_a_resumed_run_is_the_run_that_never_stopped(precision: str, tmp_path: A
 
 
 @pytest.mark.parametrize(("before", "after"), [("float32", "float16"), ("float16", "float32")])
-def test_a_checkpoint_without_the_scale_that_is_needed_is_an_error_that_says_what_to_do(before: str, after: str, tmp_path: Any, devices: Devices):
+def test_a_checkpoint_with_a_missing_or_extra_scale_is_an_error_that_says_what_to_do(before: str, after: str, tmp_path: Any, devices: Devices):
     trainer = trainer_of(Line(), devices(1), before, square_sum)
     trainer.train_on_batch(SMALL)
     path = trainer.save(tmp_path / "saved")
-    match = r"scale of the loss.*precision='float16'. Compile with the checkpoint's precision, or restore it with weights_only=True"
+    saved, compiled = ("without", "with") if before == "float32" else ("with", "without")
+    match = f"was saved {saved} precision='float16', but the trainer is compiled {compiled} it. Compile with .* precision, or restore with weights_only=True"
     other = trainer_of(Line(), devices(1), after, square_sum)
     with pytest.raises(RestoreError, match=match):
         other.restore(path)

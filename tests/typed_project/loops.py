@@ -1,4 +1,4 @@
-"""Loops over checkpoints, written by hand."""
+"""Hand-written loops over checkpoints."""
 
 from pathlib import Path
 from typing import Any, assert_type
@@ -14,7 +14,7 @@ def shout(checkpoint: fitflax.Checkpoint) -> fitflax.Checkpoint:
     return checkpoint
 
 
-def by_hand(directory: Path) -> float:
+def hand_written(directory: Path) -> float:
     x, y = make_data()
     trainer = fitflax.Trainer(Network())
     trainer.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])

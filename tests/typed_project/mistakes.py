@@ -1,4 +1,4 @@
-"""Mistakes, each of which both checkers must report: an ignore that nothing needs is an error."""
+"""Mistakes that both checkers must report: an unnecessary ignore comment is an error."""
 # ruff: noqa: B018
 
 from typing import Any

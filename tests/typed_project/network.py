@@ -1,4 +1,4 @@
-"""What a user writes of flax and jax: a network, a metric, data. They lack some types, so pyright's rules about unknown ones are off in this file alone."""
+"""A user's code with Flax and JAX: a network, a metric, data. They lack some types, so pyright's rules about unknown types are off in this file only."""
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""A callback and a trainer of a user's own."""
+"""A custom callback and custom trainers."""
 
 from collections.abc import Mapping, MutableMapping
 from typing import Any, assert_type
@@ -13,7 +13,7 @@ from fitflax.state import Batch, PyTree
 
 
 class Reporter(Callback):
-    """Notes losses, slows down when they rise, and stops when they are good enough."""
+    """Records losses, halves the learning rate when they rise, and stops when they are good enough."""
 
     def __init__(self, good: float) -> None:
         self.good = good

@@ -1,4 +1,4 @@
-"""Training, evaluating, saving and restoring, as a script does it."""
+"""Trains, evaluates, saves and restores, as a user's script does."""
 
 import sys
 from pathlib import Path
@@ -21,7 +21,7 @@ def slower(epoch: int, rate: float) -> float:
 
 def train(directory: Path) -> fitflax.Trainer:
     x, y = make_data()
-    trainer = fitflax.Trainer(Network(width=16), seed=1, parallel=DataParallel())
+    trainer = fitflax.Trainer(Network(width=16), eval_model=Network(width=16), seed=1, parallel=DataParallel())
     trainer.compile("adam", loss=smooth_crossentropy, metrics=["accuracy", Largest()], learning_rate=1e-2)
     history = trainer.fit(
         x,
@@ -52,7 +52,7 @@ def train(directory: Path) -> fitflax.Trainer:
 def use(trainer: fitflax.Trainer, directory: Path) -> None:
     x, y = make_data()
     assert_type(trainer.evaluate(x, y), dict[str, float])
-    outputs = assert_type(trainer.predict(x, batch_size=8), Any)  # Whatever tree the module returns.
+    outputs = assert_type(trainer.predict(x, batch_size=8), Any)  # Any tree that the module returns.
     print(outputs.argmax(-1), [each.shape for each in trainer.predict_iter(x)])
     assert_type(trainer.train_on_batch((x, y)), dict[str, float])
     assert_type(trainer.test_on_batch((x, y)), dict[str, float])
@@ -74,7 +74,7 @@ def use(trainer: fitflax.Trainer, directory: Path) -> None:
     trainer.replace_state(served)
 
 
-def look_into(trainer: fitflax.Trainer) -> None:
+def diagnose(trainer: fitflax.Trainer) -> None:
     x, y = make_data()
     curve = assert_type(trainer.find_learning_rate(x, y, steps=10), fitflax.diagnostics.LearningRateCurve)
     assert_type(curve.suggestion, float | None)
@@ -83,7 +83,7 @@ def look_into(trainer: fitflax.Trainer) -> None:
         print(assert_type(report.step, int), [assert_type(origin.operation, str) for origin in report.origins])
 
 
-def own_steps() -> None:
+def custom_steps() -> None:
     x, y = make_data()
     trainer = Regularized(Network(), parallel=Sharded({"data": -1}))
     trainer.compile("sgd", loss="sparse_categorical_crossentropy", steps_per_call="auto", precision="bfloat16")
@@ -97,10 +97,10 @@ def own_steps() -> None:
 if __name__ == "__main__":
     here = Path(sys.argv[1])
     trained = train(here / "fit")
-    look_into(trained)
+    diagnose(trained)
     use(trained, here)
-    own_steps()
-    loops.by_hand(here / "loop")
+    custom_steps()
+    loops.hand_written(here / "loop")
     loops.of_functions()
     estimators.classify()
     estimators.regress()

@@ -1,0 +1,101 @@
+"""Compares checkpoints in an object store with bare transfers of the same bytes by the same library, on a local S3 server.
+
+    python -m benchmarks.object_store                  # 256 MB, about two minutes; needs moto
+    python -m benchmarks.object_store --quick          # only to check that it runs
+    python -m benchmarks.object_store --url s3://bucket/prefix   # a real store, with credentials from the environment
+
+`save` writes a checkpoint, including checksums and commit; the base is one multipart upload. `restore` reads it into arrays and verifies it; the base is one
+download and its crc32. Ratios are times divided by the base's: 1 is the speed of the library.
+"""
+
+import argparse
+import contextlib
+import statistics
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import obstore
+
+from fitflax.checkpoints.restore.load import load_checkpoint
+from fitflax.checkpoints.save import save_checkpoint
+from fitflax.errors import ConfigError
+from fitflax.storage import ObjectPath, locate
+
+LIMIT = 1 / 0.8
+
+
+@contextlib.contextmanager
+def server(url: str | None) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Yields a URL and options: the given URL, or that of a server that is started here."""
+    if url is not None:
+        yield url, None
+        return
+    from tests.storage.servers import S3Server  # moto, in a separate process
+
+    with S3Server() as started:
+        yield f"{started.create_bucket('benchmark')}/run", started.storage_options
+
+
+def timed(function: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
+def measure(place: ObjectPath, options: dict[str, Any] | None, megabytes: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Returns, for each round, fitflax's time over the mean of the base's times before and after it, and fitflax's time in seconds."""
+    count = max(1, megabytes // 4)
+    rng = np.random.default_rng(0)
+    state = {f"layer_{index}": rng.random(2**20 if megabytes >= 4 else 2**10, np.float32) for index in range(count)}
+    data = b"".join(array.tobytes() for array in state.values())
+    store = place.bucket._store  # The connection that fitflax uses.
+    bare = f"{place.key}/bare"
+
+    def put() -> None:
+        obstore.put(store, bare, data, chunk_size=2**25 if megabytes > 64 else 2**23, max_concurrency=4)
+
+    def get() -> None:
+        zlib.crc32(obstore.get(store, bare).bytes())
+
+    def save() -> None:
+        save_checkpoint(place / "checkpoint", train=state, run={}, metadata={"step": 1}, storage_options=options)
+
+    def restore() -> None:
+        load_checkpoint(place / "checkpoint", storage_options=options)
+
+    found: dict[str, list[tuple[float, float]]] = {"save": [], "restore": []}
+    for _ in range(rounds + 1):
+        for name, base, ours in (("save", put, save), ("restore", get, restore)):
+            before, mine, after = timed(base), timed(ours), timed(base)
+            found[name].append((2 * mine / (before + after), mine))
+    return {name: measured[1:] for name, measured in found.items()}  # The first round warms up.
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="python -m benchmarks.object_store")
+    parser.add_argument("--url", help="a prefix in a bucket; by default, a local server is started")
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[256], help="sizes of the checkpoint in MB")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="2 MB and one round")
+    options = parser.parse_args(argv)
+    sizes, rounds = ([2], 1) if options.quick else (options.megabytes, options.rounds)
+    print("| size | operation | fitflax / bare transfer | MB/s | limit | verdict |\n|---|---|---|---|---|---|")
+    with server(options.url) as (url, storage_options):
+        place = locate(url, owner="benchmark", error=ConfigError, options=storage_options)
+        assert isinstance(place, ObjectPath)
+        for megabytes in sizes:
+            found = measure(place, storage_options, megabytes, rounds)
+            place.bucket.delete([info.key for info in place.objects()])
+            for name, measured in found.items():
+                ratios = [ratio for ratio, _ in measured]
+                median, speed = statistics.median(ratios), megabytes / statistics.median(seconds for _, seconds in measured)
+                verdict = "ok" if median <= LIMIT else "over"
+                print(f"| {megabytes} MB | {name} | {median:.2f} ({min(ratios):.2f}..{max(ratios):.2f}) | {speed:.0f} | {LIMIT:.2f} | {verdict} |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

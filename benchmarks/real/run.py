@@ -1,0 +1,262 @@
+"""Trains public models at full size with a hand-written loop, `fit`, and `fit` with typical callbacks, in turns.
+
+    python -m benchmarks.real.run                          # GPT-2, ResNet-50, ViT-B/16 and others with small batches, on a CPU; hours
+    python -m benchmarks.real.run --workload gpt2 --rounds 5 --steps 20
+    python -m benchmarks.real.run --size full              # real batches, on a GPU
+    python -m benchmarks.real.run --size small --rounds 1  # only to check that it runs
+    python -m benchmarks.real.run --without evaluation others   # in less time
+    python -m benchmarks.real.run --write                  # also writes the table to benchmarks/RESULTS-real.md
+
+Each contender is a process, started after the first step of the one before it. All but one sleep. A round is hand, fit, fit, hand, and then the same with a
+validation every `--every` steps and with saves, and with Keras and Lightning in place of `fit` if they have an equivalent model and are installed. Ratios are
+those of a round's sums.
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from benchmarks.real.contenders import OTHERS
+from benchmarks.real.workloads import NAMES, RealWorkload, workload_of
+from benchmarks.run import Worker, WorkerError, machine, say
+
+RESULTS = pathlib.Path(__file__).resolve().parent.parent / "RESULTS-real.md"
+SECONDS = 3600.0
+MODULE = "benchmarks.real.worker"
+
+
+class Race:
+    """One workload, and its measurements.
+
+    Args:
+        workload: The model.
+        options: The options of the command line.
+    """
+
+    def __init__(self, workload: RealWorkload, options: argparse.Namespace) -> None:
+        self.workload, self.options = workload, options
+        self.found: dict[str, Any] = {"workload": workload.name, "size": options.size, "rounds": []}
+
+    def run(self) -> dict[str, Any]:
+        """Returns all measurements."""
+        with ExitStack() as stack:
+            workers: dict[str, Worker] = {}
+            starts = self.found["starts"] = {}
+            for who in ("hand", "fit", *(() if "everything" in self.options.without else ("fit+everything",))):
+                say(f"{self.workload.name}: {who} starts")
+                workers[who] = stack.enter_context(self._worker(who))
+                starts[who] = workers[who].read(SECONDS)
+            self._start_others(workers, stack)
+            self.found["flops"] = workers["hand"].ask("flops", seconds=SECONDS)["flops"]
+            self.found["matmul"] = workers["hand"].ask("matmul", steps={"small": 256, "cpu": 1024, "full": 8192}[self.options.size], seconds=SECONDS)["matmul"]
+            for who in ("hand", "fit") if self._evaluates else ():
+                for do in ("evaluate", "predict"):
+                    workers[who].ask(do, seconds=SECONDS)  # Compiles.
+            for who in ("hand", "fit+everything") if "fit+everything" in workers else ():
+                workers[who].ask("train", steps=self.options.every, validates=True, seconds=SECONDS)  # Compiles the validation, and saves for the first time.
+            for number in range(self.options.rounds):
+                self.found["rounds"].append(self._round(workers))
+                say(f"{self.workload.name}: round {number + 1} of {self.options.rounds}: {_ratio(self.found, 'fit', -1):.3f}")
+            self.found["ends"] = {who: worker.finish() for who, worker in workers.items()}
+        if "warm" not in self.options.without:
+            with tempfile.TemporaryDirectory() as cache:
+                self.found["warm"] = self._warm_starts(cache)
+        return self.found
+
+    @property
+    def _evaluates(self) -> bool:
+        return "evaluation" not in self.options.without
+
+    def _start_others(self, workers: dict[str, Worker], stack: ExitStack) -> None:
+        """Starts the other frameworks. One that is not installed is skipped."""
+        for who in () if "others" in self.options.without else OTHERS.get(self.workload.name, ()):
+            say(f"{self.workload.name}: {who} starts")
+            worker = stack.enter_context(self._worker(who))
+            try:
+                self.found["starts"][who] = worker.read(SECONDS)
+                workers[who] = worker
+            except WorkerError as error:
+                say(f"{self.workload.name}: {who} is left out: {error}")
+
+    def _worker(self, who: str, environment: Mapping[str, str] | None = None) -> Worker:
+        arguments = (self.workload.name, self.options.size, "--every", str(self.options.every))
+        return Worker(who, *arguments, module=MODULE, environment=environment or {})
+
+    def _round(self, workers: Mapping[str, Worker]) -> dict[str, Any]:
+        steps = self.options.steps
+        pairs: list[list[tuple[str, str, dict[str, Any]]]] = [[("hand", "hand", {}), ("fit", "fit", {})]]
+        if "fit+everything" in workers:
+            pairs.append([("hand validating", "hand", {"validates": True}), ("everything", "fit+everything", {"validates": True})])
+        pairs += [[(f"hand beside {who}", "hand", {}), (who, who, {})] for who in ("keras", "lightning") if who in workers]
+        answers: dict[str, list[Any]] = {}
+        for pair in pairs:
+            for name, who, options in [*pair, *reversed(pair)]:
+                answers.setdefault(name, []).append(workers[who].ask("train", steps=steps, seconds=SECONDS, **options))
+        for do in ("evaluate", "predict") if self._evaluates else ():
+            for who in ("hand", "fit", "fit", "hand"):
+                answers.setdefault(f"{who} {do}", []).append(workers[who].ask(do, seconds=SECONDS))
+        return answers
+
+    def _warm_starts(self, cache: str) -> dict[str, float]:
+        """Returns the seconds from start to first step with a compilation cache that an earlier process has filled."""
+        environment = {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        found = {}
+        for who in ("hand", "fit"):
+            for _ in range(2):
+                with self._worker(who, environment) as worker:
+                    found[who] = worker.read(SECONDS)["start_seconds"]
+                    worker.finish()
+        return found
+
+
+def _seconds(answers: Sequence[Mapping[str, Any]]) -> float:
+    return sum(answer["seconds"] for answer in answers)
+
+
+# The columns of the two tables.
+STEPS = (
+    "model",
+    "hand ms/step",
+    "fit / hand",
+    "everything / hand",
+    "host ms/step, hand, fit",
+    "evaluate",
+    "predict",
+    "start to first step s, hand, fit",
+    "ratio",
+    "with a warm cache",
+)
+RESOURCES = (
+    "model",
+    "compilations, hand, fit",
+    "compile s, hand, fit",
+    "peak MB, hand, fit, everything",
+    "fit / hand",
+    "pause s, median, worst",
+    "per second",
+    "GFLOP/s",
+    "MFU",
+)
+# For other frameworks.
+FRAMEWORKS = ("model", "framework", "framework / hand", "`fit` / framework", "start to first step s", "peak MB", "loss of the last stretch, and `fit`'s")
+_BASES = {
+    "fit": "hand",
+    "everything": "hand validating",
+    "fit evaluate": "hand evaluate",
+    "fit predict": "hand predict",
+    **{who: f"hand beside {who}" for who in ("keras", "lightning")},
+}
+
+
+def _ratio(found: Mapping[str, Any], name: str, number: int) -> float:
+    one = found["rounds"][number]
+    return _seconds(one[name]) / _seconds(one[_BASES[name]])
+
+
+def _spread(found: Mapping[str, Any], name: str) -> str:
+    if name not in found["rounds"][0]:
+        return "-"
+    return _in_words([_ratio(found, name, number) for number in range(len(found["rounds"]))])
+
+
+def _in_words(ratios: Sequence[float]) -> str:
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.2f}..{max(ratios):.2f})"
+
+
+def table(results: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> str:
+    """Returns the measurements as Markdown."""
+    lines, memory = [_row(STEPS), _row(["---"] * len(STEPS))], [_row(RESOURCES), _row(["---"] * len(RESOURCES))]
+    for found in results:
+        workload, rounds, steps = workload_of(found["workload"]), found["rounds"], 2 * options.steps
+        hand, fit = (found["starts"][who] for who in ("hand", "fit"))
+        median = {name: statistics.median(_seconds(one[name]) / steps for one in rounds) for name in ("hand", "fit")}
+        host = [statistics.median(sum(answer["host_seconds"] for answer in one[name]) / steps * 1e3 for one in rounds) for name in ("hand", "fit")]
+        warm = found.get("warm")
+        lines.append(
+            _row(
+                (
+                    workload.about,
+                    f"{median['hand'] * 1e3:.4g}",
+                    *(_spread(found, name) for name in ("fit", "everything")),
+                    ", ".join(f"{value:.3g}" for value in host),
+                    *(_spread(found, f"fit {do}") for do in ("evaluate", "predict")),
+                    f"{hand['start_seconds']:.1f}, {fit['start_seconds']:.1f}",
+                    f"{fit['start_seconds'] / hand['start_seconds']:.2f}",
+                    f"{warm['hand']:.1f}, {warm['fit']:.1f}: {warm['fit'] / warm['hand']:.2f}" if warm else "-",
+                )
+            )
+        )
+        ends = found["ends"]
+        ours = [who for who in ("hand", "fit", "fit+everything") if who in ends]
+        device = [ends[who]["device_peak_mb"] for who in ours]
+        peaks = device if None not in device else [ends[who]["peak_mb"] for who in ours]
+        pauses = [pause for one in rounds for answer in one.get("everything", ()) for pause in answer["pauses"]]
+        rate = found["flops"] / median["fit"] if found["flops"] else None
+        memory.append(
+            _row(
+                (
+                    workload.about,
+                    f"{hand['compilations']}, {fit['compilations']}",
+                    f"{hand['compile_seconds']:.1f}, {fit['compile_seconds']:.1f}",
+                    ", ".join(f"{peak:.0f}" for peak in peaks),
+                    f"{peaks[1] / peaks[0]:.2f}",
+                    f"{statistics.median(pauses):.3f}, {max(pauses):.3f}" if pauses else "-",
+                    f"{workload.units_of_batch(options.size) / median['fit']:.4g} {workload.unit}",
+                    "-" if rate is None else f"{rate / 1e9:.4g}",
+                    "-" if rate is None else f"{rate / found['matmul']:.2f}",
+                )
+            )
+        )
+    others = [row for found in results for row in _frameworks(found)]
+    return "\n".join([*lines, "", *memory, *(["", _row(FRAMEWORKS), _row(["---"] * len(FRAMEWORKS)), *others] if others else [])])
+
+
+def _frameworks(found: Mapping[str, Any]) -> list[str]:
+    """Returns a row for each other framework that was measured."""
+    rows, rounds = [], found["rounds"]
+    for who in (name for name in ("keras", "lightning") if name in found["ends"]):
+        beside = [_ratio(found, "fit", number) / _ratio(found, who, number) for number in range(len(rounds))]
+        losses = ", ".join(f"{rounds[-1][name][-1]['loss']:.3g}" for name in (who, "fit"))
+        start, peak = found["starts"][who]["start_seconds"], found["ends"][who]["peak_mb"]
+        rows.append(_row((workload_of(found["workload"]).about, who, _spread(found, who), _in_words(beside), f"{start:.1f}", f"{peak:.0f}", losses)))
+    return rows
+
+
+def _row(cells: Sequence[Any]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workload", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--size", choices=("cpu", "full", "small"), default="cpu")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10, help="of a stretch")
+    parser.add_argument("--every", type=int, default=50, help="steps between two validations and saves")
+    parser.add_argument("--without", nargs="+", default=[], choices=("everything", "evaluation", "warm", "others"), help="what is left out")
+    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--write", nargs="?", type=pathlib.Path, const=RESULTS)
+    options = parser.parse_args(argv)
+    results = []
+    for name in options.workload:
+        results.append(Race(workload_of(name), options).run())
+        if options.json:
+            options.json.write_text(json.dumps(results), encoding="utf-8")
+    device = results[0]["starts"]["hand"]["device"]
+    here = machine()
+    versions = ", ".join(f"{name} {here[name]}" for name in ("jax", "flax", "optax"))
+    size = f"size {options.size}, {options.rounds} rounds of {options.steps} steps, {options.every} between saves"
+    title = f"{here['date']}, {device}, {here['cores']} CPU cores, {versions}; {size}."
+    text = f"{title}\n\n{table(results, options)}\n"
+    print(text)
+    if options.write:
+        options.write.write_text(f"# Real models\n\n{text}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""File formats of a single checkpoint: writing, reading and verification."""

@@ -1,0 +1,1 @@
+"""Restoring: finds and reads a checkpoint, and fits it to the model."""

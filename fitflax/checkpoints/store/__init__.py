@@ -1,0 +1,1 @@
+"""A directory of checkpoints: its contents, retention and locking."""

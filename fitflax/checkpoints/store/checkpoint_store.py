@@ -1,0 +1,492 @@
+"""The checkpoints of a run in one directory: which exist, which is best, and when they are deleted.
+
+The contents of a checkpoint are the concern of `fitflax.checkpoints.formats.checkpoint_files`, and callbacks decide when to save. The invariant: a
+directory whose name does not begin with `.` is a complete checkpoint, and nothing is deleted before its replacement is complete. So a process can be
+killed at any point, and the next one finds every checkpoint that it may need. Names in the directory:
+
+    step_00002000/                             a complete checkpoint
+    retention.json                             the steps that each owner (a callback) wants, and steps whose owners are unknown
+    .run.json                                  the run that the directory belongs to, and the process that claimed it
+    .lock                                      locked while a run uses the directory (`fitflax.checkpoints.store.lock`)
+    .step_00002000.tmp-PROCESS-RANDOM/         being written; a leftover if its process is dead
+    .replaced-step_00002000.RANDOM/            replaced by a new checkpoint of the same name; restored if that is missing
+    .old-FROM.RANDOM/step_00002000/ ...        set aside by `claim(overwrite=True)` (FROM is 0) or `drop_after(step)` (FROM is step + 1). Deleted once
+                                               there is a checkpoint of step FROM or later; restored if there are no checkpoints at all
+    .undo-RANDOM/step_00002000/ ...            partly set aside, or partly restored; to be restored
+    .trash-RANDOM/                             being deleted
+
+Retention: a step is deleted only if a readable `retention.json` has it in no list. If the file is missing or damaged, the steps in the directory
+(except those the caller wants) are recorded as `unknown` and kept until an owner adopts them, or until `claim(overwrite=True)` or the user removes them. A
+failure of this cleanup is a warning, because the save has succeeded. After any other failure of `save`, its step is not listed.
+
+In a bucket, objects record the same: see `fitflax.checkpoints.store.object_directory`.
+
+A store must be used by one thread at a time. Several stores of one run may share a directory; `fitflax.checkpoints.store.lock` prevents two runs from
+doing so.
+"""
+
+import functools
+import math
+import operator
+import os
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+
+from fitflax.checkpoints.collective_read import CollectiveRead
+from fitflax.checkpoints.collective_save import CollectiveSave
+from fitflax.checkpoints.formats.checkpoint_files import WHOLE, Saved, check_backend, read_checkpoint, read_metadata
+from fitflax.checkpoints.formats.json_documents import PROCESS, read_document
+from fitflax.checkpoints.store.local_directory import LocalDirectory
+from fitflax.checkpoints.store.local_files import disk_errors
+from fitflax.checkpoints.store.lock import DirectoryUser
+from fitflax.checkpoints.store.object_directory import ObjectDirectory
+from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, DirectoryInUseError, warn
+from fitflax.logs import flat_name
+from fitflax.state import PyTree
+from fitflax.storage import Location, ObjectPath, locate
+
+__all__ = ["CheckpointStore"]
+
+_RETENTION = "retention.json"
+_RUN = ".run.json"
+
+
+def _first_process_only(change: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(change)
+    def checked(store: "CheckpointStore", *arguments: Any, **options: Any) -> None:
+        if jax.process_index() == 0:
+            change(store, *arguments, **options)
+
+    return checked
+
+
+class CheckpointStore:
+    """The checkpoints of one run in one directory, each in a subdirectory such as `step_00002000/`.
+
+    Creating a store does not touch the disk. Call `claim` before the first `save`. Only the first process changes the directory; all processes can read
+    it. Methods raise `CheckpointError` if the disk fails.
+
+    Args:
+        directory: The directory, which need not exist.
+        backend: The format of states: `"msgpack"`, one file that flax can read, or `"orbax"`. A directory can contain both.
+        storage_options: Options of obstore's stores for a URL, such as `endpoint` or `access_key_id`, in addition to what they find themselves.
+
+    Raises:
+        CheckpointError: The backend does not exist or does not support URLs, or the URL is not supported.
+        ImportError: The package for object stores is not installed.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     store = CheckpointStore(directory)
+    ...     store.claim("run-a", overwrite=False)
+    ...     for step, loss in ((10, 0.5), (20, 0.7)):
+    ...         metadata = {"run_id": "run-a", "step": step, "metrics": {"val": {"loss": loss}}}
+    ...         path = store.save(step=step, train={"w": 1.0}, run={}, metadata=metadata, owner="me", keep=[10])
+    ...     path.name, store.steps(), store.latest(), store.best("val_loss", "min"), store.restore(10).train
+    ('step_00000020', [10, 20], 20, 10, {'w': 1.0})
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, backend: str = "msgpack", storage_options: Mapping[str, Any] | None = None) -> None:
+        check_backend(backend)
+        if re.search(r"\{\w+(:[^{}]*)?\}", str(directory)):
+            raise ConfigError(
+                f"A directory of checkpoints must not have placeholders: each checkpoint is named by its step, as in step_00000010. Received: {directory!s}."
+            )
+        place = locate(directory, owner="A directory of checkpoints", error=CheckpointError, options=storage_options)
+        self.directory = place
+        self._files = ObjectDirectory(place) if isinstance(place, ObjectPath) else LocalDirectory(place)
+        if backend == "orbax" and isinstance(place, ObjectPath):
+            raise CheckpointError(f"backend='orbax' writes only to file systems, not to object stores. Received: {place}. Use backend='msgpack', the default.")
+        self.backend = backend
+        self.storage_options = storage_options
+        self._saver: DirectoryUser | None = None
+        # Cached contents of the directory's notes, with the version of the file.
+        self._cache: dict[str, tuple[object, dict[str, Any]]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the state for pickling, without the saver of this process."""
+        return {**vars(self), "_saver": None}
+
+    @_first_process_only
+    def lock(self, saver: DirectoryUser) -> None:
+        """Locks the directory for a run until `saver.close()`: now if it exists, otherwise once `claim` has created it."""
+        self._saver = saver
+        with disk_errors("lock", self.directory):
+            if self._files.is_there():
+                self._files.lock(saver, self)
+
+    def path(self, step: int) -> Location:
+        """Returns the path of the checkpoint of `step`, which need not exist."""
+        return self._files.checkpoint(step)
+
+    def steps(self) -> list[int]:
+        """Returns the steps of all complete checkpoints in ascending order, without verifying them."""
+        with disk_errors("list", self.directory):
+            return self._files.contents().steps
+
+    def size_and_time(self, step: int) -> tuple[int, float]:
+        """Returns the size of a checkpoint in bytes, and when it was written, in seconds since 1970."""
+        with disk_errors("inspect", self.path(step)):
+            return self._files.size_and_time(step)
+
+    def latest(self) -> int | None:
+        """Returns the largest step, or `None` if there are no checkpoints."""
+        return max(self.steps(), default=None)
+
+    def best(self, monitor: str, mode: str) -> int | None:
+        """Returns the step of the checkpoint with the best value of a metric; the earliest of equal ones, or `None` if none has a number.
+
+        Args:
+            monitor: The flat name: `<key>` for the group `train`, `<group>_<key>` for others.
+            mode: `"min"` or `"max"`.
+
+        Raises:
+            ConfigError: `mode` is neither.
+
+        Warns:
+            FitflaxWarning: The metadata of a checkpoint cannot be read; the checkpoint is skipped.
+        """
+        if mode not in ("min", "max"):
+            raise ConfigError(f"mode must be 'min' or 'max'. Received: {mode!r}.")
+        metrics = ((step, _metric(self._metadata(step, warns=True), monitor)) for step in self.steps())
+        values = {step: value for step, value in metrics if value is not None}
+        return (min if mode == "min" else max)(values, key=values.__getitem__, default=None)
+
+    def metric(self, step: int, monitor: str) -> float | None:
+        """Returns a metric of a checkpoint by its flat name, or `None` if it is not a number or the metadata cannot be read."""
+        return _metric(self._metadata(step), monitor)
+
+    def wanted(self, owner: str) -> list[int]:
+        """Returns the existing steps that `owner` wants in ascending order, and those that are newer than `retention.json`."""
+        table: dict[str, Any] = self._retention() or {"owners": {}, "late": []}
+        wanted_steps = {*table["owners"].get(owner, ()), *table["late"]}
+        return [step for step in self.steps() if step in wanted_steps]
+
+    def lost(self, owner: str, steps: Collection[int]) -> list[int]:
+        """Returns which of `steps`, once saved for `owner`, are gone although it still wants them, because someone else removed them."""
+        table, present = self._retention(), set(self.steps())
+        return sorted(step for step in steps if step not in present and (table is None or step in table["owners"].get(owner, ())))
+
+    def owners(self) -> dict[str, list[int]]:
+        """Returns the steps that each owner wants; `{}` if that is not known."""
+        return dict((self._retention() or {"owners": {}})["owners"])
+
+    def restore(self, step: int | None = None, roots: Collection[str] = WHOLE) -> Saved:
+        """Returns the checkpoint of `step`, by default the latest, verified.
+
+        Args:
+            step: The step.
+            roots: The parts to read, as in `newest_good`. Other parts are not verified.
+
+        Raises:
+            CheckpointNotFoundError: There is no such checkpoint. The message lists those that exist.
+            CorruptCheckpointError: A check fails.
+        """
+        steps = self.steps()
+        if not steps or (step is not None and step not in steps):
+            wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
+            raise CheckpointNotFoundError(f"There is no {wanted} in {self.directory}; it holds {_list_steps(steps)}.")
+        return read_checkpoint(self.path(steps[-1] if step is None else step), roots)
+
+    def verify(self, step: int | None = None) -> None:
+        """Verifies the checkpoint of `step`, or all checkpoints. Raises the same errors as `restore`."""
+        for each in self.steps() if step is None else (step,):
+            self.restore(each)
+
+    def newest_good(
+        self, roots: Collection[str] = WHOLE, *, accepts: Callable[[Saved], bool] = lambda saved: True, together: CollectiveRead | None = None
+    ) -> tuple[Saved | None, list[CheckpointError]]:
+        """Returns the newest checkpoint that verifies, or `None`, and an error for each newer one, which begins with its name.
+
+        Args:
+            roots: The parts to read, as in `checkpoint_files.read_checkpoint`.
+            accepts: Returns whether to accept a good checkpoint; others are skipped silently.
+            together: What is known of other processes, if several read together.
+        """
+        skipped: list[CheckpointError] = []
+        passed = set() if together is None else set(together.damaged)
+        for step in sorted(set(self.steps()) - passed, reverse=True):
+            try:
+                if accepts(saved := read_checkpoint(self.path(step), roots, share=None if together is None else together.share)):
+                    return saved, skipped
+            except CheckpointError as error:
+                if together is not None:
+                    together.damaged.add(step)
+                path = self.path(step)
+                skipped.append(type(error)(f"{path.name}: {str(error).replace(f'{path}/', '')}"))
+        return None, skipped
+
+    def run_id(self) -> str | None:
+        """Returns the run that the checkpoints belong to; without checkpoints, the one that last claimed the directory; `None` if unknown."""
+        found = (self._metadata(step).get("run_id") for step in reversed(self.steps()))
+        return next((run_id for run_id in found if run_id is not None), self._read(_RUN).get("run_id"))
+
+    @_first_process_only
+    def claim(self, run_id: str, *, overwrite: bool) -> None:
+        """Claims the directory for a run, and cleans up after processes that died in it. Call it before the first step.
+
+        With `overwrite`, another run's checkpoints are set aside. They are deleted once the first new one is complete; if there never is one, the next claim
+        restores them. Otherwise, `DirectoryInUseError` is raised, and nothing is changed, as if another run is using the directory.
+        """
+        with disk_errors("claim", self.directory):
+            self._files.make()
+            self._files.lock(self._saver, self)
+            claim = {"run_id": run_id, "process": PROCESS}
+            if not claim.items() <= self._read(_RUN).items():  # Otherwise another owner of this run has claimed it: what it set aside must not be restored.
+                self.recover()
+            # If the metadata of a checkpoint is damaged, it belongs to the run that claimed the directory.
+            noted = self._read(_RUN).get("run_id")
+            others = {step: other for step in self.steps() if (other := self._metadata(step).get("run_id", noted)) != run_id}
+            if others and not overwrite:
+                names = ", ".join(sorted({"an unknown run" if other is None else f"run {other!r}" for other in others.values()}))
+                raise DirectoryInUseError(
+                    f"{self.directory} holds checkpoints of {names}: {_list_steps(sorted(others))}. "
+                    f'To resume that run, pass resume="auto" if it has a ModelCheckpoint, otherwise resume="{self.directory}". To start a new run, choose '
+                    "another directory, or pass overwrite=True to the callback, which replaces these checkpoints."
+                )
+            # The note first, because it is more likely to fail than renames. A checkpoint's metadata takes precedence over it.
+            self._files.write_note(_RUN, claim)
+            self._set_aside(sorted(others), since=0)
+
+    @_first_process_only
+    def drop_after(self, step: int) -> None:
+        """Sets aside the checkpoints after `step`, as a run that resumes from `step` must.
+
+        They are no longer listed, and are deleted once a checkpoint after `step` is saved. If there never is one and no other checkpoints are left, the
+        next `claim` restores them.
+        """
+        with disk_errors("set checkpoints aside in", self.directory):
+            self._files.check_held()
+            self._set_aside([later for later in self.steps() if later > step], since=step + 1)
+
+    @_first_process_only
+    def recover(self) -> None:
+        """Finishes or undoes what a process left incomplete when it died. `claim` calls it; to resume, call it before `newest_good`.
+
+        It must not run while another process uses the directory.
+        """
+        with disk_errors("clean up", self.directory):
+            # With the lock and an idle saver, nothing is being written. Then even this process's temporary files are leftovers, of a run whose disk failed.
+            self._files.recover(is_alone=self._saver is not None and self._saver.is_idle)
+            complete, set_aside = self._files.contents()
+            for aside in set_aside:
+                if complete and complete[-1] >= aside.since:
+                    self._files.delete_set_aside(aside)
+                elif not complete:  # Otherwise it stays: dropped by a resume, whose checkpoint is still there.
+                    self._files.put_back(aside)
+
+    def save(
+        self,
+        *,
+        step: int,
+        train: PyTree,
+        run: PyTree,
+        metadata: Mapping[str, Any],
+        owner: str,
+        keep: Collection[int],
+        also: Collection[str] = (),
+        collective: CollectiveSave | None = None,
+    ) -> Location:
+        """Writes a checkpoint and, once it is complete and on the disk, deletes those that no owner wants anymore.
+
+        If another owner has saved the step in this process and run, the owner is added without writing again. Any other checkpoint of the same step is
+        replaced.
+
+        Args:
+            step: The number of completed steps.
+            train: The TrainState.
+            run: Everything else that a resume needs.
+            metadata: At least `run_id`; `step` and the `process` are added.
+            owner: The owner of the checkpoint.
+            keep: The steps that this owner wants from now on, besides `step`.
+            also: Owners that will save the same step next. If the process dies before they do, they own it too.
+            collective: The collective save that this process leads, if any.
+
+        Returns:
+            The path of the checkpoint.
+
+        Raises:
+            ConfigError: `step` is not a non-negative integer.
+            CheckpointError: The disk fails, or something cannot be saved. The step is not listed, or is unchanged, and all others are intact.
+
+        Warns:
+            FitflaxWarning: The checkpoint is saved, but older ones could not be deleted, or `retention.json` is damaged.
+        """
+        if jax.process_index():
+            return self.path(step)
+        step = _checked_step(step)
+        path = self.path(step)
+        wanted_steps = {*map(int, keep), step}
+        with disk_errors("save", path):
+            if not self._files.is_there():
+                raise CheckpointError(
+                    f"Could not save {path}: {self.directory} is gone, with the checkpoints in it. It was removed, moved or replaced during the run. "
+                    "Put it back and resume, or start a new run in another directory."
+                )
+            self._files.check_held()
+            present = self._files.contents().steps
+            same = step in present and self._is_same_run(step, metadata.get("run_id"))
+            is_written, unnoted = False, None
+            try:
+                is_written = same and self._saved_by_others_only(step, owner)
+                # Before the checkpoint exists: if the process dies in between, a resume finds who wants it.
+                self._record(owner, wanted_steps, present, step=step, also=also, fresh=not same)
+            except (OSError, CheckpointError) as error:
+                unnoted = error  # Save anyway.
+            if not is_written:
+                metadata = {**metadata, "step": step, "process": PROCESS}
+                self._files.write(step, train=train, run=run, metadata=metadata, backend=self.backend, collective=collective)
+        try:
+            if unnoted is not None:
+                raise unnoted
+            self._files.check_held()
+            present, set_aside = self._files.contents()
+            for aside in set_aside:
+                if step >= aside.since:
+                    self._files.delete_set_aside(aside)
+            self._delete_unwanted(present)
+        except (OSError, CheckpointError) as error:
+            fault = str(error).rstrip(".")
+            warn(f"{path} was saved, but {self.directory} could not be cleaned up: {fault}. More checkpoints are kept than you asked for.")
+        return path
+
+    @_first_process_only
+    def retain(self, owner: str, keep: Collection[int]) -> None:
+        """Changes the steps that an owner wants, and deletes those that no owner wants anymore."""
+        with disk_errors("delete checkpoints in", self.directory):
+            self._files.check_held()
+            present = self.steps()
+            self._record(owner, set(map(int, keep)), present)
+            self._delete_unwanted(present)
+
+    def _set_aside(self, steps: list[int], *, since: int) -> None:
+        if steps:
+            self._files.set_aside(steps, since=since)
+
+    def _is_same_run(self, step: int, run_id: Any) -> bool:
+        """Returns whether this process wrote the checkpoint of `step` for this run."""
+        found = self._metadata(step)
+        return (found.get("process"), found.get("run_id")) == (PROCESS, run_id)
+
+    def _record(
+        self, owner: str, wanted_steps: Collection[int], steps: list[int], *, step: int | None = None, also: Collection[str] = (), fresh: bool = False
+    ) -> None:
+        """Records which of the existing `steps` an owner wants from now on, and, with `step`, that it is about to be saved.
+
+        The owners `also` will save it next. If it is `fresh`, it replaces a checkpoint of the same step that other owners wanted.
+        """
+        present = set(steps)
+        table = self._retention(steps)
+        if table is None:
+            table = {"owners": {}, "unknown": sorted(present)}
+            if self._has(_RETENTION):
+                kept = _list_steps(sorted(present.difference(wanted_steps)))
+                warn(f"{self.directory / _RETENTION} is damaged, so checkpoints that may still be needed are kept: {kept}. Delete those that you do not need.")
+        saving = set() if step is None else {step}
+        owners = {name: [one for one in steps if one in present and not (fresh and one == step)] for name, steps in table["owners"].items()}
+        before = present.intersection(table["owners"].get(owner, ()))
+        owners[owner] = sorted(set(wanted_steps) & (present | saving))
+        for other in also:
+            owners[other] = sorted({*owners.get(other, ()), *saving})
+        unknown = sorted(present.intersection(table["unknown"]).difference(wanted_steps))
+        note: dict[str, Any] = {"owners": {name: steps for name, steps in owners.items() if steps}, "unknown": unknown}
+        note["newest"] = max(present | saving, default=-1)
+        if step is not None:
+            # The owner's old steps are given up once the new one exists.
+            note["saving"] = {"step": step, "owner": owner, "instead": sorted(before.difference(wanted_steps)), "also": list(also)}
+        # A save syncs the directory later, after renaming the checkpoint.
+        self._files.write_note(_RETENTION, note, is_durable=step is None)
+        self._cache[_RETENTION] = (self._files.version(_RETENTION), note)
+
+    def _saved_by_others_only(self, step: int, owner: str) -> bool:
+        """Returns whether only other owners have saved a checkpoint so far."""
+        saving = self._read(_RETENTION).get("saving", {})
+        is_next = saving.get("step") == step and owner in saving.get("also", ())
+        table = self._retention()
+        return table is not None and (is_next or step not in table["owners"].get(owner, ()))
+
+    def _delete_unwanted(self, present: list[int]) -> None:
+        table = self._retention(present)
+        if table is not None:
+            for step in sorted(set(present).difference(table["unknown"], *table["owners"].values())):
+                self._files.delete(step)
+
+    def _retention(self, present: list[int] | None = None) -> dict[str, Any] | None:
+        """Returns the contents of `retention.json`, or `None` if it is missing or damaged; `present` are the existing steps, if known.
+
+        `{"owners": {name: steps}, "unknown": steps, "late": steps}`: `late` steps are also unknown. They are newer than the note, for which a full disk
+        had no room.
+        """
+        table = self._read(_RETENTION)
+        saving: Any = table.get("saving")
+        owners: Any = table.get("owners")
+        unknown: Any = table.get("unknown")
+        lists: list[Any] = [unknown, *(owners.values() if isinstance(owners, dict) else [None]), [table.get("newest")]]
+        lists += [saving.get("instead")] if isinstance(saving, dict) else []
+        if not all(isinstance(steps, list) and all(isinstance(step, int) for step in steps) for steps in lists):
+            return None
+        if saving is not None and saving["step"] not in (self.steps() if present is None else present):
+            # The process died before the step existed, so the owner still wants its old steps.
+            name = saving["owner"]
+            owners = {**owners, name: sorted({*owners.get(name, ()), *saving["instead"]})}
+        late = [step for step in (self.steps() if present is None else present) if step > table["newest"]]
+        return {"owners": owners, "unknown": [*unknown, *late], "late": late}
+
+    def _has(self, name: str) -> bool:
+        try:
+            self._files.version(name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _read(self, name: str) -> dict[str, Any]:
+        """Returns the contents of one of the directory's notes, or `{}` if it is missing or damaged."""
+        try:
+            version = self._files.version(name)
+        except OSError:
+            return {}
+        # Cached: reading and verifying it three times per save takes as long as writing a small state.
+        if self._cache.get(name, ((), {}))[0] != version:
+            try:
+                self._cache[name] = (version, read_document(self.directory / name))
+            except CorruptCheckpointError:
+                self._cache[name] = (version, {})  # Both notes are dispensable: damage means that more is kept.
+        return self._cache[name][1]
+
+    def _metadata(self, step: int, *, warns: bool = False) -> dict[str, Any]:
+        """Returns a checkpoint's metadata, or `{}` if it is damaged. Callers can do without it, and reading the checkpoint reports the error."""
+        try:
+            return read_metadata(self.path(step))
+        except CheckpointError as error:
+            if warns:
+                warn(f"Skipped a checkpoint in the search for the best one: {error}")
+            return {}
+
+
+def _checked_step(step: int) -> int:
+    try:
+        index = operator.index(step)
+    except TypeError:
+        index = -1
+    if index < 0:
+        raise ConfigError(f"step must be an integer of at least 0. Received: {step!r}.")
+    return index
+
+
+def _metric(metadata: Mapping[str, Any], monitor: str) -> float | None:
+    groups = metadata.get("metrics")
+    for group, values in groups.items() if isinstance(groups, dict) else ():
+        for key, value in values.items() if isinstance(values, dict) else ():
+            if flat_name(group, key) == monitor and isinstance(value, (int, float)) and not math.isnan(value):
+                return float(value)
+    return None
+
+
+def _list_steps(steps: list[int]) -> str:
+    if not steps:
+        return "none"
+    shown = [str(step) for step in steps] if len(steps) <= 6 else [*map(str, steps[:2]), "...", *map(str, steps[-2:])]
+    return f"step{'s' if len(steps) > 1 else ''} {', '.join(shown)}" + (f" ({len(steps)} in all)" if len(steps) > 6 else "")

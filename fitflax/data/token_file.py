@@ -1,0 +1,188 @@
+"""A memory-mapped file of tokens for language models, read in windows."""
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from typing_extensions import override
+
+from fitflax.data.batch import Position, Triple
+from fitflax.data.indexed import IndexedSource
+from fitflax.data.resumable import RowsPass
+from fitflax.errors import ConfigError, DataError
+from fitflax.integers import is_integer
+
+__all__ = ["Permutation", "TokenFile", "TokenSource"]
+
+_ROUNDS = 4
+# The constants of xxHash's 32-bit avalanche (Yann Collet, 2012).
+_MIX = (0x85EBCA77, 0xC2B2AE3D)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenFile:
+    """A file of tokens to pass to `fit`, `evaluate` and `predict` as data: inputs are windows of the file, targets the next tokens.
+
+    The file is memory-mapped: tokens are read when they are needed, and the file may be larger than memory. In training, each pass uses every window once.
+    The order, and the offset of the first window (one of the first `length` tokens), depend on the seed and the number of the pass. Without shuffling, and in
+    evaluation and prediction, windows follow one another from the first token. A run resumes at any position immediately, with any number of processes.
+
+    Args:
+        path: A `.npy` file with one axis, or a raw binary file of integers.
+        length: Tokens of a window.
+        dtype: The dtype of a raw binary file, such as `"uint16"`; a `.npy` file has its own.
+
+    Attributes:
+        begin: The first token that is used.
+        end: The end of the tokens that are used, exclusive; by default the end of the file.
+
+    Raises:
+        ConfigError: `length` is not a positive integer, a raw binary file has no `dtype`, or `begin` and `end` are out of range.
+        DataError: The file cannot be read, does not hold integers, or has too few tokens for one window.
+
+    >>> import tempfile
+    >>> with tempfile.NamedTemporaryFile(suffix=".bin") as file:
+    ...     _ = file.write(np.arange(11, dtype=np.uint16).tobytes())
+    ...     file.flush()
+    ...     tokens = TokenFile(file.name, length=4, dtype="uint16")
+    ...     len(tokens), [array.tolist() for array in tokens.windows(np.array([0, 5]))]
+    (2, [[[0, 1, 2, 3], [5, 6, 7, 8]], [[1, 2, 3, 4], [6, 7, 8, 9]]])
+    """
+
+    path: str | os.PathLike[str]
+    length: int
+    dtype: Any = None
+    _: dataclasses.KW_ONLY
+    begin: int = 0
+    end: int | None = None
+
+    def __post_init__(self) -> None:
+        if not is_integer(self.length, 1):
+            raise ConfigError(f"TokenFile(length=...) must be a positive integer. Received: {self.length!r}.")
+        if self.dtype is None and Path(self.path).suffix != ".npy":
+            raise ConfigError(f"{self.path} is not a .npy file, so TokenFile needs a dtype. Pass it: TokenFile(path, length, dtype='uint16').")
+        total = len(self._tokens)
+        if not 0 <= self.begin <= (total if self.end is None else self.end) <= total:
+            raise ConfigError(f"TokenFile(begin=..., end=...) must be within the {total} tokens of {self.path}. Received: begin={self.begin}, end={self.end}.")
+        if not len(self):
+            raise DataError(
+                f"{self.path} has {self.num_tokens} tokens, but a window of length={self.length} needs {self.length + 1}, including the token after it. "
+                "Pass a smaller length, or more tokens."
+            )
+
+    def __len__(self) -> int:
+        """Returns the number of windows that follow one another from the first token."""
+        return max(self.num_tokens - 1, 0) // self.length
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens that are used."""
+        return (len(self._tokens) if self.end is None else self.end) - self.begin
+
+    @functools.cached_property
+    def _tokens(self) -> "np.ndarray[Any, Any]":
+        tokens: np.ndarray[Any, Any]
+        try:
+            if self.dtype is None:
+                tokens = np.load(self.path, mmap_mode="r", allow_pickle=False)
+            else:
+                tokens = np.memmap(self.path, np.dtype(self.dtype), mode="r")
+        except (OSError, ValueError) as error:
+            raise DataError(f"The tokens in {self.path} cannot be read: {error}.") from error
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise DataError(f"{self.path} must hold a one-dimensional array of integers. Received: {tokens.dtype.name}{list(tokens.shape)}.")
+        return tokens
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the fields to pickle; another process maps the file itself."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def windows(self, begins: "np.ndarray[Any, Any]") -> "tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]":
+        """Returns inputs and targets, int32 `[windows, length]`, of the windows that start at the tokens `begins`, counted from `begin`."""
+        rows = self._tokens[(self.begin + begins)[:, None] + np.arange(self.length + 1)].astype(np.int32)
+        return np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
+
+
+class Permutation:
+    """A permutation of the numbers below `size` that computes any slice by itself, so that billions of numbers need no memory.
+
+    A Feistel network over the next power of four, applied until the result is below `size`: Black and Rogaway, "Ciphers with Arbitrary Finite Domains"
+    (2002).
+    """
+
+    def __init__(self, size: int, seed: Any) -> None:
+        self._size = size
+        self._bits = max(1, math.ceil((size - 1).bit_length() / 2))
+        self._keys = np.random.default_rng(seed).integers(0, 2**32, _ROUNDS, dtype=np.uint64)
+
+    def __getitem__(self, rows: slice) -> "np.ndarray[Any, Any]":
+        numbers = self._encrypt(np.arange(*rows.indices(self._size), dtype=np.uint64))
+        while (outside := numbers >= self._size).any():
+            numbers[outside] = self._encrypt(numbers[outside])
+        found: np.ndarray[Any, Any] = numbers.astype(np.int64)
+        return found
+
+    def _encrypt(self, numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+        bits, mask = np.uint64(self._bits), np.uint64(2**self._bits - 1)
+        left, right = numbers >> bits, numbers & mask
+        for key in self._keys:
+            left, right = right, left ^ (_mixed(right ^ key) & mask)
+        joined: np.ndarray[Any, Any] = (left << bits) | right
+        return joined
+
+
+def _mixed(values: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    low = np.uint64(2**32 - 1)
+    for constant in _MIX:
+        values = ((values ^ (values >> np.uint64(15))) * np.uint64(constant)) & low
+    mixed: np.ndarray[Any, Any] = values ^ (values >> np.uint64(16))
+    return mixed
+
+
+class TokenSource(IndexedSource):
+    """Batches of windows of a `TokenFile`; other arguments as in `adapt`.
+
+    With shuffling, each pass has its own order and its own offset of the first window.
+    """
+
+    is_checked = True
+
+    def __init__(
+        self, tokens: TokenFile, *, inputs_only: bool = False, batch_size: int = 32, shuffle: bool = False, seed: int = 0, drop_remainder: bool = False
+    ) -> None:
+        self._tokens, self._inputs_only = tokens, inputs_only
+        # With an offset of up to `length` tokens, one window less may fit.
+        rows = max(1, tokens.num_tokens // tokens.length - 1) if shuffle else len(tokens)
+        super().__init__(rows, batch_size=batch_size, shuffle=shuffle, seed=seed, drop_remainder=drop_remainder)
+
+    @override
+    def open(self, position: Position) -> Iterator[Triple]:
+        assert self.batch_size is not None and self.num_examples is not None
+        rows = range(position.examples, self.num_examples)
+        if not self.shuffles:
+            return RowsPass(self.read, rows, self.batch_size)
+        key = [self._seed, position.passes]
+        room = min(self._tokens.length, self._tokens.num_tokens - self._rows * self._tokens.length)
+        begin = int(np.random.default_rng([*key, 0]).integers(room))
+        return RowsPass(functools.partial(self._read, begin), rows, self.batch_size, Permutation(self._rows, [*key, 1]))
+
+    @override
+    def read(self, rows: Any) -> Triple:
+        return self._read(0, np.arange(self._rows)[rows] if isinstance(rows, slice) else rows)
+
+    def _read(self, begin: int, rows: "np.ndarray[Any, Any]") -> Triple:
+        x, y = self._tokens.windows(begin + rows * self._tokens.length)
+        return Triple(x, () if self._inputs_only else y, None)
+
+    @override
+    def divide(self, fraction: float, batch_size: int | None = None) -> "tuple[TokenSource, TokenSource]":
+        tokens = self._tokens
+        middle = tokens.begin + self.cut(fraction) * tokens.length
+        head = dataclasses.replace(tokens, end=middle + 1)  # The last target of the first part is the first input of the second.
+        tail = dataclasses.replace(tokens, begin=middle, end=tokens.begin + tokens.num_tokens)
+        return TokenSource(head, **self.options), TokenSource(tail, batch_size=batch_size or self.options["batch_size"])

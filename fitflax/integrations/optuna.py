@@ -1,0 +1,176 @@
+"""`OptunaPruning` reports a run to an Optuna trial and stops it when Optuna prunes it. `resume_trials` resumes unfinished trials of a killed study."""
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from typing_extensions import override
+
+from fitflax.callbacks.base import Callback, Phase
+from fitflax.callbacks.monitor import Monitor
+from fitflax.checkpoints.checkpoint import Checkpoint
+from fitflax.errors import CallbackError, ConfigError
+from fitflax.logs import Logs
+
+__all__ = ["OptunaPruning", "resume_trials"]
+
+_REASON = "OptunaPruning: "
+_TIMES = ("epoch", "validation")
+
+
+def _optuna() -> Any:
+    try:
+        return importlib.import_module("optuna")
+    except ImportError as error:
+        raise ImportError("fitflax.integrations.optuna needs the package optuna: pip install 'fitflax[optuna]'.") from error
+
+
+class OptunaPruning(Callback):
+    """Reports a monitored value to an Optuna trial, and stops training when Optuna prunes the trial.
+
+    A pruned run ends normally, with its last checkpoint and logs. Then `fit` raises `optuna.TrialPruned`, which `study.optimize` handles. A resumed run does
+    not report values again.
+
+    Args:
+        trial: The trial. With several processes, the first one passes it; the others may pass `None`, and stop with the first.
+        monitor: The flat name of the value.
+        mode: `"min"`, `"max"`, or `None` for the direction that the loss or metric declares. It must be the study's direction.
+        at: `"epoch"` to report at the end of each epoch, with the epoch's index, as Optuna's pruners expect; `"validation"` to report at each validation, with
+            the step.
+
+    Raises:
+        ImportError: The package optuna is not installed.
+        CallbackError: `trial` is not a trial or has several objectives, or `at` or `mode` is unknown.
+        MonitorError: In `fit`: the value is not logged.
+        optuna.TrialPruned: In `fit`: the trial was pruned. Raised after the run has ended.
+    """
+
+    phase = Phase.DECIDE
+    needs_gradients_norm = False
+    needs_trainer = True
+
+    def __init__(self, trial: Any, monitor: str = "val_loss", *, mode: str | None = None, at: str = "epoch") -> None:
+        _optuna()
+        if (trial is None and jax.process_index() == 0) or (trial is not None and not (hasattr(trial, "report") and hasattr(trial, "should_prune"))):
+            raise CallbackError(f"OptunaPruning(trial, ...) must be the trial that Optuna passes to the objective. Received: {trial!r}.")
+        if at not in _TIMES:
+            raise CallbackError(f"OptunaPruning(at=...) must be 'epoch' or 'validation'. Received: {at!r}.")
+        # A `FixedTrial` has no study.
+        self._study = getattr(trial, "study", None)
+        if self._study is not None and len(self._study.directions) > 1:
+            raise CallbackError(
+                "OptunaPruning needs a study with one objective; Optuna cannot prune others. Received: a trial of a study with several objectives."
+            )
+        self.trial = trial
+        self.at = at
+        self._monitor = Monitor("OptunaPruning", monitor, mode)
+        self._reason = ""
+        self._reported: set[int] = set()
+        self._failure_before: BaseException | None = None
+
+    @override
+    def on_train_begin(self, logs: Mapping[str, Any]) -> None:
+        self._monitor.check_sets(self.params.get("validation_sets"))
+        self._reason, self._failure_before = "", sys.exception()
+        if self._study is not None:
+            self._reported = set(self._study.get_trials(deepcopy=False)[self.trial.number].intermediate_values)
+
+    @override
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        self._report(self.trainer.step if self.at == "validation" else epoch, logs)
+
+    @override
+    def on_checkpoint(self, checkpoint: Checkpoint) -> None:
+        # A validation in the middle of an epoch; those at its end come with on_epoch_end.
+        if self.at == "validation" and not checkpoint.epoch_ends and self._monitor.key in checkpoint.evaluated:
+            self._report(checkpoint.step, checkpoint.logs)
+
+    @override
+    def load_closing(self, step: int, epoch: int, logs: Logs) -> None:
+        self._report(step if self.at == "validation" else epoch, logs)
+
+    def _report(self, step: int, logs: Logs) -> None:
+        if self.trial is None or jax.process_index():
+            return
+        value = self._monitor.value(logs, self.params.get("validation_sets", ()))
+        if value is None:
+            return
+        self._check_direction()
+        if step not in self._reported:
+            self.trial.report(value, step)
+            self._reported.add(step)
+        if self.trial.should_prune():
+            self._stop(f"{self._monitor.key} is {value:g} at {'step' if self.at == 'validation' else 'epoch index'} {step}")
+
+    def _check_direction(self) -> None:
+        wanted = "minimize" if self._monitor.direction == "min" else "maximize"
+        if self._study is not None and self._study.direction.name.lower() != wanted:
+            key, direction = self._monitor.key, self._study.direction.name.lower()
+            raise CallbackError(
+                f"OptunaPruning monitors {key!r}, a value to {wanted}, but the study has direction={direction!r}. Create it with direction={wanted!r}."
+            )
+
+    def _stop(self, reason: str) -> None:
+        self._reason = reason
+        self.trainer.stop(f"{_REASON}{reason}")
+
+    @override
+    def on_train_end(self, logs: Mapping[str, Any]) -> None:
+        reason, error = self.trainer.stop_reason, sys.exception()
+        has_failed = error is not None and error is not self._failure_before
+        if not has_failed and reason is not None and reason.startswith(_REASON):
+            raise _optuna().TrialPruned(reason.removeprefix(_REASON))
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return f"{type(self).__name__}(monitor={self._monitor.key!r})"
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"reason": self._reason}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["reason"]:
+            self._stop(state["reason"])
+
+
+def resume_trials(study: Any, objective: Callable[[Any], float | Sequence[float]]) -> list[int]:
+    """Runs the trials of a study that a killed process left unfinished, with the same numbers and parameters.
+
+    Call it before `study.optimize`. The objective finds the trial's checkpoint by `trial.number`, for example with
+    `ModelCheckpoint(f"runs/trial-{trial.number}")` and `fit(resume="auto")`. No other process may use the study at that time, because its running trials
+    would be treated as unfinished.
+
+    Args:
+        study: The study, loaded from its storage.
+        objective: The objective, as for `study.optimize`.
+
+    Returns:
+        The numbers of the trials.
+
+    Raises:
+        ImportError: The package optuna is not installed.
+        ConfigError: `study` is not an `optuna.Study`.
+        Exception: Any error of the objective except `optuna.TrialPruned`. The trial is marked as failed.
+    """
+    optuna = _optuna()
+    if not isinstance(study, optuna.Study):
+        raise ConfigError(f"resume_trials(study, ...) must be an optuna.Study. Received: {study!r}.")
+    numbers = []
+    for frozen in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
+        trial = optuna.trial.Trial(study, frozen._trial_id)
+        numbers.append(trial.number)
+        try:
+            values = objective(trial)
+        except optuna.TrialPruned:
+            study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+        except Exception:
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            raise
+        else:
+            study.tell(trial, values)
+    return numbers

@@ -1,0 +1,382 @@
+"""The state of a trainer: initialized, restored, replaced, and copied to and from a model that holds its own variables."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fitflax.checkpoints.formats.checkpoint_files import Saved
+from fitflax.checkpoints.restore.fit import refit
+from fitflax.checkpoints.restore.partial import RestoreReport, check_mapping, match, moved, needs_shapes, report_of
+from fitflax.checkpoints.restore.resume import INFERENCE_STATE, check_fits, fit_to, restored_state, warn_of_changes
+from fitflax.errors import NotReadyError, RestoreError
+from fitflax.hyperparams import with_hyperparams
+from fitflax.loops.current_task import CurrentTask
+from fitflax.loops.run_plan import Progress
+from fitflax.models import OwnVariables
+from fitflax.parallel import Strategy
+from fitflax.parallel.eager import explicitly
+from fitflax.state import Batch, InferenceState, TrainState, only_params, parts_of, shapes_in, shapes_of
+from fitflax.steps.early_checks import check_places
+from fitflax.steps.live_state import LiveState, collect_dropped
+from fitflax.steps.loss_scale import LossScaled, scaled_state
+from fitflax.steps.numerics import start_average
+from fitflax.steps.state_structure import state_faults, strong_types
+
+__all__ = ["HeldState"]
+
+
+class HeldState:
+    """The state that a trainer holds between calls, and everything that replaces it. `own` are the model's own variables, if it holds them itself."""
+
+    def __init__(self, task: CurrentTask, strategy: Strategy, seed: int, own: OwnVariables | None, members: int | None) -> None:
+        self._task, self._strategy, self._seed, self.own, self._members = task, strategy, seed, own, members
+        self.live: LiveState | None = None
+        self.sample: Batch | None = None  # Shapes of the first batch of the last call.
+        self.hyperparams: Mapping[str, Any] = {}  # Of a new state.
+        self.last_progress: Progress | None = None  # Of the last run, for its position in the data.
+        self.is_serving = False  # Whether there is no optimizer state because the state is from an `InferenceState`.
+        # Nesting of the trainer's calls that keep the model's own variables up to date, and the version of the live state that they have.
+        self._depth = 0
+        self._written_version: tuple[LiveState, int] | None = None
+        self._pending_opt_state: tuple[Any, Saved] | None = None  # A restored optimizer state, until compile() gives an optimizer.
+        self._unchecked_source: str | None = None  # Where a state was restored from before the module's shapes were known.
+        # Shapes of a batch that the state is known to fit, and the version of the live state that `build` made.
+        self._built_from: Batch | None = None
+        self._fresh_version: int | None = None
+
+    @property
+    def key(self) -> jax.Array:
+        """The random key; for an ensemble one for each member, `[members]`."""
+        with explicitly():
+            keys = [jax.random.key(self._seed + member) for member in range(self._members or 1)]
+            return keys[0] if self._members is None else jnp.stack(keys)
+
+    def need(self, what: str) -> LiveState:
+        """Returns the live state; raises `NotReadyError` if there is none."""
+        if self.live is None:
+            raise NotReadyError(f"{what}: there is no state yet. Call build(batch), fit(...) or restore(path) first.")
+        return self.live
+
+    def match_task(self, *, is_new_optimizer: bool) -> None:
+        """Adapts the state to a newly compiled task."""
+        if self.is_serving:
+            return
+        if self.live is not None and (is_new_optimizer or self._pending_opt_state is not None):
+            self._init_optimizer()
+        self._match_numerics()
+
+    def _init_optimizer(self) -> None:
+        assert self._task.optimizer is not None
+        live = self.need("compile")
+        state = live.borrow()
+        if self._pending_opt_state is not None:
+            saved_state, saved = self._pending_opt_state
+            self._check_scale(saved)
+            target = jax.eval_shape(self._task.optimizer.init, state.params)
+            fitted = fit_to(target, saved_state, saved, "train/opt_state")
+            opt_state = self._strategy.put_at(fitted, self._strategy.abstract_state(only_params(state, opt_state=target)).opt_state)
+            warn_of_changes(saved, self._task.described, to_resume=False)
+            self._pending_opt_state = None
+        else:
+            init, strategy = self._task.optimizer.init, self._strategy
+            shapes = jax.eval_shape(init, state.params)  # Errors are raised before anything is released.
+            places = strategy.places(strategy.abstract_state(only_params(state, opt_state=shapes)).opt_state)
+            # Copied, because an optimizer may keep the parameters themselves, and a step can donate a buffer only once.
+            fresh = strategy.compile(lambda params: jax.tree.map(jnp.copy, init(params)), inputs=(strategy.places(state.params),), outputs=places)
+            state = dataclasses.replace(state, opt_state=())
+            live.replace(state, live.step)  # Both optimizer states may not fit on the devices together.
+            try:
+                opt_state = fresh(state.params)
+            except BaseException:
+                self._task.discard()  # So that the next compile() initializes it again.
+                raise
+        live.replace(with_hyperparams(dataclasses.replace(state, opt_state=opt_state), self.hyperparams), live.step)
+
+    def _match_numerics(self) -> None:
+        """Adds or removes the loss scale and the averaged parameters, as the compiled task requires."""
+        live = self.live
+        if live is None or self._task.optimizer is None or not live.is_intact:
+            return
+        numerics, state = self._task.numerics, live.borrow()
+        is_scaled = isinstance(state.opt_state, LossScaled)
+        if is_scaled and not numerics.is_scaled:
+            live.replace(dataclasses.replace(state, opt_state=state.opt_state.inner_state), live.step)
+        elif numerics.is_scaled and not is_scaled:
+            scaled = self._strategy.put(scaled_state(()))._replace(inner_state=state.opt_state)
+            live.replace(dataclasses.replace(state, opt_state=scaled), live.step)
+        state = live.borrow()
+        if (numerics.ema_decay is None) != (state.ema_params is None):
+            places = self._strategy.places(state.params)
+            start = self._strategy.compile(start_average, inputs=(places,), outputs=places)
+            live.replace(dataclasses.replace(state, ema_params=start(state.params) if state.ema_params is None else None), live.step)
+
+    def copy_from(self, other: "HeldState") -> None:
+        """Copies another state."""
+        if other.live is None:
+            return
+        names = ("_built_from", "_fresh_version", "_unchecked_source", "_pending_opt_state", "is_serving", "sample")
+        vars(self).update({name: getattr(other, name) for name in names})
+        self.live = LiveState(self._strategy, self._strategy.copy(other.live.borrow()), other.live.step)
+        self.live.version = other.live.version
+
+    def begin_build(self, batch: Batch) -> TrainState:
+        """Returns the shapes of the state that `build` makes, and begins to compile the initialization of the module, unless it has variables."""
+        program = self._task.need_compiled("build")
+        return program.initial_state.begin(self.key, batch) if self.own is None else program.initial_state.shapes(self.key, batch)
+
+    def build(self, batch: Batch) -> None:
+        """Initializes the state from the shapes of a batch."""
+        self.sample = shapes_of(batch)
+        program, key = self._task.need_compiled("build"), self.key
+        if self.own is not None:
+            self._start_from(self.own.read())
+            return
+        if not program.is_eager:  # Without jit, shapes are known only after initialization.
+            check_places(program, program.initial_state.shapes(key, batch))
+        with self._live_released():
+            state = program.initial_state.init(key, batch)
+        self.live = LiveState(self._strategy, with_hyperparams(state, self.hyperparams), 0)
+        self._built_from, self._fresh_version = self.sample, self.live.version
+        self.last_progress = self._pending_opt_state = self._unchecked_source = None
+        self.is_serving = False
+
+    @contextlib.contextmanager
+    def synced_with_model(self, *, builds_state: bool = False) -> Iterator[None]:
+        """Reads the model's own variables before a block that may change the state, and writes them after it, even if it raises.
+
+        If the block `builds_state`, a missing state is left to it.
+        """
+        if self.own is None or self._depth:
+            yield
+            return
+        if self.live is not None or not builds_state:
+            self.read_model()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            self.write_model()
+
+    def read_model(self) -> None:
+        """Reads the model's own variables if they have changed since `write_model`."""
+        changed = None if self.own is None else self.own.read_changed()
+        if changed is None:
+            return
+        if self.live is None or not self.live.is_intact:
+            self._start_from(changed)
+            return
+        live, (params, model_state) = self.live, parts_of(changed)
+        state = live.borrow()
+        places = self._strategy.abstract_state(only_params(state, params=params, model_state=model_state, axes=state.axes))
+        placed = self._strategy.put_at((params, model_state), (places.params, places.model_state))
+        params, model_state = strong_types(placed)
+        live.replace(dataclasses.replace(state, params=params, model_state=model_state), live.step)
+
+    def write_model(self) -> None:
+        """Writes the live state's variables to a model that holds its own, as copies that no step reuses."""
+        live = self.live
+        if self.own is None or live is None or not live.is_intact or self._written_version == (live, live.version):
+            return
+        state = live.borrow()
+        self.own.write(self._strategy.copy_apart({"params": state.params, **state.model_state}))
+        self._written_version = live, live.version
+
+    def _start_from(self, variables: dict[str, Any]) -> None:
+        assert self.own is not None
+        params, model_state = parts_of(variables)
+        state = TrainState(step=np.int32(0), params=params, model_state=model_state, opt_state=(), key=self.key, axes=self.own.axes)  # type: ignore[arg-type]
+        if self._task.program is not None and not self._task.program.is_eager:
+            check_places(self._task.program, self._strategy.abstract_state(state))
+        self._replace_live(state)
+        assert self.live is not None
+        self.live.replace(strong_types(self.live.borrow()), 0)
+        self._fresh_version = self.live.version
+        self.last_progress = self._pending_opt_state = self._unchecked_source = None
+        self.is_serving = False
+        if self._task.optimizer is not None:
+            self._init_optimizer()
+            self._match_numerics()
+
+    def restore(
+        self, saved: Saved, batch: Batch | None, *, weights_only: bool = False, partial: bool = False, mapping: Mapping[str, str | None] | None = None
+    ) -> RestoreReport:
+        """Replaces the live state with a saved one; the two are never on the devices together. If it does not fit, nothing changes.
+
+        The expected structure is that of the live state or of a batch. Without either, the structure of the file is used, and the first batch shows
+        whether it fits. If `partial`, matching arrays are restored and the others initialized. `mapping` maps paths in the model to paths in the
+        checkpoint.
+        """
+        names = check_mapping(mapping, partial=partial)
+        key = self.key
+        target = self._expected_shapes(key, batch)
+        if partial:
+            if target is None or (self._built_from is None and self.own is None):
+                raise NotReadyError(needs_shapes(saved))
+            parts, report = match(saved, target, names)
+            restored = TrainState(step=np.int32(0), key=key, opt_state=(), **parts)  # type: ignore[arg-type]
+        else:
+            if not weights_only and self._task.optimizer is not None:
+                self._check_scale(saved)
+            saved, target = self._with_averages(moved(saved, target, names), target)
+            restored = restored_state(saved, target=target, optimizer=self._task.optimizer, key=key, weights_only=weights_only)
+            if weights_only and saved.train["ema_params"] is not None:
+                averages = jax.eval_shape(start_average, restored.params)
+                restored = dataclasses.replace(restored, ema_params=fit_to(averages, saved.train["ema_params"], saved, "train/ema_params"))
+            report = report_of(restored)
+        afresh, optimizer = weights_only or partial, self._task.optimizer
+        if afresh and optimizer is not None:
+            jax.eval_shape(optimizer.init, shapes_in(restored.params))  # Errors are raised before anything changes.
+        if target is not None:
+            restored = dataclasses.replace(restored, axes=target.axes)
+        self._replace_live(restored)
+        self.is_serving = False
+        if batch is not None:
+            self._built_from = shapes_of(batch)
+        self._unchecked_source = str(saved.path) if target is None else None
+        self._pending_opt_state = None if afresh or optimizer is not None else (saved.train["opt_state"], saved)
+        if afresh and optimizer is not None:
+            self._init_optimizer()
+        self._match_numerics()
+        return report
+
+    def _check_scale(self, saved: Saved) -> None:
+        """Raises `RestoreError` if only one of the checkpoint and the compiled task has a loss scale."""
+        opt_state = saved.train.get("opt_state", {})
+        has_scale = isinstance(opt_state, dict) and set(opt_state) == set(LossScaled._fields)
+        if "opt_state" in saved.train and has_scale != self._task.numerics.is_scaled:
+            saved_with, compiled_with = ("with", "without") if has_scale else ("without", "with")
+            raise RestoreError(
+                f"{saved.path} was saved {saved_with} precision='float16', but the trainer is compiled {compiled_with} it. "
+                "Compile with the checkpoint's precision, or restore with weights_only=True."
+            )
+
+    def _with_averages(self, saved: Saved, target: TrainState | None) -> tuple[Saved, TrainState | None]:
+        """Returns the checkpoint and the expected state with averaged parameters if the checkpoint has them and the task uses them."""
+        averages = saved.train.get("ema_params")
+        if self._task.optimizer is not None and self._task.numerics.ema_decay is None:
+            averages = None
+        if target is not None:
+            target = dataclasses.replace(target, ema_params=None if averages is None else jax.eval_shape(start_average, target.params))
+        return dataclasses.replace(saved, train={**saved.train, "ema_params": averages}), target
+
+    def _expected_shapes(self, key: jax.Array, batch: Batch | None) -> TrainState | None:
+        if self.live is not None and self.live.is_intact and self._unchecked_source is None:
+            shapes = cast(TrainState, shapes_in(self.live.borrow()))
+            if self.is_serving and self._task.optimizer:
+                shapes = dataclasses.replace(shapes, opt_state=jax.eval_shape(self._task.optimizer.init, shapes.params))
+            return shapes
+        known = self._built_from if batch is None else batch
+        return None if known is None else self._task.any_program().initial_state.shapes(key, known)
+
+    def _replace_live(self, restored: TrainState) -> None:
+        """Replaces the live state; leaves that are only shapes are initialized."""
+        live, step = self.live, int(restored.step)
+        leaves, treedef = jax.tree.flatten(restored)
+        missing = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
+        known: list[Any] = []
+        if missing and live is not None and live.is_intact and live.version == self._fresh_version:
+            # The live state is as `build` made it, so initializing again would give the same arrays.
+            now = jax.tree.leaves(dataclasses.replace(live.borrow(), opt_state=()))
+            known = [now[index] for index in missing]
+            del now  # It also holds the other arrays.
+        self._fresh_version = None
+        with self._live_released():
+            there = jax.tree.unflatten(treedef, [None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves])
+            placed = iter(jax.tree.leaves(self._strategy.put_state(there)))
+            initialized = iter(known or self._initialize(missing, restored))
+            state = jax.tree.unflatten(treedef, [next(initialized if isinstance(leaf, jax.ShapeDtypeStruct) else placed) for leaf in leaves])
+        if live is None:
+            self.live = LiveState(self._strategy, state, step)
+        else:
+            live.replace(state, step)
+
+    def _initialize(self, numbers: list[int], state: TrainState) -> list[Any]:
+        """Returns leaves of the state at step 0 by index, not counting the optimizer state. Only these are computed and kept in memory."""
+        if not numbers:
+            return []
+        task, strategy = self._task.any_program().task, self._strategy
+        if self.own is not None:
+            params, model_state = parts_of(self.own.read())
+            leaves = jax.tree.leaves(dataclasses.replace(state, params=params, model_state=model_state))
+            shapes = jax.tree.leaves(strategy.abstract_state(state))
+            return cast(list[Any], strategy.put_at([leaves[number] for number in numbers], [shapes[number] for number in numbers]))
+
+        def init(key: jax.Array, batch: Batch) -> list[Any]:
+            leaves = jax.tree.leaves(dataclasses.replace(task.init_state(key, batch), opt_state=()))
+            return [leaves[number] for number in numbers]
+
+        placed = jax.tree.leaves(strategy.abstract_state(state))
+        batch = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self._built_from)
+        compiled = strategy.compile(init, inputs=("replicated", "split"), outputs=strategy.places([placed[number] for number in numbers]))
+        return cast(list[Any], compiled(strategy.put(self.key), strategy.feed(batch)))
+
+    @contextlib.contextmanager
+    def _live_released(self) -> Iterator[None]:
+        """Releases the live state for a block that makes another one, because both may not fit on the devices.
+
+        Lent arrays stay valid. If the block fails, there is no state, rather than part of one.
+        """
+        if self.live is not None:
+            self.live.release()
+        collect_dropped(self.live)
+        try:
+            yield
+        except BaseException:
+            self.live = None
+            raise
+
+    def check_batch(self, batch: Batch) -> None:
+        """Records a batch's shapes, and checks a state that was restored before the module's were known; it gets the module's containers."""
+        self.sample = shapes_of(batch)
+        if self._unchecked_source is None:
+            return
+        live = self.need("restore")
+        target = self._task.any_program().initial_state.shapes(self.key, batch)
+        if self.is_serving:
+            target = dataclasses.replace(target, opt_state=())
+        state = check_fits(target, live.borrow(), self._unchecked_source)
+        if state.ema_params is not None:
+            averages = refit(jax.eval_shape(start_average, state.params), state.ema_params, where=self._unchecked_source, root="train/ema_params")
+            state = dataclasses.replace(state, ema_params=averages)
+        placed, treedef = self._strategy.abstract_state(state), jax.tree.structure(state)
+        is_in_place = self._strategy.places(state) == self._strategy.places(placed)
+        live.replace(state, live.step)
+        if not is_in_place:
+            leaves = jax.tree.leaves(live.take().state())  # Copied if the old one is lent.
+            del state
+            with self._live_released():
+                moved = jax.tree.unflatten(treedef, self._strategy.move(leaves, jax.tree.leaves(placed)))
+            live.replace(moved, int(moved.step))
+        self._built_from, self._unchecked_source = self.sample, None
+
+    def state_or_shapes(self, batch: Batch) -> TrainState:
+        """Returns the live state if it is known to fit the module, else the shapes that would be initialized from such a batch."""
+        if self.live is not None and self._unchecked_source is None:  # A restored state that was not checked may still change its containers.
+            return self.live.borrow()
+        return self._task.any_program().initial_state.shapes(self.key, batch)
+
+    def serve(self, state: InferenceState) -> None:
+        """Replaces the live state with a state without an optimizer; raises `RestoreError` if it does not fit the module."""
+        target = self._expected_shapes(self.key, None)
+        given = TrainState(step=np.int32(state.step), params=state.params, model_state=state.model_state, opt_state=(), key=self.key)  # type: ignore[arg-type]
+        if target is not None:
+            given = check_fits(dataclasses.replace(target, opt_state=(), ema_params=None), given, INFERENCE_STATE)
+        self._replace_live(given)
+        self._unchecked_source = INFERENCE_STATE if target is None else None
+        self._pending_opt_state, self.is_serving = None, True
+
+    def replace(self, state: TrainState) -> None:
+        """Replaces the live state with a copy of another one; raises `RestoreError` if its structure, shapes or dtypes differ."""
+        live = self.need("replace_state")
+        now = live.borrow()
+        faults = state_faults(now, state)
+        if faults:
+            raise RestoreError(f"replace_state takes a state with the structure, shapes and dtypes of this trainer's state. Differences: {faults}.")
+        state = jax.tree.unflatten(jax.tree.structure(now), jax.tree.leaves(state))
+        live.replace(self._strategy.put_state(state), int(state.step))

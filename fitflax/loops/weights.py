@@ -1,0 +1,193 @@
+"""Saves weights as safetensors and loads them: parameters and collections, without the optimizer state, the step, or random streams."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from fitflax.checkpoints.collective_read import read_collectively
+from fitflax.checkpoints.formats.checkpoint_files import Saved
+from fitflax.checkpoints.formats.device_fetch import fetch
+from fitflax.checkpoints.formats.plain_tree import leaf_paths, nested, shown, walk
+from fitflax.checkpoints.formats.weight_files import SUFFIX, find_weights, write_weights
+from fitflax.checkpoints.restore.partial import RestoreReport
+from fitflax.checkpoints.restore.weight_rules import WeightMapping, leaves_out_only, rules_of, to_file
+from fitflax.checkpoints.restore.weights import COLLECTIONS, PATHS, as_floats, is_weights, name_of, saved_weights
+from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from fitflax.leaves import is_key
+from fitflax.loops import argument_checks
+from fitflax.loops.session import Session
+from fitflax.parallel.host_memory import spans_processes, whole
+from fitflax.parallel.placement import own_copy
+from fitflax.parallel.processes import exchange
+from fitflax.state import PyTree
+from fitflax.storage import Location, locate
+
+__all__ = ["complete", "load_weights", "save_weights"]
+
+# Collections of NNX modules: random streams, which are not weights, and parameters that are not trained.
+_STREAMS, _FROZEN = "rngs", "frozen"
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+
+
+def save_weights(
+    session: Session,
+    path: str | os.PathLike[str],
+    *,
+    mapping: WeightMapping | None,
+    dtype: Any,
+    metadata: Mapping[str, str] | None,
+    max_shard_bytes: int,
+    storage_options: Mapping[str, Any] | None,
+) -> Location:
+    """See `Trainer.save_weights`."""
+    place = locate(path, owner="save_weights(path)", error=CheckpointError, options=storage_options)
+    if not place.name.endswith(SUFFIX):
+        raise ConfigError(
+            f"save_weights writes safetensors, so the file name must end with {SUFFIX}. Received: {os.fspath(path)!r}. To save a checkpoint, use save(path)."
+        )
+    argument_checks.check_counts(max_shard_bytes=max_shard_bytes)
+    mapping = None if leaves_out_only(mapping) else mapping  # What is left out when loading is not in the model.
+    about = {"format": "flax" if mapping is None else "pt"} if metadata is None else dict(metadata)
+    if not all(isinstance(each, str) for item in about.items() for each in item):
+        raise ConfigError(f"save_weights(metadata=...) must map strings to strings. Received: {metadata!r}.")
+    if mapping is None:
+        about[PATHS] = COLLECTIONS
+    if callable(mapping):
+        raise ConfigError(
+            "save_weights(mapping=...) cannot be a function, which maps names only from the file to the model. Pass a dict or rules, which work both ways."
+        )
+    rules = None if mapping is None else rules_of(mapping, ())
+    dtype = _dtype_of(dtype, "save_weights")
+    state = session.state.need("save_weights").borrow()
+    params = session.task.any_program().eval_params(state)
+    leaves = dict(_weights(params, state.model_state, has_streams=session.state.own is not None))
+
+    def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> Location:
+        named = {name_of(name, str(place)): array for name, array in arrays.items()} if rules is None else to_file(arrays, rules, where=str(place))
+        return write_weights(place, as_floats(named, dtype, where=str(place)), metadata=about, max_shard_bytes=max_shard_bytes)
+
+    if session.strategy.num_processes > 1 or spans_processes(list(leaves.values())):
+        written = _write_together(leaves, write)
+        return locate(written, owner="save_weights(path)", error=CheckpointError, options=storage_options)
+    if jax.process_index():
+        return place  # Each process has all arrays, so only the first one writes.
+    arrays = fetch((leaf if isinstance(leaf, jax.Array) else jax.numpy.asarray(leaf) for leaf in leaves.values()), ahead_bytes=2**28)
+    return write(dict(zip(leaves, arrays, strict=True)))
+
+
+def _write_together(leaves: Mapping[str, Any], write: Callable[[Mapping[str, np.ndarray[Any, Any]]], Location]) -> str:
+    """Lets the first process write what all of them gather, and returns the path; if it fails, all processes raise."""
+    is_writer = jax.process_index() == 0
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    for name, leaf in leaves.items():  # One array at a time, because the other processes keep none.
+        array = whole(leaf)
+        if is_writer:
+            arrays[name] = array
+    place, failure = "", None
+    if is_writer:
+        try:
+            place = str(write(arrays))
+        except Exception as error:  # noqa: BLE001 (raised below, once the others know)
+            failure = error
+    told = exchange({"place": place, "fault": None if failure is None else str(failure)}, "saving weights")[0]
+    if failure is not None:
+        raise failure
+    if told["fault"] is not None:
+        raise CheckpointError(f"Process 0 could not save the weights: {told['fault']}")
+    return str(told["place"])
+
+
+def load_weights(
+    session: Session,
+    path: str | os.PathLike[str],
+    *,
+    mapping: WeightMapping | None,
+    partial: bool,
+    dtype: Any,
+    storage_options: Mapping[str, Any] | None,
+) -> RestoreReport:
+    """See `Trainer.load_weights`."""
+    place = locate(path, owner="load_weights(path)", error=CheckpointError, options=storage_options)
+    kind = _dtype_of(dtype, "load_weights")
+    left: list[str] = []
+
+    def find(_: Any) -> Saved:
+        found = find_weights(place)
+        if found is None:
+            raise CheckpointNotFoundError(_no_weights(place))
+        saved, names = saved_weights(found, mapping=mapping, partial=partial, dtype=kind, tells_names=True)
+        left[:] = names
+        return saved
+
+    saved = complete(session, read_collectively(find, num_processes=session.strategy.num_processes))
+    report = session.restore(saved, None, weights_only=True, partial=partial)
+    restored = tuple(name for name in report.restored if session.state.own is None or not name.startswith(f"{_STREAMS}/"))
+    return dataclasses.replace(report, restored=restored, unused=tuple(sorted({*report.unused, *left})))
+
+
+def complete(session: Session, saved: Saved) -> Saved:
+    """Returns weights with what an NNX module needs: its own random streams, and the parameters that it has frozen in their collection."""
+    if session.state.own is None or session.state.live is None or not is_weights(saved):
+        return saved
+    state = session.state.live.borrow()
+    collections = dict(saved.train["model_state"])
+    if _STREAMS in state.model_state:
+        collections[_STREAMS] = nested(state.model_state[_STREAMS], f"train/model_state/{_STREAMS}", leaf=lambda _, leaf: own_copy(leaf))[0]
+    params = saved.train["params"]
+    if _FROZEN in state.model_state and _FROZEN not in collections:
+        frozen = {path for path, _ in walk(nested(state.model_state[_FROZEN], "")[0], "")}
+        params, collections[_FROZEN] = (_select(params, frozen, are_in=are_in) for are_in in (False, True))
+    names = saved.metadata.get("names", {})
+    frozen_names = {f"{_FROZEN}/{path.removeprefix('params/')}": name for path, name in names.items()}
+    metadata = {**saved.metadata, "names": {**frozen_names, **names}} if names else saved.metadata
+    return dataclasses.replace(saved, metadata=metadata, train={**saved.train, "params": params, "model_state": collections})
+
+
+def _select(tree: Any, paths: set[str], *, are_in: bool, path: str = "") -> Any:
+    """Returns the leaves of nested dicts whose paths are, or are not, in `paths`."""
+    chosen: dict[str, Any] = {}
+    for key, child in tree.items():
+        place = f"{path}/{key}" if path else key
+        if isinstance(child, dict):
+            below = _select(child, paths, are_in=are_in, path=place)
+            chosen |= {key: below} if below else {}
+        elif (place in paths) is are_in:
+            chosen[key] = child
+    return chosen
+
+
+def _weights(params: PyTree, model_state: Mapping[str, PyTree], *, has_streams: bool) -> Iterator[tuple[str, Any]]:
+    kept = {name: tree for name, tree in model_state.items() if not (has_streams and name in (_STREAMS, _FROZEN))}
+    trees = [{"params": params, "model_state": kept}]
+    if has_streams and _FROZEN in model_state:
+        trees.append({"params": model_state[_FROZEN]})
+    for tree in trees:
+        leaves, _, paths = leaf_paths(tree, "train")
+        yield from ((shown(path), leaves[index]) for path, index in paths.items() if not is_key(leaves[index]))
+
+
+def _dtype_of(dtype: Any, owner: str) -> Any:
+    if dtype is None:
+        return None
+    try:
+        found = jax.numpy.dtype(dtype)
+    except TypeError as error:
+        raise ConfigError(f"{owner}(dtype=...) takes a floating-point dtype, such as 'float32'. Received: {dtype!r}.") from error
+    if not jax.numpy.issubdtype(found, jax.numpy.floating):
+        raise ConfigError(f"{owner}(dtype=...) takes a floating-point dtype, such as 'float32'. Received: {dtype!r}.")
+    return found
+
+
+def _no_weights(place: Location) -> str:
+    names = sorted(entry.name for entry in place.iterdir()) if place.is_dir() else [place.name]
+    pickled = [name for name in names if name.endswith(_PICKLED)]
+    if pickled:
+        advice = "Save them as safetensors with the library that wrote them."
+        return f"{place} has pickled weights, {pickled[0]}, which are not loaded, because unpickling can run code. {advice}"
+    if not place.exists():
+        return f"There are no weights at {place}: no such file or directory."
+    return f"There are no safetensors at {place}. To load a checkpoint, use restore(path, weights_only=True)."

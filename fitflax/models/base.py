@@ -1,0 +1,233 @@
+"""The interface through which steps use a model of any kind, as pure functions of its variables.
+
+The user's model is never subclassed, patched or bound.
+"""
+
+import abc
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.core import scope as flax_scope
+
+from fitflax.axes import AxisNames, is_axes_collection
+from fitflax.errors import ConfigError, ModelError, is_of_debugger
+from fitflax.leaves import describe_shapes
+from fitflax.state import Batch, PyTree, parts_of
+
+__all__ = ["RNG_HINT", "TRANSIENT", "Draws", "Model", "mutable_filter", "positional", "without_names"]
+
+RNG_HINT = (
+    " Name every random stream that the module uses: Trainer(rngs=('dropout', ...)) for initialization and training, "
+    "Trainer(rngs={'init': ..., 'train': ..., 'eval': ...}) to use streams in evaluation as well."
+)
+
+TRANSIENT = ("losses", "summaries", "intermediates")
+"""Collections of sown values, by default not part of the state."""
+
+Losses = Callable[[PyTree, PyTree], tuple[Any, dict[str, Any]]]
+"""`(outputs, targets) -> (values, aux)`."""
+
+
+class Draws(NamedTuple):
+    """The sources of randomness of a call: keys of the named random streams, and the salt of random streams among the variables.
+
+    The salt is an int32 that is folded into their keys; 0 leaves them unchanged, as does `None`.
+    """
+
+    rngs: dict[str, jax.Array]
+    salt: Callable[[], jax.Array] | None = None
+
+
+class Model(abc.ABC):
+    """A model to train or evaluate, as pure functions; with `keyword_inputs`, inputs are a dict of keyword arguments."""
+
+    # The arguments of an overridden `compute_loss`.
+    loss_arguments: tuple[str, ...] = ("params", "model_state", "batch")
+    loss_keywords: tuple[str, ...] = ("rngs", "train")
+    keyword_inputs: bool
+
+    def init(self, rngs: dict[str, jax.Array], x: PyTree) -> tuple[dict[str, PyTree], AxisNames]:
+        """Returns the initial variables, in training mode and without metadata boxes, and the axis names from those boxes."""
+        with self._explain_errors(x, "initialized", train=True):
+            variables = self._init(rngs, x)
+        return _as_arrays(without_names(variables)), AxisNames.of(variables)
+
+    def apply(self, variables: dict[str, PyTree], x: PyTree, *, train: bool, draws: Draws, mutable: Any) -> tuple[PyTree, dict[str, PyTree]]:
+        """Returns the outputs and the changed collections, for variables `{collection: tree}`; `mutable` is a linen filter for collections that may change."""
+        with self._explain_errors(x, f"run in {'training' if train else 'evaluation'} mode", train=train):
+            outputs, changed = self._apply(variables, x, train=train, draws=draws, mutable=mutable)
+        return outputs, _as_arrays(without_names(changed))
+
+    @abc.abstractmethod
+    def _init(self, rngs: dict[str, jax.Array], x: PyTree) -> Any: ...
+
+    @abc.abstractmethod
+    def _apply(self, variables: dict[str, PyTree], x: PyTree, *, train: bool, draws: Draws, mutable: Any) -> tuple[PyTree, Any]: ...
+
+    def call_loss(self, compute_loss: Callable[..., Any], variables: dict[str, PyTree], batch: Batch, *, train: bool, draws: Draws, mutable: Any) -> Any:
+        """Returns the result of an overridden `compute_loss`, which should be `(values, changed collections, aux)`; arguments as in `apply`."""
+        params, model_state = parts_of(variables)
+        return compute_loss(params, model_state, batch, rngs=draws.rngs, train=train)
+
+    def default_loss(self, losses: Losses, mutable: Any, *arguments: Any, **keywords: Any) -> Any:
+        """Returns the result of the default `compute_loss`, called like an overridden one with `loss_arguments` and `loss_keywords`."""
+        return self._default_loss(losses, mutable, *arguments, **keywords)
+
+    def _default_loss(
+        self, losses: Losses, mutable: Any, params: PyTree, model_state: dict[str, PyTree], batch: Batch, *, rngs: dict[str, jax.Array], train: bool
+    ) -> Any:
+        outputs, changed = self.apply({"params": params, **model_state}, batch.x, train=train, draws=Draws(rngs), mutable=mutable)
+        values, aux = losses(outputs, batch.y)
+        return values, changed, aux
+
+    def merge(self, variables: Mapping[str, PyTree], *, train: bool, salt: Callable[[], jax.Array] | None = None) -> Any:
+        """Returns a module that holds these variables, `{collection: tree}`; changes to it do not affect them. Only for NNX modules."""
+        raise ConfigError(f"Only NNX modules hold their variables. Call {self.name} with them: model.apply({{'params': params, **model_state}}, x).")
+
+    def split(self, module: Any) -> dict[str, PyTree]:
+        """Returns the variables of a module from `merge`, `{collection: tree}`. Raises a `ModelError` if it has new ones."""
+        raise ConfigError(f"Only NNX modules hold their variables. {self.name} returns what it changes: outputs, changed = model.apply(..., mutable=[...]).")
+
+    def tabulate(self, rngs: dict[str, jax.Array], x: PyTree) -> str | None:
+        """Returns a table of the layers in training mode; `None` if the model has none."""
+        return None
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """The numbers, booleans and strings that the model was constructed with, by name."""
+        return {}
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """The model's name in errors."""
+
+    @property
+    def _eval_name(self) -> str:
+        return self.name
+
+    @property
+    def has_eval_model(self) -> bool:
+        """Whether evaluation uses another module, whose parameters may differ by mistake."""
+        return False
+
+    @property
+    def mode_fault(self) -> str | None:
+        """A message if the model seems to be in training mode during evaluation; `None` otherwise."""
+        return None
+
+    @contextlib.contextmanager
+    def _explain_errors(self, x: PyTree, what: str, *, train: bool) -> Iterator[None]:
+        """Wraps exceptions in a `ModelError` that explains them."""
+        try:
+            yield
+        except Exception as error:
+            if is_of_debugger(error) or isinstance(error, ModelError):
+                raise
+            raise self._model_error(error, x, what, train) from error
+
+    def _model_error(self, error: Exception, x: PyTree, what: str, train: bool) -> Exception:
+        text = str(error).partition("\nThe error occurred while tracing")[0]  # JAX appends a page of details.
+        text, hint = self._hint(error, text, x, train)
+        shapes, name = describe_shapes(x), self.name if train else self._eval_name
+        period = "." if hint and text.strip() and not text.rstrip().endswith((".", "!", "?")) else ""
+        return ModelError(f"{name} cannot be {what} on inputs {shapes} (the shapes inside a step): {type(error).__name__}: {text}{period}{hint}")
+
+    def _hint(self, error: Exception, text: str, x: PyTree, train: bool) -> tuple[str, str]:
+        """Returns the text to report for an error whose own text is `text`, and a hint how to fix it."""
+        hint = ""
+        if type(error).__name__ == "InvalidRngError":
+            hint = self._dropout_hint if not train and _is_dropout_error(error) else self._rng_hint
+        elif type(error).__name__ == "ModifyScopeVariableError":
+            hint = (
+                " A collection that the module changes must be mutable. Add it to Trainer(mutable=...); by default, all collections except params are mutable."
+            )
+        elif not train and self.has_eval_model and type(error).__name__ in ("ScopeParamShapeError", "ScopeParamNotFoundError"):
+            hint = " This is the eval_model, which uses the model's variables. Its parameters must have the same names and shapes."
+        elif type(error).__name__ == "ScopeParamShapeError":
+            hint = " Its parameters were initialized for inputs of another shape. The first axis is that of examples: pass a single example as x[:1]."
+        elif '"deterministic"' in text or '"use_running_average"' in text:
+            layer = "nn.Dropout(rate, deterministic=not train)" if '"deterministic"' in text else "nn.BatchNorm(use_running_average=not train)"
+            hint = f" Add a keyword argument `train` to __call__, which the trainer sets, and use it: {layer}."
+        elif isinstance(error, NameError) and "unbound axis name" in text:
+            text = text.partition(". To fix this")[0]
+            hint = (
+                f"{_innermost_module(error)} Under parallel=Sharded(...), leave axis_name out, because a step sees the whole batch. "
+                "Under DataParallel(axis_name=...), use that name, by default 'replica'."
+            )
+        elif "is not found in mesh" in text:
+            hint = f"{_innermost_module(error)} nn.with_partitioning takes axes of the mesh. For other names, use nn.with_logical_partitioning and rules."
+        elif isinstance(x, list):
+            hint = " The inputs are a list, which is one argument. Pass tuples: (x, y) for inputs and targets, ((x1, x2), y) for several inputs."
+        elif isinstance(x, dict) and not self.keyword_inputs:
+            hint = " The inputs are a dict, which is one argument. To select entries of it, pass their keys: Trainer(inputs='image', targets='label')."
+        elif isinstance(error, TypeError) and "argument" in text:
+            hint = self._argument_hint
+        if (not hint or type(error).__name__ == "ScopeParamShapeError") and any(map(_has_channels_first, jax.tree.leaves(x))):
+            hint += " For images, Flax's layers take the channels last, but these inputs seem to have them first. Transpose them: x.transpose(0, 2, 3, 1)."
+        return text, hint
+
+    @property
+    @abc.abstractmethod
+    def _rng_hint(self) -> str: ...
+
+    @property
+    @abc.abstractmethod
+    def _dropout_hint(self) -> str: ...
+
+    @property
+    @abc.abstractmethod
+    def _argument_hint(self) -> str: ...
+
+
+def _has_channels_first(inputs: Any) -> bool:
+    """Returns whether inputs have the shape of images with few channels in the second axis, `[batch, channels, height, width]`."""
+    shape: tuple[int, ...] = getattr(inputs, "shape", ())
+    return len(shape) == 4 and shape[1] in (1, 3, 4) and min(shape[2:]) > 4
+
+
+def _innermost_module(error: Exception) -> str:
+    """Returns a sentence that names the innermost module in which an error was raised."""
+    modules = _modules_of(error)
+    return f" The name is used in {'/'.join(modules[-1].path) or 'the outermost module'}, a {type(modules[-1]).__name__}." if modules else ""
+
+
+def _modules_of(error: Exception) -> list[nn.Module]:
+    """Returns the modules in the traceback of an error, outermost first."""
+    found = []
+    frames = error.__traceback__
+    while frames is not None:
+        module = frames.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and module.scope is not None:
+            found.append(module)
+        frames = frames.tb_next
+    return found
+
+
+def _is_dropout_error(error: Exception) -> bool:
+    """Returns whether a missing random stream is used by dropout, whatever its name."""
+    return '"dropout"' in str(error) or any(isinstance(module, nn.Dropout) for module in _modules_of(error))
+
+
+def positional(x: PyTree) -> tuple[Any, ...]:
+    """Returns inputs as a tuple of positional arguments."""
+    return x if type(x) is tuple else (x,)  # A NamedTuple is a single argument.
+
+
+def without_names(variables: Mapping[str, Any]) -> dict[str, PyTree]:
+    """Returns variables without their boxes, and without collections that hold only axis names."""
+    return dict(nn.unbox({name: tree for name, tree in variables.items() if not is_axes_collection(name, tree)}))
+
+
+def _as_arrays(variables: dict[str, PyTree]) -> dict[str, PyTree]:
+    """Returns variables as arrays; a module may set one to a Python number."""
+    return {name: jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), tree) for name, tree in variables.items()}
+
+
+def mutable_filter(mutable: Any, transient: tuple[str, ...]) -> Any:
+    """Returns a linen filter for the collections that a step may change: `mutable` and `transient`, but never the parameters."""
+    return flax_scope.subtract_filters(flax_scope.union_filters(mutable, list(transient)), "params")

@@ -1,0 +1,363 @@
+"""An NNX module as pure functions of its variables.
+
+The module's graph is inspected once, when the trainer is created. Tracing a step merges it with the variables, calls it, and splits it again; compiled steps
+never touch the module. Sown values are collected with `nnx.capture`.
+"""
+
+import functools
+import inspect
+import itertools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import nnx
+from flax.core import scope as flax_scope
+from flax.errors import TraceContextError
+from typing_extensions import override
+
+from fitflax.axes import AxisNames
+from fitflax.errors import ConfigError, LossError, ModelError
+from fitflax.leaves import describe_shapes, is_key, listed
+from fitflax.models.base import Draws, Losses, Model, positional
+from fitflax.models.modes import MODE_KEYWORDS, mode_keywords, parameters_of
+from fitflax.models.nnx_graph import (
+    FROZEN,
+    PARAMS,
+    Definition,
+    Filter,
+    Path,
+    Slot,
+    as_state,
+    at,
+    collected,
+    collection_of,
+    in_mode,
+    nested,
+    place,
+    raw,
+    split_module,
+)
+from fitflax.models.nnx_variables import ModuleVariables
+from fitflax.models.own import OwnVariables
+from fitflax.state import Batch, PyTree
+
+__all__ = ["NNXModel", "adapt_nnx"]
+
+
+class _Mode(NamedTuple):
+    """A module in one of its modes.
+
+    Attributes:
+        takes_rngs: Whether its call accepts `rngs`, and whether it requires them. A module with its own streams gets them only if required.
+        is_linen: Whether it is a bridged linen module, which gets `mutable` as a keyword argument.
+        has_bridge: Whether it contains one.
+        extra: Variables that only the module for evaluation has.
+        written: The paths of parameters that the module itself updates when it is called.
+    """
+
+    definition: Definition
+    kwargs: Mapping[str, Any]
+    takes_rngs: tuple[bool, bool]
+    is_linen: bool
+    has_bridge: bool
+    extra: Mapping[Path, Any]
+    written: frozenset[Path]
+
+    def call(self, module: Any, x: PyTree, *, keyword_inputs: bool, rngs: Mapping[str, jax.Array], mutable: Any) -> Any:
+        """Returns the outputs of a module of this definition."""
+        args, kwargs = ((), {**x, **self.kwargs}) if keyword_inputs else (positional(x), dict(self.kwargs))
+        takes, must = self.takes_rngs
+        if takes and (rngs or must):
+            kwargs.setdefault("rngs", _rngs(rngs))
+        if self.is_linen:
+            kwargs.setdefault("mutable", mutable)
+        return module(*args, **kwargs)
+
+
+def _rngs(rngs: Mapping[str, jax.Array]) -> nnx.Rngs:
+    """Returns random streams for the `rngs` argument of a call; a stream that is not named is derived from the first one."""
+    return nnx.Rngs(next(iter(rngs.values()), None), **rngs) if rngs else nnx.Rngs()
+
+
+class NNXModel(Model):
+    """An NNX module as pure functions; `own` are the variables of the user's module."""
+
+    loss_arguments = ("model", "batch")
+    loss_keywords = ("train",)
+
+    def __init__(
+        self, filters: Filter, train: _Mode, evaluation: _Mode, own: OwnVariables, *, keyword_inputs: bool, hyperparameters: dict[str, Any], name: str
+    ) -> None:
+        self._filters, self._modes, self._own = filters, {True: train, False: evaluation}, own
+        self.keyword_inputs, self._hyperparameters, self._name = keyword_inputs, hyperparameters, name
+
+    @property
+    @override
+    def name(self) -> str:
+        return self._name
+
+    @property
+    @override
+    def hyperparameters(self) -> dict[str, Any]:
+        return self._hyperparameters
+
+    @override
+    def init(self, rngs: dict[str, jax.Array], x: PyTree) -> tuple[dict[str, PyTree], AxisNames]:
+        # Only the shapes are used. JAX keeps the constants of a trace, so the values would stay in memory after the module's variables have been replaced.
+        return jax.tree.map(_zeros_like, self._own.read()), self._own.axes
+
+    @override
+    def _init(self, rngs: dict[str, jax.Array], x: PyTree) -> Any:
+        return self.init(rngs, x)[0]
+
+    @override
+    def _apply(self, variables: dict[str, PyTree], x: PyTree, *, train: bool, draws: Draws, mutable: Any) -> tuple[PyTree, Any]:
+        call = functools.partial(self._modes[train].call, x=x, keyword_inputs=self.keyword_inputs, rngs=draws.rngs, mutable=mutable)
+        return self._run(call, variables, train=train, mutable=mutable, salt=draws.salt, capture=True)
+
+    @override
+    def merge(self, variables: Mapping[str, PyTree], *, train: bool, salt: Callable[[], jax.Array] | None = None) -> Any:
+        definition, extra = self._modes[train].definition, self._modes[train].extra
+        slots = [slot for slot in definition.slots if slot.path not in extra]
+        salted = _fold_salt(slots, variables, salt)
+        state = nnx.merge_state(as_state(slots, salted), nnx.from_flat_state(list(extra.items()))) if extra else as_state(slots, salted)
+        return nnx.merge(definition.graph, state)
+
+    def _run(
+        self, fn: Callable[[Any], Any], variables: dict[str, PyTree], *, train: bool, mutable: Any, salt: Callable[[], jax.Array] | None, capture: bool
+    ) -> tuple[Any, dict[str, PyTree]]:
+        """Returns the result of `fn(module)` for a module with these variables, and the collections that may change, including sown values.
+
+        Other arguments are as in `apply` and `Draws`. With `capture`, sown values are collected with `nnx.capture`; otherwise they stay in the module, where
+        user code may pop them.
+        """
+        module = self.merge(variables, train=train, salt=salt)
+        sown: dict[str, PyTree] = {}
+        if not capture or self._modes[train].has_bridge:  # A bridge mistakes what nnx.capture adds for a variable.
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", r"\s*Using 'Module.sow\(\)' outside of 'nnx.capture\(\)'", DeprecationWarning)
+                result = fn(module)
+        else:
+            kinds = [kind for kind in _subclasses(nnx.Variable) if self._filters.sows(kind)]
+            result, *captured = nnx.capture(fn, *kinds)(module)
+            for path, leaf in itertools.chain.from_iterable(map(nnx.to_flat_state, captured)):
+                place(sown.setdefault(collection_of(type(leaf)), {}), tuple(path), raw(leaf))
+        changed = self._changed(module, variables, train) | sown
+        return result, {name: tree for name, tree in changed.items() if name == PARAMS or flax_scope.in_filter(mutable, name)}
+
+    @override
+    def split(self, module: Any) -> dict[str, PyTree]:
+        found = dict(split_module(module)[1])
+        slots = {slot.path: slot for slot in self._modes[True].definition.slots}
+        values = [raw(found[path]) if path in found else None for path in slots]
+        self._check_new({path: leaf for path, leaf in found.items() if path not in slots})
+        return collected(slots.values(), values)
+
+    def _changed(self, module: Any, variables: Mapping[str, PyTree], train: bool) -> dict[str, PyTree]:
+        """Returns the changed collections of a called module, including parameters that it updates itself and values that a bridged linen module has sown."""
+        found = dict(split_module(module)[1])
+        mode = self._modes[train]
+        slots = [slot for slot in mode.definition.slots if slot.path not in mode.extra and slot.collection != PARAMS]
+        # Variables that the call has removed keep their values.
+        values = [raw(found[slot.path]) if slot.path in found else at(variables[slot.collection], slot.path) for slot in slots]
+        known = {slot.path for slot in mode.definition.slots}
+        new = {path: leaf for path, leaf in found.items() if path not in known}
+        self._check_new(new)
+        changed = {name: tree for name, tree in collected(slots, values).items() if name != PARAMS}
+        written = [slot for slot in mode.definition.slots if slot.path in mode.written] if train else []
+        changed |= {PARAMS: nested((slot.path, raw(found[slot.path])) for slot in written)} if written else {}
+        for path, leaf in new.items():
+            place(changed.setdefault(collection_of(type(leaf)), {}), path, raw(leaf))
+        return changed
+
+    def _check_new(self, new: Mapping[Path, Any]) -> None:
+        added = [f"{'/'.join(map(str, path))} ({type(leaf).__name__})" for path, leaf in new.items() if not self._filters.is_sown(leaf)]
+        if added:
+            raise ModelError(
+                f"{self.name} adds variables while it runs: {listed(added)}. Create all variables in __init__. To record values, use "
+                "self.sow(nnx.Intermediate, name, value). Initialize a linen module in nnx.bridge.ToNNX with lazy_init(x) first."
+            )
+
+    # -- custom losses --
+
+    @override
+    def call_loss(self, compute_loss: Callable[..., Any], variables: dict[str, PyTree], batch: Batch, *, train: bool, draws: Draws, mutable: Any) -> Any:
+        keywords: dict[str, Any] = {"rngs": _rngs(draws.rngs)} if "rngs" in parameters_of(compute_loss) else {}
+
+        def call(module: Any) -> Any:
+            return compute_loss(module, batch, train=train, **keywords)
+
+        result, changed = self._run(call, variables, train=train, mutable=mutable, salt=draws.salt, capture=False)
+        if not isinstance(result, tuple):
+            return result, changed, {}
+        if len(result) != 2 or not isinstance(result[1], Mapping):
+            raise LossError(
+                "compute_loss(model, batch, train=...) of an NNX module must return values, or (values, aux) where aux is a dict. "
+                f"Received: {describe_shapes(result)}."
+            )
+        return result[0], changed, result[1]
+
+    @override
+    def default_loss(self, losses: Losses, mutable: Any, *arguments: Any, **keywords: Any) -> Any:
+        return self._default_module_loss(losses, mutable, *arguments, **keywords)
+
+    def _default_module_loss(self, losses: Losses, mutable: Any, model: Any, batch: Batch, *, train: bool, rngs: nnx.Rngs | None = None) -> Any:
+        mode = self._modes[train]
+        kwargs = {**mode.kwargs, **({} if rngs is None else {"rngs": rngs})}
+        outputs = mode._replace(kwargs=kwargs).call(model, batch.x, keyword_inputs=self.keyword_inputs, rngs={}, mutable=mutable)
+        values, aux = losses(outputs, batch.y)
+        return values, aux
+
+    # -- information about the model --
+
+    @override
+    def tabulate(self, rngs: dict[str, jax.Array], x: PyTree) -> str:
+        mode = self._modes[True]
+        module = self.merge(self._own.read(), train=True)  # NNX requires that the module is created in the same trace.
+        # Plain text, wide enough to avoid wrapping.
+        console = {"force_terminal": False, "force_jupyter": False, "no_color": True, "width": 160}
+        with self._explain_errors(x, "tabulated", train=True):
+            table = mode.call(functools.partial(nnx.tabulate, module, console_kwargs=console), x, keyword_inputs=self.keyword_inputs, rngs=rngs, mutable=True)
+        return str(table)[: table.rindex("Total Parameters")].rstrip()
+
+    @override
+    def _hint(self, error: Exception, text: str, x: PyTree, train: bool) -> tuple[str, str]:
+        if isinstance(error, TraceContextError):
+            return text, " A variable of the module is changed inside of a JAX transformation. Use the NNX version instead, such as nnx.jit or nnx.scan."
+        if type(error).__name__ == "ScopeCollectionNotFound":
+            return text, " Initialize a linen module in nnx.bridge.ToNNX with lazy_init(x) before you create the trainer."
+        if "rngs" in text or "RngStream" in text:
+            return text, self._rng_hint
+        return super()._hint(error, text, x, train)
+
+    @property
+    @override
+    def _rng_hint(self) -> str:
+        return (
+            " Pass random streams to the layers, nnx.Dropout(rate, rngs=rngs); or add an argument `rngs` to __call__, which the trainer sets, and name its "
+            "streams: Trainer(rngs=('dropout', ...)) for training, or Trainer(rngs={'train': ..., 'eval': ...}) for evaluation as well."
+        )
+
+    @property
+    @override
+    def _dropout_hint(self) -> str:
+        return self._rng_hint
+
+    @property
+    @override
+    def _argument_hint(self) -> str:
+        return (
+            " Pass several inputs as a tuple, ((x1, x2), y), or as keys of dicts with Trainer(inputs=...). The trainer sets the keywords train, training and "
+            "deterministic. Set others with Trainer(model, train_kwargs={'decode': False}, eval_kwargs={'decode': False})."
+        )
+
+
+def _zeros_like(leaf: jax.Array) -> Any:
+    if is_key(leaf):
+        return jax.random.wrap_key_data(jnp.zeros_like(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+    return jnp.zeros(leaf.shape, leaf.dtype)
+
+
+def _fold_salt(slots: Sequence[Slot], variables: Mapping[str, PyTree], salt: Callable[[], jax.Array] | None) -> dict[str, PyTree]:
+    """Returns variables with a number folded into the keys of random streams; 0 leaves the keys unchanged."""
+    if salt is None or not any(slot.is_key for slot in slots):
+        return dict(variables)
+    number = salt()
+
+    def fold(keys: jax.Array) -> jax.Array:
+        folded = jax.vmap(lambda key: jax.random.fold_in(key, number))(keys.reshape(-1)).reshape(keys.shape)
+        return jnp.where(number == 0, keys, folded)
+
+    values = [at(variables[slot.collection], slot.path) for slot in slots]
+    return {**variables, **collected(slots, [fold(value) if slot.is_key else value for slot, value in zip(slots, values, strict=True)])}
+
+
+def _subclasses(kind: type[nnx.Variable[Any]]) -> list[type[nnx.Variable[Any]]]:
+    below = [kind, *itertools.chain.from_iterable(map(_subclasses, kind.__subclasses__()))]
+    return list(dict.fromkeys(below))
+
+
+# -- adapting the user's module --
+
+
+def adapt_nnx(
+    model: nnx.Module,
+    *,
+    eval_model: nnx.Module | None = None,
+    trainable: Any = None,
+    train_kwargs: Mapping[str, Any] | None = None,
+    eval_kwargs: Mapping[str, Any] | None = None,
+    keyword_inputs: bool = False,
+    transient: Sequence[str],
+) -> tuple[NNXModel, OwnVariables]:
+    """Returns an NNX module as pure functions, and the variables that it holds; arguments as in `adapt_model`."""
+    for owner, module in (("Trainer", model), ("Trainer(eval_model=...)", eval_model)):
+        _check_bridge(owner, module)
+    try:
+        trained = nnx.filterlib.to_predicate(nnx.Param if trainable is None else trainable)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"Trainer(trainable=...) takes an NNX filter, such as nnx.Param or nnx.LoRAParam. Received: {trainable!r}.") from error
+    filters = Filter(trained, tuple(transient))
+    own = ModuleVariables(model, filters)
+    if trainable is not None and not own.definition.trains:
+        kinds = sorted({slot.collection for slot in own.definition.slots})
+        raise ConfigError(f"Trainer(trainable={trainable!r}) selects no variable of {type(model).__name__}, which has {', '.join(kinds) or 'none'}.")
+    train = _create_mode(model, filters, train_kwargs, train=True)
+    evaluation = _create_mode(
+        model if eval_model is None else eval_model, filters, eval_kwargs, train=False, known=None if eval_model is None else train.definition
+    )
+    if eval_model is not None:
+        _check_eval_model(own, ModuleVariables(eval_model, filters))
+    fields = {name: value for name, value in vars(model).items() if isinstance(value, bool | int | float | str) and not name.startswith("_")}
+    hyperparameters = {name: value for name, value in fields.items() if name not in MODE_KEYWORDS}
+    name = type(model.to_nnx__module if isinstance(model, nnx.bridge.ToNNX) else model).__name__
+    return NNXModel(filters, train, evaluation, own, keyword_inputs=keyword_inputs, hyperparameters=hyperparameters, name=name), own
+
+
+def _check_bridge(owner: str, module: Any) -> None:
+    """Checks that a bridge wraps an instance of a linen module."""
+    if not isinstance(module, nnx.bridge.ToNNX):
+        return
+    inner = module.to_nnx__module
+    if not isinstance(inner, nn.Module) or isinstance(inner, nnx.bridge.ToLinen):
+        what = "the class " + inner.__name__ if isinstance(inner, type) else f"a {type(inner).__name__}"
+        raise ConfigError(f"{owner}: nnx.bridge.ToNNX must wrap an instance of a linen module. Received: {what}. Pass such an instance, or an NNX module.")
+
+
+def _create_mode(module: nnx.Module, filters: Filter, kwargs: Mapping[str, Any] | None, *, train: bool, known: Definition | None = None) -> _Mode:
+    """Returns a module in one of its modes; `known` is the definition of the module to train, if this is a separate module to evaluate."""
+    inner = module.to_nnx__module if isinstance(module, nnx.bridge.ToNNX) else None
+    call = type(module if inner is None else inner).__call__
+    named, rngs = mode_keywords(call, train=train), None if inner is not None else parameters_of(call).get("rngs")
+    copy = in_mode(module, filters, train=train)
+    must = rngs is not None and rngs.default is inspect.Parameter.empty
+    has_own = any(isinstance(node, nnx.RngStream) for _, node in nnx.iter_graph(copy))
+    takes_rngs = must or (rngs is not None and not has_own), must
+    definition, leaves = filters.define(copy)
+    writers = [tuple(path) for path, node in nnx.iter_modules(copy) if isinstance(node, nnx.SpectralNorm | nnx.WeightNorm)]
+    written = [slot.path for slot in definition.slots if slot.collection == PARAMS and any(slot.path[: len(path)] == path for path in writers)]
+    paths = None if known is None else {slot.path for slot in known.slots}
+    extra = {slot.path: leaf for slot, leaf in zip(definition.slots, leaves, strict=True) if paths is not None and slot.path not in paths}
+    has_bridge = any(isinstance(node, nnx.bridge.ToNNX) for _, node in nnx.iter_modules(copy))
+    return _Mode(definition, {**named, **(kwargs or {})}, takes_rngs, inner is not None, has_bridge, extra, frozenset(written))
+
+
+def _check_eval_model(own: ModuleVariables, other: ModuleVariables) -> None:
+    """Checks that a module to evaluate has the parameters of the one to train."""
+    have, want = other.shapes(), own.shapes()
+    params = {path: shape for path, shape in want.items() if path.startswith((f"{PARAMS}/", f"{FROZEN}/"))}
+    faults = {
+        "missing": [path for path in params if path not in have],
+        "unexpected": [path for path in have if path not in want and path.startswith(f"{PARAMS}/")],
+        "wrong shape": [f"{path} {have[path].shape}, not {shape.shape}" for path, shape in params.items() if path in have and have[path] != shape],
+    }
+    if any(faults.values()):
+        found = "; ".join(f"{what}: {listed(paths)}" for what, paths in faults.items() if paths)
+        raise ModelError(
+            f"The eval_model {type(other.model).__name__} must have the parameters of the model {type(own.model).__name__}, which it uses in evaluation "
+            f"({found}). Create it in the same way as the model and change only its mode."
+        )

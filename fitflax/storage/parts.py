@@ -1,0 +1,193 @@
+"""A stream of bytes in objects of equal size, written and read in parallel.
+
+Parts are separate objects instead of pieces of a multipart upload, which a killed process leaves behind unlisted. So they can be listed, checked, read and
+deleted separately. Local copies are read in the same way.
+"""
+
+import collections
+import contextlib
+import io
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Self
+
+from typing_extensions import override
+
+from fitflax.storage.object_path import ObjectPath
+from fitflax.storage.urls import Location
+from fitflax.storage.workers import Workers
+
+__all__ = ["PART_BYTES", "PartsReader", "PartsWriter", "Send", "part_name", "read_range", "size_fault"]
+
+Send = Callable[[Sequence[bytes | memoryview]], None]
+"""Receives the next bytes of a stream."""
+
+PART_BYTES = 2**25
+"""The size of a part; the last one may be smaller."""
+
+# The number of parts in flight, each a copy in memory.
+_UPLOADS = 4
+# The size of a read, and the number of blocks of read-ahead if reads are sequential.
+_BLOCK_BYTES = 2**25
+_MAX_AHEAD = 4
+
+
+def part_name(stem: str, index: int) -> str:
+    """Returns the name of a part, such as `state-0123abcd.00007`."""
+    return f"{stem}.{index:05d}"
+
+
+def read_range(path: Location, begin: int, length: int) -> Any:
+    """Returns a range of a file's bytes, truncated at its end."""
+    if isinstance(path, ObjectPath):
+        return path.bucket.read_range(path.key, begin, length)
+    with path.open("rb") as file:
+        file.seek(begin)
+        return file.read(length)
+
+
+class PartsWriter:
+    """Writes a stream in parts below a location in a bucket. A context manager; the stream is complete only after `close`.
+
+    Methods raise `StorageError` if a part could not be written.
+    """
+
+    def __init__(self, place: ObjectPath, stem: str, *, part_bytes: int | None = None) -> None:
+        self._place, self._stem = place, stem
+        self.part_bytes = part_bytes or PART_BYTES
+        self._pool = Workers(_UPLOADS, "fitflax-upload")
+        self._waiting: collections.deque[Future[Any]] = collections.deque()
+        self._buffers: list[bytes | memoryview] = []
+        self._size = 0
+        self.num_parts = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pool.end()
+
+    def send(self, buffers: Sequence[bytes | memoryview]) -> None:
+        """Adds the next bytes, which must not change until `close` has returned."""
+        for buffer in buffers:
+            rest = memoryview(buffer)
+            while self._size + len(rest) >= self.part_bytes:
+                room = self.part_bytes - self._size
+                self._buffers.append(rest[:room])
+                self._upload()
+                rest = rest[room:]
+            if len(rest):
+                self._buffers.append(rest)
+                self._size += len(rest)
+
+    def close(self) -> None:
+        """Writes the last part, and waits for all parts."""
+        if self._size or not self.num_parts:
+            self._upload()
+        while self._waiting:
+            self._waiting.popleft().result()
+
+    def _upload(self) -> None:
+        # Joined here, not in the thread, so that the buffers are not used after this returns.
+        data, self._buffers, self._size = b"".join(self._buffers), [], 0
+        path = self._place / part_name(self._stem, self.num_parts)
+        self.num_parts += 1
+        while len(self._waiting) >= _UPLOADS:
+            self._waiting.popleft().result()
+        self._waiting.append(self._pool.submit(path.write_bytes, data))
+
+
+class PartsReader(io.RawIOBase):
+    """Reads parts as one file. Sequential reads fetch several blocks ahead; skipped blocks are not fetched.
+
+    `name_of` returns the name of a part by its index; `num_bytes` is the size of all parts.
+    """
+
+    def __init__(self, place: Location, name_of: Callable[[int], str], *, part_bytes: int, num_bytes: int) -> None:
+        self._place, self._name_of, self._part_bytes, self._num_bytes = place, name_of, part_bytes, num_bytes
+        self._pool = Workers(_MAX_AHEAD, "fitflax-download")
+        self._position = 0
+        self._blocks: dict[int, Future[Any]] = {}
+        # The number of blocks to fetch ahead; doubles with each sequential read.
+        self._ahead = 1
+        self._per_part = -(-part_bytes // _BLOCK_BYTES)
+
+    @override
+    def readable(self) -> bool:
+        return True
+
+    @override
+    def seekable(self) -> bool:
+        return True
+
+    @override
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._num_bytes}[whence]
+        return self._position
+
+    @override
+    def readinto(self, buffer: Any) -> int:
+        target = memoryview(buffer).cast("B")
+        if self._position >= self._num_bytes or not len(target):
+            return 0
+        part, offset = divmod(self._position, self._part_bytes)
+        block = part * self._per_part + offset // _BLOCK_BYTES
+        data = self._get_block(block)[offset % _BLOCK_BYTES :]
+        count = min(len(target), len(data))
+        target[:count] = data[:count]
+        self._position += count
+        return count
+
+    def _get_block(self, block: int) -> memoryview:
+        """Returns a block, and starts fetching those after it."""
+        if block not in self._blocks:
+            self._ahead = 1
+        for passed in [index for index in self._blocks if index < block]:
+            self._blocks.pop(passed)
+            self._ahead = min(2 * self._ahead, _MAX_AHEAD)
+        end = -(-self._num_bytes // self._part_bytes) * self._per_part
+        following = (index for index in range(block, end) if self._extent(index)[2] > 0)
+        for index in itertools.islice(following, self._ahead):
+            if index not in self._blocks:
+                self._blocks[index] = self._pool.submit(self._fetch, index)
+        return memoryview(self._blocks[block].result())
+
+    def _extent(self, block: int) -> tuple[int, int, int]:
+        """Returns the part that contains a block, and the block's offset and length in it."""
+        part, index = divmod(block, self._per_part)
+        begin = index * _BLOCK_BYTES
+        end = min(self._part_bytes, self._num_bytes - part * self._part_bytes, begin + _BLOCK_BYTES)
+        return part, begin, end - begin
+
+    def _fetch(self, block: int) -> Any:
+        part, begin, length = self._extent(block)
+        return read_range(self._place / self._name_of(part), begin, length)
+
+    def faults(self) -> list[str]:
+        """Returns a message for each part that is missing or has the wrong size."""
+        count = max(1, -(-self._num_bytes // self._part_bytes))
+        paths = [self._place / self._name_of(index) for index in range(count)]
+        wanted = [min(self._part_bytes, self._num_bytes - index * self._part_bytes) for index in range(count)]
+        parent, found = paths[0].parent, dict[str, int]()
+        if isinstance(parent, ObjectPath):
+            found = {info.key.rpartition("/")[2]: info.size for info in parent.objects()}
+        else:
+            for path in paths:
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    found[path.name] = path.stat().st_size
+        return [fault for path, want in zip(paths, wanted, strict=True) for fault in size_fault(path, found.get(path.name), want)]
+
+    @override
+    def close(self) -> None:
+        self._pool.end(wait=False)
+        self._blocks.clear()
+        super().close()
+
+
+def size_fault(path: Location, size: int | None, want: int) -> list[str]:
+    """Returns a message if a file is missing (`size` is `None`) or has the wrong size, else an empty list."""
+    if size is None:
+        return [f"{path} is missing."]
+    kind = "empty" if size == 0 else "truncated" if size < want else "too long"
+    return [] if size == want else [f"{path} is {kind}: {size} bytes instead of {want}."]

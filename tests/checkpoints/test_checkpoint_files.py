@@ -1,0 +1,167 @@
+"""One checkpoint directory: its metadata, its backend, and the errors when something is missing."""
+
+import json
+import math
+import types
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from fitflax.checkpoints.formats import checkpoint_files
+from fitflax.checkpoints.formats.checkpoint_files import read_metadata, read_state, write_checkpoint
+from fitflax.checkpoints.formats.json_documents import write_document
+from fitflax.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from tests.checkpoints.samples import METADATA, read
+
+
+def test_metadata_starts_with_the_version_and_ends_with_its_checksum(directory):
+    keys = list(json.loads((directory / "metadata.json").read_text()))
+    assert keys == ["format_version", *METADATA, "versions", "backend", "key_impls", "arrays", "structure_crc32", "state_bytes", "crc32"]
+    metadata = read_metadata(directory)
+    assert {key: metadata[key] for key in METADATA} == METADATA
+    assert metadata["versions"]["jax"] == jax.__version__ and list(metadata["versions"]) == ["fitflax", "jax", "flax", "optax", "numpy"]
+    assert metadata["arrays"]["train/params/Dense_0/kernel"] | {"crc32": 0} == {"shape": [3, 4], "dtype": "bfloat16", "crc32": 0}
+
+
+def test_metadata_has_a_line_for_each_metric_group_history_row_and_array(directory):
+    lines = (directory / "metadata.json").read_text().splitlines()
+    assert '    "train": {"loss": 0.5}' in lines
+    assert '    {"epoch": 0, "loss": 0.75}' in lines
+    assert sum('"dtype"' in line for line in lines) == len(read_metadata(directory)["arrays"])
+
+
+def test_a_version_given_by_the_caller_is_kept(tmp_path):
+    write_checkpoint(tmp_path, train={}, run={}, metadata={"versions": {"fitflax": "1.2", "grain": "0.2"}})
+    versions = read_metadata(tmp_path)["versions"]
+    assert (versions["fitflax"], versions["grain"], versions["numpy"]) == ("1.2", "0.2", np.__version__)
+
+
+def test_nonfinite_numbers_are_strings_on_disk_and_strings_like_them_stay_strings(tmp_path):
+    metadata = {
+        "metrics": {"train": {"a": math.nan, "b": math.inf, "c": -math.inf}},
+        "settings": {"note": "NaN", "notes": ["~NaN", "~~-Infinity", "Infinity", "nan", "~", ""], "clip": math.inf},
+    }
+    write_checkpoint(tmp_path, train={}, run={}, metadata=metadata)
+    on_disk = json.loads((tmp_path / "metadata.json").read_text(), parse_constant=pytest.fail)
+    assert on_disk["metrics"] == {"train": {"a": "NaN", "b": "Infinity", "c": "-Infinity"}}
+    assert repr({key: read_metadata(tmp_path)[key] for key in metadata}) == repr(metadata)
+
+
+def test_numpy_scalars_and_tuples_are_accepted_in_metadata(tmp_path):
+    metadata = {
+        "a": np.float32(0.5),
+        "b": np.int64(3),
+        "c": np.bool_(True),
+        "d": np.array(2.0),
+        "e": (1, jnp.float32(math.nan)),
+        "f": ml_dtypes.bfloat16(1),
+        5: 1,
+    }
+    write_checkpoint(tmp_path, train={}, run={}, metadata=metadata)
+    found = read_metadata(tmp_path)
+    assert repr([found[key] for key in "abcdef5"]) == "[0.5, 3, True, 2.0, [1, nan], 1.0, 1]"
+
+
+def test_nothing_is_written_when_something_cannot_be_saved(tmp_path):
+    with pytest.raises(CheckpointError):
+        write_checkpoint(tmp_path, train={}, run={"x": object()}, metadata={})
+    with pytest.raises(CheckpointError, match=r"metadata\['a'\]\[1\] is of type object, which JSON does not support"):
+        write_checkpoint(tmp_path, train={}, run={}, metadata={"a": [1, object()]})
+    with pytest.raises(CheckpointError, match="metadata must not contain arrays, crc32, which the checkpoint format uses"):
+        write_checkpoint(tmp_path, train={}, run={}, metadata={"crc32": 1, "arrays": {}})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_backend_that_wrote_the_state_reads_it(directory, monkeypatch):
+    calls = []
+
+    def read_something(path, metadata, *, roots):
+        calls.append((path, metadata["extra"], roots))
+        return {"run": 1}
+
+    backend = types.ModuleType("other")
+    backend.OWN_KEYS, backend.FILES, backend.read_state = {"extra": list}, (), read_something
+    backend.write_state = lambda path, train, run: {"extra": [sorted(train.tree), run.tree]}
+    monkeypatch.setitem(checkpoint_files.BACKENDS, "other", backend)
+    write_checkpoint(directory, train={"w": jnp.ones(1)}, run=(1,), metadata={}, backend="other")
+    metadata = read_metadata(directory)
+    assert (metadata["backend"], metadata["extra"]) == ("other", [["w"], [1]]) and "arrays" not in metadata
+    assert read_state(directory, metadata, roots=["run"]) == {"run": 1}
+    assert calls == [(directory, [["w"], [1]], ["run"])]
+    with pytest.raises(CheckpointError, match="metadata must not contain extra, which the checkpoint format uses"):
+        write_checkpoint(directory, train={}, run={}, metadata={"extra": 1})
+    monkeypatch.delitem(checkpoint_files.BACKENDS, "other")
+    with pytest.raises(
+        CheckpointError, match=r"metadata.json has the backend 'other', but this version of fitflax reads .*'msgpack'.*Use the version that wrote it"
+    ):
+        read_metadata(directory)
+
+
+def test_an_unknown_backend_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(CheckpointError, match=r"backend must be 'msgpack' or 'orbax'\. Received: 'pickle'"):
+        write_checkpoint(tmp_path, train={}, run={}, metadata={}, backend="pickle")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_directory_is_synced_to_disk_after_its_files(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(checkpoint_files, "fsync_directory", lambda path: synced.append((path, sorted(entry.name for entry in path.iterdir()))))
+    write_checkpoint(tmp_path, train={}, run={}, metadata={})
+    assert synced == [(tmp_path, ["metadata.json", "state.msgpack"])]
+
+
+@pytest.mark.parametrize("name", ["metadata.json", "state.msgpack"])
+def test_missing_and_empty_files_are_named(directory, name):
+    (directory / name).write_bytes(b"")
+    with pytest.raises(CorruptCheckpointError, match=f"{name} is empty"):
+        read(directory)
+    (directory / name).unlink()
+    with pytest.raises(CorruptCheckpointError, match=f"{name} is missing"):
+        read(directory)
+
+
+def test_metadata_that_lacks_what_its_backend_needs_is_reported_as_damaged(directory):
+    path = directory / "metadata.json"
+    document = json.loads(path.read_text())
+    for key in ("backend", "key_impls", "arrays", "structure_crc32", "state_bytes"):
+        write_document(path, {name: value for name, value in document.items() if name not in {key, "format_version", "crc32"}})
+        with pytest.raises(CorruptCheckpointError, match=f"metadata.json is damaged: it lacks {key}"):
+            read_metadata(directory)
+
+
+def test_a_directory_that_does_not_exist_is_not_found(directory):
+    with pytest.raises(CheckpointNotFoundError, match=r"There is no checkpoint directory .*nowhere"):
+        read_metadata(directory / "nowhere")
+    with pytest.raises(CheckpointNotFoundError, match="it is a file"):
+        read_metadata(directory / "metadata.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda text: text[:-9], "is not JSON"),
+        (lambda text: "[" * 100000, "is not JSON"),
+        (lambda text: "[1]", "it has no format_version"),
+        (lambda text: text.replace('"step": 7', '"step": 8'), "its checksum does not match its contents"),
+        (lambda text: text.replace("  ", "\t", 1), "its checksum does not match its contents"),
+        (lambda text: text.replace("0.5", "NaN"), "Out of range float|its checksum does not match its contents"),
+        (lambda text: text.replace("0.5", "1e999"), "damaged"),
+        (lambda text: text.replace("0.5", "é"), "is not JSON"),
+    ],
+)
+def test_changed_metadata_is_refused(directory, change, match):
+    path = directory / "metadata.json"
+    path.write_text(change(path.read_text()))
+    with pytest.raises(CorruptCheckpointError, match=match):
+        read_metadata(directory)
+
+
+def test_the_error_for_a_newer_format_names_the_version_that_can_be_read(directory):
+    path = directory / "metadata.json"
+    path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 2'))
+    with pytest.raises(CheckpointError, match="has format version 2, but this version of fitflax reads 1") as caught:
+        read_metadata(directory)
+    assert not isinstance(caught.value, CorruptCheckpointError)

@@ -1,0 +1,233 @@
+"""The files in examples/cluster: small stand-ins do what Slurm and Kubernetes would do with them, and the real schemas validate their structure."""
+
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+import fitflax.__main__ as commands
+from tests.ports import reserve_port, reserve_slurm_job
+from tests.test_many_processes import PIPES, environment
+
+CLUSTER = pathlib.Path(__file__).resolve().parent.parent / "examples" / "cluster"
+SECONDS = 300
+pytestmark = pytest.mark.timeout(5 * SECONDS)  # A job is started up to eleven times.
+
+SRUN = """#!{python}
+import os, subprocess, sys
+tasks = []
+assert sys.argv[1].startswith("--cpus-per-task=")
+for index in range(int(os.environ["SLURM_NTASKS"])):
+    own = {{"SLURM_PROCID": str(index), "SLURM_LOCALID": str(index), "SLURM_STEP_NODELIST": "127.0.0.1"}}
+    tasks.append(subprocess.Popen(sys.argv[2:], env=os.environ | own))
+with open("tasks.new", "w") as file:
+    file.write(" ".join(str(task.pid) for task in tasks))
+os.replace("tasks.new", "tasks")
+codes = [task.wait() for task in tasks]
+sys.exit(max(128 - code if code < 0 else code for code in codes))
+"""
+SCONTROL = """#!/bin/sh
+echo "$@" >> requeued
+"""
+
+
+class Slurm:
+    """A directory with `train.py` and the job script, and what Slurm adds: environment variables, `srun` and `scontrol`."""
+
+    def __init__(self, directory: pathlib.Path, env: dict[str, str], tasks: int = 4) -> None:
+        self.directory, (self.bin, _) = directory, (directory / "bin", (directory / "bin").mkdir(parents=True))
+        for name, text in (("srun", SRUN.format(python=sys.executable)), ("scontrol", SCONTROL)):
+            (self.bin / name).write_text(text)
+            (self.bin / name).chmod(0o755)
+        shutil.copy(CLUSTER / "train.py", directory)
+        self.env = {name: value for name, value in env.items() if not name.startswith("JAX_COMPILATION_CACHE")}
+        self.env |= {"PJRT_NPROC": "16", "JAX_NUM_CPU_DEVICES": "1", "SLURM_NTASKS": str(tasks), "SLURM_ARRAY_TASK_ID": "3"}
+        self.restarts, self.log, self.begin = 0, directory / "log", 0
+
+    def notice_lost_tasks_sooner(self) -> None:
+        """Makes `train.py` notice a lost task in a third of the usual time, during which nothing else happens."""
+        script, call = self.directory / "train.py", "fitflax.parallel.initialize()"
+        assert call in script.read_text()
+        script.write_text(script.read_text().replace(call, "fitflax.parallel.initialize(heartbeat_timeout_seconds=10)"))
+
+    def start(self, *arguments: str) -> "subprocess.Popen[bytes]":
+        env = self.env | {
+            "PATH": f"{self.bin}:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": str(reserve_slurm_job()),
+            "SLURM_RESTART_COUNT": str(self.restarts),
+        }
+        (self.directory / "tasks").unlink(missing_ok=True)
+        self.restarts += 1
+        self.begin = len(self.log.read_text()) if self.log.exists() else 0
+        with self.log.open("ab") as log:
+            return subprocess.Popen(["bash", str(CLUSTER / "slurm.sbatch"), *arguments], cwd=self.directory, env=env, stdout=log, stderr=log)
+
+    def tasks(self) -> list[int]:
+        end = time.monotonic() + SECONDS
+        while not (self.directory / "tasks").exists():
+            assert time.monotonic() < end, self.log.read_text()
+            time.sleep(0.05)
+        return [int(task) for task in (self.directory / "tasks").read_text().split()]
+
+    def wait_for_epoch(self) -> None:
+        """Waits for the end of an epoch. A task that is lost before all have connected costs the others five minutes, because JAX waits that long."""
+        end = time.monotonic() + SECONDS
+        while "/step - loss" not in self.log.read_text()[self.begin :]:
+            assert time.monotonic() < end, self.log.read_text()[-3000:]
+            time.sleep(0.1)
+
+    def was_requeued(self) -> bool:
+        """Returns whether the script requeued itself, and clears the record of it."""
+        requeued = self.directory / "requeued"
+        found = requeued.exists()
+        requeued.unlink(missing_ok=True)
+        return found
+
+
+def assert_equal_checkpoints(one: pathlib.Path, other: pathlib.Path) -> None:
+    assert commands.main(["compare", str(one), str(other)]) == 0
+
+
+STEPS = ("--steps", "800")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Slurm:
+    """A Slurm job that was never interrupted."""
+    slurm = Slurm(tmp_path_factory.mktemp("slurm") / "whole", environment())
+    assert slurm.start(*STEPS).wait(timeout=SECONDS) == 0 and not slurm.was_requeued()
+    return slurm
+
+
+@pytest.mark.slow
+def test_a_slurm_job_preempted_ten_times_ends_bit_for_bit_like_an_uninterrupted_one(uninterrupted, process_env, tmp_path):
+    slurm, draws, codes = Slurm(tmp_path / "preempted", process_env), random.Random(5), []
+    slurm.notice_lost_tasks_sooner()
+    for _ in range(10):
+        job = slurm.start(*STEPS)
+        tasks = slurm.tasks()
+        slurm.wait_for_epoch()
+        time.sleep(draws.uniform(0, 2))
+        kind = draws.choice(["time is over", "one is told", "notice", "node fails"])
+        victims = tasks if kind == "time is over" else [draws.choice(tasks)]
+        number = {"notice": signal.SIGUSR1, "node fails": signal.SIGKILL}.get(kind, signal.SIGTERM)
+        for task in victims:
+            os.kill(task, number)
+        codes.append((kind, job.wait(timeout=SECONDS)))
+        assert slurm.was_requeued(), (codes, slurm.log.read_text()[-3000:])
+    assert slurm.start(*STEPS).wait(timeout=SECONDS) == 0, slurm.log.read_text()[-3000:]
+    assert not slurm.was_requeued()
+    assert {code for _, code in codes} <= {75, 134, 137, 138, 143}, codes
+    assert_equal_checkpoints(uninterrupted.directory / "runs/digits-3/checkpoints", tmp_path / "preempted/runs/digits-3/checkpoints")
+    assert slurm.log.read_text().splitlines()[-1] == uninterrupted.log.read_text().splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_slurm_job_that_fails_is_not_requeued(process_env, tmp_path):
+    slurm = Slurm(tmp_path, process_env, tasks=2)
+    assert slurm.start("--steps", "0").wait(timeout=SECONDS) == 1
+    assert not slurm.was_requeued() and "steps" in slurm.log.read_text()
+    assert slurm.start("--stpes", "1").wait(timeout=SECONDS) == 2 and not slurm.was_requeued()
+
+
+def manifests(name: str) -> list[dict[str, Any]]:
+    yaml = pytest.importorskip("yaml")
+    return list(yaml.safe_load_all((CLUSTER / name).read_text()))
+
+
+class Kubernetes:
+    """The controller of an indexed Job: it starts a pod for each index, and another one if the pod fails and the manifest's policy allows it."""
+
+    def __init__(self, directory: pathlib.Path, job: dict[str, Any], env: dict[str, str]) -> None:
+        self.directory, self.spec = directory, job["spec"]
+        self.pod = self.spec["template"]["spec"]
+        (self.container,) = self.pod["containers"]
+        given = {each["name"]: each["value"] for each in self.container["env"]}
+        self.port = reserve_port()
+        given |= {"COORDINATOR_ADDRESS": f"127.0.0.1:{self.port}", "ALIVE": str(directory / "alive")}
+        self.env = {name: value for name, value in env.items() if not name.startswith("JAX_COMPILATION_CACHE")}
+        self.env |= {"PJRT_NPROC": "16", "JAX_NUM_CPU_DEVICES": "1", **given}
+        self.failures = 0
+
+    def start(self, index: int, *arguments: str) -> "subprocess.Popen[str]":
+        _, _, *given = self.container["command"]
+        given[given.index("--directory") + 1] = str(self.directory / "runs")
+        command = [sys.executable, str(CLUSTER / "train.py"), *given, *arguments]
+        return subprocess.Popen(command, env=self.env | {"JOB_COMPLETION_INDEX": str(index)}, cwd=self.directory, **PIPES)
+
+    def has_failed(self, code: int) -> bool:
+        """Returns whether the Job has failed because a pod ended with this exit code; counts failures otherwise."""
+        for rule in self.spec["podFailurePolicy"]["rules"]:
+            if (128 - code if code < 0 else code) in rule.get("onExitCodes", {}).get("values", []):
+                return rule["action"] == "FailJob"
+        self.failures += 1
+        return self.failures > self.spec["backoffLimit"]
+
+    def run(self, *arguments: str, evict: float | None = None) -> None:
+        """Runs the job to its end; after `evict` seconds one of its pods is evicted, as when a node is drained."""
+        count = self.spec["completions"]
+        pods = {index: self.start(index, *arguments) for index in range(count)}
+        begin, evicted = time.monotonic(), None
+        while pods:
+            assert time.monotonic() < begin + SECONDS
+            if evict is not None and evicted is None and time.monotonic() > begin + evict:
+                evicted = pods[1], time.monotonic()
+                pods[1].terminate()
+            for index, pod in tuple(pods.items()):
+                if (code := pod.poll()) is not None:
+                    output, _ = pod.communicate()
+                    if evicted is not None and pod is evicted[0]:
+                        assert time.monotonic() < evicted[1] + self.pod["terminationGracePeriodSeconds"]
+                    assert code == 0 or not self.has_failed(code), output[-3000:]
+                    del pods[index]
+                    if code:
+                        pods[index] = self.start(index, *arguments)
+            time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_kubernetes_job_with_an_evicted_pod_ends_bit_for_bit_like_a_slurm_job(uninterrupted, process_env, tmp_path):
+    _, job = manifests("kubernetes-job.yaml")
+    Kubernetes(tmp_path, job, process_env).run(*STEPS, "--seed", "3", evict=7.0)
+    assert (tmp_path / "alive").exists()
+    assert_equal_checkpoints(uninterrupted.directory / "runs/digits-3/checkpoints", tmp_path / "runs/checkpoints")
+
+
+def test_the_manifests_match_their_schemas():
+    validate = pytest.importorskip("kubernetes_validate")
+    for manifest in manifests("kubernetes-job.yaml"):
+        validate.validate(manifest, "1.31", strict=True)
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    (jobset,) = manifests("kubernetes-jobset.yaml")
+    assert "JobsetV1alpha2JobSet" in dir(models)
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "train"}, "spec": replicated["template"]["spec"]}
+    validate.validate(job, "1.31", strict=True)
+    for container in replicated["template"]["spec"]["template"]["spec"]["containers"]:
+        del container["resources"]  # Checked above; this schema's type for quantities does not accept numbers.
+    models.JobsetV1alpha2JobSet.model_validate(jobset)
+    (rayjob,) = manifests("kubernetes-rayjob.yaml")
+    cluster = rayjob["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ray"}, "spec": group["template"]["spec"]}
+        validate.validate(pod, "1.31", strict=True)
+
+
+def test_the_manifests_agree_with_each_other_and_with_the_script():
+    service, job = manifests("kubernetes-job.yaml")
+    (jobset,) = manifests("kubernetes-jobset.yaml")
+    name = service["metadata"]["name"]
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    hosts = {f"{job['metadata']['name']}-0.{name}": job["spec"], f"{name}-{replicated['name']}-0-0.{name}": replicated["template"]["spec"]}
+    for host, spec in hosts.items():
+        env = {each["name"]: each["value"] for each in spec["template"]["spec"]["containers"][0]["env"]}
+        assert env["COORDINATOR_ADDRESS"].startswith(f"{host}:") and int(env["NUM_PROCESSES"]) == spec["completions"] == spec["parallelism"]
+        assert spec["podFailurePolicy"]["rules"][-2 if spec is job["spec"] else 0]["onExitCodes"]["values"] == [1, 2]
+    assert job["spec"]["template"]["spec"]["subdomain"] == name and service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}

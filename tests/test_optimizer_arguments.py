@@ -1,0 +1,289 @@
+"""Optimizers whose update needs more than a gradient, or that evaluate other parameters than they train, compared with hand-written loops."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import fitflax
+from fitflax.callbacks import EarlyStopping, ModelCheckpoint
+from fitflax.checkpoints import load_inference_state
+from fitflax.errors import ConfigError, FitflaxWarning, OptimizerError
+from fitflax.parallel import DataParallel, Sharded
+
+X = np.random.default_rng(0).normal(size=(32, 6)).astype(np.float32)
+Y = np.random.default_rng(1).integers(0, 3, 32).astype(np.int32)
+MODEL = nn.Sequential([nn.Dense(16), nn.tanh, nn.Dense(3)])
+STEPS = 8
+
+
+def one_device() -> DataParallel:
+    return DataParallel(jax.devices()[:1])
+
+
+def make(optimizer: Any, parallel: Any = None, model: nn.Module = MODEL, **options: Any) -> fitflax.Trainer:
+    trainer = fitflax.Trainer(model, parallel=parallel or one_device())
+    trainer.compile(optimizer, "sparse_categorical_crossentropy", **options)
+    trainer.build((X, Y))
+    return trainer
+
+
+def train(optimizer: Any, *arguments: Any, steps: int = STEPS, **options: Any) -> tuple[list[float], Any]:
+    trainer = make(optimizer, *arguments, **options)
+    losses = [trainer.train_on_batch((X, Y))["loss"] for _ in range(steps)]
+    return losses, trainer.state.params
+
+
+@functools.cache
+def first_params() -> Any:
+    return make("sgd").state.params
+
+
+@functools.cache
+def hand_written_loop(name: str) -> tuple[list[float], Any]:
+    """Runs the loop from Optax's documentation: the loss of the whole batch, and the arguments that the transformation needs."""
+    optimizer, wants = OPTIMIZERS[name]
+
+    def loss(params: Any) -> Any:
+        return optax.softmax_cross_entropy_with_integer_labels(MODEL.apply({"params": params}, X), Y).mean()
+
+    @jax.jit
+    def step(params: Any, state: Any) -> Any:
+        value, grad = jax.value_and_grad(loss)(params)
+        known = {"value": value, "grad": grad, "value_fn": loss, "obj_fn": loss, "grad_fn": lambda params, _: jax.grad(loss)(params)}
+        updates, state = optimizer.update(grad, state, params, **{name: known[name] for name in wants})
+        return optax.apply_updates(params, updates), state, value
+
+    params = first_params()
+    state, losses = optimizer.init(params), []
+    for _ in range(STEPS):
+        params, state, value = step(params, state)
+        losses.append(float(value))
+    return losses, params
+
+
+def by_layer(params: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(lambda path, _: "first" if "layers_0" in jax.tree_util.keystr(path) else "rest", params)
+
+
+def plateau() -> optax.GradientTransformation:
+    return optax.contrib.reduce_on_plateau(patience=1, factor=0.5, rtol=0.5, cooldown=0)
+
+
+OPTIMIZERS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "plateau": (optax.chain(optax.adam(1e-2), plateau()), ("value",)),
+    "lbfgs": (optax.lbfgs(), ("value", "grad", "value_fn")),
+    "polyak": (optax.polyak_sgd(), ("value",)),
+    "momo": (optax.contrib.momo(0.1), ("value",)),
+    "momo_adam": (optax.contrib.momo_adam(1e-2), ("value",)),
+    "backtracking": (optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=10)), ("value", "grad", "value_fn")),
+    "multi_transform": (optax.multi_transform({"first": optax.polyak_sgd(), "rest": optax.sgd(0.1)}, by_layer), ("value",)),
+    "MultiSteps": (optax.MultiSteps(optax.polyak_sgd(), 2).gradient_transformation(), ("value",)),
+    "inject_hyperparams": (optax.inject_hyperparams(optax.polyak_sgd)(max_learning_rate=0.5), ("value",)),
+    "schedule_free": (optax.contrib.schedule_free_adamw(1e-2), ()),
+    "sam": (optax.contrib.sam(optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.05))), ()),
+    "opaque sam": (optax.contrib.sam(optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)), opaque_mode=True), ("grad_fn",)),
+    "sophia": (optax.contrib.sophia(1e-2), ("obj_fn",)),
+    "muon": (optax.contrib.muon(1e-2), ()),
+    "prodigy": (optax.contrib.prodigy(0.5), ()),
+}
+# One for each way to compute the arguments from several replicas.
+ON_SEVERAL = {"lbfgs", "polyak", "opaque sam", "sophia"}
+PLACES = {"one": one_device, "four": lambda: DataParallel(jax.devices()[:4]), "mesh": lambda: Sharded({"data": 4}, devices=jax.devices()[:4])}
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_gets_what_a_hand_written_loop_gives_it(name):
+    optimizer, _ = OPTIMIZERS[name]
+    want, params = hand_written_loop(name)
+    for place in PLACES if name in ON_SEVERAL else ["one"]:
+        found, trained = train(optimizer, PLACES[place]())
+        np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-5)
+        for one, other in zip(jax.tree.leaves(trained), jax.tree.leaves(params), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-2, atol=1e-3)
+    assert want[-1] < want[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("place", "options"),
+    [
+        ("one", {"accumulate_steps": 4}),
+        ("two", {"accumulate_steps": 4}),
+        ("mesh", {"accumulate_steps": 4}),
+        ("two", {"precision": "bfloat16"}),
+        ("one", {"run_eagerly": True}),
+        ("two", {"precision": "float16"}),
+        ("mesh", {"precision": "float16"}),
+    ],
+    ids=str,
+)
+def test_a_line_search_works_with_all_ways_to_compute_an_update(place, options):
+    want, _ = hand_written_loop("lbfgs")
+    parallel = DataParallel(jax.devices()[:2]) if place == "two" else PLACES[place]()
+    steps = 4 if "run_eagerly" in options else STEPS  # Each step takes a second or two.
+    found, _ = train(optax.lbfgs(), parallel, steps=steps, **options)
+    assert found == pytest.approx(want[:steps], rel=2e-1 if "precision" in options else 1e-4)
+
+
+@pytest.mark.slow
+def test_value_fn_uses_the_random_keys_and_collections_of_its_step():
+    """With dropout and batch statistics, its value and gradient at the step's parameters equal the loss and gradient of the step."""
+    seen = []
+
+    def update(grads, state, params, *, value, grad, value_fn):
+        again, slope = jax.value_and_grad(value_fn)(params)
+        difference = optax.tree.norm(optax.tree.sub(slope, grad)) / optax.tree.norm(grad)
+        return jax.tree.map(lambda leaf: -0.1 * leaf, grads), jnp.stack([value - again, difference])
+
+    probe = optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(2), update)
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
+            return nn.Dense(3)(nn.Dropout(0.5, deterministic=not train)(x))
+
+    for place in (one_device(), DataParallel(jax.devices()[:4])):
+        for options in ({}, {"accumulate_steps": 2}):
+            trainer = make(probe, place, Net(), **options)
+            for _ in range(3):
+                trainer.train_on_batch((X, Y))
+                seen.append(np.abs(trainer.state.opt_state))
+    assert np.max(seen) < 1e-5
+
+
+@pytest.mark.slow
+def test_lbfgs_converges_on_the_digits():
+    datasets = pytest.importorskip("sklearn.datasets")
+    digits = datasets.load_digits()
+    x, y = (digits.data / 16).astype(np.float32), digits.target.astype(np.int32)
+    trainer = fitflax.Trainer(nn.Dense(10), parallel=one_device())
+    trainer.compile(optax.lbfgs(), "sparse_categorical_crossentropy", ["accuracy"])
+    history = trainer.fit(x, y, batch_size=len(x), epochs=40, verbose=0).history
+    assert history["accuracy"][-1] > 0.99 and history["loss"][-1] < 0.06
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lbfgs", "plateau"])
+def test_resumed_runs_with_these_optimizers_are_bit_for_bit_identical(tmp_path, name):
+    def fit(steps: int, directory: str, **options: Any) -> fitflax.Trainer:
+        trainer = fitflax.Trainer(MODEL, parallel=one_device())
+        trainer.compile(OPTIMIZERS[name][0], "sparse_categorical_crossentropy")
+        trainer.fit(X, Y, batch_size=16, steps=steps, verbose=0, callbacks=[ModelCheckpoint(tmp_path / directory)], **options)
+        return trainer
+
+    whole = fit(9, "whole")
+    fit(5, "parts")
+    resumed = fit(9, "parts", resume="auto")
+    for one, other in zip(jax.tree.leaves(whole.state), jax.tree.leaves(resumed.state), strict=True):
+        if not jax.dtypes.issubdtype(one.dtype, jax.dtypes.prng_key):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_an_optimizer_gets_only_the_arguments_that_it_accepts():
+    got = []
+
+    def update(grads, state, params=None, *, value):
+        got.append("value")
+        return jax.tree.map(lambda leaf: -0.1 * leaf, grads), state
+
+    trainer = make(optax.GradientTransformationExtraArgs(lambda params: (), update))
+    trainer.train_on_batch((X, Y))
+    assert got
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_an_optimizer_that_requires_an_unknown_argument_is_a_clear_error(inner):
+    def update(grads, state, params=None, *, curvature, **extra):
+        return grads, state
+
+    odd = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    with pytest.raises(OptimizerError, match=r"'curvature'.*A step passes value, grad, value_fn.*override train_step"):
+        make(optax.chain(odd, optax.sgd(0.1)) if inner else odd).train_on_batch((X, Y))
+
+
+def test_arguments_that_the_optimizer_does_not_use_are_not_computed():
+    """The compiled step has as many operations with an optimizer that accepts any argument as with one that accepts none."""
+
+    def flops(optimizer: Any) -> float:
+        trainer = make(optimizer)
+        program = trainer._session.task.need_compiled("test")
+        task = program.task
+        state, batch = trainer.state, fitflax.state.Batch(X, Y, np.ones(32, bool))
+        step = jax.jit(lambda state: task.update(state, batch).state.params)
+        return step.lower(state).compile().cost_analysis()["flops"]
+
+    sgd = optax.sgd(0.1)
+    takes_all = optax.GradientTransformationExtraArgs(sgd.init, lambda grads, state, params=None, **extra: sgd.update(grads, state, params))
+    assert flops(takes_all) == flops(sgd)
+
+
+# -- parameters for evaluation --
+
+
+def schedule_free() -> optax.GradientTransformation:
+    return optax.contrib.schedule_free_adamw(1e-2)
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("place", list(PLACES))
+def test_evaluation_uses_the_parameters_that_eval_params_computes(place, tmp_path):
+    tx = schedule_free()
+    trainer = make(tx, PLACES[place](), metrics=["accuracy"], eval_params=optax.contrib.schedule_free_eval_params)
+    history = trainer.fit(X, Y, batch_size=16, epochs=3, validation_data=(X, Y), verbose=0, callbacks=[ModelCheckpoint(tmp_path / "run")]).history
+    evaluated = optax.contrib.schedule_free_eval_params(trainer.state.opt_state, trainer.state.params)
+    outputs = MODEL.apply({"params": evaluated}, X)
+    loss = optax.softmax_cross_entropy_with_integer_labels(outputs, Y).mean()
+    assert history["val_loss"][-1] == pytest.approx(float(loss), abs=1e-5)
+    assert trainer.evaluate(X, Y, verbose=0)["loss"] == pytest.approx(float(loss), abs=1e-5)
+    np.testing.assert_allclose(trainer.predict(X), outputs, atol=1e-4)
+    np.testing.assert_allclose(trainer.predict_on_batch(X), outputs, atol=1e-4)
+    served = trainer.inference_state()
+    trainer.train_on_batch((X, Y))
+    for one, other in zip(jax.tree.leaves(served.params), jax.tree.leaves(evaluated), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+    other = fitflax.Trainer(MODEL, parallel=PLACES[place]())
+    other.compile(tx, "sparse_categorical_crossentropy", eval_params=optax.contrib.schedule_free_eval_params)
+    other.replace_state(served)
+    np.testing.assert_allclose(other.predict(X), outputs, atol=1e-4)
+    with pytest.warns(FitflaxWarning, match="This returns the trained parameters, not those that the run evaluated"):
+        load_inference_state(tmp_path / "run")
+
+
+def test_a_second_evaluation_does_not_compile_eval_params_again(compilations):
+    trainer = make(schedule_free(), eval_params=optax.contrib.schedule_free_eval_params)
+    trainer.train_on_batch((X, Y))
+    trainer.evaluate(X, Y, verbose=0)
+    with compilations.counted() as again:
+        trainer.train_on_batch((X, Y))
+        trainer.evaluate(X, Y, verbose=0)
+    assert again.count == 0
+
+
+def test_invalid_eval_params_are_clear_errors():
+    with pytest.raises(ConfigError, match=r"takes a function \(opt_state, params\)"):
+        make("sgd", eval_params="ema")
+    with pytest.raises(ConfigError, match="both define the parameters for evaluation"):
+        make("sgd", eval_params=optax.contrib.schedule_free_eval_params, ema_decay=0.9)
+    with pytest.raises(OptimizerError, match=r"schedule_free_eval_params.*failed on the state of this optimizer"):
+        make("sgd", eval_params=optax.contrib.schedule_free_eval_params).evaluate(X, Y, verbose=0)
+    with pytest.raises(OptimizerError, match=r"must return parameters like the trained ones. Differences: .*is missing"):
+        make("sgd", eval_params=lambda state, params: {"layers_0": params["layers_0"]}).evaluate(X, Y, verbose=0)
+    with pytest.raises(ConfigError, match=r"EarlyStopping\(restore_best=True\)"):
+        make(schedule_free(), eval_params=optax.contrib.schedule_free_eval_params).fit(X, Y, callbacks=[EarlyStopping("loss", restore_best=True)], verbose=0)
+
+
+@pytest.mark.slow
+def test_eval_params_gets_the_state_of_the_optimizer_itself_with_loss_scaling():
+    trainer = make(schedule_free(), precision="float16", eval_params=optax.contrib.schedule_free_eval_params)
+    trainer.train_on_batch((X, Y))
+    assert np.isfinite(trainer.evaluate(X, Y, verbose=0)["loss"])
+    assert dataclasses.is_dataclass(trainer.inference_state())
