@@ -8,6 +8,8 @@ DEMO_VENV := .venv-demo
 BIN := $(VENV)/bin
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fitflax needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 INSTALL := -m pip install --quiet --disable-pip-version-check
+# Without bytecode files, each process that tests start compiles the library again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv peers test test-all coverage soak mutants bench lint site demo clean
 .DELETE_ON_ERROR:

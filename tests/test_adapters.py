@@ -154,6 +154,7 @@ def trainer_of(model, seed=0, parallel=None):
     return trainer
 
 
+@pytest.mark.slow
 def test_only_adapters_are_trained_and_a_resumed_run_is_bit_for_bit_identical(tmp_path):
     base = fitflax.Trainer(Net(), parallel=DataParallel(jax.devices()[:1]))
     base.compile("adam", "sparse_categorical_crossentropy")

@@ -93,6 +93,7 @@ def test_eager_steps_compute_what_compiled_ones_do(options):
         assert eager.test_on_batch((X[:4], Y[:4]))["loss"] == pytest.approx(compiled.test_on_batch((X[:4], Y[:4]))["loss"], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_disable_jit_around_a_call_does_what_run_eagerly_does():
     inside, eager = make(), make(run_eagerly=True)
     with jax.disable_jit():
@@ -101,6 +102,7 @@ def test_disable_jit_around_a_call_does_what_run_eagerly_does():
     train(inside)  # Compiled steps continue from this state.
 
 
+@pytest.mark.slow
 def test_eager_steps_compile_no_step(compilations):
     trainer = make(run_eagerly=True)
     train(trainer)
@@ -504,7 +506,7 @@ def test_a_reused_key_in_a_custom_loss_raises_jaxs_own_error():
 # -- transfers --
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parallel", "steps_per_call"),
     [(one_device, 1), (DataParallel, 4), *((lambda: Sharded({"data": 2, "model": -1}), steps) for steps in (1, 4))],

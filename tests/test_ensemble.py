@@ -105,6 +105,7 @@ def test_a_member_trains_as_it_would_alone(kind, options):
         assert_close(history[key], [float(np.mean(values)) for values in history[f"{key}_by_member"]])
 
 
+@pytest.mark.slow
 def test_members_have_their_own_hyperparameters():
     rates = [0.3, 0.1, 0.03]
     ensemble = make(seed=5, ensemble=MEMBERS).with_hyperparams(learning_rate=rates)

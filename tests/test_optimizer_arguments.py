@@ -233,7 +233,7 @@ def schedule_free() -> optax.GradientTransformation:
     return optax.contrib.schedule_free_adamw(1e-2)
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 @pytest.mark.parametrize("place", list(PLACES))
 def test_evaluation_uses_the_parameters_that_eval_params_computes(place, tmp_path):
     tx = schedule_free()

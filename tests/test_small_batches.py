@@ -84,6 +84,7 @@ def test_steps_count_batches_not_calls(devices, monkeypatch):
     assert calls == [("evaluate", 16), ("evaluate", 4)] * 2 + [("predict", 16), ("predict", 4)]
 
 
+@pytest.mark.slow
 def test_each_batch_keeps_its_own_random_keys_and_rows_are_collected_in_order(devices):
     trainer = fitflax.Trainer(Small(), parallel=DataParallel(devices(2)), rngs={"init": [], "train": [], "eval": ["noise"]})
     trainer.compile("sgd", "sparse_categorical_crossentropy", [AUC(num_thresholds=None)])

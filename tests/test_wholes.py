@@ -161,6 +161,7 @@ def test_nothing_is_compiled_again_if_shapes_stay_the_same(compilations):
     assert later.count == 0
 
 
+@pytest.mark.slow
 def test_new_shapes_are_compiled_once_and_named():
     larger = batches(2, seed=5, nodes=32)
     trainer = trainer_of(2)
@@ -196,6 +197,7 @@ def test_the_steps_of_an_epoch_continue_across_the_ends_of_passes(devices: int, 
     assert (position.passes, position.examples) == (passes, sum(real[:used]))
 
 
+@pytest.mark.slow
 def test_batches_that_an_iterator_yielded_but_no_step_used_come_next():
     numbers = []
 
@@ -213,6 +215,7 @@ def test_batches_that_an_iterator_yielded_but_no_step_used_come_next():
     assert numbers == list(range(8))
 
 
+@pytest.mark.slow
 def test_an_error_in_the_middle_of_a_group_loses_no_batch():
     class Flaky:
         def __init__(self):
@@ -239,6 +242,7 @@ def test_an_error_in_the_middle_of_a_group_loses_no_batch():
     assert_close(flaky.state.params, calm.state.params, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_batch_of_only_padding_does_not_affect_the_loss_and_is_a_step():
     empty = batches(1)[0]
     empty = (*empty[:2], np.zeros_like(empty[2]))
@@ -328,7 +332,7 @@ def test_shards_with_batches_of_different_shapes_are_an_error_in_all_processes(g
 # -- single batches, and predictions --
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 4])
 def test_a_single_batch_gives_the_same_results_on_any_number_of_devices(devices: int):
     data = batches(1)[0]
@@ -338,6 +342,7 @@ def test_a_single_batch_gives_the_same_results_on_any_number_of_devices(devices:
     assert_close(trainer.state.params, alone.state.params)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_predict_omits_padding_that_weights_indicate_and_keeps_all_rows_otherwise(devices: int):
     data = batches(5)
@@ -371,7 +376,7 @@ def test_rows_of_nodes_are_predicted_as_well():
 # -- other features that use steps --
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 4])
 def test_rows_that_a_metric_collects_are_those_of_real_graphs(devices: int):
     data = [(graphs, (y[:, 0] > 0).astype(np.float32), w[:, 0]) for graphs, y, w in batches(6)]
@@ -452,7 +457,7 @@ def packed(seed):
     return Packed(rng.integers(0, 11, 20), np.array([0, 3, 9, 20]), np.float32(seed + 1)), rng.normal(size=(3, 1)).astype(np.float32)
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["one", "four", "sharded"])
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_scalars_reach_the_module_as_scalars(strategy: str, steps_per_call: int, capsys):
@@ -618,6 +623,7 @@ def test_the_progress_bar_counts_the_steps_of_a_pass():
     assert known["steps"] == 3
 
 
+@pytest.mark.slow
 def test_a_batch_may_already_be_on_a_device():
     data = [jax.tree.map(jnp.asarray, batch) for batch in batches(5)]
     one, two = trainer_of(4), trainer_of(4)

@@ -79,6 +79,7 @@ def test_its_hooks_have_the_arguments_of_the_base_class(name, tmp_path):
     assert isinstance(callback.phase, Phase)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", MAKE)
 def test_a_second_run_with_the_same_instance_ends_with_the_same_state(name, tmp_path, capsys):
     callback = MAKE[name](tmp_path)

@@ -147,13 +147,14 @@ def test_a_flax_train_state_is_read_bit_for_bit(tmp_path, writer):
     assert metadata["key_impls"] == metadata["metrics"] == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "writer",
     [
         "flax file",
-        pytest.param("flax directory", marks=pytest.mark.slow),
-        pytest.param("standard", marks=pytest.mark.slow),
-        pytest.param("pytree", marks=pytest.mark.slow),
+        "flax directory",
+        "standard",
+        "pytree",
     ],
 )
 def test_training_continues_bit_for_bit_after_restoring(tmp_path, writer):

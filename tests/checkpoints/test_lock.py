@@ -70,6 +70,7 @@ def test_a_directory_locked_by_a_live_process_is_refused_and_a_killed_one_never_
     assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
 
 
+@pytest.mark.slow
 def test_a_forked_child_that_outlives_its_killed_parent_does_not_block(tmp_path, run):
     other = OtherProcess(tmp_path, "fork")
     try:
@@ -87,6 +88,7 @@ def test_the_contents_of_the_lock_file_do_not_matter(tmp_path, run):
     assert holder_of(tmp_path) is run
 
 
+@pytest.mark.slow
 def test_a_locked_directory_is_refused_even_if_its_lock_file_cannot_be_parsed(tmp_path, run):
     other = OtherProcess(tmp_path)
     (tmp_path / LOCK_FILE).write_text("?")

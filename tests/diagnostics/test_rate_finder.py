@@ -153,6 +153,7 @@ def test_bad_arguments_are_errors(options, error, message):
         network().find_learning_rate(X, Y, **options)
 
 
+@pytest.mark.slow
 def test_each_unsupported_use_is_one_clear_error():
     with pytest.raises(NotReadyError, match="find_learning_rate requires a compiled trainer"):
         fitflax.Trainer(nn.Dense(3)).find_learning_rate(X, Y)

@@ -325,6 +325,7 @@ def test_the_example_starts_ray_itself_and_prints_an_accuracy_and_a_checkpoint(t
     assert pathlib.Path(checkpoint.removeprefix("checkpoint: ")) == tmp_path / "runs/ray_train/checkpoints/step_00000240"
 
 
+@pytest.mark.slow
 def test_reports_are_rejected_outside_of_ray_and_wrong_arguments_immediately(tmp_path):
     with pytest.raises(CallbackError, match=r"must be the run's ModelCheckpoint or BestCheckpoint. Received: 'checkpoints'"):
         RayReport(checkpoint="checkpoints")

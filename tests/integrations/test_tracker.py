@@ -61,6 +61,7 @@ def test_a_run_that_ends_inside_an_epoch_logs_its_validation_once():
     assert ("val_loss", 8) in values and ("loss", 8) in values and ("epoch", 8) not in values
 
 
+@pytest.mark.slow
 def test_images_that_modules_sow_are_logged_as_png_and_numbers_as_curves():
     class Sower(nn.Module):
         @nn.compact
@@ -232,6 +233,7 @@ def test_values_that_the_tracker_did_not_receive_are_in_the_checkpoint(uninterru
     assert values_of(run) == uninterrupted
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_restarted_sends_the_remaining_values(uninterrupted, tmp_path):
     down = Memory(fails=lambda: True)
     with pytest.warns(FitflaxWarning, match="Memory"):
@@ -333,6 +335,7 @@ def test_a_second_fit_sends_what_the_first_could_not(uninterrupted):
     assert without_epochs(values_of(run)) == without_epochs(uninterrupted)
 
 
+@pytest.mark.slow
 def test_an_abandoned_thread_does_not_disturb_the_next_fit(uninterrupted):
     released, tracker = threading.Event(), Memory()
     tracker.fails = lambda: len(tracker.calls) == 1 and released.wait() and False

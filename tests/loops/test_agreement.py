@@ -160,6 +160,7 @@ def test_if_one_process_is_asked_all_stop_together_soon_after_and_know_the_reaso
     assert {reason for index, reason in enumerate(team.stop_reasons) if index != victim} == {"the room is too warm"}
 
 
+@pytest.mark.slow
 def test_messages_do_not_pile_up(monkeypatch):
     team = Team(monkeypatch, 2)
     team.run(lambda *_: None, steps=1500)

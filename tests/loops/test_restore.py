@@ -105,7 +105,8 @@ def test_a_part_is_restored_and_the_rest_is_as_build_makes_it(devices, pretraine
     assert trainer.step == 2
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
 def test_initialized_arrays_are_fresh_even_if_the_trainer_has_trained(devices, pretrained):
     path, source = pretrained
     trainer = compiled(ENCODER, devices)

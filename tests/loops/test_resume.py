@@ -930,6 +930,7 @@ def test_a_source_that_is_empty_in_its_second_pass_ends_the_run_with_its_last_st
     assert (ended.trainer.stop_reason, ended.history.epoch, ended.steps) == ("data_exhausted", [0], [5])
 
 
+@pytest.mark.slow
 def test_a_run_interrupted_before_its_pass_is_known_to_be_over_resumes_at_the_next_epoch(tmp_path):
     def batches() -> Iterator[Any]:
         for begin in range(0, 16, 4):

@@ -307,6 +307,7 @@ def test_large_numbers_have_units():
     assert describe_costs(None, None) == describe_costs(0.0, None) == []
 
 
+@pytest.mark.slow
 def test_memory_is_measured_on_the_compiled_step_which_is_compiled_only_on_request():
     trainer = trainer_of(Layers())
     trainer.build((X, Y))
@@ -328,6 +329,7 @@ def test_memory_is_measured_on_the_compiled_step_which_is_compiled_only_on_reque
         fitflax.Trainer(Layers()).summary(X, memory=True)
 
 
+@pytest.mark.slow
 def test_accumulation_needs_less_memory_for_temporaries():
     class Wide(nn.Module):
         @nn.compact

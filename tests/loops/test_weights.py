@@ -145,6 +145,7 @@ def test_arrays_that_a_rule_computes_are_converted_too(tmp_path):
     assert {array.dtype for array in safetensors.numpy.load_file(path).values()} == {np.dtype(np.float16)}
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "float8_e5m2"])
 def test_arrays_with_numbers_that_a_dtype_cannot_hold_are_named(dtype, tmp_path):
     trainer = trainer_of(fit=True)
@@ -213,6 +214,7 @@ def test_weights_of_an_nnx_module_are_saved_and_loaded_with_and_without_rules(tm
     np.testing.assert_array_equal(third.predict(X), trainer.predict(X))
 
 
+@pytest.mark.slow
 def test_frozen_parameters_of_nnx_are_parameters_in_the_file(tmp_path):
     whole = trainer_of(Module(), fit=True)
     path = whole.save_weights(tmp_path / "model.safetensors")
@@ -252,6 +254,7 @@ def test_dtypes_are_kept_and_are_converted_on_request(tmp_path):
     assert low.state.model_state["scales"]["low"].dtype == jnp.float8_e4m3fn and low.state.params["Dense_0"]["kernel"].dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_averaged_parameters_are_saved(tmp_path):
     trainer = trainer_of(fit=True, ema_decay=0.5)
     arrays = safetensors.numpy.load_file(trainer.save_weights(tmp_path / "model.safetensors"))
@@ -265,6 +268,7 @@ def mesh_of_four():
     return Sharded({"data": 2, "model": 2}, devices=jax.devices()[:4], fsdp="model", fsdp_min_size=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [mesh_of_four, lambda: DataParallel(jax.devices()[:4])], ids=["sharded", "data"])
 def test_arrays_that_are_split_across_devices_are_joined(parallel, tmp_path):
     alone = trainer_of(fit=True)
@@ -316,6 +320,7 @@ def advised(caught, **names):
 HEAD = ("params/head/bias", "params/head/kernel")
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("form", ["default", "dict", "rules"])
 def test_following_the_advice_of_each_error_initializes_a_new_head(form, tmp_path):
     path = trainer_of(fit=True).save_weights(tmp_path / "model.safetensors")
@@ -331,6 +336,7 @@ def test_following_the_advice_of_each_error_initializes_a_new_head(form, tmp_pat
     assert report.initialized == HEAD and len(report.restored) == 6 and tuned.predict(X).shape == (32, 5)
 
 
+@pytest.mark.slow
 def test_the_advice_uses_the_names_in_the_file_for_functions_and_frozen_parameters_too(tmp_path):
     path = trainer_of(fit=True).save_weights(tmp_path / "model.safetensors")
     with pytest.raises(RestoreError, match=r"return None from mapping for 'params\.head\.bias', 'params\.head\.kernel'"):

@@ -146,7 +146,7 @@ def test_every_way_to_evaluate_applies_the_eval_model():
     np.testing.assert_allclose(np.concatenate(list(trainer.predict_iter(TOKENS, batch_size=8))), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 @pytest.mark.parametrize("mutable", [["cache"], flax.core.DenyList("params")], ids=["named", "default"])
 def test_a_cache_that_only_evaluation_creates_is_allowed_and_not_kept(mutable: Any):
     trainer = trainer_of(eval_model=Language(DECODE), mutable=mutable)
@@ -190,7 +190,7 @@ class Headless(nn.Module):
 X = RNG.normal(size=(48, 3)).astype(np.float32)
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 @pytest.mark.parametrize("eval_model", [Normalized({"train": False}), ByKeyword()], ids=["by field", "by keyword"])
 def test_a_module_with_axis_name_and_collections_is_checked_and_evaluated_on_8_devices(eval_model: nn.Module):
     trainer = trainer_of(Normalized({"train": True}), eval_model, num_devices=8, loss="mse", metrics=None)
@@ -247,6 +247,7 @@ def test_resuming_with_an_eval_model_is_bit_for_bit_identical_to_an_uninterrupte
     np.testing.assert_array_equal(served.predict(TOKENS), whole.predict(TOKENS))
 
 
+@pytest.mark.slow
 def test_the_exported_model_is_the_eval_model(tmp_path: pathlib.Path):
     pytest.importorskip("flatbuffers")
     trainer = trainer_of()
@@ -503,6 +504,7 @@ def test_only_part_of_a_large_object_is_searched():
 # -- a mode that was not set, but causes no error --
 
 
+@pytest.mark.slow
 def test_evaluation_with_a_training_configuration_warns_once():
     trainer = fitflax.Trainer(Normalized({"train": True}), parallel=DataParallel(jax.devices()[:1]))
     trainer.compile("sgd", "mse")

@@ -93,6 +93,7 @@ def test_the_modules_variables_are_the_initial_state_for_any_seed():
     np.testing.assert_array_equal(trainer.state.params["layers"][1]["kernel"], model.layers[1].kernel[...])
 
 
+@pytest.mark.slow
 def test_a_module_can_be_evaluated_before_training():
     model = Net(nnx.Rngs(0))
     expected = nnx.view(model, deterministic=True, use_running_average=True)(X)
@@ -396,7 +397,7 @@ def sequential(rngs: nnx.Rngs) -> Any:
     return nnx.Sequential(nnx.Linear(4, 8, rngs=rngs), nnx.relu, nnx.Dropout(0.1, rngs=rngs), nnx.Linear(8, 3, rngs=rngs))
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Stacked, Rematerialized, Normed, sequential], ids=lambda kind: kind.__name__)
 def test_lifted_layers_and_sequences_train_like_a_hand_written_loop(kind: Any):
     model, twin = kind(nnx.Rngs(0)), kind(nnx.Rngs(0))
@@ -407,6 +408,7 @@ def test_lifted_layers_and_sequences_train_like_a_hand_written_loop(kind: Any):
     assert trainer.predict(X).shape == (22, 3)
 
 
+@pytest.mark.slow
 def test_kernels_that_layers_overwrite_are_equal_on_all_replicas():
     model, twin = Normed(nnx.Rngs(0)), Normed(nnx.Rngs(0))
     trainer = make(model, "four", optimizer=optax.adam(1e-2))
@@ -643,7 +645,7 @@ def test_a_custom_step_can_merge_and_split():
         assert_same(values(custom.model), values(plain.model), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["one", "four"])
 def test_nnx_metrics_have_the_values_that_nnx_computes(place: str):
     trainer = make(place=place, metrics=[nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss")), nnx.metrics.Welford("loss")])

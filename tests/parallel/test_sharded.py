@@ -139,6 +139,7 @@ def test_dropout_and_batch_norm_give_the_same_numbers_on_any_mesh(strategy, expe
     np.testing.assert_allclose(trainer.predict(X), expected["outputs"], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_mesh_of_one_device_is_bit_for_bit_identical_to_data_parallel():
     trainers = [trainer_of(strategy, optimizer=optax.adam(0.01)) for strategy in (DataParallel(jax.devices()[:1]), one())]
     losses = [losses_of(trainer, 5) for trainer in trainers]
@@ -590,6 +591,7 @@ def test_a_snapshot_of_arrays_on_several_devices_has_one_copy_of_each_shard():
         np.testing.assert_array_equal(np.asarray(copy), whole)
 
 
+@pytest.mark.slow
 def test_a_state_without_split_arrays_is_copied_without_waiting():
     for strategy, waits in ((Sharded({"data": 8}, fsdp=False), False), (fsdp(), True)):
         trainer = trainer_of(strategy, Plain())
@@ -693,6 +695,7 @@ def test_model_flops_are_counted_per_device(trained):
     assert flops[0][0] == pytest.approx(8 * flops[1][0]) and flops[0][1] == flops[1][1]
 
 
+@pytest.mark.slow
 def test_hunt_nan_finds_the_origin_on_a_mesh():
     class Bad(nn.Module):
         @nn.compact

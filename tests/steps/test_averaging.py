@@ -230,6 +230,7 @@ def test_averages_are_ignored_if_the_trainer_has_none(saved: Any, devices: Devic
     assert trainer.state.ema_params is None
 
 
+@pytest.mark.slow
 def test_weights_only_restores_the_averages_too(saved: Any, devices: Devices):
     path, state = saved["with"]
     for is_built in (False, True):
@@ -242,6 +243,7 @@ def test_weights_only_restores_the_averages_too(saved: Any, devices: Devices):
         trainer.fit(X, Y, steps=1, verbose=0)
 
 
+@pytest.mark.slow
 def test_a_partial_restore_starts_the_averages_at_the_resulting_parameters(saved: Any, devices: Devices):
     path, state = saved["with"]
     trainer = trainer_of(devices(2), model=Net())

@@ -198,7 +198,7 @@ def test_functions_of_all_outputs_get_the_modules_output_type():
     assert list(trainer.evaluate(X, Y, verbose=0)) == ["loss", "gap"]
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_several_losses_by_attribute_take_targets_by_name(kind: Callable[..., Any], precision: str):
     trainer = trainer_of(
@@ -292,6 +292,7 @@ def test_predictions_without_jit_and_in_half_precision_have_the_modules_output_t
         assert {leaf.dtype for leaf in jax.tree.leaves(outputs)} == {np.dtype(np.float32)}
 
 
+@pytest.mark.slow
 def test_predictions_on_a_mesh_have_the_modules_output_type():
     model = Net(Picky, with_hidden=True)
     trainer = fitflax.Trainer(model, parallel=Sharded(mesh={"data": 8}))

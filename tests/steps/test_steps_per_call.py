@@ -74,7 +74,7 @@ def test_groups_give_the_same_results_as_single_steps(number, size, counted, mon
         np.testing.assert_allclose(histories[1][key], values, rtol=1e-5)
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 @pytest.mark.parametrize(("counted", "size", "programs"), [(False, 4, 1), (True, 4, 2), (True, 3, 1)])
 def test_an_accelerator_compiles_a_loop_for_whole_groups_and_another_for_shorter_ones(counted, size, programs, monkeypatch, compilations):
     """The compiler then knows the number of iterations; if only the device knew it, the host would be asked before each iteration."""

@@ -36,7 +36,7 @@ RNG = np.random.default_rng(0)
 X = RNG.normal(size=(40, 6)).astype(np.float32)
 Y = RNG.normal(size=(40, 1)).astype(np.float32)
 SERVERS = {"s3": S3Server, "gs": GCSServer, "az": lambda: AzuriteServer(pathlib.Path(tempfile.gettempdir()) / "fitflax-azurite")}
-KINDS = ["memory", "s3", "gs", pytest.param("az", marks=pytest.mark.slow)]
+KINDS = ["memory", "s3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gs", "az"))]
 _names = iter(range(10**6))
 
 
@@ -324,6 +324,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.mostly_slow
 @in_memory
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_skipped(where, damage):
@@ -580,6 +581,7 @@ def test_releasing_a_lease_does_not_hold_the_guard_of_locks(where):
     assert lock.holder_of(where.place) is None
 
 
+@pytest.mark.slow
 def test_a_save_that_is_in_progress_when_the_process_ends_is_completed(servers, process_env):
     script = """
 import numpy as np, fitflax
