@@ -328,6 +328,7 @@ def test_a_custom_loss_gets_outputs_and_targets_of_the_same_shape():
     assert regressor(loss=lambda outputs, targets: (outputs - targets) ** 2).fit(X, two).score(X, two) > 0.9
 
 
+@pytest.mark.slow
 def test_copies_are_independent_estimators():
     model = classifier(module=MLP, epochs=2).fit(X, LABELS)
     for other in (copy.copy(model), copy.deepcopy(model)):

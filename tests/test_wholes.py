@@ -107,7 +107,7 @@ def test_several_steps_per_call_give_the_same_parameters():
     assert_close(one.state.params, several.state.params)
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_evaluate_counts_every_real_graph_once(devices: int):
     data = batches(7, seed=3)

@@ -84,6 +84,7 @@ RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(40, 4)).astype(np.float32), RNG.integers(0, 3, 40).astype(np.int32)
 
 
+@pytest.mark.slow
 def test_the_trainer_does_not_change():
     trainer, control = network(learning_rate=0.01), network(learning_rate=0.01)
     for each in (trainer, control):

@@ -224,6 +224,7 @@ def test_a_run_that_is_killed_and_resumed_has_each_value_once(step, uninterrupte
     assert values_of(run) == uninterrupted
 
 
+@pytest.mark.slow
 def test_values_that_the_tracker_did_not_receive_are_in_the_checkpoint(uninterrupted, tmp_path):
     runs = {}
     killed_at(13, runs, tmp_path, fails=lambda: True, validation_data=(X[:16], Y[:16]))
@@ -387,6 +388,7 @@ def test_a_tracker_that_is_never_up_causes_two_warnings_and_no_delay():
     assert messages[1].startswith("Memory did not receive 12 points, of steps 2 to 20.")
 
 
+@pytest.mark.slow
 def test_a_run_waits_no_longer_than_end_seconds_for_a_tracker_that_hangs():
     released = threading.Event()
     tracker = Memory(fails=lambda: released.wait() and False)

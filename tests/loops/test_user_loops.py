@@ -383,7 +383,7 @@ def test_a_sample_initializes_the_state_and_no_batch_is_lost():
 
 
 @pytest.mark.parametrize("stop", [4, 6, 7])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_a_resumed_loop_ends_like_an_uninterrupted_one(tmp_path, stop):
     def make(directory: pathlib.Path, **options: Any) -> tuple[TrainLoop, Any]:
         loop = loop_of(steps=10, every=every(steps=1), restore_from=directory / "all", **options)

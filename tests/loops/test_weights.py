@@ -60,6 +60,7 @@ NAMES = {
 }
 
 
+@pytest.mark.slow
 def test_names_are_paths_joined_by_dots_that_flax_can_unflatten(tmp_path):
     trainer = trainer_of(fit=True)
     path = trainer.save_weights(tmp_path / "a/model.safetensors")
