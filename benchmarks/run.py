@@ -220,11 +220,11 @@ class Field:
     def _warm_up(self, peer: str, worker: Worker) -> dict[str, dict[str, float]]:
         """Returns the values of the first stretch by operation. Everything runs twice, because a second run may take another path through the caches.
 
-        It returns the first values because training amplifies rounding errors: convolutions in a `scan` take another kernel, and differ by 1e-4 after 64 steps
-        of Adam.
+        It returns the first values, and evaluates and predicts before it trains, because training amplifies rounding errors: convolutions in a `scan` take
+        another kernel, and differ by 1e-4 after 64 steps of Adam. On a GPU, two processes of the same program may take different kernels.
         """
         found: dict[str, dict[str, float]] = {}
-        for do in self.operations(peer):
+        for do in reversed(self.operations(peer)):
             for _ in range(2):
                 answer = worker.ask(do, passes=self.workload.passes if do == "train" else 1, seconds=START_SECONDS)
                 found.setdefault(do, answer["values"])

@@ -395,7 +395,7 @@ def test_plots_are_read_from_the_tables():
     text = "# R\n\n## a\n\nText | with.\n\n| x | ratio |\n| --- | --- |\n| 1 | 1.184 (1.012..1.392) |\n| 2 |  |\n\nMore.\n\n## b\n\n| y |\n|---|\n| 3 |\n"
     assert plots.tables(text) == {"a": [[{"x": "1", "ratio": "1.184 (1.012..1.392)"}, {"x": "2", "ratio": ""}]], "b": [[{"y": "3"}]]}
     assert plots.spread("1.184 (1.012..1.392)") == (1.184, 1.012, 1.392) and plots.spread("") is None
-    assert plots.peers("RESULTS.md").keys() == set(TRAINED) and plots.peers("RESULTS-gpu.md").keys() == {"mlp", "lm"}
+    assert plots.peers("RESULTS.md").keys() == set(TRAINED) and plots.peers("RESULTS-gpu.md").keys() == {"mlp", "lm", "wide"}
 
 
 @pytest.mark.parametrize("name", plots.PLOTS)
