@@ -53,6 +53,12 @@ TESTS_BETWEEN_CLEARING = 40
 _tests_done = itertools.count(1)
 
 
+def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
+    """Skips modules of slow tests if only quick ones are requested, because they import large libraries."""
+    only_quick = config.option.markexpr == "not slow" and collection_path.suffix == ".py"
+    return True if only_quick and "\npytestmark = pytest.mark.slow\n" in collection_path.read_text(encoding="utf-8") else None
+
+
 @pytest.hookimpl(tryfirst=True)  # Before `-m` selects tests.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     seen: set[str] = set()

@@ -95,6 +95,7 @@ def test_equal_values_do_not_save_again(tmp_path):
 # -- numbers --
 
 
+@pytest.mark.slow
 def test_a_loss_keeps_its_sign_and_size_on_any_number_of_devices():
     for devices in (1, 2, 4):
         trainer = trainer_of(loss=lambda outputs, targets: -3.0 + 0 * outputs.sum(axis=-1), devices=devices)
@@ -168,6 +169,7 @@ def test_a_state_that_the_user_holds_stays_readable():
         np.testing.assert_array_equal(kept, then)
 
 
+@pytest.mark.slow
 def test_the_second_step_compiles_nothing(compilations):
     init, apply = (functools.partial(fn, train=True) for fn in (Stateful().init, Stateful().apply))
     loop = TrainLoop(init, apply, **OPTIONS)
@@ -219,6 +221,7 @@ class Dropping(nn.Module):
         return nn.Dense(3)(nn.Dropout(0.5, deterministic=False)(x))
 
 
+@pytest.mark.slow
 def test_a_resume_restarts_neither_the_keys_nor_the_data(tmp_path):
     def run(name: str, steps: int, restore: bool = True) -> Any:
         options = {**OPTIONS, "steps": steps, "rngs": ("dropout",), "restore_from": tmp_path / name if restore else None}
@@ -241,6 +244,7 @@ def test_the_end_of_an_iterator_ends_the_run_normally_at_the_current_step():
 # -- evaluation --
 
 
+@pytest.mark.slow
 def test_an_evaluation_averages_over_examples_and_not_over_batches():
     trainer = trainer_of(metrics=["accuracy"], devices=2)
     trainer.build((X[:4], Y[:4]))

@@ -1,6 +1,7 @@
 """The shape of the code: layers, cycles, sizes, names, `__all__` and the examples in docstrings. Sources are read with `ast`; nothing here runs a step."""
 
 import ast
+import functools
 import graphlib
 import importlib
 import inspect
@@ -77,7 +78,11 @@ def module_name(path: pathlib.Path) -> str:
 
 
 SOURCES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text(encoding="utf-8"), filename=str(path)) for name, path in SOURCES.items()}
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    return {name: ast.parse(path.read_text(encoding="utf-8"), filename=str(path)) for name, path in SOURCES.items()}
 
 
 def where(module: str, node: ast.AST) -> str:
@@ -104,7 +109,9 @@ def fitflax_imports(module: str, tree: ast.AST) -> Iterator[tuple[str, ast.stmt]
                 yield from ((f"{base}.{alias.name}" if f"{base}.{alias.name}" in SOURCES else base, node) for alias in node.names)
 
 
-IMPORTS = [(module, target, node) for module, tree in TREES.items() for target, node in fitflax_imports(module, tree)]
+@functools.cache
+def imports() -> list[tuple[str, str, ast.stmt]]:
+    return [(module, target, node) for module, tree in trees().items() for target, node in fitflax_imports(module, tree)]
 
 
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -152,7 +159,7 @@ def too_long(module: str) -> dict[str, str]:
     if (length := len(source.splitlines())) > MAX_MODULE_LINES:
         faults[file] = f"{file}: {length} lines, at most {MAX_MODULE_LINES}"
     code = code_lines(source)
-    for name, node in functions(TREES[module]):
+    for name, node in functions(trees()[module]):
         if (length := len(code.intersection(range(node.lineno, (node.end_lineno or 0) + 1)))) > MAX_FUNCTION_LINES:
             faults[f"{file}:{name}"] = f"{file}:{node.lineno} {name}: {length} lines of code, at most {MAX_FUNCTION_LINES}"
     return faults
@@ -177,20 +184,20 @@ def test_every_module_has_a_layer():
 def test_modules_import_from_their_own_layer_or_those_before_it():
     faults = [
         f"{where(module, node)} {top_level(module)} imports {target}"
-        for module, target, node in IMPORTS
+        for module, target, node in imports()
         if LAYER_OF.get(top_level(target), len(LAYERS)) > LAYER_OF.get(top_level(module), len(LAYERS))
     ]
     assert not faults, "\n".join(faults)
 
 
 def test_only_the_public_modules_import_trainer():
-    faults = [where(module, node) for module, target, node in IMPORTS if target == "fitflax.trainer" and module not in MAY_IMPORT_TRAINER]
+    faults = [where(module, node) for module, target, node in imports() if target == "fitflax.trainer" and module not in MAY_IMPORT_TRAINER]
     assert not faults, "\n".join(faults)
 
 
 def test_no_modules_import_each_other_in_a_cycle():
     graph: dict[str, set[str]] = {module: set() for module in SOURCES}
-    for module, target, _ in IMPORTS:
+    for module, target, _ in imports():
         graph[module].add(target)
     try:
         graphlib.TopologicalSorter(graph).prepare()
@@ -202,7 +209,7 @@ def test_no_function_imports_a_module_of_fitflax():
     allowed = {("adapt_model", "fitflax.models.nnx_model")}  # It imports flax.nnx, which linen users do not need.
     faults = {
         f"{where(module, node)} {name} imports {target}"
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         for name, function in functions(tree)
         for target, node in fitflax_imports(module, function)
         if (name, target) not in allowed
@@ -211,20 +218,20 @@ def test_no_function_imports_a_module_of_fitflax():
 
 
 def test_only_parallel_compiles_shards_and_donates():
-    faults = [f"{where(module, node)} {name}" for module, tree in TREES.items() if top_level(module) != "parallel" for name, node in compiling_names(tree)]
+    faults = [f"{where(module, node)} {name}" for module, tree in trees().items() if top_level(module) != "parallel" for name, node in compiling_names(tree)]
     assert not faults, "\n".join(faults)
 
 
 def test_names_of_files_and_classes_are_not_vague():
     faults = [module for module in SOURCES if VAGUE_FILE_WORDS.intersection(module.rpartition(".")[2].split("_"))]
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
         faults += [f"{where(module, node)} {node.name}" for node in classes if node.name.endswith(VAGUE_CLASS_ENDINGS)]
     assert not faults, "\n".join(faults)
 
 
 def test_modules_have_docstrings():
-    faults = [module for module, tree in TREES.items() if not ast.get_docstring(tree)]
+    faults = [module for module, tree in trees().items() if not ast.get_docstring(tree)]
     assert not faults, f"without a docstring: {faults}"
 
 
@@ -259,7 +266,7 @@ def test_fitflax_has_only_the_names_of_its_design():
 def test_only_the_errors_module_calls_warnings_warn():
     faults = [
         where(module, node)
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         for node in ast.walk(tree)
         if module != "fitflax.errors" and isinstance(node, ast.Attribute) and ast.unparse(node) == "warnings.warn"
     ]

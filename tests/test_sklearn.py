@@ -119,6 +119,7 @@ def test_one_or_several_targets_are_learned():
     assert MultiOutputRegressor(regressor(epochs=1)).fit(X, np.stack([TARGETS, TARGETS], axis=1)).predict(X).shape == (120, 2)
 
 
+@pytest.mark.slow
 def test_the_same_random_state_gives_the_same_model_and_another_gives_a_different_one():
     first, second, third = (regressor(random_state=seed, epochs=3).fit(X, TARGETS).predict(X) for seed in (1, 1, 2))
     assert np.array_equal(first, second) and not np.array_equal(first, third)

@@ -15,7 +15,6 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from flax.training import checkpoints
 from flax.training.train_state import TrainState
 
 from fitflax.checkpoints.formats.checkpoint_files import write_checkpoint
@@ -60,15 +59,21 @@ def restore_flax_config():
     flax.config.update("flax_use_orbax_checkpointing", before)
 
 
+def save_with_flax(*args, **kwargs):
+    from flax.training import checkpoints  # It imports TensorFlow if it is installed, which takes seconds in each process that collects tests.
+
+    return checkpoints.save_checkpoint(*args, keep=9, **kwargs)
+
+
 def save_flax_file(directory, tree, step=100, **kwargs):
     flax.config.update("flax_use_orbax_checkpointing", False)
     with pytest.warns(DeprecationWarning, match="Flax Checkpointing will soon be deprecated"):
-        return checkpoints.save_checkpoint(directory, tree, step, keep=9, **kwargs)
+        return save_with_flax(directory, tree, step, **kwargs)
 
 
 def save_flax_directory(directory, tree, step=100, **kwargs):
     flax.config.update("flax_use_orbax_checkpointing", True)
-    return checkpoints.save_checkpoint(directory, tree, step, keep=9, **kwargs)
+    return save_with_flax(directory, tree, step, **kwargs)
 
 
 def save_bytes(path, tree):

@@ -245,6 +245,7 @@ def test_a_finished_run_that_is_restarted_sends_the_remaining_values(uninterrupt
     assert values_of(run) == uninterrupted
 
 
+@pytest.mark.slow
 def test_changed_settings_start_a_run_that_names_the_first_if_its_values_would_differ(tmp_path):
     runs = {}
     killed_at(13, runs, tmp_path)

@@ -116,7 +116,7 @@ def test_a_loop_without_a_total_is_stepped_manually(capsys):
 
 
 @pytest.mark.parametrize("steps", [4, 6, 8])  # Inside the first pass, at its end, and inside the second.
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_raising_the_total_after_the_end_equals_having_that_total_from_the_start(steps):
     loop = loop_of(steps=steps, every=every(steps=100))
     assert [checkpoint.step for checkpoint in loop] == [steps]

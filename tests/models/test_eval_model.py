@@ -110,12 +110,13 @@ def test_training_and_evaluation_equal_a_hand_written_loop_step_by_step():
     state = trainer.state
     params, opt_state = state.params, optimizer.init(state.params)
     gradient = jax.jit(jax.value_and_grad(lambda params, *batch, rngs: mean_loss(Language(TRAIN), params, *batch, rngs=rngs)))
+    update = jax.jit(lambda *args: optimizer.update(*args))
     apply, loss_of = jax.jit(Language(EVAL).apply), jax.jit(lambda params: mean_loss(Language(EVAL), params))
     for step in range(4):
         rngs = trainer.step_rngs(dataclasses.replace(state, step=jnp.int32(step)))
         rows = slice(10 * step, 10 * step + 10)
         loss, grads = gradient(params, TOKENS[rows], TARGETS[rows], rngs=rngs)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
+        updates, opt_state = update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         logs = trainer.train_on_batch((TOKENS[rows], TARGETS[rows]))
         assert logs["loss"] == pytest.approx(float(loss), rel=1e-5)

@@ -108,7 +108,7 @@ def test_parameters_set_after_the_trainer_was_created_are_the_initial_ones():
     np.testing.assert_array_equal(trainer.state.params["l1"]["kernel"], other.l1.kernel[...])
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_the_module_holds_the_newest_variables_and_training_keeps_earlier_arrays_valid(place: str):
     model = Net(nnx.Rngs(0))
@@ -123,7 +123,7 @@ def test_the_module_holds_the_newest_variables_and_training_keeps_earlier_arrays
     assert model(X).shape == (22, 3)
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_the_initial_arrays_are_freed_once_the_module_has_new_ones(place: str):
     model = Net(nnx.Rngs(0))

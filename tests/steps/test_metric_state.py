@@ -11,18 +11,17 @@ from fitflax import metrics
 from fitflax.metrics import Mean
 from fitflax.steps.metric_state import TotalLoss, as_vector, rows_of, summed
 
-ARRAY = metrics.Precision(average=None).update(jnp.array([[2.0, 1.0], [0.0, 3.0]]), jnp.array([0, 1]), jnp.ones(2))
-
 
 def mean(value: float, weight: float = 1.0) -> Mean:
     return Mean().add(jnp.float32(value), jnp.float32(weight))
 
 
 def test_logs_of_a_step_are_one_vector_in_the_order_of_keys_with_arrays_row_by_row():
+    array = metrics.Precision(average=None).update(jnp.array([[2.0, 1.0], [0.0, 3.0]]), jnp.array([0, 1]), jnp.ones(2))
     first = [jnp.float32(7), jnp.float32(8)]
     assert as_vector(first, {"b": mean(2), "a": mean(3)}).tolist() == [7, 8, 3, 2]
-    assert as_vector(first, {"b": mean(2), "a": ARRAY, "c": mean(4)}).tolist() == [7, 8, 1, 1, 2, 4]
-    assert as_vector([], {"a": ARRAY}).tolist() == [1, 1]
+    assert as_vector(first, {"b": mean(2), "a": array, "c": mean(4)}).tolist() == [7, 8, 1, 1, 2, 4]
+    assert as_vector([], {"a": array}).tolist() == [1, 1]
     assert as_vector([], {}).shape == (0,)
 
 

@@ -176,6 +176,7 @@ def test_a_custom_loss_gets_parameters_and_inputs_in_half_precision(devices: Dev
     assert seen == {"x bfloat16", "params bfloat16", "y float32", "outputs bfloat16", "metric float32"}
 
 
+@pytest.mark.slow
 def test_integer_inputs_are_not_affected_by_the_precision(devices: Devices):
     class Words(nn.Module):
         @nn.compact
@@ -274,6 +275,7 @@ def test_a_skipped_step_does_not_end_a_run_but_a_loss_that_is_not_finite_does(de
     assert trainer.step == 16 and scale_of(trainer) == 1 and "not finite at step 16" in trainer.stop_reason
 
 
+@pytest.mark.slow
 def test_micro_batches_are_scaled_in_the_same_way(devices: Devices):
     trainers = [trainer_of(Line(), devices(2), "float16", square_sum, optimizer=optax.sgd(0.1), accumulate_steps=steps) for steps in (1, 2)]
     for trainer in trainers:

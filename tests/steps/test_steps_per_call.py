@@ -244,6 +244,7 @@ def test_auto_chooses_the_faster_size_and_prints_it_and_a_resumed_run_reuses_it(
         make_trainer(2).fit(X, Y, batch_size=8, steps=9, callbacks=[ModelCheckpoint(tmp_path)], resume=True, verbose=0)
 
 
+@pytest.mark.slow
 def test_a_later_fit_without_auto_does_not_print_what_auto_chose(monkeypatch, capsys):
     monkeypatch.setattr(Program, "time_steps", lambda *arguments: (1.0, 2.0))
     trainer = make_trainer("auto")
