@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import pathlib
+import re
 import signal
 import tempfile
 import threading
@@ -56,7 +57,7 @@ _tests_done = itertools.count(1)
 def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
     """Skips modules of slow tests if only quick ones are requested, because they import large libraries."""
     only_quick = config.option.markexpr == "not slow" and collection_path.suffix == ".py"
-    return True if only_quick and "\npytestmark = pytest.mark.slow\n" in collection_path.read_text(encoding="utf-8") else None
+    return True if only_quick and re.search(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", collection_path.read_text(encoding="utf-8"), re.MULTILINE) else None
 
 
 @pytest.hookimpl(tryfirst=True)  # Before `-m` selects tests.

@@ -44,7 +44,7 @@ def main(directory, tracker, steps):
     else:
         from fitflax.integrations.mlflow import MLflowLogger
 
-        logger = MLflowLogger("tests", tracking_uri=tracker, every=every, interval=0.05)
+        logger = MLflowLogger("tests", tracking_uri=tracker, every=every, interval=0.05, end_seconds=600)
     trainer = fitflax.Trainer(Net())
     trainer.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"], learning_rate=0.01)
     callbacks = [logger, ModelCheckpoint(pathlib.Path(directory, "checkpoints"), every=fitflax.every(steps=25)), PrintStep()]

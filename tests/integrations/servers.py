@@ -11,7 +11,7 @@ import time
 import urllib.request
 from typing import Self
 
-SECONDS = 120
+SECONDS = 300
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 

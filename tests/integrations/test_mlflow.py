@@ -23,7 +23,13 @@ from fitflax.integrations.points import Point
 from tests.integrations.servers import Server, script_env
 
 # MLflow and its dependencies raise these warnings themselves.
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
+# A server of MLflow takes a minute or more to start on a busy machine, and some tests start it twice.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
 
 SCRIPT = pathlib.Path(__file__).resolve().parent.parent / "tracker_script.py"
 STEPS = 200
@@ -51,7 +57,7 @@ def start(directory, server, **env):
 
 def finish(process):
     """Returns the id of the run."""
-    output, _ = process.communicate(timeout=180)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
     return re.findall(r"^run (\w+)$", output, re.MULTILINE)[-1]
 
@@ -112,7 +118,7 @@ def trained(*callbacks, steps=20, **kwargs):
 
 def test_values_params_images_and_the_best_checkpoint_are_logged(mlflow_server, tmp_path):
     best, config = BestCheckpoint(tmp_path / "best", monitor="loss"), {"note": "x" * 7000}
-    logger = MLflowLogger("one", tracking_uri=mlflow_server.uri, every=fitflax.every(steps=10), checkpoint=best, tags={"who": "me"})
+    logger = MLflowLogger("one", tracking_uri=mlflow_server.uri, every=fitflax.every(steps=10), checkpoint=best, tags={"who": "me"}, end_seconds=600)
     trainer = trained(best, logger, config=config)
     client = client_of(mlflow_server)
     run = client.get_run(logger.run_id)
@@ -189,7 +195,7 @@ def test_a_server_that_stops_and_comes_back_gets_everything(tmp_path, monkeypatc
                 server.start()
 
     try:
-        logger = MLflowLogger("stopped", tracking_uri=server.uri, every=fitflax.every(steps=2), interval=0.05)
+        logger = MLflowLogger("stopped", tracking_uri=server.uri, every=fitflax.every(steps=2), interval=0.05, end_seconds=600)
         with pytest.warns(FitflaxWarning) as caught:
             trained(logger, WaitForStart(logger), RestartServer(), steps=100)
         assert ["cannot be reached" in str(warning.message) for warning in caught] == [True]

@@ -135,7 +135,7 @@ def start(directory, steps=1200):
 
 def test_a_repeatedly_killed_run_has_the_same_rows_as_an_uninterrupted_run(tmp_path):
     uninterrupted = start(tmp_path / "never")
-    uninterrupted.communicate(timeout=180)
+    uninterrupted.communicate(timeout=600)
     rng = np.random.default_rng(0)
     begin = 0
     for _ in range(3):
@@ -151,7 +151,7 @@ def test_a_repeatedly_killed_run_has_the_same_rows_as_an_uninterrupted_run(tmp_p
         begin = end // 25 * 25
         time.sleep(1)  # W&B names a directory after the second in which the run starts.
     last = start(tmp_path / "killed")
-    output, _ = last.communicate(timeout=180)
+    output, _ = last.communicate(timeout=600)
     assert last.returncode == 0, output
     expected = rows_of(tmp_path / "never")
     assert len([step for name, step in expected if name == "loss"]) > 400
