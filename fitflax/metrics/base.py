@@ -13,9 +13,10 @@ import numpy as np
 from jax import lax
 
 from fitflax.errors import MetricError
+from fitflax.losses.shapes import nan_unless
 
 __all__ = ["Direction", "Metric", "add_pairs", "bound", "broadcast_weights", "metric_direction", "metric_name"]
-__all__ += ["no_rows", "pair", "pair_field", "snake_case", "static_field", "weighted_sums", "zero_pair"]
+__all__ += ["no_rows", "pair", "pair_field", "snake_case", "static_field", "undefined", "weighted_sums", "zero_pair"]
 
 Direction = Literal["max", "min"]
 
@@ -79,7 +80,7 @@ class Metric(abc.ABC):
 
     @abc.abstractmethod
     def compute(self) -> Any:
-        """Returns the value, float32 of shape `[]`, 0 without examples; or an array of values, such as one per class."""
+        """Returns the value, float32 of shape `[]`, or an array of values, such as one per class; NaN without examples."""
 
     def summary(self, value: Any) -> Any:
         """Returns what TensorBoard shows for a computed value.
@@ -134,6 +135,11 @@ def zero_pair() -> jax.Array:
 def pair_field() -> Any:
     """Returns a dataclass field that holds a running sum, empty by default."""
     return dataclasses.field(default_factory=zero_pair)
+
+
+def undefined() -> jax.Array:
+    """Returns the value of a metric without examples, a NaN."""
+    return nan_unless(jnp.bool_(False), jnp.float32(0))
 
 
 def no_rows() -> jax.Array:

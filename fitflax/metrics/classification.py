@@ -14,7 +14,8 @@ from flax import struct
 from typing_extensions import override
 
 from fitflax.errors import MetricError
-from fitflax.metrics.base import Direction, static_field
+from fitflax.losses.shapes import nan_unless
+from fitflax.metrics.base import Direction, static_field, undefined
 from fitflax.metrics.counts import Counts
 from fitflax.metrics.shapes import Examples, as_examples
 
@@ -85,10 +86,13 @@ class _ClassScore(Counts):
     def compute(self) -> jax.Array:
         counts = jnp.sum(self.counts, axis=-1)
         if counts.ndim == 0:
-            return jnp.zeros((), jnp.float32)
+            return undefined()
         one_logit = counts.ndim == 3
         average = ("binary" if one_logit else "macro") if self.average == "auto" else self.average
-        counts = counts[0] if one_logit else counts
+        return nan_unless(counts.sum() != 0, self._average(average, counts[0] if one_logit else counts))
+
+    def _average(self, average: Average | None, counts: jax.Array) -> jax.Array:
+        """Returns the score, or the scores of all classes, from counts `[classes, 4]`."""
         if average == "binary":
             return self._score(_Hits(*counts[1]))
         if average == "micro":
@@ -317,7 +321,7 @@ class ConfusionMatrix(Counts):
         if counts.ndim == 0 or self.normalize is None:
             return counts
         axis = {"true": 1, "pred": 0, "all": None}[self.normalize]
-        return _ratio(counts, jnp.sum(counts, axis=axis, keepdims=True))
+        return nan_unless(counts.sum() != 0, _ratio(counts, jnp.sum(counts, axis=axis, keepdims=True)))
 
 
 def _decisions(examples: Examples, threshold: float) -> _Decisions:

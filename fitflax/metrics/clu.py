@@ -103,6 +103,6 @@ class CluCollectingMetric(CluMetric):
     @override
     def compute(self) -> Any:
         if self.inner is None or not len(self.mask):
-            return 0.0
+            return np.nan
         real = np.asarray(self.mask)
         return self.kind({key: (np.asarray(value)[real],) for key, value in self.inner.items()}).compute()

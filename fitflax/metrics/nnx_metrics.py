@@ -15,6 +15,7 @@ from flax import struct
 from typing_extensions import override
 
 from fitflax.errors import MetricError
+from fitflax.losses.shapes import nan_unless
 from fitflax.metrics.base import Direction, broadcast_weights, snake_case, static_field
 from fitflax.metrics.foreign import ForeignMetric, keywords_of
 
@@ -119,7 +120,7 @@ class NNXAverage(ForeignMetric):
         is_empty = jax.tree.reduce(jnp.logical_and, jax.tree.map(lambda total: jnp.all(total == 0), self.inner))
         ones = jax.tree.map(jnp.ones_like, self.inner)  # 0 / 0 would be NaN.
         inner = jax.tree.map(lambda one, total: jnp.where(is_empty, one, total), ones, self.inner)
-        return jnp.where(is_empty, 0, nnx.merge(self.graph, inner).compute()).astype(jnp.float32)
+        return nan_unless(~is_empty, jnp.asarray(nnx.merge(self.graph, inner).compute(), jnp.float32))
 
 
 @struct.dataclass
@@ -168,7 +169,8 @@ class NNXWelford(ForeignMetric):
     @override
     def compute(self) -> Any:
         if self.part == "mean":
-            return self.mean
-        count = jnp.maximum(self.count, 1)
-        deviation = jnp.sqrt(self.m2 / count)
-        return deviation if self.part == "standard_deviation" else deviation / jnp.sqrt(count)
+            value = self.mean
+        else:
+            count = jnp.maximum(self.count, 1)
+            value = jnp.sqrt(self.m2 / count) / (1 if self.part == "standard_deviation" else jnp.sqrt(count))
+        return nan_unless(jnp.asarray(self.count) > 0, jnp.asarray(value, jnp.float32))

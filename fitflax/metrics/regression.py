@@ -10,6 +10,7 @@ from typing_extensions import override
 
 import fitflax.losses as losses
 from fitflax.errors import MetricError
+from fitflax.losses.shapes import nan_unless
 from fitflax.metrics.base import Direction, Metric, add_pairs, broadcast_weights, pair, pair_field, static_field, zero_pair
 from fitflax.metrics.mean import Mean
 from fitflax.metrics.shapes import mismatch, same_shape
@@ -166,7 +167,7 @@ def _share_explained(rest: jax.Array, is_zero: jax.Array, mean: jax.Array, sprea
     """Returns the mean over columns of `1 - rest / spread`; for constant targets 1 if the rest is zero, else 0."""
     constant = _constant(mean, spread, weight)
     score = jnp.where(constant, jnp.where(is_zero, 1.0, 0.0), 1.0 - rest / jnp.where(constant, 1.0, spread.sum(-1)))
-    return jnp.where(weight.sum(-1) == 0, 0.0, score.mean())
+    return nan_unless(weight.sum(-1) != 0, score.mean())
 
 
 def RootMeanSquaredError(*, name: str = "rmse") -> Mean:

@@ -13,7 +13,7 @@ import pytest
 
 import fitflax
 from fitflax import metrics
-from fitflax.callbacks import Callback, LambdaCallback, ModelCheckpoint
+from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, TerminateOnNaN
 from fitflax.data import Shard
 from fitflax.errors import ConfigError, DataError, FitflaxWarning, LossError, MetricError
 from fitflax.loops.input_sources import Intake
@@ -367,12 +367,68 @@ def test_rows_of_padding_do_not_change_updates():
     np.testing.assert_allclose(trainer.state.params["kernel"], kernel, rtol=1e-5)
 
 
-def test_a_batch_with_only_zero_weights_changes_nothing_and_adds_nothing_to_the_loss():
+def test_an_epoch_with_only_zero_weights_changes_nothing_and_its_loss_is_nan():
     trainer = make(F(), rate=0.1)
     trainer.build((X, Y))
     before = trainer.state.params
-    assert trainer.fit(X, Y, np.zeros(12), verbose=0).history == {"loss": [0.0]}
+    with pytest.warns(FitflaxWarning, match=r"all examples of 'train' are 0, so weighted values such as 'loss' are NaN") as caught:
+        assert np.isnan(trainer.fit(X, Y, np.zeros(12), epochs=2, verbose=0).history["loss"]).tolist() == [True, True]
+    assert len(caught) == 1
     assert same(before, trainer.state.params)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}, {"steps_per_call": 4}], ids=str)
+@pytest.mark.mostly_slow
+def test_a_batch_with_only_zero_weights_adds_nothing_to_its_epoch(options):
+    weights = np.where(np.arange(12) < 4, 0.0, 1.0)
+    with jax.debug_nans(True):  # A running mean without weight is no fault.
+        trainer, other = (make(F(), rate=0.1, compile_kwargs=options) for _ in range(2))
+        nan = TerminateOnNaN()
+        loss = trainer.fit(X, Y, weights, batch_size=4, shuffle=False, callbacks=[nan], verbose=0).history["loss"]
+        assert loss == other.fit(X[4:], Y[4:], batch_size=4, shuffle=False, verbose=0).history["loss"]
+    assert nan.bad_step is None
+    assert same(trainer.state.params, other.state.params)
+
+
+def test_validation_with_only_zero_weights_is_never_an_improvement(tmp_path):
+    trainer = make(F(), rate=0.1)
+    stop, best = EarlyStopping(patience=2), BestCheckpoint(tmp_path, monitor="val_loss")
+    with pytest.warns(FitflaxWarning, match="all examples of 'val' are 0") as caught:
+        history = trainer.fit(X, Y, epochs=5, validation_data=(X, Y, np.zeros(12)), callbacks=[stop, best], verbose=0).history
+    assert len(caught) == 1
+    assert np.isnan(history["val_loss"]).tolist() == [True, True]
+    assert (stop.best, best.best) == (None, None)
+
+
+@pytest.mark.parametrize("module", [F(), TwoOutputs(as_dict=True)], ids=["one output", "two outputs"])
+@pytest.mark.mostly_slow
+def test_a_custom_step_without_weight_adds_nothing_to_its_epoch(module):
+    class Custom(fitflax.Trainer):
+        def train_step(self, state, batch):
+            return super().train_step(state, batch)
+
+    y = {"a": Y[:, :1], "b": Y[:, :2]} if isinstance(module, TwoOutputs) else Y
+    weights, nan = np.where(np.arange(12) < 4, 0.0, 1.0), TerminateOnNaN()
+    found = []
+    for kind in (fitflax.Trainer, Custom):
+        trainer = make(module, rate=0.1, trainer=kind)
+        found.append(trainer.fit(X, y, weights, batch_size=4, shuffle=False, callbacks=[nan], verbose=0).history["loss"])
+        assert nan.bad_step is None
+    np.testing.assert_allclose(*found, rtol=1e-6)
+
+
+def test_a_sown_loss_does_not_hide_that_the_others_have_no_weight():
+    class Sows(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            self.sow("losses", "penalty", jnp.float32(2))
+            return nn.Dense(3)(x)
+
+    trainer = make(Sows())
+    trainer.build((X, Y))
+    assert trainer.evaluate(X, Y, verbose=0)["loss"] > 2
+    with pytest.warns(FitflaxWarning, match="'eval' are 0"):
+        assert np.isnan(trainer.evaluate(X, Y, sample_weight=np.zeros(12), verbose=0)["loss"])
 
 
 def test_a_loss_of_only_the_outputs_gets_no_targets():
