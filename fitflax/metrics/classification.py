@@ -17,7 +17,7 @@ from fitflax.errors import MetricError
 from fitflax.losses.shapes import nan_unless
 from fitflax.metrics.base import Direction, static_field, undefined
 from fitflax.metrics.counts import Counts
-from fitflax.metrics.shapes import Examples, as_examples
+from fitflax.metrics.shapes import Examples, as_examples, weights_of
 
 __all__ = ["F1", "Average", "ConfusionMatrix", "FBeta", "MeanIoU", "Precision", "Recall", "Specificity"]
 
@@ -72,10 +72,11 @@ class _ClassScore(Counts):
                 f"Received: outputs {list(jnp.shape(outputs))}. For several classes use 'macro', 'micro', 'weighted' or None."
             )
         is_target, is_predicted, known = _decisions(examples, self.threshold)
+        weights = weights_of(examples)
 
         # Not a scatter, whose rounding is nondeterministic on GPUs. XLA fuses this into one pass over the rows.
         def weight_of(rows: jax.Array) -> jax.Array:
-            return jnp.sum(jnp.where(rows, examples.weights[:, None], 0.0), axis=0)
+            return jnp.sum(jnp.where(rows | jnp.isnan(weights), weights, 0.0), axis=0)
 
         hits = (is_predicted & is_target, is_predicted & ~is_target, ~is_predicted & is_target, ~is_predicted & ~is_target & known)
         counts = jnp.stack([weight_of(rows) for rows in hits], axis=-1)
@@ -106,7 +107,7 @@ class _ClassScore(Counts):
         elif self.multi_label:
             shares = jnp.ones_like(scores)
         else:
-            shares = (hits.tp + hits.fp + hits.fn > 0).astype(jnp.float32)
+            shares = (hits.tp + hits.fp + hits.fn != 0).astype(jnp.float32)  # Not `> 0`, because NaN counts must propagate.
         return _ratio(jnp.sum(shares * scores), jnp.sum(shares))
 
 
@@ -311,8 +312,9 @@ class ConfusionMatrix(Counts):
     def count(self, outputs: Any, targets: Any, weights: Any) -> jax.Array:
         examples = as_examples(outputs, targets, weights, multi_label=False, name=self.name)
         is_target, is_predicted, _ = _decisions(examples, self.threshold)
+        weights = weights_of(examples)
         # Highest precision, because matrix units would round the weights.
-        rows = jnp.where(is_target, examples.weights[:, None], 0.0)
+        rows = jnp.where(is_target | jnp.isnan(weights), weights, 0.0)
         return jnp.matmul(rows.T, is_predicted.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
     @override

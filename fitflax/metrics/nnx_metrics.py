@@ -17,7 +17,7 @@ from typing_extensions import override
 from fitflax.errors import MetricError
 from fitflax.losses.shapes import nan_unless
 from fitflax.metrics.base import Direction, broadcast_weights, snake_case, static_field
-from fitflax.metrics.foreign import ForeignMetric, keywords_of
+from fitflax.metrics.foreign import ForeignMetric, keywords_of, nan_if_counted
 
 __all__ = ["NNXAverage", "NNXWelford", "adapt_nnx", "is_nnx"]
 
@@ -107,6 +107,8 @@ class NNXAverage(ForeignMetric):
             known[metric.argname] = jnp.where(mask, like, 0)
         metric.update(**known)
         added = nnx.to_pure_dict(nnx.split(metric)[1])
+        if isinstance(metric, nnx.metrics.Accuracy):
+            added["total"] = added["total"] + nan_if_counted(outputs, known["mask"])
         return dataclasses.replace(self, inner=jax.tree.map(jnp.add, self.inner, added))
 
     @override

@@ -19,7 +19,7 @@ from fitflax.errors import MetricError
 from fitflax.integers import is_integer
 from fitflax.metrics.base import Direction, Metric, no_rows, static_field, undefined
 from fitflax.metrics.counts import Counts
-from fitflax.metrics.shapes import as_examples
+from fitflax.metrics.shapes import as_examples, weights_of
 
 __all__ = ["AUC", "BinnedAUC", "ColumnAverage", "Curve", "ExactAUC"]
 
@@ -177,11 +177,11 @@ class BinnedAUC(Counts):
     def count(self, outputs: Any, targets: Any, weights: Any) -> jax.Array:
         examples = as_examples(outputs, targets, weights, multi_label=self.multi_label, name=self.name)
         scores = jax.nn.softmax(examples.scores, axis=-1) if examples.kind == "classes" else jax.nn.sigmoid(examples.scores)
-        # A NaN score makes the counts NaN, unless its weight is 0.
-        weights = jnp.where(jnp.isnan(scores) & (examples.weights != 0)[:, None], scores, examples.weights[:, None])
+        # A NaN score makes the counts NaN, unless its weight is 0. That includes infinite logits, whose softmax is NaN.
+        weights = weights_of(examples._replace(scores=scores))
         bins = jnp.clip(jnp.nan_to_num(scores) * self.num_thresholds, 0, self.num_thresholds - 1).astype(jnp.int32)
         sides = _yes_and_no(examples.labels, scores.shape[-1], jnp)
-        return _histograms(bins, jnp.stack([jnp.where(side, weights, 0.0) for side in sides], axis=-1), self.num_thresholds)
+        return _histograms(bins, jnp.stack([jnp.where(side | jnp.isnan(weights), weights, 0.0) for side in sides], axis=-1), self.num_thresholds)
 
     @override
     def compute(self) -> jax.Array:

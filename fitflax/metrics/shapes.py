@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from fitflax.errors import MetricError
+from fitflax.losses.shapes import nan_unless
 from fitflax.metrics.base import broadcast_weights
 
-__all__ = ["Examples", "Targets", "arrays", "as_examples", "class_labels", "mismatch", "same_shape"]
+__all__ = ["Examples", "Targets", "arrays", "as_examples", "class_labels", "mismatch", "same_shape", "weights_of"]
 
 Targets = Literal["integer", "one-hot", "integer or one-hot"]
 
@@ -52,6 +53,18 @@ def as_examples(outputs: Any, targets: Any, weights: Any, *, multi_label: bool, 
     # float32 is exact for classes below 2^24, and keeps non-integers invalid.
     labels = targets.astype(jnp.float32).reshape(-1, columns if kind == "labels" else 1)
     return Examples(kind, outputs.astype(jnp.float32).reshape(-1, columns), labels, rows.reshape(-1))
+
+
+def weights_of(examples: Examples) -> jax.Array:
+    """Returns the weights `[rows, columns]` or `[rows, 1]`, NaN where the output is NaN, so that sums of them are NaN; but never where the weight is 0.
+
+    A NaN affects its whole row, except that independent labels have only their own column.
+    """
+    is_nan = jnp.isnan(examples.scores)
+    if examples.kind != "labels":
+        is_nan = is_nan.any(axis=-1, keepdims=True)
+    weights = examples.weights[:, None]
+    return nan_unless(~is_nan | (weights == 0), weights)
 
 
 def arrays(outputs: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
