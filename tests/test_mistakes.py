@@ -45,6 +45,12 @@ class Forgotten(nn.Module):
         return nn.Dense(3)(nn.Dropout(0.5)(x))
 
 
+class Flat(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(1)(x)[:, 0]
+
+
 class Normed(nn.Module):
     @nn.compact
     def __call__(self, x, train):
@@ -249,6 +255,21 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         lambda: fit(y=X[:, 0], module=nn.Dense(1), loss="mse", metrics=[lambda outputs, targets: abs(outputs - targets)]),
         MetricError,
         "Metric 'lambda': its function returned [16, 16] for outputs [16, 1] and targets [16]: each output was combined with each target.",
+    ),
+    "a loss that averages over all pairs": (
+        lambda: fit(y=X[:, 0], module=nn.Dense(1), loss=lambda outputs, targets: jnp.mean((outputs - targets) ** 2, axis=-1)),
+        LossError,
+        "The loss <lambda> returned [16] for outputs [16, 1] and targets [16]: each output was combined with each target. Give .* use outputs[:, 0].",
+    ),
+    "a loss that averages over all pairs and examples": (
+        lambda: fit(y=X[:, :1], module=Flat(), loss=lambda outputs, targets: jnp.mean((outputs - targets) ** 2)),
+        LossError,
+        "The loss <lambda> returned [] for outputs [16] and targets [16, 1]: each output was combined with each target. Give .* use targets[:, 0].",
+    ),
+    "a metric that averages over all pairs": (
+        lambda: fit(y=X[:, 0], module=nn.Dense(1), loss="mse", metrics=[lambda outputs, targets: jnp.mean(abs(outputs - targets), axis=1)]),
+        MetricError,
+        "Metric 'lambda': its function returned [16] for outputs [16, 1] and targets [16]: each output was combined with each target.",
     ),
     "batch normalization without a mode": (
         lambda: fit(module=nn.BatchNorm()),

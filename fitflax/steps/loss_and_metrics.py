@@ -371,7 +371,7 @@ def _call_loss(term: _Term, outputs: PyTree, targets: PyTree) -> jax.Array:
         ) from error
     if not hasattr(values, "shape") and not isinstance(values, int | float):
         raise LossError(f"A loss must return one array of values per example. The loss{where} returned a {type(values).__name__}: {describe_shapes(values)}.")
-    if (fault := broadcast_fault(fn, values, outputs, targets)) is not None:
+    if has_targets and not isinstance(loss, _NamedLoss) and (fault := broadcast_fault(fn, values, outputs, targets)) is not None:
         raise LossError(f"The loss {getattr(fn, '__name__', repr(fn))}{where} {fault}.")
     return jnp.asarray(values)
 
