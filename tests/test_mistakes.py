@@ -202,6 +202,16 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         "Metric 'r2': It takes outputs and targets of the same shape .* outputs [16, 3], targets [16].",
     ),
     "mismatched lengths": (lambda: fit(y=Y[:10]), DataError, "All arrays must have the same number of examples: `x` has 16, `y` has 10."),
+    "a negative sample weight": (
+        lambda: fit(given={"sample_weight": np.array([1.0] * 15 + [-2.5])}),
+        DataError,
+        "sample_weight must be at least 0. Received: -2.5 at index [15]. To leave out an example, give it weight 0.",
+    ),
+    "a negative sample weight in a batch": (
+        lambda: make().fit(lambda: iter([(X, Y, -np.ones(16))]), verbose=0),
+        DataError,
+        "sample_weight must be at least 0. Received: -1 at index [0].",
+    ),
     "strings in data": (lambda: fit(np.array([["a"] * 4] * 16)), DataError, "x must hold numbers, but its dtype is <U1; encode them as numbers first."),
     "lists of unequal length in data": (
         lambda: fit(np.array([[1, 2], [3]], dtype=object), Y[:2]),
