@@ -202,6 +202,11 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         "Metric 'r2': It takes outputs and targets of the same shape .* outputs [16, 3], targets [16].",
     ),
     "mismatched lengths": (lambda: fit(y=Y[:10]), DataError, "All arrays must have the same number of examples: `x` has 16, `y` has 10."),
+    "a complex loss": (
+        lambda: fit(loss=lambda outputs, targets: outputs[:, 0] * 1j),
+        LossError,
+        "A loss must be real. Received: complex64[16]. Take the magnitude, abs(values), or the real part.",
+    ),
     "a negative sample weight": (
         lambda: fit(given={"sample_weight": np.array([1.0] * 15 + [-2.5])}),
         DataError,

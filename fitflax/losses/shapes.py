@@ -14,8 +14,8 @@ __all__ = ["broadcast_fault", "check_fraction", "class_labels", "class_rows", "m
 __all__ += ["one_array", "same_shape", "vectors"]
 
 
-def one_array(name: str, role: str, value: Any) -> jax.Array:
-    """Returns `value` as an array with a batch axis."""
+def one_array(name: str, role: str, value: Any, *, takes_complex: bool = False) -> jax.Array:
+    """Returns `value` as an array with a batch axis; complex numbers are an error unless the loss `takes_complex`."""
     if isinstance(value, (dict, list, tuple)):
         raise LossError(
             f"{name} takes one array of {role}. Received: a {type(value).__name__} of length {len(value)}. "
@@ -24,12 +24,20 @@ def one_array(name: str, role: str, value: Any) -> jax.Array:
     array = jnp.asarray(value)
     if array.ndim == 0:
         raise LossError(f"{name} takes {role} with a leading batch axis. Received: a scalar.")
+    if jnp.iscomplexobj(array) and not takes_complex:
+        raise LossError(
+            f"{name} takes real {role}. Received: {role} of dtype {array.dtype}. Use 'mse' or 'mae', which take magnitudes of errors, or convert them in a "
+            "custom loss."
+        )
     return array
 
 
-def same_shape(name: str, outputs: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns both in float32 and one shape; restores a missing trailing axis of length 1, so that `[N, 1]` and `[N]` never broadcast to `[N, N]`."""
-    outputs, targets = one_array(name, "outputs", outputs), one_array(name, "targets", targets)
+def same_shape(name: str, outputs: Any, targets: Any, *, takes_complex: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Returns both in float32 and one shape; restores a missing trailing axis of length 1, so that `[N, 1]` and `[N]` never broadcast to `[N, N]`.
+
+    If the loss `takes_complex` and one of them is complex, both are complex64.
+    """
+    outputs, targets = (one_array(name, *pair, takes_complex=takes_complex) for pair in (("outputs", outputs), ("targets", targets)))
     # Add the axis rather than remove it: for [batch, time, 1] and [batch, time] there must be one value per token, for token weights.
     if outputs.shape == (*targets.shape, 1):
         targets = targets[..., None]
@@ -42,7 +50,8 @@ def same_shape(name: str, outputs: Any, targets: Any) -> tuple[jax.Array, jax.Ar
                 "For integer class labels use 'sparse_categorical_crossentropy'; otherwise the model's last layer must have as many features as the targets."
             )
         raise mismatch(name, outputs, targets, "outputs and targets of the same shape (a last axis of length 1 may be missing)", advice)
-    return outputs.astype(jnp.float32), targets.astype(jnp.float32)
+    dtype = jnp.complex64 if jnp.iscomplexobj(outputs) or jnp.iscomplexobj(targets) else jnp.float32
+    return outputs.astype(dtype), targets.astype(dtype)
 
 
 def mean_of_last_axis(values: jax.Array) -> jax.Array:

@@ -100,15 +100,17 @@ def weighted_sums(values: Any, weights: Any) -> tuple[jax.Array, jax.Array]:
     For values `[batch, time]` with weights `[batch]` every token counts. Values with weight 0 add nothing, even if they are NaN or infinite.
 
     Args:
-        values: `[...]`, any numeric or boolean dtype.
+        values: `[...]`, real numbers or booleans.
         weights: Leading axes of `values`; axes after the first may have length 1.
 
     Raises:
-        MetricError: `weights` does not broadcast to `values` from the left.
+        MetricError: `weights` does not broadcast to `values` from the left, or `values` are complex.
 
     >>> weighted_sums(jnp.array([[1.0, 3.0], [jnp.nan, 5.0]]), jnp.array([0.5, 0.0]))
     (Array(2., dtype=float32), Array(1., dtype=float32))
     """
+    if jnp.iscomplexobj(values):
+        raise MetricError(f"Values must be real numbers. Received: {jnp.result_type(values)}. Take their magnitude, abs(values), or their real part.")
     values = jnp.asarray(values, jnp.float32)
     weights = broadcast_weights(weights, values.shape)
     # Not `> 0`: with negative weights both sums must agree.

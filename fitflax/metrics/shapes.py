@@ -67,20 +67,23 @@ def weights_of(examples: Examples) -> jax.Array:
     return nan_unless(~is_nan | (weights == 0), weights)
 
 
-def arrays(outputs: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns both as arrays, after checking that each is a single array."""
+def arrays(outputs: Any, targets: Any, *, takes_complex: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Returns both as arrays, after checking that each is a single array, and real unless the metric `takes_complex`."""
     for role, value in (("outputs", outputs), ("targets", targets)):
         if isinstance(value, (dict, list, tuple)):
             raise MetricError(
                 f"It takes one array of {role}. Received: a {type(value).__name__} of length {len(value)}. "
                 "Pass metrics for each output, or concatenate them into one array."
             )
+        if jnp.iscomplexobj(value) and not takes_complex:
+            advice = "Use 'mse', 'mae', 'rmse' or 'r2', which take magnitudes of errors."
+            raise MetricError(f"It takes real {role}. Received: {role} of dtype {jnp.result_type(value)}. {advice}")
     return jnp.asarray(outputs), jnp.asarray(targets)
 
 
-def same_shape(outputs: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
+def same_shape(outputs: Any, targets: Any, *, takes_complex: bool = False) -> tuple[jax.Array, jax.Array]:
     """Returns both in one shape; restores a missing trailing axis of length 1."""
-    outputs, targets = arrays(outputs, targets)
+    outputs, targets = arrays(outputs, targets, takes_complex=takes_complex)
     if outputs.shape == (*targets.shape, 1):
         targets = targets[..., None]
     elif targets.shape == (*outputs.shape, 1):

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from flax import struct
 from typing_extensions import override
 
+from fitflax.errors import MetricError
+from fitflax.leaves import describe_shapes
 from fitflax.logs import UNDEFINED
 from fitflax.metrics import Mean, Metric
 from fitflax.state import PyTree
@@ -79,7 +81,10 @@ def rows_of(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
 def computed(metric: Metric) -> tuple[jax.Array, jax.Array]:
     """Returns a metric's value, float32 `[...]`, and whether it is NaN because the total weight is 0, bool `[...]`."""
     with jax.debug_nans(False):  # For steps without jit.
-        value = jnp.asarray(metric.compute(), jnp.float32)
+        value = metric.compute()
+        if jnp.iscomplexobj(value):
+            raise MetricError(f"Its value must be real. Received: {describe_shapes(value)}.")
+        value = jnp.asarray(value, jnp.float32)
         return value, jnp.isnan(value) & _is_empty(metric)
 
 

@@ -226,6 +226,8 @@ class Task:
         for key, pair in logs.items():
             if not isinstance(pair, tuple) or len(pair) != 2:
                 raise LossError(f"train_step must return logs as pairs (sum, weight). Received: {key!r} is {describe_shapes(pair)}.")
+            if any(map(jnp.iscomplexobj, pair)):
+                raise LossError(f"train_step must return logs of real numbers. Received: {key!r} is {describe_shapes(pair)}.")
             total, weight = (jnp.asarray(value, jnp.float32) for value in pair)
             metrics[key] = Mean(name=key).add(ratio(total, weight), weight)
         kept = {name: tree for name, tree in new_state.model_state.items() if name not in self.transient}

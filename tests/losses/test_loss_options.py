@@ -197,6 +197,23 @@ def test_an_optax_function_with_other_options_is_a_loss():
     assert trainer.evaluate(LOGITS, ONE_HOT, verbose=0)["loss"] == pytest.approx((-np.log(p) + 2.0 * (1 - p)).mean(), rel=1e-5)
 
 
+def test_the_errors_of_complex_numbers_are_magnitudes():
+    outputs, targets = np.array([[1 + 2j, 3j], [0, 1]], np.complex64), np.float32([[0, 0], [0, 3]])
+    np.testing.assert_allclose(losses.mean_squared_error(outputs, targets), [7.0, 2.0])
+    np.testing.assert_allclose(losses.mean_absolute_error(targets, outputs), [(np.sqrt(5) + 3) / 2, 1.0], rtol=1e-6)
+    gradient = jax.grad(lambda scale: losses.mean_squared_error(scale * outputs, targets).sum())(2.0)
+    np.testing.assert_allclose(gradient, (2 * 14 * 2 + 2 * (2 - 3)) / 2, rtol=1e-6)  # Of (14 s^2 + (s - 3)^2) / 2.
+    # A perfect output has a finite gradient, too.
+    assert float(jax.grad(lambda scale: losses.mean_absolute_error(scale * outputs, outputs).sum())(1.0)) == 0.0
+
+
+@pytest.mark.parametrize("name", sorted({*losses.names()} - {"mse", "mean_squared_error", "mae", "mean_absolute_error"}))
+def test_a_loss_without_a_magnitude_rejects_complex_numbers(name: str):
+    outputs = np.ones((4, 3), np.complex64)
+    with pytest.raises(LossError, match=r"takes real outputs. Received: outputs of dtype complex64. Use 'mse' or 'mae'"):
+        losses.get(name)(outputs, np.ones((4, 3), np.float32))
+
+
 COLUMN, ROW = jnp.arange(3.0)[:, None], jnp.ones(3)
 QUANTILES = jnp.array([0.1, 0.5, 0.9])  # As many as there are rows.
 
