@@ -325,10 +325,8 @@ class DataParallel(Strategy):
         unknown = sorted(set(self.reduce) - set(collections))
         if unknown:
             raise ConfigError(f"DataParallel(reduce=...) names unknown collections: {unknown}. The module has {sorted(collections)}.")
-        reducers: dict[str, Reducer] = {
-            OVERWRITE_WITH_GRADIENT: "max",
-            **self.reduce,
-        }  # The largest magnitude in the whole batch, for the scales of fp8 operations.
+        # For the scales of fp8 operations, which follow from the largest magnitude in the batch.
+        reducers: dict[str, Reducer] = {OVERWRITE_WITH_GRADIENT: "max", **self.reduce}
         return {name: jax.tree.map(functools.partial(self._unify, reducers.get(name)), tree) for name, tree in collections.items()}
 
     def _unify(self, reducer: Reducer | None, leaf: jax.Array) -> Any:
