@@ -450,6 +450,67 @@ def test_a_loss_function_gets_all_outputs_of_a_module_that_has_several():
     assert list(history) == ["loss"]
 
 
+class Nested(nn.Module):
+    softmax: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        c = nn.Dense(2, name="c")(x)
+        return {"a": nn.Dense(1, name="a")(x), "b": {"d": (nn.Dense(3, name="d")(x), None), "c": nn.softmax(c) if self.softmax else c}}
+
+
+NESTED_Y = {"a": Y[:, :1], "b": {"c": (X[:, 0] > 0).astype(np.int32), "d": (Y[:, :3], None)}}
+NESTED_LOSS = {"a": "mse", "b": {"c": "sparse_categorical_crossentropy", "d": ["mae", None]}}
+
+
+def test_losses_of_nested_outputs_are_named_by_nested_dicts():
+    trainer = make(Nested(), NESTED_LOSS, rate=0.1, compile_kwargs={"loss_weights": {"a": 2.0, "b": {"c": 3.0, "d": 0.5}}})
+    trainer.build((X, NESTED_Y))
+    params = trainer.state.params
+
+    def hand_written(params):
+        outputs = Nested().apply({"params": params}, X)
+        a = jnp.mean((outputs["a"] - NESTED_Y["a"]) ** 2)
+        c = optax.losses.softmax_cross_entropy_with_integer_labels(outputs["b"]["c"], NESTED_Y["b"]["c"]).mean()
+        d = jnp.abs(outputs["b"]["d"][0] - NESTED_Y["b"]["d"][0]).mean()
+        return 2 * a + 3 * c + 0.5 * d, {"a_loss": a, "b/c_loss": c, "b/d/output_1_loss": d}
+
+    (loss, logged), grads = jax.value_and_grad(hand_written, has_aux=True)(params)
+    history = trainer.fit(X, NESTED_Y, batch_size=12, verbose=0).history
+    expected = {key: float(value) for key, value in {"loss": loss, **logged}.items()}
+    assert {key: values[0] for key, values in history.items()} == pytest.approx(expected, rel=1e-5)
+    jax.tree.map(lambda new, old, grad: np.testing.assert_allclose(new, old - 0.1 * grad, rtol=1e-5, atol=1e-6), trainer.state.params, params, grads)
+
+
+def test_mistakes_in_losses_of_nested_outputs_name_the_output():
+    for loss, weights, message in (
+        ({"b": {"e": "mse"}}, None, r"names the outputs \['e'\], but the outputs in 'b' are \['d', 'c'\]"),
+        ({"a": {"e": "mse"}}, None, r"several losses for the output 'a', which is one output: float32\[12,1\]"),
+        ({"a": "mse"}, {"a": {"e": 1.0}}, r"several weights for the output 'a', which has one loss"),
+    ):
+        with pytest.raises((LossError, ConfigError), match=message):
+            make(Nested(), loss, compile_kwargs={"loss_weights": weights}).fit(X, NESTED_Y, verbose=0)
+    with pytest.raises(LossError, match=r"The output 'b/c' has no targets. Received: targets for \['e'\]"):
+        make(Nested(), {"a": "mse", "b": {"c": "mse"}}).fit(X, {"a": Y[:, :1], "b": {"e": Y[:, :2]}}, verbose=0)
+    with pytest.raises(DataError, match=r"y\['b/c'\] holds labels from 2 to 2, but the module has 2 outputs"):
+        make(Nested(), NESTED_LOSS).fit(X, {**NESTED_Y, "b": {**NESTED_Y["b"], "c": np.full(12, 2)}}, verbose=0)
+    with pytest.warns(FitflaxWarning, match="The module's output 'b/c' ends with a softmax"):
+        make(Nested(softmax=True), NESTED_LOSS).fit(X, NESTED_Y, verbose=0)
+
+
+@pytest.mark.slow
+def test_a_run_with_losses_of_nested_outputs_resumes_inside_an_epoch(tmp_path):
+    def run(directory, ends):
+        for steps in ends:
+            trainer = make(Nested(), NESTED_LOSS)
+            trainer.fit(X, NESTED_Y, batch_size=4, steps=steps, callbacks=[ModelCheckpoint(tmp_path / directory)], resume="auto", verbose=0)
+        return trainer
+
+    whole, parts = run("whole", [6]), run("parts", [2, 6])
+    assert whole.history.history == parts.history.history
+    assert same(whole.state.params, parts.state.params)
+
+
 @pytest.mark.slow
 def test_losses_that_are_named_by_output_are_weighted_by_name():
     y = {"a": Y[:, :1], "b": Y[:, :2]}
