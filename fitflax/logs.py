@@ -13,7 +13,11 @@ from typing_extensions import override
 
 from fitflax.leaves import on_host
 
-__all__ = ["GRADIENTS_NORM", "STEP_LOSS", "Kind", "Logs", "Place", "StepValues", "Values", "default_direction", "flat_name", "row_of"]
+__all__ = ["GRADIENTS_NORM", "STEP_LOSS", "UNDEFINED", "Kind", "Logs", "Place", "StepValues", "Values", "default_direction", "flat_name", "read_vector"]
+__all__ += ["row_of"]
+
+UNDEFINED = np.finfo(np.float32).min
+"""Stands for the NaN of a value over a total weight of 0 in a vector of values: it is no fault, but a NaN would set off `jax_debug_nans`."""
 
 # Indices of the step's own values in its vector; the running metrics follow.
 STEP_LOSS, GRADIENTS_NORM, STEPS_SINCE_BAD = 0, 1, 2
@@ -45,6 +49,15 @@ class Place(NamedTuple):
         if not self.shape:
             return values[self.begin]
         return np.array(values[self.begin : self.end], np.float32).reshape(self.shape)
+
+
+def read_vector(vector: Any) -> list[float]:
+    """Returns the values of a step's vector, copied to the host, with NaN for `UNDEFINED`.
+
+    >>> read_vector(jax.numpy.array([0.5, UNDEFINED]))
+    [0.5, nan]
+    """
+    return [math.nan if value == UNDEFINED else float(value) for value in on_host(vector)]
 
 
 class Kind(NamedTuple):
@@ -96,8 +109,21 @@ class Values:
 
     def _read(self) -> list[float]:
         if self._host is None:
-            self._host = [float(value) for value in on_host(self.vector)]
+            self._host = read_vector(self.vector)
         return self._host
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the values are on the host."""
+        return self._host is not None
+
+    @property
+    def undefined(self) -> list[str]:
+        """The keys of the metrics over a total weight of 0, which are NaN."""
+        if not any(map(math.isnan, self._read())):
+            return []
+        vector = on_host(self.vector)
+        return [key for key, place in self.places.items() if place is not None and UNDEFINED in vector[place.begin : place.end]]
 
     @property
     def is_ready(self) -> bool:
@@ -151,8 +177,13 @@ class StepValues(Values):
 
     @property
     def loss(self) -> float:
-        """The loss of this step only."""
+        """The loss of this step only; NaN if the total weight of its batch is 0."""
         return self._read()[STEP_LOSS]
+
+    @property
+    def has_no_weight(self) -> bool:
+        """Whether the total weight of this step's batch is 0, so that its loss is NaN."""
+        return bool(on_host(self.vector)[STEP_LOSS] == UNDEFINED)
 
     @property
     def gradients_norm(self) -> float:

@@ -4,6 +4,7 @@ Reading and setting work for any optax state with a `learning_rate` of `optax.in
 optax.
 """
 
+import functools
 import inspect
 import itertools
 import math
@@ -57,7 +58,8 @@ def get(name: str, learning_rate: Any = None) -> optax.GradientTransformation:
     """Returns optax's optimizer of that name, with a learning rate that can be read and, unless it is a schedule, set.
 
     Other hyperparameters have optax's defaults, which sometimes differ from Keras's (`adamw` has a weight decay of 1e-4, in Keras 4e-3). For other values,
-    build the optimizer yourself: `optax.inject_hyperparams(optax.sgd, static_args=("momentum", "nesterov"))(learning_rate=0.1, momentum=0.9)`.
+    build the optimizer yourself: `optax.inject_hyperparams(optax.sgd, static_args=("momentum", "nesterov"))(learning_rate=0.1, momentum=0.9)`. The rate is
+    float32, also for parameters of lower precision, as with `hyperparam_dtype=jnp.float32` of `optax.inject_hyperparams`.
 
     Args:
         name: One of `names()`.
@@ -80,7 +82,25 @@ def get(name: str, learning_rate: Any = None) -> optax.GradientTransformation:
         raise OptimizerError(f"{name!r} has no default learning rate, because Keras does not have this optimizer. Pass learning_rate=.")
     rate = default if learning_rate is None else learning_rate if callable(learning_rate) else _checked_rate(learning_rate)
     static = tuple(parameter for parameter in inspect.signature(factory).parameters if parameter != "learning_rate")
-    return cast(optax.GradientTransformation, optax.inject_hyperparams(factory, static_args=static)(learning_rate=rate))
+    # float32 whatever the parameters are: in bfloat16, 0.1 * 0.999 is 0.1 again.
+    injected = optax.inject_hyperparams(_keeping_dtypes(factory), static_args=static, hyperparam_dtype=jnp.float32)
+    return cast(optax.GradientTransformation, injected(learning_rate=rate))
+
+
+def _keeping_dtypes(factory: Callable[..., optax.GradientTransformation]) -> Callable[..., optax.GradientTransformation]:
+    """Wraps an optimizer of optax so that its state keeps its dtypes, although float32 hyperparameters make float32 updates of bfloat16 gradients."""
+
+    @functools.wraps(factory)
+    def made(*arguments: Any, **options: Any) -> optax.GradientTransformation:
+        inner = optax.with_extra_args_support(factory(*arguments, **options))
+
+        def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+            updates, new_state = inner.update(updates, state, params, **extra)
+            return updates, jax.tree.map(lambda new, old: new if new.dtype == old.dtype else new.astype(old.dtype), new_state, state)
+
+        return optax.GradientTransformationExtraArgs(inner.init, update)
+
+    return made
 
 
 def freeze(optimizer: optax.GradientTransformation, patterns: str | Sequence[str]) -> optax.GradientTransformation:

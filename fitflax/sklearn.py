@@ -7,7 +7,6 @@ True
 """
 
 import dataclasses
-import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -266,13 +265,12 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
         callbacks = list(self.callbacks or [])
         validation: tuple[Any, ...] | None = None
         if self.early_stopping:
-            split = functools.partial(train_test_split, test_size=self.validation_fraction, stratify=stratify, random_state=trained.seed)
-            if weights is None:
-                x, held_x, y, held_y = split(x, y)
-                validation = held_x, held_y
-            else:
-                x, held_x, y, held_y, weights, held_weights = split(x, y, weights)
-                validation = held_x, held_y, held_weights
+            rows = np.arange(len(x)) if weights is None else np.flatnonzero(weights)
+            strata = None if stratify is None else stratify[rows]
+            kept, held = train_test_split(rows, test_size=self.validation_fraction, stratify=strata, random_state=trained.seed)
+            kept = np.concatenate([kept, np.setdiff1d(np.arange(len(x)), rows)])  # Examples without weight can affect batch statistics.
+            validation = (x[held], y[held]) if weights is None else (x[held], y[held], weights[held])
+            x, y, weights = x[kept], y[kept], None if weights is None else weights[kept]
             callbacks.append(EarlyStopping("val_loss", patience=self.patience, restore_best=True))
         options: dict[str, Any] = {"batch_size": self.batch_size, "shuffle": self.shuffle, "verbose": self.verbose, "class_weight": class_weight}
         history = trained.trainer.fit(x, y, weights, epochs=self.epochs, validation_data=validation, callbacks=callbacks, **options)
@@ -343,7 +341,7 @@ class LinenClassifier(ClassifierMixin, _LinenEstimator):  # type: ignore[misc]
         batch_size: The number of examples per batch.
         shuffle: Whether each epoch has its own order.
         early_stopping: Whether to hold out data, stop when the loss on it no longer decreases, and keep the best weights.
-        validation_fraction: The fraction of held-out data, stratified by class.
+        validation_fraction: The fraction of held-out data, stratified by class. Examples of weight 0 are neither held out nor counted.
         patience: The number of epochs without improvement after which training stops.
         class_weight: `{label: weight}`, or `"balanced"`.
         steps_per_call: The number of steps per call of the device; see `Trainer.compile`.

@@ -372,8 +372,8 @@ class Trainer:
         Args:
             optimizer: Any optax transformation, called with `params`; or a name, such as `"adam"`. A different object than before gets a new state.
             loss: A name, or a function `(outputs, targets) -> values` with one value per example, `[batch]` or `[batch, ...]`. For several outputs, a dict
-                or list of losses by key or attribute; `None` skips an output. `None` if the module sows its losses. Targets are also given by output; if
-                only one output has a loss, they may be given directly. Outputs are logits for all crossentropies.
+                or list of losses by key or attribute, nested for nested outputs; `None` skips an output. `None` if the module sows its losses. Targets are
+                also given by output; if only one output has a loss, they may be given directly. Outputs are logits for all crossentropies.
             metrics: Names, metrics, functions of per-example values, or a dict of these by log key. They ignore sample weights.
             learning_rate: The rate of an optimizer given by name: a number or an optax schedule; by default Keras's.
             loss_weights: A number, or numbers by output, that multiply the losses.

@@ -45,6 +45,12 @@ class Forgotten(nn.Module):
         return nn.Dense(3)(nn.Dropout(0.5)(x))
 
 
+class Flat(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(1)(x)[:, 0]
+
+
 class Normed(nn.Module):
     @nn.compact
     def __call__(self, x, train):
@@ -196,6 +202,21 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         "Metric 'r2': It takes outputs and targets of the same shape .* outputs [16, 3], targets [16].",
     ),
     "mismatched lengths": (lambda: fit(y=Y[:10]), DataError, "All arrays must have the same number of examples: `x` has 16, `y` has 10."),
+    "a complex loss": (
+        lambda: fit(loss=lambda outputs, targets: outputs[:, 0] * 1j),
+        LossError,
+        "A loss must be real. Received: complex64[16]. Take the magnitude, abs(values), or the real part.",
+    ),
+    "a negative sample weight": (
+        lambda: fit(given={"sample_weight": np.array([1.0] * 15 + [-2.5])}),
+        DataError,
+        "sample_weight must be at least 0. Received: -2.5 at index [15]. To leave out an example, give it weight 0.",
+    ),
+    "a negative sample weight in a batch": (
+        lambda: make().fit(lambda: iter([(X, Y, -np.ones(16))]), verbose=0),
+        DataError,
+        "sample_weight must be at least 0. Received: -1 at index [0].",
+    ),
     "strings in data": (lambda: fit(np.array([["a"] * 4] * 16)), DataError, "x must hold numbers, but its dtype is <U1; encode them as numbers first."),
     "lists of unequal length in data": (
         lambda: fit(np.array([[1, 2], [3]], dtype=object), Y[:2]),
@@ -249,6 +270,21 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         lambda: fit(y=X[:, 0], module=nn.Dense(1), loss="mse", metrics=[lambda outputs, targets: abs(outputs - targets)]),
         MetricError,
         "Metric 'lambda': its function returned [16, 16] for outputs [16, 1] and targets [16]: each output was combined with each target.",
+    ),
+    "a loss that averages over all pairs": (
+        lambda: fit(y=X[:, 0], module=nn.Dense(1), loss=lambda outputs, targets: jnp.mean((outputs - targets) ** 2, axis=-1)),
+        LossError,
+        "The loss <lambda> returned [16] for outputs [16, 1] and targets [16]: each output was combined with each target. Give .* use outputs[:, 0].",
+    ),
+    "a loss that averages over all pairs and examples": (
+        lambda: fit(y=X[:, :1], module=Flat(), loss=lambda outputs, targets: jnp.mean((outputs - targets) ** 2)),
+        LossError,
+        "The loss <lambda> returned [] for outputs [16] and targets [16, 1]: each output was combined with each target. Give .* use targets[:, 0].",
+    ),
+    "a metric that averages over all pairs": (
+        lambda: fit(y=X[:, 0], module=nn.Dense(1), loss="mse", metrics=[lambda outputs, targets: jnp.mean(abs(outputs - targets), axis=1)]),
+        MetricError,
+        "Metric 'lambda': its function returned [16] for outputs [16, 1] and targets [16]: each output was combined with each target.",
     ),
     "batch normalization without a mode": (
         lambda: fit(module=nn.BatchNorm()),

@@ -140,6 +140,30 @@ def test_several_rates_are_an_error_that_lists_their_names():
     assert {label: round(float(rate), 6) for label, rate in optimizers.get_learning_rates(chained).items()} == {"opt_state[0]": 0.01, "opt_state[1]": 0.001}
 
 
+@pytest.mark.parametrize("name", optimizers.names())
+@pytest.mark.mostly_slow
+def test_hyperparameters_are_float32_and_the_rest_of_the_state_keeps_the_dtype_of_the_parameters(name: str):
+    params, grads = (jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), tree) for tree in (PARAMS, GRADS))
+    optimizer = optimizers.get(name, 3e-4)
+    state = optimizer.init(params)
+    assert optimizers.get_learning_rate(state) == np.float32(3e-4)
+    inner = jax.tree.map(lambda leaf: leaf.dtype, state.inner_state)
+    assert inner == jax.tree.map(lambda leaf: leaf.dtype, getattr(optax, name)(3e-4).init(params))
+    updates, state = optimizer.update(grads, optimizers.set_learning_rate(state, 0.1 * 0.999), params)
+    assert jax.tree.map(lambda leaf: leaf.dtype, state.inner_state) == inner
+    assert optimizers.get_learning_rate(state) == np.float32(0.1 * 0.999)
+    expected, _ = getattr(optax, name)(0.1 * 0.999).update(grads, getattr(optax, name)(0.1).init(params), params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2e-2, atol=1e-6), updates, expected)
+
+
+def test_the_step_of_bfloat16_parameters_uses_the_exact_rate():
+    params, grads = jnp.ones(4, jnp.bfloat16), jnp.bfloat16([1, 3, 10, 100])
+    optimizer = optimizers.get("sgd", 0.01003)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    new = optax.apply_updates(params, updates)
+    np.testing.assert_array_equal(new, (np.float32(1) - np.float32(0.01003) * np.float32(grads)).astype(jnp.bfloat16))
+
+
 def test_setting_keeps_dtype_and_weak_type():
     for old in (jnp.bfloat16(0.1), jnp.float32(0.1), jnp.asarray(0.1), np.float32(0.1), 0.1):
         state = optax.InjectStatefulHyperparamsState(jnp.int32(0), {"learning_rate": old}, {}, optax.EmptyState())

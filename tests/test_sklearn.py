@@ -149,6 +149,28 @@ def test_class_weights_work_as_in_scikit_learn():
     assert (plain == "rare").sum() < (balanced == "rare").sum() < (heavy == "rare").sum()
 
 
+@pytest.mark.parametrize(("estimator", "y"), [(LinenClassifier, LABELS), (LinenRegressor, TARGETS)], ids=["classifier", "regressor"])
+def test_early_stopping_holds_out_examples_with_weight(estimator, y, monkeypatch):
+    rows = np.flatnonzero(RNG.random(len(X)) < 0.4)
+    weights = np.zeros(len(X))
+    weights[rows] = 2.0
+    fit, data = Trainer.fit, []
+
+    def recorded(self, *arguments, **options):
+        data.append((arguments, options["validation_data"]))
+        return fit(self, *arguments, **options)
+
+    monkeypatch.setattr(Trainer, "fit", recorded)
+    model = estimator(early_stopping=True, epochs=2, validation_fraction=0.3, random_state=0).fit(X, y, sample_weight=weights)
+    assert np.isfinite(model.history_["val_loss"]).all()
+    (x, _, used), (held, _, held_weights) = data[0]
+    stratify = y[rows] if estimator is LinenClassifier else None
+    expected = train_test_split(rows, test_size=0.3, stratify=stratify, random_state=model._trained.seed)[1]
+    np.testing.assert_array_equal(held, X[expected].astype(np.float32))
+    np.testing.assert_array_equal(held_weights, np.full(len(expected), 2.0))
+    assert len(x) == len(X) - len(expected) and (used == 2.0).sum() == len(rows) - len(expected)
+
+
 def test_early_stopping_holds_out_examples_and_stops_after_patience_epochs():
     noise = RNG.integers(0, 2, 120)
     model = classifier(early_stopping=True, validation_fraction=0.25, patience=3, epochs=200, learning_rate=0.1).fit(X, noise)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from typing_extensions import override
 
-from fitflax.data.batch import Triple, check_weights, to_numpy
+from fitflax.data.batch import Triple, check_not_negative, check_weights, to_numpy
 from fitflax.data.indexed import IndexedSource, check_batch_size
 from fitflax.data.whole_batches import is_structure, num_examples
 from fitflax.errors import DataError
@@ -37,6 +37,7 @@ class ArraySource(IndexedSource):
         if len(set(lengths.values())) > 1:
             raise DataError("All arrays must have the same number of examples: " + ", ".join(f"`{k}` has {v}" for k, v in lengths.items()) + ".")
         self.x, self.y, self.weights = named.values()
+        check_not_negative(self.weights)
         self._leaves, self._structure = jax.tree.flatten((self.x, self.y, self.weights))
         super().__init__(lengths.get("x", 0), batch_size=batch_size, shuffle=shuffle, seed=seed, drop_remainder=drop_remainder)
 

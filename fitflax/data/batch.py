@@ -285,6 +285,7 @@ class Batcher:
         x, y = to_numpy(triple.x, name="x"), to_numpy(triple.y, name="y")
         check_weights(triple.weights)
         weights = None if triple.weights is None else to_numpy(triple.weights, name="sample_weight")
+        check_not_negative(weights)
         form = form_of(x, y, weights, must_count=self._must_count)
         if form.rows == 0:
             raise DataError("The data yielded a batch of 0 examples. Leave empty batches out.")
@@ -446,6 +447,15 @@ def check_weights(weights: Any) -> None:
         elif isinstance(weights, Mapping | list | tuple):
             hint = f" It applies to all outputs; to weight a single output, use a custom loss.{hint}"
         raise DataError(f"sample_weight must be one array, [examples] or [examples, ...]. Received: {type(weights).__name__}.{hint}")
+
+
+def check_not_negative(weights: Any) -> None:
+    """Checks that sample weights, NumPy or `None`, are at least 0: a loss over a negative total weight has no meaning."""
+    if weights is not None and weights.size and weights.min() < 0:
+        place = np.unravel_index(int(weights.argmin()), weights.shape)
+        raise DataError(
+            f"sample_weight must be at least 0. Received: {weights[place]:g} at index {list(map(int, place))}. To leave out an example, give it weight 0."
+        )
 
 
 def _check_class_weight(class_weight: Mapping[int, float]) -> dict[int, float]:

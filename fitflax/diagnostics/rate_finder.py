@@ -99,7 +99,8 @@ def _fit_locally(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> tuple[np.n
 def find_learning_rate(session: Session, feed: Feed, *, lowest: float, highest: float, steps: int) -> LearningRateCurve:
     """Trains a session's state, used only here, with `steps` rates that grow by a constant factor from `lowest` to `highest`, until the loss diverges."""
     program, live = session.task.need_compiled("find_learning_rate"), session.state.need("find_learning_rate")
-    rates, losses = np.geomspace(lowest, highest, steps), []
+    rates, losses = np.geomspace(lowest, highest, steps), list[float]()
+    used = list[float]()
     sums, best, average = program.empty_sums(train=True), math.inf, 0.0
     for index in range(steps + 1):
         fed = feed.next() or feed.next()
@@ -113,10 +114,13 @@ def find_learning_rate(session: Session, feed: Feed, *, lowest: float, highest: 
         sums = trained.sums
         if index == 0:
             continue
-        losses.append(trained.values.loss)
-        if not math.isfinite(losses[-1]):
-            losses.pop()
+        loss = trained.values.loss
+        if not math.isfinite(loss):
+            if trained.values.has_no_weight:
+                continue
             break
+        losses.append(loss)
+        used.append(rates[index - 1])
         average = _DECAY * average + (1 - _DECAY) * losses[-1]
         trend = average / (1 - _DECAY ** len(losses))
         best = min(best, trend)
@@ -124,4 +128,4 @@ def find_learning_rate(session: Session, feed: Feed, *, lowest: float, highest: 
             break
     if not losses:
         raise FitflaxError(f"The loss is not finite after one step with a learning rate of {lowest:g}. Call trainer.hunt_nan(...) to find the cause.")
-    return LearningRateCurve.of(rates[: len(losses)], np.array(losses))
+    return LearningRateCurve.of(np.array(used), np.array(losses))

@@ -12,8 +12,7 @@ import jax
 import numpy as np
 
 from fitflax.callbacks.media import FigureSummary, ImageSummary, write_logged, write_sown
-from fitflax.leaves import on_host
-from fitflax.logs import GRADIENTS_NORM, STEP_LOSS, Kind, Logs, Place
+from fitflax.logs import GRADIENTS_NORM, STEP_LOSS, Kind, Logs, Place, read_vector
 
 __all__ = ["Media", "Point", "Reading", "points_of_text", "reading_of_logs", "readings_of_state", "state_of", "text_of_points"]
 
@@ -92,7 +91,7 @@ class _Unread:
     def numbers(self) -> dict[str, Any]:
         values: dict[str, Any] = dict(self.known)
         if self.places:
-            read = [float(value) for value in on_host(self.vector)]
+            read = read_vector(self.vector)
             values |= {name: place.of(read) for name, place in self.places.items()}
         values |= jax.device_get(dict(self.scalars))
         if values.get("step/gradients_norm", 0) < 0:  # The step did not compute it.

@@ -22,7 +22,7 @@ from fitflax.errors import DataError, warn
 from fitflax.logs import Kind, Logs, Values
 from fitflax.loops.signals import Interruption
 from fitflax.state import Batch, PyTree, TrainState
-from fitflax.steps.early_checks import check_in_memory, check_measures
+from fitflax.steps.early_checks import check_in_memory, check_measures, check_total_weight
 from fitflax.steps.live_state import Carry, Sums
 from fitflax.steps.model_outputs import Returned
 from fitflax.steps.step_dispatch import Program
@@ -137,7 +137,9 @@ class Evaluation:
             values = values.with_late(collected.keys, collected.now())
         logs = Logs(values, kinds=self.kinds)
         hooks.call("on_test_end", logs)
-        return dict(logs)
+        found = dict(logs)
+        check_total_weight(self._program, self.name, values)
+        return found
 
 
 class _BatchHooks:

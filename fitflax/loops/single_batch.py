@@ -8,6 +8,7 @@ from fitflax.data.batch import Triple
 from fitflax.data.whole_batches import without_padding
 from fitflax.loops.session import Session
 from fitflax.state import PyTree
+from fitflax.steps.early_checks import check_total_weight
 
 __all__ = ["predict_on_batch", "test_on_batch", "train_on_batch"]
 
@@ -23,7 +24,9 @@ def train_on_batch(session: Session, triple: Triple) -> dict[str, Any]:
     program.preparation.train(live.borrow(), fed.batch, is_single=True)
     trained = program.train(live.take(), program.empty_sums(train=True), fed)
     live.advance(trained.state)
-    return program.single_batch_metrics(trained.values, trained.rows, train=True)
+    metrics = program.single_batch_metrics(trained.values, trained.rows, train=True)
+    check_total_weight(program, "train", trained.values)
+    return metrics
 
 
 def test_on_batch(session: Session, triple: Triple) -> dict[str, Any]:
@@ -33,7 +36,9 @@ def test_on_batch(session: Session, triple: Triple) -> dict[str, Any]:
     session.state.check_batch(fed.batch)
     program.preparation.evaluate(live.borrow(), fed.batch, is_single=True)
     _, values, rows = program.evaluate(program.eval_carry(live.borrow()), program.empty_sums(train=False), [fed])
-    return program.single_batch_metrics(values, rows, train=False)
+    metrics = program.single_batch_metrics(values, rows, train=False)
+    check_total_weight(program, "test", values)
+    return metrics
 
 
 def predict_on_batch(session: Session, x: PyTree) -> PyTree:

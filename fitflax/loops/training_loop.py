@@ -26,6 +26,7 @@ from fitflax.loops.run_plan import BeforeEpochEnd, Progress, RunPlan, Validation
 from fitflax.loops.signals import Interruption
 from fitflax.state import TrainState
 from fitflax.steps.collected_rows import Collected
+from fitflax.steps.early_checks import check_total_weight
 from fitflax.steps.kept_values import Kept
 from fitflax.steps.live_state import LiveState, Sums
 from fitflax.steps.step_dispatch import Program
@@ -471,6 +472,8 @@ class Run:
         checkpoint.logs.earlier = self._validated
         self.epoch_logs = checkpoint.logs
         self.callbacks.call("on_epoch_end", self.progress.epoch, checkpoint.logs)
+        if checkpoint.logs.source is not None and checkpoint.logs.source.is_read:
+            check_total_weight(self._program, "train", checkpoint.logs.source)
         return checkpoint
 
     def _validate(self, checkpoint: Checkpoint) -> Checkpoint:

@@ -29,7 +29,7 @@ _MIN_SQUARED_NORM = 1e-12
 def mean_squared_error(outputs: Any, targets: Any) -> jax.Array:
     """Returns the squared error, averaged over the last axis: float32, `[batch]` or `[batch, ...]`.
 
-    `mean((outputs - targets)^2, axis=-1)`; for inputs `[batch]` there is no axis to average.
+    `mean(|outputs - targets|^2, axis=-1)`; for inputs `[batch]` there is no axis to average. Values may be complex.
 
     Args:
         outputs: Values, `[batch]` or `[batch, ..., features]`.
@@ -41,14 +41,16 @@ def mean_squared_error(outputs: Any, targets: Any) -> jax.Array:
     >>> mean_squared_error(jnp.array([[1.0, 2.0], [0.0, 0.0]]), jnp.array([[1.0, 4.0], [0.0, 1.0]]))
     Array([2. , 0.5], dtype=float32)
     """
-    outputs, targets = same_shape("mean_squared_error", outputs, targets)
+    outputs, targets = same_shape("mean_squared_error", outputs, targets, takes_complex=True)
+    if jnp.iscomplexobj(outputs):
+        return mean_of_last_axis((outputs - targets).real ** 2 + (outputs - targets).imag ** 2)
     return mean_of_last_axis(optax.losses.squared_error(outputs, targets))
 
 
 def mean_absolute_error(outputs: Any, targets: Any) -> jax.Array:
     """Returns the absolute error, averaged over the last axis: float32, `[batch]` or `[batch, ...]`.
 
-    `mean(|outputs - targets|, axis=-1)`; for inputs `[batch]` there is no axis to average.
+    `mean(|outputs - targets|, axis=-1)`; for inputs `[batch]` there is no axis to average. Values may be complex.
 
     Args:
         outputs: Values, `[batch]` or `[batch, ..., features]`.
@@ -60,7 +62,7 @@ def mean_absolute_error(outputs: Any, targets: Any) -> jax.Array:
     >>> mean_absolute_error(jnp.array([[1.0, 2.0], [0.0, 0.0]]), jnp.array([[1.0, 4.0], [0.0, 1.0]]))
     Array([1. , 0.5], dtype=float32)
     """
-    outputs, targets = same_shape("mean_absolute_error", outputs, targets)
+    outputs, targets = same_shape("mean_absolute_error", outputs, targets, takes_complex=True)
     return mean_of_last_axis(jnp.abs(outputs - targets))
 
 

@@ -1,19 +1,21 @@
 """Checks of the shapes of outputs and targets that losses share."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from fitflax.errors import LossError
+from fitflax.errors import LossError, is_of_debugger
+from fitflax.leaves import describe_shapes
 
 __all__ = ["broadcast_fault", "check_fraction", "class_labels", "class_rows", "mean_of_last_axis", "mismatch", "nan_unless"]
 __all__ += ["one_array", "same_shape", "vectors"]
 
 
-def one_array(name: str, role: str, value: Any) -> jax.Array:
-    """Returns `value` as an array with a batch axis."""
+def one_array(name: str, role: str, value: Any, *, takes_complex: bool = False) -> jax.Array:
+    """Returns `value` as an array with a batch axis; complex numbers are an error unless the loss `takes_complex`."""
     if isinstance(value, (dict, list, tuple)):
         raise LossError(
             f"{name} takes one array of {role}. Received: a {type(value).__name__} of length {len(value)}. "
@@ -22,12 +24,20 @@ def one_array(name: str, role: str, value: Any) -> jax.Array:
     array = jnp.asarray(value)
     if array.ndim == 0:
         raise LossError(f"{name} takes {role} with a leading batch axis. Received: a scalar.")
+    if jnp.iscomplexobj(array) and not takes_complex:
+        raise LossError(
+            f"{name} takes real {role}. Received: {role} of dtype {array.dtype}. Use 'mse' or 'mae', which take magnitudes of errors, or convert them in a "
+            "custom loss."
+        )
     return array
 
 
-def same_shape(name: str, outputs: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns both in float32 and one shape; restores a missing trailing axis of length 1, so that `[N, 1]` and `[N]` never broadcast to `[N, N]`."""
-    outputs, targets = one_array(name, "outputs", outputs), one_array(name, "targets", targets)
+def same_shape(name: str, outputs: Any, targets: Any, *, takes_complex: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Returns both in float32 and one shape; restores a missing trailing axis of length 1, so that `[N, 1]` and `[N]` never broadcast to `[N, N]`.
+
+    If the loss `takes_complex` and one of them is complex, both are complex64.
+    """
+    outputs, targets = (one_array(name, *pair, takes_complex=takes_complex) for pair in (("outputs", outputs), ("targets", targets)))
     # Add the axis rather than remove it: for [batch, time, 1] and [batch, time] there must be one value per token, for token weights.
     if outputs.shape == (*targets.shape, 1):
         targets = targets[..., None]
@@ -40,7 +50,8 @@ def same_shape(name: str, outputs: Any, targets: Any) -> tuple[jax.Array, jax.Ar
                 "For integer class labels use 'sparse_categorical_crossentropy'; otherwise the model's last layer must have as many features as the targets."
             )
         raise mismatch(name, outputs, targets, "outputs and targets of the same shape (a last axis of length 1 may be missing)", advice)
-    return outputs.astype(jnp.float32), targets.astype(jnp.float32)
+    dtype = jnp.complex64 if jnp.iscomplexobj(outputs) or jnp.iscomplexobj(targets) else jnp.float32
+    return outputs.astype(dtype), targets.astype(dtype)
 
 
 def mean_of_last_axis(values: jax.Array) -> jax.Array:
@@ -100,32 +111,73 @@ def check_fraction(name: str, argument: str, value: float) -> None:
 
 
 def broadcast_fault(fn: Callable[[Any, Any], Any], values: Any, outputs: Any, targets: Any) -> str | None:
-    """Returns a message if a custom function broadcast `[N, 1]` against `[N]`, which pairs each output with each target; else `None`.
+    """Returns a message if a custom function, which returned `values`, broadcasts `[N, 1]` against `[N]`, which pairs each output with each target.
 
-    That is the case if the function returns one value per example when both have one shape. A loss of all pairs returns a matrix for these, too.
+    The function is traced again in a mode in which JAX rejects this, because a mean of all pairs has the shape of a mean of the right ones. A function that
+    pairs also outputs and targets of one shape means to. Arrays may be leaves of trees.
 
     >>> outputs, targets = jnp.ones((3, 1)), jnp.ones(3)
-    >>> square = lambda outputs, targets: (outputs - targets) ** 2
+    >>> square = lambda outputs, targets: jnp.mean((outputs - targets) ** 2, axis=-1)
     >>> broadcast_fault(square, square(outputs, targets), outputs, targets)
-    'returned [3, 3] for outputs [3, 1] and targets [3]: each output was combined with each target. Give both the same shape: use outputs[:, 0]'
+    'returned [3] for outputs [3, 1] and targets [3]: each output was combined with each target. Give both the same shape: use outputs[:, 0]'
     >>> broadcast_fault(square, square(outputs, outputs), outputs, outputs)
     """
-    shapes: list[Any] = [getattr(value, "shape", None) for value in (values, outputs, targets)]
-    if None in shapes or not shapes[0] or shapes[0][0] < 2 or shapes[0][:2] != shapes[0][:1] * 2:
-        return None
-    rows = shapes[0][0]
-    if sorted(shapes[1:]) != [(rows,), (rows, 1)]:
-        return None
-    alike = [jax.ShapeDtypeStruct((rows,), value.dtype) for value in (outputs, targets)]
+    shapes = [{getattr(leaf, "shape", None) for leaf in jax.tree.leaves(tree)} for tree in (outputs, targets)]
+    for rows in {shape[0] for shape in shapes[0] | shapes[1] if shape is not None and len(shape) == 1 and shape[0] > 1}:
+        column, row = (rows, 1), (rows,)
+        is_mixed = any(column in mine and row in others for mine, others in (shapes, shapes[::-1]))
+        if is_mixed and _pairs_rows(fn, outputs, targets, rows):
+            return _broadcast_message(values, outputs, targets, column)
+    return None
+
+
+def _pairs_rows(fn: Callable[[Any, Any], Any], outputs: Any, targets: Any, rows: int) -> bool:
+    """Returns whether a function broadcasts `[rows, 1]` against `[rows]` because outputs and targets have these two shapes."""
+
+    def promotes(num_rows: int, *, alike: bool = False) -> bool | None:
+        replaced: dict[tuple[int, ...], tuple[int, ...]] = {(rows,): (num_rows,), (rows, 1): (num_rows,) if alike else (num_rows, 1)}
+        return _promotes_columns(fn, num_rows, *(_with_shapes(tree, rows, num_rows, replaced) for tree in (outputs, targets)))
+
+    # With another number of rows, an array that has as many numbers as there are rows by chance no longer fits.
+    return bool(promotes(rows)) and promotes(rows + 1) is not False and not promotes(rows, alike=True)
+
+
+def _with_shapes(tree: Any, rows: int, num_rows: int, replaced: Mapping[tuple[int, ...], tuple[int, ...]]) -> Any:
+    """Returns the shapes of arrays, with `num_rows` instead of `rows`, or a replacement of the whole shape."""
+
+    def changed(leaf: Any) -> Any:
+        if not hasattr(leaf, "shape"):
+            return leaf
+        shape = replaced.get(leaf.shape) or ((num_rows, *leaf.shape[1:]) if leaf.shape[:1] == (rows,) else leaf.shape)
+        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+    return jax.tree.map(changed, tree)
+
+
+def _promotes_columns(fn: Callable[[Any, Any], Any], rows: int, outputs: Any, targets: Any) -> bool | None:
+    """Returns whether a function broadcasts `[rows, 1]` against `[rows]`; `None` if it fails for another reason."""
     try:
-        is_meant = getattr(jax.eval_shape(fn, *alike), "shape", None) != (rows,)
-    except Exception:  # noqa: BLE001 (a custom function may require exactly these shapes)
-        return None
-    if is_meant:
-        return None
+        with jax.numpy_rank_promotion("raise"):
+            jax.eval_shape(fn, outputs, targets)
+    except Exception as error:
+        found = re.search(r"on shapes (.*) and with the config option jax_numpy_rank_promotion", str(error))
+        if found is not None:
+            return f"({rows}, 1)" in found[1] and f"({rows},)" in found[1]
+        if is_of_debugger(error):
+            raise
+        return None  # A custom function may require exactly its shapes.
+    return False
+
+
+def _broadcast_message(values: Any, outputs: Any, targets: Any, column: tuple[int, ...]) -> str:
+    def described(tree: Any) -> str:
+        return str(list(tree.shape)) if hasattr(tree, "shape") else describe_shapes(tree)
+
+    name, tree = ("outputs", outputs) if any(getattr(leaf, "shape", None) == column for leaf in jax.tree.leaves(outputs)) else ("targets", targets)
+    advice = f": use {name}[:, 0]" if hasattr(tree, "shape") else ""
     return (
-        f"returned {list(shapes[0])} for outputs {list(shapes[1])} and targets {list(shapes[2])}: each output was combined with each target. "
-        f"Give both the same shape: use {'outputs' if len(shapes[1]) == 2 else 'targets'}[:, 0]"
+        f"returned {described(values)} for outputs {described(outputs)} and targets {described(targets)}: each output was combined with each target. "
+        f"Give both the same shape{advice}"
     )
 
 

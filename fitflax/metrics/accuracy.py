@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import fitflax.losses as losses
 from fitflax.errors import MetricError
 from fitflax.integers import is_integer
+from fitflax.losses.shapes import nan_unless
 from fitflax.metrics.base import bound
 from fitflax.metrics.mean import Mean
 from fitflax.metrics.shapes import Targets, arrays, class_labels, same_shape
@@ -53,8 +54,8 @@ def BinaryAccuracy(*, threshold: float = 0.0, name: str = "binary_accuracy") -> 
 def TopKAccuracy(*, k: int = 5, name: str = "top_k_accuracy") -> Mean:
     """Returns the fraction of examples whose class is among the `k` highest outputs; targets are labels or one-hot rows.
 
-    As in `in_top_k` of Keras, a class is in the top `k` if fewer than `k` others are strictly higher, so ties count as correct. NaN outputs and labels
-    out of range never count as correct.
+    As in `in_top_k` of Keras, a class is in the top `k` if fewer than `k` others are strictly higher, so ties count as correct. Labels out of range
+    never count as correct.
 
     Args:
         k: Number of outputs, at least 1.
@@ -93,19 +94,24 @@ def accuracy(outputs: Any, targets: Any) -> jax.Array:
 
 def binary_accuracy(outputs: Any, targets: Any, *, threshold: float) -> jax.Array:
     outputs, targets = same_shape(outputs, targets)
-    return jnp.equal(outputs > threshold, targets)
+    return nan_unless(~jnp.isnan(outputs), jnp.equal(outputs > threshold, targets).astype(jnp.float32))
 
 
 def class_accuracy(outputs: Any, targets: Any, *, kind: Targets) -> jax.Array:
-    """Returns whether the highest output of each example is its class."""
+    """Returns 1 if the highest output of each example is its class, else 0."""
     outputs, labels = class_labels(outputs, targets, kind)
-    return jnp.equal(jnp.argmax(outputs, axis=-1), labels)
+    return _nan_for_nan_rows(outputs, jnp.equal(jnp.argmax(outputs, axis=-1), labels))
 
 
 def top_k_accuracy(outputs: Any, targets: Any, *, k: int, kind: Targets) -> jax.Array:
-    """Returns whether the class of each example is among its `k` highest outputs."""
+    """Returns 1 if the class of each example is among its `k` highest outputs, else 0."""
     outputs, labels = class_labels(outputs, targets, kind)
     labels = labels.astype(jnp.int32)  # Labels may be int8 or floats, which can neither hold nor index all classes.
     known = (labels >= 0) & (labels < outputs.shape[-1])
     at_label = jnp.take_along_axis(outputs, labels[..., None], axis=-1)
-    return jnp.logical_and(known & ~jnp.isnan(at_label[..., 0]), jnp.sum(outputs > at_label, axis=-1) < k)
+    return _nan_for_nan_rows(outputs, jnp.logical_and(known, jnp.sum(outputs > at_label, axis=-1) < k))
+
+
+def _nan_for_nan_rows(outputs: jax.Array, is_correct: jax.Array) -> jax.Array:
+    """Returns 1 or 0 for each example, NaN if one of its outputs `[..., classes]` is: comparisons with NaN are false, which says nothing about the class."""
+    return nan_unless(~jnp.isnan(outputs).any(axis=-1), is_correct.astype(jnp.float32))

@@ -13,9 +13,10 @@ import numpy as np
 from jax import lax
 
 from fitflax.errors import MetricError
+from fitflax.losses.shapes import nan_unless
 
 __all__ = ["Direction", "Metric", "add_pairs", "bound", "broadcast_weights", "metric_direction", "metric_name"]
-__all__ += ["no_rows", "pair", "pair_field", "snake_case", "static_field", "weighted_sums", "zero_pair"]
+__all__ += ["no_rows", "pair", "pair_field", "snake_case", "static_field", "undefined", "weighted_sums", "zero_pair"]
 
 Direction = Literal["max", "min"]
 
@@ -79,7 +80,7 @@ class Metric(abc.ABC):
 
     @abc.abstractmethod
     def compute(self) -> Any:
-        """Returns the value, float32 of shape `[]`, 0 without examples; or an array of values, such as one per class."""
+        """Returns the value, float32 of shape `[]`, or an array of values, such as one per class; NaN without examples."""
 
     def summary(self, value: Any) -> Any:
         """Returns what TensorBoard shows for a computed value.
@@ -99,15 +100,17 @@ def weighted_sums(values: Any, weights: Any) -> tuple[jax.Array, jax.Array]:
     For values `[batch, time]` with weights `[batch]` every token counts. Values with weight 0 add nothing, even if they are NaN or infinite.
 
     Args:
-        values: `[...]`, any numeric or boolean dtype.
+        values: `[...]`, real numbers or booleans.
         weights: Leading axes of `values`; axes after the first may have length 1.
 
     Raises:
-        MetricError: `weights` does not broadcast to `values` from the left.
+        MetricError: `weights` does not broadcast to `values` from the left, or `values` are complex.
 
     >>> weighted_sums(jnp.array([[1.0, 3.0], [jnp.nan, 5.0]]), jnp.array([0.5, 0.0]))
     (Array(2., dtype=float32), Array(1., dtype=float32))
     """
+    if jnp.iscomplexobj(values):
+        raise MetricError(f"Values must be real numbers. Received: {jnp.result_type(values)}. Take their magnitude, abs(values), or their real part.")
     values = jnp.asarray(values, jnp.float32)
     weights = broadcast_weights(weights, values.shape)
     # Not `> 0`: with negative weights both sums must agree.
@@ -134,6 +137,11 @@ def zero_pair() -> jax.Array:
 def pair_field() -> Any:
     """Returns a dataclass field that holds a running sum, empty by default."""
     return dataclasses.field(default_factory=zero_pair)
+
+
+def undefined() -> jax.Array:
+    """Returns the value of a metric without examples, a NaN."""
+    return nan_unless(jnp.bool_(False), jnp.float32(0))
 
 
 def no_rows() -> jax.Array:

@@ -14,9 +14,10 @@ from flax import struct
 from typing_extensions import override
 
 from fitflax.errors import MetricError
-from fitflax.metrics.base import Direction, static_field
+from fitflax.losses.shapes import nan_unless
+from fitflax.metrics.base import Direction, static_field, undefined
 from fitflax.metrics.counts import Counts
-from fitflax.metrics.shapes import Examples, as_examples
+from fitflax.metrics.shapes import Examples, as_examples, weights_of
 
 __all__ = ["F1", "Average", "ConfusionMatrix", "FBeta", "MeanIoU", "Precision", "Recall", "Specificity"]
 
@@ -71,10 +72,11 @@ class _ClassScore(Counts):
                 f"Received: outputs {list(jnp.shape(outputs))}. For several classes use 'macro', 'micro', 'weighted' or None."
             )
         is_target, is_predicted, known = _decisions(examples, self.threshold)
+        weights = weights_of(examples)
 
         # Not a scatter, whose rounding is nondeterministic on GPUs. XLA fuses this into one pass over the rows.
         def weight_of(rows: jax.Array) -> jax.Array:
-            return jnp.sum(jnp.where(rows, examples.weights[:, None], 0.0), axis=0)
+            return jnp.sum(jnp.where(rows | jnp.isnan(weights), weights, 0.0), axis=0)
 
         hits = (is_predicted & is_target, is_predicted & ~is_target, ~is_predicted & is_target, ~is_predicted & ~is_target & known)
         counts = jnp.stack([weight_of(rows) for rows in hits], axis=-1)
@@ -85,10 +87,13 @@ class _ClassScore(Counts):
     def compute(self) -> jax.Array:
         counts = jnp.sum(self.counts, axis=-1)
         if counts.ndim == 0:
-            return jnp.zeros((), jnp.float32)
+            return undefined()
         one_logit = counts.ndim == 3
         average = ("binary" if one_logit else "macro") if self.average == "auto" else self.average
-        counts = counts[0] if one_logit else counts
+        return nan_unless(counts.sum() != 0, self._average(average, counts[0] if one_logit else counts))
+
+    def _average(self, average: Average | None, counts: jax.Array) -> jax.Array:
+        """Returns the score, or the scores of all classes, from counts `[classes, 4]`."""
         if average == "binary":
             return self._score(_Hits(*counts[1]))
         if average == "micro":
@@ -102,7 +107,7 @@ class _ClassScore(Counts):
         elif self.multi_label:
             shares = jnp.ones_like(scores)
         else:
-            shares = (hits.tp + hits.fp + hits.fn > 0).astype(jnp.float32)
+            shares = (hits.tp + hits.fp + hits.fn != 0).astype(jnp.float32)  # Not `> 0`, because NaN counts must propagate.
         return _ratio(jnp.sum(shares * scores), jnp.sum(shares))
 
 
@@ -307,8 +312,9 @@ class ConfusionMatrix(Counts):
     def count(self, outputs: Any, targets: Any, weights: Any) -> jax.Array:
         examples = as_examples(outputs, targets, weights, multi_label=False, name=self.name)
         is_target, is_predicted, _ = _decisions(examples, self.threshold)
+        weights = weights_of(examples)
         # Highest precision, because matrix units would round the weights.
-        rows = jnp.where(is_target, examples.weights[:, None], 0.0)
+        rows = jnp.where(is_target | jnp.isnan(weights), weights, 0.0)
         return jnp.matmul(rows.T, is_predicted.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
     @override
@@ -317,7 +323,7 @@ class ConfusionMatrix(Counts):
         if counts.ndim == 0 or self.normalize is None:
             return counts
         axis = {"true": 1, "pred": 0, "all": None}[self.normalize]
-        return _ratio(counts, jnp.sum(counts, axis=axis, keepdims=True))
+        return nan_unless(counts.sum() != 0, _ratio(counts, jnp.sum(counts, axis=axis, keepdims=True)))
 
 
 def _decisions(examples: Examples, threshold: float) -> _Decisions:

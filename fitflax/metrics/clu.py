@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from fitflax.errors import MetricError
 from fitflax.metrics.base import Direction, snake_case, static_field
-from fitflax.metrics.foreign import ForeignMetric, keywords_of
+from fitflax.metrics.foreign import ForeignMetric, keywords_of, nan_if_counted
 
 __all__ = ["CluCollectingMetric", "CluMetric", "adapt_clu", "is_clu"]
 
@@ -60,7 +60,10 @@ class CluMetric(ForeignMetric):
 
     @override
     def update_from(self, logged: Mapping[str, Any], outputs: Any, targets: Any, weights: Any) -> Self:
-        made = self.kind.from_model_output(**keywords_of(logged, outputs, targets, jnp.asarray(weights) != 0))
+        mask = jnp.asarray(weights) != 0
+        made = self.kind.from_model_output(**keywords_of(logged, outputs, targets, mask))
+        if issubclass(self.kind, sys.modules["clu.metrics"].Accuracy):
+            made = made.replace(total=made.total + nan_if_counted(outputs, mask))
         return dataclasses.replace(self, inner=self.inner.merge(made))
 
     @override
@@ -103,6 +106,6 @@ class CluCollectingMetric(CluMetric):
     @override
     def compute(self) -> Any:
         if self.inner is None or not len(self.mask):
-            return 0.0
+            return np.nan
         real = np.asarray(self.mask)
         return self.kind({key: (np.asarray(value)[real],) for key, value in self.inner.items()}).compute()

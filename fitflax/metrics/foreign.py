@@ -4,11 +4,14 @@ import abc
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
+import jax
+import jax.numpy as jnp
 from typing_extensions import override
 
+from fitflax.losses.shapes import nan_unless
 from fitflax.metrics.base import Metric
 
-__all__ = ["ForeignMetric", "keywords_of"]
+__all__ = ["ForeignMetric", "keywords_of", "nan_if_counted"]
 
 
 class ForeignMetric(Metric):
@@ -28,3 +31,13 @@ class ForeignMetric(Metric):
 def keywords_of(logged: Mapping[str, Any], outputs: Any, targets: Any, mask: Any) -> dict[str, Any]:
     """Returns a batch as the keyword arguments that such metrics take."""
     return {**logged, "logits": outputs, "labels": targets, "mask": mask}
+
+
+def nan_if_counted(outputs: jax.Array, mask: jax.Array) -> jax.Array:
+    """Returns NaN if an example whose `mask` is not 0 has a NaN output, else 0: what an accuracy adds to its sum, because its argmax takes NaN for a class.
+
+    >>> nan_if_counted(jnp.array([[1.0, 2.0], [jnp.nan, 0.0]]), jnp.array([True, False])).tolist()
+    0.0
+    """
+    is_nan = jnp.isnan(outputs).reshape(*mask.shape, -1).any(axis=-1)
+    return nan_unless(~(is_nan & (mask != 0)).any(), jnp.float32(0))

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from fitflax.errors import LossError, MetricError
 from fitflax.losses.registry import loss_direction
-from fitflax.losses.shapes import broadcast_fault
+from fitflax.losses.shapes import broadcast_fault, nan_unless
 from fitflax.metrics.base import Direction, Metric, add_pairs, metric_direction, pair, pair_field, snake_case, static_field, weighted_sums, zero_pair
 
 __all__ = ["Mean"]
@@ -22,7 +22,7 @@ _TRANSFORMS: dict[str | None, Callable[[jax.Array], jax.Array]] = {None: lambda 
 
 @struct.dataclass
 class Mean(Metric):
-    """The weighted mean of per-example values: `sum(w * v) / sum(w)` over all examples; 0 if no example has weight.
+    """The weighted mean of per-example values: `sum(w * v) / sum(w)` over all examples; NaN if no example has weight.
 
     Attributes:
         fn: `(outputs, targets) -> values`, `[batch]` or `[batch, ...]`; `None` for a mean that only `add` updates.
@@ -112,7 +112,7 @@ class Mean(Metric):
     def compute(self) -> jax.Array:
         total, weight = jnp.sum(self.total, axis=-1), jnp.sum(self.weight, axis=-1)
         mean = total / jnp.where(weight == 0, 1.0, weight)
-        return jnp.where(weight == 0, 0.0, _TRANSFORMS[self.transform](mean))
+        return nan_unless(weight != 0, _TRANSFORMS[self.transform](mean))
 
 
 def _function_name(fn: Any) -> str:

@@ -15,8 +15,9 @@ from flax import struct
 from typing_extensions import override
 
 from fitflax.errors import MetricError
+from fitflax.losses.shapes import nan_unless
 from fitflax.metrics.base import Direction, broadcast_weights, snake_case, static_field
-from fitflax.metrics.foreign import ForeignMetric, keywords_of
+from fitflax.metrics.foreign import ForeignMetric, keywords_of, nan_if_counted
 
 __all__ = ["NNXAverage", "NNXWelford", "adapt_nnx", "is_nnx"]
 
@@ -106,6 +107,8 @@ class NNXAverage(ForeignMetric):
             known[metric.argname] = jnp.where(mask, like, 0)
         metric.update(**known)
         added = nnx.to_pure_dict(nnx.split(metric)[1])
+        if isinstance(metric, nnx.metrics.Accuracy):
+            added["total"] = added["total"] + nan_if_counted(outputs, known["mask"])
         return dataclasses.replace(self, inner=jax.tree.map(jnp.add, self.inner, added))
 
     @override
@@ -119,7 +122,7 @@ class NNXAverage(ForeignMetric):
         is_empty = jax.tree.reduce(jnp.logical_and, jax.tree.map(lambda total: jnp.all(total == 0), self.inner))
         ones = jax.tree.map(jnp.ones_like, self.inner)  # 0 / 0 would be NaN.
         inner = jax.tree.map(lambda one, total: jnp.where(is_empty, one, total), ones, self.inner)
-        return jnp.where(is_empty, 0, nnx.merge(self.graph, inner).compute()).astype(jnp.float32)
+        return nan_unless(~is_empty, jnp.asarray(nnx.merge(self.graph, inner).compute(), jnp.float32))
 
 
 @struct.dataclass
@@ -168,7 +171,8 @@ class NNXWelford(ForeignMetric):
     @override
     def compute(self) -> Any:
         if self.part == "mean":
-            return self.mean
-        count = jnp.maximum(self.count, 1)
-        deviation = jnp.sqrt(self.m2 / count)
-        return deviation if self.part == "standard_deviation" else deviation / jnp.sqrt(count)
+            value = self.mean
+        else:
+            count = jnp.maximum(self.count, 1)
+            value = jnp.sqrt(self.m2 / count) / (1 if self.part == "standard_deviation" else jnp.sqrt(count))
+        return nan_unless(jnp.asarray(self.count) > 0, jnp.asarray(value, jnp.float32))

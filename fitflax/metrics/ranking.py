@@ -17,9 +17,9 @@ from typing_extensions import override
 
 from fitflax.errors import MetricError
 from fitflax.integers import is_integer
-from fitflax.metrics.base import Direction, Metric, no_rows, static_field
+from fitflax.metrics.base import Direction, Metric, no_rows, static_field, undefined
 from fitflax.metrics.counts import Counts
-from fitflax.metrics.shapes import as_examples
+from fitflax.metrics.shapes import as_examples, weights_of
 
 __all__ = ["AUC", "BinnedAUC", "ColumnAverage", "Curve", "ExactAUC"]
 
@@ -44,8 +44,8 @@ def AUC(
     ranked follows from the shapes, as for `Precision`: one logit per example; logits of classes, whose softmax ranks each class against all others; or,
     with `multi_label`, each column by its logit.
 
-    An undefined area is NaN: ROC with a single class, PR without positives. Averages are over the defined columns, and NaN if there are none;
-    scikit-learn warns, and returns NaN or 0. Without any examples, the value is 0. An invalid class label excludes its example; among binary labels, a
+    An undefined area is NaN: ROC with a single class, PR without positives. Averages are over the defined columns, and NaN if there are none,
+    as without any examples; scikit-learn warns, and returns NaN or 0. An invalid class label excludes its example; among binary labels, a
     target that is neither 0 nor 1 excludes only itself. A NaN score makes the value NaN.
 
     Args:
@@ -139,7 +139,7 @@ class ExactAUC(Metric):
         scores, labels, weights = np.asarray(self.scores, np.float64)[real], np.asarray(self.labels)[real], weights[real]
         columns = scores.shape[1]
         if columns == 0:  # no batch yet
-            return np.float32(0.0)
+            return np.float32(np.nan)
         yes, no = _yes_and_no(labels, columns, np)
         if labels.shape[1] != columns:
             with np.errstate(invalid="ignore"):  # Infinite logits; the result is NaN.
@@ -177,17 +177,17 @@ class BinnedAUC(Counts):
     def count(self, outputs: Any, targets: Any, weights: Any) -> jax.Array:
         examples = as_examples(outputs, targets, weights, multi_label=self.multi_label, name=self.name)
         scores = jax.nn.softmax(examples.scores, axis=-1) if examples.kind == "classes" else jax.nn.sigmoid(examples.scores)
-        # A NaN score makes the counts NaN, unless its weight is 0.
-        weights = jnp.where(jnp.isnan(scores) & (examples.weights != 0)[:, None], scores, examples.weights[:, None])
+        # A NaN score makes the counts NaN, unless its weight is 0. That includes infinite logits, whose softmax is NaN.
+        weights = weights_of(examples._replace(scores=scores))
         bins = jnp.clip(jnp.nan_to_num(scores) * self.num_thresholds, 0, self.num_thresholds - 1).astype(jnp.int32)
         sides = _yes_and_no(examples.labels, scores.shape[-1], jnp)
-        return _histograms(bins, jnp.stack([jnp.where(side, weights, 0.0) for side in sides], axis=-1), self.num_thresholds)
+        return _histograms(bins, jnp.stack([jnp.where(side | jnp.isnan(weights), weights, 0.0) for side in sides], axis=-1), self.num_thresholds)
 
     @override
     def compute(self) -> jax.Array:
         counts = jnp.sum(self.counts, axis=-1)
         if counts.ndim == 0:
-            return jnp.zeros((), jnp.float32)
+            return undefined()
         one_logit = counts.shape[0] == 1 and not self.multi_label
         if self.average == "micro":
             counts = counts.sum(axis=0, keepdims=True)
@@ -252,7 +252,7 @@ def _averaged(areas: Any, yes: Any, no: Any, *, curve: Curve, average: ColumnAve
         total = shares.sum()
         mean = xp.where(defined, shares * areas, 0.0).sum() / xp.where(total == 0, 1.0, total)
         result = xp.where(defined.any(), mean, xp.nan)
-    return xp.where((yes + no).sum() == 0, 0.0, result)
+    return result
 
 
 def _share(part: Any, whole: Any, xp: ModuleType) -> Any:

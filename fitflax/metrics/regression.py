@@ -10,6 +10,7 @@ from typing_extensions import override
 
 import fitflax.losses as losses
 from fitflax.errors import MetricError
+from fitflax.losses.shapes import nan_unless
 from fitflax.metrics.base import Direction, Metric, add_pairs, broadcast_weights, pair, pair_field, static_field, zero_pair
 from fitflax.metrics.mean import Mean
 from fitflax.metrics.shapes import mismatch, same_shape
@@ -23,14 +24,15 @@ class R2(Metric):
 
     Same as scikit-learn's `r2_score`: 1 is perfect, 0 is as good as the mean of the targets. Constant targets give 1 if they are predicted exactly, else
     0. Outputs and targets are `[batch]` or `[batch, ..., columns]`; either side may omit a trailing axis of length 1. Weights have the leading axes
-    without the columns. Means and squared deviations are merged by the formula of Chan, Golub and LeVeque (1979), because float32 sums of squares are
-    off by 3e-3 for targets around 1000.
+    without the columns. Squares of complex numbers are those of their magnitudes. Means and squared deviations are merged by the formula of Chan, Golub
+    and LeVeque (1979), because float32 sums of squares are off by 3e-3 for targets around 1000.
 
     Attributes:
         name: Log key.
         direction: `"max"`.
         weight: `sum(w)`, a float32 pair `[2]`.
-        mean: Mean of the targets, float32 pairs `[columns, 2]`; `[2]` while empty, like the sums below.
+        mean: Mean of the targets, float32 pairs `[columns, 2]`; `[2]` while empty, like the sums below. For complex targets `[2 * columns, 2]`: the real
+            parts, then the imaginary parts.
         spread: `sum(w * (targets - mean)^2)`, float32 pairs `[columns, 2]`.
         residual: `sum(w * (targets - outputs)^2)`, float32 pairs `[columns, 2]`.
 
@@ -53,9 +55,13 @@ class R2(Metric):
 
     @override
     def update(self, outputs: Any, targets: Any, weights: Any) -> Self:
-        outputs, targets, rows = _columns(outputs, targets, weights, name=self.name)
+        outputs, targets, rows = _columns(outputs, targets, weights, name=self.name, takes_complex=True)
+        columns = outputs.shape[1]
+        if jnp.iscomplexobj(outputs):
+            outputs, targets = _parts(outputs), _parts(targets)
         mean, spread = _moments(targets, rows)
-        residual = pair(jnp.sum(rows * (targets - outputs) ** 2, axis=0))
+        residual = pair(_joined_parts(jnp.sum(rows * (targets - outputs) ** 2, axis=0), (columns,)))
+        spread = pair(_joined_parts(spread[:, 0], (columns,)))
         return self.merge(dataclasses.replace(self, weight=pair(rows.sum()), mean=mean, spread=spread, residual=residual))
 
     @override
@@ -123,19 +129,30 @@ class ExplainedVariance(Metric):
         return _share_explained(jnp.sum(self.error_spread, axis=-1), constant, self.mean, self.spread, self.weight)
 
 
-def _columns(outputs: Any, targets: Any, weights: Any, *, name: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns outputs and targets, float32 `[rows, columns]`, 0 where the weight is 0, and weights `[rows, 1]`."""
+def _columns(outputs: Any, targets: Any, weights: Any, *, name: str, takes_complex: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns outputs and targets, `[rows, columns]`, 0 where the weight is 0, and weights `[rows, 1]`; float32, or complex64 if one of both is complex."""
     try:
-        outputs, targets = same_shape(outputs, targets)
+        outputs, targets = same_shape(outputs, targets, takes_complex=takes_complex)
         if outputs.ndim == 1:
             outputs, targets = outputs[:, None], targets[:, None]
         rows = broadcast_weights(weights, outputs.shape[:-1]).reshape(-1, 1)
     except MetricError as error:
         raise MetricError(f"Metric {name!r}: {error}") from error
     columns = outputs.shape[-1]
-    outputs = jnp.where(rows != 0, outputs.astype(jnp.float32).reshape(-1, columns), 0.0)
-    targets = jnp.where(rows != 0, targets.astype(jnp.float32).reshape(-1, columns), 0.0)
+    dtype = jnp.complex64 if jnp.iscomplexobj(outputs) or jnp.iscomplexobj(targets) else jnp.float32
+    outputs = jnp.where(rows != 0, outputs.astype(dtype).reshape(-1, columns), 0.0)
+    targets = jnp.where(rows != 0, targets.astype(dtype).reshape(-1, columns), 0.0)
     return outputs, targets, rows
+
+
+def _parts(values: jax.Array) -> jax.Array:
+    """Returns complex `[rows, columns]` as `[rows, 2 * columns]`: the real parts, then the imaginary parts."""
+    return jnp.concatenate([values.real, values.imag], axis=-1)
+
+
+def _joined_parts(squares: jax.Array, columns: tuple[int, ...]) -> jax.Array:
+    """Returns squares of real and imaginary parts, `[2 * columns]`, as squares of magnitudes, `[columns]`; squares of real numbers unchanged."""
+    return squares if squares.shape == columns else squares.reshape(2, *columns).sum(axis=0)
 
 
 def _moments(values: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -153,20 +170,23 @@ def _join(mine: tuple[jax.Array, jax.Array], theirs: tuple[jax.Array, jax.Array]
     both = add_pairs(my_weight, their_weight).sum(-1)
     share = jnp.where(both == 0, 0.0, their_weight.sum(-1) / jnp.where(both == 0, 1.0, both))
     shift = add_pairs(theirs[0], -mine[0])
-    between = shift.sum(-1) ** 2 * my_weight.sum(-1) * share
+    between = _joined_parts(shift.sum(-1) ** 2 * my_weight.sum(-1) * share, jnp.broadcast_shapes(mine[1].shape, theirs[1].shape)[:-1])
     return add_pairs(mine[0], shift * share), add_pairs(add_pairs(mine[1], theirs[1]), pair(between))
 
 
 def _constant(mean: jax.Array, spread: jax.Array, weight: jax.Array) -> jax.Array:
     """Returns whether there is no spread: for constants, rounding leaves about 1e-14 of their size, which must not be a divisor."""
-    return jnp.sqrt(spread.sum(-1)) <= 1e-9 * jnp.abs(mean.sum(-1)) * jnp.sqrt(weight.sum(-1))
+    size = jnp.abs(mean.sum(-1))
+    if size.shape != spread.shape[:-1]:
+        size = jnp.sqrt(_joined_parts(size**2, spread.shape[:-1]))
+    return jnp.sqrt(spread.sum(-1)) <= 1e-9 * size * jnp.sqrt(weight.sum(-1))
 
 
 def _share_explained(rest: jax.Array, is_zero: jax.Array, mean: jax.Array, spread: jax.Array, weight: jax.Array) -> jax.Array:
     """Returns the mean over columns of `1 - rest / spread`; for constant targets 1 if the rest is zero, else 0."""
     constant = _constant(mean, spread, weight)
     score = jnp.where(constant, jnp.where(is_zero, 1.0, 0.0), 1.0 - rest / jnp.where(constant, 1.0, spread.sum(-1)))
-    return jnp.where(weight.sum(-1) == 0, 0.0, score.mean())
+    return nan_unless(weight.sum(-1) != 0, score.mean())
 
 
 def RootMeanSquaredError(*, name: str = "rmse") -> Mean:

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from fitflax.errors import MetricError
+from fitflax.losses.shapes import nan_unless
 from fitflax.metrics.base import broadcast_weights
 
-__all__ = ["Examples", "Targets", "arrays", "as_examples", "class_labels", "mismatch", "same_shape"]
+__all__ = ["Examples", "Targets", "arrays", "as_examples", "class_labels", "mismatch", "same_shape", "weights_of"]
 
 Targets = Literal["integer", "one-hot", "integer or one-hot"]
 
@@ -54,20 +55,35 @@ def as_examples(outputs: Any, targets: Any, weights: Any, *, multi_label: bool, 
     return Examples(kind, outputs.astype(jnp.float32).reshape(-1, columns), labels, rows.reshape(-1))
 
 
-def arrays(outputs: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns both as arrays, after checking that each is a single array."""
+def weights_of(examples: Examples) -> jax.Array:
+    """Returns the weights `[rows, columns]` or `[rows, 1]`, NaN where the output is NaN, so that sums of them are NaN; but never where the weight is 0.
+
+    A NaN affects its whole row, except that independent labels have only their own column.
+    """
+    is_nan = jnp.isnan(examples.scores)
+    if examples.kind != "labels":
+        is_nan = is_nan.any(axis=-1, keepdims=True)
+    weights = examples.weights[:, None]
+    return nan_unless(~is_nan | (weights == 0), weights)
+
+
+def arrays(outputs: Any, targets: Any, *, takes_complex: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Returns both as arrays, after checking that each is a single array, and real unless the metric `takes_complex`."""
     for role, value in (("outputs", outputs), ("targets", targets)):
         if isinstance(value, (dict, list, tuple)):
             raise MetricError(
                 f"It takes one array of {role}. Received: a {type(value).__name__} of length {len(value)}. "
                 "Pass metrics for each output, or concatenate them into one array."
             )
+        if jnp.iscomplexobj(value) and not takes_complex:
+            advice = "Use 'mse', 'mae', 'rmse' or 'r2', which take magnitudes of errors."
+            raise MetricError(f"It takes real {role}. Received: {role} of dtype {jnp.result_type(value)}. {advice}")
     return jnp.asarray(outputs), jnp.asarray(targets)
 
 
-def same_shape(outputs: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
+def same_shape(outputs: Any, targets: Any, *, takes_complex: bool = False) -> tuple[jax.Array, jax.Array]:
     """Returns both in one shape; restores a missing trailing axis of length 1."""
-    outputs, targets = arrays(outputs, targets)
+    outputs, targets = arrays(outputs, targets, takes_complex=takes_complex)
     if outputs.shape == (*targets.shape, 1):
         targets = targets[..., None]
     elif targets.shape == (*outputs.shape, 1):

@@ -13,6 +13,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from typing_extensions import override
@@ -44,7 +45,8 @@ class DataParallel(Strategy):
         devices: Devices to use; by default all, including those of other processes.
         axis_name: Axis name for collectives inside the module.
         reduce: How to make each mutable collection equal on all replicas after a step, by name: `"mean"`, `"sum"`, `"max"`, or a function
-            `(array, axis_name) -> array`. By default floating-point values are averaged and others take the value of replica 0.
+            `(array, axis_name) -> array`. By default floating-point values are averaged and others take the value of replica 0. The default of Flax's
+            `_overwrite_with_gradient` is `"max"`.
 
     Raises:
         ConfigError: There are no devices, a device is repeated, or a reducer is unknown.
@@ -323,7 +325,9 @@ class DataParallel(Strategy):
         unknown = sorted(set(self.reduce) - set(collections))
         if unknown:
             raise ConfigError(f"DataParallel(reduce=...) names unknown collections: {unknown}. The module has {sorted(collections)}.")
-        return {name: jax.tree.map(functools.partial(self._unify, self.reduce.get(name)), tree) for name, tree in collections.items()}
+        # For the scales of fp8 operations, which follow from the largest magnitude in the batch.
+        reducers: dict[str, Reducer] = {OVERWRITE_WITH_GRADIENT: "max", **self.reduce}
+        return {name: jax.tree.map(functools.partial(self._unify, reducers.get(name)), tree) for name, tree in collections.items()}
 
     def _unify(self, reducer: Reducer | None, leaf: jax.Array) -> Any:
         if callable(reducer):

@@ -1,4 +1,4 @@
-"""Checks of a module, its loss and its data before the first step."""
+"""Checks of a module, its loss and its data before the first step, and of the weights after the last one."""
 
 import itertools
 from typing import Any
@@ -9,10 +9,11 @@ from fitflax.data import Source
 from fitflax.data.arrays import ArraySource
 from fitflax.data.whole_batches import leaf_paths
 from fitflax.errors import warn
+from fitflax.logs import Values
 from fitflax.state import Batch, TrainState
 from fitflax.steps.step_dispatch import Program, scalar_loss_error
 
-__all__ = ["check_activations", "check_in_memory", "check_measures", "check_places"]
+__all__ = ["check_activations", "check_in_memory", "check_measures", "check_places", "check_total_weight"]
 
 # Checking this much of an array for NaN and infinity takes less than half a second.
 _CHECKED_BYTES = 2**30
@@ -44,6 +45,13 @@ def check_measures(program: Program, name: str) -> None:
     """Warns once per program if an evaluation, called `name`, has nothing to compute."""
     if not program.dry_run.traced_step(train=False).kinds and program.preparation.is_new("measures"):
         warn(f"There is nothing to compute for {name!r}, because no loss and no metrics are compiled. Pass them: compile(optimizer, loss, metrics).")
+
+
+def check_total_weight(program: Program, name: str, values: Values) -> None:
+    """Warns once per program if the examples of `name` have a total weight of 0. Reads the values."""
+    keys = values.undefined
+    if keys and program.preparation.is_new(f"weight of {name}"):
+        warn(f"The weights of all examples of {name!r} are 0, so weighted values such as {keys[0]!r} are NaN. Check sample_weight and class_weight.")
 
 
 def check_in_memory(program: Program, source: Source, state: TrainState, batch: Batch, *, pad: bool, train: bool) -> None:

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from fitflax.axes import AxisNames
 from fitflax.errors import ConfigError, MetricError, did_you_mean
-from fitflax.logs import Kind, default_direction
+from fitflax.logs import UNDEFINED, Kind, default_direction
 from fitflax.metrics import Metric
 from fitflax.state import Batch, PyTree, TrainState
 from fitflax.steps.forward_pass import Notes
@@ -150,7 +150,8 @@ class EnsembleTask(Task):
         new_state, after, (loss, norm), (grads, sown) = run(state, _members(sums.metrics))
         first = jnp.argmax(after.steps_since_bad)  # The member that has been bad for longest, if any.
         since, culprit = after.steps_since_bad[first], after.culprit[first]
-        values = [loss.mean(), norm.mean(), since.astype(jnp.float32), culprit.astype(jnp.float32)]
+        mean_loss = jnp.where(loss[0] == UNDEFINED, UNDEFINED, loss.mean())  # All members have the weights of the same batch.
+        values = [mean_loss, norm.mean(), since.astype(jnp.float32), culprit.astype(jnp.float32)]
         merged = _metrics(after.metrics, _members(sums.metrics))
         return new_state, TrainSums(merged, since, culprit), values, {}, Kept(grads, sown, suspects[-1])
 

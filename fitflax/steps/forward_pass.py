@@ -103,9 +103,12 @@ class ForwardPass:
         means: dict[str, Mean] = {}
         local = jnp.float32(0)
         for name, part in parts.items():
+            _check_real("A loss", part)
             means[name], share = self._mean_part(name, jnp.asarray(part).astype(jnp.float32), batch, weights, mask, totals)
             local += share
         sown_losses = [leaf for leaf in jax.tree.leaves(changed.get("losses", ())) if "losses" in self.transient]
+        for leaf in sown_losses:
+            _check_real("A loss that a module sows", leaf)
         if sown_losses:
             value = sum((jnp.sum(jnp.asarray(leaf, jnp.float32)) for leaf in sown_losses), start=jnp.float32(0))
             means["sown"], share = self._scalar_part("sown", value, mask, totals)
@@ -193,6 +196,11 @@ class ForwardPass:
         if value.shape[0] != mask.shape[0]:
             raise LossError(f"compute_loss's aux[{key!r}] must be a scalar or [{mask.shape[0]}, ...], one value per example. Received: {list(value.shape)}.")
         return Mean(name=key).add(value, weights if weights.ndim <= value.ndim else mask)
+
+
+def _check_real(what: str, value: Any) -> None:
+    if jnp.iscomplexobj(value):
+        raise LossError(f"{what} must be real. Received: {describe_shapes(value)}. Take the magnitude, abs(values), or the real part.")
 
 
 def _checked_triple(result: Any) -> tuple[Any, dict[str, PyTree], dict[str, Any]]:

@@ -1,11 +1,13 @@
 """Computes gradients: differentiates the forward pass of a replica's rows, as a whole or in micro-batches."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from fitflax.metrics import Metric
 from fitflax.parallel import Strategy
@@ -31,6 +33,15 @@ class LossAndGradient(NamedTuple):
     model_state: dict[str, PyTree]
     sown: dict[str, PyTree]
     params: dict[str, Any]
+
+
+def _overwritten(model_state: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    """Returns the collection that is replaced by its gradient, if there is one, such as the scales of Flax's fp8 operations.
+
+    Each micro-batch and each replica gets the values from before the step, and the results are joined by their maximum, the rule of these operations: the
+    largest magnitude of the whole batch.
+    """
+    return {name: tree for name, tree in model_state.items() if name == OVERWRITE_WITH_GRADIENT}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,12 +75,15 @@ class Gradients:
         """Computes loss and gradient in one forward and backward pass; the gradient is that of the loss times `scale`."""
         draws = self.streams.train_draws(key, self.strategy)
 
-        def loss_fn(params: PyTree) -> tuple[jax.Array, tuple[jax.Array, ForwardResult]]:
-            loss, forward = self.forward(params, state.model_state, batch, draws=draws, train=True, notes=notes, totals=totals, sown=sown)
+        def loss_fn(params: PyTree, overwritten: dict[str, PyTree]) -> tuple[jax.Array, tuple[jax.Array, ForwardResult]]:
+            model_state = {**state.model_state, **overwritten}
+            loss, forward = self.forward(params, model_state, batch, draws=draws, train=True, notes=notes, totals=totals, sown=sown)
             return loss if scale is None else loss * scale, (loss, forward)
 
-        (_, (loss, forward)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-        return LossAndGradient(loss, self._with_param_sharding(state, grads), forward.metrics, forward.model_state, forward.sown, forward.params)
+        arguments = state.params, _overwritten(state.model_state)
+        (_, (loss, forward)), (grads, replaced) = jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)(*arguments)
+        model_state = {**forward.model_state, **replaced}
+        return LossAndGradient(loss, self._with_param_sharding(state, grads), forward.metrics, model_state, forward.sown, forward.params)
 
     def _accumulate(self, state: TrainState, batch: Batch, key: jax.Array, notes: Notes, scale: jax.Array | None, *, sown: tuple[str, ...]) -> LossAndGradient:
         """Computes loss and gradient micro-batch by micro-batch, so that only one's activations are in memory.
@@ -81,12 +95,14 @@ class Gradients:
 
         def body(carry: tuple[jax.Array, PyTree, dict[str, PyTree]], each: tuple[jax.Array, Batch]) -> Any:
             (loss, grads, model_state), (index, micro) = carry, each
-            before = dataclasses.replace(state, model_state=model_state)
+            before = dataclasses.replace(state, model_state={**model_state, **_overwritten(state.model_state)})
             one = self._value_and_grad(before, micro, jax.random.fold_in(key, index), notes, scale, totals, sown=sown)
-            after = same_types(dataclasses.replace(before, model_state=one.model_state), before)
-            return (loss + one.loss, self._with_param_sharding(state, optax.tree.add(grads, one.grads)), after.model_state), (one.metrics, one.sown, one.params)
+            after = same_types(dataclasses.replace(before, model_state=one.model_state), before).model_state
+            after |= jax.tree.map(jnp.maximum, _overwritten(model_state), _overwritten(after))
+            return (loss + one.loss, self._with_param_sharding(state, optax.tree.add(grads, one.grads)), after), (one.metrics, one.sown, one.params)
 
-        first = (jnp.float32(0), self._with_param_sharding(state, optax.tree.zeros_like(state.params)), state.model_state)
+        lowest = jax.tree.map(lambda leaf: jnp.full_like(leaf, -jnp.inf), _overwritten(state.model_state))
+        first = (jnp.float32(0), self._with_param_sharding(state, optax.tree.zeros_like(state.params)), {**state.model_state, **lowest})
         (loss, grads, model_state), (metrics, *others) = jax.lax.scan(body, first, (jnp.arange(steps), batches))
         rows = rows_of(metrics)
         merged = gradient_accumulation.merge_all({name: metric for name, metric in metrics.items() if name not in rows})

@@ -5,7 +5,7 @@ assigns them alike.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -53,7 +53,7 @@ class Objective:
     """Losses and metrics by output.
 
     Args:
-        loss: A name, a function `(outputs, targets) -> values`, a list or dict of them by output (`None` skips one), or `None`.
+        loss: A name, a function `(outputs, targets) -> values`, a list or dict of them by output (`None` skips one), nested for nested outputs, or `None`.
         metrics: Names, metrics or functions of per-example values: a list, a dict by log key, or lists and dicts by output.
         weighted_metrics: The same, using sample weights.
         loss_weights: A factor of the loss, or factors by output.
@@ -88,7 +88,7 @@ class Objective:
             values = _call_loss(term, outputs, targets)
             parts[term.part] = values if term.weight is None else values * term.weight
             if term.output is not None:
-                logged[f"{term.output.name}_loss"] = values
+                logged[f"{term.output.path}_loss"] = values
         return parts, logged
 
     def _terms(self, outputs: PyTree) -> "list[_Term]":
@@ -101,11 +101,7 @@ class Objective:
             if loss is None:
                 raise LossError("The loss of the only output is None. Pass a loss for it.")
             return [_Term(loss, self._single(self._loss_weights, "loss_weights"), None)]
-        places = places_of(outputs)
-        by_output = _by_output(self._loss, names, places, "loss", LossError)
-        weights = _by_output(self._loss_weights, names, places, "loss_weights", ConfigError)
-        wanted = {name: loss for name, loss in by_output.items() if loss is not None}
-        return [_Term(loss, weights[name], _Output(name, names, places, is_only=len(wanted) == 1)) for name, loss in wanted.items()]
+        return list(_terms_of(self._loss, self._loss_weights, outputs, None))
 
     @staticmethod
     def _single(spec: Any, name: str) -> Any:
@@ -133,7 +129,7 @@ class Objective:
         for loss, _, output in self._terms(activations):
             activation = activations if output is None else output.of(activations)
             if isinstance(loss, _NamedLoss) and takes_logits(loss.name) and activation in ("softmax", "sigmoid"):
-                subject = "The module" if output is None else f"The module's output {output.name!r}"
+                subject = "The module" if output is None else f"The module's output {output.path!r}"
                 advice = f"Remove the {activation} from the module"
                 found.append(f"{subject} ends with a {activation}, but the loss {loss!r} takes logits and applies the {activation} itself. {advice}")
         return found
@@ -149,7 +145,7 @@ class Objective:
             shape, target, where = outputs.shape if output is None else output.of(outputs).shape, targets, "y"
             if output is not None:
                 target = output.targets(targets)
-                where = "y" if target is targets else f"y[{output.name!r}]"
+                where = "y" if target is targets else f"y[{output.path!r}]"
             if weights is not None and np.shape(weights) == np.shape(target)[: np.ndim(weights)]:
                 target = np.asarray(target)[np.asarray(weights) != 0]
             if not np.size(target) or not shape:
@@ -287,10 +283,16 @@ class _Output(NamedTuple):
     names: tuple[str, ...]  # Names of all outputs.
     places: tuple[str, ...]  # Names of all outputs, including those that are `None`.
     is_only: bool  # Whether no other output has a loss, or a metric; then it gets all targets if they are not given by output.
+    parent: "_Output | None" = None  # The output that this one is nested in.
+
+    @property
+    def path(self) -> str:
+        """Its name, after those of the outputs that it is nested in."""
+        return str(self.name) if self.parent is None else f"{self.parent.path}/{self.name}"
 
     def of(self, outputs: PyTree) -> PyTree:
         """Returns this output."""
-        named = named_outputs(outputs)
+        named = named_outputs(outputs if self.parent is None else self.parent.of(outputs))
         assert named is not None
         return named[self.name]
 
@@ -299,11 +301,13 @@ class _Output(NamedTuple):
 
         `takes_any` allows a mapping that is not by output, for a custom loss.
         """
+        if self.parent is not None:
+            targets = self.parent.targets(targets, error)
         named = None if type(targets) in (list, tuple) else named_outputs(targets)  # Tuples and lists are matched by position below.
         if named is not None and self.name in named:
             return named[self.name]
         if isinstance(targets, Mapping) and not (takes_any and self.is_only and set(targets).isdisjoint(self.places)):
-            raise error(f"The output {self.name!r} has no targets. Received: targets for {list(targets)}.{did_you_mean(self.name, targets)}")
+            raise error(f"The output {self.path!r} has no targets. Received: targets for {list(targets)}.{did_you_mean(self.name, targets)}")
         for names in (self.places, self.names):
             if isinstance(targets, list | tuple) and len(targets) == len(names):
                 return targets[names.index(self.name)]
@@ -324,7 +328,26 @@ class _Term(NamedTuple):
     @property
     def part(self) -> str:
         """The name of this part of the loss."""
-        return "loss" if self.output is None else self.output.name
+        return "loss" if self.output is None else self.output.path
+
+
+def _terms_of(loss: Any, weights: Any, outputs: PyTree, parent: _Output | None) -> "Iterator[_Term]":
+    """Yields the terms of a list or dict of losses for `outputs`, which have names and are the output `parent`, or all outputs."""
+    names, places = output_names(outputs), places_of(outputs)
+    if names is None:
+        where = "" if parent is None else f" for the output {parent.path!r}"
+        raise LossError(f"compile(loss=...) has several losses{where}, which is one output: {describe_shapes(outputs)}. Pass one loss for it.")
+    by_output = _by_output(loss, names, places, "loss", LossError, parent)
+    by_weight = _by_output(weights, names, places, "loss_weights", ConfigError, parent)
+    wanted = {name: each for name, each in by_output.items() if each is not None}
+    for name, each in wanted.items():
+        output = _Output(name, names, places, len(wanted) == 1, parent)
+        if isinstance(each, dict | list):
+            yield from _terms_of(each, by_weight[name], (named_outputs(outputs) or {})[name], output)
+        elif isinstance(by_weight[name], dict | list):
+            raise ConfigError(f"compile(loss_weights=...) has several weights for the output {output.path!r}, which has one loss. Pass one number.")
+        else:
+            yield _Term(each, by_weight[name], output)
 
 
 def _by_place(spec: Sequence[Any], names: Sequence[str], places: Sequence[str]) -> dict[str, Any] | None:
@@ -334,11 +357,12 @@ def _by_place(spec: Sequence[Any], names: Sequence[str], places: Sequence[str]) 
     return dict(zip(names, spec, strict=True)) if len(spec) == len(names) else None
 
 
-def _by_output(spec: Any, names: Sequence[str], places: Sequence[str], what: str, error: type[FitflaxError]) -> dict[str, Any]:
+def _by_output(spec: Any, names: Sequence[str], places: Sequence[str], what: str, error: type[FitflaxError], parent: _Output | None = None) -> dict[str, Any]:
     if isinstance(spec, dict):
         unknown = [key for key in spec if key not in names]
         if unknown:
-            raise error(f"compile({what}=...) names the outputs {unknown}, but the module's outputs are {list(names)}.{did_you_mean(unknown[0], names)}")
+            whose = "the module's outputs" if parent is None else f"the outputs in {parent.path!r}"
+            raise error(f"compile({what}=...) names the outputs {unknown}, but {whose} are {list(names)}.{did_you_mean(unknown[0], names)}")
         return {name: spec.get(name) for name in names}
     if isinstance(spec, list):
         placed = _by_place(spec, names, places)
@@ -351,7 +375,7 @@ def _by_output(spec: Any, names: Sequence[str], places: Sequence[str], what: str
 def _call_loss(term: _Term, outputs: PyTree, targets: PyTree) -> jax.Array:
     loss, output, where = term.loss, term.output, ""
     if output is not None:
-        outputs, targets, where = output.of(outputs), output.targets(targets, takes_any=not isinstance(loss, _NamedLoss)), f" of output {output.name!r}"
+        outputs, targets, where = output.of(outputs), output.targets(targets, takes_any=not isinstance(loss, _NamedLoss)), f" of output {output.path!r}"
     has_targets = bool(jax.tree.leaves(targets))
     if isinstance(loss, _NamedLoss) and not has_targets:
         advice = "Yield (x, y), pass y= or validation_data=(x, y), or set Trainer(targets=...)."
@@ -371,7 +395,7 @@ def _call_loss(term: _Term, outputs: PyTree, targets: PyTree) -> jax.Array:
         ) from error
     if not hasattr(values, "shape") and not isinstance(values, int | float):
         raise LossError(f"A loss must return one array of values per example. The loss{where} returned a {type(values).__name__}: {describe_shapes(values)}.")
-    if (fault := broadcast_fault(fn, values, outputs, targets)) is not None:
+    if has_targets and not isinstance(loss, _NamedLoss) and (fault := broadcast_fault(fn, values, outputs, targets)) is not None:
         raise LossError(f"The loss {getattr(fn, '__name__', repr(fn))}{where} {fault}.")
     return jnp.asarray(values)
 

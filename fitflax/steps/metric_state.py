@@ -1,6 +1,8 @@
 """What is summed from step to step: metrics by log key, including the loss. Metrics that collect rows are returned from each step instead."""
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,10 +11,13 @@ import jax.numpy as jnp
 from flax import struct
 from typing_extensions import override
 
+from fitflax.errors import MetricError
+from fitflax.leaves import describe_shapes
+from fitflax.logs import UNDEFINED
 from fitflax.metrics import Mean, Metric
 from fitflax.state import PyTree
 
-__all__ = ["EvalSums", "TotalLoss", "TrainSums", "as_vector", "collects", "rows_of", "summed"]
+__all__ = ["EvalSums", "TotalLoss", "TrainSums", "as_vector", "collects", "computed", "rows_of", "summed"]
 
 
 @struct.dataclass
@@ -73,10 +78,30 @@ def rows_of(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     return {key: metric for key, metric in metrics.items() if collects(metric)}
 
 
+def computed(metric: Metric) -> tuple[jax.Array, jax.Array]:
+    """Returns a metric's value, float32 `[...]`, and whether it is NaN because the total weight is 0, bool `[...]`."""
+    with jax.debug_nans(False):  # For steps without jit.
+        value = metric.compute()
+        if jnp.iscomplexobj(value):
+            raise MetricError(f"Its value must be real. Received: {describe_shapes(value)}.")
+        value = jnp.asarray(value, jnp.float32)
+        return value, jnp.isnan(value) & _is_empty(metric)
+
+
+def _is_empty(metric: Metric) -> Any:
+    """Returns whether nothing was added to a metric that would change its sums, or to a part of the loss."""
+    parts = getattr(metric, "parts", None)
+    if parts:
+        return functools.reduce(operator.or_, map(_is_empty, parts.values()))
+    leaves = [leaf for leaf in jax.tree.leaves(metric) if jnp.issubdtype(leaf.dtype, jnp.number)]
+    return functools.reduce(operator.and_, (jnp.all(leaf == 0) for leaf in leaves), jnp.bool_(True))
+
+
 def as_vector(values: list[jax.Array], metrics: Mapping[str, Metric]) -> jax.Array:
     """Returns all values that a step logs as one vector: `values`, then the metrics by key, with arrays flattened."""
     # Sorted, because JAX transformations sort the keys of dicts. `Program` knows the order in which they are shown.
-    parts = [*values, *(jnp.asarray(metrics[key].compute(), jnp.float32) for key in sorted(metrics))]
+    found = [computed(metrics[key]) for key in sorted(metrics)]
+    parts = [*values, *(jnp.where(is_undefined, UNDEFINED, value) for value, is_undefined in found)]
     if any(part.ndim for part in parts):
         return jnp.concatenate([part.ravel() for part in parts])
     return jnp.stack(parts) if parts else jnp.zeros(0, jnp.float32)

@@ -6,7 +6,7 @@ handles all of them uses `Returned`.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 from flax.core import FrozenDict
@@ -55,14 +55,20 @@ def output_names(outputs: PyTree) -> tuple[Any, ...] | None:
     return None if named is None else tuple(named)
 
 
+class _Members(NamedTuple):
+    """Where the leaves of outputs with names are."""
+
+    # By name: the index of an array, those of a container without names, other members, or `None` for `None`.
+    places: "tuple[tuple[Any, int | tuple[int, ...] | _Members | None], ...]"
+
+
 @dataclasses.dataclass(frozen=True)
 class _Form:
     """How leaves make up outputs; static in JAX transformations."""
 
     treedef: Any = dataclasses.field(hash=False)  # JAX's structure of the outputs. Not hashed, because a class may have static parts that are not hashable.
     orders: Any  # The order of keys, which JAX does not keep; see `_order_of`.
-    # Indices of leaves by name of the output: one number for an array, a tuple for several, `None` for `None`. `None` for a single output.
-    places: tuple[tuple[Any, int | tuple[int, ...] | None], ...] | None
+    members: _Members | None  # `None` for a single output.
 
 
 @jax.tree_util.register_pytree_node_class
@@ -86,9 +92,8 @@ class Returned:
         """Returns the outputs in this form."""
         leaves, treedef = jax.tree.flatten(outputs)
         numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
-        members = _members_of(outputs)
-        places = None if members is None else tuple((name, None if output is None else _places_of(output, numbers)) for name, output in members.items())
-        return cls(tuple(leaves), _Form(treedef, _order_of(outputs), places))
+        places = _places_of(outputs, numbers)
+        return cls(tuple(leaves), _Form(treedef, _order_of(outputs), places if isinstance(places, _Members) else None))
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], _Form]:
         """Returns the leaves and the static form."""
@@ -104,15 +109,16 @@ class Returned:
         return _in_order(jax.tree.unflatten(self._form.treedef, self._leaves), self._form.orders)
 
     def by_name(self) -> PyTree:
-        """Returns the outputs in plain containers, whatever the leaves are: `{name: leaf, or list of leaves}`, or a single output."""
-        places = self._form.places
-        if places is None:
+        """Returns the outputs in plain containers, whatever the leaves are: nested dicts of leaves and lists of leaves by name, or a single output."""
+        if self._form.members is None:
             return self._leaves[0] if _is_leaf(self._form.treedef) else self
-        return {name: self._output(at) for name, at in places}
+        return self._output(self._form.members)
 
-    def _output(self, at: int | tuple[int, ...] | None) -> PyTree:
+    def _output(self, at: int | tuple[int, ...] | _Members | None) -> PyTree:
         if at is None:
             return None
+        if isinstance(at, _Members):
+            return {name: self._output(place) for name, place in at.places}
         return self._leaves[at] if isinstance(at, int) else [self._leaves[number] for number in at]
 
     def __repr__(self) -> str:
@@ -138,7 +144,12 @@ def in_plain_containers(outputs: PyTree) -> PyTree:
     return outputs if named is None else {name: in_plain_containers(output) for name, output in named.items()}
 
 
-def _places_of(output: PyTree, numbers: Mapping[int, int]) -> int | tuple[int, ...]:
+def _places_of(output: PyTree, numbers: Mapping[int, int]) -> int | tuple[int, ...] | _Members | None:
+    if output is None:
+        return None
+    members = _members_of(output)
+    if members is not None:
+        return _Members(tuple((name, _places_of(member, numbers)) for name, member in members.items()))
     leaves, treedef = jax.tree.flatten(output)
     places = tuple(numbers[id(leaf)] for leaf in leaves)
     return places[0] if _is_leaf(treedef) else places

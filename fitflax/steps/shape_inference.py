@@ -22,7 +22,7 @@ from fitflax.steps.compile_ahead import without_full_collections
 from fitflax.steps.cost import UNKNOWN as UNKNOWN_COST
 from fitflax.steps.cost import Cost, cost_of
 from fitflax.steps.forward_pass import SCALAR, Notes
-from fitflax.steps.metric_state import EvalSums, TrainSums, collects, summed
+from fitflax.steps.metric_state import EvalSums, TrainSums, collects, computed, summed
 from fitflax.steps.model_outputs import Returned
 from fitflax.steps.output_activation import last_activations
 from fitflax.steps.step_functions import Task
@@ -198,7 +198,7 @@ def _kind(key: str, metric: Metric) -> Kind:
 
 def _compute(key: str, metric: Metric) -> jax.Array:
     try:
-        return jax.numpy.asarray(metric.compute())
+        return computed(metric)[0]
     except Exception as error:
         if is_of_debugger(error):
             raise

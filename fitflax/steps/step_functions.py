@@ -18,6 +18,7 @@ from flax.errors import ModifyScopeVariableError
 import fitflax.steps.loss_scale as loss_scale
 from fitflax.errors import LossError, ModelError
 from fitflax.leaves import describe_shapes
+from fitflax.logs import UNDEFINED
 from fitflax.metrics import Mean, Metric
 from fitflax.models import LinenModel, Model
 from fitflax.models.base import Draws
@@ -29,7 +30,7 @@ from fitflax.steps.forward_pass import MUTABLE_HINT, ComputeLoss, ForwardPass, N
 from fitflax.steps.gradients import Gradients
 from fitflax.steps.kept_values import NOTHING, Keep, Kept
 from fitflax.steps.loss_and_metrics import Objective
-from fitflax.steps.metric_state import EvalSums, TotalLoss, TrainSums, rows_of, summed
+from fitflax.steps.metric_state import EvalSums, TotalLoss, TrainSums, computed, rows_of, summed
 from fitflax.steps.nonfinite import Suspects, find_suspects, named_suspects
 from fitflax.steps.numerics import Numerics, start_average
 from fitflax.steps.optimizer_arguments import global_loss, loss_functions
@@ -133,7 +134,9 @@ class Task:
         was_bad = sums.steps_since_bad >= 0
         since = jnp.where(was_bad, sums.steps_since_bad + 1, jnp.where(is_good, -1, 0))
         culprit = jnp.where(was_bad, sums.culprit, jnp.where(is_good, -1, first))
-        values = [done.loss, jnp.asarray(done.norm), since.astype(jnp.float32), culprit.astype(jnp.float32)]
+        has_no_weight = computed(done.metrics["loss"])[1] if "loss" in done.metrics else jnp.bool_(False)
+        loss = jnp.where(has_no_weight, UNDEFINED, done.loss)
+        values = [loss, jnp.asarray(done.norm), since.astype(jnp.float32), culprit.astype(jnp.float32)]
         kept = Kept(done.grads if keep.grads else (), self._gather_sown(done.sown), suspects)
         return self._with_ema(state, done), TrainSums(merged, since, culprit), values, rows_of(done.metrics), kept
 
@@ -142,7 +145,7 @@ class Task:
             return self.update(state, batch, keep=keep)
         new_state, metrics = self._run_custom_step(state, batch)
         metrics = self._reduce_metrics(metrics)
-        loss = metrics["loss"].compute() if "loss" in metrics else jnp.float32(0)
+        loss = _defined(metrics["loss"]) if "loss" in metrics else jnp.float32(0)
         return _Update(new_state, metrics, loss, (), UNKNOWN_NORM, None, jnp.isfinite(loss), {})
 
     def suspects(self, state: TrainState, batch: Batch) -> list[tuple[str, jax.Array]]:
@@ -203,7 +206,9 @@ class Task:
             if len(parts) == 1 and isinstance(parts[0], Mean) and parts[0].transform is None:
                 pairs[key] = (jnp.sum(parts[0].total) / replicas, jnp.sum(parts[0].weight) / replicas)
             else:
-                pairs[key] = (metric.compute() * real, real)
+                value, is_undefined = computed(metric)
+                weight = jnp.where(is_undefined, 0.0, real)
+                pairs[key] = (jnp.where(is_undefined, 0.0, value) * weight, weight)
         return pairs
 
     def _run_custom_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Metric]]:
@@ -221,6 +226,8 @@ class Task:
         for key, pair in logs.items():
             if not isinstance(pair, tuple) or len(pair) != 2:
                 raise LossError(f"train_step must return logs as pairs (sum, weight). Received: {key!r} is {describe_shapes(pair)}.")
+            if any(map(jnp.iscomplexobj, pair)):
+                raise LossError(f"train_step must return logs of real numbers. Received: {key!r} is {describe_shapes(pair)}.")
             total, weight = (jnp.asarray(value, jnp.float32) for value in pair)
             metrics[key] = Mean(name=key).add(ratio(total, weight), weight)
         kept = {name: tree for name, tree in new_state.model_state.items() if name not in self.transient}
@@ -280,7 +287,13 @@ class Task:
 def _suspects_of(done: _Update) -> list[tuple[str, jax.Array]]:
     loss = done.metrics.get("loss")
     parts = loss.parts if isinstance(loss, TotalLoss) else {}
-    return named_suspects({name: part.compute() for name, part in parts.items()}, done.loss, done.grads, done.state.params)
+    return named_suspects({name: _defined(part) for name, part in parts.items()}, done.loss, done.grads, done.state.params)
+
+
+def _defined(metric: Metric) -> jax.Array:
+    """Returns the value of a part of the loss, 0 if the total weight is 0: then the step is a good one that changes nothing."""
+    value, is_undefined = computed(metric)
+    return jnp.where(is_undefined, 0.0, value)
 
 
 def _with_leaves(tree: PyTree, parts: Any) -> PyTree:

@@ -13,7 +13,7 @@ import pytest
 
 import fitflax
 from fitflax import metrics
-from fitflax.callbacks import Callback, LambdaCallback, ModelCheckpoint
+from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, TerminateOnNaN
 from fitflax.data import Shard
 from fitflax.errors import ConfigError, DataError, FitflaxWarning, LossError, MetricError
 from fitflax.loops.input_sources import Intake
@@ -367,12 +367,68 @@ def test_rows_of_padding_do_not_change_updates():
     np.testing.assert_allclose(trainer.state.params["kernel"], kernel, rtol=1e-5)
 
 
-def test_a_batch_with_only_zero_weights_changes_nothing_and_adds_nothing_to_the_loss():
+def test_an_epoch_with_only_zero_weights_changes_nothing_and_its_loss_is_nan():
     trainer = make(F(), rate=0.1)
     trainer.build((X, Y))
     before = trainer.state.params
-    assert trainer.fit(X, Y, np.zeros(12), verbose=0).history == {"loss": [0.0]}
+    with pytest.warns(FitflaxWarning, match=r"all examples of 'train' are 0, so weighted values such as 'loss' are NaN") as caught:
+        assert np.isnan(trainer.fit(X, Y, np.zeros(12), epochs=2, verbose=0).history["loss"]).tolist() == [True, True]
+    assert len(caught) == 1
     assert same(before, trainer.state.params)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}, {"steps_per_call": 4}], ids=str)
+@pytest.mark.mostly_slow
+def test_a_batch_with_only_zero_weights_adds_nothing_to_its_epoch(options):
+    weights = np.where(np.arange(12) < 4, 0.0, 1.0)
+    with jax.debug_nans(True):  # A running mean without weight is no fault.
+        trainer, other = (make(F(), rate=0.1, compile_kwargs=options) for _ in range(2))
+        nan = TerminateOnNaN()
+        loss = trainer.fit(X, Y, weights, batch_size=4, shuffle=False, callbacks=[nan], verbose=0).history["loss"]
+        assert loss == other.fit(X[4:], Y[4:], batch_size=4, shuffle=False, verbose=0).history["loss"]
+    assert nan.bad_step is None
+    assert same(trainer.state.params, other.state.params)
+
+
+def test_validation_with_only_zero_weights_is_never_an_improvement(tmp_path):
+    trainer = make(F(), rate=0.1)
+    stop, best = EarlyStopping(patience=2), BestCheckpoint(tmp_path, monitor="val_loss")
+    with pytest.warns(FitflaxWarning, match="all examples of 'val' are 0") as caught:
+        history = trainer.fit(X, Y, epochs=5, validation_data=(X, Y, np.zeros(12)), callbacks=[stop, best], verbose=0).history
+    assert len(caught) == 1
+    assert np.isnan(history["val_loss"]).tolist() == [True, True]
+    assert (stop.best, best.best) == (None, None)
+
+
+@pytest.mark.parametrize("module", [F(), TwoOutputs(as_dict=True)], ids=["one output", "two outputs"])
+@pytest.mark.mostly_slow
+def test_a_custom_step_without_weight_adds_nothing_to_its_epoch(module):
+    class Custom(fitflax.Trainer):
+        def train_step(self, state, batch):
+            return super().train_step(state, batch)
+
+    y = {"a": Y[:, :1], "b": Y[:, :2]} if isinstance(module, TwoOutputs) else Y
+    weights, nan = np.where(np.arange(12) < 4, 0.0, 1.0), TerminateOnNaN()
+    found = []
+    for kind in (fitflax.Trainer, Custom):
+        trainer = make(module, rate=0.1, trainer=kind)
+        found.append(trainer.fit(X, y, weights, batch_size=4, shuffle=False, callbacks=[nan], verbose=0).history["loss"])
+        assert nan.bad_step is None
+    np.testing.assert_allclose(*found, rtol=1e-6)
+
+
+def test_a_sown_loss_does_not_hide_that_the_others_have_no_weight():
+    class Sows(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            self.sow("losses", "penalty", jnp.float32(2))
+            return nn.Dense(3)(x)
+
+    trainer = make(Sows())
+    trainer.build((X, Y))
+    assert trainer.evaluate(X, Y, verbose=0)["loss"] > 2
+    with pytest.warns(FitflaxWarning, match="'eval' are 0"):
+        assert np.isnan(trainer.evaluate(X, Y, sample_weight=np.zeros(12), verbose=0)["loss"])
 
 
 def test_a_loss_of_only_the_outputs_gets_no_targets():
@@ -392,6 +448,67 @@ def test_a_loss_function_gets_all_outputs_of_a_module_that_has_several():
 
     history = make(TwoOutputs(), both, rate=0.0).fit(X, Y[:, :1], verbose=0).history
     assert list(history) == ["loss"]
+
+
+class Nested(nn.Module):
+    softmax: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        c = nn.Dense(2, name="c")(x)
+        return {"a": nn.Dense(1, name="a")(x), "b": {"d": (nn.Dense(3, name="d")(x), None), "c": nn.softmax(c) if self.softmax else c}}
+
+
+NESTED_Y = {"a": Y[:, :1], "b": {"c": (X[:, 0] > 0).astype(np.int32), "d": (Y[:, :3], None)}}
+NESTED_LOSS = {"a": "mse", "b": {"c": "sparse_categorical_crossentropy", "d": ["mae", None]}}
+
+
+def test_losses_of_nested_outputs_are_named_by_nested_dicts():
+    trainer = make(Nested(), NESTED_LOSS, rate=0.1, compile_kwargs={"loss_weights": {"a": 2.0, "b": {"c": 3.0, "d": 0.5}}})
+    trainer.build((X, NESTED_Y))
+    params = trainer.state.params
+
+    def hand_written(params):
+        outputs = Nested().apply({"params": params}, X)
+        a = jnp.mean((outputs["a"] - NESTED_Y["a"]) ** 2)
+        c = optax.losses.softmax_cross_entropy_with_integer_labels(outputs["b"]["c"], NESTED_Y["b"]["c"]).mean()
+        d = jnp.abs(outputs["b"]["d"][0] - NESTED_Y["b"]["d"][0]).mean()
+        return 2 * a + 3 * c + 0.5 * d, {"a_loss": a, "b/c_loss": c, "b/d/output_1_loss": d}
+
+    (loss, logged), grads = jax.value_and_grad(hand_written, has_aux=True)(params)
+    history = trainer.fit(X, NESTED_Y, batch_size=12, verbose=0).history
+    expected = {key: float(value) for key, value in {"loss": loss, **logged}.items()}
+    assert {key: values[0] for key, values in history.items()} == pytest.approx(expected, rel=1e-5)
+    jax.tree.map(lambda new, old, grad: np.testing.assert_allclose(new, old - 0.1 * grad, rtol=1e-5, atol=1e-6), trainer.state.params, params, grads)
+
+
+def test_mistakes_in_losses_of_nested_outputs_name_the_output():
+    for loss, weights, message in (
+        ({"b": {"e": "mse"}}, None, r"names the outputs \['e'\], but the outputs in 'b' are \['d', 'c'\]"),
+        ({"a": {"e": "mse"}}, None, r"several losses for the output 'a', which is one output: float32\[12,1\]"),
+        ({"a": "mse"}, {"a": {"e": 1.0}}, r"several weights for the output 'a', which has one loss"),
+    ):
+        with pytest.raises((LossError, ConfigError), match=message):
+            make(Nested(), loss, compile_kwargs={"loss_weights": weights}).fit(X, NESTED_Y, verbose=0)
+    with pytest.raises(LossError, match=r"The output 'b/c' has no targets. Received: targets for \['e'\]"):
+        make(Nested(), {"a": "mse", "b": {"c": "mse"}}).fit(X, {"a": Y[:, :1], "b": {"e": Y[:, :2]}}, verbose=0)
+    with pytest.raises(DataError, match=r"y\['b/c'\] holds labels from 2 to 2, but the module has 2 outputs"):
+        make(Nested(), NESTED_LOSS).fit(X, {**NESTED_Y, "b": {**NESTED_Y["b"], "c": np.full(12, 2)}}, verbose=0)
+    with pytest.warns(FitflaxWarning, match="The module's output 'b/c' ends with a softmax"):
+        make(Nested(softmax=True), NESTED_LOSS).fit(X, NESTED_Y, verbose=0)
+
+
+@pytest.mark.slow
+def test_a_run_with_losses_of_nested_outputs_resumes_inside_an_epoch(tmp_path):
+    def run(directory, ends):
+        for steps in ends:
+            trainer = make(Nested(), NESTED_LOSS)
+            trainer.fit(X, NESTED_Y, batch_size=4, steps=steps, callbacks=[ModelCheckpoint(tmp_path / directory)], resume="auto", verbose=0)
+        return trainer
+
+    whole, parts = run("whole", [6]), run("parts", [2, 6])
+    assert whole.history.history == parts.history.history
+    assert same(whole.state.params, parts.state.params)
 
 
 @pytest.mark.slow

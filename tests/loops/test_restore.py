@@ -207,6 +207,24 @@ def test_names_that_the_model_does_not_have_are_an_error_at_the_first_batch(pret
         trainer.predict(TRAIN[0][:4])
 
 
+def test_a_rate_that_was_saved_in_the_dtype_of_the_parameters_is_restored_as_float32(tmp_path):
+    # In version 0.1, the rate of an optimizer by name had the dtype of the parameters, as here.
+    older = optax.inject_hyperparams(optax.sgd, static_args=("momentum", "nesterov", "accumulator_dtype"))(learning_rate=3e-4)
+    saved, trainer = (compiled(nn.Dense(3, param_dtype=jax.numpy.bfloat16), optimizer=optimizer) for optimizer in (older, "sgd"))
+    for each in (saved, trainer):
+        each.build(np.ones((8, 4), np.float32))
+    assert saved.state.opt_state.hyperparams["learning_rate"].dtype == jax.numpy.bfloat16
+    saved.save(tmp_path / "older")
+    trainer.restore(tmp_path / "older")
+    rate = trainer.state.opt_state.hyperparams["learning_rate"]
+    assert rate.dtype == np.float32 and float(rate) == float(jax.numpy.bfloat16(3e-4))
+    trainer.learning_rate = 0.1
+    for _ in range(3):
+        trainer.learning_rate *= 0.999
+        train(trainer, 1)
+    assert trainer.learning_rate == pytest.approx(0.1 * 0.999**3, rel=1e-6)
+
+
 def test_a_full_restore_reports_all_arrays_and_its_errors_say_how_to_restore_a_part(pretrained):
     path, _ = pretrained
     trainer = bare(Net(body="backbone", head="classes", classes=5))

@@ -1,6 +1,7 @@
 """Individual losses beyond their default formulas: options, precision, and terms that have no effect."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from flax import linen as nn
 import fitflax
 from fitflax import losses
 from fitflax.errors import LossError
+from fitflax.losses.shapes import broadcast_fault
 
 RNG = np.random.default_rng(1)
 LOGITS = (2 * RNG.normal(size=(6, 4))).astype(np.float32)
@@ -193,3 +195,56 @@ def test_an_optax_function_with_other_options_is_a_loss():
     trainer.build((LOGITS, ONE_HOT))
     p = (np.asarray(jax.nn.softmax(trainer.predict(LOGITS))) * ONE_HOT).sum(-1)
     assert trainer.evaluate(LOGITS, ONE_HOT, verbose=0)["loss"] == pytest.approx((-np.log(p) + 2.0 * (1 - p)).mean(), rel=1e-5)
+
+
+def test_the_errors_of_complex_numbers_are_magnitudes():
+    outputs, targets = np.array([[1 + 2j, 3j], [0, 1]], np.complex64), np.float32([[0, 0], [0, 3]])
+    np.testing.assert_allclose(losses.mean_squared_error(outputs, targets), [7.0, 2.0])
+    np.testing.assert_allclose(losses.mean_absolute_error(targets, outputs), [(np.sqrt(5) + 3) / 2, 1.0], rtol=1e-6)
+    gradient = jax.grad(lambda scale: losses.mean_squared_error(scale * outputs, targets).sum())(2.0)
+    np.testing.assert_allclose(gradient, (2 * 14 * 2 + 2 * (2 - 3)) / 2, rtol=1e-6)  # Of (14 s^2 + (s - 3)^2) / 2.
+    # A perfect output has a finite gradient, too.
+    assert float(jax.grad(lambda scale: losses.mean_absolute_error(scale * outputs, outputs).sum())(1.0)) == 0.0
+
+
+@pytest.mark.parametrize("name", sorted({*losses.names()} - {"mse", "mean_squared_error", "mae", "mean_absolute_error"}))
+def test_a_loss_without_a_magnitude_rejects_complex_numbers(name: str):
+    outputs = np.ones((4, 3), np.complex64)
+    with pytest.raises(LossError, match=r"takes real outputs. Received: outputs of dtype complex64. Use 'mse' or 'mae'"):
+        losses.get(name)(outputs, np.ones((4, 3), np.float32))
+
+
+COLUMN, ROW = jnp.arange(3.0)[:, None], jnp.ones(3)
+QUANTILES = jnp.array([0.1, 0.5, 0.9])  # As many as there are rows.
+
+
+def pinball(outputs: Any, targets: Any) -> Any:
+    error = targets[:, None] - outputs
+    return jnp.mean(jnp.maximum(QUANTILES * error, (QUANTILES - 1) * error), axis=-1)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda outputs, targets: jnp.mean((outputs[:, 0] - targets) ** 2),
+        lambda outputs, targets: jnp.mean((outputs.squeeze(-1) - targets) ** 2),
+        lambda outputs, targets: jnp.mean((outputs - targets[:, None]) ** 2, axis=-1),
+        lambda outputs, targets: jnp.mean((outputs - targets[None]) ** 2, axis=-1),  # Pairs, explicitly.
+        lambda outputs, targets: jnp.mean((outputs.reshape(-1, 1) - targets.reshape(-1)) ** 2, axis=-1),
+        lambda outputs, targets: jax.vmap(lambda output, target: (output - target) ** 2)(outputs, targets),
+        pinball,
+        losses.mean_squared_error,
+    ],
+)
+def test_explicit_shapes_are_not_taken_for_a_mistake(loss: Any):
+    assert broadcast_fault(loss, loss(COLUMN, ROW), COLUMN, ROW) is None
+
+
+def test_a_broadcast_of_outputs_against_targets_is_found_in_dicts_and_whatever_is_returned():
+    def loss(outputs: Any, targets: Any) -> Any:
+        return jnp.mean((outputs["a"] - targets["a"]) ** 2, axis=1)
+
+    outputs, targets = {"a": COLUMN, "b": ROW}, {"a": ROW, "b": COLUMN}
+    fault = broadcast_fault(loss, loss(outputs, targets), outputs, targets)
+    assert fault is not None and fault.startswith("returned [3] for outputs {'a': float32[3,1], 'b': float32[3]} and targets")
+    assert broadcast_fault(loss, loss(targets, outputs), targets, outputs) is not None

@@ -4,14 +4,17 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import sklearn.metrics
 from flax import linen as nn
+from flax import nnx
 
 import fitflax
 from fitflax import metrics
+from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping
 from fitflax.parallel import DataParallel
 
 RNG = np.random.default_rng(5)
@@ -72,3 +75,23 @@ def test_macro_averages_over_classes_agree_with_scikit_learn(devices: Callable[[
     assert logs["f1"] == pytest.approx(sklearn.metrics.f1_score(CLASS, LOGITS.argmax(-1), average="macro"), rel=1e-5)
     assert logs["mean_iou"] == pytest.approx(sklearn.metrics.jaccard_score(CLASS, LOGITS.argmax(-1), average="macro"), rel=1e-5)
     assert logs["auc"] == pytest.approx(sklearn.metrics.roc_auc_score(np.eye(CLASSES)[CLASS], np.floor(BINS * probabilities)), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_after_a_divergence_classification_metrics_are_nan_and_the_best_model_is_an_earlier_one(kind: str, tmp_path: Any):
+    class Diverges(Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any) -> None:
+            if epoch == 2:
+                self.trainer.replace_state(self.trainer.state.replace_params(jax.tree.map(lambda leaf: leaf * jnp.nan, self.trainer.state.params)))
+
+    # Class 0 is the most frequent one, so calling NaN class 0 would be the best accuracy.
+    classes = np.array([0] * 9 + [1], np.int32)
+    names = ["accuracy", "top_k_accuracy", "precision", "recall", "f1", "specificity", "mean_iou", "auc", metrics.AUC(num_thresholds=9, name="binned")]
+    trainer = fitflax.Trainer(nn.Dense(6) if kind == "linen" else nnx.Linear(CLASSES, 6, rngs=nnx.Rngs(0)), seed=0)
+    trainer.compile("sgd", "sparse_categorical_crossentropy", [*names, nnx.MultiMetric(theirs=nnx.metrics.Accuracy())])
+    best, stop = BestCheckpoint(tmp_path, monitor="val_accuracy"), EarlyStopping("val_accuracy", patience=9, restore_best=True)
+    history = trainer.fit(LOGITS, classes, epochs=4, validation_data=(LOGITS, classes), callbacks=[Diverges(), best, stop], verbose=0).history
+    for name in [*names[:-1], "binned", "theirs"]:
+        assert np.isnan(history[f"val_{name}"]).tolist() == [False, False, True, True], name
+    assert best.best is not None and stop.best_epoch is not None and stop.best_epoch < 2
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(trainer.state.params))

@@ -131,11 +131,12 @@ def test_by_default_a_metric_is_recorded_and_its_summary_is_its_value():
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.mostly_slow
-def test_a_metric_of_no_examples_is_zero_and_merging_it_changes_nothing(name: str):
+def test_a_metric_of_no_examples_is_nan_and_merging_it_changes_nothing(name: str):
     metric = metrics.get(name)
-    assert float(metric.empty().compute()) == float(metric.empty().merge(metric.empty()).compute()) == 0.0
+    empty = 0.0 if name == "confusion_matrix" else np.nan  # Its value is a sum of weights.
+    np.testing.assert_equal([float(metric.empty().compute()), float(metric.empty().merge(metric.empty()).compute())], [empty] * 2)
     nothing = metric.empty().update(np.full_like(LOGITS, np.nan), TARGETS.get(name, VALUES), np.zeros(ROWS, np.float32))
-    assert not np.any(nothing.compute())
+    np.testing.assert_equal(np.asarray(nothing.compute()), np.full_like(nothing.compute(), empty))
     some = metric.update(LOGITS, TARGETS.get(name, VALUES), WEIGHTS)
     for both in (some.merge(nothing), nothing.merge(some), some.merge(metric.empty()), metric.empty().merge(some)):
         np.testing.assert_array_equal(both.compute(), some.compute())
@@ -325,15 +326,13 @@ def test_binary_accuracy_applies_its_threshold_to_the_outputs():
     assert metric.name == "p"
 
 
-def test_top_k_counts_ties_as_keras_does_and_counts_nan_and_invalid_labels_as_wrong():
+def test_top_k_counts_ties_as_keras_does_and_counts_invalid_labels_as_wrong():
     top2 = metrics.TopKAccuracy(k=2)
     one = np.ones(1, np.float32)
     for outputs, label, expected in (
         ([1.0, 1.0, 1.0, 0.0], 2, 1.0),  # two others are equally high, none is higher
         ([1.0, 2.0, 3.0, 0.0], 0, 0.0),
         ([1.0, 2.0, 3.0, 0.0], 1, 1.0),
-        ([np.nan, 2.0, 3.0, 0.0], 0, 0.0),
-        ([np.nan, np.nan, np.nan, np.nan], 0, 0.0),
         ([1.0, 2.0, 3.0, 0.0], -2, 0.0),
         ([1.0, 2.0, 3.0, 0.0], 4, 0.0),
     ):
@@ -342,6 +341,54 @@ def test_top_k_counts_ties_as_keras_does_and_counts_nan_and_invalid_labels_as_wr
     assert float(metrics.TopKAccuracy(k=100).update(LOGITS, LABELS, WEIGHTS).compute()) == 1.0
     with pytest.raises(MetricError, match=r"k=...\) must be a positive integer. Received: 0"):
         metrics.TopKAccuracy(k=0)
+
+
+CLASSIFICATION: dict[str, Callable[[], metrics.Metric]] = {
+    **{name: functools.partial(metrics.get, name) for name in TARGETS if name not in ALIASES and "crossentropy" not in name},
+    "auc binned": lambda: metrics.AUC(num_thresholds=20),
+    **{
+        f"{kind.__name__} {average}": functools.partial(kind, average=average)
+        for kind in (metrics.Precision, metrics.Recall, metrics.Specificity, metrics.MeanIoU, metrics.F1, metrics.FBeta, metrics.AUC)
+        for average in (None, "micro", "weighted")
+    },
+    **{f"matrix {how}": functools.partial(metrics.ConfusionMatrix, normalize=how) for how in ("true", "pred", "all")},
+}
+
+
+@pytest.mark.parametrize("name", CLASSIFICATION)
+@pytest.mark.mostly_slow
+def test_a_nan_output_makes_a_classification_metric_nan_unless_its_weight_is_zero(name: str):
+    metric, targets = CLASSIFICATION[name](), TARGETS.get(name.split()[0].removesuffix("_binned"), LABELS)
+    outputs = LOGITS.copy()
+    outputs[4, 2] = np.nan  # Not the output of the class, nor the largest.
+    for weight in (0.0, 1.0):
+        weights = np.where(np.arange(ROWS) == 4, weight, WEIGHTS).astype(np.float32)
+        value = np.asarray(over_batches(metric, outputs, targets, weights, size=7).compute())
+        if weight:
+            assert np.isnan(value).all()
+        else:
+            np.testing.assert_array_equal(value, over_batches(metric, LOGITS, targets, weights, size=7).compute())
+
+
+@pytest.mark.parametrize("make", [metrics.Precision, metrics.F1, metrics.MeanIoU, metrics.AUC, functools.partial(metrics.AUC, num_thresholds=9)])
+@pytest.mark.mostly_slow
+def test_a_nan_output_affects_all_classes_but_of_independent_labels_only_its_own(make: Callable[..., metrics.Metric]):
+    outputs = LOGITS.copy()
+    outputs[4, 2] = np.nan
+    for multi_label, targets, bad in ((False, LABELS, np.arange(CLASSES) >= 0), (True, BINARY, np.arange(CLASSES) == 2)):
+        metric = make(average=None, multi_label=multi_label)
+        value, healthy = (np.asarray(metric.update(rows, targets, WEIGHTS).compute()) for rows in (outputs, LOGITS))
+        np.testing.assert_array_equal(value, np.where(bad, np.nan, healthy))
+        assert np.isnan(make(multi_label=multi_label).update(outputs, targets, WEIGHTS).compute())
+
+
+@pytest.mark.parametrize("name", ["accuracy", "binary_accuracy", "precision", "recall", "f1", "specificity", "mean_iou", "confusion_matrix", "auc"])
+@pytest.mark.mostly_slow
+def test_a_nan_logit_of_a_binary_target_makes_the_metric_nan(name: str):
+    outputs, targets = LOGITS[:, 0].copy(), BINARY[:, 0]
+    outputs[4] = np.nan
+    for shape in ((ROWS,), (ROWS, 1)):
+        assert np.isnan(metrics.get(name).update(outputs.reshape(shape), targets, WEIGHTS).compute()).all()
 
 
 def test_names_directions_and_keys_are_as_documented():

@@ -141,14 +141,14 @@ def test_an_undefined_area_is_nan_and_excluded_from_averages(bins: int | None):
 
 @pytest.mark.parametrize("bins", [None, BINS])
 @pytest.mark.slow
-def test_the_area_of_no_examples_is_zero_whether_or_not_their_shape_is_known(bins: int | None):
+def test_the_area_of_no_examples_is_nan_whether_or_not_their_shape_is_known(bins: int | None):
     for average, shape in (("macro", ()), ("micro", ()), (None, (CLASSES,))):
         metric = metrics.AUC(num_thresholds=bins, average=average)
         assert np.shape(metric.empty().compute()) == ()
         nothing = metric.update(LOGITS, CLASS, 0 * WEIGHTS).compute()
-        np.testing.assert_array_equal(nothing, np.zeros(shape))
+        np.testing.assert_array_equal(nothing, np.full(shape, np.nan))
         rows = metric.update(LOGITS[:0], CLASS[:0], WEIGHTS[:0]).compute()
-        np.testing.assert_array_equal(rows, np.zeros(shape))
+        np.testing.assert_array_equal(rows, np.full(shape, np.nan))
 
 
 @pytest.mark.parametrize("bins", [None, BINS])

@@ -99,3 +99,35 @@ def test_the_cosine_similarity_metric_is_the_negative_of_the_loss():
     outputs, targets = RNG.normal(size=(2, 23, 4)).astype(np.float32)
     loss = losses.get("cosine_similarity")(outputs, targets).mean()
     np.testing.assert_allclose(metrics.get("cosine_similarity").update(outputs, targets, np.ones(23)).compute(), -loss, atol=1e-6)
+
+
+def test_of_complex_numbers_errors_have_magnitudes():
+    targets = (RNG.normal(size=(23, 3)) + 1000 + 1j * RNG.normal(size=(23, 3))).astype(np.complex64)
+    outputs = (targets + RNG.normal(size=(23, 3)) + 1j * RNG.normal(size=(23, 3))).astype(np.complex64)
+    weights = RNG.uniform(0.1, 3.0, size=23).astype(np.float32)
+    wide, mean = targets.astype(np.complex128), np.average(targets.astype(np.complex128), axis=0, weights=weights)
+    residual, spread = (np.average(np.abs(wide - other) ** 2, axis=0, weights=weights) for other in (outputs, mean))
+    expected = {
+        "mse": residual.mean(),
+        "rmse": np.sqrt(residual.mean()),
+        "mae": np.average(np.abs(outputs - wide), axis=0, weights=weights).mean(),
+        "r2": (1 - residual / spread).mean(),
+    }
+    for name, value in expected.items():
+        metric = metrics.get(name).empty()
+        for begin in range(0, 23, 5):
+            rows = slice(begin, begin + 5)
+            metric = metric.merge(metric.empty().update(outputs[rows], targets[rows], weights[rows]))
+        assert float(metric.compute()) == pytest.approx(value, rel=1e-4), name
+    assert float(metrics.R2().update(np.full(3, 1 + 2j), np.full(3, 1 + 2j), np.ones(3)).compute()) == 1.0
+    assert float(metrics.R2().update(np.full(3, 1 + 1j), np.full(3, 1 + 2j), np.ones(3)).compute()) == 0.0
+
+
+def test_metrics_without_a_magnitude_reject_complex_numbers():
+    complex_ones, ones = np.ones((4, 3), np.complex64), np.ones((4, 3), np.float32)
+    for name in {*metrics.names()} - {"mse", "mean_squared_error", "mae", "mean_absolute_error", "rmse", "root_mean_squared_error", "r2", "r2_score"}:
+        for outputs, targets, role in ((complex_ones, ones, "outputs"), (ones, complex_ones, "targets")):
+            with pytest.raises(MetricError, match=f"takes real {role}. Received: {role} of dtype complex64. Use 'mse'"):
+                metrics.get(name).update(outputs, targets, np.ones(4))
+    with pytest.raises(MetricError, match=r"Values must be real numbers. Received: complex64"):
+        metrics.Mean(lambda outputs, targets: outputs[:, 0]).update(complex_ones, ones, np.ones(4))

@@ -627,8 +627,11 @@ def test_metrics_adapted_from_clu_can_be_called_directly(clu):
     labels = labels.astype(np.int32)
     accuracy = adapt_clu(clu.Accuracy)
     assert float(accuracy.empty().update(logits, labels, np.ones(ROWS)).compute()) == pytest.approx(np.mean(logits.argmax(-1) == labels))
+    broken = np.where(np.arange(ROWS)[:, None] == 1, np.nan, logits)
+    for weights in (np.ones(ROWS), np.arange(ROWS) != 1):
+        assert np.isnan(accuracy.empty().update(broken, labels, weights).compute()) == weights[1]
     half = np.arange(ROWS) < ROWS // 2
     collected = adapt_clu(clu.CollectingMetric.from_outputs(("labels",)))
-    assert collected.empty().compute() == 0.0
+    assert np.isnan(collected.empty().compute())
     parts = [collected.empty().update_from({}, logits, labels, weights) for weights in (half, ~half)]
     assert parts[0].merge(parts[1]).compute()["labels"].tolist() == labels.tolist()

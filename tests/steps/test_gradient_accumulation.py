@@ -18,7 +18,7 @@ from fitflax import metrics
 from fitflax.callbacks import ModelCheckpoint
 from fitflax.data import Batcher
 from fitflax.data.feeds import Feeder
-from fitflax.errors import ConfigError, DataError, LossError, ModelError, RestoreError
+from fitflax.errors import ConfigError, DataError, FitflaxWarning, LossError, ModelError, RestoreError
 from fitflax.metrics import Metric
 from fitflax.parallel import DataParallel
 from fitflax.state import Batch
@@ -180,7 +180,8 @@ def test_a_micro_batch_with_only_padding_adds_nothing(devices: Devices):
 
 
 def test_a_batch_with_weight_zero_has_a_gradient_of_zero(devices: Devices):
-    grads = gradient(trainer_of(Net(), devices(2), "mse", 2), (X, Y, 0 * WEIGHTS))
+    with pytest.warns(FitflaxWarning, match="are 0, so weighted values such as 'loss' are NaN"):
+        grads = gradient(trainer_of(Net(), devices(2), "mse", 2), (X, Y, 0 * WEIGHTS))
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(grads))
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax.training.train_state import TrainState
 
 import fitflax
 from fitflax.callbacks import ModelCheckpoint, TerminateOnNaN
@@ -387,3 +388,81 @@ def test_the_scale_is_saved_and_restored(tmp_path: Any, devices: Devices):
         assert scale_of(other) == FIRST_SCALE / 2 and int(other.state.opt_state.good_steps) == 1
         other.train_on_batch(SMALL)
         assert int(other.state.opt_state.good_steps) == 2
+
+
+# -- fp8 --
+
+FP8_X = (30 * RNG.normal(size=(32, 16))).astype(np.float32)
+FP8_Y = (FP8_X @ RNG.normal(size=(16, 8)) / 30).astype(np.float32)
+
+
+class Fp8Net(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        x = nn.relu(nn.Dense(16, dot_general_cls=nn.Fp8DirectDotGeneralOp, name="first")(x))
+        return nn.Dense(8, dot_general_cls=nn.Fp8DirectDotGeneralOp, name="last")(x)
+
+
+def fp8_trainer(devices: list[jax.Device], **options: Any) -> fitflax.Trainer:
+    trainer = fitflax.Trainer(Fp8Net(), parallel=DataParallel(devices))
+    trainer.compile(optax.sgd(1e-3), "mse", **options)
+    trainer.build((FP8_X, FP8_Y))
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "options"),
+    [
+        (1, {}),
+        (4, {"accumulate_steps": 2}),
+        pytest.param(4, {}, marks=SLOW),
+        pytest.param(1, {"accumulate_steps": 4}, marks=SLOW),
+        pytest.param(1, {"steps_per_call": 2}, marks=SLOW),
+    ],
+    ids=str,
+)
+def test_scales_of_fp8_are_replaced_by_their_gradients_as_in_the_train_state_of_flax(num_devices: int, options: Any, devices: Devices):
+    trainer = fp8_trainer(devices(num_devices), **options)
+    variables = {"params": trainer.state.params, **trainer.state.model_state}
+    state = TrainState.create(apply_fn=Fp8Net().apply, params=variables, tx=optax.sgd(1e-3))
+
+    @jax.jit
+    def step(state: TrainState, x: Any, y: Any) -> TrainState:
+        return state.apply_gradients(grads=jax.grad(lambda variables: jnp.mean((state.apply_fn(variables, x) - y) ** 2))(state.params))
+
+    for _ in range(2):
+        for rows in (slice(0, 16), slice(16, 32)):
+            state = step(state, FP8_X[rows], FP8_Y[rows])
+    trainer.fit(FP8_X, FP8_Y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    scales = state.params["_overwrite_with_gradient"]
+    assert not np.array_equal(scales["first"]["Fp8DirectDotGeneralOp_0"]["input_scale"], [1.0])
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)  # noqa: E731
+    jax.tree.map(close, trainer.state.model_state["_overwrite_with_gradient"], scales)
+    jax.tree.map(close, trainer.state.params, state.params["params"])
+
+
+@pytest.mark.slow
+def test_a_resumed_run_with_fp8_is_bit_for_bit_identical_to_an_uninterrupted_run(tmp_path: Any, devices: Devices):
+    def run(directory: str, ends: list[int]) -> fitflax.Trainer:
+        for steps in ends:
+            trainer = fp8_trainer(devices(2), accumulate_steps=2)
+            trainer.fit(FP8_X, FP8_Y, batch_size=8, steps=steps, callbacks=[ModelCheckpoint(tmp_path / directory)], resume="auto", verbose=0)
+        return trainer
+
+    whole, resumed = run("whole", [10]), run("parts", [5, 10])
+    assert resumed.step == 10 and not differences(state_of(resumed), state_of(whole))
+
+
+@pytest.mark.slow
+def test_a_custom_step_that_calls_the_default_one_updates_the_scales_of_fp8(devices: Devices):
+    class Custom(fitflax.Trainer):
+        def train_step(self, state: Any, batch: Any) -> Any:
+            return super().train_step(state, batch)
+
+    states = []
+    for kind in (fitflax.Trainer, Custom):
+        trainer = kind(Fp8Net(), parallel=DataParallel(devices(2)))
+        trainer.compile(optax.sgd(1e-3), "mse")
+        trainer.fit(FP8_X, FP8_Y, batch_size=16, verbose=0)
+        states.append(trainer.state)
+    jax.tree.map(np.testing.assert_array_equal, states[0].model_state, states[1].model_state)

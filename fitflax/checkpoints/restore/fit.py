@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fitflax.checkpoints.formats.plain_tree import join, leaf_paths, map_leaves, nested, shown, walk
@@ -46,7 +47,7 @@ def restore_tree(target: PyTree, saved: Any, *, where: str, root: str, key_impls
     pairs: dict[str, tuple[Any, Any]] = {}
     for path in sorted(paths.keys() & found):
         wanted = leaves[paths[path]]
-        leaves[paths[path]], difference = fit_leaf(wanted, found[path], key_impls.get(path))
+        leaves[paths[path]], difference = fit_leaf(wanted, _as_hyperparam(path, wanted, found[path]), key_impls.get(path))
         pairs[shown(path)] = wanted, found[path]
         different |= {path: f"{shown(path)} {difference}"} if difference else {}
     missing, unexpected = (_without_averages(dict.fromkeys(each)) for each in (paths.keys() - found, found.keys() - paths))
@@ -61,6 +62,14 @@ def restore_tree(target: PyTree, saved: Any, *, where: str, root: str, key_impls
         faults = "".join(f" {title}: {texts}." for title, texts in lists.items() if texts)
         raise RestoreError(f"{where} does not fit this {what}.{f' {to_do}' if to_do else ''}{faults}")
     return jax.tree.unflatten(treedef, leaves)
+
+
+def _as_hyperparam(path: str, target: Any, saved: Any) -> Any:
+    """Returns a hyperparameter of the optimizer in the dtype of the target. In version 0.1, it had that of the parameters."""
+    is_hyperparam = path.startswith("train/opt_state/") and path.split("/")[-2] == "hyperparams"
+    if not is_hyperparam or not all(hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in (target, saved)):
+        return saved
+    return saved if saved.dtype == target.dtype else np.asarray(saved).astype(target.dtype)
 
 
 def _without_averages(paths: dict[str, Any]) -> dict[str, Any]:
