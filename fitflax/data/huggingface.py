@@ -19,7 +19,7 @@ from fitflax.data.resumable import Bookmark, LoaderPass, drop, has_states, resum
 from fitflax.data.tables import needed_columns
 from fitflax.errors import DataError
 
-__all__ = ["StreamSource", "TableSource", "is_split_dict", "is_stream", "is_table"]
+__all__ = ["StreamSource", "TableSource", "has_exact_state", "is_split_dict", "is_stream", "is_table"]
 
 
 def _is_a(data: Any, *names: str) -> bool:
@@ -102,7 +102,7 @@ class StreamSource(ColumnSource):
         # Each pass has its own view, so that the user's object keeps its epoch and its state.
         view = self._stream.with_format("numpy")
         view.set_epoch(position.passes)
-        exact = has_states(view) and not _loses_rows(getattr(view, "_ex_iterable", None))
+        exact = has_exact_state(view)
         kind = _ResumableBatches if exact else _Batches
         return LoaderPass(kind(view, self.batch_size or 32, self._drop_remainder), self._read, state if exact else None)
 
@@ -130,6 +130,11 @@ class _ResumableBatches(_Batches):
 
     def load_state_dict(self, state: Any) -> None:
         self._stream.load_state_dict(state)
+
+
+def has_exact_state(stream: Any) -> bool:
+    """Returns whether the state of a `datasets.IterableDataset` holds all that a resume needs."""
+    return has_states(stream) and not _loses_rows(getattr(stream, "_ex_iterable", None))
 
 
 def _loses_rows(node: Any) -> bool:
