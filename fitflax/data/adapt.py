@@ -93,15 +93,17 @@ def adapt(
     >>> adapt(np.zeros((100, 3)), np.zeros(100), batch_size=32).num_batches
     4
     """
+    if shuffle not in (True, False):
+        raise ConfigError(f"shuffle must be True or False. Received: {shuffle!r}. Pass True to shuffle the rows; Keras's 'batch' is not supported.")
     if isinstance(data, Source):
         return data
-    arguments = _Arguments(y, sample_weight, batch_size, shuffle, seed, drop_remainder, selection, inputs_only, name)
+    arguments = _Arguments(y, sample_weight, batch_size, bool(shuffle), seed, drop_remainder, selection, inputs_only, name)
     for role, given in ((name, data), ("y", y), ("sample_weight", sample_weight)):
         if _is_number_list(given):
             raise DataError(f"`{role}` is a list of Python numbers. Convert it to an array: np.asarray({role}).")
     if isinstance(data, TokenFile):
         arguments.reject(data, "y", "sample_weight")
-        order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_remainder": drop_remainder}
+        order: dict[str, Any] = {"shuffle": arguments.shuffle, "seed": seed, "drop_remainder": drop_remainder}
         return TokenSource(data, inputs_only=inputs_only, batch_size=arguments.size, **order)
     known = _library_source(data, arguments)
     if known is not None:
@@ -111,7 +113,7 @@ def adapt(
             wanted = selection.columns(list(data.columns), inputs_only=inputs_only or y is not None, name=name)
             data = tables.named_columns(data, wanted, name)
         x, targets, weights = _split_arrays(_as_numpy(data, name), _as_numpy(y, "y"), _as_numpy(sample_weight, "sample_weight"), selection, inputs_only)
-        return ArraySource(x, targets, weights, batch_size=arguments.size, shuffle=shuffle, seed=seed, drop_remainder=drop_remainder)
+        return ArraySource(x, targets, weights, batch_size=arguments.size, shuffle=arguments.shuffle, seed=seed, drop_remainder=drop_remainder)
     if is_structure(data) and (isinstance(data, tuple) or not (hasattr(data, "__iter__") or callable(data))):
         raise DataError(f"`{name}` is a pytree (a {type(data).__name__}) with leaves that are not arrays. Convert every leaf to an array.")
     if isinstance(data, str | bytes) or data is None or not (callable(data) or hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
