@@ -153,8 +153,10 @@ def _arrays(batch: Any, columns: list[str], features: Any, name: str) -> dict[st
         array = np.asarray(values) if hasattr(values, "__array__") else _stacked(values, where)
         if array.dtype == object and array.size and all(hasattr(value, "__len__") and not isinstance(value, str | bytes) for value in array.flat):
             raise DataError(f"{where} holds lists of different lengths. Pad them first, for example with map().")
-        to_numpy({column: array}, name=name)
         dtype = _dtype_of(features.get(column))
+        if dtype is not None and dtype.kind in "iu" and array.dtype.kind in "iu":
+            array = array.astype(dtype, copy=False)
+        to_numpy({column: array}, name=name)
         if dtype is not None and dtype.kind in "biu" and array.dtype.kind == "f":
             raise DataError(f"{where} is a column of dtype {dtype} with missing values. Fill them in, or remove their rows with filter().")
         arrays[column] = array if dtype is None else array.astype(jax.dtypes.canonicalize_dtype(dtype), copy=False)
