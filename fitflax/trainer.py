@@ -919,7 +919,8 @@ class Trainer:
 
         Raises:
             NotReadyError: Before there is a state.
-            DataError: The data cannot be turned into batches.
+            DataError: The data cannot be turned into batches, or the outputs of two batches have other shapes, such as another length. For such data, use
+                `predict_iter`.
             ModelError: The module does not run on the data, or an output has no axis of examples.
 
         >>> import numpy as np
