@@ -2,6 +2,7 @@ import collections
 import gc
 import itertools
 import multiprocessing
+import warnings
 from typing import Any
 
 import jax.numpy as jnp
@@ -342,6 +343,50 @@ def test_a_stream_whose_epoch_the_user_chose_resumes_in_the_middle(tmp_path):
     uninterrupted = run_with(tmp_path / "never", 8)
     run_with(tmp_path / "stopped", 4)
     assert_same(run_with(tmp_path / "stopped", 8), uninterrupted)
+
+
+def stateful_loader(**options: Any) -> Any:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    return stateful.StatefulDataLoader(tensors(), batch_size=BATCH, **options)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: loader(shuffle=True, generator=seeded()),
+        lambda: stateful_loader(shuffle=True),
+        lambda: stateful_loader(shuffle=True, generator=seeded()),
+        lambda: loader(shuffle=True),
+        lambda: loader(shuffle=True, generator=seeded(), num_workers=1, persistent_workers=True),
+        lambda: stateful_loader(shuffle=True, generator=seeded(), num_workers=1, persistent_workers=True),
+    ],
+    ids=["generator", "stateful", "stateful with a generator", "global generator", "persistent workers", "stateful with persistent workers"],
+)
+@pytest.mark.mostly_slow
+@forks[0]
+@forks[1]
+def test_a_callback_that_leaves_the_data_alone_in_on_epoch_begin_changes_no_number(make, tmp_path):
+    def run_twice(root: Any, steps: int, **options: Any) -> dict[str, Any]:
+        torch.manual_seed(1)
+        data = make()
+        first = run(root, data, steps, **options)
+        trainer = make_trainer()
+        trainer.fit(data, epochs=1, verbose=0)
+        history = trainer.fit(data, epochs=2, verbose=0, **options)
+        return {"first": first, "second": {**state_of(trainer), "history": rows_of(history)}}
+
+    options = {"callbacks": [LambdaCallback(on_epoch_begin=lambda epoch, logs: None)]}
+    expected = run_twice(tmp_path / "without", 8)
+    assert_same(run_twice(tmp_path / "with", 8, **options), expected)
+    if make().generator is not None or hasattr(make(), "load_state_dict"):  # Otherwise a resume cannot repeat the order.
+        for k in (3, 4):
+            torch.manual_seed(1)
+            run(tmp_path / str(k), make(), k, **options)
+            torch.manual_seed(99)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="This data source cannot seek")
+                assert_same(run(tmp_path / str(k), make(), 8, **options), expected["first"])
 
 
 # -- batches --
