@@ -745,9 +745,9 @@ class Trainer:
 
         Args:
             data: Arrays `[examples, ...]`, alone or nested in lists, tuples, dicts and dataclasses; data frames; a Hugging Face dataset; or anything that
-                yields batches: a PyTorch `DataLoader`, `tf.data`, Grain, an iterable, a generator, or a function that returns an iterator. Inputs whose
-                arrays share no axis of examples are passed whole: targets or weights then count the examples, and an example whose weights are all 0 is
-                padding.
+                yields batches: a PyTorch `DataLoader`, `tf.data`, Grain, a Keras `PyDataset`, an iterable, a generator, or a function that returns an iterator.
+                Inputs whose arrays share no axis of examples are passed whole: targets or weights then count the examples, and an example whose weights are
+                all 0 is padding.
             y: Targets, for arrays.
             sample_weight: Weights `[examples]` or `[examples, ...]`, for arrays.
             steps: The number of steps.
@@ -803,7 +803,7 @@ class Trainer:
         if trial:
             steps, epochs, validation_steps, validation_freq, resume = trial, initial_epoch + 1, None, 1, None
         config = None if config is None else as_config(config)
-        source = self._to_source("fit", data, y, sample_weight, batch_size=batch_size, shuffle=shuffle and not num_overfit, drop_remainder=drop_remainder)
+        source = self._to_source("fit", data, y, sample_weight, batch_size=batch_size, shuffle=False if num_overfit else shuffle, drop_remainder=drop_remainder)
         source, validation_data = hold_out(session, source, validation_data, validation_split, validation_batch_size)
         source = session.intake.agreed(FirstBatches(source, num_overfit)) if num_overfit else source
         sets = argument_checks.validation_sets(validation_data, self._selection)
@@ -919,7 +919,8 @@ class Trainer:
 
         Raises:
             NotReadyError: Before there is a state.
-            DataError: The data cannot be turned into batches.
+            DataError: The data cannot be turned into batches, or the outputs of two batches have other shapes, such as another length. For such data, use
+                `predict_iter`.
             ModelError: The module does not run on the data, or an output has no axis of examples.
 
         >>> import numpy as np

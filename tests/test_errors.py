@@ -340,6 +340,15 @@ def test_the_error_for_a_loss_without_targets_says_how_to_pass_them():
     fails(LossError, r"needs targets", lambda: [(X,)])
     fails(LossError, r"needs targets", {"x": X, "y": Y}, trainer=make(inputs="x"))
 
+    class TakesDict(nn.Module):
+        @nn.compact
+        def __call__(self, batch):
+            return nn.Dense(3)(batch["x"])
+
+    selects = r"set Trainer\(inputs=\.\.\., targets=\.\.\.\) to select keys of dicts"
+    fails(LossError, rf"The loss 'mse' needs targets.*{selects}", {"x": X, "y": Y}, trainer=make(TakesDict()))
+    fails(LossError, rf"batches have no targets\. .*{selects}", {"x": X, "y": Y}, trainer=make(TakesDict(), loss=lambda outputs, targets: outputs))
+
 
 def test_nothing_to_minimize_is_an_error():
     fails(LossError, r"There is nothing to minimize: compile\(\) has no loss, and the module sows no 'losses'", X, Y, trainer=make(loss=None))

@@ -469,6 +469,16 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         ModelError,
         "The inputs are a dict, which is one argument. To select entries of it, pass their keys: Trainer(inputs='image', targets='label').",
     ),
+    "a dict of inputs and targets": (
+        lambda: fit({"x": X, "y": Y}, None),
+        ModelError,
+        "The inputs are a dict, which is one argument. To select entries of it, pass their keys: Trainer(inputs='x', targets='y').",
+    ),
+    "a dict of inputs and targets, of which it is unclear which is which": (
+        lambda: fit({"left": X, "right": Y}, None),
+        ModelError,
+        "To select entries of it, pass their keys: Trainer(inputs='image', targets='label').",
+    ),
     "inputs and targets in a list": (
         lambda: fit([X, Y], None),
         ModelError,

@@ -122,6 +122,8 @@ class Callback:
         needs_trainer: Whether the callback cannot be called as a plain function with a checkpoint.
         may_skip_batches: Whether batch hooks may be called for only some batches, about 20 times per second. This makes the loop faster, and lets it
             compute several small batches of an evaluation or prediction in one call.
+        may_prefetch: Whether the first batch of an epoch may be requested before `on_epoch_begin`, because the hook does not change the data. This is faster:
+            the batch is read while the device finishes the previous epoch.
         main_process_only: Whether only the first process calls it, as for callbacks that write or display something.
         writes_files: Whether it writes files. `fit(fast_dev_run=...)` leaves such callbacks out.
         needs_gradients_norm: Whether it reads `checkpoint.gradients_norm`, without which some steps are faster. By default, whether it overrides
@@ -149,6 +151,7 @@ class Callback:
     needs_sown: str | tuple[str, ...] = ()
     needs_culprit: bool = False
     may_skip_batches: bool = False
+    may_prefetch: bool = False
     _own_schedule: Schedule | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -183,7 +186,7 @@ class Callback:
         """Called once at the end, also of a run that failed. `logs` are those of the last epoch."""
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any]) -> None:
-        """Called before an epoch's first batch, but not when a resume enters an epoch in its middle. `logs` is empty."""
+        """Called before an epoch's first batch is requested, but not when a resume enters an epoch in its middle. `logs` is empty."""
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Called after an epoch's last batch and its validation."""

@@ -66,6 +66,11 @@ class CallbackList:
         """Returns whether any of these hooks must be called for every batch."""
         return any(not callback.may_skip_batches and overrides(callback, hook) for callback in self._all for hook in hooks)
 
+    @property
+    def may_prefetch(self) -> bool:
+        """Whether the first batch of an epoch may be requested before `on_epoch_begin`; the same in all processes."""
+        return all(callback.may_prefetch or not overrides(callback, "on_epoch_begin") for callback in self._all)
+
     def call(self, hook: str, *arguments: Any) -> None:
         """Calls `hook` of all callbacks that override it."""
         if hook not in _TIMED:

@@ -32,6 +32,7 @@ class LearningRateScheduler(Callback):
 
     phase = Phase.CHANGE
     needs_trainer = True
+    may_prefetch = True
 
     def __init__(self, schedule: Callable[[int], Any] | Callable[[int, float], Any]) -> None:
         self._takes_rate = _takes_rate(schedule)

@@ -40,6 +40,7 @@ class ProgressBar(Callback):
 
     phase = Phase.RECORD
     main_process_only = True
+    may_prefetch = True
 
     def __init__(self, *, refresh_seconds: float = 0.1, file: TextIO | None = None) -> None:
         if not refresh_seconds >= 0:

@@ -16,6 +16,7 @@ import fitflax.data.torch_loader as torch_loader
 from fitflax.data.arrays import ArraySource
 from fitflax.data.batch import DEFAULT_BATCH_SIZE, Selection, Triple
 from fitflax.data.grain import grain_length, is_grain
+from fitflax.data.sequences import SequenceSource, is_sequence
 from fitflax.data.sources import IterableSource, OneShotSource, Source
 from fitflax.data.tensorflow import TensorFlowSource, is_tensorflow_dataset
 from fitflax.data.token_file import TokenFile, TokenSource
@@ -71,8 +72,9 @@ def adapt(
 
     Args:
         data: In-memory data: an array, or a list, tuple, dict, dataclass or other pytree whose leaves are all arrays with an axis of examples (data frames and
-            series count as arrays). Or a Hugging Face or Ray dataset, a PyTorch `DataLoader`, a `tf.data.Dataset`, a Grain dataset or loader, any other
-            iterable or iterator of batches, a function that returns one of these, a `TokenFile`, or a `Source`.
+            series count as arrays). Or a Hugging Face or Ray dataset, a PyTorch `DataLoader`, a `tf.data.Dataset`, a Grain dataset or loader, any
+            other object with `__getitem__` and `__len__`, such as Keras's `PyDataset`, any other iterable or iterator of batches, a function that returns one
+            of these, a `TokenFile`, or a `Source`.
         y: Targets of in-memory data.
         sample_weight: Weights of in-memory data, `[examples]` or `[examples, ...]`.
         batch_size: Rows of a batch of in-memory data, or of a Hugging Face or Ray dataset; 32 by default.
@@ -91,15 +93,17 @@ def adapt(
     >>> adapt(np.zeros((100, 3)), np.zeros(100), batch_size=32).num_batches
     4
     """
+    if shuffle not in (True, False):
+        raise ConfigError(f"shuffle must be True or False. Received: {shuffle!r}. Pass True to shuffle the rows; Keras's 'batch' is not supported.")
     if isinstance(data, Source):
         return data
-    arguments = _Arguments(y, sample_weight, batch_size, shuffle, seed, drop_remainder, selection, inputs_only, name)
+    arguments = _Arguments(y, sample_weight, batch_size, bool(shuffle), seed, drop_remainder, selection, inputs_only, name)
     for role, given in ((name, data), ("y", y), ("sample_weight", sample_weight)):
         if _is_number_list(given):
             raise DataError(f"`{role}` is a list of Python numbers. Convert it to an array: np.asarray({role}).")
     if isinstance(data, TokenFile):
         arguments.reject(data, "y", "sample_weight")
-        order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_remainder": drop_remainder}
+        order: dict[str, Any] = {"shuffle": arguments.shuffle, "seed": seed, "drop_remainder": drop_remainder}
         return TokenSource(data, inputs_only=inputs_only, batch_size=arguments.size, **order)
     known = _library_source(data, arguments)
     if known is not None:
@@ -109,7 +113,7 @@ def adapt(
             wanted = selection.columns(list(data.columns), inputs_only=inputs_only or y is not None, name=name)
             data = tables.named_columns(data, wanted, name)
         x, targets, weights = _split_arrays(_as_numpy(data, name), _as_numpy(y, "y"), _as_numpy(sample_weight, "sample_weight"), selection, inputs_only)
-        return ArraySource(x, targets, weights, batch_size=arguments.size, shuffle=shuffle, seed=seed, drop_remainder=drop_remainder)
+        return ArraySource(x, targets, weights, batch_size=arguments.size, shuffle=arguments.shuffle, seed=seed, drop_remainder=drop_remainder)
     if is_structure(data) and (isinstance(data, tuple) or not (hasattr(data, "__iter__") or callable(data))):
         raise DataError(f"`{name}` is a pytree (a {type(data).__name__}) with leaves that are not arrays. Convert every leaf to an array.")
     if isinstance(data, str | bytes) or data is None or not (callable(data) or hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
@@ -117,6 +121,9 @@ def adapt(
             f"`{name}` must be arrays, an iterable of batches, or a function that returns an iterator of batches. Received: a {type(data).__name__}."
         )
     arguments.reject(data, "y", "sample_weight", "batch_size", "drop_remainder")
+    sequence = _sequence_source(data, arguments)
+    if sequence is not None:
+        return sequence
     if isinstance(data, Iterator):
         convert = torch_loader.torch_batch if torch_loader.is_loader_iterator(data) else lambda item: item
         return OneShotSource(data, selection, inputs_only=inputs_only, convert=convert)
@@ -126,8 +133,8 @@ def adapt(
         if length == 0:
             raise DataError(f"`{name}` is an empty {type(data).__name__}.")
         return IterableSource(lambda: data, selection, inputs_only=inputs_only, num_batches=length)
-    # The function may return an object of a library that has its own source.
-    return IterableSource(data, selection, inputs_only=inputs_only, adapt=lambda made: _library_source(made, arguments))
+    # The function may return an object that has its own source.
+    return IterableSource(data, selection, inputs_only=inputs_only, adapt=lambda made: _library_source(made, arguments) or _sequence_source(made, arguments))
 
 
 def _is_number_list(data: Any) -> bool:
@@ -178,6 +185,13 @@ def _library_source(data: Any, arguments: _Arguments) -> Source | None:
         return None
     arguments.reject(data, "y", "sample_weight", "batch_size", "drop_remainder")
     return make()
+
+
+def _sequence_source(data: Any, arguments: _Arguments) -> Source | None:
+    """Returns the source of a sequence of batches; `None` for anything else."""
+    if not is_sequence(data):
+        return None
+    return SequenceSource(data, arguments.selection, inputs_only=arguments.inputs_only, name=arguments.name)
 
 
 def _as_numpy(tree: Any, name: str) -> Any:

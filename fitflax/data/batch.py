@@ -21,7 +21,7 @@ from fitflax.state import Batch, PyTree
 
 __all__ = [
     *("DEFAULT_BATCH_SIZE", "Batcher", "FedBatch", "Position", "Selection", "Triple"),
-    *("count_examples", "fingerprint", "full_mask", "in_one_piece", "refit"),
+    *("check_fits", "count_examples", "fingerprint", "full_mask", "in_one_piece", "refit"),
 ]
 
 DEFAULT_BATCH_SIZE = 32
@@ -121,7 +121,11 @@ def full_mask(size: int) -> np.ndarray[Any, Any]:
 
 
 def to_numpy(tree: PyTree, *, name: str) -> PyTree:
-    """Returns `tree` with its leaves as NumPy arrays; JAX arrays are kept. Raises a `DataError` for leaves that are not numeric."""
+    """Returns `tree` with its leaves as NumPy arrays; JAX arrays are kept.
+
+    Raises:
+        DataError: A leaf is not numeric, or holds an integer that JAX's dtype cannot hold.
+    """
 
     def convert(path: Any, leaf: Any) -> Any:
         where = name + jax.tree_util.keystr(path)
@@ -134,9 +138,20 @@ def to_numpy(tree: PyTree, *, name: str) -> PyTree:
         if array.dtype.kind in "OUSMm":
             hint = "; encode them as numbers first" if array.dtype.kind in "OUS" else ""
             raise DataError(f"{where} must hold numbers, but its dtype is {array.dtype}{hint}.")
+        if array.dtype.itemsize == 8 and array.dtype.kind in "iu":
+            check_fits(array, jax.dtypes.canonicalize_dtype(array.dtype), name=where, advice="Encode it in a smaller range, or set JAX_ENABLE_X64=1.")
         return array
 
     return jax.tree_util.tree_map_with_path(convert, tree)
+
+
+def check_fits(array: np.ndarray[Any, Any], dtype: np.dtype[Any], *, name: str, advice: str) -> None:
+    """Raises a `DataError` if an array holds an integer that does not fit `dtype`, because converting it would change its value without an error."""
+    if array.dtype == dtype or not array.size:
+        return
+    least, most, limits = int(array.min()), int(array.max()), np.iinfo(dtype)
+    if least < limits.min or most > limits.max:
+        raise DataError(f"{name} holds the integer {most if most > limits.max else least}, which does not fit {np.dtype(dtype).name}. {advice}")
 
 
 @dataclasses.dataclass(frozen=True)

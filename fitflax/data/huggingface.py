@@ -19,7 +19,7 @@ from fitflax.data.resumable import Bookmark, LoaderPass, drop, has_states, resum
 from fitflax.data.tables import needed_columns
 from fitflax.errors import DataError
 
-__all__ = ["StreamSource", "TableSource", "is_split_dict", "is_stream", "is_table"]
+__all__ = ["StreamSource", "TableSource", "has_exact_state", "is_split_dict", "is_stream", "is_table"]
 
 
 def _is_a(data: Any, *names: str) -> bool:
@@ -102,7 +102,7 @@ class StreamSource(ColumnSource):
         # Each pass has its own view, so that the user's object keeps its epoch and its state.
         view = self._stream.with_format("numpy")
         view.set_epoch(position.passes)
-        exact = has_states(view) and not _loses_rows(getattr(view, "_ex_iterable", None))
+        exact = has_exact_state(view)
         kind = _ResumableBatches if exact else _Batches
         return LoaderPass(kind(view, self.batch_size or 32, self._drop_remainder), self._read, state if exact else None)
 
@@ -132,6 +132,11 @@ class _ResumableBatches(_Batches):
         self._stream.load_state_dict(state)
 
 
+def has_exact_state(stream: Any) -> bool:
+    """Returns whether the state of a `datasets.IterableDataset` holds all that a resume needs."""
+    return has_states(stream) and not _loses_rows(getattr(stream, "_ex_iterable", None))
+
+
 def _loses_rows(node: Any) -> bool:
     """Returns whether the state of a stream omits rows in a shuffle buffer; `True` if unknown."""
     if node is None or type(node).__name__.startswith("BufferShuffled"):
@@ -148,8 +153,10 @@ def _arrays(batch: Any, columns: list[str], features: Any, name: str) -> dict[st
         array = np.asarray(values) if hasattr(values, "__array__") else _stacked(values, where)
         if array.dtype == object and array.size and all(hasattr(value, "__len__") and not isinstance(value, str | bytes) for value in array.flat):
             raise DataError(f"{where} holds lists of different lengths. Pad them first, for example with map().")
-        to_numpy({column: array}, name=name)
         dtype = _dtype_of(features.get(column))
+        if dtype is not None and dtype.kind in "iu" and array.dtype.kind in "iu":
+            array = array.astype(dtype, copy=False)
+        to_numpy({column: array}, name=name)
         if dtype is not None and dtype.kind in "biu" and array.dtype.kind == "f":
             raise DataError(f"{where} is a column of dtype {dtype} with missing values. Fill them in, or remove their rows with filter().")
         arrays[column] = array if dtype is None else array.astype(jax.dtypes.canonicalize_dtype(dtype), copy=False)

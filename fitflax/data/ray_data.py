@@ -32,7 +32,7 @@ class RaySource(ColumnSource):
     Missing columns, and columns that are not numeric, raise while reading.
     """
 
-    is_repeatable = False
+    is_repeatable = can_reread = False
 
     def __init__(self, data: Any, selection: Selection, **options: Any) -> None:
         super().__init__(None, selection, **options)

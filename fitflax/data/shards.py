@@ -310,6 +310,14 @@ class ShardFeed(Feed):
         return self._local.state_dict(position)
 
     @override
+    def hold_passes(self) -> None:
+        self._local.hold_passes()
+
+    @override
+    def announce_pass(self) -> None:
+        self._local.announce_pass()
+
+    @override
     def joined_state(self, position: Position, *, is_alone: bool) -> dict[str, Any] | None:
         if isinstance(self.source, IndexedSource):
             return None  # These sources have no other state than the position.

@@ -5,6 +5,7 @@ of the loader. Sources that cannot seek are read up to the position, and a warni
 """
 
 import abc
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from typing_extensions import override
 
 from fitflax.data.batch import Batcher, FedBatch, Position, Selection, Triple, count_examples
 from fitflax.data.grain import start_workers
+from fitflax.data.randomness import undisturbed
 from fitflax.data.resumable import KEPT, Bookmark, Bookmarks, LoaderPass, Pass, RowsPass, drop, resumed, set_state, state_methods
 from fitflax.data.shard_info import Shares
 from fitflax.errors import warn
@@ -32,6 +34,7 @@ class Source(abc.ABC):
         num_examples: Examples in a pass; `None` if unknown.
         batch_size: The requested batch size; `None` if the first batch decides.
         can_restart: Whether a second pass is possible.
+        can_reread: Whether the beginning of a pass can be read one more time without changing later passes.
         is_endless: Whether a pass is known never to end.
         shuffles: Whether the order depends on the seed and the pass; `None` if the data has its own order.
         owns_batches: Whether the arrays that it yields are never overwritten.
@@ -53,6 +56,7 @@ class Source(abc.ABC):
     num_examples: int | None = None
     batch_size: int | None = None
     can_restart: bool = True
+    can_reread: bool = True
     is_endless: bool = False
     shuffles: bool | None = None
     owns_batches: bool = False
@@ -98,6 +102,19 @@ class Source(abc.ABC):
             bookmark: A state of the same pass, at this position or before it; `None` if there is none.
         """
         return self.open(position)
+
+    def announce(self, position: Position, bookmark: Bookmark | None = None) -> None:  # noqa: B027 (most data takes no number)
+        """Sets the number of the next pass in the user's data, if it takes one; `open` and `reopen` do it otherwise.
+
+        Args:
+            position: The beginning of the pass.
+            bookmark: As in `reopen`.
+        """
+
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Restores the random generators of the user's data when its block ends."""
+        yield
 
 
 class Feed:
@@ -148,6 +165,16 @@ class Feed:
         self._pass: Pass | None = None
         self._resume: tuple[Bookmark | None] | None = None
         self._has_states = False
+        self._holds_passes = False
+
+    def hold_passes(self) -> None:
+        """Makes this feed open a pass only when its first batch is requested, not earlier to take its state."""
+        self._holds_passes = True
+
+    def announce_pass(self) -> None:
+        """Sets the number of the pass in the user's data if the next batch begins a pass, before the batch is requested."""
+        if self._iterator is None and not self._buffer:
+            self.source.announce(self._position, None if self._resume is None else self._resume[0])
 
     def next(self, ahead: int | None = None) -> FedBatch | None:
         """Returns the next batch, or `None` at the end of a pass; the call after that starts the next pass.
@@ -317,11 +344,26 @@ class Feed:
         if position == self._position and self._pass is not None and not self._buffer:
             self._bookmarks.take(position, self._pass)
         elif position == self._position and self._iterator is None and self._has_states:
-            try:
-                self._iterator = self._open()  # Between two passes, the state of the next one is needed.
-            except Exception as error:  # noqa: BLE001 (it must not prevent the checkpoint, and `next` raises it again)
-                warn(f"The next pass over the data could not be opened, so the checkpoint does not contain its state: {error!r}.")
+            if self._holds_passes:
+                self._take_next_state()
+            else:
+                self._open_next()
         return self._bookmarks.state_dict(position)
+
+    def _open_next(self) -> None:
+        try:
+            self._iterator = self._open()  # Between two passes, the state of the next one is needed.
+        except Exception as error:  # noqa: BLE001 (it must not prevent the checkpoint, and `next` raises it again)
+            warn(f"The next pass over the data could not be opened, so the checkpoint does not contain its state: {error!r}.")
+
+    def _take_next_state(self) -> None:
+        """Takes the state of the next pass, which is opened again from this state when its first batch is requested."""
+        if self._resume is not None:
+            return
+        with undisturbed(), self.source.undisturbed():
+            self._open_next()
+            self.close()
+        self._resume_from_bookmark()
 
     def joined_state(self, position: Position, *, is_alone: bool) -> dict[str, Any] | None:
         """Returns the state of all processes if each has its own shard, else `None`. All processes must call it.
@@ -342,7 +384,11 @@ class Feed:
 
     def reopen(self) -> None:
         """Makes a closed feed continue at its position, inside a pass from the newest state of its loader."""
-        if self._iterator is None and self._position.examples and self._bookmarks is not None:
+        if self._iterator is None and self._position.examples:
+            self._resume_from_bookmark()
+
+    def _resume_from_bookmark(self) -> None:
+        if self._bookmarks is not None:
             self.load_state_dict(self._bookmarks.state_dict(self._position))
 
     def close(self) -> None:
@@ -439,7 +485,7 @@ class _OneShotPass(Pass):
 class OneShotSource(Source):
     """Batches from an iterator that can be consumed only once; `convert` is applied to each."""
 
-    can_restart = False
+    can_restart = can_reread = False
 
     def __init__(self, iterator: Iterator[Any], selection: Selection, *, inputs_only: bool = False, convert: Callable[[Any], Any] = lambda item: item) -> None:
         self.iterator = iterator

@@ -29,6 +29,7 @@ class TensorFlowSource(IterableSource):
     """Batches of a batched `tf.data.Dataset`, without ragged or sparse parts; other arguments as in `adapt`."""
 
     owns_batches = True  # TensorFlow's tensors are immutable.
+    can_reread = False  # The random numbers of a pass depend on how many passes were started before.
 
     def __init__(self, dataset: Any, selection: Selection, *, inputs_only: bool = False) -> None:
         _check_spec(selection.split(dataset.element_spec, inputs_only=inputs_only))

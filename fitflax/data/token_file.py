@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from fitflax.data.batch import Position, Triple
+from fitflax.data.batch import Position, Triple, check_fits
 from fitflax.data.indexed import IndexedSource
 from fitflax.data.resumable import RowsPass
 from fitflax.errors import ConfigError, DataError
@@ -104,7 +104,10 @@ class TokenFile:
 
     def windows(self, begins: "np.ndarray[Any, Any]") -> "tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]":
         """Returns inputs and targets, int32 `[windows, length]`, of the windows that start at the tokens `begins`, counted from `begin`."""
-        rows = self._tokens[(self.begin + begins)[:, None] + np.arange(self.length + 1)].astype(np.int32)
+        tokens = self._tokens[(self.begin + begins)[:, None] + np.arange(self.length + 1)]
+        if tokens.dtype.itemsize >= 4:
+            check_fits(tokens, np.dtype(np.int32), name=str(self.path), advice="Number the tokens from 0 to less than 2**31.")
+        rows = tokens.astype(np.int32)
         return np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
 
 

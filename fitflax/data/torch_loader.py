@@ -3,6 +3,7 @@
 PyTorch is never imported here: a user who passes one of its objects has imported it.
 """
 
+import contextlib
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,10 +14,12 @@ import numpy as np
 from typing_extensions import override
 
 from fitflax.data.batch import Position, Selection, Triple
+from fitflax.data.huggingface import has_exact_state, is_stream
 from fitflax.data.resumable import Bookmark, Pass, drop, has_states, set_state
 from fitflax.data.sources import Source
 from fitflax.data.whole_batches import is_structure
 from fitflax.errors import DataError, warn
+from fitflax.integers import is_integer
 
 __all__ = ["TorchSource", "is_bare_dataset", "is_loader", "is_loader_iterator", "is_tensor", "torch_batch"]
 
@@ -72,7 +75,10 @@ def _array(torch: Any, tensor: Any) -> np.ndarray[Any, Any]:
 
 
 class TorchSource(Source):
-    """Batches of a `DataLoader`. One with `state_dict` and `load_state_dict`, such as torchdata's `StatefulDataLoader`, can seek."""
+    """Batches of a `DataLoader`. One with `state_dict` and `load_state_dict`, such as torchdata's `StatefulDataLoader`, can seek.
+
+    A data set or sampler with `set_epoch` receives the number of each pass.
+    """
 
     def __init__(self, loader: Any, selection: Selection, *, inputs_only: bool = False) -> None:
         self._loader = loader
@@ -89,6 +95,8 @@ class TorchSource(Source):
             raise DataError(f"The {type(loader).__name__} is empty: it has 0 batches.")
         # PyTorch's own collation allocates new tensors for each batch.
         self.owns_batches = loader.batch_size is not None and loader.collate_fn is sys.modules[_MODULE].default_collate
+        # The pass whose number the data set and the samplers have.
+        self._announced: int | None = None
 
     @override
     def open(self, position: Position) -> Iterator[Triple]:
@@ -97,16 +105,55 @@ class TorchSource(Source):
     @override
     def reopen(self, position: Position, bookmark: Bookmark | None) -> Iterator[Triple]:
         self._warn_if_not_repeatable(bookmark)
+        if self._announced != position.passes:
+            self.announce(position, bookmark)
         if bookmark is None:
             return self.open(position)
         opened = self._open_pass(position, bookmark.state)
-        return drop(opened, position.examples, seen=bookmark.position.examples, warns=not has_states(self._loader))
+        return drop(opened, position.examples, seen=bookmark.position.examples, warns=not self._has_states)
+
+    @override
+    def announce(self, position: Position, bookmark: Bookmark | None = None) -> None:
+        self._announced = position.passes
+        data_sets = self._data_sets()
+        saved = None if bookmark is None else bookmark.state.get("epochs")
+        for place, taker in enumerate(self._epoch_takers()):
+            if saved is not None and place < len(saved) and saved[place] is not None:
+                taker.set_epoch(saved[place])  # A callback may have set another epoch than the number of the pass.
+            elif bookmark is None or saved is not None or not any(taker is each for each in data_sets):
+                taker.set_epoch(position.passes)
+            # Otherwise the state is from fitflax 0.1, which did not set the epoch of data sets.
+
+    @override
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        generators = self._generators()
+        states, had_workers = [generator.get_state() for generator in generators], _keeps_iterator(self._loader)
+        try:
+            yield
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+            if _keeps_iterator(self._loader) and not had_workers:
+                self._loader._iterator = None  # Persistent workers draw a seed when they start.
 
     def _open_pass(self, position: Position, state: Any) -> "_TorchPass":
-        for sampler in self._samplers():
-            if hasattr(sampler, "set_epoch"):  # DistributedSampler's order depends on its seed and this number.
-                sampler.set_epoch(position.passes)
-        return _TorchPass(self._loader, self._read, self._generators(), state)
+        if self._announced != position.passes:
+            self.announce(position)
+        self._announced = None
+        return _TorchPass(self._loader, self._read, self._generators(), self._epoch_takers(), state, has_states=self._has_states)
+
+    @property
+    def _has_states(self) -> bool:
+        """Whether the loader can seek."""
+        return has_states(self._loader) and all(has_exact_state(each) for each in self._data_sets() if is_stream(each))
+
+    def _data_sets(self) -> list[Any]:
+        return _distinct(_data_sets_in(self._loader.dataset))
+
+    def _epoch_takers(self) -> list[Any]:
+        """Returns the samplers and data sets whose order depends on the number of the pass."""
+        return [each for each in _distinct([*self._samplers(), *self._data_sets()]) if callable(getattr(each, "set_epoch", None))]
 
     def _read(self, item: Any) -> Triple:
         return self._selection.split(torch_batch(item), inputs_only=self._inputs_only)
@@ -123,7 +170,7 @@ class TorchSource(Source):
     def _warn_if_not_repeatable(self, bookmark: Bookmark | None) -> None:
         # Samplers that shuffle have this attribute; if it is None, they draw from the global generator.
         drawing = [sampler for sampler in self._samplers() if hasattr(sampler, "generator")]
-        if not drawing or (has_states(self._loader) and bookmark is not None):
+        if not drawing or (self._has_states and bookmark is not None):
             return
         if any(sampler.generator is None for sampler in drawing):
             reason, advice = "shuffles without its own generator", " Pass it generator=torch.Generator().manual_seed(0)."
@@ -139,13 +186,15 @@ class TorchSource(Source):
 class _TorchPass(Pass):
     """A pass over a `DataLoader` that draws from its generators only when the first batch is requested.
 
-    Its state holds the generators' states from before that and, if the loader has one, the loader's own state.
+    Its state holds the generators' states from before that, the epochs of the samplers and data sets that have one and, if the loader can seek, its state.
     """
 
-    def __init__(self, loader: Any, read: Any, generators: list[Any], state: Any) -> None:
+    def __init__(self, loader: Any, read: Any, generators: list[Any], takers: list[Any], state: Any, *, has_states: bool) -> None:
         self._loader = loader
         self._read = read
         self._generators = generators
+        self._has_states = has_states
+        self._epochs = [int(each.epoch) if is_integer(getattr(each, "epoch", None), 0) else None for each in takers]
         self._iterator: Any = None
         self._states_at_begin: list[Any] | None = None
         self._is_at_beginning = True
@@ -180,7 +229,7 @@ class _TorchPass(Pass):
 
     def _state(self, generators: list[Any], loader: Any) -> dict[str, Any]:
         inside = [generator.get_state() for generator in self._generators] if loader is not None and self._loader.num_workers == 0 else []
-        return {"generators": generators, "loader": loader, "inside": inside, "is_kept": _keeps_iterator(self._loader)}
+        return {"generators": generators, "loader": loader, "inside": inside, "is_kept": _keeps_iterator(self._loader), "epochs": self._epochs}
 
     @override
     def __next__(self) -> Triple:
@@ -188,9 +237,9 @@ class _TorchPass(Pass):
 
     @override
     def snapshot(self) -> Any:
-        if self._iterator is None and self._is_at_beginning and self._generators:
+        if self._iterator is None and self._is_at_beginning and (self._generators or (self._epochs and not self._has_states)):
             return self._state([generator.get_state() for generator in self._generators], None)
-        if not has_states(self._loader):
+        if not self._has_states:
             return None
         self._begin()  # Otherwise the loader reports the state of an earlier, unfinished pass.
         return self._state(self._states_at_begin or [], self._loader.state_dict())
@@ -199,6 +248,15 @@ class _TorchPass(Pass):
     def close(self) -> None:
         # Worker processes end with the iterator, unless the loader keeps them as persistent.
         self._iterator = None
+
+
+def _data_sets_in(data_set: Any) -> Iterator[Any]:
+    """Yields a data set and those that PyTorch's `Subset`, `ConcatDataset`, `ChainDataset` and `StackDataset` in it are made of."""
+    yield data_set
+    if type(data_set).__module__.startswith(_MODULE):
+        parts = getattr(data_set, "datasets", [])
+        for part in [*(parts.values() if isinstance(parts, Mapping) else parts), *([data_set.dataset] if hasattr(data_set, "dataset") else [])]:
+            yield from _data_sets_in(part)
 
 
 def _keeps_iterator(loader: Any) -> bool:

@@ -214,8 +214,22 @@ def predict(
     with undisturbed():
         # Only for arrays: other sources may be slow, and a call waits for all of its batches.
         may_group = isinstance(feed.source, ArraySource) and not callbacks.wants_every("on_predict_batch_begin", "on_predict_batch_end")
-        results = list(_predictions(program, get_state, feed, steps, callbacks, check, reading=contextlib.nullcontext, may_group=may_group))
+        results: list[PyTree] = []
+        with contextlib.closing(_predictions(program, get_state, feed, steps, callbacks, check, reading=contextlib.nullcontext, may_group=may_group)) as found:
+            for outputs in found:
+                results.append(outputs)
+                _check_shapes_of_examples(results[0], outputs)
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *map(Returned.of, results)).rebuilt()
+
+
+def _check_shapes_of_examples(one: PyTree, other: PyTree) -> None:
+    """Checks that the outputs of two batches can be concatenated."""
+    shapes = [[leaf.shape[1:] for leaf in jax.tree.leaves(outputs)] for outputs in (one, other)]
+    if shapes[0] != shapes[1]:
+        raise DataError(
+            f"predict concatenates the outputs of all batches, so their examples must have equal shapes. Received: {shapes[0]} and {shapes[1]}. "
+            "Use predict_iter, which yields the outputs of each batch, or pad the inputs to one length."
+        )
 
 
 def predict_iter(

@@ -16,7 +16,7 @@ from fitflax.checkpoints.restore.resume import check_settings, find_resume, fit_
 from fitflax.checkpoints.store.checkpoint_store import CheckpointStore
 from fitflax.checkpoints.writer.saver import Saver
 from fitflax.checkpoints.writer.snapshot import Snapshots
-from fitflax.data import FedBatch, Feed, Source
+from fitflax.data import FedBatch, Feed, Position, Source
 from fitflax.data.randomness import undisturbed
 from fitflax.data.shards import own_position, spread
 from fitflax.errors import ConfigError, DataError, RestoreError, warn
@@ -121,7 +121,7 @@ def prepare_run(
         compiled = {**session.task.described, **({"class_weight": weights} if weights else {})}
         plan = dataclasses.replace(plan, info={**plan.info, "compiled": compiled})
         given: dict[str, Any] = {"callbacks": callbacks, "validation": validation, "interruption": interruption, "spent": spent or TimeSpent()}
-        run = _make_run(session, source, feed, plan, progress, saved, given, saver)
+        run = _make_run(session, source, feed, plan, progress, class_weight, saved, given, saver)
         if saved is not None:
             warn_of_changes(saved, compiled, to_resume=True)
         failed.pop_all()
@@ -129,11 +129,27 @@ def prepare_run(
 
 
 def _make_run(
-    session: Session, source: Source, feed: Feed, plan: RunPlan, progress: Progress, saved: Saved | None, given: Mapping[str, Any], saver: Saver
+    session: Session,
+    source: Source,
+    feed: Feed,
+    plan: RunPlan,
+    progress: Progress,
+    class_weight: Mapping[int, float] | None,
+    saved: Saved | None,
+    given: Mapping[str, Any],
+    saver: Saver,
 ) -> Run:
     program, steps_per_call = session.task.need_compiled("fit"), session.task.steps_per_call
     with given["spent"].on("data"):
-        fed = _first_batch(feed, source, plan, progress, saved, ahead=steps_per_call if (steps_per_call or 1) > 1 else None)
+        ahead = steps_per_call if (steps_per_call or 1) > 1 else None
+        is_continued = saved is not None or session.state.live is not None or progress.epoch > 0
+        if is_continued and not progress.epoch_is_open and source.can_reread and given["callbacks"] is not None and not given["callbacks"].may_prefetch:
+            fed = _first_batch_of_pass(session, source, class_weight, progress.position.passes)
+        else:
+            fed = _first_batch(feed, source, plan, progress, ahead=ahead)
+    if fed is None and saved is None:
+        exhausted = "It is an exhausted iterator. Pass a function that returns a new one: `lambda: ...`."
+        raise DataError(f"The data yields no batches. {'Check that it is not empty.' if source.can_restart else exhausted}")
     if saved is not None:
         session.restore(saved, None if fed is None else fed.batch)
     steps = steps_per_call or _saved_steps_per_call(saved) or 1
@@ -206,7 +222,7 @@ def _make_feed(session: Session, source: Source, class_weight: Mapping[int, floa
     return feed
 
 
-def _first_batch(feed: Feed, source: Source, plan: RunPlan, progress: Progress, saved: Saved | None, ahead: int | None) -> FedBatch | None:
+def _first_batch(feed: Feed, source: Source, plan: RunPlan, progress: Progress, *, ahead: int | None) -> FedBatch | None:
     """Returns the first batch of a run, which remains in the feed; `None` if the resumed run has had all batches."""
     fed = feed.next(ahead)
     if fed is None and progress.epoch_is_open and not progress.epoch_is_over and plan.steps_per_epoch is None:
@@ -214,12 +230,18 @@ def _first_batch(feed: Feed, source: Source, plan: RunPlan, progress: Progress, 
         progress.epoch_is_over, progress.position = True, feed.position
     if fed is None and source.can_restart:
         fed = feed.next(ahead)
-    if fed is None and saved is None:
-        exhausted = "It is an exhausted iterator. Pass a function that returns a new one: `lambda: ...`."
-        raise DataError(f"The data yields no batches. {'Check that it is not empty.' if source.can_restart else exhausted}")
     if fed is not None:
         feed.push_back()
     return fed
+
+
+def _first_batch_of_pass(session: Session, source: Source, class_weight: Mapping[int, float] | None, number: int) -> FedBatch | None:
+    """Returns a batch with the shapes of a run that continues a training, or `None` if there is none. The run does not use its values.
+
+    A callback may change the data in `on_epoch_begin`, so the run requests its first batch after it.
+    """
+    with undisturbed(), source.undisturbed(), contextlib.closing(session.task.feeder.train(source, class_weight, Position(number))) as feed:
+        return feed.next()
 
 
 def _dry_run(session: Session, source: Source, batch: Batch, keep: Keep, *, steps_per_call: int = 1) -> None:

@@ -98,6 +98,10 @@ class Run:
         self.epoch_logs = Logs()
         self._due_flags = self._epochs_with_rescue()
         self._is_compiled = self.has_ended = self._is_being_closed = False
+        # A callback may change the data in `on_epoch_begin`. An iterator must still be asked first, because an epoch without a batch does not begin.
+        self._prefetches_epochs = self.callbacks.may_prefetch or not feed.source.can_restart
+        if not self._prefetches_epochs:
+            feed.hold_passes()
 
     # -- ways of stepping --
 
@@ -250,11 +254,10 @@ class Run:
                 if self.is_finished:
                     yield from self._last_checkpoint()
                     return
-                if not self._fetch():
+                if not self._begin_epoch():
                     self._exhausted()
                     yield from self._last_checkpoint()
-                    return  # An epoch without a batch does not begin.
-                self._open_epoch()
+                    return
             while not progress.epoch_is_over:
                 progress.is_pending &= self._has_observers
                 if progress.is_pending and not self._is_interrupted():
@@ -316,7 +319,20 @@ class Run:
 
     def _can_start_pass(self) -> bool:
         # If an epoch is one pass, the end of the pass is the end of the epoch.
-        return self._feed.source.can_restart and (self.plan.steps_per_epoch is not None or not self.progress.epoch_is_open)
+        is_inside = self.progress.epoch_is_open and self.progress.step_in_epoch > 0
+        return self._feed.source.can_restart and (self.plan.steps_per_epoch is not None or not is_inside)
+
+    def _begin_epoch(self) -> bool:
+        """Begins an epoch; returns whether it has a batch."""
+        if self._prefetches_epochs:
+            has_batch = self._fetch()
+            if has_batch:
+                self._open_epoch()
+            return has_batch
+        self._feed.announce_pass()
+        self._open_epoch()
+        self.progress.epoch_is_open = self.is_finished or self._is_interrupted() or self._fetch()
+        return self.progress.epoch_is_open
 
     def _open_epoch(self) -> None:
         self.progress.epoch_is_open, self.progress.epoch_is_over, self.progress.step_in_epoch = True, False, 0
@@ -423,7 +439,7 @@ class Run:
     def _mark_epoch_end(self) -> None:
         """Marks the end of an epoch that an interrupted step did not mark, if it is known without reading data."""
         progress, plan = self.progress, self.plan
-        if not progress.epoch_is_open or progress.epoch_is_over:
+        if not progress.epoch_is_open or progress.epoch_is_over or progress.step_in_epoch == 0:
             return
         if plan.steps_per_epoch is not None:
             progress.epoch_is_over = progress.step_in_epoch >= plan.steps_per_epoch

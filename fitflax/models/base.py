@@ -28,6 +28,9 @@ RNG_HINT = (
 TRANSIENT = ("losses", "summaries", "intermediates")
 """Collections of sown values, by default not part of the state."""
 
+# Keys of dicts that usually hold targets.
+_TARGET_NAMES = ("y", "label", "labels", "target", "targets")
+
 Losses = Callable[[PyTree, PyTree], tuple[Any, dict[str, Any]]]
 """`(outputs, targets) -> (values, aux)`."""
 
@@ -164,7 +167,7 @@ class Model(abc.ABC):
         elif isinstance(x, list):
             hint = " The inputs are a list, which is one argument. Pass tuples: (x, y) for inputs and targets, ((x1, x2), y) for several inputs."
         elif isinstance(x, dict) and not self.keyword_inputs:
-            hint = " The inputs are a dict, which is one argument. To select entries of it, pass their keys: Trainer(inputs='image', targets='label')."
+            hint = f" The inputs are a dict, which is one argument. To select entries of it, pass their keys: {_selection_of(list(x))}."
         elif isinstance(error, TypeError) and "argument" in text:
             hint = self._argument_hint
         if (not hint or type(error).__name__ == "ScopeParamShapeError") and any(map(_has_channels_first, jax.tree.leaves(x))):
@@ -182,6 +185,15 @@ class Model(abc.ABC):
     @property
     @abc.abstractmethod
     def _argument_hint(self) -> str: ...
+
+
+def _selection_of(keys: list[Any]) -> str:
+    """Returns the arguments of a trainer that select inputs and targets from dicts with these keys, or an example if it is unclear which are targets."""
+    targets = [key for key in keys if key in _TARGET_NAMES]
+    inputs = [key for key in keys if key not in _TARGET_NAMES]
+    if len(targets) != 1 or len(inputs) != 1:
+        return "Trainer(inputs='image', targets='label')"
+    return f"Trainer(inputs={inputs[0]!r}, targets={targets[0]!r})"
 
 
 def _has_channels_first(inputs: Any) -> bool:

@@ -377,8 +377,8 @@ def _call_loss(term: _Term, outputs: PyTree, targets: PyTree) -> jax.Array:
     if output is not None:
         outputs, targets, where = output.of(outputs), output.targets(targets, takes_any=not isinstance(loss, _NamedLoss)), f" of output {output.path!r}"
     has_targets = bool(jax.tree.leaves(targets))
+    advice = "Yield (x, y), pass y= or validation_data=(x, y), or set Trainer(inputs=..., targets=...) to select keys of dicts."
     if isinstance(loss, _NamedLoss) and not has_targets:
-        advice = "Yield (x, y), pass y= or validation_data=(x, y), or set Trainer(targets=...)."
         raise LossError(f"The loss {loss!r}{where} needs targets, but the batches have none. {advice}")
     fn = loss.fn if isinstance(loss, _NamedLoss) else loss
     try:
@@ -390,6 +390,8 @@ def _call_loss(term: _Term, outputs: PyTree, targets: PyTree) -> jax.Array:
             raise
         name = repr(loss) if isinstance(loss, _NamedLoss) else getattr(loss, "__name__", repr(loss))
         hint = ". Leave out from_logits=: crossentropies of fitflax always take logits." if "'from_logits'" in str(error) else ""
+        if not has_targets and isinstance(error, TypeError):
+            hint = f". The batches have no targets. {advice}"
         raise LossError(
             f"The loss {name}{where} fails on outputs {describe_shapes(outputs)} and targets {describe_shapes(targets)}: {type(error).__name__}: {error}{hint}"
         ) from error

@@ -3,7 +3,7 @@
 import contextlib
 import pathlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -62,10 +62,10 @@ def warned(*prefixes: str) -> Iterator[None]:
     assert len(emitted) == len(prefixes), emitted
 
 
-def run(root: pathlib.Path, data: Any, steps: int, *, keys: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+def run(root: pathlib.Path, data: Any, steps: int, *, keys: dict[str, Any] | None = None, callbacks: Sequence[Any] = (), **options: Any) -> dict[str, Any]:
     """Trains up to a step, from the newest checkpoint in `root` if there is one."""
     trainer = make_trainer(**(keys or {}))
-    history = trainer.fit(data, steps=steps, verbose=0, resume="auto", callbacks=[ModelCheckpoint(root)], **options)
+    history = trainer.fit(data, steps=steps, verbose=0, resume="auto", callbacks=[*callbacks, ModelCheckpoint(root)], **options)
     return {**state_of(trainer), "history": rows_of(history)}
 
 

@@ -163,6 +163,13 @@ def test_passing_weights_twice_is_an_error():
         adapt((X, Y, W), sample_weight=W)
 
 
+@pytest.mark.parametrize("shuffle", ["batch", "False", None, 2])
+def test_shuffle_must_be_true_or_false(shuffle: object):
+    with pytest.raises(ConfigError, match=rf"shuffle must be True or False\. Received: {shuffle!r}\. "):
+        adapt(X, shuffle=shuffle)
+    assert [adapt(X, shuffle=value).shuffles for value in (True, np.False_)] == [True, False]
+
+
 def test_the_default_batch_size_is_32():
     assert adapt(np.zeros(100)).num_batches == 4
     assert adapt(np.zeros(100), batch_size=10).num_batches == 10

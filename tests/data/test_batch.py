@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fitflax.data import Batcher, Position
+from fitflax.data import Batcher, Position, adapt
 from fitflax.data.batch import Selection, Triple, class_weights_of, full_mask, to_numpy
 from fitflax.data.whole_batches import leaf_paths, num_examples
 from fitflax.errors import ConfigError, DataError, FitflaxWarning
@@ -297,3 +297,45 @@ def test_an_object_that_numpy_cannot_convert_is_a_clear_error():
 
     with pytest.raises(DataError, match=r"`x`\['image'\] cannot be converted to an array: the file is gone"):
         to_numpy({"image": Broken()}, name="`x`")
+
+
+# -- integers --
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [
+        (np.array([0, 1_700_000_000_000]), "1700000000000, which does not fit int32"),
+        (np.array([-(2**31) - 1, 5]), "-2147483649, which does not fit int32"),
+        (np.array([2**32], np.uint64), "4294967296, which does not fit uint32"),
+    ],
+    ids=["too large", "too small", "unsigned"],
+)
+def test_an_integer_that_jax_cannot_hold_is_an_error_that_names_the_array_and_the_value(values, shown):
+    with pytest.raises(DataError, match=rf"x\['time'\] holds the integer {shown}\. Encode it in a smaller range, or set JAX_ENABLE_X64=1\."):
+        Batcher()(Triple({"time": values}, (), None))
+    with pytest.raises(DataError, match=rf"x\['time'\] holds the integer {shown}"):
+        adapt({"time": values})
+
+
+def test_a_label_beyond_int32_is_an_error_although_it_would_wrap_to_a_valid_one():
+    with pytest.raises(DataError, match="y holds the integer 4294967297, which does not fit int32"):
+        Batcher()(Triple(np.zeros((2, 1)), np.array([0, 2**32 + 1]), None))
+
+
+def test_the_largest_and_smallest_integers_are_accepted_unchanged():
+    for narrow, wide in ((np.int32, np.int64), (np.uint32, np.uint64)):
+        limits = np.array([np.iinfo(narrow).min, np.iinfo(narrow).max], wide)
+        np.testing.assert_array_equal(adapt(limits, shuffle=False).read(slice(None)).x, limits)
+        assert Batcher()(Triple(limits, (), None)).batch.x is limits  # JAX converts it.
+
+
+def test_64_bits_are_accepted_if_jax_has_them():
+    with jax.enable_x64(True):
+        assert adapt(np.array([2**40]), shuffle=False).read(slice(None)).x.tolist() == [2**40]
+
+
+def test_floats_and_narrow_integers_are_not_searched(monkeypatch):
+    monkeypatch.setattr("fitflax.data.batch.check_fits", lambda *_, **__: pytest.fail("searched"))
+    for dtype in (np.int32, np.uint32, np.int8, np.float64, bool):
+        Batcher()(Triple(np.ones(2, dtype), (), None))

@@ -102,6 +102,17 @@ def test_columns_have_the_same_dtypes_as_arrays(datasets, dtype, shape):
     np.testing.assert_array_equal(found, expected)
 
 
+def test_a_column_with_an_integer_that_jax_cannot_hold_is_an_error_that_names_it(datasets):
+    for dtype, value, fits in (("int64", 1_700_000_000_000, False), ("uint32", 2**32 - 1, True), ("uint64", 2**32, False)):
+        features = datasets.Features({"image": datasets.Value(dtype), "label": datasets.Value("float32")})
+        data = datasets.Dataset.from_dict({"image": [0, value], "label": [0.0, 1.0]}, features=features)
+        if fits:
+            assert first(data).x.tolist() == [0, value]
+        else:
+            with pytest.raises(DataError, match=rf"data\['image'\] holds the integer {value}, which does not fit"):
+                first(data)
+
+
 def test_columns_of_class_labels_and_fixed_size_arrays_are_numeric(datasets):
     features = datasets.Features({"image": datasets.Array2D((2, 3), "uint8"), "label": datasets.ClassLabel(names=["cat", "dog"])})
     data = datasets.Dataset.from_dict({"image": np.ones((4, 2, 3), np.uint8), "label": [0, 1, 1, 0]}, features=features)

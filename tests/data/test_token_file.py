@@ -119,6 +119,13 @@ def test_bad_files_and_arguments_are_errors(path, tmp_path):
             make()
 
 
+@pytest.mark.parametrize(("dtype", "token"), [(np.int64, 2**31), (np.uint32, 2**32 - 1), (np.int64, -(2**40))])
+def test_a_token_beyond_int32_is_an_error(dtype, token, tmp_path):
+    np.save(tmp_path / "wide.npy", np.array([0, 1, token, 2, 3], dtype))
+    with pytest.raises(DataError, match=rf"wide\.npy holds the integer {token}, which does not fit int32\. Number the tokens from 0"):
+        TokenFile(tmp_path / "wide.npy", 2).windows(np.array([0]))
+
+
 def test_another_process_maps_the_file_itself(path):
     file = TokenFile(path, 10, "uint16")
     data = pickle.dumps(file)

@@ -2,12 +2,14 @@ import collections
 import gc
 import itertools
 import multiprocessing
+import warnings
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fitflax.callbacks import LambdaCallback
 from fitflax.data import Batcher, Feed, Position, adapt
 from fitflax.data.batch import Selection
 from fitflax.data.torch_loader import TorchSource, torch_batch
@@ -235,6 +237,156 @@ def test_a_stateful_data_loader_seeks(options, tmp_path):
     for k in (2, 3, 4):
         seeds = iter((1, 1, 99))  # The resumed process has a different seed.
         assert_resumes(tmp_path / str(k), make, k)
+
+
+# -- the epoch of a data set --
+
+
+class Reshuffled(IterableDataset):
+    """Yields the examples in an order that depends on its epoch, like many data sets on disk."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = np.random.default_rng(self.epoch).permutation(ROWS)
+        return iter(list(zip(X[order], Y[order], strict=True)))
+
+
+def shuffled_stream(*, buffer: int | None = 5, shards: int = 2) -> Any:
+    datasets = pytest.importorskip("datasets")
+    stream = datasets.Dataset.from_dict({"x": X, "y": Y}).to_iterable_dataset(num_shards=shards)
+    return (stream if buffer is None else stream.shuffle(seed=1, buffer_size=buffer)).with_format("torch")
+
+
+def test_a_data_set_receives_the_number_of_the_pass_like_a_hand_written_loop():
+    def batches() -> Any:
+        for epoch in range(3):
+            data_set = Reshuffled()
+            data_set.set_epoch(epoch)
+            yield from [(x.numpy(), y.numpy()) for x, y in DataLoader(data_set, batch_size=BATCH)]
+
+    assert_same(trained_state(lambda: DataLoader(Reshuffled(), batch_size=BATCH), epochs=3), trained_state(batches, epochs=3, steps_per_epoch=3))
+
+
+def test_data_sets_that_pytorch_joins_or_cuts_receive_the_number_of_the_pass():
+    class Rows(Dataset):
+        epoch = -1
+
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, row: int) -> Any:
+            return np.full(1, self.epoch, np.float32)
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    joined = torch.utils.data.ConcatDataset([torch.utils.data.Subset(Rows(), [0]), Rows()])
+    stacked = torch.utils.data.StackDataset(a=Rows())
+    chained = torch.utils.data.ChainDataset([Reshuffled(), Reshuffled()])
+    assert next(adapt(DataLoader(joined, batch_size=3), inputs_only=True).open(Position(7))).x.tolist() == [[7]] * 3
+    assert next(adapt(DataLoader(stacked, batch_size=1), inputs_only=True).open(Position(7))).x["a"].tolist() == [[7]]
+    adapt(DataLoader(chained, batch_size=3)).open(Position(7))
+    assert [part.epoch for part in chained.datasets] == [7, 7]
+
+
+@pytest.mark.parametrize("k", [2, 3, 4, 7])
+@pytest.mark.mostly_slow
+def test_a_data_set_with_an_epoch_is_read_up_to_the_position_of_its_pass(k, tmp_path):
+    assert_resumes(tmp_path, lambda: DataLoader(Reshuffled(), batch_size=BATCH), k, *([CANNOT_SEEK.format(k % 3 * BATCH)] if k % 3 else []))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
+@pytest.mark.parametrize("buffer", [None, 5], ids=["in order", "shuffled with a buffer"])
+@pytest.mark.parametrize("k", [2, 3, 4, 6, 7])
+@pytest.mark.mostly_slow
+def test_a_stateful_data_loader_over_a_stream_resumes_with_all_batches(k, buffer, tmp_path):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    keys = {"inputs": "x", "targets": "y"}
+    # The state of a stream omits the rows in its shuffle buffer.
+    messages = [CANNOT_SEEK.format(k % 3 * BATCH)] if k % 3 and buffer else []
+    assert_resumes(tmp_path, lambda: stateful.StatefulDataLoader(shuffled_stream(buffer=buffer), batch_size=BATCH), k, *messages, keys=keys)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [2, 3, 4])
+@pytest.mark.parametrize("buffer", [None, 5], ids=["in order", "shuffled with a buffer"])
+@forks[0]
+@forks[1]
+def test_persistent_workers_over_a_stream_resume_with_all_batches(k, buffer, tmp_path):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def make() -> Any:
+        gc.collect()  # A forked worker must not find the workers of another loader.
+        return stateful.StatefulDataLoader(shuffled_stream(buffer=buffer), batch_size=BATCH, num_workers=2, persistent_workers=True)
+
+    # A stream with a buffer is one shard, so one of the workers yields all batches.
+    messages = [CANNOT_SEEK.format(k % 3 * BATCH)] if k % 3 and buffer else []
+    assert_resumes(tmp_path, make, k, *messages, keys={"inputs": "x", "targets": "y"})
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
+def test_a_stream_whose_epoch_the_user_chose_resumes_in_the_middle(tmp_path):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    options = {"keys": {"inputs": "x", "targets": "y"}}
+
+    def run_with(root: Any, steps: int) -> dict[str, Any]:
+        loader = stateful.StatefulDataLoader(shuffled_stream(buffer=None, shards=5), batch_size=BATCH)
+        choose = LambdaCallback(on_epoch_begin=lambda epoch, logs: loader.dataset.set_epoch(10 + epoch))
+        return run(root, loader, steps, callbacks=[choose], **options)
+
+    uninterrupted = run_with(tmp_path / "never", 8)
+    run_with(tmp_path / "stopped", 4)
+    assert_same(run_with(tmp_path / "stopped", 8), uninterrupted)
+
+
+def stateful_loader(**options: Any) -> Any:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    return stateful.StatefulDataLoader(tensors(), batch_size=BATCH, **options)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: loader(shuffle=True, generator=seeded()),
+        lambda: stateful_loader(shuffle=True),
+        lambda: stateful_loader(shuffle=True, generator=seeded()),
+        lambda: loader(shuffle=True),
+        lambda: loader(shuffle=True, generator=seeded(), num_workers=1, persistent_workers=True),
+        lambda: stateful_loader(shuffle=True, generator=seeded(), num_workers=1, persistent_workers=True),
+    ],
+    ids=["generator", "stateful", "stateful with a generator", "global generator", "persistent workers", "stateful with persistent workers"],
+)
+@pytest.mark.mostly_slow
+@forks[0]
+@forks[1]
+def test_a_callback_that_leaves_the_data_alone_in_on_epoch_begin_changes_no_number(make, tmp_path):
+    def run_twice(root: Any, steps: int, **options: Any) -> dict[str, Any]:
+        torch.manual_seed(1)
+        data = make()
+        first = run(root, data, steps, **options)
+        trainer = make_trainer()
+        trainer.fit(data, epochs=1, verbose=0)
+        history = trainer.fit(data, epochs=2, verbose=0, **options)
+        return {"first": first, "second": {**state_of(trainer), "history": rows_of(history)}}
+
+    options = {"callbacks": [LambdaCallback(on_epoch_begin=lambda epoch, logs: None)]}
+    expected = run_twice(tmp_path / "without", 8)
+    assert_same(run_twice(tmp_path / "with", 8, **options), expected)
+    if make().generator is not None or hasattr(make(), "load_state_dict"):  # Otherwise a resume cannot repeat the order.
+        for k in (3, 4):
+            torch.manual_seed(1)
+            run(tmp_path / str(k), make(), k, **options)
+            torch.manual_seed(99)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="This data source cannot seek")
+                assert_same(run(tmp_path / str(k), make(), 8, **options), expected["first"])
 
 
 # -- batches --

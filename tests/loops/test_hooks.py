@@ -1,5 +1,6 @@
 """Hooks: which ones are called, in which order, and with which arguments."""
 
+import itertools
 import os
 import signal
 import threading
@@ -11,7 +12,7 @@ import optax
 import pytest
 
 import fitflax
-from fitflax.callbacks import Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, Phase
+from fitflax.callbacks import Callback, EarlyStopping, LambdaCallback, LearningRateScheduler, ModelCheckpoint, Phase
 from fitflax.callbacks.base import HOOKS
 from fitflax.checkpoints.restore.load import load_checkpoint
 from fitflax.errors import CallbackError, FitflaxWarning
@@ -164,6 +165,127 @@ def test_evaluate_and_predict_call_only_their_own_hooks():
 def test_each_named_validation_set_is_a_separate_evaluation():
     calls = record(lambda recorder: make().fit(X, Y, validation_data={"a": (X, Y), "b": (X, Y)}, callbacks=[recorder], verbose=0))
     assert calls.count("test_begin") == calls.count("test_end") == 2
+
+
+# --- The order of hooks and data requests, as docs/callbacks.md lists it ---
+
+
+class Levels:
+    """Yields two batches per pass that show its level, and records each request."""
+
+    def __init__(self, events):
+        self.events, self.level = events, 0
+
+    def __iter__(self):
+        for number in range(2):
+            self.events.append(f"request {self.level}.{number}")
+            yield np.full((2, 4), self.level + number / 10, np.float32), np.zeros((2, 3), np.float32)
+
+
+class LevelOfEpoch(Callback):
+    """Sets the level of the data to the index of the epoch."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def on_train_begin(self, logs):
+        self.data.events.append("train_begin")
+
+    def on_epoch_begin(self, epoch, logs):
+        self.data.events.append(f"epoch_begin {epoch}")
+        self.data.level = epoch
+
+    def on_train_batch_begin(self, batch, logs):
+        self.data.events.append(f"train_batch_begin {batch}")
+
+    def on_train_batch_end(self, batch, logs):
+        self.data.events.append(f"train_batch_end {batch}")
+
+    def on_epoch_end(self, epoch, logs):
+        self.data.events.append(f"epoch_end {epoch}")
+
+    def on_checkpoint(self, checkpoint):
+        self.data.events.append("checkpoint")
+
+
+def fit_levels(directory=None, *, epochs, trainer=None, callback=LevelOfEpoch, as_iterator=False):
+    data = Levels([])
+    trainer = trainer or make()
+    saving = [] if directory is None else [ModelCheckpoint(directory)]
+    options = {"steps_per_epoch": 2} if as_iterator else {"resume": "auto" if directory else None}
+    given = itertools.chain.from_iterable(data for _ in range(epochs)) if as_iterator else data
+    trainer.fit(given, epochs=epochs, callbacks=[callback(data), *saving], verbose=0, **options)
+    return data.events, trainer
+
+
+def in_order(first, last, begins_new=False):
+    """The events from epoch `first` to epoch `last`; the first batch of a new training is requested earlier."""
+    events = []
+    for epoch in range(first, last):
+        events += [f"epoch_begin {epoch}", *([] if begins_new and epoch == first else [f"request {epoch}.0"])]
+        events += [*batch(0), f"request {epoch}.1", *batch(1), f"epoch_end {epoch}", "checkpoint"]
+    return events
+
+
+def test_the_first_batch_of_an_epoch_is_requested_after_on_epoch_begin():
+    events, _ = fit_levels(epochs=3)
+    assert events == ["request 0.0", "train_begin", *in_order(0, 3, begins_new=True)]
+
+
+def test_an_iterator_is_asked_for_a_batch_before_an_epoch_begins():
+    events, _ = fit_levels(epochs=2, as_iterator=True)
+    assert events.index("request 0.0", 1) < events.index("epoch_end 0") < events.index("epoch_begin 1")
+
+
+def test_a_resume_at_the_end_of_an_epoch_requests_its_first_batch_after_on_epoch_begin(tmp_path):
+    _, uninterrupted = fit_levels(tmp_path / "never", epochs=3)
+    fit_levels(tmp_path / "stopped", epochs=1)
+    events, resumed = fit_levels(tmp_path / "stopped", epochs=3)
+    assert events == ["request 0.0", "train_begin", *in_order(1, 3)]
+    jax.tree.map(np.testing.assert_array_equal, resumed.state.params, uninterrupted.state.params)
+
+
+def test_a_second_fit_requests_its_first_batch_after_on_epoch_begin():
+    _, trainer = fit_levels(epochs=1)
+    events, _ = fit_levels(epochs=1, trainer=trainer)
+    assert events == ["request 0.0", "train_begin", *in_order(0, 1)]
+
+
+@pytest.mark.parametrize("is_declared", [False, True])
+def test_the_first_batch_of_an_epoch_is_prefetched_unless_a_callback_needs_on_epoch_begin_before(is_declared):
+    class Declared(LevelOfEpoch):
+        may_prefetch = True
+
+    def without_hook(data):
+        recorder = LevelOfEpoch(data)
+        return LambdaCallback(on_train_batch_begin=recorder.on_train_batch_begin, on_epoch_end=recorder.on_epoch_end)
+
+    data = Levels([])
+    callback = Declared(data) if is_declared else without_hook(data)
+    trainer = make()
+    trainer.compile("sgd", "mse")
+    trainer.fit(data, epochs=2, callbacks=[callback, LearningRateScheduler(lambda epoch: 0.1)], verbose=2)
+    hooks = [event for event in data.events if event.startswith(("request", "epoch_begin 1", "epoch_end"))]
+    begin = ["epoch_begin 1"] if is_declared else []
+    level = 1 if is_declared else 0
+    assert hooks == ["request 0.0", "request 0.1", "epoch_end 0", "request 0.0", *begin, f"request {level}.1", "epoch_end 1"]
+
+
+@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
+def test_a_run_interrupted_before_the_first_batch_of_an_epoch_resumes_with_that_epoch(error, tmp_path):
+    _, uninterrupted = fit_levels(tmp_path / "never", epochs=3)
+
+    class Fails(LevelOfEpoch):
+        def on_epoch_begin(self, epoch, logs):
+            super().on_epoch_begin(epoch, logs)
+            if epoch == 2:
+                raise error
+
+    with pytest.raises(error):
+        fit_levels(tmp_path / "stopped", epochs=3, callback=Fails)
+    events, resumed = fit_levels(tmp_path / "stopped", epochs=3)
+    assert events == ["request 0.0", "train_begin", *in_order(2, 3)]
+    jax.tree.map(np.testing.assert_array_equal, resumed.state.params, uninterrupted.state.params)
 
 
 # --- Interrupted runs ---

@@ -13,7 +13,7 @@ from jax._src import array as jax_array
 
 import fitflax
 from fitflax.callbacks import LambdaCallback
-from fitflax.errors import ConfigError, DataError, ModelError, NotReadyError
+from fitflax.errors import ConfigError, DataError, FitflaxWarning, ModelError, NotReadyError
 from fitflax.loops.evaluation import _IsolatedRandomState
 from fitflax.parallel import DataParallel
 
@@ -212,3 +212,18 @@ def test_reading_data_uses_a_separate_random_generator_of_pytorch():
         inside.append(torch.rand(1).item())
     outside.append(torch.rand(1).item())
     assert inside == expected[:2] == outside
+
+
+class OfAnyLength(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return {"steps": nn.Dense(2)(x[..., None]), "total": x.sum(axis=1)}
+
+
+def test_predicting_batches_of_different_lengths_is_an_error_that_names_predict_iter():
+    trainer = trainer_of(OfAnyLength())
+    batches = lambda: (np.ones((4, length), np.float32) for length in (3, 5, 3))  # noqa: E731
+    fault = r"examples must have equal shapes\. Received: \[\(3, 2\), \(\)\] and \[\(5, 2\), \(\)\]\. Use predict_iter, which yields the outputs of each batch"
+    with pytest.raises(DataError, match=fault), pytest.warns(FitflaxWarning, match="compiled again"):
+        trainer.predict(batches)
+    assert [outputs["steps"].shape for outputs in trainer.predict_iter(batches)] == [(4, 3, 2), (4, 5, 2), (4, 3, 2)]
