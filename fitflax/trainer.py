@@ -82,7 +82,7 @@ _ATTRIBUTE_HINTS = {
     "batch_stats": "trainer.state.model_state['batch_stats']",
     "weights": "trainer.state.params",
     "get_weights": "trainer.state.params",
-    "set_weights": "trainer.replace_state(trainer.state.replace_params(params))",
+    "set_weights": "trainer.replace_params(params)",
     "callbacks": "fit(callbacks=[...])",
     "load": "trainer.restore(path)",
     "load_model": "trainer.restore(path)",
@@ -581,6 +581,30 @@ class Trainer:
             self._session.state.serve(state)
         else:
             self._session.state.replace(state)
+
+    @_syncs_model
+    def replace_params(self, params: PyTree) -> None:
+        """Replaces the parameters, to train or evaluate from given ones. What was computed from the old ones starts over: the optimizer state and averages.
+
+        The step, the random key and collections such as `batch_stats` are kept, and so are hyperparameters of the optimizer that can be set, such as the
+        learning rate. A schedule inside the optimizer starts over. To keep the optimizer state, call `replace_state(state.replace_params(params))`.
+
+        Args:
+            params: Parameters with the structure, shapes and dtypes of `state.params`, such as `model.init(key, x)["params"]`.
+
+        Raises:
+            ConfigError: The structure, shapes or dtypes differ.
+            NotReadyError: Before `build`, `fit` or `restore`.
+
+        >>> import numpy as np
+        >>> trainer = Trainer(nn.Dense(1))
+        >>> trainer.compile("adam", "mse", ema_decay=0.99)
+        >>> trainer.build((np.ones((4, 2), np.float32),))
+        >>> trainer.replace_params({"kernel": np.ones((2, 1), np.float32), "bias": np.zeros(1, np.float32)})
+        >>> trainer.predict(np.ones((1, 2), np.float32))
+        array([[2.]], dtype=float32)
+        """
+        self._session.state.replace_params(params)
 
     @_syncs_model
     def inference_state(self) -> InferenceState:

@@ -117,6 +117,11 @@ class EnsembleTask(Task):
         return dataclasses.replace(state, step=state.step[0], axes=AxisNames(is_known=False))
 
     @override
+    def init_optimizer(self, params: PyTree) -> PyTree:
+        assert self.optimizer is not None
+        return jax.vmap(self.optimizer.init)(params)
+
+    @override
     def init_eval_params(self, key: jax.Array, batch: Batch) -> PyTree:
         return jax.vmap(lambda key: Task.init_eval_params(self, key, batch))(key)
 
