@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import flax.core
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -208,6 +209,38 @@ def test_an_optimizer_that_requires_an_unknown_argument_is_a_clear_error(inner):
     odd = optax.GradientTransformationExtraArgs(lambda params: (), update)
     with pytest.raises(OptimizerError, match=r"'curvature'.*A step passes value, grad, value_fn.*override train_step"):
         make(optax.chain(odd, optax.sgd(0.1)) if inner else odd).train_on_batch((X, Y))
+
+
+FROZEN_MASK = flax.core.freeze({"layers_0": {"kernel": True, "bias": False}, "layers_2": {"kernel": True, "bias": True}})
+FAULTS = {
+    "mask": (optax.masked(optax.sgd(0.1), FROZEN_MASK), r"initialized: a mask or labels are a FrozenDict.*flax\.core\.unfreeze\(mask\)"),
+    "mask function": (optax.adamw(0.1, mask=lambda params: FROZEN_MASK), r"flax\.core\.unfreeze\(mask\)"),
+    "labels": (optax.multi_transform({True: optax.sgd(0.1), False: optax.set_to_zero()}, FROZEN_MASK), r"flax\.core\.unfreeze\(mask\)"),
+    "missing label": (optax.multi_transform({"a": optax.sgd(0.1)}, {"layers_0": "a"}), r"upper part of it: layers_0/bias, layers_0/kernel, layers_2/bias"),
+    "unknown label": (optax.multi_transform({"a": optax.sgd(0.1)}, {"layers_0": "a", "layers_2": "b"}), r"no corresponding transformation.*\['a', 'b'\]"),
+    "lookahead": (optax.chain(optax.clip(1.0), optax.lookahead(optax.sgd(0.1), 5, 0.5)), r"failed in its update: .*Keep the slow parameters.*ema_decay"),
+    "init": (optax.GradientTransformation(lambda params: params.missing, None), "could not be initialized: AttributeError: 'dict' object has no attribute"),
+    "update": (optax.GradientTransformation(lambda params: (), lambda grads, state, params: grads.missing), "failed in its update: AttributeError"),
+    "updates": (optax.GradientTransformation(lambda params: (), lambda grads, state, params: ({}, state)), "must return an update for each parameter"),
+    "state": (optax.GradientTransformation(lambda params: (), lambda grads, state, params: (grads, (1,))), r"same structure.*\[0\] is new"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_failure_inside_the_optimizer_is_an_optimizer_error_with_the_remedy(fault):
+    optimizer, message = FAULTS[fault]
+    with pytest.raises(OptimizerError, match=message):
+        make(optimizer).train_on_batch((X, Y))
+
+
+def test_an_optimizer_may_keep_python_numbers_in_its_state():
+    counter = optax.GradientTransformation(lambda params: 0, lambda grads, state, params: (jax.tree.map(lambda leaf: -0.1 * leaf, grads), state + 1))
+    trainer = make(counter)
+    for _ in range(2):
+        trainer.train_on_batch((X, Y))
+    assert trainer.state.opt_state == 2
+    _, params = train(optax.sgd(0.1), steps=2)
+    jax.tree.map(np.testing.assert_array_equal, trainer.state.params, params)
 
 
 def test_arguments_that_the_optimizer_does_not_use_are_not_computed():
