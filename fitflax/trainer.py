@@ -141,7 +141,8 @@ class Trainer:
         targets: The entries of a dict batch that are targets: a key, a tuple of keys, or `{name: key}`.
         parallel: The strategy: by default `DataParallel()`, replicas on all devices of all processes; or `Sharded(mesh, ...)`, which also splits the state.
         mutable: linen's filter for collections that training may change.
-        transient: Collections that are never part of the state: they are removed after each call. Values sown into `losses` are added to the loss.
+        transient: Collections that are never part of the state, such as those of sown values: they are removed after each call. By default `losses`,
+            `summaries`, `intermediates` and `perturbations`. Values sown into `losses` are added to the loss.
         train_kwargs: Keyword arguments of `__call__` in training.
         eval_kwargs: Keyword arguments of `__call__` (of `eval_model` if given) in evaluation and prediction.
         ensemble: The number of members to train together on the same batches; member `i` has the seed `seed + i`. All arrays of the state except the step

@@ -220,7 +220,7 @@ class HeldState:
         checkpoint.
         """
         names = check_mapping(mapping, partial=partial)
-        key = self.key
+        key, saved = self.key, dataclasses.replace(saved, train=self._without_transient(saved.train))
         target = self._expected_shapes(key, batch)
         if partial:
             if target is None or (self._built_from is None and self.own is None):
@@ -252,6 +252,13 @@ class HeldState:
             self._init_optimizer()
         self._match_numerics()
         return report
+
+    def _without_transient(self, parts: dict[str, Any]) -> dict[str, Any]:
+        """Returns parts of a saved state without collections that are not part of this trainer's state, such as the perturbations in older checkpoints."""
+        collections, transient = parts.get("model_state"), self._task.any_program().task.transient
+        if not isinstance(collections, dict):
+            return parts
+        return {**parts, "model_state": {name: tree for name, tree in collections.items() if name not in transient}}
 
     def _check_scale(self, saved: Saved) -> None:
         """Raises `RestoreError` if only one of the checkpoint and the compiled task has a loss scale."""
@@ -372,7 +379,8 @@ class HeldState:
     def serve(self, state: InferenceState) -> None:
         """Replaces the live state with a state without an optimizer; raises `RestoreError` if it does not fit the module."""
         target = self._expected_shapes(self.key, None)
-        given = TrainState(step=np.int32(state.step), params=state.params, model_state=state.model_state, opt_state=(), key=self.key)  # type: ignore[arg-type]
+        parts = self._without_transient({"params": state.params, "model_state": state.model_state})
+        given = TrainState(step=np.int32(state.step), opt_state=(), key=self.key, **parts)  # type: ignore[arg-type]
         if target is not None:
             given = check_fits(dataclasses.replace(target, opt_state=(), ema_params=None), given, INFERENCE_STATE)
         self._replace_live(given)

@@ -25,8 +25,8 @@ RNG_HINT = (
     "Trainer(rngs={'init': ..., 'train': ..., 'eval': ...}) to use streams in evaluation as well."
 )
 
-TRANSIENT = ("losses", "summaries", "intermediates")
-"""Collections of sown values, by default not part of the state."""
+TRANSIENT = ("losses", "summaries", "intermediates", "perturbations")
+"""Collections of sown values, and of zeros that `perturb` adds; by default not part of the state."""
 
 Losses = Callable[[PyTree, PyTree], tuple[Any, dict[str, Any]]]
 """`(outputs, targets) -> (values, aux)`."""

@@ -12,7 +12,7 @@ from typing_extensions import override
 from fitflax.errors import ModelError
 from fitflax.leaves import listed, named_leaves
 from fitflax.models.base import RNG_HINT, Draws, Model, positional, without_names
-from fitflax.models.modes import MODE_KEYWORDS, evaluation_code, mode_keywords
+from fitflax.models.modes import MODE_KEYWORDS, evaluation_code, mode_keywords, static_by_position
 from fitflax.state import PyTree
 
 __all__ = ["LinenModel", "adapt_linen"]
@@ -45,10 +45,9 @@ class LinenModel(Model):
         return self.is_eval_given
 
     def _arguments(self, x: PyTree, train: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        mode = dict(self.train_kwargs if train else self.eval_kwargs)
-        if self.keyword_inputs:
-            return (), {**x, **mode}
-        return positional(x), mode
+        module, mode = (self.train_module, self.train_kwargs) if train else (self.eval_module, self.eval_kwargs)
+        args, kwargs = ((), {**x, **mode}) if self.keyword_inputs else (positional(x), mode)
+        return static_by_position(type(module).__call__, args, kwargs)
 
     @override
     def _init(self, rngs: dict[str, jax.Array], x: PyTree) -> Any:
