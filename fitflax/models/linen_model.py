@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from fitflax.errors import ModelError
 from fitflax.leaves import listed, named_leaves
-from fitflax.models.base import RNG_HINT, Draws, Model, positional, without_names
+from fitflax.models.base import RNG_HINT, Draws, Model, positional, with_any_mesh, without_names
 from fitflax.models.modes import MODE_KEYWORDS, evaluation_code, mode_keywords, static_by_position
 from fitflax.state import PyTree
 
@@ -57,7 +57,7 @@ class LinenModel(Model):
     def init_for_evaluation(self, rngs: dict[str, jax.Array], x: PyTree) -> PyTree:
         """Returns the initial parameters of the module to evaluate."""
         args, kwargs = self._arguments(x, train=False)
-        return without_names(self.eval_module.init(rngs, *args, mutable=True, **kwargs)).get("params", {})
+        return with_any_mesh(lambda: without_names(self.eval_module.init(rngs, *args, mutable=True, **kwargs))).get("params", {})
 
     @property
     @override
@@ -95,7 +95,7 @@ class LinenModel(Model):
         # Plain text, wide enough to avoid wrapping.
         console = {"force_terminal": False, "force_jupyter": False, "no_color": True, "width": 160}
         with self._explain_errors(x, "tabulated", train=True):
-            table = linen_summary.tabulate(self.train_module, rngs, mutable=True, console_kwargs=console)(*args, **kwargs)
+            table = with_any_mesh(lambda: linen_summary.tabulate(self.train_module, rngs, mutable=True, console_kwargs=console)(*args, **kwargs))
         # Drop the total, which includes other collections than parameters and would contradict ours.
         return table[: table.rindex("Total Parameters")].rstrip()
 
