@@ -1330,6 +1330,7 @@ class Trainer:
         weights_only: bool = False,
         partial: bool = False,
         mapping: Mapping[str, str | None] | None = None,
+        cast: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> RestoreReport:
         """Restores the state from a checkpoint: all of it, or for fine-tuning only what fits this model.
@@ -1341,11 +1342,13 @@ class Trainer:
             path: A checkpoint directory; a directory of checkpoints, to use the newest good one; safetensors, with `weights_only` or `partial`; or a URL.
             weights_only: Whether to restore only parameters and collections; the optimizer and the step are reset.
             partial: Whether the checkpoint may be of another model. Parameters and collections with the same path, shape and dtype are restored; others are
-                initialized as in `build`, and the optimizer and the step are reset. Requires `build`, for the model's shapes. Arrays with another shape or
-                dtype need an entry in `mapping`.
+                initialized as in `build`, and the optimizer and the step are reset. Requires `build`, for the model's shapes. Arrays with another shape
+                need an entry in `mapping`, and those with another dtype `cast`.
             mapping: Renamed paths, `{path in this model: path in the checkpoint}`, of arrays or of everything below a path; the longest path wins. `None`
                 instead of a path, with `partial`, initializes arrays that the checkpoint also has. Two paths may use the same source. Without `partial`, the
                 optimizer state is renamed, too.
+            cast: Whether to convert arrays between bfloat16, float16, float32 and float64, to the dtypes of this model and its optimizer. Otherwise
+                a different dtype is an error.
             storage_options: Options for a URL, as in `ModelCheckpoint`.
 
         Returns:
@@ -1383,7 +1386,7 @@ class Trainer:
             num_processes=self._session.strategy.num_processes,
         )
         saved = complete(self._session, saved)
-        report = self._session.restore(saved, None, weights_only=weights_only, partial=partial, mapping=mapping)
+        report = self._session.restore(saved, None, weights_only=weights_only, partial=partial, mapping=mapping, cast=cast)
         if not (weights_only or partial) and self._session.task.described:
             warn_of_changes(saved, self._session.task.described, to_resume=False)
         return report

@@ -44,6 +44,7 @@ class HeldState:
         self._depth = 0
         self._written_version: tuple[LiveState, int] | None = None
         self._pending_opt_state: tuple[Any, Saved] | None = None  # A restored optimizer state, until compile() gives an optimizer.
+        self._casts = False  # Whether that restore converts floating dtypes once the module's are known.
         self._unchecked_source: str | None = None  # Where a state was restored from before the module's shapes were known.
         # Shapes of a batch that the state is known to fit, and the version of the live state that `build` made.
         self._built_from: Batch | None = None
@@ -78,7 +79,7 @@ class HeldState:
             saved_state, saved = self._pending_opt_state
             self._check_scale(saved)
             target = jax.eval_shape(init, state.params)
-            fitted = fit_to(target, saved_state, saved, "train/opt_state")
+            fitted = fit_to(target, saved_state, saved, "train/opt_state", cast=self._casts)
             opt_state = self._strategy.put_at(fitted, self._strategy.abstract_state(only_params(state, opt_state=target)).opt_state)
             warn_of_changes(saved, self._task.described, to_resume=False)
             self._pending_opt_state = None
@@ -122,7 +123,7 @@ class HeldState:
         """Copies another state."""
         if other.live is None:
             return
-        names = ("_built_from", "_fresh_version", "_unchecked_source", "_pending_opt_state", "is_serving", "sample")
+        names = ("_built_from", "_fresh_version", "_unchecked_source", "_casts", "_pending_opt_state", "is_serving", "sample")
         vars(self).update({name: getattr(other, name) for name in names})
         self.live = LiveState(self._strategy, self._strategy.copy(other.live.borrow()), other.live.step)
         self.live.version = other.live.version
@@ -211,13 +212,20 @@ class HeldState:
             self._match_numerics()
 
     def restore(
-        self, saved: Saved, batch: Batch | None, *, weights_only: bool = False, partial: bool = False, mapping: Mapping[str, str | None] | None = None
+        self,
+        saved: Saved,
+        batch: Batch | None,
+        *,
+        weights_only: bool = False,
+        partial: bool = False,
+        mapping: Mapping[str, str | None] | None = None,
+        cast: bool = False,
     ) -> RestoreReport:
         """Replaces the live state with a saved one; the two are never on the devices together. If it does not fit, nothing changes.
 
         The expected structure is that of the live state or of a batch. Without either, the structure of the file is used, and the first batch shows
         whether it fits. If `partial`, matching arrays are restored and the others initialized. `mapping` maps paths in the model to paths in the
-        checkpoint.
+        checkpoint. With `cast`, floating dtypes are converted to those of the model.
         """
         names = check_mapping(mapping, partial=partial)
         key, saved = self.key, dataclasses.replace(saved, train=self._without_transient(saved.train))
@@ -225,17 +233,17 @@ class HeldState:
         if partial:
             if target is None or (self._built_from is None and self.own is None):
                 raise NotReadyError(needs_shapes(saved))
-            parts, report = match(saved, target, names)
+            parts, report = match(saved, target, names, cast=cast)
             restored = TrainState(step=np.int32(0), key=key, opt_state=(), **parts)  # type: ignore[arg-type]
         else:
             if not weights_only and self._task.optimizer is not None:
                 self._check_scale(saved)
             saved, target = self._with_averages(moved(saved, target, names), target)
             optimizer = self._task.optimizer and self._task.optimizer._replace(init=self._task.any_program().task.init_optimizer)
-            restored = restored_state(saved, target=target, optimizer=optimizer, key=key, weights_only=weights_only)
+            restored = restored_state(saved, target=target, optimizer=optimizer, key=key, weights_only=weights_only, cast=cast)
             if weights_only and saved.train["ema_params"] is not None:
                 averages = jax.eval_shape(start_average, restored.params)
-                restored = dataclasses.replace(restored, ema_params=fit_to(averages, saved.train["ema_params"], saved, "train/ema_params"))
+                restored = dataclasses.replace(restored, ema_params=fit_to(averages, saved.train["ema_params"], saved, "train/ema_params", cast=cast))
             report = report_of(restored)
         afresh, optimizer = weights_only or partial, self._task.optimizer
         if afresh and optimizer is not None:
@@ -246,7 +254,7 @@ class HeldState:
         self.is_serving = False
         if batch is not None:
             self._built_from = shapes_of(batch)
-        self._unchecked_source = str(saved.path) if target is None else None
+        self._unchecked_source, self._casts = (str(saved.path) if target is None else None), cast
         self._pending_opt_state = None if afresh or optimizer is not None else (saved.train["opt_state"], saved)
         if afresh and optimizer is not None:
             self._init_optimizer()
@@ -355,9 +363,11 @@ class HeldState:
         target = self._task.any_program().initial_state.shapes(self.key, batch)
         if self.is_serving:
             target = dataclasses.replace(target, opt_state=())
-        state = check_fits(target, live.borrow(), self._unchecked_source)
+        state = check_fits(target, live.borrow(), self._unchecked_source, cast=self._casts)
         if state.ema_params is not None:
-            averages = refit(jax.eval_shape(start_average, state.params), state.ema_params, where=self._unchecked_source, root="train/ema_params")
+            averages = refit(
+                jax.eval_shape(start_average, state.params), state.ema_params, where=self._unchecked_source, root="train/ema_params", cast=self._casts
+            )
             state = dataclasses.replace(state, ema_params=averages)
         placed, treedef = self._strategy.abstract_state(state), jax.tree.structure(state)
         is_in_place = self._strategy.places(state) == self._strategy.places(placed)
@@ -384,7 +394,7 @@ class HeldState:
         if target is not None:
             given = check_fits(dataclasses.replace(target, opt_state=(), ema_params=None), given, INFERENCE_STATE)
         self._replace_live(given)
-        self._unchecked_source = INFERENCE_STATE if target is None else None
+        self._unchecked_source, self._casts = (INFERENCE_STATE if target is None else None), False
         self._pending_opt_state, self.is_serving = None, True
 
     def replace_params(self, params: Any) -> None:

@@ -95,7 +95,7 @@ class LinenModel(Model):
         # Plain text, wide enough to avoid wrapping.
         console = {"force_terminal": False, "force_jupyter": False, "no_color": True, "width": 160}
         with self._explain_errors(x, "tabulated", train=True):
-            table = with_any_mesh(lambda: linen_summary.tabulate(self.train_module, rngs, mutable=True, console_kwargs=console)(*args, **kwargs))
+            table: str = with_any_mesh(lambda: linen_summary.tabulate(self.train_module, rngs, mutable=True, console_kwargs=console)(*args, **kwargs))
         # Drop the total, which includes other collections than parameters and would contradict ours.
         return table[: table.rindex("Total Parameters")].rstrip()
 
