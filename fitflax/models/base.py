@@ -19,7 +19,7 @@ from fitflax.leaves import describe_shapes
 from fitflax.parallel.placement import outside_mesh
 from fitflax.state import Batch, PyTree, parts_of
 
-__all__ = ["RNG_HINT", "TRANSIENT", "Draws", "Model", "mutable_filter", "positional", "with_any_mesh", "without_names"]
+__all__ = ["RNG_HINT", "TRANSIENT", "Draws", "Model", "is_dropout_error", "mutable_filter", "positional", "with_any_mesh", "without_names"]
 
 RNG_HINT = (
     " Name every random stream that the module uses: Trainer(rngs=('dropout', ...)) for initialization and training, "
@@ -145,7 +145,7 @@ class Model(abc.ABC):
         """Returns the text to report for an error whose own text is `text`, and a hint how to fix it."""
         hint = ""
         if type(error).__name__ == "InvalidRngError":
-            hint = self._dropout_hint if not train and _is_dropout_error(error) else self._rng_hint
+            hint = self._dropout_hint if not train and is_dropout_error(error) else self._rng_hint
         elif type(error).__name__ == "ModifyScopeVariableError":
             hint = (
                 " A collection that the module changes must be mutable. Add it to Trainer(mutable=...); by default, all collections except params are mutable."
@@ -229,7 +229,7 @@ def _modules_of(error: Exception) -> list[nn.Module]:
     return found
 
 
-def _is_dropout_error(error: Exception) -> bool:
+def is_dropout_error(error: Exception) -> bool:
     """Returns whether a missing random stream is used by dropout, whatever its name."""
     return '"dropout"' in str(error) or any(isinstance(module, nn.Dropout) for module in _modules_of(error))
 

@@ -124,6 +124,13 @@ class LinenModel(Model):
         code = evaluation_code(self.eval_module, own)
         if code is not None:
             return f" Dropout is on in evaluation, because the {own} is configured that way. Pass a module for evaluation: Trainer(model, eval_model={code})."
+        named = next((name for name in MODE_KEYWORDS if name in self.eval_kwargs), None)
+        if named is not None:
+            off = named if named == "deterministic" else f"not {named}"
+            return (
+                f" Dropout is on in evaluation, although the trainer passes {named}={self.eval_kwargs[named]}. Use that argument: "
+                f"nn.Dropout(rate, deterministic={off}). If it is off for another argument, pass Trainer(eval_kwargs={{...}})."
+            )
         return (
             " Dropout is on in evaluation. Add an argument `train` or `deterministic` to __call__, which the trainer sets; or set another argument with "
             "Trainer(eval_kwargs={...}); or pass a module with the same parameters, Trainer(model, eval_model=model.clone(...))."
