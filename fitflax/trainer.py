@@ -392,7 +392,9 @@ class Trainer:
             run_eagerly: Whether to run the steps of this trainer without jit, as inside `jax.disable_jit()`: `print` and debuggers see numbers. Results
                 equal those of compiled steps up to rounding, and a run can be resumed either way. `DataParallel` uses only its first device.
             eval_params: A function `(opt_state, params) -> params`, for optimizers that evaluate other parameters than they train, such as
-                `optax.contrib.schedule_free_eval_params`. Evaluation, prediction and export use its result; `state.params` are the trained parameters.
+                averages in the optimizer state. Evaluation, prediction and export use its result; `state.params` are the trained parameters. That of
+                `optax.contrib.schedule_free` is found by itself, also inside other transformations. To evaluate the trained parameters, pass
+                `lambda opt_state, params: params`.
 
         Raises:
             OptimizerError: `optimizer` is neither a known name nor an optax transformation.
@@ -411,6 +413,7 @@ class Trainer:
         if isinstance(steps_per_call, str) and steps_per_call != "auto":
             raise ConfigError(f"steps_per_call must be a positive integer or 'auto'. Received: {steps_per_call!r}.")
         argument_checks.check_counts(steps_per_call=None if isinstance(steps_per_call, str) else steps_per_call)
+        eval_params = argument_checks.eval_params_of(eval_params, ema_decay, transformation)
         self._session.compile(
             optimizer,
             transformation,
@@ -418,7 +421,7 @@ class Trainer:
             pad=pad,
             numerics=numerics,
             run_eagerly=bool(run_eagerly),
-            eval_params=argument_checks.eval_params_of(eval_params, ema_decay),
+            eval_params=eval_params,
             steps_per_call=None if isinstance(steps_per_call, str) else int(steps_per_call),
             described=argument_checks.described(optimizer=optimizer, loss=loss, learning_rate=learning_rate, eval_params=eval_params),
         )

@@ -4,7 +4,7 @@ Every array of the state except the step, and every sum of metrics, has a leadin
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self, cast
 
 import jax
@@ -117,9 +117,8 @@ class EnsembleTask(Task):
         return dataclasses.replace(state, step=state.step[0], axes=AxisNames(is_known=False))
 
     @override
-    def init_optimizer(self, params: PyTree) -> PyTree:
-        assert self.optimizer is not None
-        return jax.vmap(self.optimizer.init)(params)
+    def map_members(self, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        return cast(Callable[..., PyTree], jax.vmap(fn))
 
     @override
     def init_eval_params(self, key: jax.Array, batch: Batch) -> PyTree:
