@@ -107,9 +107,9 @@ def check_restores_best(callbacks: Iterable[Any], eval_params: Any) -> None:
     """
     names = [type(callback).__name__ for callback in callbacks if getattr(callback, "restore_best", False)]
     if names and eval_params is not None:
+        what = "a schedule-free optimizer" if eval_params is schedule_free_eval_params else "compile(eval_params=...)"
         raise ConfigError(
-            f"{names[0]}(restore_best=True) cannot be combined with "
-            f"{'a schedule-free optimizer' if eval_params is schedule_free_eval_params else 'compile(eval_params=...)'}, because it does not restore the optimizer state, which "
+            f"{names[0]}(restore_best=True) cannot be combined with {what}, because it does not restore the optimizer state, which "
             "eval_params needs. Save the best checkpoint instead: pass BestCheckpoint(directory), and call trainer.restore(directory) after fit."
         )
 
