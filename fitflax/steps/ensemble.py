@@ -118,7 +118,7 @@ class EnsembleTask(Task):
 
     @override
     def map_members(self, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        return cast(Callable[..., PyTree], jax.vmap(fn))
+        return jax.vmap(fn)
 
     @override
     def init_eval_params(self, key: jax.Array, batch: Batch) -> PyTree:
