@@ -266,7 +266,7 @@ def schedule_free() -> optax.GradientTransformation:
     return optax.contrib.schedule_free_adamw(1e-2)
 
 
-def by_hand(state: Any, params: Any) -> Any:
+def averages_of(state: Any, params: Any) -> Any:
     """Returns the averages of the parameters that a schedule-free state has trained."""
     return params | {name: jax.tree.map(lambda y, z: (y - (1 - state.b1) * z) / state.b1, params[name], z) for name, z in state.z.items() if jax.tree.leaves(z)}
 
@@ -287,7 +287,7 @@ def test_schedule_free_optimizers_are_evaluated_at_their_averages(name, place, t
     trainer = make(make_optimizer(), PLACES[place]())
     best = BestCheckpoint(tmp_path / "best", monitor="val_loss")
     history = trainer.fit(X, Y, batch_size=16, epochs=3, validation_data=(X, Y), verbose=0, callbacks=[best]).history
-    outputs = MODEL.apply({"params": by_hand(state_of(trainer.state.opt_state), trainer.state.params)}, X)
+    outputs = MODEL.apply({"params": averages_of(state_of(trainer.state.opt_state), trainer.state.params)}, X)
     loss = float(optax.softmax_cross_entropy_with_integer_labels(outputs, Y).mean())
     assert history["val_loss"][-1] == pytest.approx(loss, abs=1e-5)
     assert trainer.evaluate(X, Y, verbose=0)["loss"] == pytest.approx(loss, abs=1e-5)
