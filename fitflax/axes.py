@@ -1,12 +1,13 @@
 """Logical axis names from linen's metadata, for parameters, collections and the optimizer state."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 from flax.core import meta
 from flax.linen.partitioning import AxisMetadata, get_axis_names
+from flax.linen.spmd import LogicallyPartitioned
 from jax.sharding import PartitionSpec
 
 from fitflax.errors import ModelError
@@ -35,10 +36,12 @@ class AxisNames:
     Attributes:
         by_path: One name, a tuple of names or `None` for each axis of an array with metadata.
         is_known: Whether the names were read from the module.
+        of_mesh: The paths of arrays whose names are axes of the mesh, as those of `nn.with_partitioning` are.
     """
 
     by_path: Mapping[str, tuple[Name, ...]] = dataclasses.field(default_factory=dict)
     is_known: bool = True
+    of_mesh: frozenset[str] = frozenset()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, AxisNames)
@@ -60,7 +63,37 @@ class AxisNames:
             if is_axes_collection(collection, tree):
                 names = jax.tree_util.tree_leaves_with_path(get_axis_names(tree), is_leaf=lambda node: isinstance(node, PartitionSpec))
                 specs |= {f"{collection.removesuffix(_AXES)}/{path_name(path)}": spec for path, spec in names}
-        return cls({path: tuple(spec) for path, spec in specs.items()})
+        of_mesh = {path_name(path) for path, leaf in leaves if isinstance(leaf, meta.Partitioned) and not isinstance(leaf, LogicallyPartitioned)}
+        return cls({path: tuple(spec) for path, spec in specs.items()}, of_mesh=frozenset(of_mesh))
+
+    def without_missing(self, axes: Collection[str], named: Collection[str]) -> "AxisNames":
+        """Returns the names without axes that the mesh lacks, for arrays in `of_mesh`; `axes` are those of the mesh, and `named` have rules.
+
+        >>> names = AxisNames({"a": (None, "model"), "b": (("data", "model"),), "c": ("model",)}, of_mesh=frozenset("ab"))
+        >>> names.without_missing(["data"], []).by_path
+        {'a': (None, None), 'b': (('data',),), 'c': ('model',)}
+        """
+
+        def kept(name: Name) -> Name:
+            return tuple(axis for axis in name if axis in axes) if isinstance(name, tuple) else name if name in axes or name in named else None
+
+        by_path = {path: tuple(map(kept, names)) if path in self.of_mesh else names for path, names in self.by_path.items()}
+        return dataclasses.replace(self, by_path=by_path)
+
+    def missing(self, axes: Collection[str], named: Collection[str]) -> dict[str, list[str]]:
+        """Returns the axes that `without_missing` removes, with the paths of the arrays that name them.
+
+        >>> names = AxisNames({"a": (None, "model"), "b": (("data", "model"),), "c": ("model",)}, of_mesh=frozenset("ab"))
+        >>> names.missing(["data"], [])
+        {'model': ['a', 'b']}
+        """
+        found: dict[str, list[str]] = {}
+        for path in sorted(self.of_mesh):
+            for name in self.by_path[path]:
+                for axis in name if isinstance(name, tuple) else () if name is None or name in named else (name,):
+                    if axis not in axes:
+                        found.setdefault(axis, []).append(path)
+        return found
 
     def each(self, fn: Callable[[str, Any, "tuple[Name, ...] | None"], Any], params: Any, model_state: Any, opt_state: Any) -> tuple[Any, Any, Any]:
         """Returns parameters, collections and optimizer state with each array replaced by `fn(path, array, names)`.

@@ -6,10 +6,11 @@
 True
 """
 
+import contextlib
 import dataclasses
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import jax
@@ -17,9 +18,11 @@ import numpy as np
 from flax import linen as nn
 
 from fitflax.callbacks import Callback, EarlyStopping
-from fitflax.errors import LossError
-from fitflax.leaves import is_key, key_of
+from fitflax.errors import DirectoryInUseError, LossError, ModelError
+from fitflax.leaves import describe_shapes, is_key, key_of
 from fitflax.losses import binary_crossentropy, sparse_categorical_crossentropy
+from fitflax.models.modes import mode_keywords
+from fitflax.optimizers import get, get_learning_rate
 from fitflax.parallel import DataParallel
 from fitflax.trainer import Trainer
 
@@ -40,7 +43,12 @@ _HIDDEN_UNITS = 100
 # Fields that every module has, which are not parameters.
 _MODULE_FIELDS = ("parent", "name")
 # Parameters that may contain functions, which pickle cannot always serialize.
-_CLOUDPICKLED = ("module", "optimizer", "learning_rate", "loss", "callbacks")
+_CLOUDPICKLED = ("module", "optimizer", "learning_rate", "loss", "callbacks", "_trained_with")
+# Parameters that belong to a trained model.
+_OF_TRAINED = ("module", "optimizer", "learning_rate", "loss")
+
+
+_SEVERAL_OUTPUTS = "The module of an estimator must return one array, such as logits. It returned {}. Return only that array, or use Trainer."
 
 
 class _Network(nn.Module):
@@ -167,6 +175,14 @@ class _Trained:
                 self._trainer, self._leaves = trainer, None
             return self._trainer
 
+    def output_shapes(self) -> Any:
+        """Returns the shapes of the module's outputs in evaluation; `None` if the module does not run like this."""
+        module = self._settings.module
+        mode: dict[str, Any] = dict(mode_keywords(type(module).__call__, train=False))
+        with contextlib.suppress(Exception):
+            return jax.eval_shape(lambda x: module.init_with_output(jax.random.key(0), x, **mode)[0], self._sample)
+        return None
+
     def __getstate__(self) -> dict[str, Any]:
         leaves = self._leaves
         if self._trainer is not None:
@@ -187,6 +203,7 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
     """The base class of the classifier and the regressor. As usual in scikit-learn, `fit` sets the attributes that end with an underscore."""
 
     _trained: _Trained
+    _trained_with: dict[str, Any]
     n_iter_: int
     history_: dict[str, list[float]]
 
@@ -273,8 +290,10 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
             x, y, weights = x[kept], y[kept], None if weights is None else weights[kept]
             callbacks.append(EarlyStopping("val_loss", patience=self.patience, restore_best=True))
         options: dict[str, Any] = {"batch_size": self.batch_size, "shuffle": self.shuffle, "verbose": self.verbose, "class_weight": class_weight}
-        history = trained.trainer.fit(x, y, weights, epochs=self.epochs, validation_data=validation, callbacks=callbacks, **options)
+        with self._explain_errors(trained):
+            history = trained.trainer.fit(x, y, weights, epochs=self.epochs, validation_data=validation, callbacks=callbacks, **options)
         self._trained, self.n_iter_, self.history_ = trained, len(history.epoch), dict(history.history)
+        self._trained_with = self._params_of_trained()
 
     def _train_epoch(self, trained: _Trained, x: Any, y: Any, weights: Any, *, class_weight: dict[int, float] | None = None) -> None:
         """Trains for one epoch, in an order that depends only on the seed and the number of epochs, so that copies of the estimator continue the same way."""
@@ -283,10 +302,50 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
             order = np.random.default_rng((trained.seed, epochs_run)).permutation(len(x))
             x, y, weights = x[order], y[order], None if weights is None else weights[order]
         options: dict[str, Any] = {"batch_size": self.batch_size, "shuffle": False, "verbose": self.verbose, "class_weight": class_weight}
-        history = trained.trainer.fit(x, y, weights, epochs=1, callbacks=list(self.callbacks or []), **options)
+        if epochs_run and not _is_same(self.learning_rate, self._trained_with["learning_rate"]):
+            trained.trainer.learning_rate = float(get_learning_rate(get(self.optimizer, self.learning_rate).init(np.zeros(1, np.float32))))  # type: ignore[arg-type]
+        with self._explain_errors(trained):
+            history = trained.trainer.fit(x, y, weights, epochs=1, callbacks=list(self.callbacks or []), **options)
         earlier = getattr(self, "history_", {})
-        self._trained, self.n_iter_ = trained, epochs_run + 1
+        self._trained, self.n_iter_, self._trained_with = trained, epochs_run + 1, self._params_of_trained()
         self.history_ = {key: [*earlier.get(key, []), *values] for key, values in history.history.items()}
+
+    def _params_of_trained(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _OF_TRAINED}
+
+    def _check_partial_fit(self) -> None:
+        """Raises `ValueError` if a parameter cannot be used in `partial_fit`, or cannot change since the last call."""
+        if self.early_stopping:
+            raise ValueError("partial_fit does not support early_stopping=True, because it trains for one epoch. Set early_stopping=False, or call fit.")
+        if not self.__sklearn_is_fitted__():
+            return
+        changed = [name for name, used in self._trained_with.items() if not _is_same(getattr(self, name), used)]
+        rates = self.learning_rate, self._trained_with["learning_rate"]
+        if "learning_rate" in changed and isinstance(self.optimizer, str) and not any(map(callable, rates)):
+            changed.remove("learning_rate")
+        if changed:
+            raise ValueError(
+                f"partial_fit continues the current model, so {', '.join(changed)} cannot change; only a learning_rate that is a number can. "
+                "Restore the earlier value, or call fit to train a new model."
+            )
+
+    @contextlib.contextmanager
+    def _explain_errors(self, trained: _Trained) -> Iterator[None]:
+        """Rewrites errors of `Trainer.fit` for estimators."""
+        try:
+            yield
+        except DirectoryInUseError as error:
+            text, resumes, _ = str(error).partition(" To resume that run")
+            if not resumes:
+                raise
+            raise DirectoryInUseError(
+                f"{text} An estimator starts a new run. Choose another directory, or pass overwrite=True to the callback, which replaces these checkpoints."
+            ) from error
+        except LossError as error:
+            outputs = trained.output_shapes()
+            if outputs is None or hasattr(outputs, "shape"):
+                raise
+            raise LossError(_SEVERAL_OUTPUTS.format(describe_shapes(outputs))) from error
 
     def _weights(self, sample_weight: Any, x: Any) -> Any:
         return None if sample_weight is None else _check_sample_weight(sample_weight, x, dtype=np.float32, ensure_non_negative=True)
@@ -301,7 +360,10 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
         rows = len(x)
         if missing := -rows % self.batch_size:
             x = np.concatenate([x, np.repeat(x[-1:], missing, axis=0)])
-        return np.asarray(self._trained.trainer.predict(x, batch_size=self.batch_size)[:rows], np.float64).reshape(rows, -1)
+        outputs = self._trained.trainer.predict(x, batch_size=self.batch_size)
+        if not hasattr(outputs, "shape"):
+            raise ModelError(_SEVERAL_OUTPUTS.format(describe_shapes(outputs)))
+        return np.asarray(outputs[:rows], np.float64).reshape(rows, -1)
 
     @property
     def trainer_(self) -> Trainer:
@@ -314,10 +376,21 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
+        if "_trained_with" in state:  # Only what has changed, because functions are not equal to their copies.
+            state = {**state, "_trained_with": {name: used for name, used in self._trained_with.items() if not _is_same(getattr(self, name), used)}}
         return {name: _Portable(value) if name in _CLOUDPICKLED else value for name, value in state.items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(_unwrapped(state))
+        if self.__sklearn_is_fitted__():
+            self._trained_with = {**self._params_of_trained(), **vars(self).get("_trained_with", {})}
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    try:
+        return one is other or bool(one == other)
+    except Exception:  # noqa: BLE001 (modules with arrays cannot be compared)
+        return False
 
 
 def _fields(module: nn.Module) -> list[str]:
@@ -427,6 +500,8 @@ class LinenClassifier(ClassifierMixin, _LinenEstimator):  # type: ignore[misc]
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
         """Trains the current model for one epoch on these examples.
 
+        A `learning_rate` that has changed since the last call is used from now on, if both are numbers. Other parameters of the model cannot change.
+
         Args:
             X: Inputs `[n, ...]`.
             y: Labels `[n]`.
@@ -434,8 +509,9 @@ class LinenClassifier(ClassifierMixin, _LinenEstimator):  # type: ignore[misc]
             sample_weight: Weights `[n]`.
 
         Raises:
-            ValueError: Labels are not among `classes`, and as in `fit`.
+            ValueError: Labels are not among `classes`, `early_stopping` is set, `module`, `optimizer` or `loss` has changed, and as in `fit`.
         """
+        self._check_partial_fit()
         is_first = not self.__sklearn_is_fitted__()
         x, y = validate_data(self, X, y, allow_nd=True, dtype=self.dtype, reset=is_first)
         check_classification_targets(y)
@@ -516,14 +592,18 @@ class LinenRegressor(RegressorMixin, _LinenEstimator):  # type: ignore[misc]
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Trains the current model for one epoch on these examples.
 
+        A `learning_rate` that has changed since the last call is used from now on, if both are numbers. Other parameters of the model cannot change.
+
         Args:
             X: Inputs `[n, ...]`.
             y: Targets `[n]` or `[n, targets]`.
             sample_weight: Weights `[n]`.
 
         Raises:
-            ValueError: The number of targets differs from that of the first call, and as in `fit`.
+            ValueError: The number of targets differs from that of the first call, `early_stopping` is set, `module`, `optimizer` or `loss` has changed, and
+                as in `fit`.
         """
+        self._check_partial_fit()
         is_first = not self.__sklearn_is_fitted__()
         x, y = self._validated(X, y, reset=is_first)
         if not is_first and y.shape[1:] != self._target_shape:

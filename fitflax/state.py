@@ -5,16 +5,18 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import serialization, struct
+from flax.core import unfreeze
 from jax.sharding import PartitionSpec
 
 from fitflax.axes import AxisNames
 from fitflax.errors import ConfigError, OptimizerError, RestoreError, no_attribute
 from fitflax.leaves import key_of, listed, named_leaves
 
-__all__ = ["Batch", "InferenceState", "PyTree", "TrainState", "arrays_of", "only_params", "parts_of", "shapes_in", "shapes_of"]
+__all__ = ["Batch", "InferenceState", "PyTree", "TrainState", "arrays_of", "only_params", "parts_of", "shapes_in", "shapes_of", "start_average"]
 
 PyTree = Any
 
@@ -66,13 +68,22 @@ class TrainState:
         return self.model_state
 
     def replace_params(self, params: PyTree) -> Self:
-        """Returns the state with other parameters; raises `ConfigError` if the structure, shapes or dtypes differ."""
-        _check_same_shapes("replace_params", self.params, params)
-        return dataclasses.replace(self, params=params)
+        """Returns the state with other parameters, from which averaged parameters start over.
+
+        The optimizer state is kept. It may depend on the old parameters, as the moments of Adam do; `Trainer.replace_params` initializes it again.
+
+        Args:
+            params: Parameters with the structure, shapes and dtypes of `params`; a `FrozenDict` is accepted for a dict.
+
+        Raises:
+            ConfigError: The structure, shapes or dtypes differ.
+        """
+        params = _with_structure("replace_params", self.params, params)
+        return dataclasses.replace(self, params=params, ema_params=None if self.ema_params is None else start_average(params))
 
     def replace_step(self, step: Any) -> Self:
         """Returns the state with another number of finished steps, an integer or a scalar array."""
-        return dataclasses.replace(self, step=jax.numpy.asarray(step, self.step.dtype))
+        return dataclasses.replace(self, step=jnp.asarray(step, self.step.dtype))
 
     def apply_gradient(self, grads: PyTree, optimizer: optax.GradientTransformation, model_state: Mapping[str, PyTree] | None = None, **extra: Any) -> Self:
         """Returns the state after one update; a custom `train_step` usually ends with it.
@@ -202,19 +213,31 @@ def only_params(state: TrainState, **parts: Any) -> TrainState:
     return dataclasses.replace(state, **{"model_state": {}, "opt_state": (), "ema_params": None, **parts})
 
 
+def start_average(params: PyTree) -> PyTree:
+    """Returns the initial averages: a copy of the parameters in float32 or wider, because half precision would round small changes away."""
+
+    def one(value: jax.Array) -> jax.Array:
+        # Copied, because a step can donate each buffer only once.
+        return jnp.copy(value.astype(jnp.promote_types(value.dtype, jnp.float32)) if jnp.issubdtype(value.dtype, jnp.inexact) else value)
+
+    return jax.tree.map(one, params)
+
+
 def shapes_in(tree: PyTree) -> PyTree:
     """Returns the shapes and dtypes of arrays, without their shardings."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
-def _check_same_shapes(caller: str, old: PyTree, new: PyTree) -> None:
-    structures: list[Any] = [jax.tree.structure(tree) for tree in (old, new)]
+def _with_structure(caller: str, old: PyTree, new: PyTree) -> PyTree:
+    """Returns `new` in the containers of `old`, after checking that structure, shapes and dtypes are the same."""
+    structures: list[Any] = [jax.tree.structure(unfreeze(tree)) for tree in (old, new)]
     if structures[0] != structures[1]:
         raise ConfigError(f"{caller}: the structure must not change. Expected: {structures[0]}. Received: {structures[1]}.")
     for (path, have), want in zip(jax.tree.leaves_with_path(new), jax.tree.leaves(old), strict=True):
         if (have.shape, have.dtype) != (want.shape, want.dtype):
             where = jax.tree_util.keystr(path)
             raise ConfigError(f"{caller}: {where} must be {want.dtype}{list(want.shape)}. Received: {have.dtype}{list(have.shape)}.")
+    return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new))
 
 
 def _check_gradient(grads: PyTree, params: PyTree) -> None:

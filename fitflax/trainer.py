@@ -82,7 +82,7 @@ _ATTRIBUTE_HINTS = {
     "batch_stats": "trainer.state.model_state['batch_stats']",
     "weights": "trainer.state.params",
     "get_weights": "trainer.state.params",
-    "set_weights": "trainer.replace_state(trainer.state.replace_params(params))",
+    "set_weights": "trainer.replace_params(params)",
     "callbacks": "fit(callbacks=[...])",
     "load": "trainer.restore(path)",
     "load_model": "trainer.restore(path)",
@@ -141,7 +141,8 @@ class Trainer:
         targets: The entries of a dict batch that are targets: a key, a tuple of keys, or `{name: key}`.
         parallel: The strategy: by default `DataParallel()`, replicas on all devices of all processes; or `Sharded(mesh, ...)`, which also splits the state.
         mutable: linen's filter for collections that training may change.
-        transient: Collections that are never part of the state: they are removed after each call. Values sown into `losses` are added to the loss.
+        transient: Collections that are never part of the state, such as those of sown values: they are removed after each call. By default `losses`,
+            `summaries`, `intermediates` and `perturbations`. Values sown into `losses` are added to the loss.
         train_kwargs: Keyword arguments of `__call__` in training.
         eval_kwargs: Keyword arguments of `__call__` (of `eval_model` if given) in evaluation and prediction.
         ensemble: The number of members to train together on the same batches; member `i` has the seed `seed + i`. All arrays of the state except the step
@@ -391,7 +392,9 @@ class Trainer:
             run_eagerly: Whether to run the steps of this trainer without jit, as inside `jax.disable_jit()`: `print` and debuggers see numbers. Results
                 equal those of compiled steps up to rounding, and a run can be resumed either way. `DataParallel` uses only its first device.
             eval_params: A function `(opt_state, params) -> params`, for optimizers that evaluate other parameters than they train, such as
-                `optax.contrib.schedule_free_eval_params`. Evaluation, prediction and export use its result; `state.params` are the trained parameters.
+                averages in the optimizer state. Evaluation, prediction and export use its result; `state.params` are the trained parameters. That of
+                `optax.contrib.schedule_free` is found by itself, also inside other transformations. To evaluate the trained parameters, pass
+                `lambda opt_state, params: params`.
 
         Raises:
             OptimizerError: `optimizer` is neither a known name nor an optax transformation.
@@ -410,6 +413,7 @@ class Trainer:
         if isinstance(steps_per_call, str) and steps_per_call != "auto":
             raise ConfigError(f"steps_per_call must be a positive integer or 'auto'. Received: {steps_per_call!r}.")
         argument_checks.check_counts(steps_per_call=None if isinstance(steps_per_call, str) else steps_per_call)
+        eval_params = argument_checks.eval_params_of(eval_params, ema_decay, transformation)
         self._session.compile(
             optimizer,
             transformation,
@@ -417,7 +421,7 @@ class Trainer:
             pad=pad,
             numerics=numerics,
             run_eagerly=bool(run_eagerly),
-            eval_params=argument_checks.eval_params_of(eval_params, ema_decay),
+            eval_params=eval_params,
             steps_per_call=None if isinstance(steps_per_call, str) else int(steps_per_call),
             described=argument_checks.described(optimizer=optimizer, loss=loss, learning_rate=learning_rate, eval_params=eval_params),
         )
@@ -581,6 +585,30 @@ class Trainer:
             self._session.state.serve(state)
         else:
             self._session.state.replace(state)
+
+    @_syncs_model
+    def replace_params(self, params: PyTree) -> None:
+        """Replaces the parameters, to train or evaluate from given ones. What was computed from the old ones starts over: the optimizer state and averages.
+
+        The step, the random key and collections such as `batch_stats` are kept, and so are hyperparameters of the optimizer that can be set, such as the
+        learning rate. A schedule inside the optimizer starts over. To keep the optimizer state, call `replace_state(state.replace_params(params))`.
+
+        Args:
+            params: Parameters with the structure, shapes and dtypes of `state.params`, such as `model.init(key, x)["params"]`.
+
+        Raises:
+            ConfigError: The structure, shapes or dtypes differ.
+            NotReadyError: Before `build`, `fit` or `restore`.
+
+        >>> import numpy as np
+        >>> trainer = Trainer(nn.Dense(1))
+        >>> trainer.compile("adam", "mse", ema_decay=0.99)
+        >>> trainer.build((np.ones((4, 2), np.float32),))
+        >>> trainer.replace_params({"kernel": np.ones((2, 1), np.float32), "bias": np.zeros(1, np.float32)})
+        >>> trainer.predict(np.ones((1, 2), np.float32))
+        array([[2.]], dtype=float32)
+        """
+        self._session.state.replace_params(params)
 
     @_syncs_model
     def inference_state(self) -> InferenceState:
@@ -1306,6 +1334,7 @@ class Trainer:
         weights_only: bool = False,
         partial: bool = False,
         mapping: Mapping[str, str | None] | None = None,
+        cast: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> RestoreReport:
         """Restores the state from a checkpoint: all of it, or for fine-tuning only what fits this model.
@@ -1317,11 +1346,13 @@ class Trainer:
             path: A checkpoint directory; a directory of checkpoints, to use the newest good one; safetensors, with `weights_only` or `partial`; or a URL.
             weights_only: Whether to restore only parameters and collections; the optimizer and the step are reset.
             partial: Whether the checkpoint may be of another model. Parameters and collections with the same path, shape and dtype are restored; others are
-                initialized as in `build`, and the optimizer and the step are reset. Requires `build`, for the model's shapes. Arrays with another shape or
-                dtype need an entry in `mapping`.
+                initialized as in `build`, and the optimizer and the step are reset. Requires `build`, for the model's shapes. Arrays with another shape
+                need an entry in `mapping`, and those with another dtype `cast`.
             mapping: Renamed paths, `{path in this model: path in the checkpoint}`, of arrays or of everything below a path; the longest path wins. `None`
                 instead of a path, with `partial`, initializes arrays that the checkpoint also has. Two paths may use the same source. Without `partial`, the
                 optimizer state is renamed, too.
+            cast: Whether to convert arrays between bfloat16, float16, float32 and float64, to the dtypes of this model and its optimizer. Otherwise
+                a different dtype is an error.
             storage_options: Options for a URL, as in `ModelCheckpoint`.
 
         Returns:
@@ -1359,7 +1390,7 @@ class Trainer:
             num_processes=self._session.strategy.num_processes,
         )
         saved = complete(self._session, saved)
-        report = self._session.restore(saved, None, weights_only=weights_only, partial=partial, mapping=mapping)
+        report = self._session.restore(saved, None, weights_only=weights_only, partial=partial, mapping=mapping, cast=cast)
         if not (weights_only or partial) and self._session.task.described:
             warn_of_changes(saved, self._session.task.described, to_resume=False)
         return report

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import flax.core
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from flax import linen as nn
 
 import fitflax
-from fitflax.callbacks import EarlyStopping, ModelCheckpoint
+from fitflax.callbacks import BestCheckpoint, EarlyStopping, ModelCheckpoint
 from fitflax.checkpoints import load_inference_state
 from fitflax.errors import ConfigError, FitflaxWarning, OptimizerError
 from fitflax.parallel import DataParallel, Sharded
@@ -210,6 +211,38 @@ def test_an_optimizer_that_requires_an_unknown_argument_is_a_clear_error(inner):
         make(optax.chain(odd, optax.sgd(0.1)) if inner else odd).train_on_batch((X, Y))
 
 
+FROZEN_MASK = flax.core.freeze({"layers_0": {"kernel": True, "bias": False}, "layers_2": {"kernel": True, "bias": True}})
+FAULTS = {
+    "mask": (optax.masked(optax.sgd(0.1), FROZEN_MASK), r"initialized: a mask or labels are a FrozenDict.*flax\.core\.unfreeze\(mask\)"),
+    "mask function": (optax.adamw(0.1, mask=lambda params: FROZEN_MASK), r"flax\.core\.unfreeze\(mask\)"),
+    "labels": (optax.multi_transform({True: optax.sgd(0.1), False: optax.set_to_zero()}, FROZEN_MASK), r"flax\.core\.unfreeze\(mask\)"),
+    "missing label": (optax.multi_transform({"a": optax.sgd(0.1)}, {"layers_0": "a"}), r"upper part of it: layers_0/bias, layers_0/kernel, layers_2/bias"),
+    "unknown label": (optax.multi_transform({"a": optax.sgd(0.1)}, {"layers_0": "a", "layers_2": "b"}), r"no corresponding transformation.*\['a', 'b'\]"),
+    "lookahead": (optax.chain(optax.clip(1.0), optax.lookahead(optax.sgd(0.1), 5, 0.5)), r"failed in its update: .*Keep the slow parameters.*ema_decay"),
+    "init": (optax.GradientTransformation(lambda params: params.missing, None), "could not be initialized: AttributeError: 'dict' object has no attribute"),
+    "update": (optax.GradientTransformation(lambda params: (), lambda grads, state, params: grads.missing), "failed in its update: AttributeError"),
+    "updates": (optax.GradientTransformation(lambda params: (), lambda grads, state, params: ({}, state)), "must return an update for each parameter"),
+    "state": (optax.GradientTransformation(lambda params: (), lambda grads, state, params: (grads, (1,))), r"same structure.*\[0\] is new"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_failure_inside_the_optimizer_is_an_optimizer_error_with_the_remedy(fault):
+    optimizer, message = FAULTS[fault]
+    with pytest.raises(OptimizerError, match=message):
+        make(optimizer).train_on_batch((X, Y))
+
+
+def test_an_optimizer_may_keep_python_numbers_in_its_state():
+    counter = optax.GradientTransformation(lambda params: 0, lambda grads, state, params: (jax.tree.map(lambda leaf: -0.1 * leaf, grads), state + 1))
+    trainer = make(counter)
+    for _ in range(2):
+        trainer.train_on_batch((X, Y))
+    assert trainer.state.opt_state == 2
+    _, params = train(optax.sgd(0.1), steps=2)
+    jax.tree.map(np.testing.assert_array_equal, trainer.state.params, params)
+
+
 def test_arguments_that_the_optimizer_does_not_use_are_not_computed():
     """The compiled step has as many operations with an optimizer that accepts any argument as with one that accepts none."""
 
@@ -231,6 +264,63 @@ def test_arguments_that_the_optimizer_does_not_use_are_not_computed():
 
 def schedule_free() -> optax.GradientTransformation:
     return optax.contrib.schedule_free_adamw(1e-2)
+
+
+def averages_of(state: Any, params: Any) -> Any:
+    """Returns the averages of the parameters that a schedule-free state has trained."""
+    return params | {name: jax.tree.map(lambda y, z: (y - (1 - state.b1) * z) / state.b1, params[name], z) for name, z in state.z.items() if jax.tree.leaves(z)}
+
+
+SCHEDULE_FREE: dict[str, Any] = {
+    "itself": (schedule_free, lambda opt_state: opt_state),
+    "chain": (lambda: optax.chain(optax.clip(1.0), schedule_free()), lambda opt_state: opt_state[1]),
+    "every second step": (lambda: optax.MultiSteps(schedule_free(), 2), lambda opt_state: opt_state.inner_opt_state),
+    "frozen": (lambda: fitflax.optimizers.freeze(schedule_free(), "layers_0"), lambda opt_state: opt_state.inner_states["trained"].inner_state),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULE_FREE)
+@pytest.mark.parametrize("place", list(PLACES))
+@pytest.mark.mostly_slow
+def test_schedule_free_optimizers_are_evaluated_at_their_averages(name, place, tmp_path):
+    make_optimizer, state_of = SCHEDULE_FREE[name]
+    trainer = make(make_optimizer(), PLACES[place]())
+    best = BestCheckpoint(tmp_path / "best", monitor="val_loss")
+    history = trainer.fit(X, Y, batch_size=16, epochs=3, validation_data=(X, Y), verbose=0, callbacks=[best]).history
+    outputs = MODEL.apply({"params": averages_of(state_of(trainer.state.opt_state), trainer.state.params)}, X)
+    loss = float(optax.softmax_cross_entropy_with_integer_labels(outputs, Y).mean())
+    assert history["val_loss"][-1] == pytest.approx(loss, abs=1e-5)
+    assert trainer.evaluate(X, Y, verbose=0)["loss"] == pytest.approx(loss, abs=1e-5)
+    np.testing.assert_allclose(trainer.predict(X), outputs, atol=1e-4)
+    assert not np.allclose(MODEL.apply({"params": trainer.state.params}, X), outputs, atol=1e-5)
+    exported = jax.export.deserialize(bytearray(trainer.export(tmp_path / "net.jaxexport").read_bytes()))
+    np.testing.assert_allclose(exported.call(X), outputs, atol=1e-4)
+    trainer.load_weights(trainer.save_weights(tmp_path / "weights.safetensors"))
+    np.testing.assert_allclose(trainer.predict(X), outputs, atol=1e-4)
+    trainer.restore(tmp_path / "best")
+    assert trainer.evaluate(X, Y, verbose=0)["loss"] == pytest.approx(min(history["val_loss"]), abs=1e-5)
+
+
+def test_members_of_an_ensemble_are_evaluated_at_their_own_averages():
+    ensemble = fitflax.Trainer(MODEL, ensemble=2, parallel=one_device())
+    ensemble.compile(schedule_free(), "sparse_categorical_crossentropy")
+    ensemble.fit(X, Y, batch_size=16, epochs=2, verbose=0)
+    for member in range(2):
+        np.testing.assert_allclose(ensemble.predict(X)[:, member], ensemble.select(member).predict(X), atol=1e-5)
+
+
+def test_schedule_free_optimizers_can_be_evaluated_otherwise(tmp_path):
+    trainer = make(optax.chain(schedule_free()), eval_params=lambda opt_state, params: params)
+    trainer.fit(X, Y, verbose=0, epochs=3)
+    np.testing.assert_allclose(trainer.predict(X), MODEL.apply({"params": trainer.state.params}, X), atol=1e-5)
+    averaged = make(schedule_free(), ema_decay=0.5)
+    averaged.fit(X, Y, verbose=0)
+    np.testing.assert_allclose(averaged.predict(X), MODEL.apply({"params": averaged.state.ema_params}, X), atol=1e-5)
+    with pytest.raises(OptimizerError, match=r"Leave eval_params out: schedule-free optimizers are found in the state"):
+        make(optax.chain(schedule_free()), eval_params=optax.contrib.schedule_free_eval_params).evaluate(X, Y, verbose=0)
+    make(optax.chain(schedule_free())).fit(X, Y, verbose=0, callbacks=[ModelCheckpoint(tmp_path)])
+    with pytest.warns(FitflaxWarning, match="This returns the trained parameters, not those that the run evaluated"):
+        load_inference_state(tmp_path)
 
 
 @pytest.mark.slow

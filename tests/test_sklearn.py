@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -22,8 +23,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from fitflax.callbacks import LambdaCallback
-from fitflax.errors import LossError
+from fitflax.callbacks import LambdaCallback, ModelCheckpoint
+from fitflax.errors import DirectoryInUseError, LossError, ModelError
 from fitflax.sklearn import LinenClassifier, LinenRegressor
 from fitflax.trainer import Trainer
 
@@ -200,6 +201,69 @@ def test_partial_fit_continues_training_and_knows_all_classes_from_the_first_cal
     assert other.score(X, TARGETS) > 0.9
     with pytest.raises(ValueError, match=r"The targets of an example must have shape \[\], .* Received: \[2\]"):
         other.partial_fit(X, np.stack([TARGETS, TARGETS], axis=1))
+
+
+@pytest.mark.parametrize("is_pickled", [False, True])
+def test_partial_fit_uses_a_changed_learning_rate(is_pickled):
+    model = LinenRegressor(optimizer="sgd", learning_rate=0.01, batch_size=120, random_state=0).fit(X[:40], TARGETS[:40])
+    if is_pickled:
+        model = pickle.loads(pickle.dumps(model.set_params(learning_rate=0.5)))
+    before = model.trainer_.state.params
+    slow, fast, default = copy.deepcopy(model), copy.deepcopy(model), copy.deepcopy(model)
+    for each, rate in ((slow, 0.001), (fast, 0.1), (default, None)):
+        each.set_params(learning_rate=rate).partial_fit(X, TARGETS)
+        assert each.trainer_.learning_rate == np.float32(0.01 if rate is None else rate)
+    moved = [jax.tree.map(lambda one, other: np.asarray(one - other), each.trainer_.state.params, before) for each in (slow, fast)]
+    jax.tree.map(lambda small, large: np.testing.assert_allclose(100 * small, large, atol=1e-4), *moved)
+    slow.trainer_.learning_rate = 0.25
+    assert slow.partial_fit(X, TARGETS).trainer_.learning_rate == 0.25
+
+
+def test_partial_fit_rejects_early_stopping_and_changes_of_the_model():
+    with pytest.raises(ValueError, match="does not support early_stopping=True"):
+        classifier(early_stopping=True).partial_fit(X, LABELS, classes=np.unique(LABELS))
+    model = classifier(module=MLP(3), optimizer=optax.adam(0.01), learning_rate=None).partial_fit(X, LABELS, classes=np.unique(LABELS))
+    for each in (model, pickle.loads(pickle.dumps(model))):
+        each.partial_fit(X, LABELS)
+        epochs, optimizer = each.n_iter_, each.optimizer
+        each.set_params(module__features=8, optimizer=optax.sgd(0.1), loss="hinge")
+        with pytest.raises(ValueError, match="so module, optimizer, loss cannot change; only a learning_rate that is a number can"):
+            each.partial_fit(X, LABELS)
+        with pytest.raises(ValueError, match="so module, optimizer, loss cannot change"):
+            pickle.loads(pickle.dumps(each)).partial_fit(X, LABELS)
+        assert each.n_iter_ == epochs
+        each.set_params(module=MLP(3), optimizer=optimizer, loss=None).partial_fit(X, LABELS)
+        assert each.n_iter_ == epochs + 1
+    scheduled = regressor().partial_fit(X, TARGETS).set_params(learning_rate=optax.constant_schedule(0.1))
+    with pytest.raises(ValueError, match="so learning_rate cannot change"):
+        scheduled.partial_fit(X, TARGETS)
+
+
+class TwoOutputs(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        hidden = nn.Dense(3)(x)
+        return hidden, nn.Dense(3)(hidden)
+
+
+@pytest.mark.parametrize("make", [LinenClassifier, LinenRegressor])
+def test_a_module_with_several_outputs_is_an_error_that_says_so(make):
+    targets = LABELS if make is LinenClassifier else TARGETS
+    message = r"must return one array, such as logits\. It returned \(float32\[32,3\], float32\[32,3\]\)\. Return only that array, or use Trainer"
+    with pytest.raises(LossError, match=message):
+        make(TwoOutputs(), epochs=1).fit(X, targets)
+    first = make(TwoOutputs(), epochs=1, loss=lambda outputs, targets: (outputs[0][:, 0] - targets) ** 2).fit(X, targets)
+    with pytest.raises(ModelError, match="must return one array"):
+        first.predict(X)
+
+
+def test_the_error_for_a_directory_in_use_does_not_recommend_to_resume(tmp_path):
+    callbacks = [ModelCheckpoint(tmp_path)]
+    model = regressor(epochs=1, callbacks=callbacks).fit(X, TARGETS)
+    for train in (model.fit, regressor(callbacks=callbacks).partial_fit):
+        with pytest.raises(DirectoryInUseError, match=r"holds checkpoints of run .* An estimator starts a new run") as caught:
+            train(X, TARGETS)
+        assert "resume" not in str(caught.value)
 
 
 def test_partial_fit_continues_bit_for_bit_after_pickling():

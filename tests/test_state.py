@@ -1,5 +1,7 @@
 """The states as users of T5X know them: names, protocol, and what an InferenceState does not have."""
 
+import dataclasses
+
 import flax
 import jax
 import jax.numpy as jnp
@@ -56,6 +58,14 @@ def test_parameters_and_step_are_replaced_and_nothing_else():
         state.replace_params({})
     with pytest.raises(ConfigError, match=r"\['dense'\]\['bias'\] must be float32\[3\]\. Received: float32\[4\]"):
         state.replace_params({"dense": {"kernel": state.params["dense"]["kernel"], "bias": jnp.zeros(4)}})
+
+
+def test_replaced_parameters_restart_the_averages():
+    state = dataclasses.replace(make(), ema_params=make(9.0).params)
+    params = jax.tree.map(lambda leaf: leaf + 1, state.params)
+    replaced = jax.jit(lambda state, params: state.replace_params(params))(state, flax.core.freeze(params))
+    assert same(replaced, dataclasses.replace(state, params=params, ema_params=params)) and type(replaced.params) is dict
+    assert same(state.replace_params(jax.tree.map(np.asarray, params)), replaced)
 
 
 def test_an_update_equals_that_of_optax_and_keeps_collections_that_did_not_change():

@@ -2,17 +2,19 @@
 
 import dataclasses
 
+import flax.core
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import fitflax
 from fitflax.callbacks import LambdaCallback
 from fitflax.errors import ConfigError, FitflaxWarning, LossError, ModelError, NotReadyError, OptimizerError, RestoreError
-from fitflax.parallel import DataParallel
+from fitflax.parallel import DataParallel, Sharded
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(12, 4)).astype(np.float32)
@@ -795,6 +797,119 @@ def test_a_state_that_does_not_fit_is_rejected(change, message):
     trainer.build((X, Y))
     with pytest.raises(RestoreError, match=message):
         trainer.replace_state(change(trainer.state))
+
+
+# --- Replacing the parameters ---
+
+
+def new_params():
+    rng = np.random.default_rng(7)
+    return {"bias": rng.normal(size=3).astype(np.float32), "kernel": rng.normal(size=(4, 3)).astype(np.float32)}
+
+
+def make_nnx():
+    return nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+
+
+PARAMS_PLACES = {
+    "linen": dict,
+    "nnx": lambda: {"model": make_nnx()},
+    "split": lambda: {"parallel": Sharded(jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]), fsdp=True)},
+    "float16": lambda: {"precision": "float16"},
+}
+
+
+@pytest.mark.parametrize("place", PARAMS_PLACES)
+@pytest.mark.mostly_slow
+def test_after_replace_params_training_equals_a_hand_written_loop_from_these_parameters(place):
+    options = PARAMS_PLACES[place]()
+    model, precision = options.pop("model", None) or nn.Dense(3), options.pop("precision", "float32")
+    trainer = fitflax.Trainer(model, **({"parallel": DataParallel(jax.devices()[:1])} | options))
+    trainer.compile("adam", "mse", learning_rate=0.1, ema_decay=0.5, precision=precision)
+    trainer.fit(X, Y, epochs=3, verbose=0)
+    trainer.learning_rate = 0.05
+    trainer.replace_params(new_params())
+    assert trainer.step == 3 and trainer.learning_rate == np.float32(0.05)
+    assert_same(jax.tree.map(np.asarray, trainer.state.params), new_params())
+    assert_same(jax.tree.map(np.asarray, trainer.state.ema_params), new_params())
+    trainer.fit(X, Y, epochs=2, verbose=0, shuffle=False)
+
+    def loss(params):
+        return jnp.mean((X @ params["kernel"] + params["bias"] - Y) ** 2)
+
+    tx, params = optax.adam(0.05), jax.tree.map(jnp.asarray, new_params())
+    opt_state, averages = tx.init(params), params
+    for _ in range(2):
+        updates, opt_state = tx.update(jax.grad(loss)(params), opt_state, params)
+        params = optax.apply_updates(params, updates)
+        averages = jax.tree.map(lambda one, other: 0.5 * one + 0.5 * other, averages, params)
+    tolerance = 1e-5 if precision == "float32" else 1e-2
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=tolerance), trainer.state.params, params)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=tolerance), trainer.state.ema_params, averages)
+
+
+def test_replace_params_keeps_the_step_the_key_and_the_collections():
+    trainer = make(Normalized(), optimizer=optax.contrib.schedule_free_sgd(0.1))
+    trainer.fit(X, Y, verbose=0)
+    before, params = trainer.state, jax.tree.map(lambda leaf: leaf + 1, trainer.state.params)
+    trainer.replace_params(params)
+    assert_same((trainer.state.step, trainer.state.key, trainer.state.model_state), (before.step, before.key, before.model_state))
+    assert_same(trainer.state.opt_state.z, params)
+
+
+def test_replace_params_takes_a_frozen_dict_and_rejects_other_structures_shapes_and_dtypes():
+    trainer = make(optimizer=optax.adam(0.1))
+    trainer.fit(X, Y, verbose=0)
+    before = trainer.state
+    for params, message in [
+        ({"kernel": np.ones((4, 3), np.float32)}, "replace_params: the structure must not change"),
+        (new_params() | {"bias": np.ones(5, np.float32)}, r"\['bias'\] must be float32\[3\]. Received: float32\[5\]"),
+        (new_params() | {"bias": np.ones(3)}, r"\['bias'\] must be float32\[3\]. Received: float64\[3\]"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            trainer.replace_params(params)
+        assert_same(trainer.state, before)
+    trainer.replace_params(flax.core.freeze(new_params()))
+    assert type(trainer.state.params) is dict
+    trainer.fit(X, Y, verbose=0)
+    with pytest.raises(NotReadyError, match="replace_params: there is no state yet"):
+        make().replace_params(new_params())
+
+
+def test_replace_params_of_an_ensemble_and_of_a_trainer_without_optimizer():
+    ensemble = make(ensemble=2, optimizer="adam", compile_kwargs={"learning_rate": 0.1})
+    ensemble.fit(X, Y, verbose=0)
+    params = jax.tree.map(np.zeros_like, ensemble.state.params)
+    ensemble.replace_params(params)
+    assert ensemble.state.opt_state.count.shape == (2,) and not np.any(ensemble.predict(X))
+    ensemble.fit(X, Y, verbose=0)
+    server = make()
+    server.build((X, Y))
+    server.replace_state(server.inference_state())
+    server.replace_params(new_params())
+    np.testing.assert_allclose(server.predict(X), X @ new_params()["kernel"] + new_params()["bias"], rtol=1e-5, atol=1e-6)
+
+
+def test_variables_of_an_nnx_module_that_the_user_changes_restart_their_averages():
+    model = make_nnx()
+    trainer = fitflax.Trainer(model, parallel=DataParallel(jax.devices()[:1]))
+    trainer.compile("sgd", "mse", learning_rate=0.1, ema_decay=0.5)
+    trainer.fit(X, Y, epochs=2, verbose=0)
+    before = trainer.state.ema_params
+    model.bias[...] = jnp.ones(3)
+    np.testing.assert_array_equal(trainer.state.ema_params["bias"], np.ones(3))
+    np.testing.assert_array_equal(trainer.state.ema_params["kernel"], before["kernel"])
+
+
+def test_a_new_optimizer_of_an_ensemble_gets_a_state_for_each_member(tmp_path):
+    ensemble = make(ensemble=2, optimizer="adam", compile_kwargs={"learning_rate": 0.1})
+    ensemble.build((X, Y))
+    ensemble.compile("adam", "mse", learning_rate=0.2)
+    assert ensemble.learning_rates == {"member 0": np.float32(0.2), "member 1": np.float32(0.2)}
+    ensemble.fit(X, Y, verbose=0)
+    other = make(ensemble=2, optimizer="adam", compile_kwargs={"learning_rate": 0.2})
+    other.restore(ensemble.save(tmp_path / "saved"))
+    assert_same(other.state.opt_state, ensemble.state.opt_state)
 
 
 # --- Custom losses and steps ---

@@ -81,6 +81,9 @@ class TrainerView(Protocol):
     def replace_state(self, state: TrainState) -> None:
         """Replaces the trainer's state."""
 
+    def replace_params(self, params: Any) -> None:
+        """Replaces the parameters, and initializes the optimizer state again."""
+
     @property
     def evaluate(self) -> Callable[..., dict[str, Any]]:
         """`Trainer.evaluate`. It does not affect training."""

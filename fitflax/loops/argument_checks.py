@@ -16,6 +16,7 @@ from fitflax.data.batch import Selection
 from fitflax.errors import ConfigError, OptimizerError, warn
 from fitflax.integers import is_integer
 from fitflax.parallel import DataParallel, Strategy
+from fitflax.steps.eval_params import find_eval_params, schedule_free_eval_params
 from fitflax.steps.random_streams import Streams
 from fitflax.triggers import Trigger
 
@@ -87,13 +88,16 @@ def optimizer_of(optimizer: Any, learning_rate: Any = None) -> optax.GradientTra
     return cast(optax.GradientTransformation, optimizer)
 
 
-def eval_params_of(eval_params: Any, ema_decay: Any) -> Any:
-    """Returns `eval_params`; raises `ConfigError` if it is not a function or `ema_decay` is given as well."""
+def eval_params_of(eval_params: Any, ema_decay: Any, optimizer: Any) -> Any:
+    """Returns `eval_params`, or by default that of a schedule-free optimizer, an optax transformation, unless averages are evaluated.
+
+    Raises `ConfigError` if it is not a function or `ema_decay` is given as well.
+    """
     if eval_params is not None and not callable(eval_params):
         raise ConfigError(f"compile(eval_params=...) takes a function (opt_state, params) -> params. Received: {eval_params!r}.")
     if eval_params is not None and ema_decay is not None:
         raise ConfigError("compile(eval_params=...) and compile(ema_decay=...) both define the parameters for evaluation. Pass only one of them.")
-    return eval_params
+    return find_eval_params(optimizer) if eval_params is None and ema_decay is None else eval_params
 
 
 def check_restores_best(callbacks: Iterable[Any], eval_params: Any) -> None:
@@ -103,8 +107,9 @@ def check_restores_best(callbacks: Iterable[Any], eval_params: Any) -> None:
     """
     names = [type(callback).__name__ for callback in callbacks if getattr(callback, "restore_best", False)]
     if names and eval_params is not None:
+        what = "a schedule-free optimizer" if eval_params is schedule_free_eval_params else "compile(eval_params=...)"
         raise ConfigError(
-            f"{names[0]}(restore_best=True) cannot be combined with compile(eval_params=...), because it does not restore the optimizer state, which "
+            f"{names[0]}(restore_best=True) cannot be combined with {what}, because it does not restore the optimizer state, which "
             "eval_params needs. Save the best checkpoint instead: pass BestCheckpoint(directory), and call trainer.restore(directory) after fit."
         )
 

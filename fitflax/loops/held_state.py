@@ -14,7 +14,7 @@ from fitflax.checkpoints.restore.fit import refit
 from fitflax.checkpoints.restore.partial import RestoreReport, check_mapping, match, moved, needs_shapes, report_of
 from fitflax.checkpoints.restore.resume import INFERENCE_STATE, check_fits, fit_to, restored_state, warn_of_changes
 from fitflax.errors import NotReadyError, RestoreError
-from fitflax.hyperparams import with_hyperparams
+from fitflax.hyperparams import replace_by_path, settable_by_path, with_hyperparams
 from fitflax.loops.current_task import CurrentTask
 from fitflax.loops.run_plan import Progress
 from fitflax.models import OwnVariables
@@ -44,6 +44,7 @@ class HeldState:
         self._depth = 0
         self._written_version: tuple[LiveState, int] | None = None
         self._pending_opt_state: tuple[Any, Saved] | None = None  # A restored optimizer state, until compile() gives an optimizer.
+        self._casts = False  # Whether that restore converts floating dtypes once the module's are known.
         self._unchecked_source: str | None = None  # Where a state was restored from before the module's shapes were known.
         # Shapes of a batch that the state is known to fit, and the version of the live state that `build` made.
         self._built_from: Batch | None = None
@@ -70,20 +71,20 @@ class HeldState:
             self._init_optimizer()
         self._match_numerics()
 
-    def _init_optimizer(self) -> None:
-        assert self._task.optimizer is not None
-        live = self.need("compile")
+    def _init_optimizer(self, kept: Mapping[Any, Any] | None = None) -> None:
+        """Initializes the optimizer state, or takes a restored one. `kept` are values of hyperparameters by path; by default, those of a new state."""
+        live, init = self.need("compile"), self._task.any_program().task.init_optimizer
         state = live.borrow()
         if self._pending_opt_state is not None:
             saved_state, saved = self._pending_opt_state
             self._check_scale(saved)
-            target = jax.eval_shape(self._task.optimizer.init, state.params)
-            fitted = fit_to(target, saved_state, saved, "train/opt_state")
+            target = jax.eval_shape(init, state.params)
+            fitted = fit_to(target, saved_state, saved, "train/opt_state", cast=self._casts)
             opt_state = self._strategy.put_at(fitted, self._strategy.abstract_state(only_params(state, opt_state=target)).opt_state)
             warn_of_changes(saved, self._task.described, to_resume=False)
             self._pending_opt_state = None
         else:
-            init, strategy = self._task.optimizer.init, self._strategy
+            strategy = self._strategy
             shapes = jax.eval_shape(init, state.params)  # Errors are raised before anything is released.
             places = strategy.places(strategy.abstract_state(only_params(state, opt_state=shapes)).opt_state)
             # Copied, because an optimizer may keep the parameters themselves, and a step can donate a buffer only once.
@@ -95,7 +96,10 @@ class HeldState:
             except BaseException:
                 self._task.discard()  # So that the next compile() initializes it again.
                 raise
-        live.replace(with_hyperparams(dataclasses.replace(state, opt_state=opt_state), self.hyperparams), live.step)
+            if kept is not None:
+                opt_state = replace_by_path(opt_state, kept)
+        state = dataclasses.replace(state, opt_state=opt_state)
+        live.replace(with_hyperparams(state, self.hyperparams) if kept is None else state, live.step)
 
     def _match_numerics(self) -> None:
         """Adds or removes the loss scale and the averaged parameters, as the compiled task requires."""
@@ -119,7 +123,7 @@ class HeldState:
         """Copies another state."""
         if other.live is None:
             return
-        names = ("_built_from", "_fresh_version", "_unchecked_source", "_pending_opt_state", "is_serving", "sample")
+        names = ("_built_from", "_fresh_version", "_unchecked_source", "_casts", "_pending_opt_state", "is_serving", "sample")
         vars(self).update({name: getattr(other, name) for name in names})
         self.live = LiveState(self._strategy, self._strategy.copy(other.live.borrow()), other.live.step)
         self.live.version = other.live.version
@@ -176,7 +180,11 @@ class HeldState:
         places = self._strategy.abstract_state(only_params(state, params=params, model_state=model_state, axes=state.axes))
         placed = self._strategy.put_at((params, model_state), (places.params, places.model_state))
         params, model_state = strong_types(placed)
-        live.replace(dataclasses.replace(state, params=params, model_state=model_state), live.step)
+        averages = state.ema_params
+        if averages is not None:
+            inputs = tuple(map(self._strategy.places, (averages, state.params, params)))
+            averages = self._strategy.compile(_restart_changed, inputs=inputs, outputs=inputs[0])(averages, state.params, params)
+        live.replace(dataclasses.replace(state, params=params, model_state=model_state, ema_params=averages), live.step)
 
     def write_model(self) -> None:
         """Writes the live state's variables to a model that holds its own, as copies that no step reuses."""
@@ -204,46 +212,61 @@ class HeldState:
             self._match_numerics()
 
     def restore(
-        self, saved: Saved, batch: Batch | None, *, weights_only: bool = False, partial: bool = False, mapping: Mapping[str, str | None] | None = None
+        self,
+        saved: Saved,
+        batch: Batch | None,
+        *,
+        weights_only: bool = False,
+        partial: bool = False,
+        mapping: Mapping[str, str | None] | None = None,
+        cast: bool = False,
     ) -> RestoreReport:
         """Replaces the live state with a saved one; the two are never on the devices together. If it does not fit, nothing changes.
 
         The expected structure is that of the live state or of a batch. Without either, the structure of the file is used, and the first batch shows
         whether it fits. If `partial`, matching arrays are restored and the others initialized. `mapping` maps paths in the model to paths in the
-        checkpoint.
+        checkpoint. With `cast`, floating dtypes are converted to those of the model.
         """
         names = check_mapping(mapping, partial=partial)
-        key = self.key
+        key, saved = self.key, dataclasses.replace(saved, train=self._without_transient(saved.train))
         target = self._expected_shapes(key, batch)
         if partial:
             if target is None or (self._built_from is None and self.own is None):
                 raise NotReadyError(needs_shapes(saved))
-            parts, report = match(saved, target, names)
+            parts, report = match(saved, target, names, cast=cast)
             restored = TrainState(step=np.int32(0), key=key, opt_state=(), **parts)  # type: ignore[arg-type]
         else:
             if not weights_only and self._task.optimizer is not None:
                 self._check_scale(saved)
             saved, target = self._with_averages(moved(saved, target, names), target)
-            restored = restored_state(saved, target=target, optimizer=self._task.optimizer, key=key, weights_only=weights_only)
+            optimizer = self._task.optimizer and self._task.optimizer._replace(init=self._task.any_program().task.init_optimizer)
+            restored = restored_state(saved, target=target, optimizer=optimizer, key=key, weights_only=weights_only, cast=cast)
             if weights_only and saved.train["ema_params"] is not None:
                 averages = jax.eval_shape(start_average, restored.params)
-                restored = dataclasses.replace(restored, ema_params=fit_to(averages, saved.train["ema_params"], saved, "train/ema_params"))
+                restored = dataclasses.replace(restored, ema_params=fit_to(averages, saved.train["ema_params"], saved, "train/ema_params", cast=cast))
             report = report_of(restored)
         afresh, optimizer = weights_only or partial, self._task.optimizer
         if afresh and optimizer is not None:
-            jax.eval_shape(optimizer.init, shapes_in(restored.params))  # Errors are raised before anything changes.
+            jax.eval_shape(self._task.any_program().task.init_optimizer, shapes_in(restored.params))  # Errors are raised before anything changes.
         if target is not None:
             restored = dataclasses.replace(restored, axes=target.axes)
         self._replace_live(restored)
         self.is_serving = False
         if batch is not None:
             self._built_from = shapes_of(batch)
-        self._unchecked_source = str(saved.path) if target is None else None
+        self._unchecked_source, self._casts = (str(saved.path) if target is None else None), cast
         self._pending_opt_state = None if afresh or optimizer is not None else (saved.train["opt_state"], saved)
         if afresh and optimizer is not None:
             self._init_optimizer()
         self._match_numerics()
         return report
+
+    def _without_transient(self, parts: dict[str, Any]) -> dict[str, Any]:
+        """Returns parts of a saved state without collections that are not part of this trainer's state, such as the perturbations in older checkpoints."""
+        collections, transient = parts.get("model_state"), self._task.any_program().task.transient
+        if not isinstance(collections, dict):
+            return parts
+        return {**parts, "model_state": {name: tree for name, tree in collections.items() if name not in transient}}
 
     def _check_scale(self, saved: Saved) -> None:
         """Raises `RestoreError` if only one of the checkpoint and the compiled task has a loss scale."""
@@ -269,7 +292,7 @@ class HeldState:
         if self.live is not None and self.live.is_intact and self._unchecked_source is None:
             shapes = cast(TrainState, shapes_in(self.live.borrow()))
             if self.is_serving and self._task.optimizer:
-                shapes = dataclasses.replace(shapes, opt_state=jax.eval_shape(self._task.optimizer.init, shapes.params))
+                shapes = dataclasses.replace(shapes, opt_state=jax.eval_shape(self._task.any_program().task.init_optimizer, shapes.params))
             return shapes
         known = self._built_from if batch is None else batch
         return None if known is None else self._task.any_program().initial_state.shapes(key, known)
@@ -340,9 +363,11 @@ class HeldState:
         target = self._task.any_program().initial_state.shapes(self.key, batch)
         if self.is_serving:
             target = dataclasses.replace(target, opt_state=())
-        state = check_fits(target, live.borrow(), self._unchecked_source)
+        state = check_fits(target, live.borrow(), self._unchecked_source, cast=self._casts)
         if state.ema_params is not None:
-            averages = refit(jax.eval_shape(start_average, state.params), state.ema_params, where=self._unchecked_source, root="train/ema_params")
+            averages = refit(
+                jax.eval_shape(start_average, state.params), state.ema_params, where=self._unchecked_source, root="train/ema_params", cast=self._casts
+            )
             state = dataclasses.replace(state, ema_params=averages)
         placed, treedef = self._strategy.abstract_state(state), jax.tree.structure(state)
         is_in_place = self._strategy.places(state) == self._strategy.places(placed)
@@ -364,12 +389,24 @@ class HeldState:
     def serve(self, state: InferenceState) -> None:
         """Replaces the live state with a state without an optimizer; raises `RestoreError` if it does not fit the module."""
         target = self._expected_shapes(self.key, None)
-        given = TrainState(step=np.int32(state.step), params=state.params, model_state=state.model_state, opt_state=(), key=self.key)  # type: ignore[arg-type]
+        parts = self._without_transient({"params": state.params, "model_state": state.model_state})
+        given = TrainState(step=np.int32(state.step), opt_state=(), key=self.key, **parts)  # type: ignore[arg-type]
         if target is not None:
             given = check_fits(dataclasses.replace(target, opt_state=(), ema_params=None), given, INFERENCE_STATE)
         self._replace_live(given)
-        self._unchecked_source = INFERENCE_STATE if target is None else None
+        self._unchecked_source, self._casts = (INFERENCE_STATE if target is None else None), False
         self._pending_opt_state, self.is_serving = None, True
+
+    def replace_params(self, params: Any) -> None:
+        """Replaces the parameters; averages and the optimizer state start over, but hyperparameters keep their values."""
+        state = self.need("replace_params").borrow().replace_params(params)
+        is_trainable = self._task.optimizer is not None and not self.is_serving
+        if is_trainable:
+            jax.eval_shape(self._task.any_program().task.init_optimizer, shapes_in(state.params))  # Errors are raised before anything changes.
+        self.replace(state)
+        self._pending_opt_state = None
+        if is_trainable:
+            self._init_optimizer(settable_by_path(state.opt_state))
 
     def replace(self, state: TrainState) -> None:
         """Replaces the live state with a copy of another one; raises `RestoreError` if its structure, shapes or dtypes differ."""
@@ -380,3 +417,12 @@ class HeldState:
             raise RestoreError(f"replace_state takes a state with the structure, shapes and dtypes of this trainer's state. Differences: {faults}.")
         state = jax.tree.unflatten(jax.tree.structure(now), jax.tree.leaves(state))
         live.replace(self._strategy.put_state(state), int(state.step))
+
+
+def _restart_changed(averages: Any, before: Any, after: Any) -> Any:
+    """Returns averages that start over from the parameters that have changed."""
+
+    def one(average: jax.Array, old: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+        return jnp.where(jnp.array_equal(old, new), average, start)
+
+    return jax.tree.map(one, averages, before, after, start_average(after))

@@ -89,10 +89,17 @@ class Session:
             raise
 
     def restore(
-        self, saved: Saved, batch: Any, *, weights_only: bool = False, partial: bool = False, mapping: Mapping[str, str | None] | None = None
+        self,
+        saved: Saved,
+        batch: Any,
+        *,
+        weights_only: bool = False,
+        partial: bool = False,
+        mapping: Mapping[str, str | None] | None = None,
+        cast: bool = False,
     ) -> RestoreReport:
         """Replaces the live state with a saved one, and takes its run ID unless only a part is restored; arguments as in `HeldState.restore`."""
-        report = self.state.restore(saved, batch, weights_only=weights_only, partial=partial, mapping=mapping)
+        report = self.state.restore(saved, batch, weights_only=weights_only, partial=partial, mapping=mapping, cast=cast)
         if not (weights_only or partial):
             self.run_id = str(saved.metadata.get("run_id", self.run_id))
         return report

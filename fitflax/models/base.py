@@ -16,17 +16,20 @@ from flax.core import scope as flax_scope
 from fitflax.axes import AxisNames, is_axes_collection
 from fitflax.errors import ConfigError, ModelError, is_of_debugger
 from fitflax.leaves import describe_shapes
+from fitflax.parallel.placement import outside_mesh
 from fitflax.state import Batch, PyTree, parts_of
 
-__all__ = ["RNG_HINT", "TRANSIENT", "Draws", "Model", "mutable_filter", "positional", "without_names"]
+__all__ = ["RNG_HINT", "TRANSIENT", "Draws", "Model", "is_dropout_error", "mutable_filter", "positional", "with_any_mesh", "without_names"]
 
 RNG_HINT = (
     " Name every random stream that the module uses: Trainer(rngs=('dropout', ...)) for initialization and training, "
     "Trainer(rngs={'init': ..., 'train': ..., 'eval': ...}) to use streams in evaluation as well."
 )
 
-TRANSIENT = ("losses", "summaries", "intermediates")
-"""Collections of sown values, by default not part of the state."""
+TRANSIENT = ("losses", "summaries", "intermediates", "perturbations")
+"""Collections of sown values, and of zeros that `perturb` adds; by default not part of the state."""
+
+_MISSING_AXIS = "is not found in mesh"
 
 # Keys of dicts that usually hold targets.
 _TARGET_NAMES = ("y", "label", "labels", "target", "targets")
@@ -56,14 +59,15 @@ class Model(abc.ABC):
     def init(self, rngs: dict[str, jax.Array], x: PyTree) -> tuple[dict[str, PyTree], AxisNames]:
         """Returns the initial variables, in training mode and without metadata boxes, and the axis names from those boxes."""
         with self._explain_errors(x, "initialized", train=True):
-            variables = self._init(rngs, x)
-        return _as_arrays(without_names(variables)), AxisNames.of(variables)
+            variables, axes = with_any_mesh(lambda: _split_names(self._init(rngs, x)))
+        return _as_arrays(variables), axes
 
     def apply(self, variables: dict[str, PyTree], x: PyTree, *, train: bool, draws: Draws, mutable: Any) -> tuple[PyTree, dict[str, PyTree]]:
         """Returns the outputs and the changed collections, for variables `{collection: tree}`; `mutable` is a linen filter for collections that may change."""
         with self._explain_errors(x, f"run in {'training' if train else 'evaluation'} mode", train=train):
             outputs, changed = self._apply(variables, x, train=train, draws=draws, mutable=mutable)
-        return outputs, _as_arrays(without_names(changed))
+            variables = with_any_mesh(lambda: without_names(changed))
+        return outputs, _as_arrays(variables)
 
     @abc.abstractmethod
     def _init(self, rngs: dict[str, jax.Array], x: PyTree) -> Any: ...
@@ -144,7 +148,7 @@ class Model(abc.ABC):
         """Returns the text to report for an error whose own text is `text`, and a hint how to fix it."""
         hint = ""
         if type(error).__name__ == "InvalidRngError":
-            hint = self._dropout_hint if not train and _is_dropout_error(error) else self._rng_hint
+            hint = self._dropout_hint if not train and is_dropout_error(error) else self._rng_hint
         elif type(error).__name__ == "ModifyScopeVariableError":
             hint = (
                 " A collection that the module changes must be mutable. Add it to Trainer(mutable=...); by default, all collections except params are mutable."
@@ -162,8 +166,8 @@ class Model(abc.ABC):
                 f"{_innermost_module(error)} Under parallel=Sharded(...), leave axis_name out, because a step sees the whole batch. "
                 "Under DataParallel(axis_name=...), use that name, by default 'replica'."
             )
-        elif "is not found in mesh" in text:
-            hint = f"{_innermost_module(error)} nn.with_partitioning takes axes of the mesh. For other names, use nn.with_logical_partitioning and rules."
+        elif _MISSING_AXIS in text:
+            hint = f"{_innermost_module(error)} A constraint takes axes of the mesh. For other names, use nn.with_logical_constraint and rules."
         elif isinstance(x, list):
             hint = " The inputs are a list, which is one argument. Pass tuples: (x, y) for inputs and targets, ((x1, x2), y) for several inputs."
         elif isinstance(x, dict) and not self.keyword_inputs:
@@ -196,6 +200,23 @@ def _selection_of(keys: list[Any]) -> str:
     return f"Trainer(inputs={inputs[0]!r}, targets={targets[0]!r})"
 
 
+def with_any_mesh(init: Callable[[], Any]) -> Any:
+    """Returns the result of an initialization, outside the mesh if the module names axes that the mesh lacks.
+
+    linen constrains the initial values of `nn.with_partitioning` by their axes. Their placement does not depend on it.
+    """
+    try:
+        return init()
+    except ValueError as error:
+        if _MISSING_AXIS not in str(error):
+            raise
+        try:
+            with outside_mesh():
+                return init()
+        except Exception:  # noqa: BLE001 (a constraint in the module itself needs the mesh)
+            raise error from None
+
+
 def _has_channels_first(inputs: Any) -> bool:
     """Returns whether inputs have the shape of images with few channels in the second axis, `[batch, channels, height, width]`."""
     shape: tuple[int, ...] = getattr(inputs, "shape", ())
@@ -220,7 +241,7 @@ def _modules_of(error: Exception) -> list[nn.Module]:
     return found
 
 
-def _is_dropout_error(error: Exception) -> bool:
+def is_dropout_error(error: Exception) -> bool:
     """Returns whether a missing random stream is used by dropout, whatever its name."""
     return '"dropout"' in str(error) or any(isinstance(module, nn.Dropout) for module in _modules_of(error))
 
@@ -228,6 +249,11 @@ def _is_dropout_error(error: Exception) -> bool:
 def positional(x: PyTree) -> tuple[Any, ...]:
     """Returns inputs as a tuple of positional arguments."""
     return x if type(x) is tuple else (x,)  # A NamedTuple is a single argument.
+
+
+def _split_names(variables: Mapping[str, Any]) -> tuple[dict[str, PyTree], AxisNames]:
+    """Returns variables without their boxes, and the axis names from them."""
+    return without_names(variables), AxisNames.of(variables)
 
 
 def without_names(variables: Mapping[str, Any]) -> dict[str, PyTree]:

@@ -11,8 +11,8 @@ from typing_extensions import override
 
 from fitflax.errors import ModelError
 from fitflax.leaves import listed, named_leaves
-from fitflax.models.base import RNG_HINT, Draws, Model, positional, without_names
-from fitflax.models.modes import MODE_KEYWORDS, evaluation_code, mode_keywords
+from fitflax.models.base import RNG_HINT, Draws, Model, positional, with_any_mesh, without_names
+from fitflax.models.modes import MODE_KEYWORDS, evaluation_code, mode_keywords, static_by_position
 from fitflax.state import PyTree
 
 __all__ = ["LinenModel", "adapt_linen"]
@@ -45,10 +45,9 @@ class LinenModel(Model):
         return self.is_eval_given
 
     def _arguments(self, x: PyTree, train: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        mode = dict(self.train_kwargs if train else self.eval_kwargs)
-        if self.keyword_inputs:
-            return (), {**x, **mode}
-        return positional(x), mode
+        module, mode = (self.train_module, self.train_kwargs) if train else (self.eval_module, self.eval_kwargs)
+        args, kwargs = ((), {**x, **mode}) if self.keyword_inputs else (positional(x), mode)
+        return static_by_position(type(module).__call__, args, kwargs)
 
     @override
     def _init(self, rngs: dict[str, jax.Array], x: PyTree) -> Any:
@@ -58,7 +57,7 @@ class LinenModel(Model):
     def init_for_evaluation(self, rngs: dict[str, jax.Array], x: PyTree) -> PyTree:
         """Returns the initial parameters of the module to evaluate."""
         args, kwargs = self._arguments(x, train=False)
-        return without_names(self.eval_module.init(rngs, *args, mutable=True, **kwargs)).get("params", {})
+        return with_any_mesh(lambda: without_names(self.eval_module.init(rngs, *args, mutable=True, **kwargs))).get("params", {})
 
     @property
     @override
@@ -96,7 +95,7 @@ class LinenModel(Model):
         # Plain text, wide enough to avoid wrapping.
         console = {"force_terminal": False, "force_jupyter": False, "no_color": True, "width": 160}
         with self._explain_errors(x, "tabulated", train=True):
-            table = linen_summary.tabulate(self.train_module, rngs, mutable=True, console_kwargs=console)(*args, **kwargs)
+            table: str = with_any_mesh(lambda: linen_summary.tabulate(self.train_module, rngs, mutable=True, console_kwargs=console)(*args, **kwargs))
         # Drop the total, which includes other collections than parameters and would contradict ours.
         return table[: table.rindex("Total Parameters")].rstrip()
 
@@ -125,6 +124,13 @@ class LinenModel(Model):
         code = evaluation_code(self.eval_module, own)
         if code is not None:
             return f" Dropout is on in evaluation, because the {own} is configured that way. Pass a module for evaluation: Trainer(model, eval_model={code})."
+        named = next((name for name in MODE_KEYWORDS if name in self.eval_kwargs), None)
+        if named is not None:
+            off = named if named == "deterministic" else f"not {named}"
+            return (
+                f" Dropout is on in evaluation, although the trainer passes {named}={self.eval_kwargs[named]}. Use that argument: "
+                f"nn.Dropout(rate, deterministic={off}). If it is off for another argument, pass Trainer(eval_kwargs={{...}})."
+            )
         return (
             " Dropout is on in evaluation. Add an argument `train` or `deterministic` to __call__, which the trainer sets; or set another argument with "
             "Trainer(eval_kwargs={...}); or pass a module with the same parameters, Trainer(model, eval_model=model.clone(...))."

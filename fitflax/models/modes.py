@@ -7,12 +7,12 @@ module generates the code that sets them for evaluation.
 import dataclasses
 import inspect
 import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from flax import linen as nn
 
-__all__ = ["MODE_KEYWORDS", "evaluation_code", "mode_keywords", "parameters_of"]
+__all__ = ["MODE_KEYWORDS", "evaluation_code", "mode_keywords", "parameters_of", "static_by_position"]
 
 # The value of each mode keyword when training; its negation otherwise.
 MODE_KEYWORDS = {"train": True, "training": True, "deterministic": False}
@@ -38,6 +38,40 @@ def mode_keywords(function: Any, *, train: bool) -> dict[str, bool]:
     """
     parameters = parameters_of(function)
     return {key: value is train for key, value in MODE_KEYWORDS.items() if key in parameters}
+
+
+def static_by_position(call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments of a module's call with keywords moved to positions that `nn.remat` or `nn.jit` makes static (`static_argnums`).
+
+    Such an argument must be passed by position, because these transformations trace keywords. Missing arguments before it get their defaults.
+
+    >>> class Net(nn.Module):
+    ...     def __call__(self, x, mask=None, train=False): ...
+    >>> static_by_position(nn.remat(Net, static_argnums=(3,)).__call__, (1,), {"train": True})
+    ((1, None, True), {})
+    >>> static_by_position(Net.__call__, (1,), {"train": True})
+    ((1,), {'train': True})
+    """
+    of_call = list(parameters_of(call).values())[1:]  # Without `self`.
+    positions = [position for position in _static_positions(call) if position < len(of_call) and of_call[position].name in kwargs]
+    placed, rest = list(args), dict(kwargs)
+    for parameter in of_call[len(args) : max(positions, default=-1) + 1]:
+        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD or (parameter.name not in rest and parameter.default is parameter.empty):
+            return args, dict(kwargs)
+        placed.append(rest.pop(parameter.name, parameter.default))
+    return tuple(placed), rest
+
+
+def _static_positions(call: Any) -> Iterator[int]:
+    """Yields the positions, without `self`, that transformations of linen make static; they are read from the closures of the wrappers."""
+    while call is not None:
+        cells = dict(zip(call.__code__.co_freevars, call.__closure__ or (), strict=True)) if inspect.isfunction(call) else {}
+        if "trafo_kwargs" in cells and "transform" in cells:
+            given = cells["trafo_kwargs"].cell_contents.get("static_argnums", ())
+            # nn.remat has already subtracted 1 for `self`.
+            offset = 0 if cells["transform"].cell_contents.__name__ == "checkpoint" else 1
+            yield from (number - offset for number in ([given] if isinstance(given, int) else given) if number >= offset)
+        call = getattr(call, "__wrapped__", None)
 
 
 def evaluation_code(module: nn.Module, name: str, keywords: Collection[str] = tuple(MODE_KEYWORDS)) -> str | None:

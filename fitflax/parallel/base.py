@@ -155,6 +155,10 @@ class Strategy(abc.ABC):
     def idle_axes(self, state: TrainState) -> list[str]:
         """Returns the mesh axes over which neither batches nor any array of a state is split."""
 
+    def missing_axes(self, state: TrainState) -> dict[str, list[str]]:
+        """Returns the axes that `nn.with_partitioning` names and the mesh lacks, with the paths of the arrays."""
+        return state.axes.missing((), ())
+
     @abc.abstractmethod
     def describe_whole(self, state: TrainState) -> str | None:
         """Returns a message about what may be too large for a device: large replicated parameters, or whole batches; `None` if there is nothing."""

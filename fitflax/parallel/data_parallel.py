@@ -13,6 +13,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -25,7 +26,7 @@ from fitflax.parallel.board import Board
 from fitflax.parallel.eager import Debuggable, copy_aliased, eager_step_error, names_unbound_axis, traced_or_eager
 from fitflax.parallel.in_flight import MAX_SHORT_STEPS, InFlight, limit_for
 from fitflax.parallel.packed import Packed
-from fitflax.parallel.placement import check_devices, copy_here, count_processes, own_copy, part_of, put
+from fitflax.parallel.placement import check_devices, copy_here, count_processes, dense_outside_mesh, own_copy, part_of, put
 from fitflax.parallel.transfer import Transfer, of_feed
 from fitflax.state import PyTree, TrainState
 
@@ -95,9 +96,9 @@ class DataParallel(Strategy):
             raise ConfigError(
                 "DataParallel cannot be used inside jax.set_mesh(), because it creates a mesh. Leave that context, or use parallel.Sharded(mesh)."
             )
-        fn = of_feed(fn)
+        plain, fn = of_feed(fn), _with_dense_outside_mesh(of_feed(fn))
         spread = self._shard_map(fn, inputs, outputs)
-        either = traced_or_eager(spread, self._eager(fn, inputs, outputs))
+        either = traced_or_eager(spread, self._eager(plain, inputs, outputs))
         # pmap requires a split argument.
         if not self._uses_pmap or all(map(_is_replicated, inputs)):
             return Debuggable(jax.jit(either, donate_argnums=tuple(donate)), jax.jit(either))
@@ -363,6 +364,17 @@ class _WithEmptyArgument:
 
     def lower(self, *arguments: Any) -> Any:
         return self._mapped.lower(*arguments, ())
+
+
+def _with_dense_outside_mesh(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `fn` with a method interceptor, because the mesh of replicas lacks all axes that a module may name."""
+
+    @functools.wraps(fn)
+    def inside(*arguments: Any) -> Any:
+        with nn.intercept_methods(dense_outside_mesh):
+            return fn(*arguments)
+
+    return inside
 
 
 def _is_replicated(layout: Layout) -> bool:

@@ -97,9 +97,13 @@ class Partition:
                 raise ShardingError(f"{path} {list(shape)}: axis {name!r} of size {size} cannot be split evenly over {over} ({advice})")
         return _canonical(spec)
 
+    @property
+    def named(self) -> frozenset[str]:
+        """The names that have rules."""
+        return frozenset(name for name, _ in self.rules)
+
     def _unknown(self, names: tuple[Name, ...]) -> list[str]:
-        known = {name for name, _ in self.rules}
-        unknown = [name for name in names if isinstance(name, str) and name not in known]
+        unknown = [name for name in names if isinstance(name, str) and name not in self.named]
         return unknown + [axis for name in names if isinstance(name, tuple) for axis in name if axis not in self.sizes]
 
     def _by_size(self, shape: tuple[int, ...], *choices: tuple[str, ...]) -> PartitionSpec:
@@ -143,8 +147,9 @@ class Partition:
                     seen.update(unknown)
                 return PartitionSpec()
 
-        params, model_state, opt_state = state.axes.each(spec, state.params, state.model_state, state.opt_state)
-        averages = None if state.ema_params is None else state.axes.each(spec, state.ema_params, {}, ())[0]
+        axes = state.axes.without_missing(self.sizes, self.named)
+        params, model_state, opt_state = axes.each(spec, state.params, state.model_state, state.opt_state)
+        averages = None if state.ema_params is None else axes.each(spec, state.ema_params, {}, ())[0]
         if faults:
             found = listed(list(dict.fromkeys(faults)), "; ")
             rules = [(name, axes) for name, axes in self.rules if name != axes]
@@ -171,7 +176,7 @@ class Partition:
             if num_bytes >= _LARGE_BYTES and not any(self.spec(path, tuple(leaf.shape), names)):
                 whole.append((num_bytes, f"{path} ({num_bytes / 2**20:.1f} MB, {self._why_replicated(tuple(leaf.shape), names)})"))
 
-        state.axes.each(check, state.params, {}, ())
+        state.axes.without_missing(self.sizes, self.named).each(check, state.params, {}, ())
         if not whole:
             return None
         whole.sort(key=lambda each: -each[0])

@@ -1,26 +1,44 @@
 """Placement of host arrays on devices, also of other processes, and the shard of a batch that a process feeds."""
 
 import abc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from flax import linen as nn
+from jax.sharding import AbstractMesh, NamedSharding
 
 from fitflax.errors import ConfigError
 from fitflax.leaves import is_key, key_of
 from fitflax.parallel.eager import explicitly
 from fitflax.state import PyTree
 
-__all__ = ["SMALL_BYTES", "RemoteArray", "check_devices", "copy_here", "count_processes", "own_copy", "part_of", "put"]
+__all__ = ["SMALL_BYTES", "RemoteArray", "check_devices", "copy_here", "count_processes", "dense_outside_mesh", "outside_mesh", "own_copy", "part_of", "put"]
 
 # Alignment in bytes that lets CPU devices use memory without a copy.
 _ALIGNMENT = 64
 
 SMALL_BYTES = 2**20
 """Smaller arrays are copied together, or on the host."""
+
+
+def outside_mesh() -> Any:
+    """Returns a context manager in which there is no mesh, so that linen does not constrain arrays by their axis names."""
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+
+
+def dense_outside_mesh(call: Callable[..., Any], arguments: Any, keywords: Any, context: Any) -> Any:
+    """Calls the method of a module, and that of `nn.DenseGeneral` outside the mesh; for `nn.intercept_methods`.
+
+    It creates its kernel as a matrix, which linen would constrain by the names of all axes of the kernel (https://github.com/google/flax/issues/3676).
+    There are no custom constraints inside of it.
+    """
+    if isinstance(context.module, nn.DenseGeneral):
+        with outside_mesh():
+            return call(*arguments, **keywords)
+    return call(*arguments, **keywords)
 
 
 def check_devices(owner: str, devices: Any) -> list[Any]:

@@ -24,7 +24,7 @@ from fitflax.parallel.eager import Debuggable, copy_aliased, eager_step_error, t
 from fitflax.parallel.in_flight import InFlight, limit_for
 from fitflax.parallel.packed import Packed
 from fitflax.parallel.partition import BATCH, FSDP_MIN_SIZE, MeshAxes, Partition, checked_rules
-from fitflax.parallel.placement import SMALL_BYTES, check_devices, copy_here, count_processes, part_of, put
+from fitflax.parallel.placement import SMALL_BYTES, check_devices, copy_here, count_processes, dense_outside_mesh, part_of, put
 from fitflax.parallel.transfer import Transfer, of_feed
 from fitflax.state import PyTree, TrainState
 
@@ -116,7 +116,7 @@ class Sharded(Strategy):
     def _tracing(self) -> Iterator[None]:
         """Applies the mesh and the rules to constraints in the code inside the block, while a step is traced."""
         mesh = jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
-        with mesh, nn.logical_axis_rules(self.partition.rules), nn.intercept_methods(_without_mesh):
+        with mesh, nn.logical_axis_rules(self.partition.rules), nn.intercept_methods(dense_outside_mesh):
             try:
                 yield
             except (NameError, FitflaxError) as error:
@@ -179,7 +179,7 @@ class Sharded(Strategy):
         mesh = AbstractMesh((1,) * len(names), names, axis_types=(AxisType.Auto,) * len(names))
 
         def inside(*arguments: Any) -> Any:
-            with jax.sharding.use_abstract_mesh(mesh), nn.intercept_methods(_without_mesh):
+            with jax.sharding.use_abstract_mesh(mesh), nn.intercept_methods(dense_outside_mesh):
                 return of_feed(fn)(*arguments)
 
         return inside
@@ -237,6 +237,10 @@ class Sharded(Strategy):
     @override
     def pin(self, state: TrainState) -> TrainState:
         return cast(TrainState, jax.tree.map(jax.lax.with_sharding_constraint, state, self._state_shardings(state)))
+
+    @override
+    def missing_axes(self, state: TrainState) -> dict[str, list[str]]:
+        return state.axes.missing(self.partition.sizes, self.partition.named)
 
     @override
     def describe_whole(self, state: TrainState) -> str | None:
@@ -307,18 +311,6 @@ class Sharded(Strategy):
     @override
     def unify(self, collections: dict[str, PyTree]) -> dict[str, PyTree]:
         return collections
-
-
-def _without_mesh(call: Callable[..., Any], arguments: Any, keywords: Any, context: Any) -> Any:
-    """Calls the method of a module, and that of `nn.DenseGeneral` outside of the mesh.
-
-    It creates its kernel as a matrix, which linen would constrain by the names of all axes of the kernel (https://github.com/google/flax/issues/3676).
-    There are no custom constraints inside of it.
-    """
-    if isinstance(context.module, nn.DenseGeneral):
-        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-            return call(*arguments, **keywords)
-    return call(*arguments, **keywords)
 
 
 def _make_mesh(mesh: Any, devices: Sequence[jax.Device] | None) -> Mesh:

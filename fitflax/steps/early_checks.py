@@ -9,6 +9,7 @@ from fitflax.data import Source
 from fitflax.data.arrays import ArraySource
 from fitflax.data.whole_batches import leaf_paths
 from fitflax.errors import warn
+from fitflax.leaves import listed
 from fitflax.logs import Values
 from fitflax.state import Batch, TrainState
 from fitflax.steps.step_dispatch import Program, scalar_loss_error
@@ -34,8 +35,15 @@ def check_activations(program: Program, state: TrainState, batch: Batch) -> None
 
 
 def check_places(program: Program, state: TrainState) -> None:
-    """Warns once per program about large parameters, and about batches, that each device holds whole."""
+    """Warns once per program about axes that the mesh lacks, and about large parameters and batches that each device holds whole."""
     if program.preparation.is_new("places"):
+        missing = program.strategy.missing_axes(state)
+        if missing:
+            found = "; ".join(f"{axis!r} ({listed(paths)})" for axis, paths in missing.items())
+            warn(
+                f"nn.with_partitioning names axes that the mesh does not have, so they are not split: {found}. "
+                "To split them, pass a mesh with these axes, such as Trainer(parallel=Sharded({'data': -1, 'model': 2}))."
+            )
         whole = program.strategy.describe_whole(state)
         if whole is not None:
             warn(whole)

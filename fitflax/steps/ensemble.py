@@ -4,7 +4,7 @@ Every array of the state except the step, and every sum of metrics, has a leadin
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self, cast
 
 import jax
@@ -115,6 +115,10 @@ class EnsembleTask(Task):
     def init_state(self, key: jax.Array, batch: Batch) -> TrainState:
         state = jax.vmap(lambda key: Task.init_state(self, key, batch))(key)
         return dataclasses.replace(state, step=state.step[0], axes=AxisNames(is_known=False))
+
+    @override
+    def map_members(self, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        return jax.vmap(fn)
 
     @override
     def init_eval_params(self, key: jax.Array, batch: Batch) -> PyTree:

@@ -12,7 +12,7 @@ from fitflax.errors import LossError, MetricError, ModelError
 from fitflax.leaves import describe_shapes
 from fitflax.metrics import Mean, Metric, weighted_sums
 from fitflax.models import Model
-from fitflax.models.base import RNG_HINT, Draws
+from fitflax.models.base import RNG_HINT, Draws, is_dropout_error
 from fitflax.parallel import Strategy
 from fitflax.state import Batch, PyTree
 from fitflax.steps.example_weights import masked_weights, per_example, ratio
@@ -32,6 +32,11 @@ SCALAR = "scalar"
 MUTABLE_HINT = (
     " Pass mutable= with the collections that the module updates, and return the updated ones: "
     "outputs, updated = self.model.apply(variables, batch.x, mutable=['batch_stats'])."
+)
+
+_DROPOUT_HINT = (
+    " Dropout is on in evaluation. Pass the mode to the module, self.model.apply(variables, batch.x, train=train, rngs=rngs), "
+    "and use it there: nn.Dropout(rate, deterministic=not train)."
 )
 
 OUTPUTS = "outputs"
@@ -159,6 +164,8 @@ class ForwardPass:
             else:
                 values, changed, aux = _checked_triple(self.model.call_loss(self.compute_loss, variables, batch._replace(x=x), **options))
         except InvalidRngError as error:
+            if not train and is_dropout_error(error):
+                raise ModelError(f"compute_loss: {error}.{_DROPOUT_HINT}") from error
             raise ModelError(f"compute_loss: {error}.{RNG_HINT} It gets rngs={list(draws.rngs)} {'in training' if train else 'in evaluation'}.") from error
         except ModifyScopeVariableError as error:
             raise ModelError(f"compute_loss: {error}.{MUTABLE_HINT}") from error

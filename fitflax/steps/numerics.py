@@ -13,7 +13,7 @@ import numpy as np
 
 from fitflax.errors import ConfigError
 from fitflax.integers import is_integer
-from fitflax.state import PyTree
+from fitflax.state import PyTree, start_average
 from fitflax.steps.model_outputs import map_outputs
 
 __all__ = ["Numerics", "start_average"]
@@ -99,16 +99,6 @@ class Numerics:
             return decay * average + (1 - decay) * value.astype(average.dtype)
 
         return jax.tree.map(one, averages, params)
-
-
-def start_average(params: PyTree) -> PyTree:
-    """Returns the initial averages: a copy of the parameters in float32 or wider, because half precision would round small changes away."""
-
-    def one(value: jax.Array) -> jax.Array:
-        # Copied, because a step can donate each buffer only once.
-        return jnp.copy(value.astype(jnp.promote_types(value.dtype, jnp.float32)) if jnp.issubdtype(value.dtype, jnp.inexact) else value)
-
-    return jax.tree.map(one, params)
 
 
 def _is_float(leaf: Any) -> bool:

@@ -1,20 +1,23 @@
-"""Extra arguments of an optimizer's `update`, if it accepts them: the loss, and the loss as a function.
+"""Extra arguments of an optimizer's `update`, if it accepts them: the loss, and the loss as a function. Also explains errors of optimizers.
 
 optax passes keyword arguments through chains and wrappers to the transformations that use them: line searches, Polyak step sizes,
 `reduce_on_plateau`.
 """
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from fitflax.errors import OptimizerError
+from fitflax.errors import FitflaxError, OptimizerError, is_of_debugger
+from fitflax.leaves import listed, named_leaves
 from fitflax.parallel import Strategy
 from fitflax.state import PyTree
+from fitflax.steps.state_structure import state_faults
 
 __all__ = ["global_loss", "loss_functions", "with_extra_arguments"]
 
@@ -23,7 +26,7 @@ GIVEN = ("value", "grad", "value_fn", "grad_fn", "obj_fn")
 
 
 def with_extra_arguments(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer whose `update` takes all of `GIVEN`, and passes on those that the given one accepts.
+    """Returns an optimizer whose `update` takes all of `GIVEN`, and passes on those that the given one accepts; its errors are `OptimizerError`s.
 
     >>> tx = with_extra_arguments(optax.chain(optax.sgd(0.5), optax.contrib.reduce_on_plateau()))
     >>> params = {"w": jnp.ones(1)}
@@ -34,17 +37,55 @@ def with_extra_arguments(optimizer: optax.GradientTransformation) -> optax.Gradi
     # Check the signature, not the class: the update of `optax.MultiSteps` passes arguments on, but is not a `GradientTransformationExtraArgs`.
     accepted = _accepted_arguments(optimizer.update)
 
+    def init(params: PyTree) -> PyTree:
+        with _explain_errors("could not be initialized", params):
+            return _as_arrays(optimizer.init(params))
+
     def update(grads: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         passed = extra if accepted is None else {name: value for name, value in extra.items() if name in accepted}
-        try:
-            result: tuple[PyTree, PyTree] = optimizer.update(grads, state, params, **passed)
-        except TypeError as error:
-            if "required keyword-only argument" not in str(error):
-                raise
-            raise _unknown_argument(str(error)) from error
-        return result
+        with _explain_errors("failed in its update", grads):
+            updates, new_state = optimizer.update(grads, state, params, **passed)
+            new_state = _as_arrays(new_state)
+        structures: list[Any] = [jax.tree.structure(tree, is_leaf=lambda leaf: leaf is None) for tree in (grads if params is None else params, updates)]
+        if structures[0] != structures[1]:
+            raise OptimizerError(f"The optimizer must return an update for each parameter. Expected: {structures[0]}. Received: {structures[1]}.")
+        if faults := state_faults(state, new_state):
+            raise OptimizerError(f"The optimizer's update must return a state with the same structure, shapes and dtypes. Differences: {faults}.")
+        return updates, new_state
 
-    return optax.GradientTransformationExtraArgs(optimizer.init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+@contextlib.contextmanager
+def _explain_errors(what: str, params: PyTree) -> Iterator[None]:
+    """Wraps exceptions of an optimizer in an `OptimizerError` that explains them; `params` has the structure of the parameters."""
+    try:
+        yield
+    except Exception as error:
+        if is_of_debugger(error) or isinstance(error, FitflaxError):
+            raise
+        text = " ".join(str(error).partition("\nThe error occurred while tracing")[0].split())  # JAX appends a page of details.
+        if isinstance(error, TypeError) and "required keyword-only argument" in text:
+            raise _unknown_argument(text) from error
+        text, hint = f"{type(error).__name__}: {text}", ""
+        if "'fast'" in text or "LookaheadParams" in text:
+            hint = (
+                " optax.lookahead takes LookaheadParams, but a trainer passes parameters. Keep the slow parameters in the optimizer state, as in the guide "
+                "Average the parameters, or use compile(ema_decay=0.99)."
+            )
+        elif "FrozenDict" in text:
+            text = "a mask or labels are a FrozenDict, but the parameters are dicts"
+            hint = " Convert them: flax.core.unfreeze(mask)."
+        elif "pytree structure" in text:
+            names = listed([name for name, _ in named_leaves(params)])
+            hint = f" Masks and labels must have the structure of the parameters, or of the upper part of it: {names}."
+        period = "." if hint and not text.endswith((".", "!", "?")) else ""
+        raise OptimizerError(f"The optimizer {what}: {text}{period}{hint}") from error
+
+
+def _as_arrays(state: PyTree) -> PyTree:
+    """Returns an optimizer state as arrays; a custom optimizer may keep Python numbers."""
+    return jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), state)
 
 
 def _accepted_arguments(update: Callable[..., Any]) -> frozenset[str] | None:

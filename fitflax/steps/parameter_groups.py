@@ -94,7 +94,9 @@ def _label_trees(node: Any, seen: set[int]) -> Iterator[Any]:
     if id(node) in seen:
         return
     seen.add(id(node))
-    if isinstance(node, tuple | list):
+    if isinstance(node, optax.GradientTransformation):
+        yield from _label_trees(node.init, seen)  # Its update has the same labels.
+    elif isinstance(node, tuple | list):
         for entry in node:
             yield from _label_trees(entry, seen)
     elif isinstance(node, dict):

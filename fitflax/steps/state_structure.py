@@ -6,6 +6,7 @@ import jax
 
 from fitflax.errors import ModelError
 from fitflax.leaves import describe_shapes, is_key, listed
+from fitflax.models import TRANSIENT
 from fitflax.state import PyTree, TrainState
 
 __all__ = ["same_types", "state_faults", "strong_types"]
@@ -29,11 +30,20 @@ def state_faults(old: PyTree, new: PyTree) -> str:
     return listed(faults, "; ")
 
 
+def _sow_hint(old: TrainState, new: TrainState) -> str:
+    """Returns a hint for collections that have other arrays or shapes after each call, as those of sown values do."""
+    before, after = ({path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(state.model_state)} for state in (old, new))
+    names = sorted({str(path[0].key) for path, shape in after.items() if before.get(path) != shape})
+    if not names:
+        return ""
+    return f" If the module sows into {', '.join(map(repr, names))}, keep it out of the state: Trainer(transient={(*TRANSIENT, *names)})."
+
+
 def same_types(new: TrainState, old: TrainState) -> TrainState:
     """Returns `new` after checking that it has the structure, shapes and dtypes of `old`."""
     new = strong_types(new)
     faults = state_faults(old, new)
     if faults:
-        raise ModelError(f"A step must return a state with the same structure, shapes and dtypes. Differences: {faults}.")
+        raise ModelError(f"A step must return a state with the same structure, shapes and dtypes. Differences: {faults}.{_sow_hint(old, new)}")
     # Containers may still differ (a FrozenDict for a dict), which would also compile the step again.
     return cast(TrainState, jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new)))

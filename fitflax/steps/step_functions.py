@@ -100,6 +100,15 @@ class Task:
         state = TrainState(step=jnp.int32(0), params=params, model_state=model_state, opt_state=opt_state, key=key, ema_params=averages, axes=axes)
         return cast(TrainState, strong_types(state))
 
+    def init_optimizer(self, params: PyTree) -> PyTree:
+        """Returns the optimizer's initial state for these parameters."""
+        assert self.optimizer is not None
+        return self.map_members(self.optimizer.init)(params)
+
+    def map_members(self, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        """Returns a function of parts of a state, applied to each member of an ensemble."""
+        return fn
+
     def init_eval_params(self, key: jax.Array, batch: Batch) -> PyTree:
         """Returns initial parameters of a module for evaluation, whose shapes show whether it fits."""
         rngs = split_key(key, ("params", *self.streams.init, *self.streams.eval))

@@ -13,6 +13,7 @@ import pytest
 from flax import linen as nn
 
 import fitflax
+from fitflax.callbacks import ModelCheckpoint
 from fitflax.checkpoints.formats.checkpoint_files import Saved
 from fitflax.errors import ConfigError, ModelError, NotReadyError, RestoreError
 from fitflax.parallel import DataParallel
@@ -514,3 +515,82 @@ def test_what_other_libraries_omit_is_kept_or_named_in_the_error(prepare, monkey
         trainer.compile(optax.adam(0.05), "sparse_categorical_crossentropy")
     expected = state_of(theirs) | {".step": state_of(trainer)[".step"], ".key": state_of(built(Net()))[".key"]}
     assert trainer.step == 7 and trainer.state.ema_params is None and not differences(state_of(trainer), expected)
+
+
+# -- other floating dtypes --
+
+
+class Typed(nn.Module):
+    """Stores its parameters in a dtype."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.BatchNorm(use_running_average=True, dtype=self.dtype, param_dtype=self.dtype)(x)
+        return nn.Dense(3, dtype=self.dtype, param_dtype=self.dtype)(x).astype(np.float32)
+
+
+def typed(dtype: Any, optimizer: Any = "adam") -> fitflax.Trainer:
+    trainer = bare(Typed(dtype))
+    trainer.compile(optimizer, "sparse_categorical_crossentropy", learning_rate=0.05 if isinstance(optimizer, str) else None)
+    return trainer
+
+
+@pytest.mark.parametrize("form", ["msgpack", "orbax", "safetensors"])
+@pytest.mark.parametrize("how", [{}, {"weights_only": True}, {"partial": True}], ids=["whole", "weights_only", "partial"])
+@pytest.mark.parametrize("is_built", [True, False])
+@pytest.mark.mostly_slow
+def test_cast_restores_a_checkpoint_of_another_floating_dtype(form: str, how: dict[str, Any], is_built: bool, tmp_path: pathlib.Path):
+    if (form == "safetensors" and not how) or ("partial" in how and not is_built):
+        pytest.skip("not possible in any dtype")
+    half = typed("bfloat16")
+    callbacks = [] if form == "safetensors" else [ModelCheckpoint(tmp_path, backend=form)]
+    half.fit(TRAIN, batch_size=4, steps=3, verbose=0, callbacks=callbacks)
+    path = half.save_weights(tmp_path / "model.safetensors") if form == "safetensors" else tmp_path
+    expected = jax.tree.map(lambda leaf: np.asarray(leaf).astype(np.float32), (half.state.params, half.state.model_state))
+    trainer = typed("float32")
+    if is_built:
+        trainer.build((jax.ShapeDtypeStruct((4, 4), np.float32),))
+        with pytest.raises(RestoreError, match=r"pass cast=True to Trainer\.restore\. Different: .* is bfloat16, expected float32") as caught:
+            trainer.restore(path, **how)
+        assert "partial=True" not in str(caught.value)
+    trainer.restore(path, cast=True, **how)
+    trainer.predict(TRAIN[0])
+    jax.tree.map(np.testing.assert_array_equal, (trainer.state.params, trainer.state.model_state), expected)
+    moments = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), half.state.opt_state[3][0].mu if not how else jax.tree.map(np.zeros_like, expected[0]))
+    jax.tree.map(np.testing.assert_array_equal, trainer.state.opt_state[3][0].mu, moments)
+    assert trainer.step == (0 if how else 3)
+    train(trainer, 2)
+
+
+def test_cast_converts_only_floats_and_rejects_numbers_that_do_not_fit(tmp_path: pathlib.Path):
+    trainer = typed("float32")
+    trainer.build((jax.ShapeDtypeStruct((4, 4), np.float32),))
+    trainer.replace_params(jax.tree.map(lambda leaf: np.full(leaf.shape, 1e6, np.float32), trainer.state.params))
+    path = trainer.save(tmp_path / "saved")
+    narrow = typed("float16")
+    narrow.build((jax.ShapeDtypeStruct((4, 4), np.float32),))
+    with pytest.raises(RestoreError, match="Dense_0/bias has numbers that are too large for float16"):
+        narrow.restore(path, cast=True)
+    trainer.replace_state(trainer.state.replace_step(5))
+    integers = typed("float32", optax.GradientTransformation(lambda params: np.float32(0), lambda grads, state, params: (grads, state)))
+    with pytest.raises(RestoreError, match="does not fit this optimizer"):
+        integers.restore(path, cast=True)
+
+
+def test_a_resume_does_not_convert_dtypes(tmp_path: pathlib.Path):
+    typed("bfloat16").fit(TRAIN, batch_size=4, steps=1, verbose=0, callbacks=[ModelCheckpoint(tmp_path)])
+    with pytest.raises(RestoreError, match="is bfloat16, expected float32"):
+        typed("float32").fit(TRAIN, batch_size=4, steps=2, verbose=0, callbacks=[ModelCheckpoint(tmp_path)], resume="auto")
+
+
+def test_cast_before_compile_converts_the_optimizer_state_when_it_is_known(tmp_path: pathlib.Path):
+    half = typed("bfloat16")
+    train(half, 2)
+    path = half.save(tmp_path / "saved")
+    trainer = bare(Typed("float32"))
+    trainer.restore(path, cast=True)
+    trainer.compile("adam", "sparse_categorical_crossentropy", learning_rate=0.05)
+    train(trainer, 1)
+    assert trainer.step == 3 and {str(leaf.dtype) for leaf in jax.tree.leaves(trainer.state.opt_state)} == {"int32", "float32"}

@@ -393,6 +393,31 @@ def test_the_error_for_dropout_that_nothing_turns_off_suggests_solutions():
     assert "Trainer(rngs={'init': ..., 'train': ..., 'eval': ...})" in eval_error(Noisy(), X, rngs=("noise",))
 
 
+def test_the_error_for_dropout_names_the_mode_argument_that_exists():
+    class Unused(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any, train: bool) -> Any:
+            return nn.Dropout(0.5, deterministic=False)(nn.Dense(2)(x))
+
+    text = eval_error(Unused(), X)
+    assert "although the trainer passes train=False. Use that argument: nn.Dropout(rate, deterministic=not train)." in text
+    assert "eval_kwargs=" in text and "'eval': ..." not in text
+
+
+def test_the_error_for_dropout_in_a_custom_loss_passes_the_mode_instead_of_a_random_stream():
+    class Custom(fitflax.Trainer):
+        def compute_loss(self, params: Any, model_state: Any, batch: Any, *, rngs: Any, train: bool) -> Any:
+            outputs = self.model.apply({"params": params}, batch.x, rngs=rngs)
+            return ((outputs - batch.x) ** 2).mean(-1), model_state, {}
+
+    trainer = Custom(nn.Sequential([nn.Dense(X.shape[1]), nn.Dropout(0.5, deterministic=False)]), parallel=DataParallel(jax.devices()[:1]))
+    trainer.compile("sgd")
+    trainer.train_on_batch(X)
+    with pytest.raises(ModelError, match=r"Dropout is on in evaluation\. Pass the mode to the module, .*train=train") as caught:
+        trainer.evaluate(X, verbose=0)
+    assert "'eval': ..." not in str(caught.value)
+
+
 def test_a_model_that_is_a_function_gets_a_hint_for_functions():
     x = X[:8]
     model = nn.Dropout(0.5, deterministic=False)

@@ -126,6 +126,61 @@ def test_all_keywords_that_a_module_takes_are_passed():
     np.testing.assert_array_equal(apply(Both(), train=True), X)
 
 
+class MaskedDropout(nn.Module):
+    """Branches on its mode, which must therefore be static."""
+
+    @nn.compact
+    def __call__(self, x: Any, mask: Any = None, train: bool = False) -> Any:
+        x = nn.Dense(8)(x)
+        if train:
+            x = nn.Dropout(0.5, deterministic=False)(x)
+        return nn.Dense(1)(x if mask is None else x * mask)
+
+
+class Rematted(MaskedDropout):
+    """Has the transformation on its method."""
+
+    __call__ = nn.remat(MaskedDropout.__call__, static_argnums=(3,))
+
+
+STATIC_MODES = {
+    "remat": lambda: nn.remat(MaskedDropout, static_argnums=(3,))(),
+    "jit": lambda: nn.jit(MaskedDropout, static_argnums=(3,))(),
+    "both": lambda: nn.jit(nn.remat(MaskedDropout, static_argnums=(3,)), static_argnums=(3,))(),
+    "method": Rematted,
+    "names": lambda: nn.jit(MaskedDropout, static_argnames=("train",))(),
+}
+
+
+@pytest.mark.parametrize("name", STATIC_MODES)
+@pytest.mark.parametrize("inputs", ["one", "two", "keywords"])
+@pytest.mark.mostly_slow
+def test_a_transformed_module_whose_mode_is_static_equals_a_hand_written_loop(name: str, inputs: str):
+    model, rng = STATIC_MODES[name](), np.random.default_rng(0)
+    x, mask, y = (rng.normal(size=shape).astype(np.float32) for shape in ((6, 3), (6, 8), (6, 1)))
+    options: dict[str, Any] = {"inputs": {"x": "x", "mask": "mask"}, "targets": "y"} if inputs == "keywords" else {}
+    batch: Any = {"x": x, "mask": mask, "y": y} if inputs == "keywords" else (x if inputs == "one" else (x, mask), y)
+    trainer = fitflax.Trainer(model, parallel=DataParallel(jax.devices()[:1]), **options)
+    trainer.compile("sgd", "mse", learning_rate=0.1)
+    trainer.build(batch)
+    arguments = (x,) if inputs == "one" else (x, mask)
+    mode = ((), {"train": True}) if name == "names" else ((None,) * (2 - len(arguments)) + (True,), {})
+
+    def outputs(params: Any, rngs: Any) -> Any:
+        return model.apply({"params": params}, *arguments, *mode[0], rngs=rngs, **mode[1])
+
+    params = trainer.state.params
+    for _ in range(3):
+        rngs = trainer.step_rngs(trainer.state)
+        value, grads = jax.value_and_grad(lambda params, rngs=rngs: jnp.mean((outputs(params, rngs) - y) ** 2))(params)
+        np.testing.assert_allclose(trainer.train_on_batch(batch)["loss"], value, rtol=1e-5)
+        params = jax.tree.map(lambda one, grad: one - 0.1 * grad, params, grads)
+    expected = MaskedDropout().apply({"params": trainer.state.params}, *arguments)
+    np.testing.assert_allclose(
+        trainer.evaluate(*(batch if isinstance(batch, tuple) else (batch,)), verbose=0)["loss"], jnp.mean((expected - y) ** 2), rtol=1e-5
+    )
+
+
 def test_the_users_module_is_not_changed():
     model = ByField()
     adapt_linen(model)

@@ -887,15 +887,77 @@ def test_the_summary_names_axes_over_which_nothing_is_split():
     assert "Axis 'model' is unused: no array of the state and no batch is split over it." in out.getvalue() and "over 'data'." not in out.getvalue()
 
 
-def test_an_axis_that_the_mesh_does_not_have_is_an_error_with_the_modules_path():
+class Layer(nn.Module):
+    """A layer for `nn.scan`."""
+
+    names: Any = None
+
+    @nn.compact
+    def __call__(self, carry: Any, _: Any) -> Any:
+        return nn.Dense(8, kernel_init=partitioned(self.names, 2))(carry), ()
+
+
+def partitioned(names: Any, count: int) -> Any:
+    """Returns an initializer with axis names, unless they are `None`."""
+    init = nn.initializers.lecun_normal()
+    return init if names is None else nn.with_partitioning(init, (*[None] * (count - len(names)), *names))
+
+
+class Partitioned(nn.Module):
+    """Names axes of a mesh inside of linen's transformations, unless they are `None`."""
+
+    model: Any = ("model",)
+    several: Any = (("data", "tensor"), None)
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        axes = {"variable_axes": {"params": 0}, "metadata_params": {nn.PARTITION_NAME: None}}
+        x = nn.scan(Layer, split_rngs={"params": True}, length=2, **axes)(self.model, name="layers")(x, None)[0]
+        x = nn.remat(nn.Dense)(8, kernel_init=partitioned(self.several, 2), name="dense")(x)
+        x = nn.MultiHeadDotProductAttention(2, kernel_init=partitioned(self.model, 2))(x[:, None])[:, 0]
+        return nn.Dense(3)(x)
+
+
+LACKING = {
+    "one device": lambda: DataParallel(jax.devices()[:1]),
+    "replicas": lambda: DataParallel(jax.devices()[:2]),
+    "data": lambda: Sharded({"data": 2}, devices=jax.devices()[:2]),
+    "rules": lambda: Sharded({"data": 2, "m": 2}, rules={"model": "m"}, devices=jax.devices()[:4]),
+}
+
+
+@pytest.mark.parametrize("name", LACKING)
+@pytest.mark.mostly_slow
+def test_axes_that_the_mesh_lacks_are_not_split_and_named_in_one_warning(name: str):
+    x, y = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32), np.arange(16) % 3
+
+    def losses(model: nn.Module) -> Any:
+        trainer = fitflax.Trainer(model, parallel=LACKING[name]())
+        trainer.compile("sgd", "sparse_categorical_crossentropy", learning_rate=0.1, ema_decay=0.9)
+        trainer.build((x, y))
+        history = trainer.fit(x, y, epochs=2, batch_size=8, verbose=0, validation_data=(x, y)).history
+        trainer.summary(file=io.StringIO(), sharding=True)
+        return [*history["loss"], *history["val_loss"]], trainer.state.params
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        logged, params = losses(Partitioned())
+    (message,) = [str(warning.message) for warning in caught]
+    assert "'tensor' (params/dense/kernel)" in message and ("'model' (" in message) == (name != "rules")
+    np.testing.assert_allclose(logged, losses(Partitioned(None, None))[0], rtol=1e-5)
+    assert params["dense"]["kernel"].sharding.spec == (P("data") if name in ("data", "rules") else P())
+    assert params["layers"]["Dense_0"]["kernel"].sharding.spec == (P(None, None, "m") if name == "rules" else P())
+
+
+def test_a_constraint_by_an_axis_that_the_mesh_does_not_have_is_an_error_with_the_modules_path():
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x: Any) -> Any:
-            return nn.Dense(8, kernel_init=nn.with_partitioning(nn.initializers.ones, ("tensor", None)))(x)
+            return jax.lax.with_sharding_constraint(nn.Dense(8)(x), P("tensor"))
 
-    trainer = fitflax.Trainer(Net(), parallel=mesh_4x2())
+    trainer = fitflax.Trainer(nn.Sequential([Net()]), parallel=mesh_4x2())
     trainer.compile("sgd", "mse")
-    with pytest.raises(ModelError, match=r"not found in mesh.* The name is used in Dense_0, a Dense. nn.with_partitioning takes axes of the mesh"):
+    with pytest.raises(ModelError, match=r"not found in mesh.* The name is used in layers_0, a Net. A constraint takes axes of the mesh"):
         trainer.build((np.ones((8, 8), np.float32), np.ones((8, 8), np.float32)))
 
 

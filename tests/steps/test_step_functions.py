@@ -232,6 +232,57 @@ def test_sown_values_never_become_part_of_the_state(devices: Devices):
     assert trainer.state.model_state["counts"]["n"].dtype == jnp.int32
 
 
+class Perturbed(nn.Module):
+    """`Net` with a perturbation."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(2)(self.perturb("hidden", jnp.tanh(nn.Dense(5)(x))))
+
+
+def test_perturbations_are_not_part_of_the_state_so_batches_may_have_any_size(devices: Devices):
+    trainer, expected = trainer_of(Perturbed(), devices(1)), trainer_of(Net(), devices(1))
+    for each in (trainer, expected):
+        each.fit(X[:8], Y[:8], batch_size=8, epochs=2, verbose=0)
+    assert trainer.state.model_state == {}
+    assert_equal(trainer.state.params, expected.state.params)
+    assert trainer.evaluate(X, Y, batch_size=13, verbose=0) == expected.evaluate(X, Y, batch_size=13, verbose=0)
+    assert_equal(trainer.predict(X[:3], batch_size=3), expected.predict(X[:3], batch_size=3))
+
+
+def test_a_run_whose_checkpoints_have_perturbations_resumes_without_them(devices: Devices, tmp_path: Any):
+    """As in 0.1, where perturbations were part of the state."""
+    old, expected = trainer_of(Perturbed(), devices(1), transient=("losses", "summaries", "intermediates")), trainer_of(Perturbed(), devices(1))
+    old.fit(X, Y, batch_size=13, verbose=0, callbacks=[fitflax.callbacks.ModelCheckpoint(tmp_path)])
+    assert list(old.state.model_state) == ["perturbations"]
+    expected.fit(X, Y, batch_size=13, epochs=2, verbose=0)
+    resumed = trainer_of(Perturbed(), devices(1))
+    resumed.fit(X, Y, batch_size=13, epochs=2, verbose=0, resume=tmp_path)
+    assert resumed.state.model_state == {}
+    assert_equal(resumed.state.params, expected.state.params)
+    served = trainer_of(Perturbed(), devices(1))
+    served.build((X, Y))
+    served.replace_state(old.inference_state())
+    assert_equal(served.predict(X), old.predict(X, batch_size=13))
+
+
+def test_the_error_for_values_that_are_sown_into_the_state_names_transient(devices: Devices):
+    class Sown(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            self.sow("activity", "x", x, reduce_fn=lambda old, new: new, init_fn=lambda: None)
+            self.sow("means", "x", x.mean())
+            return nn.Dense(2)(x)
+
+    message = r"If the module sows into .*'means', keep it out of the state: Trainer\(transient=\('losses', .*'means'\)\)"
+    with pytest.raises(ModelError, match=message):
+        trainer_of(Sown(), devices(1)).fit(X, Y, verbose=0)
+    names = ("losses", "summaries", "intermediates", "perturbations", "activity", "means")
+    trainer = trainer_of(Sown(), devices(1), transient=names)
+    trainer.fit(X, Y, batch_size=8, verbose=0)
+    assert trainer.state.model_state == {}
+
+
 def test_a_collection_that_is_not_transient_is_kept(devices: Devices):
     class Last(nn.Module):
         @nn.compact

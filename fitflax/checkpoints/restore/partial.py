@@ -69,10 +69,11 @@ def check_mapping(mapping: Any, *, partial: bool) -> PathMapping:
     return mapping
 
 
-def match(saved: Saved, target: TrainState, mapping: PathMapping) -> tuple[dict[str, PyTree], RestoreReport]:
+def match(saved: Saved, target: TrainState, mapping: PathMapping, *, cast: bool = False) -> tuple[dict[str, PyTree], RestoreReport]:
     """Returns the parameters and collections of a checkpoint that fit a model, and a report.
 
-    They have the structure of `target`, the shapes of the module's own state, whose `jax.ShapeDtypeStruct` stay where the checkpoint has no array.
+    They have the structure of `target`, the shapes of the module's own state, whose `jax.ShapeDtypeStruct` stay where the checkpoint has no array. With `cast`,
+    floating dtypes are converted.
     """
     leaves, treedef, paths = leaf_paths({"params": target.params, "model_state": target.model_state}, "train")
     own = {shown(path): index for path, index in paths.items()}
@@ -84,7 +85,7 @@ def match(saved: Saved, target: TrainState, mapping: PathMapping) -> tuple[dict[
     faults: dict[str, str] = {}
     for path, source in sorted(taken.items()):
         in_file, leaf = found[source]
-        leaves[own[path]], difference = fit_leaf(leaves[own[path]], leaf, impls.get(in_file))
+        leaves[own[path]], difference = fit_leaf(leaves[own[path]], leaf, impls.get(in_file), cast=cast)
         if difference:
             faults[path] = f"{path if path == source else f'{path} (from {source})'} {difference}"
     if faults:
@@ -157,12 +158,14 @@ def advice_on(pairs: Mapping[str, tuple[Any, Any]], different: Collection[str], 
     by_dtype = {path for path in different if all(map(_is_floating, pairs[path])) and pairs[path][0].shape == pairs[path][1].shape}
     dtype = repr(next(iter(dtypes))) if len(dtypes) == 1 else None
     # With several dtypes, converting to one would only move the error.
-    left = [path for path in different if not (is_weights and dtype and path in by_dtype)]
+    is_loaded = is_weights and "names" in metadata
+    casts = not is_loaded and (dtype is not None or len(by_dtype) == len(different))
+    left = [path for path in different if not (path in by_dtype and (dtype if is_loaded else casts))]
     advice = []
-    if by_dtype and is_weights:
+    if by_dtype and is_loaded:
         advice.append(f"To convert dtypes, pass {f'dtype={dtype} to Trainer.load_weights' if dtype else 'WeightRules with load= to Trainer.load_weights'}.")
-    elif by_dtype and dtype:
-        advice.append(f"To convert dtypes, export the parameters with save_weights, and call Trainer.load_weights(path, dtype={dtype}).")
+    elif by_dtype and casts:
+        advice.append("To convert dtypes, pass cast=True to Trainer.restore.")
     if left or not by_dtype:
         advice.append(_leaving_out(left, metadata.get("names"), metadata.get("mapping_form")))
     return " ".join(advice)

@@ -84,18 +84,19 @@ def warn_of_changes(saved: Saved, compiled: Mapping[str, Any], *, to_resume: boo
         warn(f"{saved.path} was saved with other settings: {'; '.join(changes)}.{rate}")
 
 
-def fit_to(target: PyTree, found: Any, saved: Saved, root: str, *, advice: Advice | None = None) -> PyTree:
+def fit_to(target: PyTree, found: Any, saved: Saved, root: str, *, advice: Advice | None = None, cast: bool = False) -> PyTree:
     """Returns a part of a checkpoint in the structure of `target`. Raises `RestoreError` with `advice` and the differences."""
-    return restore_tree(target, found, where=str(saved.path), root=root, key_impls=saved.metadata["key_impls"], advice=advice)
+    return restore_tree(target, found, where=str(saved.path), root=root, key_impls=saved.metadata["key_impls"], advice=advice, cast=cast)
 
 
 def restored_state(
-    saved: Saved, *, target: TrainState | None, optimizer: optax.GradientTransformation | None, key: jax.Array, weights_only: bool
+    saved: Saved, *, target: TrainState | None, optimizer: optax.GradientTransformation | None, key: jax.Array, weights_only: bool, cast: bool = False
 ) -> TrainState:
     """Returns the state of a checkpoint, on the host; with `weights_only`, only parameters and collections.
 
     The checkpoint must match `target`, a state or its shapes, if there is one. Without an optimizer, no optimizer state is restored. `key` is used if none is
-    restored, and is the required kind of key. If another library's checkpoint has no averaged parameters, there are none.
+    restored, and is the required kind of key. If another library's checkpoint has no averaged parameters, there are none. With `cast`,
+    floating dtypes are converted.
     """
     lacks = [what for name, what in (("step", "step"), ("opt_state", "optimizer state")) if name not in saved.train]
     if lacks and not weights_only:
@@ -108,13 +109,13 @@ def restored_state(
             name: from_saved({} if tree is None and name == "model_state" else tree, root=f"train/{name}", key_impls=impls) for name, tree in found.items()
         }
     else:
-        parts = dict(fit_to({name: getattr(target, name) for name in names}, found, saved, "train", advice=_advice(str(saved.path), saved.metadata)))
+        parts = dict(fit_to({name: getattr(target, name) for name in names}, found, saved, "train", advice=_advice(str(saved.path), saved.metadata), cast=cast))
     if weights_only:
         return TrainState(step=np.int32(0), key=key, opt_state=(), **parts)  # type: ignore[arg-type]
     rest: dict[str, Any] = {"step": np.int32(0)} | ({"key": key} if "key" in saved.train else {})
     if optimizer is not None:
         rest["opt_state"] = jax.eval_shape(optimizer.init, parts["params"]) if target is None else target.opt_state
-    return TrainState(**{"opt_state": (), "key": key, **parts, **fit_to(rest, {name: saved.train[name] for name in rest}, saved, "train")})
+    return TrainState(**{"opt_state": (), "key": key, **parts, **fit_to(rest, {name: saved.train[name] for name in rest}, saved, "train", cast=cast)})
 
 
 def _advice(where: str, metadata: Mapping[str, Any] | None = None) -> Advice | None:
@@ -126,11 +127,11 @@ def _advice(where: str, metadata: Mapping[str, Any] | None = None) -> Advice | N
     return lambda pairs, different: advice_on(pairs, different, metadata or {}, is_weights=is_weights)
 
 
-def check_fits(target: TrainState, state: TrainState, where: str) -> TrainState:
+def check_fits(target: TrainState, state: TrainState, where: str, *, cast: bool = False) -> TrainState:
     """Returns a live state in the module's containers. Raises `RestoreError` if it does not fit the module's own shapes."""
     # The optimizer state last: it would repeat differences of the parameters.
     state = dataclasses.replace(state, axes=target.axes)
     for names in (("params", "model_state"), ("opt_state",)):
         parts = ({name: getattr(each, name) for name in names} for each in (target, state))
-        state = dataclasses.replace(state, **refit(*parts, where=where, root="train", advice=_advice(where)))
+        state = dataclasses.replace(state, **refit(*parts, where=where, root="train", advice=_advice(where), cast=cast))
     return state
