@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 from fitflax.background import Background
 from fitflax.errors import CallbackError
+from fitflax.storage.file_names import path_component
 from fitflax.storage.mirror import Mirror
 
-__all__ = ["EventFiles", "events_of", "files_of", "trim"]
+__all__ = ["EventFiles", "directory_of", "events_of", "files_of", "trim"]
 
 # Small, because jobs may hold copies of all parameters.
 _MAX_WAITING = 8
@@ -106,7 +107,7 @@ class EventFiles:
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-        directory = self.directory / group
+        directory = directory_of(self.directory, group)
         directory.mkdir(parents=True, exist_ok=True)
         # Readers sort files by name, which begins with the time in seconds. The number keeps the order within a second.
         number = sum(1 for _ in directory.glob("*.tfevents.*"))
@@ -155,6 +156,11 @@ def events_of(path: Path) -> Iterator[Record]:
             end = begin + 12 + length + 4
             yield Record(begin, end, event)
             begin = end
+
+
+def directory_of(directory: Path, group: str) -> Path:
+    """Returns the subdirectory of a group, such as a validation set. `""` is `directory` itself."""
+    return directory / path_component(group) if group else directory
 
 
 def files_of(directory: Path, run_id: str, ending: str = "*") -> list[Path]:

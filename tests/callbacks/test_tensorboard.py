@@ -26,6 +26,7 @@ import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, LambdaCallback, ModelCheckpoint, TensorBoard
 from fitflax.callbacks.clock import Clock, Stamp
 from fitflax.callbacks.event_files import EventFiles, events_of
+from fitflax.commands.curves import read_curves
 from fitflax.errors import CallbackError
 from fitflax.metrics import AUC, Metric
 from fitflax.parallel import DataParallel
@@ -172,6 +173,25 @@ def test_each_validation_set_has_its_own_directory(tmp_path):
     for name in ("dev", "test"):
         assert runs[name] == {key: dict(zip((5, 10), map(as_float32, trainer.history.history[f"{name}_{key}"]), strict=True)) for key in ("loss", "accuracy")}
     assert not [key for key in runs["train"] if key.startswith(("dev", "test"))]
+
+
+def test_no_name_of_a_validation_set_leads_out_of_the_directory(tmp_path):
+    names = ["/data/night", "../other", "..", "a/b"]
+    trainer = fit(TensorBoard(tmp_path / "board"), validation_data=dict.fromkeys(names, VALID))
+    assert [path.name for path in tmp_path.iterdir()] == ["board"] and all(path.parent.parent == tmp_path / "board" for path in tmp_path.rglob("board/*/*"))
+    curves = read_curves(tmp_path / "board")
+    for name in names:
+        assert [point.value for point in curves[f"{name}_loss"]] == pytest.approx(trainer.history.history[f"{name}_loss"])
+    _, metrics = hyperparameters(tmp_path / "board")
+    assert {group for group, _ in metrics} == {path.name for path in (tmp_path / "board").iterdir() if path.is_dir()}
+
+
+def test_a_validation_set_named_like_a_file_is_an_error_before_the_first_step(tmp_path):
+    (tmp_path / "log.csv").touch()
+    trainer = make()
+    with pytest.raises(CallbackError, match=r"needs a subdirectory for 'log.csv', but .*log.csv is a file. Rename the validation set"):
+        fit(TensorBoard(tmp_path), trainer=trainer, validation_data={"log.csv": VALID})
+    assert trainer.step == 0
 
 
 def test_validation_inside_an_epoch_is_written_at_its_step(tmp_path):
