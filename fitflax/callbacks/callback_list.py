@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -39,7 +40,8 @@ class CallbackList:
         for place, callback in enumerate(given):
             if any(callback is other for other in given[:place]):
                 raise CallbackError(f"callbacks contains the same {type(callback).__name__} object twice. Pass each object once.")
-        with_state = [callback.state_key for callback in given if type(callback).state_dict is not Callback.state_dict]
+        self._numbers = _numbers_of(given)
+        with_state = [self._key(callback) for callback in given if type(callback).state_dict is not Callback.state_dict]
         for key in with_state:
             if with_state.count(key) > 1:
                 raise _duplicate_key(key)
@@ -225,6 +227,10 @@ class CallbackList:
         with self._spent.on("callbacks"):
             method(*arguments)
 
+    def _key(self, callback: Callback) -> str:
+        """Returns the key of a callback's state in checkpoints."""
+        return f"{callback.state_key}{self._numbers.get(id(callback), '')}"
+
     def state_dict(self, seconds: float) -> dict[str, Any]:
         """Returns the states of all callbacks, by key, and of their triggers."""
         states: dict[str, Any] = {}
@@ -232,9 +238,10 @@ class CallbackList:
             state = callback.state_dict()
             if not state:
                 continue
-            if callback.state_key in states:
-                raise _duplicate_key(callback.state_key)
-            states[callback.state_key] = state
+            key = self._key(callback)
+            if key in states:
+                raise _duplicate_key(key)
+            states[key] = state
         schedules = [schedule.state_dict(seconds)["since"] for _, schedule in self._schedules]
         return {"callbacks": states, "schedules": schedules}
 
@@ -243,17 +250,30 @@ class CallbackList:
         states = dict(saved.get("callbacks", {}))
         new = []
         for callback in self._all:
+            key = self._key(callback)
             if callback.main_process_only and jax.process_index():
-                states.pop(callback.state_key, None)
-            elif callback.state_key in states:
-                callback.load_state_dict(states.pop(callback.state_key))
+                states.pop(key, None)
+            elif key in states:
+                callback.load_state_dict(states.pop(key))
             elif callback.state_dict():
-                new.append(callback.state_key)
+                new.append(key)
         schedules = saved.get("schedules", [])
         if len(schedules) == len(self._schedules):
             for (_, schedule), since in zip(self._schedules, schedules, strict=True):
                 schedule.load_state_dict({"since": since}, seconds)
         return new, sorted(states)
+
+
+def _numbers_of(callbacks: Iterable[Callback]) -> dict[int, str]:
+    """Returns, by `id()`, the suffixes of state keys of callbacks that may repeat: "#2" for the second with its key. The first has none."""
+    counts: Counter[str] = Counter()
+    numbers: dict[int, str] = {}
+    for callback in callbacks:
+        if callback.may_repeat:
+            counts[callback.state_key] += 1
+            if counts[callback.state_key] > 1:
+                numbers[id(callback)] = f"#{counts[callback.state_key]}"
+    return numbers
 
 
 def _duplicate_key(key: str) -> CallbackError:
