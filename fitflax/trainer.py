@@ -42,7 +42,7 @@ from fitflax.hyperparams import with_hyperparams
 from fitflax.integers import is_integer
 from fitflax.loops import argument_checks, single_batch
 from fitflax.loops.evaluation import Evaluation, predict, predict_iter
-from fitflax.loops.fit import hold_out, params_of, run_with_callbacks
+from fitflax.loops.fit import check_other_directories, hold_out, params_of, run_with_callbacks
 from fitflax.loops.input_sources import as_given
 from fitflax.loops.model_summary import describe
 from fitflax.loops.run_plan import RunPlan, Validation
@@ -814,6 +814,7 @@ class Trainer:
         with session.make_saver() as saver, Interruption(saves=hooks.saves) as interruption:
             hooks.enter_run(saver)
             saved = find_saved(session, resume, [callback.store for callback in hooks if isinstance(callback, ModelCheckpoint)])
+            check_other_directories(session, hooks, resume, saved)
             options: dict[str, Any] = {"batch_size": validation_batch_size or batch_size or source.all_batch_size, "steps": validation_steps}
             options |= {"at_most": trial or None, "is_held_out": bool(validation_split)}
             loops = [self._validation_loop(name, one, hooks, interruption, **options) for name, one in sets.items()]
