@@ -811,8 +811,7 @@ class Trainer:
         hooks, self._history, note = callbacks_of_fit(callbacks, verbose, trial=trial)
         argument_checks.check_restores_best(hooks, session.task.any_program().eval_params.custom)
         session.clear_stop()
-        with session.make_saver() as saver, Interruption(saves=hooks.saves) as interruption:
-            hooks.enter_run(saver)
+        with session.make_saver() as saver, Interruption(saves=hooks.saves) as interruption, hooks.entered(saver):
             saved = find_saved(session, resume, [callback.store for callback in hooks if isinstance(callback, ModelCheckpoint)])
             check_other_directories(session, hooks, resume, saved)
             options: dict[str, Any] = {"batch_size": validation_batch_size or batch_size or source.all_batch_size, "steps": validation_steps}

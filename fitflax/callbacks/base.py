@@ -275,7 +275,7 @@ class Callback:
         return False
 
     def enter_run(self, saver: Saver) -> None:
-        """Locks files that only one run may use at a time, before they are read. `saver.close()` releases the lock."""
+        """Called when `fit` begins, before any data is read. Locks files that only one run may use at a time; `saver.close()` releases the lock."""
 
     def open_run(self, run_id: str, step: int) -> None:
         """Prepares files before a run's first step. Drop what they contain beyond `step`, from which the run resumes."""

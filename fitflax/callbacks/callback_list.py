@@ -55,6 +55,7 @@ class CallbackList:
         # One dict for all callbacks. An evaluation adds its number of steps.
         self.params: dict[str, Any] = {}
         self._spent = TimeSpent()
+        self._is_closed = False
         self._leaves_at_once: Callable[[], bool] = lambda: False
 
     def __iter__(self) -> Iterator[Callback]:
@@ -119,10 +120,18 @@ class CallbackList:
         """Whether any callback saves copies of the state while training continues."""
         return any(callback.copies_state for callback in self._active)
 
-    def enter_run(self, saver: Saver) -> None:
-        """Locks the directories of all callbacks."""
-        for callback in self._active:
-            callback.enter_run(saver)
+    @contextlib.contextmanager
+    def entered(self, saver: Saver) -> Iterator[None]:
+        """Enters the run with all callbacks, which locks their directories, and closes them if the block fails before `finish` does."""
+        self._is_closed = False
+        try:
+            for callback in self._active:
+                callback.enter_run(saver)
+            yield
+        except BaseException:
+            if not self._is_closed:
+                self.close()
+            raise
 
     def open_run(self, run_id: str, step: int) -> None:
         """Prepares the files of all callbacks. If that fails in one, all are closed."""
@@ -211,6 +220,7 @@ class CallbackList:
 
     def close(self) -> None:
         """Closes all callbacks, even if one of them fails."""
+        self._is_closed = True
         with contextlib.ExitStack() as stack:
             for callback in reversed(self._active):
                 stack.callback(callback.close)
