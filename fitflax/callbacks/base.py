@@ -1,7 +1,7 @@
 """The base class of callbacks: hooks with Keras's names, called positionally, and attributes that describe a callback to the training loop."""
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import jax
@@ -300,6 +300,9 @@ class Callback:
 
     def load_closing(self, step: int, epoch: int, logs: Logs) -> None:
         """Restores what an earlier process logged in `on_closing`. Called when a resume has nothing left to do."""
+
+    def load_history(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Compares files with the `rows` of the resumed run's `History`. Called on a resume after `load_state_dict`."""
 
     def sync(self) -> None:
         """Flushes everything to disk. Called before the checkpoint of this step is completed."""

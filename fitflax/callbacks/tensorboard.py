@@ -54,7 +54,8 @@ class TensorBoard(Callback):
     * at the start, `environment` (parameters, devices, versions, command line) as text, and hyperparameters.
 
     A thread waits for the device and writes, so training does not wait. Everything up to a checkpoint is on disk before the checkpoint is complete. A resume
-    drops events beyond the restored step. Files of other runs in the directory are kept, but TensorBoard shows only the newest run.
+    drops events beyond the restored step. If another program replaces or deletes files during the run, later events go to new files, with one warning; events
+    in the lost files are lost. Files of other runs in the directory are kept, but TensorBoard shows only the newest run.
 
     Args:
         directory: A path or URL, one for each run, created if it is missing. Files in a bucket are uploaded whole, every 30 s and before each checkpoint.
@@ -213,6 +214,8 @@ class TensorBoard(Callback):
             schedule.load_state_dict({"since": state.get(name, ())}, time.monotonic())
         step, *tags = state.get("written", [-1])
         self._written = Written(int(step), frozenset(tags))
+        if self._written.step > 0 and self._is_new:
+            warn(f"{self.directory} has no event files of this run, which had written some. They were moved or deleted, so the curves begin at this step.")
 
     # -- events --
 

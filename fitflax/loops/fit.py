@@ -146,6 +146,8 @@ def _load_callbacks(hooks: CallbackList, saved: Saved, run: Run) -> None:
         warn(f"Callback {key} is new: the run in {saved.path} did not have it. It starts without a saved state.")
     for key in missing:
         warn(f"Callback {key} is missing: the run in {saved.path} had it. Its saved state is ignored; to use it, pass the callback.")
+    for callback in hooks:
+        callback.load_history(states.get("callbacks", {}).get("History", {}).get("rows", ()))
     row = load_partial_epoch(saved.path)
     if not run.has_nothing_to_do:
         for callback in hooks:

@@ -27,7 +27,7 @@ from fitflax.callbacks import BestCheckpoint, Callback, LambdaCallback, ModelChe
 from fitflax.callbacks.clock import Clock, Stamp
 from fitflax.callbacks.event_files import EventFiles, events_of
 from fitflax.commands.curves import read_curves
-from fitflax.errors import CallbackError
+from fitflax.errors import CallbackError, FitflaxWarning
 from fitflax.metrics import AUC, Metric
 from fitflax.parallel import DataParallel
 from tests.run_script import at, differences, directory_of, rows_of, state_of
@@ -582,6 +582,40 @@ def test_a_directory_that_becomes_a_file_is_an_error(tmp_path):
 
     with pytest.raises(CallbackError, match="FileExistsError"):
         fit(TensorBoard(tmp_path / "board"), at(trainer, "on_train_batch_end", 2, replace), trainer=trainer, validation_data=VALID, epochs=3)
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("how", ["deleted", "replaced"])
+def test_events_after_a_file_was_deleted_or_replaced_are_in_a_new_file_with_one_warning(how, tmp_path):
+    def change(epoch, logs):
+        if epoch == 2:
+            for path in (tmp_path / "board").rglob("*.tfevents.*"):
+                if how == "replaced":
+                    path.with_name("copy").write_bytes(path.read_bytes())
+                    path.with_name("copy").replace(path)
+                else:
+                    path.unlink()
+
+    options = {"epochs": 4, "validation_data": VALID}
+    trainer = make()
+    saving = ModelCheckpoint(tmp_path / "checkpoints")  # Everything is on disk at the end of an epoch.
+    with pytest.warns(FitflaxWarning, match="was replaced or deleted by another program during the run. Its events may be lost") as caught:
+        fit(TensorBoard(tmp_path / "board"), saving, LambdaCallback(on_epoch_begin=change), trainer=trainer, **options)
+    losses = dict(zip((5, 10, 15, 20), map(as_float32, trainer.history.history["val_loss"]), strict=True))
+    assert shown(tmp_path / "board")["val"]["loss"] == {step: loss for step, loss in losses.items() if how == "replaced" or step > 10}
+    assert len(caught) == 1
+
+
+@pytest.mark.slow
+def test_a_resume_without_the_event_files_of_the_run_warns(tmp_path):
+    def start(epochs):
+        fit(TensorBoard(tmp_path / "board"), ModelCheckpoint(tmp_path / "checkpoints"), epochs=epochs, resume="auto")
+
+    start(2)
+    shutil.rmtree(tmp_path / "board")
+    with pytest.warns(FitflaxWarning, match=r"board has no event files of this run, which had written some"):
+        start(3)
+    assert list(shown(tmp_path / "board")["train"]["loss"]) == [15]
 
 
 def test_no_thread_is_left(tmp_path):
