@@ -338,7 +338,7 @@ class CheckpointStore:
                     "Put it back and resume, or start a new run in another directory."
                 )
             self._files.check_held()
-            present = self._files.contents().steps
+            present = self._files.recent_contents().steps
             same = step in present and self._is_same_run(step, metadata.get("run_id"))
             is_written, unnoted = False, None
             try:
@@ -354,7 +354,7 @@ class CheckpointStore:
             if unnoted is not None:
                 raise unnoted
             self._files.check_held()
-            present, set_aside = self._files.contents()
+            present, set_aside = self._files.recent_contents()
             for aside in set_aside:
                 if step >= aside.since:
                     self._files.delete_set_aside(aside)
@@ -437,7 +437,7 @@ class CheckpointStore:
         unknown: Any = table.get("unknown")
         lists: list[Any] = [unknown, *(owners.values() if isinstance(owners, dict) else [None]), [table.get("newest")]]
         lists += [saving.get("instead")] if isinstance(saving, dict) else []
-        if not all(isinstance(steps, list) and all(isinstance(step, int) for step in steps) for steps in lists):
+        if not all(isinstance(steps, list) and set(map(type, steps)) <= {int} for steps in lists):
             return None
         if saving is not None and saving["step"] not in (self.steps() if present is None else present):
             # The process died before the step existed, so the owner still wants its old steps.
