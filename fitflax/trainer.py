@@ -1181,7 +1181,7 @@ class Trainer:
         """Repeats the steps of a run on a copy of the state until one is not finite, and finds the operation that caused it.
 
         The report names the step, the first loss, gradient or parameter that is not finite, and the operations where it originates: the layer, the line of
-        your code and the inputs.
+        your code and the inputs. With several processes, all of them must call it.
 
         Args:
             data: The data of the `fit` call, except iterators, which would be consumed.
@@ -1238,7 +1238,7 @@ class Trainer:
 
         Loading requires only jax and flatbuffers: `run = jax.export.deserialize(open(path, "rb").read()).call`, then `run(x)`; inputs that are a tuple are
         separate arguments. JAX can read such files for at least six months, and the function can be jitted and mapped. Averaged parameters are used if there
-        are any. Requires the extra `export`.
+        are any. With several processes, all of them must call it, and the first one writes. Requires the extra `export`.
 
         Args:
             path: The file, or a URL; an existing file is replaced.
