@@ -11,7 +11,9 @@ from jax import export as jax_export
 
 from fitflax.data.whole_batches import has_rows
 from fitflax.errors import ConfigError, ModelError
-from fitflax.leaves import describe_shapes, key_of
+from fitflax.leaves import describe_shapes, key_of, through_key_data
+from fitflax.parallel.host_memory import spans_processes, whole
+from fitflax.parallel.processes import after_first
 from fitflax.state import Batch, PyTree, TrainState
 from fitflax.steps.model_outputs import in_plain_containers
 from fitflax.steps.step_dispatch import Program
@@ -35,7 +37,8 @@ def export_inference(
 ) -> Location:
     """Writes the prediction function of a module, with its weights, to a file and returns the path.
 
-    The shapes and dtypes are those of `batch`; the other arguments are as in `Trainer.export`. Averaged parameters are used if there are any.
+    The shapes and dtypes are those of `batch`; the other arguments are as in `Trainer.export`. Averaged parameters are used if there are any. If the state is
+    shared by several processes, all of them must call it.
     """
     target = locate(path, owner="export(path)", error=ConfigError, options=storage_options)
     try:
@@ -48,11 +51,12 @@ def export_inference(
         raise ConfigError(f"export(platforms=...) must be a list of names from {list(known)}. Received: {platforms!r}.")
     program.preparation.check_eval_model(state, batch)
     used = program.eval_carry(state)
-    params, model_state = jax.device_get(jax.tree.unflatten(used.treedef, used.leaves))
+    is_shared = program.strategy.num_processes > 1 or spans_processes(used.leaves)
+    params, model_state = jax.tree.map(through_key_data(whole), jax.tree.unflatten(used.treedef, used.leaves))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves((params, model_state)))
     if size > _MAX_BYTES:
         raise ConfigError(f"The parameters take {size / 2**30:.1f} GB, but a file of jax.export can hold less than 2 GB. Use trainer.save(path) instead.")
-    key = key_of(jax.device_get(jax.random.key_data(used.key)), jax.random.key_impl(used.key))
+    key = key_of(whole(jax.random.key_data(used.key)), jax.random.key_impl(used.key))
     if not has_rows(batch.x, len(batch.mask)):
         raise ConfigError(
             "export needs inputs whose arrays all have an axis of examples, but this batch is passed whole. Export a custom function with jax.export instead."
@@ -64,14 +68,17 @@ def export_inference(
         outputs = program.task.predict_step(params, model_state, key, jnp.int32(0), inputs if has_several_inputs else inputs[0])
         return in_plain_containers(outputs)  # The file must not depend on the module's classes.
 
-    shapes = _input_shapes(inputs, batch_size)
-    exporter = jax_export.export(program.strategy.alone(predict), platforms=names)
-    try:
-        exported = exporter(*shapes)
-        data = exported.serialize()
-    except Exception as error:
-        raise _export_error(error, program.task.model.name, inputs, batch_size) from error
-    return _write_file(target, bytes(data))
+    def write() -> Location:
+        if is_shared and jax.process_index():
+            return target  # All processes have gathered the weights, and the first one writes them.
+        try:
+            shapes = _input_shapes(inputs, batch_size)
+            data = jax_export.export(program.strategy.alone(predict), platforms=names)(*shapes).serialize()
+        except Exception as error:
+            raise _export_error(error, program.task.model.name, inputs, batch_size) from error
+        return _write_file(target, bytes(data))
+
+    return after_first(write) if is_shared else write()
 
 
 def _input_shapes(inputs: PyTree, batch_size: int | None) -> PyTree:

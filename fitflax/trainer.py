@@ -42,7 +42,7 @@ from fitflax.hyperparams import with_hyperparams
 from fitflax.integers import is_integer
 from fitflax.loops import argument_checks, single_batch
 from fitflax.loops.evaluation import Evaluation, predict, predict_iter
-from fitflax.loops.fit import hold_out, params_of, run_with_callbacks
+from fitflax.loops.fit import check_other_directories, hold_out, params_of, run_with_callbacks
 from fitflax.loops.input_sources import as_given
 from fitflax.loops.model_summary import describe
 from fitflax.loops.run_plan import RunPlan, Validation
@@ -839,9 +839,9 @@ class Trainer:
         hooks, self._history, note = callbacks_of_fit(callbacks, verbose, trial=trial)
         argument_checks.check_restores_best(hooks, session.task.any_program().eval_params.custom)
         session.clear_stop()
-        with session.make_saver() as saver, Interruption(saves=hooks.saves) as interruption:
-            hooks.enter_run(saver)
+        with session.make_saver() as saver, Interruption(saves=hooks.saves) as interruption, hooks.entered(saver):
             saved = find_saved(session, resume, [callback.store for callback in hooks if isinstance(callback, ModelCheckpoint)])
+            check_other_directories(session, hooks, resume, saved)
             options: dict[str, Any] = {"batch_size": validation_batch_size or batch_size or source.all_batch_size, "steps": validation_steps}
             options |= {"at_most": trial or None, "is_held_out": bool(validation_split)}
             loops = [self._validation_loop(name, one, hooks, interruption, **options) for name, one in sets.items()]
@@ -1210,7 +1210,7 @@ class Trainer:
         """Repeats the steps of a run on a copy of the state until one is not finite, and finds the operation that caused it.
 
         The report names the step, the first loss, gradient or parameter that is not finite, and the operations where it originates: the layer, the line of
-        your code and the inputs.
+        your code and the inputs. With several processes, all of them must call it.
 
         Args:
             data: The data of the `fit` call, except iterators, which would be consumed.
@@ -1267,7 +1267,7 @@ class Trainer:
 
         Loading requires only jax and flatbuffers: `run = jax.export.deserialize(open(path, "rb").read()).call`, then `run(x)`; inputs that are a tuple are
         separate arguments. JAX can read such files for at least six months, and the function can be jitted and mapped. Averaged parameters are used if there
-        are any. Requires the extra `export`.
+        are any. With several processes, all of them must call it, and the first one writes. Requires the extra `export`.
 
         Args:
             path: The file, or a URL; an existing file is replaced.

@@ -1,7 +1,7 @@
 """The base class of callbacks: hooks with Keras's names, called positionally, and attributes that describe a callback to the training loop."""
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import jax
@@ -123,6 +123,8 @@ class Callback:
         every: When `on_checkpoint` is due; `None` for each checkpoint that the loop makes.
         phase: When the callback is called within an event.
         needs_trainer: Whether the callback cannot be called as a plain function with a checkpoint.
+        may_repeat: Whether a run may have several of these callbacks with the same `state_key`. Their keys in checkpoints are then numbered, from the second
+            on, in the order of the list.
         may_skip_batches: Whether batch hooks may be called for only some batches, about 20 times per second. This makes the loop faster, and lets it
             compute several small batches of an evaluation or prediction in one call.
         may_prefetch: Whether the first batch of an epoch may be requested before `on_epoch_begin`, because the hook does not change the data. This is faster:
@@ -149,6 +151,7 @@ class Callback:
     needs_trainer: ClassVar[bool] = False
     main_process_only: ClassVar[bool] = False
     writes_files: ClassVar[bool] = False
+    may_repeat: ClassVar[bool] = False
     needs_gradients_norm: bool | None = None
     needs_grads: bool = False
     needs_sown: str | tuple[str, ...] = ()
@@ -278,7 +281,7 @@ class Callback:
         return False
 
     def enter_run(self, saver: Saver) -> None:
-        """Locks files that only one run may use at a time, before they are read. `saver.close()` releases the lock."""
+        """Called when `fit` begins, before any data is read. Locks files that only one run may use at a time; `saver.close()` releases the lock."""
 
     def open_run(self, run_id: str, step: int) -> None:
         """Prepares files before a run's first step. Drop what they contain beyond `step`, from which the run resumes."""
@@ -303,6 +306,9 @@ class Callback:
 
     def load_closing(self, step: int, epoch: int, logs: Logs) -> None:
         """Restores what an earlier process logged in `on_closing`. Called when a resume has nothing left to do."""
+
+    def load_history(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Compares files with the `rows` of the resumed run's `History`. Called on a resume after `load_state_dict`."""
 
     def sync(self) -> None:
         """Flushes everything to disk. Called before the checkpoint of this step is completed."""

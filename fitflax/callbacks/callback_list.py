@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -39,7 +40,8 @@ class CallbackList:
         for place, callback in enumerate(given):
             if any(callback is other for other in given[:place]):
                 raise CallbackError(f"callbacks contains the same {type(callback).__name__} object twice. Pass each object once.")
-        with_state = [callback.state_key for callback in given if type(callback).state_dict is not Callback.state_dict]
+        self._numbers = _numbers_of(given)
+        with_state = [self._key(callback) for callback in given if type(callback).state_dict is not Callback.state_dict]
         for key in with_state:
             if with_state.count(key) > 1:
                 raise _duplicate_key(key)
@@ -53,6 +55,7 @@ class CallbackList:
         # One dict for all callbacks. An evaluation adds its number of steps.
         self.params: dict[str, Any] = {}
         self._spent = TimeSpent()
+        self._is_closed = False
         self._leaves_at_once: Callable[[], bool] = lambda: False
 
     def __iter__(self) -> Iterator[Callback]:
@@ -122,10 +125,18 @@ class CallbackList:
         """Whether any callback saves copies of the state while training continues."""
         return any(callback.copies_state for callback in self._active)
 
-    def enter_run(self, saver: Saver) -> None:
-        """Locks the directories of all callbacks."""
-        for callback in self._active:
-            callback.enter_run(saver)
+    @contextlib.contextmanager
+    def entered(self, saver: Saver) -> Iterator[None]:
+        """Enters the run with all callbacks, which locks their directories, and closes them if the block fails before `finish` does."""
+        self._is_closed = False
+        try:
+            for callback in self._active:
+                callback.enter_run(saver)
+            yield
+        except BaseException:
+            if not self._is_closed:
+                self.close()
+            raise
 
     def open_run(self, run_id: str, step: int) -> None:
         """Prepares the files of all callbacks. If that fails in one, all are closed."""
@@ -214,6 +225,7 @@ class CallbackList:
 
     def close(self) -> None:
         """Closes all callbacks, even if one of them fails."""
+        self._is_closed = True
         with contextlib.ExitStack() as stack:
             for callback in reversed(self._active):
                 stack.callback(callback.close)
@@ -230,6 +242,10 @@ class CallbackList:
         with self._spent.on("callbacks"):
             method(*arguments)
 
+    def _key(self, callback: Callback) -> str:
+        """Returns the key of a callback's state in checkpoints."""
+        return f"{callback.state_key}{self._numbers.get(id(callback), '')}"
+
     def state_dict(self, seconds: float) -> dict[str, Any]:
         """Returns the states of all callbacks, by key, and of their triggers."""
         states: dict[str, Any] = {}
@@ -237,9 +253,10 @@ class CallbackList:
             state = callback.state_dict()
             if not state:
                 continue
-            if callback.state_key in states:
-                raise _duplicate_key(callback.state_key)
-            states[callback.state_key] = state
+            key = self._key(callback)
+            if key in states:
+                raise _duplicate_key(key)
+            states[key] = state
         schedules = [schedule.state_dict(seconds)["since"] for _, schedule in self._schedules]
         return {"callbacks": states, "schedules": schedules}
 
@@ -248,17 +265,30 @@ class CallbackList:
         states = dict(saved.get("callbacks", {}))
         new = []
         for callback in self._all:
+            key = self._key(callback)
             if callback.main_process_only and jax.process_index():
-                states.pop(callback.state_key, None)
-            elif callback.state_key in states:
-                callback.load_state_dict(states.pop(callback.state_key))
+                states.pop(key, None)
+            elif key in states:
+                callback.load_state_dict(states.pop(key))
             elif callback.state_dict():
-                new.append(callback.state_key)
+                new.append(key)
         schedules = saved.get("schedules", [])
         if len(schedules) == len(self._schedules):
             for (_, schedule), since in zip(self._schedules, schedules, strict=True):
                 schedule.load_state_dict({"since": since}, seconds)
         return new, sorted(states)
+
+
+def _numbers_of(callbacks: Iterable[Callback]) -> dict[int, str]:
+    """Returns, by `id()`, the suffixes of state keys of callbacks that may repeat: "#2" for the second with its key. The first has none."""
+    counts: Counter[str] = Counter()
+    numbers: dict[int, str] = {}
+    for callback in callbacks:
+        if callback.may_repeat:
+            counts[callback.state_key] += 1
+            if counts[callback.state_key] > 1:
+                numbers[id(callback)] = f"#{counts[callback.state_key]}"
+    return numbers
 
 
 def _duplicate_key(key: str) -> CallbackError:

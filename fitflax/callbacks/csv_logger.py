@@ -22,7 +22,7 @@ class CSVLogger(EpochFile):
 
     Missing values are `NA`. A key that is first logged later, such as one of a validation, adds a column. Floats are written without loss of precision;
     arrays are left out. A resumed run drops rows that are newer than its checkpoint, so each epoch is in the file once. A new run replaces the file when
-    it writes its first row.
+    it writes its first row. If another program replaces or deletes the file during a run, all rows are written again, with one warning.
 
     Args:
         path: The file. Missing directories are created.
@@ -45,6 +45,7 @@ class CSVLogger(EpochFile):
         # The table that is in the file, or will be when the next row is written.
         self._columns: list[str] = []
         self._rows: list[list[str]] = []
+        self._known_columns: list[str] = []  # Those of the resumed checkpoint.
 
     @override
     def _read_existing(self) -> None:
@@ -63,12 +64,22 @@ class CSVLogger(EpochFile):
         return table_text([self._columns, *self._rows] if self._columns else [])
 
     @override
+    def _epochs(self) -> list[int | None]:
+        place = self._columns.index(EPOCH) if self._columns else 0
+        return [int(row[place]) if row[place].isdecimal() else None for row in self._rows]
+
+    @override
+    def _replace_rows(self, rows: Sequence[int | Mapping[str, Any]]) -> None:
+        before = self._rows
+        self._columns += [key for key in self._known_columns if key not in self._columns]
+        self._rows = []
+        for row in rows:
+            fields = dict(zip(self._columns, before[row], strict=False)) if isinstance(row, int) else _fields_of(row["epoch"], row["logs"])
+            self._rows.append([fields.get(key, MISSING) for key in self._columns])
+
+    @override
     def _add(self, epoch: int, step: int, values: dict[str, Any]) -> None:
-        fields = {EPOCH: str(epoch)}
-        for key, value in values.items():
-            text = field_text(value)
-            if text is not None:
-                fields.setdefault(key, text)
+        fields = _fields_of(epoch, values)
         new = [key for key in fields if key not in self._columns]
         self._columns += new
         for row in self._rows:
@@ -80,13 +91,15 @@ class CSVLogger(EpochFile):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"rows": len(self._rows), "columns": list(self._columns)}
+        return {"rows": len(self._rows), "columns": list(self._columns), "first_row": self._first_row}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         count, known = int(state["rows"]), set(state["columns"])
         if not count and not self.append:
             return  # The run had written nothing yet, so the file belongs to another run.
+        self._load_counts(state, count)
+        self._known_columns = list(state["columns"])
         columns, rows = read_table(self.path)
         kept = rows[:count]
         # Drop columns that only dropped rows have.
@@ -95,6 +108,16 @@ class CSVLogger(EpochFile):
         self._rows = [[row[place] for place in places] for row in kept]
         if len(kept) < len(rows) or len(places) < len(columns):
             self._write(None)
+
+
+def _fields_of(epoch: int, values: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the fields of an epoch's row by column."""
+    fields = {EPOCH: str(epoch)}
+    for key, value in values.items():
+        text = field_text(value)
+        if text is not None:
+            fields.setdefault(key, text)
+    return fields
 
 
 def field_text(value: Any) -> str | None:

@@ -20,7 +20,7 @@ __all__ = ["EarlyStopping"]
 class EarlyStopping(Callback):
     """Stops a run when a monitored value has not improved for `patience` observations, one per epoch or validation.
 
-    A run that was stopped stays stopped after a resume.
+    A run that was stopped stays stopped after a resume. If several monitor one value, pass them in the same order on a resume.
 
     Args:
         monitor: The flat name of the value.
@@ -44,6 +44,7 @@ class EarlyStopping(Callback):
     phase = Phase.DECIDE
     needs_gradients_norm = False
     needs_trainer = True
+    may_repeat = True
 
     def __init__(
         self,

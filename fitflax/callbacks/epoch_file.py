@@ -1,11 +1,15 @@
-"""`EpochFile`: base class of callbacks that write the logs of each epoch to one file, and continue the file after a resume."""
+"""`EpochFile`: base class of callbacks that write the logs of each epoch to one file, and continue the file after a resume.
+
+Other programs may replace, truncate or delete the file during the run, such as `sed -i`, rsync and sync clients. All rows are also in memory, and those of a
+resumed run in its history, so the file is written again.
+"""
 
 import abc
 import contextlib
 import functools
 import glob
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,7 +18,7 @@ from typing_extensions import override
 from fitflax.background import Background
 from fitflax.callbacks.base import Callback, Phase
 from fitflax.checkpoints.formats.json_documents import PROCESS, fsync_directory
-from fitflax.errors import CallbackError, ConfigError
+from fitflax.errors import CallbackError, ConfigError, warn
 from fitflax.logs import Logs, row_of
 from fitflax.storage import ObjectPath, locate
 
@@ -27,6 +31,7 @@ class EpochFile(Callback):
     """Base class of callbacks that write a line per epoch to a file.
 
     Unless it appends, a new run replaces the file, atomically, when it writes its first line. A file in a bucket is uploaded whole at each epoch, in a thread.
+    If another program changes the file during the run, the next line, or a resume, restores it with one warning.
     """
 
     phase = Phase.RECORD
@@ -37,6 +42,10 @@ class EpochFile(Callback):
         self.path = locate(path, owner=f"{type(self).__name__}(path)", error=ConfigError, options=storage_options)
         self.append = append
         self._file: TextIO | None = None  # Open from the first line of a run on.
+        self._written: tuple[int, int, int] | None = None  # Device, inode and size after the last line.
+        self._has_warned = False
+        self._first_row = 0  # The index of this run's first row; earlier ones are of other runs.
+        self._num_loaded = 0  # The rows that the resumed run had written before its checkpoint.
         # For a file in a bucket, from its first line on.
         self._thread: Background | None = None
         self._failure: BaseException | None = None
@@ -58,6 +67,14 @@ class EpochFile(Callback):
     @abc.abstractmethod
     def _contents(self) -> str:
         """Returns the full text of the file."""
+
+    @abc.abstractmethod
+    def _epochs(self) -> list[int | None]:
+        """Returns the epoch of each row in memory; `None` if it is not a number."""
+
+    @abc.abstractmethod
+    def _replace_rows(self, rows: Sequence[int | Mapping[str, Any]]) -> None:
+        """Replaces the rows in memory. Each is the index of a present row, or a row of `History`."""
 
     @abc.abstractmethod
     def _add(self, epoch: int, step: int, values: dict[str, Any]) -> None:
@@ -90,6 +107,7 @@ class EpochFile(Callback):
         else:
             self._check_replaceable()
             self._clear()
+        self._first_row, self._has_warned, self._num_loaded = len(self._epochs()), False, 0
 
     @staticmethod
     def _prepare_path(path: Path) -> None:
@@ -121,6 +139,25 @@ class EpochFile(Callback):
     def load_closing(self, step: int, epoch: int, logs: Logs) -> None:
         self.on_epoch_end(epoch, logs)
 
+    def _load_counts(self, state: Mapping[str, Any], count: int) -> None:
+        """Restores how many of the `count` rows of a state belong to the run. States of version 0.1 do not tell for files to which runs append."""
+        self._first_row = int(state.get("first_row", count if self.append else 0))
+        self._num_loaded = count - self._first_row
+
+    @override
+    def load_history(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        if not 0 < self._num_loaded <= len(rows):
+            return
+        begin, expected = self._first_row, list(rows)[-self._num_loaded :]
+        found = self._epochs()[begin:]
+        if found == [int(row["epoch"]) for row in expected]:
+            return
+        places = {epoch: begin + place for place, epoch in enumerate(found)}
+        self._replace_rows([*range(min(begin, len(self._epochs()))), *(places.get(int(row["epoch"]), row) for row in expected)])
+        self._write(None)
+        missing = [row["epoch"] for row in expected if int(row["epoch"]) not in places]
+        self._warn(f"lacks the rows of epochs {missing}" if missing else "has other rows than this run")
+
     @property
     @override
     def state_key(self) -> str:
@@ -140,11 +177,31 @@ class EpochFile(Callback):
         if line is None or self._file is None:
             self._rewrite()
             return
+        if self._is_changed():
+            self._rewrite()
+            self._warn("was replaced, changed or deleted by another program")
+            return
         try:
             self._file.write(line)
             self._file.flush()
+            self._written = _identity(os.fstat(self._file.fileno()))
         except OSError as error:
             raise self._cannot_write(error) from error
+
+    def _is_changed(self) -> bool:
+        """Returns whether the path no longer leads to the open file, or another program has changed its size."""
+        assert isinstance(self.path, Path)
+        try:
+            return _identity(self.path.stat()) != self._written
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError as error:
+            raise self._cannot_write(error) from error
+
+    def _warn(self, what: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warn(f"{self.path} {what}. All rows of this run were written again. Do not change the file during a run; copy it.")
 
     def _rewrite(self) -> None:
         """Replaces the file atomically, so that readers see the old file or the new one."""
@@ -153,6 +210,7 @@ class EpochFile(Callback):
         target = self.path.resolve()  # Write to the target of a symbolic link.
         temporary = target.with_name(f".{target.name.lstrip('.')}.tmp-{PROCESS}")
         try:
+            target.parent.mkdir(parents=True, exist_ok=True)  # It may be gone, too.
             with temporary.open("w", newline="", encoding="utf-8") as file:
                 file.write(self._contents())
                 file.flush()
@@ -160,10 +218,12 @@ class EpochFile(Callback):
             os.replace(temporary, target)
             fsync_directory(target.parent)
             self._file = target.open("a", newline="", encoding="utf-8")
+            self._written = _identity(os.fstat(self._file.fileno()))
         except OSError as error:
             raise self._cannot_write(error) from error
         finally:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
 
     def _fail(self, error: BaseException) -> None:
         self._failure = error
@@ -209,3 +269,7 @@ class EpochFile(Callback):
         if thread is not None:
             thread.end()
             self._raise_failure()
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_dev, status.st_ino, status.st_size

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fitflax.background import Background
-from fitflax.errors import CallbackError
+from fitflax.errors import CallbackError, warn
+from fitflax.storage.file_names import path_component
 from fitflax.storage.mirror import Mirror
 
-__all__ = ["EventFiles", "events_of", "files_of", "trim"]
+__all__ = ["EventFiles", "directory_of", "events_of", "files_of", "trim"]
 
 # Small, because jobs may hold copies of all parameters.
 _MAX_WAITING = 8
@@ -28,6 +29,8 @@ class EventFiles:
 
     `first_step` is the step from which this process resumes, which tells TensorBoard to discard events of later steps; 0 for a new run makes it discard
     everything. `mark` is a suffix of file names, by which `files_of` finds the files.
+
+    If another program replaces or deletes a file, later events go to a new one, with one warning. The earlier ones are only in the lost file.
     """
 
     def __init__(self, directory: Path, run_id: str, first_step: int, *, mark: str = "", mirror: Mirror | None = None) -> None:
@@ -39,6 +42,9 @@ class EventFiles:
         self._mark = mark
         self._mirror = mirror
         self._writers: dict[str, Any] = {}
+        self._files: dict[str, tuple[Path, os.stat_result]] = {}  # The open file of each writer.
+        self._lost: list[Path] = []  # Files that were replaced or deleted, until the warning.
+        self._has_warned = False
         self._thread = Background("fitflax-tensorboard", on_error=self._fail)
         self._failure: BaseException | None = None
 
@@ -63,6 +69,12 @@ class EventFiles:
         self._raise_failure()
 
     def _raise_failure(self) -> None:
+        if self._lost and not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"{self._lost[0]} was replaced or deleted by another program during the run. Its events may be lost; later ones are written to a new file. Do "
+                "not change the directory during a run; copy it."
+            )
         failure, self._failure = self._failure, None
         if isinstance(failure, CallbackError):
             raise failure
@@ -74,6 +86,7 @@ class EventFiles:
 
     def _run_job(self, job: Callable[[], None]) -> None:
         if self._failure is None:
+            self._drop_lost_files()
             job()
             if self._mirror is not None and self._mirror.is_due:
                 self._flush()
@@ -81,7 +94,21 @@ class EventFiles:
     def _fail(self, error: BaseException) -> None:
         self._failure = error
 
+    def _drop_lost_files(self) -> None:
+        """Closes the writers whose files are gone. The next event of their group opens a new file."""
+        for group, (path, opened) in list(self._files.items()):
+            try:
+                is_lost = not os.path.samestat(path.stat(), opened)
+            except (FileNotFoundError, NotADirectoryError):
+                is_lost = True
+            if is_lost:
+                del self._files[group]
+                self._lost.append(path)
+                self._writers.pop(group).close()
+
     def _close(self) -> None:
+        self._drop_lost_files()
+        self._files = {}
         writers, self._writers = self._writers, {}
         with contextlib.ExitStack() as stack:  # Close all, even if one fails.
             if self._mirror is not None and self._failure is None:
@@ -106,12 +133,14 @@ class EventFiles:
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-        directory = self.directory / group
+        directory = directory_of(self.directory, group)
         directory.mkdir(parents=True, exist_ok=True)
         # Readers sort files by name, which begins with the time in seconds. The number keeps the order within a second.
         number = sum(1 for _ in directory.glob("*.tfevents.*"))
         writer = EventsWriter(os.path.join(directory, "events"), filename_suffix=f".{number:05d}.{self._run_id}{self._mark}")
-        if not self._mark:
+        path = Path(writer._file_name)  # There is no public attribute.
+        self._files[group] = path, path.stat()
+        if not self._mark and not self._lost:  # A new session would make readers discard what is left of the lost file.
             writer.write_event(Event(wall_time=time.time(), step=self._purge_step, session_log=SessionLog(status=SessionLog.START)))
         return writer
 
@@ -155,6 +184,11 @@ def events_of(path: Path) -> Iterator[Record]:
             end = begin + 12 + length + 4
             yield Record(begin, end, event)
             begin = end
+
+
+def directory_of(directory: Path, group: str) -> Path:
+    """Returns the subdirectory of a group, such as a validation set. `""` is `directory` itself."""
+    return directory / path_component(group) if group else directory
 
 
 def files_of(directory: Path, run_id: str, ending: str = "*") -> list[Path]:

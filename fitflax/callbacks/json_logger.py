@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,8 @@ class JSONLogger(EpochFile):
 
     Each line is an object, so the file can be read during the run, for example with `pandas.read_json(path, lines=True)`. Floats are written without loss
     of precision. JSON has no NaN or infinity; they are the strings `"nan"`, `"inf"` and `"-inf"`. A resumed run drops lines that are newer than its
-    checkpoint, so each epoch is in the file once. A new run replaces the file when it writes its first line.
+    checkpoint, so each epoch is in the file once. A new run replaces the file when it writes its first line. If another program replaces or deletes the file
+    during a run, all lines are written again, with one warning.
 
     Args:
         path: The file. Missing directories are created.
@@ -59,9 +60,17 @@ class JSONLogger(EpochFile):
         return "".join(self._lines)
 
     @override
+    def _epochs(self) -> list[int | None]:
+        epochs = (json.loads(line)[EPOCH] for line in self._lines)
+        return [epoch if isinstance(epoch, int) else None for epoch in epochs]
+
+    @override
+    def _replace_rows(self, rows: Sequence[int | Mapping[str, Any]]) -> None:
+        self._lines = [self._lines[row] if isinstance(row, int) else _line_of(int(row["epoch"]), int(row["step"]), row["logs"]) for row in rows]
+
+    @override
     def _add(self, epoch: int, step: int, values: dict[str, Any]) -> None:
-        row = {EPOCH: epoch, "step": step} | {key: value for key, value in values.items() if key not in (EPOCH, "step")}
-        self._lines.append(json.dumps(_to_json(row), ensure_ascii=False) + "\n")
+        self._lines.append(_line_of(epoch, step, values))
         self._write(self._lines[-1])
 
     def _lines_in_file(self) -> list[str]:
@@ -91,17 +100,23 @@ class JSONLogger(EpochFile):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"lines": len(self._lines)}
+        return {"lines": len(self._lines), "first_row": self._first_row}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         count = int(state["lines"])
         if not count and not self.append:
             return  # The run had written nothing yet, so the file belongs to another run.
+        self._load_counts(state, count)
         lines = self._lines_in_file()
         self._lines = lines[:count]
         if len(lines) > count:
             self._write(None)
+
+
+def _line_of(epoch: int, step: int, values: Mapping[str, Any]) -> str:
+    row = {EPOCH: epoch, "step": step} | {key: value for key, value in values.items() if key not in (EPOCH, "step")}
+    return json.dumps(_to_json(row), ensure_ascii=False) + "\n"
 
 
 def _to_json(value: Any) -> Any:

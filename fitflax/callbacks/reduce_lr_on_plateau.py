@@ -20,7 +20,7 @@ __all__ = ["ReduceLROnPlateau"]
 class ReduceLROnPlateau(Callback):
     """Multiplies the learning rate by `factor` when a monitored value has not improved for `patience` observations, one per epoch or validation.
 
-    The learning rate that was used in the epoch is logged as `learning_rate`.
+    The learning rate that was used in the epoch is logged as `learning_rate`. If several monitor one value, pass them in the same order on a resume.
 
     Args:
         monitor: The flat name of the value.
@@ -42,6 +42,7 @@ class ReduceLROnPlateau(Callback):
     phase = Phase.DECIDE
     needs_gradients_norm = False
     needs_trainer = True
+    may_repeat = True
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from fitflax.callbacks.base import Callback, Phase, PlainRun, check_trigger, moment_of
 from fitflax.callbacks.clock import Clock
-from fitflax.callbacks.event_files import EventFiles, Write, files_of, trim
+from fitflax.callbacks.event_files import EventFiles, Write, directory_of, files_of, trim
 from fitflax.callbacks.media import sown_values, write_logged, write_sown
 from fitflax.callbacks.summaries import TRAIN, describe_environment, hyperparameter_summaries, write_histogram
 from fitflax.checkpoints.checkpoint import Checkpoint
@@ -24,6 +24,7 @@ from fitflax.optimizers import ONLY_RATE
 from fitflax.state import PyTree
 from fitflax.steps.cost import peak_flops as peak_flops_of
 from fitflax.storage import ObjectPath, locate
+from fitflax.storage.file_names import path_component
 from fitflax.storage.mirror import Mirror
 from fitflax.triggers import Schedule, Trigger
 from fitflax.triggers import every as make_every
@@ -38,7 +39,8 @@ class TensorBoard(Callback):
     """Writes event files for TensorBoard. To view those of `TensorBoard("runs/a/tensorboard")`, and compare runs, run `tensorboard --logdir runs`.
 
     The subdirectory `train` contains values of training. Each validation set has a subdirectory with the same tags, so that a metric's curves are in one
-    chart. The x axis is the step. Validation is written whenever it runs; training is written when `every` is due and at the end of each epoch:
+    chart. The subdirectory has the name of the set, with slashes escaped as `%2F`. The x axis is the step. Validation is written whenever it runs; training
+    is written when `every` is due and at the end of each epoch:
 
     * `loss` and the metrics over the epoch so far; `step/loss` and `step/gradients_norm` of the step; `epoch` at the end of each epoch;
     * `learning_rate` if it can be read, for an optimizer by name or wrapped in `optax.inject_hyperparams`; `learning_rate/<label>` of parameter groups with
@@ -52,7 +54,8 @@ class TensorBoard(Callback):
     * at the start, `environment` (parameters, devices, versions, command line) as text, and hyperparameters.
 
     A thread waits for the device and writes, so training does not wait. Everything up to a checkpoint is on disk before the checkpoint is complete. A resume
-    drops events beyond the restored step. Files of other runs in the directory are kept, but TensorBoard shows only the newest run.
+    drops events beyond the restored step. If another program replaces or deletes files during the run, later events go to new files, with one warning; events
+    in the lost files are lost. Files of other runs in the directory are kept, but TensorBoard shows only the newest run.
 
     Args:
         directory: A path or URL, one for each run, created if it is missing. Files in a bucket are uploaded whole, every 30 s and before each checkpoint.
@@ -131,6 +134,7 @@ class TensorBoard(Callback):
                 self._mirror = Mirror(self.directory)
                 self._mirror.pull(lambda name: f".{run_id}" in name and ".tfevents." in name)
             self._local.mkdir(parents=True, exist_ok=True)
+            self._check_groups()
             trim(self._local, run_id, step or -1)  # A run that begins again drops everything, including what it wrote at step 0.
             is_new = not files_of(self._local, run_id, "")
         except OSError as error:
@@ -142,6 +146,19 @@ class TensorBoard(Callback):
         self._plain_run = None
         self._reset(step)
         self._is_new = is_new
+
+    def _check_groups(self) -> None:
+        """Raises a `CallbackError` if the subdirectory of a validation set is a file, which would otherwise fail at the first validation."""
+        for group in self._groups:
+            path = directory_of(self._local, group)
+            if path.exists() and not path.is_dir():
+                raise CallbackError(
+                    f"TensorBoard needs a subdirectory for {group!r}, but {path} is a file. Rename the validation set, or pass another directory."
+                )
+
+    @property
+    def _groups(self) -> tuple[str, ...]:
+        return (TRAIN, *self.params.get("validation_sets", ()))
 
     @property
     def _local(self) -> Path:
@@ -197,6 +214,8 @@ class TensorBoard(Callback):
             schedule.load_state_dict({"since": state.get(name, ())}, time.monotonic())
         step, *tags = state.get("written", [-1])
         self._written = Written(int(step), frozenset(tags))
+        if self._written.step > 0 and self._is_new:
+            warn(f"{self.directory} has no event files of this run, which had written some. They were moved or deleted, so the curves begin at this step.")
 
     # -- events --
 
@@ -320,8 +339,7 @@ class TensorBoard(Callback):
         step, now = self._first_step and self._first_step + 1, time.time()
         environment = describe_environment(checkpoint.run.borrow().params)
         hyperparameters = dict(self.params.get("hyperparameters", {})) if self._is_new else {}
-        groups = (TRAIN, *self.params.get("validation_sets", ()))
-        tags = [(group, key) for group in groups for key in checkpoint.logs if key not in checkpoint.evaluated]
+        tags = [(path_component(group), key) for group in self._groups for key in checkpoint.logs if key not in checkpoint.evaluated]
 
         def write_all(write: Write) -> None:
             from tensorboardX import summary

@@ -15,6 +15,7 @@ from fitflax.checkpoints.formats.checkpoint_files import read_metadata
 from fitflax.checkpoints.store.checkpoint_store import CheckpointStore
 from fitflax.errors import CheckpointError, ConfigError
 from fitflax.logs import flat_name
+from fitflax.storage.file_names import name_of_component
 
 __all__ = ["Point", "read_curves"]
 
@@ -115,7 +116,7 @@ def _read_event_files(files: list[Path], root: Path) -> dict[str, list[Point]]:
     """Returns the scalars of event files: of several runs in a directory the newest, of a resumed run without what was logged after its checkpoint."""
     found: dict[tuple[str, str], dict[int, float]] = {}
     for file in files:
-        group = file.parent.name if file.parent != root else TRAIN
+        group = name_of_component(file.parent.name) if file.parent != root else TRAIN
         for record in events_of(file):
             event = record.event
             if event.HasField("session_log") and event.session_log.status == event.session_log.START:

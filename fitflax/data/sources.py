@@ -16,6 +16,7 @@ import numpy as np
 from typing_extensions import override
 
 from fitflax.data.batch import Batcher, FedBatch, Position, Selection, Triple, count_examples
+from fitflax.data.failures import mark_as_from_data
 from fitflax.data.grain import start_workers
 from fitflax.data.randomness import undisturbed
 from fitflax.data.resumable import KEPT, Bookmark, Bookmarks, LoaderPass, Pass, RowsPass, drop, resumed, set_state, state_methods
@@ -250,9 +251,13 @@ class Feed:
     def _next(self, ahead: int | None) -> FedBatch | None:
         raw: list[Triple] = []
         if not self._buffer:
-            if self._iterator is None:
-                self._iterator = self._open()
-            raw = self._read(self._iterator, ahead)
+            try:
+                if self._iterator is None:
+                    self._iterator = self._open()
+                raw = self._read(self._iterator, ahead)
+            except Exception as error:
+                mark_as_from_data(error)
+                raise
             if not self._buffer:
                 self._iterator = self._pass = None
                 self._position = Position(self._position.passes + 1)

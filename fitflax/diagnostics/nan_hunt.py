@@ -17,6 +17,7 @@ from fitflax.diagnostics.nan_origin import Origin, find_origins
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from fitflax.leaves import named_leaves, path_name, through_key_data
 from fitflax.loops.session import Session
+from fitflax.parallel.host_memory import whole
 from fitflax.state import Batch, PyTree, TrainState
 from fitflax.steps.kept_values import Keep
 from fitflax.steps.step_dispatch import Program
@@ -95,7 +96,7 @@ def _report(program: Program, state: TrainState, batch: Batch, step: int, culpri
         names[:] = [name for name, _ in suspects]
         return [array for _, array in suspects]
 
-    on_host = jax.tree.map(through_key_data(jax.device_get), (state, program.strategy.feed(batch)))
+    on_host = jax.tree.map(through_key_data(whole), (state, program.strategy.feed(batch)))
     jaxpr = jax.make_jaxpr(program.strategy.emulate(examine, inputs=("replicated", "split")))(*on_host)
     inputs = jax.tree_util.tree_leaves_with_path(on_host)
     chains = find_origins(jaxpr, [leaf for _, leaf in inputs], [_array_name(path) for path, _ in inputs])
@@ -111,7 +112,7 @@ def _array_name(path: tuple[Any, ...]) -> str:
 
 def _nonfinite_paths(params: PyTree) -> list[str]:
     """Returns the paths of arrays that hold NaN or infinities."""
-    return [name for name, leaf in named_leaves(params) if jnp.issubdtype(leaf.dtype, jnp.inexact) and not np.isfinite(jax.device_get(leaf)).all()]
+    return [name for name, leaf in named_leaves(params) if jnp.issubdtype(leaf.dtype, jnp.inexact) and not np.isfinite(whole(leaf)).all()]
 
 
 def last_finite(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Saved:

@@ -1,5 +1,6 @@
 """`MLflowLogger`: logs a run to MLflow."""
 
+import hashlib
 import importlib
 import io
 import re
@@ -14,6 +15,7 @@ from fitflax.errors import CallbackError
 from fitflax.integrations.interface import Tracker
 from fitflax.integrations.points import Point
 from fitflax.integrations.tracker import TrackerLogger
+from fitflax.storage.file_names import relative_path
 from fitflax.triggers import Trigger
 
 __all__ = ["MLflowLogger"]
@@ -22,7 +24,8 @@ _RUN_TAG, _COMMIT_TAG = "fitflax.run", "mlflow.source.git.commit"
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 # Limits of a server: metrics and params in one request, and the length of a param.
 _MAX_METRICS, _MAX_PARAMS, _MAX_PARAM_LENGTH = 500, 100, 6000
-_NOT_IN_NAMES = re.compile(r"[^\w\-./ ]", re.ASCII)
+_NOT_IN_NAMES = re.compile(r"[^\w\-./ ]|^\.\.", re.ASCII)
+_DIGEST_LENGTH = 8
 # The timeout of a first request, because MLflow itself retries for minutes if there is no server.
 _PROBE_SECONDS = 5.0
 
@@ -205,7 +208,9 @@ class _MLflow(Tracker):
 
     @staticmethod
     def _key(name: str) -> str:
-        return _NOT_IN_NAMES.sub("_", name)
+        """Returns a name that MLflow accepts. A name that has to be changed gets a digest, so that different names stay different."""
+        key = _NOT_IN_NAMES.sub("_", relative_path(name))
+        return key if key == name else f"{key}_{hashlib.sha256(name.encode(errors='surrogatepass')).hexdigest()[:_DIGEST_LENGTH]}"
 
     @override
     def last_step(self, key: str) -> int | None:

@@ -16,6 +16,7 @@ from fitflax.errors import CallbackError
 from fitflax.integrations.interface import Tracker
 from fitflax.integrations.points import Point
 from fitflax.integrations.tracker import TrackerLogger
+from fitflax.storage.file_names import relative_path
 from fitflax.triggers import Trigger
 
 __all__ = ["WandbLogger"]
@@ -140,7 +141,7 @@ class _Wandb(Tracker):
             if self._last is not None and point.step <= self._last:
                 self._run.summary.update(dict(point.values))  # A partial epoch ended at this step, whose row exists and cannot be changed.
                 continue
-            images = {name: self._image(png) for name, png in point.images.items()}
+            images = {relative_path(name): self._image(png) for name, png in point.images.items()}
             self._run.log({**point.values, **images}, step=point.step, commit=True)
             self._last = point.step
             time.sleep(_PAUSE)

@@ -5,22 +5,23 @@ import signal
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from fitflax.callbacks import TrainerView
+from fitflax.callbacks import ModelCheckpoint, TrainerView
 from fitflax.callbacks.callback_list import CallbackList
+from fitflax.callbacks.store_callback import StoreCallback
 from fitflax.checkpoints.formats.checkpoint_files import Saved
 from fitflax.checkpoints.formats.partial_epoch import load_partial_epoch
 from fitflax.checkpoints.restore.fit import from_saved
 from fitflax.data import Source
 from fitflax.data.indexed import IndexedSource
 from fitflax.data.shards import part_of_batch_size
-from fitflax.errors import ConfigError, chain_of, warn
+from fitflax.errors import ConfigError, DirectoryInUseError, chain_of, warn
 from fitflax.logs import Logs
 from fitflax.loops.run_plan import RunPlan
 from fitflax.loops.session import Session
 from fitflax.loops.training_loop import Run
 from fitflax.run_config import flat
 
-__all__ = ["hold_out", "params_of", "run_with_callbacks"]
+__all__ = ["check_other_directories", "hold_out", "params_of", "run_with_callbacks"]
 
 
 def hold_out(session: Session, source: Source, validation_data: Any, split: float, batch_size: int | None) -> tuple[Source, Any]:
@@ -43,6 +44,19 @@ def hold_out(session: Session, source: Source, validation_data: Any, split: floa
         part.is_shard = source.is_shard
         session.intake.agreed(part)
     return parts
+
+
+def check_other_directories(session: Session, hooks: CallbackList, resume: Any, saved: Saved | None) -> None:
+    """Raises `DirectoryInUseError` if `resume="auto"` begins a new run because a `ModelCheckpoint` has none, but other directories have checkpoints."""
+    if resume != "auto" or saved is not None:
+        return
+    (searched,) = (callback.directory for callback in hooks if isinstance(callback, ModelCheckpoint))
+    for callback in hooks:
+        if isinstance(callback, StoreCallback) and not callback.overwrite and (found := callback.store.describe_others(session.run_id)):
+            raise DirectoryInUseError(
+                f'{found}. resume="auto" has found no checkpoint in {searched}. To resume from the other directory, pass resume="{callback.directory}"; to '
+                "start a new run, choose another directory, or pass overwrite=True to the callback, which replaces these checkpoints."
+            )
 
 
 def params_of(session: Session, source: Source, sets: Iterable[str], plan: RunPlan, *, trial: int) -> dict[str, Any]:
@@ -132,6 +146,8 @@ def _load_callbacks(hooks: CallbackList, saved: Saved, run: Run) -> None:
         warn(f"Callback {key} is new: the run in {saved.path} did not have it. It starts without a saved state.")
     for key in missing:
         warn(f"Callback {key} is missing: the run in {saved.path} had it. Its saved state is ignored; to use it, pass the callback.")
+    for callback in hooks:
+        callback.load_history(states.get("callbacks", {}).get("History", {}).get("rows", ()))
     row = load_partial_epoch(saved.path)
     if not run.has_nothing_to_do:
         for callback in hooks:

@@ -6,6 +6,7 @@ and exits.
 """
 
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -15,6 +16,7 @@ from typing import Any, Self
 import jax
 from jax.experimental import multihost_utils
 
+from fitflax.data.failures import is_from_data
 from fitflax.errors import warn
 from fitflax.parallel.launch import note_failure
 from fitflax.parallel.preemption import listening
@@ -36,6 +38,9 @@ class Interruption:
 
     `fitflax.parallel.preemption.preempt` counts as a SIGTERM everywhere. `saves` tells whether the run is saved, so that it warns about signals that will
     not save it.
+
+    Forked processes, such as workers of a loader, inherit the handlers. There the earlier handlers act. If a signal reaches a whole process group, the workers
+    die, and reading from them fails. So `__exit__` suppresses errors of the data that `explains` attributes to the signal, and `leave` passes the signal on.
     """
 
     def __init__(self, *, saves: bool = True) -> None:
@@ -43,6 +48,7 @@ class Interruption:
         self.requested: signal.Signals | None = None  # SIGTERM if both were received, because it ends the process and not only what runs in it.
         self.leaves_at_once = False  # Whether a second Ctrl-C was received.
         self._earlier: dict[signal.Signals, Any] = {}
+        self._process = os.getpid()
         self._asks_jax = False
         self._exit = contextlib.ExitStack()
 
@@ -75,27 +81,59 @@ class Interruption:
         why, advice = "code that is not Python handles it", "Save from that code, or save checkpoints more often"
         return [_will_not_save(number.name, why, advice) for number, handler in handlers.items() if handler is None]
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None) -> bool:
         self._exit.close()
-        if error is not None:
+        is_explained = error is not None and self.explains(error)
+        if error is not None and not is_explained:
             note_failure(error)  # The other processes wait for steps that this one will not run.
         for number, earlier in self._earlier.items():
             signal.signal(number, earlier)
         self._earlier = {}
+        return is_explained
+
+    def explains(self, error: BaseException) -> bool:
+        """Returns whether an error is a consequence of the signal: it came from the data, whose workers the signal may have ended."""
+        return self.requested is not None and not self.leaves_at_once and is_from_data(error)
 
     def _preempt(self) -> None:
         if self.requested is None:
             self.requested = signal.SIGTERM
 
     def _handle(self, number: int, frame: types.FrameType | None) -> None:
+        if os.getpid() != self._process:
+            self._handle_in_fork(signal.Signals(number), frame)
+            return
         if self.requested is not None and number == signal.SIGINT:
             self.leaves_at_once = True
             raise KeyboardInterrupt
+        if self.requested is None:
+            self._silence_dead_workers()
         self.requested = signal.Signals(number)
         if number == signal.SIGINT:
             # A step may take long, and a user who sees nothing presses Ctrl-C again. Printing raises if the signal came during another write.
             with contextlib.suppress(Exception):
                 print("\nFinishing the step and saving. Press Ctrl-C again to exit immediately.", file=sys.stderr, flush=True)
+
+    def _handle_in_fork(self, number: signal.Signals, frame: types.FrameType | None) -> None:
+        earlier = self._earlier[number]
+        if callable(earlier):
+            earlier(number, frame)
+        else:  # The default action ends the process.
+            signal.signal(number, earlier)
+            signal.raise_signal(number)
+
+    def _silence_dead_workers(self) -> None:
+        """Keeps PyTorch's handler of SIGCHLD from raising the death of a worker inside the current step. Reading from the worker raises it as well."""
+        earlier = signal.getsignal(signal.SIGCHLD)
+        if not callable(earlier):
+            return
+
+        def call_earlier(number: int, frame: types.FrameType | None) -> None:
+            with contextlib.suppress(RuntimeError):
+                earlier(number, frame)
+
+        self._earlier[signal.SIGCHLD] = earlier
+        signal.signal(signal.SIGCHLD, call_earlier)
 
     def check(self, step: int) -> None:
         """Asks JAX whether all processes stop after this step. It does nothing unless `jax.distributed` handles SIGTERM.

@@ -226,7 +226,8 @@ class Run:
                 is_given_up = True  # Unless the consumer of this checkpoint asks for the next one.
                 yield from self._last_checkpoint(rescue=True)
                 is_given_up = False
-            if self.failure is not None:
+            # Now, because a scheduler may signal the workers of a loader before their parent.
+            if self.failure is not None and not (self.interruption is not None and self.interruption.explains(error)):
                 raise
         finally:
             if not is_given_up:

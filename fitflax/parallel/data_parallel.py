@@ -228,9 +228,16 @@ class DataParallel(Strategy):
     @override
     def emulate(self, fn: Callable[..., Any], *, inputs: Sequence[Layout]) -> Callable[..., Any]:
         axes = tuple(None if _is_replicated(layout) else 0 for layout in inputs)
-        if self.num_replicas > 1:
-            return jax.vmap(of_feed(fn), in_axes=axes, axis_name=self.axis_name, axis_size=self.num_replicas)
-        return self._vmap_single_replica(fn, inputs)
+        if self.num_replicas == 1:
+            return self._vmap_single_replica(fn, inputs)
+        mapped = jax.vmap(of_feed(fn), in_axes=axes, axis_name=self.axis_name, axis_size=self.num_replicas)
+        if self._uses_pmap:
+            return mapped
+
+        def with_axis(tree: PyTree) -> PyTree:
+            return jax.tree.map(lambda leaf: leaf.reshape(self.num_replicas, -1, *leaf.shape[1:]), tree)
+
+        return lambda *arguments: mapped(*(tree if axis is None else with_axis(tree) for axis, tree in zip(axes, arguments, strict=True)))
 
     @override
     def alone(self, fn: Callable[..., Any]) -> Any:

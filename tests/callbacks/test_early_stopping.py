@@ -8,8 +8,9 @@ import optax
 import pytest
 
 import fitflax
-from fitflax.callbacks import EarlyStopping, LambdaCallback
-from fitflax.errors import CallbackError, MonitorError
+from fitflax.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint, ReduceLROnPlateau
+from fitflax.checkpoints.restore.load import load_checkpoint
+from fitflax.errors import CallbackError, FitflaxWarning, MonitorError
 from fitflax.metrics import Mean
 from fitflax.parallel import DataParallel
 
@@ -326,3 +327,45 @@ def test_the_best_averaged_parameters_are_restored_with_the_best_parameters():
     stopping = EarlyStopping(monitor="score", mode="max", patience=2, restore_best=True)
     trainer.fit(x, np.ones((8, 1), np.float32), epochs=5, callbacks=[keep, worse, stopping], verbose=0)
     jax.tree.map(np.testing.assert_array_equal, (trainer.state.params, trainer.state.ema_params), kept[0])
+
+
+# --- Several on one monitor ---
+
+
+def stopping():
+    """The first to stop is the second one, at epoch 5; the first would stop at epoch 7."""
+    return [EarlyStopping("score", mode="min", patience=5), EarlyStopping("score", mode="min", min_delta=1.0, patience=3)]
+
+
+def run(directory, epochs, callbacks, begin=0, **options):
+    trainer = make()
+    trainer.fit(X, Y, epochs=epochs, verbose=0, callbacks=[adding(LOSSES[begin:]), *callbacks, ModelCheckpoint(directory)], **options)
+    return trainer
+
+
+def test_two_that_differ_in_other_arguments_are_resumed_like_an_uninterrupted_run(tmp_path):
+    uninterrupted, resumed = stopping(), stopping()
+    trainer = run(tmp_path / "never", 9, uninterrupted)
+    run(tmp_path / "stopped", 4, stopping())
+    again = run(tmp_path / "stopped", 9, resumed, begin=4, resume="auto")
+    assert again.stop_reason == trainer.stop_reason and [one.stopped_epoch for one in uninterrupted] == [None, 5]
+    assert [one.state_dict() for one in resumed] == [one.state_dict() for one in uninterrupted]
+
+
+def test_a_checkpoint_with_one_is_resumed_by_the_first_of_two(tmp_path):
+    run(tmp_path, 2, stopping()[:1])
+    saved = load_checkpoint(tmp_path / "step_00000002").run["callbacks"]
+    assert [key for key in saved if "Early" in key] == ["EarlyStopping(monitor='score')"]  # As in checkpoints of earlier versions.
+    callbacks = stopping()
+    with pytest.warns(FitflaxWarning, match=r"EarlyStopping\(monitor='score'\)#2 is new"):
+        run(tmp_path, 3, callbacks, begin=2, resume="auto")
+    assert [one.best for one in callbacks] == [8, 8] and [one.best_epoch for one in callbacks] == [2, 2]
+    assert load_checkpoint(tmp_path / "step_00000003").run["callbacks"]["EarlyStopping(monitor='score')#2"]["wait"] == 0
+
+
+def test_two_that_reduce_the_rate_are_numbered_as_well(tmp_path):
+    trainer = fitflax.Trainer(nn.Dense(3))
+    trainer.compile("sgd", "mse", learning_rate=1.0)
+    rates = [ReduceLROnPlateau("score", mode="min", factor=factor, patience=patience) for factor, patience in ((0.5, 1), (0.1, 2))]
+    trainer.fit(X, Y, epochs=3, verbose=0, callbacks=[adding([1, 1, 1]), *rates, ModelCheckpoint(tmp_path)])
+    assert trainer.learning_rate == pytest.approx(0.5 * 0.5 * 0.1)

@@ -26,7 +26,8 @@ import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, LambdaCallback, ModelCheckpoint, TensorBoard
 from fitflax.callbacks.clock import Clock, Stamp
 from fitflax.callbacks.event_files import EventFiles, events_of
-from fitflax.errors import CallbackError
+from fitflax.commands.curves import read_curves
+from fitflax.errors import CallbackError, FitflaxWarning
 from fitflax.metrics import AUC, Metric
 from fitflax.parallel import DataParallel
 from tests.run_script import at, differences, directory_of, rows_of, state_of
@@ -172,6 +173,25 @@ def test_each_validation_set_has_its_own_directory(tmp_path):
     for name in ("dev", "test"):
         assert runs[name] == {key: dict(zip((5, 10), map(as_float32, trainer.history.history[f"{name}_{key}"]), strict=True)) for key in ("loss", "accuracy")}
     assert not [key for key in runs["train"] if key.startswith(("dev", "test"))]
+
+
+def test_no_name_of_a_validation_set_leads_out_of_the_directory(tmp_path):
+    names = ["/data/night", "../other", "..", "a/b"]
+    trainer = fit(TensorBoard(tmp_path / "board"), validation_data=dict.fromkeys(names, VALID))
+    assert [path.name for path in tmp_path.iterdir()] == ["board"] and all(path.parent.parent == tmp_path / "board" for path in tmp_path.rglob("board/*/*"))
+    curves = read_curves(tmp_path / "board")
+    for name in names:
+        assert [point.value for point in curves[f"{name}_loss"]] == pytest.approx(trainer.history.history[f"{name}_loss"])
+    _, metrics = hyperparameters(tmp_path / "board")
+    assert {group for group, _ in metrics} == {path.name for path in (tmp_path / "board").iterdir() if path.is_dir()}
+
+
+def test_a_validation_set_named_like_a_file_is_an_error_before_the_first_step(tmp_path):
+    (tmp_path / "log.csv").touch()
+    trainer = make()
+    with pytest.raises(CallbackError, match=r"needs a subdirectory for 'log.csv', but .*log.csv is a file. Rename the validation set"):
+        fit(TensorBoard(tmp_path), trainer=trainer, validation_data={"log.csv": VALID})
+    assert trainer.step == 0
 
 
 def test_validation_inside_an_epoch_is_written_at_its_step(tmp_path):
@@ -562,6 +582,40 @@ def test_a_directory_that_becomes_a_file_is_an_error(tmp_path):
 
     with pytest.raises(CallbackError, match="FileExistsError"):
         fit(TensorBoard(tmp_path / "board"), at(trainer, "on_train_batch_end", 2, replace), trainer=trainer, validation_data=VALID, epochs=3)
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("how", ["deleted", "replaced"])
+def test_events_after_a_file_was_deleted_or_replaced_are_in_a_new_file_with_one_warning(how, tmp_path):
+    def change(epoch, logs):
+        if epoch == 2:
+            for path in (tmp_path / "board").rglob("*.tfevents.*"):
+                if how == "replaced":
+                    path.with_name("copy").write_bytes(path.read_bytes())
+                    path.with_name("copy").replace(path)
+                else:
+                    path.unlink()
+
+    options = {"epochs": 4, "validation_data": VALID}
+    trainer = make()
+    saving = ModelCheckpoint(tmp_path / "checkpoints")  # Everything is on disk at the end of an epoch.
+    with pytest.warns(FitflaxWarning, match="was replaced or deleted by another program during the run. Its events may be lost") as caught:
+        fit(TensorBoard(tmp_path / "board"), saving, LambdaCallback(on_epoch_begin=change), trainer=trainer, **options)
+    losses = dict(zip((5, 10, 15, 20), map(as_float32, trainer.history.history["val_loss"]), strict=True))
+    assert shown(tmp_path / "board")["val"]["loss"] == {step: loss for step, loss in losses.items() if how == "replaced" or step > 10}
+    assert len(caught) == 1
+
+
+@pytest.mark.slow
+def test_a_resume_without_the_event_files_of_the_run_warns(tmp_path):
+    def start(epochs):
+        fit(TensorBoard(tmp_path / "board"), ModelCheckpoint(tmp_path / "checkpoints"), epochs=epochs, resume="auto")
+
+    start(2)
+    shutil.rmtree(tmp_path / "board")
+    with pytest.warns(FitflaxWarning, match=r"board has no event files of this run, which had written some"):
+        start(3)
+    assert list(shown(tmp_path / "board")["train"]["loss"]) == [15]
 
 
 def test_no_thread_is_left(tmp_path):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import fitflax
-from fitflax.callbacks import LambdaCallback, Watchdog
+from fitflax.callbacks import Callback, LambdaCallback, Watchdog
 from fitflax.errors import CallbackError
 from fitflax.parallel import DataParallel
 
@@ -69,6 +69,53 @@ def test_it_names_the_step():
     hang = LambdaCallback(on_train_batch_end=lambda batch, logs: hang_until(lambda: "since step 2." in file.getvalue()) if batch == 1 else None)
     make_trainer().fit(X, Y, batch_size=4, callbacks=[hang, Watchdog(seconds=0.2, file=file)], verbose=0)
     assert " s, since step 2." in file.getvalue() and "since step 4." not in file.getvalue()
+
+
+def test_it_watches_before_the_first_batch_of_each_fit():
+    file, trainer = io.StringIO(), make_trainer()
+    watchdog = Watchdog(seconds=0.2, file=file)
+
+    def batches():
+        before = reports(file)
+        hang_until(lambda: reports(file) > before)
+        yield X[:8], Y[:8]
+
+    for _ in range(2):
+        file.seek(0)
+        file.truncate()
+        trainer.fit(batches, callbacks=[watchdog], verbose=0)
+        assert " s, since the beginning of fit. Stacks" in file.getvalue() and "in hang_until" in file.getvalue()
+
+
+def test_it_ends_when_a_run_fails_before_it_begins():
+    def batches():
+        raise OSError("the disk is gone")
+
+    before = watching()
+    for data, error in ((batches, "the disk is gone"), ((X[:0], Y[:0]), "no examples|yields no batches|empty")):
+        with pytest.raises((OSError, ValueError), match=error):
+            make_trainer().fit(data, callbacks=[Watchdog(seconds=60)], verbose=0)
+    hang_until(lambda: not watching() - before)
+
+
+def test_callbacks_are_closed_once_however_a_run_ends():
+    closed = []
+
+    class Closing(Callback):
+        def close(self):
+            closed.append("closed")
+
+    def batches():
+        raise OSError("the disk is gone")
+
+    def fail(batch, logs):
+        raise OSError("the disk is gone")
+
+    for data, callbacks in ((batches, []), ((X, Y), [LambdaCallback(on_train_batch_end=fail)])):
+        closed.clear()
+        with pytest.raises(OSError, match="the disk is gone"):
+            make_trainer().fit(*(data if isinstance(data, tuple) else (data,)), callbacks=[Closing(), *callbacks], verbose=0)
+        assert closed == ["closed"]
 
 
 def test_by_default_it_prints_to_standard_error(capsys):

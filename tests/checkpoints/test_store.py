@@ -272,6 +272,61 @@ def test_retain_changes_the_wanted_steps_without_saving(store):
     assert store.steps() == [1, 3]
 
 
+def listings(monkeypatch, directory):
+    """Returns a list that gets an entry whenever `directory` is listed."""
+    scandir, calls = os.scandir, []
+    monkeypatch.setattr(os, "scandir", lambda path=".": (calls.append(path) if path == directory else None) or scandir(path))
+    return calls
+
+
+def test_a_save_does_not_list_the_directory_unless_another_program_changed_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(local_directory, "_MAX_AGE_SECONDS", 1e9)
+    store = CheckpointStore(tmp_path)
+    store.claim("a", overwrite=False)
+    calls = listings(monkeypatch, tmp_path)
+    for step in range(20):
+        save(store, step, keep=[step - 2, step - 1])
+    assert len(calls) == 1 and store.steps() == [17, 18, 19]
+    shutil.rmtree(store.path(18))
+    shutil.copytree(store.path(17), store.path(30))
+    calls.clear()
+    save(store, 20, keep=[18, 19])
+    assert len(calls) == 1 and store.steps() == [19, 20, 30]  # The newer one is unknown, so it is kept.
+    monkeypatch.setattr(local_directory, "_MAX_AGE_SECONDS", 0.0)
+    save(store, 21, keep=[20])
+    assert len(calls) > 2 and store.steps() == [20, 21, 30]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_retention_is_the_same_with_and_without_reused_listings(seed, tmp_path, monkeypatch):
+    """Two owners share the directory, and another program deletes, adds and replaces checkpoints between their saves."""
+
+    def outcome(directory, *, reuses):
+        rng, found = np.random.default_rng(seed), []
+        stores = {owner: CheckpointStore(directory) for owner in ("model", "best")}
+        monkeypatch.setattr(local_directory, "_MAX_AGE_SECONDS", 1e9 if reuses else -1.0)
+        for store in stores.values():
+            store.claim("a", overwrite=False)
+        kept = {"model": [], "best": []}
+        for step in range(0, 60, 2):
+            owner = str(rng.choice(["model", "model", "best"]))
+            what, other = rng.choice(["nothing", "nothing", "delete", "add older", "add newer", "retain"]), stores["model"].steps()
+            if other and what == "delete":
+                shutil.rmtree(stores["model"].path(int(rng.choice(other))))
+            elif other and what.startswith("add"):
+                shutil.copytree(stores["model"].path(other[0]), directory / f"step_{step - 3 if what == 'add older' else step + 5:08d}", dirs_exist_ok=True)
+            elif what == "retain":
+                kept["best"] = kept["best"][-1:]
+                stores["best"].retain("best", kept["best"])
+            kept[owner] = [*kept[owner][-2:], step]
+            save(stores[owner], step, owner=owner, keep=kept[owner])
+            found.append((stores["model"].steps(), stores["model"].owners()))
+        return found
+
+    (tmp_path / "a").mkdir()
+    assert outcome(tmp_path / "a", reuses=True) == outcome(tmp_path / "b", reuses=False)
+
+
 @pytest.mark.parametrize("text", [None, "", "{", "[]", '{"owners": {"model": 3}, "unknown": []}', "\x00" * 50])
 def test_without_readable_retention_nothing_old_is_deleted_until_an_owner_takes_it_over(store, text):
     for step in (1, 2, 3):

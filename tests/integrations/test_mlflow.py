@@ -132,6 +132,15 @@ def test_values_params_images_and_the_best_checkpoint_are_logged(mlflow_server, 
     assert {pathlib.Path(file.path).name for file in client.list_artifacts(logger.run_id, directory.path)} >= {"state.msgpack", "metadata.json"}
 
 
+def test_metrics_with_any_name_are_logged_and_stay_different(mlflow_server):
+    names = ["/data/night", "../other", "a//b", "a#b", "a@b", "a_b"]
+    logger = MLflowLogger("names", tracking_uri=mlflow_server.uri)
+    trainer = trained(logger, validation_data=dict.fromkeys(names, (X[:8], Y[:8])))
+    found = client_of(mlflow_server).get_run(logger.run_id).data.metrics
+    losses = [value for key, value in found.items() if key.endswith("_loss") or "_loss_" in key]
+    assert losses == [trainer.history.history["a_b_loss"][-1]] * len(names) and "a_b_loss" in found
+
+
 def test_an_active_run_is_used_and_not_ended(mlflow_server):
     client_of(mlflow_server)
     import mlflow

@@ -1,6 +1,7 @@
 """`WandbLogger` in offline mode: tests read the files that it writes, and processes are really killed."""
 
 import copy
+import io
 import json
 import pathlib
 import pickle
@@ -11,10 +12,12 @@ import time
 import numpy as np
 import pytest
 from flax import linen as nn
+from PIL import Image
 
 import fitflax
 from fitflax.callbacks import BestCheckpoint, ImageSummary
 from fitflax.errors import CallbackError
+from fitflax.integrations.points import Point
 from fitflax.integrations.wandb import WandbLogger, records_of
 from tests.integrations.servers import script_env
 
@@ -96,6 +99,18 @@ def test_rows_config_summary_images_and_the_best_checkpoint_are_in_the_files(tmp
     assert isinstance(pickle.loads(pickle.dumps(logger)), WandbLogger)
     (artifact,) = [record.artifact for record in records if record.HasField("artifact")]
     assert {entry.path for entry in artifact.manifest.contents} >= {"state.msgpack", "metadata.json"} or artifact.manifest.manifest_file_path
+
+
+def test_no_name_of_an_image_leads_out_of_the_directory(tmp_path):
+    logger = WandbLogger("tests", directory=tmp_path / "logs")
+    (tmp_path / "logs").mkdir()
+    logger.tracker.prepare()
+    logger.tracker.start("a", None, {})
+    png = io.BytesIO()
+    Image.new("L", (2, 2)).save(png, "png")
+    logger.tracker.log([Point(1, 0.0, {}, {"../../../../../../other": png.getvalue()})])
+    logger.tracker.finish("finished", {}, None)
+    assert [path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*.png")] == ["logs"]
 
 
 def test_an_active_run_is_used_and_not_ended(tmp_path):

@@ -652,9 +652,13 @@ def test_a_callback_given_twice_is_an_error():
 
 
 def test_two_callbacks_with_the_same_state_key_are_an_error_before_the_first_step():
+    class Counting(Callback):
+        def state_dict(self):
+            return {"count": 0}
+
     trainer = make()
-    with pytest.raises(CallbackError, match=r"EarlyStopping\(monitor='loss'\)"):
-        trainer.fit(X, Y, callbacks=[EarlyStopping("loss", patience=1), EarlyStopping("loss", patience=2)], verbose=0)
+    with pytest.raises(CallbackError, match=r"'Counting'. Pass different arguments"):
+        trainer.fit(X, Y, callbacks=[Counting(), Counting()], verbose=0)
     assert trainer.step == 0
 
 

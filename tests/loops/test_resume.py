@@ -21,7 +21,17 @@ from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCal
 from fitflax.checkpoints import CheckpointStore
 from fitflax.checkpoints.formats import json_documents
 from fitflax.checkpoints.store import checkpoint_store, local_directory, local_files
-from fitflax.errors import CallbackError, CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, DataError, FitflaxWarning, RestoreError
+from fitflax.errors import (
+    CallbackError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    DataError,
+    DirectoryInUseError,
+    FitflaxWarning,
+    RestoreError,
+)
 from tests import run_script
 from tests.run_script import TRAIN, VALID, at, checkpoint_of, differences, directory_of, make_trainer, rows_of, state_of, steps_in
 
@@ -585,6 +595,28 @@ def test_a_trigger_is_evaluated_at_the_last_step_as_at_any_other(steps, steps_pe
 @pytest.mark.slow
 def test_resume_auto_without_checkpoints_starts_a_new_run(uninterrupted, tmp_path):
     assert_equal(uninterrupted(steps=7), run(tmp_path / "none", steps=7, resume=None))  # The default of `run` is "auto".
+
+
+def test_resume_auto_with_only_the_best_checkpoints_left_names_both_directories(tmp_path):
+    """Training from the beginning would replace them, and the advice must be one that can be followed."""
+
+    def fit(resume: Any, steps: int, trainer: fitflax.Trainer) -> fitflax.Trainer:
+        saving = [ModelCheckpoint(tmp_path / "checkpoints"), BestCheckpoint(tmp_path / "best", monitor="loss", mode="max")]
+        trainer.fit(TRAIN, batch_size=4, steps=steps, verbose=0, callbacks=saving, resume=resume)
+        return trainer
+
+    fit("auto", 10, make_trainer())
+    newest = steps_in(tmp_path / "best")[-1]
+    shutil.rmtree(tmp_path / "checkpoints")
+    before, trainer = directory_of(tmp_path / "best"), make_trainer()
+    empty, best = (re.escape(str(tmp_path / name)) for name in ("checkpoints", "best"))
+    advice = rf"^{best} holds checkpoints of run '\w+': step {newest}\. resume=\"auto\" has found no checkpoint in {empty}\. .* pass resume=\"{best}\""
+    with pytest.raises(DirectoryInUseError, match=advice):
+        fit("auto", 20, trainer)
+    assert trainer.step == 0 and directory_of(tmp_path / "best") == before
+    resumed, uninterrupted = fit(tmp_path / "best", 20, make_trainer()), make_trainer()
+    uninterrupted.fit(TRAIN, batch_size=4, steps=20, verbose=0)
+    assert not differences(state_of(resumed), state_of(uninterrupted))
 
 
 def test_resume_true_without_checkpoints_is_an_error_before_the_first_step(tmp_path):

@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 import fitflax
 from fitflax.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
 from fitflax.checkpoints import CheckpointStore
-from fitflax.errors import FitflaxWarning
+from fitflax.errors import CheckpointError, FitflaxWarning
 from fitflax.loops.signals import Interruption
 from fitflax.parallel import DataParallel
 from tests import run_script
@@ -89,6 +89,160 @@ def test_a_second_ctrl_c_exits_immediately(tmp_path, process_env):
     out, err = send(tmp_path, process_env, [["on_train_batch_end", 7, "wait twice"]], [signal.SIGINT, signal.SIGINT], status=-signal.SIGINT)
     assert err.rstrip().endswith("KeyboardInterrupt") and "on_train_end ran" in out
     assert not steps_in(tmp_path / "checkpoints")
+
+
+# -- to a whole process group --
+
+# A run that reads from two forked workers of a PyTorch loader, in a process group of its own. It prints "under way" where the test sends the signal.
+WITH_WORKERS = """
+import os, signal, sys, threading, warnings
+
+warnings.simplefilter("error")
+warnings.filterwarnings("ignore", r"os\\.fork\\(\\) was called", RuntimeWarning)
+
+import fitflax
+from torch.utils.data import DataLoader, Dataset
+from fitflax.callbacks import LambdaCallback, ModelCheckpoint
+from tests.run_script import TRAIN, at, make_trainer, steps_in
+
+directory, where, has_handler = sys.argv[1:]
+
+
+class Examples(Dataset):
+    def __init__(self, *, waits):
+        self.waits = waits
+
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        if self.waits and index == 0:
+            print("under way", flush=True)
+            threading.Event().wait()
+        return TRAIN[0][index % 18], TRAIN[1][index % 18]
+
+
+def handle(number, frame):
+    print("custom handler after step", steps_in(directory), os.getpid() == process, flush=True)
+
+
+process = os.getpid()
+if has_handler == "True":
+    signal.signal(signal.SIGTERM, handle)
+trainer = make_trainer()
+loader = lambda where_it_waits: DataLoader(Examples(waits=where == where_it_waits), batch_size=4, num_workers=2, multiprocessing_context="fork")
+trainer.fit(
+    loader("first batch"),
+    steps=10**9,
+    validation_data=loader("validation"),
+    validation_freq=fitflax.every(steps=3),
+    verbose=0,
+    callbacks=[
+        ModelCheckpoint(directory),
+        at(trainer, "on_train_batch_end", 5, lambda step: where == "step" and print("under way", flush=True)),
+        LambdaCallback(on_train_end=lambda logs: print("on_train_end ran:", trainer.stop_reason, flush=True)),
+    ],
+)
+print("fit returned", flush=True)
+"""
+
+
+def signal_group(directory: pathlib.Path, env: dict[str, str], number: int, where: str, *, has_handler: bool, status: int) -> tuple[str, str]:
+    """Starts the script, sends a signal to it and its workers, and returns what it printed."""
+    command = [sys.executable, "-c", WITH_WORKERS, str(directory), where, str(has_handler)]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        line = process.stdout.readline()
+        assert line == "under way\n", line + process.communicate()[1]
+        os.killpg(process.pid, number)
+        return run_script.finish(process, status=status)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("where", ["step", "validation", "first batch"])
+def test_sigterm_to_a_run_and_the_workers_of_its_loader_saves_and_exits_with_143(where, tmp_path, process_env):
+    out, err = signal_group(tmp_path, process_env, signal.SIGTERM, where, has_handler=False, status=143)
+    begins = where != "first batch"
+    assert out == ("on_train_end ran: interrupted by SIGTERM\n" if begins else "") and not err
+    assert bool(steps_in(tmp_path)) == begins
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["step", "validation", "first batch"])
+def test_ctrl_c_in_a_run_and_the_workers_of_its_loader_saves_and_raises_keyboard_interrupt(where, tmp_path, process_env):
+    _, err = signal_group(tmp_path, process_env, signal.SIGINT, where, has_handler=False, status=-signal.SIGINT)
+    assert err.rstrip().endswith("KeyboardInterrupt") and "DataLoader worker" not in err
+    assert err.count("Finishing the step and saving") == 1  # The workers print nothing.
+    assert bool(steps_in(tmp_path)) == (where != "first batch")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["step", "first batch"])
+def test_a_custom_handler_is_called_after_the_save_if_workers_get_the_signal_too(where, tmp_path, process_env):
+    out, err = signal_group(tmp_path, process_env, signal.SIGTERM, where, has_handler=True, status=0)
+    lines = [f"custom handler after step {steps_in(tmp_path)} True", "fit returned"]
+    assert out.splitlines()[-2:] == lines and not err
+    assert bool(steps_in(tmp_path)) == (where != "first batch")
+
+
+def test_an_error_of_the_data_after_a_signal_is_a_consequence_of_it(fresh, tmp_path):
+    def batches() -> Iterator[Any]:
+        yield from [(TRAIN[0][:4], TRAIN[1][:4])] * 3
+        signal.raise_signal(signal.SIGTERM)
+        raise RuntimeError("a worker is gone")
+
+    with pytest.raises(SystemExit) as caught:
+        fresh.fit(batches, steps=8, verbose=0, callbacks=[ModelCheckpoint(tmp_path)])
+    assert (caught.value.code, steps_in(tmp_path), fresh.stop_reason) == (143, [3], "interrupted by SIGTERM")
+
+
+@pytest.mark.parametrize("from_data", [True, False])
+def test_an_error_without_a_signal_or_not_of_the_data_is_raised(from_data, fresh, tmp_path):
+    def batches() -> Iterator[Any]:
+        yield from [(TRAIN[0][:4], TRAIN[1][:4])] * 3
+        raise RuntimeError("a file is gone")
+
+    def fail(step: int) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        raise RuntimeError("a file is gone")
+
+    callbacks = [] if from_data else [at(fresh, "on_train_batch_end", 3, fail)]
+    with pytest.raises(RuntimeError, match="a file is gone"):
+        fresh.fit(batches, steps=8, verbose=0, callbacks=[ModelCheckpoint(tmp_path), *callbacks])
+    assert steps_in(tmp_path) == [3]
+
+
+def test_an_error_of_a_save_after_a_signal_is_raised_although_the_data_failed_before(fresh, tmp_path, monkeypatch):
+    def batches() -> Iterator[Any]:
+        yield from [(TRAIN[0][:4], TRAIN[1][:4])] * 3
+        signal.raise_signal(signal.SIGTERM)
+        monkeypatch.setattr(os, "fsync", fail)
+        raise RuntimeError("a worker is gone")
+
+    def fail(descriptor: int) -> None:
+        raise OSError("No space left on device")
+
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        fresh.fit(batches, steps=8, verbose=0, callbacks=[ModelCheckpoint(tmp_path)])
+
+
+def test_a_forked_process_handles_signals_as_without_a_run(tmp_path):
+    """It inherits the handler, and knows from its process ID that the run is not its own."""
+    seen: list[int] = []
+    earlier = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    try:
+        with Interruption() as interruption:
+            interruption._process += 1  # As in a fork.
+            signal.raise_signal(signal.SIGTERM)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            assert seen == [signal.SIGTERM] and interruption.requested is None
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
 
 
 # -- with jax.distributed --

@@ -68,7 +68,7 @@ def _to_json(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_to_json(item) for item in value]
+        return list(value) if set(map(type, value)) == {int} else [_to_json(item) for item in value]  # Steps may be thousands.
     if isinstance(value, (np.generic, np.ndarray, jax.Array)) and not is_key(value):
         return _to_json(value.tolist())
     if isinstance(value, float):

@@ -237,19 +237,30 @@ class CheckpointStore:
             claim = {"run_id": run_id, "process": PROCESS}
             if not claim.items() <= self._read(_RUN).items():  # Otherwise another owner of this run has claimed it: what it set aside must not be restored.
                 self.recover()
-            # If the metadata of a checkpoint is damaged, it belongs to the run that claimed the directory.
-            noted = self._read(_RUN).get("run_id")
-            others = {step: other for step in self.steps() if (other := self._metadata(step).get("run_id", noted)) != run_id}
+            others = self._steps_of_others(run_id)
             if others and not overwrite:
-                names = ", ".join(sorted({"an unknown run" if other is None else f"run {other!r}" for other in others.values()}))
                 raise DirectoryInUseError(
-                    f"{self.directory} holds checkpoints of {names}: {_list_steps(sorted(others))}. "
+                    f"{self.describe_others(run_id)}. "
                     f'To resume that run, pass resume="auto" if it has a ModelCheckpoint, otherwise resume="{self.directory}". To start a new run, choose '
                     "another directory, or pass overwrite=True to the callback, which replaces these checkpoints."
                 )
             # The note first, because it is more likely to fail than renames. A checkpoint's metadata takes precedence over it.
             self._files.write_note(_RUN, claim)
             self._set_aside(sorted(others), since=0)
+
+    def _steps_of_others(self, run_id: str) -> dict[int, Any]:
+        """Returns the runs of the checkpoints that belong to other runs, by step; `None` for an unknown run."""
+        # If the metadata of a checkpoint is damaged, it belongs to the run that claimed the directory.
+        noted = self._read(_RUN).get("run_id")
+        return {step: other for step in self.steps() if (other := self._metadata(step).get("run_id", noted)) != run_id}
+
+    def describe_others(self, run_id: str) -> str | None:
+        """Returns, for errors, which checkpoints in the directory belong to other runs than `run_id`; `None` if none does."""
+        others = self._steps_of_others(run_id)
+        if not others:
+            return None
+        names = ", ".join(sorted({"an unknown run" if other is None else f"run {other!r}" for other in others.values()}))
+        return f"{self.directory} holds checkpoints of {names}: {_list_steps(sorted(others))}"
 
     @_first_process_only
     def drop_after(self, step: int) -> None:
@@ -327,7 +338,7 @@ class CheckpointStore:
                     "Put it back and resume, or start a new run in another directory."
                 )
             self._files.check_held()
-            present = self._files.contents().steps
+            present = self._files.recent_contents().steps
             same = step in present and self._is_same_run(step, metadata.get("run_id"))
             is_written, unnoted = False, None
             try:
@@ -343,7 +354,7 @@ class CheckpointStore:
             if unnoted is not None:
                 raise unnoted
             self._files.check_held()
-            present, set_aside = self._files.contents()
+            present, set_aside = self._files.recent_contents()
             for aside in set_aside:
                 if step >= aside.since:
                     self._files.delete_set_aside(aside)
@@ -426,7 +437,7 @@ class CheckpointStore:
         unknown: Any = table.get("unknown")
         lists: list[Any] = [unknown, *(owners.values() if isinstance(owners, dict) else [None]), [table.get("newest")]]
         lists += [saving.get("instead")] if isinstance(saving, dict) else []
-        if not all(isinstance(steps, list) and all(isinstance(step, int) for step in steps) for steps in lists):
+        if not all(isinstance(steps, list) and set(map(type, steps)) <= {int} for steps in lists):
             return None
         if saving is not None and saving["step"] not in (self.steps() if present is None else present):
             # The process died before the step existed, so the owner still wants its old steps.

@@ -63,7 +63,11 @@ class CheckpointDirectory(abc.ABC, Generic[P]):
 
     @abc.abstractmethod
     def contents(self) -> Contents:
-        """Returns the existing checkpoints."""
+        """Lists the existing checkpoints."""
+
+    def recent_contents(self) -> Contents:
+        """Returns the existing checkpoints, possibly from the last listing, if it is less than a second old and nothing else has changed the directory."""
+        return self.contents()
 
     @abc.abstractmethod
     def size_and_time(self, step: int) -> tuple[int, float]:

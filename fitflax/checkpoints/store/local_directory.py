@@ -1,10 +1,12 @@
 """A directory of checkpoints on a file system. `fitflax.checkpoints.store.checkpoint_store` explains the names."""
 
+import bisect
 import contextlib
 import os
 import re
 import secrets
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,23 @@ _UNDO = re.compile(r"\.undo-[0-9a-f]+")
 _LITTER = re.compile(r"\.(?:trash-[0-9a-f]+|(?:step_\d{8,}|run\.json|retention\.json)\.tmp-(?P<process>[0-9a-f]+)-[0-9a-f]+)")
 
 
+# How long a listing is used. Changes by other programs are noticed by the directory's modification time, except in the middle of a change made here.
+_MAX_AGE_SECONDS = 1.0
+
+
 class LocalDirectory(CheckpointDirectory[Path]):
-    """A directory on a file system, where renames are atomic."""
+    """A directory on a file system, where renames are atomic.
+
+    With thousands of checkpoints, listing takes as long as writing a small one. So a run that saves several times per second lists the directory once per
+    second, or when another program has changed it: the last listing is updated by the changes made here, and used if the directory's modification time is still
+    the one that was set after the last of them.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._listed: Contents | None = None
+        self._listed_at = 0.0
+        self._version: tuple[int, int] | None = None  # Inode and modification time.
 
     @override
     def is_there(self) -> bool:
@@ -42,6 +59,47 @@ class LocalDirectory(CheckpointDirectory[Path]):
     @override
     def check_held(self) -> None:
         pass  # The kernel's lock lasts as long as the process.
+
+    @override
+    def recent_contents(self) -> Contents:
+        if self._listed is not None and time.monotonic() - self._listed_at <= _MAX_AGE_SECONDS and self._current_version() == self._version:
+            return self._listed
+        self._listed, self._listed_at = None, time.monotonic()
+        version = self._stamp()  # Before the listing, so that it contains every change up to this version.
+        contents = self.contents()
+        if version is not None and not contents.set_aside:
+            self._listed, self._version = contents, version
+        return contents
+
+    def _current_version(self) -> tuple[int, int] | None:
+        try:
+            status = self.path.stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
+    def _stamp(self) -> tuple[int, int] | None:
+        """Sets a modification time that no later change has, although the clock of file systems is coarse. Returns the version, `None` if that fails."""
+        try:
+            status = self.path.stat()
+            os.utime(self.path, ns=(status.st_atime_ns, status.st_mtime_ns - 1))
+        except OSError:  # The directory may belong to another user.
+            return None
+        return self._current_version()
+
+    @contextlib.contextmanager
+    def _changing(self, *, added: int | None = None, removed: int | None = None) -> Iterator[None]:
+        """Updates the listing by a change that the block makes."""
+        listed, is_known = self._listed, self._current_version() == self._version
+        self._listed = None
+        yield
+        if listed is None or not is_known:
+            return
+        steps = [step for step in listed.steps if step not in (added, removed)]
+        if added is not None:
+            bisect.insort(steps, added)
+        if (version := self._stamp()) is not None:
+            self._listed, self._version = Contents(steps, []), version
 
     @override
     def contents(self) -> Contents:
@@ -61,11 +119,13 @@ class LocalDirectory(CheckpointDirectory[Path]):
 
     @override
     def write(self, step: int, *, train: PyTree, run: PyTree, metadata: Mapping[str, Any], backend: str, collective: CollectiveSave | None) -> None:
-        write_in_place(self.checkpoint(step), train=train, run=run, metadata=metadata, backend=backend, collective=collective)
+        with self._changing(added=step):
+            write_in_place(self.checkpoint(step), train=train, run=run, metadata=metadata, backend=backend, collective=collective)
 
     @override
     def delete(self, step: int) -> None:
-        delete(self.checkpoint(step))
+        with self._changing(removed=step), contextlib.suppress(FileNotFoundError):  # Another program may have deleted it.
+            delete(self.checkpoint(step))
 
     @override
     def set_aside(self, steps: list[int], *, since: int) -> None:
@@ -116,4 +176,5 @@ class LocalDirectory(CheckpointDirectory[Path]):
 
     @override
     def write_note(self, name: str, values: Mapping[str, Any], *, is_durable: bool = True) -> None:
-        replace_document(self.path / name, values, is_durable=is_durable)
+        with self._changing():
+            replace_document(self.path / name, values, is_durable=is_durable)
