@@ -36,6 +36,7 @@ class Source(abc.ABC):
         batch_size: The requested batch size; `None` if the first batch decides.
         can_restart: Whether a second pass is possible.
         can_reread: Whether the beginning of a pass can be read one more time without changing later passes.
+        takes_epoch: Whether the order depends on a number that a callback can set in `on_epoch_begin`.
         is_endless: Whether a pass is known never to end.
         shuffles: Whether the order depends on the seed and the pass; `None` if the data has its own order.
         owns_batches: Whether the arrays that it yields are never overwritten.
@@ -58,6 +59,7 @@ class Source(abc.ABC):
     batch_size: int | None = None
     can_restart: bool = True
     can_reread: bool = True
+    takes_epoch: bool = False
     is_endless: bool = False
     shuffles: bool | None = None
     owns_batches: bool = False

@@ -97,6 +97,7 @@ class TorchSource(Source):
         self.owns_batches = loader.batch_size is not None and loader.collate_fn is sys.modules[_MODULE].default_collate
         # The pass whose number the data set and the samplers have.
         self._announced: int | None = None
+        self.takes_epoch = bool(self._epoch_takers())
 
     @override
     def open(self, position: Position) -> Iterator[Triple]:

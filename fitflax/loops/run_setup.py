@@ -142,8 +142,7 @@ def _make_run(
     program, steps_per_call = session.task.need_compiled("fit"), session.task.steps_per_call
     with given["spent"].on("data"):
         ahead = steps_per_call if (steps_per_call or 1) > 1 else None
-        is_continued = saved is not None or session.state.live is not None or progress.epoch > 0
-        if is_continued and not progress.epoch_is_open and source.can_reread and given["callbacks"] is not None and not given["callbacks"].may_prefetch:
+        if _is_first_batch_requested_again(session, source, progress, given["callbacks"], saved):
             fed = _first_batch_of_pass(session, source, class_weight, progress.position.passes)
         else:
             fed = _first_batch(feed, source, plan, progress, ahead=ahead)
@@ -235,8 +234,18 @@ def _first_batch(feed: Feed, source: Source, plan: RunPlan, progress: Progress, 
     return fed
 
 
+def _is_first_batch_requested_again(session: Session, source: Source, progress: Progress, callbacks: CallbackList | None, saved: Saved | None) -> bool:
+    """Returns whether a callback may change the data in `on_epoch_begin` before the first batch.
+
+    In a new training, data is requested only once, because data that draws random numbers would otherwise change, unless its order depends on an epoch.
+    """
+    is_new = saved is None and session.state.live is None and progress.epoch == 0
+    may_change = callbacks is not None and not callbacks.may_prefetch and not progress.epoch_is_open
+    return may_change and source.can_reread and (source.takes_epoch or not is_new)
+
+
 def _first_batch_of_pass(session: Session, source: Source, class_weight: Mapping[int, float] | None, number: int) -> FedBatch | None:
-    """Returns a batch with the shapes of a run that continues a training, or `None` if there is none. The run does not use its values.
+    """Returns a batch with the shapes of a run, or `None` if there is none. The run does not use its values.
 
     A callback may change the data in `on_epoch_begin`, so the run requests its first batch after it.
     """

@@ -345,6 +345,23 @@ def test_a_stream_whose_epoch_the_user_chose_resumes_in_the_middle(tmp_path):
     assert_same(run_with(tmp_path / "stopped", 8), uninterrupted)
 
 
+def test_an_epoch_that_a_callback_sets_replaces_the_number_of_the_pass():
+    used: list[int] = []
+
+    class Recorded(Reshuffled):
+        def __iter__(self):
+            used.append(self.epoch)
+            return super().__iter__()
+
+    data = DataLoader(Recorded(), batch_size=BATCH)
+    choose = LambdaCallback(on_epoch_begin=lambda epoch, logs: data.dataset.set_epoch(10 + epoch))
+    trainer = make_trainer()
+    trainer.fit(data, epochs=3, callbacks=[choose], verbose=0)
+    assert used == [0, 10, 11, 12]  # A batch is read before for its shapes only.
+    trainer.fit(data, epochs=2, callbacks=[choose], verbose=0)
+    assert used[4:] == [3, 10, 11]
+
+
 def stateful_loader(**options: Any) -> Any:
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
     return stateful.StatefulDataLoader(tensors(), batch_size=BATCH, **options)
@@ -358,10 +375,11 @@ def stateful_loader(**options: Any) -> Any:
         lambda: stateful_loader(shuffle=True),
         lambda: stateful_loader(shuffle=True, generator=seeded()),
         lambda: loader(shuffle=True),
+        lambda: DataLoader(Reshuffled(), batch_size=BATCH, generator=seeded()),
         lambda: loader(shuffle=True, generator=seeded(), num_workers=1, persistent_workers=True),
         lambda: stateful_loader(shuffle=True, generator=seeded(), num_workers=1, persistent_workers=True),
     ],
-    ids=["generator", "stateful", "stateful with a generator", "global generator", "persistent workers", "stateful with persistent workers"],
+    ids=["generator", "stateful", "stateful with a generator", "global generator", "epoch", "persistent workers", "stateful with persistent workers"],
 )
 @pytest.mark.mostly_slow
 @forks[0]
