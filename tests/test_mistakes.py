@@ -517,7 +517,7 @@ def test_the_advice_for_a_second_run_with_only_a_best_checkpoint_works(tmp_path:
     assert advice is not None and again(3, advice[1]) == 3
     with pytest.raises(ConfigError, match=r"needs exactly one ModelCheckpoint, .* Add one to callbacks, or pass resume=path"):
         again(4, "auto")
-    with pytest.raises(DirectoryInUseError, match=f'otherwise resume="{re.escape(advice[1])}"'):
+    with pytest.raises(DirectoryInUseError, match=f'To resume from the other directory, pass resume="{re.escape(advice[1])}"'):
         again(4, "auto", ModelCheckpoint(tmp_path / "new"))
     assert again(4, advice[1], ModelCheckpoint(tmp_path / "new")) == 4
     assert again(5, "auto", ModelCheckpoint(tmp_path / "new")) == 5

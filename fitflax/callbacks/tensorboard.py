@@ -214,7 +214,7 @@ class TensorBoard(Callback):
             schedule.load_state_dict({"since": state.get(name, ())}, time.monotonic())
         step, *tags = state.get("written", [-1])
         self._written = Written(int(step), frozenset(tags))
-        if self._written.step > 0 and self._is_new:
+        if self._files is not None and self._written.step > 0 and self._is_new:
             warn(f"{self.directory} has no event files of this run, which had written some. They were moved or deleted, so the curves begin at this step.")
 
     # -- events --

@@ -62,7 +62,8 @@ def _explain_errors(what: str, params: PyTree) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if is_of_debugger(error) or isinstance(error, FitflaxError):
+        # A RuntimeError is JAX's, such as one of a device without memory.
+        if is_of_debugger(error) or isinstance(error, FitflaxError | RuntimeError | MemoryError):
             raise
         text = " ".join(str(error).partition("\nThe error occurred while tracing")[0].split())  # JAX appends a page of details.
         if isinstance(error, TypeError) and "required keyword-only argument" in text:
