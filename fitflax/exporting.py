@@ -51,7 +51,7 @@ def export_inference(
         raise ConfigError(f"export(platforms=...) must be a list of names from {list(known)}. Received: {platforms!r}.")
     program.preparation.check_eval_model(state, batch)
     used = program.eval_carry(state)
-    is_shared = program.strategy.num_processes > 1 or spans_processes(used.leaves)
+    is_shared = spans_processes(used.leaves)
     params, model_state = jax.tree.map(through_key_data(whole), jax.tree.unflatten(used.treedef, used.leaves))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves((params, model_state)))
     if size > _MAX_BYTES:

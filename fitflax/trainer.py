@@ -871,6 +871,7 @@ class Trainer:
     ) -> Evaluation:
         size = {"batch_size": batch_size} if takes_batch_size(data.data if isinstance(data, Shard) else data) else {}
         source = data if is_held_out else self._to_source(f"validation on {name!r}", data, shuffle=False, name=f"validation_data {name!r}", **size)
+        source.calls_hooks = False  # They are called for training, and a resume could not repeat how often validations called them.
         if at_most is not None:
             steps = min(at_most, source.all_batches or at_most)
         return make_evaluation(self._session, source, steps=steps, name=name, callbacks=hooks, interruption=interruption)

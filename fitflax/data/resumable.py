@@ -38,6 +38,11 @@ class Bookmark:
 class Pass(Iterator[Triple]):
     """A pass over a loader that may be able to save its position."""
 
+    @property
+    def is_at_end(self) -> bool:
+        """Whether it is known, without requesting anything, that there are no more batches."""
+        return False
+
     @abc.abstractmethod
     def snapshot(self) -> Any:
         """Returns the loader's state before the next batch of this pass; `None` if it has none, or none newer than the last one."""

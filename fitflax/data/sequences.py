@@ -93,7 +93,7 @@ class SequenceSource(Source):
     def _replay(self, ended: int) -> None:
         """Calls the hooks of earlier passes, unless this process has run these passes."""
         epochs = self._epochs
-        if all(self._hook(name) is None for name in ("on_epoch_begin", "on_epoch_end")):
+        if epochs.ended == ended > 0 or all(self._hook(name) is None for name in ("on_epoch_begin", "on_epoch_end")):
             return
         if epochs.ended > ended or self._draws_for_batches:
             reason = "has been iterated over before" if epochs.ended > ended else "draws its order from NumPy's global generator"
@@ -111,13 +111,13 @@ class SequenceSource(Source):
         return hasattr(self._data, "total_batches_seen")
 
     def _hook(self, name: str) -> Callable[[], Any] | None:
-        hook = getattr(self._data, name, None)
+        hook = getattr(self._data, name, None) if self.calls_hooks else None
         is_default = getattr(hook, "__qualname__", "").startswith("PyDataset.")
         return hook if callable(hook) and not is_default else None
 
     def begin(self) -> None:
         """Calls `on_epoch_begin` of the data, and first `on_epoch_end` if a pass was not read to its end."""
-        if self._is_undisturbed:
+        if self._is_undisturbed or not self.calls_hooks:
             return
         if self._epochs.is_open:
             self.end()
@@ -128,7 +128,7 @@ class SequenceSource(Source):
 
     def end(self) -> None:
         """Calls `on_epoch_end` of the data."""
-        if self._is_undisturbed or not self._epochs.is_open:
+        if self._is_undisturbed or not self.calls_hooks or not self._epochs.is_open:
             return
         self._epochs.ended, self._epochs.is_open = self._epochs.ended + 1, False
         hook = self._hook("on_epoch_end")

@@ -38,6 +38,7 @@ class Source(abc.ABC):
         can_reread: Whether the beginning of a pass can be read one more time without changing later passes.
         takes_epoch: Whether the order depends on a number that a callback can set in `on_epoch_begin`.
         is_endless: Whether a pass is known never to end.
+        calls_hooks: Whether the epoch hooks of the user's data are called.
         shuffles: Whether the order depends on the seed and the pass; `None` if the data has its own order.
         owns_batches: Whether the arrays that it yields are never overwritten.
         is_repeatable: Whether a pass of the same number yields the same examples in the same order, in another process as well.
@@ -61,6 +62,7 @@ class Source(abc.ABC):
     can_reread: bool = True
     takes_epoch: bool = False
     is_endless: bool = False
+    calls_hooks: bool = True
     shuffles: bool | None = None
     owns_batches: bool = False
     is_repeatable: bool = True
@@ -176,8 +178,12 @@ class Feed:
 
     def announce_pass(self) -> None:
         """Sets the number of the pass in the user's data if the next batch begins a pass, before the batch is requested."""
-        if self._iterator is None and not self._buffer:
+        if self._buffer:
+            return
+        if self._iterator is None:
             self.source.announce(self._position, None if self._resume is None else self._resume[0])
+        elif self._pass is not None and self._pass.is_at_end:
+            self.source.announce(Position(self._position.passes + 1))
 
     def next(self, ahead: int | None = None) -> FedBatch | None:
         """Returns the next batch, or `None` at the end of a pass; the call after that starts the next pass.

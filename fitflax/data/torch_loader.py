@@ -95,8 +95,9 @@ class TorchSource(Source):
             raise DataError(f"The {type(loader).__name__} is empty: it has 0 batches.")
         # PyTorch's own collation allocates new tensors for each batch.
         self.owns_batches = loader.batch_size is not None and loader.collate_fn is sys.modules[_MODULE].default_collate
-        # The pass whose number the data set and the samplers have.
+        # The pass whose number the data set and the samplers have, and their epochs after it was set.
         self._announced: int | None = None
+        self._epochs: list[int | None] = []
         self.takes_epoch = bool(self._epoch_takers())
 
     @override
@@ -116,14 +117,15 @@ class TorchSource(Source):
     @override
     def announce(self, position: Position, bookmark: Bookmark | None = None) -> None:
         self._announced = position.passes
-        data_sets = self._data_sets()
+        data_sets, takers = self._data_sets(), self._epoch_takers()
         saved = None if bookmark is None else bookmark.state.get("epochs")
-        for place, taker in enumerate(self._epoch_takers()):
+        for place, taker in enumerate(takers):
             if saved is not None and place < len(saved) and saved[place] is not None:
                 taker.set_epoch(saved[place])  # A callback may have set another epoch than the number of the pass.
             elif bookmark is None or saved is not None or not any(taker is each for each in data_sets):
                 taker.set_epoch(position.passes)
             # Otherwise the state is from fitflax 0.1, which did not set the epoch of data sets.
+        self._epochs = [_epoch_of(taker) for taker in takers]
 
     @override
     @contextlib.contextmanager
@@ -139,8 +141,12 @@ class TorchSource(Source):
                 self._loader._iterator = None  # Persistent workers draw a seed when they start.
 
     def _open_pass(self, position: Position, state: Any) -> "_TorchPass":
-        if self._announced != position.passes:
+        # With `steps_per_epoch`, a pass may begin inside an epoch, after a callback has set another epoch.
+        epochs = [_epoch_of(taker) for taker in self._epoch_takers()]
+        if self._announced != position.passes and self._epochs in ([], epochs):
             self.announce(position)
+        else:
+            self._epochs = epochs
         self._announced = None
         return _TorchPass(self._loader, self._read, self._generators(), self._epoch_takers(), state, has_states=self._has_states)
 
@@ -195,8 +201,9 @@ class _TorchPass(Pass):
         self._read = read
         self._generators = generators
         self._has_states = has_states
-        self._epochs = [int(each.epoch) if is_integer(getattr(each, "epoch", None), 0) else None for each in takers]
+        self._epochs = [_epoch_of(each) for each in takers]
         self._iterator: Any = None
+        self._num_left = _length(loader) if state is None or state["loader"] is None else None
         self._states_at_begin: list[Any] | None = None
         self._is_at_beginning = True
         self._states_in_pass: list[Any] = []
@@ -234,7 +241,14 @@ class _TorchPass(Pass):
 
     @override
     def __next__(self) -> Triple:
-        return self._read(next(self._begin()))  # type: ignore[no-any-return]
+        item = next(self._begin())
+        self._num_left = None if self._num_left is None else self._num_left - 1
+        return self._read(item)  # type: ignore[no-any-return]
+
+    @property
+    @override
+    def is_at_end(self) -> bool:
+        return self._num_left is not None and self._num_left <= 0
 
     @override
     def snapshot(self) -> Any:
@@ -263,6 +277,12 @@ def _data_sets_in(data_set: Any) -> Iterator[Any]:
 def _keeps_iterator(loader: Any) -> bool:
     """Returns whether a loader has started persistent workers; without them it starts a new iterator for each pass."""
     return bool(getattr(loader, "persistent_workers", False)) and getattr(loader, "_iterator", None) is not None
+
+
+def _epoch_of(taker: Any) -> int | None:
+    """Returns the epoch of a data set or sampler; `None` if it has none as an attribute."""
+    epoch: Any = getattr(taker, "epoch", None)
+    return int(epoch) if is_integer(epoch, 0) else None
 
 
 def _length(thing: Any) -> int | None:

@@ -142,7 +142,7 @@ def _make_run(
     program, steps_per_call = session.task.need_compiled("fit"), session.task.steps_per_call
     with given["spent"].on("data"):
         ahead = steps_per_call if (steps_per_call or 1) > 1 else None
-        if _is_first_batch_requested_again(session, source, progress, given["callbacks"], saved):
+        if _is_first_batch_requested_again(source, progress, given["callbacks"], saved):
             fed = _first_batch_of_pass(session, source, class_weight, progress.position.passes)
         else:
             fed = _first_batch(feed, source, plan, progress, ahead=ahead)
@@ -234,14 +234,13 @@ def _first_batch(feed: Feed, source: Source, plan: RunPlan, progress: Progress, 
     return fed
 
 
-def _is_first_batch_requested_again(session: Session, source: Source, progress: Progress, callbacks: CallbackList | None, saved: Saved | None) -> bool:
+def _is_first_batch_requested_again(source: Source, progress: Progress, callbacks: CallbackList | None, saved: Saved | None) -> bool:
     """Returns whether a callback may change the data in `on_epoch_begin` before the first batch.
 
-    In a new training, data is requested only once, because data that draws random numbers would otherwise change, unless its order depends on an epoch.
+    Unless the run is resumed, data is requested only once, because data that draws random numbers would otherwise change, unless its order depends on an epoch.
     """
-    is_new = saved is None and session.state.live is None and progress.epoch == 0
     may_change = callbacks is not None and not callbacks.may_prefetch and not progress.epoch_is_open
-    return may_change and source.can_reread and (source.takes_epoch or not is_new)
+    return may_change and source.can_reread and (source.takes_epoch or saved is not None)
 
 
 def _first_batch_of_pass(session: Session, source: Source, class_weight: Mapping[int, float] | None, number: int) -> FedBatch | None:

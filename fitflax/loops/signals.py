@@ -16,7 +16,7 @@ from typing import Any, Self
 import jax
 from jax.experimental import multihost_utils
 
-from fitflax.data.failures import is_from_data
+from fitflax.data.failures import is_dead_worker, is_from_data
 from fitflax.errors import warn
 from fitflax.parallel.launch import note_failure
 from fitflax.parallel.preemption import listening
@@ -49,6 +49,7 @@ class Interruption:
         self.leaves_at_once = False  # Whether a second Ctrl-C was received.
         self._earlier: dict[signal.Signals, Any] = {}
         self._process = os.getpid()
+        self._has_reported = False
         self._asks_jax = False
         self._exit = contextlib.ExitStack()
 
@@ -86,14 +87,20 @@ class Interruption:
         is_explained = error is not None and self.explains(error)
         if error is not None and not is_explained:
             note_failure(error)  # The other processes wait for steps that this one will not run.
-        for number, earlier in self._earlier.items():
+        for number, earlier in list(self._earlier.items()):  # A signal may come in between, whose handler adds one.
             signal.signal(number, earlier)
         self._earlier = {}
         return is_explained
 
     def explains(self, error: BaseException) -> bool:
-        """Returns whether an error is a consequence of the signal: it came from the data, whose workers the signal may have ended."""
-        return self.requested is not None and not self.leaves_at_once and is_from_data(error)
+        """Returns whether an error is a consequence of the signal: it came from the data, whose workers the signal may have ended. Prints other causes."""
+        if self.requested is None or self.leaves_at_once or not is_from_data(error):
+            return False
+        if not is_dead_worker(error) and not self._has_reported:
+            self._has_reported = True
+            with contextlib.suppress(Exception):
+                print(f"After {self.requested.name}, reading the data failed: {error!r}", file=sys.stderr, flush=True)
+        return True
 
     def _preempt(self) -> None:
         if self.requested is None:

@@ -171,6 +171,37 @@ def test_evaluate_and_predict_call_the_hooks():
     assert data.calls == ["begin", "end"] * 3  # A pass that was not read to its end is ended before the next one.
 
 
+def test_validation_does_not_call_the_hooks():
+    data = Reshuffled()
+    make_trainer().fit(X, Y, epochs=2, validation_data=data, verbose=0)
+    assert not data.calls
+
+
+def test_a_second_fit_requests_no_more_passes_with_a_callback_for_the_beginning_of_epochs():
+    def outcome_of(**options: Any) -> Any:
+        data, trainer = Reshuffled(), make_trainer()
+        passes: list[int] = []
+
+        def batches() -> Any:
+            passes.append(1)
+            return (data[number] for number in range(len(data)))
+
+        for _ in range(2):
+            trainer.fit(batches, epochs=1, verbose=0, **options)
+            trainer.fit(data, epochs=1, verbose=0, **options)
+        return {"calls": len(data.calls), "passes": len(passes), **state_of(trainer)}
+
+    assert_same(outcome_of(callbacks=[LambdaCallback(on_epoch_begin=lambda epoch, logs: None)]), outcome_of())
+
+
+def test_batches_that_are_drawn_while_they_are_read_cause_no_warning_without_a_resume(tmp_path):
+    class Drawing(Reshuffled):
+        total_batches_seen = 0
+
+    nothing = LambdaCallback(on_epoch_begin=lambda epoch, logs: None)
+    make_trainer().fit(Drawing(), epochs=3, callbacks=[ModelCheckpoint(tmp_path), nothing], verbose=0)
+
+
 # -- resuming --
 
 

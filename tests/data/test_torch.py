@@ -407,6 +407,31 @@ def test_a_callback_that_leaves_the_data_alone_in_on_epoch_begin_changes_no_numb
                 assert_same(run(tmp_path / str(k), make(), 8, **options), expected["first"])
 
 
+@pytest.mark.parametrize("has_length", [True, False])
+def test_an_epoch_that_a_callback_sets_applies_if_an_epoch_has_as_many_steps_as_a_pass(has_length):
+    seen: list[int] = []
+
+    class Epochs(Dataset if has_length else IterableDataset):
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __getitem__(self, row: int) -> Any:
+            seen.append(self.epoch)
+            return X[row], Y[row]
+
+        def __iter__(self) -> Any:
+            return (self[row] for row in range(2 * BATCH))
+
+    if has_length:
+        Epochs.__len__ = lambda self: 2 * BATCH  # type: ignore[attr-defined]
+    data = DataLoader(Epochs(), batch_size=BATCH)
+    choose = LambdaCallback(on_epoch_begin=lambda epoch, logs: data.dataset.set_epoch(10 + epoch))
+    make_trainer().fit(data, epochs=3, steps_per_epoch=2, callbacks=[choose], verbose=0)
+    assert seen[-6 * BATCH :] == [epoch for epoch in (10, 11, 12) for _ in range(2 * BATCH)]
+
+
 # -- batches --
 
 

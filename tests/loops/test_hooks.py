@@ -245,10 +245,10 @@ def test_a_resume_at_the_end_of_an_epoch_requests_its_first_batch_after_on_epoch
     jax.tree.map(np.testing.assert_array_equal, resumed.state.params, uninterrupted.state.params)
 
 
-def test_a_second_fit_requests_its_first_batch_after_on_epoch_begin():
-    _, trainer = fit_levels(epochs=1)
-    events, _ = fit_levels(epochs=1, trainer=trainer)
-    assert events == ["request 0.0", "train_begin", *in_order(0, 1)]
+def test_a_second_fit_requests_as_many_batches_as_the_first():
+    first, trainer = fit_levels(epochs=1)
+    second, _ = fit_levels(epochs=1, trainer=trainer)
+    assert second == first
 
 
 @pytest.mark.parametrize("is_declared", [False, True])

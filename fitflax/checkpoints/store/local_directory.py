@@ -79,10 +79,13 @@ class LocalDirectory(CheckpointDirectory[Path]):
         return status.st_ino, status.st_mtime_ns
 
     def _stamp(self) -> tuple[int, int] | None:
-        """Sets a modification time that no later change has, although the clock of file systems is coarse. Returns the version, `None` if that fails."""
+        """Sets a modification time that no other change has, although the clock of file systems is coarse. Returns the version, `None` if that fails.
+
+        It is earlier than the change by less than a microsecond, chosen at random, because two processes may stamp a directory in the same tick.
+        """
         try:
             status = self.path.stat()
-            os.utime(self.path, ns=(status.st_atime_ns, status.st_mtime_ns - 1))
+            os.utime(self.path, ns=(status.st_atime_ns, status.st_mtime_ns - 1 - secrets.randbelow(1000)))
         except OSError:  # The directory may belong to another user.
             return None
         return self._current_version()
