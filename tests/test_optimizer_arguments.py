@@ -371,6 +371,29 @@ def test_invalid_eval_params_are_clear_errors():
         make(schedule_free(), eval_params=optax.contrib.schedule_free_eval_params).fit(X, Y, callbacks=[EarlyStopping("loss", restore_best=True)], verbose=0)
 
 
+def labeled_schedule_free(*, masked: bool) -> optax.GradientTransformation:
+    """Returns an optimizer that trains one layer without a schedule, and that can be initialized only with the parameters of the model."""
+    labels = jax.tree.map_with_path(lambda path, _: "free" if path[0].key == "layers_0" else "sgd", first_params())
+    if masked:
+        return optax.masked(schedule_free(), jax.tree.map(lambda label: label == "free", labels))
+    return optax.multi_transform({"free": schedule_free(), "sgd": optax.sgd(0.1)}, labels)
+
+
+@pytest.mark.parametrize("masked", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_schedule_free_optimizer_behind_labels_of_parameters_rejects_restore_best_before_the_first_step(masked):
+    trainer = fitflax.Trainer(MODEL, parallel=one_device())
+    trainer.compile(labeled_schedule_free(masked=masked), "sparse_categorical_crossentropy", run_eagerly=not masked)
+    with pytest.raises(ConfigError, match=r"EarlyStopping\(restore_best=True\) cannot be combined with a schedule-free optimizer"):
+        trainer.fit(X, Y, callbacks=[EarlyStopping("loss", restore_best=True)], verbose=0)
+    assert trainer.state.step == 0
+
+
+@pytest.mark.slow
+def test_averages_of_a_labeled_schedule_free_optimizer_can_be_restored():
+    trainer = make(labeled_schedule_free(masked=True), ema_decay=0.5)
+    trainer.fit(X, Y, callbacks=[EarlyStopping("loss", restore_best=True)], verbose=0)
+
+
 @pytest.mark.slow
 def test_eval_params_gets_the_state_of_the_optimizer_itself_with_loss_scaling():
     trainer = make(schedule_free(), precision="float16", eval_params=optax.contrib.schedule_free_eval_params)

@@ -300,7 +300,8 @@ class Batcher:
         x, y = to_numpy(triple.x, name="x"), to_numpy(triple.y, name="y")
         check_weights(triple.weights)
         weights = None if triple.weights is None else to_numpy(triple.weights, name="sample_weight")
-        check_not_negative(weights)
+        if not isinstance(weights, jax.Array):  # Reading it would wait for the device in each batch.
+            check_not_negative(weights)
         form = form_of(x, y, weights, must_count=self._must_count)
         if form.rows == 0:
             raise DataError("The data yielded a batch of 0 examples. Leave empty batches out.")
@@ -465,7 +466,10 @@ def check_weights(weights: Any) -> None:
 
 
 def check_not_negative(weights: Any) -> None:
-    """Checks that sample weights, NumPy or `None`, are at least 0: a loss over a negative total weight has no meaning."""
+    """Checks that sample weights, NumPy or `None`, are at least 0: a loss over a negative total weight has no meaning.
+
+    Arrays in memory are checked once, on the host, and NumPy weights of other data with each batch; JAX arrays of other data are not checked.
+    """
     if weights is not None and weights.size and weights.min() < 0:
         place = np.unravel_index(int(weights.argmin()), weights.shape)
         raise DataError(

@@ -22,7 +22,7 @@ from fitflax.data.shards import own_position, spread
 from fitflax.errors import ConfigError, DataError, RestoreError, warn
 from fitflax.logs import StepValues
 from fitflax.loops.agreement import Agreement, DistributedAgreement, check_same_in_all_processes, fingerprint_of
-from fitflax.loops.argument_checks import check_log_keys
+from fitflax.loops.argument_checks import check_log_keys, check_restores_best
 from fitflax.loops.evaluation import Evaluation
 from fitflax.loops.run_plan import Progress, RunPlan, Validation
 from fitflax.loops.session import Session
@@ -158,6 +158,8 @@ def _make_run(
             program.preparation.train(session.state.begin_build(fed.batch), fed.batch, steps_per_call=steps, keep=plan.keep)
         session.state.build(fed.batch)
     live = session.state.need("fit")
+    # Labels of parameters can hide a schedule-free optimizer until the state is known.
+    check_restores_best(given["callbacks"] or (), program.eval_params.function_of(live.borrow()))
     before: dict[str, Any] = {}
     if fed is not None:
         if given["callbacks"] is not None and given["callbacks"].copies_state:

@@ -1,7 +1,10 @@
 """Checks of the shapes of outputs and targets that losses share."""
 
-import re
-from collections.abc import Callable, Mapping
+import contextlib
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -12,6 +15,12 @@ from fitflax.leaves import describe_shapes
 
 __all__ = ["broadcast_fault", "check_fraction", "class_labels", "class_rows", "mean_of_last_axis", "mismatch", "nan_unless"]
 __all__ += ["one_array", "same_shape", "vectors"]
+
+# Never the same again, because a jitted function within a custom one warns only when it is first traced on shapes. A function may split rows into groups.
+_NUMBERS_OF_ROWS = itertools.count(1048, step=8)
+
+# The shapes on which custom functions were checked, because steps without jit check each batch.
+_without_fault: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 
 
 def one_array(name: str, role: str, value: Any, *, takes_complex: bool = False) -> jax.Array:
@@ -113,8 +122,8 @@ def check_fraction(name: str, argument: str, value: float) -> None:
 def broadcast_fault(fn: Callable[[Any, Any], Any], values: Any, outputs: Any, targets: Any) -> str | None:
     """Returns a message if a custom function, which returned `values`, broadcasts `[N, 1]` against `[N]`, which pairs each output with each target.
 
-    The function is traced again in a mode in which JAX rejects this, because a mean of all pairs has the shape of a mean of the right ones. A function that
-    pairs also outputs and targets of one shape means to. Arrays may be leaves of trees.
+    The function is traced again on other numbers of rows for outputs and targets, because a mean of all pairs has the shape of a mean of the right ones. A
+    function that pairs also outputs of other shapes with targets means to. Arrays may be leaves of trees.
 
     >>> outputs, targets = jnp.ones((3, 1)), jnp.ones(3)
     >>> square = lambda outputs, targets: jnp.mean((outputs - targets) ** 2, axis=-1)
@@ -134,39 +143,63 @@ def broadcast_fault(fn: Callable[[Any, Any], Any], values: Any, outputs: Any, ta
 def _pairs_rows(fn: Callable[[Any, Any], Any], outputs: Any, targets: Any, rows: int) -> bool:
     """Returns whether a function broadcasts `[rows, 1]` against `[rows]` because outputs and targets have these two shapes."""
 
-    def promotes(num_rows: int, *, alike: bool = False) -> bool | None:
-        replaced: dict[tuple[int, ...], tuple[int, ...]] = {(rows,): (num_rows,), (rows, 1): (num_rows,) if alike else (num_rows, 1)}
-        return _promotes_columns(fn, num_rows, *(_with_shapes(tree, rows, num_rows, replaced) for tree in (outputs, targets)))
+    def pairs(*column: int) -> bool:
+        """Returns whether it does so if columns have this shape after their first axis."""
+        sizes = next(_NUMBERS_OF_ROWS), next(_NUMBERS_OF_ROWS)
+        return _promotes_columns(fn, sizes, *(_with_rows(tree, rows, size, column) for tree, size in zip((outputs, targets), sizes, strict=True)))
 
-    # With another number of rows, an array that has as many numbers as there are rows by chance no longer fits.
-    return bool(promotes(rows)) and promotes(rows + 1) is not False and not promotes(rows, alike=True)
+    shapes = tuple(tuple(getattr(leaf, "shape", None) for leaf in jax.tree.leaves(tree)) for tree in (outputs, targets))
+    with contextlib.suppress(TypeError):  # An object without hash or weak references is checked each time.
+        if (rows, shapes) in _without_fault.setdefault(fn, set()):
+            return False
+    if pairs(1) and not pairs() and not pairs(2):
+        return True
+    with contextlib.suppress(TypeError):
+        _without_fault.setdefault(fn, set()).add((rows, shapes))
+    return False
 
 
-def _with_shapes(tree: Any, rows: int, num_rows: int, replaced: Mapping[tuple[int, ...], tuple[int, ...]]) -> Any:
-    """Returns the shapes of arrays, with `num_rows` instead of `rows`, or a replacement of the whole shape."""
+def _with_rows(tree: Any, rows: int, size: int, column: tuple[int, ...]) -> Any:
+    """Returns the shapes of arrays, with `size` instead of `rows`, and `[size, *column]` instead of `[rows, 1]`."""
 
     def changed(leaf: Any) -> Any:
         if not hasattr(leaf, "shape"):
             return leaf
-        shape = replaced.get(leaf.shape) or ((num_rows, *leaf.shape[1:]) if leaf.shape[:1] == (rows,) else leaf.shape)
-        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+        rest = column if leaf.shape == (rows, 1) else leaf.shape[1:]
+        return jax.ShapeDtypeStruct((size, *rest) if leaf.shape[:1] == (rows,) else leaf.shape, leaf.dtype)
 
     return jax.tree.map(changed, tree)
 
 
-def _promotes_columns(fn: Callable[[Any, Any], Any], rows: int, outputs: Any, targets: Any) -> bool | None:
-    """Returns whether a function broadcasts `[rows, 1]` against `[rows]`; `None` if it fails for another reason."""
-    try:
-        with jax.numpy_rank_promotion("raise"):
-            jax.eval_shape(fn, outputs, targets)
-    except Exception as error:
-        found = re.search(r"on shapes (.*) and with the config option jax_numpy_rank_promotion", str(error))
-        if found is not None:
-            return f"({rows}, 1)" in found[1] and f"({rows},)" in found[1]
-        if is_of_debugger(error):
-            raise
-        return None  # A custom function may require exactly its shapes.
-    return False
+def _promotes_columns(fn: Callable[[Any, Any], Any], sizes: tuple[int, int], outputs: Any, targets: Any) -> bool:
+    """Returns whether a function broadcasts a column with the first number of rows against a row with the second, or the reverse.
+
+    Arrays with different numbers of rows fit each other only in such broadcasts. The function may fail after them, or where it takes an output and a target
+    of each row.
+    """
+    found: list[Any] = []
+    with warnings.catch_warnings(record=True, action="always") as caught, jax.numpy_rank_promotion("warn"):
+        try:
+            found += _equations(jax.make_jaxpr(fn)(outputs, targets).jaxpr)
+        except Exception as error:
+            if is_of_debugger(error):
+                raise
+    messages = [str(warning.message) for warning in caught if "rank promotion" in str(warning.message)]
+    # jnp.where and jnp.broadcast_arrays do not warn.
+    added = [(one.invars[0].aval.shape, one.outvars[0].aval.shape) for one in found if one.primitive.name == "broadcast_in_dim"]
+    return any(
+        ((row,), (column, row)) in added or any(f"({column}, 1)" in message and f"({row},)" in message for message in messages)
+        for column, row in (sizes, sizes[::-1])
+    )
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """Yields the equations of a jaxpr and of the functions in it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.tree.leaves(list(equation.params.values())):
+            if hasattr(inner, "eqns"):
+                yield from _equations(inner)
 
 
 def _broadcast_message(values: Any, outputs: Any, targets: Any, column: tuple[int, ...]) -> str:

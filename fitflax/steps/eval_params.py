@@ -32,18 +32,25 @@ class EvalParams:
 
     def __call__(self, state: TrainState) -> PyTree:
         """Returns the parameters for evaluation: those that `custom` returns, or the averaged ones if there are any."""
-        if not jax.tree.leaves(state.opt_state):  # An InferenceState already has them.
+        function = self.function_of(state)
+        if function is None:
             return state.params if state.ema_params is None else state.ema_params
-        opt_state = state.opt_state.inner_state if self._is_scaled else state.opt_state
-        if self._found is None:  # The structure of the optimizer state is the same for all states of a program.
-            self._found = bool(_schedule_free_states(opt_state))
-        if self.custom is None and (state.ema_params is not None or not self._found):
-            return state.params if state.ema_params is None else state.ema_params
-        function = schedule_free_eval_params if self.custom is None else self.custom
+        opt_state = self._opt_state_of(state)
         inputs = self._strategy.places(opt_state), self._strategy.places(state.params)
         if inputs not in self._compiled:
             self._compiled[inputs] = self._strategy.compile(_with_named_errors(function, self._task), inputs=inputs, outputs=inputs[1])
         return self._compiled[inputs](opt_state, state.params)
+
+    def function_of(self, state: TrainState) -> EvalParamsFn | None:
+        """Returns the function that gets the parameters for evaluation from the optimizer state; `None` if they do not depend on it."""
+        if not jax.tree.leaves(state.opt_state):  # An InferenceState already has them.
+            return None
+        if self._found is None:  # The structure of the optimizer state is the same for all states of a program.
+            self._found = bool(_schedule_free_states(self._opt_state_of(state)))
+        return schedule_free_eval_params if self.custom is None and state.ema_params is None and self._found else self.custom
+
+    def _opt_state_of(self, state: TrainState) -> PyTree:
+        return state.opt_state.inner_state if self._is_scaled else state.opt_state
 
 
 def find_eval_params(optimizer: optax.GradientTransformation) -> EvalParamsFn | None:

@@ -32,6 +32,18 @@ def test_a_short_batch_is_padded_by_repeating_its_rows_in_order(rows: int, size:
     assert batch.mask.tolist() == [index < rows for index in range(full)]
 
 
+def test_weights_on_the_device_are_not_read_with_each_batch(monkeypatch):
+    weights = jnp.array([1.0, -1.0, 1.0, 1.0])
+    with jax.transfer_guard("disallow"), monkeypatch.context() as patch:
+        patch.setattr(type(weights), "min", lambda self: pytest.fail("the weights were read"), raising=False)
+        batch, *_ = Batcher(size=4)(triple(4, weights=weights))
+    assert batch.weights.tolist() == weights.tolist()
+    with pytest.raises(DataError, match=r"sample_weight must be at least 0. Received: -1 at index \[1\]"):
+        Batcher(size=4)(triple(4, weights=np.asarray(weights)))
+    with pytest.raises(DataError, match=r"sample_weight must be at least 0. Received: -1 at index \[1\]"):
+        adapt(np.ones(4), np.ones(4), weights)
+
+
 def test_a_full_batch_is_not_copied_and_has_the_shared_full_mask():
     given = triple(4, y=np.zeros(4))
     batch, *_ = Batcher(num_shards=2, size=4)(given)
