@@ -58,7 +58,7 @@ lint: venv
 	$(BIN)/mypy --strict fitflax
 
 # A test that fails is run once more, alone. tests/flaky.py reports it as flaky if it passes then.
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -p tests.flaky
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -p tests.flaky --durations=40
 # XLA's optimizations take a quarter of the time, and only slow tests marked `optimized` depend on them.
 UNOPTIMIZED := JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTEST)
 
