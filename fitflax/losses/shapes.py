@@ -143,16 +143,18 @@ def broadcast_fault(fn: Callable[[Any, Any], Any], values: Any, outputs: Any, ta
 def _pairs_rows(fn: Callable[[Any, Any], Any], outputs: Any, targets: Any, rows: int) -> bool:
     """Returns whether a function broadcasts `[rows, 1]` against `[rows]` because outputs and targets have these two shapes."""
 
-    def pairs(*column: int) -> bool:
-        """Returns whether it does so if columns have this shape after their first axis."""
-        sizes = next(_NUMBERS_OF_ROWS), next(_NUMBERS_OF_ROWS)
+    def pairs(*column: int, alike: bool = False) -> bool:
+        """Returns whether it does so if columns have this shape after their first axis; with `alike`, for as many outputs as targets."""
+        size = next(_NUMBERS_OF_ROWS)
+        sizes = size, size if alike else next(_NUMBERS_OF_ROWS)
         return _promotes_columns(fn, sizes, *(_with_rows(tree, rows, size, column) for tree, size in zip((outputs, targets), sizes, strict=True)))
 
     shapes = tuple(tuple(getattr(leaf, "shape", None) for leaf in jax.tree.leaves(tree)) for tree in (outputs, targets))
     with contextlib.suppress(TypeError):  # An object without hash or weak references is checked each time.
         if (rows, shapes) in _without_fault.setdefault(fn, set()):
             return False
-    if pairs(1) and not pairs() and not pairs(2):
+    # A function may compare shapes, to give both the same one.
+    if pairs(1) and pairs(1, alike=True) and not pairs() and not pairs(2):
         return True
     with contextlib.suppress(TypeError):
         _without_fault.setdefault(fn, set()).add((rows, shapes))
