@@ -406,7 +406,6 @@ class _Huge(nn.Module):
         return nn.Dense(self.classes)(x) * jnp.float32(1e4)
 
 
-@pytest.mark.slow
 def test_a_custom_loss_gets_outputs_and_targets_of_the_same_shape():
     for module in (None, lambda targets: nn.Dense(targets)):
         model = regressor(module=module, loss=lambda outputs, targets: (outputs - targets) ** 2).fit(X, TARGETS)

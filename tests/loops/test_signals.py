@@ -93,7 +93,7 @@ def test_a_second_ctrl_c_exits_immediately(tmp_path, process_env):
 
 # -- to a whole process group --
 
-# A run that reads from two forked workers of a PyTorch loader, in a process group of its own. It prints "under way" where the test sends the signal.
+# A run that reads from two forked workers of a PyTorch loader, in a separate process group. It prints "under way" where the test sends the signal.
 WITH_WORKERS = """
 import os, signal, sys, threading, warnings
 
