@@ -390,7 +390,7 @@ class Trainer:
             ema_decay: The decay of averaged parameters in the state, `decay * average + (1 - decay) * parameters` after each step. Evaluation and prediction
                 use them; `state.params` are the parameters of the last step.
             run_eagerly: Whether to run the steps of this trainer without jit, as inside `jax.disable_jit()`: `print` and debuggers see numbers. Results
-                equal those of compiled steps up to rounding, and a run can be resumed either way. `DataParallel` uses only its first device.
+                equal those of compiled steps up to rounding, and a run can be resumed either way. The trainer must use a single device.
             eval_params: A function `(opt_state, params) -> params`, for optimizers that evaluate other parameters than they train, such as
                 averages in the optimizer state. Evaluation, prediction and export use its result; `state.params` are the trained parameters. That of
                 `optax.contrib.schedule_free` is found by itself, also inside other transformations. To evaluate the trained parameters, pass
@@ -414,6 +414,8 @@ class Trainer:
             raise ConfigError(f"steps_per_call must be a positive integer or 'auto'. Received: {steps_per_call!r}.")
         argument_checks.check_counts(steps_per_call=None if isinstance(steps_per_call, str) else steps_per_call)
         eval_params = argument_checks.eval_params_of(eval_params, ema_decay, transformation)
+        if run_eagerly:
+            argument_checks.check_single_device(self._session.strategy)
         self._session.compile(
             optimizer,
             transformation,

@@ -173,23 +173,30 @@ def test_a_subclass_runs_eagerly():
 
     for kind in (Halves, CustomLoss):
         want = train(make(cls=kind), batch_size=8, epochs=1)["loss"]
+        np.testing.assert_allclose(train(make(cls=kind, run_eagerly=True), batch_size=8, epochs=1)["loss"], want, rtol=1e-4)
         # With several devices, the first one does all the work.
-        for parallel in (one_device(), DataParallel()):
-            eager = make(cls=kind, parallel=parallel, run_eagerly=True)
-            np.testing.assert_allclose(train(eager, batch_size=8, epochs=1)["loss"], want, rtol=1e-4)
+        with jax.disable_jit():
+            np.testing.assert_allclose(train(make(cls=kind, parallel=DataParallel()), batch_size=8, epochs=1)["loss"], want, rtol=1e-4)
+
+
+@pytest.mark.parametrize("parallel", [DataParallel, lambda: Sharded({"data": -1})], ids=["replicas", "mesh"])
+def test_run_eagerly_requires_a_single_device(parallel):
+    message = r"run_eagerly=True\) requires a trainer on a single device\. Received: a trainer on 8 devices\."
+    with pytest.raises(ConfigError, match=message):
+        make(parallel=parallel(), run_eagerly=True)
+    make(parallel=parallel(), run_eagerly=False)
 
 
 @pytest.mark.slow
 def test_the_first_of_several_devices_does_all_the_work_as_one_replica():
-    spread, alone = make(parallel=DataParallel(), run_eagerly=True), make()
-    assert train(spread, batch_size=8)["loss"] == pytest.approx(train(alone, batch_size=8)["loss"], abs=1e-5)
-    assert_close_states(spread, alone)
-    assert all(leaf.sharding.num_devices == 8 for leaf in jax.tree.leaves(spread.state.params))
-    np.testing.assert_allclose(spread.predict(X), alone.predict(X), rtol=1e-4, atol=1e-5)
+    spread, alone = make(parallel=DataParallel()), make()
+    want, outputs = train(alone, batch_size=8)["loss"], alone.predict(X)
     with jax.disable_jit():
-        compiled = make(parallel=DataParallel())
-        train(compiled, batch_size=8)
-    train(compiled, batch_size=8)  # Eight replicas continue from it.
+        assert train(spread, batch_size=8)["loss"] == pytest.approx(want, abs=1e-5)
+        assert_close_states(spread, alone)
+        assert all(leaf.sharding.num_devices == 8 for leaf in jax.tree.leaves(spread.state.params))
+        np.testing.assert_allclose(spread.predict(X), outputs, rtol=1e-4, atol=1e-5)
+    train(spread, batch_size=8)  # Eight compiled replicas continue from it.
 
 
 @pytest.mark.slow
@@ -213,8 +220,10 @@ def test_a_mesh_runs_eagerly_on_all_its_devices():
     def mesh() -> Sharded:
         return Sharded({"data": 2, "model": 2}, rules=[("mlp", "model"), ("embed", None)], devices=jax.devices()[:4])
 
-    compiled, eager = make(Logical(), mesh(), accumulate_steps=2), make(Logical(), mesh(), accumulate_steps=2, run_eagerly=True)
-    np.testing.assert_allclose(train(eager, epochs=1)["loss"], train(compiled, epochs=1)["loss"], rtol=1e-4)
+    compiled, eager = make(Logical(), mesh(), accumulate_steps=2), make(Logical(), mesh(), accumulate_steps=2)
+    with jax.disable_jit():
+        found = train(eager, epochs=1)["loss"]
+    np.testing.assert_allclose(found, train(compiled, epochs=1)["loss"], rtol=1e-4)
     assert_close_states(compiled, eager)
     assert eager.state.params["Dense_0"]["kernel"].sharding == compiled.state.params["Dense_0"]["kernel"].sharding
 

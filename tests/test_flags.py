@@ -42,7 +42,7 @@ def variable(setting: str, results: Any, about: str, **options: Any) -> Flag:
 FLAGS = (
     variable("JAX_DEBUG_NANS=1", "same bits", "the first NaN is a `FloatingPointError` at the line that made it"),
     variable("JAX_DISABLE_JIT=1", "same up to rounding", "nothing is compiled: `print` and debuggers see numbers; `with jax.disable_jit():` for a block"),
-    Flag("`compile(..., run_eagerly=True)`", "same up to rounding", "the same for one trainer", options={"run_eagerly": True}),
+    Flag("`compile(..., run_eagerly=True)`", "same up to rounding", "the same for one trainer, which must use a single device", options={"run_eagerly": True}),
     variable("JAX_TRANSFER_GUARD=disallow", "same bits", 'a transfer that nobody asked for is an error; `with jax.transfer_guard("disallow"):` for a block'),
     variable("JAX_DEBUG_INFS=1", "same bits", "the same as `JAX_DEBUG_NANS` for infinities"),
     variable("JAX_TRANSFER_GUARD=log", "same bits", "transfers that nobody asked for are printed"),

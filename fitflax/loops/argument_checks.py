@@ -53,6 +53,16 @@ def strategy_of(owner: str, parallel: Any) -> Strategy:
     return DataParallel() if parallel is None else parallel
 
 
+def check_single_device(strategy: Strategy) -> None:
+    """Raises `ConfigError` if `run_eagerly` is used with several devices, because dropout and batch statistics would not equal those of a compiled run."""
+    num_devices = strategy.num_replicas * strategy.num_partitions
+    if num_devices > 1:
+        raise ConfigError(
+            f"compile(run_eagerly=True) requires a trainer on a single device. Received: a trainer on {num_devices} devices. "
+            "Pass Trainer(model, parallel=DataParallel(jax.devices()[:1]))."
+        )
+
+
 def trigger_of(owner: str, every: Any) -> Trigger:
     """Returns the given trigger; raises `ConfigError` if it is not one."""
     if not isinstance(every, Trigger):

@@ -127,8 +127,7 @@ def eager_step_error() -> Exception:
     """Returns the error for a step of several processes that cannot run without jit."""
     if jit_is_disabled():
         return ConfigError(
-            "Steps of several processes must be compiled, but jit is disabled by jax.disable_jit(), JAX_DISABLE_JIT or compile(run_eagerly=True). Debug the "
-            "program in one process."
+            "Steps of several processes must be compiled, but jit is disabled by jax.disable_jit() or JAX_DISABLE_JIT. Debug the program in one process."
         )
     return FloatingPointError(
         "A step of several processes returned a NaN or an infinity (jax_debug_nans, jax_debug_infs). Run the program in one process to find the operation."
