@@ -20,7 +20,7 @@ help:
 	@echo 'make coverage  report the lines of fitflax that no test runs; needs Python 3.12'
 	@echo 'make soak      kill a run 200 times and compare it with an uninterrupted run; run a million steps and check memory'
 	@echo 'make mutants   break single lines of the core, 40 per file, and check that a test fails (hours); FILES=fitflax/steps/gradients.py for one file'
-	@echo 'make lint      only lint, spelling and types'
+	@echo 'make lint      only lint, spelling, prose and types'
 	@echo 'make bench     measure fitflax against hand-written loops, Keras and Lightning (40 minutes)'
 	@echo 'make site      build the documentation site: site/index.html'
 	@echo 'make demo      train a small network on handwritten digits'
@@ -55,6 +55,7 @@ lint: venv
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/codespell
+	$(BIN)/python -m tests.prose_lint
 	$(BIN)/mypy --strict fitflax
 
 # A test that fails is run once more, alone. tests/flaky.py reports it as flaky if it passes then.

@@ -1,6 +1,6 @@
 """Compares a save with a raw write of the same bytes, a restore with a raw read, and both with flax and Orbax.
 
-Each round runs base, fitflax, control, control, fitflax, base. The peers follow after all rounds. All write, and read, the same float32 arrays:
+Each round runs base, fitflax, control, control, fitflax, base. The peers follow. All write, and read, the same float32 arrays:
 
 * save: the base writes the arrays' bytes to a file and calls fsync. fitflax writes a whole checkpoint: structure, checksums, metadata, and fsync of all files.
 * restore: the base reads the bytes into fresh memory and computes their zlib.crc32. fitflax verifies everything and puts the arrays into their tree.

@@ -126,7 +126,7 @@ class Sizes:
         batches: Batches per pass; a resume begins in the middle.
         steps: Steps per stretch; `None` for the default of each model.
         rounds: Number of rounds.
-        files: Number of different images.
+        files: Number of distinct images.
         size: Rows and columns of the model's images.
         batch: Examples per batch.
         workers: Workers of an image pipeline.

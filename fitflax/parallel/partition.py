@@ -160,7 +160,7 @@ class Partition:
         return dataclasses.replace(state, step=step, params=params, model_state=model_state, opt_state=opt_state, key=key, ema_params=averages)
 
     def idle_axes(self, state: TrainState, batch_axes: Sequence[str]) -> list[str]:
-        """Returns the mesh axes over which neither batches nor any array of a state is split, so that devices along them repeat the same work."""
+        """Returns the mesh axes over which neither batches nor any array of a state is split, so that devices along them do the same work."""
         specs = jax.tree.leaves(self.specs(state), is_leaf=lambda node: isinstance(node, PartitionSpec))
         used = {*batch_axes, *(axis for spec in specs for axes in spec for axis in _as_tuple(axes))}
         return [axis for axis, size in self.sizes.items() if size > 1 and axis not in used]

@@ -1,7 +1,7 @@
 """Rows of examples for metrics with `collect`, which steps return and the host concatenates.
 
 Rows stay on the device for a few more steps, so that nothing waits for the newest step. They are only appended, so the number of parts defines the
-values at a point in time.
+values at one moment.
 """
 
 import collections

@@ -1,13 +1,21 @@
-"""The words of documentation and code: one term for each concept, in plain American English. CONTRIBUTING.md has the glossary."""
+"""Checks the prose of the project: `python -m tests.prose_lint`, as a part of `make lint`.
+
+Pages, comments, docstrings and messages must contain no phrase of `PHRASES`, which has one term for each concept. CONTRIBUTING.md has the
+glossary. Pages and docstrings must also pass proselint.
+"""
 
 import ast
 import io
 import pathlib
 import re
+import sys
 import tokenize
 from collections.abc import Iterator
 
-import pytest
+from proselint.checks import __register__
+from proselint.config import DEFAULT, Config
+from proselint.registry import CheckRegistry
+from proselint.tools import LintFile
 
 from tests.test_docs import FENCE, ROOT, relative
 
@@ -64,22 +72,24 @@ PHRASES = {
     r"(?:as|where) it (?:lies|stands)": "in place",
     r"from which alone": "from only these",
 }
+# Checks of proselint. Its typography is for printed text, such as curly quotes and accents on "resume".
+CHECKS = {**DEFAULT["checks"], "typography": False}
 PATTERNS = [(re.compile(r"(?<![\w-])(?:" + phrase.replace(" ", r"\s+") + r")(?![\w-])", re.IGNORECASE), better) for phrase, better in PHRASES.items()]
 
 
 def blanked(text: str) -> str:
-    """Returns spaces where there was text, so that lines keep their numbers."""
-    return re.sub(r"[^\n]", " ", text)
+    """Returns dots where there was text, so that lines keep their numbers."""
+    return re.sub(r"\S", "·", text)
 
 
-def prose(text: str) -> str:
-    """Returns a page without inline code, targets of links, and blocks that show output."""
+def prose(text: str, *, keeps_code: bool = True) -> str:
+    """Returns a page without inline code, targets of links, and blocks that show output; unless `keeps_code`, without any blocks."""
     lines, fence, is_output = [], "", False
     for line in text.splitlines():
         match = FENCE.match(line)
         if fence:
             closes = match is not None and match["fence"].startswith(fence) and not match["language"]
-            lines.append(blanked(line) if is_output or closes else line)
+            lines.append(blanked(line) if is_output or closes or not keeps_code else line)
             fence = "" if closes else fence
         elif match is not None:
             fence, is_output = match["fence"], match["language"] in OUTPUT
@@ -128,43 +138,55 @@ def names_and_comments(source: str) -> str:
     return "\n".join(lines)
 
 
-def faults(text: str) -> Iterator[tuple[int, str, str]]:
-    """Yields the line of each listed phrase, the phrase, and what to write instead."""
+def docstrings(source: str) -> str:
+    """Returns the docstrings of a module without inline code and examples, on their lines."""
+    lines = [""] * (len(source.splitlines()) + 1)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) and (docstring := ast.get_docstring(node, clean=False)):
+            text = re.sub(r"^ *>>> .*(?:\n.*\S.*)*", lambda example: blanked(example[0]), docstring, flags=re.MULTILINE)
+            text = re.sub(r"`[^`]+`", lambda code: blanked(code[0]), text)
+            for number, line in enumerate(text.splitlines(), node.body[0].lineno - 1):
+                lines[number] += f" {line}"
+    return "\n".join(lines)
+
+
+def listed_phrases(text: str) -> Iterator[tuple[int, str]]:
+    """Yields the line of each phrase of `PHRASES`, and a message."""
     for pattern, better in PATTERNS:
         for match in pattern.finditer(text):
-            yield text.count("\n", 0, match.start()) + 1, " ".join(match[0].split()), better
+            yield text.count("\n", 0, match.start()) + 1, f"{' '.join(match[0].split())!r}; write: {better}"
 
 
-def listed(path: pathlib.Path, text: str) -> list[str]:
-    return [f"{relative(path)}:{line}: {phrase!r}; write: {better}" for line, phrase, better in sorted(faults(text))]
+def proselint_results(text: str) -> Iterator[tuple[int, str]]:
+    """Yields the line of each result of proselint, and its message."""
+    if not CheckRegistry().checks:
+        CheckRegistry().register_many(__register__)
+    text = re.sub(r"^[· ]*$|\d", "·", text, flags=re.MULTILINE)  # Otherwise equal numbers, and a heading before the same word, are repetitions.
+    for result in LintFile("text", text).lint(Config(max_errors=1000, checks=CHECKS)) if text.strip() else []:
+        yield result.pos[0], f"{result.check_result.check_path}: {result.check_result.message}"
 
 
-@pytest.mark.parametrize("path", PAGES, ids=relative)
-def test_pages_contain_no_listed_phrase(path: pathlib.Path):
-    text = path.read_text(encoding="utf-8")
-    found = listed(path, prose(without_glossary(text) if path.name == "CONTRIBUTING.md" else text))
-    assert not found, "\n".join(found)
+def faults() -> Iterator[str]:
+    """Yields what is wrong in the pages and the code of the project."""
+
+    def located(path: pathlib.Path, found: Iterator[tuple[int, str]]) -> Iterator[str]:
+        return (f"{relative(path)}:{line}: {message}" for line, message in sorted(found))
+
+    for path in PAGES:
+        text = path.read_text(encoding="utf-8")
+        text = without_glossary(text) if path.name == "CONTRIBUTING.md" else text
+        yield from located(path, listed_phrases(prose(text)))
+        yield from located(path, proselint_results(prose(text, keeps_code=False)))
+    for path in CODE:
+        for module in [path] if path.is_file() else sorted(path.rglob("*.py")):
+            source = module.read_text(encoding="utf-8")
+            yield from located(module, listed_phrases(texts(source)))
+            yield from located(module, proselint_results(docstrings(source)))
+    for module in sorted((ROOT / "tests").rglob("*.py")):
+        yield from located(module, listed_phrases(names_and_comments(module.read_text(encoding="utf-8"))))
 
 
-@pytest.mark.parametrize("path", CODE, ids=relative)
-def test_code_contains_no_listed_phrase(path: pathlib.Path):
-    modules = [path] if path.is_file() else sorted(path.rglob("*.py"))
-    found = [fault for module in modules for fault in listed(module, texts(module.read_text(encoding="utf-8")))]
-    assert not found, "\n".join(found)
-
-
-def test_tests_contain_no_listed_phrase():
-    modules = sorted((ROOT / "tests").rglob("*.py"))
-    found = [fault for module in modules for fault in listed(module, names_and_comments(module.read_text(encoding="utf-8")))]
-    assert not found, "\n".join(found)
-
-
-def test_phrases_are_found_across_lines_and_outside_code_and_output():
-    page = "A loss of\nyour own.\n`by hand`\n[x](by hand)\n```\nby hand\n```\n```python\n# by hand\n```\nof your own-ness, to blame-x\n"
-    assert list(faults(prose(page))) == [(1, "of your own", "custom"), (9, "by hand", "hand-written, or: yourself")]
-    assert [line for line, *_ in faults(texts('"""A loss\nof one\'s own."""\nx = f"{1} by hand", "anew"  # Anew.\n'))] == [2, 3, 3]
-
-
-def test_the_glossary_may_contain_listed_phrases():
-    page = "## Words\n\nGo on.\n\n| run | by hand |\n\n## Style\n\nby hand\n"
-    assert sorted(line for line, *_ in faults(without_glossary("\n" + page))) == [4, 10]
+if __name__ == "__main__":
+    messages = list(faults())
+    print("\n".join(messages), file=sys.stderr)
+    sys.exit(bool(messages))
