@@ -1,5 +1,6 @@
 """`JSONLogger`: writes the logs of each epoch to a file of JSON lines."""
 
+import io
 import json
 import math
 import os
@@ -83,17 +84,20 @@ class JSONLogger(EpochFile):
             raise self._cannot_read(error) from error
         except UnicodeDecodeError as error:
             raise self._invalid_file("it is not a text file") from error
-        lines = text.splitlines(keepends=True)
-        for number, line in enumerate(lines, start=1):
+        lines = []
+        for number, line in enumerate(io.StringIO(text), start=1):
+            if not line.strip():
+                continue
             try:
                 row = json.loads(line)
             except ValueError as error:
-                if number == len(lines) and not line.endswith("\n"):
-                    return lines[:-1]
+                if not line.endswith("\n"):
+                    return lines  # Only the last line can be incomplete.
                 raise self._invalid_file(f"its line {number} is not JSON") from error
             if not isinstance(row, dict) or EPOCH not in row:
                 raise self._invalid_file(f"its line {number} has no {EPOCH!r}")
-        return [line if line.endswith("\n") else f"{line}\n" for line in lines]
+            lines.append(line if line.endswith("\n") else f"{line}\n")
+        return lines
 
     def _invalid_file(self, fault: str) -> CallbackError:
         return CallbackError(f"JSONLogger cannot continue the file {self.path}: {fault}. Move the file, or pass another path.")

@@ -78,6 +78,14 @@ def test_an_incomplete_last_line_is_dropped(tmp_path):
     assert [row["epoch"] for row in rows_of(path)] == [0, 0]
 
 
+def test_blank_lines_are_ignored_and_only_a_newline_ends_a_line(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text('\n{"epoch": 0, "note": "a\u2028b\x85c"}\n\n  \n{"epoch": 1}')
+    run(path, append=True)
+    rows = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+    assert [row["epoch"] for row in rows] == [0, 1, 0] and rows[0]["note"] == "a\u2028b\x85c"
+
+
 @pytest.mark.parametrize(
     ("text", "append", "fault"),
     [
