@@ -32,7 +32,7 @@ LAYERS = (
     {"checkpoints"},
     {"callbacks"},
     {"loops"},
-    {"diagnostics", "exporting", "integrations"},
+    {"diagnostics", "exporting"},
     {"trainer"},
     {"integrations"},
     {"commands"},

@@ -1,6 +1,6 @@
 """Hand-written training scripts in plain JAX and Optax, one per task, as written by someone without a trainer.
 
-They do not use fitflax. With `Shared`, they take the same random keys and orders as fitflax, which documents them (docs/design.md, "Random keys and orders"),
+They do not use fitflax. With `Shared`, they take the same random keys and orders as fitflax, which documents them (docs/numbers.md, "Random keys"),
 so results can be compared number by number. With `Own`, they draw random numbers as scripts usually do.
 """
 
