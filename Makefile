@@ -26,7 +26,7 @@ help:
 	@echo 'make demo      train a small network on handwritten digits'
 	@echo 'make venv      create $(VENV)'
 	@echo 'make peers     install PyTorch, TensorFlow, Grain and others into $(VENV), for the tests that need them'
-	@echo 'make clean     remove environments, caches and runs of the demo'
+	@echo 'make clean     remove environments, caches, builds, the site, and runs/'
 
 venv: $(VENV)/.installed
 

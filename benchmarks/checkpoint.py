@@ -1,12 +1,12 @@
 """Compares a save with a raw write of the same bytes, a restore with a raw read, and both with flax and Orbax.
 
-Each round runs base, fitflax, control, control, fitflax, base. The peers follow. All write, and read, the same float32 arrays:
+Each round runs base, fitflax, control, control, fitflax, base. The peers follow. All of them write and read the same float32 arrays:
 
 * save: the base writes the arrays' bytes to a file and calls fsync. fitflax writes a whole checkpoint: structure, checksums, metadata, and fsync of all files.
 * restore: the base reads the bytes into fresh memory and computes their zlib.crc32. fitflax verifies everything and puts the arrays into their tree.
 * snapshot: the base copies every array. fitflax makes the copy that an asynchronous save writes during training, and waits for it.
 
-The control is a second base: its ratio shows how much this machine varies around 1. Files are read from the page cache by all, because they were just written.
+The control is a second base: its ratio shows how much this machine varies around 1. All files are read from the page cache, because they were just written.
 Old files are deleted before the clock starts. Memory is always fresh (glibc is told not to keep freed memory), as in a process that resumes.
 
 With `--pause`, it measures training during asynchronous saves instead; see `pause.py`.
@@ -174,7 +174,7 @@ def measure(contenders: dict[str, Contender], rounds: int, directory: pathlib.Pa
         contender()  # Imports modules, starts threads and fills caches.
     core = ["base", "fitflax", "control"]
     seconds: dict[str, list[float]] = {who: [] for who in contenders}
-    # Runs forth and back, so that a machine that slows down affects all equally. The peers leave memory in another state, so they run last.
+    # Alternates the order, so that a machine that slows down affects all equally. The peers leave memory in another state, so they run last.
     for who in [*core, *reversed(core)] * rounds + [name for name in contenders if name not in core] * rounds:
         if directory is not None:
             clear(directory / who)
@@ -195,7 +195,7 @@ def status() -> dict[str, int]:
 
 
 def print_peak(who: str, megabytes: float, arrays: int, directory: pathlib.Path) -> None:
-    """Prints by how many MB a save raises the high-water mark of this process above its memory before the save."""
+    """Prints how many MB the high-water mark of this process rises above its memory before a save."""
     tree = jax.block_until_ready(make_tree(megabytes, arrays))
     (directory / "small").mkdir()
     savers(make_tree(0.1, 2), directory / "small")[who]()

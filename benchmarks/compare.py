@@ -1,7 +1,7 @@
-"""Computes ratios from times, and verdicts from ratios. Nothing is run here.
+"""Computes ratios from times, and verdicts from ratios. It runs nothing.
 
-The times of a peer in a round are those of four stretches: base, peer, peer, base. Its ratio is the sum of its two times over the sum of the base's two, so a
-machine that slows down affects both equally. Two peers are compared by their ratios to the base in the same round.
+The times of a peer in a round are those of four stretches (timed calls): base, peer, peer, base. Its ratio is the sum of its two times over the sum of the
+base's two, so a machine that slows down affects both equally. Two peers are compared by their ratios to the base in the same round.
 """
 
 import statistics
@@ -22,7 +22,7 @@ TOLERANCE = 1e-5
 # A GPU multiplies float32 with a mantissa of ten bits (TF32), and another program may add in another order. Training then amplifies rounding errors.
 GPU_TOLERANCE = 5e-3
 ROUGH_TOLERANCE = 0.2
-ACCURACY_TOLERANCE = 2e-3  # An example whose two best classes are nearly equal may get either one.
+ACCURACY_TOLERANCE = 2e-3  # An example whose two best classes have nearly equal logits may be assigned either one.
 
 
 class Spread(NamedTuple):
@@ -38,7 +38,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 class Claim(NamedTuple):
-    """A limit and the measured value. If the control of the same run is larger than the limit, it replaces it, except in claims of being faster."""
+    """A limit and the measured value. If the control of the same run is larger than the limit, it replaces the limit, except in claims of being faster."""
 
     what: str
     limit: float

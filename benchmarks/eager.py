@@ -1,7 +1,7 @@
 """Compares a `fit` step without jit with a hand-written step without jit: `python -m benchmarks.eager`.
 
-Both run inside `jax.disable_jit()`, in turns, on the same batches. A step ends when its loss is available. The first round, which compiles every operation, is
-excluded.
+Both run alternately inside `jax.disable_jit()`, on the same batches. A step ends when its loss is available. The first round, which compiles every operation,
+is excluded.
 """
 
 import argparse

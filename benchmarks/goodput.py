@@ -1,7 +1,8 @@
-"""Computes goodput, the fraction of a job's time in useful steps: by a formula, by a simulation, and in a real run that is killed repeatedly.
+"""Computes goodput, the fraction of a job's time that is spent in useful steps: with a formula, with a simulation, and in a real run that is killed repeatedly.
 
-`python -m benchmarks.goodput` prints goodput for 8 to 4,096 devices, as docs/scaling.md explains, and checks the formula with the simulation. With `--real`, it starts a run, kills it at
-random times, and starts it again until it is done. The simulation uses the measured durations of this run, and its result is compared with the real one.
+`python -m benchmarks.goodput` prints goodput for 8 to 4,096 devices, as docs/scaling.md explains, and compares the formula with the simulation. With `--real`,
+it starts a run, kills it at random times, and starts it again until it is done. The simulation then uses the measured durations of this run, and its result is
+compared with the real one.
 """
 
 import argparse
@@ -44,7 +45,7 @@ def goodput(job: Job, interval: float) -> float:
     """Returns the fraction of time in steps that need not be repeated, if failures are random (a Poisson process) and the job is long.
 
     `interval * exp(-(write + restart) / failures) / (failures * (exp((interval + pause) / failures) - 1))`: Daly, "A higher order estimate of the optimum
-    checkpoint interval for restart dumps", 2006, equation 20, for checkpoints that are usable only when they are written.
+    checkpoint interval for restart dumps", 2006, equation 20, for checkpoints that are usable only after they are completely written.
 
     Args:
         job: The job.
@@ -70,7 +71,7 @@ def best_interval(job: Job) -> float:
 
 
 def simulate(job: Job, interval: float, work: float, draws: random.Random) -> float:
-    """Returns the seconds that a job with `work` seconds of steps takes, with random failures, also during restarts."""
+    """Returns the seconds that a job with `work` seconds of steps takes, with random failures, including failures during restarts."""
     now, saved = 0.0, 0.0
     fails = draws.expovariate(1 / job.failures)
     while True:

@@ -12,10 +12,10 @@ cache.
 
 Each pipeline runs in a separate process. A round is pipeline, step, hand, fit, fit, hand, step, pipeline, with the same number of batches each time: the
 pipeline alone; the jitted step alone, on batches in memory; that step in a hand-written loop over the pipeline; and `fit` over the pipeline. The clock starts
-after eight batches, when all workers run, and stops when the last step is computed. The step of `light` takes less time than a batch, that of `heavy` takes
-more, and `even` is in between.
+after eight batches, when all workers run, and stops when the last step is computed. The step of `light` takes less time than loading a batch, that
+of `heavy` takes more, and that of `even` is in between.
 
-Waiting is the time in which the training thread asks the pipeline for a batch. For `fit`, it is what the progress bar calls "waiting for data".
+Waiting is the time that the training thread spends requesting batches from the pipeline. For `fit`, the progress bar calls it "waiting for data".
 
 A resume is timed from the position of a checkpoint in the middle of a pass until the first batch is available, including the start of workers. The table also
 shows the first batch of a new pass. The batches after a resume are compared with those of the uninterrupted run.
@@ -52,7 +52,7 @@ from fitflax.parallel import DataParallel
 
 RESULTS = pathlib.Path(__file__).resolve().parent / "RESULTS-input.md"
 PIPELINES = (*PACKAGES, "tokens")
-# The models, and the number of steps in a stretch after those in which workers start.
+# The models, and the number of steps in a stretch, not counting the steps in which workers start.
 WARM = 8
 STEPS = {"light": 40, "even": 24, "heavy": 20}
 MODELS = tuple(STEPS)
@@ -335,7 +335,7 @@ def _share(found: dict[str, Any], who: str) -> float:
 
 
 def verdict(over_hand: float, over_least: float) -> str:
-    """Returns whether a target was met, and which one. The rates of the pipeline and the step assume that each has its own cores."""
+    """Returns whether a target was met, and which one. The rate of the pipeline and that of the step assume that each has separate cores."""
     return "ok" if over_least >= LIMIT else "ok, hand-written" if over_hand >= LIMIT else "under"
 
 

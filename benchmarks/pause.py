@@ -167,7 +167,7 @@ def fit(size: Size, rounds: int, directory: pathlib.Path) -> dict[str, Any]:
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, float]:
-    """Returns the seconds of a call, and those in which its thread had a core. The difference is waiting, or other load on the machine."""
+    """Returns the seconds of a call, and the CPU seconds of its thread. The difference is waiting, or other load on the machine."""
     begin, cpu = time.perf_counter(), time.thread_time()
     call()
     return time.perf_counter() - begin, time.thread_time() - cpu

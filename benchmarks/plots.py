@@ -1,4 +1,4 @@
-"""Draws the tables of RESULTS*.md when the documentation site is built: SVG in the colors of its page."""
+"""Draws the tables of RESULTS*.md as SVG in the colors of the page, when the documentation site is built."""
 
 import html
 import io

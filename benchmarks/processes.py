@@ -5,8 +5,8 @@
     python -m benchmarks.processes --write        # also writes to benchmarks/RESULTS-processes.md
 
 Each process has one CPU device, and all train on the same global batch. The pairs and rounds are those of `benchmarks.scaling`: `mesh` is a jitted loop over a
-mesh of all processes' devices, against `Sharded({"data": -1})`. `fsdp` is the same with sharded parameters. `pmap` is the first hand-written loop again,
-against `DataParallel`, which `jit(shard_map)` compiles between processes. Processes share two cores here, so what grows with their number is cost, not speed.
+mesh of all processes' devices, against `Sharded({"data": -1})`. `fsdp` is the same with sharded parameters. `pmap` is the hand-written loop of `mesh` again,
+against `DataParallel`, which uses `jit(shard_map)` between processes. Processes share two cores here, so more of them add cost, not speed.
 
 Costs are the median microseconds of a sum of an array over the processes' devices, with the result in each process (all-reduce), and of an agreement outside
 the devices, in which every process learns a value from each of the others (`parallel.processes.exchange`).
@@ -67,7 +67,7 @@ def work(options: argparse.Namespace) -> None:
     jax.config.update("jax_num_cpu_devices", 1)
     if options.count > 1:
         parallel.initialize(f"127.0.0.1:{options.port}", options.count, options.index)
-    kinds = {"pmap": "pmap" if options.count == 1 else "mesh"}  # The hand-written loop is jitted, whatever fitflax does.
+    kinds = {"pmap": "pmap" if options.count == 1 else "mesh"}  # Between processes, the hand-written loop of `pmap` is that of `mesh`.
     rows = []
     for kind in options.pairs:
         hand_written = scaling.hand_written

@@ -6,7 +6,7 @@
     python -m benchmarks.run --write                            # also writes to benchmarks/RESULTS.md
     python -m benchmarks.run --write benchmarks/RESULTS-gpu.md  # or to another file
 
-All processes of a workload live at the same time, and all but one sleep. Each compiles and warms up, and the losses are compared: peers that take the same
+All processes of a workload exist at the same time, and all except one sleep. Each compiles and warms up, and the losses are compared: peers that take the same
 batches must agree to 1e-5, on a GPU to 5e-3. Then the rounds begin. In a round, each peer in turn runs base, peer, peer, base, with the same number of steps
 each time.
 """
@@ -120,7 +120,7 @@ class Worker:
         return self.read(seconds)
 
     def get_ready(self) -> None:
-        """Waits until the peer accepts commands and records its `device`, or until it reports why it cannot run, which `missing` then says."""
+        """Waits until the peer accepts commands, and records its `device`; if the peer reports that it cannot run, `missing` is the reason."""
         answer = self.read(START_SECONDS)
         self.missing, self.device = answer.get("unavailable"), answer.get("device", "cpu")
 
@@ -220,8 +220,8 @@ class Field:
     def _warm_up(self, peer: str, worker: Worker) -> dict[str, dict[str, float]]:
         """Returns the values of the first stretch by operation. Everything runs twice, because a second run may take another path through the caches.
 
-        It returns the first values, and evaluates and predicts before it trains, because training amplifies rounding errors: convolutions in a `scan` take
-        another kernel, and differ by 1e-4 after 64 steps of Adam. On a GPU, two processes of the same program may take different kernels.
+        The values are those of the first run. Evaluation and prediction come before training, because training amplifies rounding errors: convolutions in a
+        `scan` use another kernel, and differ by 1e-4 after 64 steps of Adam. On a GPU, two processes of the same program may use different kernels.
         """
         found: dict[str, dict[str, float]] = {}
         for do in reversed(self.operations(peer)):

@@ -1,12 +1,12 @@
-"""Measures what a tracker costs: `fit` with W&B (offline) and with MLflow (a local server), in turns with `fit` without a tracker.
+"""Measures what a tracker costs: compares `fit` with W&B (offline) or MLflow (a local server) with `fit` without a tracker, in alternation.
 
     python -m benchmarks.trackers                    # mlp and digits; needs mlflow, wandb and scikit-learn
     python -m benchmarks.trackers --workload mlp --rounds 5 --seconds 2
     python -m benchmarks.trackers --quick            # only to check that it runs
 
 `alone` is a tracker that does nothing, so it shows the cost of fitflax itself. The clock runs from the beginning of the first epoch to the end of the last.
-`end ms` is what the tracker takes after that, to receive the rest and end its run. MLflow's server runs on the same cores with the lowest priority; a server on
-another machine would not use these cores.
+`end ms` is the time after that, in which the tracker receives the rest and ends its run. MLflow's server runs on the same cores with the lowest priority; a
+server on another machine would not use these cores.
 """
 
 import argparse

@@ -80,7 +80,7 @@ class Workload:
         return found
 
     def ensemble(self, members: int) -> dict[str, float]:
-        """Returns the seconds of an epoch of all members together, and of single runs one after another, which are compiled before."""
+        """Returns the seconds of an epoch of all members together, and of single runs one after another; all are compiled before."""
         whole, single = make(self.width, 1e-3, ensemble=members), make(self.width, 1e-3)
         self.seconds(whole), self.seconds(single)
         return {"ensemble": self.seconds(whole), "single runs": sum(self.seconds(single) for _ in range(members))}

@@ -3,7 +3,7 @@
 Each round runs base, fitflax, control, control, fitflax, base. The peer follows after all rounds. All read the same file, from the page cache:
 
 * base: reads the file into fresh memory.
-* fitflax: `load_weights` of a trainer without weights, with every check of the file, until the arrays are on the device.
+* fitflax: calls `load_weights` on a trainer without weights, with every check of the file, until the arrays are on the device.
 * peer: `safetensors.flax.load_file`, which creates JAX arrays without a model.
 
 The control is the base again. Speed is the base's time divided by the contender's: 1 is the speed of reading. With `--mapping`, every kernel is transposed.

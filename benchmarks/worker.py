@@ -1,4 +1,4 @@
-"""The process of one peer: `python -m benchmarks.worker PEER WORKLOAD`. It reads commands from standard input, and sleeps while others work.
+"""The process of one peer: `python -m benchmarks.worker PEER WORKLOAD`. It reads commands from standard input, and sleeps while other processes work.
 
 A command is `{"do": "train" | "evaluate" | "predict", "passes": n}`, and an answer is one line of JSON on the original standard output. The peer's own output
 goes to a file that claims to be a terminal. The first answer says that the peer is ready, or why it cannot run. The process ends at the end of its input, and
@@ -34,7 +34,7 @@ def open_screen(path: pathlib.Path) -> Screen:
 
 
 def together(stretches: list[Stretch]) -> Stretch:
-    """Returns several calls as one, with the values of the last call."""
+    """Combines several calls into one, with the values of the last call."""
     return Stretch(sum(each.seconds for each in stretches), max(each.start_seconds for each in stretches), stretches[-1].values)
 
 

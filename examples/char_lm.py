@@ -55,7 +55,7 @@ def sample(trainer: fitflax.Trainer, length: int, prompt: str = "    def ", limi
     """Returns a line that begins with `prompt` and continues with sampled characters."""
     rng, line = np.random.default_rng(seed), prompt
     while len(line) < limit:
-        # Logits do not depend on later characters, so padding on the right is harmless: one shape, and one compiled program, works for all lengths.
+        # Logits do not depend on later characters, so padding on the right is harmless, and all lengths use one shape and one compiled program.
         codes = np.frombuffer(f"\n{line}".encode(), np.uint8)[-length:]
         logits = trainer.predict_on_batch(np.pad(codes, (0, length - len(codes))).astype(np.int32)[None])[0, len(codes) - 1]
         # The argmax of logits plus Gumbel noise is a sample from their softmax.
@@ -79,7 +79,7 @@ def main(
     """Trains, and returns perplexities on held-out text, the validation history, and a sampled line.
 
     Args:
-        directory: Where checkpoints are saved; a run in it is resumed.
+        directory: Where checkpoints are saved; a run in this directory is resumed.
         steps: Total steps of the run, including those before a resume.
         features: Size of the recurrent state.
         length: Characters per window.

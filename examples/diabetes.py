@@ -30,13 +30,13 @@ class MLP(nn.Module):
 
 
 def nats(outputs, targets):
-    """Returns the negative log density of each target, `[batch]`. It penalizes wrong means, and scales that are too small or too large."""
+    """Returns the negative log density of each target, `[batch]`. It penalizes wrong means, and scales that are too small or too large for the errors."""
     mean, log_scale = outputs[:, 0], outputs[:, 1]
     return 0.5 * ((targets - mean) / jnp.exp(log_scale)) ** 2 + log_scale + 0.5 * np.log(2 * np.pi)
 
 
 def covered(outputs, targets):
-    """Returns whether each target is in the interval that should contain 90 % of them, `[batch]`."""
+    """Returns whether each target is in the predicted interval that should contain 90% of all targets, `[batch]`."""
     return abs(targets - outputs[:, 0]) < 1.645 * jnp.exp(outputs[:, 1])
 
 
@@ -61,7 +61,7 @@ def load(seed: int = 0):
 
 
 def mixture(outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the mean and scale, `[batch]` each, of a mixture of networks, `[networks, batch, 2]`. Where they disagree, its scale is larger than theirs."""
+    """Returns the mean and scale, `[batch]` each, of a mixture of networks, `[networks, batch, 2]`. The scale is larger where the networks disagree."""
     means, scales = outputs[..., 0], np.exp(outputs[..., 1])
     return means.mean(axis=0), np.sqrt((scales**2).mean(axis=0) + means.var(axis=0))
 
@@ -96,7 +96,7 @@ def main(directory: str | pathlib.Path = "runs/diabetes", epochs: int = 200, net
 
     on_valid, on_test = (mixture(np.stack(each)) for each in zip(*outputs, strict=True))
     mean, scale = scale_y.back(on_test[0]), scale_y.deviation * on_test[1]
-    # The networks with one scale, and the linear regression, use the scale of their errors on the validation set.
+    # "networks, one scale" and the linear regression use the standard deviation of their errors on the validation set as the scale.
     errors = scale_y.back(on_valid[0]) - valid[1]
     linear = LinearRegression().fit(*train)
     is_confident = scale < np.median(scale)

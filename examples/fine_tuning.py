@@ -1,4 +1,4 @@
-"""Fine-tunes a pretrained network: it learns the digits 0 to 6, and then 7, 8 and 9 from one example each.
+"""Fine-tunes a pretrained network: it learns the digits 0 to 6, and then 7, 8 and 9 from one example of each.
 
 python examples/fine_tuning.py [--directory runs/fine_tuning] [--epochs 10]
 """

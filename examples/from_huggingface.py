@@ -53,7 +53,7 @@ def windows(model: pathlib.Path, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def difference(directory: pathlib.Path, trainer: fitflax.Trainer, tokens: np.ndarray) -> float:
-    """Returns the largest difference between the logits of a trainer and those of transformers with the model of a directory."""
+    """Returns the largest difference between the logits of a trainer and those of transformers with the model in a directory."""
     import torch
     import transformers
 
@@ -72,7 +72,7 @@ def main(
     length: int = 64,
     verbose: int | str = "auto",
 ) -> dict[str, float]:
-    """Fine-tunes a model; returns the loss before and after, and the differences from transformers for the model that was read and for the one written."""
+    """Fine-tunes a model; returns the loss before and after, and the differences from transformers for the loaded model and for the saved one."""
     directory = pathlib.Path(directory)
     source = make_model(directory / "base") if model is None else pathlib.Path(model)
     config = json.loads((source / "config.json").read_text())

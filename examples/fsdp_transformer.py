@@ -28,7 +28,7 @@ CHARACTERS = 128
 # layer when they are used: FSDP. Wide axes are sharded over "model": tensor parallelism. The rows of the embedding table are sharded over both.
 RULES = [("batch", "data"), ("embed", "data"), ("mlp", "model"), ("heads", "model"), ("vocab", "model"), ("codes", ("data", "model"))]
 RULES += [("length", None), ("kv", None)]
-STREAM = ("batch", "length", None)  # The layout between blocks: sharded like the batch. Features are not sharded, although the "embed" axis of parameters is.
+STREAM = ("batch", "length", None)  # The layout between blocks: sharded like the batch. Features are not sharded here, only in parameters ("embed").
 
 
 def named(*axes: str):
@@ -97,8 +97,8 @@ def main(
     """Trains, and returns the loss and accuracy on held-out windows.
 
     Args:
-        directory: Where checkpoints are saved; a run in it is resumed, whatever mesh it was on.
-        model: The number of devices that wide axes are sharded over. The other mesh axis splits the batch, and the other axis of the parameters.
+        directory: Where checkpoints are saved; a run in this directory is resumed, even if it used another mesh.
+        model: The number of devices that wide axes are sharded over. The other mesh axis splits the batch, and the remaining axes of parameters.
         steps: Total steps of the run, including those before a resume.
         features: Width of the network.
         length: Characters per window.

@@ -46,7 +46,7 @@ class GAN(nn.Module):
 
 
 class GANTrainer(fitflax.Trainer):
-    """Trains the discriminator to tell real images from drawn ones, and the generator to draw images that the discriminator takes for real."""
+    """Trains the discriminator to tell real images from drawn ones, and the generator to draw images that the discriminator considers real."""
 
     def train_step(self, state, batch):
         labels, images, mask = batch.x, batch.y, batch.mask
@@ -76,7 +76,7 @@ class GANTrainer(fitflax.Trainer):
 
         by_discriminator, values = jax.grad(discriminator_loss, has_aux=True)(state.params)
         by_generator, more_values = jax.grad(generator_loss, has_aux=True)(state.params)
-        # Each network follows only its own loss.
+        # Each network gets the gradient of its own loss only.
         grads = {"generator": by_generator["generator"], "discriminator": by_discriminator["discriminator"]}
         state = state.apply_gradient(self.sum_replicas(grads), self.optimizer)
         # Each log is a sum and a weight, so that an epoch's logs are means over its examples.

@@ -2,7 +2,7 @@
 
 python examples/graphs.py [--directory runs/graphs] [--epochs 20]
 
-Molecules are batched up to a budget of atoms and bonds, and padded to it. All batches have the same shapes, so the step is compiled once.
+Each batch has a budget of atoms and bonds, and is padded to it. All batches have the same shapes, so the step is compiled once.
 """
 
 import argparse
@@ -18,13 +18,13 @@ from flax import linen as nn
 import fitflax
 from fitflax.callbacks import BestCheckpoint, ModelCheckpoint
 
-ELEMENTS, KINDS = 4, 2  # Of atoms and of bonds.
+ELEMENTS, KINDS = 4, 2  # The numbers of elements of atoms, and of kinds of bonds.
 PROPERTIES = ("has a ring", "has a double bond at a 0", "has more 1 than 2")
 BUDGET = {"n_node": 256, "n_edge": 640, "n_graph": 33}  # The size of a batch, including padding.
 
 
 def molecule(rng: np.random.Generator) -> jraph.GraphsTuple:
-    """Returns a chain of atoms with branches, sometimes with a ring. Its globals are its properties; one in five is unknown."""
+    """Returns a chain of atoms with branches, sometimes with a ring. The graph's globals are the molecule's properties; one in five is unknown (NaN)."""
     atoms = int(rng.integers(4, 12))
     bonds = [(child, int(rng.integers(max(0, child - 3), child))) for child in range(1, atoms)]
     if rng.random() < 0.5:
@@ -100,7 +100,7 @@ def right(outputs, properties):
 
 
 def main(directory: str | pathlib.Path = "runs/graphs", epochs: int = 20, molecules: int = 2000, features: int = 64, verbose: int | str = "auto") -> dict:
-    """Trains, and returns for each property the accuracy on held-out molecules, and that of always predicting the more frequent value."""
+    """Trains, and returns for each property the accuracy on held-out molecules, and the accuracy of always predicting the more frequent value."""
     directory = pathlib.Path(directory)
     rng = np.random.default_rng(0)
     train, valid, test = ([molecule(rng) for _ in range(count)] for count in (molecules, molecules // 5, molecules // 5))

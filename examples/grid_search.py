@@ -1,4 +1,4 @@
-"""Searches a linen module's hyperparameters with scikit-learn: scaling, `LinenClassifier` and `GridSearchCV`, and saves the search with pickle.
+"""Searches the hyperparameters of a linen module with scikit-learn's `GridSearchCV` over a scaler and `LinenClassifier`, and pickles the search.
 
 python examples/grid_search.py [--directory runs/grid_search] [--epochs 30]
 """
@@ -36,7 +36,7 @@ def main(directory: str | pathlib.Path = "runs/grid_search", epochs: int = 30, s
     x, y = load_digits(return_X_y=True)
     x_train, x_test, y_train, y_test = train_test_split(x, y, test_size=0.25, stratify=y, random_state=seed)
     classifier = LinenClassifier(MLP(classes=10), learning_rate=3e-3, epochs=epochs, early_stopping=True, random_state=seed)
-    # The module's fields are hyperparameters like any others.
+    # The search can vary the module's fields, like any other hyperparameters.
     grid = {"linenclassifier__module__features": [32, 128], "linenclassifier__module__dropout": [0.0, 0.3]}
     search = GridSearchCV(make_pipeline(StandardScaler(), classifier), grid, cv=3, verbose=verbose).fit(x_train, y_train)
     accuracy = search.score(x_test, y_test)

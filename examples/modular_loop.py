@@ -2,7 +2,7 @@
 
 python examples/modular_loop.py [--directory runs/modular_loop] [--steps 400]
 
-Each row of a batch continues the same row of the batch before it. So does the network's recurrent state, a collection that training changes.
+Each row of a batch continues the same row of the previous batch. The network's recurrent state, a collection that training changes, carries over, too.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def read() -> tuple[np.ndarray, np.ndarray]:
 
 
 def windows(text: np.ndarray, rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns windows of `text`, `[windows, length]`, and the character after each; each row of a batch of `rows` continues in the next batch."""
+    """Returns windows of `text`, `[windows, length]`, and the same windows one character later; each row of a batch of `rows` continues in the next batch."""
     steps = (len(text) - 1) // (rows * length)
     order = np.arange(rows * steps).reshape(rows, steps).T.ravel()
     return tuple(text[begin : begin + rows * steps * length].reshape(-1, length)[order] for begin in (0, 1))
@@ -74,7 +74,7 @@ def main(
     """Trains, and returns the last step and the lowest log-perplexity on the held-out text.
 
     Args:
-        directory: Where files are written; a run in it is resumed.
+        directory: Where files are written; a run in this directory is resumed.
         steps: Total steps of the run, including those before a resume.
         every: Steps between checkpoints; the first one is at step 1.
         features: Size of the recurrent state.

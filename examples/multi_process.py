@@ -1,4 +1,4 @@
-"""Trains on handwritten digits in several processes on one machine, as on several machines: one is killed, and all resume.
+"""Trains on handwritten digits in several processes on one machine, which works the same on several machines: one process is killed, and all resume.
 
 python examples/multi_process.py [--directory runs/multi_process] [--processes 2] [--epochs 12] [--no-kill]
 
@@ -34,7 +34,7 @@ class Network(nn.Module):
 
 def train(directory: pathlib.Path, port: int, processes: int, index: int, epochs: int, verbose: int) -> None:
     """Runs in each process: reads this process's shard of the digits, and trains together with the other processes."""
-    # By default, it takes half a minute until a lost process is noticed. On one machine, nothing can take that long.
+    # By default, a lost process is noticed only after half a minute. On one machine, a shorter time is enough.
     fitflax.parallel.initialize(f"127.0.0.1:{port}", processes, index, heartbeat_timeout_seconds=10)
     images, labels = load_digits(return_X_y=True)
     x_train, x_test, y_train, y_test = train_test_split(images.astype("float32") / 16, labels.astype("int32"), test_size=0.2, random_state=0)
@@ -51,7 +51,7 @@ def train(directory: pathlib.Path, port: int, processes: int, index: int, epochs
         resume="auto",
         verbose=verbose,
     )
-    accuracy = trainer.evaluate(Shard((x_test[own], y_test[own])), verbose=0)["accuracy"]  # Over all test images, in every process.
+    accuracy = trainer.evaluate(Shard((x_test[own], y_test[own])), verbose=0)["accuracy"]  # The accuracy on all test images, the same in every process.
     if index == 0:
         (directory / "result.json").write_text(json.dumps({"accuracy": accuracy}))
 

@@ -1,4 +1,4 @@
-"""A hand-written loop over `train_loop`: it evaluates and logs every 25 steps, and stops by a rule that no callback has.
+"""A custom loop over `train_loop`: it evaluates and logs every 25 steps, and stops by a rule that no built-in callback has.
 
 python examples/own_loop.py [--directory runs/own_loop] [--steps 2000]
 """
@@ -62,7 +62,7 @@ def main(directory: str | pathlib.Path = "runs/own_loop", steps: int = 2000, eve
         trainer.summary(train)
 
     loop = trainer.train_loop(*train, batch_size=32, steps=steps, every=fitflax.every(steps=every))
-    # Functions from checkpoint to checkpoint, called in order. All but the first can have their own `every`.
+    # Functions that take and return a checkpoint, called in order. All except the first can have a separate `every`.
     process = fitflax.serial(
         trainer.eval_loop(*valid, name="valid"),
         *([SummaryLogger()] if verbose else []),

@@ -56,7 +56,7 @@ class VAETrainer(fitflax.Trainer):
 class ActiveUnits(Callback):
     """Logs `active_units` after each epoch: the number of latent units whose mean has a variance above 0.01 over `images` (Burda et al., 2015).
 
-    The other units are noise to the decoder. Callbacks that see the logs later (CSVLogger, EarlyStopping, History, checkpoints) have this value, too.
+    For the decoder, the other units are noise. Callbacks that see the logs later (CSVLogger, EarlyStopping, History, checkpoints) have this value, too.
     """
 
     def __init__(self, images):
@@ -97,7 +97,7 @@ def main(directory: str | pathlib.Path = "runs/own_training", epochs: int = 60, 
     """Trains, and returns the test values, `active_units` of each epoch, their maximum, and four images sampled from the prior, `[4, 64]`."""
     directory = pathlib.Path(directory)
     train, valid, test = load()
-    # Evaluation samples latents, too: the loss at their mean would not be a bound.
+    # Evaluation samples latents, too, because the loss at their mean would not be a bound.
     trainer = VAETrainer(VAE(features=features), rngs={"init": ("latent",), "train": ("latent",), "eval": ("latent",)})
     trainer.compile(optax.adam(1e-2))
     active = ActiveUnits(valid)

@@ -40,7 +40,7 @@ def train(config: dict[str, Any]) -> None:
     trainer = fitflax.Trainer(nn.Sequential([nn.Dense(128), nn.relu, nn.Dense(10)]))
     trainer.compile(optax.adamw(config["learning_rate"]), loss="softmax_cross_entropy_with_integer_labels", metrics=["accuracy"])
     checkpoint = ModelCheckpoint(f"{config['storage']}/checkpoints", every=fitflax.every(epochs=2))
-    # A report takes one or two seconds, because Ray collects them about once a second.
+    # A report takes one or two seconds, because Ray collects reports about once a second.
     report = RayReport(every=fitflax.every(epochs=5), checkpoint=checkpoint)
     options = {"batch_size": 64, "epochs": config["epochs"], "validation_data": (x[:300], y[:300])}
     trainer.fit(x[300:], y[300:], callbacks=[checkpoint, report], resume="auto", verbose=0, **options)

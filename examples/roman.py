@@ -1,4 +1,4 @@
-"""Trains a sequence-to-sequence network to write numbers as Roman numerals; weights remove the padding from a custom loss and from accuracies.
+"""Trains a sequence-to-sequence network to write numbers as Roman numerals; sample weights exclude padding from a custom loss and the accuracy.
 
 python examples/roman.py [--directory runs/roman] [--epochs 40]
 """
@@ -21,7 +21,7 @@ LENGTH = 16  # Length of the longest numeral, MMMDCCCLXXXVIII, plus its end.
 
 
 class Writer(nn.Module):
-    """Reads digits `[batch, 4]`, and returns the logits of each letter, `[batch, LENGTH, letters]`, given the letters before it, `[batch, LENGTH]`."""
+    """Reads digits `[batch, 4]` and the letter before each position, `[batch, LENGTH]`; returns logits of the letters, `[batch, LENGTH, letters]`."""
 
     features: int = 128
 
@@ -44,7 +44,7 @@ def whole(logits, codes):
 
 
 def roman(number: int) -> str:
-    """Returns a number from 1 to 3999 as a Roman numeral. This is the rule to learn."""
+    """Returns a number from 1 to 3999 as a Roman numeral. The network learns this rule."""
     numeral = ""
     for value, letters in {1000: "M", 900: "CM", 500: "D", 400: "CD", 100: "C", 90: "XC", 50: "L", 40: "XL", 10: "X", 9: "IX", 5: "V", 4: "IV", 1: "I"}.items():
         numeral += letters * (number // value)
@@ -69,7 +69,7 @@ def write(trainer: fitflax.Trainer, digits: np.ndarray) -> list[str]:
     """Returns a numeral for each row of digits, decoded greedily: each letter is the most likely one after those already written."""
     codes = np.full((len(digits), LENGTH), END, np.int32)
     for place in range(LENGTH):
-        # Letters do not depend on later letters, so one shape, and one compiled program, works for all lengths.
+        # Letters do not depend on later letters, so all lengths use one shape and one compiled program.
         codes[:, place] = trainer.predict((digits, shifted(codes)))[:, place].argmax(axis=-1)
     return ["".join(LETTERS[code] for code in row).partition(LETTERS[END])[0] for row in codes]
 

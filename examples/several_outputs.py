@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 import fitflax
 from fitflax.callbacks import BestCheckpoint, ModelCheckpoint
 
-SIZE = 16  # Of the canvas, in pixels.
+SIZE = 16  # Rows and columns of the canvas.
 
 
 class CNN(nn.Module):

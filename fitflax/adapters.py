@@ -30,21 +30,21 @@ class _Settings(NamedTuple):
 
 
 def lora(module: nn.Module, paths: str | Sequence[str], *, rank: int = 8, alpha: float = 16.0) -> nn.Module:
-    """Returns a module that computes what `module` does, with LoRA adapters for some of its kernels.
+    """Returns a copy of `module` with LoRA adapters for some of its kernels.
 
-    The parameters of `module` keep their paths, so checkpoints and weights of one can be loaded into the other; the adapters are below `lora`. Nothing is
-    frozen: to train only the adapters, use `compile(optimizers.train_only(optimizer, "lora"))`. The returned module is an instance of a subclass of
-    `module`'s class, with the same fields and arguments. Only its `__call__` uses the adapted kernels; other methods do not.
+    The parameters of `module` keep their paths, so either module can load the checkpoints and weights of the other. The adapters are below `lora`. Nothing is
+    frozen: to train only the adapters, use `compile(optimizers.train_only(optimizer, "lora"))`. The returned module is an instance of a subclass of `module`'s
+    class, with the same fields and arguments. Only its `__call__` uses the adapted kernels; other methods do not.
 
-    A kernel with more than two axes is treated as a matrix, split where the sizes of the two sides are closest: `[width, heads, depth]` after the first
-    axis, `[heads, depth, width]` after the second, and a convolution kernel before its output features unless it has many more outputs than inputs.
+    A kernel with more than two axes is treated as a matrix. Its leading axes are the rows, such that the two sides are closest in size: one axis of
+    `[width, heads, depth]`, two of `[heads, depth, width]`, and all but the last axis of a convolution kernel, unless it has many more outputs than inputs.
 
     Args:
         module: A linen module.
         paths: One or more patterns of parameter paths, as in `optimizers.freeze`: `"**/attention/*/kernel"`, or `"encoder"` for everything below it. Matched
             arrays with fewer than two axes, such as biases, are not adapted.
         rank: The inner size of the adapters.
-        alpha: The scale of the adapters, divided by `rank`.
+        alpha: The numerator of the adapters' scale, `alpha / rank`.
 
     Raises:
         ConfigError: An argument is invalid. When the module is initialized: a pattern matches no parameter, or no array with at least two axes, or the

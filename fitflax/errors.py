@@ -132,7 +132,7 @@ class OptimizerError(FitflaxError, ValueError):
 
 
 class CallbackError(FitflaxError, ValueError):
-    """Callbacks cannot work, or cannot work together.
+    """A callback cannot work, or callbacks cannot be combined.
 
     >>> issubclass(CallbackError, ValueError)
     True
@@ -188,7 +188,7 @@ class RestoreError(CheckpointError, ValueError):
 
 
 class DirectoryInUseError(CheckpointError, FileExistsError):
-    """A directory has the checkpoints of another run.
+    """A directory has the checkpoints of another run, or another run is using it.
 
     >>> issubclass(DirectoryInUseError, FileExistsError)
     True

@@ -55,15 +55,15 @@ _OPTIMIZERS: dict[str, tuple[Callable[..., optax.GradientTransformation], float 
 
 
 def get(name: str, learning_rate: Any = None) -> optax.GradientTransformation:
-    """Returns optax's optimizer of that name, with a learning rate that can be read and, unless it is a schedule, set.
+    """Returns the optax optimizer `name`, with a learning rate that can be read and, unless it is a schedule, set.
 
-    Other hyperparameters have optax's defaults, which sometimes differ from Keras's (`adamw` has a weight decay of 1e-4, in Keras 4e-3). For other values,
-    build the optimizer yourself: `optax.inject_hyperparams(optax.sgd, static_args=("momentum", "nesterov"))(learning_rate=0.1, momentum=0.9)`. The rate is
-    float32, also for parameters of lower precision, as with `hyperparam_dtype=jnp.float32` of `optax.inject_hyperparams`.
+    Other hyperparameters have optax's defaults, which sometimes differ from Keras's (the weight decay of `adamw` is 1e-4; in Keras it is 4e-3). For other
+    values, build the optimizer yourself: `optax.inject_hyperparams(optax.sgd, static_args=("momentum", "nesterov"))(learning_rate=0.1, momentum=0.9)`. The
+    rate is float32, even for parameters of lower precision, as with `hyperparam_dtype=jnp.float32` of `optax.inject_hyperparams`.
 
     Args:
         name: One of `names()`.
-        learning_rate: A number of at least 0, or an optax schedule `step -> rate`; by default Keras's: 0.01 for `sgd`, 0.001 for the others that Keras has.
+        learning_rate: A number of at least 0, or an optax schedule `step -> rate`; by default Keras's: 0.01 for `sgd`, 0.001 for its other optimizers.
 
     Raises:
         OptimizerError: There is no such optimizer, the learning rate is invalid, or it is missing and Keras has no default.
@@ -104,7 +104,7 @@ def _keeping_dtypes(factory: Callable[..., optax.GradientTransformation]) -> Cal
 
 
 def freeze(optimizer: optax.GradientTransformation, patterns: str | Sequence[str]) -> optax.GradientTransformation:
-    """Returns an optimizer that never changes some of the parameters and keeps no state for them, with `optax.multi_transform`.
+    """Returns an optimizer that leaves the matched parameters unchanged and keeps no state for them; uses `optax.multi_transform`.
 
     A pattern is a parameter path, as in `Trainer.summary` and in errors: `"backbone"` matches everything below it. `*`, `?` and `[abc]` match within one
     name, and a name `**` matches any number of names: `"Dense_[01]"`, `"encoder/*/kernel"`, `"**/bias"`. Parameters that match any pattern are frozen. Batch
@@ -138,7 +138,7 @@ def freeze(optimizer: optax.GradientTransformation, patterns: str | Sequence[str
 
 
 def train_only(optimizer: optax.GradientTransformation, patterns: str | Sequence[str]) -> optax.GradientTransformation:
-    """Returns an optimizer that changes only some of the parameters: like `freeze` for all parameters that no pattern matches.
+    """Returns an optimizer that changes only the matched parameters: `freeze` for all others.
 
     Args:
         optimizer: The optimizer of the matched parameters.
@@ -200,7 +200,7 @@ def get_learning_rate(opt_state: Any) -> jax.Array | None:
 def get_learning_rates(opt_state: Any) -> dict[str, jax.Array]:
     """Returns all injected learning rates of an optax state, by their label in `optax.multi_transform`.
 
-    The key of the only rate of an optimizer without labels is `"learning_rate"`. Rates that have no unique label have their path in the state as their key.
+    If there is only one rate and it has no label, its key is `"learning_rate"`. The key of any other rate without a unique label is its path in the state.
 
     >>> tx = optax.multi_transform({"a": get("sgd", 0.5), "b": get("adam", 0.25)}, {"w": "a", "v": "b"})
     >>> {label: float(rate) for label, rate in get_learning_rates(tx.init({"w": np.ones(2), "v": np.ones(2)})).items()}
@@ -270,7 +270,7 @@ def set_learning_rate(opt_state: Any, value: Any, label: str | None = None) -> A
 
 
 def get_hyperparams(opt_state: Any) -> dict[str, jax.Array]:
-    """Returns the hyperparameters of `optax.inject_hyperparams` in an optax state by name; if a name occurs several times, the first one.
+    """Returns the hyperparameters of `optax.inject_hyperparams` in an optax state by name; if a name occurs several times, the first value.
 
     >>> {name: float(value) for name, value in get_hyperparams(optax.inject_hyperparams(optax.adam)(0.5).init(np.ones(3))).items() if name == "b1"}
     {'b1': 0.8999999761581421}

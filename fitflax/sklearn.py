@@ -404,8 +404,8 @@ class LinenClassifier(ClassifierMixin, _LinenEstimator):  # type: ignore[misc]
 
     Args:
         module: A module that returns logits `[batch, classes]` or, for two classes, `[batch, 1]`; or a function that makes one from the number of classes,
-            such as a module class whose first field it is. By default one hidden layer of 100 ReLU units. The fields of a module are parameters for
-            searches: `module__features`.
+            such as a module class whose first field is that number. By default one hidden layer of 100 ReLU units. The fields of a module are parameters that
+            a search can set: `module__features`.
         dtype: The dtype that inputs are converted to; `None` keeps theirs, such as integers for an embedding.
         optimizer: A name, or an optax transformation.
         learning_rate: A number or a schedule, for an optimizer given by name.

@@ -68,7 +68,7 @@ class TrainState:
         return self.model_state
 
     def replace_params(self, params: PyTree) -> Self:
-        """Returns the state with other parameters, from which averaged parameters start over.
+        """Returns the state with other parameters; averaged parameters start over from them.
 
         The optimizer state is kept. It may depend on the old parameters, as the moments of Adam do; `Trainer.replace_params` initializes it again.
 

@@ -145,9 +145,9 @@ class Trainer:
             `summaries`, `intermediates` and `perturbations`. Values sown into `losses` are added to the loss.
         train_kwargs: Keyword arguments of `__call__` in training.
         eval_kwargs: Keyword arguments of `__call__` (of `eval_model` if given) in evaluation and prediction.
-        ensemble: The number of members to train together on the same batches; member `i` has the seed `seed + i`. All arrays of the state except the step
-            get a leading axis of members, and outputs are `[batch, members, ...]`. Logs have means over members, and all values as `loss_by_member`. Only
-            for linen modules and `DataParallel`.
+        ensemble: The number of members to train together on the same batches; member `i` has the seed `seed + i`. All arrays of the state except the step get
+            a leading axis of members, and outputs are `[batch, members, ...]`. Logs have means over members, and the values of all members, such as
+            `loss_by_member`. Only for linen modules and `DataParallel`.
 
     Raises:
         ConfigError: An argument is invalid.
@@ -253,7 +253,7 @@ class Trainer:
 
     @property
     def model(self) -> Any:
-        """The module as passed. Whenever a call has returned, an NNX module holds the newest variables."""
+        """The module as passed. After each call, an NNX module holds the newest variables."""
         return self._model
 
     @property
@@ -371,7 +371,8 @@ class Trainer:
         """Configures the optimizer, the loss and the metrics. Calling it again keeps parameters and collections.
 
         Args:
-            optimizer: Any optax transformation, called with `params`; or a name, such as `"adam"`. A different object than before gets a new state.
+            optimizer: Any optax transformation, called with `params`; or a name, such as `"adam"`. If it is not the same object as before, its state starts
+                over.
             loss: A name, or a function `(outputs, targets) -> values` with one value per example, `[batch]` or `[batch, ...]`. For several outputs, a dict
                 or list of losses by key or attribute, nested for nested outputs; `None` skips an output. `None` if the module sows its losses. Targets are
                 also given by output; if only one output has a loss, they may be given directly. Outputs are logits for all crossentropies.
@@ -379,21 +380,21 @@ class Trainer:
             learning_rate: The rate of an optimizer given by name: a number or an optax schedule; by default Keras's.
             loss_weights: A number, or numbers by output, that multiply the losses.
             weighted_metrics: Metrics that use sample weights.
-            steps_per_call: The most steps that one call of the device runs. `"auto"` tries 1 and 16 on the first batch, with copies of the state, and uses
-                the faster one. Results differ from those of single steps only by rounding. A call ends when a step trigger fires and at the end of an epoch;
-                batch hooks, signals, time triggers and `stop` take effect between calls. A resume uses the same number.
+            steps_per_call: The maximum number of steps in one call of the device. `"auto"` tries 1 and 16 on the first batch, with copies of the state, and
+                uses the faster one. Results differ from those of single steps only by rounding. A call ends when a step trigger fires and at the end of an
+                epoch; batch hooks, signals, time triggers and `stop` take effect between calls. With `"auto"`, a resume uses the number of the resumed run.
             pad: Whether to pad short batches to the full shape. If not, each size is compiled separately and must be divisible by the number of devices.
-            accumulate_steps: The number of micro-batches that each batch is split into. A step processes one after another, so that only one's activations
-                are in memory, and uses the gradient of the whole batch. Batches are padded to a multiple of it. Evaluation and prediction do not split.
+            accumulate_steps: The number of micro-batches that each batch is split into. A step processes them one after another, so that only the activations
+                of one are in memory, and uses the gradient of the whole batch. Batches are padded to a multiple of it. Evaluation and prediction do not split.
             precision: The compute dtype of the module: `"float32"`, `"bfloat16"`, or `"float16"` with loss scaling. Parameters and inputs are cast. Stored
                 values, outputs, losses and metrics are float32. Modules with their own `dtype` keep it.
             ema_decay: The decay of averaged parameters in the state, `decay * average + (1 - decay) * parameters` after each step. Evaluation and prediction
                 use them; `state.params` are the parameters of the last step.
-            run_eagerly: Whether to run the steps of this trainer without jit, as inside `jax.disable_jit()`: `print` and debuggers see numbers. Results
-                equal those of compiled steps up to rounding, and a run can be resumed either way. The trainer must use a single device.
-            eval_params: A function `(opt_state, params) -> params`, for optimizers that evaluate other parameters than they train, such as
-                averages in the optimizer state. Evaluation, prediction and export use its result; `state.params` are the trained parameters. That of
-                `optax.contrib.schedule_free` is found by itself, also inside other transformations. To evaluate the trained parameters, pass
+            run_eagerly: Whether to run the steps of this trainer without jit, as inside `jax.disable_jit()`: `print` and debuggers see concrete values.
+                Results equal those of compiled steps up to rounding, and a run can be resumed either way. The trainer must use a single device.
+            eval_params: A function `(opt_state, params) -> params`, for optimizers that evaluate other parameters than they train, such as averages in the
+                optimizer state. Evaluation, prediction and export use its result; `state.params` are the trained parameters. For
+                `optax.contrib.schedule_free`, even inside other transformations, it is found automatically. To evaluate the trained parameters, pass
                 `lambda opt_state, params: params`.
 
         Raises:
@@ -454,8 +455,8 @@ class Trainer:
     def with_hyperparams(self, *, seed: int | None = None, **values: float | Sequence[float]) -> Self:
         """Returns a new trainer with the same configuration, other initial hyperparameters and no state.
 
-        The two trainers share their compiled steps, as with `with_seed`: trials of a search that differ only in numbers compile once. A restored state has
-        its own values.
+        The two trainers share their compiled steps, as with `with_seed`: trials of a search that differ only in numbers compile once. A restored checkpoint
+        replaces the values with its own.
 
         Args:
             seed: The seed of all randomness; by default that of this trainer.
@@ -548,14 +549,15 @@ class Trainer:
 
     @_syncs_model
     def summary(self, sample: Any = None, *, memory: bool = False, sharding: bool = False, file: TextIO | None = None) -> None:
-        """Prints layers with shapes and parameters, the sizes of the parts of the state, and what the model costs.
+        """Prints layers with shapes and parameters, the sizes of the parts of the state, and the compute cost of the model.
 
         Each array is counted once, even if several devices hold it. Only shapes are computed. Model FLOPs count the floating-point operations of matrix
         products and convolutions; those of training are three times those of the forward pass. The memory of the compiled step is JAX's estimate.
 
         Args:
-            sample: A batch as in `build`, or only inputs (several are `((x1, x2),)`); by default the first batch of the last call.
-            memory: Whether to compile the training step for a batch like `sample`, which then needs targets, and show its memory. `fit` usually reuses it.
+            sample: A batch as in `build`, or only inputs (pass several as `((x1, x2),)`); by default the first batch of the last call.
+            memory: Whether to compile the training step for a batch like `sample`, which then needs targets, and show its memory. `fit` usually reuses the
+                compiled step.
             sharding: Whether to show where each array of the state is placed, and how many bytes of it a device holds.
             file: The output file; by default standard output, or in a notebook a scrollable table.
 
@@ -590,7 +592,7 @@ class Trainer:
 
     @_syncs_model
     def replace_params(self, params: PyTree) -> None:
-        """Replaces the parameters, to train or evaluate from given ones. What was computed from the old ones starts over: the optimizer state and averages.
+        """Replaces the parameters. The optimizer state and the averaged parameters, which were computed from the old ones, start over.
 
         The step, the random key and collections such as `batch_stats` are kept, and so are hyperparameters of the optimizer that can be set, such as the
         learning rate. A schedule inside the optimizer starts over. To keep the optimizer state, call `replace_state(state.replace_params(params))`.
@@ -707,7 +709,7 @@ class Trainer:
     def merge(self, params: PyTree, model_state: Mapping[str, PyTree], *, train: bool = False) -> Any:
         """Returns an NNX module with parameters and collections, such as those of `state`; changes to the module do not affect them.
 
-        For callbacks, because the module itself is only updated after the run, and for `train_step`, where replicas get different random streams.
+        Use it in callbacks, because the module itself is only updated after the run, and in `train_step`, where replicas get different random streams.
 
         Args:
             params: The parameters.
@@ -775,9 +777,9 @@ class Trainer:
 
         Args:
             data: Arrays `[examples, ...]`, alone or nested in lists, tuples, dicts and dataclasses; data frames; a Hugging Face dataset; or anything that
-                yields batches: a PyTorch `DataLoader`, `tf.data`, Grain, a Keras `PyDataset`, an iterable, a generator, or a function that returns an iterator.
-                Inputs whose arrays share no axis of examples are passed whole: targets or weights then count the examples, and an example whose weights are
-                all 0 is padding.
+                yields batches: a PyTorch `DataLoader`, `tf.data`, Grain, a Keras `PyDataset`, an iterable, a generator, or a function that returns an
+                iterator. Inputs whose arrays share no axis of examples, such as graphs, are passed whole: the number of examples is then that of the targets
+                or weights, and an example whose weights are all 0 is padding.
             y: Targets, for arrays.
             sample_weight: Weights `[examples]` or `[examples, ...]`, for arrays.
             steps: The number of steps.
@@ -796,11 +798,11 @@ class Trainer:
             class_weight: `{label: weight}`, multiplied with sample weights; missing labels have weight 1.
             callbacks: Callbacks, such as `ModelCheckpoint`.
             log_every: The interval of log points in steps, for callbacks that watch the whole run, such as `TerminateOnNaN`.
-            resume: `"auto"` resumes from the newest good checkpoint of the only `ModelCheckpoint`, or starts from the beginning if there is none; `True`
-                requires a checkpoint; a path names one. `steps` and `epochs` count from the beginning of the resumed run.
+            resume: `"auto"` resumes from the newest good checkpoint of the run's only `ModelCheckpoint`, or starts from the beginning if there is no
+                checkpoint; `True` requires a checkpoint; a path names one. `steps` and `epochs` count from the beginning of the resumed run.
             verbose: 0 for silence, 2 for plain lines, 1 or `"auto"` for a progress bar in a terminal or a notebook and plain lines elsewhere.
-            fast_dev_run: The number of batches of training and of each validation in a test run, with all hooks, but without callbacks that write files and
-                without a resume.
+            fast_dev_run: The number of batches of training and of each validation in a test run, which calls all hooks, but leaves out callbacks that write
+                files and does not resume.
             overfit_batches: The number of batches to overfit: every epoch trains on only these first batches of the data, in order.
             config: The configuration of the run, only to be saved in the checkpoints' `metadata.json` and shown by trackers and TensorBoard: a dict, a
                 dataclass, an `argparse.Namespace`, or an object of OmegaConf or `ml_collections`.
@@ -938,7 +940,7 @@ class Trainer:
     ) -> PyTree:
         """Returns the module's outputs for all examples, in order, as NumPy arrays `[examples, ...]`.
 
-        If the module returns several outputs, they have the same class, such as a dict, a tuple or a dataclass, with keys in the same order.
+        If the module returns several outputs in a dict, a tuple or a dataclass, the result has the same class, with keys in the same order.
 
         Args:
             data: Arrays (a tuple is several inputs), or anything that yields batches, whose targets are ignored. For inputs that are passed whole, rows that
@@ -950,8 +952,8 @@ class Trainer:
 
         Raises:
             NotReadyError: Before there is a state.
-            DataError: The data cannot be turned into batches, or the outputs of two batches have other shapes, such as another length. For such data, use
-                `predict_iter`.
+            DataError: The data cannot be turned into batches, or the outputs of two batches have different shapes, such as different lengths. For such data,
+                use `predict_iter`.
             ModelError: The module does not run on the data, or an output has no axis of examples.
 
         >>> import numpy as np
@@ -1011,7 +1013,7 @@ class Trainer:
     @keras_names.with_hints("Trainer.train_on_batch", keras_names.ON_BATCH, ConfigError)
     @_syncs_model
     def train_on_batch(self, batch: Any) -> dict[str, float]:
-        """Runs one step and returns the loss and metrics of this batch only, from before the update.
+        """Runs one step and returns the loss and metrics of this batch only, computed before the update.
 
         Args:
             batch: `x`, `(x,)`, `(x, y)`, `(x, y, sample_weight)` or a dict. Only a plain tuple or list is unpacked; a NamedTuple or a dataclass is `x`.
@@ -1117,7 +1119,7 @@ class Trainer:
         """Returns a function `checkpoint -> summary` that evaluates the state of a checkpoint on data.
 
         Args:
-            data: As in `fit`; a one-shot iterator can be used only once.
+            data: As in `fit`. A one-shot iterator can be evaluated only once or, with `steps`, in consecutive parts.
             y: Targets, for arrays.
             sample_weight: Weights, for arrays.
             steps: The number of batches per evaluation; all by default.
@@ -1274,9 +1276,9 @@ class Trainer:
 
         Args:
             path: The file, or a URL; an existing file is replaced.
-            sample: A batch as in `build`, or only inputs (several are `((x1, x2),)`), for shapes and dtypes; by default the first batch of the last call.
+            sample: A batch as in `build`, or only inputs (pass several as `((x1, x2),)`), for shapes and dtypes; by default the first batch of the last call.
             batch_size: The number of rows; by default any number. The module is then traced with a symbolic size, which compares unequal to any number.
-            platforms: The target platforms, of `"cpu"`, `"cuda"`, `"rocm"` and `"tpu"`; by default the current one.
+            platforms: The target platforms, from `"cpu"`, `"cuda"`, `"rocm"` and `"tpu"`; by default the current one.
             storage_options: Options for a URL, as in `ModelCheckpoint`.
 
         Raises:
@@ -1340,7 +1342,7 @@ class Trainer:
         cast: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> RestoreReport:
-        """Restores the state from a checkpoint: all of it, or for fine-tuning only what fits this model.
+        """Restores the state from a checkpoint: all of it, or, for fine-tuning, only the parts that fit this model.
 
         Paths of arrays are as in errors: `params/Dense_0/kernel`, and for other collections `batch_stats/BatchNorm_0/mean`. After an error the state is
         unchanged. The old state is released before the new one is loaded, so the devices need not hold both.
@@ -1420,8 +1422,8 @@ class Trainer:
             path: The file, whose name ends with `.safetensors`, or a URL; existing weights are replaced when the new ones are complete.
             mapping: Other names and layouts: the rules or the dict that `load_weights` takes, applied in reverse.
             dtype: The dtype that floating-point arrays are converted to, such as `"bfloat16"`.
-            metadata: Strings by name. By default `format`, which other libraries read: `"pt"`, for PyTorch's names and layouts, with a mapping. Without a
-                mapping, `paths: collections` is added, which means that names begin with the collection.
+            metadata: Strings by name. By default `format`, which other libraries read: with a mapping `"pt"`, for PyTorch's names and layouts, otherwise
+                `"flax"`. Without a mapping, `paths: collections` is added, which means that names begin with the collection.
             max_shard_bytes: The maximum size of a file in bytes; larger weights are split into several files with an index, `<path>.index.json`.
             storage_options: Options for a URL, as in `ModelCheckpoint`.
 
@@ -1460,7 +1462,7 @@ class Trainer:
         and offset in it is checked. Nothing is unpickled or executed. After an error the state is unchanged.
 
         Args:
-            path: A `.safetensors` file; an index of several files, or their common name; a directory with one of these, as of Hugging Face; or a URL.
+            path: A `.safetensors` file; an index of several files, or their common name; a directory with one of these, as on the Hugging Face Hub; or a URL.
             mapping: The names and layouts of the file's arrays in this model: a list of `checkpoints.WeightRule`; a dict from names in the file to paths in
                 the model, to `(path, transform)` for another layout, or to `None` to skip an array (if all values are `None`, other names are kept); or a
                 function from a name to a path or `None`. Paths are as in errors, `params/Dense_0/kernel`. `restore` maps in the opposite direction.

@@ -36,7 +36,7 @@ class Moment:
 
 
 class Trigger(abc.ABC):
-    """Says when something is due; created by `every`, `at` and `first`, combined with `|`.
+    """Determines when something happens; created by `every`, `at` and `first`, combined with `|`.
 
     >>> isinstance(every(steps=10) | at(1), Trigger)
     True
@@ -239,7 +239,7 @@ def first(steps: int, *, of_process: bool = False) -> Trigger:
 
     Args:
         steps: The number of steps.
-        of_process: Whether to count from the step at which this process started (later after a resume) instead of the beginning of the run.
+        of_process: Whether to count from the step at which this process started, which is later after a resume, instead of from the beginning of the run.
 
     Raises:
         ConfigError: `steps` is not a positive integer.

@@ -116,11 +116,11 @@ class Callback:
 
     Attributes:
         trainer: The trainer that runs; see `TrainerView`.
-        params: Facts about the running call, `None` if unknown: `epochs`, `first_epoch`, `first_step_in_epoch` (0 unless a resume enters the epoch in its
-            middle), `steps` (per epoch), `test_steps`, `log_every`, `validation_sets`, `num_examples` (per pass), `hyperparameters`, `model_flops` (of a
-            training step on one device), `resumed_step`, `is_done` (whether a resume has nothing left to do), `note` (a sentence to show to the user),
-            `time_spent` (its `seconds` by category).
-        every: When `on_checkpoint` is due; `None` for each checkpoint that the loop makes.
+        params: Facts about the running call, `None` if unknown: `epochs`, `first_epoch`, `first_step_in_epoch` (0 unless a resume starts inside the epoch),
+            `steps` (per epoch), `test_steps`, `log_every`, `validation_sets`, `num_examples` (per pass), `hyperparameters`, `model_flops` (of a training step
+            on one device), `resumed_step`, `is_done` (whether a resume has nothing left to do), `note` (a sentence to show to the user), `time_spent` (its
+            `seconds` by category).
+        every: The trigger of `on_checkpoint`; `None` for each checkpoint that the loop makes.
         phase: When the callback is called within an event.
         needs_trainer: Whether the callback cannot be called as a plain function with a checkpoint.
         may_repeat: Whether a run may have several of these callbacks with the same `state_key`. Their keys in checkpoints are then numbered, from the second
@@ -131,11 +131,11 @@ class Callback:
             the batch is read while the device finishes the previous epoch.
         main_process_only: Whether only the first process calls it, as for callbacks that write or display something.
         writes_files: Whether it writes files. `fit(fast_dev_run=...)` leaves such callbacks out.
-        needs_gradients_norm: Whether it reads `checkpoint.gradients_norm`, without which some steps are faster. By default, whether it overrides
+        needs_gradients_norm: Whether it reads `checkpoint.gradients_norm`, without which some steps are faster. By default, true if it overrides
             `on_checkpoint`.
         needs_grads: Whether it reads `checkpoint.grads`. The run then keeps the gradient of each step, which takes as much memory as the parameters.
         needs_sown: Collections of sown values that it reads from `checkpoint.sown`.
-        needs_culprit: Whether it reads which value was the first that was not finite. Each step then checks all gradients and parameters.
+        needs_culprit: Whether it reads the name of the first value that was not finite. Each step then checks all gradients and parameters.
 
     >>> class PrintLoss(Callback):
     ...     def on_epoch_end(self, epoch, logs):
@@ -189,10 +189,10 @@ class Callback:
         """Called once before the first step. Reset what an earlier run left here. `logs` is empty."""
 
     def on_train_end(self, logs: Mapping[str, Any]) -> None:
-        """Called once at the end, also of a run that failed. `logs` are those of the last epoch."""
+        """Called once at the end of a run, even if it failed. `logs` are those of the last epoch."""
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any]) -> None:
-        """Called before an epoch's first batch is requested, but not when a resume enters an epoch in its middle. `logs` is empty."""
+        """Called before an epoch's first batch is requested, but not when a resume starts inside the epoch. `logs` is empty."""
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Called after an epoch's last batch and its validation."""
@@ -228,12 +228,12 @@ class Callback:
         """Called after a batch of a prediction. `logs["outputs"]` are its outputs as NumPy arrays."""
 
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Called with a checkpoint when `every` is due."""
+        """Called with a checkpoint when `every` fires."""
 
     # -- a callback as a plain function --
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Calls `on_checkpoint` if `every` is due, and returns `checkpoint`. For loops without a trainer.
+        """Calls `on_checkpoint` if `every` fires, and returns `checkpoint`. Use it in loops without a trainer.
 
         Raises:
             CallbackError: This callback does not override `on_checkpoint`, or needs a trainer.
@@ -256,7 +256,7 @@ class Callback:
             raise CallbackError(f"{type(self).__name__} cannot be called with a checkpoint. Pass it to fit(callbacks=[...]).")
 
     def wants(self, checkpoint: Checkpoint) -> bool:
-        """Returns whether to call `on_checkpoint` although `every` is not due."""
+        """Returns whether to call `on_checkpoint` although `every` did not fire."""
         return False
 
     # -- state --

@@ -22,7 +22,7 @@ __all__ = ["BestCheckpoint"]
 
 
 class BestCheckpoint(StoreCallback):
-    """Saves a checkpoint when a monitored value is strictly better than the worst one kept, or fewer than `keep` are kept. NaN is never saved.
+    """Saves a checkpoint when a monitored value is strictly better than the worst kept one, or fewer than `keep` are kept. NaN is never saved.
 
     In `fit` it checks the value at validations and at the end of each epoch. As a plain function it checks every checkpoint that it gets.
 

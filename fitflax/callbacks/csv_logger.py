@@ -20,9 +20,9 @@ MISSING = "NA"
 class CSVLogger(EpochFile):
     r"""Writes a row per epoch to a CSV file: `epoch`, then all logged values, under a header.
 
-    Missing values are `NA`. A key that is first logged later, such as one of a validation, adds a column. Floats are written without loss of precision;
-    arrays are left out. A resumed run drops rows that are newer than its checkpoint, so each epoch is in the file once. A new run replaces the file when
-    it writes its first row. If another program replaces or deletes the file during a run, all rows are written again, with one warning.
+    Missing values are `NA`. A key that is first logged later, such as a validation metric, adds a column. Floats are written without loss of precision; arrays
+    are left out. A resumed run drops rows that are newer than its checkpoint, so each epoch is in the file once. A new run replaces the file when it writes
+    its first row. If another program replaces or deletes the file during a run, all rows are written again, with one warning.
 
     Args:
         path: The file. Missing directories are created.

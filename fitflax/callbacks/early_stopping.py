@@ -20,15 +20,15 @@ __all__ = ["EarlyStopping"]
 class EarlyStopping(Callback):
     """Stops a run when a monitored value has not improved for `patience` observations, one per epoch or validation.
 
-    A run that was stopped stays stopped after a resume. If several monitor one value, pass them in the same order on a resume.
+    A run that was stopped stays stopped after a resume. If several `EarlyStopping` callbacks monitor the same value, pass them in the same order on a resume.
 
     Args:
         monitor: The flat name of the value.
         mode: `"min"`, `"max"`, or `None` for the direction that the loss or metric declares.
         min_delta: The change that an improvement must exceed.
         patience: The number of consecutive observations without improvement after which the run stops; 0 and 1 both stop at the first.
-        baseline: A value to beat. Until an observation is better than it, improvements do not reset the count of `patience`; still, only an observation
-            without improvement stops the run.
+        baseline: A value to beat. Until an observation is better than it, improvements do not reset the count of `patience`. Even then, the run stops only at
+            an observation without improvement.
         restore_best: Whether to restore the parameters and collections of the best observation at the end, after the last checkpoint.
         start_from_epoch: The index of the first epoch that is observed.
         stopping_threshold: A value at which training is good enough: it stops as soon as an observation is better.

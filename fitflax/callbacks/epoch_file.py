@@ -201,7 +201,7 @@ class EpochFile(Callback):
     def _warn(self, what: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            warn(f"{self.path} {what}. All rows of this run were written again. Do not change the file during a run; copy it.")
+            warn(f"{self.path} {what}. All rows of this run were written again. Do not change the file during a run; change a copy.")
 
     def _rewrite(self) -> None:
         """Replaces the file atomically, so that readers see the old file or the new one."""

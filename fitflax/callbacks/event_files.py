@@ -73,7 +73,7 @@ class EventFiles:
             self._has_warned = True
             warn(
                 f"{self._lost[0]} was replaced or deleted by another program during the run. Its events may be lost; later ones are written to a new file. Do "
-                "not change the directory during a run; copy it."
+                "not change the directory during a run; change a copy."
             )
         failure, self._failure = self._failure, None
         if isinstance(failure, CallbackError):

@@ -17,7 +17,7 @@ class LambdaCallback(Callback):
     """Calls functions in hooks, or a function with checkpoints.
 
     Args:
-        fn: A function of a `Checkpoint`, called when `every` is due.
+        fn: A function of a `Checkpoint`, called when `every` fires.
         every: A trigger for `fn`; by default each checkpoint that the loop makes.
         **hooks: Functions by the name of the hook. They take the hook's arguments.
 

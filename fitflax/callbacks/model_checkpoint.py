@@ -21,22 +21,22 @@ __all__ = ["ModelCheckpoint"]
 
 
 class ModelCheckpoint(StoreCallback):
-    """Saves the whole run in `directory` when `every` is due, when the run ends, and when it is interrupted.
+    """Saves the whole run in `directory` when `every` fires, when the run ends, and when it is interrupted.
 
     Args:
         directory: A path or the URL of an object store, such as `s3://bucket/runs/a`. It is created if it is missing. Each checkpoint is a subdirectory, such
             as `step_00002000`.
         every: When to save; by default at the end of each epoch and every ten minutes.
         keep: The number of newest checkpoints to keep; `None` keeps all.
-        keep_every: A number of steps. Checkpoints of its multiples are kept forever.
-        save_last: Whether to save the last step of a run that ends normally although `every` is not due. Interrupted runs always save.
+        keep_every: A number of steps. Checkpoints at its multiples are kept forever.
+        save_last: Whether to save the last step of a run that ends normally although `every` does not fire. Interrupted runs always save.
         overwrite: Whether a new run may replace another run in the directory, which is deleted when the first new checkpoint is complete.
         asynchronous: Whether training continues while a copy of the state in host memory is written. The error of a failed save is raised at the next save
             or at the end of the run, which waits for all saves.
         backend: The backend that writes the state: `"msgpack"` or, on file systems, `"orbax"`. A resume reads both.
         on_save_error: `"raise"` ends the run at the next save, or at its end, if a save failed. `"warn"` continues with a warning for each failed save.
             Either way, earlier checkpoints stay intact, and nothing is deleted after a failure.
-        storage_options: Arguments of obstore's store, for a URL, that the environment does not provide, such as `endpoint` or `access_key_id`.
+        storage_options: For a URL, the arguments of obstore's store that the environment does not provide, such as `endpoint` or `access_key_id`.
 
     Raises:
         CallbackError: A number is out of range.
@@ -105,7 +105,7 @@ class ModelCheckpoint(StoreCallback):
         self._save(checkpoint, self._steps)
 
     def save_now(self, checkpoint: Checkpoint) -> None:
-        """Saves a checkpoint whether `every` is due or not, unless its step is already saved, and waits until it is complete."""
+        """Saves a checkpoint whether `every` fires or not, unless its step is already saved, and waits until it is complete."""
         if checkpoint.step not in self._steps:
             self.on_checkpoint(checkpoint)
         with self._warn_on_failure():

@@ -33,7 +33,7 @@ class PreemptionNotice(Callback):
     """Saves the run and ends the process with exit code 143, as after SIGTERM, when there is notice that the machine will be preempted.
 
     `fit` does this without a callback after SIGTERM, which Slurm, Kubernetes and Cloud TPUs send. Use this callback for other kinds of notice. With several
-    processes, it is enough that one of them has notice: all of them save after the same step.
+    processes, it is enough that one of them is notified: all of them save after the same step.
 
     Args:
         notice: The source of the notice: `"aws"` for the interruption of a spot instance; `"gce"` for the preemption of a spot or preemptible VM, or a VM that
@@ -63,7 +63,7 @@ class PreemptionNotice(Callback):
         if isinstance(notice, str) and notice not in ("aws", "gce") and not set(notice) & {os.sep, "."}:
             if notice.removeprefix("SIG") in {known.name.removeprefix("SIG") for known in signal.Signals}:
                 raise CallbackError(
-                    f"PreemptionNotice(notice) does not accept names of signals. Received: {notice!r}. Pass the signal, such as signal.SIGUSR1. SIGTERM needs "
+                    f"PreemptionNotice(notice) does not accept names of signals. Received: {notice!r}. Pass the signal, such as signal.SIGUSR1; SIGTERM needs "
                     "no callback."
                 )
             raise CallbackError(f"PreemptionNotice(notice) must be 'aws', 'gce' or a path. Received: {notice!r}. If it is a file, pass './{notice}'.")

@@ -20,13 +20,14 @@ __all__ = ["ReduceLROnPlateau"]
 class ReduceLROnPlateau(Callback):
     """Multiplies the learning rate by `factor` when a monitored value has not improved for `patience` observations, one per epoch or validation.
 
-    The learning rate that was used in the epoch is logged as `learning_rate`. If several monitor one value, pass them in the same order on a resume.
+    The learning rate that was used in the epoch is logged as `learning_rate`. If several of these callbacks monitor the same value, pass them in the same
+    order on a resume.
 
     Args:
         monitor: The flat name of the value.
         mode: `"min"`, `"max"`, or `None` for the direction that the loss or metric declares.
         factor: A number between 0 and 1: `new_rate = max(rate * factor, min_lr)`.
-        patience: The number of observations without improvement that reduce the rate; 0 and 1 both reduce at the first.
+        patience: The number of observations without improvement after which the rate is reduced; 0 and 1 both reduce it at the first.
         min_delta: The change that an improvement must exceed.
         cooldown: The number of observations to wait after a reduction. As in Keras, the last of them counts toward `patience` again.
         min_lr: The minimum learning rate.

@@ -36,11 +36,11 @@ CLOSING = ".closing-"
 
 
 class TensorBoard(Callback):
-    """Writes event files for TensorBoard. To view those of `TensorBoard("runs/a/tensorboard")`, and compare runs, run `tensorboard --logdir runs`.
+    """Writes event files for TensorBoard. To view the files of `TensorBoard("runs/a/tensorboard")` and compare runs, run `tensorboard --logdir runs`.
 
     The subdirectory `train` contains values of training. Each validation set has a subdirectory with the same tags, so that a metric's curves are in one
-    chart. The subdirectory has the name of the set, with slashes escaped as `%2F`. The x axis is the step. Validation is written whenever it runs; training
-    is written when `every` is due and at the end of each epoch:
+    chart. The subdirectory has the name of the set, with slashes escaped as `%2F`. The x axis is the step. Validation is written whenever it runs; training is
+    written when `every` fires and at the end of each epoch:
 
     * `loss` and the metrics over the epoch so far; `step/loss` and `step/gradients_norm` of the step; `epoch` at the end of each epoch;
     * `learning_rate` if it can be read, for an optimizer by name or wrapped in `optax.inject_hyperparams`; `learning_rate/<label>` of parameter groups with
@@ -49,7 +49,7 @@ class TensorBoard(Callback):
       `time/model_flops_utilization`, its fraction of the device's peak, if they are known;
     * sown values: `self.sow("summaries", "mean", h.mean())` in a module `layer` is `summaries/layer/mean`. A number is a scalar, an array a histogram, an
       `ImageSummary` or `FigureSummary` images; see `checkpoint.sown`;
-    * `params/...` and `grads/...`, histograms, when `histograms` is due;
+    * histograms `params/...` and `grads/...` when `histograms` fires;
     * a metric that is a list, such as one number per class, is `key/0`, `key/1`, ...; a matrix is a table in the text tab;
     * at the start, `environment` (parameters, devices, versions, command line) as text, and hyperparameters.
 
@@ -215,7 +215,7 @@ class TensorBoard(Callback):
         step, *tags = state.get("written", [-1])
         self._written = Written(int(step), frozenset(tags))
         if self._files is not None and self._written.step > 0 and self._is_new:
-            warn(f"{self.directory} has no event files of this run, which had written some. They were moved or deleted, so the curves begin at this step.")
+            warn(f"{self.directory} no longer has the event files of this run. They were moved or deleted, so the curves begin at this step.")
 
     # -- events --
 

@@ -70,7 +70,7 @@ class Checkpoint:
 
     @property
     def is_last(self) -> bool:
-        """Whether this is the last step of the run, as far as is known yet."""
+        """Whether this is the last step of the run, as far as is known at this step."""
         return self.run.position.is_last
 
     @property
@@ -142,7 +142,7 @@ class Checkpoint:
         """The global L2 norm of this step's gradients; NaN if `train_step` is overridden, because its gradients are not known.
 
         Raises:
-            NotReadyError: The run was started by `fit`, and none of its callbacks sets `needs_gradients_norm`.
+            NotReadyError: The run was started by `fit`, and none of its callbacks needs the norm.
         """
         if self.run.keep.norm is False:
             raise NotReadyError(f"The gradient norm of step {self.step} was not computed. Use a callback with needs_gradients_norm = True.")
@@ -161,7 +161,7 @@ class Checkpoint:
 
     @property
     def sown(self) -> dict[str, PyTree]:
-        """What the module sowed in this step, by collection. Numbers are averaged over replicas; arrays of all replicas are joined.
+        """The values that the module sowed in this step, by collection. Numbers are averaged over replicas; arrays of all replicas are joined.
 
         With micro-batches, these are the values of the last one. `{}` if `train_step` is overridden.
 
@@ -176,14 +176,14 @@ class Checkpoint:
 
     @property
     def elapsed_time(self) -> float:
-        """Seconds of training since the last checkpoint, without compilation and the consumer's time. Waits for the device."""
+        """Seconds of training since the last checkpoint, without compilation and the caller's work between steps. Waits for the device."""
         return self.run.timer.stop()
 
     # -- metrics --
 
     @property
     def logs(self) -> Logs:
-        """The values of this step by flat name: `<key>` for group `train`, `<group>_<key>` for others. Shared by everyone who uses this checkpoint."""
+        """The values of this step by flat name: `<key>` for group `train`, `<group>_<key>` for others. Shared by all callbacks that get this checkpoint."""
         return self.run.logs
 
     @property
@@ -194,7 +194,7 @@ class Checkpoint:
 
     @property
     def evaluations(self) -> dict[str, dict[str, Any]]:
-        """`{group: {key: value}}` of what was evaluated at this step. Does not wait for the device."""
+        """`{group: {key: value}}`: the evaluations at this step. Does not wait for the device."""
         return {group: dict(values) for group, values in self._groups.items()}
 
     @property

@@ -49,7 +49,7 @@ def read_curves(path: Path) -> dict[str, list[Point]]:
     else:
         curves = _curves_of_rows(_json_rows(path))
     if not curves:
-        raise ConfigError(f"There is no run at {path}: no event files, JSON lines, CSV, or checkpoints with a history of numbers.")
+        raise ConfigError(f"There is no run at {path}: no event files, JSON lines, CSV, or checkpoints with a history of logged values.")
     return curves
 
 

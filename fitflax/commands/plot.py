@@ -65,7 +65,7 @@ def _keys(runs: Mapping[str, Curves], wanted: Sequence[str] | None) -> list[str]
         return [key for key in known if not key.startswith("time/") and key != "epoch"] or known
     for key in wanted:
         if key not in known:
-            raise ConfigError(f"No run has {key!r}.{did_you_mean(key, known)} There are: {', '.join(known)}.")
+            raise ConfigError(f"No run has {key!r}.{did_you_mean(key, known)} Available: {', '.join(known)}.")
     return list(wanted)
 
 

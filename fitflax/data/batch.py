@@ -232,7 +232,7 @@ class Batcher:
         accumulate_steps: The number of micro-batches into which each replica's part is split.
         size: The batch size if it is known; otherwise the first batch decides.
         pad: Whether to pad; without padding each batch size has its own shape.
-        class_weight: `{label: weight}`, for labels `[batch]`, `[batch, 1]` or one-hot; labels without a weight count 1.
+        class_weight: `{label: weight}`, for labels `[batch]`, `[batch, 1]` or one-hot; labels without a weight have weight 1.
         part: Which of several equal parts of each batch to create, `(index, count)`: that of this process, if all processes read the same data.
         compare: Called with the rows of the first batch, to check that all processes do read the same data.
         divides: Whether a step divides the rows of a batch over all devices, as on a mesh, instead of giving each device its own batch.
@@ -444,8 +444,8 @@ def _check_same_shapes(one: Triple, other: Triple, shards: int) -> None:
         different = [path for path in {**first, **second} if first.get(path) != second.get(path)]
         received = listed([f"{path}: {first.get(path)} and {second.get(path)}" for path in different]) or "different structures"
         raise DataError(
-            f"{_WHOLE} The {shards} batches of a step, one for each device, must have equal shapes. Received: {received}. Pad all batches to one size, "
-            "for example with jraph.dynamically_batch or jraph.pad_with_graphs."
+            f"{_WHOLE} The {shards} batches of a step, one for each device, must have equal shapes: {received}. Pad all batches to one size, for example with "
+            "jraph.dynamically_batch or jraph.pad_with_graphs."
         )
 
 

@@ -258,7 +258,7 @@ def drop(batches: Iterator[Triple], examples: int, *, seen: int = 0, warns: bool
         seen += count_examples(triple)
     if seen > examples:
         raise DataError(
-            f"The run had used {examples} examples of this pass, which is now inside a batch that ends at {seen}. Use the batch size of the saved run."
+            f"The saved position, after {examples} examples of this pass, is inside a batch that ends after {seen}. Use the batch size of the saved run."
         )
     return batches
 

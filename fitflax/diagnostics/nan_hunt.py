@@ -38,8 +38,8 @@ class NanReport:
     Attributes:
         step: The step, counted from 1.
         culprit: The first value that was not finite: "the loss", "the gradient of Dense_0/kernel", "the parameter Dense_0/kernel".
-        origins: The operations that caused it, in order: where an infinity came up, if one became NaN, then where NaN came up. Empty if the step is finite
-            when it runs operation by operation, and only the compiled step, which computes in another order, is not.
+        origins: The operations that caused it, in order: where an infinity first appeared, if it became NaN, then where NaN first appeared. Empty if only the
+            compiled step, which computes in another order, is not finite.
         batch: The batch, as NumPy arrays `[batch, ...]`.
         state: The state before the step, on the host.
 
@@ -55,7 +55,7 @@ class NanReport:
     state: TrainState
 
     def __str__(self) -> str:
-        unknown = ["Run operation by operation, the step is finite. Only the compiled step, which computes in another order, is not."]
+        unknown = ["The step is finite when it runs operation by operation. Only the compiled step, which computes in another order, is not finite."]
         return "\n  ".join([f"Step {self.step}: {self.culprit} is not finite.", *([str(origin) for origin in self.origins] or unknown)])
 
 

@@ -30,7 +30,7 @@ _PACKAGES = tuple({os.path.realpath(sysconfig.get_path(name)) for name in ("pure
 
 
 class Origin(NamedTuple):
-    """An operation at which NaN, or an infinity, first came up.
+    """An operation at which NaN, or an infinity, first appeared.
 
     Attributes:
         kind: `"NaN"` or `"infinity"`.

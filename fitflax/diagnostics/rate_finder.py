@@ -31,7 +31,7 @@ class LearningRateCurve:
     Attributes:
         rates: float64 `[n]`, ascending.
         losses: The loss of the next batch after the update with that rate, float64 `[n]`.
-        smoothed: At each rate, a line fitted to the losses over the logarithm of the rate, with Gaussian weights; float64 `[n]`.
+        smoothed: At each rate, the value of a line fitted to the losses over the logarithm of the rate, with Gaussian weights; float64 `[n]`.
         suggestion: The rate at which the smoothed loss falls fastest over the logarithm of the rate, but at most a tenth of the rate at which it is smallest;
             `None` if it never falls.
 
@@ -105,7 +105,7 @@ def find_learning_rate(session: Session, feed: Feed, *, lowest: float, highest: 
     for index in range(steps + 1):
         fed = feed.next() or feed.next()
         if fed is None:
-            raise DataError("The data yields no batch.")
+            raise DataError("The data yields no batches. Check that it is not empty.")
         state = live.borrow()
         if index < steps:
             live.replace(dataclasses.replace(state, opt_state=set_learning_rate(state.opt_state, float(rates[index]))), live.step)

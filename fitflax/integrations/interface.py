@@ -22,7 +22,7 @@ class Tracker(abc.ABC):
         settle_seconds: The time after `log` during which points may be lost if the process is killed, because they are only in memory. Checkpoints include
             such points.
         is_given: Whether the user began the run and will end it; set by `prepare`.
-        is_continued: Whether such a run already has values from an earlier process of this run; set by `start`.
+        is_continued: Whether a run that the user began has values that an earlier process of this training run logged; set by `start`.
 
     >>> class Print(Tracker):
     ...     title = "print"

@@ -109,7 +109,7 @@ class OptunaPruning(Callback):
         if self._study is not None and self._study.direction.name.lower() != wanted:
             key, direction = self._monitor.key, self._study.direction.name.lower()
             raise CallbackError(
-                f"OptunaPruning monitors {key!r}, a value to {wanted}, but the study has direction={direction!r}. Create it with direction={wanted!r}."
+                f"OptunaPruning monitors {key!r}, a value to {wanted}, but the study has direction={direction!r}. Create the study with direction={wanted!r}."
             )
 
     def _stop(self, reason: str) -> None:

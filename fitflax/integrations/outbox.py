@@ -187,7 +187,8 @@ class Outbox:
             if not self._has_warned_of_media:
                 self._has_warned_of_media = True
                 self.warn_later(
-                    f"{self.tracker.title} does not get the images of step {reading.step}: {str(error).rstrip('.')}. Later images that fail are left out, too."
+                    f"{self.tracker.title} does not receive the images of step {reading.step}: {str(error).rstrip('.')}. "
+                    "Later images that fail are left out, too."
                 )
         reading.drop_media()
         try:

@@ -38,8 +38,8 @@ def _import(name: str) -> Any:
 class RayReport(Callback):
     """Reports a run to Ray, with `ray.train.report` in a worker of Ray Train and `ray.tune.report` in a trial of Ray Tune.
 
-    When `every` is due, and once at the end, it reports the logged numbers under the names of `History`, and `step` and `epoch`. All workers report at the
-    same steps, as Ray requires.
+    When `every` fires, and once at the end, it reports the logged numbers under the names of `History`, and `step` and `epoch`. All workers report at the same
+    steps, as Ray requires.
 
     With `checkpoint=`, each report waits for the save in progress and includes that callback's best or newest checkpoint. Ray Train gets a file with the
     checkpoint's path, which `checkpoint_path` reads; the checkpoint itself is not copied, and Ray's `num_to_keep` does not delete it. Ray Tune gets a copy,

@@ -50,7 +50,9 @@ class RunStart:
         # begins again as the same run, and has the same values.
         run_id = tracker.start(f"{self.name}-{_digest(before or now)}", self.run_id, config)
         if self.run_id not in (None, run_id):
-            warn_later(f"This run was logged to {tracker.title} as {self.run_id}. It continues as {run_id}, which is active or replaces it.")
+            warn_later(
+                f"This run was logged to {tracker.title} as {self.run_id}. It continues as {run_id}: the active run, or a new one if the old run was deleted."
+            )
         if not self.has_changed or tracker.is_given or (tracker.last_step("loss") or 0) <= self.changed_step:
             return run_id, None
         tracker.finish("interrupted", {}, None)

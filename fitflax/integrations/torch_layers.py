@@ -17,7 +17,7 @@ Array = np.ndarray[Any, Any]
 
 
 def dense(theirs: str, ours: str, *, bias: bool = True, transposed: bool = True) -> list[WeightRule]:
-    """Returns the rules for `torch.nn.Linear`, `[out, in]`, as a `Dense` or `nnx.Linear`, `[in, out]`.
+    """Returns the rules that map `torch.nn.Linear`, `[out, in]`, to a `Dense` or `nnx.Linear`, `[in, out]`.
 
     Args:
         theirs: The layer's name in the file.
@@ -34,7 +34,7 @@ def dense(theirs: str, ours: str, *, bias: bool = True, transposed: bool = True)
 
 
 def conv(theirs: str, ours: str, *, bias: bool = True) -> list[WeightRule]:
-    """Returns the rules for `torch.nn.Conv1d` to `Conv3d`, `[out, in, *window]`, as a `Conv`, `[*window, in, out]`.
+    """Returns the rules that map `torch.nn.Conv1d`, `Conv2d` or `Conv3d`, `[out, in, *window]`, to a `Conv`, `[*window, in, out]`.
 
     Args:
         theirs: The layer's name in the file.
@@ -49,7 +49,7 @@ def conv(theirs: str, ours: str, *, bias: bool = True) -> list[WeightRule]:
 
 
 def embedding(theirs: str, ours: str) -> list[WeightRule]:
-    """Returns the rule for `torch.nn.Embedding` as an `Embed`.
+    """Returns the rule that maps `torch.nn.Embedding` to an `Embed`.
 
     >>> embedding("wte", "wte")[0].ours
     'params/wte/embedding'
@@ -67,7 +67,7 @@ def norm(theirs: str, ours: str) -> list[WeightRule]:
 
 
 def batch_norm(theirs: str, ours: str, *, counter: bool = True) -> list[WeightRule]:
-    """Returns the rules for `torch.nn.BatchNorm1d` to `BatchNorm3d`. Flax does not count batches, so their number is saved as 0.
+    """Returns the rules for `torch.nn.BatchNorm1d`, `BatchNorm2d` and `BatchNorm3d`. Flax does not count batches, so their number is saved as 0.
 
     Args:
         theirs: The layer's name in the file.
@@ -83,7 +83,7 @@ def batch_norm(theirs: str, ours: str, *, counter: bool = True) -> list[WeightRu
 
 
 def attention(theirs: dict[str, str], ours: str, *, num_heads: int, bias: bool = True) -> list[WeightRule]:
-    """Returns the rules for four `torch.nn.Linear` as a `MultiHeadDotProductAttention` or `nnx.MultiHeadAttention`, whose kernels have an axis for heads.
+    """Returns the rules that map four `torch.nn.Linear` to a `MultiHeadDotProductAttention` or `nnx.MultiHeadAttention`, whose kernels have a head axis.
 
     Args:
         theirs: The layers' names in the file, by `"query"`, `"key"`, `"value"` and `"out"`.

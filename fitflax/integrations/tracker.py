@@ -35,7 +35,7 @@ _SPEED_SECONDS = 1.0
 class TrackerLogger(Callback):
     """Logs a run to an experiment tracker, any `Tracker`. `WandbLogger` and `MLflowLogger` are its subclasses.
 
-    When `every` is due, at the end of each epoch, and at each validation, it logs:
+    When `every` fires, at the end of each epoch, and at each validation, it logs:
 
     * `loss` and the metrics over the epoch so far, `val_loss` and other results of this step's evaluations, under the names of `History`; `step/loss` of the
       step alone, and `step/gradients_norm` if another callback needs it; `epoch` at the end of each epoch;

@@ -44,7 +44,7 @@ def check_seed(owner: str, seed: Any) -> None:
 
 
 def strategy_of(owner: str, parallel: Any) -> Strategy:
-    """Returns the given strategy, by default `DataParallel()` over all local devices; raises `ConfigError` if it is not a strategy."""
+    """Returns the given strategy, by default `DataParallel()` over all devices; raises `ConfigError` if it is not a strategy."""
     if parallel is not None and not isinstance(parallel, Strategy):
         raise ConfigError(
             f"{owner}(parallel=...) must be a strategy, such as fitflax.parallel.DataParallel(). Received: {parallel!r}. "

@@ -66,7 +66,7 @@ class TrainLoop:
         data: As in `Trainer.fit`: `(x, y)` of arrays, or anything that yields batches `(x, y)`. A tuple `x` is several inputs; `y` may be `()`.
         steps: Total number of steps, counted from the beginning of the run. With 0 there is no limit, and the loop can only be advanced manually: an
             iteration yields nothing.
-        every: Trigger for checkpoints, besides the last step. `first(1) | every(steps=n, offset=1)` is the rule of flax_extra: 1, 1 + n, 1 + 2n, ...
+        every: Trigger for checkpoints, besides the last step. `first(1) | every(steps=n, offset=1)` is the schedule of flax_extra: 1, 1 + n, 1 + 2n, ...
         seed: Seed of all randomness.
         rngs: Names of random streams at initialization and in training, or `{"init": names, "train": names}`.
         mutable: linen's filter for collections that training may change.
@@ -74,7 +74,7 @@ class TrainLoop:
         restore_from: A checkpoint, or a directory of checkpoints. The run resumes from the newest good one, bit for bit, even inside an epoch. If
             there is none yet, a new run begins.
         storage_options: Options for a URL in `restore_from`, as in `ModelCheckpoint`.
-        parallel: Strategy; by default `DataParallel()` over all local devices.
+        parallel: Strategy; by default `DataParallel()`, over all devices of all processes.
         batch_size: Batch size for arrays; 32 by default.
         steps_per_epoch: Batches of an epoch, over which metrics are averaged; by default a pass over the data.
         shuffle: Whether arrays are shuffled each time they are iterated over.
@@ -211,7 +211,7 @@ class TrainLoop:
         return self._advance(lambda: next(self._run, None))
 
     def next_step(self) -> Checkpoint | None:
-        """Runs one step and returns its checkpoint, due or not; `None` if the run has ended."""
+        """Runs one step and returns its checkpoint, whether `every` fires or not; `None` if the run has ended."""
         return self.run(1)
 
     def run(self, steps: int) -> Checkpoint | None:
@@ -253,7 +253,7 @@ class TrainLoop:
 
     @property
     def step(self) -> int:
-        """Finished updates."""
+        """The number of finished steps."""
         return self._run.step
 
     @property
@@ -293,8 +293,8 @@ class EvalLoop:
         apply: `apply(variables, *inputs, rngs=..., mutable=...) -> (outputs, changed collections)`, such as `module.apply`; changed collections are
             discarded.
         metrics: As in `Trainer.compile`: names, metrics, functions of per-example values, or a dict of them by key.
-        data: As in `Trainer.evaluate`: `(x, y)` of arrays, or anything that yields batches. Each checkpoint is evaluated on all of it; an iterator,
-            which cannot restart, continues with its next `steps` batches.
+        data: As in `Trainer.evaluate`: `(x, y)` of arrays, or anything that yields batches. Each checkpoint is evaluated on all of it, or on the next `steps`
+            batches of an iterator, which cannot restart.
         steps: Number of batches of each evaluation; all by default.
         rngs: Names of random streams in evaluation. Their keys depend only on the state's key and the index of the batch.
         name: Name of the group of metrics.

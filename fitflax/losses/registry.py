@@ -74,7 +74,7 @@ _ALIASES = {
 
 
 def get(name: str) -> Callable[..., jax.Array]:
-    """Returns the loss with a name.
+    """Returns the loss function called `name`.
 
     Args:
         name: One of `names()`. For other aliases, such as the class names of Keras (`"MeanSquaredError"`), the error suggests the name.
@@ -104,7 +104,7 @@ def closest(name: str) -> str:
 
 
 def names() -> list[str]:
-    """Returns the names that `get` knows, sorted.
+    """Returns the names that `get` accepts, sorted.
 
     >>> "mse" in names()
     True

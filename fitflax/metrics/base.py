@@ -24,8 +24,8 @@ Direction = Literal["max", "min"]
 class Metric(abc.ABC):
     """The base class of metrics: a frozen `flax.struct.dataclass` whose fields, except `name` and `direction`, are arrays.
 
-    `empty`, `update` and `merge` return metrics of the same structure, shapes and dtypes. Only `empty` may hold scalars, or shapes that broadcast, where
-    the shape is known from the first batch on. However the examples are cut into batches, the result must be the same up to rounding.
+    `empty`, `update` and `merge` return metrics of the same structure, shapes and dtypes. Only the result of `empty` may hold scalars or arrays that
+    broadcast, where the shape follows from the first batch. The result must be the same up to rounding, however the examples are split into batches.
 
     Attributes:
         additive: Whether adding the leaves of two metrics merges them, so that one sum over devices merges the replicas.

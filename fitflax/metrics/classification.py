@@ -113,7 +113,7 @@ class _ClassScore(Counts):
 
 @struct.dataclass
 class Precision(_ClassScore):
-    """The fraction of predicted positives that are correct: `tp / (tp + fp)`, in sums of weights; 0 if there are none.
+    """The fraction of predicted positives that are correct: `tp / (tp + fp)`, in weighted counts; 0 if there are none.
 
     Same as scikit-learn's `precision_score(zero_division=0)`. The shapes determine the classes, for this metric and for `Recall`, `FBeta`, `F1`,
     `Specificity` and `MeanIoU`:
@@ -160,7 +160,7 @@ class Precision(_ClassScore):
 
 @struct.dataclass
 class Recall(_ClassScore):
-    """The fraction of positives that are found: `tp / (tp + fn)`, in sums of weights; 0 if there are none. Also called sensitivity.
+    """The fraction of positives that are found: `tp / (tp + fn)`, in weighted counts; 0 if there are none. Also called sensitivity.
 
     Same as scikit-learn's `recall_score(zero_division=0)`. See `Precision` for shapes, invalid targets and attributes.
 
@@ -179,7 +179,7 @@ class Recall(_ClassScore):
 
 @struct.dataclass
 class FBeta(_ClassScore):
-    """The weighted harmonic mean of precision and recall: `(1 + b^2) tp / ((1 + b^2) tp + b^2 fn + fp)`; 0 if all counts are.
+    """The weighted harmonic mean of precision and recall: `(1 + b^2) tp / ((1 + b^2) tp + b^2 fn + fp)`; 0 if all counts are 0.
 
     Same as scikit-learn's `fbeta_score(zero_division=0)` (van Rijsbergen, 1979): recall counts `beta` times as much as precision. See `Precision` for
     shapes, invalid targets and the other attributes.
@@ -212,7 +212,7 @@ class FBeta(_ClassScore):
 
 
 def F1(*, average: Average | None = "auto", threshold: float = 0.0, multi_label: bool = False, name: str = "f1") -> FBeta:
-    """Returns the harmonic mean of precision and recall: `2 tp / (2 tp + fn + fp)`; 0 if all counts are.
+    """Returns the harmonic mean of precision and recall: `2 tp / (2 tp + fn + fp)`; 0 if all counts are 0.
 
     Same as scikit-learn's `f1_score(zero_division=0)`, and as `FBeta` with `beta=1`. See `Precision` for shapes, invalid targets and arguments.
 
@@ -234,7 +234,7 @@ def F1(*, average: Average | None = "auto", threshold: float = 0.0, multi_label:
 
 @struct.dataclass
 class Specificity(_ClassScore):
-    """The fraction of negatives that are predicted as negative: `tn / (tn + fp)`, in sums of weights; 0 if there are none.
+    """The fraction of negatives that are predicted as negative: `tn / (tn + fp)`, in weighted counts; 0 if there are none.
 
     For one logit it is the recall of class 0; for classes, each one against all others. See `Precision` for shapes, invalid targets and attributes.
 
@@ -255,9 +255,9 @@ class Specificity(_ClassScore):
 class MeanIoU(_ClassScore):
     """Intersection over union, `tp / (tp + fp + fn)`, averaged over the classes that occur; the usual score for segmentation.
 
-    Same as scikit-learn's `jaccard_score(average="macro")` and `MeanIoU` of Keras. One logit makes two classes, and both count. For images, outputs are
-    `[batch, height, width, classes]`, targets `[batch, height, width]`, and weights `[batch]` or one per pixel. To exclude pixels, give them weight 0.
-    See `Precision` for other shapes, invalid targets and the other attributes.
+    Same as scikit-learn's `jaccard_score(average="macro")` and `MeanIoU` of Keras. One logit stands for two classes, and both count. For images, outputs are
+    `[batch, height, width, classes]`, targets `[batch, height, width]`, and weights `[batch]` or one per pixel. To exclude pixels, give them weight 0. See
+    `Precision` for other shapes, invalid targets and the other attributes.
 
     Attributes:
         average: As for `Precision`, but `"macro"` by default.

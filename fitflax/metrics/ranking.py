@@ -44,15 +44,15 @@ def AUC(
     ranked follows from the shapes, as for `Precision`: one logit per example; logits of classes, whose softmax ranks each class against all others; or,
     with `multi_label`, each column by its logit.
 
-    An undefined area is NaN: ROC with a single class, PR without positives. Averages are over the defined columns, and NaN if there are none,
-    as without any examples; scikit-learn warns, and returns NaN or 0. An invalid class label excludes its example; among binary labels, a
-    target that is neither 0 nor 1 excludes only itself. A NaN score makes the value NaN.
+    An undefined area is NaN: ROC with a single class, PR without positives. Averages cover the defined columns only; without any of these, or without
+    examples, they are NaN. scikit-learn warns, and returns NaN or 0. An invalid class label excludes its example; among binary labels, a target that is
+    neither 0 nor 1 excludes only itself. A NaN score makes the value NaN.
 
     Args:
         curve: `"ROC"` or `"PR"`.
-        num_thresholds: `None` keeps the scores, labels and weights of all examples and is exact, but the value is only available at the end of an epoch
-            or evaluation. An integer sorts the sigmoid or softmax into that many equal bins from 0 to 1: memory is fixed, batches log the value, and the
-            value is exact for scores rounded to their bins. The default of Keras is 200.
+        num_thresholds: `None` keeps the scores, labels and weights of all examples and is exact, but the value is only available at the end of an epoch or
+            evaluation. An integer sorts the sigmoid or softmax into that many equal bins from 0 to 1: memory is fixed, the value is also logged for batches,
+            and it is exact for scores rounded to their bins. The default of Keras is 200.
         average: Average over classes or columns: `"macro"`, the mean; `"weighted"`, the mean weighted by positives; `"micro"`, all columns as one
             ranking; `None`, an array of one area per column. No effect for one logit.
         multi_label: Whether the last axis holds independent binary labels.

@@ -48,7 +48,7 @@ _METRICS: dict[str, Callable[..., Any]] = {
 
 
 def get(name: str) -> Metric:
-    """Returns the metric with a name, which is also its log key.
+    """Returns the metric called `name`, which is also its log key.
 
     Args:
         name: One of `names()`, which include the names of all losses.
@@ -70,7 +70,7 @@ def get(name: str) -> Metric:
 
 
 def names() -> list[str]:
-    """Returns the names that `get` knows, sorted.
+    """Returns the names that `get` accepts, sorted.
 
     >>> "accuracy" in names() and "mse" in names()
     True

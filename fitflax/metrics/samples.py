@@ -21,10 +21,10 @@ __all__ = ["SampleCollector"]
 class SampleCollector(Metric):
     """A uniform random sample of the examples, `[max_size, ...]`, in the order of the data.
 
-    Each example gets a random priority that depends on `seed` and on its position in the pass; the `max_size` lowest are kept (bottom-k sampling). So
-    the sample does not depend on the batch size or the number of devices, and merging two metrics samples from both. Until the end of the pass, the
-    host, and any checkpoint inside of an epoch, keeps the rows of all examples, as for an exact AUC. If they are too large, let `fn` return less. The
-    sample is in the logs, in the result of `evaluate` and in TensorBoard, but not in `History`.
+    Each example gets a random priority that depends on `seed` and on its position in the pass; the `max_size` lowest are kept (bottom-k sampling). So the
+    sample does not depend on the batch size or the number of devices, and merging two metrics samples from both. Until the end of the pass, the host keeps the
+    rows of all examples, as for an exact AUC, and so does a checkpoint inside an epoch. If they are too large, let `fn` return less. The sample is in the
+    logs, in the result of `evaluate` and in TensorBoard, but not in `History`.
 
     Attributes:
         max_size: Maximum number of examples in the sample.

@@ -178,8 +178,8 @@ class NNXModel(Model):
         added = [f"{'/'.join(map(str, path))} ({type(leaf).__name__})" for path, leaf in new.items() if not self._filters.is_sown(leaf)]
         if added:
             raise ModelError(
-                f"{self.name} adds variables while it runs: {listed(added)}. Create all variables in __init__. To record values, use "
-                "self.sow(nnx.Intermediate, name, value). Initialize a linen module in nnx.bridge.ToNNX with lazy_init(x) first."
+                f"{self.name} adds variables while it runs: {listed(added)}. Create all variables in __init__; for a linen module in nnx.bridge.ToNNX, call "
+                "lazy_init(x) first. To record values, use self.sow(nnx.Intermediate, name, value)."
             )
 
     # -- custom losses --

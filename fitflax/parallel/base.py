@@ -140,7 +140,7 @@ class Strategy(abc.ABC):
         """Returns the shapes, dtypes and shardings of `put_state(state)` without moving data.
 
         Raises:
-            ShardingError: The axis names of arrays do not fit the devices; lists all of them.
+            ShardingError: The axis names of arrays do not fit the devices; the message lists all of them.
         """
 
     @abc.abstractmethod

@@ -19,8 +19,8 @@ _MAX_LISTED = 10
 def check_replicas(tree: PyTree, *, atol: float = 0.0, rtol: float = 0.0) -> None:
     """Checks that the copies of arrays on several devices are equal, or within a tolerance; reads all of them.
 
-    Use it to find out which array a custom step lets diverge; the state of a run is bit-for-bit identical on all replicas. NaN equals NaN. For a split
-    array, the shards that several devices hold are compared. Leaves that are not JAX arrays are ignored.
+    Use it to find the arrays that diverge in a custom step; `fit` keeps the state bit-for-bit identical on all replicas. NaN equals NaN. For a split array,
+    the shards that several devices hold are compared. Leaves that are not JAX arrays are ignored.
 
     Args:
         tree: Arrays, such as `trainer.state`.
@@ -28,7 +28,7 @@ def check_replicas(tree: PyTree, *, atol: float = 0.0, rtol: float = 0.0) -> Non
         rtol: Relative tolerance.
 
     Raises:
-        ReplicaError: Copies differ; names up to ten arrays with path, shape, device and difference.
+        ReplicaError: Copies differ; the message names up to ten arrays with path, shape, device and difference.
 
     >>> check_replicas({"w": jnp.zeros((2, 3))})
     """

@@ -47,10 +47,10 @@ class Sharded(Strategy):
 
     Args:
         mesh: Sizes of the mesh axes, the slowest first; one may be -1 for the remaining devices. Or a `jax.sharding.Mesh`.
-        rules: Mesh axes of logical names, in order of precedence, as pairs or a dict: `[("mlp", "model"), ("embed", None)]`. The mesh axes may also be
-            used directly as names. Without a rule for `"batch"`, batches are split over the axes `"data"` and `"fsdp"`, and that of `fsdp`.
-        fsdp: Whether to split arrays without axis names, along their largest axis that is divisible by the number of devices. `True` splits them over
-            the mesh axis `"fsdp"`, else `"data"`, else the only axis; a string names the axis. `None` is `False` with a warning if large parameters are
+        rules: Mesh axes of logical names, in order of precedence, as pairs or a dict: `[("mlp", "model"), ("embed", None)]`. The mesh axes may also be used
+            directly as names. Without a rule for `"batch"`, batches are split over the axes `"data"` and `"fsdp"`, and the one that the argument `fsdp` names.
+        fsdp: Whether to split arrays without axis names, along their largest axis that is divisible by the number of devices. `True` splits them over the mesh
+            axis `"fsdp"`, else `"data"`, else the only axis; a string names the axis. `None` is like `False`, with a warning if large parameters are
             replicated.
         fsdp_min_size: Minimum number of elements of arrays that `fsdp` splits.
         devices: Devices to use; by default all.
@@ -254,7 +254,7 @@ class Sharded(Strategy):
         whole = self.partition.describe_large(state) if self._warns else None
         if whole is not None:
             advice = " Pass Sharded(fsdp=True) to split arrays without axis names, or fsdp=False if this is intended." if not self.partition.fsdp_axes else ""
-            remarks.append(f"Large parameters are whole on each of {self.mesh.size} devices: {whole}.{advice}")
+            remarks.append(f"Large parameters are replicated on {self.mesh.size} devices: {whole}.{advice}")
         return " ".join(remarks) or None
 
     @override

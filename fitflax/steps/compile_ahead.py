@@ -75,7 +75,7 @@ def enable_compilation_cache(directory: str | os.PathLike[str] | None = None) ->
             uses, or `fitflax/xla` in the user's cache directory (`XDG_CACHE_HOME`, else `~/.cache`).
 
     Raises:
-        ConfigError: It is not a local directory, or is not writable.
+        ConfigError: `directory` is not local, or is not writable.
 
     Warns:
         FitflaxWarning: JAX's option `jax_enable_compilation_cache` is off, so nothing is stored.

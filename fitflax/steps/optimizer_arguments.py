@@ -71,8 +71,8 @@ def _explain_errors(what: str, params: PyTree) -> Iterator[None]:
         text, hint = f"{type(error).__name__}: {text}", ""
         if "'fast'" in text or "LookaheadParams" in text:
             hint = (
-                " optax.lookahead takes LookaheadParams, but a trainer passes parameters. Keep the slow parameters in the optimizer state, as in the guide "
-                "Average the parameters, or use compile(ema_decay=0.99)."
+                " optax.lookahead takes LookaheadParams, but a trainer passes parameters. Keep the slow parameters in the optimizer state (see the guide "
+                "'Average the parameters'), or use compile(ema_decay=0.99)."
             )
         elif "FrozenDict" in text:
             text = "a mask or labels are a FrozenDict, but the parameters are dicts"

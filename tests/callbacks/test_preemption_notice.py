@@ -136,7 +136,7 @@ def test_invalid_arguments_are_immediate_errors_and_the_callback_can_be_pickled(
     with pytest.raises(CallbackError, match=r"must be 'aws', 'gce' or a path. Received: 'azure'. If it is a file, pass './azure'."):
         PreemptionNotice("azure")
     with pytest.raises(
-        CallbackError, match=r"does not accept names of signals. Received: 'SIGTERM'. Pass the signal, such as signal.SIGUSR1. SIGTERM needs no callback"
+        CallbackError, match=r"does not accept names of signals. Received: 'SIGTERM'. Pass the signal, such as signal.SIGUSR1; SIGTERM needs no callback"
     ):
         PreemptionNotice("SIGTERM")
     with pytest.raises(CallbackError, match="not needed for"):

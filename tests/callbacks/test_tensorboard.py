@@ -613,7 +613,7 @@ def test_a_resume_without_the_event_files_of_the_run_warns(tmp_path):
 
     start(2)
     shutil.rmtree(tmp_path / "board")
-    with pytest.warns(FitflaxWarning, match=r"board has no event files of this run, which had written some"):
+    with pytest.warns(FitflaxWarning, match=r"board no longer has the event files of this run"):
         start(3)
     assert list(shown(tmp_path / "board")["train"]["loss"]) == [15]
 

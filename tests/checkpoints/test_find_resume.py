@@ -108,7 +108,7 @@ def test_checkpoints_of_another_version_are_skipped_only_if_another_one_can_be_r
         patch.setattr(json_documents, "FORMAT_VERSION", 99)
         save(store, 2)
     for resume in ("auto", True):
-        with pytest.raises(CheckpointError, match=r"No checkpoint in .* can be read here\. They may be intact, so nothing was changed\. step_00000002: "):
+        with pytest.raises(CheckpointError, match=r"The checkpoints in .* cannot be read here\. They may be intact, so nothing was changed\. step_00000002: "):
             find_resume(resume, [store])
     (store.directory / "retention.json").unlink()
     save(store, 1)

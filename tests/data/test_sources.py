@@ -120,7 +120,7 @@ def test_a_position_between_batches_is_an_error():
     feed = Feed(stream(), Batcher(size=4), Position(0, 6))
     with (
         pytest.warns(FitflaxWarning, match="cannot seek"),
-        pytest.raises(DataError, match=r"used 6 examples of this pass, which is now inside a batch that ends at 8"),
+        pytest.raises(DataError, match=r"after 6 examples of this pass, is inside a batch that ends after 8"),
     ):
         feed.next()
 

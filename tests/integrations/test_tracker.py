@@ -93,7 +93,7 @@ def test_a_figure_that_cannot_be_drawn_is_omitted_with_one_warning():
     with pytest.warns(FitflaxWarning) as caught:
         trained(logger_of(tracker), net=Sower(), steps=8)
     (message,) = [str(warning.message) for warning in caught]
-    assert message.startswith("Memory does not get the images of step 2") and "summaries/figure cannot be drawn: ValueError: no such axis" in message
+    assert message.startswith("Memory does not receive the images of step 2") and "summaries/figure cannot be drawn: ValueError: no such axis" in message
     assert {step for key, step in values_of(next(iter(tracker.runs.values()))) if key == "loss"} == {2, 4, 5, 6, 8}
 
 

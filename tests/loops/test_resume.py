@@ -737,7 +737,7 @@ def test_a_run_with_only_checkpoints_of_another_version_does_not_start_over(tmp_
     damage(tmp_path / "run/checkpoints/step_00000005", "metadata of another version")
     before = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
     result = run(tmp_path / "run", epochs=2, raises=CheckpointError)
-    assert "can be read here. They may be intact, so nothing was changed. step_00000005: metadata.json has format" in str(result.error)
+    assert "cannot be read here. They may be intact, so nothing was changed. step_00000005: metadata.json has format" in str(result.error)
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == before
 
 

@@ -856,7 +856,7 @@ def test_large_parameters_that_stay_whole_cause_one_warning():
         return [str(warning.message) for warning in caught]
 
     (message,) = build()
-    assert message.startswith("Large parameters are whole on each of 8 devices: params/kernel (2.0 MB, no axis names); 2.0 MB in total")
+    assert message.startswith("Large parameters are replicated on 8 devices: params/kernel (2.0 MB, no axis names); 2.0 MB in total")
     assert "Pass Sharded(fsdp=True) to split arrays without axis names" in message
     assert build(fsdp=False) == build(fsdp=True) == []
     (message,) = build(fsdp=True, fsdp_min_size=2**30)

@@ -35,7 +35,7 @@ def load_inference_state(path: str | os.PathLike[str], *, storage_options: Mappi
         CorruptCheckpointError: It is damaged. Parts that are not read are not checked.
 
     Warns:
-        FitflaxWarning: The run evaluated other parameters.
+        FitflaxWarning: The run evaluated parameters other than the trained ones.
 
     >>> import fitflax, tempfile
     >>> from flax import linen as nn

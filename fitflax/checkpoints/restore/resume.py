@@ -45,7 +45,7 @@ def find_resume(resume: str | os.PathLike[str] | bool | None, stores: Sequence[C
     if saved is None and unreadable:
         # They may be intact, and a new run would replace them.
         faults = " ".join(map(str, unreadable))
-        raise CheckpointError(f"No checkpoint in {stores[0].directory} can be read here. They may be intact, so nothing was changed. {faults}")
+        raise CheckpointError(f"The checkpoints in {stores[0].directory} cannot be read here. They may be intact, so nothing was changed. {faults}")
     for error in skipped:
         what = "a damaged checkpoint" if isinstance(error, CorruptCheckpointError) else "a checkpoint that cannot be read here"
         warn(f"Resuming: skipped {what}: {error}")

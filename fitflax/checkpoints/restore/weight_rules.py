@@ -31,8 +31,8 @@ class WeightRule:
         theirs: The name in the file, or several names whose arrays `load` receives together.
         ours: The path in the model, `params/...` or that of another collection, or several paths, for which `load` returns a tuple. `None` drops the
             array, such as a buffer that the model does not have.
-        load: Converts their arrays to ours: `load(array, ...)`. By default, the array is unchanged.
-        save: Converts our arrays to theirs, for `save_weights`. A rule with `load` and without `save` cannot be used to save.
+        load: The function `load(array, ...)` that converts their arrays to ours. By default, the array is unchanged.
+        save: The function that converts our arrays to theirs, for `save_weights`. A rule with `load` and without `save` cannot be used to save.
         optional: Whether the rule may match nothing.
 
     Raises:

@@ -72,7 +72,7 @@ class CheckpointStore:
     Args:
         directory: The directory, which need not exist.
         backend: The format of states: `"msgpack"`, one file that flax can read, or `"orbax"`. A directory can contain both.
-        storage_options: Options of obstore's stores for a URL, such as `endpoint` or `access_key_id`, in addition to what they find themselves.
+        storage_options: For a URL, the arguments of obstore's store that the environment does not provide, such as `endpoint` or `access_key_id`.
 
     Raises:
         CheckpointError: The backend does not exist or does not support URLs, or the URL is not supported.
@@ -199,12 +199,12 @@ class CheckpointStore:
     def newest_good(
         self, roots: Collection[str] = WHOLE, *, accepts: Callable[[Saved], bool] = lambda saved: True, together: CollectiveRead | None = None
     ) -> tuple[Saved | None, list[CheckpointError]]:
-        """Returns the newest checkpoint that verifies, or `None`, and an error for each newer one, which begins with its name.
+        """Returns the newest checkpoint that passes verification, or `None`, and for each newer one an error that begins with its name.
 
         Args:
             roots: The parts to read, as in `checkpoint_files.read_checkpoint`.
-            accepts: Returns whether to accept a good checkpoint; others are skipped silently.
-            together: What is known of other processes, if several read together.
+            accepts: A function that returns whether to accept a good checkpoint; others are skipped silently.
+            together: Facts about the other processes, if several read together.
         """
         skipped: list[CheckpointError] = []
         passed = set() if together is None else set(together.damaged)
@@ -228,8 +228,8 @@ class CheckpointStore:
     def claim(self, run_id: str, *, overwrite: bool) -> None:
         """Claims the directory for a run, and cleans up after processes that died in it. Call it before the first step.
 
-        With `overwrite`, another run's checkpoints are set aside. They are deleted once the first new one is complete; if there never is one, the next claim
-        restores them. Otherwise, `DirectoryInUseError` is raised, and nothing is changed, as if another run is using the directory.
+        With `overwrite`, another run's checkpoints are set aside. They are deleted once the first new one is complete; if none is ever saved, the next claim
+        restores them. Without `overwrite`, or if another run is using the directory, `DirectoryInUseError` is raised, and nothing is changed.
         """
         with disk_errors("claim", self.directory):
             self._files.make()
@@ -301,7 +301,7 @@ class CheckpointStore:
         also: Collection[str] = (),
         collective: CollectiveSave | None = None,
     ) -> Location:
-        """Writes a checkpoint and, once it is complete and on the disk, deletes those that no owner wants anymore.
+        """Writes a checkpoint and, once it is complete and on the disk, deletes those that no owner keeps anymore.
 
         If another owner has saved the step in this process and run, the owner is added without writing again. Any other checkpoint of the same step is
         replaced.
@@ -312,7 +312,7 @@ class CheckpointStore:
             run: Everything else that a resume needs.
             metadata: At least `run_id`; `step` and the `process` are added.
             owner: The owner of the checkpoint.
-            keep: The steps that this owner wants from now on, besides `step`.
+            keep: The steps that this owner keeps from now on, besides `step`.
             also: Owners that will save the same step next. If the process dies before they do, they own it too.
             collective: The collective save that this process leads, if any.
 
@@ -366,7 +366,7 @@ class CheckpointStore:
 
     @_first_process_only
     def retain(self, owner: str, keep: Collection[int]) -> None:
-        """Changes the steps that an owner wants, and deletes those that no owner wants anymore."""
+        """Changes the steps that an owner keeps, and deletes those that no owner keeps anymore."""
         with disk_errors("delete checkpoints in", self.directory):
             self._files.check_held()
             present = self.steps()
