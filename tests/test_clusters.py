@@ -1,4 +1,7 @@
-"""The files in examples/cluster: small stand-ins do what Slurm and Kubernetes would do with them, and the real schemas validate their structure."""
+"""The files in examples/cluster: small stand-ins do what Slurm and Kubernetes would do with them, and the real schemas validate their structure.
+
+With `FITFLAX_SOAK`, a Slurm job is preempted ten times instead of four.
+"""
 
 import os
 import pathlib
@@ -18,6 +21,7 @@ from tests.test_many_processes import PIPES, environment
 
 CLUSTER = pathlib.Path(__file__).resolve().parent.parent / "examples" / "cluster"
 SECONDS = 300
+IS_SOAK = int(os.environ.get("FITFLAX_SOAK", "0")) > 0
 pytestmark = pytest.mark.timeout(5 * SECONDS)  # A job is started up to eleven times.
 
 SRUN = """#!{python}
@@ -107,15 +111,15 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Slurm:
 
 
 @pytest.mark.slow
-def test_a_slurm_job_preempted_ten_times_ends_bit_for_bit_like_an_uninterrupted_one(uninterrupted, process_env, tmp_path):
+def test_a_slurm_job_that_is_preempted_ends_bit_for_bit_like_an_uninterrupted_one(uninterrupted, process_env, tmp_path):
     slurm, draws, codes = Slurm(tmp_path / "preempted", process_env), random.Random(5), []
     slurm.notice_lost_tasks_sooner()
-    for _ in range(10):
+    kinds = ["time is over", "one is told", "notice", "node fails"]
+    for kind in draws.sample(kinds, 4) + (draws.choices(kinds, k=6) if IS_SOAK else []):
         job = slurm.start(*STEPS)
         tasks = slurm.tasks()
         slurm.wait_for_epoch()
         time.sleep(draws.uniform(0, 2))
-        kind = draws.choice(["time is over", "one is told", "notice", "node fails"])
         victims = tasks if kind == "time is over" else [draws.choice(tasks)]
         number = {"notice": signal.SIGUSR1, "node fails": signal.SIGKILL}.get(kind, signal.SIGTERM)
         for task in victims:
