@@ -3,6 +3,8 @@
 PYTHON ?= python3
 # The number of processes that run tests.
 WORKERS ?= 2
+# The number of slowest tests to list; 0 lists all.
+DURATIONS ?= 40
 VENV := .venv
 DEMO_VENV := .venv-demo
 BIN := $(VENV)/bin
@@ -59,7 +61,7 @@ lint: venv
 	$(BIN)/mypy --strict fitflax
 
 # A test that fails is run once more, alone. tests/flaky.py reports it as flaky if it passes then.
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -p tests.flaky --durations=40
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -p tests.flaky --durations=$(DURATIONS)
 # XLA's optimizations take a quarter of the time, and only slow tests marked `optimized` depend on them.
 UNOPTIMIZED := JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTEST)
 

@@ -128,6 +128,7 @@ def test_what_eager_steps_return_shares_no_buffers():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((before.params, before.model_state)))
 
 
+@pytest.mark.slow
 def test_without_jit_every_step_is_a_separate_call():
     batches: list[int] = []
     trainer = make(run_eagerly=True, steps_per_call=4)

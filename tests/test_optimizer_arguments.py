@@ -301,6 +301,7 @@ def test_schedule_free_optimizers_are_evaluated_at_their_averages(name, place, t
     assert trainer.evaluate(X, Y, verbose=0)["loss"] == pytest.approx(min(history["val_loss"]), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_members_of_an_ensemble_are_evaluated_at_their_own_averages():
     ensemble = fitflax.Trainer(MODEL, ensemble=2, parallel=one_device())
     ensemble.compile(schedule_free(), "sparse_categorical_crossentropy")
@@ -309,6 +310,7 @@ def test_members_of_an_ensemble_are_evaluated_at_their_own_averages():
         np.testing.assert_allclose(ensemble.predict(X)[:, member], ensemble.select(member).predict(X), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_schedule_free_optimizers_can_be_evaluated_otherwise(tmp_path):
     trainer = make(optax.chain(schedule_free()), eval_params=lambda opt_state, params: params)
     trainer.fit(X, Y, verbose=0, epochs=3)

@@ -84,6 +84,7 @@ def test_without_a_state_it_starts_from_the_initial_state_and_leaves_none():
         trainer.state  # noqa: B018 (reading it is what fails)
 
 
+@pytest.mark.slow
 def test_the_bad_step_of_a_run_that_terminate_on_nan_ended_is_found_from_its_checkpoints(tmp_path):
     x, watch = with_bad_example(7), TerminateOnNaN()
     trainer = make_trainer()

@@ -162,7 +162,7 @@ def signal_group(directory: pathlib.Path, env: dict[str, str], number: int, wher
             process.wait()
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["step", "validation", "first batch"])
 def test_sigterm_to_a_run_and_the_workers_of_its_loader_saves_and_exits_with_143(where, tmp_path, process_env):
     out, err = signal_group(tmp_path, process_env, signal.SIGTERM, where, has_handler=False, status=143)

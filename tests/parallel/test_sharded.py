@@ -368,7 +368,8 @@ def test_logical_constraints_apply_in_fit_evaluate_and_predict_without_recompila
     assert again.names == []
 
 
-@pytest.mark.parametrize("strategy", [fsdp, pytest.param(mesh_4x2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [fsdp, mesh_4x2])
 def test_training_evaluation_and_prediction_are_each_compiled_once(strategy, compilations):
     trainer = trainer_of(strategy(), optimizer=optax.adam(0.01))
     with compilations.counted() as counted:
