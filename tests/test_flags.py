@@ -28,7 +28,7 @@ class Flag:
     """
 
     setting: str
-    results: Literal["bitwise identical", "same up to rounding", "other numbers"]
+    results: Literal["bit-for-bit identical", "same up to rounding", "other numbers"]
     about: str
     env: dict[str, str] = dataclasses.field(default_factory=dict)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -40,26 +40,26 @@ def variable(setting: str, results: Any, about: str, **options: Any) -> Flag:
 
 
 FLAGS = (
-    variable("JAX_DEBUG_NANS=1", "bitwise identical", "the first NaN is a `FloatingPointError` at the line that made it"),
+    variable("JAX_DEBUG_NANS=1", "bit-for-bit identical", "the first NaN is a `FloatingPointError` at the line that made it"),
     variable("JAX_DISABLE_JIT=1", "same up to rounding", "nothing is compiled: `print` and debuggers see numbers; `with jax.disable_jit():` for a block"),
     Flag("`compile(..., run_eagerly=True)`", "same up to rounding", "the same for one trainer, which must use a single device", options={"run_eagerly": True}),
-    variable("JAX_TRANSFER_GUARD=disallow", "bitwise identical", 'an implicit transfer is an error; `with jax.transfer_guard("disallow"):` for a block'),
-    variable("JAX_DEBUG_INFS=1", "bitwise identical", "the same as `JAX_DEBUG_NANS` for infinities"),
-    variable("JAX_TRANSFER_GUARD=log", "bitwise identical", "implicit transfers are printed"),
-    variable("JAX_CHECK_TRACER_LEAKS=1", "bitwise identical", "a traced value that outlives its trace is an error"),
-    variable("JAX_DEBUG_KEY_REUSE=1", "bitwise identical", "a random key that is used twice is an error"),
-    variable("JAX_LEGACY_PRNG_KEY=error", "bitwise identical", "`jax.random.PRNGKey` is an error; the library uses typed keys"),
-    variable("JAX_NUMPY_RANK_PROMOTION=raise", "bitwise identical", "broadcasting of arrays of different ranks is an error"),
+    variable("JAX_TRANSFER_GUARD=disallow", "bit-for-bit identical", 'an implicit transfer is an error; `with jax.transfer_guard("disallow"):` for a block'),
+    variable("JAX_DEBUG_INFS=1", "bit-for-bit identical", "the same as `JAX_DEBUG_NANS` for infinities"),
+    variable("JAX_TRANSFER_GUARD=log", "bit-for-bit identical", "implicit transfers are printed"),
+    variable("JAX_CHECK_TRACER_LEAKS=1", "bit-for-bit identical", "a traced value that outlives its trace is an error"),
+    variable("JAX_DEBUG_KEY_REUSE=1", "bit-for-bit identical", "a random key that is used twice is an error"),
+    variable("JAX_LEGACY_PRNG_KEY=error", "bit-for-bit identical", "`jax.random.PRNGKey` is an error; the library uses typed keys"),
+    variable("JAX_NUMPY_RANK_PROMOTION=raise", "bit-for-bit identical", "broadcasting of arrays of different ranks is an error"),
     variable("JAX_NUMPY_DTYPE_PROMOTION=strict", "other numbers", "mixing dtypes is an error; optax's Adam mixes them, its SGD does not", sgd=True),
-    variable("JAX_ENABLE_CHECKS=1", "bitwise identical", "JAX checks its own work"),
+    variable("JAX_ENABLE_CHECKS=1", "bit-for-bit identical", "JAX checks its own work"),
     variable("JAX_ENABLE_X64=1", "other numbers", "64-bit types are allowed"),
     variable("JAX_DEFAULT_PRNG_IMPL=rbg", "other numbers", "another random generator, faster on TPUs"),
     variable("JAX_DEFAULT_PRNG_IMPL=unsafe_rbg", "other numbers", "another one, faster still"),
     variable("JAX_THREEFRY_PARTITIONABLE=0", "other numbers", "random numbers as of older JAX versions"),
-    variable("JAX_LOG_COMPILES=1", "bitwise identical", "every compilation is printed"),
-    variable("JAX_TRACEBACK_FILTERING=off", "bitwise identical", "tracebacks show JAX's own frames"),
-    variable("PYTHONOPTIMIZE=2", "bitwise identical", "Python leaves out assertions and docstrings"),
-    variable("PYTHONWARNINGS=error", "bitwise identical", "every warning is an error"),
+    variable("JAX_LOG_COMPILES=1", "bit-for-bit identical", "every compilation is printed"),
+    variable("JAX_TRACEBACK_FILTERING=off", "bit-for-bit identical", "tracebacks show JAX's own frames"),
+    variable("PYTHONOPTIMIZE=2", "bit-for-bit identical", "Python leaves out assertions and docstrings"),
+    variable("PYTHONWARNINGS=error", "bit-for-bit identical", "every warning is an error"),
     Flag("eight CPU devices", "other numbers", "dropout and batch statistics are those of each device's shard", options={"devices": 8}),
 )
 # Options that are set together, because a process takes longer to start than to train.
@@ -124,7 +124,7 @@ def test_a_complete_run_passes_under_debugging_options(name, reference, tmp_path
     if name == "logs":
         env, options = env | {"JAX_EXPLAIN_CACHE_MISSES": "1"}, options | {"again": True}
     found, log = run(tmp_path, flag_env, env, options)
-    if results == "bitwise identical":
+    if results == "bit-for-bit identical":
         assert found == reference
     elif results == "same up to rounding":
         assert_close(found, reference)
