@@ -314,8 +314,7 @@ def test_a_stateful_data_loader_over_a_stream_resumes_with_all_batches(k, buffer
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
 @pytest.mark.slow
-@pytest.mark.parametrize("k", [2, 3, 4])
-@pytest.mark.parametrize("buffer", [None, 5], ids=["in order", "shuffled with a buffer"])
+@pytest.mark.parametrize(("k", "buffer"), [(2, None), (3, None), (4, 5)])
 @forks[0]
 @forks[1]
 def test_persistent_workers_over_a_stream_resume_with_all_batches(k, buffer, tmp_path):
