@@ -6,6 +6,8 @@ glossary. Pages and docstrings must also pass proselint.
 
 import ast
 import io
+import itertools
+import multiprocessing
 import pathlib
 import re
 import sys
@@ -20,11 +22,6 @@ from proselint.tools import LintFile
 from tests.test_docs import FENCE, ROOT, relative
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
-CODE = [
-    ROOT / "examples",
-    ROOT / "benchmarks",
-    *(path for path in sorted((ROOT / "fitflax").iterdir()) if path.suffix == ".py" or path.joinpath("__init__.py").is_file()),
-]
 
 OUTPUT = {"", "text", "console"}  # Languages of blocks that show what a program prints.
 
@@ -166,27 +163,27 @@ def proselint_results(text: str) -> Iterator[tuple[int, str]]:
         yield result.pos[0], f"{result.check_result.check_path}: {result.check_result.message}"
 
 
-def faults() -> Iterator[str]:
-    """Yields what is wrong in the pages and the code of the project."""
+def faults_of_page(path: pathlib.Path) -> list[str]:
+    """Returns what is wrong in a Markdown page."""
+    text = path.read_text(encoding="utf-8")
+    text = without_glossary(text) if path.name == "CONTRIBUTING.md" else text
+    return located(path, listed_phrases(prose(text)), proselint_results(prose(text, keeps_code=False)))
 
-    def located(path: pathlib.Path, found: Iterator[tuple[int, str]]) -> Iterator[str]:
-        return (f"{relative(path)}:{line}: {message}" for line, message in sorted(found))
 
-    for path in PAGES:
-        text = path.read_text(encoding="utf-8")
-        text = without_glossary(text) if path.name == "CONTRIBUTING.md" else text
-        yield from located(path, listed_phrases(prose(text)))
-        yield from located(path, proselint_results(prose(text, keeps_code=False)))
-    for path in CODE:
-        for module in [path] if path.is_file() else sorted(path.rglob("*.py")):
-            source = module.read_text(encoding="utf-8")
-            yield from located(module, listed_phrases(texts(source)))
-            yield from located(module, proselint_results(docstrings(source)))
-    for module in sorted((ROOT / "tests").rglob("*.py")):
-        yield from located(module, listed_phrases(names_and_comments(module.read_text(encoding="utf-8"))))
+def faults_of_module(path: pathlib.Path) -> list[str]:
+    """Returns what is wrong in a Python module; of tests, messages and proselint's results do not count."""
+    source = path.read_text(encoding="utf-8")
+    if ROOT / "tests" in path.parents:
+        return located(path, listed_phrases(names_and_comments(source)))
+    return located(path, listed_phrases(texts(source)), proselint_results(docstrings(source)))
+
+
+def located(path: pathlib.Path, *found: Iterator[tuple[int, str]]) -> list[str]:
+    return [f"{relative(path)}:{line}: {message}" for line, message in sorted(itertools.chain(*found))]
 
 
 if __name__ == "__main__":
-    messages = list(faults())
-    print("\n".join(messages), file=sys.stderr)
-    sys.exit(bool(messages))
+    modules = sorted(path for name in ("benchmarks", "examples", "fitflax", "tests") for path in (ROOT / name).rglob("*.py"))
+    with multiprocessing.Pool() as pool:
+        pages, code = pool.map_async(faults_of_page, PAGES), pool.map_async(faults_of_module, modules, chunksize=10)
+        sys.exit("\n".join(itertools.chain(*pages.get(), *code.get())) or None)

@@ -84,7 +84,7 @@ class JSONLogger(EpochFile):
             raise self._cannot_read(error) from error
         except UnicodeDecodeError as error:
             raise self._invalid_file("it is not a text file") from error
-        lines = []
+        lines: list[str] = []
         for number, line in enumerate(io.StringIO(text), start=1):
             if not line.strip():
                 continue
