@@ -151,6 +151,7 @@ class Older(nn.Module):
         return nn.Dense(3, name="head")(partitioning.with_sharding_constraint(x @ kernel, ("batch", "mlp")))
 
 
+@pytest.mark.slow
 def test_names_in_a_separate_collection_are_found_and_kept_out_of_the_state():
     trainer, state = state_of(Older())
     assert state.model_state == {}

@@ -277,6 +277,7 @@ def test_other_frameworks_train_the_same_models_about_as_well(name, peers):
     assert field.missing == {} and list(field.values) == ["jit", *here]
 
 
+@pytest.mark.slow
 def test_a_peer_reports_that_its_package_is_missing():
     if importlib.util.find_spec("lightning") or importlib.util.find_spec("pytorch_lightning"):
         pytest.skip("Lightning is installed")
@@ -398,6 +399,7 @@ def test_plots_are_read_from_the_tables():
     assert plots.peers("RESULTS.md").keys() == set(TRAINED) and plots.peers("RESULTS-gpu.md").keys() == {"mlp", "lm", "wide"}
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", plots.PLOTS)
 def test_a_plot_uses_the_colors_and_the_width_of_its_page(name):
     drawn = plots.figure(name)
@@ -449,6 +451,7 @@ def test_the_benchmark_of_trackers_runs_and_prints_its_ratios():
 # -- real models --
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(("name", "millions"), [("gpt2", 124.440), ("resnet50", 25.557), ("vit_b16", 86.568), ("encoder_decoder", 124.296), ("unet", 35.746)])
 def test_real_models_have_as_many_parameters_as_the_published_ones(name, millions):
     workload = real_workload(name)

@@ -229,6 +229,7 @@ def test_a_mesh_runs_eagerly_on_all_its_devices():
     assert eager.state.params["Dense_0"]["kernel"].sharding == compiled.state.params["Dense_0"]["kernel"].sharding
 
 
+@pytest.mark.slow
 def test_a_memory_summary_requires_a_compiled_step():
     with pytest.raises(ConfigError, match=r"needs a compiled step\. Remove what disables jit"):
         make(run_eagerly=True).summary((X[:4], Y[:4]), memory=True)

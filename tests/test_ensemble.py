@@ -162,6 +162,7 @@ def test_a_member_that_diverges_is_never_selected_and_does_not_affect_others():
     assert np.isfinite(ensemble.select("loss").evaluate(*VALID, verbose=0)["loss"])
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     ("select", "message"),
     [

@@ -189,8 +189,8 @@ def test_sown_values_do_not_accumulate():
     assert set(trainer.state.model_state) == {"batch_stats", "counts"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 3])
-@pytest.mark.mostly_slow
 def test_only_the_collectives_of_steps_transfer_data_between_devices(devices):
     """A batch is not placed on device 0 first, and an evaluation does not replicate the parameters for each batch."""
     trainer = trainer_of(Stateful(), metrics=["accuracy"], devices=devices)

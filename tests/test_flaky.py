@@ -62,6 +62,7 @@ def test_run_passes_and_names_a_test_that_passes_the_second_time_alone(tmp_path)
     assert "2 flaky" in lines[-1] and "failed" not in lines[-1] and "error" not in lines[-1]
 
 
+@pytest.mark.slow
 def test_run_fails_if_a_test_fails_twice(tmp_path):
     cases = """
     def test_unstable():

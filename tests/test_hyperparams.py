@@ -54,6 +54,7 @@ def losses(trainer: fitflax.Trainer, **options: Any) -> list[float]:
     return trainer.fit(X, Y, batch_size=8, epochs=3, verbose=0, **options).history["loss"]
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("parallel", [DataParallel, lambda: Sharded(jax.make_mesh((2,), ("data",)))], ids=["data_parallel", "sharded"])
 def test_a_trial_trains_like_a_trainer_that_was_compiled_with_its_values(parallel):
     trial = make(parallel=parallel()).with_hyperparams(learning_rate=0.1, weight_decay=0.5, seed=3)
@@ -111,6 +112,7 @@ def test_trials_work_with_an_nnx_module():
     assert first < second
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("is_built", [False, True])
 @pytest.mark.parametrize(
     ("values", "message"),

@@ -115,6 +115,7 @@ def test_requirements_are_the_agreed_ones():
     assert {distribution(requirement) for requirement in project()["dependencies"]} == REQUIRED
 
 
+@pytest.mark.slow
 def test_no_test_needs_a_peer_to_be_collected():
     """A module that imports one of them first skips itself if it is missing."""
     peers = {re.split("[^a-z-]", one.lower())[0] for one in project()["optional-dependencies"]["peers"]} | {"tensorflow", "lightning"}

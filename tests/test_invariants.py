@@ -303,6 +303,7 @@ def test_the_bound_holds_for_evaluate_and_for_loops_too(devices: Devices, in_fli
     assert max(in_flight) <= DataParallel(devices(2)).max_in_flight
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_functions_shares_the_bound_of_the_loop_that_it_follows(devices: Devices, in_flight: list[int], monkeypatch: pytest.MonkeyPatch):
     rooms: set[int] = set()
     make_room = InFlight.make_room

@@ -536,6 +536,7 @@ def test_a_warning_points_at_the_line_that_called_the_library():
     assert [warning.filename for warning in [*ended, *spoiled]] == [__file__] * 2
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     ("module", "loss", "y", "activation"),
     [
@@ -583,12 +584,14 @@ def test_methods_of_other_trainers_that_are_never_called_cause_a_warning(name, a
     type("Theirs", (subclass,), {})  # Only once, for the class that defines it.
 
 
+@pytest.mark.slow
 def test_the_warning_names_which_of_several_outputs_has_an_activation():
     with pytest.warns(FitflaxWarning, match="The module's output 'kind' ends with a softmax") as caught:
         fit(y={"kind": Y, "size": X[:, :1]}, module=Heads(), loss={"kind": LABELS, "size": "mse"})
     assert len(caught) == 1
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     ("module", "loss"),
     [
@@ -749,6 +752,7 @@ def test_a_module_that_cannot_be_evaluated_can_be_trained():
         trainer.evaluate(X, Y, verbose=0)
 
 
+@pytest.mark.slow
 def test_metrics_are_shown_in_the_order_in_which_they_were_given(tmp_path):
     trainer = fitflax.Trainer(nn.Dense(1), parallel=DataParallel(jax.devices()[:1]))
     trainer.compile("adam", "binary_crossentropy", ["auc", "accuracy", "precision"])
@@ -861,6 +865,7 @@ def test_a_decorated_override_is_called_with_the_signature_of_its_decorator():
         Bound(nn.Dense(3)).compile("adam", LABELS)
 
 
+@pytest.mark.slow
 def test_the_same_settings_in_another_form_are_not_a_change(tmp_path):
     for number, (rate, weights) in enumerate([(0.01, {0: 1.0, 1: 2.0}), (np.float64(0.01), {1: 2.0, 0: 1.0})]):
         trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(jax.devices()[:1]))

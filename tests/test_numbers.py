@@ -143,6 +143,7 @@ def test_weights_per_token_and_per_example_average_over_tokens(num_devices: int,
     np.testing.assert_allclose(logs["loss"], history, rtol=1e-5)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     "weights",
     [np.arange(ROWS), WEIGHTS.astype(np.float64), WEIGHTS > 1, WEIGHTS.astype(np.float16)],

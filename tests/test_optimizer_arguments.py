@@ -226,6 +226,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_failure_inside_the_optimizer_is_an_optimizer_error_with_the_remedy(fault):
     optimizer, message = FAULTS[fault]
@@ -233,6 +234,7 @@ def test_a_failure_inside_the_optimizer_is_an_optimizer_error_with_the_remedy(fa
         make(optimizer).train_on_batch((X, Y))
 
 
+@pytest.mark.slow
 def test_an_optimizer_may_keep_python_numbers_in_its_state():
     counter = optax.GradientTransformation(lambda params: 0, lambda grads, state, params: (jax.tree.map(lambda leaf: -0.1 * leaf, grads), state + 1))
     trainer = make(counter)
@@ -350,6 +352,7 @@ def test_evaluation_uses_the_parameters_that_eval_params_computes(place, tmp_pat
         load_inference_state(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_second_evaluation_does_not_compile_eval_params_again(compilations):
     trainer = make(schedule_free(), eval_params=optax.contrib.schedule_free_eval_params)
     trainer.train_on_batch((X, Y))

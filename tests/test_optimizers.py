@@ -113,6 +113,7 @@ NESTED = {
 }
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("nest", NESTED)
 def test_the_rate_is_found_and_set_wherever_it_is_nested(nest: str):
     optimizer = NESTED[nest](optimizers.get("sgd", 0.1))

@@ -104,6 +104,7 @@ class Named(nn.Module):
         return nn.Dense(3, name=self.name_of_layer)(x)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("method", ["evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"])
 def test_a_state_of_another_model_is_detected_wherever_it_is_first_used(tmp_path: pathlib.Path, method: str):
     saved = make_trainer(model=Named("a"))

@@ -150,6 +150,7 @@ def test_class_weights_work_as_in_scikit_learn():
     assert (plain == "rare").sum() < (balanced == "rare").sum() < (heavy == "rare").sum()
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(("estimator", "y"), [(LinenClassifier, LABELS), (LinenRegressor, TARGETS)], ids=["classifier", "regressor"])
 def test_early_stopping_holds_out_examples_with_weight(estimator, y, monkeypatch):
     rows = np.flatnonzero(RNG.random(len(X)) < 0.4)
@@ -203,6 +204,7 @@ def test_partial_fit_continues_training_and_knows_all_classes_from_the_first_cal
         other.partial_fit(X, np.stack([TARGETS, TARGETS], axis=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_pickled", [False, True])
 def test_partial_fit_uses_a_changed_learning_rate(is_pickled):
     model = LinenRegressor(optimizer="sgd", learning_rate=0.01, batch_size=120, random_state=0).fit(X[:40], TARGETS[:40])
@@ -246,6 +248,7 @@ class TwoOutputs(nn.Module):
         return hidden, nn.Dense(3)(hidden)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("make", [LinenClassifier, LinenRegressor])
 def test_a_module_with_several_outputs_is_an_error_that_says_so(make):
     targets = LABELS if make is LinenClassifier else TARGETS

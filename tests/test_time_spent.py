@@ -42,6 +42,7 @@ def fit(data, *callbacks, **options):
     return look.spent
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("compiled", [{}, {"steps_per_call": 2}])
 @pytest.mark.parametrize("options", [{}, {"callbacks": [LambdaCallback(on_train_batch_end=lambda batch, logs: None)]}], ids=["unseen", "looked at"])
 def test_case_36_waiting_for_data_is_measured_and_shares_sum_to_1(now, compiled, options):

@@ -876,6 +876,7 @@ def test_replace_params_takes_a_frozen_dict_and_rejects_other_structures_shapes_
         make().replace_params(new_params())
 
 
+@pytest.mark.slow
 def test_replace_params_of_an_ensemble_and_of_a_trainer_without_optimizer():
     ensemble = make(ensemble=2, optimizer="adam", compile_kwargs={"learning_rate": 0.1})
     ensemble.fit(X, Y, verbose=0)
@@ -1039,6 +1040,7 @@ def test_a_loop_continues_from_the_current_step():
     assert [(c.step, c.n_completed_steps) for c in loop_of(trainer, steps=4, every=every)] == [(4, 3), (5, 1)]
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     ("every", "steps"),
     [
@@ -1263,6 +1265,7 @@ def test_with_seed_equals_a_new_trainer_with_that_seed_and_compiles_nothing(comp
     assert np.array_equal(other.predict(x), made.predict(x)) and not np.array_equal(other.predict(x), first.predict(x))
 
 
+@pytest.mark.slow
 def test_after_with_seed_the_loss_of_a_subclass_uses_attributes_of_the_new_instance():
     class Scaled(fitflax.Trainer):
         scale = 1.0

@@ -427,6 +427,7 @@ def test_a_learning_rate_is_found_for_graphs():
     assert np.isfinite(trainer.find_learning_rate(stream(20), steps=8).losses).all()
 
 
+@pytest.mark.slow
 def test_transfers_are_explicit_under_the_transfer_guard_of_jax():
     trainer = trainer_of(2)
     with jax.transfer_guard("disallow"):
@@ -486,6 +487,7 @@ def test_scalars_reach_the_module_as_scalars(strategy: str, steps_per_call: int,
     assert capsys.readouterr().out.count("scale: float32[]") == 2
 
 
+@pytest.mark.slow
 def test_a_structure_whose_arrays_have_rows_is_batched_like_arrays():
     rng = np.random.default_rng(0)
     rows = Packed(rng.integers(0, 11, (10, 3)), rng.normal(size=(10, 2)).astype(np.float32), rng.normal(size=10).astype(np.float32))
@@ -616,6 +618,7 @@ def test_a_model_of_whole_batches_cannot_be_exported(tmp_path):
         trainer.export(tmp_path / "model")
 
 
+@pytest.mark.slow
 def test_the_progress_bar_counts_the_steps_of_a_pass():
     known = {}
     loader = type("Loader", (), {"__iter__": lambda self: iter(batches(10)), "__len__": lambda self: 10})()

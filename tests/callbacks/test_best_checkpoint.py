@@ -36,6 +36,7 @@ def best_of(trainer: fitflax.Trainer, directory: Any, values: list[float], mode:
 # -- which checkpoints are kept --
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(("keep", "epochs"), [(1, [4]), (2, [2, 4]), (3, [2, 3, 4]), (None, [0, 1, 2, 3, 4])])
 def test_the_best_k_checkpoints_are_kept(keep, epochs, trainer, tmp_path):
     """Case 21."""

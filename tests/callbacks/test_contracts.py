@@ -102,6 +102,7 @@ def test_it_can_be_pickled_before_and_after_a_run(name, tmp_path, capsys):
     fit(after)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", MAKE)
 def test_its_state_can_be_saved_to_a_file_and_loaded_into_another_instance(name, tmp_path, capsys):
     callback = MAKE[name](tmp_path)

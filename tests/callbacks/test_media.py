@@ -99,6 +99,7 @@ class Recorder(Callback):
         self.seen.append(jax.tree.map(np.asarray, checkpoint.sown))
 
 
+@pytest.mark.slow
 def test_sown_values_of_every_kind_are_shown_under_the_path_of_their_module(tmp_path):
     recorder = Recorder()
     fit(make(), TensorBoard(tmp_path, every=every(steps=2)), recorder, steps=4)

@@ -290,6 +290,7 @@ def test_a_resumed_run_with_triggered_validation_equals_an_uninterrupted_run(tmp
     assert_equal(tmp_path / "stopped", run(tmp_path / "stopped", steps=9, **options), tmp_path / "never", uninterrupted)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("steps", [8, 10])
 def test_running_the_same_script_again_ends_with_the_same_rate(steps, tmp_path):
     """A reduction by an epoch that ended in the middle is not in a checkpoint. The second run repeats it."""

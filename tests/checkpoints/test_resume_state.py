@@ -70,6 +70,7 @@ def test_a_restored_state_equals_the_saved_one_for_any_order_of_calls(order, sav
     assert bool(differences(state_of(trainer), later)) == ("train" in order)
 
 
+@pytest.mark.slow
 def test_a_restored_trainer_predicts_without_compile(saved):
     path, *_ = saved
     expected = compiled(bare())

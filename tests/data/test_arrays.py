@@ -207,6 +207,7 @@ def fed_rows(source: ArraySource, begin: int = 0, *, ahead: int = 1, **options) 
     return list(iter(lambda: feed.next(ahead), None))
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("weights", [None, np.arange(50.0)])
 @pytest.mark.parametrize("batch_size", [1, 3, 4, 100])
 @pytest.mark.parametrize("options", [{}, {"num_shards": 4}, {"pad": False}, {"class_weight": {1: 2.0}}])

@@ -58,6 +58,7 @@ def test_a_table_is_split_and_validated_like_arrays(table):
     assert trained(table, **KEYS) == trained((X, Y))
 
 
+@pytest.mark.slow
 def test_validation_on_a_dict_of_splits_logs_each_split_by_name(datasets, table):
     splits = datasets.DatasetDict({"dev": table.select(range(4)), "test": table})
     history = make_trainer(**KEYS).fit(table, batch_size=BATCH, validation_data=splits, verbose=0).history

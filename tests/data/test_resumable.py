@@ -411,6 +411,7 @@ def test_a_run_over_a_loader_with_a_state_resumes_bit_for_bit_without_a_warning(
     assert_resumes(tmp_path, lambda: Batches(next(seeds), batches=3), k, steps_per_epoch=steps_per_epoch)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("cost_ratio", [0.0, 1e9], ids=["states before each batch", "a state at the beginning alone"])
 def test_a_run_interrupted_by_an_error_in_the_data_resumes_bit_for_bit(cost_ratio, tmp_path, monkeypatch):
     monkeypatch.setattr("fitflax.data.resumable._COST_RATIO", cost_ratio)

@@ -83,6 +83,7 @@ def test_the_held_out_part_begins_where_the_training_part_ends(path):
     assert read(train)[1][-1, -1] == read(valid)[0][0, 0]
 
 
+@pytest.mark.slow
 def test_validation_uses_its_own_batch_size_while_training_on_a_loader(path):
     file, seen = TokenFile(path, 10, "uint16"), []
     batches = lambda: ((x, x) for x in [np.zeros((4, 10), np.int32)] * 3)  # noqa: E731

@@ -366,6 +366,7 @@ def stateful_loader(**options: Any) -> Any:
     return stateful.StatefulDataLoader(tensors(), batch_size=BATCH, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
 @pytest.mark.parametrize(
     "make",
@@ -380,7 +381,6 @@ def stateful_loader(**options: Any) -> Any:
     ],
     ids=["generator", "stateful", "stateful with a generator", "global generator", "epoch", "persistent workers", "stateful with persistent workers"],
 )
-@pytest.mark.mostly_slow
 @forks[0]
 @forks[1]
 def test_a_callback_that_leaves_the_data_alone_in_on_epoch_begin_changes_no_number(make, tmp_path):

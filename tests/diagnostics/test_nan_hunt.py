@@ -111,6 +111,7 @@ def test_a_directory_without_a_finite_checkpoint_is_an_error(tmp_path):
         make_trainer().hunt_nan(X, Y, batch_size=8, restore_from=tmp_path / "nowhere")
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_is_traced_to_its_origin():
     class Norm(nn.Module):
         @nn.compact

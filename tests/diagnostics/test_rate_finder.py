@@ -110,11 +110,12 @@ def test_a_trainer_without_a_state_has_none_afterwards_and_trains_as_usual():
     assert differences(leaves_of(trainer.state), leaves_of(control.state)) == []
 
 
+@pytest.mark.slow
 def test_data_that_ends_starts_again():
     assert len(network().find_learning_rate(lambda: [(X[:8], Y[:8])], steps=7, highest=1e-3).rates) == 7
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx), lambda tx: optimizers.freeze(tx, "Dense_0")])
 def test_the_rate_is_found_wherever_it_is_nested(wrap):
     assert len(network(wrap(optimizers.get("sgd"))).find_learning_rate(X, Y, steps=4).rates) == 4

@@ -303,6 +303,7 @@ def test_the_end_of_a_run_inside_an_epoch_is_sent_later_too(tmp_path):
     assert values_of(next(iter(again.runs.values()))) == values_of(expected)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_directory_that_cannot_be_listed_causes_a_warning(tmp_path, monkeypatch):
     tracker, best = Memory(), BestCheckpoint(tmp_path / "best", monitor="loss")
 

@@ -125,6 +125,7 @@ def test_a_single_process_uses_its_own_clock_and_stops_when_it_is_asked():
     assert agreement.stops(5)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("count", [2, 3])
 def test_all_processes_see_the_time_of_process_0_at_each_step(monkeypatch, count):
     results = Team(monkeypatch, count, offset=1000.0).run(lambda *_: None)

@@ -326,6 +326,7 @@ def test_a_second_ctrl_c_does_not_wait_for_a_save(tmp_path, monkeypatch):
     assert steps_in(tmp_path)[-1] == 3
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_end_waits_for_a_save_exits_immediately(tmp_path, monkeypatch, capsys):
     writes, trainer = Writes(monkeypatch), make_trainer()
     main = threading.get_ident()

@@ -482,6 +482,7 @@ def test_losses_of_nested_outputs_are_named_by_nested_dicts():
     jax.tree.map(lambda new, old, grad: np.testing.assert_allclose(new, old - 0.1 * grad, rtol=1e-5, atol=1e-6), trainer.state.params, params, grads)
 
 
+@pytest.mark.slow
 def test_mistakes_in_losses_of_nested_outputs_name_the_output():
     for loss, weights, message in (
         ({"b": {"e": "mse"}}, None, r"names the outputs \['e'\], but the outputs in 'b' are \['d', 'c'\]"),

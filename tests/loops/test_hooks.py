@@ -582,6 +582,7 @@ def test_a_subclass_need_not_call_the_initializer_of_its_base():
     assert careless.epochs == [(0, 2, 2, 2), (1, 4, 2, 2)]
 
 
+@pytest.mark.slow
 def test_a_callback_can_be_used_in_two_fits_of_two_trainers():
     calls = []
     recorder = Recorder("a", calls)

@@ -54,6 +54,7 @@ class Counted:
             self.is_closed = True
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_predict_iter_yields_the_rows_that_predict_joins_as_numpy_arrays(num_devices: int):
     trainer = trainer_of(TwoHeads(), num_devices)

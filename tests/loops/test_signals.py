@@ -582,6 +582,7 @@ def test_a_second_ctrl_c_interrupts_a_slow_on_train_end(fresh, tmp_path):
     assert (ended, steps_in(tmp_path)) == (["behind"], [3])
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_second_ctrl_c_does_not_wait_for_a_save(asynchronous, fresh, tmp_path, monkeypatch):
     """The disk hangs until the run has exited; what is half written is not a checkpoint, and the next run removes it."""

@@ -56,6 +56,7 @@ def files_of(tmp_path):
     return [*writers, JSONLogger(tmp_path / "e"), Profiler(tmp_path / "f")]
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("batches", [1, 3, True])
 def test_fast_dev_run_limits_the_batches_of_everything_and_writes_no_files(batches, tmp_path):
     hooks, file, trainer = Hooks(), io.StringIO(), make()

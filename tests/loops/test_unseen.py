@@ -147,6 +147,7 @@ class CustomClock(EveryThird):
         return None
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     ("trigger", "steps"),
     [

@@ -85,6 +85,7 @@ def test_weights_are_loaded_and_the_rest_starts_afresh(is_built, tmp_path):
         other.fit(X, Y, verbose=0)
 
 
+@pytest.mark.slow
 def test_restore_and_load_inference_state_recognize_the_file(tmp_path):
     trainer = trainer_of(fit=True)
     path = trainer.save_weights(tmp_path / "model.safetensors")

@@ -63,6 +63,7 @@ def test_label_smoothing_outside_the_range_0_to_1_is_an_error(loss):
             loss(LOGITS, ONE_HOT, label_smoothing=value)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0, 3.0])
 def test_binary_focal_crossentropy_matches_the_formula_of_keras(gamma: float):
     cross = -(BINARY * np.log(P) + (1 - BINARY) * np.log(1 - P))

@@ -224,6 +224,7 @@ def test_every_loss_computes_in_float32(name: str):
     assert jax.eval_shape(losses.get(name), LOGITS.astype(np.int32), integers).dtype == values.dtype == jnp.float32
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", sorted(set(NAMES) - set(WHOLE_EXAMPLES)))
 def test_every_loss_gives_one_value_per_token(name: str):
     outputs, targets = tokens_of(name)

@@ -77,7 +77,7 @@ def test_macro_averages_over_classes_agree_with_scikit_learn(devices: Callable[[
     assert logs["auc"] == pytest.approx(sklearn.metrics.roc_auc_score(np.eye(CLASSES)[CLASS], np.floor(BINS * probabilities)), rel=1e-5)
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_after_a_divergence_classification_metrics_are_nan_and_the_best_model_is_an_earlier_one(kind: str, tmp_path: Any):
     class Diverges(Callback):

@@ -570,6 +570,7 @@ class Plain(nn.Module):
         return nn.Dense(1)(x)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     "model", [Merged(), Merged(inner=Config()), WithField(Config()), Plain(Config())], ids=["keyword", "keyword and configuration", "field", "no dropout"]
 )
@@ -580,6 +581,7 @@ def test_a_module_that_receives_its_mode_or_needs_none_gives_no_warning(model: n
     trainer.predict(X)
 
 
+@pytest.mark.slow
 def test_passing_the_training_model_as_eval_model_gives_no_warning():
     model = Normalized({"train": True})
     trainer = trainer_of(model, model, loss="mse", metrics=None)

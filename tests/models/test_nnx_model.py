@@ -148,6 +148,7 @@ def test_the_module_is_up_to_date_when_fit_raises():
     assert not np.array_equal(before["l1/kernel"], model.l1.kernel[...])
 
 
+@pytest.mark.slow
 def test_callbacks_can_read_the_state_and_merge_it_into_a_module():
     model, seen = Net(nnx.Rngs(0)), []
 
@@ -279,6 +280,7 @@ def test_evaluation_may_draw_from_the_streams_and_draws_the_same_numbers_each_ti
     assert not np.array_equal(same[:8], same[8:])  # Different batches draw different numbers.
 
 
+@pytest.mark.slow
 def test_streams_passed_to_a_call_are_the_trainers():
     class TakesStreams(nnx.Module):
         def __init__(self, rngs):
@@ -675,6 +677,7 @@ def test_nnx_metrics_see_logged_values_and_ignore_padding():
 # -- a module for evaluation --
 
 
+@pytest.mark.slow
 def test_an_eval_model_uses_the_variables_of_the_model():
     class Modal(nnx.Module):
         def __init__(self, rngs, *, deterministic_config):

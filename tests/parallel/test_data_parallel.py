@@ -296,6 +296,7 @@ def test_batch_norm_without_the_axis_averages_the_replicas_statistics(devices: D
 # -- batches of any size --
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(("rows", "size", "num_devices"), [*((10, 4, number) for number in (1, 2, 4, 8)), (3, 32, 8), (1, 1, 4), (17, 5, 2)])
 def test_there_is_one_prediction_per_row_in_the_order_of_the_rows(rows: int, size: int, num_devices: int, devices: Devices):
     x = np.arange(rows * 3, dtype=np.float32).reshape(rows, 3)

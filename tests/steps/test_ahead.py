@@ -43,6 +43,7 @@ def test_each_program_is_compiled_once_and_the_step_is_traced_once(num_devices, 
     assert sum(traced) <= (3 if steps_per_call == 1 else 4)
 
 
+@pytest.mark.slow
 def test_lowering_the_step_does_not_wait_until_initialization_is_compiled(devices, monkeypatch):
     events: list[str] = []
     compile_it, lower_it = jax.stages.Lowered.compile, fitflax.steps.compiled_functions.CompiledSteps.lower

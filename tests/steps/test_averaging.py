@@ -97,6 +97,7 @@ def test_parameters_in_half_precision_are_trained_and_averaged(num_devices: int,
     assert np.isfinite(trainer.evaluate(X, Y, verbose=0)["loss"])
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("inherits", [True, False])
 def test_a_custom_update_is_averaged_once(inherits: bool, devices: Devices):
     class Custom(fitflax.Trainer):

@@ -251,6 +251,7 @@ def test_resuming_inside_an_epoch_is_bit_for_bit_identical_to_an_uninterrupted_r
     assert not differences(resumed, uninterrupted)
 
 
+@pytest.mark.slow
 def test_resuming_after_an_error_is_bit_for_bit_identical_to_an_uninterrupted_run(uninterrupted, tmp_path):
     trainer = make([AUC(), WeightedMedian(), Bins()], rate=0.3)
 
@@ -547,6 +548,7 @@ def test_a_callback_gets_the_gradient_of_the_global_batch(devices):
         params = jax.tree.map(lambda leaf, grad: leaf - 0.1 * grad, params, expected)
 
 
+@pytest.mark.slow
 def test_the_gradient_needs_no_copy_and_stays_valid():
     recorder = GradientRecorder()
     trainer = make(model=nn.Dense(2), loss="mse", rate=0.1)

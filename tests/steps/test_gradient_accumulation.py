@@ -402,6 +402,7 @@ def test_a_collection_that_changes_its_structure_is_an_error(devices: Devices):
         trainer_of(Growing(), devices(1), steps=2).train_on_batch((X, Y))
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     ("loss", "batch", "match"),
     [

@@ -170,7 +170,7 @@ def test_classes_of_the_user_are_filled_only_with_arrays():
 # -- training --
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 @pytest.mark.parametrize("with_hidden", [False, True])
 def test_a_loss_and_metrics_by_name_get_the_whole_targets(kind: Callable[..., Any], with_hidden: bool):
     trainer, plain = trainer_of(Net(kind, with_hidden)), trainer_of(Plain(), loss="sparse_categorical_crossentropy", metrics=["accuracy"])
@@ -208,6 +208,7 @@ def test_several_losses_by_attribute_take_targets_by_name(kind: Callable[..., An
     assert list(trainer.evaluate(X, {"hidden": X[:, :4], "logits": Y}, verbose=0)) == ["loss", "logits_loss", "hidden_loss", "hidden_mae"]
 
 
+@pytest.mark.slow
 def test_targets_by_output_may_be_a_named_tuple_or_a_dataclass():
     results = []
     for targets in (Pair, Record):
@@ -247,7 +248,7 @@ class Activated(nn.Module):
         return self.kind(logits=nn.softmax(nn.Dense(3)(x)), hidden=None)
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_activations_and_labels_are_checked_by_attribute(kind: Callable[..., Any]):
     with pytest.warns(fitflax.errors.FitflaxWarning, match="The module's output 'logits' ends with a softmax"):
         trainer_of(Activated(kind)).fit(X, Y, verbose=0)
@@ -258,6 +259,7 @@ def test_activations_and_labels_are_checked_by_attribute(kind: Callable[..., Any
 # -- predictions --
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(("num_devices", "with_hidden"), [(1, False), (8, True)])
 def test_predictions_have_the_modules_output_type(kind: Callable[..., Any], num_devices: int, with_hidden: bool):
     model = Net(kind, with_hidden)
@@ -305,6 +307,7 @@ def test_predictions_on_a_mesh_have_the_modules_output_type():
         np.testing.assert_allclose(outputs.logits, want.logits, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.mostly_slow
 def test_an_exported_model_returns_outputs_by_name_in_a_dict(kind: Callable[..., Any], tmp_path: pathlib.Path):
     pytest.importorskip("flatbuffers")
     trainer = trainer_of(Net(kind, with_hidden=True))

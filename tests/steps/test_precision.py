@@ -352,6 +352,7 @@ def test_a_resumed_run_is_bit_for_bit_identical_to_an_uninterrupted_run(precisio
         trainer.fit(x, x[:, :2], steps=12, batch_size=4, callbacks=[ModelCheckpoint(tmp_path / "parts")], resume="auto", verbose=0)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(("before", "after"), [("float32", "float16"), ("float16", "float32")])
 def test_a_checkpoint_with_a_missing_or_extra_scale_is_an_error_that_says_what_to_do(before: str, after: str, tmp_path: Any, devices: Devices):
     trainer = trainer_of(Line(), devices(1), before, square_sum)
@@ -410,6 +411,7 @@ def fp8_trainer(devices: list[jax.Device], **options: Any) -> fitflax.Trainer:
     return trainer
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     ("num_devices", "options"),
     [

@@ -250,6 +250,7 @@ def test_perturbations_are_not_part_of_the_state_so_batches_may_have_any_size(de
     assert_equal(trainer.predict(X[:3], batch_size=3), expected.predict(X[:3], batch_size=3))
 
 
+@pytest.mark.slow
 def test_a_run_whose_checkpoints_have_perturbations_resumes_without_them(devices: Devices, tmp_path: Any):
     """As in 0.1, where perturbations were part of the state."""
     old, expected = trainer_of(Perturbed(), devices(1), transient=("losses", "summaries", "intermediates")), trainer_of(Perturbed(), devices(1))

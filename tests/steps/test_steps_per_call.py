@@ -146,6 +146,7 @@ def test_a_batch_with_a_different_shape_starts_a_new_group():
     assert_close(trainer, other)
 
 
+@pytest.mark.mostly_slow
 def test_an_error_in_the_data_is_raised_after_the_steps_before_it(tmp_path):
     def batches():
         for _ in range(6):

@@ -201,6 +201,7 @@ def test_train_loop_and_hunt_nan_start_from_a_bucket_with_options(where):
     assert trainer.hunt_nan(X, Y, batch_size=10, restore_from=where.url, storage_options=where.options) is None
 
 
+@pytest.mark.mostly_slow
 @everywhere
 def test_checkpoints_can_be_copied_between_a_bucket_and_a_local_disk(where, tmp_path):
     trainer = make()
@@ -223,6 +224,7 @@ def test_checkpoints_can_be_copied_between_a_bucket_and_a_local_disk(where, tmp_
     assert_same_state(other, trainer)
 
 
+@pytest.mark.slow
 @in_memory
 def test_a_state_that_is_split_over_devices_is_saved_completely_and_resumed(where, devices):
     def run(*callbacks, **options):
@@ -253,7 +255,7 @@ def events_in(directory):
     return sorted(found)
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 @everywhere
 def test_logs_are_in_the_bucket_before_each_checkpoint_and_match_an_uninterrupted_run(where, tmp_path):
     def loggers(root, options=None):
@@ -531,6 +533,7 @@ def test_a_commit_with_an_unknown_outcome_keeps_its_parts(where):
     assert where.store().restore(3).train["w"].tolist() == [1, 1, 1]
 
 
+@pytest.mark.slow
 @in_memory
 def test_the_root_of_a_bucket_can_be_the_directory(where):
     root = Where(where.url.rpartition("/runs")[0], None)
