@@ -127,6 +127,7 @@ def test_arrays_that_match_the_patterns_get_adapters_of_the_given_rank():
     assert not any(adapter["kernel"]["b"].any() for adapter in adapters["attention"].values())
 
 
+@pytest.mark.slow
 def test_collections_random_streams_and_modes_are_those_of_the_module():
     module, adapted = Net(), lora(Net(), "head", rank=1)
     original, variables = variables_of(module, train=True), variables_of(adapted, train=True)

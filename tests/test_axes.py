@@ -79,6 +79,7 @@ def test_moments_have_the_names_of_their_parameters_anywhere_in_the_optimizer_st
         assert spec == (specs(axes.params)[owner] if owner else PartitionSpec(*[None] * leaf.ndim))
 
 
+@pytest.mark.slow
 def test_an_optimizer_array_that_is_not_shaped_like_its_parameter_has_no_names():
     _, state = state_of(Network(), optax.adafactor(1e-3, min_dim_size_to_factor=2))
     found = specs(state.logical_axes().opt_state)

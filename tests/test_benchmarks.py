@@ -104,6 +104,7 @@ def test_the_first_step_is_reported_once(setup):
         reported.clear()
 
 
+@pytest.mark.slow
 def test_the_hand_written_sums_match_numpy():
     workload = make_workload("tiny", small=True)
     x, y = (array[:8] for array in make_data(workload))

@@ -275,6 +275,7 @@ def test_a_failure_of_the_last_save_is_raised_before_fit_returns(trainer, tmp_pa
     assert steps_in(tmp_path) == [5, 10] and leftovers(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_deleted_directory_is_reported_as_gone_and_the_next_start_begins_a_new_run(trainer, tmp_path):
     directory = tmp_path / "checkpoints"
 

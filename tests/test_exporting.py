@@ -109,6 +109,7 @@ class Two(nn.Module):
         return {"sum": nn.Dense(1)(left + right), "both": (left, right)}
 
 
+@pytest.mark.slow
 def test_a_tuple_of_inputs_becomes_several_arguments_and_outputs_keep_their_structure(tmp_path):
     trainer = fitflax.Trainer(Two())
     trainer.compile("sgd", {"sum": "mse"})
@@ -177,6 +178,7 @@ class Measured(nn.Module):
         return nn.Dense(2)(x.reshape(len(x), -1))
 
 
+@pytest.mark.slow
 def test_a_module_that_depends_on_the_batch_size_is_an_error_and_exports_for_one_size(tmp_path):
     x = X[:, :, 0, 0]
     trainer = trained(Halves(), x, x[:, :2], loss="mse")

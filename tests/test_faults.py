@@ -361,6 +361,7 @@ def test_only_the_first_process_writes_and_prints(tmp_path, monkeypatch, capsys)
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_only_the_first_process_saves_and_all_know_the_best(tmp_path, monkeypatch):
     def run() -> BestCheckpoint:
         best = BestCheckpoint(tmp_path / "best", monitor="val_loss")

@@ -131,6 +131,7 @@ def test_an_invalid_value_is_an_error_before_any_training(values, message, is_bu
         trainer.with_hyperparams(**values).fit(X, Y, verbose=0)
 
 
+@pytest.mark.slow
 def test_a_hyperparameter_that_is_not_injected_cannot_be_set():
     plain = fitflax.Trainer(nn.Dense(1))
     plain.compile("adam", "mse")

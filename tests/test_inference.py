@@ -81,6 +81,7 @@ def test_an_inference_state_predicts_before_compile_which_adds_no_optimizer_stat
     assert server.evaluate(*VALID, verbose=0)["loss"] == pytest.approx(trainer.evaluate(*VALID, verbose=0)["loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_training_is_refused_until_there_is_an_optimizer_state(tmp_path):
     trainer, path = trained(tmp_path)
     server = make_trainer()

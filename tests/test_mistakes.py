@@ -504,6 +504,7 @@ def test_the_error_for_a_directory_of_another_run_names_it_and_the_three_options
         fit(given={"callbacks": [ModelCheckpoint(tmp_path)]})
 
 
+@pytest.mark.slow
 def test_the_advice_for_a_second_run_with_only_a_best_checkpoint_works(tmp_path: pathlib.Path):
     def again(epochs: int, resume: str | None = None, *callbacks: Callback, **best: bool) -> int:
         trainer = make()
@@ -741,6 +742,7 @@ def test_nan_in_the_sample_weights_causes_a_warning():
         fit(given={"sample_weight": weights})
 
 
+@pytest.mark.slow
 def test_a_module_that_cannot_be_evaluated_can_be_trained():
     class Noisy(nn.Module):
         @nn.compact
@@ -841,6 +843,7 @@ def test_a_custom_callback_rejects_arguments_as_python_does_and_signatures_are_k
     assert str(inspect.signature(EarlyStopping)).startswith("(monitor: str = 'val_loss', *, mode")
 
 
+@pytest.mark.slow
 def test_a_decorated_override_is_called_with_the_signature_of_its_decorator():
     def scaled(method):
         @functools.wraps(method)

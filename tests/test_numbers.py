@@ -472,6 +472,7 @@ def test_a_scalar_loss_is_the_mean_of_its_batch_if_nothing_is_padded(num_devices
     assert_close(results[0], results[1], 1e-6)
 
 
+@pytest.mark.slow
 def test_a_scalar_loss_works_with_all_ways_to_avoid_padding(devices: Devices):
     trainer = trainer_of(Identity(), devices(2), loss=scalar)
     assert trainer.fit(Y, 0 * Y, batch_size=8, shuffle=False, drop_remainder=True, verbose=0).history["loss"] == [pytest.approx((Y[:16] ** 2).mean(), rel=1e-6)]

@@ -384,6 +384,7 @@ def labeled_schedule_free(*, masked: bool) -> optax.GradientTransformation:
     return optax.multi_transform({"free": schedule_free(), "sgd": optax.sgd(0.1)}, labels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_schedule_free_optimizer_behind_labels_of_parameters_rejects_restore_best_before_the_first_step(masked):
     trainer = fitflax.Trainer(MODEL, parallel=one_device())

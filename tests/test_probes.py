@@ -63,6 +63,7 @@ def test_a_store_restores_and_verifies_all_of_its_checkpoints(tmp_path: pathlib.
     assert store.restore().metadata["step"] == store.latest() == 10
 
 
+@pytest.mark.slow
 def test_a_subclass_can_add_to_the_values_of_the_built_in_loss():
     class Penalized(fitflax.Trainer):
         def compute_loss(self, params: Any, model_state: Any, batch: Any, *, rngs: Any, train: bool) -> Any:

@@ -345,6 +345,7 @@ def test_inputs_may_have_any_shape_and_stay_integers_if_dtype_is_none():
     assert model.score(tokens, (tokens == 3).any(axis=1)) > 0.8
 
 
+@pytest.mark.slow
 def test_callbacks_losses_and_the_trainer_are_available(tmp_path):
     seen = []
     model = regressor(epochs=3, loss="mae", callbacks=[LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(epoch))]).fit(X, TARGETS)

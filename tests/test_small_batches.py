@@ -58,8 +58,8 @@ def calls_of(trainer: fitflax.Trainer, monkeypatch: pytest.MonkeyPatch) -> list[
 EACH = {"on_test_batch_end": lambda batch, logs: None, "on_predict_batch_end": lambda batch, logs: None}
 
 
-@pytest.mark.parametrize(("num_devices", "rows"), [(1, 16 * 8 + 3), (1, 8), (1, 40 * 8), (3, 16 * 9 + 4)])
 @pytest.mark.mostly_slow
+@pytest.mark.parametrize(("num_devices", "rows"), [(1, 16 * 8 + 3), (1, 8), (1, 40 * 8), (3, 16 * 9 + 4)])
 def test_groups_of_batches_give_the_same_results_as_batches_one_by_one(num_devices, rows, devices, monkeypatch):
     trainer, (x, y) = make(devices(num_devices)), data_of(rows)
     calls = calls_of(trainer, monkeypatch)

@@ -56,6 +56,7 @@ def test_case_36_waiting_for_data_is_measured_and_shares_sum_to_1(now, compiled,
     assert spent.shares["data"] == 1 and sum(spent.shares.values()) == 1 and spent.examples == 16
 
 
+@pytest.mark.slow
 def test_evaluations_and_saves_are_counted_separately_including_their_waits_for_data(now, tmp_path, monkeypatch):
     def validation():
         now[0] += 3
@@ -124,6 +125,7 @@ def test_steps_that_callbacks_wait_for_at_the_end_of_an_epoch_count_as_stepping(
     assert (spent.seconds["callbacks"], spent.stepping) == (1, 5)
 
 
+@pytest.mark.slow
 def test_waiting_for_an_evaluation_to_compile_does_not_count_as_evaluating(now, monkeypatch):
     get = CompiledSteps.get
 

@@ -119,6 +119,7 @@ def test_a_mode_keyword_or_field_is_found_and_set(model):
     assert modes(model) == (1.0, 0.0, 0.0)
 
 
+@pytest.mark.slow
 def test_a_module_that_takes_any_keywords_gets_no_mode_keyword():
     assert modes(AnyKeywords()) == (1.0, 1.0, 1.0)
 
@@ -891,6 +892,7 @@ def test_replace_params_of_an_ensemble_and_of_a_trainer_without_optimizer():
     np.testing.assert_allclose(server.predict(X), X @ new_params()["kernel"] + new_params()["bias"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_variables_of_an_nnx_module_that_the_user_changes_restart_their_averages():
     model = make_nnx()
     trainer = fitflax.Trainer(model, parallel=DataParallel(jax.devices()[:1]))

@@ -359,6 +359,7 @@ def test_predict_omits_padding_that_weights_indicate_and_keeps_all_rows_otherwis
     np.testing.assert_allclose(trainer.predict_on_batch(data[0][0]), outputs[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_rows_of_nodes_are_predicted_as_well():
     class OfNodes(nn.Module):
         @nn.compact
@@ -651,6 +652,7 @@ def test_overfit_batches_limits_each_epoch_to_a_few_batches():
     assert trainer.step == 6 and len(history.epoch) == 3
 
 
+@pytest.mark.slow
 def test_a_shard_in_a_single_process_is_all_of_the_data():
     one, two = trainer_of(2), trainer_of(2)
     one.fit(Shard(stream(5)), verbose=0)

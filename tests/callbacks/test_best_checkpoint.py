@@ -267,6 +267,7 @@ def test_restored_parameters_do_not_affect_a_longer_run(trainer, tmp_path):
 # -- as a plain function --
 
 
+@pytest.mark.slow
 def test_as_a_plain_function_it_checks_every_checkpoint(trainer, tmp_path):
     best = BestCheckpoint(tmp_path, monitor="valid_loss", keep=2)
     process = fitflax.serial(trainer.eval_loop((X, Y), name="valid"), best)

@@ -317,6 +317,7 @@ def test_arguments_out_of_range_are_errors(kwargs, message):
         EarlyStopping(**kwargs)
 
 
+@pytest.mark.slow
 def test_the_best_averaged_parameters_are_restored_with_the_best_parameters():
     trainer = fitflax.Trainer(nn.Dense(1))
     trainer.compile("sgd", "mse", learning_rate=0.1, ema_decay=0.5)
@@ -363,6 +364,7 @@ def test_a_checkpoint_with_one_is_resumed_by_the_first_of_two(tmp_path):
     assert load_checkpoint(tmp_path / "step_00000003").run["callbacks"]["EarlyStopping(monitor='score')#2"]["wait"] == 0
 
 
+@pytest.mark.slow
 def test_two_that_reduce_the_rate_are_numbered_as_well(tmp_path):
     trainer = fitflax.Trainer(nn.Dense(3))
     trainer.compile("sgd", "mse", learning_rate=1.0)

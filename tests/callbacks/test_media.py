@@ -169,6 +169,7 @@ def test_sown_values_are_not_kept_if_no_callback_needs_them():
     assert recorder.seen == [{}]
 
 
+@pytest.mark.slow
 def test_another_collection_or_none_can_be_shown(tmp_path):
     class Sowing(nn.Module):
         @nn.compact
@@ -194,6 +195,7 @@ def test_a_hand_written_loop_keeps_the_sown_values_that_it_is_asked_for(tmp_path
         board(TrainLoop(Network().init, Network().apply, optimizer="sgd", loss=LOSS, data=(X, Y)).next_step())
 
 
+@pytest.mark.slow
 def test_a_resumed_run_shows_each_sown_value_once(tmp_path):
     def run(name: str, steps: int) -> None:
         board = TensorBoard(tmp_path / name / "board", every=every(steps=1))

@@ -118,6 +118,7 @@ def test_an_unreachable_server_causes_one_warning_and_training_continues(tmp_pat
     assert trainer.step == 48 and len(caught) == 1
 
 
+@pytest.mark.slow
 def test_a_notice_ends_with_its_run_and_does_not_stop_the_next_one(tmp_path):
     mark = tmp_path / "stop"
     assert fit(tmp_path / "first", mark, epochs=1).step == 16

@@ -90,6 +90,7 @@ def test_a_trace_contains_the_calls_of_the_step_and_has_a_file_for_perfetto(tmp_
     assert len(calls) >= 3
 
 
+@pytest.mark.slow
 def test_recording_while_another_profile_is_being_recorded_is_an_error(tmp_path):
     with jax.profiler.trace(str(tmp_path / "other")), pytest.raises(CallbackError, match=r"Profiler cannot record: .*[Oo]nly one"):
         make().fit(X, Y, batch_size=4, steps=3, callbacks=[Profiler(tmp_path / "own", steps=(1, 2))], verbose=0)

@@ -118,6 +118,7 @@ def narrow(monkeypatch):
     monkeypatch.setattr(ProgressBar, "_make_bar", narrow)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("narrow")
 def test_values_of_an_evaluation_that_do_not_fit_the_terminal_are_below_its_bar():
     file, trainer = Terminal(), make()

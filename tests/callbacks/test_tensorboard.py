@@ -416,6 +416,7 @@ def test_an_interval_that_is_too_short_becomes_part_of_the_next(monkeypatch):
 # --- As a plain function ---
 
 
+@pytest.mark.slow
 def test_it_works_in_a_loop_without_fit_and_everything_is_on_disk_when_the_loop_ends(tmp_path):
     trainer = make()
     board = TensorBoard(tmp_path, every=fitflax.every(steps=3), histograms=fitflax.at(7))
@@ -645,6 +646,7 @@ def test_everything_up_to_a_checkpoint_is_on_disk_before_it_is_complete(tmp_path
     assert seen == [[1, 2, 3], [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7]]
 
 
+@pytest.mark.slow
 def test_it_compiles_nothing_in_a_second_run(tmp_path, compilations):
     trainer = make()
     options = {"trainer": trainer, "validation_data": VALID, "steps": 5}
@@ -754,6 +756,7 @@ def test_a_resume_with_nothing_left_to_do_keeps_the_existing_events(k, tmp_path)
     assert all(path.read_bytes() == data for path, data in before.items())
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_closing_row_was_written_closes_the_epoch_again(tmp_path):
     k = 6  # This step was already written, because it was due.
     run(tmp_path, steps=k)
@@ -779,6 +782,7 @@ def test_a_process_that_dies_before_it_saves_anything_leaves_no_events(tmp_path)
     assert hyperparameters(tmp_path / "board")[0]["seed"] == 0
 
 
+@pytest.mark.slow
 def test_a_run_that_died_before_its_first_checkpoint_starts_again_under_the_same_id(uninterrupted, tmp_path):
     trainer = make()
     with pytest.raises(ArithmeticError):
@@ -788,6 +792,7 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_again_under_the_same
     assert written(tmp_path / "board") == written(uninterrupted[0] / "board")
 
 
+@pytest.mark.slow
 def test_a_callback_added_to_a_resumed_run_starts_there(tmp_path):
     fit(ModelCheckpoint(tmp_path / "checkpoints"), epochs=1)
     with pytest.warns(fitflax.errors.FitflaxWarning, match=r"TensorBoard\(directory='board'\) is new"):
@@ -824,6 +829,7 @@ def test_a_killed_run_resumes_in_a_new_process_and_each_step_is_written_once(uni
     assert written(tmp_path / "board") == written(uninterrupted[0] / "board")
 
 
+@pytest.mark.slow
 def test_utilization_is_written_if_the_peak_is_given(tmp_path):
     trainer = fitflax.Trainer(nn.Dense(3, use_bias=False), parallel=DataParallel(jax.devices()[:1]))
     trainer.compile("sgd", "mse")

@@ -52,6 +52,7 @@ class Two(nn.Module):
         return {"left": nn.Dense(1, name="l")(x), "right": nn.Dense(1, name="r")(x)}
 
 
+@pytest.mark.slow
 def test_of_several_losses_the_bad_one_is_named():
     def bad_at_3(outputs, targets):
         return jnp.where(targets[:, 0] == 3, jnp.nan, outputs[:, 0])

@@ -87,6 +87,7 @@ def test_it_watches_before_the_first_batch_of_each_fit():
         assert " s, since the beginning of fit. Stacks" in file.getvalue() and "in hang_until" in file.getvalue()
 
 
+@pytest.mark.slow
 def test_it_ends_when_a_run_fails_before_it_begins():
     def batches():
         raise OSError("the disk is gone")
@@ -145,6 +146,7 @@ def test_validations_and_ends_of_epochs_count_as_progress():
     assert watchdog._num_events == before + 2
 
 
+@pytest.mark.slow
 def test_it_ends_when_a_run_fails():
     def batches():
         yield X[:8], Y[:8]

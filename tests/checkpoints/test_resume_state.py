@@ -219,6 +219,7 @@ def test_errors_say_what_is_missing(tmp_path):
         make_trainer().restore(tmp_path / "nowhere")
 
 
+@pytest.mark.slow
 def test_a_restored_trainer_continues_in_the_directory_that_it_was_restored_from(tmp_path):
     trainer = make_trainer()
     trainer.fit(TRAIN, batch_size=4, steps=5, verbose=0, callbacks=[ModelCheckpoint(tmp_path)])

@@ -31,6 +31,7 @@ def run(tmp_path_factory):
     return directory, trainer.history.history
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(("place", "has_steps", "has_epochs"), [("csv", 0, 1), ("json/log.jsonl", 1, 1), ("checkpoints", 1, 1), ("board", 1, 0)])
 def test_the_curves_read_from_the_files_of_each_callback_equal_the_history(run, place, has_steps, has_epochs):
     directory, history = run

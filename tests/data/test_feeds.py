@@ -190,6 +190,7 @@ def test_a_one_shot_validation_set_can_be_used_only_once():
         trainer.fit(lambda: numbered(2), epochs=2, validation_data=numbered(2), verbose=0)
 
 
+@pytest.mark.slow
 def test_a_one_shot_validation_set_continues_with_validation_steps():
     trainer = make_trainer(metrics=[seen_value])
     history = trainer.fit(lambda: numbered(2), epochs=3, validation_data=itertools.chain(numbered()), validation_steps=2, verbose=0)

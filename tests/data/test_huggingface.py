@@ -217,8 +217,8 @@ def test_a_stream_has_32_rows_per_batch_and_may_drop_the_last_batch(table):
     assert [len(triple.x) for triple in dropped.open(Position())] == [4, 4]
 
 
-@pytest.mark.parametrize("k", [2, 3, 4])
 @pytest.mark.mostly_slow
+@pytest.mark.parametrize("k", [2, 3, 4])
 def test_a_stream_with_an_exact_state_resumes_without_a_warning(table, k, tmp_path):
     def make() -> Any:
         return table.to_iterable_dataset(num_shards=3).map(lambda row: {"label": [value * 2 for value in row["label"]]})

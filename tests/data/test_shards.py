@@ -355,6 +355,7 @@ def test_in_a_single_process_a_shard_equals_its_data():
     assert histories[0] == histories[1]
 
 
+@pytest.mark.slow
 def test_the_last_part_of_a_shard_is_held_out_in_batches_of_validation_batch_size():
     trainer, sizes = fitflax.Trainer(nn.Dense(2)), []
     trainer.compile("sgd", "mse")

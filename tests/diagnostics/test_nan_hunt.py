@@ -179,6 +179,7 @@ def test_a_norm_too_large_for_a_float_is_not_a_fault():
     assert watch.bad_step is None
 
 
+@pytest.mark.slow
 def test_a_lost_state_does_not_matter_if_a_checkpoint_is_given(tmp_path):
     trainer = make_trainer()
     trainer.fit(X, Y, batch_size=8, callbacks=[ModelCheckpoint(tmp_path)], verbose=0)

@@ -79,6 +79,7 @@ def test_images_that_modules_sow_are_logged_as_png_and_numbers_as_curves():
     assert ("summaries/mean", 4) in values_of(next(iter(tracker.runs.values())))
 
 
+@pytest.mark.slow
 def test_a_figure_that_cannot_be_drawn_is_omitted_with_one_warning():
     class Sower(nn.Module):
         @nn.compact
@@ -112,6 +113,7 @@ def test_the_best_checkpoint_is_passed_to_the_tracker_at_the_end(tmp_path):
     assert artifact == ("best-checkpoint", best.store.path(best.best_step)) and (artifact[1] / "state.msgpack").is_file()
 
 
+@pytest.mark.slow
 def test_a_loop_over_train_loop_is_logged_too():
     tracker = Memory()
     trainer = fitflax.Trainer(Net())
@@ -325,6 +327,7 @@ def without_epochs(values):
     return {key: value for key, value in values.items() if key[0] != "epoch"}
 
 
+@pytest.mark.slow
 def test_a_second_fit_sends_what_the_first_could_not(uninterrupted):
     tracker = Memory()
     down = [True]

@@ -167,6 +167,7 @@ def test_all_copies_of_a_large_state_reuse_the_same_memory_which_is_released_at_
     assert not differences(directory_of(tmp_path / "a"), directory_of(tmp_path / "b"))
 
 
+@pytest.mark.slow
 def test_memory_for_the_first_copy_is_prepared_in_advance_only_if_there_will_be_a_copy(loans, tmp_path, monkeypatch):
     touched, touch = [], snapshot._touch
     monkeypatch.setattr(snapshot, "_touch", lambda loan: touched.append(threading.current_thread().name) or touch(loan))
@@ -189,6 +190,7 @@ def test_callbacks_that_save_the_same_step_share_a_copy_of_a_large_state_without
     assert found == [(False, [1, 1])] and writes.written[:2] == ["b 5", "a 5"]
 
 
+@pytest.mark.slow
 def test_small_states_of_accelerators_have_two_copies(tmp_path, monkeypatch):
     monkeypatch.setattr(DataParallel, "is_on_host", False)
     found, writes = counted(monkeypatch), Writes(monkeypatch)
@@ -225,6 +227,7 @@ def test_a_failed_save_is_raised_by_the_next_one_after_it_has_saved_synchronousl
     assert run_script.state_of(resumed) == run_script.state_of(whole)
 
 
+@pytest.mark.slow
 def test_if_the_save_after_a_failed_one_fails_too_its_error_has_a_note_about_the_first(tmp_path, monkeypatch):
     Writes(monkeypatch, failing=tuple(range(5, 100))).opened.set()
     with pytest.raises(CheckpointError, match="No space left on device") as caught:
@@ -248,6 +251,7 @@ def test_an_error_while_saving_a_run_that_an_exception_interrupted_shows_both(as
     assert shown.index("ValueError: a bad file") < shown.index("OSError: [Errno 28]") < shown.index("CheckpointError: Could not save")
 
 
+@pytest.mark.slow
 def test_leftover_files_of_the_same_process_are_removed_by_its_next_run(tmp_path):
     fit(make_trainer(), ModelCheckpoint(tmp_path), steps=2)
     (tmp_path / f".step_00000003.tmp-{json_documents.PROCESS}-4567").mkdir()

@@ -400,8 +400,8 @@ def test_validation_with_only_zero_weights_is_never_an_improvement(tmp_path):
     assert (stop.best, best.best) == (None, None)
 
 
-@pytest.mark.parametrize("module", [F(), TwoOutputs(as_dict=True)], ids=["one output", "two outputs"])
 @pytest.mark.mostly_slow
+@pytest.mark.parametrize("module", [F(), TwoOutputs(as_dict=True)], ids=["one output", "two outputs"])
 def test_a_custom_step_without_weight_adds_nothing_to_its_epoch(module):
     class Custom(fitflax.Trainer):
         def train_step(self, state, batch):
@@ -417,6 +417,7 @@ def test_a_custom_step_without_weight_adds_nothing_to_its_epoch(module):
     np.testing.assert_allclose(*found, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_sown_loss_does_not_hide_that_the_others_have_no_weight():
     class Sows(nn.Module):
         @nn.compact

@@ -208,6 +208,7 @@ def test_names_that_the_model_does_not_have_are_an_error_at_the_first_batch(pret
         trainer.predict(TRAIN[0][:4])
 
 
+@pytest.mark.slow
 def test_a_rate_that_was_saved_in_the_dtype_of_the_parameters_is_restored_as_float32(tmp_path):
     # In version 0.1, the rate of an optimizer by name had the dtype of the parameters, as here.
     older = optax.inject_hyperparams(optax.sgd, static_args=("momentum", "nesterov", "accumulator_dtype"))(learning_rate=3e-4)
@@ -247,6 +248,7 @@ def advised(caught, **names):
     return eval(re.search(r"mapping=(\{.*?\})", str(caught.value))[1], {}, names)
 
 
+@pytest.mark.slow
 def test_the_advice_of_an_error_keeps_the_users_mapping(pretrained):
     other, mapping = (
         compiled(Net(body="torso", head="classes", classes=7)),
@@ -261,6 +263,7 @@ def test_the_advice_of_an_error_keeps_the_users_mapping(pretrained):
         assert report.initialized == ("params/classes/bias", "params/classes/kernel") and len(report.restored) == 6
 
 
+@pytest.mark.slow
 def test_the_advice_of_an_error_does_not_name_averaged_parameters(tmp_path):
     def averaged(classes):
         trainer = bare(Net(classes=classes))
@@ -415,6 +418,7 @@ def test_a_state_that_was_lent_stays_valid(wide):
     assert np.array_equal(lent.params["body"]["kernel"], values)
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_keeps_the_parameters_gets_its_own_copy(wide):
     trainer, _ = watched(Wide(), optax.GradientTransformation(lambda params: params, lambda grads, state, params=None: (grads, state)))
     trainer.restore(wide, weights_only=True)
@@ -497,8 +501,8 @@ def foreign(trainer: fitflax.Trainer, *names: str) -> Saved:
     return Saved(pathlib.Path("theirs"), {"key_impls": {}}, {**state, **{name: rest[name] for name in names}}, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prepare", [bare, compiled, built])
-@pytest.mark.mostly_slow
 def test_what_other_libraries_omit_is_kept_or_named_in_the_error(prepare, monkeypatch):
     theirs = compiled(Net(), seed=4)
     train(theirs, 2)
@@ -585,6 +589,7 @@ def test_a_resume_does_not_convert_dtypes(tmp_path: pathlib.Path):
         typed("float32").fit(TRAIN, batch_size=4, steps=2, verbose=0, callbacks=[ModelCheckpoint(tmp_path)], resume="auto")
 
 
+@pytest.mark.slow
 def test_cast_before_compile_converts_the_optimizer_state_when_it_is_known(tmp_path: pathlib.Path):
     half = typed("bfloat16")
     train(half, 2)

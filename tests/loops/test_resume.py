@@ -597,6 +597,7 @@ def test_resume_auto_without_checkpoints_starts_a_new_run(uninterrupted, tmp_pat
     assert_equal(uninterrupted(steps=7), run(tmp_path / "none", steps=7, resume=None))  # The default of `run` is "auto".
 
 
+@pytest.mark.slow
 def test_resume_auto_with_only_the_best_checkpoints_left_names_both_directories(tmp_path):
     """Training from the beginning would replace them, and the advice must be one that can be followed."""
 

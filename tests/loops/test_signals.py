@@ -507,6 +507,7 @@ def test_a_second_ctrl_c_in_a_hook_still_runs_on_train_end(fresh, tmp_path):
     assert ended == [3] and not steps_in(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_closing_validation_leaves_no_row_and_resuming_closes_the_epoch(fresh, tmp_path):
     def start(*more: Any, trainer: fitflax.Trainer) -> fitflax.History:
         return fit(trainer, ModelCheckpoint(tmp_path), EarlyStopping(patience=9), *more, steps=3, validation_data=TRAIN, resume="auto")

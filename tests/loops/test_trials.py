@@ -100,6 +100,7 @@ def test_fast_dev_run_is_off_with_0_and_takes_only_numbers(tmp_path):
 # -- overfit_batches --
 
 
+@pytest.mark.slow
 def test_every_epoch_trains_on_the_first_batches_and_the_model_memorizes_them():
     trainer, seen = make(), []
     look = fitflax.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(trainer.step))
@@ -127,6 +128,7 @@ def test_batches_of_a_stream_are_read_once_and_may_be_fewer_than_requested():
     assert len(list(one_shot)) == 3
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_with_the_same_batches(tmp_path):
     def run(name, steps):
         trainer = make()

@@ -513,6 +513,7 @@ def test_a_loop_that_was_not_closed_can_be_garbage_collected_by_its_saver_thread
         gc.enable()
 
 
+@pytest.mark.slow
 def test_a_loop_that_ends_normally_waits_for_its_saves_regardless_of_its_caller(tmp_path):
     """Even while a generator of the caller is being closed, because its exception looks like that of an abandoned loop."""
     waited = []

@@ -350,6 +350,7 @@ def test_the_advice_uses_the_names_in_the_file_for_functions_and_frozen_paramete
     assert frozen.load_weights(path, partial=True, **advised(caught)).initialized == ("frozen/head/bias", "frozen/head/kernel")
 
 
+@pytest.mark.slow
 def test_the_mapping_that_restore_advises_works_with_restore(tmp_path):
     path = trainer_of(fit=True).save_weights(tmp_path / "model.safetensors")
     tuned = trainer_of(Net(classes=5))

@@ -190,6 +190,7 @@ def test_poisson_is_minimal_at_the_logarithm_of_the_count():
     assert jnp.isfinite(losses.poisson(jnp.array([-1e6]), jnp.array([0.0])))[0]
 
 
+@pytest.mark.slow
 def test_an_optax_function_with_other_options_is_a_loss():
     trainer = fitflax.Trainer(nn.Dense(4))
     trainer.compile("sgd", functools.partial(optax.losses.poly_loss_cross_entropy, epsilon=2.0))

@@ -101,6 +101,7 @@ def test_two_logits_are_two_classes_and_not_one_binary_decision():
         metrics.Recall(average="binary").update(two, YES, WEIGHTS)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     ("outputs", "targets"),
     [
@@ -114,7 +115,6 @@ def test_two_logits_are_two_classes_and_not_one_binary_decision():
         (jnp.asarray(LOGITS, jnp.bfloat16), CLASS.astype(np.uint8)),
     ],
 )
-@pytest.mark.mostly_slow
 def test_the_kind_of_classification_is_inferred_from_the_shapes(outputs: Any, targets: Any):
     kind = "classes" if outputs.shape[-1] == CLASSES else "one logit"
     expected = metrics.Precision().update(*KINDS[kind], WEIGHTS).compute()
@@ -145,6 +145,7 @@ def test_the_threshold_applies_to_the_outputs():
         np.testing.assert_allclose(matrix, sklearn.metrics.confusion_matrix(YES, probabilities > threshold), rtol=1e-5)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("multi_label", [False, True])
 def test_an_output_at_the_threshold_is_not_positive(multi_label: bool):
     outputs, targets = jnp.array([[0.0], [1.0]]), jnp.array([[0], [1]])

@@ -66,6 +66,7 @@ def test_metrics_of_ten_rows_in_batches_of_four_agree_with_scikit_learn(num_devi
         assert {key: value[0] for key, value in history.items() if key != "loss"} == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_macro_averages_over_classes_agree_with_scikit_learn(devices: Callable[[int], list[jax.Device]]):
     trainer = fitflax.Trainer(Identity(), parallel=DataParallel(devices(4)))
     trainer.compile(optax.sgd(0.0), "sparse_categorical_crossentropy", ["f1", "mean_iou", metrics.AUC(num_thresholds=BINS)])

@@ -404,6 +404,7 @@ def test_the_error_for_dropout_names_the_mode_argument_that_exists():
     assert "eval_kwargs=" in text and "'eval': ..." not in text
 
 
+@pytest.mark.slow
 def test_the_error_for_dropout_in_a_custom_loss_passes_the_mode_instead_of_a_random_stream():
     class Custom(fitflax.Trainer):
         def compute_loss(self, params: Any, model_state: Any, batch: Any, *, rngs: Any, train: bool) -> Any:

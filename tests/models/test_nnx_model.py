@@ -265,6 +265,7 @@ def test_a_run_stopped_inside_an_epoch_resumes_bit_for_bit(place: str, options: 
     np.testing.assert_array_equal(resumed.predict(X), whole.predict(X))
 
 
+@pytest.mark.slow
 def test_evaluation_may_draw_from_the_streams_and_draws_the_same_numbers_each_time():
     class Noisy(nnx.Module):
         def __init__(self, rngs):

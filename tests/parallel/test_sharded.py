@@ -166,6 +166,7 @@ def test_every_way_to_compute_updates_gives_the_same_numbers_on_any_mesh(options
     assert results[1:] == pytest.approx([results[0]] * 2, abs=2e-2 if "precision" in options else 1e-5)
 
 
+@pytest.mark.slow
 def test_micro_batches_hold_interleaved_rows():
     class Means(nn.Module):
         @nn.compact
@@ -428,6 +429,7 @@ def test_a_module_may_name_mesh_axes_itself():
     assert trainer.state.params["Dense_0"]["kernel"].sharding.spec == P("data", "model")
 
 
+@pytest.mark.slow
 def test_an_overridden_train_step_and_loss_see_the_whole_batch():
     class CustomLoss(fitflax.Trainer):
         def compute_loss(self, params: Any, model_state: Any, batch: Any, *, rngs: Any, train: bool) -> Any:

@@ -110,6 +110,7 @@ def test_a_module_that_fails_is_an_error_before_anything_is_compiled(devices, co
     assert not [name for name in counted.names if "init_state" in name]
 
 
+@pytest.mark.slow
 def test_another_batch_size_is_compiled_ahead_as_well(devices, compilations):
     trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(devices(1)))
     trainer.compile("sgd", "sparse_categorical_crossentropy")

@@ -153,6 +153,7 @@ def test_the_best_averages_are_restored_at_the_end(tmp_path: Any, devices: Devic
 # -- compiling again --
 
 
+@pytest.mark.slow
 def test_compiling_again_starts_keeps_or_drops_the_average(devices: Devices):
     trainer = trained(devices(2))
     optimizer = optax.sgd(0.3)

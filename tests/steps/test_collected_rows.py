@@ -167,6 +167,7 @@ def test_metrics_are_logged_in_the_order_in_which_they_were_passed():
 # --- Where they are logged, and where not ---
 
 
+@pytest.mark.slow
 def test_all_logs_except_those_of_batches_include_collected_metrics(tmp_path):
     seen = {}
 
@@ -270,14 +271,15 @@ def test_the_history_row_of_an_epoch_closed_in_its_middle_is_restored_with_its_a
     assert resumed.history.history["bins"][1].dtype == np.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [([], [AUC()]), ([AUC()], [WeightedMedian()]), ([AUC()], [])])
-@pytest.mark.mostly_slow
 def test_resuming_inside_an_epoch_with_different_metrics_is_an_error(before, after, tmp_path):
     run(tmp_path, steps=2, metrics=["mae", *before])
     with pytest.raises(RestoreError, match="collected rows"):
         run(tmp_path, metrics=["mae", *after])
 
 
+@pytest.mark.slow
 def test_metrics_may_change_between_epochs(tmp_path):
     run(tmp_path, steps=3, metrics=["mae"])
     history = run(tmp_path, metrics=["mae", AUC()], steps=6).history.history
@@ -362,8 +364,8 @@ def test_a_metric_that_does_not_compute_a_number_is_an_error():
 # --- Arrays ---
 
 
-@pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.mostly_slow
+@pytest.mark.parametrize("devices", [1, 4])
 def test_a_metric_may_be_an_array(devices, tmp_path):
     trainer = make([Bins()], devices=devices, weighted=[Bins()])
     history = trainer.fit(X, Y[:, None], WEIGHTS, batch_size=4, epochs=2, validation_data=(X[:7], Y[:7, None]), verbose=0).history
@@ -460,6 +462,7 @@ def test_a_class_of_clu_may_be_passed_under_a_key(clu):
     assert set(history) == {"loss", "acc", "xent"} and history["xent"] == pytest.approx(history["loss"])
 
 
+@pytest.mark.slow
 def test_metrics_of_clu_ignore_weights_and_cannot_be_weighted(clu):
     logits, labels = classes()
     trainer = make([clu.Accuracy], loss="sparse_categorical_crossentropy")
@@ -624,6 +627,7 @@ def test_rows_stay_on_the_device_until_they_are_read(monkeypatch):
         assert checkpoint.logs["median"] and len(joined) == 37
 
 
+@pytest.mark.slow
 def test_metrics_adapted_from_clu_can_be_called_directly(clu):
     logits, labels = classes()
     labels = labels.astype(np.int32)

@@ -277,6 +277,7 @@ def test_without_padding_new_batch_sizes_are_compiled_without_a_warning():
     assert messages(lambda: trainer_of(pad=False).fit(batches_of([batch_of(28, rows) for rows in (4, 3, 6)]), verbose=0)) == []
 
 
+@pytest.mark.slow
 def test_several_steps_per_call_warn_like_single_steps():
     batches = [batch_of(length) for length in (28, 28, 28, 30, 30, 28, 28)]
     found = messages(lambda: trainer_of(steps_per_call=2).fit(batches_of(batches), verbose=0))
@@ -351,6 +352,7 @@ def test_the_heap_is_trimmed_only_for_a_large_state(monkeypatch):
 NO_INCREMENTS = pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python 3.14 collects garbage in increments")
 
 
+@pytest.mark.slow
 @NO_INCREMENTS
 def test_full_garbage_collections_are_postponed_while_a_step_is_traced():
     seen, before = [], gc.get_threshold()

@@ -280,6 +280,7 @@ def test_batch_statistics_are_passed_from_micro_batch_to_micro_batch(num_devices
     np.testing.assert_allclose(stats["var"], np.mean([var for _, var in expected], axis=0), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_module_may_communicate_with_other_replicas_inside_a_micro_batch(devices: Devices):
     x, y = X[:12], Y[:12]
     trainer = trainer_of(Norm(axis_name="replica"), devices(2), "mse", 3)

@@ -129,6 +129,7 @@ def test_attributes_and_keys_name_outputs_and_none_is_not_an_output(kind: Callab
     assert named is not None and named["logits"] is X and named["hidden"] is Y
 
 
+@pytest.mark.slow
 def test_static_fields_single_arrays_and_classes_without_names_give_no_output_names():
     assert output_names(Record(X, note="static")) == ("logits",)
     assert output_names(X) is None
@@ -332,6 +333,7 @@ class Optional(nn.Module):
         return nn.softmax(nn.Dense(3)(x)), None
 
 
+@pytest.mark.slow
 def test_losses_and_targets_by_position_count_outputs_that_are_none():
     x, y = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32), np.arange(8) % 3
     trainer = fitflax.Trainer(Optional(), parallel=DataParallel(jax.devices()[:1]))
@@ -345,6 +347,7 @@ def test_losses_and_targets_by_position_count_outputs_that_are_none():
         trainer.fit(x, (y, y), verbose=0)
 
 
+@pytest.mark.slow
 def test_a_function_of_the_only_output_gets_a_whole_dict_of_targets_with_other_keys():
     x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
 

@@ -97,6 +97,7 @@ def test_a_summary_shows_groups_separately():
     assert lines[begin + 1 : begin + 3] == ["  backbone: 30 = 120 B in 2 arrays, frozen", "  head: 21 = 84 B in 2 arrays, learning rate 0.25"]
 
 
+@pytest.mark.slow
 def test_parameters_that_a_summary_calls_frozen_do_not_change():
     trainer = trainer_of(partition(optax.set_to_zero(), optimizers.get("adam", 0.25)))
     before = trainer.state.params

@@ -160,6 +160,7 @@ def test_collections_that_a_module_computes_from_its_inputs_keep_their_dtype(pre
     np.testing.assert_allclose(trainer.state.model_state["last"]["mean"], X[:12].mean(0), atol=1e-2)
 
 
+@pytest.mark.slow
 def test_a_custom_loss_gets_parameters_and_inputs_in_half_precision(devices: Devices):
     seen: set[str] = set()
 
@@ -300,6 +301,7 @@ def test_the_learning_rate_can_be_read_and_set_if_there_is_a_scale(devices: Devi
 # -- compiling again, errors, resuming --
 
 
+@pytest.mark.slow
 def test_compiling_again_with_the_same_optimizer_keeps_its_state_with_or_without_a_scale(devices: Devices):
     adam = optax.adam(0.1)
     trainer = trainer_of(Line(), devices(2), "float32", square_sum, optimizer=adam)

@@ -28,6 +28,7 @@ def test_a_stream_that_is_not_named_is_an_error_that_says_where_to_name_it():
     assert make(rngs=("dropout", "noise")).fit(x, x, verbose=0).epoch == [0]
 
 
+@pytest.mark.slow
 def test_jax_and_flax_treat_the_keys_of_a_step_as_a_dict():
     trainer = make(rngs=("noise", "dropout"), parallel=fitflax.parallel.Sharded({"data": -1}, devices=jax.devices()[:1]))
     trainer.build((np.ones((8, 2), np.float32),))

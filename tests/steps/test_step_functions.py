@@ -382,6 +382,7 @@ def test_a_custom_loss_is_weighted_and_combined_like_any_other(num_devices: int,
     assert custom.evaluate(X, Y, verbose=0)["trains"] == 0.0
 
 
+@pytest.mark.slow
 def test_calling_the_inherited_loss_changes_nothing(devices: Devices):
     class Same(fitflax.Trainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
@@ -395,6 +396,7 @@ def test_calling_the_inherited_loss_changes_nothing(devices: Devices):
     assert_equal(results[0][1], results[1][1])
 
 
+@pytest.mark.slow
 def test_several_custom_losses_are_added(devices: Devices):
     class Parts(fitflax.Trainer):
         def compute_loss(self, params: Any, model_state: Any, batch: Batch, *, rngs: Any, train: bool) -> Any:
@@ -666,6 +668,7 @@ def test_inputs_and_targets_are_mapped_as_the_trainer_specifies(devices: Devices
 # -- weights --
 
 
+@pytest.mark.slow
 def test_one_weight_for_all_values_of_an_example_may_have_an_extra_axis(devices: Devices):
     x, y = X[:12].reshape(2, 6, -1), Y[:12].reshape(2, 6, -1)
     weights = np.array([[1.0], [3.0]], np.float32)
@@ -676,6 +679,7 @@ def test_one_weight_for_all_values_of_an_example_may_have_an_extra_axis(devices:
     assert values[0] == pytest.approx(values[1], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_calling_the_inherited_update_logs_metrics_that_are_not_means_correctly(devices: Devices):
     trainer = trainer_of(Net(), devices(1), "mse", ["rmse"], kind=Inheriting)
     history = trainer.fit(X[:8], Y[:8], batch_size=8, verbose=0).history

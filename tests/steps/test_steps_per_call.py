@@ -183,6 +183,7 @@ def test_stepping_manually_runs_as_many_steps_as_requested():
     assert [checkpoint.step for checkpoint in loop] == [5, 10]
 
 
+@pytest.mark.slow
 def test_ending_groups_early_compiles_nothing_else(compilations):
     trainer = make_trainer(4)
     look = LambdaCallback(every=fitflax.every(steps=3), on_checkpoint=lambda checkpoint: None)

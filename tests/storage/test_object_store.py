@@ -290,6 +290,7 @@ def test_logs_are_in_the_bucket_before_each_checkpoint_and_match_an_uninterrupte
     assert not list(copy.rglob("*closing*"))
 
 
+@pytest.mark.slow
 @in_memory
 def test_a_profile_and_an_exported_model_are_written_to_a_bucket(where):
     pytest.importorskip("flatbuffers")
@@ -371,6 +372,7 @@ def test_another_run_is_set_aside_and_deleted_once_the_new_one_has_saved(where):
     assert where.store().steps() == [3, 4] and not [key for key in where.names() if ".old" in key]
 
 
+@pytest.mark.slow
 @in_memory
 def test_checkpoints_beyond_the_resumed_step_are_replaced(where):
     fit(make(), saver(where, keep=None))
