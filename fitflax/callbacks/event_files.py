@@ -30,7 +30,7 @@ class EventFiles:
     `first_step` is the step from which this process resumes, which tells TensorBoard to discard events of later steps; 0 for a new run makes it discard
     everything. `mark` is a suffix of file names, by which `files_of` finds the files.
 
-    If another program replaces or deletes a file, later events go to a new one, with one warning. The earlier ones are only in the lost file.
+    If another program replaces, truncates or deletes a file, later events go to a new one, with one warning. The earlier ones are only in the lost file.
     """
 
     def __init__(self, directory: Path, run_id: str, first_step: int, *, mark: str = "", mirror: Mirror | None = None) -> None:
@@ -42,8 +42,8 @@ class EventFiles:
         self._mark = mark
         self._mirror = mirror
         self._writers: dict[str, Any] = {}
-        self._files: dict[str, tuple[Path, os.stat_result]] = {}  # The open file of each writer.
-        self._lost: list[Path] = []  # Files that were replaced or deleted, until the warning.
+        self._files: dict[str, tuple[Path, os.stat_result]] = {}  # The open file of each writer, and its last status.
+        self._lost: list[Path] = []  # Files that were replaced, truncated or deleted, until the warning.
         self._has_warned = False
         self._thread = Background("fitflax-tensorboard", on_error=self._fail)
         self._failure: BaseException | None = None
@@ -72,8 +72,8 @@ class EventFiles:
         if self._lost and not self._has_warned:
             self._has_warned = True
             warn(
-                f"{self._lost[0]} was replaced or deleted by another program during the run. Its events may be lost; later ones are written to a new file. Do "
-                "not change the directory during a run; change a copy."
+                f"{self._lost[0]} was replaced, truncated or deleted by another program during the run. Its events may be lost; later ones are written to a "
+                "new file. Do not change the directory during a run; change a copy."
             )
         failure, self._failure = self._failure, None
         if isinstance(failure, CallbackError):
@@ -96,15 +96,23 @@ class EventFiles:
 
     def _drop_lost_files(self) -> None:
         """Closes the writers whose files are gone. The next event of their group opens a new file."""
-        for group, (path, opened) in list(self._files.items()):
-            try:
-                is_lost = not os.path.samestat(path.stat(), opened)
-            except (FileNotFoundError, NotADirectoryError):
-                is_lost = True
-            if is_lost:
-                del self._files[group]
+        for group in list(self._files):
+            if not self._is_intact(group):
+                path, _ = self._files.pop(group)
                 self._lost.append(path)
                 self._writers.pop(group).close()
+
+    def _is_intact(self, group: str) -> bool:
+        """Returns whether the file of a group is still at its path, and not smaller than before; if so, notes its size."""
+        path, before = self._files[group]
+        try:
+            status = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        if not os.path.samestat(status, before) or status.st_size < before.st_size:
+            return False
+        self._files[group] = path, status
+        return True
 
     def _close(self) -> None:
         self._drop_lost_files()
@@ -117,8 +125,9 @@ class EventFiles:
                 stack.callback(writer.close)  # Flushes and fsyncs first.
 
     def _flush(self) -> None:
-        for writer in self._writers.values():
+        for group, writer in self._writers.items():
             writer.flush()
+            self._is_intact(group)
         if self._mirror is not None:
             self._mirror.push()
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import pathlib
 import re
 import shutil
@@ -586,21 +587,23 @@ def test_a_directory_that_becomes_a_file_is_an_error(tmp_path):
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize("how", ["deleted", "replaced"])
-def test_events_after_a_file_was_deleted_or_replaced_are_in_a_new_file_with_one_warning(how, tmp_path):
+@pytest.mark.parametrize("how", ["deleted", "replaced", "truncated"])
+def test_events_after_a_file_was_deleted_replaced_or_truncated_are_in_a_new_file_with_one_warning(how, tmp_path):
     def change(epoch, logs):
         if epoch == 2:
             for path in (tmp_path / "board").rglob("*.tfevents.*"):
                 if how == "replaced":
                     path.with_name("copy").write_bytes(path.read_bytes())
                     path.with_name("copy").replace(path)
+                elif how == "truncated":
+                    os.truncate(path, 8)
                 else:
                     path.unlink()
 
     options = {"epochs": 4, "validation_data": VALID}
     trainer = make()
     saving = ModelCheckpoint(tmp_path / "checkpoints")  # Everything is on disk at the end of an epoch.
-    with pytest.warns(FitflaxWarning, match="was replaced or deleted by another program during the run. Its events may be lost") as caught:
+    with pytest.warns(FitflaxWarning, match="was replaced, truncated or deleted by another program during the run. Its events may be lost") as caught:
         fit(TensorBoard(tmp_path / "board"), saving, LambdaCallback(on_epoch_begin=change), trainer=trainer, **options)
     losses = dict(zip((5, 10, 15, 20), map(as_float32, trainer.history.history["val_loss"]), strict=True))
     assert shown(tmp_path / "board")["val"]["loss"] == {step: loss for step, loss in losses.items() if how == "replaced" or step > 10}
