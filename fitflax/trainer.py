@@ -296,6 +296,8 @@ class Trainer:
                 "This optimizer's learning rate cannot be read. Pass the optimizer by name, compile('adam', learning_rate=...), or wrap it: "
                 "optax.inject_hyperparams(optax.adam)(learning_rate=...)."
             )
+        if rate.ndim:
+            raise OptimizerError(f"Each of the {rate.size} members of this ensemble has a separate learning rate. Use trainer.learning_rates to read them.")
         return float(jax.device_get(rate))
 
     @learning_rate.setter
