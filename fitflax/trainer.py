@@ -296,9 +296,10 @@ class Trainer:
                 "This optimizer's learning rate cannot be read. Pass the optimizer by name, compile('adam', learning_rate=...), or wrap it: "
                 "optax.inject_hyperparams(optax.adam)(learning_rate=...)."
             )
-        if rate.ndim:
-            raise OptimizerError(f"Each of the {rate.size} members of this ensemble has a separate learning rate. Use trainer.learning_rates to read them.")
-        return float(jax.device_get(rate))
+        first, *others = jax.device_get(rate).ravel().tolist()  # One for each member of an ensemble.
+        if any(other != first for other in others):
+            raise OptimizerError("The members of this ensemble have different learning rates. Use trainer.learning_rates to read them.")
+        return float(first)
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:

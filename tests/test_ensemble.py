@@ -112,8 +112,10 @@ def test_members_have_their_own_hyperparameters():
     ensemble = make(seed=5, ensemble=MEMBERS).with_hyperparams(learning_rate=rates)
     fit(ensemble)
     assert ensemble.learning_rates == pytest.approx({f"member {number}": rate for number, rate in enumerate(rates)})
-    with pytest.raises(OptimizerError, match=r"members of this ensemble has a separate learning rate. Use trainer.learning_rates"):
+    with pytest.raises(OptimizerError, match=r"members of this ensemble have different learning rates. Use trainer.learning_rates"):
         ensemble.learning_rate  # noqa: B018 (reading it is what fails)
+    ensemble.learning_rate = 0.25
+    assert ensemble.learning_rate == 0.25 and set(ensemble.learning_rates.values()) == {0.25}
     alone = make(rate=rates[2], seed=7)
     fit(alone)
     assert_close(member(ensemble.state.params, 2), alone.state.params)
