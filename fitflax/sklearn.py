@@ -8,8 +8,6 @@ True
 
 import contextlib
 import dataclasses
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
@@ -19,15 +17,13 @@ from flax import linen as nn
 
 from fitflax.callbacks import Callback, EarlyStopping
 from fitflax.errors import DirectoryInUseError, LossError, ModelError
-from fitflax.leaves import describe_shapes, is_key, key_of
+from fitflax.estimator_trainer import REQUIREMENT, EstimatorSettings, EstimatorTrainer, Portable, unwrapped
+from fitflax.leaves import describe_shapes
 from fitflax.losses import binary_crossentropy, sparse_categorical_crossentropy
-from fitflax.models.modes import mode_keywords
 from fitflax.optimizers import get, get_learning_rate
-from fitflax.parallel import DataParallel
 from fitflax.trainer import Trainer
 
 try:
-    import cloudpickle
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
     from sklearn.model_selection import train_test_split
     from sklearn.utils import check_random_state
@@ -35,7 +31,7 @@ try:
     from sklearn.utils.multiclass import check_classification_targets
     from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 except ImportError as error:
-    raise ImportError("fitflax.sklearn needs scikit-learn 1.6 or newer, and cloudpickle: pip install 'fitflax[sklearn]'.") from error
+    raise ImportError(REQUIREMENT) from error
 
 __all__ = ["LinenClassifier", "LinenRegressor"]
 
@@ -46,6 +42,8 @@ _MODULE_FIELDS = ("parent", "name")
 _CLOUDPICKLED = ("module", "optimizer", "learning_rate", "loss", "callbacks", "_trained_with")
 # Parameters that belong to a trained model.
 _OF_TRAINED = ("module", "optimizer", "learning_rate", "loss")
+# Names in estimators that version 0.1 pickled.
+_Settings, _Trained = EstimatorSettings, EstimatorTrainer
 
 
 _SEVERAL_OUTPUTS = "The module of an estimator must return one array, such as logits. It returned {}. Return only that array, or use Trainer."
@@ -90,119 +88,10 @@ class _Regression:
         return self.loss(outputs.reshape(targets.shape) if is_same else outputs, targets)
 
 
-class _Portable:
-    """Pickles a value with cloudpickle, which also handles functions and classes of scripts, such as linen's initializers and optax's transformations."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __reduce__(self) -> Any:
-        return cloudpickle.loads, (cloudpickle.dumps(self.value),)
-
-
-def _unwrapped(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a state without `_Portable` wrappers, which remain if the state was copied instead of pickled."""
-    return {name: value.value if isinstance(value, _Portable) else value for name, value in state.items()}
-
-
-@dataclasses.dataclass
-class _Settings:
-    """The settings that a trainer is created from."""
-
-    module: nn.Module
-    seed: int
-    optimizer: Any
-    learning_rate: Any
-    loss: Any
-    steps_per_call: int
-
-    def make(self) -> Trainer:
-        """Returns a trainer that shares compiled steps with earlier trainers of this thread whose settings differ only in the seed."""
-        key = self.module, self.optimizer, self.learning_rate, self.loss, self.steps_per_call
-        shared: OrderedDict[Any, Trainer] = vars(_SHARED).setdefault("trainers", OrderedDict())
-        try:
-            found = shared.get(key)
-        except Exception:  # noqa: BLE001 (a module, or a value in it, is not hashable)
-            return self._make()
-        if found is None:
-            found = shared[key] = self._make()
-        shared.move_to_end(key)
-        while len(shared) > _NUM_SHARED:
-            shared.popitem(last=False)
-        return found.with_seed(self.seed)
-
-    def _make(self) -> Trainer:
-        trainer = Trainer(self.module, seed=self.seed, parallel=DataParallel(jax.local_devices()[:1]))
-        trainer.compile(self.optimizer, self.loss, learning_rate=self.learning_rate, steps_per_call=self.steps_per_call)
-        return trainer
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: _Portable(value) for name, value in vars(self).items()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(_unwrapped(state))
-
-
-_SHARED = threading.local()
-_NUM_SHARED = 8
-
-
-class _Trained:
-    """A trainer that can be pickled and copied, as its settings and arrays; it is recreated on first use."""
-
-    def __init__(self, settings: _Settings, sample: jax.ShapeDtypeStruct) -> None:
-        self._settings = settings
-        self._sample = sample
-        self._leaves: list[Any] | None = None
-        self._trainer: Trainer | None = settings.make()
-        self._lock = threading.Lock()
-
-    @property
-    def seed(self) -> int:
-        """The seed of the trainer."""
-        return self._settings.seed
-
-    @property
-    def trainer(self) -> Trainer:
-        """The trainer."""
-        with self._lock:  # A served model may be used by several threads.
-            if self._trainer is None:
-                trainer = self._settings.make()
-                trainer.build((self._sample,))
-                leaves, treedef = jax.tree.flatten(trainer.state)
-                assert self._leaves is not None
-                trainer.replace_state(jax.tree.unflatten(treedef, [_restored_leaf(saved, leaf) for saved, leaf in zip(self._leaves, leaves, strict=True)]))
-                self._trainer, self._leaves = trainer, None
-            return self._trainer
-
-    def output_shapes(self) -> Any:
-        """Returns the shapes of the module's outputs in evaluation; `None` if the module does not run like this."""
-        module = self._settings.module
-        mode: dict[str, Any] = dict(mode_keywords(type(module).__call__, train=False))
-        with contextlib.suppress(Exception):
-            return jax.eval_shape(lambda x: module.init_with_output(jax.random.key(0), x, **mode)[0], self._sample)
-        return None
-
-    def __getstate__(self) -> dict[str, Any]:
-        leaves = self._leaves
-        if self._trainer is not None:
-            leaves = [np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf) for leaf in jax.tree.leaves(self._trainer.state)]
-        sample = self._sample.shape, str(self._sample.dtype)
-        return {"settings": self._settings, "sample": sample, "leaves": leaves}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._settings, self._leaves, self._trainer, self._lock = state["settings"], state["leaves"], None, threading.Lock()
-        self._sample = jax.ShapeDtypeStruct(*state["sample"])
-
-
-def _restored_leaf(saved: Any, leaf: Any) -> Any:
-    return key_of(saved, jax.random.key_impl(leaf)) if is_key(leaf) else saved
-
-
 class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
     """The base class of the classifier and the regressor. As usual in scikit-learn, `fit` sets the attributes that end with an underscore."""
 
-    _trained: _Trained
+    _trained: EstimatorTrainer
     _trained_with: dict[str, Any]
     n_iter_: int
     history_: dict[str, list[float]]
@@ -267,17 +156,17 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
 
     # -- training --
 
-    def _new_trainer(self, x: Any, num_outputs: int, loss: Any) -> _Trained:
+    def _new_trainer(self, x: Any, num_outputs: int, loss: Any) -> EstimatorTrainer:
         """Returns a new trainer."""
         if self.module is None:
             module: Any = _Network(num_outputs)
         else:
             module = self.module if isinstance(self.module, nn.Module) else self.module(num_outputs)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        settings = _Settings(module, seed, self.optimizer, self.learning_rate, loss, self.steps_per_call)
-        return _Trained(settings, jax.ShapeDtypeStruct((self.batch_size, *x.shape[1:]), x.dtype))
+        settings = EstimatorSettings(module, seed, self.optimizer, self.learning_rate, loss, self.steps_per_call)
+        return EstimatorTrainer(settings, jax.ShapeDtypeStruct((self.batch_size, *x.shape[1:]), x.dtype))
 
-    def _train(self, trained: _Trained, x: Any, y: Any, weights: Any, *, class_weight: dict[int, float] | None = None, stratify: Any = None) -> None:
+    def _train(self, trained: EstimatorTrainer, x: Any, y: Any, weights: Any, *, class_weight: dict[int, float] | None = None, stratify: Any = None) -> None:
         """Trains for all epochs, with held-out data if `early_stopping` is set; a previous fit is replaced only on success."""
         callbacks = list(self.callbacks or [])
         validation: tuple[Any, ...] | None = None
@@ -295,7 +184,7 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
         self._trained, self.n_iter_, self.history_ = trained, len(history.epoch), dict(history.history)
         self._trained_with = self._params_of_trained()
 
-    def _train_epoch(self, trained: _Trained, x: Any, y: Any, weights: Any, *, class_weight: dict[int, float] | None = None) -> None:
+    def _train_epoch(self, trained: EstimatorTrainer, x: Any, y: Any, weights: Any, *, class_weight: dict[int, float] | None = None) -> None:
         """Trains for one epoch, in an order that depends only on the seed and the number of epochs, so that copies of the estimator continue the same way."""
         epochs_run = getattr(self, "n_iter_", 0)
         if self.shuffle:
@@ -330,7 +219,7 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
             )
 
     @contextlib.contextmanager
-    def _explain_errors(self, trained: _Trained) -> Iterator[None]:
+    def _explain_errors(self, trained: EstimatorTrainer) -> Iterator[None]:
         """Rewrites errors of `Trainer.fit` for estimators."""
         try:
             yield
@@ -378,10 +267,10 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
         state = super().__getstate__()
         if "_trained_with" in state:  # Only what has changed, because functions are not equal to their copies.
             state = {**state, "_trained_with": {name: used for name, used in self._trained_with.items() if not _is_same(getattr(self, name), used)}}
-        return {name: _Portable(value) if name in _CLOUDPICKLED else value for name, value in state.items()}
+        return {name: Portable(value) if name in _CLOUDPICKLED else value for name, value in state.items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(_unwrapped(state))
+        super().__setstate__(unwrapped(state))
         if self.__sklearn_is_fitted__():
             self._trained_with = {**self._params_of_trained(), **vars(self).get("_trained_with", {})}
 
@@ -539,7 +428,7 @@ class LinenClassifier(ClassifierMixin, _LinenEstimator):  # type: ignore[misc]
         self.classes_ = classes
         return self
 
-    def _new_classifier_trainer(self, x: Any, classes: Any) -> _Trained:
+    def _new_classifier_trainer(self, x: Any, classes: Any) -> EstimatorTrainer:
         return self._new_trainer(x, len(classes), _Crossentropy(len(classes)) if self.loss is None else self.loss)
 
     def predict(self, X: Any) -> np.ndarray:
@@ -618,7 +507,7 @@ class LinenRegressor(RegressorMixin, _LinenEstimator):  # type: ignore[misc]
         x, y = validate_data(self, X, y, allow_nd=True, dtype=self.dtype, multi_output=True, y_numeric=True, reset=reset)
         return x, np.asarray(y, np.float32)
 
-    def _new_regressor_trainer(self, x: Any, y: Any) -> _Trained:
+    def _new_regressor_trainer(self, x: Any, y: Any) -> EstimatorTrainer:
         return self._new_trainer(x, int(np.prod(y.shape[1:])), _Regression(self.loss) if callable(self.loss) else self.loss or "mse")
 
     def predict(self, X: Any) -> np.ndarray:

@@ -36,10 +36,10 @@ LAYERS = (
     {"trainer"},
     {"integrations"},
     {"commands"},
-    {"__init__", "__main__", "sklearn"},
+    {"__init__", "__main__", "estimator_trainer", "sklearn"},
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
-MAY_IMPORT_TRAINER = {"fitflax", "fitflax.__main__", "fitflax.sklearn"}
+MAY_IMPORT_TRAINER = {"fitflax", "fitflax.__main__", "fitflax.estimator_trainer", "fitflax.sklearn"}
 
 SUBMODULES = ("callbacks", "losses", "metrics", "optimizers", "data", "parallel", "checkpoints", "diagnostics", "adapters", "errors")
 PUBLIC_MODULES = ("fitflax", *(f"fitflax.{name}" for name in SUBMODULES), "fitflax.integrations.torch_layers")
