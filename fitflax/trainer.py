@@ -1275,7 +1275,7 @@ class Trainer:
 
         Loading requires only jax and flatbuffers: `run = jax.export.deserialize(open(path, "rb").read()).call`, then `run(x)`; inputs that are a tuple are
         separate arguments. JAX can read such files for at least six months, and the function can be jitted and mapped. Averaged parameters are used if there
-        are any. With several processes, all of them must call it, and the first one writes. Requires the extra `export`.
+        are any. If the state is split between processes, all of them must call it, and process 0 writes. Requires the extra `export`.
 
         Args:
             path: The file, or a URL; an existing file is replaced.

@@ -27,13 +27,13 @@ PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT,
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(12 * SECONDS)]
 
 
-def start(env: dict[str, str], count: int, **arguments: Any) -> list[subprocess.Popen[str]]:
+def start(env: dict[str, str], count: int, *, script: pathlib.Path = SCRIPT, **arguments: Any) -> list[subprocess.Popen[str]]:
     port = reserve_port()
     environment = env | {"PJRT_NPROC": "16"}
     environment.pop("JAX_NUM_CPU_DEVICES", None)
     # No cache: several processes would write it at the same time.
     environment = {name: value for name, value in environment.items() if not name.startswith("JAX_COMPILATION_CACHE")}
-    commands = [[sys.executable, str(SCRIPT), json.dumps({"count": count, "index": index, "port": port, **arguments})] for index in range(count)]
+    commands = [[sys.executable, str(script), json.dumps({"count": count, "index": index, "port": port, **arguments})] for index in range(count)]
     return [subprocess.Popen(command, env=environment, **PIPES) for command in commands]
 
 
@@ -51,8 +51,8 @@ def result_in(output: str) -> dict[str, Any]:
     return dict(json.loads(next(line for line in output.splitlines() if line.startswith("RESULT "))[7:]))
 
 
-def results(env: dict[str, str], count: int, **arguments: Any) -> list[dict[str, Any]]:
-    processes = start(env, count, **arguments)
+def results(env: dict[str, str], count: int, *, script: pathlib.Path = SCRIPT, **arguments: Any) -> list[dict[str, Any]]:
+    processes = start(env, count, script=script, **arguments)
     outputs = [output for _, output in ended(processes)]
     assert [process.returncode for process in processes] == [0] * count, outputs
     return [result_in(output) for output in outputs]
