@@ -1,4 +1,4 @@
-"""fitflax: `compile`, `fit`, `evaluate` and `predict` for Flax linen and NNX modules, as fast as a hand-written loop, with resumable runs.
+"""fitflax: `compile`, `fit`, `evaluate` and `predict` for Flax linen and NNX modules, with runs that resume bit for bit.
 
 >>> import fitflax, optax
 >>> from flax import linen as nn
