@@ -801,7 +801,7 @@ class Trainer:
             class_weight: `{label: weight}`, multiplied with sample weights; missing labels have weight 1.
             callbacks: Callbacks, such as `ModelCheckpoint`.
             log_every: The interval of log points in steps, for callbacks that watch the whole run, such as `TerminateOnNaN`.
-            resume: `"auto"` resumes from the newest good checkpoint of the run's only `ModelCheckpoint`, or starts from the beginning if there is no
+            resume: `"auto"` resumes from the newest intact checkpoint of the run's only `ModelCheckpoint`, or starts from the beginning if there is no
                 checkpoint; `True` requires a checkpoint; a path names one. `steps` and `epochs` count from the beginning of the resumed run.
             verbose: 0 for silence, 2 for plain lines, 1 or `"auto"` for a progress bar in a terminal or a notebook and plain lines elsewhere.
             fast_dev_run: The number of batches of training and of each validation in a test run, which calls all hooks, but leaves out callbacks that write
@@ -1225,7 +1225,7 @@ class Trainer:
             y: Targets, for arrays.
             sample_weight: Weights, for arrays.
             steps: The maximum number of steps; by default up to the end of the current iteration over the data.
-            restore_from: A checkpoint from before that step, or a directory of checkpoints, of which the newest good one with finite parameters is used; the
+            restore_from: A checkpoint from before that step, or a directory of checkpoints, of which the newest intact one with finite parameters is used; the
                 position in the data is restored, too. By default the trainer's state (or the initial state) and the beginning of the data.
             storage_options: Options for a URL in `restore_from`, as in `ModelCheckpoint`.
             batch_size: As in that `fit` call, like the arguments below.
@@ -1351,7 +1351,7 @@ class Trainer:
         unchanged. The old state is released before the new one is loaded, so the devices need not hold both.
 
         Args:
-            path: A checkpoint directory; a directory of checkpoints, to use the newest good one; safetensors, with `weights_only` or `partial`; or a URL.
+            path: A checkpoint directory; a directory of checkpoints, to use the newest intact one; safetensors, with `weights_only` or `partial`; or a URL.
             weights_only: Whether to restore only parameters and collections; the optimizer and the step are reset.
             partial: Whether the checkpoint may be of another model. Parameters and collections with the same path, shape and dtype are restored; others are
                 initialized as in `build`, and the optimizer and the step are reset. Requires `build`, for the model's shapes. Arrays with another shape

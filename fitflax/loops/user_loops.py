@@ -71,7 +71,7 @@ class TrainLoop:
         rngs: Names of random streams at initialization and in training, or `{"init": names, "train": names}`.
         mutable: linen's filter for collections that training may change.
         sample: Inputs (a tuple for several) whose shapes initialize the state; by default those of the first batch, which is then trained on.
-        restore_from: A checkpoint, or a directory of checkpoints. The run resumes from the newest good one, bit for bit, even inside an epoch. If
+        restore_from: A checkpoint, or a directory of checkpoints. The run resumes from the newest intact one, bit for bit, even inside an epoch. If
             there is none yet, a new run begins.
         storage_options: Options for a URL in `restore_from`, as in `ModelCheckpoint`.
         parallel: Strategy; by default `DataParallel()`, over all devices of all processes.
@@ -383,7 +383,7 @@ def _make_task(
 
 
 def _find_checkpoint(path: Location, session: Session, saver: Saver) -> Saved | None:
-    """Returns a checkpoint, or the newest good one of a directory, which is locked for the run; `None` to begin a new run."""
+    """Returns a checkpoint, or the newest intact one of a directory, which is locked for the run; `None` to begin a new run."""
     if is_checkpoint(path) or (isinstance(path, Path) and path.exists() and not os.access(path, os.W_OK)):  # Read-only: no lock.
         return load_checkpoint(path)
     store = CheckpointStore(path)

@@ -27,7 +27,7 @@ def load_inference_state(path: str | os.PathLike[str], *, storage_options: Mappi
     Orbax keeps all arrays in common files, which are verified as a whole. Checkpoints of other libraries are also read as a whole.
 
     Args:
-        path: A checkpoint directory, or a directory of checkpoints, of which the newest good one is used; or the URL of either.
+        path: A checkpoint directory, or a directory of checkpoints, of which the newest intact one is used; or the URL of either.
         storage_options: Options for a URL, as in `CheckpointStore`.
 
     Raises:

@@ -27,7 +27,7 @@ def load_checkpoint(
 ) -> Saved:
     """Returns a verified checkpoint of fitflax, or as far as possible one of Orbax or `flax.training.checkpoints`, or safetensors weights.
 
-    `path` is a checkpoint, or a directory of checkpoints, of which the newest good one is used, with a warning if newer ones fail their checks; or the URL of
+    `path` is a checkpoint, or a directory of checkpoints, of which the newest intact one is used, with a warning if newer ones fail their checks; or the URL of
     either. `roots` are the parts to read, as in `checkpoint_files.read_checkpoint`.
     """
     path = locate(path, owner="The path of a checkpoint", error=CheckpointError, options=storage_options)
