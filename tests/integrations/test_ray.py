@@ -67,7 +67,8 @@ def cluster() -> Iterator[RayCluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_TRAIN_V2_ENABLED", "1")
-        patch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")  # A shorter wait for a node that does not come back.
+        patch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "8")  # A shorter wait for a node that does not come back.
+        patch.setenv("RAY_worker_niceness", "0")  # Otherwise, workers get little time while other tests run.
         made = RayCluster()
         try:
             yield made
