@@ -32,6 +32,7 @@ class SampleCollector(Metric):
         show: Function from the sample, an array `[<= max_size, ...]`, to what TensorBoard shows; see `Metric.summary`. By default the array itself.
         seed: Seed of the random priorities.
         name: Log key.
+        direction: `None`.
         rows: Results of `fn`, `[examples, ...]`.
         weights: float32 `[examples, 1]`; examples of weight 0 are never drawn.
 
