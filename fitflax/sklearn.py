@@ -287,7 +287,7 @@ def _fields(module: nn.Module) -> list[str]:
 
 
 class LinenClassifier(ClassifierMixin, _LinenEstimator):  # type: ignore[misc]
-    """A linen module as a scikit-learn classifier.
+    """Wraps a linen module as a scikit-learn classifier.
 
     Labels may be integers, strings or booleans. Training runs on one device; for several devices or checkpoints, use `Trainer`.
 
@@ -454,7 +454,7 @@ class LinenClassifier(ClassifierMixin, _LinenEstimator):  # type: ignore[misc]
 
 
 class LinenRegressor(RegressorMixin, _LinenEstimator):  # type: ignore[misc]
-    """A linen module as a scikit-learn regressor, for one or more targets.
+    """Wraps a linen module as a scikit-learn regressor, for one or more targets.
 
     Other arguments and attributes are those of `LinenClassifier`. Held-out data for `early_stopping` is not stratified.
 

@@ -19,7 +19,7 @@ __all__ = ["SampleCollector"]
 
 @struct.dataclass
 class SampleCollector(Metric):
-    """A uniform random sample of the examples, `[max_size, ...]`, in the order of the data.
+    """Draws a uniform random sample of the examples, `[max_size, ...]`, in the order of the data.
 
     Each example gets a random priority that depends on `seed` and on its position in the pass; the `max_size` lowest are kept (bottom-k sampling). So the
     sample does not depend on the batch size or the number of devices, and merging two metrics samples from both. Until the end of the pass, the host keeps the
