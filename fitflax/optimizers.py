@@ -202,6 +202,12 @@ def get_learning_rates(opt_state: Any) -> dict[str, jax.Array]:
 
     If there is only one rate and it has no label, its key is `"learning_rate"`. The key of any other rate without a unique label is its path in the state.
 
+    Args:
+        opt_state: The optax state.
+
+    Returns:
+        `{label: rate}`; rates are scalar arrays `[]`.
+
     >>> tx = optax.multi_transform({"a": get("sgd", 0.5), "b": get("adam", 0.25)}, {"w": "a", "v": "b"})
     >>> {label: float(rate) for label, rate in get_learning_rates(tx.init({"w": np.ones(2), "v": np.ones(2)})).items()}
     {'a': 0.5, 'b': 0.25}
@@ -271,6 +277,9 @@ def set_learning_rate(opt_state: Any, value: Any, label: str | None = None) -> A
 
 def get_hyperparams(opt_state: Any) -> dict[str, jax.Array]:
     """Returns the hyperparameters of `optax.inject_hyperparams` in an optax state by name; if a name occurs several times, the first value.
+
+    Args:
+        opt_state: The optax state.
 
     >>> {name: float(value) for name, value in get_hyperparams(optax.inject_hyperparams(optax.adam)(0.5).init(np.ones(3))).items() if name == "b1"}
     {'b1': 0.8999999761581421}

@@ -287,7 +287,7 @@ def _fields(module: nn.Module) -> list[str]:
 
 
 class LinenClassifier(ClassifierMixin, _LinenEstimator):  # type: ignore[misc]
-    """A linen module as a scikit-learn classifier.
+    """Wraps a linen module as a scikit-learn classifier.
 
     Labels may be integers, strings or booleans. Training runs on one device; for several devices or checkpoints, use `Trainer`.
 
@@ -399,6 +399,12 @@ class LinenClassifier(ClassifierMixin, _LinenEstimator):  # type: ignore[misc]
 
         Raises:
             ValueError: Labels are not among `classes`, `early_stopping` is set, `module`, `optimizer` or `loss` has changed, and as in `fit`.
+
+        >>> model = LinenClassifier(random_state=0)
+        >>> for x in np.array([[[0.0], [1.0]], [[0.1], [0.9]]]):
+        ...     model = model.partial_fit(x, ["low", "high"], classes=["low", "high"])
+        >>> model.n_iter_
+        2
         """
         self._check_partial_fit()
         is_first = not self.__sklearn_is_fitted__()
@@ -448,7 +454,7 @@ class LinenClassifier(ClassifierMixin, _LinenEstimator):  # type: ignore[misc]
 
 
 class LinenRegressor(RegressorMixin, _LinenEstimator):  # type: ignore[misc]
-    """A linen module as a scikit-learn regressor, for one or more targets.
+    """Wraps a linen module as a scikit-learn regressor, for one or more targets.
 
     Other arguments and attributes are those of `LinenClassifier`. Held-out data for `early_stopping` is not stratified.
 
@@ -491,6 +497,12 @@ class LinenRegressor(RegressorMixin, _LinenEstimator):  # type: ignore[misc]
         Raises:
             ValueError: The number of targets differs from that of the first call, `early_stopping` is set, `module`, `optimizer` or `loss` has changed, and
                 as in `fit`.
+
+        >>> model = LinenRegressor(random_state=0)
+        >>> for x in np.array([[[0.0], [1.0]], [[0.1], [0.9]]]):
+        ...     model = model.partial_fit(x, 2 * x[:, 0])
+        >>> model.n_iter_
+        2
         """
         self._check_partial_fit()
         is_first = not self.__sklearn_is_fitted__()

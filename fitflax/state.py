@@ -77,12 +77,25 @@ class TrainState:
 
         Raises:
             ConfigError: The structure, shapes or dtypes differ.
+
+        >>> state = TrainState(step=jnp.int32(7), params={"w": jnp.ones(2)}, model_state={}, opt_state=(), key=jax.random.key(0))
+        >>> state = state.replace_params({"w": jnp.zeros(2)})
+        >>> int(state.step), state.params["w"].tolist()
+        (7, [0.0, 0.0])
         """
         params = _with_structure("replace_params", self.params, params)
         return dataclasses.replace(self, params=params, ema_params=None if self.ema_params is None else start_average(params))
 
     def replace_step(self, step: Any) -> Self:
-        """Returns the state with another number of finished steps, an integer or a scalar array."""
+        """Returns the state with another number of finished steps.
+
+        Args:
+            step: The number, an integer or a scalar array `[]`.
+
+        >>> state = TrainState(step=jnp.int32(7), params={"w": jnp.ones(2)}, model_state={}, opt_state=(), key=jax.random.key(0))
+        >>> int(state.replace_step(0).step)
+        0
+        """
         return dataclasses.replace(self, step=jnp.asarray(step, self.step.dtype))
 
     def apply_gradient(self, grads: PyTree, optimizer: optax.GradientTransformation, model_state: Mapping[str, PyTree] | None = None, **extra: Any) -> Self:
@@ -135,15 +148,37 @@ class TrainState:
         return dataclasses.replace(self, step=none, params=params, model_state=model_state, opt_state=opt_state, key=none, ema_params=averages)
 
     def for_inference(self) -> "InferenceState":
-        """Returns the state for evaluation and prediction: parameters (the averaged ones if there are any) and collections."""
+        """Returns the state for evaluation and prediction: parameters (the averaged ones if there are any) and collections.
+
+        >>> averages = {"w": jnp.zeros(2)}
+        >>> state = TrainState(step=jnp.int32(7), params={"w": jnp.ones(2)}, model_state={}, opt_state=(), key=jax.random.key(0), ema_params=averages)
+        >>> state.for_inference().params["w"].tolist()
+        [0.0, 0.0]
+        """
         return InferenceState(step=self.step, params=self.params if self.ema_params is None else self.ema_params, model_state=self.model_state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state as nested dicts with string keys, as in `flax.serialization`; the random key is stored as key data."""
+        """Returns the state as nested dicts with string keys, as in `flax.serialization`; the random key is stored as key data.
+
+        >>> state = TrainState(step=jnp.int32(7), params={"w": jnp.ones(2)}, model_state={}, opt_state=(), key=jax.random.key(0))
+        >>> sorted(state.state_dict())
+        ['ema_params', 'key', 'model_state', 'opt_state', 'params', 'step']
+        """
         return dict(serialization.to_state_dict({**arrays_of(self), "key": jax.random.key_data(self.key)}))
 
     def restore_state(self, state_dict: Mapping[str, Any]) -> Self:
-        """Returns this state with the values of a `state_dict`; raises `RestoreError` if the structure differs."""
+        """Returns this state with the values of a `state_dict`.
+
+        Args:
+            state_dict: The result of `state_dict`, of a state with the same structure.
+
+        Raises:
+            RestoreError: The structure differs.
+
+        >>> state = TrainState(step=jnp.int32(7), params={"w": jnp.ones(2)}, model_state={}, opt_state=(), key=jax.random.key(0))
+        >>> int(state.replace_step(0).restore_state(state.state_dict()).step)
+        7
+        """
         target = {**arrays_of(self), "key": jax.random.key_data(self.key)}
         try:
             restored = serialization.from_state_dict(target, dict(state_dict))

@@ -289,6 +289,14 @@ class Trainer:
         Raises:
             OptimizerError: The learning rate cannot be read, or cannot be set, for example because a schedule computes it.
             NotReadyError: Before `build`, `fit` or `restore`.
+
+        >>> import numpy as np
+        >>> trainer = Trainer(nn.Dense(1))
+        >>> trainer.compile("adam", "mse", learning_rate=0.5)
+        >>> trainer.build(np.ones((4, 2), np.float32))
+        >>> trainer.learning_rate /= 2
+        >>> trainer.learning_rate
+        0.25
         """
         rate = optimizers.get_learning_rate(self._session.state.need("learning_rate").borrow().opt_state)
         if rate is None:
@@ -316,6 +324,15 @@ class Trainer:
         Raises:
             OptimizerError: A rate that is set does not exist, or a schedule computes it.
             NotReadyError: Before `build`, `fit` or `restore`.
+
+        >>> import numpy as np
+        >>> groups = {"slow": optimizers.get("sgd", 0.25), "fast": optimizers.get("sgd", 0.5)}
+        >>> trainer = Trainer(nn.Dense(1))
+        >>> trainer.compile(optax.multi_transform(groups, {"kernel": "slow", "bias": "fast"}), "mse")
+        >>> trainer.build(np.ones((4, 2), np.float32))
+        >>> trainer.learning_rates = {"slow": 0.125}
+        >>> trainer.learning_rates
+        {'fast': 0.5, 'slow': 0.125}
         """
         rates = optimizers.get_learning_rates(self._session.state.need("learning_rates").borrow().opt_state)
         return {label: float(rate) for label, rate in jax.device_get(rates).items()}
@@ -348,7 +365,20 @@ class Trainer:
         return self._session.stop_reason
 
     def stop(self, reason: str = "stop() was called") -> None:
-        """Stops a running `fit` after the current step; validation and end hooks still run. The first `reason` becomes `stop_reason`."""
+        """Stops a running `fit` after the current step; validation and end hooks still run.
+
+        Args:
+            reason: The text for `stop_reason`. If several calls stop the same run, the first reason is kept.
+
+        >>> import numpy as np
+        >>> from fitflax.callbacks import LambdaCallback
+        >>> trainer = Trainer(nn.Dense(1))
+        >>> trainer.compile("sgd", "mse")
+        >>> stop = LambdaCallback(on_epoch_end=lambda epoch, logs: trainer.stop("one epoch is enough"))
+        >>> history = trainer.fit(np.ones((8, 2)), np.ones((8, 1)), epochs=9, callbacks=[stop], verbose=0)
+        >>> history.epoch, trainer.stop_reason
+        ([0], 'one epoch is enough')
+        """
         self._session.stop(reason)
 
     # -- preparation --
@@ -439,6 +469,9 @@ class Trainer:
         `compute_loss` or `train_step`, which may depend on the instance, each trainer compiles its own steps.
 
         An NNX module is copied in its current state, whatever the seed; for other variables, create a new trainer with a new module.
+
+        Args:
+            seed: The seed of all randomness, as in `Trainer`.
 
         Raises:
             ConfigError: `seed` is not a valid seed.
@@ -544,6 +577,13 @@ class Trainer:
             NotReadyError: Before `compile`.
             DataError: `batch` is not a valid batch.
             ModelError: The module does not run on it.
+
+        >>> import numpy as np
+        >>> trainer = Trainer(nn.Dense(3))
+        >>> trainer.compile("sgd", "mse")
+        >>> trainer.build(jax.ShapeDtypeStruct((8, 2), np.float32))
+        >>> jax.tree.map(np.shape, trainer.state.params)
+        {'bias': (3,), 'kernel': (2, 3)}
         """
         session = self._session
         session.task.need_compiled("build")
@@ -569,6 +609,17 @@ class Trainer:
             DataError: `sample` is not a valid batch.
             ModelError: The module does not run on it.
             ShardingError: The state does not fit the mesh.
+
+        >>> import numpy as np
+        >>> trainer = Trainer(nn.Dense(3))
+        >>> trainer.compile("sgd", "mse")
+        >>> trainer.summary(np.ones((8, 2), np.float32))
+        <BLANKLINE>
+                                    Dense Summary
+        ...
+        Total number of trainable weights: 9 = 36 B
+        Optimizer state: 2 = 8 B
+        Model FLOPs per example: 12 forward, 36 in training
         """
         triple = None if sample is None else self._selection.split(argument_checks.zeros(sample), inputs_only=not memory)
         table = describe(self._session, triple, memory=memory, sharding=sharding)
@@ -587,6 +638,17 @@ class Trainer:
         Raises:
             RestoreError: The structure, shapes or dtypes differ.
             NotReadyError: Before `build`, `fit` or `restore`.
+
+        >>> import numpy as np
+        >>> trainer = Trainer(nn.Dense(1))
+        >>> trainer.compile("sgd", "mse")
+        >>> x = np.ones((8, 2), np.float32)
+        >>> trainer.build((x, x[:, :1]))
+        >>> initial = trainer.state
+        >>> history = trainer.fit(x, x[:, :1], epochs=3, verbose=0)
+        >>> trainer.replace_state(initial)
+        >>> trainer.step
+        0
         """
         if isinstance(state, InferenceState):
             self._session.state.serve(state)
@@ -625,6 +687,13 @@ class Trainer:
 
         Raises:
             NotReadyError: Before `build`, `fit` or `restore`.
+
+        >>> import numpy as np
+        >>> trainer = Trainer(nn.Dense(3))
+        >>> trainer.compile("sgd", "mse")
+        >>> trainer.build(np.ones((4, 2), np.float32))
+        >>> trainer.model.apply(trainer.inference_state().variables, np.ones((4, 2), np.float32)).shape
+        (4, 3)
         """
         state = self._session.state.need("inference_state").lend()
         program = self._session.task.any_program()
@@ -650,6 +719,17 @@ class Trainer:
         Returns:
             Values per example, `[batch]` or `[batch, ...]`, or a dict of these whose means are added; changed collections; and `aux`, a flat dict of scalars
             or values per example for the logs. Its entry `"outputs"` is passed to the compiled metrics.
+
+        >>> import numpy as np
+        >>> class Regularized(Trainer):
+        ...     def compute_loss(self, params, model_state, batch, *, rngs, train):
+        ...         values, changed, aux = super().compute_loss(params, model_state, batch, rngs=rngs, train=train)
+        ...         penalty = 1e-3 * optax.tree.norm(params, squared=True)
+        ...         return values + penalty, changed, {**aux, "penalty": penalty}
+        >>> trainer = Regularized(nn.Dense(1))
+        >>> trainer.compile("sgd", "mse")
+        >>> list(trainer.fit(np.ones((8, 2)), np.ones((8, 1)), verbose=0).history)
+        ['loss', 'penalty']
         """
         return self._session.task.need_compiled("compute_loss").task.forward.default_loss(*args, **kwargs)
 
@@ -694,6 +774,8 @@ class Trainer:
     def optimizer(self) -> optax.GradientTransformationExtraArgs:
         """The optax transformation passed to or created by `compile`, for a custom `train_step`.
 
+        See `train_step` for an example.
+
         Raises:
             NotReadyError: Before `compile`.
         """
@@ -702,11 +784,32 @@ class Trainer:
         return _Optimizer(*optimizer)
 
     def sum_replicas(self, tree: PyTree) -> PyTree:
-        """Returns the sum of arrays over all replicas, inside `train_step` and `compute_loss`; under `Sharded`, returns its argument."""
+        """Returns the sum of arrays over all replicas, inside `train_step` and `compute_loss`; under `Sharded`, returns its argument.
+
+        See `train_step` for an example.
+
+        Args:
+            tree: Arrays of one replica, such as a gradient or the number of examples in its shard of the batch.
+
+        Raises:
+            NotReadyError: Before `compile`.
+        """
         return self._session.task.need_compiled("sum_replicas").task.strategy.sum(tree)
 
     def step_rngs(self, state: TrainState) -> dict[str, jax.Array]:
-        """Returns a key for each of the module's random streams in training, for this step and replica, inside `train_step`."""
+        """Returns a key for each of the module's random streams in training, for this step and replica, inside `train_step`.
+
+        See `train_step` for an example.
+
+        Args:
+            state: The state before the step.
+
+        Returns:
+            `{stream: key}`, for the `rngs` of the module's `apply`.
+
+        Raises:
+            NotReadyError: Before `compile`.
+        """
         return self._session.task.need_compiled("step_rngs").task.step_rngs(state)
 
     def merge(self, params: PyTree, model_state: Mapping[str, PyTree], *, train: bool = False) -> Any:
@@ -733,9 +836,19 @@ class Trainer:
     def split(self, model: Any) -> tuple[PyTree, dict[str, PyTree]]:
         """Returns the parameters and collections of an NNX module that `merge` created.
 
+        Args:
+            model: The module, whose variables may have changed.
+
         Raises:
             ConfigError: The trainer's model is not an NNX module.
             ModelError: The module has new variables.
+
+        >>> from flax import nnx
+        >>> trainer = Trainer(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+        >>> model = trainer.merge(trainer.state.params, trainer.state.model_state)
+        >>> params, model_state = trainer.split(model)
+        >>> sorted(params)
+        ['bias', 'kernel']
         """
         variables = self._session.task.any_program().task.model.split(model)
         return variables.pop("params"), variables
@@ -1024,17 +1137,34 @@ class Trainer:
         Raises:
             NotReadyError: Before `compile`.
             DataError, ModelError, LossError, MetricError: The batch, the module, the loss or a metric does not fit.
+
+        >>> import numpy as np
+        >>> trainer = Trainer(nn.Dense(1, kernel_init=nn.initializers.zeros))
+        >>> trainer.compile("sgd", "mse", ["mae"], learning_rate=0.25)
+        >>> batch = np.ones((8, 2), np.float32), np.ones((8, 1), np.float32)
+        >>> [trainer.train_on_batch(batch) for _ in range(2)]
+        [{'loss': 1.0, 'mae': 1.0}, {'loss': 0.25, 'mae': 0.5}]
         """
         return single_batch.train_on_batch(self._session, self._selection.split(batch))
 
     @keras_names.with_hints("Trainer.test_on_batch", keras_names.ON_BATCH, ConfigError)
     @_syncs_model
     def test_on_batch(self, batch: Any) -> dict[str, float]:
-        """Returns the loss and metrics of one batch, which is as in `train_on_batch`.
+        """Returns the loss and metrics of one batch.
+
+        Args:
+            batch: As in `train_on_batch`.
 
         Raises:
             NotReadyError: Before `compile`, or before there is a state.
             DataError, ModelError, LossError, MetricError: The batch, the module, the loss or a metric does not fit.
+
+        >>> import numpy as np
+        >>> trainer = Trainer(nn.Dense(1, kernel_init=nn.initializers.zeros))
+        >>> trainer.compile("sgd", "mse", ["mae"])
+        >>> trainer.build(np.ones((8, 2), np.float32))
+        >>> trainer.test_on_batch((np.ones((8, 2), np.float32), 2 * np.ones((8, 1), np.float32)))
+        {'loss': 4.0, 'mae': 2.0}
         """
         return single_batch.test_on_batch(self._session, self._selection.split(batch))
 
@@ -1048,6 +1178,13 @@ class Trainer:
         Raises:
             NotReadyError: Before there is a state.
             DataError, ModelError: The batch or the module does not fit.
+
+        >>> import numpy as np
+        >>> trainer = Trainer(nn.Dense(3))
+        >>> trainer.compile("sgd", "mse")
+        >>> trainer.build(np.ones((8, 2), np.float32))
+        >>> trainer.predict_on_batch(np.ones((8, 2), np.float32)).shape
+        (8, 3)
         """
         return single_batch.predict_on_batch(self._session, self._selection.split(x, inputs_only=True).x if isinstance(x, dict) else x)
 
@@ -1289,6 +1426,17 @@ class Trainer:
             ImportError: The package flatbuffers is not installed.
             ConfigError: A platform is unknown, or the weights take 2 GB or more.
             ModelError: The module cannot be exported; the message says why.
+
+        >>> import numpy as np
+        >>> import tempfile
+        >>> trainer = Trainer(nn.Dense(3))
+        >>> trainer.compile("sgd", "mse")
+        >>> trainer.build(np.ones((1, 2), np.float32))
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     path = trainer.export(f"{directory}/model.jax")
+        ...     run = jax.export.deserialize(path.read_bytes()).call
+        >>> run(np.ones((5, 2), np.float32)).shape
+        (5, 3)
         """
         session = self._session
         live = session.state.need("export")
@@ -1483,5 +1631,17 @@ class Trainer:
             CheckpointError: Numbers are too large for `dtype`, or the disk fails.
             ConfigError: `mapping` or `dtype` is invalid.
             NotReadyError: `partial` before `build`.
+
+        >>> import numpy as np
+        >>> import tempfile
+        >>> from fitflax.integrations.torch_layers import dense
+        >>> trainer = Trainer(nn.Sequential([nn.Dense(3)]))
+        >>> trainer.compile("sgd", "mse")
+        >>> trainer.build(np.ones((1, 2), np.float32))
+        >>> mapping = dense("fc", "layers_0")  # From fc.weight, [out, in], and fc.bias, as PyTorch names them.
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     path = trainer.save_weights(f"{directory}/torch.safetensors", mapping=mapping)
+        ...     print(trainer.load_weights(path, mapping=mapping))
+        Restored 2 of 2 arrays.
         """
         return load_weights(self._session, path, mapping=mapping, partial=partial, dtype=dtype, storage_options=storage_options)

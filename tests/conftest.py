@@ -24,6 +24,8 @@ import hypothesis
 import jax
 import pytest
 
+from tests import compiled_programs
+
 NUM_DEVICES = 8
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 collect_ignore = ["typed_project"]  # Its modules import each other as a user's do; tests/test_types.py runs them.
@@ -35,13 +37,15 @@ jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Otherwise, half of the tests' time would go into compiling the same small programs repeatedly. Each process has a separate directory, because JAX does not
-# write it atomically. A program from this cache still counts as compiled in JAX's events, and so in `Compilations`.
+# Otherwise, most of the tests' time would go into compiling the same small programs repeatedly. Each process has a separate directory, because JAX does not
+# write it atomically; it starts with the programs that earlier runs of the tests left (`compiled_programs.py`). A program from this cache still counts as
+# compiled in JAX's events, and so in `Compilations`.
 _compiled_programs = tempfile.TemporaryDirectory(prefix="fitflax-tests-")
 atexit.register(_compiled_programs.cleanup)
 jax.config.update("jax_compilation_cache_dir", _compiled_programs.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # Otherwise, the directory is part of the key of each program.
 
 # The same examples in every run, and no failure because a machine was slow.
 hypothesis.settings.register_profile("fitflax", deadline=None, derandomize=True, database=None)
@@ -87,6 +91,14 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if next(_tests_done) % TESTS_BETWEEN_CLEARING == 0:
         jax.clear_caches()
         gc.collect()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    compiled_programs.take(_compiled_programs.name)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    compiled_programs.keep(_compiled_programs.name)
 
 
 class Compilations:
@@ -168,6 +180,7 @@ def compilation_cache() -> dict[str, str]:
         "JAX_COMPILATION_CACHE_DIR": _compiled_programs.name,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",
     }
 
 

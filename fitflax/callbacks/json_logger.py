@@ -26,8 +26,9 @@ class JSONLogger(EpochFile):
     during a run, all lines are written again, with one warning.
 
     Args:
-        path: The file. Missing directories are created.
+        path: The file, or a URL. Missing directories are created.
         append: Whether a new run keeps the existing lines.
+        storage_options: Options for a URL; see `ModelCheckpoint`.
 
     Raises:
         CallbackError: Before the first step: the file cannot be written, or has another format. The file is not changed.

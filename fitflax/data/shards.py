@@ -37,7 +37,7 @@ Exchange = Callable[[Any], list[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """Data of which each process has its own part. Pass it to `fit`, `evaluate`, `predict` and the like in place of the data.
+    """Marks data as the shard of this process. Pass it to `fit`, `evaluate` or `predict` in place of the data.
 
     Without it, all processes must pass the same data. With it, the batch of a step consists of the rows of all processes. `batch_size` is that of the whole
     batch, of which each process feeds an equal part; data that comes in batches is used as it is. Shards need not have equal lengths: a pass ends when all

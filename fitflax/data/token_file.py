@@ -26,7 +26,7 @@ _MIX = (0x85EBCA77, 0xC2B2AE3D)
 
 @dataclasses.dataclass(frozen=True)
 class TokenFile:
-    """A file of tokens to pass to `fit`, `evaluate` and `predict` as data: inputs are windows of the file, targets the next tokens.
+    """Reads a file of tokens as data for `fit`, `evaluate` and `predict`: inputs are windows of the file, targets the next tokens.
 
     The file is memory-mapped: tokens are read when they are needed, and the file may be larger than memory. In training, each pass uses every window once.
     The order, and the offset of the first window (one of the first `length` tokens), depend on the seed and the number of the pass. Without shuffling, and in

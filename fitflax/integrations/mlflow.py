@@ -47,6 +47,15 @@ class MLflowLogger(TrackerLogger):
     Raises:
         ImportError: The package mlflow is not installed.
         CallbackError: An argument has a wrong type or value.
+
+    Log a run to a server and upload its best checkpoint::
+
+        from fitflax.callbacks import BestCheckpoint
+        from fitflax.integrations.mlflow import MLflowLogger
+
+        best = BestCheckpoint("runs/a/best", monitor="val_loss")
+        logger = MLflowLogger("digits", tracking_uri="http://127.0.0.1:5000", checkpoint=best)
+        trainer.fit(x, y, epochs=10, validation_split=0.2, callbacks=[best, logger])
     """
 
     def __init__(

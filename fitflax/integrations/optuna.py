@@ -45,6 +45,18 @@ class OptunaPruning(Callback):
         CallbackError: `trial` is not a trial or has several objectives, or `at` or `mode` is unknown.
         MonitorError: In `fit`: the value is not logged.
         optuna.TrialPruned: In `fit`: the trial was pruned. Raised after the run has ended.
+
+    Tune the learning rate and prune bad trials::
+
+        import optuna
+        from fitflax.integrations.optuna import OptunaPruning
+
+        def objective(trial):
+            member = trainer.with_hyperparams(learning_rate=trial.suggest_float("learning_rate", 1e-4, 1.0, log=True))
+            history = member.fit(x, y, epochs=10, validation_split=0.2, callbacks=[OptunaPruning(trial, "val_loss")], verbose=0)
+            return history.history["val_loss"][-1]
+
+        optuna.create_study(pruner=optuna.pruners.MedianPruner()).optimize(objective, n_trials=20)
     """
 
     phase = Phase.DECIDE
@@ -156,6 +168,15 @@ def resume_trials(study: Any, objective: Callable[[Any], float | Sequence[float]
         ImportError: The package optuna is not installed.
         ConfigError: `study` is not an `optuna.Study`.
         Exception: Any error of the objective except `optuna.TrialPruned`. The trial is marked as failed.
+
+    Resume a study of 20 trials::
+
+        import optuna
+        from fitflax.integrations.optuna import resume_trials
+
+        study = optuna.create_study(study_name="rates", storage="sqlite:///runs/study.db", load_if_exists=True)
+        resume_trials(study, objective)
+        study.optimize(objective, n_trials=20 - len(study.trials))
     """
     optuna = _optuna()
     if not isinstance(study, optuna.Study):

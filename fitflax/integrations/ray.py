@@ -55,6 +55,23 @@ class RayReport(Callback):
     Raises:
         ImportError: The package ray is not installed.
         CallbackError: An argument has a wrong type. In `fit`: the process is neither a worker of Ray Train nor a trial of Ray Tune.
+
+    Train in two workers of Ray Train::
+
+        import fitflax
+        import ray.train
+        from fitflax.callbacks import ModelCheckpoint
+        from fitflax.integrations.ray import RayReport
+        from ray.train.v2.jax import JaxTrainer
+
+        def train():
+            fitflax.parallel.initialize()
+            trainer = make_trainer()
+            checkpoint = ModelCheckpoint("/shared/runs/a/checkpoints")
+            trainer.fit(x, y, epochs=10, callbacks=[checkpoint, RayReport(checkpoint=checkpoint)], resume="auto", verbose=0)
+
+        run = ray.train.RunConfig(name="a", storage_path="/shared/runs")
+        result = JaxTrainer(train, scaling_config=ray.train.ScalingConfig(num_workers=2), run_config=run).fit()
     """
 
     phase = Phase.SAVE  # Called after the callback that saves, if it is listed after that.
@@ -155,6 +172,13 @@ def checkpoint_path(checkpoint: Any) -> str:
     Raises:
         ImportError: The package ray is not installed.
         ConfigError: `RayReport` did not report the checkpoint to Ray Train, or it was deleted.
+
+    Restore the last checkpoint of a run of Ray Train::
+
+        from fitflax.integrations.ray import checkpoint_path
+
+        trainer = make_trainer()
+        trainer.restore(checkpoint_path(result.checkpoint))
     """
     if not isinstance(checkpoint, _import("ray.train").Checkpoint):
         raise ConfigError(f"checkpoint_path(checkpoint) must be a checkpoint of Ray, such as result.checkpoint. Received: {checkpoint!r}.")

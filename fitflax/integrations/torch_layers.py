@@ -51,6 +51,10 @@ def conv(theirs: str, ours: str, *, bias: bool = True) -> list[WeightRule]:
 def embedding(theirs: str, ours: str) -> list[WeightRule]:
     """Returns the rule that maps `torch.nn.Embedding` to an `Embed`.
 
+    Args:
+        theirs: The layer's name in the file.
+        ours: The path of the module.
+
     >>> embedding("wte", "wte")[0].ours
     'params/wte/embedding'
     """
@@ -59,6 +63,10 @@ def embedding(theirs: str, ours: str) -> list[WeightRule]:
 
 def norm(theirs: str, ours: str) -> list[WeightRule]:
     """Returns the rules for `torch.nn.LayerNorm` or `GroupNorm`, with scale and bias.
+
+    Args:
+        theirs: The layer's name in the file.
+        ours: The path of the module.
 
     >>> [rule.ours for rule in norm("ln_f", "norm")]
     ['params/norm/scale', 'params/norm/bias']

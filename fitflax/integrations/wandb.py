@@ -49,6 +49,15 @@ class WandbLogger(TrackerLogger):
     Raises:
         ImportError: The package wandb is not installed.
         CallbackError: An argument has a wrong type or value.
+
+    Log a run and upload its best checkpoint::
+
+        from fitflax.callbacks import BestCheckpoint
+        from fitflax.integrations.wandb import WandbLogger
+
+        best = BestCheckpoint("runs/a/best", monitor="val_loss")
+        logger = WandbLogger("digits", checkpoint=best, options={"tags": ["baseline"]})
+        trainer.fit(x, y, epochs=10, validation_split=0.2, callbacks=[best, logger])
     """
 
     def __init__(

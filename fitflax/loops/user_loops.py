@@ -50,7 +50,7 @@ _ALL_BUT_PARAMS = DenyList("params")
 
 
 class TrainLoop:
-    """An iterator of checkpoints that trains as you iterate, for custom training loops.
+    """Trains a model and yields checkpoints, for custom training loops.
 
     Create it from functions, or from a trainer with `Trainer.train_loop`. It yields a checkpoint when `every` fires and after the last step.
     `next_step`, `next_checkpoint` and `run` advance it manually and do not change the total. To run functions at a checkpoint, see `serial`.

@@ -113,7 +113,7 @@ class _ClassScore(Counts):
 
 @struct.dataclass
 class Precision(_ClassScore):
-    """The fraction of predicted positives that are correct: `tp / (tp + fp)`, in weighted counts; 0 if there are none.
+    """Computes the fraction of predicted positives that are correct: `tp / (tp + fp)`, in weighted counts; 0 if there are none.
 
     Same as scikit-learn's `precision_score(zero_division=0)`. The shapes determine the classes, for this metric and for `Recall`, `FBeta`, `F1`,
     `Specificity` and `MeanIoU`:
@@ -160,7 +160,7 @@ class Precision(_ClassScore):
 
 @struct.dataclass
 class Recall(_ClassScore):
-    """The fraction of positives that are found: `tp / (tp + fn)`, in weighted counts; 0 if there are none. Also called sensitivity.
+    """Computes the fraction of positives that are found: `tp / (tp + fn)`, in weighted counts; 0 if there are none. Also called sensitivity.
 
     Same as scikit-learn's `recall_score(zero_division=0)`. See `Precision` for shapes, invalid targets and attributes.
 
@@ -179,7 +179,7 @@ class Recall(_ClassScore):
 
 @struct.dataclass
 class FBeta(_ClassScore):
-    """The weighted harmonic mean of precision and recall: `(1 + b^2) tp / ((1 + b^2) tp + b^2 fn + fp)`; 0 if all counts are 0.
+    """Computes the weighted harmonic mean of precision and recall: `(1 + b^2) tp / ((1 + b^2) tp + b^2 fn + fp)`; 0 if all counts are 0.
 
     Same as scikit-learn's `fbeta_score(zero_division=0)` (van Rijsbergen, 1979): recall counts `beta` times as much as precision. See `Precision` for
     shapes, invalid targets and the other attributes.
@@ -234,7 +234,7 @@ def F1(*, average: Average | None = "auto", threshold: float = 0.0, multi_label:
 
 @struct.dataclass
 class Specificity(_ClassScore):
-    """The fraction of negatives that are predicted as negative: `tn / (tn + fp)`, in weighted counts; 0 if there are none.
+    """Computes the fraction of negatives that are predicted as negative: `tn / (tn + fp)`, in weighted counts; 0 if there are none.
 
     For one logit it is the recall of class 0; for classes, each one against all others. See `Precision` for shapes, invalid targets and attributes.
 
@@ -253,7 +253,7 @@ class Specificity(_ClassScore):
 
 @struct.dataclass
 class MeanIoU(_ClassScore):
-    """Intersection over union, `tp / (tp + fp + fn)`, averaged over the classes that occur; the usual score for segmentation.
+    """Computes intersection over union, `tp / (tp + fp + fn)`, averaged over the classes that occur; the usual score for segmentation.
 
     Same as scikit-learn's `jaccard_score(average="macro")` and `MeanIoU` of Keras. One logit stands for two classes, and both count. For images, outputs are
     `[batch, height, width, classes]`, targets `[batch, height, width]`, and weights `[batch]` or one per pixel. To exclude pixels, give them weight 0. See
@@ -278,7 +278,7 @@ class MeanIoU(_ClassScore):
 
 @struct.dataclass
 class ConfusionMatrix(Counts):
-    """The confusion matrix: rows are targets, columns are predictions, float32 `[classes, classes]`; `[2, 2]` for one logit.
+    """Computes the confusion matrix: rows are targets, columns are predictions, float32 `[classes, classes]`; `[2, 2]` for one logit.
 
     Same as scikit-learn's `confusion_matrix(labels=range(classes))`. Shapes are those of `Precision` without `multi_label`. Invalid targets are in no
     row. The memory is quadratic in the number of classes, so it is not suited to vocabularies.

@@ -22,7 +22,7 @@ _TRANSFORMS: dict[str | None, Callable[[jax.Array], jax.Array]] = {None: lambda 
 
 @struct.dataclass
 class Mean(Metric):
-    """The weighted mean of per-example values: `sum(w * v) / sum(w)` over all examples; NaN if no example has weight.
+    """Computes the weighted mean of per-example values: `sum(w * v) / sum(w)` over all examples; NaN if no example has weight.
 
     Attributes:
         fn: `(outputs, targets) -> values`, `[batch]` or `[batch, ...]`; `None` for a mean that only `add` updates.

@@ -20,7 +20,7 @@ __all__ = ["R2", "CosineSimilarity", "ExplainedVariance", "RootMeanSquaredError"
 
 @struct.dataclass
 class R2(Metric):
-    """The coefficient of determination, `1 - sum(w * (targets - outputs)^2) / sum(w * (targets - mean)^2)`, averaged over columns.
+    """Computes the coefficient of determination, `1 - sum(w * (targets - outputs)^2) / sum(w * (targets - mean)^2)`, averaged over columns.
 
     Same as scikit-learn's `r2_score`: 1 is perfect, 0 is as good as the mean of the targets. Constant targets give 1 if they are predicted exactly, else
     0. Outputs and targets are `[batch]` or `[batch, ..., columns]`; either side may omit a trailing axis of length 1. Weights have the leading axes
@@ -79,7 +79,7 @@ class R2(Metric):
 
 @struct.dataclass
 class ExplainedVariance(Metric):
-    """The explained variance, `1 - var(targets - outputs) / var(targets)`, averaged over columns.
+    """Computes the explained variance, `1 - var(targets - outputs) / var(targets)`, averaged over columns.
 
     Same as scikit-learn's `explained_variance_score`; unlike `R2`, it ignores constant offsets of the outputs. Constant targets give 1 if the errors are
     constant too, else 0. Variances are weighted. Shapes, merging and the other attributes are those of `R2`.

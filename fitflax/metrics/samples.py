@@ -19,7 +19,7 @@ __all__ = ["SampleCollector"]
 
 @struct.dataclass
 class SampleCollector(Metric):
-    """A uniform random sample of the examples, `[max_size, ...]`, in the order of the data.
+    """Draws a uniform random sample of the examples, `[max_size, ...]`, in the order of the data.
 
     Each example gets a random priority that depends on `seed` and on its position in the pass; the `max_size` lowest are kept (bottom-k sampling). So the
     sample does not depend on the batch size or the number of devices, and merging two metrics samples from both. Until the end of the pass, the host keeps the
@@ -32,6 +32,7 @@ class SampleCollector(Metric):
         show: Function from the sample, an array `[<= max_size, ...]`, to what TensorBoard shows; see `Metric.summary`. By default the array itself.
         seed: Seed of the random priorities.
         name: Log key.
+        direction: `None`.
         rows: Results of `fn`, `[examples, ...]`.
         weights: float32 `[examples, 1]`; examples of weight 0 are never drawn.
 

@@ -55,7 +55,7 @@ class Compiled(Protocol):
 
 
 class Strategy(abc.ABC):
-    """How the state and batches are laid out on devices and how steps run; passed as `Trainer(parallel=...)`.
+    """Defines how the state and batches are laid out on devices and how steps run; passed as `Trainer(parallel=...)`.
 
     Attributes:
         num_replicas: Number of replicas: calls of the step function that share a batch, each on its own device, joined by the collectives below.

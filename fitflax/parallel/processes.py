@@ -159,8 +159,14 @@ def failures() -> dict[int, Failure]:
 def check_same(tree: PyTree) -> None:
     """Checks that all processes have the same arrays, NumPy or local to the process; all of them must call it.
 
+    Args:
+        tree: The arrays, such as the first batch of the data.
+
     Raises:
         DataError: The arrays differ.
+
+    >>> import numpy as np
+    >>> check_same({"x": np.ones((2, 3))})  # With one process, there is nothing to compare.
     """
     if len(set(exchange(fingerprint(tree), "the first batch of data"))) > 1:
         raise DataError(
@@ -172,6 +178,9 @@ def check_same(tree: PyTree) -> None:
 
 def after_first(make: Callable[[], T]) -> T:
     """Returns the result of `make` in each process; process 0 calls it first, and may leave files for the others. All processes must call this.
+
+    Args:
+        make: A function without arguments, such as one that downloads a file if it is missing and then reads it.
 
     Raises:
         ReplicaError: Process 0 failed; it raises its own error there.

@@ -30,7 +30,7 @@ _SHOWN = 8
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RestoreReport:
-    """What `Trainer.restore` did with parameters and collections, by path.
+    """Reports which parameters and collections `Trainer.restore` restored, by path.
 
     Attributes:
         restored: Sorted paths in the model that came from the checkpoint.

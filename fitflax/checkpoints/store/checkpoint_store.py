@@ -64,7 +64,7 @@ def _first_process_only(change: Callable[..., None]) -> Callable[..., None]:
 
 
 class CheckpointStore:
-    """The checkpoints of one run in one directory, each in a subdirectory such as `step_00002000/`.
+    """Stores the checkpoints of one run in one directory, each in a subdirectory such as `step_00002000/`.
 
     Creating a store does not touch the disk. Call `claim` before the first `save`. Only the first process changes the directory; all processes can read
     it. Methods raise `CheckpointError` if the disk fails.
