@@ -40,9 +40,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 def start(env: dict[str, str], **arguments: Any) -> list[subprocess.Popen[str]]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(test_many_processes, "SCRIPT", SCRIPT)
-        return test_many_processes.start(env, 2, **arguments)
+    return test_many_processes.start(env, 2, script=SCRIPT, **arguments)
 
 
 def errors(outputs: list[str]) -> list[tuple[str, str]]:

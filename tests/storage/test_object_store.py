@@ -98,8 +98,8 @@ def where(request, servers):
     proxy.clear()
     url = server.create_bucket(name)
     options = proxy.through(server.storage_options, server) if is_faulty else dict(server.storage_options)
-    # Faults are noticed within a second. Without faults, a server on a busy machine may take longer to answer.
-    limit = "1s" if is_faulty else "60s"
+    # Short where a server does not answer on purpose, but a server on a busy machine may take seconds to answer.
+    limit = "5s" if is_faulty else "60s"
     client = {**options.get("client_options", {}), "timeout": limit, "connect_timeout": limit}
     retry = {"max_retries": 2, "retry_timeout": objects.dt.timedelta(seconds=1), "backoff": {"init_backoff": objects.dt.timedelta(milliseconds=20)}}
     return Where(f"{url}/runs/a", {**options, "client_options": client, "retry_config": retry}, proxy)
