@@ -12,8 +12,6 @@ from tests.data.same_training import BATCH, CANNOT_SEEK, ROWS, X, Y, assert_resu
 grain = pytest.importorskip("grain.python")
 flags = pytest.importorskip("absl.flags")
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 
 class Rows:
     """A source of single examples; Grain checks its name when it restores a state."""

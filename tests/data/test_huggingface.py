@@ -10,8 +10,6 @@ from fitflax.data.huggingface import StreamSource, TableSource, _dtype_of, _stac
 from fitflax.errors import ConfigError, DataError, FitflaxWarning, RestoreError
 from tests.data.same_training import BATCH, CANNOT_SEEK, ROWS, X, Y, assert_resumes, assert_same, make_trainer, of_arrays, outcome, run
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 KEYS = {"inputs": "image", "targets": "label"}
 PICK = Selection("image", "label")
 

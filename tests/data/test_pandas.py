@@ -11,7 +11,6 @@ from tests.data.same_training import BATCH, X, Y, assert_same, make_trainer, of_
 
 pandas = pytest.importorskip("pandas")
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
 
 # An index that contradicts the order of the rows, to show that it is ignored.
 INDEX = list(range(9, -1, -1))

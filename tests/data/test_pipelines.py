@@ -19,7 +19,7 @@ from tests.run_script import rows_of, state_of
 
 BATCH, BATCHES = 4, 6  # An even number: Grain's two workers alternate, and each makes batches of every second example.
 
-pytestmark = [pytest.mark.usefixtures("compiled_once"), pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")]  # torchdata
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
 
 
 class Net(nn.Module):

@@ -10,8 +10,6 @@ from fitflax.data.sources import Source
 from fitflax.errors import DataError, FitflaxWarning
 from tests.data.same_training import BATCH, CANNOT_SEEK, ROWS, X, Y, assert_resumes, assert_same, of_arrays, outcome, run, warned
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 
 class Loader:
     """Yields batches `[number]` in an order that depends on all previous passes; counts the batches drawn."""

@@ -16,8 +16,6 @@ from fitflax.errors import ConfigError, DataError
 from tests.data.same_training import BATCH, ROWS, X, Y, assert_resumes, assert_same, make_trainer, of_arrays, outcome, run, warned
 from tests.run_script import rows_of, state_of
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 
 class Batches:
     """A sequence of batches that is also an iterator without an end, as Keras's `ImageDataGenerator.flow` returns."""

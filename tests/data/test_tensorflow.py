@@ -9,7 +9,7 @@ from fitflax.errors import ConfigError, DataError
 from tests.data.same_training import BATCH, CANNOT_SEEK, NO_ORDER, ROWS, X, Y, assert_resumes, assert_same, make_trainer, of_arrays, outcome, run, warned
 
 # Importing TensorFlow takes seconds, so the tests import it when they run, not when they are collected.
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -34,8 +34,6 @@ from tests.run_script import differences, rows_of, state_of
 torch = pytest.importorskip("torch")
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 # Python and JAX warn about the fork with which PyTorch starts workers; these workers do not use JAX.
 forks = [pytest.mark.filterwarnings(f"ignore:{text}") for text in (r"os\.fork\(\) was called", ".*multi-threaded, use of fork")]
 
