@@ -26,11 +26,8 @@ if not TYPE_CHECKING:  # Otherwise type checkers would accept any attribute name
     def __getattr__(name):
         """Returns the version, read only when needed because that is slow; for other names, the error says which submodule has them."""
         if name != "__version__":
-            homes = [
-                module.__name__
-                for module in (callbacks, metrics, losses, optimizers, parallel, data, checkpoints, diagnostics, adapters, errors)
-                if name in module.__all__
-            ]
+            modules = (callbacks, metrics, losses, optimizers, parallel, data, checkpoints, diagnostics, adapters, errors)
+            homes = [module.__name__ for module in modules if name in module.__all__]
             hint = f". It is {homes[0]}.{name}" if homes else f". {keras_names.MODULE[name]}." if name in keras_names.MODULE else ""
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
         try:
@@ -39,29 +36,6 @@ if not TYPE_CHECKING:  # Otherwise type checkers would accept any attribute name
             return "0+unknown"
 
 
-__all__ = [
-    "Checkpoint",
-    "EvalLoop",
-    "History",
-    "InferenceState",
-    "Summary",
-    "TrainLoop",
-    "TrainState",
-    "Trainer",
-    "__version__",
-    "adapters",
-    "at",
-    "callbacks",
-    "checkpoints",
-    "data",
-    "diagnostics",
-    "enable_compilation_cache",
-    "errors",
-    "every",
-    "first",
-    "losses",
-    "metrics",
-    "optimizers",
-    "parallel",
-    "serial",
-]
+__all__ = ["Checkpoint", "EvalLoop", "History", "InferenceState", "Summary", "TrainLoop", "TrainState", "Trainer", "__version__", "adapters", "at"]
+__all__ += ["callbacks", "checkpoints", "data", "diagnostics", "enable_compilation_cache", "errors", "every", "first", "losses", "metrics", "optimizers"]
+__all__ += ["parallel", "serial"]

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from fitflax.errors import ConfigError
-from fitflax.leaves import named_leaves
-from fitflax.path_patterns import as_patterns, matching
+from fitflax.leaves import as_patterns, matching, named_leaves
 from fitflax.state import PyTree
 
 __all__ = ["lora", "merge"]

@@ -28,26 +28,11 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 
-__all__ = [
-    "CallbackError",
-    "CheckpointError",
-    "CheckpointNotFoundError",
-    "ConfigError",
-    "CorruptCheckpointError",
-    "DataError",
-    "DirectoryInUseError",
-    "FitflaxError",
-    "FitflaxWarning",
-    "LossError",
-    "MetricError",
-    "ModelError",
-    "MonitorError",
-    "NotReadyError",
-    "OptimizerError",
-    "ReplicaError",
-    "RestoreError",
-    "ShardingError",
-]
+import numpy as np
+
+__all__ = ["CallbackError", "CheckpointError", "CheckpointNotFoundError", "ConfigError", "CorruptCheckpointError", "DataError", "DirectoryInUseError"]
+__all__ += ["FitflaxError", "FitflaxWarning", "LossError", "MetricError", "ModelError", "MonitorError", "NotReadyError", "OptimizerError", "ReplicaError"]
+__all__ += ["RestoreError", "ShardingError"]
 
 
 class FitflaxError(Exception):
@@ -263,3 +248,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def is_integer(value: object, at_least: int | None = None) -> bool:
+    """Returns whether an argument is a Python or NumPy integer, not a boolean, and not less than `at_least` if given; callers convert it with `int(value)`.
+
+    >>> is_integer(3, 1), is_integer(np.int64(3), 1), is_integer(True), is_integer(0, 1), is_integer(3.0)
+    (True, True, False, False, False)
+    """
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and (at_least is None or bool(value >= at_least))

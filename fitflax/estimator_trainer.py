@@ -1,16 +1,18 @@
-"""The trainer of a scikit-learn estimator, which can be copied and pickled with the estimator, and shares compiled steps with those of other estimators."""
+"""The trainer of a scikit-learn estimator, which can be pickled with it and shares compiled steps with others; the default network and losses."""
 
 import contextlib
 import dataclasses
+import functools
 import threading
-from collections import OrderedDict
 from typing import Any
 
 import jax
 import numpy as np
 from flax import linen as nn
 
+from fitflax.errors import LossError
 from fitflax.leaves import is_key, key_of
+from fitflax.losses import binary_crossentropy, sparse_categorical_crossentropy
 from fitflax.models.modes import mode_keywords
 from fitflax.parallel import DataParallel
 from fitflax.trainer import Trainer
@@ -22,7 +24,7 @@ try:
 except ImportError as error:
     raise ImportError(REQUIREMENT) from error
 
-__all__ = ["REQUIREMENT", "EstimatorSettings", "EstimatorTrainer", "Portable", "unwrapped"]
+__all__ = ["REQUIREMENT", "Crossentropy", "EstimatorSettings", "EstimatorTrainer", "Network", "Portable", "Regression", "unwrapped"]
 
 
 class Portable:
@@ -53,23 +55,12 @@ class EstimatorSettings:
 
     def make(self) -> Trainer:
         """Returns a trainer that shares compiled steps with earlier trainers of this thread whose settings differ only in the seed."""
-        key = self.module, self.optimizer, self.learning_rate, self.loss, self.steps_per_call
-        shared: OrderedDict[Any, Trainer] = vars(_SHARED).setdefault("trainers", OrderedDict())
+        key = threading.get_ident(), self.module, self.optimizer, self.learning_rate, self.loss, self.steps_per_call
         try:
-            found = shared.get(key)
-        except Exception:  # noqa: BLE001 (a module, or a value in it, is not hashable)
-            return self._make()
-        if found is None:
-            found = shared[key] = self._make()
-        shared.move_to_end(key)
-        while len(shared) > _NUM_SHARED:
-            shared.popitem(last=False)
-        return found.with_seed(self.seed)
-
-    def _make(self) -> Trainer:
-        trainer = Trainer(self.module, seed=self.seed, parallel=DataParallel(jax.local_devices()[:1]))
-        trainer.compile(self.optimizer, self.loss, learning_rate=self.learning_rate, steps_per_call=self.steps_per_call)
-        return trainer
+            trainer = _shared_trainer(*key)
+        except Exception:  # noqa: BLE001 (a module, or a value in it, is not hashable; other errors are raised again here)
+            trainer = _new_trainer(*key)
+        return trainer.with_seed(self.seed)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: Portable(value) for name, value in vars(self).items()}
@@ -78,8 +69,13 @@ class EstimatorSettings:
         vars(self).update(unwrapped(state))
 
 
-_SHARED = threading.local()
-_NUM_SHARED = 8
+def _new_trainer(_thread: int, module: nn.Module, optimizer: Any, learning_rate: Any, loss: Any, steps_per_call: int) -> Trainer:
+    trainer = Trainer(module, parallel=DataParallel(jax.local_devices()[:1]))
+    trainer.compile(optimizer, loss, learning_rate=learning_rate, steps_per_call=steps_per_call)
+    return trainer
+
+
+_shared_trainer = functools.lru_cache(maxsize=16)(_new_trainer)
 
 
 class EstimatorTrainer:
@@ -132,3 +128,45 @@ class EstimatorTrainer:
 
 def _restored_leaf(saved: Any, leaf: Any) -> Any:
     return key_of(saved, jax.random.key_impl(leaf)) if is_key(leaf) else saved
+
+
+class Network(nn.Module):
+    """A network with one hidden layer of 100 ReLU units."""
+
+    num_outputs: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns the outputs `[batch, num_outputs]`."""
+        x = nn.relu(nn.Dense(100)(x.reshape(x.shape[0], -1)))
+        return nn.Dense(self.num_outputs)(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Crossentropy:
+    """Crossentropy of logits `[batch, classes]`, or, for two classes, `[batch, 1]` or `[batch]`."""
+
+    classes: int
+
+    def __call__(self, outputs: Any, targets: Any) -> jax.Array:
+        """Returns the loss of each example."""
+        if outputs.ndim == 1 or outputs.shape[-1] == 1:
+            if self.classes <= 2:
+                return binary_crossentropy(outputs, targets)
+        elif outputs.shape[-1] == self.classes:
+            return sparse_categorical_crossentropy(outputs, targets)
+        raise LossError(
+            f"There are {self.classes} classes, but the module's outputs have shape {list(outputs.shape)}. Its last layer must have {self.classes} features."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Regression:
+    """A loss of outputs and targets of the same shape: `[batch, 1]` and `[batch]` for one target must not broadcast against each other."""
+
+    loss: Any
+
+    def __call__(self, outputs: Any, targets: Any) -> Any:
+        """Returns what the custom loss returns."""
+        is_same = hasattr(outputs, "shape") and outputs.size == targets.size
+        return self.loss(outputs.reshape(targets.shape) if is_same else outputs, targets)

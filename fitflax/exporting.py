@@ -45,10 +45,9 @@ def export_inference(
         import flatbuffers  # noqa: F401
     except ImportError as error:
         raise ImportError("trainer.export needs the package flatbuffers: pip install 'fitflax[export]'.") from error
-    known = ("cpu", "cuda", "rocm", "tpu")
-    names = tuple(platforms) if platforms is not None else None
-    if names is not None and (isinstance(platforms, str) or not names or set(names) - set(known)):
-        raise ConfigError(f"export(platforms=...) must be a list of names from {list(known)}. Received: {platforms!r}.")
+    known = ["cpu", "cuda", "rocm", "tpu"]
+    if platforms is not None and (isinstance(platforms, str) or not platforms or set(platforms) - set(known)):
+        raise ConfigError(f"export(platforms=...) must be a list of names from {known}. Received: {platforms!r}.")
     program.preparation.check_eval_model(state, batch)
     used = program.eval_carry(state)
     is_shared = spans_processes(used.leaves)
@@ -72,8 +71,9 @@ def export_inference(
         if is_shared and jax.process_index():
             return target  # All processes have gathered the weights, and the first one writes them.
         try:
-            shapes = _input_shapes(inputs, batch_size)
-            data = jax_export.export(program.strategy.alone(predict), platforms=names)(*shapes).serialize()
+            rows = jax_export.symbolic_shape("batch")[0] if batch_size is None else batch_size
+            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), inputs)
+            data = jax_export.export(program.strategy.alone(predict), platforms=platforms)(*shapes).serialize()
         except Exception as error:
             raise _export_error(error, program.task.model.name, inputs, batch_size) from error
         return _write_file(target, bytes(data))
@@ -81,26 +81,19 @@ def export_inference(
     return after_first(write) if is_shared else write()
 
 
-def _input_shapes(inputs: PyTree, batch_size: int | None) -> PyTree:
-    """Returns the shapes of inputs with `batch_size` rows, or with a symbolic number of rows."""
-    rows = jax_export.symbolic_shape("batch")[0] if batch_size is None else batch_size
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), inputs)
-
-
 def _export_error(error: Exception, name: str, inputs: PyTree, batch_size: int | None) -> Exception:
     """Returns an error that says why a module cannot be exported, and what to do."""
     cause = error.__cause__ if isinstance(error, ModelError) and error.__cause__ is not None else error
-    text = str(cause).partition("\n")[0]
+    text = str(cause).partition("\n")[0].rstrip(".")
     whole = f"{type(cause).__name__} {cause}"
+    advice = ""
     if batch_size is None and any(sign in whole for sign in ("_DimExpr", "symbolic", "InconclusiveDimensionOperation")):
         advice = " Its code depends on the batch size. Pass batch_size=, or use x.shape[0] instead of len(x) and do not compare sizes."
     elif "PyTree" in whole or "serializ" in whole:
         advice = " Inputs and outputs must be arrays in tuples, lists and dicts. Register other containers with jax.export."
     elif isinstance(error, ModelError):
         return ModelError(f"{name} cannot be exported: {error}")
-    else:
-        advice = ""
-    return ModelError(f"{name} cannot be exported for inputs {describe_shapes(inputs)}: {type(cause).__name__}: {text.rstrip('.')}.{advice}")
+    return ModelError(f"{name} cannot be exported for inputs {describe_shapes(inputs)}: {type(cause).__name__}: {text}.{advice}")
 
 
 def _write_file(path: Location, data: bytes) -> Location:

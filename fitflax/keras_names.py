@@ -18,31 +18,26 @@ R = TypeVar("R")
 
 POSITIONAL = "*"
 
+_USE_EVERY_STEPS = "use every= instead, such as every=every(steps=100)"
+_USE_EVERY_EPOCHS = "use every= instead, such as every=every(epochs=2)"
+_USE_BEST_CHECKPOINT = "use BestCheckpoint(directory, monitor=...) to keep the best checkpoints instead of the newest"
+
 CALLBACKS = {
     "filepath": "pass a directory as the first argument, which will have a subdirectory for each checkpoint",
-    "log_dir": "pass the directory as the first argument",
+    **dict.fromkeys(("log_dir", "dirpath"), "pass the directory as the first argument"),
     "filename": "pass the path as the first argument",
-    "monitor": "use BestCheckpoint(directory, monitor=...) to keep the best checkpoints instead of the newest",
-    "save_best_only": "use BestCheckpoint(directory, monitor=...) to keep the best checkpoints instead of the newest",
+    **dict.fromkeys(("monitor", "save_best_only"), _USE_BEST_CHECKPOINT),
     "save_weights_only": "leave it out: checkpoints have everything that a resume needs, and restore(path, weights_only=True) restores only the weights",
-    "save_freq": "use every= instead, such as every=every(steps=100)",
-    "update_freq": "use every= instead, such as every=every(steps=100)",
+    **dict.fromkeys(("save_freq", "update_freq", "every_n_steps", "every_n_train_steps", "log_freq"), _USE_EVERY_STEPS),
+    **dict.fromkeys(("every_n_epochs", "period"), _USE_EVERY_EPOCHS),
     "histogram_freq": "use histograms= instead, such as histograms=every(epochs=1)",
     "restore_best_weights": "use restore_best= instead",
     "verbose": "use fit(verbose=...) instead, which controls everything that is printed",
-    "every_n_steps": "use every= instead, such as every=every(steps=100)",
-    "every_n_train_steps": "use every= instead, such as every=every(steps=100)",
-    "every_n_epochs": "use every= instead, such as every=every(epochs=2)",
-    "period": "use every= instead, such as every=every(epochs=2)",
-    "log_freq": "use every= instead, such as every=every(steps=100)",
-    "dirpath": "pass the directory as the first argument",
     "mode": "use BestCheckpoint(directory, monitor=..., mode=...) to keep the best checkpoints instead of the newest",
     "initial_value_threshold": "use BestCheckpoint(directory, monitor=..., initial_value=...) instead",
-    "save_top_k": "use keep= instead",
-    "max_to_keep": "use keep= instead",
+    **dict.fromkeys(("save_top_k", "max_to_keep"), "use keep= instead"),
     "profile_batch": "pass Profiler(directory, steps=(10, 20)) as another callback",
-    "dir": "use directory= instead",
-    "save_dir": "use directory= instead",
+    **dict.fromkeys(("dir", "save_dir"), "use directory= instead"),
     "project_name": "use project= instead",
     "experiment_name": "use experiment= instead",
     "run_name": "use name= instead",
@@ -56,9 +51,7 @@ CALLBACKS = {
 }
 TRAINER = {
     "rng": "use rngs= for the names of random streams, and seed= for the seed",
-    "optimizer": "pass it to compile(optimizer, loss, metrics)",
-    "loss": "pass it to compile(optimizer, loss, metrics)",
-    "metrics": "pass it to compile(optimizer, loss, metrics)",
+    **dict.fromkeys(("optimizer", "loss", "metrics"), "pass it to compile(optimizer, loss, metrics)"),
     "callbacks": "pass it to fit(callbacks=[...])",
     "max_epochs": "pass fit(epochs=...) instead",
     "devices": "use parallel= instead, such as parallel=DataParallel(jax.devices()[:1])",
@@ -83,10 +76,8 @@ EVALUATE = PREDICT | {"return_dict": "leave it out: the values are always return
 FIT = PREDICT | {
     "callback": "use callbacks= instead, a list",
     "checkpoint": "pass callbacks=[ModelCheckpoint(directory)] instead",
-    "max_steps": "use steps= instead",
-    "num_steps": "use steps= instead",
-    "max_epochs": "use epochs= instead",
-    "num_epochs": "use epochs= instead",
+    **dict.fromkeys(("max_steps", "num_steps"), "use steps= instead"),
+    **dict.fromkeys(("max_epochs", "num_epochs"), "use epochs= instead"),
     POSITIONAL: "pass batch_size= and epochs= by keyword",
 }
 METHODS = {

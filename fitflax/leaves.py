@@ -1,14 +1,25 @@
-"""Leaves of pytrees: path names, descriptions of shapes, and typed keys, which are arrays to JAX but not to NumPy."""
+"""Leaves of pytrees: path names and patterns of them, descriptions of shapes, typed keys, which are arrays to JAX but not to NumPy; and nested settings."""
 
+import argparse
+import dataclasses
+import fnmatch
 import itertools
-from collections.abc import Callable, Collection
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["describe_shapes", "is_key", "key_of", "listed", "named_leaves", "on_host", "path_name", "through_key_data"]
+from fitflax.errors import ConfigError, FitflaxError, did_you_mean
+
+__all__ = ["as_config", "as_patterns", "describe_shapes", "flat", "is_key", "key_of", "listed", "matching", "named_leaves", "on_host", "path_name"]
+__all__ += ["through_key_data"]
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def path_name(path: tuple[Any, ...]) -> str:
@@ -100,3 +111,104 @@ def describe_shapes(tree: Any) -> str:
         return Text(f"{leaf.dtype}[{','.join(str(size) for size in leaf.shape)}]")
 
     return repr(jax.tree.map(describe, tree))
+
+
+def as_patterns(patterns: str | Sequence[str], *, owner: str, error: type[FitflaxError]) -> tuple[str, ...]:
+    """Returns one or more patterns as a tuple; `owner` is the name of the function that takes them, for errors.
+
+    >>> as_patterns("**/bias", owner="freeze()", error=FitflaxError)
+    ('**/bias',)
+    """
+    wanted = (patterns,) if isinstance(patterns, str) else tuple(patterns) if isinstance(patterns, Sequence) else ()
+    if not wanted or not all(isinstance(pattern, str) and pattern for pattern in wanted):
+        raise error(f"{owner}: `patterns` must be a pattern of paths, such as 'backbone' or '**/bias', or a sequence of them. Received: {patterns!r}.")
+    return wanted
+
+
+def matching(paths: Sequence[str], patterns: Sequence[str], *, owner: str, error: type[FitflaxError]) -> list[bool]:
+    """Returns for each path whether a pattern matches the path or one of its parents.
+
+    `*`, `?` and `[abc]` match within one name; a name `**` matches any number of names. A pattern that matches no path is an error.
+
+    >>> matching(["encoder/kernel", "encoder/bias", "head/kernel"], ["encoder", "**/bias"], owner="freeze()", error=FitflaxError)
+    [True, True, False]
+    """
+    for pattern in patterns:
+        if not any(_matches(path.split("/"), pattern.split("/")) for path in paths):
+            hint = " Leave out 'params/'." if pattern.startswith("params/") else did_you_mean(pattern, [*paths, *_parents(paths)])
+            raise error(f"{owner}: {pattern!r} matches no parameter.{hint} Parameters: {listed(paths)}.")
+    return [any(_matches(path.split("/"), pattern.split("/")) for pattern in patterns) for path in paths]
+
+
+def _matches(path: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Returns whether the pattern matches the path or one of its parents, both split into names."""
+    if not pattern:
+        return True
+    if pattern[0] == "**":
+        return any(_matches(path[start:], pattern[1:]) for start in range(len(path)))
+    return bool(path) and fnmatch.fnmatchcase(path[0], pattern[0]) and _matches(path[1:], pattern[1:])
+
+
+def _parents(paths: Sequence[str]) -> list[str]:
+    return sorted({"/".join(path.split("/")[:end]) for path in paths for end in range(1, path.count("/") + 1)})
+
+
+def as_config(config: Any) -> dict[str, Any]:
+    """Returns a configuration as nested dicts of JSON values; other values become strings.
+
+    Args:
+        config: A mapping, such as OmegaConf's `DictConfig`, a dataclass instance, an `argparse.Namespace`, or an object with a `to_dict` method, such as
+            `ml_collections.ConfigDict`. `None` becomes an empty dict.
+
+    >>> @dataclasses.dataclass
+    ... class Data:
+    ...     name: str = "digits"
+    ...     sizes: tuple[int, ...] = (1, 2)
+    >>> as_config({"seed": 0, "data": Data(), "sort": sorted})
+    {'seed': 0, 'data': {'name': 'digits', 'sizes': [1, 2]}, 'sort': 'sorted'}
+    """
+    if config is None:
+        return {}
+    result = _plain(config)
+    if not isinstance(result, dict):
+        raise ConfigError(f"config must be a dict, a dataclass instance, or an object of a configuration library. Received: {config!r}.")
+    return result
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, argparse.Namespace):
+        return _plain(vars(value))
+    if isinstance(value, bool | int | str | None) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [_plain(item) for item in value]
+    if not isinstance(value, type) and callable(getattr(value, "to_dict", None)):
+        return _plain(value.to_dict())
+    return _text(value)
+
+
+def _text(value: Any) -> str:
+    """Returns a string that is the same in every process."""
+    text = value.__name__ if callable(value) and hasattr(value, "__name__") else str(value)
+    return text if isinstance(value, str | PurePath) else _ADDRESS.sub("", text)
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns the values of nested dicts by path: numbers, booleans and strings; other values become strings.
+
+    >>> flat({"seed": 0, "data": {"name": "digits", "sizes": [1, 2], "sort": sorted}})
+    {'seed': 0, 'data/name': 'digits', 'data/sizes': '[1, 2]', 'data/sort': 'sorted'}
+    """
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{name}/")
+        elif isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
+            found[f"{prefix}{name}"] = value
+        else:
+            found[f"{prefix}{name}"] = _text(value)
+    return found

@@ -1,20 +1,22 @@
-"""Log values that stay on the device until they are read, and the mapping that callbacks get.
+"""Log values that stay on the device until they are read, the mapping that callbacks get, and `TimeSpent`, the source of the times in the logs.
 
 A step returns its values as one vector, which is not donated, so it can be read at any time; reading one value transfers all of them.
 """
 
+import contextlib
+import dataclasses
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, Literal, NamedTuple, Self, cast
 
 import jax
 import numpy as np
-from typing_extensions import override
 
 from fitflax.leaves import on_host
 
-__all__ = ["GRADIENTS_NORM", "STEP_LOSS", "UNDEFINED", "Kind", "Logs", "Place", "StepValues", "Values", "default_direction", "flat_name", "read_vector"]
-__all__ += ["row_of"]
+__all__ = ["GRADIENTS_NORM", "STEP_LOSS", "UNDEFINED", "Kind", "Logs", "Place", "StepValues", "TimeSpent", "Values", "default_direction", "flat_name"]
+__all__ += ["read_vector", "row_of"]
 
 UNDEFINED = np.finfo(np.float32).min
 """Stands for the NaN of a value over a total weight of 0 in a vector of values: it is no fault, but a NaN would set off `jax_debug_nans`."""
@@ -74,10 +76,11 @@ class Kind(NamedTuple):
     is_recorded: bool = True
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Values:
     """Metrics that stay on the device until they are read.
 
-    Args:
+    Attributes:
         places: The positions of the metrics in the vector, in display order; `None` for metrics that are computed on the host.
         vector: float32 `[values]`.
         late: The keys of metrics that `compute_late` computes on the host, from collected outputs of all examples.
@@ -86,21 +89,16 @@ class Values:
     {'loss': 0.25}
     """
 
-    __slots__ = ("_compute_late", "_host", "_metrics", "late", "places", "vector")
-
-    def __init__(
-        self, places: Mapping[str, Place | None], vector: jax.Array, late: tuple[str, ...] = (), compute_late: Callable[[], Mapping[str, Any]] = dict
-    ) -> None:
-        self.places = places
-        self.vector = vector
-        self.late = late
-        self._compute_late = compute_late
-        self._host: list[float] | None = None
-        self._metrics: dict[str, Any] | None = None
+    places: Mapping[str, Place | None]
+    vector: jax.Array
+    late: tuple[str, ...] = ()
+    compute_late: Callable[[], Mapping[str, Any]] = dict
+    _host: list[float] | None = dataclasses.field(default=None, init=False)
+    _metrics: dict[str, Any] | None = dataclasses.field(default=None, init=False)
 
     def with_late(self, late: tuple[str, ...], compute_late: Callable[[], Mapping[str, Any]]) -> Self:
         """Returns these values together with metrics that are computed on the host."""
-        return type(self)(self.places, self.vector, late, compute_late)
+        return dataclasses.replace(self, late=late, compute_late=compute_late)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -137,7 +135,7 @@ class Values:
     def metrics(self) -> dict[str, Any]:
         """Returns the metrics as floats or arrays; the first call reads them."""
         if self._metrics is None:
-            found = {**self.summed(), **self._compute_late()}
+            found = {**self.summed(), **self.compute_late()}
             self._metrics = {key: found[key] for key in self.keys}
         return dict(self._metrics)
 
@@ -147,10 +145,11 @@ class Values:
         return {key: place.of(read) for key, place in self.places.items() if place is not None}
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class StepValues(Values):
     """The values of one training step: the running metrics of its epoch, and the step's own loss and gradient norm.
 
-    Args:
+    Attributes:
         vector: The vector of the step; if a call ran several steps, of the last one.
         suspects: The names of the values that were checked for non-finite numbers.
 
@@ -158,22 +157,7 @@ class StepValues(Values):
     0.5
     """
 
-    __slots__ = ("_suspects",)
-
-    def __init__(
-        self,
-        places: Mapping[str, Place | None],
-        vector: jax.Array,
-        late: tuple[str, ...] = (),
-        compute_late: Callable[[], Mapping[str, Any]] = dict,
-        suspects: tuple[str, ...] = (),
-    ) -> None:
-        super().__init__(places, vector, late, compute_late)
-        self._suspects = suspects
-
-    @override
-    def with_late(self, late: tuple[str, ...], compute_late: Callable[[], Mapping[str, Any]]) -> Self:
-        return type(self)(self.places, self.vector, late, compute_late, self._suspects)
+    suspects: tuple[str, ...] = ()
 
     @property
     def loss(self) -> float:
@@ -201,7 +185,7 @@ class StepValues(Values):
     def culprit(self) -> str | None:
         """The first value that was not finite, such as "the gradient of Dense_0/kernel"; `None` if all were finite or were not checked."""
         number = int(self._read()[CULPRIT])
-        return self._suspects[number] if 0 <= number < len(self._suspects) else None
+        return self.suspects[number] if 0 <= number < len(self.suspects) else None
 
 
 def flat_name(group: str, key: str) -> str:
@@ -249,12 +233,7 @@ class Logs(MutableMapping[str, Any]):
 
     __slots__ = ("_extra", "_pending", "earlier", "kinds", "source")
 
-    def __init__(
-        self,
-        values: Values | None = None,
-        extra: Mapping[str, Any] | None = None,
-        kinds: Mapping[str, Kind] | None = None,
-    ) -> None:
+    def __init__(self, values: Values | None = None, extra: Mapping[str, Any] | None = None, kinds: Mapping[str, Kind] | None = None) -> None:
         self.source = self._pending = values
         self._extra: dict[str, Any] = dict.fromkeys(values.keys) if values is not None else {}
         self._extra.update(extra or {})
@@ -312,3 +291,72 @@ class Logs(MutableMapping[str, Any]):
 
     def __repr__(self) -> str:
         return repr(self._read())
+
+
+class TimeSpent:
+    """Seconds of wall-clock time by activity. Time that is not claimed is the time for running steps and waiting for them.
+
+    Args:
+        clock: A function that returns seconds; `time.perf_counter` by default.
+
+    Attributes:
+        seconds: Seconds by activity: `"compiling"` (including tracing and initialization), `"data"` (waiting for it), `"evaluating"`, `"callbacks"` (all
+            hooks except batch hooks) and `"saving"`.
+        examples: The number of training examples, without padding.
+
+    >>> now = iter(range(100))
+    >>> spent = TimeSpent(lambda: next(now))
+    >>> with spent.on("evaluating"):
+    ...     with spent.on("compiling"):
+    ...         pass
+    >>> spent.seconds["evaluating"], spent.seconds["compiling"], spent.total, spent.stepping
+    (2.0, 1.0, 5, 3.0)
+    >>> round(sum(spent.shares.values()), 12)
+    1.0
+    """
+
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self.clock = clock or time.perf_counter
+        self.seconds = {"compiling": 0.0, "data": 0.0, "evaluating": 0.0, "callbacks": 0.0, "saving": 0.0}
+        self.examples = 0
+        self._begin = self.clock()
+        self._nested = 0.0  # Seconds claimed inside the current block.
+
+    @contextlib.contextmanager
+    def on(self, what: str) -> Iterator[None]:
+        """Claims the time of a block, except what is claimed inside it."""
+        begin, before = self.clock(), self._nested
+        self._nested = 0.0
+        try:
+            yield
+        finally:
+            whole = self.clock() - begin
+            self.seconds[what] += whole - self._nested
+            self._nested = before + whole
+
+    def add(self, what: str, seconds: float) -> None:
+        """Claims seconds that have just passed; cheaper than `on`."""
+        self.seconds[what] += seconds
+        self._nested += seconds
+
+    def move(self, source: str, target: str, seconds: float) -> None:
+        """Moves claimed seconds from one activity to another."""
+        self.seconds[source] -= seconds
+        self.seconds[target] += seconds
+
+    @property
+    def total(self) -> float:
+        """Seconds since this object was created."""
+        return self.clock() - self._begin
+
+    @property
+    def stepping(self) -> float:
+        """Seconds that are not claimed."""
+        return max(self.total - sum(self.seconds.values()), 0.0)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The fraction of time by activity, including `"stepping"`; the sum is 1."""
+        seconds = {"stepping": self.stepping, **self.seconds}
+        total = sum(seconds.values())
+        return {what: one / total if total else float(what == "stepping") for what, one in seconds.items()}

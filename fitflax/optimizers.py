@@ -1,14 +1,15 @@
-"""Optimizers by name, and reading and setting the learning rate in an optax state without recompilation.
+"""Optimizers by name, and reading and setting the learning rate and other hyperparameters in a state without recompilation.
 
 Reading and setting work for any optax state with a `learning_rate` of `optax.inject_hyperparams`, however it is nested. For gradient clipping and so on, use
 optax.
 """
 
+import dataclasses
 import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -17,40 +18,25 @@ import numpy as np
 import optax
 
 from fitflax.errors import OptimizerError, did_you_mean
-from fitflax.leaves import listed, named_leaves
-from fitflax.path_patterns import as_patterns, matching
+from fitflax.leaves import as_patterns, listed, matching, named_leaves
+from fitflax.state import TrainState
 
-__all__ = [
-    *("freeze", "get", "get_hyperparams", "get_learning_rate", "get_learning_rates", "names", "set_hyperparam", "set_learning_rate", "train_only"),
-]
+__all__ = ["freeze", "get", "get_hyperparams", "get_learning_rate", "get_learning_rates", "names", "set_hyperparam", "set_learning_rate", "train_only"]
+
+_Number = float | np.ndarray[Any, Any]
+_Path = tuple[Any, ...]
 
 ONLY_RATE = "learning_rate"
 """The hyperparameter's name, and the label of the only rate of an optimizer without labels."""
 
+# The collection for the module's hyperparameters.
+_COLLECTION = "hyperparams"
+
 # Keras's default learning rate, or None if Keras does not have the optimizer; optax has no defaults.
-_OPTIMIZERS: dict[str, tuple[Callable[..., optax.GradientTransformation], float | None]] = {
-    "adabelief": (optax.adabelief, None),
-    "adadelta": (optax.adadelta, 0.001),
-    "adafactor": (optax.adafactor, 0.001),
-    "adagrad": (optax.adagrad, 0.001),
-    "adam": (optax.adam, 0.001),
-    "adamax": (optax.adamax, 0.001),
-    "adamaxw": (optax.adamaxw, None),
-    "adamw": (optax.adamw, 0.001),
-    "adan": (optax.adan, None),
-    "amsgrad": (optax.amsgrad, None),
-    "lamb": (optax.lamb, 0.001),
-    "lars": (optax.lars, None),
-    "lion": (optax.lion, 0.001),
-    "nadam": (optax.nadam, 0.001),
-    "nadamw": (optax.nadamw, None),
-    "novograd": (optax.novograd, None),
-    "radam": (optax.radam, None),
-    "rmsprop": (optax.rmsprop, 0.001),
-    "sgd": (optax.sgd, 0.01),
-    "sign_sgd": (optax.sign_sgd, None),
-    "signum": (optax.signum, None),
-    "yogi": (optax.yogi, None),
+_DEFAULT_RATES: dict[str, float | None] = {
+    **dict.fromkeys(("adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "lamb", "lion", "nadam", "rmsprop"), 0.001),
+    "sgd": 0.01,
+    **dict.fromkeys(("adabelief", "adamaxw", "adan", "amsgrad", "lars", "nadamw", "novograd", "radam", "sign_sgd", "signum", "yogi"), None),
 }
 
 
@@ -74,10 +60,10 @@ def get(name: str, learning_rate: Any = None) -> optax.GradientTransformation:
     """
     if not isinstance(name, str):
         raise OptimizerError(f"optimizers.get() takes a name. Received: {name!r}. Pass an optax transformation to compile() directly.")
-    if name not in _OPTIMIZERS:
-        close = did_you_mean(name.lower(), _OPTIMIZERS)
+    if name not in _DEFAULT_RATES:
+        close = did_you_mean(name.lower(), names())
         raise OptimizerError(f"There is no optimizer {name!r}.{close} Pass an optax transformation, or one of these names: {names()}.")
-    factory, default = _OPTIMIZERS[name]
+    factory, default = getattr(optax, name), _DEFAULT_RATES[name]
     if learning_rate is None and default is None:
         raise OptimizerError(f"{name!r} has no default learning rate, because Keras does not have this optimizer. Pass learning_rate=.")
     rate = default if learning_rate is None else learning_rate if callable(learning_rate) else _checked_rate(learning_rate)
@@ -124,17 +110,7 @@ def freeze(optimizer: optax.GradientTransformation, patterns: str | Sequence[str
     >>> float(updates["backbone"]["kernel"].sum()), float(updates["head"]["kernel"].sum())
     (0.0, -3.0)
     """
-    if not isinstance(optimizer, optax.GradientTransformation):
-        raise OptimizerError(f"freeze() takes an optax transformation, such as optimizers.get('adam'). Received: {optimizer!r}.")
-    wanted = as_patterns(patterns, owner="freeze()", error=OptimizerError)
-
-    def is_frozen(paths: list[str]) -> list[bool]:
-        frozen = matching(paths, wanted, owner="freeze()", error=OptimizerError)
-        if all(frozen):
-            raise OptimizerError(f"freeze({list(wanted)}) leaves nothing to train. Pass patterns that do not match all of the parameters: {listed(paths)}.")
-        return frozen
-
-    return _partly_frozen(optimizer, is_frozen)
+    return _partly_frozen(optimizer, patterns, "freeze", are_frozen=True)
 
 
 def train_only(optimizer: optax.GradientTransformation, patterns: str | Sequence[str]) -> optax.GradientTransformation:
@@ -154,16 +130,21 @@ def train_only(optimizer: optax.GradientTransformation, patterns: str | Sequence
     >>> float(updates["backbone"]["kernel"].sum()), float(updates["head"]["kernel"].sum())
     (0.0, -3.0)
     """
+    return _partly_frozen(optimizer, patterns, "train_only", are_frozen=False)
+
+
+def _partly_frozen(optimizer: optax.GradientTransformation, patterns: str | Sequence[str], owner: str, *, are_frozen: bool) -> optax.GradientTransformation:
+    """Returns an optimizer that freezes the matched parameters or, unless `are_frozen`, all others."""
     if not isinstance(optimizer, optax.GradientTransformation):
-        raise OptimizerError(f"train_only() takes an optax transformation, such as optimizers.get('adam'). Received: {optimizer!r}.")
-    wanted = as_patterns(patterns, owner="train_only()", error=OptimizerError)
-    return _partly_frozen(optimizer, lambda paths: [not one for one in matching(paths, wanted, owner="train_only()", error=OptimizerError)])
+        raise OptimizerError(f"{owner}() takes an optax transformation, such as optimizers.get('adam'). Received: {optimizer!r}.")
+    wanted = as_patterns(patterns, owner=f"{owner}()", error=OptimizerError)
 
-
-def _partly_frozen(optimizer: optax.GradientTransformation, is_frozen: Callable[[list[str]], list[bool]]) -> optax.GradientTransformation:
     def labels(params: Any) -> Any:
         paths = [path for path, _ in named_leaves(params)]
-        return jax.tree.unflatten(jax.tree.structure(params), ["frozen" if one else "trained" for one in is_frozen(paths)])
+        are_matched = matching(paths, wanted, owner=f"{owner}()", error=OptimizerError)
+        if are_frozen and all(are_matched):
+            raise OptimizerError(f"freeze({list(wanted)}) leaves nothing to train. Pass patterns that do not match all of the parameters: {listed(paths)}.")
+        return jax.tree.unflatten(jax.tree.structure(params), ["frozen" if is_matched == are_frozen else "trained" for is_matched in are_matched])
 
     return cast(optax.GradientTransformation, optax.multi_transform({"trained": optimizer, "frozen": optax.set_to_zero()}, labels))
 
@@ -174,7 +155,7 @@ def names() -> list[str]:
     >>> "adam" in names()
     True
     """
-    return sorted(_OPTIMIZERS)
+    return sorted(_DEFAULT_RATES)
 
 
 def get_learning_rate(opt_state: Any) -> jax.Array | None:
@@ -193,8 +174,10 @@ def get_learning_rate(opt_state: Any) -> jax.Array | None:
     >>> get_learning_rate(optax.adam(0.5).init(np.ones(3, np.float32))) is None
     True
     """
-    found = _find_single_rate(opt_state)
-    return None if found is None else cast(jax.Array, found[1].hyperparams["learning_rate"])
+    rates = _learning_rates(opt_state)
+    if len(rates) > 1:
+        raise _several_rates(rates)
+    return next(iter(rates.values()), None)
 
 
 def get_learning_rates(opt_state: Any) -> dict[str, jax.Array]:
@@ -212,33 +195,27 @@ def get_learning_rates(opt_state: Any) -> dict[str, jax.Array]:
     >>> {label: float(rate) for label, rate in get_learning_rates(tx.init({"w": np.ones(2), "v": np.ones(2)})).items()}
     {'a': 0.5, 'b': 0.25}
     """
-    return dict(_rates_by_member(_learning_rates(opt_state)))
-
-
-def _rates_by_member(rates: dict[str, jax.Array]) -> Iterator[tuple[str, jax.Array]]:
-    """Yields the learning rates; for an ensemble, whose rates are arrays, one for each member."""
-    for label, rate in rates.items():
-        if rate.ndim == 0:
-            yield label, rate
-        else:
-            prefix = "" if label == ONLY_RATE else f"{label}/"
-            yield from ((f"{prefix}member {number}", rate[number]) for number in range(len(rate)))
+    rates: dict[str, jax.Array] = {}
+    for label, rate in _learning_rates(opt_state).items():
+        prefix = "" if label == ONLY_RATE else f"{label}/"
+        # An ensemble has a rate for each member.
+        rates |= {f"{prefix}member {number}": rate[number] for number in range(len(rate))} if rate.ndim else {label: rate}
+    return rates
 
 
 def _learning_rates(opt_state: Any) -> dict[str, jax.Array]:
     rates: list[Any] = []
-    trees = [opt_state]
-    while trees:
+    trees, has_labels = [opt_state], False
+    while trees and not has_labels:
         # Without paths, which are slow to compute and only needed for labels.
         nodes = jax.tree.leaves(trees.pop(), is_leaf=lambda node: _is_injected(node) or _is_partition(node))
-        if any(_is_partition(node) for node in nodes):
-            return {label: node.hyperparams[ONLY_RATE] for label, (_, node) in _nodes_by_label(opt_state).items()}
-        injected = [node for node in nodes if _is_injected(node)]
+        has_labels = any(map(_is_partition, nodes))
+        injected = list(filter(_is_injected, nodes))
         rates += [node.hyperparams[ONLY_RATE] for node in injected if ONLY_RATE in node.hyperparams]
         trees += [node.inner_state for node in injected]
-    if len(rates) < 2:
-        return {ONLY_RATE: rates[0]} if rates else {}
-    return {label: node.hyperparams[ONLY_RATE] for label, (_, node) in _nodes_by_label(opt_state).items()}
+    if has_labels or len(rates) > 1:
+        return {label: node.hyperparams[ONLY_RATE] for label, (_, node) in _nodes_by_label(opt_state).items()}
+    return {ONLY_RATE: rates[0]} if rates else {}
 
 
 def set_learning_rate(opt_state: Any, value: Any, label: str | None = None) -> Any:
@@ -260,19 +237,23 @@ def set_learning_rate(opt_state: Any, value: Any, label: str | None = None) -> A
     Array(0.5, dtype=float32)
     """
     number = _checked_rate(value)
-    found = _find_single_rate(opt_state) if label is None else _find_rate_by_label(opt_state, label)
-    if found is None:
+    found = _nodes_by_label(opt_state)
+    if label is None and len(found) > 1:
+        raise _several_rates(found)
+    if label is not None and label not in found:
+        raise OptimizerError(f"This optimizer has no learning rate {label!r} that can be set. Available: {list(found)}.{did_you_mean(label, found)}")
+    if not found:
         raise OptimizerError(
             "The learning rate cannot be set, because it is a constant in this optimizer. Pass the optimizer by name, or wrap it: "
             "optax.inject_hyperparams(optax.adam)(learning_rate=0.001)."
         )
-    path, node = found
-    if "learning_rate" in getattr(node, "hyperparams_states", ()):
+    path, node = found[label or next(iter(found))]
+    if _is_scheduled(node, ONLY_RATE):
         raise OptimizerError(
             f"The learning rate cannot be set, because a schedule computes it before every update (opt_state{jax.tree_util.keystr(path)}). "
             "Use a number instead of the schedule, in compile(..., learning_rate=0.001), optimizers.get or optax.inject_hyperparams."
         )
-    return _set_value(opt_state, path, ONLY_RATE, number)
+    return replace_by_path(opt_state, {_path_of(path, ONLY_RATE): _like(node.hyperparams[ONLY_RATE], number)})
 
 
 def get_hyperparams(opt_state: Any) -> dict[str, jax.Array]:
@@ -305,7 +286,7 @@ def set_hyperparam(opt_state: Any, name: str, value: Any) -> Any:
     >>> get_hyperparams(set_hyperparam(state, "weight_decay", 0.5))["weight_decay"].item()
     0.5
     """
-    number = finite(name, value)
+    number = _finite(name, value)
     if name == ONLY_RATE and np.min(number) < 0:
         raise OptimizerError(f"A learning rate must be a finite number of at least 0. Received: {value!r}.")
     found = list(_find_injected(opt_state, name))
@@ -318,33 +299,64 @@ def set_hyperparam(opt_state: Any, name: str, value: Any) -> Any:
         advice = "Use trainer.learning_rates, or inject it only once." if name == ONLY_RATE else "Inject it only once."
         raise OptimizerError(f"This optimizer has {len(found)} hyperparameters named {name!r}. {advice}")
     path, node = found[0]
-    if name in getattr(node, "hyperparams_states", ()):
+    if _is_scheduled(node, name):
         raise OptimizerError(f"{name!r} cannot be set, because a schedule computes it before every update. Use a number instead of the schedule.")
-    return _set_value(opt_state, path, name, number)
+    return replace_by_path(opt_state, {_path_of(path, name): _like(node.hyperparams[name], number)})
 
 
-def _set_value(opt_state: Any, path: "_Path", name: str, number: "float | np.ndarray[Any, Any]") -> Any:
-    target = (*path, jax.tree_util.GetAttrKey("hyperparams"), jax.tree_util.DictKey(name))
-    return jax.tree_util.tree_map_with_path(lambda leaf_path, leaf: like(leaf, number) if leaf_path == target else leaf, opt_state)
+def with_hyperparams(state: TrainState, values: Mapping[str, Any]) -> TrainState:
+    """Returns a state with new values of hyperparameters in the module's collection `"hyperparams"` or in the optimizer state.
+
+    Arrays keep their dtype, weak type and devices, so nothing is recompiled. Values are finite numbers by name; for an ensemble also a sequence with one
+    number per member. The module's hyperparameters take precedence over the optimizer's.
+    """
+    for name, value in values.items():
+        module_hyperparams = state.model_state.get(_COLLECTION, {})
+        if name in module_hyperparams:
+            collection = {**module_hyperparams, name: _like(module_hyperparams[name], _finite(name, value))}
+            state = dataclasses.replace(state, model_state={**state.model_state, _COLLECTION: collection})
+        elif module_hyperparams and name not in get_hyperparams(state.opt_state):
+            known = list(dict.fromkeys([*module_hyperparams, *get_hyperparams(state.opt_state)]))
+            raise OptimizerError(f"There is no hyperparameter {name!r}. The module and the optimizer have: {', '.join(known)}.{did_you_mean(name, known)}")
+        else:
+            state = dataclasses.replace(state, opt_state=set_hyperparam(state.opt_state, name, value))
+    return state
 
 
-_Path = tuple[Any, ...]
+def settable_by_path(opt_state: Any) -> dict[Any, Any]:
+    """Returns the injected hyperparameters in an optax state by their JAX key path, without those that a schedule computes.
+
+    >>> state = get("sgd", 0.5).init(jax.numpy.ones(3))
+    >>> [(jax.tree_util.keystr(path), float(value)) for path, value in settable_by_path(state).items()]
+    [(".hyperparams['learning_rate']", 0.5)]
+    >>> settable_by_path(get("sgd", lambda step: 0.5).init(jax.numpy.ones(3)))
+    {}
+    """
+    nodes = _find_injected(opt_state, None)
+    return {_path_of(path, name): value for path, node in nodes for name, value in node.hyperparams.items() if not _is_scheduled(node, name)}
 
 
-def _find_single_rate(opt_state: Any) -> tuple[_Path, Any] | None:
-    """Returns the path and node of the only `inject_hyperparams` state with a learning rate."""
-    found = list(_find_injected(opt_state))
-    if len(found) > 1:
-        labels = list(_nodes_by_label(opt_state))
-        raise OptimizerError(f"This optimizer has several learning rates: {labels}. Use trainer.learning_rates to read and set them by name.")
-    return found[0] if found else None
+def replace_by_path(opt_state: Any, values: Mapping[Any, Any]) -> Any:
+    """Returns an optax state with other arrays at these key paths.
+
+    >>> tx = get("sgd", 0.5)
+    >>> changed = settable_by_path(set_learning_rate(tx.init(jax.numpy.ones(3)), 0.25))
+    >>> get_learning_rate(replace_by_path(tx.init(jax.numpy.ones(3)), changed)).item()
+    0.25
+    """
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: values.get(path, leaf), opt_state)
 
 
-def _find_rate_by_label(opt_state: Any, label: str) -> tuple[_Path, Any]:
-    found = _nodes_by_label(opt_state)
-    if label not in found:
-        raise OptimizerError(f"This optimizer has no learning rate {label!r} that can be set. Available: {list(found)}.{did_you_mean(label, found)}")
-    return found[label]
+def _path_of(path: _Path, name: str) -> _Path:
+    return (*path, jax.tree_util.GetAttrKey("hyperparams"), jax.tree_util.DictKey(name))
+
+
+def _is_scheduled(node: Any, name: str) -> bool:
+    return name in getattr(node, "hyperparams_states", ())
+
+
+def _several_rates(labels: Iterable[str]) -> OptimizerError:
+    return OptimizerError(f"This optimizer has several learning rates: {list(labels)}. Use trainer.learning_rates to read and set them by name.")
 
 
 def _nodes_by_label(opt_state: Any) -> dict[str, tuple[_Path, Any]]:
@@ -389,7 +401,7 @@ def _finite_float(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def finite(name: str, value: Any) -> "float | np.ndarray[Any, Any]":
+def _finite(name: str, value: Any) -> _Number:
     """Returns a finite number as a Python float or a sequence of them as an array; raises `OptimizerError` for other values."""
     several = list(value) if isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) == 1 else None
     numbers = [_finite_float(each) for each in ([value] if several is None else several)]
@@ -398,7 +410,7 @@ def finite(name: str, value: Any) -> "float | np.ndarray[Any, Any]":
     return cast(float, numbers[0]) if several is None else np.asarray(numbers)
 
 
-def like(old: Any, number: "float | np.ndarray[Any, Any]") -> Any:
+def _like(old: Any, number: _Number) -> Any:
     """Returns `number` as an array with the dtype, weak type, shape and placement of `old`, so that nothing is recompiled; several numbers need an ensemble."""
     if np.ndim(number) and np.shape(number) != np.shape(old):
         members = f"the ensemble has {np.shape(old)[0]} members" if np.ndim(old) == 1 else "this trainer is not an ensemble"

@@ -6,9 +6,8 @@
 True
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
@@ -16,10 +15,10 @@ import numpy as np
 from flax import linen as nn
 
 from fitflax.callbacks import Callback, EarlyStopping
+from fitflax.callbacks.history import History
 from fitflax.errors import DirectoryInUseError, LossError, ModelError
-from fitflax.estimator_trainer import REQUIREMENT, EstimatorSettings, EstimatorTrainer, Portable, unwrapped
+from fitflax.estimator_trainer import REQUIREMENT, Crossentropy, EstimatorSettings, EstimatorTrainer, Network, Portable, Regression, unwrapped
 from fitflax.leaves import describe_shapes
-from fitflax.losses import binary_crossentropy, sparse_categorical_crossentropy
 from fitflax.optimizers import get, get_learning_rate
 from fitflax.trainer import Trainer
 
@@ -35,7 +34,6 @@ except ImportError as error:
 
 __all__ = ["LinenClassifier", "LinenRegressor"]
 
-_HIDDEN_UNITS = 100
 # Fields that every module has, which are not parameters.
 _MODULE_FIELDS = ("parent", "name")
 # Parameters that may contain functions, which pickle cannot always serialize.
@@ -43,49 +41,9 @@ _CLOUDPICKLED = ("module", "optimizer", "learning_rate", "loss", "callbacks", "_
 # Parameters that belong to a trained model.
 _OF_TRAINED = ("module", "optimizer", "learning_rate", "loss")
 # Names in estimators that version 0.1 pickled.
-_Settings, _Trained = EstimatorSettings, EstimatorTrainer
-
+_Settings, _Trained, _Network, _Crossentropy, _Regression = EstimatorSettings, EstimatorTrainer, Network, Crossentropy, Regression
 
 _SEVERAL_OUTPUTS = "The module of an estimator must return one array, such as logits. It returned {}. Return only that array, or use Trainer."
-
-
-class _Network(nn.Module):
-    """A network with one hidden layer of 100 ReLU units."""
-
-    num_outputs: int
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.relu(nn.Dense(_HIDDEN_UNITS)(x.reshape(x.shape[0], -1)))
-        return nn.Dense(self.num_outputs)(x)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Crossentropy:
-    """Crossentropy of logits `[batch, classes]`, or, for two classes, `[batch, 1]` or `[batch]`."""
-
-    classes: int
-
-    def __call__(self, outputs: Any, targets: Any) -> jax.Array:
-        if outputs.ndim == 1 or outputs.shape[-1] == 1:
-            if self.classes <= 2:
-                return binary_crossentropy(outputs, targets)
-        elif outputs.shape[-1] == self.classes:
-            return sparse_categorical_crossentropy(outputs, targets)
-        raise LossError(
-            f"There are {self.classes} classes, but the module's outputs have shape {list(outputs.shape)}. Its last layer must have {self.classes} features."
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Regression:
-    """A loss of outputs and targets of the same shape: `[batch, 1]` and `[batch]` for one target must not broadcast against each other."""
-
-    loss: Any
-
-    def __call__(self, outputs: Any, targets: Any) -> Any:
-        is_same = hasattr(outputs, "shape") and outputs.size == targets.size
-        return self.loss(outputs.reshape(targets.shape) if is_same else outputs, targets)
 
 
 class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
@@ -142,9 +100,8 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
 
     def set_params(self, **params: Any) -> Self:
         """Sets constructor arguments; `module__features=64` replaces the module with a clone that has this value."""
-        own = {name: value for name, value in params.items() if not name.startswith("module__")}
-        super().set_params(**own)
-        fields = {name.removeprefix("module__"): value for name, value in params.items() if name not in own}
+        fields = {name.removeprefix("module__"): value for name, value in params.items() if name.startswith("module__")}
+        super().set_params(**{name: value for name, value in params.items() if not name.startswith("module__")})
         if fields:
             if not isinstance(self.module, nn.Module):
                 raise ValueError(f"Invalid parameter 'module__{min(fields)}': module must be an instance. Received: {self.module!r}.")
@@ -156,48 +113,68 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
 
     # -- training --
 
-    def _new_trainer(self, x: Any, num_outputs: int, loss: Any) -> EstimatorTrainer:
-        """Returns a new trainer."""
+    def _make_loss(self, num_outputs: int) -> Any:
+        """Returns the loss for a module with this number of outputs."""
+        raise NotImplementedError
+
+    def _new_trainer(self, x: Any, num_outputs: int) -> EstimatorTrainer:
         if self.module is None:
-            module: Any = _Network(num_outputs)
+            module: Any = Network(num_outputs)
         else:
             module = self.module if isinstance(self.module, nn.Module) else self.module(num_outputs)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        settings = EstimatorSettings(module, seed, self.optimizer, self.learning_rate, loss, self.steps_per_call)
+        settings = EstimatorSettings(module, seed, self.optimizer, self.learning_rate, self._make_loss(num_outputs), self.steps_per_call)
         return EstimatorTrainer(settings, jax.ShapeDtypeStruct((self.batch_size, *x.shape[1:]), x.dtype))
 
-    def _train(self, trained: EstimatorTrainer, x: Any, y: Any, weights: Any, *, class_weight: dict[int, float] | None = None, stratify: Any = None) -> None:
-        """Trains for all epochs, with held-out data if `early_stopping` is set; a previous fit is replaced only on success."""
-        callbacks = list(self.callbacks or [])
-        validation: tuple[Any, ...] | None = None
+    def _train(self, x: Any, y: Any, sample_weight: Any, num_outputs: int, *, class_weight: dict[int, float] | None = None, stratify: Any = None) -> None:
+        """Trains a new model for all epochs, with held-out data if `early_stopping` is set; a previous fit is replaced only on success."""
+        weights, trained = _checked_weights(sample_weight, x), self._new_trainer(x, num_outputs)
+        options: dict[str, Any] = {"epochs": self.epochs, "shuffle": self.shuffle, "class_weight": class_weight}
+        callbacks: list[Callback] = []
         if self.early_stopping:
             rows = np.arange(len(x)) if weights is None else np.flatnonzero(weights)
             strata = None if stratify is None else stratify[rows]
             kept, held = train_test_split(rows, test_size=self.validation_fraction, stratify=strata, random_state=trained.seed)
             kept = np.concatenate([kept, np.setdiff1d(np.arange(len(x)), rows)])  # Examples without weight can affect batch statistics.
-            validation = (x[held], y[held]) if weights is None else (x[held], y[held], weights[held])
+            options["validation_data"] = (x[held], y[held]) if weights is None else (x[held], y[held], weights[held])
             x, y, weights = x[kept], y[kept], None if weights is None else weights[kept]
-            callbacks.append(EarlyStopping("val_loss", patience=self.patience, restore_best=True))
-        options: dict[str, Any] = {"batch_size": self.batch_size, "shuffle": self.shuffle, "verbose": self.verbose, "class_weight": class_weight}
-        with self._explain_errors(trained):
-            history = trained.trainer.fit(x, y, weights, epochs=self.epochs, validation_data=validation, callbacks=callbacks, **options)
+            callbacks = [EarlyStopping("val_loss", patience=self.patience, restore_best=True)]
+        history = self._fit_trainer(trained, x, y, weights, callbacks, **options)
         self._trained, self.n_iter_, self.history_ = trained, len(history.epoch), dict(history.history)
         self._trained_with = self._params_of_trained()
 
-    def _train_epoch(self, trained: EstimatorTrainer, x: Any, y: Any, weights: Any, *, class_weight: dict[int, float] | None = None) -> None:
+    def _train_epoch(self, x: Any, y: Any, sample_weight: Any, num_outputs: int, *, class_weight: dict[int, float] | None = None) -> None:
         """Trains for one epoch, in an order that depends only on the seed and the number of epochs, so that copies of the estimator continue the same way."""
+        weights = _checked_weights(sample_weight, x)
+        trained = self._trained if self.__sklearn_is_fitted__() else self._new_trainer(x, num_outputs)
         epochs_run = getattr(self, "n_iter_", 0)
         if self.shuffle:
             order = np.random.default_rng((trained.seed, epochs_run)).permutation(len(x))
             x, y, weights = x[order], y[order], None if weights is None else weights[order]
-        options: dict[str, Any] = {"batch_size": self.batch_size, "shuffle": False, "verbose": self.verbose, "class_weight": class_weight}
         if epochs_run and not _is_same(self.learning_rate, self._trained_with["learning_rate"]):
             trained.trainer.learning_rate = float(get_learning_rate(get(self.optimizer, self.learning_rate).init(np.zeros(1, np.float32))))  # type: ignore[arg-type]
-        with self._explain_errors(trained):
-            history = trained.trainer.fit(x, y, weights, epochs=1, callbacks=list(self.callbacks or []), **options)
+        history = self._fit_trainer(trained, x, y, weights, epochs=1, shuffle=False, class_weight=class_weight)
         earlier = getattr(self, "history_", {})
         self._trained, self.n_iter_, self._trained_with = trained, epochs_run + 1, self._params_of_trained()
         self.history_ = {key: [*earlier.get(key, []), *values] for key, values in history.history.items()}
+
+    def _fit_trainer(self, trained: EstimatorTrainer, x: Any, y: Any, weights: Any, callbacks: Sequence[Callback] = (), **options: Any) -> History:
+        """Calls `Trainer.fit`, and rewrites its errors for estimators."""
+        callbacks = [*(self.callbacks or []), *callbacks]
+        try:
+            return trained.trainer.fit(x, y, weights, batch_size=self.batch_size, verbose=self.verbose, callbacks=callbacks, **options)
+        except DirectoryInUseError as error:
+            text, resumes, _ = str(error).partition(" To resume that run")
+            if not resumes:
+                raise
+            raise DirectoryInUseError(
+                f"{text} An estimator starts a new run. Choose another directory, or pass overwrite=True to the callback, which replaces these checkpoints."
+            ) from error
+        except LossError as error:
+            outputs = trained.output_shapes()
+            if outputs is None or hasattr(outputs, "shape"):
+                raise
+            raise LossError(_SEVERAL_OUTPUTS.format(describe_shapes(outputs))) from error
 
     def _params_of_trained(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _OF_TRAINED}
@@ -217,27 +194,6 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
                 f"partial_fit continues the current model, so {', '.join(changed)} cannot change; only a learning_rate that is a number can. "
                 "Restore the earlier value, or call fit to train a new model."
             )
-
-    @contextlib.contextmanager
-    def _explain_errors(self, trained: EstimatorTrainer) -> Iterator[None]:
-        """Rewrites errors of `Trainer.fit` for estimators."""
-        try:
-            yield
-        except DirectoryInUseError as error:
-            text, resumes, _ = str(error).partition(" To resume that run")
-            if not resumes:
-                raise
-            raise DirectoryInUseError(
-                f"{text} An estimator starts a new run. Choose another directory, or pass overwrite=True to the callback, which replaces these checkpoints."
-            ) from error
-        except LossError as error:
-            outputs = trained.output_shapes()
-            if outputs is None or hasattr(outputs, "shape"):
-                raise
-            raise LossError(_SEVERAL_OUTPUTS.format(describe_shapes(outputs))) from error
-
-    def _weights(self, sample_weight: Any, x: Any) -> Any:
-        return None if sample_weight is None else _check_sample_weight(sample_weight, x, dtype=np.float32, ensure_non_negative=True)
 
     # -- prediction --
 
@@ -273,6 +229,10 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
         super().__setstate__(unwrapped(state))
         if self.__sklearn_is_fitted__():
             self._trained_with = {**self._params_of_trained(), **vars(self).get("_trained_with", {})}
+
+
+def _checked_weights(sample_weight: Any, x: Any) -> Any:
+    return None if sample_weight is None else _check_sample_weight(sample_weight, x, dtype=np.float32, ensure_non_negative=True)
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -345,23 +305,8 @@ class LinenClassifier(ClassifierMixin, _LinenEstimator):  # type: ignore[misc]
         random_state: Any = None,
         verbose: int | str = 0,
     ) -> None:
-        super().__init__(
-            module,
-            dtype=dtype,
-            optimizer=optimizer,
-            learning_rate=learning_rate,
-            loss=loss,
-            epochs=epochs,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            early_stopping=early_stopping,
-            validation_fraction=validation_fraction,
-            patience=patience,
-            steps_per_call=steps_per_call,
-            callbacks=callbacks,
-            random_state=random_state,
-            verbose=verbose,
-        )
+        arguments = locals()
+        super().__init__(**{name: arguments[name] for name in _LinenEstimator._get_param_names()})
         self.class_weight = class_weight
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
@@ -381,8 +326,7 @@ class LinenClassifier(ClassifierMixin, _LinenEstimator):  # type: ignore[misc]
         by_label = None
         if self.class_weight is not None:
             by_label = dict(enumerate(compute_class_weight(self.class_weight, classes=classes, y=y).tolist()))
-        weights = self._weights(sample_weight, x)
-        self._train(self._new_classifier_trainer(x, classes), x, _label_indices(classes, y), weights, class_weight=by_label, stratify=y)
+        self._train(x, _label_indices(classes, y), sample_weight, len(classes), class_weight=by_label, stratify=y)
         self.classes_: np.ndarray = classes
         return self
 
@@ -410,32 +354,27 @@ class LinenClassifier(ClassifierMixin, _LinenEstimator):  # type: ignore[misc]
         is_first = not self.__sklearn_is_fitted__()
         x, y = validate_data(self, X, y, allow_nd=True, dtype=self.dtype, reset=is_first)
         check_classification_targets(y)
-        if is_first:
-            if classes is None:
-                raise ValueError("The first call of partial_fit needs classes=, all labels that will occur.")
-            classes = np.unique(classes)
-        elif classes is not None and not np.array_equal(np.unique(classes), self.classes_):
-            raise ValueError(f"classes must be the same as in the first call of partial_fit: {self.classes_}. Received: {classes!r}.")
-        classes = classes if is_first else self.classes_
+        if is_first and classes is None:
+            raise ValueError("The first call of partial_fit needs classes=, all labels that will occur.")
+        known = np.unique(classes) if is_first else self.classes_
+        if classes is not None and not np.array_equal(np.unique(classes), known):
+            raise ValueError(f"classes must be the same as in the first call of partial_fit: {known}. Received: {classes!r}.")
+        classes = known
         unknown = np.setdiff1d(y, classes)
         if len(unknown):
             raise ValueError(f"y has the labels {unknown.tolist()}, which are not among the classes {classes.tolist()}.")
         by_label = None
         if self.class_weight is not None:
             if not isinstance(self.class_weight, dict):
-                raise ValueError(
-                    f"class_weight={self.class_weight!r} needs all labels, but partial_fit sees only some at a time. Pass a dict {{label: weight}}."
-                )
+                advice = "needs all labels, but partial_fit sees only some at a time. Pass a dict {label: weight}."
+                raise ValueError(f"class_weight={self.class_weight!r} {advice}")
             by_label = {place: self.class_weight[label] for place, label in enumerate(classes.tolist()) if label in self.class_weight}
-        weights = self._weights(sample_weight, x)
-        self._train_epoch(
-            self._new_classifier_trainer(x, classes) if is_first else self._trained, x, _label_indices(classes, y), weights, class_weight=by_label
-        )
+        self._train_epoch(x, _label_indices(classes, y), sample_weight, len(classes), class_weight=by_label)
         self.classes_ = classes
         return self
 
-    def _new_classifier_trainer(self, x: Any, classes: Any) -> EstimatorTrainer:
-        return self._new_trainer(x, len(classes), _Crossentropy(len(classes)) if self.loss is None else self.loss)
+    def _make_loss(self, num_outputs: int) -> Any:
+        return Crossentropy(num_outputs) if self.loss is None else self.loss
 
     def predict(self, X: Any) -> np.ndarray:
         """Returns the most probable label of each example, `[n]`, for inputs `[n, ...]`."""
@@ -480,7 +419,7 @@ class LinenRegressor(RegressorMixin, _LinenEstimator):  # type: ignore[misc]
             ValueError: scikit-learn or `Trainer` does not accept the data or the parameters.
         """
         x, y = self._validated(X, y, reset=True)
-        self._train(self._new_regressor_trainer(x, y), x, y, self._weights(sample_weight, x))
+        self._train(x, y, sample_weight, int(np.prod(y.shape[1:])))
         self._target_shape = y.shape[1:]
         return self
 
@@ -511,7 +450,7 @@ class LinenRegressor(RegressorMixin, _LinenEstimator):  # type: ignore[misc]
             raise ValueError(
                 f"The targets of an example must have shape {list(self._target_shape)}, as in the first call of partial_fit. Received: {list(y.shape[1:])}."
             )
-        self._train_epoch(self._new_regressor_trainer(x, y) if is_first else self._trained, x, y, self._weights(sample_weight, x))
+        self._train_epoch(x, y, sample_weight, int(np.prod(y.shape[1:])))
         self._target_shape = y.shape[1:]
         return self
 
@@ -519,8 +458,8 @@ class LinenRegressor(RegressorMixin, _LinenEstimator):  # type: ignore[misc]
         x, y = validate_data(self, X, y, allow_nd=True, dtype=self.dtype, multi_output=True, y_numeric=True, reset=reset)
         return x, np.asarray(y, np.float32)
 
-    def _new_regressor_trainer(self, x: Any, y: Any) -> EstimatorTrainer:
-        return self._new_trainer(x, int(np.prod(y.shape[1:])), _Regression(self.loss) if callable(self.loss) else self.loss or "mse")
+    def _make_loss(self, num_outputs: int) -> Any:
+        return Regression(self.loss) if callable(self.loss) else self.loss or "mse"
 
     def predict(self, X: Any) -> np.ndarray:
         """Returns the module's outputs in the shape of the targets, float64 `[n]` or `[n, targets]`, for inputs `[n, ...]`."""

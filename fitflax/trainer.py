@@ -16,8 +16,7 @@ from flax.core.scope import DenyList
 
 import fitflax.keras_names as keras_names
 import fitflax.optimizers as optimizers
-from fitflax.callbacks import Callback, ModelCheckpoint
-from fitflax.callbacks.callback_list import CallbackList
+from fitflax.callbacks import Callback
 from fitflax.callbacks.defaults import callbacks_of_call, callbacks_of_fit
 from fitflax.callbacks.history import History
 from fitflax.callbacks.notebook import is_notebook, print_table
@@ -29,27 +28,24 @@ from fitflax.checkpoints.restore.resume import warn_of_changes
 from fitflax.checkpoints.restore.weight_rules import WeightMapping
 from fitflax.checkpoints.save import save_checkpoint
 from fitflax.data import Source
-from fitflax.data.adapt import takes_batch_size
 from fitflax.data.batch import Selection
-from fitflax.data.first_batches import FirstBatches
-from fitflax.data.shards import Shard
 from fitflax.diagnostics import LearningRateCurve, NanReport
 from fitflax.diagnostics.nan_hunt import WATCHED, hunt_nan, last_finite
 from fitflax.diagnostics.rate_finder import find_learning_rate
-from fitflax.errors import ConfigError, NotReadyError, OptimizerError, no_attribute, warn
+from fitflax.errors import ConfigError, NotReadyError, no_attribute, warn
 from fitflax.exporting import export_inference
 from fitflax.hyperparams import with_hyperparams
 from fitflax.integers import is_integer
-from fitflax.loops import argument_checks, single_batch
-from fitflax.loops.evaluation import Evaluation, predict, predict_iter
-from fitflax.loops.fit import check_other_directories, hold_out, params_of, run_with_callbacks
-from fitflax.loops.input_sources import as_given
-from fitflax.loops.model_summary import describe
-from fitflax.loops.run_plan import RunPlan, Validation
-from fitflax.loops.run_setup import find_saved, make_evaluation, prepare_run, training_copy
-from fitflax.loops.session import Session
+from fitflax.loops import configuration, user_loops
+from fitflax.loops.configuration import CurrentTask, RestoreOptions
+from fitflax.loops.evaluation_loop import Evaluation, predict, predict_iter
+from fitflax.loops.fit import adapt_validation_data, check_end, find_checkpoint, make_validation, num_batches_of, params_of, run_with_callbacks
+from fitflax.loops.session import Session, as_given
+from fitflax.loops.setup import Participants, RunPlan, check_restores_best, prepare_run, training_copy
 from fitflax.loops.signals import Interruption
-from fitflax.loops.user_loops import EvalLoop, TrainLoop
+from fitflax.loops.summary import describe
+from fitflax.loops.training_loop import Run
+from fitflax.loops.user_loops import EvalLoop, TrainLoop, plan_of
 from fitflax.loops.weights import complete, load_weights, save_weights
 from fitflax.models import TRANSIENT, adapt_model, mutable_filter
 from fitflax.parallel import Strategy
@@ -58,7 +54,6 @@ from fitflax.state import Batch, InferenceState, PyTree, TrainState
 from fitflax.steps.compile_ahead import share_programs
 from fitflax.steps.ensemble import EnsembleTask, best_member, member_of
 from fitflax.steps.live_state import LiveState
-from fitflax.steps.loss_and_metrics import Objective
 from fitflax.steps.numerics import Numerics
 from fitflax.steps.step_functions import Task
 from fitflax.storage import Location
@@ -109,18 +104,11 @@ class _Optimizer(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
 
 def _syncs_model(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
     """Returns a trainer method that first reads the variables of a model that holds them (NNX), and finally writes the newest ones back."""
-    return _synced(method, builds_state=False)
 
-
-def _builds_from_model(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
-    """Returns such a method that builds a missing state itself, while its step is compiled."""
-    return _synced(method, builds_state=True)
-
-
-def _synced(method: Callable[Concatenate[Any, _P], _R], *, builds_state: bool) -> Callable[Concatenate[Any, _P], _R]:
     @functools.wraps(method)
     def call(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with self._session.state.synced_with_model(builds_state=builds_state):
+        # `fit` builds a missing state itself, while its step is compiled.
+        with self._session.state.synced_with_model(builds_state=method.__name__ == "fit"):
             return method(self, *args, **kwargs)
 
     return call
@@ -185,39 +173,32 @@ class Trainer:
         eval_kwargs: Mapping[str, Any] | None = None,
         ensemble: int | None = None,
     ) -> None:
-        argument_checks.check_seed("Trainer", seed)
+        seed = configuration.integer_of("Trainer(seed=...)", seed)
         self._model, self._eval_model = model, eval_model
         self._selection = Selection(inputs, targets)
         self._history, self._members = History(), ensemble
-        strategy = argument_checks.strategy_of("Trainer", parallel)
-        transient_names = tuple(transient)
+        strategy = configuration.strategy_of("Trainer", parallel)
+        transient = tuple(transient)
         kwargs: dict[str, Any] = {"train_kwargs": train_kwargs, "eval_kwargs": eval_kwargs, "keyword_inputs": isinstance(inputs, dict)}
-        adapted, own = adapt_model(model, eval_model=eval_model, trainable=trainable, transient=transient_names, **kwargs)
-        argument_checks.check_ensemble("Trainer", ensemble, strategy, has_own=own is not None)
-        self._parts: dict[str, Any] = {
-            "model": adapted,
-            "strategy": strategy,
-            "streams": argument_checks.streams_of("Trainer", rngs),
-            "mutable": mutable_filter(mutable, transient_names),
-            "transient": transient_names,
-        }
-        self._session = Session(self._make_task, strategy, int(seed), own, ensemble)
+        adapted, own = adapt_model(model, eval_model=eval_model, trainable=trainable, transient=transient, **kwargs)
+        configuration.check_ensemble("Trainer", ensemble, strategy, has_own=own is not None)
+        streams, collections = configuration.streams_of("Trainer", rngs), mutable_filter(mutable, transient)
+        self._parts: dict[str, Any] = {"model": adapted, "strategy": strategy, "streams": streams, "mutable": collections, "transient": transient}
+        self._session = Session(CurrentTask(self._make_task, strategy), seed, own, ensemble)
         if is_notebook(sys.stdout):
             share_programs()  # Running a notebook cell again redefines the module's class.
 
-    def _make_task(self, objective: Objective, optimizer: optax.GradientTransformationExtraArgs | None, numerics: Numerics) -> Task:
+    def _make_task(self, **configured: Any) -> Task:
         kind, model = type(self), self._parts["model"]
-        argument_checks.check_called_with(kind.__name__, "compute_loss", self.compute_loss, *model.loss_arguments, keywords=model.loss_keywords)
-        argument_checks.check_called_with(kind.__name__, "train_step", self.train_step, "state", "batch")
-        members = self._members
-        return (Task if members is None else functools.partial(EnsembleTask, members=members))(
-            **self._parts,
-            objective=objective,
-            optimizer=optimizer,
-            compute_loss=self.compute_loss if kind.compute_loss is not Trainer.compute_loss else None,
-            custom_step=self.train_step if kind.train_step is not Trainer.train_step else None,
-            numerics=numerics,
-        )
+        configuration.check_called_with(kind.__name__, "compute_loss", self.compute_loss, *model.loss_arguments, keywords=model.loss_keywords)
+        configuration.check_called_with(kind.__name__, "train_step", self.train_step, "state", "batch")
+        compute_loss = self.compute_loss if self._overrides("compute_loss") else None
+        custom_step = self.train_step if self._overrides("train_step") else None
+        make = Task if self._members is None else functools.partial(EnsembleTask, members=self._members)
+        return make(**self._parts, **configured, compute_loss=compute_loss, custom_step=custom_step)
+
+    def _overrides(self, name: str) -> bool:
+        return getattr(type(self), name) is not getattr(Trainer, name)
 
     if not TYPE_CHECKING:  # Otherwise type checkers would accept any attribute name.
 
@@ -298,23 +279,12 @@ class Trainer:
         >>> trainer.learning_rate
         0.25
         """
-        rate = optimizers.get_learning_rate(self._session.state.need("learning_rate").borrow().opt_state)
-        if rate is None:
-            raise OptimizerError(
-                "This optimizer's learning rate cannot be read. Pass the optimizer by name, compile('adam', learning_rate=...), or wrap it: "
-                "optax.inject_hyperparams(optax.adam)(learning_rate=...)."
-            )
-        first, *others = jax.device_get(rate).ravel().tolist()  # One for each member of an ensemble.
-        if any(other != first for other in others):
-            raise OptimizerError("The members of this ensemble have different learning rates. Use trainer.learning_rates to read them.")
-        return float(first)
+        return self._session.learning_rate
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
         with self._session.state.synced_with_model():  # The decorator would hide the setter's types from type checkers.
-            live = self._session.state.need("learning_rate")
-            state = live.borrow()
-            live.replace(dataclasses.replace(state, opt_state=optimizers.set_learning_rate(state.opt_state, value)), live.step)
+            self._session.set_learning_rates("learning_rate", {None: value})
 
     @property
     @_syncs_model
@@ -340,12 +310,7 @@ class Trainer:
     @learning_rates.setter
     def learning_rates(self, values: Mapping[str, float]) -> None:
         with self._session.state.synced_with_model():
-            live = self._session.state.need("learning_rates")
-            state = live.borrow()
-            opt_state = state.opt_state
-            for label, value in values.items():
-                opt_state = optimizers.set_learning_rate(opt_state, value, label)
-            live.replace(dataclasses.replace(state, opt_state=opt_state), live.step)
+            self._session.set_learning_rates("learning_rates", values)
 
     @property
     def stop_training(self) -> bool:
@@ -441,25 +406,20 @@ class Trainer:
         >>> trainer.compile(optax.adamw(1e-3), lambda outputs, targets: (outputs[:, 0] - targets) ** 2, {"mae": "mean_absolute_error"})
         """
         numerics = Numerics(accumulate_steps, precision, ema_decay)
-        if type(self).train_step is not Trainer.train_step:
+        if self._overrides("train_step"):
             numerics.check_custom_step()
-        transformation = argument_checks.optimizer_of(optimizer, learning_rate)
-        if isinstance(steps_per_call, str) and steps_per_call != "auto":
-            raise ConfigError(f"steps_per_call must be a positive integer or 'auto'. Received: {steps_per_call!r}.")
-        argument_checks.check_counts(steps_per_call=None if isinstance(steps_per_call, str) else steps_per_call)
-        eval_params = argument_checks.eval_params_of(eval_params, ema_decay, transformation)
-        if run_eagerly:
-            argument_checks.check_single_device(self._session.strategy)
         self._session.compile(
             optimizer,
-            transformation,
-            Objective(loss, metrics, weighted_metrics, loss_weights),
+            loss,
+            metrics,
+            weighted_metrics,
+            loss_weights,
+            learning_rate=learning_rate,
             pad=pad,
+            steps_per_call=steps_per_call,
             numerics=numerics,
-            run_eagerly=bool(run_eagerly),
+            run_eagerly=run_eagerly,
             eval_params=eval_params,
-            steps_per_call=None if isinstance(steps_per_call, str) else int(steps_per_call),
-            described=argument_checks.described(optimizer=optimizer, loss=loss, learning_rate=learning_rate, eval_params=eval_params),
         )
 
     def with_seed(self, seed: int) -> Self:
@@ -485,8 +445,7 @@ class Trainer:
         >>> len({float(member.state.params["kernel"][0, 0]) for member in members})
         3
         """
-        argument_checks.check_seed("with_seed", seed)
-        return self._copy_without_state(int(seed), self._session.state.hyperparams)
+        return self._copy_without_state(configuration.integer_of("with_seed(seed=...)", seed), self._session.state.hyperparams)
 
     def with_hyperparams(self, *, seed: int | None = None, **values: float | Sequence[float]) -> Self:
         """Returns a new trainer with the same configuration, other initial hyperparameters and no state.
@@ -515,11 +474,11 @@ class Trainer:
         [0.1, 0.01]
         """
         session = self._session
-        argument_checks.check_seed("with_hyperparams", session.seed if seed is None else seed)
+        seed = configuration.integer_of("with_hyperparams(seed=...)", session.seed if seed is None else seed)
         session.task.need_compiled("with_hyperparams")
         if session.state.live is not None and session.state.live.is_intact and not session.state.is_serving:
             with_hyperparams(session.state.live.borrow(), values)
-        return self._copy_without_state(session.seed if seed is None else int(seed), {**session.state.hyperparams, **values})
+        return self._copy_without_state(seed, {**session.state.hyperparams, **values})
 
     def select(self, member: int | str) -> Self:
         """Returns a trainer for one member of an ensemble, with a copy of its state, as if the member had been trained alone.
@@ -549,18 +508,21 @@ class Trainer:
         number = best_member(self._history.history, member, kinds) if isinstance(member, str) else member
         if not is_integer(number, 0) or number >= session.members:
             raise ConfigError(f"select(member) takes a number from 0 to {session.members - 1}, or a log key such as 'val_loss'. Received: {member!r}.")
-        other = object.__new__(type(self))
-        vars(other).update(vars(self))
-        other._history, other._members = History(), None
+        other = self._copy()
+        other._members = None
         other._session = session.fresh(session.seed + int(number), other._make_task, is_member=True)
         other._session.state.live = LiveState(session.strategy, session.strategy.put(member_of(state, int(number))), self.step)
         return other
 
-    def _copy_without_state(self, seed: int, hyperparams: Mapping[str, Any]) -> Self:
+    def _copy(self) -> Self:
         other = object.__new__(type(self))
-        vars(other).update(vars(self))
-        own = type(self).compute_loss is not Trainer.compute_loss or type(self).train_step is not Trainer.train_step
-        other._session, other._history = self._session.fresh(seed, other._make_task if own else None), History()
+        vars(other).update(vars(self), _history=History())
+        return other
+
+    def _copy_without_state(self, seed: int, hyperparams: Mapping[str, Any]) -> Self:
+        other = self._copy()
+        makes_own_task = self._overrides("compute_loss") or self._overrides("train_step")
+        other._session = self._session.fresh(seed, other._make_task if makes_own_task else None)
         other._session.state.hyperparams = dict(hyperparams)
         if other._session.state.own is not None:
             other._model = other._session.state.own.model
@@ -587,7 +549,7 @@ class Trainer:
         """
         session = self._session
         session.task.need_compiled("build")
-        session.state.build(session.intake.sample(self._selection.split(argument_checks.zeros(batch))))
+        session.state.build(session.intake.sample(self._selection.split(configuration.zeros(batch))))
         session.begin_run()
 
     @_syncs_model
@@ -621,7 +583,7 @@ class Trainer:
         Optimizer state: 2 = 8 B
         Model FLOPs per example: 12 forward, 36 in training
         """
-        triple = None if sample is None else self._selection.split(argument_checks.zeros(sample), inputs_only=not memory)
+        triple = None if sample is None else self._selection.split(configuration.zeros(sample), inputs_only=not memory)
         table = describe(self._session, triple, memory=memory, sharding=sharding)
         if file is None and is_notebook(sys.stdout):
             print_table(table)
@@ -861,7 +823,7 @@ class Trainer:
     # -- training --
 
     @keras_names.with_hints("Trainer.fit", keras_names.FIT, ConfigError)
-    @_builds_from_model
+    @_syncs_model
     def fit(
         self,
         data: Any,
@@ -944,57 +906,32 @@ class Trainer:
         """
         session, spent = self._session, TimeSpent()
         session.need_idle("fit")
-        argument_checks.check_counts(steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch, log_every=log_every)
-        argument_checks.check_counts(validation_steps=validation_steps, validation_batch_size=validation_batch_size)
-        argument_checks.check_initial_epoch(initial_epoch)
-        trial, num_overfit = argument_checks.numbers_of_batches(fast_dev_run=fast_dev_run, overfit_batches=overfit_batches)
+        configuration.check_counts(steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch, log_every=log_every)
+        configuration.check_counts(validation_steps=validation_steps, validation_batch_size=validation_batch_size)
+        initial_epoch = configuration.integer_of("initial_epoch", initial_epoch)
+        trial, num_overfit = num_batches_of(fast_dev_run=fast_dev_run, overfit_batches=overfit_batches)
         if trial:
             steps, epochs, validation_steps, validation_freq, resume = trial, initial_epoch + 1, None, 1, None
-        config = None if config is None else as_config(config)
-        source = self._to_source("fit", data, y, sample_weight, batch_size=batch_size, shuffle=False if num_overfit else shuffle, drop_remainder=drop_remainder)
-        source, validation_data = hold_out(session, source, validation_data, validation_split, validation_batch_size)
-        source = session.intake.agreed(FirstBatches(source, num_overfit)) if num_overfit else source
-        sets = argument_checks.validation_sets(validation_data, self._selection)
-        argument_checks.check_end(source, steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch, validates=bool(sets))
+        info = {} if config is None else {"config": as_config(config)}
+        source = self._to_source("fit", data, y, sample_weight, batch_size=batch_size, shuffle=shuffle and not num_overfit, drop_remainder=drop_remainder)
+        size = validation_batch_size or batch_size
+        adapted = adapt_validation_data(session, self._selection, source, validation_data, split=validation_split, batch_size=size, overfit_batches=num_overfit)
+        check_end(adapted, steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch)
         hooks, self._history, note = callbacks_of_fit(callbacks, verbose, trial=trial)
-        argument_checks.check_restores_best(hooks, session.task.any_program().eval_params.custom)
+        check_restores_best(hooks, session.task.any_program().eval_params.custom)
         session.clear_stop()
         with session.make_saver() as saver, Interruption(saves=hooks.saves) as interruption, hooks.entered(saver):
-            saved = find_saved(session, resume, [callback.store for callback in hooks if isinstance(callback, ModelCheckpoint)])
-            check_other_directories(session, hooks, resume, saved)
-            options: dict[str, Any] = {"batch_size": validation_batch_size or batch_size or source.all_batch_size, "steps": validation_steps}
-            options |= {"at_most": trial or None, "is_held_out": bool(validation_split)}
-            loops = [self._validation_loop(name, one, hooks, interruption, **options) for name, one in sets.items()]
-            validation = Validation(loops, argument_checks.validation_frequency(validation_freq))
+            saved = find_checkpoint(session, resume, hooks)
+            validation = make_validation(session, adapted, validation_freq, steps=validation_steps, trial=trial, hooks=hooks, interruption=interruption)
             end_epoch = initial_epoch + 1 if steps is None and epochs is None else epochs
-            info = {} if config is None else {"config": config}
             plan = RunPlan(end_epoch=end_epoch, steps_per_epoch=steps_per_epoch, is_fit=True, keep=hooks.keep, info=info)
-            parts: dict[str, Any] = {"saved": saved, "saver": saver, "callbacks": hooks, "validation": validation, "interruption": interruption}
+            others = Participants(saver, hooks, validation, interruption, spent)
             with spent.on("compiling"):
-                run = prepare_run(session, source, plan, steps=steps, initial_epoch=initial_epoch, class_weight=class_weight, spent=spent, **parts)
-            known = {"log_every": log_every, "note": note or session.task.choice, **params_of(session, source, sets, run.plan, trial=trial)}
-            run_with_callbacks(session, self, run, known, saved=saved)
+                setup = prepare_run(session, adapted.source, plan, others, steps=steps, initial_epoch=initial_epoch, class_weight=class_weight, saved=saved)
+            run = Run(setup)
+            run_with_callbacks(session, self, run, params_of(session, adapted, run, trial=trial, log_every=log_every, note=note), saved)
         interruption.leave()
         return self._history
-
-    def _validation_loop(
-        self,
-        name: str,
-        data: Any,
-        hooks: CallbackList,
-        interruption: Interruption,
-        *,
-        batch_size: int | None,
-        steps: int | None,
-        at_most: int | None,
-        is_held_out: bool,
-    ) -> Evaluation:
-        size = {"batch_size": batch_size} if takes_batch_size(data.data if isinstance(data, Shard) else data) else {}
-        source = data if is_held_out else self._to_source(f"validation on {name!r}", data, shuffle=False, name=f"validation_data {name!r}", **size)
-        source.calls_hooks = False  # They are called for training, and a resume could not repeat how often validations called them.
-        if at_most is not None:
-            steps = min(at_most, source.all_batches or at_most)
-        return make_evaluation(self._session, source, steps=steps, name=name, callbacks=hooks, interruption=interruption)
 
     # -- evaluation and prediction --
 
@@ -1036,18 +973,13 @@ class Trainer:
         """
         self._session.task.need_compiled("evaluate")
         live = self._session.state.need("evaluate")
-        argument_checks.check_counts(steps=steps)
+        configuration.check_counts(steps=steps)
         hooks = callbacks_of_call(callbacks, verbose)
-        evaluation = self._evaluation(data, y, sample_weight, steps=steps, batch_size=batch_size, name="eval", hooks=hooks)
+        source = self._to_source("evaluate", data, y, sample_weight, batch_size=batch_size, shuffle=False)
+        evaluation = Evaluation(self._session, self._session.task.any_program(), source, steps=steps, name="eval", callbacks=hooks)
         hooks.bind(self, {})
         with contextlib.closing(hooks):
             return evaluation.evaluate(live.borrow)
-
-    def _evaluation(
-        self, data: Any, y: Any, sample_weight: Any, *, steps: int | None, batch_size: int | None, name: str, hooks: CallbackList | None = None
-    ) -> Evaluation:
-        source = self._to_source("evaluate", data, y, sample_weight, batch_size=batch_size, shuffle=False)
-        return make_evaluation(self._session, source, steps=steps, name=name, callbacks=hooks)
 
     @keras_names.with_hints("Trainer.predict", keras_names.PREDICT, ConfigError)
     @_syncs_model
@@ -1079,16 +1011,15 @@ class Trainer:
         >>> trainer.predict(np.ones((10, 2))).shape
         (10, 3)
         """
-        live = self._session.state.need("predict")
-        argument_checks.check_counts(steps=steps)
+        self._session.state.need("predict")
+        configuration.check_counts(steps=steps)
         source = self._to_source("predict", data, batch_size=batch_size, shuffle=False, inputs_only=True)
         if source.is_endless and steps is None:
             raise ConfigError("This data never ends. Pass steps=.")
         hooks = callbacks_of_call(callbacks, verbose)
         hooks.bind(self, {"test_steps": steps or source.all_batches})
-        with contextlib.closing(hooks), contextlib.closing(self._session.task.feeder.prediction(source)) as feed:
-            check = self._session.state.check_batch
-            return predict(self._session.task.any_program(), live.borrow, feed, steps=steps, callbacks=hooks, check=check)
+        with contextlib.closing(hooks):
+            return predict(self._session, source, steps=steps, callbacks=hooks)
 
     @_syncs_model
     def predict_iter(self, data: Any, *, steps: int | None = None, batch_size: int | None = None) -> Generator[PyTree, None, None]:
@@ -1115,16 +1046,10 @@ class Trainer:
         >>> [outputs.shape for outputs in trainer.predict_iter(np.ones((10, 2)), batch_size=4)]
         [(4, 3), (4, 3), (2, 3)]
         """
-        session = self._session
-        live = session.state.need("predict_iter")
-        argument_checks.check_counts(steps=steps)
+        self._session.state.need("predict_iter")
+        configuration.check_counts(steps=steps)
         source = self._to_source("predict", data, batch_size=batch_size, shuffle=False, inputs_only=True)
-        make_feed = functools.partial(session.task.feeder.prediction, source)
-        state, step = live.lend(), live.step
-        # Without training since the call, its state is the newest one, whose placement may have changed when a batch was seen.
-        return predict_iter(
-            session.task.any_program(), lambda: live.lend() if live.step == step else state, make_feed, steps=steps, check=session.state.check_batch
-        )
+        return predict_iter(self._session, source, steps=steps)
 
     @keras_names.with_hints("Trainer.train_on_batch", keras_names.ON_BATCH, ConfigError)
     @_syncs_model
@@ -1145,7 +1070,7 @@ class Trainer:
         >>> [trainer.train_on_batch(batch) for _ in range(2)]
         [{'loss': 1.0, 'mae': 1.0}, {'loss': 0.25, 'mae': 0.5}]
         """
-        return single_batch.train_on_batch(self._session, self._selection.split(batch))
+        return user_loops.train_on_batch(self._session, self._selection.split(batch))
 
     @keras_names.with_hints("Trainer.test_on_batch", keras_names.ON_BATCH, ConfigError)
     @_syncs_model
@@ -1166,7 +1091,7 @@ class Trainer:
         >>> trainer.test_on_batch((np.ones((8, 2), np.float32), 2 * np.ones((8, 1), np.float32)))
         {'loss': 4.0, 'mae': 2.0}
         """
-        return single_batch.test_on_batch(self._session, self._selection.split(batch))
+        return user_loops.test_on_batch(self._session, self._selection.split(batch))
 
     @_syncs_model
     def predict_on_batch(self, x: Any) -> PyTree:
@@ -1186,7 +1111,7 @@ class Trainer:
         >>> trainer.predict_on_batch(np.ones((8, 2), np.float32)).shape
         (8, 3)
         """
-        return single_batch.predict_on_batch(self._session, self._selection.split(x, inputs_only=True).x if isinstance(x, dict) else x)
+        return user_loops.predict_on_batch(self._session, self._selection.split(x, inputs_only=True).x if isinstance(x, dict) else x)
 
     # -- loops --
 
@@ -1238,19 +1163,10 @@ class Trainer:
         [(2, True), (4, True)]
         """
         self._session.need_idle("train_loop")
-        argument_checks.check_counts(steps=steps)
+        configuration.check_counts(steps=steps)
         source = self._to_source("train_loop", data, y, sample_weight, batch_size=batch_size, shuffle=shuffle, drop_remainder=drop_remainder)
-        return TrainLoop.of(
-            self._session,
-            source,
-            class_weight,
-            steps=steps,
-            every=argument_checks.trigger_of("train_loop", every),
-            steps_per_epoch=steps_per_epoch,
-            grads=grads,
-            sown=sown,
-            config=config,
-        )
+        plan = plan_of(configuration.trigger_of("train_loop", every), steps_per_epoch, grads=grads, sown=sown, config=config)
+        return TrainLoop.of(self._session, source, plan, steps, class_weight)
 
     @_syncs_model
     def eval_loop(
@@ -1279,8 +1195,10 @@ class Trainer:
         [['train', 'valid']]
         """
         self._session.task.need_compiled("eval_loop")
-        argument_checks.check_counts(steps=steps)
-        return EvalLoop.of(self._evaluation(data, y, sample_weight, steps=steps, batch_size=batch_size, name=argument_checks.group_name(name)))
+        configuration.check_counts(steps=steps)
+        name = configuration.group_name(name)
+        source = self._to_source("evaluate", data, y, sample_weight, batch_size=batch_size, shuffle=False)
+        return EvalLoop.of(Evaluation(self._session, self._session.task.any_program(), source, steps=steps, name=name))
 
     # -- diagnostics --
 
@@ -1329,11 +1247,11 @@ class Trainer:
         True
         """
         self._session.need_trainable("find_learning_rate")
-        argument_checks.check_counts(steps=steps)
+        configuration.check_counts(steps=steps)
         if not 0 < lowest < highest < float("inf"):
             raise ConfigError(f"find_learning_rate requires 0 < lowest < highest, both finite. Received: lowest={lowest!r}, highest={highest!r}.")
-        options: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "drop_remainder": drop_remainder}
-        source = self._to_source("find_learning_rate", data, y, sample_weight, is_kept=False, **options)
+        size = {"batch_size": batch_size, "drop_remainder": drop_remainder}
+        source = self._to_source("find_learning_rate", data, y, sample_weight, shuffle=shuffle, is_kept=False, **size)
         with training_copy(self._session, source, class_weight, "find_learning_rate") as (session, feed):
             return find_learning_rate(session, feed, lowest=lowest, highest=highest, steps=steps)
 
@@ -1387,7 +1305,7 @@ class Trainer:
         (1, 'the loss', 'log')
         """
         self._session.need_trainable("hunt_nan")
-        argument_checks.check_counts(steps=steps)
+        configuration.check_counts(steps=steps)
         options: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "drop_remainder": drop_remainder}
         source = self._to_source("hunt_nan", data, y, sample_weight, is_kept=False, **options)
         if source.is_endless and steps is None:
@@ -1440,8 +1358,8 @@ class Trainer:
         """
         session = self._session
         live = session.state.need("export")
-        argument_checks.check_counts(batch_size=batch_size)
-        batch = session.state.sample if sample is None else as_given(self._selection.split(argument_checks.zeros(sample), inputs_only=True))
+        configuration.check_counts(batch_size=batch_size)
+        batch = session.state.sample if sample is None else as_given(self._selection.split(configuration.zeros(sample), inputs_only=True))
         if batch is None:
             raise NotReadyError("export needs the shapes of the inputs, but there has been no batch yet. Pass export(path, sample=x).")
         return export_inference(
@@ -1545,9 +1463,10 @@ class Trainer:
             lambda together: load_checkpoint(path, roots, storage_options=storage_options, together=together),
             num_processes=self._session.strategy.num_processes,
         )
+        how = RestoreOptions(weights_only, partial, mapping, cast)
         saved = complete(self._session, saved)
-        report = self._session.restore(saved, None, weights_only=weights_only, partial=partial, mapping=mapping, cast=cast)
-        if not (weights_only or partial) and self._session.task.described:
+        report = self._session.restore(saved, how=how)
+        if not how.starts_over and self._session.task.described:
             warn_of_changes(saved, self._session.task.described, to_resume=False)
         return report
 

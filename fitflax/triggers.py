@@ -10,8 +10,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from fitflax.errors import ConfigError
-from fitflax.integers import is_integer
+from fitflax.errors import ConfigError, is_integer
 
 __all__ = ["Moment", "Schedule", "Trigger", "at", "every", "first"]
 
@@ -64,9 +63,21 @@ class Trigger(abc.ABC):
         return _AnyOf(self.parts() + other.parts())
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
 class _Simple(Trigger):
+    """A trigger of one part; `text` is the code that creates it."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
     def parts(self) -> tuple[Trigger, ...]:
         return (self,)
+
+    @override
+    def next_step(self, step: int, start_step: int) -> int | None:
+        return None
 
     @override
     def next_seconds(self, last_seconds: float) -> float:
@@ -76,42 +87,27 @@ class _Simple(Trigger):
 @dataclasses.dataclass(frozen=True, repr=False)
 class _EverySteps(_Simple):
     steps: int
-    offset: int | None
-
-    def __repr__(self) -> str:
-        return f"every(steps={self.steps})" if self.offset is None else f"every(steps={self.steps}, offset={self.offset})"
+    offset: int
 
     def is_due(self, moment: Moment, last_seconds: float) -> bool:
-        offset = self.steps if self.offset is None else self.offset
-        return moment.step >= offset and (moment.step - offset) % self.steps == 0
+        return moment.step >= self.offset and (moment.step - self.offset) % self.steps == 0
 
     @override
     def next_step(self, step: int, start_step: int) -> int | None:
-        offset = self.steps if self.offset is None else self.offset
-        return max(offset, step + 1 + (offset - step - 1) % self.steps)
+        return max(self.offset, step + 1 + (self.offset - step - 1) % self.steps)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _EveryEpochs(_Simple):
     epochs: int
 
-    def __repr__(self) -> str:
-        return f"every(epochs={self.epochs})"
-
     def is_due(self, moment: Moment, last_seconds: float) -> bool:
         return moment.epoch_ends and moment.epochs_done % self.epochs == 0
-
-    @override
-    def next_step(self, step: int, start_step: int) -> int | None:
-        return None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _EverySeconds(_Simple):
     seconds: float
-
-    def __repr__(self) -> str:
-        return f"every(seconds={self.seconds:g})"
 
     def is_due(self, moment: Moment, last_seconds: float) -> bool:
         return moment.seconds - last_seconds >= self.seconds
@@ -120,17 +116,10 @@ class _EverySeconds(_Simple):
     def next_seconds(self, last_seconds: float) -> float:
         return last_seconds + self.seconds
 
-    @override
-    def next_step(self, step: int, start_step: int) -> int | None:
-        return None
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _At(_Simple):
     steps: tuple[int, ...]
-
-    def __repr__(self) -> str:
-        return f"at({', '.join(map(str, self.steps))})"
 
     def is_due(self, moment: Moment, last_seconds: float) -> bool:
         return moment.step in self.steps
@@ -145,12 +134,8 @@ class _First(_Simple):
     steps: int
     of_process: bool
 
-    def __repr__(self) -> str:
-        return f"first({self.steps}, of_process=True)" if self.of_process else f"first({self.steps})"
-
     def is_due(self, moment: Moment, last_seconds: float) -> bool:
-        begin = moment.start_step if self.of_process else 0
-        return begin < moment.step <= begin + self.steps
+        return self.next_step(moment.step - 1, moment.start_step) == moment.step
 
     @override
     def next_step(self, step: int, start_step: int) -> int | None:
@@ -176,10 +161,9 @@ class _AnyOf(Trigger):
         return min((one for member in self.members if (one := member.next_step(step, start_step)) is not None), default=None)
 
 
-def _positive(name: str, value: Any, *, kind: type = int) -> None:
-    fits = is_integer(value) or (kind is float and isinstance(value, float))
-    if not fits or not value > 0:
-        raise ConfigError(f"{name} must be a positive {'integer' if kind is int else 'number'}. Received: {value!r}.")
+def _check_positive(name: str, value: Any) -> None:
+    if not is_integer(value, 1):
+        raise ConfigError(f"{name} must be a positive integer. Received: {value!r}.")
 
 
 def every(*, steps: int | None = None, epochs: int | None = None, seconds: float | None = None, offset: int | None = None) -> Trigger:
@@ -204,14 +188,16 @@ def every(*, steps: int | None = None, epochs: int | None = None, seconds: float
     if offset is not None and (steps is None or not is_integer(offset, 0)):
         raise ConfigError(f"every(offset=...) must be an integer of at least 0, and needs steps=. Received: offset={offset!r} with {given}.")
     if steps is not None:
-        _positive("every(steps=...)", steps)
-        return _EverySteps(int(steps), None if offset is None else int(offset))
+        _check_positive("every(steps=...)", steps)
+        text = f"every(steps={steps})" if offset is None else f"every(steps={steps}, offset={offset})"
+        return _EverySteps(text, int(steps), int(steps if offset is None else offset))
     if epochs is not None:
-        _positive("every(epochs=...)", epochs)
-        return _EveryEpochs(int(epochs))
+        _check_positive("every(epochs=...)", epochs)
+        return _EveryEpochs(f"every(epochs={epochs})", int(epochs))
     assert seconds is not None
-    _positive("every(seconds=...)", seconds, kind=float)
-    return _EverySeconds(float(seconds))
+    if not (is_integer(seconds) or isinstance(seconds, float)) or not seconds > 0:
+        raise ConfigError(f"every(seconds=...) must be a positive number. Received: {seconds!r}.")
+    return _EverySeconds(f"every(seconds={seconds:g})", float(seconds))
 
 
 def at(*steps: int) -> Trigger:
@@ -230,8 +216,8 @@ def at(*steps: int) -> Trigger:
     if not steps:
         raise ConfigError("at() takes at least one step.")
     for step in steps:
-        _positive("at(...)", step)
-    return _At(tuple(int(step) for step in steps))
+        _check_positive("at(...)", step)
+    return _At(f"at({', '.join(map(str, steps))})", tuple(map(int, steps)))
 
 
 def first(steps: int, *, of_process: bool = False) -> Trigger:
@@ -248,8 +234,8 @@ def first(steps: int, *, of_process: bool = False) -> Trigger:
     >>> [step for step in range(101, 106) if schedule.due(Moment(step, start_step=100))]
     [101, 102]
     """
-    _positive("first(...)", steps)
-    return _First(int(steps), of_process)
+    _check_positive("first(...)", steps)
+    return _First(f"first({steps}, of_process=True)" if of_process else f"first({steps})", int(steps), of_process)
 
 
 class Schedule:
@@ -267,6 +253,7 @@ class Schedule:
     """
 
     def __init__(self, trigger: Trigger | None, seconds: float = 0.0) -> None:
+        self._trigger = trigger
         self._parts = () if trigger is None else trigger.parts()
         self._last = [seconds] * len(self._parts)
 
@@ -286,7 +273,7 @@ class Schedule:
 
     def next_step(self, step: int, start_step: int) -> int | None:
         """Returns the first step after `step` at which the trigger may fire because of its step; `None` if there is none."""
-        return min((one for part in self._parts if (one := part.next_step(step, start_step)) is not None), default=None)
+        return None if self._trigger is None else self._trigger.next_step(step, start_step)
 
     @property
     def next_seconds(self) -> float:

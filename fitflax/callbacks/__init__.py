@@ -1,22 +1,19 @@
 """Callbacks, which `fit` calls at fixed points of a run. Subclass `Callback` to write a custom one."""
 
+import sys
+
+from fitflax.callbacks import early_stopping, epoch_files, learning_rate, run_logger, small_callbacks, summaries
 from fitflax.callbacks.base import Callback, Phase, TrainerView
 from fitflax.callbacks.best_checkpoint import BestCheckpoint
-from fitflax.callbacks.csv_logger import CSVLogger
 from fitflax.callbacks.early_stopping import EarlyStopping
-from fitflax.callbacks.json_logger import JSONLogger
-from fitflax.callbacks.lambda_callback import LambdaCallback
-from fitflax.callbacks.learning_rate_scheduler import LearningRateScheduler
-from fitflax.callbacks.media import FigureSummary, HistogramSummary, ImageSummary
+from fitflax.callbacks.epoch_files import CSVLogger, JSONLogger
+from fitflax.callbacks.learning_rate import LearningRateScheduler, ReduceLROnPlateau
 from fitflax.callbacks.model_checkpoint import ModelCheckpoint
 from fitflax.callbacks.preemption_notice import PreemptionNotice
-from fitflax.callbacks.profiler import Profiler
 from fitflax.callbacks.progress_bar import ProgressBar
-from fitflax.callbacks.reduce_lr_on_plateau import ReduceLROnPlateau
-from fitflax.callbacks.summary_logger import SummaryLogger
+from fitflax.callbacks.small_callbacks import LambdaCallback, Profiler, SummaryLogger, TerminateOnNaN, Watchdog
+from fitflax.callbacks.summaries import FigureSummary, HistogramSummary, ImageSummary
 from fitflax.callbacks.tensorboard import TensorBoard
-from fitflax.callbacks.terminate_on_nan import TerminateOnNaN
-from fitflax.callbacks.watchdog import Watchdog
 
 __all__ = [
     "BestCheckpoint",
@@ -41,3 +38,14 @@ __all__ = [
     "TrainerView",
     "Watchdog",
 ]
+
+# The modules that defined callbacks in version 0.1, whose names are in pickles of scikit-learn estimators.
+_MOVED = {
+    early_stopping: ("monitor",),
+    epoch_files: ("csv_logger", "json_logger"),
+    learning_rate: ("learning_rate_scheduler", "reduce_lr_on_plateau"),
+    run_logger: ("clock",),
+    small_callbacks: ("lambda_callback", "profiler", "summary_logger", "terminate_on_nan", "watchdog"),
+    summaries: ("media",),
+}
+sys.modules.update({f"{__name__}.{name}": module for module, names in _MOVED.items() for name in names})

@@ -1,6 +1,9 @@
 """The base class of callbacks: hooks with Keras's names, called positionally, and attributes that describe a callback to the training loop."""
 
 import enum
+import math
+import operator
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
@@ -15,25 +18,7 @@ from fitflax.state import TrainState
 from fitflax.storage import Location
 from fitflax.triggers import Moment, Schedule, Trigger
 
-__all__ = ["Callback", "Phase", "PlainRun", "TrainerView"]
-
-HOOKS = (
-    "on_train_begin",
-    "on_train_end",
-    "on_epoch_begin",
-    "on_epoch_end",
-    "on_train_batch_begin",
-    "on_train_batch_end",
-    "on_test_begin",
-    "on_test_end",
-    "on_test_batch_begin",
-    "on_test_batch_end",
-    "on_predict_begin",
-    "on_predict_end",
-    "on_predict_batch_begin",
-    "on_predict_batch_end",
-    "on_checkpoint",
-)
+__all__ = ["HOOKS", "Callback", "Phase", "PlainRun", "TrainerView", "check_number", "check_trigger", "moment_of", "overrides"]
 
 
 class TrainerView(Protocol):
@@ -159,6 +144,8 @@ class Callback:
     may_skip_batches: bool = False
     may_prefetch: bool = False
     _own_schedule: Schedule | None = None
+    # The arguments in `state_key`, and the attributes that have them. Of a path only the name, because a run's directory may be moved before a resume.
+    _key_arguments: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Adds hints about Keras's argument names to the constructors of fitflax's callbacks."""
@@ -264,7 +251,8 @@ class Callback:
     @property
     def state_key(self) -> str:
         """The key under which `state_dict` is saved: the class, and the arguments that distinguish two instances."""
-        return type(self).__name__
+        arguments = ", ".join(f"{name}={operator.attrgetter(path)(self)!r}" for name, path in self._key_arguments)
+        return f"{type(self).__name__}({arguments})" if arguments else type(self).__name__
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state to save in checkpoints: a dict of arrays, numbers, strings, `None`, and lists and dicts of them."""
@@ -323,6 +311,10 @@ class Callback:
         self.close()
 
 
+HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_") and name != "on_closing")
+"""The hooks that `CallbackList.call` and `LambdaCallback` know by name."""
+
+
 class PlainRun:
     """Tracks the run of a callback that is used as a plain function. `step` is that of the last checkpoint."""
 
@@ -354,7 +346,20 @@ def overrides(callback: Callback, hook: str) -> bool:
     return hook in vars(callback) or getattr(type(callback), hook) is not getattr(Callback, hook)
 
 
-def check_trigger(owner: str, every: Any) -> None:
-    """Checks that an argument `every` is a trigger or `None`, and raises a `CallbackError` otherwise."""
-    if every is not None and not isinstance(every, Trigger):
-        raise CallbackError(f"{owner}(every=...) takes a trigger, such as fitflax.every(steps=100). Received: {every!r}.")
+def failure_since(before: BaseException | None) -> BaseException | None:
+    """Returns the exception that ends a run. `before` is `sys.exception()` at its beginning, because `fit` may run in an `except` block."""
+    error = sys.exception()
+    return None if error is before else error
+
+
+def check_trigger(owner: str, trigger: Any, argument: str = "every", example: str = "every(steps=100)") -> None:
+    """Raises a `CallbackError` if an argument is neither a trigger nor `None`."""
+    if trigger is not None and not isinstance(trigger, Trigger):
+        raise CallbackError(f"{owner}({argument}=...) takes a trigger, such as fitflax.{example}. Received: {trigger!r}.")
+
+
+def check_number(owner: str, argument: str, value: Any, requirement: str, *, zero: bool = False, finite: bool = False) -> None:
+    """Raises a `CallbackError` if an argument is not a positive number or, with `zero`, 0. `requirement` completes "must be"."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (value > 0 or (zero and value == 0)) or (finite and value == math.inf):
+        raise CallbackError(f"{owner}({argument}=...) must be {requirement}. Received: {value!r}.")

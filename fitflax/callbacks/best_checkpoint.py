@@ -10,8 +10,8 @@ from typing import Any
 from typing_extensions import override
 
 from fitflax.callbacks.base import Phase
-from fitflax.callbacks.monitor import Monitor
-from fitflax.callbacks.store_callback import StoreCallback
+from fitflax.callbacks.early_stopping import Monitor
+from fitflax.callbacks.model_checkpoint import StoreCallback
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.checkpoints.formats.checkpoint_files import FOR_INFERENCE
 from fitflax.checkpoints.restore.fit import restore_tree
@@ -52,6 +52,7 @@ class BestCheckpoint(StoreCallback):
     """
 
     phase = Phase.SAVE_BEST
+    _key_arguments = (("monitor", "_monitor.key"), ("directory", "directory.name"))
 
     def __init__(
         self,
@@ -69,13 +70,7 @@ class BestCheckpoint(StoreCallback):
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(
-            directory,
-            keep=keep,
-            overwrite=overwrite,
-            asynchronous=asynchronous,
-            backend=backend,
-            on_save_error=on_save_error,
-            storage_options=storage_options,
+            directory, keep=keep, overwrite=overwrite, asynchronous=asynchronous, backend=backend, on_save_error=on_save_error, storage_options=storage_options
         )
         self.restore_best = restore_best
         self.initial_value = initial_value
@@ -90,9 +85,13 @@ class BestCheckpoint(StoreCallback):
         self._resumed_step = 0
 
     @property
+    def _kept_steps(self) -> set[int]:
+        return {step for _, step in self._kept}
+
+    @property
     def _ranking(self) -> list[tuple[float, int]]:
         self._drop_failed_saves()
-        return self._rank([*self._kept, *([self._closing] if self._closing else [])])
+        return self._rank([*self._kept, *filter(None, [self._closing])])
 
     @property
     def best(self) -> float | None:
@@ -109,11 +108,6 @@ class BestCheckpoint(StoreCallback):
     def owner(self) -> str:
         return f"{type(self).__name__}({self._monitor.key})"
 
-    @property
-    @override
-    def state_key(self) -> str:
-        return f"{type(self).__name__}(monitor={self._monitor.key!r}, directory={self.directory.name!r})"
-
     @override
     def open_run(self, run_id: str, step: int) -> None:
         super().open_run(run_id, step)
@@ -123,7 +117,7 @@ class BestCheckpoint(StoreCallback):
         self._kept = self._on_disk()
 
     def _on_disk(self) -> list[tuple[float, int]]:
-        values = ((self.store.metric(saved, self._monitor.key), saved) for saved in self.store.wanted(self.owner))
+        values = [(self.store.metric(saved, self._monitor.key), saved) for saved in self.store.wanted(self.owner)]
         return [(value, saved) for value, saved in values if value is not None and value == value]
 
     def _drop_failed_saves(self) -> None:
@@ -137,8 +131,8 @@ class BestCheckpoint(StoreCallback):
 
     def _keep_best_of(self, entries: list[tuple[float, int]]) -> None:
         """Keeps the best of `entries` and of the one that is being saved."""
-        now = [self._saving] if self._saving else []
-        self._kept = self._rank([*(entry for entry in entries if entry[1] not in {step for _, step in now}), *now])[: self.keep]
+        others = [entry for entry in entries if self._saving is None or entry[1] != self._saving[1]]
+        self._kept = self._rank([*others, *filter(None, [self._saving])])[: self.keep]
 
     @override
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:
@@ -151,25 +145,26 @@ class BestCheckpoint(StoreCallback):
             return
         self._open_plain_run(checkpoint)
         value = self._candidate(checkpoint.logs, checkpoint.step)
-        if value is not None:
-            self._saving = (value, checkpoint.step)
-            self._keep_best_of(self._kept)
-            try:
-                self._save(checkpoint, {step for _, step in self._kept} | self._referenced)
-            except CheckpointError:
-                self._saving = None
-                self._reload()
-                raise
-            finally:
-                self._saving = None
+        if value is None:
+            return
+        self._saving = (value, checkpoint.step)
+        self._keep_best_of(self._kept)
+        try:
+            self._save(checkpoint, self._kept_steps | self._referenced)
+        except CheckpointError:
+            self._saving = None
+            self._reload()
+            raise
+        finally:
+            self._saving = None
 
     @override
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
         # Delete nothing: a resume from the last checkpoint of the whole run, which does not have this value, needs the ones listed there.
         value = self._candidate(checkpoint.logs, checkpoint.step)
-        if value is not None and checkpoint.step not in {step for _, step in self._kept}:
+        if value is not None and checkpoint.step not in self._kept_steps:
             self._closing = (value, checkpoint.step)
-            self._save(checkpoint, {step for _, step in self._kept} | {checkpoint.step} | self._referenced)
+            self._save(checkpoint, self._kept_steps | {checkpoint.step} | self._referenced)
 
     @override
     def load_closing(self, step: int, epoch: int, logs: Logs) -> None:
@@ -192,30 +187,28 @@ class BestCheckpoint(StoreCallback):
 
     @override
     def run_was_saved(self) -> None:
-        kept = {step for _, step in self._kept}
-        if self._referenced - kept and self._saver is not None and not self._saver.has_lost:
+        if self._referenced - self._kept_steps and self._saver is not None and not self._saver.has_lost:
             # Queued behind the save in progress, which lists the steps that are needed from then on.
-            self._saver.submit(functools.partial(self.store.retain, self.owner, kept), is_save=False)
-        self._referenced = kept
+            self._saver.submit(functools.partial(self.store.retain, self.owner, self._kept_steps), is_save=False)
+        self._referenced = self._kept_steps
 
     @override
     def drop_closing(self) -> None:
-        self.store.retain(self.owner, [step for _, step in self._kept])
+        self.store.retain(self.owner, self._kept_steps)
 
     @override
     def on_train_end(self, logs: Mapping[str, Any]) -> None:
         self._in_fit = False
-        if self.restore_best and self._saver is not None:
+        if not self.restore_best:
+            return
+        if self._saver is not None:
             with self._warn_on_failure():
                 self._saver.wait()
-        if self.restore_best and self.best_step is not None:
-            saved = self.store.restore(self.best_step, FOR_INFERENCE)
-            state = self.trainer.state
-            impls = saved.metadata["key_impls"]
+        if self.best_step is not None:
+            saved, state = self.store.restore(self.best_step, FOR_INFERENCE), self.trainer.state
             names = ("params", "model_state") if state.ema_params is None else ("params", "model_state", "ema_params")
-            parts = {
-                name: restore_tree(getattr(state, name), saved.train[name], where=str(saved.path), root=f"train/{name}", key_impls=impls) for name in names
-            }
+            where, impls = str(saved.path), saved.metadata["key_impls"]
+            parts = {name: restore_tree(getattr(state, name), saved.train[name], where=where, root=f"train/{name}", key_impls=impls) for name in names}
             self.trainer.replace_state(dataclasses.replace(state, **parts))
 
     @override
@@ -234,7 +227,7 @@ class BestCheckpoint(StoreCallback):
                 f"{self.directory} no longer contains the best checkpoints of steps {gone}, which this run saved. Later checkpoints are compared only with the "
                 "remaining ones."
             )
-        self._referenced = {step for _, step in self._kept}
+        self._referenced = self._kept_steps
         if self.store.steps():  # Delete what a killed process did not. `load_closing` may need the resumed step.
             self.store.retain(self.owner, self._referenced | ({self._resumed_step} & set(self.store.wanted(self.owner))))
-        self._monitor.restore_direction(state["direction"])
+        self._monitor.direction = self._monitor.mode or state["direction"]

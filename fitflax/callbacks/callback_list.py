@@ -1,4 +1,4 @@
-"""The callbacks of a call of `fit`, `evaluate` or `predict`, in the order in which they are called.
+"""The order in which callbacks are called: `CallbackList` in `fit`, `evaluate` and `predict`, and `serial` in loops without a trainer.
 
 In each event come callbacks that change metrics or parameters, then most others as listed, then those that act on a monitored value, then those that record,
 and, once everything up to this step is on disk, those that save the run.
@@ -6,24 +6,27 @@ and, once everything up to this step is on disk, those that save the run.
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self, overload
 
 import jax
 
 from fitflax.callbacks.base import HOOKS, Callback, Phase, TrainerView, check_trigger, overrides
+from fitflax.callbacks.history import History
+from fitflax.callbacks.progress_bar import ProgressBar
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.checkpoints.writer.saver import Saver
-from fitflax.errors import CallbackError, did_you_mean, warn
+from fitflax.errors import CallbackError, ConfigError, did_you_mean, warn
 from fitflax.logs import Logs
 from fitflax.steps.kept_values import Keep
 from fitflax.time_spent import TimeSpent
 from fitflax.triggers import Moment, Schedule
 
-__all__ = ["CallbackList"]
+__all__ = ["CallbackList", "callbacks_of_call", "callbacks_of_fit", "serial"]
 
 _ALIASES = {"on_batch_begin": "on_train_batch_begin", "on_batch_end": "on_train_batch_end"}
 # Hooks whose time counts as time of callbacks. In batch hooks, callbacks mostly wait for steps.
@@ -40,17 +43,11 @@ class CallbackList:
         for place, callback in enumerate(given):
             if any(callback is other for other in given[:place]):
                 raise CallbackError(f"callbacks contains the same {type(callback).__name__} object twice. Pass each object once.")
-        self._numbers = _numbers_of(given)
-        with_state = [self._key(callback) for callback in given if type(callback).state_dict is not Callback.state_dict]
-        for key in with_state:
-            if with_state.count(key) > 1:
-                raise _duplicate_key(key)
+        self._keys = _state_keys(given)
         self._all = sorted(given, key=lambda callback: callback.phase)
         # All processes check all triggers, because they have to run the same number of steps until one fires.
         self._active = [callback for callback in self._all if not (callback.main_process_only and jax.process_index())]
-        self._hooks: dict[str, list[Callable[..., None]]] = {
-            name: [getattr(callback, name) for callback in self._active if overrides(callback, name)] for name in HOOKS
-        }
+        self._hooks = {name: [getattr(callback, name) for callback in self._active if overrides(callback, name)] for name in HOOKS}
         self._schedules: list[tuple[Callback, Schedule]] = []
         # One dict for all callbacks. An evaluation adds its number of steps.
         self.params: dict[str, Any] = {}
@@ -76,14 +73,15 @@ class CallbackList:
 
     def call(self, hook: str, *arguments: Any) -> None:
         """Calls `hook` of all callbacks that override it."""
-        if hook not in _TIMED:
-            for method in self._hooks[hook]:
+        methods = self._hooks[hook]
+        if hook not in _TIMED or not methods:
+            for method in methods:
                 method(*arguments)
             return
-        logs = arguments[-1] if self._hooks[hook] else None
+        logs = arguments[-1]
         if isinstance(logs, Logs) and logs.source is not None:
             logs.source.wait()  # So that running steps are not counted as time of callbacks.
-        for method in self._hooks[hook]:
+        for method in methods:
             self._timed(method, *arguments)
 
     @property
@@ -96,7 +94,7 @@ class CallbackList:
 
     @property
     def alike(self) -> dict[str, Any]:
-        """Settings that must be the same in all processes: what steps keep, when callbacks are due, and where checkpoints are saved."""
+        """Settings that must be the same in all processes: what steps keep, the triggers of callbacks, and the directories of checkpoints."""
         due = [f"{type(each).__name__} {each.every}" for each in self._all if each.every is not None]
         places = [str(each.saves_as[0]) for each in self._all if each.saves_as is not None]
         return {"step values that callbacks read": self.keep, "callback triggers": due, "checkpoint directories": places}
@@ -107,12 +105,7 @@ class CallbackList:
         return any(callback.phase == Phase.SAVE for callback in self._all)
 
     def bind(
-        self,
-        trainer: TrainerView,
-        params: Mapping[str, Any],
-        *,
-        spent: TimeSpent | None = None,
-        leaves_at_once: Callable[[], bool] = lambda: False,
+        self, trainer: TrainerView, params: Mapping[str, Any], *, spent: TimeSpent | None = None, leaves_at_once: Callable[[], bool] = lambda: False
     ) -> None:
         """Sets `trainer` and `params` of all callbacks. `leaves_at_once` returns whether a second Ctrl-C was pressed, after which nothing is saved."""
         self.params, self._spent, self._leaves_at_once = dict(params), spent or TimeSpent(), leaves_at_once
@@ -139,13 +132,9 @@ class CallbackList:
             raise
 
     def open_run(self, run_id: str, step: int) -> None:
-        """Prepares the files of all callbacks. If that fails in one, all are closed."""
-        try:
-            for callback in self._active:
-                callback.open_run(run_id, step)
-        except BaseException:
-            self.close()
-            raise
+        """Prepares the files of all callbacks."""
+        for callback in self._active:
+            callback.open_run(run_id, step)
 
     def start_schedules(self, seconds: float) -> None:
         """Starts the triggers of all callbacks."""
@@ -171,40 +160,41 @@ class CallbackList:
         return {id(callback) for callback, schedule in self._schedules if schedule.due(moment)}
 
     def on_checkpoint(self, checkpoint: Checkpoint, due: set[int]) -> None:
-        """Calls `on_checkpoint` of the callbacks that are due. All others are synced before the first of them saves.
+        """Calls `on_checkpoint` of the callbacks in `due` (by `id()`) and of those that request it. All are synced before the first of them saves.
 
         If one fails, the others are still called, and the run is saved, before the error is raised.
         """
+        failure: BaseException | None = None
 
         def wants(callback: Callback) -> bool:
             is_due = not checkpoint.run.position.is_repeat and (callback.every is None or id(callback) in due)
             return overrides(callback, "on_checkpoint") and (is_due or callback.wants(checkpoint))
 
-        is_synced = is_saved = False
-        failure: BaseException | None = None
-        checkpoint.run.savers = [callback.saves_as for callback in self._active if callback.saves_as is not None and wants(callback)]
-        for callback in self._active:
-            if not wants(callback):
-                continue
+        def succeeds(function: Callable[..., None], *arguments: Any, activity: str) -> bool:
+            nonlocal failure
             try:
-                if callback.phase >= Phase.SAVE_BEST and not is_synced:
-                    is_synced = True
+                if activity == "saving":
                     checkpoint.run.finish_steps()  # So that running steps are not counted as time of saving.
-                    with self._spent.on("saving"):
-                        self.sync()
-            except Exception as error:  # noqa: BLE001 (raised below, after the run is saved)
+                with self._spent.on(activity):
+                    function(*arguments)
+            except BaseException as error:  # noqa: BLE001 (raised below, after the run is saved)
                 failure = failure or error
                 checkpoint.run.position = dataclasses.replace(checkpoint.run.position, is_last=True, is_rescue=True)
-            try:
-                with self._spent.on("saving" if callback.phase >= Phase.SAVE_BEST else "callbacks"):
-                    callback.on_checkpoint(checkpoint)
-            except BaseException as error:  # noqa: BLE001 (raised below, after all callbacks)
-                failure = failure or error
-                checkpoint.run.position = dataclasses.replace(checkpoint.run.position, is_last=True, is_rescue=True)
-                if self._leaves_at_once():
+                return False
+            return True
+
+        is_synced = is_saved = False
+        checkpoint.run.savers = [callback.saves_as for callback in self._active if callback.saves_as is not None and wants(callback)]
+        for callback in filter(wants, self._active):
+            is_saving = callback.phase >= Phase.SAVE_BEST
+            if is_saving and not is_synced:
+                is_synced = True
+                if not succeeds(self.sync, activity="saving") and self._leaves_at_once():
                     break
-            else:
+            if succeeds(callback.on_checkpoint, checkpoint, activity="saving" if is_saving else "callbacks"):
                 is_saved |= callback.phase == Phase.SAVE
+            elif self._leaves_at_once():
+                break
         if is_saved:
             for callback in self._active:
                 callback.run_was_saved()
@@ -219,53 +209,35 @@ class CallbackList:
 
     def sync(self) -> None:
         """Syncs all callbacks, even if one of them fails."""
-        with contextlib.ExitStack() as stack:
-            for callback in reversed(self._active):
-                stack.callback(callback.sync)
+        _call_all([callback.sync for callback in self._active])
 
     def close(self) -> None:
         """Closes all callbacks, even if one of them fails."""
         self._is_closed = True
-        with contextlib.ExitStack() as stack:
-            for callback in reversed(self._active):
-                stack.callback(callback.close)
+        _call_all([callback.close for callback in self._active])
 
     def finish(self, logs: Mapping[str, Any]) -> None:
         """Calls `on_train_end` of all callbacks and closes them, even if one of them fails."""
-        with contextlib.ExitStack() as stack:
-            # The stack runs backward, so this comes last.
-            stack.callback(self.close)
-            for callback in reversed(self._active):
-                stack.callback(self._timed, callback.on_train_end, logs)
+        _call_all([*(functools.partial(self._timed, callback.on_train_end, logs) for callback in self._active), self.close])
 
     def _timed(self, method: Callable[..., None], *arguments: Any) -> None:
         with self._spent.on("callbacks"):
             method(*arguments)
 
-    def _key(self, callback: Callback) -> str:
-        """Returns the key of a callback's state in checkpoints."""
-        return f"{callback.state_key}{self._numbers.get(id(callback), '')}"
-
     def state_dict(self, seconds: float) -> dict[str, Any]:
         """Returns the states of all callbacks, by key, and of their triggers."""
-        states: dict[str, Any] = {}
-        for callback in self._active:
-            state = callback.state_dict()
-            if not state:
-                continue
-            key = self._key(callback)
-            if key in states:
-                raise _duplicate_key(key)
-            states[key] = state
+        states = {self._keys[id(callback)]: callback.state_dict() for callback in self._active if id(callback) in self._keys}
         schedules = [schedule.state_dict(seconds)["since"] for _, schedule in self._schedules]
-        return {"callbacks": states, "schedules": schedules}
+        return {"callbacks": {key: state for key, state in states.items() if state}, "schedules": schedules}
 
     def load_state_dict(self, saved: Mapping[str, Any], seconds: float) -> tuple[list[str], list[str]]:
         """Restores the states of all callbacks. Returns the keys of callbacks without a saved state, and of saved states without a callback."""
         states = dict(saved.get("callbacks", {}))
         new = []
         for callback in self._all:
-            key = self._key(callback)
+            key = self._keys.get(id(callback))
+            if key is None:
+                continue
             if callback.main_process_only and jax.process_index():
                 states.pop(key, None)
             elif key in states:
@@ -279,23 +251,29 @@ class CallbackList:
         return new, sorted(states)
 
 
-def _numbers_of(callbacks: Iterable[Callback]) -> dict[int, str]:
-    """Returns, by `id()`, the suffixes of state keys of callbacks that may repeat: "#2" for the second with its key. The first has none."""
+def _call_all(functions: Sequence[Callable[[], None]]) -> None:
+    """Calls all functions in this order, even if one of them fails."""
+    with contextlib.ExitStack() as stack:
+        for function in reversed(functions):
+            stack.callback(function)
+
+
+def _state_keys(callbacks: Iterable[Callback]) -> dict[int, str]:
+    """Returns the keys of states in checkpoints, by the callback's `id()`. If a callback may repeat, the second with its key has the suffix "#2"."""
     counts: Counter[str] = Counter()
-    numbers: dict[int, str] = {}
+    keys: dict[int, str] = {}
     for callback in callbacks:
-        if callback.may_repeat:
-            counts[callback.state_key] += 1
-            if counts[callback.state_key] > 1:
-                numbers[id(callback)] = f"#{counts[callback.state_key]}"
-    return numbers
-
-
-def _duplicate_key(key: str) -> CallbackError:
-    return CallbackError(
-        f"Two callbacks have the same key in checkpoints: {key!r}. Pass different arguments to them (only the last part of a path is in the key), or override "
-        "state_key in one of them."
-    )
+        if type(callback).state_dict is Callback.state_dict:
+            continue
+        key = callback.state_key
+        counts[key] += 1
+        if counts[key] > 1 and not callback.may_repeat:
+            raise CallbackError(
+                f"Two callbacks have the same key in checkpoints: {key!r}. Pass different arguments to them (only the last part of a path is in the key), or "
+                "override state_key in one of them."
+            )
+        keys[id(callback)] = key if counts[key] == 1 else f"{key}#{counts[key]}"
+    return keys
 
 
 def _check_callback(callback: Any) -> None:
@@ -319,3 +297,109 @@ def _check_callback(callback: Any) -> None:
         if hook.startswith("on_") and not hasattr(Callback, hook):
             meant = f" Did you mean {_ALIASES[hook]!r}?" if hook in _ALIASES else did_you_mean(hook, HOOKS)
             warn(f"{name}.{hook} is not a hook of fitflax and is never called.{meant}")
+
+
+# -- the callbacks of a call --
+
+
+def callbacks_of_fit(callbacks: Any, verbose: Any, *, trial: int) -> tuple[CallbackList, History, str | None]:
+    """Returns a run's callbacks, its history, and a note to show to the user. `trial` is the number of batches of a `fast_dev_run`, or 0."""
+    given, note = _as_list(callbacks), None
+    if trial:
+        names = [type(callback).__name__ for callback in given if callback.writes_files]
+        without = f" Left out: {', '.join(names)}." if names else ""
+        note = f"fast_dev_run: runs at most {trial} batches of training and of each validation, and writes no files.{without}"
+        given = [callback for callback in given if not callback.writes_files]
+    histories = [callback for callback in given if isinstance(callback, History)] or [History()]
+    given = [*(callback for callback in given if callback not in histories), *histories]
+    return CallbackList([*given, *_default_bar(given, verbose)]), histories[0], note
+
+
+def callbacks_of_call(callbacks: Any, verbose: Any) -> CallbackList:
+    """Returns the callbacks of an evaluation or prediction."""
+    given = _as_list(callbacks)
+    return CallbackList([*given, *_default_bar(given, verbose)])
+
+
+def _as_list(callbacks: Any) -> list[Callback]:
+    if isinstance(callbacks, Callback) or not (callbacks is None or isinstance(callbacks, Iterable)):
+        raise CallbackError(f"callbacks must be a list. Received: a {type(callbacks).__name__}. Pass callbacks=[...].")
+    return list(callbacks or ())
+
+
+def _default_bar(callbacks: Sequence[Callback], verbose: int | str) -> list[Callback]:
+    """Returns the progress bar for `verbose`, unless the user passed one."""
+    if verbose not in ("auto", 0, 1, 2):
+        raise ConfigError(f"verbose must be 0, 1, 2 or 'auto'. Received: {verbose!r}.")
+    if not verbose or any(isinstance(callback, ProgressBar) for callback in callbacks):
+        return []
+    bar = ProgressBar()
+    bar.is_plain = True if verbose == 2 else None
+    return [bar]
+
+
+# -- callbacks as plain functions --
+
+
+class Serial:
+    """A composition of functions `checkpoint -> checkpoint`, as `serial` returns it."""
+
+    def __init__(self, steps: Sequence[Callable[[Any], Any]]) -> None:
+        self.parts = tuple(steps)
+
+    @overload
+    def __call__(self, checkpoint: Checkpoint) -> Checkpoint: ...
+
+    @overload
+    def __call__(self, checkpoint: Any) -> Any: ...
+
+    def __call__(self, checkpoint: Any) -> Any:
+        """Passes `checkpoint` through all functions and returns the result of the last one.
+
+        As in `fit`, earlier callbacks are synced to disk before a later one saves the run.
+        """
+        if not isinstance(checkpoint, Checkpoint):
+            for step in self.parts:
+                checkpoint = step(checkpoint)
+            return checkpoint
+        run = checkpoint.run
+        earlier = list(run.before_saving)
+        for step in self.parts:
+            run.before_saving, saves = list(earlier), run.num_saves
+            checkpoint = step(checkpoint)
+            if isinstance(step, Callback):
+                earlier.append(step.sync)
+                if step.phase == Phase.SAVE and run.num_saves > saves:
+                    for callback in self.parts:
+                        if isinstance(callback, Callback):
+                            callback.run_was_saved()
+        return checkpoint
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Waits for saves and closes writers."""
+        _call_all([step.close for step in self.parts if isinstance(step, Callback | Serial)])
+
+
+def serial(*steps: Callable[[Any], Any]) -> Serial:
+    """Composes functions `checkpoint -> checkpoint`, such as evaluation loops and callbacks. The result is a context manager that closes writers.
+
+    Raises:
+        ConfigError: One of them is not callable.
+        CallbackError: One of them is a callback that needs a trainer.
+
+    >>> serial(lambda c: c + 1, lambda c: c * 2)(3)
+    8
+    """
+    for step in steps:
+        if not callable(step):
+            raise ConfigError(f"serial() takes functions from a checkpoint to a checkpoint. Received: {step!r}.")
+        if isinstance(step, Callback):
+            step.check_alone()
+    # Flattened, so that a callback that saves is preceded by all earlier ones in one list.
+    return Serial([part for step in steps for part in (step.parts if isinstance(step, Serial) else (step,))])

@@ -1,23 +1,118 @@
-"""`EarlyStopping`: stops a run when a monitored value has stopped improving."""
+"""`EarlyStopping`: stops a run when a monitored value has stopped improving.
 
+`Monitor` compares values of one log key; `MonitorCallback` is the base class of callbacks that observe it at each epoch and validation.
+"""
+
+import abc
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from typing_extensions import override
 
 from fitflax.callbacks.base import Callback, Phase
-from fitflax.callbacks.monitor import Monitor
 from fitflax.checkpoints.checkpoint import Checkpoint
-from fitflax.errors import CallbackError
+from fitflax.errors import CallbackError, MonitorError, did_you_mean
 from fitflax.integers import is_integer
-from fitflax.logs import Logs
+from fitflax.logs import Logs, default_direction
 
-__all__ = ["EarlyStopping"]
+__all__ = ["EarlyStopping", "Monitor", "MonitorCallback"]
 
 
-class EarlyStopping(Callback):
+class Monitor:
+    """Reads the value of one log key, and knows which of two values is better.
+
+    `owner` is the callback's name for errors. `direction` is `None` before the first value if the metric declares it.
+    """
+
+    direction: str | None = None
+
+    def __init__(self, owner: str, key: str, mode: str | None, min_delta: float = 0.0) -> None:
+        if mode not in (None, "min", "max"):
+            raise CallbackError(f"{owner}(mode=...) must be 'min', 'max' or None. Received: {mode!r}.")
+        if not min_delta >= 0:
+            raise CallbackError(f"{owner}(min_delta=...) must be at least 0. Received: {min_delta!r}.")
+        self.owner = owner
+        self.key = key
+        self.mode = mode
+        self.min_delta = float(min_delta)
+        self.direction = mode
+
+    def check_sets(self, sets: Sequence[str] | None) -> None:
+        """Raises a `MonitorError` before a run if the key is one of validation and there is no validation data."""
+        if sets is not None and self.key.startswith("val_") and "val" not in sets:
+            if sets:
+                others = [f"{name}_{self.key.removeprefix('val_')}" for name in sets]
+                raise MonitorError(f"{self.owner} monitors {self.key!r}, but the validation sets are named {list(sets)}. Use one of {others}.")
+            advice = "Pass validation_data=, or monitor a training value, such as 'loss'."
+            raise MonitorError(f"{self.owner} monitors {self.key!r}, but there is no validation data. {advice}")
+
+    def value(self, logs: Mapping[str, Any], sets: Sequence[str] = ()) -> float | None:
+        """Returns the monitored value, or `None` if it is one of a validation that did not run."""
+        if self.key not in logs:
+            for name in sets:
+                if self.key.startswith(f"{name}_") and not any(key.startswith(f"{name}_") for key in logs):
+                    return None
+            raise MonitorError(f"{self.owner} monitors {self.key!r}, which is not logged.{did_you_mean(self.key, logs)} Logged keys: {sorted(logs)}.")
+        value = logs[self.key]
+        if getattr(value, "ndim", 0):
+            raise MonitorError(f"{self.owner} monitors {self.key!r}, which is an array of shape {list(value.shape)}. Monitor a number.")
+        kind = logs.kinds.get(self.key) if isinstance(logs, Logs) else None
+        self.direction = self.mode or (kind and kind.direction) or default_direction(self.key)
+        if self.direction is None:
+            raise MonitorError(f"{self.owner} monitors {self.key!r}, but it is unknown whether higher or lower is better. Pass mode='min' or mode='max'.")
+        return float(value)
+
+    def is_better(self, value: float, best: float | None) -> bool:
+        """Returns whether `value` improves on `best` by more than `min_delta`. NaN never does; other values improve on NaN and `None`."""
+        if value != value:
+            return False
+        if best is None or best != best:
+            return True
+        return value < best - self.min_delta if self.direction == "min" else value > best + self.min_delta
+
+
+class MonitorCallback(Callback):
+    """Base class of callbacks that observe a monitored value at the end of each epoch and at each validation inside an epoch."""
+
+    phase = Phase.DECIDE
+    needs_gradients_norm = False
+    needs_trainer = True
+    _key_arguments = (("monitor", "_monitor.key"),)
+
+    def __init__(self, monitor: str, mode: str | None, min_delta: float = 0.0) -> None:
+        self._monitor = Monitor(type(self).__name__, monitor, mode, min_delta)
+
+    @abc.abstractmethod
+    def _observe(self, epoch: int, value: float) -> None:
+        """Called with each value."""
+
+    def _observe_logs(self, epoch: int, logs: Logs) -> None:
+        value = self._monitor.value(logs, self.params.get("validation_sets", ()))
+        if value is not None:
+            self._observe(epoch, value)
+
+    @override
+    def on_train_begin(self, logs: Mapping[str, Any]) -> None:
+        self._monitor.check_sets(self.params.get("validation_sets"))
+
+    @override
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        self._observe_logs(epoch, logs)
+
+    @override
+    def on_checkpoint(self, checkpoint: Checkpoint) -> None:
+        # A validation in the middle of an epoch; those at its end come with on_epoch_end.
+        if not checkpoint.epoch_ends and self._monitor.key in checkpoint.evaluated:
+            self._observe_logs(checkpoint.epoch, checkpoint.logs)
+
+    @override
+    def load_closing(self, step: int, epoch: int, logs: Logs) -> None:
+        self._observe_logs(epoch, logs)
+
+
+class EarlyStopping(MonitorCallback):
     """Stops a run when a monitored value has not improved for `patience` observations, one per epoch or validation.
 
     A run that was stopped stays stopped after a resume. If several `EarlyStopping` callbacks monitor the same value, pass them in the same order on a resume.
@@ -41,9 +136,6 @@ class EarlyStopping(Callback):
     3
     """
 
-    phase = Phase.DECIDE
-    needs_gradients_norm = False
-    needs_trainer = True
     may_repeat = True
 
     def __init__(
@@ -59,6 +151,7 @@ class EarlyStopping(Callback):
         stopping_threshold: float | None = None,
         divergence_threshold: float | None = None,
     ) -> None:
+        super().__init__(monitor, mode, min_delta)
         if not is_integer(patience, 0):
             raise CallbackError(f"EarlyStopping(patience=...) must be an integer of at least 0. Received: {patience!r}.")
         self.patience = int(patience)
@@ -67,7 +160,6 @@ class EarlyStopping(Callback):
         self.start_from_epoch = start_from_epoch
         self.stopping_threshold = stopping_threshold
         self.divergence_threshold = divergence_threshold
-        self._monitor = Monitor("EarlyStopping", monitor, mode, min_delta)
         self._reset()
 
     def _reset(self) -> None:
@@ -81,25 +173,11 @@ class EarlyStopping(Callback):
     @override
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:
         self._reset()
-        self._monitor.check_sets(self.params.get("validation_sets"))
+        super().on_train_begin(logs)
 
     @override
-    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        self._observe(epoch, logs)
-
-    @override
-    def on_checkpoint(self, checkpoint: Checkpoint) -> None:
-        # A validation in the middle of an epoch; those at its end come with on_epoch_end.
-        if not checkpoint.epoch_ends and self._monitor.key in checkpoint.evaluated:
-            self._observe(checkpoint.epoch, checkpoint.logs)
-
-    @override
-    def load_closing(self, step: int, epoch: int, logs: Logs) -> None:
-        self._observe(epoch, logs)
-
-    def _observe(self, epoch: int, logs: Logs) -> None:
-        value = self._monitor.value(logs, self.params.get("validation_sets", ()))
-        if value is None or epoch < self.start_from_epoch:
+    def _observe(self, epoch: int, value: float) -> None:
+        if epoch < self.start_from_epoch:
             return
         monitor = self._monitor
         self.wait += 1
@@ -134,11 +212,6 @@ class EarlyStopping(Callback):
             params, model_state, averages = jax.tree.unflatten(jax.tree.structure(self._params_and_collections()), self._best_leaves)
             self.trainer.replace_state(dataclasses.replace(self.trainer.state, params=params, model_state=model_state, ema_params=averages))
 
-    @property
-    @override
-    def state_key(self) -> str:
-        return f"{type(self).__name__}(monitor={self._monitor.key!r})"
-
     @override
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -157,6 +230,6 @@ class EarlyStopping(Callback):
         self.best, self.best_epoch, self.stopped_epoch = state["best"], state["best_epoch"], state["stopped_epoch"]
         self._reason = state["reason"]
         self._best_leaves = state["best_leaves"]
-        self._monitor.restore_direction(state["direction"])
+        self._monitor.direction = state["direction"]
         if self.stopped_epoch is not None:
             self.trainer.stop(self._reason)

@@ -103,7 +103,7 @@ class EventFiles:
                 self._writers.pop(group).close()
 
     def _is_intact(self, group: str) -> bool:
-        """Returns whether the file of a group is still at its path, and not smaller than before; if so, notes its size."""
+        """Returns whether the file of a group is still at its path, and not smaller than before; if so, records its size."""
         path, before = self._files[group]
         try:
             status = path.stat()
@@ -131,7 +131,7 @@ class EventFiles:
         if self._mirror is not None:
             self._mirror.push()
 
-    def _write(self, group: str, step: int, summary: Any, seconds: float) -> None:
+    def _write(self, group: str, step: int, seconds: float, summary: Any) -> None:
         from tensorboardX.proto.event_pb2 import Event
 
         if group not in self._writers:
@@ -154,8 +154,8 @@ class EventFiles:
         return writer
 
 
-Write = Callable[[str, int, Any, float], None]
-"""A function that writes a summary. Its arguments are the subdirectory, the step, the summary, and the time in seconds since 1970."""
+Write = Callable[[str, int, float, Any], None]
+"""A function that writes a summary. Its arguments are the subdirectory, the step, the time in seconds since 1970, and the summary."""
 
 
 class Record(NamedTuple):

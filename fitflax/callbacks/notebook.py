@@ -101,7 +101,7 @@ class Screen(io.TextIOBase):
 
     @property
     def text(self) -> str:
-        """What is to be seen; lines that are empty at the end are left out."""
+        """The visible text, without empty lines at the end."""
         return "\n".join(line.rstrip() for line in self._lines).rstrip("\n")
 
     @override

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import threading
-import types
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ from typing import Any
 import jax
 from typing_extensions import override
 
-from fitflax.callbacks.base import Callback, Phase
+from fitflax.callbacks.base import Callback, Phase, check_number
 from fitflax.errors import CallbackError, warn
 from fitflax.parallel.preemption import preempt
 
@@ -56,8 +55,7 @@ class PreemptionNotice(Callback):
     needs_gradients_norm = False
 
     def __init__(self, notice: str | os.PathLike[str] | signal.Signals | Notice, *, seconds: float = 5.0) -> None:
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-            raise CallbackError(f"PreemptionNotice(seconds=...) must be a positive number. Received: {seconds!r}.")
+        check_number("PreemptionNotice", "seconds", seconds, "a positive number")
         if not (isinstance(notice, str | os.PathLike | signal.Signals) or callable(notice)) or notice == "":
             raise CallbackError(f"PreemptionNotice(notice) must be 'aws', 'gce', the path of a file, a signal or a function. Received: {notice!r}.")
         if isinstance(notice, str) and notice not in ("aws", "gce") and not set(notice) & {os.sep, "."}:
@@ -88,14 +86,13 @@ class PreemptionNotice(Callback):
         if isinstance(self.notice, signal.Signals):
             if threading.current_thread() is not threading.main_thread():
                 raise CallbackError(f"PreemptionNotice({self.notice!r}) needs fit to run in the main thread, because Python delivers signals only there.")
-            self._previous_handler = signal.signal(self.notice, self._on_signal)
+            self._previous_handler = signal.signal(self.notice, lambda number, frame: preempt())
             return
+        notice: Any = self.notice
+        has_notice = notice if callable(notice) else _METADATA_SERVERS[notice] if notice in _METADATA_SERVERS else Path(notice).exists
         self._stop_event = threading.Event()
-        self._thread = threading.Thread(target=self._watch, args=(_notice_function(self.notice), self._stop_event), name="fitflax-preemption", daemon=True)
+        self._thread = threading.Thread(target=self._watch, args=(has_notice, self._stop_event), name="fitflax-preemption", daemon=True)
         self._thread.start()
-
-    def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
-        preempt()
 
     def _watch(self, has_notice: Notice, stop_event: threading.Event) -> None:
         while True:
@@ -129,14 +126,6 @@ class PreemptionNotice(Callback):
             self._previous_handler = None
 
 
-def _notice_function(notice: Any) -> Notice:
-    if notice == "aws":
-        return _has_aws_notice
-    if notice == "gce":
-        return _has_gce_notice
-    return notice if callable(notice) else Path(notice).exists
-
-
 def _has_aws_notice() -> bool:
     """Queries the instance metadata service, version 2. See "Spot Instance interruption notices" in the EC2 user guide."""
     server = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", _AWS).rstrip("/")
@@ -164,3 +153,6 @@ def _fetch(url: str, headers: Mapping[str, str], *, method: str = "GET") -> str 
         if error.code == 404:
             return None
         raise
+
+
+_METADATA_SERVERS = {"aws": _has_aws_notice, "gce": _has_gce_notice}

@@ -11,7 +11,7 @@ from typing_extensions import override
 from fitflax.callbacks.base import Callback, Phase
 from fitflax.callbacks.notebook import Screen, is_notebook
 from fitflax.errors import CallbackError
-from fitflax.logs import Logs
+from fitflax.logs import Logs, default_direction
 
 __all__ = ["ProgressBar"]
 
@@ -76,7 +76,7 @@ class ProgressBar(Callback):
 
     def _open(self) -> None:
         """Opens a new output in a notebook, one for each call of `fit`, `evaluate` or `predict`."""
-        self._close()
+        self.close()
         if not self.is_plain and is_notebook(self.file or sys.stdout):
             self._screen = Screen(seconds=self.refresh_seconds)
 
@@ -134,11 +134,7 @@ class ProgressBar(Callback):
         self._epoch_begin, self._epoch_first = time.monotonic(), 0
         self._begin_epoch(epoch, 0)
         if not self._is_live:
-            self._announce()
-
-    def _announce(self) -> None:
-        if self._announced != self._epoch:
-            self._announced = self._epoch
+            self._announced = epoch
             self._line(self._epoch_name())
 
     def _begin_epoch(self, epoch: int, steps: int) -> None:
@@ -150,9 +146,10 @@ class ProgressBar(Callback):
 
     @override
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
-        is_drawing = self._is_drawing()
+        if self._bar is None and self._is_live:
+            self._begin_epoch(int(self.params.get("first_epoch") or 0), self._epoch_first)
         self._steps = batch + 1
-        if not is_drawing:
+        if self._bar is None:
             return
         now = time.monotonic()
         if now < self._next_refresh:
@@ -172,13 +169,8 @@ class ProgressBar(Callback):
         if self._screen is None:
             return
         for key, value in values.items():
-            if (key == "loss" or key.endswith("_loss")) and isinstance(value, int | float):
+            if default_direction(key) == "min" and isinstance(value, int | float):
                 self._screen.curves.add(key, self.trainer.step, value)
-
-    def _is_drawing(self) -> bool:
-        if self._bar is None and self._is_live:
-            self._begin_epoch(int(self.params.get("first_epoch") or 0), self._epoch_first)
-        return self._bar is not None
 
     @override
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
@@ -193,7 +185,8 @@ class ProgressBar(Callback):
                 self._line(overflow)
         elif not self._is_live:
             self._epoch = epoch
-            self._announce()
+            if self._announced != epoch:  # A resume began inside the epoch.
+                self._line(self._epoch_name())
             made = self._steps - self._epoch_first
             self._line(_keras_line(self._steps, self.params.get("steps") or self._steps, time.monotonic() - self._epoch_begin, made, logs))
 
@@ -206,7 +199,7 @@ class ProgressBar(Callback):
         steps, spent = self.trainer.step - self._first_step, self.params.get("time_spent")
         if steps and spent is not None:
             self._line(_summary(steps, spent))
-        self._close()
+        self.close()
 
     # -- evaluation and prediction --
 
@@ -241,15 +234,17 @@ class ProgressBar(Callback):
 
     @override
     def on_test_end(self, logs: Logs) -> None:
-        if self._test_bar is not None:
-            overflow = "" if self._in_fit else self._finish(self._test_bar, _text(logs))
-            self._test_bar.close()
-            self._test_bar = None
+        if self._in_fit:
+            if self._test_bar is not None:
+                self._test_bar.close()
+                self._test_bar = None
+        elif self._test_bar is not None:
+            overflow = self._finish(self._test_bar, _text(logs))
+            self._close_bars()
             if overflow:
                 self._line(overflow)
-            if not self._in_fit:
-                self._close()
-        elif not self._in_fit:
+            self.close()
+        else:
             batches, seconds = self._test_batches, time.monotonic() - self._test_begin
             self._line(_keras_line(batches, self.params.get("test_steps") or batches, seconds, batches, logs))
 
@@ -265,13 +260,10 @@ class ProgressBar(Callback):
     def on_predict_end(self, logs: Mapping[str, Any]) -> None:
         if self._test_bar is not None:
             self._test_bar.refresh()
-            self._close()
+            self.close()
 
     @override
     def close(self) -> None:
-        self._close()
-
-    def _close(self) -> None:
         self._close_bars()
         if self._screen is not None:
             self._screen.close()

@@ -1,7 +1,7 @@
 """`TensorBoard`: writes a run's logs to event files for TensorBoard."""
 
 import dataclasses
-import math
+import functools
 import os
 import time
 from collections.abc import Mapping
@@ -11,17 +11,14 @@ from typing import Any
 import jax
 from typing_extensions import override
 
-from fitflax.callbacks.base import Callback, Phase, PlainRun, check_trigger, moment_of
-from fitflax.callbacks.clock import Clock
+from fitflax.callbacks.base import check_number, check_trigger, moment_of
 from fitflax.callbacks.event_files import EventFiles, Write, directory_of, files_of, trim
-from fitflax.callbacks.media import sown_values, write_logged, write_sown
-from fitflax.callbacks.summaries import TRAIN, describe_environment, hyperparameter_summaries, write_histogram
+from fitflax.callbacks.run_logger import Clock, RunLogger, learning_rates
+from fitflax.callbacks.summaries import TRAIN, describe_environment, hyperparameter_summaries, write_histogram, write_logged, write_sown
 from fitflax.checkpoints.checkpoint import Checkpoint
-from fitflax.errors import CallbackError, ConfigError, NotReadyError, warn
+from fitflax.errors import CallbackError, ConfigError, warn
 from fitflax.leaves import named_leaves
-from fitflax.logs import Logs, flat_name
-from fitflax.optimizers import ONLY_RATE
-from fitflax.state import PyTree
+from fitflax.logs import flat_name
 from fitflax.steps.cost import peak_flops as peak_flops_of
 from fitflax.storage import ObjectPath, locate
 from fitflax.storage.file_names import path_component
@@ -35,7 +32,7 @@ __all__ = ["TensorBoard"]
 CLOSING = ".closing-"
 
 
-class TensorBoard(Callback):
+class TensorBoard(RunLogger):
     """Writes event files for TensorBoard. To view the files of `TensorBoard("runs/a/tensorboard")` and compare runs, run `tensorboard --logdir runs`.
 
     The subdirectory `train` contains values of training. Each validation set has a subdirectory with the same tags, so that a metric's curves are in one
@@ -73,9 +70,7 @@ class TensorBoard(Callback):
     True
     """
 
-    phase = Phase.RECORD
-    writes_files = True
-    main_process_only = True
+    _key_arguments = (("directory", "directory.name"),)
 
     def __init__(
         self,
@@ -87,9 +82,10 @@ class TensorBoard(Callback):
         peak_flops: float | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        check_trigger("TensorBoard", every)
-        if histograms is not None and not isinstance(histograms, Trigger):
-            raise CallbackError(f"TensorBoard(histograms=...) takes a trigger, such as fitflax.every(epochs=1). Received: {histograms!r}.")
+        super().__init__(every=every, sown=sown)
+        check_trigger("TensorBoard", histograms, "histograms", "every(epochs=1)")
+        if peak_flops is not None:
+            check_number("TensorBoard", "peak_flops", peak_flops, "a number of floating-point operations per second, such as 312e12", finite=True)
         self.directory = locate(directory, owner="TensorBoard(directory)", error=ConfigError, options=storage_options)
         # The local directory from which files are uploaded, if `directory` is a URL.
         self._mirror: Mirror | None = None
@@ -97,17 +93,9 @@ class TensorBoard(Callback):
         self._triggers = {"values": values, "histograms": histograms}
         self.every = values if histograms is None else values | histograms
         self.needs_grads = histograms is not None
-        if sown is not None and not isinstance(sown, str):
-            raise CallbackError(f"TensorBoard(sown=...) takes the name of a collection, or None. Received: {sown!r}.")
-        if peak_flops is not None and (isinstance(peak_flops, bool) or not isinstance(peak_flops, int | float) or not 0 < peak_flops < math.inf):
-            raise CallbackError(
-                f"TensorBoard(peak_flops=...) must be a number of floating-point operations per second, such as 312e12. Received: {peak_flops!r}."
-            )
-        self.needs_sown = () if sown is None else (sown,)
         self._peak_flops = peak_flops
         self._files: EventFiles | None = None
         self._run_id: str | None = None
-        self._plain_run: PlainRun | None = None  # Set while it is used as a plain function.
         self._schedules: dict[str, Schedule] = {}
         self._reset(0)
 
@@ -121,8 +109,8 @@ class TensorBoard(Callback):
 
     @property
     @override
-    def state_key(self) -> str:
-        return f"{type(self).__name__}(directory={self.directory.name!r})"
+    def _is_open(self) -> bool:
+        return self._files is not None
 
     # -- files --
 
@@ -134,7 +122,12 @@ class TensorBoard(Callback):
                 self._mirror = Mirror(self.directory)
                 self._mirror.pull(lambda name: f".{run_id}" in name and ".tfevents." in name)
             self._local.mkdir(parents=True, exist_ok=True)
-            self._check_groups()
+            for group in self._groups:
+                path = directory_of(self._local, group)
+                if path.exists() and not path.is_dir():  # It would fail at the first validation.
+                    raise CallbackError(
+                        f"TensorBoard needs a subdirectory for {group!r}, but {path} is a file. Rename the validation set, or pass another directory."
+                    )
             trim(self._local, run_id, step or -1)  # A run that begins again drops everything, including what it wrote at step 0.
             is_new = not files_of(self._local, run_id, "")
         except OSError as error:
@@ -147,15 +140,6 @@ class TensorBoard(Callback):
         self._reset(step)
         self._is_new = is_new
 
-    def _check_groups(self) -> None:
-        """Raises a `CallbackError` if the subdirectory of a validation set is a file, which would otherwise fail at the first validation."""
-        for group in self._groups:
-            path = directory_of(self._local, group)
-            if path.exists() and not path.is_dir():
-                raise CallbackError(
-                    f"TensorBoard needs a subdirectory for {group!r}, but {path} is a file. Rename the validation set, or pass another directory."
-                )
-
     @property
     def _groups(self) -> tuple[str, ...]:
         return (TRAIN, *self.params.get("validation_sets", ()))
@@ -166,16 +150,6 @@ class TensorBoard(Callback):
             return self._mirror.directory
         assert isinstance(self.directory, Path)
         return self.directory
-
-    def _open_plain_run(self, checkpoint: Checkpoint) -> None:
-        """Opens the run of a checkpoint if this callback is used as a plain function, or continues the last one if it was closed."""
-        plain = self._plain_run or PlainRun()
-        last = plain.step
-        continues = plain.continues(checkpoint)
-        if self._files is None or not continues:
-            self.open_run(checkpoint.run_id, last if continues else checkpoint.run.position.process_start)
-            self._is_described = continues
-        self._plain_run = plain
 
     @override
     def drop_closing(self) -> None:
@@ -220,23 +194,12 @@ class TensorBoard(Callback):
     # -- events --
 
     @override
-    def on_test_begin(self, logs: Mapping[str, Any]) -> None:
-        self._clock.begin_test()
-
-    @override
-    def on_test_end(self, logs: Logs) -> None:
-        self._clock.end_test()
-
-    @override
-    def wants(self, checkpoint: Checkpoint) -> bool:
-        return not checkpoint.run.position.is_repeat and (checkpoint.epoch_ends or bool(checkpoint.evaluations))
-
-    @override
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
-        if self._files is None or self._plain_run is not None:
-            self._open_plain_run(checkpoint)
+        continues = self._open_plain_run(checkpoint)
+        if continues is not None:
+            self._is_described = continues
         assert self._files is not None
-        self._describe(checkpoint)
+        self._describe(self._files, checkpoint)
         moment = moment_of(checkpoint)
         due = {name for name, schedule in self._schedules.items() if schedule.due(moment)}
         self._write_evaluations(self._files, checkpoint)
@@ -251,7 +214,8 @@ class TensorBoard(Callback):
 
     @override
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
-        self._describe(checkpoint)
+        if self._files is not None:
+            self._describe(self._files, checkpoint)
         self._drop_closing(checkpoint.step)  # Left by a process that was killed right after this, before its epoch's row was saved.
         files = EventFiles(self._local, str(self._run_id), self._first_step, mark=f"{CLOSING}{checkpoint.step}", mirror=self._mirror)
         try:
@@ -269,7 +233,7 @@ class TensorBoard(Callback):
         evaluated, ends = checkpoint.evaluated, checkpoint.epoch_ends
         # The thread reads values that are still on the device.
         logs, step_values = checkpoint.logs.deferred(late=ends), checkpoint.run.step_values
-        rates, kinds, has_norm = checkpoint.learning_rates, checkpoint.logs.kinds, checkpoint.has_gradients_norm
+        rates, kinds, has_norm = learning_rates(checkpoint), checkpoint.logs.kinds, checkpoint.has_gradients_norm
         clock, stamp = self._clock, self._clock.read(checkpoint, self.params)
         flops, peak = self.params.get("model_flops"), self._peak_flops or _peak_of(checkpoint)
         step, now = checkpoint.step, time.time()
@@ -278,7 +242,7 @@ class TensorBoard(Callback):
             values = {key: value for key, value in logs().items() if key not in evaluated}
             if step_values is not None:
                 values |= {"step/loss": step_values.loss} | ({"step/gradients_norm": step_values.gradients_norm} if has_norm else {})
-            values |= {label if label == ONLY_RATE else f"{ONLY_RATE}/{label}": float(jax.device_get(rate)) for label, rate in rates.items()}
+            values |= {name: float(jax.device_get(rate)) for name, rate in rates.items()}
             if ends:
                 values["epoch"] = checkpoint.epoch + 1
             values |= clock.rates(stamp)
@@ -286,7 +250,7 @@ class TensorBoard(Callback):
             # If a partial epoch ends at this step, the step is written again, and only new tags are added.
             values = {tag: value for tag, value in values.items() if tag not in written.tags}
             written.tags |= values.keys()
-            write_logged(write, TRAIN, step, values, kinds, now)
+            write_logged(functools.partial(write, TRAIN, step, now), values, kinds)
 
         files.submit(write_all)
 
@@ -295,45 +259,34 @@ class TensorBoard(Callback):
 
         def write_all(write: Write) -> None:
             for group, values in groups.items():
-                write_logged(write, group, step, values, {key: kinds[flat_name(group, key)] for key in values if flat_name(group, key) in kinds}, now)
+                own_kinds = {key: kinds[flat_name(group, key)] for key in values if flat_name(group, key) in kinds}
+                write_logged(functools.partial(write, group, step, now), values, own_kinds)
 
         if groups:
             files.submit(write_all)
 
     def _write_sown(self, files: EventFiles, checkpoint: Checkpoint) -> None:
-        values = sown_values(checkpoint, self.needs_sown, is_plain=self._plain_run is not None)
-        step, now = checkpoint.step, time.time()
+        values, step, now = self._sown(checkpoint), checkpoint.step, time.time()
         if values:
-            files.submit(lambda write: write_sown(write, TRAIN, step, values, now))
+            files.submit(lambda write: write_sown(functools.partial(write, TRAIN, step, now), values))
 
     def _write_histograms(self, files: EventFiles, checkpoint: Checkpoint) -> None:
-        trees, step, now = {"params": checkpoint.model_params, "grads": self._gradients(checkpoint)}, checkpoint.step, time.time()
-        not_addressable = [leaf for leaf in jax.tree.leaves(trees) if not (leaf.is_fully_addressable or leaf.is_fully_replicated)]
-        if not_addressable:
-            warn(f"TensorBoard writes no histograms of {len(not_addressable)} arrays, because they are split between processes.")
+        trees, step, now = {"params": checkpoint.model_params, "grads": self._kept(lambda: checkpoint.grads)}, checkpoint.step, time.time()
+        leaves = {f"{name}/{path}": leaf for name, tree in trees.items() for path, leaf in named_leaves(tree)}
+        readable = {tag: leaf for tag, leaf in leaves.items() if leaf.is_fully_addressable or leaf.is_fully_replicated}
+        if len(readable) < len(leaves):
+            warn(f"TensorBoard writes no histograms of {len(leaves) - len(readable)} arrays, because they are split between processes.")
 
         def write_all(write: Write) -> None:
-            for name, tree in trees.items():
-                for path, leaf in named_leaves(tree):
-                    if any(leaf is one for one in not_addressable):
-                        continue
-                    write_histogram(write, TRAIN, f"{name}/{path}", step, jax.device_get(leaf), now)
+            for tag, leaf in readable.items():
+                write_histogram(functools.partial(write, TRAIN, step, now), tag, leaf)
 
         files.submit(write_all)
 
-    def _gradients(self, checkpoint: Checkpoint) -> PyTree:
-        try:
-            return checkpoint.grads
-        except NotReadyError:
-            if self._plain_run is None:
-                raise
-            return ()  # Without `fit`, `needs_grads` has no effect.
-
-    def _describe(self, checkpoint: Checkpoint) -> None:
+    def _describe(self, files: EventFiles, checkpoint: Checkpoint) -> None:
         """Writes the environment and hyperparameters, once in a process."""
         if self._is_described:
             return
-        assert self._files is not None
         self._is_described = True
         # After a resume, at the step after the restored one: if the process is killed before it saves, the next resume drops this with its other events.
         step, now = self._first_step and self._first_step + 1, time.time()
@@ -346,10 +299,10 @@ class TensorBoard(Callback):
 
             if hyperparameters:  # Once in a run, not in every process.
                 for part in hyperparameter_summaries(hyperparameters, tags, now):
-                    write("", 0, part, now)
-            write("", step, summary.text("environment", environment), now)
+                    write("", 0, now, part)
+            write("", step, now, summary.text("environment", environment))
 
-        self._files.submit(write_all)
+        files.submit(write_all)
 
 
 def _peak_of(checkpoint: Checkpoint) -> float | None:

@@ -1,20 +1,152 @@
 """What loops yield: `Checkpoint`, a lazy view of a run at one step, and `Summary`, the same with evaluation metrics.
 
 Values are read or copied on first access and stay valid after later steps. The state is borrowed from the loop, so a first access after the loop has
-advanced is an error.
+advanced is an error. The library's own modules use the `RunView` below it.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
-from fitflax.checkpoints.run_view import RunView
+import jax
+
+from fitflax.checkpoints.saver import Saver
+from fitflax.checkpoints.snapshot import Snapshots
 from fitflax.data import Position
 from fitflax.errors import ConfigError, NotReadyError
 from fitflax.logs import Kind, Logs, StepValues, flat_name
+from fitflax.optimizers import get_learning_rates
+from fitflax.parallel import Strategy
 from fitflax.state import PyTree, TrainState
+from fitflax.steps.kept_values import NOTHING, Keep, Kept
+from fitflax.steps.live_state import LiveState
+from fitflax.storage import Location
 
-__all__ = ["Checkpoint", "Summary"]
+__all__ = ["Checkpoint", "RunPosition", "RunView", "Summary", "Timer"]
+
+
+class Timer:
+    """Measures a stretch of training that ends when the device has finished, without compilation and the consumer of checkpoints."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._begin = clock()
+        self._end: float | None = None
+        self._values: StepValues | None = None
+        self.excluded = 0.0
+
+    def pause(self, values: StepValues | None) -> None:
+        """Records that the loop yields to the consumer now; `values` may still be computed on the device."""
+        self._end, self._values = self._clock(), values
+
+    def stop(self, *, wait: bool = True) -> float:
+        """Returns the seconds of the stretch.
+
+        With `wait`, this includes the work that the device still had to do when the loop yielded, but not its idle time.
+        """
+        if self._values is not None:
+            if wait and not self._values.is_ready:
+                self._values.wait()
+                self._end = self._clock()
+            self._values = None
+        end = self._clock() if self._end is None else self._end
+        return max(end - self._begin - self.excluded, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunPosition:
+    """The position of a run at a checkpoint. All values are on the host; public ones are described in `Checkpoint`."""
+
+    step: int
+    epoch: int
+    step_in_epoch: int
+    data_position: Position
+    n_completed_steps: int
+    epoch_ends: bool
+    seconds: float  # The time that triggers use, equal in all processes.
+    process_start: int  # The step at which this process started.
+    used: tuple[int, ...] = ()  # The amount of the current pass that each process has used, if each has its own shard.
+    is_last: bool = False
+    is_rescue: bool = False  # Whether the run is ending because of a signal or an exception.
+    is_repeat: bool = False  # Whether this step already was a checkpoint before it was known to be the last.
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class RunView:
+    """A run at one step, for the library's own modules: the live state, what else a resume needs, and the saver.
+
+    Checkpoints and summaries share it. Copies and values are made on first access.
+
+    Args:
+        live: The live state, borrowed.
+        step_values: The step's own values, still on the device; `None` if this process has not run a step.
+        run_state: Returns what a resume needs besides the state. Call it before the loop advances.
+        info: Returns what is saved with every checkpoint of the run, as JSON.
+        joined: Returns what all processes together know about the data; all of them must call it.
+        kept: What the step kept besides its values; `None` if an earlier process ran it.
+        savers: The directories in which this checkpoint will be saved, with the names of the owners.
+        before_saving: Called once before the checkpoint is saved.
+    """
+
+    position: RunPosition
+    live: LiveState
+    logs: Logs
+    step_values: StepValues | None
+    timer: Timer
+    run_state: Callable[[], dict[str, Any]]
+    info: Callable[[], dict[str, Any]]
+    saver: Saver
+    joined: Callable[[], dict[str, Any] | None] = lambda: None
+    keep: Keep = NOTHING
+    kept: Kept | None = None
+    savers: list[tuple[Location, str]] = dataclasses.field(default_factory=list)
+    before_saving: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+    num_saves: int = 0
+
+    def __post_init__(self) -> None:
+        self.snapshots = Snapshots(self.live, self.saver)
+        self._version = self.live.version
+        # Copied parts of the state and values computed from it, by name.
+        self._parts: dict[str, Any] = {}
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy by which the state is laid out."""
+        return self.live.strategy
+
+    def borrow(self) -> TrainState:
+        """Returns the live state without a copy. Do not keep it beyond this step. Raises `NotReadyError` if the loop has advanced."""
+        step = self.position.step
+        if self.live.step != step:
+            raise NotReadyError(f"The state of step {step} is gone: the loop is at step {self.live.step}. Read it before the loop advances.")
+        return self.live.borrow()
+
+    def _cached(self, name: str, make: Callable[[TrainState], Any]) -> Any:
+        """Returns `make` of the live state, computed on first use."""
+        if self.live.step == self.position.step and self.live.version != self._version:
+            # A callback has replaced the state of this step.
+            self._parts.clear()
+            self._version = self.live.version
+        if name not in self._parts:
+            self._parts[name] = make(self.borrow())
+        return self._parts[name]
+
+    def part(self, name: str) -> PyTree:
+        """Returns a field of the state, copied on first access."""
+        return self._cached(name, lambda state: state.axes if name == "axes" else self.live.copy(getattr(state, name)))
+
+    def learning_rates(self) -> dict[str, Any]:
+        """Returns copies of the injected learning rates, still on the device."""
+        return dict(self._cached("learning rates", lambda state: self.live.copy(get_learning_rates(state.opt_state))))
+
+    def params_norm(self) -> float:
+        """Returns the global L2 norm of the parameters."""
+        return float(self._cached("norm of params", lambda state: float(jax.device_get(self.strategy.norm(state.params)))))
+
+    def finish_steps(self) -> None:
+        """Waits for the dispatched steps if a snapshot would wait for them, so that the wait is not counted as time spent on saving."""
+        if self.snapshots.wait_for_steps:
+            jax.block_until_ready(self.borrow())
 
 
 class Checkpoint:
@@ -108,6 +240,7 @@ class Checkpoint:
     @property
     def run_state(self) -> dict[str, Any]:
         """What a resume needs besides the state, such as sums of the current epoch and states of callbacks. Created on access."""
+        self.run.borrow()  # Only for its check that the loop has not advanced.
         return self.run.run_state()
 
     @property
@@ -157,7 +290,7 @@ class Checkpoint:
         """
         if not self.run.keep.grads:
             raise NotReadyError(f"The gradients of step {self.step} were not kept. Pass train_loop(grads=True), or use a callback with needs_grads = True.")
-        return self.run.kept.grads
+        return () if self.run.kept is None else self.run.kept.grads
 
     @property
     def sown(self) -> dict[str, PyTree]:
@@ -172,7 +305,7 @@ class Checkpoint:
             raise NotReadyError(
                 f"The values sown in step {self.step} were not kept. Pass train_loop(sown=...), or use a callback that names the collection in needs_sown."
             )
-        return self.run.kept.sown
+        return {} if self.run.kept is None else self.run.kept.sown
 
     @property
     def elapsed_time(self) -> float:

@@ -1,12 +1,18 @@
-"""Memory for many arrays, either new and in huge pages, or reused from one copy of a state to the next."""
+"""Arrays in host memory: fetched from devices, and memory for copies, either new and in huge pages, or reused from one copy of a state to the next."""
 
+import collections
+import functools
 import math
 import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
-__all__ = ["Arena", "Loan", "ReusedMemory", "bytes_of"]
+from fitflax.leaves import on_host
+
+__all__ = ["Arena", "Loan", "ReusedMemory", "bytes_of", "fetch", "may_share"]
 
 # An array keeps its whole slab alive. So tiny arrays, which callbacks may keep, and large ones get their own memory.
 _TINY_BYTES = 2**14
@@ -32,7 +38,7 @@ class Arena:
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         """Returns a new uninitialized array."""
         num_bytes = math.prod(shape) * dtype.itemsize
-        aligned = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        aligned = Loan.size_of(num_bytes)
         self._remaining -= aligned
         if num_bytes < _TINY_BYTES:
             return np.empty(shape, dtype)
@@ -126,3 +132,52 @@ def _memory(num_bytes: int) -> np.ndarray[Any, Any]:
     memory = np.empty(num_bytes + alignment + offset, np.uint8)
     begin = -memory.ctypes.data % alignment + offset
     return memory[begin : begin + num_bytes]
+
+
+def fetch(arrays: Iterable[jax.Array], *, ahead_bytes: float) -> Iterator[np.ndarray[Any, Any]]:
+    """Yields the values of fully addressable arrays on the host, one after another, copying `ahead_bytes` of the next ones in the background.
+
+    On a CPU, the values may share memory with the arrays. Unlike `np.asarray`, this does not leave a cached host copy in the array.
+    """
+    started: collections.deque[tuple[int, Callable[[], np.ndarray[Any, Any]]]] = collections.deque()
+    num_bytes = 0
+    for array in arrays:
+        started.append((array.nbytes, _start_copy(array)))
+        num_bytes += started[-1][0]
+        while started and num_bytes > ahead_bytes:
+            size, value = started.popleft()
+            num_bytes -= size
+            yield value()
+    while started:
+        yield started.popleft()[1]()
+
+
+def _start_copy(array: jax.Array) -> Callable[[], np.ndarray[Any, Any]]:
+    """Starts the copy of an array to the host, and returns a function that waits for it."""
+    if array.is_fully_replicated:
+        piece = array.addressable_data(0)
+        if not may_share(array):
+            piece.copy_to_host_async()
+        return functools.partial(on_host, piece)
+    # addressable_data again: shards live as long as their array, and so would their cached host copies.
+    pieces = [(shard.index, shard.data.addressable_data(0)) for shard in array.addressable_shards if shard.replica_id == 0]
+    for _, piece in pieces:
+        piece.copy_to_host_async()
+
+    def assemble() -> np.ndarray[Any, Any]:
+        whole = np.empty(array.shape, array.dtype)
+        for index, piece in pieces:
+            whole[index] = on_host(piece)
+        return whole
+
+    return assemble
+
+
+def may_share(array: jax.Array) -> bool:
+    """Returns whether the value that `fetch` yields may share memory with `array`."""
+    return array.is_fully_replicated and _is_on_host(array.sharding)
+
+
+@functools.lru_cache(maxsize=256)
+def _is_on_host(sharding: jax.sharding.Sharding) -> bool:
+    return sharding.memory_kind != "device" or any(device.platform == "cpu" for device in sharding.device_set)  # type: ignore[attr-defined]

@@ -1,1 +1,1 @@
-"""The commands of `python -m fitflax`. Each module has `add_arguments(parser)`, and `run(options)`, which returns the exit status."""
+"""The commands of `python -m fitflax`, which the module `__main__` lists."""

@@ -4,9 +4,11 @@
 """
 
 from fitflax.data.adapt import adapt
-from fitflax.data.batch import Batcher, FedBatch, Position
+from fitflax.data.batch import FedBatch, Position
+from fitflax.data.feed import Feed
+from fitflax.data.padding import Batcher
 from fitflax.data.shards import Shard
-from fitflax.data.sources import Feed, Source
+from fitflax.data.sources import Source
 from fitflax.data.token_file import TokenFile
 
 __all__ = ["Batcher", "FedBatch", "Feed", "Position", "Shard", "Source", "TokenFile", "adapt"]

@@ -16,12 +16,12 @@ import jax
 import numpy as np
 from typing_extensions import override
 
-from fitflax.data.batch import DEFAULT_BATCH_SIZE, Batcher, FedBatch, Position, Triple, fingerprint, refit
-from fitflax.data.indexed import IndexedSource, check_batch_size
-from fitflax.data.resumable import KEPT
-from fitflax.data.shard_info import Shares
-from fitflax.data.sources import Feed, OneShotSource, Source
-from fitflax.data.whole_batches import describe_leaves, leaf_paths
+from fitflax.data.arrays import IndexedSource
+from fitflax.data.batch import FedBatch, Position, Triple, describe_leaves, fingerprint, leaf_paths
+from fitflax.data.feed import Feed
+from fitflax.data.loader_state import KEPT
+from fitflax.data.padding import Batcher, pad_batch
+from fitflax.data.sources import DataOptions, OneShotSource, Shares, Source
 from fitflax.errors import ConfigError, DataError, RestoreError
 from fitflax.state import Batch
 
@@ -70,48 +70,46 @@ def agree_on_shares(
         is_shard: Whether the data is a `Shard`.
         failure: Why there is no source; raised here once all processes know of it.
     """
-    numbers = [None] * 3 if source is None else [source.num_examples, source.num_batches, source.batch_size]
-    nature = [] if source is None else [type(source).__name__, source.can_restart, source.is_endless]
-    found = exchange([part[0], is_shard, nature, numbers, None if failure is None else f"{type(failure).__name__}: {failure}"])
+    sizes = [None] * 3 if source is None else [source.num_examples, source.num_batches, source.batch_size]
+    kind = "" if source is None else f"{type(source).__name__} (can restart: {source.can_restart}, endless: {source.is_endless})"
+    parts, shards, kinds, all_sizes, errors = zip(*exchange([part[0], is_shard, kind, sizes, _error_text(failure)]), strict=True)
     if failure is not None:
         raise failure
-    parts, shards, natures, sizes, errors = zip(*found, strict=True)
-    failed = "; ".join(f"process {process}: {error}" for process, error in enumerate(errors) if error is not None)
-    if failed:
-        raise DataError(f"The data of some processes cannot be used: {failed}")
+    _check_no_failure("The data of some processes cannot be used", errors)
     if len(set(shards)) > 1:
         having = [process for process, it_is in enumerate(shards) if it_is]
         raise DataError(f"The data is a Shard only in processes {having}. Pass a Shard in all processes, or in none.")
-    for process, each in enumerate(natures):
-        if each != natures[0]:
-            two = ((0, natures[0]), (process, each))
-            told = "; ".join(f"process {number} has {kind} (can restart: {restarts}, endless: {ends})" for number, (kind, restarts, ends) in two)
-            raise DataError(f"The processes have different kinds of data: {told}. Pass the same kind in all processes.")
-    examples, batches, batch_sizes = zip(*sizes, strict=True)
-    if not is_shard:
-        different = [process for process, each in enumerate(sizes) if each != sizes[0]]
-        if different:
-            told = "; ".join(
-                f"process {process} has num_examples={sizes[process][0]}, num_batches={sizes[process][1]}, batch_size={sizes[process][2]}"
-                for process in (0, different[0])
-            )
-            raise DataError(f"The processes have different data: {told}. If each process reads its own shard, pass fitflax.data.Shard(data).")
-        return None
-    shares = Shares(index, tuple(parts), None, _largest(batches), _largest(examples), None if None in batch_sizes else max(batch_sizes) * part[1])
-    return shares if None in examples else dataclasses.replace(shares, examples=shares.total(examples))
+    if other := next((process for process, each in enumerate(kinds) if each != kinds[0]), None):
+        told = "; ".join(f"process {process} has {kinds[process]}" for process in (0, other))
+        raise DataError(f"The processes have different kinds of data: {told}. Pass the same kind in all processes.")
+    examples, batches, batch_sizes = zip(*all_sizes, strict=True)
+    if is_shard:
+        batch_size = None if None in batch_sizes else max(batch_sizes) * part[1]
+        most_batches, most_examples = (None if None in values else max(values) for values in (batches, examples))
+        shares = Shares(index, tuple(parts), None, most_batches, most_examples, batch_size)
+        return shares if None in examples else dataclasses.replace(shares, examples=shares.total(examples))
+    if other := next((process for process, each in enumerate(all_sizes) if each != all_sizes[0]), None):
+        told = "; ".join(f"process {n} has num_examples={examples[n]}, num_batches={batches[n]}, batch_size={batch_sizes[n]}" for n in (0, other))
+        raise DataError(f"The processes have different data: {told}. If each process reads its own shard, pass fitflax.data.Shard(data).")
+    return None
+
+
+def _error_text(failure: Exception | None) -> str | None:
+    return None if failure is None else f"{type(failure).__name__}: {failure}"
+
+
+def _check_no_failure(what: str, errors: Sequence[str | None]) -> None:
+    failed = "; ".join(f"process {process}: {error}" for process, error in enumerate(errors) if error is not None)
+    if failed:
+        raise DataError(f"{what}: {failed}")
 
 
 def part_of_batch_size(batch_size: int | None, parts: int) -> int:
     """Returns the rows of a batch, 32 by default, that each of `parts` equal parts has. Raises a `ConfigError` if they are not a multiple of `parts`."""
-    size = DEFAULT_BATCH_SIZE if batch_size is None else batch_size
-    check_batch_size(size)
+    size = DataOptions(batch_size=batch_size).size
     if size % parts:
         raise ConfigError(f"batch_size is the total over all processes and must be a multiple of {parts}, the number of equal shards. Received: {size}.")
     return size // parts
-
-
-def _largest(values: Sequence[int | None]) -> int | None:
-    return None if None in values else max(value for value in values if value is not None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,12 +118,12 @@ class _Report:
 
     rows: list[int]  # The number of real rows of each batch.
     ended: bool  # Whether its shard has no more.
-    size: int = 0  # The most rows of a batch, including padding.
-    num_bytes: int = 0  # The size of a batch.
-    forms: Sequence[str] = ()  # The structure, shapes and dtypes of each batch, as JSON; a single one if they are equal.
-    content: int = 0  # A checksum of the first batch, for processes that must feed the same rows.
-    last: str = ""  # The form of the batch that is repeated when the shard has ended, if batches are passed whole.
-    error: str | None = None  # The error that reading raised.
+    size: int  # The most rows of a batch, including padding.
+    num_bytes: int  # The size of a batch.
+    forms: list[str]  # The structure, shapes and dtypes of each batch, as JSON; a single one if they are equal.
+    content: int  # A checksum of the first batch, for processes that must feed the same rows.
+    last: str  # The form of the batch that is repeated when the shard has ended, if batches are passed whole.
+    error: str | None  # The error that reading raised.
 
     def form(self, number: int) -> str:
         return self.forms[0 if len(self.forms) == 1 else number]
@@ -154,7 +152,7 @@ class ShardFeed(Feed):
         self._exchange = exchange
         self._pads = pads
         self._local = Feed(source, batcher, position, is_saved=is_saved, kept=KEPT + _MOST_BATCHES)
-        self._used = list(used or [0] * len(self._shares.parts))
+        self._used = tuple(used) or (0,) * len(self._shares.parts)
         self._next_count = 1
         # The last batch whose inputs are passed whole.
         self._last_whole: FedBatch | None = None
@@ -172,12 +170,7 @@ class ShardFeed(Feed):
             batches, reports = self._read_and_exchange()
             # Processes whose shard has not ended have read the full number of batches.
             count, size = max(len(report.rows) for report in reports), max(report.size for report in reports)
-            fed_batches = []
-            for number in range(count):
-                fed = batches[number] if number < len(batches) else None
-                rows = [report.rows[number] if number < len(report.rows) else 0 for report in reports]
-                form = next(report.form(number) for report in reports if number < len(report.rows))
-                fed_batches.append(self._local_part(fed, rows, size if self._pads or fed is None else len(fed.batch.mask), form))
+            fed_batches = [self._local_part(batches[number] if number < len(batches) else None, reports, number, size) for number in range(count)]
             if count and self._pads:
                 self.batcher.size = size
             self._buffer = fed_batches[::-1]
@@ -185,46 +178,24 @@ class ShardFeed(Feed):
             self._all_ended = all(report.ended for report in reports)
         if not self._buffer:
             self._has_ended = self._all_ended = False
-            self._used = [0] * len(self._used)
+            self._used = (0,) * len(self._used)
         return []
 
     def _read_and_exchange(self) -> tuple[list[FedBatch], list[_Report]]:
         """Returns the next batches of this process, and the reports of all processes. Raises if any process failed or the batches cannot be joined."""
-        batches, failure = [], None
+        batches: list[FedBatch] = []
+        failure: Exception | None = None
         try:
             batches = self._read_local()
         except Exception as error:  # noqa: BLE001 (raised below, after the exchange)
             failure = error
-        rows = [fed.num_real for fed in batches]
-        own = _Report(rows, self._has_ended, error=None if failure is None else f"{type(failure).__name__}: {failure}")
-        if batches:
-            first = batches[0].batch
-            num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(first))
-            self._last_whole = batches[-1] if batches[-1].real is not None else None
-            shared = fingerprint((first.x, first.y, first.weights)) if len(set(self._shares.parts)) < len(self._shares.parts) else 0
-            own = dataclasses.replace(own, size=max(len(fed.batch.mask) for fed in batches), num_bytes=num_bytes, content=shared)
-            forms = [_form(fed) for fed in batches]
-            own = dataclasses.replace(own, forms=forms[:1] if len(set(forms)) == 1 else forms)
-        if self._last_whole is not None:
-            own = dataclasses.replace(own, last=_form(self._last_whole))
+        own = self._report(batches, failure)
         reports = [_Report(**report) for report in self._exchange(dataclasses.asdict(own))]
         if failure is not None:
             raise failure
         reports = self._with_last_forms(reports)
         self._check(reports)
         return batches, reports
-
-    def _with_last_forms(self, reports: list[_Report]) -> list[_Report]:
-        """Returns the reports with the forms of the batches that ended shards repeat; after a resume, this batch may have to be read first."""
-        if not any(_is_whole(form) for report in reports for form in report.forms) or all(report.rows or report.last for report in reports):
-            return reports
-        if self._has_ended and self._last_whole is None and self.source.can_restart:
-            # If there is none, all processes raise the same error below.
-            with contextlib.closing(Feed(self.source, self.batcher)) as again, contextlib.suppress(Exception):
-                fed = again.next()
-                self._last_whole = fed if fed is not None and fed.real is not None else None
-        lasts = self._exchange("" if self._last_whole is None else _form(self._last_whole))
-        return [dataclasses.replace(report, last=last) for report, last in zip(reports, lasts, strict=True)]
 
     def _read_local(self) -> list[FedBatch]:
         batches: list[FedBatch] = []
@@ -241,27 +212,56 @@ class ShardFeed(Feed):
             self._has_ended = True
         return batches
 
+    def _report(self, batches: list[FedBatch], failure: Exception | None) -> _Report:
+        forms = [_form(fed) for fed in batches]
+        content = num_bytes = 0
+        if batches:
+            first = batches[0].batch
+            num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(first))
+            if len(set(self._shares.parts)) < len(self._shares.parts):
+                content = fingerprint((first.x, first.y, first.weights))
+            self._last_whole = batches[-1] if batches[-1].real is not None else None
+        return _Report(
+            rows=[fed.num_real for fed in batches],
+            ended=self._has_ended,
+            size=max((len(fed.batch.mask) for fed in batches), default=0),
+            num_bytes=num_bytes,
+            forms=forms[:1] if len(set(forms)) == 1 else forms,
+            content=content,
+            last=_form(self._last_whole),
+            error=_error_text(failure),
+        )
+
+    def _with_last_forms(self, reports: list[_Report]) -> list[_Report]:
+        """Returns the reports with the forms of the batches that ended shards repeat; after a resume, this batch may have to be read first."""
+        if not any(_is_whole(form) for report in reports for form in report.forms) or all(report.rows or report.last for report in reports):
+            return reports
+        if self._has_ended and self._last_whole is None and self.source.can_restart:
+            # If there is none, all processes raise the same error below.
+            with contextlib.closing(Feed(self.source, self.batcher)) as again, contextlib.suppress(Exception):
+                fed = again.next()
+                self._last_whole = fed if fed is not None and fed.real is not None else None
+        lasts = self._exchange(_form(self._last_whole))
+        return [dataclasses.replace(report, last=last) for report, last in zip(reports, lasts, strict=True)]
+
     def _check(self, reports: Sequence[_Report]) -> None:
         """Checks that the batches of all processes can be joined. All processes find the same error."""
-        failed = [f"process {process}: {report.error}" for process, report in enumerate(reports) if report.error is not None]
-        if failed:
-            raise DataError(f"Shards of the data could not be read: {'; '.join(failed)}.")
+        _check_no_failure("Shards of the data could not be read", [report.error for report in reports])
         nonempty = {process: report for process, report in enumerate(reports) if report.rows}
         if nonempty and not any(self._used) and len(nonempty) < len(reports):
             empty = sorted(set(range(len(reports))) - set(nonempty))
             raise DataError(
                 f"The shards of processes {empty} yield no batches, but those of processes {sorted(nonempty)} do. Give every process some examples."
             )
-        for number in range(max((len(report.rows) for report in nonempty.values()), default=0)):
+        for number in range(max((len(report.rows) for report in reports), default=0)):
             forms = {report.form(number): process for process, report in nonempty.items() if number < len(report.rows)}
-            if any(_is_whole(form) for form in forms):  # Ended shards repeat their last batch.
+            if any(map(_is_whole, forms)):  # Ended shards repeat their last batch.
                 forms |= {report.last: process for process, report in enumerate(reports) if number >= len(report.rows)}
             if len(forms) > 1:
                 received = "; ".join(f"process {process} has {_format_form(form)}" for form, process in forms.items())
                 raise DataError(f"The batches of all shards must have the same structure, example shapes, and dtypes. Received: {received}.")
         seen: dict[int, tuple[Any, ...]] = {}
-        for process, report in enumerate(reports):
-            part = self._shares.parts[process]
+        for process, (part, report) in enumerate(zip(self._shares.parts, reports, strict=True)):
             if seen.setdefault(part, (report.rows, report.content)) != (report.rows, report.content):
                 raise DataError(
                     f"On this mesh, process {process} has the same part of each batch (part {part}) as another process, so both must read the same shard. "
@@ -273,27 +273,35 @@ class ShardFeed(Feed):
                 "Leave pad=False out, or make the shards equal."
             )
 
-    def _local_part(self, fed: FedBatch | None, rows: Sequence[int], size: int, form: str) -> FedBatch:
-        """Returns this process's part of a batch for which each process has `rows` real rows; padding if `fed` is `None`."""
+    def _local_part(self, fed: FedBatch | None, reports: Sequence[_Report], number: int, size: int) -> FedBatch:
+        """Returns this process's part of the batch with a number, padded to `size`; only padding if `fed` is `None`, because the shard has ended."""
+        rows = [report.rows[number] if number < len(report.rows) else 0 for report in reports]
+        form = next(report.form(number) for report in reports if number < len(report.rows))
         real = None if fed is None else fed.real
-        if _is_whole(form):
-            whole = fed or self._last_whole
-            assert whole is not None
-            size, real = len(whole.batch.mask), whole.real if fed is not None else np.zeros_like(whole.real)
-            batch = whole.batch if fed is not None else whole.batch._replace(mask=real)
+        if _is_whole(form) and fed is None:
+            assert self._last_whole is not None
+            real = np.zeros_like(self._last_whole.real)
+            batch = self._last_whole.batch._replace(mask=real)
         elif fed is None:
             x, y, weights = _zeros(json.loads(form), size)
             batch = Batch(x, y, np.zeros(size, bool), weights)
+        elif real is None and self._pads and len(fed.batch.mask) != size:
+            batch = pad_batch(Triple(fed.batch.x, fed.batch.y, fed.batch.weights), fed.num_real, size)
         else:
-            batch = fed.batch if len(fed.batch.mask) == size else refit(fed.batch, size, fed.num_real)
-        before = tuple(self._used)
-        self._used = [used + count for used, count in zip(self._used, rows, strict=True)]
-        shares, used = self._shares, tuple(self._used)
+            batch = fed.batch
+        before, shares = self._used, self._shares
+        used = self._used = tuple(before + count for before, count in zip(before, rows, strict=True))
         self._before[used] = before
-        position = Position(self._position.passes, used[shares.index])
-        is_counted = fed is None or fed.is_counted
-        num_rows = size * shares.num_parts
-        return FedBatch(batch, shares.total(rows), position, size=num_rows, own=rows[shares.index], used=used, real=real, is_counted=is_counted)
+        return FedBatch(
+            batch,
+            shares.total(rows),
+            Position(self._position.passes, used[shares.index]),
+            size=len(batch.mask) * shares.num_parts,
+            own=rows[shares.index],
+            used=used,
+            real=real,
+            is_counted=fed is None or fed.is_counted,
+        )
 
     @property
     @override
@@ -305,9 +313,10 @@ class ShardFeed(Feed):
     def pass_has_ended(self) -> bool | None:
         return False if self._buffer else self._all_ended or None
 
+    @property
     @override
-    def state_dict(self, position: Position) -> dict[str, Any]:
-        return self._local.state_dict(position)
+    def full_size(self) -> int | None:
+        return None if self.batcher.size is None else self.batcher.size * self._shares.num_parts
 
     @override
     def hold_passes(self) -> None:
@@ -316,6 +325,10 @@ class ShardFeed(Feed):
     @override
     def announce_pass(self) -> None:
         self._local.announce_pass()
+
+    @override
+    def state_dict(self, position: Position) -> dict[str, Any]:
+        return self._local.state_dict(position)
 
     @override
     def joined_state(self, position: Position, *, is_alone: bool) -> dict[str, Any] | None:
@@ -332,11 +345,6 @@ class ShardFeed(Feed):
         states = state.get("shards", [])
         self._local.load_state_dict(states[self._shares.index] if states else {})
 
-    @property
-    @override
-    def full_size(self) -> int | None:
-        return None if self.batcher.size is None else self.batcher.size * self._shares.num_parts
-
     @override
     def reopen(self) -> None:
         self._local.reopen()
@@ -347,17 +355,17 @@ class ShardFeed(Feed):
             # Other feeds of the iterator continue with what was read but not used.
             self._local.push_back(sum(fed.own != 0 for fed in self._buffer))
             if self._buffer:
-                self._used, self._has_ended, self._all_ended = list(self._before[self._buffer[-1].used]), False, False
+                self._used, self._has_ended, self._all_ended = self._before[self._buffer[-1].used], False, False
                 self._buffer.clear()
         self._local.close()
 
 
-def _form(fed: FedBatch) -> str:
+def _form(fed: FedBatch | None) -> str:
     """Returns, as JSON, what batches must have in common to be joined: structure, shapes of an example and dtypes; all shapes if they are passed whole."""
-    batch = fed.batch
-    if fed.real is not None:
-        return json.dumps({_WHOLE: describe_leaves(batch.x, batch.y, batch.weights)})
-    return json.dumps([_describe(tree) for tree in (batch.x, batch.y, batch.weights)])
+    if fed is None:
+        return ""
+    x, y, _, weights = fed.batch
+    return json.dumps([_describe(tree) for tree in (x, y, weights)] if fed.real is None else {_WHOLE: describe_leaves(x, y, weights)})
 
 
 def _is_whole(form: str) -> bool:

@@ -1,30 +1,96 @@
-"""Sources that yield batches, and `Feed`, which iterates over a source pass after pass and tracks the position.
+"""`Source`, the interface of all data, and the sources of iterables, functions, iterators, and sequences of batches.
 
-The position counts examples that finished steps have used; it is never read from the loader, which may be ahead. A resume continues from the newest bookmark
-of the loader. Sources that cannot seek are read up to the position, and a warning names the cost.
+To add a data source, write a subclass of `AdaptedSource` in its own file, and list it in `fitflax.data.adapt`. Optional libraries are never imported: a user
+who passes one of their objects has imported them.
 """
 
 import abc
 import contextlib
+import dataclasses
 import itertools
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
+import operator
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self
 
-import jax
-import numpy as np
 from typing_extensions import override
 
-from fitflax.data.batch import Batcher, FedBatch, Position, Selection, Triple, count_examples
-from fitflax.data.failures import mark_as_from_data
-from fitflax.data.grain import start_workers
-from fitflax.data.randomness import undisturbed
-from fitflax.data.resumable import KEPT, Bookmark, Bookmarks, LoaderPass, Pass, RowsPass, drop, resumed, set_state, state_methods
-from fitflax.data.shard_info import Shares
-from fitflax.errors import warn
-from fitflax.state import Batch
+from fitflax.data.batch import DEFAULT_BATCH_SIZE, Position, Selection, Triple, check_batch_size, count_examples
+from fitflax.data.loader_state import Bookmark, LoaderPass, Pass, drop, has_states, open_loader, set_state, start_workers, state_methods
+from fitflax.errors import ConfigError, DataError, warn
 
-__all__ = ["Feed", "IterableSource", "OneShotSource", "Source"]
+__all__ = ["AdaptedSource", "DataOptions", "FunctionSource", "IterableSource", "OneShotSource", "SequenceSource", "Shares", "Source", "is_instance"]
+
+
+def is_instance(data: Any, *kinds: str) -> bool:
+    """Returns whether `data` is an instance of one of the classes `module.name`, of those modules that have been imported.
+
+    >>> is_instance(1.5, "builtins.int", "builtins.float"), is_instance(1.5, "a_missing_library.Float")
+    (True, False)
+    """
+    found = [(sys.modules.get(module), name) for module, _, name in (kind.rpartition(".") for kind in kinds)]
+    return isinstance(data, tuple(getattr(module, name) for module, name in found if hasattr(module, name)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """What the processes know about each other's shards of a dataset; `None` where something is unknown."""
+
+    index: int  # Of this process.
+    parts: tuple[int, ...]  # For each process, which part of a batch it feeds. Processes that feed the same part must feed equal rows.
+    examples: int | None  # In a pass over all shards.
+    batches: int | None  # In a pass over the longest shard.
+    largest: int | None  # Examples in the largest shard.
+    batch_size: int | None  # Rows of a batch over all processes.
+
+    def total(self, rows: Sequence[int]) -> int:
+        """Returns the sum over all parts of a batch; `rows` has one number for each process, and processes with the same part count once."""
+        return sum(dict(zip(self.parts, rows, strict=True)).values())
+
+    @property
+    def num_parts(self) -> int:
+        """The number of parts of a batch."""
+        return max(self.parts) + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class DataOptions:
+    """The arguments of `adapt` other than the data, and what sources do with them."""
+
+    y: Any = None
+    sample_weight: Any = None
+    batch_size: int | None = None
+    shuffle: bool = True
+    seed: int = 0
+    drop_remainder: bool = False
+    selection: Selection = dataclasses.field(default_factory=Selection)
+    inputs_only: bool = False
+    name: str = "data"
+
+    @property
+    def size(self) -> int:
+        """The rows of a batch."""
+        size = DEFAULT_BATCH_SIZE if self.batch_size is None else self.batch_size
+        check_batch_size(size)
+        return int(size)
+
+    def split(self, raw: Any) -> Triple:
+        """Returns the inputs, targets and weights of a raw batch."""
+        return self.selection.split(raw, inputs_only=self.inputs_only)
+
+    def columns(self, known: list[Any] | None) -> list[str]:
+        """Returns the columns to read from a dataset with named columns; `known` are all of them, `None` if unknown."""
+        return self.selection.columns(known, inputs_only=self.inputs_only, name=self.name)
+
+    def reject(self, data: Any, *names: str) -> None:
+        """Checks that none of the named arguments was given, because the data comes in batches already."""
+        values = {"y": self.y, "sample_weight": self.sample_weight, "batch_size": self.batch_size, "drop_remainder": self.drop_remainder or None}
+        given = ", ".join(name for name in names if values[name] is not None)
+        if given:
+            raise ConfigError(
+                f"{given} can only be passed with in-memory arrays. `{self.name}` is a {type(data).__name__}, which defines its own batches; leave {given} out."
+            )
 
 
 class Source(abc.ABC):
@@ -122,396 +188,95 @@ class Source(abc.ABC):
         yield
 
 
-class Feed:
-    """Batches of fixed shape, pass after pass, each with the position of the data after it.
+class AdaptedSource(Source):
+    """The base class of sources of one kind of user data: instances of the classes `kinds`, each written as `module.name`.
 
-    Args:
-        source: The source of the batches.
-        batcher: Pads the batches to a fixed shape.
-        position: The position to start from.
-        is_saved: Whether the position will be saved, so that states of the source are needed.
-        kept: How many states of the source are kept.
-        clock: Returns seconds; limits how often states are taken.
-
-    >>> from fitflax.data import adapt
-    >>> import numpy as np
-    >>> feed = Feed(adapt(np.arange(5.0), batch_size=2, shuffle=False), Batcher(size=2))
-    >>> [feed.next().num_real for _ in range(3)], feed.next()
-    ([2, 2, 1], None)
-    >>> feed.next().position
-    Position(passes=1, examples=2)
+    `assembles_batches` tells whether the source assembles the batches, so that it uses `batch_size` and `drop_remainder`.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        batcher: Batcher,
-        position: Position = Position(),  # noqa: B008 (frozen)
-        *,
-        is_saved: bool = False,
-        kept: int = KEPT,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.source = source
-        self.batcher = batcher
-        self._position = position
-        self._iterator: Iterator[Triple] | None = None
-        # The batches that can be pushed back, each with the position before it and its raw batches.
-        self._returned: list[tuple[FedBatch, Position, list[Triple]]] = []
-        # Batches that were read ahead or pushed back; the next one is last.
-        self._buffer: list[FedBatch] = []
-        # Batches left over when reading others to join them with failed; and whether the pass has ended.
-        self._leftover: list[Triple] = []
-        self._has_ended_early = False
-        # What `next_like` leaves to `next`: an error, or None for the end of the pass.
-        self._pending: list[Exception | None] = []
-        self._bookmarks = Bookmarks(clock, kept) if is_saved else None
-        # The open pass, if its states are taken; the bookmark to resume from; whether the last pass had a state.
-        self._pass: Pass | None = None
-        self._resume: tuple[Bookmark | None] | None = None
-        self._has_states = False
-        self._holds_passes = False
+    kinds: tuple[str, ...] = ()
+    assembles_batches = False
 
-    def hold_passes(self) -> None:
-        """Makes this feed open a pass only when its first batch is requested, not earlier to take its state."""
-        self._holds_passes = True
+    def __init__(self, data: Any, options: DataOptions) -> None:
+        self.options = options
 
-    def announce_pass(self) -> None:
-        """Sets the number of the pass in the user's data if the next batch begins a pass, before the batch is requested."""
-        if self._buffer:
-            return
-        if self._iterator is None:
-            self.source.announce(self._position, None if self._resume is None else self._resume[0])
-        elif self._pass is not None and self._pass.is_at_end:
-            self.source.announce(Position(self._position.passes + 1))
+    @classmethod
+    def matches(cls, data: Any) -> bool:
+        """Returns whether `data` is of this kind."""
+        return is_instance(data, *cls.kinds)
 
-    def next(self, ahead: int | None = None) -> FedBatch | None:
-        """Returns the next batch, or `None` at the end of a pass; the call after that starts the next pass.
-
-        Args:
-            ahead: How many batches, including this one, are used together and so read into one block if possible; `None` if they are used one by one.
-        """
-        self._returned.clear()
-        if self._buffer and not self._pending:
-            fed = self._buffer.pop()
-            self._returned.append((fed, self._position, []))
-            self._position = fed.position
-            return fed
-        if self._pending:
-            error = self._pending.pop()
-            if error is not None:
-                raise error
+    @classmethod
+    def adapt(cls, data: Any, options: DataOptions) -> Self | None:
+        """Returns the source of `data` if it is of this kind; else `None`."""
+        if not cls.matches(data):
             return None
-        return self._next(ahead)
+        options.reject(data, "y", "sample_weight", *(() if cls.assembles_batches else ("batch_size", "drop_remainder")))
+        return cls(data, options)
 
-    def more(self) -> FedBatch | None:
-        """Returns the next batch like `next`, but earlier batches can still be pushed back."""
-        return self._next(None)
-
-    def forget_given(self, *, but: int) -> None:
-        """Limits what can be pushed back to the last `but` batches."""
-        del self._returned[: len(self._returned) - but]
-
-    def next_like(self, batch: Batch, count: int) -> list[FedBatch]:
-        """Returns up to `count` more batches of the same pass with the shapes of `batch`.
-
-        The end of the pass, or an error, is kept for the following call of `next`.
-        """
-        batches: list[FedBatch] = []
-        while len(batches) < count and not self._pending and not self.pass_has_ended:
-            if self._buffer and self.source.is_checked:
-                found = self._take_buffered(batch, count - len(batches))
-                batches += found
-                if found:
-                    continue
-                break
-            try:
-                fed = self._next(count - len(batches))
-            except Exception as error:  # noqa: BLE001 (next() raises it, once the batches before it are used)
-                self._pending.append(error)
-                break
-            if fed is None:
-                self._pending.append(None)
-            elif self._have_same_shapes(fed.batch, batch):
-                batches.append(fed)
-            else:
-                self.push_back()
-                break
-        return batches
-
-    def _take_buffered(self, batch: Batch, count: int) -> list[FedBatch]:
-        """Returns up to `count` of the buffered batches, up to the first one that has another number of rows than `batch`."""
-        rows = len(batch.mask)
-        taken: list[FedBatch] = []
-        for fed in self._buffer[: -count - 1 : -1]:
-            if len(fed.batch.mask) != rows:
-                break
-            self._returned.append((fed, self._position, []))
-            self._position = fed.position
-            taken.append(fed)
-        del self._buffer[len(self._buffer) - len(taken) :]
-        return taken
-
-    def _have_same_shapes(self, one: Batch, other: Batch) -> bool:
-        # Batches of checked sources differ only in their number of rows, and comparing all shapes takes longer than slicing a batch.
-        return len(one.mask) == len(other.mask) if self.source.is_checked else _structure_and_shapes(one) == _structure_and_shapes(other)
-
-    def _next(self, ahead: int | None) -> FedBatch | None:
-        raw: list[Triple] = []
-        if not self._buffer:
-            try:
-                if self._iterator is None:
-                    self._iterator = self._open()
-                raw = self._read(self._iterator, ahead)
-            except Exception as error:
-                mark_as_from_data(error)
-                raise
-            if not self._buffer:
-                self._iterator = self._pass = None
-                self._position = Position(self._position.passes + 1)
-                return None
-        fed = self._buffer.pop()
-        self._returned.append((fed, self._position, raw))
-        self._position = fed.position
-        return fed
-
-    def _read(self, iterator: Iterator[Triple], ahead: int | None) -> list[Triple]:
-        """Reads the next batches into the buffer, which stays empty at the end of the pass. Returns the raw batches of a batch that was read alone."""
-        source = self.source
-        if source.is_checked and isinstance(iterator, RowsPass):
-            rows = iterator.take(ahead or source.batches_at_once)
-            if rows is not None:
-                assert source.batch_size is not None
-                self._buffer = self.batcher.cut(rows, source.batch_size, self._position)[::-1]
-            return []
-        if self._pass is not None and self._bookmarks is not None:
-            self._bookmarks.take(self._position, self._pass)
-        read: list[Triple] = []
-        triple = self._read_raw(iterator, read)
-        if triple is None:
-            return []
-        fed = self.batcher(triple, is_checked=source.is_checked, more=lambda: self._read_raw(iterator, read))
-        if fed.real is not None:
-            source.together = self.batcher.num_shards
-        self._buffer.append(fed._replace(position=Position(self._position.passes, self._position.examples + fed.num_real)))
-        return read
-
-    def _read_raw(self, iterator: Iterator[Triple], read: list[Triple]) -> Triple | None:
-        """Returns the next raw batch, `None` at the end of the pass, and appends it to `read`; after an exception the batches in `read` are read again."""
-        if self._leftover:
-            triple: Triple | None = self._leftover.pop(0)
-        elif self._has_ended_early:
-            return None
-        else:
-            try:
-                triple = next(iterator, None)
-            except BaseException:
-                self._pass = None  # Its state may count a batch that was never returned, so take no more bookmarks.
-                self._return_unused(read)
-                raise
-        if triple is None:
-            self._has_ended_early = True
-            return None
-        if not self.source.owns_batches:
-            # A loader may reuse one buffer, which a step may still be reading.
-            triple = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, triple)
-        read.append(triple)
-        return triple
-
-    def _return_unused(self, read: list[Triple]) -> None:
-        """Returns unused batches to where the next read finds them: a one-shot iterator's source, or else this feed."""
-        if isinstance(self.source, OneShotSource):
-            for triple in reversed(read):
-                self.source.push_back(triple)
-        else:
-            self._leftover = read
-
-    def _open(self) -> Iterator[Triple]:
-        resume, self._resume = self._resume, None
-        self._leftover, self._has_ended_early = [], False
-        self._has_states = False  # If opening fails, saving must not try again.
-        iterator = self.source.open(self._position) if resume is None else self.source.reopen(self._position, *resume)
-        if self._bookmarks is not None and isinstance(iterator, Pass):
-            self._pass = iterator
-            self._has_states = self._bookmarks.take(self._position, iterator, force=True)
-        return iterator
-
-    @property
-    def full_size(self) -> int | None:
-        """The rows of a full batch over all processes; `None` before the first one."""
-        return self.batcher.size
-
-    @property
-    def position(self) -> Position:
-        """The position of the data after the batches returned so far."""
-        return self._position
-
-    def state_dict(self, position: Position) -> dict[str, Any]:
-        """Returns what `load_state_dict` needs to resume at `position`, for checkpoints; `{}` if the position alone is enough or nothing else is known.
-
-        Args:
-            position: What training has used; this feed may be ahead of it by a batch.
-        """
-        if self._bookmarks is None:
-            return {}
-        if position == self._position and self._pass is not None and not self._buffer:
-            self._bookmarks.take(position, self._pass)
-        elif position == self._position and self._iterator is None and self._has_states:
-            if self._holds_passes:
-                self._take_next_state()
-            else:
-                self._open_next()
-        return self._bookmarks.state_dict(position)
-
-    def _open_next(self) -> None:
-        try:
-            self._iterator = self._open()  # Between two passes, the state of the next one is needed.
-        except Exception as error:  # noqa: BLE001 (it must not prevent the checkpoint, and `next` raises it again)
-            warn(f"The next pass over the data could not be opened, so the checkpoint does not contain its state: {error!r}.")
-
-    def _take_next_state(self) -> None:
-        """Takes the state of the next pass, which is opened again from this state when its first batch is requested."""
-        if self._resume is not None:
-            return
-        with undisturbed(), self.source.undisturbed():
-            self._open_next()
-            self.close()
-        self._resume_from_bookmark()
-
-    def joined_state(self, position: Position, *, is_alone: bool) -> dict[str, Any] | None:
-        """Returns the state of all processes if each has its own shard, else `None`. All processes must call it.
-
-        Args:
-            position: As in `state_dict`.
-            is_alone: Whether only this process calls it.
-        """
-        return None
-
-    def load_state_dict(self, state: Any) -> None:
-        """Makes this feed resume the run of an earlier process. Call it before the first `next`.
-
-        Args:
-            state: The result of `state_dict` in that run.
-        """
-        self._resume = (None if self._bookmarks is None else self._bookmarks.load_state_dict(state, self._position),)
-
-    def reopen(self) -> None:
-        """Makes a closed feed continue at its position, inside a pass from the newest state of its loader."""
-        if self._iterator is None and self._position.examples:
-            self._resume_from_bookmark()
-
-    def _resume_from_bookmark(self) -> None:
-        if self._bookmarks is not None:
-            self.load_state_dict(self._bookmarks.state_dict(self._position))
-
-    def close(self) -> None:
-        """Closes the open pass and releases what it holds, such as worker processes. A batch can still be pushed back."""
-        iterator, self._iterator, self._pass = self._iterator, None, None
-        if isinstance(iterator, Pass):
-            iterator.close()
-
-    def push_back(self, count: int = 1) -> None:
-        """Pushes back the last `count` batches: `next` returns them again, and so does another feed of a one-shot iterator."""
-        for _ in range(min(count, len(self._returned))):
-            fed, self._position, raw = self._returned.pop()
-            if raw and isinstance(self.source, OneShotSource):
-                self._return_unused(raw)
-                self._has_ended_early = False
-            else:
-                self._buffer.append(fed)
-
-    @property
-    def has_more(self) -> bool:
-        """Whether the pass certainly has another batch; `False` if that is unknown."""
-        source = self.source
-        return source.knows_length and source.num_examples is not None and self._position.examples < source.num_examples
-
-    @property
-    def pass_has_ended(self) -> bool | None:
-        """Whether the last returned batch was the last of its pass; `None` if that is unknown before the next call."""
-        if self.source.num_examples is not None and self.source.knows_length:
-            return self._position.examples >= self.source.num_examples
-        return False if self.source.is_endless else None
+    def set_length(self, data: Any, num_batches: int | None, *, is_endless: bool = False) -> None:
+        """Sets the number of batches in a pass, `None` if it is unknown. Raises a `DataError` if there are none."""
+        if num_batches == 0:
+            raise DataError(f"`{self.options.name}` is an empty {type(data).__name__}.")
+        self.num_batches, self.is_endless = num_batches, is_endless
 
 
-def _structure_and_shapes(batch: Batch) -> tuple[Any, list[tuple[Any, Any]]]:
-    leaves, treedef = jax.tree.flatten(batch)
-    return treedef, [(leaf.shape, leaf.dtype) for leaf in leaves]
+class IterableSource(AdaptedSource):
+    """Batches from an iterable, which is iterated over again for each pass."""
+
+    def __init__(self, data: Any, options: DataOptions) -> None:
+        super().__init__(data, options)
+        self.data = data
+
+    def loader(self, position: Position) -> Any:
+        """Returns the object to iterate over in a pass."""
+        return self.data
+
+    def read(self, item: Any) -> Triple:
+        """Returns the batch in an item of the iterable."""
+        return self.options.split(item)
+
+    @override
+    def open(self, position: Position) -> Iterator[Triple]:
+        return open_loader(self.loader(position), self.read, position, None)
+
+    @override
+    def reopen(self, position: Position, bookmark: Bookmark | None) -> Iterator[Triple]:
+        return open_loader(self.loader(position), self.read, position, bookmark)
 
 
-class IterableSource(Source):
-    """Batches from a re-iterable object, or from a function that returns an iterator; `make` returns one for each pass.
+class FunctionSource(Source):
+    """The batches of what a function returns, which is called for each pass; `adapt` returns the source of that."""
 
-    `adapt` returns the source of an object that `make` returned, if its kind has its own source; `None` otherwise.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[], Any],
-        selection: Selection,
-        *,
-        inputs_only: bool = False,
-        num_batches: int | None = None,
-        is_endless: bool = False,
-        adapt: Callable[[Any], Source | None] = lambda made: None,
-    ) -> None:
+    def __init__(self, make: Callable[[], Any], adapt: Callable[[Any], Source]) -> None:
         self._make = make
-        self._selection = selection
-        self._inputs_only = inputs_only
-        self.num_batches = num_batches
-        self.is_endless = is_endless
         self._adapt = adapt
 
     @override
     def open(self, position: Position) -> Iterator[Triple]:
-        made = self._make()
-        source = self._adapt(made)
-        return drop(LoaderPass(made, self._read), position.examples) if source is None else source.open(position)
+        return self._adapt(self._make()).open(position)
 
     @override
     def reopen(self, position: Position, bookmark: Bookmark | None) -> Iterator[Triple]:
-        made = self._make()
-        source = self._adapt(made)
-        if source is not None:
-            return source.reopen(position, bookmark)
-        return resumed(LoaderPass(made, self._read, None if bookmark is None else bookmark.state), position, bookmark)
-
-    def _read(self, item: Any) -> Triple:
-        return self._selection.split(item, inputs_only=self._inputs_only)
+        return self._adapt(self._make()).reopen(position, bookmark)
 
 
-class _OneShotPass(Pass):
-    """The batches of an iterator from where it is; closing this pass does not close the iterator."""
-
-    def __init__(self, source: "OneShotSource") -> None:
-        self._source = source
-
-    @override
-    def __next__(self) -> Triple:
-        return self._source.take()
-
-    @override
-    def snapshot(self) -> Any:
-        return self._source.snapshot()
-
-
-class OneShotSource(Source):
-    """Batches from an iterator that can be consumed only once; `convert` is applied to each."""
+class OneShotSource(Source, Pass):
+    """Batches from an iterator that can be consumed only once; `convert` is applied to each. It is its own pass, and closing that keeps the iterator open."""
 
     can_restart = can_reread = False
 
-    def __init__(self, iterator: Iterator[Any], selection: Selection, *, inputs_only: bool = False, convert: Callable[[Any], Any] = lambda item: item) -> None:
+    def __init__(self, iterator: Iterator[Any], options: DataOptions, convert: Callable[[Any], Any] = lambda item: item) -> None:
         self.iterator = iterator
-        self._read: Callable[[Any], Triple] = lambda item: selection.split(convert(item), inputs_only=inputs_only)
+        self.options = options
+        self._convert = convert
         self._pushed_back: list[Triple] = []
         self._has_started = False
         self.taken = 0
-        self.is_endless = isinstance(iterator, itertools.cycle | itertools.count) or (isinstance(iterator, itertools.repeat) and _repeats_forever(iterator))
+        self.is_endless = isinstance(iterator, itertools.cycle | itertools.count | itertools.repeat) and operator.length_hint(iterator, -1) < 0
 
     @override
     def open(self, position: Position) -> Iterator[Triple]:
-        missing = position.examples - self.taken
-        return drop(_OneShotPass(self), missing) if missing > 0 else _OneShotPass(self)
+        return drop(self, max(0, position.examples - self.taken))
 
     @override
     def reopen(self, position: Position, bookmark: Bookmark | None) -> Iterator[Triple]:
@@ -521,19 +286,19 @@ class OneShotSource(Source):
         set_state(methods[1], bookmark.state, self.iterator)
         self._pushed_back.clear()
         self.taken = bookmark.position.examples
-        return drop(_OneShotPass(self), position.examples, seen=self.taken, warns=False)
+        return drop(self, position.examples, seen=self.taken, warns=False)
 
+    @override
     def snapshot(self) -> Any:
-        """Returns the iterator's state before the next batch; `None` if it has none, or if that batch was pushed back."""
         methods = state_methods(self.iterator)
         return None if methods is None or self._pushed_back else methods[0]()
 
-    def take(self) -> Triple:
-        """Returns the next batch, or raises `StopIteration`."""
+    @override
+    def __next__(self) -> Triple:
         if not self._has_started:
             self._has_started = True
             start_workers(self.iterator)
-        triple = self._pushed_back.pop() if self._pushed_back else self._read(next(self.iterator))
+        triple = self._pushed_back.pop() if self._pushed_back else self.options.split(self._convert(next(self.iterator)))
         self.taken += count_examples(triple)
         return triple
 
@@ -543,9 +308,145 @@ class OneShotSource(Source):
         self.taken -= count_examples(triple)
 
 
-def _repeats_forever(iterator: "itertools.repeat[Any]") -> bool:
-    try:
-        iterator.__length_hint__()
-    except TypeError:
-        return True
-    return False
+@dataclasses.dataclass
+class _Epochs:
+    """What an object's hooks were told: how many epochs have ended, and whether another one has begun."""
+
+    ended: int = 0
+    is_open: bool = False
+
+
+# By object, because a trainer may get the same object in several calls.
+_EPOCHS: "weakref.WeakKeyDictionary[Any, _Epochs]" = weakref.WeakKeyDictionary()
+
+
+class SequenceSource(IterableSource):
+    """The batches `data[0]`, ..., `data[len(data) - 1]` in each pass, such as of Keras's `PyDataset`.
+
+    A pass begins with `data.on_epoch_begin()` and ends with `data.on_epoch_end()`, if `data` has these methods, as in Keras. A resume calls the hooks of the
+    passes before, or loads the state of `data` if it has `state_dict` and `load_state_dict`, so that data which reshuffles there repeats its order.
+    """
+
+    def __init__(self, data: Any, options: DataOptions) -> None:
+        super().__init__(data, options)
+        self.set_length(data, self.length(), is_endless=self.length() is None)
+        self._is_undisturbed = False
+        # Keras's `ImageDataGenerator` draws random numbers for each batch.
+        self._draws_for_batches = hasattr(data, "total_batches_seen")
+        self.can_reread = self._hook("on_epoch_begin") is None and not self._draws_for_batches
+        try:
+            self.epochs = _EPOCHS.setdefault(data, _Epochs())
+        except TypeError:  # It has no hash, or there are no weak references to it.
+            self.epochs = _Epochs()
+
+    @classmethod
+    @override
+    def matches(cls, data: Any) -> bool:
+        # A list or tuple may be in-memory data, and a mapping has keys instead of numbers.
+        if isinstance(data, type | str | bytes | list | tuple | Mapping) or not hasattr(data, "__getitem__"):
+            return False
+        return hasattr(data, "__len__") or any(base.__name__ == "PyDataset" and base.__module__.startswith("keras.") for base in type(data).__mro__)
+
+    def length(self) -> int | None:
+        """Returns the number of batches, which may change from pass to pass; `None` if there is no end."""
+        return len(self.data) if hasattr(self.data, "__len__") else self.data.num_batches
+
+    @override
+    def loader(self, position: Position) -> Any:
+        return _Epoch(self)
+
+    @override
+    def reopen(self, position: Position, bookmark: Bookmark | None) -> Iterator[Triple]:
+        epoch = _Epoch(self)
+        if bookmark is None:
+            self.replay(position.passes)
+        else:
+            epoch.load_state_dict(bookmark.state)
+        epoch.is_open = self.epochs.is_open
+        seen = 0 if bookmark is None else bookmark.position.examples
+        return drop(LoaderPass(epoch, self.read), position.examples, seen=seen, warns=bookmark is None)
+
+    def replay(self, ended: int) -> None:
+        """Calls the hooks of earlier passes, unless this process has run these passes."""
+        epochs = self.epochs
+        if epochs.ended == ended > 0 or all(self._hook(name) is None for name in ("on_epoch_begin", "on_epoch_end")):
+            return
+        if epochs.ended > ended or self._draws_for_batches:
+            reason = "has been iterated over before" if epochs.ended > ended else "draws its order from NumPy's global generator"
+            warn(
+                f"The {type(self.data).__name__} {reason}, so its order of examples cannot be repeated. This run will differ from an uninterrupted one. "
+                "Pass a new object whose order depends only on how often on_epoch_begin and on_epoch_end were called."
+            )
+        while epochs.ended < ended:
+            self.begin()
+            self.end()
+
+    def _hook(self, name: str) -> Callable[[], Any] | None:
+        hook = getattr(self.data, name, None) if self.calls_hooks else None
+        is_default = getattr(hook, "__qualname__", "").startswith("PyDataset.")
+        return hook if callable(hook) and not is_default else None
+
+    def begin(self) -> None:
+        """Calls `on_epoch_begin` of the data, and first `on_epoch_end` if a pass was not read to its end."""
+        self.end()
+        if self.calls_hooks and not self._is_undisturbed:
+            self.epochs.is_open = True
+            if (hook := self._hook("on_epoch_begin")) is not None:
+                hook()
+
+    def end(self) -> None:
+        """Calls `on_epoch_end` of the data."""
+        if self.calls_hooks and not self._is_undisturbed and self.epochs.is_open:
+            self.epochs.ended, self.epochs.is_open = self.epochs.ended + 1, False
+            if (hook := self._hook("on_epoch_end")) is not None:
+                hook()
+
+    @override
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        self._is_undisturbed = True
+        try:
+            yield
+        finally:
+            self._is_undisturbed = False
+
+
+class _Epoch:
+    """The batches of a pass. Its state says which one is next, and which hooks were called."""
+
+    def __init__(self, source: SequenceSource) -> None:
+        self._source = source
+        self._next = 0
+        self.is_open = False
+
+    def __iter__(self) -> Iterator[Any]:
+        source = self._source
+        if not self.is_open:
+            source.begin()
+            self.is_open = True
+        length = source.length()
+        while length is None or self._next < length:
+            try:
+                item = source.data[self._next]
+            except IndexError as error:
+                raise DataError(
+                    f"`{source.options.name}` is a {type(source.data).__name__} of {length} batches, but its batch {self._next} raised an IndexError: {error}. "
+                    "Return the number of batches from __len__, and batch i from __getitem__(i)."
+                ) from error
+            self._next += 1
+            yield item
+        source.end()
+
+    def state_dict(self) -> dict[str, Any]:
+        source = self._source
+        data = source.data.state_dict() if has_states(source.data) else None
+        return {"next": self._next, "ended": source.epochs.ended, "is_open": self.is_open, "data": data}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        source = self._source
+        if state["data"] is not None and has_states(source.data):
+            set_state(source.data.load_state_dict, state["data"], source.data)
+            source.epochs.ended, source.epochs.is_open = state["ended"], state["is_open"]
+        else:
+            source.replay(state["ended"])
+        self._next = state["next"]

@@ -6,14 +6,14 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from typing_extensions import override
 
+from fitflax.data.arrays import IndexedSource
 from fitflax.data.batch import Position, Triple, check_fits
-from fitflax.data.indexed import IndexedSource
-from fitflax.data.resumable import RowsPass
+from fitflax.data.sources import DataOptions
 from fitflax.errors import ConfigError, DataError
 from fitflax.integers import is_integer
 
@@ -148,31 +148,24 @@ def _mixed(values: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
 
 
 class TokenSource(IndexedSource):
-    """Batches of windows of a `TokenFile`; other arguments as in `adapt`.
+    """Batches of windows of a `TokenFile`. With shuffling, each pass has its own order and its own offset of the first window."""
 
-    With shuffling, each pass has its own order and its own offset of the first window.
-    """
-
+    kinds = (f"{__name__}.TokenFile",)
     is_checked = True
 
-    def __init__(
-        self, tokens: TokenFile, *, inputs_only: bool = False, batch_size: int = 32, shuffle: bool = False, seed: int = 0, drop_remainder: bool = False
-    ) -> None:
-        self._tokens, self._inputs_only = tokens, inputs_only
+    def __init__(self, data: TokenFile, options: DataOptions) -> None:
+        self._tokens = data
         # With an offset of up to `length` tokens, one window less may fit.
-        rows = max(1, tokens.num_tokens // tokens.length - 1) if shuffle else len(tokens)
-        super().__init__(rows, batch_size=batch_size, shuffle=shuffle, seed=seed, drop_remainder=drop_remainder)
+        super().__init__(max(1, data.num_tokens // data.length - 1) if options.shuffle else len(data), options)
 
     @override
     def open(self, position: Position) -> Iterator[Triple]:
-        assert self.batch_size is not None and self.num_examples is not None
-        rows = range(position.examples, self.num_examples)
         if not self.shuffles:
-            return RowsPass(self.read, rows, self.batch_size)
-        key = [self._seed, position.passes]
+            return self.make_pass(position, self.read, None)
+        key = [self.options.seed, position.passes]
         room = min(self._tokens.length, self._tokens.num_tokens - self._rows * self._tokens.length)
         begin = int(np.random.default_rng([*key, 0]).integers(room))
-        return RowsPass(functools.partial(self._read, begin), rows, self.batch_size, Permutation(self._rows, [*key, 1]))
+        return self.make_pass(position, functools.partial(self._read, begin), Permutation(self._rows, [*key, 1]).__getitem__)
 
     @override
     def read(self, rows: Any) -> Triple:
@@ -180,12 +173,11 @@ class TokenSource(IndexedSource):
 
     def _read(self, begin: int, rows: "np.ndarray[Any, Any]") -> Triple:
         x, y = self._tokens.windows(begin + rows * self._tokens.length)
-        return Triple(x, () if self._inputs_only else y, None)
+        return Triple(x, () if self.options.inputs_only else y, None)
 
     @override
-    def divide(self, fraction: float, batch_size: int | None = None) -> "tuple[TokenSource, TokenSource]":
+    def part(self, begin: int, end: int, options: DataOptions) -> Self:
         tokens = self._tokens
-        middle = tokens.begin + self.cut(fraction) * tokens.length
-        head = dataclasses.replace(tokens, end=middle + 1)  # The last target of the first part is the first input of the second.
-        tail = dataclasses.replace(tokens, begin=middle, end=tokens.begin + tokens.num_tokens)
-        return TokenSource(head, **self.options), TokenSource(tail, batch_size=batch_size or self.options["batch_size"])
+        # The last target of one part is the first input of the next.
+        last = end * tokens.length + 1 if end < self._rows else tokens.num_tokens
+        return type(self)(dataclasses.replace(tokens, begin=tokens.begin + begin * tokens.length, end=tokens.begin + last), options)

@@ -5,7 +5,7 @@ PyTorch is never imported here: a user who passes one of its objects has importe
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,48 +13,31 @@ import jax.numpy as jnp
 import numpy as np
 from typing_extensions import override
 
-from fitflax.data.batch import Position, Selection, Triple
-from fitflax.data.huggingface import has_exact_state, is_stream
-from fitflax.data.resumable import Bookmark, Pass, drop, has_states, set_state
-from fitflax.data.sources import Source
-from fitflax.data.whole_batches import is_structure
+from fitflax.data.batch import Position, Triple, is_structure
+from fitflax.data.loader_state import Bookmark, Pass, drop, has_exact_state, has_states, set_state
+from fitflax.data.sources import AdaptedSource, DataOptions, is_instance
 from fitflax.errors import DataError, warn
 from fitflax.integers import is_integer
 
-__all__ = ["TorchSource", "is_bare_dataset", "is_loader", "is_loader_iterator", "is_tensor", "torch_batch"]
+__all__ = ["TorchSource", "is_loader_iterator", "is_tensor", "torch_batch"]
 
 _MODULE = "torch.utils.data"
 
 
-def is_loader(data: Any) -> bool:
-    """Returns whether `data` is a PyTorch `DataLoader`, or an instance of a subclass."""
-    module = sys.modules.get(_MODULE)
-    return module is not None and isinstance(data, module.DataLoader)
-
-
-def is_bare_dataset(data: Any) -> bool:
-    """Returns whether `data` is a PyTorch dataset, which yields single examples."""
-    module = sys.modules.get(_MODULE)
-    return module is not None and isinstance(data, module.Dataset)
-
-
 def is_tensor(data: Any) -> bool:
     """Returns whether `data` is a PyTorch tensor."""
-    module = sys.modules.get("torch")
-    return module is not None and hasattr(module, "Tensor") and isinstance(data, module.Tensor)
+    return is_instance(data, "torch.Tensor")
 
 
 def is_loader_iterator(data: Any) -> bool:
     """Returns whether `data` is an iterator of a PyTorch loader."""
-    module = sys.modules.get(_MODULE)
-    return module is not None and any(base.__module__.startswith(_MODULE) or base.__module__.startswith("torchdata.") for base in type(data).__mro__)
+    return _MODULE in sys.modules and any(base.__module__.startswith((_MODULE, "torchdata.")) for base in type(data).__mro__)
 
 
 def torch_batch(item: Any) -> Any:
     """Returns an item of a `DataLoader` with tensors as NumPy arrays (without a copy where possible) and lists as tuples."""
-    torch = sys.modules["torch"]
-    if isinstance(item, torch.Tensor):
-        return _array(torch, item)
+    if is_tensor(item):
+        return _array(sys.modules["torch"], item)
     if type(item) in (list, tuple):
         return tuple(map(torch_batch, item))
     if is_structure(item) and not isinstance(item, dict):
@@ -74,27 +57,28 @@ def _array(torch: Any, tensor: Any) -> np.ndarray[Any, Any]:
         raise DataError(f"A tensor of dtype {tensor.dtype} and layout {tensor.layout} cannot be converted to an array: {error}") from error
 
 
-class TorchSource(Source):
+class TorchSource(AdaptedSource):
     """Batches of a `DataLoader`. One with `state_dict` and `load_state_dict`, such as torchdata's `StatefulDataLoader`, can seek.
 
     A data set or sampler with `set_epoch` receives the number of each pass.
     """
 
-    def __init__(self, loader: Any, selection: Selection, *, inputs_only: bool = False) -> None:
-        self._loader = loader
-        self._selection = selection
-        self._inputs_only = inputs_only
-        self.batch_size = loader.batch_size
+    kinds = (f"{_MODULE}.DataLoader",)
+
+    def __init__(self, data: Any, options: DataOptions) -> None:
+        super().__init__(data, options)
+        self._loader = data
+        self.batch_size = data.batch_size
         # The length of an iterable dataset may be wrong, and asking for it makes PyTorch warn later.
-        if not isinstance(loader.dataset, sys.modules[_MODULE].IterableDataset):
-            self.num_batches = _length(loader)
-            rows = _length(loader.sampler)
+        if not is_instance(data.dataset, f"{_MODULE}.IterableDataset"):
+            self.num_batches = _length(data)
+            rows = _length(data.sampler)
             if self.batch_size is not None and rows:
                 self.batch_size = min(self.batch_size, rows)
         if self.num_batches == 0:
-            raise DataError(f"The {type(loader).__name__} is empty: it has 0 batches.")
+            raise DataError(f"The {type(data).__name__} is empty: it has 0 batches.")
         # PyTorch's own collation allocates new tensors for each batch.
-        self.owns_batches = loader.batch_size is not None and loader.collate_fn is sys.modules[_MODULE].default_collate
+        self.owns_batches = data.batch_size is not None and data.collate_fn is sys.modules[_MODULE].default_collate
         # The pass whose number the data set and the samplers have, and their epochs after it was set.
         self._announced: int | None = None
         self._epochs: list[int | None] = []
@@ -125,13 +109,13 @@ class TorchSource(Source):
             elif bookmark is None or saved is not None or not any(taker is each for each in data_sets):
                 taker.set_epoch(position.passes)
             # Otherwise the state is from fitflax 0.1, which did not set the epoch of data sets.
-        self._epochs = [_epoch_of(taker) for taker in takers]
+        self._epochs = _epochs_of(takers)
 
     @override
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
         generators = self._generators()
-        states, had_workers = [generator.get_state() for generator in generators], _keeps_iterator(self._loader)
+        states, had_workers = _states_of(generators), _keeps_iterator(self._loader)
         try:
             yield
         finally:
@@ -142,37 +126,33 @@ class TorchSource(Source):
 
     def _open_pass(self, position: Position, state: Any) -> "_TorchPass":
         # With `steps_per_epoch`, a pass may begin inside an epoch, after a callback has set another epoch.
-        epochs = [_epoch_of(taker) for taker in self._epoch_takers()]
+        epochs = _epochs_of(self._epoch_takers())
         if self._announced != position.passes and self._epochs in ([], epochs):
             self.announce(position)
         else:
             self._epochs = epochs
         self._announced = None
-        return _TorchPass(self._loader, self._read, self._generators(), self._epoch_takers(), state, has_states=self._has_states)
+        epochs = _epochs_of(self._epoch_takers())
+        return _TorchPass(self._loader, lambda item: self.options.split(torch_batch(item)), self._generators(), epochs, state, has_states=self._has_states)
 
     @property
     def _has_states(self) -> bool:
         """Whether the loader can seek."""
-        return has_states(self._loader) and all(has_exact_state(each) for each in self._data_sets() if is_stream(each))
+        return has_states(self._loader) and all(has_exact_state(each) for each in self._data_sets() if is_instance(each, "datasets.IterableDataset"))
 
     def _data_sets(self) -> list[Any]:
         return _distinct(_data_sets_in(self._loader.dataset))
+
+    def _samplers(self) -> list[Any]:
+        batches = self._loader.batch_sampler
+        return _distinct([self._loader.sampler, batches, getattr(batches, "sampler", None)])
 
     def _epoch_takers(self) -> list[Any]:
         """Returns the samplers and data sets whose order depends on the number of the pass."""
         return [each for each in _distinct([*self._samplers(), *self._data_sets()]) if callable(getattr(each, "set_epoch", None))]
 
-    def _read(self, item: Any) -> Triple:
-        return self._selection.split(torch_batch(item), inputs_only=self._inputs_only)
-
-    def _samplers(self) -> list[Any]:
-        batches = self._loader.batch_sampler
-        found = [self._loader.sampler, batches, getattr(batches, "sampler", None)]
-        return [sampler for sampler in _distinct(found) if sampler is not None]
-
     def _generators(self) -> list[Any]:
-        owners = [self._loader, *self._samplers()]
-        return [generator for generator in _distinct(getattr(owner, "generator", None) for owner in owners) if generator is not None]
+        return _distinct(getattr(owner, "generator", None) for owner in [self._loader, *self._samplers()])
 
     def _warn_if_not_repeatable(self, bookmark: Bookmark | None) -> None:
         # Samplers that shuffle have this attribute; if it is None, they draw from the global generator.
@@ -196,36 +176,30 @@ class _TorchPass(Pass):
     Its state holds the generators' states from before that, the epochs of the samplers and data sets that have one and, if the loader can seek, its state.
     """
 
-    def __init__(self, loader: Any, read: Any, generators: list[Any], takers: list[Any], state: Any, *, has_states: bool) -> None:
-        self._loader = loader
-        self._read = read
-        self._generators = generators
-        self._has_states = has_states
-        self._epochs = [_epoch_of(each) for each in takers]
+    def __init__(self, loader: Any, read: Callable[[Any], Triple], generators: list[Any], epochs: list[int | None], state: Any, *, has_states: bool) -> None:
+        self._loader, self._read, self._generators, self._epochs, self._has_states = loader, read, generators, epochs, has_states
         self._iterator: Any = None
-        self._num_left = _length(loader) if state is None or state["loader"] is None else None
-        self._states_at_begin: list[Any] | None = None
-        self._is_at_beginning = True
-        self._states_in_pass: list[Any] = []
-        if state is not None:
-            self._states_at_begin = list(state["generators"])
-            if len(self._states_at_begin) != len(generators):
-                raise DataError(
-                    f"The {type(loader).__name__} of the saved run had {len(self._states_at_begin)} generators, but this one has {len(generators)}. "
-                    "Create it in the same way."
-                )
-            self._is_at_beginning = state["loader"] is None
-            if self._is_at_beginning and state["is_kept"] and not _keeps_iterator(loader):
-                iter(loader)  # The saved pass was not the workers' first one, for which a loader draws a seed.
-            self._states_in_pass = state["inside"]
-            self._set_generators(self._states_at_begin)
-            if state["loader"] is not None:
-                set_state(loader.load_state_dict, state["loader"], loader)
+        self._is_at_beginning = state is None or state["loader"] is None
+        self._num_left = _length(loader) if self._is_at_beginning else None
+        self._states_at_begin: list[Any] | None = None if state is None else list(state["generators"])
+        self._states_in_pass: list[Any] = [] if state is None else state["inside"]
+        if self._states_at_begin is None:
+            return
+        if len(self._states_at_begin) != len(generators):
+            raise DataError(
+                f"The {type(loader).__name__} of the saved run had {len(self._states_at_begin)} generators, but this one has {len(generators)}. "
+                "Create it in the same way."
+            )
+        if self._is_at_beginning and state["is_kept"] and not _keeps_iterator(loader):
+            iter(loader)  # The saved pass was not the workers' first one, for which a loader draws a seed.
+        self._set_generators(self._states_at_begin)
+        if not self._is_at_beginning:
+            set_state(loader.load_state_dict, state["loader"], loader)
 
     def _begin(self) -> Any:
         if self._iterator is None:
             if self._states_at_begin is None:
-                self._states_at_begin = [generator.get_state() for generator in self._generators]
+                self._states_at_begin = _states_of(self._generators)
             self._iterator = iter(self._loader)
             # Without workers, torchdata draws fewer numbers when it restores a state than when it begins a pass.
             self._set_generators(self._states_in_pass)
@@ -235,15 +209,11 @@ class _TorchPass(Pass):
         for generator, saved in zip(self._generators, states, strict=False):
             set_state(generator.set_state, saved, generator)
 
-    def _state(self, generators: list[Any], loader: Any) -> dict[str, Any]:
-        inside = [generator.get_state() for generator in self._generators] if loader is not None and self._loader.num_workers == 0 else []
-        return {"generators": generators, "loader": loader, "inside": inside, "is_kept": _keeps_iterator(self._loader), "epochs": self._epochs}
-
     @override
     def __next__(self) -> Triple:
         item = next(self._begin())
         self._num_left = None if self._num_left is None else self._num_left - 1
-        return self._read(item)  # type: ignore[no-any-return]
+        return self._read(item)
 
     @property
     @override
@@ -252,12 +222,16 @@ class _TorchPass(Pass):
 
     @override
     def snapshot(self) -> Any:
-        if self._iterator is None and self._is_at_beginning and (self._generators or (self._epochs and not self._has_states)):
-            return self._state([generator.get_state() for generator in self._generators], None)
+        is_new = self._iterator is None and self._is_at_beginning
+        state = {"loader": None, "inside": [], "is_kept": _keeps_iterator(self._loader), "epochs": self._epochs}
+        if is_new and (self._generators or (self._epochs and not self._has_states)):
+            return {**state, "generators": _states_of(self._generators)}
         if not self._has_states:
             return None
         self._begin()  # Otherwise the loader reports the state of an earlier, unfinished pass.
-        return self._state(self._states_at_begin or [], self._loader.state_dict())
+        loader = self._loader.state_dict()
+        inside = _states_of(self._generators) if self._loader.num_workers == 0 else []
+        return {**state, "generators": self._states_at_begin or [], "loader": loader, "inside": inside}
 
     @override
     def close(self) -> None:
@@ -279,10 +253,14 @@ def _keeps_iterator(loader: Any) -> bool:
     return bool(getattr(loader, "persistent_workers", False)) and getattr(loader, "_iterator", None) is not None
 
 
-def _epoch_of(taker: Any) -> int | None:
-    """Returns the epoch of a data set or sampler; `None` if it has none as an attribute."""
-    epoch: Any = getattr(taker, "epoch", None)
-    return int(epoch) if is_integer(epoch, 0) else None
+def _epochs_of(takers: list[Any]) -> list[int | None]:
+    """Returns the epochs of data sets and samplers; `None` for one without such an attribute."""
+    epochs: list[Any] = [getattr(taker, "epoch", None) for taker in takers]
+    return [int(epoch) if is_integer(epoch, 0) else None for epoch in epochs]
+
+
+def _states_of(generators: list[Any]) -> list[Any]:
+    return [generator.get_state() for generator in generators]
 
 
 def _length(thing: Any) -> int | None:
@@ -292,5 +270,6 @@ def _length(thing: Any) -> int | None:
         return None
 
 
-def _distinct(things: Any) -> list[Any]:
-    return list({id(thing): thing for thing in things}.values())
+def _distinct(things: Iterable[Any]) -> list[Any]:
+    """Returns objects without duplicates and `None`."""
+    return [thing for thing in {id(thing): thing for thing in things}.values() if thing is not None]

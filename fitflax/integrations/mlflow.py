@@ -4,16 +4,16 @@ import hashlib
 import importlib
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
-from fitflax.callbacks.store_callback import StoreCallback
+from fitflax.callbacks.model_checkpoint import StoreCallback
 from fitflax.errors import CallbackError
-from fitflax.integrations.interface import Tracker
-from fitflax.integrations.points import Point
+from fitflax.integrations import import_package
+from fitflax.integrations.interface import Point, Tracker
 from fitflax.integrations.tracker import TrackerLogger
 from fitflax.storage.file_names import relative_path
 from fitflax.triggers import Trigger
@@ -80,10 +80,7 @@ class _MLflow(Tracker):
     """MLflow, through its client. The arguments are those of `MLflowLogger`."""
 
     def __init__(self, experiment: str | None, name: str | None, uri: str | None, tags: dict[str, str], log_system_metrics: bool | None) -> None:
-        try:
-            importlib.import_module("mlflow")
-        except ImportError as error:
-            raise ImportError("MLflowLogger needs the package mlflow: pip install 'fitflax[mlflow]'.") from error
+        import_package("mlflow", owner="MLflowLogger")
         self._experiment, self._run_name, self._given_uri, self._tags, self._log_system_metrics = experiment, name, uri, tags, log_system_metrics
         self._uri = ""
         self._client: Any = None
@@ -140,16 +137,14 @@ class _MLflow(Tracker):
         elif not is_new:
             self._client.update_run(self._run_id, status="RUNNING")
         self._log_params({self._key(key): str(value)[:_MAX_PARAM_LENGTH] for key, value in config.items()}, run.data.params)
-        if self._given is None and self._monitor is None and self._wants_system_metrics():
+        log_system_metrics = self._log_system_metrics
+        if log_system_metrics is None:
+            log_system_metrics = bool(importlib.import_module("mlflow.environment_variables").MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING.get())
+        if self._given is None and self._monitor is None and log_system_metrics:
             monitors = importlib.import_module("mlflow.system_metrics.system_metrics_monitor")
             self._monitor = monitors.SystemMetricsMonitor(self._run_id, resume_logging=not is_new, tracking_uri=self._uri)
             self._monitor.start()
         return str(self._run_id)
-
-    def _wants_system_metrics(self) -> bool:
-        if self._log_system_metrics is None:
-            return bool(importlib.import_module("mlflow.environment_variables").MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING.get())
-        return self._log_system_metrics
 
     def _find_run(self, run_id: str | None, name: str) -> Any:
         """Returns the run with this id or, if there is none, the one that fitflax began under this name."""
@@ -196,18 +191,15 @@ class _MLflow(Tracker):
                 if (name, point.step) not in self._logged:
                     self._log_image(name, point, png)
                     self._logged.add((name, point.step))
-        metrics = [metric for point in points for metric in self._metrics(point) if (metric.key, metric.step) not in self._logged]
+        make = self._mlflow.entities.Metric
+        metrics = [make(self._key(key), value, round(point.seconds * 1000), point.step) for point in points for key, value in point.values.items()]
+        metrics = [metric for metric in metrics if (metric.key, metric.step) not in self._logged]
         for begin in range(0, len(metrics), _MAX_METRICS):
             part = metrics[begin : begin + _MAX_METRICS]
             self._client.log_batch(self._run_id, metrics=part)
             self._logged |= {(metric.key, metric.step) for metric in part}
         steps = {point.step for point in points}
         self._logged = {(name, step) for name, step in self._logged if step not in steps}
-
-    def _metrics(self, point: Point) -> Iterator[Any]:
-        make = self._mlflow.entities.Metric
-        for key, value in point.values.items():
-            yield make(self._key(key), value, round(point.seconds * 1000), point.step)
 
     def _log_image(self, name: str, point: Point, png: bytes) -> None:
         from PIL import Image

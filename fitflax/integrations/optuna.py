@@ -1,6 +1,5 @@
 """`OptunaPruning` reports a run to an Optuna trial and stops it when Optuna prunes it. `resume_trials` resumes unfinished trials of a killed study."""
 
-import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,26 +7,22 @@ from typing import Any
 import jax
 from typing_extensions import override
 
-from fitflax.callbacks.base import Callback, Phase
-from fitflax.callbacks.monitor import Monitor
+from fitflax.callbacks.base import failure_since
+from fitflax.callbacks.early_stopping import MonitorCallback
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.errors import CallbackError, ConfigError
-from fitflax.logs import Logs
+from fitflax.integrations import import_package
 
 __all__ = ["OptunaPruning", "resume_trials"]
 
 _REASON = "OptunaPruning: "
-_TIMES = ("epoch", "validation")
 
 
 def _optuna() -> Any:
-    try:
-        return importlib.import_module("optuna")
-    except ImportError as error:
-        raise ImportError("fitflax.integrations.optuna needs the package optuna: pip install 'fitflax[optuna]'.") from error
+    return import_package("optuna", owner="fitflax.integrations.optuna")
 
 
-class OptunaPruning(Callback):
+class OptunaPruning(MonitorCallback):
     """Reports a monitored value to an Optuna trial, and stops training when Optuna prunes the trial.
 
     A pruned run ends normally, with its last checkpoint and logs. Then `fit` raises `optuna.TrialPruned`, which `study.optimize` handles. A resumed run does
@@ -59,15 +54,12 @@ class OptunaPruning(Callback):
         optuna.create_study(pruner=optuna.pruners.MedianPruner()).optimize(objective, n_trials=20)
     """
 
-    phase = Phase.DECIDE
-    needs_gradients_norm = False
-    needs_trainer = True
-
     def __init__(self, trial: Any, monitor: str = "val_loss", *, mode: str | None = None, at: str = "epoch") -> None:
         _optuna()
+        super().__init__(monitor, mode)
         if (trial is None and jax.process_index() == 0) or (trial is not None and not (hasattr(trial, "report") and hasattr(trial, "should_prune"))):
             raise CallbackError(f"OptunaPruning(trial, ...) must be the trial that Optuna passes to the objective. Received: {trial!r}.")
-        if at not in _TIMES:
+        if at not in ("epoch", "validation"):
             raise CallbackError(f"OptunaPruning(at=...) must be 'epoch' or 'validation'. Received: {at!r}.")
         # A `FixedTrial` has no study.
         self._study = getattr(trial, "study", None)
@@ -77,39 +69,28 @@ class OptunaPruning(Callback):
             )
         self.trial = trial
         self.at = at
-        self._monitor = Monitor("OptunaPruning", monitor, mode)
         self._reason = ""
         self._reported: set[int] = set()
         self._failure_before: BaseException | None = None
 
     @override
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:
-        self._monitor.check_sets(self.params.get("validation_sets"))
+        super().on_train_begin(logs)
         self._reason, self._failure_before = "", sys.exception()
         if self._study is not None:
             self._reported = set(self._study.get_trials(deepcopy=False)[self.trial.number].intermediate_values)
 
     @override
-    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        self._report(self.trainer.step if self.at == "validation" else epoch, logs)
-
-    @override
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
-        # A validation in the middle of an epoch; those at its end come with on_epoch_end.
-        if self.at == "validation" and not checkpoint.epoch_ends and self._monitor.key in checkpoint.evaluated:
-            self._report(checkpoint.step, checkpoint.logs)
+        if self.at == "validation":
+            super().on_checkpoint(checkpoint)
 
     @override
-    def load_closing(self, step: int, epoch: int, logs: Logs) -> None:
-        self._report(step if self.at == "validation" else epoch, logs)
-
-    def _report(self, step: int, logs: Logs) -> None:
+    def _observe(self, epoch: int, value: float) -> None:
         if self.trial is None or jax.process_index():
             return
-        value = self._monitor.value(logs, self.params.get("validation_sets", ()))
-        if value is None:
-            return
         self._check_direction()
+        step = self.trainer.step if self.at == "validation" else epoch
         if step not in self._reported:
             self.trial.report(value, step)
             self._reported.add(step)
@@ -130,15 +111,9 @@ class OptunaPruning(Callback):
 
     @override
     def on_train_end(self, logs: Mapping[str, Any]) -> None:
-        reason, error = self.trainer.stop_reason, sys.exception()
-        has_failed = error is not None and error is not self._failure_before
-        if not has_failed and reason is not None and reason.startswith(_REASON):
+        reason = self.trainer.stop_reason
+        if failure_since(self._failure_before) is None and reason is not None and reason.startswith(_REASON):
             raise _optuna().TrialPruned(reason.removeprefix(_REASON))
-
-    @property
-    @override
-    def state_key(self) -> str:
-        return f"{type(self).__name__}(monitor={self._monitor.key!r})"
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The queue of points for a tracker, and the thread that sends them.
+"""`Outbox`: the queue of points for a tracker, and the thread that sends them. `RunStart` begins or resumes a run in the tracker.
 
 The training thread only appends to a deque. The sending thread reads points from the device, sends them every few seconds in one request, and keeps those
 that could not be sent. An outbox and its tracker belong to one run, so an abandoned thread that is still in a request cannot change the next run. There are
@@ -8,20 +8,22 @@ no locks that an interrupt could leave locked; see `fitflax.background`.
 import collections
 import contextlib
 import dataclasses
+import hashlib
 import itertools
+import json
 import queue
+import subprocess
+import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fitflax.background import Background
 from fitflax.errors import FitflaxError
-from fitflax.integrations.interface import Tracker
-from fitflax.integrations.points import Point, Reading
-from fitflax.integrations.run_start import RunStart
+from fitflax.integrations.interface import Point, Reading, Tracker
 
-__all__ = ["Ending", "Outbox"]
+__all__ = ["Ending", "Outbox", "RunStart"]
 
 # Seconds between two attempts while the tracker cannot be reached, with exponential backoff.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
@@ -33,6 +35,52 @@ _CAPACITY_OF_UNREAD = 200
 # How many consecutive points a tracker may reject, plus one for each earlier failure, until that counts as a failure of the tracker.
 _MAX_REJECTIONS = 3
 _NICENESS = 10
+# Settings that may change when a run is resumed.
+_NOT_COMPARED = ("epochs", "log_every")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunStart:
+    """Everything that the sending thread needs to begin a run."""
+
+    name: str  # The run's id in fitflax.
+    run_id: str | None = None  # The tracker's id of the run, if known.
+    config: Mapping[str, float | str | bool] = dataclasses.field(default_factory=dict)
+    settings_before: str | None = None  # The `settings` that were last logged.
+    changed_step: int = 0  # The step from which `config` applies, if it differs from those.
+
+    @property
+    def settings(self) -> str:
+        """The hyperparameters that distinguish runs, as text."""
+        return json.dumps({name: value for name, value in self.config.items() if name not in _NOT_COMPARED}, sort_keys=True)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the settings differ from those that were last logged."""
+        return self.settings_before is not None and self.settings_before != self.settings
+
+    def begin(self, tracker: Tracker, warn_once: Callable[[str, str], None]) -> tuple[str, int | None]:
+        """Begins or resumes the run in the tracker, or begins a new one if settings have changed. Called in the sending thread.
+
+        Returns:
+            The tracker's id of the run, and the step up to which points are in the old run; `None` if there is no old run.
+        """
+        commit = _git_commit()
+        config: dict[str, Any] = {**self.config, **({} if commit is None else {"git_commit": commit})}
+        before, now = self.settings_before, self.settings
+        # The name depends only on the run and its settings, so that a process without the id finds the run. A run that was killed before its first checkpoint
+        # begins again as the same run, and has the same values.
+        run_id = tracker.start(f"{self.name}-{_digest(before or now)}", self.run_id, config)
+        if self.run_id not in (None, run_id):
+            warn_once(
+                "run",
+                f"This run was logged to {tracker.title} as {self.run_id}. It continues as {run_id}: the active run, or a new one if the old run was deleted.",
+            )
+        if not self.has_changed or tracker.is_given or (tracker.last_step("loss") or 0) <= self.changed_step:
+            return run_id, None
+        tracker.finish("interrupted", {}, None)
+        config |= {"resumed_from": run_id, "resumed_step": self.changed_step}
+        return tracker.start(f"{self.name}-{_digest(now)}-{self.changed_step}", None, config), self.changed_step
 
 
 class Ending(NamedTuple):
@@ -74,7 +122,8 @@ class Outbox:
         self._num_failures = 0
         self._warnings: collections.deque[str] = collections.deque()
         self._ending: Ending | None = None
-        self._has_ended = self._has_tried_to_end = self._is_abandoned = self._was_down = self._has_warned_of_media = self._has_warned_of_rejection = False
+        self._warned: set[str] = set()  # The kinds of warnings that were queued.
+        self._has_ended = self._has_tried_to_end = self._is_abandoned = False
 
     # -- in the training thread --
 
@@ -109,17 +158,15 @@ class Outbox:
         waiting = list(self._waiting)  # Copied first, so that a reading that the thread moves meanwhile is in both, not in none.
         return [*(reading for sent, reading in list(self._unsettled) if sent > settled), *waiting]
 
-    def warn_later(self, message: str) -> None:
-        """Queues a warning for the training thread."""
-        self._warnings.append(message)
+    def warn_once(self, kind: str, message: str) -> None:
+        """Queues a warning for the training thread, the first of its kind."""
+        if kind not in self._warned:
+            self._warned.add(kind)
+            self._warnings.append(message)
 
     def take_warnings(self) -> list[str]:
         """Returns the queued warnings, and clears them."""
-        found = []
-        with contextlib.suppress(IndexError):
-            while True:
-                found.append(self._warnings.popleft())
-        return found
+        return [self._warnings.popleft() for _ in range(len(self._warnings))]
 
     def end(self, ending: Ending, *, seconds: float) -> bool:
         """Sends the remaining points, ends the run in the tracker, and returns whether that succeeded in this time.
@@ -162,7 +209,8 @@ class Outbox:
                 self._record_failure(error)
                 self._has_tried_to_end = ending is not None
             else:
-                self._record_success()
+                self._num_failures = 0
+                self._next_time = time.monotonic() + self._interval
 
     def _abandon_tracker(self) -> None:
         if not self._has_ended and self.run_id is not None:
@@ -170,26 +218,21 @@ class Outbox:
                 self.tracker.abandon()
 
     def _read_ready(self) -> None:
-        self._drop_oldest()
-        for reading in itertools.takewhile(lambda reading: reading.is_ready, list(self._waiting)):
-            self._read(reading)
-
-    def _drop_oldest(self) -> None:
         while len(self._waiting) > self._capacity:
             self._waiting.popleft()
             self.num_lost += 1
+        for reading in itertools.takewhile(lambda reading: reading.is_ready, list(self._waiting)):
+            self._read(reading)
 
     def _read(self, reading: Reading) -> Point:
         """Returns a point without the values that cannot be drawn or computed. The first failure is a warning."""
         try:
             return reading.read()
         except Exception as error:  # noqa: BLE001 (from a user's function that draws; the user is warned)
-            if not self._has_warned_of_media:
-                self._has_warned_of_media = True
-                self.warn_later(
-                    f"{self.tracker.title} does not receive the images of step {reading.step}: {str(error).rstrip('.')}. "
-                    "Later images that fail are left out, too."
-                )
+            self.warn_once(
+                "media",
+                f"{self.tracker.title} does not receive the images of step {reading.step}: {str(error).rstrip('.')}. Later images that fail are left out, too.",
+            )
         reading.drop_media()
         try:
             return reading.read()
@@ -200,7 +243,7 @@ class Outbox:
     def _send(self, ending: Ending | None) -> None:
         if self.run_id is None:
             assert self._start is not None
-            self.run_id, old_run_step = self._start.begin(self.tracker, self.warn_later)
+            self.run_id, old_run_step = self._start.begin(self.tracker, self.warn_once)
             self._old_run_step = -1 if old_run_step is None else old_run_step
         while self._waiting and not self._is_abandoned:
             batch = list(itertools.islice(list(self._waiting), _BATCH))
@@ -223,12 +266,12 @@ class Outbox:
         """Logs points. If the tracker rejects some and accepts others, the rejected ones are left out, with one warning."""
         try:
             self.tracker.log(points)
-        except Exception as error:
-            if _is_unreachable(error):
+        except Exception as failure:
+            if _is_unreachable(failure):
                 raise
-            self._log_each(points, batch, error)
-
-    def _log_each(self, points: Sequence[Point], batch: Sequence[Reading], first: Exception) -> None:
+            first = failure
+        else:
+            return
         rejected: list[tuple[Point, Exception]] = []
         has_accepted = False
         for point in points:
@@ -244,12 +287,12 @@ class Outbox:
                 raise first
         if not has_accepted:  # Perhaps the tracker rejects everything at the moment, so try again later.
             raise first
-        if rejected and not self._has_warned_of_rejection:
-            self._has_warned_of_rejection = True
+        if rejected:
             point, error = rejected[0]
-            self.warn_later(
+            self.warn_once(
+                "rejection",
                 f"{self.tracker.title} rejected the values of step {point.step}: {type(error).__name__}: {str(error).rstrip('.')}. "
-                "They are left out, and so are later values that it rejects."
+                "They are left out, and so are later values that it rejects.",
             )
 
     def _log_one(self, point: Point) -> Exception | None:
@@ -263,11 +306,11 @@ class Outbox:
                     raise
                 found = error
             else:
-                if found is not None and not self._has_warned_of_media:
-                    self._has_warned_of_media = True
-                    self.warn_later(
+                if found is not None:
+                    self.warn_once(
+                        "media",
                         f"{self.tracker.title} rejected the images of step {point.step}: {str(found).rstrip('.')}. They are left out, and so are later images "
-                        "that it rejects."
+                        "that it rejects.",
                     )
                 return None
         return found
@@ -289,17 +332,12 @@ class Outbox:
     def _record_failure(self, error: BaseException) -> None:
         self._num_failures += 1
         self._next_time = time.monotonic() + min(max(self._interval, _SHORTEST_PAUSE) * 2.0 ** min(self._num_failures - 1, 10), _LONGEST_PAUSE)
-        if not self._was_down:
-            self._was_down = True
-            what = f"cannot be reached: {error}" if _is_unreachable(error) else f"failed: {type(error).__name__}: {error}"
-            self._warnings.append(
-                f"{self.tracker.title} {what.rstrip('.')}. Training continues. Up to {self._capacity} points are kept and sent when "
-                "the tracker is available again."
-            )
-
-    def _record_success(self) -> None:
-        self._num_failures = 0
-        self._next_time = time.monotonic() + self._interval
+        what = f"cannot be reached: {error}" if _is_unreachable(error) else f"failed: {type(error).__name__}: {error}"
+        self.warn_once(
+            "failure",
+            f"{self.tracker.title} {what.rstrip('.')}. Training continues. Up to {self._capacity} points are kept and sent when the tracker is available "
+            "again.",
+        )
 
 
 def _is_unreachable(error: BaseException) -> bool:
@@ -317,3 +355,20 @@ def _merged(points: Iterable[Point]) -> list[Point]:
         else:
             found.append(point)
     return found
+
+
+def _digest(settings: str) -> str:
+    return hashlib.sha256(settings.encode()).hexdigest()[:6]
+
+
+def _git_commit() -> str | None:
+    """Returns the commit of the script's git repository, or of the current directory's; `None` if there is no repository or no git."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    for directory in ([Path(script).resolve().parent] if script else []) + [Path.cwd()]:
+        try:
+            found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=directory, capture_output=True, timeout=10, check=False, text=True)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        if found.returncode == 0 and found.stdout.strip():
+            return found.stdout.strip()
+    return None

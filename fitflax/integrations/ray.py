@@ -1,7 +1,6 @@
 """`RayReport` reports a run to Ray Train or Ray Tune. `checkpoint_path` finds the checkpoint that was reported to Ray Train."""
 
 import contextlib
-import importlib
 import json
 import sys
 import tempfile
@@ -12,12 +11,12 @@ from typing import Any
 import jax
 from typing_extensions import override
 
-from fitflax.callbacks.base import Callback, Phase, check_trigger
-from fitflax.callbacks.model_checkpoint import ModelCheckpoint
-from fitflax.callbacks.store_callback import StoreCallback
+from fitflax.callbacks.base import Callback, Phase, check_trigger, failure_since
+from fitflax.callbacks.model_checkpoint import ModelCheckpoint, StoreCallback
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.errors import CallbackError, ConfigError
-from fitflax.integrations.points import Reading
+from fitflax.integrations import import_package
+from fitflax.integrations.interface import Reading
 from fitflax.parallel.ray_worker import find_group, is_actor
 from fitflax.storage.urls import is_url
 from fitflax.triggers import Trigger
@@ -29,10 +28,7 @@ _POINTER = "fitflax.json"
 
 
 def _import(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError("fitflax.integrations.ray needs the package ray: pip install 'fitflax[ray]'.") from error
+    return import_package(name, owner="fitflax.integrations.ray")
 
 
 class RayReport(Callback):
@@ -122,10 +118,8 @@ class RayReport(Callback):
 
     @override
     def on_train_end(self, logs: Mapping[str, Any]) -> None:
-        error = sys.exception()
-        has_failed = error is not None and error is not self._failure_before
         was_interrupted = (self.trainer.stop_reason or "").startswith("interrupted by")
-        if self.checkpoint is None or has_failed or was_interrupted or _is_trial():
+        if self.checkpoint is None or failure_since(self._failure_before) is not None or was_interrupted or _is_trial():
             return
         # A resumed run with nothing left to do may not have been reported by the earlier process.
         self._last = self._last or _numbers(self.trainer.step, logs) | {"step": self.trainer.step}

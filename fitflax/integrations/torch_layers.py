@@ -5,6 +5,7 @@ name. Paths in the model are paths of modules, below `params`.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,7 @@ def dense(theirs: str, ours: str, *, bias: bool = True, transposed: bool = True)
     ['params/head/kernel', 'params/head/bias']
     """
     transpose = np.transpose if transposed else None
-    rules = [WeightRule(f"{theirs}.weight", f"params/{ours}/kernel", transpose, transpose)]
-    return [*rules, WeightRule(f"{theirs}.bias", f"params/{ours}/bias")] if bias else rules
+    return _weight_and_bias(theirs, ours, "kernel", transpose, transpose, bias=bias)
 
 
 def conv(theirs: str, ours: str, *, bias: bool = True) -> list[WeightRule]:
@@ -44,8 +44,7 @@ def conv(theirs: str, ours: str, *, bias: bool = True) -> list[WeightRule]:
     >>> len(conv("stem", "stem", bias=False))
     1
     """
-    kernel = WeightRule(f"{theirs}.weight", f"params/{ours}/kernel", _window_first, _window_last)
-    return [kernel, WeightRule(f"{theirs}.bias", f"params/{ours}/bias")] if bias else [kernel]
+    return _weight_and_bias(theirs, ours, "kernel", _window_first, _window_last, bias=bias)
 
 
 def embedding(theirs: str, ours: str) -> list[WeightRule]:
@@ -58,7 +57,7 @@ def embedding(theirs: str, ours: str) -> list[WeightRule]:
     >>> embedding("wte", "wte")[0].ours
     'params/wte/embedding'
     """
-    return [WeightRule(f"{theirs}.weight", f"params/{ours}/embedding")]
+    return _weight_and_bias(theirs, ours, "embedding", bias=False)
 
 
 def norm(theirs: str, ours: str) -> list[WeightRule]:
@@ -71,7 +70,7 @@ def norm(theirs: str, ours: str) -> list[WeightRule]:
     >>> [rule.ours for rule in norm("ln_f", "norm")]
     ['params/norm/scale', 'params/norm/bias']
     """
-    return [WeightRule(f"{theirs}.weight", f"params/{ours}/scale"), WeightRule(f"{theirs}.bias", f"params/{ours}/bias")]
+    return _weight_and_bias(theirs, ours, "scale")
 
 
 def batch_norm(theirs: str, ours: str, *, counter: bool = True) -> list[WeightRule]:
@@ -146,6 +145,14 @@ def fused_attention(qkv: str, out: str, ours: str, *, num_heads: int, bias: bool
     return [*rules, *_output_projection(out, ours, num_heads=num_heads, bias=bias, transposed=transposed)]
 
 
+def _weight_and_bias(
+    theirs: str, ours: str, name: str, load: Callable[[Array], Array] | None = None, save: Callable[[Array], Array] | None = None, *, bias: bool = True
+) -> list[WeightRule]:
+    """Returns the rules that map a layer's weight to the array `name`, and its bias, which both libraries store alike."""
+    rules = [WeightRule(f"{theirs}.weight", f"params/{ours}/{name}", load, save)]
+    return [*rules, WeightRule(f"{theirs}.bias", f"params/{ours}/bias")] if bias else rules
+
+
 def _output_projection(theirs: str, ours: str, *, num_heads: int, bias: bool, transposed: bool) -> list[WeightRule]:
     def load(array: Array) -> Array:
         array = array.T if transposed else array
@@ -155,8 +162,7 @@ def _output_projection(theirs: str, ours: str, *, num_heads: int, bias: bool, tr
         array = array.reshape(-1, array.shape[-1])
         return array.T if transposed else array
 
-    rules = [WeightRule(f"{theirs}.weight", f"params/{ours}/out/kernel", load, save)]
-    return [*rules, WeightRule(f"{theirs}.bias", f"params/{ours}/out/bias")] if bias else rules
+    return _weight_and_bias(theirs, f"{ours}/out", "kernel", load, save, bias=bias)
 
 
 def _to_heads(array: Array, *, num_heads: int) -> Array:

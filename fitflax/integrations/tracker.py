@@ -10,21 +10,16 @@ from typing import Any
 import jax
 from typing_extensions import override
 
-from fitflax.callbacks.base import Callback, Phase, PlainRun, check_trigger
-from fitflax.callbacks.clock import Clock
-from fitflax.callbacks.media import sown_values
-from fitflax.callbacks.store_callback import StoreCallback
+from fitflax.callbacks.base import check_number, failure_since
+from fitflax.callbacks.model_checkpoint import StoreCallback
+from fitflax.callbacks.run_logger import Clock, RunLogger, learning_rates
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.errors import CallbackError, FitflaxError, warn
-from fitflax.integrations.interface import Tracker
-from fitflax.integrations.outbox import Ending, Outbox
-from fitflax.integrations.points import Point, Reading, reading_of_logs, readings_of_state, state_of
-from fitflax.integrations.run_start import RunStart
+from fitflax.integrations.interface import Point, Reading, Tracker, reading_of, readings_of_state, state_of
+from fitflax.integrations.outbox import Ending, Outbox, RunStart
 from fitflax.logs import Logs
-from fitflax.optimizers import ONLY_RATE
 from fitflax.run_config import flat
 from fitflax.triggers import Trigger
-from fitflax.triggers import every as make_every
 
 __all__ = ["Point", "Tracker", "TrackerLogger"]
 
@@ -32,7 +27,7 @@ __all__ = ["Point", "Tracker", "TrackerLogger"]
 _SPEED_SECONDS = 1.0
 
 
-class TrackerLogger(Callback):
+class TrackerLogger(RunLogger):
     """Logs a run to an experiment tracker, any `Tracker`. `WandbLogger` and `MLflowLogger` are its subclasses.
 
     When `every` fires, at the end of each epoch, and at each validation, it logs:
@@ -85,9 +80,6 @@ class TrackerLogger(Callback):
     finished [(1, ['epoch', 'learning_rate', 'loss', 'step/loss'])]
     """
 
-    phase = Phase.RECORD
-    writes_files = True
-    main_process_only = True
     needs_gradients_norm = False
 
     def __init__(
@@ -100,26 +92,20 @@ class TrackerLogger(Callback):
         interval: float = 2.0,
         end_seconds: float = 60.0,
     ) -> None:
+        super().__init__(every=every, sown=sown)
         name = type(self).__name__
-        check_trigger(name, every)
         if not isinstance(tracker, Tracker):
             raise CallbackError(f"{name}(tracker) must be a Tracker. Received: {tracker!r}.")
-        if sown is not None and not isinstance(sown, str):
-            raise CallbackError(f"{name}(sown=...) takes the name of a collection, or None. Received: {sown!r}.")
         if checkpoint is not None and not isinstance(checkpoint, StoreCallback):
             raise CallbackError(f"{name}(checkpoint=...) must be the run's BestCheckpoint or ModelCheckpoint. Received: {checkpoint!r}.")
-        for argument, seconds in (("interval", interval), ("end_seconds", end_seconds)):
-            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
-                raise CallbackError(f"{name}({argument}=...) must be a number of seconds, at least 0. Received: {seconds!r}.")
+        check_number(name, "interval", interval, "a number of seconds, at least 0", zero=True)
+        check_number(name, "end_seconds", end_seconds, "a number of seconds, at least 0", zero=True)
         self.tracker = tracker
-        self.every = every or make_every(steps=50)
-        self.needs_sown = () if sown is None else (sown,)
         self.checkpoint = checkpoint
         self.interval = float(interval)
         self.end_seconds = float(end_seconds)
         self._lost_before = 0
         self._outbox: Outbox | None = None
-        self._plain_run: PlainRun | None = None
         self._plain_config: dict[str, Any] = {}
         self._reset("", 0)
 
@@ -128,8 +114,7 @@ class TrackerLogger(Callback):
         self._first_step = step
         self._run_id: str | None = None
         # The settings that were last logged, and the step from which other settings apply that were not logged; `None` if there are none.
-        self._settings_before: str | None = None
-        self._changed_step: int | None = None
+        self._logged: tuple[str | None, int | None] = None, None
         self._start: RunStart | None = None
         # Readings that an earlier process or call of `fit` did not send.
         self._pending: list[Reading] = []
@@ -143,6 +128,11 @@ class TrackerLogger(Callback):
     def state_key(self) -> str:
         own = f"({type(self.tracker).__name__})" if type(self) is TrackerLogger else ""
         return f"{type(self).__name__}{own}"
+
+    @property
+    @override
+    def _is_open(self) -> bool:
+        return self._outbox is not None
 
     @property
     def run_id(self) -> str | None:
@@ -159,11 +149,10 @@ class TrackerLogger(Callback):
     @override
     def open_run(self, run_id: str, step: int) -> None:
         self.close()
-        before = (self._run_id, self._settings_before, self._changed_step, self._pending) if run_id == self._name else None
+        is_known, known_id, logged, pending = run_id == self._name, self._run_id, self._logged, self._pending
         self._reset(run_id, step)
-        if before is not None:
-            self._run_id, self._settings_before, self._changed_step, pending = before
-            self._pending = [reading for reading in pending if reading.step <= step]
+        if is_known:
+            self._run_id, self._logged, self._pending = known_id, logged, [reading for reading in pending if reading.step <= step]
         self._lost_before, self._plain_run, self._plain_config = 0, None, {}
         tracker = copy.copy(self.tracker)
         tracker.prepare()
@@ -179,8 +168,8 @@ class TrackerLogger(Callback):
         """Begins the run in the tracker, after a resume has restored the state."""
         if self._outbox is None or self._start is not None:
             return
-        step = self._first_step if self._changed_step is None else self._changed_step
-        self._start = RunStart(self._name, self._run_id, self._settings, self._settings_before, step)
+        settings_before, changed_step = self._logged
+        self._start = RunStart(self._name, self._run_id, self._settings, settings_before, self._first_step if changed_step is None else changed_step)
         self._outbox.begin(self._start)
         for reading in self._pending:
             self._outbox.put(reading)
@@ -195,26 +184,16 @@ class TrackerLogger(Callback):
         """Returns the settings that were last logged, and the step from which others apply."""
         start, outbox = self._start, self._outbox
         if start is None or outbox is None:
-            return self._settings_before, self._changed_step
+            return self._logged
         if outbox.run_id is None and start.has_changed:
             return start.settings_before, start.changed_step
         return start.settings, None
 
     def _keep_for_next_call(self, outbox: Outbox, *, has_ended: bool) -> None:
-        self._run_id, (self._settings_before, self._changed_step) = self.run_id, self._logged_settings()
+        self._run_id, self._logged = self.run_id, self._logged_settings()
         if not has_ended:
             self._pending = [*self._pending, *dict.fromkeys(outbox.unsent)]
         self._outbox, self._lost_before = None, outbox.num_lost
-
-    def _open_plain_run(self, checkpoint: Checkpoint) -> None:
-        """Opens the run of a checkpoint if this callback is used as a plain function."""
-        plain = self._plain_run or PlainRun()
-        last = plain.step
-        continues = plain.continues(checkpoint)
-        if self._outbox is None or not continues:
-            self.open_run(checkpoint.run_id, last if continues else checkpoint.run.position.process_start)
-            self._plain_config = checkpoint.run.info().get("config", {})
-        self._plain_run = plain
 
     @override
     def close(self) -> None:
@@ -222,17 +201,15 @@ class TrackerLogger(Callback):
             return
         if self._plain_run is not None:
             self._end(Ending("finished", {}))
-        elif (outbox := self._outbox) is not None:
-            outbox.abandon()
-            self._keep_for_next_call(outbox, has_ended=False)
+        else:
+            self._outbox.abandon()
+            self._keep_for_next_call(self._outbox, has_ended=False)
 
     @override
     def on_train_end(self, logs: Mapping[str, Any]) -> None:
-        error, reason = sys.exception(), self.trainer.stop_reason
-        status = "finished"
-        if error is not None and error is not self._failure_before:
-            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        elif reason is not None and reason.startswith("interrupted by"):
+        error, reason = failure_since(self._failure_before), self.trainer.stop_reason
+        status = "finished" if error is None else "failed"
+        if isinstance(error, KeyboardInterrupt) or (error is None and reason is not None and reason.startswith("interrupted by")):
             status = "interrupted"
         summary: dict[str, float | str] = dict(Reading(0, 0.0, dict(logs)).read().values)
         self._end(Ending(status, summary | ({} if reason is None else {"stop_reason": reason}), self._artifact()))
@@ -296,9 +273,8 @@ class TrackerLogger(Callback):
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._run_id = state["run_id"] or None
-        self._settings_before = state["settings"] or None
         changed_step = state.get("changed_step", -1)
-        self._changed_step = None if changed_step < 0 else changed_step
+        self._logged = state["settings"] or None, None if changed_step < 0 else changed_step
         self._pending = readings_of_state(state)
         self._begin()
 
@@ -317,21 +293,9 @@ class TrackerLogger(Callback):
     # -- events --
 
     @override
-    def on_test_begin(self, logs: Mapping[str, Any]) -> None:
-        self._clock.begin_test()
-
-    @override
-    def on_test_end(self, logs: Logs) -> None:
-        self._clock.end_test()
-
-    @override
-    def wants(self, checkpoint: Checkpoint) -> bool:
-        return not checkpoint.run.position.is_repeat and (checkpoint.epoch_ends or bool(checkpoint.evaluations))
-
-    @override
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
-        if self._outbox is None or self._plain_run is not None:
-            self._open_plain_run(checkpoint)
+        if self._open_plain_run(checkpoint) is not None:
+            self._plain_config = checkpoint.run.info().get("config", {})
         self._log(checkpoint)
         if self._plain_run is not None and checkpoint.is_last:
             self._end(Ending("finished", {}))  # A loop without a trainer may never call `close`.
@@ -347,26 +311,18 @@ class TrackerLogger(Callback):
         self._give_warnings(outbox)
         rates: dict[str, Any] = {}
         if self._has_rates:  # Skipped if there are none, because finding them takes as long as everything else here.
-            rates = {label if label == ONLY_RATE else f"{ONLY_RATE}/{label}": rate for label, rate in checkpoint.learning_rates.items()}
+            rates = learning_rates(checkpoint)
             self._has_rates = bool(rates)
-        extra = {
-            **({} if is_closing or not checkpoint.epoch_ends else {"epoch": checkpoint.epoch + 1.0}),
-            **self._clock.rates(self._clock.read(checkpoint, self.params)),
-        }
-        reading = reading_of_logs(
-            checkpoint.step,
-            now,
-            checkpoint.logs,
-            ends=checkpoint.epoch_ends,
-            step_values=checkpoint.run.step_values,
-            has_norm=checkpoint.has_gradients_norm,
-            extra=extra,
-            scalars=rates,
-            sown=sown_values(checkpoint, self.needs_sown, is_plain=self._plain_run is not None),
-        )
+        extra = {"epoch": checkpoint.epoch + 1.0} if checkpoint.epoch_ends and not is_closing else {}
+        extra |= self._clock.rates(self._clock.read(checkpoint, self.params))
+        reading = reading_of(checkpoint, now, extra=extra, scalars=rates, sown=self._sown(checkpoint))
         step, written = self._written
         if step == checkpoint.step:  # If a partial epoch ends at this step, only new values are added.
             reading.drop(written)
             reading.drop_media()
         self._written = checkpoint.step, (written if step == checkpoint.step else frozenset()) | reading.names
         outbox.put(reading)
+
+
+# The modules that pickles of version 0.1 name.
+sys.modules.update({f"{__package__}.points": sys.modules[Point.__module__], f"{__package__}.run_start": sys.modules[RunStart.__module__]})

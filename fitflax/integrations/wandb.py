@@ -11,10 +11,10 @@ from typing import Any
 
 from typing_extensions import override
 
-from fitflax.callbacks.store_callback import StoreCallback
+from fitflax.callbacks.model_checkpoint import StoreCallback
 from fitflax.errors import CallbackError
-from fitflax.integrations.interface import Tracker
-from fitflax.integrations.points import Point
+from fitflax.integrations import import_package
+from fitflax.integrations.interface import Point, Tracker
 from fitflax.integrations.tracker import TrackerLogger
 from fitflax.storage.file_names import relative_path
 from fitflax.triggers import Trigger
@@ -88,10 +88,7 @@ class _Wandb(Tracker):
     title = "W&B"
 
     def __init__(self, options: dict[str, Any]) -> None:
-        try:
-            importlib.import_module("wandb")
-        except ImportError as error:
-            raise ImportError("WandbLogger needs the package wandb: pip install 'fitflax[wandb]'.") from error
+        import_package("wandb", owner="WandbLogger")
         self._options = options
         self._given: Any = None
         self._run: Any = None

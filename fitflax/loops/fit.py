@@ -1,9 +1,12 @@
-"""What `fit` does around a run: splitting off validation data, the parameters of callbacks, and callbacks from beginning to end."""
+"""The stages of `fit` around the steps of a run: the data, the checkpoint to resume from, and the callbacks from beginning to end."""
 
 import contextlib
+import dataclasses
 import signal
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from fitflax.callbacks import ModelCheckpoint, TrainerView
 from fitflax.callbacks.callback_list import CallbackList
@@ -12,27 +15,68 @@ from fitflax.checkpoints.formats.checkpoint_files import Saved
 from fitflax.checkpoints.formats.partial_epoch import load_partial_epoch
 from fitflax.checkpoints.restore.fit import from_saved
 from fitflax.data import Source
+from fitflax.data.adapt import takes_batch_size
+from fitflax.data.batch import Selection
+from fitflax.data.first_batches import FirstBatches
 from fitflax.data.indexed import IndexedSource
-from fitflax.data.shards import part_of_batch_size
+from fitflax.data.shards import Shard, part_of_batch_size
 from fitflax.errors import ConfigError, DirectoryInUseError, chain_of, warn
+from fitflax.integers import is_integer
 from fitflax.logs import Logs
-from fitflax.loops.run_plan import RunPlan
+from fitflax.loops.evaluation_loop import Evaluation, Validation
 from fitflax.loops.session import Session
+from fitflax.loops.setup import find_saved
+from fitflax.loops.signals import Interruption
 from fitflax.loops.training_loop import Run
 from fitflax.run_config import flat
+from fitflax.triggers import Trigger
 
-__all__ = ["check_other_directories", "hold_out", "params_of", "run_with_callbacks"]
+__all__ = ["FitData", "adapt_validation_data", "check_end", "find_checkpoint", "make_validation", "num_batches_of", "params_of", "run_with_callbacks"]
 
 
-def hold_out(session: Session, source: Source, validation_data: Any, split: float, batch_size: int | None) -> tuple[Source, Any]:
-    """Returns the data to train on and the data to validate on, which is split off if `split` is not 0.
+# -- data --
 
-    `batch_size` is that of the validation data, over all processes.
+
+@dataclasses.dataclass(frozen=True)
+class FitData:
+    """The data of a call of `fit`."""
+
+    source: Source
+    validation: Mapping[str, Source]  # By name.
+
+
+def num_batches_of(**counts: Any) -> list[int]:
+    """Returns arguments that are numbers of batches (0 for all, `True` for 1); raises `ConfigError` if one is negative or not an integer."""
+    for name, value in counts.items():
+        if not isinstance(value, int | np.integer) or value < 0:
+            raise ConfigError(f"{name} must be a number of batches, or 0 for all data. Received: {value!r}.")
+    return [int(value) for value in counts.values()]
+
+
+def adapt_validation_data(
+    session: Session, selection: Selection, source: Source, data: Any, *, split: float, batch_size: int | None, overfit_batches: int
+) -> FitData:
+    """Returns the data to train on, adapted as `source`, and the data to validate on, which is split off if `split` is not 0.
+
+    `batch_size` is that of the validation data, over all processes; by default that of the source.
     """
-    if not split:
-        return source, validation_data
-    if validation_data is not None:
-        raise ConfigError("validation_split and validation_data are both given. Pass only one of them.")
+    sets: dict[str, Source] = {}
+    if split:
+        if data is not None:
+            raise ConfigError("validation_split and validation_data are both given. Pass only one of them.")
+        source, sets["val"] = _hold_out(session, source, split, batch_size)
+    if overfit_batches:
+        source = session.intake.agreed(FirstBatches(source, overfit_batches))
+    for name, each in _sets_by_name(data, selection).items():
+        size = (batch_size or source.all_batch_size) if takes_batch_size(each.data if isinstance(each, Shard) else each) else None
+        options: dict[str, Any] = {"selection": selection, "shuffle": False, "name": f"validation_data {name!r}"}
+        sets[name] = session.intake.adapt(each, call=f"validation on {name!r}", batch_size=size, **options)
+    for each in sets.values():
+        each.calls_hooks = False  # They are called for training, and a resume could not repeat how often validations called them.
+    return FitData(source, sets)
+
+
+def _hold_out(session: Session, source: Source, split: float, batch_size: int | None) -> tuple[Source, Source]:
     if not 0 < split < 1:
         raise ConfigError(f"validation_split must be between 0 and 1. Received: {split!r}.")
     if not isinstance(source, IndexedSource):
@@ -46,83 +90,145 @@ def hold_out(session: Session, source: Source, validation_data: Any, split: floa
     return parts
 
 
-def check_other_directories(session: Session, hooks: CallbackList, resume: Any, saved: Saved | None) -> None:
-    """Raises `DirectoryInUseError` if `resume="auto"` begins a new run because a `ModelCheckpoint` has none, but other directories have checkpoints."""
-    if resume != "auto" or saved is not None:
+def _sets_by_name(data: Any, selection: Selection) -> dict[str, Any]:
+    """Returns validation sets by name; raises `ConfigError` if a name is not a string, is empty, or is `train`.
+
+    A dict is a single set only if the trainer has input keys for dicts and the dict contains all of them.
+    """
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        return {"val": data}
+    wanted = selection.inputs
+    keys = set(wanted.values() if isinstance(wanted, dict) else wanted if isinstance(wanted, tuple) else [wanted])
+    if wanted is not None and keys <= set(data):
+        return {"val": data}
+    if not data or not all(isinstance(name, str) and name and name != "train" for name in data):
+        raise ConfigError(f"validation_data as a dict of sets must have nonempty names other than 'train'. Received: {list(data)}.")
+    return data
+
+
+def check_end(data: FitData, *, steps: int | None, epochs: int | None, steps_per_epoch: int | None) -> None:
+    """Raises `ConfigError` if the data never ends and no argument says where to stop."""
+    if not data.source.is_endless or steps_per_epoch is not None:
         return
-    (searched,) = (callback.directory for callback in hooks if isinstance(callback, ModelCheckpoint))
+    if steps is None:
+        alone = "" if epochs is None else " epochs= alone is not enough, because an epoch of this data never ends."
+        raise ConfigError(f"This data never ends. Pass steps=, or both steps_per_epoch= and epochs=.{alone}")
+    if data.validation:
+        warn(
+            "This data never ends, so the whole fit is one epoch and validation runs only once, at its end. To validate more often, pass steps_per_epoch= or "
+            "validation_freq=every(steps=...)."
+        )
+
+
+def make_validation(
+    session: Session, data: FitData, frequency: int | Sequence[int] | Trigger, *, steps: int | None, trial: int, hooks: CallbackList, interruption: Interruption
+) -> Validation:
+    """Returns what is evaluated during a run, and when. `trial` is the maximum number of batches in a trial run, or 0."""
+    program = session.task.need_compiled("fit")
+    loops = []
+    for name, source in data.validation.items():
+        count = min(trial, source.all_batches or trial) if trial else steps
+        loops.append(Evaluation(session, program, source, steps=count, name=name, callbacks=hooks, interruption=interruption))
+    return Validation(loops, _validation_frequency(frequency))
+
+
+def _validation_frequency(value: Any) -> int | frozenset[int] | Trigger:
+    if isinstance(value, Trigger):
+        return value
+    if is_integer(value, 1):
+        return int(value)
+    if isinstance(value, list | tuple | set | range) and all(is_integer(epoch, 1) for epoch in value):
+        return frozenset(int(epoch) for epoch in value)
+    raise ConfigError(f"validation_freq must be a positive integer, a list of epochs counted from 1, or a trigger. Received: {value!r}.")
+
+
+# -- the checkpoint to resume from --
+
+
+def find_checkpoint(session: Session, resume: Any, hooks: CallbackList) -> Saved | None:
+    """Returns the checkpoint to resume from, the same in all processes; `None` to begin a new run.
+
+    Raises `DirectoryInUseError` if `resume="auto"` begins a new run because a `ModelCheckpoint` has none, but other directories have checkpoints.
+    """
+    own = [callback for callback in hooks if isinstance(callback, ModelCheckpoint)]
+    saved = find_saved(session, resume, [callback.store for callback in own])
+    if resume != "auto" or saved is not None:
+        return saved
     for callback in hooks:
         if isinstance(callback, StoreCallback) and not callback.overwrite and (found := callback.store.describe_others(session.run_id)):
             raise DirectoryInUseError(
-                f'{found}. resume="auto" has found no checkpoint in {searched}. To resume from the other directory, pass resume="{callback.directory}"; to '
-                "start a new run, choose another directory, or pass overwrite=True to the callback, which replaces these checkpoints."
+                f'{found}. resume="auto" has found no checkpoint in {own[0].directory}. To resume from the other directory, pass '
+                f'resume="{callback.directory}"; to start a new run, choose another directory, or pass overwrite=True to the callback, which replaces these '
+                "checkpoints."
             )
+    return None
 
 
-def params_of(session: Session, source: Source, sets: Iterable[str], plan: RunPlan, *, trial: int) -> dict[str, Any]:
+# -- callbacks --
+
+
+def params_of(session: Session, data: FitData, run: Run, *, trial: int, log_every: int, note: str | None) -> dict[str, Any]:
     """Returns the `params` of callbacks, which describe the data and the run. `trial` is the number of batches of a trial run, or 0."""
-    return {
-        "steps": min(filter(None, (trial, plan.steps_per_epoch or source.all_batches)), default=None),
-        "num_examples": source.all_examples,
-        "model_flops": session.task.need_compiled("fit").preparation.model_flops,
-        "validation_sets": tuple(sets),
-        "hyperparameters": _hyperparameters(session, plan),
-    }
-
-
-def _hyperparameters(session: Session, plan: RunPlan) -> dict[str, Any]:
     model = session.task.any_program().task.model
+    settings = {key: value for key, value in run.plan.info["settings"].items() if value is not None}
     own = {f"model/{name}": value for name, value in model.hyperparameters.items()}
-    known = {key: value for key, value in plan.info["settings"].items() if value is not None}
-    return {**known, **session.task.described, "model": model.name, **own, **flat(plan.info.get("config", {}))}
-
-
-def run_with_callbacks(session: Session, trainer: TrainerView, run: Run, params: Mapping[str, Any], *, saved: Saved | None) -> None:
-    """Runs the steps with callbacks, from `on_train_begin` to `on_train_end`, which is always called."""
-    known = {
-        "epochs": run.plan.end_epoch,
-        "first_epoch": run.progress.epoch,
-        "first_step_in_epoch": run.progress.step_in_epoch if run.progress.epoch_is_open else 0,
-        "resumed_step": None if saved is None else run.step,
-        "time_spent": run.spent,
-        "is_done": run.has_nothing_to_do,
+    return {
+        "log_every": log_every,
+        "note": note or session.task.choice,
+        "steps": min(filter(None, (trial, run.plan.steps_per_epoch or data.source.all_batches)), default=None),
+        "num_examples": data.source.all_examples,
+        "model_flops": session.task.need_compiled("fit").preparation.model_flops,
+        "validation_sets": tuple(data.validation),
+        "hyperparameters": {**settings, **session.task.described, "model": model.name, **own, **flat(run.plan.info.get("config", {}))},
     }
-    hooks, interruption = run.callbacks, run.interruption
+
+
+def run_with_callbacks(session: Session, trainer: TrainerView, run: Run, params: Mapping[str, Any], saved: Saved | None) -> None:
+    """Runs the steps with callbacks, from `on_train_begin` to `on_train_end`, which is always called."""
+    progress, hooks, interruption = run.progress, run.callbacks, run.interruption
     with contextlib.ExitStack() as failed:
         failed.callback(run.close)
-        hooks.bind(trainer, {**params, **known}, spent=run.spent, leaves_at_once=lambda: interruption is not None and interruption.leaves_at_once)
+        known = {
+            "epochs": run.plan.end_epoch,
+            "first_epoch": progress.epoch,
+            "first_step_in_epoch": progress.step_in_epoch if progress.epoch_is_open else 0,
+            "resumed_step": None if saved is None else progress.step,
+            "time_spent": run.spent,
+            "is_done": run.has_nothing_to_do,
+        }
+        hooks.bind(trainer, {**params, **known}, spent=run.spent, leaves_at_once=lambda: interruption.leaves_at_once)
         with run.spent.on("callbacks"):
-            hooks.open_run(session.run_id, run.step)
+            hooks.open_run(session.run_id, progress.step)
         hooks.start_schedules(run.seconds)
         failed.pop_all()
+    session.is_fitting = True
     try:
-        session.is_fitting = True
         with _chaining_failure(run):
-            _run_callbacks(session, run, saved)
+            _call_callbacks(session, run, saved)
     finally:
         session.is_fitting = False
 
 
-def _run_callbacks(session: Session, run: Run, saved: Saved | None) -> None:
+def _call_callbacks(session: Session, run: Run, saved: Saved | None) -> None:
     hooks, interruption = run.callbacks, run.interruption
-    try:
+    with contextlib.ExitStack() as stack:  # Called in reverse order: `on_train_end` is always the last.
+        stack.callback(lambda: hooks.finish(run.epoch_logs))
+        stack.callback(run.close)
         hooks.call("on_train_begin", {})
         if saved is not None:
             _load_callbacks(hooks, saved, run)
         hooks.state_dict(run.seconds)  # Now, so that callbacks with conflicting state keys fail before the first save.
         for checkpoint in run:
             hooks.on_checkpoint(checkpoint, run.due)
-        if interruption is not None and interruption.requested is not None:
+        if interruption.requested is not None:
             session.stop(f"interrupted by {interruption.requested.name}")
             if interruption.requested == signal.SIGTERM and not hooks.saves:  # A scheduler would start it again from the beginning.
                 warn(
                     "SIGTERM ended the run, and nothing was saved, so it cannot be resumed. To make runs resumable, pass "
                     "callbacks=[ModelCheckpoint(directory)] and resume='auto'."
                 )
-    finally:
-        with contextlib.ExitStack() as stack:  # Called in reverse order: `on_train_end` is always the last.
-            stack.callback(hooks.finish, run.epoch_logs)
-            stack.callback(run.close)
 
 
 @contextlib.contextmanager
@@ -157,4 +263,4 @@ def _load_callbacks(hooks: CallbackList, saved: Saved, run: Run) -> None:
         logs.earlier = row["earlier"]
         run.skip_epoch_end(logs)
         for callback in hooks:
-            callback.load_closing(run.step, row["epoch"], logs)
+            callback.load_closing(run.progress.step, row["epoch"], logs)

@@ -1,36 +1,46 @@
 """What a trainer keeps between calls: its task, its state, its data sources, the ID of the run, and requests to stop."""
 
+import dataclasses
+import functools
 import secrets
 from collections.abc import Mapping
 from typing import Any
 
-import optax
+import jax
+import numpy as np
 
+import fitflax.optimizers as optimizers
 from fitflax.checkpoints.formats.checkpoint_files import Saved
 from fitflax.checkpoints.restore.partial import RestoreReport
 from fitflax.checkpoints.writer.saver import NICENESS_ON_HOST, Saver
-from fitflax.data import Position, Source
+from fitflax.data import Batcher, Position, Source
+from fitflax.data.adapt import adapt, takes_batch_size
+from fitflax.data.batch import Triple
+from fitflax.data.ray_data import is_worker_part
+from fitflax.data.shards import Shard, agree_on_shares, part_of_batch_size
 from fitflax.data.sources import OneShotSource
-from fitflax.errors import ConfigError, OptimizerError, warn
-from fitflax.loops.current_task import CurrentTask, MakeTask
-from fitflax.loops.held_state import HeldState
-from fitflax.loops.input_sources import Intake
+from fitflax.errors import ConfigError, DataError, FitflaxError, OptimizerError, warn
+from fitflax.loops.configuration import CurrentTask, MakeTask, RestoreOptions
+from fitflax.loops.session_state import SessionState
 from fitflax.models import OwnVariables
 from fitflax.parallel import Strategy
-from fitflax.steps.loss_and_metrics import Objective
+from fitflax.parallel.processes import exchange
+from fitflax.state import Batch
 from fitflax.steps.step_dispatch import Program
 
-__all__ = ["Session"]
+__all__ = ["Intake", "Session", "as_given"]
+
+# Number of iterators to recognize; a trainer that is given many must not keep them all.
+_MAX_ITERATORS = 8
 
 
 class Session:
-    """The parts that the calls of a trainer share. Arguments are those of `CurrentTask` and `HeldState`."""
+    """The parts that the calls of a trainer share. `own` are the variables of a model that holds them itself, `members` the number of an ensemble's."""
 
-    def __init__(self, make_task: MakeTask, strategy: Strategy, seed: int, own: OwnVariables | None = None, members: int | None = None) -> None:
-        self.strategy, self.seed, self.members = strategy, seed, members
-        self.task = CurrentTask(make_task, strategy)
-        self.state = HeldState(self.task, strategy, seed, own, members)
-        self.intake = Intake(strategy, seed)
+    def __init__(self, task: CurrentTask, seed: int, own: OwnVariables | None = None, members: int | None = None) -> None:
+        self.task, self.strategy, self.seed, self.members = task, task.strategy, seed, members
+        self.state = SessionState(task, seed, own, members)
+        self.intake = Intake(task.strategy, seed)
         self.run_id = secrets.token_hex(8)  # In checkpoint directories.
         self.stop_reason: str | None = None
         self.is_stopping = False
@@ -73,36 +83,54 @@ class Session:
 
     # -- task and state --
 
-    def compile(self, given: Any, optimizer: optax.GradientTransformation, objective: Objective, **settings: Any) -> None:
-        """Replaces the task; arguments as in `CurrentTask.replace`.
+    def compile(self, *objective: Any, **settings: Any) -> None:
+        """Replaces the task; arguments as in `CurrentTask.compile`.
 
         Parameters and collections stay, and so does the optimizer state if the optimizer is the same object. If it fails, the session stays as it
         was; but if the old optimizer state had been released already, the session is no longer compiled.
         """
         before = dict(vars(self.task))
-        is_new = self.task.replace(given, optimizer, objective, **settings)
         try:
-            self.state.match_task(is_new_optimizer=is_new)
+            is_new_optimizer = self.task.compile(*objective, **settings)
+        except BaseException:
+            vars(self.task).update(before)
+            raise
+        try:
+            self.state.match_task(is_new_optimizer=is_new_optimizer)
         except BaseException:
             if self.task.is_compiled:
                 vars(self.task).update(before)
             raise
 
-    def restore(
-        self,
-        saved: Saved,
-        batch: Any,
-        *,
-        weights_only: bool = False,
-        partial: bool = False,
-        mapping: Mapping[str, str | None] | None = None,
-        cast: bool = False,
-    ) -> RestoreReport:
-        """Replaces the live state with a saved one, and takes its run ID unless only a part is restored; arguments as in `HeldState.restore`."""
-        report = self.state.restore(saved, batch, weights_only=weights_only, partial=partial, mapping=mapping, cast=cast)
-        if not (weights_only or partial):
+    def restore(self, saved: Saved, batch: Batch | None = None, how: RestoreOptions = RestoreOptions()) -> RestoreReport:  # noqa: B008 (frozen)
+        """Replaces the live state with a saved one, and takes its run ID unless only a part is restored; arguments as in `SessionState.restore`."""
+        report = self.state.restore(saved, batch, how)
+        if not how.starts_over:
             self.run_id = str(saved.metadata.get("run_id", self.run_id))
         return report
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate; raises `OptimizerError` if it cannot be read."""
+        rate = optimizers.get_learning_rate(self.state.need("learning_rate").borrow().opt_state)
+        if rate is None:
+            raise OptimizerError(
+                "This optimizer's learning rate cannot be read. Pass the optimizer by name, compile('adam', learning_rate=...), or wrap it: "
+                "optax.inject_hyperparams(optax.adam)(learning_rate=...)."
+            )
+        first, *others = jax.device_get(rate).ravel().tolist()  # One for each member of an ensemble.
+        if any(other != first for other in others):
+            raise OptimizerError("The members of this ensemble have different learning rates. Use trainer.learning_rates to read them.")
+        return float(first)
+
+    def set_learning_rates(self, what: str, values: Mapping[str, float] | Mapping[None, float]) -> None:
+        """Sets learning rates by the label of their parameter group; `None` is for the only one."""
+        live = self.state.need(what)
+        state = live.borrow()
+        opt_state = state.opt_state
+        for label, value in values.items():
+            opt_state = optimizers.set_learning_rate(opt_state, value, label)
+        live.replace(dataclasses.replace(state, opt_state=opt_state), live.step)
 
     def twin(self) -> "Session":
         """Returns a session with a copy of the state and the same compiled steps, independent of this one."""
@@ -112,9 +140,8 @@ class Session:
 
     def fresh(self, seed: int, make_task: MakeTask | None = None, *, is_member: bool = False) -> "Session":
         """Returns a session with the same task and compiled steps but no state; with `make_task`, it makes its own task and compiles again."""
-        own, members = None if self.state.own is None else self.state.own.copy(), None if is_member else self.members
-        other = Session(make_task or self.task.make_task, self.strategy, seed, own, members)
-        other.task.copy_from(self.task, compiles_again=make_task is not None)
+        own = None if self.state.own is None else self.state.own.copy()
+        other = Session(self.task.copy(make_task), seed, own, None if is_member else self.members)
         other.state.hyperparams = self.state.hyperparams
         return other
 
@@ -134,3 +161,67 @@ class Session:
             return Position(examples=source.taken)
         last = Position() if self.state.last_progress is None else self.state.last_progress.position
         return Position(last.passes + (last.examples > 0))
+
+
+class Intake:
+    """Turns user data into sources. It recognizes an iterator that is passed again, because its source may hold a batch that was not used."""
+
+    def __init__(self, strategy: Strategy, seed: int) -> None:
+        self._strategy = strategy
+        self._seed = seed
+        self._one_shots: list[OneShotSource] = []
+
+    def adapt(self, data: Any, *targets: Any, call: str, batch_size: int | None = None, is_kept: bool = True, **options: Any) -> Source:
+        """Returns the source of user data; all processes must call it, with the same `call`, the name of the call for errors.
+
+        Arguments are those of `data.adapt`, but data may also be a `Shard`, like data that Ray Train gives to one of several workers. Its `batch_size` is
+        over all processes. `is_kept` tells whether to recognize an iterator later.
+        """
+        strategy, seed = self._strategy, self._seed
+        is_shard, (index, parts) = isinstance(data, Shard) or is_worker_part(data), strategy.part
+        data = data.data if isinstance(data, Shard) else data
+        if is_shard and parts > 1:
+            seed = int(np.random.SeedSequence([seed, index]).generate_state(1)[0])  # Otherwise all shards would be shuffled alike.
+            if takes_batch_size(data):
+                batch_size = part_of_batch_size(batch_size, parts)
+        try:
+            source = adapt(data, *targets, batch_size=batch_size, seed=seed, **options)
+            if strategy.num_processes > 1 and not is_shard and not source.is_repeatable:
+                raise DataError(
+                    "Each process would read the rows of this Ray dataset in a different order. Pass each worker its shard, from "
+                    "ray.train.get_dataset_shard(), and do not exclude the dataset in DataConfig(datasets_to_split=...)."
+                )
+        except FitflaxError as error:
+            if strategy.num_processes > 1:
+                agree_on_shares(None, strategy.part, 0, functools.partial(exchange, topic=call), is_shard=is_shard, failure=error)
+            raise
+        source = self._recognized(source) if is_kept else source
+        source.is_shard = is_shard
+        return self.agreed(source, call)
+
+    def agreed(self, source: Source, call: str = "fit: a shard of the data") -> Source:
+        """Returns the source after processes have told each other about their shards; all of them must call it."""
+        strategy = self._strategy
+        source.shares = None
+        if strategy.num_processes > 1:
+            tell = functools.partial(exchange, topic=call)
+            source.shares = agree_on_shares(source, strategy.part, jax.process_index(), tell, is_shard=source.is_shard)
+        return source
+
+    def sample(self, triple: Triple, *, accumulate_steps: int = 1) -> Batch:
+        """Returns a batch with the shapes that the devices need, whose values are not used; raises `DataError` if it is not a batch."""
+        return self._strategy.batcher(compare=None, accumulate_steps=accumulate_steps, must_count=False)(triple).batch
+
+    def _recognized(self, source: Source) -> Source:
+        if not isinstance(source, OneShotSource):
+            return source
+        for earlier in self._one_shots:
+            if earlier.iterator is source.iterator:
+                return earlier
+        self._one_shots = [*self._one_shots[1 - _MAX_ITERATORS :], source]
+        return source
+
+
+def as_given(triple: Triple) -> Batch:
+    """Returns a batch with the number of rows that the user gave; raises `DataError` if it is not a batch."""
+    return Batcher(num_shards=1, must_count=False)(triple).batch

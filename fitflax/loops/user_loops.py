@@ -1,4 +1,4 @@
-"""`TrainLoop` and `EvalLoop`: loops for custom training loops, from a trainer or from functions.
+"""What users call in training loops of their own: `TrainLoop`, `EvalLoop`, and calls on single batches.
 
 A `TrainLoop` wraps a `Run`, which `fit` iterates over as well, and an `EvalLoop` wraps an `Evaluation`.
 """
@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import jax
 import optax
 from flax import linen as nn
 from flax.core.scope import DenyList
@@ -22,28 +23,28 @@ from fitflax.checkpoints.writer.saver import Saver
 from fitflax.data import Source, adapt
 from fitflax.data.batch import Selection, Triple
 from fitflax.data.shards import Shard
+from fitflax.data.whole_batches import without_padding
 from fitflax.errors import CheckpointError, ConfigError
-from fitflax.integers import is_integer
-from fitflax.loops import argument_checks
-from fitflax.loops.evaluation import Evaluation
-from fitflax.loops.input_sources import Intake, make_feeder
-from fitflax.loops.run_plan import RunPlan
-from fitflax.loops.run_setup import find_saved, prepare_run
+from fitflax.loops.configuration import CurrentTask, check_counts, group_name, integer_of, strategy_of, streams_of, trigger_of, zeros
+from fitflax.loops.evaluation_loop import Evaluation
 from fitflax.loops.session import Session
+from fitflax.loops.setup import Participants, RunPlan, find_saved, prepare_run
+from fitflax.loops.training_loop import Run
 from fitflax.models import TRANSIENT, FunctionModel, mutable_filter
 from fitflax.parallel import Strategy
 from fitflax.run_config import as_config
+from fitflax.state import PyTree
+from fitflax.steps.early_checks import check_total_weight
 from fitflax.steps.kept_values import Keep
 from fitflax.steps.loss_and_metrics import Objective
 from fitflax.steps.numerics import Numerics
 from fitflax.steps.random_streams import Streams
-from fitflax.steps.step_dispatch import Program
 from fitflax.steps.step_functions import Task
 from fitflax.storage import Location, locate
 from fitflax.triggers import Trigger
 from fitflax.triggers import every as make_every
 
-__all__ = ["EvalLoop", "TrainLoop"]
+__all__ = ["EvalLoop", "TrainLoop", "plan_of", "predict_on_batch", "test_on_batch", "train_on_batch"]
 
 _EVERY_STEP = make_every(steps=1)
 _ALL_BUT_PARAMS = DenyList("params")
@@ -127,20 +128,13 @@ class TrainLoop:
     ) -> None:
         _check_function("TrainLoop", "init", init)
         _check_function("TrainLoop", "apply", apply)
-        argument_checks.check_seed("TrainLoop", seed)
-        argument_checks.check_counts(steps_per_epoch=steps_per_epoch)
-        steps, every = _checked_total(steps), argument_checks.trigger_of("TrainLoop", every)
-        strategy = argument_checks.strategy_of("TrainLoop", parallel)
-        make_task = functools.partial(_make_task, FunctionModel(init, apply), strategy, argument_checks.streams_of("TrainLoop", rngs), mutable)
-        session = Session(make_task, strategy, int(seed))
-        session.compile(
-            optimizer,
-            argument_checks.optimizer_of(optimizer),
-            Objective(loss),
-            pad=True,
-            numerics=Numerics(),
-            described=argument_checks.described(optimizer=optimizer, loss=loss),
-        )
+        seed = integer_of("TrainLoop(seed=...)", seed)
+        check_counts(steps_per_epoch=steps_per_epoch)
+        steps, every = _total_of(steps), trigger_of("TrainLoop", every)
+        strategy = strategy_of("TrainLoop", parallel)
+        make_task = functools.partial(Task, model=FunctionModel(init, apply), strategy=strategy, streams=streams_of("TrainLoop", rngs), **_collections(mutable))
+        session = Session(CurrentTask(make_task, strategy), seed)
+        session.compile(optimizer, loss)
         source = session.intake.adapt(data, call="TrainLoop", selection=Selection(None, None), batch_size=batch_size, shuffle=shuffle)
         saver = session.make_saver()
         try:
@@ -149,43 +143,33 @@ class TrainLoop:
                 place = locate(restore_from, owner="TrainLoop(restore_from)", error=CheckpointError, options=storage_options)
                 saved = _find_checkpoint(place, session, saver)
             if sample is not None and saved is None:
-                session.state.build(session.intake.sample(Triple(argument_checks.zeros(sample), (), None)))
-            options: dict[str, Any] = {"saved": saved, "saver": saver, "steps_per_epoch": steps_per_epoch, "grads": grads, "sown": sown, "config": config}
-            self._set_up(session, source, None, steps=steps, every=every, **options)
+                session.state.build(session.intake.sample(Triple(zeros(sample), (), None)))
+            self._begin(session, source, plan_of(every, steps_per_epoch, grads=grads, sown=sown, config=config), steps, saver, saved=saved)
         except BaseException:
             saver.close()
             raise
 
     @classmethod
-    def of(cls, session: Session, source: Source, class_weight: Mapping[int, float] | None, **options: Any) -> Self:
-        """Returns a loop that trains a session's state, for `Trainer.train_loop`; `options` are arguments of the class."""
+    def of(cls, session: Session, source: Source, plan: RunPlan, steps: int, class_weight: Mapping[int, float] | None) -> Self:
+        """Returns a loop that trains a session's state, for `Trainer.train_loop`."""
         loop = cls.__new__(cls)
-        loop._set_up(session, source, class_weight, saved=None, saver=session.make_saver(), **options)
+        loop._begin(session, source, plan, steps, session.make_saver(), class_weight=class_weight)
         return loop
 
-    def _set_up(
+    def _begin(
         self,
         session: Session,
         source: Source,
-        class_weight: Mapping[int, float] | None,
-        *,
-        saved: Saved | None,
-        saver: Saver,
+        plan: RunPlan,
         steps: int,
-        every: Trigger,
-        steps_per_epoch: int | None,
-        grads: bool,
-        sown: str | Sequence[str],
-        config: Any,
+        saver: Saver,
+        *,
+        class_weight: Mapping[int, float] | None = None,
+        saved: Saved | None = None,
     ) -> None:
-        info = {} if config is None else {"config": as_config(config)}
-        self._session = session
-        self._steps, self._is_closed, self._has_printed = _checked_total(steps), False, False
-        argument_checks.check_counts(steps_per_epoch=steps_per_epoch)
+        self._session, self._steps, self._is_closed, self._has_printed = session, steps, False, False
         session.clear_stop()
-        keep = Keep(norm=True, grads=grads, sown=(sown,) if isinstance(sown, str) else tuple(sown))
-        plan = RunPlan(steps_per_epoch=steps_per_epoch, every=every, keep=keep, info=info)
-        self._run = prepare_run(session, source, plan, steps=steps or None, class_weight=class_weight, saved=saved, saver=saver)
+        self._run = Run(prepare_run(session, source, plan, Participants(saver), steps=steps or None, class_weight=class_weight, saved=saved))
 
     def __repr__(self) -> str:
         return f"TrainLoop(step={self.step}, steps={self.steps})"
@@ -254,7 +238,7 @@ class TrainLoop:
     @property
     def step(self) -> int:
         """The number of finished steps."""
-        return self._run.step
+        return self._run.progress.step
 
     @property
     def steps(self) -> int:
@@ -263,7 +247,7 @@ class TrainLoop:
 
     @steps.setter
     def steps(self, value: int) -> None:
-        self._steps = _checked_total(value)
+        self._steps = _total_of(value)
         self._change(self.every)
 
     @property
@@ -274,13 +258,13 @@ class TrainLoop:
 
     @every.setter
     def every(self, value: Trigger) -> None:
-        self._change(argument_checks.trigger_of("TrainLoop", value))
+        self._change(trigger_of("TrainLoop", value))
 
     def _change(self, every: Trigger) -> None:
         if self._is_closed:
             return
         end_step = self._run.progress.first_step + self._steps if self._steps else None
-        self._run.change(end_step=end_step, every=every, saver=self._session.make_saver)
+        self._run.change(end_step=end_step, every=every)
 
 
 class EvalLoop:
@@ -326,21 +310,23 @@ class EvalLoop:
         batch_size: int | None = None,
     ) -> None:
         _check_function("EvalLoop", "apply", apply)
-        argument_checks.check_counts(steps=steps)
-        self.name = argument_checks.group_name(name)
+        check_counts(steps=steps)
+        self.name = group_name(name)
         if isinstance(rngs, Mapping):
             raise ConfigError(f"EvalLoop(rngs=...) must be names of random streams, such as 'dropout', not a dict. Received: {dict(rngs)}.")
-        streams = Streams((), (), argument_checks.streams_of("EvalLoop", rngs).train)
-        make_task = functools.partial(_make_task, FunctionModel(None, apply), streams=streams, mutable=_ALL_BUT_PARAMS, objective=Objective(None, metrics))
+        model, objective = FunctionModel(None, apply), Objective(None, metrics)
+        streams = Streams((), (), streams_of("EvalLoop", rngs).train)
+        rest: dict[str, Any] = {"optimizer": None, "numerics": Numerics(), **_collections(_ALL_BUT_PARAMS)}
         options: dict[str, Any] = {"selection": Selection(None, None), "batch_size": batch_size, "shuffle": False}
         # Errors are raised now, but the number of processes, which splits a shard, is known only with a checkpoint.
         given = data if isinstance(data, Shard) else adapt(data, seed=0, **options)
 
         def evaluation_on(strategy: Strategy) -> Evaluation:
-            intake = Intake(strategy, 0)
+            task = Task(model=model, strategy=strategy, objective=objective, streams=streams, **rest)
+            session = Session(CurrentTask(lambda **_: task, strategy), seed=0)
+            intake = session.intake
             source = intake.agreed(given, "EvalLoop") if isinstance(given, Source) else intake.adapt(given, call="EvalLoop", is_kept=False, **options)
-            feeds = make_feeder(strategy, pad=True).evaluations(source, name, steps)
-            return Evaluation(Program(make_task(strategy=strategy)), source, feeds, steps=steps, name=name)
+            return Evaluation(session, session.task.any_program(), source, steps=steps, name=name)
 
         self._evaluation_on = functools.lru_cache(maxsize=1)(evaluation_on)
 
@@ -361,25 +347,60 @@ class EvalLoop:
         return self._evaluation_on(checkpoint.run.strategy)(checkpoint)
 
 
-def _make_task(
-    model: FunctionModel,
-    strategy: Strategy,
-    streams: Streams,
-    mutable: Any,
-    objective: Objective,
-    optimizer: optax.GradientTransformationExtraArgs | None = None,
-    numerics: Numerics | None = None,
-) -> Task:
-    return Task(
-        model=model,
-        strategy=strategy,
-        objective=objective,
-        optimizer=optimizer,
-        streams=streams,
-        mutable=mutable_filter(mutable, TRANSIENT),
-        transient=TRANSIENT,
-        numerics=numerics or Numerics(),
-    )
+# -- single batches --
+
+
+def train_on_batch(session: Session, triple: Triple) -> dict[str, Any]:
+    """Runs one update and returns loss and metrics of this batch, from before the update. The first batch initializes the state."""
+    program = session.need_trainable("train_on_batch")
+    fed = session.task.feeder.single(triple, "train")
+    if session.state.live is None:
+        session.state.build(fed.batch)
+    session.state.check_batch(fed.batch)
+    live = session.state.need("train_on_batch")
+    program.preparation.train(live.borrow(), fed.batch, is_single=True)
+    trained = program.train(live.take(), program.empty_sums(train=True), fed)
+    live.advance(trained.state)
+    metrics = program.single_batch_metrics(trained.values, trained.rows, train=True)
+    check_total_weight(program, "train", trained.values)
+    return metrics
+
+
+def test_on_batch(session: Session, triple: Triple) -> dict[str, Any]:
+    """Returns loss and metrics of one batch."""
+    program, live = session.task.need_compiled("test_on_batch"), session.state.need("test_on_batch")
+    fed = session.task.feeder.single(triple, "test")
+    session.state.check_batch(fed.batch)
+    program.preparation.evaluate(live.borrow(), fed.batch, is_single=True)
+    _, values, rows = program.evaluate(program.eval_carry(live.borrow()), program.empty_sums(train=False), [fed])
+    metrics = program.single_batch_metrics(values, rows, train=False)
+    check_total_weight(program, "test", values)
+    return metrics
+
+
+def predict_on_batch(session: Session, x: PyTree) -> PyTree:
+    """Returns the module's outputs for one batch of inputs, as NumPy arrays `[batch, ...]`."""
+    live, program = session.state.need("predict_on_batch"), session.task.any_program()
+    fed = session.task.feeder.single(Triple(x, (), None), "predict")
+    session.state.check_batch(fed.batch)
+    program.preparation.predict(live.borrow(), fed.batch, is_single=True, is_counted=fed.is_counted)
+    outputs = session.strategy.join(program.predict(program.eval_carry(live.borrow()), [fed], 0))
+    rows = jax.tree.map(lambda leaf: leaf[: fed.num_real], outputs) if fed.real is None else without_padding(outputs, fed.real)
+    return rows.rebuilt()
+
+
+# -- making loops --
+
+
+def _collections(mutable: Any) -> dict[str, Any]:
+    return {"mutable": mutable_filter(mutable, TRANSIENT), "transient": TRANSIENT}
+
+
+def plan_of(every: Trigger, steps_per_epoch: int | None, *, grads: bool, sown: str | Sequence[str], config: Any) -> RunPlan:
+    """Returns the plan of a `TrainLoop` with these arguments."""
+    check_counts(steps_per_epoch=steps_per_epoch)
+    keep = Keep(norm=True, grads=grads, sown=(sown,) if isinstance(sown, str) else tuple(sown))
+    return RunPlan(steps_per_epoch=steps_per_epoch, every=every, keep=keep, info={} if config is None else {"config": as_config(config)})
 
 
 def _find_checkpoint(path: Location, session: Session, saver: Saver) -> Saved | None:
@@ -401,7 +422,5 @@ def _check_function(owner: str, name: str, fn: Any) -> None:
         raise ConfigError(f"{owner}({name}=...) takes a function, such as model.{name}. Received: {fn!r}.")
 
 
-def _checked_total(steps: Any) -> int:
-    if not is_integer(steps, 0):
-        raise ConfigError(f"steps, the total of the run, must be an integer of at least 0. Received: {steps!r}.")
-    return int(steps)
+def _total_of(steps: Any) -> int:
+    return integer_of("steps, the total of the run,", steps)

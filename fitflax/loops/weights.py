@@ -1,12 +1,15 @@
 """Saves weights as safetensors and loads them: parameters and collections, without the optimizer state, the step, or random streams."""
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fitflax.checkpoints.collective_read import read_collectively
 from fitflax.checkpoints.formats.checkpoint_files import Saved
@@ -18,7 +21,7 @@ from fitflax.checkpoints.restore.weight_rules import WeightMapping, leaves_out_o
 from fitflax.checkpoints.restore.weights import COLLECTIONS, PATHS, as_floats, is_weights, name_of, saved_weights
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from fitflax.leaves import is_key
-from fitflax.loops import argument_checks
+from fitflax.loops.configuration import RestoreOptions, check_counts
 from fitflax.loops.session import Session
 from fitflax.parallel.host_memory import spans_processes, whole
 from fitflax.parallel.placement import own_copy
@@ -49,7 +52,7 @@ def save_weights(
         raise ConfigError(
             f"save_weights writes safetensors, so the file name must end with {SUFFIX}. Received: {os.fspath(path)!r}. To save a checkpoint, use save(path)."
         )
-    argument_checks.check_counts(max_shard_bytes=max_shard_bytes)
+    check_counts(max_shard_bytes=max_shard_bytes)
     mapping = None if leaves_out_only(mapping) else mapping  # What is left out when loading is not in the model.
     about = {"format": "flax" if mapping is None else "pt"} if metadata is None else dict(metadata)
     if not all(isinstance(each, str) for item in about.items() for each in item):
@@ -75,7 +78,7 @@ def save_weights(
         return locate(written, owner="save_weights(path)", error=CheckpointError, options=storage_options)
     if jax.process_index():
         return place  # Each process has all arrays, so only the first one writes.
-    arrays = fetch((leaf if isinstance(leaf, jax.Array) else jax.numpy.asarray(leaf) for leaf in leaves.values()), ahead_bytes=2**28)
+    arrays = fetch(map(jnp.asarray, leaves.values()), ahead_bytes=2**28)
     return write(dict(zip(leaves, arrays, strict=True)))
 
 
@@ -93,22 +96,16 @@ def _write_together(leaves: Mapping[str, Any], write: Callable[[Mapping[str, np.
             place = str(write(arrays))
         except Exception as error:  # noqa: BLE001 (raised below, once the others know)
             failure = error
-    told = exchange({"place": place, "fault": None if failure is None else str(failure)}, "saving weights")[0]
+    place, fault = exchange([place, None if failure is None else str(failure)], "saving weights")[0]
     if failure is not None:
         raise failure
-    if told["fault"] is not None:
-        raise CheckpointError(f"Process 0 could not save the weights: {told['fault']}")
-    return str(told["place"])
+    if fault is not None:
+        raise CheckpointError(f"Process 0 could not save the weights: {fault}")
+    return str(place)
 
 
 def load_weights(
-    session: Session,
-    path: str | os.PathLike[str],
-    *,
-    mapping: WeightMapping | None,
-    partial: bool,
-    dtype: Any,
-    storage_options: Mapping[str, Any] | None,
+    session: Session, path: str | os.PathLike[str], *, mapping: WeightMapping | None, partial: bool, dtype: Any, storage_options: Mapping[str, Any] | None
 ) -> RestoreReport:
     """See `Trainer.load_weights`."""
     place = locate(path, owner="load_weights(path)", error=CheckpointError, options=storage_options)
@@ -124,7 +121,7 @@ def load_weights(
         return saved
 
     saved = complete(session, read_collectively(find, num_processes=session.strategy.num_processes))
-    report = session.restore(saved, None, weights_only=True, partial=partial)
+    report = session.restore(saved, how=RestoreOptions(weights_only=True, partial=partial))
     restored = tuple(name for name in report.restored if session.state.own is None or not name.startswith(f"{_STREAMS}/"))
     return dataclasses.replace(report, restored=restored, unused=tuple(sorted({*report.unused, *left})))
 
@@ -140,24 +137,14 @@ def complete(session: Session, saved: Saved) -> Saved:
     params = saved.train["params"]
     if _FROZEN in state.model_state and _FROZEN not in collections:
         frozen = {path for path, _ in walk(nested(state.model_state[_FROZEN], "")[0], "")}
-        params, collections[_FROZEN] = (_select(params, frozen, are_in=are_in) for are_in in (False, True))
+        leaves = flatten_dict(params)
+        params, collections[_FROZEN] = (
+            unflatten_dict({keys: leaf for keys, leaf in leaves.items() if ("/".join(map(str, keys)) in frozen) is is_frozen}) for is_frozen in (False, True)
+        )
     names = saved.metadata.get("names", {})
     frozen_names = {f"{_FROZEN}/{path.removeprefix('params/')}": name for path, name in names.items()}
     metadata = {**saved.metadata, "names": {**frozen_names, **names}} if names else saved.metadata
     return dataclasses.replace(saved, metadata=metadata, train={**saved.train, "params": params, "model_state": collections})
-
-
-def _select(tree: Any, paths: set[str], *, are_in: bool, path: str = "") -> Any:
-    """Returns the leaves of nested dicts whose paths are, or are not, in `paths`."""
-    chosen: dict[str, Any] = {}
-    for key, child in tree.items():
-        place = f"{path}/{key}" if path else key
-        if isinstance(child, dict):
-            below = _select(child, paths, are_in=are_in, path=place)
-            chosen |= {key: below} if below else {}
-        elif (place in paths) is are_in:
-            chosen[key] = child
-    return chosen
 
 
 def _weights(params: PyTree, model_state: Mapping[str, PyTree], *, has_streams: bool) -> Iterator[tuple[str, Any]]:
@@ -173,13 +160,11 @@ def _weights(params: PyTree, model_state: Mapping[str, PyTree], *, has_streams: 
 def _dtype_of(dtype: Any, owner: str) -> Any:
     if dtype is None:
         return None
-    try:
-        found = jax.numpy.dtype(dtype)
-    except TypeError as error:
-        raise ConfigError(f"{owner}(dtype=...) takes a floating-point dtype, such as 'float32'. Received: {dtype!r}.") from error
-    if not jax.numpy.issubdtype(found, jax.numpy.floating):
-        raise ConfigError(f"{owner}(dtype=...) takes a floating-point dtype, such as 'float32'. Received: {dtype!r}.")
-    return found
+    with contextlib.suppress(TypeError):
+        found = jnp.dtype(dtype)
+        if jnp.issubdtype(found, jnp.floating):
+            return found
+    raise ConfigError(f"{owner}(dtype=...) takes a floating-point dtype, such as 'float32'. Received: {dtype!r}.")
 
 
 def _no_weights(place: Location) -> str:

@@ -5,19 +5,26 @@ The formulas are those of Keras, reduced over the last axis. Outputs are logits 
 Optax's other losses are available by name. Each loss takes a single array of outputs and a single array of targets.
 """
 
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
-from fitflax.losses import registry
+import jax
+
+from fitflax.errors import LossError, did_you_mean
+from fitflax.losses import classification, regression
 from fitflax.losses.classification import (
     binary_crossentropy,
     binary_focal_crossentropy,
     categorical_crossentropy,
     categorical_focal_crossentropy,
+    categorical_hinge,
+    hinge,
+    kl_divergence,
     sparse_categorical_crossentropy,
+    squared_hinge,
 )
-from fitflax.losses.distributions import kl_divergence, poisson
-from fitflax.losses.hinges import categorical_hinge, hinge, squared_hinge
-from fitflax.losses.registry import get, names
+from fitflax.losses.optax_losses import LABEL_LOSSES, OPTAX_LOSSES
 from fitflax.losses.regression import (
     cosine_similarity,
     huber,
@@ -26,34 +33,126 @@ from fitflax.losses.regression import (
     mean_absolute_percentage_error,
     mean_squared_error,
     mean_squared_logarithmic_error,
+    poisson,
 )
+
+__all__ = ["binary_crossentropy", "binary_focal_crossentropy", "categorical_crossentropy", "categorical_focal_crossentropy", "categorical_hinge"]
+__all__ += ["cosine_similarity", "get", "hinge", "huber", "kl_divergence", "log_cosh", "mean_absolute_error", "mean_absolute_percentage_error"]
+__all__ += ["mean_squared_error", "mean_squared_logarithmic_error", "names", "poisson", "sparse_categorical_crossentropy", "squared_hinge"]
+
+# A new loss is a function of `classification` or `regression`, listed in its `__all__`.
+_LOSSES: dict[str, Callable[..., jax.Array]] = {
+    **{name: getattr(module, name) for module in (classification, regression) for name in module.__all__},
+    "mse": mean_squared_error,
+    "mae": mean_absolute_error,
+    "mape": mean_absolute_percentage_error,
+    "msle": mean_squared_logarithmic_error,
+    **OPTAX_LOSSES,
+}
+
+# Names of other libraries and former names of Keras and Optax. They appear only in the suggestion of an error.
+_ALIASES = {
+    "bce": "binary_crossentropy",
+    "binary_logistic_loss": "binary_crossentropy",
+    "binary_sparsemax_loss": "sparsemax_loss",
+    "convex_kl_divergence": "generalized_kl_divergence",
+    "cross_entropy": "sparse_categorical_crossentropy",
+    "crossentropy": "sparse_categorical_crossentropy",
+    "dice": "dice_loss",
+    "focal_loss": "binary_focal_crossentropy",
+    "kld": "kl_divergence",
+    "kullback_leibler_divergence": "kl_divergence",
+    "l1_loss": "mean_absolute_error",
+    "logcosh": "log_cosh",
+    "multiclass_logistic_loss": "sparse_categorical_crossentropy",
+    "poisson_nll_loss": "poisson",
+}
+
+# The losses that apply a softmax or sigmoid to the outputs.
+_LOGIT_LOSSES = (
+    *("kl_divergence", "binary_crossentropy", "binary_focal_crossentropy", "categorical_crossentropy", "categorical_focal_crossentropy"),
+    *("sparse_categorical_crossentropy", "sigmoid_binary_cross_entropy", "sigmoid_focal_loss", "softmax_cross_entropy", "safe_softmax_cross_entropy"),
+    *("softmax_cross_entropy_with_integer_labels", "poly_loss_cross_entropy", "dice_loss", "binary_dice_loss"),
+)
+
+
+def get(name: str) -> Callable[..., jax.Array]:
+    """Returns the loss function called `name`.
+
+    Args:
+        name: One of `names()`. For other aliases, such as the class names of Keras (`"MeanSquaredError"`), the error suggests the name.
+
+    Raises:
+        LossError: There is no such loss.
+
+    >>> get("mse") is mean_squared_error
+    True
+    """
+    if not isinstance(name, str):
+        raise LossError(f"losses.get() takes a name. Received: {name!r}.")
+    if name not in _LOSSES:
+        raise LossError(
+            f"There is no loss {name!r}.{_closest(name)} Pass a known name, or a function (outputs, targets) -> one value per example. Known: {names()}."
+        )
+    return _LOSSES[name]
+
+
+def names() -> list[str]:
+    """Returns the names that `get` accepts, sorted.
+
+    >>> "mse" in names()
+    True
+    """
+    return sorted(_LOSSES)
+
+
+def loss_direction(loss: Any) -> Literal["min"] | None:
+    """Returns `"min"` for a loss of this package, given by name, function or `functools.partial`; else `None`.
+
+    >>> loss_direction("mse"), loss_direction(functools.partial(huber, delta=2.0)), loss_direction(len)
+    ('min', 'min', None)
+    """
+    loss = _without_partial(loss)
+    return "min" if any(loss is known or loss == name for name, known in _LOSSES.items()) else None
+
+
+def takes_labels(loss: Any) -> bool:
+    """Returns whether a function, or a `functools.partial` of one, is a loss of this package that takes integer class labels.
+
+    >>> takes_labels(sparse_categorical_crossentropy), takes_labels(categorical_crossentropy)
+    (True, False)
+    """
+    loss = _without_partial(loss)
+    return any(loss is known for known in (sparse_categorical_crossentropy, *LABEL_LOSSES.values()))
+
+
+def takes_logits(name: str) -> bool:
+    """Returns whether the loss with a name takes logits.
+
+    >>> takes_logits("binary_crossentropy"), takes_logits("mse")
+    (True, False)
+    """
+    return name in _LOGIT_LOSSES
+
+
+def _without_partial(loss: Any) -> Any:
+    while isinstance(loss, functools.partial):
+        loss = loss.func
+    return loss
+
+
+def _closest(name: str) -> str:
+    """Returns the hint for an unknown name.
+
+    >>> _closest("KLDivergence")
+    " Did you mean 'kl_divergence'?"
+    """
+    return did_you_mean(_ALIASES.get(name.lower(), name.lower()), _LOSSES)
+
 
 if not TYPE_CHECKING:  # Otherwise type checkers would accept any attribute name.
 
     def __getattr__(name):
         """For the name of a Keras class, the error names the function."""
-        close = registry.closest(name) if name[:1].isupper() else ""
+        close = _closest(name) if name[:1].isupper() else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{f'. Losses are functions, which compile takes by name.{close}' if close else ''}")
-
-
-__all__ = [
-    "binary_crossentropy",
-    "binary_focal_crossentropy",
-    "categorical_crossentropy",
-    "categorical_focal_crossentropy",
-    "categorical_hinge",
-    "cosine_similarity",
-    "get",
-    "hinge",
-    "huber",
-    "kl_divergence",
-    "log_cosh",
-    "mean_absolute_error",
-    "mean_absolute_percentage_error",
-    "mean_squared_error",
-    "mean_squared_logarithmic_error",
-    "names",
-    "poisson",
-    "sparse_categorical_crossentropy",
-    "squared_hinge",
-]

@@ -1,4 +1,4 @@
-"""Cross-entropy losses, plain and focal, on logits, with the formulas of Keras."""
+"""Classification losses on logits or scores, with the formulas of Keras: cross-entropies, plain and focal, the divergence of distributions, and hinges."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,9 +9,10 @@ import numpy as np
 import optax
 
 from fitflax.errors import LossError
-from fitflax.losses.shapes import check_fraction, class_labels, class_rows, mean_of_last_axis, nan_unless, same_shape
+from fitflax.losses.shapes import class_labels, class_rows, mean_of_last_axis, nan_unless, same_shape
 
-__all__ = ["binary_crossentropy", "binary_focal_crossentropy", "categorical_crossentropy", "categorical_focal_crossentropy", "sparse_categorical_crossentropy"]
+__all__ = ["binary_crossentropy", "binary_focal_crossentropy", "categorical_crossentropy", "categorical_focal_crossentropy", "categorical_hinge"]
+__all__ += ["hinge", "kl_divergence", "sparse_categorical_crossentropy", "squared_hinge"]
 
 _USE_SPARSE = "For integer labels use 'sparse_categorical_crossentropy'."
 _TO_ONE_HOT = "Make integer labels one-hot: jax.nn.one_hot(labels, classes)."
@@ -33,10 +34,9 @@ def binary_crossentropy(outputs: Any, targets: Any, *, label_smoothing: float = 
     >>> binary_crossentropy(jnp.array([0.0, 2.0]), jnp.array([1, 1])).round(4)
     Array([0.6931, 0.1269], dtype=float32)
     """
-    check_fraction("binary_crossentropy", "label_smoothing", label_smoothing)
+    _check_fractions("binary_crossentropy", label_smoothing=label_smoothing)
     outputs, targets = same_shape("binary_crossentropy", outputs, targets)
-    targets = targets * (1.0 - label_smoothing) + label_smoothing / 2.0
-    return mean_of_last_axis(optax.losses.sigmoid_binary_cross_entropy(outputs, targets))
+    return mean_of_last_axis(optax.losses.sigmoid_binary_cross_entropy(outputs, _smooth(targets, label_smoothing, classes=2)))
 
 
 def categorical_crossentropy(outputs: Any, targets: Any, *, label_smoothing: float = 0.0) -> jax.Array:
@@ -56,10 +56,9 @@ def categorical_crossentropy(outputs: Any, targets: Any, *, label_smoothing: flo
     Array([0.6931, 0.1269], dtype=float32)
     """
     name = "categorical_crossentropy"
-    check_fraction(name, "label_smoothing", label_smoothing)
+    _check_fractions(name, label_smoothing=label_smoothing)
     outputs, targets = class_rows(name, outputs, targets, binary="binary_crossentropy", labels=_USE_SPARSE)
-    targets = targets * (1.0 - label_smoothing) + label_smoothing / outputs.shape[-1]
-    values: jax.Array = optax.losses.safe_softmax_cross_entropy(outputs, targets)
+    values: jax.Array = optax.losses.safe_softmax_cross_entropy(outputs, _smooth(targets, label_smoothing, classes=outputs.shape[-1]))
     return values
 
 
@@ -82,7 +81,7 @@ def sparse_categorical_crossentropy(outputs: Any, targets: Any, *, label_smoothi
     Array([0.6931, 0.1269,    nan], dtype=float32)
     """
     name = "sparse_categorical_crossentropy"
-    check_fraction(name, "label_smoothing", label_smoothing)
+    _check_fractions(name, label_smoothing=label_smoothing)
     advice = "For one-hot targets use 'categorical_crossentropy'."
     outputs, labels, known = class_labels(name, outputs, targets, binary="binary_crossentropy", one_hot=advice)
     values = optax.losses.softmax_cross_entropy_with_integer_labels(outputs, labels)
@@ -116,11 +115,10 @@ def binary_focal_crossentropy(
     Array([0.1733, 0.0018], dtype=float32)
     """
     name = "binary_focal_crossentropy"
-    check_fraction(name, "label_smoothing", label_smoothing)
-    check_fraction(name, "alpha", alpha)
+    _check_fractions(name, label_smoothing=label_smoothing, alpha=alpha)
     _check_gamma(name, gamma)
     outputs, targets = same_shape(name, outputs, targets)
-    targets = targets * (1.0 - label_smoothing) + label_smoothing / 2.0
+    targets = _smooth(targets, label_smoothing, classes=2)
     return mean_of_last_axis(optax.losses.sigmoid_focal_loss(outputs, targets, alpha=alpha if apply_class_balancing else None, gamma=gamma))
 
 
@@ -146,17 +144,116 @@ def categorical_focal_crossentropy(
     Array([0.0433, 0.0005], dtype=float32)
     """
     name = "categorical_focal_crossentropy"
-    check_fraction(name, "label_smoothing", label_smoothing)
+    _check_fractions(name, label_smoothing=label_smoothing)
     _check_gamma(name, gamma)
     outputs, targets = class_rows(name, outputs, targets, binary="binary_focal_crossentropy", labels=_TO_ONE_HOT)
     factors = np.asarray(alpha, np.float32)
     if factors.shape not in ((), outputs.shape[-1:]) or not np.all(factors >= 0):
         raise LossError(f"{name}(alpha=...) must be at least 0: one number, or one for each of the {outputs.shape[-1]} classes. Received: {alpha!r}.")
-    targets = targets * (1.0 - label_smoothing) + label_smoothing / outputs.shape[-1]
+    targets = _smooth(targets, label_smoothing, classes=outputs.shape[-1])
     log_p = jax.nn.log_softmax(outputs)
     # More accurate than 1 - p. The lower bound keeps the gradient finite for gamma < 1.
     focus = jnp.maximum(-jnp.expm1(log_p), 1e-30) ** gamma
     return -jnp.sum(np.broadcast_to(factors, outputs.shape) * focus * targets * jnp.where(targets == 0, 0.0, log_p), axis=-1)
+
+
+def kl_divergence(outputs: Any, targets: Any) -> jax.Array:
+    """Returns the Kullback-Leibler divergence from the predicted distribution to the target distribution: float32, `[batch, ...]`.
+
+    `sum(y * (log(y) - log_softmax(outputs)), axis=-1)`: `categorical_crossentropy` minus the entropy of the targets, so 0 is perfect and the gradients
+    are equal. Targets of 0 add 0 to the value and the gradients, whatever the output.
+
+    Args:
+        outputs: Logits (no softmax applied), `[batch, ..., classes]`, at least two classes.
+        targets: Probabilities of the same shape.
+
+    Raises:
+        LossError: The shapes do not match.
+
+    >>> kl_divergence(jnp.array([[0.0, 0.0], [0.0, 0.0]]), jnp.array([[0.5, 0.5], [1.0, 0.0]])).round(4)
+    Array([0.    , 0.6931], dtype=float32)
+    """
+    outputs, targets = class_rows("kl_divergence", outputs, targets, binary="binary_crossentropy", labels=_USE_SPARSE, role="probabilities")
+    # optax guards the value of log(0), but not its gradient, nor 0 * -inf. So replace targets of 0 first, and exclude them from the sum.
+    counted = targets != 0
+    values: jax.Array = optax.losses.kl_divergence(jax.nn.log_softmax(outputs), jnp.where(counted, targets, 1.0), where=counted)
+    return values
+
+
+def hinge(outputs: Any, targets: Any) -> jax.Array:
+    """Returns the hinge loss, averaged over the last axis: float32, `[batch]` or `[batch, ...]`.
+
+    `mean(max(1 - y * outputs, 0), axis=-1)`, where `y` is the target with 0 replaced by -1. Unlike in Keras, each target is converted independently, so
+    the value of an example does not depend on the rest of the batch.
+
+    Args:
+        outputs: Scores (no sigmoid or tanh applied), `[batch]` or `[batch, ..., labels]`.
+        targets: 0 or 1, or -1 or 1, of the same shape. Either side may omit a trailing axis of length 1.
+
+    Raises:
+        LossError: The shapes do not match.
+
+    >>> hinge(jnp.array([2.0, 0.5, 0.5, 0.5]), jnp.array([1, 1, 0, -1]))
+    Array([0. , 0.5, 1.5, 1.5], dtype=float32)
+    """
+    outputs, targets = same_shape("hinge", outputs, targets)
+    return mean_of_last_axis(optax.losses.hinge_loss(outputs, _signs(targets)))
+
+
+def squared_hinge(outputs: Any, targets: Any) -> jax.Array:
+    """Returns the squared hinge loss, averaged over the last axis: float32, `[batch]` or `[batch, ...]`.
+
+    `mean(max(1 - y * outputs, 0)^2, axis=-1)`, where `y` is the target with 0 replaced by -1, independently for each target.
+
+    Args:
+        outputs: Scores (no sigmoid or tanh applied), `[batch]` or `[batch, ..., labels]`.
+        targets: 0 or 1, or -1 or 1, of the same shape. Either side may omit a trailing axis of length 1.
+
+    Raises:
+        LossError: The shapes do not match.
+
+    >>> squared_hinge(jnp.array([2.0, 0.5, 0.5, 0.5]), jnp.array([1, 1, 0, -1]))
+    Array([0.  , 0.25, 2.25, 2.25], dtype=float32)
+    """
+    outputs, targets = same_shape("squared_hinge", outputs, targets)
+    return mean_of_last_axis(optax.losses.hinge_loss(outputs, _signs(targets)) ** 2)
+
+
+def categorical_hinge(outputs: Any, targets: Any) -> jax.Array:
+    """Returns the categorical hinge loss of one-hot targets: float32, `[batch, ...]`.
+
+    `max(max((1 - y) * outputs) - sum(y * outputs) + 1, 0)` over the last axis. As in Keras, the score of the true class also competes with 0: it must
+    reach 1 even if all other scores are negative. To compare scores only with each other, use `"multiclass_hinge_loss"` with integer labels.
+
+    Args:
+        outputs: Scores (no softmax applied), `[batch, ..., classes]`, at least two classes.
+        targets: One-hot rows of the same shape.
+
+    Raises:
+        LossError: The shapes do not match.
+
+    >>> categorical_hinge(jnp.array([[3.0, 1.0], [3.0, 1.0], [-2.0, -9.0]]), jnp.array([[1, 0], [0, 1], [1, 0]]))
+    Array([0., 3., 3.], dtype=float32)
+    """
+    advice = "For integer labels use 'multiclass_hinge_loss', or make them one-hot: jax.nn.one_hot(labels, classes)."
+    outputs, targets = class_rows("categorical_hinge", outputs, targets, binary="hinge", labels=advice)
+    right = jnp.sum(targets * outputs, axis=-1)
+    wrong = jnp.max((1.0 - targets) * outputs, axis=-1)
+    return jnp.maximum(wrong - right + 1.0, 0.0)
+
+
+def _signs(targets: jax.Array) -> jax.Array:
+    return jnp.where(targets == 0, -1.0, targets)
+
+
+def _smooth(targets: jax.Array, label_smoothing: float, *, classes: int) -> jax.Array:
+    return targets * (1.0 - label_smoothing) + label_smoothing / classes
+
+
+def _check_fractions(name: str, **options: float) -> None:
+    for option, value in options.items():
+        if not 0.0 <= value <= 1.0:
+            raise LossError(f"{name}({option}=...) must be between 0 and 1. Received: {value!r}.")
 
 
 def _check_gamma(name: str, gamma: float) -> None:

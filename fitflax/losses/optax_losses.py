@@ -5,6 +5,7 @@ Excluded are losses of pairs or triplets (`ntxent`, `triplet_margin_loss`), thos
 the Optax function itself as the loss.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from fitflax.losses.shapes import class_labels, class_rows, mean_of_last_axis, n
 __all__ = ["LABEL_LOSSES", "OPTAX_LOSSES"]
 
 Loss = Callable[[Any, Any], jax.Array]
+Check = Callable[[str, Any, Any], tuple[jax.Array, jax.Array]]
 
 # Replaces logits and log probabilities of -inf: the probability is still 0, but 0 times it is 0, not NaN.
 _MIN_LOGIT = -1e30
@@ -25,40 +27,28 @@ _USE_LABELS = "For integer labels use 'softmax_cross_entropy_with_integer_labels
 _TO_ONE_HOT = "Make integer labels one-hot: jax.nn.one_hot(labels, classes)."
 
 
-def _elementwise_loss(name: str) -> Loss:
-    """Returns an element-wise loss, averaged over the last axis."""
-    formula = getattr(optax.losses, name)
-
-    def loss(outputs: Any, targets: Any) -> jax.Array:
-        return mean_of_last_axis(formula(*same_shape(name, outputs, targets)))
-
-    return _with_name(loss, name)
-
-
-def _checked_loss(name: str, check: Callable[[str, Any, Any], tuple[jax.Array, jax.Array]], **options: Any) -> Loss:
-    """Returns the Optax loss, applied to the inputs that `check` returns."""
+def _loss(name: str, check: Check, *, is_elementwise: bool = False, **options: Any) -> Loss:
+    """Returns the Optax loss of what `check` returns; an element-wise loss is averaged over the last axis."""
     formula = getattr(optax.losses, name)
 
     def loss(outputs: Any, targets: Any) -> jax.Array:
         values: jax.Array = formula(*check(name, outputs, targets), **options)
-        return values
+        return mean_of_last_axis(values) if is_elementwise else values
 
     return _with_name(loss, name)
 
 
-def _class_row_loss(name: str, *, binary: str, labels: str, role: str = "one-hot targets", **options: Any) -> Loss:
-    """Returns a loss of two rows with one number per class; see `class_rows` for the arguments."""
-    formula = getattr(optax.losses, name)
-
-    def loss(outputs: Any, targets: Any) -> jax.Array:
-        outputs, targets = class_rows(name, outputs, targets, binary=binary, labels=labels, role=role)
-        values: jax.Array = formula(jnp.maximum(outputs, _MIN_LOGIT), jnp.maximum(targets, _MIN_LOGIT), **options)
-        return values
-
-    return _with_name(loss, name)
+def _class_rows(name: str, outputs: Any, targets: Any, **roles: str) -> tuple[jax.Array, jax.Array]:
+    """Returns two rows with one finite number per class; see `class_rows` for `roles`."""
+    outputs, targets = class_rows(name, outputs, targets, **roles)
+    return jnp.maximum(outputs, _MIN_LOGIT), jnp.maximum(targets, _MIN_LOGIT)
 
 
-def _label_loss(name: str, *, binary: str) -> Loss:
+def _rows(*, binary: str = "sigmoid_binary_cross_entropy", labels: str, role: str = "one-hot targets") -> Check:
+    return functools.partial(_class_rows, binary=binary, labels=labels, role=role)
+
+
+def _label_loss(name: str, binary: str) -> Loss:
     """Returns a loss of integer labels; a label out of range gives NaN without a gradient."""
     formula = getattr(optax.losses, name)
 
@@ -80,36 +70,33 @@ def _with_name(loss: Loss, name: str) -> Loss:
     return loss
 
 
-LABEL_LOSSES: dict[str, Loss] = {
-    "multiclass_hinge_loss": _label_loss("multiclass_hinge_loss", binary="hinge_loss"),
-    "multiclass_perceptron_loss": _label_loss("multiclass_perceptron_loss", binary="perceptron_loss"),
-    "multiclass_sparsemax_loss": _label_loss("multiclass_sparsemax_loss", binary="sparsemax_loss"),
-    "softmax_cross_entropy_with_integer_labels": _label_loss("softmax_cross_entropy_with_integer_labels", binary="sigmoid_binary_cross_entropy"),
+# By name, with the loss for one number per example, which errors suggest.
+_LABEL_LOSSES = {
+    "multiclass_hinge_loss": "hinge_loss",
+    "multiclass_perceptron_loss": "perceptron_loss",
+    "multiclass_sparsemax_loss": "sparsemax_loss",
+    "softmax_cross_entropy_with_integer_labels": "sigmoid_binary_cross_entropy",
 }
+LABEL_LOSSES = {name: _label_loss(name, binary) for name, binary in _LABEL_LOSSES.items()}
+
+_ELEMENTWISE = ("hinge_loss", "huber_loss", "l2_loss", "perceptron_loss", "sigmoid_binary_cross_entropy", "sigmoid_focal_loss", "sparsemax_loss")
+_CLASS_ROWS = {
+    "safe_softmax_cross_entropy": _rows(labels=_USE_LABELS),
+    "softmax_cross_entropy": _rows(labels=_USE_LABELS),
+    "poly_loss_cross_entropy": _rows(labels=_TO_ONE_HOT),
+    "dice_loss": _rows(binary="binary_dice_loss", labels=_TO_ONE_HOT),
+    "generalized_kl_divergence": _rows(binary="poisson", labels=_TO_ONE_HOT, role="amounts"),
+    "kl_divergence_with_log_targets": _rows(labels=_USE_LABELS, role="log probabilities"),
+}
+_RELEVANCES = _rows(binary="mean_squared_error", labels="Pass one relevance for each item.", role="relevances")
 
 OPTAX_LOSSES: dict[str, Loss] = {
     **LABEL_LOSSES,
-    "hinge_loss": _elementwise_loss("hinge_loss"),
-    "huber_loss": _elementwise_loss("huber_loss"),
-    "l2_loss": _elementwise_loss("l2_loss"),
-    "perceptron_loss": _elementwise_loss("perceptron_loss"),
-    "sigmoid_binary_cross_entropy": _elementwise_loss("sigmoid_binary_cross_entropy"),
-    "sigmoid_focal_loss": _elementwise_loss("sigmoid_focal_loss"),
-    "sparsemax_loss": _elementwise_loss("sparsemax_loss"),
-    "squared_error": _elementwise_loss("squared_error"),
+    **{name: _loss(name, same_shape, is_elementwise=True) for name in (*_ELEMENTWISE, "squared_error")},
+    **{name: _loss(name, check) for name, check in _CLASS_ROWS.items()},
+    "binary_dice_loss": _loss("binary_dice_loss", same_shape),
     # A lower bound for squared norms; without it the gradient of a row of zeros is NaN.
-    "cosine_distance": _checked_loss("cosine_distance", vectors, epsilon=1e-12),
-    "safe_softmax_cross_entropy": _class_row_loss("safe_softmax_cross_entropy", binary="sigmoid_binary_cross_entropy", labels=_USE_LABELS),
-    "softmax_cross_entropy": _class_row_loss("softmax_cross_entropy", binary="sigmoid_binary_cross_entropy", labels=_USE_LABELS),
-    "poly_loss_cross_entropy": _class_row_loss("poly_loss_cross_entropy", binary="sigmoid_binary_cross_entropy", labels=_TO_ONE_HOT),
-    "dice_loss": _class_row_loss("dice_loss", binary="binary_dice_loss", labels=_TO_ONE_HOT),
-    "binary_dice_loss": _checked_loss("binary_dice_loss", same_shape),
-    "generalized_kl_divergence": _class_row_loss("generalized_kl_divergence", binary="poisson", labels=_TO_ONE_HOT, role="amounts"),
-    "kl_divergence_with_log_targets": _class_row_loss(
-        "kl_divergence_with_log_targets", binary="sigmoid_binary_cross_entropy", labels=_USE_LABELS, role="log probabilities"
-    ),
+    "cosine_distance": _loss("cosine_distance", vectors, epsilon=1e-12),
     # Optax averages over the lists, which are the examples here.
-    "ranking_softmax_loss": _class_row_loss(
-        "ranking_softmax_loss", binary="mean_squared_error", labels="Pass one relevance for each item.", role="relevances", reduce_fn=None
-    ),
+    "ranking_softmax_loss": _loss("ranking_softmax_loss", _RELEVANCES, reduce_fn=None),
 }

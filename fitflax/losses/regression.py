@@ -1,4 +1,4 @@
-"""Regression losses on numbers or vectors, reduced over the last axis, with the formulas of Keras."""
+"""Regression losses on numbers, counts or vectors, reduced over the last axis, with the formulas of Keras."""
 
 from typing import Any
 
@@ -10,15 +10,8 @@ import optax
 from fitflax.errors import LossError
 from fitflax.losses.shapes import mean_of_last_axis, same_shape, vectors
 
-__all__ = [
-    "cosine_similarity",
-    "huber",
-    "log_cosh",
-    "mean_absolute_error",
-    "mean_absolute_percentage_error",
-    "mean_squared_error",
-    "mean_squared_logarithmic_error",
-]
+__all__ = ["cosine_similarity", "huber", "log_cosh", "mean_absolute_error", "mean_absolute_percentage_error", "mean_squared_error"]
+__all__ += ["mean_squared_logarithmic_error", "poisson"]
 
 # The epsilon of Keras: a lower bound for divisors and arguments of logarithms.
 _EPSILON = 1e-7
@@ -172,3 +165,23 @@ def cosine_similarity(outputs: Any, targets: Any) -> jax.Array:
     outputs, targets = vectors("cosine_similarity", outputs, targets)
     cosines: jax.Array = optax.losses.cosine_similarity(outputs, targets, epsilon=_MIN_SQUARED_NORM)
     return -cosines
+
+
+def poisson(outputs: Any, targets: Any) -> jax.Array:
+    """Returns the Poisson negative log-likelihood without its constant term, averaged over the last axis: float32, `[batch]` or `[batch, ...]`.
+
+    `mean(exp(outputs) - targets * outputs, axis=-1)`: the formula of Keras for log rates. The omitted term is `log(targets!)`. The rate overflows
+    float32 for log rates above 88.
+
+    Args:
+        outputs: Log rates (no exp or softplus applied), `[batch]` or `[batch, ..., features]`.
+        targets: Counts or other non-negative values of the same shape. Either side may omit a trailing axis of length 1.
+
+    Raises:
+        LossError: The shapes do not match.
+
+    >>> poisson(jnp.array([0.0, 1.0]), jnp.array([3, 3])).round(4)
+    Array([ 1.    , -0.2817], dtype=float32)
+    """
+    outputs, targets = same_shape("poisson", outputs, targets)
+    return mean_of_last_axis(jnp.exp(outputs) - targets * outputs)

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from fitflax.errors import LossError, is_of_debugger
 from fitflax.leaves import describe_shapes
 
-__all__ = ["broadcast_fault", "check_fraction", "class_labels", "class_rows", "mean_of_last_axis", "mismatch", "nan_unless"]
-__all__ += ["one_array", "same_shape", "vectors"]
+__all__ = ["broadcast_fault", "class_labels", "class_rows", "mean_of_last_axis", "nan_unless", "same_shape", "vectors"]
 
 # Never the same again, because a jitted function within a custom one warns only when it is first traced on shapes. A function may split rows into groups.
 _NUMBERS_OF_ROWS = itertools.count(1048, step=8)
@@ -23,30 +22,12 @@ _NUMBERS_OF_ROWS = itertools.count(1048, step=8)
 _without_fault: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 
 
-def one_array(name: str, role: str, value: Any, *, takes_complex: bool = False) -> jax.Array:
-    """Returns `value` as an array with a batch axis; complex numbers are an error unless the loss `takes_complex`."""
-    if isinstance(value, (dict, list, tuple)):
-        raise LossError(
-            f"{name} takes one array of {role}. Received: a {type(value).__name__} of length {len(value)}. "
-            "Pass a loss for each output, or concatenate them into one array."
-        )
-    array = jnp.asarray(value)
-    if array.ndim == 0:
-        raise LossError(f"{name} takes {role} with a leading batch axis. Received: a scalar.")
-    if jnp.iscomplexobj(array) and not takes_complex:
-        raise LossError(
-            f"{name} takes real {role}. Received: {role} of dtype {array.dtype}. Use 'mse' or 'mae', which take magnitudes of errors, or convert them in a "
-            "custom loss."
-        )
-    return array
-
-
 def same_shape(name: str, outputs: Any, targets: Any, *, takes_complex: bool = False) -> tuple[jax.Array, jax.Array]:
     """Returns both in float32 and one shape; restores a missing trailing axis of length 1, so that `[N, 1]` and `[N]` never broadcast to `[N, N]`.
 
     If the loss `takes_complex` and one of them is complex, both are complex64.
     """
-    outputs, targets = (one_array(name, *pair, takes_complex=takes_complex) for pair in (("outputs", outputs), ("targets", targets)))
+    outputs, targets = _arrays(name, outputs, targets, takes_complex=takes_complex)
     # Add the axis rather than remove it: for [batch, time, 1] and [batch, time] there must be one value per token, for token weights.
     if outputs.shape == (*targets.shape, 1):
         targets = targets[..., None]
@@ -58,7 +39,7 @@ def same_shape(name: str, outputs: Any, targets: Any, *, takes_complex: bool = F
             advice = (
                 "For integer class labels use 'sparse_categorical_crossentropy'; otherwise the model's last layer must have as many features as the targets."
             )
-        raise mismatch(name, outputs, targets, "outputs and targets of the same shape (a last axis of length 1 may be missing)", advice)
+        raise _mismatch(name, outputs, targets, "outputs and targets of the same shape (a last axis of length 1 may be missing)", advice)
     dtype = jnp.complex64 if jnp.iscomplexobj(outputs) or jnp.iscomplexobj(targets) else jnp.float32
     return outputs.astype(dtype), targets.astype(dtype)
 
@@ -73,7 +54,7 @@ def vectors(name: str, outputs: Any, targets: Any) -> tuple[jax.Array, jax.Array
     outputs, targets = same_shape(name, outputs, targets)
     if outputs.ndim < 2 or outputs.shape[-1] == 1:
         advice = "For one number per example use 'mean_squared_error'."
-        raise mismatch(name, outputs, targets, "vectors [batch, ..., features] with at least two features", advice)
+        raise _mismatch(name, outputs, targets, "vectors [batch, ..., features] with at least two features", advice)
     return outputs, targets
 
 
@@ -82,12 +63,11 @@ def class_rows(name: str, outputs: Any, targets: Any, *, binary: str, labels: st
 
     For errors, `binary` is the name of the loss for one number per example, `labels` is advice for integer labels, and `role` says what the targets are.
     """
-    outputs, targets = one_array(name, "outputs", outputs), one_array(name, "targets", targets)
-    _check_classes(name, outputs, targets, binary)
+    outputs, targets = _with_classes(name, outputs, targets, binary)
     if outputs.shape != targets.shape:
         if _have_label_shape(outputs, targets):
-            raise mismatch(name, outputs, targets, f"{role} [..., classes]", labels)
-        raise mismatch(name, outputs, targets, f"outputs and {role} of the same shape [..., classes]", "Check the model's last layer.")
+            raise _mismatch(name, outputs, targets, f"{role} [..., classes]", labels)
+        raise _mismatch(name, outputs, targets, f"outputs and {role} of the same shape [..., classes]", "Check the model's last layer.")
     return outputs.astype(jnp.float32), targets.astype(jnp.float32)
 
 
@@ -96,14 +76,13 @@ def class_labels(name: str, outputs: Any, targets: Any, *, binary: str, one_hot:
 
     Targets are `[batch, ...]` or `[batch, ..., 1]`. For errors, `binary` is as in `class_rows`, and `one_hot` is advice for one-hot targets.
     """
-    outputs, targets = one_array(name, "outputs", outputs), one_array(name, "targets", targets)
-    _check_classes(name, outputs, targets, binary)
+    outputs, targets = _with_classes(name, outputs, targets, binary)
     if targets.shape == (*outputs.shape[:-1], 1):
         targets = targets[..., 0]
     elif targets.shape == outputs.shape:
-        raise mismatch(name, outputs, targets, "integer targets [...] for logits [..., classes]", one_hot)
+        raise _mismatch(name, outputs, targets, "integer targets [...] for logits [..., classes]", one_hot)
     elif targets.shape != outputs.shape[:-1]:
-        raise mismatch(name, outputs, targets, "integer targets [...] or [..., 1] for logits [..., classes]", "Check the model's last layer.")
+        raise _mismatch(name, outputs, targets, "integer targets [...] or [..., 1] for logits [..., classes]", "Check the model's last layer.")
     if jnp.issubdtype(targets.dtype, jnp.inexact):
         raise LossError(f"{name} takes integer class labels. Received: targets of dtype {targets.dtype}. Cast them: targets.astype('int32').")
     # Labels may be int8, which cannot hold the number of classes.
@@ -111,12 +90,6 @@ def class_labels(name: str, outputs: Any, targets: Any, *, binary: str, one_hot:
     # In Optax, negative labels count from the end.
     known = (labels >= 0) & (labels < outputs.shape[-1])
     return outputs.astype(jnp.float32), labels, known
-
-
-def check_fraction(name: str, argument: str, value: float) -> None:
-    """Checks that an argument is in 0..1."""
-    if not 0.0 <= value <= 1.0:
-        raise LossError(f"{name}({argument}=...) must be between 0 and 1. Received: {value!r}.")
 
 
 def broadcast_fault(fn: Callable[[Any, Any], Any], values: Any, outputs: Any, targets: Any) -> str | None:
@@ -131,13 +104,22 @@ def broadcast_fault(fn: Callable[[Any, Any], Any], values: Any, outputs: Any, ta
     'returned [3] for outputs [3, 1] and targets [3]: each output was combined with each target. Give both the same shape: use outputs[:, 0]'
     >>> broadcast_fault(square, square(outputs, outputs), outputs, outputs)
     """
-    shapes = [{getattr(leaf, "shape", None) for leaf in jax.tree.leaves(tree)} for tree in (outputs, targets)]
-    for rows in {shape[0] for shape in shapes[0] | shapes[1] if shape is not None and len(shape) == 1 and shape[0] > 1}:
-        column, row = (rows, 1), (rows,)
-        is_mixed = any(column in mine and row in others for mine, others in (shapes, shapes[::-1]))
+    mine, theirs = _shapes(outputs), _shapes(targets)
+    for rows in {shape[0] for shape in (*mine, *theirs) if shape is not None and len(shape) == 1 and shape[0] > 1}:
+        is_mixed = ((rows, 1) in mine and (rows,) in theirs) or ((rows, 1) in theirs and (rows,) in mine)
         if is_mixed and _pairs_rows(fn, outputs, targets, rows):
-            return _broadcast_message(values, outputs, targets, column)
+            name, tree = ("outputs", outputs) if (rows, 1) in mine else ("targets", targets)
+            received, advice = f"{_described(values)} for outputs {_described(outputs)} and targets {_described(targets)}", f": use {name}[:, 0]"
+            return f"returned {received}: each output was combined with each target. Give both the same shape{advice if hasattr(tree, 'shape') else ''}"
     return None
+
+
+def _shapes(tree: Any) -> tuple[Any, ...]:
+    return tuple(getattr(leaf, "shape", None) for leaf in jax.tree.leaves(tree))
+
+
+def _described(tree: Any) -> str:
+    return str(list(tree.shape)) if hasattr(tree, "shape") else describe_shapes(tree)
 
 
 def _pairs_rows(fn: Callable[[Any, Any], Any], outputs: Any, targets: Any, rows: int) -> bool:
@@ -149,15 +131,14 @@ def _pairs_rows(fn: Callable[[Any, Any], Any], outputs: Any, targets: Any, rows:
         sizes = size, size if alike else next(_NUMBERS_OF_ROWS)
         return _promotes_columns(fn, sizes, *(_with_rows(tree, rows, size, column) for tree, size in zip((outputs, targets), sizes, strict=True)))
 
-    shapes = tuple(tuple(getattr(leaf, "shape", None) for leaf in jax.tree.leaves(tree)) for tree in (outputs, targets))
+    checked: set[Any] = set()
     with contextlib.suppress(TypeError):  # An object without hash or weak references is checked each time.
-        if (rows, shapes) in _without_fault.setdefault(fn, set()):
-            return False
+        checked = _without_fault.setdefault(fn, checked)
+    shapes = rows, _shapes(outputs), _shapes(targets)
     # A function may compare shapes, to give both the same one.
-    if pairs(1) and pairs(1, alike=True) and not pairs() and not pairs(2):
+    if shapes not in checked and pairs(1) and pairs(1, alike=True) and not pairs() and not pairs(2):
         return True
-    with contextlib.suppress(TypeError):
-        _without_fault.setdefault(fn, set()).add((rows, shapes))
+    checked.add(shapes)
     return False
 
 
@@ -204,18 +185,6 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
                 yield from _equations(inner)
 
 
-def _broadcast_message(values: Any, outputs: Any, targets: Any, column: tuple[int, ...]) -> str:
-    def described(tree: Any) -> str:
-        return str(list(tree.shape)) if hasattr(tree, "shape") else describe_shapes(tree)
-
-    name, tree = ("outputs", outputs) if any(getattr(leaf, "shape", None) == column for leaf in jax.tree.leaves(outputs)) else ("targets", targets)
-    advice = f": use {name}[:, 0]" if hasattr(tree, "shape") else ""
-    return (
-        f"returned {described(values)} for outputs {described(outputs)} and targets {described(targets)}: each output was combined with each target. "
-        f"Give both the same shape{advice}"
-    )
-
-
 def nan_unless(known: jax.Array, values: jax.Array) -> jax.Array:
     """Returns floating-point `values`, with NaN and no gradient where `known`, bool of the same shape, is false.
 
@@ -227,7 +196,7 @@ def nan_unless(known: jax.Array, values: jax.Array) -> jax.Array:
     return jnp.where(known, values, jnp.sqrt(jnp.where(known, 0.0, -1.0)).astype(values.dtype))
 
 
-def mismatch(name: str, outputs: jax.Array, targets: jax.Array, takes: str, advice: str) -> LossError:
+def _mismatch(name: str, outputs: jax.Array, targets: jax.Array, takes: str, advice: str) -> LossError:
     """Returns the error for shapes that do not match."""
     return LossError(f"{name} takes {takes}. Received: outputs {list(outputs.shape)}, targets {list(targets.shape)}. {advice}")
 
@@ -237,9 +206,26 @@ def _have_label_shape(outputs: jax.Array, targets: jax.Array) -> bool:
     return targets.shape in (outputs.shape[:-1], (*outputs.shape[:-1], 1))
 
 
-def _check_classes(name: str, outputs: jax.Array, targets: jax.Array, binary: str) -> None:
-    advice = f"For one logit per example use {binary!r}."
-    if outputs.ndim < 2:
-        raise mismatch(name, outputs, targets, "logits [batch, ..., classes]", advice)
-    if outputs.shape[-1] == 1:
-        raise mismatch(name, outputs, targets, "at least two classes", advice)
+def _arrays(name: str, outputs: Any, targets: Any, *, takes_complex: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Returns both as arrays with a batch axis; complex numbers are an error unless the loss `takes_complex`."""
+    for role, value in (("outputs", outputs), ("targets", targets)):
+        if isinstance(value, (dict, list, tuple)):
+            raise LossError(
+                f"{name} takes one array of {role}. Received: a {type(value).__name__} of length {len(value)}. "
+                "Pass a loss for each output, or concatenate them into one array."
+            )
+        if jnp.ndim(value) == 0:
+            raise LossError(f"{name} takes {role} with a leading batch axis. Received: a scalar.")
+        if jnp.iscomplexobj(value) and not takes_complex:
+            advice = "Use 'mse' or 'mae', which take magnitudes of errors, or convert them in a custom loss."
+            raise LossError(f"{name} takes real {role}. Received: {role} of dtype {jnp.result_type(value)}. {advice}")
+    return jnp.asarray(outputs), jnp.asarray(targets)
+
+
+def _with_classes(name: str, outputs: Any, targets: Any, binary: str) -> tuple[jax.Array, jax.Array]:
+    """Returns both as arrays, after checking that the outputs have an axis of at least two classes."""
+    outputs, targets = _arrays(name, outputs, targets)
+    if outputs.ndim < 2 or outputs.shape[-1] == 1:
+        takes = "logits [batch, ..., classes]" if outputs.ndim < 2 else "at least two classes"
+        raise _mismatch(name, outputs, targets, takes, f"For one logit per example use {binary!r}.")
+    return outputs, targets

@@ -1,24 +1,31 @@
-"""The base class of metrics, names and directions, weighted sums, and running sums without rounding errors."""
+"""The base classes of metrics, weighted sums, running sums without rounding errors, and checks of shapes that metrics share."""
 
 import abc
+import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
-from typing import Any, ClassVar, Literal, Self, cast
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax import lax
+from typing_extensions import override
 
-from fitflax.errors import MetricError
+from fitflax.errors import LossError, MetricError
 from fitflax.losses.shapes import nan_unless
+from fitflax.state import arrays_of
 
-__all__ = ["Direction", "Metric", "add_pairs", "bound", "broadcast_weights", "metric_direction", "metric_name"]
-__all__ += ["no_rows", "pair", "pair_field", "snake_case", "static_field", "undefined", "weighted_sums", "zero_pair"]
+__all__ = ["Counts", "Direction", "Examples", "Metric", "ResetMetric", "Rows", "Targets", "add_pairs", "arrays", "as_examples", "bound"]
+__all__ += ["broadcast_weights", "class_labels", "metric_direction", "metric_name", "mismatch", "naming", "pair", "pair_field", "ratio", "rows_field"]
+__all__ += ["same_shape", "snake_case", "static_field", "undefined", "weighted_sums", "weights_of"]
 
+Targets = Literal["integer", "one-hot", "integer or one-hot"]
 Direction = Literal["max", "min"]
+_Array = TypeVar("_Array")
 
 
 class Metric(abc.ABC):
@@ -128,15 +135,10 @@ def broadcast_weights(weights: Any, shape: tuple[int, ...]) -> jax.Array:
 
 # Running sums are pairs (hi, lo) in the last axis, float32 `[..., 2]`: hi + lo is the sum, and lo holds the rounding error of hi. In plain float32 a million
 # additions are off by 1e-5, and adding 1 to 2^24 does nothing. Pairs may also be added element by element, as psum does.
-def zero_pair() -> jax.Array:
-    """Returns an empty running sum, float32 `[2]`."""
-    # NumPy, because creating a metric must not initialize JAX's backend. The cast is for type checkers.
-    return cast(jax.Array, np.zeros(2, np.float32))
-
-
 def pair_field() -> Any:
-    """Returns a dataclass field that holds a running sum, empty by default."""
-    return dataclasses.field(default_factory=zero_pair)
+    """Returns a dataclass field that holds a running sum, by default an empty one, `[2]`."""
+    # NumPy, because creating a metric must not initialize JAX's backend.
+    return dataclasses.field(default_factory=lambda: np.zeros(2, np.float32))
 
 
 def undefined() -> jax.Array:
@@ -144,9 +146,9 @@ def undefined() -> jax.Array:
     return nan_unless(jnp.bool_(False), jnp.float32(0))
 
 
-def no_rows() -> jax.Array:
-    """Returns no rows, `[0, 0]`; the number of columns follows from the first batch."""
-    return cast(jax.Array, np.zeros((0, 0), np.float32))  # NumPy, as in `zero_pair`.
+def rows_field() -> Any:
+    """Returns a dataclass field that holds rows, by default none, `[0, 0]`; the number of columns follows from the first batch."""
+    return dataclasses.field(default_factory=lambda: np.zeros((0, 0), np.float32))
 
 
 def static_field(default: Any) -> Any:
@@ -208,3 +210,175 @@ def metric_direction(metric: Any) -> Direction | None:
 def snake_case(name: str) -> str:
     """Returns the name of a class as a log key."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+@contextlib.contextmanager
+def naming(metric: str) -> Iterator[None]:
+    """Prepends the name of a metric to the errors of a block."""
+    try:
+        yield
+    except (LossError, MetricError) as error:
+        raise MetricError(f"Metric {metric!r}: {error}") from error
+
+
+def ratio(part: _Array, whole: Any, xp: Any = jnp) -> _Array:
+    """Returns `part / whole`, or 0 where the whole is 0; `xp` is NumPy or jax.numpy."""
+    result: _Array = xp.where(whole == 0, 0.0, part / xp.where(whole == 0, 1.0, whole))
+    return result
+
+
+@struct.dataclass
+class ResetMetric(Metric):
+    """A metric that is empty if its fields with a `default_factory` have that default."""
+
+    @override
+    def empty(self) -> Self:
+        defaults = {field.name: field.default_factory() for field in dataclasses.fields(self) if field.default_factory is not dataclasses.MISSING}
+        return dataclasses.replace(self, **defaults)
+
+
+@struct.dataclass
+class Rows(ResetMetric):
+    """A metric that collects rows `[examples, ...]` on the host, among them `weights`; `compute` drops rows of weight 0."""
+
+    collect: ClassVar[bool] = True
+
+    @override
+    def merge(self, other: Self) -> Self:
+        mine, theirs = arrays_of(self), arrays_of(other)
+        if np.shape(theirs["weights"])[0] == 0:
+            return self
+        merged = theirs if np.shape(mine["weights"])[0] == 0 else {name: _append(mine[name], theirs[name]) for name in mine}
+        return dataclasses.replace(self, **merged)
+
+
+def _append(mine: Any, theirs: Any) -> Any:
+    # Keep NumPy arrays on the host.
+    return (np if isinstance(mine, np.ndarray) and isinstance(theirs, np.ndarray) else jnp).concatenate([mine, theirs])
+
+
+@struct.dataclass
+class Counts(ResetMetric):
+    """Weighted counts that add up; a subclass defines what is counted in a batch and computes the metric from the counts.
+
+    `counts` are sums of weights, float32 pairs `[..., 2]`; `[2]` while empty, because the shape follows from the first batch.
+    """
+
+    additive: ClassVar[bool] = True
+
+    _: dataclasses.KW_ONLY
+    name: str = static_field("counts")
+    direction: Direction | None = static_field(None)
+    counts: jax.Array = pair_field()
+
+    @abc.abstractmethod
+    def count(self, outputs: Any, targets: Any, weights: Any) -> jax.Array:
+        """Returns the counts of a batch, float32 `[...]`, with at least one axis."""
+
+    @override
+    def update(self, outputs: Any, targets: Any, weights: Any) -> Self:
+        return self.merge(dataclasses.replace(self, counts=pair(self.count(outputs, targets, weights))))
+
+    @override
+    def merge(self, other: Self) -> Self:
+        mine, theirs = np.shape(self.counts), np.shape(other.counts)
+        if mine != theirs and (2,) not in (mine, theirs):
+            # Broadcasting would hide the mismatch.
+            raise MetricError(
+                f"Metric {self.name!r} cannot merge counts of different shapes: {list(mine[:-1])} and {list(theirs[:-1])}. "
+                "All batches must have the same number of classes."
+            )
+        return dataclasses.replace(self, counts=add_pairs(self.counts, other.counts))
+
+
+class Examples(NamedTuple):
+    """Outputs, targets and weights as rows, one for each example, token or pixel.
+
+    Attributes:
+        kind: Kind of problem, from the shapes: one logit for a binary target, classes that exclude each other, or independent binary labels.
+        scores: Outputs, float32 `[rows, columns]`; one logit is one column.
+        labels: float32; the class `[rows, 1]` for classes, else 0 or 1, `[rows, columns]`.
+        weights: float32 `[rows]`.
+    """
+
+    kind: Literal["one logit", "classes", "labels"]
+    scores: jax.Array
+    labels: jax.Array
+    weights: jax.Array
+
+
+def as_examples(outputs: Any, targets: Any, weights: Any, *, multi_label: bool, name: str) -> Examples:
+    """Returns a batch as rows; shapes and the kind of problem are as in the table of `Precision`, and errors begin with the `name` of the metric."""
+    kind: Literal["one logit", "classes", "labels"]
+    with naming(name):
+        outputs, targets = arrays(outputs, targets)
+        if multi_label:
+            kind, (outputs, targets) = "labels", same_shape(outputs, targets)
+            if outputs.ndim < 2:
+                raise mismatch("outputs and targets [batch, ..., labels] with multi_label=True", outputs, targets)
+            shape = outputs.shape[:-1]
+        elif outputs.ndim < 2 or outputs.shape[-1] == 1:
+            kind, (outputs, targets) = "one logit", same_shape(outputs, targets)
+            shape = outputs.shape
+        else:
+            kind, (outputs, targets) = "classes", class_labels(outputs, targets, "integer or one-hot")
+            shape = targets.shape
+        rows = broadcast_weights(weights, shape)
+    columns = 1 if kind == "one logit" else outputs.shape[-1]
+    # float32 is exact for classes below 2^24, and keeps non-integers invalid.
+    labels = targets.astype(jnp.float32).reshape(-1, columns if kind == "labels" else 1)
+    return Examples(kind, outputs.astype(jnp.float32).reshape(-1, columns), labels, rows.reshape(-1))
+
+
+def weights_of(examples: Examples) -> jax.Array:
+    """Returns the weights `[rows, columns]` or `[rows, 1]`, NaN where the output is NaN, so that sums of them are NaN; but never where the weight is 0.
+
+    A NaN affects its whole row, except that independent labels have only their own column.
+    """
+    is_nan = jnp.isnan(examples.scores)
+    if examples.kind != "labels":
+        is_nan = is_nan.any(axis=-1, keepdims=True)
+    weights = examples.weights[:, None]
+    return nan_unless(~is_nan | (weights == 0), weights)
+
+
+def arrays(outputs: Any, targets: Any, *, takes_complex: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Returns both as arrays, after checking that each is a single array, and real unless the metric `takes_complex`."""
+    for role, value in (("outputs", outputs), ("targets", targets)):
+        if isinstance(value, (dict, list, tuple)):
+            raise MetricError(
+                f"It takes one array of {role}. Received: a {type(value).__name__} of length {len(value)}. "
+                "Pass metrics for each output, or concatenate them into one array."
+            )
+        if jnp.iscomplexobj(value) and not takes_complex:
+            advice = "Use 'mse', 'mae', 'rmse' or 'r2', which take magnitudes of errors."
+            raise MetricError(f"It takes real {role}. Received: {role} of dtype {jnp.result_type(value)}. {advice}")
+    return jnp.asarray(outputs), jnp.asarray(targets)
+
+
+def same_shape(outputs: Any, targets: Any, *, takes_complex: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Returns both in one shape; restores a missing trailing axis of length 1."""
+    outputs, targets = arrays(outputs, targets, takes_complex=takes_complex)
+    if outputs.shape == (*targets.shape, 1):
+        targets = targets[..., None]
+    elif targets.shape == (*outputs.shape, 1):
+        outputs = outputs[..., None]
+    if outputs.shape != targets.shape or outputs.ndim == 0:
+        raise mismatch("outputs and targets of the same shape [batch, ...] (a last axis of length 1 may be missing)", outputs, targets)
+    return outputs, targets
+
+
+def class_labels(outputs: Any, targets: Any, kind: Targets) -> tuple[jax.Array, jax.Array]:
+    """Returns outputs `[..., classes]` and labels `[...]`, from labels `[...]` or `[..., 1]` or from one-hot rows."""
+    outputs, targets = arrays(outputs, targets)
+    if outputs.ndim > 1 and kind != "one-hot" and targets.shape in (outputs.shape[:-1], (*outputs.shape[:-1], 1)):
+        return outputs, targets.reshape(outputs.shape[:-1])
+    if outputs.ndim > 1 and kind != "integer" and targets.shape == outputs.shape:
+        return outputs, jnp.argmax(targets, axis=-1)
+    raise mismatch(f"outputs [..., classes] with {kind} targets", outputs, targets)
+
+
+def mismatch(takes: str, outputs: jax.Array, targets: jax.Array) -> MetricError:
+    """Returns the error for shapes that do not match."""
+    # `update` prepends the name of the metric.
+    return MetricError(f"It takes {takes}. Received: outputs {list(outputs.shape)}, targets {list(targets.shape)}.")

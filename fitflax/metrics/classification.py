@@ -6,24 +6,26 @@ kind of problem follows from the shapes, as for `Accuracy`.
 
 import abc
 import dataclasses
+import html
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from typing_extensions import override
 
 from fitflax.errors import MetricError
 from fitflax.losses.shapes import nan_unless
-from fitflax.metrics.base import Direction, static_field, undefined
-from fitflax.metrics.counts import Counts
-from fitflax.metrics.shapes import Examples, as_examples, weights_of
+from fitflax.metrics.base import Counts, Direction, Examples, as_examples, ratio, static_field, undefined, weights_of
 
-__all__ = ["F1", "Average", "ConfusionMatrix", "FBeta", "MeanIoU", "Precision", "Recall", "Specificity"]
+__all__ = ["F1", "Average", "ConfusionMatrix", "ConfusionTable", "FBeta", "MeanIoU", "Precision", "Recall", "Specificity"]
 
 Average = Literal["auto", "binary", "micro", "macro", "weighted"]
 _AVERAGES = ("auto", "binary", "micro", "macro", "weighted", None)
 _NORMALIZATIONS = (None, "true", "pred", "all")
+_CELL = "padding: 2px 8px; text-align: right"
 
 
 class _Decisions(NamedTuple):
@@ -108,7 +110,7 @@ class _ClassScore(Counts):
             shares = jnp.ones_like(scores)
         else:
             shares = (hits.tp + hits.fp + hits.fn != 0).astype(jnp.float32)  # Not `> 0`, because NaN counts must propagate.
-        return _ratio(jnp.sum(shares * scores), jnp.sum(shares))
+        return ratio(jnp.sum(shares * scores), jnp.sum(shares))
 
 
 @struct.dataclass
@@ -155,7 +157,7 @@ class Precision(_ClassScore):
 
     @override
     def _score(self, hits: _Hits) -> jax.Array:
-        return _ratio(hits.tp, hits.tp + hits.fp)
+        return ratio(hits.tp, hits.tp + hits.fp)
 
 
 @struct.dataclass
@@ -174,7 +176,7 @@ class Recall(_ClassScore):
 
     @override
     def _score(self, hits: _Hits) -> jax.Array:
-        return _ratio(hits.tp, hits.tp + hits.fn)
+        return ratio(hits.tp, hits.tp + hits.fn)
 
 
 @struct.dataclass
@@ -208,7 +210,7 @@ class FBeta(_ClassScore):
     def _score(self, hits: _Hits) -> jax.Array:
         square = float(self.beta) ** 2
         both = (1.0 + square) * hits.tp
-        return _ratio(both, both + square * hits.fn + hits.fp)
+        return ratio(both, both + square * hits.fn + hits.fp)
 
 
 def F1(*, average: Average | None = "auto", threshold: float = 0.0, multi_label: bool = False, name: str = "f1") -> FBeta:
@@ -248,7 +250,7 @@ class Specificity(_ClassScore):
 
     @override
     def _score(self, hits: _Hits) -> jax.Array:
-        return _ratio(hits.tn, hits.tn + hits.fp)
+        return ratio(hits.tn, hits.tn + hits.fp)
 
 
 @struct.dataclass
@@ -273,7 +275,7 @@ class MeanIoU(_ClassScore):
 
     @override
     def _score(self, hits: _Hits) -> jax.Array:
-        return _ratio(hits.tp, hits.tp + hits.fp + hits.fn)
+        return ratio(hits.tp, hits.tp + hits.fp + hits.fn)
 
 
 @struct.dataclass
@@ -323,7 +325,51 @@ class ConfusionMatrix(Counts):
         if counts.ndim == 0 or self.normalize is None:
             return counts
         axis = {"true": 1, "pred": 0, "all": None}[self.normalize]
-        return nan_unless(counts.sum() != 0, _ratio(counts, jnp.sum(counts, axis=axis, keepdims=True)))
+        return nan_unless(counts.sum() != 0, ratio(counts, jnp.sum(counts, axis=axis, keepdims=True)))
+
+
+class ConfusionTable:
+    """Shows a confusion matrix as a table, with a row per target and a column per prediction; notebooks shade cells by their fraction of the row.
+
+    Args:
+        matrix: `[classes, classes]`, as `ConfusionMatrix` computes it: `trainer.evaluate(...)["confusion_matrix"]`.
+        labels: Names of the classes; by default their numbers.
+
+    Raises:
+        MetricError: `matrix` is not square, or `labels` has the wrong length.
+
+    >>> ConfusionTable([[3, 1], [0, 4]], labels=["cat", "dog"])
+    target / prediction  cat  dog
+    cat                    3    1
+    dog                    0    4
+    """
+
+    def __init__(self, matrix: Any, labels: Sequence[Any] | None = None) -> None:
+        self.matrix = np.asarray(matrix)
+        if self.matrix.ndim != 2 or self.matrix.shape[0] != self.matrix.shape[1]:
+            raise MetricError(f"ConfusionTable takes a matrix [classes, classes]. Received: an array of shape {list(self.matrix.shape)}.")
+        self.labels = [str(label) for label in (range(len(self.matrix)) if labels is None else labels)]
+        if len(self.labels) != len(self.matrix):
+            raise MetricError(f"ConfusionTable(labels=...) takes a name for each of the {len(self.matrix)} classes. Received: {len(self.labels)} names.")
+
+    def __repr__(self) -> str:
+        rows = [["target / prediction", *self.labels], *([label, *map(_format, row)] for label, row in zip(self.labels, self.matrix, strict=True))]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        return "\n".join("  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]) for row in rows)
+
+    def _repr_html_(self) -> str:
+        labels = [html.escape(label) for label in self.labels]
+        head = "".join(f'<th style="{_CELL}">{label}</th>' for label in ["target / prediction", *labels])
+        rows = []
+        for label, row in zip(labels, self.matrix, strict=True):
+            total = float(np.nansum(np.abs(row))) or 1.0
+            cells = "".join(f'<td style="{_CELL}; background: rgba(59, 130, 246, {abs(value) / total:.2f})">{_format(value)}</td>' for value in row)
+            rows.append(f'<tr><th style="{_CELL}">{label}</th>{cells}</tr>')
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _format(value: Any) -> str:
+    return f"{float(value):.4g}"
 
 
 def _decisions(examples: Examples, threshold: float) -> _Decisions:
@@ -338,8 +384,3 @@ def _decisions(examples: Examples, threshold: float) -> _Decisions:
     numbers = jnp.arange(classes, dtype=jnp.int32)[None]
     targets = labels == numbers
     return _Decisions(targets, predicted == numbers, jnp.any(targets, axis=-1, keepdims=True))
-
-
-def _ratio(part: jax.Array, whole: jax.Array) -> jax.Array:
-    """Returns `part / whole`, or 0 where the whole is 0."""
-    return jnp.where(whole == 0, 0.0, part / jnp.where(whole == 0, 1.0, whole))

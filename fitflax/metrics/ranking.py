@@ -1,4 +1,4 @@
-"""Areas under curves, exact over all rows or binned in fixed memory.
+"""Areas under curves, exact over all rows or binned in fixed memory, and `SampleCollector`, which also collects rows.
 
 `ExactAUC` keeps every row until the end of an epoch or evaluation and ranks them in NumPy, in float64. `BinnedAUC` keeps histograms of the scores, which
 add up like other counts. `AUC` creates either one. Both share the formulas, in NumPy or JAX.
@@ -6,6 +6,7 @@ add up like other counts. `AUC` creates either one. Both share the formulas, in 
 
 import dataclasses
 import math
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, ClassVar, Literal, Self
 
@@ -15,13 +16,10 @@ import numpy as np
 from flax import struct
 from typing_extensions import override
 
-from fitflax.errors import MetricError
-from fitflax.integers import is_integer
-from fitflax.metrics.base import Direction, Metric, no_rows, static_field, undefined
-from fitflax.metrics.counts import Counts
-from fitflax.metrics.shapes import as_examples, weights_of
+from fitflax.errors import MetricError, is_integer
+from fitflax.metrics.base import Counts, Direction, Metric, Rows, as_examples, ratio, rows_field, static_field, undefined, weights_of
 
-__all__ = ["AUC", "BinnedAUC", "ColumnAverage", "Curve", "ExactAUC"]
+__all__ = ["AUC", "BinnedAUC", "ColumnAverage", "Curve", "ExactAUC", "SampleCollector"]
 
 Curve = Literal["ROC", "PR"]
 ColumnAverage = Literal["macro", "micro", "weighted"]
@@ -80,7 +78,7 @@ def AUC(
 
 
 @struct.dataclass
-class ExactAUC(Metric):
+class ExactAUC(Rows):
     """The exact area under a curve over all rows, in NumPy; see `AUC` for the settings.
 
     Attributes:
@@ -89,21 +87,15 @@ class ExactAUC(Metric):
         weights: float32 `[rows, 1]`; `compute` drops rows of weight 0.
     """
 
-    collect: ClassVar[bool] = True
-
     _: dataclasses.KW_ONLY
     name: str = static_field("auc")
     direction: Direction | None = static_field("max")
     curve: Curve = static_field("ROC")
     average: ColumnAverage | None = static_field("macro")
     multi_label: bool = static_field(False)
-    scores: jax.Array = dataclasses.field(default_factory=no_rows)
-    labels: jax.Array = dataclasses.field(default_factory=no_rows)
-    weights: jax.Array = dataclasses.field(default_factory=no_rows)
-
-    @override
-    def empty(self) -> Self:
-        return dataclasses.replace(self, scores=no_rows(), labels=no_rows(), weights=no_rows())
+    scores: jax.Array = rows_field()
+    labels: jax.Array = rows_field()
+    weights: jax.Array = rows_field()
 
     @override
     def update(self, outputs: Any, targets: Any, weights: Any) -> Self:
@@ -113,24 +105,13 @@ class ExactAUC(Metric):
 
     @override
     def merge(self, other: Self) -> Self:
-        if np.shape(self.weights)[0] == 0:
-            return dataclasses.replace(self, scores=other.scores, labels=other.labels, weights=other.weights)
-        if np.shape(other.weights)[0] == 0:
-            return self
         mine, theirs = ((np.shape(metric.scores)[1], np.shape(metric.labels)[1]) for metric in (self, other))
-        if mine != theirs:
+        if mine != theirs and len(self.weights) and len(other.weights):
             raise MetricError(
                 f"Metric {self.name!r} cannot merge rows of {mine[0]} scores and {mine[1]} labels with rows of {theirs[0]} and {theirs[1]}. "
                 "All batches must have the same number of classes."
             )
-
-        def append(mine: Any, theirs: Any) -> Any:
-            # Keep NumPy arrays on the host.
-            return (np if isinstance(mine, np.ndarray) and isinstance(theirs, np.ndarray) else jnp).concatenate([mine, theirs])
-
-        return dataclasses.replace(
-            self, scores=append(self.scores, other.scores), labels=append(self.labels, other.labels), weights=append(self.weights, other.weights)
-        )
+        return super().merge(other)
 
     @override
     def compute(self) -> Any:
@@ -237,8 +218,8 @@ def _area(yes: Any, no: Any, curve: Curve, xp: ModuleType) -> Any:
     """Returns the area of a column from the weights of positives and negatives at each score, highest first; `[..., scores]` becomes `[...]`."""
     true, false = xp.cumsum(yes, axis=-1), xp.cumsum(no, axis=-1)
     if curve == "ROC":  # Trapezoidal rule.
-        return (_share(no, false[..., -1:], xp) * _share(true - yes / 2, true[..., -1:], xp)).sum(axis=-1)
-    return (_share(yes, true[..., -1:], xp) * _share(true, true + false, xp)).sum(axis=-1)
+        return (ratio(no, false[..., -1:], xp) * ratio(true - yes / 2, true[..., -1:], xp)).sum(axis=-1)
+    return (ratio(yes, true[..., -1:], xp) * ratio(true, true + false, xp)).sum(axis=-1)
 
 
 def _averaged(areas: Any, yes: Any, no: Any, *, curve: Curve, average: ColumnAverage | None, xp: ModuleType) -> Any:
@@ -246,15 +227,69 @@ def _averaged(areas: Any, yes: Any, no: Any, *, curve: Curve, average: ColumnAve
     # Not `> 0`, because NaN counts, from NaN scores, must propagate.
     defined = (yes != 0) & (no != 0) if curve == "ROC" else yes != 0
     if average is None:
-        result = xp.where(defined, areas, xp.nan)
-    else:
-        shares = xp.where(defined, yes if average == "weighted" else 1.0, 0.0)
-        total = shares.sum()
-        mean = xp.where(defined, shares * areas, 0.0).sum() / xp.where(total == 0, 1.0, total)
-        result = xp.where(defined.any(), mean, xp.nan)
-    return result
+        return xp.where(defined, areas, xp.nan)
+    shares = xp.where(defined, yes if average == "weighted" else 1.0, 0.0)
+    total = shares.sum()
+    mean = xp.where(defined, shares * areas, 0.0).sum() / xp.where(total == 0, 1.0, total)
+    return xp.where(defined.any(), mean, xp.nan)
 
 
-def _share(part: Any, whole: Any, xp: ModuleType) -> Any:
-    """Returns `part / whole`, or 0 where the whole is 0."""
-    return xp.where(whole == 0, 0.0, part / xp.where(whole == 0, 1.0, whole))
+@struct.dataclass
+class SampleCollector(Rows):
+    """Draws a uniform random sample of the examples, `[max_size, ...]`, in the order of the data.
+
+    Each example gets a random priority that depends on `seed` and on its position in the pass; the `max_size` lowest are kept (bottom-k sampling). So the
+    sample does not depend on the batch size or the number of devices, and merging two metrics samples from both. Until the end of the pass, the host keeps the
+    rows of all examples, as for an exact AUC, and so does a checkpoint inside an epoch. If they are too large, let `fn` return less. The sample is in the
+    logs, in the result of `evaluate` and in TensorBoard, but not in `History`.
+
+    Attributes:
+        max_size: Maximum number of examples in the sample.
+        fn: `fn(outputs, targets) -> [batch, ...]`, what is kept of each example; by default the outputs, which must then be one array.
+        show: Function from the sample, an array `[<= max_size, ...]`, to what TensorBoard shows; see `Metric.summary`. By default the array itself.
+        seed: Seed of the random priorities.
+        name: Log key.
+        direction: `None`.
+        rows: Results of `fn`, `[examples, ...]`.
+        weights: float32 `[examples, 1]`; examples of weight 0 are never drawn.
+
+    >>> collector = SampleCollector(max_size=2, fn=lambda outputs, targets: outputs - targets)
+    >>> collector.update(jnp.arange(10.0), jnp.zeros(10), jnp.ones(10)).compute().shape
+    (2,)
+    """
+
+    is_recorded: ClassVar[bool] = False
+
+    max_size: int = static_field(16)
+    _: dataclasses.KW_ONLY
+    fn: Callable[[Any, Any], Any] | None = static_field(None)
+    show: Callable[[Any], Any] | None = static_field(None)
+    seed: int = static_field(0)
+    name: str = static_field("samples")
+    direction: Direction | None = static_field(None)
+    rows: jax.Array = rows_field()
+    weights: jax.Array = rows_field()
+
+    def __post_init__(self) -> None:
+        if not is_integer(self.max_size, 1):
+            raise MetricError(f"SampleCollector(max_size=...) must be a positive integer. Received: {self.max_size!r}.")
+
+    @override
+    def update(self, outputs: Any, targets: Any, weights: Any) -> Self:
+        rows = outputs if self.fn is None else self.fn(outputs, targets)
+        weights = jnp.asarray(weights, jnp.float32)
+        if not hasattr(rows, "shape") or rows.shape[:1] != weights.shape[:1]:
+            what = "outputs" if self.fn is None else "fn(outputs, targets)"
+            received = f"shape {list(rows.shape)}" if hasattr(rows, "shape") else f"a {type(rows).__name__}"
+            raise MetricError(f"Metric {self.name!r} samples {what}, which must be one array [{weights.shape[0]}, ...]. Received: {received}.")
+        return self.merge(dataclasses.replace(self, rows=rows, weights=weights.reshape(weights.shape[0], -1).max(axis=1, keepdims=True)))
+
+    @override
+    def compute(self) -> Any:
+        real = np.asarray(self.rows)[np.asarray(self.weights).reshape(-1) != 0]
+        priorities = np.random.default_rng(self.seed).random(len(real))
+        return real[np.sort(np.argsort(priorities, kind="stable")[: self.max_size])]
+
+    @override
+    def summary(self, value: Any) -> Any:
+        return value if self.show is None else self.show(value)

@@ -1,4 +1,4 @@
-"""Regression metrics that are not means of a loss: roots, angles, and explained variance."""
+"""`R2` and `ExplainedVariance`: fractions of the variance of the targets."""
 
 import dataclasses
 from typing import Any, Self
@@ -8,18 +8,36 @@ import jax.numpy as jnp
 from flax import struct
 from typing_extensions import override
 
-import fitflax.losses as losses
-from fitflax.errors import MetricError
 from fitflax.losses.shapes import nan_unless
-from fitflax.metrics.base import Direction, Metric, add_pairs, broadcast_weights, pair, pair_field, static_field, zero_pair
-from fitflax.metrics.mean import Mean
-from fitflax.metrics.shapes import mismatch, same_shape
+from fitflax.metrics.base import Direction, ResetMetric, add_pairs, broadcast_weights, naming, pair, pair_field, ratio, same_shape, static_field
 
-__all__ = ["R2", "CosineSimilarity", "ExplainedVariance", "RootMeanSquaredError"]
+__all__ = ["R2", "ExplainedVariance"]
 
 
 @struct.dataclass
-class R2(Metric):
+class _ExplainedShare(ResetMetric):
+    """The base class of both: the weight, the mean and the squared deviations of the targets."""
+
+    _: dataclasses.KW_ONLY
+    direction: Direction | None = static_field("max")
+    weight: jax.Array = pair_field()
+    mean: jax.Array = pair_field()
+    spread: jax.Array = pair_field()
+
+    @override
+    def merge(self, other: Self) -> Self:
+        mean, spread = _join((self.mean, self.spread), (other.mean, other.spread), self.weight, other.weight)
+        return dataclasses.replace(self, weight=add_pairs(self.weight, other.weight), mean=mean, spread=spread)
+
+    def _explained(self, rest: jax.Array, is_zero: jax.Array) -> jax.Array:
+        """Returns the mean over columns of `1 - rest / spread`; for constant targets 1 if the rest is zero, else 0."""
+        constant = _constant(self.mean, self.spread, self.weight)
+        score = jnp.where(constant, jnp.where(is_zero, 1.0, 0.0), 1.0 - rest / jnp.where(constant, 1.0, self.spread.sum(-1)))
+        return nan_unless(self.weight.sum(-1) != 0, score.mean())
+
+
+@struct.dataclass
+class R2(_ExplainedShare):
     """Computes the coefficient of determination, `1 - sum(w * (targets - outputs)^2) / sum(w * (targets - mean)^2)`, averaged over columns.
 
     Same as scikit-learn's `r2_score`: 1 is perfect, 0 is as good as the mean of the targets. Constant targets give 1 if they are predicted exactly, else
@@ -43,15 +61,7 @@ class R2(Metric):
 
     _: dataclasses.KW_ONLY
     name: str = static_field("r2")
-    direction: Direction | None = static_field("max")
-    weight: jax.Array = pair_field()
-    mean: jax.Array = pair_field()
-    spread: jax.Array = pair_field()
     residual: jax.Array = pair_field()
-
-    @override
-    def empty(self) -> Self:
-        return dataclasses.replace(self, weight=zero_pair(), mean=zero_pair(), spread=zero_pair(), residual=zero_pair())
 
     @override
     def update(self, outputs: Any, targets: Any, weights: Any) -> Self:
@@ -66,19 +76,16 @@ class R2(Metric):
 
     @override
     def merge(self, other: Self) -> Self:
-        mean, spread = _join((self.mean, self.spread), (other.mean, other.spread), self.weight, other.weight)
-        return dataclasses.replace(
-            self, weight=add_pairs(self.weight, other.weight), mean=mean, spread=spread, residual=add_pairs(self.residual, other.residual)
-        )
+        return dataclasses.replace(super().merge(other), residual=add_pairs(self.residual, other.residual))
 
     @override
     def compute(self) -> jax.Array:
         residual = jnp.sum(self.residual, axis=-1)
-        return _share_explained(residual, residual == 0, self.mean, self.spread, self.weight)
+        return self._explained(residual, residual == 0)
 
 
 @struct.dataclass
-class ExplainedVariance(Metric):
+class ExplainedVariance(_ExplainedShare):
     """Computes the explained variance, `1 - var(targets - outputs) / var(targets)`, averaged over columns.
 
     Same as scikit-learn's `explained_variance_score`; unlike `R2`, it ignores constant offsets of the outputs. Constant targets give 1 if the errors are
@@ -95,17 +102,8 @@ class ExplainedVariance(Metric):
 
     _: dataclasses.KW_ONLY
     name: str = static_field("explained_variance")
-    direction: Direction | None = static_field("max")
-    weight: jax.Array = pair_field()
-    mean: jax.Array = pair_field()
-    spread: jax.Array = pair_field()
     error_mean: jax.Array = pair_field()
     error_spread: jax.Array = pair_field()
-
-    @override
-    def empty(self) -> Self:
-        zero = zero_pair()
-        return dataclasses.replace(self, weight=zero, mean=zero, spread=zero, error_mean=zero, error_spread=zero)
 
     @override
     def update(self, outputs: Any, targets: Any, weights: Any) -> Self:
@@ -117,27 +115,23 @@ class ExplainedVariance(Metric):
 
     @override
     def merge(self, other: Self) -> Self:
-        mean, spread = _join((self.mean, self.spread), (other.mean, other.spread), self.weight, other.weight)
         errors = (self.error_mean, self.error_spread), (other.error_mean, other.error_spread)
         error_mean, error_spread = _join(*errors, self.weight, other.weight)
-        weight = add_pairs(self.weight, other.weight)
-        return dataclasses.replace(self, weight=weight, mean=mean, spread=spread, error_mean=error_mean, error_spread=error_spread)
+        return dataclasses.replace(super().merge(other), error_mean=error_mean, error_spread=error_spread)
 
     @override
     def compute(self) -> jax.Array:
         constant = _constant(self.error_mean, self.error_spread, self.weight)
-        return _share_explained(jnp.sum(self.error_spread, axis=-1), constant, self.mean, self.spread, self.weight)
+        return self._explained(jnp.sum(self.error_spread, axis=-1), constant)
 
 
 def _columns(outputs: Any, targets: Any, weights: Any, *, name: str, takes_complex: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns outputs and targets, `[rows, columns]`, 0 where the weight is 0, and weights `[rows, 1]`; float32, or complex64 if one of both is complex."""
-    try:
+    with naming(name):
         outputs, targets = same_shape(outputs, targets, takes_complex=takes_complex)
         if outputs.ndim == 1:
             outputs, targets = outputs[:, None], targets[:, None]
         rows = broadcast_weights(weights, outputs.shape[:-1]).reshape(-1, 1)
-    except MetricError as error:
-        raise MetricError(f"Metric {name!r}: {error}") from error
     columns = outputs.shape[-1]
     dtype = jnp.complex64 if jnp.iscomplexobj(outputs) or jnp.iscomplexobj(targets) else jnp.float32
     outputs = jnp.where(rows != 0, outputs.astype(dtype).reshape(-1, columns), 0.0)
@@ -168,7 +162,7 @@ def _moments(values: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _join(mine: tuple[jax.Array, jax.Array], theirs: tuple[jax.Array, jax.Array], my_weight: jax.Array, their_weight: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the merged mean and squared deviations of two parts, by the formula of Chan, Golub and LeVeque."""
     both = add_pairs(my_weight, their_weight).sum(-1)
-    share = jnp.where(both == 0, 0.0, their_weight.sum(-1) / jnp.where(both == 0, 1.0, both))
+    share = ratio(their_weight.sum(-1), both)
     shift = add_pairs(theirs[0], -mine[0])
     between = _joined_parts(shift.sum(-1) ** 2 * my_weight.sum(-1) * share, jnp.broadcast_shapes(mine[1].shape, theirs[1].shape)[:-1])
     return add_pairs(mine[0], shift * share), add_pairs(add_pairs(mine[1], theirs[1]), pair(between))
@@ -180,54 +174,3 @@ def _constant(mean: jax.Array, spread: jax.Array, weight: jax.Array) -> jax.Arra
     if size.shape != spread.shape[:-1]:
         size = jnp.sqrt(_joined_parts(size**2, spread.shape[:-1]))
     return jnp.sqrt(spread.sum(-1)) <= 1e-9 * size * jnp.sqrt(weight.sum(-1))
-
-
-def _share_explained(rest: jax.Array, is_zero: jax.Array, mean: jax.Array, spread: jax.Array, weight: jax.Array) -> jax.Array:
-    """Returns the mean over columns of `1 - rest / spread`; for constant targets 1 if the rest is zero, else 0."""
-    constant = _constant(mean, spread, weight)
-    score = jnp.where(constant, jnp.where(is_zero, 1.0, 0.0), 1.0 - rest / jnp.where(constant, 1.0, spread.sum(-1)))
-    return nan_unless(weight.sum(-1) != 0, score.mean())
-
-
-def RootMeanSquaredError(*, name: str = "rmse") -> Mean:
-    """Returns the square root of the mean squared error over all examples; not the mean of the roots of batches.
-
-    Args:
-        name: Log key.
-
-    >>> float(RootMeanSquaredError().update(jnp.array([3.0, 5.0]), jnp.array([0.0, 0.0]), jnp.array([1.0, 0.0])).compute())
-    3.0
-    """
-    return Mean(losses.mean_squared_error, name=name, direction="min", transform="sqrt")
-
-
-def CosineSimilarity(*, name: str = "cosine_similarity") -> Mean:
-    """Returns the mean cosine similarity over the last axis: 1 for the same direction, -1 for opposite directions.
-
-    `sum(outputs * targets) / (|outputs| * |targets|)`; 0 if either one is all zeros. The loss of the same name is its negative. Outputs and targets are
-    `[batch, ..., features]` with at least two features.
-
-    Args:
-        name: Log key.
-
-    >>> metric = CosineSimilarity().update(jnp.array([[3.0, 0.0], [1.0, 1.0]]), jnp.array([[1.0, 0.0], [0.0, 0.0]]), jnp.ones(2))
-    >>> float(metric.compute()), metric.direction
-    (0.5, 'max')
-    """
-    return Mean(_cosine, name=name, direction="max")
-
-
-def _cosine(outputs: Any, targets: Any) -> jax.Array:
-    outputs, targets = same_shape(outputs, targets)
-    if outputs.ndim < 2 or outputs.shape[-1] < 2:
-        raise mismatch("outputs and targets of the same shape [batch, ..., features] with at least two features", outputs, targets)
-    return jnp.sum(_direction(outputs) * _direction(targets), axis=-1)
-
-
-def _direction(rows: jax.Array) -> jax.Array:
-    """Returns rows scaled to norm 1; rows of zeros stay zero."""
-    rows = rows.astype(jnp.float32)
-    # Scale before squaring: squares of values below 1e-19 or above 1e19 are out of the range of float32.
-    largest = jnp.max(jnp.abs(rows), axis=-1, keepdims=True)
-    rows = rows / jnp.where(largest == 0, 1.0, largest)
-    return rows / jnp.where(largest == 0, 1.0, jnp.linalg.norm(rows, axis=-1, keepdims=True))

@@ -1,19 +1,36 @@
-"""The live state of a run, and the form in which compiled calls take and return it."""
+"""The state of a run: the newest one, the form in which compiled calls take it, its parameters for evaluation, and what no step may change."""
 
 import dataclasses
 import functools
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
+import optax
 
-from fitflax.errors import NotReadyError
+from fitflax.errors import FitflaxError, ModelError, NotReadyError, OptimizerError, is_of_debugger
+from fitflax.leaves import describe_shapes, is_key, listed
+from fitflax.models import TRANSIENT
 from fitflax.parallel import Strategy
+from fitflax.parallel.base import Compiled
 from fitflax.parallel.packed import Packed
 from fitflax.state import PyTree, TrainState
 
-__all__ = ["Carry", "LiveState", "Sums", "collect_dropped"]
+__all__ = [
+    "Carry",
+    "EvalParams",
+    "LiveState",
+    "Sums",
+    "collect_dropped",
+    "find_eval_params",
+    "same_types",
+    "schedule_free_eval_params",
+    "state_faults",
+    "strong_types",
+]
 
 # Above this size, fresh memory costs more than waiting for a step: XLA allocates it for each copy, while `host_copy` reuses memory.
 _LARGE_BYTES = 2**26
@@ -158,3 +175,135 @@ class LiveState:
         self._carry, self._state = Carry.of(state), state
         self.step = step
         self.version += 1
+
+
+EvalParamsFn = Callable[[PyTree, PyTree], PyTree]
+"""`(opt_state, params) -> params`."""
+
+
+class EvalParams:
+    """Returns the parameters of a state for evaluation: averaged ones, or those that a function gets from the optimizer state.
+
+    `custom` is such a function, or `None`; that of optax's schedule-free optimizers is found in the state. `map_members` applies a function to each member
+    of an ensemble, and `is_scaled` is whether the optimizer state has a loss scale.
+    """
+
+    def __init__(self, strategy: Strategy, custom: EvalParamsFn | None, map_members: Callable[[EvalParamsFn], EvalParamsFn], *, is_scaled: bool) -> None:
+        self.custom, self._strategy, self._map_members, self._is_scaled = custom, strategy, map_members, is_scaled
+        self._found: bool | None = None  # Whether the optimizer state has schedule-free parts.
+        self._compiled: dict[Any, Compiled] = {}  # By placement of the state.
+
+    def __call__(self, state: TrainState) -> PyTree:
+        """Returns the parameters for evaluation: those that `custom` returns, or the averaged ones if there are any."""
+        function = self.function_of(state)
+        if function is None:
+            return state.params if state.ema_params is None else state.ema_params
+        opt_state = self._opt_state_of(state)
+        inputs = self._strategy.places(opt_state), self._strategy.places(state.params)
+        if inputs not in self._compiled:
+            self._compiled[inputs] = self._strategy.compile(functools.partial(self._evaluated, function), inputs=inputs, outputs=inputs[1])
+        return self._compiled[inputs](opt_state, state.params)
+
+    def function_of(self, state: TrainState) -> EvalParamsFn | None:
+        """Returns the function that gets the parameters for evaluation from the optimizer state; `None` if they do not depend on it."""
+        if not jax.tree.leaves(state.opt_state):  # An InferenceState already has them.
+            return None
+        if self._found is None:  # The structure of the optimizer state is the same for all states of a program.
+            self._found = bool(_schedule_free_states(self._opt_state_of(state)))
+        return schedule_free_eval_params if self.custom is None and state.ema_params is None and self._found else self.custom
+
+    def _opt_state_of(self, state: TrainState) -> PyTree:
+        return state.opt_state.inner_state if self._is_scaled else state.opt_state
+
+    def _evaluated(self, eval_params: EvalParamsFn, opt_state: PyTree, params: PyTree) -> PyTree:
+        name = getattr(eval_params, "__name__", repr(eval_params))
+        try:
+            found = self._map_members(eval_params)(opt_state, params)
+        except Exception as error:
+            if is_of_debugger(error) or isinstance(error, FitflaxError):
+                raise
+            is_found = eval_params is not schedule_free_eval_params and _schedule_free_states(opt_state)
+            hint = " Leave eval_params out: schedule-free optimizers are found in the state." if is_found else ""
+            raise OptimizerError(
+                f"compile(eval_params={name}) failed on the state of this optimizer, a {type(opt_state).__name__}, when called as {name}(opt_state, params): "
+                f"{type(error).__name__}: {error}.{hint}"
+            ) from error
+        if faults := state_faults(params, found):
+            raise OptimizerError(f"compile(eval_params={name}) must return parameters like the trained ones. Differences: {faults}.")
+        return jax.tree.map(jnp.copy, found)  # Copied, because steps donate the state's own buffers.
+
+
+def find_eval_params(optimizer: optax.GradientTransformation) -> EvalParamsFn | None:
+    """Returns the function for an optimizer that contains `optax.contrib.schedule_free`; `None` for others.
+
+    >>> find_eval_params(optax.chain(optax.clip(1.0), optax.contrib.schedule_free_sgd(0.1))).__name__
+    'schedule_free_eval_params'
+    >>> find_eval_params(optax.adam(0.1)) is None
+    True
+    """
+    try:
+        opt_state = jax.eval_shape(optimizer.init, {"w": jax.ShapeDtypeStruct((1,), jnp.float32)})
+    except Exception:  # noqa: BLE001 (labels of other parameters, for example; found when the state is known)
+        return None
+    return schedule_free_eval_params if _schedule_free_states(opt_state) else None
+
+
+def schedule_free_eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
+    """Returns the parameters for evaluation of all schedule-free optimizers in a state, each of which may train only some of the parameters."""
+    for state in _schedule_free_states(opt_state):
+
+        def one(z: Any, part: Any, state: Any = state) -> Any:
+            if _is_masked(z):
+                return part
+            return optax.contrib.schedule_free_eval_params(state._replace(z=z), part).astype(part.dtype)
+
+        params = jax.tree.map(one, state.z, params, is_leaf=_is_masked)
+    return params
+
+
+def _schedule_free_states(opt_state: PyTree) -> list[Any]:
+    def is_found(node: Any) -> bool:
+        return isinstance(node, optax.contrib.ScheduleFreeState)
+
+    return list(filter(is_found, jax.tree.leaves(opt_state, is_leaf=is_found)))
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+
+def strong_types(tree: PyTree) -> PyTree:
+    """Returns `tree` without weakly typed leaves, which the first update would change, so that the step would be compiled twice."""
+    return jax.tree.map(lambda leaf: leaf if is_key(leaf) else jax.lax.convert_element_type(leaf, leaf.dtype), tree)
+
+
+def state_faults(old: PyTree, new: PyTree) -> str:
+    """Returns where `new`, a state or a part of one, differs from `old` in structure, shapes or dtypes; an empty string if nowhere."""
+    before, after = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (old, new))
+    faults = []
+    for path in {**before, **after}:
+        was, now, name = before.get(path), after.get(path), jax.tree_util.keystr(path)
+        if was is None or now is None:
+            faults.append(f"{name} is {'new' if was is None else 'missing'}")
+        elif was.shape != now.shape or was.dtype != now.dtype:
+            faults.append(f"{name} is {describe_shapes(now)} instead of {describe_shapes(was)}")
+    return listed(faults, "; ")
+
+
+def _sow_hint(old: TrainState, new: TrainState) -> str:
+    """Returns a hint for collections that have other arrays or shapes after each call, as those of sown values do."""
+    before, after = ({path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(state.model_state)} for state in (old, new))
+    names = sorted({str(path[0].key) for path, shape in after.items() if before.get(path) != shape})
+    if not names:
+        return ""
+    return f" If the module sows into {', '.join(map(repr, names))}, keep it out of the state: Trainer(transient={(*TRANSIENT, *names)})."
+
+
+def same_types(new: TrainState, old: TrainState) -> TrainState:
+    """Returns `new` after checking that it has the structure, shapes and dtypes of `old`."""
+    new = strong_types(new)
+    faults = state_faults(old, new)
+    if faults:
+        raise ModelError(f"A step must return a state with the same structure, shapes and dtypes. Differences: {faults}.{_sow_hint(old, new)}")
+    # Containers may still differ (a FrozenDict for a dict), which would also compile the step again.
+    return cast(TrainState, jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new)))

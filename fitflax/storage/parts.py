@@ -1,4 +1,4 @@
-"""A stream of bytes in objects of equal size, written and read in parallel.
+"""Streams and files in buckets: a stream in objects of equal size, written and read in parallel, and a mirrored directory.
 
 Parts are separate objects instead of pieces of a multipart upload, which a killed process leaves behind unlisted. So they can be listed, checked, read and
 deleted separately. Local copies are read in the same way.
@@ -8,17 +8,23 @@ import collections
 import contextlib
 import io
 import itertools
+import queue
+import shutil
+import tempfile
+import threading
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Self
 
 from typing_extensions import override
 
-from fitflax.storage.object_path import ObjectPath
-from fitflax.storage.urls import Location
-from fitflax.storage.workers import Workers
+from fitflax.storage.object_store import ObjectPath
+from fitflax.storage.paths import Location
 
-__all__ = ["PART_BYTES", "PartsReader", "PartsWriter", "Send", "part_name", "read_range", "size_fault"]
+__all__ = ["PART_BYTES", "PUSH_SECONDS", "Mirror", "PartsReader", "PartsWriter", "Send", "Workers", "part_name", "read_range", "size_fault"]
 
 Send = Callable[[Sequence[bytes | memoryview]], None]
 """Receives the next bytes of a stream."""
@@ -169,13 +175,11 @@ class PartsReader(io.RawIOBase):
         count = max(1, -(-self._num_bytes // self._part_bytes))
         paths = [self._place / self._name_of(index) for index in range(count)]
         wanted = [min(self._part_bytes, self._num_bytes - index * self._part_bytes) for index in range(count)]
-        parent, found = paths[0].parent, dict[str, int]()
+        parent = paths[0].parent
         if isinstance(parent, ObjectPath):
-            found = {info.key.rpartition("/")[2]: info.size for info in parent.objects()}
+            found = {info.key.rpartition("/")[2]: info.st_size for info in parent.objects()}
         else:
-            for path in paths:
-                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                    found[path.name] = path.stat().st_size
+            found = {path.name: path.stat().st_size for path in paths if path.exists()}
         return [fault for path, want in zip(paths, wanted, strict=True) for fault in size_fault(path, found.get(path.name), want)]
 
     @override
@@ -191,3 +195,115 @@ def size_fault(path: Location, size: int | None, want: int) -> list[str]:
         return [f"{path} is missing."]
     kind = "empty" if size == 0 else "truncated" if size < want else "too long"
     return [] if size == want else [f"{path} is {kind}: {size} bytes instead of {want}."]
+
+
+_Job = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
+
+
+class Workers:
+    """Daemon threads, started on demand. No process waits for them at exit, unlike those of `concurrent.futures`, which are joined before exit handlers."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._count, self._name = count, name
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> "Future[Any]":
+        """Returns a future of the function's result."""
+        future: Future[Any] = Future()
+        if len(self._threads) < self._count:
+            thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # The interpreter is exiting.
+                if not self._threads:
+                    _do((future, function, arguments))
+                    return future
+            else:
+                self._threads.append(thread)
+        self._jobs.put((future, function, arguments))
+        return future
+
+    def end(self, *, wait: bool = True) -> None:
+        """Cancels waiting jobs and ends the threads; with `wait`, after their current jobs."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                job = self._jobs.get_nowait()
+                if job is not None:
+                    job[0].cancel()
+        threads, self._threads = self._threads, []
+        for _ in threads:
+            self._jobs.put(None)
+        for thread in threads if wait else ():
+            thread.join()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            _do(job)
+            del job
+
+
+def _do(job: _Job) -> None:
+    future, function, arguments = job
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(function(*arguments))
+    except BaseException as error:  # noqa: BLE001 (the future raises it)
+        future.set_exception(error)
+
+
+PUSH_SECONDS = 30.0
+"""How often changed files are uploaded during a run."""
+
+
+class Mirror:
+    """A temporary directory whose changed files are uploaded whole to a location in a bucket, because objects cannot grow.
+
+    Methods raise `OSError` if the store or the disk fails.
+    """
+
+    def __init__(self, place: ObjectPath) -> None:
+        self.place = place
+        self.directory = Path(tempfile.mkdtemp(prefix="fitflax-"))
+        # Sizes and modification times of uploaded files, by name.
+        self._pushed: dict[str, tuple[int, int]] = {}
+        self._last_push = time.monotonic()
+        self._finalizer = weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
+
+    def pull(self, wanted: Callable[[str], bool]) -> None:
+        """Downloads the files for whose names `wanted` returns true."""
+        for name, info in self.place.named_objects():
+            if wanted(name):
+                path = self.directory / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(self.place.bucket.read(info.key)[0])
+                self._pushed[name] = _state_of(path)
+
+    def push(self) -> None:
+        """Uploads changed files, and deletes removed ones from the bucket."""
+        self._last_push = time.monotonic()
+        present = {path.relative_to(self.directory).as_posix(): path for path in sorted(self.directory.rglob("*")) if path.is_file()}
+        for name, path in present.items():
+            state = _state_of(path)
+            if self._pushed.get(name) != state:
+                (self.place / name).write_bytes(path.read_bytes())
+                self._pushed[name] = state
+        gone = [name for name in self._pushed if name not in present]
+        self.place.bucket.delete([(self.place / name).key for name in gone])
+        for name in gone:
+            del self._pushed[name]
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time for the next upload."""
+        return time.monotonic() - self._last_push > PUSH_SECONDS
+
+    def close(self) -> None:
+        """Deletes the temporary directory."""
+        self._finalizer()
+
+
+def _state_of(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns

@@ -1,6 +1,7 @@
 """Properties of every built-in callback."""
 
 import inspect
+import pickle
 
 import flax.linen as nn
 import jax
@@ -145,3 +146,24 @@ def test_reading_a_norm_that_was_not_computed_is_an_error_that_says_how_to_get_i
     trainer.compile("sgd", "mse")
     with pytest.raises(NotReadyError, match="Use a callback with needs_gradients_norm = True"):
         trainer.fit(np.ones((4, 2)), np.ones((4, 1)), callbacks=[reader], verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("csv_logger", "CSVLogger"),
+        ("json_logger", "JSONLogger"),
+        ("lambda_callback", "LambdaCallback"),
+        ("learning_rate_scheduler", "LearningRateScheduler"),
+        ("media", "ImageSummary"),
+        ("profiler", "Profiler"),
+        ("reduce_lr_on_plateau", "ReduceLROnPlateau"),
+        ("summary_logger", "SummaryLogger"),
+        ("terminate_on_nan", "TerminateOnNaN"),
+        ("watchdog", "Watchdog"),
+    ],
+)
+def test_pickles_of_version_0_1_are_loaded(module, name):
+    """They name the modules in which that version defined the callbacks."""
+    package = fitflax.callbacks.__name__
+    assert pickle.loads(f"c{package}.{module}\n{name}\n.".encode()) is getattr(fitflax.callbacks, name)

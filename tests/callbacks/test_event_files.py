@@ -18,7 +18,7 @@ def write(directory, steps, run_id="a", *, group="train", first_step=0, mark="")
     """Writes the scalar `loss` of these steps and returns the file."""
     before = set(directory.rglob("*.tfevents.*"))
     files = EventFiles(directory, run_id, first_step, mark=mark)
-    files.submit(lambda put: [put(group, step, summary.scalar("loss", step / 2), 1e9 + step) for step in steps])
+    files.submit(lambda put: [put(group, step, 1e9 + step, summary.scalar("loss", step / 2)) for step in steps])
     files.close()
     (made,) = set(directory.rglob("*.tfevents.*")) - before
     return made
@@ -173,7 +173,7 @@ def test_sync_writes_everything_to_disk_while_the_files_stay_open(tmp_path, monk
     files = EventFiles(tmp_path, "a", 0)
     for step in (1, 2):
         for group in ("train", "val"):
-            files.submit(lambda put, step=step, group=group: put(group, step, summary.scalar("loss", 0.5), 1.0))
+            files.submit(lambda put, step=step, group=group: put(group, step, 1.0, summary.scalar("loss", 0.5)))
         files.sync()
         assert len(synced) == 2 * step
         for group in ("train", "val"):
@@ -219,7 +219,7 @@ def test_records_may_contain_any_bytes(tmp_path):
     """The bytes of a histogram can look like the headers of records."""
     files = EventFiles(tmp_path, "a", 0)
     values = np.random.default_rng(0).normal(size=1000)
-    files.submit(lambda put: [put("train", step, summary.histogram("h", values, 64), 1.0) for step in range(5)])
+    files.submit(lambda put: [put("train", step, 1.0, summary.histogram("h", values, 64)) for step in range(5)])
     files.close()
     (path,) = (tmp_path / "train").iterdir()
     assert steps_of(path) == [0, 1, 2, 3, 4]

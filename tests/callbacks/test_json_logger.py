@@ -115,7 +115,7 @@ def test_loading_the_state_of_a_run_without_rows_leaves_the_log_of_another_run_u
     path.write_text('{"epoch": 0, "step": 9, "loss": 5.0}\n')
     logger = JSONLogger(path)
     logger.load_state_dict({"lines": 0})
-    assert len(rows_of(path)) == 1 and logger._lines == []
+    assert len(rows_of(path)) == 1 and logger._rows == []
 
 
 def test_appending_to_a_file_that_is_not_text_is_one_clear_error_and_does_not_change_it(tmp_path):

@@ -25,8 +25,8 @@ from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
 import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, LambdaCallback, ModelCheckpoint, TensorBoard
-from fitflax.callbacks.clock import Clock, Stamp
 from fitflax.callbacks.event_files import EventFiles, events_of
+from fitflax.callbacks.run_logger import Clock, Stamp
 from fitflax.commands.curves import read_curves
 from fitflax.errors import CallbackError, FitflaxWarning
 from fitflax.metrics import AUC, Metric

@@ -16,9 +16,8 @@ import optax
 import fitflax
 from fitflax import parallel
 from fitflax.callbacks import BestCheckpoint, LambdaCallback, ModelCheckpoint
-from fitflax.checkpoints import collective_save
-from fitflax.checkpoints.formats import orbax_format
-from fitflax.checkpoints.formats.plain_tree import leaf_paths
+from fitflax.checkpoints import orbax_format, shards
+from fitflax.checkpoints.plain_tree import leaf_paths
 from fitflax.parallel.board import Board
 from tests.many_processes_script import DEVICES, Network, examples, share_programs
 
@@ -101,7 +100,7 @@ def fail(kind: str, directory: str, victim: int, asynchronous: bool = True, ever
 
 def desert(kind: str, directory: str, victim: int) -> dict[str, Any]:
     """Only one process has a bug, in its fifth step."""
-    collective_save.RESCUE_SECONDS = 3.0
+    shards.RESCUE_SECONDS = 3.0
 
     def bug(batch: int, logs: Any) -> None:
         if jax.process_index() == victim and made.step == 5:

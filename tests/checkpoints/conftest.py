@@ -2,7 +2,7 @@
 
 import pytest
 
-from fitflax.checkpoints.formats.checkpoint_files import write_checkpoint
+from fitflax.checkpoints.checkpoint_files import write_checkpoint
 from tests.checkpoints.samples import METADATA, RUN, train_state
 
 

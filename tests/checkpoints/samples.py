@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fitflax.checkpoints.formats.checkpoint_files import read_metadata, read_state
+from fitflax.checkpoints.checkpoint_files import read_metadata, read_state
 from fitflax.state import TrainState
 
 

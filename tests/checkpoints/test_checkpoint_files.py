@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import types
 
 import jax
@@ -10,10 +11,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fitflax.checkpoints.formats import checkpoint_files
-from fitflax.checkpoints.formats.checkpoint_files import read_metadata, read_state, write_checkpoint
-from fitflax.checkpoints.formats.json_documents import write_document
-from fitflax.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from fitflax.checkpoints import CheckpointStore, checkpoint_files
+from fitflax.checkpoints.checkpoint_files import CollectiveRead, Saved, read_collectively, read_metadata, read_state, write_checkpoint
+from fitflax.checkpoints.json_documents import write_document
+from fitflax.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, FitflaxWarning
 from tests.checkpoints.samples import METADATA, read
 
 
@@ -165,3 +166,79 @@ def test_the_error_for_a_newer_format_names_the_version_that_can_be_read(directo
     with pytest.raises(CheckpointError, match="has format version 2, but this version of fitflax reads 1") as caught:
         read_metadata(directory)
     assert not isinstance(caught.value, CorruptCheckpointError)
+
+
+# -- what processes find together --
+
+
+def test_a_store_reports_damage_to_others_and_skips_what_is_damaged_elsewhere(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.claim("a", overwrite=False)
+    for step in (1, 2, 3):
+        store.save(step=step, train={"w": 1.0}, run={}, metadata={"run_id": "a", "step": step}, owner="me", keep=[1, 2, 3])
+    (store.path(3) / "metadata.json").write_text("{")
+    together = CollectiveRead((0, 2), set())
+    saved, skipped = store.newest_good(together=together)
+    assert saved.metadata["step"] == 2 and together.damaged == {3} and len(skipped) == 1
+    together.damaged.add(2)
+    saved, skipped = store.newest_good(together=together)
+    assert saved.metadata["step"] == 1 and skipped == []
+
+
+def two_processes(monkeypatch, others):
+    """Makes this process the first of two, and returns what it sends; `others` yields what the second one sends."""
+    sent = []
+
+    def exchange(value, topic):
+        sent.append(value)
+        return [value, next(others)]
+
+    monkeypatch.setattr(checkpoint_files, "exchange", exchange)
+    monkeypatch.setattr(checkpoint_files, "after_first", lambda make: make())
+    return sent
+
+
+def finds(*steps, damaged=()):
+    """Returns a function that finds the newest of some steps."""
+
+    def find(together):
+        left = sorted(set(steps) - together.damaged, reverse=True)
+        for step in left:
+            if step not in damaged:
+                return Saved(path=None, metadata={"step": step}, train={}, run={})
+            together.damaged.add(step)
+        return None
+
+    return find
+
+
+def says(step, damaged=(), fault=None):
+    return {"step": step, "digest": None, "damaged": list(damaged), "fault": fault}
+
+
+def test_what_another_process_finds_damaged_is_skipped_by_all(monkeypatch):
+    sent = two_processes(monkeypatch, iter([says(5, [7]), says(5, [7])]))
+    with pytest.warns(FitflaxWarning, match=re.escape("Another process found that the checkpoints of these steps are damaged, so they are skipped: [7].")):
+        assert read_collectively(finds(3, 5, 7), num_processes=2).metadata["step"] == 5
+    assert sent == [says(7), says(5, [7])]
+    sent = two_processes(monkeypatch, iter([says(7), says(5, [7])]))
+    assert read_collectively(finds(3, 5, 7, damaged=[7]), num_processes=2).metadata["step"] == 5
+    sent = two_processes(monkeypatch, iter([says(7), says(None, [7])]))
+    assert read_collectively(finds(7, damaged=[7]), num_processes=2) is None and sent[0] == says(None, [7])
+
+
+def test_different_directories_or_a_failure_in_one_process_are_an_error_in_all(monkeypatch):
+    two_processes(monkeypatch, iter([says(None)]))
+    with pytest.raises(CheckpointError, match=r"Use one directory that all processes share\. Steps by process: \{0: 7, 1: None\}\."):
+        read_collectively(finds(7), num_processes=2)
+    two_processes(monkeypatch, iter([says(None, fault="step_00000007 is damaged")]))
+    with pytest.raises(CheckpointError, match="another process could not read the checkpoint: process 1: step_00000007 is damaged"):
+        read_collectively(finds(7), num_processes=2)
+
+    def fail(together):
+        raise CorruptCheckpointError("here")
+
+    two_processes(monkeypatch, iter([says(7)]))
+    with pytest.raises(CorruptCheckpointError, match="here"):
+        read_collectively(fail, num_processes=2)
+    assert read_collectively(lambda together: together, num_processes=1) is None

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from fitflax.checkpoints.formats.checkpoint_files import read_metadata, read_state, write_checkpoint
-from fitflax.checkpoints.formats.json_documents import write_document
+from fitflax.checkpoints.checkpoint_files import read_metadata, read_state, write_checkpoint
+from fitflax.checkpoints.json_documents import write_document
 from fitflax.errors import CheckpointError, CorruptCheckpointError
 
 FILES = ("state.msgpack", "metadata.json")

@@ -9,11 +9,10 @@ import jax
 import numpy as np
 import pytest
 
+from fitflax.checkpoints.checkpoint_store import CheckpointStore
 from fitflax.checkpoints.formats import json_documents
-from fitflax.checkpoints.restore.load import load_checkpoint
-from fitflax.checkpoints.restore.resume import check_settings, find_resume, restored_state
+from fitflax.checkpoints.resume import check_settings, find_resume, load_checkpoint, restored_state
 from fitflax.checkpoints.save import save_checkpoint
-from fitflax.checkpoints.store.checkpoint_store import CheckpointStore
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, FitflaxWarning, RestoreError
 from tests.checkpoints.samples import assert_same, train_state
 

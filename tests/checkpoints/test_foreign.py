@@ -17,9 +17,9 @@ import orbax.checkpoint as ocp
 import pytest
 from flax.training.train_state import TrainState
 
-from fitflax.checkpoints.formats.checkpoint_files import write_checkpoint
-from fitflax.checkpoints.formats.foreign import read_foreign
-from fitflax.checkpoints.formats.plain_tree import walk
+from fitflax.checkpoints.checkpoint_files import write_checkpoint
+from fitflax.checkpoints.foreign import read_foreign
+from fitflax.checkpoints.plain_tree import walk
 from fitflax.checkpoints.restore.fit import restore_tree
 from fitflax.errors import CheckpointError, CorruptCheckpointError
 
@@ -250,7 +250,7 @@ def test_large_arrays_that_flax_wrote_in_chunks_are_reassembled(tmp_path, monkey
 def test_a_checkpoint_from_eight_devices_is_read_on_one(tmp_path, process_env):
     save_standard(tmp_path / "c", train_state())
     code = (
-        "import sys, pathlib, jax\nfrom fitflax.checkpoints.formats.foreign import read_foreign\n"
+        "import sys, pathlib, jax\nfrom fitflax.checkpoints.foreign import read_foreign\n"
         "train, _ = read_foreign(pathlib.Path(sys.argv[1]))\nprint(jax.device_count(), train['params']['Dense_1']['kernel'].tobytes().hex())"
     )
     command = [sys.executable, "-W", "error", "-c", code, str(tmp_path / "c")]

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from fitflax.checkpoints.formats import msgpack_codec
-from fitflax.checkpoints.formats.checkpoint_files import read_metadata, write_checkpoint
+from fitflax.checkpoints import msgpack_format
+from fitflax.checkpoints.checkpoint_files import read_metadata, write_checkpoint
 from tests.checkpoints.samples import METADATA, RUN, assert_same, read, train_state
 
 TEXT = (pathlib.Path(__file__).resolve().parents[2] / "docs" / "checkpoint-format.md").read_text(encoding="utf-8")
@@ -59,7 +59,7 @@ def test_every_key_of_the_metadata_is_described(example):
 
 @pytest.mark.parametrize("chunk_bytes", [2**30, 16])
 def test_the_reader_reads_what_fitflax_reads(tmp_path, monkeypatch, read_checkpoint, chunk_bytes):
-    monkeypatch.setattr(msgpack_codec, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(msgpack_format, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", chunk_bytes)
     run = RUN | {"a/b~": [np.ones(3)], "edges": [-1, -33, 200, 70000, -(2**40), 2.5, "x" * 300, b"b" * 70000, [0] * 20, {str(key): key for key in range(20)}]}
     write_checkpoint(tmp_path, train=train_state(), run=run, metadata=METADATA)

@@ -9,7 +9,7 @@ import stat
 
 import pytest
 
-from fitflax.checkpoints.formats.json_documents import library_versions, read_document, replace_document, write_document
+from fitflax.checkpoints.json_documents import library_versions, read_document, replace_document, write_document
 from fitflax.errors import CheckpointError, CorruptCheckpointError
 
 

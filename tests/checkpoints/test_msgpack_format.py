@@ -15,9 +15,9 @@ import numpy as np
 import optax
 import pytest
 
-from fitflax.checkpoints.formats import msgpack_codec
-from fitflax.checkpoints.formats.checkpoint_files import write_checkpoint
-from fitflax.checkpoints.formats.plain_tree import to_plain
+from fitflax.checkpoints import msgpack_format
+from fitflax.checkpoints.checkpoint_files import write_checkpoint
+from fitflax.checkpoints.plain_tree import to_plain
 from fitflax.checkpoints.restore.fit import from_saved, restore_tree
 from fitflax.errors import CheckpointError, CorruptCheckpointError
 from tests.checkpoints.samples import METADATA, RUN, assert_same, read, train_state
@@ -51,7 +51,7 @@ def test_flax_restores_the_train_state_from_the_file(directory):
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 7)])
 def test_large_arrays_are_written_in_chunks_as_flax_does(tmp_path, monkeypatch, shape):
-    monkeypatch.setattr(msgpack_codec, "CHUNK_BYTES", 16)
+    monkeypatch.setattr(msgpack_format, "CHUNK_BYTES", 16)
     monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", 16)
     train = {"w": np.arange(math.prod(shape), dtype=np.int64).reshape(shape), "v": np.ones(40, jnp.bfloat16)}
     write_checkpoint(tmp_path, train=train, run=[train["w"]], metadata={})

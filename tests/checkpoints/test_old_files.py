@@ -10,7 +10,7 @@ from flax import linen as nn
 
 import fitflax
 from fitflax.callbacks import ModelCheckpoint
-from fitflax.checkpoints.formats.checkpoint_files import read_metadata
+from fitflax.checkpoints.checkpoint_files import read_metadata
 from fitflax.parallel import DataParallel
 
 DATA = pathlib.Path(__file__).with_name("data")

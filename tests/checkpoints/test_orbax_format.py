@@ -23,9 +23,9 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from fitflax.checkpoints.formats import msgpack_format, orbax_format
-from fitflax.checkpoints.formats.orbax_format import read_state, restore_numpy, write_state
-from fitflax.checkpoints.formats.plain_tree import Plain, to_plain
+from fitflax.checkpoints import msgpack_format, orbax_format
+from fitflax.checkpoints.orbax_format import read_state, restore_numpy, write_state
+from fitflax.checkpoints.plain_tree import Plain, to_plain
 from fitflax.checkpoints.restore.fit import restore_tree
 from fitflax.errors import CheckpointError, CorruptCheckpointError
 from fitflax.state import TrainState
@@ -284,7 +284,7 @@ def test_threads_can_write_at_the_same_time(tmp_path):
 
 @pytest.mark.slow
 def test_importing_fitflax_does_not_import_orbax(process_env):
-    code = "import sys, fitflax, fitflax.checkpoints.formats.orbax_format, fitflax.checkpoints.formats.foreign; sys.exit('orbax.checkpoint' in sys.modules)"
+    code = "import sys, fitflax, fitflax.checkpoints.orbax_format, fitflax.checkpoints.foreign; sys.exit('orbax.checkpoint' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=process_env, check=False).returncode == 0
 
 

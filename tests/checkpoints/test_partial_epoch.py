@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from fitflax.checkpoints.formats import json_documents
-from fitflax.checkpoints.formats.partial_epoch import load_partial_epoch, save_partial_epoch
+from fitflax.checkpoints import json_documents
+from fitflax.checkpoints.checkpoint_files import load_partial_epoch, save_partial_epoch
 from fitflax.errors import CheckpointError
 
 LOGS = {"loss": 0.1, "val_loss": math.inf, "tiny": 5e-324, "third": 1 / 3, "whole": 3}

@@ -13,11 +13,10 @@ import numpy as np
 import optax
 import pytest
 
-from fitflax.checkpoints.formats import device_fetch, plain_tree
-from fitflax.checkpoints.formats.checkpoint_files import write_checkpoint
-from fitflax.checkpoints.formats.device_fetch import fetch
-from fitflax.checkpoints.formats.plain_tree import Plain, only_split, to_plain
-from fitflax.checkpoints.memory import ReusedMemory
+from fitflax.checkpoints import memory, plain_tree
+from fitflax.checkpoints.checkpoint_files import write_checkpoint
+from fitflax.checkpoints.memory import ReusedMemory, fetch
+from fitflax.checkpoints.plain_tree import Plain, only_split, to_plain
 from fitflax.checkpoints.restore.fit import from_saved, restore_tree
 from fitflax.checkpoints.writer import snapshot
 from fitflax.checkpoints.writer.saver import Saver
@@ -220,8 +219,8 @@ def test_all_copies_from_a_device_start_before_the_first_one_is_waited_for(monke
 
     arrays = [jnp.zeros(1) for _ in range(3)]
     monkeypatch.setattr(snapshot, "may_share", lambda array: False)  # As on a GPU.
-    monkeypatch.setattr(device_fetch, "may_share", lambda array: False)
-    monkeypatch.setattr(device_fetch, "_start_copy", start)
+    monkeypatch.setattr(memory, "may_share", lambda array: False)
+    monkeypatch.setattr(memory, "_start_copy", start)
     copy = host_copy(to_plain(arrays, keep_lists=True))
     assert [leaf.tolist() for leaf in copy.tree] == [[0], [1], [2]]
     assert events == ["start 0", "start 1", "start 2", "wait 0", "wait 1", "wait 2"]
@@ -260,7 +259,7 @@ def test_a_replaced_state_is_copied_again_for_the_next_save():
 @pytest.mark.parametrize("backend", ["msgpack", "orbax"])
 def test_a_copy_not_waited_for_is_in_pinned_memory_and_donation_does_not_change_it(backend, monkeypatch, tmp_path):
     monkeypatch.setattr(snapshot, "may_share", lambda array: False)  # As on a GPU.
-    monkeypatch.setattr(device_fetch, "may_share", lambda array: False)
+    monkeypatch.setattr(memory, "may_share", lambda array: False)
     state = {"w": jnp.arange(300_000.0), "numpy": np.arange(3), "key": jax.random.key(1)}
     expected = jax.tree.map(np.array, to_plain(state).tree)
     plain = host_copy(to_plain(state, root="train"), wait=False)
@@ -273,7 +272,7 @@ def test_a_copy_not_waited_for_is_in_pinned_memory_and_donation_does_not_change_
 
 def test_a_copy_from_a_device_without_pinned_memory_is_waited_for(monkeypatch):
     monkeypatch.setattr(snapshot, "may_share", lambda array: False)
-    monkeypatch.setattr(device_fetch, "may_share", lambda array: False)
+    monkeypatch.setattr(memory, "may_share", lambda array: False)
     monkeypatch.setattr(snapshot, "has_host_memory", lambda array: False)
     copy = host_copy(to_plain({"w": jnp.arange(3)}), wait=False).tree["w"]
     assert type(copy) is np.ndarray and copy.tolist() == [0, 1, 2]

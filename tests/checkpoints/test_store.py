@@ -13,16 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fitflax.checkpoints import checkpoint_store as store_module
+from fitflax.checkpoints import directories
+from fitflax.checkpoints.checkpoint_store import CheckpointStore
 from fitflax.checkpoints.formats.checkpoint_files import Saved
 from fitflax.checkpoints.formats.json_documents import read_document
-from fitflax.checkpoints.restore.load import load_checkpoint
+from fitflax.checkpoints.resume import load_checkpoint
 from fitflax.checkpoints.save import save_checkpoint
-from fitflax.checkpoints.store import checkpoint_store as store_module
-from fitflax.checkpoints.store import local_directory, local_files
-from fitflax.checkpoints.store.checkpoint_store import CheckpointStore
-from fitflax.checkpoints.store.lock import holder_of
-from fitflax.checkpoints.writer.saver import Saver
+from fitflax.checkpoints.saver import Saver
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, DirectoryInUseError, FitflaxWarning
+from fitflax.storage.lock import holder_of
 
 
 class Killed(BaseException):
@@ -30,7 +30,7 @@ class Killed(BaseException):
 
 
 def new_process(monkeypatch, name):
-    for module in (store_module, local_files, local_directory):
+    for module in (store_module, directories):
         monkeypatch.setattr(module, "PROCESS", name)
 
 
@@ -257,7 +257,7 @@ def test_what_a_save_gives_up_stays_wanted_until_the_new_checkpoint_exists(store
 
     save(store, 1)
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(local_directory, "write_in_place", die)
+        patch.setattr(directories, "write_in_place", die)
         save(store, 2)
     assert store.wanted("model") == [1]
     store.retain("best", [])
@@ -280,7 +280,7 @@ def listings(monkeypatch, directory):
 
 
 def test_a_save_does_not_list_the_directory_unless_another_program_changed_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(local_directory, "_MAX_AGE_SECONDS", 1e9)
+    monkeypatch.setattr(directories, "_MAX_AGE_SECONDS", 1e9)
     store = CheckpointStore(tmp_path)
     store.claim("a", overwrite=False)
     calls = listings(monkeypatch, tmp_path)
@@ -292,7 +292,7 @@ def test_a_save_does_not_list_the_directory_unless_another_program_changed_it(tm
     calls.clear()
     save(store, 20, keep=[18, 19])
     assert len(calls) == 1 and store.steps() == [19, 20, 30]  # The newer one is unknown, so it is kept.
-    monkeypatch.setattr(local_directory, "_MAX_AGE_SECONDS", 0.0)
+    monkeypatch.setattr(directories, "_MAX_AGE_SECONDS", 0.0)
     save(store, 21, keep=[20])
     assert len(calls) > 2 and store.steps() == [20, 21, 30]
 
@@ -304,7 +304,7 @@ def test_retention_is_the_same_with_and_without_reused_listings(seed, tmp_path, 
     def outcome(directory, *, reuses):
         rng, found = np.random.default_rng(seed), []
         stores = {owner: CheckpointStore(directory) for owner in ("model", "best")}
-        monkeypatch.setattr(local_directory, "_MAX_AGE_SECONDS", 1e9 if reuses else -1.0)
+        monkeypatch.setattr(directories, "_MAX_AGE_SECONDS", 1e9 if reuses else -1.0)
         for store in stores.values():
             store.claim("a", overwrite=False)
         kept = {"model": [], "best": []}
@@ -684,7 +684,7 @@ def test_dropped_steps_are_synced_in_their_new_place_before_they_count_as_droppe
     for step in (1, 2):
         save(store, step, keep=[1])
     synced = []
-    monkeypatch.setattr(local_directory, "fsync_directory", lambda directory: synced.append(directory.name))
+    monkeypatch.setattr(directories, "fsync_directory", lambda directory: synced.append(directory.name))
     store.drop_after(1)
     assert [name[:6] for name in synced] == [".undo-", "checkp"]
 
@@ -707,8 +707,8 @@ def test_dropped_steps_are_deleted_by_the_next_claim_if_the_process_died_after_i
         save(store, step, keep=[10])
     store.drop_after(10)
     with pytest.MonkeyPatch.context() as patch:
-        contents = local_directory.LocalDirectory.contents
-        patch.setattr(local_directory.LocalDirectory, "contents", lambda self: contents(self)._replace(set_aside=[]))
+        contents = directories.LocalDirectory.contents
+        patch.setattr(directories.LocalDirectory, "contents", lambda self: contents(self)._replace(set_aside=[]))
         save(store, 11, keep=[10])
     assert len(hidden(store)) == 1
     new_process(monkeypatch, "bbbb")

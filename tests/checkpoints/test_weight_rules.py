@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fitflax.checkpoints import WeightRule
-from fitflax.checkpoints.restore.weight_rules import from_file, rules_of, to_file
+from fitflax.checkpoints.weight_rules import from_file, rules_of, to_file
 from fitflax.errors import ConfigError, RestoreError
 from fitflax.integrations import torch_layers
 

@@ -9,7 +9,7 @@ from flax import linen as nn
 import fitflax
 from fitflax.__main__ import main
 from fitflax.callbacks import CSVLogger, JSONLogger, ModelCheckpoint, TensorBoard
-from fitflax.commands.curves import Point, read_curves
+from fitflax.commands.plot import Point, read_curves
 from fitflax.errors import ConfigError
 
 X = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)

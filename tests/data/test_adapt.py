@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from fitflax.data import Position, Source, adapt
-from fitflax.data.adapt import is_in_memory
-from fitflax.data.arrays import ArraySource
+from fitflax.data.arrays import ArraySource, is_in_memory
 from fitflax.data.batch import Selection
-from fitflax.data.sources import IterableSource, OneShotSource
+from fitflax.data.sources import FunctionSource, OneShotSource
 from fitflax.errors import ConfigError, DataError
 
 X, Y, W = np.arange(12, dtype=np.float32).reshape(6, 2), np.arange(6, dtype=np.int32), np.arange(6, dtype=np.float32)
@@ -64,8 +63,8 @@ def test_anything_else_is_not_in_memory(data: object):
     ("data", "kind"),
     [
         (batches(), OneShotSource),
-        (batches, IterableSource),
-        (lambda: [(X, Y)], IterableSource),
+        (batches, FunctionSource),
+        (lambda: [(X, Y)], FunctionSource),
         (iter([(X, Y)]), OneShotSource),
         (map(tuple, [(X, Y)]), OneShotSource),
         (itertools.cycle([(X, Y)]), OneShotSource),

@@ -10,8 +10,7 @@ import pytest
 
 from fitflax.callbacks import LambdaCallback, ModelCheckpoint
 from fitflax.data import Batcher, Feed, Position, adapt
-from fitflax.data.sequences import SequenceSource
-from fitflax.data.sources import IterableSource
+from fitflax.data.sources import FunctionSource, SequenceSource
 from fitflax.errors import ConfigError, DataError
 from tests.data.same_training import BATCH, ROWS, X, Y, assert_resumes, assert_same, make_trainer, of_arrays, outcome, run, warned
 from tests.run_script import rows_of, state_of
@@ -97,7 +96,7 @@ def test_a_sequence_trains_like_arrays():
 
 def test_a_function_may_return_a_sequence():
     source = adapt(lambda: Batches())
-    assert isinstance(source, IterableSource) and len(list(source.open(Position()))) == 3
+    assert isinstance(source, FunctionSource) and len(list(source.open(Position()))) == 3
 
 
 def test_the_length_may_change_from_pass_to_pass():

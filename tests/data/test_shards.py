@@ -310,7 +310,7 @@ def test_reopening_a_feed_over_an_iterator_loses_no_batch():
         ([(np.zeros(4), True), (np.zeros(4), False)], r"is a Shard only in processes \[0\]"),
         (
             [(np.zeros(4), True), (lambda: iter([np.zeros(2)]), True)],
-            r"different kinds of data: process 0 has ArraySource \(can restart: True, endless: False\); process 1 has IterableSource",
+            r"different kinds of data: process 0 has ArraySource \(can restart: True, endless: False\); process 1 has FunctionSource",
         ),
         (
             [(np.zeros(4), False), (np.zeros(5), False)],

@@ -3,9 +3,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from fitflax.data import Batcher, Feed, Position, adapt
-from fitflax.data.batch import Selection
-from fitflax.data.sources import IterableSource, OneShotSource
+from fitflax.data import Batcher, Feed, Position, Source, adapt
 from fitflax.errors import DataError, FitflaxWarning
 
 SIZES = (4, 4, 2)
@@ -19,8 +17,8 @@ def batches(sizes: tuple[int, ...] = SIZES) -> Iterator[tuple[np.ndarray, np.nda
         begin += size
 
 
-def stream(sizes: tuple[int, ...] = SIZES) -> IterableSource:
-    return IterableSource(lambda: batches(sizes), Selection())
+def stream(sizes: tuple[int, ...] = SIZES) -> Source:
+    return adapt(lambda: batches(sizes))
 
 
 def real_rows(fed) -> list[float] | None:
@@ -136,17 +134,17 @@ def test_a_position_beyond_the_data_is_an_error():
 
 def test_a_function_may_return_a_list_or_a_generator():
     for make in (lambda: list(batches()), batches):
-        source = IterableSource(make, Selection())
+        source = adapt(make)
         assert [len(triple.x) for triple in source.open(Position())] == [4, 4, 2]
 
 
 def test_a_function_that_does_not_return_an_iterable_is_an_error():
     with pytest.raises(DataError, match=r"must return an iterable of batches\. Received: a int"):
-        IterableSource(lambda: 3, Selection()).open(Position())
+        adapt(lambda: 3).open(Position())
 
 
 def test_an_iterator_continues_where_it_stopped():
-    source = OneShotSource(batches(), Selection())
+    source = adapt(batches())
     first = source.open(Position())
     assert next(first).x.tolist() == [0, 1, 2, 3]
     assert source.taken == 4
@@ -156,7 +154,7 @@ def test_an_iterator_continues_where_it_stopped():
 
 
 def test_a_new_iterator_is_read_up_to_the_position_of_the_run():
-    source = OneShotSource(batches(), Selection())
+    source = adapt(batches())
     with pytest.warns(FitflaxWarning, match="8 examples are read and dropped"):
         assert next(source.open(Position(0, 8))).x.tolist() == [8, 9]
 

@@ -566,7 +566,7 @@ def test_arguments_for_in_memory_arrays_cannot_be_passed_with_a_loader(given):
 def test_a_pass_draws_from_the_generator_only_when_its_first_batch_is_requested():
     generator = seeded()
     begin = generator.get_state()
-    opened = TorchSource(loader(shuffle=True, generator=generator), Selection()).open(Position())
+    opened = adapt(loader(shuffle=True, generator=generator)).open(Position())
     assert torch.equal(generator.get_state(), begin)
     next(opened)
     assert not torch.equal(generator.get_state(), begin)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from fitflax.data import Batcher, Feed, Position, adapt
-from fitflax.data.batch import Selection, Triple, count_examples, full_mask
-from fitflax.data.whole_batches import Scalar, boxed, form_of, is_structure, joined, num_examples, unboxed, without_padding
+from fitflax.data.batch import Selection, Triple, count_examples, form_of, full_mask, is_structure, num_examples
+from fitflax.data.padding import Scalar, boxed, joined, unboxed, without_padding
 from fitflax.errors import ConfigError, DataError
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import os
+import pickle
 import signal
 import threading
 import time
@@ -16,9 +17,8 @@ import pytest
 from fitflax.background import Background
 from fitflax.errors import FitflaxWarning
 from fitflax.integrations import outbox as outbox_module
-from fitflax.integrations.outbox import Ending, Outbox
-from fitflax.integrations.points import Point, Reading, points_of_text, readings_of_state, state_of, text_of_points
-from fitflax.integrations.run_start import RunStart
+from fitflax.integrations.interface import Point, Reading, readings_of_state, state_of
+from fitflax.integrations.outbox import Ending, Outbox, RunStart
 from fitflax.logs import Place
 from fitflax.run_config import flat
 from tests.integrations.memory import Memory, logger_of, trained, values_of, wait_for
@@ -180,7 +180,7 @@ def test_a_point_that_is_sent_during_a_save_is_in_the_checkpoint():
 
     outbox._unsettled = Moving()
     outbox._waiting.extend(points_of([1]))
-    assert [point.step for point in points_of_text(state_of(outbox.unsent, numbers_only=False)["unsent"])] == [1]
+    assert [reading.step for reading in readings_of_state(state_of(outbox.unsent, numbers_only=False))] == [1]
 
 
 def test_a_point_that_is_read_during_a_save_is_complete_in_the_checkpoint(monkeypatch):
@@ -211,7 +211,7 @@ def test_saves_of_several_processes_do_not_call_user_functions():
         Reading(2, 0.0, {"val_loss": 2.5}, vector=Lost(), places={"loss": Place(0)}),
     ]
     state = state_of(readings, numbers_only=True)
-    assert [point.values for point in points_of_text(state["unsent"])] == [{"val_loss": 1.5, "loss": 0.5}, {"val_loss": 2.5}] and not state["unread"]
+    assert [reading.read().values for reading in readings_of_state(state)] == [{"val_loss": 1.5, "loss": 0.5}, {"val_loss": 2.5}] and not state["unread"]
     assert readings[0].has_media, "the thread draws it later"
 
 
@@ -262,8 +262,9 @@ def test_values_that_are_still_on_the_device_are_saved_and_restored():
     assert restored.read() == reading.read()
     numbers = {"step/loss": 0.5, "step/gradients_norm": 1.5, "loss": 0.25, "per_class/0": 1.0, "per_class/1": 2.0, "learning_rate": 0.5}
     assert reading.read().values == {"val_loss": float(np.float32(0.1)), **numbers}
-    (back,) = points_of_text(text_of_points([Point(1, 0.1, {"nan": float("nan"), "inf": -float("inf"), "x": 0.1})]))
-    assert np.isnan(back.values["nan"]) and back.values["inf"] == -float("inf") and back.values["x"] == 0.1
+    (back,) = readings_of_state(state_of([Reading.of_point(Point(1, 0.1, {"nan": float("nan"), "inf": -float("inf"), "x": 0.1}))], numbers_only=False))
+    values = back.read().values
+    assert np.isnan(values["nan"]) and values["inf"] == -float("inf") and values["x"] == 0.1
 
 
 def test_settings_are_the_same_in_each_process():
@@ -276,3 +277,10 @@ def test_settings_are_the_same_in_each_process():
     found = flat({"a": draw, "b": {"c": functools.partial(draw, 1)}, "d": [draw], "e": Thing(), "f": len, "g": float("nan")})
     assert found["a"] == "draw" and found["f"] == "len" and found["g"] == "nan"
     assert not any("0x" in str(value) for value in found.values()), found
+
+
+def test_pickles_of_version_0_1_are_loaded():
+    """They name the modules in which that version defined the classes."""
+    package = Outbox.__module__.rpartition(".")[0]
+    for module, kind in (("points", Point), ("points", Reading), ("run_start", RunStart)):
+        assert pickle.loads(f"c{package}.{module}\n{kind.__name__}\n.".encode()) is kind

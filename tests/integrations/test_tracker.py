@@ -13,7 +13,7 @@ import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, FigureSummary, ImageSummary, ModelCheckpoint, TensorBoard
 from fitflax.errors import CallbackError, FitflaxWarning
 from fitflax.integrations import outbox as outbox_module
-from fitflax.integrations.points import Reading
+from fitflax.integrations.interface import Reading
 from fitflax.integrations.tracker import TrackerLogger
 from tests.integrations.memory import Memory, Net, X, Y, logger_of, trained, values_of, wait_for
 

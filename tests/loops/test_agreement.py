@@ -9,8 +9,8 @@ import pytest
 from flax import linen as nn
 
 import fitflax
-import fitflax.loops.agreement as module
-from fitflax.loops.agreement import Agreement, DistributedAgreement
+import fitflax.loops.signals as module
+from fitflax.loops.signals import Agreement, DistributedAgreement
 
 SECONDS = 20
 

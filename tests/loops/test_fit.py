@@ -16,7 +16,7 @@ from fitflax import metrics
 from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, TerminateOnNaN
 from fitflax.data import Shard
 from fitflax.errors import ConfigError, DataError, FitflaxWarning, LossError, MetricError
-from fitflax.loops.input_sources import Intake
+from fitflax.loops.session import Intake
 from fitflax.parallel import DataParallel
 
 RNG = np.random.default_rng(0)

@@ -14,7 +14,7 @@ from jax._src import array as jax_array
 import fitflax
 from fitflax.callbacks import LambdaCallback
 from fitflax.errors import ConfigError, DataError, FitflaxWarning, ModelError, NotReadyError
-from fitflax.loops.evaluation import _IsolatedRandomState
+from fitflax.loops.evaluation_loop import _IsolatedRandomState
 from fitflax.parallel import DataParallel
 
 X = np.linspace(-1, 1, 42, dtype=np.float32).reshape(14, 3)

@@ -13,7 +13,7 @@ from flax import linen as nn
 
 import fitflax
 from fitflax.errors import DataError, ModelError, NotReadyError
-from fitflax.loops.model_summary import describe_costs, describe_size
+from fitflax.loops.summary import describe_costs, describe_size
 from fitflax.parallel import DataParallel
 
 X = np.zeros((8, 4), np.float32)

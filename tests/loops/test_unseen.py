@@ -193,7 +193,7 @@ def test_batch_hooks_of_an_evaluation_skip_batches_if_the_callbacks_allow_it(mon
     trainer.compile("sgd", "mse")
     trainer.build((x, x[:, :1]))
     for seconds, expected in ((1e9, [0, 39]), (0.0, list(range(40)))):
-        monkeypatch.setattr("fitflax.loops.evaluation._BATCH_HOOK_SECONDS", seconds)
+        monkeypatch.setattr("fitflax.loops.evaluation_loop._BATCH_HOOK_SECONDS", seconds)
         seen = Seen()
         trainer.evaluate(lambda: ((x, x[:, :1]) for _ in range(40)), callbacks=[seen], verbose=0)
         assert seen.begun == seen.ended == expected

@@ -13,7 +13,7 @@ import sklearn.metrics
 
 from fitflax import losses
 from fitflax.errors import LossError
-from fitflax.losses.registry import loss_direction, takes_labels
+from fitflax.losses import loss_direction, takes_labels
 
 RNG = np.random.default_rng(0)
 ROWS, CLASSES = 7, 5

@@ -11,8 +11,8 @@ from flax import struct
 
 from fitflax import losses, metrics
 from fitflax.errors import MetricError
+from fitflax.metrics import resolve
 from fitflax.metrics.base import add_pairs, metric_direction, metric_name
-from fitflax.metrics.registry import resolve
 from tests.metrics.batches import one_batch, over_batches, softmax
 
 RNG = np.random.default_rng(0)

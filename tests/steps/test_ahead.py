@@ -14,7 +14,7 @@ import fitflax
 from fitflax.callbacks import LambdaCallback
 from fitflax.errors import ModelError
 from fitflax.parallel import DataParallel, Sharded
-from fitflax.steps.compile_ahead import AheadOfTime, Compilation
+from fitflax.steps.compile import Compilation
 
 
 class Counting(nn.Module):
@@ -46,7 +46,7 @@ def test_each_program_is_compiled_once_and_the_step_is_traced_once(num_devices, 
 @pytest.mark.slow
 def test_lowering_the_step_does_not_wait_until_initialization_is_compiled(devices, monkeypatch):
     events: list[str] = []
-    compile_it, lower_it = jax.stages.Lowered.compile, fitflax.steps.compiled_functions.CompiledSteps.lower
+    compile_it, lower_it = jax.stages.Lowered.compile, fitflax.steps.compile.CompiledSteps.lower
     may_compile = threading.Event()
 
     def late(lowered: Any, *arguments: Any, **options: Any) -> Any:
@@ -61,7 +61,7 @@ def test_lowering_the_step_does_not_wait_until_initialization_is_compiled(device
         return result
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", late)
-    monkeypatch.setattr(fitflax.steps.compiled_functions.CompiledSteps, "lower", recording)
+    monkeypatch.setattr(fitflax.steps.compile.CompiledSteps, "lower", recording)
     for strategy in (DataParallel(devices(1)), DataParallel(devices(2)), Sharded({"data": 4}, fsdp=True, fsdp_min_size=0, devices=devices(4))):
         may_compile.clear()
         trainer = fitflax.Trainer(nn.Dense(4), parallel=strategy)
@@ -90,11 +90,9 @@ def test_waiting_for_a_failed_compilation_raises_nothing():
         def compile(self) -> None:
             raise ValueError("never seen")
 
-    ahead = AheadOfTime()
-    ahead.start("step", Lowered())  # type: ignore[arg-type]
-    ahead.wait("step")
-    ahead.wait("step")
-    ahead.wait("never begun")
+    compilation = Compilation(Lowered())  # type: ignore[arg-type]
+    compilation.wait()
+    assert compilation.memory() is None
 
 
 def test_a_module_that_fails_is_an_error_before_anything_is_compiled(devices, compilations):
@@ -137,20 +135,19 @@ def test_a_call_waits_for_its_program_instead_of_compiling_it_again(devices, mon
     """Here, each program is compiled when a call waits for it, and not before."""
     asked_for: dict[Any, threading.Event] = collections.defaultdict(threading.Event)
     done: list[threading.Thread] = []
-    compile_it, wait = Compilation._compile, AheadOfTime.wait
+    compile_it, wait = Compilation._compile, Compilation.wait
 
     def when_asked_for(one: Compilation, lowered: Any) -> None:
         asked_for[threading.current_thread()].wait(30)
         compile_it(one, lowered)
         done.append(threading.current_thread())
 
-    def asking(ahead: AheadOfTime, name: Any) -> None:
-        if name in ahead._compilations:
-            asked_for[ahead._compilations[name]._thread].set()
-        wait(ahead, name)
+    def asking(compilation: Compilation) -> None:
+        asked_for[compilation._thread].set()
+        wait(compilation)
 
     monkeypatch.setattr(Compilation, "_compile", when_asked_for)
-    monkeypatch.setattr(AheadOfTime, "wait", asking)
+    monkeypatch.setattr(Compilation, "wait", asking)
     at_first_step: list[int] = []
     look = LambdaCallback(on_train_batch_end=lambda batch, logs: at_first_step.append(len(done)) if batch == 0 else None)
     trainer = fitflax.Trainer(nn.Dense(3), parallel=DataParallel(devices(1)))

@@ -15,7 +15,8 @@ from fitflax.callbacks import BestCheckpoint, LambdaCallback, ModelCheckpoint
 from fitflax.checkpoints import CheckpointStore
 from fitflax.errors import ConfigError, RestoreError
 from fitflax.parallel import DataParallel
-from fitflax.steps.numerics import Numerics, start_average
+from fitflax.state import start_average
+from fitflax.steps.optimizer import Numerics
 from tests.run_script import differences, rows_of, state_of
 
 Devices = Callable[[int], list[jax.Device]]

@@ -22,7 +22,7 @@ from fitflax.errors import MetricError, MonitorError, NotReadyError, RestoreErro
 from fitflax.metrics import AUC, Metric
 from fitflax.metrics.clu import adapt_clu
 from fitflax.parallel import DataParallel
-from fitflax.steps.collected_rows import Collected
+from fitflax.steps.outputs import Collected
 from tests.run_script import at, differences, directory_of, leaves_of, state_of
 
 RNG = np.random.default_rng(3)

@@ -14,7 +14,7 @@ import fitflax
 from fitflax import optimizers
 from fitflax.callbacks import TensorBoard
 from fitflax.errors import OptimizerError
-from fitflax.steps.parameter_groups import Group, _labels, parameter_groups
+from fitflax.steps.optimizer import Group, _labels, parameter_groups
 from tests.callbacks.test_tensorboard import shown
 
 X, Y = np.ones((8, 4), np.float32), np.zeros(8, np.int32)

@@ -16,7 +16,7 @@ from fitflax.callbacks import ModelCheckpoint, TerminateOnNaN
 from fitflax.errors import ConfigError, FitflaxWarning, RestoreError
 from fitflax.parallel import DataParallel
 from fitflax.state import Batch
-from fitflax.steps.loss_scale import FIRST_SCALE, MAX_SCALE, PATIENCE, LossScaled, with_loss_scale
+from fitflax.steps.optimizer import FIRST_SCALE, MAX_SCALE, PATIENCE, LossScaled, with_loss_scale
 from tests.run_script import differences, rows_of, state_of
 
 Devices = Callable[[int], list[jax.Device]]

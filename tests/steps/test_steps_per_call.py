@@ -13,8 +13,8 @@ from fitflax.callbacks import Callback, CSVLogger, LambdaCallback, ModelCheckpoi
 from fitflax.data.batch import in_one_piece
 from fitflax.errors import ConfigError, FitflaxWarning
 from fitflax.parallel import DataParallel
-from fitflax.steps.compiled_functions import CompiledSteps
-from fitflax.steps.step_dispatch import Program
+from fitflax.steps.compile import CompiledSteps
+from fitflax.steps.program import Program
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((44, 5)).astype(np.float32)
@@ -114,7 +114,7 @@ def test_a_group_ends_where_a_trigger_fires_and_where_the_epoch_ends():
 @pytest.mark.slow
 def test_the_arrays_of_each_group_are_read_in_one_piece(options, monkeypatch):
     found = []
-    monkeypatch.setattr("fitflax.steps.step_dispatch.in_one_piece", lambda group: found.append((len(group), in_one_piece(group))) or found[-1][1])
+    monkeypatch.setattr("fitflax.steps.program.in_one_piece", lambda group: found.append((len(group), in_one_piece(group))) or found[-1][1])
     # 22 batches per epoch. Otherwise, sixteen batches would be read at a time, which groups of three do not divide evenly.
     make_trainer(3).fit(X, Y, batch_size=2, steps=20, verbose=0, **options)
     assert sum(count for count, _ in found) == 20 and all(whole is not None and len(whole.x) == 2 * count for count, whole in found)
@@ -267,7 +267,7 @@ def test_auto_really_measures_and_does_not_change_the_state():
 
 def test_auto_does_not_try_groups_of_large_batches(monkeypatch):
     monkeypatch.setattr(Program, "time_steps", lambda self, state, fed, size, keep: pytest.fail("measured"))
-    monkeypatch.setattr("fitflax.steps.preparation._GROUP_BYTES", 100)
+    monkeypatch.setattr("fitflax.steps.program._GROUP_BYTES", 100)
     make_trainer("auto").fit(X, Y, batch_size=8, steps=2, verbose=0)
 
 

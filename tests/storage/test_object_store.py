@@ -23,11 +23,10 @@ from fitflax.callbacks import BestCheckpoint, CSVLogger, JSONLogger, LambdaCallb
 from fitflax.callbacks.event_files import events_of
 from fitflax.checkpoints import CheckpointStore, load_inference_state
 from fitflax.checkpoints.formats.checkpoint_files import read_metadata
-from fitflax.checkpoints.store import lock
 from fitflax.errors import CallbackError, CheckpointError, CheckpointNotFoundError, ConfigError, DirectoryInUseError, FitflaxWarning
 from fitflax.parallel import Sharded
-from fitflax.storage import ChangedError, ObjectPath, StorageError, lease, locate, objects, parts
-from fitflax.storage.lease import Lease
+from fitflax.storage import ChangedError, ObjectPath, StorageError, locate, lock, object_store, parts
+from fitflax.storage.lock import Lease
 from tests.storage.servers import AzuriteServer, FaultProxy, GCSServer, S3Server, Unavailable
 
 pytest.importorskip("obstore")
@@ -82,9 +81,9 @@ def quick(monkeypatch):
     """Small parts, and no long waits."""
     monkeypatch.setattr(parts, "PART_BYTES", 512)
     monkeypatch.setattr(parts, "_BLOCK_BYTES", 128)
-    monkeypatch.setattr(objects, "RETRY_SECONDS", 1.0)
-    monkeypatch.setattr(lease, "LEASE_SECONDS", 1.0)
-    monkeypatch.setattr(lease, "_POLL_SECONDS", 0.1)
+    monkeypatch.setattr(object_store, "RETRY_SECONDS", 1.0)
+    monkeypatch.setattr(lock, "LEASE_SECONDS", 1.0)
+    monkeypatch.setattr(lock, "_POLL_SECONDS", 0.1)
 
 
 @pytest.fixture
@@ -101,7 +100,7 @@ def where(request, servers):
     # Short where a server does not answer on purpose, but a server on a busy machine may take seconds to answer.
     limit = "5s" if is_faulty else "60s"
     client = {**options.get("client_options", {}), "timeout": limit, "connect_timeout": limit}
-    retry = {"max_retries": 2, "retry_timeout": objects.dt.timedelta(seconds=1), "backoff": {"init_backoff": objects.dt.timedelta(milliseconds=20)}}
+    retry = {"max_retries": 2, "retry_timeout": object_store.dt.timedelta(seconds=1), "backoff": {"init_backoff": object_store.dt.timedelta(milliseconds=20)}}
     return Where(f"{url}/runs/a", {**options, "client_options": client, "retry_config": retry}, proxy)
 
 
@@ -162,7 +161,7 @@ def test_a_run_that_resumes_from_a_bucket_is_bit_for_bit_identical(where):
     )
     # Nothing is left of replaced checkpoints, and the lease is released.
     assert not [key for key in where.names() if "step_00000003/" in key or ".old" in key]
-    assert b'"released": true' in (where.place / lease.LEASE_FILE).read_bytes()
+    assert b'"released": true' in (where.place / lock.LEASE_FILE).read_bytes()
 
 
 @everywhere
@@ -408,14 +407,14 @@ def test_the_second_of_two_concurrent_writes_raises(where):
 def test_a_checkpoint_that_another_run_commits_during_a_save_is_an_error(where, monkeypatch):
     store = where.store()
     store.claim("a", overwrite=False)
-    place, write = store.path(3), objects.Bucket.write
+    place, write = store.path(3), object_store.Bucket.write
 
     def slow(self, key, data, **options):
         if key.endswith("step_00000003/metadata.json") and options.get("create"):
             write(self, key, b"{}")
         return write(self, key, data, **options)
 
-    monkeypatch.setattr(objects.Bucket, "write", slow)
+    monkeypatch.setattr(object_store.Bucket, "write", slow)
     with pytest.raises(DirectoryInUseError, match="Another run saved"):
         store.save(step=3, train={"w": np.ones(3)}, run={}, metadata={"run_id": "a"}, owner="me", keep=[])
     assert [info.key.rpartition("/")[2] for info in place.objects()] == ["metadata.json"]
@@ -433,10 +432,10 @@ def test_two_runs_cannot_use_one_prefix_and_a_dead_run_blocks_it_only_briefly(wh
         Lease(where.place).acquire()
     here.release()
     with monkeypatch.context() as patch:
-        patch.setattr(lease, "_machine", lambda: "another")
+        patch.setattr(lock, "_machine", lambda: "another")
         far = Lease(where.place)
     far.acquire()
-    lease._LIVE.discard(far._id)  # As if it were in another process.
+    lock._LIVE.discard(far._id)  # As if it were in another process.
     with pytest.warns(FitflaxWarning, match="Waiting up to 1 s"), pytest.raises(DirectoryInUseError, match="is in use by process"):
         Lease(where.place).acquire()  # It is renewed meanwhile.
     far._end.put(None)  # Dies.
@@ -444,7 +443,7 @@ def test_two_runs_cannot_use_one_prefix_and_a_dead_run_blocks_it_only_briefly(wh
     second = Lease(where.place)
     with pytest.warns(FitflaxWarning, match="was in use by process"):
         second.acquire()
-    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.0)
+    monkeypatch.setattr(lock, "LEASE_SECONDS", 0.0)
     with pytest.raises(DirectoryInUseError, match="was taken over by"):
         far.check()
     far.release()
@@ -458,7 +457,7 @@ def test_a_killed_process_on_the_same_machine_is_recognized_as_dead(where, monke
     first = Lease(where.place)
     first.acquire()
     first._end.put(None)
-    lease._LIVE.discard(first._id)
+    lock._LIVE.discard(first._id)
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("the second process waited for the lease to expire"))
     second = Lease(where.place)
     second.acquire()
@@ -473,11 +472,11 @@ def test_a_zombie_counts_as_dead_and_a_live_process_on_this_machine_as_running(w
     while stat.exists() and ") Z" not in stat.read_text() and time.monotonic() < end:
         time.sleep(0.01)
     note = {"pid": child.pid, "start": "12345"}
-    assert not lease._is_running(note)
+    assert not lock._is_running(note)
     child.wait()
-    assert not lease._is_running(note)
-    assert lease._is_running({"pid": os.getppid(), "start": lease._start_of(os.getppid())})
-    assert not lease._is_running({"pid": os.getppid(), "start": "1"})  # Another process has this number now.
+    assert not lock._is_running(note)
+    assert lock._is_running({"pid": os.getppid(), "start": lock._start_of(os.getppid())})
+    assert not lock._is_running({"pid": os.getppid(), "start": "1"})  # Another process has this number now.
 
 
 @in_memory
@@ -486,16 +485,16 @@ def test_if_the_lease_is_lost_during_an_upload_nothing_is_committed_or_deleted(w
     store.claim("a", overwrite=False)
     save = {"train": {"w": np.ones(3)}, "run": {}, "metadata": {"run_id": "a"}, "owner": "me", "keep": []}
     store.save(step=5, **save)
-    write = objects.Bucket.write
+    write = object_store.Bucket.write
 
     def slow(self, key, data, **options):
         tag = write(self, key, data, **options)
         if "/step_00000010/state-" in key:  # Meanwhile, another run assumes that this one is dead.
-            write(self, f"{where.place.key}/{lease.LEASE_FILE}", b'{"id": "b", "pid": 1, "host": "far"}')
-            monkeypatch.setattr(lease, "LEASE_SECONDS", 0.0)
+            write(self, f"{where.place.key}/{lock.LEASE_FILE}", b'{"id": "b", "pid": 1, "host": "far"}')
+            monkeypatch.setattr(lock, "LEASE_SECONDS", 0.0)
         return tag
 
-    monkeypatch.setattr(objects.Bucket, "write", slow)
+    monkeypatch.setattr(object_store.Bucket, "write", slow)
     with pytest.raises(DirectoryInUseError, match="taken over by process 1 on far"):
         store.save(step=10, **save)
     for act in (lambda: store.retain("me", []), lambda: store.drop_after(1)):
@@ -510,14 +509,14 @@ def test_if_another_run_removes_parts_the_good_checkpoints_are_kept(where, monke
     store.claim("a", overwrite=False)
     save = {"train": {"w": np.ones(3)}, "run": {}, "metadata": {"run_id": "a"}, "owner": "me", "keep": []}
     store.save(step=5, **save)
-    write = objects.Bucket.write
+    write = object_store.Bucket.write
 
     def slow(self, key, data, **options):
         if key.endswith("step_00000010/metadata.json"):
             self.delete([info.key for info in (where.place / "step_00000010").objects()])
         return write(self, key, data, **options)
 
-    monkeypatch.setattr(objects.Bucket, "write", slow)
+    monkeypatch.setattr(object_store.Bucket, "write", slow)
     with pytest.raises(DirectoryInUseError, match="removed parts"):
         store.save(step=10, **save)
     assert where.store().newest_good()[0].metadata["step"] == 5
@@ -614,13 +613,13 @@ def test_a_run_whose_lease_was_taken_over_saves_nothing_more(where, monkeypatch)
 
     def steal(batch, logs):
         if trainer.step == 4:
-            (where.place / lease.LEASE_FILE).write_bytes(b'{"id": "another", "pid": 1, "host": "far"}')
-            monkeypatch.setattr(lease, "LEASE_SECONDS", 0.0)
+            (where.place / lock.LEASE_FILE).write_bytes(b'{"id": "another", "pid": 1, "host": "far"}')
+            monkeypatch.setattr(lock, "LEASE_SECONDS", 0.0)
 
     with pytest.raises(DirectoryInUseError, match="taken over by process 1 on far"):
         fit(trainer, saver(where, asynchronous=False, on_save_error="warn"), LambdaCallback(on_train_batch_end=steal))
     assert where.store().steps() == [3]
-    assert b"another" in (where.place / lease.LEASE_FILE).read_bytes()
+    assert b"another" in (where.place / lock.LEASE_FILE).read_bytes()
 
 
 # -- faults --
@@ -655,7 +654,7 @@ TRANSIENT = {
 @pytest.mark.parametrize("fault", TRANSIENT)
 @pytest.mark.mostly_slow
 def test_a_transient_fault_has_no_effect(where, fault, monkeypatch):
-    monkeypatch.setattr(objects, "RETRY_SECONDS", 10.0)
+    monkeypatch.setattr(object_store, "RETRY_SECONDS", 10.0)
     whole, again = make(), make()
     history = fit(whole).history
     TRANSIENT[fault](where.proxy)

@@ -1,1 +1,0 @@
-"""File formats of a single checkpoint: writing, reading and verification."""

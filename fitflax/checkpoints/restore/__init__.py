@@ -1,1 +1,0 @@
-"""Restoring: finds and reads a checkpoint, and fits it to the model."""

@@ -1,1 +1,0 @@
-"""A directory of checkpoints: its contents, retention and locking."""

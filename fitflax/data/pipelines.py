@@ -1,0 +1,155 @@
+"""Sources over the input pipelines of `tf.data`, Grain, and Ray Data. The libraries are never imported here."""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from typing_extensions import override
+
+from fitflax.data.batch import Position, Triple, is_structure, leaf_paths, to_numpy
+from fitflax.data.loader_state import Bookmark, drop
+from fitflax.data.sources import AdaptedSource, DataOptions, IterableSource, is_instance
+from fitflax.errors import DataError, warn
+from fitflax.leaves import listed
+
+__all__ = ["GrainSource", "RaySource", "TensorFlowSource", "is_worker_part"]
+
+_INFINITE = -1
+_SHUFFLE = "_ShuffleDataset"
+# Grain's `repeat()` without a count reports a length near the largest integer, which batching divides.
+_ENDLESS = 2**48
+
+
+class TensorFlowSource(IterableSource):
+    """Batches of a batched `tf.data.Dataset`, without ragged or sparse parts."""
+
+    owns_batches = True  # TensorFlow's tensors are immutable.
+    can_reread = False  # The random numbers of a pass depend on how many passes were started before.
+
+    def __init__(self, data: Any, options: DataOptions) -> None:
+        super().__init__(data, options)
+        _check_spec(options.split(data.element_spec))
+        count = int(data.cardinality())
+        if count == 0:
+            raise DataError("The tf.data.Dataset is empty: it has 0 batches.")
+        self.set_length(data, count if count > 0 else None, is_endless=count == _INFINITE)
+
+    @classmethod
+    @override
+    def matches(cls, data: Any) -> bool:
+        module = getattr(sys.modules.get("tensorflow"), "data", None)
+        return module is not None and isinstance(data, module.Dataset)
+
+    @override
+    def loader(self, position: Position) -> Any:
+        return self.data.as_numpy_iterator()
+
+    @override
+    def reopen(self, position: Position, bookmark: Bookmark | None) -> Iterator[Triple]:
+        random_nodes = list(_random_nodes(self.data))
+        unseeded = [node for node in random_nodes if int(getattr(node, "_seed", 1)) == int(getattr(node, "_seed2", 1)) == 0]
+        if unseeded:
+            shuffles = type(unseeded[0]).__name__ == _SHUFFLE
+            what, instead = ("shuffles", "shuffle(..., seed=0)") if shuffles else ("draws random numbers", "Dataset.random(seed=0)")
+            warn(
+                f"The tf.data.Dataset {what} without a seed, so its order of examples cannot be repeated. "
+                f"This run will differ from an uninterrupted one. Use {instead}."
+            )
+        if random_nodes:
+            # The random numbers of a pass depend on the seed and on how many passes were started before.
+            for _ in range(position.passes):
+                self.data.as_numpy_iterator()
+        return super().reopen(position, bookmark)
+
+
+def _check_spec(spec: Triple) -> None:
+    """Checks from its element spec that a dataset has dense arrays with a common leading axis of examples."""
+    leaves = [leaf for name, part in zip(("x", "y", "sample_weight"), spec, strict=True) for leaf in leaf_paths(part, name)]
+    kinds = {path: type(leaf).__name__.removesuffix("Spec") for path, leaf in leaves}
+    ragged = [f"{path} is a {kind}" for path, kind in kinds.items() if kind in ("RaggedTensor", "SparseTensor")]
+    if ragged:
+        raise DataError(f"Batches must be dense arrays, but {listed(ragged)}. Use .padded_batch(n), .to_tensor(), or tf.sparse.to_dense().")
+    shapes = {path: leaf.shape for path, leaf in leaves if hasattr(leaf, "shape")}
+    inputs = {path: shape for path, shape in shapes.items() if path.startswith("x")}
+    known = {tuple(shape[:1].as_list()) for shape in inputs.values() if shape.rank is not None and (not shape.rank or shape[0] is not None)}
+    if len(inputs) < len(shapes) and (len(known) > 1 or is_structure(spec.x)):
+        # Whether inputs are rows or are passed whole is only known from a batch.
+        shapes = {path: shape for path, shape in shapes.items() if path not in inputs}
+    scalars = [f"{path} is a single number" for path, shape in shapes.items() if shape.rank == 0]
+    lengths = {path: shape[0] for path, shape in shapes.items() if shape.rank and shape[0] is not None}
+    if scalars or len(set(lengths.values())) > 1:
+        received = listed(scalars or [f"{path} has {length}" for path, length in lengths.items()])
+        raise DataError(f"Every array must have a leading axis of examples, of the same length: {received}. Batch the tf.data.Dataset first: .batch(n).")
+
+
+def _random_nodes(dataset: Any) -> Iterator[Any]:
+    # There is no public API; if TensorFlow renames these attributes, nothing is found.
+    if type(dataset).__name__ in (_SHUFFLE, "_RandomDataset"):
+        yield dataset
+    for parent in getattr(dataset, "_inputs", tuple)():
+        yield from _random_nodes(parent)
+
+
+class GrainSource(IterableSource):
+    """Batches of a Grain dataset or loader. Their iterators save states like any other iterator."""
+
+    kinds = tuple(f"{module}.{name}" for module in ("grain", "grain.python") for name in ("MapDataset", "IterDataset", "DataLoader"))
+
+    def __init__(self, data: Any, options: DataOptions) -> None:
+        super().__init__(data, options)
+        length, is_endless = _grain_length(data)
+        self.set_length(data, length, is_endless=is_endless)
+
+
+def _grain_length(data: Any) -> tuple[int | None, bool]:
+    """Returns the number of batches (`None` if unknown), and whether the data is known to be endless."""
+    if is_instance(data, "grain.MapDataset", "grain.python.MapDataset"):
+        return (None, True) if len(data) > _ENDLESS else (len(data), False)
+    if is_instance(data, "grain.IterDataset", "grain.python.IterDataset"):
+        # A limit makes data finite; a transformation with several parents ends with the first of them.
+        parents = () if "Limit" in type(data).__name__ else getattr(data, "parents", ())
+        return None, bool(parents) and all(_grain_length(parent)[1] for parent in parents)
+    # A loader is endless if its sampler has no number of epochs. The attribute is private, so it may be missing.
+    return None, getattr(getattr(data, "_sampler", None), "_num_epochs", 1) is None
+
+
+class RaySource(AdaptedSource):
+    """Batches of a Ray dataset, or of the shard of it that Ray Train gives to a worker, assembled by `iter_batches`.
+
+    Missing columns, and columns that are not numeric, raise while reading.
+    """
+
+    kinds = ("ray.data.Dataset", "ray.data.DataIterator")
+    assembles_batches = owns_batches = True
+    is_repeatable = can_reread = False
+
+    def __init__(self, data: Any, options: DataOptions) -> None:
+        super().__init__(data, options)
+        self._data = data
+        self.batch_size = options.size
+        options.columns(None)  # Checks that some are selected.
+
+    @override
+    def open(self, position: Position) -> Iterator[Triple]:
+        return drop(self._batches(), position.examples, warns=False)
+
+    @override
+    def reopen(self, position: Position, bookmark: Bookmark | None) -> Iterator[Triple]:
+        if position.examples:
+            warn(
+                "Ray Data does not yield the same examples in the same order after a restart. "
+                f"The run resumes after {position.examples} examples of the current pass over the data, which keeps the number of steps, "
+                "but some examples may be used twice in this pass and others not at all. To avoid this, save at the ends of epochs."
+            )
+        return self.open(position)
+
+    def _batches(self) -> Iterator[Triple]:
+        options = self.options
+        for batch in self._data.iter_batches(batch_size=self.batch_size, batch_format="numpy", drop_last=options.drop_remainder):
+            arrays = {column: batch[column] for column in options.columns(list(batch))}
+            yield options.split(to_numpy(arrays, name=options.name))
+
+
+def is_worker_part(data: Any) -> bool:
+    """Returns whether `data` is one worker's shard of a Ray dataset, such as from `ray.train.get_dataset_shard`."""
+    return RaySource.matches(data) and type(data).__name__ == "StreamSplitDataIterator"

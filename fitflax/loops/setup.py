@@ -1,0 +1,390 @@
+"""Sets up a run: its settings, where it begins, its first batch, the state, and a dry run of the step on shapes."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from fitflax.callbacks.callback_list import CallbackList
+from fitflax.checkpoints.collective_read import read_collectively
+from fitflax.checkpoints.formats.checkpoint_files import Saved
+from fitflax.checkpoints.restore.fit import from_saved
+from fitflax.checkpoints.restore.resume import check_settings, find_resume, fit_to, warn_of_changes
+from fitflax.checkpoints.store.checkpoint_store import CheckpointStore
+from fitflax.checkpoints.writer.saver import Saver
+from fitflax.checkpoints.writer.snapshot import Snapshots
+from fitflax.data import FedBatch, Feed, Position, Source
+from fitflax.data.randomness import undisturbed
+from fitflax.data.shards import own_position, spread
+from fitflax.errors import ConfigError, DataError, RestoreError, warn
+from fitflax.logs import StepValues
+from fitflax.loops.evaluation_loop import Validation
+from fitflax.loops.session import Session
+from fitflax.loops.session_state import Progress
+from fitflax.loops.signals import Interruption, check_same_in_all_processes, fingerprint_of
+from fitflax.parallel.board import Board
+from fitflax.parallel.processes import exchange
+from fitflax.state import Batch, shapes_in
+from fitflax.steps.collected_rows import Collected
+from fitflax.steps.early_checks import check_activations, check_in_memory, check_places
+from fitflax.steps.eval_params import schedule_free_eval_params
+from fitflax.steps.kept_values import NOTHING, Keep
+from fitflax.steps.live_state import LiveState, Sums
+from fitflax.steps.step_dispatch import Program
+from fitflax.time_spent import TimeSpent
+from fitflax.triggers import Trigger
+
+__all__ = ["Participants", "Resumed", "RunPlan", "RunSetup", "check_restores_best", "find_saved", "prepare_run", "training_copy"]
+
+# Calls of several steps must take less than this fraction of the time of single steps, to be worth their memory and the less frequent callbacks.
+_MAX_TIME_RATIO = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class RunPlan:
+    """The plan of a run."""
+
+    end_step: int | None = None  # Step after which the run ends; `None` for no limit.
+    end_epoch: int | None = None  # Index of the epoch before which the run ends; `None` for no limit.
+    steps_per_epoch: int | None = None  # Batches of an epoch; `None` for a pass over the data.
+    every: Trigger | None = None  # Trigger for checkpoints, besides the last step.
+    # Whether callbacks consume the checkpoints. Then each epoch's end yields one, and a step that has been yielded is yielded again if it turns out to
+    # be the last, for callbacks that save only then.
+    is_fit: bool = False
+    info: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # JSON values that are saved with every checkpoint.
+    process_start: int = 0  # Step at which this process began.
+    keep: Keep = NOTHING  # What checkpoints contain of their step besides its values.
+    steps_per_call: int = 1  # Maximum number of steps of a call.
+
+
+@dataclasses.dataclass(frozen=True)
+class Participants:
+    """What takes part in a run besides its steps. `saver` is closed at the end of the run."""
+
+    saver: Saver
+    callbacks: CallbackList = dataclasses.field(default_factory=CallbackList)
+    validation: Validation = dataclasses.field(default_factory=Validation)
+    interruption: Interruption = dataclasses.field(default_factory=Interruption)
+    spent: TimeSpent = dataclasses.field(default_factory=TimeSpent)
+
+
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    """The values of the last step of a resumed run and, if its epoch is open, the epoch's sums, collected rows, and results of validation."""
+
+    values: StepValues | None = None
+    sums: Sums | None = None
+    collected: Collected | None = None
+    validated: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSetup:
+    """A run that is ready for its first step."""
+
+    session: Session
+    program: Program
+    live: LiveState
+    feed: Feed
+    plan: RunPlan
+    progress: Progress  # Where the run begins; the loop updates it.
+    participants: Participants
+    resumed: Resumed
+    during_first_step: Callable[[], None] | None  # Called while the device computes the first step.
+
+
+def prepare_run(
+    session: Session,
+    source: Source,
+    plan: RunPlan,
+    participants: Participants,
+    *,
+    steps: int | None,
+    initial_epoch: int = 0,
+    class_weight: Mapping[int, float] | None = None,
+    saved: Saved | None = None,
+) -> RunSetup:
+    """Returns a run that is ready: the state is initialized or restored, and a step has been dry-run on the first batch.
+
+    The plan is completed with what depends on where the run begins. `steps` is the total number of steps, `initial_epoch` the index of the first epoch of
+    a new run, and `saved` the checkpoint to resume from.
+    """
+    task = session.task
+    settings = _settings_of(session, source, plan.steps_per_epoch)
+    progress = _start_progress(session, source, saved, settings, initial_epoch)
+    weights = {str(label): float(weight) for label, weight in (class_weight or {}).items()}
+    compiled = {**task.described, **({"class_weight": weights} if weights else {})}
+    plan = dataclasses.replace(
+        plan,
+        end_step=None if steps is None else progress.first_step + steps,
+        info={**plan.info, "settings": settings, "compiled": compiled},
+        process_start=progress.step,
+        # A custom step may compute a gradient, but does not return it.
+        keep=plan.keep if task.need_compiled("fit").task.custom_step is None else plan.keep._replace(norm=None),
+    )
+    _warn_of_unused_processes(session)
+    if session.strategy.num_processes > 1:
+        check_same_in_all_processes("settings", _settings_to_compare(session, settings, plan, participants))
+    feed = _make_feed(session, source, class_weight, progress, saved)
+    with contextlib.ExitStack() as failed:
+        failed.callback(feed.close)  # This ends worker processes of a loader.
+        with participants.spent.on("data"):
+            fed = _first_batch(session, feed, class_weight, plan, progress, participants.callbacks, saved)
+        run = _prepare_state(session, feed, fed, plan, progress, participants, saved)
+        if saved is not None:
+            warn_of_changes(saved, compiled, to_resume=True)
+        failed.pop_all()
+    return run
+
+
+def _prepare_state(
+    session: Session, feed: Feed, fed: FedBatch | None, plan: RunPlan, progress: Progress, participants: Participants, saved: Saved | None
+) -> RunSetup:
+    """Builds or restores the state, begins to compile, and dry-runs a step on the first batch; there is none if the resumed run has had all batches."""
+    program, callbacks = session.task.need_compiled("fit"), participants.callbacks
+    if saved is not None:
+        session.restore(saved, None if fed is None else fed.batch)
+    saved_steps = None if saved is None else int(saved.metadata.get("steps_per_call", 1))
+    steps = session.task.steps_per_call or saved_steps or 1
+    if session.state.live is None and fed is not None:
+        if not program.is_eager:
+            # The step is compiled while the state is initialized.
+            program.preparation.train(session.state.begin_build(fed.batch), fed.batch, steps_per_call=steps, keep=plan.keep)
+        session.state.build(fed.batch)
+    live = session.state.need("fit")
+    # Labels of parameters can hide a schedule-free optimizer until the state is known.
+    check_restores_best(callbacks, program.eval_params.function_of(live.borrow()))
+    resumed, during_first_step = Resumed(), None
+    if fed is not None:
+        if callbacks.copies_state:
+            Snapshots(live, participants.saver).reserve()
+        _dry_run(session, feed.source, fed.batch, plan.keep, steps_per_call=steps)
+        # This traces the module, and the device need not wait for it.
+        during_first_step = functools.partial(check_activations, program, shapes_in(live.borrow()), fed.batch)
+        resumed = Resumed() if saved is None else _resumed_values(session, program, saved)
+    if session.strategy.num_processes > 1:
+        check_same_in_all_processes("initial states", {"the state": fingerprint_of(live.borrow())})
+    chosen = _choose_steps_per_call(session, program, fed, saved_steps, plan.keep)
+    for evaluate in participants.validation.loops:
+        evaluate.prepare(live.borrow())
+    _check_log_keys(list(program.dry_run.kinds), [loop.name for loop in participants.validation.loops])
+    session.state.last_progress = progress
+    # Without jit each call has one step. The choice is saved for a resume that is compiled.
+    info = {**plan.info, "run_id": session.run_id, "steps_per_call": chosen}
+    plan = dataclasses.replace(plan, info=info, steps_per_call=1 if program.is_eager else chosen)
+    return RunSetup(session, program, live, feed, plan, progress, participants, resumed, during_first_step)
+
+
+def find_saved(session: Session, resume: Any, stores: Sequence[CheckpointStore]) -> Saved | None:
+    """Returns the checkpoint to resume from, the same in all processes; `None` to begin a new run."""
+    saved = read_collectively(lambda together: find_resume(resume, stores, together), num_processes=session.strategy.num_processes)
+    if saved is None and resume == "auto":
+        # A run that was killed before its first checkpoint begins again under the same ID, so that it keeps its other directories.
+        session.run_id = stores[0].run_id() or session.run_id
+    return saved
+
+
+@contextlib.contextmanager
+def training_copy(
+    session: Session, source: Source, class_weight: Mapping[int, float] | None, what: str, saved: Saved | None = None, *, keep: Keep = NOTHING
+) -> Iterator[tuple[Session, Feed]]:
+    """Yields a copy of a session, with its state initialized or restored, and its batches. The session and the global random generators do not change.
+
+    By default it begins with the session's state and at the beginning of the data, which must be repeatable. `what` names the operation in errors.
+    """
+    if not source.can_restart:
+        raise ConfigError(f"{what} cannot take an iterator, because it would consume your data. Pass a function that returns a new iterator: `lambda: ...`.")
+    twin = session.twin() if saved is None else session.fresh(session.seed)
+    settings = {name: value for name, value in _settings_of(twin, source, None).items() if name != "steps_per_epoch"}
+    progress = _start_progress(twin, source, saved, settings)
+    with undisturbed(), contextlib.closing(_make_feed(twin, source, class_weight, progress, saved)) as feed:
+        fed = feed.next() or feed.next()
+        if fed is None:
+            raise DataError(f"{what}: the data yields no batches. Check that it is not empty.")
+        feed.push_back()
+        if saved is not None:
+            twin.restore(saved, fed.batch)
+        elif twin.state.live is None:
+            twin.state.build(fed.batch)
+        _dry_run(twin, source, fed.batch, keep)
+        check_activations(twin.task.need_compiled(what), twin.state.need(what).borrow(), fed.batch)
+        yield twin, feed
+
+
+# -- settings and position --
+
+
+def _settings_of(session: Session, source: Source, steps_per_epoch: int | None) -> dict[str, Any]:
+    """Returns the settings that determine the order of examples and the numbers; a run can only be resumed with equal ones."""
+    return {
+        "seed": session.seed,
+        "batch_size": source.all_batch_size,
+        "steps_per_epoch": steps_per_epoch,
+        "num_examples": source.all_examples,
+        "shuffle": source.shuffles,
+        **session.task.need_compiled("fit").task.numerics.settings,
+    }
+
+
+def _start_progress(session: Session, source: Source, saved: Saved | None, settings: Mapping[str, Any], initial_epoch: int = 0) -> Progress:
+    """Returns where a run begins: at the position of the saved run, or at the session's step with new epochs."""
+    if saved is not None:
+        check_settings(saved, settings)
+        progress = Progress.from_json(saved.metadata["progress"])
+        if not source.is_repeatable:
+            progress.position, progress.used = spread(progress.position, progress.used, source)
+        progress.position = own_position(progress.position, progress.used, source.shares)
+        return progress
+    step = 0 if session.state.live is None else session.state.live.step
+    return Progress(step=step, first_step=step, epoch=initial_epoch, position=session.next_position(source))
+
+
+def _settings_to_compare(session: Session, settings: Mapping[str, Any], plan: RunPlan, participants: Participants) -> dict[str, Any]:
+    validation = participants.validation
+    settings = {
+        **settings,
+        **session.task.described,
+        "steps_per_call": session.task.steps_per_call,
+        "steps": plan.end_step,
+        "epochs": plan.end_epoch,
+        "every": plan.every,
+        "validation": [[loop.name for loop in validation.loops], validation.frequency],
+        **participants.callbacks.alike,
+    }
+    return {name: repr(value) for name, value in settings.items()}
+
+
+def _warn_of_unused_processes(session: Session) -> None:
+    process, taken, count = jax.process_index(), session.strategy.num_processes, jax.process_count()
+    if process and taken < count and Board.is_there():
+        warn(
+            f"This run uses devices of {taken} of {count} processes, and process {process} writes no files, because only process 0 does. To run processes "
+            "independently, start them without parallel.initialize()."
+        )
+
+
+def check_restores_best(callbacks: CallbackList, eval_params: Any) -> None:
+    """Raises `ConfigError` if `eval_params` is given and a callback has `restore_best=True`.
+
+    Such callbacks restore only parameters, but `eval_params` also needs the optimizer state.
+    """
+    names = [type(callback).__name__ for callback in callbacks if getattr(callback, "restore_best", False)]
+    if names and eval_params is not None:
+        what = "a schedule-free optimizer" if eval_params is schedule_free_eval_params else "compile(eval_params=...)"
+        raise ConfigError(
+            f"{names[0]}(restore_best=True) cannot be combined with {what}, because it does not restore the optimizer state, which "
+            "eval_params needs. Save the best checkpoint instead: pass BestCheckpoint(directory), and call trainer.restore(directory) after fit."
+        )
+
+
+def _check_log_keys(keys: list[str], sets: list[str]) -> None:
+    """Raises `ConfigError` if a training metric is named `epoch` or has the log key of a validation metric, which would overwrite its value."""
+    if "epoch" in keys:
+        raise ConfigError("A metric cannot have the name 'epoch', which is the log key of the epoch number. Rename the metric.")
+    clashes = [key for key in keys for name in sets if key.startswith(f"{name}_") and key.removeprefix(f"{name}_") in keys]
+    if clashes:
+        raise ConfigError(f"The training metrics {clashes} have log keys of validation metrics. Rename them, or rename the validation set.")
+
+
+# -- the first batch --
+
+
+def _make_feed(session: Session, source: Source, class_weight: Mapping[int, float] | None, progress: Progress, saved: Saved | None) -> Feed:
+    size = None if saved is None else saved.metadata.get("full_batch_size")
+    feed = session.task.feeder.train(source, class_weight, progress.position, used=progress.used, size=size)
+    if saved is not None:
+        feed.load_state_dict(from_saved(saved.run.get("data", {}), root="run/data", key_impls=saved.metadata["key_impls"]))
+    return feed
+
+
+def _first_batch(
+    session: Session, feed: Feed, class_weight: Mapping[int, float] | None, plan: RunPlan, progress: Progress, callbacks: CallbackList, saved: Saved | None
+) -> FedBatch | None:
+    """Returns the first batch, which remains in the feed; `None` if the resumed run has had all batches."""
+    source = feed.source
+    # Unless the run is resumed, data is requested only once, because data that draws random numbers would otherwise change, unless its order depends on
+    # an epoch.
+    may_change = not callbacks.may_prefetch and not progress.epoch_is_open
+    if may_change and source.can_reread and (source.takes_epoch or saved is not None):
+        # A callback may change the data in `on_epoch_begin`, so the run requests its first batch after it. Until then, only shapes are used.
+        other = session.task.feeder.train(source, class_weight, Position(progress.position.passes))
+        with undisturbed(), source.undisturbed(), contextlib.closing(other):
+            fed = other.next()
+    else:
+        steps = session.task.steps_per_call or 1
+        fed = _read_first_batch(feed, plan, progress, ahead=steps if steps > 1 else None)
+    if fed is None and saved is None:
+        exhausted = "It is an exhausted iterator. Pass a function that returns a new one: `lambda: ...`."
+        raise DataError(f"The data yields no batches. {'Check that it is not empty.' if source.can_restart else exhausted}")
+    return fed
+
+
+def _read_first_batch(feed: Feed, plan: RunPlan, progress: Progress, *, ahead: int | None) -> FedBatch | None:
+    fed = feed.next(ahead)
+    if fed is None and progress.epoch_is_open and not progress.epoch_is_over and plan.steps_per_epoch is None:
+        # The run was interrupted after the last batch of an epoch, before it was known to be the last.
+        progress.epoch_is_over, progress.position = True, feed.position
+    if fed is None and feed.source.can_restart:
+        fed = feed.next(ahead)
+    if fed is not None:
+        feed.push_back()
+    return fed
+
+
+# -- the first step --
+
+
+def _dry_run(session: Session, source: Source, batch: Batch, keep: Keep, *, steps_per_call: int = 1) -> None:
+    session.state.check_batch(batch)
+    program, state = session.task.need_compiled("fit"), session.state.need("fit").borrow()
+    program.preparation.train(state, batch, steps_per_call=steps_per_call, keep=keep)
+    check_places(program, state)
+    check_in_memory(program, source, state, batch, pad=session.task.pad, train=True)
+
+
+def _resumed_values(session: Session, program: Program, saved: Saved) -> Resumed:
+    """Returns the values of the last step and of the open epoch of a saved run."""
+    traced, run = program.dry_run.traced_step(train=True), saved.run
+    resumed = Resumed()
+    if "values" in run and run["values"].size == traced.num_values:
+        resumed = Resumed(StepValues(traced.places, session.strategy.put(run["values"])))
+    if "sums" not in run:
+        return resumed
+    sums = program.pack_sums(fit_to(traced.empty, run["sums"], saved, "run/sums"), train=True)
+    collected, rows = program.collector(train=True), run.get("rows", {})
+    if collected is not None:
+        collected.load_state_dict(rows)
+    elif rows:
+        raise RestoreError(
+            f"The checkpoint has collected rows of the metrics {sorted(rows)}, but no compiled metric collects rows. "
+            "Compile with the metrics of the checkpoint."
+        )
+    return dataclasses.replace(resumed, sums=sums, collected=collected, validated=run.get("validated", {}))
+
+
+def _choose_steps_per_call(session: Session, program: Program, fed: FedBatch | None, before: int | None, keep: Keep) -> int:
+    """Returns the number of steps of a call: as requested, as `before` in the resumed run, or whichever is faster."""
+    session.task.choice = None
+    if session.task.steps_per_call is not None:
+        if before not in (None, session.task.steps_per_call):
+            warn(
+                f"The run used steps_per_call={before} and resumes with steps_per_call={session.task.steps_per_call}, so its results may differ by rounding. "
+                f"To resume bit for bit, pass compile(steps_per_call={before})."
+            )
+        return session.task.steps_per_call
+    if before is not None or fed is None or program.is_eager:
+        return before or 1
+    size = program.group_size(fed)
+    if size == 1:
+        session.task.choice = "steps_per_call='auto' chose 1: batches are large."
+        return 1
+    single, grouped = program.time_steps(session.state.need("fit").borrow(), fed, size, keep)
+    if session.strategy.num_processes > 1:
+        single, grouped = exchange([single, grouped], "the choice of steps_per_call")[0]
+    chosen = size if grouped < single * _MAX_TIME_RATIO else 1
+    times = f"{size} steps per call took {grouped * 1e6:.0f} us per step, single steps {single * 1e6:.0f} us"
+    session.task.choice = f"steps_per_call='auto' chose {chosen}: {times}."
+    return chosen

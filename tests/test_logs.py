@@ -1,0 +1,147 @@
+"""Where the time of a run goes: every moment is counted once, under the activity it was spent on."""
+
+import time
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+
+import fitflax
+from fitflax.callbacks import Callback, LambdaCallback, ModelCheckpoint
+from fitflax.checkpoints.run_view import RunView
+from fitflax.logs import TimeSpent, Values
+from fitflax.parallel import DataParallel
+from fitflax.steps import live_state as live
+from fitflax.steps.compiled_functions import CompiledSteps
+
+X, Y = np.ones((4, 3), np.float32), np.ones((4, 2), np.float32)
+
+
+class Look(Callback):
+    """Keeps the time measurements of a run."""
+
+    def on_train_end(self, logs):
+        self.spent = self.params["time_spent"]
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """A clock that only the test advances."""
+    seconds = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: seconds[0])
+    return seconds
+
+
+def fit(data, *callbacks, **options):
+    look = Look()
+    trainer = fitflax.Trainer(nn.Dense(2), parallel=DataParallel(jax.devices()[:1]))
+    trainer.compile("sgd", "mse", **options.pop("compiled", {}))
+    trainer.fit(data, callbacks=[*callbacks, look], verbose=0, **options)
+    return look.spent
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("compiled", [{}, {"steps_per_call": 2}])
+@pytest.mark.parametrize("options", [{}, {"callbacks": [LambdaCallback(on_train_batch_end=lambda batch, logs: None)]}], ids=["unseen", "looked at"])
+def test_case_36_waiting_for_data_is_measured_and_shares_sum_to_1(now, compiled, options):
+    def batches():
+        for _ in range(4):
+            now[0] += 0.5
+            yield X, Y
+
+    spent = fit(batches, *options.get("callbacks", ()), compiled=compiled)
+    assert spent.seconds == {"compiling": 0.0, "data": 2.0, "evaluating": 0.0, "callbacks": 0.0, "saving": 0.0} and spent.stepping == 0
+    assert spent.shares["data"] == 1 and sum(spent.shares.values()) == 1 and spent.examples == 16
+
+
+@pytest.mark.slow
+def test_evaluations_and_saves_are_counted_separately_including_their_waits_for_data(now, tmp_path, monkeypatch):
+    def validation():
+        now[0] += 3
+        yield X, Y
+
+    save = ModelCheckpoint.on_checkpoint
+
+    def slow(self, checkpoint):
+        now[0] += 7
+        save(self, checkpoint)
+
+    def epoch(number, logs):
+        now[0] += 1
+
+    monkeypatch.setattr(ModelCheckpoint, "on_checkpoint", slow)
+    callback = LambdaCallback(lambda checkpoint: epoch(0, {}), on_epoch_end=epoch, on_train_end=lambda logs: epoch(0, {}))
+    spent = fit((X, Y), ModelCheckpoint(tmp_path), callback, epochs=2, validation_data=validation)
+    assert (spent.seconds["evaluating"], spent.seconds["callbacks"], spent.stepping) == (6, 5, 0) and spent.seconds["saving"] >= 14
+    assert sum(spent.shares.values()) == pytest.approx(1)
+
+
+def test_steps_that_a_save_waits_for_do_not_count_as_saving(now, tmp_path, monkeypatch):
+    monkeypatch.setattr(live, "_LARGE_BYTES", 0)
+    finish, calls = RunView.finish_steps, []
+
+    def slow(self):
+        finish(self)
+        assert all(leaf.is_ready() for leaf in jax.tree.leaves(self.borrow().params))
+        now[0] += 5
+        calls.append(self.position.step)
+
+    monkeypatch.setattr(RunView, "finish_steps", slow)
+    spent = fit((X, Y), ModelCheckpoint(tmp_path), epochs=2)
+    assert calls[:2] == [1, 2] and spent.stepping == 5 * len(calls) and spent.seconds["saving"] == 0
+
+
+def test_time_in_a_nested_block_is_not_counted_twice():
+    now = [0.0]
+    spent = TimeSpent(lambda: now[0])
+    with spent.on("evaluating"):
+        now[0] += 1
+        with spent.on("data"):
+            now[0] += 2
+            with spent.on("compiling"):
+                now[0] += 4
+        spent.add("saving", 0.5)
+    now[0] += 8
+    assert spent.seconds == {"evaluating": 0.5, "data": 2, "compiling": 4, "callbacks": 0, "saving": 0.5} and (spent.stepping, spent.total) == (8, 15)
+    spent.move("evaluating", "compiling", 0.25)
+    assert (spent.seconds["evaluating"], spent.seconds["compiling"]) == (0.25, 4.25)
+
+
+def test_a_run_that_took_no_time_counts_as_stepping():
+    assert TimeSpent(lambda: 0.0).shares == {"stepping": 1.0, "compiling": 0.0, "data": 0.0, "evaluating": 0.0, "callbacks": 0.0, "saving": 0.0}
+
+
+def test_steps_that_callbacks_wait_for_at_the_end_of_an_epoch_count_as_stepping(now, monkeypatch):
+    wait = Values.wait
+
+    def slow(self):
+        now[0] += 5
+        wait(self)
+
+    monkeypatch.setattr(Values, "wait", slow)
+    spent = fit((X, Y), LambdaCallback(on_epoch_end=lambda epoch, logs: now.__setitem__(0, now[0] + 1)))
+    assert (spent.seconds["callbacks"], spent.stepping) == (1, 5)
+
+
+@pytest.mark.slow
+def test_waiting_for_an_evaluation_to_compile_does_not_count_as_evaluating(now, monkeypatch):
+    get = CompiledSteps.get
+
+    def slow_get(self, kind, *rest, **options):
+        if kind.startswith("evaluate") and not self.seconds_waited:
+            now[0] += 5
+            self.seconds_waited += 5
+        return get(self, kind, *rest, **options)
+
+    monkeypatch.setattr(CompiledSteps, "get", slow_get)
+    spent = fit((X, Y), epochs=2, validation_data=(X, Y))
+    assert (spent.seconds["compiling"], spent.seconds["evaluating"]) == (5.0, 0.0)
+
+
+def test_opening_the_files_of_callbacks_counts_as_callback_time(now):
+    class Opens(Callback):
+        def open_run(self, run_id, step):
+            now[0] += 7
+
+    assert fit((X, Y), Opens()).seconds["callbacks"] == 7.0
