@@ -39,11 +39,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 import fitflax
-from fitflax.checkpoints.formats.checkpoint_files import read_metadata, read_state, write_checkpoint
-from fitflax.checkpoints.formats.plain_tree import to_plain
+from fitflax.checkpoints.checkpoint_files import read_metadata, read_state, write_checkpoint
 from fitflax.checkpoints.memory import ReusedMemory
-from fitflax.checkpoints.restore.fit import restore_tree
-from fitflax.checkpoints.writer.snapshot import host_copy
+from fitflax.checkpoints.plain_tree import to_plain
+from fitflax.checkpoints.restore import restore_tree
+from fitflax.checkpoints.snapshot import host_copy
 from fitflax.parallel import DataParallel
 from fitflax.state import TrainState
 from fitflax.steps.live_state import LiveState

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import obstore
 
-from fitflax.checkpoints.restore.load import load_checkpoint
+from fitflax.checkpoints.resume import load_checkpoint
 from fitflax.checkpoints.save import save_checkpoint
 from fitflax.errors import ConfigError
 from fitflax.storage import ObjectPath, locate

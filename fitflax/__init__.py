@@ -10,12 +10,12 @@ import importlib.metadata
 from typing import TYPE_CHECKING
 
 from fitflax import adapters, callbacks, checkpoints, data, diagnostics, errors, keras_names, losses, metrics, optimizers, parallel
+from fitflax.callbacks.callback_list import serial
 from fitflax.callbacks.history import History
-from fitflax.callbacks.serial import serial
 from fitflax.checkpoints.checkpoint import Checkpoint, Summary
 from fitflax.loops.user_loops import EvalLoop, TrainLoop
 from fitflax.state import InferenceState, TrainState
-from fitflax.steps.compile_ahead import enable_compilation_cache
+from fitflax.steps.compile import enable_compilation_cache
 from fitflax.trainer import Trainer
 from fitflax.triggers import at, every, first
 

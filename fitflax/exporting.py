@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax import export as jax_export
 
-from fitflax.data.whole_batches import has_rows
+from fitflax.data.batch import has_rows
 from fitflax.errors import ConfigError, ModelError
 from fitflax.leaves import describe_shapes, key_of, through_key_data
 from fitflax.parallel.host_memory import spans_processes, whole
 from fitflax.parallel.processes import after_first
 from fitflax.state import Batch, PyTree, TrainState
-from fitflax.steps.model_outputs import in_plain_containers
-from fitflax.steps.step_dispatch import Program
+from fitflax.steps.outputs import in_plain_containers
+from fitflax.steps.program import Program
 from fitflax.storage import Location, ObjectPath, locate
 
 __all__ = ["export_inference"]

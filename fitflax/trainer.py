@@ -17,25 +17,23 @@ from flax.core.scope import DenyList
 import fitflax.keras_names as keras_names
 import fitflax.optimizers as optimizers
 from fitflax.callbacks import Callback
-from fitflax.callbacks.defaults import callbacks_of_call, callbacks_of_fit
+from fitflax.callbacks.callback_list import callbacks_of_call, callbacks_of_fit
 from fitflax.callbacks.history import History
 from fitflax.callbacks.notebook import is_notebook, print_table
-from fitflax.checkpoints.collective_read import read_collectively
-from fitflax.checkpoints.formats.checkpoint_files import FOR_INFERENCE, WHOLE
-from fitflax.checkpoints.restore.load import load_checkpoint
-from fitflax.checkpoints.restore.partial import RestoreReport
-from fitflax.checkpoints.restore.resume import warn_of_changes
-from fitflax.checkpoints.restore.weight_rules import WeightMapping
+from fitflax.checkpoints.checkpoint_files import FOR_INFERENCE, WHOLE, read_collectively
+from fitflax.checkpoints.restore import RestoreReport
+from fitflax.checkpoints.resume import load_checkpoint, warn_of_changes
 from fitflax.checkpoints.save import save_checkpoint
+from fitflax.checkpoints.weight_rules import WeightMapping
 from fitflax.data import Source
 from fitflax.data.batch import Selection
 from fitflax.diagnostics import LearningRateCurve, NanReport
 from fitflax.diagnostics.nan_hunt import WATCHED, hunt_nan, last_finite
 from fitflax.diagnostics.rate_finder import find_learning_rate
-from fitflax.errors import ConfigError, NotReadyError, no_attribute, warn
+from fitflax.errors import ConfigError, NotReadyError, is_integer, no_attribute, warn
 from fitflax.exporting import export_inference
-from fitflax.hyperparams import with_hyperparams
-from fitflax.integers import is_integer
+from fitflax.leaves import as_config
+from fitflax.logs import TimeSpent
 from fitflax.loops import configuration, user_loops
 from fitflax.loops.configuration import CurrentTask, RestoreOptions
 from fitflax.loops.evaluation_loop import Evaluation, predict, predict_iter
@@ -48,16 +46,14 @@ from fitflax.loops.training_loop import Run
 from fitflax.loops.user_loops import EvalLoop, TrainLoop, plan_of
 from fitflax.loops.weights import complete, load_weights, save_weights
 from fitflax.models import TRANSIENT, adapt_model, mutable_filter
+from fitflax.optimizers import with_hyperparams
 from fitflax.parallel import Strategy
-from fitflax.run_config import as_config
 from fitflax.state import Batch, InferenceState, PyTree, TrainState
-from fitflax.steps.compile_ahead import share_programs
-from fitflax.steps.ensemble import EnsembleTask, best_member, member_of
+from fitflax.steps.compile import share_programs
 from fitflax.steps.live_state import LiveState
-from fitflax.steps.numerics import Numerics
-from fitflax.steps.step_functions import Task
+from fitflax.steps.optimizer import Numerics
+from fitflax.steps.train_step import EnsembleTask, Task, best_member, member_of
 from fitflax.storage import Location
-from fitflax.time_spent import TimeSpent
 from fitflax.triggers import Trigger
 from fitflax.triggers import every as make_every
 

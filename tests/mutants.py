@@ -48,12 +48,12 @@ TESTS = {
     "fitflax/metrics/ranking.py": ("tests/metrics/test_ranking.py", "tests/metrics/test_ranking.py -m slow", *METRICS),
     "fitflax/metrics/classification.py": ("tests/metrics/test_classification.py", "tests/metrics/test_classification.py -m slow", *METRICS),
     "fitflax/metrics/base.py": METRICS,
-    "fitflax/checkpoints/formats/msgpack_codec.py": (
+    "fitflax/checkpoints/msgpack_format.py": (
         "tests/checkpoints/test_format_docs.py tests/checkpoints/test_msgpack_codec.py tests/checkpoints/test_msgpack_format.py",
         "tests/checkpoints/test_damage.py",
     ),
     **dict.fromkeys(
-        ("fitflax/steps/step_functions.py", "fitflax/steps/forward_pass.py", "fitflax/steps/gradients.py"),
+        ("fitflax/steps/train_step.py", "fitflax/steps/gradients.py", "fitflax/steps/gradients.py"),
         (
             "tests/steps/test_step_functions.py",
             "tests/callbacks/test_terminate_on_nan.py",
@@ -64,17 +64,17 @@ TESTS = {
             "tests/loops/test_user_loops.py -m slow -k gradients",
         ),
     ),
-    "fitflax/checkpoints/restore/resume.py": (
+    "fitflax/checkpoints/resume.py": (
         "tests/checkpoints/test_find_resume.py",
         "tests/checkpoints/test_resume_state.py",
         "tests/checkpoints/test_resume_state.py -m slow",
         "tests/loops/test_restore.py",
     ),
-    "fitflax/checkpoints/formats/json_documents.py": (
+    "fitflax/checkpoints/json_documents.py": (
         "tests/checkpoints/test_json_documents.py tests/checkpoints/test_checkpoint_files.py tests/checkpoints/test_format_docs.py",
         "tests/checkpoints/test_damage.py",
     ),
-    "fitflax/checkpoints/store/checkpoint_store.py": ("tests/checkpoints/test_store.py",),
+    "fitflax/checkpoints/checkpoint_store.py": ("tests/checkpoints/test_store.py",),
     "fitflax/loops/training_loop.py": (
         "tests/loops/test_hooks.py",
         "tests/checkpoints/test_checkpoint.py",
@@ -88,7 +88,7 @@ TESTS = {
         "tests/checkpoints/test_partial_epoch.py",
         "tests/data/test_shards.py -m slow",
     ),
-    "fitflax/loops/run_setup.py": (
+    "fitflax/loops/setup.py": (
         "tests/loops/test_trials.py tests/test_errors.py tests/test_mistakes.py",
         "tests/steps/test_steps_per_call.py",
         "tests/steps/test_steps_per_call.py -m slow",
@@ -100,9 +100,9 @@ TESTS = {
         "tests/checkpoints/test_partial_epoch.py",
         "tests/data/test_grain.py",
     ),
-    "fitflax/checkpoints/formats/plain_tree.py": ("tests/checkpoints/test_plain_tree.py", "tests/checkpoints/test_msgpack_codec.py"),
-    "fitflax/checkpoints/writer/saver.py": ("tests/checkpoints/test_saver.py", "tests/checkpoints/test_saver.py -m slow", "tests/loops/test_asynchronous.py"),
-    "fitflax/steps/metric_state.py": ("tests/steps/test_metric_state.py", "tests/steps/test_step_functions.py"),
+    "fitflax/checkpoints/plain_tree.py": ("tests/checkpoints/test_plain_tree.py", "tests/checkpoints/test_msgpack_codec.py"),
+    "fitflax/checkpoints/saver.py": ("tests/checkpoints/test_saver.py", "tests/checkpoints/test_saver.py -m slow", "tests/loops/test_asynchronous.py"),
+    "fitflax/steps/outputs.py": ("tests/steps/test_metric_state.py", "tests/steps/test_step_functions.py"),
 }
 
 # What is replaced by what.

@@ -21,7 +21,7 @@ from flax import linen as nn
 
 import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint
-from fitflax.checkpoints.formats.checkpoint_files import read_checkpoint
+from fitflax.checkpoints.checkpoint_files import read_checkpoint
 from fitflax.parallel import DataParallel
 
 STEPS_PER_EPOCH = 5

@@ -26,8 +26,7 @@ import pytest
 import fitflax
 from fitflax.callbacks import BestCheckpoint, CSVLogger, LambdaCallback, ModelCheckpoint, TensorBoard
 from fitflax.callbacks.event_files import events_of
-from fitflax.checkpoints import CheckpointStore
-from fitflax.checkpoints.writer import saver
+from fitflax.checkpoints import CheckpointStore, saver
 from fitflax.errors import CallbackError, CheckpointError, DirectoryInUseError, FitflaxError, FitflaxWarning
 from tests.run_script import TRAIN, VALID, at, differences, directory_of, make_trainer, rows_of, state_of, steps_in
 

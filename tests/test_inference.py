@@ -9,7 +9,7 @@ import pytest
 
 import fitflax
 from fitflax.checkpoints import load_inference_state
-from fitflax.checkpoints.restore.load import load_checkpoint
+from fitflax.checkpoints.resume import load_checkpoint
 from fitflax.errors import CorruptCheckpointError, NotReadyError, OptimizerError, RestoreError
 from tests.run_script import TRAIN, VALID, leaves_of, make_trainer
 

@@ -9,11 +9,11 @@ import pytest
 
 import fitflax
 from fitflax.callbacks import Callback, LambdaCallback, ModelCheckpoint
-from fitflax.checkpoints.run_view import RunView
+from fitflax.checkpoints.checkpoint import RunView
 from fitflax.logs import TimeSpent, Values
 from fitflax.parallel import DataParallel
 from fitflax.steps import live_state as live
-from fitflax.steps.compiled_functions import CompiledSteps
+from fitflax.steps.compile import CompiledSteps
 
 X, Y = np.ones((4, 3), np.float32), np.ones((4, 2), np.float32)
 

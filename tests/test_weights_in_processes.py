@@ -5,7 +5,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from fitflax.checkpoints.formats.weight_files import find_weights, read_weights
+from fitflax.checkpoints.safetensors_format import find_weights, read_weights
 from tests.test_many_processes import results
 
 SCRIPT = pathlib.Path(__file__).with_name("weights_script.py")

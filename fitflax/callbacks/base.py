@@ -11,7 +11,7 @@ import jax
 
 import fitflax.keras_names as keras_names
 from fitflax.checkpoints.checkpoint import Checkpoint
-from fitflax.checkpoints.writer.saver import Saver
+from fitflax.checkpoints.saver import Saver
 from fitflax.errors import CallbackError, no_attribute
 from fitflax.logs import Logs
 from fitflax.state import TrainState

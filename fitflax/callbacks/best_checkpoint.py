@@ -13,8 +13,8 @@ from fitflax.callbacks.base import Phase
 from fitflax.callbacks.early_stopping import Monitor
 from fitflax.callbacks.model_checkpoint import StoreCallback
 from fitflax.checkpoints.checkpoint import Checkpoint
-from fitflax.checkpoints.formats.checkpoint_files import FOR_INFERENCE
-from fitflax.checkpoints.restore.fit import restore_tree
+from fitflax.checkpoints.checkpoint_files import FOR_INFERENCE
+from fitflax.checkpoints.restore import restore_tree
 from fitflax.errors import CheckpointError, warn
 from fitflax.logs import Logs
 

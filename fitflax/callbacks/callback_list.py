@@ -19,11 +19,10 @@ from fitflax.callbacks.base import HOOKS, Callback, Phase, TrainerView, check_tr
 from fitflax.callbacks.history import History
 from fitflax.callbacks.progress_bar import ProgressBar
 from fitflax.checkpoints.checkpoint import Checkpoint
-from fitflax.checkpoints.writer.saver import Saver
+from fitflax.checkpoints.saver import Saver
 from fitflax.errors import CallbackError, ConfigError, did_you_mean, warn
-from fitflax.logs import Logs
-from fitflax.steps.kept_values import Keep
-from fitflax.time_spent import TimeSpent
+from fitflax.logs import Logs, TimeSpent
+from fitflax.steps.outputs import Keep
 from fitflax.triggers import Moment, Schedule
 
 __all__ = ["CallbackList", "callbacks_of_call", "callbacks_of_fit", "serial"]

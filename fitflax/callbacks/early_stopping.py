@@ -13,8 +13,7 @@ from typing_extensions import override
 
 from fitflax.callbacks.base import Callback, Phase
 from fitflax.checkpoints.checkpoint import Checkpoint
-from fitflax.errors import CallbackError, MonitorError, did_you_mean
-from fitflax.integers import is_integer
+from fitflax.errors import CallbackError, MonitorError, did_you_mean, is_integer
 from fitflax.logs import Logs, default_direction
 
 __all__ = ["EarlyStopping", "Monitor", "MonitorCallback"]

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from fitflax.background import Background
 from fitflax.callbacks.base import Callback, Phase
-from fitflax.checkpoints.formats.json_documents import PROCESS, fsync_directory
+from fitflax.checkpoints.json_documents import PROCESS, fsync_directory
 from fitflax.errors import CallbackError, ConfigError, warn
 from fitflax.logs import Logs, row_of
 from fitflax.storage import ObjectPath, locate

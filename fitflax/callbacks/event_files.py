@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from fitflax.background import Background
 from fitflax.errors import CallbackError, warn
-from fitflax.storage.file_names import path_component
-from fitflax.storage.mirror import Mirror
+from fitflax.storage.parts import Mirror
+from fitflax.storage.paths import path_component
 
 __all__ = ["EventFiles", "directory_of", "events_of", "files_of", "trim"]
 

@@ -10,8 +10,7 @@ from typing_extensions import override
 
 from fitflax.callbacks.base import Callback, Phase, TrainerView
 from fitflax.callbacks.early_stopping import MonitorCallback
-from fitflax.errors import CallbackError, OptimizerError
-from fitflax.integers import is_integer
+from fitflax.errors import CallbackError, OptimizerError, is_integer
 from fitflax.logs import Logs
 
 __all__ = ["LearningRateScheduler", "ReduceLROnPlateau"]

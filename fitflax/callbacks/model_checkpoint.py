@@ -9,12 +9,11 @@ from typing_extensions import override
 
 from fitflax.callbacks.base import Callback, Phase, PlainRun, check_trigger
 from fitflax.checkpoints.checkpoint import Checkpoint
-from fitflax.checkpoints.formats.partial_epoch import save_partial_epoch
+from fitflax.checkpoints.checkpoint_files import save_partial_epoch
+from fitflax.checkpoints.checkpoint_store import CheckpointStore
 from fitflax.checkpoints.save import save_run
-from fitflax.checkpoints.store.checkpoint_store import CheckpointStore
-from fitflax.checkpoints.writer.saver import Saver
-from fitflax.errors import CallbackError, CheckpointError, DirectoryInUseError, warn
-from fitflax.integers import is_integer
+from fitflax.checkpoints.saver import Saver
+from fitflax.errors import CallbackError, CheckpointError, DirectoryInUseError, is_integer, warn
 from fitflax.logs import Logs
 from fitflax.storage import Location
 from fitflax.triggers import Trigger

@@ -14,12 +14,11 @@ from typing_extensions import override
 
 from fitflax.callbacks.base import HOOKS, Callback, Phase, check_number, check_trigger
 from fitflax.checkpoints.checkpoint import Checkpoint
-from fitflax.checkpoints.writer.saver import Saver
-from fitflax.errors import CallbackError, ConfigError, did_you_mean, warn
-from fitflax.integers import is_integer
+from fitflax.checkpoints.saver import Saver
+from fitflax.errors import CallbackError, ConfigError, did_you_mean, is_integer, warn
 from fitflax.logs import Logs, StepValues
 from fitflax.storage import ObjectPath, locate
-from fitflax.storage.mirror import Mirror
+from fitflax.storage.parts import Mirror
 from fitflax.triggers import Trigger, at
 
 __all__ = ["LambdaCallback", "Profiler", "SummaryLogger", "TerminateOnNaN", "Watchdog"]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct as flax_struct
 
-from fitflax.checkpoints.formats.json_documents import library_versions
+from fitflax.checkpoints.json_documents import library_versions
 from fitflax.errors import CallbackError
 from fitflax.leaves import named_leaves
 from fitflax.logs import Kind

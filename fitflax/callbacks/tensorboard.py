@@ -19,10 +19,10 @@ from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.errors import CallbackError, ConfigError, warn
 from fitflax.leaves import named_leaves
 from fitflax.logs import flat_name
-from fitflax.steps.cost import peak_flops as peak_flops_of
+from fitflax.steps.shapes import peak_flops as peak_flops_of
 from fitflax.storage import ObjectPath, locate
-from fitflax.storage.file_names import path_component
-from fitflax.storage.mirror import Mirror
+from fitflax.storage.parts import Mirror
+from fitflax.storage.paths import path_component
 from fitflax.triggers import Schedule, Trigger
 from fitflax.triggers import every as make_every
 

@@ -18,8 +18,8 @@ from fitflax.logs import Kind, Logs, StepValues, flat_name
 from fitflax.optimizers import get_learning_rates
 from fitflax.parallel import Strategy
 from fitflax.state import PyTree, TrainState
-from fitflax.steps.kept_values import NOTHING, Keep, Kept
 from fitflax.steps.live_state import LiveState
+from fitflax.steps.outputs import NOTHING, Keep, Kept
 from fitflax.storage import Location
 
 __all__ = ["Checkpoint", "RunPosition", "RunView", "Summary", "Timer"]

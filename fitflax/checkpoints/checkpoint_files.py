@@ -3,7 +3,7 @@
 `metadata.json` is for people and listings. It holds `format_version`, what the caller passes, `versions`, `backend` (the writer of the state), `key_impls`
 (typed keys are stored as key data), `integer_keys` if dicts have integer keys, what the backend needs to verify its files, and last the `crc32` of the
 compact JSON of everything before it. See `fitflax.checkpoints.json_documents` for numbers and strings, and `docs/checkpoint-format.md` for the bytes.
-`fitflax.checkpoints.store.checkpoint_store` decides which checkpoints exist and when they are deleted.
+`fitflax.checkpoints.checkpoint_store` decides which checkpoints exist and when they are deleted.
 
 `closing.json` is the history row of an epoch that was closed in its middle. A run that ends inside an epoch first saves its last step, and then closes the
 epoch (validation, `on_epoch_end`). A resume with no steps left returns this row; one that continues ignores it and has one row for the whole epoch.

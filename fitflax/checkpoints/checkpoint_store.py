@@ -19,13 +19,12 @@ from typing import Any, SupportsIndex
 
 import jax
 
-from fitflax.checkpoints.collective_read import CollectiveRead
-from fitflax.checkpoints.collective_save import CollectiveSave
+from fitflax.checkpoints.checkpoint_files import WHOLE, CollectiveRead, Saved, check_backend, read_checkpoint, read_metadata
 from fitflax.checkpoints.directories import LocalDirectory, ObjectDirectory, checkpoint_name, disk_errors
-from fitflax.checkpoints.formats.checkpoint_files import WHOLE, Saved, check_backend, read_checkpoint, read_metadata
-from fitflax.checkpoints.formats.json_documents import PROCESS, read_document
+from fitflax.checkpoints.json_documents import PROCESS, read_document
 from fitflax.checkpoints.retention import Retention, parse_retention
 from fitflax.checkpoints.saver import Saver
+from fitflax.checkpoints.shards import CollectiveSave
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, DirectoryInUseError, warn
 from fitflax.logs import flat_name
 from fitflax.state import PyTree

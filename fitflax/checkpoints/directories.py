@@ -33,11 +33,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, Unpack
 
-from fitflax.checkpoints.collective_save import CollectiveSave
-from fitflax.checkpoints.formats.checkpoint_files import METADATA_FILE, read_metadata, write_checkpoint
-from fitflax.checkpoints.formats.json_documents import PROCESS, fsync_directory, read_document, replace_document
-from fitflax.checkpoints.formats.msgpack_format import PART
-from fitflax.checkpoints.formats.partial_epoch import PARTIAL_EPOCH_FILE
+from fitflax.checkpoints.checkpoint_files import METADATA_FILE, PARTIAL_EPOCH_FILE, read_metadata, write_checkpoint
+from fitflax.checkpoints.json_documents import PROCESS, fsync_directory, read_document, replace_document
+from fitflax.checkpoints.msgpack_format import PART
+from fitflax.checkpoints.shards import CollectiveSave
 from fitflax.errors import CheckpointError, CorruptCheckpointError, DirectoryInUseError
 from fitflax.state import PyTree
 from fitflax.storage import ChangedError, Location, ObjectPath

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from typing_extensions import override
 
-from fitflax.checkpoints.formats.checkpoint_files import Saved
-from fitflax.checkpoints.formats.plain_tree import join, leaf_paths, map_leaves, nested, put, shown, walk
+from fitflax.checkpoints.checkpoint_files import Saved
+from fitflax.checkpoints.plain_tree import join, leaf_paths, map_leaves, nested, put, shown, walk
 from fitflax.checkpoints.weight_rules import cast_array, has_overflowed, is_weights
 from fitflax.errors import ConfigError, RestoreError, did_you_mean
 from fitflax.leaves import key_of, listed

@@ -12,13 +12,12 @@ import jax
 import numpy as np
 import optax
 
+from fitflax.checkpoints.checkpoint_files import FOR_INFERENCE, METADATA_FILE, WHOLE, CollectiveRead, Saved, is_checkpoint, read_checkpoint
 from fitflax.checkpoints.checkpoint_store import CheckpointStore
-from fitflax.checkpoints.collective_read import CollectiveRead
 from fitflax.checkpoints.directories import disk_errors, replaced_by
-from fitflax.checkpoints.formats.checkpoint_files import FOR_INFERENCE, METADATA_FILE, WHOLE, Saved, is_checkpoint, read_checkpoint
-from fitflax.checkpoints.formats.foreign import read_foreign
-from fitflax.checkpoints.formats.weight_files import INDEX_SUFFIX, SUFFIX, find_weights
+from fitflax.checkpoints.foreign import read_foreign
 from fitflax.checkpoints.restore import Advice, advice_on, from_saved, refit, restore_tree
+from fitflax.checkpoints.safetensors_format import INDEX_SUFFIX, SUFFIX, find_weights
 from fitflax.checkpoints.weight_rules import is_weights, saved_weights
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, RestoreError, warn
 from fitflax.state import InferenceState, PyTree, TrainState

@@ -13,14 +13,13 @@ from typing import Any
 import jax
 
 from fitflax.checkpoints.checkpoint import Checkpoint
+from fitflax.checkpoints.checkpoint_files import BACKENDS, METADATA_FILE, PARTIAL_EPOCH_FILE, is_checkpoint, write_own_shards
 from fitflax.checkpoints.checkpoint_store import CheckpointStore
-from fitflax.checkpoints.collective_save import CollectiveSave
 from fitflax.checkpoints.directories import WriteOptions, disk_errors, put_back, replaced_by, write_in_place, write_to_bucket
-from fitflax.checkpoints.formats.checkpoint_files import BACKENDS, METADATA_FILE, is_checkpoint, write_own_shards
-from fitflax.checkpoints.formats.msgpack_format import PART, STATE_FILE
-from fitflax.checkpoints.formats.orbax_format import TRAIN_DIRECTORY
-from fitflax.checkpoints.formats.partial_epoch import PARTIAL_EPOCH_FILE
-from fitflax.checkpoints.formats.plain_tree import Plain, only_split, to_plain
+from fitflax.checkpoints.msgpack_format import PART, STATE_FILE
+from fitflax.checkpoints.orbax_format import TRAIN_DIRECTORY
+from fitflax.checkpoints.plain_tree import Plain, only_split, to_plain
+from fitflax.checkpoints.shards import CollectiveSave
 from fitflax.checkpoints.snapshot import host_copy
 from fitflax.errors import CheckpointError, warn
 from fitflax.parallel.host_memory import spans_processes

@@ -43,8 +43,7 @@ from fitflax.parallel.board import Board
 from fitflax.parallel.host_memory import is_spread
 from fitflax.parallel.placement import RemoteArray
 from fitflax.storage import Location, ObjectPath
-from fitflax.storage.parts import PartsReader, PartsWriter, part_name, read_range
-from fitflax.storage.workers import Workers
+from fitflax.storage.parts import PartsReader, PartsWriter, Workers, part_name, read_range
 
 __all__ = ["FILES", "OWN_KEYS", "CollectiveSave", "Files", "Share", "SplitArray", "read_state", "write_own_shards", "write_state"]
 

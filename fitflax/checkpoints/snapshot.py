@@ -10,9 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from fitflax.checkpoints.formats.device_fetch import fetch, may_share
-from fitflax.checkpoints.formats.plain_tree import Plain, leaves_of, nested, only_split, to_plain
-from fitflax.checkpoints.memory import Arena, Loan
+from fitflax.checkpoints.memory import Arena, Loan, fetch, may_share
+from fitflax.checkpoints.plain_tree import Plain, leaves_of, nested, only_split, to_plain
 from fitflax.checkpoints.saver import Saver
 from fitflax.errors import CheckpointError
 from fitflax.parallel.host_memory import copy_to_host_memory, has_host_memory, is_spread

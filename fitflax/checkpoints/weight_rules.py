@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fitflax.checkpoints.checkpoint_files import Saved
 from fitflax.checkpoints.directories import disk_errors
-from fitflax.checkpoints.formats.checkpoint_files import Saved
-from fitflax.checkpoints.formats.plain_tree import MAX_DEPTH, join, keys_of, put, walk
-from fitflax.checkpoints.formats.weight_files import INDEX_SUFFIX, read_weights
+from fitflax.checkpoints.plain_tree import MAX_DEPTH, join, keys_of, put, walk
+from fitflax.checkpoints.safetensors_format import INDEX_SUFFIX, read_weights
 from fitflax.errors import CheckpointError, ConfigError, CorruptCheckpointError, RestoreError, did_you_mean
 from fitflax.leaves import listed
 from fitflax.storage import Location

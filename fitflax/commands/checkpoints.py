@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from fitflax.checkpoints.formats.checkpoint_files import Saved
-from fitflax.checkpoints.formats.plain_tree import shown, walk
-from fitflax.checkpoints.restore.load import load_checkpoint
-from fitflax.checkpoints.store.listing import Listed, list_checkpoints
+from fitflax.checkpoints.checkpoint_files import Saved
+from fitflax.checkpoints.checkpoint_store import Listed, list_checkpoints
+from fitflax.checkpoints.plain_tree import shown, walk
+from fitflax.checkpoints.resume import load_checkpoint
 from fitflax.errors import CheckpointError, CheckpointNotFoundError
 from fitflax.leaves import matching
 from fitflax.storage import locate

@@ -15,11 +15,11 @@ import numpy as np
 
 from fitflax.callbacks.event_files import events_of
 from fitflax.callbacks.summaries import TRAIN
-from fitflax.checkpoints.formats.checkpoint_files import read_metadata
-from fitflax.checkpoints.store.checkpoint_store import CheckpointStore
+from fitflax.checkpoints.checkpoint_files import read_metadata
+from fitflax.checkpoints.checkpoint_store import CheckpointStore
 from fitflax.errors import CheckpointError, ConfigError, did_you_mean
 from fitflax.logs import flat_name
-from fitflax.storage.file_names import name_of_component
+from fitflax.storage.paths import name_of_component
 
 __all__ = ["Point", "add_arguments", "read_curves", "run"]
 

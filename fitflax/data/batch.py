@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fitflax.errors import ConfigError, DataError, did_you_mean
-from fitflax.integers import is_integer
+from fitflax.errors import ConfigError, DataError, did_you_mean, is_integer
 from fitflax.leaves import listed
 from fitflax.state import Batch, PyTree
 

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fitflax.data.batch import FedBatch, Form, Position, Triple, describe_leaves, form_of, full_mask, to_numpy
-from fitflax.errors import ConfigError, DataError, warn
-from fitflax.integers import is_integer
+from fitflax.errors import ConfigError, DataError, is_integer, warn
 from fitflax.leaves import listed
 from fitflax.state import Batch, PyTree
 

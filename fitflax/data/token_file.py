@@ -14,8 +14,7 @@ from typing_extensions import override
 from fitflax.data.arrays import IndexedSource
 from fitflax.data.batch import Position, Triple, check_fits
 from fitflax.data.sources import DataOptions
-from fitflax.errors import ConfigError, DataError
-from fitflax.integers import is_integer
+from fitflax.errors import ConfigError, DataError, is_integer
 
 __all__ = ["Permutation", "TokenFile", "TokenSource"]
 

@@ -16,8 +16,7 @@ from typing_extensions import override
 from fitflax.data.batch import Position, Triple, is_structure
 from fitflax.data.loader_state import Bookmark, Pass, drop, has_exact_state, has_states, set_state
 from fitflax.data.sources import AdaptedSource, DataOptions, is_instance
-from fitflax.errors import DataError, warn
-from fitflax.integers import is_integer
+from fitflax.errors import DataError, is_integer, warn
 
 __all__ = ["TorchSource", "is_loader_iterator", "is_tensor", "torch_batch"]
 

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fitflax.checkpoints.formats.checkpoint_files import Saved, is_checkpoint
-from fitflax.checkpoints.restore.load import load_checkpoint
-from fitflax.checkpoints.store.checkpoint_store import CheckpointStore
+from fitflax.checkpoints.checkpoint_files import Saved, is_checkpoint
+from fitflax.checkpoints.checkpoint_store import CheckpointStore
+from fitflax.checkpoints.resume import load_checkpoint
 from fitflax.data import Feed
 from fitflax.diagnostics.nan_origin import Origin, find_origins
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError
@@ -19,8 +19,8 @@ from fitflax.leaves import named_leaves, path_name, through_key_data
 from fitflax.loops.session import Session
 from fitflax.parallel.host_memory import whole
 from fitflax.state import Batch, PyTree, TrainState
-from fitflax.steps.kept_values import Keep
-from fitflax.steps.step_dispatch import Program
+from fitflax.steps.outputs import Keep
+from fitflax.steps.program import Program
 from fitflax.storage import locate
 
 __all__ = ["WATCHED", "NanReport", "hunt_nan", "last_finite"]

@@ -15,7 +15,7 @@ from fitflax.errors import CallbackError
 from fitflax.integrations import import_package
 from fitflax.integrations.interface import Point, Tracker
 from fitflax.integrations.tracker import TrackerLogger
-from fitflax.storage.file_names import relative_path
+from fitflax.storage.paths import relative_path
 from fitflax.triggers import Trigger
 
 __all__ = ["MLflowLogger"]

@@ -17,8 +17,8 @@ from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.errors import CallbackError, FitflaxError, warn
 from fitflax.integrations.interface import Point, Reading, Tracker, reading_of, readings_of_state, state_of
 from fitflax.integrations.outbox import Ending, Outbox, RunStart
+from fitflax.leaves import flat
 from fitflax.logs import Logs
-from fitflax.run_config import flat
 from fitflax.triggers import Trigger
 
 __all__ = ["Point", "Tracker", "TrackerLogger"]

@@ -13,19 +13,16 @@ import optax
 
 import fitflax.losses as losses
 import fitflax.optimizers as optimizers
-from fitflax.data.feeds import Feeder
-from fitflax.errors import ConfigError, NotReadyError, OptimizerError
-from fitflax.integers import is_integer
+from fitflax.data.adapt import Feeder
+from fitflax.errors import ConfigError, NotReadyError, OptimizerError, is_integer
 from fitflax.parallel import DataParallel, Strategy
 from fitflax.parallel.processes import exchange
-from fitflax.steps.eval_params import find_eval_params
-from fitflax.steps.loss_and_metrics import Objective
-from fitflax.steps.loss_scale import with_loss_scale
-from fitflax.steps.numerics import Numerics
-from fitflax.steps.optimizer_arguments import with_extra_arguments
-from fitflax.steps.random_streams import Streams
-from fitflax.steps.step_dispatch import Program
-from fitflax.steps.step_functions import Task
+from fitflax.steps.gradients import Streams
+from fitflax.steps.live_state import find_eval_params
+from fitflax.steps.loss import Objective
+from fitflax.steps.optimizer import Numerics, with_extra_arguments, with_loss_scale
+from fitflax.steps.program import Program
+from fitflax.steps.train_step import Task
 from fitflax.triggers import Trigger
 
 MakeTask = Callable[..., Task]  # Takes `objective`, `optimizer` and `numerics`.

@@ -15,20 +15,17 @@ import numpy as np
 from fitflax.callbacks.callback_list import CallbackList
 from fitflax.checkpoints.checkpoint import Checkpoint, Summary
 from fitflax.data import FedBatch, Feed, Source
-from fitflax.data.arrays import ArraySource
-from fitflax.data.indexed import IndexedSource
-from fitflax.data.randomness import undisturbed
-from fitflax.data.whole_batches import without_padding
+from fitflax.data.arrays import ArraySource, IndexedSource
+from fitflax.data.feed import undisturbed
+from fitflax.data.padding import without_padding
 from fitflax.errors import DataError, warn
-from fitflax.logs import Kind, Logs, Values
+from fitflax.logs import Kind, Logs, TimeSpent, Values
 from fitflax.loops.session import Session
 from fitflax.loops.signals import Interruption
 from fitflax.state import Batch, PyTree, TrainState
-from fitflax.steps.early_checks import check_in_memory, check_measures, check_total_weight
 from fitflax.steps.live_state import Carry, Sums
-from fitflax.steps.model_outputs import Returned
-from fitflax.steps.step_dispatch import Program
-from fitflax.time_spent import TimeSpent
+from fitflax.steps.outputs import Returned
+from fitflax.steps.program import Program, check_in_memory, check_measures, check_total_weight
 from fitflax.triggers import Trigger
 
 __all__ = ["Evaluation", "Interrupted", "Validation", "predict", "predict_iter"]

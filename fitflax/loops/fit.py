@@ -10,25 +10,22 @@ import numpy as np
 
 from fitflax.callbacks import ModelCheckpoint, TrainerView
 from fitflax.callbacks.callback_list import CallbackList
-from fitflax.callbacks.store_callback import StoreCallback
-from fitflax.checkpoints.formats.checkpoint_files import Saved
-from fitflax.checkpoints.formats.partial_epoch import load_partial_epoch
-from fitflax.checkpoints.restore.fit import from_saved
+from fitflax.callbacks.model_checkpoint import StoreCallback
+from fitflax.checkpoints.checkpoint_files import Saved, load_partial_epoch
+from fitflax.checkpoints.restore import from_saved
 from fitflax.data import Source
 from fitflax.data.adapt import takes_batch_size
+from fitflax.data.arrays import FirstBatches, IndexedSource
 from fitflax.data.batch import Selection
-from fitflax.data.first_batches import FirstBatches
-from fitflax.data.indexed import IndexedSource
 from fitflax.data.shards import Shard, part_of_batch_size
-from fitflax.errors import ConfigError, DirectoryInUseError, chain_of, warn
-from fitflax.integers import is_integer
+from fitflax.errors import ConfigError, DirectoryInUseError, chain_of, is_integer, warn
+from fitflax.leaves import flat
 from fitflax.logs import Logs
 from fitflax.loops.evaluation_loop import Evaluation, Validation
 from fitflax.loops.session import Session
 from fitflax.loops.setup import find_saved
 from fitflax.loops.signals import Interruption
 from fitflax.loops.training_loop import Run
-from fitflax.run_config import flat
 from fitflax.triggers import Trigger
 
 __all__ = ["FitData", "adapt_validation_data", "check_end", "find_checkpoint", "make_validation", "num_batches_of", "params_of", "run_with_callbacks"]

@@ -10,13 +10,13 @@ import jax
 import numpy as np
 
 import fitflax.optimizers as optimizers
-from fitflax.checkpoints.formats.checkpoint_files import Saved
-from fitflax.checkpoints.restore.partial import RestoreReport
-from fitflax.checkpoints.writer.saver import NICENESS_ON_HOST, Saver
+from fitflax.checkpoints.checkpoint_files import Saved
+from fitflax.checkpoints.restore import RestoreReport
+from fitflax.checkpoints.saver import NICENESS_ON_HOST, Saver
 from fitflax.data import Batcher, Position, Source
 from fitflax.data.adapt import adapt, takes_batch_size
 from fitflax.data.batch import Triple
-from fitflax.data.ray_data import is_worker_part
+from fitflax.data.pipelines import is_worker_part
 from fitflax.data.shards import Shard, agree_on_shares, part_of_batch_size
 from fitflax.data.sources import OneShotSource
 from fitflax.errors import ConfigError, DataError, FitflaxError, OptimizerError, warn
@@ -26,7 +26,7 @@ from fitflax.models import OwnVariables
 from fitflax.parallel import Strategy
 from fitflax.parallel.processes import exchange
 from fitflax.state import Batch
-from fitflax.steps.step_dispatch import Program
+from fitflax.steps.program import Program
 
 __all__ = ["Intake", "Session", "as_given"]
 

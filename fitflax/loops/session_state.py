@@ -9,23 +9,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fitflax.checkpoints.formats.checkpoint_files import Saved
-from fitflax.checkpoints.restore.fit import refit
-from fitflax.checkpoints.restore.partial import RestoreReport, check_mapping, match, moved, needs_shapes, report_of
-from fitflax.checkpoints.restore.resume import INFERENCE_STATE, check_fits, fit_to, restored_state, warn_of_changes
+from fitflax.checkpoints.checkpoint_files import Saved
+from fitflax.checkpoints.restore import RestoreReport, check_mapping, match, moved, needs_shapes, refit, report_of
+from fitflax.checkpoints.resume import INFERENCE_STATE, check_fits, fit_to, restored_state, warn_of_changes
 from fitflax.data import Position
 from fitflax.errors import NotReadyError, RestoreError
-from fitflax.hyperparams import replace_by_path, settable_by_path, with_hyperparams
 from fitflax.loops.configuration import CurrentTask, RestoreOptions
 from fitflax.models import OwnVariables
+from fitflax.optimizers import replace_by_path, settable_by_path, with_hyperparams
 from fitflax.parallel.eager import explicitly
-from fitflax.state import Batch, InferenceState, TrainState, only_params, parts_of, shapes_in, shapes_of
-from fitflax.steps.early_checks import check_places
-from fitflax.steps.live_state import LiveState, collect_dropped
-from fitflax.steps.loss_scale import LossScaled, scaled_state
-from fitflax.steps.numerics import start_average
-from fitflax.steps.state_structure import state_faults, strong_types
-from fitflax.steps.step_functions import Task
+from fitflax.state import Batch, InferenceState, TrainState, only_params, parts_of, shapes_in, shapes_of, start_average
+from fitflax.steps.live_state import LiveState, collect_dropped, state_faults, strong_types
+from fitflax.steps.optimizer import LossScaled, scaled_state
+from fitflax.steps.program import check_places
+from fitflax.steps.train_step import Task
 
 __all__ = ["Progress", "SessionState"]
 

@@ -9,18 +9,17 @@ from typing import Any
 import jax
 
 from fitflax.callbacks.callback_list import CallbackList
-from fitflax.checkpoints.collective_read import read_collectively
-from fitflax.checkpoints.formats.checkpoint_files import Saved
-from fitflax.checkpoints.restore.fit import from_saved
-from fitflax.checkpoints.restore.resume import check_settings, find_resume, fit_to, warn_of_changes
-from fitflax.checkpoints.store.checkpoint_store import CheckpointStore
-from fitflax.checkpoints.writer.saver import Saver
-from fitflax.checkpoints.writer.snapshot import Snapshots
+from fitflax.checkpoints.checkpoint_files import Saved, read_collectively
+from fitflax.checkpoints.checkpoint_store import CheckpointStore
+from fitflax.checkpoints.restore import from_saved
+from fitflax.checkpoints.resume import check_settings, find_resume, fit_to, warn_of_changes
+from fitflax.checkpoints.saver import Saver
+from fitflax.checkpoints.snapshot import Snapshots
 from fitflax.data import FedBatch, Feed, Position, Source
-from fitflax.data.randomness import undisturbed
+from fitflax.data.feed import undisturbed
 from fitflax.data.shards import own_position, spread
 from fitflax.errors import ConfigError, DataError, RestoreError, warn
-from fitflax.logs import StepValues
+from fitflax.logs import StepValues, TimeSpent
 from fitflax.loops.evaluation_loop import Validation
 from fitflax.loops.session import Session
 from fitflax.loops.session_state import Progress
@@ -28,13 +27,9 @@ from fitflax.loops.signals import Interruption, check_same_in_all_processes, fin
 from fitflax.parallel.board import Board
 from fitflax.parallel.processes import exchange
 from fitflax.state import Batch, shapes_in
-from fitflax.steps.collected_rows import Collected
-from fitflax.steps.early_checks import check_activations, check_in_memory, check_places
-from fitflax.steps.eval_params import schedule_free_eval_params
-from fitflax.steps.kept_values import NOTHING, Keep
-from fitflax.steps.live_state import LiveState, Sums
-from fitflax.steps.step_dispatch import Program
-from fitflax.time_spent import TimeSpent
+from fitflax.steps.live_state import LiveState, Sums, schedule_free_eval_params
+from fitflax.steps.outputs import NOTHING, Collected, Keep
+from fitflax.steps.program import Program, check_activations, check_in_memory, check_places
 from fitflax.triggers import Trigger
 
 __all__ = ["Participants", "Resumed", "RunPlan", "RunSetup", "check_restores_best", "find_saved", "prepare_run", "training_copy"]

@@ -33,7 +33,7 @@ from jax.experimental import multihost_utils
 from typing_extensions import override
 
 from fitflax.data.batch import fingerprint
-from fitflax.data.failures import is_dead_worker, is_from_data
+from fitflax.data.feed import is_dead_worker, is_from_data
 from fitflax.errors import ReplicaError, warn
 from fitflax.leaves import listed
 from fitflax.loops.session import Session

@@ -15,9 +15,9 @@ from fitflax.models import Model
 from fitflax.optimizers import get_learning_rates
 from fitflax.parallel import Strategy
 from fitflax.state import Batch, PyTree, TrainState, shapes_of
-from fitflax.steps.parameter_groups import parameter_groups
-from fitflax.steps.preparation import PASSES
-from fitflax.steps.random_streams import split_key
+from fitflax.steps.gradients import split_key
+from fitflax.steps.optimizer import parameter_groups
+from fitflax.steps.program import PASSES
 
 __all__ = ["describe"]
 

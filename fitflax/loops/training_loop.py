@@ -11,9 +11,7 @@ from typing import Any, Self
 
 import jax
 
-from fitflax.checkpoints.checkpoint import Checkpoint
-from fitflax.checkpoints.run_position import RunPosition, Timer
-from fitflax.checkpoints.run_view import RunView
+from fitflax.checkpoints.checkpoint import Checkpoint, RunPosition, RunView, Timer
 from fitflax.data import FedBatch
 from fitflax.errors import ConfigError
 from fitflax.logs import Logs
@@ -21,9 +19,9 @@ from fitflax.loops.evaluation_loop import Interrupted
 from fitflax.loops.setup import RunSetup
 from fitflax.loops.signals import make_agreement
 from fitflax.state import TrainState
-from fitflax.steps.early_checks import check_total_weight
-from fitflax.steps.kept_values import Kept
 from fitflax.steps.live_state import Sums
+from fitflax.steps.outputs import Kept
+from fitflax.steps.program import check_total_weight
 from fitflax.triggers import Moment, Schedule, Trigger
 
 __all__ = ["Run"]

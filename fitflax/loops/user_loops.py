@@ -15,16 +15,16 @@ from flax import linen as nn
 from flax.core.scope import DenyList
 
 from fitflax.checkpoints.checkpoint import Checkpoint, Summary
-from fitflax.checkpoints.formats.checkpoint_files import Saved, is_checkpoint
-from fitflax.checkpoints.restore.load import load_checkpoint
-from fitflax.checkpoints.store.checkpoint_store import CheckpointStore
-from fitflax.checkpoints.store.lock import holder_of
-from fitflax.checkpoints.writer.saver import Saver
+from fitflax.checkpoints.checkpoint_files import Saved, is_checkpoint
+from fitflax.checkpoints.checkpoint_store import CheckpointStore
+from fitflax.checkpoints.resume import load_checkpoint
+from fitflax.checkpoints.saver import Saver
 from fitflax.data import Source, adapt
 from fitflax.data.batch import Selection, Triple
+from fitflax.data.padding import without_padding
 from fitflax.data.shards import Shard
-from fitflax.data.whole_batches import without_padding
 from fitflax.errors import CheckpointError, ConfigError
+from fitflax.leaves import as_config
 from fitflax.loops.configuration import CurrentTask, check_counts, group_name, integer_of, strategy_of, streams_of, trigger_of, zeros
 from fitflax.loops.evaluation_loop import Evaluation
 from fitflax.loops.session import Session
@@ -32,15 +32,15 @@ from fitflax.loops.setup import Participants, RunPlan, find_saved, prepare_run
 from fitflax.loops.training_loop import Run
 from fitflax.models import TRANSIENT, FunctionModel, mutable_filter
 from fitflax.parallel import Strategy
-from fitflax.run_config import as_config
 from fitflax.state import PyTree
-from fitflax.steps.early_checks import check_total_weight
-from fitflax.steps.kept_values import Keep
-from fitflax.steps.loss_and_metrics import Objective
-from fitflax.steps.numerics import Numerics
-from fitflax.steps.random_streams import Streams
-from fitflax.steps.step_functions import Task
+from fitflax.steps.gradients import Streams
+from fitflax.steps.loss import Objective
+from fitflax.steps.optimizer import Numerics
+from fitflax.steps.outputs import Keep
+from fitflax.steps.program import check_total_weight
+from fitflax.steps.train_step import Task
 from fitflax.storage import Location, locate
+from fitflax.storage.lock import holder_of
 from fitflax.triggers import Trigger
 from fitflax.triggers import every as make_every
 

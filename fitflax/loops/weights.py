@@ -11,14 +11,23 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from fitflax.checkpoints.collective_read import read_collectively
-from fitflax.checkpoints.formats.checkpoint_files import Saved
-from fitflax.checkpoints.formats.device_fetch import fetch
-from fitflax.checkpoints.formats.plain_tree import leaf_paths, nested, shown, walk
-from fitflax.checkpoints.formats.weight_files import SUFFIX, find_weights, write_weights
-from fitflax.checkpoints.restore.partial import RestoreReport
-from fitflax.checkpoints.restore.weight_rules import WeightMapping, leaves_out_only, rules_of, to_file
-from fitflax.checkpoints.restore.weights import COLLECTIONS, PATHS, as_floats, is_weights, name_of, saved_weights
+from fitflax.checkpoints.checkpoint_files import Saved, read_collectively
+from fitflax.checkpoints.memory import fetch
+from fitflax.checkpoints.plain_tree import leaf_paths, nested, shown, walk
+from fitflax.checkpoints.restore import RestoreReport
+from fitflax.checkpoints.safetensors_format import SUFFIX, find_weights, write_weights
+from fitflax.checkpoints.weight_rules import (
+    COLLECTIONS,
+    PATHS,
+    WeightMapping,
+    as_floats,
+    is_weights,
+    leaves_out_only,
+    name_of,
+    rules_of,
+    saved_weights,
+    to_file,
+)
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from fitflax.leaves import is_key
 from fitflax.loops.configuration import RestoreOptions, check_counts

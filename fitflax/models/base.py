@@ -13,11 +13,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import scope as flax_scope
 
-from fitflax.axes import AxisNames, is_axes_collection
 from fitflax.errors import ConfigError, ModelError, is_of_debugger
 from fitflax.leaves import describe_shapes
 from fitflax.parallel.placement import outside_mesh
-from fitflax.state import Batch, PyTree, parts_of
+from fitflax.state import AxisNames, Batch, PyTree, is_axes_collection, parts_of
 
 __all__ = ["RNG_HINT", "TRANSIENT", "Draws", "Model", "is_dropout_error", "mutable_filter", "positional", "with_any_mesh", "without_names"]
 

@@ -19,7 +19,6 @@ from flax.core import scope as flax_scope
 from flax.errors import TraceContextError
 from typing_extensions import override
 
-from fitflax.axes import AxisNames
 from fitflax.errors import ConfigError, LossError, ModelError
 from fitflax.leaves import describe_shapes, is_key, listed
 from fitflax.models.base import Draws, Losses, Model, positional
@@ -43,7 +42,7 @@ from fitflax.models.nnx_graph import (
 )
 from fitflax.models.nnx_variables import ModuleVariables
 from fitflax.models.own import OwnVariables
-from fitflax.state import Batch, PyTree
+from fitflax.state import AxisNames, Batch, PyTree
 
 __all__ = ["NNXModel", "adapt_nnx"]
 

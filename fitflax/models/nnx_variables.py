@@ -9,12 +9,11 @@ import jax.numpy as jnp
 from flax import nnx
 from typing_extensions import override
 
-from fitflax.axes import AxisNames
 from fitflax.errors import ModelError
 from fitflax.leaves import is_key, listed
 from fitflax.models.nnx_graph import Filter, Path, as_state, collected, in_mode, raw, split_module
 from fitflax.models.own import OwnVariables
-from fitflax.state import PyTree
+from fitflax.state import AxisNames, PyTree
 
 __all__ = ["ModuleVariables"]
 

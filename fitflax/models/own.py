@@ -3,8 +3,7 @@
 import abc
 from typing import Any, Self
 
-from fitflax.axes import AxisNames
-from fitflax.state import PyTree
+from fitflax.state import AxisNames, PyTree
 
 __all__ = ["OwnVariables"]
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import optax
 
-from fitflax.data.batch import Batcher
+from fitflax.data.padding import Batcher
 from fitflax.parallel.eager import guards_transfers
 from fitflax.parallel.in_flight import InFlight
 from fitflax.parallel.packed import Packed

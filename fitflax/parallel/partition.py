@@ -11,10 +11,9 @@ import jax
 from flax.linen.spmd import logical_to_mesh_axes
 from jax.sharding import PartitionSpec
 
-from fitflax.axes import Name
 from fitflax.errors import ConfigError, ShardingError, did_you_mean
 from fitflax.leaves import is_key, listed
-from fitflax.state import TrainState
+from fitflax.state import Name, TrainState
 
 __all__ = ["BATCH", "FSDP_MIN_SIZE", "MeshAxes", "Partition", "Rules", "checked_rules"]
 

@@ -16,8 +16,7 @@ from flax import linen as nn
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from typing_extensions import override
 
-from fitflax.errors import ConfigError, FitflaxError, ModelError
-from fitflax.integers import is_integer
+from fitflax.errors import ConfigError, FitflaxError, ModelError, is_integer
 from fitflax.leaves import is_key
 from fitflax.parallel.base import Compiled, Layout, Places, Strategy
 from fitflax.parallel.eager import Debuggable, copy_aliased, eager_step_error, traced_or_eager

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from fitflax.data.batch import full_mask
-from fitflax.data.whole_batches import unboxed
+from fitflax.data.padding import unboxed
 from fitflax.leaves import on_host
 from fitflax.parallel.eager import explicitly, guards_transfers
 from fitflax.state import Batch, PyTree

@@ -17,14 +17,11 @@ import numpy as np
 import fitflax.losses as losses
 from fitflax.errors import ConfigError, DataError, FitflaxError, LossError, MetricError, did_you_mean, is_of_debugger, warn
 from fitflax.leaves import describe_shapes
-from fitflax.losses.registry import takes_labels, takes_logits
+from fitflax.losses import takes_labels, takes_logits
 from fitflax.losses.shapes import broadcast_fault
-from fitflax.metrics import Metric
+from fitflax.metrics import Metric, resolve
 from fitflax.metrics.base import metric_name
-from fitflax.metrics.clu import adapt_clu, is_clu
-from fitflax.metrics.foreign import ForeignMetric
-from fitflax.metrics.nnx_metrics import adapt_nnx, is_nnx
-from fitflax.metrics.registry import resolve
+from fitflax.metrics.foreign import ForeignMetric, adapt_clu, adapt_nnx, is_clu, is_nnx
 from fitflax.state import PyTree
 from fitflax.steps.outputs import members_of
 

@@ -20,8 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fitflax.errors import ConfigError, FitflaxError, OptimizerError, is_of_debugger
-from fitflax.integers import is_integer
+from fitflax.errors import ConfigError, FitflaxError, OptimizerError, is_integer, is_of_debugger
 from fitflax.leaves import listed, named_leaves
 from fitflax.parallel import Strategy
 from fitflax.state import PyTree, shapes_in

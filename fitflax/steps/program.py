@@ -16,8 +16,7 @@ import numpy as np
 
 from fitflax.data import FedBatch, Source
 from fitflax.data.arrays import ArraySource
-from fitflax.data.batch import in_one_piece
-from fitflax.data.whole_batches import leaf_paths
+from fitflax.data.batch import in_one_piece, leaf_paths
 from fitflax.errors import LossError, ModelError, warn
 from fitflax.leaves import describe_shapes, listed
 from fitflax.logs import StepValues, Values

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from fitflax.data.whole_batches import has_rows, leaf_paths
+from fitflax.data.batch import has_rows, leaf_paths
 from fitflax.errors import MetricError, ModelError, NotReadyError, is_of_debugger, warn
 from fitflax.leaves import describe_shapes, listed
 from fitflax.logs import NUM_STEP_VALUES, Kind, Place, default_direction

@@ -17,7 +17,6 @@ from flax import struct
 from flax.errors import ModifyScopeVariableError
 from typing_extensions import override
 
-from fitflax.axes import AxisNames
 from fitflax.errors import ConfigError, LossError, MetricError, ModelError, did_you_mean
 from fitflax.leaves import describe_shapes, named_leaves
 from fitflax.logs import UNDEFINED, Kind, default_direction
@@ -25,7 +24,7 @@ from fitflax.metrics import Mean, Metric
 from fitflax.models import LinenModel, Model
 from fitflax.models.base import Draws
 from fitflax.parallel import Strategy
-from fitflax.state import Batch, PyTree, TrainState, start_average
+from fitflax.state import AxisNames, Batch, PyTree, TrainState, start_average
 from fitflax.steps.gradients import MUTABLE_HINT, ComputeLoss, ForwardPass, Notes, StreamKeys, Streams, merge_all, ratio, split, split_key
 from fitflax.steps.live_state import same_types, strong_types
 from fitflax.steps.loss import Objective

@@ -14,7 +14,7 @@ import fitflax.callbacks as callbacks
 from fitflax.callbacks import Callback, Phase
 from fitflax.callbacks.base import HOOKS, overrides
 from fitflax.callbacks.callback_list import CallbackList
-from fitflax.checkpoints.formats.checkpoint_files import read_checkpoint, write_checkpoint
+from fitflax.checkpoints.checkpoint_files import read_checkpoint, write_checkpoint
 from fitflax.errors import CallbackError
 from fitflax.parallel import DataParallel
 from tests.run_script import TRAIN, differences, make_trainer

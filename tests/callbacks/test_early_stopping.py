@@ -9,7 +9,7 @@ import pytest
 
 import fitflax
 from fitflax.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint, ReduceLROnPlateau
-from fitflax.checkpoints.restore.load import load_checkpoint
+from fitflax.checkpoints.resume import load_checkpoint
 from fitflax.errors import CallbackError, FitflaxWarning, MonitorError
 from fitflax.metrics import Mean
 from fitflax.parallel import DataParallel

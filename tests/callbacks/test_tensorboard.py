@@ -27,7 +27,7 @@ import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, LambdaCallback, ModelCheckpoint, TensorBoard
 from fitflax.callbacks.event_files import EventFiles, events_of
 from fitflax.callbacks.run_logger import Clock, Stamp
-from fitflax.commands.curves import read_curves
+from fitflax.commands.plot import read_curves
 from fitflax.errors import CallbackError, FitflaxWarning
 from fitflax.metrics import AUC, Metric
 from fitflax.parallel import DataParallel

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
+from fitflax.checkpoints import json_documents
 from fitflax.checkpoints.checkpoint_store import CheckpointStore
-from fitflax.checkpoints.formats import json_documents
 from fitflax.checkpoints.resume import check_settings, find_resume, load_checkpoint, restored_state
 from fitflax.checkpoints.save import save_checkpoint
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, FitflaxWarning, RestoreError

@@ -20,7 +20,7 @@ from flax.training.train_state import TrainState
 from fitflax.checkpoints.checkpoint_files import write_checkpoint
 from fitflax.checkpoints.foreign import read_foreign
 from fitflax.checkpoints.plain_tree import walk
-from fitflax.checkpoints.restore.fit import restore_tree
+from fitflax.checkpoints.restore import restore_tree
 from fitflax.errors import CheckpointError, CorruptCheckpointError
 
 

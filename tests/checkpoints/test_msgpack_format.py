@@ -18,7 +18,7 @@ import pytest
 from fitflax.checkpoints import msgpack_format
 from fitflax.checkpoints.checkpoint_files import write_checkpoint
 from fitflax.checkpoints.plain_tree import to_plain
-from fitflax.checkpoints.restore.fit import from_saved, restore_tree
+from fitflax.checkpoints.restore import from_saved, restore_tree
 from fitflax.errors import CheckpointError, CorruptCheckpointError
 from tests.checkpoints.samples import METADATA, RUN, assert_same, read, train_state
 

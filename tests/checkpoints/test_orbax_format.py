@@ -26,7 +26,7 @@ import pytest
 from fitflax.checkpoints import msgpack_format, orbax_format
 from fitflax.checkpoints.orbax_format import read_state, restore_numpy, write_state
 from fitflax.checkpoints.plain_tree import Plain, to_plain
-from fitflax.checkpoints.restore.fit import restore_tree
+from fitflax.checkpoints.restore import restore_tree
 from fitflax.errors import CheckpointError, CorruptCheckpointError
 from fitflax.state import TrainState
 

@@ -13,14 +13,13 @@ import numpy as np
 import optax
 import pytest
 
-from fitflax.checkpoints import memory, plain_tree
+from fitflax.checkpoints import memory, plain_tree, snapshot
 from fitflax.checkpoints.checkpoint_files import write_checkpoint
 from fitflax.checkpoints.memory import ReusedMemory, fetch
 from fitflax.checkpoints.plain_tree import Plain, only_split, to_plain
-from fitflax.checkpoints.restore.fit import from_saved, restore_tree
-from fitflax.checkpoints.writer import snapshot
-from fitflax.checkpoints.writer.saver import Saver
-from fitflax.checkpoints.writer.snapshot import Snapshots, host_copy
+from fitflax.checkpoints.restore import from_saved, restore_tree
+from fitflax.checkpoints.saver import Saver
+from fitflax.checkpoints.snapshot import Snapshots, host_copy
 from fitflax.errors import CheckpointError, RestoreError
 from fitflax.parallel import DataParallel
 from fitflax.state import TrainState

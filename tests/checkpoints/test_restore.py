@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from fitflax.checkpoints.formats.checkpoint_files import Saved
+from fitflax.checkpoints.checkpoint_files import Saved
 from fitflax.checkpoints.restore import RestoreReport, check_mapping, match, moved
 from fitflax.errors import ConfigError, RestoreError
 from fitflax.state import TrainState

@@ -15,9 +15,9 @@ import pytest
 
 from fitflax.checkpoints import checkpoint_store as store_module
 from fitflax.checkpoints import directories
+from fitflax.checkpoints.checkpoint_files import Saved
 from fitflax.checkpoints.checkpoint_store import CheckpointStore
-from fitflax.checkpoints.formats.checkpoint_files import Saved
-from fitflax.checkpoints.formats.json_documents import read_document
+from fitflax.checkpoints.json_documents import read_document
 from fitflax.checkpoints.resume import load_checkpoint
 from fitflax.checkpoints.save import save_checkpoint
 from fitflax.checkpoints.saver import Saver

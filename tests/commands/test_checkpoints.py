@@ -17,7 +17,7 @@ import fitflax
 from fitflax.__main__ import main
 from fitflax.callbacks import ModelCheckpoint
 from fitflax.checkpoints import CheckpointStore
-from fitflax.checkpoints.store.listing import list_checkpoints
+from fitflax.checkpoints.checkpoint_store import list_checkpoints
 from fitflax.commands.checkpoints import compare, table
 
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fitflax.checkpoints.restore.fit import from_saved
-from fitflax.checkpoints.restore.load import load_checkpoint
+from fitflax.checkpoints.restore import from_saved
+from fitflax.checkpoints.resume import load_checkpoint
 from fitflax.checkpoints.save import save_checkpoint
 from fitflax.data import Batcher, Feed, Position, adapt
 from fitflax.data.loader_state import Bookmark, LoaderPass, Pass, UnstorableError, decode, encode

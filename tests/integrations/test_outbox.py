@@ -19,8 +19,8 @@ from fitflax.errors import FitflaxWarning
 from fitflax.integrations import outbox as outbox_module
 from fitflax.integrations.interface import Point, Reading, readings_of_state, state_of
 from fitflax.integrations.outbox import Ending, Outbox, RunStart
+from fitflax.leaves import flat
 from fitflax.logs import Place
-from fitflax.run_config import flat
 from tests.integrations.memory import Memory, logger_of, trained, values_of, wait_for
 
 

@@ -20,8 +20,8 @@ from flax import linen as nn
 
 import fitflax
 from fitflax.data.batch import Position
-from fitflax.data.shard_info import Shares
 from fitflax.data.shards import spread
+from fitflax.data.sources import Shares
 from fitflax.errors import CallbackError, ConfigError, DataError
 from fitflax.integrations.ray import RayReport, checkpoint_path
 from fitflax.parallel import ray_worker

@@ -14,7 +14,7 @@ import pytest
 import fitflax
 from fitflax.callbacks import Callback, EarlyStopping, LambdaCallback, LearningRateScheduler, ModelCheckpoint, Phase
 from fitflax.callbacks.base import HOOKS
-from fitflax.checkpoints.restore.load import load_checkpoint
+from fitflax.checkpoints.resume import load_checkpoint
 from fitflax.errors import CallbackError, FitflaxWarning
 from fitflax.parallel import DataParallel
 

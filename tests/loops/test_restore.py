@@ -14,7 +14,7 @@ from flax import linen as nn
 
 import fitflax
 from fitflax.callbacks import ModelCheckpoint
-from fitflax.checkpoints.formats.checkpoint_files import Saved
+from fitflax.checkpoints.checkpoint_files import Saved
 from fitflax.errors import ConfigError, ModelError, NotReadyError, RestoreError
 from fitflax.parallel import DataParallel
 from tests.run_script import TRAIN, differences, state_of

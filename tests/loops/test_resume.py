@@ -18,9 +18,7 @@ from flax import linen as nn
 
 import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, TerminateOnNaN
-from fitflax.checkpoints import CheckpointStore
-from fitflax.checkpoints.formats import json_documents
-from fitflax.checkpoints.store import checkpoint_store, local_directory, local_files
+from fitflax.checkpoints import CheckpointStore, checkpoint_store, directories, json_documents
 from fitflax.errors import (
     CallbackError,
     CheckpointError,
@@ -243,7 +241,7 @@ def run_nine(root: pathlib.Path, **options: Any) -> None:
 )
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(CheckpointStore, "_record"), (local_directory, "write_in_place"), (CheckpointStore, "_delete_unwanted"), (ModelCheckpoint, "on_checkpoint")],
+    [(CheckpointStore, "_record"), (directories, "write_in_place"), (CheckpointStore, "_delete_unwanted"), (ModelCheckpoint, "on_checkpoint")],
 )
 @pytest.mark.mostly_slow
 def test_a_process_that_dies_during_a_save_does_not_change_which_checkpoints_are_kept(owner, name, number, best, uninterrupted_nine, tmp_path, monkeypatch):
@@ -251,7 +249,7 @@ def test_a_process_that_dies_during_a_save_does_not_change_which_checkpoints_are
     with monkeypatch.context() as patch, contextlib.suppress(Died):
         dying(patch, owner, name, lambda *arguments, **options: next(calls) == number)
         run_nine(tmp_path, best=best)
-    for module in (checkpoint_store, local_files):
+    for module in (checkpoint_store, directories):
         monkeypatch.setattr(module, "PROCESS", "0123")  # The next run is in another process.
     run_nine(tmp_path, best=best)
     for directory in ("checkpoints", "best"):

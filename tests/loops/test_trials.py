@@ -11,7 +11,7 @@ import pytest
 import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, CSVLogger, EarlyStopping, JSONLogger, ModelCheckpoint, Profiler, ProgressBar, TensorBoard
 from fitflax.data import Position, adapt
-from fitflax.data.first_batches import FirstBatches
+from fitflax.data.arrays import FirstBatches
 from fitflax.errors import ConfigError, DataError
 from fitflax.parallel import DataParallel
 

@@ -21,10 +21,10 @@ import fitflax
 from fitflax import EvalLoop, TrainLoop, every, first, serial
 from fitflax.callbacks import BestCheckpoint, Callback, ModelCheckpoint
 from fitflax.checkpoints import CheckpointStore
-from fitflax.checkpoints.store.lock import LOCK_FILE, holder_of
-from fitflax.checkpoints.writer.saver import Saver
+from fitflax.checkpoints.saver import Saver
 from fitflax.errors import ConfigError, DirectoryInUseError, LossError, ModelError, NotReadyError, OptimizerError
 from fitflax.parallel import DataParallel
+from fitflax.storage.lock import LOCK_FILE, holder_of
 from tests.run_script import leaves_of
 
 RNG = np.random.default_rng(0)

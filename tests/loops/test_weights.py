@@ -13,8 +13,8 @@ from flax import linen as nn
 from flax import nnx, traverse_util
 
 import fitflax
-from fitflax.checkpoints import WeightRule, collective_read, load_inference_state
-from fitflax.checkpoints.restore.weights import saved_weights
+from fitflax.checkpoints import WeightRule, checkpoint_files, load_inference_state
+from fitflax.checkpoints.weight_rules import saved_weights
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, NotReadyError, RestoreError
 from fitflax.parallel import DataParallel, Sharded
 
@@ -168,11 +168,11 @@ def test_arrays_with_numbers_that_a_dtype_cannot_hold_are_named(dtype, tmp_path)
 
 def test_processes_that_find_different_weights_get_an_error(tmp_path, monkeypatch):
     path = trainer_of(fit=True).save_weights(tmp_path / "model.safetensors", max_shard_bytes=200)
-    monkeypatch.setattr(collective_read, "after_first", lambda make: make())
+    monkeypatch.setattr(checkpoint_files, "after_first", lambda make: make())
 
     def load(other):
-        monkeypatch.setattr(collective_read, "exchange", lambda told, topic: [told, other(told)])
-        return collective_read.read_collectively(lambda _: saved_weights(path)[0], num_processes=2)
+        monkeypatch.setattr(checkpoint_files, "exchange", lambda told, topic: [told, other(told)])
+        return checkpoint_files.read_collectively(lambda _: saved_weights(path)[0], num_processes=2)
 
     assert load(dict).train["params"]
     first = path.read_bytes()

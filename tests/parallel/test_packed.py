@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from flax import struct
 
-from fitflax.checkpoints.formats.plain_tree import to_plain
-from fitflax.checkpoints.writer.snapshot import unpack
+from fitflax.checkpoints.plain_tree import to_plain
+from fitflax.checkpoints.snapshot import unpack
 from fitflax.errors import CheckpointError
 from fitflax.parallel.packed import Form, Packed
 

@@ -8,10 +8,9 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from fitflax.axes import AxisNames
 from fitflax.errors import ConfigError, ShardingError
 from fitflax.parallel.partition import Partition, checked_rules
-from fitflax.state import TrainState
+from fitflax.state import AxisNames, TrainState
 
 SIZES = {"data": 4, "model": 2}
 RULES = (("batch", "data"), ("embed", "data"), ("mlp", "model"), ("kv", None), ("both", ("data", "model")), ("data", "data"), ("model", "model"))

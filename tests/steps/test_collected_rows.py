@@ -20,7 +20,7 @@ import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, ProgressBar, SummaryLogger
 from fitflax.errors import MetricError, MonitorError, NotReadyError, RestoreError
 from fitflax.metrics import AUC, Metric
-from fitflax.metrics.clu import adapt_clu
+from fitflax.metrics.foreign import adapt_clu
 from fitflax.parallel import DataParallel
 from fitflax.steps.outputs import Collected
 from tests.run_script import at, differences, directory_of, leaves_of, state_of

@@ -17,7 +17,7 @@ import fitflax
 from fitflax import metrics
 from fitflax.callbacks import ModelCheckpoint
 from fitflax.data import Batcher
-from fitflax.data.feeds import Feeder
+from fitflax.data.adapt import Feeder
 from fitflax.errors import ConfigError, DataError, FitflaxWarning, LossError, ModelError, RestoreError
 from fitflax.metrics import Metric
 from fitflax.parallel import DataParallel

@@ -22,7 +22,7 @@ from fitflax import __main__ as command
 from fitflax.callbacks import BestCheckpoint, CSVLogger, JSONLogger, LambdaCallback, ModelCheckpoint, Profiler, TensorBoard
 from fitflax.callbacks.event_files import events_of
 from fitflax.checkpoints import CheckpointStore, load_inference_state
-from fitflax.checkpoints.formats.checkpoint_files import read_metadata
+from fitflax.checkpoints.checkpoint_files import read_metadata
 from fitflax.errors import CallbackError, CheckpointError, CheckpointNotFoundError, ConfigError, DirectoryInUseError, FitflaxWarning
 from fitflax.parallel import Sharded
 from fitflax.storage import ChangedError, ObjectPath, StorageError, locate, lock, object_store, parts
