@@ -78,7 +78,7 @@ TESTS = {
     "fitflax/loops/training_loop.py": (
         "tests/loops/test_hooks.py",
         "tests/checkpoints/test_checkpoint.py",
-        "tests/loops/test_unseen.py tests/test_time_spent.py",
+        "tests/loops/test_unseen.py tests/test_logs.py",
         "tests/loops/test_user_loops.py",
         "tests/loops/test_resume.py",
         "tests/steps/test_steps_per_call.py",

@@ -22,9 +22,9 @@ PACKAGE = ROOT / "fitflax"
 
 # A module imports only from its own layer or those before it. The first part of the name after `fitflax.` decides; the package itself is "__init__".
 LAYERS = (
-    {"errors", "integers", "keras_names", "leaves", "path_patterns", "triggers", "background", "time_spent", "run_config"},
+    {"errors", "keras_names", "leaves", "triggers", "background"},
     {"storage"},
-    {"axes", "state", "logs", "losses", "metrics", "optimizers", "hyperparams"},
+    {"state", "logs", "losses", "metrics", "optimizers"},
     {"data"},
     {"parallel"},
     {"models", "adapters"},
@@ -52,12 +52,18 @@ ROOT_NAMES = {
 INTERNAL_NAMES = {
     "fitflax.errors:did_you_mean": "words the messages of other modules",
     "fitflax.errors:chain_of": "walks through the causes of an error for other modules",
+    "fitflax.errors:is_integer": "checks the arguments of other modules",
     "fitflax.errors:is_of_debugger": "tells other modules what not to wrap",
     "fitflax.errors:no_attribute": "words the messages of other modules",
     "fitflax.errors:warn": "gives the warnings of other modules",
     "fitflax.optimizers:ONLY_RATE": "a name for those who log rates",
-    "fitflax.optimizers:finite": "checks hyperparameters, the optimizer's and the module's",
-    "fitflax.optimizers:like": "makes values of hyperparameters, the optimizer's and the module's",
+    "fitflax.optimizers:replace_by_path": "keeps hyperparameters when a state is replaced",
+    "fitflax.optimizers:settable_by_path": "keeps hyperparameters when a state is replaced",
+    "fitflax.optimizers:with_hyperparams": "sets hyperparameters, the optimizer's and the module's",
+    "fitflax.losses:loss_direction": "tells metrics which functions are losses",
+    "fitflax.losses:takes_labels": "tells steps what to check",
+    "fitflax.losses:takes_logits": "tells steps what to check",
+    "fitflax.metrics:resolve": "makes metrics of what users pass to `compile`",
 }
 
 COMPILING = {"jit", "pjit", "pmap", "shard_map", "donate_argnums", "donate_argnames"}
