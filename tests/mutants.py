@@ -58,8 +58,13 @@ TESTS = {
             "tests/steps/test_train_step.py",
             "tests/callbacks/test_terminate_on_nan.py",
             "tests/test_trainer.py",
+<<<<<<< ours
             "tests/test_numbers.py tests/callbacks/test_media.py",
             "tests/steps/test_train_step.py -m slow",
+=======
+            "tests/test_numbers.py tests/callbacks/test_summaries.py",
+            "tests/steps/test_step_functions.py -m slow",
+>>>>>>> theirs
             "tests/loops/test_user_loops.py tests/diagnostics/test_nan_hunt.py",
             "tests/loops/test_user_loops.py -m slow -k gradients",
         ),
