@@ -58,13 +58,8 @@ TESTS = {
             "tests/steps/test_train_step.py",
             "tests/callbacks/test_terminate_on_nan.py",
             "tests/test_trainer.py",
-<<<<<<< ours
-            "tests/test_numbers.py tests/callbacks/test_media.py",
-            "tests/steps/test_train_step.py -m slow",
-=======
             "tests/test_numbers.py tests/callbacks/test_summaries.py",
-            "tests/steps/test_step_functions.py -m slow",
->>>>>>> theirs
+            "tests/steps/test_train_step.py -m slow",
             "tests/loops/test_user_loops.py tests/diagnostics/test_nan_hunt.py",
             "tests/loops/test_user_loops.py -m slow -k gradients",
         ),
@@ -105,15 +100,9 @@ TESTS = {
         "tests/checkpoints/test_partial_epoch.py",
         "tests/data/test_grain.py",
     ),
-<<<<<<< ours
     "fitflax/checkpoints/plain_tree.py": ("tests/checkpoints/test_plain_tree.py", "tests/checkpoints/test_msgpack_codec.py"),
     "fitflax/checkpoints/saver.py": ("tests/checkpoints/test_saver.py", "tests/checkpoints/test_saver.py -m slow", "tests/loops/test_asynchronous.py"),
-    "fitflax/steps/outputs.py": ("tests/steps/test_metric_state.py", "tests/steps/test_step_functions.py"),
-=======
-    "fitflax/checkpoints/formats/plain_tree.py": ("tests/checkpoints/test_plain_tree.py", "tests/checkpoints/test_msgpack_codec.py"),
-    "fitflax/checkpoints/writer/saver.py": ("tests/checkpoints/test_saver.py", "tests/checkpoints/test_saver.py -m slow", "tests/loops/test_asynchronous.py"),
     "fitflax/steps/outputs.py": ("tests/steps/test_outputs.py", "tests/steps/test_train_step.py"),
->>>>>>> theirs
 }
 
 # What is replaced by what.

@@ -388,6 +388,9 @@ class Serial:
 def serial(*steps: Callable[[Any], Any]) -> Serial:
     """Composes functions `checkpoint -> checkpoint`, such as evaluation loops and callbacks. The result is a context manager that closes writers.
 
+    Args:
+        *steps: The functions, in calling order. Each takes the result of the previous one.
+
     Raises:
         ConfigError: One of them is not callable.
         CallbackError: One of them is a callback that needs a trainer.

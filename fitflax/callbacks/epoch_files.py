@@ -297,8 +297,9 @@ class CSVLogger(EpochFile):
     its first row. If another program replaces or deletes the file during a run, all rows are written again, with one warning.
 
     Args:
-        path: The file. Missing directories are created.
+        path: The file, or a URL. Missing directories are created.
         append: Whether a new run keeps the existing rows, with all their columns.
+        storage_options: Options for a URL; see `ModelCheckpoint`.
 
     Raises:
         CallbackError: Before the first step: the file cannot be written, or has another format. The file is not changed.
@@ -419,8 +420,9 @@ class JSONLogger(EpochFile):
     during a run, all lines are written again, with one warning.
 
     Args:
-        path: The file. Missing directories are created.
+        path: The file, or a URL. Missing directories are created.
         append: Whether a new run keeps the existing lines.
+        storage_options: Options for a URL; see `ModelCheckpoint`.
 
     Raises:
         CallbackError: Before the first step: the file cannot be written, or has another format. The file is not changed.

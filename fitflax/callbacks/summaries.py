@@ -38,7 +38,7 @@ Emit = Callable[[Any], None]
 
 @flax_struct.dataclass
 class ImageSummary:
-    """Images for TensorBoard. Sow them in a module, or return them from a metric's `summary`.
+    """Shows images in TensorBoard. Sow it in a module, or return it from a metric's `summary`.
 
     Attributes:
         images: An array `[images, height, width, channels]` with 1 (gray), 3 (RGB) or 4 (RGBA) channels, of uint8, or of floats from 0 to 1.
@@ -59,7 +59,7 @@ class ImageSummary:
 
 @flax_struct.dataclass
 class HistogramSummary:
-    """A histogram of all elements of an array, for TensorBoard. A sown array is shown as a histogram without this; a sown number is not.
+    """Shows a histogram of all elements of an array in TensorBoard. A sown array is shown as a histogram without this; a sown number is not.
 
     Attributes:
         values: An array of any shape.
@@ -72,7 +72,7 @@ class HistogramSummary:
 
 
 class FigureSummary:
-    """A matplotlib figure for TensorBoard, drawn from arrays in the thread that writes event files.
+    """Shows a matplotlib figure in TensorBoard. The thread that writes event files draws it from arrays.
 
     Args:
         draw: A function `draw(*arrays) -> matplotlib.figure.Figure` of NumPy arrays. Make the figure with `matplotlib.figure.Figure()`, because pyplot is not

@@ -43,7 +43,7 @@ def load_checkpoint(
 ) -> Saved:
     """Returns a verified checkpoint of fitflax, or as far as possible one of Orbax or `flax.training.checkpoints`, or safetensors weights.
 
-    `path` is a checkpoint, or a directory of checkpoints, of which the newest good one is used, with a warning if newer ones fail their checks; or the URL of
+    `path` is a checkpoint, or a directory of checkpoints, of which the newest intact one is used, with a warning if newer ones fail their checks; or the URL of
     either. `roots` are the parts to read, as in `checkpoint_files.read_checkpoint`.
     """
     path = locate(path, owner="The path of a checkpoint", error=CheckpointError, options=storage_options)
@@ -217,7 +217,7 @@ def load_inference_state(path: str | os.PathLike[str], *, storage_options: Mappi
     Orbax keeps all arrays in common files, which are verified as a whole. Checkpoints of other libraries are also read as a whole.
 
     Args:
-        path: A checkpoint directory, or a directory of checkpoints, of which the newest good one is used; or the URL of either.
+        path: A checkpoint directory, or a directory of checkpoints, of which the newest intact one is used; or the URL of either.
         storage_options: Options for a URL, as in `CheckpointStore`.
 
     Raises:
