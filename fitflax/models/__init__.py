@@ -10,10 +10,8 @@ from typing import Any
 from flax import linen as nn
 
 from fitflax.errors import ConfigError
-from fitflax.models.base import TRANSIENT, Model, mutable_filter
-from fitflax.models.function_model import FunctionModel
-from fitflax.models.linen_model import LinenModel, adapt_linen
-from fitflax.models.own import OwnVariables
+from fitflax.models.base import TRANSIENT, Model, OwnVariables, mutable_filter
+from fitflax.models.linen_model import FunctionModel, LinenModel, adapt_linen
 
 __all__ = ["TRANSIENT", "FunctionModel", "LinenModel", "Model", "OwnVariables", "adapt_model", "mutable_filter"]
 

@@ -5,24 +5,35 @@ The user's model is never subclassed, patched or bound.
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import scope as flax_scope
 
+from fitflax.axes import AxisNames, is_axes_collection
 from fitflax.errors import ConfigError, ModelError, is_of_debugger
-from fitflax.leaves import describe_shapes
+from fitflax.leaves import describe_shapes, listed
 from fitflax.parallel.placement import outside_mesh
-from fitflax.state import AxisNames, Batch, PyTree, is_axes_collection, parts_of
+from fitflax.state import Batch, PyTree, parts_of
 
-__all__ = ["RNG_HINT", "TRANSIENT", "Draws", "Model", "is_dropout_error", "mutable_filter", "positional", "with_any_mesh", "without_names"]
+__all__ = ["ARGUMENT_HINT", "MODE_KEYWORDS", "RNG_HINT", "TRANSIENT", "Draws", "Hints", "Losses", "Model", "OwnVariables", "call_arguments"]
+__all__ += ["describe_differences", "is_dropout_error", "mode_keywords", "mutable_filter", "parameters_of", "plain_fields", "tabulated", "with_any_mesh"]
+__all__ += ["without_names"]
+
+# The value of each mode keyword when training; its negation otherwise.
+MODE_KEYWORDS = {"train": True, "training": True, "deterministic": False}
 
 RNG_HINT = (
     " Name every random stream that the module uses: Trainer(rngs=('dropout', ...)) for initialization and training, "
     "Trainer(rngs={'init': ..., 'train': ..., 'eval': ...}) to use streams in evaluation as well."
+)
+ARGUMENT_HINT = (
+    " Pass several inputs as a tuple, ((x1, x2), y), or as keys of dicts with Trainer(inputs=...). The trainer sets the keywords train, training and "
+    "deterministic. Set others with "
 )
 
 TRANSIENT = ("losses", "summaries", "intermediates", "perturbations")
@@ -47,6 +58,14 @@ class Draws(NamedTuple):
     salt: Callable[[], jax.Array] | None = None
 
 
+class Hints(NamedTuple):
+    """How to fix errors about random streams, dropout in evaluation, and arguments; appended to their texts."""
+
+    rng: str
+    dropout: str
+    argument: str
+
+
 class Model(abc.ABC):
     """A model to train or evaluate, as pure functions; with `keyword_inputs`, inputs are a dict of keyword arguments."""
 
@@ -54,11 +73,17 @@ class Model(abc.ABC):
     loss_arguments: tuple[str, ...] = ("params", "model_state", "batch")
     loss_keywords: tuple[str, ...] = ("rngs", "train")
     keyword_inputs: bool
+    has_eval_model: bool = False  # Whether evaluation uses another module, whose parameters may differ by mistake.
 
     def init(self, rngs: dict[str, jax.Array], x: PyTree) -> tuple[dict[str, PyTree], AxisNames]:
         """Returns the initial variables, in training mode and without metadata boxes, and the axis names from those boxes."""
+
+        def variables_and_names() -> tuple[dict[str, PyTree], AxisNames]:
+            boxed = self._init(rngs, x)
+            return without_names(boxed), AxisNames.of(boxed)
+
         with self._explain_errors(x, "initialized", train=True):
-            variables, axes = with_any_mesh(lambda: _split_names(self._init(rngs, x)))
+            variables, axes = with_any_mesh(variables_and_names)
         return _as_arrays(variables), axes
 
     def apply(self, variables: dict[str, PyTree], x: PyTree, *, train: bool, draws: Draws, mutable: Any) -> tuple[PyTree, dict[str, PyTree]]:
@@ -79,13 +104,10 @@ class Model(abc.ABC):
         params, model_state = parts_of(variables)
         return compute_loss(params, model_state, batch, rngs=draws.rngs, train=train)
 
-    def default_loss(self, losses: Losses, mutable: Any, *arguments: Any, **keywords: Any) -> Any:
-        """Returns the result of the default `compute_loss`, called like an overridden one with `loss_arguments` and `loss_keywords`."""
-        return self._default_loss(losses, mutable, *arguments, **keywords)
-
-    def _default_loss(
+    def default_loss(
         self, losses: Losses, mutable: Any, params: PyTree, model_state: dict[str, PyTree], batch: Batch, *, rngs: dict[str, jax.Array], train: bool
     ) -> Any:
+        """Returns the result of the default `compute_loss`, called like an overridden one with `loss_arguments` and `loss_keywords`."""
         outputs, changed = self.apply({"params": params, **model_state}, batch.x, train=train, draws=Draws(rngs), mutable=mutable)
         values, aux = losses(outputs, batch.y)
         return values, changed, aux
@@ -117,11 +139,6 @@ class Model(abc.ABC):
         return self.name
 
     @property
-    def has_eval_model(self) -> bool:
-        """Whether evaluation uses another module, whose parameters may differ by mistake."""
-        return False
-
-    @property
     def mode_fault(self) -> str | None:
         """A message if the model seems to be in training mode during evaluation; `None` otherwise."""
         return None
@@ -134,20 +151,17 @@ class Model(abc.ABC):
         except Exception as error:
             if is_of_debugger(error) or isinstance(error, ModelError):
                 raise
-            raise self._model_error(error, x, what, train) from error
-
-    def _model_error(self, error: Exception, x: PyTree, what: str, train: bool) -> Exception:
-        text = str(error).partition("\nThe error occurred while tracing")[0]  # JAX appends a page of details.
-        text, hint = self._hint(error, text, x, train)
-        shapes, name = describe_shapes(x), self.name if train else self._eval_name
-        period = "." if hint and text.strip() and not text.rstrip().endswith((".", "!", "?")) else ""
-        return ModelError(f"{name} cannot be {what} on inputs {shapes} (the shapes inside a step): {type(error).__name__}: {text}{period}{hint}")
+            text = str(error).partition("\nThe error occurred while tracing")[0]  # JAX appends a page of details.
+            text, hint = self._hint(error, text, x, train)
+            period = "." if hint and text.strip() and not text.rstrip().endswith((".", "!", "?")) else ""
+            cannot = f"{self.name if train else self._eval_name} cannot be {what} on inputs {describe_shapes(x)} (the shapes inside a step)"
+            raise ModelError(f"{cannot}: {type(error).__name__}: {text}{period}{hint}") from error
 
     def _hint(self, error: Exception, text: str, x: PyTree, train: bool) -> tuple[str, str]:
         """Returns the text to report for an error whose own text is `text`, and a hint how to fix it."""
         hint = ""
         if type(error).__name__ == "InvalidRngError":
-            hint = self._dropout_hint if not train and is_dropout_error(error) else self._rng_hint
+            hint = self._hints().dropout if not train and is_dropout_error(error) else self._hints().rng
         elif type(error).__name__ == "ModifyScopeVariableError":
             hint = (
                 " A collection that the module changes must be mutable. Add it to Trainer(mutable=...); by default, all collections except params are mutable."
@@ -172,31 +186,21 @@ class Model(abc.ABC):
         elif isinstance(x, dict) and not self.keyword_inputs:
             hint = f" The inputs are a dict, which is one argument. To select entries of it, pass their keys: {_selection_of(list(x))}."
         elif isinstance(error, TypeError) and "argument" in text:
-            hint = self._argument_hint
+            hint = self._hints().argument
         if (not hint or type(error).__name__ == "ScopeParamShapeError") and any(map(_has_channels_first, jax.tree.leaves(x))):
             hint += " For images, Flax's layers take the channels last, but these inputs seem to have them first. Transpose them: x.transpose(0, 2, 3, 1)."
         return text, hint
 
-    @property
     @abc.abstractmethod
-    def _rng_hint(self) -> str: ...
-
-    @property
-    @abc.abstractmethod
-    def _dropout_hint(self) -> str: ...
-
-    @property
-    @abc.abstractmethod
-    def _argument_hint(self) -> str: ...
+    def _hints(self) -> Hints: ...
 
 
 def _selection_of(keys: list[Any]) -> str:
     """Returns the arguments of a trainer that select inputs and targets from dicts with these keys, or an example if it is unclear which are targets."""
     targets = [key for key in keys if key in _TARGET_NAMES]
-    inputs = [key for key in keys if key not in _TARGET_NAMES]
-    if len(targets) != 1 or len(inputs) != 1:
+    if len(targets) != 1 or len(keys) != 2:
         return "Trainer(inputs='image', targets='label')"
-    return f"Trainer(inputs={inputs[0]!r}, targets={targets[0]!r})"
+    return f"Trainer(inputs={next(key for key in keys if key not in targets)!r}, targets={targets[0]!r})"
 
 
 def with_any_mesh(init: Callable[[], Any]) -> Any:
@@ -245,14 +249,16 @@ def is_dropout_error(error: Exception) -> bool:
     return '"dropout"' in str(error) or any(isinstance(module, nn.Dropout) for module in _modules_of(error))
 
 
-def positional(x: PyTree) -> tuple[Any, ...]:
-    """Returns inputs as a tuple of positional arguments."""
-    return x if type(x) is tuple else (x,)  # A NamedTuple is a single argument.
+def call_arguments(x: PyTree, kwargs: Mapping[str, Any], keyword_inputs: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments of a call on inputs, with other keyword arguments."""
+    if keyword_inputs:
+        return (), {**x, **kwargs}
+    return x if type(x) is tuple else (x,), dict(kwargs)  # A NamedTuple is a single argument.
 
 
-def _split_names(variables: Mapping[str, Any]) -> tuple[dict[str, PyTree], AxisNames]:
-    """Returns variables without their boxes, and the axis names from them."""
-    return without_names(variables), AxisNames.of(variables)
+def plain_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the numbers, booleans and strings among the fields of a module, without the mode."""
+    return {name: value for name, value in fields.items() if isinstance(value, bool | int | float | str) and name not in MODE_KEYWORDS}
 
 
 def without_names(variables: Mapping[str, Any]) -> dict[str, PyTree]:
@@ -268,3 +274,69 @@ def _as_arrays(variables: dict[str, PyTree]) -> dict[str, PyTree]:
 def mutable_filter(mutable: Any, transient: tuple[str, ...]) -> Any:
     """Returns a linen filter for the collections that a step may change: `mutable` and `transient`, but never the parameters."""
     return flax_scope.subtract_filters(flax_scope.union_filters(mutable, list(transient)), "params")
+
+
+def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
+    """Returns the parameters of a function by name; empty if it has no signature."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def mode_keywords(function: Any, *, train: bool) -> dict[str, bool]:
+    """Returns the mode keywords of a function with their values; `**kwargs` does not count.
+
+    >>> mode_keywords(lambda x, *, deterministic: x, train=False)
+    {'deterministic': True}
+    """
+    parameters = parameters_of(function)
+    return {key: value is train for key, value in MODE_KEYWORDS.items() if key in parameters}
+
+
+def tabulated(make: Callable[[dict[str, Any]], Any]) -> str:
+    """Returns the table of layers that `make(console_kwargs)` creates, as plain text wide enough to avoid wrapping."""
+    table = str(make({"force_terminal": False, "force_jupyter": False, "no_color": True, "width": 160}))
+    # Drop the total, which includes other collections than parameters and would contradict ours.
+    return table[: table.rindex("Total Parameters")].rstrip()
+
+
+def describe_differences(have: Mapping[str, Any], want: Mapping[str, Any], unexpected: Iterable[str]) -> str:
+    """Returns how the parameters of a module to evaluate, arrays or shapes by path, differ from those that it needs; empty if they do not."""
+    faults = {
+        "missing": [path for path in want if path not in have],
+        "unexpected": list(unexpected),
+        "wrong shape": [f"{path} {have[path].shape}, not {leaf.shape}" for path, leaf in want.items() if path in have and have[path].shape != leaf.shape],
+    }
+    return "; ".join(f"{what}: {listed(paths)}" for what, paths in faults.items() if paths)
+
+
+class OwnVariables(abc.ABC):
+    """The variables of a model that holds them itself; between calls of the trainer, the model's values are the current ones.
+
+    Attributes:
+        model: The model that holds them.
+        axes: The axis names in the model's metadata.
+    """
+
+    model: Any
+    axes: AxisNames
+
+    @abc.abstractmethod
+    def copy(self) -> Self:
+        """Returns the variables of a copy of the model, with its current values."""
+
+    @abc.abstractmethod
+    def read(self) -> dict[str, PyTree]:
+        """Returns the variables, `{collection: tree}`. The arrays belong to the model and must not be donated.
+
+        Raises a `ModelError` if the model has other variables than at first, or cannot return them.
+        """
+
+    @abc.abstractmethod
+    def read_changed(self) -> dict[str, PyTree] | None:
+        """Returns the variables if any has changed since the last `write`, or none was written; else `None`. Errors as in `read`."""
+
+    @abc.abstractmethod
+    def write(self, variables: dict[str, PyTree]) -> None:
+        """Writes arrays into the model, which keeps them."""

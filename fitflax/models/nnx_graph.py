@@ -1,19 +1,28 @@
-"""The static definition of an NNX module, the place of each of its variables in the state, and copies of a module in training or evaluation mode."""
+"""An NNX module without its variables, the place of each variable in the state, and the variables that the trainer reads and writes.
+
+The trainer reads the variables of the user's module before each call and writes them back after it.
+"""
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from flax.traverse_util import unflatten_dict
+from typing_extensions import override
 
-from fitflax.leaves import is_key
+from fitflax.axes import AxisNames
+from fitflax.errors import ModelError
+from fitflax.leaves import is_key, listed
 from fitflax.metrics.base import snake_case
-from fitflax.models.modes import MODE_KEYWORDS, parameters_of
+from fitflax.models.base import MODE_KEYWORDS, OwnVariables, parameters_of
 from fitflax.state import PyTree
 
-__all__ = ["FROZEN", "PARAMS", "Definition", "Filter", "Path", "Slot"]
-__all__ += ["as_state", "at", "collected", "collection_of", "in_mode", "nested", "place", "raw", "split_module"]
+__all__ = ["FROZEN", "PARAMS", "Definition", "Filter", "ModuleVariables", "Path", "Slot"]
+__all__ += ["as_state", "at", "by_collection", "collected", "collection_of", "in_mode", "raw", "split_module"]
 
 Path = tuple[Any, ...]
 
@@ -46,11 +55,6 @@ class Definition(NamedTuple):
 
     graph: Any
     slots: tuple[Slot, ...]
-
-    @property
-    def trains(self) -> bool:
-        """Whether any variable is trainable."""
-        return any(slot.collection == PARAMS for slot in self.slots)
 
 
 class Filter(NamedTuple):
@@ -114,21 +118,6 @@ def raw(leaf: Any) -> Any:
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
-def place(tree: dict[Any, Any], path: Path, value: Any) -> None:
-    """Sets a value at a path of nested dicts."""
-    for part in path[:-1]:
-        tree = tree.setdefault(part, {})
-    tree[path[-1]] = value
-
-
-def nested(entries: Iterable[tuple[Path, Any]]) -> dict[Any, Any]:
-    """Returns nested dicts from values by path."""
-    tree: dict[Any, Any] = {}
-    for path, value in entries:
-        place(tree, path, value)
-    return tree
-
-
 def at(tree: Any, path: Path) -> Any:
     """Returns the value at a path of nested dicts, whose integer keys may have become strings."""
     for part in path:
@@ -136,12 +125,15 @@ def at(tree: Any, path: Path) -> Any:
     return tree
 
 
+def by_collection(entries: Iterable[tuple[str, Path, Any]]) -> dict[str, PyTree]:
+    """Returns values, given with collection and path, by collection."""
+    tree: dict[str, PyTree] = unflatten_dict({(collection, *path): value for collection, path, value in entries})
+    return tree
+
+
 def collected(slots: Iterable[Slot], values: Iterable[Any]) -> dict[str, PyTree]:
-    """Returns variables by collection."""
-    collections: dict[str, PyTree] = {PARAMS: {}}
-    for slot, value in zip(slots, values, strict=True):
-        place(collections.setdefault(slot.collection, {}), slot.path, value)
-    return collections
+    """Returns variables by collection; there always are parameters."""
+    return {PARAMS: {}} | by_collection((slot.collection, slot.path, value) for slot, value in zip(slots, values, strict=True))
 
 
 def as_state(slots: Iterable[Slot], variables: Mapping[str, PyTree]) -> Any:
@@ -169,3 +161,80 @@ def in_mode(module: nnx.Module, filters: Filter, *, train: bool) -> nnx.Module:
             if isinstance(vars(node).get(key), bool):
                 setattr(node, key, value is train)
     return copy
+
+
+class ModuleVariables(OwnVariables):
+    """The variables of an NNX module."""
+
+    def __init__(self, module: nnx.Module, filters: Filter) -> None:
+        self.model, self._filters = module, filters
+        self.definition, leaves = filters.define(in_mode(module, filters, train=True))
+        specs = [(slot, leaf) for slot, leaf in zip(self.definition.slots, leaves, strict=True) if isinstance(leaf, nnx.Variable)]
+        self.axes = AxisNames({f"{slot.collection}/{slot.name}": spec for slot, leaf in specs if (spec := _axes_of(leaf)) is not None})
+        # The last graph definition of the module that passed the check.
+        self._checked_graph = split_module(module)[0]
+        self._written: list[Any] | None = None
+
+    @override
+    def copy(self) -> Self:
+        return type(self)(nnx.clone(self.model), self._filters)
+
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the shapes of the variables that are arrays, by path."""
+        found = dict(split_module(self.model)[1])
+        values = {f"{slot.collection}/{slot.name}": raw(found[slot.path]) for slot in self.definition.slots if slot.template is None}
+        return {path: jax.ShapeDtypeStruct(jnp.shape(value), jnp.result_type(value)) for path, value in values.items() if not is_key(value)}
+
+    @override
+    def read(self) -> dict[str, PyTree]:
+        return collected(self.definition.slots, jax.tree.map(self._as_array, self._leaves()))
+
+    @override
+    def read_changed(self) -> dict[str, PyTree] | None:
+        leaves = self._leaves()
+        now, written = jax.tree.leaves(leaves), self._written
+        if written is not None and len(now) == len(written) and all(old() is new for old, new in zip(written, now, strict=True)):
+            return None
+        return collected(self.definition.slots, jax.tree.map(self._as_array, leaves))
+
+    @override
+    def write(self, variables: dict[str, PyTree]) -> None:
+        nnx.update(self.model, as_state(self.definition.slots, variables))
+        self._written = [weakref.ref(leaf) for leaf in jax.tree.leaves(self._leaves())]
+
+    def _leaves(self) -> list[Any]:
+        """Returns the values of the module's variables, in the order of the slots. Raises a `ModelError` if its variables or configuration have changed."""
+        graph, entries = split_module(self.model)
+        found = dict(entries)
+        if graph != self._checked_graph:
+            self._check_same(found)
+            self._checked_graph = graph
+        return [raw(found[slot.path]) for slot in self.definition.slots]
+
+    def _check_same(self, found: Mapping[Path, Any]) -> None:
+        definition = self._filters.define(in_mode(self.model, self._filters, train=True))[0]
+        if definition.graph == self.definition.graph:
+            return  # Only its mode or sown values differ.
+        before, now = ({slot.name: slot for slot in each.slots} for each in (self.definition, definition))
+        changes = [f"{name} was removed" for name in before if name not in now] + [f"{name} was added" for name in now if name not in before]
+        how = listed(changes) or "its configuration, or the type of a variable, differs"
+        raise ModelError(f"The {type(self.model).__name__} was changed after the trainer was created: {how}. Create a new Trainer for the changed module.")
+
+    def _as_array(self, leaf: Any) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ModelError(f"The {type(self.model).__name__} holds shapes instead of arrays. Create it without nnx.eval_shape, or restore it first.")
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise ModelError(
+                f"An array of the {type(self.model).__name__} was deleted, because it was donated to a custom compiled function. "
+                "Do not donate the module's arrays, or create the module again."
+            )
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
+            raise ModelError(f"A variable of the {type(self.model).__name__} holds a {type(leaf).__name__}. Variables must hold arrays or numbers.")
+        return leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
+
+
+def _axes_of(variable: nnx.Variable[Any]) -> tuple[Any, ...] | None:
+    """Returns the axis names in a variable's metadata; `None` if there are none."""
+    if not variable.get_metadata().get("out_sharding"):
+        return None
+    return tuple(nnx.spmd.get_var_pspec(variable) or ())

@@ -19,30 +19,41 @@ from flax.core import scope as flax_scope
 from flax.errors import TraceContextError
 from typing_extensions import override
 
+from fitflax.axes import AxisNames
 from fitflax.errors import ConfigError, LossError, ModelError
 from fitflax.leaves import describe_shapes, is_key, listed
-from fitflax.models.base import Draws, Losses, Model, positional
-from fitflax.models.modes import MODE_KEYWORDS, mode_keywords, parameters_of
+from fitflax.models.base import (
+    ARGUMENT_HINT,
+    Draws,
+    Hints,
+    Losses,
+    Model,
+    OwnVariables,
+    call_arguments,
+    describe_differences,
+    mode_keywords,
+    parameters_of,
+    plain_fields,
+    tabulated,
+)
 from fitflax.models.nnx_graph import (
     FROZEN,
     PARAMS,
     Definition,
     Filter,
+    ModuleVariables,
     Path,
     Slot,
     as_state,
     at,
+    by_collection,
     collected,
     collection_of,
     in_mode,
-    nested,
-    place,
     raw,
     split_module,
 )
-from fitflax.models.nnx_variables import ModuleVariables
-from fitflax.models.own import OwnVariables
-from fitflax.state import AxisNames, Batch, PyTree
+from fitflax.state import Batch, PyTree
 
 __all__ = ["NNXModel", "adapt_nnx"]
 
@@ -68,7 +79,7 @@ class _Mode(NamedTuple):
 
     def call(self, module: Any, x: PyTree, *, keyword_inputs: bool, rngs: Mapping[str, jax.Array], mutable: Any) -> Any:
         """Returns the outputs of a module of this definition."""
-        args, kwargs = ((), {**x, **self.kwargs}) if keyword_inputs else (positional(x), dict(self.kwargs))
+        args, kwargs = call_arguments(x, self.kwargs, keyword_inputs)
         takes, must = self.takes_rngs
         if takes and (rngs or must):
             kwargs.setdefault("rngs", _rngs(rngs))
@@ -88,16 +99,15 @@ class NNXModel(Model):
     loss_arguments = ("model", "batch")
     loss_keywords = ("train",)
 
-    def __init__(
-        self, filters: Filter, train: _Mode, evaluation: _Mode, own: OwnVariables, *, keyword_inputs: bool, hyperparameters: dict[str, Any], name: str
-    ) -> None:
-        self._filters, self._modes, self._own = filters, {True: train, False: evaluation}, own
-        self.keyword_inputs, self._hyperparameters, self._name = keyword_inputs, hyperparameters, name
+    def __init__(self, filters: Filter, train: _Mode, evaluation: _Mode, own: OwnVariables, *, keyword_inputs: bool) -> None:
+        self._filters, self._modes, self._own, self.keyword_inputs = filters, {True: train, False: evaluation}, own, keyword_inputs
+        self._hyperparameters = plain_fields({name: value for name, value in vars(own.model).items() if not name.startswith("_")})
 
     @property
     @override
     def name(self) -> str:
-        return self._name
+        model = self._own.model
+        return type(model.to_nnx__module if isinstance(model, nnx.bridge.ToNNX) else model).__name__
 
     @property
     @override
@@ -135,7 +145,7 @@ class NNXModel(Model):
         user code may pop them.
         """
         module = self.merge(variables, train=train, salt=salt)
-        sown: dict[str, PyTree] = {}
+        captured: list[Any] = []
         if not capture or self._modes[train].has_bridge:  # A bridge mistakes what nnx.capture adds for a variable.
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", r"\s*Using 'Module.sow\(\)' outside of 'nnx.capture\(\)'", DeprecationWarning)
@@ -143,35 +153,30 @@ class NNXModel(Model):
         else:
             kinds = [kind for kind in _subclasses(nnx.Variable) if self._filters.sows(kind)]
             result, *captured = nnx.capture(fn, *kinds)(module)
-            for path, leaf in itertools.chain.from_iterable(map(nnx.to_flat_state, captured)):
-                place(sown.setdefault(collection_of(type(leaf)), {}), tuple(path), raw(leaf))
-        changed = self._changed(module, variables, train) | sown
+        sown = itertools.chain.from_iterable(map(nnx.to_flat_state, captured))
+        changed = self._changed(module, variables, train) | by_collection((collection_of(type(leaf)), path, raw(leaf)) for path, leaf in sown)
         return result, {name: tree for name, tree in changed.items() if name == PARAMS or flax_scope.in_filter(mutable, name)}
 
     @override
     def split(self, module: Any) -> dict[str, PyTree]:
         found = dict(split_module(module)[1])
         slots = {slot.path: slot for slot in self._modes[True].definition.slots}
-        values = [raw(found[path]) if path in found else None for path in slots]
         self._check_new({path: leaf for path, leaf in found.items() if path not in slots})
-        return collected(slots.values(), values)
+        return collected(slots.values(), [raw(found.get(path)) for path in slots])
 
     def _changed(self, module: Any, variables: Mapping[str, PyTree], train: bool) -> dict[str, PyTree]:
         """Returns the changed collections of a called module, including parameters that it updates itself and values that a bridged linen module has sown."""
-        found = dict(split_module(module)[1])
-        mode = self._modes[train]
-        slots = [slot for slot in mode.definition.slots if slot.path not in mode.extra and slot.collection != PARAMS]
-        # Variables that the call has removed keep their values.
-        values = [raw(found[slot.path]) if slot.path in found else at(variables[slot.collection], slot.path) for slot in slots]
+        mode, found = self._modes[train], dict(split_module(module)[1])
         known = {slot.path for slot in mode.definition.slots}
         new = {path: leaf for path, leaf in found.items() if path not in known}
         self._check_new(new)
-        changed = {name: tree for name, tree in collected(slots, values).items() if name != PARAMS}
-        written = [slot for slot in mode.definition.slots if slot.path in mode.written] if train else []
-        changed |= {PARAMS: nested((slot.path, raw(found[slot.path])) for slot in written)} if written else {}
-        for path, leaf in new.items():
-            place(changed.setdefault(collection_of(type(leaf)), {}), path, raw(leaf))
-        return changed
+        entries = [(collection_of(type(leaf)), path, raw(leaf)) for path, leaf in new.items()]
+        for slot in mode.definition.slots:
+            is_changed = train and slot.path in mode.written if slot.collection == PARAMS else slot.path not in mode.extra
+            if is_changed:  # Variables that the call has removed keep their values.
+                value = raw(found[slot.path]) if slot.path in found else at(variables[slot.collection], slot.path)
+                entries.append((slot.collection, slot.path, value))
+        return by_collection(entries)
 
     def _check_new(self, new: Mapping[Path, Any]) -> None:
         added = [f"{'/'.join(map(str, path))} ({type(leaf).__name__})" for path, leaf in new.items() if not self._filters.is_sown(leaf)]
@@ -201,10 +206,9 @@ class NNXModel(Model):
         return result[0], changed, result[1]
 
     @override
-    def default_loss(self, losses: Losses, mutable: Any, *arguments: Any, **keywords: Any) -> Any:
-        return self._default_module_loss(losses, mutable, *arguments, **keywords)
-
-    def _default_module_loss(self, losses: Losses, mutable: Any, model: Any, batch: Batch, *, train: bool, rngs: nnx.Rngs | None = None) -> Any:
+    def default_loss(  # type: ignore[override]
+        self, losses: Losses, mutable: Any, model: Any, batch: Batch, *, train: bool, rngs: nnx.Rngs | None = None
+    ) -> Any:
         mode = self._modes[train]
         kwargs = {**mode.kwargs, **({} if rngs is None else {"rngs": rngs})}
         outputs = mode._replace(kwargs=kwargs).call(model, batch.x, keyword_inputs=self.keyword_inputs, rngs={}, mutable=mutable)
@@ -217,11 +221,13 @@ class NNXModel(Model):
     def tabulate(self, rngs: dict[str, jax.Array], x: PyTree) -> str:
         mode = self._modes[True]
         module = self.merge(self._own.read(), train=True)  # NNX requires that the module is created in the same trace.
-        # Plain text, wide enough to avoid wrapping.
-        console = {"force_terminal": False, "force_jupyter": False, "no_color": True, "width": 160}
+
+        def make(console: dict[str, Any]) -> Any:
+            table = functools.partial(nnx.tabulate, module, console_kwargs=console)
+            return mode.call(table, x, keyword_inputs=self.keyword_inputs, rngs=rngs, mutable=True)
+
         with self._explain_errors(x, "tabulated", train=True):
-            table = mode.call(functools.partial(nnx.tabulate, module, console_kwargs=console), x, keyword_inputs=self.keyword_inputs, rngs=rngs, mutable=True)
-        return str(table)[: table.rindex("Total Parameters")].rstrip()
+            return tabulated(make)
 
     @override
     def _hint(self, error: Exception, text: str, x: PyTree, train: bool) -> tuple[str, str]:
@@ -230,29 +236,16 @@ class NNXModel(Model):
         if type(error).__name__ == "ScopeCollectionNotFound":
             return text, " Initialize a linen module in nnx.bridge.ToNNX with lazy_init(x) before you create the trainer."
         if "rngs" in text or "RngStream" in text:
-            return text, self._rng_hint
+            return text, self._hints().rng
         return super()._hint(error, text, x, train)
 
-    @property
     @override
-    def _rng_hint(self) -> str:
-        return (
+    def _hints(self) -> Hints:
+        rng = (
             " Pass random streams to the layers, nnx.Dropout(rate, rngs=rngs); or add an argument `rngs` to __call__, which the trainer sets, and name its "
             "streams: Trainer(rngs=('dropout', ...)) for training, or Trainer(rngs={'train': ..., 'eval': ...}) for evaluation as well."
         )
-
-    @property
-    @override
-    def _dropout_hint(self) -> str:
-        return self._rng_hint
-
-    @property
-    @override
-    def _argument_hint(self) -> str:
-        return (
-            " Pass several inputs as a tuple, ((x1, x2), y), or as keys of dicts with Trainer(inputs=...). The trainer sets the keywords train, training and "
-            "deterministic. Set others with Trainer(model, train_kwargs={'decode': False}, eval_kwargs={'decode': False})."
-        )
+        return Hints(rng, rng, ARGUMENT_HINT + "Trainer(model, train_kwargs={'decode': False}, eval_kwargs={'decode': False}).")
 
 
 def _zeros_like(leaf: jax.Array) -> Any:
@@ -294,27 +287,23 @@ def adapt_nnx(
     transient: Sequence[str],
 ) -> tuple[NNXModel, OwnVariables]:
     """Returns an NNX module as pure functions, and the variables that it holds; arguments as in `adapt_model`."""
-    for owner, module in (("Trainer", model), ("Trainer(eval_model=...)", eval_model)):
-        _check_bridge(owner, module)
+    _check_bridge("Trainer", model)
+    _check_bridge("Trainer(eval_model=...)", eval_model)
     try:
         trained = nnx.filterlib.to_predicate(nnx.Param if trainable is None else trainable)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"Trainer(trainable=...) takes an NNX filter, such as nnx.Param or nnx.LoRAParam. Received: {trainable!r}.") from error
     filters = Filter(trained, tuple(transient))
     own = ModuleVariables(model, filters)
-    if trainable is not None and not own.definition.trains:
+    if trainable is not None and not any(slot.collection == PARAMS for slot in own.definition.slots):
         kinds = sorted({slot.collection for slot in own.definition.slots})
         raise ConfigError(f"Trainer(trainable={trainable!r}) selects no variable of {type(model).__name__}, which has {', '.join(kinds) or 'none'}.")
     train = _create_mode(model, filters, train_kwargs, train=True)
-    evaluation = _create_mode(
-        model if eval_model is None else eval_model, filters, eval_kwargs, train=False, known=None if eval_model is None else train.definition
-    )
+    evaluated, known = (model, None) if eval_model is None else (eval_model, train.definition)
+    evaluation = _create_mode(evaluated, filters, eval_kwargs, train=False, known=known)
     if eval_model is not None:
         _check_eval_model(own, ModuleVariables(eval_model, filters))
-    fields = {name: value for name, value in vars(model).items() if isinstance(value, bool | int | float | str) and not name.startswith("_")}
-    hyperparameters = {name: value for name, value in fields.items() if name not in MODE_KEYWORDS}
-    name = type(model.to_nnx__module if isinstance(model, nnx.bridge.ToNNX) else model).__name__
-    return NNXModel(filters, train, evaluation, own, keyword_inputs=keyword_inputs, hyperparameters=hyperparameters, name=name), own
+    return NNXModel(filters, train, evaluation, own, keyword_inputs=keyword_inputs), own
 
 
 def _check_bridge(owner: str, module: Any) -> None:
@@ -333,15 +322,15 @@ def _create_mode(module: nnx.Module, filters: Filter, kwargs: Mapping[str, Any] 
     call = type(module if inner is None else inner).__call__
     named, rngs = mode_keywords(call, train=train), None if inner is not None else parameters_of(call).get("rngs")
     copy = in_mode(module, filters, train=train)
+    nodes = [node for _, node in nnx.iter_graph(copy)]
     must = rngs is not None and rngs.default is inspect.Parameter.empty
-    has_own = any(isinstance(node, nnx.RngStream) for _, node in nnx.iter_graph(copy))
-    takes_rngs = must or (rngs is not None and not has_own), must
+    takes_rngs = must or (rngs is not None and not any(isinstance(node, nnx.RngStream) for node in nodes)), must
     definition, leaves = filters.define(copy)
     writers = [tuple(path) for path, node in nnx.iter_modules(copy) if isinstance(node, nnx.SpectralNorm | nnx.WeightNorm)]
     written = [slot.path for slot in definition.slots if slot.collection == PARAMS and any(slot.path[: len(path)] == path for path in writers)]
     paths = None if known is None else {slot.path for slot in known.slots}
     extra = {slot.path: leaf for slot, leaf in zip(definition.slots, leaves, strict=True) if paths is not None and slot.path not in paths}
-    has_bridge = any(isinstance(node, nnx.bridge.ToNNX) for _, node in nnx.iter_modules(copy))
+    has_bridge = any(isinstance(node, nnx.bridge.ToNNX) for node in nodes)
     return _Mode(definition, {**named, **(kwargs or {})}, takes_rngs, inner is not None, has_bridge, extra, frozenset(written))
 
 
@@ -349,14 +338,9 @@ def _check_eval_model(own: ModuleVariables, other: ModuleVariables) -> None:
     """Checks that a module to evaluate has the parameters of the one to train."""
     have, want = other.shapes(), own.shapes()
     params = {path: shape for path, shape in want.items() if path.startswith((f"{PARAMS}/", f"{FROZEN}/"))}
-    faults = {
-        "missing": [path for path in params if path not in have],
-        "unexpected": [path for path in have if path not in want and path.startswith(f"{PARAMS}/")],
-        "wrong shape": [f"{path} {have[path].shape}, not {shape.shape}" for path, shape in params.items() if path in have and have[path] != shape],
-    }
-    if any(faults.values()):
-        found = "; ".join(f"{what}: {listed(paths)}" for what, paths in faults.items() if paths)
+    differences = describe_differences(have, params, (path for path in have if path not in want and path.startswith(f"{PARAMS}/")))
+    if differences:
         raise ModelError(
             f"The eval_model {type(other.model).__name__} must have the parameters of the model {type(own.model).__name__}, which it uses in evaluation "
-            f"({found}). Create it in the same way as the model and change only its mode."
+            f"({differences}). Create it in the same way as the model and change only its mode."
         )

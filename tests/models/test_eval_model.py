@@ -18,7 +18,7 @@ from flax import linen as nn
 import fitflax
 from fitflax.callbacks import ModelCheckpoint
 from fitflax.errors import ConfigError, FitflaxWarning, ModelError
-from fitflax.models.modes import evaluation_code
+from fitflax.models.linen_model import evaluation_code
 from fitflax.parallel import DataParallel, Sharded
 
 VOCABULARY, LENGTH = 11, 6
