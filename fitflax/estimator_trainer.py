@@ -13,7 +13,7 @@ from flax import linen as nn
 from fitflax.errors import LossError
 from fitflax.leaves import is_key, key_of
 from fitflax.losses import binary_crossentropy, sparse_categorical_crossentropy
-from fitflax.models.modes import mode_keywords
+from fitflax.models.base import mode_keywords
 from fitflax.parallel import DataParallel
 from fitflax.trainer import Trainer
 

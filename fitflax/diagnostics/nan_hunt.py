@@ -12,17 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from fitflax.checkpoints.formats.checkpoint_files import Saved, is_checkpoint
-from fitflax.checkpoints.restore.load import load_checkpoint
-from fitflax.checkpoints.store.checkpoint_store import CheckpointStore
+from fitflax.checkpoints.checkpoint_files import Saved, is_checkpoint
+from fitflax.checkpoints.checkpoint_store import CheckpointStore
+from fitflax.checkpoints.resume import load_checkpoint
 from fitflax.data import Feed
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from fitflax.leaves import listed, named_leaves, path_name, through_key_data
 from fitflax.loops.session import Session
 from fitflax.parallel.placement import whole
 from fitflax.state import Batch, PyTree, TrainState
-from fitflax.steps.kept_values import Keep
-from fitflax.steps.step_dispatch import Program
+from fitflax.steps.outputs import Keep
+from fitflax.steps.program import Program
 from fitflax.storage import locate
 
 __all__ = ["WATCHED", "NanReport", "Origin", "find_origins", "hunt_nan", "last_finite"]

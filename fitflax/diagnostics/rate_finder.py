@@ -11,7 +11,7 @@ from fitflax.data import Feed
 from fitflax.errors import DataError, FitflaxError
 from fitflax.loops.session import Session
 from fitflax.optimizers import set_learning_rate
-from fitflax.steps.kept_values import NOTHING
+from fitflax.steps.outputs import NOTHING
 
 __all__ = ["LearningRateCurve", "find_learning_rate"]
 

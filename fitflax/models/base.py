@@ -14,11 +14,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import scope as flax_scope
 
-from fitflax.axes import AxisNames, is_axes_collection
 from fitflax.errors import ConfigError, ModelError, is_of_debugger
 from fitflax.leaves import describe_shapes, listed
 from fitflax.parallel.placement import outside_mesh
-from fitflax.state import Batch, PyTree, parts_of
+from fitflax.state import AxisNames, Batch, PyTree, is_axes_collection, parts_of
 
 __all__ = ["ARGUMENT_HINT", "MODE_KEYWORDS", "RNG_HINT", "TRANSIENT", "Draws", "Hints", "Losses", "Model", "OwnVariables", "call_arguments"]
 __all__ += ["describe_differences", "is_dropout_error", "mode_keywords", "mutable_filter", "parameters_of", "plain_fields", "tabulated", "with_any_mesh"]

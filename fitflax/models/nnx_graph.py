@@ -14,12 +14,11 @@ from flax import nnx
 from flax.traverse_util import unflatten_dict
 from typing_extensions import override
 
-from fitflax.axes import AxisNames
 from fitflax.errors import ModelError
 from fitflax.leaves import is_key, listed
 from fitflax.metrics.base import snake_case
 from fitflax.models.base import MODE_KEYWORDS, OwnVariables, parameters_of
-from fitflax.state import PyTree
+from fitflax.state import AxisNames, PyTree
 
 __all__ = ["FROZEN", "PARAMS", "Definition", "Filter", "ModuleVariables", "Path", "Slot"]
 __all__ += ["as_state", "at", "by_collection", "collected", "collection_of", "in_mode", "raw", "split_module"]

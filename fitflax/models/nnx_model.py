@@ -19,7 +19,6 @@ from flax.core import scope as flax_scope
 from flax.errors import TraceContextError
 from typing_extensions import override
 
-from fitflax.axes import AxisNames
 from fitflax.errors import ConfigError, LossError, ModelError
 from fitflax.leaves import describe_shapes, is_key, listed
 from fitflax.models.base import (
@@ -53,7 +52,7 @@ from fitflax.models.nnx_graph import (
     raw,
     split_module,
 )
-from fitflax.state import Batch, PyTree
+from fitflax.state import AxisNames, Batch, PyTree
 
 __all__ = ["NNXModel", "adapt_nnx"]
 
