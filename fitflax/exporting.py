@@ -12,7 +12,7 @@ from jax import export as jax_export
 from fitflax.data.batch import has_rows
 from fitflax.errors import ConfigError, ModelError
 from fitflax.leaves import describe_shapes, key_of, through_key_data
-from fitflax.parallel.host_memory import spans_processes, whole
+from fitflax.parallel.placement import spans_processes, whole
 from fitflax.parallel.processes import after_first
 from fitflax.state import Batch, PyTree, TrainState
 from fitflax.steps.outputs import in_plain_containers

@@ -18,7 +18,7 @@ import fitflax
 from fitflax.callbacks import BestCheckpoint, EarlyStopping, LambdaCallback, ModelCheckpoint, TerminateOnNaN
 from fitflax.logs import Values
 from fitflax.parallel import DataParallel
-from fitflax.parallel.in_flight import MAX_SHORT_STEPS, InFlight
+from fitflax.parallel.transfer import MAX_SHORT_STEPS, InFlight
 
 Devices = Callable[[int], list[jax.Device]]
 RNG = np.random.default_rng(2)

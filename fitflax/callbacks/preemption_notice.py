@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from fitflax.callbacks.base import Callback, Phase, check_number
 from fitflax.errors import CallbackError, warn
-from fitflax.parallel.preemption import preempt
+from fitflax.parallel.launch import preempt
 
 __all__ = ["PreemptionNotice"]
 

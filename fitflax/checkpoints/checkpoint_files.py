@@ -25,7 +25,7 @@ from fitflax.checkpoints.json_documents import document_bytes, fsync_directory, 
 from fitflax.checkpoints.plain_tree import Plain, leaves_of, to_plain
 from fitflax.checkpoints.shards import CollectiveSave, Files, Share
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, warn
-from fitflax.parallel.host_memory import is_spread
+from fitflax.parallel.placement import is_spread
 from fitflax.parallel.processes import after_first, exchange
 from fitflax.state import PyTree
 from fitflax.storage import Location, ObjectPath

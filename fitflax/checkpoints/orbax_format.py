@@ -38,7 +38,7 @@ from fitflax.checkpoints.plain_tree import Plain, map_leaves, only_split, put, w
 from fitflax.checkpoints.shards import CollectiveSave, Files
 from fitflax.errors import CheckpointError, CorruptCheckpointError
 from fitflax.leaves import listed
-from fitflax.parallel.host_memory import copy_to_host_memory, is_spread, spans_processes
+from fitflax.parallel.placement import copy_to_host_memory, is_spread, spans_processes
 from fitflax.storage.parts import size_fault
 
 __all__ = ["FILES", "OWN_KEYS", "read_state", "restore_numpy", "write_own_shards", "write_state"]

@@ -15,7 +15,7 @@ import numpy as np
 
 from fitflax.errors import CheckpointError
 from fitflax.leaves import is_key, listed
-from fitflax.parallel.host_memory import spans_processes
+from fitflax.parallel.placement import spans_processes
 from fitflax.state import PyTree, TrainState, arrays_of
 
 __all__ = ["Plain", "join", "keys_of", "leaf_paths", "leaves_of", "map_leaves", "nested", "only_split", "put", "shown", "to_plain", "walk"]

@@ -22,7 +22,7 @@ from fitflax.checkpoints.plain_tree import Plain, only_split, to_plain
 from fitflax.checkpoints.shards import CollectiveSave
 from fitflax.checkpoints.snapshot import host_copy
 from fitflax.errors import CheckpointError, warn
-from fitflax.parallel.host_memory import spans_processes
+from fitflax.parallel.placement import spans_processes
 from fitflax.state import PyTree
 from fitflax.storage import Location, ObjectPath, locate
 

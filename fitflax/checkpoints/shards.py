@@ -39,9 +39,8 @@ from fitflax.checkpoints.memory import bytes_of
 from fitflax.checkpoints.plain_tree import Plain, map_leaves, walk
 from fitflax.errors import CheckpointError, CorruptCheckpointError
 from fitflax.leaves import listed
-from fitflax.parallel.board import Board
-from fitflax.parallel.host_memory import is_spread
-from fitflax.parallel.placement import RemoteArray
+from fitflax.parallel.placement import RemoteArray, is_spread
+from fitflax.parallel.processes import Board
 from fitflax.storage import Location, ObjectPath
 from fitflax.storage.parts import PartsReader, PartsWriter, Workers, part_name, read_range
 

@@ -14,8 +14,7 @@ from fitflax.checkpoints.memory import Arena, Loan, fetch, may_share
 from fitflax.checkpoints.plain_tree import Plain, leaves_of, nested, only_split, to_plain
 from fitflax.checkpoints.saver import Saver
 from fitflax.errors import CheckpointError
-from fitflax.parallel.host_memory import copy_to_host_memory, has_host_memory, is_spread
-from fitflax.parallel.packed import Form, Packed
+from fitflax.parallel.placement import Form, Packed, copy_to_host_memory, has_host_memory, is_spread
 from fitflax.state import PyTree, TrainState
 from fitflax.steps.live_state import LiveState
 

@@ -17,7 +17,7 @@ from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.errors import CallbackError, ConfigError
 from fitflax.integrations import import_package
 from fitflax.integrations.interface import Reading
-from fitflax.parallel.ray_worker import find_group, is_actor
+from fitflax.parallel.launch import find_group, is_actor
 from fitflax.storage.paths import is_url
 from fitflax.triggers import Trigger
 from fitflax.triggers import every as make_every

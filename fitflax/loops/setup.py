@@ -24,8 +24,7 @@ from fitflax.loops.evaluation_loop import Validation
 from fitflax.loops.session import Session
 from fitflax.loops.session_state import Progress
 from fitflax.loops.signals import Interruption, check_same_in_all_processes, fingerprint_of
-from fitflax.parallel.board import Board
-from fitflax.parallel.processes import exchange
+from fitflax.parallel.processes import Board, exchange
 from fitflax.state import Batch, shapes_in
 from fitflax.steps.live_state import LiveState, Sums, schedule_free_eval_params
 from fitflax.steps.outputs import NOTHING, Collected, Keep

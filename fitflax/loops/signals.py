@@ -37,11 +37,8 @@ from fitflax.data.feed import is_dead_worker, is_from_data
 from fitflax.errors import ReplicaError, warn
 from fitflax.leaves import listed
 from fitflax.loops.session import Session
-from fitflax.parallel.board import Board
-from fitflax.parallel.launch import note_failure
-from fitflax.parallel.preemption import listening
-from fitflax.parallel.processes import exchange
-from fitflax.parallel.ray_worker import is_actor
+from fitflax.parallel.launch import is_actor, listening, note_failure
+from fitflax.parallel.processes import Board, exchange
 from fitflax.state import TrainState
 
 __all__ = ["Agreement", "DistributedAgreement", "Interruption", "check_same_in_all_processes", "fingerprint_of", "make_agreement"]
@@ -72,7 +69,7 @@ class Interruption:
       saves as after any exception.
     * In a Ray actor, where Ray handles signals.
 
-    `fitflax.parallel.preemption.preempt` counts as a SIGTERM everywhere. `saves` tells whether the run is saved, so that it warns about signals that will
+    `fitflax.parallel.launch.preempt` counts as a SIGTERM everywhere. `saves` tells whether the run is saved, so that it warns about signals that will
     not save it.
 
     Forked processes, such as workers of a loader, inherit the handlers. There the earlier handlers act. If a signal reaches a whole process group, the workers

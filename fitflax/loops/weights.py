@@ -32,8 +32,7 @@ from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from fitflax.leaves import is_key
 from fitflax.loops.configuration import RestoreOptions, check_counts
 from fitflax.loops.session import Session
-from fitflax.parallel.host_memory import spans_processes, whole
-from fitflax.parallel.placement import own_copy
+from fitflax.parallel.placement import own_copy, spans_processes, whole
 from fitflax.parallel.processes import exchange
 from fitflax.state import PyTree
 from fitflax.storage import Location, locate

@@ -2,25 +2,26 @@
 
 import atexit
 import contextlib
+import importlib
 import json
 import os
 import queue
 import re
+import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 
 from fitflax.errors import ConfigError, NotReadyError, ReplicaError, chain_of, warn
-from fitflax.parallel.board import Board
-from fitflax.parallel.processes import Failure, failures
-from fitflax.parallel.ray_worker import find_group
+from fitflax.parallel.processes import Board, Failure, failures
 
-__all__ = ["initialize", "note_failure"]
+__all__ = ["RayGroup", "find_group", "initialize", "is_actor", "listening", "note_failure", "preempt"]
 
 # All processes end within a minute after one is lost.
 _HEARTBEAT_SECONDS = 30
@@ -248,3 +249,59 @@ def _start_watching() -> None:
         earlier(kind, error, traceback)
 
     sys.excepthook = note_uncaught
+
+
+_listeners: list[Callable[[], None]] = []
+
+
+@contextlib.contextmanager
+def listening(listener: Callable[[], None]) -> Iterator[None]:
+    """Calls `listener` at each request inside the block, from any thread."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+def preempt() -> None:
+    """Makes the running `fit` save after the current step and exit, in all processes. Can be called from any thread."""
+    if jax.distributed.is_initialized():
+        os.kill(os.getpid(), signal.SIGTERM)  # JAX notifies the other processes, and all agree on a step.
+        return
+    for listener in tuple(_listeners):
+        listener()
+
+
+class RayGroup(NamedTuple):
+    """The workers of a Ray Train run: the rank of this worker, from 0, and their number."""
+
+    rank: int
+    size: int
+
+    def coordinator_address(self) -> str:
+        """Returns `"host:port"` on the node of worker 0, the same in all workers; all of them must call it."""
+        address = None
+        if self.rank == 0:
+            with socket.socket() as free:
+                free.bind(("", 0))
+                address = f"{sys.modules['ray'].util.get_node_ip_address()}:{free.getsockname()[1]}"
+        return str(importlib.import_module("ray.train.collective").broadcast_from_rank_zero(address))
+
+
+def find_group() -> RayGroup | None:
+    """Returns the group of workers that this process belongs to; `None` outside of Ray Train."""
+    train: Any = sys.modules.get("ray.train")
+    if train is None:
+        return None
+    try:
+        context = train.get_context()
+    except (RuntimeError, DeprecationWarning):  # The driver, or a trial of Ray Tune.
+        return None
+    return RayGroup(context.get_world_rank(), context.get_world_size())
+
+
+def is_actor() -> bool:
+    """Returns whether this process is an actor of Ray, which starts, monitors and ends it."""
+    ray: Any = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None

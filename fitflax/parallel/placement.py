@@ -1,24 +1,49 @@
 """Placement of host arrays on devices, also of other processes, and the shard of a batch that a process feeds."""
 
 import abc
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.experimental import multihost_utils
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from fitflax.errors import ConfigError
-from fitflax.leaves import is_key, key_of
-from fitflax.parallel.eager import explicitly
+from fitflax.leaves import is_key, key_of, on_host
 from fitflax.state import PyTree
 
-__all__ = ["SMALL_BYTES", "RemoteArray", "check_devices", "copy_here", "count_processes", "dense_outside_mesh", "outside_mesh", "own_copy", "part_of", "put"]
+__all__ = [
+    "SMALL_BYTES",
+    "Form",
+    "Packed",
+    "RemoteArray",
+    "check_devices",
+    "copy_here",
+    "copy_to_host_memory",
+    "count_processes",
+    "dense_outside_mesh",
+    "explicitly",
+    "guards_transfers",
+    "has_host_memory",
+    "is_spread",
+    "outside_mesh",
+    "own_copy",
+    "part_of",
+    "put",
+    "spans_processes",
+    "whole",
+]
 
 # Alignment in bytes that lets CPU devices use memory without a copy.
 _ALIGNMENT = 64
+
+_CONFIG: Any = jax.config  # Type checkers do not know its attributes.
 
 SMALL_BYTES = 2**20
 """Smaller arrays are copied together, or on the host."""
@@ -172,3 +197,185 @@ def part_of(devices: Iterable[Any], split: NamedSharding | None = None, num_shar
             f"of the mesh. Received rows, by process: { {process: sorted(own) for process, own in sorted(rows.items())} }."
         )
     return parts.index(tuple(sorted(rows[jax.process_index()]))), len(parts)
+
+
+class _Leaf(NamedTuple):
+    """The place of a leaf: its vector, its range in the vector, its shape (of the key data for a typed key), and the implementation of the key."""
+
+    vector: str
+    begin: int
+    end: int
+    shape: tuple[int, ...]
+    impl: Any
+
+
+class Form:
+    """How a tree is packed; the same object for all trees of the same structure, shapes and dtypes, so it can be a key of caches.
+
+    `types` are the shape, the dtype and, for a typed key, the implementation of each leaf. Leaves larger than `largest` get a separate vector.
+
+    >>> tree = {"w": jnp.ones(2), "b": jnp.zeros(()), "n": jnp.arange(3)}
+    >>> form = Form.of(tree)
+    >>> packed = form.pack(tree)
+    >>> {name: vector.shape for name, vector in packed.items()}, form.unpack(packed)["w"].tolist()
+    ({'float32': (3,), 'int32': (3,)}, [1.0, 1.0])
+    """
+
+    def __init__(self, treedef: Any, types: Sequence[tuple[tuple[int, ...], Any, Any]], largest: int | None = None) -> None:
+        self.treedef = treedef
+        self.leaves: list[_Leaf] = []
+        sizes: dict[str, int] = {}
+        for index, (shape, dtype, impl) in enumerate(types):
+            if impl is not None:
+                data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+                shape, dtype = data.shape, data.dtype
+            size = math.prod(shape)
+            name = dtype.name if largest is None or size <= largest else f"{dtype.name} {index}"
+            begin = sizes.get(name, 0)
+            sizes[name] = begin + size
+            self.leaves.append(_Leaf(name, begin, begin + size, shape, impl))
+
+    @staticmethod
+    def of(tree: PyTree, largest: int | None = None) -> "Form":
+        """Returns the form of a tree of arrays or shapes."""
+        leaves, treedef = jax.tree.flatten(tree)
+        return _form(treedef, tuple((leaf.shape, leaf.dtype, _impl(leaf)) for leaf in leaves), largest)
+
+    def pack(self, tree: PyTree) -> dict[str, Any]:
+        """Returns the vectors of a tree, in NumPy for a tree of NumPy arrays; may be traced."""
+        groups: dict[str, list[Any]] = {}
+        leaves = jax.tree.leaves(tree)
+        for place, leaf in zip(self.leaves, leaves, strict=True):
+            data = leaf if place.impl is None else jax.random.key_data(leaf)
+            groups.setdefault(place.vector, []).append(data.reshape(-1))
+        concatenate: Any = np.concatenate if all(isinstance(leaf, np.ndarray | np.generic) for leaf in leaves) else jnp.concatenate
+        return {name: concatenate(group) for name, group in groups.items()}
+
+    def unpack(self, vectors: Mapping[str, Any]) -> PyTree:
+        """Returns the tree that was packed; may be traced."""
+        leaves = [vectors[leaf.vector][leaf.begin : leaf.end].reshape(leaf.shape) for leaf in self.leaves]
+        typed = [data if leaf.impl is None else jax.random.wrap_key_data(data, impl=leaf.impl) for leaf, data in zip(self.leaves, leaves, strict=True)]
+        return self.treedef.unflatten(typed)
+
+    def unpack_arrays(self, vectors: Mapping[str, jax.Array]) -> PyTree:
+        """Returns the tree that was packed, unpacked on the device in one call."""
+        return _unpack(self, vectors)
+
+
+def _impl(leaf: jax.Array) -> Any:
+    return None if isinstance(leaf.dtype, np.dtype) else jax.random.key_impl(leaf)  # Only the dtypes of keys are not NumPy dtypes.
+
+
+_form = functools.lru_cache(maxsize=64)(Form)
+
+_pack = jax.jit(Form.pack, static_argnums=0)
+_unpack = jax.jit(Form.unpack, static_argnums=0)
+
+
+class Packed:
+    """A copy of a tree of arrays on one device, independent of the originals, with one vector per dtype; creating it does not block."""
+
+    def __init__(self, tree: PyTree) -> None:
+        self.form = Form.of(tree)
+        self._vectors = _pack(self.form, tree)
+
+    def leaves(self) -> list[np.ndarray[Any, Any]]:
+        """Returns the leaves, views of larger arrays, with typed keys as key data; waits until they are available."""
+        vectors = {name: on_host(vector) for name, vector in self._vectors.items()}
+        return [vectors[leaf.vector][leaf.begin : leaf.end].reshape(leaf.shape) for leaf in self.form.leaves]
+
+
+def is_spread(array: object) -> bool:
+    """Returns whether a value is a JAX array that no device holds whole."""
+    return isinstance(array, jax.Array) and not array.is_fully_replicated
+
+
+def spans_processes(tree: PyTree) -> bool:
+    """Returns whether any array of a tree is split between processes, so that none of them holds it whole. The same in all processes."""
+    if jax.process_count() == 1:
+        return False
+    arrays = (leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
+    return any(not (array.is_fully_addressable or array.is_fully_replicated) for array in arrays)
+
+
+def whole(array: Any) -> np.ndarray[Any, Any]:
+    """Returns a whole array on the host. If it is split between processes, all of them must call this."""
+    if not isinstance(array, jax.Array) or array.is_fully_addressable:
+        return np.asarray(jax.device_get(array))
+    if array.is_fully_replicated:
+        return np.asarray(jax.device_get(array.addressable_data(0)))
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def has_host_memory(array: jax.Array) -> bool:
+    """Returns whether all devices of an array can copy to pinned memory of the host."""
+    return _have_host_memory(array.sharding)
+
+
+@functools.lru_cache(maxsize=256)
+def _have_host_memory(sharding: jax.sharding.Sharding) -> bool:
+    devices: Any = sharding.addressable_devices
+    return all("pinned_host" in {memory.kind for memory in device.addressable_memories()} for device in devices)
+
+
+def copy_to_host_memory(arrays: Sequence[jax.Array], *, wait: bool = True) -> list[jax.Array]:
+    """Returns copies in the memory of the host, split like the originals and independent of them.
+
+    Each process copies its own shards, without the other processes. A shard that several of its devices hold is copied once. Without `wait`, the copies
+    are only dispatched, like a step; a later step that reuses the buffers runs after them.
+    """
+    once = [array.addressable_data(0) if array.is_fully_replicated else _without_duplicates(array) for array in arrays]
+    parts = [[shard.data for shard in array.addressable_shards] for array in once]
+    # Shards, because copying an array that spans processes is a computation of all of them, whose order relative to the steps may differ.
+    copies = jax.device_put(parts, [[part.sharding.with_memory_kind("pinned_host") for part in own] for own in parts])
+    if wait:
+        jax.block_until_ready(copies)
+    shardings = [array.sharding.with_memory_kind("pinned_host") for array in once]
+    return [
+        jax.make_array_from_single_device_arrays(array.shape, sharding, own, dtype=array.dtype)
+        for array, sharding, own in zip(once, shardings, copies, strict=True)
+    ]
+
+
+def _without_duplicates(array: jax.Array) -> jax.Array:
+    """Returns an array without duplicates of shards within a process, in the same memory.
+
+    Each process keeps a device in the mesh, because an array must have shards on all processes to be written by all of them together.
+    """
+    sharding = array.sharding
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return array
+    mesh, used = sharding.mesh, {axis for axes in sharding.spec for axis in ((axes,) if isinstance(axes, str) else axes or ())}
+    devices = mesh.devices
+    for axis, name in enumerate(mesh.axis_names):
+        if name not in used:
+            devices = devices.take(_one_for_each_process(devices, axis), axis)
+    if devices.size == mesh.devices.size:
+        return array
+    smaller = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+    parts = {shard.device: shard.data for shard in array.addressable_shards}
+    kept = [parts[device] for device in devices.flat if device in parts]
+    return jax.make_array_from_single_device_arrays(array.shape, NamedSharding(smaller, sharding.spec), kept, dtype=array.dtype)
+
+
+def _one_for_each_process(devices: Any, axis: int) -> list[int]:
+    """Returns the indices along an axis that are needed to keep a device of every process."""
+    kept, seen = [], set[int]()
+    for index in range(devices.shape[axis]):
+        owners = {device.process_index for device in devices.take([index], axis).flat}
+        if not owners <= seen:
+            kept.append(index)
+            seen |= owners
+    return kept
+
+
+def guards_transfers() -> bool:
+    """Returns whether `jax_transfer_guard` checks transfers to the devices, so that transfers of ours must be explicit."""
+    return _CONFIG.jax_transfer_guard_host_to_device not in (None, "allow")
+
+
+@contextlib.contextmanager
+def explicitly() -> Iterator[None]:
+    """Allows implicit transfers inside the block, such as the small constants of JAX's own functions, whatever `jax_transfer_guard` says."""
+    with jax.transfer_guard_host_to_device("allow"):
+        yield

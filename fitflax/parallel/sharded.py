@@ -18,13 +18,10 @@ from typing_extensions import override
 
 from fitflax.errors import ConfigError, FitflaxError, ModelError, is_integer
 from fitflax.leaves import is_key
-from fitflax.parallel.base import Compiled, Layout, Places, Strategy
-from fitflax.parallel.eager import Debuggable, copy_aliased, eager_step_error, traced_or_eager
-from fitflax.parallel.in_flight import InFlight, limit_for
-from fitflax.parallel.packed import Packed
 from fitflax.parallel.partition import BATCH, FSDP_MIN_SIZE, MeshAxes, Partition, checked_rules
-from fitflax.parallel.placement import SMALL_BYTES, check_devices, copy_here, count_processes, dense_outside_mesh, part_of, put
-from fitflax.parallel.transfer import Transfer, of_feed
+from fitflax.parallel.placement import SMALL_BYTES, Packed, check_devices, copy_here, count_processes, dense_outside_mesh, part_of, put
+from fitflax.parallel.strategy import Compiled, Debuggable, Layout, Places, Strategy, copy_aliased, eager_step_error, traced_or_eager
+from fitflax.parallel.transfer import InFlight, Transfer, limit_for, of_feed
 from fitflax.state import PyTree, TrainState
 
 __all__ = ["Sharded"]

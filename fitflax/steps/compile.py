@@ -20,8 +20,8 @@ from jax import lax
 from jax.experimental.compilation_cache import compilation_cache
 
 from fitflax.errors import ConfigError, warn
-from fitflax.parallel.base import Compiled, Layout, Places, Strategy
-from fitflax.parallel.packed import Form
+from fitflax.parallel.placement import Form
+from fitflax.parallel.strategy import Compiled, Layout, Places, Strategy
 from fitflax.state import Batch, PyTree, TrainState
 from fitflax.steps.live_state import Carry, Sums
 from fitflax.steps.outputs import NOTHING, Keep, Returned, as_vector

@@ -22,7 +22,7 @@ from fitflax.metrics import Mean, Metric, weighted_sums
 from fitflax.models import Model
 from fitflax.models.base import RNG_HINT, Draws, is_dropout_error
 from fitflax.parallel import Strategy
-from fitflax.parallel.eager import jit_is_disabled
+from fitflax.parallel.strategy import jit_is_disabled
 from fitflax.state import Batch, PyTree, TrainState
 from fitflax.steps.live_state import same_types
 from fitflax.steps.loss import Objective

@@ -15,8 +15,8 @@ from fitflax.errors import FitflaxError, ModelError, NotReadyError, OptimizerErr
 from fitflax.leaves import describe_shapes, is_key, listed
 from fitflax.models import TRANSIENT
 from fitflax.parallel import Strategy
-from fitflax.parallel.base import Compiled
-from fitflax.parallel.packed import Packed
+from fitflax.parallel.placement import Packed
+from fitflax.parallel.strategy import Compiled
 from fitflax.state import PyTree, TrainState
 
 __all__ = [

@@ -22,7 +22,7 @@ from fitflax.leaves import describe_shapes, listed
 from fitflax.logs import StepValues, Values
 from fitflax.metrics import Metric
 from fitflax.models import LinenModel
-from fitflax.parallel.eager import jit_is_disabled
+from fitflax.parallel.strategy import jit_is_disabled
 from fitflax.state import Batch, PyTree, TrainState, shapes_in
 from fitflax.steps.compile import Compilation, CompiledSteps, InitialState, train_kind, trim_heap
 from fitflax.steps.live_state import Carry, EvalParams, Sums

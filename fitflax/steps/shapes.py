@@ -18,8 +18,8 @@ from fitflax.leaves import describe_shapes, listed
 from fitflax.logs import NUM_STEP_VALUES, Kind, Place, default_direction
 from fitflax.metrics import Metric
 from fitflax.metrics.base import metric_direction
-from fitflax.parallel.base import Layout
-from fitflax.parallel.packed import Form
+from fitflax.parallel.placement import Form
+from fitflax.parallel.strategy import Layout
 from fitflax.state import Batch, PyTree, TrainState, shapes_in
 from fitflax.steps.compile import without_full_collections
 from fitflax.steps.gradients import SCALAR, Notes

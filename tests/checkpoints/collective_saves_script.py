@@ -18,7 +18,7 @@ from fitflax import parallel
 from fitflax.callbacks import BestCheckpoint, LambdaCallback, ModelCheckpoint
 from fitflax.checkpoints import orbax_format, shards
 from fitflax.checkpoints.plain_tree import leaf_paths
-from fitflax.parallel.board import Board
+from fitflax.parallel.processes import Board
 from tests.many_processes_script import DEVICES, Network, examples, share_programs
 
 STRATEGIES: dict[str, Any] = {

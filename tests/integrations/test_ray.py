@@ -24,7 +24,7 @@ from fitflax.data.shards import spread
 from fitflax.data.sources import Shares
 from fitflax.errors import CallbackError, ConfigError, DataError
 from fitflax.integrations.ray import RayReport, checkpoint_path
-from fitflax.parallel import ray_worker
+from fitflax.parallel import launch
 
 ray = pytest.importorskip("ray")
 
@@ -345,4 +345,4 @@ def test_reports_are_rejected_outside_of_ray_and_wrong_arguments_immediately(tmp
     pointer.write_text(json.dumps({"path": str(tmp_path / "gone")}))
     with pytest.raises(ConfigError, match=r"gone no longer exists. To keep more checkpoints, pass ModelCheckpoint\(keep=...\)"):
         checkpoint_path(ray.train.Checkpoint.from_directory(str(tmp_path)))
-    assert ray_worker.find_group() is None and not ray_worker.is_actor()
+    assert launch.find_group() is None and not launch.is_actor()

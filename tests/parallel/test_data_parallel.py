@@ -14,7 +14,7 @@ import fitflax
 from fitflax.data.batch import full_mask
 from fitflax.errors import ConfigError
 from fitflax.parallel import DataParallel, Strategy
-from fitflax.parallel.in_flight import InFlight
+from fitflax.parallel.transfer import InFlight
 from fitflax.state import Batch
 
 Devices = Callable[[int], list[jax.Device]]

@@ -8,8 +8,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fitflax.errors import ConfigError
-from fitflax.parallel.host_memory import _one_for_each_process, copy_to_host_memory
-from fitflax.parallel.placement import count_processes
+from fitflax.parallel.placement import _one_for_each_process, copy_to_host_memory, count_processes
 
 
 @pytest.mark.parametrize(("spec", "num_parts"), [(("a", "b"), 8), (("b",), 4), ((None, "a"), 2), ((("a", "b"),), 8)])

@@ -9,7 +9,7 @@ from flax import struct
 from fitflax.checkpoints.plain_tree import to_plain
 from fitflax.checkpoints.snapshot import unpack
 from fitflax.errors import CheckpointError
-from fitflax.parallel.packed import Form, Packed
+from fitflax.parallel.placement import Form, Packed
 
 
 @struct.dataclass

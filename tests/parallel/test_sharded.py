@@ -19,7 +19,7 @@ from fitflax.checkpoints import CheckpointStore, load_inference_state
 from fitflax.diagnostics import NanReport
 from fitflax.errors import ConfigError, FitflaxWarning, LossError, ModelError, ShardingError
 from fitflax.parallel import DataParallel, Sharded, sharded
-from fitflax.parallel.host_memory import copy_to_host_memory
+from fitflax.parallel.placement import copy_to_host_memory
 
 Devices = Callable[[int], list[jax.Device]]
 VOCABULARY, LENGTH = 32, 8
