@@ -646,6 +646,23 @@ def test_the_step_before_there_is_a_state_is_0():
     assert fitflax.Trainer(nn.Dense(1)).step == 0
 
 
+def test_a_compile_that_fails_changes_nothing(monkeypatch):
+    class Own(fitflax.Trainer):
+        pass
+
+    x, y = np.ones((8, 2), np.float32), np.ones((8, 1), np.float32)
+    trainer, other = Own(nn.Dense(1)), fitflax.Trainer(nn.Dense(1))
+    for each in (trainer, other):
+        each.compile(optax.sgd(0.1, momentum=0.9), "mse")
+        each.train_on_batch((x, y))
+    with monkeypatch.context() as patch:
+        patch.setattr(Own, "compute_loss", lambda self: 0.0)
+        with pytest.raises(ConfigError, match="compute_loss"):
+            trainer.compile("adam", "mae")
+    assert trainer.train_on_batch((x, y)) == other.train_on_batch((x, y))
+    assert trainer.optimizer is not None and jax.tree.structure(trainer.state.opt_state) == jax.tree.structure(other.state.opt_state)
+
+
 def test_predict_needs_no_compile_after_a_restore(tmp_path):
     trained = make()
     trained.fit(X, Y, verbose=0)

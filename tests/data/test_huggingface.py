@@ -8,7 +8,7 @@ from fitflax.data import Position, adapt
 from fitflax.data.batch import Selection
 from fitflax.data.huggingface import StreamSource, TableSource, _dtype_of, _stacked
 from fitflax.errors import ConfigError, DataError, FitflaxWarning, RestoreError
-from tests.data.same_training import BATCH, CANNOT_SEEK, ROWS, X, Y, assert_resumes, assert_same, make_trainer, of_arrays, outcome, run
+from tests.data.same_training import BATCH, CANNOT_SEEK, ROWS, X, Y, assert_resumes, assert_same, make_trainer, of_arrays, outcome, run, warned
 
 KEYS = {"inputs": "image", "targets": "label"}
 PICK = Selection("image", "label")
@@ -231,6 +231,15 @@ def test_a_stream_with_a_shuffle_buffer_is_read_up_to_the_position(table, k, tmp
         return table.to_iterable_dataset(num_shards=2).shuffle(seed=3, buffer_size=5)
 
     assert_resumes(tmp_path, make, k, *([CANNOT_SEEK.format(BATCH)] if k % 3 else []), keys=KEYS, batch_size=BATCH)
+
+
+def test_a_stream_whose_state_is_no_longer_exact_is_read_up_to_the_position(table, tmp_path):
+    options = {"keys": KEYS, "batch_size": BATCH}
+    uninterrupted = run(tmp_path / "never", table.to_iterable_dataset(), 8, **options)
+    run(tmp_path / "stopped", table.to_iterable_dataset(), 4, **options)
+    with warned(CANNOT_SEEK.format(BATCH)):
+        resumed = run(tmp_path / "stopped", table.to_iterable_dataset().shuffle(seed=3, buffer_size=1), 8, **options)
+    assert_same(resumed, uninterrupted)
 
 
 def test_a_stream_is_reshuffled_in_each_pass_without_changing_its_epoch(table):
