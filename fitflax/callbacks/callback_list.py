@@ -169,13 +169,19 @@ class CallbackList:
             is_due = not checkpoint.run.position.is_repeat and (callback.every is None or id(callback) in due)
             return overrides(callback, "on_checkpoint") and (is_due or callback.wants(checkpoint))
 
-        def succeeds(function: Callable[..., None], *arguments: Any, activity: str) -> bool:
+        def sync() -> None:
+            checkpoint.run.finish_steps()  # So that running steps are not counted as time of saving.
+            with self._spent.on("saving"):
+                self.sync()
+
+        def call(callback: Callback) -> None:
+            with self._spent.on("saving" if callback.phase >= Phase.SAVE_BEST else "callbacks"):
+                callback.on_checkpoint(checkpoint)
+
+        def succeeds(function: Callable[..., None], *arguments: Any) -> bool:
             nonlocal failure
             try:
-                if activity == "saving":
-                    checkpoint.run.finish_steps()  # So that running steps are not counted as time of saving.
-                with self._spent.on(activity):
-                    function(*arguments)
+                function(*arguments)
             except BaseException as error:  # noqa: BLE001 (raised below, after the run is saved)
                 failure = failure or error
                 checkpoint.run.position = dataclasses.replace(checkpoint.run.position, is_last=True, is_rescue=True)
@@ -185,12 +191,11 @@ class CallbackList:
         is_synced = is_saved = False
         checkpoint.run.savers = [callback.saves_as for callback in self._active if callback.saves_as is not None and wants(callback)]
         for callback in filter(wants, self._active):
-            is_saving = callback.phase >= Phase.SAVE_BEST
-            if is_saving and not is_synced:
+            if callback.phase >= Phase.SAVE_BEST and not is_synced:
                 is_synced = True
-                if not succeeds(self.sync, activity="saving") and self._leaves_at_once():
+                if not succeeds(sync) and self._leaves_at_once():
                     break
-            if succeeds(callback.on_checkpoint, checkpoint, activity="saving" if is_saving else "callbacks"):
+            if succeeds(call, callback):
                 is_saved |= callback.phase == Phase.SAVE
             elif self._leaves_at_once():
                 break

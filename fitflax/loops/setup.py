@@ -109,12 +109,10 @@ def prepare_run(
     task = session.task
     settings = _settings_of(session, source, plan.steps_per_epoch)
     progress = _start_progress(session, source, saved, settings, initial_epoch)
-    weights = {str(label): float(weight) for label, weight in (class_weight or {}).items()}
-    compiled = {**task.described, **({"class_weight": weights} if weights else {})}
     plan = dataclasses.replace(
         plan,
         end_step=None if steps is None else progress.first_step + steps,
-        info={**plan.info, "settings": settings, "compiled": compiled},
+        info={**plan.info, "settings": settings},
         process_start=progress.step,
         # A custom step may compute a gradient, but does not return it.
         keep=plan.keep if task.need_compiled("fit").task.custom_step is None else plan.keep._replace(norm=None),
@@ -125,6 +123,9 @@ def prepare_run(
     feed = _make_feed(session, source, class_weight, progress, saved)
     with contextlib.ExitStack() as failed:
         failed.callback(feed.close)  # This ends worker processes of a loader.
+        weights = {str(label): float(weight) for label, weight in (class_weight or {}).items()}
+        compiled = {**task.described, **({"class_weight": weights} if weights else {})}
+        plan = dataclasses.replace(plan, info={**plan.info, "compiled": compiled})
         with participants.spent.on("data"):
             fed = _first_batch(session, feed, class_weight, plan, progress, participants.callbacks, saved)
         run = _prepare_state(session, feed, fed, plan, progress, participants, saved)

@@ -20,9 +20,6 @@ from fitflax.data.sources import Source
 from fitflax.errors import DataError, FitflaxWarning
 from tests.data.same_training import BATCH, CANNOT_SEEK, ROWS, X, Y, assert_resumes, assert_same, of_arrays, outcome, run, warned
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
-
 # -- the form of a state in a checkpoint --
 
 
