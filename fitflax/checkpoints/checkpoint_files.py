@@ -20,10 +20,10 @@ import numpy as np
 
 import fitflax.checkpoints.msgpack_format as msgpack_format
 import fitflax.checkpoints.orbax_format as orbax_format
-import fitflax.checkpoints.shards as shards
+import fitflax.checkpoints.shard_format as shard_format
 from fitflax.checkpoints.json_documents import document_bytes, fsync_directory, json_values, library_versions, read_document, replace_document, write_file
 from fitflax.checkpoints.plain_tree import Plain, leaves_of, to_plain
-from fitflax.checkpoints.shards import CollectiveSave, Files, Share
+from fitflax.checkpoints.shard_format import CollectiveSave, Files, Share
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, warn
 from fitflax.parallel.placement import is_spread
 from fitflax.parallel.processes import after_first, exchange
@@ -37,7 +37,7 @@ PARTIAL_EPOCH_FILE = "closing.json"
 _OWN_KEYS = {"backend": str, "key_impls": dict}
 
 # Each has `write_state`, which creates `FILES` and returns entries for `metadata.json`, whose names and types are `OWN_KEYS`; and `read_state`.
-BACKENDS: dict[str, ModuleType] = {"msgpack": msgpack_format, "shards": shards, "orbax": orbax_format}
+BACKENDS: dict[str, ModuleType] = {"msgpack": msgpack_format, "shards": shard_format, "orbax": orbax_format}
 _CHOICES = ("msgpack", "orbax")  # What users choose; "shards" is chosen automatically.
 
 WHOLE = ("train", "run")
@@ -52,9 +52,9 @@ class Saved:
     Attributes:
         path: The directory.
         metadata: The result of `read_metadata`.
-        train: The TrainState as nested dicts of NumPy arrays, for `restore.fit.restore_tree`. If several processes read it together, split arrays are
+        train: The TrainState as nested dicts of NumPy arrays, for `restore.restore_tree`. If several processes read it together, split arrays are
             instances of `SplitArray`.
-        run: Everything else, for `restore.fit.from_saved`; `None` if it was not read.
+        run: Everything else, for `restore.from_saved`; `None` if it was not read.
 
     >>> from pathlib import Path
     >>> Saved(path=Path("runs/a/step_00000040"), metadata={"step": 40}, train={}, run={}).metadata["step"]
@@ -112,7 +112,7 @@ def write_checkpoint(
 
 def write_own_shards(place: Location, train: Plain) -> Files:
     """Writes this process's shards of split arrays where the leader of a collective save says, and returns the files."""
-    return shards.write_own_shards(place, train) if isinstance(place, ObjectPath) else orbax_format.write_own_shards(place, train)
+    return shard_format.write_own_shards(place, train) if isinstance(place, ObjectPath) else orbax_format.write_own_shards(place, train)
 
 
 def check_backend(backend: str) -> None:

@@ -24,7 +24,7 @@ from fitflax.checkpoints.directories import LocalDirectory, ObjectDirectory, che
 from fitflax.checkpoints.json_documents import PROCESS, read_document
 from fitflax.checkpoints.retention import Retention, parse_retention
 from fitflax.checkpoints.saver import Saver
-from fitflax.checkpoints.shards import CollectiveSave
+from fitflax.checkpoints.shard_format import CollectiveSave
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, DirectoryInUseError, warn
 from fitflax.logs import flat_name
 from fitflax.state import PyTree

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 from fitflax.checkpoints.checkpoint_files import METADATA_FILE, PARTIAL_EPOCH_FILE, read_metadata, write_checkpoint
 from fitflax.checkpoints.json_documents import PROCESS, fsync_directory, read_document, replace_document
 from fitflax.checkpoints.msgpack_format import PART
-from fitflax.checkpoints.shards import CollectiveSave
+from fitflax.checkpoints.shard_format import CollectiveSave
 from fitflax.errors import CheckpointError, CorruptCheckpointError, DirectoryInUseError
 from fitflax.state import PyTree
 from fitflax.storage import ChangedError, Location, ObjectPath

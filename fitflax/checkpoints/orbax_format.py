@@ -35,7 +35,7 @@ import fitflax.checkpoints.msgpack_format as msgpack_format
 from fitflax.checkpoints.json_documents import fsync_directory, read_errors
 from fitflax.checkpoints.memory import fetch
 from fitflax.checkpoints.plain_tree import Plain, map_leaves, only_split, put, walk
-from fitflax.checkpoints.shards import CollectiveSave, Files
+from fitflax.checkpoints.shard_format import CollectiveSave, Files
 from fitflax.errors import CheckpointError, CorruptCheckpointError
 from fitflax.leaves import listed
 from fitflax.parallel.placement import copy_to_host_memory, is_spread, spans_processes

@@ -16,7 +16,7 @@ import optax
 import fitflax
 from fitflax import parallel
 from fitflax.callbacks import BestCheckpoint, LambdaCallback, ModelCheckpoint
-from fitflax.checkpoints import orbax_format, shards
+from fitflax.checkpoints import orbax_format, shard_format
 from fitflax.checkpoints.plain_tree import leaf_paths
 from fitflax.parallel.processes import Board
 from tests.many_processes_script import DEVICES, Network, examples, share_programs
@@ -100,7 +100,7 @@ def fail(kind: str, directory: str, victim: int, asynchronous: bool = True, ever
 
 def desert(kind: str, directory: str, victim: int) -> dict[str, Any]:
     """Only one process has a bug, in its fifth step."""
-    shards.RESCUE_SECONDS = 3.0
+    shard_format.RESCUE_SECONDS = 3.0
 
     def bug(batch: int, logs: Any) -> None:
         if jax.process_index() == victim and made.step == 5:

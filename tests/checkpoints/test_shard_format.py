@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fitflax.checkpoints import shards
+from fitflax.checkpoints import shard_format
 from fitflax.checkpoints.plain_tree import to_plain
-from fitflax.checkpoints.shards import CollectiveSave, SplitArray
+from fitflax.checkpoints.shard_format import CollectiveSave, SplitArray
 from fitflax.errors import CheckpointError, ConfigError, CorruptCheckpointError
 from fitflax.parallel import Sharded
 from fitflax.storage import locate, parts
@@ -60,13 +60,13 @@ class FakeBoard:
 def board(monkeypatch):
     made = FakeBoard()
     for name, value in {"Board": made, "_save_numbers": itertools.count(), "_active": set(), "_removed": 0, "APPEARING_SECONDS": 0.0}.items():
-        monkeypatch.setattr(shards, name, value)
-    monkeypatch.setattr(shards.jax, "process_count", lambda: 2)
+        monkeypatch.setattr(shard_format, name, value)
+    monkeypatch.setattr(shard_format.jax, "process_count", lambda: 2)
     return made
 
 
 def be_process(index, monkeypatch):
-    monkeypatch.setattr(shards.jax, "process_index", lambda: index)
+    monkeypatch.setattr(shard_format.jax, "process_index", lambda: index)
 
 
 def here(what="step 8", earlier=None, oldest=0):
@@ -106,7 +106,7 @@ def test_a_leader_that_timed_out_tells_processes_that_arrive_later(board, monkey
     with pytest.raises(CheckpointError, match="process 0 waited 60 s to save step 8, but process 1 did not arrive"):
         CollectiveSave.meet("step 8", is_rescue=True)
     be_process(1, monkeypatch)
-    monkeypatch.setattr(shards, "_save_numbers", itertools.count())
+    monkeypatch.setattr(shard_format, "_save_numbers", itertools.count())
     with pytest.raises(CheckpointError, match="process 0 waited 60 s to save step 8"):
         CollectiveSave.meet("step 10")
 
@@ -256,7 +256,7 @@ def saved(monkeypatch):
     specs = {"w": PartitionSpec("x", "y"), "b": PartitionSpec("x"), "scale": PartitionSpec()}
     tree = {name: jax.device_put(value, NamedSharding(mesh, specs[name])) for name, value in VALUES.items()}
     place = locate(f"memory://split-{next(_names)}/step_00000001", owner="test", error=ConfigError)
-    metadata = shards.write_state(place, to_plain(tree, root="train"), to_plain({"n": 1}, root="run"), collective=FakeCollectiveSave())
+    metadata = shard_format.write_state(place, to_plain(tree, root="train"), to_plain({"n": 1}, root="run"), collective=FakeCollectiveSave())
     return place, metadata
 
 
@@ -264,14 +264,14 @@ def saved(monkeypatch):
 def fetched(monkeypatch):
     """Records the lengths of the ranges that are fetched."""
     ranges = []
-    read = shards.read_range
-    monkeypatch.setattr(shards, "read_range", lambda path, begin, length: ranges.append(length) or read(path, begin, length))
+    read = shard_format.read_range
+    monkeypatch.setattr(shard_format, "read_range", lambda path, begin, length: ranges.append(length) or read(path, begin, length))
     return ranges
 
 
 def test_one_process_reads_all(saved, fetched):
     place, metadata = saved
-    state = shards.read_state(place, metadata)
+    state = shard_format.read_state(place, metadata)
     assert all(np.array_equal(state["train"][name], VALUES[name]) and type(state["train"][name]) is np.ndarray for name in ("w", "b"))
     assert state["train"]["scale"] == 3 and state["run"] == {"n": 1} and fetched == []
 
@@ -282,7 +282,7 @@ def test_a_process_reads_its_share_immediately_and_only_what_it_needs_of_the_res
     if copied:
         for info in place.objects():
             (tmp_path / info.key.rpartition("/")[2]).write_bytes((place / info.key.rpartition("/")[2]).read_bytes())
-    read = functools.partial(shards.read_state, tmp_path if copied else place, metadata)
+    read = functools.partial(shard_format.read_state, tmp_path if copied else place, metadata)
     w = read(share=(0, 2))["train"]["w"]
     assert isinstance(w, SplitArray) and np.array_equal(w, VALUES["w"]) and fetched == []  # The only file is in its share.
     w = read(share=(1, 2))["train"]["w"]
@@ -295,11 +295,11 @@ def test_a_process_reads_its_share_immediately_and_only_what_it_needs_of_the_res
 
 def test_placing_reads_only_what_is_on_devices_of_this_process(saved, fetched, monkeypatch):
     place, metadata = saved
-    w = shards.read_state(place, metadata, share=(1, 2))["train"]["w"]
+    w = shard_format.read_state(place, metadata, share=(1, 2))["train"]["w"]
     strategy = Sharded({"fsdp": 2}, devices=jax.devices()[:2], fsdp=True, fsdp_min_size=1)
     half = NamedSharding(strategy.mesh, PartitionSpec("fsdp"))
     asked, read = [], SplitArray.read
-    monkeypatch.setattr(SplitArray, "read", lambda self, index: asked.append(shards._region(index, self.shape)) or read(self, index))
+    monkeypatch.setattr(SplitArray, "read", lambda self, index: asked.append(shard_format._region(index, self.shape)) or read(self, index))
     placed = strategy.put_at([w], [jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=half)])[0]
     assert np.array_equal(placed, VALUES["w"]) and [shard.data.shape for shard in placed.addressable_shards] == [(4, 6)] * 2
     assert asked == [((0, 4), (0, 6)), ((4, 8), (0, 6))] and sum(fetched) == VALUES["w"].nbytes
@@ -309,8 +309,8 @@ def test_placing_reads_only_what_is_on_devices_of_this_process(saved, fetched, m
 
 def test_a_long_piece_is_fetched_in_ranges_and_damage_anywhere_is_detected(saved, fetched, monkeypatch):
     place, metadata = saved
-    monkeypatch.setattr(shards, "_RANGE_BYTES", 16)
-    read = functools.partial(shards.read_state, place, metadata, share=(1, 2))
+    monkeypatch.setattr(shard_format, "_RANGE_BYTES", 16)
+    read = functools.partial(shard_format.read_state, place, metadata, share=(1, 2))
     assert np.array_equal(read()["train"]["w"], VALUES["w"]) and max(fetched) <= 16
     name = next(info.key.rpartition("/")[2] for info in place.objects() if ".p00000.00000" in info.key)
     good = (place / name).read_bytes()
@@ -343,20 +343,20 @@ def test_an_array_with_a_piece_that_is_not_in_any_index_is_reported_as_damaged(s
     metadata["shards"]["indexes"] = {name: {"bytes": len(data), "crc32": zlib.crc32(data)}}
     for share in (None, (0, 2), (1, 2)):
         with pytest.raises(CorruptCheckpointError, match=r"is damaged: pieces of these arrays are missing: train/b\."):
-            shards.read_state(place, metadata, share=share)
+            shard_format.read_state(place, metadata, share=share)
 
 
 def test_a_failure_of_the_store_while_a_part_is_read_is_a_checkpoint_error(saved, monkeypatch):
     place, metadata = saved
-    w = shards.read_state(place, metadata, share=(1, 2))["train"]["w"]
+    w = shard_format.read_state(place, metadata, share=(1, 2))["train"]["w"]
 
     def fail(path, begin, length):
         raise ConnectionResetError("reset by peer")
 
-    monkeypatch.setattr(shards, "read_range", fail)
+    monkeypatch.setattr(shard_format, "read_range", fail)
     with pytest.raises(CheckpointError, match=re.escape("train/w could not be read from its checkpoint: reset by peer")):
         np.asarray(w)
 
 
 def test_a_region_is_where_slices_begin_and_end():
-    assert shards._region((slice(None), slice(2, 3)), (7, 9)) == ((0, 7), (2, 3)) and shards._region((), ()) == ()
+    assert shard_format._region((slice(None), slice(2, 3)), (7, 9)) == ((0, 7), (2, 3)) and shard_format._region((), ()) == ()
