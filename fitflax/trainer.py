@@ -923,8 +923,8 @@ class Trainer:
             plan = RunPlan(end_epoch=end_epoch, steps_per_epoch=steps_per_epoch, is_fit=True, keep=hooks.keep, info=info)
             others = Participants(saver, hooks, validation, interruption, spent)
             with spent.on("compiling"):
-                setup = prepare_run(session, adapted.source, plan, others, steps=steps, initial_epoch=initial_epoch, class_weight=class_weight, saved=saved)
-            run = Run(setup)
+                # Not assigned to a variable, which would keep the first batch alive.
+                run = Run(prepare_run(session, adapted.source, plan, others, steps=steps, initial_epoch=initial_epoch, class_weight=class_weight, saved=saved))
             run_with_callbacks(session, self, run, params_of(session, adapted, run, trial=trial, log_every=log_every, note=note), saved)
         interruption.leave()
         return self._history

@@ -2,7 +2,7 @@
 
 import sys
 
-from fitflax.callbacks import early_stopping, epoch_files, learning_rate, run_logger, small_callbacks, summaries
+from fitflax.callbacks import early_stopping, epoch_files, learning_rate, small_callbacks, summaries
 from fitflax.callbacks.base import Callback, Phase, TrainerView
 from fitflax.callbacks.best_checkpoint import BestCheckpoint
 from fitflax.callbacks.early_stopping import EarlyStopping
@@ -44,7 +44,6 @@ _MOVED = {
     early_stopping: ("monitor",),
     epoch_files: ("csv_logger", "json_logger"),
     learning_rate: ("learning_rate_scheduler", "reduce_lr_on_plateau"),
-    run_logger: ("clock",),
     small_callbacks: ("lambda_callback", "profiler", "summary_logger", "terminate_on_nan", "watchdog"),
     summaries: ("media",),
 }

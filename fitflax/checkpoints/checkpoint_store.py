@@ -1,6 +1,6 @@
 """The checkpoints of a run in one directory: which exist, which is best, and when they are deleted.
 
-`directories` changes the files, `retention` decides which are kept, `formats` are the contents of a checkpoint, and callbacks decide when to save. Nothing is
+`directories` changes the files, `retention` decides which are kept, `checkpoint_files` has their contents, and callbacks decide when to save. Nothing is
 deleted before its replacement is complete. So a process can be killed at any point, and the next one finds every checkpoint that it may need. If `save` has
 written the checkpoint and cannot delete older ones, it warns. After any other failure of `save`, its step is not listed.
 
@@ -15,7 +15,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, SupportsIndex
+from typing import Any
 
 import jax
 
@@ -318,7 +318,10 @@ class CheckpointStore:
         """
         if jax.process_index():
             return self.path(step)
-        index = operator.index(step) if isinstance(step, SupportsIndex) else -1
+        try:
+            index = operator.index(step)
+        except TypeError:
+            index = -1
         if index < 0:
             raise ConfigError(f"step must be an integer of at least 0. Received: {step!r}.")
         step = index
@@ -411,14 +414,19 @@ class CheckpointStore:
             return {}
 
 
-def _metrics(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the metrics of a checkpoint by flat name."""
-    return {flat_name(group, key): value for group, values in metadata.get("metrics", {}).items() for key, value in values.items()}
+def _metrics(metadata: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Returns the metrics of a checkpoint by flat name. A user of the store may have saved other values there, which are left out."""
+    groups = metadata.get("metrics")
+    return [
+        (flat_name(group, key), value)
+        for group, values in (groups.items() if isinstance(groups, dict) else ())
+        for key, value in (values.items() if isinstance(values, dict) else ())
+    ]
 
 
 def _metric(metadata: Mapping[str, Any], monitor: str) -> float | None:
-    value = _metrics(metadata).get(monitor)
-    return float(value) if isinstance(value, (int, float)) and not math.isnan(value) else None
+    values = (value for name, value in _metrics(metadata) if name == monitor)
+    return next((float(value) for value in values if isinstance(value, (int, float)) and not math.isnan(value)), None)
 
 
 def _list_steps(steps: list[int]) -> str:
@@ -452,7 +460,7 @@ def list_checkpoints(directory: str | os.PathLike[str], *, verify: bool = False,
         metrics: dict[str, Any] = {}
         fault = None
         try:
-            metrics = _metrics(read_metadata(store.path(step)))
+            metrics = dict(_metrics(read_metadata(store.path(step))))
             if verify:
                 store.verify(step)
         except CheckpointError as error:

@@ -48,7 +48,7 @@ def read_foreign(path: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """Returns the contents of another library's checkpoint, a file or directory, or `None` if `path` is not one.
 
     Returns:
-        The TrainState as nested dicts of NumPy arrays, for `fit.restore_tree`: `step` (from the state, else from the name, else 0), `params`,
+        The TrainState as nested dicts of NumPy arrays, for `restore.restore_tree`: `step` (from the state, else from the name, else 0), `params`,
         `model_state`, and if present `opt_state` and `ema_params`. And the metadata: `step`, `metrics` and `key_impls` (empty), `written_by` (`"flax"` or
         `"orbax"`), `path` (the file or directory that was read), and `left_out` (names of contents outside the state).
     """

@@ -60,9 +60,11 @@ class Retention(NamedTuple):
 
 def parse_retention(note: Mapping[str, Any], present: list[int]) -> Retention:
     """Returns what `retention.json` says about the existing steps; `note` is `{}` if the file is missing or damaged."""
-    if not note.keys() >= {"owners", "unknown", "newest"}:
+    owners, saving = note.get("owners"), note.get("saving") or {}
+    lists = [note.get("unknown"), *(owners.values() if isinstance(owners, dict) else [None]), saving.get("instead", [])]
+    if not isinstance(note.get("newest"), int) or not all(isinstance(steps, list) and set(map(type, steps)) <= {int} for steps in lists):
         return Retention({}, present, [], {}, is_known=False)
-    owners, saving = note["owners"], note.get("saving", {})
+    assert isinstance(owners, dict)
     if saving and saving["step"] not in present:
         # The process died before the step existed, so the owner still wants its old steps.
         owner = saving["owner"]

@@ -329,7 +329,8 @@ def cast_array(array: Any, dtype: Any) -> Any:
 
 def has_overflowed(cast: Any, original: Any) -> bool:
     """Returns whether finite numbers have become infinite."""
-    if jnp.finfo(cast.dtype).max >= jnp.finfo(original.dtype).max:  # type: ignore[no-untyped-call]
+    limits: list[Any] = [jnp.finfo(array.dtype) for array in (cast, original)]  # type: ignore[no-untyped-call]
+    if float(limits[0].max) >= float(limits[1].max):
         return False
     library: Any = jnp if isinstance(cast, jax.Array) else np
     return bool(jax.device_get(library.any(~library.isfinite(cast) & library.isfinite(original))))

@@ -426,16 +426,20 @@ class _Epoch:
             self.is_open = True
         length = source.length()
         while length is None or self._next < length:
-            try:
-                item = source.data[self._next]
-            except IndexError as error:
-                raise DataError(
-                    f"`{source.options.name}` is a {type(source.data).__name__} of {length} batches, but its batch {self._next} raised an IndexError: {error}. "
-                    "Return the number of batches from __len__, and batch i from __getitem__(i)."
-                ) from error
-            self._next += 1
-            yield item
+            yield self._take(length)  # Not assigned to a variable, which would keep the batch alive while the next one is made.
         source.end()
+
+    def _take(self, length: int | None) -> Any:
+        source = self._source
+        try:
+            item = source.data[self._next]
+        except IndexError as error:
+            raise DataError(
+                f"`{source.options.name}` is a {type(source.data).__name__} of {length} batches, but its batch {self._next} raised an IndexError: {error}. "
+                "Return the number of batches from __len__, and batch i from __getitem__(i)."
+            ) from error
+        self._next += 1
+        return item
 
     def state_dict(self) -> dict[str, Any]:
         source = self._source

@@ -322,7 +322,3 @@ class TrackerLogger(RunLogger):
             reading.drop_media()
         self._written = checkpoint.step, (written if step == checkpoint.step else frozenset()) | reading.names
         outbox.put(reading)
-
-
-# The modules that pickles of version 0.1 name.
-sys.modules.update({f"{__package__}.points": sys.modules[Point.__module__], f"{__package__}.run_start": sys.modules[RunStart.__module__]})

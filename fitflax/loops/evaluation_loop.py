@@ -303,8 +303,7 @@ def _predictions(
             pending.append(_Dispatched(last, program.predict(used, group, batch, size), group, is_group=size > 1))
             batch = last + 1
             if not program.strategy.is_on_host:
-                for leaf in jax.tree.leaves(pending[-1].outputs):
-                    leaf.copy_to_host_async()
+                _copy_to_host_async(pending[-1].outputs)
         if len(pending) == 2 or (is_over and pending):
             try:
                 yield _to_host(program, pending.pop(0), callbacks)
@@ -314,6 +313,11 @@ def _predictions(
     if batch == 0:
         raise DataError("The data yields no batches. Check that it is neither empty nor an exhausted iterator.")
     callbacks.call("on_predict_end", {})
+
+
+def _copy_to_host_async(outputs: PyTree) -> None:
+    for leaf in jax.tree.leaves(outputs):
+        leaf.copy_to_host_async()
 
 
 def _group_of(feed: Feed, fed: FedBatch, size: int, left: int | None) -> list[FedBatch]:

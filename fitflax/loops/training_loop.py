@@ -42,7 +42,11 @@ class Run:
         self._saver, self._validation = others.saver, others.validation
         self._during_first_step = setup.during_first_step
         self._clock = clock
-        self._agreement = make_agreement(self._session, int(self.plan.info["steps_per_call"]), lambda: self._clock())
+        try:
+            self._agreement = make_agreement(self._session, int(self.plan.info["steps_per_call"]), lambda: self._clock())
+        except BaseException:  # For example, because another process has failed.
+            self._feed.close()  # This ends worker processes of a loader.
+            raise
         self._schedule = Schedule(self.plan.every, self.seconds)
         self._validation_schedule = Schedule(self._validation.trigger, self.seconds)
         self._upcoming: list[FedBatch] = []  # Batches of the next call: at first one, the others are added just before the call.

@@ -355,9 +355,12 @@ class InitialState:
     """Computes the state at step 0 of a task from a key and the shapes of a batch, compiled unless `is_eager()`."""
 
     def __init__(self, task: Task, steps: CompiledSteps, is_eager: Callable[[], bool]) -> None:
-        self._steps, self._is_eager, self._strategy = steps, is_eager, task.strategy
-        self._traced = task.strategy.trace(task.init_state, inputs=("replicated", "split"))
+        self._task, self._steps, self._is_eager, self._strategy = task, steps, is_eager, task.strategy
         self._states: dict[Any, TrainState] = {}  # Shapes, by shapes of a batch and type of the key.
+
+    @functools.cached_property
+    def _traced(self) -> Any:
+        return self._strategy.trace(self._task.init_state, inputs=("replicated", "split"))
 
     def init(self, key: jax.Array, batch: Batch) -> TrainState:
         """Returns the state at step 0, on the devices."""

@@ -347,10 +347,13 @@ def _start_of(pid: int) -> str | None:
 
 
 def _is_running(note: dict[str, Any]) -> bool:
+    pid = note.get("pid")
+    if not isinstance(pid, int):
+        return True
     try:
-        os.kill(note["pid"], 0)
+        os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
         pass
-    return note.get("start") is None or _start_of(note["pid"]) == note["start"]  # Process ids are reused.
+    return note.get("start") is None or _start_of(pid) == note["start"]  # Process ids are reused.

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import json
 import os
-import pickle
 import signal
 import threading
 import time
@@ -277,10 +276,3 @@ def test_settings_are_the_same_in_each_process():
     found = flat({"a": draw, "b": {"c": functools.partial(draw, 1)}, "d": [draw], "e": Thing(), "f": len, "g": float("nan")})
     assert found["a"] == "draw" and found["f"] == "len" and found["g"] == "nan"
     assert not any("0x" in str(value) for value in found.values()), found
-
-
-def test_pickles_of_version_0_1_are_loaded():
-    """They name the modules in which that version defined the classes."""
-    package = Outbox.__module__.rpartition(".")[0]
-    for module, kind in (("points", Point), ("points", Reading), ("run_start", RunStart)):
-        assert pickle.loads(f"c{package}.{module}\n{kind.__name__}\n.".encode()) is kind
