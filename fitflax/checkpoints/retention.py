@@ -60,7 +60,8 @@ class Retention(NamedTuple):
 
 def parse_retention(note: Mapping[str, Any], present: list[int]) -> Retention:
     """Returns what `retention.json` says about the existing steps; `note` is `{}` if the file is missing or damaged."""
-    owners, saving = note.get("owners"), note.get("saving") or {}
+    owners, saving = note.get("owners"), note.get("saving")
+    saving = saving if isinstance(saving, dict) else {}
     lists = [note.get("unknown"), *(owners.values() if isinstance(owners, dict) else [None]), saving.get("instead", [])]
     if not isinstance(note.get("newest"), int) or not all(isinstance(steps, list) and set(map(type, steps)) <= {int} for steps in lists):
         return Retention({}, present, [], {}, is_known=False)

@@ -130,7 +130,7 @@ class TrainLoop:
         _check_function("TrainLoop", "apply", apply)
         seed = integer_of("TrainLoop(seed=...)", seed)
         check_counts(steps_per_epoch=steps_per_epoch)
-        every = trigger_of("TrainLoop", every)
+        steps, every = _total_of(steps), trigger_of("TrainLoop", every)
         strategy = strategy_of("TrainLoop", parallel)
         make_task = functools.partial(Task, model=FunctionModel(init, apply), strategy=strategy, streams=streams_of("TrainLoop", rngs), **_collections(mutable))
         session = Session(CurrentTask(make_task, strategy), seed)
@@ -153,7 +153,7 @@ class TrainLoop:
     def of(cls, session: Session, source: Source, plan: RunPlan, steps: int, class_weight: Mapping[int, float] | None) -> Self:
         """Returns a loop that trains a session's state, for `Trainer.train_loop`."""
         loop = cls.__new__(cls)
-        loop._begin(session, source, plan, steps, session.make_saver(), class_weight=class_weight)
+        loop._begin(session, source, plan, _total_of(steps), session.make_saver(), class_weight=class_weight)
         return loop
 
     def _begin(
@@ -167,9 +167,9 @@ class TrainLoop:
         class_weight: Mapping[int, float] | None = None,
         saved: Saved | None = None,
     ) -> None:
-        self._session, self._steps, self._is_closed, self._has_printed = session, _total_of(steps), False, False
+        self._session, self._steps, self._is_closed, self._has_printed = session, steps, False, False
         session.clear_stop()
-        self._run = Run(prepare_run(session, source, plan, Participants(saver), steps=self._steps or None, class_weight=class_weight, saved=saved))
+        self._run = Run(prepare_run(session, source, plan, Participants(saver), steps=steps or None, class_weight=class_weight, saved=saved))
 
     def __repr__(self) -> str:
         return f"TrainLoop(step={self.step}, steps={self.steps})"

@@ -19,7 +19,7 @@ from fitflax.errors import DataError, ReplicaError
 from fitflax.leaves import is_key, listed
 from fitflax.state import PyTree
 
-__all__ = ["Board", "after_first", "check_same", "exchange", "gather"]
+__all__ = ["after_first", "check_same", "exchange", "gather"]
 
 # For slow processes only: the heartbeat detects lost ones.
 _TIMEOUT_MILLISECONDS = 24 * 3600 * 1000

@@ -17,7 +17,7 @@ from fitflax.checkpoints import checkpoint_store as store_module
 from fitflax.checkpoints import directories
 from fitflax.checkpoints.checkpoint_files import Saved
 from fitflax.checkpoints.checkpoint_store import CheckpointStore
-from fitflax.checkpoints.json_documents import read_document
+from fitflax.checkpoints.json_documents import read_document, replace_document
 from fitflax.checkpoints.resume import load_checkpoint
 from fitflax.checkpoints.save import save_checkpoint
 from fitflax.checkpoints.saver import Saver
@@ -99,7 +99,7 @@ def test_reading_a_missing_step_lists_the_existing_ones(store):
         store.restore(9)
 
 
-@pytest.mark.parametrize("step", [-1, 1.5, None, "1"])
+@pytest.mark.parametrize("step", [-1, 1.5, None, "1", np.array([1, 2])], ids=str)
 def test_an_invalid_step_is_an_error(store, step):
     with pytest.raises(ConfigError, match="step must be an integer of at least 0"):
         save(store, step, value=0)
@@ -136,6 +136,18 @@ def test_metrics_of_the_group_train_have_no_prefix(store):
     save(store, 2, keep=[1], metrics={"train": {"loss": 0.25}})
     assert (store.best("loss", "min"), store.best("dev_acc", "max")) == (2, 1)
     assert store.best("train_loss", "min") is store.best("acc", "max") is None
+
+
+@pytest.mark.parametrize("metrics", [None, 3, {"loss": 0.5}], ids=str)
+def test_metrics_that_a_user_saved_in_another_form_are_ignored(store, metrics):
+    save(store, 1, metrics=metrics)
+    assert store.best("loss", "min") is store.metric(1, "loss") is None
+
+
+def test_of_metrics_with_equal_flat_names_the_first_number_counts(store):
+    save(store, 1, metrics={"train": {"val_loss": 1.0}, "val": {"loss": 2.0}})
+    save(store, 2, keep=[1], metrics={"train": {"val_loss": math.nan}, "val": {"loss": 2.0}})
+    assert (store.metric(1, "val_loss"), store.metric(2, "val_loss")) == (1.0, 2.0)
 
 
 def test_best_skips_unreadable_metadata_with_a_warning(store):
@@ -368,6 +380,16 @@ def test_a_changed_digit_in_retention_deletes_nothing(store):
     with pytest.warns(FitflaxWarning, match=r"retention\.json is damaged, so checkpoints that may still be needed are kept: steps 1, 2, 3\."):
         store.retain("best", [])
     assert store.steps() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("change", [{"owners": {"model": 3}}, {"saving": {"step": 9, "owner": "model", "instead": None}}, {"newest": None}], ids=str)
+def test_values_of_other_types_in_retention_count_as_damage(store, change):
+    save(store, 1)
+    note = {"owners": {}, "unknown": [], "newest": 1, **change}
+    replace_document(store.directory / "retention.json", note)
+    with pytest.warns(FitflaxWarning, match=r"retention\.json is damaged"):
+        save(store, 2, keep=[])
+    assert store.steps() == [1, 2]
 
 
 # --- Disk failures ---

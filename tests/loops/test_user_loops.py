@@ -561,6 +561,14 @@ def test_invalid_arguments_are_errors(options, error, message):
         plain_loop(**options)
 
 
+@pytest.mark.parametrize("steps", [None, -1, 1.5])
+def test_an_invalid_total_of_train_loop_is_an_error(steps):
+    trainer = fitflax.Trainer(DENSE)
+    trainer.compile("sgd", LOSS)
+    with pytest.raises(ConfigError, match="must be"):
+        trainer.train_loop((X, Y), steps=steps)
+
+
 def test_an_argument_that_is_not_the_right_kind_of_function_is_an_error():
     options: dict[str, Any] = {"optimizer": "sgd", "loss": LOSS, "data": (X, Y)}
     with pytest.raises(ConfigError, match=r"TrainLoop\(init=...\) takes a function. Received: a module. Pass its method: model.init."):
