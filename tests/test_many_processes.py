@@ -345,11 +345,11 @@ def names(output: str, lost: int) -> bool:
 ASKING = """
 import atexit, sys, time
 from fitflax import parallel
-from fitflax.parallel import board, launch
+from fitflax.parallel import processes, launch
 
 def ask():
     try:
-        return board.Board("nothing").read_within("comes", 1.5)
+        return processes.Board("nothing").read_within("comes", 1.5)
     except TimeoutError:
         return {}
 
