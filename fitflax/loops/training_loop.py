@@ -40,8 +40,7 @@ class Run:
         others, resumed = setup.participants, setup.resumed
         self.callbacks, self.interruption, self.spent = others.callbacks, others.interruption, others.spent
         self._saver, self._validation = others.saver, others.validation
-        self._during_first_step = setup.during_first_step
-        self._clock = clock
+        self._during_first_step, self._clock = setup.during_first_step, clock
         try:
             self._agreement = make_agreement(self._session, int(self.plan.info["steps_per_call"]), lambda: self._clock())
         except BaseException:  # For example, because another process has failed.
@@ -55,9 +54,8 @@ class Run:
         self._kept: Kept | None = None
         self._timer = Timer(self._clock)
         self._begin_step = self._last_yielded = self.progress.step
-        self._has_yielded = False
         self._pending_checkpoint: Checkpoint | None = None  # Made by the end of an epoch or a validation before it is yielded.
-        self._is_last = self._is_rescue = self._epoch_was_finished = False
+        self._has_yielded = self._is_last = self._is_rescue = self._epoch_was_finished = False
         self.failure: BaseException | None = None  # The error that ended the run, possibly only in this process.
         # From before the end of an epoch, saved instead of the current values if the end is interrupted: states of the callbacks, and the train state,
         # borrowed, unless no checkpoint will need it.

@@ -13,8 +13,24 @@ from typing_extensions import override
 import fitflax.losses as losses
 from fitflax.errors import MetricError, is_integer
 from fitflax.losses.shapes import broadcast_fault, nan_unless
-from fitflax.metrics import base
-from fitflax.metrics.base import Direction, ResetMetric, add_pairs, metric_direction, naming, pair, pair_field, snake_case, static_field, weighted_sums
+from fitflax.metrics.base import (
+    Direction,
+    ResetMetric,
+    Targets,
+    add_pairs,
+    arrays,
+    bound,
+    class_labels,
+    metric_direction,
+    mismatch,
+    naming,
+    pair,
+    pair_field,
+    same_shape,
+    snake_case,
+    static_field,
+    weighted_sums,
+)
 
 __all__ = ["Accuracy", "BinaryAccuracy", "CosineSimilarity", "Mean", "Perplexity", "RootMeanSquaredError", "TopKAccuracy", "class_accuracy"]
 __all__ += ["top_k_accuracy"]
@@ -148,7 +164,7 @@ def BinaryAccuracy(*, threshold: float = 0.0, name: str = "binary_accuracy") -> 
     >>> float(metric.compute())
     0.75
     """
-    return Mean(base.bound(binary_accuracy, threshold=float(threshold)), name=name, direction="max")
+    return Mean(bound(binary_accuracy, threshold=float(threshold)), name=name, direction="max")
 
 
 def TopKAccuracy(*, k: int = 5, name: str = "top_k_accuracy") -> Mean:
@@ -170,7 +186,7 @@ def TopKAccuracy(*, k: int = 5, name: str = "top_k_accuracy") -> Mean:
     """
     if not is_integer(k, 1):
         raise MetricError(f"TopKAccuracy(k=...) must be a positive integer. Received: {k!r}.")
-    return Mean(base.bound(top_k_accuracy, k=int(k), kind="integer or one-hot"), name=name, direction="max")
+    return Mean(bound(top_k_accuracy, k=int(k), kind="integer or one-hot"), name=name, direction="max")
 
 
 def Perplexity(*, name: str = "perplexity") -> Mean:
@@ -214,26 +230,26 @@ def CosineSimilarity(*, name: str = "cosine_similarity") -> Mean:
 
 
 def accuracy(outputs: Any, targets: Any) -> jax.Array:
-    outputs, targets = base.arrays(outputs, targets)
+    outputs, targets = arrays(outputs, targets)
     if outputs.ndim < 2 or outputs.shape[-1] == 1:
         return binary_accuracy(outputs, targets, threshold=0.0)
     return class_accuracy(outputs, targets, kind="integer or one-hot")
 
 
 def binary_accuracy(outputs: Any, targets: Any, *, threshold: float) -> jax.Array:
-    outputs, targets = base.same_shape(outputs, targets)
+    outputs, targets = same_shape(outputs, targets)
     return nan_unless(~jnp.isnan(outputs), jnp.equal(outputs > threshold, targets).astype(jnp.float32))
 
 
-def class_accuracy(outputs: Any, targets: Any, *, kind: base.Targets) -> jax.Array:
+def class_accuracy(outputs: Any, targets: Any, *, kind: Targets) -> jax.Array:
     """Returns 1 if the highest output of each example is its class, else 0."""
-    outputs, labels = base.class_labels(outputs, targets, kind)
+    outputs, labels = class_labels(outputs, targets, kind)
     return _nan_for_nan_rows(outputs, jnp.equal(jnp.argmax(outputs, axis=-1), labels))
 
 
-def top_k_accuracy(outputs: Any, targets: Any, *, k: int, kind: base.Targets) -> jax.Array:
+def top_k_accuracy(outputs: Any, targets: Any, *, k: int, kind: Targets) -> jax.Array:
     """Returns 1 if the class of each example is among its `k` highest outputs, else 0."""
-    outputs, labels = base.class_labels(outputs, targets, kind)
+    outputs, labels = class_labels(outputs, targets, kind)
     labels = labels.astype(jnp.int32)  # Labels may be int8 or floats, which can neither hold nor index all classes.
     known = (labels >= 0) & (labels < outputs.shape[-1])
     at_label = jnp.take_along_axis(outputs, labels[..., None], axis=-1)
@@ -246,9 +262,9 @@ def _nan_for_nan_rows(outputs: jax.Array, is_correct: jax.Array) -> jax.Array:
 
 
 def _cosine(outputs: Any, targets: Any) -> jax.Array:
-    outputs, targets = base.same_shape(outputs, targets)
+    outputs, targets = same_shape(outputs, targets)
     if outputs.ndim < 2 or outputs.shape[-1] < 2:
-        raise base.mismatch("outputs and targets of the same shape [batch, ..., features] with at least two features", outputs, targets)
+        raise mismatch("outputs and targets of the same shape [batch, ..., features] with at least two features", outputs, targets)
     return jnp.sum(_direction(outputs) * _direction(targets), axis=-1)
 
 

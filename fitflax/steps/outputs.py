@@ -340,7 +340,7 @@ class Collected:
             self._join_oldest(max(count - len(self._parts), 0))
         if not count:
             return dict(self._empty)
-        # `merge` only appends, and appending all parts at once takes linear time.
+        # The same as merging the parts one by one, but in linear time.
         return {key: jax.tree.map(lambda *leaves: np.concatenate(leaves), *(part[key] for part in self._parts[:count])) for key in self._empty}
 
     def state_dict(self) -> dict[str, list[Any]]:

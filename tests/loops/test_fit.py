@@ -16,6 +16,7 @@ from fitflax import metrics
 from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, TerminateOnNaN
 from fitflax.data import Shard
 from fitflax.errors import ConfigError, DataError, FitflaxWarning, LossError, MetricError
+from fitflax.loops import training_loop
 from fitflax.loops.session import Intake
 from fitflax.parallel import DataParallel
 
@@ -1112,3 +1113,41 @@ def test_callbacks_know_where_in_its_first_epoch_a_run_starts(tmp_path):
         return callback.begin
 
     assert [begin(steps) for steps in (5, 6, 7)] == [(0, 0), (1, 2), (2, 0)]
+
+
+def test_the_first_batch_is_not_kept_after_its_step():
+    references, alive = [], []
+
+    def batches():
+        for _ in range(5):
+            x, y = map(jnp.asarray, ones(4))
+            references.append(weakref.ref(x))
+            yield x, y
+
+    def look(batch, logs):
+        gc.collect()
+        alive.append(references[0]() is not None)
+
+    make(F()).fit(batches, steps=5, callbacks=[LambdaCallback(on_train_batch_end=look)], verbose=0)
+    assert not alive[-1]
+
+
+@pytest.mark.parametrize("call", ["fit", "train_loop"])
+def test_a_run_that_cannot_begin_closes_its_data(call, monkeypatch):
+    closed = []
+
+    def batches():
+        try:
+            while True:
+                yield ones(4)
+        finally:
+            closed.append(True)
+
+    def fail(*arguments):
+        raise RuntimeError("Another process has failed.")
+
+    monkeypatch.setattr(training_loop, "make_agreement", fail)
+    trainer = make(F())
+    with pytest.raises(RuntimeError, match="Another process") as held:
+        trainer.fit(batches, steps=3, verbose=0) if call == "fit" else trainer.train_loop(batches, steps=3)
+    assert closed and held.value is not None  # The exception keeps the frames, so nothing was closed by garbage collection.

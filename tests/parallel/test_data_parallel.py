@@ -475,6 +475,13 @@ def test_the_error_inside_a_mesh_context_of_the_user_suggests_a_solution(devices
     assert trainer.fit(X, Y, verbose=0).epoch == [0]
 
 
+def test_compile_inside_a_mesh_context_traces_nothing(devices: Devices):
+    trainer = fitflax.Trainer(Net(), parallel=DataParallel(devices(1)))
+    with jax.set_mesh(jax.make_mesh((1,), ("batch",))):
+        trainer.compile("sgd", "mse")
+    assert trainer.fit(X, Y, verbose=0).epoch == [0]
+
+
 def test_a_rule_for_a_collection_that_the_module_does_not_have_is_an_error(devices):
     trainer = trainer_of(WithStats(), devices(2), reduce={"batch_statistics": "mean"})
     with pytest.raises(
