@@ -382,7 +382,9 @@ def test_a_changed_digit_in_retention_deletes_nothing(store):
     assert store.steps() == [1, 2, 3]
 
 
-@pytest.mark.parametrize("change", [{"owners": {"model": 3}}, {"saving": {"step": 9, "owner": "model", "instead": None}}, {"newest": None}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"owners": {"model": 3}}, {"unknown": ["1"]}, {"saving": {"step": 9, "owner": "model", "instead": None}}, {"newest": None}], ids=str
+)
 def test_values_of_other_types_in_retention_count_as_damage(store, change):
     save(store, 1)
     note = {"owners": {}, "unknown": [], "newest": 1, **change}
