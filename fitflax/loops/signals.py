@@ -129,7 +129,8 @@ class Interruption:
         """Returns whether an error is a consequence of the signal: it came from the data, whose workers the signal may have ended. Prints other causes."""
         if self.requested is None or self.leaves_at_once or not is_from_data(error):
             return False
-        if not is_dead_worker(error) and not self._has_reported:
+        is_worker_lost = is_dead_worker(error) or isinstance(error, ConnectionError | EOFError)  # Of a pipe or socket to a worker that has ended.
+        if not is_worker_lost and not self._has_reported:
             self._has_reported = True
             with contextlib.suppress(Exception):
                 print(f"After {self.requested.name}, reading the data failed: {error!r}", file=sys.stderr, flush=True)

@@ -189,15 +189,19 @@ def test_a_custom_handler_is_called_after_the_save_if_workers_get_the_signal_too
     assert bool(steps_in(tmp_path)) == (where != "first batch")
 
 
-def test_an_error_of_the_data_after_a_signal_is_a_consequence_of_it(fresh, tmp_path):
+@pytest.mark.parametrize("error", [RuntimeError("a file is gone"), ConnectionResetError("Connection reset by peer"), EOFError()], ids=repr)
+def test_an_error_of_the_data_after_a_signal_is_a_consequence_of_it(error, fresh, tmp_path, capsys):
+    """A lost connection to a worker is expected after a signal; other causes are printed."""
+
     def batches() -> Iterator[Any]:
         yield from [(TRAIN[0][:4], TRAIN[1][:4])] * 3
         signal.raise_signal(signal.SIGTERM)
-        raise RuntimeError("a worker is gone")
+        raise error
 
     with pytest.raises(SystemExit) as caught:
         fresh.fit(batches, steps=8, verbose=0, callbacks=[ModelCheckpoint(tmp_path)])
     assert (caught.value.code, steps_in(tmp_path), fresh.stop_reason) == (143, [3], "interrupted by SIGTERM")
+    assert ("reading the data failed" in capsys.readouterr().err) == isinstance(error, RuntimeError)
 
 
 @pytest.mark.parametrize("from_data", [True, False])
