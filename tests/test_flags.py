@@ -1,4 +1,4 @@
-"""A complete small run under the debugging options of JAX and Python; the table in docs/debugging.md is made from this list."""
+"""A complete small run under the debugging options of JAX and Python; the table in docs/how-to/debug-a-run.md is made from this list."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "debugging.md"
+PAGE = ROOT / "docs" / "how-to" / "debug-a-run.md"
 SECONDS = 300
 
 
@@ -151,4 +151,4 @@ def table() -> str:
 
 
 def test_the_table_of_options_in_the_docs_matches_the_tested_list():
-    assert table() in PAGE.read_text(encoding="utf-8"), f"docs/debugging.md needs this table:\n{table()}"
+    assert table() in PAGE.read_text(encoding="utf-8"), f"docs/how-to/debug-a-run.md needs this table:\n{table()}"

@@ -1,4 +1,4 @@
-"""Pipelines that augment images in workers, as in docs/input-pipelines.md: a run resumed inside a pass gets each example once, with the same augmentation."""
+"""Pipelines that augment images in workers, as in docs/speed.md: a run resumed inside a pass gets each example once, with the same augmentation."""
 
 import pathlib
 from typing import Any
