@@ -380,6 +380,7 @@ class Trainer:
             pad: Whether to pad short batches to the full shape. If not, each size is compiled separately and must be divisible by the number of devices.
             accumulate_steps: The number of micro-batches that each batch is split into. A step processes them one after another, so that only the activations
                 of one are in memory, and uses the gradient of the whole batch. Batches are padded to a multiple of it. Evaluation and prediction do not split.
+                Scalar and sown losses are averaged over micro-batches, weighted by their real examples.
             precision: The compute dtype of the module: `"float32"`, `"bfloat16"`, or `"float16"` with loss scaling. Parameters and inputs are cast. Stored
                 values, outputs, losses and metrics are float32. Modules with their own `dtype` keep it.
             ema_decay: The decay of averaged parameters in the state, `decay * average + (1 - decay) * parameters` after each step. Evaluation and prediction
@@ -453,7 +454,8 @@ class Trainer:
             seed: The seed of all randomness; by default that of this trainer.
             **values: Finite numbers by name; for an `ensemble` also a sequence with one number per member. Names are `learning_rate` of an optimizer given
                 by name, hyperparameters of `optax.inject_hyperparams`, such as `weight_decay`, and variables of the module's collection `"hyperparams"`,
-                such as `self.variable("hyperparams", "rate", lambda: jnp.float32(0.1)).value`.
+                such as `self.variable("hyperparams", "rate", lambda: jnp.float32(0.1)).value`. If the module and the optimizer use the same name, the value
+                of the module is set.
 
         Raises:
             ConfigError: `seed` is not a valid seed.
@@ -553,7 +555,8 @@ class Trainer:
         """Prints layers with shapes and parameters, the sizes of the parts of the state, and the compute cost of the model.
 
         Each array is counted once, even if several devices hold it. Only shapes are computed. Model FLOPs count the floating-point operations of matrix
-        products and convolutions; those of training are three times those of the forward pass. The memory of the compiled step is JAX's estimate.
+        products and convolutions, without recomputation by `nn.remat`, loops of unknown length, and kernels written outside JAX; those of training are three
+        times those of the forward pass. The memory of the compiled step is JAX's estimate.
 
         Args:
             sample: A batch as in `build`, or only inputs (pass several as `((x1, x2),)`); by default the first batch of the last call.
@@ -675,8 +678,8 @@ class Trainer:
                 modules an `nnx.Rngs`, and only if the override has this argument.
 
         Returns:
-            Values per example, `[batch]` or `[batch, ...]`, or a dict of these whose means are added; changed collections; and `aux`, a flat dict of scalars
-            or values per example for the logs. Its entry `"outputs"` is passed to the compiled metrics.
+            Values per example, `[batch]` or `[batch, ...]`, or a dict of these whose means are added; changed collections, with `losses` if the module sows
+            values into it; and `aux`, a flat dict of scalars or values per example for the logs. Its entry `"outputs"` is passed to the compiled metrics.
 
         >>> import numpy as np
         >>> class Regularized(Trainer):
@@ -701,7 +704,8 @@ class Trainer:
         Logs are means over the epoch, so metrics that are not means (r2, rmse, perplexity) become means of their values per batch. The compiled loss and
         metrics are then used only in evaluation.
 
-        An NNX module is created with `merge(params, state.model_state, train=True)`; `split` returns its collections.
+        An NNX module is created with `merge(params, state.model_state, train=True)`; `split` returns its collections. With layers in fp8, the override must
+        replace the collection `_overwrite_with_gradient` with its gradient.
 
         Args:
             state: The state before the step.
@@ -1219,7 +1223,7 @@ class Trainer:
         early if the loss diverges. The trainer does not change, and repeated calls return the same curve. `steps_per_call` is ignored.
 
         Args:
-            data: As in `fit`, except iterators, which would be consumed.
+            data: As in `fit`, except iterators, which would be consumed. If a loader has a random generator, the test advances it.
             y: Targets, for arrays.
             sample_weight: Weights, for arrays.
             lowest: The first rate.
@@ -1524,8 +1528,9 @@ class Trainer:
     ) -> RestoreReport:
         """Loads parameters and collections from safetensors of any origin; the optimizer and the step are reset.
 
-        Without a mapping it is the same as `restore(path, weights_only=True)`. Only the needed parts of a file are read: it is memory-mapped, and every size
-        and offset in it is checked. Nothing is unpickled or executed. After an error the state is unchanged.
+        Without a mapping it is the same as `restore(path, weights_only=True)`, and names in the file are paths joined by `.`. In a file of another program,
+        all arrays are parameters if no name begins with `params.`. Only the needed parts of a file are read: it is memory-mapped, and every size and offset
+        in it is checked. Nothing is unpickled or executed. After an error the state is unchanged.
 
         Args:
             path: A `.safetensors` file; an index of several files, or their common name; a directory with one of these, as on the Hugging Face Hub; or a URL.

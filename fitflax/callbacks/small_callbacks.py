@@ -162,7 +162,7 @@ class TerminateOnNaN(Callback):
     """Stops a run when the loss, a gradient or a parameter is not finite, and reports the first such step and value.
 
     It checks every `log_every` steps. The step and the value are still exact, because the compiled step records them. A run that was stopped stays stopped
-    after a resume.
+    after a resume. Steps that the loss scaling of float16 skips are ignored, unless the scale is 1 or the loss is not finite.
 
     Attributes:
         bad_step: The first step with values that are not finite, counted from 1; `None` if there was none.

@@ -35,7 +35,8 @@ class MLflowLogger(TrackerLogger):
 
     Values are metrics, and hyperparameters are params. Params cannot be changed: if a resumed run has another value, it is logged as the tag `<name> after
     resume`. If there is an active run of `mlflow.start_run` in this thread, the logger uses it and does not end it. Otherwise the run has the tag
-    `fitflax.run`, by which a resume finds it even if it began after the checkpoint was saved. Arguments that are not listed are those of `TrackerLogger`.
+    `fitflax.run`, by which a resume finds it even if it began after the checkpoint was saved. Characters that MLflow does not allow in names are replaced by
+    `_`, and a digest is appended. Arguments that are not listed are those of `TrackerLogger`.
 
     Args:
         experiment: The experiment's name. It is created if it does not exist; by default, the active experiment.

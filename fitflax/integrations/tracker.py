@@ -43,7 +43,7 @@ class TrackerLogger(RunLogger):
 
     A thread reads the values from the device and sends them every two seconds; training never waits for it. If the tracker is down or slow, there is one
     warning, and values are sent later. Values that cannot be sent by the end are reported in a second warning and kept in the last checkpoint; run the script
-    again with `resume` to send them.
+    again with `resume` to send them. With several processes, only the first one logs.
 
     A resumed run continues the tracker's run. It repeats the steps after its checkpoint with the same values, which are not logged twice. If settings have
     changed and the tracker already has values beyond the checkpoint, a new run begins, whose hyperparameters name the old one.

@@ -36,6 +36,7 @@ class WandbLogger(TrackerLogger):
 
     The x axis is the step. If there is an active run of `wandb.init`, the logger uses it and does not end it; pass `step=trainer.step` in your calls of
     `wandb.log`. In offline mode, each process writes a separate directory with the same run id, and `wandb sync` merges them into one run.
+    If W&B's process hangs, `fit` returns after `end_seconds`, but W&B may wait again when Python exits; offline mode avoids this.
     Arguments that are not listed are those of `TrackerLogger`.
 
     Args:
