@@ -43,6 +43,8 @@ class Shard:
     batch, of which each process feeds an equal part; data that comes in batches is used as it is. Shards need not have equal lengths: a pass ends when all
     have ended. Metrics cover the examples of all processes; `predict` returns the outputs of this process. In a single process, a shard is the data itself.
 
+    If `Sharded` splits batches into fewer parts than there are processes, some processes must pass the same shard. `Sharded(...).part` is its `(index, count)`.
+
     Attributes:
         data: What `fit` accepts: arrays, `(x, y)`, loaders.
 

@@ -176,9 +176,9 @@ def initialize(
 ) -> None:
     """Connects this process to the others of the same program; does nothing in a single process. Call it before any other use of JAX.
 
-    It calls `jax.distributed.initialize`, which detects the arguments under Slurm, Open MPI and Kubernetes and on Cloud TPUs. Afterwards the default
-    strategy of a trainer uses the devices of all processes, and a SIGTERM to any process makes all of them save the same step and stop. Unlike with JAX
-    alone, a failed process does not wait for the others at exit, so they notice the failure.
+    It calls `jax.distributed.initialize`, which detects the arguments under Slurm, Open MPI and Kubernetes and on Cloud TPUs. Kubernetes needs `jax[k8s]`
+    and permission to read pods. Afterwards the default strategy of a trainer uses the devices of all processes, and a SIGTERM to any process makes all of
+    them save the same step and stop. Unlike with JAX alone, a failed process does not wait for the others at exit, so they notice the failure.
 
     In a worker of Ray Train the arguments come from Ray, unless Ray has initialized JAX itself. Ray also handles failures: it ends all workers if one is
     lost, and restarts them.
