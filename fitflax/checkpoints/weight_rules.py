@@ -49,7 +49,7 @@ class WeightRule:
     """Maps one or several arrays of a file to the model and back.
 
     Names and paths may have fields such as `{layer}`. A field matches any text without `.` and `/`, and has the same value on both sides, so one rule
-    covers all layers.
+    covers all layers. In a list of rules, the first one that matches a name applies.
 
     Args:
         theirs: The name in the file, or several names whose arrays `load` receives together.
