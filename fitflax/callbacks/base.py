@@ -179,7 +179,10 @@ class Callback:
         """Called once at the end of a run, even if it failed. `logs` are those of the last epoch."""
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any]) -> None:
-        """Called before an epoch's first batch is requested, but not when a resume starts inside the epoch. `logs` is empty."""
+        """Called before an epoch's first batch is requested, but not when a resume starts inside the epoch. `logs` is empty.
+
+        Workers of a PyTorch `DataLoader` with `persistent_workers` see a change of the data set only if it is in shared memory.
+        """
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Called after an epoch's last batch and its validation."""

@@ -394,7 +394,8 @@ def serial(*steps: Callable[[Any], Any]) -> Serial:
     """Composes functions `checkpoint -> checkpoint`, such as evaluation loops and callbacks. The result is a context manager that closes writers.
 
     Args:
-        *steps: The functions, in calling order. Each takes the result of the previous one.
+        *steps: The functions, in calling order. Each takes the result of the previous one. What callbacks before a `ModelCheckpoint` wrote is on disk
+            before it saves.
 
     Raises:
         ConfigError: One of them is not callable.
