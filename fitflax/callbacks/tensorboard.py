@@ -58,7 +58,7 @@ class TensorBoard(RunLogger):
         directory: A path or URL, one for each run, created if it is missing. Files in a bucket are uploaded whole, every 30 s and before each checkpoint.
         every: When to write values of training, in addition to the end of each epoch; by default every 50 steps.
         histograms: When to write histograms of parameters and gradients; by default never. The run then keeps the gradient of each step, which takes as much
-            memory as the parameters.
+            memory as the parameters. Arrays that are split between processes are left out.
         sown: The collection whose sown values are written; `None` for none.
         peak_flops: The peak floating-point operations per second of a device; by default the data sheet's value in bfloat16, for known GPUs and TPUs.
         storage_options: Options for a URL; see `ModelCheckpoint`.
