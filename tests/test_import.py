@@ -239,5 +239,5 @@ print(json.dumps({
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
     result = run(python, "-I", "-W", "error", "script.py", cwd=tmp_path, env=outside)
     assert result.returncode == 0 and result.stdout.endswith("(450, 10)\n"), result.stdout + result.stderr
-    listed = run(python, "-I", "-W", "error", "-m", "fitflax", "checkpoints", "runs/digits/checkpoints", "--verify", cwd=tmp_path, env=outside)
+    listed = run(python, "-I", "-W", "error", "-m", "fitflax", "checkpoints", "runs/mlp/checkpoints", "--verify", cwd=tmp_path, env=outside)
     assert listed.returncode == 0 and "val_accuracy" in listed.stdout, listed.stdout + listed.stderr
