@@ -50,7 +50,7 @@ def test_the_picture_is_a_png(tmp_path):
 
 @pytest.mark.slow
 def test_a_real_run_takes_about_as_long_as_the_simulation_says():
-    options = argparse.Namespace(steps=3000, every=50, width=128, kills=2.0, seed=2)
+    options = argparse.Namespace(steps=3000, every=50, width=128, kills=2.0, seed=1)  # The first kill of this seed comes early.
     report = goodput.compare_real(options)
     found = re.search(r"average: ([\d.]+) s, (\d+) kills, .*Simulated: mean ([\d.]+) s", report)
     assert found is not None and int(found[2]) > 0, report
