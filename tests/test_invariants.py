@@ -16,7 +16,7 @@ from jax._src import array as jax_array
 
 import fitflax
 from fitflax.callbacks import BestCheckpoint, EarlyStopping, LambdaCallback, ModelCheckpoint, TerminateOnNaN
-from fitflax.logs import Values
+from fitflax.logs import StepValues, Values
 from fitflax.parallel import DataParallel
 from fitflax.parallel.transfer import MAX_SHORT_STEPS, InFlight
 
@@ -267,14 +267,16 @@ def in_flight(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         return waiting
 
-    init = Values.__init__
+    def recording_init(init: Any) -> Any:
+        def initialize(self: Values, *arguments: Any, **keywords: Any) -> None:
+            init(self, *arguments, **keywords)
+            pending.append(self)
+            found.append(len(pending))
 
-    def recording_init(self: Values, places: Any, vector: Any, *late: Any) -> None:
-        init(self, places, vector, *late)
-        pending.append(self)
-        found.append(len(pending))
+        return initialize
 
-    monkeypatch.setattr(Values, "__init__", recording_init)
+    for kind in (Values, StepValues):  # Each dataclass has its own initialization.
+        monkeypatch.setattr(kind, "__init__", recording_init(kind.__init__))
     monkeypatch.setattr(Values, "wait", recording_wait(Values.wait))
     monkeypatch.setattr(Values, "_read", recording_wait(Values._read))
     return found

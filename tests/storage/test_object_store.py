@@ -100,7 +100,7 @@ def where(request, servers):
     # Short where a server does not answer on purpose, but a server on a busy machine may take seconds to answer.
     limit = "5s" if is_faulty else "60s"
     client = {**options.get("client_options", {}), "timeout": limit, "connect_timeout": limit}
-    retry = {"max_retries": 2, "retry_timeout": object_store.dt.timedelta(seconds=1), "backoff": {"init_backoff": object_store.dt.timedelta(milliseconds=20)}}
+    retry = {"max_retries": 2, "retry_timeout": object_store.dt.timedelta(seconds=20), "backoff": {"init_backoff": object_store.dt.timedelta(milliseconds=20)}}
     return Where(f"{url}/runs/a", {**options, "client_options": client, "retry_config": retry}, proxy)
 
 
