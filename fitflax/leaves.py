@@ -16,9 +16,6 @@ import numpy as np
 
 from fitflax.errors import ConfigError, FitflaxError, did_you_mean
 
-__all__ = ["as_config", "as_patterns", "describe_shapes", "flat", "is_key", "key_of", "listed", "matching", "named_leaves", "on_host", "path_name"]
-__all__ += ["through_key_data"]
-
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 

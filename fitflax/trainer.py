@@ -57,8 +57,6 @@ from fitflax.storage import Location
 from fitflax.triggers import Trigger
 from fitflax.triggers import every as make_every
 
-__all__ = ["Trainer"]
-
 if TYPE_CHECKING:
     from flax import nnx
 

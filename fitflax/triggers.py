@@ -12,8 +12,6 @@ from typing_extensions import override
 
 from fitflax.errors import ConfigError, is_integer
 
-__all__ = ["Moment", "Schedule", "Trigger", "at", "every", "first"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moment:

@@ -18,8 +18,6 @@ from fitflax.state import TrainState
 from fitflax.storage import Location
 from fitflax.triggers import Moment, Schedule, Trigger
 
-__all__ = ["HOOKS", "Callback", "Phase", "PlainRun", "TrainerView", "check_number", "check_trigger", "moment_of", "overrides"]
-
 
 class TrainerView(Protocol):
     """The part of a trainer that callbacks may use.

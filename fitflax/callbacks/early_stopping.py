@@ -16,8 +16,6 @@ from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.errors import CallbackError, MonitorError, did_you_mean, is_integer
 from fitflax.logs import Logs, default_direction
 
-__all__ = ["EarlyStopping", "Monitor", "MonitorCallback"]
-
 
 class Monitor:
     """Reads the value of one log key, and knows which of two values is better.

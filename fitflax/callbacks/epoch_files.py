@@ -28,8 +28,6 @@ from fitflax.errors import CallbackError, ConfigError, warn
 from fitflax.logs import Logs, row_of
 from fitflax.storage import ObjectPath, locate
 
-__all__ = ["CSVLogger", "JSONLogger"]
-
 EPOCH = "epoch"
 MISSING = "NA"
 

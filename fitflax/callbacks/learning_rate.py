@@ -13,8 +13,6 @@ from fitflax.callbacks.early_stopping import MonitorCallback
 from fitflax.errors import CallbackError, OptimizerError, is_integer
 from fitflax.logs import Logs
 
-__all__ = ["LearningRateScheduler", "ReduceLROnPlateau"]
-
 
 class LearningRateScheduler(Callback):
     """Sets the learning rate at the beginning of each epoch, and logs it as `learning_rate` at the end.

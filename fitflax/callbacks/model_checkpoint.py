@@ -19,8 +19,6 @@ from fitflax.storage import Location
 from fitflax.triggers import Trigger
 from fitflax.triggers import every as make_every
 
-__all__ = ["ModelCheckpoint", "StoreCallback"]
-
 
 class StoreCallback(Callback):
     """Base class of callbacks that save in a `CheckpointStore`. It locks and claims the directory; subclasses decide which checkpoints to keep.

@@ -17,8 +17,6 @@ from fitflax.state import PyTree
 from fitflax.triggers import Trigger
 from fitflax.triggers import every as make_every
 
-__all__ = ["Clock", "RunLogger", "Stamp", "learning_rates"]
-
 
 class Stamp(NamedTuple):
     """The training thread's time at a log point."""

@@ -26,8 +26,6 @@ from fitflax.storage.paths import path_component
 from fitflax.triggers import Schedule, Trigger
 from fitflax.triggers import every as make_every
 
-__all__ = ["TensorBoard"]
-
 # The mark of files with values that a run that ended inside an epoch wrote after its last checkpoint. A resume deletes them.
 CLOSING = ".closing-"
 

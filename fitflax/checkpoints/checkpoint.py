@@ -22,8 +22,6 @@ from fitflax.steps.live_state import LiveState
 from fitflax.steps.outputs import NOTHING, Keep, Kept
 from fitflax.storage import Location
 
-__all__ = ["Checkpoint", "RunPosition", "RunView", "Summary", "Timer"]
-
 
 class Timer:
     """Measures a stretch of training that ends when the device has finished, without compilation and the consumer of checkpoints."""

@@ -18,8 +18,6 @@ from fitflax.parallel.placement import Form, Packed, copy_to_host_memory, has_ho
 from fitflax.state import PyTree, TrainState
 from fitflax.steps.live_state import LiveState
 
-__all__ = ["Snapshots", "host_copy", "unpack"]
-
 _PIECE_BYTES = 2**24
 
 

@@ -17,8 +17,6 @@ from fitflax.errors import CheckpointError, CheckpointNotFoundError
 from fitflax.leaves import matching
 from fitflax.storage import locate
 
-__all__ = ["Difference", "add_compare_arguments", "add_list_arguments", "compare", "run_compare", "run_list", "table"]
-
 # The parts of `metadata.json` that describe how a run was configured.
 _SETTINGS = ("settings", "compiled", "config", "versions")
 

@@ -17,11 +17,6 @@ from fitflax.errors import ConfigError, DataError, did_you_mean, is_integer
 from fitflax.leaves import listed
 from fitflax.state import Batch, PyTree
 
-__all__ = [
-    *("DEFAULT_BATCH_SIZE", "FedBatch", "Form", "Position", "Selection", "Triple", "check_batch_size", "check_fits", "count_examples", "describe_leaves"),
-    *("fingerprint", "form_of", "full_mask", "has_rows", "in_one_piece", "is_structure", "leaf_paths", "num_examples", "to_numpy"),
-]
-
 DEFAULT_BATCH_SIZE = 32
 _MAX_HASHED_BYTES = 2**20
 

@@ -20,8 +20,6 @@ from fitflax.data.batch import DEFAULT_BATCH_SIZE, Position, Selection, Triple, 
 from fitflax.data.loader_state import Bookmark, LoaderPass, Pass, drop, has_states, open_loader, set_state, start_workers, state_methods
 from fitflax.errors import ConfigError, DataError, warn
 
-__all__ = ["AdaptedSource", "DataOptions", "FunctionSource", "IterableSource", "OneShotSource", "SequenceSource", "Shares", "Source", "is_instance"]
-
 
 def is_instance(data: Any, *kinds: str) -> bool:
     """Returns whether `data` is an instance of one of the classes `module.name`, of those modules that have been imported.

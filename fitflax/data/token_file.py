@@ -16,8 +16,6 @@ from fitflax.data.batch import Position, Triple, check_fits
 from fitflax.data.sources import DataOptions
 from fitflax.errors import ConfigError, DataError, is_integer
 
-__all__ = ["Permutation", "TokenFile", "TokenSource"]
-
 _ROUNDS = 4
 # The constants of xxHash's 32-bit avalanche (Yann Collet, 2012).
 _MIX = (0x85EBCA77, 0xC2B2AE3D)

@@ -28,9 +28,6 @@ from fitflax.loops.signals import Interruption
 from fitflax.loops.training_loop import Run
 from fitflax.triggers import Trigger
 
-__all__ = ["FitData", "adapt_validation_data", "check_end", "find_checkpoint", "make_validation", "num_batches_of", "params_of", "run_with_callbacks"]
-
-
 # -- data --
 
 

@@ -28,8 +28,6 @@ from fitflax.parallel.processes import exchange
 from fitflax.state import Batch
 from fitflax.steps.program import Program
 
-__all__ = ["Intake", "Session", "as_given"]
-
 # Number of iterators to recognize; a trainer that is given many must not keep them all.
 _MAX_ITERATORS = 8
 

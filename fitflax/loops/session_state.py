@@ -24,8 +24,6 @@ from fitflax.steps.optimizer import LossScaled, scaled_state
 from fitflax.steps.program import check_places
 from fitflax.steps.train_step import Task
 
-__all__ = ["Progress", "SessionState"]
-
 
 @dataclasses.dataclass
 class Progress:

@@ -41,8 +41,6 @@ from fitflax.parallel.launch import is_actor, listening, note_failure
 from fitflax.parallel.processes import Board, exchange
 from fitflax.state import TrainState
 
-__all__ = ["Agreement", "DistributedAgreement", "Interruption", "check_same_in_all_processes", "fingerprint_of", "make_agreement"]
-
 # Interval of the listening steps: at least this, and a second for each 500 processes, because all of them read from one coordinator.
 _INTERVAL_SECONDS = 1.0
 _PROCESSES_A_SECOND = 500

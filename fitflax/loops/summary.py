@@ -19,8 +19,6 @@ from fitflax.steps.gradients import split_key
 from fitflax.steps.optimizer import parameter_groups
 from fitflax.steps.program import PASSES
 
-__all__ = ["describe"]
-
 
 def describe(session: Session, sample: Triple | None, *, memory: bool, sharding: bool) -> str:
     """Returns a session's model as a table with its costs, for the shapes of a batch, by default the last one.

@@ -24,8 +24,6 @@ from fitflax.steps.outputs import Kept
 from fitflax.steps.program import check_total_weight
 from fitflax.triggers import Moment, Schedule, Trigger
 
-__all__ = ["Run"]
-
 # Maximum number of steps between which only signals are checked, and maximum time of them if a callback shows progress.
 _MAX_STEPS_WITHOUT_HOOKS = 1000
 _SECONDS_WITHOUT_HOOKS = 0.05

@@ -44,8 +44,6 @@ from fitflax.storage.lock import holder_of
 from fitflax.triggers import Trigger
 from fitflax.triggers import every as make_every
 
-__all__ = ["EvalLoop", "TrainLoop", "plan_of", "predict_on_batch", "test_on_batch", "train_on_batch"]
-
 _EVERY_STEP = make_every(steps=1)
 _ALL_BUT_PARAMS = DenyList("params")
 

@@ -32,9 +32,6 @@ from fitflax.metrics.base import (
     weighted_sums,
 )
 
-__all__ = ["Accuracy", "BinaryAccuracy", "CosineSimilarity", "Mean", "Perplexity", "RootMeanSquaredError", "TopKAccuracy", "class_accuracy"]
-__all__ += ["top_k_accuracy"]
-
 _TRANSFORMS: dict[str | None, Callable[[jax.Array], jax.Array]] = {None: lambda mean: mean, "sqrt": jnp.sqrt, "exp": jnp.exp}
 
 
@@ -230,6 +227,7 @@ def CosineSimilarity(*, name: str = "cosine_similarity") -> Mean:
 
 
 def accuracy(outputs: Any, targets: Any) -> jax.Array:
+    """Returns 1 if an example's class is right, else 0: the highest output, or for a single output, its sign."""
     outputs, targets = arrays(outputs, targets)
     if outputs.ndim < 2 or outputs.shape[-1] == 1:
         return binary_accuracy(outputs, targets, threshold=0.0)
@@ -237,6 +235,7 @@ def accuracy(outputs: Any, targets: Any) -> jax.Array:
 
 
 def binary_accuracy(outputs: Any, targets: Any, *, threshold: float) -> jax.Array:
+    """Returns 1 if an output is above `threshold` exactly if its target is 1, else 0."""
     outputs, targets = same_shape(outputs, targets)
     return nan_unless(~jnp.isnan(outputs), jnp.equal(outputs > threshold, targets).astype(jnp.float32))
 

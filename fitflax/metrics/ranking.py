@@ -19,8 +19,6 @@ from typing_extensions import override
 from fitflax.errors import MetricError, is_integer
 from fitflax.metrics.base import Counts, Direction, Metric, Rows, as_examples, ratio, rows_field, static_field, undefined, weights_of
 
-__all__ = ["AUC", "BinnedAUC", "ColumnAverage", "Curve", "ExactAUC", "SampleCollector"]
-
 Curve = Literal["ROC", "PR"]
 ColumnAverage = Literal["macro", "micro", "weighted"]
 _CURVES = ("ROC", "PR")

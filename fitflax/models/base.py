@@ -19,10 +19,6 @@ from fitflax.leaves import describe_shapes, listed
 from fitflax.parallel.placement import outside_mesh
 from fitflax.state import AxisNames, Batch, PyTree, is_axes_collection, parts_of
 
-__all__ = ["ARGUMENT_HINT", "MODE_KEYWORDS", "RNG_HINT", "TRANSIENT", "Draws", "Hints", "Losses", "Model", "OwnVariables", "call_arguments"]
-__all__ += ["describe_differences", "is_dropout_error", "mode_keywords", "mutable_filter", "parameters_of", "plain_fields", "tabulated", "with_any_mesh"]
-__all__ += ["without_names"]
-
 # The value of each mode keyword when training; its negation otherwise.
 MODE_KEYWORDS = {"train": True, "training": True, "deterministic": False}
 

@@ -35,8 +35,6 @@ from fitflax.models.base import (
 )
 from fitflax.state import PyTree
 
-__all__ = ["FunctionModel", "LinenModel", "adapt_linen", "evaluation_code", "static_by_position"]
-
 # Limits of the search for mode fields: nested levels, and objects without such fields, of which a tokenizer has many.
 _MAX_DEPTH, _MAX_OBJECTS = 6, 1000
 _OF_MODULES = ("parent", "name")

@@ -20,9 +20,6 @@ from fitflax.metrics.base import snake_case
 from fitflax.models.base import MODE_KEYWORDS, OwnVariables, parameters_of
 from fitflax.state import AxisNames, PyTree
 
-__all__ = ["FROZEN", "PARAMS", "Definition", "Filter", "ModuleVariables", "Path", "Slot"]
-__all__ += ["as_state", "at", "by_collection", "collected", "collection_of", "in_mode", "raw", "split_module"]
-
 Path = tuple[Any, ...]
 
 PARAMS, FROZEN, ARRAYS, STREAMS = "params", "frozen", "arrays", "rngs"

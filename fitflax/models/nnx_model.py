@@ -54,8 +54,6 @@ from fitflax.models.nnx_graph import (
 )
 from fitflax.state import AxisNames, Batch, PyTree
 
-__all__ = ["NNXModel", "adapt_nnx"]
-
 
 class _Mode(NamedTuple):
     """A module in one of its modes.

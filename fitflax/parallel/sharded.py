@@ -24,8 +24,6 @@ from fitflax.parallel.strategy import Compiled, Debuggable, Layout, Places, Stra
 from fitflax.parallel.transfer import InFlight, Transfer, limit_for, of_feed
 from fitflax.state import PyTree, TrainState
 
-__all__ = ["Sharded"]
-
 # Mesh axes over which batches are split without a rule for `batch`.
 _BATCH_AXES = ("data", "fsdp")
 

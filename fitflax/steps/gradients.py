@@ -29,8 +29,6 @@ from fitflax.steps.loss import Objective
 from fitflax.steps.optimizer import Numerics
 from fitflax.steps.outputs import Returned, TotalLoss, map_outputs, rows_of
 
-__all__ = ["MUTABLE_HINT", "SCALAR", "ComputeLoss", "ForwardPass", "Notes", "StreamKeys", "Streams", "merge_all", "ratio", "split", "split_key"]
-
 ComputeLoss = Callable[..., tuple[Any, dict[str, PyTree], dict[str, Any]]]
 
 SCALAR = "scalar"

@@ -19,19 +19,6 @@ from fitflax.parallel.placement import Packed
 from fitflax.parallel.strategy import Compiled
 from fitflax.state import PyTree, TrainState
 
-__all__ = [
-    "Carry",
-    "EvalParams",
-    "LiveState",
-    "Sums",
-    "collect_dropped",
-    "find_eval_params",
-    "same_types",
-    "schedule_free_eval_params",
-    "state_faults",
-    "strong_types",
-]
-
 # Above this size, fresh memory costs more than waiting for a step: XLA allocates it for each copy, while `host_copy` reuses memory.
 _LARGE_BYTES = 2**26
 

@@ -25,8 +25,6 @@ from fitflax.metrics.foreign import ForeignMetric, adapt_clu, adapt_nnx, is_clu,
 from fitflax.state import PyTree
 from fitflax.steps.outputs import members_of
 
-__all__ = ["MetricEntry", "Objective"]
-
 LossFn = Callable[..., jax.Array]
 
 # Losses whose targets are probabilities.

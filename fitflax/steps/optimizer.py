@@ -27,8 +27,6 @@ from fitflax.state import PyTree, shapes_in
 from fitflax.steps.live_state import state_faults
 from fitflax.steps.outputs import map_outputs
 
-__all__ = ["LossScaled", "Numerics", "is_finite", "loss_functions", "parameter_groups", "scaled_state", "unscaled", "with_extra_arguments", "with_loss_scale"]
-
 _HALF = {"bfloat16": jnp.bfloat16, "float16": jnp.float16}
 _PRECISIONS = ("float32", *_HALF)
 

@@ -31,8 +31,6 @@ from fitflax.steps.loss import Objective
 from fitflax.steps.optimizer import MIN_SCALE, Numerics, is_finite, loss_functions, unscaled
 from fitflax.steps.outputs import NOTHING, EvalSums, Keep, Kept, Suspects, TotalLoss, TrainSums, collects, computed, rows_of, summed
 
-__all__ = ["EnsembleTask", "Task", "best_member", "member_of"]
-
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
 
 # Separates the key of initialization from those of steps.
