@@ -30,7 +30,7 @@ from fitflax.data.batch import Selection
 from fitflax.diagnostics import LearningRateCurve, NanReport
 from fitflax.diagnostics.nan_hunt import WATCHED, hunt_nan, last_finite
 from fitflax.diagnostics.rate_finder import find_learning_rate
-from fitflax.errors import ConfigError, NotReadyError, is_integer, no_attribute, warn
+from fitflax.errors import ConfigError, NotReadyError, integer_of, is_integer, no_attribute, warn
 from fitflax.exporting import export_inference
 from fitflax.leaves import as_config
 from fitflax.logs import TimeSpent
@@ -167,7 +167,7 @@ class Trainer:
         eval_kwargs: Mapping[str, Any] | None = None,
         ensemble: int | None = None,
     ) -> None:
-        seed = configuration.integer_of("Trainer(seed=...)", seed)
+        seed = integer_of("Trainer(seed=...)", seed)
         self._model, self._eval_model = model, eval_model
         self._selection = Selection(inputs, targets)
         self._history, self._members = History(), ensemble
@@ -439,7 +439,7 @@ class Trainer:
         >>> len({float(member.state.params["kernel"][0, 0]) for member in members})
         3
         """
-        return self._copy_without_state(configuration.integer_of("with_seed(seed=...)", seed), self._session.state.hyperparams)
+        return self._copy_without_state(integer_of("with_seed(seed=...)", seed), self._session.state.hyperparams)
 
     def with_hyperparams(self, *, seed: int | None = None, **values: float | Sequence[float]) -> Self:
         """Returns a new trainer with the same configuration, other initial hyperparameters and no state.
@@ -468,7 +468,7 @@ class Trainer:
         [0.1, 0.01]
         """
         session = self._session
-        seed = configuration.integer_of("with_hyperparams(seed=...)", session.seed if seed is None else seed)
+        seed = integer_of("with_hyperparams(seed=...)", session.seed if seed is None else seed)
         session.task.need_compiled("with_hyperparams")
         if session.state.live is not None and session.state.live.is_intact and not session.state.is_serving:
             with_hyperparams(session.state.live.borrow(), values)
@@ -902,7 +902,7 @@ class Trainer:
         session.need_idle("fit")
         configuration.check_counts(steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch, log_every=log_every)
         configuration.check_counts(validation_steps=validation_steps, validation_batch_size=validation_batch_size)
-        initial_epoch = configuration.integer_of("initial_epoch", initial_epoch)
+        initial_epoch = integer_of("initial_epoch", initial_epoch)
         trial, num_overfit = num_batches_of(fast_dev_run=fast_dev_run, overfit_batches=overfit_batches)
         if trial:
             steps, epochs, validation_steps, validation_freq, resume = trial, initial_epoch + 1, None, 1, None

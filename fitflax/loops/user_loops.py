@@ -23,9 +23,9 @@ from fitflax.data import Source, adapt
 from fitflax.data.batch import Selection, Triple
 from fitflax.data.padding import without_padding
 from fitflax.data.shards import Shard
-from fitflax.errors import CheckpointError, ConfigError
+from fitflax.errors import CheckpointError, ConfigError, integer_of
 from fitflax.leaves import as_config
-from fitflax.loops.configuration import CurrentTask, check_counts, group_name, integer_of, strategy_of, streams_of, trigger_of, zeros
+from fitflax.loops.configuration import CurrentTask, check_counts, group_name, strategy_of, streams_of, trigger_of, zeros
 from fitflax.loops.evaluation_loop import Evaluation
 from fitflax.loops.session import Session
 from fitflax.loops.setup import Participants, RunPlan, find_saved, prepare_run

@@ -11,7 +11,7 @@ from flax import struct
 from typing_extensions import override
 
 import fitflax.losses as losses
-from fitflax.errors import MetricError, is_integer
+from fitflax.errors import MetricError, integer_of
 from fitflax.losses.shapes import broadcast_fault, nan_unless
 from fitflax.metrics.base import (
     Direction,
@@ -181,9 +181,8 @@ def TopKAccuracy(*, k: int = 5, name: str = "top_k_accuracy") -> Mean:
     >>> float(metric.compute())
     0.5
     """
-    if not is_integer(k, 1):
-        raise MetricError(f"TopKAccuracy(k=...) must be a positive integer. Received: {k!r}.")
-    return Mean(bound(top_k_accuracy, k=int(k), kind="integer or one-hot"), name=name, direction="max")
+    k = integer_of("TopKAccuracy(k=...)", k, at_least=1, error=MetricError)
+    return Mean(bound(top_k_accuracy, k=k, kind="integer or one-hot"), name=name, direction="max")
 
 
 def Perplexity(*, name: str = "perplexity") -> Mean:

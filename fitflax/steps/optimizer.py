@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fitflax.errors import ConfigError, FitflaxError, OptimizerError, is_integer, is_of_debugger
+from fitflax.errors import ConfigError, FitflaxError, OptimizerError, integer_of, is_of_debugger
 from fitflax.leaves import listed, named_leaves
 from fitflax.parallel import Strategy
 from fitflax.state import PyTree, shapes_in
@@ -51,16 +51,15 @@ class Numerics:
     ema_decay: float | None = None  # Decay of the averaged parameters at each update; `None` for no average.
 
     def __post_init__(self) -> None:
-        steps, precision, decay = self.accumulate_steps, self.precision, self.ema_decay
-        if not is_integer(steps, 1):
-            raise ConfigError(f"compile(accumulate_steps=...) must be a positive integer. Received: {steps!r}.")
+        precision, decay = self.precision, self.ema_decay
+        steps = integer_of("compile(accumulate_steps=...)", self.accumulate_steps, at_least=1)
         if not isinstance(precision, str) or precision not in _PRECISIONS:
             raise ConfigError(f"compile(precision=...) must be one of {', '.join(map(repr, _PRECISIONS))}. Received: {precision!r}.")
         is_number = isinstance(decay, int | float | np.number) and not isinstance(decay, bool)
         if decay is not None and not (is_number and 0 < decay < 1):
             raise ConfigError(f"compile(ema_decay=...) must be a number between 0 and 1, such as 0.999, or None. Received: {decay!r}.")
         # Python numbers, which can be written into a checkpoint.
-        object.__setattr__(self, "accumulate_steps", int(steps))
+        object.__setattr__(self, "accumulate_steps", steps)
         object.__setattr__(self, "ema_decay", None if decay is None else float(decay))
 
     @property
