@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ from fitflax.checkpoints.resume import INFERENCE_STATE, check_fits, fit_to, rest
 from fitflax.data import Position
 from fitflax.errors import NotReadyError, RestoreError
 from fitflax.loops.configuration import CurrentTask, RestoreOptions, zeros
-from fitflax.models import OwnVariables
 from fitflax.optimizers import replace_by_path, settable_by_path, with_hyperparams
 from fitflax.parallel.placement import explicitly
 from fitflax.state import Batch, InferenceState, TrainState, only_params, parts_of, shapes_in, shapes_of, start_average
@@ -23,6 +22,9 @@ from fitflax.steps.live_state import LiveState, collect_dropped, state_faults, s
 from fitflax.steps.optimizer import LossScaled, scaled_state
 from fitflax.steps.program import check_places
 from fitflax.steps.train_step import Task
+
+if TYPE_CHECKING:  # It imports flax.nnx.
+    from fitflax.models.nnx_graph import ModuleVariables
 
 
 @dataclasses.dataclass
@@ -61,7 +63,7 @@ class Progress:
 class SessionState:
     """The state that a trainer holds between calls, and everything that replaces it. `own` are the model's own variables, if it holds them itself."""
 
-    def __init__(self, task: CurrentTask, seed: int, own: OwnVariables | None, members: int | None) -> None:
+    def __init__(self, task: CurrentTask, seed: int, own: "ModuleVariables | None", members: int | None) -> None:
         self._task, self._strategy, self._seed, self.own, self._members = task, task.strategy, seed, own, members
         self.live: LiveState | None = None
         self.sample: Batch | None = None  # Shapes of the first batch of the last call.

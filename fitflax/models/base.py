@@ -7,7 +7,7 @@ import abc
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -304,34 +304,3 @@ def describe_differences(have: Mapping[str, Any], want: Mapping[str, Any], unexp
         "wrong shape": [f"{path} {have[path].shape}, not {leaf.shape}" for path, leaf in want.items() if path in have and have[path].shape != leaf.shape],
     }
     return "; ".join(f"{what}: {listed(paths)}" for what, paths in faults.items() if paths)
-
-
-class OwnVariables(abc.ABC):
-    """The variables of a model that holds them itself; between calls of the trainer, the model's values are the current ones.
-
-    Attributes:
-        model: The model that holds them.
-        axes: The axis names in the model's metadata.
-    """
-
-    model: Any
-    axes: AxisNames
-
-    @abc.abstractmethod
-    def copy(self) -> Self:
-        """Returns the variables of a copy of the model, with its current values."""
-
-    @abc.abstractmethod
-    def read(self) -> dict[str, PyTree]:
-        """Returns the variables, `{collection: tree}`. The arrays belong to the model and must not be donated.
-
-        Raises a `ModelError` if the model has other variables than at first, or cannot return them.
-        """
-
-    @abc.abstractmethod
-    def read_changed(self) -> dict[str, PyTree] | None:
-        """Returns the variables if any has changed since the last `write`, or none was written; else `None`. Errors as in `read`."""
-
-    @abc.abstractmethod
-    def write(self, variables: dict[str, PyTree]) -> None:
-        """Writes arrays into the model, which keeps them."""

@@ -27,7 +27,6 @@ from fitflax.models.base import (
     Hints,
     Losses,
     Model,
-    OwnVariables,
     call_arguments,
     describe_differences,
     mode_keywords,
@@ -96,7 +95,7 @@ class NNXModel(Model):
     loss_arguments = ("model", "batch")
     loss_keywords = ("train",)
 
-    def __init__(self, filters: Filter, train: _Mode, evaluation: _Mode, own: OwnVariables, *, keyword_inputs: bool) -> None:
+    def __init__(self, filters: Filter, train: _Mode, evaluation: _Mode, own: ModuleVariables, *, keyword_inputs: bool) -> None:
         self._filters, self._modes, self._own, self.keyword_inputs = filters, {True: train, False: evaluation}, own, keyword_inputs
         self._hyperparameters = plain_fields({name: value for name, value in vars(own.model).items() if not name.startswith("_")})
 
@@ -282,7 +281,7 @@ def adapt_nnx(
     eval_kwargs: Mapping[str, Any] | None = None,
     keyword_inputs: bool = False,
     transient: Sequence[str],
-) -> tuple[NNXModel, OwnVariables]:
+) -> tuple[NNXModel, ModuleVariables]:
     """Returns an NNX module as pure functions, and the variables that it holds; arguments as in `adapt_model`."""
     _check_bridge("Trainer", model)
     _check_bridge("Trainer(eval_model=...)", eval_model)
