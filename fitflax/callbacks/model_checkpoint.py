@@ -84,7 +84,7 @@ class StoreCallback(Callback):
         if checkpoint.run.saver is not self._saver:
             self.enter_run(checkpoint.run.saver)
             if not continues:
-                self.open_run(checkpoint.run_id, checkpoint.run.position.process_start)
+                self.open_run(checkpoint.run_id, checkpoint.run.position.moment.start_step)
 
     def _save(self, checkpoint: Checkpoint, keep: Collection[int]) -> None:
         with self._warn_on_failure():

@@ -118,7 +118,7 @@ class RunLogger(Callback):
         last, continues = plain.step, plain.continues(checkpoint)
         is_opened = not self._is_open or not continues
         if is_opened:
-            self.open_run(checkpoint.run_id, last if continues else checkpoint.run.position.process_start)
+            self.open_run(checkpoint.run_id, last if continues else checkpoint.run.position.moment.start_step)
         self._plain_run = plain
         return continues if is_opened else None
 
