@@ -687,7 +687,7 @@ class Trainer:
         >>> list(trainer.fit(np.ones((8, 2)), np.ones((8, 1)), verbose=0).history)
         ['loss', 'penalty']
         """
-        return self._session.task.need_compiled("compute_loss").task.forward.default_loss(*args, **kwargs)
+        return self._session.task.need_compiled("compute_loss").task.default_loss(*args, **kwargs)
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, tuple[jax.Array, jax.Array]]]:
         """Returns the state after one step, and logs `{key: (sum, weight)}`; override it for custom updates. Must be pure: it is traced.
