@@ -129,11 +129,11 @@ class RunView:
 
     def part(self, name: str) -> PyTree:
         """Returns a field of the state, copied on first access."""
-        return self._cached(name, lambda state: state.axes if name == "axes" else self.live.copy(getattr(state, name)))
+        return self._cached(name, lambda state: state.axes if name == "axes" else self.strategy.copy(getattr(state, name)))
 
     def learning_rates(self) -> dict[str, Any]:
         """Returns copies of the injected learning rates, still on the device."""
-        return dict(self._cached("learning rates", lambda state: self.live.copy(get_learning_rates(state.opt_state))))
+        return dict(self._cached("learning rates", lambda state: self.strategy.copy(get_learning_rates(state.opt_state))))
 
     def params_norm(self) -> float:
         """Returns the global L2 norm of the parameters."""
