@@ -24,7 +24,6 @@ from fitflax.leaves import describe_shapes, is_key, listed
 from fitflax.models.base import (
     ARGUMENT_HINT,
     Draws,
-    Hints,
     Losses,
     Model,
     call_arguments,
@@ -94,6 +93,11 @@ class NNXModel(Model):
 
     loss_arguments = ("model", "batch")
     loss_keywords = ("train",)
+    rng_hint = (
+        " Pass random streams to the layers, nnx.Dropout(rate, rngs=rngs); or add an argument `rngs` to __call__, which the trainer sets, and name its "
+        "streams: Trainer(rngs=('dropout', ...)) for training, or Trainer(rngs={'train': ..., 'eval': ...}) for evaluation as well."
+    )
+    argument_hint = ARGUMENT_HINT + "Trainer(model, train_kwargs={'decode': False}, eval_kwargs={'decode': False})."
 
     def __init__(self, filters: Filter, train: _Mode, evaluation: _Mode, own: ModuleVariables, *, keyword_inputs: bool) -> None:
         self._filters, self._modes, self._own, self.keyword_inputs = filters, {True: train, False: evaluation}, own, keyword_inputs
@@ -232,16 +236,8 @@ class NNXModel(Model):
         if type(error).__name__ == "ScopeCollectionNotFound":
             return text, " Initialize a linen module in nnx.bridge.ToNNX with lazy_init(x) before you create the trainer."
         if "rngs" in text or "RngStream" in text:
-            return text, self._hints().rng
+            return text, self.rng_hint
         return super()._hint(error, text, x, train)
-
-    @override
-    def _hints(self) -> Hints:
-        rng = (
-            " Pass random streams to the layers, nnx.Dropout(rate, rngs=rngs); or add an argument `rngs` to __call__, which the trainer sets, and name its "
-            "streams: Trainer(rngs=('dropout', ...)) for training, or Trainer(rngs={'train': ..., 'eval': ...}) for evaluation as well."
-        )
-        return Hints(rng, rng, ARGUMENT_HINT + "Trainer(model, train_kwargs={'decode': False}, eval_kwargs={'decode': False}).")
 
 
 def _zeros_like(leaf: jax.Array) -> Any:
