@@ -231,20 +231,15 @@ def check_ensemble(owner: str, members: Any, strategy: Strategy, *, has_own: boo
 
 def check_called_with(owner: str, name: str, function: Any, *arguments: str, keywords: Sequence[str] = ()) -> None:
     """Raises `ConfigError` unless an overridden method accepts these positional arguments and keywords, given by name."""
-    fault = ""
-    for follows in (False, True):  # The signature of a decorator may differ from that of the function it wraps.
-        try:
-            signature = inspect.signature(function, follow_wrapped=follows)
-        except (TypeError, ValueError):
-            return  # Some callables have no signature.
-        try:
-            signature.bind(*arguments, **dict.fromkeys(keywords))
-        except TypeError as error:
-            fault = f"{name}{signature}: {error}"
-        else:
-            return
-    called = ", ".join([*arguments, *(f"{keyword}={keyword}" for keyword in keywords)])
-    raise ConfigError(f"{owner}.{name} is called as {name}({called}), but is defined as {fault}.")
+    try:
+        signature = inspect.signature(function, follow_wrapped=False)  # The signature of a decorator may differ from that of the function it wraps.
+    except (TypeError, ValueError):
+        return  # Some callables have no signature.
+    try:
+        signature.bind(*arguments, **dict.fromkeys(keywords))
+    except TypeError as error:
+        called = ", ".join([*arguments, *(f"{keyword}={keyword}" for keyword in keywords)])
+        raise ConfigError(f"{owner}.{name} is called as {name}({called}), but is defined as {name}{signature}: {error}.") from error
 
 
 # -- arguments of several calls --

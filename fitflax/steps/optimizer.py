@@ -10,7 +10,6 @@ is saved and restored with it.
 
 import contextlib
 import dataclasses
-import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, cast
@@ -22,6 +21,7 @@ import optax
 
 from fitflax.errors import ConfigError, FitflaxError, OptimizerError, integer_of, is_of_debugger
 from fitflax.leaves import listed, named_leaves
+from fitflax.models.base import parameters_of
 from fitflax.parallel import Strategy
 from fitflax.state import PyTree, shapes_in
 from fitflax.steps.live_state import state_faults
@@ -247,10 +247,7 @@ def _as_arrays(state: PyTree) -> PyTree:
 
 def _accepted_arguments(update: Callable[..., Any]) -> frozenset[str] | None:
     """Returns the keyword arguments that `update` accepts; `None` if it accepts any."""
-    try:
-        parameters = list(inspect.signature(update).parameters.values())
-    except (TypeError, ValueError):
-        return frozenset()
+    parameters = list(parameters_of(update).values())
     required = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.default is one.empty]
     unknown = [name for name in required if name not in GIVEN]
     if unknown:
