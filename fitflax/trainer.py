@@ -909,21 +909,23 @@ class Trainer:
         info = {} if config is None else {"config": as_config(config)}
         source = self._to_source("fit", data, y, sample_weight, batch_size=batch_size, shuffle=shuffle and not num_overfit, drop_remainder=drop_remainder)
         size = validation_batch_size or batch_size
-        adapted = adapt_validation_data(session, self._selection, source, validation_data, split=validation_split, batch_size=size, overfit_batches=num_overfit)
-        check_end(adapted, steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch)
+        source, sets = adapt_validation_data(
+            session, self._selection, source, validation_data, split=validation_split, batch_size=size, overfit_batches=num_overfit
+        )
+        check_end(source, sets, steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch)
         hooks, self._history, note = callbacks_of_fit(callbacks, verbose, trial=trial)
         check_restores_best(hooks, session.task.any_program().eval_params.custom)
         session.clear_stop()
         with session.make_saver() as saver, Interruption(saves=hooks.saves) as interruption, hooks.entered(saver):
             saved = find_checkpoint(session, resume, hooks)
-            validation = make_validation(session, adapted, validation_freq, steps=validation_steps, trial=trial, hooks=hooks, interruption=interruption)
+            validation = make_validation(session, sets, validation_freq, steps=validation_steps, trial=trial, hooks=hooks, interruption=interruption)
             end_epoch = initial_epoch + 1 if steps is None and epochs is None else epochs
             plan = RunPlan(end_epoch=end_epoch, steps_per_epoch=steps_per_epoch, is_fit=True, keep=hooks.keep, info=info)
             others = Participants(saver, hooks, validation, interruption, spent)
             with spent.on("compiling"):
                 # Not assigned to a variable, which would keep the first batch alive.
-                run = Run(prepare_run(session, adapted.source, plan, others, steps=steps, initial_epoch=initial_epoch, class_weight=class_weight, saved=saved))
-            run_with_callbacks(session, self, run, params_of(session, adapted, run, trial=trial, log_every=log_every, note=note), saved)
+                run = Run(prepare_run(session, source, plan, others, steps=steps, initial_epoch=initial_epoch, class_weight=class_weight, saved=saved))
+            run_with_callbacks(session, self, run, params_of(session, source, sets, run, trial=trial, log_every=log_every, note=note), saved)
         interruption.leave()
         return self._history
 
