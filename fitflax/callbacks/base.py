@@ -108,8 +108,8 @@ class Callback:
         needs_trainer: Whether the callback cannot be called as a plain function with a checkpoint.
         may_repeat: Whether a run may have several of these callbacks with the same `state_key`. Their keys in checkpoints are then numbered, from the second
             on, in the order of the list.
-        may_skip_batches: Whether batch hooks may be called for only some batches: in training, about 20 times per second. This makes the loop faster, and
-            lets it compute several small batches of an evaluation or prediction in one call.
+        may_skip_batches: Whether batch hooks may be called for only some batches, about 20 times per second. This makes the loop faster, and lets it
+            compute several small batches of an evaluation or prediction in one call.
         may_prefetch: Whether the first batch of an epoch may be requested before `on_epoch_begin`, because the hook does not change the data. This is faster:
             the batch is read while the device finishes the previous epoch.
         main_process_only: Whether only the first process calls it, as for callbacks that write or display something.

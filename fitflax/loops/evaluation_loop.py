@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import math
 import random
 import sys
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +27,9 @@ from fitflax.steps.live_state import Carry, Sums
 from fitflax.steps.outputs import Returned
 from fitflax.steps.program import Program, check_in_memory, check_measures, check_total_weight
 from fitflax.triggers import Trigger
+
+# Minimum time between two calls of batch hooks if all callbacks allow batches to be skipped.
+_BATCH_HOOK_SECONDS = 0.05
 
 
 class Interrupted(Exception):
@@ -93,7 +98,7 @@ class Evaluation:
             return found
 
     def _evaluate_batches(self, get_state: Callable[[], TrainState], feed: Feed) -> Values:
-        program, hooks = self._program, self._callbacks
+        program, batch_hooks = self._program, _BatchHooks(self._callbacks)
         sums: Sums | None = None
         used: Carry | None = None
         values: Values | None = None
@@ -112,20 +117,20 @@ class Evaluation:
                 self._dry_run(state, fed.batch)
                 sums, collected = program.empty_sums(train=False), program.collector(train=False)
                 # Only for arrays: other sources may be slow, and a call waits for all of its batches.
-                may_group = isinstance(self._source, ArraySource) and not hooks.wants_every("on_test_batch_begin", "on_test_batch_end")
+                may_group = isinstance(self._source, ArraySource) and not batch_hooks.see_all
                 size = program.preparation.group_for("evaluate", fed.batch) if may_group else 1
-            hooks.call("on_test_batch_begin", batch, {})
+            batch_hooks.begin(batch)
             group = _group_of(feed, fed, size, None if self._steps is None else self._steps - batch)
             sums, values, rows = program.evaluate(used, sums, group, size)
             if collected is not None:
                 collected.add(rows, None if size == 1 else len(group))
             batch += len(group)
-            if hooks.wants("on_test_batch_end"):
-                hooks.call("on_test_batch_end", batch - 1, Logs(values, kinds=self.kinds))
+            batch_hooks.end(batch - 1, values, self.kinds)
         if values is None:
             raise DataError(f"The data of {self.name!r} yields no batches. Check that it is neither empty nor an exhausted iterator.")
         if self._steps is not None and batch < self._steps:
             warn(f"The data of {self.name!r} ended after {batch} of {self._steps} batches, so its metrics cover only these. Pass more data or fewer steps.")
+        batch_hooks.finish()
         return values if collected is None else values.with_late(collected.keys, collected.now())
 
 
@@ -155,6 +160,38 @@ class Validation:
                 checkpoint = evaluate(checkpoint)
         spent.move("evaluating", "compiling", program.seconds_waited - waited)
         return checkpoint
+
+
+class _BatchHooks:
+    """Calls the batch hooks of an evaluation: for each batch or, if all callbacks allow skipping, 20 times a second and for the last batch."""
+
+    def __init__(self, callbacks: CallbackList) -> None:
+        self._callbacks = callbacks
+        self.see_all = callbacks.wants_every("on_test_batch_begin", "on_test_batch_end")
+        self._wants_end = callbacks.wants("on_test_batch_end")
+        self._is_skipped, self._next_time = False, -math.inf
+        self._last: tuple[int, Values, Mapping[str, Kind]] | None = None
+
+    def begin(self, batch: int) -> None:
+        """Calls the hook for the beginning of a batch, unless it is skipped."""
+        self._is_skipped = not self.see_all and time.monotonic() < self._next_time
+        if not self._is_skipped:
+            self._callbacks.call("on_test_batch_begin", batch, {})
+
+    def end(self, batch: int, values: Values, kinds: Mapping[str, Kind]) -> None:
+        """Calls the hook for the end of a batch, with the metrics so far."""
+        self._last = (batch, values, kinds) if self._is_skipped else None
+        if not self._is_skipped:
+            self._next_time = time.monotonic() + _BATCH_HOOK_SECONDS
+            if self._wants_end:
+                self._callbacks.call("on_test_batch_end", batch, Logs(values, kinds=kinds))
+
+    def finish(self) -> None:
+        """Calls the hooks of the last batch if they were skipped."""
+        if self._last is not None:
+            self._next_time = -math.inf
+            self.begin(self._last[0])
+            self.end(*self._last)
 
 
 class _IsolatedRandomState:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flax import linen as nn
 from typing_extensions import override
 
 import fitflax
@@ -170,3 +171,29 @@ def test_a_manually_stepped_loop_stops_at_the_requested_steps() -> None:
     assert [loop.next_step().step, loop.run(3).step, loop.next_checkpoint().step, loop.run(5).step] == [1, 4, 9, 14]
     assert [checkpoint.step for checkpoint in loop] == [18, STEPS]
     np.testing.assert_array_equal(trainer.step, STEPS)
+
+
+def test_batch_hooks_of_an_evaluation_skip_batches_if_the_callbacks_allow_it(monkeypatch):
+    class Seen(Callback):
+        may_skip_batches = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.begun: list[int] = []
+            self.ended: list[int] = []
+
+        def on_test_batch_begin(self, batch: int, logs: Any) -> None:
+            self.begun.append(batch)
+
+        def on_test_batch_end(self, batch: int, logs: Any) -> None:
+            self.ended.append(batch)
+
+    x = np.ones((2, 3), np.float32)
+    trainer = fitflax.Trainer(nn.Dense(1))
+    trainer.compile("sgd", "mse")
+    trainer.build((x, x[:, :1]))
+    for seconds, expected in ((1e9, [0, 39]), (0.0, list(range(40)))):
+        monkeypatch.setattr("fitflax.loops.evaluation_loop._BATCH_HOOK_SECONDS", seconds)
+        seen = Seen()
+        trainer.evaluate(lambda: ((x, x[:, :1]) for _ in range(40)), callbacks=[seen], verbose=0)
+        assert seen.begun == seen.ended == expected
