@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from fitflax.commands import checkpoints, plot
 from fitflax.errors import FitflaxError
 
-__all__ = ["main"]
-
 _COMMANDS = (
     ("checkpoints", "list the checkpoints of a directory", checkpoints.add_list_arguments, checkpoints.run_list),
     ("compare", "show which arrays of two checkpoints differ", checkpoints.add_compare_arguments, checkpoints.run_compare),

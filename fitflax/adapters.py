@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from fitflax.errors import ConfigError
+from fitflax.errors import ConfigError, integer_of
 from fitflax.leaves import as_patterns, matching, named_leaves
 from fitflax.state import PyTree
 
@@ -57,8 +57,7 @@ def lora(module: nn.Module, paths: str | Sequence[str], *, rank: int = 8, alpha:
         raise ConfigError(f"lora() takes a linen module. Received: {module!r}. For an NNX module, use nnx.LoRA and Trainer(trainable=nnx.LoRAParam).")
     if _settings_of(module) is not None:
         raise ConfigError(f"lora() takes a module without adapters. Received: {type(module).__name__}, which has adapters. Pass all paths in one call.")
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise ConfigError(f"lora(rank=...) takes a positive integer. Received: {rank!r}.")
+    rank = integer_of("lora(rank=...)", rank, at_least=1)
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha < math.inf:
         raise ConfigError(f"lora(alpha=...) takes a positive number. Received: {alpha!r}.")
     settings = _Settings(as_patterns(paths, owner="lora()", error=ConfigError), rank, float(alpha))

@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Background"]
-
 Job = Callable[[], Any]
 # Starting a thread takes longer than many jobs, but a thread that nobody ends must not live forever.
 IDLE_SECONDS = 10.0

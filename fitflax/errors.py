@@ -27,6 +27,7 @@ import difflib
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -251,9 +252,24 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def is_integer(value: object, at_least: int | None = None) -> bool:
-    """Returns whether an argument is a Python or NumPy integer, not a boolean, and not less than `at_least` if given; callers convert it with `int(value)`.
+    """Returns whether an argument is a Python or NumPy integer, not a boolean, and not less than `at_least` if given.
 
     >>> is_integer(3, 1), is_integer(np.int64(3), 1), is_integer(True), is_integer(0, 1), is_integer(3.0)
     (True, True, False, False, False)
     """
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and (at_least is None or bool(value >= at_least))
+
+
+def integer_of(name: str, value: Any, *, at_least: int = 0, otherwise: str = "", error: type[FitflaxError] = ConfigError) -> int:
+    """Returns an argument as a Python integer; raises `error` if it is not an integer or too small. `otherwise` names what else the argument may be.
+
+    >>> integer_of("steps", np.int64(3), at_least=1)
+    3
+    >>> integer_of("save(keep=...)", 0, at_least=1, otherwise=" or None")
+    Traceback (most recent call last):
+    fitflax.errors.ConfigError: save(keep=...) must be a positive integer or None. Received: 0.
+    """
+    if not is_integer(value, at_least):
+        kind = "a positive integer" if at_least == 1 else f"an integer of at least {at_least}"
+        raise error(f"{name} must be {kind}{otherwise}. Received: {value!r}.")
+    return int(value)

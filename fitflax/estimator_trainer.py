@@ -24,8 +24,6 @@ try:
 except ImportError as error:
     raise ImportError(REQUIREMENT) from error
 
-__all__ = ["REQUIREMENT", "Crossentropy", "EstimatorSettings", "EstimatorTrainer", "Network", "Portable", "Regression", "unwrapped"]
-
 
 class Portable:
     """Pickles a value with cloudpickle, which also handles functions and classes of scripts, such as linen's initializers and optax's transformations."""

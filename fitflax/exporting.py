@@ -19,8 +19,6 @@ from fitflax.steps.outputs import in_plain_containers
 from fitflax.steps.program import Program
 from fitflax.storage import Location, ObjectPath, locate
 
-__all__ = ["export_inference"]
-
 # The file format has 32-bit offsets.
 _MAX_BYTES = 2**31 - 2**20
 

@@ -11,8 +11,6 @@ from typing import ParamSpec, TypeVar
 
 from fitflax.errors import FitflaxError, did_you_mean
 
-__all__ = ["CALLBACKS", "COMPILE", "EVALUATE", "FIT", "METHODS", "MODULE", "ON_BATCH", "PREDICT", "TRAINER", "with_hints"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

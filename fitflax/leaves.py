@@ -16,9 +16,6 @@ import numpy as np
 
 from fitflax.errors import ConfigError, FitflaxError, did_you_mean
 
-__all__ = ["as_config", "as_patterns", "describe_shapes", "flat", "is_key", "key_of", "listed", "matching", "named_leaves", "on_host", "path_name"]
-__all__ += ["through_key_data"]
-
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
@@ -212,3 +209,19 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[f"{prefix}{name}"] = _text(value)
     return found
+
+
+def as_json(value: Any) -> Any:
+    """Returns nested values as JSON can represent them: NaN and infinities, which it does not have, become strings, and so does what is not a value.
+
+    >>> as_json({"loss": float("nan"), "step": np.int32(3), "by_class": (0.5, -math.inf)})
+    {'loss': 'nan', 'step': 3, 'by_class': [0.5, '-inf']}
+    """
+    if isinstance(value, dict):
+        return {str(key): as_json(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(one) for one in value]
+    if hasattr(value, "dtype"):
+        return as_json(np.asarray(jax.device_get(value)).tolist())
+    is_representable = value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
+    return value if is_representable else str(value)

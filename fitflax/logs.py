@@ -15,9 +15,6 @@ import numpy as np
 
 from fitflax.leaves import on_host
 
-__all__ = ["GRADIENTS_NORM", "STEP_LOSS", "UNDEFINED", "Kind", "Logs", "Place", "StepValues", "TimeSpent", "Values", "default_direction", "flat_name"]
-__all__ += ["read_vector", "row_of"]
-
 UNDEFINED = np.finfo(np.float32).min
 """Stands for the NaN of a value over a total weight of 0 in a vector of values: it is no fault, but a NaN would set off `jax_debug_nans`."""
 

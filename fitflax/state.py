@@ -17,9 +17,6 @@ from jax.sharding import PartitionSpec
 from fitflax.errors import ConfigError, ModelError, OptimizerError, RestoreError, no_attribute
 from fitflax.leaves import key_of, listed, named_leaves, path_name
 
-__all__ = ["AxisNames", "Batch", "InferenceState", "Name", "PyTree", "TrainState", "arrays_of", "is_axes_collection", "only_params", "parts_of", "shapes_in"]
-__all__ += ["shapes_of", "start_average"]
-
 PyTree = Any
 Name = str | tuple[str, ...] | None
 

@@ -30,7 +30,7 @@ from fitflax.data.batch import Selection
 from fitflax.diagnostics import LearningRateCurve, NanReport
 from fitflax.diagnostics.nan_hunt import WATCHED, hunt_nan, last_finite
 from fitflax.diagnostics.rate_finder import find_learning_rate
-from fitflax.errors import ConfigError, NotReadyError, is_integer, no_attribute, warn
+from fitflax.errors import ConfigError, NotReadyError, integer_of, is_integer, no_attribute, warn
 from fitflax.exporting import export_inference
 from fitflax.leaves import as_config
 from fitflax.logs import TimeSpent
@@ -56,8 +56,6 @@ from fitflax.steps.train_step import EnsembleTask, Task, best_member, member_of
 from fitflax.storage import Location
 from fitflax.triggers import Trigger
 from fitflax.triggers import every as make_every
-
-__all__ = ["Trainer"]
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -169,7 +167,7 @@ class Trainer:
         eval_kwargs: Mapping[str, Any] | None = None,
         ensemble: int | None = None,
     ) -> None:
-        seed = configuration.integer_of("Trainer(seed=...)", seed)
+        seed = integer_of("Trainer(seed=...)", seed)
         self._model, self._eval_model = model, eval_model
         self._selection = Selection(inputs, targets)
         self._history, self._members = History(), ensemble
@@ -442,7 +440,7 @@ class Trainer:
         >>> len({float(member.state.params["kernel"][0, 0]) for member in members})
         3
         """
-        return self._copy_without_state(configuration.integer_of("with_seed(seed=...)", seed), self._session.state.hyperparams)
+        return self._copy_without_state(integer_of("with_seed(seed=...)", seed), self._session.state.hyperparams)
 
     def with_hyperparams(self, *, seed: int | None = None, **values: float | Sequence[float]) -> Self:
         """Returns a new trainer with the same configuration, other initial hyperparameters and no state.
@@ -472,7 +470,7 @@ class Trainer:
         [0.1, 0.01]
         """
         session = self._session
-        seed = configuration.integer_of("with_hyperparams(seed=...)", session.seed if seed is None else seed)
+        seed = integer_of("with_hyperparams(seed=...)", session.seed if seed is None else seed)
         session.task.need_compiled("with_hyperparams")
         if session.state.live is not None and session.state.live.is_intact and not session.state.is_serving:
             with_hyperparams(session.state.live.borrow(), values)
@@ -692,7 +690,7 @@ class Trainer:
         >>> list(trainer.fit(np.ones((8, 2)), np.ones((8, 1)), verbose=0).history)
         ['loss', 'penalty']
         """
-        return self._session.task.need_compiled("compute_loss").task.forward.default_loss(*args, **kwargs)
+        return self._session.task.need_compiled("compute_loss").task.default_loss(*args, **kwargs)
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, tuple[jax.Array, jax.Array]]]:
         """Returns the state after one step, and logs `{key: (sum, weight)}`; override it for custom updates. Must be pure: it is traced.
@@ -908,28 +906,30 @@ class Trainer:
         session.need_idle("fit")
         configuration.check_counts(steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch, log_every=log_every)
         configuration.check_counts(validation_steps=validation_steps, validation_batch_size=validation_batch_size)
-        initial_epoch = configuration.integer_of("initial_epoch", initial_epoch)
+        initial_epoch = integer_of("initial_epoch", initial_epoch)
         trial, num_overfit = num_batches_of(fast_dev_run=fast_dev_run, overfit_batches=overfit_batches)
         if trial:
             steps, epochs, validation_steps, validation_freq, resume = trial, initial_epoch + 1, None, 1, None
         info = {} if config is None else {"config": as_config(config)}
         source = self._to_source("fit", data, y, sample_weight, batch_size=batch_size, shuffle=shuffle and not num_overfit, drop_remainder=drop_remainder)
         size = validation_batch_size or batch_size
-        adapted = adapt_validation_data(session, self._selection, source, validation_data, split=validation_split, batch_size=size, overfit_batches=num_overfit)
-        check_end(adapted, steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch)
+        source, sets = adapt_validation_data(
+            session, self._selection, source, validation_data, split=validation_split, batch_size=size, overfit_batches=num_overfit
+        )
+        check_end(source, sets, steps=steps, epochs=epochs, steps_per_epoch=steps_per_epoch)
         hooks, self._history, note = callbacks_of_fit(callbacks, verbose, trial=trial)
         check_restores_best(hooks, session.task.any_program().eval_params.custom)
         session.clear_stop()
         with session.make_saver() as saver, Interruption(saves=hooks.saves) as interruption, hooks.entered(saver):
             saved = find_checkpoint(session, resume, hooks)
-            validation = make_validation(session, adapted, validation_freq, steps=validation_steps, trial=trial, hooks=hooks, interruption=interruption)
+            validation = make_validation(session, sets, validation_freq, steps=validation_steps, trial=trial, hooks=hooks, interruption=interruption)
             end_epoch = initial_epoch + 1 if steps is None and epochs is None else epochs
             plan = RunPlan(end_epoch=end_epoch, steps_per_epoch=steps_per_epoch, is_fit=True, keep=hooks.keep, info=info)
             others = Participants(saver, hooks, validation, interruption, spent)
             with spent.on("compiling"):
                 # Not assigned to a variable, which would keep the first batch alive.
-                run = Run(prepare_run(session, adapted.source, plan, others, steps=steps, initial_epoch=initial_epoch, class_weight=class_weight, saved=saved))
-            run_with_callbacks(session, self, run, params_of(session, adapted, run, trial=trial, log_every=log_every, note=note), saved)
+                run = Run(prepare_run(session, source, plan, others, steps=steps, initial_epoch=initial_epoch, class_weight=class_weight, saved=saved))
+            run_with_callbacks(session, self, run, params_of(session, source, sets, run, trial=trial, log_every=log_every, note=note), saved)
         interruption.leave()
         return self._history
 

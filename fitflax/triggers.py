@@ -10,9 +10,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from fitflax.errors import ConfigError, is_integer
-
-__all__ = ["Moment", "Schedule", "Trigger", "at", "every", "first"]
+from fitflax.errors import ConfigError, integer_of, is_integer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -161,11 +159,6 @@ class _AnyOf(Trigger):
         return min((one for member in self.members if (one := member.next_step(step, start_step)) is not None), default=None)
 
 
-def _check_positive(name: str, value: Any) -> None:
-    if not is_integer(value, 1):
-        raise ConfigError(f"{name} must be a positive integer. Received: {value!r}.")
-
-
 def every(*, steps: int | None = None, epochs: int | None = None, seconds: float | None = None, offset: int | None = None) -> Trigger:
     """Returns a trigger that fires at regular intervals of steps, epochs or time.
 
@@ -188,12 +181,12 @@ def every(*, steps: int | None = None, epochs: int | None = None, seconds: float
     if offset is not None and (steps is None or not is_integer(offset, 0)):
         raise ConfigError(f"every(offset=...) must be an integer of at least 0, and needs steps=. Received: offset={offset!r} with {given}.")
     if steps is not None:
-        _check_positive("every(steps=...)", steps)
+        steps = integer_of("every(steps=...)", steps, at_least=1)
         text = f"every(steps={steps})" if offset is None else f"every(steps={steps}, offset={offset})"
-        return _EverySteps(text, int(steps), int(steps if offset is None else offset))
+        return _EverySteps(text, steps, int(steps if offset is None else offset))
     if epochs is not None:
-        _check_positive("every(epochs=...)", epochs)
-        return _EveryEpochs(f"every(epochs={epochs})", int(epochs))
+        epochs = integer_of("every(epochs=...)", epochs, at_least=1)
+        return _EveryEpochs(f"every(epochs={epochs})", epochs)
     assert seconds is not None
     if not (is_integer(seconds) or isinstance(seconds, float)) or not seconds > 0:
         raise ConfigError(f"every(seconds=...) must be a positive number. Received: {seconds!r}.")
@@ -215,9 +208,8 @@ def at(*steps: int) -> Trigger:
     """
     if not steps:
         raise ConfigError("at() takes at least one step.")
-    for step in steps:
-        _check_positive("at(...)", step)
-    return _At(f"at({', '.join(map(str, steps))})", tuple(map(int, steps)))
+    steps = tuple(integer_of("at(...)", step, at_least=1) for step in steps)
+    return _At(f"at({', '.join(map(str, steps))})", steps)
 
 
 def first(steps: int, *, of_process: bool = False) -> Trigger:
@@ -234,8 +226,8 @@ def first(steps: int, *, of_process: bool = False) -> Trigger:
     >>> [step for step in range(101, 106) if schedule.due(Moment(step, start_step=100))]
     [101, 102]
     """
-    _check_positive("first(...)", steps)
-    return _First(f"first({steps}, of_process=True)" if of_process else f"first({steps})", int(steps), of_process)
+    steps = integer_of("first(...)", steps, at_least=1)
+    return _First(f"first({steps}, of_process=True)" if of_process else f"first({steps})", steps, of_process)
 
 
 class Schedule:

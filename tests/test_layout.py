@@ -52,6 +52,7 @@ ROOT_NAMES = {
 INTERNAL_NAMES = {
     "fitflax.errors:did_you_mean": "words the messages of other modules",
     "fitflax.errors:chain_of": "walks through the causes of an error for other modules",
+    "fitflax.errors:integer_of": "checks the arguments of other modules",
     "fitflax.errors:is_integer": "checks the arguments of other modules",
     "fitflax.errors:is_of_debugger": "tells other modules what not to wrap",
     "fitflax.errors:no_attribute": "words the messages of other modules",

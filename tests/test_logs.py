@@ -85,7 +85,7 @@ def test_steps_that_a_save_waits_for_do_not_count_as_saving(now, tmp_path, monke
         finish(self)
         assert all(leaf.is_ready() for leaf in jax.tree.leaves(self.borrow().params))
         now[0] += 5
-        calls.append(self.position.step)
+        calls.append(self.position.moment.step)
 
     monkeypatch.setattr(RunView, "finish_steps", slow)
     spent = fit((X, Y), ModelCheckpoint(tmp_path), epochs=2)

@@ -16,9 +16,7 @@ from fitflax.errors import CallbackError, no_attribute
 from fitflax.logs import Logs
 from fitflax.state import TrainState
 from fitflax.storage import Location
-from fitflax.triggers import Moment, Schedule, Trigger
-
-__all__ = ["HOOKS", "Callback", "Phase", "PlainRun", "TrainerView", "check_number", "check_trigger", "moment_of", "overrides"]
+from fitflax.triggers import Schedule, Trigger
 
 
 class TrainerView(Protocol):
@@ -232,7 +230,7 @@ class Callback:
         if self.main_process_only and jax.process_index():
             return checkpoint
         if self.every is not None:
-            moment = moment_of(checkpoint)
+            moment = checkpoint.run.position.moment
             if self._own_schedule is None:
                 self._own_schedule = Schedule(self.every, moment.seconds)
             if not self._own_schedule.due(moment) and not self.wants(checkpoint):
@@ -327,21 +325,10 @@ class PlainRun:
 
     def continues(self, checkpoint: Checkpoint) -> bool:
         """Records a checkpoint, and returns whether it continues the run of the previous one, so that no written data has to be dropped."""
-        run = checkpoint.run_id, checkpoint.run.position.process_start
+        run = checkpoint.run_id, checkpoint.run.position.moment.start_step
         follows = run == self._run and checkpoint.step >= self.step
         self._run, self.step = run, checkpoint.step
         return follows
-
-
-def moment_of(checkpoint: Checkpoint) -> Moment:
-    """Returns a checkpoint's `Moment`, for triggers."""
-    return Moment(
-        step=checkpoint.step,
-        start_step=checkpoint.run.position.process_start,
-        epochs_done=checkpoint.epoch + checkpoint.epoch_ends,
-        epoch_ends=checkpoint.epoch_ends,
-        seconds=checkpoint.run.position.seconds,
-    )
 
 
 def overrides(callback: Callback, hook: str) -> bool:

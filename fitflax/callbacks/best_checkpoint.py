@@ -18,8 +18,6 @@ from fitflax.checkpoints.restore import restore_tree
 from fitflax.errors import CheckpointError, warn
 from fitflax.logs import Logs
 
-__all__ = ["BestCheckpoint"]
-
 
 class BestCheckpoint(StoreCallback):
     """Saves a checkpoint when a monitored value is strictly better than the worst kept one, or fewer than `keep` are kept. NaN is never saved.

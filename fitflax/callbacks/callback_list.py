@@ -25,8 +25,6 @@ from fitflax.logs import Logs, TimeSpent
 from fitflax.steps.outputs import Keep
 from fitflax.triggers import Moment, Schedule
 
-__all__ = ["CallbackList", "callbacks_of_call", "callbacks_of_fit", "serial"]
-
 _ALIASES = {"on_batch_begin": "on_train_batch_begin", "on_batch_end": "on_train_batch_end"}
 # Hooks whose time counts as time of callbacks. In batch hooks, callbacks mostly wait for steps.
 _TIMED = {"on_train_begin", "on_epoch_begin", "on_epoch_end"}

@@ -13,10 +13,8 @@ from typing_extensions import override
 
 from fitflax.callbacks.base import Callback, Phase
 from fitflax.checkpoints.checkpoint import Checkpoint
-from fitflax.errors import CallbackError, MonitorError, did_you_mean, is_integer
+from fitflax.errors import CallbackError, MonitorError, did_you_mean, integer_of
 from fitflax.logs import Logs, default_direction
-
-__all__ = ["EarlyStopping", "Monitor", "MonitorCallback"]
 
 
 class Monitor:
@@ -151,9 +149,7 @@ class EarlyStopping(MonitorCallback):
         divergence_threshold: float | None = None,
     ) -> None:
         super().__init__(monitor, mode, min_delta)
-        if not is_integer(patience, 0):
-            raise CallbackError(f"EarlyStopping(patience=...) must be an integer of at least 0. Received: {patience!r}.")
-        self.patience = int(patience)
+        self.patience = integer_of("EarlyStopping(patience=...)", patience, error=CallbackError)
         self.baseline = baseline
         self.restore_best = restore_best
         self.start_from_epoch = start_from_epoch

@@ -11,24 +11,20 @@ import functools
 import glob
 import io
 import json
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
-import jax
-import numpy as np
 from typing_extensions import override
 
 from fitflax.background import Background
 from fitflax.callbacks.base import Callback, Phase
 from fitflax.checkpoints.json_documents import PROCESS, fsync_directory
 from fitflax.errors import CallbackError, ConfigError, warn
+from fitflax.leaves import as_json
 from fitflax.logs import Logs, row_of
 from fitflax.storage import ObjectPath, locate
-
-__all__ = ["CSVLogger", "JSONLogger"]
 
 EPOCH = "epoch"
 MISSING = "NA"
@@ -470,7 +466,7 @@ class JSONLogger(EpochFile):
     @override
     def _row(self, epoch: int, step: int, values: Mapping[str, Any]) -> str:
         row = {EPOCH: epoch, "step": step} | {key: value for key, value in values.items() if key not in (EPOCH, "step")}
-        return json.dumps(_to_json(row), ensure_ascii=False) + "\n"
+        return json.dumps(as_json(row), ensure_ascii=False) + "\n"
 
     @override
     def _epoch(self, row: str) -> int | None:
@@ -480,15 +476,3 @@ class JSONLogger(EpochFile):
     @override
     def _line(self, row: str) -> str:
         return row
-
-
-def _to_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _to_json(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_json(one) for one in value]
-    if hasattr(value, "dtype"):
-        return _to_json(np.asarray(jax.device_get(value)).tolist())
-    if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -18,8 +18,6 @@ from fitflax.errors import CallbackError, warn
 from fitflax.storage.parts import Mirror
 from fitflax.storage.paths import path_component
 
-__all__ = ["EventFiles", "directory_of", "events_of", "files_of", "trim"]
-
 # Small, because jobs may hold copies of all parameters.
 _MAX_WAITING = 8
 

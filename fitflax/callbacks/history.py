@@ -11,8 +11,6 @@ from fitflax.callbacks.notebook import shown
 from fitflax.errors import ConfigError, did_you_mean
 from fitflax.logs import Logs, row_of
 
-__all__ = ["History"]
-
 
 class History(Callback):
     """Records the logs of every epoch. `fit` returns one. It is saved in checkpoints, so a resumed run has the rows of all its epochs.

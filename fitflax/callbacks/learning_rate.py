@@ -10,10 +10,8 @@ from typing_extensions import override
 
 from fitflax.callbacks.base import Callback, Phase, TrainerView
 from fitflax.callbacks.early_stopping import MonitorCallback
-from fitflax.errors import CallbackError, OptimizerError, is_integer
+from fitflax.errors import CallbackError, OptimizerError, integer_of
 from fitflax.logs import Logs
-
-__all__ = ["LearningRateScheduler", "ReduceLROnPlateau"]
 
 
 class LearningRateScheduler(Callback):
@@ -117,14 +115,11 @@ class ReduceLROnPlateau(MonitorCallback):
         super().__init__(monitor, mode, min_delta)
         if not 0 < factor < 1:
             raise CallbackError(f"ReduceLROnPlateau(factor=...) must be between 0 and 1. Received: {factor!r}.")
-        for name, count in (("patience", patience), ("cooldown", cooldown)):
-            if not is_integer(count, 0):
-                raise CallbackError(f"ReduceLROnPlateau({name}=...) must be an integer of at least 0. Received: {count!r}.")
         if not 0 <= min_lr < float("inf"):
             raise CallbackError(f"ReduceLROnPlateau(min_lr=...) must be a finite number of at least 0. Received: {min_lr!r}.")
         self.factor = factor
-        self.patience = int(patience)
-        self.cooldown = int(cooldown)
+        self.patience = integer_of("ReduceLROnPlateau(patience=...)", patience, error=CallbackError)
+        self.cooldown = integer_of("ReduceLROnPlateau(cooldown=...)", cooldown, error=CallbackError)
         self.min_lr = min_lr
         self._reset()
 

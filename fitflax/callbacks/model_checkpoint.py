@@ -13,13 +13,11 @@ from fitflax.checkpoints.checkpoint_files import save_partial_epoch
 from fitflax.checkpoints.checkpoint_store import CheckpointStore
 from fitflax.checkpoints.save import save_run
 from fitflax.checkpoints.saver import Saver
-from fitflax.errors import CallbackError, CheckpointError, DirectoryInUseError, is_integer, warn
+from fitflax.errors import CallbackError, CheckpointError, DirectoryInUseError, integer_of, warn
 from fitflax.logs import Logs
 from fitflax.storage import Location
 from fitflax.triggers import Trigger
 from fitflax.triggers import every as make_every
-
-__all__ = ["ModelCheckpoint", "StoreCallback"]
 
 
 class StoreCallback(Callback):
@@ -42,12 +40,11 @@ class StoreCallback(Callback):
         on_save_error: str,
         storage_options: Mapping[str, Any] | None,
     ) -> None:
-        if keep is not None and not is_integer(keep, 1):
-            raise CallbackError(f"{type(self).__name__}(keep=...) must be a positive integer, or None for all. Received: {keep!r}.")
         if on_save_error not in ("raise", "warn"):
             raise CallbackError(f"{type(self).__name__}(on_save_error=...) must be 'raise' or 'warn'. Received: {on_save_error!r}.")
         self.on_save_error = on_save_error
-        self.keep = None if keep is None else int(keep)
+        name = f"{type(self).__name__}(keep=...)"
+        self.keep = None if keep is None else integer_of(name, keep, at_least=1, otherwise=", or None for all", error=CallbackError)
         self.overwrite = overwrite
         self.asynchronous = asynchronous
         self.store = CheckpointStore(directory, backend=backend, storage_options=storage_options)
@@ -87,7 +84,7 @@ class StoreCallback(Callback):
         if checkpoint.run.saver is not self._saver:
             self.enter_run(checkpoint.run.saver)
             if not continues:
-                self.open_run(checkpoint.run_id, checkpoint.run.position.process_start)
+                self.open_run(checkpoint.run_id, checkpoint.run.position.moment.start_step)
 
     def _save(self, checkpoint: Checkpoint, keep: Collection[int]) -> None:
         with self._warn_on_failure():
@@ -153,10 +150,9 @@ class ModelCheckpoint(StoreCallback):
             directory, keep=keep, overwrite=overwrite, asynchronous=asynchronous, backend=backend, on_save_error=on_save_error, storage_options=storage_options
         )
         check_trigger("ModelCheckpoint", every)
-        if keep_every is not None and not is_integer(keep_every, 1):
-            raise CallbackError(f"ModelCheckpoint(keep_every=...) must be a positive integer or None. Received: {keep_every!r}.")
         self.every = every or make_every(epochs=1) | make_every(seconds=600)
-        self.keep_every = None if keep_every is None else int(keep_every)
+        name = "ModelCheckpoint(keep_every=...)"
+        self.keep_every = None if keep_every is None else integer_of(name, keep_every, at_least=1, otherwise=" or None", error=CallbackError)
         self.save_last = save_last
         self._steps: list[int] = []
 

@@ -12,8 +12,6 @@ from typing import Any, TextIO
 
 from typing_extensions import override
 
-__all__ = ["Curves", "Screen", "is_notebook", "print_table", "shown"]
-
 # A carriage return, a newline, and the escape code for a line up, with which tqdm draws several bars.
 _CURSOR_MOVES = re.compile(r"(\r|\n|\x1b\[A)")
 _PRE = '<pre style="margin: 0; line-height: 1.3; white-space: pre-wrap; word-break: normal">'

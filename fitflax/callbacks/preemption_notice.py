@@ -17,8 +17,6 @@ from fitflax.callbacks.base import Callback, Phase, check_number
 from fitflax.errors import CallbackError, warn
 from fitflax.parallel.launch import preempt
 
-__all__ = ["PreemptionNotice"]
-
 # A metadata server that is available answers within milliseconds.
 _TIMEOUT_SECONDS = 2.0
 _JOIN_SECONDS = 5.0

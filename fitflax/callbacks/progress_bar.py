@@ -13,8 +13,6 @@ from fitflax.callbacks.notebook import Screen, is_notebook
 from fitflax.errors import CallbackError
 from fitflax.logs import Logs, default_direction
 
-__all__ = ["ProgressBar"]
-
 
 class ProgressBar(Callback):
     r"""Shows progress with tqdm: a bar for each epoch, which stays, and one for each evaluation, which disappears.

@@ -17,8 +17,6 @@ from fitflax.state import PyTree
 from fitflax.triggers import Trigger
 from fitflax.triggers import every as make_every
 
-__all__ = ["Clock", "RunLogger", "Stamp", "learning_rates"]
-
 
 class Stamp(NamedTuple):
     """The training thread's time at a log point."""
@@ -120,7 +118,7 @@ class RunLogger(Callback):
         last, continues = plain.step, plain.continues(checkpoint)
         is_opened = not self._is_open or not continues
         if is_opened:
-            self.open_run(checkpoint.run_id, last if continues else checkpoint.run.position.process_start)
+            self.open_run(checkpoint.run_id, last if continues else checkpoint.run.position.moment.start_step)
         self._plain_run = plain
         return continues if is_opened else None
 

@@ -21,8 +21,6 @@ from fitflax.storage import ObjectPath, locate
 from fitflax.storage.parts import Mirror
 from fitflax.triggers import Trigger, at
 
-__all__ = ["LambdaCallback", "Profiler", "SummaryLogger", "TerminateOnNaN", "Watchdog"]
-
 # For other steps, a run that ends before them warns that nothing was recorded.
 _DEFAULT_STEPS = (10, 14)
 

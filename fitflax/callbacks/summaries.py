@@ -24,11 +24,6 @@ from fitflax.leaves import named_leaves
 from fitflax.logs import Kind
 from fitflax.state import PyTree
 
-__all__ = [
-    *("TRAIN", "FigureSummary", "HistogramSummary", "ImageSummary", "check_images", "describe_environment", "flatten_sown", "hyperparameter_summaries"),
-    *("write_histogram", "write_logged", "write_sown"),
-]
-
 TRAIN = "train"
 _HISTOGRAM_BINS = 64
 

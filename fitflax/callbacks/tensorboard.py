@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from typing_extensions import override
 
-from fitflax.callbacks.base import check_number, check_trigger, moment_of
+from fitflax.callbacks.base import check_number, check_trigger
 from fitflax.callbacks.event_files import EventFiles, Write, directory_of, files_of, trim
 from fitflax.callbacks.run_logger import Clock, RunLogger, learning_rates
 from fitflax.callbacks.summaries import TRAIN, describe_environment, hyperparameter_summaries, write_histogram, write_logged, write_sown
@@ -25,8 +25,6 @@ from fitflax.storage.parts import Mirror
 from fitflax.storage.paths import path_component
 from fitflax.triggers import Schedule, Trigger
 from fitflax.triggers import every as make_every
-
-__all__ = ["TensorBoard"]
 
 # The mark of files with values that a run that ended inside an epoch wrote after its last checkpoint. A resume deletes them.
 CLOSING = ".closing-"
@@ -200,7 +198,7 @@ class TensorBoard(RunLogger):
             self._is_described = continues
         assert self._files is not None
         self._describe(self._files, checkpoint)
-        moment = moment_of(checkpoint)
+        moment = checkpoint.run.position.moment
         due = {name for name, schedule in self._schedules.items() if schedule.due(moment)}
         self._write_evaluations(self._files, checkpoint)
         # The loop's schedule and those here read the clock at slightly different times. If only the loop's fired, write values.

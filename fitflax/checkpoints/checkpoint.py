@@ -21,8 +21,7 @@ from fitflax.state import PyTree, TrainState
 from fitflax.steps.live_state import LiveState
 from fitflax.steps.outputs import NOTHING, Keep, Kept
 from fitflax.storage import Location
-
-__all__ = ["Checkpoint", "RunPosition", "RunView", "Summary", "Timer"]
+from fitflax.triggers import Moment
 
 
 class Timer:
@@ -57,14 +56,11 @@ class Timer:
 class RunPosition:
     """The position of a run at a checkpoint. All values are on the host; public ones are described in `Checkpoint`."""
 
-    step: int
+    moment: Moment  # The same in all processes.
     epoch: int
     step_in_epoch: int
     data_position: Position
     n_completed_steps: int
-    epoch_ends: bool
-    seconds: float  # The time that triggers use, equal in all processes.
-    process_start: int  # The step at which this process started.
     used: tuple[int, ...] = ()  # The amount of the current pass that each process has used, if each has its own shard.
     is_last: bool = False
     is_rescue: bool = False  # Whether the run is ending because of a signal or an exception.
@@ -116,14 +112,14 @@ class RunView:
 
     def borrow(self) -> TrainState:
         """Returns the live state without a copy. Do not keep it beyond this step. Raises `NotReadyError` if the loop has advanced."""
-        step = self.position.step
+        step = self.position.moment.step
         if self.live.step != step:
             raise NotReadyError(f"The state of step {step} is gone: the loop is at step {self.live.step}. Read it before the loop advances.")
         return self.live.borrow()
 
     def _cached(self, name: str, make: Callable[[TrainState], Any]) -> Any:
         """Returns `make` of the live state, computed on first use."""
-        if self.live.step == self.position.step and self.live.version != self._version:
+        if self.live.step == self.position.moment.step and self.live.version != self._version:
             # A callback has replaced the state of this step.
             self._parts.clear()
             self._version = self.live.version
@@ -133,11 +129,11 @@ class RunView:
 
     def part(self, name: str) -> PyTree:
         """Returns a field of the state, copied on first access."""
-        return self._cached(name, lambda state: state.axes if name == "axes" else self.live.copy(getattr(state, name)))
+        return self._cached(name, lambda state: state.axes if name == "axes" else self.strategy.copy(getattr(state, name)))
 
     def learning_rates(self) -> dict[str, Any]:
         """Returns copies of the injected learning rates, still on the device."""
-        return dict(self._cached("learning rates", lambda state: self.live.copy(get_learning_rates(state.opt_state))))
+        return dict(self._cached("learning rates", lambda state: self.strategy.copy(get_learning_rates(state.opt_state))))
 
     def params_norm(self) -> float:
         """Returns the global L2 norm of the parameters."""
@@ -178,7 +174,7 @@ class Checkpoint:
     @property
     def step(self) -> int:
         """The number of completed steps."""
-        return self.run.position.step
+        return self.run.position.moment.step
 
     @property
     def epoch(self) -> int:
@@ -198,7 +194,7 @@ class Checkpoint:
     @property
     def epoch_ends(self) -> bool:
         """Whether the epoch ends here."""
-        return self.run.position.epoch_ends
+        return self.run.position.moment.epoch_ends
 
     @property
     def is_last(self) -> bool:

@@ -30,8 +30,6 @@ from fitflax.parallel.processes import after_first, exchange
 from fitflax.state import PyTree
 from fitflax.storage import Location, ObjectPath
 
-__all__ = ["Saved", "is_checkpoint", "read_checkpoint", "read_collectively", "read_metadata", "read_state", "write_checkpoint", "write_own_shards"]
-
 METADATA_FILE = "metadata.json"
 PARTIAL_EPOCH_FILE = "closing.json"
 _OWN_KEYS = {"backend": str, "key_impls": dict}

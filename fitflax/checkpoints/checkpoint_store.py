@@ -31,8 +31,6 @@ from fitflax.state import PyTree
 from fitflax.storage import Location, ObjectPath, locate
 from fitflax.storage.lock import check_held, holder_of, lock_directory
 
-__all__ = ["CheckpointStore", "Listed", "list_checkpoints"]
-
 _RETENTION = "retention.json"
 _RUN = ".run.json"
 

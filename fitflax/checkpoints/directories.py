@@ -43,18 +43,6 @@ from fitflax.storage import ChangedError, Location, ObjectPath
 from fitflax.storage.lock import check_held
 from fitflax.storage.object_store import ObjectInfo
 
-__all__ = [
-    "LocalDirectory",
-    "ObjectDirectory",
-    "WriteOptions",
-    "checkpoint_name",
-    "disk_errors",
-    "put_back",
-    "replaced_by",
-    "write_in_place",
-    "write_to_bucket",
-]
-
 _STEP = re.compile(r"step_(\d{8}|[1-9]\d{8,})")
 _OLD = re.compile(r"\.old-(?P<since>\d+)\.[0-9a-f]+")
 _UNDO = re.compile(r"\.undo-[0-9a-f]+")

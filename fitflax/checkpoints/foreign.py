@@ -29,8 +29,6 @@ from fitflax.checkpoints.plain_tree import MAX_DEPTH, walk
 from fitflax.errors import CheckpointError, CorruptCheckpointError
 from fitflax.leaves import listed
 
-__all__ = ["read_foreign"]
-
 FLAX_PREFIX = "checkpoint_"
 # A minus is a sign at the beginning or after an underscore; elsewhere, as in `ckpt-5`, it belongs to the prefix.
 _NUMBERED = re.compile(r"(?P<prefix>|.*?_|.*?[^\d.])(?P<step>(?:(?<=_)-|^-)?\d+(?:\.\d+)?(?:e[+-]?\d+)?)")

@@ -24,8 +24,6 @@ from fitflax.errors import CheckpointError, CorruptCheckpointError
 from fitflax.leaves import is_key
 from fitflax.storage import Location, ObjectPath
 
-__all__ = ["PROCESS", "document_bytes", "fsync_directory", "json_values", "read_document", "read_errors", "replace_document", "write_document", "write_file"]
-
 FORMAT_VERSION = 1
 # Marks what this process writes: other processes' temporary files are leftovers, and their checkpoints may be stale.
 PROCESS = secrets.token_hex(4)

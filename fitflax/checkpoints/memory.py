@@ -12,8 +12,6 @@ import numpy as np
 
 from fitflax.leaves import on_host
 
-__all__ = ["Arena", "Loan", "ReusedMemory", "bytes_of", "fetch", "may_share"]
-
 # An array keeps its whole slab alive. So tiny arrays, which callbacks may keep, and large ones get their own memory.
 _TINY_BYTES = 2**14
 _LARGE_BYTES = 2**24

@@ -34,8 +34,6 @@ from fitflax.errors import CheckpointError, CorruptCheckpointError
 from fitflax.storage import Location, ObjectPath
 from fitflax.storage.parts import PartsReader, PartsWriter, Send, part_name, size_fault
 
-__all__ = ["FILES", "OWN_KEYS", "PART", "STATE_FILE", "read_state", "write_state"]
-
 STATE_FILE = "state.msgpack"
 FILES = (STATE_FILE,)
 PART = re.compile(r"(?P<stem>(?:state|shards)-[0-9a-f]{8})(?:\.p\d{5})?\.(?:\d{5,}|json)")

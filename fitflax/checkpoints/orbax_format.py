@@ -41,8 +41,6 @@ from fitflax.leaves import listed
 from fitflax.parallel.placement import copy_to_host_memory, is_spread, spans_processes
 from fitflax.storage.parts import size_fault
 
-__all__ = ["FILES", "OWN_KEYS", "read_state", "restore_numpy", "write_own_shards", "write_state"]
-
 TRAIN_DIRECTORY = "train"
 FILES = (*msgpack_format.FILES, TRAIN_DIRECTORY)
 OWN_KEYS: dict[str, type] = {**msgpack_format.OWN_KEYS, "orbax_files": dict, "orbax_arrays": dict}

@@ -18,8 +18,6 @@ from fitflax.leaves import is_key, listed
 from fitflax.parallel.placement import spans_processes
 from fitflax.state import PyTree, TrainState, arrays_of
 
-__all__ = ["Plain", "join", "keys_of", "leaf_paths", "leaves_of", "map_leaves", "nested", "only_split", "put", "shown", "to_plain", "walk"]
-
 # The key of the maps in which flax stores large arrays; users' dicts must not contain it.
 CHUNKED = "__msgpack_chunked_array__"
 # Far below the recursion limits of Python and msgpack (1024).

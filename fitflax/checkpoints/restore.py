@@ -22,8 +22,6 @@ from fitflax.leaves import key_of, listed
 from fitflax.parallel.placement import RemoteArray
 from fitflax.state import PyTree, TrainState
 
-__all__ = ["RestoreReport", "advice_on", "check_mapping", "from_saved", "match", "moved", "needs_shapes", "refit", "report_of", "restore_tree"]
-
 # The dtypes that `cast` converts.
 _CASTABLE = frozenset({"bfloat16", "float16", "float32", "float64"})
 

@@ -23,18 +23,6 @@ from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from fitflax.state import InferenceState, PyTree, TrainState
 from fitflax.storage import Location, ObjectPath, locate
 
-__all__ = [
-    "INFERENCE_STATE",
-    "check_fits",
-    "check_settings",
-    "find_resume",
-    "fit_to",
-    "load_checkpoint",
-    "load_inference_state",
-    "restored_state",
-    "warn_of_changes",
-]
-
 _MOST_NAMED = 5  # Directories, in an error.
 
 

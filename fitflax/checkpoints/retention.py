@@ -9,8 +9,6 @@ This module neither reads nor writes files; `CheckpointStore` does.
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["Retention", "parse_retention"]
-
 
 class Retention(NamedTuple):
     """Which of the existing steps are kept."""

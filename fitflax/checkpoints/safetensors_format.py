@@ -29,8 +29,6 @@ from fitflax.errors import CheckpointError, CheckpointNotFoundError, CorruptChec
 from fitflax.leaves import listed
 from fitflax.storage import Location, ObjectPath
 
-__all__ = ["INDEX_SUFFIX", "SUFFIX", "find_weights", "read_weights", "write_weights"]
-
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 _USUAL = f"model{SUFFIX}"

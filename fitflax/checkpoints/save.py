@@ -26,8 +26,6 @@ from fitflax.parallel.placement import spans_processes
 from fitflax.state import PyTree
 from fitflax.storage import Location, ObjectPath, locate
 
-__all__ = ["save_checkpoint", "save_run"]
-
 
 def save_run(checkpoint: Checkpoint, store: CheckpointStore, *, owner: str, keep: Collection[int], asynchronous: bool) -> None:
     """Saves the run in a store: synchronously from the live state, or with `asynchronous`, by the run's saver from a snapshot.

@@ -17,8 +17,6 @@ from fitflax.errors import warn
 from fitflax.storage import Location
 from fitflax.storage.lock import holder_of, lock_directory, release_all
 
-__all__ = ["NICENESS_ON_HOST", "Saver"]
-
 # For training on the host's cores: measured on two cores, it reduces the cost of small saves by a third.
 NICENESS_ON_HOST = 10
 # For large saves, together with idle CPU scheduling: with 1.5 GB on two cores, steps during a write take 1.3 times as long with a niceness of 10, 1.2

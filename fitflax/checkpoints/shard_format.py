@@ -44,8 +44,6 @@ from fitflax.parallel.processes import Board
 from fitflax.storage import Location, ObjectPath
 from fitflax.storage.parts import PartsReader, PartsWriter, Workers, part_name, read_range
 
-__all__ = ["FILES", "OWN_KEYS", "CollectiveSave", "Files", "Share", "SplitArray", "read_state", "write_own_shards", "write_state"]
-
 Files = dict[str, dict[str, int]]
 """Size and crc32 of files, by path relative to the checkpoint's directory."""
 Share = tuple[int, int]

@@ -18,8 +18,6 @@ from fitflax.parallel.placement import Form, Packed, copy_to_host_memory, has_ho
 from fitflax.state import PyTree, TrainState
 from fitflax.steps.live_state import LiveState
 
-__all__ = ["Snapshots", "host_copy", "unpack"]
-
 _PIECE_BYTES = 2**24
 
 
@@ -81,7 +79,7 @@ class Snapshots:
         return only_split(train) if jax.process_index() else train
 
     def _device_copy(self, state: TrainState, extra: dict[str, PyTree]) -> Callable[[], tuple[Plain, Plain]]:
-        packed = self._live.snapshot({"train": state, "run": extra})
+        packed = self._live.strategy.copy_once({"train": state, "run": extra})
 
         def copies() -> tuple[Plain, Plain]:
             plains = unpack(packed, lists_in=["run"])

@@ -24,22 +24,6 @@ from fitflax.errors import CheckpointError, ConfigError, CorruptCheckpointError,
 from fitflax.leaves import listed
 from fitflax.storage import Location
 
-__all__ = [
-    "COLLECTIONS",
-    "PATHS",
-    "WRITTEN_BY",
-    "WeightMapping",
-    "WeightRule",
-    "as_floats",
-    "from_file",
-    "is_weights",
-    "leaves_out_only",
-    "name_of",
-    "rules_of",
-    "saved_weights",
-    "to_file",
-]
-
 Array = np.ndarray[Any, Any]
 _FIELD = re.compile(r"\{(\w*)\}")
 

@@ -14,10 +14,8 @@ from fitflax.checkpoints.checkpoint_store import Listed, list_checkpoints
 from fitflax.checkpoints.plain_tree import shown, walk
 from fitflax.checkpoints.resume import load_checkpoint
 from fitflax.errors import CheckpointError, CheckpointNotFoundError
-from fitflax.leaves import matching
+from fitflax.leaves import as_json, matching
 from fitflax.storage import locate
-
-__all__ = ["Difference", "add_compare_arguments", "add_list_arguments", "compare", "run_compare", "run_list", "table"]
 
 # The parts of `metadata.json` that describe how a run was configured.
 _SETTINGS = ("settings", "compiled", "config", "versions")
@@ -189,20 +187,7 @@ def _describe(leaf: Any) -> str:
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(_without_nan(value), indent=2, allow_nan=False))
-
-
-def _without_nan(value: Any) -> Any:
-    """Returns `value` with NaN and infinities, which JSON does not have, as strings.
-
-    >>> _without_nan({"loss": float("nan"), "step": 3})
-    {'loss': 'nan', 'step': 3}
-    """
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    print(json.dumps(as_json(value), indent=2, allow_nan=False))
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> str:

@@ -21,8 +21,6 @@ from fitflax.errors import CheckpointError, ConfigError, did_you_mean
 from fitflax.logs import flat_name
 from fitflax.storage.paths import name_of_component
 
-__all__ = ["Point", "add_arguments", "read_curves", "run"]
-
 _EPOCH, _STEP = "epoch", "step"
 # DT_FLOAT and DT_DOUBLE of TensorFlow's types.proto, as NumPy dtypes.
 _FLOATS = {1: "<f4", 2: "<f8"}

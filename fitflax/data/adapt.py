@@ -18,8 +18,6 @@ from fitflax.data.token_file import TokenSource
 from fitflax.data.torch_loader import TorchSource, is_loader_iterator, torch_batch
 from fitflax.errors import ConfigError, DataError
 
-__all__ = ["Feeder", "adapt", "takes_batch_size"]
-
 # The first one that matches the data is its source.
 LIBRARY_SOURCES: tuple[type[AdaptedSource], ...] = (TokenSource, RaySource, StreamSource, TableSource, TorchSource, TensorFlowSource, GrainSource)
 

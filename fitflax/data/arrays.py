@@ -23,8 +23,6 @@ from fitflax.errors import ConfigError, DataError
 from fitflax.leaves import listed
 from fitflax.state import PyTree
 
-__all__ = ["ArraySource", "FirstBatches", "IndexedSource", "RowsPass", "is_in_memory"]
-
 # A block of batches is read at once if it fits into a core's cache.
 _MAX_BATCHES = 16
 _BLOCK_BYTES = 2**22

@@ -13,14 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fitflax.errors import ConfigError, DataError, did_you_mean, is_integer
+from fitflax.errors import ConfigError, DataError, did_you_mean
 from fitflax.leaves import listed
 from fitflax.state import Batch, PyTree
-
-__all__ = [
-    *("DEFAULT_BATCH_SIZE", "FedBatch", "Form", "Position", "Selection", "Triple", "check_batch_size", "check_fits", "count_examples", "describe_leaves"),
-    *("fingerprint", "form_of", "full_mask", "has_rows", "in_one_piece", "is_structure", "leaf_paths", "num_examples", "to_numpy"),
-]
 
 DEFAULT_BATCH_SIZE = 32
 _MAX_HASHED_BYTES = 2**20
@@ -182,12 +177,6 @@ def _pick(raw: Mapping[str, Any], spec: Any, name: str) -> PyTree:
         keys = listed([repr(key) for key in known])
         raise DataError(f"Trainer({name}=...) selects the key {spec!r}, which the batches do not have.{did_you_mean(spec, known)} Their keys: {keys}.")
     return raw[spec]
-
-
-def check_batch_size(batch_size: Any) -> None:
-    """Checks that a batch size is a positive integer."""
-    if not is_integer(batch_size, 1):
-        raise ConfigError(f"batch_size must be a positive integer. Received: {batch_size!r}.")
 
 
 def to_numpy(tree: PyTree, *, name: str) -> PyTree:

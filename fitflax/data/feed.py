@@ -24,8 +24,6 @@ from fitflax.data.sources import OneShotSource, Source
 from fitflax.errors import warn
 from fitflax.state import Batch
 
-__all__ = ["Feed", "is_dead_worker", "is_from_data", "mark_as_from_data", "undisturbed"]
-
 _MARK = "_fitflax_is_from_data"
 
 

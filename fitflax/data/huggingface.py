@@ -18,8 +18,6 @@ from fitflax.data.loader_state import has_exact_state
 from fitflax.data.sources import DataOptions, IterableSource
 from fitflax.errors import DataError
 
-__all__ = ["StreamSource", "TableSource"]
-
 
 class TableSource(IndexedSource):
     """Batches of a `datasets.Dataset`, in the same order as arrays with as many rows."""

@@ -24,11 +24,6 @@ from fitflax.data.batch import Position, Triple, count_examples
 from fitflax.errors import DataError, warn
 from fitflax.leaves import is_key
 
-__all__ = [
-    *("KEPT", "Bookmark", "Bookmarks", "LoaderPass", "Pass", "UnstorableError", "decode", "drop", "encode"),
-    *("has_exact_state", "has_states", "open_loader", "set_state", "start_workers", "state_methods"),
-]
-
 # Saving states of loaders may take at most a hundredth of the time.
 _COST_RATIO = 100.0
 # Training is at most one batch behind the data; the rest are for passes of a single batch.

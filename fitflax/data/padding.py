@@ -19,8 +19,6 @@ from fitflax.errors import ConfigError, DataError, is_integer, warn
 from fitflax.leaves import listed
 from fitflax.state import Batch, PyTree
 
-__all__ = ["Batcher", "Scalar", "check_not_negative", "check_weights", "class_weights_of", "pad_batch", "unboxed", "without_padding"]
-
 # The beginning of errors about inputs that are passed whole.
 _WHOLE = "The inputs share no axis of examples, so the module receives each batch whole."
 

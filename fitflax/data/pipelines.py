@@ -12,8 +12,6 @@ from fitflax.data.sources import AdaptedSource, DataOptions, IterableSource, is_
 from fitflax.errors import DataError, warn
 from fitflax.leaves import listed
 
-__all__ = ["GrainSource", "RaySource", "TensorFlowSource", "is_worker_part"]
-
 _INFINITE = -1
 _SHUFFLE = "_ShuffleDataset"
 # Grain's `repeat()` without a count reports a length near the largest integer, which batching divides.

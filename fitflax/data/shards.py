@@ -25,8 +25,6 @@ from fitflax.data.sources import DataOptions, OneShotSource, Shares, Source
 from fitflax.errors import ConfigError, DataError, RestoreError
 from fitflax.state import Batch
 
-__all__ = ["Shard", "ShardFeed", "agree_on_shares", "own_position", "part_of_batch_size", "spread"]
-
 # Limits of what is read between two exchanges, which take milliseconds.
 _MOST_BATCHES = 16
 _MOST_BYTES = 2**26

@@ -16,11 +16,9 @@ from typing import Any, Self
 
 from typing_extensions import override
 
-from fitflax.data.batch import DEFAULT_BATCH_SIZE, Position, Selection, Triple, check_batch_size, count_examples
+from fitflax.data.batch import DEFAULT_BATCH_SIZE, Position, Selection, Triple, count_examples
 from fitflax.data.loader_state import Bookmark, LoaderPass, Pass, drop, has_states, open_loader, set_state, start_workers, state_methods
-from fitflax.errors import ConfigError, DataError, warn
-
-__all__ = ["AdaptedSource", "DataOptions", "FunctionSource", "IterableSource", "OneShotSource", "SequenceSource", "Shares", "Source", "is_instance"]
+from fitflax.errors import ConfigError, DataError, integer_of, warn
 
 
 def is_instance(data: Any, *kinds: str) -> bool:
@@ -71,9 +69,7 @@ class DataOptions:
     @property
     def size(self) -> int:
         """The rows of a batch."""
-        size = DEFAULT_BATCH_SIZE if self.batch_size is None else self.batch_size
-        check_batch_size(size)
-        return int(size)
+        return DEFAULT_BATCH_SIZE if self.batch_size is None else integer_of("batch_size", self.batch_size, at_least=1)
 
     def split(self, raw: Any) -> Triple:
         """Returns the inputs, targets and weights of a raw batch."""

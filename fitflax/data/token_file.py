@@ -14,9 +14,7 @@ from typing_extensions import override
 from fitflax.data.arrays import IndexedSource
 from fitflax.data.batch import Position, Triple, check_fits
 from fitflax.data.sources import DataOptions
-from fitflax.errors import ConfigError, DataError, is_integer
-
-__all__ = ["Permutation", "TokenFile", "TokenSource"]
+from fitflax.errors import ConfigError, DataError, integer_of
 
 _ROUNDS = 4
 # The constants of xxHash's 32-bit avalanche (Yann Collet, 2012).
@@ -61,8 +59,7 @@ class TokenFile:
     end: int | None = None
 
     def __post_init__(self) -> None:
-        if not is_integer(self.length, 1):
-            raise ConfigError(f"TokenFile(length=...) must be a positive integer. Received: {self.length!r}.")
+        integer_of("TokenFile(length=...)", self.length, at_least=1)
         if self.dtype is None and Path(self.path).suffix != ".npy":
             raise ConfigError(f"{self.path} is not a .npy file, so TokenFile needs a dtype. Pass it: TokenFile(path, length, dtype='uint16').")
         total = len(self._tokens)

@@ -18,8 +18,6 @@ from fitflax.data.loader_state import Bookmark, Pass, drop, has_exact_state, has
 from fitflax.data.sources import AdaptedSource, DataOptions, is_instance
 from fitflax.errors import DataError, is_integer, warn
 
-__all__ = ["TorchSource", "is_loader_iterator", "is_tensor", "torch_batch"]
-
 _MODULE = "torch.utils.data"
 
 

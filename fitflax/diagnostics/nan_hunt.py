@@ -25,8 +25,6 @@ from fitflax.steps.outputs import Keep
 from fitflax.steps.program import Program
 from fitflax.storage import locate
 
-__all__ = ["WATCHED", "NanReport", "Origin", "find_origins", "hunt_nan", "last_finite"]
-
 WATCHED = Keep(norm=True, culprit=True)
 """The values of a step that show whether it is finite."""
 

@@ -13,8 +13,6 @@ from fitflax.loops.session import Session
 from fitflax.optimizers import set_learning_rate
 from fitflax.steps.outputs import NOTHING
 
-__all__ = ["LearningRateCurve", "find_learning_rate"]
-
 # The decay of the average loss that detects divergence; and the width of the smoothing, as a fraction of all steps.
 _DECAY = 0.9
 _WIDTH = 0.05

@@ -18,8 +18,6 @@ from fitflax.callbacks.summaries import FigureSummary, HistogramSummary, ImageSu
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.logs import GRADIENTS_NORM, STEP_LOSS, Kind, Place, read_vector
 
-__all__ = ["Point", "Reading", "Tracker", "reading_of", "readings_of_state", "state_of"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Point:

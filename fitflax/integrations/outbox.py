@@ -23,8 +23,6 @@ from fitflax.background import Background
 from fitflax.errors import FitflaxError
 from fitflax.integrations.interface import Point, Reading, Tracker
 
-__all__ = ["Ending", "Outbox", "RunStart"]
-
 # Seconds between two attempts while the tracker cannot be reached, with exponential backoff.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
 # The number of points in a request, and the maximum numbers of waiting points, of those with images, and of unread ones, which slow down checkpoints.

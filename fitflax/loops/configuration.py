@@ -14,7 +14,7 @@ import optax
 import fitflax.losses as losses
 import fitflax.optimizers as optimizers
 from fitflax.data.adapt import Feeder
-from fitflax.errors import ConfigError, NotReadyError, OptimizerError, is_integer
+from fitflax.errors import ConfigError, NotReadyError, OptimizerError, integer_of
 from fitflax.parallel import DataParallel, Strategy
 from fitflax.parallel.processes import exchange
 from fitflax.steps.gradients import Streams
@@ -81,10 +81,7 @@ class CurrentTask:
     ) -> bool:
         """Replaces the task; arguments as in `Trainer.compile`. Returns whether the optimizer is a new one, whose state must be initialized."""
         transformation = optimizer_of(optimizer, learning_rate)
-        if isinstance(steps_per_call, str) and steps_per_call != "auto":
-            raise ConfigError(f"steps_per_call must be a positive integer or 'auto'. Received: {steps_per_call!r}.")
-        number = None if isinstance(steps_per_call, str) else steps_per_call
-        check_counts(steps_per_call=number)
+        number = None if steps_per_call == "auto" else integer_of("steps_per_call", steps_per_call, at_least=1, otherwise=" or 'auto'")
         eval_params = _eval_params_of(eval_params, numerics.ema_decay, transformation)
         if run_eagerly:
             _check_single_device(self.strategy)
@@ -95,7 +92,7 @@ class CurrentTask:
         self._given_optimizer = optimizer
         task = self.make_task(objective=objective, optimizer=self.optimizer, numerics=numerics)
         self.program = Program(task, run_eagerly=bool(run_eagerly), eval_params=eval_params)
-        self.pad, self.steps_per_call = pad, None if number is None else int(number)
+        self.pad, self.steps_per_call = pad, number
         self.described = _described(optimizer=optimizer, loss=loss, learning_rate=learning_rate, eval_params=eval_params)
         self.feeder = make_feeder(self.strategy, pad=pad, accumulate_steps=numerics.accumulate_steps)
         return not is_same
@@ -234,37 +231,25 @@ def check_ensemble(owner: str, members: Any, strategy: Strategy, *, has_own: boo
 
 def check_called_with(owner: str, name: str, function: Any, *arguments: str, keywords: Sequence[str] = ()) -> None:
     """Raises `ConfigError` unless an overridden method accepts these positional arguments and keywords, given by name."""
-    fault = ""
-    for follows in (False, True):  # The signature of a decorator may differ from that of the function it wraps.
-        try:
-            signature = inspect.signature(function, follow_wrapped=follows)
-        except (TypeError, ValueError):
-            return  # Some callables have no signature.
-        try:
-            signature.bind(*arguments, **dict.fromkeys(keywords))
-        except TypeError as error:
-            fault = f"{name}{signature}: {error}"
-        else:
-            return
-    called = ", ".join([*arguments, *(f"{keyword}={keyword}" for keyword in keywords)])
-    raise ConfigError(f"{owner}.{name} is called as {name}({called}), but is defined as {fault}.")
+    try:
+        signature = inspect.signature(function, follow_wrapped=False)  # The signature of a decorator may differ from that of the function it wraps.
+    except (TypeError, ValueError):
+        return  # Some callables have no signature.
+    try:
+        signature.bind(*arguments, **dict.fromkeys(keywords))
+    except TypeError as error:
+        called = ", ".join([*arguments, *(f"{keyword}={keyword}" for keyword in keywords)])
+        raise ConfigError(f"{owner}.{name} is called as {name}({called}), but is defined as {name}{signature}: {error}.") from error
 
 
 # -- arguments of several calls --
 
 
-def integer_of(name: str, value: Any, *, at_least: int = 0) -> int:
-    """Returns an argument as an integer; raises `ConfigError` if it is not one, or too small."""
-    if not is_integer(value, at_least):
-        raise ConfigError(f"{name} must be an integer of at least {at_least}. Received: {value!r}.")
-    return int(value)
-
-
 def check_counts(**counts: int | None) -> None:
     """Raises `ConfigError` unless each argument is a positive integer or `None`."""
     for name, value in counts.items():
-        if value is not None and not is_integer(value, 1):
-            raise ConfigError(f"{name} must be a positive integer. Received: {value!r}.")
+        if value is not None:
+            integer_of(name, value, at_least=1)
 
 
 def trigger_of(owner: str, every: Any) -> Trigger:

@@ -28,8 +28,6 @@ from fitflax.steps.outputs import Returned
 from fitflax.steps.program import Program, check_in_memory, check_measures, check_total_weight
 from fitflax.triggers import Trigger
 
-__all__ = ["Evaluation", "Interrupted", "Validation", "predict", "predict_iter"]
-
 # Minimum time between two calls of batch hooks if all callbacks allow batches to be skipped.
 _BATCH_HOOK_SECONDS = 0.05
 

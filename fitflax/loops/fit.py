@@ -1,7 +1,6 @@
 """The stages of `fit` around the steps of a run: the data, the checkpoint to resume from, and the callbacks from beginning to end."""
 
 import contextlib
-import dataclasses
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -28,18 +27,7 @@ from fitflax.loops.signals import Interruption
 from fitflax.loops.training_loop import Run
 from fitflax.triggers import Trigger
 
-__all__ = ["FitData", "adapt_validation_data", "check_end", "find_checkpoint", "make_validation", "num_batches_of", "params_of", "run_with_callbacks"]
-
-
 # -- data --
-
-
-@dataclasses.dataclass(frozen=True)
-class FitData:
-    """The data of a call of `fit`."""
-
-    source: Source
-    validation: Mapping[str, Source]  # By name.
 
 
 def num_batches_of(**counts: Any) -> list[int]:
@@ -52,8 +40,8 @@ def num_batches_of(**counts: Any) -> list[int]:
 
 def adapt_validation_data(
     session: Session, selection: Selection, source: Source, data: Any, *, split: float, batch_size: int | None, overfit_batches: int
-) -> FitData:
-    """Returns the data to train on, adapted as `source`, and the data to validate on, which is split off if `split` is not 0.
+) -> tuple[Source, dict[str, Source]]:
+    """Returns the data to train on, adapted as `source`, and the sets to validate on, by name; one is split off if `split` is not 0.
 
     `batch_size` is that of the validation data, over all processes; by default that of the source.
     """
@@ -70,7 +58,7 @@ def adapt_validation_data(
         sets[name] = session.intake.adapt(each, call=f"validation on {name!r}", batch_size=size, **options)
     for each in sets.values():
         each.calls_hooks = False  # They are called for training, and a resume could not repeat how often validations called them.
-    return FitData(source, sets)
+    return source, sets
 
 
 def _hold_out(session: Session, source: Source, split: float, batch_size: int | None) -> tuple[Source, Source]:
@@ -105,14 +93,14 @@ def _sets_by_name(data: Any, selection: Selection) -> dict[str, Any]:
     return data
 
 
-def check_end(data: FitData, *, steps: int | None, epochs: int | None, steps_per_epoch: int | None) -> None:
+def check_end(source: Source, sets: Mapping[str, Source], *, steps: int | None, epochs: int | None, steps_per_epoch: int | None) -> None:
     """Raises `ConfigError` if the data never ends and no argument says where to stop."""
-    if not data.source.is_endless or steps_per_epoch is not None:
+    if not source.is_endless or steps_per_epoch is not None:
         return
     if steps is None:
         alone = "" if epochs is None else " epochs= alone is not enough, because an epoch of this data never ends."
         raise ConfigError(f"This data never ends. Pass steps=, or both steps_per_epoch= and epochs=.{alone}")
-    if data.validation:
+    if sets:
         warn(
             "This data never ends, so the whole fit is one epoch and validation runs only once, at its end. To validate more often, pass steps_per_epoch= or "
             "validation_freq=every(steps=...)."
@@ -120,12 +108,19 @@ def check_end(data: FitData, *, steps: int | None, epochs: int | None, steps_per
 
 
 def make_validation(
-    session: Session, data: FitData, frequency: int | Sequence[int] | Trigger, *, steps: int | None, trial: int, hooks: CallbackList, interruption: Interruption
+    session: Session,
+    sets: Mapping[str, Source],
+    frequency: int | Sequence[int] | Trigger,
+    *,
+    steps: int | None,
+    trial: int,
+    hooks: CallbackList,
+    interruption: Interruption,
 ) -> Validation:
     """Returns what is evaluated during a run, and when. `trial` is the maximum number of batches in a trial run, or 0."""
     program = session.task.need_compiled("fit")
     loops = []
-    for name, source in data.validation.items():
+    for name, source in sets.items():
         count = min(trial, source.all_batches or trial) if trial else steps
         loops.append(Evaluation(session, program, source, steps=count, name=name, callbacks=hooks, interruption=interruption))
     return Validation(loops, _validation_frequency(frequency))
@@ -166,7 +161,7 @@ def find_checkpoint(session: Session, resume: Any, hooks: CallbackList) -> Saved
 # -- callbacks --
 
 
-def params_of(session: Session, data: FitData, run: Run, *, trial: int, log_every: int, note: str | None) -> dict[str, Any]:
+def params_of(session: Session, source: Source, sets: Mapping[str, Source], run: Run, *, trial: int, log_every: int, note: str | None) -> dict[str, Any]:
     """Returns the `params` of callbacks, which describe the data and the run. `trial` is the number of batches of a trial run, or 0."""
     model = session.task.any_program().task.model
     settings = {key: value for key, value in run.plan.info["settings"].items() if value is not None}
@@ -174,10 +169,10 @@ def params_of(session: Session, data: FitData, run: Run, *, trial: int, log_ever
     return {
         "log_every": log_every,
         "note": note or session.task.choice,
-        "steps": min(filter(None, (trial, run.plan.steps_per_epoch or data.source.all_batches)), default=None),
-        "num_examples": data.source.all_examples,
+        "steps": min(filter(None, (trial, run.plan.steps_per_epoch or source.all_batches)), default=None),
+        "num_examples": source.all_examples,
         "model_flops": session.task.need_compiled("fit").preparation.model_flops,
-        "validation_sets": tuple(data.validation),
+        "validation_sets": tuple(sets),
         "hyperparameters": {**settings, **session.task.described, "model": model.name, **own, **flat(run.plan.info.get("config", {}))},
     }
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import secrets
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -22,13 +22,13 @@ from fitflax.data.sources import OneShotSource
 from fitflax.errors import ConfigError, DataError, FitflaxError, OptimizerError, warn
 from fitflax.loops.configuration import CurrentTask, MakeTask, RestoreOptions
 from fitflax.loops.session_state import SessionState
-from fitflax.models import OwnVariables
 from fitflax.parallel import Strategy
 from fitflax.parallel.processes import exchange
 from fitflax.state import Batch
 from fitflax.steps.program import Program
 
-__all__ = ["Intake", "Session", "as_given"]
+if TYPE_CHECKING:  # It imports flax.nnx.
+    from fitflax.models.nnx_graph import ModuleVariables
 
 # Number of iterators to recognize; a trainer that is given many must not keep them all.
 _MAX_ITERATORS = 8
@@ -37,7 +37,7 @@ _MAX_ITERATORS = 8
 class Session:
     """The parts that the calls of a trainer share. `own` are the variables of a model that holds them itself, `members` the number of an ensemble's."""
 
-    def __init__(self, task: CurrentTask, seed: int, own: OwnVariables | None = None, members: int | None = None) -> None:
+    def __init__(self, task: CurrentTask, seed: int, own: "ModuleVariables | None" = None, members: int | None = None) -> None:
         self.task, self.strategy, self.seed, self.members = task, task.strategy, seed, members
         self.state = SessionState(task, seed, own, members)
         self.intake = Intake(task.strategy, seed)

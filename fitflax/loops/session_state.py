@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,7 @@ from fitflax.checkpoints.restore import RestoreReport, check_mapping, match, mov
 from fitflax.checkpoints.resume import INFERENCE_STATE, check_fits, fit_to, restored_state, warn_of_changes
 from fitflax.data import Position
 from fitflax.errors import NotReadyError, RestoreError
-from fitflax.loops.configuration import CurrentTask, RestoreOptions
-from fitflax.models import OwnVariables
+from fitflax.loops.configuration import CurrentTask, RestoreOptions, zeros
 from fitflax.optimizers import replace_by_path, settable_by_path, with_hyperparams
 from fitflax.parallel.placement import explicitly
 from fitflax.state import Batch, InferenceState, TrainState, only_params, parts_of, shapes_in, shapes_of, start_average
@@ -24,7 +23,8 @@ from fitflax.steps.optimizer import LossScaled, scaled_state
 from fitflax.steps.program import check_places
 from fitflax.steps.train_step import Task
 
-__all__ = ["Progress", "SessionState"]
+if TYPE_CHECKING:  # It imports flax.nnx.
+    from fitflax.models.nnx_graph import ModuleVariables
 
 
 @dataclasses.dataclass
@@ -63,7 +63,7 @@ class Progress:
 class SessionState:
     """The state that a trainer holds between calls, and everything that replaces it. `own` are the model's own variables, if it holds them itself."""
 
-    def __init__(self, task: CurrentTask, seed: int, own: OwnVariables | None, members: int | None) -> None:
+    def __init__(self, task: CurrentTask, seed: int, own: "ModuleVariables | None", members: int | None) -> None:
         self._task, self._strategy, self._seed, self.own, self._members = task, task.strategy, seed, own, members
         self.live: LiveState | None = None
         self.sample: Batch | None = None  # Shapes of the first batch of the last call.
@@ -76,7 +76,6 @@ class SessionState:
         self._casts = False  # Whether that restore converts floating dtypes once the module's are known.
         self._unchecked_source: str | None = None  # Where a state was restored from before the module's shapes were known.
         self._built_from: Batch | None = None  # Shapes of a batch that the state is known to fit.
-        self._fresh_version: int | None = None  # The version of the live state that `build` made.
 
     @property
     def _functions(self) -> Task:
@@ -183,10 +182,9 @@ class SessionState:
             state = program.initial_state.init(key, batch)
         self.live = LiveState(self._strategy, with_hyperparams(state, self.hyperparams), 0)
         self._built_from = self.sample
-        self._note_initialized(self.live)
+        self._note_initialized()
 
-    def _note_initialized(self, live: LiveState) -> None:
-        self._fresh_version = live.version
+    def _note_initialized(self) -> None:
         self.last_progress = self._pending = self._unchecked_source = None
         self.is_serving = False
 
@@ -194,10 +192,9 @@ class SessionState:
         """Copies another state."""
         if other.live is None:
             return
-        names = ("_built_from", "_fresh_version", "_unchecked_source", "_casts", "_pending", "is_serving", "sample")
+        names = ("_built_from", "_unchecked_source", "_casts", "_pending", "is_serving", "sample")
         vars(self).update({name: getattr(other, name) for name in names})
         self.live = LiveState(self._strategy, self._strategy.copy(other.live.borrow()), other.live.step)
-        self.live.version = other.live.version
 
     # -- models that hold their variables --
 
@@ -254,7 +251,7 @@ class SessionState:
             check_places(self._task.program, self._strategy.abstract_state(state))
         live = self._replace_live(state)
         live.replace(strong_types(live.borrow()), 0)
-        self._note_initialized(live)
+        self._note_initialized()
         if self._task.optimizer is not None:
             self._init_optimizer()
             self._match_numerics()
@@ -350,18 +347,12 @@ class SessionState:
         live, step = self.live, int(restored.step)
         leaves, treedef = jax.tree.flatten(restored)
         missing = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
-        known: list[Any] = []
-        if missing and live is not None and live.is_intact and live.version == self._fresh_version:
-            # The live state is as `build` made it, so initializing again would give the same arrays.
-            now = jax.tree.leaves(dataclasses.replace(live.borrow(), opt_state=()))
-            known = [now[index] for index in missing]
-            del now  # It also holds the other arrays.
-        self._fresh_version = None
         with self._live_released():
+            initialized = self._initialize(missing, restored) if missing else []  # First, because it needs memory for the whole state.
             there = jax.tree.unflatten(treedef, [None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves])
             placed = iter(jax.tree.leaves(self._strategy.put_state(there)))
-            initialized = iter(known or self._initialize(missing, restored))
-            state = jax.tree.unflatten(treedef, [next(initialized if isinstance(leaf, jax.ShapeDtypeStruct) else placed) for leaf in leaves])
+            made = iter(initialized)
+            state = jax.tree.unflatten(treedef, [next(made if isinstance(leaf, jax.ShapeDtypeStruct) else placed) for leaf in leaves])
         if live is None:
             self.live = live = LiveState(self._strategy, state, step)
         else:
@@ -369,24 +360,16 @@ class SessionState:
         return live
 
     def _initialize(self, numbers: list[int], state: TrainState) -> list[Any]:
-        """Returns leaves of the state at step 0 by index, not counting the optimizer state. Only these are computed and kept in memory."""
-        if not numbers:
-            return []
-        task, strategy = self._functions, self._strategy
-        placed = jax.tree.leaves(strategy.abstract_state(state))
-        places = [placed[number] for number in numbers]
+        """Returns leaves of the state at step 0 by index, not counting the optimizer state; only these stay in memory."""
         if self.own is not None:
             params, model_state = parts_of(self.own.read())
             leaves = jax.tree.leaves(dataclasses.replace(state, params=params, model_state=model_state))
-            return cast(list[Any], strategy.put_at([leaves[number] for number in numbers], places))
-
-        def init(key: jax.Array, batch: Batch) -> list[Any]:
-            leaves = jax.tree.leaves(dataclasses.replace(task.init_state(key, batch), opt_state=()))
-            return [leaves[number] for number in numbers]
-
-        batch = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self._built_from)
-        compiled = strategy.compile(init, inputs=("replicated", "split"), outputs=strategy.places(places))
-        return cast(list[Any], compiled(strategy.put(self.key), strategy.feed(batch)))
+            placed = jax.tree.leaves(self._strategy.abstract_state(state))
+            return cast(list[Any], self._strategy.put_at([leaves[number] for number in numbers], [placed[number] for number in numbers]))
+        assert self._built_from is not None
+        fresh = self._task.any_program().initial_state.init(self.key, zeros(self._built_from))
+        leaves = jax.tree.leaves(dataclasses.replace(fresh, opt_state=()))
+        return [leaves[number] for number in numbers]
 
     @contextlib.contextmanager
     def _live_released(self) -> Iterator[None]:

@@ -31,8 +31,6 @@ from fitflax.steps.outputs import NOTHING, Collected, Keep
 from fitflax.steps.program import Program, check_activations, check_in_memory, check_places
 from fitflax.triggers import Trigger
 
-__all__ = ["Participants", "Resumed", "RunPlan", "RunSetup", "check_restores_best", "find_saved", "prepare_run", "training_copy"]
-
 # Calls of several steps must take less than this fraction of the time of single steps, to be worth their memory and the less frequent callbacks.
 _MAX_TIME_RATIO = 0.95
 

@@ -41,8 +41,6 @@ from fitflax.parallel.launch import is_actor, listening, note_failure
 from fitflax.parallel.processes import Board, exchange
 from fitflax.state import TrainState
 
-__all__ = ["Agreement", "DistributedAgreement", "Interruption", "check_same_in_all_processes", "fingerprint_of", "make_agreement"]
-
 # Interval of the listening steps: at least this, and a second for each 500 processes, because all of them read from one coordinator.
 _INTERVAL_SECONDS = 1.0
 _PROCESSES_A_SECOND = 500
@@ -53,9 +51,8 @@ _YES, _NO = b"yes", b"no"
 # Arrays up to this size are compared when a run begins.
 _SMALL_SIZE = 2**12
 
-# Numbers of runs, the same in all processes; messages of runs below `_removed` have been removed.
+# Numbers of runs, the same in all processes. A run leaves a few messages of 100 bytes on its board.
 _run_numbers = itertools.count()
-_removed = 0
 
 
 class Interruption:
@@ -254,8 +251,7 @@ class DistributedAgreement(Agreement):
         self._lead, self._multiple = (ahead // multiple + 1) * multiple, multiple
         self._index, self._count = jax.process_index(), jax.process_count()
         self._interval = max(_INTERVAL_SECONDS, self._count / _PROCESSES_A_SECOND)
-        self._number = next(_run_numbers)
-        self._board = Board(f"runs/{self._number}")
+        self._board = Board(f"runs/{next(_run_numbers)}")
         self._has_begun = False
         self._is_stopping = self._was_refused = False
         self._seconds = 0.0
@@ -274,15 +270,9 @@ class DistributedAgreement(Agreement):
     @override
     def begin(self, step: int, first_step: int) -> None:
         if self._has_begun:
-            self._number = next(_run_numbers)
-            self._board = Board(f"runs/{self._number}")
+            self._board = Board(f"runs/{next(_run_numbers)}")
         self._has_begun, self._posted, self._was_refused, self._is_stopping = True, [], False, False
         self.synchronize()
-        if self._index == 0:
-            global _removed
-            for earlier in range(_removed, self._number):  # All processes have finished these runs.
-                Board("runs").remove(str(earlier))
-            _removed = max(_removed, self._number)
         self._next, self._last = step + self._lead + self._multiple - (step - first_step) % self._multiple, (step, self._clock())
         if self._index == 0:
             self._post(self._next, self._next + self._lead)

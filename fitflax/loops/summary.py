@@ -1,7 +1,7 @@
 """The summary of a model: linen's table of layers, and the sizes of its arrays, each counted once even if several devices hold it."""
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,6 @@ from fitflax.steps.gradients import split_key
 from fitflax.steps.optimizer import parameter_groups
 from fitflax.steps.program import PASSES
 
-__all__ = ["describe"]
-
 
 def describe(session: Session, sample: Triple | None, *, memory: bool, sharding: bool) -> str:
     """Returns a session's model as a table with its costs, for the shapes of a batch, by default the last one.
@@ -32,10 +30,11 @@ def describe(session: Session, sample: Triple | None, *, memory: bool, sharding:
         raise NotReadyError("summary() needs the shapes of a batch, but there has been none yet. Pass summary(sample=x).")
     program = session.need_trainable("summary(memory=True)") if memory else session.task.any_program()
     task = program.task
-    # A batch with fewer rows than devices would leave some devices without rows.
-    whole = for_each_replica(shapes, strategy)
+    # Each replica gets as many rows as the batch has, because fewer rows than devices would leave some devices without rows.
+    replicas = strategy.num_replicas
+    whole: Batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] * replicas, *leaf.shape[1:]), leaf.dtype), shapes)
     state = session.state.state_or_shapes(whole)
-    table = describe_model(task.model, strategy, task.streams.init, state, shapes, None if task.custom_step else task.optimizer)
+    table = describe_model(task.model, strategy, task.streams.init, state, whole, None if task.custom_step else task.optimizer)
     taken = program.preparation.memory() if sample is None else None
     if memory and taken is None:
         if sample is None:
@@ -88,12 +87,6 @@ def _describe_count(number: float) -> str:
     return f"{number / 1000**unit:.3g} {['', 'K', 'M', 'G', 'T', 'P'][unit]}".rstrip()
 
 
-def for_each_replica(batch: Batch, strategy: Strategy) -> Batch:
-    """Returns the shapes of a batch of which each replica gets as many rows as `batch` has."""
-    whole = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] * strategy.num_replicas, *leaf.shape[1:]), leaf.dtype), batch)
-    return cast(Batch, whole)
-
-
 def describe_model(
     model: Model, strategy: Strategy, streams: tuple[str, ...], state: TrainState, batch: Batch, optimizer: optax.GradientTransformation | None = None
 ) -> str:
@@ -108,7 +101,7 @@ def describe_model(
         table = model.tabulate(split_key(jax.random.key(0), ("params", *streams)), batch.x)
         return jnp.zeros(())
 
-    jax.eval_shape(strategy.trace(tabulate, inputs=("split",)), strategy.abstract_feed(for_each_replica(batch, strategy)))
+    jax.eval_shape(strategy.trace(tabulate, inputs=("split",)), strategy.abstract_feed(batch))
     lines = _describe_params(optimizer, state)
     lines += [f"Collection {name}: {describe_size(tree)}" for name, tree in state.model_state.items()]
     if state.ema_params is not None:

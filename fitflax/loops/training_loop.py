@@ -24,8 +24,6 @@ from fitflax.steps.outputs import Kept
 from fitflax.steps.program import check_total_weight
 from fitflax.triggers import Moment, Schedule, Trigger
 
-__all__ = ["Run"]
-
 # Maximum number of steps between which only signals are checked, and maximum time of them if a callback shows progress.
 _MAX_STEPS_WITHOUT_HOOKS = 1000
 _SECONDS_WITHOUT_HOOKS = 0.05
@@ -448,20 +446,18 @@ class Run:
         return self._schedule.due(moment) or bool(self.due) or (self._pending_checkpoint is not None and progress.epoch_is_open)
 
     def _moment(self, *, epoch_ends: bool) -> Moment:
-        step, epochs = self.progress.step, self.progress.epoch + self.progress.epoch_is_over
-        return Moment(step, start_step=self.plan.process_start, epochs_done=epochs, epoch_ends=epoch_ends, seconds=self.seconds)
+        progress = self.progress
+        epochs = progress.epoch + (epoch_ends and progress.epoch_is_open)
+        return Moment(progress.step, start_step=self.plan.process_start, epochs_done=epochs, epoch_ends=epoch_ends, seconds=self.seconds)
 
     def _make_checkpoint(self, *, epoch_ends: bool = False) -> Checkpoint:
         progress = self.progress
         position = RunPosition(
-            step=progress.step,
+            moment=self._moment(epoch_ends=epoch_ends),
             epoch=progress.epoch,
             step_in_epoch=progress.step_in_epoch,
             data_position=progress.position,
             n_completed_steps=progress.step - self._last_yielded,
-            epoch_ends=epoch_ends,
-            seconds=self.seconds,
-            process_start=self.plan.process_start,
             used=progress.used,
         )
         values = self._values

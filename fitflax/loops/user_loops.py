@@ -23,9 +23,9 @@ from fitflax.data import Source, adapt
 from fitflax.data.batch import Selection, Triple
 from fitflax.data.padding import without_padding
 from fitflax.data.shards import Shard
-from fitflax.errors import CheckpointError, ConfigError
+from fitflax.errors import CheckpointError, ConfigError, integer_of
 from fitflax.leaves import as_config
-from fitflax.loops.configuration import CurrentTask, check_counts, group_name, integer_of, strategy_of, streams_of, trigger_of, zeros
+from fitflax.loops.configuration import CurrentTask, check_counts, group_name, strategy_of, streams_of, trigger_of, zeros
 from fitflax.loops.evaluation_loop import Evaluation
 from fitflax.loops.session import Session
 from fitflax.loops.setup import Participants, RunPlan, find_saved, prepare_run
@@ -43,8 +43,6 @@ from fitflax.storage import Location, locate
 from fitflax.storage.lock import holder_of
 from fitflax.triggers import Trigger
 from fitflax.triggers import every as make_every
-
-__all__ = ["EvalLoop", "TrainLoop", "plan_of", "predict_on_batch", "test_on_batch", "train_on_batch"]
 
 _EVERY_STEP = make_every(steps=1)
 _ALL_BUT_PARAMS = DenyList("params")

@@ -37,8 +37,6 @@ from fitflax.parallel.processes import exchange
 from fitflax.state import PyTree
 from fitflax.storage import Location, locate
 
-__all__ = ["complete", "load_weights", "save_weights"]
-
 # Collections of NNX modules: random streams, which are not weights, and parameters that are not trained.
 _STREAMS, _FROZEN = "rngs", "frozen"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")

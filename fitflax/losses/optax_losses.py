@@ -15,8 +15,6 @@ import optax
 
 from fitflax.losses.shapes import class_labels, class_rows, mean_of_last_axis, nan_unless, same_shape, vectors
 
-__all__ = ["LABEL_LOSSES", "OPTAX_LOSSES"]
-
 Loss = Callable[[Any, Any], jax.Array]
 Check = Callable[[str, Any, Any], tuple[jax.Array, jax.Array]]
 

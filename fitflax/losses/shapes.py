@@ -13,8 +13,6 @@ import jax.numpy as jnp
 from fitflax.errors import LossError, is_of_debugger
 from fitflax.leaves import describe_shapes
 
-__all__ = ["broadcast_fault", "class_labels", "class_rows", "mean_of_last_axis", "nan_unless", "same_shape", "vectors"]
-
 # Never the same again, because a jitted function within a custom one warns only when it is first traced on shapes. A function may split rows into groups.
 _NUMBERS_OF_ROWS = itertools.count(1048, step=8)
 

@@ -19,10 +19,6 @@ from fitflax.errors import LossError, MetricError
 from fitflax.losses.shapes import nan_unless
 from fitflax.state import arrays_of
 
-__all__ = ["Counts", "Direction", "Examples", "Metric", "ResetMetric", "Rows", "Targets", "add_pairs", "arrays", "as_examples", "bound"]
-__all__ += ["broadcast_weights", "class_labels", "metric_direction", "metric_name", "mismatch", "naming", "pair", "pair_field", "ratio", "rows_field"]
-__all__ += ["same_shape", "snake_case", "static_field", "undefined", "weighted_sums", "weights_of"]
-
 Targets = Literal["integer", "one-hot", "integer or one-hot"]
 Direction = Literal["max", "min"]
 _Array = TypeVar("_Array")

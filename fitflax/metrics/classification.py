@@ -20,8 +20,6 @@ from fitflax.errors import MetricError
 from fitflax.losses.shapes import nan_unless
 from fitflax.metrics.base import Counts, Direction, Examples, as_examples, ratio, static_field, undefined, weights_of
 
-__all__ = ["F1", "Average", "ConfusionMatrix", "ConfusionTable", "FBeta", "MeanIoU", "Precision", "Recall", "Specificity"]
-
 Average = Literal["auto", "binary", "micro", "macro", "weighted"]
 _AVERAGES = ("auto", "binary", "micro", "macro", "weighted", None)
 _NORMALIZATIONS = (None, "true", "pred", "all")

@@ -20,8 +20,6 @@ from fitflax.errors import MetricError
 from fitflax.losses.shapes import nan_unless
 from fitflax.metrics.base import Direction, Metric, broadcast_weights, snake_case, static_field
 
-__all__ = ["CluCollectingMetric", "CluMetric", "ForeignMetric", "NNXAverage", "NNXWelford", "adapt_clu", "adapt_nnx", "is_clu", "is_nnx"]
-
 
 @struct.dataclass
 class ForeignMetric(Metric):

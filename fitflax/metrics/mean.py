@@ -11,7 +11,7 @@ from flax import struct
 from typing_extensions import override
 
 import fitflax.losses as losses
-from fitflax.errors import MetricError, is_integer
+from fitflax.errors import MetricError, integer_of
 from fitflax.losses.shapes import broadcast_fault, nan_unless
 from fitflax.metrics.base import (
     Direction,
@@ -31,9 +31,6 @@ from fitflax.metrics.base import (
     static_field,
     weighted_sums,
 )
-
-__all__ = ["Accuracy", "BinaryAccuracy", "CosineSimilarity", "Mean", "Perplexity", "RootMeanSquaredError", "TopKAccuracy", "class_accuracy"]
-__all__ += ["top_k_accuracy"]
 
 _TRANSFORMS: dict[str | None, Callable[[jax.Array], jax.Array]] = {None: lambda mean: mean, "sqrt": jnp.sqrt, "exp": jnp.exp}
 
@@ -184,9 +181,8 @@ def TopKAccuracy(*, k: int = 5, name: str = "top_k_accuracy") -> Mean:
     >>> float(metric.compute())
     0.5
     """
-    if not is_integer(k, 1):
-        raise MetricError(f"TopKAccuracy(k=...) must be a positive integer. Received: {k!r}.")
-    return Mean(bound(top_k_accuracy, k=int(k), kind="integer or one-hot"), name=name, direction="max")
+    k = integer_of("TopKAccuracy(k=...)", k, at_least=1, error=MetricError)
+    return Mean(bound(top_k_accuracy, k=k, kind="integer or one-hot"), name=name, direction="max")
 
 
 def Perplexity(*, name: str = "perplexity") -> Mean:
@@ -230,6 +226,7 @@ def CosineSimilarity(*, name: str = "cosine_similarity") -> Mean:
 
 
 def accuracy(outputs: Any, targets: Any) -> jax.Array:
+    """Returns 1 if an example's class is right, else 0: the highest output, or for a single output, its sign."""
     outputs, targets = arrays(outputs, targets)
     if outputs.ndim < 2 or outputs.shape[-1] == 1:
         return binary_accuracy(outputs, targets, threshold=0.0)
@@ -237,6 +234,7 @@ def accuracy(outputs: Any, targets: Any) -> jax.Array:
 
 
 def binary_accuracy(outputs: Any, targets: Any, *, threshold: float) -> jax.Array:
+    """Returns 1 if an output is above `threshold` exactly if its target is 1, else 0."""
     outputs, targets = same_shape(outputs, targets)
     return nan_unless(~jnp.isnan(outputs), jnp.equal(outputs > threshold, targets).astype(jnp.float32))
 

@@ -16,10 +16,8 @@ import numpy as np
 from flax import struct
 from typing_extensions import override
 
-from fitflax.errors import MetricError, is_integer
+from fitflax.errors import MetricError, integer_of
 from fitflax.metrics.base import Counts, Direction, Metric, Rows, as_examples, ratio, rows_field, static_field, undefined, weights_of
-
-__all__ = ["AUC", "BinnedAUC", "ColumnAverage", "Curve", "ExactAUC", "SampleCollector"]
 
 Curve = Literal["ROC", "PR"]
 ColumnAverage = Literal["macro", "micro", "weighted"]
@@ -72,9 +70,8 @@ def AUC(
     name = name or ("auc" if curve == "ROC" else "pr_auc")
     if num_thresholds is None:
         return ExactAUC(curve=curve, average=average, multi_label=multi_label, name=name)
-    if not is_integer(num_thresholds, 2):
-        raise MetricError(f"AUC(num_thresholds=...) must be an integer of at least 2, or None for the exact area. Received: {num_thresholds!r}.")
-    return BinnedAUC(curve=curve, num_thresholds=int(num_thresholds), average=average, multi_label=multi_label, name=name)
+    number = integer_of("AUC(num_thresholds=...)", num_thresholds, at_least=2, otherwise=", or None for the exact area", error=MetricError)
+    return BinnedAUC(curve=curve, num_thresholds=number, average=average, multi_label=multi_label, name=name)
 
 
 @struct.dataclass
@@ -271,8 +268,7 @@ class SampleCollector(Rows):
     weights: jax.Array = rows_field()
 
     def __post_init__(self) -> None:
-        if not is_integer(self.max_size, 1):
-            raise MetricError(f"SampleCollector(max_size=...) must be a positive integer. Received: {self.max_size!r}.")
+        integer_of("SampleCollector(max_size=...)", self.max_size, at_least=1, error=MetricError)
 
     @override
     def update(self, outputs: Any, targets: Any, weights: Any) -> Self:

@@ -11,8 +11,6 @@ from typing_extensions import override
 from fitflax.losses.shapes import nan_unless
 from fitflax.metrics.base import Direction, ResetMetric, add_pairs, broadcast_weights, naming, pair, pair_field, ratio, same_shape, static_field
 
-__all__ = ["R2", "ExplainedVariance"]
-
 
 @struct.dataclass
 class _ExplainedShare(ResetMetric):

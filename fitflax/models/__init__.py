@@ -5,15 +5,18 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flax import linen as nn
 
 from fitflax.errors import ConfigError
-from fitflax.models.base import TRANSIENT, Model, OwnVariables, mutable_filter
+from fitflax.models.base import TRANSIENT, Model, mutable_filter
 from fitflax.models.linen_model import FunctionModel, LinenModel, adapt_linen
 
-__all__ = ["TRANSIENT", "FunctionModel", "LinenModel", "Model", "OwnVariables", "adapt_model", "mutable_filter"]
+if TYPE_CHECKING:  # It imports flax.nnx.
+    from fitflax.models.nnx_graph import ModuleVariables
+
+__all__ = ["TRANSIENT", "FunctionModel", "LinenModel", "Model", "adapt_model", "mutable_filter"]
 
 
 def adapt_model(
@@ -25,7 +28,7 @@ def adapt_model(
     eval_kwargs: Mapping[str, Any] | None = None,
     keyword_inputs: bool = False,
     transient: Sequence[str] = TRANSIENT,
-) -> tuple[Model, OwnVariables | None]:
+) -> "tuple[Model, ModuleVariables | None]":
     """Returns the model behind the interface that steps use, and its variables if it holds them itself, else `None`.
 
     With `keyword_inputs`, inputs are a dict of keyword arguments. `train_kwargs` and `eval_kwargs` override detected mode keywords. Other arguments are as in

@@ -7,7 +7,7 @@ import abc
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,6 @@ from fitflax.errors import ConfigError, ModelError, is_of_debugger
 from fitflax.leaves import describe_shapes, listed
 from fitflax.parallel.placement import outside_mesh
 from fitflax.state import AxisNames, Batch, PyTree, is_axes_collection, parts_of
-
-__all__ = ["ARGUMENT_HINT", "MODE_KEYWORDS", "RNG_HINT", "TRANSIENT", "Draws", "Hints", "Losses", "Model", "OwnVariables", "call_arguments"]
-__all__ += ["describe_differences", "is_dropout_error", "mode_keywords", "mutable_filter", "parameters_of", "plain_fields", "tabulated", "with_any_mesh"]
-__all__ += ["without_names"]
 
 # The value of each mode keyword when training; its negation otherwise.
 MODE_KEYWORDS = {"train": True, "training": True, "deterministic": False}
@@ -57,14 +53,6 @@ class Draws(NamedTuple):
     salt: Callable[[], jax.Array] | None = None
 
 
-class Hints(NamedTuple):
-    """How to fix errors about random streams, dropout in evaluation, and arguments; appended to their texts."""
-
-    rng: str
-    dropout: str
-    argument: str
-
-
 class Model(abc.ABC):
     """A model to train or evaluate, as pure functions; with `keyword_inputs`, inputs are a dict of keyword arguments."""
 
@@ -73,6 +61,9 @@ class Model(abc.ABC):
     loss_keywords: tuple[str, ...] = ("rngs", "train")
     keyword_inputs: bool
     has_eval_model: bool = False  # Whether evaluation uses another module, whose parameters may differ by mistake.
+    # How to fix errors about random streams and about arguments; appended to their texts.
+    rng_hint: ClassVar[str] = RNG_HINT
+    argument_hint: ClassVar[str]
 
     def init(self, rngs: dict[str, jax.Array], x: PyTree) -> tuple[dict[str, PyTree], AxisNames]:
         """Returns the initial variables, in training mode and without metadata boxes, and the axis names from those boxes."""
@@ -160,7 +151,7 @@ class Model(abc.ABC):
         """Returns the text to report for an error whose own text is `text`, and a hint how to fix it."""
         hint = ""
         if type(error).__name__ == "InvalidRngError":
-            hint = self._hints().dropout if not train and is_dropout_error(error) else self._hints().rng
+            hint = self._dropout_hint() if not train and is_dropout_error(error) else self.rng_hint
         elif type(error).__name__ == "ModifyScopeVariableError":
             hint = (
                 " A collection that the module changes must be mutable. Add it to Trainer(mutable=...); by default, all collections except params are mutable."
@@ -185,13 +176,14 @@ class Model(abc.ABC):
         elif isinstance(x, dict) and not self.keyword_inputs:
             hint = f" The inputs are a dict, which is one argument. To select entries of it, pass their keys: {_selection_of(list(x))}."
         elif isinstance(error, TypeError) and "argument" in text:
-            hint = self._hints().argument
+            hint = self.argument_hint
         if (not hint or type(error).__name__ == "ScopeParamShapeError") and any(map(_has_channels_first, jax.tree.leaves(x))):
             hint += " For images, Flax's layers take the channels last, but these inputs seem to have them first. Transpose them: x.transpose(0, 2, 3, 1)."
         return text, hint
 
-    @abc.abstractmethod
-    def _hints(self) -> Hints: ...
+    def _dropout_hint(self) -> str:
+        """Returns how to fix dropout that lacks random streams in evaluation."""
+        return self.rng_hint
 
 
 def _selection_of(keys: list[Any]) -> str:
@@ -308,34 +300,3 @@ def describe_differences(have: Mapping[str, Any], want: Mapping[str, Any], unexp
         "wrong shape": [f"{path} {have[path].shape}, not {leaf.shape}" for path, leaf in want.items() if path in have and have[path].shape != leaf.shape],
     }
     return "; ".join(f"{what}: {listed(paths)}" for what, paths in faults.items() if paths)
-
-
-class OwnVariables(abc.ABC):
-    """The variables of a model that holds them itself; between calls of the trainer, the model's values are the current ones.
-
-    Attributes:
-        model: The model that holds them.
-        axes: The axis names in the model's metadata.
-    """
-
-    model: Any
-    axes: AxisNames
-
-    @abc.abstractmethod
-    def copy(self) -> Self:
-        """Returns the variables of a copy of the model, with its current values."""
-
-    @abc.abstractmethod
-    def read(self) -> dict[str, PyTree]:
-        """Returns the variables, `{collection: tree}`. The arrays belong to the model and must not be donated.
-
-        Raises a `ModelError` if the model has other variables than at first, or cannot return them.
-        """
-
-    @abc.abstractmethod
-    def read_changed(self) -> dict[str, PyTree] | None:
-        """Returns the variables if any has changed since the last `write`, or none was written; else `None`. Errors as in `read`."""
-
-    @abc.abstractmethod
-    def write(self, variables: dict[str, PyTree]) -> None:
-        """Writes arrays into the model, which keeps them."""

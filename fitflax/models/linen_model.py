@@ -20,9 +20,7 @@ from fitflax.leaves import describe_shapes, named_leaves
 from fitflax.models.base import (
     ARGUMENT_HINT,
     MODE_KEYWORDS,
-    RNG_HINT,
     Draws,
-    Hints,
     Model,
     call_arguments,
     describe_differences,
@@ -35,8 +33,6 @@ from fitflax.models.base import (
 )
 from fitflax.state import PyTree
 
-__all__ = ["FunctionModel", "LinenModel", "adapt_linen", "evaluation_code", "static_by_position"]
-
 # Limits of the search for mode fields: nested levels, and objects without such fields, of which a tokenizer has many.
 _MAX_DEPTH, _MAX_OBJECTS = 6, 1000
 _OF_MODULES = ("parent", "name")
@@ -46,6 +42,7 @@ _OF_MODULES = ("parent", "name")
 class LinenModel(Model):
     """A linen module with the keyword arguments of its two modes; `train_module` differs from the user's module only in a mode field."""
 
+    argument_hint = ARGUMENT_HINT + "Trainer(model, train_kwargs={'is_training': True}, eval_kwargs={'is_training': False})."
     train_module: nn.Module
     eval_module: nn.Module
     train_kwargs: Mapping[str, Any]
@@ -121,13 +118,6 @@ class LinenModel(Model):
         return module.apply(variables, *args, rngs=draws.rngs, mutable=mutable, **kwargs)
 
     @override
-    def _hints(self) -> Hints:
-        return Hints(
-            RNG_HINT,
-            self._dropout_hint(),
-            ARGUMENT_HINT + "Trainer(model, train_kwargs={'is_training': True}, eval_kwargs={'is_training': False}).",
-        )
-
     def _dropout_hint(self) -> str:
         own = "eval_model" if self.has_eval_model else "model"
         code = evaluation_code(self.eval_module, own)
@@ -182,6 +172,11 @@ class FunctionModel(Model):
         eval_fn: The same in evaluation; by default `apply_fn`.
     """
 
+    rng_hint = " Name every random stream that is used: TrainLoop(rngs={'init': ..., 'train': ...}), or EvalLoop(rngs=...)."
+    argument_hint = (
+        " The functions are called as init(rngs, *inputs) and apply(variables, *inputs, rngs=..., mutable=...). "
+        "Set other arguments, such as train=True, with functools.partial."
+    )
     init_fn: Callable[..., Any] | None
     apply_fn: Callable[..., Any]
     eval_fn: Callable[..., Any] | None = None
@@ -232,13 +227,10 @@ class FunctionModel(Model):
         return result
 
     @override
-    def _hints(self) -> Hints:
-        return Hints(
-            " Name every random stream that is used: TrainLoop(rngs={'init': ..., 'train': ...}), or EvalLoop(rngs=...).",
+    def _dropout_hint(self) -> str:
+        return (
             " Dropout is on in evaluation. Pass a function that turns it off: functools.partial(module.apply, deterministic=True), or the apply of a module "
-            "that is configured for evaluation.",
-            " The functions are called as init(rngs, *inputs) and apply(variables, *inputs, rngs=..., mutable=...). "
-            "Set other arguments, such as train=True, with functools.partial.",
+            "that is configured for evaluation."
         )
 
 

@@ -12,16 +12,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.traverse_util import unflatten_dict
-from typing_extensions import override
 
 from fitflax.errors import ModelError
 from fitflax.leaves import is_key, listed
 from fitflax.metrics.base import snake_case
-from fitflax.models.base import MODE_KEYWORDS, OwnVariables, parameters_of
+from fitflax.models.base import MODE_KEYWORDS, parameters_of
 from fitflax.state import AxisNames, PyTree
-
-__all__ = ["FROZEN", "PARAMS", "Definition", "Filter", "ModuleVariables", "Path", "Slot"]
-__all__ += ["as_state", "at", "by_collection", "collected", "collection_of", "in_mode", "raw", "split_module"]
 
 Path = tuple[Any, ...]
 
@@ -162,8 +158,13 @@ def in_mode(module: nnx.Module, filters: Filter, *, train: bool) -> nnx.Module:
     return copy
 
 
-class ModuleVariables(OwnVariables):
-    """The variables of an NNX module."""
+class ModuleVariables:
+    """The variables of an NNX module, whose values are the current ones between calls of the trainer.
+
+    Attributes:
+        model: The module.
+        axes: The axis names in its metadata.
+    """
 
     def __init__(self, module: nnx.Module, filters: Filter) -> None:
         self.model, self._filters = module, filters
@@ -174,8 +175,8 @@ class ModuleVariables(OwnVariables):
         self._checked_graph = split_module(module)[0]
         self._written: list[Any] | None = None
 
-    @override
     def copy(self) -> Self:
+        """Returns the variables of a copy of the module, with its current values."""
         return type(self)(nnx.clone(self.model), self._filters)
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -184,20 +185,23 @@ class ModuleVariables(OwnVariables):
         values = {f"{slot.collection}/{slot.name}": raw(found[slot.path]) for slot in self.definition.slots if slot.template is None}
         return {path: jax.ShapeDtypeStruct(jnp.shape(value), jnp.result_type(value)) for path, value in values.items() if not is_key(value)}
 
-    @override
     def read(self) -> dict[str, PyTree]:
+        """Returns the variables, `{collection: tree}`. The arrays belong to the module and must not be donated.
+
+        Raises a `ModelError` if the module has other variables than at first, or cannot return them.
+        """
         return collected(self.definition.slots, jax.tree.map(self._as_array, self._leaves()))
 
-    @override
     def read_changed(self) -> dict[str, PyTree] | None:
+        """Returns the variables if any has changed since the last `write`, or none was written; else `None`. Errors as in `read`."""
         leaves = self._leaves()
         now, written = jax.tree.leaves(leaves), self._written
         if written is not None and len(now) == len(written) and all(old() is new for old, new in zip(written, now, strict=True)):
             return None
         return collected(self.definition.slots, jax.tree.map(self._as_array, leaves))
 
-    @override
     def write(self, variables: dict[str, PyTree]) -> None:
+        """Writes arrays into the module, which keeps them."""
         nnx.update(self.model, as_state(self.definition.slots, variables))
         self._written = [weakref.ref(leaf) for leaf in jax.tree.leaves(self._leaves())]
 

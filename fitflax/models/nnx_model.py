@@ -24,10 +24,8 @@ from fitflax.leaves import describe_shapes, is_key, listed
 from fitflax.models.base import (
     ARGUMENT_HINT,
     Draws,
-    Hints,
     Losses,
     Model,
-    OwnVariables,
     call_arguments,
     describe_differences,
     mode_keywords,
@@ -53,8 +51,6 @@ from fitflax.models.nnx_graph import (
     split_module,
 )
 from fitflax.state import AxisNames, Batch, PyTree
-
-__all__ = ["NNXModel", "adapt_nnx"]
 
 
 class _Mode(NamedTuple):
@@ -97,8 +93,13 @@ class NNXModel(Model):
 
     loss_arguments = ("model", "batch")
     loss_keywords = ("train",)
+    rng_hint = (
+        " Pass random streams to the layers, nnx.Dropout(rate, rngs=rngs); or add an argument `rngs` to __call__, which the trainer sets, and name its "
+        "streams: Trainer(rngs=('dropout', ...)) for training, or Trainer(rngs={'train': ..., 'eval': ...}) for evaluation as well."
+    )
+    argument_hint = ARGUMENT_HINT + "Trainer(model, train_kwargs={'decode': False}, eval_kwargs={'decode': False})."
 
-    def __init__(self, filters: Filter, train: _Mode, evaluation: _Mode, own: OwnVariables, *, keyword_inputs: bool) -> None:
+    def __init__(self, filters: Filter, train: _Mode, evaluation: _Mode, own: ModuleVariables, *, keyword_inputs: bool) -> None:
         self._filters, self._modes, self._own, self.keyword_inputs = filters, {True: train, False: evaluation}, own, keyword_inputs
         self._hyperparameters = plain_fields({name: value for name, value in vars(own.model).items() if not name.startswith("_")})
 
@@ -235,16 +236,8 @@ class NNXModel(Model):
         if type(error).__name__ == "ScopeCollectionNotFound":
             return text, " Initialize a linen module in nnx.bridge.ToNNX with lazy_init(x) before you create the trainer."
         if "rngs" in text or "RngStream" in text:
-            return text, self._hints().rng
+            return text, self.rng_hint
         return super()._hint(error, text, x, train)
-
-    @override
-    def _hints(self) -> Hints:
-        rng = (
-            " Pass random streams to the layers, nnx.Dropout(rate, rngs=rngs); or add an argument `rngs` to __call__, which the trainer sets, and name its "
-            "streams: Trainer(rngs=('dropout', ...)) for training, or Trainer(rngs={'train': ..., 'eval': ...}) for evaluation as well."
-        )
-        return Hints(rng, rng, ARGUMENT_HINT + "Trainer(model, train_kwargs={'decode': False}, eval_kwargs={'decode': False}).")
 
 
 def _zeros_like(leaf: jax.Array) -> Any:
@@ -284,7 +277,7 @@ def adapt_nnx(
     eval_kwargs: Mapping[str, Any] | None = None,
     keyword_inputs: bool = False,
     transient: Sequence[str],
-) -> tuple[NNXModel, OwnVariables]:
+) -> tuple[NNXModel, ModuleVariables]:
     """Returns an NNX module as pure functions, and the variables that it holds; arguments as in `adapt_model`."""
     _check_bridge("Trainer", model)
     _check_bridge("Trainer(eval_model=...)", eval_model)

@@ -27,8 +27,6 @@ from fitflax.parallel.strategy import Compiled, Debuggable, Layout, Places, Stra
 from fitflax.parallel.transfer import MAX_SHORT_STEPS, InFlight, Transfer, limit_for, of_feed
 from fitflax.state import PyTree, TrainState
 
-__all__ = ["DataParallel", "check_replicas"]
-
 Reducer = str | Callable[[jax.Array, str], jax.Array]
 
 

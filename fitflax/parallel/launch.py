@@ -21,8 +21,6 @@ import jax
 from fitflax.errors import ConfigError, NotReadyError, ReplicaError, chain_of, warn
 from fitflax.parallel.processes import Board, Failure, failures
 
-__all__ = ["RayGroup", "find_group", "initialize", "is_actor", "listening", "note_failure", "preempt"]
-
 # All processes end within a minute after one is lost.
 _HEARTBEAT_SECONDS = 30
 # Words in JAX errors that are caused by the connection to another process.

@@ -15,8 +15,6 @@ from fitflax.errors import ConfigError, ShardingError, did_you_mean
 from fitflax.leaves import is_key, listed
 from fitflax.state import Name, TrainState
 
-__all__ = ["BATCH", "FSDP_MIN_SIZE", "MeshAxes", "Partition", "Rules", "checked_rules"]
-
 MeshAxes = str | tuple[str, ...] | None
 Rules = tuple[tuple[str, MeshAxes], ...]
 

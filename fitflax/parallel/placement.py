@@ -18,28 +18,6 @@ from fitflax.errors import ConfigError
 from fitflax.leaves import is_key, key_of, on_host
 from fitflax.state import PyTree
 
-__all__ = [
-    "SMALL_BYTES",
-    "Form",
-    "Packed",
-    "RemoteArray",
-    "check_devices",
-    "copy_here",
-    "copy_to_host_memory",
-    "count_processes",
-    "dense_outside_mesh",
-    "explicitly",
-    "guards_transfers",
-    "has_host_memory",
-    "is_spread",
-    "outside_mesh",
-    "own_copy",
-    "part_of",
-    "put",
-    "spans_processes",
-    "whole",
-]
-
 # Alignment in bytes that lets CPU devices use memory without a copy.
 _ALIGNMENT = 64
 

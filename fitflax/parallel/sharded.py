@@ -16,15 +16,13 @@ from flax import linen as nn
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from typing_extensions import override
 
-from fitflax.errors import ConfigError, FitflaxError, ModelError, is_integer
+from fitflax.errors import ConfigError, FitflaxError, ModelError, integer_of, is_integer
 from fitflax.leaves import is_key
 from fitflax.parallel.partition import BATCH, FSDP_MIN_SIZE, MeshAxes, Partition, checked_rules
 from fitflax.parallel.placement import SMALL_BYTES, Packed, check_devices, copy_here, count_processes, dense_outside_mesh, part_of, put
 from fitflax.parallel.strategy import Compiled, Debuggable, Layout, Places, Strategy, copy_aliased, eager_step_error, traced_or_eager
 from fitflax.parallel.transfer import InFlight, Transfer, limit_for, of_feed
 from fitflax.state import PyTree, TrainState
-
-__all__ = ["Sharded"]
 
 # Mesh axes over which batches are split without a rule for `batch`.
 _BATCH_AXES = ("data", "fsdp")
@@ -74,14 +72,13 @@ class Sharded(Strategy):
         sizes = dict(self.mesh.shape)
         own_rules = checked_rules(rules, sizes)
         fsdp_axes = _fsdp_axes(fsdp, sizes)
-        if not is_integer(fsdp_min_size, 0):
-            raise ConfigError(f"Sharded(fsdp_min_size=...) must be a number of elements, at least 0. Received: {fsdp_min_size!r}.")
+        fsdp_min_size = integer_of("Sharded(fsdp_min_size=...)", fsdp_min_size)
         self.batch_axes = _batch_axes(own_rules, sizes, fsdp_axes, is_bare=rules is None)
         self._warns = fsdp is not False
         named = {name for name, _ in own_rules}
         self._allows_whole_batches = (BATCH, None) in own_rules
         all_rules = (*own_rules, *[(BATCH, self.batch_axes)] * (BATCH not in named), *((axis, axis) for axis in sizes if axis not in named))
-        self.partition = Partition(sizes, all_rules, fsdp_axes, int(fsdp_min_size))
+        self.partition = Partition(sizes, all_rules, fsdp_axes, fsdp_min_size)
         self.num_replicas = 1
         self.num_partitions = self.mesh.size
         self.num_batch_shards = math.prod(sizes[axis] for axis in self.batch_axes)

@@ -22,19 +22,6 @@ from fitflax.parallel.processes import check_same
 from fitflax.parallel.transfer import InFlight, Transfer
 from fitflax.state import Batch, PyTree, TrainState
 
-__all__ = [
-    "Compiled",
-    "Debuggable",
-    "Layout",
-    "Places",
-    "Strategy",
-    "copy_aliased",
-    "eager_step_error",
-    "jit_is_disabled",
-    "names_unbound_axis",
-    "traced_or_eager",
-]
-
 _norm = jax.jit(optax.tree.norm)
 _copy = jax.jit(lambda tree: jax.tree.map(jax.numpy.copy, tree))
 

@@ -16,8 +16,6 @@ from fitflax.leaves import on_host
 from fitflax.parallel.placement import explicitly, guards_transfers
 from fitflax.state import Batch, PyTree
 
-__all__ = ["MAX_SHORT_STEPS", "InFlight", "Transfer", "limit_for", "of_feed"]
-
 
 def of_feed(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `fn` as a function of what `feed` returns, where scalars are boxed into arrays with an axis, because split arrays need one."""

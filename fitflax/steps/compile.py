@@ -28,8 +28,6 @@ from fitflax.steps.outputs import NOTHING, Keep, Returned, as_vector
 from fitflax.steps.train_step import Task
 from fitflax.storage import is_url
 
-__all__ = ["Compilation", "CompiledSteps", "InitialState", "enable_compilation_cache", "share_programs", "train_kind", "trim_heap", "without_full_collections"]
-
 _DIRECTORY = "jax_compilation_cache_dir"
 # JAX's option, its default, and the value that caches everything. The defaults leave out what compiles in less than a second: most steps of small models.
 _LIMITS: tuple[tuple[str, float, float], ...] = (

@@ -29,8 +29,6 @@ from fitflax.steps.loss import Objective
 from fitflax.steps.optimizer import Numerics
 from fitflax.steps.outputs import Returned, TotalLoss, map_outputs, rows_of
 
-__all__ = ["MUTABLE_HINT", "SCALAR", "ComputeLoss", "ForwardPass", "Notes", "StreamKeys", "Streams", "merge_all", "ratio", "split", "split_key"]
-
 ComputeLoss = Callable[..., tuple[Any, dict[str, PyTree], dict[str, Any]]]
 
 SCALAR = "scalar"
@@ -85,18 +83,18 @@ class ForwardResult(NamedTuple):
     params: dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class ForwardPass:
-    """Computes loss, metrics and gradient of one replica's rows of a batch. The attributes are those of `Task`."""
+    """Computes loss, metrics and gradient of one replica's rows of a batch; the part of a `Task` that does not know the optimizer."""
 
     model: Model
     strategy: Strategy
     objective: Objective
     numerics: Numerics
     streams: "Streams"
-    mutable: Any
-    transient: tuple[str, ...]
-    compute_loss: ComputeLoss | None
+    mutable: Any  # linen's filter for collections that may change.
+    transient: tuple[str, ...]  # Collections that are removed after every call.
+    compute_loss: ComputeLoss | None = None  # Replacement of `default_loss`; see `Trainer.compute_loss`.
 
     def default_loss(self, *arguments: Any, **keywords: Any) -> Any:
         """Computes the default of `compute_loss`, called like an override; `aux["outputs"]` is used for the metrics."""
@@ -108,7 +106,7 @@ class ForwardPass:
         parts, aux = self.objective.losses(outputs, targets)
         return parts["loss"] if set(parts) == {"loss"} else parts, {**aux, OUTPUTS: outputs}
 
-    def __call__(
+    def forward(
         self,
         params: PyTree,
         model_state: dict[str, PyTree],
@@ -260,7 +258,7 @@ class ForwardPass:
 
         def loss_fn(params: PyTree, overwritten: dict[str, PyTree]) -> tuple[jax.Array, tuple[jax.Array, ForwardResult]]:
             model_state = {**state.model_state, **overwritten}
-            loss, forward = self(params, model_state, batch, draws=draws, train=True, notes=notes, totals=totals, sown=sown)
+            loss, forward = self.forward(params, model_state, batch, draws=draws, train=True, notes=notes, totals=totals, sown=sown)
             return loss if scale is None else loss * scale, (loss, forward)
 
         arguments = state.params, _overwritten(state.model_state)
@@ -271,13 +269,13 @@ class ForwardPass:
         """Returns this replica's share of the loss of the step from `state`, with the same keys and collections, at other parameters."""
         key = jax.random.fold_in(state.key, state.step)
         if self.numerics.accumulate_steps == 1:
-            return self(params, state.model_state, batch, draws=self.streams.train_draws(key, self.strategy), train=True)[0]
+            return self.forward(params, state.model_state, batch, draws=self.streams.train_draws(key, self.strategy), train=True)[0]
         totals, batches = self._micro_batches(batch)
 
         def body(carry: tuple[jax.Array, dict[str, PyTree]], each: tuple[jax.Array, Batch]) -> Any:
             (loss, model_state), (index, micro) = carry, each
             draws = self.streams.train_draws(jax.random.fold_in(key, index), self.strategy)
-            share, forward = self(params, model_state, micro, draws=draws, train=True, totals=totals)
+            share, forward = self.forward(params, model_state, micro, draws=draws, train=True, totals=totals)
             return (loss + share, _same_collections(dataclasses.replace(state, model_state=model_state), forward.model_state)), None
 
         # As in training, only one micro-batch's activations are in memory in the backward pass.

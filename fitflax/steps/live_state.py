@@ -15,22 +15,8 @@ from fitflax.errors import FitflaxError, ModelError, NotReadyError, OptimizerErr
 from fitflax.leaves import describe_shapes, is_key, listed
 from fitflax.models import TRANSIENT
 from fitflax.parallel import Strategy
-from fitflax.parallel.placement import Packed
 from fitflax.parallel.strategy import Compiled
 from fitflax.state import PyTree, TrainState
-
-__all__ = [
-    "Carry",
-    "EvalParams",
-    "LiveState",
-    "Sums",
-    "collect_dropped",
-    "find_eval_params",
-    "same_types",
-    "schedule_free_eval_params",
-    "state_faults",
-    "strong_types",
-]
 
 # Above this size, fresh memory costs more than waiting for a step: XLA allocates it for each copy, while `host_copy` reuses memory.
 _LARGE_BYTES = 2**26
@@ -61,13 +47,6 @@ class Carry(NamedTuple):
     def state(self) -> TrainState:
         """Returns the state."""
         return dataclasses.replace(cast(TrainState, jax.tree.unflatten(self.treedef, self.leaves)), key=self.key)
-
-
-class _CopyTraits(NamedTuple):
-    """Properties that decide how a state is copied, the same for all states of a run."""
-
-    is_large: bool
-    is_split: bool
 
 
 def collect_dropped(kept: "LiveState | None") -> None:
@@ -117,33 +96,24 @@ class LiveState:
         """The state as compiled calls take it, only for inspection; `take` returns it for a call that consumes it."""
         return self._carry
 
-    def copy(self, tree: PyTree) -> PyTree:
-        """Returns a copy of a part of the state."""
-        return self.strategy.copy(tree)
-
-    def snapshot(self, tree: PyTree) -> Packed:
-        """Returns a copy of arrays, made without waiting, that later steps cannot change."""
-        return self.strategy.copy_once(tree)
-
-    @property
+    @functools.cached_property
     def is_large(self) -> bool:
-        """Whether there should be only one copy of the state at a time."""
-        return self._copy_traits.is_large
+        """Whether there should be only one copy of the state at a time; the same for all states of a run."""
+        return bool(sum(leaf.nbytes for leaf in self._carry.leaves) > _LARGE_BYTES)
+
+    @functools.cached_property
+    def _is_split(self) -> bool:
+        return not all(leaf.is_fully_replicated for leaf in self._carry.leaves)
 
     @property
     def is_copied_by_device(self) -> bool:
-        """Whether to copy the state with `snapshot`: not on accelerators, which may have too little memory, nor if it is sharded or large."""
-        return self.strategy.is_on_host and not self._copy_traits.is_large and not self._copy_traits.is_split
+        """Whether to copy the state by `Strategy.copy_once`: not on accelerators, which may have too little memory, nor if it is sharded or large."""
+        return self.strategy.is_on_host and not self.is_large and not self._is_split
 
     @property
     def snapshots_wait(self) -> bool:
         """Whether a copy of the state waits for steps in flight: if the host makes it, or shards are copied."""
-        return self._copy_traits.is_split or (self.strategy.is_on_host and self._copy_traits.is_large)
-
-    @functools.cached_property
-    def _copy_traits(self) -> _CopyTraits:
-        leaves = self._carry.leaves
-        return _CopyTraits(sum(leaf.nbytes for leaf in leaves) > _LARGE_BYTES, not all(leaf.is_fully_replicated for leaf in leaves))
+        return self._is_split or (self.strategy.is_on_host and self.is_large)
 
     @property
     def is_intact(self) -> bool:

@@ -5,7 +5,6 @@ assigns them alike.
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -22,10 +21,9 @@ from fitflax.losses.shapes import broadcast_fault
 from fitflax.metrics import Metric, resolve
 from fitflax.metrics.base import metric_name
 from fitflax.metrics.foreign import ForeignMetric, adapt_clu, adapt_nnx, is_clu, is_nnx
+from fitflax.models.base import parameters_of
 from fitflax.state import PyTree
 from fitflax.steps.outputs import members_of
-
-__all__ = ["MetricEntry", "Objective"]
 
 LossFn = Callable[..., jax.Array]
 
@@ -239,10 +237,7 @@ def _resolve_metric(spec: Any, *, is_weighted: bool) -> tuple[str, Metric] | lis
 
 def _check_order(what: str, fn: Any, error: type[FitflaxError]) -> None:
     """Raises `error` if a function's first two arguments are those of Keras, `(y_true, y_pred)`; warns if they have similar names."""
-    try:
-        names = list(inspect.signature(fn).parameters)[:2]
-    except (TypeError, ValueError):
-        return  # Some callables have no signature.
+    names = list(parameters_of(fn))[:2]
     if len(names) == 2 and names[0] in _TARGETS and names[1] in _OUTPUTS:
         is_keras = names == ["y_true", "y_pred"]
         name = getattr(fn, "__name__", type(fn).__name__)

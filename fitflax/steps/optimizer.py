@@ -10,7 +10,6 @@ is saved and restored with it.
 
 import contextlib
 import dataclasses
-import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, cast
@@ -20,14 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fitflax.errors import ConfigError, FitflaxError, OptimizerError, is_integer, is_of_debugger
+from fitflax.errors import ConfigError, FitflaxError, OptimizerError, integer_of, is_of_debugger
 from fitflax.leaves import listed, named_leaves
+from fitflax.models.base import parameters_of
 from fitflax.parallel import Strategy
 from fitflax.state import PyTree, shapes_in
 from fitflax.steps.live_state import state_faults
 from fitflax.steps.outputs import map_outputs
-
-__all__ = ["LossScaled", "Numerics", "is_finite", "loss_functions", "parameter_groups", "scaled_state", "unscaled", "with_extra_arguments", "with_loss_scale"]
 
 _HALF = {"bfloat16": jnp.bfloat16, "float16": jnp.float16}
 _PRECISIONS = ("float32", *_HALF)
@@ -53,16 +51,15 @@ class Numerics:
     ema_decay: float | None = None  # Decay of the averaged parameters at each update; `None` for no average.
 
     def __post_init__(self) -> None:
-        steps, precision, decay = self.accumulate_steps, self.precision, self.ema_decay
-        if not is_integer(steps, 1):
-            raise ConfigError(f"compile(accumulate_steps=...) must be a positive integer. Received: {steps!r}.")
+        precision, decay = self.precision, self.ema_decay
+        steps = integer_of("compile(accumulate_steps=...)", self.accumulate_steps, at_least=1)
         if not isinstance(precision, str) or precision not in _PRECISIONS:
             raise ConfigError(f"compile(precision=...) must be one of {', '.join(map(repr, _PRECISIONS))}. Received: {precision!r}.")
         is_number = isinstance(decay, int | float | np.number) and not isinstance(decay, bool)
         if decay is not None and not (is_number and 0 < decay < 1):
             raise ConfigError(f"compile(ema_decay=...) must be a number between 0 and 1, such as 0.999, or None. Received: {decay!r}.")
         # Python numbers, which can be written into a checkpoint.
-        object.__setattr__(self, "accumulate_steps", int(steps))
+        object.__setattr__(self, "accumulate_steps", steps)
         object.__setattr__(self, "ema_decay", None if decay is None else float(decay))
 
     @property
@@ -250,10 +247,7 @@ def _as_arrays(state: PyTree) -> PyTree:
 
 def _accepted_arguments(update: Callable[..., Any]) -> frozenset[str] | None:
     """Returns the keyword arguments that `update` accepts; `None` if it accepts any."""
-    try:
-        parameters = list(inspect.signature(update).parameters.values())
-    except (TypeError, ValueError):
-        return frozenset()
+    parameters = list(parameters_of(update).values())
     required = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.default is one.empty]
     unknown = [name for name in required if name not in GIVEN]
     if unknown:

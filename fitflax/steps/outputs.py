@@ -26,8 +26,6 @@ from fitflax.logs import UNDEFINED
 from fitflax.metrics import Mean, Metric
 from fitflax.state import PyTree
 
-__all__ = ["NOTHING", "Collected", "EvalSums", "Keep", "Kept", "Returned", "TrainSums", "in_plain_containers", "map_outputs", "members_of", "named_outputs"]
-
 
 def named_outputs(outputs: PyTree) -> dict[Any, PyTree] | None:
     """Returns outputs by name, in the module's order, or `None` for a single output, which has no name.

@@ -30,8 +30,6 @@ from fitflax.steps.outputs import NOTHING, Collected, EvalSums, Keep, Kept, Retu
 from fitflax.steps.shapes import CompiledShapes, Cost, DryRun, TracedStep
 from fitflax.steps.train_step import Task
 
-__all__ = ["PASSES", "Program", "check_activations", "check_in_memory", "check_measures", "check_places", "check_total_weight"]
-
 PASSES = 3
 """Passes of a training step: forward, and backward to the activations and to the parameters."""
 

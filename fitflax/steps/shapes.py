@@ -26,8 +26,6 @@ from fitflax.steps.gradients import SCALAR, Notes
 from fitflax.steps.outputs import EvalSums, Returned, TrainSums, collects, computed, summed
 from fitflax.steps.train_step import Task
 
-__all__ = ["CompiledShapes", "Cost", "DryRun", "TracedStep", "cost_of", "last_activations", "peak_flops"]
-
 
 class Cost(NamedTuple):
     """Cost of one call of a function; infinite if it contains a loop of unknown length or a kernel that is not written in JAX."""

@@ -21,17 +21,13 @@ from fitflax.errors import ConfigError, LossError, MetricError, ModelError, did_
 from fitflax.leaves import describe_shapes, named_leaves
 from fitflax.logs import UNDEFINED, Kind, default_direction
 from fitflax.metrics import Mean, Metric
-from fitflax.models import LinenModel, Model
+from fitflax.models import LinenModel
 from fitflax.models.base import Draws
-from fitflax.parallel import Strategy
 from fitflax.state import AxisNames, Batch, PyTree, TrainState, start_average
-from fitflax.steps.gradients import MUTABLE_HINT, ComputeLoss, ForwardPass, Notes, StreamKeys, Streams, merge_all, ratio, split, split_key
+from fitflax.steps.gradients import MUTABLE_HINT, ForwardPass, Notes, StreamKeys, merge_all, ratio, split, split_key
 from fitflax.steps.live_state import same_types, strong_types
-from fitflax.steps.loss import Objective
-from fitflax.steps.optimizer import MIN_SCALE, Numerics, is_finite, loss_functions, unscaled
+from fitflax.steps.optimizer import MIN_SCALE, is_finite, loss_functions, unscaled
 from fitflax.steps.outputs import NOTHING, EvalSums, Keep, Kept, Suspects, TotalLoss, TrainSums, collects, computed, rows_of, summed
-
-__all__ = ["EnsembleTask", "Task", "best_member", "member_of"]
 
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
 
@@ -53,25 +49,12 @@ class _Update(NamedTuple):
     sown: dict[str, PyTree]  # This replica's values that are kept.
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Task:
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Task(ForwardPass):
     """What is trained, and how: all that steps need besides state and batch."""
 
-    model: Model
-    strategy: Strategy
-    objective: Objective
     optimizer: optax.GradientTransformationExtraArgs | None  # Optax transformation, called with `params`; `None` if nothing is trained.
-    streams: Streams
-    mutable: Any  # linen's filter for collections that may change.
-    transient: tuple[str, ...]  # Collections that are removed after every call.
-    compute_loss: ComputeLoss | None = None  # Replacement of `default_loss`; see `Trainer.compute_loss`.
     custom_step: TrainStep | None = None  # Replacement of the whole update; see `Trainer.train_step`.
-    numerics: Numerics = dataclasses.field(default_factory=Numerics)
-
-    @functools.cached_property
-    def forward(self) -> ForwardPass:
-        """The forward pass of the compiled loss and metrics, and its gradient."""
-        return ForwardPass(self.model, self.strategy, self.objective, self.numerics, self.streams, self.mutable, self.transient, self.compute_loss)
 
     @property
     def uses_compiled_loss(self) -> bool:
@@ -180,11 +163,11 @@ class Task:
         assert self.optimizer is not None
         scale = state.opt_state.scale if self.numerics.is_scaled else None
         notes = Notes()
-        share, share_of_grads, forward = self.forward.gradient(state, batch, notes, scale, sown=keep.sown)
+        share, share_of_grads, forward = self.gradient(state, batch, notes, scale, sown=keep.sown)
         loss, grads = self.strategy.sum((share, share_of_grads))
         if scale is not None:
             grads = unscaled(grads, scale)
-        functions = loss_functions(functools.partial(self.forward.loss_at, state, batch), self.strategy, scale)
+        functions = loss_functions(functools.partial(self.loss_at, state, batch), self.strategy, scale)
         params = _with_leaves(state.params, self.strategy.agree(forward.params)) if forward.params else state.params
         updates, opt_state = self.optimizer.update(grads, state.opt_state, params, value=loss, grad=grads, **functions)
         step, params = state.step + 1, optax.apply_updates(params, updates)
@@ -392,7 +375,7 @@ def _axes(state: TrainState) -> TrainState:
     return dataclasses.replace(state, step=None, **mapped)  # type: ignore[arg-type]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class EnsembleTask(Task):
     """A task of several members."""
 

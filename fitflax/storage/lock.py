@@ -31,8 +31,6 @@ from fitflax.errors import DirectoryInUseError, warn
 from fitflax.storage.object_store import ChangedError, ObjectPath, StorageError
 from fitflax.storage.paths import Location
 
-__all__ = ["LEASE_FILE", "LEASE_SECONDS", "LOCK_FILE", "Lease", "check_held", "holder_of", "lock_directory", "release_all"]
-
 LOCK_FILE = ".lock"
 # Errors if another process has the lock, and if the file system does not support locks.
 _HELD_ELSEWHERE = {errno.EACCES, errno.EAGAIN}

@@ -18,8 +18,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from fitflax.errors import ConfigError
 
-__all__ = ["RETRY_SECONDS", "Bucket", "ChangedError", "ObjectInfo", "ObjectPath", "StorageError", "open_bucket"]
-
 T = TypeVar("T")
 
 RETRY_SECONDS = 120.0

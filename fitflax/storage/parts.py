@@ -24,8 +24,6 @@ from typing_extensions import override
 from fitflax.storage.object_store import ObjectPath
 from fitflax.storage.paths import Location
 
-__all__ = ["PART_BYTES", "PUSH_SECONDS", "Mirror", "PartsReader", "PartsWriter", "Send", "Workers", "part_name", "read_range", "size_fault"]
-
 Send = Callable[[Sequence[bytes | memoryview]], None]
 """Receives the next bytes of a stream."""
 

@@ -14,8 +14,6 @@ from typing import Any
 from fitflax.errors import FitflaxError
 from fitflax.storage.object_store import ObjectPath, open_bucket
 
-__all__ = ["SCHEMES", "Location", "is_url", "locate", "name_of_component", "path_component", "relative_path"]
-
 SCHEMES = ("s3", "gs", "az", "file", "memory")
 """The supported schemes of URLs."""
 

@@ -179,7 +179,7 @@ def test_checkpoints_have_the_time_that_the_processes_agreed_on():
     trainer.compile("sgd", "mse")
     loop = trainer.train_loop(np.ones((4, 2), np.float32), np.ones((4, 1), np.float32), steps=1)
     loop._run._agreement = module.Agreement(lambda: 123.0)
-    assert loop.next_step().run.position.seconds == 123.0
+    assert loop.next_step().run.position.moment.seconds == 123.0
 
 
 def test_the_agreed_time_never_goes_backward():
