@@ -204,18 +204,7 @@ def get_learning_rates(opt_state: Any) -> dict[str, jax.Array]:
 
 
 def _learning_rates(opt_state: Any) -> dict[str, jax.Array]:
-    rates: list[Any] = []
-    trees, has_labels = [opt_state], False
-    while trees and not has_labels:
-        # Without paths, which are slow to compute and only needed for labels.
-        nodes = jax.tree.leaves(trees.pop(), is_leaf=lambda node: _is_injected(node) or _is_partition(node))
-        has_labels = any(map(_is_partition, nodes))
-        injected = list(filter(_is_injected, nodes))
-        rates += [node.hyperparams[ONLY_RATE] for node in injected if ONLY_RATE in node.hyperparams]
-        trees += [node.inner_state for node in injected]
-    if has_labels or len(rates) > 1:
-        return {label: node.hyperparams[ONLY_RATE] for label, (_, node) in _nodes_by_label(opt_state).items()}
-    return {ONLY_RATE: rates[0]} if rates else {}
+    return {label: node.hyperparams[ONLY_RATE] for label, (_, node) in _nodes_by_label(opt_state).items()}
 
 
 def set_learning_rate(opt_state: Any, value: Any, label: str | None = None) -> Any:
@@ -370,15 +359,13 @@ def _nodes_by_label(opt_state: Any) -> dict[str, tuple[_Path, Any]]:
 
 
 def _find_injected(tree: Any, name: str | None = ONLY_RATE, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
+    if not any(map(_is_injected, jax.tree.leaves(tree, is_leaf=_is_injected))):
+        return  # Most trees are moments of parameters, whose paths are slow to compute.
     for place, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_injected):
         if _is_injected(node):
             if name is None or name in node.hyperparams:
                 yield (*path, *place), node
             yield from _find_injected(node.inner_state, name, (*path, *place, jax.tree_util.GetAttrKey("inner_state")))
-
-
-def _is_partition(node: Any) -> bool:
-    return isinstance(getattr(node, "inner_states", None), dict)
 
 
 def _is_injected(node: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Checks of the shapes of outputs and targets that losses share."""
+"""Checks of the shapes of outputs and targets that losses and metrics share. Errors begin with `name`, that of the loss; for a metric it is `IT`."""
 
 import contextlib
 import itertools
@@ -13,6 +13,11 @@ import jax.numpy as jnp
 from fitflax.errors import LossError, is_of_debugger
 from fitflax.leaves import describe_shapes
 
+IT = "It"
+"""Stands for a metric, whose functions do not know its name; `metrics.base.naming` prepends that."""
+
+_CHECK_LAYER = "Check the model's last layer."
+
 # Never the same again, because a jitted function within a custom one warns only when it is first traced on shapes. A function may split rows into groups.
 _NUMBERS_OF_ROWS = itertools.count(1048, step=8)
 
@@ -23,21 +28,20 @@ _without_fault: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictio
 def same_shape(name: str, outputs: Any, targets: Any, *, takes_complex: bool = False) -> tuple[jax.Array, jax.Array]:
     """Returns both in float32 and one shape; restores a missing trailing axis of length 1, so that `[N, 1]` and `[N]` never broadcast to `[N, N]`.
 
-    If the loss `takes_complex` and one of them is complex, both are complex64.
+    If the loss or metric `takes_complex` and one of them is complex, both are complex64.
     """
-    outputs, targets = _arrays(name, outputs, targets, takes_complex=takes_complex)
+    outputs, targets = arrays(name, outputs, targets, takes_complex=takes_complex)
     # Add the axis rather than remove it: for [batch, time, 1] and [batch, time] there must be one value per token, for token weights.
     if outputs.shape == (*targets.shape, 1):
         targets = targets[..., None]
     elif targets.shape == (*outputs.shape, 1):
         outputs = outputs[..., None]
     if outputs.shape != targets.shape:
-        advice = "Check the model's last layer."
+        takes, advice = "outputs and targets of the same shape (a last axis of length 1 may be missing)", _CHECK_LAYER
         if _have_label_shape(outputs, targets):
-            advice = (
-                "For integer class labels use 'sparse_categorical_crossentropy'; otherwise the model's last layer must have as many features as the targets."
-            )
-        raise _mismatch(name, outputs, targets, "outputs and targets of the same shape (a last axis of length 1 may be missing)", advice)
+            labels = "For integer class labels use 'sparse_categorical_crossentropy' and 'accuracy'"
+            advice = f"{labels}; otherwise the model's last layer must have as many features as the targets."
+        raise mismatch(name, outputs, targets, takes, advice)
     dtype = jnp.complex64 if jnp.iscomplexobj(outputs) or jnp.iscomplexobj(targets) else jnp.float32
     return outputs.astype(dtype), targets.astype(dtype)
 
@@ -52,7 +56,7 @@ def vectors(name: str, outputs: Any, targets: Any) -> tuple[jax.Array, jax.Array
     outputs, targets = same_shape(name, outputs, targets)
     if outputs.ndim < 2 or outputs.shape[-1] == 1:
         advice = "For one number per example use 'mean_squared_error'."
-        raise _mismatch(name, outputs, targets, "vectors [batch, ..., features] with at least two features", advice)
+        raise mismatch(name, outputs, targets, "vectors [batch, ..., features] with at least two features", advice)
     return outputs, targets
 
 
@@ -64,8 +68,8 @@ def class_rows(name: str, outputs: Any, targets: Any, *, binary: str, labels: st
     outputs, targets = _with_classes(name, outputs, targets, binary)
     if outputs.shape != targets.shape:
         if _have_label_shape(outputs, targets):
-            raise _mismatch(name, outputs, targets, f"{role} [..., classes]", labels)
-        raise _mismatch(name, outputs, targets, f"outputs and {role} of the same shape [..., classes]", "Check the model's last layer.")
+            raise mismatch(name, outputs, targets, f"{role} [..., classes]", labels)
+        raise mismatch(name, outputs, targets, f"outputs and {role} of the same shape [..., classes]")
     return outputs.astype(jnp.float32), targets.astype(jnp.float32)
 
 
@@ -78,9 +82,9 @@ def class_labels(name: str, outputs: Any, targets: Any, *, binary: str, one_hot:
     if targets.shape == (*outputs.shape[:-1], 1):
         targets = targets[..., 0]
     elif targets.shape == outputs.shape:
-        raise _mismatch(name, outputs, targets, "integer targets [...] for logits [..., classes]", one_hot)
+        raise mismatch(name, outputs, targets, "integer targets [...] for logits [..., classes]", one_hot)
     elif targets.shape != outputs.shape[:-1]:
-        raise _mismatch(name, outputs, targets, "integer targets [...] or [..., 1] for logits [..., classes]", "Check the model's last layer.")
+        raise mismatch(name, outputs, targets, "integer targets [...] or [..., 1] for logits [..., classes]")
     if jnp.issubdtype(targets.dtype, jnp.inexact):
         raise LossError(f"{name} takes integer class labels. Received: targets of dtype {targets.dtype}. Cast them: targets.astype('int32').")
     # Labels may be int8, which cannot hold the number of classes.
@@ -194,7 +198,7 @@ def nan_unless(known: jax.Array, values: jax.Array) -> jax.Array:
     return jnp.where(known, values, jnp.sqrt(jnp.where(known, 0.0, -1.0)).astype(values.dtype))
 
 
-def _mismatch(name: str, outputs: jax.Array, targets: jax.Array, takes: str, advice: str) -> LossError:
+def mismatch(name: str, outputs: jax.Array, targets: jax.Array, takes: str, advice: str = _CHECK_LAYER) -> LossError:
     """Returns the error for shapes that do not match."""
     return LossError(f"{name} takes {takes}. Received: outputs {list(outputs.shape)}, targets {list(targets.shape)}. {advice}")
 
@@ -204,26 +208,26 @@ def _have_label_shape(outputs: jax.Array, targets: jax.Array) -> bool:
     return targets.shape in (outputs.shape[:-1], (*outputs.shape[:-1], 1))
 
 
-def _arrays(name: str, outputs: Any, targets: Any, *, takes_complex: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Returns both as arrays with a batch axis; complex numbers are an error unless the loss `takes_complex`."""
+def arrays(name: str, outputs: Any, targets: Any, *, takes_complex: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Returns both as arrays with a batch axis; complex numbers are an error unless the loss or metric `takes_complex`."""
     for role, value in (("outputs", outputs), ("targets", targets)):
         if isinstance(value, (dict, list, tuple)):
             raise LossError(
                 f"{name} takes one array of {role}. Received: a {type(value).__name__} of length {len(value)}. "
-                "Pass a loss for each output, or concatenate them into one array."
+                "Pass a loss and metrics for each output, or concatenate them into one array."
             )
         if jnp.ndim(value) == 0:
             raise LossError(f"{name} takes {role} with a leading batch axis. Received: a scalar.")
         if jnp.iscomplexobj(value) and not takes_complex:
-            advice = "Use 'mse' or 'mae', which take magnitudes of errors, or convert them in a custom loss."
+            advice = "Use 'mse' or 'mae', which take magnitudes of errors, or convert them in a custom function."
             raise LossError(f"{name} takes real {role}. Received: {role} of dtype {jnp.result_type(value)}. {advice}")
     return jnp.asarray(outputs), jnp.asarray(targets)
 
 
 def _with_classes(name: str, outputs: Any, targets: Any, binary: str) -> tuple[jax.Array, jax.Array]:
     """Returns both as arrays, after checking that the outputs have an axis of at least two classes."""
-    outputs, targets = _arrays(name, outputs, targets)
+    outputs, targets = arrays(name, outputs, targets)
     if outputs.ndim < 2 or outputs.shape[-1] == 1:
         takes = "logits [batch, ..., classes]" if outputs.ndim < 2 else "at least two classes"
-        raise _mismatch(name, outputs, targets, takes, f"For one logit per example use {binary!r}.")
+        raise mismatch(name, outputs, targets, takes, f"For one logit per example use {binary!r}.")
     return outputs, targets

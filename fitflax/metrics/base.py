@@ -1,4 +1,4 @@
-"""The base classes of metrics, weighted sums, running sums without rounding errors, and checks of shapes that metrics share."""
+"""The base classes of metrics, weighted sums, running sums without rounding errors, and batches as rows."""
 
 import abc
 import contextlib
@@ -16,7 +16,7 @@ from jax import lax
 from typing_extensions import override
 
 from fitflax.errors import LossError, MetricError
-from fitflax.losses.shapes import nan_unless
+from fitflax.losses.shapes import IT, arrays, mismatch, nan_unless, same_shape
 from fitflax.state import arrays_of
 
 Targets = Literal["integer", "one-hot", "integer or one-hot"]
@@ -307,14 +307,14 @@ def as_examples(outputs: Any, targets: Any, weights: Any, *, multi_label: bool, 
     """Returns a batch as rows; shapes and the kind of problem are as in the table of `Precision`, and errors begin with the `name` of the metric."""
     kind: Literal["one logit", "classes", "labels"]
     with naming(name):
-        outputs, targets = arrays(outputs, targets)
+        outputs, targets = arrays(IT, outputs, targets)
         if multi_label:
-            kind, (outputs, targets) = "labels", same_shape(outputs, targets)
+            kind, (outputs, targets) = "labels", same_shape(IT, outputs, targets)
             if outputs.ndim < 2:
-                raise mismatch("outputs and targets [batch, ..., labels] with multi_label=True", outputs, targets)
+                raise mismatch(IT, outputs, targets, "outputs and targets [batch, ..., labels] with multi_label=True")
             shape = outputs.shape[:-1]
         elif outputs.ndim < 2 or outputs.shape[-1] == 1:
-            kind, (outputs, targets) = "one logit", same_shape(outputs, targets)
+            kind, (outputs, targets) = "one logit", same_shape(IT, outputs, targets)
             shape = outputs.shape
         else:
             kind, (outputs, targets) = "classes", class_labels(outputs, targets, "integer or one-hot")
@@ -338,43 +338,11 @@ def weights_of(examples: Examples) -> jax.Array:
     return nan_unless(~is_nan | (weights == 0), weights)
 
 
-def arrays(outputs: Any, targets: Any, *, takes_complex: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Returns both as arrays, after checking that each is a single array, and real unless the metric `takes_complex`."""
-    for role, value in (("outputs", outputs), ("targets", targets)):
-        if isinstance(value, (dict, list, tuple)):
-            raise MetricError(
-                f"It takes one array of {role}. Received: a {type(value).__name__} of length {len(value)}. "
-                "Pass metrics for each output, or concatenate them into one array."
-            )
-        if jnp.iscomplexobj(value) and not takes_complex:
-            advice = "Use 'mse', 'mae', 'rmse' or 'r2', which take magnitudes of errors."
-            raise MetricError(f"It takes real {role}. Received: {role} of dtype {jnp.result_type(value)}. {advice}")
-    return jnp.asarray(outputs), jnp.asarray(targets)
-
-
-def same_shape(outputs: Any, targets: Any, *, takes_complex: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Returns both in one shape; restores a missing trailing axis of length 1."""
-    outputs, targets = arrays(outputs, targets, takes_complex=takes_complex)
-    if outputs.shape == (*targets.shape, 1):
-        targets = targets[..., None]
-    elif targets.shape == (*outputs.shape, 1):
-        outputs = outputs[..., None]
-    if outputs.shape != targets.shape or outputs.ndim == 0:
-        raise mismatch("outputs and targets of the same shape [batch, ...] (a last axis of length 1 may be missing)", outputs, targets)
-    return outputs, targets
-
-
 def class_labels(outputs: Any, targets: Any, kind: Targets) -> tuple[jax.Array, jax.Array]:
     """Returns outputs `[..., classes]` and labels `[...]`, from labels `[...]` or `[..., 1]` or from one-hot rows."""
-    outputs, targets = arrays(outputs, targets)
+    outputs, targets = arrays(IT, outputs, targets)
     if outputs.ndim > 1 and kind != "one-hot" and targets.shape in (outputs.shape[:-1], (*outputs.shape[:-1], 1)):
         return outputs, targets.reshape(outputs.shape[:-1])
     if outputs.ndim > 1 and kind != "integer" and targets.shape == outputs.shape:
         return outputs, jnp.argmax(targets, axis=-1)
-    raise mismatch(f"outputs [..., classes] with {kind} targets", outputs, targets)
-
-
-def mismatch(takes: str, outputs: jax.Array, targets: jax.Array) -> MetricError:
-    """Returns the error for shapes that do not match."""
-    # `update` prepends the name of the metric.
-    return MetricError(f"It takes {takes}. Received: outputs {list(outputs.shape)}, targets {list(targets.shape)}.")
+    raise mismatch(IT, outputs, targets, f"outputs [..., classes] with {kind} targets")

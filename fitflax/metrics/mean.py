@@ -12,21 +12,18 @@ from typing_extensions import override
 
 import fitflax.losses as losses
 from fitflax.errors import MetricError, integer_of
-from fitflax.losses.shapes import broadcast_fault, nan_unless
+from fitflax.losses.shapes import IT, arrays, broadcast_fault, nan_unless, same_shape, vectors
 from fitflax.metrics.base import (
     Direction,
     ResetMetric,
     Targets,
     add_pairs,
-    arrays,
     bound,
     class_labels,
     metric_direction,
-    mismatch,
     naming,
     pair,
     pair_field,
-    same_shape,
     snake_case,
     static_field,
     weighted_sums,
@@ -227,7 +224,7 @@ def CosineSimilarity(*, name: str = "cosine_similarity") -> Mean:
 
 def accuracy(outputs: Any, targets: Any) -> jax.Array:
     """Returns 1 if an example's class is right, else 0: the highest output, or for a single output, its sign."""
-    outputs, targets = arrays(outputs, targets)
+    outputs, targets = arrays(IT, outputs, targets)
     if outputs.ndim < 2 or outputs.shape[-1] == 1:
         return binary_accuracy(outputs, targets, threshold=0.0)
     return class_accuracy(outputs, targets, kind="integer or one-hot")
@@ -235,7 +232,7 @@ def accuracy(outputs: Any, targets: Any) -> jax.Array:
 
 def binary_accuracy(outputs: Any, targets: Any, *, threshold: float) -> jax.Array:
     """Returns 1 if an output is above `threshold` exactly if its target is 1, else 0."""
-    outputs, targets = same_shape(outputs, targets)
+    outputs, targets = same_shape(IT, outputs, targets)
     return nan_unless(~jnp.isnan(outputs), jnp.equal(outputs > threshold, targets).astype(jnp.float32))
 
 
@@ -260,9 +257,7 @@ def _nan_for_nan_rows(outputs: jax.Array, is_correct: jax.Array) -> jax.Array:
 
 
 def _cosine(outputs: Any, targets: Any) -> jax.Array:
-    outputs, targets = same_shape(outputs, targets)
-    if outputs.ndim < 2 or outputs.shape[-1] < 2:
-        raise mismatch("outputs and targets of the same shape [batch, ..., features] with at least two features", outputs, targets)
+    outputs, targets = vectors(IT, outputs, targets)
     return jnp.sum(_direction(outputs) * _direction(targets), axis=-1)
 
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import struct
 from typing_extensions import override
 
-from fitflax.losses.shapes import nan_unless
-from fitflax.metrics.base import Direction, ResetMetric, add_pairs, broadcast_weights, naming, pair, pair_field, ratio, same_shape, static_field
+from fitflax.losses.shapes import IT, nan_unless, same_shape
+from fitflax.metrics.base import Direction, ResetMetric, add_pairs, broadcast_weights, naming, pair, pair_field, ratio, static_field
 
 
 @struct.dataclass
@@ -126,7 +126,7 @@ class ExplainedVariance(_ExplainedShare):
 def _columns(outputs: Any, targets: Any, weights: Any, *, name: str, takes_complex: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns outputs and targets, `[rows, columns]`, 0 where the weight is 0, and weights `[rows, 1]`; float32, or complex64 if one of both is complex."""
     with naming(name):
-        outputs, targets = same_shape(outputs, targets, takes_complex=takes_complex)
+        outputs, targets = same_shape(IT, outputs, targets, takes_complex=takes_complex)
         if outputs.ndim == 1:
             outputs, targets = outputs[:, None], targets[:, None]
         rows = broadcast_weights(weights, outputs.shape[:-1]).reshape(-1, 1)

@@ -8,7 +8,7 @@ processes, `jit(shard_map)` compiles the same step with the same axis name. With
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,11 @@ from typing_extensions import override
 
 from fitflax.errors import ConfigError, ReplicaError
 from fitflax.leaves import is_key, path_name, through_key_data
-from fitflax.parallel.placement import Packed, check_devices, copy_here, count_processes, dense_outside_mesh, own_copy, part_of, put
+from fitflax.parallel.placement import check_devices, count_processes, dense_outside_mesh, own_copy, part_of, put
 from fitflax.parallel.processes import Board
 from fitflax.parallel.strategy import Compiled, Debuggable, Layout, Places, Strategy, copy_aliased, eager_step_error, names_unbound_axis, traced_or_eager
 from fitflax.parallel.transfer import MAX_SHORT_STEPS, InFlight, Transfer, limit_for, of_feed
-from fitflax.state import PyTree, TrainState
+from fitflax.state import PyTree
 
 Reducer = str | Callable[[jax.Array, str], jax.Array]
 
@@ -57,7 +57,7 @@ class DataParallel(Strategy):
         axis_name: str = "replica",
         reduce: Mapping[str, Reducer] | None = None,
     ) -> None:
-        self.devices: tuple[jax.Device, ...] = tuple(check_devices("DataParallel", jax.devices() if devices is None else devices))
+        self.devices = tuple(check_devices("DataParallel", jax.devices() if devices is None else devices))
         for name, reducer in (reduce or {}).items():
             if reducer not in ("mean", "sum", "max") and not callable(reducer):
                 raise ConfigError(f"DataParallel(reduce=...) must map collections to 'mean', 'sum', 'max' or a function. Received: {name!r}: {reducer!r}.")
@@ -77,7 +77,6 @@ class DataParallel(Strategy):
         self._mesh = mesh
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._split = NamedSharding(mesh, PartitionSpec(axis_name))
-        self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
         whole = self._is_distributed
         self._group = NamedSharding(mesh, PartitionSpec(None, axis_name)) if whole else self._split
         self.transfer = Transfer(1 if whole else self.num_replicas, self._split, self._group, self.part[1], spans_processes=whole)
@@ -253,47 +252,6 @@ class DataParallel(Strategy):
     @override
     def abstract_put(self, tree: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, True), sharding=self._replicated), tree)
-
-    @override
-    def put_at(self, tree: PyTree, shapes: PyTree) -> PyTree:
-        return self.put(tree)
-
-    @override
-    def move(self, leaves: list[Any], shapes: Sequence[Any]) -> list[Any]:
-        return [leaves.pop(0) for _ in shapes]
-
-    @override
-    def abstract_state(self, state: TrainState) -> TrainState:
-        return cast(TrainState, self.abstract_put(state))
-
-    @override
-    def places(self, tree: PyTree) -> Layout:
-        return "replicated"
-
-    @override
-    def pin(self, state: TrainState) -> TrainState:
-        return state
-
-    @override
-    def idle_axes(self, state: TrainState) -> list[str]:
-        return []
-
-    @override
-    def describe_whole(self, state: TrainState) -> str | None:
-        return None
-
-    @override
-    def copy(self, tree: PyTree) -> PyTree:
-        return self._copy(tree) if self.num_processes == 1 else copy_here(tree)
-
-    @property
-    @override
-    def is_on_host(self) -> bool:
-        return bool(self.devices[0].platform == "cpu")
-
-    @override
-    def copy_once(self, tree: PyTree) -> Packed:
-        return Packed(tree if self.num_replicas == 1 else jax.tree.map(lambda leaf: leaf.addressable_data(0), tree))
 
     @override
     def replica_index(self) -> Any:

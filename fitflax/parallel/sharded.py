@@ -19,7 +19,7 @@ from typing_extensions import override
 from fitflax.errors import ConfigError, FitflaxError, ModelError, integer_of, is_integer
 from fitflax.leaves import is_key
 from fitflax.parallel.partition import BATCH, FSDP_MIN_SIZE, MeshAxes, Partition, checked_rules
-from fitflax.parallel.placement import SMALL_BYTES, Packed, check_devices, copy_here, count_processes, dense_outside_mesh, part_of, put
+from fitflax.parallel.placement import SMALL_BYTES, check_devices, count_processes, dense_outside_mesh, part_of, put
 from fitflax.parallel.strategy import Compiled, Debuggable, Layout, Places, Strategy, copy_aliased, eager_step_error, traced_or_eager
 from fitflax.parallel.transfer import InFlight, Transfer, limit_for, of_feed
 from fitflax.state import PyTree, TrainState
@@ -69,6 +69,7 @@ class Sharded(Strategy):
         devices: Sequence[jax.Device] | None = None,
     ) -> None:
         self.mesh = _make_mesh(mesh, devices)
+        self.devices = tuple(self.mesh.devices.flat)
         sizes = dict(self.mesh.shape)
         own_rules = checked_rules(rules, sizes)
         fsdp_axes = _fsdp_axes(fsdp, sizes)
@@ -82,23 +83,19 @@ class Sharded(Strategy):
         self.num_replicas = 1
         self.num_partitions = self.mesh.size
         self.num_batch_shards = math.prod(sizes[axis] for axis in self.batch_axes)
-        self.max_in_flight = limit_for(self._devices[0].platform, self.mesh.size)
+        self.max_in_flight = limit_for(self.devices[0].platform, self.mesh.size)
         self.in_flight = InFlight(self.max_in_flight)
         rows = self.batch_axes if len(self.batch_axes) != 1 else self.batch_axes[0]
         split = PartitionSpec(rows) if self.batch_axes else PartitionSpec()
         group = PartitionSpec(None, rows) if self.batch_axes else PartitionSpec()
         self._by_layout = {"replicated": self._sharding(PartitionSpec()), "split": self._sharding(split), "group": self._sharding(group)}
-        self.part = part_of(self.mesh.devices.flat, self._by_layout["split"], self.num_batch_shards)
-        self.num_processes = count_processes(self._devices)
+        self.part = part_of(self.devices, self._by_layout["split"], self.num_batch_shards)
+        self.num_processes = count_processes(self.devices)
         self.transfer = Transfer(1, self._by_layout["split"], self._by_layout["group"], self.part[1], spans_processes=self.num_processes > 1)
 
     def __repr__(self) -> str:
         fsdp = f", fsdp over {self.partition.fsdp_axes}" if self.partition.fsdp_axes else ""
-        return f"Sharded(mesh={dict(self.mesh.shape)} of {self._devices[0].platform} devices, batches over {self.batch_axes}{fsdp})"
-
-    @property
-    def _devices(self) -> list[jax.Device]:
-        return list(self.mesh.devices.flat)
+        return f"Sharded(mesh={dict(self.mesh.shape)} of {self.devices[0].platform} devices, batches over {self.batch_axes}{fsdp})"
 
     def _sharding(self, spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
@@ -253,45 +250,16 @@ class Sharded(Strategy):
     @override
     def copy(self, tree: PyTree) -> PyTree:
         if self.num_processes > 1:
-            return copy_here(tree)
+            return super().copy(tree)
         leaves = jax.tree.leaves(tree)
         treedef: Any = jax.tree.structure(tree)
         return treedef.unflatten(_copy_function(tuple(leaf.sharding for leaf in leaves))(leaves))
 
     @override
-    def copy_once(self, tree: PyTree) -> Packed:
-        return Packed(jax.tree.map(lambda leaf: leaf.addressable_data(0), tree))
-
-    @property
-    @override
-    def is_on_host(self) -> bool:
-        return bool(self._devices[0].platform == "cpu")
-
-    @override
     def idle_axes(self, state: TrainState) -> list[str]:
         return self.partition.idle_axes(state, self.batch_axes)
 
-    # -- inside of a step: a single replica --
-
-    @override
-    def replica_index(self) -> Any:
-        return jnp.int32(0)
-
-    @override
-    def sum(self, tree: PyTree) -> PyTree:
-        return tree
-
-    @override
-    def gather(self, tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda leaf: leaf[None], tree)
-
-    @override
-    def first(self, tree: PyTree) -> PyTree:
-        return tree
-
-    @override
-    def agree(self, tree: PyTree) -> PyTree:
-        return tree
+    # -- inside of a step --
 
     @override
     def split(self, tree: PyTree, steps: int) -> PyTree:
@@ -300,10 +268,6 @@ class Sharded(Strategy):
     @override
     def unsplit(self, tree: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 1, 0).reshape(-1, *leaf.shape[2:]), tree)
-
-    @override
-    def unify(self, collections: dict[str, PyTree]) -> dict[str, PyTree]:
-        return collections
 
 
 def _make_mesh(mesh: Any, devices: Sequence[jax.Device] | None) -> Mesh:

@@ -17,7 +17,7 @@ import optax
 
 from fitflax.data.padding import Batcher
 from fitflax.errors import ConfigError
-from fitflax.parallel.placement import Packed, guards_transfers
+from fitflax.parallel.placement import Packed, copy_here, guards_transfers
 from fitflax.parallel.processes import check_same
 from fitflax.parallel.transfer import InFlight, Transfer
 from fitflax.state import Batch, PyTree, TrainState
@@ -57,7 +57,10 @@ class Compiled(Protocol):
 class Strategy(abc.ABC):
     """Defines how the state and batches are laid out on devices and how steps run; passed as `Trainer(parallel=...)`.
 
+    Unless a subclass overrides them, methods that place the state replicate it, and those that are called inside of a step have a single replica.
+
     Attributes:
+        devices: The devices, including those of other processes.
         num_replicas: Number of replicas: calls of the step function that share a batch, each on its own device, joined by the collectives below.
         num_partitions: Number of devices over which the compiler partitions each such call.
         num_batch_shards: Number of devices over which the rows of a batch are split; full batches are a multiple of it.
@@ -72,6 +75,7 @@ class Strategy(abc.ABC):
     True
     """
 
+    devices: tuple[jax.Device, ...]
     num_replicas: int
     num_partitions: int
     num_batch_shards: int
@@ -124,44 +128,44 @@ class Strategy(abc.ABC):
         """Returns a state on the devices, in new buffers; no device ever holds more of an array than its shard."""
         return cast(TrainState, self.put_at(state, self.abstract_state(state)))
 
-    @abc.abstractmethod
     def put_at(self, tree: PyTree, shapes: PyTree) -> PyTree:
         """Returns a part of a state on the devices, as `put_state` does, placed as in `shapes`, the same part of `abstract_state`."""
+        return self.put(tree)
 
-    @abc.abstractmethod
     def move(self, leaves: list[Any], shapes: Sequence[Any]) -> list[Any]:
         """Returns arrays of a state, moved one at a time to the shardings of `shapes`; empties the list, so that nothing is on the devices twice.
 
         Arrays that are already in place keep their buffers, so there must be no other references to them.
         """
+        return [leaves.pop(0) for _ in shapes]
 
-    @abc.abstractmethod
     def abstract_state(self, state: TrainState) -> TrainState:
         """Returns the shapes, dtypes and shardings of `put_state(state)` without moving data.
 
         Raises:
             ShardingError: The axis names of arrays do not fit the devices; the message lists all of them.
         """
+        return cast(TrainState, self.abstract_put(state))
 
-    @abc.abstractmethod
     def places(self, tree: PyTree) -> Layout:
         """Returns the layout of parts of a state that are on the devices, or of their shapes with shardings."""
+        return "replicated"
 
-    @abc.abstractmethod
     def pin(self, state: TrainState) -> TrainState:
         """Returns, while a step is traced, the state with sharding constraints that keep its arrays in place."""
+        return state
 
-    @abc.abstractmethod
     def idle_axes(self, state: TrainState) -> list[str]:
         """Returns the mesh axes over which neither batches nor any array of a state is split."""
+        return []
 
     def missing_axes(self, state: TrainState) -> dict[str, list[str]]:
         """Returns the axes that `nn.with_partitioning` names and the mesh lacks, with the paths of the arrays."""
         return state.axes.missing((), ())
 
-    @abc.abstractmethod
     def describe_whole(self, state: TrainState) -> str | None:
         """Returns a message about what may be too large for a device: large replicated parameters, or whole batches; `None` if there is nothing."""
+        return None
 
     def part_batcher(self, **options: Any) -> Batcher:
         """Returns a `Batcher` of this process's shard of batches, for data that is already sharded; `options` are those of `Batcher`."""
@@ -210,9 +214,9 @@ class Strategy(abc.ABC):
         """
         return self.transfer.join(outputs, steps)
 
-    @abc.abstractmethod
     def copy(self, tree: PyTree) -> PyTree:
         """Returns a copy of a tree of device arrays, on the same devices, that later donations do not affect."""
+        return copy_here(tree) if self.num_processes > 1 else _copy(tree)
 
     def copy_apart(self, tree: PyTree) -> PyTree:
         """Returns a copy of a tree of device arrays for use without the other devices: on one of them, if each holds the whole tree."""
@@ -227,40 +231,40 @@ class Strategy(abc.ABC):
         return _norm(tree)
 
     @property
-    @abc.abstractmethod
     def is_on_host(self) -> bool:
         """Whether the devices use the memory of the host, so that copies on them only cost host memory."""
+        return bool(self.devices[0].platform == "cpu")
 
     @property
     def prefers_counted_loops(self) -> bool:
         """Whether loops with a constant number of iterations are faster; otherwise accelerators wait for the host before each iteration."""
         return not self.is_on_host
 
-    @abc.abstractmethod
     def copy_once(self, tree: PyTree) -> Packed:
         """Returns a copy of a tree of replicated device arrays, on one device, that later donations do not affect; does not block."""
+        return Packed(jax.tree.map(lambda leaf: leaf.addressable_data(0), tree))
 
     # Called inside of a step, while it is traced.
 
-    @abc.abstractmethod
     def replica_index(self) -> Any:
         """Returns the index of this replica, int32."""
+        return jnp.int32(0)
 
-    @abc.abstractmethod
     def sum(self, tree: PyTree) -> PyTree:
         """Returns the sum of `tree` over the replicas."""
+        return tree
 
-    @abc.abstractmethod
     def gather(self, tree: PyTree) -> PyTree:
         """Returns the `tree` of every replica, with leaves stacked along a new first axis in the order of the replicas."""
+        return jax.tree.map(lambda leaf: leaf[None], tree)
 
-    @abc.abstractmethod
     def first(self, tree: PyTree) -> PyTree:
         """Returns the `tree` of replica 0 on all replicas."""
+        return tree
 
-    @abc.abstractmethod
     def agree(self, tree: PyTree) -> PyTree:
         """Returns `tree` made equal on all replicas: equal values stay bit-for-bit identical, other floats are averaged, and the rest is that of replica 0."""
+        return tree
 
     @abc.abstractmethod
     def split(self, tree: PyTree, steps: int) -> PyTree:
@@ -270,9 +274,9 @@ class Strategy(abc.ABC):
     def unsplit(self, tree: PyTree) -> PyTree:
         """Returns the rows of micro-batches, `[steps, rows / steps, ...]`, in their order before `split`."""
 
-    @abc.abstractmethod
     def unify(self, collections: dict[str, PyTree]) -> dict[str, PyTree]:
         """Returns mutable collections made equal on all replicas."""
+        return collections
 
 
 # Attribute of an error in a backward pass: the line of the forward pass that caused it, which `jax.jit` removes from the error.

@@ -412,7 +412,7 @@ def test_errors_name_incompatible_shapes_and_suggest_a_fix(name: str, outputs: t
 
 @pytest.mark.parametrize("name", NAMES)
 def test_several_outputs_are_an_error_that_asks_for_several_losses(name: str):
-    with pytest.raises(LossError, match=r"takes one array of outputs. Received: a tuple of length 2. Pass a loss for each"):
+    with pytest.raises(LossError, match=r"takes one array of outputs. Received: a tuple of length 2. Pass a loss and metrics for each"):
         losses.get(name)((LOGITS, LOGITS), targets_of(name))
 
 

@@ -296,9 +296,9 @@ def test_errors_of_incompatible_shapes_name_the_metric_by_its_key():
         metrics.get("categorical_accuracy").update(LOGITS, LABELS, WEIGHTS)
     with pytest.raises(MetricError, match=r"Metric 'sparse_categorical_accuracy': It takes .* with integer targets"):
         metrics.get("sparse_categorical_accuracy").update(LOGITS, ONE_HOT, WEIGHTS)
-    with pytest.raises(MetricError, match=r"Metric 'accuracy': It takes outputs and targets of the same shape .* Received: outputs \[\], targets \[\]"):
+    with pytest.raises(MetricError, match=r"Metric 'accuracy': It takes outputs with a leading batch axis. Received: a scalar"):
         metrics.get("accuracy").update(np.float32(1.0), np.float32(1.0), WEIGHTS)
-    with pytest.raises(MetricError, match=r"one array of targets. Received: a dict of length 1. Pass metrics for each"):
+    with pytest.raises(MetricError, match=r"one array of targets. Received: a dict of length 1. Pass a loss and metrics for each"):
         metrics.get("accuracy").update(LOGITS, {"y": LABELS}, WEIGHTS)
 
 
