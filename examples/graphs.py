@@ -9,6 +9,7 @@ import argparse
 import itertools
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import jraph
 import numpy as np
@@ -17,6 +18,7 @@ from flax import linen as nn
 
 import fitflax
 from fitflax.callbacks import BestCheckpoint, ModelCheckpoint
+from fitflax.parallel import DataParallel
 
 ELEMENTS, KINDS = 4, 2  # The numbers of elements of atoms, and of kinds of bonds.
 PROPERTIES = ("has a ring", "has a double bond at a 0", "has more 1 than 2")
@@ -104,7 +106,8 @@ def main(directory: str | pathlib.Path = "runs/graphs", epochs: int = 20, molecu
     directory = pathlib.Path(directory)
     rng = np.random.default_rng(0)
     train, valid, test = ([molecule(rng) for _ in range(count)] for count in (molecules, molecules // 5, molecules // 5))
-    trainer = fitflax.Trainer(GraphNet(features), seed=0)
+    # On several devices, DataParallel(combine_whole_batches=True) would take several batches in a step.
+    trainer = fitflax.Trainer(GraphNet(features), seed=0, parallel=DataParallel(jax.devices()[:1]))
     trainer.compile(optax.adam(1e-3), loss=optax.sigmoid_binary_cross_entropy, weighted_metrics=[right])
     best = BestCheckpoint(directory / "best", monitor="val_right", mode="max", restore_best=True)
     callbacks = [ModelCheckpoint(directory / "checkpoints"), best]

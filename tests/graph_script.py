@@ -98,8 +98,8 @@ def right(outputs: jax.Array, labels: jax.Array) -> jax.Array:
     return ((outputs > 0) == labels).astype(jnp.float32)
 
 
-def trainer_of(devices: int = 1, *, dropout: float = 0.0, **options: Any) -> fitflax.Trainer:
-    trainer = fitflax.Trainer(GraphNet(dropout), parallel=DataParallel(jax.devices()[:devices]))
+def trainer_of(devices: int = 1, *, dropout: float = 0.0, combines: bool = True, **options: Any) -> fitflax.Trainer:
+    trainer = fitflax.Trainer(GraphNet(dropout), parallel=DataParallel(jax.devices()[:devices], combine_whole_batches=combines))
     trainer.compile(optax.adam(0.05), optax.sigmoid_binary_cross_entropy, **options)
     return trainer
 
@@ -142,7 +142,7 @@ def joined_shares() -> list[tuple[Graphs, Any, Any]]:
 
 def train(count: int, index: int, *, sharded: bool, directory: str | None = None, mistake: str = "") -> None:
     """Trains on four devices of one process or two, and prints the results."""
-    trainer = trainer_of(4, dropout=0.0, metrics=[right])
+    trainer = trainer_of(4, combines=mistake != "not combined", metrics=[right])
     data: Any = lambda: iter(joined_shares() if sharded else batches(10))  # noqa: E731
     valid: Any = stream(3, 1)
     if sharded and count > 1:

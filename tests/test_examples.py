@@ -7,11 +7,14 @@ import json
 import math
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import types
+import zlib
 
 import jax
+import jax.numpy as jnp
 import jraph
 import nbclient
 import nbformat
@@ -22,8 +25,9 @@ import scipy.stats
 
 import fitflax
 from fitflax.callbacks.event_files import events_of
+from fitflax.checkpoints import CheckpointStore
 from fitflax.parallel import DataParallel
-from tests.run_script import differences, directory_of
+from tests.run_script import checkpoint_of, differences, directory_of, steps_in
 
 pytestmark = pytest.mark.optimized
 EXAMPLES = pathlib.Path(__file__).resolve().parent.parent / "examples"
@@ -40,6 +44,10 @@ def columns(path):
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     return {key: [row[key] for row in rows] for key in rows[0]}
+
+
+def latest(directory):
+    return CheckpointStore(directory).path(steps_in(directory)[-1])
 
 
 @pytest.fixture
@@ -249,6 +257,68 @@ def test_graphs_learns_and_resumes_where_it_stopped(tmp_path):
     assert graphs.main(tmp_path / "twice", epochs=3, **sizes) == once
     assert not differences(directory_of(tmp_path / "once/checkpoints"), directory_of(tmp_path / "twice/checkpoints"))
     assert list(once) == list(graphs.PROPERTIES) and all(0.3 < share <= 1 and 0.5 <= same < 0.9 for share, same in once.values())
+
+
+@pytest.mark.slow
+def test_graphs_resumes_inside_an_epoch_bit_for_bit(tmp_path, monkeypatch):
+    graphs = load("graphs")
+    sizes = {"epochs": 3, "molecules": 160, "features": 16, "verbose": 0}
+    iterate, load_state = graphs.Shuffled.__iter__, graphs.Shuffled.load_state_dict
+    loaded = []
+
+    def interrupted(self):
+        for batch in iterate(self):
+            if (self.passes, self.taken) == (1, 4):
+                signal.raise_signal(signal.SIGINT)
+            yield batch
+
+    once = graphs.main(tmp_path / "once", **sizes)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(graphs.Shuffled, "__iter__", interrupted)
+        graphs.main(tmp_path / "twice", **sizes)
+    progress = json.loads((latest(tmp_path / "twice/checkpoints") / "metadata.json").read_text())["progress"]
+    assert progress["epoch"] == progress["position"]["passes"] == 1 and progress["position"]["examples"] > 0
+    monkeypatch.setattr(graphs.Shuffled, "load_state_dict", lambda self, state: loaded.append(state) or load_state(self, state))
+    assert graphs.main(tmp_path / "twice", **sizes) == once
+    assert [state["passes"] for state in loaded] == [1] and loaded[0]["taken"] > 0
+    one, two = (latest(tmp_path / name / "checkpoints") for name in ("once", "twice"))
+    assert one.name == two.name and not differences(checkpoint_of(one), checkpoint_of(two))
+
+
+@pytest.mark.slow
+def test_graphs_equals_a_hand_written_loop_bit_for_bit():
+    """The loop has the documented order of molecules and keys of dropout, and counts known properties of real molecules equally."""
+    graphs, rng = load("graphs"), np.random.default_rng(2)
+    molecules = [graphs.molecule(rng) for _ in range(120)]
+    network, optimizer = graphs.GraphNet(features=16, rounds=2), optax.adam(1e-3)
+    orders = [np.random.default_rng([0, number]).permutation(len(molecules)) for number in range(2)]
+    batches = [batch for order in orders for batch in jraph.dynamically_batch((molecules[number] for number in order), **graphs.BUDGET)]
+    trainer = fitflax.Trainer(network, seed=3, parallel=DataParallel(jax.devices()[:1]))
+    trainer.compile(optax.adam(1e-3), optax.sigmoid_binary_cross_entropy)
+    trainer.build(next(graphs.batches(molecules)))
+    params, key = jax.tree.map(jnp.array, trainer.state.params), trainer.state.key
+
+    @jax.jit
+    def step(params, opt_state, graph, number):
+        known = jraph.get_graph_padding_mask(graph)[:, None] & ~jnp.isnan(graph.globals)
+        labels, inputs = jnp.where(known, graph.globals, 0), graph._replace(globals=jnp.zeros((graph.globals.shape[0], 1)))
+        rngs = {"dropout": jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, number), 0), zlib.crc32(b"dropout"))}
+
+        def loss_fn(params):
+            logits = network.apply({"params": params}, inputs, train=True, rngs=rngs)
+            return jnp.sum(known * optax.sigmoid_binary_cross_entropy(logits, labels)) / jnp.sum(known)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return loss, optax.apply_updates(params, updates), opt_state
+
+    opt_state, number = optimizer.init(params), 0
+    for checkpoint in trainer.train_loop(graphs.Shuffled(molecules), steps=len(batches)):
+        loss, params, opt_state = step(params, opt_state, batches[number], number)
+        number += 1
+        assert checkpoint.loss == float(loss)
+        jax.tree.map(np.testing.assert_array_equal, checkpoint.model_params, params)
+    assert number == len(batches) > 6
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from flax import linen as nn
 import fitflax
 from fitflax.callbacks import LambdaCallback
 from fitflax.data import Shard
+from fitflax.data.batch import Triple
 from fitflax.errors import ConfigError, DataError, FitflaxWarning
 from fitflax.parallel import DataParallel, Sharded
 from tests import graph_script
@@ -127,7 +128,7 @@ def test_evaluate_counts_every_real_graph_once(devices: int):
 @pytest.mark.slow
 def test_class_weights_multiply_weights_and_exclude_no_graph():
     data = [(graphs, (y[:, 0] > 0).astype(np.int32), w[:, 0]) for graphs, y, w in batches(3)]
-    trainer = fitflax.Trainer(GraphNet(), parallel=DataParallel(jax.devices()[:2]))
+    trainer = fitflax.Trainer(GraphNet(), parallel=DataParallel(jax.devices()[:2], combine_whole_batches=True))
     trainer.compile("sgd", "sparse_categorical_crossentropy", ["accuracy"])
     trainer.build(data[0])
     outputs = np.concatenate([GraphNet().apply({"params": jax.device_get(trainer.state.params)}, graphs) for graphs, _, _ in data])
@@ -302,7 +303,8 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Group]:
     """The outputs of one process with four devices, and of two with two each, from runs one after another."""
     one = {name: {"sharded": sharded} for name, sharded in DATA.items()}
     resumed = {f"{name}, resumed": {"sharded": sharded, "directory": str(tmp_path_factory.mktemp("run"))} for name, sharded in DATA.items()}
-    return {1: in_processes(1, one), 2: in_processes(2, {**one, **resumed, "other shapes": {"sharded": True, "mistake": "shapes"}})}
+    mistakes = {mistake: {"sharded": True, "mistake": mistake} for mistake in ("not combined", "shapes")}
+    return {1: in_processes(1, one), 2: in_processes(2, {**one, **resumed, **mistakes})}
 
 
 @pytest.mark.slow
@@ -325,8 +327,52 @@ def test_several_processes_train_like_one_with_the_same_number_of_devices(name: 
 @pytest.mark.slow
 def test_shards_with_batches_of_different_shapes_are_an_error_in_all_processes(groups):
     assert groups[2].statuses == [3, 3]
-    for output in groups[2].said("other shapes"):
+    for output in groups[2].said("shapes"):
         assert "x.nodes: float32[48, 3]" in output and "x.nodes: float32[64, 3]" in output, output
+
+
+@pytest.mark.slow
+def test_shards_are_combined_only_if_requested(groups):
+    for output in groups[2].said("not combined"):
+        assert "A step on 4 devices would take 4 batches" in output, output
+
+
+# -- without combining batches --
+
+
+def test_training_on_several_devices_is_an_error_unless_batches_may_be_combined():
+    trainer = trainer_of(2, combines=False)
+    trainer.build(batches(1)[0])
+    before = jax.tree.map(np.asarray, trainer.state.params)
+    message = (
+        r"The inputs share no axis of examples, .* A step on 2 devices would take 2 batches, so training would depend on the number of devices\. "
+        r"Train on one device, with .*DataParallel\(jax.devices\(\)\[:1\]\)\), or allow it with DataParallel\(combine_whole_batches=True\)"
+    )
+    fails(ConfigError, message, stream(4), trainer=trainer)
+    with pytest.raises(ConfigError, match=message):
+        trainer.train_loop(stream(4), steps=1)
+    assert trainer.step == 0
+    assert_close(trainer.state.params, before, rtol=0, atol=0)
+
+
+def test_without_combining_evaluations_and_single_batches_do_not_depend_on_the_number_of_devices():
+    one, several = (trainer_of(devices, combines=False, metrics=[right]) for devices in (1, 2))
+    train, *valid = batches(4)
+    assert several.train_on_batch(train) == pytest.approx(one.train_on_batch(train), rel=1e-5)
+    assert_close(several.state.params, one.state.params)
+    for steps in (None, 2):
+        found, expected = (trainer.evaluate(lambda: iter(valid), steps=steps, verbose=0) for trainer in (several, one))
+        assert found == pytest.approx(expected, rel=1e-5)
+        np.testing.assert_allclose(*(trainer.predict(lambda: iter(valid), steps=steps) for trainer in (several, one)), rtol=1e-5, atol=1e-6)
+    assert [len(outputs) for outputs in several.predict_iter(lambda: iter(valid))] == [int(w.any(axis=1).sum()) for _, _, w in valid]
+
+
+def test_a_shard_on_one_of_several_devices_is_rejected_like_the_batches_of_all():
+    two = jax.devices()[:2]
+    for strategy, message in ((DataParallel(two), "A step on 2 devices"), (Sharded({"data": 2}, devices=two), "splits the rows of each batch over 2 devices")):
+        strategy.part = (0, 2)  # As in a process that has one of the devices.
+        with pytest.raises(ConfigError, match=message):
+            strategy.part_batcher(is_training=True)(Triple(*batches(1)[0]))
 
 
 # -- single batches, and predictions --
@@ -423,7 +469,7 @@ def test_the_origin_of_a_nan_is_found_in_graphs(devices: int):
 
 @pytest.mark.slow
 def test_a_learning_rate_is_found_for_graphs():
-    trainer = fitflax.Trainer(GraphNet(), parallel=DataParallel(jax.devices()[:2]))
+    trainer = fitflax.Trainer(GraphNet(), parallel=DataParallel(jax.devices()[:2], combine_whole_batches=True))
     trainer.compile("adam", optax.sigmoid_binary_cross_entropy)
     assert np.isfinite(trainer.find_learning_rate(stream(20), steps=8).losses).all()
 
@@ -466,7 +512,7 @@ def packed(seed):
 def test_scalars_reach_the_module_as_scalars(strategy: str, steps_per_call: int, capsys):
     parallel = {
         "one": DataParallel(jax.devices()[:1]),
-        "four": DataParallel(jax.devices()[:4]),
+        "four": DataParallel(jax.devices()[:4], combine_whole_batches=True),
         "sharded": Sharded({"data": 1, "model": 2}, devices=jax.devices()[:2]),
     }
     trainer = fitflax.Trainer(BagOfTokens(), parallel=parallel[strategy])
@@ -566,11 +612,11 @@ def test_unsupported_uses_of_whole_batches_are_errors_that_say_what_to_do():
     graphs, y, w = batches(1)[0]
     sharded = fitflax.Trainer(GraphNet(), parallel=Sharded({"data": 4}, devices=jax.devices()[:4]))
     sharded.compile("adam", optax.sigmoid_binary_cross_entropy)
-    fails(ConfigError, "splits the rows of each batch over 4 devices. Use DataParallel", stream(4), trainer=sharded)
+    fails(ConfigError, "splits the rows of each batch over 4 devices. Use one device, DataParallel", stream(4), trainer=sharded)
     fails(ConfigError, "cannot be split into micro-batches. Leave accumulate_steps=2 out", stream(4), trainer=trainer_of(1, accumulate_steps=2))
     fails(
         DataError,
-        r"needs 2 batches, one for each device, but the last step has 1\. .* leave out compile\(pad=False\)",
+        r"needs 2 batches, one for each device, but this one has 1\. .* leave out compile\(pad=False\)",
         stream(3),
         trainer=trainer_of(2, pad=False),
     )
@@ -594,15 +640,15 @@ def test_a_structure_with_a_different_length_than_the_targets_is_passed_whole():
         def __call__(self, graph):
             return nn.Dense(1)(graph.nodes.sum(axis=0, keepdims=True))
 
-    trainer = fitflax.Trainer(OfGraph())
+    trainer = fitflax.Trainer(OfGraph(), parallel=DataParallel(jax.devices()[:1]))
     trainer.compile("sgd", "mse")
-    trainer.fit(lambda: iter([(Graphs(*(np.ones((4, 1), np.float32) for _ in range(5))), np.ones((1, 1), np.float32))] * 8), verbose=0)
-    assert trainer.step == 1
+    trainer.fit(lambda: iter([(Graphs(*(np.ones((4, 1), np.float32) for _ in range(5))), np.ones((1, 1), np.float32))] * 2), verbose=0)
+    assert trainer.step == 2
 
 
 @pytest.mark.slow
 def test_without_targets_the_weights_give_the_number_of_graphs():
-    trainer = fitflax.Trainer(GraphNet())
+    trainer = fitflax.Trainer(GraphNet(), parallel=DataParallel(combine_whole_batches=True))
     trainer.compile("sgd", lambda outputs: outputs[:, 0] ** 2)
     data = [(graphs, (), w[:, 0]) for graphs, _, w in batches(3)]
     trainer.fit(lambda: iter(data), verbose=0)

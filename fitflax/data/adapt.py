@@ -153,7 +153,7 @@ class Feeder:
             size = -(-size // source.shares.num_parts)
         # With fewer examples than a batch, use a smaller batch instead of mostly padding.
         size = _at_most_all(source.batch_size if size is None else size, source)
-        batcher = self._batcher(source, size=size, class_weight=class_weight, accumulate_steps=self._accumulate_steps)
+        batcher = self._batcher(source, is_training=True, size=size, class_weight=class_weight, accumulate_steps=self._accumulate_steps)
         return self._feed(source, batcher, position, used=used, is_saved=True)
 
     def _batcher(self, source: Source | None = None, **options: Any) -> Batcher:

@@ -169,7 +169,7 @@ class Feed:
             return []
         fed = self.batcher(triple, is_checked=source.is_checked, more=lambda: self._read_raw(iterator, read))
         if fed.real is not None:
-            source.together = self.batcher.num_shards
+            source.together = self.batcher.num_combined
         self._buffer.append(fed._replace(position=Position(self._position.passes, self._position.examples + fed.num_real)))
         return read
 

@@ -42,7 +42,9 @@ class Batcher:
         class_weight: `{label: weight}`, for labels `[batch]`, `[batch, 1]` or one-hot; labels without a weight have weight 1.
         part: Which of several equal parts of each batch to create, `(index, count)`: that of this process, if all processes read the same data.
         compare: Called with the rows of the first batch, to check that all processes do read the same data.
-        divides: Whether a step divides the rows of a batch over all devices, as on a mesh, instead of giving each device its own batch.
+        combines: Whether several batches that are passed whole are combined, one for each shard. If not, padding fills the other shards.
+        why_not_whole: Returns why these devices cannot train on inputs that are passed whole, or with False evaluate them; `None` if they can.
+        is_training: Whether the batches are those of a run, in which a step on several batches differs from several steps.
         must_count: Whether the examples of inputs that are passed whole must be counted; prediction does not need it.
 
     Raises:
@@ -63,11 +65,15 @@ class Batcher:
         class_weight: Mapping[int, float] | None = None,
         part: tuple[int, int] = (0, 1),
         compare: Callable[[PyTree], None] | None = None,
-        divides: bool = False,
+        combines: bool = True,
+        why_not_whole: Callable[[bool], str | None] = lambda is_training: None,
+        is_training: bool = False,
         must_count: bool = True,
     ) -> None:
         self.num_shards, self._accumulate_steps, self._multiple = num_shards, accumulate_steps, num_shards * accumulate_steps
-        self._part, self._compare, self._divides, self._must_count, self._pad = part, compare, divides, must_count, pad
+        self._part, self._compare, self._must_count, self._pad = part, compare, must_count, pad
+        self._why_not_whole = functools.partial(why_not_whole, is_training)
+        self.num_combined = num_shards if combines else 1  # How many batches that are passed whole form one.
         self.size = None if size is None else self._round_up(size)
         self._has_batched = False
         self._class_weight = None if class_weight is None else _check_class_weight(class_weight)
@@ -109,27 +115,25 @@ class Batcher:
         return Triple(x, y, weights), form
 
     def _join_whole(self, triple: Triple, form: Form, more: Callable[[], Triple | None]) -> FedBatch:
-        """Returns a batch whose inputs are passed whole, concatenated with those that follow it so that each shard has one."""
+        """Returns a batch whose inputs are passed whole, concatenated with those that follow it, or with padding, so that each shard has one."""
         shards, (index, count) = self.num_shards, self._part
-        if self._divides and shards > 1:
-            raise ConfigError(
-                f"{_WHOLE} This strategy splits the rows of each batch over {shards} devices. Use DataParallel, which gives each device its own batch, "
-                "or Sharded with rules=[('batch', None)], where all devices process the same batch."
-            )
+        if (reason := self._why_not_whole()) is not None:
+            raise ConfigError(f"{_WHOLE} {reason}")
         if self._accumulate_steps > 1:
             raise ConfigError(f"{_WHOLE} It cannot be split into micro-batches. Leave accumulate_steps={self._accumulate_steps} out, and yield larger batches.")
         self._compare_once(tuple(triple))
         triples, reals = [triple], [form.real]
-        while len(triples) < shards and (following := more()) is not None:
+        while len(triples) < self.num_combined and (following := more()) is not None:
             other, form = self._check(following)
             _check_same_shapes(triple, other, shards)
             triples.append(other)
             reals.append(form.real)
         missing = shards - len(triples)
         if missing and not self._pad:
+            advice = f"Yield a multiple of {shards} batches" if self.num_combined > 1 else "Use one device"
             raise DataError(
-                f"{_WHOLE} Each step needs {shards} batches, one for each device, but the last step has {len(triples)}. Yield a multiple of {shards} batches, "
-                "or leave out compile(pad=False) to fill the last step with padding."
+                f"{_WHOLE} Each step needs {shards} batches, one for each device, but this one has {len(triples)}. {advice}, or leave out compile(pad=False) "
+                "to fill the step with padding."
             )
         num_real = sum(max(1, int(real.sum())) for real in reals)
         real = np.concatenate([*reals, *[np.zeros(len(reals[0]), bool)] * missing])

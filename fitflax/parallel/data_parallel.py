@@ -43,6 +43,9 @@ class DataParallel(Strategy):
         reduce: How to make each mutable collection equal on all replicas after a step, by name: `"mean"`, `"sum"`, `"max"`, or a function
             `(array, axis_name) -> array`. By default floating-point values are averaged and others take the value of replica 0. The default of Flax's
             `_overwrite_with_gradient` is `"max"`.
+        combine_whole_batches: Whether a step takes one batch for each of N devices if batches are passed whole, as graphs are. An update is then that of N
+            consecutive batches, so it depends on N. Otherwise, training on several devices with such batches is an error, and evaluation and prediction
+            take one at a time.
 
     Raises:
         ConfigError: There are no devices, a device is repeated, or a reducer is unknown.
@@ -56,12 +59,15 @@ class DataParallel(Strategy):
         devices: Sequence[jax.Device] | None = None,
         axis_name: str = "replica",
         reduce: Mapping[str, Reducer] | None = None,
+        *,
+        combine_whole_batches: bool = False,
     ) -> None:
         self.devices = tuple(check_devices("DataParallel", jax.devices() if devices is None else devices))
         for name, reducer in (reduce or {}).items():
             if reducer not in ("mean", "sum", "max") and not callable(reducer):
                 raise ConfigError(f"DataParallel(reduce=...) must map collections to 'mean', 'sum', 'max' or a function. Received: {name!r}: {reducer!r}.")
         self.axis_name = axis_name
+        self.combine_whole_batches = combine_whole_batches
         self.reduce: dict[str, Reducer] = dict(reduce or {})
         self.num_replicas = self.num_batch_shards = len(self.devices)
         self.num_partitions = 1
@@ -252,6 +258,15 @@ class DataParallel(Strategy):
     @override
     def abstract_put(self, tree: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, True), sharding=self._replicated), tree)
+
+    @override
+    def why_not_whole(self, is_training: bool) -> str | None:
+        if not is_training or self.combine_whole_batches or self.num_replicas == 1:
+            return None
+        return (
+            f"A step on {self.num_replicas} devices would take {self.num_replicas} batches, so training would depend on the number of devices. Train on "
+            "one device, with Trainer(model, parallel=DataParallel(jax.devices()[:1])), or allow it with DataParallel(combine_whole_batches=True)."
+        )
 
     @override
     def replica_index(self) -> Any:

@@ -248,6 +248,16 @@ class Sharded(Strategy):
         return " ".join(remarks) or None
 
     @override
+    def why_not_whole(self, is_training: bool) -> str | None:
+        if self.num_batch_shards == 1:
+            return None
+        return (
+            f"This strategy splits the rows of each batch over {self.num_batch_shards} devices. Use one device, DataParallel(jax.devices()[:1]); or "
+            "Sharded with rules=[('batch', None)], where all devices process the same batch; or DataParallel(combine_whole_batches=True), which gives each "
+            "device its own batch."
+        )
+
+    @override
     def copy(self, tree: PyTree) -> PyTree:
         if self.num_processes > 1:
             return super().copy(tree)

@@ -66,6 +66,7 @@ class Strategy(abc.ABC):
         num_batch_shards: Number of devices over which the rows of a batch are split; full batches are a multiple of it.
         part: Which shard of each batch this process feeds, `(index, count)`.
         num_processes: Number of processes that own the devices; `part` has fewer shards if several processes feed the same one.
+        combine_whole_batches: Whether batches that are passed whole are combined, one for each replica.
         max_in_flight: Maximum number of steps that are dispatched but not finished. It bounds memory, and prevents a deadlock of XLA's collectives on CPU.
         in_flight: Enforces that limit for everything that dispatches steps to these devices.
         transfer: Converts batches to the form that compiled functions take.
@@ -81,6 +82,7 @@ class Strategy(abc.ABC):
     num_batch_shards: int
     part: tuple[int, int]
     num_processes: int
+    combine_whole_batches: bool = False
     max_in_flight: int
     in_flight: InFlight
     transfer: Transfer
@@ -169,17 +171,17 @@ class Strategy(abc.ABC):
 
     def part_batcher(self, **options: Any) -> Batcher:
         """Returns a `Batcher` of this process's shard of batches, for data that is already sharded; `options` are those of `Batcher`."""
-        return Batcher(num_shards=self.num_batch_shards // self.part[1], divides=self._divides_batches, **options)
+        return self.batcher(num_shards=self.num_batch_shards // self.part[1], part=(0, 1), compare=None, **options)
 
     def batcher(self, **options: Any) -> Batcher:
         """Returns a `Batcher` for these devices, which cuts out this process's shard if there are several processes; `options` are those of `Batcher`."""
         compare = check_same if self.num_processes > 1 else None
-        return Batcher(**{"num_shards": self.num_batch_shards, "part": self.part, "compare": compare, "divides": self._divides_batches, **options})
+        own = {"combines": self.combine_whole_batches, "why_not_whole": self.why_not_whole}
+        return Batcher(**{"num_shards": self.num_batch_shards, "part": self.part, "compare": compare, **own, **options})
 
-    @property
-    def _divides_batches(self) -> bool:
-        """Whether one step sees the rows of several devices; then inputs without an axis of examples cannot be separate batches."""
-        return self.num_batch_shards > self.num_replicas
+    @abc.abstractmethod
+    def why_not_whole(self, is_training: bool) -> str | None:
+        """Returns why these devices cannot train on batches that are passed whole, or evaluate them, and what to do; `None` if they can."""
 
     def rows_of(self, batch: Batch) -> int:
         """Returns the number of rows of a host batch over all processes."""

@@ -245,6 +245,15 @@ def test_as_many_batches_as_devices_are_concatenated():
     assert (second.num_real, second.position) == (3, Position(examples=6))
 
 
+def test_without_combining_each_batch_is_filled_with_padding():
+    source = adapt(lambda: iter([graph(number, number + 1) for number in range(3)]))
+    feed = Feed(source, Batcher(num_shards=2, combines=False))
+    for number in range(3):
+        fed = feed.next()
+        assert fed.batch.x.a.tolist() == [number] * 10 and fed.batch.mask.tolist() == [index <= number for index in range(4)] + [False] * 4
+    assert fed.position == Position(examples=6) and feed.next() is None and source.together == 1
+
+
 def test_without_padding_the_mask_is_the_shared_full_mask():
     fed = Batcher(num_shards=2)(Triple(*graph(0)[:2], None), more=lambda: Triple(*graph(1)[:2], None))
     assert fed.batch.mask is full_mask(8) and fed.batch.weights is None
@@ -299,9 +308,10 @@ def test_the_number_of_batches_of_a_loader_becomes_the_number_of_steps_once_know
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"divides": True, "num_shards": 2}, ConfigError, "Use DataParallel"),
+        ({"why_not_whole": "in training: {}".format, "is_training": True}, ConfigError, "in training: True"),
         ({"accumulate_steps": 2}, ConfigError, "accumulate_steps=2"),
-        ({"pad": False, "num_shards": 2}, DataError, r"needs 2 batches, one for each device, but the last step has 1.* leave out compile\(pad=False\)"),
+        ({"pad": False, "num_shards": 2}, DataError, r"needs 2 batches, one for each device, but this one has 1.* leave out compile\(pad=False\)"),
+        ({"pad": False, "num_shards": 2, "combines": False}, DataError, r"has 1\. Use one device, or leave out compile\(pad=False\)"),
     ],
 )
 def test_unsupported_options_for_whole_batches_are_errors(options: dict[str, Any], error: Any, message: str):
