@@ -184,7 +184,7 @@ def test_selecting_a_member_that_does_not_exist_is_an_error(select, message):
 
 def test_an_ensemble_that_is_not_supported_is_an_error():
     for members in (0, 1.5, True, "3"):
-        with pytest.raises(ConfigError, match=r"ensemble=.*at least 1"):
+        with pytest.raises(ConfigError, match=r"ensemble=.*must be a positive integer"):
             fitflax.Trainer(Net(), ensemble=members)
     with pytest.raises(ConfigError, match="requires a linen module"):
         fitflax.Trainer(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), ensemble=2)

@@ -423,7 +423,7 @@ class JSONLogger(EpochFile):
     Raises:
         CallbackError: Before the first step: the file cannot be written, or has another format. The file is not changed.
 
-    >>> import pathlib, tempfile
+    >>> import pathlib, tempfile, numpy as np
     >>> path = pathlib.Path(tempfile.mkdtemp(), "log.jsonl")
     >>> with JSONLogger(path) as logger:
     ...     logger.on_epoch_end(0, {"loss": 0.5, "per_class": np.array([1.0, float("nan")])})
