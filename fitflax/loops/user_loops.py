@@ -60,7 +60,7 @@ class TrainLoop:
         init: `init(rngs, *inputs) -> variables`, such as `module.init`; `rngs` is a dict of keys for `params` and the streams that `rngs` names.
         apply: `apply(variables, *inputs, rngs=..., mutable=...) -> (outputs, changed collections)`, such as `module.apply`. Set a mode argument
             yourself: `functools.partial(module.apply, train=True)`.
-        optimizer: Optax transformation, called with `params`, or a name such as `"adam"`.
+        optimizer: As in `Trainer.compile`: an optax transformation, or a name such as `"adam"`.
         loss: As in `Trainer.compile`: a name, or a function `(outputs, targets) -> values` with one value for each example.
         data: As in `Trainer.fit`: `(x, y)` of arrays, or anything that yields batches `(x, y)`. A tuple `x` is several inputs; `y` may be `()`.
         steps: Total number of steps, counted from the beginning of the run. With 0 there is no limit, and the loop can only be advanced manually: an

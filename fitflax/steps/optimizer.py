@@ -298,9 +298,9 @@ def _global_loss(local: Callable[[PyTree], jax.Array], strategy: Strategy, scale
         value, grads = strategy.sum((value, grads))
         return value, unscaled(grads, factor)
 
-    def backward(grads: PyTree, cotangent: jax.Array) -> tuple[PyTree]:
-        # Differentiating through the sum over replicas would sum the gradient again.
-        return (jax.tree.map(lambda grad: grad * cotangent.astype(grad.dtype), grads),)
+    def backward(grads: PyTree, cotangent: jax.Array | float) -> tuple[PyTree]:
+        # Differentiating through the sum over replicas would sum the gradient again. The cotangent is a Python number in optax's backtracking line search.
+        return (jax.tree.map(lambda grad: grad * jnp.asarray(cotangent, grad.dtype), grads),)
 
     loss.defvjp(forward, backward)
     return lambda params: loss(params)
