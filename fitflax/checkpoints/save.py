@@ -65,7 +65,7 @@ class _RunSave:
         if self._asynchronous:
             self._run.snapshots.wait_for_room()
             # After a failure, no snapshot is made: the failed save may still hold the memory.
-            if not self._saver.has_failed and self._saver.submit(self._save_later(None)):
+            if self._saver.failure is None and self._saver.submit(self._save_later(None)):
                 return
         earlier = self._saver.settle()
         with _earlier_failure(earlier):
@@ -120,7 +120,7 @@ class _RunSave:
         metadata, metrics, snapshots = self._metadata(run), self._checkpoint.deferred_metrics(), self._run.snapshots
         # Of the run's state, the next step changes only the sums.
         arrays = snapshots.take(self._run.borrow(), {"sums": run.pop("sums")} if "sums" in run else {})
-        rest = host_copy(to_plain(run, root="run", keep_lists=True), only_numpy=not snapshots.wait_for_steps)
+        rest = host_copy(to_plain(run, root="run", keep_lists=True), only_numpy=not self._run.live.snapshots_wait)
 
         def work() -> None:
             train, sums = arrays()

@@ -34,7 +34,7 @@ class _Job:
     on_skip: Callable[[], Any] | None = None
 
     def __call__(self) -> None:
-        if not self.saver.has_failed:  # It may have failed after `submit`.
+        if self.saver.failure is None:  # It may have failed after `submit`.
             self.do()
         elif self.on_skip is not None:
             self.on_skip()
@@ -74,7 +74,7 @@ class Saver:
         """
         if is_save:
             self.wait_for_room()
-        if self._is_abandoned or self.has_failed:
+        if self._is_abandoned or self.failure is not None:
             return False
         _WORKING.add(self)
         self._thread.submit(_Job(self, do, is_save, on_skip))
@@ -84,11 +84,6 @@ class Saver:
     def is_idle(self) -> bool:
         """Whether no job is running or waiting."""
         return self._thread.is_idle
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether a job failed and that was not reported yet."""
-        return self.failure is not None
 
     def wait_for_room(self, has_memory: Callable[[ReusedMemory], bool] = lambda memory: True) -> None:
         """Waits until a save would not block. Call it before making a snapshot, so that at most one is being written and one waits.

@@ -34,11 +34,6 @@ class Snapshots:
         self._latest: weakref.ref[Callable[[], tuple[Plain, Plain]]] | None = None
 
     @property
-    def wait_for_steps(self) -> bool:
-        """Whether a snapshot waits for the steps that were dispatched."""
-        return self._live.snapshots_wait
-
-    @property
     def _max_copies(self) -> int:
         """The maximum number of snapshots, each of a save that is being written or waits."""
         return 1 if self._live.is_large else 2
@@ -97,7 +92,7 @@ class Snapshots:
 
         if self._live.strategy.is_on_host and self._live.is_large:
             self._saver.lower_priority()
-        wait = self.wait_for_steps
+        wait = self._live.snapshots_wait
         copies = host_copy(train, lend=lend, wait=wait), host_copy(to_plain(extra, root="run", keep_lists=True), wait=wait)
         # Keeps the loan, so that a snapshot in JAX's memory also counts.
         return functools.partial(_return_copies, copies, loans)

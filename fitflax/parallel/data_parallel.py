@@ -22,7 +22,6 @@ from typing_extensions import override
 from fitflax.errors import ConfigError, ReplicaError
 from fitflax.leaves import is_key, path_name, through_key_data
 from fitflax.parallel.placement import check_devices, count_processes, dense_outside_mesh, own_copy, part_of, put
-from fitflax.parallel.processes import Board
 from fitflax.parallel.strategy import Compiled, Debuggable, Layout, Places, Strategy, copy_aliased, eager_step_error, names_unbound_axis, traced_or_eager
 from fitflax.parallel.transfer import MAX_SHORT_STEPS, InFlight, Transfer, limit_for, of_feed
 from fitflax.state import PyTree
@@ -67,7 +66,7 @@ class DataParallel(Strategy):
         self.num_partitions = 1
         self.part, self.num_processes = part_of(self.devices), count_processes(self.devices)
         # With several processes, `jax.pmap` converts all arguments and results at every call, and loses donated ones.
-        self._is_distributed = self.num_processes > 1 or Board.is_there()
+        self._is_distributed = self.num_processes > 1 or jax.distributed.is_initialized()
         self._uses_pmap = self.num_replicas > 1 and not self._is_distributed
         self._is_single_replica = self.num_replicas == 1  # Whether the running step is the only replica: there is one device, or jit is disabled.
         self.max_in_flight = limit_for(self.devices[0].platform, self.num_replicas)

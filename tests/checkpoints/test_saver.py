@@ -150,7 +150,7 @@ def test_no_job_is_accepted_after_a_failure_until_the_failure_is_reported():
 def test_a_job_that_was_accepted_while_the_previous_one_failed_is_skipped():
     saver, done = Saver(), []
     saver.submit(failing)
-    saver._thread.wait_until(lambda: saver.has_failed and saver.is_idle)
+    saver._thread.wait_until(lambda: saver.failure is not None and saver.is_idle)
     saver._thread.submit(_Job(saver, lambda: done.append("names what has failed"), True))  # Bypasses the check in `submit`.
     with pytest.raises(OSError, match="No space left"):
         saver.close()

@@ -280,7 +280,7 @@ def test_no_checkpoint_refers_to_a_best_checkpoint_that_failed_to_save(is_known,
         def on_checkpoint(self, checkpoint: fitflax.Checkpoint) -> None:
             if is_known:
                 assert failed.wait(60)
-                checkpoint.run.saver._thread.wait_until(lambda: checkpoint.run.saver.has_failed)
+                checkpoint.run.saver._thread.wait_until(lambda: checkpoint.run.saver.failure is not None)
             super().on_checkpoint(checkpoint)
             submitted.set()
 
