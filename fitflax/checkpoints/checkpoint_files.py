@@ -104,7 +104,7 @@ def write_checkpoint(
         assert commit is not None
         commit(data)
     else:
-        write_file(directory / METADATA_FILE, data)
+        write_file(directory / METADATA_FILE, [data])
         fsync_directory(directory)
 
 
