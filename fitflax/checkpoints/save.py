@@ -13,9 +13,9 @@ from typing import Any
 import jax
 
 from fitflax.checkpoints.checkpoint import Checkpoint
-from fitflax.checkpoints.checkpoint_files import BACKENDS, METADATA_FILE, PARTIAL_EPOCH_FILE, is_checkpoint, write_own_shards
+from fitflax.checkpoints.checkpoint_files import BACKENDS, METADATA_FILE, PARTIAL_EPOCH_FILE, is_checkpoint, write_checkpoint, write_own_shards
 from fitflax.checkpoints.checkpoint_store import CheckpointStore
-from fitflax.checkpoints.directories import WriteOptions, disk_errors, put_back, replaced_by, write_in_place, write_to_bucket
+from fitflax.checkpoints.directories import disk_errors, put_back, replaced_by, write_in_place, write_to_bucket
 from fitflax.checkpoints.msgpack_format import PART, STATE_FILE
 from fitflax.checkpoints.orbax_format import TRAIN_DIRECTORY
 from fitflax.checkpoints.plain_tree import Plain, only_split, to_plain
@@ -170,17 +170,17 @@ def save_checkpoint(
     place = given if isinstance(given, ObjectPath) else Path(os.path.abspath(given))
 
     def save(collective: CollectiveSave | None = None) -> None:
-        options: WriteOptions = {"train": train, "run": run, "metadata": metadata, "backend": "msgpack", "collective": collective}
+        write = functools.partial(write_checkpoint, train=train, run=run, metadata=metadata, collective=collective)
         with disk_errors("save", given):
             if isinstance(place, ObjectPath):
                 _check_replaceable(place, given)
-                write_to_bucket(place, **options)
+                write_to_bucket(place, write)
                 return
             place.parent.mkdir(parents=True, exist_ok=True)
             for aside in replaced_by(place):
                 put_back(aside, place)
             _check_replaceable(place, given)
-            write_in_place(place, **options)
+            write_in_place(place, write)
 
     if spans_processes(train):
         collective = CollectiveSave.meet(f"{given}")

@@ -16,7 +16,7 @@ import pytest
 
 import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, LambdaCallback, ModelCheckpoint
-from fitflax.checkpoints import CheckpointStore, directories, json_documents, snapshot
+from fitflax.checkpoints import CheckpointStore, checkpoint_store, json_documents, snapshot
 from fitflax.checkpoints.memory import Loan, ReusedMemory
 from fitflax.checkpoints.plain_tree import Plain
 from fitflax.checkpoints.plain_tree import leaves_of as leaves_of_plain
@@ -41,8 +41,8 @@ class Writes:
         self.written: list[str] = []
         self.addresses: list[list[int]] = []
         self.niceness: set[int] = set()
-        self._failing, self._write = failing, directories.write_checkpoint
-        monkeypatch.setattr(directories, "write_checkpoint", self)
+        self._failing, self._write = failing, checkpoint_store.write_checkpoint
+        monkeypatch.setattr(checkpoint_store, "write_checkpoint", self)
 
     def __call__(self, directory: pathlib.Path, **options: Any) -> None:
         leaves = [leaf for leaf in leaves_of_plain(options["train"].tree) if isinstance(leaf, np.ndarray)] if isinstance(options["train"], Plain) else []
@@ -267,7 +267,7 @@ def test_a_failed_last_save_is_raised_at_the_end_and_on_train_end_is_called(tmp_
 @pytest.mark.parametrize("is_known", [False, True])
 def test_no_checkpoint_refers_to_a_best_checkpoint_that_failed_to_save(is_known, tmp_path, monkeypatch):
     """If the failure is not known yet, the regular checkpoint is not saved. If it is, the regular checkpoint is saved immediately and omits the best one."""
-    write, failed, submitted = directories.write_checkpoint, threading.Event(), threading.Event()
+    write, failed, submitted = checkpoint_store.write_checkpoint, threading.Event(), threading.Event()
 
     def failing(directory: pathlib.Path, **options: Any) -> None:
         if directory.parent.name == "best":
@@ -284,7 +284,7 @@ def test_no_checkpoint_refers_to_a_best_checkpoint_that_failed_to_save(is_known,
             super().on_checkpoint(checkpoint)
             submitted.set()
 
-    monkeypatch.setattr(directories, "write_checkpoint", failing)
+    monkeypatch.setattr(checkpoint_store, "write_checkpoint", failing)
     best = BestCheckpoint(tmp_path / "best", monitor="loss")
     with pytest.raises(CheckpointError, match="best"):
         fit(make_trainer(), Regular(tmp_path / "checkpoints"), best, epochs=1)
