@@ -140,13 +140,8 @@ def write_file(path: Path, contents: Iterable[bytes | memoryview]) -> None:
         os.fsync(file.fileno())
 
 
-def write_document(path: Path, values: Mapping[str, Any]) -> None:
-    """Writes a JSON file with the structure of `metadata.json`, fsynced. Numbers may be non-finite."""
-    write_file(path, document_bytes(json_values(values)))
-
-
 def replace_document(path: Location, values: Mapping[str, Any], *, is_durable: bool = True) -> None:
-    """Replaces the document at `path` atomically: readers find the old one or the new one.
+    """Writes or replaces the document at `path` atomically: readers find the old one or the new one. Numbers may be non-finite.
 
     With `is_durable`, the replacement survives a power failure once this returns.
     """
@@ -166,7 +161,7 @@ def replace_document(path: Location, values: Mapping[str, Any], *, is_durable: b
 
 
 def read_document(path: Location) -> dict[str, Any]:
-    """Returns what `write_document` wrote, verified. Raises `CorruptCheckpointError` if it is missing or damaged."""
+    """Returns what `replace_document` wrote, verified. Raises `CorruptCheckpointError` if it is missing or damaged."""
     try:
         with read_errors(path):
             data = path.read_bytes()

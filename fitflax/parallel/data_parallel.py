@@ -19,10 +19,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from typing_extensions import override
 
-from fitflax.errors import ConfigError, ReplicaError
+from fitflax.errors import ConfigError, ReplicaError, chain_of
 from fitflax.leaves import is_key, path_name, through_key_data
 from fitflax.parallel.placement import check_devices, count_processes, dense_outside_mesh, own_copy, part_of, put
-from fitflax.parallel.strategy import Compiled, Debuggable, Layout, Places, Strategy, copy_aliased, eager_step_error, names_unbound_axis, traced_or_eager
+from fitflax.parallel.strategy import Compiled, Debuggable, Layout, Places, Strategy, copy_aliased, eager_step_error, traced_or_eager
 from fitflax.parallel.transfer import MAX_SHORT_STEPS, InFlight, Transfer, limit_for, of_feed
 from fitflax.state import PyTree
 
@@ -136,7 +136,8 @@ class DataParallel(Strategy):
                 try:
                     results = bound(*given) if needs_axis else fn(*given)
                 except Exception as error:
-                    if needs_axis or not names_unbound_axis(error, self.axis_name):
+                    texts = map(str, chain_of(error))
+                    if needs_axis or not any("unbound axis name" in text and self.axis_name in text for text in texts):
                         raise
                     needs_axis = True
                     results = bound(*given)
