@@ -6,43 +6,45 @@ Optax's other losses are available by name. Each loss takes a single array of ou
 """
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 
 from fitflax.errors import LossError, did_you_mean
-from fitflax.losses import classification, regression
-from fitflax.losses.classification import (
+from fitflax.losses import keras_losses
+from fitflax.losses.keras_losses import (
     binary_crossentropy,
     binary_focal_crossentropy,
     categorical_crossentropy,
     categorical_focal_crossentropy,
     categorical_hinge,
-    hinge,
-    kl_divergence,
-    sparse_categorical_crossentropy,
-    squared_hinge,
-)
-from fitflax.losses.optax_losses import LABEL_LOSSES, OPTAX_LOSSES
-from fitflax.losses.regression import (
     cosine_similarity,
+    hinge,
     huber,
+    kl_divergence,
     log_cosh,
     mean_absolute_error,
     mean_absolute_percentage_error,
     mean_squared_error,
     mean_squared_logarithmic_error,
     poisson,
+    sparse_categorical_crossentropy,
+    squared_hinge,
 )
+from fitflax.losses.optax_losses import LABEL_LOSSES, OPTAX_LOSSES
 
 __all__ = ["binary_crossentropy", "binary_focal_crossentropy", "categorical_crossentropy", "categorical_focal_crossentropy", "categorical_hinge"]
 __all__ += ["cosine_similarity", "get", "hinge", "huber", "kl_divergence", "log_cosh", "mean_absolute_error", "mean_absolute_percentage_error"]
 __all__ += ["mean_squared_error", "mean_squared_logarithmic_error", "names", "poisson", "sparse_categorical_crossentropy", "squared_hinge"]
 
-# A new loss is a function of `classification` or `regression`, listed in its `__all__`.
+# The modules of version 0.1, whose names are in pickles of scikit-learn estimators.
+sys.modules.update({f"{__name__}.{name}": keras_losses for name in ("classification", "regression")})
+
+# A new loss is a function of `keras_losses`, listed in its `__all__`.
 _LOSSES: dict[str, Callable[..., jax.Array]] = {
-    **{name: getattr(module, name) for module in (classification, regression) for name in module.__all__},
+    **{name: getattr(keras_losses, name) for name in keras_losses.__all__},
     "mse": mean_squared_error,
     "mae": mean_absolute_error,
     "mape": mean_absolute_percentage_error,
