@@ -10,8 +10,7 @@ from typing import Any, Self
 
 import jax
 
-from fitflax.checkpoints.saver import Saver
-from fitflax.checkpoints.snapshot import Snapshots
+from fitflax.checkpoints.saver import Saver, Snapshots
 from fitflax.data import Position
 from fitflax.errors import ConfigError, NotReadyError
 from fitflax.logs import Kind, Logs, StepValues, flat_name

@@ -19,8 +19,8 @@ from fitflax.checkpoints.directories import disk_errors, put_back, replaced_by, 
 from fitflax.checkpoints.msgpack_format import PART, STATE_FILE
 from fitflax.checkpoints.orbax_format import TRAIN_DIRECTORY
 from fitflax.checkpoints.plain_tree import Plain, only_split, to_plain
+from fitflax.checkpoints.saver import host_copy
 from fitflax.checkpoints.shard_format import CollectiveSave
-from fitflax.checkpoints.snapshot import host_copy
 from fitflax.errors import CheckpointError, warn
 from fitflax.parallel.placement import spans_processes
 from fitflax.state import PyTree

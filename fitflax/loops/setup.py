@@ -13,8 +13,7 @@ from fitflax.checkpoints.checkpoint_files import Saved, read_collectively
 from fitflax.checkpoints.checkpoint_store import CheckpointStore
 from fitflax.checkpoints.restore import from_saved
 from fitflax.checkpoints.resume import check_settings, find_resume, fit_to, warn_of_changes
-from fitflax.checkpoints.saver import Saver
-from fitflax.checkpoints.snapshot import Snapshots
+from fitflax.checkpoints.saver import Saver, Snapshots
 from fitflax.data import FedBatch, Feed, Position, Source
 from fitflax.data.feed import undisturbed
 from fitflax.data.shards import own_position, spread

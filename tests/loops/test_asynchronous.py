@@ -16,7 +16,7 @@ import pytest
 
 import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, LambdaCallback, ModelCheckpoint
-from fitflax.checkpoints import CheckpointStore, checkpoint_store, json_documents, snapshot
+from fitflax.checkpoints import CheckpointStore, checkpoint_store, json_documents, saver
 from fitflax.checkpoints.memory import Loan, ReusedMemory
 from fitflax.checkpoints.plain_tree import Plain
 from fitflax.checkpoints.plain_tree import leaves_of as leaves_of_plain
@@ -65,7 +65,7 @@ class Writes:
 def test_a_checkpoint_has_the_state_of_its_step_although_later_steps_reuse_its_buffers(way, tmp_path, monkeypatch):
     monkeypatch.setattr(DataParallel, "is_on_host", way == "a device's copy")  # An accelerator's state is copied to the host.
     if way == "pinned memory":
-        monkeypatch.setattr(snapshot, "may_share", lambda array: False)
+        monkeypatch.setattr(saver, "may_share", lambda array: False)
     writes, trainer, states = Writes(monkeypatch), make_trainer(), {}
     look = LambdaCallback(lambda checkpoint: states.update({checkpoint.step: leaves_of(dict(checkpoint.state.params))}), every=EVERY)
     look.needs_gradients_norm = False  # As in the run that this one is compared with.
@@ -166,8 +166,8 @@ def test_all_copies_of_a_large_state_reuse_the_same_memory_which_is_released_at_
 
 @pytest.mark.slow
 def test_memory_for_the_first_copy_is_prepared_in_advance_only_if_there_will_be_a_copy(loans, tmp_path, monkeypatch):
-    touched, touch = [], snapshot._touch
-    monkeypatch.setattr(snapshot, "_touch", lambda loan: touched.append(threading.current_thread().name) or touch(loan))
+    touched, touch = [], saver._touch
+    monkeypatch.setattr(saver, "_touch", lambda loan: touched.append(threading.current_thread().name) or touch(loan))
     trainer = make_trainer()
     fit(trainer, ModelCheckpoint(tmp_path / "a", save_last=False, every=fitflax.every(steps=100)), steps=3)
     assert touched == ["fitflax-saver"] and len(loans["blocks"]) == 1 and loans["blocks"][0]() is None
