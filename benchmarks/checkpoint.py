@@ -43,7 +43,7 @@ from fitflax.checkpoints.checkpoint_files import read_metadata, read_state, writ
 from fitflax.checkpoints.memory import ReusedMemory
 from fitflax.checkpoints.plain_tree import to_plain
 from fitflax.checkpoints.restore import restore_tree
-from fitflax.checkpoints.snapshot import host_copy
+from fitflax.checkpoints.saver import host_copy
 from fitflax.parallel import DataParallel
 from fitflax.state import TrainState
 from fitflax.steps.live_state import LiveState

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import export as jax_export
 
+from fitflax.checkpoints.json_documents import write_file
 from fitflax.data.batch import has_rows
 from fitflax.errors import ConfigError, ModelError
 from fitflax.leaves import describe_shapes, key_of, through_key_data
@@ -106,10 +107,7 @@ def _write_file(path: Location, data: bytes) -> Location:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}"
     try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        write_file(temporary, [data])
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -57,6 +57,17 @@ def is_key(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and not isinstance(leaf.dtype, np.dtype) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
+def aligned_memory(num_bytes: int, *, alignment: int = 64, offset: int = 0) -> np.ndarray[Any, Any]:
+    """Returns uninitialized bytes that begin `offset` bytes after a multiple of `alignment`. CPU devices use memory at multiples of 64 without a copy.
+
+    >>> aligned_memory(3).ctypes.data % 64, len(aligned_memory(3))
+    (0, 3)
+    """
+    memory = np.empty(num_bytes + alignment + offset, np.uint8)
+    begin = -memory.__array_interface__["data"][0] % alignment + offset
+    return memory[begin : begin + num_bytes]
+
+
 def on_host(array: Any) -> np.ndarray[Any, Any]:
     """Returns an array as NumPy, with an explicit transfer for `jax_transfer_guard`; unlike `jax.device_get`, it does not copy CPU arrays.
 

@@ -10,13 +10,11 @@ from typing import Any, Self
 
 import jax
 
-from fitflax.checkpoints.saver import Saver
-from fitflax.checkpoints.snapshot import Snapshots
+from fitflax.checkpoints.saver import Saver, Snapshots
 from fitflax.data import Position
 from fitflax.errors import ConfigError, NotReadyError
 from fitflax.logs import Kind, Logs, StepValues, flat_name
 from fitflax.optimizers import get_learning_rates
-from fitflax.parallel import Strategy
 from fitflax.state import PyTree, TrainState
 from fitflax.steps.live_state import LiveState
 from fitflax.steps.outputs import NOTHING, Keep, Kept
@@ -105,11 +103,6 @@ class RunView:
         # Copied parts of the state and values computed from it, by name.
         self._parts: dict[str, Any] = {}
 
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy by which the state is laid out."""
-        return self.live.strategy
-
     def borrow(self) -> TrainState:
         """Returns the live state without a copy. Do not keep it beyond this step. Raises `NotReadyError` if the loop has advanced."""
         step = self.position.moment.step
@@ -117,7 +110,7 @@ class RunView:
             raise NotReadyError(f"The state of step {step} is gone: the loop is at step {self.live.step}. Read it before the loop advances.")
         return self.live.borrow()
 
-    def _cached(self, name: str, make: Callable[[TrainState], Any]) -> Any:
+    def cached(self, name: str, make: Callable[[TrainState], Any]) -> Any:
         """Returns `make` of the live state, computed on first use."""
         if self.live.step == self.position.moment.step and self.live.version != self._version:
             # A callback has replaced the state of this step.
@@ -129,19 +122,11 @@ class RunView:
 
     def part(self, name: str) -> PyTree:
         """Returns a field of the state, copied on first access."""
-        return self._cached(name, lambda state: state.axes if name == "axes" else self.strategy.copy(getattr(state, name)))
-
-    def learning_rates(self) -> dict[str, Any]:
-        """Returns copies of the injected learning rates, still on the device."""
-        return dict(self._cached("learning rates", lambda state: self.strategy.copy(get_learning_rates(state.opt_state))))
-
-    def params_norm(self) -> float:
-        """Returns the global L2 norm of the parameters."""
-        return float(self._cached("norm of params", lambda state: float(jax.device_get(self.strategy.norm(state.params)))))
+        return self.cached(name, lambda state: state.axes if name == "axes" else self.live.strategy.copy(getattr(state, name)))
 
     def finish_steps(self) -> None:
         """Waits for the dispatched steps if a snapshot would wait for them, so that the wait is not counted as time spent on saving."""
-        if self.snapshots.wait_for_steps:
+        if self.live.snapshots_wait:
             jax.block_until_ready(self.borrow())
 
 
@@ -242,12 +227,12 @@ class Checkpoint:
     @property
     def learning_rates(self) -> dict[str, Any]:
         """Copies of the injected learning rates, still on the device, named as by `optimizers.get_learning_rates`."""
-        return self.run.learning_rates()
+        return dict(self.run.cached("learning rates", lambda state: self.run.live.strategy.copy(get_learning_rates(state.opt_state))))
 
     @property
     def params_norm(self) -> float:
         """The global L2 norm of the parameters, computed on first access."""
-        return self.run.params_norm()
+        return float(self.run.cached("norm of params", lambda state: jax.device_get(self.run.live.strategy.norm(state.params))))
 
     # -- the step --
 

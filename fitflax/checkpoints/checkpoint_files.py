@@ -85,14 +85,16 @@ def write_checkpoint(
         train: The TrainState.
         run: Everything else that a resume needs.
         metadata: JSON values and NumPy scalars for people and listings. `versions` is extended; names that the format uses are refused.
-        backend: The writer of the state, one of `BACKENDS`. If arrays of `train` are split over devices, Orbax is used in any case.
+        backend: The writer of the state, one of `BACKENDS`. If arrays of `train` are split over devices, Orbax is used in any case; in a bucket, never.
         collective: The collective save that this process leads, if any; arrays of `train` may then be split between processes.
         commit: Writes `metadata.json` in a bucket, which makes the objects a checkpoint.
     """
     if backend not in BACKENDS:
         check_backend(backend)
     plain_train, plain_run = to_plain(train, root="train", may_span=collective is not None), to_plain(run, root="run", keep_lists=True)
-    if commit is None and any(map(is_spread, leaves_of(plain_train.tree))):
+    if commit is not None:
+        backend = "msgpack" if collective is None else "shards"
+    elif any(map(is_spread, leaves_of(plain_train.tree))):
         backend = "orbax"
     # Checked before anything is written.
     given = json_values(metadata, {"format_version", "crc32", "integer_keys"}.union(_OWN_KEYS, *(each.OWN_KEYS for each in BACKENDS.values())))
@@ -104,7 +106,7 @@ def write_checkpoint(
         assert commit is not None
         commit(data)
     else:
-        write_file(directory / METADATA_FILE, data)
+        write_file(directory / METADATA_FILE, [data])
         fsync_directory(directory)
 
 

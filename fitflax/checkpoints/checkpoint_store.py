@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from fitflax.checkpoints.checkpoint_files import WHOLE, CollectiveRead, Saved, check_backend, read_checkpoint, read_metadata
+from fitflax.checkpoints.checkpoint_files import WHOLE, CollectiveRead, Saved, check_backend, read_checkpoint, read_metadata, write_checkpoint
 from fitflax.checkpoints.directories import LocalDirectory, ObjectDirectory, checkpoint_name, disk_errors
 from fitflax.checkpoints.json_documents import PROCESS, read_document
 from fitflax.checkpoints.retention import Retention, parse_retention
@@ -344,7 +344,8 @@ class CheckpointStore:
                 unnoted = error  # Save anyway.
             if not is_written:
                 metadata = {**metadata, "step": step, "process": PROCESS}
-                self._files.write(step, train=train, run=run, metadata=metadata, backend=self.backend, collective=collective)
+                write = functools.partial(write_checkpoint, train=train, run=run, metadata=metadata, backend=self.backend, collective=collective)
+                self._files.write(step, write)
         try:
             if unnoted is not None:
                 raise unnoted

@@ -31,14 +31,12 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple
 
-from fitflax.checkpoints.checkpoint_files import METADATA_FILE, PARTIAL_EPOCH_FILE, read_metadata, write_checkpoint
+from fitflax.checkpoints.checkpoint_files import METADATA_FILE, PARTIAL_EPOCH_FILE, read_metadata
 from fitflax.checkpoints.json_documents import PROCESS, fsync_directory, read_document, replace_document
 from fitflax.checkpoints.msgpack_format import PART
-from fitflax.checkpoints.shard_format import CollectiveSave
 from fitflax.errors import CheckpointError, CorruptCheckpointError, DirectoryInUseError
-from fitflax.state import PyTree
 from fitflax.storage import ChangedError, Location, ObjectPath
 from fitflax.storage.lock import check_held
 from fitflax.storage.object_store import ObjectInfo
@@ -52,14 +50,8 @@ _LITTER = re.compile(r"\.(?:trash-[0-9a-f]+|(?:step_\d{8,}|run\.json|retention\.
 _MAX_AGE_SECONDS = 1.0
 
 
-class WriteOptions(TypedDict):
-    """Arguments of `write_checkpoint` that are passed on to it."""
-
-    train: PyTree
-    run: PyTree
-    metadata: Mapping[str, Any]
-    backend: str
-    collective: CollectiveSave | None
+Write = Callable[..., None]
+"""`write_checkpoint` with all arguments but the directory and, for a bucket, `commit`."""
 
 
 class SetAside(NamedTuple):
@@ -171,10 +163,10 @@ class LocalDirectory:
         path = self.path / checkpoint_name(step)
         return sum(file.stat().st_size for file in path.rglob("*") if file.is_file()), path.stat().st_mtime
 
-    def write(self, step: int, **options: Unpack[WriteOptions]) -> None:
+    def write(self, step: int, write: Write) -> None:
         """Writes a checkpoint; an older one of the same step is replaced once it is complete."""
         with self._changing(added=step):
-            write_in_place(self.path / checkpoint_name(step), **options)
+            write_in_place(self.path / checkpoint_name(step), write)
 
     def delete(self, step: int) -> None:
         """Deletes a checkpoint; the first deletion makes it incomplete."""
@@ -236,14 +228,14 @@ class LocalDirectory:
 # Renames and deletions. If the process dies between any two of them, no complete checkpoint is lost.
 
 
-def write_in_place(path: Path, **options: Unpack[WriteOptions]) -> None:
+def write_in_place(path: Path, write: Write) -> None:
     """Writes a checkpoint next to `path`, and renames it once it is on the disk. Then the older one is deleted. If it raises, `path` is unchanged."""
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"{path} is a file, not a checkpoint. Remove it, or choose another directory.")
     temporary = path.parent / f".{path.name}.tmp-{PROCESS}-{secrets.token_hex(4)}"
     try:
         temporary.mkdir()
-        write_checkpoint(temporary, **options)
+        write(temporary)
         aside = _swap_in(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -334,9 +326,9 @@ class ObjectDirectory:
         objects = list((self.path / checkpoint_name(step)).objects())
         return sum(info.st_size for info in objects), max((info.st_mtime for info in objects if info.key.endswith(METADATA_FILE)), default=0.0)
 
-    def write(self, step: int, **options: Unpack[WriteOptions]) -> None:
+    def write(self, step: int, write: Write) -> None:
         """Writes a checkpoint; an older one of the same step is replaced once it is complete."""
-        write_to_bucket(self.path / checkpoint_name(step), before_commit=lambda: check_held(self.path), **options)
+        write_to_bucket(self.path / checkpoint_name(step), write, before_commit=lambda: check_held(self.path))
 
     def delete(self, step: int) -> None:
         """Deletes a checkpoint; the first deletion makes it incomplete."""
@@ -399,13 +391,12 @@ def _read_set_aside(aside: SetAside) -> dict[str, str]:
     return {}
 
 
-def write_to_bucket(place: ObjectPath, *, before_commit: Callable[[], None] = lambda: None, **options: Unpack[WriteOptions]) -> None:
+def write_to_bucket(place: ObjectPath, write: Write, *, before_commit: Callable[[], None] = lambda: None) -> None:
     """Writes a checkpoint in a bucket. It exists once its `metadata.json` does; then its predecessor is deleted.
 
     `before_commit` is called right before `metadata.json` is written, and can prevent that with an exception. Raises `DirectoryInUseError` if another process
     has written it since this function was called.
     """
-    options["backend"] = "msgpack" if options["collective"] is None else "shards"
     commit = place / METADATA_FILE
     replaced = place.bucket.info(commit.key)
     before = [info.key for info in place.objects()]
@@ -429,7 +420,7 @@ def write_to_bucket(place: ObjectPath, *, before_commit: Callable[[], None] = la
             raise DirectoryInUseError(f"Another run saved {place} at the same time. Two runs cannot save to the same directory. Choose another one.") from error
 
     try:
-        write_checkpoint(place, **options, commit=put)
+        write(place, commit=put)
     except BaseException:
         # A write without a response may still have succeeded. Then nothing may be deleted here, and recover() cleans up.
         if not may_be_there:

@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -132,21 +132,16 @@ def document_bytes(converted: Mapping[str, Any]) -> bytes:
     return data + b'  "crc32": %d\n}\n' % zlib.crc32(data)
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Writes a file, and returns when its contents are on the disk."""
+def write_file(path: Path, contents: Iterable[bytes | memoryview]) -> None:
+    """Writes the contents to a file, one after another, and returns when they are on the disk."""
     with open(path, "wb") as file:
-        file.write(data)
+        file.writelines(contents)
         file.flush()
         os.fsync(file.fileno())
 
 
-def write_document(path: Path, values: Mapping[str, Any]) -> None:
-    """Writes a JSON file with the structure of `metadata.json`, fsynced. Numbers may be non-finite."""
-    write_file(path, document_bytes(json_values(values)))
-
-
 def replace_document(path: Location, values: Mapping[str, Any], *, is_durable: bool = True) -> None:
-    """Replaces the document at `path` atomically: readers find the old one or the new one.
+    """Writes or replaces the document at `path` atomically: readers find the old one or the new one. Numbers may be non-finite.
 
     With `is_durable`, the replacement survives a power failure once this returns.
     """
@@ -156,7 +151,7 @@ def replace_document(path: Location, values: Mapping[str, Any], *, is_durable: b
         return
     temporary = path.parent / f".{path.name.lstrip('.')}.tmp-{PROCESS}-{secrets.token_hex(4)}"
     try:
-        write_file(temporary, data)
+        write_file(temporary, [data])
         os.replace(temporary, path)
         if is_durable:
             fsync_directory(path.parent)
@@ -166,7 +161,7 @@ def replace_document(path: Location, values: Mapping[str, Any], *, is_durable: b
 
 
 def read_document(path: Location) -> dict[str, Any]:
-    """Returns what `write_document` wrote, verified. Raises `CorruptCheckpointError` if it is missing or damaged."""
+    """Returns what `replace_document` wrote, verified. Raises `CorruptCheckpointError` if it is missing or damaged."""
     try:
         with read_errors(path):
             data = path.read_bytes()

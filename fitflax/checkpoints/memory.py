@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fitflax.leaves import on_host
+from fitflax.leaves import aligned_memory, on_host
 
 # An array keeps its whole slab alive. So tiny arrays, which callbacks may keep, and large ones get their own memory.
 _TINY_BYTES = 2**14
@@ -87,11 +87,6 @@ class ReusedMemory:
         """The number of loans that are still referenced."""
         return len(self._living())
 
-    @property
-    def num_bytes(self) -> int:
-        """The size of all blocks that are kept."""
-        return sum(len(block) for block in self._blocks)
-
     def lend(self, num_bytes: int, *, max_blocks: int = 1) -> Loan:
         """Returns a block of exactly this size, the sum of `Loan.size_of` of all arrays, reused or new.
 
@@ -126,10 +121,7 @@ def bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
 def _memory(num_bytes: int) -> np.ndarray[Any, Any]:
     alignment = _PAGE_BYTES if num_bytes >= _PAGES_BYTES else _ALIGNMENT
     # 16 bytes off, as in NumPy's own memory: on a CPU, JAX borrows memory with an alignment of 64 instead of copying it, and would keep the slab.
-    offset = 16
-    memory = np.empty(num_bytes + alignment + offset, np.uint8)
-    begin = -memory.ctypes.data % alignment + offset
-    return memory[begin : begin + num_bytes]
+    return aligned_memory(num_bytes, alignment=alignment, offset=16)
 
 
 def fetch(arrays: Iterable[jax.Array], *, ahead_bytes: float) -> Iterator[np.ndarray[Any, Any]]:

@@ -6,7 +6,7 @@ for other collections `batch_stats/BatchNorm_0/mean`. This module neither initia
 
 import collections
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -232,9 +232,8 @@ def match(saved: Saved, target: TrainState, mapping: PathMapping, *, cast: bool 
         if difference:
             faults[path] = f"{path if path == source else f'{path} (from {source})'} {difference}"
     if faults:
-        advice = advice_on(
-            {path: (wanted[path], found[source][1]) for path, source in taken.items()}, faults, _with_form(saved, mapping), is_weights=is_weights(saved)
-        )
+        pairs = {path: (wanted[path], found[source][1]) for path, source in taken.items()}
+        advice = advice_on(pairs, faults, saved.metadata, is_weights=is_weights(saved))
         raise RestoreError(f"{saved.path} does not fit this model. {advice} Different: {listed(faults.values(), separator='; ', most=3)}.")
     if not taken:
         sides = "path in the model: path in the checkpoint" if "names" not in saved.metadata else "name in the file: path in the model"
@@ -272,12 +271,7 @@ def moved(saved: Saved, target: TrainState | None, mapping: PathMapping) -> Save
             fault = f"{shown(path)} conflicts with the path of another array, because one contains the other"
             raise RestoreError(f"{saved.path}: the mapping does not fit: {fault}.")
     train = {**{name: {} for name, part in saved.train.items() if isinstance(part, dict)}, **tree.get("train", {})}
-    return dataclasses.replace(saved, train=train, metadata={**_with_form(saved, mapping), "key_impls": new_impls})
-
-
-def _with_form(saved: Saved, mapping: PathMapping) -> dict[str, Any]:
-    """Returns the metadata of a checkpoint; it says whether `restore` got a mapping, which errors repeat. That of `load_weights` is already there."""
-    return saved.metadata | ({"mapping_form": "dict"} if mapping else {})
+    return dataclasses.replace(saved, train=train, metadata={**saved.metadata, "key_impls": new_impls})
 
 
 def needs_shapes(saved: Saved) -> str:
@@ -308,28 +302,18 @@ def advice_on(pairs: Mapping[str, tuple[Any, Any]], different: Collection[str], 
     elif by_dtype and casts:
         advice.append("To convert dtypes, pass cast=True to Trainer.restore.")
     if left or not by_dtype:
-        advice.append(_leaving_out(left, metadata.get("names"), metadata.get("mapping_form")))
+        advice.append(_leaving_out(left, metadata.get("names")))
     return " ".join(advice)
 
 
-def _leaving_out(paths: Collection[str], names: Mapping[str, tuple[str, ...]] | None, form: str | None) -> str:
+def _leaving_out(paths: Collection[str], names: Mapping[str, tuple[str, ...]] | None) -> str:
     """Returns the call that initializes some paths of the model, with the mapping of `restore`, or with names in a file for that of `load_weights`."""
     what = "To restore only what matches, call Trainer.restore" if names is None else "To load only what matches, call Trainer.load_weights"
     sources = list(paths if names is None else dict.fromkeys(name for path in paths for name in names.get(path, ())))
     if not sources:
         return f"{what}(path, partial=True)."
-    if form == "rules":
-        return f"{what}(path, partial=True) and put these rules first: {_first(f'WeightRule({name!r}, None)' for name in sources)}."
-    if form == "function":
-        return f"{what}(path, partial=True) and return None from mapping for {_first(map(repr, sources))}."
-    own = "**mapping, " if form == "dict" else ""
-    return f"{what}(path, partial=True, mapping={{{own}{_first(f'{name!r}: None' for name in sources)}}})."
-
-
-def _first(texts: Iterable[str]) -> str:
-    """Returns the first texts, with an ellipsis if there are more."""
-    texts = list(texts)
-    return ", ".join([*texts[:3], *(["..."] if len(texts) > 3 else [])])
+    entries = ", ".join([f"{name!r}: None" for name in sources[:3]] + ["..."] * (len(sources) > 3))
+    return f"{what}(path, partial=True, mapping={{{entries}}}). If you pass a mapping, put these entries first."
 
 
 def report_of(state: TrainState) -> RestoreReport:

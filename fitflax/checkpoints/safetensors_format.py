@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax.numpy as jnp
 import numpy as np
 
-from fitflax.checkpoints.json_documents import fsync_directory, read_errors
+from fitflax.checkpoints.json_documents import fsync_directory, read_errors, write_file
 from fitflax.checkpoints.memory import bytes_of
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from fitflax.leaves import listed
@@ -238,15 +238,13 @@ def _are_sizes(values: Any) -> bool:
 
 def _check_cover(entries: Mapping[str, Entry], size: int) -> None:
     """Checks that the arrays are contiguous and cover all of the data."""
-    end, last = 0, None
+    end = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.end > size:
             raise ValueError(f"it is truncated: {_quoted(name)} ends at byte {entry.end}, but the data has only {size} bytes")
-        if entry.begin < end:
-            raise ValueError(f"{_quoted(name)} overlaps {_quoted(last)}")
-        if entry.begin > end:
-            raise ValueError(f"there are {entry.begin - end} bytes before {_quoted(name)} that belong to no array")
-        end, last = entry.end, name
+        if entry.begin != end:
+            raise ValueError(f"{_quoted(name)} begins at byte {entry.begin}, but the array before it ends at byte {end}")
+        end = entry.end
     if end < size:
         raise ValueError(f"{size - end} bytes at its end belong to no array")
 
@@ -350,7 +348,7 @@ def _replace_files(path: Path, files: Mapping[str, Iterable[bytes | memoryview]]
     with contextlib.ExitStack() as litter:  # Files to remove on failure.
         for name, contents in files.items():
             litter.callback(_remove, temporary[name])
-            _write_file(temporary[name], contents)
+            write_file(temporary[name], contents)
         for name in shards:
             litter.callback(_remove, path.with_name(name))
             os.replace(temporary[name], path.with_name(name))
@@ -359,14 +357,6 @@ def _replace_files(path: Path, files: Mapping[str, Iterable[bytes | memoryview]]
         os.replace(temporary[last], path.with_name(last))
         litter.pop_all()
     fsync_directory(path.parent)
-
-
-def _write_file(path: Path, contents: Iterable[bytes | memoryview]) -> None:
-    with open(path, "xb") as file:
-        for part in contents:
-            file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _remove(path: Path) -> None:

@@ -13,14 +13,14 @@ from typing import Any
 import jax
 
 from fitflax.checkpoints.checkpoint import Checkpoint
-from fitflax.checkpoints.checkpoint_files import BACKENDS, METADATA_FILE, PARTIAL_EPOCH_FILE, is_checkpoint, write_own_shards
+from fitflax.checkpoints.checkpoint_files import BACKENDS, METADATA_FILE, PARTIAL_EPOCH_FILE, is_checkpoint, write_checkpoint, write_own_shards
 from fitflax.checkpoints.checkpoint_store import CheckpointStore
-from fitflax.checkpoints.directories import WriteOptions, disk_errors, put_back, replaced_by, write_in_place, write_to_bucket
+from fitflax.checkpoints.directories import disk_errors, put_back, replaced_by, write_in_place, write_to_bucket
 from fitflax.checkpoints.msgpack_format import PART, STATE_FILE
 from fitflax.checkpoints.orbax_format import TRAIN_DIRECTORY
 from fitflax.checkpoints.plain_tree import Plain, only_split, to_plain
+from fitflax.checkpoints.saver import host_copy
 from fitflax.checkpoints.shard_format import CollectiveSave
-from fitflax.checkpoints.snapshot import host_copy
 from fitflax.errors import CheckpointError, warn
 from fitflax.parallel.placement import spans_processes
 from fitflax.state import PyTree
@@ -65,7 +65,7 @@ class _RunSave:
         if self._asynchronous:
             self._run.snapshots.wait_for_room()
             # After a failure, no snapshot is made: the failed save may still hold the memory.
-            if not self._saver.has_failed and self._saver.submit(self._save_later(None)):
+            if self._saver.failure is None and self._saver.submit(self._save_later(None)):
                 return
         earlier = self._saver.settle()
         with _earlier_failure(earlier):
@@ -120,7 +120,7 @@ class _RunSave:
         metadata, metrics, snapshots = self._metadata(run), self._checkpoint.deferred_metrics(), self._run.snapshots
         # Of the run's state, the next step changes only the sums.
         arrays = snapshots.take(self._run.borrow(), {"sums": run.pop("sums")} if "sums" in run else {})
-        rest = host_copy(to_plain(run, root="run", keep_lists=True), only_numpy=not snapshots.wait_for_steps)
+        rest = host_copy(to_plain(run, root="run", keep_lists=True), only_numpy=not self._run.live.snapshots_wait)
 
         def work() -> None:
             train, sums = arrays()
@@ -170,17 +170,17 @@ def save_checkpoint(
     place = given if isinstance(given, ObjectPath) else Path(os.path.abspath(given))
 
     def save(collective: CollectiveSave | None = None) -> None:
-        options: WriteOptions = {"train": train, "run": run, "metadata": metadata, "backend": "msgpack", "collective": collective}
+        write = functools.partial(write_checkpoint, train=train, run=run, metadata=metadata, collective=collective)
         with disk_errors("save", given):
             if isinstance(place, ObjectPath):
                 _check_replaceable(place, given)
-                write_to_bucket(place, **options)
+                write_to_bucket(place, write)
                 return
             place.parent.mkdir(parents=True, exist_ok=True)
             for aside in replaced_by(place):
                 put_back(aside, place)
             _check_replaceable(place, given)
-            write_in_place(place, **options)
+            write_in_place(place, write)
 
     if spans_processes(train):
         collective = CollectiveSave.meet(f"{given}")

@@ -250,7 +250,6 @@ def saved_weights(
     arrays, about = read_weights(path)
     left: list[str] = []
     origins: dict[str, tuple[str, ...]] = {}
-    form = "default" if mapping is None else "dict" if isinstance(mapping, Mapping) else "function" if callable(mapping) else "rules"
     if mapping is not None and leaves_out_only(mapping):
         arrays = _without(arrays, dict(mapping), where=str(path))  # type: ignore[arg-type]
         mapping = None
@@ -272,7 +271,7 @@ def saved_weights(
     metadata = {"step": 0, "metrics": {}, "key_impls": {}, "written_by": WRITTEN_BY, "path": str(path), "left_out": [], "metadata": about}
     metadata["digest"] = _digest(found, about, path)
     if tells_names:
-        metadata |= {"names": origins, "mapping_form": form}
+        metadata["names"] = origins
     return Saved(path=path, metadata=metadata, train=train, run={}), left
 
 

@@ -9,9 +9,8 @@ from typing import Any
 from fitflax.data.arrays import ArraySource, is_in_memory
 from fitflax.data.batch import FedBatch, Position, Selection, Triple, is_structure
 from fitflax.data.feed import Feed
-from fitflax.data.huggingface import StreamSource, TableSource
 from fitflax.data.padding import Batcher
-from fitflax.data.pipelines import GrainSource, RaySource, TensorFlowSource
+from fitflax.data.pipelines import GrainSource, RaySource, StreamSource, TableSource, TensorFlowSource
 from fitflax.data.shards import ShardFeed
 from fitflax.data.sources import AdaptedSource, DataOptions, FunctionSource, IterableSource, OneShotSource, SequenceSource, Source, is_instance
 from fitflax.data.token_file import TokenSource

@@ -20,14 +20,12 @@ from fitflax.data.padding import check_not_negative, check_weights
 from fitflax.data.sources import AdaptedSource, DataOptions, Source, is_instance
 from fitflax.data.torch_loader import is_tensor, torch_batch
 from fitflax.errors import ConfigError, DataError
-from fitflax.leaves import listed
+from fitflax.leaves import aligned_memory, listed
 from fitflax.state import PyTree
 
 # A block of batches is read at once if it fits into a core's cache.
 _MAX_BATCHES = 16
 _BLOCK_BYTES = 2**22
-# Of XLA's CPU buffers, in bytes.
-_ALIGNMENT = 64
 
 
 class RowsPass(Iterator[Triple]):
@@ -214,10 +212,7 @@ def _as_numpy(tree: Any, name: str) -> Any:
 def _take_aligned(leaf: np.ndarray[Any, Any], rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Returns `leaf[rows]` in aligned memory, which JAX on CPU uses without another copy."""
     shape = (len(rows), *leaf.shape[1:])
-    num_bytes = math.prod(shape) * leaf.itemsize
-    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
-    begin = -memory.__array_interface__["data"][0] % _ALIGNMENT
-    taken = memory[begin : begin + num_bytes].view(leaf.dtype).reshape(shape)
+    taken = aligned_memory(math.prod(shape) * leaf.itemsize).view(leaf.dtype).reshape(shape)
     return leaf.take(rows, axis=0, out=taken, mode="clip")  # Other modes copy twice.
 
 

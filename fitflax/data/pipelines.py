@@ -1,13 +1,17 @@
-"""Sources over the input pipelines of `tf.data`, Grain, and Ray Data. The libraries are never imported here."""
+"""Sources over Hugging Face `datasets` and the input pipelines of `tf.data`, Grain, and Ray Data. The libraries are never imported here."""
 
+import functools
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
+import jax
+import numpy as np
 from typing_extensions import override
 
+from fitflax.data.arrays import IndexedSource
 from fitflax.data.batch import Position, Triple, is_structure, leaf_paths, to_numpy
-from fitflax.data.loader_state import Bookmark, drop
+from fitflax.data.loader_state import Bookmark, drop, has_exact_state
 from fitflax.data.sources import AdaptedSource, DataOptions, IterableSource, is_instance
 from fitflax.errors import DataError, warn
 from fitflax.leaves import listed
@@ -16,6 +20,100 @@ _INFINITE = -1
 _SHUFFLE = "_ShuffleDataset"
 # Grain's `repeat()` without a count reports a length near the largest integer, which batching divides.
 _ENDLESS = 2**48
+
+
+class TableSource(IndexedSource):
+    """Batches of a Hugging Face `Dataset`, which is read by row numbers, like arrays, in the same order as arrays with as many rows."""
+
+    kinds = ("datasets.Dataset",)
+
+    def __init__(self, data: Any, options: DataOptions) -> None:
+        super().__init__(len(data), options)
+        self._data = data
+        is_transformed = data.format["type"] == "custom"  # A custom transform gets whole rows and may return other columns.
+        self._columns = options.columns(None if is_transformed else data.column_names)
+        self._table = data if is_transformed else data.select_columns(self._columns).with_format("numpy")
+        self._features = {} if is_transformed else data.features
+        self.read(slice(0, 1))  # Raises for columns that are not numeric now, rather than in the first step.
+
+    @override
+    def read(self, rows: Any) -> Triple:
+        return self.options.split(_column_arrays(self._table[rows], self._columns, self._features, self.options.name))
+
+    @override
+    def part(self, begin: int, end: int, options: DataOptions) -> Self:
+        return type(self)(self._data.select(range(begin, end)), options)
+
+
+class StreamSource(IterableSource):
+    """Batches of a Hugging Face `IterableDataset`, assembled by its `iter`; its epoch, which seeds shuffling, is the number of the pass."""
+
+    kinds = ("datasets.IterableDataset",)
+    assembles_batches = owns_batches = True
+
+    def __init__(self, data: Any, options: DataOptions) -> None:
+        super().__init__(data, options)
+        self._columns = options.columns(data.column_names)
+        self.batch_size = options.size
+
+    @override
+    def loader(self, position: Position) -> Any:
+        # Each pass has its own view, so that the user's object keeps its epoch and its state.
+        view = self.data.with_format("numpy")
+        view.set_epoch(position.passes)
+        return _StreamBatches(view, self.options)
+
+    @override
+    def read(self, item: Any) -> Triple:
+        return self.options.split(_column_arrays(item, self._columns, self.data.features or {}, self.options.name))
+
+
+class _StreamBatches:
+    """An iterable of a stream's batches, with the state of the stream if that is exact."""
+
+    def __init__(self, stream: Any, options: DataOptions) -> None:
+        self._make = functools.partial(stream.iter, options.size, drop_last_batch=options.drop_remainder)
+        if has_exact_state(stream):
+            self.state_dict, self.load_state_dict = stream.state_dict, stream.load_state_dict
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._make())
+
+
+def _column_arrays(batch: Any, columns: list[str], features: Any, name: str) -> dict[str, Any]:
+    """Returns a batch with the given columns as arrays of the dataset's dtypes; its NumPy format alone turns all integers into int64."""
+    arrays = dict(batch)
+    for column in [column for column in columns if column in arrays]:
+        where, values = f"{name}[{column!r}]", arrays[column]
+        array = np.asarray(values) if hasattr(values, "__array__") else _stacked(values, where)
+        if array.dtype == object and array.size and all(hasattr(value, "__len__") and not isinstance(value, str | bytes) for value in array.flat):
+            raise DataError(f"{where} holds lists of different lengths. Pad them first, for example with map().")
+        dtype = _dtype_of(features.get(column))
+        if dtype is not None and dtype.kind in "iu" and array.dtype.kind in "iu":
+            array = array.astype(dtype, copy=False)
+        to_numpy({column: array}, name=name)
+        if dtype is not None and dtype.kind in "biu" and array.dtype.kind == "f":
+            raise DataError(f"{where} is a column of dtype {dtype} with missing values. Fill them in, or remove their rows with filter().")
+        arrays[column] = array if dtype is None else array.astype(jax.dtypes.canonicalize_dtype(dtype), copy=False)
+    return arrays
+
+
+def _stacked(values: Any, where: str) -> np.ndarray[Any, Any]:
+    try:
+        return np.stack([np.asarray(value) for value in values])
+    except ValueError as error:
+        raise DataError(f"{where} holds rows of different shapes. Pad them first, for example with map().") from error
+
+
+def _dtype_of(feature: Any) -> np.dtype[Any] | None:
+    """Returns the dtype of a feature's numbers, also inside nested lists; `None` if it has none, such as for an image."""
+    while getattr(feature, "feature", None) is not None:
+        feature = feature.feature
+    try:
+        dtype = np.dtype(getattr(feature, "dtype", None) or object)
+    except TypeError:
+        return None
+    return dtype if dtype.kind in "biuf" else None
 
 
 class TensorFlowSource(IterableSource):

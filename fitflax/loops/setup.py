@@ -13,8 +13,7 @@ from fitflax.checkpoints.checkpoint_files import Saved, read_collectively
 from fitflax.checkpoints.checkpoint_store import CheckpointStore
 from fitflax.checkpoints.restore import from_saved
 from fitflax.checkpoints.resume import check_settings, find_resume, fit_to, warn_of_changes
-from fitflax.checkpoints.saver import Saver
-from fitflax.checkpoints.snapshot import Snapshots
+from fitflax.checkpoints.saver import Saver, Snapshots
 from fitflax.data import FedBatch, Feed, Position, Source
 from fitflax.data.feed import undisturbed
 from fitflax.data.shards import own_position, spread
@@ -24,7 +23,7 @@ from fitflax.loops.evaluation_loop import Validation
 from fitflax.loops.session import Session
 from fitflax.loops.session_state import Progress
 from fitflax.loops.signals import Interruption, check_same_in_all_processes, fingerprint_of
-from fitflax.parallel.processes import Board, exchange
+from fitflax.parallel.processes import exchange
 from fitflax.state import Batch, shapes_in
 from fitflax.steps.live_state import LiveState, Sums, schedule_free_eval_params
 from fitflax.steps.outputs import NOTHING, Collected, Keep
@@ -252,7 +251,7 @@ def _settings_to_compare(session: Session, settings: Mapping[str, Any], plan: Ru
 
 def _warn_of_unused_processes(session: Session) -> None:
     process, taken, count = jax.process_index(), session.strategy.num_processes, jax.process_count()
-    if process and taken < count and Board.is_there():
+    if process and taken < count and jax.distributed.is_initialized():
         warn(
             f"This run uses devices of {taken} of {count} processes, and process {process} writes no files, because only process 0 does. To run processes "
             "independently, start them without parallel.initialize()."

@@ -342,7 +342,7 @@ class EvalLoop:
             DataError: The data has no batch, or is an iterator that is exhausted.
             ModelError, MetricError: The model or a metric does not fit the state or the data.
         """
-        return self._evaluation_on(checkpoint.run.strategy)(checkpoint)
+        return self._evaluation_on(checkpoint.run.live.strategy)(checkpoint)
 
 
 # -- single batches --

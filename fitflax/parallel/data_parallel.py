@@ -19,11 +19,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from typing_extensions import override
 
-from fitflax.errors import ConfigError, ReplicaError
+from fitflax.errors import ConfigError, ReplicaError, chain_of
 from fitflax.leaves import is_key, path_name, through_key_data
 from fitflax.parallel.placement import check_devices, count_processes, dense_outside_mesh, own_copy, part_of, put
-from fitflax.parallel.processes import Board
-from fitflax.parallel.strategy import Compiled, Debuggable, Layout, Places, Strategy, copy_aliased, eager_step_error, names_unbound_axis, traced_or_eager
+from fitflax.parallel.strategy import Compiled, Debuggable, Layout, Places, Strategy, copy_aliased, eager_step_error, traced_or_eager
 from fitflax.parallel.transfer import MAX_SHORT_STEPS, InFlight, Transfer, limit_for, of_feed
 from fitflax.state import PyTree
 
@@ -73,7 +72,7 @@ class DataParallel(Strategy):
         self.num_partitions = 1
         self.part, self.num_processes = part_of(self.devices), count_processes(self.devices)
         # With several processes, `jax.pmap` converts all arguments and results at every call, and loses donated ones.
-        self._is_distributed = self.num_processes > 1 or Board.is_there()
+        self._is_distributed = self.num_processes > 1 or jax.distributed.is_initialized()
         self._uses_pmap = self.num_replicas > 1 and not self._is_distributed
         self._is_single_replica = self.num_replicas == 1  # Whether the running step is the only replica: there is one device, or jit is disabled.
         self.max_in_flight = limit_for(self.devices[0].platform, self.num_replicas)
@@ -129,7 +128,7 @@ class DataParallel(Strategy):
 
         The axis name is only bound for functions that use it, because mapping would hide the values from debugging.
         """
-        needs_axis, mapped = False, self._vmap_single_replica(fn, inputs)
+        needs_axis, mapped = False, self._vmapped(fn, inputs, 1)
 
         def bound(*arguments: Any) -> Any:
             return jax.tree.map(lambda leaf: leaf[0], mapped(*arguments))
@@ -143,7 +142,8 @@ class DataParallel(Strategy):
                 try:
                     results = bound(*given) if needs_axis else fn(*given)
                 except Exception as error:
-                    if needs_axis or not names_unbound_axis(error, self.axis_name):
+                    texts = map(str, chain_of(error))
+                    if needs_axis or not any("unbound axis name" in text and self.axis_name in text for text in texts):
                         raise
                     needs_axis = True
                     results = bound(*given)
@@ -159,15 +159,20 @@ class DataParallel(Strategy):
         finally:
             self._is_single_replica = before
 
-    def _vmap_single_replica(self, fn: Callable[..., Any], inputs: Sequence[Layout]) -> Callable[..., Any]:
-        """Returns `fn` for a single replica with the axis name bound; results have a leading axis of length 1."""
+    def _vmapped(self, fn: Callable[..., Any], inputs: Sequence[Layout], count: int, *, has_replica_axis: bool = False) -> Callable[..., Any]:
+        """Returns `fn` for `count` replicas on one device with the axis name bound; results have a leading axis of replicas.
+
+        Split arguments have the rows of all replicas along one axis, unless they already have a leading axis of replicas.
+        """
         axes = tuple(None if _is_replicated(layout) else 0 for layout in inputs)
-        mapped = jax.vmap(of_feed(fn), in_axes=axes, axis_name=self.axis_name, axis_size=1)
+        mapped = jax.vmap(of_feed(fn), in_axes=axes, axis_name=self.axis_name, axis_size=count)
 
-        def call(*arguments: Any) -> Any:
-            return mapped(*(tree if axis is None else jax.tree.map(lambda leaf: leaf[None], tree) for axis, tree in zip(axes, arguments, strict=True)))
+        def fold(axis: int | None, tree: PyTree) -> PyTree:
+            if axis is None or has_replica_axis:
+                return tree
+            return jax.tree.map(lambda leaf: leaf[None] if count == 1 else leaf.reshape(count, -1, *leaf.shape[1:]), tree)
 
-        return call
+        return lambda *arguments: mapped(*map(fold, axes, arguments))
 
     def _to_first_device(self, layout: Layout, tree: PyTree) -> PyTree:
         """Returns an argument on the first device, with the rows of all replicas along one axis."""
@@ -227,24 +232,13 @@ class DataParallel(Strategy):
 
     @override
     def emulate(self, fn: Callable[..., Any], *, inputs: Sequence[Layout]) -> Callable[..., Any]:
-        axes = tuple(None if _is_replicated(layout) else 0 for layout in inputs)
-        if self.num_replicas == 1:
-            return self._vmap_single_replica(fn, inputs)
-        mapped = jax.vmap(of_feed(fn), in_axes=axes, axis_name=self.axis_name, axis_size=self.num_replicas)
-        if self._uses_pmap:
-            return mapped
-
-        def with_axis(tree: PyTree) -> PyTree:
-            return jax.tree.map(lambda leaf: leaf.reshape(self.num_replicas, -1, *leaf.shape[1:]), tree)
-
-        return lambda *arguments: mapped(*(tree if axis is None else with_axis(tree) for axis, tree in zip(axes, arguments, strict=True)))
+        return self._vmapped(fn, inputs, self.num_replicas, has_replica_axis=self._uses_pmap)
 
     @override
     def alone(self, fn: Callable[..., Any]) -> Any:
-        mapped = jax.vmap(of_feed(fn), axis_name=self.axis_name, axis_size=1)
-
         def call(*arguments: Any) -> Any:
-            return jax.tree.map(lambda leaf: leaf[0], mapped(*jax.tree.map(lambda leaf: leaf[None], arguments)))
+            inputs: list[Layout] = ["split" for _ in arguments]
+            return jax.tree.map(lambda leaf: leaf[0], self._vmapped(fn, inputs, 1)(*arguments))
 
         return jax.jit(call)
 

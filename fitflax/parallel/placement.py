@@ -15,11 +15,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from fitflax.errors import ConfigError
-from fitflax.leaves import is_key, key_of, on_host
+from fitflax.leaves import aligned_memory, is_key, key_of, on_host
 from fitflax.state import PyTree
-
-# Alignment in bytes that lets CPU devices use memory without a copy.
-_ALIGNMENT = 64
 
 _CONFIG: Any = jax.config  # Type checkers do not know its attributes.
 
@@ -82,9 +79,7 @@ def _aligned_copy(array: np.ndarray[Any, Any], dtype: Any = None) -> np.ndarray[
     XLA does not write into external memory: the first step allocates its result elsewhere, and the copy is released.
     """
     kind = np.dtype(array.dtype if dtype is None else dtype)
-    memory: np.ndarray[Any, Any] = np.empty(array.size * kind.itemsize + _ALIGNMENT, np.uint8)
-    begin = -memory.ctypes.data % _ALIGNMENT
-    copy: np.ndarray[Any, Any] = memory[begin : begin + array.size * kind.itemsize].view(kind).reshape(array.shape)
+    copy: np.ndarray[Any, Any] = aligned_memory(array.size * kind.itemsize).view(kind).reshape(array.shape)
     copy[...] = array
     return copy
 

@@ -38,11 +38,6 @@ class Board:
         self._client = client
         self._root = f"{_ROOT}/{name}"
 
-    @staticmethod
-    def is_there() -> bool:
-        """Returns whether processes are connected."""
-        return distributed.global_state.client is not None
-
     def post(self, key: str, message: bytes) -> None:
         """Posts a message, and replaces an earlier one with this key."""
         self._client.key_value_set_bytes(f"{self._root}/{key}", message, allow_overwrite=True)
@@ -141,15 +136,15 @@ def exchange(value: Any, topic: str = "exchange") -> list[Any]:
     >>> exchange({"rows": 3})
     [{'rows': 3}]
     """
-    if not Board.is_there():
+    if not jax.distributed.is_initialized():
         return [value]
     board, number, index, count = Board("exchange"), next(_numbers), jax.process_index(), jax.process_count()
     board.post(f"{number}/{index}", json.dumps([topic, value]).encode())
     wait = _Wait(board, number, topic)
     if index:
-        joined = wait.read_joined()
+        joined = wait.read("all")
     else:
-        joined = wait.join(count)
+        joined = [wait.read(str(process)) for process in range(count)]
         board.post(f"{number}/all", json.dumps(joined).encode())
         if number:
             board.remove(str(number - 1))  # All processes have read it, or they would not have posted this one.
@@ -165,31 +160,17 @@ class _Wait:
 
     def __init__(self, board: Board, number: int, topic: str) -> None:
         self._board, self._number, self._topic = board, number, topic
-        self._begin = self._checked_at = time.monotonic()
-        self._has_reported = False
+        self._begin, self._has_reported = time.monotonic(), False
 
-    def join(self, count: int) -> list[Any]:
-        """Returns what all processes have posted; called by process 0."""
-        pause = 0.0005
-        while True:
-            found = self._board.read_all(str(self._number))
-            if len(found) == count:
-                return [json.loads(found[str(process)]) for process in range(count)]
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
-            if time.monotonic() > self._checked_at + _CHECK_SECONDS:
-                self._check_others()
-
-    def read_joined(self) -> list[Any]:
-        """Returns what process 0 has collected."""
+    def read(self, key: str) -> Any:
+        """Returns a message of this exchange, once it is posted."""
         while True:
             try:
-                return list(json.loads(self._board.read_within(f"{self._number}/all", _CHECK_SECONDS)))
+                return json.loads(self._board.read_within(f"{self._number}/{key}", _CHECK_SECONDS))
             except TimeoutError:
                 self._check_others()
 
     def _check_others(self) -> None:
-        self._checked_at = time.monotonic()
         index = jax.process_index()
         others = {process: failure for process, failure in failures().items() if process != index}
         if others:
@@ -202,7 +183,7 @@ class _Wait:
                 f"Process {index} is waiting for processes {ended}, which have ended ({self._topic}). "
                 "Make the same calls of fit, evaluate and so on in all processes."
             )
-        if missing and not self._has_reported and self._checked_at > self._begin + _REPORT_SECONDS:
+        if missing and not self._has_reported and time.monotonic() > self._begin + _REPORT_SECONDS:
             self._has_reported = True
             print(f"Process {index} has been waiting for processes {missing} for {_REPORT_SECONDS:g} s ({self._topic}).", file=sys.stderr, flush=True)
 

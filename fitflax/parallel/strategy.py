@@ -364,17 +364,6 @@ def copy_aliased(results: PyTree, arguments: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.copy(leaf) if id(leaf) in given else leaf, results)
 
 
-def names_unbound_axis(error: BaseException, name: str) -> bool:
-    """Returns whether an error, or one of its causes, says that the axis `name` is not bound."""
-    cause: BaseException | None = error
-    while cause is not None:
-        text = str(cause)
-        if "unbound axis name" in text and name in text:
-            return True
-        cause = cause.__cause__
-    return False
-
-
 def eager_step_error() -> Exception:
     """Returns the error for a step of several processes that cannot run without jit."""
     if jit_is_disabled():

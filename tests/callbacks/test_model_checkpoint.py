@@ -11,7 +11,7 @@ from flax import linen as nn
 
 import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, LambdaCallback, ModelCheckpoint
-from fitflax.checkpoints import CheckpointStore, directories
+from fitflax.checkpoints import CheckpointStore, checkpoint_store
 from fitflax.errors import CallbackError, CheckpointError, DirectoryInUseError
 from fitflax.loops.training_loop import Run
 from tests.run_script import make_trainer, steps_in
@@ -146,13 +146,13 @@ def test_the_checkpoint_resumed_from_is_deleted_only_after_a_newer_one_is_comple
     """Case 25."""
     fit(trainer, ModelCheckpoint(tmp_path, keep=1), steps=5)
     present: list[list[int]] = []
-    write = directories.write_checkpoint
+    write = checkpoint_store.write_checkpoint
 
     def write_and_record(directory: pathlib.Path, **options: Any) -> None:
         write(directory, **options)
         present.append(steps_in(tmp_path))
 
-    monkeypatch.setattr(directories, "write_checkpoint", write_and_record)
+    monkeypatch.setattr(checkpoint_store, "write_checkpoint", write_and_record)
     fit(trainer, ModelCheckpoint(tmp_path, keep=1), steps=10, resume="auto")
     assert present == [[5]] and steps_in(tmp_path) == [10]
 
@@ -161,8 +161,8 @@ def test_the_checkpoint_resumed_from_is_deleted_only_after_a_newer_one_is_comple
 def test_sharing_a_directory_with_best_checkpoint_keeps_both_and_writes_each_step_once(best_first, trainer, tmp_path, monkeypatch):
     """Case 23: with accuracies .9 .5 .4 .3, the best and the latest checkpoints are those of epochs 1 and 4."""
     written: list[str] = []
-    write = directories.write_checkpoint
-    monkeypatch.setattr(directories, "write_checkpoint", lambda directory, **options: (written.append(directory.name), write(directory, **options)))
+    write = checkpoint_store.write_checkpoint
+    monkeypatch.setattr(checkpoint_store, "write_checkpoint", lambda directory, **options: (written.append(directory.name), write(directory, **options)))
     scores = LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(score=[0.9, 0.5, 0.4, 0.3][epoch]))
     callbacks = [ModelCheckpoint(tmp_path, keep=1), BestCheckpoint(tmp_path, monitor="score", mode="max")]
     fit(trainer, scores, *(callbacks[::-1] if best_first else callbacks), epochs=4)
@@ -203,13 +203,13 @@ def test_overwrite_deletes_the_old_run_once_the_first_new_checkpoint_is_complete
     fit(trainer, ModelCheckpoint(tmp_path), steps=5)
     trainer.build((X[:4], Y[:4]))
     old_run_exists: list[bool] = []
-    write = directories.write_checkpoint
+    write = checkpoint_store.write_checkpoint
 
     def write_and_record(directory: pathlib.Path, **options: Any) -> None:
         write(directory, **options)
         old_run_exists.append(any(tmp_path.glob(".old-*/step_00000005")))
 
-    monkeypatch.setattr(directories, "write_checkpoint", write_and_record)
+    monkeypatch.setattr(checkpoint_store, "write_checkpoint", write_and_record)
     fit(trainer, ModelCheckpoint(tmp_path, overwrite=True), steps=2)
     assert old_run_exists == [True] and steps_in(tmp_path) == [2] and not any(tmp_path.glob(".old-*"))
 
@@ -242,14 +242,14 @@ def test_fitting_twice_with_the_same_trainer_and_callbacks_works(trainer, tmp_pa
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_full_disk_raises_and_leaves_older_checkpoints_intact(asynchronous, trainer, tmp_path, monkeypatch):
     """Case 27."""
-    write = directories.write_checkpoint
+    write = checkpoint_store.write_checkpoint
 
     def full(directory: pathlib.Path, **options: Any) -> None:
         write(directory, **options)
         if "step_00000005" not in directory.name:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(directories, "write_checkpoint", full)
+    monkeypatch.setattr(checkpoint_store, "write_checkpoint", full)
     with pytest.raises(CheckpointError, match=r"step_000000\d\d.*No space left on device"):
         fit(trainer, ModelCheckpoint(tmp_path, asynchronous=asynchronous), epochs=4)
     # The next save or the end of the run raises the error.

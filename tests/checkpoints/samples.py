@@ -34,6 +34,11 @@ def read(directory, **kwargs):
     return read_state(directory, metadata, **kwargs), metadata
 
 
+def kept_bytes(memory):
+    """Returns the size of all blocks that a `ReusedMemory` keeps."""
+    return sum(map(len, memory._blocks))
+
+
 def assert_same(left, right):
     """Compares trees leaf by leaf: types, dtypes, shapes and bits."""
     assert jax.tree.structure(left) == jax.tree.structure(right)

@@ -13,7 +13,7 @@ import pytest
 
 from fitflax.checkpoints import CheckpointStore, checkpoint_files
 from fitflax.checkpoints.checkpoint_files import CollectiveRead, Saved, read_collectively, read_metadata, read_state, write_checkpoint
-from fitflax.checkpoints.json_documents import write_document
+from fitflax.checkpoints.json_documents import replace_document
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, FitflaxWarning
 from tests.checkpoints.samples import METADATA, read
 
@@ -128,7 +128,7 @@ def test_metadata_that_lacks_what_its_backend_needs_is_reported_as_damaged(direc
     path = directory / "metadata.json"
     document = json.loads(path.read_text())
     for key in ("backend", "key_impls", "arrays", "structure_crc32", "state_bytes"):
-        write_document(path, {name: value for name, value in document.items() if name not in {key, "format_version", "crc32"}})
+        replace_document(path, {name: value for name, value in document.items() if name not in {key, "format_version", "crc32"}})
         with pytest.raises(CorruptCheckpointError, match=f"metadata.json is damaged: it lacks {key}"):
             read_metadata(directory)
 

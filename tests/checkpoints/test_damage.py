@@ -12,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 
 from fitflax.checkpoints.checkpoint_files import read_metadata, read_state, write_checkpoint
-from fitflax.checkpoints.json_documents import write_document
+from fitflax.checkpoints.json_documents import replace_document
 from fitflax.errors import CheckpointError, CorruptCheckpointError
 
 FILES = ("state.msgpack", "metadata.json")
@@ -143,7 +143,7 @@ def test_arbitrary_bytes_of_the_expected_length_are_not_a_state(victim, head, da
 def test_entries_that_do_not_describe_an_array_are_detected_despite_a_valid_checksum(victim, entry, key, whole):
     values = {name: value for name, value in victim.metadata.items() if name not in {"format_version", "crc32"}}
     arrays = victim.metadata["arrays"] | {"train/kernel": entry if whole else victim.metadata["arrays"]["train/kernel"] | {key: entry}}
-    write_document(victim.path / "metadata.json", values | {"arrays": arrays})
+    replace_document(victim.path / "metadata.json", values | {"arrays": arrays})
     try:
         with pytest.raises(CorruptCheckpointError, match=r"state\.msgpack is damaged: train/kernel "):
             read_state(victim.path, read_metadata(victim.path))

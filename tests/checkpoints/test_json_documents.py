@@ -9,14 +9,14 @@ import stat
 
 import pytest
 
-from fitflax.checkpoints.json_documents import library_versions, read_document, replace_document, write_document
+from fitflax.checkpoints.json_documents import library_versions, read_document, replace_document
 from fitflax.errors import CheckpointError, CorruptCheckpointError
 
 
 def test_a_document_is_complete_when_it_is_synced_to_disk(tmp_path, monkeypatch):
     sizes = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: sizes.append(os.fstat(descriptor).st_size))
-    write_document(tmp_path / "one.json", {"value": 1})
+    replace_document(tmp_path / "one.json", {"value": 1}, is_durable=False)
     assert sizes == [(tmp_path / "one.json").stat().st_size]
 
 
@@ -33,7 +33,7 @@ def test_a_document_that_cannot_be_replaced_stays_and_no_other_file_is_left(call
     def fail(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    write_document(tmp_path / "one.json", {"value": 1})
+    replace_document(tmp_path / "one.json", {"value": 1})
     monkeypatch.setattr(os, call, fail)
     with pytest.raises(OSError, match="No space left on device"):
         replace_document(tmp_path / "one.json", {"value": 2})
@@ -55,7 +55,7 @@ class Level(enum.IntEnum):
 
 
 def test_custom_number_types_are_written_as_plain_numbers(tmp_path):
-    write_document(tmp_path / "one.json", {"rate": Rate(0.5), "worst": Rate("nan"), "level": Level.HIGH})
+    replace_document(tmp_path / "one.json", {"rate": Rate(0.5), "worst": Rate("nan"), "level": Level.HIGH})
     values = read_document(tmp_path / "one.json")
     assert (values["rate"], math.isnan(values["worst"]), values["level"]) == (0.5, True, 3)
     assert '"level": 3' in (tmp_path / "one.json").read_text()

@@ -13,13 +13,12 @@ import numpy as np
 import optax
 import pytest
 
-from fitflax.checkpoints import memory, plain_tree, snapshot
+from fitflax.checkpoints import memory, plain_tree, saver
 from fitflax.checkpoints.checkpoint_files import write_checkpoint
 from fitflax.checkpoints.memory import ReusedMemory, fetch
 from fitflax.checkpoints.plain_tree import Plain, only_split, to_plain
 from fitflax.checkpoints.restore import from_saved, restore_tree
-from fitflax.checkpoints.saver import Saver
-from fitflax.checkpoints.snapshot import Snapshots, host_copy
+from fitflax.checkpoints.saver import Saver, Snapshots, host_copy
 from fitflax.errors import CheckpointError, RestoreError
 from fitflax.parallel import DataParallel
 from fitflax.state import TrainState
@@ -217,7 +216,7 @@ def test_all_copies_from_a_device_start_before_the_first_one_is_waited_for(monke
         return lambda: events.append(f"wait {index}") or np.full(1, index)
 
     arrays = [jnp.zeros(1) for _ in range(3)]
-    monkeypatch.setattr(snapshot, "may_share", lambda array: False)  # As on a GPU.
+    monkeypatch.setattr(saver, "may_share", lambda array: False)  # As on a GPU.
     monkeypatch.setattr(memory, "may_share", lambda array: False)
     monkeypatch.setattr(memory, "_start_copy", start)
     copy = host_copy(to_plain(arrays, keep_lists=True))
@@ -257,7 +256,7 @@ def test_a_replaced_state_is_copied_again_for_the_next_save():
 
 @pytest.mark.parametrize("backend", ["msgpack", "orbax"])
 def test_a_copy_not_waited_for_is_in_pinned_memory_and_donation_does_not_change_it(backend, monkeypatch, tmp_path):
-    monkeypatch.setattr(snapshot, "may_share", lambda array: False)  # As on a GPU.
+    monkeypatch.setattr(saver, "may_share", lambda array: False)  # As on a GPU.
     monkeypatch.setattr(memory, "may_share", lambda array: False)
     state = {"w": jnp.arange(300_000.0), "numpy": np.arange(3), "key": jax.random.key(1)}
     expected = jax.tree.map(np.array, to_plain(state).tree)
@@ -270,9 +269,9 @@ def test_a_copy_not_waited_for_is_in_pinned_memory_and_donation_does_not_change_
 
 
 def test_a_copy_from_a_device_without_pinned_memory_is_waited_for(monkeypatch):
-    monkeypatch.setattr(snapshot, "may_share", lambda array: False)
+    monkeypatch.setattr(saver, "may_share", lambda array: False)
     monkeypatch.setattr(memory, "may_share", lambda array: False)
-    monkeypatch.setattr(snapshot, "has_host_memory", lambda array: False)
+    monkeypatch.setattr(saver, "has_host_memory", lambda array: False)
     copy = host_copy(to_plain({"w": jnp.arange(3)}), wait=False).tree["w"]
     assert type(copy) is np.ndarray and copy.tolist() == [0, 1, 2]
 

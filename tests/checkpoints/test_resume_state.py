@@ -181,7 +181,7 @@ def test_a_failed_save_leaves_the_existing_checkpoint(tmp_path, monkeypatch):
     def full(*arguments: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(fitflax.checkpoints.directories, "write_checkpoint", full)
+    monkeypatch.setattr(fitflax.checkpoints.save, "write_checkpoint", full)
     with pytest.raises(CheckpointError, match="No space left"):
         trainer.save(tmp_path / "state")
     other = make_trainer()

@@ -16,6 +16,7 @@ from fitflax import background
 from fitflax.checkpoints.saver import Saver, _Job
 from fitflax.errors import DirectoryInUseError, FitflaxWarning
 from fitflax.storage.lock import holder_of, lock_directory
+from tests.checkpoints.samples import kept_bytes
 
 
 class Gate:
@@ -82,8 +83,8 @@ def test_a_save_that_needs_memory_waits_until_the_save_that_holds_it_is_done():
         thread = blocked(lambda: saver.wait_for_room(has_memory))
         gate.opened.set()
         thread.join(60)
-        assert saver.memory.num_lent == 0 and saver.memory.num_bytes == 1000
-    assert saver.memory.num_bytes == 0
+        assert saver.memory.num_lent == 0 and kept_bytes(saver.memory) == 1000
+    assert kept_bytes(saver.memory) == 0
 
 
 def test_memory_that_no_save_holds_is_not_waited_for():
@@ -106,7 +107,7 @@ def test_leaving_without_waiting_releases_memory_except_what_is_still_being_writ
     del loan
     assert gate.entered.wait(60)
     leave(saver)
-    assert saver.memory.num_bytes == 0 and block() is not None
+    assert kept_bytes(saver.memory) == 0 and block() is not None
     if leave is Saver.abandon:
         saver.wait_for_room(has_memory)  # No more jobs are accepted, so there is nothing to wait for.
     gate.opened.set()
@@ -150,7 +151,7 @@ def test_no_job_is_accepted_after_a_failure_until_the_failure_is_reported():
 def test_a_job_that_was_accepted_while_the_previous_one_failed_is_skipped():
     saver, done = Saver(), []
     saver.submit(failing)
-    saver._thread.wait_until(lambda: saver.has_failed and saver.is_idle)
+    saver._thread.wait_until(lambda: saver.failure is not None and saver.is_idle)
     saver._thread.submit(_Job(saver, lambda: done.append("names what has failed"), True))  # Bypasses the check in `submit`.
     with pytest.raises(OSError, match="No space left"):
         saver.close()

@@ -6,7 +6,7 @@ import pytest
 
 from fitflax.data import Position, adapt
 from fitflax.data.batch import Selection
-from fitflax.data.huggingface import StreamSource, TableSource, _dtype_of, _stacked
+from fitflax.data.pipelines import StreamSource, TableSource, _dtype_of, _stacked
 from fitflax.errors import ConfigError, DataError, FitflaxWarning, RestoreError
 from tests.data.same_training import BATCH, CANNOT_SEEK, ROWS, X, Y, assert_resumes, assert_same, make_trainer, of_arrays, outcome, run, warned
 

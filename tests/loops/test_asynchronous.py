@@ -16,7 +16,7 @@ import pytest
 
 import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, LambdaCallback, ModelCheckpoint
-from fitflax.checkpoints import CheckpointStore, directories, json_documents, snapshot
+from fitflax.checkpoints import CheckpointStore, checkpoint_store, json_documents, saver
 from fitflax.checkpoints.memory import Loan, ReusedMemory
 from fitflax.checkpoints.plain_tree import Plain
 from fitflax.checkpoints.plain_tree import leaves_of as leaves_of_plain
@@ -41,8 +41,8 @@ class Writes:
         self.written: list[str] = []
         self.addresses: list[list[int]] = []
         self.niceness: set[int] = set()
-        self._failing, self._write = failing, directories.write_checkpoint
-        monkeypatch.setattr(directories, "write_checkpoint", self)
+        self._failing, self._write = failing, checkpoint_store.write_checkpoint
+        monkeypatch.setattr(checkpoint_store, "write_checkpoint", self)
 
     def __call__(self, directory: pathlib.Path, **options: Any) -> None:
         leaves = [leaf for leaf in leaves_of_plain(options["train"].tree) if isinstance(leaf, np.ndarray)] if isinstance(options["train"], Plain) else []
@@ -65,7 +65,7 @@ class Writes:
 def test_a_checkpoint_has_the_state_of_its_step_although_later_steps_reuse_its_buffers(way, tmp_path, monkeypatch):
     monkeypatch.setattr(DataParallel, "is_on_host", way == "a device's copy")  # An accelerator's state is copied to the host.
     if way == "pinned memory":
-        monkeypatch.setattr(snapshot, "may_share", lambda array: False)
+        monkeypatch.setattr(saver, "may_share", lambda array: False)
     writes, trainer, states = Writes(monkeypatch), make_trainer(), {}
     look = LambdaCallback(lambda checkpoint: states.update({checkpoint.step: leaves_of(dict(checkpoint.state.params))}), every=EVERY)
     look.needs_gradients_norm = False  # As in the run that this one is compared with.
@@ -166,8 +166,8 @@ def test_all_copies_of_a_large_state_reuse_the_same_memory_which_is_released_at_
 
 @pytest.mark.slow
 def test_memory_for_the_first_copy_is_prepared_in_advance_only_if_there_will_be_a_copy(loans, tmp_path, monkeypatch):
-    touched, touch = [], snapshot._touch
-    monkeypatch.setattr(snapshot, "_touch", lambda loan: touched.append(threading.current_thread().name) or touch(loan))
+    touched, touch = [], saver._touch
+    monkeypatch.setattr(saver, "_touch", lambda loan: touched.append(threading.current_thread().name) or touch(loan))
     trainer = make_trainer()
     fit(trainer, ModelCheckpoint(tmp_path / "a", save_last=False, every=fitflax.every(steps=100)), steps=3)
     assert touched == ["fitflax-saver"] and len(loans["blocks"]) == 1 and loans["blocks"][0]() is None
@@ -267,7 +267,7 @@ def test_a_failed_last_save_is_raised_at_the_end_and_on_train_end_is_called(tmp_
 @pytest.mark.parametrize("is_known", [False, True])
 def test_no_checkpoint_refers_to_a_best_checkpoint_that_failed_to_save(is_known, tmp_path, monkeypatch):
     """If the failure is not known yet, the regular checkpoint is not saved. If it is, the regular checkpoint is saved immediately and omits the best one."""
-    write, failed, submitted = directories.write_checkpoint, threading.Event(), threading.Event()
+    write, failed, submitted = checkpoint_store.write_checkpoint, threading.Event(), threading.Event()
 
     def failing(directory: pathlib.Path, **options: Any) -> None:
         if directory.parent.name == "best":
@@ -280,11 +280,11 @@ def test_no_checkpoint_refers_to_a_best_checkpoint_that_failed_to_save(is_known,
         def on_checkpoint(self, checkpoint: fitflax.Checkpoint) -> None:
             if is_known:
                 assert failed.wait(60)
-                checkpoint.run.saver._thread.wait_until(lambda: checkpoint.run.saver.has_failed)
+                checkpoint.run.saver._thread.wait_until(lambda: checkpoint.run.saver.failure is not None)
             super().on_checkpoint(checkpoint)
             submitted.set()
 
-    monkeypatch.setattr(directories, "write_checkpoint", failing)
+    monkeypatch.setattr(checkpoint_store, "write_checkpoint", failing)
     best = BestCheckpoint(tmp_path / "best", monitor="loss")
     with pytest.raises(CheckpointError, match="best"):
         fit(make_trainer(), Regular(tmp_path / "checkpoints"), best, epochs=1)

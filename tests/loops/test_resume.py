@@ -691,7 +691,7 @@ def damage(path: pathlib.Path, how: str) -> None:
             document = json.loads(content)
             for name in ("format_version", "crc32"):
                 del document[name]
-            json_documents.write_document(file, document)
+            json_documents.replace_document(file, document)
     else:
         file.write_bytes(content)
 

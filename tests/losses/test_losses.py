@@ -1,6 +1,7 @@
 """Every loss by name, against its formula in NumPy, optax and scikit-learn; shapes, dtypes, extremes and errors. Options: `test_loss_options.py`."""
 
 import functools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -457,3 +458,9 @@ def test_short_names_are_the_same_functions():
 def test_every_public_loss_is_known_by_its_name():
     functions = sorted(set(losses.__all__) - {"direction", "get", "names"})
     assert [losses.get(name) for name in functions] == [getattr(losses, name) for name in functions]
+
+
+@pytest.mark.parametrize(("module", "name"), [("classification", "squared_hinge"), ("regression", "huber")])
+def test_pickles_of_version_0_1_are_loaded(module, name):
+    """They name the modules of that version, as in scikit-learn estimators with a loss."""
+    assert pickle.loads(f"cfitflax.losses.{module}\n{name}\n.".encode()) is getattr(losses, name)

@@ -7,7 +7,7 @@ import pytest
 from flax import struct
 
 from fitflax.checkpoints.plain_tree import to_plain
-from fitflax.checkpoints.snapshot import unpack
+from fitflax.checkpoints.saver import unpack
 from fitflax.errors import CheckpointError
 from fitflax.parallel.placement import Form, Packed
 
