@@ -115,7 +115,8 @@ class Trainer:
         model: A `flax.linen` module; its mode keyword (`train`, `training` or `deterministic`), an argument of `__call__` or a field, is detected and set.
             Or an `flax.nnx` module, whose variables are the initial state and are updated when a call returns. Or two functions `(init, apply)`.
         eval_model: A module that replaces `model` in evaluation, prediction and export, with the same variables, for models whose configuration sets the
-            mode: `model.clone(config=dataclasses.replace(config, deterministic=True))`. Its mode keyword is set, too.
+            mode: `model.clone(config=dataclasses.replace(config, deterministic=True))`, or `nnx.with_attributes(model, config=...)`. Its mode keyword is
+            set, too. If `model` is `(init, apply)`, this is as well, and `init` is only called on shapes to compare the parameters.
         trainable: An NNX filter for the variables to train, such as `nnx.LoRAParam`; `nnx.Param` by default.
         seed: The seed of all randomness: initialization, dropout, the order of examples. An NNX module already has its variables and random streams.
         rngs: Names of the module's random streams for initialization and training, or `{"init": names, "train": names, "eval": names}`.
@@ -1056,6 +1057,8 @@ class Trainer:
     @_syncs_model
     def train_on_batch(self, batch: Any) -> dict[str, float]:
         """Runs one step and returns the loss and metrics of this batch only, computed before the update.
+
+        Each call copies all variables of an NNX module on the device. For many steps, use `train_loop`, which copies them when it ends.
 
         Args:
             batch: `x`, `(x,)`, `(x, y)`, `(x, y, sample_weight)` or a dict. Only a plain tuple or list is unpacked; a NamedTuple or a dataclass is `x`.

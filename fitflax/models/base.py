@@ -1,12 +1,15 @@
 """The interface through which steps use a model of any kind, as pure functions of its variables.
 
-The user's model is never subclassed, patched or bound.
+The user's model is never subclassed, patched or bound. Fields of a configuration that set the mode, such as `config.deterministic`, are up to the user; this
+module generates the code that sets them for evaluation.
 """
 
 import abc
 import contextlib
+import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -15,7 +18,7 @@ from flax import linen as nn
 from flax.core import scope as flax_scope
 
 from fitflax.errors import ConfigError, ModelError, is_of_debugger
-from fitflax.leaves import describe_shapes, listed
+from fitflax.leaves import describe_shapes, listed, named_leaves
 from fitflax.parallel.placement import outside_mesh
 from fitflax.state import AxisNames, Batch, PyTree, is_axes_collection, parts_of
 
@@ -35,6 +38,10 @@ TRANSIENT = ("losses", "summaries", "intermediates", "perturbations")
 """Collections of sown values, and of zeros that `perturb` adds; by default not part of the state."""
 
 _MISSING_AXIS = "is not found in mesh"
+
+# Limits of the search for mode fields: nested levels, and objects without such fields, of which a tokenizer has many.
+_MAX_DEPTH, _MAX_OBJECTS = 6, 1000
+OF_MODULES = ("parent", "name")
 
 # Keys of dicts that usually hold targets.
 _TARGET_NAMES = ("y", "label", "labels", "target", "targets")
@@ -60,7 +67,7 @@ class Model(abc.ABC):
     loss_arguments: tuple[str, ...] = ("params", "model_state", "batch")
     loss_keywords: tuple[str, ...] = ("rngs", "train")
     keyword_inputs: bool
-    has_eval_model: bool = False  # Whether evaluation uses another module, whose parameters may differ by mistake.
+    has_eval_model: bool = False  # Whether evaluation uses another module, whose parameters are not compared yet.
     # How to fix errors about random streams and about arguments; appended to their texts.
     rng_hint: ClassVar[str] = RNG_HINT
     argument_hint: ClassVar[str]
@@ -69,12 +76,22 @@ class Model(abc.ABC):
         """Returns the initial variables, in training mode and without metadata boxes, and the axis names from those boxes."""
 
         def variables_and_names() -> tuple[dict[str, PyTree], AxisNames]:
-            boxed = self._init(rngs, x)
+            boxed = self._init(rngs, x, train=True)
             return without_names(boxed), AxisNames.of(boxed)
 
         with self._explain_errors(x, "initialized", train=True):
             variables, axes = with_any_mesh(variables_and_names)
         return _as_arrays(variables), axes
+
+    def init_for_evaluation(self, rngs: dict[str, jax.Array], x: PyTree) -> PyTree:
+        """Returns the initial parameters of the model to evaluate, whose shapes show whether it fits."""
+        with self._explain_errors(x, "initialized", train=False):
+            return with_any_mesh(lambda: without_names(self._init(rngs, x, train=False))).get("params", {})
+
+    def check_eval_params(self, params: PyTree, own: PyTree) -> None:
+        """Checks that the model to evaluate has the parameters of the one to train; `own` are the shapes of the result of `init_for_evaluation`."""
+        have, want = ({f"params/{path}": leaf for path, leaf in named_leaves(tree)} for tree in (own, params))
+        check_eval_model(self.name, self._eval_name, have, want, want)
 
     def apply(self, variables: dict[str, PyTree], x: PyTree, *, train: bool, draws: Draws, mutable: Any) -> tuple[PyTree, dict[str, PyTree]]:
         """Returns the outputs and the changed collections, for variables `{collection: tree}`; `mutable` is a linen filter for collections that may change."""
@@ -84,7 +101,7 @@ class Model(abc.ABC):
         return outputs, _as_arrays(variables)
 
     @abc.abstractmethod
-    def _init(self, rngs: dict[str, jax.Array], x: PyTree) -> Any: ...
+    def _init(self, rngs: dict[str, jax.Array], x: PyTree, *, train: bool) -> Any: ...
 
     @abc.abstractmethod
     def _apply(self, variables: dict[str, PyTree], x: PyTree, *, train: bool, draws: Draws, mutable: Any) -> tuple[PyTree, Any]: ...
@@ -128,10 +145,32 @@ class Model(abc.ABC):
     def _eval_name(self) -> str:
         return self.name
 
+    def _evaluation_code(self, keywords: Collection[str] = tuple(MODE_KEYWORDS)) -> str | None:
+        """Returns code that creates the model to evaluate with its configurations set for evaluation, as `evaluation_code` does."""
+        return None
+
+    @property
+    def _is_told_mode(self) -> bool:
+        """Whether evaluation has a module, a field or an argument of its own."""
+        return True
+
     @property
     def mode_fault(self) -> str | None:
         """A message if the model seems to be in training mode during evaluation; `None` otherwise."""
-        return None
+        # Dropout in evaluation raises. Batch statistics that are still updated go unnoticed.
+        if self._is_told_mode or self._evaluation_code(("train", "training")) is None:
+            return None
+        return (
+            f"{self.name} is configured for training, but evaluation uses it unchanged. Pass a module for evaluation, "
+            f"Trainer(model, eval_model={self._evaluation_code()}), or pass eval_model=model if this is intended."
+        )
+
+    def _configured_dropout(self, own: str) -> str | None:
+        """Returns a sentence about dropout in evaluation if a configuration of the model, called `own`, sets the mode; `None` otherwise."""
+        code = self._evaluation_code()
+        if code is None:
+            return None
+        return f" Dropout is on in evaluation, because the {own} is configured that way. Pass a module for evaluation: Trainer(model, eval_model={code})."
 
     @contextlib.contextmanager
     def _explain_errors(self, x: PyTree, what: str, *, train: bool) -> Iterator[None]:
@@ -144,7 +183,8 @@ class Model(abc.ABC):
             text = str(error).partition("\nThe error occurred while tracing")[0]  # JAX appends a page of details.
             text, hint = self._hint(error, text, x, train)
             period = "." if hint and text.strip() and not text.rstrip().endswith((".", "!", "?")) else ""
-            cannot = f"{self.name if train else self._eval_name} cannot be {what} on inputs {describe_shapes(x)} (the shapes inside a step)"
+            name = self.name if train else f"The eval_model {self._eval_name}" if self.has_eval_model else self._eval_name
+            cannot = f"{name} cannot be {what} on inputs {describe_shapes(x)} (the shapes inside a step)"
             raise ModelError(f"{cannot}: {type(error).__name__}: {text}{period}{hint}") from error
 
     def _hint(self, error: Exception, text: str, x: PyTree, train: bool) -> tuple[str, str]:
@@ -292,11 +332,92 @@ def tabulated(make: Callable[[dict[str, Any]], Any]) -> str:
     return table[: table.rindex("Total Parameters")].rstrip()
 
 
-def describe_differences(have: Mapping[str, Any], want: Mapping[str, Any], unexpected: Iterable[str]) -> str:
-    """Returns how the parameters of a module to evaluate, arrays or shapes by path, differ from those that it needs; empty if they do not."""
+def check_eval_model(name: str, eval_name: str, have: Mapping[str, Any], want: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raises a `ModelError` if the parameters of a module to evaluate, arrays or shapes by path, are not those that it needs.
+
+    Args:
+        name: The model's name.
+        eval_name: That of the module to evaluate.
+        have: Its parameters.
+        want: Those of the model.
+        known: The paths that it may have.
+    """
     faults = {
         "missing": [path for path in want if path not in have],
-        "unexpected": list(unexpected),
+        "unexpected": [path for path in have if path not in known],
         "wrong shape": [f"{path} {have[path].shape}, not {leaf.shape}" for path, leaf in want.items() if path in have and have[path].shape != leaf.shape],
     }
-    return "; ".join(f"{what}: {listed(paths)}" for what, paths in faults.items() if paths)
+    if any(faults.values()):
+        differences = "; ".join(f"{what}: {listed(paths)}" for what, paths in faults.items() if paths)
+        raise ModelError(
+            f"The eval_model {eval_name} must have the parameters of the model {name}, which it uses in evaluation ({differences}). "
+            "Create it from the model and change only its mode."
+        )
+
+
+def evaluation_code(value: Any, name: str, keywords: Collection[str] = tuple(MODE_KEYWORDS)) -> str | None:
+    """Returns code that creates a copy of a linen module or a configuration with all mode fields, nested ones included, set for evaluation.
+
+    Returns `None` if they are set already. The code calls the value `name`, and `keywords` are the names of the mode fields.
+
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Config:
+    ...     width: int = 8
+    ...     deterministic: bool = False
+    >>> class Net(nn.Module):
+    ...     config: Config
+    >>> evaluation_code(Net(Config()), "model")
+    'model.clone(config=dataclasses.replace(model.config, deterministic=True))'
+    >>> evaluation_code(Net(Config(deterministic=True)), "model") is None
+    True
+    """
+    return _changed_code(value, name, keywords, (), {})
+
+
+def _changed_code(value: Any, code: str, keywords: Collection[str], ancestors: tuple[int, ...], unchanged: dict[int, Any]) -> str | None:
+    """Returns code for `value`, itself read as `code`, with its mode fields set for evaluation; `None` if nothing changes.
+
+    `ancestors` are the ids of the objects that contain it, and `unchanged` has the objects that were searched without result, by id.
+    """
+    if len(ancestors) == _MAX_DEPTH or id(value) in ancestors or id(value) in unchanged or len(unchanged) == _MAX_OBJECTS:
+        return None
+    found = _members_of(value)
+    if found is None:
+        return None
+    members, template = found
+    changes: dict[str, str] = {}
+    for name, member in members.items():
+        if name in keywords and isinstance(member, bool):
+            if member is MODE_KEYWORDS[name]:
+                changes[name] = repr(not member)
+        else:
+            read = f"{code}[{name!r}]" if isinstance(value, Mapping) else f"{code}.{name}"
+            inner = _changed_code(member, read, keywords, (*ancestors, id(value)), unchanged)
+            if inner is not None:
+                changes[name] = inner
+    if not changes:
+        unchanged[id(value)] = value
+        return None
+    fields = ", ".join(f"{name}={change}" for name, change in changes.items())
+    items = ", ".join(f"{name!r}: {change}" for name, change in changes.items())
+    return template.format(code=code, fields=fields, items=items)
+
+
+def _members_of(value: Any) -> tuple[Mapping[str, Any], str] | None:
+    """Returns the members of a configuration, and a template of the code that changes them; `None` for other objects."""
+    if isinstance(value, type | types.ModuleType):
+        return None
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        if isinstance(value, nn.Module):
+            return {name: member for name, member in fields.items() if name not in OF_MODULES}, "{code}.clone({fields})"
+        return fields, "dataclasses.replace({code}, {fields})"
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return value._asdict(), "{code}._replace({fields})"
+    if isinstance(value, Mapping) or (hasattr(value, "keys") and hasattr(value, "__getitem__")):  # Those of ml_collections are not a Mapping.
+        items = {name: value[name] for name in value.keys() if isinstance(name, str)}  # noqa: SIM118
+        return items, "{{**{code}, {items}}}" if isinstance(value, Mapping) else "type({code})({{**{code}, {items}}})"
+    if callable(value) or not hasattr(value, "__dict__"):
+        return None
+    has_replace = callable(getattr(value, "replace", None))
+    return vars(value), "{code}.replace({fields})" if has_replace else "type({code})(**{{**vars({code}), {items}}})"

@@ -1,12 +1,10 @@
 """Models whose variables are arguments of their calls: a linen module, or custom functions such as its `init` and `apply`.
 
-The trainer sets mode keywords of `__call__` and mode fields of the module itself. Fields of a configuration, such as `config.deterministic`, are up to the
-user; this module generates the code that sets them for evaluation.
+The trainer sets mode keywords of `__call__` and mode fields of the module itself.
 """
 
 import dataclasses
 import inspect
-import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Self
 
@@ -16,26 +14,22 @@ from flax.linen import summary as linen_summary
 from typing_extensions import override
 
 from fitflax.errors import ModelError
-from fitflax.leaves import describe_shapes, named_leaves
+from fitflax.leaves import describe_shapes
 from fitflax.models.base import (
     ARGUMENT_HINT,
     MODE_KEYWORDS,
+    OF_MODULES,
     Draws,
     Model,
     call_arguments,
-    describe_differences,
+    evaluation_code,
     mode_keywords,
     parameters_of,
     plain_fields,
     tabulated,
     with_any_mesh,
-    without_names,
 )
 from fitflax.state import PyTree
-
-# Limits of the search for mode fields: nested levels, and objects without such fields, of which a tokenizer has many.
-_MAX_DEPTH, _MAX_OBJECTS = 6, 1000
-_OF_MODULES = ("parent", "name")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,37 +59,18 @@ class LinenModel(Model):
         return static_by_position(type(module).__call__, *call_arguments(x, mode, self.keyword_inputs))
 
     @override
-    def _init(self, rngs: dict[str, jax.Array], x: PyTree) -> Any:
-        args, kwargs = self._arguments(x, train=True)
-        return self.train_module.init(rngs, *args, mutable=True, **kwargs)
+    def _init(self, rngs: dict[str, jax.Array], x: PyTree, *, train: bool) -> Any:
+        args, kwargs = self._arguments(x, train)
+        return (self.train_module if train else self.eval_module).init(rngs, *args, mutable=True, **kwargs)
 
-    def init_for_evaluation(self, rngs: dict[str, jax.Array], x: PyTree) -> PyTree:
-        """Returns the initial parameters of the module to evaluate."""
-        args, kwargs = self._arguments(x, train=False)
-        return with_any_mesh(lambda: without_names(self.eval_module.init(rngs, *args, mutable=True, **kwargs))).get("params", {})
+    @override
+    def _evaluation_code(self, keywords: Collection[str] = tuple(MODE_KEYWORDS)) -> str | None:
+        return evaluation_code(self.eval_module, "eval_model" if self.has_eval_model else "model", keywords)
 
     @property
     @override
-    def mode_fault(self) -> str | None:
-        is_told = self.has_eval_model or bool(self.eval_kwargs) or self.eval_module is not self.train_module
-        # Dropout in evaluation raises, because it lacks its random stream. Batch statistics that are still updated go unnoticed.
-        if is_told or evaluation_code(self.eval_module, "model", ("train", "training")) is None:
-            return None
-        code = evaluation_code(self.eval_module, "model")
-        return (
-            f"{self.name} is configured for training, but evaluation uses it unchanged. Pass a module for evaluation, Trainer(model, eval_model={code}), "
-            "or pass eval_model=model if this is intended."
-        )
-
-    def check_eval_params(self, params: PyTree, own: PyTree) -> None:
-        """Checks that the module to evaluate has the parameters of the one to train; `own` are the shapes of the result of `init_for_evaluation`."""
-        have, want = ({f"params/{path}": leaf for path, leaf in named_leaves(tree)} for tree in (own, params))
-        differences = describe_differences(have, want, (path for path in have if path not in want))
-        if differences:
-            raise ModelError(
-                f"The eval_model {self._eval_name} must have the parameters of the model {self.name}, which it uses in evaluation ({differences}). "
-                "Create it from the model and change only its mode: Trainer(model, eval_model=model.clone(...))."
-            )
+    def _is_told_mode(self) -> bool:
+        return self.has_eval_model or bool(self.eval_kwargs) or self.eval_module is not self.train_module
 
     @override
     def tabulate(self, rngs: dict[str, jax.Array], x: PyTree) -> str:
@@ -108,7 +83,7 @@ class LinenModel(Model):
     @property
     @override
     def hyperparameters(self) -> dict[str, Any]:
-        names = [field.name for field in dataclasses.fields(self.train_module) if field.name not in _OF_MODULES]
+        names = [field.name for field in dataclasses.fields(self.train_module) if field.name not in OF_MODULES]
         return plain_fields({name: getattr(self.train_module, name, None) for name in names})
 
     @override
@@ -119,10 +94,9 @@ class LinenModel(Model):
 
     @override
     def _dropout_hint(self) -> str:
-        own = "eval_model" if self.has_eval_model else "model"
-        code = evaluation_code(self.eval_module, own)
-        if code is not None:
-            return f" Dropout is on in evaluation, because the {own} is configured that way. Pass a module for evaluation: Trainer(model, eval_model={code})."
+        configured = self._configured_dropout("eval_model" if self.has_eval_model else "model")
+        if configured is not None:
+            return configured
         named = next((name for name in MODE_KEYWORDS if name in self.eval_kwargs), None)
         if named is not None:
             off = named if named == "deterministic" else f"not {named}"
@@ -169,7 +143,8 @@ class FunctionModel(Model):
     Attributes:
         init_fn: `(rngs, *inputs) -> variables`; `None` if nothing is initialized.
         apply_fn: `(variables, *inputs, rngs=, mutable=) -> (outputs, changed)`.
-        eval_fn: The same in evaluation; by default `apply_fn`.
+        eval_init_fn: `init_fn` of the model to evaluate, which shows its parameters.
+        eval_fn: `apply_fn` in evaluation; by default the same.
     """
 
     rng_hint = " Name every random stream that is used: TrainLoop(rngs={'init': ..., 'train': ...}), or EvalLoop(rngs=...)."
@@ -179,6 +154,7 @@ class FunctionModel(Model):
     )
     init_fn: Callable[..., Any] | None
     apply_fn: Callable[..., Any]
+    eval_init_fn: Callable[..., Any] | None = None
     eval_fn: Callable[..., Any] | None = None
     train_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     eval_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -188,28 +164,37 @@ class FunctionModel(Model):
     def of(
         cls, functions: tuple[Any, Any], evaluation: tuple[Any, Any] | None, *, train_kwargs: Any = None, eval_kwargs: Any = None, keyword_inputs: bool = False
     ) -> Self:
-        """Returns a model from `(init, apply)` and, optionally, the `(init, apply)` for evaluation, whose `init` is not used.
+        """Returns a model from `(init, apply)` and, optionally, the `(init, apply)` for evaluation, whose `init` is only called on shapes.
 
         A parameter of `apply` named `train`, `training` or `deterministic` is set by the mode.
         """
-        eval_fn = functions[1] if evaluation is None else evaluation[1]
+        eval_init_fn, eval_fn = evaluation or (None, functions[1])
         train_mode = {**mode_keywords(functions[1], train=True), **(train_kwargs or {})}
         eval_mode = {**mode_keywords(eval_fn, train=False), **(eval_kwargs or {})}
-        return cls(functions[0], functions[1], eval_fn, train_mode, eval_mode, keyword_inputs)
+        return cls(functions[0], functions[1], eval_init_fn, eval_fn, train_mode, eval_mode, keyword_inputs)
 
     @property
     @override
     def name(self) -> str:
-        fn = getattr(self.apply_fn, "func", self.apply_fn)  # Unwraps a functools.partial.
-        owner = getattr(fn, "__self__", None)
-        return type(owner).__name__ if isinstance(owner, nn.Module) else getattr(fn, "__name__", repr(fn))
+        return _name_of(self.apply_fn)
+
+    @property
+    @override
+    def _eval_name(self) -> str:
+        return _name_of(self.eval_fn or self.apply_fn)
+
+    @property
+    @override
+    def has_eval_model(self) -> bool:  # type: ignore[override]
+        return self.eval_init_fn is not None
 
     @override
-    def _init(self, rngs: dict[str, jax.Array], x: PyTree) -> Any:
-        assert self.init_fn is not None
-        known = parameters_of(self.init_fn)
-        args, kwargs = call_arguments(x, {key: value for key, value in self.train_kwargs.items() if key in known}, self.keyword_inputs)
-        variables = self.init_fn(rngs, *args, **kwargs)
+    def _init(self, rngs: dict[str, jax.Array], x: PyTree, *, train: bool) -> Any:
+        init, mode = (self.init_fn, self.train_kwargs) if train else (self.eval_init_fn, self.eval_kwargs)
+        assert init is not None
+        known = parameters_of(init)
+        args, kwargs = call_arguments(x, {key: value for key, value in mode.items() if key in known}, self.keyword_inputs)
+        variables = init(rngs, *args, **kwargs)
         if not isinstance(variables, Mapping):
             raise ModelError(f"init(rngs, *inputs) must return a dict of collections, as module.init does. It returned {describe_shapes(variables)}.")
         return variables
@@ -232,6 +217,13 @@ class FunctionModel(Model):
             " Dropout is on in evaluation. Pass a function that turns it off: functools.partial(module.apply, deterministic=True), or the apply of a module "
             "that is configured for evaluation."
         )
+
+
+def _name_of(fn: Any) -> str:
+    """Returns the name of a function; that of the module if it is a method of one."""
+    fn = getattr(fn, "func", fn)  # Unwraps a functools.partial.
+    owner = getattr(fn, "__self__", None)
+    return type(owner).__name__ if isinstance(owner, nn.Module) else getattr(fn, "__name__", repr(fn))
 
 
 def static_by_position(call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -266,71 +258,3 @@ def _static_positions(call: Any) -> Iterator[int]:
             offset = 0 if cells["transform"].cell_contents.__name__ == "checkpoint" else 1
             yield from (number - offset for number in ([given] if isinstance(given, int) else given) if number >= offset)
         call = getattr(call, "__wrapped__", None)
-
-
-def evaluation_code(module: nn.Module, name: str, keywords: Collection[str] = tuple(MODE_KEYWORDS)) -> str | None:
-    """Returns code that creates a copy of `module` with all mode fields, nested ones included, set for evaluation; `None` if they are set already.
-
-    The code calls the module `name`, and `keywords` are the names of the mode fields.
-
-    >>> @dataclasses.dataclass(frozen=True)
-    ... class Config:
-    ...     width: int = 8
-    ...     deterministic: bool = False
-    >>> class Net(nn.Module):
-    ...     config: Config
-    >>> evaluation_code(Net(Config()), "model")
-    'model.clone(config=dataclasses.replace(model.config, deterministic=True))'
-    >>> evaluation_code(Net(Config(deterministic=True)), "model") is None
-    True
-    """
-    return _changed_code(module, name, keywords, (), {})
-
-
-def _changed_code(value: Any, code: str, keywords: Collection[str], ancestors: tuple[int, ...], unchanged: dict[int, Any]) -> str | None:
-    """Returns code for `value`, itself read as `code`, with its mode fields set for evaluation; `None` if nothing changes.
-
-    `ancestors` are the ids of the objects that contain it, and `unchanged` has the objects that were searched without result, by id.
-    """
-    if len(ancestors) == _MAX_DEPTH or id(value) in ancestors or id(value) in unchanged or len(unchanged) == _MAX_OBJECTS:
-        return None
-    found = _members_of(value)
-    if found is None:
-        return None
-    members, template = found
-    changes: dict[str, str] = {}
-    for name, member in members.items():
-        if name in keywords and isinstance(member, bool):
-            if member is MODE_KEYWORDS[name]:
-                changes[name] = repr(not member)
-        else:
-            read = f"{code}[{name!r}]" if isinstance(value, Mapping) else f"{code}.{name}"
-            inner = _changed_code(member, read, keywords, (*ancestors, id(value)), unchanged)
-            if inner is not None:
-                changes[name] = inner
-    if not changes:
-        unchanged[id(value)] = value
-        return None
-    fields = ", ".join(f"{name}={change}" for name, change in changes.items())
-    items = ", ".join(f"{name!r}: {change}" for name, change in changes.items())
-    return template.format(code=code, fields=fields, items=items)
-
-
-def _members_of(value: Any) -> tuple[Mapping[str, Any], str] | None:
-    """Returns the members of a configuration, and a template of the code that changes them; `None` for other objects."""
-    if isinstance(value, type | types.ModuleType):
-        return None
-    if dataclasses.is_dataclass(value):
-        fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-        if isinstance(value, nn.Module):
-            return {name: member for name, member in fields.items() if name not in _OF_MODULES}, "{code}.clone({fields})"
-        return fields, "dataclasses.replace({code}, {fields})"
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return value._asdict(), "{code}._replace({fields})"
-    if isinstance(value, Mapping) or (hasattr(value, "keys") and hasattr(value, "__getitem__")):  # Those of ml_collections are not a Mapping.
-        items = {name: value[name] for name in value.keys() if isinstance(name, str)}  # noqa: SIM118
-        return items, "{{**{code}, {items}}}" if isinstance(value, Mapping) else "type({code})({{**{code}, {items}}})"
-    if callable(value) or not hasattr(value, "__dict__"):
-        return None
-    has_replace = callable(getattr(value, "replace", None))
-    return vars(value), "{code}.replace({fields})" if has_replace else "type({code})(**{{**vars({code}), {items}}})"

@@ -5,7 +5,7 @@ The trainer reads the variables of the user's module before each call and writes
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -16,7 +16,7 @@ from flax.traverse_util import unflatten_dict
 from fitflax.errors import ModelError
 from fitflax.leaves import is_key, listed
 from fitflax.metrics.base import snake_case
-from fitflax.models.base import MODE_KEYWORDS, parameters_of
+from fitflax.models.base import MODE_KEYWORDS, evaluation_code, parameters_of
 from fitflax.state import AxisNames, PyTree
 
 Path = tuple[Any, ...]
@@ -148,7 +148,7 @@ def in_mode(module: nnx.Module, filters: Filter, *, train: bool) -> nnx.Module:
     flags = {"deterministic": not train, "use_running_average": not train}
     own: Any = copy.train if train else copy.eval
     if all(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters_of(own).values()):
-        own()  # A module may override train() and eval(); methods with parameters may be something else.
+        own()  # As `nnx.Module.train` and `eval`, not those of nested modules. Methods with parameters may be something else.
     copy.set_attributes(**flags, raise_if_not_found=False)
     copy = nnx.view(copy, **flags, raise_if_not_found=False)
     for _, node in nnx.iter_modules(copy):
@@ -156,6 +156,30 @@ def in_mode(module: nnx.Module, filters: Filter, *, train: bool) -> nnx.Module:
             if isinstance(vars(node).get(key), bool):
                 setattr(node, key, value is train)
     return copy
+
+
+def view_code(module: nnx.Module, name: str, keywords: Collection[str]) -> str | None:
+    """Returns code that creates a view of a module, called `name`, whose configurations are set for evaluation, as `evaluation_code` does.
+
+    Modules that hold the same configuration get the same one; it is read from the outermost of them.
+    """
+    code = name
+    done: set[tuple[Path, str]] = set()
+    nodes = sorted(nnx.iter_modules(module), key=lambda entry: len(entry[0]))
+    for path, node in nodes:
+        place = name + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+        for attribute, value in vars(node).items():
+            if (path, attribute) in done or attribute.startswith("_pytree__") or nnx.has_data(value):
+                continue
+            change = evaluation_code(value, f"{place}.{attribute}", keywords)
+            if change is None:
+                continue
+            holders = {path: vars(node)[attribute] for path, node in nodes if attribute in vars(node)}
+            same = tuple(path for path, other in holders.items() if other is value or other == value)
+            done.update((path, attribute) for path in same)
+            only = "" if len(same) == len(holders) else f"only=nnx.filterlib.PathIn{same}, "
+            code = f"nnx.with_attributes({code}, {only}{attribute}={change})"
+    return code if done else None
 
 
 class ModuleVariables:

@@ -8,7 +8,7 @@ import functools
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,11 +23,12 @@ from fitflax.errors import ConfigError, LossError, ModelError
 from fitflax.leaves import describe_shapes, is_key, listed
 from fitflax.models.base import (
     ARGUMENT_HINT,
+    MODE_KEYWORDS,
     Draws,
     Losses,
     Model,
     call_arguments,
-    describe_differences,
+    check_eval_model,
     mode_keywords,
     parameters_of,
     plain_fields,
@@ -49,6 +50,7 @@ from fitflax.models.nnx_graph import (
     in_mode,
     raw,
     split_module,
+    view_code,
 )
 from fitflax.state import AxisNames, Batch, PyTree
 
@@ -89,7 +91,7 @@ def _rngs(rngs: Mapping[str, jax.Array]) -> nnx.Rngs:
 
 
 class NNXModel(Model):
-    """An NNX module as pure functions; `own` are the variables of the user's module."""
+    """An NNX module as pure functions; `own` are the variables of the user's module, and `eval_model` is a separate module to evaluate."""
 
     loss_arguments = ("model", "batch")
     loss_keywords = ("train",)
@@ -99,15 +101,38 @@ class NNXModel(Model):
     )
     argument_hint = ARGUMENT_HINT + "Trainer(model, train_kwargs={'decode': False}, eval_kwargs={'decode': False})."
 
-    def __init__(self, filters: Filter, train: _Mode, evaluation: _Mode, own: ModuleVariables, *, keyword_inputs: bool) -> None:
+    def __init__(self, filters: Filter, train: _Mode, evaluation: _Mode, own: ModuleVariables, eval_model: nnx.Module | None, *, keyword_inputs: bool) -> None:
         self._filters, self._modes, self._own, self.keyword_inputs = filters, {True: train, False: evaluation}, own, keyword_inputs
+        self._eval_model = eval_model
         self._hyperparameters = plain_fields({name: value for name, value in vars(own.model).items() if not name.startswith("_")})
 
     @property
     @override
     def name(self) -> str:
-        model = self._own.model
-        return type(model.to_nnx__module if isinstance(model, nnx.bridge.ToNNX) else model).__name__
+        return _name_of(self._own.model)
+
+    @property
+    @override
+    def _eval_name(self) -> str:
+        return _name_of(self._own.model if self._eval_model is None else self._eval_model)
+
+    @override
+    def _evaluation_code(self, keywords: Collection[str] = tuple(MODE_KEYWORDS)) -> str | None:
+        if self._eval_model is None:
+            return view_code(self._own.model, "model", keywords)
+        return None if self._eval_model is self._own.model else view_code(self._eval_model, "eval_model", keywords)
+
+    @property
+    @override
+    def _is_told_mode(self) -> bool:
+        return self._eval_model is not None or bool(self._modes[False].kwargs)
+
+    @functools.cached_property
+    def _configured_hint(self) -> str | None:
+        """The hint for random numbers in evaluation; `None` unless only a configuration sets the mode."""
+        if not MODE_KEYWORDS.keys().isdisjoint(self._modes[False].kwargs):
+            return None
+        return self._configured_dropout("model" if self._eval_model is None else "eval_model")
 
     @property
     @override
@@ -120,13 +145,13 @@ class NNXModel(Model):
         return jax.tree.map(_zeros_like, self._own.read()), self._own.axes
 
     @override
-    def _init(self, rngs: dict[str, jax.Array], x: PyTree) -> Any:
+    def _init(self, rngs: dict[str, jax.Array], x: PyTree, *, train: bool) -> Any:
         return self.init(rngs, x)[0]
 
     @override
     def _apply(self, variables: dict[str, PyTree], x: PyTree, *, train: bool, draws: Draws, mutable: Any) -> tuple[PyTree, Any]:
         call = functools.partial(self._modes[train].call, x=x, keyword_inputs=self.keyword_inputs, rngs=draws.rngs, mutable=mutable)
-        return self._run(call, variables, train=train, mutable=mutable, salt=draws.salt, capture=True)
+        return self._run(call, variables, train=train, mutable=mutable, draws=draws, capture=True)
 
     @override
     def merge(self, variables: Mapping[str, PyTree], *, train: bool, salt: Callable[[], jax.Array] | None = None) -> Any:
@@ -134,16 +159,31 @@ class NNXModel(Model):
         slots = [slot for slot in definition.slots if slot.path not in extra]
         salted = _fold_salt(slots, variables, salt)
         state = nnx.merge_state(as_state(slots, salted), nnx.from_flat_state(list(extra.items()))) if extra else as_state(slots, salted)
-        return nnx.merge(definition.graph, state)
+        return nnx.merge(definition.graph, state, copy=bool(extra))  # The call may change variables that only the module for evaluation has.
 
     def _run(
-        self, fn: Callable[[Any], Any], variables: dict[str, PyTree], *, train: bool, mutable: Any, salt: Callable[[], jax.Array] | None, capture: bool
+        self, fn: Callable[[Any], Any], variables: dict[str, PyTree], *, train: bool, mutable: Any, draws: Draws, capture: bool
     ) -> tuple[Any, dict[str, PyTree]]:
         """Returns the result of `fn(module)` for a module with these variables, and the collections that may change, including sown values.
 
-        Other arguments are as in `apply` and `Draws`. With `capture`, sown values are collected with `nnx.capture`; otherwise they stay in the module, where
-        user code may pop them.
+        Other arguments are as in `apply`. With `capture`, sown values are collected with `nnx.capture`; otherwise they stay in the module, where user code
+        may pop them.
         """
+        run = functools.partial(self._run_unchecked, fn, train=train, mutable=mutable, salt=draws.salt, capture=capture)
+        if not train and not draws.rngs and self._configured_hint is not None:
+            self._check_dropout(lambda variables: run(variables)[0], variables)
+        return run(variables)
+
+    def _check_dropout(self, run: Callable[[dict[str, PyTree]], Any], variables: dict[str, PyTree]) -> None:
+        """Checks that an evaluation of a module that is configured for training draws no random numbers; only with jit, because it traces the module."""
+        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(variables))
+        # The counts of streams are no evidence: they also change when streams are split or passed through a transformation.
+        if is_traced and "random_bits" in str(jax.make_jaxpr(run)(variables)):
+            raise ModelError(f"{self._eval_name} draws random numbers in evaluation.{self._configured_hint} If this is intended, pass eval_model=model.")
+
+    def _run_unchecked(
+        self, fn: Callable[[Any], Any], variables: dict[str, PyTree], *, train: bool, mutable: Any, salt: Callable[[], jax.Array] | None, capture: bool
+    ) -> tuple[Any, dict[str, PyTree]]:
         module = self.merge(variables, train=train, salt=salt)
         captured: list[Any] = []
         if not capture or self._modes[train].has_bridge:  # A bridge mistakes what nnx.capture adds for a variable.
@@ -195,7 +235,7 @@ class NNXModel(Model):
         def call(module: Any) -> Any:
             return compute_loss(module, batch, train=train, **keywords)
 
-        result, changed = self._run(call, variables, train=train, mutable=mutable, salt=draws.salt, capture=False)
+        result, changed = self._run(call, variables, train=train, mutable=mutable, draws=draws, capture=False)
         if not isinstance(result, tuple):
             return result, changed, {}
         if len(result) != 2 or not isinstance(result[1], Mapping):
@@ -236,8 +276,17 @@ class NNXModel(Model):
         if type(error).__name__ == "ScopeCollectionNotFound":
             return text, " Initialize a linen module in nnx.bridge.ToNNX with lazy_init(x) before you create the trainer."
         if "rngs" in text or "RngStream" in text:
-            return text, self.rng_hint
+            return text, self.rng_hint if train else self._dropout_hint()
         return super()._hint(error, text, x, train)
+
+    @override
+    def _dropout_hint(self) -> str:
+        return self._configured_hint or self.rng_hint
+
+
+def _name_of(module: nnx.Module) -> str:
+    """Returns the name of a module's class; that of the linen module in a bridge."""
+    return type(module.to_nnx__module if isinstance(module, nnx.bridge.ToNNX) else module).__name__
 
 
 def _zeros_like(leaf: jax.Array) -> Any:
@@ -294,8 +343,8 @@ def adapt_nnx(
     evaluated, known = (model, None) if eval_model is None else (eval_model, train.definition)
     evaluation = _create_mode(evaluated, filters, eval_kwargs, train=False, known=known)
     if eval_model is not None:
-        _check_eval_model(own, ModuleVariables(eval_model, filters))
-    return NNXModel(filters, train, evaluation, own, keyword_inputs=keyword_inputs), own
+        _check_parameters(own, ModuleVariables(eval_model, filters))
+    return NNXModel(filters, train, evaluation, own, eval_model, keyword_inputs=keyword_inputs), own
 
 
 def _check_bridge(owner: str, module: Any) -> None:
@@ -326,13 +375,9 @@ def _create_mode(module: nnx.Module, filters: Filter, kwargs: Mapping[str, Any] 
     return _Mode(definition, {**named, **(kwargs or {})}, takes_rngs, inner is not None, has_bridge, extra, frozenset(written))
 
 
-def _check_eval_model(own: ModuleVariables, other: ModuleVariables) -> None:
+def _check_parameters(own: ModuleVariables, other: ModuleVariables) -> None:
     """Checks that a module to evaluate has the parameters of the one to train."""
     have, want = other.shapes(), own.shapes()
     params = {path: shape for path, shape in want.items() if path.startswith((f"{PARAMS}/", f"{FROZEN}/"))}
-    differences = describe_differences(have, params, (path for path in have if path not in want and path.startswith(f"{PARAMS}/")))
-    if differences:
-        raise ModelError(
-            f"The eval_model {type(other.model).__name__} must have the parameters of the model {type(own.model).__name__}, which it uses in evaluation "
-            f"({differences}). Create it in the same way as the model and change only its mode."
-        )
+    known = want.keys() | {path for path in have if not path.startswith(f"{PARAMS}/")}
+    check_eval_model(type(own.model).__name__, type(other.model).__name__, have, params, known)

@@ -21,7 +21,6 @@ from fitflax.errors import LossError, ModelError, warn
 from fitflax.leaves import describe_shapes, listed
 from fitflax.logs import StepValues, Values
 from fitflax.metrics import Metric
-from fitflax.models import LinenModel
 from fitflax.parallel.strategy import jit_is_disabled
 from fitflax.state import Batch, PyTree, TrainState, shapes_in
 from fitflax.steps.compile import Compilation, CompiledSteps, InitialState, train_kind, trim_heap
@@ -245,10 +244,11 @@ class Preparation:
 
         With `is_single`, the batch is the only one of its call, so its shapes are compared with those of earlier calls.
         """
+        self.check_eval_model(state, batch, train=True)
         if self._is_eager():
             self._dry_run.step_eagerly(state, self._strategy.feed(batch), train=True)
             return
-        feed = self._begin_call("train on", state, batch, is_single)
+        feed = self._begin_call("train on", batch, is_single)
         shapes = str(feed)
         self._prepared = prepared = shapes, steps_per_call, keep
         if prepared not in self._compilations:
@@ -258,11 +258,12 @@ class Preparation:
 
     def evaluate(self, state: TrainState, batch: Batch, *, is_single: bool = False) -> None:
         """Dry-runs an evaluation and begins to compile it; arguments and errors as in `train`."""
+        self.check_eval_model(state, batch)
         if self._is_eager():
             self._dry_run.step_eagerly(state, self._strategy.feed(batch), train=False)
             self._warn_of_mode()
             return
-        feed = self._begin_call("evaluate", state, batch, is_single)
+        feed = self._begin_call("evaluate", batch, is_single)
         seen = "evaluate", str(feed), is_single
         if seen not in self._group_sizes:
             cost = self._dry_run.step(state, feed, train=False)
@@ -274,10 +275,11 @@ class Preparation:
 
     def predict(self, state: TrainState, batch: Batch, *, is_single: bool = False, is_counted: bool = True) -> None:
         """Dry-runs prediction; arguments as in `train`, and `is_counted` for whether the number of examples is known."""
+        self.check_eval_model(state, batch)
         if self._is_eager():
             self._warn_of_mode()
             return
-        feed = self._begin_call("predict", state, batch, is_single)
+        feed = self._begin_call("predict", batch, is_single)
         seen = "predict", str(feed.x), is_single
         if seen not in self._group_sizes:
             outputs, cost, _ = self._dry_run.outputs(state, batch, train=False)
@@ -286,9 +288,8 @@ class Preparation:
             every = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((len(batch.mask), *leaf.shape[1:]), leaf.dtype), outputs)
             self._group_sizes[seen] = 1 if is_single else self._choose_group_size(cost, batch, every)
 
-    def _begin_call(self, verb: str, state: TrainState, batch: Batch, is_single: bool) -> Batch:
+    def _begin_call(self, verb: str, batch: Batch, is_single: bool) -> Batch:
         """Records the shapes of the first batch of a call, and returns its shapes on the devices."""
-        self.check_eval_model(state, batch)
         used = _used(verb, batch)
         if not is_single:
             self._compiled[verb].check(used, warns=False)
@@ -297,16 +298,20 @@ class Preparation:
     def _shapes_of(self, batch: Batch) -> Batch:
         return cast(Batch, shapes_in(self._strategy.abstract_feed(batch)))
 
-    def check_eval_model(self, state: TrainState, batch: Batch) -> None:
-        """Checks once, on shapes, that a module for evaluation has the parameters of the one that is trained; raises `ModelError` otherwise.
+    def check_eval_model(self, state: TrainState, batch: Batch, *, train: bool = False) -> None:
+        """Checks once that a model for evaluation has the parameters of the one that is trained; raises `ModelError` otherwise.
 
-        Not called without jit, because it traces the module; linen raises an error when the module is applied.
+        With `train`, the batch is for training. A model for evaluation that cannot be initialized on it may take other inputs, so it is checked later.
         """
         if self._is_eval_model_checked:
             return
-        own = self._dry_run.eval_params(state, batch)
-        if own is not None:
-            cast(LinenModel, self._task.model).check_eval_params(state.params, own)
+        try:
+            own = self._dry_run.eval_params(state, batch)
+        except ModelError:
+            if train:
+                return
+            raise
+        self._task.model.check_eval_params(state.params, own)
         self._is_eval_model_checked = True
 
     def _warn_of_mode(self) -> None:

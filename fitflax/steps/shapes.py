@@ -121,17 +121,12 @@ class DryRun:
             return self.outputs(state, batch, train=True)
 
     def eval_params(self, state: TrainState, batch: Batch) -> PyTree:
-        """Returns the shapes of the parameters of a module for evaluation.
-
-        `None` if it cannot be initialized; errors are reported when it is applied.
-        """
+        """Returns the initial parameters of the model to evaluate, or their shapes; arrays only if jit is disabled. Raises a `ModelError` if it fails."""
         init = self._strategy.trace(self._task.init_eval_params, inputs=_STEP_INPUTS)
-        try:
-            return jax.eval_shape(init, shapes_in(state.key), self._strategy.abstract_feed(batch))
-        except Exception as error:
-            if is_of_debugger(error):
-                raise
-            return None
+        if self.is_eager():
+            with jax.disable_jit():
+                return init(state.key, self._strategy.feed(batch))
+        return jax.eval_shape(init, shapes_in(state.key), self._strategy.abstract_feed(batch))
 
     @without_full_collections()
     def step(self, state: TrainState, feed: Batch, *, train: bool) -> Cost:

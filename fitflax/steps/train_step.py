@@ -21,7 +21,6 @@ from fitflax.errors import ConfigError, LossError, MetricError, ModelError, did_
 from fitflax.leaves import describe_shapes, named_leaves
 from fitflax.logs import UNDEFINED, Kind, default_direction
 from fitflax.metrics import Mean, Metric
-from fitflax.models import LinenModel
 from fitflax.models.base import Draws
 from fitflax.state import AxisNames, Batch, PyTree, TrainState, start_average
 from fitflax.steps.gradients import MUTABLE_HINT, ForwardPass, Notes, StreamKeys, merge_all, ratio, split, split_key
@@ -87,9 +86,9 @@ class Task(ForwardPass):
         return fn
 
     def init_eval_params(self, key: jax.Array, batch: Batch) -> PyTree:
-        """Returns initial parameters of a module for evaluation, whose shapes show whether it fits."""
+        """Returns initial parameters of the model to evaluate, whose shapes show whether it fits."""
         rngs = split_key(key, ("params", *self.streams.init, *self.streams.eval))
-        return cast(LinenModel, self.model).init_for_evaluation(rngs, batch.x)
+        return self.model.init_for_evaluation(rngs, batch.x)
 
     # -- steps --
 

@@ -18,7 +18,7 @@ from flax import linen as nn
 import fitflax
 from fitflax.callbacks import ModelCheckpoint
 from fitflax.errors import ConfigError, FitflaxWarning, ModelError
-from fitflax.models.linen_model import evaluation_code
+from fitflax.models.base import evaluation_code
 from fitflax.parallel import DataParallel, Sharded
 
 VOCABULARY, LENGTH = 11, 6
@@ -83,7 +83,7 @@ TOKENS = RNG.integers(0, VOCABULARY, (40, LENGTH))
 TARGETS = np.roll(TOKENS, -1, axis=1)
 
 
-def trainer_of(model: nn.Module | None = None, eval_model: nn.Module | None = None, *, num_devices: int = 1, seed: int = 0, **options: Any) -> fitflax.Trainer:
+def trainer_of(model: Any = None, eval_model: Any = None, *, num_devices: int = 1, seed: int = 0, **options: Any) -> fitflax.Trainer:
     trainer = fitflax.Trainer(
         model or Language(TRAIN),
         eval_model=eval_model or Language(EVAL),
@@ -276,7 +276,7 @@ def test_without_jit_the_eval_model_is_used_too_and_nothing_is_traced():
     kernel, bias = (np.asarray(trainer.state.params["layers_0"][name]) for name in ("kernel", "bias"))
     np.testing.assert_allclose(trainer.predict(X), np.tanh(X @ kernel + bias), rtol=1e-5, atol=1e-6)
     trainer = trainer_of(nn.Dense(2), Seen(), loss="mse", metrics=None, run_eagerly=True)
-    with pytest.raises(ModelError, match=r"Seen cannot be run in evaluation mode .* This is the eval_model, which uses the model's variables"):
+    with pytest.raises(ModelError, match="The eval_model Seen must have the parameters of the model Dense"):
         trainer.fit(X, X[:, :2], validation_split=0.5, verbose=0)
     assert traced and not any(traced)
 
@@ -305,24 +305,72 @@ def test_an_eval_model_may_lack_collections_but_not_parameters():
         trainer_of(ByKeyword(), Headless(), loss="mse", metrics=None).fit(X, X[:, :1], verbose=0)
 
 
-@pytest.mark.slow
-def test_an_eval_model_that_cannot_be_initialized_can_still_be_applied():
-    class Applied(nn.Module):
+class Head(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(1, name="head")(x)
+
+
+class Negated(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return -nn.Dense(1, name="head")(x)
+
+
+class WithBody(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(1, name="head")(nn.Dense(3, name="body")(x))
+
+
+def functions_of(module: nn.Module) -> Any:
+    return module.init, module.apply
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("run_eagerly", [False, True], ids=["jit", "no jit"])
+@pytest.mark.parametrize("kind", [functions_of, lambda module: module], ids=["functions", "modules"])
+def test_parameters_are_compared_for_functions_and_without_jit(kind: Any, run_eagerly: bool):
+    options: dict[str, Any] = {"loss": "mse", "metrics": None, "run_eagerly": run_eagerly}
+    trainer = trainer_of(kind(WithBody()), kind(Head()), **options)  # Flax would not mind: it ignores parameters that it does not need.
+    message = r"The eval_model Head must have the parameters of the model WithBody, .* \(missing: params/body/bias, params/body/kernel\)\. Create it"
+    with pytest.raises(ModelError, match=message):
+        trainer.fit(X, X[:, :1], verbose=0)
+    assert trainer.step == 0
+    trainer = trainer_of(kind(Head()), kind(Negated()), **options)
+    trainer.fit(X, X[:, :1], validation_split=0.5, verbose=0)
+    np.testing.assert_allclose(trainer.predict(X), -Head().apply({"params": trainer.state.params}, X), rtol=1e-5)
+
+
+def test_an_eval_model_that_cannot_be_initialized_is_an_error_when_it_is_used():
+    class Broken(nn.Module):
         @nn.compact
         def __call__(self, x: Any) -> Any:
             if self.is_initializing():
                 raise NotImplementedError("load a checkpoint")
             return -nn.Dense(1, name="head")(x)
 
-    class Head(nn.Module):
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            return nn.Dense(1, name="head")(x)
+    trainer = trainer_of(Head(), Broken(), loss="mse", metrics=None)
+    trainer.fit(X, X[:, :1], verbose=0)
+    with pytest.raises(ModelError, match=r"The eval_model Broken cannot be initialized on inputs float32\[\d+,3\] .*: NotImplementedError: load a checkpoint"):
+        trainer.evaluate(X, X[:, :1], verbose=0)
 
-    trainer, plain = (trainer_of(Head(), eval_model, loss="mse", metrics=None) for eval_model in (Applied(), Head()))
-    for each in (trainer, plain):
-        each.fit(X, X[:, :1], verbose=0)
-    np.testing.assert_array_equal(trainer.predict(X), -plain.predict(X))
+
+@pytest.mark.slow
+def test_an_eval_model_may_take_other_inputs_than_the_model():
+    class Guided(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any, guide: Any) -> Any:
+            return nn.Dense(1, name="head")(x) + guide
+
+    for eval_model in (Head(), WithBody()):
+        trainer = trainer_of(Guided(), eval_model, loss="mse", metrics=None)
+        trainer.fit((X, X[:, 1:2]), X[:, :1], verbose=0)
+        if isinstance(eval_model, Head):
+            np.testing.assert_allclose(trainer.predict(X), Head().apply({"params": trainer.state.params}, X), rtol=1e-5)
+        else:
+            with pytest.raises(ModelError, match="unexpected: params/body/bias, params/body/kernel"):
+                trainer.predict(X)
 
 
 @pytest.mark.slow
