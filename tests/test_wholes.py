@@ -15,11 +15,12 @@ import pytest
 from flax import linen as nn
 
 import fitflax
-from fitflax.callbacks import LambdaCallback
+from fitflax.callbacks import LambdaCallback, ModelCheckpoint
 from fitflax.data import Shard
 from fitflax.data.batch import Triple
 from fitflax.errors import ConfigError, DataError, FitflaxWarning
 from fitflax.parallel import DataParallel, Sharded
+from fitflax.triggers import every
 from tests import graph_script
 from tests.graph_script import GraphNet, Graphs, batches, right, stream, trainer_of
 from tests.ports import reserve_port
@@ -353,6 +354,18 @@ def test_training_on_several_devices_is_an_error_unless_batches_may_be_combined(
         trainer.train_loop(stream(4), steps=1)
     assert trainer.step == 0
     assert_close(trainer.state.params, before, rtol=0, atol=0)
+
+
+def test_a_run_that_resumes_with_another_number_of_combined_batches_warns(tmp_path):
+    def run(devices: int, epochs: int):
+        trainer = trainer_of(devices)
+        trainer.fit(stream(4), epochs=epochs, callbacks=[ModelCheckpoint(tmp_path, every=every(epochs=1))], resume="auto", verbose=0)
+        return trainer
+
+    run(2, 1)
+    run(2, 2)  # No warning, which would be an error.
+    with pytest.warns(FitflaxWarning, match=r"was saved with other settings: whole_batches_per_update was 2 and is now 1\."):
+        assert run(1, 3).step == 8
 
 
 def test_without_combining_evaluations_and_single_batches_do_not_depend_on_the_number_of_devices():

@@ -121,7 +121,9 @@ def prepare_run(
     with contextlib.ExitStack() as failed:
         failed.callback(feed.close)  # This ends worker processes of a loader.
         weights = {str(label): float(weight) for label, weight in (class_weight or {}).items()}
-        compiled = {**task.described, **({"class_weight": weights} if weights else {})}
+        strategy = session.strategy
+        combined = {"whole_batches_per_update": strategy.num_replicas} if strategy.combine_whole_batches else {}
+        compiled = {**task.described, **({"class_weight": weights} if weights else {}), **combined}
         plan = dataclasses.replace(plan, info={**plan.info, "compiled": compiled})
         with participants.spent.on("data"):
             fed = _first_batch(session, feed, class_weight, plan, progress, participants.callbacks, saved)
