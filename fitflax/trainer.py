@@ -116,7 +116,7 @@ class Trainer:
             Or an `flax.nnx` module, whose variables are the initial state and are updated when a call returns. Or two functions `(init, apply)`.
         eval_model: A module that replaces `model` in evaluation, prediction and export, with the same variables, for models whose configuration sets the
             mode: `model.clone(config=dataclasses.replace(config, deterministic=True))`, or `nnx.with_attributes(model, config=...)`. Its mode keyword is
-            set, too. If `model` is `(init, apply)`, this is as well, and `init` is only called on shapes to compare the parameters.
+            set, too. If `model` is `(init, apply)`, pass `(init, apply)`; this `init` is used only to compare the parameters.
         trainable: An NNX filter for the variables to train, such as `nnx.LoRAParam`; `nnx.Param` by default.
         seed: The seed of all randomness: initialization, dropout, the order of examples. An NNX module already has its variables and random streams.
         rngs: Names of the module's random streams for initialization and training, or `{"init": names, "train": names, "eval": names}`.

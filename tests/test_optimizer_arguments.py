@@ -17,6 +17,7 @@ from fitflax.callbacks import BestCheckpoint, EarlyStopping, ModelCheckpoint
 from fitflax.checkpoints import load_inference_state
 from fitflax.errors import ConfigError, FitflaxWarning, OptimizerError
 from fitflax.parallel import DataParallel, Sharded
+from fitflax.steps.optimizer import loss_functions
 from tests.test_docs import ROOT, blocks
 
 X = np.random.default_rng(0).normal(size=(32, 6)).astype(np.float32)
@@ -71,7 +72,7 @@ def hand_written_loop(name: str) -> tuple[list[float], list[Any]]:
             return optax.softmax_cross_entropy_with_integer_labels(MODEL.apply({"params": params}, x), Y).mean()
 
         trained = trained_params(params)
-        value, grad = optax.value_and_grad_from_state(loss)(trained, state=state) if name in LINE_SEARCHES else jax.value_and_grad(loss)(trained)
+        value, grad = optax.value_and_grad_from_state(loss)(trained, state=state) if name in STORES_GRADIENT else jax.value_and_grad(loss)(trained)
         known = {"value": value, "grad": grad, "value_fn": loss, "obj_fn": loss, "grad_fn": lambda params, _: jax.grad(loss)(params)}
         updates, state = optimizer.update(grad, state, params, **{name: known[name] for name in wants})
         return optax.apply_updates(params, updates), state, value
@@ -117,6 +118,11 @@ def polyak() -> optax.GradientTransformation:
     return optax.polyak_sgd(scaling=10.0)
 
 
+def backtracking(**options: Any) -> optax.GradientTransformation:
+    """Returns gradient descent with a line search that has to reduce the first step."""
+    return optax.chain(optax.sgd(30.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=10, **options))
+
+
 LOOKAHEAD = (optax.sgd(0.1, momentum=0.9), 3, 0.5)
 NORMALIZED = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
 # The optimizer of the trainer, and the arguments that the hand-written loop passes to its update.
@@ -126,10 +132,8 @@ OPTIMIZERS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "polyak": (polyak(), ("value",)),
     "momo": (optax.contrib.momo(10.0, lower_bound=0.8), ("value",)),
     "momo_adam": (optax.contrib.momo_adam(0.5, lower_bound=0.8), ("value",)),
-    "backtracking": (
-        optax.chain(optax.sgd(30.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=10, store_grad=True)),
-        ("value", "grad", "value_fn"),
-    ),
+    "backtracking": (backtracking(), ("value", "grad", "value_fn")),
+    "backtracking with gradients": (backtracking(store_grad=True), ("value", "grad", "value_fn")),
     "multi_transform": (optax.multi_transform({"first": polyak(), "rest": optax.sgd(0.1)}, by_layer), ("value",)),
     "MultiSteps": (optax.MultiSteps(polyak(), 2).gradient_transformation(), ("value",)),
     "inject_hyperparams": (optax.inject_hyperparams(optax.polyak_sgd)(scaling=10.0), ("value",)),
@@ -144,13 +148,14 @@ OPTIMIZERS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "lookahead": (documented_lookahead()(*LOOKAHEAD), ()),
     "apply_if_finite": (optax.apply_if_finite(optax.adam(1e-2), 5), ()),
 }
-# Their state keeps the loss and the gradient of the parameters that they accept, which the documented loop reuses.
-LINE_SEARCHES = {"lbfgs", "backtracking"}
+LINE_SEARCHES = {"lbfgs", "backtracking", "backtracking with gradients"}
+# Their state has the loss and the gradient at the new parameters, which the documented loop reuses.
+STORES_GRADIENT = LINE_SEARCHES - {"backtracking"}
 # One for each way to compute the arguments from several replicas; Muon, which needs whole kernels; and a NaN that only one replica has.
-ON_SEVERAL = {"lbfgs", "backtracking", "polyak", "opaque sam", "sophia", "muon by dimensions", "apply_if_finite"}
+ON_SEVERAL = {*LINE_SEARCHES, "polyak", "opaque sam", "sophia", "muon by dimensions", "apply_if_finite"}
 PLACES = {"one": one_device, "four": lambda: DataParallel(jax.devices()[:4]), "mesh": lambda: Sharded({"data": 4}, devices=jax.devices()[:4])}
 # One for each kind of argument or wrapper.
-QUICK = {("plateau", "one"), ("backtracking", "four"), ("lookahead", "one"), ("apply_if_finite", "four")}
+QUICK = {("plateau", "one"), ("backtracking", "four"), ("opaque sam", "four"), ("lookahead", "one"), ("apply_if_finite", "four")}
 CASES = [(name, place) for name in OPTIMIZERS for place in (PLACES if name in ON_SEVERAL else ["one"])]
 
 
@@ -242,6 +247,14 @@ def test_resumed_runs_with_these_optimizers_are_bit_for_bit_identical(tmp_path, 
     for one, other in zip(jax.tree.leaves(whole.state), jax.tree.leaves(resumed.state), strict=True):
         if not jax.dtypes.issubdtype(one.dtype, jax.dtypes.prng_key):
             np.testing.assert_array_equal(one, other)
+
+
+def test_value_fn_can_be_linearized_and_transposed():
+    """`scale_by_backtracking_linesearch(store_grad=True)` computes the gradient in this way, with a Python number as the cotangent."""
+    value_fn = loss_functions(lambda params: jnp.sum(params**3), one_device(), jnp.float32(8))["value_fn"]
+    value, linear = jax.linearize(value_fn, X)
+    assert value == pytest.approx((X**3).sum(), rel=1e-5)
+    np.testing.assert_allclose(jax.linear_transpose(linear, X)(1.0)[0], 3 * X**2, rtol=1e-6)
 
 
 def test_an_optimizer_gets_only_the_arguments_that_it_accepts():

@@ -363,9 +363,19 @@ def test_a_run_that_resumes_with_another_number_of_combined_batches_warns(tmp_pa
         return trainer
 
     run(2, 1)
-    run(2, 2)  # No warning, which would be an error.
+    for _ in range(2):  # The second time, no batch is left.
+        run(2, 2)  # A warning would be an error.
     with pytest.warns(FitflaxWarning, match=r"was saved with other settings: whole_batches_per_update was 2 and is now 1\."):
         assert run(1, 3).step == 8
+
+
+def test_batches_with_rows_may_resume_on_another_number_of_devices(tmp_path):
+    x = np.ones((8, 3), np.float32)
+    for devices in (1, 2):
+        trainer = fitflax.Trainer(nn.Dense(1), parallel=DataParallel(jax.devices()[:devices], combine_whole_batches=True))
+        trainer.compile("sgd", "mse")
+        trainer.fit(x, x[:, :1], epochs=devices, callbacks=[ModelCheckpoint(tmp_path)], resume="auto", verbose=0)  # A warning would be an error.
+        assert trainer.step == devices
 
 
 def test_without_combining_evaluations_and_single_batches_do_not_depend_on_the_number_of_devices():

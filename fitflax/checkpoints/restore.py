@@ -313,7 +313,7 @@ def _leaving_out(paths: Collection[str], names: Mapping[str, tuple[str, ...]] | 
     if not sources:
         return f"{what}(path, partial=True)."
     entries = ", ".join([f"{name!r}: None" for name in sources[:3]] + ["..."] * (len(sources) > 3))
-    return f"{what}(path, partial=True, mapping={{{entries}}}). If you pass a mapping, put these entries first."
+    return f"{what}(path, partial=True, mapping={{{entries}}}). If you pass a mapping, map these to None in it."
 
 
 def report_of(state: TrainState) -> RestoreReport:

@@ -243,7 +243,7 @@ def _check_cover(entries: Mapping[str, Entry], size: int) -> None:
         if entry.end > size:
             raise ValueError(f"it is truncated: {_quoted(name)} ends at byte {entry.end}, but the data has only {size} bytes")
         if entry.begin != end:
-            raise ValueError(f"{_quoted(name)} begins at byte {entry.begin}, but the array before it ends at byte {end}")
+            raise ValueError(f"{_quoted(name)} begins at byte {entry.begin}, expected {end}, because arrays must be contiguous")
         end = entry.end
     if end < size:
         raise ValueError(f"{size - end} bytes at its end belong to no array")

@@ -121,14 +121,14 @@ def prepare_run(
     with contextlib.ExitStack() as failed:
         failed.callback(feed.close)  # This ends worker processes of a loader.
         weights = {str(label): float(weight) for label, weight in (class_weight or {}).items()}
-        strategy = session.strategy
-        combined = {"whole_batches_per_update": strategy.num_replicas} if strategy.combine_whole_batches else {}
-        compiled = {**task.described, **({"class_weight": weights} if weights else {}), **combined}
-        plan = dataclasses.replace(plan, info={**plan.info, "compiled": compiled})
         with participants.spent.on("data"):
             fed = _first_batch(session, feed, class_weight, plan, progress, participants.callbacks, saved)
+        compiled = {**task.described, **({"class_weight": weights} if weights else {})}
+        if fed is not None and fed.real is not None:  # Batches are passed whole.
+            compiled["whole_batches_per_update"] = source.together
+        plan = dataclasses.replace(plan, info={**plan.info, "compiled": compiled})
         run = _prepare_state(session, feed, fed, plan, progress, participants, saved)
-        if saved is not None:
+        if saved is not None and fed is not None:  # Without a first batch, no step follows.
             warn_of_changes(saved, compiled, to_resume=True)
         failed.pop_all()
     return run

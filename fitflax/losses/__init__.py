@@ -55,7 +55,6 @@ _Check = Callable[[str, Any, Any], tuple[jax.Array, jax.Array]]
 _MIN_LOGIT = -1e30
 
 _USE_LABELS = "For integer labels use 'softmax_cross_entropy_with_integer_labels'."
-_TO_ONE_HOT = "Make integer labels one-hot: jax.nn.one_hot(labels, classes)."
 
 
 def _loss(name: str, check: _Check, *, is_elementwise: bool = False, **options: Any) -> _Loss:
@@ -114,9 +113,9 @@ _ELEMENTWISE = ("hinge_loss", "huber_loss", "l2_loss", "perceptron_loss", "sigmo
 _CLASS_ROWS = {
     "safe_softmax_cross_entropy": _rows(labels=_USE_LABELS),
     "softmax_cross_entropy": _rows(labels=_USE_LABELS),
-    "poly_loss_cross_entropy": _rows(labels=_TO_ONE_HOT),
-    "dice_loss": _rows(binary="binary_dice_loss", labels=_TO_ONE_HOT),
-    "generalized_kl_divergence": _rows(binary="poisson", labels=_TO_ONE_HOT, role="amounts"),
+    "poly_loss_cross_entropy": _rows(labels=shapes.TO_ONE_HOT),
+    "dice_loss": _rows(binary="binary_dice_loss", labels=shapes.TO_ONE_HOT),
+    "generalized_kl_divergence": _rows(binary="poisson", labels=shapes.TO_ONE_HOT, role="amounts"),
     "kl_divergence_with_log_targets": _rows(labels=_USE_LABELS, role="log probabilities"),
 }
 _RELEVANCES = _rows(binary="mean_squared_error", labels="Pass one relevance for each item.", role="relevances")

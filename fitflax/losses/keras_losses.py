@@ -9,14 +9,13 @@ import numpy as np
 import optax
 
 from fitflax.errors import LossError
-from fitflax.losses.shapes import class_labels, class_rows, mean_of_last_axis, nan_unless, same_shape, vectors
+from fitflax.losses.shapes import TO_ONE_HOT, class_labels, class_rows, mean_of_last_axis, nan_unless, same_shape, vectors
 
 __all__ = ["binary_crossentropy", "binary_focal_crossentropy", "categorical_crossentropy", "categorical_focal_crossentropy", "categorical_hinge"]
 __all__ += ["cosine_similarity", "hinge", "huber", "kl_divergence", "log_cosh", "mean_absolute_error", "mean_absolute_percentage_error"]
 __all__ += ["mean_squared_error", "mean_squared_logarithmic_error", "poisson", "sparse_categorical_crossentropy", "squared_hinge"]
 
 _USE_SPARSE = "For integer labels use 'sparse_categorical_crossentropy'."
-_TO_ONE_HOT = "Make integer labels one-hot: jax.nn.one_hot(labels, classes)."
 
 # The epsilon of Keras: a lower bound for divisors and arguments of logarithms.
 _EPSILON = 1e-7
@@ -152,7 +151,7 @@ def categorical_focal_crossentropy(
     name = "categorical_focal_crossentropy"
     _check_fractions(name, label_smoothing=label_smoothing)
     _check_gamma(name, gamma)
-    outputs, targets = class_rows(name, outputs, targets, binary="binary_focal_crossentropy", labels=_TO_ONE_HOT)
+    outputs, targets = class_rows(name, outputs, targets, binary="binary_focal_crossentropy", labels=TO_ONE_HOT)
     factors = np.asarray(alpha, np.float32)
     if factors.shape not in ((), outputs.shape[-1:]) or not np.all(factors >= 0):
         raise LossError(f"{name}(alpha=...) must be at least 0: one number, or one for each of the {outputs.shape[-1]} classes. Received: {alpha!r}.")

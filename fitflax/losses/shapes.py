@@ -16,6 +16,7 @@ from fitflax.leaves import describe_shapes
 IT = "It"
 """Stands for a metric, whose functions do not know its name; `metrics.base.naming` prepends that."""
 
+TO_ONE_HOT = "Make integer labels one-hot: jax.nn.one_hot(labels, classes)."
 _CHECK_LAYER = "Check the model's last layer."
 
 # Never the same again, because a jitted function within a custom one warns only when it is first traced on shapes. A function may split rows into groups.

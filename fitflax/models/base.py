@@ -1,7 +1,7 @@
 """The interface through which steps use a model of any kind, as pure functions of its variables.
 
-The user's model is never subclassed, patched or bound. Fields of a configuration that set the mode, such as `config.deterministic`, are up to the user; this
-module generates the code that sets them for evaluation.
+The user's model is never subclassed, patched or bound. The user sets the mode fields of a configuration, such as `config.deterministic`; this module
+generates the code that does so.
 """
 
 import abc
@@ -67,7 +67,7 @@ class Model(abc.ABC):
     loss_arguments: tuple[str, ...] = ("params", "model_state", "batch")
     loss_keywords: tuple[str, ...] = ("rngs", "train")
     keyword_inputs: bool
-    has_eval_model: bool = False  # Whether evaluation uses another module, whose parameters are not compared yet.
+    has_eval_model: bool = False  # Whether the user gave a module for evaluation, whose parameters may differ by mistake.
     # How to fix errors about random streams and about arguments; appended to their texts.
     rng_hint: ClassVar[str] = RNG_HINT
     argument_hint: ClassVar[str]
@@ -150,15 +150,15 @@ class Model(abc.ABC):
         return None
 
     @property
-    def _is_told_mode(self) -> bool:
-        """Whether evaluation has a module, a field or an argument of its own."""
+    def _has_eval_mode(self) -> bool:
+        """Whether a separate module, a field or an argument sets the mode of evaluation."""
         return True
 
     @property
     def mode_fault(self) -> str | None:
         """A message if the model seems to be in training mode during evaluation; `None` otherwise."""
         # Dropout in evaluation raises. Batch statistics that are still updated go unnoticed.
-        if self._is_told_mode or self._evaluation_code(("train", "training")) is None:
+        if self._has_eval_mode or self._evaluation_code(("train", "training")) is None:
             return None
         return (
             f"{self.name} is configured for training, but evaluation uses it unchanged. Pass a module for evaluation, "

@@ -69,7 +69,7 @@ class LinenModel(Model):
 
     @property
     @override
-    def _is_told_mode(self) -> bool:
+    def _has_eval_mode(self) -> bool:
         return self.has_eval_model or bool(self.eval_kwargs) or self.eval_module is not self.train_module
 
     @override
@@ -164,7 +164,7 @@ class FunctionModel(Model):
     def of(
         cls, functions: tuple[Any, Any], evaluation: tuple[Any, Any] | None, *, train_kwargs: Any = None, eval_kwargs: Any = None, keyword_inputs: bool = False
     ) -> Self:
-        """Returns a model from `(init, apply)` and, optionally, the `(init, apply)` for evaluation, whose `init` is only called on shapes.
+        """Returns a model from `(init, apply)` and, optionally, the `(init, apply)` for evaluation, whose `init` is only used to compare the parameters.
 
         A parameter of `apply` named `train`, `training` or `deterministic` is set by the mode.
         """

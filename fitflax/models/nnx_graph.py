@@ -148,7 +148,7 @@ def in_mode(module: nnx.Module, filters: Filter, *, train: bool) -> nnx.Module:
     flags = {"deterministic": not train, "use_running_average": not train}
     own: Any = copy.train if train else copy.eval
     if all(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters_of(own).values()):
-        own()  # As `nnx.Module.train` and `eval`, not those of nested modules. Methods with parameters may be something else.
+        own()  # Only that of the outermost module, as in Flax. A method with parameters may do something else.
     copy.set_attributes(**flags, raise_if_not_found=False)
     copy = nnx.view(copy, **flags, raise_if_not_found=False)
     for _, node in nnx.iter_modules(copy):
@@ -167,7 +167,7 @@ def view_code(module: nnx.Module, name: str, keywords: Collection[str]) -> str |
     done: set[tuple[Path, str]] = set()
     nodes = sorted(nnx.iter_modules(module), key=lambda entry: len(entry[0]))
     for path, node in nodes:
-        place = name + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+        place = name + "".join(f".{part}" if isinstance(part, str) and part.isidentifier() else f"[{part!r}]" for part in path)
         for attribute, value in vars(node).items():
             if (path, attribute) in done or attribute.startswith("_pytree__") or nnx.has_data(value):
                 continue
@@ -175,11 +175,19 @@ def view_code(module: nnx.Module, name: str, keywords: Collection[str]) -> str |
             if change is None:
                 continue
             holders = {path: vars(node)[attribute] for path, node in nodes if attribute in vars(node)}
-            same = tuple(path for path, other in holders.items() if other is value or other == value)
+            same = tuple(path for path, other in holders.items() if _are_equal(other, value))
             done.update((path, attribute) for path in same)
             only = "" if len(same) == len(holders) else f"only=nnx.filterlib.PathIn{same}, "
             code = f"nnx.with_attributes({code}, {only}{attribute}={change})"
     return code if done else None
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Returns whether two attributes are equal; attributes that contain arrays may not be comparable."""
+    try:
+        return one is other or (type(one) is type(other) and bool(one == other))
+    except (TypeError, ValueError):
+        return False
 
 
 class ModuleVariables:

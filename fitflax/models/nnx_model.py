@@ -116,6 +116,11 @@ class NNXModel(Model):
     def _eval_name(self) -> str:
         return _name_of(self._own.model if self._eval_model is None else self._eval_model)
 
+    @property
+    @override
+    def has_eval_model(self) -> bool:  # type: ignore[override]
+        return self._eval_model is not None
+
     @override
     def _evaluation_code(self, keywords: Collection[str] = tuple(MODE_KEYWORDS)) -> str | None:
         if self._eval_model is None:
@@ -124,7 +129,7 @@ class NNXModel(Model):
 
     @property
     @override
-    def _is_told_mode(self) -> bool:
+    def _has_eval_mode(self) -> bool:
         return self._eval_model is not None or bool(self._modes[False].kwargs)
 
     @functools.cached_property
@@ -179,7 +184,8 @@ class NNXModel(Model):
         is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(variables))
         # The counts of streams are no evidence: they also change when streams are split or passed through a transformation.
         if is_traced and "random_bits" in str(jax.make_jaxpr(run)(variables)):
-            raise ModelError(f"{self._eval_name} draws random numbers in evaluation.{self._configured_hint} If this is intended, pass eval_model=model.")
+            intended = "pass eval_model=model" if self._eval_model is None else "name the streams: Trainer(rngs={'train': ..., 'eval': ('dropout',)})"
+            raise ModelError(f"{self._eval_name} draws random numbers in evaluation.{self._configured_hint} If this is intended, {intended}.")
 
     def _run_unchecked(
         self, fn: Callable[[Any], Any], variables: dict[str, PyTree], *, train: bool, mutable: Any, salt: Callable[[], jax.Array] | None, capture: bool

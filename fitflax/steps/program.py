@@ -236,6 +236,7 @@ class Preparation:
         self._prepared: tuple[str, int, Keep] | None = None
         self._compiled = {verb: CompiledShapes(verb) for verb in ("train on", "evaluate", "predict")}
         self._is_eval_model_checked = not task.model.has_eval_model
+        self._is_eval_model_for_other_inputs = False  # Whether it could not be initialized on a batch, so that `predict` has to check it.
         self._reported: set[str] = set()  # See `is_new`.
         self.checked_arrays: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # By identity.
 
@@ -244,7 +245,7 @@ class Preparation:
 
         With `is_single`, the batch is the only one of its call, so its shapes are compared with those of earlier calls.
         """
-        self.check_eval_model(state, batch, train=True)
+        self.check_eval_model(state, batch, is_called=False)
         if self._is_eager():
             self._dry_run.step_eagerly(state, self._strategy.feed(batch), train=True)
             return
@@ -258,7 +259,7 @@ class Preparation:
 
     def evaluate(self, state: TrainState, batch: Batch, *, is_single: bool = False) -> None:
         """Dry-runs an evaluation and begins to compile it; arguments and errors as in `train`."""
-        self.check_eval_model(state, batch)
+        self.check_eval_model(state, batch, is_called=self._task.compute_loss is None)
         if self._is_eager():
             self._dry_run.step_eagerly(state, self._strategy.feed(batch), train=False)
             self._warn_of_mode()
@@ -298,19 +299,20 @@ class Preparation:
     def _shapes_of(self, batch: Batch) -> Batch:
         return cast(Batch, shapes_in(self._strategy.abstract_feed(batch)))
 
-    def check_eval_model(self, state: TrainState, batch: Batch, *, train: bool = False) -> None:
+    def check_eval_model(self, state: TrainState, batch: Batch, *, is_called: bool = True) -> None:
         """Checks once that a model for evaluation has the parameters of the one that is trained; raises `ModelError` otherwise.
 
-        With `train`, the batch is for training. A model for evaluation that cannot be initialized on it may take other inputs, so it is checked later.
+        Without `is_called`, the model may be called on other inputs than those of the batch. If it cannot be initialized on them, it is checked later.
         """
-        if self._is_eval_model_checked:
+        if self._is_eval_model_checked or (not is_called and self._is_eval_model_for_other_inputs):
             return
         try:
             own = self._dry_run.eval_params(state, batch)
         except ModelError:
-            if train:
-                return
-            raise
+            if is_called:
+                raise
+            self._is_eval_model_for_other_inputs = True
+            return
         self._task.model.check_eval_params(state.params, own)
         self._is_eval_model_checked = True
 

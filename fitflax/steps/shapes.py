@@ -124,6 +124,7 @@ class DryRun:
         """Returns the initial parameters of the model to evaluate, or their shapes; arrays only if jit is disabled. Raises a `ModelError` if it fails."""
         init = self._strategy.trace(self._task.init_eval_params, inputs=_STEP_INPUTS)
         if self.is_eager():
+            batch = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, batch)
             with jax.disable_jit():
                 return init(state.key, self._strategy.feed(batch))
         return jax.eval_shape(init, shapes_in(state.key), self._strategy.abstract_feed(batch))

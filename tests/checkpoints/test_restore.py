@@ -143,7 +143,7 @@ def test_different_shapes_and_dtypes_are_one_error_with_advice_that_works():
         "params/head/kernel has shape (2, 5), expected (2, 3)."
     )
     advice = advice.removeprefix("runs/a does not fit this model. To restore only what matches, call Trainer.restore(path, partial=True, mapping=")
-    assert restored_by(target, {**mapping, **eval(advice.removesuffix("). If you pass a mapping, put these entries first."))})["params/encoder/bias"] == 2
+    assert restored_by(target, {**mapping, **eval(advice.removesuffix("). If you pass a mapping, map these to None in it."))})["params/encoder/bias"] == 2
 
 
 def test_with_many_differences_the_advice_comes_first_and_only_some_are_listed():
@@ -153,7 +153,7 @@ def test_with_many_differences_the_advice_comes_first_and_only_some_are_listed()
         match(checkpoint, target, {})
     assert str(caught.value) == (
         "runs/a does not fit this model. To restore only what matches, call Trainer.restore(path, partial=True, mapping={'params/body/0/bias': None, "
-        "'params/body/1/bias': None, 'params/body/2/bias': None, ...}). If you pass a mapping, put these entries first. "
+        "'params/body/1/bias': None, 'params/body/2/bias': None, ...}). If you pass a mapping, map these to None in it. "
         "Different: params/body/0/bias has shape (3,), expected (2,); params/body/1/bias has shape (3,), expected (2,); "
         "params/body/2/bias has shape (3,), expected (2,); and 7 more."
     )

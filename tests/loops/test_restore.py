@@ -257,7 +257,7 @@ def test_the_advice_of_an_error_can_be_added_to_the_users_mapping(pretrained):
     mapping["params/torso_norm"] = "params/backbone_norm"
     other.build((jax.ShapeDtypeStruct((4, 4), np.float32),))
     for options in ({"weights_only": True}, {"partial": True}):
-        with pytest.raises(RestoreError, match="If you pass a mapping, put these entries first") as caught:
+        with pytest.raises(RestoreError, match="If you pass a mapping, map these to None in it") as caught:
             other.restore(pretrained[0], mapping=mapping, **options)
         report = other.restore(pretrained[0], partial=True, mapping={**mapping, **advised(caught)})
         assert report.initialized == ("params/classes/bias", "params/classes/kernel") and len(report.restored) == 6

@@ -336,7 +336,7 @@ def test_following_the_advice_of_each_error_initializes_a_new_head(form, tmp_pat
     rules = [WeightRule("{collection}.{layer}.{name}", "{collection}/{layer}/{name}")]
     mapping = {"default": None, "dict": {name: as_path(name) for name in NAMES}, "rules": rules}[form]
     tuned = trainer_of(Net(classes=5))
-    with pytest.raises(RestoreError, match=r"call Trainer\.load_weights\(path, partial=True, mapping=.* put these entries first") as whole:
+    with pytest.raises(RestoreError, match=r"call Trainer\.load_weights\(path, partial=True, mapping=.* map these to None in it") as whole:
         tuned.load_weights(path, mapping=mapping)
     with pytest.raises(RestoreError, match="params/head/kernel has shape") as caught:
         tuned.load_weights(path, mapping=mapping, partial=True)

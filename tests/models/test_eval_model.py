@@ -332,7 +332,7 @@ def functions_of(module: nn.Module) -> Any:
 @pytest.mark.parametrize("kind", [functions_of, lambda module: module], ids=["functions", "modules"])
 def test_parameters_are_compared_for_functions_and_without_jit(kind: Any, run_eagerly: bool):
     options: dict[str, Any] = {"loss": "mse", "metrics": None, "run_eagerly": run_eagerly}
-    trainer = trainer_of(kind(WithBody()), kind(Head()), **options)  # Flax would not mind: it ignores parameters that it does not need.
+    trainer = trainer_of(kind(WithBody()), kind(Head()), **options)  # Flax ignores parameters that it does not need.
     message = r"The eval_model Head must have the parameters of the model WithBody, .* \(missing: params/body/bias, params/body/kernel\)\. Create it"
     with pytest.raises(ModelError, match=message):
         trainer.fit(X, X[:, :1], verbose=0)
@@ -371,6 +371,52 @@ def test_an_eval_model_may_take_other_inputs_than_the_model():
         else:
             with pytest.raises(ModelError, match="unexpected: params/body/bias, params/body/kernel"):
                 trainer.predict(X)
+
+
+class Decoder(nn.Module):
+    """Cannot be called on the inputs of a batch, but by another method."""
+
+    def setup(self):
+        self.dense = nn.Dense(2)
+
+    def __call__(self, x: Any) -> Any:
+        return self.dense(x["inputs"])
+
+    def decode(self, x: Any) -> Any:
+        return self.dense(x)
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True], ids=["jit", "no jit"])
+def test_a_custom_loss_may_call_the_eval_model_by_a_method_that_accepts_the_inputs(run_eagerly: bool, monkeypatch: pytest.MonkeyPatch):
+    class Custom(fitflax.Trainer):
+        def compute_loss(self, params: Any, model_state: Any, batch: Any, *, rngs: Any, train: bool) -> Any:
+            module = self.model if train else self.eval_model
+            outputs = module.apply({"params": params, **model_state}, batch.x, method=None if train else "decode")
+            return jnp.square(outputs).mean(axis=1), {}, {"outputs": outputs}
+
+    class Encoder(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.Dense(2, name="dense")(x)
+
+    trainer = Custom(Encoder(), eval_model=Decoder(), parallel=DataParallel(jax.devices()[:1]))
+    trainer.compile("sgd", run_eagerly=run_eagerly)
+    x = np.ones((4, 3), np.float32)
+    inits = []
+    monkeypatch.setattr(Decoder, "init", lambda self, *args, **kwargs: inits.append(1) or nn.Module.init(self, *args, **kwargs))
+    losses = [trainer.train_on_batch((x,))["loss"] for _ in range(3)]
+    assert trainer.evaluate(x, verbose=0)["loss"] < losses[-1]
+    assert len(inits) == 1
+    with pytest.raises(ModelError, match="The eval_model Decoder cannot be initialized"):
+        trainer.predict(x)
+
+
+@pytest.mark.slow
+def test_without_jit_a_model_is_exported_before_any_other_call(tmp_path: pathlib.Path):
+    trainer = fitflax.Trainer(nn.Dense(2), eval_model=nn.Dense(2), parallel=DataParallel(jax.devices()[:1]))
+    trainer.compile("sgd", "mse", run_eagerly=True)
+    trainer.build((np.ones((4, 3), np.float32), np.ones((4, 2), np.float32)))
+    assert trainer.export(tmp_path / "model").exists()
 
 
 @pytest.mark.slow

@@ -203,12 +203,12 @@ class ByKeyword(Noisy):
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize("name", ["a configuration without effect", "intended", "told by keyword", "streams named for evaluation"])
+@pytest.mark.parametrize("name", ["a configuration without effect", "intended", "keyword", "streams named for evaluation"])
 def test_a_configuration_for_training_is_allowed_if_it_has_no_effect_or_is_intended(name: str):
     create, options = {
         "a configuration without effect": (FromView, {}),
         "intended": (Noisy, {"eval_model": True}),
-        "told by keyword": (ByKeyword, {}),
+        "keyword": (ByKeyword, {}),
         "streams named for evaluation": (FromCall, {"rngs": {"train": ("dropout",), "eval": ("dropout",)}}),
     }[name]
     model = create(Config(), nnx.Rngs(0))
