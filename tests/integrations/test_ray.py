@@ -69,11 +69,13 @@ def cluster() -> Iterator[RayCluster]:
         patch.setenv("RAY_TRAIN_V2_ENABLED", "1")
         patch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "8")  # A shorter wait for a node that does not come back.
         patch.setenv("RAY_worker_niceness", "0")  # Otherwise, workers get little time while other tests run.
+        handler = signal.getsignal(signal.SIGTERM)  # Ray sets another one, which would stay for later tests.
         made = RayCluster()
         try:
             yield made
         finally:
             made.cluster.shutdown()
+            signal.signal(signal.SIGTERM, handler)
 
 
 def workers(directory: pathlib.Path) -> list[int]:
@@ -235,7 +237,6 @@ def test_workers_with_unequal_shards_run_the_same_steps_and_use_each_example_onc
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning")  # Ray raises them.
 def test_fit_evaluate_and_predict_treat_a_ray_dataset_like_arrays(cluster):
     x, y = make_data()
-    handler = signal.getsignal(signal.SIGTERM)  # Ray sets another one, which would stay for later tests.
     ray.init(address=cluster.cluster.address, logging_level="ERROR", log_to_driver=False)
     try:
         data = ray.data.from_items([{"x": each, "y": target, "name": "a"} for each, target in zip(x, y, strict=True)])
@@ -256,7 +257,6 @@ def test_fit_evaluate_and_predict_treat_a_ray_dataset_like_arrays(cluster):
             trainer.fit(data, y, verbose=0)
     finally:
         ray.shutdown()
-        signal.signal(signal.SIGTERM, handler)
 
 
 def tuned(cluster: RayCluster, directory: pathlib.Path, kind: str) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
