@@ -11,6 +11,8 @@ from jax._src import compilation_cache
 
 MOST_BYTES = 2 * 2**30
 
+_of_processes: list["tempfile.TemporaryDirectory[str]"] = []
+
 
 def directory() -> pathlib.Path:
     """Returns where the programs of this kind of processor are kept; `pytest --cache-clear` and `make clean` remove them."""
@@ -39,6 +41,35 @@ def keep(source: str) -> None:
             if path.name not in known and complete(path):
                 link(path, pathlib.Path(staging, path.name))
                 os.replace(pathlib.Path(staging, path.name), kept / path.name)
+
+
+def of_processes(environment: dict[str, str], count: int) -> list[dict[str, str]]:
+    """Returns the environments of processes that run simultaneously: each has a separate directory, which `keep_all` keeps."""
+    found = []
+    for _ in range(count):
+        directory = tempfile.TemporaryDirectory(prefix="fitflax-tests-")
+        _of_processes.append(directory)
+        take(directory.name)
+        found.append(environment | variables(directory.name))
+    return found
+
+
+def variables(directory: str) -> dict[str, str]:
+    """Returns environment variables with which JAX keeps all programs in a directory."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": directory,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",
+    }
+
+
+def keep_all(own: str) -> None:
+    """Keeps the programs of this process, in `own`, and of those that it started, and removes their directories."""
+    keep(own)
+    while _of_processes:
+        with _of_processes.pop() as directory:
+            keep(directory)
 
 
 def complete(path: pathlib.Path) -> bool:

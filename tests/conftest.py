@@ -98,7 +98,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    compiled_programs.keep(_compiled_programs.name)
+    compiled_programs.keep_all(_compiled_programs.name)
 
 
 class Compilations:
@@ -176,12 +176,7 @@ def devices() -> Callable[[int], list[jax.Device]]:
 @pytest.fixture(scope="session")
 def compilation_cache() -> dict[str, str]:
     """Environment variables with which processes that tests start share the compiled programs of this one."""
-    return {
-        "JAX_COMPILATION_CACHE_DIR": _compiled_programs.name,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",
-    }
+    return compiled_programs.variables(_compiled_programs.name)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from fitflax.checkpoints import CheckpointStore
+from tests import compiled_programs
 from tests.many_processes_script import examples
 from tests.ports import reserve_port, reserve_slurm_job
 
@@ -31,10 +32,9 @@ def start(env: dict[str, str], count: int, *, script: pathlib.Path = SCRIPT, **a
     port = reserve_port()
     environment = env | {"PJRT_NPROC": "16"}
     environment.pop("JAX_NUM_CPU_DEVICES", None)
-    # No cache: several processes would write it at the same time.
-    environment = {name: value for name, value in environment.items() if not name.startswith("JAX_COMPILATION_CACHE")}
     commands = [[sys.executable, str(script), json.dumps({"count": count, "index": index, "port": port, **arguments})] for index in range(count)]
-    return [subprocess.Popen(command, env=environment, **PIPES) for command in commands]
+    environments = compiled_programs.of_processes(environment, count)
+    return [subprocess.Popen(command, env=own, **PIPES) for command, own in zip(commands, environments, strict=True)]
 
 
 def ended(processes: list[subprocess.Popen[str]], seconds: float = SECONDS) -> list[tuple[int, str]]:
@@ -174,10 +174,10 @@ def one(env: dict[str, str], root: pathlib.Path, four: Group) -> Group:
 def last(env: dict[str, str], root: pathlib.Path, one: Group) -> Group:
     """Two processes that find each other by Slurm's variables alone."""
     job, processes = reserve_slurm_job(), []
-    for index in range(2):
+    for index, own in enumerate(compiled_programs.of_processes(env, 2)):
         slurm = {"SLURM_JOB_ID": str(job), "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2", "SLURM_PROCID": str(index), "SLURM_LOCALID": str(index)}
         arguments = {"count": 2, "index": index, "port": 0, "runs": runs_in(root, LAST)}
-        processes.append(subprocess.Popen([sys.executable, str(SCRIPT), json.dumps(arguments)], env=env | slurm | {"PJRT_NPROC": "16"}, **PIPES))
+        processes.append(subprocess.Popen([sys.executable, str(SCRIPT), json.dumps(arguments)], env=own | slurm | {"PJRT_NPROC": "16"}, **PIPES))
     return Group.of(processes)
 
 
