@@ -325,6 +325,12 @@ def test_loading_weights_is_compared_with_reading_them(tmp_path):
     assert found["ratios"].keys() == {"base", "fitflax", "control", "peer"} and all(ratio > 0 for ratio in found["ratios"].values())
 
 
+def test_a_snapshot_that_is_timed_has_the_values_of_the_tree():
+    tree = checkpoint.make_tree(0.01, 3)
+    for _ in range(2):
+        checkpoint.check_same(tree, checkpoint.copiers(tree)["fitflax"]()["params"], "a snapshot")
+
+
 def test_restoring_different_values_is_an_error():
     tree = checkpoint.make_tree(0.01, 3)
     checkpoint.check_same(tree, tree, "itself")
