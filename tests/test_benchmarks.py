@@ -567,7 +567,7 @@ def test_the_command_for_real_models_writes_a_section_for_the_device_and_ends_in
     assert capsys.readouterr().out.strip() in text
 
 
-def test_the_command_for_real_models_has_two_sets_of_defaults_and_writes_only_whole_tables(capsys):
+def test_the_command_for_real_models_has_two_sets_of_defaults_and_writes_only_whole_tables():
     here, gpu = real.parse([]), real.parse(["--gpu"])
     assert (here.size, gpu.size, here.minutes, gpu.minutes < 8) == ("cpu", "full", math.inf, True)
     assert here.workload == gpu.workload == real.MODELS and here.write == gpu.write == real.RESULTS
