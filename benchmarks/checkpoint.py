@@ -40,10 +40,8 @@ import orbax.checkpoint as ocp
 
 import fitflax
 from fitflax.checkpoints.checkpoint_files import read_metadata, read_state, write_checkpoint
-from fitflax.checkpoints.memory import ReusedMemory
-from fitflax.checkpoints.plain_tree import to_plain
 from fitflax.checkpoints.restore import restore_tree
-from fitflax.checkpoints.saver import host_copy
+from fitflax.checkpoints.saver import Saver, Snapshots
 from fitflax.parallel import DataParallel
 from fitflax.state import TrainState
 from fitflax.steps.live_state import LiveState
@@ -140,12 +138,15 @@ def copiers(tree: Tree) -> dict[str, Contender]:
     on_device = strategy.put(tree)
     state = TrainState(step=strategy.put(np.int32(0)), params=on_device, model_state={}, opt_state=(), key=strategy.put(jax.random.key(0)))
     live = LiveState(strategy, state, 0)
-    live.snapshot(on_device).leaves()  # Compiles.
-    memory = ReusedMemory()  # Memory that is reused, as in a run.
+    snapshots = Snapshots(live, Saver())  # As in a run, they reuse memory.
+
+    def snapshot() -> Any:
+        train, _ = snapshots.take(live.borrow(), {})()
+        return jax.block_until_ready(train.tree)
+
     return {
         "base": lambda: [leaf.copy() for leaf in host],
-        # On a CPU, steps that follow the snapshot wait for it.
-        "fitflax": lambda: host_copy(to_plain(on_device, root="train"), lend=memory.lend) if live.snapshots_wait else live.snapshot(on_device).leaves(),
+        "fitflax": snapshot,
         "control": lambda: [leaf.copy() for leaf in host],
     }
 

@@ -36,7 +36,7 @@ from fitflax.callbacks import (
     TerminateOnNaN,
     Watchdog,
 )
-from fitflax.data import Shard
+from fitflax.data import Shard, TokenFile
 from fitflax.errors import FitflaxError
 from fitflax.integrations.tracker import Tracker, TrackerLogger
 
@@ -48,6 +48,12 @@ class Network(nn.Module):
     def __call__(self, x: Any, train: bool) -> Any:
         x = nn.relu(nn.Dense(32)(x))
         return nn.Dense(4)(x)
+
+
+class TokenNetwork(nn.Module):
+    @nn.compact
+    def __call__(self, tokens: Any) -> Any:
+        return nn.Dense(50)(nn.Embed(50, 16)(tokens))
 
 
 def examples(rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -248,6 +254,30 @@ def run(
     return print_result(result)
 
 
+def run_on_tokens(*, tokens: str) -> None:
+    """Trains on windows of a file that every process maps, and also prints the windows that this process fed."""
+    trainer = fitflax.Trainer(TokenNetwork(), parallel=parallel.DataParallel())
+    trainer.compile(optax.adam(0.01), "sparse_categorical_crossentropy")
+    fed: list[Any] = []
+    feed = parallel.DataParallel.feed
+
+    def noting(strategy: Any, batch: Any) -> Any:
+        fed.append(batch.x.tolist())
+        return feed(strategy, batch)
+
+    parallel.DataParallel.feed = noting  # type: ignore[method-assign]
+    file = TokenFile(tokens, 10, "uint16")
+    history = trainer.fit(file, batch_size=16, steps=10, verbose=0)
+    parallel.DataParallel.feed = feed  # type: ignore[method-assign]
+    numbers = {
+        "loss": history.history["loss"],
+        "evaluation": trainer.evaluate(file, batch_size=12, verbose=0)["loss"],
+        "outputs": float(np.abs(trainer.predict(file, batch_size=12, verbose=0)).sum()),
+        "norm": float(optax.tree.norm(trainer.state.params)),
+    }
+    print_result({"windows": fed, "numbers": numbers})
+
+
 def main(*, count: int = 1, index: int = 0, port: int = 0, heartbeat: int = 30, runs: dict[str, Any] | None = None, **arguments: Any) -> int:
     """Returns the exit status of the last run: an error in one run is an error in all processes, so they can continue together."""
     jax.config.update("jax_num_cpu_devices", DEVICES // count)
@@ -261,7 +291,10 @@ def main(*, count: int = 1, index: int = 0, port: int = 0, heartbeat: int = 30, 
         print("RUN " + name, flush=True)
         status = 0
         try:
-            run(count, index, **given)
+            if "tokens" in given:
+                run_on_tokens(**given)
+            else:
+                run(count, index, **given)
         except FitflaxError as error:
             print(f"ERROR {type(error).__name__}: {error}", flush=True)
             status = 3

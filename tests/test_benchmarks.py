@@ -9,6 +9,8 @@ import pathlib
 import re
 import subprocess
 import sys
+import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +21,15 @@ import pytest
 from benchmarks import checkpoint, compare, eager, pause, plots, processes, report, run, scaling, tuning, weights, workloads
 from benchmarks import input as pipelines
 from benchmarks.peers import PEERS, Setup, Unavailable, fit, hand, peers_of
-from benchmarks.real import run as real_run
+from benchmarks.real import __main__ as real
+from benchmarks.real import contenders as real_contenders
 from benchmarks.real.contenders import CONTENDERS
+from benchmarks.real.worker import carry_out
 from benchmarks.real.workloads import make_data as make_real_data
 from benchmarks.real.workloads import workload_of as real_workload
 from benchmarks.worker import open_screen
 from benchmarks.workloads import initial, make_data, make_workload
+from fitflax.checkpoints.saver import Snapshots
 
 pytestmark = pytest.mark.optimized
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -325,6 +330,12 @@ def test_loading_weights_is_compared_with_reading_them(tmp_path):
     assert found["ratios"].keys() == {"base", "fitflax", "control", "peer"} and all(ratio > 0 for ratio in found["ratios"].values())
 
 
+def test_a_snapshot_that_is_timed_has_the_values_of_the_tree():
+    tree = checkpoint.make_tree(0.01, 3)
+    for _ in range(2):
+        checkpoint.check_same(tree, checkpoint.copiers(tree)["fitflax"]()["params"], "a snapshot")
+
+
 def test_restoring_different_values_is_an_error():
     tree = checkpoint.make_tree(0.01, 3)
     checkpoint.check_same(tree, tree, "itself")
@@ -486,7 +497,7 @@ def test_other_frameworks_train_an_equal_model(tmp_path):
     if not any(importlib.util.find_spec(who) for who in ("keras", "lightning")):
         pytest.skip("neither Keras nor Lightning is installed")
     options = ["--workload", "vit_b16", "--size", "small", "--rounds", "1", "--steps", "2", "--without", "everything", "evaluation", "warm"]
-    real_run.main([*options, "--json", str(tmp_path / "results.json")])
+    real.main([*options, "--json", str(tmp_path / "results.json")])
     (found,) = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     check_others(found)
 
@@ -499,15 +510,81 @@ def test_other_frameworks_have_the_same_number_of_parameters(tmp_path):
     assert sum(parameter.numel() for parameter in ViT(224).parameters()) == 86_567_656
 
 
+class WorkerHere:
+    """Trains in this process instead of a separate one."""
+
+    def __init__(self, who, name, size, _, every, **options):
+        directory = pathlib.Path(self.directory) / who
+        directory.mkdir()
+        screen = open_screen(directory / "screen")
+        self.contender = CONTENDERS[who](real_workload(name), size, every=int(every), screen=screen, directory=directory)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.contender.screen.close()
+
+    def read(self, seconds):
+        self.contender.train(1)
+        return {"start_seconds": 1.0, "compilations": 2, "compile_seconds": 0.5, "device": "cpu"}
+
+    def ask(self, do, *, seconds, **options):
+        return json.loads(json.dumps(carry_out(self.contender, {"do": do, **options})))
+
+    def finish(self):
+        return {"peak_mb": 100.0, "device_peak_mb": None, "compilations": 3, "compile_seconds": 0.5}
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("name", real.MODELS)
+def test_the_command_for_real_models_writes_a_section_for_the_device_and_ends_in_time(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(real, "Worker", WorkerHere)
+    monkeypatch.setattr(WorkerHere, "directory", tmp_path, raising=False)
+    hours, take = [0], Snapshots.take
+
+    def take_an_hour(snapshots, *arguments):
+        hours[0] += snapshots._shared() is None
+        return take(snapshots, *arguments)
+
+    monkeypatch.setattr(Snapshots, "take", take_an_hour)
+    clock = types.SimpleNamespace(perf_counter=lambda: time.perf_counter() + 3600 * hours[0], thread_time=time.thread_time, time=time.time)
+    monkeypatch.setattr(real_contenders, "time", clock)
+    path = tmp_path / "results.md"
+    path.write_text("# Old\n\n## cpu\n\nold\n\n## NVIDIA H100\n\nkept\n", encoding="utf-8")
+    options = ["--gpu", "--size", "small", "--rounds", "5", "--steps", "1", "--every", "2", "--minutes", "0", "--write", str(path)]
+    assert real.main([*options, "--workload", name, "gpt2_scan", "--json", str(tmp_path / "results.json")]) == 1
+    (found,) = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    (one,) = found["rounds"]  # At least one, although there is no time.
+    assert {who: len(stretches) for who, stretches in one.items()} == dict.fromkeys(("hand", "fit", "hand validating", "everything"), 2)
+    assert all(stretch["seconds"] > 0 < stretch["host_seconds"] for stretches in one.values() for stretch in stretches)
+    for stretch in one["everything"]:
+        (pause,) = stretch["pauses"]
+        assert pause > 3600  # Whichever callback makes the copy, its time is part of the pause.
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith(real.PREAMBLE) and re.findall("^## .*", text, re.MULTILINE) == ["## cpu", "## NVIDIA H100"] and "old" not in text
+    assert text.count(f"| {real_workload(name).about} |") == 2 and "Left out: gpt2_scan: there was no time." in text and text.endswith("kept\n")
+    assert capsys.readouterr().out.strip() in text
+
+
+def test_the_command_for_real_models_has_two_sets_of_defaults_and_writes_only_whole_tables():
+    here, gpu = real.parse([]), real.parse(["--gpu"])
+    assert (here.size, gpu.size, here.minutes, gpu.minutes < 8) == ("cpu", "full", math.inf, True)
+    assert here.workload == gpu.workload == real.MODELS and here.write == gpu.write == real.RESULTS
+    assert real.parse(["--gpu", "--steps", "7"]).steps == 7
+    for flags in (["--workload", "gpt2"], ["--gpu", "--size", "small"]):
+        assert real.parse(flags).write is None and real.parse([*flags, "--write"]).write == real.RESULTS
+
+
 @pytest.mark.slow
 def test_real_models_are_measured_side_by_side(tmp_path, capsys):
     options = ["--workload", "gpt2", "--size", "small", "--rounds", "1", "--steps", "4", "--every", "2"]
-    real_run.main([*options, "--write", str(tmp_path / "results.md"), "--json", str(tmp_path / "results.json")])
+    real.main([*options, "--write", str(tmp_path / "results.md"), "--json", str(tmp_path / "results.json")])
     (found,) = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     assert found["starts"]["hand"]["compilations"] > 0 and found["flops"] > 1e6 and len(found["rounds"][0]["everything"]) == 2
     here = check_others(found)
     text = (tmp_path / "results.md").read_text(encoding="utf-8")
-    assert "size small, 1 rounds of 4 steps" in text and capsys.readouterr().out.strip() in text
+    assert "size small, up to 1 rounds of 4 steps" in text and capsys.readouterr().out.strip() in text
     assert text.count("| GPT-2, 124M |") == 2 + len(here) and all(f"| GPT-2, 124M | {who} |" in text for who in here)
 
 

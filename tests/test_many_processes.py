@@ -103,13 +103,16 @@ def env() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return tmp_path_factory.mktemp("runs")
+    path = tmp_path_factory.mktemp("runs")
+    np.random.default_rng(0).integers(0, 50, 1003, dtype=np.uint16).tofile(path / "tokens.bin")
+    return path
 
 
 # The runs, by name, of four groups of processes that are started one after another; `{root}` is a directory that they share. Starting processes takes longer
 # than a run. "relay" and "split relay" resume in the next group, which has another number of processes.
 # A brief run neither evaluates nor predicts.
 PARALLEL = {"kind": "data parallel"}
+TOKENS = {"tokens": "{root}/tokens.bin"}
 STOPPING = {**PARALLEL, "steps": 10**6, "brief": True}
 FIRST: dict[str, Any] = {
     **{kind: {"kind": kind} for kind in ("data parallel", "fsdp", "mesh", "tensor")},
@@ -124,18 +127,21 @@ FIRST: dict[str, Any] = {
     **{f"{who} stops": {**STOPPING, "directory": f"{{root}}/stop-{who}", "stop": {"step": 7, "processes": [who]}} for who in (0, 1)},
     "clock": {**PARALLEL, "brief": True, "steps": 100, "seconds": 0.3},
     **{f"watch, {kind}": {"kind": kind, "watch": True, "directory": f"{{root}}/watch-{kind}"} for kind in ("data parallel", "fsdp")},
+    "tokens": TOKENS,
     "own": {"kind": "own", "brief": True, "steps": 3, "directory": "{root}/own"},
     "other data": {**PARALLEL, "differ": True},
 }
 FOUR: dict[str, Any] = {
     **{kind: {"kind": kind} for kind in ("data parallel", "fsdp")},
     "shares, data parallel": {**PARALLEL, "shards": 4},
+    "tokens": TOKENS,
     "relay": {**PARALLEL, "brief": True, "steps": 5, "directory": "{root}/relay"},
     "split relay": {"kind": "mesh", "brief": True, "steps": 8, "directory": "{root}/split"},
     "shares": {**PARALLEL, "shards": 4, "steps": 15, "directory": "{root}/shares"},
 }
 ONE: dict[str, Any] = {
     "alone": PARALLEL,
+    "tokens": TOKENS,
     **{f"shares, {count}": {**PARALLEL, "shards": count} for count in (2, 4)},
     "watch": {**PARALLEL, "watch": True, "directory": "{root}/watch-one"},
     "relay": {**PARALLEL, "brief": True, "steps": 8, "directory": "{root}/relay"},
@@ -152,7 +158,8 @@ LAST: dict[str, Any] = {
 
 
 def runs_in(root: pathlib.Path, runs: dict[str, Any]) -> dict[str, Any]:
-    return {name: {key: value.format(root=root) if key == "directory" else value for key, value in arguments.items()} for name, arguments in runs.items()}
+    paths = ("directory", "tokens")
+    return {name: {key: value.format(root=root) if key in paths else value for key, value in arguments.items()} for name, arguments in runs.items()}
 
 
 @pytest.fixture(scope="module")
@@ -210,6 +217,19 @@ def test_shards_of_unequal_length_give_the_results_of_one_process_with_the_same_
     loss = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(90), labels]
     computed = {"loss": loss.mean(), "accuracy": (logits.argmax(axis=1) == labels).mean()}
     assert found[0]["evaluation"] == pytest.approx(computed, abs=1e-5)
+
+
+def test_the_windows_of_tokens_of_all_processes_are_those_of_one_process(first, four, one):
+    (alone,) = one.results("tokens")
+    assert len(alone["windows"]) == 10 and {len(batch) for batch in alone["windows"]} == {16}
+    for group, count in ((first, 2), (four, 4)):
+        found = group.results("tokens")
+        for step, batch in enumerate(alone["windows"]):
+            own = [each["windows"][step] for each in found]
+            assert [len(rows) for rows in own] == [16 // count] * count and [row for rows in own for row in rows] == batch
+        for each in found:
+            for key, value in alone["numbers"].items():
+                assert each["numbers"][key] == pytest.approx(value, rel=1e-5), key
 
 
 def test_a_run_in_shards_resumes_bit_for_bit_but_not_with_another_number_of_shards(first, four, last):

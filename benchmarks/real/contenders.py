@@ -22,6 +22,7 @@ from typing_extensions import override
 import fitflax
 from benchmarks.real.workloads import SEED, RealWorkload, diffuse, make_data, make_optimizer
 from fitflax.callbacks import BestCheckpoint, Callback, LambdaCallback, ModelCheckpoint, ProgressBar, TensorBoard
+from fitflax.callbacks.model_checkpoint import StoreCallback
 from fitflax.parallel import DataParallel
 
 BATCHES = 8  # Batches of data, which are repeated, because input is not measured.
@@ -56,7 +57,7 @@ class Stretch:
         seconds: Until the device was done.
         host_seconds: In which the training thread was computing and not waiting.
         loss: The mean loss.
-        pauses: The time of each save in the training thread.
+        pauses: The time in the training thread for all saves of a step, for each such step.
         end: The time (of `time.time`) at which the last step was done.
     """
 
@@ -240,17 +241,29 @@ class _Diffusion(fitflax.Trainer):
         return jnp.square(outputs - noise).mean((1, 2, 3)), model_state, {}
 
 
-class _Pauses(ModelCheckpoint):
-    """Records the time of each save in the training thread, when the device is idle."""
+class _Timed(StoreCallback):
+    """Adds the time of each save in the training thread, when the device is idle, to the `pauses` by step, which the callbacks of a run share.
 
-    pauses: list[float]
+    The first callback that saves a step copies the state, and the others share its copy. So only their sum is the pause of a save.
+    """
+
+    pauses: dict[int, float]
 
     @override
     def on_checkpoint(self, checkpoint: fitflax.Checkpoint) -> None:
         jax.block_until_ready(checkpoint.run.borrow())
         begin = time.perf_counter()
         super().on_checkpoint(checkpoint)
-        self.pauses.append(time.perf_counter() - begin)
+        if checkpoint.run.num_saves:
+            self.pauses[checkpoint.step] = self.pauses.get(checkpoint.step, 0.0) + time.perf_counter() - begin
+
+
+class _Saves(_Timed, ModelCheckpoint):
+    pass
+
+
+class _Best(_Timed, BestCheckpoint):
+    pass
 
 
 class Fit(Contender):
@@ -268,19 +281,20 @@ class Fit(Contender):
         self._trainer.compile(make_optimizer(self.workload), loss, ema_decay=self.workload.ema_decay)
         self._calls = 0
 
-    def _callbacks(self, monitor: str) -> list[Callback]:
+    def _callbacks(self, monitor: str, pauses: dict[int, float]) -> list[Callback]:
         if not self._everything:
             return []
         directory, every = self.directory, fitflax.every(steps=self.every)
         self._calls += 1
-        saves = _Pauses(directory / f"checkpoints-{self._calls}", every=every, keep=1, save_last=False)
-        saves.pauses = []
-        best = BestCheckpoint(directory / f"best-{self._calls}", monitor=monitor)
+        saves = _Saves(directory / f"checkpoints-{self._calls}", every=every, keep=1, save_last=False)
+        best = _Best(directory / f"best-{self._calls}", monitor=monitor)
+        saves.pauses = best.pauses = pauses
         return [saves, best, TensorBoard(directory / "board", every=every), ProgressBar(file=self.screen)]
 
     @override
     def train(self, steps: int, *, validates: bool = False) -> Stretch:
-        callbacks, marks, ends = self._callbacks("val_loss" if validates else "loss"), list[tuple[float, float]](), list[float]()
+        pauses, marks, ends = dict[int, float](), list[tuple[float, float]](), list[float]()
+        callbacks = self._callbacks("val_loss" if validates else "loss", pauses)
 
         def begin(epoch: int, logs: Any) -> None:
             marks.append((time.perf_counter(), time.thread_time()))
@@ -302,8 +316,7 @@ class Fit(Contender):
             **(validation if validates else {}),
         )
         seconds, host = time.perf_counter() - marks[0][0], time.thread_time() - marks[0][1]
-        pauses = [pause for each in callbacks if isinstance(each, _Pauses) for pause in each.pauses]
-        return Stretch(seconds, host, float(history.history["loss"][-1]), pauses, ends[-1])
+        return Stretch(seconds, host, float(history.history["loss"][-1]), list(pauses.values()), ends[-1])
 
     @override
     def evaluate(self) -> float:

@@ -1,4 +1,4 @@
-"""GPT-2 and ViT-B/16 in PyTorch, compiled by `torch.compile` and trained by Lightning on the CPU with bfloat16 precision."""
+"""GPT-2 and ViT-B/16 in PyTorch, compiled by `torch.compile` and trained by Lightning with bfloat16 precision, on a GPU if there is one."""
 
 import math
 import time
@@ -52,7 +52,7 @@ class GPT2(nn.Module):
             nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
         return F.linear(self.norm(self.blocks(x)), self.wte.weight).float()
 
 
@@ -127,13 +127,16 @@ class Lightning(Contender):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self._has_gpu = torch.cuda.is_available()
+        if self.size == "full" and not self._has_gpu:
+            raise RuntimeError("PyTorch has no GPU")
         sizes = self.workload.sizes[self.size]
         model = GPT2(**sizes.model) if self.workload.name == "gpt2" else ViT(sizes.length, **sizes.model)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self._module, self._data, self._watch = _Module(model, self.workload.learning_rate), _Steps(self), _Marks()
         quiet: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary", "enable_progress_bar"), False)
         warnings.filterwarnings("ignore", module="lightning|pytorch_lightning")
-        device: Any = {"accelerator": "cpu", "devices": 1, "precision": "bf16-mixed"}
+        device: Any = {"accelerator": "gpu" if self._has_gpu else "cpu", "devices": 1, "precision": "bf16-mixed"}
         self._trainer = pl.Trainer(**device, max_epochs=1, num_sanity_val_steps=0, gradient_clip_val=1.0, callbacks=[self._watch], **quiet)
         self._calls = 0
 
@@ -143,6 +146,8 @@ class Lightning(Contender):
         self._data.steps = steps
         self._trainer.fit_loop.max_epochs = self._calls
         self._trainer.fit(self._module, DataLoader(self._data, batch_size=None))
+        if self._has_gpu:
+            torch.cuda.synchronize()
         began, host = self._watch.marks[-1]
         return Stretch(time.perf_counter() - began, time.thread_time() - host, float(self._trainer.callback_metrics["loss"]))
 

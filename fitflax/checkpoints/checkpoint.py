@@ -126,7 +126,7 @@ class RunView:
 
     def finish_steps(self) -> None:
         """Waits for the dispatched steps if a snapshot would wait for them, so that the wait is not counted as time spent on saving."""
-        if self.live.snapshots_wait:
+        if self.snapshots.waits:
             jax.block_until_ready(self.borrow())
 
 

@@ -1,4 +1,4 @@
-"""Arrays in host memory: fetched from devices, and memory for copies, either new and in huge pages, or reused from one copy of a state to the next."""
+"""Memory for copies of a state: arrays fetched from devices; host memory, either new and in huge pages, or reused; and whether devices have room for a copy."""
 
 import collections
 import functools
@@ -21,6 +21,8 @@ _ALIGNMENT = 64
 # The size of a huge page, and the size from which NumPy requests them.
 _PAGE_BYTES = 2**21
 _PAGES_BYTES = 2**22
+# The part of a device's memory that copies leave free, for fragmentation and for steps and evaluations that need more than those before.
+_SPARE = 0.1
 
 
 class Arena:
@@ -110,6 +112,41 @@ class ReusedMemory:
         living = [loan for reference in self._loans if (loan := reference()) is not None]
         self._loans = [weakref.ref(loan) for loan in living]
         return living
+
+
+def peak_with_copy(num_bytes: int, *, limit: int, peak: int, expected: int = 0) -> int | None:
+    """Returns the peak of a device's memory if a copy of `num_bytes` is added to its peak so far, which includes the activations of a step.
+
+    `None` if there is no room for it. `expected` is the last result, so the peak that earlier copies may have caused; up to it, nothing has to be added.
+
+    >>> peak_with_copy(10, limit=100, peak=80), peak_with_copy(10, limit=100, peak=81), peak_with_copy(10, limit=100, peak=90, expected=90)
+    (90, None, 90)
+    """
+    if peak <= expected:
+        return expected
+    return peak + num_bytes if peak + num_bytes <= (1 - _SPARE) * limit else None
+
+
+class DeviceRoom:
+    """Decides whether devices have room for a copy of a state during the next steps, from the statistics of their memory."""
+
+    def __init__(self) -> None:
+        self._expected: dict[jax.Device, int] = {}  # See `peak_with_copy`.
+
+    def has(self, num_bytes: int, devices: Iterable[jax.Device]) -> bool:
+        """Returns whether each device has room for a copy of `num_bytes`, which the caller then makes; `False` if one does not report its memory."""
+        found: dict[jax.Device, int] = {}
+        for device in devices:
+            stats = device.memory_stats() or {}  # A CPU has none.
+            if not {"bytes_limit", "peak_bytes_in_use"} <= stats.keys():
+                return False
+            expected = self._expected.get(device, 0)
+            peak = peak_with_copy(num_bytes, limit=stats["bytes_limit"], peak=stats["peak_bytes_in_use"], expected=expected)
+            if peak is None:
+                return False
+            found[device] = peak
+        self._expected |= found
+        return True
 
 
 def bytes_of(array: np.ndarray[Any, Any]) -> memoryview:

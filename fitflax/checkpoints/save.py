@@ -120,7 +120,7 @@ class _RunSave:
         metadata, metrics, snapshots = self._metadata(run), self._checkpoint.deferred_metrics(), self._run.snapshots
         # Of the run's state, the next step changes only the sums.
         arrays = snapshots.take(self._run.borrow(), {"sums": run.pop("sums")} if "sums" in run else {})
-        rest = host_copy(to_plain(run, root="run", keep_lists=True), only_numpy=not self._run.live.snapshots_wait)
+        rest = host_copy(to_plain(run, root="run", keep_lists=True), only_numpy=not snapshots.waits)
 
         def work() -> None:
             train, sums = arrays()

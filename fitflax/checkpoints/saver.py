@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from fitflax.background import Background
-from fitflax.checkpoints.memory import Arena, Loan, ReusedMemory, fetch, may_share
+from fitflax.checkpoints.memory import Arena, DeviceRoom, Loan, ReusedMemory, fetch, may_share
 from fitflax.checkpoints.plain_tree import Plain, leaves_of, nested, only_split, to_plain
 from fitflax.errors import CheckpointError, warn
 from fitflax.parallel.placement import Form, Packed, copy_to_host_memory, has_host_memory, is_spread
@@ -71,6 +71,7 @@ class Saver:
         self.failure: BaseException | None = None  # The exception of a job that was not reported yet.
         self.has_lost = False  # Whether any save failed, reported or not.
         self.memory = ReusedMemory()  # For snapshots; released when the saver ends.
+        self.device_room = DeviceRoom()
 
     def __enter__(self) -> Self:
         return self
@@ -228,7 +229,8 @@ os.register_at_fork(after_in_child=lambda: _WORKING.clear())
 class Snapshots:
     """The snapshots of a run's state at one step. All saves of the step at the same time share one.
 
-    A large state has one snapshot at a time, in memory that is reused: while an earlier step is being written, the next one waits.
+    A large state has one snapshot at a time, in memory that is reused: while an earlier step is being written, the next one waits. On accelerators with room
+    for it, a snapshot is a copy on the devices, which the saving thread moves to the host.
     """
 
     def __init__(self, live: LiveState, saver: Saver) -> None:
@@ -237,6 +239,20 @@ class Snapshots:
         self._version = live.version
         self._latest: weakref.ref[Callable[[], tuple[Plain, Plain]]] | None = None
 
+    @functools.cached_property
+    def _is_on_devices(self) -> bool:
+        """Whether the snapshot is a copy on the devices first: if the state is in the memory of accelerators, which have room for it."""
+        leaves = self._live.carry.leaves
+        if any(map(may_share, leaves)):
+            return False
+        num_bytes = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+        return self._saver.device_room.has(num_bytes, [device for device in self._live.strategy.devices if device.process_index == jax.process_index()])
+
+    @property
+    def waits(self) -> bool:
+        """Whether the snapshot waits for steps in flight: if the host makes it, or shards are copied to the host."""
+        return self._live.snapshots_wait and not self._is_on_devices
+
     @property
     def _max_copies(self) -> int:
         """The maximum number of snapshots, each of a save that is being written or waits."""
@@ -244,7 +260,7 @@ class Snapshots:
 
     def reserve(self) -> None:
         """Makes the saver's thread touch the memory for snapshots while training begins, because the kernel needs seconds to supply that of a large state."""
-        if self._live.is_copied_by_device or not self._live.strategy.is_on_host:
+        if self._live.is_copied_packed or not self._live.strategy.is_on_host:
             return
         arrays = (leaf for leaf in leaves_of(self._plain(self._live.borrow()).tree) if isinstance(leaf, (jax.Array, np.ndarray)))
         num_bytes = sum(_lent_bytes(array) for array in arrays if not is_spread(array) and _is_copied(array))
@@ -253,7 +269,7 @@ class Snapshots:
 
     def wait_for_room(self) -> None:
         """Waits until a save of this step would neither block nor exceed the memory for snapshots."""
-        if self._live.is_copied_by_device:
+        if self._live.is_copied_packed:
             self._saver.wait_for_room()
         else:
             self._saver.wait_for_room(lambda memory: memory.num_lent < self._max_copies or self._shared() is not None)
@@ -262,7 +278,7 @@ class Snapshots:
         """Returns a function that gives the state, and `extra` (other values that the next step changes) as part of `run`, as they are now."""
         snapshot = self._shared()
         if snapshot is None:
-            snapshot = self._device_copy(state, extra) if self._live.is_copied_by_device else self._host_copy(state, extra)
+            snapshot = self._packed_copy(state, extra) if self._live.is_copied_packed else self._copy(state, extra)
             self._latest = weakref.ref(snapshot)  # Weak: it lives as long as the saves, not as long as the checkpoint, which users may keep.
         return snapshot
 
@@ -277,7 +293,7 @@ class Snapshots:
         train = to_plain(state, root="train", may_span=True)
         return only_split(train) if jax.process_index() else train
 
-    def _device_copy(self, state: TrainState, extra: dict[str, PyTree]) -> Callable[[], tuple[Plain, Plain]]:
+    def _packed_copy(self, state: TrainState, extra: dict[str, PyTree]) -> Callable[[], tuple[Plain, Plain]]:
         packed = self._live.strategy.copy_once({"train": state, "run": extra})
 
         def copies() -> tuple[Plain, Plain]:
@@ -286,8 +302,16 @@ class Snapshots:
 
         return copies
 
-    def _host_copy(self, state: TrainState, extra: dict[str, PyTree]) -> Callable[[], tuple[Plain, Plain]]:
-        train = self._plain(state)
+    def _copy(self, state: TrainState, extra: dict[str, PyTree]) -> Callable[[], tuple[Plain, Plain]]:
+        train, run = self._plain(state), to_plain(extra, root="run", keep_lists=True)
+        if not self._is_on_devices:
+            return self._host_copy(train, run)
+        arrays = [leaf for leaf in (*leaves_of(train.tree), *leaves_of(run.tree)) if isinstance(leaf, jax.Array)]
+        copies = dict(zip(map(id, arrays), self._live.strategy.copy_apart(arrays), strict=True))
+        train, run = (dataclasses.replace(plain, tree=_map(plain.tree, lambda leaf: copies.get(id(leaf), leaf))) for plain in (train, run))
+        return _DeviceSnapshot((train, run), self._saver.memory.lend(0, max_blocks=self._max_copies))
+
+    def _host_copy(self, train: Plain, run: Plain) -> Callable[[], tuple[Plain, Plain]]:
         loans: list[Loan] = []
 
         def lend(num_bytes: int) -> Loan:
@@ -296,10 +320,26 @@ class Snapshots:
 
         if self._live.strategy.is_on_host and self._live.is_large:
             self._saver.lower_priority()
-        wait = self._live.snapshots_wait
-        copies = host_copy(train, lend=lend, wait=wait), host_copy(to_plain(extra, root="run", keep_lists=True), wait=wait)
+        wait = self.waits
+        copies = host_copy(train, lend=lend, wait=wait), host_copy(run, wait=wait)
         # Keeps the loan, so that a snapshot in JAX's memory also counts.
         return functools.partial(_return_copies, copies, loans)
+
+
+class _DeviceSnapshot:
+    """A snapshot on the devices, which the saving thread moves to the host at the first call, because that takes longer than a step.
+
+    It keeps the loan, so that it counts among the snapshots.
+    """
+
+    def __init__(self, copies: tuple[Plain, Plain], loan: Loan) -> None:
+        self._copies, self._loan, self._is_on_host = copies, loan, False
+
+    def __call__(self) -> tuple[Plain, Plain]:
+        if not self._is_on_host:
+            train, run = self._copies
+            self._copies, self._is_on_host = (host_copy(train, wait=False), host_copy(run, wait=False)), True
+        return self._copies
 
 
 def _touch(loan: Loan) -> None:

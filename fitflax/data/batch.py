@@ -197,11 +197,21 @@ def to_numpy(tree: PyTree, *, name: str) -> PyTree:
         if array.dtype.kind in "OUSMm":
             hint = "; encode them as numbers first" if array.dtype.kind in "OUS" else ""
             raise DataError(f"{where} must hold numbers, but its dtype is {array.dtype}{hint}.")
-        if array.dtype.itemsize == 8 and array.dtype.kind in "iu":
-            check_fits(array, jax.dtypes.canonicalize_dtype(array.dtype), name=where, advice="Encode it in a smaller range, or set JAX_ENABLE_X64=1.")
+        if is_wide(array):
+            check_wide(array, name=where)
         return array
 
     return jax.tree_util.tree_map_with_path(convert, tree)
+
+
+def is_wide(array: Any) -> bool:
+    """Returns whether an array holds integers on the host that JAX may store in fewer bits."""
+    return isinstance(array, np.ndarray) and array.dtype.itemsize == 8 and array.dtype.kind in "iu"
+
+
+def check_wide(array: np.ndarray[Any, Any], *, name: str) -> None:
+    """Raises a `DataError` if an array of 64-bit integers holds one that JAX's dtype cannot hold."""
+    check_fits(array, jax.dtypes.canonicalize_dtype(array.dtype), name=name, advice="Encode it in a smaller range, or set JAX_ENABLE_X64=1.")
 
 
 def check_fits(array: np.ndarray[Any, Any], dtype: np.dtype[Any], *, name: str, advice: str) -> None:

@@ -8,13 +8,13 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fitflax.data.batch import FedBatch, Form, Position, Triple, describe_leaves, form_of, full_mask, to_numpy
+from fitflax.data.batch import FedBatch, Form, Position, Triple, check_wide, describe_leaves, form_of, full_mask, is_wide, leaf_paths, to_numpy
 from fitflax.errors import ConfigError, DataError, is_integer, warn
 from fitflax.leaves import listed
 from fitflax.state import Batch, PyTree
@@ -22,10 +22,20 @@ from fitflax.state import Batch, PyTree
 # The beginning of errors about inputs that are passed whole.
 _WHOLE = "The inputs share no axis of examples, so the module receives each batch whole."
 
+# Kinds of batches that are remembered, in case each batch has another length.
+_MAX_KINDS = 64
+
 # Creating the tuples in C takes a fifth of the time of calling the classes.
 _batch: Callable[[Any], Batch] = functools.partial(tuple.__new__, Batch)
 _position: Callable[[Any], Position] = functools.partial(tuple.__new__, Position)
 _fed: Callable[[Any], FedBatch] = functools.partial(tuple.__new__, FedBatch)
+
+
+class _Checked(NamedTuple):
+    """What is known about all batches of one structure, with arrays of the same shapes and dtypes, once one of them was checked."""
+
+    form: Form
+    wide: list[tuple[int, str]]  # The index and path of each leaf whose values must be checked in every batch.
 
 
 class Batcher:
@@ -76,6 +86,7 @@ class Batcher:
         self.num_combined = num_shards if combines else 1  # How many batches that are passed whole form one.
         self.size = None if size is None else self._round_up(size)
         self._has_batched = False
+        self._checked: dict[Any, _Checked] = {}  # By structure, shapes and dtypes.
         self._class_weight = None if class_weight is None else _check_class_weight(class_weight)
 
     def _round_up(self, rows: int) -> int:
@@ -104,6 +115,26 @@ class Batcher:
         return FedBatch(pad_batch(triple, rows, size, self._part), rows, Position(examples=rows), size=size)
 
     def _check(self, triple: Triple) -> tuple[Triple, Form]:
+        """Returns a batch as arrays, and its form. Only values are checked in every batch, because the other checks can take longer than a step."""
+        leaves, structure = jax.tree.flatten(tuple(triple))
+        are_arrays = all(type(leaf) is np.ndarray or isinstance(leaf, jax.Array) for leaf in leaves)
+        kind = (structure, *((type(leaf), leaf.shape, leaf.dtype) for leaf in leaves)) if are_arrays else None
+        checked = None if kind is None else self._checked.get(kind)
+        if checked is not None:
+            for index, path in checked.wide:
+                check_wide(leaves[index], name=path)
+            if isinstance(triple.weights, np.ndarray):
+                check_not_negative(triple.weights)
+            return triple, checked.form
+        triple, form = self._check_all(triple)
+        if kind is not None and form.real is None:  # Otherwise, the form depends on the weights.
+            if len(self._checked) == _MAX_KINDS:
+                self._checked.clear()
+            named = [*leaf_paths(triple.x, "x"), *leaf_paths(triple.y, "y"), *leaf_paths(triple.weights, "sample_weight")]
+            self._checked[kind] = _Checked(form, [(index, path) for index, (path, leaf) in enumerate(named) if is_wide(leaf)])
+        return triple, form
+
+    def _check_all(self, triple: Triple) -> tuple[Triple, Form]:
         x, y = to_numpy(triple.x, name="x"), to_numpy(triple.y, name="y")
         check_weights(triple.weights)
         weights = None if triple.weights is None else to_numpy(triple.weights, name="sample_weight")

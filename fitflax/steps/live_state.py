@@ -106,13 +106,13 @@ class LiveState:
         return not all(leaf.is_fully_replicated for leaf in self._carry.leaves)
 
     @property
-    def is_copied_by_device(self) -> bool:
-        """Whether to copy the state by `Strategy.copy_once`: not on accelerators, which may have too little memory, nor if it is sharded or large."""
+    def is_copied_packed(self) -> bool:
+        """Whether to copy the state by `Strategy.copy_once`: if it is small, whole, and on the host."""
         return self.strategy.is_on_host and not self.is_large and not self._is_split
 
     @property
     def snapshots_wait(self) -> bool:
-        """Whether a copy of the state waits for steps in flight: if the host makes it, or shards are copied."""
+        """Whether a copy of the state to the host waits for steps in flight: if the host makes it, or shards are copied."""
         return self._is_split or (self.strategy.is_on_host and self.is_large)
 
     @property

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fitflax.checkpoints.memory import Arena, Loan, ReusedMemory
+from fitflax.checkpoints.memory import Arena, DeviceRoom, Loan, ReusedMemory, peak_with_copy
 from tests.checkpoints.samples import kept_bytes
 
 FLOAT = np.dtype(np.float32)
@@ -163,3 +163,47 @@ def test_memory_is_released_when_it_is_no_longer_lent():
     assert kept_bytes(memory) == 0 and block() is not None
     del loan
     assert block() is None
+
+
+# -- the memory of devices --
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "limit", "peak", "expected", "found"),
+    [
+        (15, 1000, 500, 0, 515),
+        (400, 1000, 500, 0, 900),  # A tenth of the memory stays free.
+        (401, 1000, 500, 0, None),
+        (400, 1000, 900, 900, 900),  # The peak includes an earlier copy.
+        (400, 1000, 901, 900, None),  # Something else needed more memory since then.
+        (50, 1000, 600, 500, 650),
+        (1, 0, 0, 0, 0),
+    ],
+)
+def test_a_copy_fits_beside_the_peak_of_a_run_and_leaves_a_tenth_of_the_memory(num_bytes, limit, peak, expected, found):
+    assert peak_with_copy(num_bytes, limit=limit, peak=peak, expected=expected) == found
+
+
+class Device:
+    """A device that reports the given statistics of its memory."""
+
+    def __init__(self, stats):
+        self.stats = stats
+
+    def memory_stats(self):
+        return self.stats
+
+
+def test_all_devices_must_have_room_and_a_copy_that_was_made_is_not_counted_twice():
+    roomy, full = Device({"bytes_limit": 100, "peak_bytes_in_use": 40}), Device({"bytes_limit": 100, "peak_bytes_in_use": 70})
+    room = DeviceRoom()
+    assert not room.has(30, [roomy, full]) and room.has(30, [roomy])
+    roomy.stats["peak_bytes_in_use"] = 70  # With the copy, which is not needed any more.
+    assert room.has(30, [roomy]) and not DeviceRoom().has(30, [roomy])
+    roomy.stats["peak_bytes_in_use"] = 71
+    assert not room.has(30, [roomy])
+
+
+@pytest.mark.parametrize("stats", [None, {}, {"bytes_in_use": 5, "peak_bytes_in_use": 5}])
+def test_a_device_that_does_not_report_its_memory_has_no_room(stats):
+    assert not DeviceRoom().has(1, [Device({"bytes_limit": 100, "peak_bytes_in_use": 0}), Device(stats)])

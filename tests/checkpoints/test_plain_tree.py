@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import re
+import threading
 import typing
 
 import flax
@@ -20,7 +21,7 @@ from fitflax.checkpoints.plain_tree import Plain, only_split, to_plain
 from fitflax.checkpoints.restore import from_saved, restore_tree
 from fitflax.checkpoints.saver import Saver, Snapshots, host_copy
 from fitflax.errors import CheckpointError, RestoreError
-from fitflax.parallel import DataParallel
+from fitflax.parallel import DataParallel, Sharded
 from fitflax.state import TrainState
 from fitflax.steps.live_state import LiveState
 from tests.checkpoints.samples import RUN, assert_same, read, train_state
@@ -252,6 +253,46 @@ def test_a_replaced_state_is_copied_again_for_the_next_save():
         live.replace(state_of(2.0), 0)
         second = snapshots.take(live.borrow(), {})
         assert same is first and [taken()[0].tree["params"]["w"][0] for taken in (first, second)] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_a_copy_on_the_devices_is_moved_to_the_host_by_the_saving_thread_and_donation_does_not_change_it(is_split, monkeypatch):
+    strategy = Sharded({"data": 8}, fsdp=True, fsdp_min_size=64) if is_split else DataParallel(jax.devices()[:8])
+    monkeypatch.setattr(type(strategy), "is_on_host", False)  # As on GPUs that have room.
+    monkeypatch.setattr(saver, "may_share", lambda array: False)
+    monkeypatch.setattr(memory, "may_share", lambda array: False)
+    monkeypatch.setattr(memory.DeviceRoom, "has", lambda room, num_bytes, devices: sizes.append((num_bytes, len(devices))) or True)
+    sizes, threads, moved = [], [], saver.copy_to_host_memory
+    monkeypatch.setattr(saver, "copy_to_host_memory", lambda *args, **options: threads.append(threading.current_thread().name) or moved(*args, **options))
+    params = {"w": np.arange(40_000, dtype=np.float32).reshape(8, -1), "b": np.full(3, 1.5, jnp.bfloat16), "n": np.int32(7)}
+    state = TrainState(step=np.int32(3), params=params, model_state={}, opt_state=(), key=jax.random.key(5))
+    live = LiveState(strategy, strategy.put_state(state), 3)
+    expected = jax.tree.map(np.array, to_plain(live.borrow()).tree)
+    sums = strategy.put({"sums": {"float32": np.arange(5.0, dtype=np.float32)}})
+    found, gate = [], threading.Event()
+    with Saver() as saving:
+        snapshots = Snapshots(live, saving)
+        saving.submit(lambda: gate.wait(60), is_save=False)
+        taken = snapshots.take(live.borrow(), sums)
+        assert snapshots.take(live.borrow(), sums) is taken and saving.memory.num_lent == 1
+        for _ in range(2):
+            saving.submit(lambda: found.append(jax.tree.map(np.array, [plain.tree for plain in taken()])), is_save=False)
+            step = jax.jit(lambda leaves: [leaf * 0 - 1 for leaf in leaves], donate_argnums=0)
+            donated = live.take()
+            live.advance(donated._replace(leaves=jax.block_until_ready(step(donated.leaves))))
+            assert any(leaf.is_deleted() for leaf in donated.leaves)
+        for leaf in jax.tree.leaves(sums):
+            leaf.delete()
+        assert threads == []
+        gate.set()
+        saving.wait()
+        assert set(threads) == {"fitflax-saver"} and len(threads) == 2  # Once for the state, and once for the sums.
+    for train, run in found:
+        assert_same(train, expected)
+        assert_same(run, {"sums": {"float32": np.arange(5.0, dtype=np.float32)}})
+    ((num_bytes, num_devices),) = sizes
+    assert num_devices == 8 and num_bytes == 160_000 // (8 if is_split else 1) + 6 + 4 + 4
+    assert not snapshots.waits
 
 
 @pytest.mark.parametrize("backend", ["msgpack", "orbax"])

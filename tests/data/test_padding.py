@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fitflax.data import Batcher, Position, adapt
+from fitflax.data import Batcher, Position, adapt, padding
 from fitflax.data.batch import Triple, full_mask
 from fitflax.data.padding import class_weights_of
 from fitflax.errors import ConfigError, DataError, FitflaxWarning
@@ -12,6 +12,42 @@ from fitflax.errors import ConfigError, DataError, FitflaxWarning
 def triple(rows: int, **kwargs: object) -> Triple:
     values = {"x": np.arange(rows, dtype=np.float32), "y": (), "weights": None} | kwargs
     return Triple(**values)
+
+
+# -- checks --
+
+
+def test_structure_and_dtypes_are_checked_once_for_each_shape(monkeypatch):
+    checked, check = [], padding.form_of
+    monkeypatch.setattr(padding, "form_of", lambda x, y, weights, **options: checked.append(len(y)) or check(x, y, weights, **options))
+    batcher = Batcher(size=4)
+    for rows in (4, 4, 3, 4, 3, 4):
+        for wrap in (lambda x: {"a": x}, jnp.asarray):
+            batch, real, *_ = batcher(triple(rows, x=wrap(np.arange(float(rows))), y=np.arange(rows), weights=np.ones(rows)))
+            assert real == rows and jax.tree.leaves(batch.x)[0].tolist() == [0, 1, 2, 3 if rows == 4 else 0] and batch.mask.tolist() == [*[True] * 3, rows == 4]
+    assert checked == [4, 4, 3, 3]
+    for rows in range(1, 200):  # Data of many lengths does not fill the memory.
+        batcher(triple(rows, x=np.zeros((4, rows)), y=np.zeros(4)))
+    assert len(batcher._checked) <= 64
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"y": {"a": np.array([0, 2**40, 2])}}, r"y\['a'\] holds the integer 1099511627776, which does not fit int32"),
+        ({"weights": np.array([1.0, 1.0, -1.0])}, r"sample_weight must be at least 0. Received: -1 at index \[2\]"),
+        ({"x": np.array(["a", "b", "c"])}, "x must hold numbers, but its dtype is <U1"),
+        ({"y": {"a": np.arange(2)}}, r"batch\['x'\] has 3, batch\['y'\]\['a'\] has 2"),
+        ({"weights": [np.ones(3)]}, "sample_weight must be one array"),
+    ],
+)
+def test_a_bad_batch_is_an_error_after_a_good_one(change, match):
+    batcher, good = Batcher(size=3), triple(3, y={"a": np.arange(3)}, weights=np.ones(3))
+    batcher(good)
+    batcher(good)
+    with pytest.raises(DataError, match=match):
+        batcher(good._replace(**change))
+    assert batcher(good).num_real == 3
 
 
 # -- padding --

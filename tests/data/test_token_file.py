@@ -11,7 +11,7 @@ from flax import linen as nn
 
 import fitflax
 from fitflax.callbacks import LambdaCallback, ModelCheckpoint
-from fitflax.data import Position, TokenFile, adapt
+from fitflax.data import Batcher, Feed, Position, TokenFile, adapt
 from fitflax.data.adapt import takes_batch_size
 from fitflax.data.token_file import Permutation
 from fitflax.errors import ConfigError, DataError
@@ -75,6 +75,28 @@ def test_a_shuffled_pass_has_each_window_once_and_starts_at_a_different_token(tm
     assert first_tokens(read(adapt(TokenFile(tmp_path / "numbers.npy", 10), batch_size=16, seed=4))[0]) != passes[0]
     x, y = read(source, 1)
     assert np.array_equal(x[:, 1:], y[:, :-1]) and np.array_equal(y, x + 1)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("count", [2, 4])
+def test_each_process_feeds_its_own_windows_and_together_they_are_those_of_one_process(count, shuffle, path):
+    def feed(index, count, position=Position()):  # noqa: B008 (frozen)
+        source = adapt(TokenFile(path, 10, "uint16"), batch_size=16, shuffle=shuffle, seed=5)
+        return Feed(source, Batcher(num_shards=4, size=16, part=(index, count)), position)
+
+    for begin in (Position(), Position(passes=1, examples=48)):
+        alone, several = feed(0, 1, begin), [feed(index, count, begin) for index in range(count)]
+        for ahead in (1, 3, 1, 2):  # Batches that are read one by one, and several at once.
+            whole, *parts = (each.next(ahead) for each in (alone, *several))
+            for name in ("x", "y", "mask"):
+                pieces = [getattr(part.batch, name) for part in parts]
+                assert [len(piece) for piece in pieces] == [16 // count] * count
+                np.testing.assert_array_equal(np.concatenate(pieces), getattr(whole.batch, name))
+            assert {part.position for part in parts} == {whole.position} and {part.num_real for part in parts} == {whole.num_real}
+    while (last := alone.next()) is not None:
+        parts = [each.next() for each in several]
+    assert last is None and [each.next() for each in several] == [None] * count
+    assert np.concatenate([part.batch.mask for part in parts]).tolist() == [row < parts[0].num_real for row in range(16)]  # The last batch is padded.
 
 
 def test_the_held_out_part_begins_where_the_training_part_ends(path):

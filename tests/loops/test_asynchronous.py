@@ -17,7 +17,7 @@ import pytest
 import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, LambdaCallback, ModelCheckpoint
 from fitflax.checkpoints import CheckpointStore, checkpoint_store, json_documents, saver
-from fitflax.checkpoints.memory import Loan, ReusedMemory
+from fitflax.checkpoints.memory import DeviceRoom, Loan, ReusedMemory
 from fitflax.checkpoints.plain_tree import Plain
 from fitflax.checkpoints.plain_tree import leaves_of as leaves_of_plain
 from fitflax.errors import CheckpointError, DirectoryInUseError, FitflaxWarning
@@ -59,13 +59,15 @@ class Writes:
         self._write(directory, **options)
 
 
-@pytest.mark.parametrize("way", ["a device's copy", "kept memory", "pinned memory"])
+@pytest.mark.parametrize("way", ["a device's copy", "kept memory", "pinned memory", "the devices, then pinned memory"])
 @pytest.mark.mostly_slow
 @pytest.mark.slow
 def test_a_checkpoint_has_the_state_of_its_step_although_later_steps_reuse_its_buffers(way, tmp_path, monkeypatch):
     monkeypatch.setattr(DataParallel, "is_on_host", way == "a device's copy")  # An accelerator's state is copied to the host.
-    if way == "pinned memory":
+    if "pinned memory" in way:
         monkeypatch.setattr(saver, "may_share", lambda array: False)
+    if way.startswith("the devices"):
+        monkeypatch.setattr(DeviceRoom, "has", lambda room, num_bytes, devices: True)
     writes, trainer, states = Writes(monkeypatch), make_trainer(), {}
     look = LambdaCallback(lambda checkpoint: states.update({checkpoint.step: leaves_of(dict(checkpoint.state.params))}), every=EVERY)
     look.needs_gradients_norm = False  # As in the run that this one is compared with.

@@ -1,22 +1,29 @@
 """Trains public models at full size with a hand-written loop, `fit`, and `fit` with typical callbacks, in turns.
 
-    python -m benchmarks.real.run                          # GPT-2, ResNet-50, ViT-B/16 and others with small batches, on a CPU; hours
-    python -m benchmarks.real.run --workload gpt2 --rounds 5 --steps 20
-    python -m benchmarks.real.run --size full              # real batches, on a GPU
-    python -m benchmarks.real.run --size small --rounds 1  # only to check that it runs
-    python -m benchmarks.real.run --without evaluation others   # in less time
-    python -m benchmarks.real.run --write                  # also writes the table to benchmarks/RESULTS-real.md
+    python -m benchmarks.real                              # full models with small batches, on a CPU; about an hour on two cores
+    python -m benchmarks.real --gpu                        # full models with real batches, on a GPU; less than eight minutes
+    python -m benchmarks.real --workload gpt2 gpt2_scan gpt2_nnx --rounds 5 --steps 20
+    python -m benchmarks.real --size small --rounds 1      # only to check that it runs
+    python -m benchmarks.real --without evaluation others  # in less time
+
+The first two write their tables to benchmarks/RESULTS-real.md; sections of other devices stay. With `--workload` or `--size`, nothing is written without
+`--write`.
 
 Each contender is a process, started after the first step of the one before it. All but one sleep. A round is hand, fit, fit, hand, and then the same with a
 validation every `--every` steps and with saves, and with Keras and Lightning in place of `fit` if they have an equivalent model and are installed. Ratios are
-those of a round's sums.
+those of a round's sums. `--minutes` limits the time: each workload has an equal part of what is left, runs at least one round, and starts other frameworks only
+if there is time.
 """
 
 import argparse
 import json
+import math
 import pathlib
+import re
 import statistics
+import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -26,8 +33,13 @@ from benchmarks.real.workloads import NAMES, RealWorkload, workload_of
 from benchmarks.run import Worker, WorkerError, machine, say
 
 RESULTS = pathlib.Path(__file__).resolve().parent.parent / "RESULTS-real.md"
+PREAMBLE = "# Real models\n\nWritten by `python -m benchmarks.real`; its docstring describes the method. Ratios are relative to the hand-written loop.\n"
 SECONDS = 3600.0
 MODULE = "benchmarks.real.worker"
+MODELS = ("gpt2", "vit_b16", "resnet50", "unet")
+# The defaults of the command, and those with `--gpu`.
+ON_CPU: dict[str, Any] = {"size": "cpu", "rounds": 3, "steps": 6, "every": 6}
+ON_GPU: dict[str, Any] = {"size": "full", "rounds": 5, "steps": 20, "every": 50, "without": ["evaluation", "warm"], "minutes": 6.5}
 
 
 class Race:
@@ -36,10 +48,11 @@ class Race:
     Args:
         workload: The model.
         options: The options of the command line.
+        seconds: The time for its rounds to end.
     """
 
-    def __init__(self, workload: RealWorkload, options: argparse.Namespace) -> None:
-        self.workload, self.options = workload, options
+    def __init__(self, workload: RealWorkload, options: argparse.Namespace, seconds: float = math.inf) -> None:
+        self.workload, self.options, self._end = workload, options, time.monotonic() + seconds
         self.found: dict[str, Any] = {"workload": workload.name, "size": options.size, "rounds": []}
 
     def run(self) -> dict[str, Any]:
@@ -59,8 +72,13 @@ class Race:
                     workers[who].ask(do, seconds=SECONDS)  # Compiles.
             for who in ("hand", "fit+everything") if "fit+everything" in workers else ():
                 workers[who].ask("train", steps=self.options.every, validates=True, seconds=SECONDS)  # Compiles the validation, and saves for the first time.
+            took = 0.0
             for number in range(self.options.rounds):
+                begin = time.monotonic()
+                if number and begin + took > self._end:
+                    break
                 self.found["rounds"].append(self._round(workers))
+                took = time.monotonic() - begin
                 say(f"{self.workload.name}: round {number + 1} of {self.options.rounds}: {_ratio(self.found, 'fit', -1):.3f}")
             self.found["ends"] = {who: worker.finish() for who, worker in workers.items()}
         if "warm" not in self.options.without:
@@ -73,8 +91,11 @@ class Race:
         return "evaluation" not in self.options.without
 
     def _start_others(self, workers: dict[str, Worker], stack: ExitStack) -> None:
-        """Starts the other frameworks. One that is not installed is skipped."""
+        """Starts the other frameworks, if there is time. One that is not installed is skipped."""
         for who in () if "others" in self.options.without else OTHERS.get(self.workload.name, ()):
+            if time.monotonic() > self._end:
+                say(f"{self.workload.name}: {who} is left out: there is no time")
+                continue
             say(f"{self.workload.name}: {who} starts")
             worker = stack.enter_context(self._worker(who))
             try:
@@ -88,15 +109,15 @@ class Race:
         return Worker(who, *arguments, module=MODULE, environment=environment or {})
 
     def _round(self, workers: Mapping[str, Worker]) -> dict[str, Any]:
-        steps = self.options.steps
         pairs: list[list[tuple[str, str, dict[str, Any]]]] = [[("hand", "hand", {}), ("fit", "fit", {})]]
         if "fit+everything" in workers:
-            pairs.append([("hand validating", "hand", {"validates": True}), ("everything", "fit+everything", {"validates": True})])
+            long = {"validates": True, "steps": max(self.options.steps, self.options.every)}  # At least one save.
+            pairs.append([("hand validating", "hand", long), ("everything", "fit+everything", long)])
         pairs += [[(f"hand beside {who}", "hand", {}), (who, who, {})] for who in ("keras", "lightning") if who in workers]
         answers: dict[str, list[Any]] = {}
         for pair in pairs:
             for name, who, options in [*pair, *reversed(pair)]:
-                answers.setdefault(name, []).append(workers[who].ask("train", steps=steps, seconds=SECONDS, **options))
+                answers.setdefault(name, []).append(workers[who].ask("train", seconds=SECONDS, **{"steps": self.options.steps, **options}))
         for do in ("evaluate", "predict") if self._evaluates else ():
             for who in ("hand", "fit", "fit", "hand"):
                 answers.setdefault(f"{who} {do}", []).append(workers[who].ask(do, seconds=SECONDS))
@@ -135,7 +156,8 @@ RESOURCES = (
     "model",
     "compilations, hand, fit",
     "compile s, hand, fit",
-    "peak MB, hand, fit, everything",
+    "peak MB of the host, hand, fit, everything",
+    "peak MB of the device",
     "fit / hand",
     "pause s, median, worst",
     "per second",
@@ -168,20 +190,26 @@ def _in_words(ratios: Sequence[float]) -> str:
     return f"{statistics.median(ratios):.3f} ({min(ratios):.2f}..{max(ratios):.2f})"
 
 
+def _step_times(found: Mapping[str, Any], name: str, steps: int) -> list[float]:
+    """Returns the seconds per step in each round."""
+    return [_seconds(one[name]) / steps for one in found["rounds"]]
+
+
 def table(results: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> str:
     """Returns the measurements as Markdown."""
     lines, memory = [_row(STEPS), _row(["---"] * len(STEPS))], [_row(RESOURCES), _row(["---"] * len(RESOURCES))]
     for found in results:
         workload, rounds, steps = workload_of(found["workload"]), found["rounds"], 2 * options.steps
         hand, fit = (found["starts"][who] for who in ("hand", "fit"))
-        median = {name: statistics.median(_seconds(one[name]) / steps for one in rounds) for name in ("hand", "fit")}
+        times = {name: _step_times(found, name, steps) for name in ("hand", "fit")}
+        median = {name: statistics.median(seconds) for name, seconds in times.items()}
         host = [statistics.median(sum(answer["host_seconds"] for answer in one[name]) / steps * 1e3 for one in rounds) for name in ("hand", "fit")]
         warm = found.get("warm")
         lines.append(
             _row(
                 (
                     workload.about,
-                    f"{median['hand'] * 1e3:.4g}",
+                    f"{median['hand'] * 1e3:.4g} ({min(times['hand']) * 1e3:.4g}..{max(times['hand']) * 1e3:.4g})",
                     *(_spread(found, name) for name in ("fit", "everything")),
                     ", ".join(f"{value:.3g}" for value in host),
                     *(_spread(found, f"fit {do}") for do in ("evaluate", "predict")),
@@ -193,8 +221,8 @@ def table(results: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> 
         )
         ends = found["ends"]
         ours = [who for who in ("hand", "fit", "fit+everything") if who in ends]
-        device = [ends[who]["device_peak_mb"] for who in ours]
-        peaks = device if None not in device else [ends[who]["peak_mb"] for who in ours]
+        host_peaks, device_peaks = ([ends[who][name] for who in ours] for name in ("peak_mb", "device_peak_mb"))
+        peaks = host_peaks if None in device_peaks else device_peaks
         pauses = [pause for one in rounds for answer in one.get("everything", ()) for pause in answer["pauses"]]
         rate = found["flops"] / median["fit"] if found["flops"] else None
         memory.append(
@@ -203,7 +231,8 @@ def table(results: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> 
                     workload.about,
                     f"{hand['compilations']}, {fit['compilations']}",
                     f"{hand['compile_seconds']:.1f}, {fit['compile_seconds']:.1f}",
-                    ", ".join(f"{peak:.0f}" for peak in peaks),
+                    ", ".join(f"{peak:.0f}" for peak in host_peaks),
+                    "-" if None in device_peaks else ", ".join(f"{peak:.0f}" for peak in device_peaks),
                     f"{peaks[1] / peaks[0]:.2f}",
                     f"{statistics.median(pauses):.3f}, {max(pauses):.3f}" if pauses else "-",
                     f"{workload.units_of_batch(options.size) / median['fit']:.4g} {workload.unit}",
@@ -231,32 +260,65 @@ def _row(cells: Sequence[Any]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workload", nargs="+", choices=NAMES, default=list(NAMES))
-    parser.add_argument("--size", choices=("cpu", "full", "small"), default="cpu")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=10, help="of a stretch")
-    parser.add_argument("--every", type=int, default=50, help="steps between two validations and saves")
-    parser.add_argument("--without", nargs="+", default=[], choices=("everything", "evaluation", "warm", "others"), help="what is left out")
+def merged(earlier: str, device: str, text: str) -> str:
+    """Returns the contents of the file of results with the section of a device replaced. Sections of other devices stay."""
+    _, *parts = re.split(r"^## ", earlier, flags=re.MULTILINE)
+    sections = {name: content.strip() for name, _, content in (part.partition("\n") for part in parts)} | {device: text}
+    return "\n".join([PREAMBLE, *(f"## {name}\n\n{content}\n" for name, content in sections.items())])
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Returns the options of the command line; those not given depend on `--gpu`."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.real", description=__doc__.splitlines()[0])
+    parser.add_argument("--gpu", action="store_true", help="real batches, in less than eight minutes; defaults: " + str(ON_GPU))
+    parser.add_argument("--workload", nargs="+", choices=NAMES, help=f"default: {' '.join(MODELS)}")
+    parser.add_argument("--size", choices=("cpu", "full", "small"))
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--steps", type=int, help="of a stretch")
+    parser.add_argument("--every", type=int, help="steps between two validations and saves")
+    parser.add_argument("--without", nargs="+", choices=("everything", "evaluation", "warm", "others"), help="what is left out")
+    parser.add_argument("--minutes", type=float, help="when to end; by default, after all rounds")
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--write", nargs="?", type=pathlib.Path, const=RESULTS)
     options = parser.parse_args(argv)
-    results = []
-    for name in options.workload:
-        results.append(Race(workload_of(name), options).run())
+    is_whole = options.workload is None and options.size is None
+    defaults = {"workload": MODELS, "without": [], "minutes": math.inf, "write": RESULTS if is_whole else None, **(ON_GPU if options.gpu else ON_CPU)}
+    return argparse.Namespace(**{name: defaults.get(name) if value is None else value for name, value in vars(options).items()})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 1 if a workload failed."""
+    options = parse(sys.argv[1:] if argv is None else argv)
+    end, results, missing = time.monotonic() + 60 * options.minutes, list[dict[str, Any]](), dict[str, str]()
+    for number, name in enumerate(options.workload):
+        left = end - time.monotonic()
+        if left < 0 and results:
+            missing[name] = "there was no time"
+            continue
+        try:
+            results.append(Race(workload_of(name), options, left / (len(options.workload) - number)).run())
+        except WorkerError as error:
+            missing[name] = str(error)
+            continue
         if options.json:
             options.json.write_text(json.dumps(results), encoding="utf-8")
+    for name, reason in missing.items():
+        say(f"{name} is left out: {reason}")
+    if not results:
+        return 1
     device = results[0]["starts"]["hand"]["device"]
     here = machine()
     versions = ", ".join(f"{name} {here[name]}" for name in ("jax", "flax", "optax"))
-    size = f"size {options.size}, {options.rounds} rounds of {options.steps} steps, {options.every} between saves"
-    title = f"{here['date']}, {device}, {here['cores']} CPU cores, {versions}; {size}."
-    text = f"{title}\n\n{table(results, options)}\n"
+    size = f"size {options.size}, up to {options.rounds} rounds of {options.steps} steps, {options.every} between saves"
+    text = f"{here['date']}, {device}, {here['cores']} CPU cores, {versions}; {size}.\n\n{table(results, options)}"
+    if missing:
+        text += f"\n\nLeft out: {'; '.join(f'{name}: {reason}' for name, reason in missing.items())}."
     print(text)
     if options.write:
-        options.write.write_text(f"# Real models\n\n{text}", encoding="utf-8")
+        earlier = options.write.read_text(encoding="utf-8") if options.write.exists() else ""
+        options.write.write_text(merged(earlier, device, text), encoding="utf-8")
+    return int(bool(missing))
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
