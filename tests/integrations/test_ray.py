@@ -19,6 +19,8 @@ import pytest
 from flax import linen as nn
 
 import fitflax
+from fitflax.callbacks import ModelCheckpoint
+from fitflax.checkpoints.resume import write_pointer
 from fitflax.data.batch import Position
 from fitflax.data.shards import spread
 from fitflax.data.sources import Shares
@@ -300,6 +302,33 @@ def test_population_based_training_copies_states_to_trials_with_other_rates(clus
         assert rows[at]["loss"] < rows[at - 1]["loss"] / 2 and round(rows[at]["rate"], 6) not in given
 
 
+@pytest.mark.slow
+def test_a_trial_resumes_from_the_url_that_ray_tune_was_given(tmp_path, monkeypatch):
+    given = []
+
+    def report(values, checkpoint):  # Ray copies the directory, too.
+        given.append(tmp_path / f"{len(given)}-{values['step']}")
+        checkpoint.to_directory(given[-1])
+
+    monkeypatch.setattr("fitflax.integrations.ray._is_trial", lambda: True)
+    monkeypatch.setattr("ray.tune.report", report)
+
+    def trial(name, epochs, **options):
+        trainer, checkpoint = make_trainer({}), ModelCheckpoint(f"memory://{tmp_path.name}/{name}")
+        callbacks = [checkpoint, RayReport(checkpoint=checkpoint)]
+        trainer.fit(*make_data(), batch_size=32, epochs=epochs, callbacks=callbacks, verbose=0, **options)
+        return trainer
+
+    uninterrupted = trial("whole", 3)
+    trial("first", 2)
+    resumed, restored = trial("second", 3, resume=given[4]), make_trainer({})
+    restored.restore(given[-1])
+    assert [path.name for path in given] == ["0-8", "1-16", "2-24", "3-8", "4-16", "5-24"]
+    for trainer in (resumed, restored):
+        assert trainer.step == 24
+        jax.tree.map(np.testing.assert_array_equal, trainer.state.params, uninterrupted.state.params)
+
+
 @pytest.mark.parametrize(
     ("used", "examples", "parts", "batch_size", "expected"),
     [
@@ -341,10 +370,9 @@ def test_reports_are_rejected_outside_of_ray_and_wrong_arguments_immediately(tmp
         checkpoint_path(tmp_path)
     with pytest.raises(ConfigError, match=r"was not reported by RayReport"):
         checkpoint_path(ray.train.Checkpoint.from_directory(str(tmp_path)))
-    pointer = tmp_path / "fitflax.json"
-    pointer.write_text(json.dumps({"path": str(tmp_path)}))
+    write_pointer(tmp_path, tmp_path)
     assert checkpoint_path(ray.train.Checkpoint.from_directory(str(tmp_path))) == str(tmp_path)
-    pointer.write_text(json.dumps({"path": str(tmp_path / "gone")}))
+    write_pointer(tmp_path, tmp_path / "gone")
     with pytest.raises(ConfigError, match=r"gone no longer exists. To keep more checkpoints, pass ModelCheckpoint\(keep=...\)"):
         checkpoint_path(ray.train.Checkpoint.from_directory(str(tmp_path)))
     assert launch.find_group() is None and not launch.is_actor()
