@@ -134,6 +134,15 @@ def assert_same(one: pathlib.Path, other: pathlib.Path) -> None:
         np.testing.assert_array_equal(array, expected[name], err_msg=name)
 
 
+def assert_close_to_one_process(directory: pathlib.Path, epochs: int) -> None:
+    trainer = make_trainer({"dropout": 0})
+    history = trainer.fit(*make_data(), batch_size=32, epochs=epochs, verbose=0)
+    params, rows = end_of(directory)
+    np.testing.assert_allclose(rows["loss"], history.history["loss"], rtol=1e-5)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(trainer.state.params):
+        np.testing.assert_allclose(params[jax.tree_util.keystr(path)], leaf, rtol=1e-4, atol=1e-6)
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     directory = tmp_path_factory.mktemp("undisturbed")
@@ -151,15 +160,24 @@ def test_a_run_resumes_with_fewer_workers_after_a_node_is_lost(cluster, tmp_path
         run(cluster, tmp_path, cluster.kill_node, epochs=4, faults=[[14, 1, "wait"]], workers=[1, 2], dropout=0)
     finally:
         cluster.fill()
-    trainer = make_trainer({"dropout": 0})
-    history = trainer.fit(*make_data(), batch_size=32, epochs=4, verbose=0)
-    params, rows = end_of(tmp_path)
-    np.testing.assert_allclose(rows["loss"], history.history["loss"], rtol=1e-5)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(trainer.state.params):
-        np.testing.assert_allclose(params[jax.tree_util.keystr(path)], leaf, rtol=1e-4, atol=1e-6)
+    assert_close_to_one_process(tmp_path, epochs=4)
 
 
-# After the test above, because Ray reserves the resources of a driver that was killed for three more minutes.
+@pytest.mark.slow
+def test_a_run_resumes_with_more_workers_after_a_node_is_added(cluster, tmp_path):
+    cluster.kill_node(next(iter(cluster.cluster.worker_nodes)).node_id)
+    try:
+        # A restart with more workers is not a failure.
+        options = {"workers": [1, 2], "resize": 1.0, "max_failures": 0}
+        run(cluster, tmp_path, lambda node: cluster.fill(), epochs=4, faults=[[14, 0, "wait"]], dropout=0, **options)
+    finally:
+        cluster.fill()
+    starts, pids = ((tmp_path / name).read_text().split() for name in ("starts", "pids"))
+    assert starts == ["None", "10"] and len(pids) == 1 + 2
+    assert_close_to_one_process(tmp_path, epochs=4)
+
+
+# After the tests above, because Ray reserves the resources of a driver that was killed for three more minutes.
 @pytest.mark.slow
 def test_kills_of_workers_a_node_and_the_driver_and_a_full_disk_do_not_change_a_run(cluster, uninterrupted, tmp_path):
     faults = [[9, 0, "disk"], [17, 1, "kill"], [24, 0, "fail"], [32, 1, "wait"], [48, 0, "wait"]]
