@@ -1,8 +1,8 @@
 """Computes goodput, the fraction of a job's time that is spent in useful steps: with a formula, with a simulation, and in a real run that is killed repeatedly.
 
-`python -m benchmarks.goodput` prints goodput for 8 to 4,096 devices, as docs/scaling.md explains, and compares the formula with the simulation. With `--real`,
-it starts a run, kills it at random times, and starts it again until it is done. The simulation then uses the measured durations of this run, and its result is
-compared with the real one.
+`python -m benchmarks.goodput` prints goodput for 8 to 4,096 devices, and compares the formula with the simulation. Its assumptions about hosts are arguments;
+docs/scaling.md compares their defaults with measurements. With `--real`, it starts a run, kills it at random times, and starts it again until it is done. The
+simulation then uses the measured durations of this run, and its result is compared with the real one.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.plots import STYLE, WIDTH
 
-__all__ = ["Job", "best_interval", "goodput", "simulate"]
+__all__ = ["Assumptions", "Job", "best_interval", "goodput", "simulate"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,29 +191,47 @@ def _measured(seconds: float, lives: Sequence[tuple[float, float]], notes: Seque
 
 # -- output --
 
-_PARAMETERS = 8e9
-_BYTES = 12 * _PARAMETERS  # Parameters and the two moments of Adam in float32.
+
+@dataclasses.dataclass(frozen=True)
+class Assumptions:
+    """What the projections assume about a job whose state is split evenly over its hosts.
+
+    Attributes:
+        state: Size of the state in gigabytes; by default 8e9 parameters and the two moments of Adam in float32.
+        per_host: Devices per host.
+        copy: Speed at which a host copies its part of the state from its devices, in gigabytes per second.
+        write: Speed at which a host writes its part to shared storage, in gigabytes per second.
+        read: Speed at which a host reads its part in a restart, in gigabytes per second.
+        restart: From a failure until processes read the state, in seconds: the failure is noticed, processes start, programs come from the compilation cache.
+    """
+
+    state: float = 96.0
+    per_host: int = 8
+    copy: float = 10.0
+    write: float = 1.0
+    read: float = 1.0
+    restart: float = 90.0
 
 
-def jobs(devices: int, hours: float, *, per_host: int = 8) -> Job:
-    """Returns a job that trains a model of 8e9 parameters with a sharded state, on hosts of eight devices. docs/scaling.md explains the numbers."""
-    share = _BYTES / (devices / per_host)
-    return Job(pause=share / 10e9, write=share / 1e9, restart=90 + share / 1e9, failures=3600 * hours)
+def project(assumed: Assumptions, devices: int, hours: float) -> Job:
+    """Returns the job of a number of devices, with a mean of `hours` between failures."""
+    part = assumed.state / (devices / assumed.per_host)
+    return Job(pause=part / assumed.copy, write=part / assumed.write, restart=assumed.restart + part / assumed.read, failures=3600 * hours)
 
 
-def projections() -> Iterator[tuple[int, float, Job, float]]:
+def projections(assumed: Assumptions) -> Iterator[tuple[int, float, Job, float]]:
     """Yields the number of devices, the hours between failures, the job, and its best interval."""
     for devices in (8, 256, 4096):
         for hours in (1.0, 4.0, 24.0):
-            job = jobs(devices, hours)
+            job = project(assumed, devices, hours)
             yield devices, hours, job, best_interval(job)
 
 
-def table() -> str:
+def table(assumed: Assumptions) -> str:
     """Returns the projections as a Markdown table."""
     heads = ("devices", "hours between failures", "pause, write, restart, s", "best interval, s", "goodput", "at 10 minutes", "no pause", "restart halved")
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    for devices, hours, job, interval in projections():
+    for devices, hours, job, interval in projections(assumed):
         ten = max(600.0, job.write)
         faster = dataclasses.replace(job, restart=job.restart / 2)
         no_pause = dataclasses.replace(job, pause=0.0)
@@ -223,7 +241,7 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def draw(path: pathlib.Path) -> None:
+def draw(path: pathlib.Path, assumed: Assumptions) -> None:
     """Draws the goodput of the projected jobs as a function of the interval between saves."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -233,7 +251,7 @@ def draw(path: pathlib.Path) -> None:
         axes = figure.subplots()
         for devices, color in zip((8, 256, 4096), ("#2f7ed8", "#d98a1f", "#3f9e5f"), strict=True):
             for hours, line in ((1.0, "-"), (24.0, "--")):
-                job = jobs(devices, hours)
+                job = project(assumed, devices, hours)
                 begin = math.log10(max(job.write, 3.0))
                 intervals = [10 ** (begin + (4 - begin) * part / 200) for part in range(201)]
                 axes.plot(intervals, [goodput(job, interval) for interval in intervals], line, color=color, label=f"{devices} devices, {hours:g} h")
@@ -247,10 +265,10 @@ def draw(path: pathlib.Path) -> None:
         figure.savefig(path, dpi=160)
 
 
-def check(draws: random.Random, repeats: int = 200) -> str:
+def check(assumed: Assumptions, draws: random.Random, repeats: int = 200) -> str:
     """Returns a comparison of the simulation with the formula."""
     lines = ["| devices | hours between failures | interval, s | formula | simulation |", "|---|---|---|---|---|"]
-    for devices, hours, job, interval in projections():
+    for devices, hours, job, interval in projections(assumed):
         work = 30 * job.failures
         simulated = work / statistics.mean(simulate(job, interval, work, draws) for _ in range(repeats))
         lines.append(f"| {devices} | {hours:g} | {interval:.0f} | {goodput(job, interval):.4f} | {simulated:.4f} |")
@@ -277,25 +295,41 @@ def compare_real(options: argparse.Namespace) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+_HELP = {
+    "state": "size of the state, GB",
+    "per_host": "devices per host",
+    "copy": "speed of a host's copy from its devices, GB/s",
+    "write": "speed of a host's writes, GB/s",
+    "read": "speed of a host's reads, GB/s",
+    "restart": "seconds from a failure until processes read the state",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--real", action="store_true", help="train a run that is killed and restarted")
     parser.add_argument("--plot", type=pathlib.Path, metavar="PNG", help="plot the goodput as a function of the interval between saves")
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--every", type=int, default=100, help="steps between saves")
-    parser.add_argument("--width", type=int, default=512, help="width of the network")
-    parser.add_argument("--kills", type=float, default=20.0, help="mean seconds between kills; at least the time from a start to the first step")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    group = parser.add_argument_group("assumptions of the projections")
+    for name, help_text in _HELP.items():
+        default = getattr(Assumptions, name)
+        group.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=help_text)
+    group = parser.add_argument_group("the real run")
+    group.add_argument("--steps", type=int, default=3000)
+    group.add_argument("--every", type=int, default=100, help="steps between saves")
+    group.add_argument("--width", type=int, default=512, help="width of the network")
+    group.add_argument("--kills", type=float, default=20.0, help="mean seconds between kills; at least the time from a start to the first step")
+    options = parser.parse_args(arguments)
+    assumed = Assumptions(**{name: getattr(options, name) for name in _HELP})
     if options.plot is not None:
-        draw(options.plot)
+        draw(options.plot, assumed)
         return
     if options.real:
         print(compare_real(options))
         return
-    print(table())
+    print(table(assumed))
     print()
-    print(check(random.Random(options.seed)))
+    print(check(assumed, random.Random(options.seed)))
 
 
 if __name__ == "__main__":

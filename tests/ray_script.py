@@ -100,7 +100,8 @@ def main():
     env = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PJRT_NPROC": "4", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     ray.init(address=options["address"], log_to_driver=options.get("logs", False), logging_level="WARNING")
     workers = options.get("workers", 2)
-    scaling = ScalingConfig(num_workers=tuple(workers) if isinstance(workers, list) else workers, resources_per_worker={"CPU": 1})
+    counts = tuple(workers) if isinstance(workers, list) else workers
+    scaling = ScalingConfig(num_workers=counts, resources_per_worker={"CPU": 1}, elastic_resize_monitor_interval_s=options.get("resize", 60.0))
     failure = FailureConfig(max_failures=options.get("max_failures", 3))
     run = RunConfig(name="run", storage_path=str(directory / "ray"), failure_config=failure, worker_runtime_env={"env_vars": env})
     datasets = None

@@ -1,7 +1,9 @@
 """The benchmark of goodput: the formula against the simulation, the best interval against a search, and a real run that is killed."""
 
 import argparse
+import dataclasses
 import math
+import pathlib
 import random
 import re
 import statistics
@@ -38,14 +40,23 @@ def test_a_job_that_never_fails_loses_only_its_pauses():
 
 
 def test_the_tables_have_a_row_for_each_size_and_rate_of_failures():
-    lines = goodput.table().splitlines()
+    lines = goodput.table(goodput.Assumptions()).splitlines()
     assert len(lines) == 2 + 9 and all(line.count("|") == lines[0].count("|") for line in lines)
 
 
 def test_the_picture_is_a_png(tmp_path):
     pytest.importorskip("matplotlib")
-    goodput.draw(tmp_path / "goodput.png")
+    goodput.draw(tmp_path / "goodput.png", goodput.Assumptions())
     assert (tmp_path / "goodput.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_assumptions_are_arguments_and_their_defaults_are_on_the_page(monkeypatch, capsys):
+    monkeypatch.setattr(goodput, "check", lambda assumed, draws: "")
+    goodput.main(["--state", "10", "--per-host", "4", "--copy", "5", "--write", "2", "--read", "4", "--restart", "30"])
+    assert "| 8 | 4 | 1, 2.5, 31.2 | " in capsys.readouterr().out  # Two hosts, each with 5 GB: 5 / 5, 5 / 2, and 30 + 5 / 4 seconds.
+    page = (pathlib.Path(__file__).parent.parent / "docs" / "scaling.md").read_text()
+    for field in dataclasses.fields(goodput.Assumptions):
+        assert f"`--{field.name.replace('_', '-')} {field.default:g}`" in page
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ def join_others() -> None:
             num_processes=int(os.environ["NUM_PROCESSES"]),
             process_id=int(os.environ["JOB_COMPLETION_INDEX"]),
             initialization_timeout=3600,  # A pod may have to wait for a node.
+            cluster_detection_method="deactivate",  # JAX's detection would need the package kubernetes.
         )
     else:
         fitflax.parallel.initialize()

@@ -1,4 +1,7 @@
-"""Finds and reads a checkpoint: the one at a path, whichever library wrote it, or the one to resume from; and restores a state from it."""
+"""Finds and reads a checkpoint: the one at a path, whichever library wrote it, or the one to resume from; and restores a state from it.
+
+A directory can hold a pointer, a file with the path or URL of a checkpoint elsewhere, which is read in its place.
+"""
 
 import contextlib
 import dataclasses
@@ -16,6 +19,7 @@ from fitflax.checkpoints.checkpoint_files import FOR_INFERENCE, METADATA_FILE, W
 from fitflax.checkpoints.checkpoint_store import CheckpointStore
 from fitflax.checkpoints.directories import disk_errors, replaced_by
 from fitflax.checkpoints.foreign import read_foreign
+from fitflax.checkpoints.json_documents import read_document, replace_document
 from fitflax.checkpoints.restore import Advice, advice_on, from_saved, refit, restore_tree
 from fitflax.checkpoints.safetensors_format import INDEX_SUFFIX, SUFFIX, find_weights
 from fitflax.checkpoints.weight_rules import is_weights, saved_weights
@@ -24,6 +28,7 @@ from fitflax.state import InferenceState, PyTree, TrainState
 from fitflax.storage import Location, ObjectPath, locate
 
 _MOST_NAMED = 5  # Directories, in an error.
+_POINTER_FILE = "checkpoint_path.json"
 
 
 def load_checkpoint(
@@ -32,7 +37,7 @@ def load_checkpoint(
     """Returns a verified checkpoint of fitflax, or as far as possible one of Orbax or `flax.training.checkpoints`, or safetensors weights.
 
     `path` is a checkpoint, or a directory of checkpoints, of which the newest intact one is used, with a warning if newer ones fail their checks; or the URL of
-    either. `roots` are the parts to read, as in `checkpoint_files.read_checkpoint`.
+    either; or a directory with a pointer. `roots` are the parts to read, as in `checkpoint_files.read_checkpoint`.
     """
     path = locate(path, owner="The path of a checkpoint", error=CheckpointError, options=storage_options)
     with disk_errors("read", path):
@@ -40,8 +45,9 @@ def load_checkpoint(
             weights = find_weights(path)
             assert weights is not None
             return saved_weights(weights)[0]
-        if is_checkpoint(path):
-            return read_checkpoint(path, roots, share=None if together is None else together.share)
+        own = path if is_checkpoint(path) else _pointed_to(path, storage_options)
+        if own is not None:
+            return read_checkpoint(own, roots, share=None if together is None else together.share)
     try:
         return _newest_good_in(path, roots, together)
     except CheckpointNotFoundError:
@@ -54,6 +60,31 @@ def load_checkpoint(
             raise
     train, metadata = foreign
     return Saved(path=Path(metadata["path"]), metadata=metadata, train=train, run={})
+
+
+def write_pointer(directory: Path, checkpoint: Location) -> None:
+    """Writes a file to `directory` that points to a checkpoint elsewhere."""
+    path = checkpoint if isinstance(checkpoint, ObjectPath) else checkpoint.absolute()
+    replace_document(directory / _POINTER_FILE, {"path": str(path)}, is_durable=False)
+
+
+def read_pointer(directory: Location) -> str | None:
+    """Returns the path or URL that `write_pointer` wrote to `directory`, `None` if it wrote none. Raises `CorruptCheckpointError` if the file is damaged."""
+    file = directory / _POINTER_FILE
+    return str(read_document(file)["path"]) if file.is_file() else None
+
+
+def _pointed_to(directory: Location, storage_options: Mapping[str, Any] | None) -> Location | None:
+    target = read_pointer(directory)
+    if target is None:
+        return None
+    found = locate(target, owner=str(directory / _POINTER_FILE), error=CheckpointError, options=storage_options)
+    if not is_checkpoint(found):
+        raise CheckpointNotFoundError(
+            f"There is no checkpoint at {found}, to which {directory / _POINTER_FILE} points. It was deleted or moved, or cannot be reached from here. "
+            "To keep more checkpoints, pass ModelCheckpoint(keep=...)."
+        )
+    return found
 
 
 def _newest_good_in(path: Location, roots: Collection[str], together: CollectiveRead | None) -> Saved:

@@ -1,7 +1,6 @@
-"""`RayReport` reports a run to Ray Train or Ray Tune. `checkpoint_path` finds the checkpoint that was reported to Ray Train."""
+"""`RayReport` reports a run to Ray Train or Ray Tune. `checkpoint_path` finds the checkpoint that was reported."""
 
 import contextlib
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ from typing_extensions import override
 from fitflax.callbacks.base import Callback, Phase, check_trigger, failure_since
 from fitflax.callbacks.model_checkpoint import ModelCheckpoint, StoreCallback
 from fitflax.checkpoints.checkpoint import Checkpoint
+from fitflax.checkpoints.resume import read_pointer, write_pointer
 from fitflax.errors import CallbackError, ConfigError
 from fitflax.integrations import import_package
 from fitflax.integrations.interface import Reading
@@ -23,8 +23,6 @@ from fitflax.triggers import Trigger
 from fitflax.triggers import every as make_every
 
 __all__ = ["RayReport", "checkpoint_path"]
-
-_POINTER = "fitflax.json"
 
 
 def _import(name: str) -> Any:
@@ -37,9 +35,10 @@ class RayReport(Callback):
     When `every` fires, and once at the end, it reports the logged numbers under the names of `History`, and `step` and `epoch`. All workers report at the same
     steps, as Ray requires.
 
-    With `checkpoint=`, each report waits for the save in progress and includes that callback's best or newest checkpoint. Ray Train gets a file with the
-    checkpoint's path, which `checkpoint_path` reads; the checkpoint itself is not copied, and Ray's `num_to_keep` does not delete it. Ray Tune gets a copy,
-    which it can pass to another trial. Without `checkpoint=`, Ray Train's result has no metrics, because Ray keeps them only with checkpoints.
+    With `checkpoint=`, each report waits for the save in progress and includes that callback's best or newest checkpoint. Ray Tune gets a copy, which it can
+    pass to another trial. Ray Train gets only the path in a file, and so does Ray Tune if the checkpoint is in a bucket: `fit(resume=)` and `restore` follow
+    the path, and `checkpoint_path` returns it. Ray's `num_to_keep` does not delete such a checkpoint; `ModelCheckpoint(keep=...)` does. Without `checkpoint=`,
+    Ray Train's result has no metrics, because Ray keeps them only with checkpoints.
 
     Under Ray Train, each report also checks whether a node is about to be preempted. If so, the `ModelCheckpoint` saves the run at this step, and the run
     continues until Ray restarts it on other nodes. Include `every(seconds=...)` in `every` to check more often than once per epoch.
@@ -140,7 +139,7 @@ class RayReport(Callback):
             yield kind.from_directory(str(path))
         else:
             with tempfile.TemporaryDirectory() as directory:
-                Path(directory, _POINTER).write_text(json.dumps({"path": str(path.absolute() if isinstance(path, Path) else path)}), encoding="utf-8")
+                write_pointer(Path(directory), path)
                 yield kind.from_directory(directory)
 
 
@@ -158,14 +157,15 @@ def _numbers(step: int, logs: Mapping[str, Any]) -> dict[str, float]:
 
 
 def checkpoint_path(checkpoint: Any) -> str:
-    """Returns the path or URL of a checkpoint that `RayReport` reported to Ray Train, for example for `trainer.restore`.
+    """Returns the path or URL of a checkpoint that `RayReport` reported without copying it, for example for `trainer.restore`.
 
     Args:
         checkpoint: Ray's checkpoint, such as `result.checkpoint`. Those of `result.best_checkpoints` exist only if `ModelCheckpoint(keep=...)` kept them.
 
     Raises:
         ImportError: The package ray is not installed.
-        ConfigError: `RayReport` did not report the checkpoint to Ray Train, or it was deleted.
+        ConfigError: `RayReport` did not report the checkpoint, or copied it, or it was deleted.
+        CorruptCheckpointError: The file with the path is damaged.
 
     Restore the last checkpoint of a run of Ray Train::
 
@@ -177,10 +177,9 @@ def checkpoint_path(checkpoint: Any) -> str:
     if not isinstance(checkpoint, _import("ray.train").Checkpoint):
         raise ConfigError(f"checkpoint_path(checkpoint) must be a checkpoint of Ray, such as result.checkpoint. Received: {checkpoint!r}.")
     with checkpoint.as_directory() as directory:
-        try:
-            path = str(json.loads(Path(directory, _POINTER).read_text(encoding="utf-8"))["path"])
-        except FileNotFoundError:
-            raise ConfigError(f"{checkpoint} was not reported by RayReport in a worker of Ray Train: it has no {_POINTER}.") from None
+        path = read_pointer(Path(directory))
+    if path is None:
+        raise ConfigError(f"{checkpoint} was not reported by RayReport in a worker of Ray Train: it does not contain the path of a checkpoint.")
     if not is_url(path) and not Path(path).exists():
         raise ConfigError(f"The checkpoint {path} no longer exists. To keep more checkpoints, pass ModelCheckpoint(keep=...).")
     return path

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+import re
 import warnings
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 
 from fitflax.checkpoints import json_documents
 from fitflax.checkpoints.checkpoint_store import CheckpointStore
-from fitflax.checkpoints.resume import check_settings, find_resume, load_checkpoint, restored_state
+from fitflax.checkpoints.resume import check_settings, find_resume, load_checkpoint, read_pointer, restored_state, write_pointer
 from fitflax.checkpoints.save import save_checkpoint
 from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, FitflaxWarning, RestoreError
 from tests.checkpoints.samples import assert_same, train_state
@@ -61,6 +62,29 @@ def test_a_run_resumes_from_a_path_regardless_of_the_callbacks(kind, store):
         assert found is not None and found.run == {"n": 1}
     with pytest.raises(CheckpointNotFoundError):
         find_resume(kind(store.path(3)), [store])
+
+
+@pytest.mark.parametrize("kind", ["path", "url"])
+def test_a_pointer_is_followed_to_its_checkpoint_and_an_error_names_one_that_is_gone(kind, tmp_path):
+    if kind == "url":
+        pytest.importorskip("obstore")
+    store = CheckpointStore(tmp_path / "checkpoints" if kind == "path" else f"memory://pointer-{tmp_path.name}/run")
+    store.claim("a", overwrite=False)
+    save(store, 1, 2)
+    given = tmp_path / "given"
+    given.mkdir()
+    write_pointer(given, store.path(1))
+    found = find_resume(str(given), [store])
+    assert found is not None and (found.path, found.run) == (store.path(1), {"n": 1}) and load_checkpoint(given).path == found.path
+    store.retain("model", [2])
+    gone = rf"^There is no checkpoint at {re.escape(str(store.path(1)))}, to which .*given/checkpoint_path\.json points\. .* pass ModelCheckpoint\(keep="
+    for read in (load_checkpoint, lambda path: find_resume(path, [store])):
+        with pytest.raises(CheckpointNotFoundError, match=gone):
+            read(given)
+    assert read_pointer(given) == str(store.path(1)) and read_pointer(tmp_path) is None
+    flip_last_byte(given / "checkpoint_path.json")
+    with pytest.raises(CorruptCheckpointError, match=r"checkpoint_path\.json is damaged"):
+        load_checkpoint(given)
 
 
 @pytest.mark.parametrize("resume", [1, 0, 2.5, b"auto", ["auto"]])

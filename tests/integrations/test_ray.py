@@ -19,6 +19,8 @@ import pytest
 from flax import linen as nn
 
 import fitflax
+from fitflax.callbacks import ModelCheckpoint
+from fitflax.checkpoints.resume import write_pointer
 from fitflax.data.batch import Position
 from fitflax.data.shards import spread
 from fitflax.data.sources import Shares
@@ -134,6 +136,15 @@ def assert_same(one: pathlib.Path, other: pathlib.Path) -> None:
         np.testing.assert_array_equal(array, expected[name], err_msg=name)
 
 
+def assert_close_to_one_process(directory: pathlib.Path, epochs: int) -> None:
+    trainer = make_trainer({"dropout": 0})
+    history = trainer.fit(*make_data(), batch_size=32, epochs=epochs, verbose=0)
+    params, rows = end_of(directory)
+    np.testing.assert_allclose(rows["loss"], history.history["loss"], rtol=1e-5)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(trainer.state.params):
+        np.testing.assert_allclose(params[jax.tree_util.keystr(path)], leaf, rtol=1e-4, atol=1e-6)
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     directory = tmp_path_factory.mktemp("undisturbed")
@@ -151,15 +162,24 @@ def test_a_run_resumes_with_fewer_workers_after_a_node_is_lost(cluster, tmp_path
         run(cluster, tmp_path, cluster.kill_node, epochs=4, faults=[[14, 1, "wait"]], workers=[1, 2], dropout=0)
     finally:
         cluster.fill()
-    trainer = make_trainer({"dropout": 0})
-    history = trainer.fit(*make_data(), batch_size=32, epochs=4, verbose=0)
-    params, rows = end_of(tmp_path)
-    np.testing.assert_allclose(rows["loss"], history.history["loss"], rtol=1e-5)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(trainer.state.params):
-        np.testing.assert_allclose(params[jax.tree_util.keystr(path)], leaf, rtol=1e-4, atol=1e-6)
+    assert_close_to_one_process(tmp_path, epochs=4)
 
 
-# After the test above, because Ray reserves the resources of a driver that was killed for three more minutes.
+@pytest.mark.slow
+def test_a_run_resumes_with_more_workers_after_a_node_is_added(cluster, tmp_path):
+    cluster.kill_node(next(iter(cluster.cluster.worker_nodes)).node_id)
+    try:
+        # A restart with more workers is not a failure.
+        options = {"workers": [1, 2], "resize": 1.0, "max_failures": 0}
+        run(cluster, tmp_path, lambda node: cluster.fill(), epochs=4, faults=[[14, 0, "wait"]], dropout=0, **options)
+    finally:
+        cluster.fill()
+    starts, pids = ((tmp_path / name).read_text().split() for name in ("starts", "pids"))
+    assert starts == ["None", "10"] and len(pids) == 1 + 2
+    assert_close_to_one_process(tmp_path, epochs=4)
+
+
+# After the tests above, because Ray reserves the resources of a driver that was killed for three more minutes.
 @pytest.mark.slow
 def test_kills_of_workers_a_node_and_the_driver_and_a_full_disk_do_not_change_a_run(cluster, uninterrupted, tmp_path):
     faults = [[9, 0, "disk"], [17, 1, "kill"], [24, 0, "fail"], [32, 1, "wait"], [48, 0, "wait"]]
@@ -300,6 +320,33 @@ def test_population_based_training_copies_states_to_trials_with_other_rates(clus
         assert rows[at]["loss"] < rows[at - 1]["loss"] / 2 and round(rows[at]["rate"], 6) not in given
 
 
+@pytest.mark.slow
+def test_a_trial_resumes_from_the_url_that_ray_tune_was_given(tmp_path, monkeypatch):
+    given = []
+
+    def report(values, checkpoint):  # Ray copies the directory, too.
+        given.append(tmp_path / f"{len(given)}-{values['step']}")
+        checkpoint.to_directory(given[-1])
+
+    monkeypatch.setattr("fitflax.integrations.ray._is_trial", lambda: True)
+    monkeypatch.setattr("ray.tune.report", report)
+
+    def trial(name, epochs, **options):
+        trainer, checkpoint = make_trainer({}), ModelCheckpoint(f"memory://{tmp_path.name}/{name}")
+        callbacks = [checkpoint, RayReport(checkpoint=checkpoint)]
+        trainer.fit(*make_data(), batch_size=32, epochs=epochs, callbacks=callbacks, verbose=0, **options)
+        return trainer
+
+    uninterrupted = trial("whole", 3)
+    trial("first", 2)
+    resumed, restored = trial("second", 3, resume=given[4]), make_trainer({})
+    restored.restore(given[-1])
+    assert [path.name for path in given] == ["0-8", "1-16", "2-24", "3-8", "4-16", "5-24"]
+    for trainer in (resumed, restored):
+        assert trainer.step == 24
+        jax.tree.map(np.testing.assert_array_equal, trainer.state.params, uninterrupted.state.params)
+
+
 @pytest.mark.parametrize(
     ("used", "examples", "parts", "batch_size", "expected"),
     [
@@ -341,10 +388,9 @@ def test_reports_are_rejected_outside_of_ray_and_wrong_arguments_immediately(tmp
         checkpoint_path(tmp_path)
     with pytest.raises(ConfigError, match=r"was not reported by RayReport"):
         checkpoint_path(ray.train.Checkpoint.from_directory(str(tmp_path)))
-    pointer = tmp_path / "fitflax.json"
-    pointer.write_text(json.dumps({"path": str(tmp_path)}))
+    write_pointer(tmp_path, tmp_path)
     assert checkpoint_path(ray.train.Checkpoint.from_directory(str(tmp_path))) == str(tmp_path)
-    pointer.write_text(json.dumps({"path": str(tmp_path / "gone")}))
+    write_pointer(tmp_path, tmp_path / "gone")
     with pytest.raises(ConfigError, match=r"gone no longer exists. To keep more checkpoints, pass ModelCheckpoint\(keep=...\)"):
         checkpoint_path(ray.train.Checkpoint.from_directory(str(tmp_path)))
     assert launch.find_group() is None and not launch.is_actor()
