@@ -10,10 +10,11 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from jax.sharding import AxisType
 
 import fitflax
 from fitflax.callbacks import ModelCheckpoint
-from fitflax.errors import RestoreError
+from fitflax.errors import RestoreError, ShardingError
 from fitflax.parallel import DataParallel, Sharded
 from tests.nnx_hand_written import values
 
@@ -148,3 +149,114 @@ def test_a_linen_collection_called_rngs_is_restored(tmp_path):
     trainer.build((X, Y))
     report = make(Counts()).restore(trainer.save(tmp_path / "counts"))
     assert "rngs/drop" in report.restored and not report.unused
+
+
+# -- axis names --
+
+RULES = [("embed", None), ("mlp", "model"), ("vocab", "model"), ("classes", None), ("layers", None)]
+CODES = RNG.integers(0, 16, (24, 5))
+AXES = {"embed": {"embedding": ("vocab", "embed")}, "up": {"kernel": ("embed", "mlp"), "bias": ("mlp",)}, "down": {"kernel": ("mlp", "classes")}}
+INITIALIZERS = {"kernel": nn.initializers.lecun_normal(), "bias": nn.initializers.zeros, "embedding": nn.initializers.normal()}
+
+
+class NamedLinen(nn.Module):
+    """Has arrays with axis names, and a normalization without."""
+
+    @nn.compact
+    def __call__(self, codes: Any, train: bool = False) -> Any:
+        def inits(layer: str) -> Any:
+            return {f"{name}_init": nn.with_logical_partitioning(INITIALIZERS[name], axes) for name, axes in AXES[layer].items()}
+
+        x = nn.BatchNorm(use_running_average=not train, name="norm")(nn.Embed(16, 8, name="embed", **inits("embed"))(codes))
+        return nn.Dense(16, name="down", **inits("down"))(nn.relu(nn.Dense(32, name="up", **inits("up"))(x)))
+
+
+class NamedModule(nnx.Module):
+    """The same as an NNX module."""
+
+    def __init__(self) -> None:
+        def inits(layer: str) -> Any:
+            return {f"{name}_init": nnx.with_partitioning(INITIALIZERS[name], axes) for name, axes in AXES[layer].items()}
+
+        rngs = nnx.Rngs(0)
+        self.embed, self.norm = nnx.Embed(16, 8, rngs=rngs, **inits("embed")), nnx.BatchNorm(8, rngs=rngs)
+        self.up, self.down = nnx.Linear(8, 32, rngs=rngs, **inits("up")), nnx.Linear(32, 16, rngs=rngs, **inits("down"))
+
+    def __call__(self, codes: Any) -> Any:
+        return self.down(nnx.relu(self.up(self.norm(self.embed(codes)))))
+
+
+def mesh_of(kind: AxisType) -> jax.sharding.Mesh:
+    return jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4], axis_types=(kind,) * 2)
+
+
+def created(how: str) -> NamedModule:
+    """Creates the module in one of the ways that Flax documents for logical names."""
+    if how == "not placed":
+        with nnx.use_eager_sharding(False):
+            return NamedModule()
+    with jax.set_mesh(mesh_of(AxisType.Explicit if how == "on an explicit mesh" else AxisType.Auto)), nnx.logical_axis_rules(RULES):
+        return NamedModule()
+
+
+def split(model: Any, **options: Any) -> fitflax.Trainer:
+    trainer = fitflax.Trainer(model, parallel=Sharded(mesh_of(AxisType.Auto), **{"rules": RULES, "fsdp": True, "fsdp_min_size": 8, **options}))
+    trainer.compile(optax.adam(1e-2), LABELS, ema_decay=0.9)
+    return trainer
+
+
+def places(trainer: fitflax.Trainer) -> Any:
+    """Returns how each array is split, and which part of it a device holds."""
+    state, names = trainer.state, ("params", "ema_params", "model_state")
+    trees = {**{name: getattr(state, name) for name in names}, **{name: optax.tree.get(state.opt_state, name) for name in ("mu", "nu")}}
+    return jax.tree.map(lambda leaf: (leaf.sharding.spec, {shard.data.shape for shard in leaf.addressable_shards}), trees)
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("how", ["not placed", "on an automatic mesh", "on an explicit mesh"])
+def test_logical_axis_names_split_an_nnx_module_as_a_linen_one(how: str, tmp_path):
+    linen, module = split(NamedLinen()), split(created(how))
+    linen.fit(CODES, CODES, batch_size=8, verbose=0)
+    module.restore(linen.save(tmp_path / "linen"))
+    found = places(module)
+    assert found == places(linen)
+    assert found["mu"]["up"]["kernel"] == (jax.P(None, "model"), {(8, 16)})
+    assert found["params"]["down"]["kernel"] == (jax.P("model"), {(16, 16)})
+    assert found["model_state"]["batch_stats"]["norm"]["mean"] == (jax.P("data"), {(4,)})
+    losses = [trainer.fit(CODES, CODES, batch_size=8, shuffle=False, verbose=0).history["loss"] for trainer in (linen, module)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    assert places(module) == found
+    assert module.model.up.kernel[...].sharding.spec == jax.P(None, "model")
+
+
+@pytest.mark.slow
+def test_names_of_stacked_layers_may_include_the_axis_of_layers():
+    stacked = {nnx.PARTITION_NAME: "layers"}
+
+    class Stacked(nnx.Module):
+        def __init__(self) -> None:
+            @nnx.split_rngs(splits=3)
+            @nnx.vmap(in_axes=0, out_axes=0, transform_metadata=stacked)
+            def block(rngs: nnx.Rngs) -> Any:
+                return nnx.Linear(4, 4, kernel_init=nnx.with_partitioning(INITIALIZERS["kernel"], ("embed", "mlp")), rngs=rngs)
+
+            self.blocks, self.out = block(nnx.Rngs(0)), nnx.Linear(4, 3, rngs=nnx.Rngs(1))
+
+        def __call__(self, x: Any) -> Any:
+            @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=stacked)
+            def run(block: Any, x: Any) -> Any:
+                return nnx.tanh(block(x))
+
+            return self.out(run(self.blocks, x))
+
+    with nnx.use_eager_sharding(False):
+        trainer, alone = split(Stacked()), make(Stacked(), optimizer=optax.adam(1e-2))
+    assert trainer.state.logical_axes(strict=False).params["blocks"]["kernel"] == jax.P("layers", "embed", "mlp")
+    np.testing.assert_allclose(fit(trainer), fit(alone), rtol=1e-5)
+    assert trainer.state.params["blocks"]["kernel"].sharding.spec == jax.P(None, None, "model")
+
+
+def test_a_logical_name_without_a_rule_is_an_error():
+    trainer = split(created("not placed"), rules=RULES[:2])
+    with pytest.raises(ShardingError, match=r"params/embed/embedding has axis names that are neither in rules nor axes of the mesh: 'vocab'"):
+        trainer.fit(CODES, CODES, verbose=0)
