@@ -1,6 +1,7 @@
 """A linen and an NNX module of the same architecture: checkpoints restore each other, axis names split them alike, and tools give the same results."""
 
-from collections.abc import Mapping
+import io
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,8 +14,10 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import fitflax
-from fitflax.callbacks import ModelCheckpoint
+from fitflax import optimizers
+from fitflax.callbacks import ModelCheckpoint, TerminateOnNaN
 from fitflax.errors import RestoreError, ShardingError
+from fitflax.leaves import named_leaves
 from fitflax.parallel import DataParallel, Sharded
 from tests.nnx_hand_written import values
 
@@ -260,3 +263,96 @@ def test_a_logical_name_without_a_rule_is_an_error():
     trainer = split(created("not placed"), rules=RULES[:2])
     with pytest.raises(ShardingError, match=r"params/embed/embedding has axis names that are neither in rules nor axes of the mesh: 'vocab'"):
         trainer.fit(CODES, CODES, verbose=0)
+
+
+# -- tools --
+
+
+def trained(trainer: fitflax.Trainer) -> Any:
+    before = named_leaves(jax.device_get(trainer.state.params))
+    fit(trainer)
+    after = trainer.state.params
+    changed = [path for (path, old), (_, new) in zip(before, named_leaves(after), strict=True) if not np.array_equal(old, new)]
+    return changed, after
+
+
+def rates_of_groups(trainer: fitflax.Trainer) -> Any:
+    trainer.learning_rates = {"out": 0.25}
+    return trainer.learning_rates, trained(trainer)
+
+
+def evaluated(trainer: fitflax.Trainer) -> Any:
+    evaluate = trainer.eval_loop(X[:20], Y[:20], batch_size=8, name="valid")
+    return [dict(evaluate(checkpoint).metrics["valid"]) for checkpoint in trainer.train_loop(X, Y, steps=2, batch_size=8, shuffle=False)]
+
+
+def hunted(trainer: fitflax.Trainer) -> Any:
+    report = trainer.hunt_nan(X, Y, batch_size=8, shuffle=False)
+    assert report is not None and trainer.step == 0
+    return report.step, report.culprit, [(origin.kind, origin.operation, origin.is_backward, origin.source) for origin in report.origins]
+
+
+def stopped(trainer: fitflax.Trainer) -> Any:
+    fit(trainer, callbacks=[TerminateOnNaN()])
+    return trainer.stop_reason
+
+
+def searched(trainer: fitflax.Trainer) -> Any:
+    curve = trainer.find_learning_rate(X, Y, batch_size=8, steps=10, lowest=1e-3, highest=1.0, shuffle=False)
+    assert trainer.step == 0
+    return curve.rates, curve.losses
+
+
+def summarized(trainer: fitflax.Trainer) -> Any:
+    file = io.StringIO()
+    trainer.summary((X[:8], Y[:8]), file=file)
+    table, _, below = file.getvalue().rpartition("┘")
+    assert all(layer in table for layer in SAME) and "float32[8,3]" in table
+    return below
+
+
+def logarithm(outputs: Any, targets: Any) -> Any:
+    return jnp.log(outputs[:, 0] - 9)
+
+
+def root_of_zero(outputs: Any, targets: Any) -> Any:
+    return jnp.sqrt(0 * outputs[:, 0])
+
+
+def kernels(params: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: path[-1].key == "kernel", params)
+
+
+def labels(params: Any) -> Any:
+    return {name: "out" if name == "out" else "rest" for name in params}
+
+
+GROUPS = optax.multi_transform({"out": optimizers.get("sgd", 0.5), "rest": optimizers.get("sgd", 0.01)}, labels)
+# The optimizer, the loss, what is done with a trainer, and what is true for the result.
+TOOLS: dict[str, tuple[Any, Any, Callable[[fitflax.Trainer], Any], Callable[[Any], bool]]] = {
+    "hunt_nan in the loss": ("sgd", logarithm, hunted, lambda found: found[:2] == (1, "the loss") and found[2][0][:3] == ("NaN", "log", False)),
+    "hunt_nan in the gradient": ("sgd", root_of_zero, hunted, lambda found: "the gradient of " in found[1] and found[2][0][2] is True),
+    "TerminateOnNaN": ("sgd", logarithm, stopped, lambda reason: reason.endswith("not finite at step 1")),
+    "find_learning_rate": ("sgd", LABELS, searched, lambda curve: len(curve[0]) == 10),
+    "eval_loop": ("sgd", LABELS, evaluated, lambda metrics: metrics[0] != metrics[1]),
+    "summary": ("adam", LABELS, summarized, lambda text: "trainable weights: 83 = 332 B" in text),
+    "freeze": (optimizers.freeze(optax.sgd(0.1), ["l1", "*/scale"]), LABELS, trained, lambda found: found[0] == ["norm/bias", "out/bias", "out/kernel"]),
+    "train_only": (optimizers.train_only(optax.sgd(0.1), "out/*"), LABELS, trained, lambda found: found[0] == ["out/bias", "out/kernel"]),
+    "groups": (GROUPS, LABELS, rates_of_groups, lambda found: found[0] == {"out": 0.25, "rest": pytest.approx(0.01)}),
+    "weight decay": (optax.chain(optax.add_decayed_weights(0.5, kernels), optax.sgd(0.1)), LABELS, trained, lambda found: "l1/kernel" in found[0]),
+}
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_tool_gives_the_same_result_for_both_kinds(name: str):
+    optimizer, loss, use, is_expected = TOOLS[name]
+    linen, module = (make(model, optimizer=optimizer, loss=loss) for model in (named(), Module()))
+    for trainer in (linen, module):
+        trainer.build((X[:8], Y[:8]))
+    linen.replace_params(module.state.params)
+    results = use(linen), use(module)
+    assert is_expected(results[1])
+    assert jax.tree.structure(results[0]) == jax.tree.structure(results[1])
+    for one, other in zip(*map(jax.tree.leaves, results), strict=True):
+        assert one == other if isinstance(one, str | int) else np.allclose(one, other, rtol=1e-4, atol=1e-6), name
