@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -591,6 +592,22 @@ def test_a_checkpoint_is_readable_by_nnx(backend: str, tmp_path):
     model = Net(nnx.Rngs(5))
     for tree in state.variables.values():
         nnx.update(model, tree)
+    assert_same(values(model), values(trainer.model))
+    server = fitflax.Trainer(Net(nnx.Rngs(6)), parallel=PLACES["one"]())
+    server.replace_state(state)
+    np.testing.assert_array_equal(server.predict(X), trainer.predict(X))
+
+
+def test_plain_orbax_reads_a_checkpoint_for_nnx_update(tmp_path):
+    trainer = make()
+    fit(trainer, callbacks=[ModelCheckpoint(tmp_path, backend="orbax")])
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        train = checkpointer.restore(tmp_path / "step_00000006/train")
+    streams = train["model_state"].pop("rngs")
+    streams["drop"]["rngs"]["key"] = jax.random.wrap_key_data(streams["drop"]["rngs"]["key"])  # Files have no typed keys.
+    model = Net(nnx.Rngs(5))
+    for tree in (train["params"], *train["model_state"].values(), streams):
+        nnx.update(model, nnx.restore_int_paths(tree))
     assert_same(values(model), values(trainer.model))
 
 
