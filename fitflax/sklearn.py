@@ -16,9 +16,10 @@ from flax import linen as nn
 
 from fitflax.callbacks import Callback, EarlyStopping
 from fitflax.callbacks.history import History
-from fitflax.errors import DirectoryInUseError, LossError, ModelError
+from fitflax.errors import ConfigError, DirectoryInUseError, LossError, ModelError
 from fitflax.estimator_trainer import REQUIREMENT, Crossentropy, EstimatorSettings, EstimatorTrainer, Network, Portable, Regression, unwrapped
 from fitflax.leaves import describe_shapes
+from fitflax.models import nnx_modules
 from fitflax.optimizers import get, get_learning_rate
 from fitflax.trainer import Trainer
 
@@ -117,11 +118,23 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
         """Returns the loss for a module with this number of outputs."""
         raise NotImplementedError
 
+    def _make_module(self, num_outputs: int) -> nn.Module:
+        module: Any = self.module
+        if module is None:
+            return Network(num_outputs)
+        kind = module if isinstance(module, type) else type(module)
+        is_module = isinstance(module, nn.Module) or issubclass(kind, nnx_modules())
+        made = module(num_outputs) if callable(module) and not is_module else module
+        if isinstance(made, nn.Module):
+            return made
+        name = f"the class {made.__name__}" if isinstance(made, type) else f"a {type(made).__name__}"
+        raise ConfigError(
+            f"{type(self).__name__}(module=...) takes a linen module, or a function that returns one for a number of outputs. Received: {name}. "
+            "To train an NNX module, use Trainer."
+        )
+
     def _new_trainer(self, x: Any, num_outputs: int) -> EstimatorTrainer:
-        if self.module is None:
-            module: Any = Network(num_outputs)
-        else:
-            module = self.module if isinstance(self.module, nn.Module) else self.module(num_outputs)
+        module = self._make_module(num_outputs)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         settings = EstimatorSettings(module, seed, self.optimizer, self.learning_rate, self._make_loss(num_outputs), self.steps_per_call)
         return EstimatorTrainer(settings, jax.ShapeDtypeStruct((self.batch_size, *x.shape[1:]), x.dtype))

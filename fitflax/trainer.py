@@ -44,7 +44,7 @@ from fitflax.loops.signals import Interruption
 from fitflax.loops.summary import describe
 from fitflax.loops.training_loop import Run
 from fitflax.loops.user_loops import EvalLoop, TrainLoop, plan_of
-from fitflax.loops.weights import complete, load_weights, save_weights
+from fitflax.loops.weights import load_weights, save_weights, split_frozen
 from fitflax.models import TRANSIENT, adapt_model, mutable_filter
 from fitflax.optimizers import with_hyperparams
 from fitflax.parallel import Strategy
@@ -1420,6 +1420,9 @@ class Trainer:
         Paths of arrays are as in errors: `params/Dense_0/kernel`, and for other collections `batch_stats/BatchNorm_0/mean`. After an error the state is
         unchanged. The old state is released before the new one is loaded, so the devices need not hold both.
 
+        The checkpoint of a linen model fits an NNX module with the same arrays, and vice versa. An NNX module keeps its random streams if the checkpoint has
+        none; other models leave them out.
+
         Args:
             path: A checkpoint directory; a directory of checkpoints, to use the newest intact one; safetensors, with `weights_only` or `partial`; or a URL.
             weights_only: Whether to restore only parameters and collections; the optimizer and the step are reset.
@@ -1468,8 +1471,8 @@ class Trainer:
             num_processes=self._session.strategy.num_processes,
         )
         how = RestoreOptions(weights_only, partial, mapping, cast)
-        saved = complete(self._session, saved)
-        report = self._session.restore(saved, how=how)
+        saved = split_frozen(self._session, saved)
+        report = self._session.restore(saved, None, how)
         if not how.starts_over and self._session.task.described:
             warn_of_changes(saved, self._session.task.described, to_resume=False)
         return report

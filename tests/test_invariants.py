@@ -92,10 +92,12 @@ def test_train_evaluate_and_predict_compile_one_program_each(kind: str, num_devi
     assert again.count == 0, again.names
 
 
-@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize(("kind", "num_devices"), [("linen", 1), ("linen", 4), ("nnx", 4)])
 @pytest.mark.mostly_slow
-def test_a_run_with_validation_ragged_batches_and_callbacks_compiles_each_step_once(num_devices: int, devices: Devices, compilations: Any, tmp_path: Any):
-    trainer = trainer_of(devices(num_devices))
+def test_a_run_with_validation_ragged_batches_and_callbacks_compiles_each_step_once(
+    kind: str, num_devices: int, devices: Devices, compilations: Any, tmp_path: Any
+):
+    trainer = trainer_of(devices(num_devices), model=NETS[kind]())
     trainer.build((X, Y))
     callbacks = [
         ModelCheckpoint(tmp_path / "checkpoints"),
@@ -113,10 +115,10 @@ def test_a_run_with_validation_ragged_batches_and_callbacks_compiles_each_step_o
     assert again.count == 0, again.names
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize(("kind", "num_devices"), [("linen", 1), ("linen", 2), ("nnx", 4)])
 @pytest.mark.mostly_slow
-def test_streams_of_ragged_batches_compile_one_program(num_devices: int, devices: Devices, compilations: Any):
-    trainer = trainer_of(devices(num_devices))
+def test_streams_of_ragged_batches_compile_one_program(kind: str, num_devices: int, devices: Devices, compilations: Any):
+    trainer = trainer_of(devices(num_devices), model=NETS[kind]())
     cuts = [0, 6, 7, 13, 15, 21, 23]
     trainer.build((X, Y))
     with compilations.counted() as counted:
@@ -139,10 +141,10 @@ def test_streams_of_ragged_jax_arrays_compile_one_step(num_devices: int, placed:
     assert len(steps) == 1, counted.names
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize(("kind", "num_devices"), [("linen", 1), ("linen", 2), ("nnx", 4)])
 @pytest.mark.mostly_slow
-def test_setting_the_learning_rate_or_the_state_compiles_nothing(num_devices: int, devices: Devices, compilations: Any):
-    trainer = trainer_of(devices(num_devices))
+def test_setting_the_learning_rate_or_the_state_compiles_nothing(kind: str, num_devices: int, devices: Devices, compilations: Any):
+    trainer = trainer_of(devices(num_devices), model=NETS[kind]())
     trainer.fit(X, Y, batch_size=5, verbose=0)
     state = jax.tree.map(lambda leaf: leaf, trainer.state)
     trainer.fit(X, Y, batch_size=5, verbose=0)
@@ -178,8 +180,9 @@ def test_a_state_of_weakly_typed_or_numpy_values_recompiles_nothing(devices: Dev
 
 
 @pytest.mark.slow
-def test_single_batches_compile_one_program_each(devices: Devices, compilations: Any):
-    trainer = trainer_of(devices(2))
+@of_both_kinds
+def test_single_batches_compile_one_program_each(kind: str, devices: Devices, compilations: Any):
+    trainer = trainer_of(devices(2), model=NETS[kind]())
     trainer.build((X, Y))
     with compilations.counted() as counted:
         for rows in (8, 3, 8, 1):
@@ -282,11 +285,10 @@ def in_flight(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
-@pytest.mark.mostly_slow
+@pytest.mark.parametrize(("kind", "num_devices"), [("linen", 1), ("linen", 2), ("nnx", 4)])
 @pytest.mark.slow
-def test_a_bounded_number_of_steps_is_in_flight_in_training_and_validation(num_devices: int, devices: Devices, in_flight: list[int]):
-    trainer = trainer_of(devices(num_devices))
+def test_a_bounded_number_of_steps_is_in_flight_in_training_and_validation(kind: str, num_devices: int, devices: Devices, in_flight: list[int]):
+    trainer = trainer_of(devices(num_devices), model=NETS[kind]())
     each = LambdaCallback(on_test_batch_end=lambda batch, logs: None)  # Otherwise, several batches are one call.
     trainer.fit(X, Y, batch_size=2, epochs=2, validation_data=(X, Y), validation_batch_size=3, callbacks=[each], verbose=0)
     bound = DataParallel(devices(num_devices)).max_in_flight
@@ -346,10 +348,13 @@ class NNXPass(nnx.Module):
 PASSES: dict[str, Callable[[], Any]] = {"linen": Pass, "nnx": NNXPass}
 
 
-@of_both_kinds
-@pytest.mark.parametrize(
+of_every_split = pytest.mark.parametrize(
     ("size", "num_devices", "accumulate_steps"), [(1, 2, 1), (4, 1, 1), (4, 4, 1), (7, 2, 1), (23, 8, 1), (50, 4, 1), (8, 1, 4), (8, 2, 2)]
 )
+
+
+@of_both_kinds
+@of_every_split
 @pytest.mark.mostly_slow
 def test_values_match_numpy_for_every_batch_size_number_of_devices_and_accumulation(
     kind: str, size: int, num_devices: int, accumulate_steps: int, devices: Devices
@@ -359,6 +364,20 @@ def test_values_match_numpy_for_every_batch_size_number_of_devices_and_accumulat
     history = trainer.fit(Y, 0 * Y, weights, batch_size=size, verbose=0).history
     assert history["loss"] == [pytest.approx(np.average((Y.astype(np.float64) ** 2).mean(-1), weights=weights), rel=1e-6)]
     assert history["mae"] == [pytest.approx(np.abs(Y.astype(np.float64)).mean(), rel=1e-6)]
+
+
+@of_both_kinds
+@of_every_split
+@pytest.mark.slow
+def test_updates_match_numpy_for_every_batch_size_number_of_devices_and_accumulation(
+    kind: str, size: int, num_devices: int, accumulate_steps: int, devices: Devices
+):
+    trainer = trainer_of(devices(num_devices), optax.sgd(0.1), PASSES[kind](), accumulate_steps=accumulate_steps)
+    trainer.fit(Y, 0 * Y, batch_size=size, shuffle=False, verbose=0)
+    zero = 0.0
+    for start in range(0, 23, size):
+        zero -= 0.1 * 2 * (Y[start : start + size].astype(np.float64) + zero).mean()
+    assert float(trainer.state.params["zero"]) == pytest.approx(zero, rel=1e-5)
 
 
 # -- 6: state --

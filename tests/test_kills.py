@@ -40,6 +40,7 @@ RUNS = {
     "a run with a large state and one directory for all": {"fit": {"steps": 222}, "hidden": 640, "best": "checkpoints"},
     "a run that saves with Orbax": {"fit": {"steps": 106}, "checkpoint": {"backend": "orbax"}},
     "a run whose state is split over four devices": {"fit": {"steps": 64}, "devices": 4},
+    "a run of an NNX module that is split over four devices": {"fit": {"steps": 64}, "kind": "nnx", "devices": 4},
 }
 IN_EVERY_TEST_RUN = list(RUNS)[:1]
 KILLED = [name for name in RUNS if name != "a run that ends inside an epoch"]  # Others do, too; test_kills_in_bucket.py kills it.
@@ -368,7 +369,7 @@ def kill_repeatedly(count: int, seed: int, arguments: dict[str, Any], never_kill
 @pytest.mark.timeout(3600 if SOAK else 900)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in IN_EVERY_TEST_RUN else pytest.mark.slow) for name in KILLED])
 def test_a_run_that_is_killed_repeatedly_is_bit_for_bit_identical_to_one_never_killed(name, env, never_killed, tmp_path):
-    # 2 in a quick test run, 18 with the slow tests.
+    # 2 in a quick test run, 22 with the slow tests.
     kills = -(-SOAK // len(KILLED)) if SOAK else 2 if name in IN_EVERY_TEST_RUN else 4
     kill_repeatedly(kills, SEED + list(RUNS).index(name), RUNS[name], never_killed(name)[1], env, tmp_path)
 

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 from sklearn.base import clone, is_classifier, is_regressor
 from sklearn.datasets import load_diabetes, load_digits
 from sklearn.exceptions import NotFittedError
@@ -24,7 +25,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from fitflax.callbacks import LambdaCallback, ModelCheckpoint
-from fitflax.errors import DirectoryInUseError, LossError, ModelError
+from fitflax.errors import ConfigError, DirectoryInUseError, LossError, ModelError
 from fitflax.sklearn import LinenClassifier, LinenRegressor
 from fitflax.trainer import Trainer
 
@@ -102,6 +103,22 @@ def test_two_classes_may_have_one_logit(outputs):
     model = classifier(module=MLP(outputs)).fit(X, LABELS == "up")
     assert model.score(X, LABELS == "up") > 0.95
     assert model.predict_proba(X).shape == (120, 2)
+
+
+@pytest.mark.parametrize(
+    ("module", "received"),
+    [
+        (nnx.Linear(4, 3, rngs=nnx.Rngs(0)), "a Linear"),
+        (nnx.Linear, "the class Linear"),
+        (lambda outputs: nnx.Linear(4, outputs, rngs=nnx.Rngs(0)), "a Linear"),
+        (lambda outputs: MLP, "the class MLP"),
+        ((MLP(3).init, MLP(3).apply), "a tuple"),
+    ],
+    ids=["an NNX module", "its class", "a function that returns one", "a function that returns a class", "functions"],
+)
+def test_only_linen_modules_are_accepted(module, received):
+    with pytest.raises(ConfigError, match=rf"LinenClassifier\(module=...\) takes a linen module.*Received: {received}\. To train an NNX module, use Trainer"):
+        classifier(module=module).fit(X, LABELS)
 
 
 def test_a_module_with_the_wrong_number_of_classes_is_an_error():

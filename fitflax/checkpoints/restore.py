@@ -316,9 +316,31 @@ def _leaving_out(paths: Collection[str], names: Mapping[str, tuple[str, ...]] | 
     return f"{what}(path, partial=True, mapping={{{entries}}}). If you pass a mapping, map these to None in it."
 
 
-def report_of(state: TrainState) -> RestoreReport:
-    """Returns the report of a full restore."""
-    return RestoreReport(tuple(sorted(_own_leaves(state)[2])))
+STREAMS = "rngs"
+"""The collection of an NNX module's random streams."""
+
+
+def match_streams(saved: Saved, target: TrainState | None, *, is_nnx: bool) -> tuple[Saved, list[str]]:
+    """Returns a checkpoint that has random streams exactly if the model is an NNX module with streams, and the paths of those that are left out.
+
+    If the checkpoint has none, they are the shapes in `target`, so that the module keeps its own.
+    """
+    root, collections = f"train/model_state/{STREAMS}", dict(saved.train.get("model_state") or {})
+    expected = {} if target is None else target.model_state
+    has_keys = any(path.startswith(f"{root}/") for path in saved.metadata["key_impls"])  # A linen module may have a collection of this name.
+    left_out = []
+    if is_nnx and STREAMS in expected and STREAMS not in collections:
+        collections[STREAMS] = nested(expected[STREAMS], root)[0]
+    elif not is_nnx and has_keys and STREAMS not in expected:
+        left_out = [shown(path) for path, _ in walk(collections.pop(STREAMS), root)]
+    return dataclasses.replace(saved, train={**saved.train, "model_state": collections}), left_out
+
+
+def report_of(state: TrainState, unused: Sequence[str]) -> RestoreReport:
+    """Returns the report of a full restore; leaves that are only shapes are initialized."""
+    leaves, _, own = _own_leaves(state)
+    initialized = {path for path, index in own.items() if isinstance(leaves[index], jax.ShapeDtypeStruct)}
+    return RestoreReport(tuple(sorted(own.keys() - initialized)), tuple(sorted(initialized)), tuple(sorted(unused)))
 
 
 def _own_leaves(state: TrainState) -> tuple[list[Any], Any, dict[str, int]]:

@@ -117,12 +117,13 @@ class CurrentTask:
 
 @dataclasses.dataclass(frozen=True)
 class RestoreOptions:
-    """Arguments of `Trainer.restore`: which part of a checkpoint is restored, and how."""
+    """Arguments of `Trainer.restore`: which part of a checkpoint is restored, and how. To resume a run, the model must be of the same kind, linen or NNX."""
 
     weights_only: bool = False
     partial: bool = False
     mapping: Mapping[str, str | None] | None = None
     cast: bool = False
+    is_resume: bool = False
 
     @property
     def starts_over(self) -> bool:

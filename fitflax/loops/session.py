@@ -102,7 +102,7 @@ class Session:
                 vars(self.task).update(before)
             raise
 
-    def restore(self, saved: Saved, batch: Batch | None = None, how: RestoreOptions = RestoreOptions()) -> RestoreReport:  # noqa: B008 (frozen)
+    def restore(self, saved: Saved, batch: Batch | None, how: RestoreOptions) -> RestoreReport:
         """Replaces the live state with a saved one, and takes its run ID unless only a part is restored; arguments as in `SessionState.restore`."""
         report = self.state.restore(saved, batch, how)
         if not how.starts_over:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fitflax.checkpoints.checkpoint_files import Saved
-from fitflax.checkpoints.restore import RestoreReport, check_mapping, match, moved, needs_shapes, refit, report_of
+from fitflax.checkpoints.restore import RestoreReport, check_mapping, match, match_streams, moved, needs_shapes, refit, report_of
 from fitflax.checkpoints.resume import INFERENCE_STATE, check_fits, fit_to, restored_state, warn_of_changes
 from fitflax.data import Position
 from fitflax.errors import NotReadyError, RestoreError
@@ -275,9 +275,10 @@ class SessionState:
         else:
             if not how.weights_only and has_optimizer:
                 self._check_scale(saved)
+            saved, unused = (saved, []) if how.is_resume else match_streams(saved, target, is_nnx=self.own is not None)
             saved, target = self._with_averages(moved(saved, target, names), target)
             restored = self._restore_all(saved, target, how)
-            report = report_of(restored)
+            report = report_of(restored, unused)
         if how.starts_over and has_optimizer:
             self._check_optimizer(restored.params)
         if target is not None:

@@ -19,6 +19,7 @@ from fitflax.data.feed import undisturbed
 from fitflax.data.shards import own_position, spread
 from fitflax.errors import ConfigError, DataError, RestoreError, warn
 from fitflax.logs import StepValues, TimeSpent
+from fitflax.loops.configuration import RestoreOptions
 from fitflax.loops.evaluation_loop import Validation
 from fitflax.loops.session import Session
 from fitflax.loops.session_state import Progress
@@ -140,7 +141,7 @@ def _prepare_state(
     """Builds or restores the state, begins to compile, and dry-runs a step on the first batch; there is none if the resumed run has had all batches."""
     program, callbacks = session.task.need_compiled("fit"), participants.callbacks
     if saved is not None:
-        session.restore(saved, None if fed is None else fed.batch)
+        session.restore(saved, None if fed is None else fed.batch, RestoreOptions(is_resume=True))
     saved_steps = None if saved is None else int(saved.metadata.get("steps_per_call", 1))
     steps = session.task.steps_per_call or saved_steps or 1
     if session.state.live is None and fed is not None:
@@ -200,7 +201,7 @@ def training_copy(
             raise DataError(f"{what}: the data yields no batches. Check that it is not empty.")
         feed.push_back()
         if saved is not None:
-            twin.restore(saved, fed.batch)
+            twin.restore(saved, fed.batch, RestoreOptions(is_resume=True))
         elif twin.state.live is None:
             twin.state.build(fed.batch)
         _dry_run(twin, source, fed.batch, keep)

@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from fitflax.checkpoints.checkpoint_files import Saved, read_collectively
 from fitflax.checkpoints.memory import fetch
 from fitflax.checkpoints.plain_tree import leaf_paths, nested, shown, walk
-from fitflax.checkpoints.restore import RestoreReport
+from fitflax.checkpoints.restore import STREAMS, RestoreReport
 from fitflax.checkpoints.safetensors_format import SUFFIX, find_weights, write_weights
 from fitflax.checkpoints.weight_rules import (
     COLLECTIONS,
@@ -32,13 +32,13 @@ from fitflax.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from fitflax.leaves import is_key
 from fitflax.loops.configuration import RestoreOptions, check_counts
 from fitflax.loops.session import Session
-from fitflax.parallel.placement import own_copy, spans_processes, whole
+from fitflax.parallel.placement import spans_processes, whole
 from fitflax.parallel.processes import exchange
 from fitflax.state import PyTree
 from fitflax.storage import Location, locate
 
-# Collections of NNX modules: random streams, which are not weights, and parameters that are not trained.
-_STREAMS, _FROZEN = "rngs", "frozen"
+# The collection of an NNX module's parameters that are not trained.
+_FROZEN = "frozen"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -126,20 +126,18 @@ def load_weights(
         left[:] = names
         return saved
 
-    saved = complete(session, read_collectively(find, num_processes=session.strategy.num_processes))
-    report = session.restore(saved, how=RestoreOptions(weights_only=True, partial=partial))
-    restored = tuple(name for name in report.restored if session.state.own is None or not name.startswith(f"{_STREAMS}/"))
-    return dataclasses.replace(report, restored=restored, unused=tuple(sorted({*report.unused, *left})))
+    saved = split_frozen(session, read_collectively(find, num_processes=session.strategy.num_processes))
+    report = session.restore(saved, None, RestoreOptions(weights_only=True, partial=partial))
+    initialized = tuple(name for name in report.initialized if session.state.own is None or not name.startswith(f"{STREAMS}/"))
+    return dataclasses.replace(report, initialized=initialized, unused=tuple(sorted({*report.unused, *left})))
 
 
-def complete(session: Session, saved: Saved) -> Saved:
-    """Returns weights with what an NNX module needs: its own random streams, and the parameters that it has frozen in their collection."""
+def split_frozen(session: Session, saved: Saved) -> Saved:
+    """Returns weights with the parameters that an NNX module has frozen in their collection."""
     if session.state.own is None or session.state.live is None or not is_weights(saved):
         return saved
     state = session.state.live.borrow()
     collections = dict(saved.train["model_state"])
-    if _STREAMS in state.model_state:
-        collections[_STREAMS] = nested(state.model_state[_STREAMS], f"train/model_state/{_STREAMS}", leaf=lambda _, leaf: own_copy(leaf))[0]
     params = saved.train["params"]
     if _FROZEN in state.model_state and _FROZEN not in collections:
         frozen = {path for path, _ in walk(nested(state.model_state[_FROZEN], "")[0], "")}
@@ -154,7 +152,7 @@ def complete(session: Session, saved: Saved) -> Saved:
 
 
 def _weights(params: PyTree, model_state: Mapping[str, PyTree], *, has_streams: bool) -> Iterator[tuple[str, Any]]:
-    kept = {name: tree for name, tree in model_state.items() if not (has_streams and name in (_STREAMS, _FROZEN))}
+    kept = {name: tree for name, tree in model_state.items() if not (has_streams and name in (STREAMS, _FROZEN))}
     trees = [{"params": params, "model_state": kept}]
     if has_streams and _FROZEN in model_state:
         trees.append({"params": model_state[_FROZEN]})

@@ -16,7 +16,7 @@ from fitflax.models.linen_model import FunctionModel, LinenModel, adapt_linen
 if TYPE_CHECKING:  # It imports flax.nnx.
     from fitflax.models.nnx_graph import ModuleVariables
 
-__all__ = ["TRANSIENT", "FunctionModel", "LinenModel", "Model", "adapt_model", "mutable_filter"]
+__all__ = ["TRANSIENT", "FunctionModel", "LinenModel", "Model", "adapt_model", "mutable_filter", "nnx_modules"]
 
 
 def adapt_model(
@@ -60,7 +60,8 @@ def adapt_model(
 _LINEN, _NNX, _FUNCTIONS = "a flax.linen module", "a flax.nnx module", "functions (init, apply)"
 
 
-def _nnx_modules() -> tuple[type, ...]:
+def nnx_modules() -> tuple[type, ...]:
+    """Returns the class of NNX modules for `isinstance`; an empty tuple if nothing has imported `flax.nnx`."""
     nnx = sys.modules.get("flax.nnx")
     return (nnx.Module,) if nnx else ()
 
@@ -68,13 +69,13 @@ def _nnx_modules() -> tuple[type, ...]:
 def _kind_of(model: Any) -> str | None:
     if isinstance(model, nn.Module):
         return _LINEN
-    if isinstance(model, _nnx_modules()):
+    if isinstance(model, nnx_modules()):
         return _NNX
     return _FUNCTIONS if type(model) is tuple and len(model) == 2 and all(map(callable, model)) and not any(map(_kind_of, model)) else None
 
 
 def _check_is_instance(owner: str, keyword: str, model: Any) -> None:
-    if isinstance(model, type) and issubclass(model, (nn.Module, *_nnx_modules())):
+    if isinstance(model, type) and issubclass(model, (nn.Module, *nnx_modules())):
         arguments = "..." if issubclass(model, nn.Module) else "..., rngs=nnx.Rngs(0)"
         raise ConfigError(
             f"{owner} takes an instance of a module. Received: the class {model.__name__}. Call it: Trainer({keyword}{model.__name__}({arguments}))."

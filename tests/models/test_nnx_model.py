@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -263,6 +264,18 @@ def test_a_run_stopped_inside_an_epoch_resumes_bit_for_bit(place: str, options: 
     assert fit(resumed, callbacks=[ModelCheckpoint(tmp_path)], resume="auto").history == history
     assert_same(values(resumed.model), values(whole.model))
     np.testing.assert_array_equal(resumed.predict(X), whole.predict(X))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("options", [{}, {"asynchronous": False}, {"backend": "orbax"}], ids=str)
+def test_a_run_resumes_bit_for_bit_from_each_checkpoint_inside_an_epoch_that_was_written_during_later_steps(place: str, options: Any, tmp_path):
+    whole = make(place=place)
+    history = fit(whole, validation_data=(X, Y), callbacks=[ModelCheckpoint(tmp_path, every=fitflax.every(steps=1), keep=None, **options)]).history
+    for step in (1, 2, 3, 5):
+        resumed = make(place=place)
+        assert fit(resumed, validation_data=(X, Y), resume=tmp_path / f"step_{step:08d}").history == history
+        assert_same(values(resumed.model), values(whole.model))
 
 
 @pytest.mark.slow
@@ -579,6 +592,22 @@ def test_a_checkpoint_is_readable_by_nnx(backend: str, tmp_path):
     model = Net(nnx.Rngs(5))
     for tree in state.variables.values():
         nnx.update(model, tree)
+    assert_same(values(model), values(trainer.model))
+    server = fitflax.Trainer(Net(nnx.Rngs(6)), parallel=PLACES["one"]())
+    server.replace_state(state)
+    np.testing.assert_array_equal(server.predict(X), trainer.predict(X))
+
+
+def test_plain_orbax_reads_a_checkpoint_for_nnx_update(tmp_path):
+    trainer = make()
+    fit(trainer, callbacks=[ModelCheckpoint(tmp_path, backend="orbax")])
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        train = checkpointer.restore(tmp_path / "step_00000006/train")
+    streams = train["model_state"].pop("rngs")
+    streams["drop"]["rngs"]["key"] = jax.random.wrap_key_data(streams["drop"]["rngs"]["key"])  # Files have no typed keys.
+    model = Net(nnx.Rngs(5))
+    for tree in (train["params"], *train["model_state"].values(), streams):
+        nnx.update(model, nnx.restore_int_paths(tree))
     assert_same(values(model), values(trainer.model))
 
 
