@@ -21,7 +21,7 @@ from fitflax.background import Background
 from fitflax.checkpoints.memory import Arena, DeviceRoom, Loan, ReusedMemory, fetch, may_share
 from fitflax.checkpoints.plain_tree import Plain, leaves_of, nested, only_split, to_plain
 from fitflax.errors import CheckpointError, warn
-from fitflax.parallel.placement import Form, Packed, copy_to_host_memory, has_host_memory, is_spread
+from fitflax.parallel.placement import Form, Packed, copy_to_host_memory, has_host_memory, is_spread, spans_processes
 from fitflax.state import PyTree, TrainState
 from fitflax.steps.live_state import LiveState
 from fitflax.storage import Location
@@ -243,7 +243,8 @@ class Snapshots:
     def _is_on_devices(self) -> bool:
         """Whether the snapshot is a copy on the devices first: if the state is in the memory of accelerators, which have room for it."""
         leaves = self._live.carry.leaves
-        if any(map(may_share, leaves)):
+        # A copy of an array that spans processes is a computation of all of them, but the others need not make a snapshot of all arrays.
+        if any(may_share(leaf) or spans_processes(leaf) for leaf in leaves):
             return False
         num_bytes = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
         return self._saver.device_room.has(num_bytes, [device for device in self._live.strategy.devices if device.process_index == jax.process_index()])
