@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 
 from benchmarks import checkpoint, compare, eager, pause, plots, processes, report, run, scaling, tuning, weights, workloads
 from benchmarks import input as pipelines
@@ -25,6 +26,7 @@ from benchmarks.real import __main__ as real
 from benchmarks.real import contenders as real_contenders
 from benchmarks.real.contenders import CONTENDERS
 from benchmarks.real.worker import carry_out
+from benchmarks.real.workloads import RealWorkload, Size
 from benchmarks.real.workloads import make_data as make_real_data
 from benchmarks.real.workloads import workload_of as real_workload
 from benchmarks.worker import open_screen
@@ -510,6 +512,23 @@ def test_other_frameworks_have_the_same_number_of_parameters(tmp_path):
     assert sum(parameter.numel() for parameter in ViT(224).parameters()) == 86_567_656
 
 
+class Dense(nn.Module):
+    """A model that compiles quickly."""
+
+    classes: int
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(self.classes)(x.reshape(len(x), -1))
+
+
+DENSE = RealWorkload("dense", "a dense layer", Dense, "images", {"small": Size({"classes": 5}, 4, 8)}, "images")
+
+
+def real_or_dense(name):
+    return DENSE if name == DENSE.name else real_workload(name)
+
+
 class WorkerHere:
     """Trains in this process instead of a separate one."""
 
@@ -517,7 +536,7 @@ class WorkerHere:
         directory = pathlib.Path(self.directory) / who
         directory.mkdir()
         screen = open_screen(directory / "screen")
-        self.contender = CONTENDERS[who](real_workload(name), size, every=int(every), screen=screen, directory=directory)
+        self.contender = CONTENDERS[who](real_or_dense(name), size, every=int(every), screen=screen, directory=directory)
 
     def __enter__(self):
         return self
@@ -537,9 +556,11 @@ class WorkerHere:
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize("name", real.MODELS)
+@pytest.mark.parametrize("name", [DENSE.name, *real.MODELS])
 def test_the_command_for_real_models_writes_a_section_for_the_device_and_ends_in_time(name, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(real, "Worker", WorkerHere)
+    monkeypatch.setattr(real, "NAMES", (DENSE.name, *real.NAMES))
+    monkeypatch.setattr(real, "workload_of", real_or_dense)
     monkeypatch.setattr(WorkerHere, "directory", tmp_path, raising=False)
     hours, take = [0], Snapshots.take
 
@@ -563,7 +584,7 @@ def test_the_command_for_real_models_writes_a_section_for_the_device_and_ends_in
         assert pause > 3600  # Whichever callback makes the copy, its time is part of the pause.
     text = path.read_text(encoding="utf-8")
     assert text.startswith(real.PREAMBLE) and re.findall("^## .*", text, re.MULTILINE) == ["## cpu", "## NVIDIA H100"] and "old" not in text
-    assert text.count(f"| {real_workload(name).about} |") == 2 and "Left out: gpt2_scan: there was no time." in text and text.endswith("kept\n")
+    assert text.count(f"| {real_or_dense(name).about} |") == 2 and "Left out: gpt2_scan: there was no time." in text and text.endswith("kept\n")
     assert capsys.readouterr().out.strip() in text
 
 
