@@ -331,7 +331,7 @@ GROUPS = optax.multi_transform({"out": optimizers.get("sgd", 0.5), "rest": optim
 # The optimizer, the loss, what is done with a trainer, and what is true for the result.
 TOOLS: dict[str, tuple[Any, Any, Callable[[fitflax.Trainer], Any], Callable[[Any], bool]]] = {
     "hunt_nan in the loss": ("sgd", logarithm, hunted, lambda found: found[:2] == (1, "the loss") and found[2][0][:3] == ("NaN", "log", False)),
-    "hunt_nan in the gradient": ("sgd", root_of_zero, hunted, lambda found: "the gradient of " in found[1] and found[2][0][2] is True),
+    "hunt_nan in the gradient": ("sgd", root_of_zero, hunted, lambda found: "the gradient of " in found[1] and found[2][-1][:3] == ("NaN", "mul", True)),
     "TerminateOnNaN": ("sgd", logarithm, stopped, lambda reason: reason.endswith("not finite at step 1")),
     "find_learning_rate": ("sgd", LABELS, searched, lambda curve: len(curve[0]) == 10),
     "eval_loop": ("sgd", LABELS, evaluated, lambda metrics: metrics[0] != metrics[1]),

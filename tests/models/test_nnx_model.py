@@ -267,12 +267,11 @@ def test_a_run_stopped_inside_an_epoch_resumes_bit_for_bit(place: str, options: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("options", [{}, {"asynchronous": False}, {"backend": "orbax"}], ids=str)
-def test_a_run_resumes_bit_for_bit_from_each_checkpoint_inside_an_epoch_that_was_written_during_later_steps(place: str, options: Any, tmp_path):
+@pytest.mark.parametrize(("place", "options"), [("four", {}), ("mesh", {"backend": "orbax"}), ("one", {"asynchronous": False})], ids=str)
+def test_a_run_resumes_bit_for_bit_from_checkpoints_inside_an_epoch_that_were_written_during_later_steps(place: str, options: Any, tmp_path):
     whole = make(place=place)
     history = fit(whole, validation_data=(X, Y), callbacks=[ModelCheckpoint(tmp_path, every=fitflax.every(steps=1), keep=None, **options)]).history
-    for step in (1, 2, 3, 5):
+    for step in (2, 5):
         resumed = make(place=place)
         assert fit(resumed, validation_data=(X, Y), resume=tmp_path / f"step_{step:08d}").history == history
         assert_same(values(resumed.model), values(whole.model))
