@@ -1,10 +1,14 @@
 """Checkpoints in object stores: in memory, and on servers of S3, GCS and Azure behind a proxy that injects faults."""
 
+import collections
 import contextlib
 import dataclasses
+import http.client
+import itertools
 import os
 import pathlib
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -416,7 +420,7 @@ DAMAGES = {
 
 
 @pytest.mark.mostly_slow
-@in_memory
+@pytest.mark.parametrize("where", ["memory", "s3"], indirect=True)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_skipped(where, damage):
     act, which, fault = DAMAGES[damage]
@@ -729,7 +733,6 @@ TRANSIENT = {
     "the answer to a part lost": lambda proxy: proxy.swallow_response(is_part, times=2),
     "the answer to a commit lost": lambda proxy: proxy.swallow_response(is_commit, times=1),
     "the answer to a commit lost by a reset": lambda proxy: proxy.swallow_response(is_commit, reset=True, times=1),
-    "a commit that takes too long": lambda proxy: proxy.delay(1.3, is_commit, times=1),
     "a delete lost": lambda proxy: proxy.swallow_response(lambda method, path: method in ("DELETE", "POST"), times=1),
     "reset while reading": lambda proxy: proxy.reset_response(
         lambda method, path: method == "GET" and "/state-" in urllib.parse.unquote(path), after_bytes=64, times=3
@@ -752,6 +755,32 @@ def test_a_transient_fault_has_no_effect(where, fault, monkeypatch):
     assert where.store().steps()[-1] == 12
 
 
+def with_timeout(where, limit):
+    """Returns the same place, for a client that waits `limit` for an answer."""
+    return dataclasses.replace(where, options={**where.options, "client_options": {**where.options["client_options"], "timeout": limit}})
+
+
+SLOW = {"a part": is_part, "a commit": is_commit, "a listing": lambda method, path: method == "GET" and "list-type" in path}
+
+
+@faulty
+@pytest.mark.parametrize("what", SLOW)
+@pytest.mark.mostly_slow
+def test_a_request_that_is_not_answered_in_time_is_sent_again(where, what, monkeypatch):
+    monkeypatch.setattr(object_store, "RETRY_SECONDS", 20.0)
+    paths = []
+
+    def is_first(method, path):
+        if SLOW[what](method, path):
+            paths.append(path)
+        return len(paths) == 1 and SLOW[what](method, path)
+
+    where.proxy.delay(30.0, is_first, times=None)
+    fit(make(), saver(with_timeout(where, "1.5s")), stop_at=5)
+    where.store().verify()
+    assert where.store().steps() == [3, 5] and paths.count(paths[0]) > 1
+
+
 PERSISTENT = {
     "503": (lambda proxy, match: proxy.fail(match, status=503, times=None), "503 Service Unavailable"),
     "403": (lambda proxy, match: proxy.fail(match, status=403, times=None), "Check the credentials"),
@@ -763,6 +792,7 @@ PERSISTENT = {
         "ExpiredToken: The token has expired. Check the credentials",
     ),
     "resets": (lambda proxy, match: proxy.reset(match, after_bytes=10, times=None), "error sending request"),
+    "no answers": (lambda proxy, match: proxy.delay(60.0, match, times=None), "error sending request"),
 }
 
 
@@ -778,8 +808,9 @@ def test_a_persistent_fault_ends_the_run_and_earlier_checkpoints_stay_intact(whe
         if trainer.step == 4:
             act(where.proxy, match)
 
+    impatient = with_timeout(where, "1s" if fault == "no answers" else "5s")
     with pytest.raises(CheckpointError, match=f"(?s)Could not save {where.url}/step_.*{text}.*intact"):
-        fit(trainer, saver(where, asynchronous=False), LambdaCallback(on_train_batch_end=break_it))
+        fit(trainer, saver(impatient, asynchronous=False), LambdaCallback(on_train_batch_end=break_it))
     where.proxy.clear()
     assert where.store().steps() == [3]
     where.store().verify()
@@ -809,6 +840,33 @@ def test_a_run_can_continue_without_its_checkpoints(where):
 
 
 @faulty
+@pytest.mark.parametrize("on_save_error", ["raise", "warn"])
+@pytest.mark.mostly_slow
+def test_an_asynchronous_save_that_fails_is_reported_at_the_next_save(where, on_save_error):
+    trainer, keep = make(), saver(where, on_save_error=on_save_error)
+
+    def break_it(batch, logs):
+        if trainer.step == 5:
+            where.proxy.fail(is_part, status=503, times=None)
+        if trainer.step == 8:
+            keep._saver._thread.wait_until(lambda: keep._saver.is_idle)
+            where.proxy.clear()
+
+    reported = pytest.warns(FitflaxWarning, match="Training continues without it") if on_save_error == "warn" else contextlib.nullcontext()
+    failed = pytest.raises(CheckpointError) if on_save_error == "raise" else contextlib.nullcontext()
+    with reported, failed as caught:
+        fit(trainer, keep, LambdaCallback(on_train_batch_end=break_it))
+    # The save in which the failure is reported is made synchronously, and succeeds.
+    assert where.store().steps() == ([3, 9] if on_save_error == "raise" else [3, 9, 12])
+    where.store().verify()
+    assert caught is None or re.search(f"(?s)Could not save {where.url}/step_00000006: .*503 Service Unavailable.*intact", str(caught.value))
+    whole, again = make(), make()
+    fit(whole)
+    fit(again, saver(where), resume="auto")
+    assert_same_state(again, whole)
+
+
+@faulty
 @pytest.mark.mostly_slow
 def test_errors_name_a_missing_bucket_and_a_missing_run(where):
     missing = f"{where.url.partition('://')[0]}://no-such-bucket/run"
@@ -816,6 +874,43 @@ def test_errors_name_a_missing_bucket_and_a_missing_run(where):
         fit(make(), ModelCheckpoint(missing, storage_options=where.options))
     with pytest.raises(CheckpointNotFoundError, match=f"There is no checkpoint in {where.url}/nothing"):
         make().restore(f"{where.url}/nothing", storage_options=where.options)
+
+
+def allow_unknown_keys(server, is_allowed):
+    """Makes moto accept or refuse access keys that it has not issued."""
+    connection = http.client.HTTPConnection(server.endpoint.removeprefix("http://"), timeout=60)
+    connection.request("POST", "/moto-api/reset-auth", body="inf" if is_allowed else "0")
+    assert connection.getresponse().status == 200
+    connection.close()
+
+
+SAVERS = {
+    "a checkpoint": lambda url, options: ModelCheckpoint(url, storage_options=options),
+    "a table": lambda url, options: CSVLogger(f"{url}/log.csv", storage_options=options),
+    "event files": lambda url, options: TensorBoard(url, storage_options=options),
+}
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("where", [("s3", True)], indirect=True, ids=["s3"])
+@pytest.mark.parametrize(("which", "refusal"), [*itertools.product(SAVERS, ("wrong credentials", "a missing bucket")), ("a checkpoint", "a read-only bucket")])
+def test_a_store_that_refuses_is_one_error_before_the_first_step(where, servers, which, refusal):
+    steps, url, server = [], where.url, servers("s3")[0]
+    if refusal == "wrong credentials":
+        allow_unknown_keys(server, False)
+    elif refusal == "a missing bucket":
+        url = "s3://no-such-bucket/run"
+    else:
+        where.proxy.fail(lambda method, path: method in ("PUT", "POST", "DELETE"), status=403, times=None)
+    text = "the bucket does not exist" if refusal == "a missing bucket" else "Check the credentials"
+    try:
+        with pytest.raises((CheckpointError, CallbackError), match=rf"^.*{url}.*{text}.*$"):
+            fit(make(), SAVERS[which](url, where.options), LambdaCallback(on_train_batch_begin=lambda batch, logs: steps.append(batch)))
+    finally:
+        allow_unknown_keys(server, True)
+    assert not steps
+    refused = [status for _, _, status in where.proxy.log if status in (403, 404)]
+    assert refusal != "a read-only bucket" or len(refused) == 1  # A refused request is not repeated.
 
 
 def test_unsupported_backends_options_and_urls_are_errors():
