@@ -27,6 +27,7 @@ from fitflax.callbacks import BestCheckpoint, CSVLogger, JSONLogger, LambdaCallb
 from fitflax.callbacks.event_files import events_of
 from fitflax.checkpoints import CheckpointStore, load_inference_state
 from fitflax.checkpoints.checkpoint_files import read_metadata
+from fitflax.checkpoints.resume import load_checkpoint
 from fitflax.errors import CallbackError, CheckpointError, CheckpointNotFoundError, ConfigError, DirectoryInUseError, FitflaxWarning
 from fitflax.parallel import Sharded
 from fitflax.storage import ChangedError, ObjectPath, StorageError, locate, lock, object_store, parts
@@ -405,6 +406,31 @@ def test_a_logger_raises_if_its_bucket_fails(where):
         with pytest.raises(CallbackError, match=f"(?s){logger.__name__}.*Check the credentials"):
             fit(trainer, logger(f"{where.url}/{name}", storage_options=where.options), LambdaCallback(on_train_batch_end=break_it))
         where.proxy.clear()
+
+
+def requests_of(log):
+    """Returns the number of requests by kind, without those of leases."""
+    kinds = {"GET": "LIST", "POST": "DELETE"}
+    return collections.Counter(
+        kinds.get(method, method) if "list-type" in path or method == "POST" else method for method, path, _ in log if lock.LEASE_FILE not in path
+    )
+
+
+@pytest.mark.parametrize("where", [("s3", True)], indirect=True, ids=["s3"])
+def test_the_guide_gives_the_number_of_requests(where):
+    guide = pathlib.Path(__file__).parents[2].joinpath("docs/how-to/save-to-object-storage.md").read_text(encoding="utf-8")
+    store = where.store()
+    store.claim("a", overwrite=False)
+    for step in (1, 2, 3):
+        where.proxy.clear()
+        store.save(step=step, train={"w": np.ones(1000, np.float32)}, run={}, metadata={"run_id": "a"}, owner="me", keep=[step - 1])
+    sent, num_parts = requests_of(where.proxy.log), sum("step_00000003/state-" in name for name in where.names())
+    assert store.steps() == [2, 3]
+    assert f"| *n* + {sent['PUT'] - num_parts} PUT, {sent['LIST']} LIST, {sent['HEAD']} HEAD, {sent['DELETE']} DELETE |" in guide
+    where.proxy.clear()
+    load_checkpoint(store.path(3), storage_options=where.options)
+    sent, num_blocks = requests_of(where.proxy.log), -(-read_metadata(store.path(3))["state_bytes"] // parts._BLOCK_BYTES)
+    assert f"| {sent['HEAD']} HEAD, {sent['LIST']} LIST, {sent['GET'] - num_blocks} GET, and 1 GET for each 8 MiB |" in guide
 
 
 # -- damage and leftovers --
@@ -822,24 +848,6 @@ def test_a_persistent_fault_ends_the_run_and_earlier_checkpoints_stay_intact(whe
 
 
 @faulty
-@pytest.mark.slow
-def test_a_run_can_continue_without_its_checkpoints(where):
-    trainer = make()
-
-    def break_it(batch, logs):
-        if trainer.step == 4:
-            where.proxy.fail(is_part, status=503, times=None)
-        if trainer.step == 9:
-            where.proxy.clear()
-
-    with pytest.warns(FitflaxWarning, match=r"Training continues without it. Could not save .*step_0000000\d.*503"):
-        fit(trainer, saver(where, on_save_error="warn", asynchronous=False), LambdaCallback(on_train_batch_end=break_it))
-    assert trainer.step == 12 and where.store().steps() == [3, 9, 12]  # After a failure nothing is deleted.
-    with pytest.raises(CallbackError, match="must be 'raise' or 'warn'"):
-        ModelCheckpoint("x", on_save_error="ignore")
-
-
-@faulty
 @pytest.mark.parametrize("on_save_error", ["raise", "warn"])
 @pytest.mark.mostly_slow
 def test_an_asynchronous_save_that_fails_is_reported_at_the_next_save(where, on_save_error):
@@ -864,6 +872,24 @@ def test_an_asynchronous_save_that_fails_is_reported_at_the_next_save(where, on_
     fit(whole)
     fit(again, saver(where), resume="auto")
     assert_same_state(again, whole)
+
+
+@faulty
+@pytest.mark.slow
+def test_a_run_can_continue_without_its_checkpoints(where):
+    trainer = make()
+
+    def break_it(batch, logs):
+        if trainer.step == 4:
+            where.proxy.fail(is_part, status=503, times=None)
+        if trainer.step == 9:
+            where.proxy.clear()
+
+    with pytest.warns(FitflaxWarning, match=r"Training continues without it. Could not save .*step_0000000\d.*503"):
+        fit(trainer, saver(where, on_save_error="warn", asynchronous=False), LambdaCallback(on_train_batch_end=break_it))
+    assert trainer.step == 12 and where.store().steps() == [3, 9, 12]  # After a failure nothing is deleted.
+    with pytest.raises(CallbackError, match="must be 'raise' or 'warn'"):
+        ModelCheckpoint("x", on_save_error="ignore")
 
 
 @faulty
