@@ -20,7 +20,7 @@ help:
 	@echo 'make test      lint, types, and all tests that are not marked slow; CI runs this'
 	@echo 'make test-all  lint, types, and all tests'
 	@echo 'make coverage  report the lines of fitflax that no test runs; needs Python 3.12'
-	@echo 'make soak      kill a run 200 times and compare it with an uninterrupted run; run a million steps and check memory; preempt a Slurm job ten times'
+	@echo 'make soak      kill runs on a disk and in a bucket 200 times each and compare each with an uninterrupted run; run a million steps and check memory; preempt a Slurm job ten times'
 	@echo 'make mutants   break single lines of the core, 40 per file, and check that a test fails (hours); FILES=fitflax/steps/gradients.py for one file'
 	@echo 'make lint      only lint, spelling, prose and types'
 	@echo 'make bench     measure fitflax against hand-written loops, Keras and Lightning (40 minutes)'
@@ -83,7 +83,7 @@ coverage: peers
 
 # For kills at different times: FITFLAX_SOAK_SEED=n make soak.
 soak: venv
-	FITFLAX_SOAK=200 $(BIN)/python -m pytest -n $(WORKERS) tests/test_kills.py tests/test_soak.py tests/test_clusters.py
+	FITFLAX_SOAK=200 $(BIN)/python -m pytest -n $(WORKERS) tests/test_kills.py tests/storage/test_kills_in_bucket.py tests/test_soak.py tests/test_clusters.py
 
 # tests/MUTANTS.md lists mutants that no test detects, and why.
 mutants: venv

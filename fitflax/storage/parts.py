@@ -21,6 +21,7 @@ from typing import Any, Self
 
 from typing_extensions import override
 
+from fitflax.background import Background
 from fitflax.storage.object_store import ObjectPath
 from fitflax.storage.paths import Location
 
@@ -32,9 +33,9 @@ PART_BYTES = 2**25
 
 # The number of parts in flight, each a copy in memory.
 _UPLOADS = 4
-# The size of a read, and the number of blocks of read-ahead if reads are sequential.
-_BLOCK_BYTES = 2**25
-_MAX_AHEAD = 4
+# The size of a read, and the number of blocks of read-ahead if reads are sequential. Small, so that reading an array begins soon and overlaps with downloads.
+_BLOCK_BYTES = 2**23
+_MAX_AHEAD = 8
 
 
 def part_name(stem: str, index: int) -> str:
@@ -113,8 +114,8 @@ class PartsReader(io.RawIOBase):
         self._pool = Workers(_MAX_AHEAD, "fitflax-download")
         self._position = 0
         self._blocks: dict[int, Future[Any]] = {}
-        # The number of blocks to fetch ahead; doubles with each sequential read.
-        self._ahead = 1
+        # The number of blocks to fetch; doubles with each sequential read.
+        self._ahead = 2
         self._per_part = -(-part_bytes // _BLOCK_BYTES)
 
     @override
@@ -150,12 +151,15 @@ class PartsReader(io.RawIOBase):
         for passed in [index for index in self._blocks if index < block]:
             self._blocks.pop(passed)
             self._ahead = min(2 * self._ahead, _MAX_AHEAD)
+        self._start_fetching(block)
+        return memoryview(self._blocks[block].result())
+
+    def _start_fetching(self, block: int) -> None:
         end = -(-self._num_bytes // self._part_bytes) * self._per_part
         following = (index for index in range(block, end) if self._extent(index)[2] > 0)
         for index in itertools.islice(following, self._ahead):
             if index not in self._blocks:
                 self._blocks[index] = self._pool.submit(self._fetch, index)
-        return memoryview(self._blocks[block].result())
 
     def _extent(self, block: int) -> tuple[int, int, int]:
         """Returns the part that contains a block, and the block's offset and length in it."""
@@ -169,7 +173,8 @@ class PartsReader(io.RawIOBase):
         return read_range(self._place / self._name_of(part), begin, length)
 
     def faults(self) -> list[str]:
-        """Returns a message for each part that is missing or has the wrong size."""
+        """Returns a message for each part that is missing or has the wrong size. Starts fetching the first blocks meanwhile."""
+        self._start_fetching(0)
         count = max(1, -(-self._num_bytes // self._part_bytes))
         paths = [self._place / self._name_of(index) for index in range(count)]
         wanted = [min(self._part_bytes, self._num_bytes - index * self._part_bytes) for index in range(count)]
@@ -256,9 +261,10 @@ PUSH_SECONDS = 30.0
 
 
 class Mirror:
-    """A temporary directory whose changed files are uploaded whole to a location in a bucket, because objects cannot grow.
+    """A temporary directory whose changed files are uploaded whole to a location in a bucket, because objects cannot grow. Hidden files are not uploaded.
 
-    Methods raise `OSError` if the store or the disk fails.
+    Worker threads call `push`. The training thread does not, because `push` takes a lock, which Ctrl-C could leave locked. Methods raise `OSError` if the store
+    or the disk fails.
     """
 
     def __init__(self, place: ObjectPath) -> None:
@@ -267,7 +273,11 @@ class Mirror:
         # Sizes and modification times of uploaded files, by name.
         self._pushed: dict[str, tuple[int, int]] = {}
         self._last_push = time.monotonic()
+        self._has_failed = False  # Whether the last upload failed.
         self._finalizer = weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
+        self._guard = threading.Lock()  # Of uploads, so that an older version of a file never replaces a newer one.
+        self._thread = Background("fitflax-upload-files", on_error=self._fail)
+        self._failure: BaseException | None = None
 
     def pull(self, wanted: Callable[[str], bool]) -> None:
         """Downloads the files for whose names `wanted` returns true."""
@@ -279,13 +289,24 @@ class Mirror:
                 self._pushed[name] = _state_of(path)
 
     def push(self) -> None:
-        """Uploads changed files, and deletes removed ones from the bucket."""
-        self._last_push = time.monotonic()
-        present = {path.relative_to(self.directory).as_posix(): path for path in sorted(self.directory.rglob("*")) if path.is_file()}
+        """Uploads changed files, and deletes removed ones from the bucket. Other threads may write files meanwhile. After `close`, it does nothing."""
+        with self._guard:
+            if self._finalizer.alive:
+                self._last_push, self._has_failed = time.monotonic(), True
+                self._push()
+                self._has_failed = False
+
+    def _push(self) -> None:
+        paths = [path for path in sorted(self.directory.rglob("*")) if path.is_file() and not path.name.startswith(".")]
+        present = {path.relative_to(self.directory).as_posix(): path for path in paths}
         for name, path in present.items():
-            state = _state_of(path)
-            if self._pushed.get(name) != state:
-                (self.place / name).write_bytes(path.read_bytes())
+            try:
+                state = _state_of(path)
+                data = None if self._pushed.get(name) == state else path.read_bytes()
+            except FileNotFoundError:
+                continue  # It was deleted meanwhile. The next upload deletes the object.
+            if data is not None:
+                (self.place / name).write_bytes(data)
                 self._pushed[name] = state
         gone = [name for name in self._pushed if name not in present]
         self.place.bucket.delete([(self.place / name).key for name in gone])
@@ -297,9 +318,36 @@ class Mirror:
         """Whether it is time for the next upload."""
         return time.monotonic() - self._last_push > PUSH_SECONDS
 
+    def push_soon(self) -> None:
+        """Starts `push` in a thread. `check` raises its errors."""
+        self._last_push = time.monotonic()
+        if not self._thread.waiting:
+            self._thread.submit(self.push)
+
+    def check(self) -> None:
+        """Raises the error of an upload in the thread, once."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def finish(self) -> None:
+        """Uploads changed files in the thread, unless the last upload failed, and waits. Raises the error of an upload in the thread."""
+        if not self._has_failed:
+            self.push_soon()
+        self._thread.wait_until(lambda: self._thread.is_idle)
+        self.check()
+
     def close(self) -> None:
-        """Deletes the temporary directory."""
-        self._finalizer()
+        """Deletes the temporary directory, after a running upload."""
+        self._thread.submit(self._delete)
+        self._thread.end()
+
+    def _delete(self) -> None:
+        with self._guard:
+            self._finalizer()
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error
 
 
 def _state_of(path: Path) -> tuple[int, int]:

@@ -77,6 +77,8 @@ def kill_once(run, arguments, moment, rng, proxy):
         proxy.clear()
 
 
+# All kills are in one test; on a disk, they are divided between five tests of an hour each.
+@pytest.mark.timeout(5 * 3600 if SOAK else 900)
 @pytest.mark.slow
 def test_a_repeatedly_killed_run_in_a_bucket_is_identical_to_an_uninterrupted_local_run(env, never_killed, tmp_path):  # noqa: F811
     uninterrupted = never_killed(NAME)[0]

@@ -1,10 +1,14 @@
 """Checkpoints in object stores: in memory, and on servers of S3, GCS and Azure behind a proxy that injects faults."""
 
+import collections
 import contextlib
 import dataclasses
+import http.client
+import itertools
 import os
 import pathlib
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,6 +27,7 @@ from fitflax.callbacks import BestCheckpoint, CSVLogger, JSONLogger, LambdaCallb
 from fitflax.callbacks.event_files import events_of
 from fitflax.checkpoints import CheckpointStore, load_inference_state
 from fitflax.checkpoints.checkpoint_files import read_metadata
+from fitflax.checkpoints.resume import load_checkpoint
 from fitflax.errors import CallbackError, CheckpointError, CheckpointNotFoundError, ConfigError, DirectoryInUseError, FitflaxWarning
 from fitflax.parallel import Sharded
 from fitflax.storage import ChangedError, ObjectPath, StorageError, locate, lock, object_store, parts
@@ -289,6 +294,93 @@ def test_logs_are_in_the_bucket_before_each_checkpoint_and_match_an_uninterrupte
     assert not list(copy.rglob("*closing*"))
 
 
+def record_writes(monkeypatch, before=lambda bucket, key: None):
+    """Returns a list to which each write of an object adds the name of its thread and the key, after `before(bucket, key)`."""
+    written, write = [], object_store.Bucket.write
+
+    def recorded(self, key, data, **options):
+        before(self, key)
+        tag = write(self, key, data, **options)
+        written.append((threading.current_thread().name, key))
+        return tag
+
+    monkeypatch.setattr(object_store.Bucket, "write", recorded)
+    return written
+
+
+@in_memory
+def test_training_continues_while_logs_are_uploaded_and_the_checkpoint_is_completed_after_them(where, monkeypatch):
+    trainer, has_continued = make(), threading.Event()
+    written = record_writes(monkeypatch, lambda bucket, key: "/logs/" in key and has_continued.wait(60))
+    logs = [CSVLogger(f"{where.url}/logs/log.csv"), JSONLogger(f"{where.url}/logs/log.jsonl"), TensorBoard(f"{where.url}/logs/board")]
+
+    def allow_uploads(batch, logs):
+        if trainer.step == 9:  # An epoch has ended, and the checkpoint of step 8 waits for its logs.
+            has_continued.set()
+            assert where.store().steps() == []
+
+    has_continued.set()
+    started = LambdaCallback(on_train_begin=lambda logs: has_continued.clear(), on_train_batch_end=allow_uploads)
+    fit(trainer, *logs, saver(where, every=fitflax.at(8), save_last=False), started, epochs=4)
+    keys = [key.removeprefix(f"{where.place.key}/") for _, key in written]
+    before_commit = keys[: keys.index("step_00000008/metadata.json")]
+    assert {"logs/log.csv", "logs/log.jsonl"} < set(before_commit) and any(".tfevents." in key for key in before_commit)
+    assert not [key for thread, key in written if thread == "MainThread" and "/logs/" in key]
+
+
+@in_memory
+@pytest.mark.parametrize(("broken_from", "steps"), [(4, [3, 9]), (10, [6, 9, 12])], ids=["during the run", "at its end"])
+def test_without_its_logs_a_checkpoint_is_not_completed_unless_the_run_ends(where, monkeypatch, broken_from, steps):
+    trainer, keep, is_broken = make(), saver(where, on_save_error="warn"), threading.Event()
+
+    def fail(bucket, key):
+        if "/board/" in key and is_broken.is_set():
+            raise StorageError("The store is out of service.")
+
+    def break_it(batch, logs):
+        keep._saver._thread.wait_until(lambda: keep._saver.is_idle)
+        if trainer.step == broken_from:
+            is_broken.set()
+
+    record_writes(monkeypatch, fail)
+    board = TensorBoard(f"{where.url}/board", every=fitflax.every(steps=1))
+    with pytest.raises(CallbackError, match=r"TensorBoard cannot write event files in memory://.*out of service"):
+        fit(trainer, board, keep, LambdaCallback(on_train_batch_end=break_it))
+    assert where.store().steps() == steps
+
+
+@in_memory
+def test_a_loop_without_a_trainer_uploads_logs_before_each_checkpoint_and_at_its_end(where, monkeypatch, tmp_path):
+    model = nn.Dense(1)
+    loop = fitflax.TrainLoop(model.init, model.apply, optimizer="adam", loss="mse", data=(X, Y), batch_size=10, steps=7)
+    written = record_writes(monkeypatch)
+    process = fitflax.serial(TensorBoard(f"{where.url}/board"), saver(where, asynchronous=False))
+    for checkpoint in loop:
+        process(checkpoint)
+    kinds = ["board" if "/board/" in key else "commit" for _, key in written if "/board/" in key or key.endswith("/metadata.json")]
+    commits = [index for index, kind in enumerate(kinds) if kind == "commit"]
+    assert len(commits) >= 2 and all(kinds[index - 1] == "board" for index in commits)
+    for info in (where.place / "board").objects():
+        (tmp_path / info.key.rpartition("/")[2]).write_bytes(where.place.bucket.read(info.key)[0])
+    assert max(step for _, _, step in events_in(tmp_path)) == 7
+    process.close()
+
+
+@in_memory
+def test_a_mirror_uploads_files_that_change_and_nothing_once_it_is_closed(where):
+    mirror = parts.Mirror(where.place)
+    (mirror.directory / "a").write_text("1")
+    (mirror.directory / ".b.tmp").write_text("2")
+    mirror.finish()
+    assert where.names() == ["a"]
+    (mirror.directory / "a").unlink()
+    (mirror.directory / "c").write_text("3")
+    mirror.finish()
+    mirror.close()
+    mirror.push()  # Its directory is gone, which must not delete the objects.
+    assert not mirror.directory.exists() and where.names() == ["c"]
+
+
 @pytest.mark.slow
 @in_memory
 def test_a_profile_and_an_exported_model_are_written_to_a_bucket(where):
@@ -316,6 +408,31 @@ def test_a_logger_raises_if_its_bucket_fails(where):
         where.proxy.clear()
 
 
+def requests_of(log):
+    """Returns the number of requests by kind, without those of leases."""
+    kinds = {"GET": "LIST", "POST": "DELETE"}
+    return collections.Counter(
+        kinds.get(method, method) if "list-type" in path or method == "POST" else method for method, path, _ in log if lock.LEASE_FILE not in path
+    )
+
+
+@pytest.mark.parametrize("where", [("s3", True)], indirect=True, ids=["s3"])
+def test_the_guide_gives_the_number_of_requests(where):
+    guide = pathlib.Path(__file__).parents[2].joinpath("docs/how-to/save-to-object-storage.md").read_text(encoding="utf-8")
+    store = where.store()
+    store.claim("a", overwrite=False)
+    for step in (1, 2, 3):
+        where.proxy.clear()
+        store.save(step=step, train={"w": np.ones(1000, np.float32)}, run={}, metadata={"run_id": "a"}, owner="me", keep=[step - 1])
+    sent, num_parts = requests_of(where.proxy.log), sum("step_00000003/state-" in name for name in where.names())
+    assert store.steps() == [2, 3]
+    assert f"| *n* + {sent['PUT'] - num_parts} PUT, {sent['LIST']} LIST, {sent['HEAD']} HEAD, {sent['DELETE']} DELETE |" in guide
+    where.proxy.clear()
+    load_checkpoint(store.path(3), storage_options=where.options)
+    sent, num_blocks = requests_of(where.proxy.log), -(-read_metadata(store.path(3))["state_bytes"] // parts._BLOCK_BYTES)
+    assert f"| {sent['HEAD']} HEAD, {sent['LIST']} LIST, {sent['GET'] - num_blocks} GET, and 1 GET for each 8 MiB |" in guide
+
+
 # -- damage and leftovers --
 
 DAMAGES = {
@@ -329,7 +446,7 @@ DAMAGES = {
 
 
 @pytest.mark.mostly_slow
-@in_memory
+@pytest.mark.parametrize("where", ["memory", "s3"], indirect=True)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_skipped(where, damage):
     act, which, fault = DAMAGES[damage]
@@ -642,7 +759,6 @@ TRANSIENT = {
     "the answer to a part lost": lambda proxy: proxy.swallow_response(is_part, times=2),
     "the answer to a commit lost": lambda proxy: proxy.swallow_response(is_commit, times=1),
     "the answer to a commit lost by a reset": lambda proxy: proxy.swallow_response(is_commit, reset=True, times=1),
-    "a commit that takes too long": lambda proxy: proxy.delay(1.3, is_commit, times=1),
     "a delete lost": lambda proxy: proxy.swallow_response(lambda method, path: method in ("DELETE", "POST"), times=1),
     "reset while reading": lambda proxy: proxy.reset_response(
         lambda method, path: method == "GET" and "/state-" in urllib.parse.unquote(path), after_bytes=64, times=3
@@ -665,6 +781,32 @@ def test_a_transient_fault_has_no_effect(where, fault, monkeypatch):
     assert where.store().steps()[-1] == 12
 
 
+def with_timeout(where, limit):
+    """Returns the same place, for a client that waits `limit` for an answer."""
+    return dataclasses.replace(where, options={**where.options, "client_options": {**where.options["client_options"], "timeout": limit}})
+
+
+SLOW = {"a part": is_part, "a commit": is_commit, "a listing": lambda method, path: method == "GET" and "list-type" in path}
+
+
+@faulty
+@pytest.mark.parametrize("what", SLOW)
+@pytest.mark.mostly_slow
+def test_a_request_that_is_not_answered_in_time_is_sent_again(where, what, monkeypatch):
+    monkeypatch.setattr(object_store, "RETRY_SECONDS", 20.0)
+    paths = []
+
+    def is_first(method, path):
+        if SLOW[what](method, path):
+            paths.append(path)
+        return len(paths) == 1 and SLOW[what](method, path)
+
+    where.proxy.delay(30.0, is_first, times=None)
+    fit(make(), saver(with_timeout(where, "1.5s")), stop_at=5)
+    where.store().verify()
+    assert where.store().steps() == [3, 5] and paths.count(paths[0]) > 1
+
+
 PERSISTENT = {
     "503": (lambda proxy, match: proxy.fail(match, status=503, times=None), "503 Service Unavailable"),
     "403": (lambda proxy, match: proxy.fail(match, status=403, times=None), "Check the credentials"),
@@ -676,6 +818,7 @@ PERSISTENT = {
         "ExpiredToken: The token has expired. Check the credentials",
     ),
     "resets": (lambda proxy, match: proxy.reset(match, after_bytes=10, times=None), "error sending request"),
+    "no answers": (lambda proxy, match: proxy.delay(60.0, match, times=None), "error sending request"),
 }
 
 
@@ -691,8 +834,9 @@ def test_a_persistent_fault_ends_the_run_and_earlier_checkpoints_stay_intact(whe
         if trainer.step == 4:
             act(where.proxy, match)
 
+    impatient = with_timeout(where, "1s" if fault == "no answers" else "5s")
     with pytest.raises(CheckpointError, match=f"(?s)Could not save {where.url}/step_.*{text}.*intact"):
-        fit(trainer, saver(where, asynchronous=False), LambdaCallback(on_train_batch_end=break_it))
+        fit(trainer, saver(impatient, asynchronous=False), LambdaCallback(on_train_batch_end=break_it))
     where.proxy.clear()
     assert where.store().steps() == [3]
     where.store().verify()
@@ -701,6 +845,33 @@ def test_a_persistent_fault_ends_the_run_and_earlier_checkpoints_stay_intact(whe
     fit(again, saver(where), resume="auto")
     assert_same_state(again, whole)
     assert where.store().steps() == [6, 9, 12]
+
+
+@faulty
+@pytest.mark.parametrize("on_save_error", ["raise", "warn"])
+@pytest.mark.mostly_slow
+def test_an_asynchronous_save_that_fails_is_reported_at_the_next_save(where, on_save_error):
+    trainer, keep = make(), saver(where, on_save_error=on_save_error)
+
+    def break_it(batch, logs):
+        if trainer.step == 5:
+            where.proxy.fail(is_part, status=503, times=None)
+        if trainer.step == 8:
+            keep._saver._thread.wait_until(lambda: keep._saver.is_idle)
+            where.proxy.clear()
+
+    reported = pytest.warns(FitflaxWarning, match="Training continues without it") if on_save_error == "warn" else contextlib.nullcontext()
+    failed = pytest.raises(CheckpointError) if on_save_error == "raise" else contextlib.nullcontext()
+    with reported, failed as caught:
+        fit(trainer, keep, LambdaCallback(on_train_batch_end=break_it))
+    # The save in which the failure is reported is made synchronously, and succeeds.
+    assert where.store().steps() == ([3, 9] if on_save_error == "raise" else [3, 9, 12])
+    where.store().verify()
+    assert caught is None or re.search(f"(?s)Could not save {where.url}/step_00000006: .*503 Service Unavailable.*intact", str(caught.value))
+    whole, again = make(), make()
+    fit(whole)
+    fit(again, saver(where), resume="auto")
+    assert_same_state(again, whole)
 
 
 @faulty
@@ -729,6 +900,43 @@ def test_errors_name_a_missing_bucket_and_a_missing_run(where):
         fit(make(), ModelCheckpoint(missing, storage_options=where.options))
     with pytest.raises(CheckpointNotFoundError, match=f"There is no checkpoint in {where.url}/nothing"):
         make().restore(f"{where.url}/nothing", storage_options=where.options)
+
+
+def allow_unknown_keys(server, is_allowed):
+    """Makes moto accept or refuse access keys that it has not issued."""
+    connection = http.client.HTTPConnection(server.endpoint.removeprefix("http://"), timeout=60)
+    connection.request("POST", "/moto-api/reset-auth", body="inf" if is_allowed else "0")
+    assert connection.getresponse().status == 200
+    connection.close()
+
+
+SAVERS = {
+    "a checkpoint": lambda url, options: ModelCheckpoint(url, storage_options=options),
+    "a table": lambda url, options: CSVLogger(f"{url}/log.csv", storage_options=options),
+    "event files": lambda url, options: TensorBoard(url, storage_options=options),
+}
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("where", [("s3", True)], indirect=True, ids=["s3"])
+@pytest.mark.parametrize(("which", "refusal"), [*itertools.product(SAVERS, ("wrong credentials", "a missing bucket")), ("a checkpoint", "a read-only bucket")])
+def test_a_store_that_refuses_is_one_error_before_the_first_step(where, servers, which, refusal):
+    steps, url, server = [], where.url, servers("s3")[0]
+    if refusal == "wrong credentials":
+        allow_unknown_keys(server, False)
+    elif refusal == "a missing bucket":
+        url = "s3://no-such-bucket/run"
+    else:
+        where.proxy.fail(lambda method, path: method in ("PUT", "POST", "DELETE"), status=403, times=None)
+    text = "the bucket does not exist" if refusal == "a missing bucket" else "Check the credentials"
+    try:
+        with pytest.raises((CheckpointError, CallbackError), match=rf"^.*{url}.*{text}.*$"):
+            fit(make(), SAVERS[which](url, where.options), LambdaCallback(on_train_batch_begin=lambda batch, logs: steps.append(batch)))
+    finally:
+        allow_unknown_keys(server, True)
+    assert not steps
+    refused = [status for _, _, status in where.proxy.log if status in (403, 404)]
+    assert refusal != "a read-only bucket" or len(refused) == 1  # A refused request is not repeated.
 
 
 def test_unsupported_backends_options_and_urls_are_errors():
