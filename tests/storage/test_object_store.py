@@ -354,7 +354,7 @@ def test_a_loop_without_a_trainer_uploads_logs_before_each_checkpoint_and_at_its
     model = nn.Dense(1)
     loop = fitflax.TrainLoop(model.init, model.apply, optimizer="adam", loss="mse", data=(X, Y), batch_size=10, steps=7)
     written = record_writes(monkeypatch)
-    process = fitflax.serial(TensorBoard(f"{where.url}/board"), saver(where, asynchronous=False))
+    process = fitflax.serial(TensorBoard(f"{where.url}/board", every=fitflax.every(steps=1)), saver(where, asynchronous=False))
     for checkpoint in loop:
         process(checkpoint)
     kinds = ["board" if "/board/" in key else "commit" for _, key in written if "/board/" in key or key.endswith("/metadata.json")]
@@ -855,6 +855,7 @@ def test_an_asynchronous_save_that_fails_is_reported_at_the_next_save(where, on_
 
     def break_it(batch, logs):
         if trainer.step == 5:
+            keep._saver._thread.wait_until(lambda: keep._saver.is_idle)  # The save of step 3.
             where.proxy.fail(is_part, status=503, times=None)
         if trainer.step == 8:
             keep._saver._thread.wait_until(lambda: keep._saver.is_idle)
