@@ -197,12 +197,17 @@ def _is_transient(error: StorageError) -> bool:
 
 
 _MISSING = "the bucket does not exist, or is not accessible. Create it, or check the credentials."
+# What obstore says only in the debug part of its messages.
+_HTTP_FAULTS = {"Timeout": "no answer in time", "Connect": "no connection", "Interrupted": "the connection was interrupted"}
 _CREDENTIALS = "Check the credentials: they come from the environment, the profile or the machine's role, or from storage_options=."
 
 
 def _cause(error: Exception) -> str:
     """Returns a store's error message on one line."""
-    text = str(error).partition("\n\nDebug source")[0]
+    text, _, debug = str(error).partition("\n\nDebug source")
+    kind = re.search(r"HttpError \{\s*kind: (\w+)", debug)
+    if kind is not None and kind[1] in _HTTP_FAULTS:
+        text = f"{text.rstrip()}: {_HTTP_FAULTS[kind[1]]}"
     said = re.search(r"<Code>(.*?)</Code>(?:.*?<Message>(.*?)</Message>)?", text, re.DOTALL)
     if said is not None:
         return " ".join(filter(None, [f"{said[1]}:" if said[2] else said[1], said[2]])).rstrip(".")

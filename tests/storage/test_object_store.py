@@ -354,16 +354,16 @@ def test_a_loop_without_a_trainer_uploads_logs_before_each_checkpoint_and_at_its
     model = nn.Dense(1)
     loop = fitflax.TrainLoop(model.init, model.apply, optimizer="adam", loss="mse", data=(X, Y), batch_size=10, steps=7)
     written = record_writes(monkeypatch)
-    process = fitflax.serial(TensorBoard(f"{where.url}/board", every=fitflax.every(steps=1)), saver(where, asynchronous=False))
-    for checkpoint in loop:
-        process(checkpoint)
+    board, keep = TensorBoard(f"{where.url}/board", every=fitflax.every(steps=1)), saver(where, asynchronous=False)
+    with contextlib.closing(fitflax.serial(board, keep)) as process:
+        for checkpoint in loop:
+            process(checkpoint)
+        for info in (where.place / "board").objects():  # Before the callbacks are closed.
+            (tmp_path / info.key.rpartition("/")[2]).write_bytes(where.place.bucket.read(info.key)[0])
     kinds = ["board" if "/board/" in key else "commit" for _, key in written if "/board/" in key or key.endswith("/metadata.json")]
     commits = [index for index, kind in enumerate(kinds) if kind == "commit"]
-    assert len(commits) >= 2 and all(kinds[index - 1] == "board" for index in commits)
-    for info in (where.place / "board").objects():
-        (tmp_path / info.key.rpartition("/")[2]).write_bytes(where.place.bucket.read(info.key)[0])
+    assert len(commits) >= 2 and kinds[0] == "board" and all(kinds[index - 1] == "board" for index in commits)
     assert max(step for _, _, step in events_in(tmp_path)) == 7
-    process.close()
 
 
 @in_memory
@@ -818,7 +818,7 @@ PERSISTENT = {
         "ExpiredToken: The token has expired. Check the credentials",
     ),
     "resets": (lambda proxy, match: proxy.reset(match, after_bytes=10, times=None), "error sending request"),
-    "no answers": (lambda proxy, match: proxy.delay(60.0, match, times=None), "error sending request"),
+    "no answers": (lambda proxy, match: proxy.delay(60.0, match, times=None), "error sending request: no answer in time"),
 }
 
 
@@ -854,12 +854,11 @@ def test_an_asynchronous_save_that_fails_is_reported_at_the_next_save(where, on_
     trainer, keep = make(), saver(where, on_save_error=on_save_error)
 
     def break_it(batch, logs):
-        if trainer.step == 5:
-            keep._saver._thread.wait_until(lambda: keep._saver.is_idle)  # The save of step 3.
-            where.proxy.fail(is_part, status=503, times=None)
-        if trainer.step == 8:
+        if trainer.step in (5, 8):
             keep._saver._thread.wait_until(lambda: keep._saver.is_idle)
             where.proxy.clear()
+        if trainer.step == 5:
+            where.proxy.fail(is_part, status=503, times=None)
 
     reported = pytest.warns(FitflaxWarning, match="Training continues without it") if on_save_error == "warn" else contextlib.nullcontext()
     failed = pytest.raises(CheckpointError) if on_save_error == "raise" else contextlib.nullcontext()
@@ -936,8 +935,7 @@ def test_a_store_that_refuses_is_one_error_before_the_first_step(where, servers,
     finally:
         allow_unknown_keys(server, True)
     assert not steps
-    refused = [status for _, _, status in where.proxy.log if status in (403, 404)]
-    assert refusal != "a read-only bucket" or len(refused) == 1  # A refused request is not repeated.
+    assert sum(status == 403 for _, _, status in where.proxy.log) <= 1  # A refused request is not repeated.
 
 
 def test_unsupported_backends_options_and_urls_are_errors():
