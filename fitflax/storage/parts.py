@@ -33,9 +33,9 @@ PART_BYTES = 2**25
 
 # The number of parts in flight, each a copy in memory.
 _UPLOADS = 4
-# The size of a read, and the number of blocks of read-ahead if reads are sequential. Small, so that reading an array begins soon and overlaps with downloads.
-_BLOCK_BYTES = 2**23
-_MAX_AHEAD = 8
+# The size of a read, and the number of blocks of read-ahead if reads are sequential.
+_BLOCK_BYTES = 2**25
+_MAX_AHEAD = 4
 
 
 def part_name(stem: str, index: int) -> str:
@@ -114,8 +114,8 @@ class PartsReader(io.RawIOBase):
         self._pool = Workers(_MAX_AHEAD, "fitflax-download")
         self._position = 0
         self._blocks: dict[int, Future[Any]] = {}
-        # The number of blocks to fetch; doubles with each sequential read.
-        self._ahead = 2
+        # The number of blocks to fetch ahead; doubles with each sequential read.
+        self._ahead = 1
         self._per_part = -(-part_bytes // _BLOCK_BYTES)
 
     @override
@@ -151,15 +151,12 @@ class PartsReader(io.RawIOBase):
         for passed in [index for index in self._blocks if index < block]:
             self._blocks.pop(passed)
             self._ahead = min(2 * self._ahead, _MAX_AHEAD)
-        self._start_fetching(block)
-        return memoryview(self._blocks[block].result())
-
-    def _start_fetching(self, block: int) -> None:
         end = -(-self._num_bytes // self._part_bytes) * self._per_part
         following = (index for index in range(block, end) if self._extent(index)[2] > 0)
         for index in itertools.islice(following, self._ahead):
             if index not in self._blocks:
                 self._blocks[index] = self._pool.submit(self._fetch, index)
+        return memoryview(self._blocks[block].result())
 
     def _extent(self, block: int) -> tuple[int, int, int]:
         """Returns the part that contains a block, and the block's offset and length in it."""
@@ -173,8 +170,7 @@ class PartsReader(io.RawIOBase):
         return read_range(self._place / self._name_of(part), begin, length)
 
     def faults(self) -> list[str]:
-        """Returns a message for each part that is missing or has the wrong size. Starts fetching the first blocks meanwhile."""
-        self._start_fetching(0)
+        """Returns a message for each part that is missing or has the wrong size."""
         count = max(1, -(-self._num_bytes // self._part_bytes))
         paths = [self._place / self._name_of(index) for index in range(count)]
         wanted = [min(self._part_bytes, self._num_bytes - index * self._part_bytes) for index in range(count)]
