@@ -2,20 +2,15 @@
 
     python -m benchmarks.object_store                  # 256 MB, about two minutes; needs moto
     python -m benchmarks.object_store --quick          # only to check that it runs
-    python -m benchmarks.object_store --pause          # how long a save stops training, with 30 ms added to each request; one minute
     python -m benchmarks.object_store --url s3://bucket/prefix   # a real store, with credentials from the environment
 
 `save` writes a checkpoint, including checksums and commit; the base is one multipart upload. `restore` reads it into arrays and verifies it; the base is one
 download and its crc32. Ratios are times divided by the base's time: at 1, fitflax is as fast as the bare library.
-
-`--pause` trains with a `ModelCheckpoint`, `TensorBoard` with histograms, `CSVLogger` and `JSONLogger`, all on the local disk, or all in the bucket.
 """
 
 import argparse
 import contextlib
-import pathlib
 import statistics
-import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -23,33 +18,25 @@ from typing import Any
 
 import numpy as np
 import obstore
-from flax import linen as nn
-from typing_extensions import override
 
-import fitflax
-from fitflax.callbacks import Callback, CSVLogger, JSONLogger, ModelCheckpoint, TensorBoard
 from fitflax.checkpoints.resume import load_checkpoint
 from fitflax.checkpoints.save import save_checkpoint
 from fitflax.errors import ConfigError
 from fitflax.storage import ObjectPath, locate
 
 LIMIT = 1 / 0.8
-LATENCY = 0.03  # Seconds, as within a region.
-EPOCH_STEPS = 10
 
 
 @contextlib.contextmanager
-def server(url: str | None, *, latency: float = 0.0) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Yields a URL and options: the given URL, or that of a server that is started here, which adds `latency` seconds to each request."""
+def server(url: str | None) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Yields a URL and options: the given URL, or that of a server that is started here."""
     if url is not None:
         yield url, None
         return
-    from tests.storage.servers import FaultProxy, S3Server  # moto, in a separate process
+    from tests.storage.servers import S3Server  # moto, in a separate process
 
-    with S3Server() as started, FaultProxy(started.endpoint) as proxy:
-        proxy.delay(latency, times=None)
-        options = started.storage_options
-        yield f"{started.create_bucket('benchmark')}/run", proxy.through(options, started) if latency else options
+    with S3Server() as started:
+        yield f"{started.create_bucket('benchmark')}/run", started.storage_options
 
 
 def timed(function: Callable[[], Any]) -> float:
@@ -87,66 +74,13 @@ def measure(place: ObjectPath, options: dict[str, Any] | None, megabytes: int, r
     return {name: measured[1:] for name, measured in found.items()}  # The first round warms up.
 
 
-class Pauses(Callback):
-    """Records how long each save stops training. Before each save, it waits until the last one is complete."""
-
-    def __init__(self, saves: ModelCheckpoint) -> None:
-        self._saves = saves
-        self._before = 0.0
-        self.seconds: list[float] = []
-
-    @override
-    def on_train_batch_begin(self, batch: int, logs: Any) -> None:
-        seconds = self.params["time_spent"].seconds["saving"]
-        if batch == 0 and self.trainer.step:
-            self.seconds.append(seconds - self._before)
-        self._before = seconds
-
-    @override
-    def on_train_batch_end(self, batch: int, logs: Any) -> None:
-        saver = self._saves._saver
-        if batch == EPOCH_STEPS - 1 and saver is not None:
-            saver._thread.wait_until(lambda: saver.is_idle)
-
-
-def pauses(root: str, options: dict[str, Any] | None, *, rounds: int, width: int) -> list[float]:
-    """Trains, saves at the end of each epoch, and returns the seconds for which each save but the first stops training. Everything is written below `root`."""
-    rng = np.random.default_rng(0)
-    x, y = rng.random((EPOCH_STEPS * 32, 256), np.float32), rng.integers(0, 10, EPOCH_STEPS * 32)
-    trainer = fitflax.Trainer(nn.Sequential([nn.Dense(width), nn.relu, nn.Dense(width), nn.relu, nn.Dense(10)]))
-    trainer.compile("adam", "sparse_categorical_crossentropy", ["accuracy"])
-    saves = ModelCheckpoint(f"{root}/checkpoints", every=fitflax.every(epochs=1), storage_options=options)
-    found = Pauses(saves)
-    loggers = [
-        TensorBoard(f"{root}/board", every=fitflax.every(steps=1), histograms=fitflax.every(epochs=1), storage_options=options),
-        CSVLogger(f"{root}/log.csv", storage_options=options),
-        JSONLogger(f"{root}/log.jsonl", storage_options=options),
-    ]
-    trainer.fit(x, y, batch_size=32, epochs=rounds + 2, callbacks=[*loggers, saves, found], verbose=0)
-    return found.seconds[1:]
-
-
-def print_pauses(url: str, options: dict[str, Any] | None, *, rounds: int, width: int) -> None:
-    with tempfile.TemporaryDirectory(dir=pathlib.Path.cwd()) as directory:
-        local = pauses(directory, None, rounds=rounds, width=width)
-    print("| checkpoints and logs | pause of a save, ms |\n|---|---|")
-    for where, seconds in (("on the local disk", local), ("in the bucket", pauses(url, options, rounds=rounds, width=width))):
-        milliseconds = [1000 * each for each in seconds]
-        print(f"| {where} | {statistics.median(milliseconds):.1f} ({min(milliseconds):.1f}..{max(milliseconds):.1f}) |", flush=True)
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="python -m benchmarks.object_store")
     parser.add_argument("--url", help="a prefix in a bucket; by default, a local server is started")
     parser.add_argument("--megabytes", type=int, nargs="+", default=[256], help="sizes of the checkpoint in MB")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--pause", action="store_true", help="measure how long a save stops training")
     parser.add_argument("--quick", action="store_true", help="2 MB and one round")
     options = parser.parse_args(argv)
-    if options.pause:
-        with server(options.url, latency=LATENCY) as (url, storage_options):
-            print_pauses(url, storage_options, rounds=1 if options.quick else 4 * options.rounds, width=16 if options.quick else 1024)
-        return 0
     sizes, rounds = ([2], 1) if options.quick else (options.megabytes, options.rounds)
     print("| size | operation | fitflax / bare transfer | MB/s | limit | verdict |\n|---|---|---|---|---|---|")
     with server(options.url) as (url, storage_options):

@@ -446,9 +446,8 @@ def test_the_benchmark_of_object_stores_runs_and_prints_its_ratios(capsys):
     from benchmarks import object_store
 
     assert object_store.main(["--quick"]) == 0
-    assert object_store.main(["--quick", "--pause"]) == 0
     printed = capsys.readouterr().out
-    assert re.search(r"\| save \| \d+\.\d\d ", printed) and "| restore |" in printed and "| in the bucket |" in printed
+    assert re.search(r"\| save \| \d+\.\d\d ", printed) and "| restore |" in printed
 
 
 @pytest.mark.slow

@@ -299,13 +299,8 @@ class Callback:
     def load_history(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Compares files with the `rows` of the resumed run's `History`. Called on a resume after `load_state_dict`."""
 
-    def sync(self) -> Callable[[], None] | None:
-        """Flushes everything to disk. Called before the checkpoint of this step is completed.
-
-        May return a function for what takes long, such as an upload. The saving thread calls it before it completes the checkpoint. If it raises, the
-        checkpoint is not completed, and the error ends the run. A run that is already ending completes it first.
-        """
-        return None
+    def sync(self) -> None:
+        """Flushes everything to disk. Called before the checkpoint of this step is completed."""
 
     def close(self) -> None:
         """Waits for writers and closes files."""

@@ -170,7 +170,7 @@ class CallbackList:
         def sync() -> None:
             checkpoint.run.finish_steps()  # So that running steps are not counted as time of saving.
             with self._spent.on("saving"):
-                self.sync(checkpoint.run.uploads)
+                self.sync()
 
         def call(callback: Callback) -> None:
             with self._spent.on("saving" if callback.phase >= Phase.SAVE_BEST else "callbacks"):
@@ -205,22 +205,13 @@ class CallbackList:
 
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
         """Calls `on_closing` of all callbacks."""
-        uploads: list[Callable[[], None]] = []
-        self.sync(uploads)
-        if uploads:
-            checkpoint.run.saver.submit(functools.partial(_call_all, uploads), is_save=False)
+        self.sync()
         for callback in self._active:
             callback.on_closing(checkpoint, epoch, logs)
 
-    def sync(self, uploads: list[Callable[[], None]]) -> None:
-        """Syncs all callbacks, even if one of them fails, and adds what remains to be uploaded to `uploads`."""
-
-        def sync(callback: Callback) -> None:
-            upload = callback.sync()
-            if callable(upload):
-                uploads.append(upload)
-
-        _call_all([functools.partial(sync, callback) for callback in self._active])
+    def sync(self) -> None:
+        """Syncs all callbacks, even if one of them fails."""
+        _call_all([callback.sync for callback in self._active])
 
     def close(self) -> None:
         """Closes all callbacks, even if one of them fails."""

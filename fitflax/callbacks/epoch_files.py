@@ -12,19 +12,19 @@ import glob
 import io
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
 from typing_extensions import override
 
+from fitflax.background import Background
 from fitflax.callbacks.base import Callback, Phase
 from fitflax.checkpoints.json_documents import PROCESS, fsync_directory
 from fitflax.errors import CallbackError, ConfigError, warn
 from fitflax.leaves import as_json
 from fitflax.logs import Logs, row_of
-from fitflax.storage import locate
-from fitflax.storage.parts import Mirror
+from fitflax.storage import ObjectPath, locate
 
 EPOCH = "epoch"
 MISSING = "NA"
@@ -33,9 +33,8 @@ MISSING = "NA"
 class EpochFile(Callback):
     """Base class of callbacks that write a row per epoch to a file. Subclasses define its format.
 
-    Unless it appends, a new run replaces the file, atomically, when it writes its first row. A file in a bucket has a local copy, which a thread
-    uploads whole at each epoch and before a checkpoint is completed. If another program changes the file during the run, the next row, or a resume, restores
-    it with one warning.
+    Unless it appends, a new run replaces the file, atomically, when it writes its first row. A file in a bucket is uploaded whole at each epoch, in a thread.
+    If another program changes the file during the run, the next row, or a resume, restores it with one warning.
     """
 
     phase = Phase.RECORD
@@ -54,7 +53,9 @@ class EpochFile(Callback):
         self._has_warned = False
         self._first_row = 0  # The index of this run's first row; earlier ones are of other runs.
         self._num_loaded = 0  # The rows that the resumed run had written before its checkpoint.
-        self._mirror: Mirror | None = None  # For a file in a bucket, from its first row on.
+        # For a file in a bucket, from its first row on.
+        self._thread: Background | None = None
+        self._failure: BaseException | None = None
 
     # -- the file format --
 
@@ -175,27 +176,22 @@ class EpochFile(Callback):
 
     def _write(self, line: str | None) -> None:
         """Appends `line`, or writes the whole file if `line` is `None` or the file is not open yet."""
+        if isinstance(self.path, ObjectPath):
+            self._raise_failure()
+            self._thread = self._thread or Background("fitflax-epoch-file", on_error=self._fail)
+            self._thread.clear()  # Writes that wait are a part of this one.
+            self._thread.submit(functools.partial(self.path.write_bytes, self._contents().encode()))
+            return
         with self._disk_errors("write"):
-            path = self._local()
             if line is None or self._file is None:
-                self._replace_file(path)
-            elif _identity(path) != self._written:
-                self._replace_file(path)
+                self._replace_file(self.path)
+            elif _identity(self.path) != self._written:
+                self._replace_file(self.path)
                 self._warn("was replaced, changed or deleted by another program")
             else:
                 self._file.write(line)
                 self._file.flush()
                 self._written = _identity(self._file.fileno())
-            if self._mirror is not None:
-                self._mirror.check()
-                self._mirror.push_soon()
-
-    def _local(self) -> Path:
-        """Returns the path of the file, or of the local copy of a file in a bucket."""
-        if isinstance(self.path, Path):
-            return self.path
-        self._mirror = self._mirror or Mirror(self.path.parent)
-        return self._mirror.directory / self.path.name
 
     def _warn(self, what: str) -> None:
         if not self._has_warned:
@@ -204,7 +200,7 @@ class EpochFile(Callback):
 
     def _replace_file(self, path: Path) -> None:
         """Replaces the file atomically, so that readers see the old file or the new one."""
-        self._close_file()
+        self.close()
         target = path.resolve()  # Write to the target of a symbolic link.
         temporary = target.with_name(f".{target.name.lstrip('.')}.tmp-{PROCESS}")
         try:
@@ -221,6 +217,15 @@ class EpochFile(Callback):
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
 
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            with self._disk_errors("write"):
+                raise failure
+
     @contextlib.contextmanager
     def _disk_errors(self, do: str) -> Iterator[None]:
         """Turns errors of the disk or store into a `CallbackError`, unless there is no file to read."""
@@ -229,33 +234,23 @@ class EpochFile(Callback):
         except OSError as error:
             if do == "read" and isinstance(error, FileNotFoundError):
                 raise
-            with contextlib.suppress(OSError, CallbackError):
+            with contextlib.suppress(OSError):
                 self.close()  # Flushing the buffer may fail again.
-            raise self._error(do, error) from error
-
-    def _error(self, do: str, error: OSError) -> CallbackError:
-        return CallbackError(f"{type(self).__name__} cannot {do} {self.path}: {error.strerror or error}.")
+            raise CallbackError(f"{type(self).__name__} cannot {do} {self.path}: {error.strerror or error}.") from error
 
     def _invalid(self, fault: str) -> CallbackError:
         return CallbackError(f"{type(self).__name__} cannot continue the file {self.path}: {fault}. Move the file, or pass another path.")
 
     @override
-    def sync(self) -> Callable[[], None] | None:
-        with self._disk_errors("write"):
-            if self._file is not None:
+    def sync(self) -> None:
+        thread = self._thread
+        if thread is not None:
+            thread.wait_until(lambda: thread.is_idle)
+            self._raise_failure()
+        if self._file is not None:
+            with self._disk_errors("write"):
                 self._file.flush()
-                if self._mirror is None:
-                    os.fsync(self._file.fileno())
-            if self._mirror is None:
-                return None
-            self._mirror.check()
-            return functools.partial(self._upload, self._mirror)
-
-    def _upload(self, mirror: Mirror) -> None:
-        try:
-            mirror.push()
-        except OSError as error:
-            raise self._error("write", error) from error
+                os.fsync(self._file.fileno())
 
     @override
     def on_train_end(self, logs: Mapping[str, Any]) -> None:
@@ -263,20 +258,13 @@ class EpochFile(Callback):
 
     @override
     def close(self) -> None:
-        self._close_file()
-        mirror, self._mirror = self._mirror, None
-        if mirror is not None:
-            try:
-                mirror.finish()
-            except OSError as error:
-                raise self._error("write", error) from error
-            finally:
-                mirror.close()
-
-    def _close_file(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             file.close()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.end()
+            self._raise_failure()
 
 
 def _prepare_path(path: Path) -> None:

@@ -52,20 +52,12 @@ class EventFiles:
         self._thread.wait_until(lambda: len(self._thread.waiting) < _MAX_WAITING)
         self._thread.submit(lambda: self._run_job(lambda: job(self._write)))
 
-    def sync(self, *, uploads: bool = False) -> None:
-        """Waits until everything is on disk and, with `uploads`, in the bucket. Raises a `CallbackError` if a job failed."""
+    def sync(self) -> None:
+        """Waits until everything is on disk. Raises a `CallbackError` if a job failed."""
         if self._writers or not self._thread.is_idle:
             self._thread.submit(lambda: self._run_job(self._flush))
-            if uploads and self._mirror is not None:
-                self._thread.submit(lambda: self._run_job(self.upload))
             self._thread.wait_until(lambda: self._thread.is_idle)
         self._raise_failure()
-
-    def upload(self) -> None:
-        """Uploads what is on disk. Called in any thread but the training thread. Raises a `CallbackError` if the store fails."""
-        if self._mirror is not None:
-            with self._disk_errors():
-                self._mirror.push()
 
     def close(self) -> None:
         """Waits until everything is on disk, and closes all files. Raises a `CallbackError` if a job failed."""
@@ -82,21 +74,11 @@ class EventFiles:
                 "new file. Do not change the directory during a run; change a copy."
             )
         failure, self._failure = self._failure, None
-        with self._disk_errors():
-            if failure is not None:
-                raise failure
-            if self._mirror is not None:
-                self._mirror.check()
-
-    @contextlib.contextmanager
-    def _disk_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except CallbackError:
-            raise
-        except Exception as error:
+        if isinstance(failure, CallbackError):
+            raise failure
+        if failure is not None:
             where = self.directory if self._mirror is None else self._mirror.place
-            raise CallbackError(f"TensorBoard cannot write event files in {where}: {type(error).__name__}: {error}.") from error
+            raise CallbackError(f"TensorBoard cannot write event files in {where}: {type(failure).__name__}: {failure}.") from failure
 
     # -- in the thread --
 
@@ -106,7 +88,6 @@ class EventFiles:
             job()
             if self._mirror is not None and self._mirror.is_due:
                 self._flush()
-                self._mirror.push_soon()
 
     def _fail(self, error: BaseException) -> None:
         self._failure = error
@@ -145,6 +126,8 @@ class EventFiles:
         for group, writer in self._writers.items():
             writer.flush()
             self._is_intact(group)
+        if self._mirror is not None:
+            self._mirror.push()
 
     def _write(self, group: str, step: int, seconds: float, summary: Any) -> None:
         from tensorboardX.proto.event_pb2 import Event

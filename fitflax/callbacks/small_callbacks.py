@@ -377,7 +377,7 @@ class Profiler(Callback):
         mirror, self._mirror = self._mirror, None
         if mirror is not None:
             try:
-                mirror.finish()
+                mirror.push()
             except OSError as error:
                 raise CallbackError(f"Profiler cannot write to {self.directory}: {error}.") from error
             finally:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -158,11 +158,9 @@ class TensorBoard(RunLogger):
             path.unlink()
 
     @override
-    def sync(self) -> Callable[[], None] | None:
-        if self._files is None:
-            return None
-        self._files.sync()
-        return None if self._mirror is None else self._files.upload
+    def sync(self) -> None:
+        if self._files is not None:
+            self._files.sync()
 
     @override
     def close(self) -> None:
@@ -210,7 +208,7 @@ class TensorBoard(RunLogger):
         if "histograms" in due:
             self._write_histograms(self._files, checkpoint)
         if self._plain_run is not None and checkpoint.is_last:
-            self._files.sync(uploads=True)  # A loop without a trainer may never call `close`.
+            self._files.sync()  # A loop without a trainer may never call `close`.
 
     @override
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:

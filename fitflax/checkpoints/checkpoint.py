@@ -79,8 +79,7 @@ class RunView:
         joined: Returns what all processes together know about the data; all of them must call it.
         kept: What the step kept besides its values; `None` if an earlier process ran it.
         savers: The directories in which this checkpoint will be saved, with the names of the owners.
-        before_saving: Called once before the checkpoint is saved. What one returns, if anything, is added to `uploads`.
-        uploads: What the saving thread calls and removes before it completes the checkpoint.
+        before_saving: Called once before the checkpoint is saved.
     """
 
     position: RunPosition
@@ -95,8 +94,7 @@ class RunView:
     keep: Keep = NOTHING
     kept: Kept | None = None
     savers: list[tuple[Location, str]] = dataclasses.field(default_factory=list)
-    before_saving: list[Callable[[], Callable[[], None] | None]] = dataclasses.field(default_factory=list)
-    uploads: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+    before_saving: list[Callable[[], None]] = dataclasses.field(default_factory=list)
     num_saves: int = 0
 
     def __post_init__(self) -> None:

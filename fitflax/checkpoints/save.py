@@ -36,14 +36,10 @@ def save_run(checkpoint: Checkpoint, store: CheckpointStore, *, owner: str, keep
     run = checkpoint.run
     waiting, run.before_saving = run.before_saving, []
     for put_on_disk in waiting:
-        upload = put_on_disk()
-        if callable(upload):
-            run.uploads.append(upload)
+        put_on_disk()
     run.num_saves += 1
     also = [name for directory, name in run.savers if directory == store.directory and name != owner]
     save = _RunSave(checkpoint, store, {"step": checkpoint.step, "owner": owner, "keep": keep, "also": also}, asynchronous=asynchronous)
-    if jax.process_index() and run.uploads:
-        run.saver.submit(save.upload_logs, is_save=False)  # Before this process's part of the save, if it has one.
     if spans_processes(run.borrow()):
         save.collectively()
         return
@@ -58,7 +54,6 @@ class _RunSave:
     def __init__(self, checkpoint: Checkpoint, store: CheckpointStore, options: Mapping[str, Any], *, asynchronous: bool) -> None:
         self._checkpoint, self._run, self._saver = checkpoint, checkpoint.run, checkpoint.run.saver
         self._store, self._options, self._asynchronous = store, options, asynchronous
-        self._is_ending = checkpoint.is_last or self._run.position.is_rescue
         self._data: dict[str, Any] = {}
 
     def join_data(self) -> None:
@@ -72,7 +67,8 @@ class _RunSave:
             # After a failure, no snapshot is made: the failed save may still hold the memory.
             if self._saver.failure is None and self._saver.submit(self._save_later(None)):
                 return
-        with _earlier_failure(self._settle()):
+        earlier = self._saver.settle()
+        with _earlier_failure(earlier):
             self._save_now(None)
 
     def collectively(self) -> None:
@@ -102,7 +98,7 @@ class _RunSave:
                 arrays = self._run.snapshots.take(self._run.borrow(), {})
                 job = functools.partial(collective.follow, lambda path: write_own_shards(path, arrays()[0]), place)
             else:
-                earlier = self._settle()
+                earlier = saver.settle()
                 if earlier is None and collective.earlier is not None:
                     earlier = CheckpointError(f"An earlier save failed in another process: {collective.earlier}")
                 with _earlier_failure(earlier):
@@ -129,47 +125,9 @@ class _RunSave:
         def work() -> None:
             train, sums = arrays()
             plain_run = Plain({**rest.tree, **sums.tree}, {**rest.key_impls, **sums.key_impls})
-            with self._logs_uploaded():
-                self._write(collective, train=train, run=plain_run, metadata={**metadata, "metrics": metrics()})
+            self._write(collective, train=train, run=plain_run, metadata={**metadata, "metrics": metrics()})
 
         return work
-
-    def _settle(self) -> BaseException | None:
-        """Waits for all earlier saves and for the upload of logs, and returns the exception of one that failed."""
-        earlier = self._saver.settle()
-        if self._run.uploads:
-            self._saver.submit(self.upload_logs, is_save=False)
-            late = self._saver.settle()
-            return earlier or late
-        return earlier
-
-    @contextlib.contextmanager
-    def _logs_uploaded(self) -> Iterator[None]:
-        """Uploads the logs before the body, which completes the checkpoint: a resume must never find a checkpoint without its logs.
-
-        If the upload fails, its error is raised: instead of the body, or after it if the run is ending, because its last state is worth more.
-        """
-        failure: Exception | None = None
-        try:
-            self.upload_logs()
-        except Exception as error:
-            if not self._is_ending:
-                raise
-            failure = error
-        with _earlier_failure(failure):
-            yield
-
-    def upload_logs(self) -> None:
-        """Uploads the logs, unless another save of this step has done so."""
-        uploads = self._run.uploads
-
-        def call(upload: Callable[[], None]) -> None:
-            upload()
-            uploads.remove(upload)
-
-        with contextlib.ExitStack() as stack:  # Call all, even if one fails.
-            for upload in list(uploads):
-                stack.callback(call, upload)
 
     def _write(self, collective: CollectiveSave | None, **contents: Any) -> None:
         options = dict(self._options)

@@ -21,7 +21,6 @@ from typing import Any, Self
 
 from typing_extensions import override
 
-from fitflax.background import Background
 from fitflax.storage.object_store import ObjectPath
 from fitflax.storage.paths import Location
 
@@ -257,10 +256,9 @@ PUSH_SECONDS = 30.0
 
 
 class Mirror:
-    """A temporary directory whose changed files are uploaded whole to a location in a bucket, because objects cannot grow. Hidden files are not uploaded.
+    """A temporary directory whose changed files are uploaded whole to a location in a bucket, because objects cannot grow.
 
-    Worker threads call `push`. The training thread does not, because `push` takes a lock, which Ctrl-C could leave locked. Methods raise `OSError` if the store
-    or the disk fails.
+    Methods raise `OSError` if the store or the disk fails.
     """
 
     def __init__(self, place: ObjectPath) -> None:
@@ -269,11 +267,7 @@ class Mirror:
         # Sizes and modification times of uploaded files, by name.
         self._pushed: dict[str, tuple[int, int]] = {}
         self._last_push = time.monotonic()
-        self._has_failed = False  # Whether the last upload failed.
         self._finalizer = weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
-        self._guard = threading.Lock()  # Of uploads, so that an older version of a file never replaces a newer one.
-        self._thread = Background("fitflax-upload-files", on_error=self._fail)
-        self._failure: BaseException | None = None
 
     def pull(self, wanted: Callable[[str], bool]) -> None:
         """Downloads the files for whose names `wanted` returns true."""
@@ -285,24 +279,13 @@ class Mirror:
                 self._pushed[name] = _state_of(path)
 
     def push(self) -> None:
-        """Uploads changed files, and deletes removed ones from the bucket. Other threads may write files meanwhile. After `close`, it does nothing."""
-        with self._guard:
-            if self._finalizer.alive:
-                self._last_push, self._has_failed = time.monotonic(), True
-                self._push()
-                self._has_failed = False
-
-    def _push(self) -> None:
-        paths = [path for path in sorted(self.directory.rglob("*")) if path.is_file() and not path.name.startswith(".")]
-        present = {path.relative_to(self.directory).as_posix(): path for path in paths}
+        """Uploads changed files, and deletes removed ones from the bucket."""
+        self._last_push = time.monotonic()
+        present = {path.relative_to(self.directory).as_posix(): path for path in sorted(self.directory.rglob("*")) if path.is_file()}
         for name, path in present.items():
-            try:
-                state = _state_of(path)
-                data = None if self._pushed.get(name) == state else path.read_bytes()
-            except FileNotFoundError:
-                continue  # It was deleted meanwhile. The next upload deletes the object.
-            if data is not None:
-                (self.place / name).write_bytes(data)
+            state = _state_of(path)
+            if self._pushed.get(name) != state:
+                (self.place / name).write_bytes(path.read_bytes())
                 self._pushed[name] = state
         gone = [name for name in self._pushed if name not in present]
         self.place.bucket.delete([(self.place / name).key for name in gone])
@@ -314,36 +297,9 @@ class Mirror:
         """Whether it is time for the next upload."""
         return time.monotonic() - self._last_push > PUSH_SECONDS
 
-    def push_soon(self) -> None:
-        """Starts `push` in a thread. `check` raises its errors."""
-        self._last_push = time.monotonic()
-        if not self._thread.waiting:
-            self._thread.submit(self.push)
-
-    def check(self) -> None:
-        """Raises the error of an upload in the thread, once."""
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
-    def finish(self) -> None:
-        """Uploads changed files in the thread, unless the last upload failed, and waits. Raises the error of an upload in the thread."""
-        if not self._has_failed:
-            self.push_soon()
-        self._thread.wait_until(lambda: self._thread.is_idle)
-        self.check()
-
     def close(self) -> None:
-        """Deletes the temporary directory, after a running upload."""
-        self._thread.submit(self._delete)
-        self._thread.end()
-
-    def _delete(self) -> None:
-        with self._guard:
-            self._finalizer()
-
-    def _fail(self, error: BaseException) -> None:
-        self._failure = error
+        """Deletes the temporary directory."""
+        self._finalizer()
 
 
 def _state_of(path: Path) -> tuple[int, int]:
