@@ -364,7 +364,7 @@ class Trainer:
         """Configures the optimizer, the loss and the metrics. Calling it again keeps parameters and collections.
 
         Args:
-            optimizer: Any optax transformation, or a name, such as `"adam"`. Its update is called with `params`, and with those of these arguments that it
+            optimizer: Any optax transformation, or a name, such as `"adam"`. Its `update` receives `params`, and each of the following arguments that it
                 accepts: `value`, the loss of the batch; `grad`, its gradient; `value_fn` or `obj_fn`, the loss as a function of the parameters; and
                 `grad_fn`, its gradient as a function. If it is not the same object as before, its state starts over.
             loss: A name, or a function `(outputs, targets) -> values` with one value per example, `[batch]` or `[batch, ...]`. For several outputs, a dict

@@ -155,7 +155,7 @@ STORES_GRADIENT = LINE_SEARCHES - {"backtracking"}
 ON_SEVERAL = {*LINE_SEARCHES, "polyak", "opaque sam", "sophia", "muon by dimensions", "apply_if_finite"}
 PLACES = {"one": one_device, "four": lambda: DataParallel(jax.devices()[:4]), "mesh": lambda: Sharded({"data": 4}, devices=jax.devices()[:4])}
 # One for each kind of argument or wrapper.
-QUICK = {("plateau", "one"), ("backtracking", "four"), ("opaque sam", "four"), ("lookahead", "one"), ("apply_if_finite", "four")}
+QUICK = {("plateau", "one"), ("backtracking with gradients", "four"), ("opaque sam", "four"), ("lookahead", "one"), ("apply_if_finite", "four")}
 CASES = [(name, place) for name in OPTIMIZERS for place in (PLACES if name in ON_SEVERAL else ["one"])]
 
 

@@ -33,8 +33,8 @@ MISSING = "NA"
 class EpochFile(Callback):
     """Base class of callbacks that write a row per epoch to a file. Subclasses define its format.
 
-    Unless it appends, a new run replaces the file, atomically, when it writes its first row. A file in a bucket is uploaded whole at each epoch, in a thread.
-    If another program changes the file during the run, the next row, or a resume, restores it with one warning.
+    Unless the callback appends, a new run atomically replaces the file when it writes its first row. A file in a bucket is uploaded whole at each epoch, in a
+    thread. If another program changes the file during the run, the next row, or a resume, restores it with one warning.
     """
 
     phase = Phase.RECORD

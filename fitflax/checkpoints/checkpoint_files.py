@@ -85,7 +85,7 @@ def write_checkpoint(
         train: The TrainState.
         run: Everything else that a resume needs.
         metadata: JSON values and NumPy scalars for people and listings. `versions` is extended; names that the format uses are refused.
-        backend: The writer of the state, one of `BACKENDS`. If arrays of `train` are split over devices, Orbax is used in any case; in a bucket, never.
+        backend: The writer of the state, one of `BACKENDS`. If arrays of `train` are split over devices, Orbax is always used. In a bucket, it is never used.
         collective: The collective save that this process leads, if any; arrays of `train` may then be split between processes.
         commit: Writes `metadata.json` in a bucket, which makes the objects a checkpoint.
     """

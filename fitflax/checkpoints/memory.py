@@ -117,14 +117,14 @@ class ReusedMemory:
 def peak_with_copy(num_bytes: int, *, limit: int, peak: int, expected: int = 0) -> int | None:
     """Returns the peak of a device's memory if a copy of `num_bytes` is added to its peak so far, which includes the activations of a step.
 
-    `None` if there is no room for it. `expected` is the last result, so the peak that earlier copies may have caused; up to it, nothing has to be added.
+    `None` if there is no room for it. `expected` is the last result. Up to it, the peak may or may not include an earlier copy, so there must be room for two.
 
-    >>> peak_with_copy(10, limit=100, peak=80), peak_with_copy(10, limit=100, peak=81), peak_with_copy(10, limit=100, peak=90, expected=90)
-    (90, None, 90)
+    >>> peak_with_copy(10, limit=100, peak=70), peak_with_copy(10, limit=100, peak=71), peak_with_copy(10, limit=100, peak=80, expected=80)
+    (80, None, 80)
     """
     if peak <= expected:
         return expected
-    return peak + num_bytes if peak + num_bytes <= (1 - _SPARE) * limit else None
+    return peak + num_bytes if peak + 2 * num_bytes <= (1 - _SPARE) * limit else None
 
 
 class DeviceRoom:
@@ -134,7 +134,7 @@ class DeviceRoom:
         self._expected: dict[jax.Device, int] = {}  # See `peak_with_copy`.
 
     def has(self, num_bytes: int, devices: Iterable[jax.Device]) -> bool:
-        """Returns whether each device has room for a copy of `num_bytes`, which the caller then makes; `False` if one does not report its memory."""
+        """Returns whether each device has room for a copy of `num_bytes`; `False` if one does not report its memory."""
         found: dict[jax.Device, int] = {}
         for device in devices:
             stats = device.memory_stats() or {}  # A CPU has none.

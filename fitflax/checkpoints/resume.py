@@ -81,7 +81,7 @@ def _pointed_to(directory: Location, storage_options: Mapping[str, Any] | None) 
     found = locate(target, owner=str(directory / _POINTER_FILE), error=CheckpointError, options=storage_options)
     if not is_checkpoint(found):
         raise CheckpointNotFoundError(
-            f"There is no checkpoint at {found}, to which {directory / _POINTER_FILE} points. It was deleted or moved, or cannot be reached from here. "
+            f"There is no checkpoint at {found}, the target of {directory / _POINTER_FILE}. It was deleted or moved, or this machine cannot access it. "
             "To keep more checkpoints, pass ModelCheckpoint(keep=...)."
         )
     return found

@@ -333,14 +333,14 @@ def tabulated(make: Callable[[dict[str, Any]], Any]) -> str:
 
 
 def check_eval_model(name: str, eval_name: str, have: Mapping[str, Any], want: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raises a `ModelError` if the parameters of a module to evaluate, arrays or shapes by path, are not those that it needs.
+    """Raises a `ModelError` if the parameters of the evaluation module do not match those of the model.
 
     Args:
         name: The model's name.
-        eval_name: That of the module to evaluate.
-        have: Its parameters.
-        want: Those of the model.
-        known: The paths that it may have.
+        eval_name: The name of the evaluation module.
+        have: The parameters of the evaluation module, as arrays or shapes by path.
+        want: The parameters of the model, in the same form.
+        known: The paths that `have` may contain.
     """
     faults = {
         "missing": [path for path in want if path not in have],

@@ -197,7 +197,7 @@ def _is_transient(error: StorageError) -> bool:
 
 
 _MISSING = "the bucket does not exist, or is not accessible. Create it, or check the credentials."
-# What obstore says only in the debug part of its messages.
+# Causes that obstore reports only in the debug part of its messages.
 _HTTP_FAULTS = {"Timeout": "no answer in time", "Connect": "no connection", "Interrupted": "the connection was interrupted"}
 _CREDENTIALS = "Check the credentials: they come from the environment, the profile or the machine's role, or from storage_options=."
 

@@ -77,7 +77,7 @@ def test_a_pointer_is_followed_to_its_checkpoint_and_an_error_names_one_that_is_
     found = find_resume(str(given), [store])
     assert found is not None and (found.path, found.run) == (store.path(1), {"n": 1}) and load_checkpoint(given).path == found.path
     store.retain("model", [2])
-    gone = rf"^There is no checkpoint at {re.escape(str(store.path(1)))}, to which .*given/checkpoint_path\.json points\. .* pass ModelCheckpoint\(keep="
+    gone = rf"^There is no checkpoint at {re.escape(str(store.path(1)))}, the target of .*given/checkpoint_path\.json\. .* pass ModelCheckpoint\(keep="
     for read in (load_checkpoint, lambda path: find_resume(path, [store])):
         with pytest.raises(CheckpointNotFoundError, match=gone):
             read(given)

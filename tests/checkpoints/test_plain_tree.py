@@ -295,6 +295,19 @@ def test_a_copy_on_the_devices_is_moved_to_the_host_by_the_saving_thread_and_don
     assert not snapshots.waits
 
 
+def test_a_state_that_spans_processes_is_not_copied_on_the_devices(monkeypatch):
+    monkeypatch.setattr(DataParallel, "is_on_host", False)
+    monkeypatch.setattr(saver, "may_share", lambda array: False)
+    monkeypatch.setattr(memory.DeviceRoom, "has", lambda room, num_bytes, devices: True)
+    monkeypatch.setattr(saver, "spans_processes", lambda array: array.ndim == 1)
+    strategy = DataParallel(jax.devices()[:2])
+    state = TrainState(step=np.int32(0), params={"w": np.ones(3, np.float32)}, model_state={}, opt_state=(), key=jax.random.key(0))
+    with Saver() as saving:
+        monkeypatch.setattr(DataParallel, "copy_apart", lambda strategy, arrays: pytest.fail("copied on the devices"))
+        train, _ = Snapshots(LiveState(strategy, strategy.put_state(state), 0), saving).take(strategy.put_state(state), {})()
+    assert np.asarray(train.tree["params"]["w"]).tolist() == [1, 1, 1]
+
+
 @pytest.mark.parametrize("backend", ["msgpack", "orbax"])
 def test_a_copy_not_waited_for_is_in_pinned_memory_and_donation_does_not_change_it(backend, monkeypatch, tmp_path):
     monkeypatch.setattr(saver, "may_share", lambda array: False)  # As on a GPU.

@@ -86,7 +86,7 @@ def test_each_process_feeds_its_own_windows_and_together_they_are_those_of_one_p
 
     for begin in (Position(), Position(passes=1, examples=48)):
         alone, several = feed(0, 1, begin), [feed(index, count, begin) for index in range(count)]
-        for ahead in (1, 3, 1, 2):  # Batches that are read one by one, and several at once.
+        for ahead in (1, 3, 1, 2):  # Single batches, and several in one read.
             whole, *parts = (each.next(ahead) for each in (alone, *several))
             for name in ("x", "y", "mask"):
                 pieces = [getattr(part.batch, name) for part in parts]
