@@ -20,6 +20,7 @@ import pytest
 
 import fitflax.__main__ as commands
 from fitflax.parallel import launch
+from tests import compiled_programs
 from tests.ports import reserve_port, reserve_slurm_job
 from tests.test_many_processes import PIPES, environment
 
@@ -29,12 +30,12 @@ IS_SOAK = int(os.environ.get("FITFLAX_SOAK", "0")) > 0
 pytestmark = pytest.mark.timeout(5 * SECONDS)  # A job is started up to eleven times.
 
 SRUN = """#!{python}
-import os, subprocess, sys
-tasks = []
+import json, os, subprocess, sys
+tasks, caches = [], json.loads(os.environ["CACHES"])
 assert sys.argv[1].startswith("--cpus-per-task=")
 for index in range(int(os.environ["SLURM_NTASKS"])):
     own = {{"SLURM_PROCID": str(index), "SLURM_LOCALID": str(index), "SLURM_STEP_NODELIST": "127.0.0.1"}}
-    tasks.append(subprocess.Popen(sys.argv[2:], env=os.environ | own))
+    tasks.append(subprocess.Popen(sys.argv[2:], env=os.environ | caches[index] | own))
 with open("tasks.new", "w") as file:
     file.write(" ".join(str(task.pid) for task in tasks))
 os.replace("tasks.new", "tasks")
@@ -61,8 +62,8 @@ class Slurm:
         self.directory, self.bin = directory, directory / "bin"
         add_commands(self.bin, srun=SRUN.format(python=sys.executable), scontrol=SCONTROL)
         shutil.copy(CLUSTER / "train.py", directory)
-        self.env = {name: value for name, value in env.items() if not name.startswith("JAX_COMPILATION_CACHE")}
-        self.env |= {"PJRT_NPROC": "16", "JAX_NUM_CPU_DEVICES": "1", "SLURM_NTASKS": str(tasks)}
+        self.env = env | {"PJRT_NPROC": "16", "JAX_NUM_CPU_DEVICES": "1", "SLURM_NTASKS": str(tasks)}
+        self.env["CACHES"] = json.dumps(compiled_programs.of_processes({}, tasks))
         self.env |= {"SLURM_ARRAY_JOB_ID": "36", "SLURM_ARRAY_TASK_ID": str(seed)}
         self.restarts, self.log, self.begin = 0, directory / "log", 0
 
@@ -204,15 +205,14 @@ class Kubernetes:
         given = {each["name"]: each["value"] for each in self.container["env"]}
         self.port = reserve_port()
         given |= {"COORDINATOR_ADDRESS": f"127.0.0.1:{self.port}", "ALIVE": str(directory / "alive"), "KUBERNETES_SERVICE_HOST": "127.0.0.1"}
-        self.env = {name: value for name, value in env.items() if not name.startswith("JAX_COMPILATION_CACHE")}
-        self.env |= {"PJRT_NPROC": "16", "JAX_NUM_CPU_DEVICES": "1", **given}
+        self.envs = compiled_programs.of_processes(env | {"PJRT_NPROC": "16", "JAX_NUM_CPU_DEVICES": "1", **given}, self.spec["completions"])
         self.failures, self.limit = 0, self.spec["backoffLimit"]
 
     def start(self, index: int, *arguments: str) -> "subprocess.Popen[str]":
         _, _, *given = self.container["command"]
         given[given.index("--directory") + 1] = str(self.directory / "runs")
         command = [sys.executable, str(CLUSTER / "train.py"), *given, *arguments]
-        return subprocess.Popen(command, env=self.env | {"JOB_COMPLETION_INDEX": str(index)}, cwd=self.directory, **PIPES)
+        return subprocess.Popen(command, env=self.envs[index] | {"JOB_COMPLETION_INDEX": str(index)}, cwd=self.directory, **PIPES)
 
     def has_failed(self, code: int) -> bool:
         """Returns whether the Job has failed because a pod ended with this exit code; counts failures otherwise."""

@@ -21,7 +21,7 @@ from fitflax.data.batch import Triple
 from fitflax.errors import ConfigError, DataError, FitflaxWarning
 from fitflax.parallel import DataParallel, Sharded
 from fitflax.triggers import every
-from tests import graph_script
+from tests import compiled_programs, graph_script
 from tests.graph_script import GraphNet, Graphs, batches, right, stream, trainer_of
 from tests.ports import reserve_port
 from tests.test_many_processes import PIPES, Group, environment
@@ -290,10 +290,11 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path, process_env, devices: int, o
 
 
 def in_processes(count: int, runs: dict[str, dict]) -> Group:
-    env, port = environment(), reserve_port()
-    env = {name: value for name, value in env.items() if not name.startswith(("JAX_COMPILATION_CACHE", "JAX_NUM_CPU"))} | {"PJRT_NPROC": "16"}
+    env, port = environment() | {"PJRT_NPROC": "16"}, reserve_port()
+    env.pop("JAX_NUM_CPU_DEVICES", None)
     given = [json.dumps({"count": count, "index": index, "port": port, "runs": runs}) for index in range(count)]
-    return Group.of([subprocess.Popen([sys.executable, graph_script.__file__, each], env=env, **PIPES) for each in given])
+    envs = compiled_programs.of_processes(env, count)
+    return Group.of([subprocess.Popen([sys.executable, graph_script.__file__, each], env=own, **PIPES) for each, own in zip(given, envs, strict=True)])
 
 
 DATA = {"the same data": False, "shards": True}
