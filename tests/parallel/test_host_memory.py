@@ -1,4 +1,4 @@
-"""Copies of split arrays in host memory: one of each shard, independent of the original. Several processes: tests/checkpoints/test_collective_saves.py."""
+"""Copies of split arrays in host memory: one of each shard, independent of the original. Several processes: tests/checkpoints/test_save_in_processes.py."""
 
 import types
 
