@@ -41,7 +41,7 @@ PATIENCE = 4  # A mutant may take this many times as long as the file's tests wi
 
 # What detects a file's mutants: arguments of pytest, one call after another until a test fails; the file's doctests are added to the first call. Tests that
 # are marked slow are excluded unless `-m` selects them.
-METRICS = ("tests/metrics/test_metrics.py", "tests/metrics/test_metrics.py -m slow")
+METRICS = ("tests/metrics/test_metrics.py tests/metrics/test_base.py tests/metrics/test_mean.py", "tests/metrics/test_metrics.py -m slow")
 TESTS = {
     "fitflax/triggers.py": ("tests/test_triggers.py",),
     "fitflax/metrics/regression.py": ("tests/metrics/test_regression.py", "tests/metrics/test_regression.py -m slow", *METRICS),
@@ -65,7 +65,7 @@ TESTS = {
         ),
     ),
     "fitflax/checkpoints/resume.py": (
-        "tests/checkpoints/test_resume.py",
+        "tests/checkpoints/test_resume.py tests/checkpoints/test_resume_load.py",
         "tests/checkpoints/test_resume_state.py",
         "tests/checkpoints/test_resume_state.py -m slow",
         "tests/loops/test_session_state.py",
@@ -74,7 +74,10 @@ TESTS = {
         "tests/checkpoints/test_json_documents.py tests/checkpoints/test_checkpoint_files.py tests/checkpoints/test_format_docs.py",
         "tests/checkpoints/test_damage.py",
     ),
-    "fitflax/checkpoints/checkpoint_store.py": ("tests/checkpoints/test_checkpoint_store.py",),
+    "fitflax/checkpoints/checkpoint_store.py": (
+        "tests/checkpoints/test_checkpoint_store.py tests/checkpoints/test_retention.py tests/checkpoints/test_directories.py",
+        "tests/checkpoints/test_save.py tests/checkpoints/test_resume_load.py",
+    ),
     "fitflax/loops/training_loop.py": (
         "tests/loops/test_training_loop_hooks.py",
         "tests/checkpoints/test_checkpoint.py",
