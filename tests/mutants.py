@@ -41,7 +41,7 @@ PATIENCE = 4  # A mutant may take this many times as long as the file's tests wi
 
 # What detects a file's mutants: arguments of pytest, one call after another until a test fails; the file's doctests are added to the first call. Tests that
 # are marked slow are excluded unless `-m` selects them.
-METRICS = ("tests/metrics/test_metrics.py", "tests/metrics/test_metrics.py -m slow")
+METRICS = ("tests/metrics/test_metrics.py tests/metrics/test_base.py tests/metrics/test_mean.py", "tests/metrics/test_metrics.py -m slow")
 TESTS = {
     "fitflax/triggers.py": ("tests/test_triggers.py",),
     "fitflax/metrics/regression.py": ("tests/metrics/test_regression.py", "tests/metrics/test_regression.py -m slow", *METRICS),
@@ -49,7 +49,7 @@ TESTS = {
     "fitflax/metrics/classification.py": ("tests/metrics/test_classification.py", "tests/metrics/test_classification.py -m slow", *METRICS),
     "fitflax/metrics/base.py": METRICS,
     "fitflax/checkpoints/msgpack_format.py": (
-        "tests/checkpoints/test_format_docs.py tests/checkpoints/test_msgpack_codec.py tests/checkpoints/test_msgpack_format.py",
+        "tests/checkpoints/test_format_docs.py tests/checkpoints/test_msgpack_format_blocks.py tests/checkpoints/test_msgpack_format.py",
         "tests/checkpoints/test_damage.py",
     ),
     **dict.fromkeys(
@@ -65,42 +65,45 @@ TESTS = {
         ),
     ),
     "fitflax/checkpoints/resume.py": (
-        "tests/checkpoints/test_find_resume.py",
+        "tests/checkpoints/test_resume.py tests/checkpoints/test_resume_load.py",
         "tests/checkpoints/test_resume_state.py",
         "tests/checkpoints/test_resume_state.py -m slow",
-        "tests/loops/test_restore.py",
+        "tests/loops/test_session_state.py",
     ),
     "fitflax/checkpoints/json_documents.py": (
         "tests/checkpoints/test_json_documents.py tests/checkpoints/test_checkpoint_files.py tests/checkpoints/test_format_docs.py",
         "tests/checkpoints/test_damage.py",
     ),
-    "fitflax/checkpoints/checkpoint_store.py": ("tests/checkpoints/test_store.py",),
+    "fitflax/checkpoints/checkpoint_store.py": (
+        "tests/checkpoints/test_checkpoint_store.py tests/checkpoints/test_retention.py tests/checkpoints/test_directories.py",
+        "tests/checkpoints/test_save.py tests/checkpoints/test_resume_load.py",
+    ),
     "fitflax/loops/training_loop.py": (
-        "tests/loops/test_hooks.py",
+        "tests/loops/test_training_loop_hooks.py",
         "tests/checkpoints/test_checkpoint.py",
-        "tests/loops/test_unseen.py tests/test_logs.py",
+        "tests/loops/test_training_loop_unobserved.py tests/test_logs.py",
         "tests/loops/test_user_loops.py",
         "tests/loops/test_resume.py",
         "tests/steps/test_steps_per_call.py",
         "tests/test_faults.py tests/loops/test_fit.py",
         "tests/loops/test_fit.py -m slow -k validation_freq",
         "tests/loops/test_resume.py -m slow",
-        "tests/checkpoints/test_partial_epoch.py",
+        "tests/checkpoints/test_checkpoint_files_partial_epoch.py",
         "tests/data/test_shards.py -m slow",
     ),
     "fitflax/loops/setup.py": (
-        "tests/loops/test_trials.py tests/test_errors.py tests/test_mistakes.py",
+        "tests/loops/test_fit_trials.py tests/test_errors.py tests/test_mistakes.py",
         "tests/steps/test_steps_per_call.py",
         "tests/steps/test_steps_per_call.py -m slow",
         "tests/loops/test_resume.py tests/loops/test_user_loops.py",
-        "tests/diagnostics tests/steps/test_ahead.py",
+        "tests/diagnostics tests/steps/test_compile_ahead.py",
         "tests/loops/test_resume.py -m slow",
-        "tests/test_faults.py tests/loops/test_restore.py tests/callbacks/test_tensorboard.py",
+        "tests/test_faults.py tests/loops/test_session_state.py tests/callbacks/test_tensorboard.py",
         "tests/data/test_sources.py",
-        "tests/checkpoints/test_partial_epoch.py",
-        "tests/data/test_grain.py",
+        "tests/checkpoints/test_checkpoint_files_partial_epoch.py",
+        "tests/data/test_pipelines_grain.py",
     ),
-    "fitflax/checkpoints/plain_tree.py": ("tests/checkpoints/test_plain_tree.py", "tests/checkpoints/test_msgpack_codec.py"),
+    "fitflax/checkpoints/plain_tree.py": ("tests/checkpoints/test_plain_tree.py", "tests/checkpoints/test_msgpack_format_blocks.py"),
     "fitflax/checkpoints/saver.py": ("tests/checkpoints/test_saver.py", "tests/checkpoints/test_saver.py -m slow", "tests/loops/test_asynchronous.py"),
     "fitflax/steps/outputs.py": ("tests/steps/test_outputs.py", "tests/steps/test_train_step.py"),
 }

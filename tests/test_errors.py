@@ -350,10 +350,6 @@ def test_the_error_for_a_loss_without_targets_says_how_to_pass_them():
     fails(LossError, rf"batches have no targets\. .*{selects}", {"x": X, "y": Y}, trainer=make(TakesDict(), loss=lambda outputs, targets: outputs))
 
 
-def test_nothing_to_minimize_is_an_error():
-    fails(LossError, r"There is nothing to minimize: compile\(\) has no loss, and the module sows no 'losses'", X, Y, trainer=make(loss=None))
-
-
 def test_shapes_that_do_not_fit_the_loss_are_an_error_with_both_shapes():
     fails(LossError, r"\[12, ?3\].*\[12, ?2\]", X, Y[:, :2])
 

@@ -3,6 +3,7 @@
 import argparse
 import collections
 import dataclasses
+import functools
 import json
 import pathlib
 
@@ -13,7 +14,7 @@ from flax import linen as nn
 import fitflax
 from fitflax.callbacks import Callback, ModelCheckpoint, TensorBoard
 from fitflax.errors import ConfigError
-from fitflax.leaves import as_config
+from fitflax.leaves import as_config, flat
 from tests.integrations.memory import Memory, logger_of
 
 X = np.ones((8, 2), np.float32)
@@ -95,3 +96,15 @@ def test_a_train_loop_takes_a_configuration_too(tmp_path):
     assert json.loads(metadata.read_text())["config"] == {"a": {"b": 1}}
     ((_, _, config),) = tracker.starts
     assert config["a/b"] == 1
+
+
+def test_settings_are_the_same_in_each_process():
+    def draw(x):
+        return x
+
+    class Thing:
+        pass
+
+    found = flat({"a": draw, "b": {"c": functools.partial(draw, 1)}, "d": [draw], "e": Thing(), "f": len, "g": float("nan")})
+    assert found["a"] == "draw" and found["f"] == "len" and found["g"] == "nan"
+    assert not any("0x" in str(value) for value in found.values()), found

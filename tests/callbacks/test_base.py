@@ -17,7 +17,6 @@ from fitflax.callbacks import (
     EarlyStopping,
     LambdaCallback,
     ModelCheckpoint,
-    Phase,
     ProgressBar,
     ReduceLROnPlateau,
     SummaryLogger,
@@ -68,11 +67,6 @@ def fit(*given, trainer=None, **kwargs):
 def test_the_hooks_are_the_keras_hooks_plus_on_checkpoint():
     stages = [f"on_{kind}{part}_{end}" for kind in ("train", "test", "predict") for part in ("", "_batch") for end in ("begin", "end")]
     assert set(HOOKS) == {*stages, "on_epoch_begin", "on_epoch_end", "on_checkpoint"}
-
-
-def test_every_callback_has_a_phase_and_a_docstring_with_an_example(kind):
-    assert isinstance(kind.phase, Phase)
-    assert ">>>" in inspect.getdoc(kind)
 
 
 @pytest.mark.mostly_slow

@@ -2,15 +2,12 @@
 
 import collections
 import dataclasses
-import functools
-import json
 import os
 import signal
 import threading
 import time
 
 import jax
-import numpy as np
 import pytest
 
 from fitflax.background import Background
@@ -18,7 +15,6 @@ from fitflax.errors import FitflaxWarning
 from fitflax.integrations import outbox as outbox_module
 from fitflax.integrations.interface import Point, Reading, readings_of_state, state_of
 from fitflax.integrations.outbox import Ending, Outbox, RunStart
-from fitflax.leaves import flat
 from fitflax.logs import Place
 from tests.integrations.memory import Memory, logger_of, trained, values_of, wait_for
 
@@ -182,38 +178,6 @@ def test_a_point_that_is_sent_during_a_save_is_in_the_checkpoint():
     assert [reading.step for reading in readings_of_state(state_of(outbox.unsent, numbers_only=False))] == [1]
 
 
-def test_a_point_that_is_read_during_a_save_is_complete_in_the_checkpoint(monkeypatch):
-    reading = Reading(3, 0.0, {"val_loss": 1.5}, vector=jax.numpy.array([0.5]), places={"loss": Place(0)})
-    real = json.dumps
-
-    def dumps(*arguments, **kwargs):
-        monkeypatch.setattr(json, "dumps", real)
-        reading.read()  # As the sending thread does, in the middle.
-        return real(*arguments, **kwargs)
-
-    monkeypatch.setattr(json, "dumps", dumps)
-    state = state_of([reading], numbers_only=False)
-    assert reading.is_read
-    assert [restored.read() for restored in readings_of_state(state)] == [reading.read()]
-
-
-def test_saves_of_several_processes_do_not_call_user_functions():
-    def fail():
-        raise ValueError("cannot be drawn")
-
-    class Lost:
-        def __array__(self, *arguments, **kwargs):
-            raise RuntimeError("the device is gone")
-
-    readings = [
-        Reading(1, 0.0, {"val_loss": 1.5}, vector=jax.numpy.array([0.5]), places={"loss": Place(0)}, late=fail, media=fail),
-        Reading(2, 0.0, {"val_loss": 2.5}, vector=Lost(), places={"loss": Place(0)}),
-    ]
-    state = state_of(readings, numbers_only=True)
-    assert [reading.read().values for reading in readings_of_state(state)] == [{"val_loss": 1.5, "loss": 0.5}, {"val_loss": 2.5}] and not state["unread"]
-    assert readings[0].has_media, "the thread draws it later"
-
-
 def test_metrics_are_sent_even_if_a_figure_of_their_point_fails():
     def fail():
         raise ValueError("cannot be drawn")
@@ -223,14 +187,6 @@ def test_metrics_are_sent_even_if_a_figure_of_their_point_fails():
     outbox.put(Reading(1, 0.0, {}, late=lambda: {"auc": 0.75}, media=fail))
     assert outbox.end(Ending("finished", {}), seconds=30)
     assert tracker.runs[outbox.run_id] == [("auc", 1, 0.75)] and len(outbox.take_warnings()) == 1
-
-
-def test_a_point_is_serialized_once(monkeypatch):
-    readings = [*points_of(range(5)), Reading(5, 0.0, {"loss": 1.0})]
-    readings[-1].read()
-    first = state_of(readings, numbers_only=False)
-    monkeypatch.setattr(json, "dumps", None)
-    assert state_of(readings, numbers_only=False) == first
 
 
 def test_ctrl_c_at_the_end_raises_immediately(monkeypatch):
@@ -251,28 +207,3 @@ def test_ctrl_c_at_the_end_raises_immediately(monkeypatch):
             outbox.end(Ending("finished", {}), seconds=60)
     finally:
         released.set()
-
-
-def test_values_that_are_still_on_the_device_are_saved_and_restored():
-    vector = jax.numpy.array([0.5, 1.5, -1.0, -1.0, 0.25, 1.0, 2.0])
-    places = {"step/loss": Place(0), "step/gradients_norm": Place(1), "loss": Place(4), "per_class": Place(5, (2,))}
-    reading = Reading(3, 1.25, {"val_loss": np.float32(0.1)}, vector=vector, places=places, scalars={"learning_rate": jax.numpy.array(0.5)})
-    restored = Reading.of_saved(reading.saved())
-    assert restored.read() == reading.read()
-    numbers = {"step/loss": 0.5, "step/gradients_norm": 1.5, "loss": 0.25, "per_class/0": 1.0, "per_class/1": 2.0, "learning_rate": 0.5}
-    assert reading.read().values == {"val_loss": float(np.float32(0.1)), **numbers}
-    (back,) = readings_of_state(state_of([Reading.of_point(Point(1, 0.1, {"nan": float("nan"), "inf": -float("inf"), "x": 0.1}))], numbers_only=False))
-    values = back.read().values
-    assert np.isnan(values["nan"]) and values["inf"] == -float("inf") and values["x"] == 0.1
-
-
-def test_settings_are_the_same_in_each_process():
-    def draw(x):
-        return x
-
-    class Thing:
-        pass
-
-    found = flat({"a": draw, "b": {"c": functools.partial(draw, 1)}, "d": [draw], "e": Thing(), "f": len, "g": float("nan")})
-    assert found["a"] == "draw" and found["f"] == "len" and found["g"] == "nan"
-    assert not any("0x" in str(value) for value in found.values()), found

@@ -20,7 +20,6 @@ import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, TerminateOnNaN
 from fitflax.checkpoints import CheckpointStore, checkpoint_store, directories, json_documents
 from fitflax.errors import (
-    CallbackError,
     CheckpointError,
     CheckpointNotFoundError,
     ConfigError,
@@ -811,12 +810,6 @@ def test_a_resume_with_different_callbacks_warns_and_names_them(tmp_path):
         run(tmp_path / "run", steps=6)
     with pytest.warns(FitflaxWarning, match="Callback Counter"):
         run(tmp_path / "run", steps=9, more=lambda trainer: [Counter()])
-
-
-def test_two_callbacks_with_the_same_key_are_an_error_before_the_first_step(tmp_path):
-    result = run(tmp_path / "run", steps=6, more=lambda trainer: [Counter(), Counter()], raises=CallbackError)
-    assert "'Counter'" in str(result.error)
-    assert result.trainer.step == 0
 
 
 # -- data --

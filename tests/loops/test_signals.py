@@ -487,18 +487,6 @@ def test_a_warning_that_is_an_error_leaves_no_handler_behind(c_handler, fresh, t
     assert signal.getsignal(signal.SIGINT) == before and fresh.step == 0
 
 
-@pytest.mark.filterwarnings("ignore:SIGTERM ended the run")
-def test_on_train_end_always_runs(fresh):
-    for hook, number in (("on_train_batch_end", signal.SIGINT), ("on_train_batch_end", signal.SIGTERM)):
-        ended: list[int] = []
-        step = fresh.step + 2
-        with pytest.raises(BaseException) as caught:
-            fit(fresh, raising_signal(fresh, hook, step, number), LambdaCallback(on_train_end=lambda logs, ended=ended: ended.append(fresh.step)))
-        assert ended == [step]
-        assert caught.type is (KeyboardInterrupt if number == signal.SIGINT else SystemExit)
-        assert number == signal.SIGINT or caught.value.code == 143
-
-
 def test_a_second_ctrl_c_in_a_hook_still_runs_on_train_end(fresh, tmp_path):
     ended: list[int] = []
     with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Every loss by name, against its formula in NumPy, optax and scikit-learn; shapes, dtypes, extremes and errors. Options: `test_loss_options.py`."""
+"""Every loss by name, against its formula in NumPy, optax and scikit-learn; shapes, dtypes, extremes and errors. Options: `test_keras_losses.py`."""
 
 import functools
 import pickle

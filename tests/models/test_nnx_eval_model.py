@@ -13,7 +13,6 @@ from flax import nnx
 
 import fitflax
 from fitflax.errors import FitflaxWarning, ModelError
-from fitflax.models.nnx_graph import view_code
 from fitflax.parallel import DataParallel
 
 X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
@@ -91,31 +90,6 @@ class Pair(nnx.Module):
     def __call__(self, x: Any) -> Any:
         x = self.second[0](self.first(x))
         return self.out(x * jnp.where(jax.random.bernoulli(self.first.drop.rngs(), 0.5, x.shape), 2, 0) if self.table["training"] else x)
-
-
-class WithArrays:
-    """A configuration that cannot be compared with another one, because it contains an array."""
-
-    def __init__(self) -> None:
-        self.table, self.deterministic = np.arange(3), False
-
-    def __eq__(self, other: object) -> bool:
-        return bool(self.table == vars(other)["table"])
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def test_the_code_handles_names_that_are_not_identifiers_and_configurations_that_cannot_be_compared():
-    class Holder(nnx.Module):
-        def __init__(self, config: Any) -> None:
-            self.config = config
-
-    class Nested(nnx.Module):
-        def __init__(self) -> None:
-            self.parts = nnx.Dict({"part-0": Holder(WithArrays()), "part-1": Holder(WithArrays())})
-
-    code = view_code(Nested(), "model", ["deterministic"])
-    assert code is not None and "model.parts['part-0'].config" in code and "model.parts['part-1'].config" in code
 
 
 class FromCall(nnx.Module):

@@ -1,6 +1,4 @@
-"""`parallel.initialize` in a single process, and which shard of a batch a process feeds; `tests/test_many_processes.py` starts several processes."""
-
-import types
+"""`parallel.initialize` in a single process; `tests/test_many_processes.py` starts several processes."""
 
 import jax
 import pytest
@@ -8,8 +6,6 @@ import pytest
 from fitflax import parallel
 from fitflax.errors import ConfigError, FitflaxWarning, NotReadyError, ReplicaError
 from fitflax.parallel import launch
-from fitflax.parallel.placement import part_of
-from fitflax.parallel.processes import after_first, check_same
 
 
 def test_a_single_process_initializes_nothing(monkeypatch):
@@ -49,26 +45,6 @@ def test_missing_arguments_are_an_error_that_names_them(monkeypatch):
 def test_a_second_call_does_nothing(monkeypatch):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     parallel.initialize("127.0.0.1:1", 2, 0)
-
-
-def devices_of(*owners: int) -> list[types.SimpleNamespace]:
-    return [types.SimpleNamespace(process_index=owner) for owner in owners]
-
-
-def test_a_process_feeds_the_rows_of_its_devices():
-    assert part_of(devices_of(0, 0)) == (0, 1)
-    assert part_of(devices_of(0, 0, 1, 1)) == (0, 2)
-    assert part_of(devices_of(1, 2, 0)) == (2, 3)
-    for owners in ((0, 1, 0, 1), (0, 0, 1)):
-        with pytest.raises(ConfigError, match="must have equal, contiguous parts of a batch"):
-            part_of(devices_of(*owners))
-    with pytest.raises(ConfigError, match="Process 0 has none of the devices"):
-        part_of(devices_of(1, 2))
-
-
-def test_a_single_process_has_nothing_to_compare_or_wait_for():
-    check_same({"x": jax.numpy.ones(3)})
-    assert after_first(lambda: 3) == 3
 
 
 @pytest.mark.parametrize(

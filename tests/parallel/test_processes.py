@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from fitflax.parallel import processes
+from fitflax.parallel.processes import after_first, check_same
 from tests.ports import reserve_port
 
 SCRIPT = """
@@ -82,3 +83,8 @@ def test_two_processes_gather_the_values_of_both_bit_for_bit(tmp_path: pathlib.P
     assert results[0]["none"] == ["float64", [2, 0, 2], []]
     assert results[0]["key"] == ["uint32", [2, 2], [0.0, 0.0, 0.0, 1.0]]
     assert results[0]["device"] == ["int32", [2, 2], [0.0, 0.0, 0.0, 1.0]]
+
+
+def test_a_single_process_has_nothing_to_compare_or_wait_for():
+    check_same({"x": jax.numpy.ones(3)})
+    assert after_first(lambda: 3) == 3

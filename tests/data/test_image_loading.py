@@ -12,7 +12,6 @@ from flax import linen as nn
 import fitflax
 from benchmarks.pipelines import CLASSES, PACKAGES, ImageSet, iterate, make_images, random_box, write_images
 from fitflax.callbacks import ModelCheckpoint
-from fitflax.data import TokenFile
 from fitflax.parallel import DataParallel
 from tests.data.same_training import CANNOT_SEEK, assert_same, warned
 from tests.run_script import rows_of, state_of
@@ -70,31 +69,6 @@ def test_each_pass_has_every_image_once_in_a_new_order_with_new_augmentations(pi
     assert [sorted(order) for order in orders] == [list(range(BATCH * BATCHES))] * 2 and orders[0] != orders[1]
     one, other = (x[np.argsort(y)] for x, y in passes)
     assert not any(np.array_equal(*pair) for pair in zip(one, other, strict=True))
-
-
-class Bigram(nn.Module):
-    @nn.compact
-    def __call__(self, tokens: Any) -> Any:
-        return nn.Embed(16, 16)(tokens)
-
-
-@pytest.mark.mostly_slow
-@pytest.mark.slow
-@pytest.mark.parametrize("k", [3, 7])
-def test_a_run_over_a_token_file_resumes_bit_for_bit(k, tmp_path):
-    np.save(tmp_path / "tokens.npy", np.random.default_rng(0).integers(0, 16, 200))
-
-    def trained(name: str, steps: int) -> dict[str, Any]:
-        trainer = fitflax.Trainer(Bigram(), parallel=DataParallel(jax.devices()[:1]))
-        trainer.compile(optax.sgd(0.1), "sparse_categorical_crossentropy")
-        data = TokenFile(tmp_path / "tokens.npy", 8)  # 24 windows, so 5 batches per pass.
-        history = trainer.fit(data, batch_size=5, steps=steps, verbose=0, resume="auto", callbacks=[ModelCheckpoint(tmp_path / name)])
-        return {**state_of(trainer), "history": rows_of(history)}
-
-    uninterrupted, _ = trained("never", 9), trained("stopped", k)
-    with warned():
-        resumed = trained("stopped", 9)
-    assert_same(resumed, uninterrupted)
 
 
 def test_random_boxes_are_inside_the_image_and_have_all_sizes():

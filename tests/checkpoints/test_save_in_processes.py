@@ -24,7 +24,7 @@ from tests import test_many_processes
 from tests.many_processes_script import Network, examples
 from tests.test_many_processes import SECONDS, Group, ended, environment
 
-SCRIPT = pathlib.Path(__file__).with_name("collective_saves_script.py")
+SCRIPT = pathlib.Path(__file__).with_name("save_in_processes_script.py")
 
 pytestmark = pytest.mark.slow  # Each test starts processes that import JAX.
 

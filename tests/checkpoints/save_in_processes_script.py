@@ -1,4 +1,4 @@
-"""The script that test_collective_saves.py runs in each of several processes: `collective_saves_script.py '{"scenario": "resume", "port": ..., ...}'`.
+"""The script that test_save_in_processes.py runs in each of several processes: `save_in_processes_script.py '{"scenario": "resume", "port": ..., ...}'`.
 
 Results are lines with a word and JSON: RESULT, or ERROR with the exception's type and text. With `runs`, a dict of arguments by name, the same processes
 run several scenarios, one after another, and print a line with `RUN` and the name before each.

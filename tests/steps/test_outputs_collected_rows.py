@@ -1,4 +1,4 @@
-"""Metrics that collect the rows of all examples for NumPy, metrics that are arrays, metrics of `clu`, and gradients that a callback requests."""
+"""Metrics that collect the rows of all examples for NumPy, metrics that are arrays, and gradients that a callback requests."""
 
 import contextlib
 import io
@@ -6,7 +6,6 @@ import json
 import threading
 from typing import Any, ClassVar
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +19,6 @@ import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, ProgressBar, SummaryLogger
 from fitflax.errors import MetricError, MonitorError, NotReadyError, RestoreError
 from fitflax.metrics import AUC, Metric
-from fitflax.metrics.foreign import adapt_clu
 from fitflax.parallel import DataParallel
 from fitflax.steps.outputs import Collected
 from tests.run_script import at, differences, directory_of, leaves_of, state_of
@@ -413,96 +411,6 @@ def test_an_array_cannot_be_monitored(monitor, tmp_path):
             make([Bins()]).fit(X, Y[:, None], validation_data=(X, Y[:, None]), batch_size=4, callbacks=[callback], verbose=0)
 
 
-# --- Metrics of clu ---
-
-
-@pytest.fixture
-def clu():
-    return pytest.importorskip("clu.metrics")
-
-
-def classes():
-    logits = RNG.normal(size=(ROWS, 3)).astype(np.float32)
-    return logits, np.arange(ROWS) % 3
-
-
-@pytest.mark.parametrize("devices", [1, 2, 4])
-@pytest.mark.mostly_slow
-@pytest.mark.slow
-def test_classes_of_clu_can_be_used_as_metrics(clu, devices):
-    @flax.struct.dataclass
-    class Several(clu.Collection):
-        accuracy: clu.Accuracy
-        mean_loss: clu.Average.from_output("loss")
-
-    @flax.struct.dataclass
-    class AveragePrecision(clu.CollectingMetric.from_outputs(("labels", "logits"))):
-        def compute(self):
-            values = super().compute()
-            return sklearn.metrics.average_precision_score(values["labels"] == 1, values["logits"][:, 1])
-
-    logits, labels = classes()
-    trainer = make([Several, AveragePrecision], devices=devices, loss="sparse_categorical_crossentropy")
-    history = trainer.fit(logits, labels, batch_size=4, verbose=0).history
-    # Padding has weight zero; the batches have 4, 4 and 3 rows.
-    expected = {
-        "accuracy": np.mean(logits.argmax(-1) == labels),
-        "mean_loss": sklearn.metrics.log_loss(labels, jax.nn.softmax(logits)),
-        "average_precision": sklearn.metrics.average_precision_score(labels == 1, logits[:, 1]),
-    }
-    assert {key: value[0] for key, value in history.items() if key != "loss"} == pytest.approx(expected, rel=1e-5)
-    assert without_loss(trainer.evaluate(logits, labels, batch_size=4, verbose=0)) == pytest.approx(expected, rel=1e-5)
-    assert history["loss"][0] == pytest.approx(history["mean_loss"][0])
-
-
-def test_a_class_of_clu_may_be_passed_under_a_key(clu):
-    logits, labels = classes()
-    trainer = make({"acc": clu.Accuracy, "xent": clu.Average.from_output("loss")}, loss="sparse_categorical_crossentropy")
-    history = trainer.fit(logits, labels, batch_size=4, verbose=0).history
-    assert set(history) == {"loss", "acc", "xent"} and history["xent"] == pytest.approx(history["loss"])
-
-
-@pytest.mark.slow
-def test_metrics_of_clu_ignore_weights_and_cannot_be_weighted(clu):
-    logits, labels = classes()
-    trainer = make([clu.Accuracy], loss="sparse_categorical_crossentropy")
-    history = trainer.fit(logits, labels, WEIGHTS, batch_size=4, verbose=0).history
-    assert history["accuracy"] == pytest.approx([np.mean(logits.argmax(-1) == labels)])
-    for weighted in ([clu.Accuracy], {"acc": clu.Accuracy}, clu.Accuracy):
-        with pytest.raises(MetricError, match=r"The metric 'accuracy' of clu can mask examples, but not weight them\. Pass it in metrics="):
-            make(weighted=weighted)
-
-
-@pytest.mark.slow
-def test_a_run_with_metrics_of_clu_resumes_bit_for_bit(clu, tmp_path):
-    def one(root, **options):
-        trainer = make(
-            [clu.Accuracy, clu.Average.from_output("loss")],
-            loss="sparse_categorical_crossentropy",
-            rate=0.1,
-        )
-        store = ModelCheckpoint(root, every=fitflax.every(steps=1), keep=None)
-        trainer.fit(*classes_of_this_test, batch_size=4, callbacks=[store], resume="auto", verbose=0, **options)
-        return everything(trainer, root)
-
-    classes_of_this_test = classes()
-    uninterrupted = one(tmp_path / "never", steps=5)
-    one(tmp_path / "stopped", steps=2)
-    assert not differences(one(tmp_path / "stopped", steps=5), uninterrupted)
-
-
-def test_a_collecting_metric_of_clu_must_collect_rows(clu):
-    @flax.struct.dataclass
-    class Total(clu.CollectingMetric):
-        @classmethod
-        def from_model_output(cls, *, logits, **_):
-            return cls(values={"total": logits.sum()})
-
-    logits, labels = classes()
-    with pytest.raises(MetricError, match=r"Total collects \['total'\], which must have one row per example"):
-        make([Total], loss="sparse_categorical_crossentropy").fit(logits, labels, batch_size=4, verbose=0)
-
-
 # --- Gradients ---
 
 
@@ -625,19 +533,3 @@ def test_rows_stay_on_the_device_until_they_are_read(monkeypatch):
         checkpoint = loop.next_checkpoint()
         assert checkpoint.step_in_epoch == 37 and len(joined) == 37 - 16
         assert checkpoint.logs["median"] and len(joined) == 37
-
-
-@pytest.mark.slow
-def test_metrics_adapted_from_clu_can_be_called_directly(clu):
-    logits, labels = classes()
-    labels = labels.astype(np.int32)
-    accuracy = adapt_clu(clu.Accuracy)
-    assert float(accuracy.empty().update(logits, labels, np.ones(ROWS)).compute()) == pytest.approx(np.mean(logits.argmax(-1) == labels))
-    broken = np.where(np.arange(ROWS)[:, None] == 1, np.nan, logits)
-    for weights in (np.ones(ROWS), np.arange(ROWS) != 1):
-        assert np.isnan(accuracy.empty().update(broken, labels, weights).compute()) == weights[1]
-    half = np.arange(ROWS) < ROWS // 2
-    collected = adapt_clu(clu.CollectingMetric.from_outputs(("labels",)))
-    assert np.isnan(collected.empty().compute())
-    parts = [collected.empty().update_from({}, logits, labels, weights) for weights in (half, ~half)]
-    assert parts[0].merge(parts[1]).compute()["labels"].tolist() == labels.tolist()

@@ -1,15 +1,18 @@
-"""Packed copies: equal to the originals for all dtypes and shapes, but without shared memory."""
+"""Where arrays are: packed copies, copies of split arrays in host memory, and which shard of a batch a process feeds."""
+
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fitflax.checkpoints.plain_tree import to_plain
 from fitflax.checkpoints.saver import unpack
-from fitflax.errors import CheckpointError
-from fitflax.parallel.placement import Form, Packed
+from fitflax.errors import CheckpointError, ConfigError
+from fitflax.parallel.placement import Form, Packed, _one_for_each_process, copy_to_host_memory, count_processes, part_of
 
 
 @struct.dataclass
@@ -75,3 +78,52 @@ def test_a_key_of_an_unregistered_implementation_cannot_be_saved():
     packed.form.leaves[0] = packed.form.leaves[0]._replace(impl=object())
     with pytest.raises(CheckpointError, match="train/key is a random key of an unregistered implementation"):
         unpack(packed)
+
+
+@pytest.mark.parametrize(("spec", "num_parts"), [(("a", "b"), 8), (("b",), 4), ((None, "a"), 2), ((("a", "b"),), 8)])
+def test_each_distinct_shard_is_copied_once_into_separate_memory(spec, num_parts, devices):
+    mesh = Mesh(np.array(devices(8)).reshape(2, 4), ("a", "b"))
+    values = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+    array = jax.device_put(values, NamedSharding(mesh, PartitionSpec(*spec)))
+    (copy,) = copy_to_host_memory([array])
+    assert len(copy.addressable_shards) == num_parts and copy.sharding.memory_kind == "pinned_host"
+    memory = {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
+    assert memory.isdisjoint(shard.data.unsafe_buffer_pointer() for shard in copy.addressable_shards)
+    array.delete()
+    np.testing.assert_array_equal(copy, values)
+
+
+@pytest.mark.parametrize(
+    ("owners", "axis", "kept"),
+    [
+        ([[0, 0], [0, 0]], 0, [0]),
+        ([[0, 0], [1, 1]], 0, [0, 1]),
+        ([[0, 0], [1, 1]], 1, [0]),
+        ([[0, 1], [0, 1]], 0, [0]),
+        ([[0], [0], [1], [1], [2]], 0, [0, 2, 4]),
+    ],
+)
+def test_duplicate_shards_are_omitted_if_each_process_keeps_one(owners, axis, kept):
+    devices = np.array([[types.SimpleNamespace(process_index=owner) for owner in row] for row in owners])
+    assert _one_for_each_process(devices, axis) == kept
+
+
+def test_devices_of_only_some_of_the_processes_are_an_error(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    with pytest.raises(ConfigError, match=r"The devices belong to 2 of 3 processes: \[0, 2\]\. Pass devices of one process, or some of every process\."):
+        count_processes([types.SimpleNamespace(process_index=index) for index in (0, 2, 0)])
+
+
+def devices_of(*owners: int) -> list[types.SimpleNamespace]:
+    return [types.SimpleNamespace(process_index=owner) for owner in owners]
+
+
+def test_a_process_feeds_the_rows_of_its_devices():
+    assert part_of(devices_of(0, 0)) == (0, 1)
+    assert part_of(devices_of(0, 0, 1, 1)) == (0, 2)
+    assert part_of(devices_of(1, 2, 0)) == (2, 3)
+    for owners in ((0, 1, 0, 1), (0, 0, 1)):
+        with pytest.raises(ConfigError, match="must have equal, contiguous parts of a batch"):
+            part_of(devices_of(*owners))
+    with pytest.raises(ConfigError, match="Process 0 has none of the devices"):
+        part_of(devices_of(1, 2))

@@ -1,0 +1,72 @@
+"""Batches and outputs of several steps in one call, and how many steps are in flight."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fitflax.data.batch import full_mask
+from fitflax.parallel import DataParallel
+from fitflax.parallel.transfer import InFlight
+from fitflax.state import Batch
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("kind", ["views", "arrays", "jax"])
+def test_batches_fed_together_are_the_same_batches_one_after_another(number, kind, devices):
+    strategy = DataParallel(devices(number))
+    whole = np.arange(4 * 6 * 2, dtype=np.float32).reshape(4 * 6, 2)
+    make = {"views": lambda x: x, "arrays": np.copy, "jax": jnp.asarray}[kind]
+    batches = [Batch(make(whole[6 * step : 6 * step + 6]), (), full_mask(6)) for step in range(4)]
+    for count, is_whole in ((3, False), (4, False), (3, kind == "views"), (4, kind == "views")):
+        fed = strategy.feed_group(batches[:count], 4, (whole[: 6 * count], (), None) if is_whole else None)
+        x, mask = (np.asarray(leaf) if number == 1 else np.moveaxis(np.asarray(leaf), 1, 0) for leaf in (fed.x, fed.mask))
+        np.testing.assert_array_equal(x[:count].reshape(-1, 2), whole[: 6 * count])
+        assert mask.shape[0] == x.shape[0] == 4 and mask.all()
+    short = batches[1]._replace(mask=np.arange(6) < 4)
+    mask = np.asarray(strategy.feed_group([batches[0], short], 2).mask)
+    assert (mask if number == 1 else np.moveaxis(mask, 1, 0)).reshape(2, 6).sum(axis=1).tolist() == [6, 4]
+
+
+def test_batches_in_one_piece_are_fed_without_a_copy(devices):
+    whole = np.arange(48, dtype=np.float32).reshape(24, 2)
+    batches = [Batch(whole[6 * step : 6 * step + 6], (), full_mask(6)) for step in range(4)]
+    strategy = DataParallel(devices(1))
+    assert np.shares_memory(strategy.feed_group(batches, 4, (whole, (), None)).x, whole)
+    assert not np.shares_memory(strategy.feed_group(batches, 4).x, whole)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_outputs_of_several_steps_are_joined_in_the_order_of_their_batches(number, devices):
+    strategy = DataParallel(devices(number))
+    outputs = np.arange(3 * 4).reshape(3, 4)  # Steps, rows.
+    split = outputs if number == 1 else np.moveaxis(outputs.reshape(3, number, 2), 1, 0)
+    assert strategy.join(split, steps=2).tolist() == [*range(8)]
+
+
+def test_more_steps_are_in_flight_if_they_are_short():
+    now, waited = [0.0], list[int]()
+
+    class Step:
+        def __init__(self, number: int, seconds: float) -> None:
+            self.number, self.seconds = number, seconds
+
+        def wait(self) -> None:
+            waited.append(self.number)
+            now[0] += self.seconds
+
+    def dispatch(numbers: range, seconds: float, kind: str) -> None:
+        for number in numbers:
+            steps.make_room(kind)
+            steps.add(Step(number, seconds), num_bytes=1)
+
+    steps = InFlight(8, 32, clock=lambda: now[0])
+    dispatch(range(100), 0.0, "short")
+    assert waited == [3, 11, 27, 43, 59, 75]  # 4 of 8, 8 of 16, then 16 of 32.
+    waited.clear()
+    dispatch(range(100, 130), 1.0, "long")
+    assert waited == list(range(92, 130, 4))[: len(waited)] and len(waited) > 7  # Another kind starts with 8 in flight, and stays there.
+    alone = InFlight(2, clock=lambda: now[0])
+    for number in range(5):
+        alone.make_room("short")
+        alone.add(Step(number, 0.0), num_bytes=1)
+    assert len(alone._pending) <= 2
