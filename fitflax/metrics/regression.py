@@ -14,7 +14,7 @@ from fitflax.metrics.base import Direction, ResetMetric, add_pairs, broadcast_we
 
 @struct.dataclass
 class _ExplainedShare(ResetMetric):
-    """The base class of both: the weight, the mean and the squared deviations of the targets."""
+    """The base class of `R2` and `ExplainedVariance`, with the weight, the mean and the squared deviations of the targets."""
 
     _: dataclasses.KW_ONLY
     direction: Direction | None = static_field("max")
