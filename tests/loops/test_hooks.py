@@ -395,7 +395,7 @@ def test_a_second_ctrl_c_exits_immediately_and_on_train_end_is_called():
     assert record(fit)[-1] == "train_end"
 
 
-def test_a_signal_saves_a_checkpoint_even_if_none_is_due(tmp_path):
+def test_a_signal_saves_a_checkpoint_even_if_no_trigger_fires(tmp_path):
     checkpoint = ModelCheckpoint(tmp_path / "run", every=fitflax.every(steps=100), save_last=False)
     kill = LambdaCallback(on_train_batch_begin=lambda batch, logs: os.kill(os.getpid(), signal.SIGINT) if batch == 1 else None)
     with pytest.raises(KeyboardInterrupt):
