@@ -76,7 +76,7 @@ class RunView:
         step_values: The step's own values, still on the device; `None` if this process has not run a step.
         run_state: Returns what a resume needs besides the state. Call it before the loop advances.
         info: Returns what is saved with every checkpoint of the run, as JSON.
-        joined: Returns what all processes together know about the data; all of them must call it.
+        joined: Returns the states of the data of all processes if each has its own shard, else `None`; all of them must call it.
         kept: What the step kept besides its values; `None` if an earlier process ran it.
         savers: The directories in which this checkpoint will be saved, with the names of the owners.
         before_saving: Called once before the checkpoint is saved.

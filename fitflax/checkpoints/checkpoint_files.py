@@ -227,7 +227,7 @@ class CollectiveRead:
 def read_collectively(find: Callable[[CollectiveRead | None], Found], *, num_processes: int) -> Found:
     """Returns what `find` finds, the same checkpoint in all processes. All of them must call it; process 0 searches before the others.
 
-    Each process first reads its share of the pieces of split arrays, so that all are verified and none is read twice. When the state is placed on devices, it
+    Each process first reads its share of the pieces of split arrays, so that every piece is verified. When the state is placed on devices, it
     reads the other pieces that it needs. If another process has found damage, `find` is called again, with a warning. With one process, it gets `None` and
     reads everything. Raises `CheckpointError` if it fails in one of them, or they find different checkpoints.
     """

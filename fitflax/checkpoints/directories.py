@@ -168,7 +168,7 @@ class LocalDirectory:
             write_in_place(self.path / checkpoint_name(step), write)
 
     def delete(self, step: int) -> None:
-        """Deletes a checkpoint; it is renamed first, so that no part of it looks complete."""
+        """Deletes a checkpoint; it is renamed first, so that a partly deleted checkpoint is never listed."""
         with self._changing(removed=step), contextlib.suppress(FileNotFoundError):  # Another program may have deleted it.
             _delete(self.path / checkpoint_name(step))
 
@@ -330,7 +330,7 @@ class ObjectDirectory:
         write_to_bucket(self.path / checkpoint_name(step), write, before_commit=lambda: check_held(self.path))
 
     def delete(self, step: int) -> None:
-        """Deletes a checkpoint, `metadata.json` first, so that no part of it looks complete."""
+        """Deletes a checkpoint, `metadata.json` first, so that a partly deleted checkpoint is never listed."""
         place = self.path / checkpoint_name(step)
         (place / METADATA_FILE).unlink()
         place.bucket.delete([info.key for info in place.objects()])

@@ -28,7 +28,7 @@ _SPARE = 0.1
 class Arena:
     """Creates arrays like `np.empty`, but in huge pages: touching new memory page by page takes longer than reading it from a disk.
 
-    Huge pages begin at multiples of their size. So do large arrays and the slabs of up to 32 MB that other arrays share.
+    Tiny and large arrays get their own memory. The others share slabs of up to 32 MB.
     """
 
     def __init__(self, num_bytes: int) -> None:

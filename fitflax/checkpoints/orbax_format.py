@@ -289,7 +289,7 @@ def _with_orbax(function: Callable[[Any], T], doing: str, path: Path) -> T:
                 return function(orbax)
             except Exception as error:  # noqa: BLE001 (converted, and raised below)
                 fault = _converted_error(error, doing, path)
-            # Collects the asyncio tasks that the traceback refers to here, where their warnings are not logged.
+            # Collects the asyncio tasks that the traceback refers to, while their warnings are suppressed.
             gc.collect()
         raise fault
 

@@ -1,4 +1,4 @@
-"""`Shard`, which marks data as this process's own part of a dataset, and feeds whose batches are joined from the shards of all processes.
+"""`Shard`, which marks data as this process's shard of a dataset, and feeds whose batches are joined from the shards of all processes.
 
 Shards need not have equal lengths. Each process reads some batches, and then all agree on their number, so that all run the same steps with batches of one
 shape. A process whose shard has ended feeds padding.

@@ -225,7 +225,7 @@ def ratio(part: _Array, whole: Any, xp: Any = jnp) -> _Array:
 
 @struct.dataclass
 class ResetMetric(Metric):
-    """A metric that is empty if its fields with a `default_factory` have that default."""
+    """A metric whose `empty` resets the fields that have a `default_factory`."""
 
     @override
     def empty(self) -> Self:

@@ -124,7 +124,7 @@ class ExplainedVariance(_ExplainedShare):
 
 
 def _columns(outputs: Any, targets: Any, weights: Any, *, name: str, takes_complex: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns outputs and targets, `[rows, columns]`, 0 where the weight is 0, and weights `[rows, 1]`; float32, or complex64 if one of both is complex."""
+    """Returns outputs and targets, `[rows, columns]`, 0 where the weight is 0, and weights `[rows, 1]`; float32, or complex64 if either is complex."""
     with naming(name):
         outputs, targets = same_shape(IT, outputs, targets, takes_complex=takes_complex)
         if outputs.ndim == 1:
