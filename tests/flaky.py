@@ -1,4 +1,4 @@
-"""Pytest plugin: runs tests that failed once more, alone, and reports those that pass then as flaky. `make test` loads it with `-p tests.flaky`.
+"""Pytest plugin: runs failed tests a second time, alone, and reports those that then pass as flaky. `make test` loads it with `-p tests.flaky`.
 
 A run whose only failures are at most `MAX_FLAKY` flaky tests passes. Its summary names them in lines that begin with `FLAKY`, so that they are found and fixed.
 A run with more failures than that fails, and no test is repeated.

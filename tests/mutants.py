@@ -39,8 +39,8 @@ PRELOADED = ("flax.linen", "hypothesis", "optax", "sklearn.metrics", "tensorboar
 KILLS = collections.Counter[str]()  # How many mutants each test has killed.
 PATIENCE = 4  # A mutant may take this many times as long as the file's tests without it.
 
-# What detects a file's mutants: arguments of pytest, one call after another until a test fails; the file's doctests are added to the first call. Tests that
-# are marked slow are excluded unless `-m` selects them.
+# The tests for a file's mutants, as arguments of pytest. Calls run one after another until a test fails, and the file's doctests are added to the first one.
+# Tests that are marked slow are excluded unless `-m` selects them.
 METRICS = ("tests/metrics/test_metrics.py tests/metrics/test_base.py tests/metrics/test_mean.py", "tests/metrics/test_metrics.py -m slow")
 TESTS = {
     "fitflax/triggers.py": ("tests/test_triggers.py",),
@@ -108,7 +108,7 @@ TESTS = {
     "fitflax/steps/outputs.py": ("tests/steps/test_outputs.py", "tests/steps/test_train_step.py"),
 }
 
-# What is replaced by what.
+# Operators and functions, and their replacements.
 COMPARISONS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is": "is not", "is not": "is", "in": "not in", "not in": "in"}
 BINARY = {"+": "-", "-": "+", "*": "/", "/": "*", "//": "*", "%": "*", "**": "*", "&": "|", "|": "&", "^": "&", "<<": ">>", ">>": "<<"}
 BOOLEAN = {"and": "or", "or": "and"}
@@ -330,7 +330,7 @@ def try_file(path: str, copy: pathlib.Path, chosen: list[str]) -> bool:
 
 
 def write(path: pathlib.Path, source: str) -> None:
-    """Writes a module, and removes its bytecode, which Python would take for that of the new one if second and size were the same."""
+    """Writes a module, and removes the old bytecode, which Python would use if both modules had the same size and were written in the same second."""
     path.write_text(source, encoding="utf-8")
     for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
         compiled.unlink()

@@ -105,7 +105,7 @@ def without_glossary(text: str) -> str:
 
 
 def comments(source: str) -> list[str]:
-    """Returns the comment of each line of a module, and one empty line more."""
+    """Returns the comment of each line of a module, and one more empty line."""
     lines = [""] * (len(source.splitlines()) + 1)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:

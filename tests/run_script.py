@@ -188,7 +188,7 @@ def main(
         verbose=0,
         resume=resume,
         callbacks=[
-            # Not asynchronous if a test kills the process at a step and checks which checkpoints there are: it would have to wait for them.
+            # Not asynchronous if a test kills the process at a step and checks which checkpoints exist: it would have to wait for them.
             ModelCheckpoint(root / "checkpoints", every=fitflax.every(steps=every), keep=keep, asynchronous=asynchronous),
             BestCheckpoint(root / "best", keep=2, asynchronous=asynchronous),
             EarlyStopping(patience=100),

@@ -40,7 +40,7 @@ def run(directory: pathlib.Path, cases: str, *settings: str) -> tuple[int, list[
     return result.returncode, result.stdout.splitlines()
 
 
-def test_run_passes_and_names_a_test_that_passes_the_second_time_alone(tmp_path):
+def test_a_run_passes_and_names_a_test_that_passes_the_second_time_alone(tmp_path):
     cases = """
     @pytest.fixture
     def fixture():
@@ -63,7 +63,7 @@ def test_run_passes_and_names_a_test_that_passes_the_second_time_alone(tmp_path)
 
 
 @pytest.mark.slow
-def test_run_fails_if_a_test_fails_twice(tmp_path):
+def test_a_run_fails_if_a_test_fails_twice(tmp_path):
     cases = """
     def test_unstable():
         fails_once("unstable")
@@ -78,7 +78,7 @@ def test_run_fails_if_a_test_fails_twice(tmp_path):
     assert "1 failed" in lines[-1] and "1 flaky" in lines[-1]
 
 
-def test_run_with_more_than_three_failures_fails(tmp_path):
+def test_a_run_with_more_than_three_failures_fails(tmp_path):
     cases = """
     @pytest.mark.parametrize("number", range(4))
     def test_unstable(number):
@@ -90,7 +90,7 @@ def test_run_with_more_than_three_failures_fails(tmp_path):
 
 
 @pytest.mark.slow
-def test_hanging_test_is_named_and_the_stacks_of_all_threads_are_printed(tmp_path):
+def test_a_hanging_test_is_named_and_the_stacks_of_all_threads_are_printed(tmp_path):
     cases = """
     def waits_in_a_thread():
         threading.Event().wait()

@@ -50,7 +50,7 @@ def test_every_argument_and_callback_of_keras_has_a_row(heading):
 
 @pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="keras is not installed")
 @pytest.mark.slow
-def test_these_are_the_arguments_and_callbacks_of_the_installed_keras(process_env):
+def test_the_listed_arguments_and_callbacks_are_those_of_the_installed_keras(process_env):
     code = """
 import inspect, json, keras
 names = {name: list(inspect.signature(getattr(keras.Model, name)).parameters)[1:] for name in ("compile", "fit", "evaluate", "predict")}

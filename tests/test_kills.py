@@ -92,10 +92,10 @@ class Run:
 
     def newest_good(self) -> int:
         """Returns the step of the newest checkpoint that is complete and undamaged; 0 if there is none."""
-        return self.look()[0]
+        return self.newest_good_and_damaged()[0]
 
-    def look(self) -> tuple[int, list[str]]:
-        """Returns the same step, and the names of the damaged checkpoints that are newer."""
+    def newest_good_and_damaged(self) -> tuple[int, list[str]]:
+        """Returns the result of `newest_good`, and the names of newer checkpoints, which are damaged."""
         saved, damaged = self.store.newest_good()
         return 0 if saved is None else int(saved.metadata["step"]), [str(error).partition(":")[0] for error in damaged]
 
@@ -120,7 +120,7 @@ class Process:
     def __init__(self, run: Run, arguments: dict[str, Any]) -> None:
         self.run = run
         self.errors = run.root.with_name(f"{run.root.name}.stderr")
-        self.good, self.damaged = run.look()
+        self.good, self.damaged = run.newest_good_and_damaged()
         with self.errors.open("w") as errors:
             command = [sys.executable, str(SCRIPT), json.dumps(arguments)]
             self.popen = subprocess.Popen(command, env=run.env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True)
@@ -341,7 +341,7 @@ def cycled(values: tuple[str, ...], rng: np.random.Generator) -> Iterator[str]:
 def kill_repeatedly(count: int, seed: int, arguments: dict[str, Any], never_killed: dict[str, Any], env: dict[str, str], directory: pathlib.Path) -> None:
     """Kills `count` processes of runs; each run is then completed, and must equal the run that was never killed."""
     rng = np.random.default_rng(seed)
-    # They read the compiled programs that the run never killed has left, and write none: a partly written one would break the next process.
+    # They read the compiled programs of the run that was never killed, and write none: a partly written one would break the next process.
     env = env | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1000"}
     hows, damages = cycled(HOWS, rng), cycled(DAMAGES, rng)
     end_step = never_killed["result"]["step"]
@@ -365,7 +365,7 @@ def kill_repeatedly(count: int, seed: int, arguments: dict[str, Any], never_kill
         number += 1
 
 
-# A run with four kills takes a minute on an idle machine, and a multiple of that beside other tests.
+# A run with four kills takes a minute on an idle machine, and a multiple of that while other tests run.
 @pytest.mark.timeout(3600 if SOAK else 900)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in IN_EVERY_TEST_RUN else pytest.mark.slow) for name in KILLED])
 def test_a_run_that_is_killed_repeatedly_is_bit_for_bit_identical_to_one_never_killed(name, env, never_killed, tmp_path):

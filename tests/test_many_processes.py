@@ -69,16 +69,16 @@ class Group:
     def of(cls, processes: list[subprocess.Popen[str]]) -> "Group":
         return cls(*(list(each) for each in zip(*ended(processes, 3 * SECONDS), strict=True)))
 
-    def said(self, name: str) -> list[str]:
+    def outputs_of(self, name: str) -> list[str]:
         """Returns what each process printed in one of the runs."""
         found = [re.search(rf"^RUN {re.escape(name)}$(.*?)(?=^RUN |\Z)", output, re.MULTILINE | re.DOTALL) for output in self.outputs]
         assert all(found), (self.statuses, self.outputs)
         return [match[1] for match in found if match is not None]
 
     def results(self, name: str) -> list[dict[str, Any]]:
-        said = self.said(name)
-        assert all("\nRESULT " in each for each in said), (self.statuses, said)
-        return [result_in(each) for each in said]
+        outputs = self.outputs_of(name)
+        assert all("\nRESULT " in each for each in outputs), (self.statuses, outputs)
+        return [result_in(each) for each in outputs]
 
 
 def close(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -237,7 +237,7 @@ def test_a_run_in_shards_resumes_bit_for_bit_but_not_with_another_number_of_shar
     assert [each["step"] for group, name in ((first, "shares"), (last, "shares, 7")) for each in group.results(name)] == [2, 2, 7, 7]
     others = {"history": {}, "best": None}  # They cover only the last start, and only if there is a directory.
     assert [each | others for each in last.results("shares, 11")] == [each | others for each in expected]
-    for output in four.said("shares"):
+    for output in four.outputs_of("shares"):
         assert "ERROR RestoreError: The run was saved in the middle of a pass over 2 shards" in output
 
 
@@ -260,7 +260,7 @@ def test_a_run_with_a_split_state_resumes_with_another_number_of_processes(alone
     assert CheckpointStore(root / "split/checkpoints").latest() == 12
 
 
-def test_a_run_that_all_processes_are_asked_to_stop_at_the_same_step_stops_there(first):
+def test_a_run_stops_at_the_step_at_which_all_processes_are_asked_to_stop(first):
     assert [each["step"] for each in first.results("all stop")] == [7, 7]
 
 
@@ -295,7 +295,7 @@ def test_the_variables_of_slurm_are_enough_to_connect_processes(alone, last):
 
 
 def test_a_run_on_the_devices_of_one_process_warns_in_the_process_that_writes_nothing(first):
-    one, other = first.said("own")
+    one, other = first.outputs_of("own")
     assert "RESULT" in one and "RESULT" in other
     assert "process 1 writes no files" in other and "writes no files" not in one
 
@@ -307,13 +307,13 @@ def test_groups_of_steps_are_the_same_in_all_processes(steps_per_call, alone, fi
 
 
 def test_only_one_process_prints(first):
-    one, other = first.said("data parallel")
+    one, other = first.outputs_of("data parallel")
     assert "loss:" in one and "loss:" not in other
 
 
 def test_processes_that_read_different_data_are_an_error(first):
     assert first.statuses == [3, 3]
-    for output in first.said("other data"):
+    for output in first.outputs_of("other data"):
         assert "ERROR DataError: The processes read different data" in output
 
 
@@ -340,8 +340,8 @@ def test_a_difference_between_processes_is_immediately_an_error_that_names_it(mi
     begin = time.monotonic()
     group = Group.of(start(env, 2, **PARALLEL, mistake=mistake)) if mistake == "leave" else request.getfixturevalue("mistakes")
     assert time.monotonic() - begin < SECONDS
-    said = group.said("alone" if mistake == "leave" else mistake)
-    assert re.search(MISTAKES[mistake], said[0]), said
+    outputs = group.outputs_of("alone" if mistake == "leave" else mistake)
+    assert re.search(MISTAKES[mistake], outputs[0]), outputs
 
 
 def test_processes_that_find_different_checkpoints_are_an_error_before_the_first_step(one, last):
@@ -350,7 +350,7 @@ def test_processes_that_find_different_checkpoints_are_an_error_before_the_first
         "ERROR CheckpointError: The processes found different checkpoints. Use one directory that all processes share. "
         f"Steps by process: {{0: {step}, 1: None}}."
     )
-    for output in last.said("different"):
+    for output in last.outputs_of("different"):
         assert re.search(message, output) and "step 5" not in output, output
 
 
@@ -402,11 +402,11 @@ if index:
 processes.exchange(index, "a trial")
 if index:
     raise ValueError("the disk is full")
-time.sleep(600)  # As in a call of all devices, which nobody can break off.
+time.sleep(600)  # As in a call of all devices, which nothing can interrupt.
 """
 
 
-def test_a_waiting_process_says_for_which_and_a_stuck_one_ends_when_another_has_failed(process_env):
+def test_a_waiting_process_names_the_one_that_it_waits_for_and_a_stuck_one_ends_when_another_has_failed(process_env):
     port, begin = reserve_port(), time.monotonic()
     processes = [subprocess.Popen([sys.executable, "-c", STUCK, str(port), str(index)], env=process_env, **PIPES) for index in range(2)]
     outputs = ended(processes)

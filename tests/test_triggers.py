@@ -122,7 +122,7 @@ def test_a_restored_schedule_continues_where_the_saved_one_was_on_another_clock(
     assert after.due(Moment(3, seconds=1006.0))
 
 
-def test_the_next_time_of_a_schedule_is_that_of_the_part_that_is_due_first():
+def test_the_next_time_of_a_schedule_is_that_of_the_part_that_fires_first():
     schedule = Schedule(every(seconds=10) | every(seconds=4) | every(steps=3), 100.0)
     assert schedule.next_seconds == 104.0
     assert schedule.due(Moment(1, seconds=105.0)) and schedule.next_seconds == 109.0

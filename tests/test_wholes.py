@@ -329,13 +329,13 @@ def test_several_processes_train_like_one_with_the_same_number_of_devices(name: 
 @pytest.mark.slow
 def test_shards_with_batches_of_different_shapes_are_an_error_in_all_processes(groups):
     assert groups[2].statuses == [3, 3]
-    for output in groups[2].said("shapes"):
+    for output in groups[2].outputs_of("shapes"):
         assert "x.nodes: float32[48, 3]" in output and "x.nodes: float32[64, 3]" in output, output
 
 
 @pytest.mark.slow
 def test_shards_are_combined_only_if_requested(groups):
-    for output in groups[2].said("not combined"):
+    for output in groups[2].outputs_of("not combined"):
         assert "A step on 4 devices would take 4 batches" in output, output
 
 

@@ -102,7 +102,7 @@ class Contender(abc.ABC):
 
 
 class Watch:
-    """The times of a call: create it before the call, call `begin` when the first epoch begins, and ask it after the end."""
+    """The times of a call: create it before the call, call `begin` when the first epoch begins, and `stretch` after the end."""
 
     def __init__(self) -> None:
         self.called = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The best loops that a careful person would write.
+"""Hand-written loops, as a careful author would write them.
 
 State and running sums are donated, NumPy batches go directly into the compiled call, values are read only every 50 steps, and JAX limits how far the loop runs
 ahead of the device.

@@ -1,4 +1,4 @@
-"""Trains public models at full size with a hand-written loop, `fit`, and `fit` with typical callbacks, in turns.
+"""Trains public models at full size with a hand-written loop, `fit`, and `fit` with typical callbacks, alternately.
 
     python -m benchmarks.real                              # full models with small batches, on a CPU; about an hour on two cores
     python -m benchmarks.real --gpu                        # full models with real batches, on a GPU; less than eight minutes

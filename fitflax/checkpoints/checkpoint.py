@@ -1,7 +1,7 @@
 """What loops yield: `Checkpoint`, a lazy view of a run at one step, and `Summary`, the same with evaluation metrics.
 
 Values are read or copied on first access and stay valid after later steps. The state is borrowed from the loop, so a first access after the loop has
-advanced is an error. The library's own modules use the `RunView` below it.
+advanced is an error. Modules of fitflax use the `RunView` of a checkpoint.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from fitflax.triggers import Moment
 
 
 class Timer:
-    """Measures a stretch of training that ends when the device has finished, without compilation and the consumer of checkpoints."""
+    """Measures the time of training between two checkpoints, until the device has finished, without compilation and the consumer of checkpoints."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -37,7 +37,7 @@ class Timer:
         self._end, self._values = self._clock(), values
 
     def stop(self, *, wait: bool = True) -> float:
-        """Returns the seconds of the stretch.
+        """Returns the seconds.
 
         With `wait`, this includes the work that the device still had to do when the loop yielded, but not its idle time.
         """
@@ -59,7 +59,7 @@ class RunPosition:
     step_in_epoch: int
     data_position: Position
     n_completed_steps: int
-    used: tuple[int, ...] = ()  # The amount of the current pass that each process has used, if each has its own shard.
+    used: tuple[int, ...] = ()  # The examples of the current pass that each process has used, if each has its own shard.
     is_last: bool = False
     is_rescue: bool = False  # Whether the run is ending because of a signal or an exception.
     is_repeat: bool = False  # Whether this step already was a checkpoint before it was known to be the last.
@@ -76,7 +76,7 @@ class RunView:
         step_values: The step's own values, still on the device; `None` if this process has not run a step.
         run_state: Returns what a resume needs besides the state. Call it before the loop advances.
         info: Returns what is saved with every checkpoint of the run, as JSON.
-        joined: Returns what all processes together know about the data; all of them must call it.
+        joined: Returns the states of the data of all processes if each has its own shard, else `None`; all of them must call it.
         kept: What the step kept besides its values; `None` if an earlier process ran it.
         savers: The directories in which this checkpoint will be saved, with the names of the owners.
         before_saving: Called once before the checkpoint is saved.

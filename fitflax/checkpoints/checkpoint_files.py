@@ -39,7 +39,7 @@ BACKENDS: dict[str, ModuleType] = {"msgpack": msgpack_format, "shards": shard_fo
 _CHOICES = ("msgpack", "orbax")  # What users choose; "shards" is chosen automatically.
 
 WHOLE = ("train", "run")
-# What evaluation and prediction need: neither optimizer nor run.
+# What evaluation and prediction need: no optimizer state, and nothing about the run.
 FOR_INFERENCE = ("train/step", "train/params", "train/model_state", "train/ema_params")
 
 
@@ -179,8 +179,8 @@ def _check_keys(document: Mapping[str, Any], keys: Mapping[str, type], path: Loc
 def read_state(directory: Location, metadata: Mapping[str, Any], *, roots: Collection[str] = WHOLE, share: Share | None = None) -> dict[str, Any]:
     """Returns the roots of a state as nested dicts and lists of NumPy arrays and Python values, verified. Typed keys are key data.
 
-    `roots` are the roots to read, or paths below them such as `train/params`. Other arrays are skipped and `None`. `share` is as in `shards.read_state`; in
-    other formats, each process reads everything. If a check fails, the message of `CorruptCheckpointError` names the array.
+    `roots` are the roots to read, or paths below them such as `train/params`. Other arrays are skipped and `None`. `share` is as in
+    `shard_format.read_state`; in other formats, each process reads everything. If a check fails, the message of `CorruptCheckpointError` names the array.
     """
     backend = metadata["backend"]
     options = {"share": share} if backend == "shards" else {}
@@ -218,7 +218,7 @@ Found = TypeVar("Found", Saved, Saved | None)
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveRead:
-    """What a process knows about the others while it looks for a checkpoint: its share, and the steps that one of them found to be damaged."""
+    """Facts about a search for a checkpoint by all processes: which pieces this one verifies, and the steps of checkpoints that any of them found damaged."""
 
     share: Share
     damaged: set[int]
@@ -227,9 +227,9 @@ class CollectiveRead:
 def read_collectively(find: Callable[[CollectiveRead | None], Found], *, num_processes: int) -> Found:
     """Returns what `find` finds, the same checkpoint in all processes. All of them must call it; process 0 searches before the others.
 
-    Each process first reads its share of the pieces of split arrays, so that all are verified and none is read twice. When the state is placed on devices, it
-    reads whatever else it needs. If another process has found damage, `find` is called again, with a warning. With one process, it gets `None` and reads
-    everything. Raises `CheckpointError` if it fails in one of them, or they find different checkpoints.
+    Each process first reads its share of the pieces of split arrays, so that every piece is verified. When the state is placed on devices, it
+    reads the other pieces that it needs. If another process has found damage, `find` is called again, with a warning. With one process, it gets `None` and
+    reads everything. Raises `CheckpointError` if it fails in one of them, or they find different checkpoints.
     """
     if num_processes == 1:
         return find(None)

@@ -230,7 +230,7 @@ class CheckpointStore:
                     f'To resume that run, pass resume="auto" if it has a ModelCheckpoint, otherwise resume="{self.directory}". To start a new run, choose '
                     "another directory, or pass overwrite=True to the callback, which replaces these checkpoints."
                 )
-            # The note first, because it is more likely to fail than renames. A checkpoint's metadata takes precedence over it.
+            # Write the note first, because this is more likely to fail than renames. A checkpoint's metadata takes precedence over it.
             self._files.write_note(_RUN, claim)
             if others:
                 self._files.set_aside(sorted(others), since=0)
@@ -275,7 +275,7 @@ class CheckpointStore:
             for aside in set_aside:
                 if complete and complete[-1] >= aside.since:
                     self._files.delete_set_aside(aside)
-                elif not complete:  # Otherwise it stays: dropped by a resume, whose checkpoint is still there.
+                elif not complete:  # Otherwise it stays: a resume set it aside, and the checkpoint that it resumed from still exists.
                     self._files.put_back(aside)
 
     def save(
@@ -338,7 +338,7 @@ class CheckpointStore:
             is_written, unnoted = False, None
             try:
                 is_written = same and self._retention(present).is_saved_by_others_only(step, owner)
-                # Before the checkpoint exists: if the process dies in between, a resume finds who wants it.
+                # Recorded before the checkpoint exists: if the process dies in between, a resume finds the owners that want it.
                 self._record(owner, wanted_steps, present, step=step, also=also, is_new=not same)
             except (OSError, CheckpointError) as error:
                 unnoted = error  # Save anyway.
@@ -400,7 +400,7 @@ class CheckpointStore:
             try:
                 self._cache[name] = (version, read_document(self.directory / name))
             except CorruptCheckpointError:
-                self._cache[name] = (version, {})  # Both notes are dispensable: damage means that more is kept.
+                self._cache[name] = (version, {})  # Neither note is essential: if one is damaged, more checkpoints are kept.
         return self._cache[name][1]
 
     def _metadata(self, step: int, *, warns: bool = False) -> dict[str, Any]:

@@ -46,7 +46,7 @@ _OLD = re.compile(r"\.old-(?P<since>\d+)\.[0-9a-f]+")
 _UNDO = re.compile(r"\.undo-[0-9a-f]+")
 _REPLACED = re.compile(r"\.replaced-(?P<name>.+)\.[0-9a-f]+")
 _LITTER = re.compile(r"\.(?:trash-[0-9a-f]+|(?:step_\d{8,}|run\.json|retention\.json)\.tmp-(?P<process>[0-9a-f]+)-[0-9a-f]+)")
-# How long a listing is used. Changes by other programs are noticed by the directory's modification time, except in the middle of a change made here.
+# The age up to which a listing is reused. The modification time of the directory shows changes by other programs, except during a change by this process.
 _MAX_AGE_SECONDS = 1.0
 
 
@@ -87,9 +87,8 @@ def disk_errors(doing: str, path: Location) -> Iterator[None]:
 class LocalDirectory:
     """A directory on a file system, where renames are atomic. Methods raise `OSError` if the disk fails.
 
-    With thousands of checkpoints, listing takes as long as writing a small one. So a run that saves several times per second lists the directory once per
-    second, or when another program has changed it: the last listing is updated by the changes made here, and used if the directory's modification time is still
-    the one that was set after the last of them.
+    With thousands of checkpoints, listing them takes as long as writing a small one. So the last listing is updated with each change that this process makes,
+    and is reused for up to a second, unless the modification time of the directory shows that another program has changed it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -134,9 +133,9 @@ class LocalDirectory:
         return None
 
     def _stamp(self) -> tuple[int, int] | None:
-        """Sets a modification time that no other change has, although the clock of file systems is coarse. Returns the version, `None` if that fails.
+        """Gives the directory a unique modification time, because clocks of file systems are coarse. Returns the new version, or `None` if this fails.
 
-        It is earlier than the change by less than a microsecond, chosen at random, because two processes may stamp a directory in the same tick.
+        The time is up to a microsecond earlier than the change, by a random amount, because two processes may change a directory in the same tick.
         """
         with contextlib.suppress(OSError):  # The directory may belong to another user.
             status = self.path.stat()
@@ -146,7 +145,7 @@ class LocalDirectory:
 
     @contextlib.contextmanager
     def _changing(self, *, added: int | None = None, removed: int | None = None) -> Iterator[None]:
-        """Updates the listing by a change that the block makes."""
+        """Updates the listing with the change that the block makes."""
         listed, is_known = self._listed, self._current_version() == self._version
         self._listed = None
         yield
@@ -169,7 +168,7 @@ class LocalDirectory:
             write_in_place(self.path / checkpoint_name(step), write)
 
     def delete(self, step: int) -> None:
-        """Deletes a checkpoint; the first deletion makes it incomplete."""
+        """Deletes a checkpoint; it is renamed first, so that a partly deleted checkpoint is never listed."""
         with self._changing(removed=step), contextlib.suppress(FileNotFoundError):  # Another program may have deleted it.
             _delete(self.path / checkpoint_name(step))
 
@@ -191,7 +190,7 @@ class LocalDirectory:
     def put_back(self, aside: SetAside) -> None:
         """Restores all checkpoints that were set aside together, or none."""
         undo = self.path / f".undo-{secrets.token_hex(4)}"
-        os.rename(aside.place, undo)  # First: if the process died later, restored checkpoints would supersede the rest.
+        os.rename(aside.place, undo)  # Without this, if the process died in `_undo`, the restored checkpoints would supersede the others.
         self._undo(undo)
 
     def _undo(self, undo: Path) -> None:
@@ -220,7 +219,7 @@ class LocalDirectory:
         return status.st_ino, status.st_mtime_ns, status.st_size
 
     def write_note(self, name: str, values: Mapping[str, Any], *, is_durable: bool = True) -> None:
-        """Replaces one of the directory's own documents."""
+        """Replaces one of the directory's notes."""
         with self._changing():
             replace_document(self.path / name, values, is_durable=is_durable)
 
@@ -268,7 +267,7 @@ def _swap_in(temporary: Path, path: Path) -> Path | None:
 
 
 def replaced_by(path: Path) -> list[Path]:
-    """Returns what was renamed for a new checkpoint at `path` and still exists, because a process died in between."""
+    """Returns earlier checkpoints at `path` that were renamed to make room for a new one, and still exist because a process died before it deleted them."""
     entries = sorted(path.parent.iterdir()) if path.parent.is_dir() else []
     return [entry for entry in entries if (match := _REPLACED.fullmatch(entry.name)) and match["name"] == path.name]
 
@@ -331,7 +330,7 @@ class ObjectDirectory:
         write_to_bucket(self.path / checkpoint_name(step), write, before_commit=lambda: check_held(self.path))
 
     def delete(self, step: int) -> None:
-        """Deletes a checkpoint; the first deletion makes it incomplete."""
+        """Deletes a checkpoint, `metadata.json` first, so that a partly deleted checkpoint is never listed."""
         place = self.path / checkpoint_name(step)
         (place / METADATA_FILE).unlink()
         place.bucket.delete([info.key for info in place.objects()])
@@ -375,7 +374,7 @@ class ObjectDirectory:
         return (self.path / name).stat().tag
 
     def write_note(self, name: str, values: Mapping[str, Any], *, is_durable: bool = True) -> None:
-        """Replaces one of the directory's own documents."""
+        """Replaces one of the directory's notes."""
         replace_document(self.path / name, values)
 
 
@@ -427,7 +426,7 @@ def write_to_bucket(place: ObjectPath, write: Write, *, before_commit: Callable[
             with contextlib.suppress(OSError):
                 place.bucket.delete(new_keys())
         raise
-    if set(written).difference(new_keys()):  # Removed by a run that took this one for dead. Delete nothing else.
+    if set(written).difference(new_keys()):  # Another run removed them, because it considered this one dead. Delete nothing else.
         raise DirectoryInUseError(
             f"Another run removed parts of {place} while this one saved it. Two runs cannot save to the same directory. Choose another one."
         )

@@ -1,7 +1,7 @@
 """JSON files with a checksum: `metadata.json` and the notes of a store.
 
-Non-finite numbers are written as the strings `NaN`, `Infinity` and `-Infinity`. A *string* that reads so, after any number of leading `~`, gets one more
-`~` in front, so both round-trip. NumPy scalars become Python numbers, tuples become lists, and keys become strings.
+Non-finite numbers are written as the strings `NaN`, `Infinity` and `-Infinity`. A *string* that is one of these, after any number of leading `~`, gets
+another leading `~`, so both round-trip. NumPy scalars become Python numbers, tuples become lists, and keys become strings.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class Rendered(dict[str, Any]):
-    """A dict of JSON values with its text, one line of ASCII JSON for each member, because rendering hundreds of arrays takes most of a small save."""
+    """A dict of JSON values with its text, one line of ASCII JSON for each member, because rendering hundreds of arrays takes most of a small save's time."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -21,14 +21,14 @@ _ALIGNMENT = 64
 # The size of a huge page, and the size from which NumPy requests them.
 _PAGE_BYTES = 2**21
 _PAGES_BYTES = 2**22
-# The part of a device's memory that copies leave free, for fragmentation and for steps and evaluations that need more than those before.
+# The fraction of a device's memory that copies leave free, for fragmentation and for later steps and evaluations that need more memory.
 _SPARE = 0.1
 
 
 class Arena:
     """Creates arrays like `np.empty`, but in huge pages: touching new memory page by page takes longer than reading it from a disk.
 
-    Huge pages begin at multiples of their size. So do large arrays and the slabs of up to 32 MB that other arrays share.
+    Tiny and large arrays get their own memory. The others share slabs of up to 32 MB.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -117,7 +117,8 @@ class ReusedMemory:
 def peak_with_copy(num_bytes: int, *, limit: int, peak: int, expected: int = 0) -> int | None:
     """Returns the peak of a device's memory if a copy of `num_bytes` is added to its peak so far, which includes the activations of a step.
 
-    `None` if there is no room for it. `expected` is the last result. Up to it, the peak may or may not include an earlier copy, so there must be room for two.
+    `None` if there is no room for it. `expected` is the last result, and a later peak up to it is accepted. Such a peak may not include a copy, so there
+    must be room for two from the beginning.
 
     >>> peak_with_copy(10, limit=100, peak=70), peak_with_copy(10, limit=100, peak=71), peak_with_copy(10, limit=100, peak=80, expected=80)
     (80, None, 80)

@@ -46,11 +46,11 @@ CHUNK_BYTES = 2**30
 # Blocks are large enough that Python's overhead is negligible, and small enough that they stay in the cache between I/O and checksum.
 _BLOCK_BYTES = 2**22
 _MAX_WAITING_JOBS = 8
-# Smaller arrays are joined up to this size, because after each call of the system, the thread may wait for the GIL.
+# Smaller arrays are joined up to this size, because the thread may have to wait for the GIL after each system call.
 _BUFFER_BYTES = 2**16
-# How often the kernel is told to start writing back, so that the disk works in parallel.
+# The number of bytes after which the kernel is told to start writing them to the disk, so that the disk works in parallel.
 _WRITE_BACK_BYTES = 2**24
-# How much of the next jax.Arrays is copied from the device while one is written.
+# The number of bytes of the next jax.Arrays that are copied from the device while one is written.
 _FETCH_AHEAD_BYTES = 2**24
 # States of callbacks rarely contain arrays.
 _CALLBACKS_PREFIX = "run/callbacks/"

@@ -199,8 +199,8 @@ def _verify(directory: Path, files: Mapping[str, Any]) -> None:
 def restore_numpy(path: Path, *, is_verified: bool = False, only: Collection[str] | None = None) -> Any:
     """Returns any checkpoint of Orbax's PyTree or Standard handlers with NumPy arrays, independent of devices and shardings.
 
-    `only` are the paths of the arrays to read, including `train`. If the files are not known to be intact, they are read once before, because with several
-    unreadable arrays, Orbax closes its event loop after the first and TensorStore prints an error that cannot be caught.
+    `only` are the paths of the arrays to read, including `train`. Files that are not known to be intact are first read once: if several arrays
+    are unreadable, Orbax closes its event loop after the first, and TensorStore prints an error that cannot be caught.
     """
 
     def restore(orbax: Any) -> Any:
@@ -267,7 +267,7 @@ def _part_handler(orbax: Any) -> Any:
 
 def _checkpointer(orbax: Any) -> Any:
     process = jax.process_index()
-    # This process only: by default, Orbax waits for all others to save the same.
+    # By default, Orbax waits until all processes save the same checkpoint.
     alone = orbax.options.MultiprocessingOptions(primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"fitflax-{process}")
     # Parameters hardly compress: 8 % less on the disk for four times the time.
     handler = orbax.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=alone)
@@ -282,14 +282,14 @@ def _with_orbax(function: Callable[[Any], T], doing: str, path: Path) -> T:
     """Returns `function(orbax.checkpoint)`, called in its own thread, and converts Orbax's errors."""
 
     def call() -> T:
-        # Imported late: it would make `import fitflax` take half as long again.
+        # Imported late, because it would make `import fitflax` take 1.5 times as long.
         orbax = importlib.import_module("orbax.checkpoint")
         with _without_logging():
             try:
                 return function(orbax)
-            except Exception as error:  # noqa: BLE001 - raised below, as one of ours
+            except Exception as error:  # noqa: BLE001 (converted, and raised below)
                 fault = _converted_error(error, doing, path)
-            # Collects asyncio's tasks of the traceback here, where their complaints are not logged.
+            # Collects the asyncio tasks that the traceback refers to, while their warnings are suppressed.
             gc.collect()
         raise fault
 

@@ -1,4 +1,4 @@
-"""Converts pytrees to the nested dicts that a checkpoint can store, and back; `train` with flax's names, `run` with lists kept.
+"""Converts pytrees to the nested dicts that a checkpoint can store: `train` gets flax's names, and `run` keeps its lists. `restore` converts them back.
 
 A path joins the keys from the root with `/`. In a key, `~` is written `~0` and `/` is written `~1` (RFC 6901), so paths are unique.
 """
@@ -202,7 +202,7 @@ def join(path: str, key: str) -> str:
 
 
 def keys_of(path: str) -> list[str]:
-    """Returns the keys that `join` made a path of."""
+    """Returns the keys that `join` joined to a path."""
     return [key.replace("~1", "/").replace("~0", "~") for key in path.split("/")]
 
 
@@ -251,7 +251,7 @@ def shown(path: str) -> str:
 def leaf_paths(target: PyTree, root: str = "") -> tuple[list[Any], Any, dict[str, int]]:
     """Returns `jax.tree.flatten(target)`, and the index of each leaf by its path."""
     leaves, treedef = jax.tree.flatten(target)
-    # Paths follow flax, the order follows JAX. Replacing leaves by their indices and walking as in saving means that all trees that can be saved can be
-    # restored.
+    # Paths are flax's, and the order is JAX's. Leaves are replaced by their indices, and the tree is walked as in a save, so every tree that can be saved
+    # can be restored.
     numbered = jax.tree.unflatten(treedef, [_Leaf(index) for index in range(len(leaves))])
     return leaves, treedef, {path: leaf.index for path, leaf in walk(nested(numbered, root)[0], root) if isinstance(leaf, _Leaf)}

@@ -1,4 +1,4 @@
-"""Fits the contents of a checkpoint to a model, and reports every difference: everything, or with `partial=True` the arrays that match.
+"""Fits the contents of a checkpoint to a model, all of them or, with `partial=True`, the arrays that match. Errors list the differences.
 
 A partial restore matches arrays by their paths and the user's mapping, and finds those to initialize. Paths are those in errors: `params/Dense_0/kernel`, and
 for other collections `batch_stats/BatchNorm_0/mean`. This module neither initializes arrays nor uses devices.
@@ -104,7 +104,7 @@ def restore_tree(
 
 
 def _as_hyperparam(path: str, target: Any, saved: Any) -> Any:
-    """Returns a hyperparameter of the optimizer in the dtype of the target. In version 0.1, it had that of the parameters."""
+    """Returns a hyperparameter of the optimizer in the dtype of the target. In checkpoints of version 0.1, it has the dtype of the parameters."""
     is_hyperparam = path.startswith("train/opt_state/") and path.split("/")[-2] == "hyperparams"
     is_cast = is_hyperparam and _is_floating(target) and _is_floating(saved) and saved.dtype != target.dtype
     return np.asarray(saved).astype(target.dtype) if is_cast else saved
@@ -216,8 +216,8 @@ def check_mapping(mapping: Any, *, partial: bool) -> PathMapping:
 def match(saved: Saved, target: TrainState, mapping: PathMapping, *, cast: bool = False) -> tuple[dict[str, PyTree], RestoreReport]:
     """Returns the parameters and collections of a checkpoint that fit a model, and a report.
 
-    They have the structure of `target`, the shapes of the module's own state, whose `jax.ShapeDtypeStruct` stay where the checkpoint has no array. With `cast`,
-    floating dtypes are converted.
+    They have the structure of `target`, which has the shapes of the module's own state. Where the checkpoint has no array, the `jax.ShapeDtypeStruct` of
+    `target` stays. With `cast`, floating dtypes are converted.
     """
     leaves, treedef, own = _own_leaves(target)
     found = {shown(path): (path, leaf) for path, leaf in _leaves_of(saved.train, "params", "model_state", "ema_params")}
@@ -307,7 +307,7 @@ def advice_on(pairs: Mapping[str, tuple[Any, Any]], different: Collection[str], 
 
 
 def _leaving_out(paths: Collection[str], names: Mapping[str, tuple[str, ...]] | None) -> str:
-    """Returns the call that initializes some paths of the model, with the mapping of `restore`, or with names in a file for that of `load_weights`."""
+    """Returns advice to call `restore` with a mapping that initializes some paths of the model, or `load_weights` if `names` has their names in a file."""
     what = "To restore only what matches, call Trainer.restore" if names is None else "To load only what matches, call Trainer.load_weights"
     sources = list(paths if names is None else dict.fromkeys(name for path in paths for name in names.get(path, ())))
     if not sources:
@@ -321,9 +321,9 @@ STREAMS = "rngs"
 
 
 def match_streams(saved: Saved, target: TrainState | None, *, is_nnx: bool) -> tuple[Saved, list[str]]:
-    """Returns a checkpoint that has random streams exactly if the model is an NNX module with streams, and the paths of those that are left out.
+    """Returns a checkpoint with random streams added for an NNX module, or removed for a linen module, and the paths of removed ones.
 
-    If the checkpoint has none, they are the shapes in `target`, so that the module keeps its own.
+    Those added are the shapes in `target`, so that the module keeps its own streams if the checkpoint has none.
     """
     root, collections = f"train/model_state/{STREAMS}", dict(saved.train.get("model_state") or {})
     expected = {} if target is None else target.model_state

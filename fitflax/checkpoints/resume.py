@@ -34,7 +34,7 @@ _POINTER_FILE = "checkpoint_path.json"
 def load_checkpoint(
     path: str | os.PathLike[str], roots: Collection[str] = WHOLE, *, storage_options: Mapping[str, Any] | None = None, together: CollectiveRead | None = None
 ) -> Saved:
-    """Returns a verified checkpoint of fitflax, or as far as possible one of Orbax or `flax.training.checkpoints`, or safetensors weights.
+    """Returns a checkpoint of fitflax, verified; one of Orbax or `flax.training.checkpoints`, verified as far as possible; or safetensors weights.
 
     `path` is a checkpoint, or a directory of checkpoints, of which the newest intact one is used, with a warning if newer ones fail their checks; or the URL of
     either; or a directory with a pointer. `roots` are the parts to read, as in `checkpoint_files.read_checkpoint`.
@@ -158,7 +158,7 @@ def check_settings(saved: Saved, settings: Mapping[str, Any]) -> None:
 
 
 def warn_of_changes(saved: Saved, compiled: Mapping[str, Any], *, to_resume: bool) -> None:
-    """Warns if a run resumes with another loss, learning rate or the like: this may be intended, but is invisible later.
+    """Warns if a run resumes with another loss, learning rate or other setting, which may be intended, but cannot be seen later.
 
     `compiled` are descriptions of the arguments of `compile` and `fit`. Without `to_resume`, only the learning rate is compared, because it comes with the
     optimizer state.

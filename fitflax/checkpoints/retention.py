@@ -15,7 +15,7 @@ class Retention(NamedTuple):
 
     owners: dict[str, list[int]]
     unknown: list[int]  # All steps if `retention.json` is missing or damaged.
-    late: list[int]  # Unknown, too: newer than the file, for which a full disk had no room.
+    late: list[int]  # Those in `unknown` that are newer than the file, because a full disk had no room for a new one.
     saving: Mapping[str, Any]  # The last save that was about to begin.
     is_known: bool = True
 
@@ -28,7 +28,7 @@ class Retention(NamedTuple):
         return sorted(set(present).difference(self.unknown, *self.owners.values()))
 
     def is_saved_by_others_only(self, step: int, owner: str) -> bool:
-        """Returns whether owners other than this one have saved a checkpoint so far."""
+        """Returns whether a checkpoint was saved so far only by owners other than this one."""
         is_next = self.saving.get("step") == step and owner in self.saving.get("also", ())
         return self.is_known and (is_next or step not in self.owners.get(owner, ()))
 

@@ -264,7 +264,7 @@ def write_weights(path: Location, arrays: Mapping[str, np.ndarray[Any, Any]], *,
     _check_arrays(path, arrays)
     shards = _split(arrays, max_shard_bytes)
     index_path = path.parent / f"{path.name}.index.json"
-    # The file that makes the others valid is the last one, and the one that readers would prefer to it is removed first.
+    # `last` makes the other files valid. After it is written, `removed`, which readers may prefer to it, is removed before old shards.
     last, removed = (path, index_path) if len(shards) == 1 else (index_path, path)
     if len(shards) == 1:
         files = {path.name: contents_of(arrays, metadata)}

@@ -57,7 +57,7 @@ class _RunSave:
         self._data: dict[str, Any] = {}
 
     def join_data(self) -> None:
-        """Gathers what all processes together know about the data. All of them must call it."""
+        """Gathers the states of the data of all processes, if each has its own shard. All of them must call it."""
         data = self._run.joined()
         self._data = {} if data is None else {"data": data}
 

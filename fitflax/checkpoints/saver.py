@@ -101,8 +101,8 @@ class Saver:
     def wait_for_room(self, has_memory: Callable[[ReusedMemory], bool] = lambda memory: True) -> None:
         """Waits until a save would not block. Call it before making a snapshot, so that at most one is being written and one waits.
 
-        `has_memory` says whether there is memory for another snapshot, and is called again after each job. Memory that is in use while the saver is idle is
-        not waited for: something else holds it, such as the error of a failed save, and the snapshot gets new memory.
+        `has_memory` says whether there is memory for another snapshot, and is called again after each job. If the saver is
+        idle, it does not wait for memory in use: something else holds it, such as the error of a failed save, and the snapshot gets new memory.
         """
 
         def has_room() -> bool:
@@ -227,7 +227,7 @@ os.register_at_fork(after_in_child=lambda: _WORKING.clear())
 
 
 class Snapshots:
-    """The snapshots of a run's state at one step. All saves of the step at the same time share one.
+    """The snapshots of a run's state at one step. Concurrent saves of the step share one.
 
     A large state has one snapshot at a time, in memory that is reused: while an earlier step is being written, the next one waits. On accelerators with room
     for it, a snapshot is a copy on the devices, which the saving thread moves to the host.
@@ -383,7 +383,7 @@ def _with_leaf_indices(form: Form, lists_in: tuple[str, ...]) -> dict[str, Plain
 def host_copy(plain: Plain, *, only_numpy: bool = False, lend: Callable[[int], Loan] | None = None, wait: bool = True) -> Plain:
     """Returns `plain` with copies of all arrays in host memory, so that later donation or in-place changes do not affect them.
 
-    All copies from devices start before the first is waited for. Replicated arrays and arrays on the host are copied once. Arrays that are split over
+    Starts all copies from devices before it waits for the first. Replicated arrays and arrays on the host are copied once. Arrays that are split over
     devices stay split, in host memory. With `only_numpy`, JAX arrays are not copied, because they are not donated. `lend` returns memory of the given size for
     the copies of arrays on the host.
 

@@ -80,7 +80,7 @@ P = TypeVar("P", Path, ObjectPath)
 
 
 class CollectiveSave:
-    """A save that all processes make together. Created by `meet`."""
+    """A save in which all processes take part. Created by `meet`."""
 
     def __init__(self, number: int) -> None:
         self.earlier: str | None = None  # Why an earlier save failed in one of the processes, if that was not reported yet.

@@ -255,7 +255,7 @@ def _csv_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _read_event_files(files: list[Path], root: Path) -> dict[str, list[Point]]:
-    """Returns the scalars of event files: of several runs in a directory the newest, of a resumed run without what was logged after its checkpoint."""
+    """Returns the scalars of event files: those of the newest run in a directory, without those that a resumed run had logged after its checkpoint."""
     found: dict[tuple[str, str], dict[int, float]] = {}
     for file in files:
         group = name_of_component(file.parent.name) if file.parent != root else TRAIN

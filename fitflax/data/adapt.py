@@ -167,7 +167,7 @@ class Feeder:
     def evaluations(self, source: Source, name: str, steps: int | None, *, exact: Callable[[], bool] = lambda: False) -> Callable[[], Feed]:
         """Returns a function that creates the feed of each evaluation.
 
-        A one-shot iterator serves a single evaluation or, with `steps`, one evaluation after another from where it is. `exact` returns whether padding must be
+        A one-shot iterator serves a single evaluation or, with `steps`, several, each from where the last one ended. `exact` returns whether padding must be
         avoided, so that fewer examples than a batch become a smaller batch, which is compiled separately.
         """
         if source.is_endless and steps is None:

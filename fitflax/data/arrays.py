@@ -23,7 +23,7 @@ from fitflax.errors import ConfigError, DataError
 from fitflax.leaves import aligned_memory, listed
 from fitflax.state import PyTree
 
-# A block of batches is read at once if it fits into a core's cache.
+# Several batches are read together if they fit into a core's cache.
 _MAX_BATCHES = 16
 _BLOCK_BYTES = 2**22
 

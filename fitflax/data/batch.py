@@ -277,7 +277,7 @@ class Form(NamedTuple):
 
     @property
     def examples(self) -> int:
-        """By how many examples it advances the position of the data: the real ones, at least one."""
+        """The number of examples by which it advances the position of the data: the real ones, at least one."""
         return self.rows if self.real is None else max(1, int(self.real.sum()))
 
 
@@ -311,7 +311,7 @@ def form_of(x: PyTree, y: PyTree, weights: Any, *, must_count: bool = True) -> F
 
 
 def count_examples(triple: Triple) -> int:
-    """Returns by how many examples a raw batch advances the position of the data."""
+    """Returns the number of examples by which a raw batch advances the position of the data."""
     return form_of(*triple, must_count=False).examples
 
 

@@ -65,7 +65,7 @@ class Feed:
         self._returned: list[tuple[FedBatch, Position, list[Triple]]] = []
         # Batches that were read ahead or pushed back; the next one is last.
         self._buffer: list[FedBatch] = []
-        # Batches left over when reading others to join them with failed; and whether the pass has ended.
+        # Batches that were to be joined with others, which could not be read; and whether the pass has ended.
         self._leftover: list[Triple] = []
         self._has_ended_early = False
         # What `next_like` leaves to `next`: an error, or None for the end of the pass.
@@ -196,7 +196,7 @@ class Feed:
         return triple
 
     def _return_unused(self, read: list[Triple]) -> None:
-        """Returns unused batches to where the next read finds them: a one-shot iterator's source, or else this feed."""
+        """Puts unused batches where the next read finds them: in the source of a one-shot iterator, or else in this feed."""
         if isinstance(self.source, OneShotSource):
             for triple in reversed(read):
                 self.source.push_back(triple)

@@ -39,7 +39,7 @@ _MAX_DEPTH = 40
 
 @dataclasses.dataclass(frozen=True)
 class Bookmark:
-    """A loader's state and the position of the data, before the next batch, that belongs to it."""
+    """A loader's state before a batch, and the position of the data there."""
 
     position: Position
     state: Any
@@ -206,7 +206,7 @@ def drop(batches: Iterator[Triple], examples: int, *, seen: int = 0, warns: bool
 class Bookmarks:
     """The newest bookmarks, taken so rarely that they cost at most a hundredth of the time.
 
-    The clock affects only from where a resumed run reads, never the batches that it uses.
+    The clock affects only where a resumed run begins to read, never the batches that it uses.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, kept: int = KEPT) -> None:
@@ -216,7 +216,7 @@ class Bookmarks:
         self._is_possible = True
 
     def take(self, position: Position, opened: Pass, *, force: bool = False) -> bool:
-        """Takes a bookmark of a pass before its next batch, if one is due or `force` is set; returns whether it did."""
+        """Takes a bookmark of a pass before its next batch, if it is time for one or `force` is set; returns whether it did."""
         begin = self._clock()
         if not self._is_possible or not (force or begin >= self._next_time):
             return False

@@ -22,7 +22,7 @@ from fitflax.state import Batch, PyTree
 # The beginning of errors about inputs that are passed whole.
 _WHOLE = "The inputs share no axis of examples, so the module receives each batch whole."
 
-# Kinds of batches that are remembered, in case each batch has another length.
+# The number of kinds of batches that are remembered, limited in case each batch has another length.
 _MAX_KINDS = 64
 
 # Creating the tuples in C takes a fifth of the time of calling the classes.

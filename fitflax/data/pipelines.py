@@ -34,7 +34,7 @@ class TableSource(IndexedSource):
         self._columns = options.columns(None if is_transformed else data.column_names)
         self._table = data if is_transformed else data.select_columns(self._columns).with_format("numpy")
         self._features = {} if is_transformed else data.features
-        self.read(slice(0, 1))  # Raises for columns that are not numeric now, rather than in the first step.
+        self.read(slice(0, 1))  # Rejects columns that are not numeric now, rather than in the first step.
 
     @override
     def read(self, rows: Any) -> Triple:
@@ -212,7 +212,7 @@ def _grain_length(data: Any) -> tuple[int | None, bool]:
 class RaySource(AdaptedSource):
     """Batches of a Ray dataset, or of the shard of it that Ray Train gives to a worker, assembled by `iter_batches`.
 
-    Missing columns, and columns that are not numeric, raise while reading.
+    Missing columns, and columns that are not numeric, are errors while reading.
     """
 
     kinds = ("ray.data.Dataset", "ray.data.DataIterator")

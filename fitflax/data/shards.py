@@ -1,4 +1,4 @@
-"""`Shard`, which marks data as this process's own part of a dataset, and feeds whose batches are joined from the shards of all processes.
+"""`Shard`, which marks data as this process's shard of a dataset, and feeds whose batches are joined from the shards of all processes.
 
 Shards need not have equal lengths. Each process reads some batches, and then all agree on their number, so that all run the same steps with batches of one
 shape. A process whose shard has ended feeds padding.
@@ -105,7 +105,7 @@ def _check_no_failure(what: str, errors: Sequence[str | None]) -> None:
 
 
 def part_of_batch_size(batch_size: int | None, parts: int) -> int:
-    """Returns the rows of a batch, 32 by default, that each of `parts` equal parts has. Raises a `ConfigError` if they are not a multiple of `parts`."""
+    """Returns the rows in each of `parts` equal parts of a batch, which has 32 by default. Raises a `ConfigError` if they are not a multiple of `parts`."""
     size = DataOptions(batch_size=batch_size).size
     if size % parts:
         raise ConfigError(f"batch_size is the total over all processes and must be a multiple of {parts}, the number of equal shards. Received: {size}.")
@@ -118,7 +118,7 @@ class _Report:
 
     rows: list[int]  # The number of real rows of each batch.
     ended: bool  # Whether its shard has no more.
-    size: int  # The most rows of a batch, including padding.
+    size: int  # The rows of the largest batch, including padding.
     num_bytes: int  # The size of a batch.
     forms: list[str]  # The structure, shapes and dtypes of each batch, as JSON; a single one if they are equal.
     content: int  # A checksum of the first batch, for processes that must feed the same rows.
@@ -132,7 +132,7 @@ class _Report:
 class ShardFeed(Feed):
     """A feed over this process's shard that yields as many batches as those of the other processes.
 
-    The source has its `shares`; `used` are, for each process, the examples of the pass that are used; `exchange` gathers a value from all processes.
+    The `shares` of the source are set. `used` are the examples of the pass that each process has used, and `exchange` gathers a value from all processes.
     """
 
     def __init__(
@@ -385,7 +385,7 @@ def _describe(node: Any) -> Any:
 
 
 def _zeros(description: Any, size: int) -> Any:
-    """Returns zeros `[size, ...]` of a description structure."""
+    """Returns zeros `[size, ...]` with the structure that `_describe` described."""
     if description is None or isinstance(description, list):
         return None if description is None else [_zeros(child, size) for child in description]
     if "shape" in description:

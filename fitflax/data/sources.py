@@ -241,7 +241,7 @@ class IterableSource(AdaptedSource):
 
 
 class FunctionSource(Source):
-    """The batches of what a function returns, which is called for each pass; `adapt` returns the source of that."""
+    """The batches of the object that a function returns. It is called for each pass, and `adapt` returns the source of its result."""
 
     def __init__(self, make: Callable[[], Any], adapt: Callable[[Any], Source]) -> None:
         self._make = make
@@ -257,7 +257,7 @@ class FunctionSource(Source):
 
 
 class OneShotSource(Source, Pass):
-    """Batches from an iterator that can be consumed only once; `convert` is applied to each. It is its own pass, and closing that keeps the iterator open."""
+    """Batches from an iterator that can be consumed only once; `convert` is applied to each. It is its own pass, and closing it keeps the iterator open."""
 
     can_restart = can_reread = False
 
@@ -306,7 +306,7 @@ class OneShotSource(Source, Pass):
 
 @dataclasses.dataclass
 class _Epochs:
-    """What an object's hooks were told: how many epochs have ended, and whether another one has begun."""
+    """The calls of an object's hooks so far: how many epochs have ended, and whether another one has begun."""
 
     ended: int = 0
     is_open: bool = False
@@ -319,8 +319,8 @@ _EPOCHS: "weakref.WeakKeyDictionary[Any, _Epochs]" = weakref.WeakKeyDictionary()
 class SequenceSource(IterableSource):
     """The batches `data[0]`, ..., `data[len(data) - 1]` in each pass, such as of Keras's `PyDataset`.
 
-    A pass begins with `data.on_epoch_begin()` and ends with `data.on_epoch_end()`, if `data` has these methods, as in Keras. A resume calls the hooks of the
-    passes before, or loads the state of `data` if it has `state_dict` and `load_state_dict`, so that data which reshuffles there repeats its order.
+    A pass begins with `data.on_epoch_begin()` and ends with `data.on_epoch_end()`, if `data` has these methods, as in Keras. A resume calls the hooks of
+    earlier passes, or loads the state of `data` if it has `state_dict` and `load_state_dict`, so that data that reshuffles in a hook repeats its order.
     """
 
     def __init__(self, data: Any, options: DataOptions) -> None:

@@ -108,7 +108,7 @@ class TokenFile:
 
 
 class Permutation:
-    """A permutation of the numbers below `size` that computes any slice by itself, so that billions of numbers need no memory.
+    """A permutation of the numbers below `size`. It computes only the requested slices, so billions of numbers need no memory.
 
     A Feistel network over the next power of four, applied until the result is below `size`: Black and Rogaway, "Ciphers with Arbitrary Finite Domains"
     (2002).

@@ -66,7 +66,7 @@ class TorchSource(AdaptedSource):
         super().__init__(data, options)
         self._loader = data
         self.batch_size = data.batch_size
-        # The length of an iterable dataset may be wrong, and asking for it makes PyTorch warn later.
+        # The length of an iterable dataset may be wrong, and getting it makes PyTorch warn later.
         if not is_instance(data.dataset, f"{_MODULE}.IterableDataset"):
             self.num_batches = _length(data)
             rows = _length(data.sampler)
@@ -76,7 +76,7 @@ class TorchSource(AdaptedSource):
             raise DataError(f"The {type(data).__name__} is empty: it has 0 batches.")
         # PyTorch's own collation allocates new tensors for each batch.
         self.owns_batches = data.batch_size is not None and data.collate_fn is sys.modules[_MODULE].default_collate
-        # The pass whose number the data set and the samplers have, and their epochs after it was set.
+        # The pass whose number was set in the data set and the samplers, and their epochs after that.
         self._announced: int | None = None
         self._epochs: list[int | None] = []
         self.takes_epoch = bool(self._epoch_takers())

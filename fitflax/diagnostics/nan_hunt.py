@@ -204,7 +204,7 @@ class _Place(NamedTuple):
 def find_origins(jaxpr: core.ClosedJaxpr, arguments: Sequence[Any], names: Sequence[str]) -> list[list[Origin]]:
     """Evaluates a function that `jax.make_jaxpr` traced, without collectives, operation by operation, and returns the origins of each result.
 
-    These are, from cause to effect: where an infinity came up, if it became NaN, and where NaN came up; empty for finite results.
+    These are, from cause to effect: where an infinity first appeared, if it became NaN, and where NaN first appeared; empty for finite results.
 
     >>> import jax
     >>> jaxpr = jax.make_jaxpr(lambda x: jnp.log(x - 2))(np.float32(1))
@@ -366,7 +366,7 @@ def _source(equation: Any, place: _Place) -> str:
 
 
 def _origin(equation: Any, operands: list[_Value], place: _Place, *, is_nan: bool) -> Origin | None:
-    """Returns the origin if NaN, or an infinity, first came up at an operation; `None` if an operand had it already."""
+    """Returns the origin if NaN, or an infinity, first appeared at an operation; `None` if an operand already had it."""
     if any(operand.node.has_nan if is_nan else operand.node.has_infinity for operand in operands):
         return None
     where = _place_of(equation, place)

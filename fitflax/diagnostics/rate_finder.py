@@ -16,7 +16,7 @@ from fitflax.steps.outputs import NOTHING
 # The decay of the average loss that detects divergence; and the width of the smoothing, as a fraction of all steps.
 _DECAY = 0.9
 _WIDTH = 0.05
-# Training has diverged if the average loss exceeds the best one by this factor, and the first loss.
+# Training has diverged if the average loss exceeds the lowest average by more than this many times its magnitude, and exceeds the first loss.
 _DIVERGENCE_FACTOR = 3.0
 # The loss is smallest shortly before training diverges, so the suggestion is at most that rate divided by this factor.
 _SAFETY_FACTOR = 10.0

@@ -107,7 +107,7 @@ class Outbox:
         self._waiting: collections.deque[Reading] = collections.deque()
         # Readings that the tracker may still lose if this process is killed, and the time at which they were sent.
         self._unsettled: collections.deque[tuple[float, Reading]] = collections.deque()
-        # Accepted readings of the first batch, some others of which were rejected.
+        # The readings of the first batch that were accepted, if others were rejected.
         self._accepted: set[Reading] = set()
         # The step up to which another run of the tracker has the points.
         self._old_run_step = -1
@@ -153,11 +153,11 @@ class Outbox:
     def unsent(self) -> list[Reading]:
         """The readings that the tracker may not have yet, sorted by step. A reading may be listed twice for an instant."""
         settled = time.monotonic() - self.tracker.settle_seconds
-        waiting = list(self._waiting)  # Copied first, so that a reading that the thread moves meanwhile is in both, not in none.
+        waiting = list(self._waiting)  # Copied first, so that a reading that the thread moves meanwhile is in both lists, not in neither.
         return [*(reading for sent, reading in list(self._unsettled) if sent > settled), *waiting]
 
     def warn_once(self, kind: str, message: str) -> None:
-        """Queues a warning for the training thread, the first of its kind."""
+        """Queues a warning for the training thread, unless it has queued one of this kind."""
         if kind not in self._warned:
             self._warned.add(kind)
             self._warnings.append(message)
@@ -250,7 +250,7 @@ class Outbox:
             points = [point for point in points if not point.is_empty]
             if points:
                 self._log(points, batch)
-            # In this order, so that a reading is in both for an instant, which is harmless, and never in none.
+            # In this order, so that a reading is in both queues for an instant, which is harmless, and never in neither.
             self._unsettled.extend((time.monotonic(), reading) for reading in batch if reading.step > self._old_run_step)
             for _ in batch:
                 self._waiting.popleft()

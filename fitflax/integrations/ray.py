@@ -104,7 +104,7 @@ class RayReport(Callback):
             self._save_before_preemption(checkpoint)
 
     def _save_before_preemption(self, checkpoint: Checkpoint) -> None:
-        """Saves the run once for each set of nodes that will be preempted. The run continues, because Ray treats an error as a failure and an end as done."""
+        """Saves the run once per set of nodes that will be preempted. The run continues, because Ray treats an error as a failure and an end as success."""
         info = _import("ray.train").get_preemption_info()
         nodes = frozenset() if info is None else frozenset(info.preempted_node_to_ranks)
         if nodes - self._noticed_nodes and isinstance(self.checkpoint, ModelCheckpoint):

@@ -21,8 +21,8 @@ from fitflax.triggers import Trigger
 
 __all__ = ["WandbLogger"]
 
-# W&B's setting of how often it writes its file, if its version has it, and our value. Then the seconds after which values are safe: offline with this
-# setting, and otherwise.
+# The setting of W&B for how often it writes its file, which not all versions have, and its value here. Below, the seconds after which values are safe: offline
+# with this setting, and otherwise.
 _FLUSH_SETTING, _FLUSH_SECONDS = "x_transaction_log_flush_interval", 2.0
 _SETTLED_SECONDS, _SLOWLY_SETTLED_SECONDS = 10.0, 60.0
 # The sleep between two rows, each of which takes about 0.3 ms of Python. Without it, the training thread would wait 5 ms for the GIL at each step while many

@@ -58,7 +58,7 @@ _USE_LABELS = "For integer labels use 'softmax_cross_entropy_with_integer_labels
 
 
 def _loss(name: str, check: _Check, *, is_elementwise: bool = False, **options: Any) -> _Loss:
-    """Returns the Optax loss of what `check` returns; an element-wise loss is averaged over the last axis."""
+    """Returns the Optax loss called `name`, applied to the result of `check`; an element-wise loss is averaged over the last axis."""
     formula = getattr(optax.losses, name)
 
     def loss(outputs: Any, targets: Any) -> jax.Array:
@@ -69,7 +69,7 @@ def _loss(name: str, check: _Check, *, is_elementwise: bool = False, **options: 
 
 
 def _class_rows(name: str, outputs: Any, targets: Any, **roles: str) -> tuple[jax.Array, jax.Array]:
-    """Returns two rows with one finite number per class; see `class_rows` for `roles`."""
+    """Returns outputs and targets as `class_rows` does, with -inf replaced by a finite number. `roles` are its other arguments."""
     outputs, targets = shapes.class_rows(name, outputs, targets, **roles)
     return jnp.maximum(outputs, _MIN_LOGIT), jnp.maximum(targets, _MIN_LOGIT)
 
@@ -100,7 +100,7 @@ def _with_name(loss: _Loss, name: str) -> _Loss:
     return loss
 
 
-# By name, with the loss for one number per example, which errors suggest.
+# Losses of integer labels by name, each with the loss that errors suggest for one number per example.
 _BINARY_LOSSES = {
     "multiclass_hinge_loss": "hinge_loss",
     "multiclass_perceptron_loss": "perceptron_loss",

@@ -19,7 +19,8 @@ IT = "It"
 TO_ONE_HOT = "Make integer labels one-hot: jax.nn.one_hot(labels, classes)."
 _CHECK_LAYER = "Check the model's last layer."
 
-# Never the same again, because a jitted function within a custom one warns only when it is first traced on shapes. A function may split rows into groups.
+# Each is used only once, because a jitted function within a custom one warns only when it is first traced on shapes. They are multiples of 8, because a
+# function may split rows into groups.
 _NUMBERS_OF_ROWS = itertools.count(1048, step=8)
 
 # The shapes on which custom functions were checked, because steps without jit check each batch.
@@ -98,8 +99,8 @@ def class_labels(name: str, outputs: Any, targets: Any, *, binary: str, one_hot:
 def broadcast_fault(fn: Callable[[Any, Any], Any], values: Any, outputs: Any, targets: Any) -> str | None:
     """Returns a message if a custom function, which returned `values`, broadcasts `[N, 1]` against `[N]`, which pairs each output with each target.
 
-    The function is traced again on other numbers of rows for outputs and targets, because a mean of all pairs has the shape of a mean of the right ones. A
-    function that pairs also outputs of other shapes with targets means to. Arrays may be leaves of trees.
+    The function is traced again on other numbers of rows for outputs and targets, because the mean of all pairs has the shape of the mean of the right ones.
+    A function that also pairs outputs of other shapes with targets is assumed to intend it. Arrays may be leaves of trees.
 
     >>> outputs, targets = jnp.ones((3, 1)), jnp.ones(3)
     >>> square = lambda outputs, targets: jnp.mean((outputs - targets) ** 2, axis=-1)
@@ -160,8 +161,8 @@ def _with_rows(tree: Any, rows: int, size: int, column: tuple[int, ...]) -> Any:
 def _promotes_columns(fn: Callable[[Any, Any], Any], sizes: tuple[int, int], outputs: Any, targets: Any) -> bool:
     """Returns whether a function broadcasts a column with the first number of rows against a row with the second, or the reverse.
 
-    Arrays with different numbers of rows fit each other only in such broadcasts. The function may fail after them, or where it takes an output and a target
-    of each row.
+    Arrays with different numbers of rows fit each other only in such broadcasts. The function may fail after them, or where it combines the output and the
+    target of each row.
     """
     found: list[Any] = []
     with warnings.catch_warnings(record=True, action="always") as caught, jax.numpy_rank_promotion("warn"):

@@ -225,7 +225,7 @@ def ratio(part: _Array, whole: Any, xp: Any = jnp) -> _Array:
 
 @struct.dataclass
 class ResetMetric(Metric):
-    """A metric that is empty if its fields with a `default_factory` have that default."""
+    """A metric whose `empty` resets the fields that have a `default_factory`."""
 
     @override
     def empty(self) -> Self:
@@ -327,9 +327,9 @@ def as_examples(outputs: Any, targets: Any, weights: Any, *, multi_label: bool, 
 
 
 def weights_of(examples: Examples) -> jax.Array:
-    """Returns the weights `[rows, columns]` or `[rows, 1]`, NaN where the output is NaN, so that sums of them are NaN; but never where the weight is 0.
+    """Returns the weights `[rows, columns]` or `[rows, 1]`, NaN where the output is NaN, so that sums of them are NaN. A weight of 0 stays 0.
 
-    A NaN affects its whole row, except that independent labels have only their own column.
+    A NaN affects its whole row; for independent labels, only its own column.
     """
     is_nan = jnp.isnan(examples.scores)
     if examples.kind != "labels":

@@ -231,7 +231,7 @@ def accuracy(outputs: Any, targets: Any) -> jax.Array:
 
 
 def binary_accuracy(outputs: Any, targets: Any, *, threshold: float) -> jax.Array:
-    """Returns 1 if an output is above `threshold` exactly if its target is 1, else 0."""
+    """Returns 1 where `outputs > threshold` equals the target, else 0; NaN where the output is NaN."""
     outputs, targets = same_shape(IT, outputs, targets)
     return nan_unless(~jnp.isnan(outputs), jnp.equal(outputs > threshold, targets).astype(jnp.float32))
 

@@ -14,7 +14,7 @@ from fitflax.metrics.base import Direction, ResetMetric, add_pairs, broadcast_we
 
 @struct.dataclass
 class _ExplainedShare(ResetMetric):
-    """The base class of both: the weight, the mean and the squared deviations of the targets."""
+    """The base class of `R2` and `ExplainedVariance`, with the weight, the mean and the squared deviations of the targets."""
 
     _: dataclasses.KW_ONLY
     direction: Direction | None = static_field("max")
@@ -124,7 +124,7 @@ class ExplainedVariance(_ExplainedShare):
 
 
 def _columns(outputs: Any, targets: Any, weights: Any, *, name: str, takes_complex: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns outputs and targets, `[rows, columns]`, 0 where the weight is 0, and weights `[rows, 1]`; float32, or complex64 if one of both is complex."""
+    """Returns outputs and targets, `[rows, columns]`, 0 where the weight is 0, and weights `[rows, 1]`; float32, or complex64 if either is complex."""
     with naming(name):
         outputs, targets = same_shape(IT, outputs, targets, takes_complex=takes_complex)
         if outputs.ndim == 1:

@@ -59,7 +59,7 @@ def test_nothing_is_saved_if_all_values_are_nan(trainer, tmp_path):
 
 @pytest.mark.parametrize("mode", ["min", "max"])
 @pytest.mark.parametrize(("keep", "steps"), [(1, [5]), (2, [5, 10])])
-def test_of_equal_values_the_earliest_are_kept(mode, keep, steps, trainer, tmp_path):
+def test_the_earliest_of_equal_values_are_kept(mode, keep, steps, trainer, tmp_path):
     best = best_of(trainer, tmp_path, [1.0, 1.0, 1.0], mode, keep=keep)
     assert steps_in(tmp_path) == steps and best.best_step == 5
 

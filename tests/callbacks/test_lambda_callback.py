@@ -32,7 +32,7 @@ def test_functions_are_called_with_the_arguments_of_their_hooks():
     assert calls == [("begin", {}), ("epoch", 0), ("batch", 0), ("batch", 1), ("batch", 2), ("batch", 3), ("end", 0, ["loss"])]
 
 
-def test_a_function_is_called_with_checkpoints_when_it_is_due():
+def test_a_function_is_called_with_checkpoints_when_its_trigger_fires():
     steps = []
     fit(LambdaCallback(lambda checkpoint: steps.append(checkpoint.step), every=fitflax.every(steps=3) | fitflax.at(1)), epochs=2)
     assert steps == [1, 3, 6]

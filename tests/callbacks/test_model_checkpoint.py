@@ -57,7 +57,7 @@ def test_saving_every_2_of_5_steps_with_keep_2_leaves_the_newest_two(save_last, 
     assert steps_in(tmp_path) == steps
 
 
-def test_the_last_step_is_saved_if_it_is_due_even_without_save_last(trainer, tmp_path):
+def test_the_last_step_is_saved_if_the_trigger_fires_even_without_save_last(trainer, tmp_path):
     fit(trainer, ModelCheckpoint(tmp_path, every=fitflax.every(steps=2), save_last=False), steps=4, steps_per_epoch=100)
     assert steps_in(tmp_path) == [2, 4]
 

@@ -371,7 +371,7 @@ def test_a_directory_that_cannot_be_used_is_an_error_before_the_first_step(tmp_p
 
 
 def test_values_and_histograms_can_be_written_by_the_clock(tmp_path):
-    # A nanosecond has passed at every step: one of the two is due then, the other only at the end.
+    # A nanosecond has passed at every step, so one of the two triggers fires then, and the other only at the end.
     always, never = fitflax.every(seconds=1e-9), fitflax.every(seconds=1e9)
     fit(TensorBoard(tmp_path / "histograms", every=never, histograms=always), steps_per_epoch=8, steps=8)
     assert list(shown(tmp_path / "histograms")["train"]["loss"]) == [8]
@@ -728,7 +728,7 @@ def test_a_resume_with_nothing_left_to_do_keeps_the_existing_events(k, tmp_path)
 
 @pytest.mark.slow
 def test_a_run_killed_before_its_closing_row_was_written_closes_the_epoch_again(tmp_path):
-    k = 6  # This step was already written, because it was due.
+    k = 6  # This step was already written, because the trigger fired.
     run(tmp_path, steps=k)
     events = written(tmp_path / "board")
     (closing,) = (tmp_path / "checkpoints").rglob("closing.json")

@@ -53,7 +53,7 @@ class Two(nn.Module):
 
 
 @pytest.mark.slow
-def test_of_several_losses_the_bad_one_is_named():
+def test_the_bad_one_of_several_losses_is_named():
     def bad_at_3(outputs, targets):
         return jnp.where(targets[:, 0] == 3, jnp.nan, outputs[:, 0])
 

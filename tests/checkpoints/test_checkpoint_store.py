@@ -106,7 +106,7 @@ def test_metrics_that_a_user_saved_in_another_form_are_ignored(store, metrics):
     assert store.best("loss", "min") is store.metric(1, "loss") is None
 
 
-def test_of_metrics_with_equal_flat_names_the_first_number_counts(store):
+def test_the_first_number_counts_if_metrics_have_equal_flat_names(store):
     save(store, 1, metrics={"train": {"val_loss": 1.0}, "val": {"loss": 2.0}})
     save(store, 2, keep=[1], metrics={"train": {"val_loss": math.nan}, "val": {"loss": 2.0}})
     assert (store.metric(1, "val_loss"), store.metric(2, "val_loss")) == (1.0, 2.0)

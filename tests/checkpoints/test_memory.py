@@ -180,7 +180,7 @@ def test_memory_is_released_when_it_is_no_longer_lent():
         (1, 0, 0, 0, 0),
     ],
 )
-def test_two_copies_fit_beside_the_peak_of_a_run_and_leave_a_tenth_of_the_memory(num_bytes, limit, peak, expected, found):
+def test_two_copies_fit_above_the_peak_of_a_run_and_leave_a_tenth_of_the_memory(num_bytes, limit, peak, expected, found):
     assert peak_with_copy(num_bytes, limit=limit, peak=peak, expected=expected) == found
 
 
@@ -198,7 +198,7 @@ def test_all_devices_must_have_room_and_a_copy_that_was_made_is_not_counted_twic
     roomy, full = Device({"bytes_limit": 100, "peak_bytes_in_use": 40}), Device({"bytes_limit": 100, "peak_bytes_in_use": 70})
     room = DeviceRoom()
     assert not room.has(25, [roomy, full]) and room.has(25, [roomy])
-    roomy.stats["peak_bytes_in_use"] = 65  # With the copy, which is not needed any more.
+    roomy.stats["peak_bytes_in_use"] = 65  # With the copy, which is no longer needed.
     assert room.has(25, [roomy]) and not DeviceRoom().has(25, [roomy])
     roomy.stats["peak_bytes_in_use"] = 66
     assert not room.has(25, [roomy])

@@ -109,7 +109,7 @@ def fails(env: dict[str, str], root: pathlib.Path) -> Group:
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_disk_failure_in_one_process_is_an_error_in_all_and_keeps_checkpoints_intact(victim, asynchronous, fails, root):
-    said = errors(fails.said(f"{victim}, {asynchronous}"))
+    said = errors(fails.outputs_of(f"{victim}, {asynchronous}"))
     for kind, text in said:
         assert kind == "CheckpointError" and "No space left on device" in text and text.count("Earlier checkpoints are intact") == 1
     assert f"process {victim}: " in said[1 - victim][1]
@@ -120,7 +120,7 @@ def test_a_disk_failure_in_one_process_is_an_error_in_all_and_keeps_checkpoints_
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_after_a_failed_background_save_the_next_one_runs_immediately_before_all_raise(victim, fails, root):
-    for kind, text in errors(fails.said(f"once, {victim}")):
+    for kind, text in errors(fails.outputs_of(f"once, {victim}")):
         assert kind == "CheckpointError" and "No space left on device" in text
     store = CheckpointStore(root / f"once, {victim}" / "checkpoints")
     assert store.steps() in ([2, 4, 8], [2, 4, 10]) and not hidden(store.directory)  # The older ones stay: a failed save makes no room.

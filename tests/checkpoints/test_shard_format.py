@@ -1,6 +1,6 @@
 """Arrays that are split between processes: the protocol of a save by all of them together, and pieces in a bucket.
 
-Of the protocol, each test is one process; the others are only messages on a fake board.
+Each test of the protocol runs one process; the others are only messages on a fake board.
 """
 
 import functools

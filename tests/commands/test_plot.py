@@ -62,7 +62,7 @@ def test_steps_that_a_resumed_run_wrote_again_appear_once(tmp_path):
     assert [(point.step, point.value) for point in read_curves(tmp_path)["loss"]] == [(0, 0), (1, 1), (2, 2), *((step, 5 + step) for step in range(3, 9))]
 
 
-def test_of_two_runs_in_a_directory_the_newer_one_is_shown(tmp_path):
+def test_the_newer_of_two_runs_in_a_directory_is_shown(tmp_path):
     for epochs in (3, 2):
         trainer = fitflax.Trainer(nn.Dense(1))
         trainer.compile("adam", "mse")

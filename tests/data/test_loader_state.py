@@ -243,7 +243,7 @@ def test_a_state_before_each_batch_means_that_nothing_is_drawn_twice():
 
 
 def test_taking_states_costs_at_most_one_percent_of_the_time():
-    """Each clock reading takes one second, so taking a state does too. The next one is due 100 seconds later, with two readings per batch."""
+    """Each clock reading takes one second, and so does taking a state. The next one is taken 100 seconds later, with two readings per batch."""
     feed = make_feed(Loader(batches=200), step=1.0)
     states = []
     for _ in range(150):

@@ -17,7 +17,7 @@ from tests.run_script import rows_of, state_of
 
 
 class Batches:
-    """A sequence of batches that is also an iterator without an end, as Keras's `ImageDataGenerator.flow` returns."""
+    """A sequence of batches that is also an endless iterator, as Keras's `ImageDataGenerator.flow` returns."""
 
     def __init__(self) -> None:
         self.order = np.arange(ROWS)

@@ -354,7 +354,7 @@ def test_an_epoch_that_a_callback_sets_replaces_the_number_of_the_pass():
     choose = LambdaCallback(on_epoch_begin=lambda epoch, logs: data.dataset.set_epoch(10 + epoch))
     trainer = make_trainer()
     trainer.fit(data, epochs=3, callbacks=[choose], verbose=0)
-    assert used == [0, 10, 11, 12]  # A batch is read before for its shapes only.
+    assert used == [0, 10, 11, 12]  # The first batch was read only for its shapes.
     trainer.fit(data, epochs=2, callbacks=[choose], verbose=0)
     assert used[4:] == [3, 10, 11]
 

@@ -191,7 +191,7 @@ def test_a_lost_state_does_not_matter_if_a_checkpoint_is_given(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_errors_and_warnings_of_fit_about_data_are_given_here_too():
+def test_hunt_nan_and_find_learning_rate_check_their_data_like_fit():
     with pytest.raises(fitflax.errors.DataError, match="y holds labels from 1 to 3"):
         make_trainer().hunt_nan(X, Y + 1)
     with pytest.raises(fitflax.errors.DataError, match="y holds labels from 1 to 3"):

@@ -40,7 +40,7 @@ def run(cells, env, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)  # Fifty cells that compile without a cache take 45 seconds on an idle machine, and a multiple of that beside other tests.
+@pytest.mark.timeout(1200)  # Fifty cells that compile without a cache take 45 seconds on an idle machine, and a multiple of that while other tests run.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_cell_that_is_run_fifty_times_compiles_once_and_keeps_one_state(process_env, monkeypatch):
     env = {name: value for name, value in process_env.items() if not name.startswith("JAX_COMPILATION_CACHE")} | {"JAX_NUM_CPU_DEVICES": "1"}

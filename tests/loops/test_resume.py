@@ -559,8 +559,8 @@ def counted(trainer: fitflax.Trainer) -> list[Callback]:
 @pytest.mark.parametrize("how", STOPS)
 @pytest.mark.parametrize("k", [4, 3])
 @pytest.mark.slow
-def test_what_is_due_at_the_step_where_a_run_stops_is_not_omitted(how, k, uninterrupted, tmp_path):
-    """`k` is the period of validation, which is due at the stop at step 4 only if `k` is 4. The trigger of the callback is always due there."""
+def test_triggers_that_fire_at_the_step_where_a_run_stops_take_effect(how, k, uninterrupted, tmp_path):
+    """`k` is the period of validation, whose trigger fires at the stop at step 4 only if `k` is 4. The trigger of the callback always fires there."""
     options = {"validation_freq": fitflax.every(steps=k), "steps_per_epoch": 100}
     expected = uninterrupted(steps=8, more=counted, **options)
     counters: list[Counter] = []

@@ -383,7 +383,7 @@ def test_a_signal_during_a_validation_ends_it_before_its_next_batch():
     assert calls.count("test_batch_end 0") == 1 and "test_batch_begin 1" not in calls and "epoch_end 0" not in calls
 
 
-def test_a_signal_saves_a_checkpoint_even_if_none_is_due(tmp_path):
+def test_a_signal_saves_a_checkpoint_even_if_no_trigger_fires(tmp_path):
     checkpoint = ModelCheckpoint(tmp_path / "run", every=fitflax.every(steps=100), save_last=False)
     kill = LambdaCallback(on_train_batch_begin=lambda batch, logs: os.kill(os.getpid(), signal.SIGINT) if batch == 1 else None)
     with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Unobserved steps, which no callback looks at: they run in one go, but signals, stops, errors and triggers take effect after each of them."""
+"""Unobserved steps, at which no callback is called: they run together, but signals, stops, errors and triggers take effect after each of them."""
 
 import os
 import pathlib
@@ -42,7 +42,7 @@ def in_the_data(monkeypatch: pytest.MonkeyPatch, batch: int, act: Callable[[], A
     monkeypatch.setattr(Feed, "next", next_batch)
 
 
-def test_all_steps_up_to_the_next_observed_one_run_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_steps_up_to_the_next_observed_one_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
     stretches: list[int] = []
     real = Run._train_without_hooks
     monkeypatch.setattr(Run, "_train_without_hooks", lambda self, steps: (stretches.append(steps), real(self, steps))[1])

@@ -73,7 +73,7 @@ def test_names_are_paths_joined_by_dots_that_flax_can_unflatten(tmp_path):
 
 
 @pytest.mark.parametrize("is_built", [True, False])
-def test_weights_are_loaded_and_the_rest_starts_afresh(is_built, tmp_path):
+def test_weights_are_loaded_and_the_rest_of_the_state_starts_over(is_built, tmp_path):
     trainer = trainer_of(fit=True)
     path = trainer.save_weights(tmp_path / "model.safetensors")
     other = trainer_of(seed=1) if is_built else fitflax.Trainer(Net(), parallel=DataParallel(jax.devices()[:1]))

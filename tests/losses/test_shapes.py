@@ -87,7 +87,7 @@ def test_a_custom_loss_is_traced_once_for_the_check_of_its_shapes():
     assert len(traced) == 2
 
 
-def test_a_broadcast_of_outputs_against_targets_is_found_in_dicts_and_whatever_is_returned():
+def test_a_broadcast_of_outputs_against_targets_is_found_in_dicts_and_for_any_return_value():
     def loss(outputs: Any, targets: Any) -> Any:
         return jnp.mean((outputs["a"] - targets["a"]) ** 2, axis=1)
 

@@ -219,7 +219,7 @@ def test_a_nan_output_makes_a_classification_metric_nan_unless_its_weight_is_zer
 
 @pytest.mark.parametrize("make", [metrics.Precision, metrics.F1, metrics.MeanIoU, metrics.AUC, functools.partial(metrics.AUC, num_thresholds=9)])
 @pytest.mark.mostly_slow
-def test_a_nan_output_affects_all_classes_but_of_independent_labels_only_its_own(make: Callable[..., metrics.Metric]):
+def test_a_nan_output_affects_all_classes_but_only_its_own_independent_label(make: Callable[..., metrics.Metric]):
     outputs = LOGITS.copy()
     outputs[4, 2] = np.nan
     for multi_label, targets, bad in ((False, LABELS, np.arange(CLASSES) >= 0), (True, BINARY, np.arange(CLASSES) == 2)):

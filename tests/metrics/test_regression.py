@@ -101,7 +101,7 @@ def test_the_cosine_similarity_metric_is_the_negative_of_the_loss():
     np.testing.assert_allclose(metrics.get("cosine_similarity").update(outputs, targets, np.ones(23)).compute(), -loss, atol=1e-6)
 
 
-def test_of_complex_numbers_errors_have_magnitudes():
+def test_errors_of_complex_numbers_are_measured_by_their_magnitudes():
     targets = (RNG.normal(size=(23, 3)) + 1000 + 1j * RNG.normal(size=(23, 3))).astype(np.complex64)
     outputs = (targets + RNG.normal(size=(23, 3)) + 1j * RNG.normal(size=(23, 3))).astype(np.complex64)
     weights = RNG.uniform(0.1, 3.0, size=23).astype(np.float32)

@@ -931,7 +931,7 @@ LACKING = {
 
 @pytest.mark.parametrize("name", LACKING)
 @pytest.mark.mostly_slow
-def test_axes_that_the_mesh_lacks_are_not_split_and_named_in_one_warning(name: str):
+def test_axes_that_the_mesh_lacks_are_named_in_one_warning_and_not_split(name: str):
     x, y = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32), np.arange(16) % 3
 
     def losses(model: nn.Module) -> Any:

@@ -269,7 +269,7 @@ class FaultProxy:
             answer = _Head(f"HTTP/1.1 {rule.status} {http.client.responses.get(rule.status, '')}", headers)
             client.sendall(answer.wire() + content)
             return True
-        # A new connection for each request: the server could close a kept one at any moment, a fault that no rule asked for.
+        # A new connection for each request: the server could close a kept one at any moment, a fault that no rule specifies.
         with socket.create_connection(self._target, timeout=SOCKET_LIMIT) as server, server.makefile("rb", buffering=1 << 16) as answers:
             self._register(server)
             try:
