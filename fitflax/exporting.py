@@ -1,4 +1,4 @@
-"""Exports the inference function of a trained module and its weights with `jax.export`, to a file that needs neither fitflax nor the module's code."""
+"""Exports the inference function of a trained module, with its variables, by `jax.export` to a file that needs neither fitflax nor the module's code."""
 
 import os
 import secrets
@@ -34,7 +34,7 @@ def export_inference(
     platforms: Sequence[str] | None,
     storage_options: Mapping[str, Any] | None,
 ) -> Location:
-    """Writes the prediction function of a module, with its weights, to a file and returns the path.
+    """Writes the prediction function of a module, with its variables, to a file and returns the path.
 
     The shapes and dtypes are those of `batch`; the other arguments are as in `Trainer.export`. The parameters are those for evaluation, such as averaged ones.
     If the state is split between processes, all of them must call it.
@@ -68,7 +68,7 @@ def export_inference(
 
     def write() -> Location:
         if is_split and jax.process_index():
-            return target  # All processes have gathered the weights, and the first one writes them.
+            return target  # All processes have gathered the variables, and the first one writes them.
         try:
             rows = jax_export.symbolic_shape("batch")[0] if batch_size is None else batch_size
             shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), inputs)

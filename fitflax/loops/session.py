@@ -41,7 +41,7 @@ class Session:
         self.task, self.strategy, self.seed, self.members = task, task.strategy, seed, members
         self.state = SessionState(task, seed, own, members)
         self.intake = Intake(task.strategy, seed)
-        self.run_id = secrets.token_hex(8)  # In checkpoint directories.
+        self.run_id = secrets.token_hex(8)  # Identifies the run in directories of checkpoints and logs.
         self.stop_reason: str | None = None
         self.is_stopping = False
         self.is_fitting = False

@@ -31,9 +31,9 @@ if TYPE_CHECKING:  # It imports flax.nnx.
 class Progress:
     """The progress of a run, counted on the host. A resume needs it, so it is saved as JSON."""
 
-    step: int = 0  # Finished updates.
+    step: int = 0  # Finished steps.
     epoch: int = 0  # Index of the current or next epoch.
-    step_in_epoch: int = 0  # Finished updates of the current epoch.
+    step_in_epoch: int = 0  # Finished steps of the current epoch.
     epoch_is_open: bool = False  # Whether the epoch has begun and not ended.
     epoch_is_over: bool = False  # Whether the open epoch has had all its batches.
     is_pending: bool = False  # Whether the triggers of the last step have not been evaluated yet.

@@ -349,7 +349,7 @@ class EvalLoop:
 
 
 def train_on_batch(session: Session, triple: Triple) -> dict[str, Any]:
-    """Runs one update and returns loss and metrics of this batch, from before the update. The first batch initializes the state."""
+    """Runs one step and returns loss and metrics of this batch, from before the update. The first batch initializes the state."""
     program = session.need_trainable("train_on_batch")
     fed = session.task.feeder.single(triple, "train")
     if session.state.live is None:

@@ -27,7 +27,7 @@ _HEARTBEAT_SECONDS = 30
 _CONNECTION = re.compile(r"UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|gloo|nccl|coordination|peer", re.IGNORECASE)
 # How long a failed process waits for the failures of the others.
 _FAILURE_WAIT_SECONDS = 5.0
-# How long process 0, which hosts the messages, outlives the others.
+# How long process 0, which hosts the messages, continues after the others have left.
 _COORDINATOR_WAIT_SECONDS = 2.0
 # How often a process checks whether others have failed, and how long it may then continue, for example to save its state.
 _WATCH_SECONDS = 2.0

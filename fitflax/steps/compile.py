@@ -321,7 +321,7 @@ class CompiledSteps:
 
 
 def train_kind(strategy: Strategy, count: int, size: int) -> str:
-    """Returns the kind of compiled function for `count` updates in a call of at most `size`."""
+    """Returns the kind of compiled function for `count` steps in a call of at most `size` steps."""
     if size == 1:
         return "train"
     return "train whole group" if count == size and strategy.prefers_counted_loops else "train group"

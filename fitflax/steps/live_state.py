@@ -127,7 +127,7 @@ class LiveState:
         return self._carry
 
     def advance(self, carry: Carry, steps: int = 1) -> None:
-        """Sets the state after `steps` more updates."""
+        """Sets the state after `steps` more steps."""
         self._carry, self._state, self._is_lent = carry, None, False
         self.step += steps
         self.version += 1

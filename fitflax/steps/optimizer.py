@@ -218,7 +218,7 @@ def _explain_errors(what: str, params: PyTree) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # A RuntimeError is JAX's, such as one of a device without memory.
+        # A RuntimeError comes from JAX, for example if a device is out of memory.
         if is_of_debugger(error) or isinstance(error, FitflaxError | RuntimeError | MemoryError):
             raise
         text = " ".join(str(error).partition("\nThe error occurred while tracing")[0].split())  # JAX appends a page of details.

@@ -233,7 +233,7 @@ def rows_of(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
 
 def computed(metric: Metric) -> tuple[jax.Array, jax.Array]:
     """Returns a metric's value, float32 `[...]`, and whether it is NaN because the total weight is 0, bool `[...]`."""
-    with jax.debug_nans(False):  # For steps without jit.
+    with jax.debug_nans(False):  # NaN is valid here, but in steps without jit `jax_debug_nans` would raise an error.
         value = metric.compute()
         if jnp.iscomplexobj(value):
             raise MetricError(f"Its value must be real. Received: {describe_shapes(value)}.")
@@ -279,7 +279,7 @@ class Keep(NamedTuple):
     norm: bool | None = False
     grads: bool = False  # Whether to keep the gradient, which takes as much memory as the parameters.
     sown: tuple[str, ...] = ()  # Names of collections of sown values.
-    # Whether to find what first was not finite: parts of the loss, the gradient and the updated parameters, all of which are read for it.
+    # Whether to find what first was not finite: parts of the loss, the gradient and the updated parameters. This reads all of them.
     culprit: bool = False
 
 

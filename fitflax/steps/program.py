@@ -53,9 +53,9 @@ _CHECKED_BYTES = 2**30
 
 
 class Trained(NamedTuple):
-    """Results of dispatching an update, all still on the devices."""
+    """Results of a dispatched call, all still on the devices."""
 
-    state: Carry  # The state after it.
+    state: Carry  # The state after the call.
     sums: Sums  # Packed sums of the epoch.
     values: StepValues
     rows: dict[str, Metric]  # Rows that metrics collect, by log key.
@@ -124,11 +124,11 @@ class Program:
     # -- steps --
 
     def train(self, carry: Carry, sums: Sums, fed: FedBatch, *, keep: Keep = NOTHING) -> Trained:
-        """Dispatches one update; consumes `carry` and `sums`."""
+        """Dispatches one step; consumes `carry` and `sums`."""
         return self.train_group(carry, sums, [fed], 1, keep=keep)
 
     def train_group(self, carry: Carry, sums: Sums, group: Sequence[FedBatch], size: int, *, keep: Keep = NOTHING) -> Trained:
-        """Dispatches several updates in a call that is compiled for at most `size`; consumes `carry` and `sums`."""
+        """Dispatches several steps in a call that is compiled for at most `size` steps; consumes `carry` and `sums`."""
         traced = self._admit("train on", group, train=True)
         function = self._function(train_kind(self.strategy, len(group), size), carry, keep=keep)
         leaves, sums, vector, rows, *parts = function(carry.leaves, carry.key, sums, *self._fed(group, size))

@@ -38,10 +38,10 @@ UNKNOWN_NORM = np.float32(-1)
 
 
 class _Update(NamedTuple):
-    state: TrainState  # The state after it, except averaged parameters.
+    state: TrainState  # The state after the update, except averaged parameters.
     metrics: dict[str, Metric]  # Metrics of the batch, over all replicas except for rows.
-    loss: jax.Array  # Global.
-    grads: PyTree  # Global, unscaled.
+    loss: jax.Array  # The loss over all replicas.
+    grads: PyTree  # The gradient over all replicas, without the loss scale.
     norm: Any  # Its norm; negative unless it is kept.
     is_skipped: jax.Array | None  # Whether parameters did not change because the gradient overflowed; `None` without loss scaling.
     is_good: jax.Array  # Whether what was checked is finite, except for a gradient that a smaller loss scale may make finite.
