@@ -15,11 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 Job = Callable[[], Any]
-# Starting a thread takes longer than many jobs, but a thread that nobody ends must not live forever.
+# Starting a thread takes longer than many jobs, but a thread that is never ended must not live forever.
 IDLE_SECONDS = 10.0
-# A job that takes longer and computes for less than this share of the time is starved, or waits for a disk, which needs no CPU time.
+# A job that takes longer than this and computes for less than this fraction of the time is starved, or waits for a disk, which needs no CPU time.
 _STARVED_SECONDS = 60.0
-_STARVED_SHARE = 0.1
+_STARVED_FRACTION = 0.1
 # The timeout for waits in case a notification is missed; correctness does not depend on it.
 _POLL_SECONDS = 1.0
 
@@ -36,7 +36,7 @@ class Background:
 
     Attributes:
         niceness: As passed; may be raised at any time, and applies from the next job.
-        only_idle_cpu: Whether the thread only gets CPU time that no other thread wants (Linux: SCHED_IDLE), from the next job. Unlike a low priority, this
+        only_idle_cpu: Whether the thread only gets CPU time that no other thread uses (Linux: SCHED_IDLE), from the next job. Unlike a low priority, this
             never delays a thread that wakes up. It is reset if a job gets almost no CPU time because other processes use all of it.
 
     >>> done = []
@@ -55,7 +55,7 @@ class Background:
         self._on_end = on_end
         self.niceness = niceness
         self.only_idle_cpu = False
-        self._applied_priority = 0, False  # Of the current thread.
+        self._applied_priority = 0, False  # The priority of the current thread.
         self._jobs: collections.deque[Job] = collections.deque()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._notifications: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -92,7 +92,7 @@ class Background:
         self._jobs.clear()
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Waits until `condition()` is true; checks it after each job."""
+        """Waits until `condition()` is true; checks it when a job begins or ends, and at least once a second."""
         while True:
             while not self._notifications.empty():
                 with contextlib.suppress(queue.Empty):
@@ -100,7 +100,7 @@ class Background:
             if condition():
                 return
             if self._jobs:
-                self._start()  # `submit` was interrupted before it could.
+                self._start()  # `submit` was interrupted before it started the thread.
             with contextlib.suppress(queue.Empty):
                 self._notifications.get(timeout=_POLL_SECONDS)
 
@@ -119,7 +119,7 @@ class Background:
             self._thread = thread = threading.Thread(target=self._run_jobs, name=self.name, daemon=True)
             thread.start()
 
-    # -- what the thread does --
+    # -- in the thread --
 
     def _run_jobs(self) -> None:
         try:
@@ -164,7 +164,7 @@ class Background:
 
     def _apply_priority(self) -> None:
         wanted = self.niceness, self.only_idle_cpu
-        if self._applied_priority != wanted and sys.platform == "linux":  # Elsewhere it would change the whole process.
+        if self._applied_priority != wanted and sys.platform == "linux":  # On other systems, it would change the whole process.
             self._applied_priority = wanted
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self.niceness)
@@ -174,7 +174,7 @@ class Background:
     def _check_starvation(self, begin: float, cpu_begin: float) -> None:
         """Leaves the idle class if a job took long and used little CPU time."""
         seconds = time.monotonic() - begin
-        if seconds > _STARVED_SECONDS and time.thread_time() - cpu_begin < _STARVED_SHARE * seconds:
+        if seconds > _STARVED_SECONDS and time.thread_time() - cpu_begin < _STARVED_FRACTION * seconds:
             self.only_idle_cpu = False
 
     def _sleep(self) -> bool:

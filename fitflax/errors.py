@@ -181,7 +181,7 @@ class DirectoryInUseError(CheckpointError, FileExistsError):
     """
 
 
-# Errors of JAX's debugging options and Python's debugger: by class, and by message if there is no specific class.
+# Errors of JAX's debugging options and Python's debugger, by class, or by message if the class is not specific.
 _DEBUG_ERRORS = frozenset({"BdbQuit", "FloatingPointError", "JaxRuntimeError", "KeyReuseError", "TypePromotionError", "XlaRuntimeError"})
 _DEBUG_MESSAGES = ("Leaked trace", "jax_numpy_rank_promotion", "jax_legacy_prng_key", "jax_check_static_indices")
 

@@ -26,7 +26,7 @@ except ImportError as error:
 
 
 class Portable:
-    """Pickles a value with cloudpickle, which also handles functions and classes of scripts, such as linen's initializers and optax's transformations."""
+    """Pickles a value with cloudpickle, which also handles local functions, as in linen's initializers and optax's transformations, and classes of scripts."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -56,7 +56,7 @@ class EstimatorSettings:
         key = threading.get_ident(), self.module, self.optimizer, self.learning_rate, self.loss, self.steps_per_call
         try:
             trainer = _shared_trainer(*key)
-        except Exception:  # noqa: BLE001 (a module, or a value in it, is not hashable; other errors are raised again here)
+        except Exception:  # noqa: BLE001 (a module, or a value in it, is not hashable; other errors are raised again below)
             trainer = _new_trainer(*key)
         return trainer.with_seed(self.seed)
 
@@ -105,7 +105,7 @@ class EstimatorTrainer:
             return self._trainer
 
     def output_shapes(self) -> Any:
-        """Returns the shapes of the module's outputs in evaluation; `None` if the module does not run like this."""
+        """Returns the shapes of the module's outputs in evaluation; `None` if the module cannot be run in this way."""
         module = self._settings.module
         mode: dict[str, Any] = dict(mode_keywords(type(module).__call__, train=False))
         with contextlib.suppress(Exception):

@@ -1,4 +1,4 @@
-"""Exports the inference function of a trained module and its weights with `jax.export`, to a file that needs neither fitflax nor the module's code."""
+"""Exports the inference function of a trained module, with its variables, by `jax.export` to a file that needs neither fitflax nor the module's code."""
 
 import os
 import secrets
@@ -34,10 +34,10 @@ def export_inference(
     platforms: Sequence[str] | None,
     storage_options: Mapping[str, Any] | None,
 ) -> Location:
-    """Writes the prediction function of a module, with its weights, to a file and returns the path.
+    """Writes the prediction function of a module, with its variables, to a file and returns the path.
 
-    The shapes and dtypes are those of `batch`; the other arguments are as in `Trainer.export`. Averaged parameters are used if there are any. If the state is
-    shared by several processes, all of them must call it.
+    The shapes and dtypes are those of `batch`; the other arguments are as in `Trainer.export`. The parameters are those for evaluation, such as averaged ones.
+    If the state is split between processes, all of them must call it.
     """
     target = locate(path, owner="export(path)", error=ConfigError, options=storage_options)
     try:
@@ -48,13 +48,13 @@ def export_inference(
     if platforms is not None and (isinstance(platforms, str) or not platforms or set(platforms) - set(known)):
         raise ConfigError(f"export(platforms=...) must be a list of names from {known}. Received: {platforms!r}.")
     program.preparation.check_eval_model(state, batch)
-    used = program.eval_carry(state)
-    is_shared = spans_processes(used.leaves)
-    params, model_state = jax.tree.map(through_key_data(whole), jax.tree.unflatten(used.treedef, used.leaves))
+    carry = program.eval_carry(state)
+    is_split = spans_processes(carry.leaves)
+    params, model_state = jax.tree.map(through_key_data(whole), jax.tree.unflatten(carry.treedef, carry.leaves))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves((params, model_state)))
     if size > _MAX_BYTES:
         raise ConfigError(f"The parameters take {size / 2**30:.1f} GB, but a file of jax.export can hold less than 2 GB. Use trainer.save(path) instead.")
-    key = key_of(whole(jax.random.key_data(used.key)), jax.random.key_impl(used.key))
+    key = key_of(whole(jax.random.key_data(carry.key)), jax.random.key_impl(carry.key))
     if not has_rows(batch.x, len(batch.mask)):
         raise ConfigError(
             "export needs inputs whose arrays all have an axis of examples, but this batch is passed whole. Export a custom function with jax.export instead."
@@ -67,8 +67,8 @@ def export_inference(
         return in_plain_containers(outputs)  # The file must not depend on the module's classes.
 
     def write() -> Location:
-        if is_shared and jax.process_index():
-            return target  # All processes have gathered the weights, and the first one writes them.
+        if is_split and jax.process_index():
+            return target  # All processes have gathered the variables, and the first one writes them.
         try:
             rows = jax_export.symbolic_shape("batch")[0] if batch_size is None else batch_size
             shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), inputs)
@@ -77,18 +77,18 @@ def export_inference(
             raise _export_error(error, program.task.model.name, inputs, batch_size) from error
         return _write_file(target, bytes(data))
 
-    return after_first(write) if is_shared else write()
+    return after_first(write) if is_split else write()
 
 
 def _export_error(error: Exception, name: str, inputs: PyTree, batch_size: int | None) -> Exception:
     """Returns an error that says why a module cannot be exported, and what to do."""
     cause = error.__cause__ if isinstance(error, ModelError) and error.__cause__ is not None else error
     text = str(cause).partition("\n")[0].rstrip(".")
-    whole = f"{type(cause).__name__} {cause}"
+    full_text = f"{type(cause).__name__} {cause}"
     advice = ""
-    if batch_size is None and any(sign in whole for sign in ("_DimExpr", "symbolic", "InconclusiveDimensionOperation")):
+    if batch_size is None and any(sign in full_text for sign in ("_DimExpr", "symbolic", "InconclusiveDimensionOperation")):
         advice = " Its code depends on the batch size. Pass batch_size=, or use x.shape[0] instead of len(x) and do not compare sizes."
-    elif "PyTree" in whole or "serializ" in whole:
+    elif "PyTree" in full_text or "serializ" in full_text:
         advice = " Inputs and outputs must be arrays in tuples, lists and dicts. Register other containers with jax.export."
     elif isinstance(error, ModelError):
         return ModelError(f"{name} cannot be exported: {error}")

@@ -1,6 +1,6 @@
 """Argument names of Keras and other trainers, with hints that say what to use instead.
 
-A hint continues the sentence `NAME does not take ARGUMENT=; ...` and has no period at its end. The hint for the key `POSITIONAL` is for calls with too many
+A hint completes the sentence `NAME does not take ARGUMENT=; ...` and does not end with a period. The key `POSITIONAL` has the hint for calls with too many
 positional arguments.
 """
 

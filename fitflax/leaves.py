@@ -1,4 +1,4 @@
-"""Leaves of pytrees: path names and patterns of them, descriptions of shapes, typed keys, which are arrays to JAX but not to NumPy; and nested settings."""
+"""Leaves of pytrees: names of paths, patterns of names, descriptions of shapes, and typed keys, which NumPy does not support; and nested configurations."""
 
 import argparse
 import dataclasses
@@ -53,7 +53,7 @@ def is_key(leaf: Any) -> bool:
     >>> is_key(jax.random.key(0)), is_key(jax.random.PRNGKey(0)), is_key(1.5)
     (True, False, False)
     """
-    # A quick check first: only JAX's extended dtypes are not NumPy dtypes.
+    # Check the cheap condition first: only JAX's extended dtypes are not NumPy dtypes.
     return hasattr(leaf, "dtype") and not isinstance(leaf.dtype, np.dtype) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
@@ -223,7 +223,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def as_json(value: Any) -> Any:
-    """Returns nested values as JSON can represent them: NaN and infinities, which it does not have, become strings, and so does what is not a value.
+    """Returns nested values in a form that JSON can represent: NaN, infinities and objects of other types become strings, and arrays become lists.
 
     >>> as_json({"loss": float("nan"), "step": np.int32(3), "by_class": (0.5, -math.inf)})
     {'loss': 'nan', 'step': 3, 'by_class': [0.5, '-inf']}

@@ -16,7 +16,7 @@ import numpy as np
 from fitflax.leaves import on_host
 
 UNDEFINED = np.finfo(np.float32).min
-"""Stands for the NaN of a value over a total weight of 0 in a vector of values: it is no fault, but a NaN would set off `jax_debug_nans`."""
+"""Represents NaN in a vector of values for a value over a total weight of 0, which is valid; a NaN would trigger `jax_debug_nans`."""
 
 # Indices of the step's own values in its vector; the running metrics follow.
 STEP_LOSS, GRADIENTS_NORM, STEPS_SINCE_BAD = 0, 1, 2
@@ -195,12 +195,12 @@ def flat_name(group: str, key: str) -> str:
 
 
 def default_direction(name: str) -> Literal["min"] | None:
-    """Returns `"min"` if the log key is that of a loss, otherwise `None`, for unknown."""
+    """Returns `"min"` if the log key is that of a loss, otherwise `None`, because it is unknown."""
     return "min" if name == "loss" or name.endswith("_loss") else None
 
 
 def row_of(logs: Mapping[str, Any], *, only_recorded: bool) -> dict[str, Any]:
-    """Returns the values of an epoch to record, including those of its last validation if that was before the end of the epoch.
+    """Returns the values of an epoch to record, including those of its last validation if that ran before the end of the epoch.
 
     If `only_recorded`, values that are too large to keep for each epoch are dropped.
     """

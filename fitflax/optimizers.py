@@ -29,7 +29,7 @@ _Path = tuple[Any, ...]
 ONLY_RATE = "learning_rate"
 """The hyperparameter's name, and the label of the only rate of an optimizer without labels."""
 
-# The collection for the module's hyperparameters.
+# The collection of a module's hyperparameters.
 _COLLECTION = "hyperparams"
 
 # Keras's default learning rate, or None if Keras does not have the optimizer; optax has no defaults.
@@ -68,13 +68,13 @@ def get(name: str, learning_rate: Any = None) -> optax.GradientTransformation:
         raise OptimizerError(f"{name!r} has no default learning rate, because Keras does not have this optimizer. Pass learning_rate=.")
     rate = default if learning_rate is None else learning_rate if callable(learning_rate) else _checked_rate(learning_rate)
     static = tuple(parameter for parameter in inspect.signature(factory).parameters if parameter != "learning_rate")
-    # float32 whatever the parameters are: in bfloat16, 0.1 * 0.999 is 0.1 again.
+    # float32 for parameters of any dtype, because in bfloat16 0.1 * 0.999 is 0.1 again.
     injected = optax.inject_hyperparams(_keeping_dtypes(factory), static_args=static, hyperparam_dtype=jnp.float32)
     return cast(optax.GradientTransformation, injected(learning_rate=rate))
 
 
 def _keeping_dtypes(factory: Callable[..., optax.GradientTransformation]) -> Callable[..., optax.GradientTransformation]:
-    """Wraps an optimizer of optax so that its state keeps its dtypes, although float32 hyperparameters make float32 updates of bfloat16 gradients."""
+    """Wraps an optimizer of optax so that its state keeps its dtypes, although float32 hyperparameters turn bfloat16 gradients into float32 updates."""
 
     @functools.wraps(factory)
     def made(*arguments: Any, **options: Any) -> optax.GradientTransformation:
@@ -360,7 +360,7 @@ def _nodes_by_label(opt_state: Any) -> dict[str, tuple[_Path, Any]]:
 
 def _find_injected(tree: Any, name: str | None = ONLY_RATE, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
     if not any(map(_is_injected, jax.tree.leaves(tree, is_leaf=_is_injected))):
-        return  # Most trees are moments of parameters, whose paths are slow to compute.
+        return  # Most trees are moments of parameters, and computing their paths is slow.
     for place, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_injected):
         if _is_injected(node):
             if name is None or name in node.hyperparams:

@@ -41,7 +41,7 @@ _MODULE_FIELDS = ("parent", "name")
 _CLOUDPICKLED = ("module", "optimizer", "learning_rate", "loss", "callbacks", "_trained_with")
 # Parameters that belong to a trained model.
 _OF_TRAINED = ("module", "optimizer", "learning_rate", "loss")
-# Names in estimators that version 0.1 pickled.
+# The names of these classes in estimators that version 0.1 pickled.
 _Settings, _Trained, _Network, _Crossentropy, _Regression = EstimatorSettings, EstimatorTrainer, Network, Crossentropy, Regression
 
 _SEVERAL_OUTPUTS = "The module of an estimator must return one array, such as logits. It returned {}. Return only that array, or use Trainer."
@@ -214,7 +214,7 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
         """Returns the module's outputs, float64 `[n, outputs]`."""
         check_is_fitted(self)
         x = validate_data(self, x, reset=False, allow_nd=True, dtype=self.dtype)
-        # Full batches only: one compiled step, and predictions do not depend on the number of examples.
+        # Only full batches, so that one step is compiled and predictions do not depend on the number of examples.
         rows = len(x)
         if missing := -rows % self.batch_size:
             x = np.concatenate([x, np.repeat(x[-1:], missing, axis=0)])
@@ -234,7 +234,7 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        if "_trained_with" in state:  # Only what has changed, because functions are not equal to their copies.
+        if "_trained_with" in state:  # Keep only values that have changed, because functions are not equal to their copies.
             state = {**state, "_trained_with": {name: used for name, used in self._trained_with.items() if not _is_same(getattr(self, name), used)}}
         return {name: Portable(value) if name in _CLOUDPICKLED else value for name, value in state.items()}
 

@@ -70,7 +70,7 @@ class AxisNames:
         return cls({path: tuple(spec) for path, spec in specs.items()}, of_mesh=frozenset(of_mesh))
 
     def without_missing(self, axes: Collection[str], named: Collection[str]) -> "AxisNames":
-        """Returns the names without axes that the mesh lacks, for arrays in `of_mesh`; `axes` are those of the mesh, and `named` have rules.
+        """Returns the names without axes that the mesh lacks, for arrays in `of_mesh`. `axes` are the axes of the mesh, and `named` are names that have rules.
 
         >>> names = AxisNames({"a": (None, "model"), "b": (("data", "model"),), "c": ("model",)}, of_mesh=frozenset("ab"))
         >>> names.without_missing(["data"], []).by_path
@@ -431,7 +431,7 @@ class Batch(NamedTuple):
     def nbytes(self) -> int:
         """The size of all parts except the mask, in bytes."""
         x, y, _, weights = self
-        if type(x) is np.ndarray and type(y) is np.ndarray and weights is None:  # A fast path, for each step.
+        if type(x) is np.ndarray and type(y) is np.ndarray and weights is None:  # A fast path, because this is computed in each step.
             return int(x.nbytes + y.nbytes)
         return sum(leaf.nbytes for leaf in jax.tree.leaves((x, y, weights)))
 

@@ -1,4 +1,4 @@
-"""`Trainer`, the facade: it checks arguments and delegates; steps and loops are elsewhere."""
+"""`Trainer`, the facade: it checks arguments and calls the steps and loops, which are in other modules."""
 
 import contextlib
 import dataclasses
@@ -97,7 +97,7 @@ class _Optimizer(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
 
 
 def _syncs_model(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
-    """Returns a trainer method that first reads the variables of a model that holds them (NNX), and finally writes the newest ones back."""
+    """Wraps a method of the trainer: reads the variables of an NNX module before it, and writes the newest ones back after it."""
 
     @functools.wraps(method)
     def call(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:

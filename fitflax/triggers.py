@@ -1,6 +1,6 @@
 """Triggers say *when* something happens, as values that can be combined, compared and saved.
 
-A trigger is a pure function of a `Moment`, which has the time; the `Schedule` that runs it remembers the last firing, so callbacks can share triggers.
+A trigger is a pure function of a `Moment` and the time when it last fired. The `Schedule` that runs it remembers that time, so callbacks can share triggers.
 """
 
 import abc
@@ -277,7 +277,7 @@ class Schedule:
         return {"since": [seconds - last for last in self._last]}
 
     def load_state_dict(self, state: dict[str, Any], seconds: float) -> None:
-        """Restores a `state_dict`, with `seconds` as the current time. The state of a different trigger is ignored."""
+        """Restores a `state_dict`, with `seconds` as the current time. Ignores the state of a trigger with another number of parts."""
         since = list(state.get("since", ()))
         if len(since) == len(self._last):
             self._last = [seconds - float(value) for value in since]

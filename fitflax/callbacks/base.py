@@ -142,7 +142,7 @@ class Callback:
     may_skip_batches: bool = False
     may_prefetch: bool = False
     _own_schedule: Schedule | None = None
-    # The arguments in `state_key`, and the attributes that have them. Of a path only the name, because a run's directory may be moved before a resume.
+    # The arguments in `state_key`, and the attributes that hold them. Only the name of a path, because a run's directory may be moved before a resume.
     _key_arguments: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -152,7 +152,7 @@ class Callback:
             cls.__init__ = keras_names.with_hints(cls.__name__, keras_names.CALLBACKS, CallbackError)(vars(cls)["__init__"])  # type: ignore[method-assign]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the attributes to pickle: all but the trainer and those that belong to its running call."""
+        """Returns the attributes to pickle: all except the trainer and those of its current call."""
         own = {name: value for name, value in vars(self).items() if name not in ("trainer", "params", "_own_schedule")}
         return {name: None if isinstance(value, Saver) else value for name, value in own.items()}
 

@@ -74,7 +74,7 @@ class BestCheckpoint(StoreCallback):
         self.initial_value = initial_value
         self._monitor = Monitor("BestCheckpoint", monitor, mode)
         self._in_fit = False
-        # Pairs (value, step), the best first. `_closing` is what a run that ended inside an epoch saved after its last checkpoint.
+        # Pairs (value, step), the best first. `_closing` was saved by a run that ended inside an epoch, after its last checkpoint.
         self._kept: list[tuple[float, int]] = []
         self._closing: tuple[float, int] | None = None
         self._saving: tuple[float, int] | None = None
@@ -119,12 +119,12 @@ class BestCheckpoint(StoreCallback):
         return [(value, saved) for value, saved in values if value is not None and value == value]
 
     def _drop_failed_saves(self) -> None:
-        """Reads from disk what is kept, after a failed save. An earlier checkpoint may be the best again."""
+        """After a failed save, reads from disk which checkpoints are kept. An earlier one may be the best again."""
         if self._saver is not None and self._saver.has_lost:
             self._reload()
 
     def _reload(self) -> None:
-        with contextlib.suppress(CheckpointError):  # The disk is unavailable, which the failed save has reported.
+        with contextlib.suppress(CheckpointError):  # The failed save has already reported that the disk is unavailable.
             self._keep_best_of(self._on_disk())
 
     def _keep_best_of(self, entries: list[tuple[float, int]]) -> None:
@@ -158,7 +158,7 @@ class BestCheckpoint(StoreCallback):
 
     @override
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
-        # Delete nothing: a resume from the last checkpoint of the whole run, which does not have this value, needs the ones listed there.
+        # Delete nothing: the last checkpoint of the whole run does not have this value, and a resume from it needs the checkpoints that it lists.
         value = self._candidate(checkpoint.logs, checkpoint.step)
         if value is not None and checkpoint.step not in self._kept_steps:
             self._closing = (value, checkpoint.step)
@@ -186,7 +186,7 @@ class BestCheckpoint(StoreCallback):
     @override
     def run_was_saved(self) -> None:
         if self._referenced - self._kept_steps and self._saver is not None and not self._saver.has_lost:
-            # Queued behind the save in progress, which lists the steps that are needed from then on.
+            # Queued after the current save, whose checkpoint lists the steps that a resume from it needs.
             self._saver.submit(functools.partial(self.store.retain, self.owner, self._kept_steps), is_save=False)
         self._referenced = self._kept_steps
 
@@ -217,7 +217,7 @@ class BestCheckpoint(StoreCallback):
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         kept = [(float(value), int(step)) for value, step in state["kept"]]
-        # Those that were replaced by a better one are not lost: a run that resumes from an older checkpoint will reach the better one again.
+        # A checkpoint that a better one has replaced is not lost: a run that resumes from an older checkpoint will reach the better one again.
         gone = self.store.lost(self.owner, [step for _, step in kept])
         self._kept = [entry for entry in kept if entry[1] not in gone]
         if gone:
@@ -226,6 +226,6 @@ class BestCheckpoint(StoreCallback):
                 "remaining ones."
             )
         self._referenced = self._kept_steps
-        if self.store.steps():  # Delete what a killed process did not. `load_closing` may need the resumed step.
+        if self.store.steps():  # Delete checkpoints that a killed process did not delete. `load_closing` may need the resumed step.
             self.store.retain(self.owner, self._referenced | ({self._resumed_step} & set(self.store.wanted(self.owner))))
         self._monitor.direction = self._monitor.mode or state["direction"]

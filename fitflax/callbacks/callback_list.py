@@ -1,7 +1,7 @@
 """The order in which callbacks are called: `CallbackList` in `fit`, `evaluate` and `predict`, and `serial` in loops without a trainer.
 
-In each event come callbacks that change metrics or parameters, then most others as listed, then those that act on a monitored value, then those that record,
-and, once everything up to this step is on disk, those that save the run.
+Each event first calls callbacks that change metrics or parameters, then most others as listed, those that act on a monitored value, and those that record.
+Callbacks that save come last, after everything up to this step is on disk.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ class CallbackList:
         self._active = [callback for callback in self._all if not (callback.main_process_only and jax.process_index())]
         self._hooks = {name: [getattr(callback, name) for callback in self._active if overrides(callback, name)] for name in HOOKS}
         self._schedules: list[tuple[Callback, Schedule]] = []
-        # One dict for all callbacks. An evaluation adds its number of steps.
+        # One dict, which all callbacks share. An evaluation adds its number of steps.
         self.params: dict[str, Any] = {}
         self._spent = TimeSpent()
         self._is_closed = False
@@ -77,7 +77,7 @@ class CallbackList:
             return
         logs = arguments[-1]
         if isinstance(logs, Logs) and logs.source is not None:
-            logs.source.wait()  # So that running steps are not counted as time of callbacks.
+            logs.source.wait()  # Otherwise, the time of running steps would count as time of callbacks.
         for method in methods:
             self._timed(method, *arguments)
 
@@ -92,9 +92,9 @@ class CallbackList:
     @property
     def alike(self) -> dict[str, Any]:
         """Settings that must be the same in all processes: what steps keep, the triggers of callbacks, and the directories of checkpoints."""
-        due = [f"{type(each).__name__} {each.every}" for each in self._all if each.every is not None]
+        triggers = [f"{type(each).__name__} {each.every}" for each in self._all if each.every is not None]
         places = [str(each.saves_as[0]) for each in self._all if each.saves_as is not None]
-        return {"step values that callbacks read": self.keep, "callback triggers": due, "checkpoint directories": places}
+        return {"step values that callbacks read": self.keep, "callback triggers": triggers, "checkpoint directories": places}
 
     @property
     def saves(self) -> bool:
@@ -153,7 +153,7 @@ class CallbackList:
         return min((schedule.next_seconds for _, schedule in self._schedules), default=math.inf)
 
     def due(self, moment: Moment) -> set[int]:
-        """Returns the `id()` of each callback whose trigger fires."""
+        """Returns the `id()` of each callback whose trigger fires at `moment`."""
         return {id(callback) for callback, schedule in self._schedules if schedule.due(moment)}
 
     def on_checkpoint(self, checkpoint: Checkpoint, due: set[int]) -> None:
@@ -164,11 +164,11 @@ class CallbackList:
         failure: BaseException | None = None
 
         def wants(callback: Callback) -> bool:
-            is_due = not checkpoint.run.position.is_repeat and (callback.every is None or id(callback) in due)
-            return overrides(callback, "on_checkpoint") and (is_due or callback.wants(checkpoint))
+            has_fired = not checkpoint.run.position.is_repeat and (callback.every is None or id(callback) in due)
+            return overrides(callback, "on_checkpoint") and (has_fired or callback.wants(checkpoint))
 
         def sync() -> None:
-            checkpoint.run.finish_steps()  # So that running steps are not counted as time of saving.
+            checkpoint.run.finish_steps()  # Otherwise, the time of running steps would count as time of saving.
             with self._spent.on("saving"):
                 self.sync()
 
@@ -407,5 +407,5 @@ def serial(*steps: Callable[[Any], Any]) -> Serial:
             raise ConfigError(f"serial() takes functions from a checkpoint to a checkpoint. Received: {step!r}.")
         if isinstance(step, Callback):
             step.check_alone()
-    # Flattened, so that a callback that saves is preceded by all earlier ones in one list.
+    # Flattened, so that a callback that saves finds all earlier ones in the same list.
     return Serial([part for step in steps for part in (step.parts if isinstance(step, Serial) else (step,))])

@@ -18,7 +18,7 @@ from fitflax.logs import Logs, default_direction
 
 
 class Monitor:
-    """Reads the value of one log key, and knows which of two values is better.
+    """Reads the value of one log key, and determines which of two values is better.
 
     `owner` is the callback's name for errors. `direction` is `None` before the first value if the metric declares it.
     """
@@ -100,7 +100,7 @@ class MonitorCallback(Callback):
 
     @override
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
-        # A validation in the middle of an epoch; those at its end come with on_epoch_end.
+        # Only validations inside an epoch; `on_epoch_end` observes those at its end.
         if not checkpoint.epoch_ends and self._monitor.key in checkpoint.evaluated:
             self._observe_logs(checkpoint.epoch, checkpoint.logs)
 

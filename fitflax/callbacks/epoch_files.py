@@ -1,7 +1,7 @@
 """`CSVLogger` and `JSONLogger` write the logs of each epoch to one file, and continue the file after a resume.
 
-Other programs may replace, truncate or delete the file during the run, such as `sed -i`, rsync and sync clients. All rows are also in memory, and those of a
-resumed run in its history, so the file is written again.
+Other programs, such as `sed -i`, rsync and sync clients, may replace, truncate or delete the file during the run. It can then be written again, because all
+rows are also in memory, and the history of a resumed run has its earlier rows.
 """
 
 import abc
@@ -48,12 +48,12 @@ class EpochFile(Callback):
         self.path = locate(path, owner=f"{type(self).__name__}(path)", error=ConfigError, options=storage_options)
         self.append = append
         self._rows: list[Any] = []  # The rows that are in the file, or will be when the next one is written.
-        self._file: TextIO | None = None  # Open from the first row of a run on.
+        self._file: TextIO | None = None  # Open after the first row of a run.
         self._written: tuple[int, int, int] | None = None  # Device, inode and size after the last row.
         self._has_warned = False
         self._first_row = 0  # The index of this run's first row; earlier ones are of other runs.
         self._num_loaded = 0  # The rows that the resumed run had written before its checkpoint.
-        # For a file in a bucket, from its first row on.
+        # Only for a file in a bucket; the thread starts with its first row.
         self._thread: Background | None = None
         self._failure: BaseException | None = None
 
@@ -87,7 +87,7 @@ class EpochFile(Callback):
 
     @override
     def open_run(self, run_id: str, step: int) -> None:
-        self._prepare()  # Here already, so that its errors are raised before any directory of checkpoints is changed.
+        self._prepare()  # Called here as well, so that its errors are raised before any directory of checkpoints is changed.
 
     @override
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:
@@ -179,7 +179,7 @@ class EpochFile(Callback):
         if isinstance(self.path, ObjectPath):
             self._raise_failure()
             self._thread = self._thread or Background("fitflax-epoch-file", on_error=self._fail)
-            self._thread.clear()  # Writes that wait are a part of this one.
+            self._thread.clear()  # Queued writes have fewer rows than this one, so they are not needed.
             self._thread.submit(functools.partial(self.path.write_bytes, self._contents().encode()))
             return
         with self._disk_errors("write"):
@@ -204,7 +204,7 @@ class EpochFile(Callback):
         target = path.resolve()  # Write to the target of a symbolic link.
         temporary = target.with_name(f".{target.name.lstrip('.')}.tmp-{PROCESS}")
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)  # It may be gone, too.
+            target.parent.mkdir(parents=True, exist_ok=True)  # The directory may have been deleted as well.
             with temporary.open("w", newline="", encoding="utf-8") as file:
                 file.write(self._contents())
                 file.flush()
@@ -270,10 +270,10 @@ class EpochFile(Callback):
 def _prepare_path(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     target = path.resolve()
-    for litter in target.parent.glob(f".{glob.escape(target.name.lstrip('.'))}.tmp-*"):
-        litter.unlink(missing_ok=True)  # Left by a process that was killed while writing.
+    for leftover in target.parent.glob(f".{glob.escape(target.name.lstrip('.'))}.tmp-*"):
+        leftover.unlink(missing_ok=True)  # From a process that was killed while writing.
     if path.exists():
-        path.open("ab").close()  # Fails if the file cannot be written; changes nothing.
+        path.open("ab").close()  # Fails if the file cannot be written. It does not change the file.
 
 
 def _identity(file: Path | int) -> tuple[int, int, int] | None:
@@ -311,8 +311,8 @@ class CSVLogger(EpochFile):
 
     _kind = "CSV"
     _count_name = "rows"
-    _columns: Sequence[str] = ()  # Those of the file, or of the file that will be written.
-    _known_columns: Sequence[str] = ()  # Those of the resumed checkpoint.
+    _columns: Sequence[str] = ()  # Columns of the file, or of the file that will be written.
+    _known_columns: Sequence[str] = ()  # Columns in the checkpoint that the run resumes from.
 
     def __init__(self, path: str | os.PathLike[str], *, append: bool = False, storage_options: Mapping[str, Any] | None = None) -> None:
         super().__init__(path, append=append, storage_options=storage_options)

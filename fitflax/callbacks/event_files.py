@@ -32,7 +32,7 @@ class EventFiles:
     """
 
     def __init__(self, directory: Path, run_id: str, first_step: int, *, mark: str = "", mirror: Mirror | None = None) -> None:
-        # Not in the thread, because this imports PyTorch if it is installed, which takes seconds, and other threads must not see it half imported.
+        # Imported here and not in the thread: this imports PyTorch if it is installed, which takes seconds, and other threads must not see it half imported.
         importlib.import_module("tensorboardX.event_file_writer")
         self.directory = directory
         self._run_id = run_id
@@ -41,7 +41,7 @@ class EventFiles:
         self._mirror = mirror
         self._writers: dict[str, Any] = {}
         self._files: dict[str, tuple[Path, os.stat_result]] = {}  # The open file of each writer, and its last status.
-        self._lost: list[Path] = []  # Files that were replaced, truncated or deleted, until the warning.
+        self._lost: list[Path] = []  # Files that were replaced, truncated or deleted.
         self._has_warned = False
         self._thread = Background("fitflax-tensorboard", on_error=self._fail)
         self._failure: BaseException | None = None
@@ -93,7 +93,7 @@ class EventFiles:
         self._failure = error
 
     def _drop_lost_files(self) -> None:
-        """Closes the writers whose files are gone. The next event of their group opens a new file."""
+        """Closes the writers whose files were replaced, truncated or deleted. The next event of their group opens a new file."""
         for group in list(self._files):
             if not self._is_intact(group):
                 path, _ = self._files.pop(group)
@@ -147,7 +147,7 @@ class EventFiles:
         writer = EventsWriter(os.path.join(directory, "events"), filename_suffix=f".{number:05d}.{self._run_id}{self._mark}")
         path = Path(writer._file_name)  # There is no public attribute.
         self._files[group] = path, path.stat()
-        if not self._mark and not self._lost:  # A new session would make readers discard what is left of the lost file.
+        if not self._mark and not self._lost:  # The start of a session would make readers discard the rest of the lost file.
             writer.write_event(Event(wall_time=time.time(), step=self._purge_step, session_log=SessionLog(status=SessionLog.START)))
         return writer
 
@@ -199,7 +199,7 @@ def directory_of(directory: Path, group: str) -> Path:
 
 
 def files_of(directory: Path, run_id: str, ending: str = "*") -> list[Path]:
-    """Returns the event files of a run in `directory` and its subdirectories whose names end with the mark `ending`, by default any or none."""
+    """Returns the event files of a run in `directory` and its subdirectories. The pattern `ending` selects their marks; by default, any or none."""
     return sorted(directory.rglob(f"*.tfevents.*.{run_id}{ending}"))
 
 

@@ -132,13 +132,13 @@ class History(Callback):
 
     @override
     def close(self) -> None:
-        # A notebook keeps what a cell returns, and must not keep the trainer's state with it.
+        # A notebook keeps the history that a cell returns. Without this, it would also keep the trainer's state.
         vars(self).pop("trainer", None)
 
     @property
     @override
     def state_key(self) -> str:
-        return "History"  # For subclasses, too, so that people find the rows in checkpoints under this name.
+        return "History"  # Also for subclasses, so that the rows always have this key in checkpoints.
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class ReduceLROnPlateau(MonitorCallback):
         self.wait = 0
         self.best: float | None = None
         self._cooldown_left = 0
-        self._epoch_rate: float | None = None  # The learning rate at the end of an epoch, whose reading waits for the device.
+        self._epoch_rate: float | None = None  # The learning rate at the end of an epoch, kept because reading it waits for the device.
 
     @override
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:

@@ -79,7 +79,7 @@ class StoreCallback(Callback):
         return None if step is None else self.store.path(step)
 
     def _open_plain_run(self, checkpoint: Checkpoint) -> None:
-        """Opens the run of a checkpoint if this callback is used as a plain function. The run may continue one that ended, with another saver."""
+        """Opens the run of a checkpoint if this callback is used as a plain function. A run that ended may have been continued with another saver."""
         continues = self._plain_run.continues(checkpoint)
         if checkpoint.run.saver is not self._saver:
             self.enter_run(checkpoint.run.saver)
@@ -92,7 +92,7 @@ class StoreCallback(Callback):
 
     @contextlib.contextmanager
     def _warn_on_failure(self) -> Iterator[None]:
-        """Turns errors of saves into warnings if `on_save_error` is `"warn"`, except that another run took the directory."""
+        """Turns errors of saves into warnings if `on_save_error` is `"warn"`, except the error that another run is using the directory."""
         try:
             yield
         except CheckpointError as error:
@@ -161,7 +161,7 @@ class ModelCheckpoint(StoreCallback):
         super().open_run(run_id, step)
         self._steps = self._steps_to_keep(self.store.wanted(self.owner))
         if self.store.steps():
-            self.store.retain(self.owner, self._steps)  # Delete what a process that was killed during a save did not.
+            self.store.retain(self.owner, self._steps)  # Delete checkpoints that a process that was killed during a save did not delete.
 
     @property
     @override

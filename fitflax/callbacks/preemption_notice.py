@@ -1,4 +1,4 @@
-"""`PreemptionNotice`: saves a run when the machine is about to be preempted and announces that otherwise than by SIGTERM."""
+"""`PreemptionNotice`: saves a run before the machine is preempted, after a notice other than SIGTERM."""
 
 import json
 import os
@@ -70,7 +70,7 @@ class PreemptionNotice(Callback):
         self._previous_handler: Any = None
         self._thread: threading.Thread | None = None
         self._stop_event: threading.Event | None = None
-        # The thread's last error, of which there is one warning.
+        # The thread's last error. There is one warning in a run.
         self._last_error: str | None = None
         self._has_warned = False
 
@@ -98,7 +98,7 @@ class PreemptionNotice(Callback):
                 if has_notice():
                     preempt()
                     return
-            except Exception as error:  # noqa: BLE001 (a user's function, or anything between here and a server)
+            except Exception as error:  # noqa: BLE001 (a custom function, or the network, can raise anything)
                 self._last_error = f"{type(error).__name__}: {error}"
             if stop_event.wait(self.seconds):
                 return
@@ -142,7 +142,7 @@ _GCE_NOTICES = {"preempted": "TRUE", "maintenance-event": "TERMINATE_ON_HOST_MAI
 
 
 def _fetch(url: str, headers: Mapping[str, str], *, method: str = "GET") -> str | None:
-    """Returns the answer of a metadata server; `None` for status 404."""
+    """Returns the response of a metadata server; `None` for status 404."""
     request = urllib.request.Request(url, headers=dict(headers), method=method)
     try:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=_TIMEOUT_SECONDS) as answer:

@@ -53,17 +53,16 @@ class ProgressBar(Callback):
         self._in_fit = False
         self._epoch = 0
         self._steps = 0
-        # The run's first step; the epoch whose name was printed; the time and step at which the epoch began; the same for an evaluation, with its batches.
-        self._first_step = 0
-        self._announced: int | None = None
-        self._epoch_begin, self._epoch_first = time.monotonic(), 0
-        self._test_begin, self._test_batches = time.monotonic(), 0
+        self._first_step = 0  # The run's first step.
+        self._announced: int | None = None  # The epoch whose name was printed last.
+        self._epoch_begin, self._epoch_first = time.monotonic(), 0  # The time and the step in the epoch at which this run began the epoch.
+        self._test_begin, self._test_batches = time.monotonic(), 0  # The time at which the evaluation began, and its finished batches.
         self._shown: Any = None
         self._next_refresh = 0.0
 
     @property
     def _stream(self) -> TextIO | Screen:
-        # Looked up late, because pytest and notebooks replace standard output.
+        # Read at each call, because pytest and notebooks replace standard output.
         return self._screen or self.file or sys.stdout
 
     @property
@@ -79,7 +78,7 @@ class ProgressBar(Callback):
             self._screen = Screen(seconds=self.refresh_seconds)
 
     def _make_bar(self, description: str, total: int | None, *, leave: bool, position: int = 0) -> Any:
-        from tqdm import tqdm  # Here, to keep `import fitflax` fast.
+        from tqdm import tqdm  # Imported here, to keep `import fitflax` fast.
 
         return tqdm(
             total=total,
@@ -117,7 +116,7 @@ class ProgressBar(Callback):
     def on_train_begin(self, logs: Mapping[str, Any]) -> None:
         self._in_fit, self._announced = True, None
         self._first_step = self.trainer.step
-        # For a resume that enters an epoch in its middle, which does not call `on_epoch_begin`.
+        # For a resume inside an epoch, which does not call `on_epoch_begin`.
         self._epoch_begin, self._epoch_first = time.monotonic(), int(self.params.get("first_step_in_epoch") or 0)
         self._steps = self._epoch_first
         self._open()
@@ -185,8 +184,8 @@ class ProgressBar(Callback):
             self._epoch = epoch
             if self._announced != epoch:  # A resume began inside the epoch.
                 self._line(self._epoch_name())
-            made = self._steps - self._epoch_first
-            self._line(_keras_line(self._steps, self.params.get("steps") or self._steps, time.monotonic() - self._epoch_begin, made, logs))
+            num_steps = self._steps - self._epoch_first
+            self._line(_keras_line(self._steps, self.params.get("steps") or self._steps, time.monotonic() - self._epoch_begin, num_steps, logs))
 
     @override
     def on_train_end(self, logs: Mapping[str, Any]) -> None:
@@ -281,7 +280,7 @@ def _text(logs: Mapping[str, Any]) -> str:
 
 
 def _available_width(bar: Any) -> float:
-    """Returns the number of characters that fit behind a bar in the terminal."""
+    """Returns the number of characters that fit after a bar in the terminal."""
     shape = {**bar.format_dict, "postfix": ""}
     return shape["ncols"] - 1 - len(bar.format_meter(**{**shape, "ncols": None})) - len(", ") if shape["ncols"] else math.inf
 
@@ -314,9 +313,9 @@ def _lines(text: str, width: int) -> str:
     return ",\n".join(lines)
 
 
-def _keras_line(done: int, total: int, seconds: float, made: int, logs: Mapping[str, Any]) -> str:
+def _keras_line(done: int, total: int, seconds: float, num_steps: int, logs: Mapping[str, Any]) -> str:
     """Returns an epoch's line in the form of Keras's `verbose=2`."""
-    each = seconds / made if made else 0.0
+    each = seconds / num_steps if num_steps else 0.0
     pace = f"{each:.0f}s" if each >= 1 or not each else f"{each * 1e3:.0f}ms" if each >= 1e-3 else f"{each * 1e6:.0f}us"
     shown = [f"{key}: {_keras_number(value)}" for key, value in logs.items() if not getattr(value, "ndim", 0)]
     return " - ".join([f"{done}/{total}", f"{seconds:.0f}s", f"{pace}/step", *shown])
@@ -334,5 +333,5 @@ def _summary(steps: int, spent: Any) -> str:
     rate = spent.examples / max(stepping + spent.seconds["data"], 1e-9)
     parts = {"stepping": stepping, **spent.seconds}
     names = {"data": "waiting for data", "callbacks": "in callbacks"}
-    said = ", ".join(f"{seconds:.1f} s {names.get(what, what)}" for what, seconds in parts.items() if seconds >= 0.05)
-    return f"{steps} steps in {total:.1f} s{f' ({said})' if said else ''}, {rate:,.0f} examples/s while training."
+    times = ", ".join(f"{seconds:.1f} s {names.get(what, what)}" for what, seconds in parts.items() if seconds >= 0.05)
+    return f"{steps} steps in {total:.1f} s{f' ({times})' if times else ''}, {rate:,.0f} examples/s while training."

@@ -22,7 +22,7 @@ class Stamp(NamedTuple):
     """The training thread's time at a log point."""
 
     step: int
-    examples: int | None  # Used so far, if known.
+    examples: int | None  # The number of examples used so far; `None` if unknown.
     dispatched: float  # The time at which the training thread reached the step, in seconds.
     evaluating: float = 0.0  # Seconds spent in evaluations since the last stamp.
 

@@ -21,7 +21,7 @@ from fitflax.storage import ObjectPath, locate
 from fitflax.storage.parts import Mirror
 from fitflax.triggers import Trigger, at
 
-# For other steps, a run that ends before them warns that nothing was recorded.
+# With other steps, a run that ends before them warns that nothing was recorded.
 _DEFAULT_STEPS = (10, 14)
 
 
@@ -126,7 +126,7 @@ class SummaryLogger(Callback):
     def _write(self, checkpoint: Checkpoint, lines: Iterable[str]) -> None:
         if jax.process_index():
             return
-        # Looked up late, because pytest and notebooks replace standard output.
+        # Read at each call, because pytest and notebooks replace standard output.
         stream = self.file or sys.stdout
         # One write, so that the lines of a checkpoint stay together.
         stream.write("".join(f"Step {checkpoint.step:6d}: {line}\n" for line in lines))
@@ -245,7 +245,7 @@ class Watchdog(Callback):
         self.seconds = float(seconds)
         self._file = file
         self._num_events = 0
-        self._has_begun = False  # Whether `trainer` is that of this run.
+        self._has_begun = False  # Whether `trainer` is the trainer of this run.
         self._token: object = None  # The token of the current thread; threads with another one end.
 
     @override
@@ -343,7 +343,7 @@ class Profiler(Callback):
     def open_run(self, run_id: str, step: int) -> None:
         self._start_step, self._has_recorded = step, False
         first, last = self.steps
-        # The trigger counts from the beginning of the run, not of this call.
+        # Triggers count from the beginning of the run, not of this call of `fit`.
         self.every = at(*{self._start_step + first - 1, self._start_step + last} - {0})
 
     @override
@@ -387,5 +387,5 @@ class Profiler(Callback):
     def on_train_end(self, logs: Mapping[str, Any]) -> None:
         if self._is_recording:
             self._stop()
-        elif self.steps != _DEFAULT_STEPS and not self._has_recorded and 0 < (made := self.trainer.step - self._start_step) < self.steps[0]:
-            warn(f"Profiler recorded nothing: the run ended after {made} steps, before step {self.steps[0]}. Pass an earlier steps=(first, last).")
+        elif self.steps != _DEFAULT_STEPS and not self._has_recorded and 0 < (num_steps := self.trainer.step - self._start_step) < self.steps[0]:
+            warn(f"Profiler recorded nothing: the run ended after {num_steps} steps, before step {self.steps[0]}. Pass an earlier steps=(first, last).")

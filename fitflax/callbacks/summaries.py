@@ -93,8 +93,8 @@ class _StaticDraw:
 
     def __init__(self, draw: Callable[..., Any]) -> None:
         self.draw = draw
-        fn = getattr(draw, "func", draw)  # Of a functools.partial.
-        fn = getattr(fn, "__func__", fn)  # Of a method.
+        fn = getattr(draw, "func", draw)  # The function of a `functools.partial`.
+        fn = getattr(fn, "__func__", fn)  # The function of a method.
         self._code = getattr(fn, "__code__", fn)
 
     def __eq__(self, other: object) -> bool:

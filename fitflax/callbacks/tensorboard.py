@@ -26,7 +26,7 @@ from fitflax.storage.paths import path_component
 from fitflax.triggers import Schedule, Trigger
 from fitflax.triggers import every as make_every
 
-# The mark of files with values that a run that ended inside an epoch wrote after its last checkpoint. A resume deletes them.
+# The mark of files that a run that ended inside an epoch wrote after its last checkpoint. A resume that continues the epoch deletes them.
 CLOSING = ".closing-"
 
 
@@ -122,17 +122,17 @@ class TensorBoard(RunLogger):
             self._local.mkdir(parents=True, exist_ok=True)
             for group in self._groups:
                 path = directory_of(self._local, group)
-                if path.exists() and not path.is_dir():  # It would fail at the first validation.
+                if path.exists() and not path.is_dir():  # Otherwise, the error would occur at the first validation.
                     raise CallbackError(
                         f"TensorBoard needs a subdirectory for {group!r}, but {path} is a file. Rename the validation set, or pass another directory."
                     )
-            trim(self._local, run_id, step or -1)  # A run that begins again drops everything, including what it wrote at step 0.
+            trim(self._local, run_id, step or -1)  # A run that starts over drops all its events, including those at step 0.
             is_new = not files_of(self._local, run_id, "")
         except OSError as error:
             raise CallbackError(f"TensorBoard cannot use {self.directory}: {error}. Pass a writable directory.") from error
         self._run_id = run_id
         self._files = EventFiles(self._local, run_id, step, mirror=self._mirror)
-        # The loop uses this clock, too.
+        # The training loop uses the same clock.
         self._schedules = {name: Schedule(trigger, time.monotonic()) for name, trigger in self._triggers.items()}
         self._plain_run = None
         self._reset(step)
@@ -199,13 +199,13 @@ class TensorBoard(RunLogger):
         assert self._files is not None
         self._describe(self._files, checkpoint)
         moment = checkpoint.run.position.moment
-        due = {name for name, schedule in self._schedules.items() if schedule.due(moment)}
+        fired = {name for name, schedule in self._schedules.items() if schedule.due(moment)}
         self._write_evaluations(self._files, checkpoint)
         # The loop's schedule and those here read the clock at slightly different times. If only the loop's fired, write values.
-        if "values" in due or checkpoint.epoch_ends or not (due or checkpoint.evaluations):
+        if "values" in fired or checkpoint.epoch_ends or not (fired or checkpoint.evaluations):
             self._write_training(self._files, checkpoint)
             self._write_sown(self._files, checkpoint)
-        if "histograms" in due:
+        if "histograms" in fired:
             self._write_histograms(self._files, checkpoint)
         if self._plain_run is not None and checkpoint.is_last:
             self._files.sync()  # A loop without a trainer may never call `close`.
@@ -214,7 +214,7 @@ class TensorBoard(RunLogger):
     def on_closing(self, checkpoint: Checkpoint, epoch: int, logs: Mapping[str, Any]) -> None:
         if self._files is not None:
             self._describe(self._files, checkpoint)
-        self._drop_closing(checkpoint.step)  # Left by a process that was killed right after this, before its epoch's row was saved.
+        self._drop_closing(checkpoint.step)  # From a process that was killed after it wrote these files, before the epoch's row was saved.
         files = EventFiles(self._local, str(self._run_id), self._first_step, mark=f"{CLOSING}{checkpoint.step}", mirror=self._mirror)
         try:
             self._write_evaluations(files, checkpoint)
@@ -282,7 +282,7 @@ class TensorBoard(RunLogger):
         files.submit(write_all)
 
     def _describe(self, files: EventFiles, checkpoint: Checkpoint) -> None:
-        """Writes the environment and hyperparameters, once in a process."""
+        """Writes the environment once per process, and the hyperparameters once per run."""
         if self._is_described:
             return
         self._is_described = True
@@ -295,7 +295,7 @@ class TensorBoard(RunLogger):
         def write_all(write: Write) -> None:
             from tensorboardX import summary
 
-            if hyperparameters:  # Once in a run, not in every process.
+            if hyperparameters:  # Empty if the run already has event files.
                 for part in hyperparameter_summaries(hyperparameters, tags, now):
                     write("", 0, now, part)
             write("", step, now, summary.text("environment", environment))

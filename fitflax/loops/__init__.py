@@ -1,1 +1,1 @@
-"""When things happen: what a trainer keeps between calls, how a run is prepared, and its loops."""
+"""The loops: what a trainer keeps between calls, how a run is set up, and the order in which things happen in a run."""

@@ -1,4 +1,4 @@
-"""What the arguments of `Trainer` and `compile` configure: the task, whose program runs the steps. Each wrong argument is one clear error."""
+"""The task that the arguments of `Trainer` and `compile` configure, and checks of these arguments."""
 
 import copy
 import dataclasses
@@ -33,13 +33,13 @@ class CurrentTask:
 
     def __init__(self, make_task: MakeTask, strategy: Strategy) -> None:
         self.make_task, self.strategy = make_task, strategy
-        self.optimizer: optax.GradientTransformationExtraArgs | None = None  # Before `compile`.
+        self.optimizer: optax.GradientTransformationExtraArgs | None = None  # `None` before `compile`.
         self._given_optimizer: Any = None
-        self.program: Program | None = None  # Until it is needed.
+        self.program: Program | None = None  # `None` until it is needed.
         self.pad = True  # Whether short batches are padded.
         self.feeder = make_feeder(strategy, pad=True)
         self.steps_per_call: int | None = 1  # `None` for one or several, whichever is faster.
-        self.choice: str | None = None  # Message about which of them was.
+        self.choice: str | None = None  # A message about what `steps_per_call="auto"` chose.
         self.described: dict[str, Any] = {}  # Arguments of `compile` as numbers and strings.
 
     @property
@@ -53,7 +53,7 @@ class CurrentTask:
         return self.any_program().task.numerics
 
     def need_compiled(self, what: str) -> Program:
-        """Returns the program."""
+        """Returns the program; raises `NotReadyError` before `compile`."""
         if self.optimizer is None or self.program is None:
             raise NotReadyError(f"{what} requires a compiled trainer. Call compile(optimizer, loss, metrics) first.")
         return self.program
@@ -102,22 +102,25 @@ class CurrentTask:
         self.optimizer = self.program = None
 
     def copy(self, make_task: MakeTask | None) -> "CurrentTask":
-        """Returns a copy that shares the compiled steps; with `make_task`, one that makes its own task, whose steps are compiled again."""
+        """Returns a copy that shares the compiled steps. With `make_task`, the copy has a new task, whose steps are compiled again."""
         other, accumulate_steps = copy.copy(self), 1
         other.make_task, other.choice = make_task or self.make_task, None
         if self.program is not None:
             task = self.program.task
             accumulate_steps = task.numerics.accumulate_steps
             if make_task is not None:
-                own = make_task(objective=task.objective, optimizer=task.optimizer, numerics=task.numerics)
-                other.program = Program(own, run_eagerly=self.program.runs_eagerly, eval_params=self.program.eval_params.custom)
+                new_task = make_task(objective=task.objective, optimizer=task.optimizer, numerics=task.numerics)
+                other.program = Program(new_task, run_eagerly=self.program.runs_eagerly, eval_params=self.program.eval_params.custom)
         other.feeder = make_feeder(self.strategy, pad=self.pad, accumulate_steps=accumulate_steps)
         return other
 
 
 @dataclasses.dataclass(frozen=True)
 class RestoreOptions:
-    """Arguments of `Trainer.restore`: which part of a checkpoint is restored, and how. To resume a run, the model must be of the same kind, linen or NNX."""
+    """Arguments of `Trainer.restore`: which part of a checkpoint is restored, and how.
+
+    `is_resume` requires a checkpoint of the same kind of model, linen or NNX.
+    """
 
     weights_only: bool = False
     partial: bool = False
@@ -163,7 +166,7 @@ def optimizer_of(optimizer: Any, learning_rate: Any = None) -> optax.GradientTra
 
 
 def _eval_params_of(eval_params: Any, ema_decay: Any, optimizer: Any) -> Any:
-    """Returns `eval_params`, or by default that of a schedule-free optimizer, unless averages are evaluated."""
+    """Returns `eval_params`. If it and `ema_decay` are `None`, returns the function for a schedule-free optimizer, if the optimizer is one."""
     if eval_params is not None and not callable(eval_params):
         raise ConfigError(f"compile(eval_params=...) takes a function (opt_state, params) -> params. Received: {eval_params!r}.")
     if eval_params is not None and ema_decay is not None:
@@ -182,7 +185,7 @@ def _check_single_device(strategy: Strategy) -> None:
 
 
 def _described(**given: Any) -> dict[str, Any]:
-    """Returns arguments as numbers and strings for messages; functions by name. `None` and objects without a name are left out."""
+    """Returns arguments as numbers and strings, and functions by name. Leaves out `None` and objects without a name."""
     plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in given.items()}
     simple = {name: value if isinstance(value, bool | int | float | str) else getattr(value, "__name__", None) for name, value in plain.items()}
     return {name: value for name, value in simple.items() if value is not None}
@@ -192,7 +195,7 @@ def _described(**given: Any) -> dict[str, Any]:
 
 
 def streams_of(owner: str, rngs: Any) -> Streams:
-    """Returns the names of random streams, given for initialization and training, or as a dict with the keys `init`, `train` and `eval`."""
+    """Returns the names of random streams. `rngs` names those of initialization and training, or is a dict with the keys `init`, `train` and `eval`."""
     if isinstance(rngs, Mapping):
         if set(rngs) - {"init", "train", "eval"}:
             raise ConfigError(f"{owner}(rngs=...) as a dict must have only the keys 'init', 'train' and 'eval'. Received: {list(rngs)}.")
@@ -231,7 +234,7 @@ def check_ensemble(owner: str, members: Any, strategy: Strategy, *, has_own: boo
 
 
 def check_called_with(owner: str, name: str, function: Any, *arguments: str, keywords: Sequence[str] = ()) -> None:
-    """Raises `ConfigError` unless an overridden method accepts these positional arguments and keywords, given by name."""
+    """Raises `ConfigError` unless an overridden method accepts positional arguments and keywords with these names."""
     try:
         signature = inspect.signature(function, follow_wrapped=False)  # The signature of a decorator may differ from that of the function it wraps.
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Passes over data without training: `Evaluation` adds metrics to checkpoints, `predict` and `predict_iter` return outputs."""
+"""Loops over data without training: `Evaluation` adds metrics to checkpoints, `predict` and `predict_iter` return outputs."""
 
 import contextlib
 import dataclasses
@@ -33,14 +33,14 @@ _BATCH_HOOK_SECONDS = 0.05
 
 
 class Interrupted(Exception):
-    """Leaves an evaluation after a signal; it never reaches users."""
+    """Ends an evaluation after a signal. It is always caught, so users never see it."""
 
 
 class Evaluation:
     """Evaluates a state over data. Called with a checkpoint, it returns a `Summary`, so several evaluations can be chained.
 
-    `steps` is the number of batches of an evaluation, `None` for all, and `name` that of the group of metrics. A signal ends an evaluation at its next
-    batch.
+    `steps` is the number of batches of an evaluation, or `None` for all, and `name` is the name of the group of metrics. A signal ends an evaluation
+    before its next batch.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Evaluation:
     def evaluate(self, get_state: Callable[[], TrainState]) -> dict[str, Any]:
         """Returns the metrics of a state, read from the device in one transfer at the end; raises `DataError` if there is no batch.
 
-        `get_state` is called once the first batch has been checked, which may decide how the state is laid out.
+        `get_state` is called after the first batch has been checked, because the check may change how the state is laid out.
         """
         hooks = self._callbacks
         hooks.params["test_steps"] = self._steps or self._source.all_batches
@@ -100,7 +100,7 @@ class Evaluation:
     def _evaluate_batches(self, get_state: Callable[[], TrainState], feed: Feed) -> Values:
         program, batch_hooks = self._program, _BatchHooks(self._callbacks)
         sums: Sums | None = None
-        used: Carry | None = None
+        carry: Carry | None = None
         values: Values | None = None
         collected = None
         batch, size = 0, 1
@@ -110,10 +110,10 @@ class Evaluation:
             fed = feed.next(size if size > 1 else None)
             if fed is None:
                 break
-            if sums is None or used is None:
+            if sums is None or carry is None:
                 self._session.state.check_batch(fed.batch)
                 state = get_state()
-                used = program.eval_carry(state)
+                carry = program.eval_carry(state)
                 self._dry_run(state, fed.batch)
                 sums, collected = program.empty_sums(train=False), program.collector(train=False)
                 # Only for arrays: other sources may be slow, and a call waits for all of its batches.
@@ -121,7 +121,7 @@ class Evaluation:
                 size = program.preparation.group_for("evaluate", fed.batch) if may_group else 1
             batch_hooks.begin(batch)
             group = _group_of(feed, fed, size, None if self._steps is None else self._steps - batch)
-            sums, values, rows = program.evaluate(used, sums, group, size)
+            sums, values, rows = program.evaluate(carry, sums, group, size)
             if collected is not None:
                 collected.add(rows, None if size == 1 else len(group))
             batch += len(group)
@@ -136,9 +136,9 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True)
 class Validation:
-    """What is evaluated during training, and when."""
+    """The evaluations during training, and when they run."""
 
-    loops: Sequence[Evaluation] = ()  # One evaluation for each set.
+    loops: Sequence[Evaluation] = ()  # One evaluation for each validation set.
     frequency: int | frozenset[int] | Trigger = 1  # Number of epochs between validations, a set of epochs (counted from 1), or a trigger.
 
     def at_epoch(self, epoch: int) -> bool:
@@ -195,14 +195,14 @@ class _BatchHooks:
 
 
 class _IsolatedRandomState:
-    """The global random generators as one reader of data uses them, isolated from what the program draws between its batches."""
+    """The state of the global random generators for one iteration over data, isolated from other code that draws numbers between batches."""
 
     def __init__(self) -> None:
         self._states: tuple[Any, ...] | None = None
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Sets the generators to their state at the end of the last such block, and resets them when this block ends."""
+        """Sets the generators to their state at the end of the previous block. When this block ends, undoes all changes of their state."""
         with undisturbed():
             torch = sys.modules.get("torch")
             torch = torch if hasattr(torch, "get_rng_state") else None
@@ -218,7 +218,7 @@ class _IsolatedRandomState:
 
 
 class _Dispatched(NamedTuple):
-    number: int  # Of the (last) batch.
+    number: int  # Index of the batch, or of the last batch of a group.
     outputs: Returned
     group: Sequence[FedBatch]
     is_group: bool  # Whether the outputs have an axis of batches.
@@ -258,7 +258,7 @@ def predict_iter(session: Session, source: Source, *, steps: int | None) -> Gene
             # Not `undisturbed`, because the caller may draw random numbers between two batches. It costs half a millisecond per batch, and reading
             # arrays draws no random numbers.
             reading = contextlib.nullcontext if isinstance(source, ArraySource) else _IsolatedRandomState().entered
-            # Without training since the call, its state is the newest one, whose placement may have changed when a batch was seen.
+            # If no step has run since the call, use the live state, whose placement may have changed when the first batch was checked.
             yield from _predictions(program, session, lambda: live.lend() if live.step == step else state, feed, steps, CallbackList(), reading=reading)
 
     return iterate()
@@ -277,9 +277,9 @@ def _predictions(
 ) -> Generator[PyTree, None, None]:
     """Yields the outputs of each batch's real rows, in order, while the next batch is computed. Data is read inside `reading()`.
 
-    With `may_group`, outputs of several batches may be yielded together. `get_state` is called once the first batch has been checked.
+    With `may_group`, outputs of several batches may be yielded together. `get_state` is called after the first batch has been checked.
     """
-    used: Carry | None = None
+    carry: Carry | None = None
     pending: list[_Dispatched] = []  # At most two, so that memory does not grow with the data.
     callbacks.call("on_predict_begin", {})
     batch, size, is_over = 0, 1, False
@@ -288,17 +288,17 @@ def _predictions(
             fed = feed.next(size if size > 1 else None) if steps is None or batch < steps else None
         is_over = fed is None
         if fed is not None:
-            if used is None:
+            if carry is None:
                 session.state.check_batch(fed.batch)
                 state = get_state()
-                used = program.eval_carry(state)
+                carry = program.eval_carry(state)
                 program.preparation.predict(state, fed.batch, is_counted=fed.is_counted)
                 size = program.preparation.group_for("predict", fed.batch) if may_group else 1
             callbacks.call("on_predict_batch_begin", batch, {})
             group = _group_of(feed, fed, size, None if steps is None else steps - batch)
             last = batch + len(group) - 1
             # Not assigned to a variable, which would keep the outputs alive while the caller works.
-            pending.append(_Dispatched(last, program.predict(used, group, batch, size), group, is_group=size > 1))
+            pending.append(_Dispatched(last, program.predict(carry, group, batch, size), group, is_group=size > 1))
             batch = last + 1
             if not program.strategy.is_on_host:
                 _copy_to_host_async(pending[-1].outputs)
@@ -339,6 +339,6 @@ def _to_host(program: Program, dispatched: _Dispatched, callbacks: CallbackList)
     else:
         rows = np.concatenate([np.arange(size) < count for count in reals])
         outputs = jax.tree.map(lambda leaf: leaf[rows], outputs)
-    own = outputs.rebuilt()
-    callbacks.call("on_predict_batch_end", dispatched.number, {"outputs": own})
-    return own
+    rebuilt = outputs.rebuilt()
+    callbacks.call("on_predict_batch_end", dispatched.number, {"outputs": rebuilt})
+    return rebuilt

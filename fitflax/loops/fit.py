@@ -41,9 +41,9 @@ def num_batches_of(**counts: Any) -> list[int]:
 def adapt_validation_data(
     session: Session, selection: Selection, source: Source, data: Any, *, split: float, batch_size: int | None, overfit_batches: int
 ) -> tuple[Source, dict[str, Source]]:
-    """Returns the data to train on, adapted as `source`, and the sets to validate on, by name; one is split off if `split` is not 0.
+    """Returns the source to train on, and the validation sets by name. If `split` is not 0, a part of `source` becomes the set `val`.
 
-    `batch_size` is that of the validation data, over all processes; by default that of the source.
+    `batch_size` is the batch size of the validation data, over all processes; by default that of `source`.
     """
     sets: dict[str, Source] = {}
     if split:
@@ -57,7 +57,7 @@ def adapt_validation_data(
         options: dict[str, Any] = {"selection": selection, "shuffle": False, "name": f"validation_data {name!r}"}
         sets[name] = session.intake.adapt(each, call=f"validation on {name!r}", batch_size=size, **options)
     for each in sets.values():
-        each.calls_hooks = False  # They are called for training, and a resume could not repeat how often validations called them.
+        each.calls_hooks = False  # Only training calls the data's epoch hooks, because a resume could not repeat the calls of validations.
     return source, sets
 
 
@@ -144,14 +144,14 @@ def find_checkpoint(session: Session, resume: Any, hooks: CallbackList) -> Saved
 
     Raises `DirectoryInUseError` if `resume="auto"` begins a new run because a `ModelCheckpoint` has none, but other directories have checkpoints.
     """
-    own = [callback for callback in hooks if isinstance(callback, ModelCheckpoint)]
-    saved = find_saved(session, resume, [callback.store for callback in own])
+    model_checkpoints = [callback for callback in hooks if isinstance(callback, ModelCheckpoint)]
+    saved = find_saved(session, resume, [callback.store for callback in model_checkpoints])
     if resume != "auto" or saved is not None:
         return saved
     for callback in hooks:
         if isinstance(callback, StoreCallback) and not callback.overwrite and (found := callback.store.describe_others(session.run_id)):
             raise DirectoryInUseError(
-                f'{found}. resume="auto" has found no checkpoint in {own[0].directory}. To resume from the other directory, pass '
+                f'{found}. resume="auto" has found no checkpoint in {model_checkpoints[0].directory}. To resume from the other directory, pass '
                 f'resume="{callback.directory}"; to start a new run, choose another directory, or pass overwrite=True to the callback, which replaces these '
                 "checkpoints."
             )
@@ -165,7 +165,7 @@ def params_of(session: Session, source: Source, sets: Mapping[str, Source], run:
     """Returns the `params` of callbacks, which describe the data and the run. `trial` is the number of batches of a trial run, or 0."""
     model = session.task.any_program().task.model
     settings = {key: value for key, value in run.plan.info["settings"].items() if value is not None}
-    own = {f"model/{name}": value for name, value in model.hyperparameters.items()}
+    of_model = {f"model/{name}": value for name, value in model.hyperparameters.items()}
     return {
         "log_every": log_every,
         "note": note or session.task.choice,
@@ -173,7 +173,7 @@ def params_of(session: Session, source: Source, sets: Mapping[str, Source], run:
         "num_examples": source.all_examples,
         "model_flops": session.task.need_compiled("fit").preparation.model_flops,
         "validation_sets": tuple(sets),
-        "hyperparameters": {**settings, **session.task.described, "model": model.name, **own, **flat(run.plan.info.get("config", {}))},
+        "hyperparameters": {**settings, **session.task.described, "model": model.name, **of_model, **flat(run.plan.info.get("config", {}))},
     }
 
 
@@ -211,12 +211,12 @@ def _call_callbacks(session: Session, run: Run, saved: Saved | None) -> None:
         hooks.call("on_train_begin", {})
         if saved is not None:
             _load_callbacks(hooks, saved, run)
-        hooks.state_dict(run.seconds)  # Now, so that callbacks with conflicting state keys fail before the first save.
+        hooks.state_dict(run.seconds)  # Called now, so that callbacks with conflicting state keys fail before the first save.
         for checkpoint in run:
             hooks.on_checkpoint(checkpoint, run.due)
         if interruption.requested is not None:
             session.stop(f"interrupted by {interruption.requested.name}")
-            if interruption.requested == signal.SIGTERM and not hooks.saves:  # A scheduler would start it again from the beginning.
+            if interruption.requested == signal.SIGTERM and not hooks.saves:  # A scheduler would restart the run from its beginning.
                 warn(
                     "SIGTERM ended the run, and nothing was saved, so it cannot be resumed. To make runs resumable, pass "
                     "callbacks=[ModelCheckpoint(directory)] and resume='auto'."

@@ -35,21 +35,21 @@ _MAX_ITERATORS = 8
 
 
 class Session:
-    """The parts that the calls of a trainer share. `own` are the variables of a model that holds them itself, `members` the number of an ensemble's."""
+    """What the calls of a trainer share. `own` are the variables of a model that holds its variables, and `members` is the number of members of an ensemble."""
 
     def __init__(self, task: CurrentTask, seed: int, own: "ModuleVariables | None" = None, members: int | None = None) -> None:
         self.task, self.strategy, self.seed, self.members = task, task.strategy, seed, members
         self.state = SessionState(task, seed, own, members)
         self.intake = Intake(task.strategy, seed)
-        self.run_id = secrets.token_hex(8)  # In checkpoint directories.
+        self.run_id = secrets.token_hex(8)  # Identifies the run in directories of checkpoints and logs.
         self.stop_reason: str | None = None
         self.is_stopping = False
         self.is_fitting = False
 
-    # -- what must be there --
+    # -- requirements --
 
     def need_trainable(self, what: str) -> Program:
-        """Returns the program."""
+        """Returns the program; raises `OptimizerError` if the state is an `InferenceState`, and errors of `need_compiled`."""
         if self.state.is_serving:
             raise OptimizerError(
                 f"{what} needs the optimizer state, but the trainer has only an InferenceState. To continue a run, call restore(path). To start a new run "
@@ -86,8 +86,8 @@ class Session:
     def compile(self, *objective: Any, **settings: Any) -> None:
         """Replaces the task; arguments as in `CurrentTask.compile`.
 
-        Parameters and collections stay, and so does the optimizer state if the optimizer is the same object. If it fails, the session stays as it
-        was; but if the old optimizer state had been released already, the session is no longer compiled.
+        Parameters and collections are kept, and so is the optimizer state if the optimizer is the same object. After an error, the session is unchanged
+        or, if the old optimizer state had already been released, no longer compiled.
         """
         before = dict(vars(self.task))
         try:
@@ -103,7 +103,7 @@ class Session:
             raise
 
     def restore(self, saved: Saved, batch: Batch | None, how: RestoreOptions) -> RestoreReport:
-        """Replaces the live state with a saved one, and takes its run ID unless only a part is restored; arguments as in `SessionState.restore`."""
+        """Replaces the live state with a saved one, and the run ID unless only a part is restored; arguments as in `SessionState.restore`."""
         report = self.state.restore(saved, batch, how)
         if not how.starts_over:
             self.run_id = str(saved.metadata.get("run_id", self.run_id))
@@ -139,7 +139,7 @@ class Session:
         return other
 
     def fresh(self, seed: int, make_task: MakeTask | None = None, *, is_member: bool = False) -> "Session":
-        """Returns a session with the same task and compiled steps but no state; with `make_task`, it makes its own task and compiles again."""
+        """Returns a session with the same task and compiled steps but no state. With `make_task`, it has a new task, whose steps are compiled again."""
         own = None if self.state.own is None else self.state.own.copy()
         other = Session(self.task.copy(make_task), seed, own, None if is_member else self.members)
         other.state.hyperparams = self.state.hyperparams
@@ -172,16 +172,16 @@ class Intake:
         self._one_shots: list[OneShotSource] = []
 
     def adapt(self, data: Any, *targets: Any, call: str, batch_size: int | None = None, is_kept: bool = True, **options: Any) -> Source:
-        """Returns the source of user data; all processes must call it, with the same `call`, the name of the call for errors.
+        """Returns the source of user data. All processes must call it with the same `call`, the name of the user's call for errors.
 
-        Arguments are those of `data.adapt`, but data may also be a `Shard`, like data that Ray Train gives to one of several workers. Its `batch_size` is
-        over all processes. `is_kept` tells whether to recognize an iterator later.
+        Other arguments are those of `data.adapt`, but `data` may also be a `Shard`, and a shard that Ray Train gives to a worker is treated like one.
+        `batch_size` is over all processes, and `is_kept` is whether to recognize an iterator later.
         """
         strategy, seed = self._strategy, self._seed
         is_shard, (index, parts) = isinstance(data, Shard) or is_worker_part(data), strategy.part
         data = data.data if isinstance(data, Shard) else data
         if is_shard and parts > 1:
-            seed = int(np.random.SeedSequence([seed, index]).generate_state(1)[0])  # Otherwise all shards would be shuffled alike.
+            seed = int(np.random.SeedSequence([seed, index]).generate_state(1)[0])  # Otherwise all shards would be shuffled in the same way.
             if takes_batch_size(data):
                 batch_size = part_of_batch_size(batch_size, parts)
         try:
@@ -200,7 +200,7 @@ class Intake:
         return self.agreed(source, call)
 
     def agreed(self, source: Source, call: str = "fit: a shard of the data") -> Source:
-        """Returns the source after processes have told each other about their shards; all of them must call it."""
+        """Returns the source after all processes, which must all call it, have exchanged information about their shards."""
         strategy = self._strategy
         source.shares = None
         if strategy.num_processes > 1:

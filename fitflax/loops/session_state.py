@@ -1,4 +1,4 @@
-"""The state of a session: initialized, restored, replaced, and copied to and from a model that holds its own variables."""
+"""The state of a session: initializes, restores and replaces it, and copies it to and from a model that holds its own variables."""
 
 import contextlib
 import dataclasses
@@ -31,9 +31,9 @@ if TYPE_CHECKING:  # It imports flax.nnx.
 class Progress:
     """The progress of a run, counted on the host. A resume needs it, so it is saved as JSON."""
 
-    step: int = 0  # Finished updates.
+    step: int = 0  # Finished steps.
     epoch: int = 0  # Index of the current or next epoch.
-    step_in_epoch: int = 0  # Finished updates of the current epoch.
+    step_in_epoch: int = 0  # Finished steps of the current epoch.
     epoch_is_open: bool = False  # Whether the epoch has begun and not ended.
     epoch_is_over: bool = False  # Whether the open epoch has had all its batches.
     is_pending: bool = False  # Whether the triggers of the last step have not been evaluated yet.
@@ -61,20 +61,20 @@ class Progress:
 
 
 class SessionState:
-    """The state that a trainer holds between calls, and everything that replaces it. `own` are the model's own variables, if it holds them itself."""
+    """The state that a trainer holds between calls, and all operations that replace it. `own` are the variables of a model that holds its variables."""
 
     def __init__(self, task: CurrentTask, seed: int, own: "ModuleVariables | None", members: int | None) -> None:
         self._task, self._strategy, self._seed, self.own, self._members = task, task.strategy, seed, own, members
         self.live: LiveState | None = None
         self.sample: Batch | None = None  # Shapes of the first batch of the last call.
-        self.hyperparams: Mapping[str, Any] = {}  # Of a new state.
-        self.last_progress: Progress | None = None  # Of the last run, for its position in the data.
+        self.hyperparams: Mapping[str, Any] = {}  # Hyperparameters of a new state.
+        self.last_progress: Progress | None = None  # Progress of the last run, for its position in the data.
         self.is_serving = False  # Whether there is no optimizer state because the state is from an `InferenceState`.
-        self._is_synced = False  # Whether a call is running that keeps the model's own variables up to date.
-        self._written_version: tuple[LiveState, int] | None = None  # The version of the live state that the model's own variables have.
+        self._is_synced = False  # Whether a block of `synced_with_model` is running.
+        self._written_version: tuple[LiveState, int] | None = None  # The live state and its version that were last written to the model.
         self._pending: Saved | None = None  # A checkpoint whose optimizer state is restored once compile() gives an optimizer.
         self._casts = False  # Whether that restore converts floating dtypes once the module's are known.
-        self._unchecked_source: str | None = None  # Where a state was restored from before the module's shapes were known.
+        self._unchecked_source: str | None = None  # The source of a state that was restored before the module's shapes were known.
         self._built_from: Batch | None = None  # Shapes of a batch that the state is known to fit.
 
     @property
@@ -165,7 +165,7 @@ class SessionState:
     # -- initialization --
 
     def begin_build(self, batch: Batch) -> TrainState:
-        """Returns the shapes of the state that `build` makes, and begins to compile the initialization of the module, unless it has variables."""
+        """Returns the shapes of the state that `build` creates. Begins to compile the initialization, unless the model holds its variables."""
         initial = self._task.need_compiled("build").initial_state
         return initial.begin(self.key, batch) if self.own is None else initial.shapes(self.key, batch)
 
@@ -234,7 +234,7 @@ class SessionState:
         self._update(dataclasses.replace(state, params=params, model_state=model_state, ema_params=averages))
 
     def write_model(self) -> None:
-        """Writes the live state's variables to a model that holds its own, as copies that no step reuses."""
+        """Writes copies of the live state's variables to a model that holds its variables; steps do not reuse their buffers."""
         live = self.live
         if self.own is None or live is None or not live.is_intact or self._written_version == (live, live.version):
             return
@@ -243,7 +243,7 @@ class SessionState:
         self._written_version = live, live.version
 
     def _start_from(self, variables: dict[str, Any]) -> None:
-        """Makes a state at step 0 from the model's own variables."""
+        """Creates a state at step 0 from the model's own variables."""
         assert self.own is not None
         params, model_state = parts_of(variables)
         state = TrainState(step=np.int32(0), params=params, model_state=model_state, opt_state=(), key=self.key, axes=self.own.axes)  # type: ignore[arg-type]
@@ -326,7 +326,7 @@ class SessionState:
             )
 
     def _with_averages(self, saved: Saved, target: TrainState | None) -> tuple[Saved, TrainState | None]:
-        """Returns the checkpoint and the expected state with averaged parameters if the checkpoint has them and the task uses them."""
+        """Returns the checkpoint and the expected state, with averaged parameters if the checkpoint has them and the compiled task, if any, uses them."""
         averages = saved.train.get("ema_params")
         if self._task.optimizer is not None and self._task.numerics.ema_decay is None:
             averages = None
@@ -350,8 +350,8 @@ class SessionState:
         missing = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
         with self._live_released():
             initialized = self._initialize(missing, restored) if missing else []  # First, because it needs memory for the whole state.
-            there = jax.tree.unflatten(treedef, [None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves])
-            placed = iter(jax.tree.leaves(self._strategy.put_state(there)))
+            given = jax.tree.unflatten(treedef, [None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves])
+            placed = iter(jax.tree.leaves(self._strategy.put_state(given)))
             made = iter(initialized)
             state = jax.tree.unflatten(treedef, [next(made if isinstance(leaf, jax.ShapeDtypeStruct) else placed) for leaf in leaves])
         if live is None:
@@ -360,23 +360,23 @@ class SessionState:
             live.replace(state, step)
         return live
 
-    def _initialize(self, numbers: list[int], state: TrainState) -> list[Any]:
-        """Returns leaves of the state at step 0 by index, not counting the optimizer state; only these stay in memory."""
+    def _initialize(self, indices: list[int], state: TrainState) -> list[Any]:
+        """Returns the leaves of the state at step 0 with these indices, in a state without an optimizer state. Only these leaves stay in memory."""
         if self.own is not None:
             params, model_state = parts_of(self.own.read())
             leaves = jax.tree.leaves(dataclasses.replace(state, params=params, model_state=model_state))
             placed = jax.tree.leaves(self._strategy.abstract_state(state))
-            return cast(list[Any], self._strategy.put_at([leaves[number] for number in numbers], [placed[number] for number in numbers]))
+            return cast(list[Any], self._strategy.put_at([leaves[index] for index in indices], [placed[index] for index in indices]))
         assert self._built_from is not None
         fresh = self._task.any_program().initial_state.init(self.key, zeros(self._built_from))
         leaves = jax.tree.leaves(dataclasses.replace(fresh, opt_state=()))
-        return [leaves[number] for number in numbers]
+        return [leaves[index] for index in indices]
 
     @contextlib.contextmanager
     def _live_released(self) -> Iterator[None]:
-        """Releases the live state for a block that makes another one, because both may not fit on the devices.
+        """Releases the live state for a block that creates another one, because both may not fit on the devices.
 
-        Lent arrays stay valid. If the block fails, there is no state, rather than part of one.
+        Lent arrays stay valid. If the block fails, there is no state instead of a part of one.
         """
         if self.live is not None:
             self.live.release()
@@ -388,7 +388,7 @@ class SessionState:
             raise
 
     def check_batch(self, batch: Batch) -> None:
-        """Records a batch's shapes, and checks a state that was restored before the module's were known; it gets the module's containers."""
+        """Records a batch's shapes. Checks a state that was restored before the module's shapes were known, and gives it the module's containers."""
         self.sample = shapes_of(batch)
         if self._unchecked_source is None:
             return

@@ -37,14 +37,14 @@ _MAX_TIME_RATIO = 0.95
 
 @dataclasses.dataclass(frozen=True)
 class RunPlan:
-    """The plan of a run."""
+    """When a run ends and saves, and what its checkpoints contain."""
 
     end_step: int | None = None  # Step after which the run ends; `None` for no limit.
     end_epoch: int | None = None  # Index of the epoch before which the run ends; `None` for no limit.
     steps_per_epoch: int | None = None  # Batches of an epoch; `None` for a pass over the data.
     every: Trigger | None = None  # Trigger for checkpoints, besides the last step.
-    # Whether callbacks consume the checkpoints. Then each epoch's end yields one, and a step that has been yielded is yielded again if it turns out to
-    # be the last, for callbacks that save only then.
+    # Whether callbacks consume the checkpoints. The end of each epoch then yields one, and a yielded step is yielded again if it turns out to be the last
+    # one, for callbacks that save only then.
     is_fit: bool = False
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # JSON values that are saved with every checkpoint.
     process_start: int = 0  # Step at which this process began.
@@ -54,7 +54,7 @@ class RunPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Participants:
-    """What takes part in a run besides its steps. `saver` is closed at the end of the run."""
+    """The parts of a run besides its steps. `saver` is closed at the end of the run."""
 
     saver: Saver
     callbacks: CallbackList = dataclasses.field(default_factory=CallbackList)
@@ -138,7 +138,7 @@ def prepare_run(
 def _prepare_state(
     session: Session, feed: Feed, fed: FedBatch | None, plan: RunPlan, progress: Progress, participants: Participants, saved: Saved | None
 ) -> RunSetup:
-    """Builds or restores the state, begins to compile, and dry-runs a step on the first batch; there is none if the resumed run has had all batches."""
+    """Builds or restores the state, begins to compile, and dry-runs a step on the first batch, `fed`; `None` if the resumed run has had all batches."""
     program, callbacks = session.task.need_compiled("fit"), participants.callbacks
     if saved is not None:
         session.restore(saved, None if fed is None else fed.batch, RestoreOptions(is_resume=True))
@@ -150,14 +150,14 @@ def _prepare_state(
             program.preparation.train(session.state.begin_build(fed.batch), fed.batch, steps_per_call=steps, keep=plan.keep)
         session.state.build(fed.batch)
     live = session.state.need("fit")
-    # Labels of parameters can hide a schedule-free optimizer until the state is known.
+    # If an optimizer labels parameters, only the state shows whether it contains a schedule-free one.
     check_restores_best(callbacks, program.eval_params.function_of(live.borrow()))
     resumed, during_first_step = Resumed(), None
     if fed is not None:
         if callbacks.copies_state:
             Snapshots(live, participants.saver).reserve()
         _dry_run(session, feed.source, fed.batch, plan.keep, steps_per_call=steps)
-        # This traces the module, and the device need not wait for it.
+        # The check traces the module, so it runs while the device computes the first step.
         during_first_step = functools.partial(check_activations, program, shapes_in(live.borrow()), fed.batch)
         resumed = Resumed() if saved is None else _resumed_values(session, program, saved)
     if session.strategy.num_processes > 1:
@@ -188,7 +188,7 @@ def training_copy(
 ) -> Iterator[tuple[Session, Feed]]:
     """Yields a copy of a session, with its state initialized or restored, and its batches. The session and the global random generators do not change.
 
-    By default it begins with the session's state and at the beginning of the data, which must be repeatable. `what` names the operation in errors.
+    Without `saved`, the copy begins with the session's state and a new pass. The data must be able to restart. `what` names the operation in errors.
     """
     if not source.can_restart:
         raise ConfigError(f"{what} cannot take an iterator, because it would consume your data. Pass a function that returns a new iterator: `lambda: ...`.")
@@ -300,11 +300,10 @@ def _first_batch(
 ) -> FedBatch | None:
     """Returns the first batch, which remains in the feed; `None` if the resumed run has had all batches."""
     source = feed.source
-    # Unless the run is resumed, data is requested only once, because data that draws random numbers would otherwise change, unless its order depends on
-    # an epoch.
+    # Reading the data twice would change data that draws random numbers. So it is read twice only in a resumed run, or if its order depends on the epoch.
     may_change = not callbacks.may_prefetch and not progress.epoch_is_open
     if may_change and source.can_reread and (source.takes_epoch or saved is not None):
-        # A callback may change the data in `on_epoch_begin`, so the run requests its first batch after it. Until then, only shapes are used.
+        # A callback may change the data in `on_epoch_begin`, so the run reads its first batch after that. This one only shows the shapes.
         other = session.task.feeder.train(source, class_weight, Position(progress.position.passes))
         with undisturbed(), source.undisturbed(), contextlib.closing(other):
             fed = other.next()

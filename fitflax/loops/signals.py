@@ -7,11 +7,11 @@ and exits.
 All processes run the same steps, so a decision must not depend on anything that differs between them, such as a clock or a callback of one process.
 They communicate as rarely as possible:
 
-* At the end of an epoch, each process tells the others whether it was asked to stop, and process 0 tells the time.
-* About once a second there is a listening step. Long before any process can reach it, process 0 posts the time, whether any process was asked to
-  stop, and the next listening step.
-* A process that is asked to stop tells the others immediately. If all of them were asked at the same step, for example by a metric, they stop there,
-  as a single process would; otherwise they stop at the next listening step.
+* At the end of an epoch, each process reports whether a stop was requested in it, and process 0 reports the time.
+* About once a second there is a listening step. Long before any process can reach it, process 0 posts the time, whether a stop was requested in any
+  process, and the next listening step.
+* A process reports a requested stop immediately. If a stop was requested in all processes at the same step, for example because of a metric, they stop
+  there, as a single process would; otherwise they stop at the next listening step.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ from fitflax.state import TrainState
 # Interval of the listening steps: at least this, and a second for each 500 processes, because all of them read from one coordinator.
 _INTERVAL_SECONDS = 1.0
 _PROCESSES_A_SECOND = 500
-# How long a process that is asked to stop waits for others that may be asked at the same step but lag behind.
+# How long a process in which a stop was requested waits for other processes, where it may be requested at the same step but later.
 _VOTE_SECONDS = 1.5
 _POLL_SECONDS = 0.02
 _YES, _NO = b"yes", b"no"
@@ -62,20 +62,21 @@ class Interruption:
 
     * Outside the main thread, and for signals that C code handles; it warns.
     * For ignored signals, such as SIGINT in a script's background jobs.
-    * With `jax.distributed`, because a handler would disable JAX's own. `check` asks JAX about SIGTERM; Ctrl-C raises KeyboardInterrupt, and the loop
+    * With `jax.distributed`, because a handler would disable JAX's own. `check` queries JAX about SIGTERM; Ctrl-C raises KeyboardInterrupt, and the loop
       saves as after any exception.
     * In a Ray actor, where Ray handles signals.
 
     `fitflax.parallel.launch.preempt` counts as a SIGTERM everywhere. `saves` tells whether the run is saved, so that it warns about signals that will
     not save it.
 
-    Forked processes, such as workers of a loader, inherit the handlers. There the earlier handlers act. If a signal reaches a whole process group, the workers
-    die, and reading from them fails. So `__exit__` suppresses errors of the data that `explains` attributes to the signal, and `leave` passes the signal on.
+    Forked processes, such as workers of a loader, inherit the handlers, which call the earlier handlers there. If a signal reaches a whole process group,
+    the workers die, and reading from them fails. So `__exit__` suppresses errors of the data that `explains` attributes to the signal, and `leave` passes the
+    signal on.
     """
 
     def __init__(self, *, saves: bool = True) -> None:
         self._saves = saves
-        self.requested: signal.Signals | None = None  # SIGTERM if both were received, because it ends the process and not only what runs in it.
+        self.requested: signal.Signals | None = None  # SIGTERM if both were received, because only it must end the process.
         self.leaves_at_once = False  # Whether a second Ctrl-C was received.
         self._earlier: dict[signal.Signals, Any] = {}
         self._process = os.getpid()
@@ -117,13 +118,13 @@ class Interruption:
         is_explained = error is not None and self.explains(error)
         if error is not None and not is_explained:
             note_failure(error)  # The other processes wait for steps that this one will not run.
-        for number, earlier in list(self._earlier.items()):  # A signal may come in between, whose handler adds one.
+        for number, earlier in list(self._earlier.items()):  # A copy, because the handler of a signal that arrives now may add one.
             signal.signal(number, earlier)
         self._earlier = {}
         return is_explained
 
     def explains(self, error: BaseException) -> bool:
-        """Returns whether an error is a consequence of the signal: it came from the data, whose workers the signal may have ended. Prints other causes."""
+        """Returns whether the signal explains an error: it came from the data, whose workers the signal may have ended. Prints it unless a worker was lost."""
         if self.requested is None or self.leaves_at_once or not is_from_data(error):
             return False
         is_worker_lost = is_dead_worker(error) or isinstance(error, ConnectionError | EOFError)  # Of a pipe or socket to a worker that has ended.
@@ -161,7 +162,7 @@ class Interruption:
             signal.raise_signal(number)
 
     def _silence_dead_workers(self) -> None:
-        """Keeps PyTorch's handler of SIGCHLD from raising the death of a worker inside the current step. Reading from the worker raises it as well."""
+        """Keeps PyTorch's handler of SIGCHLD from raising an error inside the current step when a worker dies. Reading from the worker raises it as well."""
         earlier = signal.getsignal(signal.SIGCHLD)
         if not callable(earlier):
             return
@@ -174,7 +175,7 @@ class Interruption:
         signal.signal(signal.SIGCHLD, call_earlier)
 
     def check(self, step: int) -> None:
-        """Asks JAX whether all processes stop after this step. It does nothing unless `jax.distributed` handles SIGTERM.
+        """Queries JAX whether all processes stop after this step. It does nothing unless `jax.distributed` handles SIGTERM.
 
         Every process must call it once after each step: JAX chooses a step that no process has reached yet, and answers yes once, at that step.
         """
@@ -204,9 +205,9 @@ def _will_not_save(signals: str, why: str, advice: str) -> str:
 
 
 class Agreement:
-    """Decides for a run whether to stop and what time it is. This base class is for a single process.
+    """Decides when a run stops, and defines its time. This base class is for a single process.
 
-    `clock` returns seconds, and `is_asked` whether this process was asked to stop.
+    `clock` returns seconds, and `is_asked` whether a stop was requested in this process.
     """
 
     def __init__(self, clock: Callable[[], float], is_asked: Callable[[], bool] = lambda: False) -> None:
@@ -230,7 +231,7 @@ class Agreement:
         return None
 
     def listen(self, step: int) -> None:
-        """Applies what was posted for a step."""
+        """Applies the decisions that were posted for a step."""
 
     def synchronize(self) -> None:
         """Exchanges stop requests and the time; all processes call it at the same point."""
@@ -239,7 +240,7 @@ class Agreement:
 class DistributedAgreement(Agreement):
     """The agreement of one of several processes that run the same steps, none of which is more than `ahead` steps ahead of another.
 
-    Only the clock of process 0 is used. `reason` returns why this process was asked to stop; `stop` is called with the reason if another one was.
+    Only the clock of process 0 is used. `reason` returns why a stop was requested in this process; `stop` is called with the reason of another process.
     Decisions apply between two calls of `multiple` steps.
     """
 
@@ -326,7 +327,7 @@ class DistributedAgreement(Agreement):
         return self._is_stopping
 
     def _all_asked(self, step: int) -> bool:
-        """Returns whether all processes are asked to stop after this step; every process that calls it gets the same answer."""
+        """Returns whether a stop was requested in all processes after this step; the result is the same in every process that calls it."""
         self._board.post(f"votes/{step}/{self._index}", _YES)
         end = time.monotonic() + _VOTE_SECONDS
         while len(self._board.read_all(f"votes/{step}")) < self._count:

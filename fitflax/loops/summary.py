@@ -21,7 +21,7 @@ from fitflax.steps.program import PASSES
 
 
 def describe(session: Session, sample: Triple | None, *, memory: bool, sharding: bool) -> str:
-    """Returns a session's model as a table with its costs, for the shapes of a batch, by default the last one.
+    """Returns a table of a session's model, and its costs for the shapes of a batch; by default, of the first batch of the last call.
 
     `memory` also compiles the training step and reports its memory; `sharding` reports how each array is laid out.
     """

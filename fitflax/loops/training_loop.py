@@ -1,6 +1,6 @@
-"""The training loop: when things happen. A `Run` yields checkpoints, and `fit` iterates over them.
+"""The training loop. A `Run` trains and yields checkpoints, and `fit` iterates over them.
 
-`Run._epochs` is the order of a run. The loop never waits for the newest step: values are copied to the host when they are read.
+`Run._epochs` defines the order of a run. The loop never waits for the newest step: values are copied to the host when they are read.
 """
 
 import dataclasses
@@ -24,13 +24,13 @@ from fitflax.steps.outputs import Kept
 from fitflax.steps.program import check_total_weight
 from fitflax.triggers import Moment, Schedule, Trigger
 
-# Maximum number of steps between which only signals are checked, and maximum time of them if a callback shows progress.
+# Maximum number of steps without hooks in between and, if a callback uses `on_train_batch_end`, their maximum time.
 _MAX_STEPS_WITHOUT_HOOKS = 1000
 _SECONDS_WITHOUT_HOOKS = 0.05
 
 
 class Run:
-    """Trains, and yields a `Checkpoint` whenever one is due and after the last step."""
+    """Trains, and yields a `Checkpoint` when a trigger fires, after the last step and, in `fit`, at the end of each epoch."""
 
     def __init__(self, setup: RunSetup, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._session, self._program, self._live, self._feed = setup.session, setup.program, setup.live, setup.feed
@@ -46,24 +46,24 @@ class Run:
             raise
         self._schedule = Schedule(self.plan.every, self.seconds)
         self._validation_schedule = Schedule(self._validation.trigger, self.seconds)
-        self._upcoming: list[FedBatch] = []  # Batches of the next call: at first one, the others are added just before the call.
+        self._upcoming: list[FedBatch] = []  # Batches of the next call: first only one; the others are added just before the call.
         self._run_end_step: int | None = None  # The last step of the current call of `run`.
         self._values, self._sums, self._collected, self._validated = resumed.values, resumed.sums, resumed.collected, dict(resumed.validated)
         self._kept: Kept | None = None
         self._timer = Timer(self._clock)
         self._begin_step = self._last_yielded = self.progress.step
-        self._pending_checkpoint: Checkpoint | None = None  # Made by the end of an epoch or a validation before it is yielded.
+        self._pending_checkpoint: Checkpoint | None = None  # Created at the end of an epoch or by a validation, until it is yielded.
         self._has_yielded = self._is_last = self._is_rescue = self._epoch_was_finished = False
         self.failure: BaseException | None = None  # The error that ended the run, possibly only in this process.
-        # From before the end of an epoch, saved instead of the current values if the end is interrupted: states of the callbacks, and the train state,
-        # borrowed, unless no checkpoint will need it.
+        # The states of the callbacks from before the end of an epoch and, if a checkpoint may need it, the borrowed train state. If the end is interrupted,
+        # they are saved instead of the current ones.
         self._before_epoch_end: tuple[dict[str, Any], TrainState | None] | None = None
-        # For the consumer of the checkpoints: indices of due callbacks, and logs of the last epoch.
+        # For the consumer of the checkpoints: the `id()` of each callback whose trigger fired, and the logs of the last epoch.
         self.due: set[int] = set()
         self.epoch_logs = Logs()
-        self._due_flags = self._epochs_with_rescue()
+        self._checkpoint_flags = self._epochs_with_rescue()
         self._is_compiled = self.has_ended = self._is_being_closed = False
-        # A callback may change the data in `on_epoch_begin`. An iterator must still be asked first, because an epoch without a batch does not begin.
+        # A callback may change the data in `on_epoch_begin`. An iterator is still read before it, because an epoch without a batch does not begin.
         self._prefetches_epochs = self.callbacks.may_prefetch or not self._feed.source.can_restart
         if not self._prefetches_epochs:
             self._feed.hold_passes()
@@ -73,8 +73,8 @@ class Run:
 
     def __next__(self) -> Checkpoint:
         self._restart_timer()
-        for is_due in self._due_flags:
-            if is_due:
+        for should_yield in self._checkpoint_flags:
+            if should_yield:
                 return self._yielded()
         raise StopIteration
 
@@ -85,7 +85,7 @@ class Run:
         self._restart_timer()
         begin = self.progress.step
         self._run_end_step = begin + steps
-        for _ in self._due_flags:
+        for _ in self._checkpoint_flags:
             if self.progress.step >= self._run_end_step:
                 break
         self._run_end_step = None
@@ -110,7 +110,7 @@ class Run:
     def close(self) -> None:
         """Ends the run at the current step, without a last checkpoint, and waits for saves."""
         self._is_being_closed = True
-        self._due_flags.close()
+        self._checkpoint_flags.close()
         self._feed.push_back(len(self._upcoming))
         self._upcoming = []
         self._feed.close()
@@ -135,7 +135,7 @@ class Run:
             self._is_last = self._is_rescue = self._epoch_was_finished = False
             self._before_epoch_end = None
             self._feed.reopen()
-            self._due_flags = self._epochs_with_rescue()
+            self._checkpoint_flags = self._epochs_with_rescue()
 
     def skip_epoch_end(self, logs: Logs) -> None:
         """Skips the end of the open epoch because an earlier process ran it, with these logs."""
@@ -163,7 +163,7 @@ class Run:
     # -- the order of a run --
 
     def _epochs(self) -> Iterator[bool]:
-        """Yields after every step whether a checkpoint is due."""
+        """Runs the epochs. When triggers were evaluated, and at the end of each epoch and of the run, yields whether to yield a checkpoint."""
         progress = self.progress
         while progress.epoch_is_open or (self._may_continue() and self._begin_epoch()):
             while not progress.epoch_is_over:
@@ -171,11 +171,11 @@ class Run:
                 if progress.is_pending and not self._is_interrupted:
                     # The next batch is read first: if the data fails, a resume evaluates this step's triggers again.
                     continues = not self.is_finished and self._fetch()
-                    is_due = self._evaluate_triggers()
+                    should_yield = self._evaluate_triggers()
                     if continues:
-                        yield is_due
+                        yield should_yield
                 if not self._may_continue() or not self._has_batch():
-                    # First comes the checkpoint that a resume needs, then the end of the epoch over the steps so far, only for logs.
+                    # Yield the checkpoint that a resume needs first. Then end the epoch over the steps so far, only for logs.
                     yield from self._last_checkpoint(rescue=self._is_rescue)
                     if not self._is_rescue:
                         self._end_inside_epoch()
@@ -202,10 +202,10 @@ class Run:
             self.failure = None if isinstance(error, Interrupted) else error
             self._undo_callbacks()
             if self._live.is_intact and self._live.step == self.progress.step and not self.interruption.leaves_at_once:
-                is_given_up = True  # Unless the consumer of this checkpoint asks for the next one.
+                is_given_up = True  # Unless the consumer of this checkpoint requests the next one.
                 yield from self._last_checkpoint(rescue=True)
                 is_given_up = False
-            # Now, because a scheduler may signal the workers of a loader before their parent.
+            # Checked after the checkpoint, because a scheduler may signal the workers of a loader before their parent.
             if self.failure is not None and not self.interruption.explains(error):
                 raise
         finally:
@@ -213,7 +213,7 @@ class Run:
                 self._feed.close()  # This ends worker processes of a loader.
                 self._finish_saving()
             elif not self._is_being_closed:
-                # The run was dropped, and this may be any thread that collects garbage.
+                # The run was dropped, and this may be any thread, because the garbage collector runs it.
                 self._feed.close()
                 self._saver.let_go()
 
@@ -222,7 +222,7 @@ class Run:
         state = None if self._before_epoch_end is None else self._before_epoch_end[1]
         if state is not None and not any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
             self._live.replace(state, self.progress.step)
-            self._live.lend()  # It may have been lent.
+            self._live.lend()  # It may have been lent before, so the next step must work on a copy.
 
     @property
     def _is_interrupted(self) -> bool:
@@ -281,7 +281,7 @@ class Run:
         return progress.epoch_is_open
 
     def _train_group(self) -> None:
-        """Dispatches one call, usually of one step, and calls its hooks; then runs steps between which nothing is due."""
+        """Calls the hooks of a batch and, between them, dispatches a call, usually of one step, and further steps without events in between."""
         self._pending_checkpoint = None
         progress, hooks, plan = self.progress, self.callbacks, self.plan
         if self._live.step != progress.step:
@@ -311,7 +311,7 @@ class Run:
             hooks.call("on_train_batch_end", progress.step_in_epoch - 1, Logs(self._values, kinds=self._program.dry_run.kinds))
 
     def _exclude(self, prepare: Callable[[], None]) -> None:
-        """Calls a function whose time is spent on compiling and does not count as step time."""
+        """Calls a function whose time counts as time of compiling and not of steps."""
         begin = self._clock()
         with self.spent.on("compiling"):
             prepare()
@@ -319,13 +319,13 @@ class Run:
 
     def _train_upcoming(self, sums: Sums) -> None:
         group, plan, progress = self._upcoming, self.plan, self.progress
-        self._kept = None  # Frees the memory for the next one.
+        self._kept = None  # Frees the memory for the values of this call.
         trained = self._program.train_group(self._live.take(), sums, group, plan.steps_per_call, keep=plan.keep)
         carry, self._sums, self._values, rows, self._kept = trained
         steps = len(group)
         if self._collected is not None:
             self._collected.add(rows, None if plan.steps_per_call == 1 else steps)
-        # Only now, because an interrupted step has not used its batch, which may be the last of its pass.
+        # Cleared only now, because an interrupted step has not used its batch, which may be the last one of its pass.
         self._upcoming = []
         self.spent.examples += group[0].num_real if steps == 1 else sum(fed.num_real for fed in group)
         progress.step += steps
@@ -336,16 +336,16 @@ class Run:
         self._live.advance(carry, steps)
 
     def _train_without_hooks(self, steps: int) -> None:
-        """Runs more steps as long as no event is due between them, because the rest of the loop takes time."""
+        """Runs up to `steps` more steps without the rest of the loop, which takes time. Returns early for signals, requests to stop and events by the clock."""
         feed, progress, interruption, agreement, clock = self._feed, self.progress, self.interruption, self._agreement, self._clock
         spent = self.spent
-        due = min(self._schedule.next_seconds, self._validation_schedule.next_seconds, self.callbacks.next_seconds)
-        watches_time = due < math.inf
+        next_seconds = min(self._schedule.next_seconds, self._validation_schedule.next_seconds, self.callbacks.next_seconds)
+        watches_time = next_seconds < math.inf
         end = clock() + _SECONDS_WITHOUT_HOOKS if self.callbacks.wants("on_train_batch_end") else math.inf
         while steps > 0:
-            if not feed.has_more or agreement.is_asked() or clock() >= end or (watches_time and agreement.seconds >= due):
+            if not feed.has_more or agreement.is_asked() or clock() >= end or (watches_time and agreement.seconds >= next_seconds):
                 return
-            interruption.check(progress.step)  # Once for each step; if this returns earlier, the caller asks.
+            interruption.check(progress.step)  # Called once after each step; if this method returns before, the caller does it.
             if interruption.requested is not None:
                 return
             begin, count = spent.clock(), self._steps_of_call(steps)
@@ -375,7 +375,7 @@ class Run:
     # -- the end of an epoch --
 
     def _check_epoch_end(self, *, may_read: bool) -> None:
-        """Finds out whether the epoch is over; if only another batch can tell, reads it while the device computes."""
+        """Finds out whether the epoch is over. If only reading another batch can show it, reads one while the device computes."""
         progress = self.progress
         if not progress.epoch_is_open or progress.epoch_is_over or progress.step_in_epoch == 0:
             return
@@ -383,7 +383,7 @@ class Run:
             progress.epoch_is_over = progress.step_in_epoch >= self.plan.steps_per_epoch
             return
         ended = None if self._upcoming else self._feed.pass_has_ended
-        # An iterator that cannot restart is not asked for a batch that will not be used.
+        # No batch that will not be used is read from an iterator that cannot restart.
         if may_read and ended is None and (self._feed.source.can_restart or not self.is_finished):
             ended = not self._read_batch()
         if ended:
@@ -391,10 +391,10 @@ class Run:
             progress.begin_pass(progress.position.passes + 1)
 
     def _end_epoch(self) -> bool:
-        """Ends an epoch normally; returns whether its checkpoint, with the results of validation and callbacks, is due."""
+        """Ends an epoch normally; returns whether to yield its checkpoint, which has the results of validation and callbacks."""
         progress = self.progress
         self._agreement.synchronize()
-        # Only an iterator that cannot restart can turn out to be exhausted.
+        # Only an iterator that cannot restart can be exhausted here.
         ends = self.is_finished or (self.plan.end_epoch is not None and progress.epoch + 1 >= self.plan.end_epoch)
         has_more = ends or self._feed.source.can_restart or self._fetch()
         self._pending_checkpoint = self._finish_epoch(is_whole=True)
@@ -415,7 +415,7 @@ class Run:
 
     def _finish_epoch(self, *, is_whole: bool) -> Checkpoint:
         """Validates, and calls `on_epoch_end`; returns the checkpoint whose logs the callbacks got."""
-        # Now, so that a resume from a checkpoint saved below ends the epoch again. After a partial epoch, no state is saved.
+        # Recorded now, so that a resume from a checkpoint that is saved below ends the epoch again. After a partial epoch, no state is saved.
         self._before_epoch_end = self.callbacks.state_dict(self.seconds), self._live.borrow() if is_whole else None
         checkpoint = self._make_checkpoint(epoch_ends=True)
         if self._validation.at_epoch(self.progress.epoch) or (is_whole and self._validation_schedule.due(self._moment(epoch_ends=True))):
@@ -432,7 +432,7 @@ class Run:
         return self.plan.every is not None or self._validation.trigger is not None or self.callbacks.has_schedules
 
     def _evaluate_triggers(self) -> bool:
-        """Returns whether a checkpoint of this step is due; validates if that is due inside an epoch."""
+        """Returns whether to yield a checkpoint of this step. Validates if the trigger of validation fires inside an epoch."""
         progress = self.progress
         progress.is_pending &= self._has_triggers
         if not self._has_triggers:

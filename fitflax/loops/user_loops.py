@@ -1,4 +1,4 @@
-"""What users call in training loops of their own: `TrainLoop`, `EvalLoop`, and calls on single batches.
+"""What custom training loops call: `TrainLoop`, `EvalLoop`, and functions of single batches.
 
 A `TrainLoop` wraps a `Run`, which `fit` iterates over as well, and an `EvalLoop` wraps an `Evaluation`.
 """
@@ -207,7 +207,7 @@ class TrainLoop:
     def _advance(self, step: Callable[[], Checkpoint | None]) -> Checkpoint | None:
         checkpoint = step()
         if checkpoint is None and not self._is_closed:
-            self._change(self.every)  # A total that was raised at the last checkpoint came too late for that iteration.
+            self._change(self.every)  # The total may have been raised at the last checkpoint, after the run had ended.
             checkpoint = step()
         if checkpoint is None:
             self._session.state.write_model()
@@ -231,7 +231,7 @@ class TrainLoop:
         finally:
             self._session.state.write_model()
 
-    # -- what may be read and changed --
+    # -- properties --
 
     @property
     def step(self) -> int:
@@ -316,7 +316,7 @@ class EvalLoop:
         streams = Streams((), (), streams_of("EvalLoop", rngs).train)
         rest: dict[str, Any] = {"optimizer": None, "numerics": Numerics(), **_collections(_ALL_BUT_PARAMS)}
         options: dict[str, Any] = {"selection": Selection(None, None), "batch_size": batch_size, "shuffle": False}
-        # Errors are raised now, but the number of processes, which splits a shard, is known only with a checkpoint.
+        # Adapt the data now, so that its errors are raised now. A shard also needs the number of processes, which is known only with a checkpoint.
         given = data if isinstance(data, Shard) else adapt(data, seed=0, **options)
 
         def evaluation_on(strategy: Strategy) -> Evaluation:
@@ -349,7 +349,7 @@ class EvalLoop:
 
 
 def train_on_batch(session: Session, triple: Triple) -> dict[str, Any]:
-    """Runs one update and returns loss and metrics of this batch, from before the update. The first batch initializes the state."""
+    """Runs one step and returns loss and metrics of this batch, from before the update. The first batch initializes the state."""
     program = session.need_trainable("train_on_batch")
     fed = session.task.feeder.single(triple, "train")
     if session.state.live is None:
@@ -406,7 +406,7 @@ def _find_checkpoint(path: Location, session: Session, saver: Saver) -> Saved | 
     if is_checkpoint(path) or (isinstance(path, Path) and path.exists() and not os.access(path, os.W_OK)):  # Read-only: no lock.
         return load_checkpoint(path)
     store = CheckpointStore(path)
-    if isinstance(holder := holder_of(path), Saver) and not holder.is_given_up:  # An earlier loop of this process with a callback that was not closed.
+    if isinstance(holder := holder_of(path), Saver) and not holder.is_given_up:  # A callback of an earlier loop in this process was not closed.
         holder.wait()
     else:
         store.lock(saver)  # Lock it before searching it, so that files that another run is writing are not taken for leftovers.

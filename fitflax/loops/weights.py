@@ -59,7 +59,7 @@ def save_weights(
             f"save_weights writes safetensors, so the file name must end with {SUFFIX}. Received: {os.fspath(path)!r}. To save a checkpoint, use save(path)."
         )
     check_counts(max_shard_bytes=max_shard_bytes)
-    mapping = None if leaves_out_only(mapping) else mapping  # What is left out when loading is not in the model.
+    mapping = None if leaves_out_only(mapping) else mapping  # Such a mapping only leaves out names of the file, which are not in the model.
     about = {"format": "flax" if mapping is None else "pt"} if metadata is None else dict(metadata)
     if not all(isinstance(each, str) for item in about.items() for each in item):
         raise ConfigError(f"save_weights(metadata=...) must map strings to strings. Received: {metadata!r}.")
@@ -89,7 +89,7 @@ def save_weights(
 
 
 def _write_together(leaves: Mapping[str, Any], write: Callable[[Mapping[str, np.ndarray[Any, Any]]], Location]) -> str:
-    """Lets the first process write what all of them gather, and returns the path; if it fails, all processes raise."""
+    """Gathers the arrays in all processes, writes them in the first one, and returns the path. If writing fails, all processes raise."""
     is_writer = jax.process_index() == 0
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     for name, leaf in leaves.items():  # One array at a time, because the other processes keep none.
@@ -100,7 +100,7 @@ def _write_together(leaves: Mapping[str, Any], write: Callable[[Mapping[str, np.
     if is_writer:
         try:
             place = str(write(arrays))
-        except Exception as error:  # noqa: BLE001 (raised below, once the others know)
+        except Exception as error:  # noqa: BLE001 (raised below, after the others are informed)
             failure = error
     place, fault = exchange([place, None if failure is None else str(failure)], "saving weights")[0]
     if failure is not None:
@@ -133,7 +133,7 @@ def load_weights(
 
 
 def split_frozen(session: Session, saved: Saved) -> Saved:
-    """Returns weights with the parameters that an NNX module has frozen in their collection."""
+    """Returns weights in which the parameters that are frozen in an NNX module are in the collection `frozen`."""
     if session.state.own is None or session.state.live is None or not is_weights(saved):
         return saved
     state = session.state.live.borrow()

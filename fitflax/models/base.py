@@ -1,7 +1,7 @@
 """The interface through which steps use a model of any kind, as pure functions of its variables.
 
-The user's model is never subclassed, patched or bound. The user sets the mode fields of a configuration, such as `config.deterministic`; this module
-generates the code that does so.
+The user's model is never subclassed, patched or bound. Only the user sets mode fields of a configuration, such as `config.deterministic`; this module
+generates the code for it, which errors and warnings show.
 """
 
 import abc
@@ -39,7 +39,7 @@ TRANSIENT = ("losses", "summaries", "intermediates", "perturbations")
 
 _MISSING_AXIS = "is not found in mesh"
 
-# Limits of the search for mode fields: nested levels, and objects without such fields, of which a tokenizer has many.
+# Limits of the search for mode fields: the nested levels, and the objects without such fields, because a tokenizer has many of them.
 _MAX_DEPTH, _MAX_OBJECTS = 6, 1000
 OF_MODULES = ("parent", "name")
 
@@ -157,7 +157,7 @@ class Model(abc.ABC):
     @property
     def mode_fault(self) -> str | None:
         """A message if the model seems to be in training mode during evaluation; `None` otherwise."""
-        # Dropout in evaluation raises. Batch statistics that are still updated go unnoticed.
+        # Dropout in evaluation raises an error, but `nn.BatchNorm` in training mode does not.
         if self._has_eval_mode or self._evaluation_code(("train", "training")) is None:
             return None
         return (
@@ -188,7 +188,7 @@ class Model(abc.ABC):
             raise ModelError(f"{cannot}: {type(error).__name__}: {text}{period}{hint}") from error
 
     def _hint(self, error: Exception, text: str, x: PyTree, train: bool) -> tuple[str, str]:
-        """Returns the text to report for an error whose own text is `text`, and a hint how to fix it."""
+        """Returns the text to report for an error with the text `text`, and a hint about how to fix it."""
         hint = ""
         if type(error).__name__ == "InvalidRngError":
             hint = self._dropout_hint() if not train and is_dropout_error(error) else self.rng_hint
@@ -237,7 +237,7 @@ def _selection_of(keys: list[Any]) -> str:
 def with_any_mesh(init: Callable[[], Any]) -> Any:
     """Returns the result of an initialization, outside the mesh if the module names axes that the mesh lacks.
 
-    linen constrains the initial values of `nn.with_partitioning` by their axes. Their placement does not depend on it.
+    linen constrains the initial values of `nn.with_partitioning` by their axes, but their placement does not depend on these constraints.
     """
     try:
         return init()
@@ -276,7 +276,7 @@ def _modules_of(error: Exception) -> list[nn.Module]:
 
 
 def is_dropout_error(error: Exception) -> bool:
-    """Returns whether a missing random stream is used by dropout, whatever its name."""
+    """Returns whether dropout uses a missing random stream, regardless of the stream's name."""
     return '"dropout"' in str(error) or any(isinstance(module, nn.Dropout) for module in _modules_of(error))
 
 
@@ -328,7 +328,7 @@ def mode_keywords(function: Any, *, train: bool) -> dict[str, bool]:
 def tabulated(make: Callable[[dict[str, Any]], Any]) -> str:
     """Returns the table of layers that `make(console_kwargs)` creates, as plain text wide enough to avoid wrapping."""
     table = str(make({"force_terminal": False, "force_jupyter": False, "no_color": True, "width": 160}))
-    # Drop the total, which includes other collections than parameters and would contradict ours.
+    # Drop the total, which includes other collections than parameters and would contradict the summary's.
     return table[: table.rindex("Total Parameters")].rstrip()
 
 
@@ -375,7 +375,7 @@ def evaluation_code(value: Any, name: str, keywords: Collection[str] = tuple(MOD
 
 
 def _changed_code(value: Any, code: str, keywords: Collection[str], ancestors: tuple[int, ...], unchanged: dict[int, Any]) -> str | None:
-    """Returns code for `value`, itself read as `code`, with its mode fields set for evaluation; `None` if nothing changes.
+    """Returns code for `value`, which `code` reads, with its mode fields set for evaluation; `None` if nothing changes.
 
     `ancestors` are the ids of the objects that contain it, and `unchanged` has the objects that were searched without result, by id.
     """
@@ -414,7 +414,7 @@ def _members_of(value: Any) -> tuple[Mapping[str, Any], str] | None:
         return fields, "dataclasses.replace({code}, {fields})"
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return value._asdict(), "{code}._replace({fields})"
-    if isinstance(value, Mapping) or (hasattr(value, "keys") and hasattr(value, "__getitem__")):  # Those of ml_collections are not a Mapping.
+    if isinstance(value, Mapping) or (hasattr(value, "keys") and hasattr(value, "__getitem__")):  # Configurations of ml_collections are not a `Mapping`.
         items = {name: value[name] for name in value.keys() if isinstance(name, str)}  # noqa: SIM118
         return items, "{{**{code}, {items}}}" if isinstance(value, Mapping) else "type({code})({{**{code}, {items}}})"
     if callable(value) or not hasattr(value, "__dict__"):

@@ -34,7 +34,7 @@ from fitflax.state import PyTree
 
 @dataclasses.dataclass(frozen=True)
 class LinenModel(Model):
-    """A linen module with the keyword arguments of its two modes; `train_module` differs from the user's module only in a mode field."""
+    """A linen module with the keyword arguments of its two modes; `train_module` differs from the user's module only in mode fields."""
 
     argument_hint = ARGUMENT_HINT + "Trainer(model, train_kwargs={'is_training': True}, eval_kwargs={'is_training': False})."
     train_module: nn.Module
@@ -220,7 +220,7 @@ class FunctionModel(Model):
 
 
 def _name_of(fn: Any) -> str:
-    """Returns the name of a function; that of the module if it is a method of one."""
+    """Returns the name of a function or, for a method of a module, the name of the module's class."""
     fn = getattr(fn, "func", fn)  # Unwraps a functools.partial.
     owner = getattr(fn, "__self__", None)
     return type(owner).__name__ if isinstance(owner, nn.Module) else getattr(fn, "__name__", repr(fn))
@@ -238,10 +238,10 @@ def static_by_position(call: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
     >>> static_by_position(Net.__call__, (1,), {"train": True})
     ((1,), {'train': True})
     """
-    of_call = list(parameters_of(call).values())[1:]  # Without `self`.
-    positions = [position for position in _static_positions(call) if position < len(of_call) and of_call[position].name in kwargs]
+    parameters = list(parameters_of(call).values())[1:]  # Without `self`.
+    positions = [position for position in _static_positions(call) if position < len(parameters) and parameters[position].name in kwargs]
     placed, rest = list(args), dict(kwargs)
-    for parameter in of_call[len(args) : max(positions, default=-1) + 1]:
+    for parameter in parameters[len(args) : max(positions, default=-1) + 1]:
         if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD or (parameter.name not in rest and parameter.default is parameter.empty):
             return args, dict(kwargs)
         placed.append(rest.pop(parameter.name, parameter.default))
@@ -249,7 +249,7 @@ def static_by_position(call: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def _static_positions(call: Any) -> Iterator[int]:
-    """Yields the positions, without `self`, that transformations of linen make static; they are read from the closures of the wrappers."""
+    """Yields the positions, not counting `self`, that linen's transformations make static; they are read from the closures of the wrappers."""
     while call is not None:
         cells = dict(zip(call.__code__.co_freevars, call.__closure__ or (), strict=True)) if inspect.isfunction(call) else {}
         if "trafo_kwargs" in cells and "transform" in cells:

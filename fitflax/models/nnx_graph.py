@@ -28,7 +28,7 @@ class Slot(NamedTuple):
     """The place of a variable.
 
     Attributes:
-        path: Its path in the module; that of the first occurrence if it is shared.
+        path: Its path in the module; if it is shared, the path of its first occurrence.
         collection: Its collection in the state.
         template: An empty copy of the variable if its value is not a single array; else `None`.
         is_key: Whether it is the key of a random stream.
@@ -146,9 +146,9 @@ def in_mode(module: nnx.Module, filters: Filter, *, train: bool) -> nnx.Module:
     copy = nnx.clone(module)
     nnx.pop(copy, lambda path, leaf: filters.is_sown(leaf))
     flags = {"deterministic": not train, "use_running_average": not train}
-    own: Any = copy.train if train else copy.eval
-    if all(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters_of(own).values()):
-        own()  # Only that of the outermost module, as in Flax. A method with parameters may do something else.
+    set_mode: Any = copy.train if train else copy.eval
+    if all(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters_of(set_mode).values()):
+        set_mode()  # Called only on the outermost module, as in Flax. A method with parameters may do something else.
     copy.set_attributes(**flags, raise_if_not_found=False)
     copy = nnx.view(copy, **flags, raise_if_not_found=False)
     for _, node in nnx.iter_modules(copy):
@@ -203,7 +203,7 @@ class ModuleVariables:
         self.definition, leaves = filters.define(in_mode(module, filters, train=True))
         specs = [(slot, leaf) for slot, leaf in zip(self.definition.slots, leaves, strict=True) if isinstance(leaf, nnx.Variable)]
         self.axes = AxisNames({f"{slot.collection}/{slot.name}": spec for slot, leaf in specs if (spec := _axes_of(leaf)) is not None})
-        # The last graph definition of the module that passed the check.
+        # The module's last graph definition that passed `_check_same`.
         self._checked_graph = split_module(module)[0]
         self._written: list[Any] | None = None
 
@@ -220,7 +220,7 @@ class ModuleVariables:
     def read(self) -> dict[str, PyTree]:
         """Returns the variables, `{collection: tree}`. The arrays belong to the module and must not be donated.
 
-        Raises a `ModelError` if the module has other variables than at first, or cannot return them.
+        Raises a `ModelError` if the module was changed, or a variable holds neither an array nor a number.
         """
         return collected(self.definition.slots, jax.tree.map(self._as_array, self._leaves()))
 

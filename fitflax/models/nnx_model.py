@@ -61,7 +61,7 @@ class _Mode(NamedTuple):
     Attributes:
         takes_rngs: Whether its call accepts `rngs`, and whether it requires them. A module with its own streams gets them only if required.
         is_linen: Whether it is a bridged linen module, which gets `mutable` as a keyword argument.
-        has_bridge: Whether it contains one.
+        has_bridge: Whether it contains a bridged linen module.
         extra: Variables that only the module for evaluation has.
         written: The paths of parameters that the module itself updates when it is called.
     """
@@ -146,7 +146,7 @@ class NNXModel(Model):
 
     @override
     def init(self, rngs: dict[str, jax.Array], x: PyTree) -> tuple[dict[str, PyTree], AxisNames]:
-        # Only the shapes are used. JAX keeps the constants of a trace, so the values would stay in memory after the module's variables have been replaced.
+        # Zeros, because only the shapes are used. JAX keeps the constants of a trace, so the values would stay in memory after the variables were replaced.
         return jax.tree.map(_zeros_like, self._own.read()), self._own.axes
 
     @override
@@ -182,7 +182,7 @@ class NNXModel(Model):
     def _check_dropout(self, run: Callable[[dict[str, PyTree]], Any], variables: dict[str, PyTree]) -> None:
         """Checks that an evaluation of a module that is configured for training draws no random numbers; only with jit, because it traces the module."""
         is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(variables))
-        # The counts of streams are no evidence: they also change when streams are split or passed through a transformation.
+        # The counts of streams do not show it: they also change when streams are split or passed through a transformation.
         if is_traced and "random_bits" in str(jax.make_jaxpr(run)(variables)):
             intended = "pass eval_model=model" if self._eval_model is None else "name the streams: Trainer(rngs={'train': ..., 'eval': ('dropout',)})"
             raise ModelError(f"{self._eval_name} draws random numbers in evaluation.{self._configured_hint} If this is intended, {intended}.")
@@ -192,7 +192,7 @@ class NNXModel(Model):
     ) -> tuple[Any, dict[str, PyTree]]:
         module = self.merge(variables, train=train, salt=salt)
         captured: list[Any] = []
-        if not capture or self._modes[train].has_bridge:  # A bridge mistakes what nnx.capture adds for a variable.
+        if not capture or self._modes[train].has_bridge:  # A bridged module would treat what `nnx.capture` adds as a variable.
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", r"\s*Using 'Module.sow\(\)' outside of 'nnx.capture\(\)'", DeprecationWarning)
                 result = fn(module)
@@ -291,7 +291,7 @@ class NNXModel(Model):
 
 
 def _name_of(module: nnx.Module) -> str:
-    """Returns the name of a module's class; that of the linen module in a bridge."""
+    """Returns the name of a module's class or, for a bridged linen module, the name of the linen class."""
     return type(module.to_nnx__module if isinstance(module, nnx.bridge.ToNNX) else module).__name__
 
 

@@ -1,8 +1,8 @@
 """Data parallelism over `jax.pmap`: every device holds the whole state and works on its shard of the batch.
 
 The state has no leading axis of devices: it is passed with axis `None`, and donated. With `out_axes=None`, `pmap` returns the value of replica 0 without
-a check, so a step makes replicated results equal before it returns them. On a single device, where it has less overhead per call, and with several
-processes, `jit(shard_map)` compiles the same step with the same axis name. Without jit, a step runs on the first device as the only replica.
+a check, so a step makes replicated results equal before it returns them. `jit(shard_map)` compiles the same step with the same axis name for a single device,
+where it has less overhead per call, and for several processes. Without jit, a step runs on the first device as the only replica.
 """
 
 import contextlib
@@ -101,7 +101,7 @@ class DataParallel(Strategy):
         # pmap requires a split argument.
         if not self._uses_pmap or all(map(_is_replicated, inputs)):
             return Debuggable(jax.jit(either, donate_argnums=tuple(donate)), jax.jit(either))
-        # The empty last argument prevents JAX 0.10 from applying `in_axes` to leaves if there are as many leaves as arguments.
+        # The empty last argument keeps JAX 0.10 from applying `in_axes` to leaves if there are as many leaves as arguments.
         mapped = jax.pmap(
             lambda *arguments: fn(*arguments[:-1]),
             axis_name=self.axis_name,
@@ -124,9 +124,9 @@ class DataParallel(Strategy):
         )
 
     def _eager(self, fn: Callable[..., Any], inputs: Sequence[Layout], outputs: Layout | Sequence[Layout]) -> Callable[..., Any]:
-        """Returns `fn` of all rows as plain operations on the first device, for arguments and results in the form that `feed` returns.
+        """Returns `fn` as plain operations on all rows on the first device, for arguments and results in the form that `feed` returns.
 
-        The axis name is only bound for functions that use it, because mapping would hide the values from debugging.
+        The axis name is bound only for functions that use it, because a mapped function would hide its values from a debugger.
         """
         needs_axis, mapped = False, self._vmapped(fn, inputs, 1)
 
@@ -295,7 +295,7 @@ class DataParallel(Strategy):
         unknown = sorted(set(self.reduce) - set(collections))
         if unknown:
             raise ConfigError(f"DataParallel(reduce=...) names unknown collections: {unknown}. The module has {sorted(collections)}.")
-        # For the scales of fp8 operations, which follow from the largest magnitude in the batch.
+        # The scales of fp8 operations depend on the largest magnitude in the batch.
         reducers: dict[str, Reducer] = {OVERWRITE_WITH_GRADIENT: "max", **self.reduce}
         return {name: jax.tree.map(functools.partial(self._unify, reducers.get(name)), tree) for name, tree in collections.items()}
 
@@ -336,7 +336,7 @@ class _WithEmptyArgument:
 
 
 def _with_dense_outside_mesh(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `fn` with a method interceptor, because the mesh of replicas lacks all axes that a module may name."""
+    """Returns `fn` with a method interceptor, because the mesh of replicas has none of the axes that a module may name."""
 
     @functools.wraps(fn)
     def inside(*arguments: Any) -> Any:
@@ -351,7 +351,7 @@ def _is_replicated(layout: Layout) -> bool:
 
 
 def _each(fn: Callable[[Layout, Any], Any], outputs: Layout | Sequence[Layout], results: Any) -> Any:
-    """Returns `fn(layout, result)`, for each member of a tuple of results if there are several."""
+    """Returns `fn(layout, result)`; for several results, a tuple of it for each of them."""
     if isinstance(outputs, str | Places):
         return fn(outputs, results)
     return tuple(fn(layout, tree) for layout, tree in zip(outputs, results, strict=True))
@@ -364,13 +364,13 @@ def _with_replica_axis(fn: Callable[..., Any], inputs: Sequence[Layout], outputs
         return tree if _is_replicated(layout) else jax.tree.map(lambda leaf: leaf[None], tree)
 
     def wrapped(*arguments: Any) -> Any:
-        shares = (tree if _is_replicated(layout) else jax.tree.map(lambda leaf: leaf[0], tree) for layout, tree in zip(inputs, arguments, strict=True))
-        return _each(fold, outputs, fn(*shares))
+        shards = (tree if _is_replicated(layout) else jax.tree.map(lambda leaf: leaf[0], tree) for layout, tree in zip(inputs, arguments, strict=True))
+        return _each(fold, outputs, fn(*shards))
 
     return wrapped
 
 
-# Keeps the message short.
+# Maximum number of arrays that a message names.
 _MAX_LISTED = 10
 
 

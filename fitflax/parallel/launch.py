@@ -1,4 +1,4 @@
-"""`initialize`: connects the processes of a program, and ends a process properly if another one fails."""
+"""`initialize`: connects the processes of a program, and ends each of them if another one fails."""
 
 import atexit
 import contextlib
@@ -27,12 +27,12 @@ _HEARTBEAT_SECONDS = 30
 _CONNECTION = re.compile(r"UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|gloo|nccl|coordination|peer", re.IGNORECASE)
 # How long a failed process waits for the failures of the others.
 _FAILURE_WAIT_SECONDS = 5.0
-# How long process 0, which hosts the messages, outlives the others.
+# How long process 0, which hosts the messages, continues after the others have left.
 _COORDINATOR_WAIT_SECONDS = 2.0
 # How often a process checks whether others have failed, and how long it may then continue, for example to save its state.
 _WATCH_SECONDS = 2.0
 _GRACE_SECONDS = 20.0
-# Exit codes: a retry may help only if no process failed because of an error of its own (`EX_TEMPFAIL` of sysexits.h).
+# Exit codes: a retry can help only if all processes that failed lost the connection to others (`EX_TEMPFAIL` of sysexits.h).
 _EXIT_FAILED = 1
 _EXIT_LOST_OTHERS = 75
 
@@ -43,8 +43,8 @@ class _Exit:
     failure: str | None = None  # Message of the error that ended this process.
     is_own = True  # Whether the error is its own, rather than a lost connection to other processes.
     has_begun = False
-    watch: threading.Thread | None = None  # It watches the other processes.
-    wake_up: ClassVar[queue.SimpleQueue[None]] = queue.SimpleQueue()  # It wakes that thread.
+    watch: threading.Thread | None = None  # The thread that watches the other processes.
+    wake_up: ClassVar[queue.SimpleQueue[None]] = queue.SimpleQueue()  # Wakes that thread.
     code: int | None = None  # Exit code for leaving without waiting for the others; `None` to wait.
 
 
@@ -82,7 +82,7 @@ def _before_shutdown() -> None:
     else:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             Board("left").post(str(index), b"")
-    # It would wait for the others, and for steps that they never run.
+    # `clean_up` would wait for the others, and for steps that they never run.
     atexit.unregister(jax._src.api.clean_up)
 
 
@@ -105,7 +105,7 @@ def _exit_code(failed: Mapping[int, Failure]) -> int:
 
 
 def _stop_watching() -> None:
-    """Ends the watching thread: if the interpreter exited during its call, the C++ code of JAX would raise SIGABRT."""
+    """Ends the watching thread, because JAX's C++ code raises SIGABRT if the interpreter exits during one of the thread's calls."""
     _Exit.has_begun = True
     _Exit.wake_up.put(None)
     if _Exit.watch is not None:
@@ -143,7 +143,7 @@ def _watch(index: int, count: int) -> None:
         try:
             failed = {process: failure for process, failure in failures().items() if process != index}
         except (jax.errors.JaxRuntimeError, RuntimeError):
-            return  # The connection is lost, which JAX notices as well.
+            return  # The connection is lost, and JAX reports it.
         since = (since or time.monotonic()) if failed else None
         if since is not None and time.monotonic() > since + _GRACE_SECONDS and not _Exit.has_begun:
             message = "".join(f" Process {process} failed: {failure.error}." for process, failure in failed.items())
@@ -156,7 +156,7 @@ def _watch(index: int, count: int) -> None:
 
 @atexit.register
 def _exit_immediately() -> None:
-    """Exits immediately, after the other exit handlers, because the C++ code that runs next would wait, too."""
+    """Exits immediately, after the other exit handlers, because the C++ code that runs next would also wait."""
     if _Exit.code is not None:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -211,7 +211,7 @@ def initialize(
     except (ValueError, TypeError) as error:
         if len(missing) == len(given) and "coordinator_address should be defined" in str(error):
             _warn_without_srun()
-            return  # A single process, without a launcher of several.
+            return  # A single process that no launcher started.
         hint = f" Pass {', '.join(missing)}, which the environment does not define." if missing else ""
         raise ConfigError(f"parallel.initialize: {str(error).rstrip('.')}.{hint}") from error
     except RuntimeError as error:
@@ -223,7 +223,7 @@ def initialize(
             "parallel.initialize() must run before JAX's devices are used. Call it before jax.devices(), and before you create arrays and trainers."
         ) from None
     if group is None:
-        _start_watching()  # Ray ends and restarts its workers.
+        _start_watching()  # In Ray Train, Ray ends and restarts the workers.
 
 
 def _warn_without_srun() -> None:
@@ -236,7 +236,7 @@ def _warn_without_srun() -> None:
 
 
 def _start_watching() -> None:
-    """Starts watching for failures of other processes, and reporting those of this one."""
+    """Starts to watch for failures of other processes, and to report failures of this one."""
     atexit.register(_before_shutdown)
     _Exit.watch = threading.Thread(target=_watch, args=(jax.process_index(), jax.process_count()), name="fitflax-processes", daemon=True)
     _Exit.watch.start()
@@ -254,7 +254,7 @@ _listeners: list[Callable[[], None]] = []
 
 @contextlib.contextmanager
 def listening(listener: Callable[[], None]) -> Iterator[None]:
-    """Calls `listener` at each request inside the block, from any thread."""
+    """Calls `listener` at each call of `preempt` inside the block, which may be in any thread."""
     _listeners.append(listener)
     try:
         yield

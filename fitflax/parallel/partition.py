@@ -24,7 +24,7 @@ BATCH = "batch"
 FSDP_MIN_SIZE = 2**12
 """Minimum number of elements of an array without axis names to be split; gathering smaller ones costs more than splitting saves."""
 
-# Minimum size of replicated parameters to warn about.
+# Minimum size of a replicated parameter to warn about.
 _LARGE_BYTES = 2**20
 
 
@@ -60,7 +60,7 @@ class Partition:
     (P(None, 'model'), P('data',), P())
     """
 
-    sizes: Mapping[str, int]  # Of the mesh axes.
+    sizes: Mapping[str, int]  # Sizes of the mesh axes.
     rules: Rules  # Mesh axes of logical names. Earlier rules take precedence, and an array uses each mesh axis once, as with `nn.logical_axis_rules`.
     fsdp_axes: tuple[str, ...]  # Mesh axes over which arrays without names are split; may be empty.
     fsdp_min_size: int  # Minimum number of elements of such arrays.
@@ -104,9 +104,9 @@ class Partition:
         return unknown + [axis for name in names if isinstance(name, tuple) for axis in name if axis not in self.sizes]
 
     def _by_size(self, shape: tuple[int, ...], *choices: tuple[str, ...]) -> PartitionSpec:
-        """Returns how an array without names is split, over the first of `choices`, sets of mesh axes, that divides any of its axes.
+        """Returns how an array without names is split: over the first of `choices`, which are sets of mesh axes, that divides any of its axes.
 
-        It is split along the largest axis that is divisible, the first of equals.
+        It is split along the largest axis that is divisible, and the first one of several such axes.
         """
         if math.prod(shape) >= self.fsdp_min_size:
             for axes in choices:
@@ -134,12 +134,12 @@ class Partition:
 
         def spec(path: str, leaf: Any, names: tuple[Name, ...] | None) -> PartitionSpec:
             if not state.axes.is_known:
-                return self._by_size(tuple(leaf.shape), *self._axis_choices)  # Only until the names of the module are known.
+                return self._by_size(tuple(leaf.shape), *self._axis_choices)  # This lasts only until the names of the module are known.
             try:
                 return self.spec(path, tuple(leaf.shape), names)
             except ShardingError as error:
                 unknown = self._unknown(names or ())
-                if not path.startswith("opt_state/") and not (unknown and seen.issuperset(unknown)):  # Reported for the parameter or another array.
+                if not path.startswith("opt_state/") and not (unknown and seen.issuperset(unknown)):  # Otherwise, reported for the parameter or another array.
                     faults.append(str(error))
                     seen.update(unknown)
                 return PartitionSpec()

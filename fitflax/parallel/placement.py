@@ -1,4 +1,4 @@
-"""Placement of host arrays on devices, also of other processes, and the shard of a batch that a process feeds."""
+"""Places host arrays on devices, including those of other processes, copies arrays, and determines the shard of a batch that a process feeds."""
 
 import abc
 import contextlib
@@ -30,10 +30,10 @@ def outside_mesh() -> Any:
 
 
 def dense_outside_mesh(call: Callable[..., Any], arguments: Any, keywords: Any, context: Any) -> Any:
-    """Calls the method of a module, and that of `nn.DenseGeneral` outside the mesh; for `nn.intercept_methods`.
+    """Calls a method of a module, outside the mesh if it is one of `nn.DenseGeneral`; for `nn.intercept_methods`.
 
-    It creates its kernel as a matrix, which linen would constrain by the names of all axes of the kernel (https://github.com/google/flax/issues/3676).
-    There are no custom constraints inside of it.
+    `nn.DenseGeneral` creates its kernel as a matrix, which linen would constrain by the names of all axes of the kernel
+    (https://github.com/google/flax/issues/3676). It contains no custom constraints.
     """
     if isinstance(context.module, nn.DenseGeneral):
         with outside_mesh():
@@ -42,7 +42,7 @@ def dense_outside_mesh(call: Callable[..., Any], arguments: Any, keywords: Any, 
 
 
 def check_devices(owner: str, devices: Any) -> list[Any]:
-    """Returns devices as a list, after checking that they are devices, and unique."""
+    """Returns devices as a list, after checking that they are distinct devices."""
     used = list(devices) if isinstance(devices, Iterable) and not isinstance(devices, str | Mapping) else []
     if not used or len(set(used)) != len(used) or not all(isinstance(device, jax.Device) for device in used):
         raise ConfigError(f"{owner}(devices=...) must be a nonempty list of distinct devices, such as jax.devices()[:4]. Received: {devices!r}.")
@@ -145,8 +145,8 @@ _copy = jax.jit(lambda parts: [jnp.copy(part) for part in parts])
 def part_of(devices: Iterable[Any], split: NamedSharding | None = None, num_shards: int = 0) -> tuple[int, int]:
     """Returns which shard of each batch this process feeds, `(index, count)`.
 
-    Batches are split evenly over the devices, in the order of the rows; `split` is the sharding of the rows, in `num_shards` shards, unless each device
-    has a separate one.
+    Batches are split evenly over the devices, in the order of the rows. `split` is the sharding of the rows into `num_shards` shards; `None` if each device
+    has a separate shard.
     """
     used = list(devices)
     owners = {device.process_index for device in used}
@@ -299,7 +299,7 @@ def copy_to_host_memory(arrays: Sequence[jax.Array], *, wait: bool = True) -> li
     """
     once = [array.addressable_data(0) if array.is_fully_replicated else _without_duplicates(array) for array in arrays]
     parts = [[shard.data for shard in array.addressable_shards] for array in once]
-    # Shards, because copying an array that spans processes is a computation of all of them, whose order relative to the steps may differ.
+    # Copy shards: copying an array that spans processes is a computation of all of them, and its order relative to the steps may differ between them.
     copies = jax.device_put(parts, [[part.sharding.with_memory_kind("pinned_host") for part in own] for own in parts])
     if wait:
         jax.block_until_ready(copies)
@@ -332,7 +332,7 @@ def _without_duplicates(array: jax.Array) -> jax.Array:
 
 
 def _one_for_each_process(devices: Any, axis: int) -> list[int]:
-    """Returns the indices along an axis that are needed to keep a device of every process."""
+    """Returns indices along an axis that keep at least one device of every process."""
     kept, seen = [], set[int]()
     for index in range(devices.shape[axis]):
         owners = {device.process_index for device in devices.take([index], axis).flat}
@@ -343,12 +343,12 @@ def _one_for_each_process(devices: Any, axis: int) -> list[int]:
 
 
 def guards_transfers() -> bool:
-    """Returns whether `jax_transfer_guard` checks transfers to the devices, so that transfers of ours must be explicit."""
+    """Returns whether `jax_transfer_guard` checks transfers to the devices, so that fitflax's transfers must be explicit."""
     return _CONFIG.jax_transfer_guard_host_to_device not in (None, "allow")
 
 
 @contextlib.contextmanager
 def explicitly() -> Iterator[None]:
-    """Allows implicit transfers inside the block, such as the small constants of JAX's own functions, whatever `jax_transfer_guard` says."""
+    """Allows implicit transfers to the devices inside the block, such as small constants of JAX functions, even if `jax_transfer_guard` forbids them."""
     with jax.transfer_guard_host_to_device("allow"):
         yield

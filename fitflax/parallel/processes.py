@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import numpy as np
-from jax._src import distributed  # The client has no public name; Orbax uses this one, too.
+from jax._src import distributed  # The client has no public name; Orbax also uses this one.
 from jax.experimental import multihost_utils
 
 from fitflax.data.batch import fingerprint
@@ -21,9 +21,9 @@ from fitflax.state import PyTree
 
 __all__ = ["after_first", "check_same", "exchange", "gather"]
 
-# For slow processes only: the heartbeat detects lost ones.
+# Long enough for slow processes. The heartbeat detects lost processes.
 _TIMEOUT_MILLISECONDS = 24 * 3600 * 1000
-# Waits in C++ do not react to Ctrl-C.
+# Maximum time of one wait in C++, which does not react to Ctrl-C.
 _UNINTERRUPTIBLE_SECONDS = 2.0
 _ROOT = "fitflax"
 
@@ -84,7 +84,7 @@ T = TypeVar("T")
 # How often a waiting process checks for failures of the others, and when it reports that it is waiting.
 _CHECK_SECONDS = 1.0
 _REPORT_SECONDS = 30.0
-# Numbers of exchanges, the same in all processes.
+# Indices of exchanges, the same in all processes.
 _numbers = itertools.count()
 
 
@@ -156,7 +156,7 @@ def exchange(value: Any, topic: str = "exchange") -> list[Any]:
 
 
 class _Wait:
-    """A wait for other processes, which regularly checks whether they can still arrive."""
+    """Waits for messages of other processes, and checks regularly whether these processes can still post them."""
 
     def __init__(self, board: Board, number: int, topic: str) -> None:
         self._board, self._number, self._topic = board, number, topic
@@ -174,8 +174,8 @@ class _Wait:
         index = jax.process_index()
         others = {process: failure for process, failure in failures().items() if process != index}
         if others:
-            told = "; ".join(f"process {process} failed: {failure.error}" for process, failure in others.items())
-            raise ReplicaError(f"This process cannot continue ({self._topic}): {told}")
+            reports = "; ".join(f"process {process} failed: {failure.error}" for process, failure in others.items())
+            raise ReplicaError(f"This process cannot continue ({self._topic}): {reports}")
         missing = sorted(set(range(jax.process_count())) - {int(process) for process in self._board.read_all(str(self._number)) if process.isdigit()})
         ended = sorted(set(missing) & {int(process) for process in Board("ended").read_all("")})
         if ended:
@@ -197,8 +197,8 @@ class Failure(NamedTuple):
 
 def failures() -> dict[int, Failure]:
     """Returns the failures of processes that end because of them, by process."""
-    told = {int(process): Failure(**json.loads(message)) for process, message in Board("failed").read_all("").items()}
-    return dict(sorted(told.items()))
+    found = {int(process): Failure(**json.loads(message)) for process, message in Board("failed").read_all("").items()}
+    return dict(sorted(found.items()))
 
 
 def check_same(tree: PyTree) -> None:
@@ -239,7 +239,7 @@ def after_first(make: Callable[[], T]) -> T:
     if is_first:
         try:
             result = make()
-        except Exception as error:  # noqa: BLE001 (raised below, once the others know)
+        except Exception as error:  # noqa: BLE001 (raised below, after the others are informed)
             failure = error
     has_failed = exchange(failure is not None, "what process 0 does first")[0]
     if failure is not None:

@@ -1,7 +1,7 @@
 """FSDP, tensor parallelism, or both: splits the state and the batch over a mesh of devices, by `jax.jit` with shardings.
 
 A step is traced once for the whole batch, as for a single large device, and XLA partitions it. So there is one replica, and results do not depend on the
-number of devices, up to rounding. This module only determines shardings; the compiler derives the collectives from them.
+number of devices, up to rounding. This module only determines shardings. The compiler derives the collectives from them.
 """
 
 import contextlib

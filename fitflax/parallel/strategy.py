@@ -1,4 +1,4 @@
-"""The interface of strategies; only strategies know how steps are compiled.
+"""The interface of strategies. Only strategies determine how steps are compiled.
 
 A step is written once, as a pure function of one replica's shard of the batch. A strategy compiles it, places its inputs, and reduces over replicas.
 """
@@ -313,7 +313,7 @@ def traced_or_eager(traced: Callable[..., Any], eager: Callable[..., Any]) -> Ca
 
 
 class Debuggable:
-    """A compiled function that is replaced by another one while JAX is set to debug.
+    """A compiled function that is replaced by another one while JAX's debugging options are on.
 
     The replacement, a jitted `traced_or_eager` function, must not donate its arguments: JAX calls it a second time, eagerly, if a result is not finite.
     """
@@ -346,7 +346,7 @@ def _is_debugging() -> bool:
 
 @contextlib.contextmanager
 def _checking_results() -> Iterator[None]:
-    """Makes JAX check for NaN and infinities inside the block, if it is set to.
+    """Makes JAX check for NaN and infinities inside the block, if its options require it.
 
     In JAX 0.10, operations such as `jnp.var` disable these checks for the rest of the thread.
     """

@@ -26,8 +26,8 @@ class Transfer:
     """Transfers batches to the devices and outputs to the host.
 
     With more than one mapped replica, arrays get a leading axis of replicas: `split` is the sharding of `[batch, ...]` or `[replicas, batch / replicas,
-    ...]`, and `group` that of `[steps, batch, ...]` or `[replicas, steps, batch / replicas, ...]`. If some devices belong to other processes,
-    `num_mapped` must be 1; processes feed `num_parts` shards of a batch.
+    ...]`, and `group` is the sharding of `[steps, batch, ...]` or `[replicas, steps, batch / replicas, ...]`. If some devices belong to other
+    processes, `num_mapped` must be 1, and the processes feed `num_parts` shards of a batch.
     """
 
     def __init__(self, num_mapped: int, split: NamedSharding, group: NamedSharding, num_parts: int = 1, *, spans_processes: bool = False) -> None:
@@ -37,7 +37,7 @@ class Transfer:
 
     def feed(self, batch: Batch) -> Batch:
         """See `Strategy.feed`."""
-        # The compiled call places arrays, which is cheaper on CPU than placing them first. Only masks are placed: the mask of a full batch stays
+        # The compiled call places arrays, which is cheaper on CPU than placing them first. Only masks are placed here: the mask of a full batch stays
         # on the device, and other masks need the same sharding, or the step would be compiled a second time.
         size = len(batch.mask)
         mask = self._put_mask(size) if batch.mask is full_mask(size) else self._place(self._fold(batch.mask), self._split)
@@ -121,7 +121,7 @@ class Transfer:
         return stack
 
     def _feed_leaf(self, leaf: Any) -> Any:
-        # JAX arrays may lie on any device; NumPy arrays are placed by the call.
+        # JAX arrays may be on any device; the compiled call places NumPy arrays.
         return jax.device_put(self._fold(leaf), self._split) if isinstance(leaf, jax.Array) else self._fold(leaf)
 
     def _fold(self, leaf: Any) -> Any:
@@ -142,19 +142,19 @@ class Transfer:
             return jax.make_array_from_process_local_data(place, np.asarray(leaf))
 
 
-# Memory on the devices for the batches of unfinished steps.
+# Maximum memory on the devices for the batches of unfinished steps.
 _MAX_BATCH_BYTES = 2**28
 # Steps below this duration are short: the host is then at most a fraction of a second ahead.
 _SHORT_SECONDS = 0.005
-# For one CPU device.
+# Maximum number of short steps in flight on one CPU device.
 MAX_SHORT_STEPS = 32
 
 
 def limit_for(platform: str, num_devices: int) -> int:
     """Returns how many steps may be in flight on such devices.
 
-    Two on several CPU devices: with more, collectives that wait for each other can fill the thread pool of XLA. Otherwise there need to be enough to
-    hide the dispatch; a GPU finishes a small step while the host wakes up from waiting for another one.
+    On several CPU devices it is two: with more, collectives that wait for each other can fill the thread pool of XLA. Elsewhere it is large enough to
+    hide the time of dispatching; a GPU finishes a small step while the host wakes up from waiting for another one.
 
     >>> limit_for("cpu", 8), limit_for("cpu", 1), limit_for("gpu", 1)
     (2, 8, 32)
@@ -174,7 +174,7 @@ class Waitable(Protocol):
 class InFlight:
     """Limits how many dispatched steps may be unfinished, to bound memory and to prevent a deadlock of collectives on CPU.
 
-    `limit` is the maximum number of steps, reduced for large batches, but not below two; `most` is that of short steps, for which waking up the host
+    `limit` is the maximum number of steps, reduced for large batches, but not below two; `most` is the maximum for short steps, where waking up the host
     takes a noticeable part of the time.
     """
 
@@ -184,7 +184,7 @@ class InFlight:
         self._kind: Any = None
         self._num_other_kind = 0  # Number of pending steps of another kind.
         self._pending: list[Waitable] = []
-        self._num_bytes = 0  # Of the newest batch; only the last batch of a pass may differ.
+        self._num_bytes = 0  # Size of the newest batch; only the last batch of a pass may have another size.
 
     def make_room(self, kind: Any = None) -> None:
         """Waits until one more step may be dispatched; to wait less often, until half are finished. Steps of a `kind` take about the same time."""

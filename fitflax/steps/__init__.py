@@ -1,1 +1,1 @@
-"""What happens to a batch: the forward pass, gradients, the steps that train, evaluate and predict, and their compiled form."""
+"""The steps that train, evaluate and predict on a batch: forward pass, gradients, metrics, and compiled functions."""

@@ -1,4 +1,4 @@
-"""Compiles the steps of a task: which compiled functions there are, compilation in a thread, and JAX's cache on disk."""
+"""Compiles the steps of a task: the kinds of compiled functions, compilation in a thread, and JAX's cache on disk."""
 
 import atexit
 import contextlib
@@ -29,7 +29,8 @@ from fitflax.steps.train_step import Task
 from fitflax.storage import is_url
 
 _DIRECTORY = "jax_compilation_cache_dir"
-# JAX's option, its default, and the value that caches everything. The defaults leave out what compiles in less than a second: most steps of small models.
+# JAX's option, its default, and the value that caches everything. By default, JAX does not cache what compiles in less than a second, as most steps of small
+# models do.
 _LIMITS: tuple[tuple[str, float, float], ...] = (
     ("jax_persistent_cache_min_compile_time_secs", 1.0, 0.0),
     ("jax_persistent_cache_min_entry_size_bytes", 0, -1),
@@ -42,7 +43,7 @@ _usual_threshold = gc.get_threshold()[2]
 
 
 def trim_heap() -> None:
-    """Returns freed memory to the operating system. With glibc, compiling a large model leaves hundreds of megabytes of it; elsewhere this does nothing."""
+    """Returns freed memory to the operating system. With glibc, compiling a large model leaves hundreds of megabytes of it. Elsewhere this does nothing."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # TypeError: CDLL(None) on Windows.
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -109,12 +110,12 @@ def enable_compilation_cache(directory: str | os.PathLike[str] | None = None) ->
 def share_programs() -> None:
     """Lets JAX compile equal programs once in this process, with a temporary cache on disk. It does nothing if there is a cache already.
 
-    This helps notebooks: a cell that is run again creates new functions, which JAX compiles again, but equal programs, which the cache has.
+    This helps notebooks: a cell that is run again creates new functions, for which JAX compiles again, but the programs are equal, so the cache has them.
     """
     is_off = not jax.config.values["jax_enable_compilation_cache"]
     if _shared or is_off or jax.config.values[_DIRECTORY] or os.environ.get(_DIRECTORY.upper()):
         return
-    with contextlib.suppress(OSError, ConfigError):  # Without a cache everything works, but compiles again.
+    with contextlib.suppress(OSError, ConfigError):  # Without a cache, JAX compiles again.
         directory = tempfile.TemporaryDirectory(prefix="fitflax-programs-", ignore_cleanup_errors=True)
         _shared.append(directory)
         atexit.register(directory.cleanup)
@@ -164,7 +165,7 @@ class Compilation:
 
 
 class _FunctionSpec(NamedTuple):
-    """What a compiled function is for; `treedef` and `places` are the structure and the placement of the state."""
+    """Identifies a compiled function; `treedef` and `places` are the structure and the placement of the state."""
 
     kind: str
     treedef: Any
@@ -189,7 +190,7 @@ class CompiledSteps:
 
     * `"train"`, `"evaluate"`: a batch. For evaluation, the leaves are those of `(params, model_state)`.
     * `"train group"`, `"evaluate group"`: a count, and batches with a leading axis of steps, of which `count` are used.
-    * `"train whole group"`: as `"train group"`, but the count is the size of the leading axis, which the compiler then knows.
+    * `"train whole group"`: as `"train group"`, but the count is the size of the leading axis, so the compiler knows it.
     * `"predict"`: the index of the batch, and its inputs; `"predict group"`: the index of the first batch, a count, and inputs.
 
     A group of any number of steps runs the same compiled loop, so rounding does not depend on where groups end. Whole groups may be a separate loop.
@@ -320,7 +321,7 @@ class CompiledSteps:
 
 
 def train_kind(strategy: Strategy, count: int, size: int) -> str:
-    """Returns the kind of compiled function for `count` updates in a call of at most `size`."""
+    """Returns the kind of compiled function for `count` steps in a call of at most `size` steps."""
     if size == 1:
         return "train"
     return "train whole group" if count == size and strategy.prefers_counted_loops else "train group"
@@ -345,7 +346,7 @@ def _batch_at(batches: PyTree, index: Any) -> Any:
     return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), batches)
 
 
-# For states whose shapes need not be known.
+# The carry of a state whose shapes need not be known.
 _ANY_CARRY = Carry([], None, None)
 
 

@@ -1,7 +1,7 @@
 """The loss of a batch and its gradient: the forward pass of one replica's rows, differentiated as a whole or in micro-batches.
 
-A replica computes its share of the global loss, so gradients are summed over replicas. Also the random keys of the forward pass, which differ for each
-stream, step, replica, and batch of an evaluation.
+A replica computes its share of the global loss, so gradients are summed over replicas. This module also derives the random keys of the forward pass, which
+differ for each stream, step, replica, and batch of an evaluation.
 """
 
 import dataclasses
@@ -53,13 +53,13 @@ _EVAL = 0xE7A1
 
 @dataclasses.dataclass
 class Notes:
-    """Values that JAX transformations do not pass on, recorded while a pass is traced."""
+    """Values that JAX transformations cannot return, recorded while a forward pass is traced."""
 
     order: list[str] = dataclasses.field(default_factory=list)  # Keys of the metrics in the order in which they are shown.
     given: dict[str, Metric] = dataclasses.field(default_factory=dict)  # Metrics as the user gave them.
     outputs: PyTree = None  # Shapes of the module's outputs by name.
-    keeps_returned: bool = False  # Whether to record `returned`; a pass inside another transformation would leak it.
-    returned: Returned | None = None  # The module's outputs, valid in the trace of the pass only.
+    keeps_returned: bool = False  # Whether to record `returned`; a forward pass inside another transformation would leak it.
+    returned: Returned | None = None  # The module's outputs, valid only in the trace of the forward pass.
 
 
 class Totals(NamedTuple):
@@ -85,7 +85,7 @@ class ForwardResult(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class ForwardPass:
-    """Computes loss, metrics and gradient of one replica's rows of a batch; the part of a `Task` that does not know the optimizer."""
+    """Computes loss, metrics and gradient of one replica's rows of a batch; the part of a `Task` that does not depend on the optimizer."""
 
     model: Model
     strategy: Strategy
@@ -93,7 +93,7 @@ class ForwardPass:
     numerics: Numerics
     streams: "Streams"
     mutable: Any  # linen's filter for collections that may change.
-    transient: tuple[str, ...]  # Collections that are removed after every call.
+    transient: tuple[str, ...]  # Collections that do not become part of the state.
     compute_loss: ComputeLoss | None = None  # Replacement of `default_loss`; see `Trainer.compute_loss`.
 
     def default_loss(self, *arguments: Any, **keywords: Any) -> Any:
@@ -158,7 +158,7 @@ class ForwardPass:
         notes.order[:] = metrics
         kept = {name: tree for name, tree in changed.items() if name not in self.transient}
         written = kept.pop("params", {})
-        # Not `stop_gradient` of the dict, which would sort the keys, and their order is that in which values are shown.
+        # `stop_gradient` of the whole dict would sort the keys, but values are shown in the order of the keys.
         metrics = {key: jax.lax.stop_gradient(metric) for key, metric in metrics.items()}
         wanted, written = jax.lax.stop_gradient(({name: changed[name] for name in sown if name in changed}, written))
         return local, ForwardResult(metrics, {**model_state, **kept}, wanted, {} if self.numerics.is_half else written)  # Rounded values must not be stored.
@@ -166,7 +166,7 @@ class ForwardPass:
     def _values(
         self, params: PyTree, model_state: dict[str, PyTree], batch: Batch, *, draws: Draws, train: bool
     ) -> tuple[Any, dict[str, PyTree], dict[str, Any]]:
-        """Returns the results of `compute_loss`; parameters and inputs are cast to the compute dtype, outputs and collections back to their own."""
+        """Returns the results of `compute_loss`; parameters and inputs are cast to the compute dtype, and outputs and collections back."""
         params, x = self.numerics.narrow((params, batch.x))
         variables, options = {"params": params, **model_state}, {"train": train, "draws": draws, "mutable": self.mutable}
         try:
@@ -209,7 +209,7 @@ class ForwardPass:
         return Mean().add(jax.lax.stop_gradient(values), weights), ratio(total, whole)
 
     def _scalar_part(self, value: jax.Array, mask: jax.Array, totals: Totals | None) -> tuple[Mean, jax.Array]:
-        """Returns the same for a value that is already the mean of this replica's examples: it is weighted by the number of real ones."""
+        """Returns the same for a value that is the mean over this replica's examples, which is weighted by the number of real examples."""
         real = jnp.sum(mask)
         return Mean().add(jax.lax.stop_gradient(value), real), ratio(value * real, self.strategy.sum(real) if totals is None else totals.real)
 
@@ -219,7 +219,7 @@ class ForwardPass:
         """Returns this replica's share of the loss, of the gradient of the loss times `scale`, and the `ForwardResult`.
 
         If `accumulate_steps` is more than 1, it runs micro-batch by micro-batch, so that only one's activations are in memory. Sown values are those of the
-        last one. `notes` is filled.
+        last micro-batch. Fills `notes`.
         """
         key = jax.random.fold_in(state.key, state.step)
         if self.numerics.accumulate_steps == 1:
@@ -253,7 +253,7 @@ class ForwardPass:
         *,
         sown: tuple[str, ...],
     ) -> tuple[jax.Array, PyTree, ForwardResult]:
-        """Does the same in one forward and backward pass."""
+        """Returns the same as `gradient`, from one forward and backward pass."""
         draws = self.streams.train_draws(key, self.strategy)
 
         def loss_fn(params: PyTree, overwritten: dict[str, PyTree]) -> tuple[jax.Array, tuple[jax.Array, ForwardResult]]:
@@ -283,7 +283,7 @@ class ForwardPass:
         return cast(jax.Array, jax.lax.scan(run, (jnp.float32(0), state.model_state), batches)[0][0])
 
     def _micro_batches(self, batch: Batch) -> tuple[Totals, tuple[jax.Array, Batch]]:
-        """Returns totals over all replicas, and the numbered micro-batches."""
+        """Returns totals over all replicas, and the micro-batches with their indices."""
         mask, weights = _masked_weights(batch)
         real, weight = self.strategy.sum((jnp.sum(mask), jnp.sum(weights)))
         steps = self.numerics.accumulate_steps
@@ -296,8 +296,8 @@ class ForwardPass:
 def _overwritten(model_state: Mapping[str, PyTree]) -> dict[str, PyTree]:
     """Returns the collection that is replaced by its gradient, if there is one, such as the scales of Flax's fp8 operations.
 
-    Each micro-batch and each replica gets the values from before the step, and the results are joined by their maximum, the rule of these operations: the
-    largest magnitude of the whole batch.
+    Each micro-batch and each replica gets the values from before the step. The result is the maximum over all of them, because these operations need the
+    largest magnitude in the whole batch.
     """
     return {name: tree for name, tree in model_state.items() if name == OVERWRITE_WITH_GRADIENT}
 
@@ -339,7 +339,7 @@ def ratio(total: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _per_example(parts: Mapping[str, Any], rows: int) -> jax.Array:
-    """Returns the sum of the parts of the loss for each example, `[rows]`; a scalar part counts for all of them."""
+    """Returns the sum of the parts of the loss for each example, `[rows]`; a scalar part is added to each of them."""
     values = [jnp.asarray(part, jnp.float32) for part in parts.values()]
     return sum((value if value.ndim < 2 else value.reshape(rows, -1).mean(axis=1) for value in values), start=jnp.zeros(rows, jnp.float32))
 
@@ -382,7 +382,7 @@ def split_key(key: jax.Array, names: tuple[str, ...]) -> dict[str, jax.Array]:
 
 @jax.tree_util.register_pytree_with_keys_class
 class StreamKeys(dict[str, jax.Array]):
-    """A dict of keys by stream, with an error that says how to name a missing stream. It is registered because JAX would take it for a leaf.
+    """A dict of keys by stream, with an error that says how to name a missing stream. It is registered as a pytree; otherwise JAX would treat it as a leaf.
 
     >>> StreamKeys(dropout=1)["noise"]
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""The state of a run: the newest one, the form in which compiled calls take it, its parameters for evaluation, and what no step may change."""
+"""The newest state of a run, its form for compiled calls, its parameters for evaluation, and checks that a step keeps its structure."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ Sums = dict[str, jax.Array]
 class Carry(NamedTuple):
     """A state as compiled calls take and return it: flattened, and without the key, which never changes.
 
-    Otherwise each call would create typed keys and the objects of a tree again.
+    This saves creating typed keys and the objects of the tree at each call.
     """
 
     leaves: list[Any]  # Arrays of the state without the key.
@@ -50,9 +50,9 @@ class Carry(NamedTuple):
 
 
 def collect_dropped(kept: "LiveState | None") -> None:
-    """Runs the garbage collector if there may be large states of dropped trainers, because Python does not know how much device memory they use.
+    """Runs the garbage collector if there may be large states of dropped trainers, because Python does not count their device memory.
 
-    So a notebook cell that creates the same trainer again and again has only one state at a time. States that were in use at the last collection, and
+    So a notebook cell that is run repeatedly and creates a trainer each time has only one state in memory. States that were in use at the last collection, and
     `kept`, do not cause another one.
     """
     if any(live is not kept and live.is_large and not live.was_held for live in tuple(_live_states)):
@@ -64,8 +64,7 @@ def collect_dropped(kept: "LiveState | None") -> None:
 class LiveState:
     """The newest state of a run, owned by this object. Each step replaces it and reuses its buffers.
 
-    What users get must not change: `lend` returns the state, and the next step works on a copy. `borrow` returns it for use before the next step
-    only.
+    States that users get must not change: after `lend`, the next step works on a copy. `borrow` returns the state only for use before the next step.
     """
 
     def __init__(self, strategy: Strategy, state: TrainState, step: int) -> None:
@@ -128,7 +127,7 @@ class LiveState:
         return self._carry
 
     def advance(self, carry: Carry, steps: int = 1) -> None:
-        """Sets the state after `steps` more updates."""
+        """Sets the state after `steps` more steps."""
         self._carry, self._state, self._is_lent = carry, None, False
         self.step += steps
         self.version += 1
@@ -154,7 +153,7 @@ EvalParamsFn = Callable[[PyTree, PyTree], PyTree]
 class EvalParams:
     """Returns the parameters of a state for evaluation: averaged ones, or those that a function gets from the optimizer state.
 
-    `custom` is such a function, or `None`; that of optax's schedule-free optimizers is found in the state. `map_members` applies a function to each member
+    `custom` is such a function, or `None`; schedule-free optimizers of optax are found in the state. `map_members` applies a function to each member
     of an ensemble, and `is_scaled` is whether the optimizer state has a loss scale.
     """
 
@@ -213,7 +212,7 @@ def find_eval_params(optimizer: optax.GradientTransformation) -> EvalParamsFn | 
     """
     try:
         opt_state = jax.eval_shape(optimizer.init, {"w": jax.ShapeDtypeStruct((1,), jnp.float32)})
-    except Exception:  # noqa: BLE001 (labels of other parameters, for example; found when the state is known)
+    except Exception:  # noqa: BLE001 (for example, labels of other parameters; the optimizer is then found in the state)
         return None
     return schedule_free_eval_params if _schedule_free_states(opt_state) else None
 
@@ -243,7 +242,7 @@ def _is_masked(node: Any) -> bool:
 
 
 def strong_types(tree: PyTree) -> PyTree:
-    """Returns `tree` without weakly typed leaves, which the first update would change, so that the step would be compiled twice."""
+    """Returns `tree` without weak types, which the first update would remove, so that the step would be compiled twice."""
     return jax.tree.map(lambda leaf: leaf if is_key(leaf) else jax.lax.convert_element_type(leaf, leaf.dtype), tree)
 
 

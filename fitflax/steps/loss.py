@@ -1,7 +1,7 @@
 """Applies the arguments `loss` and `metrics` of `compile` to a module's outputs: which function gets which output, and its log key.
 
-Names are resolved when `compile` is called, so that a misspelling is an error there. Outputs are assigned from their structure alone, so every trace
-assigns them alike.
+Names are resolved when `compile` is called, so that a misspelling is an error there. Outputs are assigned by their structure only, so the assignment is the
+same in every trace.
 """
 
 import functools
@@ -263,7 +263,7 @@ class _Output(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Its name, after those of the outputs that it is nested in."""
+        """The path of the output: its name, after the names of the outputs that it is nested in."""
         return str(self.name) if self.parent is None else f"{self.parent.path}/{self.name}"
 
     @property
@@ -325,7 +325,7 @@ def _present(members: Mapping[Any, PyTree]) -> list[Any]:
     return [name for name, output in members.items() if output is not None]
 
 
-def _by_place(spec: Sequence[Any], members: Mapping[Any, PyTree]) -> dict[str, Any] | None:
+def _by_position(spec: Sequence[Any], members: Mapping[Any, PyTree]) -> dict[str, Any] | None:
     """Returns a list as a dict by output, or `None` if its length does not match. Outputs that are `None` may have the entry `None`."""
     if len(spec) == len(members) and all(entry is None or output is not None for output, entry in zip(members.values(), spec, strict=True)):
         return {name: entry for (name, output), entry in zip(members.items(), spec, strict=True) if output is not None}
@@ -342,7 +342,7 @@ def _by_output(spec: Any, members: Mapping[Any, PyTree], what: str, error: type[
             raise error(f"compile({what}=...) names the outputs {unknown}, but {whose} are {names}.{did_you_mean(unknown[0], names)}")
         return {name: spec.get(name) for name in names}
     if isinstance(spec, list):
-        placed = _by_place(spec, members)
+        placed = _by_position(spec, members)
         if placed is None:
             raise error(f"compile({what}=...) has {len(spec)} entries, but the module has {len(names)} outputs: {names}.")
         return placed
@@ -391,7 +391,7 @@ def _flatten(spec: Any, members: Mapping[Any, PyTree]) -> list[tuple[str | None,
         placed = {None: spec}
     else:
         entries = spec if isinstance(spec, list) else [spec]
-        placed = _by_place(entries, members)
+        placed = _by_position(entries, members)
         if placed is None and any(isinstance(entry, list | dict) for entry in entries):
             raise MetricError(f"compile(metrics=...) has {len(entries)} entries, but the module has {len(names)} outputs: {names}.")
         placed = dict.fromkeys(names, entries) if placed is None else placed

@@ -4,7 +4,7 @@ Stored arrays stay float32; with `precision`, only the module computes in half p
 dtype of the stored parameters. Outputs and changed collections are cast back after it.
 
 The smallest number of float16 is 6e-8, so the loss is multiplied by a scale before differentiation, and the gradient divided by it after. If a gradient
-is not finite, the update is skipped and the scale halved; after many good steps in a row it is doubled. The scale is part of the optimizer state, so it
+is not finite, the update is skipped and the scale is halved. After many good steps in a row, the scale is doubled. It is part of the optimizer state, so it
 is saved and restored with it.
 """
 
@@ -69,7 +69,7 @@ class Numerics:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings by name; `None` for defaults, as in checkpoints from before a setting existed."""
+        """The settings by name; `None` for defaults, as in checkpoints that are older than a setting."""
         default = Numerics()
         return {name: None if value == getattr(default, name) else value for name, value in dataclasses.asdict(self).items()}
 
@@ -218,7 +218,7 @@ def _explain_errors(what: str, params: PyTree) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # A RuntimeError is JAX's, such as one of a device without memory.
+        # A RuntimeError comes from JAX, for example if a device is out of memory.
         if is_of_debugger(error) or isinstance(error, FitflaxError | RuntimeError | MemoryError):
             raise
         text = " ".join(str(error).partition("\nThe error occurred while tracing")[0].split())  # JAX appends a page of details.
@@ -307,7 +307,7 @@ def _global_loss(local: Callable[[PyTree], jax.Array], strategy: Strategy, scale
 
 
 class Group(NamedTuple):
-    """Parameters that are treated alike."""
+    """Parameters that the optimizer treats in the same way."""
 
     name: str  # The label; "frozen" or "others" if the optimizer has no labels.
     paths: list[str]
@@ -315,7 +315,7 @@ class Group(NamedTuple):
 
 
 def parameter_groups(optimizer: optax.GradientTransformation, params: PyTree) -> list[Group]:
-    """Returns the groups of parameters, or none if all are treated alike. Only shapes are evaluated.
+    """Returns the groups of parameters, or none if all are treated in the same way. Only shapes are evaluated.
 
     A parameter is frozen if its traced update does not depend on gradients, parameters or the optimizer state. Labels are those of the only
     `optax.multi_transform` (`partition`) in the optimizer; optax does not expose them, so they are read from its closures. If the update needs more
@@ -330,7 +330,7 @@ def parameter_groups(optimizer: optax.GradientTransformation, params: PyTree) ->
     paths = [path for path, _ in named_leaves(params)]
     try:
         frozen = _frozen_flags(optimizer, params)
-    except Exception:  # noqa: BLE001 (whatever it needs, only training can give it)
+    except Exception:  # noqa: BLE001 (the update needs arguments that only a training step passes)
         return []
     labels = _labels(optimizer, params) or ["frozen" if is_frozen else "others" for is_frozen in frozen]
     members: dict[tuple[str, bool], list[str]] = {}
@@ -375,7 +375,7 @@ def _labels(optimizer: optax.GradientTransformation, params: PyTree) -> list[str
     try:
         labels = found[0](params) if callable(found[0]) else found[0]
         whole = jax.tree.map(lambda label, part: jax.tree.map(lambda _: str(label), part), labels, params)
-    except Exception:  # noqa: BLE001 (a function of the user's that is made for other trees)
+    except Exception:  # noqa: BLE001 (a custom function may not accept this tree)
         return None
     return cast(list[str], jax.tree.leaves(whole))
 

@@ -1,7 +1,7 @@
 """What a module returns, by name, and what a step returns besides the state: sums of metrics, rows of examples, and values on request.
 
-Only this module distinguishes tuples, mappings and classes with named attributes. Losses, metrics and checks ask for an output by name; code that
-handles all of them uses `Returned`. Steps add metrics by log key to the sums of earlier steps. Metrics with `collect` return rows instead, which the host
+Only this module distinguishes tuples, mappings and classes with named attributes. Losses, metrics and checks select outputs by name; code that
+handles all outputs uses `Returned`. Steps add metrics by log key to the sums of earlier steps. Metrics with `collect` return rows instead, which the host
 concatenates.
 """
 
@@ -41,7 +41,7 @@ def named_outputs(outputs: PyTree) -> dict[Any, PyTree] | None:
 
 
 def members_of(outputs: PyTree) -> dict[Any, PyTree] | None:
-    """Returns the same with outputs that are `None`, which have a place in arguments that are given by position."""
+    """Returns the same as `named_outputs`, but keeps outputs that are `None`, which have a position in lists of losses, metrics and targets."""
     if type(outputs) in (list, tuple):
         return {f"output_{number}": output for number, output in enumerate(outputs, 1)}
     children = jax.tree_util.tree_leaves_with_path(outputs, is_leaf=lambda node: node is not outputs)
@@ -57,18 +57,18 @@ def _name_of(key: Any) -> Any:
 
 
 class _Members(NamedTuple):
-    """Where the leaves of outputs with names are."""
+    """The positions of the leaves of outputs with names."""
 
     places: "tuple[tuple[Any, _Place], ...]"  # By name.
 
 
-# The index of an array, those of a container without names, members, or `None` for `None`.
+# The index of an array, the indices of the arrays in a container without names, the members of one with names, or `None` for `None`.
 _Place = int | tuple[int, ...] | _Members | None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """How leaves make up outputs; static in JAX transformations."""
+    """The structure of outputs without their leaves; static in JAX transformations."""
 
     treedef: Any = dataclasses.field(hash=False)  # JAX's structure of the outputs. Not hashed, because a class may have static parts that are not hashable.
     orders: Any  # The order of keys, which JAX does not keep; see `_order_of`.
@@ -112,7 +112,7 @@ class Returned:
         return _in_order(jax.tree.unflatten(self._form.treedef, self._leaves), self._form.orders)
 
     def by_name(self) -> PyTree:
-        """Returns the outputs in plain containers, whatever the leaves are: nested dicts of leaves and lists of leaves by name, or a single output."""
+        """Returns the outputs in plain containers, with leaves of any type: nested dicts of leaves and lists of leaves by name, or a single output."""
         return self if type(self._form.place) is tuple else self._at(self._form.place)
 
     def _at(self, place: _Place) -> PyTree:
@@ -233,7 +233,7 @@ def rows_of(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
 
 def computed(metric: Metric) -> tuple[jax.Array, jax.Array]:
     """Returns a metric's value, float32 `[...]`, and whether it is NaN because the total weight is 0, bool `[...]`."""
-    with jax.debug_nans(False):  # For steps without jit.
+    with jax.debug_nans(False):  # NaN is valid here, but in steps without jit `jax_debug_nans` would raise an error.
         value = metric.compute()
         if jnp.iscomplexobj(value):
             raise MetricError(f"Its value must be real. Received: {describe_shapes(value)}.")
@@ -242,7 +242,7 @@ def computed(metric: Metric) -> tuple[jax.Array, jax.Array]:
 
 
 def _is_empty(metric: Metric) -> Any:
-    """Returns whether nothing was added to a metric that would change its sums, or to a part of the loss."""
+    """Returns whether all sums of a metric are 0; for a loss, whether those of any of its parts are."""
     parts = getattr(metric, "parts", None)
     if parts:
         return functools.reduce(operator.or_, map(_is_empty, parts.values()))
@@ -264,7 +264,7 @@ def as_vector(values: list[jax.Array], metrics: Mapping[str, Metric]) -> jax.Arr
 class Suspects:
     """Names of the checked values of a step, such as "the gradient of Dense_0/kernel"; `TrainSums.culprit` is an index of them.
 
-    It has no arrays, so a compiled step returns it as part of its structure.
+    It has no arrays, so it is a static part of what a compiled step returns.
     """
 
     names: tuple[str, ...] = struct.field(pytree_node=False, default=())
@@ -279,7 +279,7 @@ class Keep(NamedTuple):
     norm: bool | None = False
     grads: bool = False  # Whether to keep the gradient, which takes as much memory as the parameters.
     sown: tuple[str, ...] = ()  # Names of collections of sown values.
-    # Whether to find what first was not finite: parts of the loss, the gradient and the updated parameters, all of which are read for it.
+    # Whether to find what first was not finite: parts of the loss, the gradient and the updated parameters. This reads all of them.
     culprit: bool = False
 
 
@@ -318,7 +318,7 @@ class Collected:
         """Appends the rows of a step, or of a call of several `steps`."""
         if not rows:
             return
-        self._count += 1  # Not the lengths: they miss a part that another thread is copying to the host.
+        self._count += 1  # A separate count, because the lengths of the lists exclude a part that another thread is copying to the host.
         with self._lock:
             self._pending.append((rows, steps))
             if len(self._pending) > self._most_pending:
@@ -329,7 +329,7 @@ class Collected:
             self._parts.append(self._join(*self._pending.popleft()))
 
     def now(self) -> Callable[[], dict[str, Any]]:
-        """Returns a function that computes the metrics over the current rows, whatever is appended later."""
+        """Returns a function that computes the metrics over the current rows, regardless of rows that are added later."""
         count = self._count
         return lambda: {key: _computed(key, metric) for key, metric in self._joined(count).items()}
 

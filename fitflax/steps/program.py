@@ -36,16 +36,16 @@ PASSES = 3
 _GROUP_STEPS = 16
 _GROUP_BYTES = 2**26
 
-# Floating-point operations, or bytes of memory, of evaluating a batch: about two milliseconds on a CPU core, 20 times the overhead of a call; and
-# less than one millisecond on a GPU.
+# An evaluation of a batch with at most this many floating-point operations, and bytes that it reads and writes, takes about two milliseconds on a CPU core,
+# 20 times the overhead of a call, or less than one millisecond on a GPU.
 _CHEAP = 2e7
 _CHEAP_ON_ACCELERATORS = 5e9
 
-# For each of the two variants that `time_steps` compares.
+# Limits of the measurement of each variant in `time_steps`.
 _TRIAL_SECONDS = 0.25
 _MAX_LAPS = 10
 
-# For larger states, memory left over from compilation matters.
+# Above this size of the state, memory left over from compilation matters.
 _LARGE_BYTES = 2**26
 
 # Checking this much of an array for NaN and infinity takes less than half a second.
@@ -53,9 +53,9 @@ _CHECKED_BYTES = 2**30
 
 
 class Trained(NamedTuple):
-    """Results of dispatching an update, all still on the devices."""
+    """Results of a dispatched call, all still on the devices."""
 
-    state: Carry  # The state after it.
+    state: Carry  # The state after the call.
     sums: Sums  # Packed sums of the epoch.
     values: StepValues
     rows: dict[str, Metric]  # Rows that metrics collect, by log key.
@@ -65,7 +65,7 @@ class Trained(NamedTuple):
 class Program:
     """Dispatches the steps of a task.
 
-    `run_eagerly` disables jit in its steps, whatever JAX's setting. `eval_params` returns the parameters for evaluation, given the optimizer state and
+    `run_eagerly` disables jit in its steps, regardless of JAX's setting. `eval_params` returns the parameters for evaluation, given the optimizer state and
     the parameters; `None` if they are the same.
     """
 
@@ -124,11 +124,11 @@ class Program:
     # -- steps --
 
     def train(self, carry: Carry, sums: Sums, fed: FedBatch, *, keep: Keep = NOTHING) -> Trained:
-        """Dispatches one update; consumes `carry` and `sums`."""
+        """Dispatches one step; consumes `carry` and `sums`."""
         return self.train_group(carry, sums, [fed], 1, keep=keep)
 
     def train_group(self, carry: Carry, sums: Sums, group: Sequence[FedBatch], size: int, *, keep: Keep = NOTHING) -> Trained:
-        """Dispatches several updates in a call that is compiled for at most `size`; consumes `carry` and `sums`."""
+        """Dispatches several steps in a call that is compiled for at most `size` steps; consumes `carry` and `sums`."""
         traced = self._admit("train on", group, train=True)
         function = self._function(train_kind(self.strategy, len(group), size), carry, keep=keep)
         leaves, sums, vector, rows, *parts = function(carry.leaves, carry.key, sums, *self._fed(group, size))
@@ -158,27 +158,28 @@ class Program:
         """Returns the carry of `(params, model_state)` for evaluation."""
         return Carry(*jax.tree.flatten((self.eval_params(state), state.model_state)), state.key)
 
-    def evaluate(self, used: Carry, sums: Sums, group: Sequence[FedBatch], size: int = 1) -> tuple[Sums, Values, dict[str, Metric]]:
+    def evaluate(self, carry: Carry, sums: Sums, group: Sequence[FedBatch], size: int = 1) -> tuple[Sums, Values, dict[str, Metric]]:
         """Dispatches the evaluation of batches, and returns sums, their values and the batches' rows; consumes `sums`.
 
-        `used` is from `eval_carry`. The call is compiled for `size` batches: 1, or the result of `preparation.group_for`, which adds a leading axis to rows.
+        `carry` is from `eval_carry`. The call is compiled for `size` batches: 1, or the result of `preparation.group_for`, which adds a leading axis to rows.
         """
         traced = self._admit("evaluate", group, train=False)
-        function = self._function("evaluate" if size == 1 else "evaluate group", used)
-        sums, vector, rows = function(used.leaves, used.key, sums, *self._fed(group, size))
+        function = self._function("evaluate" if size == 1 else "evaluate group", carry)
+        sums, vector, rows = function(carry.leaves, carry.key, sums, *self._fed(group, size))
         values = Values(traced.places, vector)
         self._in_flight.add(values, len(group) * group[0].batch.nbytes)
         return sums, values, rows
 
-    def predict(self, used: Carry, group: Sequence[FedBatch], index: int, size: int = 1) -> Returned:
+    def predict(self, carry: Carry, group: Sequence[FedBatch], index: int, size: int = 1) -> Returned:
         """Dispatches the module on batches, the first of which is number `index`, and returns its outputs on the devices.
 
-        `used` is from `eval_carry`. The call is compiled for `size` batches: 1, or the result of `preparation.group_for`, which adds a leading axis to outputs.
+        `carry` is from `eval_carry`. The call is compiled for `size` batches: 1, or the result of `preparation.group_for`, which adds a leading axis to the
+        outputs.
         """
         self.preparation.check_shapes("predict", group[0])
         *count, batch = self._fed(group, size)
-        function = self._function("predict" if size == 1 else "predict group", used)
-        outputs = cast(Returned, function(used.leaves, used.key, self.strategy.number(index), *count, batch.x))
+        function = self._function("predict" if size == 1 else "predict group", carry)
+        outputs = cast(Returned, function(carry.leaves, carry.key, self.strategy.number(index), *count, batch.x))
         if self.is_eager:
             replicas, rows = self.strategy.num_replicas, len(group[0].batch.mask)
             _check_rows(outputs, (rows,) if replicas == 1 else (replicas, rows // replicas), is_counted=group[0].is_counted)
@@ -208,7 +209,7 @@ class Program:
             lap()  # Compiles.
             end, laps = time.perf_counter() + _TRIAL_SECONDS, [lap()]
             if self.strategy.num_processes > 1:
-                return min(*laps, lap(), lap())  # All processes must run the same number, whatever their clocks.
+                return min(*laps, lap(), lap())  # All processes must run the same number of steps, so the clock must not decide.
             while len(laps) < _MAX_LAPS and time.perf_counter() < end:
                 laps.append(lap())
             return min(laps)
@@ -270,8 +271,8 @@ class Preparation:
             cost = self._dry_run.step(state, feed, train=False)
             size = 1 if is_single else self._choose_group_size(cost, batch)
             self._warn_of_mode()
-            used = Carry(*jax.tree.flatten((state.params, state.model_state)), state.key)  # All choices of parameters to evaluate have these shapes.
-            self._compile("evaluate" if size == 1 else "evaluate group", used, batch, size, train=False)
+            carry = Carry(*jax.tree.flatten((state.params, state.model_state)), state.key)  # All choices of parameters to evaluate have these shapes.
+            self._compile("evaluate" if size == 1 else "evaluate group", carry, batch, size, train=False)
             self._group_sizes[seen] = size
 
     def predict(self, state: TrainState, batch: Batch, *, is_single: bool = False, is_counted: bool = True) -> None:
@@ -307,13 +308,13 @@ class Preparation:
         if self._is_eval_model_checked or (not is_called and self._is_eval_model_for_other_inputs):
             return
         try:
-            own = self._dry_run.eval_params(state, batch)
+            eval_params = self._dry_run.eval_params(state, batch)
         except ModelError:
             if is_called:
                 raise
             self._is_eval_model_for_other_inputs = True
             return
-        self._task.model.check_eval_params(state.params, own)
+        self._task.model.check_eval_params(state.params, eval_params)
         self._is_eval_model_checked = True
 
     def _warn_of_mode(self) -> None:
@@ -351,7 +352,7 @@ class Preparation:
 
     def check_shapes(self, verb: str, fed: FedBatch) -> None:
         """Warns if the step is compiled again because the batch has new shapes."""
-        if fed.number == 0 and not self._is_eager():  # Others are of the same chunk as one that was checked.
+        if fed.number == 0 and not self._is_eager():  # Other batches are in the same block as one that was checked.
             self._compiled[verb].check(_used(verb, fed.batch))
 
     @property
@@ -379,6 +380,7 @@ class Preparation:
 
 
 def _used(verb: str, batch: Batch) -> Batch:
+    """Returns the part of a batch that a step uses."""
     return batch if verb != "predict" else Batch(batch.x, (), batch.mask)
 
 

@@ -1,7 +1,7 @@
-"""Shapes: dry runs of steps, which compute and compile nothing, and shapes of batches that cause recompilation.
+"""Dry runs of steps, which compute and compile nothing, and shapes of batches that cause recompilation.
 
 A dry run finds what steps need besides state and batch (empty sums, the order of log keys, costs), and reports mistakes. If jit is disabled, the module
-may need values, so it is a real pass over the first batch. Costs and last activations are read from a jaxpr.
+may need values, so the dry run computes the first batch. Costs and last activations are read from a jaxpr.
 """
 
 import math
@@ -33,7 +33,7 @@ class Cost(NamedTuple):
     flops: float  # Floating-point operations: two for each multiply-add of matrix products and convolutions, one for each element of other results.
     bytes_accessed: float  # Bytes that all operations read and write without fusion.
     has_convolution: bool
-    matrix_flops: float  # Those of matrix products and convolutions only.
+    matrix_flops: float  # Floating-point operations of matrix products and convolutions only.
 
     def __add__(self, other: Any) -> "Cost":
         flops, accessed = self.flops + other.flops, self.bytes_accessed + other.bytes_accessed
@@ -104,7 +104,10 @@ class DryRun:
         return self._seen_outputs.get(train) or self.usual_outputs(state, batch)
 
     def activations(self, state: TrainState, batch: Batch) -> list[PyTree]:
-        """Returns the last activation of each output, by name, in each mode whose step had a dry run; in one mode if that does not show them."""
+        """Returns the last activation of each output, by name, in each mode whose step had a dry run.
+
+        If no dry run shows them, it traces the module in one mode.
+        """
         seen = [outputs.activations for outputs in self._seen_outputs.values() if outputs.activations is not None]
         return seen or [self.usual_outputs(state, batch).activations]
 
@@ -138,7 +141,7 @@ class DryRun:
         return self._cost_of(jaxpr)
 
     def step_eagerly(self, state: TrainState, feed: Batch, *, train: bool) -> None:
-        """Does the same with a pass over a batch, without tracing; only once, because shapes do not matter then. Arguments and errors are those of `step`."""
+        """Does the same as `step` by computing a batch without tracing it; only once, because later shapes do not matter. Arguments and errors as in `step`."""
         if train not in self._steps:
             notes = Notes()
             with jax.disable_jit():
@@ -205,7 +208,7 @@ def _activations_of(jaxpr: Any, outputs: Returned) -> PyTree:
 def _kind(key: str, metric: Metric) -> Kind:
     direction = default_direction(key) or metric_direction(metric)
     shows = getattr(type(metric), "summary", Metric.summary) is not Metric.summary
-    # Without rows or sums: `summary` needs only the attributes.
+    # The metric without arrays, because `summary` needs only its attributes.
     return Kind(direction, jax.tree.map(lambda leaf: None, metric).summary if shows else None, getattr(metric, "is_recorded", True))
 
 
@@ -228,8 +231,8 @@ def _empty_rows(key: str, metric: Metric) -> Metric:
 class CompiledShapes:
     """Warns about a batch whose shapes or dtypes cause recompilation; once for each of them.
 
-    Differences in the number of rows are ignored, because padding makes rows equal or warns itself. They count for inputs that are passed whole,
-    which are never padded.
+    Differences in the number of rows are ignored, because padding makes the numbers equal or warns itself. This does not apply to inputs that are passed
+    whole, which are never padded.
     """
 
     def __init__(self, verb: str) -> None:
@@ -237,7 +240,7 @@ class CompiledShapes:
         self._last: list[Any] | None = None
         self._before: dict[str, _Leaf] = {}  # The leaves of the last batch.
         self._known: dict[Any, dict[str, _Leaf]] = {}  # Leaves of all batches, by structure and shapes.
-        self._forms: set[Any] = set()  # The same without the number of rows.
+        self._forms: set[Any] = set()  # The keys of `_known` without the number of rows.
 
     def check(self, batch: Batch, *, warns: bool = True) -> None:
         """Checks a batch before it is dispatched; takes a microsecond if its shapes equal those of the last one.
@@ -327,7 +330,7 @@ def _activation(jaxpr: Any, output: int) -> str:
 
 
 def _is_softmax(division: Any, producers: dict[Any, Any]) -> bool:
-    """Returns whether a division is that of exponentials by their sum."""
+    """Returns whether a division divides exponentials by their sum."""
     above, below = (_producer(variable, producers) for variable in division.invars)
     while below is not None and below[0].primitive.name in ("broadcast_in_dim", *_TRANSPARENT):
         below = _producer(below[0].invars[0], producers)
@@ -401,7 +404,7 @@ def _cost_of_equation(equation: Any) -> Cost:
 
 
 def _num_bytes(aval: Any) -> float:
-    dtype = getattr(aval, "dtype", None)  # Key dtypes have an item size, too.
+    dtype = getattr(aval, "dtype", None)  # Key dtypes also have an item size.
     return 0.0 if dtype is None else float(math.prod(aval.shape) * dtype.itemsize)
 
 

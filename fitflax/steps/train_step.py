@@ -1,4 +1,4 @@
-"""The pure steps: what happens to a batch in training, evaluation and prediction.
+"""The pure steps of training, evaluation and prediction.
 
 Everything here is traced: no clock, no print, and random keys only from the state's key and step. Steps are written for one replica's rows of the
 batch; sums over replicas use the strategy. One `jax.vmap` trains the members of an ensemble on the same batches.
@@ -33,24 +33,24 @@ TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
 # Separates the key of initialization from those of steps.
 _INIT = 0x1A17
 
-# Replaces the norm if it is not kept; a NaN would set off jax_debug_nans.
+# Replaces the norm if it is not kept; a NaN would trigger `jax_debug_nans`.
 UNKNOWN_NORM = np.float32(-1)
 
 
 class _Update(NamedTuple):
-    state: TrainState  # The state after it, except averaged parameters.
+    state: TrainState  # The state after the update, except averaged parameters.
     metrics: dict[str, Metric]  # Metrics of the batch, over all replicas except for rows.
-    loss: jax.Array  # Global.
-    grads: PyTree  # Global, unscaled.
+    loss: jax.Array  # The loss over all replicas.
+    grads: PyTree  # The gradient over all replicas, without the loss scale.
     norm: Any  # Its norm; negative unless it is kept.
     is_skipped: jax.Array | None  # Whether parameters did not change because the gradient overflowed; `None` without loss scaling.
-    is_good: jax.Array  # Whether nothing failed that a smaller loss scale could not fix.
+    is_good: jax.Array  # Whether what was checked is finite, except for a gradient that a smaller loss scale may make finite.
     sown: dict[str, PyTree]  # This replica's values that are kept.
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Task(ForwardPass):
-    """What is trained, and how: all that steps need besides state and batch."""
+    """Everything that steps need besides state and batch: the model, the losses and metrics, the optimizer and numerical settings."""
 
     optimizer: optax.GradientTransformationExtraArgs | None  # Optax transformation, called with `params`; `None` if nothing is trained.
     custom_step: TrainStep | None = None  # Replacement of the whole update; see `Trainer.train_step`.
@@ -115,7 +115,7 @@ class Task(ForwardPass):
             suspects = Suspects(names)
             are_bad = jnp.stack([~jnp.isfinite(leaf).all() if jnp.issubdtype(leaf.dtype, jnp.inexact) else jnp.bool_(False) for leaf in values])
             first = jnp.where(are_bad.any(), jnp.argmax(are_bad), -1).astype(jnp.int32)
-            # An optimizer can make a parameter infinite by itself; and a norm can overflow float32 although every number of the gradient is finite.
+            # An optimizer can return infinite parameters for finite gradients, and the norm can overflow float32 although the gradient is finite.
             are_good = ~are_bad[len(are_bad) - len(jax.tree.leaves(done.state.params)) :].any()
             is_good = ~are_bad.any() if done.is_skipped is None else is_good & are_good
         was_bad = sums.steps_since_bad >= 0
@@ -281,7 +281,7 @@ def _suspects_of(done: _Update) -> list[tuple[str, jax.Array]]:
 
 
 def _defined(metric: Metric) -> jax.Array:
-    """Returns the value of a part of the loss, 0 if the total weight is 0: then the step is a good one that changes nothing."""
+    """Returns the value of a part of the loss; 0 if the total weight is 0, because such a step is not bad."""
     value, is_undefined = computed(metric)
     return jnp.where(is_undefined, 0.0, value)
 
@@ -422,7 +422,7 @@ class EnsembleTask(Task):
 
         run = jax.vmap(one, in_axes=(axes, 0), out_axes=(axes, 0, 0, 0))
         new_state, after, (loss, norm), (grads, sown) = run(state, _members(sums.metrics))
-        first = jnp.argmax(after.steps_since_bad)  # The member that has been bad for longest, if any.
+        first = jnp.argmax(after.steps_since_bad)  # The member with the earliest bad step, if any.
         since, culprit = after.steps_since_bad[first], after.culprit[first]
         mean_loss = jnp.where(loss[0] == UNDEFINED, UNDEFINED, loss.mean())  # All members have the weights of the same batch.
         values = [mean_loss, norm.mean(), since.astype(jnp.float32), culprit.astype(jnp.float32)]
