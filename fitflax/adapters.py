@@ -144,7 +144,7 @@ def _init_adapters(params: PyTree, settings: _Settings, key: jax.Array) -> PyTre
 
 
 def _num_row_axes(shape: tuple[int, ...]) -> int:
-    """Returns the number of leading axes that are the rows of the matrix, chosen so that the numbers of rows and columns are closest."""
+    """Returns the number of leading axes that form the rows of the matrix, chosen so that the numbers of rows and columns are closest."""
     return min(range(1, len(shape)), key=lambda cut: abs(math.log(math.prod(shape[:cut]) / math.prod(shape[cut:]))))
 
 

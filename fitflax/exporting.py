@@ -1,4 +1,4 @@
-"""Exports the inference function of a trained module, with its variables, by `jax.export` to a file that needs neither fitflax nor the module's code."""
+"""Exports the inference function and the variables of a trained module with `jax.export`, to a file that needs neither fitflax nor the module's code."""
 
 import os
 import secrets

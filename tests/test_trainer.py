@@ -1049,7 +1049,7 @@ def test_case_30_a_loop_yields_at_its_trigger_and_after_its_last_step():
 
 # flax_extra: 7 steps and 10 steps, and a run that continues from step 1.
 @pytest.mark.parametrize(("steps", "n", "expected"), [(7, 3, [1, 4, 7]), (10, 5, [1, 6, 10])])
-def test_a_loop_that_ends_at_a_step_of_its_trigger_yields_it_once(steps, n, expected):
+def test_a_loop_that_ends_where_its_trigger_fires_yields_that_step_once(steps, n, expected):
     every = fitflax.first(1) | fitflax.every(steps=n, offset=1)
     assert [c.step for c in loop_of(steps=steps, every=every)] == expected
 
@@ -1074,7 +1074,7 @@ def test_a_loop_continues_from_the_current_step():
     ids=str,
 )
 def test_triggers_that_do_not_coincide_with_epochs_yield_the_right_steps(every, steps):
-    """An epoch has three steps. A step of the trigger that follows the end of an epoch is a separate checkpoint."""
+    """An epoch has three steps. If the trigger fires at the step after the end of an epoch, that step is a separate checkpoint."""
     seen = [(c.step, c.epoch, c.step_in_epoch, int(c.state.step)) for c in loop_of(steps=10, every=every)]
     assert seen == [(step, (step - 1) // 3, (step - 1) % 3 + 1, step) for step in steps]
 

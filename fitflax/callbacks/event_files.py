@@ -199,7 +199,7 @@ def directory_of(directory: Path, group: str) -> Path:
 
 
 def files_of(directory: Path, run_id: str, ending: str = "*") -> list[Path]:
-    """Returns the event files of a run in `directory` and its subdirectories. The pattern `ending` selects their marks; by default, any or none."""
+    """Returns the event files of a run in `directory` and its subdirectories. `ending` is a pattern for the mark that ends a name, by default any or none."""
     return sorted(directory.rglob(f"*.tfevents.*.{run_id}{ending}"))
 
 

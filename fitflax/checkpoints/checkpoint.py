@@ -37,7 +37,7 @@ class Timer:
         self._end, self._values = self._clock(), values
 
     def stop(self, *, wait: bool = True) -> float:
-        """Returns the seconds.
+        """Returns the measured seconds.
 
         With `wait`, this includes the work that the device still had to do when the loop yielded, but not its idle time.
         """

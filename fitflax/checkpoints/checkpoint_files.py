@@ -218,7 +218,7 @@ Found = TypeVar("Found", Saved, Saved | None)
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveRead:
-    """Facts about a search for a checkpoint by all processes: which pieces this one verifies, and the steps of checkpoints that any of them found damaged."""
+    """A search for a checkpoint by all processes: which pieces this process verifies, and the steps of checkpoints that any process found damaged."""
 
     share: Share
     damaged: set[int]

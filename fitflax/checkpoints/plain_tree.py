@@ -1,4 +1,4 @@
-"""Converts pytrees to the nested dicts that a checkpoint can store: `train` gets flax's names, and `run` keeps its lists. `restore` converts them back.
+"""Converts pytrees to the nested dicts that a checkpoint can store: `train` gets flax's names, and `run` keeps its lists. `restore.py` converts them back.
 
 A path joins the keys from the root with `/`. In a key, `~` is written `~0` and `/` is written `~1` (RFC 6901), so paths are unique.
 """

@@ -101,8 +101,8 @@ class Saver:
     def wait_for_room(self, has_memory: Callable[[ReusedMemory], bool] = lambda memory: True) -> None:
         """Waits until a save would not block. Call it before making a snapshot, so that at most one is being written and one waits.
 
-        `has_memory` says whether there is memory for another snapshot, and is called again after each job. If the saver is
-        idle, it does not wait for memory in use: something else holds it, such as the error of a failed save, and the snapshot gets new memory.
+        `has_memory` says whether there is memory for another snapshot, and is called again after each job. An idle saver does not wait for memory in use:
+        something else holds it, such as the error of a failed save, and the snapshot gets new memory.
         """
 
         def has_room() -> bool:

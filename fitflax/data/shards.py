@@ -105,7 +105,7 @@ def _check_no_failure(what: str, errors: Sequence[str | None]) -> None:
 
 
 def part_of_batch_size(batch_size: int | None, parts: int) -> int:
-    """Returns the rows in each of `parts` equal parts of a batch, which has 32 by default. Raises a `ConfigError` if they are not a multiple of `parts`."""
+    """Returns the number of rows of each of `parts` equal parts of a batch. Raises `ConfigError` if the batch size, 32 by default, is not a multiple of it."""
     size = DataOptions(batch_size=batch_size).size
     if size % parts:
         raise ConfigError(f"batch_size is the total over all processes and must be a multiple of {parts}, the number of equal shards. Received: {size}.")
@@ -132,7 +132,7 @@ class _Report:
 class ShardFeed(Feed):
     """A feed over this process's shard that yields as many batches as those of the other processes.
 
-    The `shares` of the source are set. `used` are the examples of the pass that each process has used, and `exchange` gathers a value from all processes.
+    The source must have its `shares`. `used` are the examples of the pass that each process has used, and `exchange` gathers a value from all processes.
     """
 
     def __init__(

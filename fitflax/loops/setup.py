@@ -37,7 +37,7 @@ _MAX_TIME_RATIO = 0.95
 
 @dataclasses.dataclass(frozen=True)
 class RunPlan:
-    """When a run ends and saves, and what its checkpoints contain."""
+    """When a run ends and yields checkpoints, and what is saved with them."""
 
     end_step: int | None = None  # Step after which the run ends; `None` for no limit.
     end_epoch: int | None = None  # Index of the epoch before which the run ends; `None` for no limit.

@@ -175,7 +175,7 @@ class Interruption:
         signal.signal(signal.SIGCHLD, call_earlier)
 
     def check(self, step: int) -> None:
-        """Queries JAX whether all processes stop after this step. It does nothing unless `jax.distributed` handles SIGTERM.
+        """Finds out from JAX whether all processes stop after this step. It does nothing unless `jax.distributed` handles SIGTERM.
 
         Every process must call it once after each step: JAX chooses a step that no process has reached yet, and answers yes once, at that step.
         """

@@ -208,7 +208,14 @@ def hinge(outputs: Any, targets: Any) -> jax.Array:
 def squared_hinge(outputs: Any, targets: Any) -> jax.Array:
     """Returns the squared hinge loss, averaged over the last axis: float32, `[batch]` or `[batch, ...]`.
 
-    `mean(max(1 - y * outputs, 0)^2, axis=-1)`. For `y`, the arguments and the error, see `hinge`.
+    `mean(max(1 - y * outputs, 0)^2, axis=-1)`, where `y` is the target with 0 replaced by -1, independently for each target.
+
+    Args:
+        outputs: Scores (no sigmoid or tanh applied), `[batch]` or `[batch, ..., labels]`.
+        targets: 0 or 1, or -1 or 1, of the same shape. Either side may omit a trailing axis of length 1.
+
+    Raises:
+        LossError: The shapes do not match.
 
     >>> squared_hinge(jnp.array([2.0, 0.5, 0.5, 0.5]), jnp.array([1, 1, 0, -1]))
     Array([0.  , 0.25, 2.25, 2.25], dtype=float32)

@@ -351,7 +351,7 @@ def _is_replicated(layout: Layout) -> bool:
 
 
 def _each(fn: Callable[[Layout, Any], Any], outputs: Layout | Sequence[Layout], results: Any) -> Any:
-    """Returns `fn(layout, result)`; for several results, a tuple of it for each of them."""
+    """Returns `fn(layout, result)`, or a tuple of these if there are several results."""
     if isinstance(outputs, str | Places):
         return fn(outputs, results)
     return tuple(fn(layout, tree) for layout, tree in zip(outputs, results, strict=True))

@@ -106,7 +106,7 @@ class Partition:
     def _by_size(self, shape: tuple[int, ...], *choices: tuple[str, ...]) -> PartitionSpec:
         """Returns how an array without names is split: over the first of `choices`, which are sets of mesh axes, that divides any of its axes.
 
-        It is split along the largest axis that is divisible, and the first one of several such axes.
+        It is split along its largest divisible axis, or the first of them if several have the same size.
         """
         if math.prod(shape) >= self.fsdp_min_size:
             for axes in choices:

@@ -242,7 +242,7 @@ def _is_masked(node: Any) -> bool:
 
 
 def strong_types(tree: PyTree) -> PyTree:
-    """Returns `tree` without weak types, which the first update would remove, so that the step would be compiled twice."""
+    """Returns `tree` without weak types. Otherwise, the first update would remove them, and the step would be compiled twice."""
     return jax.tree.map(lambda leaf: leaf if is_key(leaf) else jax.lax.convert_element_type(leaf, leaf.dtype), tree)
 
 

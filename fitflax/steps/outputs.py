@@ -242,7 +242,7 @@ def computed(metric: Metric) -> tuple[jax.Array, jax.Array]:
 
 
 def _is_empty(metric: Metric) -> Any:
-    """Returns whether all sums of a metric are 0; for a loss, whether those of any of its parts are."""
+    """Returns whether all sums of a metric are 0. For a loss with parts, returns whether all sums of at least one part are 0."""
     parts = getattr(metric, "parts", None)
     if parts:
         return functools.reduce(operator.or_, map(_is_empty, parts.values()))

@@ -16,7 +16,7 @@ from fitflax.models.base import evaluation_code
 
 @flax.struct.dataclass
 class Config:
-    """One class for training, evaluation and decoding, as in those examples."""
+    """One class for training, evaluation and decoding, as in Flax's examples."""
 
     width: int = 8
     heads: int = 2
