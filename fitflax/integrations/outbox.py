@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from fitflax.background import Background
 from fitflax.errors import FitflaxError
-from fitflax.integrations.interface import Point, Reading, Tracker
+from fitflax.integrations.tracker_base import Point, Reading, Tracker
 
 # Seconds between two attempts while the tracker cannot be reached, with exponential backoff.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0

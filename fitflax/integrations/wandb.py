@@ -14,8 +14,8 @@ from typing_extensions import override
 from fitflax.callbacks.model_checkpoint import StoreCallback
 from fitflax.errors import CallbackError
 from fitflax.integrations import import_package
-from fitflax.integrations.interface import Point, Tracker
 from fitflax.integrations.tracker import TrackerLogger
+from fitflax.integrations.tracker_base import Point, Tracker
 from fitflax.storage.paths import relative_path
 from fitflax.triggers import Trigger
 

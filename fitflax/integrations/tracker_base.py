@@ -1,4 +1,4 @@
-"""The interface of experiment trackers for `TrackerLogger`: `Tracker`, and the values logged at one step.
+"""`Tracker`, the base class of experiment trackers for `TrackerLogger`, and the values logged at one step.
 
 A `Point` is plain data. A `Reading` has numbers that may still be on the device: making one does not wait for the device, and the sending thread reads it
 later. A checkpoint that is saved before that contains its arrays.
