@@ -1,4 +1,4 @@
-"""`StepLogger`: base class of `TensorBoard` and `TrackerLogger`, which log values of training and evaluations by step. `Clock` measures the speed of the run."""
+"""`StepLogger`, base of `TensorBoard` and `TrackerLogger`, which log values of training and evaluations by step. `Clock` measures the speed of the run."""
 
 import abc
 import time

@@ -284,7 +284,7 @@ class TrackerLogger(StepLogger):
         if outbox is None:
             return
         self._begin()
-        reading = Reading(step, time.time(), logs.at_hand)
+        reading = Reading(step, time.time(), logs.host_values)
         for other in outbox.unsent:
             if other.step == step:
                 reading.drop(other.names)

@@ -317,12 +317,12 @@ def reading_of(checkpoint: Checkpoint, seconds: float, *, extra: Mapping[str, An
     `extra` are additional values on the host, `scalars` additional numbers on the device, and `sown` the sown values by tag.
     """
     step, logs, ends, step_values = checkpoint.step, checkpoint.logs, checkpoint.epoch_ends, checkpoint.run.step_values
-    source, at_hand, read = logs.source, logs.at_hand, logs.deferred(late=ends)
+    source, host_values, read = logs.source, logs.host_values, logs.deferred(late=ends)
     pictured = {key: kind for key, kind in logs.kinds.items() if kind.summary is not None and key in logs}
-    late = () if source is None else tuple(key for key in source.late if key not in at_hand)
+    late = () if source is None else tuple(key for key in source.late if key not in host_values)
     places: dict[str, Place] = {}
     if source is not None:
-        places |= {key: place for key, place in source.places.items() if place is not None and key in logs and key not in at_hand and key not in pictured}
+        places |= {key: place for key, place in source.places.items() if place is not None and key in logs and key not in host_values and key not in pictured}
     if step_values is not None:
         places |= {"step/loss": Place(STEP_LOSS)} | ({"step/gradients_norm": Place(GRADIENTS_NORM)} if checkpoint.has_gradients_norm else {})
         source = step_values
@@ -342,7 +342,7 @@ def reading_of(checkpoint: Checkpoint, seconds: float, *, extra: Mapping[str, An
     return Reading(
         step,
         seconds,
-        {**{key: value for key, value in at_hand.items() if key not in pictured}, **extra},
+        {**{key: value for key, value in host_values.items() if key not in pictured}, **extra},
         vector=None if source is None else source.vector,
         places=places,
         scalars={**scalars, **numbers},

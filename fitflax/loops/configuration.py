@@ -220,12 +220,12 @@ def strategy_of(owner: str, parallel: Any) -> Strategy:
     return DataParallel() if parallel is None else parallel
 
 
-def check_ensemble(owner: str, members: Any, strategy: Strategy, *, has_own: bool) -> None:
+def check_ensemble(owner: str, members: Any, strategy: Strategy, *, is_nnx: bool) -> None:
     """Raises `ConfigError` if `members` is not a positive integer, or the module or the strategy does not support ensembles."""
     if members is None:
         return
     integer_of(f"{owner}(ensemble=...)", members, at_least=1)
-    if has_own:
+    if is_nnx:
         raise ConfigError(
             f"{owner}(ensemble=...) requires a linen module, because an NNX module holds the variables of one member. Create a trainer for each member."
         )

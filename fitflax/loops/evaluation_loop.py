@@ -93,9 +93,9 @@ class Evaluation:
             values = self._evaluate_batches(get_state, feed)
             logs = Logs(values, kinds=self.kinds)
             hooks.call("on_test_end", logs)
-            found = dict(logs)
+            metrics = dict(logs)
             check_total_weight(self._program, self.name, values)
-            return found
+            return metrics
 
     def _evaluate_batches(self, get_state: Callable[[], TrainState], feed: Feed) -> Values:
         program, batch_hooks = self._program, _BatchHooks(self._callbacks)
@@ -231,8 +231,8 @@ def predict(session: Session, source: Source, *, steps: int | None, callbacks: C
         # Only for arrays: other sources may be slow, and a call waits for all of its batches.
         may_group = isinstance(source, ArraySource) and not callbacks.wants_every("on_predict_batch_begin", "on_predict_batch_end")
         results: list[PyTree] = []
-        with contextlib.closing(_predictions(session.task.any_program(), session, live.borrow, feed, steps, callbacks, may_group=may_group)) as found:
-            for outputs in found:
+        with contextlib.closing(_predictions(session.task.any_program(), session, live.borrow, feed, steps, callbacks, may_group=may_group)) as predictions:
+            for outputs in predictions:
                 results.append(outputs)
                 _check_shapes_of_examples(results[0], outputs)
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *map(Returned.of, results)).rebuilt()

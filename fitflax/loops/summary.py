@@ -41,7 +41,7 @@ def describe(session: Session, sample: Triple | None, *, memory: bool, sharding:
             raise NotReadyError("summary(memory=True) needs the shapes of a batch to compile a training step. Pass summary(sample=(x, y), memory=True).")
         if program.is_eager:
             raise ConfigError("summary(memory=True) needs a compiled step. Remove what disables jit: jax.disable_jit(), JAX_DISABLE_JIT or run_eagerly=True.")
-        batch = session.intake.sample(sample, accumulate_steps=task.numerics.accumulate_steps)
+        batch = session.data_adapter.sample(sample, accumulate_steps=task.numerics.accumulate_steps)
         program.preparation.train(state, batch, steps_per_call=session.task.steps_per_call or 1)
         taken = program.preparation.memory()
     lines = [table, *describe_costs(program.preparation.forward_flops(state, whole), taken)]

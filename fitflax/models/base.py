@@ -41,7 +41,7 @@ _MISSING_AXIS = "is not found in mesh"
 
 # Limits of the search for mode fields: the nested levels, and the objects without such fields, because a tokenizer has many of them.
 _MAX_DEPTH, _MAX_OBJECTS = 6, 1000
-OF_MODULES = ("parent", "name")
+LINEN_FIELDS = ("parent", "name")
 
 # Keys of dicts that usually hold targets.
 _TARGET_NAMES = ("y", "label", "labels", "target", "targets")
@@ -410,7 +410,7 @@ def _members_of(value: Any) -> tuple[Mapping[str, Any], str] | None:
     if dataclasses.is_dataclass(value):
         fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
         if isinstance(value, nn.Module):
-            return {name: member for name, member in fields.items() if name not in OF_MODULES}, "{code}.clone({fields})"
+            return {name: member for name, member in fields.items() if name not in LINEN_FIELDS}, "{code}.clone({fields})"
         return fields, "dataclasses.replace({code}, {fields})"
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return value._asdict(), "{code}._replace({fields})"

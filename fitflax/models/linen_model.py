@@ -17,8 +17,8 @@ from fitflax.errors import ModelError
 from fitflax.leaves import describe_shapes
 from fitflax.models.base import (
     ARGUMENT_HINT,
+    LINEN_FIELDS,
     MODE_KEYWORDS,
-    OF_MODULES,
     Draws,
     Model,
     call_arguments,
@@ -83,7 +83,7 @@ class LinenModel(Model):
     @property
     @override
     def hyperparameters(self) -> dict[str, Any]:
-        names = [field.name for field in dataclasses.fields(self.train_module) if field.name not in OF_MODULES]
+        names = [field.name for field in dataclasses.fields(self.train_module) if field.name not in LINEN_FIELDS]
         return plain_fields({name: getattr(self.train_module, name, None) for name in names})
 
     @override

@@ -293,7 +293,7 @@ class Mirror:
             del self._pushed[name]
 
     @property
-    def is_due(self) -> bool:
+    def should_push(self) -> bool:
         """Whether it is time for the next upload."""
         return time.monotonic() - self._last_push > PUSH_SECONDS
 
