@@ -69,7 +69,7 @@ def write_state(directory: Path, train: Plain, run: Plain, *, collective: Collec
         raise CheckpointError(f"Orbax writes NumPy arrays from process 0 only, and this is process {jax.process_index()}.")
     arrays = _arrays_for_orbax(train)
     rest = map_leaves(train.tree, TRAIN_DIRECTORY, lambda path, leaf: None if path in arrays else leaf)
-    own = msgpack_format.write_state(directory, Plain(rest, train.key_impls), run)
+    msgpack_entries = msgpack_format.write_state(directory, Plain(rest, train.key_impls), run)
     path = directory / TRAIN_DIRECTORY
     others: Files = {}
     if collective is not None:
@@ -79,7 +79,7 @@ def write_state(directory: Path, train: Plain, run: Plain, *, collective: Collec
     written = _synced_files(path, directory, except_for=others) if arrays else {}
     fsync_directory(directory)
     forms = {name: {"shape": list(array.shape), "dtype": array.dtype.name} for name, array in arrays.items()}
-    return {**own, "orbax_files": dict(sorted({**others, **written}.items())), "orbax_arrays": forms}
+    return {**msgpack_entries, "orbax_files": dict(sorted({**others, **written}.items())), "orbax_arrays": forms}
 
 
 def write_own_shards(path: Path, train: Plain) -> Files:
@@ -103,8 +103,8 @@ def read_state(directory: Path, metadata: Mapping[str, Any], *, roots: Collectio
     if wanted:
         path = directory / TRAIN_DIRECTORY
         arrays = dict(walk(restore_numpy(path, is_verified=True, only=None if len(wanted) == len(metadata["orbax_arrays"]) else wanted), TRAIN_DIRECTORY))
-        found = {name: {"shape": list(array.shape), "dtype": array.dtype.name} for name, array in arrays.items()}
-        differing = sorted(name for name in found.keys() | wanted if found.get(name) != wanted.get(name))
+        read_forms = {name: {"shape": list(array.shape), "dtype": array.dtype.name} for name, array in arrays.items()}
+        differing = sorted(name for name in read_forms.keys() | wanted if read_forms.get(name) != wanted.get(name))
         if differing:
             # The files are verified, so they are not damaged.
             raise CheckpointError(

@@ -293,11 +293,11 @@ def write_state(directory: ObjectPath, train: Plain, run: Plain, *, collective: 
     """Uploads the state while the other processes call `write_own_shards`, and returns the entries that `read_state` needs in `metadata.json`."""
     arrays = {path: {"shape": list(leaf.shape), "dtype": leaf.dtype.name} for path, leaf in walk(train.tree, "train") if is_spread(leaf)}
     rest = map_leaves(train.tree, "train", lambda path, leaf: None if path in arrays else leaf)
-    own = msgpack_format.write_state(directory, Plain(rest, train.key_impls), run)
+    msgpack_entries = msgpack_format.write_state(directory, Plain(rest, train.key_impls), run)
     stem = f"shards-{secrets.token_hex(4)}"
-    mine: Files = {}
-    others = collective.write(directory / stem, lambda path: mine.update(write_own_shards(path, train)))
-    return {**own, "shards": {"stem": stem, "arrays": arrays, "indexes": dict(sorted({**others, **mine}.items()))}}
+    local_files: Files = {}
+    other_files = collective.write(directory / stem, lambda path: local_files.update(write_own_shards(path, train)))
+    return {**msgpack_entries, "shards": {"stem": stem, "arrays": arrays, "indexes": dict(sorted({**other_files, **local_files}.items()))}}
 
 
 def write_own_shards(path: ObjectPath, train: Plain) -> Files:

@@ -139,15 +139,15 @@ def compare(first: dict[str, Any], second: dict[str, Any], *, rtol: float = 0.0,
     >>> compare({"w": np.array([1.0, 2.0])}, {"w": np.array([1.0, 2.5])})[0].largest
     0.5
     """
-    found = []
+    differences = []
     for path in dict.fromkeys([*first, *second]):
         if path not in second:
-            found.append(Difference(path, "only in A", _describe(first[path]), ""))
+            differences.append(Difference(path, "only in A", _describe(first[path]), ""))
         elif path not in first:
-            found.append(Difference(path, "only in B", "", _describe(second[path])))
+            differences.append(Difference(path, "only in B", "", _describe(second[path])))
         elif (difference := _difference(path, first[path], second[path], rtol, atol)) is not None:
-            found.append(difference)
-    return found
+            differences.append(difference)
+    return differences
 
 
 def _difference(path: str, one: Any, other: Any, rtol: float, atol: float) -> Difference | None:

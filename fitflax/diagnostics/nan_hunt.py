@@ -115,8 +115,8 @@ def hunt_nan(session: Session, feed: Feed, *, steps: int | None) -> NanReport | 
             f"The parameters are not finite before the first step: {listed(bad)}. Pass restore_from=, an earlier checkpoint or a directory of checkpoints, or "
             "use a new trainer."
         )
-    made, sums = 0, program.empty_sums(train=True)
-    while steps is None or made < steps:
+    num_steps, sums = 0, program.empty_sums(train=True)
+    while steps is None or num_steps < steps:
         fed = feed.next()
         if fed is None and steps is not None and feed.source.can_restart:
             fed = feed.next()
@@ -125,7 +125,7 @@ def hunt_nan(session: Session, feed: Feed, *, steps: int | None) -> NanReport | 
         before = session.strategy.copy(live.borrow())
         trained = program.train(live.take(), sums, fed, keep=WATCHED)
         live.advance(trained.state)
-        sums, made = trained.sums, made + 1
+        sums, num_steps = trained.sums, num_steps + 1
         if trained.values.steps_since_bad is not None:
             return _report(program, before, fed.batch, live.step, trained.values.culprit)
     return None

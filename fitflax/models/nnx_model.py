@@ -207,22 +207,22 @@ class NNXModel(Model):
 
     @override
     def split(self, module: Any) -> dict[str, PyTree]:
-        found = dict(split_module(module)[1])
+        variables = dict(split_module(module)[1])
         slots = {slot.path: slot for slot in self._modes[True].definition.slots}
-        self._check_new({path: leaf for path, leaf in found.items() if path not in slots})
-        return collected(slots.values(), [raw(found.get(path)) for path in slots])
+        self._check_new({path: leaf for path, leaf in variables.items() if path not in slots})
+        return collected(slots.values(), [raw(variables.get(path)) for path in slots])
 
     def _changed(self, module: Any, variables: Mapping[str, PyTree], train: bool) -> dict[str, PyTree]:
         """Returns the changed collections of a called module, including parameters that it updates itself and values that a bridged linen module has sown."""
-        mode, found = self._modes[train], dict(split_module(module)[1])
-        known = {slot.path for slot in mode.definition.slots}
-        new = {path: leaf for path, leaf in found.items() if path not in known}
+        mode, after_call = self._modes[train], dict(split_module(module)[1])
+        known_paths = {slot.path for slot in mode.definition.slots}
+        new = {path: leaf for path, leaf in after_call.items() if path not in known_paths}
         self._check_new(new)
         entries = [(collection_of(type(leaf)), path, raw(leaf)) for path, leaf in new.items()]
         for slot in mode.definition.slots:
             is_changed = train and slot.path in mode.written if slot.collection == PARAMS else slot.path not in mode.extra
             if is_changed:  # Variables that the call has removed keep their values.
-                value = raw(found[slot.path]) if slot.path in found else at(variables[slot.collection], slot.path)
+                value = raw(after_call[slot.path]) if slot.path in after_call else at(variables[slot.collection], slot.path)
                 entries.append((slot.collection, slot.path, value))
         return by_collection(entries)
 

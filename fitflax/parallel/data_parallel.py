@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from fitflax.errors import ConfigError, ReplicaError, chain_of
 from fitflax.leaves import is_key, path_name, through_key_data
-from fitflax.parallel.placement import check_devices, count_processes, dense_outside_mesh, own_copy, part_of, put
+from fitflax.parallel.placement import check_devices, copy_leaf, count_processes, dense_outside_mesh, part_of, put
 from fitflax.parallel.strategy import Compiled, Debuggable, Layout, Places, Strategy, copy_aliased, eager_step_error, traced_or_eager
 from fitflax.parallel.transfer import MAX_SHORT_STEPS, InFlight, Transfer, limit_for, of_feed
 from fitflax.state import PyTree
@@ -247,7 +247,7 @@ class DataParallel(Strategy):
         # Copy first: `may_alias=False` still shares aligned NumPy memory, and JAX buffers that are already on one of the devices.
         if self.num_processes > 1:
             return jax.tree.map(lambda leaf: put(leaf, self._replicated), tree)
-        return jax.device_put(jax.tree.map(own_copy, tree), self._replicated)
+        return jax.device_put(jax.tree.map(copy_leaf, tree), self._replicated)
 
     @override
     def abstract_put(self, tree: PyTree) -> PyTree:

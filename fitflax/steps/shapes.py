@@ -165,7 +165,7 @@ class DryRun:
         def whole(want: Any, have: Any) -> Any:
             return np.array(np.broadcast_to(np.asarray(have, want.dtype), want.shape))
 
-        empty = {key: jax.tree.map(whole, metric, notes.given.get(key, abstract[key]).empty()) for key, metric in merged.items()}
+        empty = {key: jax.tree.map(whole, metric, notes.compiled_metrics.get(key, abstract[key]).empty()) for key, metric in merged.items()}
         sums: Any = TrainSums(empty, np.int32(-1), np.int32(-1)) if train else EvalSums(metrics=empty, index=np.int32(0))  # type: ignore[arg-type]
         places: dict[str, Place] = {}
         end = NUM_STEP_VALUES if train else 0
@@ -314,8 +314,8 @@ def _activation(jaxpr: Any, output: int) -> str:
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     producers = {variable: (equation, index) for equation in jaxpr.eqns for index, variable in enumerate(equation.outvars)}
     variable = jaxpr.outvars[output]
-    while (found := _producer(variable, producers)) is not None:
-        equation, index = found
+    while (producer := _producer(variable, producers)) is not None:
+        equation, index = producer
         name = equation.primitive.name
         if name in _TRANSPARENT:
             variable = equation.invars[0]

@@ -241,11 +241,11 @@ class Lease:
     def _read(self) -> tuple[dict[str, Any], str | None]:
         """Returns the holder's note, `{}` if it cannot be parsed, and its version, `None` if there is none."""
         try:
-            found, tag = self._path.bucket.read(self._path.key)
+            content, tag = self._path.bucket.read(self._path.key)
         except FileNotFoundError:
             return {}, None
         with contextlib.suppress(ValueError):
-            note = json.loads(found)
+            note = json.loads(content)
             return note if isinstance(note, dict) else {}, tag
         return {}, tag
 
