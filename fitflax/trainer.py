@@ -38,7 +38,7 @@ from fitflax.loops import configuration, user_loops
 from fitflax.loops.configuration import CurrentTask, RestoreOptions
 from fitflax.loops.evaluation_loop import Evaluation, predict, predict_iter
 from fitflax.loops.fit import adapt_validation_data, check_end, find_checkpoint, make_validation, num_batches_of, params_of, run_with_callbacks
-from fitflax.loops.session import Session, as_given
+from fitflax.loops.session import Session, unpadded_batch
 from fitflax.loops.setup import RunComponents, RunPlan, check_restores_best, prepare_run, training_copy
 from fitflax.loops.signals import Interruption
 from fitflax.loops.summary import describe
@@ -1363,7 +1363,7 @@ class Trainer:
         session = self._session
         live = session.state.need("export")
         configuration.check_counts(batch_size=batch_size)
-        batch = session.state.sample if sample is None else as_given(self._selection.split(configuration.zeros(sample), inputs_only=True))
+        batch = session.state.sample if sample is None else unpadded_batch(self._selection.split(configuration.zeros(sample), inputs_only=True))
         if batch is None:
             raise NotReadyError("export needs the shapes of the inputs, but there has been no batch yet. Pass export(path, sample=x).")
         return export_inference(

@@ -55,11 +55,11 @@ class CallbackList:
     def __iter__(self) -> Iterator[Callback]:
         return iter(self._active)
 
-    def wants(self, hook: str) -> bool:
+    def has_hook(self, hook: str) -> bool:
         """Returns whether any callback overrides `hook`."""
         return bool(self._hooks[hook])
 
-    def wants_every(self, *hooks: str) -> bool:
+    def needs_every_batch(self, *hooks: str) -> bool:
         """Returns whether any of these hooks must be called for every batch."""
         return any(not callback.may_skip_batches and overrides(callback, hook) for callback in self._all for hook in hooks)
 
@@ -163,7 +163,7 @@ class CallbackList:
         """
         failure: BaseException | None = None
 
-        def wants(callback: Callback) -> bool:
+        def is_called(callback: Callback) -> bool:
             has_fired = not checkpoint.run.position.is_repeat and (callback.every is None or id(callback) in fired_ids)
             return overrides(callback, "on_checkpoint") and (has_fired or callback.wants(checkpoint))
 
@@ -187,8 +187,8 @@ class CallbackList:
             return True
 
         is_synced = is_saved = False
-        checkpoint.run.savers = [callback.saves_as for callback in self._active if callback.saves_as is not None and wants(callback)]
-        for callback in filter(wants, self._active):
+        checkpoint.run.savers = [callback.saves_as for callback in self._active if callback.saves_as is not None and is_called(callback)]
+        for callback in filter(is_called, self._active):
             if callback.phase >= Phase.SAVE_BEST and not is_synced:
                 is_synced = True
                 if not succeeds(sync) and self._exits_immediately():

@@ -32,9 +32,9 @@ from fitflax.storage import Location, ObjectPath
 
 METADATA_FILE = "metadata.json"
 PARTIAL_EPOCH_FILE = "closing.json"
-_OWN_KEYS = {"backend": str, "key_impls": dict}
+_METADATA_KEYS = {"backend": str, "key_impls": dict}
 
-# Each has `write_state`, which creates `FILES` and returns entries for `metadata.json`, whose names and types are `OWN_KEYS`; and `read_state`.
+# Each has `write_state`, which creates `FILES` and returns entries for `metadata.json`, whose names and types are `METADATA_KEYS`; and `read_state`.
 BACKENDS: dict[str, ModuleType] = {"msgpack": msgpack_format, "shards": shard_format, "orbax": orbax_format}
 _CHOICES = ("msgpack", "orbax")  # What users choose; "shards" is chosen automatically.
 
@@ -97,7 +97,9 @@ def write_checkpoint(
     elif any(map(is_spread, leaves_of(plain_train.tree))):
         backend = "orbax"
     # Checked before anything is written.
-    caller_metadata = json_values(metadata, {"format_version", "crc32", "integer_keys"}.union(_OWN_KEYS, *(each.OWN_KEYS for each in BACKENDS.values())))
+    caller_metadata = json_values(
+        metadata, {"format_version", "crc32", "integer_keys"}.union(_METADATA_KEYS, *(each.METADATA_KEYS for each in BACKENDS.values()))
+    )
     backend_metadata = BACKENDS[backend].write_state(directory, plain_train, plain_run, **({} if collective is None else {"collective": collective}))
     integers = {"integer_keys": plain_train.integer_keys} if plain_train.integer_keys else {}
     format_metadata = json_values({"backend": backend, "key_impls": {**plain_train.key_impls, **plain_run.key_impls}, **integers, **backend_metadata}, ())
@@ -110,9 +112,9 @@ def write_checkpoint(
         fsync_directory(directory)
 
 
-def write_own_shards(place: Location, train: Plain) -> Files:
+def write_local_shards(place: Location, train: Plain) -> Files:
     """Writes this process's shards of split arrays where the leader of a collective save says, and returns the files."""
-    return shard_format.write_own_shards(place, train) if isinstance(place, ObjectPath) else orbax_format.write_own_shards(place, train)
+    return shard_format.write_local_shards(place, train) if isinstance(place, ObjectPath) else orbax_format.write_local_shards(place, train)
 
 
 def check_backend(backend: str) -> None:
@@ -160,13 +162,13 @@ def read_metadata(directory: Location) -> dict[str, Any]:
         if isinstance(error.__cause__, OSError) and not directory.is_dir():
             raise CheckpointNotFoundError(f"There is no checkpoint directory {directory}{' (it is a file)' if directory.exists() else ''}.") from error
         raise
-    _check_keys(document, _OWN_KEYS, path)
+    _check_keys(document, _METADATA_KEYS, path)
     backend = document["backend"]
     if backend not in BACKENDS:
         raise CheckpointError(
             f"{path} has the backend {backend!r}, but this version of fitflax reads {', '.join(map(repr, BACKENDS))}. Use the version that wrote it."
         )
-    _check_keys(document, BACKENDS[backend].OWN_KEYS, path)
+    _check_keys(document, BACKENDS[backend].METADATA_KEYS, path)
     return document
 
 

@@ -43,7 +43,7 @@ from fitflax.storage.parts import size_fault
 
 TRAIN_DIRECTORY = "train"
 FILES = (*msgpack_format.FILES, TRAIN_DIRECTORY)
-OWN_KEYS: dict[str, type] = {**msgpack_format.OWN_KEYS, "orbax_files": dict, "orbax_arrays": dict}
+METADATA_KEYS: dict[str, type] = {**msgpack_format.METADATA_KEYS, "orbax_files": dict, "orbax_arrays": dict}
 
 _PLAIN_PATH = re.compile(rf"{TRAIN_DIRECTORY}(/[A-Za-z0-9_-]+)+")
 _DTYPES = {"bool", "int4", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2", "float8_e5m2fnuz", "bfloat16", "complex64", "complex128"}
@@ -61,7 +61,7 @@ T = TypeVar("T")
 def write_state(directory: Path, train: Plain, run: Plain, *, collective: CollectiveSave | None = None) -> dict[str, Any]:
     """Writes `train/` and `state.msgpack`, and returns the entries that `read_state` needs in `metadata.json`.
 
-    If arrays are split between processes, `collective` is the save in which the other processes call `write_own_shards`. If it fails, files that were written
+    If arrays are split between processes, `collective` is the save in which the other processes call `write_local_shards`. If it fails, files that were written
     remain.
     """
     if jax.process_index():
@@ -82,7 +82,7 @@ def write_state(directory: Path, train: Plain, run: Plain, *, collective: Collec
     return {**msgpack_entries, "orbax_files": dict(sorted({**others, **written}.items())), "orbax_arrays": forms}
 
 
-def write_own_shards(path: Path, train: Plain) -> Files:
+def write_local_shards(path: Path, train: Plain) -> Files:
     """Writes this process's shards of arrays that are split between processes to `path`, the directory `train/`, and returns the files."""
     _save_part(path, _to_host(_arrays_for_orbax(only_split(train))))
     fsync_directory(path)

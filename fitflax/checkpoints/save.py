@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from fitflax.checkpoints.checkpoint import Checkpoint
-from fitflax.checkpoints.checkpoint_files import BACKENDS, METADATA_FILE, PARTIAL_EPOCH_FILE, is_checkpoint, write_checkpoint, write_own_shards
+from fitflax.checkpoints.checkpoint_files import BACKENDS, METADATA_FILE, PARTIAL_EPOCH_FILE, is_checkpoint, write_checkpoint, write_local_shards
 from fitflax.checkpoints.checkpoint_store import CheckpointStore
 from fitflax.checkpoints.directories import disk_errors, put_back, replaced_by, write_in_place, write_to_bucket
 from fitflax.checkpoints.msgpack_format import PART, STATE_FILE
@@ -96,7 +96,7 @@ class _RunSave:
                 job = functools.partial(collective.lead, self._save_later(collective))
             elif is_later:
                 arrays = self._run.snapshots.take(self._run.borrow(), {})
-                job = functools.partial(collective.follow, lambda path: write_own_shards(path, arrays()[0]), place)
+                job = functools.partial(collective.follow, lambda path: write_local_shards(path, arrays()[0]), place)
             else:
                 earlier = saver.settle()
                 if earlier is None and collective.earlier is not None:
@@ -105,7 +105,7 @@ class _RunSave:
                     if is_leader:
                         collective.lead(lambda: self._save_now(collective))
                     else:
-                        collective.follow(lambda path: write_own_shards(path, to_plain(self._run.borrow(), root="train", may_span=True)), place)
+                        collective.follow(lambda path: write_local_shards(path, to_plain(self._run.borrow(), root="train", may_span=True)), place)
         if is_later and not saver.submit(job, on_skip=collective.abort):
             collective.abort()  # Another save has failed. All processes learn of it at the next meeting.
 
@@ -186,7 +186,7 @@ def save_checkpoint(
         collective = CollectiveSave.meet(f"{location}")
         if jax.process_index():
             bucket_place = place if isinstance(place, ObjectPath) else None
-            collective.follow(lambda path: write_own_shards(path, only_split(to_plain(train, root="train", may_span=True))), bucket_place)
+            collective.follow(lambda path: write_local_shards(path, only_split(to_plain(train, root="train", may_span=True))), bucket_place)
         else:
             collective.lead(functools.partial(save, collective))
     elif jax.process_index() == 0:

@@ -241,12 +241,12 @@ PATHS, COLLECTIONS = "paths", "collections"
 
 
 def saved_weights(
-    path: Location, *, mapping: WeightMapping | None = None, partial: bool = False, dtype: Any = None, tells_names: bool = False
+    path: Location, *, mapping: WeightMapping | None = None, partial: bool = False, dtype: Any = None, suggests_mapping: bool = False
 ) -> tuple[Saved, list[str]]:
     """Returns weights as a checkpoint of only parameters and collections, and the names that match no rule of the mapping.
 
     `path` is a result of `find_weights`. By default, names are paths joined by `.`. With `partial`, the mapping may omit names. Floating-point arrays are
-    converted to `dtype`. With `tells_names`, errors suggest a mapping of the file's names, as for `load_weights`, instead of one for `restore`.
+    converted to `dtype`. With `suggests_mapping`, errors suggest a mapping of the file's names, as for `load_weights`, instead of one for `restore`.
     """
     arrays, about = read_weights(path)
     left: list[str] = []
@@ -271,7 +271,7 @@ def saved_weights(
         )
     metadata = {"step": 0, "metrics": {}, "key_impls": {}, "written_by": WRITTEN_BY, "path": str(path), "left_out": [], "metadata": about}
     metadata["digest"] = _digest(found, about, path)
-    if tells_names:
+    if suggests_mapping:
         metadata["names"] = origins
     return Saved(path=path, metadata=metadata, train=train, run={}), left
 

@@ -334,10 +334,10 @@ class ShardFeed(Feed):
     def joined_state(self, position: Position, *, is_alone: bool) -> dict[str, Any] | None:
         if isinstance(self.source, IndexedSource):
             return None  # These sources have no other state than the position.
-        own, index = self.state_dict(position), self._shares.index
+        local_state, index = self.state_dict(position), self._shares.index
         if is_alone:
-            return {"shards": [own if process == index else {} for process in range(len(self._shares.parts))]}
-        states = self._exchange(base64.b64encode(flax.serialization.msgpack_serialize(own)).decode())
+            return {"shards": [local_state if process == index else {} for process in range(len(self._shares.parts))]}
+        states = self._exchange(base64.b64encode(flax.serialization.msgpack_serialize(local_state)).decode())
         return {"shards": [flax.serialization.msgpack_restore(base64.b64decode(state)) for state in states]}
 
     @override

@@ -212,7 +212,7 @@ def find_origins(jaxpr: core.ClosedJaxpr, arguments: Sequence[Any], names: Seque
     >>> print(origin.kind, origin.operation, *origin.operands)
     NaN log float32[] equal to -1
     """
-    inputs = [_given(array, name) for array, name in zip(arguments, names, strict=True)]
+    inputs = [_input_value(array, name) for array, name in zip(arguments, names, strict=True)]
     return [_trace_back(value.node) for value in _evaluate(jaxpr.jaxpr, jaxpr.consts, inputs, _Place())]
 
 
@@ -241,10 +241,10 @@ def _nonfinite_kinds(array: Any) -> tuple[bool, bool]:
 
 
 def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[_Value], place: _Place) -> list[_Value]:
-    values: dict[Any, _Value] = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*inputs, *map(_given, consts)], strict=True))
+    values: dict[Any, _Value] = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*inputs, *map(_input_value, consts)], strict=True))
 
     def read(atom: Any) -> _Value:
-        return _given(atom.val) if isinstance(atom, core.Literal) else values[atom]
+        return _input_value(atom.val) if isinstance(atom, core.Literal) else values[atom]
 
     last_use = {atom: index for index, equation in enumerate(jaxpr.eqns) for atom in equation.invars if not isinstance(atom, core.Literal)}
     needed = {atom for atom in jaxpr.outvars if not isinstance(atom, core.Literal)}
@@ -257,7 +257,7 @@ def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[_Value]
     return list(map(read, jaxpr.outvars))
 
 
-def _given(array: Any, name: str = _CONSTANT) -> _Value:
+def _input_value(array: Any, name: str = _CONSTANT) -> _Value:
     """Returns an array that no operation computed: an argument or a constant."""
     nan, infinity = _nonfinite_kinds(array)
     return _Value(array, _Node(nan, infinity, (), Origin("NaN" if nan else "infinity", name)))

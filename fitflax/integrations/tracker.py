@@ -126,8 +126,8 @@ class TrackerLogger(StepLogger):
     @property
     @override
     def state_key(self) -> str:
-        own = f"({type(self.tracker).__name__})" if type(self) is TrackerLogger else ""
-        return f"{type(self).__name__}{own}"
+        suffix = f"({type(self.tracker).__name__})" if type(self) is TrackerLogger else ""
+        return f"{type(self).__name__}{suffix}"
 
     @property
     @override

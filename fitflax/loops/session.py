@@ -222,6 +222,6 @@ class DataAdapter:
         return source
 
 
-def as_given(triple: Triple) -> Batch:
+def unpadded_batch(triple: Triple) -> Batch:
     """Returns a batch with the number of rows that the user gave; raises `DataError` if it is not a batch."""
     return Batcher(num_shards=1, must_count=False)(triple).batch

@@ -307,7 +307,7 @@ class Run:
             self._exclude(check)
         if without_hooks:
             self._train_without_hooks(without_hooks)
-        if hooks.wants("on_train_batch_end"):
+        if hooks.has_hook("on_train_batch_end"):
             hooks.call("on_train_batch_end", progress.step_in_epoch - 1, Logs(self._values, kinds=self._program.dry_run.kinds))
 
     def _exclude(self, prepare: Callable[[], None]) -> None:
@@ -341,7 +341,7 @@ class Run:
         spent = self.spent
         next_seconds = min(self._schedule.next_seconds, self._validation_schedule.next_seconds, self.callbacks.next_seconds)
         watches_time = next_seconds < math.inf
-        end = clock() + _SECONDS_WITHOUT_HOOKS if self.callbacks.wants("on_train_batch_end") else math.inf
+        end = clock() + _SECONDS_WITHOUT_HOOKS if self.callbacks.has_hook("on_train_batch_end") else math.inf
         while steps > 0:
             if not feed.has_more or agreement.is_stop_requested() or clock() >= end or (watches_time and agreement.seconds >= next_seconds):
                 return
@@ -359,7 +359,7 @@ class Run:
     def _steps_to_next_event(self) -> int:
         """Returns the number of steps until the next event, such as a trigger or the end of the epoch."""
         plan, progress = self.plan, self.progress
-        step, is_seen = progress.step, self.callbacks.wants_every("on_train_batch_begin", "on_train_batch_end")
+        step, is_seen = progress.step, self.callbacks.needs_every_batch("on_train_batch_begin", "on_train_batch_end")
         ends: list[int | None] = [step + (self._steps_of_call(_MAX_STEPS_WITHOUT_HOOKS) if is_seen else _MAX_STEPS_WITHOUT_HOOKS)]
         ends += [plan.end_step, self._run_end_step, self._agreement.next_step()]
         ends += [schedule.next_step(step, plan.process_start) for schedule in (self._schedule, self._validation_schedule, self.callbacks)]

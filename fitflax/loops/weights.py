@@ -122,7 +122,7 @@ def load_weights(
         weights_path = find_weights(place)
         if weights_path is None:
             raise CheckpointNotFoundError(_no_weights(place))
-        saved, names = saved_weights(weights_path, mapping=mapping, partial=partial, dtype=kind, tells_names=True)
+        saved, names = saved_weights(weights_path, mapping=mapping, partial=partial, dtype=kind, suggests_mapping=True)
         left[:] = names
         return saved
 

@@ -137,17 +137,17 @@ class DataParallel(Strategy):
             nonlocal needs_axis
             if self.num_processes > 1:
                 raise eager_step_error()
-            given = tuple(self._to_first_device(layout, tree) for layout, tree in zip(inputs, arguments, strict=True))
+            placed = tuple(self._to_first_device(layout, tree) for layout, tree in zip(inputs, arguments, strict=True))
             with self._as_single_replica():
                 try:
-                    results = bound(*given) if needs_axis else fn(*given)
+                    results = bound(*placed) if needs_axis else fn(*placed)
                 except Exception as error:
                     texts = map(str, chain_of(error))
                     if needs_axis or not any("unbound axis name" in text and self.axis_name in text for text in texts):
                         raise
                     needs_axis = True
-                    results = bound(*given)
-            return _each(self._from_first_device, outputs, copy_aliased(results, given))
+                    results = bound(*placed)
+            return _each(self._from_first_device, outputs, copy_aliased(results, placed))
 
         return eager
 

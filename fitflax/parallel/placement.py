@@ -162,12 +162,12 @@ def part_of(devices: Iterable[Any], split: NamedSharding | None = None, num_shar
         places: Any = split.devices_indices_map((num_shards,))
         for device, (where, *_) in places.items():
             rows.setdefault(device.process_index, set()).update(range(*where.indices(num_shards)))
-    parts = sorted({tuple(sorted(own)) for own in rows.values()})
+    parts = sorted({tuple(sorted(process_rows)) for process_rows in rows.values()})
     lengths, covered = {len(part) for part in parts}, [row for part in parts for row in part]
     if len(lengths) > 1 or covered != list(range(len(covered))):
         raise ConfigError(
             "The processes must have equal, contiguous parts of a batch. Give each process the same number of devices, and split batches over the first axis "
-            f"of the mesh. Received rows, by process: { {process: sorted(own) for process, own in sorted(rows.items())} }."
+            f"of the mesh. Received rows, by process: { {process: sorted(process_rows) for process, process_rows in sorted(rows.items())} }."
         )
     return parts.index(tuple(sorted(rows[jax.process_index()]))), len(parts)
 

@@ -150,8 +150,8 @@ def exchange(value: Any, topic: str = "exchange") -> list[Any]:
             board.remove(str(number - 1))  # All processes have read it, or they would not have posted this one.
     topics = {process: about for process, (about, _) in enumerate(joined)}
     if len(set(topics.values())) > 1:
-        found = listed([f"process {process} is at {about}" for process, about in topics.items() if about != topics[0] or process == 0])
-        raise ReplicaError(f"The processes make different calls: {found}. Make the same calls in the same order in all processes.")
+        differing = listed([f"process {process} is at {about}" for process, about in topics.items() if about != topics[0] or process == 0])
+        raise ReplicaError(f"The processes make different calls: {differing}. Make the same calls in the same order in all processes.")
     return [each for _, each in joined]
 
 

@@ -136,8 +136,8 @@ class DryRun:
     def step(self, state: TrainState, feed: Batch, *, train: bool) -> Cost:
         """Dry-runs a training or evaluation step on shapes, keeps the results of the first one, and returns the cost of its forward pass on a device."""
         notes = Notes(keeps_returned=True)
-        jaxpr, (*found, returned) = jax.make_jaxpr(self._metrics_of(train, notes), return_shape=True)(shapes_in(state), feed)
-        self._record(train, notes, *found, activations=None if returned is None else _activations_of(jaxpr, returned))
+        jaxpr, (*results, returned) = jax.make_jaxpr(self._metrics_of(train, notes), return_shape=True)(shapes_in(state), feed)
+        self._record(train, notes, *results, activations=None if returned is None else _activations_of(jaxpr, returned))
         return self._cost_of(jaxpr)
 
     def step_eagerly(self, state: TrainState, feed: Batch, *, train: bool) -> None:
@@ -145,8 +145,8 @@ class DryRun:
         if train not in self._steps:
             notes = Notes()
             with jax.disable_jit():
-                *found, _ = self._metrics_of(train, notes)(state, feed)
-            self._record(train, notes, *found, activations=None)
+                *results, _ = self._metrics_of(train, notes)(state, feed)
+            self._record(train, notes, *results, activations=None)
 
     def _metrics_of(self, train: bool, notes: Notes) -> Callable[[TrainState, Batch], Any]:
         """Returns a function that returns a batch's metrics, their sums, their values, and the module's outputs if they are known, and fills `notes`."""
