@@ -175,11 +175,11 @@ def every(*, steps: int | None = None, epochs: int | None = None, seconds: float
     >>> [step for step in range(1, 9) if schedule.fires(Moment(step))]
     [1, 4, 7]
     """
-    given = {name: value for name, value in (("steps", steps), ("epochs", epochs), ("seconds", seconds)) if value is not None}
-    if len(given) != 1:
-        raise ConfigError(f"every() takes exactly one of steps, epochs and seconds. Received: {given or 'none of them'}. Combine triggers with |.")
+    intervals = {name: value for name, value in (("steps", steps), ("epochs", epochs), ("seconds", seconds)) if value is not None}
+    if len(intervals) != 1:
+        raise ConfigError(f"every() takes exactly one of steps, epochs and seconds. Received: {intervals or 'none of them'}. Combine triggers with |.")
     if offset is not None and (steps is None or not is_integer(offset, 0)):
-        raise ConfigError(f"every(offset=...) must be an integer of at least 0, and needs steps=. Received: offset={offset!r} with {given}.")
+        raise ConfigError(f"every(offset=...) must be an integer of at least 0, and needs steps=. Received: offset={offset!r} with {intervals}.")
     if steps is not None:
         steps = integer_of("every(steps=...)", steps, at_least=1)
         text = f"every(steps={steps})" if offset is None else f"every(steps={steps}, offset={offset})"

@@ -249,7 +249,7 @@ def saved_weights(
     converted to `dtype`. With `suggests_mapping`, errors suggest a mapping of the file's names, as for `load_weights`, instead of one for `restore`.
     """
     arrays, about = read_weights(path)
-    left: list[str] = []
+    unmatched: list[str] = []
     origins: dict[str, tuple[str, ...]] = {}
     if mapping is not None and leaves_out_only(mapping):
         arrays = _without(arrays, dict(mapping), where=str(path))  # type: ignore[arg-type]
@@ -257,11 +257,11 @@ def saved_weights(
     if mapping is None:
         has_collections = about.get(PATHS) == COLLECTIONS or any(name.startswith("params.") for name in arrays)
         paths = {name: functools.reduce(join, name.split("."), "" if has_collections else "params") for name in arrays}
-        found = {paths[name]: array for name, array in arrays.items()}
+        by_path = {paths[name]: array for name, array in arrays.items()}
         origins = {place: (name,) for name, place in paths.items()}
     else:
-        found, left = from_file(arrays, rules_of(mapping, list(arrays)), where=str(path), partial=partial, origins=origins)
-    tree = _nested(as_floats(found, dtype, where=str(path)), path)
+        by_path, unmatched = from_file(arrays, rules_of(mapping, list(arrays)), where=str(path), partial=partial, origins=origins)
+    tree = _nested(as_floats(by_path, dtype, where=str(path)), path)
     train = {"params": tree.pop("params", {}), "model_state": tree}
     loose = [name for name, child in tree.items() if not isinstance(child, dict)]
     if loose or not isinstance(train["params"], dict):
@@ -270,10 +270,10 @@ def saved_weights(
             f"{listed(loose or ['params'], most=3)}."
         )
     metadata = {"step": 0, "metrics": {}, "key_impls": {}, "written_by": WRITTEN_BY, "path": str(path), "left_out": [], "metadata": about}
-    metadata["digest"] = _digest(found, about, path)
+    metadata["digest"] = _digest(by_path, about, path)
     if suggests_mapping:
         metadata["names"] = origins
-    return Saved(path=path, metadata=metadata, train=train, run={}), left
+    return Saved(path=path, metadata=metadata, train=train, run={}), unmatched
 
 
 def _digest(arrays: Mapping[str, Array], about: Mapping[str, str], path: Location) -> str:

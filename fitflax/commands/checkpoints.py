@@ -118,19 +118,19 @@ def run_compare(options: argparse.Namespace) -> int:
         paths = list(dict.fromkeys([*first, *second]))
         kept = {path for path, is_kept in zip(paths, matching(paths, options.only, owner="--only", error=CheckpointError), strict=True) if is_kept}
         first, second = ({path: leaf for path, leaf in arrays.items() if path in kept} for arrays in (first, second))
-    found = compare(first, second, rtol=options.rtol, atol=options.atol)
+    differences = compare(first, second, rtol=options.rtol, atol=options.atol)
     settings = _differing_settings(one, other)
     if options.json:
-        _print_json({"differences": [dataclasses.asdict(each) for each in found], "settings": settings})
-        return int(bool(found))
+        _print_json({"differences": [dataclasses.asdict(each) for each in differences], "settings": settings})
+        return int(bool(differences))
     for name, saved in (("A", one), ("B", other)):
         print(f"{name}: {saved.path}, step {saved.metadata.get('step', 0)}")
     for name, values in settings.items():
         print(f"{name}: {values[0]} in A, {values[1]} in B")
-    if found:
-        print(_aligned([("path", "difference", "A", "B", "elements", "largest", "relative"), *(each.cells() for each in found)]))
-    print(f"{len(found)} of {len({*first, *second})} arrays differ.")
-    return int(bool(found))
+    if differences:
+        print(_aligned([("path", "difference", "A", "B", "elements", "largest", "relative"), *(each.cells() for each in differences)]))
+    print(f"{len(differences)} of {len({*first, *second})} arrays differ.")
+    return int(bool(differences))
 
 
 def compare(first: dict[str, Any], second: dict[str, Any], *, rtol: float = 0.0, atol: float = 0.0) -> list[Difference]:

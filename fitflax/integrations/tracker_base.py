@@ -332,12 +332,12 @@ def reading_of(checkpoint: Checkpoint, seconds: float, *, extra: Mapping[str, An
     plain = tuple(key for key in late if key not in pictured) if ends else ()
 
     def compute() -> Mapping[str, Any]:
-        found = read()
-        return {key: found[key] for key in plain if key in found}
+        logged = read()
+        return {key: logged[key] for key in plain if key in logged}
 
     def draw() -> Point:
-        found = read() if shown else {}
-        return _draw(step, {key: value for key, value in found.items() if key in shown}, shown, media)
+        logged = read() if shown else {}
+        return _draw(step, {key: value for key, value in logged.items() if key in shown}, shown, media)
 
     return Reading(
         step,
