@@ -211,15 +211,15 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     >>> flat({"seed": 0, "data": {"name": "digits", "sizes": [1, 2], "sort": sorted}})
     {'seed': 0, 'data/name': 'digits', 'data/sizes': '[1, 2]', 'data/sort': 'sorted'}
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{name}/")
+            values |= flat(value, f"{prefix}{name}/")
         elif isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
-            found[f"{prefix}{name}"] = value
+            values[f"{prefix}{name}"] = value
         else:
-            found[f"{prefix}{name}"] = _text(value)
-    return found
+            values[f"{prefix}{name}"] = _text(value)
+    return values
 
 
 def as_json(value: Any) -> Any:

@@ -132,8 +132,8 @@ class Values:
     def metrics(self) -> dict[str, Any]:
         """Returns the metrics as floats or arrays; the first call reads them."""
         if self._metrics is None:
-            found = {**self.summed(), **self.compute_late()}
-            self._metrics = {key: found[key] for key in self.keys}
+            computed = {**self.summed(), **self.compute_late()}
+            self._metrics = {key: computed[key] for key in self.keys}
         return dict(self._metrics)
 
     def summed(self) -> dict[str, Any]:
@@ -242,7 +242,7 @@ class Logs(MutableMapping[str, Any]):
         return key not in self.kinds or self.kinds[key].is_recorded
 
     @property
-    def at_hand(self) -> dict[str, Any]:
+    def host_values(self) -> dict[str, Any]:
         """The values that are available without reading from the device."""
         return {key: value for key, value in self._extra.items() if self._pending is None or value is not None}
 

@@ -226,17 +226,17 @@ def set_learning_rate(opt_state: Any, value: Any, label: str | None = None) -> A
     Array(0.5, dtype=float32)
     """
     number = _checked_rate(value)
-    found = _nodes_by_label(opt_state)
-    if label is None and len(found) > 1:
-        raise _several_rates(found)
-    if label is not None and label not in found:
-        raise OptimizerError(f"This optimizer has no learning rate {label!r} that can be set. Available: {list(found)}.{did_you_mean(label, found)}")
-    if not found:
+    rate_nodes = _nodes_by_label(opt_state)
+    if label is None and len(rate_nodes) > 1:
+        raise _several_rates(rate_nodes)
+    if label is not None and label not in rate_nodes:
+        raise OptimizerError(f"This optimizer has no learning rate {label!r} that can be set. Available: {list(rate_nodes)}.{did_you_mean(label, rate_nodes)}")
+    if not rate_nodes:
         raise OptimizerError(
             "The learning rate cannot be set, because it is a constant in this optimizer. Pass the optimizer by name, or wrap it: "
             "optax.inject_hyperparams(optax.adam)(learning_rate=0.001)."
         )
-    path, node = found[label or next(iter(found))]
+    path, node = rate_nodes[label or next(iter(rate_nodes))]
     if _is_scheduled(node, ONLY_RATE):
         raise OptimizerError(
             f"The learning rate cannot be set, because a schedule computes it before every update (opt_state{jax.tree_util.keystr(path)}). "
@@ -278,16 +278,16 @@ def set_hyperparam(opt_state: Any, name: str, value: Any) -> Any:
     number = _finite(name, value)
     if name == ONLY_RATE and np.min(number) < 0:
         raise OptimizerError(f"A learning rate must be a finite number of at least 0. Received: {value!r}.")
-    found = list(_find_injected(opt_state, name))
+    nodes = list(_find_injected(opt_state, name))
     known = list(get_hyperparams(opt_state))
-    if not found:
+    if not nodes:
         have = f"It has: {', '.join(known)}." if known else "It has none."
         advice = f"Inject it: optax.inject_hyperparams(optax.adamw)(learning_rate=0.001, {name}=...)."
         raise OptimizerError(f"The optimizer has no injected hyperparameter {name!r}. {have}{did_you_mean(name, known)} {advice}")
-    if len(found) > 1:
+    if len(nodes) > 1:
         advice = "Use trainer.learning_rates, or inject it only once." if name == ONLY_RATE else "Inject it only once."
-        raise OptimizerError(f"This optimizer has {len(found)} hyperparameters named {name!r}. {advice}")
-    path, node = found[0]
+        raise OptimizerError(f"This optimizer has {len(nodes)} hyperparameters named {name!r}. {advice}")
+    path, node = nodes[0]
     if _is_scheduled(node, name):
         raise OptimizerError(f"{name!r} cannot be set, because a schedule computes it before every update. Use a number instead of the schedule.")
     return replace_by_path(opt_state, {_path_of(path, name): _like(node.hyperparams[name], number)})
@@ -350,12 +350,12 @@ def _several_rates(labels: Iterable[str]) -> OptimizerError:
 
 def _nodes_by_label(opt_state: Any) -> dict[str, tuple[_Path, Any]]:
     """Returns the path and node of each injected rate by label, `a/b` for a label inside another one."""
-    found = list(_find_injected(opt_state))
-    labels = ["/".join(str(child.key) for parent, child in itertools.pairwise(path) if getattr(parent, "name", None) == "inner_states") for path, _ in found]
+    nodes = list(_find_injected(opt_state))
+    labels = ["/".join(str(child.key) for parent, child in itertools.pairwise(path) if getattr(parent, "name", None) == "inner_states") for path, _ in nodes]
     if labels == [""]:
-        return {ONLY_RATE: found[0]}
+        return {ONLY_RATE: nodes[0]}
     is_name = [bool(label) and labels.count(label) == 1 for label in labels]
-    return {label if named else f"opt_state{jax.tree_util.keystr(place[0])}": place for label, named, place in zip(labels, is_name, found, strict=True)}
+    return {label if named else f"opt_state{jax.tree_util.keystr(place[0])}": place for label, named, place in zip(labels, is_name, nodes, strict=True)}
 
 
 def _find_injected(tree: Any, name: str | None = ONLY_RATE, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:

@@ -124,10 +124,10 @@ class _LinenEstimator(BaseEstimator):  # type: ignore[misc]
             return Network(num_outputs)
         kind = module if isinstance(module, type) else type(module)
         is_module = isinstance(module, nn.Module) or issubclass(kind, nnx_modules())
-        made = module(num_outputs) if callable(module) and not is_module else module
-        if isinstance(made, nn.Module):
-            return made
-        name = f"the class {made.__name__}" if isinstance(made, type) else f"a {type(made).__name__}"
+        result = module(num_outputs) if callable(module) and not is_module else module
+        if isinstance(result, nn.Module):
+            return result
+        name = f"the class {result.__name__}" if isinstance(result, type) else f"a {type(result).__name__}"
         raise ConfigError(
             f"{type(self).__name__}(module=...) takes a linen module, or a function that returns one for a number of outputs. Received: {name}. "
             "To train an NNX module, use Trainer."

@@ -90,13 +90,13 @@ class AxisNames:
         >>> names.missing(["data"], [])
         {'model': ['a', 'b']}
         """
-        found: dict[str, list[str]] = {}
+        missing_axes: dict[str, list[str]] = {}
         for path in sorted(self.of_mesh):
             for name in self.by_path[path]:
                 for axis in name if isinstance(name, tuple) else () if name is None or name in named else (name,):
                     if axis not in axes:
-                        found.setdefault(axis, []).append(path)
-        return found
+                        missing_axes.setdefault(axis, []).append(path)
+        return missing_axes
 
     def each(self, fn: Callable[[str, Any, "tuple[Name, ...] | None"], Any], params: Any, model_state: Any, opt_state: Any) -> tuple[Any, Any, Any]:
         """Returns parameters, collections and optimizer state with each array replaced by `fn(path, array, names)`.

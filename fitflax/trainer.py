@@ -38,8 +38,8 @@ from fitflax.loops import configuration, user_loops
 from fitflax.loops.configuration import CurrentTask, RestoreOptions
 from fitflax.loops.evaluation_loop import Evaluation, predict, predict_iter
 from fitflax.loops.fit import adapt_validation_data, check_end, find_checkpoint, make_validation, num_batches_of, params_of, run_with_callbacks
-from fitflax.loops.session import Session, as_given
-from fitflax.loops.setup import Participants, RunPlan, check_restores_best, prepare_run, training_copy
+from fitflax.loops.session import Session, unpadded_batch
+from fitflax.loops.setup import RunComponents, RunPlan, check_restores_best, prepare_run, training_copy
 from fitflax.loops.signals import Interruption
 from fitflax.loops.summary import describe
 from fitflax.loops.training_loop import Run
@@ -175,11 +175,11 @@ class Trainer:
         strategy = configuration.strategy_of("Trainer", parallel)
         transient = tuple(transient)
         kwargs: dict[str, Any] = {"train_kwargs": train_kwargs, "eval_kwargs": eval_kwargs, "keyword_inputs": isinstance(inputs, dict)}
-        adapted, own = adapt_model(model, eval_model=eval_model, trainable=trainable, transient=transient, **kwargs)
-        configuration.check_ensemble("Trainer", ensemble, strategy, has_own=own is not None)
+        adapted, module_variables = adapt_model(model, eval_model=eval_model, trainable=trainable, transient=transient, **kwargs)
+        configuration.check_ensemble("Trainer", ensemble, strategy, is_nnx=module_variables is not None)
         streams, collections = configuration.streams_of("Trainer", rngs), mutable_filter(mutable, transient)
         self._parts: dict[str, Any] = {"model": adapted, "strategy": strategy, "streams": streams, "mutable": collections, "transient": transient}
-        self._session = Session(CurrentTask(self._make_task, strategy), seed, own, ensemble)
+        self._session = Session(CurrentTask(self._make_task, strategy), seed, module_variables, ensemble)
         if is_notebook(sys.stdout):
             share_programs()  # Running a notebook cell again redefines the module's class.
 
@@ -221,9 +221,9 @@ class Trainer:
         Trainer(Dense, optimizer='adam', loss='mse', step=0)
         """
         session = self._session
-        how = [f"{name}={value!r}" for name, value in session.task.described.items()] if session.task.is_compiled else ["not compiled"]
+        arguments = [f"{name}={value!r}" for name, value in session.task.described.items()] if session.task.is_compiled else ["not compiled"]
         step = [f"step={self.step}"] if session.task.is_compiled or session.state.live is not None else []
-        return f"{type(self).__name__}({', '.join([self._parts['model'].name, *how, *step])})"
+        return f"{type(self).__name__}({', '.join([self._parts['model'].name, *arguments, *step])})"
 
     # -- attributes --
 
@@ -508,7 +508,7 @@ class Trainer:
             raise ConfigError(f"select(member) takes a number from 0 to {session.members - 1}, or a log key such as 'val_loss'. Received: {member!r}.")
         other = self._copy()
         other._members = None
-        other._session = session.fresh(session.seed + int(number), other._make_task, is_member=True)
+        other._session = session.copy_without_state(session.seed + int(number), other._make_task, is_member=True)
         other._session.state.live = LiveState(session.strategy, session.strategy.put(member_of(state, int(number))), self.step)
         return other
 
@@ -519,11 +519,11 @@ class Trainer:
 
     def _copy_without_state(self, seed: int, hyperparams: Mapping[str, Any]) -> Self:
         other = self._copy()
-        makes_own_task = self._overrides("compute_loss") or self._overrides("train_step")
-        other._session = self._session.fresh(seed, other._make_task if makes_own_task else None)
+        is_task_custom = self._overrides("compute_loss") or self._overrides("train_step")
+        other._session = self._session.copy_without_state(seed, other._make_task if is_task_custom else None)
         other._session.state.hyperparams = dict(hyperparams)
-        if other._session.state.own is not None:
-            other._model = other._session.state.own.model
+        if other._session.state.module_variables is not None:
+            other._model = other._session.state.module_variables.model
         return other
 
     @_syncs_model
@@ -547,7 +547,7 @@ class Trainer:
         """
         session = self._session
         session.task.need_compiled("build")
-        session.state.build(session.intake.sample(self._selection.split(configuration.zeros(batch))))
+        session.state.build(session.data_adapter.sample(self._selection.split(configuration.zeros(batch))))
         session.begin_run()
 
     @_syncs_model
@@ -818,7 +818,7 @@ class Trainer:
     # -- data --
 
     def _to_source(self, call: str, data: Any, *arguments: Any, **options: Any) -> Source:
-        return self._session.intake.adapt(data, *arguments, call=call, selection=self._selection, **options)
+        return self._session.data_adapter.adapt(data, *arguments, call=call, selection=self._selection, **options)
 
     # -- training --
 
@@ -927,12 +927,12 @@ class Trainer:
             validation = make_validation(session, sets, validation_freq, steps=validation_steps, trial=trial, hooks=hooks, interruption=interruption)
             end_epoch = initial_epoch + 1 if steps is None and epochs is None else epochs
             plan = RunPlan(end_epoch=end_epoch, steps_per_epoch=steps_per_epoch, is_fit=True, keep=hooks.keep, info=info)
-            others = Participants(saver, hooks, validation, interruption, spent)
+            components = RunComponents(saver, hooks, validation, interruption, spent)
             with spent.on("compiling"):
                 # Not assigned to a variable, which would keep the first batch alive.
-                run = Run(prepare_run(session, source, plan, others, steps=steps, initial_epoch=initial_epoch, class_weight=class_weight, saved=saved))
+                run = Run(prepare_run(session, source, plan, components, steps=steps, initial_epoch=initial_epoch, class_weight=class_weight, saved=saved))
             run_with_callbacks(session, self, run, params_of(session, source, sets, run, trial=trial, log_every=log_every, note=note), saved)
-        interruption.leave()
+        interruption.reraise_signal()
         return self._history
 
     # -- evaluation and prediction --
@@ -1363,7 +1363,7 @@ class Trainer:
         session = self._session
         live = session.state.need("export")
         configuration.check_counts(batch_size=batch_size)
-        batch = session.state.sample if sample is None else as_given(self._selection.split(configuration.zeros(sample), inputs_only=True))
+        batch = session.state.sample if sample is None else unpadded_batch(self._selection.split(configuration.zeros(sample), inputs_only=True))
         if batch is None:
             raise NotReadyError("export needs the shapes of the inputs, but there has been no batch yet. Pass export(path, sample=x).")
         return export_inference(
@@ -1470,10 +1470,10 @@ class Trainer:
             lambda together: load_checkpoint(path, roots, storage_options=storage_options, together=together),
             num_processes=self._session.strategy.num_processes,
         )
-        how = RestoreOptions(weights_only, partial, mapping, cast)
+        options = RestoreOptions(weights_only, partial, mapping, cast)
         saved = split_frozen(self._session, saved)
-        report = self._session.restore(saved, None, how)
-        if not how.starts_over and self._session.task.described:
+        report = self._session.restore(saved, None, options)
+        if not options.starts_over and self._session.task.described:
             warn_of_changes(saved, self._session.task.described, to_resume=False)
         return report
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from fitflax.callbacks.run_logger import Clock, Stamp
+from fitflax.callbacks.step_logger import Clock, Stamp
 from tests.test_docs import ROW, run_rows
 
 PAGE = (pathlib.Path(__file__).resolve().parent.parent / "docs/coming-from.md").read_text(encoding="utf-8")
@@ -48,7 +48,7 @@ def test_every_feature_has_one_row_with_a_line_of_code(system):
 
 def test_steps_per_second_are_measured_between_two_writes(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr("fitflax.callbacks.run_logger.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("fitflax.callbacks.step_logger.time.monotonic", lambda: now[0])
     clock = Clock()
     assert clock.rates(Stamp(10, None, now[0])) == {}
     now[0] = 1010.0

@@ -2,16 +2,16 @@
 
 import sys
 
-from fitflax.callbacks import early_stopping, epoch_files, learning_rate, small_callbacks, summaries
+from fitflax.callbacks import debugging, early_stopping, epoch_files, learning_rate, summaries
 from fitflax.callbacks.base import Callback, Phase, TrainerView
 from fitflax.callbacks.best_checkpoint import BestCheckpoint
+from fitflax.callbacks.debugging import LambdaCallback, Profiler, SummaryLogger, TerminateOnNaN, Watchdog
 from fitflax.callbacks.early_stopping import EarlyStopping
 from fitflax.callbacks.epoch_files import CSVLogger, JSONLogger
 from fitflax.callbacks.learning_rate import LearningRateScheduler, ReduceLROnPlateau
 from fitflax.callbacks.model_checkpoint import ModelCheckpoint
 from fitflax.callbacks.preemption_notice import PreemptionNotice
 from fitflax.callbacks.progress_bar import ProgressBar
-from fitflax.callbacks.small_callbacks import LambdaCallback, Profiler, SummaryLogger, TerminateOnNaN, Watchdog
 from fitflax.callbacks.summaries import FigureSummary, HistogramSummary, ImageSummary
 from fitflax.callbacks.tensorboard import TensorBoard
 
@@ -41,10 +41,10 @@ __all__ = [
 
 # The modules that defined callbacks in version 0.1, whose names are in pickles of scikit-learn estimators.
 _MOVED = {
+    debugging: ("lambda_callback", "profiler", "summary_logger", "terminate_on_nan", "watchdog"),
     early_stopping: ("monitor",),
     epoch_files: ("csv_logger", "json_logger"),
     learning_rate: ("learning_rate_scheduler", "reduce_lr_on_plateau"),
-    small_callbacks: ("lambda_callback", "profiler", "summary_logger", "terminate_on_nan", "watchdog"),
     summaries: ("media",),
 }
 sys.modules.update({f"{__name__}.{name}": module for module, names in _MOVED.items() for name in names})

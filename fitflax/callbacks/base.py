@@ -141,7 +141,7 @@ class Callback:
     needs_culprit: bool = False
     may_skip_batches: bool = False
     may_prefetch: bool = False
-    _own_schedule: Schedule | None = None
+    _plain_schedule: Schedule | None = None
     # The arguments in `state_key`, and the attributes that hold them. Only the name of a path, because a run's directory may be moved before a resume.
     _key_arguments: ClassVar[tuple[tuple[str, str], ...]] = ()
 
@@ -153,8 +153,8 @@ class Callback:
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the attributes to pickle: all except the trainer and those of its current call."""
-        own = {name: value for name, value in vars(self).items() if name not in ("trainer", "params", "_own_schedule")}
-        return {name: None if isinstance(value, Saver) else value for name, value in own.items()}
+        attributes = {name: value for name, value in vars(self).items() if name not in ("trainer", "params", "_plain_schedule")}
+        return {name: None if isinstance(value, Saver) else value for name, value in attributes.items()}
 
     if not TYPE_CHECKING:  # Otherwise type checkers would accept any attribute.
 
@@ -231,9 +231,9 @@ class Callback:
             return checkpoint
         if self.every is not None:
             moment = checkpoint.run.position.moment
-            if self._own_schedule is None:
-                self._own_schedule = Schedule(self.every, moment.seconds)
-            if not self._own_schedule.due(moment) and not self.wants(checkpoint):
+            if self._plain_schedule is None:
+                self._plain_schedule = Schedule(self.every, moment.seconds)
+            if not self._plain_schedule.fires(moment) and not self.wants(checkpoint):
                 return checkpoint
         self.on_checkpoint(checkpoint)
         return checkpoint

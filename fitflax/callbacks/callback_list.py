@@ -34,14 +34,14 @@ class CallbackList:
     """Callbacks, sorted by phase."""
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
-        given = list(callbacks)
-        for callback in given:
+        in_user_order = list(callbacks)
+        for callback in in_user_order:
             _check_callback(callback)
-        for place, callback in enumerate(given):
-            if any(callback is other for other in given[:place]):
+        for index, callback in enumerate(in_user_order):
+            if any(callback is other for other in in_user_order[:index]):
                 raise CallbackError(f"callbacks contains the same {type(callback).__name__} object twice. Pass each object once.")
-        self._keys = _state_keys(given)
-        self._all = sorted(given, key=lambda callback: callback.phase)
+        self._keys = _state_keys(in_user_order)
+        self._all = sorted(in_user_order, key=lambda callback: callback.phase)
         # All processes check all triggers, because they have to run the same number of steps until one fires.
         self._active = [callback for callback in self._all if not (callback.main_process_only and jax.process_index())]
         self._hooks = {name: [getattr(callback, name) for callback in self._active if overrides(callback, name)] for name in HOOKS}
@@ -50,16 +50,16 @@ class CallbackList:
         self.params: dict[str, Any] = {}
         self._spent = TimeSpent()
         self._is_closed = False
-        self._leaves_at_once: Callable[[], bool] = lambda: False
+        self._exits_immediately: Callable[[], bool] = lambda: False
 
     def __iter__(self) -> Iterator[Callback]:
         return iter(self._active)
 
-    def wants(self, hook: str) -> bool:
+    def has_hook(self, hook: str) -> bool:
         """Returns whether any callback overrides `hook`."""
         return bool(self._hooks[hook])
 
-    def wants_every(self, *hooks: str) -> bool:
+    def needs_every_batch(self, *hooks: str) -> bool:
         """Returns whether any of these hooks must be called for every batch."""
         return any(not callback.may_skip_batches and overrides(callback, hook) for callback in self._all for hook in hooks)
 
@@ -90,7 +90,7 @@ class CallbackList:
         return Keep(norm=any(norms), grads=grads, sown=tuple(sown), culprit=culprit)
 
     @property
-    def alike(self) -> dict[str, Any]:
+    def settings_to_compare(self) -> dict[str, Any]:
         """Settings that must be the same in all processes: what steps keep, the triggers of callbacks, and the directories of checkpoints."""
         triggers = [f"{type(each).__name__} {each.every}" for each in self._all if each.every is not None]
         places = [str(each.saves_as[0]) for each in self._all if each.saves_as is not None]
@@ -102,10 +102,10 @@ class CallbackList:
         return any(callback.phase == Phase.SAVE for callback in self._all)
 
     def bind(
-        self, trainer: TrainerView, params: Mapping[str, Any], *, spent: TimeSpent | None = None, leaves_at_once: Callable[[], bool] = lambda: False
+        self, trainer: TrainerView, params: Mapping[str, Any], *, spent: TimeSpent | None = None, exits_immediately: Callable[[], bool] = lambda: False
     ) -> None:
-        """Sets `trainer` and `params` of all callbacks. `leaves_at_once` returns whether a second Ctrl-C was pressed, after which nothing is saved."""
-        self.params, self._spent, self._leaves_at_once = dict(params), spent or TimeSpent(), leaves_at_once
+        """Sets `trainer` and `params` of all callbacks. `exits_immediately` returns whether a second Ctrl-C was pressed, after which nothing is saved."""
+        self.params, self._spent, self._exits_immediately = dict(params), spent or TimeSpent(), exits_immediately
         for callback in self._all:
             callback.trainer = trainer
             callback.params = self.params
@@ -152,19 +152,19 @@ class CallbackList:
         """The time at which the next trigger fires by the clock; infinite if there is none."""
         return min((schedule.next_seconds for _, schedule in self._schedules), default=math.inf)
 
-    def due(self, moment: Moment) -> set[int]:
+    def evaluate_triggers(self, moment: Moment) -> set[int]:
         """Returns the `id()` of each callback whose trigger fires at `moment`."""
-        return {id(callback) for callback, schedule in self._schedules if schedule.due(moment)}
+        return {id(callback) for callback, schedule in self._schedules if schedule.fires(moment)}
 
-    def on_checkpoint(self, checkpoint: Checkpoint, due: set[int]) -> None:
-        """Calls `on_checkpoint` of the callbacks in `due` (by `id()`) and of those that request it. All are synced before the first of them saves.
+    def on_checkpoint(self, checkpoint: Checkpoint, fired_ids: set[int]) -> None:
+        """Calls `on_checkpoint` of the callbacks in `fired_ids` and of those that request it. All are synced before the first of them saves.
 
         If one fails, the others are still called, and the run is saved, before the error is raised.
         """
         failure: BaseException | None = None
 
-        def wants(callback: Callback) -> bool:
-            has_fired = not checkpoint.run.position.is_repeat and (callback.every is None or id(callback) in due)
+        def is_called(callback: Callback) -> bool:
+            has_fired = not checkpoint.run.position.is_repeat and (callback.every is None or id(callback) in fired_ids)
             return overrides(callback, "on_checkpoint") and (has_fired or callback.wants(checkpoint))
 
         def sync() -> None:
@@ -187,15 +187,15 @@ class CallbackList:
             return True
 
         is_synced = is_saved = False
-        checkpoint.run.savers = [callback.saves_as for callback in self._active if callback.saves_as is not None and wants(callback)]
-        for callback in filter(wants, self._active):
+        checkpoint.run.savers = [callback.saves_as for callback in self._active if callback.saves_as is not None and is_called(callback)]
+        for callback in filter(is_called, self._active):
             if callback.phase >= Phase.SAVE_BEST and not is_synced:
                 is_synced = True
-                if not succeeds(sync) and self._leaves_at_once():
+                if not succeeds(sync) and self._exits_immediately():
                     break
             if succeeds(call, callback):
                 is_saved |= callback.phase == Phase.SAVE
-            elif self._leaves_at_once():
+            elif self._exits_immediately():
                 break
         if is_saved:
             for callback in self._active:
@@ -306,21 +306,21 @@ def _check_callback(callback: Any) -> None:
 
 def callbacks_of_fit(callbacks: Any, verbose: Any, *, trial: int) -> tuple[CallbackList, History, str | None]:
     """Returns a run's callbacks, its history, and a note to show to the user. `trial` is the number of batches of a `fast_dev_run`, or 0."""
-    given, note = _as_list(callbacks), None
+    user_callbacks, note = _as_list(callbacks), None
     if trial:
-        names = [type(callback).__name__ for callback in given if callback.writes_files]
+        names = [type(callback).__name__ for callback in user_callbacks if callback.writes_files]
         without = f" Left out: {', '.join(names)}." if names else ""
         note = f"fast_dev_run: runs at most {trial} batches of training and of each validation, and writes no files.{without}"
-        given = [callback for callback in given if not callback.writes_files]
-    histories = [callback for callback in given if isinstance(callback, History)] or [History()]
-    given = [*(callback for callback in given if callback not in histories), *histories]
-    return CallbackList([*given, *_default_bar(given, verbose)]), histories[0], note
+        user_callbacks = [callback for callback in user_callbacks if not callback.writes_files]
+    histories = [callback for callback in user_callbacks if isinstance(callback, History)] or [History()]
+    with_history = [*(callback for callback in user_callbacks if callback not in histories), *histories]
+    return CallbackList([*with_history, *_default_bar(with_history, verbose)]), histories[0], note
 
 
 def callbacks_of_call(callbacks: Any, verbose: Any) -> CallbackList:
     """Returns the callbacks of an evaluation or prediction."""
-    given = _as_list(callbacks)
-    return CallbackList([*given, *_default_bar(given, verbose)])
+    user_callbacks = _as_list(callbacks)
+    return CallbackList([*user_callbacks, *_default_bar(user_callbacks, verbose)])
 
 
 def _as_list(callbacks: Any) -> list[Callback]:

@@ -152,14 +152,14 @@ class EpochFile(Callback):
     def load_history(self, rows: Sequence[Mapping[str, Any]]) -> None:
         if not 0 < self._num_loaded <= len(rows):
             return
-        others, own = self._rows[: self._first_row], self._rows[self._first_row :]
+        earlier, run_rows = self._rows[: self._first_row], self._rows[self._first_row :]
         expected = {int(row["epoch"]): row for row in rows[-self._num_loaded :]}
-        found = {self._epoch(row): row for row in own}
-        if [self._epoch(row) for row in own] == list(expected):
+        by_epoch = {self._epoch(row): row for row in run_rows}
+        if [self._epoch(row) for row in run_rows] == list(expected):
             return
-        self._rows = [*others, *(found[epoch] if epoch in found else self._row(epoch, int(row["step"]), row["logs"]) for epoch, row in expected.items())]
+        self._rows = [*earlier, *(by_epoch[epoch] if epoch in by_epoch else self._row(epoch, int(row["step"]), row["logs"]) for epoch, row in expected.items())]
         self._write(None)
-        missing = [epoch for epoch in expected if epoch not in found]
+        missing = [epoch for epoch in expected if epoch not in by_epoch]
         self._warn(f"lacks the rows of epochs {missing}" if missing else "has other rows than this run")
 
     # -- the file --

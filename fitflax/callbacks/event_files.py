@@ -86,7 +86,7 @@ class EventFiles:
         if self._failure is None:
             self._drop_lost_files()
             job()
-            if self._mirror is not None and self._mirror.is_due:
+            if self._mirror is not None and self._mirror.should_push:
                 self._flush()
 
     def _fail(self, error: BaseException) -> None:

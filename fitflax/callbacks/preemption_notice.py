@@ -128,8 +128,8 @@ def _has_aws_notice() -> bool:
     """Queries the instance metadata service, version 2. See "Spot Instance interruption notices" in the EC2 user guide."""
     server = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", _AWS).rstrip("/")
     token = _fetch(f"{server}/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, method="PUT")
-    found = _fetch(f"{server}/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token or ""})
-    return found is not None and json.loads(found).get("action") in ("stop", "terminate", "hibernate")
+    notice = _fetch(f"{server}/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token or ""})
+    return notice is not None and json.loads(notice).get("action") in ("stop", "terminate", "hibernate")
 
 
 def _has_gce_notice() -> bool:

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from fitflax.callbacks.base import check_number, check_trigger
 from fitflax.callbacks.event_files import EventFiles, Write, directory_of, files_of, trim
-from fitflax.callbacks.run_logger import Clock, RunLogger, learning_rates
+from fitflax.callbacks.step_logger import Clock, StepLogger, learning_rates
 from fitflax.callbacks.summaries import TRAIN, describe_environment, hyperparameter_summaries, write_histogram, write_logged, write_sown
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.errors import CallbackError, ConfigError, warn
@@ -30,7 +30,7 @@ from fitflax.triggers import every as make_every
 CLOSING = ".closing-"
 
 
-class TensorBoard(RunLogger):
+class TensorBoard(StepLogger):
     """Writes event files for TensorBoard. To view the files of `TensorBoard("runs/a/tensorboard")` and compare runs, run `tensorboard --logdir runs`.
 
     The subdirectory `train` contains values of training. Each validation set has a subdirectory with the same tags, so that a metric's curves are in one
@@ -199,7 +199,7 @@ class TensorBoard(RunLogger):
         assert self._files is not None
         self._describe(self._files, checkpoint)
         moment = checkpoint.run.position.moment
-        fired = {name for name, schedule in self._schedules.items() if schedule.due(moment)}
+        fired = {name for name, schedule in self._schedules.items() if schedule.fires(moment)}
         self._write_evaluations(self._files, checkpoint)
         # The loop's schedule and those here read the clock at slightly different times. If only the loop's fired, write values.
         if "values" in fired or checkpoint.epoch_ends or not (fired or checkpoint.evaluations):

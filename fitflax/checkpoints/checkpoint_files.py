@@ -32,9 +32,9 @@ from fitflax.storage import Location, ObjectPath
 
 METADATA_FILE = "metadata.json"
 PARTIAL_EPOCH_FILE = "closing.json"
-_OWN_KEYS = {"backend": str, "key_impls": dict}
+_METADATA_KEYS = {"backend": str, "key_impls": dict}
 
-# Each has `write_state`, which creates `FILES` and returns entries for `metadata.json`, whose names and types are `OWN_KEYS`; and `read_state`.
+# Each has `write_state`, which creates `FILES` and returns entries for `metadata.json`, whose names and types are `METADATA_KEYS`; and `read_state`.
 BACKENDS: dict[str, ModuleType] = {"msgpack": msgpack_format, "shards": shard_format, "orbax": orbax_format}
 _CHOICES = ("msgpack", "orbax")  # What users choose; "shards" is chosen automatically.
 
@@ -97,11 +97,13 @@ def write_checkpoint(
     elif any(map(is_spread, leaves_of(plain_train.tree))):
         backend = "orbax"
     # Checked before anything is written.
-    given = json_values(metadata, {"format_version", "crc32", "integer_keys"}.union(_OWN_KEYS, *(each.OWN_KEYS for each in BACKENDS.values())))
-    own = BACKENDS[backend].write_state(directory, plain_train, plain_run, **({} if collective is None else {"collective": collective}))
+    caller_metadata = json_values(
+        metadata, {"format_version", "crc32", "integer_keys"}.union(_METADATA_KEYS, *(each.METADATA_KEYS for each in BACKENDS.values()))
+    )
+    backend_metadata = BACKENDS[backend].write_state(directory, plain_train, plain_run, **({} if collective is None else {"collective": collective}))
     integers = {"integer_keys": plain_train.integer_keys} if plain_train.integer_keys else {}
-    ours = json_values({"backend": backend, "key_impls": {**plain_train.key_impls, **plain_run.key_impls}, **integers, **own}, ())
-    data = document_bytes({**given, "versions": {**library_versions(), **given.get("versions", {})}, **ours})
+    format_metadata = json_values({"backend": backend, "key_impls": {**plain_train.key_impls, **plain_run.key_impls}, **integers, **backend_metadata}, ())
+    data = document_bytes({**caller_metadata, "versions": {**library_versions(), **caller_metadata.get("versions", {})}, **format_metadata})
     if isinstance(directory, ObjectPath):
         assert commit is not None
         commit(data)
@@ -110,9 +112,9 @@ def write_checkpoint(
         fsync_directory(directory)
 
 
-def write_own_shards(place: Location, train: Plain) -> Files:
+def write_local_shards(place: Location, train: Plain) -> Files:
     """Writes this process's shards of split arrays where the leader of a collective save says, and returns the files."""
-    return shard_format.write_own_shards(place, train) if isinstance(place, ObjectPath) else orbax_format.write_own_shards(place, train)
+    return shard_format.write_local_shards(place, train) if isinstance(place, ObjectPath) else orbax_format.write_local_shards(place, train)
 
 
 def check_backend(backend: str) -> None:
@@ -160,13 +162,13 @@ def read_metadata(directory: Location) -> dict[str, Any]:
         if isinstance(error.__cause__, OSError) and not directory.is_dir():
             raise CheckpointNotFoundError(f"There is no checkpoint directory {directory}{' (it is a file)' if directory.exists() else ''}.") from error
         raise
-    _check_keys(document, _OWN_KEYS, path)
+    _check_keys(document, _METADATA_KEYS, path)
     backend = document["backend"]
     if backend not in BACKENDS:
         raise CheckpointError(
             f"{path} has the backend {backend!r}, but this version of fitflax reads {', '.join(map(repr, BACKENDS))}. Use the version that wrote it."
         )
-    _check_keys(document, BACKENDS[backend].OWN_KEYS, path)
+    _check_keys(document, BACKENDS[backend].METADATA_KEYS, path)
     return document
 
 
@@ -238,25 +240,25 @@ def read_collectively(find: Callable[[CollectiveRead | None], Found], *, num_pro
         saved: Found
         saved, fault = after_first(functools.partial(_attempt, find, together))
         metadata: dict[str, Any] = {} if saved is None else saved.metadata
-        known = {"step": metadata.get("step"), "digest": metadata.get("digest")}  # Only weights have a digest, because they have no step.
-        found = exchange({**known, "damaged": sorted(together.damaged), "fault": None if fault is None else str(fault)}, "what to resume")
+        local_result = {"step": metadata.get("step"), "digest": metadata.get("digest")}  # Only weights have a digest, because they have no step.
+        results = exchange({**local_result, "damaged": sorted(together.damaged), "fault": None if fault is None else str(fault)}, "what to resume")
         if fault is not None:
             raise fault
-        faults = [f"process {process}: {each['fault']}" for process, each in enumerate(found) if each["fault"] is not None]
+        faults = [f"process {process}: {each['fault']}" for process, each in enumerate(results) if each["fault"] is not None]
         if faults:
             raise CheckpointError(f"Nothing was restored, because another process could not read the checkpoint: {'; '.join(faults)}")
-        steps = {process: each["step"] for process, each in enumerate(found)}
+        steps = {process: each["step"] for process, each in enumerate(results)}
         if len(set(steps.values())) == 1:
-            differing = ", ".join(str(process) for process, each in enumerate(found) if each["digest"] != found[0]["digest"])
+            differing = ", ".join(str(process) for process, each in enumerate(results) if each["digest"] != results[0]["digest"])
             if differing:
                 raise CheckpointError(
                     f"The processes found different weights: those of process {differing} differ from those of process 0. Give all processes the same files."
                 )
             return saved
         newest = max(step for step in steps.values() if step is not None)
-        if any(each["step"] != newest and newest not in each["damaged"] for each in found):
+        if any(each["step"] != newest and newest not in each["damaged"] for each in results):
             raise CheckpointError(f"The processes found different checkpoints. Use one directory that all processes share. Steps by process: {steps}.")
-        damaged = {step for each in found for step in each["damaged"]} - together.damaged
+        damaged = {step for each in results for step in each["damaged"]} - together.damaged
         if damaged:
             warn(f"Another process found that the checkpoints of these steps are damaged, so they are skipped: {sorted(damaged)}.")
         together.damaged.update(damaged)

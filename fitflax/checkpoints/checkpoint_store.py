@@ -207,8 +207,8 @@ class CheckpointStore:
 
     def run_id(self) -> str | None:
         """Returns the run that the checkpoints belong to; without checkpoints, the one that last claimed the directory; `None` if unknown."""
-        found = (self._metadata(step).get("run_id") for step in reversed(self.steps()))
-        return next((run_id for run_id in found if run_id is not None), self._read(_RUN).get("run_id"))
+        run_ids = (self._metadata(step).get("run_id") for step in reversed(self.steps()))
+        return next((run_id for run_id in run_ids if run_id is not None), self._read(_RUN).get("run_id"))
 
     @_first_process_only
     def claim(self, run_id: str, *, overwrite: bool) -> None:
@@ -333,8 +333,8 @@ class CheckpointStore:
                 )
             check_held(self.directory)
             present = self._files.recent_contents().steps
-            found = self._metadata(step) if step in present else {}
-            same = (found.get("process"), found.get("run_id")) == (PROCESS, metadata.get("run_id"))
+            existing = self._metadata(step) if step in present else {}
+            same = (existing.get("process"), existing.get("run_id")) == (PROCESS, metadata.get("run_id"))
             is_written, unnoted = False, None
             try:
                 is_written = same and self._retention(present).is_saved_by_others_only(step, owner)

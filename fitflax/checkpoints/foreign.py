@@ -51,22 +51,22 @@ def read_foreign(path: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
         `"orbax"`), `path` (the file or directory that was read), and `left_out` (names of contents outside the state).
     """
     with read_errors(path):
-        found = _find(path)
-        if found is None:
+        source = _find(path)
+        if source is None:
             return None
-        written_by, tree = ("orbax", _read_orbax(found)) if found.is_dir() else ("flax", _read_msgpack(found))
-    tree = _as_dicts(tree, found)
+        written_by, tree = ("orbax", _read_orbax(source)) if source.is_dir() else ("flax", _read_msgpack(source))
+    tree = _as_dicts(tree, source)
     if not _has_arrays(tree):
         return None
     elsewhere = [name for name, leaf in walk(tree, "") if isinstance(leaf, str) and leaf.startswith(_PLACEHOLDER)]
     if elsewhere:
         advice = f"Save it again with Orbax. Arrays: {listed(elsewhere, most=3)}."
-        raise CheckpointError(f"{found} cannot be read: arrays that were split between processes are in {found}_gda. {advice}")
+        raise CheckpointError(f"{source} cannot be read: arrays that were split between processes are in {source}_gda. {advice}")
     if not isinstance(tree, dict):
-        raise CheckpointError(f"{found} holds a single array instead of named parameters.")
-    match = _NUMBERED.fullmatch(found.name)
+        raise CheckpointError(f"{source} holds a single array instead of named parameters.")
+    match = _NUMBERED.fullmatch(source.name)
     train, left_out = _train_state(tree, int(float(match["step"])) if match else 0)
-    metadata = {"step": int(train["step"]), "metrics": {}, "key_impls": {}, "written_by": written_by, "path": str(found), "left_out": left_out}
+    metadata = {"step": int(train["step"]), "metrics": {}, "key_impls": {}, "written_by": written_by, "path": str(source), "left_out": left_out}
     return train, metadata
 
 

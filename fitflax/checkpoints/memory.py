@@ -136,7 +136,7 @@ class DeviceRoom:
 
     def has(self, num_bytes: int, devices: Iterable[jax.Device]) -> bool:
         """Returns whether each device has room for a copy of `num_bytes`; `False` if one does not report its memory."""
-        found: dict[jax.Device, int] = {}
+        peaks: dict[jax.Device, int] = {}
         for device in devices:
             stats = device.memory_stats() or {}  # A CPU has none.
             if not {"bytes_limit", "peak_bytes_in_use"} <= stats.keys():
@@ -145,8 +145,8 @@ class DeviceRoom:
             peak = peak_with_copy(num_bytes, limit=stats["bytes_limit"], peak=stats["peak_bytes_in_use"], expected=expected)
             if peak is None:
                 return False
-            found[device] = peak
-        self._expected |= found
+            peaks[device] = peak
+        self._expected |= peaks
         return True
 
 

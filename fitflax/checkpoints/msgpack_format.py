@@ -38,7 +38,7 @@ STATE_FILE = "state.msgpack"
 FILES = (STATE_FILE,)
 PART = re.compile(r"(?P<stem>(?:state|shards)-[0-9a-f]{8})(?:\.p\d{5})?\.(?:\d{5,}|json)")
 """The names of parts and indexes in an object store. Each save has its own stem, so saves cannot overwrite each other."""
-OWN_KEYS: dict[str, type] = {"arrays": dict, "structure_crc32": int, "state_bytes": int}
+METADATA_KEYS: dict[str, type] = {"arrays": dict, "structure_crc32": int, "state_bytes": int}
 
 # Flax's extension types for arrays, and the size in bytes above which it splits an array into a map of chunks.
 _NDARRAY, _NUMPY_SCALAR = 1, 3

@@ -43,7 +43,7 @@ from fitflax.storage.parts import size_fault
 
 TRAIN_DIRECTORY = "train"
 FILES = (*msgpack_format.FILES, TRAIN_DIRECTORY)
-OWN_KEYS: dict[str, type] = {**msgpack_format.OWN_KEYS, "orbax_files": dict, "orbax_arrays": dict}
+METADATA_KEYS: dict[str, type] = {**msgpack_format.METADATA_KEYS, "orbax_files": dict, "orbax_arrays": dict}
 
 _PLAIN_PATH = re.compile(rf"{TRAIN_DIRECTORY}(/[A-Za-z0-9_-]+)+")
 _DTYPES = {"bool", "int4", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2", "float8_e5m2fnuz", "bfloat16", "complex64", "complex128"}
@@ -61,7 +61,7 @@ T = TypeVar("T")
 def write_state(directory: Path, train: Plain, run: Plain, *, collective: CollectiveSave | None = None) -> dict[str, Any]:
     """Writes `train/` and `state.msgpack`, and returns the entries that `read_state` needs in `metadata.json`.
 
-    If arrays are split between processes, `collective` is the save in which the other processes call `write_own_shards`. If it fails, files that were written
+    If arrays are split between processes, `collective` is the save in which the other processes call `write_local_shards`. If it fails, files that were written
     remain.
     """
     if jax.process_index():
@@ -69,7 +69,7 @@ def write_state(directory: Path, train: Plain, run: Plain, *, collective: Collec
         raise CheckpointError(f"Orbax writes NumPy arrays from process 0 only, and this is process {jax.process_index()}.")
     arrays = _arrays_for_orbax(train)
     rest = map_leaves(train.tree, TRAIN_DIRECTORY, lambda path, leaf: None if path in arrays else leaf)
-    own = msgpack_format.write_state(directory, Plain(rest, train.key_impls), run)
+    msgpack_entries = msgpack_format.write_state(directory, Plain(rest, train.key_impls), run)
     path = directory / TRAIN_DIRECTORY
     others: Files = {}
     if collective is not None:
@@ -79,10 +79,10 @@ def write_state(directory: Path, train: Plain, run: Plain, *, collective: Collec
     written = _synced_files(path, directory, except_for=others) if arrays else {}
     fsync_directory(directory)
     forms = {name: {"shape": list(array.shape), "dtype": array.dtype.name} for name, array in arrays.items()}
-    return {**own, "orbax_files": dict(sorted({**others, **written}.items())), "orbax_arrays": forms}
+    return {**msgpack_entries, "orbax_files": dict(sorted({**others, **written}.items())), "orbax_arrays": forms}
 
 
-def write_own_shards(path: Path, train: Plain) -> Files:
+def write_local_shards(path: Path, train: Plain) -> Files:
     """Writes this process's shards of arrays that are split between processes to `path`, the directory `train/`, and returns the files."""
     _save_part(path, _to_host(_arrays_for_orbax(only_split(train))))
     fsync_directory(path)
@@ -103,8 +103,8 @@ def read_state(directory: Path, metadata: Mapping[str, Any], *, roots: Collectio
     if wanted:
         path = directory / TRAIN_DIRECTORY
         arrays = dict(walk(restore_numpy(path, is_verified=True, only=None if len(wanted) == len(metadata["orbax_arrays"]) else wanted), TRAIN_DIRECTORY))
-        found = {name: {"shape": list(array.shape), "dtype": array.dtype.name} for name, array in arrays.items()}
-        differing = sorted(name for name in found.keys() | wanted if found.get(name) != wanted.get(name))
+        read_forms = {name: {"shape": list(array.shape), "dtype": array.dtype.name} for name, array in arrays.items()}
+        differing = sorted(name for name in read_forms.keys() | wanted if read_forms.get(name) != wanted.get(name))
         if differing:
             # The files are verified, so they are not damaged.
             raise CheckpointError(

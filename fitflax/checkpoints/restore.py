@@ -81,15 +81,15 @@ def restore_tree(
     fitflax.errors.RestoreError: runs/a/step_00000001 does not fit this model. Missing: b. Different: w has shape (3,), expected (2,).
     """
     leaves, treedef, paths = leaf_paths(target, root)
-    found = {path: leaf for path, leaf in walk(saved, root) if leaf is not None}
+    saved_leaves = {path: leaf for path, leaf in walk(saved, root) if leaf is not None}
     different: dict[str, str] = {}
     pairs: dict[str, tuple[Any, Any]] = {}
-    for path in sorted(paths.keys() & found):
+    for path in sorted(paths.keys() & saved_leaves):
         wanted = leaves[paths[path]]
-        leaves[paths[path]], difference = _fit_leaf(wanted, _as_hyperparam(path, wanted, found[path]), key_impls.get(path), cast=cast)
-        pairs[shown(path)] = wanted, found[path]
+        leaves[paths[path]], difference = _fit_leaf(wanted, _as_hyperparam(path, wanted, saved_leaves[path]), key_impls.get(path), cast=cast)
+        pairs[shown(path)] = wanted, saved_leaves[path]
         different |= {path: f"{shown(path)} {difference}"} if difference else {}
-    missing, unexpected = (_without_averages(dict.fromkeys(each)) for each in (paths.keys() - found, found.keys() - paths))
+    missing, unexpected = (_without_averages(dict.fromkeys(each)) for each in (paths.keys() - saved_leaves, saved_leaves.keys() - paths))
     different = _without_averages(different)
     if missing or unexpected or different:
         what, to_do = "model", advice(pairs, [shown(path) for path in different]) if advice else ""
@@ -219,30 +219,30 @@ def match(saved: Saved, target: TrainState, mapping: PathMapping, *, cast: bool 
     They have the structure of `target`, which has the shapes of the module's own state. Where the checkpoint has no array, the `jax.ShapeDtypeStruct` of
     `target` stays. With `cast`, floating dtypes are converted.
     """
-    leaves, treedef, own = _own_leaves(target)
-    found = {shown(path): (path, leaf) for path, leaf in _leaves_of(saved.train, "params", "model_state", "ema_params")}
-    wanted = {path: leaves[index] for path, index in own.items()}
-    placed = _resolve_paths(found, mapping, own, where=str(saved.path), partial=True)
-    taken = {path: source for path, source in placed.items() if path in own}
+    leaves, treedef, model_paths = _model_leaves(target)
+    saved_leaves = {shown(path): (path, leaf) for path, leaf in _leaves_of(saved.train, "params", "model_state", "ema_params")}
+    wanted = {path: leaves[index] for path, index in model_paths.items()}
+    source_of = _resolve_paths(saved_leaves, mapping, model_paths, where=str(saved.path), partial=True)
+    restored = {path: source for path, source in source_of.items() if path in model_paths}
     impls = saved.metadata["key_impls"]
     faults: dict[str, str] = {}
-    for path, source in sorted(taken.items()):
-        in_file, leaf = found[source]
-        leaves[own[path]], difference = _fit_leaf(leaves[own[path]], leaf, impls.get(in_file), cast=cast)
+    for path, source in sorted(restored.items()):
+        in_file, leaf = saved_leaves[source]
+        leaves[model_paths[path]], difference = _fit_leaf(leaves[model_paths[path]], leaf, impls.get(in_file), cast=cast)
         if difference:
             faults[path] = f"{path if path == source else f'{path} (from {source})'} {difference}"
     if faults:
-        pairs = {path: (wanted[path], found[source][1]) for path, source in taken.items()}
+        pairs = {path: (wanted[path], saved_leaves[source][1]) for path, source in restored.items()}
         advice = advice_on(pairs, faults, saved.metadata, is_weights=is_weights(saved))
         raise RestoreError(f"{saved.path} does not fit this model. {advice} Different: {listed(faults.values(), separator='; ', most=3)}.")
-    if not taken:
+    if not restored:
         sides = "path in the model: path in the checkpoint" if "names" not in saved.metadata else "name in the file: path in the model"
         raise RestoreError(
             f"{saved.path} has no arrays with the paths of this model. Pass mapping={{{sides}}}. "
-            f"It has {listed(sorted(found), most=3) or 'nothing'}; the model has {listed(sorted(own), most=3) or 'nothing'}."
+            f"It has {listed(sorted(saved_leaves), most=3) or 'nothing'}; the model has {listed(sorted(model_paths), most=3) or 'nothing'}."
         )
-    unused = {path for path in found if not path.startswith("ema_params/")}.difference(taken.values())
-    report = RestoreReport(tuple(sorted(taken)), tuple(sorted(own.keys() - taken)), tuple(sorted(unused)))
+    unused = {path for path in saved_leaves if not path.startswith("ema_params/")}.difference(restored.values())
+    report = RestoreReport(tuple(sorted(restored)), tuple(sorted(model_paths.keys() - restored)), tuple(sorted(unused)))
     return jax.tree.unflatten(treedef, leaves), report
 
 
@@ -253,16 +253,16 @@ def moved(saved: Saved, target: TrainState | None, mapping: PathMapping) -> Save
     """
     if not mapping:
         return saved
-    own = None if target is None else _own_leaves(target)[2]
-    found = {shown(path): (path, leaf) for path, leaf in _leaves_of(saved.train, "params", "model_state")}
-    placed = _resolve_paths(found, mapping, own, where=str(saved.path), partial=False)
-    left = sorted(found.keys() - set(placed.values()))
+    model_paths = None if target is None else _model_leaves(target)[2]
+    saved_leaves = {shown(path): (path, leaf) for path, leaf in _leaves_of(saved.train, "params", "model_state")}
+    source_of = _resolve_paths(saved_leaves, mapping, model_paths, where=str(saved.path), partial=False)
+    left = sorted(saved_leaves.keys() - set(source_of.values()))
     if left:
         raise RestoreError(f"{saved.path}: the mapping leaves out arrays. To allow this, pass partial=True. Left out: {listed(left, most=3)}.")
     impls = saved.metadata["key_impls"]
     new_impls = {path: impl for path, impl in impls.items() if not path.startswith("train/")}
     leaves: dict[str, Any] = {}
-    for new, old, leaf in _moved_leaves(saved.train, placed, found):
+    for new, old, leaf in _moved_leaves(saved.train, source_of, saved_leaves):
         leaves[new] = leaf
         new_impls |= {new: impls[old]} if old in impls else {}
     tree: dict[str, Any] = {}
@@ -338,12 +338,12 @@ def match_streams(saved: Saved, target: TrainState | None, *, is_nnx: bool) -> t
 
 def report_of(state: TrainState, unused: Sequence[str]) -> RestoreReport:
     """Returns the report of a full restore; leaves that are only shapes are initialized."""
-    leaves, _, own = _own_leaves(state)
-    initialized = {path for path, index in own.items() if isinstance(leaves[index], jax.ShapeDtypeStruct)}
-    return RestoreReport(tuple(sorted(own.keys() - initialized)), tuple(sorted(initialized)), tuple(sorted(unused)))
+    leaves, _, paths = _model_leaves(state)
+    initialized = {path for path, index in paths.items() if isinstance(leaves[index], jax.ShapeDtypeStruct)}
+    return RestoreReport(tuple(sorted(paths.keys() - initialized)), tuple(sorted(initialized)), tuple(sorted(unused)))
 
 
-def _own_leaves(state: TrainState) -> tuple[list[Any], Any, dict[str, int]]:
+def _model_leaves(state: TrainState) -> tuple[list[Any], Any, dict[str, int]]:
     """Returns the leaves and the structure of parameters and collections, and the index of each leaf by its path in errors."""
     leaves, treedef, paths = leaf_paths({"params": state.params, "model_state": state.model_state}, "train")
     return leaves, treedef, {shown(path): index for path, index in paths.items()}
@@ -354,31 +354,33 @@ def _leaves_of(train: Mapping[str, Any], *fields: str) -> Iterator[tuple[str, An
         yield from ((path, leaf) for path, leaf in walk(train.get(name), f"train/{name}") if leaf is not None)
 
 
-def _resolve_paths(found: Collection[str], mapping: PathMapping, own: Collection[str] | None, *, where: str, partial: bool) -> dict[str, str]:
+def _resolve_paths(saved_paths: Collection[str], mapping: PathMapping, model_paths: Collection[str] | None, *, where: str, partial: bool) -> dict[str, str]:
     """Returns `{path in the model: path in the checkpoint}`, including paths that the model may not have.
 
-    `found` are the paths of the checkpoint, and `own` those of the model, if known. With `partial`, parts of the model may be initialized.
+    `saved_paths` are the paths of the checkpoint, and `model_paths` those of the model, if known. With `partial`, parts of the model may be initialized.
     """
-    decided = collections.Counter(_longest_match(path, mapping) for path in own or ())
-    by_name = {path for path in found if _longest_match(path, mapping) is None}
-    placed: dict[str, str] = {}
+    decided = collections.Counter(_longest_match(path, mapping) for path in model_paths or ())
+    by_name = {path for path in saved_paths if _longest_match(path, mapping) is None}
+    source_of: dict[str, str] = {}
     faults: list[str] = []
     for key, source in mapping.items():
-        if own is not None and not decided[key]:
-            faults.append(f"{key!r}: {_shadowed_or_unknown(key, own, 'the model')}")
+        if model_paths is not None and not decided[key]:
+            faults.append(f"{key!r}: {_shadowed_or_unknown(key, model_paths, 'the model')}")
         if source is None:
             continue
-        below = {key + path.removeprefix(source): path for path in found if _is_below(path, source)}
+        below = {key + path.removeprefix(source): path for path in saved_paths if _is_below(path, source)}
         mine = {path: each for path, each in below.items() if _longest_match(path, mapping) == key}
-        placed |= mine
+        source_of |= mine
         if not mine:
-            faults.append(f"{key!r}: {_shadowed_or_unknown(source, found, 'the checkpoint')}")
-        elif own is not None and decided[key]:
-            faults += _conflicts(key, source, {path: each for path, each in mine.items() if path in own}, own, by_name, below=below, partial=partial)
+            faults.append(f"{key!r}: {_shadowed_or_unknown(source, saved_paths, 'the checkpoint')}")
+        elif model_paths is not None and decided[key]:
+            faults += _conflicts(
+                key, source, {path: each for path, each in mine.items() if path in model_paths}, model_paths, by_name, below=below, partial=partial
+            )
     if faults:
         raise RestoreError(f"{where}: the mapping does not fit: {listed(dict.fromkeys(faults), separator='; ', most=3)}.")
-    gone = set(placed.values())
-    return {**{path: path for path in by_name if partial or path not in gone}, **placed}
+    gone = set(source_of.values())
+    return {**{path: path for path in by_name if partial or path not in gone}, **source_of}
 
 
 def _shadowed_or_unknown(path: str, known: Collection[str], what: str) -> str:
@@ -391,33 +393,33 @@ def _shadowed_or_unknown(path: str, known: Collection[str], what: str) -> str:
 
 
 def _conflicts(
-    key: str, source: str, taken: Mapping[str, str], own: Collection[str], by_name: Collection[str], *, below: Mapping[str, str], partial: bool
+    key: str, source: str, taken: Mapping[str, str], model_paths: Collection[str], by_name: Collection[str], *, below: Mapping[str, str], partial: bool
 ) -> Iterator[str]:
     if not taken:
-        want = sorted(path for path in own if _is_below(path, key))
+        want = sorted(path for path in model_paths if _is_below(path, key))
         yield f"{key!r}: no array of {source!r} matches (the model has {listed(want, most=3)}; the checkpoint has {listed(sorted(below.values()), most=3)})"
     # An inserted layer shifts flax's numbers, so equal names need not mean equal layers.
-    elif any(each in by_name and each in own for each in taken.values()):
+    elif any(each in by_name and each in model_paths for each in taken.values()):
         ways = f"{source!r}: {source!r} to use it for both" + (f", or {source!r}: None to initialize it" if partial else "")
         yield f"{key!r} uses {source!r}, and so does the model's own {source!r}; add {ways}"
 
 
-def _moved_leaves(train: Mapping[str, Any], placed: Mapping[str, str], found: Mapping[str, tuple[str, Any]]) -> Iterator[tuple[str, str, Any]]:
+def _moved_leaves(train: Mapping[str, Any], source_of: Mapping[str, str], saved_leaves: Mapping[str, tuple[str, Any]]) -> Iterator[tuple[str, str, Any]]:
     """Yields `(new path, old path, leaf)` of the whole state; optimizer state and averages of a parameter follow it."""
-    goes: dict[str, list[str]] = collections.defaultdict(list)
-    for path, source in placed.items():
-        old, leaf = found[source]
+    new_paths: dict[str, list[str]] = collections.defaultdict(list)
+    for path, source in source_of.items():
+        old, leaf = saved_leaves[source]
         is_param = path.startswith("params/")
         yield f"train/{path}" if is_param else f"train/model_state/{path}", old, leaf
         if is_param and source.startswith("params/"):
-            goes[source.removeprefix("params/")].append(path.removeprefix("params/"))
+            new_paths[source.removeprefix("params/")].append(path.removeprefix("params/"))
     for name in train.keys() - {"params", "model_state"}:
         for path, leaf in _leaves_of(train, name):
             keys = path.split("/")
             # `opt_state/0/mu/Dense_0/kernel` belongs to `params/Dense_0/kernel`: the longest suffix that is a parameter's path.
             ends = ("/".join(keys[start:]) for start in range(2, len(keys)))
-            end = next((end for end in ends if end in goes), None)
-            news = [path] if end is None else [path.removesuffix(end) + new for new in goes[end]]
+            end = next((end for end in ends if end in new_paths), None)
+            news = [path] if end is None else [path.removesuffix(end) + new for new in new_paths[end]]
             yield from ((new, path, leaf) for new in news)
 
 

@@ -45,9 +45,9 @@ def load_checkpoint(
             weights = find_weights(path)
             assert weights is not None
             return saved_weights(weights)[0]
-        own = path if is_checkpoint(path) else _pointed_to(path, storage_options)
-        if own is not None:
-            return read_checkpoint(own, roots, share=None if together is None else together.share)
+        checkpoint = path if is_checkpoint(path) else _pointed_to(path, storage_options)
+        if checkpoint is not None:
+            return read_checkpoint(checkpoint, roots, share=None if together is None else together.share)
     try:
         return _newest_good_in(path, roots, together)
     except CheckpointNotFoundError:
@@ -78,13 +78,13 @@ def _pointed_to(directory: Location, storage_options: Mapping[str, Any] | None) 
     target = read_pointer(directory)
     if target is None:
         return None
-    found = locate(target, owner=str(directory / _POINTER_FILE), error=CheckpointError, options=storage_options)
-    if not is_checkpoint(found):
+    location = locate(target, owner=str(directory / _POINTER_FILE), error=CheckpointError, options=storage_options)
+    if not is_checkpoint(location):
         raise CheckpointNotFoundError(
-            f"There is no checkpoint at {found}, the target of {directory / _POINTER_FILE}. It was deleted or moved, or this machine cannot access it. "
+            f"There is no checkpoint at {location}, the target of {directory / _POINTER_FILE}. It was deleted or moved, or this machine cannot access it. "
             "To keep more checkpoints, pass ModelCheckpoint(keep=...)."
         )
-    return found
+    return location
 
 
 def _newest_good_in(path: Location, roots: Collection[str], together: CollectiveRead | None) -> Saved:
@@ -174,9 +174,9 @@ def warn_of_changes(saved: Saved, compiled: Mapping[str, Any], *, to_resume: boo
         warn(f"{saved.path} was saved with other settings: {'; '.join(changes)}.{rate}")
 
 
-def fit_to(target: PyTree, found: Any, saved: Saved, root: str, *, advice: Advice | None = None, cast: bool = False) -> PyTree:
+def fit_to(target: PyTree, saved_part: Any, saved: Saved, root: str, *, advice: Advice | None = None, cast: bool = False) -> PyTree:
     """Returns a part of a checkpoint in the structure of `target`. Raises `RestoreError` with `advice` and the differences."""
-    return restore_tree(target, found, where=str(saved.path), root=root, key_impls=saved.metadata["key_impls"], advice=advice, cast=cast)
+    return restore_tree(target, saved_part, where=str(saved.path), root=root, key_impls=saved.metadata["key_impls"], advice=advice, cast=cast)
 
 
 def restored_state(
@@ -192,14 +192,17 @@ def restored_state(
     if lacks and not weights_only:
         raise RestoreError(f"{saved.path} has no {' and no '.join(lacks)}. To restore only its parameters and collections, pass weights_only=True.")
     names = ("params", "model_state") if weights_only else ("params", "model_state", "ema_params")
-    found = {name: saved.train.get(name) for name in names}
+    saved_parts = {name: saved.train.get(name) for name in names}
     if target is None:
         impls = saved.metadata["key_impls"]
         parts = {
-            name: from_saved({} if tree is None and name == "model_state" else tree, root=f"train/{name}", key_impls=impls) for name, tree in found.items()
+            name: from_saved({} if tree is None and name == "model_state" else tree, root=f"train/{name}", key_impls=impls)
+            for name, tree in saved_parts.items()
         }
     else:
-        parts = dict(fit_to({name: getattr(target, name) for name in names}, found, saved, "train", advice=_advice(str(saved.path), saved.metadata), cast=cast))
+        parts = dict(
+            fit_to({name: getattr(target, name) for name in names}, saved_parts, saved, "train", advice=_advice(str(saved.path), saved.metadata), cast=cast)
+        )
     if weights_only:
         return TrainState(step=np.int32(0), key=key, opt_state=(), **parts)  # type: ignore[arg-type]
     rest: dict[str, Any] = {"step": np.int32(0)} | ({"key": key} if "key" in saved.train else {})

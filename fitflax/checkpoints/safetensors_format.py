@@ -75,10 +75,10 @@ def find_weights(path: Location) -> Location | None:
             return None
         names = sorted(entry.name for entry in path.iterdir())
         usual = [name for name in (_USUAL, f"{_USUAL}.index.json") if name in names][:1]
-        found = usual or [name for name in names if name.endswith(INDEX_SUFFIX)] or [name for name in names if name.endswith(SUFFIX)]
-        if len(found) > 1:
-            raise CheckpointError(f"{path} has several files of weights: {listed(found, most=5)}. Pass the path of one of them.")
-        return path / found[0] if found else None
+        candidates = usual or [name for name in names if name.endswith(INDEX_SUFFIX)] or [name for name in names if name.endswith(SUFFIX)]
+        if len(candidates) > 1:
+            raise CheckpointError(f"{path} has several files of weights: {listed(candidates, most=5)}. Pass the path of one of them.")
+        return path / candidates[0] if candidates else None
 
 
 def _find_named(path: Location) -> Location:
@@ -127,17 +127,17 @@ def _read_shards(path: Location, places: Mapping[str, str]) -> tuple[Arrays, dic
         advice = "If another process is replacing the weights, read them again."
         raise CorruptCheckpointError(f"{path} is incomplete. {advice} Missing: {listed(missing, most=3)}.")
     for file in files:
-        found, about = read_arrays(path.parent / file)
-        differing = sorted(found.keys() ^ {name for name, place in places.items() if place == file})
+        shard_arrays, about = read_arrays(path.parent / file)
+        differing = sorted(shard_arrays.keys() ^ {name for name, place in places.items() if place == file})
         if differing:
             name, shown = differing[0], file[:_MAX_SHOWN]
-            if name in found:
+            if name in shard_arrays:
                 other = f"has in {places[name][:_MAX_SHOWN]}" if name in places else "does not list"
                 where = f"{shown} contains {_quoted(name)}, which the index {other}"
             else:
                 where = f"the index has {_quoted(name)} in {shown}, which does not contain it"
             raise CorruptCheckpointError(f"{path} does not agree with its files: {where}.")
-        arrays |= found
+        arrays |= shard_arrays
         metadata = metadata or about
     return arrays, metadata
 
@@ -195,12 +195,12 @@ def _read_header(data: Any, path: Location) -> tuple[dict[str, Entry], dict[str,
 
 def _unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Returns the dict of a JSON object's members. Raises `ValueError` if two members have the same name."""
-    found: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in members:
             raise ValueError(f"{_quoted(name)} appears twice")
-        found[name] = value
-    return found
+        members[name] = value
+    return members
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -382,9 +382,9 @@ def _replace_objects(path: ObjectPath, files: Mapping[str, Iterable[bytes | memo
 
 def _shards_of(index: Location) -> Sequence[Location]:
     """Returns the files in an index, if it exists, whose names are those of its shards. Only these may be deleted."""
-    own = re.compile(re.escape(index.name.removesuffix(INDEX_SUFFIX)) + _SHARD)
+    shard_name = re.compile(re.escape(index.name.removesuffix(INDEX_SUFFIX)) + _SHARD)
     try:
         files = set(_read_index(index).values()) if index.is_file() else set()
     except CheckpointError:
         return []
-    return [index.parent / file for file in sorted(files) if own.fullmatch(file)]
+    return [index.parent / file for file in sorted(files) if shard_name.fullmatch(file)]

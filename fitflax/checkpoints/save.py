@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from fitflax.checkpoints.checkpoint import Checkpoint
-from fitflax.checkpoints.checkpoint_files import BACKENDS, METADATA_FILE, PARTIAL_EPOCH_FILE, is_checkpoint, write_checkpoint, write_own_shards
+from fitflax.checkpoints.checkpoint_files import BACKENDS, METADATA_FILE, PARTIAL_EPOCH_FILE, is_checkpoint, write_checkpoint, write_local_shards
 from fitflax.checkpoints.checkpoint_store import CheckpointStore
 from fitflax.checkpoints.directories import disk_errors, put_back, replaced_by, write_in_place, write_to_bucket
 from fitflax.checkpoints.msgpack_format import PART, STATE_FILE
@@ -96,7 +96,7 @@ class _RunSave:
                 job = functools.partial(collective.lead, self._save_later(collective))
             elif is_later:
                 arrays = self._run.snapshots.take(self._run.borrow(), {})
-                job = functools.partial(collective.follow, lambda path: write_own_shards(path, arrays()[0]), place)
+                job = functools.partial(collective.follow, lambda path: write_local_shards(path, arrays()[0]), place)
             else:
                 earlier = saver.settle()
                 if earlier is None and collective.earlier is not None:
@@ -105,7 +105,7 @@ class _RunSave:
                     if is_leader:
                         collective.lead(lambda: self._save_now(collective))
                     else:
-                        collective.follow(lambda path: write_own_shards(path, to_plain(self._run.borrow(), root="train", may_span=True)), place)
+                        collective.follow(lambda path: write_local_shards(path, to_plain(self._run.borrow(), root="train", may_span=True)), place)
         if is_later and not saver.submit(job, on_skip=collective.abort):
             collective.abort()  # Another save has failed. All processes learn of it at the next meeting.
 
@@ -165,36 +165,36 @@ def save_checkpoint(
     path: str | os.PathLike[str], *, train: PyTree, run: PyTree, metadata: Mapping[str, Any], storage_options: Mapping[str, Any] | None = None
 ) -> Location:
     """Writes one checkpoint to a directory or URL of any name and returns it. An older checkpoint there is replaced once the new one is complete."""
-    given = locate(path, owner="save(path)", error=CheckpointError, options=storage_options)
+    location = locate(path, owner="save(path)", error=CheckpointError, options=storage_options)
     # abspath, because `.` and `..` cannot be renamed.
-    place = given if isinstance(given, ObjectPath) else Path(os.path.abspath(given))
+    place = location if isinstance(location, ObjectPath) else Path(os.path.abspath(location))
 
     def save(collective: CollectiveSave | None = None) -> None:
         write = functools.partial(write_checkpoint, train=train, run=run, metadata=metadata, collective=collective)
-        with disk_errors("save", given):
+        with disk_errors("save", location):
             if isinstance(place, ObjectPath):
-                _check_replaceable(place, given)
+                _check_replaceable(place, location)
                 write_to_bucket(place, write)
                 return
             place.parent.mkdir(parents=True, exist_ok=True)
             for aside in replaced_by(place):
                 put_back(aside, place)
-            _check_replaceable(place, given)
+            _check_replaceable(place, location)
             write_in_place(place, write)
 
     if spans_processes(train):
-        collective = CollectiveSave.meet(f"{given}")
+        collective = CollectiveSave.meet(f"{location}")
         if jax.process_index():
             bucket_place = place if isinstance(place, ObjectPath) else None
-            collective.follow(lambda path: write_own_shards(path, only_split(to_plain(train, root="train", may_span=True))), bucket_place)
+            collective.follow(lambda path: write_local_shards(path, only_split(to_plain(train, root="train", may_span=True))), bucket_place)
         else:
             collective.lead(functools.partial(save, collective))
     elif jax.process_index() == 0:
         save()
-    return given
+    return location
 
 
-def _check_replaceable(path: Location, given: Location) -> None:
+def _check_replaceable(path: Location, shown_as: Location) -> None:
     """Raises `CheckpointError` if replacing what is at `path` would delete more than a checkpoint."""
     known = {METADATA_FILE, PARTIAL_EPOCH_FILE}
     if isinstance(path, ObjectPath):
@@ -209,4 +209,4 @@ def _check_replaceable(path: Location, given: Location) -> None:
     else:
         is_replaceable = {entry.name for entry in path.iterdir()} <= known.union(*(backend.FILES for backend in BACKENDS.values()))
     if not is_replaceable:
-        raise CheckpointError(f"{given} already exists and is not a checkpoint, so it was not replaced. Choose another path, or remove it.")
+        raise CheckpointError(f"{shown_as} already exists and is not a checkpoint, so it was not replaced. Choose another path, or remove it.")

@@ -67,7 +67,7 @@ class Saver:
 
     def __init__(self, *, niceness: int = 0) -> None:
         self._thread = Background("fitflax-saver", on_error=self._fail, on_end=self._on_thread_end, niceness=niceness)
-        self._is_abandoned = self._is_let_go = False
+        self._is_abandoned = self._is_detached = False
         self.failure: BaseException | None = None  # The exception of a job that was not reported yet.
         self.has_lost = False  # Whether any save failed, reported or not.
         self.memory = ReusedMemory()  # For snapshots; released when the saver ends.
@@ -151,12 +151,12 @@ class Saver:
             self.memory.release()
             _WORKING.discard(self)
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Closes without waiting: the thread unlocks the directories once all jobs are done, and warns of failures.
 
         For callers that may run in any thread: garbage collection may run in the saver's own thread, which cannot wait for itself.
         """
-        self._is_let_go = True
+        self._is_detached = True
         self.memory.release()
         self._thread.end(wait=False)
         if not self._thread.has_thread:
@@ -166,21 +166,21 @@ class Saver:
         """Locks a directory for this run until `close`. Raises `DirectoryInUseError` if another run has locked it."""
         other = holder_of(directory)
         if isinstance(other, Saver):
-            other.finish_given_up()
+            other.finish_if_orphaned()
         elif other is not None:
             release_all(other)  # A store that is used without a run: the run takes over.
         lock_directory(directory, self)
 
     @property
-    def is_given_up(self) -> bool:
-        """Whether the run saves nothing more, after `abandon` or `let_go`."""
-        return self._is_abandoned or self._is_let_go
+    def is_orphaned(self) -> bool:
+        """Whether the run saves nothing more, after `abandon` or `detach`."""
+        return self._is_abandoned or self._is_detached
 
-    def finish_given_up(self) -> None:
-        """Waits for the jobs that remain after `let_go`, or for the running one after `abandon`, and unlocks the directories."""
+    def finish_if_orphaned(self) -> None:
+        """Waits for the jobs that remain after `detach`, or for the running one after `abandon`, and unlocks the directories."""
         if self._is_abandoned:
             self._thread.wait_until(lambda: not self._thread.is_busy)
-        elif self._is_let_go:
+        elif self._is_detached:
             self._thread.wait_until(lambda: self._thread.is_idle)
         else:
             return
@@ -200,9 +200,9 @@ class Saver:
                 job.on_skip()
 
     def _on_thread_end(self) -> None:
-        if self.is_given_up:
+        if self.is_orphaned:
             release_all(self)
-        if self._is_let_go and self.failure is not None:
+        if self._is_detached and self.failure is not None:
             error, self.failure = self.failure, None
             warn(f"A save failed after its run was abandoned without being closed: {error}")
 

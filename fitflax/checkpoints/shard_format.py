@@ -52,7 +52,7 @@ Region = tuple[tuple[int, int], ...]
 """The location of a piece in an array: begin and end along each axis."""
 
 FILES = ()  # Their names are random.
-OWN_KEYS: dict[str, type] = {**msgpack_format.OWN_KEYS, "shards": dict}
+METADATA_KEYS: dict[str, type] = {**msgpack_format.METADATA_KEYS, "shards": dict}
 
 # How long a process waits for the others to reach the same save. In a rescue, this may be the only process that saves.
 MEETING_SECONDS = 600.0
@@ -290,17 +290,17 @@ def _wait_for(path: Location, num_bytes: int | None = None) -> None:
 
 
 def write_state(directory: ObjectPath, train: Plain, run: Plain, *, collective: CollectiveSave) -> dict[str, Any]:
-    """Uploads the state while the other processes call `write_own_shards`, and returns the entries that `read_state` needs in `metadata.json`."""
+    """Uploads the state while the other processes call `write_local_shards`, and returns the entries that `read_state` needs in `metadata.json`."""
     arrays = {path: {"shape": list(leaf.shape), "dtype": leaf.dtype.name} for path, leaf in walk(train.tree, "train") if is_spread(leaf)}
     rest = map_leaves(train.tree, "train", lambda path, leaf: None if path in arrays else leaf)
-    own = msgpack_format.write_state(directory, Plain(rest, train.key_impls), run)
+    msgpack_entries = msgpack_format.write_state(directory, Plain(rest, train.key_impls), run)
     stem = f"shards-{secrets.token_hex(4)}"
-    mine: Files = {}
-    others = collective.write(directory / stem, lambda path: mine.update(write_own_shards(path, train)))
-    return {**own, "shards": {"stem": stem, "arrays": arrays, "indexes": dict(sorted({**others, **mine}.items()))}}
+    local_files: Files = {}
+    other_files = collective.write(directory / stem, lambda path: local_files.update(write_local_shards(path, train)))
+    return {**msgpack_entries, "shards": {"stem": stem, "arrays": arrays, "indexes": dict(sorted({**other_files, **local_files}.items()))}}
 
 
-def write_own_shards(path: ObjectPath, train: Plain) -> Files:
+def write_local_shards(path: ObjectPath, train: Plain) -> Files:
     """Uploads this process's pieces of split arrays, each once even if several devices hold it, and returns its index.
 
     The leader of the save announces `path`: the location of the checkpoint joined with the stem of the names.

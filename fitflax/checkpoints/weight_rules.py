@@ -115,12 +115,13 @@ def from_file(
 
     The first rule that matches wins. `origins` receives, by path, the names from which each array was made.
     """
-    found, left = _apply(arrays, rules, where=where, to_ours=True, origins=origins)
-    if left and not partial:
+    by_path, unmatched = _apply(arrays, rules, where=where, to_ours=True, origins=origins)
+    if unmatched and not partial:
         raise RestoreError(
-            f"{where}: the mapping does not cover all arrays. Add rules (None leaves an array out), or pass partial=True. Not covered: {listed(left, most=3)}."
+            f"{where}: the mapping does not cover all arrays. Add rules (None leaves an array out), or pass partial=True. "
+            f"Not covered: {listed(unmatched, most=3)}."
         )
-    return found, left
+    return by_path, unmatched
 
 
 def to_file(arrays: Mapping[str, Array], rules: Sequence[WeightRule], *, where: str) -> dict[str, Array]:
@@ -131,41 +132,41 @@ def to_file(arrays: Mapping[str, Array], rules: Sequence[WeightRule], *, where: 
         raise ConfigError(
             f"{where} cannot be written with this mapping: the rule for {_shown(one_way[0].theirs)} has load= but no save=. Add save=, the inverse of load=."
         )
-    found, left = _apply(arrays, [rule for rule in rules if rule.ours is not None], where=where, to_ours=False)
-    if left:
-        raise RestoreError(f"{where}: the mapping does not cover all arrays. Add rules for {listed(left, most=3)}.")
-    return found
+    by_name, unmatched = _apply(arrays, [rule for rule in rules if rule.ours is not None], where=where, to_ours=False)
+    if unmatched:
+        raise RestoreError(f"{where}: the mapping does not cover all arrays. Add rules for {listed(unmatched, most=3)}.")
+    return by_name
 
 
 def _apply(
     arrays: Mapping[str, Array], rules: Sequence[WeightRule], *, where: str, to_ours: bool, origins: dict[str, tuple[str, ...]] | None = None
 ) -> tuple[dict[str, Array], list[str]]:
-    left = dict.fromkeys(arrays)
-    found: dict[str, Array] = {}
+    unmatched = dict.fromkeys(arrays)
+    by_target: dict[str, Array] = {}
     faults: list[str] = []
     dropped = set[str]()  # A rule that drops an array may precede the one that maps it.
     for rule in rules:
         sources, targets = (_tuple(rule.theirs), _tuple(rule.ours)) if to_ours else (_tuple(rule.ours), _tuple(rule.theirs))
         count = 0
-        for fields in _matches(sources[0], left):
+        for fields in _matches(sources[0], unmatched):
             count += 1
             names = [_filled(each, fields) for each in sources]
-            lacking = [name for name in names if name not in left]
+            lacking = [name for name in names if name not in unmatched]
             if lacking:
                 faults.append(f"the rule for {names[0]!r} also needs {', '.join(map(repr, lacking))}, which is missing")
                 continue
             for name in names:
-                del left[name]
+                del unmatched[name]
             dropped.update(names if not targets else ())
             paths = [_filled(each, fields) for each in targets]
-            twice = [path for path in paths if path in found]
+            twice = [path for path in paths if path in by_target]
             faults += [f"two rules produce {path!r}" for path in twice]
             try:
                 results = _transformed(rule.load if to_ours else rule.save, [arrays[name] for name in names], len(paths))
             except Exception as error:
                 shapes = ", ".join(f"{name} {arrays[name].dtype}{list(arrays[name].shape)}" for name in names)
                 raise RestoreError(f"{where}: the mapping of {shapes} failed: {type(error).__name__}: {error}") from error
-            found |= dict(zip(paths, results, strict=True))
+            by_target |= dict(zip(paths, results, strict=True))
             if origins is not None:
                 origins.update(dict.fromkeys(paths, tuple(names)))
         first = _filled(sources[0], {}) if not _FIELD.search(sources[0]) else sources[0]
@@ -177,7 +178,7 @@ def _apply(
             faults.append(f"there is no {first!r}{f' ({hint.strip()})' if hint else ''}{backwards}")
     if faults:
         raise RestoreError(f"{where}: the mapping does not fit: {listed(dict.fromkeys(faults), separator='; ', most=3)}.")
-    return found, sorted(left)
+    return by_target, sorted(unmatched)
 
 
 def _transformed(function: Callable[..., Any] | None, arrays: list[Array], count: int) -> list[Array]:
@@ -240,15 +241,15 @@ PATHS, COLLECTIONS = "paths", "collections"
 
 
 def saved_weights(
-    path: Location, *, mapping: WeightMapping | None = None, partial: bool = False, dtype: Any = None, tells_names: bool = False
+    path: Location, *, mapping: WeightMapping | None = None, partial: bool = False, dtype: Any = None, suggests_mapping: bool = False
 ) -> tuple[Saved, list[str]]:
     """Returns weights as a checkpoint of only parameters and collections, and the names that match no rule of the mapping.
 
     `path` is a result of `find_weights`. By default, names are paths joined by `.`. With `partial`, the mapping may omit names. Floating-point arrays are
-    converted to `dtype`. With `tells_names`, errors suggest a mapping of the file's names, as for `load_weights`, instead of one for `restore`.
+    converted to `dtype`. With `suggests_mapping`, errors suggest a mapping of the file's names, as for `load_weights`, instead of one for `restore`.
     """
     arrays, about = read_weights(path)
-    left: list[str] = []
+    unmatched: list[str] = []
     origins: dict[str, tuple[str, ...]] = {}
     if mapping is not None and leaves_out_only(mapping):
         arrays = _without(arrays, dict(mapping), where=str(path))  # type: ignore[arg-type]
@@ -256,11 +257,11 @@ def saved_weights(
     if mapping is None:
         has_collections = about.get(PATHS) == COLLECTIONS or any(name.startswith("params.") for name in arrays)
         paths = {name: functools.reduce(join, name.split("."), "" if has_collections else "params") for name in arrays}
-        found = {paths[name]: array for name, array in arrays.items()}
+        by_path = {paths[name]: array for name, array in arrays.items()}
         origins = {place: (name,) for name, place in paths.items()}
     else:
-        found, left = from_file(arrays, rules_of(mapping, list(arrays)), where=str(path), partial=partial, origins=origins)
-    tree = _nested(as_floats(found, dtype, where=str(path)), path)
+        by_path, unmatched = from_file(arrays, rules_of(mapping, list(arrays)), where=str(path), partial=partial, origins=origins)
+    tree = _nested(as_floats(by_path, dtype, where=str(path)), path)
     train = {"params": tree.pop("params", {}), "model_state": tree}
     loose = [name for name, child in tree.items() if not isinstance(child, dict)]
     if loose or not isinstance(train["params"], dict):
@@ -269,10 +270,10 @@ def saved_weights(
             f"{listed(loose or ['params'], most=3)}."
         )
     metadata = {"step": 0, "metrics": {}, "key_impls": {}, "written_by": WRITTEN_BY, "path": str(path), "left_out": [], "metadata": about}
-    metadata["digest"] = _digest(found, about, path)
-    if tells_names:
+    metadata["digest"] = _digest(by_path, about, path)
+    if suggests_mapping:
         metadata["names"] = origins
-    return Saved(path=path, metadata=metadata, train=train, run={}), left
+    return Saved(path=path, metadata=metadata, train=train, run={}), unmatched
 
 
 def _digest(arrays: Mapping[str, Array], about: Mapping[str, str], path: Location) -> str:

@@ -118,19 +118,19 @@ def run_compare(options: argparse.Namespace) -> int:
         paths = list(dict.fromkeys([*first, *second]))
         kept = {path for path, is_kept in zip(paths, matching(paths, options.only, owner="--only", error=CheckpointError), strict=True) if is_kept}
         first, second = ({path: leaf for path, leaf in arrays.items() if path in kept} for arrays in (first, second))
-    found = compare(first, second, rtol=options.rtol, atol=options.atol)
+    differences = compare(first, second, rtol=options.rtol, atol=options.atol)
     settings = _differing_settings(one, other)
     if options.json:
-        _print_json({"differences": [dataclasses.asdict(each) for each in found], "settings": settings})
-        return int(bool(found))
+        _print_json({"differences": [dataclasses.asdict(each) for each in differences], "settings": settings})
+        return int(bool(differences))
     for name, saved in (("A", one), ("B", other)):
         print(f"{name}: {saved.path}, step {saved.metadata.get('step', 0)}")
     for name, values in settings.items():
         print(f"{name}: {values[0]} in A, {values[1]} in B")
-    if found:
-        print(_aligned([("path", "difference", "A", "B", "elements", "largest", "relative"), *(each.cells() for each in found)]))
-    print(f"{len(found)} of {len({*first, *second})} arrays differ.")
-    return int(bool(found))
+    if differences:
+        print(_aligned([("path", "difference", "A", "B", "elements", "largest", "relative"), *(each.cells() for each in differences)]))
+    print(f"{len(differences)} of {len({*first, *second})} arrays differ.")
+    return int(bool(differences))
 
 
 def compare(first: dict[str, Any], second: dict[str, Any], *, rtol: float = 0.0, atol: float = 0.0) -> list[Difference]:
@@ -139,15 +139,15 @@ def compare(first: dict[str, Any], second: dict[str, Any], *, rtol: float = 0.0,
     >>> compare({"w": np.array([1.0, 2.0])}, {"w": np.array([1.0, 2.5])})[0].largest
     0.5
     """
-    found = []
+    differences = []
     for path in dict.fromkeys([*first, *second]):
         if path not in second:
-            found.append(Difference(path, "only in A", _describe(first[path]), ""))
+            differences.append(Difference(path, "only in A", _describe(first[path]), ""))
         elif path not in first:
-            found.append(Difference(path, "only in B", "", _describe(second[path])))
+            differences.append(Difference(path, "only in B", "", _describe(second[path])))
         elif (difference := _difference(path, first[path], second[path], rtol, atol)) is not None:
-            found.append(difference)
-    return found
+            differences.append(difference)
+    return differences
 
 
 def _difference(path: str, one: Any, other: Any, rtol: float, atol: float) -> Difference | None:

@@ -199,8 +199,8 @@ def _read_directory(path: Path) -> dict[str, list[Point]]:
     if files := sorted(path.rglob("*.tfevents.*")):
         return _read_event_files(files, path)
     for pattern, rows in (("*.jsonl", _json_rows), ("*.csv", _csv_rows)):
-        if found := sorted(path.rglob(pattern)):
-            return _curves_of_rows(row for file in found for row in rows(file))
+        if log_files := sorted(path.rglob(pattern)):
+            return _curves_of_rows(row for file in log_files for row in rows(file))
     for directory in (path, *sorted(child for child in path.iterdir() if child.is_dir())):
         try:
             store = CheckpointStore(directory)
@@ -256,21 +256,21 @@ def _csv_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 def _read_event_files(files: list[Path], root: Path) -> dict[str, list[Point]]:
     """Returns the scalars of event files: those of the newest run in a directory, without those that a resumed run had logged after its checkpoint."""
-    found: dict[tuple[str, str], dict[int, float]] = {}
+    curves: dict[tuple[str, str], dict[int, float]] = {}
     for file in files:
         group = name_of_component(file.parent.name) if file.parent != root else TRAIN
         for record in events_of(file):
             event = record.event
             if event.HasField("session_log") and event.session_log.status == event.session_log.START:
-                for place, points in found.items():
+                for place, points in curves.items():
                     if place[0] == group:
-                        found[place] = {step: value for step, value in points.items() if step < event.step}
+                        curves[place] = {step: value for step, value in points.items() if step < event.step}
             for value in event.summary.value if event.HasField("summary") else ():
                 number = _scalar(value)
                 if number is not None:
                     key = value.tag if group == TRAIN else flat_name(group, value.tag)
-                    found.setdefault((group, key), {})[event.step] = number
-    return {key: [Point(step, None, points[step]) for step in sorted(points)] for (_, key), points in found.items() if points}
+                    curves.setdefault((group, key), {})[event.step] = number
+    return {key: [Point(step, None, points[step]) for step in sorted(points)] for (_, key), points in curves.items() if points}
 
 
 def _scalar(value: Any) -> float | None:

@@ -169,8 +169,8 @@ def _split(data: Any, options: DataOptions) -> tuple[Any, Any, Any]:
     if selection.inputs is not None and _is_frame(data):
         names = selection.columns(list(data.columns), inputs_only=inputs_only or options.y is not None, name=options.name)
         columns = _columns(data, options.name, names)
-        found = [column for column, _ in columns]
-        if twice := sorted({column for column in found if found.count(column) > 1}):
+        column_names = [column for column, _ in columns]
+        if twice := sorted({column for column in column_names if column_names.count(column) > 1}):
             raise DataError(f"`{options.name}` has duplicate column names: {twice}. Rename or drop these columns.")
         data = dict(columns)
     data, y, weights = _as_numpy(data, options.name), _as_numpy(options.y, "y"), _as_numpy(options.sample_weight, "sample_weight")
@@ -253,10 +253,10 @@ def _columns(frame: Any, name: str, names: list[str] | None = None) -> list[tupl
 
 def _numeric_dtype(dtype: Any) -> np.dtype[Any] | None:
     """Returns the NumPy dtype of a column; `None` if it is not numeric. Categories are not: their codes have no numeric meaning."""
-    found = dtype
+    base_dtype = dtype
     for attribute in ("numpy_dtype", "subtype"):  # Of nullable and Arrow types, and of sparse types.
-        found = getattr(found, attribute, found)
-    return found if isinstance(found, np.dtype) and found.kind in "biuf" else None
+        base_dtype = getattr(base_dtype, attribute, base_dtype)
+    return base_dtype if isinstance(base_dtype, np.dtype) and base_dtype.kind in "biuf" else None
 
 
 def _fault(series: Any) -> str | None:

@@ -130,12 +130,12 @@ class Selection:
         described = f" Its columns: {listed([repr(column) for column in known])}." if known else ""
         if self.inputs is None:
             raise DataError(f"`{name}` has named columns. Pass the names of the inputs and targets: Trainer(inputs=..., targets=...).{described}")
-        found = list(dict.fromkeys((*_flat_keys(self.inputs), *_flat_keys(None if inputs_only else self.targets))))
-        missing = [] if known is None else [column for column in found if column not in known]
+        selected = list(dict.fromkeys((*_flat_keys(self.inputs), *_flat_keys(None if inputs_only else self.targets))))
+        missing = [] if known is None else [column for column in selected if column not in known]
         if missing:
             hints = "".join(did_you_mean(column, map(str, known or ())) for column in missing)
             raise DataError(f"Trainer(inputs=..., targets=...) selects columns that `{name}` does not have: {missing}.{hints}{described}")
-        return found
+        return selected
 
     def split(self, raw: Any, *, inputs_only: bool = False) -> Triple:
         """Returns the inputs, targets and weights of a raw batch.
@@ -229,12 +229,12 @@ def fingerprint(tree: PyTree) -> int:
     >>> fingerprint({"x": np.zeros(3)}) == fingerprint({"x": np.zeros(3)}), fingerprint(np.zeros(3)) == fingerprint(np.ones(3))
     (True, False)
     """
-    found = 0
+    checksum = 0
     for leaf in jax.tree.leaves(tree):
         array = np.ascontiguousarray(leaf)
-        found = zlib.crc32(f"{array.dtype}{array.shape}".encode(), found)
-        found = zlib.crc32(array.reshape(-1).view(np.uint8)[:_MAX_HASHED_BYTES].data, found)
-    return found
+        checksum = zlib.crc32(f"{array.dtype}{array.shape}".encode(), checksum)
+        checksum = zlib.crc32(array.reshape(-1).view(np.uint8)[:_MAX_HASHED_BYTES].data, checksum)
+    return checksum
 
 
 def leaf_paths(tree: PyTree, name: str) -> list[tuple[str, Any]]:

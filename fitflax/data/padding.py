@@ -168,8 +168,8 @@ class Batcher:
             )
         num_real = sum(max(1, int(real.sum())) for real in reals)
         real = np.concatenate([*reals, *[np.zeros(len(reals[0]), bool)] * missing])
-        own = [*triples, *[triples[-1]] * missing][shards // count * index : shards // count * (index + 1)]
-        x, y, weights = self._apply_class_weight(Triple(*joined([(boxed(each.x), each.y, each.weights) for each in own])))
+        local_triples = [*triples, *[triples[-1]] * missing][shards // count * index : shards // count * (index + 1)]
+        x, y, weights = self._apply_class_weight(Triple(*joined([(boxed(each.x), each.y, each.weights) for each in local_triples])))
         mask = real.reshape(count, -1)[index]
         batch = Batch(x, y, full_mask(len(mask)) if mask.all() else mask, weights)
         return FedBatch(batch, num_real, Position(examples=num_real), size=len(real), real=real, is_counted=form.is_counted)
@@ -239,10 +239,10 @@ def pad_batch(triple: Triple, rows: int, size: int, part: tuple[int, int] = (0, 
     index, count = part
     if rows == size and count == 1:
         return Batch(triple.x, triple.y, full_mask(size), triple.weights)
-    own = np.arange(size // count * index, size // count * (index + 1))
-    taken: Any = slice(own[0], own[-1] + 1) if rows == size else own % rows
+    local_rows = np.arange(size // count * index, size // count * (index + 1))
+    taken: Any = slice(local_rows[0], local_rows[-1] + 1) if rows == size else local_rows % rows
     x, y, weights = jax.tree.map(lambda leaf: leaf[taken], tuple(triple))
-    return Batch(x, y, full_mask(len(own)) if own[-1] < rows else own < rows, weights)
+    return Batch(x, y, full_mask(len(local_rows)) if local_rows[-1] < rows else local_rows < rows, weights)
 
 
 def _pieces(tree: PyTree, rows: int) -> Iterable[PyTree]:

@@ -57,7 +57,7 @@ class Shard:
     data: Any
 
 
-def agree_on_shares(
+def agree_on_shards(
     source: Source | None, part: tuple[int, int], index: int, exchange: Exchange, *, is_shard: bool = True, failure: Exception | None = None
 ) -> Shares | None:
     """Returns what the processes know about each other's shards; `None` if all have the same data. All processes must call it.
@@ -80,8 +80,8 @@ def agree_on_shares(
         having = [process for process, it_is in enumerate(shards) if it_is]
         raise DataError(f"The data is a Shard only in processes {having}. Pass a Shard in all processes, or in none.")
     if other := next((process for process, each in enumerate(kinds) if each != kinds[0]), None):
-        told = "; ".join(f"process {process} has {kinds[process]}" for process in (0, other))
-        raise DataError(f"The processes have different kinds of data: {told}. Pass the same kind in all processes.")
+        differing = "; ".join(f"process {process} has {kinds[process]}" for process in (0, other))
+        raise DataError(f"The processes have different kinds of data: {differing}. Pass the same kind in all processes.")
     examples, batches, batch_sizes = zip(*all_sizes, strict=True)
     if is_shard:
         batch_size = None if None in batch_sizes else max(batch_sizes) * part[1]
@@ -89,8 +89,8 @@ def agree_on_shares(
         shares = Shares(index, tuple(parts), None, most_batches, most_examples, batch_size)
         return shares if None in examples else dataclasses.replace(shares, examples=shares.total(examples))
     if other := next((process for process, each in enumerate(all_sizes) if each != all_sizes[0]), None):
-        told = "; ".join(f"process {n} has num_examples={examples[n]}, num_batches={batches[n]}, batch_size={batch_sizes[n]}" for n in (0, other))
-        raise DataError(f"The processes have different data: {told}. If each process reads its own shard, pass fitflax.data.Shard(data).")
+        differing = "; ".join(f"process {n} has num_examples={examples[n]}, num_batches={batches[n]}, batch_size={batch_sizes[n]}" for n in (0, other))
+        raise DataError(f"The processes have different data: {differing}. If each process reads its own shard, pass fitflax.data.Shard(data).")
     return None
 
 
@@ -189,8 +189,8 @@ class ShardFeed(Feed):
             batches = self._read_local()
         except Exception as error:  # noqa: BLE001 (raised below, after the exchange)
             failure = error
-        own = self._report(batches, failure)
-        reports = [_Report(**report) for report in self._exchange(dataclasses.asdict(own))]
+        local_report = self._report(batches, failure)
+        reports = [_Report(**report) for report in self._exchange(dataclasses.asdict(local_report))]
         if failure is not None:
             raise failure
         reports = self._with_last_forms(reports)
@@ -334,10 +334,10 @@ class ShardFeed(Feed):
     def joined_state(self, position: Position, *, is_alone: bool) -> dict[str, Any] | None:
         if isinstance(self.source, IndexedSource):
             return None  # These sources have no other state than the position.
-        own, index = self.state_dict(position), self._shares.index
+        local_state, index = self.state_dict(position), self._shares.index
         if is_alone:
-            return {"shards": [own if process == index else {} for process in range(len(self._shares.parts))]}
-        states = self._exchange(base64.b64encode(flax.serialization.msgpack_serialize(own)).decode())
+            return {"shards": [local_state if process == index else {} for process in range(len(self._shares.parts))]}
+        states = self._exchange(base64.b64encode(flax.serialization.msgpack_serialize(local_state)).decode())
         return {"shards": [flax.serialization.msgpack_restore(base64.b64decode(state)) for state in states]}
 
     @override
@@ -419,7 +419,7 @@ def spread(position: Position, used: Sequence[int], source: Source) -> tuple[Pos
     return position._replace(examples=each), (each,) * count
 
 
-def own_position(position: Position, used: Sequence[int], shares: Shares | None) -> Position:
+def position_in_shard(position: Position, used: Sequence[int], shares: Shares | None) -> Position:
     """Returns this process's position from the saved one and the examples that each process had `used`. The number of shards cannot change in a pass."""
     count = 0 if shares is None else len(shares.parts)
     if len(used) not in (0, count):

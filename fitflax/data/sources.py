@@ -27,8 +27,8 @@ def is_instance(data: Any, *kinds: str) -> bool:
     >>> is_instance(1.5, "builtins.int", "builtins.float"), is_instance(1.5, "a_missing_library.Float")
     (True, False)
     """
-    found = [(sys.modules.get(module), name) for module, _, name in (kind.rpartition(".") for kind in kinds)]
-    return isinstance(data, tuple(getattr(module, name) for module, name in found if hasattr(module, name)))
+    candidates = [(sys.modules.get(module), name) for module, _, name in (kind.rpartition(".") for kind in kinds)]
+    return isinstance(data, tuple(getattr(module, name) for module, name in candidates if hasattr(module, name)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,10 +82,11 @@ class DataOptions:
     def reject(self, data: Any, *names: str) -> None:
         """Checks that none of the named arguments was given, because the data comes in batches already."""
         values = {"y": self.y, "sample_weight": self.sample_weight, "batch_size": self.batch_size, "drop_remainder": self.drop_remainder or None}
-        given = ", ".join(name for name in names if values[name] is not None)
-        if given:
+        passed = ", ".join(name for name in names if values[name] is not None)
+        if passed:
             raise ConfigError(
-                f"{given} can only be passed with in-memory arrays. `{self.name}` is a {type(data).__name__}, which defines its own batches; leave {given} out."
+                f"{passed} can only be passed with in-memory arrays. `{self.name}` is a {type(data).__name__}, which defines its own batches; "
+                f"leave {passed} out."
             )
 
 

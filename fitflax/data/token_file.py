@@ -123,8 +123,8 @@ class Permutation:
         numbers = self._encrypt(np.arange(*rows.indices(self._size), dtype=np.uint64))
         while (outside := numbers >= self._size).any():
             numbers[outside] = self._encrypt(numbers[outside])
-        found: np.ndarray[Any, Any] = numbers.astype(np.int64)
-        return found
+        permuted: np.ndarray[Any, Any] = numbers.astype(np.int64)
+        return permuted
 
     def _encrypt(self, numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
         bits, mask = np.uint64(self._bits), np.uint64(2**self._bits - 1)

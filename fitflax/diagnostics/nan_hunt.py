@@ -115,8 +115,8 @@ def hunt_nan(session: Session, feed: Feed, *, steps: int | None) -> NanReport | 
             f"The parameters are not finite before the first step: {listed(bad)}. Pass restore_from=, an earlier checkpoint or a directory of checkpoints, or "
             "use a new trainer."
         )
-    made, sums = 0, program.empty_sums(train=True)
-    while steps is None or made < steps:
+    num_steps, sums = 0, program.empty_sums(train=True)
+    while steps is None or num_steps < steps:
         fed = feed.next()
         if fed is None and steps is not None and feed.source.can_restart:
             fed = feed.next()
@@ -125,7 +125,7 @@ def hunt_nan(session: Session, feed: Feed, *, steps: int | None) -> NanReport | 
         before = session.strategy.copy(live.borrow())
         trained = program.train(live.take(), sums, fed, keep=WATCHED)
         live.advance(trained.state)
-        sums, made = trained.sums, made + 1
+        sums, num_steps = trained.sums, num_steps + 1
         if trained.values.steps_since_bad is not None:
             return _report(program, before, fed.batch, live.step, trained.values.culprit)
     return None
@@ -212,7 +212,7 @@ def find_origins(jaxpr: core.ClosedJaxpr, arguments: Sequence[Any], names: Seque
     >>> print(origin.kind, origin.operation, *origin.operands)
     NaN log float32[] equal to -1
     """
-    inputs = [_given(array, name) for array, name in zip(arguments, names, strict=True)]
+    inputs = [_input_value(array, name) for array, name in zip(arguments, names, strict=True)]
     return [_trace_back(value.node) for value in _evaluate(jaxpr.jaxpr, jaxpr.consts, inputs, _Place())]
 
 
@@ -241,10 +241,10 @@ def _nonfinite_kinds(array: Any) -> tuple[bool, bool]:
 
 
 def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[_Value], place: _Place) -> list[_Value]:
-    values: dict[Any, _Value] = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*inputs, *map(_given, consts)], strict=True))
+    values: dict[Any, _Value] = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*inputs, *map(_input_value, consts)], strict=True))
 
     def read(atom: Any) -> _Value:
-        return _given(atom.val) if isinstance(atom, core.Literal) else values[atom]
+        return _input_value(atom.val) if isinstance(atom, core.Literal) else values[atom]
 
     last_use = {atom: index for index, equation in enumerate(jaxpr.eqns) for atom in equation.invars if not isinstance(atom, core.Literal)}
     needed = {atom for atom in jaxpr.outvars if not isinstance(atom, core.Literal)}
@@ -257,7 +257,7 @@ def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[_Value]
     return list(map(read, jaxpr.outvars))
 
 
-def _given(array: Any, name: str = _CONSTANT) -> _Value:
+def _input_value(array: Any, name: str = _CONSTANT) -> _Value:
     """Returns an array that no operation computed: an argument or a constant."""
     nan, infinity = _nonfinite_kinds(array)
     return _Value(array, _Node(nan, infinity, (), Origin("NaN" if nan else "infinity", name)))

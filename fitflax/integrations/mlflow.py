@@ -13,8 +13,8 @@ from typing_extensions import override
 from fitflax.callbacks.model_checkpoint import StoreCallback
 from fitflax.errors import CallbackError
 from fitflax.integrations import import_package
-from fitflax.integrations.interface import Point, Tracker
 from fitflax.integrations.tracker import TrackerLogger
+from fitflax.integrations.tracker_base import Point, Tracker
 from fitflax.storage.paths import relative_path
 from fitflax.triggers import Trigger
 
@@ -164,9 +164,9 @@ class _MLflow(Tracker):
     def _experiment_id(self) -> str:
         if self._experiment is None and self._given_uri is None:
             return str(importlib.import_module("mlflow.tracking.fluent")._get_experiment_id())
-        experiment = self._experiment or "Default"
-        found = self._client.get_experiment_by_name(experiment)
-        return str(self._client.create_experiment(experiment) if found is None else found.experiment_id)
+        name = self._experiment or "Default"
+        existing = self._client.get_experiment_by_name(name)
+        return str(self._client.create_experiment(name) if existing is None else existing.experiment_id)
 
     def _create_run(self, name: str, commit: object) -> Any:
         context = importlib.import_module("mlflow.tracking.context.registry")

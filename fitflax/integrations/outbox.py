@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from fitflax.background import Background
 from fitflax.errors import FitflaxError
-from fitflax.integrations.interface import Point, Reading, Tracker
+from fitflax.integrations.tracker_base import Point, Reading, Tracker
 
 # Seconds between two attempts while the tracker cannot be reached, with exponential backoff.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
@@ -295,23 +295,23 @@ class Outbox:
 
     def _log_one(self, point: Point) -> Exception | None:
         """Logs a point, without its images if those are rejected. Returns the error if the point is rejected."""
-        found: Exception | None = None
+        rejection: Exception | None = None
         for part in (point, dataclasses.replace(point, images={})) if point.images and point.values else (point,):
             try:
                 self.tracker.log([part])
             except Exception as error:
                 if _is_unreachable(error):
                     raise
-                found = error
+                rejection = error
             else:
-                if found is not None:
+                if rejection is not None:
                     self.warn_once(
                         "media",
-                        f"{self.tracker.title} rejected the images of step {point.step}: {str(found).rstrip('.')}. They are left out, and so are later images "
-                        "that it rejects.",
+                        f"{self.tracker.title} rejected the images of step {point.step}: {str(rejection).rstrip('.')}. They are left out, "
+                        "and so are later images that it rejects.",
                     )
                 return None
-        return found
+        return rejection
 
     def _without_logged(self, point: Point) -> Point:
         """Drops values that the tracker has. A resumed run repeats the steps after its checkpoint, with the same values."""
@@ -345,14 +345,14 @@ def _is_unreachable(error: BaseException) -> bool:
 
 def _merged(points: Iterable[Point]) -> list[Point]:
     """Merges points of the same step. A run that ends inside an epoch logs its last step twice."""
-    found: list[Point] = []
+    merged: list[Point] = []
     for point in points:
-        if found and found[-1].step == point.step:
-            last = found[-1]
-            found[-1] = dataclasses.replace(last, values={**last.values, **point.values}, images={**last.images, **point.images})
+        if merged and merged[-1].step == point.step:
+            last = merged[-1]
+            merged[-1] = dataclasses.replace(last, values={**last.values, **point.values}, images={**last.images, **point.images})
         else:
-            found.append(point)
-    return found
+            merged.append(point)
+    return merged
 
 
 def _digest(settings: str) -> str:
@@ -364,9 +364,9 @@ def _git_commit() -> str | None:
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     for directory in ([Path(script).resolve().parent] if script else []) + [Path.cwd()]:
         try:
-            found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=directory, capture_output=True, timeout=10, check=False, text=True)
+            result = subprocess.run(["git", "rev-parse", "HEAD"], cwd=directory, capture_output=True, timeout=10, check=False, text=True)
         except (OSError, subprocess.TimeoutExpired):
             return None
-        if found.returncode == 0 and found.stdout.strip():
-            return found.stdout.strip()
+        if result.returncode == 0 and result.stdout.strip():
+            return result.stdout.strip()
     return None

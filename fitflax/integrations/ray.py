@@ -16,7 +16,7 @@ from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.checkpoints.resume import read_pointer, write_pointer
 from fitflax.errors import CallbackError, ConfigError
 from fitflax.integrations import import_package
-from fitflax.integrations.interface import Reading
+from fitflax.integrations.tracker_base import Reading
 from fitflax.parallel.launch import find_group, is_actor
 from fitflax.storage.paths import is_url
 from fitflax.triggers import Trigger

@@ -12,11 +12,11 @@ from typing_extensions import override
 
 from fitflax.callbacks.base import check_number, failure_since
 from fitflax.callbacks.model_checkpoint import StoreCallback
-from fitflax.callbacks.run_logger import Clock, RunLogger, learning_rates
+from fitflax.callbacks.step_logger import Clock, StepLogger, learning_rates
 from fitflax.checkpoints.checkpoint import Checkpoint
 from fitflax.errors import CallbackError, FitflaxError, warn
-from fitflax.integrations.interface import Point, Reading, Tracker, reading_of, readings_of_state, state_of
 from fitflax.integrations.outbox import Ending, Outbox, RunStart
+from fitflax.integrations.tracker_base import Point, Reading, Tracker, reading_of, readings_of_state, state_of
 from fitflax.leaves import flat
 from fitflax.logs import Logs
 from fitflax.triggers import Trigger
@@ -27,7 +27,7 @@ __all__ = ["Point", "Tracker", "TrackerLogger"]
 _SPEED_SECONDS = 1.0
 
 
-class TrackerLogger(RunLogger):
+class TrackerLogger(StepLogger):
     """Logs a run to an experiment tracker, any `Tracker`. `WandbLogger` and `MLflowLogger` are its subclasses.
 
     When `every` fires, at the end of each epoch, and at each validation, it logs:
@@ -126,8 +126,8 @@ class TrackerLogger(RunLogger):
     @property
     @override
     def state_key(self) -> str:
-        own = f"({type(self.tracker).__name__})" if type(self) is TrackerLogger else ""
-        return f"{type(self).__name__}{own}"
+        suffix = f"({type(self.tracker).__name__})" if type(self) is TrackerLogger else ""
+        return f"{type(self).__name__}{suffix}"
 
     @property
     @override
@@ -284,7 +284,7 @@ class TrackerLogger(RunLogger):
         if outbox is None:
             return
         self._begin()
-        reading = Reading(step, time.time(), logs.at_hand)
+        reading = Reading(step, time.time(), logs.host_values)
         for other in outbox.unsent:
             if other.step == step:
                 reading.drop(other.names)

@@ -14,8 +14,8 @@ from typing_extensions import override
 from fitflax.callbacks.model_checkpoint import StoreCallback
 from fitflax.errors import CallbackError
 from fitflax.integrations import import_package
-from fitflax.integrations.interface import Point, Tracker
 from fitflax.integrations.tracker import TrackerLogger
+from fitflax.integrations.tracker_base import Point, Tracker
 from fitflax.storage.paths import relative_path
 from fitflax.triggers import Trigger
 
@@ -78,8 +78,8 @@ class WandbLogger(TrackerLogger):
     ) -> None:
         if mode not in (None, "online", "offline", "disabled", "shared", "dryrun", "run"):
             raise CallbackError(f"WandbLogger(mode=...) must be 'online', 'offline', 'disabled' or None. Received: {mode!r}.")
-        given = {"project": project, "name": name, "entity": entity, "mode": mode, "dir": None if directory is None else os.fspath(directory)}
-        tracker = _Wandb({**{key: value for key, value in given.items() if value is not None}, **(options or {})})
+        init_options = {"project": project, "name": name, "entity": entity, "mode": mode, "dir": None if directory is None else os.fspath(directory)}
+        tracker = _Wandb({**{key: value for key, value in init_options.items() if value is not None}, **(options or {})})
         super().__init__(tracker, every=every, sown=sown, checkpoint=checkpoint, interval=interval, end_seconds=end_seconds)
 
 

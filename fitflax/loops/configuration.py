@@ -34,7 +34,7 @@ class CurrentTask:
     def __init__(self, make_task: MakeTask, strategy: Strategy) -> None:
         self.make_task, self.strategy = make_task, strategy
         self.optimizer: optax.GradientTransformationExtraArgs | None = None  # `None` before `compile`.
-        self._given_optimizer: Any = None
+        self._user_optimizer: Any = None
         self.program: Program | None = None  # `None` until it is needed.
         self.pad = True  # Whether short batches are padded.
         self.feeder = make_feeder(strategy, pad=True)
@@ -86,10 +86,10 @@ class CurrentTask:
         if run_eagerly:
             _check_single_device(self.strategy)
         objective = Objective(loss, metrics, weighted_metrics, loss_weights)
-        is_same = self.is_compiled and optimizer is self._given_optimizer and not isinstance(optimizer, str)
+        is_same = self.is_compiled and optimizer is self._user_optimizer and not isinstance(optimizer, str)
         transformation = with_extra_arguments(transformation)
         self.optimizer = with_loss_scale(transformation) if numerics.is_scaled else transformation
-        self._given_optimizer = optimizer
+        self._user_optimizer = optimizer
         task = self.make_task(objective=objective, optimizer=self.optimizer, numerics=numerics)
         self.program = Program(task, run_eagerly=bool(run_eagerly), eval_params=eval_params)
         self.pad, self.steps_per_call = pad, number
@@ -184,9 +184,9 @@ def _check_single_device(strategy: Strategy) -> None:
         )
 
 
-def _described(**given: Any) -> dict[str, Any]:
+def _described(**arguments: Any) -> dict[str, Any]:
     """Returns arguments as numbers and strings, and functions by name. Leaves out `None` and objects without a name."""
-    plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in given.items()}
+    plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in arguments.items()}
     simple = {name: value if isinstance(value, bool | int | float | str) else getattr(value, "__name__", None) for name, value in plain.items()}
     return {name: value for name, value in simple.items() if value is not None}
 
@@ -220,12 +220,12 @@ def strategy_of(owner: str, parallel: Any) -> Strategy:
     return DataParallel() if parallel is None else parallel
 
 
-def check_ensemble(owner: str, members: Any, strategy: Strategy, *, has_own: bool) -> None:
+def check_ensemble(owner: str, members: Any, strategy: Strategy, *, is_nnx: bool) -> None:
     """Raises `ConfigError` if `members` is not a positive integer, or the module or the strategy does not support ensembles."""
     if members is None:
         return
     integer_of(f"{owner}(ensemble=...)", members, at_least=1)
-    if has_own:
+    if is_nnx:
         raise ConfigError(
             f"{owner}(ensemble=...) requires a linen module, because an NNX module holds the variables of one member. Create a trainer for each member."
         )

@@ -93,9 +93,9 @@ class Evaluation:
             values = self._evaluate_batches(get_state, feed)
             logs = Logs(values, kinds=self.kinds)
             hooks.call("on_test_end", logs)
-            found = dict(logs)
+            metrics = dict(logs)
             check_total_weight(self._program, self.name, values)
-            return found
+            return metrics
 
     def _evaluate_batches(self, get_state: Callable[[], TrainState], feed: Feed) -> Values:
         program, batch_hooks = self._program, _BatchHooks(self._callbacks)
@@ -167,8 +167,8 @@ class _BatchHooks:
 
     def __init__(self, callbacks: CallbackList) -> None:
         self._callbacks = callbacks
-        self.see_all = callbacks.wants_every("on_test_batch_begin", "on_test_batch_end")
-        self._wants_end = callbacks.wants("on_test_batch_end")
+        self.see_all = callbacks.needs_every_batch("on_test_batch_begin", "on_test_batch_end")
+        self._has_end_hook = callbacks.has_hook("on_test_batch_end")
         self._is_skipped, self._next_time = False, -math.inf
         self._last: tuple[int, Values, Mapping[str, Kind]] | None = None
 
@@ -183,7 +183,7 @@ class _BatchHooks:
         self._last = (batch, values, kinds) if self._is_skipped else None
         if not self._is_skipped:
             self._next_time = time.monotonic() + _BATCH_HOOK_SECONDS
-            if self._wants_end:
+            if self._has_end_hook:
                 self._callbacks.call("on_test_batch_end", batch, Logs(values, kinds=kinds))
 
     def finish(self) -> None:
@@ -229,10 +229,10 @@ def predict(session: Session, source: Source, *, steps: int | None, callbacks: C
     live = session.state.need("predict")
     with contextlib.closing(session.task.feeder.prediction(source)) as feed, undisturbed():
         # Only for arrays: other sources may be slow, and a call waits for all of its batches.
-        may_group = isinstance(source, ArraySource) and not callbacks.wants_every("on_predict_batch_begin", "on_predict_batch_end")
+        may_group = isinstance(source, ArraySource) and not callbacks.needs_every_batch("on_predict_batch_begin", "on_predict_batch_end")
         results: list[PyTree] = []
-        with contextlib.closing(_predictions(session.task.any_program(), session, live.borrow, feed, steps, callbacks, may_group=may_group)) as found:
-            for outputs in found:
+        with contextlib.closing(_predictions(session.task.any_program(), session, live.borrow, feed, steps, callbacks, may_group=may_group)) as predictions:
+            for outputs in predictions:
                 results.append(outputs)
                 _check_shapes_of_examples(results[0], outputs)
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *map(Returned.of, results)).rebuilt()

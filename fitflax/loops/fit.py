@@ -51,11 +51,11 @@ def adapt_validation_data(
             raise ConfigError("validation_split and validation_data are both given. Pass only one of them.")
         source, sets["val"] = _hold_out(session, source, split, batch_size)
     if overfit_batches:
-        source = session.intake.agreed(FirstBatches(source, overfit_batches))
+        source = session.data_adapter.exchange_shard_info(FirstBatches(source, overfit_batches))
     for name, each in _sets_by_name(data, selection).items():
         size = (batch_size or source.all_batch_size) if takes_batch_size(each.data if isinstance(each, Shard) else each) else None
         options: dict[str, Any] = {"selection": selection, "shuffle": False, "name": f"validation_data {name!r}"}
-        sets[name] = session.intake.adapt(each, call=f"validation on {name!r}", batch_size=size, **options)
+        sets[name] = session.data_adapter.adapt(each, call=f"validation on {name!r}", batch_size=size, **options)
     for each in sets.values():
         each.calls_hooks = False  # Only training calls the data's epoch hooks, because a resume could not repeat the calls of validations.
     return source, sets
@@ -71,7 +71,7 @@ def _hold_out(session: Session, source: Source, split: float, batch_size: int | 
     parts = source.divide(split, batch_size)
     for part in parts:
         part.is_shard = source.is_shard
-        session.intake.agreed(part)
+        session.data_adapter.exchange_shard_info(part)
     return parts
 
 
@@ -149,9 +149,9 @@ def find_checkpoint(session: Session, resume: Any, hooks: CallbackList) -> Saved
     if resume != "auto" or saved is not None:
         return saved
     for callback in hooks:
-        if isinstance(callback, StoreCallback) and not callback.overwrite and (found := callback.store.describe_others(session.run_id)):
+        if isinstance(callback, StoreCallback) and not callback.overwrite and (conflict := callback.store.describe_others(session.run_id)):
             raise DirectoryInUseError(
-                f'{found}. resume="auto" has found no checkpoint in {model_checkpoints[0].directory}. To resume from the other directory, pass '
+                f'{conflict}. resume="auto" has found no checkpoint in {model_checkpoints[0].directory}. To resume from the other directory, pass '
                 f'resume="{callback.directory}"; to start a new run, choose another directory, or pass overwrite=True to the callback, which replaces these '
                 "checkpoints."
             )
@@ -165,7 +165,7 @@ def params_of(session: Session, source: Source, sets: Mapping[str, Source], run:
     """Returns the `params` of callbacks, which describe the data and the run. `trial` is the number of batches of a trial run, or 0."""
     model = session.task.any_program().task.model
     settings = {key: value for key, value in run.plan.info["settings"].items() if value is not None}
-    of_model = {f"model/{name}": value for name, value in model.hyperparameters.items()}
+    model_settings = {f"model/{name}": value for name, value in model.hyperparameters.items()}
     return {
         "log_every": log_every,
         "note": note or session.task.choice,
@@ -173,7 +173,7 @@ def params_of(session: Session, source: Source, sets: Mapping[str, Source], run:
         "num_examples": source.all_examples,
         "model_flops": session.task.need_compiled("fit").preparation.model_flops,
         "validation_sets": tuple(sets),
-        "hyperparameters": {**settings, **session.task.described, "model": model.name, **of_model, **flat(run.plan.info.get("config", {}))},
+        "hyperparameters": {**settings, **session.task.described, "model": model.name, **model_settings, **flat(run.plan.info.get("config", {}))},
     }
 
 
@@ -182,7 +182,7 @@ def run_with_callbacks(session: Session, trainer: TrainerView, run: Run, params:
     progress, hooks, interruption = run.progress, run.callbacks, run.interruption
     with contextlib.ExitStack() as failed:
         failed.callback(run.close)
-        known = {
+        run_params = {
             "epochs": run.plan.end_epoch,
             "first_epoch": progress.epoch,
             "first_step_in_epoch": progress.step_in_epoch if progress.epoch_is_open else 0,
@@ -190,7 +190,7 @@ def run_with_callbacks(session: Session, trainer: TrainerView, run: Run, params:
             "time_spent": run.spent,
             "is_done": run.has_nothing_to_do,
         }
-        hooks.bind(trainer, {**params, **known}, spent=run.spent, leaves_at_once=lambda: interruption.leaves_at_once)
+        hooks.bind(trainer, {**params, **run_params}, spent=run.spent, exits_immediately=lambda: interruption.exits_immediately)
         with run.spent.on("callbacks"):
             hooks.open_run(session.run_id, progress.step)
         hooks.start_schedules(run.seconds)
@@ -213,7 +213,7 @@ def _call_callbacks(session: Session, run: Run, saved: Saved | None) -> None:
             _load_callbacks(hooks, saved, run)
         hooks.state_dict(run.seconds)  # Called now, so that callbacks with conflicting state keys fail before the first save.
         for checkpoint in run:
-            hooks.on_checkpoint(checkpoint, run.due)
+            hooks.on_checkpoint(checkpoint, run.fired_ids)
         if interruption.requested is not None:
             session.stop(f"interrupted by {interruption.requested.name}")
             if interruption.requested == signal.SIGTERM and not hooks.saves:  # A scheduler would restart the run from its beginning.

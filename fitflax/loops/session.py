@@ -17,7 +17,7 @@ from fitflax.data import Batcher, Position, Source
 from fitflax.data.adapt import adapt, takes_batch_size
 from fitflax.data.batch import Triple
 from fitflax.data.pipelines import is_worker_part
-from fitflax.data.shards import Shard, agree_on_shares, part_of_batch_size
+from fitflax.data.shards import Shard, agree_on_shards, part_of_batch_size
 from fitflax.data.sources import OneShotSource
 from fitflax.errors import ConfigError, DataError, FitflaxError, OptimizerError, warn
 from fitflax.loops.configuration import CurrentTask, MakeTask, RestoreOptions
@@ -35,12 +35,12 @@ _MAX_ITERATORS = 8
 
 
 class Session:
-    """What the calls of a trainer share. `own` are the variables of a model that holds its variables, and `members` is the number of members of an ensemble."""
+    """What the calls of a trainer share. `module_variables` are those of an NNX module, and `members` is the number of members of an ensemble."""
 
-    def __init__(self, task: CurrentTask, seed: int, own: "ModuleVariables | None" = None, members: int | None = None) -> None:
+    def __init__(self, task: CurrentTask, seed: int, module_variables: "ModuleVariables | None" = None, members: int | None = None) -> None:
         self.task, self.strategy, self.seed, self.members = task, task.strategy, seed, members
-        self.state = SessionState(task, seed, own, members)
-        self.intake = Intake(task.strategy, seed)
+        self.state = SessionState(task, seed, module_variables, members)
+        self.data_adapter = DataAdapter(task.strategy, seed)
         self.run_id = secrets.token_hex(8)  # Identifies the run in directories of checkpoints and logs.
         self.stop_reason: str | None = None
         self.is_stopping = False
@@ -102,10 +102,10 @@ class Session:
                 vars(self.task).update(before)
             raise
 
-    def restore(self, saved: Saved, batch: Batch | None, how: RestoreOptions) -> RestoreReport:
+    def restore(self, saved: Saved, batch: Batch | None, options: RestoreOptions) -> RestoreReport:
         """Replaces the live state with a saved one, and the run ID unless only a part is restored; arguments as in `SessionState.restore`."""
-        report = self.state.restore(saved, batch, how)
-        if not how.starts_over:
+        report = self.state.restore(saved, batch, options)
+        if not options.starts_over:
             self.run_id = str(saved.metadata.get("run_id", self.run_id))
         return report
 
@@ -132,16 +132,16 @@ class Session:
             opt_state = optimizers.set_learning_rate(opt_state, value, label)
         live.replace(dataclasses.replace(state, opt_state=opt_state), live.step)
 
-    def twin(self) -> "Session":
+    def copy(self) -> "Session":
         """Returns a session with a copy of the state and the same compiled steps, independent of this one."""
-        other = self.fresh(self.seed)
+        other = self.copy_without_state(self.seed)
         other.state.copy_from(self.state)
         return other
 
-    def fresh(self, seed: int, make_task: MakeTask | None = None, *, is_member: bool = False) -> "Session":
+    def copy_without_state(self, seed: int, make_task: MakeTask | None = None, *, is_member: bool = False) -> "Session":
         """Returns a session with the same task and compiled steps but no state. With `make_task`, it has a new task, whose steps are compiled again."""
-        own = None if self.state.own is None else self.state.own.copy()
-        other = Session(self.task.copy(make_task), seed, own, None if is_member else self.members)
+        module_variables = None if self.state.module_variables is None else self.state.module_variables.copy()
+        other = Session(self.task.copy(make_task), seed, module_variables, None if is_member else self.members)
         other.state.hyperparams = self.state.hyperparams
         return other
 
@@ -163,7 +163,7 @@ class Session:
         return Position(last.passes + (last.examples > 0))
 
 
-class Intake:
+class DataAdapter:
     """Turns user data into sources. It recognizes an iterator that is passed again, because its source may hold a batch that was not used."""
 
     def __init__(self, strategy: Strategy, seed: int) -> None:
@@ -193,19 +193,19 @@ class Intake:
                 )
         except FitflaxError as error:
             if strategy.num_processes > 1:
-                agree_on_shares(None, strategy.part, 0, functools.partial(exchange, topic=call), is_shard=is_shard, failure=error)
+                agree_on_shards(None, strategy.part, 0, functools.partial(exchange, topic=call), is_shard=is_shard, failure=error)
             raise
         source = self._recognized(source) if is_kept else source
         source.is_shard = is_shard
-        return self.agreed(source, call)
+        return self.exchange_shard_info(source, call)
 
-    def agreed(self, source: Source, call: str = "fit: a shard of the data") -> Source:
+    def exchange_shard_info(self, source: Source, call: str = "fit: a shard of the data") -> Source:
         """Returns the source after all processes, which must all call it, have exchanged information about their shards."""
         strategy = self._strategy
         source.shares = None
         if strategy.num_processes > 1:
             tell = functools.partial(exchange, topic=call)
-            source.shares = agree_on_shares(source, strategy.part, jax.process_index(), tell, is_shard=source.is_shard)
+            source.shares = agree_on_shards(source, strategy.part, jax.process_index(), tell, is_shard=source.is_shard)
         return source
 
     def sample(self, triple: Triple, *, accumulate_steps: int = 1) -> Batch:
@@ -222,6 +222,6 @@ class Intake:
         return source
 
 
-def as_given(triple: Triple) -> Batch:
+def unpadded_batch(triple: Triple) -> Batch:
     """Returns a batch with the number of rows that the user gave; raises `DataError` if it is not a batch."""
     return Batcher(num_shards=1, must_count=False)(triple).batch

@@ -61,10 +61,10 @@ class Progress:
 
 
 class SessionState:
-    """The state that a trainer holds between calls, and all operations that replace it. `own` are the variables of a model that holds its variables."""
+    """The state that a trainer holds between calls, and all operations that replace it. `module_variables` are those of an NNX module."""
 
-    def __init__(self, task: CurrentTask, seed: int, own: "ModuleVariables | None", members: int | None) -> None:
-        self._task, self._strategy, self._seed, self.own, self._members = task, task.strategy, seed, own, members
+    def __init__(self, task: CurrentTask, seed: int, module_variables: "ModuleVariables | None", members: int | None) -> None:
+        self._task, self._strategy, self._seed, self.module_variables, self._members = task, task.strategy, seed, module_variables, members
         self.live: LiveState | None = None
         self.sample: Batch | None = None  # Shapes of the first batch of the last call.
         self.hyperparams: Mapping[str, Any] = {}  # Hyperparameters of a new state.
@@ -167,14 +167,14 @@ class SessionState:
     def begin_build(self, batch: Batch) -> TrainState:
         """Returns the shapes of the state that `build` creates. Begins to compile the initialization, unless the model holds its variables."""
         initial = self._task.need_compiled("build").initial_state
-        return initial.begin(self.key, batch) if self.own is None else initial.shapes(self.key, batch)
+        return initial.begin(self.key, batch) if self.module_variables is None else initial.shapes(self.key, batch)
 
     def build(self, batch: Batch) -> None:
         """Initializes the state from the shapes of a batch."""
         self.sample = shapes_of(batch)
         program, key = self._task.need_compiled("build"), self.key
-        if self.own is not None:
-            self._start_from(self.own.read())
+        if self.module_variables is not None:
+            self._start_from(self.module_variables.read())
             return
         if not program.is_eager:  # Without jit, shapes are known only after initialization.
             check_places(program, program.initial_state.shapes(key, batch))
@@ -204,7 +204,7 @@ class SessionState:
 
         If the block `builds_state`, a missing state is left to it.
         """
-        if self.own is None or self._is_synced:
+        if self.module_variables is None or self._is_synced:
             yield
             return
         if self.live is not None or not builds_state:
@@ -218,7 +218,7 @@ class SessionState:
 
     def read_model(self) -> None:
         """Reads the model's own variables if they have changed since `write_model`."""
-        changed = None if self.own is None else self.own.read_changed()
+        changed = None if self.module_variables is None else self.module_variables.read_changed()
         if changed is None:
             return
         if self.live is None or not self.live.is_intact:
@@ -236,17 +236,17 @@ class SessionState:
     def write_model(self) -> None:
         """Writes copies of the live state's variables to a model that holds its variables; steps do not reuse their buffers."""
         live = self.live
-        if self.own is None or live is None or not live.is_intact or self._written_version == (live, live.version):
+        if self.module_variables is None or live is None or not live.is_intact or self._written_version == (live, live.version):
             return
         state = live.borrow()
-        self.own.write(self._strategy.copy_apart({"params": state.params, **state.model_state}))
+        self.module_variables.write(self._strategy.copy_apart({"params": state.params, **state.model_state}))
         self._written_version = live, live.version
 
     def _start_from(self, variables: dict[str, Any]) -> None:
         """Creates a state at step 0 from the model's own variables."""
-        assert self.own is not None
+        assert self.module_variables is not None
         params, model_state = parts_of(variables)
-        state = TrainState(step=np.int32(0), params=params, model_state=model_state, opt_state=(), key=self.key, axes=self.own.axes)  # type: ignore[arg-type]
+        state = TrainState(step=np.int32(0), params=params, model_state=model_state, opt_state=(), key=self.key, axes=self.module_variables.axes)  # type: ignore[arg-type]
         if self._task.program is not None and not self._task.program.is_eager:
             check_places(self._task.program, self._strategy.abstract_state(state))
         live = self._replace_live(state)
@@ -258,28 +258,28 @@ class SessionState:
 
     # -- restoring --
 
-    def restore(self, saved: Saved, batch: Batch | None, how: RestoreOptions) -> RestoreReport:
+    def restore(self, saved: Saved, batch: Batch | None, options: RestoreOptions) -> RestoreReport:
         """Replaces the live state with a saved one; the two are never on the devices together. If it does not fit, nothing changes.
 
         The expected structure is that of the live state or of a batch. Without either, the structure of the file is used, and the first batch shows
         whether it fits.
         """
-        names, has_optimizer = check_mapping(how.mapping, partial=how.partial), self._task.optimizer is not None
+        names, has_optimizer = check_mapping(options.mapping, partial=options.partial), self._task.optimizer is not None
         saved = dataclasses.replace(saved, train=self._without_transient(saved.train))
         target = self._expected_shapes(batch)
-        if how.partial:
-            if target is None or (self._built_from is None and self.own is None):
+        if options.partial:
+            if target is None or (self._built_from is None and self.module_variables is None):
                 raise NotReadyError(needs_shapes(saved))
-            parts, report = match(saved, target, names, cast=how.cast)
+            parts, report = match(saved, target, names, cast=options.cast)
             restored = TrainState(step=np.int32(0), key=self.key, opt_state=(), **parts)  # type: ignore[arg-type]
         else:
-            if not how.weights_only and has_optimizer:
+            if not options.weights_only and has_optimizer:
                 self._check_scale(saved)
-            saved, unused = (saved, []) if how.is_resume else match_streams(saved, target, is_nnx=self.own is not None)
+            saved, unused = (saved, []) if options.is_resume else match_streams(saved, target, is_nnx=self.module_variables is not None)
             saved, target = self._with_averages(moved(saved, target, names), target)
-            restored = self._restore_all(saved, target, how)
+            restored = self._restore_all(saved, target, options)
             report = report_of(restored, unused)
-        if how.starts_over and has_optimizer:
+        if options.starts_over and has_optimizer:
             self._check_optimizer(restored.params)
         if target is not None:
             restored = dataclasses.replace(restored, axes=target.axes)
@@ -287,20 +287,20 @@ class SessionState:
         self.is_serving = False
         if batch is not None:
             self._built_from = shapes_of(batch)
-        self._unchecked_source, self._casts = (str(saved.path) if target is None else None), how.cast
-        self._pending = None if how.starts_over or has_optimizer else saved
-        if how.starts_over and has_optimizer:
+        self._unchecked_source, self._casts = (str(saved.path) if target is None else None), options.cast
+        self._pending = None if options.starts_over or has_optimizer else saved
+        if options.starts_over and has_optimizer:
             self._init_optimizer()
         self._match_numerics()
         return report
 
-    def _restore_all(self, saved: Saved, target: TrainState | None, how: RestoreOptions) -> TrainState:
+    def _restore_all(self, saved: Saved, target: TrainState | None, options: RestoreOptions) -> TrainState:
         """Returns the state of a checkpoint of this model, on the host."""
         optimizer = self._task.optimizer and self._task.optimizer._replace(init=self._functions.init_optimizer)
-        restored = restored_state(saved, target=target, optimizer=optimizer, key=self.key, weights_only=how.weights_only, cast=how.cast)
-        if how.weights_only and saved.train["ema_params"] is not None:
+        restored = restored_state(saved, target=target, optimizer=optimizer, key=self.key, weights_only=options.weights_only, cast=options.cast)
+        if options.weights_only and saved.train["ema_params"] is not None:
             averages = jax.eval_shape(start_average, restored.params)
-            restored = dataclasses.replace(restored, ema_params=fit_to(averages, saved.train["ema_params"], saved, "train/ema_params", cast=how.cast))
+            restored = dataclasses.replace(restored, ema_params=fit_to(averages, saved.train["ema_params"], saved, "train/ema_params", cast=options.cast))
         return restored
 
     def _check_optimizer(self, params: Any) -> None:
@@ -350,10 +350,10 @@ class SessionState:
         missing = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
         with self._live_released():
             initialized = self._initialize(missing, restored) if missing else []  # First, because it needs memory for the whole state.
-            given = jax.tree.unflatten(treedef, [None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves])
-            placed = iter(jax.tree.leaves(self._strategy.put_state(given)))
-            made = iter(initialized)
-            state = jax.tree.unflatten(treedef, [next(made if isinstance(leaf, jax.ShapeDtypeStruct) else placed) for leaf in leaves])
+            restored_leaves = jax.tree.unflatten(treedef, [None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves])
+            placed = iter(jax.tree.leaves(self._strategy.put_state(restored_leaves)))
+            new = iter(initialized)
+            state = jax.tree.unflatten(treedef, [next(new if isinstance(leaf, jax.ShapeDtypeStruct) else placed) for leaf in leaves])
         if live is None:
             self.live = live = LiveState(self._strategy, state, step)
         else:
@@ -362,8 +362,8 @@ class SessionState:
 
     def _initialize(self, indices: list[int], state: TrainState) -> list[Any]:
         """Returns the leaves of the state at step 0 with these indices, in a state without an optimizer state. Only these leaves stay in memory."""
-        if self.own is not None:
-            params, model_state = parts_of(self.own.read())
+        if self.module_variables is not None:
+            params, model_state = parts_of(self.module_variables.read())
             leaves = jax.tree.leaves(dataclasses.replace(state, params=params, model_state=model_state))
             placed = jax.tree.leaves(self._strategy.abstract_state(state))
             return cast(list[Any], self._strategy.put_at([leaves[index] for index in indices], [placed[index] for index in indices]))
@@ -424,10 +424,10 @@ class SessionState:
         """Replaces the live state with a state without an optimizer; raises `RestoreError` if it does not fit the module."""
         target = self._expected_shapes(None)
         parts = self._without_transient({"params": state.params, "model_state": state.model_state})
-        given = TrainState(step=np.int32(state.step), opt_state=(), key=self.key, **parts)  # type: ignore[arg-type]
+        train_state = TrainState(step=np.int32(state.step), opt_state=(), key=self.key, **parts)  # type: ignore[arg-type]
         if target is not None:
-            given = check_fits(dataclasses.replace(target, opt_state=(), ema_params=None), given, INFERENCE_STATE)
-        self._replace_live(given)
+            train_state = check_fits(dataclasses.replace(target, opt_state=(), ema_params=None), train_state, INFERENCE_STATE)
+        self._replace_live(train_state)
         self._unchecked_source, self._casts = (INFERENCE_STATE if target is None else None), False
         self._pending, self.is_serving = None, True
 

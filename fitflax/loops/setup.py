@@ -16,7 +16,7 @@ from fitflax.checkpoints.resume import check_settings, find_resume, fit_to, warn
 from fitflax.checkpoints.saver import Saver, Snapshots
 from fitflax.data import FedBatch, Feed, Position, Source
 from fitflax.data.feed import undisturbed
-from fitflax.data.shards import own_position, spread
+from fitflax.data.shards import position_in_shard, spread
 from fitflax.errors import ConfigError, DataError, RestoreError, warn
 from fitflax.logs import StepValues, TimeSpent
 from fitflax.loops.configuration import RestoreOptions
@@ -53,7 +53,7 @@ class RunPlan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Participants:
+class RunComponents:
     """The parts of a run besides its steps. `saver` is closed at the end of the run."""
 
     saver: Saver
@@ -83,7 +83,7 @@ class RunSetup:
     feed: Feed
     plan: RunPlan
     progress: Progress  # Where the run begins; the loop updates it.
-    participants: Participants
+    components: RunComponents
     resumed: Resumed
     during_first_step: Callable[[], None] | None  # Called while the device computes the first step.
 
@@ -92,7 +92,7 @@ def prepare_run(
     session: Session,
     source: Source,
     plan: RunPlan,
-    participants: Participants,
+    components: RunComponents,
     *,
     steps: int | None,
     initial_epoch: int = 0,
@@ -117,18 +117,18 @@ def prepare_run(
     )
     _warn_of_unused_processes(session)
     if session.strategy.num_processes > 1:
-        check_same_in_all_processes("settings", _settings_to_compare(session, settings, plan, participants))
+        check_same_in_all_processes("settings", _settings_to_compare(session, settings, plan, components))
     feed = _make_feed(session, source, class_weight, progress, saved)
     with contextlib.ExitStack() as failed:
         failed.callback(feed.close)  # This ends worker processes of a loader.
         weights = {str(label): float(weight) for label, weight in (class_weight or {}).items()}
-        with participants.spent.on("data"):
-            fed = _first_batch(session, feed, class_weight, plan, progress, participants.callbacks, saved)
+        with components.spent.on("data"):
+            fed = _first_batch(session, feed, class_weight, plan, progress, components.callbacks, saved)
         compiled = {**task.described, **({"class_weight": weights} if weights else {})}
         if fed is not None and fed.real is not None:  # Batches are passed whole.
             compiled["whole_batches_per_update"] = source.together
         plan = dataclasses.replace(plan, info={**plan.info, "compiled": compiled})
-        run = _prepare_state(session, feed, fed, plan, progress, participants, saved)
+        run = _prepare_state(session, feed, fed, plan, progress, components, saved)
         if saved is not None and fed is not None:  # Without a first batch, no step follows.
             warn_of_changes(saved, compiled, to_resume=True)
         failed.pop_all()
@@ -136,10 +136,10 @@ def prepare_run(
 
 
 def _prepare_state(
-    session: Session, feed: Feed, fed: FedBatch | None, plan: RunPlan, progress: Progress, participants: Participants, saved: Saved | None
+    session: Session, feed: Feed, fed: FedBatch | None, plan: RunPlan, progress: Progress, components: RunComponents, saved: Saved | None
 ) -> RunSetup:
     """Builds or restores the state, begins to compile, and dry-runs a step on the first batch, `fed`; `None` if the resumed run has had all batches."""
-    program, callbacks = session.task.need_compiled("fit"), participants.callbacks
+    program, callbacks = session.task.need_compiled("fit"), components.callbacks
     if saved is not None:
         session.restore(saved, None if fed is None else fed.batch, RestoreOptions(is_resume=True))
     saved_steps = None if saved is None else int(saved.metadata.get("steps_per_call", 1))
@@ -155,7 +155,7 @@ def _prepare_state(
     resumed, during_first_step = Resumed(), None
     if fed is not None:
         if callbacks.copies_state:
-            Snapshots(live, participants.saver).reserve()
+            Snapshots(live, components.saver).reserve()
         _dry_run(session, feed.source, fed.batch, plan.keep, steps_per_call=steps)
         # The check traces the module, so it runs while the device computes the first step.
         during_first_step = functools.partial(check_activations, program, shapes_in(live.borrow()), fed.batch)
@@ -163,14 +163,14 @@ def _prepare_state(
     if session.strategy.num_processes > 1:
         check_same_in_all_processes("initial states", {"the state": fingerprint_of(live.borrow())})
     chosen = _choose_steps_per_call(session, program, fed, saved_steps, plan.keep)
-    for evaluate in participants.validation.loops:
+    for evaluate in components.validation.loops:
         evaluate.prepare(live.borrow())
-    _check_log_keys(list(program.dry_run.kinds), [loop.name for loop in participants.validation.loops])
+    _check_log_keys(list(program.dry_run.kinds), [loop.name for loop in components.validation.loops])
     session.state.last_progress = progress
     # Without jit each call has one step. The choice is saved for a resume that is compiled.
     info = {**plan.info, "run_id": session.run_id, "steps_per_call": chosen}
     plan = dataclasses.replace(plan, info=info, steps_per_call=1 if program.is_eager else chosen)
-    return RunSetup(session, program, live, feed, plan, progress, participants, resumed, during_first_step)
+    return RunSetup(session, program, live, feed, plan, progress, components, resumed, during_first_step)
 
 
 def find_saved(session: Session, resume: Any, stores: Sequence[CheckpointStore]) -> Saved | None:
@@ -188,25 +188,26 @@ def training_copy(
 ) -> Iterator[tuple[Session, Feed]]:
     """Yields a copy of a session, with its state initialized or restored, and its batches. The session and the global random generators do not change.
 
-    Without `saved`, the copy begins with the session's state and a new pass. The data must be able to restart. `what` names the operation in errors.
+    Without `saved`, the copy begins with the session's state and the first pass over the data, which must be able to restart. `what` names the operation in
+    errors.
     """
     if not source.can_restart:
         raise ConfigError(f"{what} cannot take an iterator, because it would consume your data. Pass a function that returns a new iterator: `lambda: ...`.")
-    twin = session.twin() if saved is None else session.fresh(session.seed)
-    settings = {name: value for name, value in _settings_of(twin, source, None).items() if name != "steps_per_epoch"}
-    progress = _start_progress(twin, source, saved, settings)
-    with undisturbed(), contextlib.closing(_make_feed(twin, source, class_weight, progress, saved)) as feed:
+    copy = session.copy() if saved is None else session.copy_without_state(session.seed)
+    settings = {name: value for name, value in _settings_of(copy, source, None).items() if name != "steps_per_epoch"}
+    progress = _start_progress(copy, source, saved, settings)
+    with undisturbed(), contextlib.closing(_make_feed(copy, source, class_weight, progress, saved)) as feed:
         fed = feed.next() or feed.next()
         if fed is None:
             raise DataError(f"{what}: the data yields no batches. Check that it is not empty.")
         feed.push_back()
         if saved is not None:
-            twin.restore(saved, fed.batch, RestoreOptions(is_resume=True))
-        elif twin.state.live is None:
-            twin.state.build(fed.batch)
-        _dry_run(twin, source, fed.batch, keep)
-        check_activations(twin.task.need_compiled(what), twin.state.need(what).borrow(), fed.batch)
-        yield twin, feed
+            copy.restore(saved, fed.batch, RestoreOptions(is_resume=True))
+        elif copy.state.live is None:
+            copy.state.build(fed.batch)
+        _dry_run(copy, source, fed.batch, keep)
+        check_activations(copy.task.need_compiled(what), copy.state.need(what).borrow(), fed.batch)
+        yield copy, feed
 
 
 # -- settings and position --
@@ -231,14 +232,14 @@ def _start_progress(session: Session, source: Source, saved: Saved | None, setti
         progress = Progress.from_json(saved.metadata["progress"])
         if not source.is_repeatable:
             progress.position, progress.used = spread(progress.position, progress.used, source)
-        progress.position = own_position(progress.position, progress.used, source.shares)
+        progress.position = position_in_shard(progress.position, progress.used, source.shares)
         return progress
     step = 0 if session.state.live is None else session.state.live.step
     return Progress(step=step, first_step=step, epoch=initial_epoch, position=session.next_position(source))
 
 
-def _settings_to_compare(session: Session, settings: Mapping[str, Any], plan: RunPlan, participants: Participants) -> dict[str, Any]:
-    validation = participants.validation
+def _settings_to_compare(session: Session, settings: Mapping[str, Any], plan: RunPlan, components: RunComponents) -> dict[str, Any]:
+    validation = components.validation
     settings = {
         **settings,
         **session.task.described,
@@ -247,7 +248,7 @@ def _settings_to_compare(session: Session, settings: Mapping[str, Any], plan: Ru
         "epochs": plan.end_epoch,
         "every": plan.every,
         "validation": [[loop.name for loop in validation.loops], validation.frequency],
-        **participants.callbacks.alike,
+        **components.callbacks.settings_to_compare,
     }
     return {name: repr(value) for name, value in settings.items()}
 

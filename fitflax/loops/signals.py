@@ -70,18 +70,18 @@ class Interruption:
     not save it.
 
     Forked processes, such as workers of a loader, inherit the handlers, which call the earlier handlers there. If a signal reaches a whole process group,
-    the workers die, and reading from them fails. So `__exit__` suppresses errors of the data that `explains` attributes to the signal, and `leave` passes the
-    signal on.
+    the workers die, and reading from them fails. So `__exit__` suppresses errors of the data that `explains` attributes to the signal, and `reraise_signal`
+    passes the signal on.
     """
 
     def __init__(self, *, saves: bool = True) -> None:
         self._saves = saves
         self.requested: signal.Signals | None = None  # SIGTERM if both were received, because only it must end the process.
-        self.leaves_at_once = False  # Whether a second Ctrl-C was received.
+        self.exits_immediately = False  # Whether a second Ctrl-C was received.
         self._earlier: dict[signal.Signals, Any] = {}
         self._process = os.getpid()
         self._has_reported = False
-        self._asks_jax = False
+        self._jax_handles_sigterm = False
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -97,9 +97,9 @@ class Interruption:
     def _find_handlers(self) -> list[str]:
         """Finds out which signals can be recorded, and how; returns warnings about the others."""
         if jax.distributed.is_initialized():
-            self._asks_jax = bool(jax.config.values["jax_enable_preemption_service"])
+            self._jax_handles_sigterm = bool(jax.config.values["jax_enable_preemption_service"])
             advice = "Turn it on before jax.distributed.initialize()"
-            return [] if self._asks_jax else [_will_not_save("SIGTERM", "jax_enable_preemption_service is off", advice)]
+            return [] if self._jax_handles_sigterm else [_will_not_save("SIGTERM", "jax_enable_preemption_service is off", advice)]
         if is_actor():
             return []
         thread = threading.current_thread()
@@ -125,7 +125,7 @@ class Interruption:
 
     def explains(self, error: BaseException) -> bool:
         """Returns whether the signal explains an error: it came from the data, whose workers the signal may have ended. Prints it unless a worker was lost."""
-        if self.requested is None or self.leaves_at_once or not is_from_data(error):
+        if self.requested is None or self.exits_immediately or not is_from_data(error):
             return False
         is_worker_lost = is_dead_worker(error) or isinstance(error, ConnectionError | EOFError)  # Of a pipe or socket to a worker that has ended.
         if not is_worker_lost and not self._has_reported:
@@ -143,7 +143,7 @@ class Interruption:
             self._handle_in_fork(signal.Signals(number), frame)
             return
         if self.requested is not None and number == signal.SIGINT:
-            self.leaves_at_once = True
+            self.exits_immediately = True
             raise KeyboardInterrupt
         if self.requested is None:
             self._silence_dead_workers()
@@ -179,10 +179,10 @@ class Interruption:
 
         Every process must call it once after each step: JAX chooses a step that no process has reached yet, and answers yes once, at that step.
         """
-        if self._asks_jax and self.requested is None and multihost_utils.reached_preemption_sync_point(step):
+        if self._jax_handles_sigterm and self.requested is None and multihost_utils.reached_preemption_sync_point(step):
             self.requested = signal.SIGTERM
 
-    def leave(self) -> None:
+    def reraise_signal(self) -> None:
         """Passes on the recorded signal, once everything is saved and the earlier handlers are restored.
 
         If the program had installed a handler, it is called.
@@ -207,12 +207,12 @@ def _will_not_save(signals: str, why: str, advice: str) -> str:
 class Agreement:
     """Decides when a run stops, and defines its time. This base class is for a single process.
 
-    `clock` returns seconds, and `is_asked` whether a stop was requested in this process.
+    `clock` returns seconds, and `is_stop_requested` whether a stop was requested in this process.
     """
 
-    def __init__(self, clock: Callable[[], float], is_asked: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, clock: Callable[[], float], is_stop_requested: Callable[[], bool] = lambda: False) -> None:
         self._clock = clock
-        self.is_asked = is_asked
+        self.is_stop_requested = is_stop_requested
 
     @property
     def seconds(self) -> float:
@@ -221,7 +221,7 @@ class Agreement:
 
     def stops(self, step: int) -> bool:
         """Returns whether the run stops after a step."""
-        return self.is_asked()
+        return self.is_stop_requested()
 
     def begin(self, step: int, first_step: int) -> None:
         """Begins after `step`. Calls of several steps end at multiples of their size, counted from `first_step`."""
@@ -245,9 +245,16 @@ class DistributedAgreement(Agreement):
     """
 
     def __init__(
-        self, clock: Callable[[], float], is_asked: Callable[[], bool], *, reason: Callable[[], str], stop: Callable[[str], None], ahead: int, multiple: int
+        self,
+        clock: Callable[[], float],
+        is_stop_requested: Callable[[], bool],
+        *,
+        reason: Callable[[], str],
+        stop: Callable[[str], None],
+        ahead: int,
+        multiple: int,
     ) -> None:
-        super().__init__(clock, is_asked)
+        super().__init__(clock, is_stop_requested)
         self._reason, self._stop = reason, stop
         self._lead, self._multiple = (ahead // multiple + 1) * multiple, multiple
         self._index, self._count = jax.process_index(), jax.process_count()
@@ -297,8 +304,8 @@ class DistributedAgreement(Agreement):
 
     def _post(self, step: int, following: int) -> None:
         """Posts the decisions for a listening step, and which step is the next one."""
-        asked = self._board.read_all("asked")
-        reason = asked[min(asked)].decode() if asked else None
+        requests = self._board.read_all("asked")
+        reason = requests[min(requests)].decode() if requests else None
         self._record = {"seconds": self._clock(), "stop": reason, "next": following}
         self._board.post(f"steps/{step}", json.dumps(self._record).encode())
         self._posted.append(step)
@@ -307,8 +314,8 @@ class DistributedAgreement(Agreement):
 
     @override
     def synchronize(self) -> None:
-        found = exchange([self._clock(), self._reason() if self.is_asked() else None], "the beginning of a run or the end of an epoch")
-        self._apply(found[0][0], next((reason for _, reason in found if reason is not None), None))
+        gathered = exchange([self._clock(), self._reason() if self.is_stop_requested() else None], "the beginning of a run or the end of an epoch")
+        self._apply(gathered[0][0], next((reason for _, reason in gathered if reason is not None), None))
 
     def _apply(self, seconds: float, reason: str | None) -> None:
         self._seconds = max(self._seconds, seconds)
@@ -318,15 +325,15 @@ class DistributedAgreement(Agreement):
 
     @override
     def stops(self, step: int) -> bool:
-        if not self._is_stopping and not self._was_refused and self.is_asked():
-            if self._all_asked(step):
+        if not self._is_stopping and not self._was_refused and self.is_stop_requested():
+            if self._all_requested_stop(step):
                 self._is_stopping = True
             else:
                 self._was_refused = True
                 self._board.post(f"asked/{self._index}", self._reason().encode())
         return self._is_stopping
 
-    def _all_asked(self, step: int) -> bool:
+    def _all_requested_stop(self, step: int) -> bool:
         """Returns whether a stop was requested in all processes after this step; the result is the same in every process that calls it."""
         self._board.post(f"votes/{step}/{self._index}", _YES)
         end = time.monotonic() + _VOTE_SECONDS

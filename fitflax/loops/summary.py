@@ -10,7 +10,7 @@ import optax
 from fitflax.data.batch import Triple
 from fitflax.errors import ConfigError, NotReadyError
 from fitflax.leaves import is_key, named_leaves
-from fitflax.loops.session import Session, as_given
+from fitflax.loops.session import Session, unpadded_batch
 from fitflax.models import Model
 from fitflax.optimizers import get_learning_rates
 from fitflax.parallel import Strategy
@@ -25,7 +25,7 @@ def describe(session: Session, sample: Triple | None, *, memory: bool, sharding:
 
     `memory` also compiles the training step and reports its memory; `sharding` reports how each array is laid out.
     """
-    shapes, strategy = session.state.sample if sample is None else shapes_of(as_given(sample)), session.strategy
+    shapes, strategy = session.state.sample if sample is None else shapes_of(unpadded_batch(sample)), session.strategy
     if shapes is None:
         raise NotReadyError("summary() needs the shapes of a batch, but there has been none yet. Pass summary(sample=x).")
     program = session.need_trainable("summary(memory=True)") if memory else session.task.any_program()
@@ -41,7 +41,7 @@ def describe(session: Session, sample: Triple | None, *, memory: bool, sharding:
             raise NotReadyError("summary(memory=True) needs the shapes of a batch to compile a training step. Pass summary(sample=(x, y), memory=True).")
         if program.is_eager:
             raise ConfigError("summary(memory=True) needs a compiled step. Remove what disables jit: jax.disable_jit(), JAX_DISABLE_JIT or run_eagerly=True.")
-        batch = session.intake.sample(sample, accumulate_steps=task.numerics.accumulate_steps)
+        batch = session.data_adapter.sample(sample, accumulate_steps=task.numerics.accumulate_steps)
         program.preparation.train(state, batch, steps_per_call=session.task.steps_per_call or 1)
         taken = program.preparation.memory()
     lines = [table, *describe_costs(program.preparation.forward_flops(state, whole), taken)]
@@ -133,9 +133,9 @@ def describe_sharding(strategy: Strategy, state: TrainState) -> list[str]:
     lines += [f"Axis {axis!r} is unused: no array of the state and no batch is split over it." for axis in strategy.idle_axes(state)]
     parts = {"parameters": params, "collections": others, "averages": state.ema_params, "optimizer": state.opt_state}
     held = {name: (sum(map(_bytes_on_device, jax.tree.leaves(tree))), sum(map(_num_bytes, jax.tree.leaves(tree)))) for name, tree in parts.items()}
-    sums = [f"{name} {_describe_bytes(own)} of {_describe_bytes(whole)}" for name, (own, whole) in held.items() if whole]
-    own, whole = (sum(pair[index] for pair in held.values()) for index in (0, 1))
-    return [*lines, f"Each device holds {', '.join(sums)}; in total {_describe_bytes(own)} of {_describe_bytes(whole)}."]
+    sums = [f"{name} {_describe_bytes(on_device)} of {_describe_bytes(whole)}" for name, (on_device, whole) in held.items() if whole]
+    on_device, whole = (sum(pair[index] for pair in held.values()) for index in (0, 1))
+    return [*lines, f"Each device holds {', '.join(sums)}; in total {_describe_bytes(on_device)} of {_describe_bytes(whole)}."]
 
 
 def _split_axes(leaf: Any) -> str:

@@ -35,9 +35,9 @@ class Run:
     def __init__(self, setup: RunSetup, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._session, self._program, self._live, self._feed = setup.session, setup.program, setup.live, setup.feed
         self.plan, self.progress = setup.plan, setup.progress
-        others, resumed = setup.participants, setup.resumed
-        self.callbacks, self.interruption, self.spent = others.callbacks, others.interruption, others.spent
-        self._saver, self._validation = others.saver, others.validation
+        components, resumed = setup.components, setup.resumed
+        self.callbacks, self.interruption, self.spent = components.callbacks, components.interruption, components.spent
+        self._saver, self._validation = components.saver, components.validation
         self._during_first_step, self._clock = setup.during_first_step, clock
         try:
             self._agreement = make_agreement(self._session, int(self.plan.info["steps_per_call"]), lambda: self._clock())
@@ -59,7 +59,7 @@ class Run:
         # they are saved instead of the current ones.
         self._before_epoch_end: tuple[dict[str, Any], TrainState | None] | None = None
         # For the consumer of the checkpoints: the `id()` of each callback whose trigger fired, and the logs of the last epoch.
-        self.due: set[int] = set()
+        self.fired_ids: set[int] = set()
         self.epoch_logs = Logs()
         self._checkpoint_flags = self._epochs_with_rescue()
         self._is_compiled = self.has_ended = self._is_being_closed = False
@@ -99,7 +99,7 @@ class Run:
         checkpoint, self._pending_checkpoint = self._pending_checkpoint or self._make_checkpoint(), None
         repeat = self._has_yielded and self.progress.step == self._last_yielded
         if self.progress.is_pending:
-            self.due = set()  # A resume evaluates the triggers of this step.
+            self.fired_ids = set()  # A resume evaluates the triggers of this step.
         self._has_yielded = True
         self._timer.pause(self._values)
         run = checkpoint.run
@@ -117,7 +117,7 @@ class Run:
         self._finish_saving()
 
     def _finish_saving(self) -> None:
-        if self.interruption.leaves_at_once:
+        if self.interruption.exits_immediately:
             self._saver.abandon()
         with self.spent.on("saving"):
             self._saver.close()
@@ -189,33 +189,33 @@ class Run:
 
     def _epochs_with_rescue(self) -> Generator[bool, None, None]:
         """Runs `_epochs`; after an exception, yields a checkpoint of the last finished step."""
-        is_given_up = False
+        is_dropped = False
         try:
             self._agreement.begin(self.progress.step, self.progress.first_step)
             yield from self._epochs()
             self.has_ended = True
         except GeneratorExit:
-            is_given_up = True
+            is_dropped = True
             raise
         except BaseException as error:  # Includes a KeyboardInterrupt that user code raises.
             self._check_epoch_end(may_read=False)
             self.failure = None if isinstance(error, Interrupted) else error
             self._undo_callbacks()
-            if self._live.is_intact and self._live.step == self.progress.step and not self.interruption.leaves_at_once:
-                is_given_up = True  # Unless the consumer of this checkpoint requests the next one.
+            if self._live.is_intact and self._live.step == self.progress.step and not self.interruption.exits_immediately:
+                is_dropped = True  # Unless the consumer of this checkpoint requests the next one.
                 yield from self._last_checkpoint(rescue=True)
-                is_given_up = False
+                is_dropped = False
             # Checked after the checkpoint, because a scheduler may signal the workers of a loader before their parent.
             if self.failure is not None and not self.interruption.explains(error):
                 raise
         finally:
-            if not is_given_up:
+            if not is_dropped:
                 self._feed.close()  # This ends worker processes of a loader.
                 self._finish_saving()
             elif not self._is_being_closed:
                 # The run was dropped, and this may be any thread, because the garbage collector runs it.
                 self._feed.close()
-                self._saver.let_go()
+                self._saver.detach()
 
     def _undo_callbacks(self) -> None:
         """Restores the state from before callbacks changed it at the end of an epoch, unless one has trained it and so donated its buffers."""
@@ -307,7 +307,7 @@ class Run:
             self._exclude(check)
         if without_hooks:
             self._train_without_hooks(without_hooks)
-        if hooks.wants("on_train_batch_end"):
+        if hooks.has_hook("on_train_batch_end"):
             hooks.call("on_train_batch_end", progress.step_in_epoch - 1, Logs(self._values, kinds=self._program.dry_run.kinds))
 
     def _exclude(self, prepare: Callable[[], None]) -> None:
@@ -341,9 +341,9 @@ class Run:
         spent = self.spent
         next_seconds = min(self._schedule.next_seconds, self._validation_schedule.next_seconds, self.callbacks.next_seconds)
         watches_time = next_seconds < math.inf
-        end = clock() + _SECONDS_WITHOUT_HOOKS if self.callbacks.wants("on_train_batch_end") else math.inf
+        end = clock() + _SECONDS_WITHOUT_HOOKS if self.callbacks.has_hook("on_train_batch_end") else math.inf
         while steps > 0:
-            if not feed.has_more or agreement.is_asked() or clock() >= end or (watches_time and agreement.seconds >= next_seconds):
+            if not feed.has_more or agreement.is_stop_requested() or clock() >= end or (watches_time and agreement.seconds >= next_seconds):
                 return
             interruption.check(progress.step)  # Called once after each step; if this method returns before, the caller does it.
             if interruption.requested is not None:
@@ -359,7 +359,7 @@ class Run:
     def _steps_to_next_event(self) -> int:
         """Returns the number of steps until the next event, such as a trigger or the end of the epoch."""
         plan, progress = self.plan, self.progress
-        step, is_seen = progress.step, self.callbacks.wants_every("on_train_batch_begin", "on_train_batch_end")
+        step, is_seen = progress.step, self.callbacks.needs_every_batch("on_train_batch_begin", "on_train_batch_end")
         ends: list[int | None] = [step + (self._steps_of_call(_MAX_STEPS_WITHOUT_HOOKS) if is_seen else _MAX_STEPS_WITHOUT_HOOKS)]
         ends += [plan.end_step, self._run_end_step, self._agreement.next_step()]
         ends += [schedule.next_step(step, plan.process_start) for schedule in (self._schedule, self._validation_schedule, self.callbacks)]
@@ -418,7 +418,7 @@ class Run:
         # Recorded now, so that a resume from a checkpoint that is saved below ends the epoch again. After a partial epoch, no state is saved.
         self._before_epoch_end = self.callbacks.state_dict(self.seconds), self._live.borrow() if is_whole else None
         checkpoint = self._make_checkpoint(epoch_ends=True)
-        if self._validation.at_epoch(self.progress.epoch) or (is_whole and self._validation_schedule.due(self._moment(epoch_ends=True))):
+        if self._validation.at_epoch(self.progress.epoch) or (is_whole and self._validation_schedule.fires(self._moment(epoch_ends=True))):
             checkpoint = self._validation.evaluate(checkpoint, self._program, self.spent)
         checkpoint.logs.earlier = self._validated
         self.epoch_logs = checkpoint.logs
@@ -438,12 +438,12 @@ class Run:
         if not self._has_triggers:
             return False
         moment = self._moment(epoch_ends=not progress.epoch_is_open)
-        if progress.epoch_is_open and self._validation_schedule.due(moment):
+        if progress.epoch_is_open and self._validation_schedule.fires(moment):
             self._pending_checkpoint = self._validation.evaluate(self._make_checkpoint(), self._program, self.spent)
             self._validated = {key: self._pending_checkpoint.logs[key] for key in sorted(self._pending_checkpoint.evaluated)}
-        self.due = self.callbacks.due(moment)
+        self.fired_ids = self.callbacks.evaluate_triggers(moment)
         progress.is_pending = False
-        return self._schedule.due(moment) or bool(self.due) or (self._pending_checkpoint is not None and progress.epoch_is_open)
+        return self._schedule.fires(moment) or bool(self.fired_ids) or (self._pending_checkpoint is not None and progress.epoch_is_open)
 
     def _moment(self, *, epoch_ends: bool) -> Moment:
         progress = self.progress

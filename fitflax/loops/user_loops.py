@@ -28,7 +28,7 @@ from fitflax.leaves import as_config
 from fitflax.loops.configuration import CurrentTask, check_counts, group_name, strategy_of, streams_of, trigger_of, zeros
 from fitflax.loops.evaluation_loop import Evaluation
 from fitflax.loops.session import Session
-from fitflax.loops.setup import Participants, RunPlan, find_saved, prepare_run
+from fitflax.loops.setup import RunComponents, RunPlan, find_saved, prepare_run
 from fitflax.loops.training_loop import Run
 from fitflax.models import TRANSIENT, FunctionModel, mutable_filter
 from fitflax.parallel import Strategy
@@ -133,7 +133,7 @@ class TrainLoop:
         make_task = functools.partial(Task, model=FunctionModel(init, apply), strategy=strategy, streams=streams_of("TrainLoop", rngs), **_collections(mutable))
         session = Session(CurrentTask(make_task, strategy), seed)
         session.compile(optimizer, loss)
-        source = session.intake.adapt(data, call="TrainLoop", selection=Selection(None, None), batch_size=batch_size, shuffle=shuffle)
+        source = session.data_adapter.adapt(data, call="TrainLoop", selection=Selection(None, None), batch_size=batch_size, shuffle=shuffle)
         saver = session.make_saver()
         try:
             saved = None
@@ -141,7 +141,7 @@ class TrainLoop:
                 place = locate(restore_from, owner="TrainLoop(restore_from)", error=CheckpointError, options=storage_options)
                 saved = _find_checkpoint(place, session, saver)
             if sample is not None and saved is None:
-                session.state.build(session.intake.sample(Triple(zeros(sample), (), None)))
+                session.state.build(session.data_adapter.sample(Triple(zeros(sample), (), None)))
             self._begin(session, source, plan_of(every, steps_per_epoch, grads=grads, sown=sown, config=config), steps, saver, saved=saved)
         except BaseException:
             saver.close()
@@ -167,7 +167,7 @@ class TrainLoop:
     ) -> None:
         self._session, self._steps, self._is_closed, self._has_printed = session, steps, False, False
         session.clear_stop()
-        self._run = Run(prepare_run(session, source, plan, Participants(saver), steps=steps or None, class_weight=class_weight, saved=saved))
+        self._run = Run(prepare_run(session, source, plan, RunComponents(saver), steps=steps or None, class_weight=class_weight, saved=saved))
 
     def __repr__(self) -> str:
         return f"TrainLoop(step={self.step}, steps={self.steps})"
@@ -317,13 +317,16 @@ class EvalLoop:
         rest: dict[str, Any] = {"optimizer": None, "numerics": Numerics(), **_collections(_ALL_BUT_PARAMS)}
         options: dict[str, Any] = {"selection": Selection(None, None), "batch_size": batch_size, "shuffle": False}
         # Adapt the data now, so that its errors are raised now. A shard also needs the number of processes, which is known only with a checkpoint.
-        given = data if isinstance(data, Shard) else adapt(data, seed=0, **options)
+        data_or_source = data if isinstance(data, Shard) else adapt(data, seed=0, **options)
 
         def evaluation_on(strategy: Strategy) -> Evaluation:
             task = Task(model=model, strategy=strategy, objective=objective, streams=streams, **rest)
             session = Session(CurrentTask(lambda **_: task, strategy), seed=0)
-            intake = session.intake
-            source = intake.agreed(given, "EvalLoop") if isinstance(given, Source) else intake.adapt(given, call="EvalLoop", is_kept=False, **options)
+            adapter = session.data_adapter
+            if isinstance(data_or_source, Source):
+                source = adapter.exchange_shard_info(data_or_source, "EvalLoop")
+            else:
+                source = adapter.adapt(data_or_source, call="EvalLoop", is_kept=False, **options)
             return Evaluation(session, session.task.any_program(), source, steps=steps, name=name)
 
         self._evaluation_on = functools.lru_cache(maxsize=1)(evaluation_on)
@@ -406,7 +409,7 @@ def _find_checkpoint(path: Location, session: Session, saver: Saver) -> Saved | 
     if is_checkpoint(path) or (isinstance(path, Path) and path.exists() and not os.access(path, os.W_OK)):  # Read-only: no lock.
         return load_checkpoint(path)
     store = CheckpointStore(path)
-    if isinstance(holder := holder_of(path), Saver) and not holder.is_given_up:  # A callback of an earlier loop in this process was not closed.
+    if isinstance(holder := holder_of(path), Saver) and not holder.is_orphaned:  # A callback of an earlier loop in this process was not closed.
         holder.wait()
     else:
         store.lock(saver)  # Lock it before searching it, so that files that another run is writing are not taken for leftovers.

@@ -73,7 +73,7 @@ def save_weights(
     dtype = _dtype_of(dtype, "save_weights")
     state = session.state.need("save_weights").borrow()
     params = session.task.any_program().eval_params(state)
-    leaves = dict(_weights(params, state.model_state, has_streams=session.state.own is not None))
+    leaves = dict(_weights(params, state.model_state, has_streams=session.state.module_variables is not None))
 
     def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> Location:
         named = {name_of(name, str(place)): array for name, array in arrays.items()} if rules is None else to_file(arrays, rules, where=str(place))
@@ -119,22 +119,22 @@ def load_weights(
     left: list[str] = []
 
     def find(_: Any) -> Saved:
-        found = find_weights(place)
-        if found is None:
+        weights_path = find_weights(place)
+        if weights_path is None:
             raise CheckpointNotFoundError(_no_weights(place))
-        saved, names = saved_weights(found, mapping=mapping, partial=partial, dtype=kind, tells_names=True)
+        saved, names = saved_weights(weights_path, mapping=mapping, partial=partial, dtype=kind, suggests_mapping=True)
         left[:] = names
         return saved
 
     saved = split_frozen(session, read_collectively(find, num_processes=session.strategy.num_processes))
     report = session.restore(saved, None, RestoreOptions(weights_only=True, partial=partial))
-    initialized = tuple(name for name in report.initialized if session.state.own is None or not name.startswith(f"{STREAMS}/"))
+    initialized = tuple(name for name in report.initialized if session.state.module_variables is None or not name.startswith(f"{STREAMS}/"))
     return dataclasses.replace(report, initialized=initialized, unused=tuple(sorted({*report.unused, *left})))
 
 
 def split_frozen(session: Session, saved: Saved) -> Saved:
     """Returns weights in which the parameters that are frozen in an NNX module are in the collection `frozen`."""
-    if session.state.own is None or session.state.live is None or not is_weights(saved):
+    if session.state.module_variables is None or session.state.live is None or not is_weights(saved):
         return saved
     state = session.state.live.borrow()
     collections = dict(saved.train["model_state"])
@@ -165,9 +165,9 @@ def _dtype_of(dtype: Any, owner: str) -> Any:
     if dtype is None:
         return None
     with contextlib.suppress(TypeError):
-        found = jnp.dtype(dtype)
-        if jnp.issubdtype(found, jnp.floating):
-            return found
+        resolved = jnp.dtype(dtype)
+        if jnp.issubdtype(resolved, jnp.floating):
+            return resolved
     raise ConfigError(f"{owner}(dtype=...) takes a floating-point dtype, such as 'float32'. Received: {dtype!r}.")
 
 

@@ -164,16 +164,16 @@ def _promotes_columns(fn: Callable[[Any, Any], Any], sizes: tuple[int, int], out
     Arrays with different numbers of rows fit each other only in such broadcasts. The function may fail after them, or where it combines the output and the
     target of each row.
     """
-    found: list[Any] = []
+    equations: list[Any] = []
     with warnings.catch_warnings(record=True, action="always") as caught, jax.numpy_rank_promotion("warn"):
         try:
-            found += _equations(jax.make_jaxpr(fn)(outputs, targets).jaxpr)
+            equations += _equations(jax.make_jaxpr(fn)(outputs, targets).jaxpr)
         except Exception as error:
             if is_of_debugger(error):
                 raise
     messages = [str(warning.message) for warning in caught if "rank promotion" in str(warning.message)]
     # jnp.where and jnp.broadcast_arrays do not warn.
-    added = [(one.invars[0].aval.shape, one.outvars[0].aval.shape) for one in found if one.primitive.name == "broadcast_in_dim"]
+    added = [(one.invars[0].aval.shape, one.outvars[0].aval.shape) for one in equations if one.primitive.name == "broadcast_in_dim"]
     return any(
         ((row,), (column, row)) in added or any(f"({column}, 1)" in message and f"({row},)" in message for message in messages)
         for column, row in (sizes, sizes[::-1])

@@ -78,10 +78,10 @@ class CluMetric(ForeignMetric):
     @override
     def update_from(self, logged: Mapping[str, Any], outputs: Any, targets: Any, weights: Any) -> Self:
         mask = jnp.asarray(weights) != 0
-        made = self.kind.from_model_output(**_keywords(logged, outputs, targets), mask=mask)
+        batch_metric = self.kind.from_model_output(**_keywords(logged, outputs, targets), mask=mask)
         if issubclass(self.kind, sys.modules["clu.metrics"].Accuracy):
-            made = made.replace(total=made.total + _nan_if_counted(outputs, mask))
-        return dataclasses.replace(self, inner=self.inner.merge(made))
+            batch_metric = batch_metric.replace(total=batch_metric.total + _nan_if_counted(outputs, mask))
+        return dataclasses.replace(self, inner=self.inner.merge(batch_metric))
 
     @override
     def merge(self, other: Self) -> Self:
@@ -107,8 +107,8 @@ class CluCollectingMetric(CluMetric):
     @override
     def update_from(self, logged: Mapping[str, Any], outputs: Any, targets: Any, weights: Any) -> Self:
         mask = jnp.asarray(weights) != 0
-        made = self.kind.from_model_output(**_keywords(logged, outputs, targets), mask=mask)
-        values = {key: jnp.concatenate(value) if isinstance(value, tuple) else value for key, value in made.values.items()}
+        batch_metric = self.kind.from_model_output(**_keywords(logged, outputs, targets), mask=mask)
+        values = {key: jnp.concatenate(value) if isinstance(value, tuple) else value for key, value in batch_metric.values.items()}
         scalars = [key for key, value in values.items() if jnp.shape(value)[:1] != mask.shape[:1]]
         if scalars:
             raise MetricError(f"{self.kind.__name__} collects {scalars}, which must have one row per example, [{mask.shape[0]}, ...].")

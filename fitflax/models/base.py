@@ -41,7 +41,7 @@ _MISSING_AXIS = "is not found in mesh"
 
 # Limits of the search for mode fields: the nested levels, and the objects without such fields, because a tokenizer has many of them.
 _MAX_DEPTH, _MAX_OBJECTS = 6, 1000
-OF_MODULES = ("parent", "name")
+LINEN_FIELDS = ("parent", "name")
 
 # Keys of dicts that usually hold targets.
 _TARGET_NAMES = ("y", "label", "labels", "target", "targets")
@@ -88,9 +88,9 @@ class Model(abc.ABC):
         with self._explain_errors(x, "initialized", train=False):
             return with_any_mesh(lambda: without_names(self._init(rngs, x, train=False))).get("params", {})
 
-    def check_eval_params(self, params: PyTree, own: PyTree) -> None:
-        """Checks that the model to evaluate has the parameters of the one to train; `own` are the shapes of the result of `init_for_evaluation`."""
-        have, want = ({f"params/{path}": leaf for path, leaf in named_leaves(tree)} for tree in (own, params))
+    def check_eval_params(self, params: PyTree, eval_params: PyTree) -> None:
+        """Checks that the model to evaluate has the parameters of the one to train; `eval_params` are the shapes of the result of `init_for_evaluation`."""
+        have, want = ({f"params/{path}": leaf for path, leaf in named_leaves(tree)} for tree in (eval_params, params))
         check_eval_model(self.name, self._eval_name, have, want, want)
 
     def apply(self, variables: dict[str, PyTree], x: PyTree, *, train: bool, draws: Draws, mutable: Any) -> tuple[PyTree, dict[str, PyTree]]:
@@ -165,12 +165,12 @@ class Model(abc.ABC):
             f"Trainer(model, eval_model={self._evaluation_code()}), or pass eval_model=model if this is intended."
         )
 
-    def _configured_dropout(self, own: str) -> str | None:
-        """Returns a sentence about dropout in evaluation if a configuration of the model, called `own`, sets the mode; `None` otherwise."""
+    def _configured_dropout(self, what: str) -> str | None:
+        """Returns a sentence about dropout in evaluation if a configuration of the model, called `what`, sets the mode; `None` otherwise."""
         code = self._evaluation_code()
         if code is None:
             return None
-        return f" Dropout is on in evaluation, because the {own} is configured that way. Pass a module for evaluation: Trainer(model, eval_model={code})."
+        return f" Dropout is on in evaluation, because the {what} is configured that way. Pass a module for evaluation: Trainer(model, eval_model={code})."
 
     @contextlib.contextmanager
     def _explain_errors(self, x: PyTree, what: str, *, train: bool) -> Iterator[None]:
@@ -265,14 +265,14 @@ def _innermost_module(error: Exception) -> str:
 
 def _modules_of(error: Exception) -> list[nn.Module]:
     """Returns the modules in the traceback of an error, outermost first."""
-    found = []
+    modules = []
     frames = error.__traceback__
     while frames is not None:
         module = frames.tb_frame.f_locals.get("self")
         if isinstance(module, nn.Module) and module.scope is not None:
-            found.append(module)
+            modules.append(module)
         frames = frames.tb_next
-    return found
+    return modules
 
 
 def is_dropout_error(error: Exception) -> bool:
@@ -381,10 +381,10 @@ def _changed_code(value: Any, code: str, keywords: Collection[str], ancestors: t
     """
     if len(ancestors) == _MAX_DEPTH or id(value) in ancestors or id(value) in unchanged or len(unchanged) == _MAX_OBJECTS:
         return None
-    found = _members_of(value)
-    if found is None:
+    members_and_template = _members_of(value)
+    if members_and_template is None:
         return None
-    members, template = found
+    members, template = members_and_template
     changes: dict[str, str] = {}
     for name, member in members.items():
         if name in keywords and isinstance(member, bool):
@@ -410,7 +410,7 @@ def _members_of(value: Any) -> tuple[Mapping[str, Any], str] | None:
     if dataclasses.is_dataclass(value):
         fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
         if isinstance(value, nn.Module):
-            return {name: member for name, member in fields.items() if name not in OF_MODULES}, "{code}.clone({fields})"
+            return {name: member for name, member in fields.items() if name not in LINEN_FIELDS}, "{code}.clone({fields})"
         return fields, "dataclasses.replace({code}, {fields})"
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return value._asdict(), "{code}._replace({fields})"

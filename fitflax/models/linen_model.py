@@ -17,8 +17,8 @@ from fitflax.errors import ModelError
 from fitflax.leaves import describe_shapes
 from fitflax.models.base import (
     ARGUMENT_HINT,
+    LINEN_FIELDS,
     MODE_KEYWORDS,
-    OF_MODULES,
     Draws,
     Model,
     call_arguments,
@@ -83,7 +83,7 @@ class LinenModel(Model):
     @property
     @override
     def hyperparameters(self) -> dict[str, Any]:
-        names = [field.name for field in dataclasses.fields(self.train_module) if field.name not in OF_MODULES]
+        names = [field.name for field in dataclasses.fields(self.train_module) if field.name not in LINEN_FIELDS]
         return plain_fields({name: getattr(self.train_module, name, None) for name in names})
 
     @override
@@ -253,8 +253,8 @@ def _static_positions(call: Any) -> Iterator[int]:
     while call is not None:
         cells = dict(zip(call.__code__.co_freevars, call.__closure__ or (), strict=True)) if inspect.isfunction(call) else {}
         if "trafo_kwargs" in cells and "transform" in cells:
-            given = cells["trafo_kwargs"].cell_contents.get("static_argnums", ())
+            static_argnums = cells["trafo_kwargs"].cell_contents.get("static_argnums", ())
             # nn.remat has already subtracted 1 for `self`.
             offset = 0 if cells["transform"].cell_contents.__name__ == "checkpoint" else 1
-            yield from (number - offset for number in ([given] if isinstance(given, int) else given) if number >= offset)
+            yield from (number - offset for number in ([static_argnums] if isinstance(static_argnums, int) else static_argnums) if number >= offset)
         call = getattr(call, "__wrapped__", None)

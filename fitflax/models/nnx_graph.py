@@ -135,8 +135,8 @@ def as_state(slots: Iterable[Slot], variables: Mapping[str, PyTree]) -> Any:
     """Returns variables as a state that NNX can merge and update."""
 
     def value(slot: Slot) -> Any:
-        found = at(variables[slot.collection], slot.path)
-        return found if slot.template is None else slot.template.replace(found)
+        array = at(variables[slot.collection], slot.path)
+        return array if slot.template is None else slot.template.replace(array)
 
     return nnx.from_flat_state([(slot.path, value(slot)) for slot in slots])
 
@@ -213,8 +213,8 @@ class ModuleVariables:
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes of the variables that are arrays, by path."""
-        found = dict(split_module(self.model)[1])
-        values = {f"{slot.collection}/{slot.name}": raw(found[slot.path]) for slot in self.definition.slots if slot.template is None}
+        variables = dict(split_module(self.model)[1])
+        values = {f"{slot.collection}/{slot.name}": raw(variables[slot.path]) for slot in self.definition.slots if slot.template is None}
         return {path: jax.ShapeDtypeStruct(jnp.shape(value), jnp.result_type(value)) for path, value in values.items() if not is_key(value)}
 
     def read(self) -> dict[str, PyTree]:
@@ -240,13 +240,13 @@ class ModuleVariables:
     def _leaves(self) -> list[Any]:
         """Returns the values of the module's variables, in the order of the slots. Raises a `ModelError` if its variables or configuration have changed."""
         graph, entries = split_module(self.model)
-        found = dict(entries)
+        variables = dict(entries)
         if graph != self._checked_graph:
-            self._check_same(found)
+            self._check_same(variables)
             self._checked_graph = graph
-        return [raw(found[slot.path]) for slot in self.definition.slots]
+        return [raw(variables[slot.path]) for slot in self.definition.slots]
 
-    def _check_same(self, found: Mapping[Path, Any]) -> None:
+    def _check_same(self, variables: Mapping[Path, Any]) -> None:
         definition = self._filters.define(in_mode(self.model, self._filters, train=True))[0]
         if definition.graph == self.definition.graph:
             return  # Only its mode or sown values differ.

@@ -91,7 +91,7 @@ def _rngs(rngs: Mapping[str, jax.Array]) -> nnx.Rngs:
 
 
 class NNXModel(Model):
-    """An NNX module as pure functions; `own` are the variables of the user's module, and `eval_model` is a separate module to evaluate."""
+    """An NNX module as pure functions; `module_variables` are those of the user's module, and `eval_model` is a separate module to evaluate."""
 
     loss_arguments = ("model", "batch")
     loss_keywords = ("train",)
@@ -101,20 +101,22 @@ class NNXModel(Model):
     )
     argument_hint = ARGUMENT_HINT + "Trainer(model, train_kwargs={'decode': False}, eval_kwargs={'decode': False})."
 
-    def __init__(self, filters: Filter, train: _Mode, evaluation: _Mode, own: ModuleVariables, eval_model: nnx.Module | None, *, keyword_inputs: bool) -> None:
-        self._filters, self._modes, self._own, self.keyword_inputs = filters, {True: train, False: evaluation}, own, keyword_inputs
+    def __init__(
+        self, filters: Filter, train: _Mode, evaluation: _Mode, module_variables: ModuleVariables, eval_model: nnx.Module | None, *, keyword_inputs: bool
+    ) -> None:
+        self._filters, self._modes, self._module_variables, self.keyword_inputs = filters, {True: train, False: evaluation}, module_variables, keyword_inputs
         self._eval_model = eval_model
-        self._hyperparameters = plain_fields({name: value for name, value in vars(own.model).items() if not name.startswith("_")})
+        self._hyperparameters = plain_fields({name: value for name, value in vars(module_variables.model).items() if not name.startswith("_")})
 
     @property
     @override
     def name(self) -> str:
-        return _name_of(self._own.model)
+        return _name_of(self._module_variables.model)
 
     @property
     @override
     def _eval_name(self) -> str:
-        return _name_of(self._own.model if self._eval_model is None else self._eval_model)
+        return _name_of(self._module_variables.model if self._eval_model is None else self._eval_model)
 
     @property
     @override
@@ -124,8 +126,8 @@ class NNXModel(Model):
     @override
     def _evaluation_code(self, keywords: Collection[str] = tuple(MODE_KEYWORDS)) -> str | None:
         if self._eval_model is None:
-            return view_code(self._own.model, "model", keywords)
-        return None if self._eval_model is self._own.model else view_code(self._eval_model, "eval_model", keywords)
+            return view_code(self._module_variables.model, "model", keywords)
+        return None if self._eval_model is self._module_variables.model else view_code(self._eval_model, "eval_model", keywords)
 
     @property
     @override
@@ -147,7 +149,7 @@ class NNXModel(Model):
     @override
     def init(self, rngs: dict[str, jax.Array], x: PyTree) -> tuple[dict[str, PyTree], AxisNames]:
         # Zeros, because only the shapes are used. JAX keeps the constants of a trace, so the values would stay in memory after the variables were replaced.
-        return jax.tree.map(_zeros_like, self._own.read()), self._own.axes
+        return jax.tree.map(_zeros_like, self._module_variables.read()), self._module_variables.axes
 
     @override
     def _init(self, rngs: dict[str, jax.Array], x: PyTree, *, train: bool) -> Any:
@@ -205,22 +207,22 @@ class NNXModel(Model):
 
     @override
     def split(self, module: Any) -> dict[str, PyTree]:
-        found = dict(split_module(module)[1])
+        variables = dict(split_module(module)[1])
         slots = {slot.path: slot for slot in self._modes[True].definition.slots}
-        self._check_new({path: leaf for path, leaf in found.items() if path not in slots})
-        return collected(slots.values(), [raw(found.get(path)) for path in slots])
+        self._check_new({path: leaf for path, leaf in variables.items() if path not in slots})
+        return collected(slots.values(), [raw(variables.get(path)) for path in slots])
 
     def _changed(self, module: Any, variables: Mapping[str, PyTree], train: bool) -> dict[str, PyTree]:
         """Returns the changed collections of a called module, including parameters that it updates itself and values that a bridged linen module has sown."""
-        mode, found = self._modes[train], dict(split_module(module)[1])
-        known = {slot.path for slot in mode.definition.slots}
-        new = {path: leaf for path, leaf in found.items() if path not in known}
+        mode, after_call = self._modes[train], dict(split_module(module)[1])
+        known_paths = {slot.path for slot in mode.definition.slots}
+        new = {path: leaf for path, leaf in after_call.items() if path not in known_paths}
         self._check_new(new)
         entries = [(collection_of(type(leaf)), path, raw(leaf)) for path, leaf in new.items()]
         for slot in mode.definition.slots:
             is_changed = train and slot.path in mode.written if slot.collection == PARAMS else slot.path not in mode.extra
             if is_changed:  # Variables that the call has removed keep their values.
-                value = raw(found[slot.path]) if slot.path in found else at(variables[slot.collection], slot.path)
+                value = raw(after_call[slot.path]) if slot.path in after_call else at(variables[slot.collection], slot.path)
                 entries.append((slot.collection, slot.path, value))
         return by_collection(entries)
 
@@ -266,7 +268,7 @@ class NNXModel(Model):
     @override
     def tabulate(self, rngs: dict[str, jax.Array], x: PyTree) -> str:
         mode = self._modes[True]
-        module = self.merge(self._own.read(), train=True)  # NNX requires that the module is created in the same trace.
+        module = self.merge(self._module_variables.read(), train=True)  # NNX requires that the module is created in the same trace.
 
         def make(console: dict[str, Any]) -> Any:
             table = functools.partial(nnx.tabulate, module, console_kwargs=console)
@@ -341,16 +343,16 @@ def adapt_nnx(
     except (TypeError, ValueError) as error:
         raise ConfigError(f"Trainer(trainable=...) takes an NNX filter, such as nnx.Param or nnx.LoRAParam. Received: {trainable!r}.") from error
     filters = Filter(trained, tuple(transient))
-    own = ModuleVariables(model, filters)
-    if trainable is not None and not any(slot.collection == PARAMS for slot in own.definition.slots):
-        kinds = sorted({slot.collection for slot in own.definition.slots})
+    module_variables = ModuleVariables(model, filters)
+    if trainable is not None and not any(slot.collection == PARAMS for slot in module_variables.definition.slots):
+        kinds = sorted({slot.collection for slot in module_variables.definition.slots})
         raise ConfigError(f"Trainer(trainable={trainable!r}) selects no variable of {type(model).__name__}, which has {', '.join(kinds) or 'none'}.")
     train = _create_mode(model, filters, train_kwargs, train=True)
     evaluated, known = (model, None) if eval_model is None else (eval_model, train.definition)
     evaluation = _create_mode(evaluated, filters, eval_kwargs, train=False, known=known)
     if eval_model is not None:
-        _check_parameters(own, ModuleVariables(eval_model, filters))
-    return NNXModel(filters, train, evaluation, own, eval_model, keyword_inputs=keyword_inputs), own
+        _check_parameters(module_variables, ModuleVariables(eval_model, filters))
+    return NNXModel(filters, train, evaluation, module_variables, eval_model, keyword_inputs=keyword_inputs), module_variables
 
 
 def _check_bridge(owner: str, module: Any) -> None:
@@ -381,9 +383,9 @@ def _create_mode(module: nnx.Module, filters: Filter, kwargs: Mapping[str, Any] 
     return _Mode(definition, {**named, **(kwargs or {})}, takes_rngs, inner is not None, has_bridge, extra, frozenset(written))
 
 
-def _check_parameters(own: ModuleVariables, other: ModuleVariables) -> None:
+def _check_parameters(module_variables: ModuleVariables, other: ModuleVariables) -> None:
     """Checks that a module to evaluate has the parameters of the one to train."""
-    have, want = other.shapes(), own.shapes()
+    have, want = other.shapes(), module_variables.shapes()
     params = {path: shape for path, shape in want.items() if path.startswith((f"{PARAMS}/", f"{FROZEN}/"))}
     known = want.keys() | {path for path in have if not path.startswith(f"{PARAMS}/")}
-    check_eval_model(type(own.model).__name__, type(other.model).__name__, have, params, known)
+    check_eval_model(type(module_variables.model).__name__, type(other.model).__name__, have, params, known)

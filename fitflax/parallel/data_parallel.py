@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from fitflax.errors import ConfigError, ReplicaError, chain_of
 from fitflax.leaves import is_key, path_name, through_key_data
-from fitflax.parallel.placement import check_devices, count_processes, dense_outside_mesh, own_copy, part_of, put
+from fitflax.parallel.placement import check_devices, copy_leaf, count_processes, dense_outside_mesh, part_of, put
 from fitflax.parallel.strategy import Compiled, Debuggable, Layout, Places, Strategy, copy_aliased, eager_step_error, traced_or_eager
 from fitflax.parallel.transfer import MAX_SHORT_STEPS, InFlight, Transfer, limit_for, of_feed
 from fitflax.state import PyTree
@@ -137,17 +137,17 @@ class DataParallel(Strategy):
             nonlocal needs_axis
             if self.num_processes > 1:
                 raise eager_step_error()
-            given = tuple(self._to_first_device(layout, tree) for layout, tree in zip(inputs, arguments, strict=True))
+            placed = tuple(self._to_first_device(layout, tree) for layout, tree in zip(inputs, arguments, strict=True))
             with self._as_single_replica():
                 try:
-                    results = bound(*given) if needs_axis else fn(*given)
+                    results = bound(*placed) if needs_axis else fn(*placed)
                 except Exception as error:
                     texts = map(str, chain_of(error))
                     if needs_axis or not any("unbound axis name" in text and self.axis_name in text for text in texts):
                         raise
                     needs_axis = True
-                    results = bound(*given)
-            return _each(self._from_first_device, outputs, copy_aliased(results, given))
+                    results = bound(*placed)
+            return _each(self._from_first_device, outputs, copy_aliased(results, placed))
 
         return eager
 
@@ -247,7 +247,7 @@ class DataParallel(Strategy):
         # Copy first: `may_alias=False` still shares aligned NumPy memory, and JAX buffers that are already on one of the devices.
         if self.num_processes > 1:
             return jax.tree.map(lambda leaf: put(leaf, self._replicated), tree)
-        return jax.device_put(jax.tree.map(own_copy, tree), self._replicated)
+        return jax.device_put(jax.tree.map(copy_leaf, tree), self._replicated)
 
     @override
     def abstract_put(self, tree: PyTree) -> PyTree:

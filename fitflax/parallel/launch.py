@@ -126,9 +126,9 @@ def _collect_failures(index: int, count: int) -> dict[int, Failure]:
     """Posts the failure of this process, and returns the failures of all processes; waits for them for a short time."""
     Board("failed").post(str(index), json.dumps({"error": _Exit.failure, "is_own": _Exit.is_own}).encode())
     end = time.monotonic() + _FAILURE_WAIT_SECONDS
-    while len(found := failures()) < count and time.monotonic() < end:
+    while len(failed := failures()) < count and time.monotonic() < end:
         time.sleep(0.05)
-    return found
+    return failed
 
 
 def _watch(index: int, count: int) -> None:
@@ -199,17 +199,17 @@ def initialize(
     """
     if jax.distributed.is_initialized():
         return
-    given: dict[str, Any] = {"coordinator_address": coordinator_address, "num_processes": num_processes, "process_id": process_id}
-    missing = [name for name, value in given.items() if value is None]
-    group = find_group() if len(missing) == len(given) else None
+    arguments: dict[str, Any] = {"coordinator_address": coordinator_address, "num_processes": num_processes, "process_id": process_id}
+    missing = [name for name, value in arguments.items() if value is None]
+    group = find_group() if len(missing) == len(arguments) else None
     if group is not None and group.size == 1:
         return
     if group is not None:
-        given = {"coordinator_address": group.coordinator_address(), "num_processes": group.size, "process_id": group.rank}
+        arguments = {"coordinator_address": group.coordinator_address(), "num_processes": group.size, "process_id": group.rank}
     try:
-        jax.distributed.initialize(**given, local_device_ids=local_device_ids, heartbeat_timeout_seconds=heartbeat_timeout_seconds, **options)
+        jax.distributed.initialize(**arguments, local_device_ids=local_device_ids, heartbeat_timeout_seconds=heartbeat_timeout_seconds, **options)
     except (ValueError, TypeError) as error:
-        if len(missing) == len(given) and "coordinator_address should be defined" in str(error):
+        if len(missing) == len(arguments) and "coordinator_address should be defined" in str(error):
             _warn_without_srun()
             return  # A single process that no launcher started.
         hint = f" Pass {', '.join(missing)}, which the environment does not define." if missing else ""
@@ -217,7 +217,7 @@ def initialize(
     except RuntimeError as error:
         if "must be called before" not in str(error):
             raise
-        if len(missing) == len(given) and group is None:
+        if len(missing) == len(arguments) and group is None:
             return
         raise NotReadyError(
             "parallel.initialize() must run before JAX's devices are used. Call it before jax.devices(), and before you create arrays and trainers."

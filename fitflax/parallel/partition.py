@@ -77,8 +77,8 @@ class Partition:
         if unknown:
             known = [name for name, _ in self.rules]
             hints = {name: did_you_mean(name, known).strip().lower() for name in unknown}
-            found = ", ".join(f"{name!r} ({hint})" if hint else repr(name) for name, hint in hints.items())
-            raise ShardingError(f"{path} has axis names that are neither in rules nor axes of the mesh: {found}")
+            listed_names = ", ".join(f"{name!r} ({hint})" if hint else repr(name) for name, hint in hints.items())
+            raise ShardingError(f"{path} has axis names that are neither in rules nor axes of the mesh: {listed_names}")
         repeated = [name for name, count in collections.Counter(name for name in names if isinstance(name, str)).items() if count > 1]
         if repeated:
             raise ShardingError(f"{path} {list(shape)} has the axis name {repeated[0]!r} more than once")
@@ -148,10 +148,10 @@ class Partition:
         params, model_state, opt_state = axes.each(spec, state.params, state.model_state, state.opt_state)
         averages = None if state.ema_params is None else axes.each(spec, state.ema_params, {}, ())[0]
         if faults:
-            found = listed(list(dict.fromkeys(faults)), "; ")
+            listed_faults = listed(list(dict.fromkeys(faults)), "; ")
             rules = [(name, axes) for name, axes in self.rules if name != axes]
             advice = " Add a rule for every name, such as ('name', None) for an axis that is not split." if seen else ""
-            raise ShardingError(f"The state does not fit the mesh {dict(self.sizes)} with the rules {rules}: {found}.{advice}")
+            raise ShardingError(f"The state does not fit the mesh {dict(self.sizes)} with the rules {rules}: {listed_faults}.{advice}")
         none: Any = PartitionSpec()
         step, key = (jax.tree.map(lambda leaf: none, each) for each in (state.step, state.key))
         return dataclasses.replace(state, step=step, params=params, model_state=model_state, opt_state=opt_state, key=key, ema_params=averages)

@@ -59,7 +59,7 @@ def count_processes(devices: Iterable[Any]) -> int:
     return len(owners)
 
 
-def own_copy(leaf: Any) -> Any:
+def copy_leaf(leaf: Any) -> Any:
     """Returns a copy of a leaf without weak types; typed keys remain typed. Large arrays are copied on their devices, others on the host."""
     if isinstance(leaf, jax.Array) and not is_key(leaf) and leaf.nbytes >= SMALL_BYTES:
         return jnp.array(leaf, leaf.dtype)
@@ -162,12 +162,12 @@ def part_of(devices: Iterable[Any], split: NamedSharding | None = None, num_shar
         places: Any = split.devices_indices_map((num_shards,))
         for device, (where, *_) in places.items():
             rows.setdefault(device.process_index, set()).update(range(*where.indices(num_shards)))
-    parts = sorted({tuple(sorted(own)) for own in rows.values()})
+    parts = sorted({tuple(sorted(process_rows)) for process_rows in rows.values()})
     lengths, covered = {len(part) for part in parts}, [row for part in parts for row in part]
     if len(lengths) > 1 or covered != list(range(len(covered))):
         raise ConfigError(
             "The processes must have equal, contiguous parts of a batch. Give each process the same number of devices, and split batches over the first axis "
-            f"of the mesh. Received rows, by process: { {process: sorted(own) for process, own in sorted(rows.items())} }."
+            f"of the mesh. Received rows, by process: { {process: sorted(process_rows) for process, process_rows in sorted(rows.items())} }."
         )
     return parts.index(tuple(sorted(rows[jax.process_index()]))), len(parts)
 
@@ -300,13 +300,13 @@ def copy_to_host_memory(arrays: Sequence[jax.Array], *, wait: bool = True) -> li
     once = [array.addressable_data(0) if array.is_fully_replicated else _without_duplicates(array) for array in arrays]
     parts = [[shard.data for shard in array.addressable_shards] for array in once]
     # Copy shards: copying an array that spans processes is a computation of all of them, and its order relative to the steps may differ between them.
-    copies = jax.device_put(parts, [[part.sharding.with_memory_kind("pinned_host") for part in own] for own in parts])
+    copies = jax.device_put(parts, [[part.sharding.with_memory_kind("pinned_host") for part in shards] for shards in parts])
     if wait:
         jax.block_until_ready(copies)
     shardings = [array.sharding.with_memory_kind("pinned_host") for array in once]
     return [
-        jax.make_array_from_single_device_arrays(array.shape, sharding, own, dtype=array.dtype)
-        for array, sharding, own in zip(once, shardings, copies, strict=True)
+        jax.make_array_from_single_device_arrays(array.shape, sharding, shards, dtype=array.dtype)
+        for array, sharding, shards in zip(once, shardings, copies, strict=True)
     ]
 
 

@@ -71,8 +71,8 @@ class Board:
 
     def read_all(self, folder: str) -> dict[str, bytes]:
         """Returns the messages whose keys begin with `folder/`, by the rest of the key, without waiting."""
-        found = self._client.key_value_dir_get_bytes(f"{self._root}/{folder}")
-        return {key.rsplit("/", 1)[-1]: bytes(message) for key, message in found}
+        messages = self._client.key_value_dir_get_bytes(f"{self._root}/{folder}")
+        return {key.rsplit("/", 1)[-1]: bytes(message) for key, message in messages}
 
     def remove(self, key: str) -> None:
         """Removes a message, or a folder of them."""
@@ -150,8 +150,8 @@ def exchange(value: Any, topic: str = "exchange") -> list[Any]:
             board.remove(str(number - 1))  # All processes have read it, or they would not have posted this one.
     topics = {process: about for process, (about, _) in enumerate(joined)}
     if len(set(topics.values())) > 1:
-        found = listed([f"process {process} is at {about}" for process, about in topics.items() if about != topics[0] or process == 0])
-        raise ReplicaError(f"The processes make different calls: {found}. Make the same calls in the same order in all processes.")
+        differing = listed([f"process {process} is at {about}" for process, about in topics.items() if about != topics[0] or process == 0])
+        raise ReplicaError(f"The processes make different calls: {differing}. Make the same calls in the same order in all processes.")
     return [each for _, each in joined]
 
 
@@ -197,8 +197,8 @@ class Failure(NamedTuple):
 
 def failures() -> dict[int, Failure]:
     """Returns the failures of processes that end because of them, by process."""
-    found = {int(process): Failure(**json.loads(message)) for process, message in Board("failed").read_all("").items()}
-    return dict(sorted(found.items()))
+    by_process = {int(process): Failure(**json.loads(message)) for process, message in Board("failed").read_all("").items()}
+    return dict(sorted(by_process.items()))
 
 
 def check_same(tree: PyTree) -> None:

@@ -71,14 +71,14 @@ class Sharded(Strategy):
         self.mesh = _make_mesh(mesh, devices)
         self.devices = tuple(self.mesh.devices.flat)
         sizes = dict(self.mesh.shape)
-        own_rules = checked_rules(rules, sizes)
+        user_rules = checked_rules(rules, sizes)
         fsdp_axes = _fsdp_axes(fsdp, sizes)
         fsdp_min_size = integer_of("Sharded(fsdp_min_size=...)", fsdp_min_size)
-        self.batch_axes = _batch_axes(own_rules, sizes, fsdp_axes, is_bare=rules is None)
+        self.batch_axes = _batch_axes(user_rules, sizes, fsdp_axes, is_bare=rules is None)
         self._warns = fsdp is not False
-        named = {name for name, _ in own_rules}
-        self._allows_whole_batches = (BATCH, None) in own_rules
-        all_rules = (*own_rules, *[(BATCH, self.batch_axes)] * (BATCH not in named), *((axis, axis) for axis in sizes if axis not in named))
+        named = {name for name, _ in user_rules}
+        self._allows_whole_batches = (BATCH, None) in user_rules
+        all_rules = (*user_rules, *[(BATCH, self.batch_axes)] * (BATCH not in named), *((axis, axis) for axis in sizes if axis not in named))
         self.partition = Partition(sizes, all_rules, fsdp_axes, fsdp_min_size)
         self.num_replicas = 1
         self.num_partitions = self.mesh.size
@@ -131,10 +131,10 @@ class Sharded(Strategy):
         def eager(*arguments: Any) -> Any:
             if self.num_processes > 1:
                 raise eager_step_error()
-            given = tuple(jax.device_put(tree, place) for tree, place in zip(arguments, places, strict=True))
+            placed = tuple(jax.device_put(tree, place) for tree, place in zip(arguments, places, strict=True))
             with self._tracing():
-                made = copy_aliased(of_feed(fn)(*given), given)
-            return jax.device_put(made, results)
+                outputs = copy_aliased(of_feed(fn)(*placed), placed)
+            return jax.device_put(outputs, results)
 
         return eager
 
@@ -321,9 +321,9 @@ def _fsdp_axes(fsdp: Any, sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 def _batch_axes(rules: Sequence[tuple[str, MeshAxes]], sizes: Mapping[str, int], fsdp_axes: Sequence[str], *, is_bare: bool) -> tuple[str, ...]:
     """Returns the mesh axes over which batches are split; a mesh of one axis without rules uses that axis."""
-    given = [axes for name, axes in rules if name == BATCH]
-    if given:
-        axes = given[0]
+    batch_rules = [axes for name, axes in rules if name == BATCH]
+    if batch_rules:
+        axes = batch_rules[0]
         return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
     usual = tuple(axis for axis in sizes if axis in _BATCH_AXES or axis in fsdp_axes)
     return tuple(sizes) if not usual and is_bare and len(sizes) == 1 else usual

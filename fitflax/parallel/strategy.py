@@ -176,8 +176,8 @@ class Strategy(abc.ABC):
     def batcher(self, **options: Any) -> Batcher:
         """Returns a `Batcher` for these devices, which cuts out this process's shard if there are several processes; `options` are those of `Batcher`."""
         compare = check_same if self.num_processes > 1 else None
-        own = {"combines": self.combine_whole_batches, "why_not_whole": self.why_not_whole}
-        return Batcher(**{"num_shards": self.num_batch_shards, "part": self.part, "compare": compare, **own, **options})
+        whole_batch_options = {"combines": self.combine_whole_batches, "why_not_whole": self.why_not_whole}
+        return Batcher(**{"num_shards": self.num_batch_shards, "part": self.part, "compare": compare, **whole_batch_options, **options})
 
     @abc.abstractmethod
     def why_not_whole(self, is_training: bool) -> str | None:
@@ -265,7 +265,10 @@ class Strategy(abc.ABC):
         return tree
 
     def agree(self, tree: PyTree) -> PyTree:
-        """Returns `tree` made equal on all replicas: equal values stay bit-for-bit identical, other floats are averaged, and the rest is that of replica 0."""
+        """Returns `tree` made equal on all replicas.
+
+        Floats that are equal on all replicas stay bit-for-bit identical, different floats are averaged, and all other values are those of replica 0.
+        """
         return tree
 
     @abc.abstractmethod
@@ -360,8 +363,8 @@ def _checking_results() -> Iterator[None]:
 
 def copy_aliased(results: PyTree, arguments: PyTree) -> PyTree:
     """Returns results with copies of those that are arguments, because a compiled step may donate them later."""
-    given = {id(leaf) for leaf in jax.tree.leaves(arguments)}
-    return jax.tree.map(lambda leaf: jnp.copy(leaf) if id(leaf) in given else leaf, results)
+    argument_ids = {id(leaf) for leaf in jax.tree.leaves(arguments)}
+    return jax.tree.map(lambda leaf: jnp.copy(leaf) if id(leaf) in argument_ids else leaf, results)
 
 
 def eager_step_error() -> Exception:

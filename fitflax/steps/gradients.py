@@ -56,7 +56,7 @@ class Notes:
     """Values that JAX transformations cannot return, recorded while a forward pass is traced."""
 
     order: list[str] = dataclasses.field(default_factory=list)  # Keys of the metrics in the order in which they are shown.
-    given: dict[str, Metric] = dataclasses.field(default_factory=dict)  # Metrics as the user gave them.
+    compiled_metrics: dict[str, Metric] = dataclasses.field(default_factory=dict)  # Metrics as the user passed them to `compile`.
     outputs: PyTree = None  # Shapes of the module's outputs by name.
     keeps_returned: bool = False  # Whether to record `returned`; a forward pass inside another transformation would leak it.
     returned: Returned | None = None  # The module's outputs, valid only in the trace of the forward pass.
@@ -154,7 +154,7 @@ class ForwardPass:
         logged = jax.lax.stop_gradient(aux | {"loss": _per_example(parts, len(mask))})
         for entry in () if outputs is None else self.objective.entries(outputs, tuple(metrics)):
             metrics[entry.key] = self.objective.update(entry, outputs, batch.y, weights if entry.weighted else mask, logged)
-            notes.given[entry.key] = entry.metric
+            notes.compiled_metrics[entry.key] = entry.metric
         notes.order[:] = metrics
         kept = {name: tree for name, tree in changed.items() if name not in self.transient}
         written = kept.pop("params", {})

@@ -159,7 +159,7 @@ class EvalParams:
 
     def __init__(self, strategy: Strategy, custom: EvalParamsFn | None, map_members: Callable[[EvalParamsFn], EvalParamsFn], *, is_scaled: bool) -> None:
         self.custom, self._strategy, self._map_members, self._is_scaled = custom, strategy, map_members, is_scaled
-        self._found: bool | None = None  # Whether the optimizer state has schedule-free parts.
+        self._is_schedule_free: bool | None = None  # Whether the optimizer state has schedule-free parts.
         self._compiled: dict[Any, Compiled] = {}  # By placement of the state.
 
     def __call__(self, state: TrainState) -> PyTree:
@@ -177,9 +177,9 @@ class EvalParams:
         """Returns the function that gets the parameters for evaluation from the optimizer state; `None` if they do not depend on it."""
         if not jax.tree.leaves(state.opt_state):  # An InferenceState already has them.
             return None
-        if self._found is None:  # The structure of the optimizer state is the same for all states of a program.
-            self._found = bool(_schedule_free_states(self._opt_state_of(state)))
-        return schedule_free_eval_params if self.custom is None and state.ema_params is None and self._found else self.custom
+        if self._is_schedule_free is None:  # The structure of the optimizer state is the same for all states of a program.
+            self._is_schedule_free = bool(_schedule_free_states(self._opt_state_of(state)))
+        return schedule_free_eval_params if self.custom is None and state.ema_params is None and self._is_schedule_free else self.custom
 
     def _opt_state_of(self, state: TrainState) -> PyTree:
         return state.opt_state.inner_state if self._is_scaled else state.opt_state
@@ -187,7 +187,7 @@ class EvalParams:
     def _evaluated(self, eval_params: EvalParamsFn, opt_state: PyTree, params: PyTree) -> PyTree:
         name = getattr(eval_params, "__name__", repr(eval_params))
         try:
-            found = self._map_members(eval_params)(opt_state, params)
+            evaluated = self._map_members(eval_params)(opt_state, params)
         except Exception as error:
             if is_of_debugger(error) or isinstance(error, FitflaxError):
                 raise
@@ -197,9 +197,9 @@ class EvalParams:
                 f"compile(eval_params={name}) failed on the state of this optimizer, a {type(opt_state).__name__}, when called as {name}(opt_state, params): "
                 f"{type(error).__name__}: {error}.{hint}"
             ) from error
-        if faults := state_faults(params, found):
+        if faults := state_faults(params, evaluated):
             raise OptimizerError(f"compile(eval_params={name}) must return parameters like the trained ones. Differences: {faults}.")
-        return jax.tree.map(jnp.copy, found)  # Copied, because steps donate the state's own buffers.
+        return jax.tree.map(jnp.copy, evaluated)  # Copied, because steps donate the state's own buffers.
 
 
 def find_eval_params(optimizer: optax.GradientTransformation) -> EvalParamsFn | None:

@@ -109,14 +109,14 @@ class Objective:
 
         `activations` has the structure of the module's outputs, with names of activations or `""`.
         """
-        found = []
+        faults = []
         for loss, _, output in self._terms(activations):
             activation = activations if output is None else output.value
             if isinstance(loss, _NamedLoss) and takes_logits(loss.name) and activation in ("softmax", "sigmoid"):
                 subject = "The module" if output is None else f"The module's output {output.path!r}"
                 fault = f"{subject} ends with a {activation}, but the loss {loss!r} takes logits and applies the {activation} itself"
-                found.append(f"{fault}. Remove the {activation} from the module")
-        return found
+                faults.append(f"{fault}. Remove the {activation} from the module")
+        return faults
 
     def check_labels(self, outputs: PyTree, targets: PyTree, weights: Any = None) -> None:
         """Raises `DataError` if integer labels are not in the range of classes, or probabilities not from 0 to 1.
@@ -144,11 +144,11 @@ class Objective:
     def entries(self, outputs: PyTree, taken: Sequence[str]) -> list[MetricEntry]:
         """Returns the metrics for outputs of this structure, with log keys that are not in `taken`."""
         members = members_of(outputs) or {}
-        found = [(*entry, weighted) for spec, weighted in self._specs for entry in _flatten(spec, members)]
-        is_only = len({name for name, *_ in found if name is not None}) == 1
+        named_metrics = [(*entry, weighted) for spec, weighted in self._specs for entry in _flatten(spec, members)]
+        is_only = len({name for name, *_ in named_metrics if name is not None}) == 1
         used = set(taken)
         result: list[MetricEntry] = []
-        for name, key, metric, weighted in found:
+        for name, key, metric, weighted in named_metrics:
             unique = _unique_key("" if name is None else f"{name}_", key, used, weighted)
             used.add(unique)
             result.append(MetricEntry(unique, metric, None if name is None else _Output(name, members, is_only), weighted))
@@ -219,20 +219,20 @@ def _resolve_loss(spec: Any) -> Any:
 def _resolve_metric(spec: Any, *, is_weighted: bool) -> tuple[str, Metric] | list[tuple[str, Metric]]:
     if is_clu(spec):
         adapted = adapt_clu(spec)
-        found: list[tuple[str, Metric]] = list(adapted.items()) if isinstance(adapted, dict) else [(adapted.name, adapted)]
+        named_metrics: list[tuple[str, Metric]] = list(adapted.items()) if isinstance(adapted, dict) else [(adapted.name, adapted)]
     elif is_nnx(spec):
-        found = [*adapt_nnx(spec).items()]
+        named_metrics = [*adapt_nnx(spec).items()]
     else:
         if not isinstance(spec, str):
             _check_order("metric", spec, MetricError)
         metric = resolve(spec)
-        found = [(spec if isinstance(spec, str) else metric_name(metric), metric)]
-    for _, metric in found:
+        named_metrics = [(spec if isinstance(spec, str) else metric_name(metric), metric)]
+    for _, metric in named_metrics:
         if is_weighted and isinstance(metric, ForeignMetric):
             raise MetricError(
                 f"The metric {metric.name!r} of {metric.library} can mask examples, but not weight them. Pass it in metrics= instead of weighted_metrics=."
             )
-    return found[0] if len(found) == 1 else found
+    return named_metrics[0] if len(named_metrics) == 1 else named_metrics
 
 
 def _check_order(what: str, fn: Any, error: type[FitflaxError]) -> None:

@@ -356,24 +356,24 @@ def _dependent_outputs(jaxpr: Any, inputs: list[bool]) -> list[bool]:
         return not hasattr(atom, "val") and atom in marked  # Literals have `val` and are not hashable.
 
     for equation in jaxpr.eqns:
-        given = [is_marked(atom) for atom in equation.invars]
+        marked_inputs = [is_marked(atom) for atom in equation.invars]
         inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
         inner = getattr(inner, "jaxpr", inner)
         if inner is not None and equation.primitive.name in ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call"):
-            results = _dependent_outputs(inner, given)
+            results = _dependent_outputs(inner, marked_inputs)
         else:
-            results = [any(given)] * len(equation.outvars)
+            results = [any(marked_inputs)] * len(equation.outvars)
         marked |= {variable for variable, result in zip(equation.outvars, results, strict=True) if result}
     return [is_marked(atom) for atom in jaxpr.outvars]
 
 
 def _labels(optimizer: optax.GradientTransformation, params: PyTree) -> list[str] | None:
     """Returns each parameter's label; `None` if there is not exactly one `multi_transform`, or it does not label all parameters."""
-    found = list(_label_trees(optimizer.init, set()))
-    if len(found) != 1:
+    label_trees = list(_label_trees(optimizer.init, set()))
+    if len(label_trees) != 1:
         return None
     try:
-        labels = found[0](params) if callable(found[0]) else found[0]
+        labels = label_trees[0](params) if callable(label_trees[0]) else label_trees[0]
         whole = jax.tree.map(lambda label, part: jax.tree.map(lambda _: str(label), part), labels, params)
     except Exception:  # noqa: BLE001 (a custom function may not accept this tree)
         return None

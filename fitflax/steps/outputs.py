@@ -45,10 +45,10 @@ def members_of(outputs: PyTree) -> dict[Any, PyTree] | None:
     if type(outputs) in (list, tuple):
         return {f"output_{number}": output for number, output in enumerate(outputs, 1)}
     children = jax.tree_util.tree_leaves_with_path(outputs, is_leaf=lambda node: node is not outputs)
-    found = {_name_of(path[0]): child for path, child in children if path}
+    by_name = {_name_of(path[0]): child for path, child in children if path}
     if isinstance(outputs, Mapping):  # JAX sorts the keys.
-        return {name: found.get(name, output) for name, output in outputs.items()}
-    return None if not found or None in found else found
+        return {name: by_name.get(name, output) for name, output in outputs.items()}
+    return None if not by_name or None in by_name else by_name
 
 
 def _name_of(key: Any) -> Any:
@@ -253,8 +253,8 @@ def _is_empty(metric: Metric) -> Any:
 def as_vector(values: list[jax.Array], metrics: Mapping[str, Metric]) -> jax.Array:
     """Returns all values that a step logs as one vector: `values`, then the metrics by key, with arrays flattened."""
     # Sorted, because JAX transformations sort the keys of dicts. `Program` knows the order in which they are shown.
-    found = [computed(metrics[key]) for key in sorted(metrics)]
-    parts = [*values, *(jnp.where(is_undefined, UNDEFINED, value) for value, is_undefined in found)]
+    computed_metrics = [computed(metrics[key]) for key in sorted(metrics)]
+    parts = [*values, *(jnp.where(is_undefined, UNDEFINED, value) for value, is_undefined in computed_metrics)]
     if any(part.ndim for part in parts):
         return jnp.concatenate([part.ravel() for part in parts])
     return jnp.stack(parts) if parts else jnp.zeros(0, jnp.float32)

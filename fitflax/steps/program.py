@@ -422,9 +422,9 @@ def check_places(program: Program, state: TrainState) -> None:
     if not program.preparation.is_new("places"):
         return
     if missing := program.strategy.missing_axes(state):
-        found = "; ".join(f"{axis!r} ({listed(paths)})" for axis, paths in missing.items())
+        described = "; ".join(f"{axis!r} ({listed(paths)})" for axis, paths in missing.items())
         warn(
-            f"nn.with_partitioning names axes that the mesh does not have, so they are not split: {found}. "
+            f"nn.with_partitioning names axes that the mesh does not have, so they are not split: {described}. "
             "To split them, pass a mesh with these axes, such as Trainer(parallel=Sharded({'data': -1, 'model': 2}))."
         )
     if (whole := program.strategy.describe_whole(state)) is not None:

@@ -136,8 +136,8 @@ class DryRun:
     def step(self, state: TrainState, feed: Batch, *, train: bool) -> Cost:
         """Dry-runs a training or evaluation step on shapes, keeps the results of the first one, and returns the cost of its forward pass on a device."""
         notes = Notes(keeps_returned=True)
-        jaxpr, (*found, returned) = jax.make_jaxpr(self._metrics_of(train, notes), return_shape=True)(shapes_in(state), feed)
-        self._record(train, notes, *found, activations=None if returned is None else _activations_of(jaxpr, returned))
+        jaxpr, (*results, returned) = jax.make_jaxpr(self._metrics_of(train, notes), return_shape=True)(shapes_in(state), feed)
+        self._record(train, notes, *results, activations=None if returned is None else _activations_of(jaxpr, returned))
         return self._cost_of(jaxpr)
 
     def step_eagerly(self, state: TrainState, feed: Batch, *, train: bool) -> None:
@@ -145,8 +145,8 @@ class DryRun:
         if train not in self._steps:
             notes = Notes()
             with jax.disable_jit():
-                *found, _ = self._metrics_of(train, notes)(state, feed)
-            self._record(train, notes, *found, activations=None)
+                *results, _ = self._metrics_of(train, notes)(state, feed)
+            self._record(train, notes, *results, activations=None)
 
     def _metrics_of(self, train: bool, notes: Notes) -> Callable[[TrainState, Batch], Any]:
         """Returns a function that returns a batch's metrics, their sums, their values, and the module's outputs if they are known, and fills `notes`."""
@@ -165,7 +165,7 @@ class DryRun:
         def whole(want: Any, have: Any) -> Any:
             return np.array(np.broadcast_to(np.asarray(have, want.dtype), want.shape))
 
-        empty = {key: jax.tree.map(whole, metric, notes.given.get(key, abstract[key]).empty()) for key, metric in merged.items()}
+        empty = {key: jax.tree.map(whole, metric, notes.compiled_metrics.get(key, abstract[key]).empty()) for key, metric in merged.items()}
         sums: Any = TrainSums(empty, np.int32(-1), np.int32(-1)) if train else EvalSums(metrics=empty, index=np.int32(0))  # type: ignore[arg-type]
         places: dict[str, Place] = {}
         end = NUM_STEP_VALUES if train else 0
@@ -314,8 +314,8 @@ def _activation(jaxpr: Any, output: int) -> str:
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     producers = {variable: (equation, index) for equation in jaxpr.eqns for index, variable in enumerate(equation.outvars)}
     variable = jaxpr.outvars[output]
-    while (found := _producer(variable, producers)) is not None:
-        equation, index = found
+    while (producer := _producer(variable, producers)) is not None:
+        equation, index = producer
         name = equation.primitive.name
         if name in _TRANSPARENT:
             variable = equation.invars[0]

@@ -360,8 +360,8 @@ class ByMember(MeanOfMembers):
 
 def _metrics(members: dict[str, Metric], order: Iterable[str]) -> dict[str, Metric]:
     """Returns the metrics to log: means over members, then values by member."""
-    found: dict[str, Metric] = {key: MeanOfMembers(members[key]) for key in order}
-    return found | {f"{key}{BY_MEMBER}": ByMember(metric.member) for key, metric in found.items()}  # type: ignore[attr-defined]
+    means: dict[str, Metric] = {key: MeanOfMembers(members[key]) for key in order}
+    return means | {f"{key}{BY_MEMBER}": ByMember(metric.member) for key, metric in means.items()}  # type: ignore[attr-defined]
 
 
 def _members(metrics: dict[str, Metric]) -> dict[str, Metric]:
@@ -402,11 +402,12 @@ class EnsembleTask(Task):
             raise MetricError(
                 f"An ensemble does not support metrics that collect rows: {', '.join(rows)}. Leave them out, or evaluate one member, trainer.select(member)."
             )
-        found = _metrics(metrics, inner.order or metrics)
-        bases = {key: key.removesuffix(BY_MEMBER) if isinstance(metric, ByMember) else key for key, metric in found.items()}
-        notes.given = {key: dataclasses.replace(cast(Any, found[key]), member=inner.given[base]) for key, base in bases.items() if base in inner.given}
+        logged = _metrics(metrics, inner.order or metrics)
+        bases = {key: key.removesuffix(BY_MEMBER) if isinstance(metric, ByMember) else key for key, metric in logged.items()}
+        compiled = inner.compiled_metrics
+        notes.compiled_metrics = {key: dataclasses.replace(cast(Any, logged[key]), member=compiled[base]) for key, base in bases.items() if base in compiled}
         notes.outputs = inner.outputs
-        return found
+        return logged
 
     @override
     def train_step(

@@ -241,11 +241,11 @@ class Lease:
     def _read(self) -> tuple[dict[str, Any], str | None]:
         """Returns the holder's note, `{}` if it cannot be parsed, and its version, `None` if there is none."""
         try:
-            found, tag = self._path.bucket.read(self._path.key)
+            content, tag = self._path.bucket.read(self._path.key)
         except FileNotFoundError:
             return {}, None
         with contextlib.suppress(ValueError):
-            note = json.loads(found)
+            note = json.loads(content)
             return note if isinstance(note, dict) else {}, tag
         return {}, tag
 
@@ -254,8 +254,8 @@ class Lease:
         if note.get("released"):
             return True
         if note.get("machine") == _machine():
-            is_own = note.get("pid") == os.getpid() and note.get("start") == _start_of(os.getpid())
-            if is_own or not _is_running(note):
+            is_this_process = note.get("pid") == os.getpid() and note.get("start") == _start_of(os.getpid())
+            if is_this_process or not _is_running(note):
                 return note.get("id") not in _LIVE
         return seen is not None and tag == seen[0] and _clock() - seen[1] > LEASE_SECONDS
 

@@ -80,8 +80,8 @@ class Bucket:
     def read(self, key: str) -> tuple[bytes, str]:
         """Returns an object, and the tag of its version. Raises `FileNotFoundError` if there is none."""
         with self._errors("read", key):
-            found = self._obstore.get(self._store, key)
-            return bytes(found.bytes()), _tag(found.meta)
+            result = self._obstore.get(self._store, key)
+            return bytes(result.bytes()), _tag(result.meta)
 
     def read_range(self, key: str, begin: int, length: int) -> Any:
         """Returns a range of an object's bytes as a buffer, truncated at the object's end. Raises `FileNotFoundError` if there is no object."""
@@ -208,14 +208,14 @@ def _cause(error: Exception) -> str:
     kind = re.search(r"HttpError \{\s*kind: (\w+)", debug)
     if kind is not None and kind[1] in _HTTP_FAULTS:
         text = f"{text.rstrip()}: {_HTTP_FAULTS[kind[1]]}"
-    said = re.search(r"<Code>(.*?)</Code>(?:.*?<Message>(.*?)</Message>)?", text, re.DOTALL)
-    if said is not None:
-        return " ".join(filter(None, [f"{said[1]}:" if said[2] else said[1], said[2]])).rstrip(".")
+    match = re.search(r"<Code>(.*?)</Code>(?:.*?<Message>(.*?)</Message>)?", text, re.DOTALL)
+    if match is not None:
+        return " ".join(filter(None, [f"{match[1]}:" if match[2] else match[1], match[2]])).rstrip(".")
     return " ".join(text.split()).rstrip(".")
 
 
-def _tag(found: Mapping[str, Any]) -> str:
-    return json.dumps([found.get("e_tag"), found.get("version")])
+def _tag(meta: Mapping[str, Any]) -> str:
+    return json.dumps([meta.get("e_tag"), meta.get("version")])
 
 
 def _version(tag: str) -> dict[str, Any]:
@@ -223,8 +223,8 @@ def _version(tag: str) -> dict[str, Any]:
     return {name: value for name, value in (("e_tag", e_tag), ("version", version)) if value is not None}
 
 
-def _info(found: Mapping[str, Any]) -> ObjectInfo:
-    return ObjectInfo(found["path"], found["size"], found["last_modified"].timestamp(), _tag(found))
+def _info(meta: Mapping[str, Any]) -> ObjectInfo:
+    return ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp(), _tag(meta))
 
 
 # In-memory stores by name, because they hold the data.
@@ -326,7 +326,7 @@ class ObjectPath(os.PathLike[str]):
     def named_objects(self) -> Iterator[tuple[str, ObjectInfo]]:
         """Yields all objects below it, with their names relative to it."""
         begin = len(self.key) + 1 if self.key else 0
-        return ((found.key[begin:], found) for found in self.objects())
+        return ((info.key[begin:], info) for info in self.objects())
 
     def iterdir(self) -> Iterator["ObjectPath"]:
         """Yields the locations directly below it."""
@@ -335,10 +335,10 @@ class ObjectPath(os.PathLike[str]):
 
     def stat(self) -> ObjectInfo:
         """Returns the size of an object, and when it was written. Raises `FileNotFoundError` if there is none."""
-        found = self.bucket.info(self.key)
-        if found is None:
+        info = self.bucket.info(self.key)
+        if info is None:
             raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
-        return found
+        return info
 
     def read_bytes(self) -> bytes:
         """Returns the contents of an object."""

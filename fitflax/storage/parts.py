@@ -175,10 +175,10 @@ class PartsReader(io.RawIOBase):
         wanted = [min(self._part_bytes, self._num_bytes - index * self._part_bytes) for index in range(count)]
         parent = paths[0].parent
         if isinstance(parent, ObjectPath):
-            found = {info.key.rpartition("/")[2]: info.st_size for info in parent.objects()}
+            sizes = {info.key.rpartition("/")[2]: info.st_size for info in parent.objects()}
         else:
-            found = {path.name: path.stat().st_size for path in paths if path.exists()}
-        return [fault for path, want in zip(paths, wanted, strict=True) for fault in size_fault(path, found.get(path.name), want)]
+            sizes = {path.name: path.stat().st_size for path in paths if path.exists()}
+        return [fault for path, want in zip(paths, wanted, strict=True) for fault in size_fault(path, sizes.get(path.name), want)]
 
     @override
     def close(self) -> None:
@@ -293,7 +293,7 @@ class Mirror:
             del self._pushed[name]
 
     @property
-    def is_due(self) -> bool:
+    def should_push(self) -> bool:
         """Whether it is time for the next upload."""
         return time.monotonic() - self._last_push > PUSH_SECONDS
 

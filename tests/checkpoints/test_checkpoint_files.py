@@ -84,7 +84,7 @@ def test_the_backend_that_wrote_the_state_reads_it(directory, monkeypatch):
         return {"run": 1}
 
     backend = types.ModuleType("other")
-    backend.OWN_KEYS, backend.FILES, backend.read_state = {"extra": list}, (), read_something
+    backend.METADATA_KEYS, backend.FILES, backend.read_state = {"extra": list}, (), read_something
     backend.write_state = lambda path, train, run: {"extra": [sorted(train.tree), run.tree]}
     monkeypatch.setitem(checkpoint_files.BACKENDS, "other", backend)
     write_checkpoint(directory, train={"w": jnp.ones(1)}, run=(1,), metadata={}, backend="other")

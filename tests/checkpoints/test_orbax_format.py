@@ -213,8 +213,8 @@ def test_all_files_are_listed_and_nothing_temporary_is_left(written):
     assert sorted(entry.name for entry in directory.iterdir()) == sorted(orbax_format.FILES)
     assert [name for name in entries(directory) if (directory / name).is_file()] == sorted([*metadata["orbax_files"], "state.msgpack"])
     assert not [name for name in entries(directory) if "tmp" in name or "lock" in name]
-    assert {key: type(metadata[key]) for key in orbax_format.OWN_KEYS} == orbax_format.OWN_KEYS
-    assert metadata.keys() == orbax_format.OWN_KEYS.keys()
+    assert {key: type(metadata[key]) for key in orbax_format.METADATA_KEYS} == orbax_format.METADATA_KEYS
+    assert metadata.keys() == orbax_format.METADATA_KEYS.keys()
 
 
 def test_files_and_directories_are_synced_to_disk(tmp_path, monkeypatch):

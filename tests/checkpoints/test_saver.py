@@ -98,7 +98,7 @@ def test_memory_that_no_save_holds_is_not_waited_for():
     saver.close()
 
 
-@pytest.mark.parametrize("leave", [Saver.abandon, Saver.let_go])
+@pytest.mark.parametrize("leave", [Saver.abandon, Saver.detach])
 def test_leaving_without_waiting_releases_memory_except_what_is_still_being_written(leave):
     saver, gate = Saver(), Gate()
     loan = saver.memory.lend(1000)
@@ -308,13 +308,13 @@ def test_a_job_that_continues_after_abandoning_releases_the_directory_when_it_is
     assert holder_of(tmp_path) is None
 
 
-def test_a_run_that_was_let_go_finishes_in_its_thread_and_the_next_run_waits_for_it(tmp_path):
+def test_a_detached_saver_finishes_in_its_thread_and_the_next_run_waits_for_it(tmp_path):
     done, gate, saver = [], Gate(), Saver()
     saver.lock(tmp_path)
     saver.submit(gate)
     assert gate.entered.wait(60)
     saver.submit(lambda: done.append("last"))
-    saver.let_go()  # Waits for nothing.
+    saver.detach()  # Waits for nothing.
     assert holder_of(tmp_path) is saver
     following = Saver()
     thread = blocked(lambda: following.lock(tmp_path))
@@ -327,38 +327,38 @@ def test_a_run_that_was_let_go_finishes_in_its_thread_and_the_next_run_waits_for
 def test_a_saver_without_a_thread_releases_its_directories_immediately(tmp_path):
     saver = Saver()
     saver.lock(tmp_path)
-    saver.let_go()
+    saver.detach()
     assert holder_of(tmp_path) is None
 
 
-def test_let_go_can_be_called_in_the_thread_of_the_saver(tmp_path):
+def test_detach_can_be_called_in_the_thread_of_the_saver(tmp_path):
     saver = Saver()
     saver.lock(tmp_path)
-    saver.submit(saver.let_go)
+    saver.submit(saver.detach)
     wait_for_end(saver)
     assert holder_of(tmp_path) is None
 
 
-def test_a_failure_after_let_go_is_a_warning(recwarn):
+def test_a_failure_after_detach_is_a_warning(recwarn):
     warnings.simplefilter("always")
     saver, gate = Saver(), Gate()
     saver.submit(gate)
     assert gate.entered.wait(60)
     saver.submit(failing)
-    saver.let_go()
+    saver.detach()
     gate.opened.set()
     wait_for_end(saver)
     assert "A save failed after its run was abandoned without being closed: [Errno 28] No space left" in str(recwarn.pop(FitflaxWarning).message)
     assert saver.failure is None  # It is not reported twice.
 
 
-def test_a_failure_before_let_go_is_a_warning(monkeypatch):
+def test_a_failure_before_detach_is_a_warning(monkeypatch):
     monkeypatch.setattr(background, "IDLE_SECONDS", 0.0)
     saver = Saver()
     saver.submit(failing)
     wait_for_end(saver)
     with pytest.warns(FitflaxWarning, match="A save failed after its run was abandoned"):
-        saver.let_go()
+        saver.detach()
 
 
 def test_a_run_takes_over_from_an_abandoned_run_and_from_a_store_without_a_run(tmp_path):

@@ -11,7 +11,7 @@ from flax import linen as nn
 import fitflax
 from fitflax.callbacks import LambdaCallback
 from fitflax.data import Batcher, Feed, Position, Shard, adapt
-from fitflax.data.shards import ShardFeed, _describe, agree_on_shares, own_position, part_of_batch_size
+from fitflax.data.shards import ShardFeed, _describe, agree_on_shards, part_of_batch_size, position_in_shard
 from fitflax.errors import ConfigError, DataError, RestoreError
 
 SECONDS = 10
@@ -58,11 +58,11 @@ def make_feed(
 ) -> ShardFeed:
     data = (lambda: iter(data_list)) if isinstance(data_list := data, list) else data  # A list of arrays would be several inputs.
     source = adapt(data, shuffle=False, **({} if size is None else {"batch_size": size}))
-    source.shares = agree_on_shares(source, (index, count), index, exchange)
+    source.shares = agree_on_shards(source, (index, count), index, exchange)
     return ShardFeed(
         source,
         Batcher(size=source.batch_size, pad=options.get("pads", True)),
-        own_position(START, used, source.shares),
+        position_in_shard(START, used, source.shares),
         used=used,
         exchange=exchange,
         **options,
@@ -224,7 +224,7 @@ def test_states_of_loaders_are_saved_for_each_process():
 def test_processes_with_the_same_part_must_read_the_same_data():
     def work(index: int, exchange: Any, *, differ: bool) -> Any:
         source = adapt(lambda: iter([np.full(2, index % 2 if differ else index // 2)]), shuffle=False)
-        source.shares = agree_on_shares(source, (index // 2, 2), index, exchange)
+        source.shares = agree_on_shards(source, (index // 2, 2), index, exchange)
         return passes(ShardFeed(source, Batcher(), exchange=exchange))
 
     good = Team(4).run(lambda index, exchange: work(index, exchange, differ=False))
@@ -236,17 +236,17 @@ def test_processes_with_the_same_part_must_read_the_same_data():
 
 def test_a_run_with_shards_resumes_with_the_same_number_of_shards():
     def find(index: int, exchange: Any) -> Any:
-        return own_position(Position(2, 5), (5, 7), agree_on_shares(adapt(np.zeros(9)), (index, 2), index, exchange))
+        return position_in_shard(Position(2, 5), (5, 7), agree_on_shards(adapt(np.zeros(9)), (index, 2), index, exchange))
 
     assert Team(2).run(find) == [Position(2, 5), Position(2, 7)]
     with pytest.raises(RestoreError, match=r"over 2 shards, one for each process. Received: the same data in all processes. Start 2 processes"):
-        own_position(Position(2, 5), (5, 7), None)
-    assert own_position(Position(2, 5), (), None) == Position(2, 5)
+        position_in_shard(Position(2, 5), (5, 7), None)
+    assert position_in_shard(Position(2, 5), (), None) == Position(2, 5)
 
 
 def test_a_run_without_shards_cannot_resume_with_shards_inside_a_pass():
     def find(index: int, exchange: Any, examples: int) -> Any:
-        return own_position(Position(2, examples), (), agree_on_shares(adapt(np.zeros(9)), (index, 2), index, exchange))
+        return position_in_shard(Position(2, examples), (), agree_on_shards(adapt(np.zeros(9)), (index, 2), index, exchange))
 
     assert Team(2).run(lambda index, exchange: find(index, exchange, 0)) == [Position(2)] * 2
     for error in Team(2).run(lambda index, exchange: find(index, exchange, 5)):
@@ -321,7 +321,7 @@ def test_reopening_a_feed_over_an_iterator_loses_no_batch():
 def test_incompatible_data_is_an_error_in_all_processes(sources, message):
     def work(index: int, exchange: Any) -> Any:
         data, is_shard = sources[index]
-        return agree_on_shares(adapt(data), (index, 2), index, exchange, is_shard=is_shard)
+        return agree_on_shards(adapt(data), (index, 2), index, exchange, is_shard=is_shard)
 
     for error in Team(2).run(work):
         with pytest.raises(DataError, match=message):
@@ -331,7 +331,7 @@ def test_incompatible_data_is_an_error_in_all_processes(sources, message):
 def test_data_that_cannot_be_used_in_one_process_is_an_error_in_all_processes():
     def work(index: int, exchange: Any) -> Any:
         failure = DataError("There is nothing to work on") if index else None
-        return agree_on_shares(None if index else adapt(np.zeros(4)), (index, 2), index, exchange, failure=failure)
+        return agree_on_shards(None if index else adapt(np.zeros(4)), (index, 2), index, exchange, failure=failure)
 
     results = Team(2).run(work)
     assert str(results[0]) == "The data of some processes cannot be used: process 1: DataError: There is nothing to work on"

@@ -18,8 +18,8 @@ from flax import linen as nn
 import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, ImageSummary
 from fitflax.errors import FitflaxWarning
-from fitflax.integrations.interface import Point
 from fitflax.integrations.mlflow import MLflowLogger
+from fitflax.integrations.tracker_base import Point
 from tests.integrations.servers import Server, script_env
 
 # MLflow and its dependencies raise these warnings themselves.

@@ -13,8 +13,8 @@ import pytest
 from fitflax.background import Background
 from fitflax.errors import FitflaxWarning
 from fitflax.integrations import outbox as outbox_module
-from fitflax.integrations.interface import Point, Reading, readings_of_state, state_of
 from fitflax.integrations.outbox import Ending, Outbox, RunStart
+from fitflax.integrations.tracker_base import Point, Reading, readings_of_state, state_of
 from fitflax.logs import Place
 from tests.integrations.memory import Memory, logger_of, trained, values_of, wait_for
 

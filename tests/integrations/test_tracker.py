@@ -13,8 +13,8 @@ import fitflax
 from fitflax.callbacks import BestCheckpoint, Callback, FigureSummary, ImageSummary, ModelCheckpoint, TensorBoard
 from fitflax.errors import CallbackError, FitflaxWarning
 from fitflax.integrations import outbox as outbox_module
-from fitflax.integrations.interface import Reading
 from fitflax.integrations.tracker import TrackerLogger
+from fitflax.integrations.tracker_base import Reading
 from tests.integrations.memory import Memory, Net, X, Y, logger_of, trained, values_of, wait_for
 
 # -- what is logged --

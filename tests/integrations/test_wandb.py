@@ -17,7 +17,7 @@ from PIL import Image
 import fitflax
 from fitflax.callbacks import BestCheckpoint, ImageSummary
 from fitflax.errors import CallbackError
-from fitflax.integrations.interface import Point
+from fitflax.integrations.tracker_base import Point
 from fitflax.integrations.wandb import WandbLogger, records_of
 from tests.integrations.servers import script_env
 

@@ -17,7 +17,7 @@ from fitflax.callbacks import BestCheckpoint, Callback, EarlyStopping, LambdaCal
 from fitflax.data import Shard
 from fitflax.errors import ConfigError, DataError, FitflaxWarning, LossError, MetricError
 from fitflax.loops import training_loop
-from fitflax.loops.session import Intake
+from fitflax.loops.session import DataAdapter
 from fitflax.parallel import DataParallel
 
 RNG = np.random.default_rng(0)
@@ -1048,9 +1048,9 @@ def test_a_fit_that_fails_before_its_first_step_closes_its_data(fault):
 
 
 def test_data_with_a_validation_split_is_adapted_only_once(monkeypatch):
-    calls, adapt = [], Intake.adapt
+    calls, adapt = [], DataAdapter.adapt
     monkeypatch.setattr(
-        Intake, "adapt", lambda intake, data, *targets, call, **options: calls.append(call) or adapt(intake, data, *targets, call=call, **options)
+        DataAdapter, "adapt", lambda adapter, data, *targets, call, **options: calls.append(call) or adapt(adapter, data, *targets, call=call, **options)
     )
     history = make(F()).fit(Shard((X, Y)), batch_size=4, validation_split=0.5, verbose=0)
     assert calls == ["fit"] and "val_loss" in history.history

@@ -513,7 +513,7 @@ def test_a_signal_in_the_closing_validation_leaves_no_row_and_resuming_closes_th
 
 def test_an_interruption_requests_nothing_until_a_signal_arrives():
     with Interruption() as interruption:
-        interruption.leave()
+        interruption.reraise_signal()
         signal.raise_signal(signal.SIGTERM)
         assert interruption.requested == signal.SIGTERM
 

@@ -525,7 +525,7 @@ def test_a_loop_that_ends_normally_waits_for_its_saves_regardless_of_its_caller(
             loop = plain_loop(steps=2)
             for _ in loop:
                 pass
-            waited.append(not loop._run._saver.is_given_up)
+            waited.append(not loop._run._saver.is_orphaned)
 
     generator = caller()
     next(generator)
@@ -538,7 +538,7 @@ def test_a_loop_resumes_from_the_directory_of_an_abandoned_loop_and_holds_its_lo
     save = ModelCheckpoint(tmp_path, every=every(steps=1))
     save(loop.next_step())
     saver = loop._run._saver
-    saver.let_go()
+    saver.detach()
     again = plain_loop(steps=4, restore_from=tmp_path)
     assert again.step == 1 and holder_of(tmp_path) is again._run._saver
     again.close()

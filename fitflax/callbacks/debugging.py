@@ -1,4 +1,4 @@
-"""Callbacks of a few lines: `LambdaCallback`, `Profiler`, `SummaryLogger`, `TerminateOnNaN` and `Watchdog`."""
+"""Callbacks for observing and debugging a run: `LambdaCallback`, `Profiler`, `SummaryLogger`, `TerminateOnNaN` and `Watchdog`."""
 
 import math
 import os

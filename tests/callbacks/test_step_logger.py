@@ -2,7 +2,7 @@
 
 import time
 
-from fitflax.callbacks.run_logger import Clock, Stamp
+from fitflax.callbacks.step_logger import Clock, Stamp
 
 
 def test_rates_exclude_evaluations_and_never_underestimate_an_interval(monkeypatch):

@@ -5,7 +5,7 @@ import json
 import jax
 import numpy as np
 
-from fitflax.integrations.interface import Point, Reading, readings_of_state, state_of
+from fitflax.integrations.tracker_base import Point, Reading, readings_of_state, state_of
 from fitflax.logs import Place
 
 

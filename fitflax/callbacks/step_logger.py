@@ -1,4 +1,4 @@
-"""`RunLogger`: base class of `TensorBoard` and `TrackerLogger`, which log values of training and evaluations by step. `Clock` measures the speed of the run."""
+"""`StepLogger`, base of `TensorBoard` and `TrackerLogger`, which log values of training and evaluations by step. `Clock` measures the speed of the run."""
 
 import abc
 import time
@@ -86,7 +86,7 @@ class Clock:
         return values
 
 
-class RunLogger(Callback):
+class StepLogger(Callback):
     """Base class of callbacks that log training when `every` fires and at the end of each epoch, and evaluations whenever they run."""
 
     phase = Phase.RECORD

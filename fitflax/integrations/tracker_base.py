@@ -1,4 +1,4 @@
-"""The interface of experiment trackers for `TrackerLogger`: `Tracker`, and the values logged at one step.
+"""`Tracker`, the base class of experiment trackers for `TrackerLogger`, and the values logged at one step.
 
 A `Point` is plain data. A `Reading` has numbers that may still be on the device: making one does not wait for the device, and the sending thread reads it
 later. A checkpoint that is saved before that contains its arrays.
@@ -317,12 +317,12 @@ def reading_of(checkpoint: Checkpoint, seconds: float, *, extra: Mapping[str, An
     `extra` are additional values on the host, `scalars` additional numbers on the device, and `sown` the sown values by tag.
     """
     step, logs, ends, step_values = checkpoint.step, checkpoint.logs, checkpoint.epoch_ends, checkpoint.run.step_values
-    source, at_hand, read = logs.source, logs.at_hand, logs.deferred(late=ends)
+    source, host_values, read = logs.source, logs.host_values, logs.deferred(late=ends)
     pictured = {key: kind for key, kind in logs.kinds.items() if kind.summary is not None and key in logs}
-    late = () if source is None else tuple(key for key in source.late if key not in at_hand)
+    late = () if source is None else tuple(key for key in source.late if key not in host_values)
     places: dict[str, Place] = {}
     if source is not None:
-        places |= {key: place for key, place in source.places.items() if place is not None and key in logs and key not in at_hand and key not in pictured}
+        places |= {key: place for key, place in source.places.items() if place is not None and key in logs and key not in host_values and key not in pictured}
     if step_values is not None:
         places |= {"step/loss": Place(STEP_LOSS)} | ({"step/gradients_norm": Place(GRADIENTS_NORM)} if checkpoint.has_gradients_norm else {})
         source = step_values
@@ -332,17 +332,17 @@ def reading_of(checkpoint: Checkpoint, seconds: float, *, extra: Mapping[str, An
     plain = tuple(key for key in late if key not in pictured) if ends else ()
 
     def compute() -> Mapping[str, Any]:
-        found = read()
-        return {key: found[key] for key in plain if key in found}
+        logged = read()
+        return {key: logged[key] for key in plain if key in logged}
 
     def draw() -> Point:
-        found = read() if shown else {}
-        return _draw(step, {key: value for key, value in found.items() if key in shown}, shown, media)
+        logged = read() if shown else {}
+        return _draw(step, {key: value for key, value in logged.items() if key in shown}, shown, media)
 
     return Reading(
         step,
         seconds,
-        {**{key: value for key, value in at_hand.items() if key not in pictured}, **extra},
+        {**{key: value for key, value in host_values.items() if key not in pictured}, **extra},
         vector=None if source is None else source.vector,
         places=places,
         scalars={**scalars, **numbers},
